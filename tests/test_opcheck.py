@@ -1,0 +1,102 @@
+"""What torch demands of an operator: schema, fake tensors, autograd, AOT; and torch.compile without graph breaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_attnkit import parity
+from torch_attnkit.core.dispatch import OPS
+
+
+def _call(op, shape: str, features: tuple[str, ...], layout: str, dtype=torch.float32):
+    args, kwargs = parity.inputs(op, shape, dtype, features)
+    return tuple(parity._place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args), kwargs
+
+
+def _shapes(op) -> list[str]:
+    """One ordinary shape and the empty one."""
+    names = list(op.module("cases").PARITY)
+    return [names[min(1, len(names) - 1)], *(n for n in names if "empty" in n)][:2]
+
+
+@pytest.mark.parametrize("layout", parity.LAYOUTS)
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_opcheck(op, layout):
+    for shape in _shapes(op):
+        for features in {(), tuple(op.features)}:
+            args, kwargs = _call(op, shape, features, layout)
+            torch.library.opcheck(getattr(torch.ops.attnkit, op.name).default, args, kwargs)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_fake_tensors_match_the_real_outputs(op):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for shape in op.module("cases").PARITY:
+        args, kwargs = _call(op, shape, tuple(op.features), "contiguous")
+        real = getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+            fake = getattr(torch.ops.attnkit, op.name)(*fakes, **kwargs)
+        for r, f in zip(torch.utils._pytree.tree_leaves(real), torch.utils._pytree.tree_leaves(fake), strict=True):
+            assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride()), shape
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if not op.mutated], ids=lambda op: op.name)
+def test_backward_raises_and_names_the_op(op):
+    args, kwargs = _call(op, _shapes(op)[0], (), "contiguous")
+    floats = [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.float32]
+    if not floats:
+        assert op.name in {"nvfp4_dequantize", "mxfp4_dequantize", "kv_cache_gather"}, "only byte inputs"
+        return
+    for a in floats:
+        a.requires_grad_()
+    out = getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
+    differentiable = [o for o in torch.utils._pytree.tree_leaves(out) if o.dtype.is_floating_point and o.numel()]
+    for o in differentiable:
+        with pytest.raises(NotImplementedError, match=f"{op.name} has no backward"):
+            o.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutated], ids=lambda op: op.name)
+def test_mutating_op_refuses_gradients_and_bumps_the_version(op):
+    args, kwargs = _call(op, _shapes(op)[0], (), "contiguous")
+    written = parity._mutated(op, args)[0]
+    version = written._version
+    getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
+    assert written._version > version
+    args[0].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{op.name}: .* requires a gradient"):
+        getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
+    with torch.no_grad():
+        getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
+
+
+def _block(inputs):
+    """Every op once, each on its own inputs, with plain torch before and after."""
+    results = []
+    for name, (args, kwargs) in inputs.items():
+        op = OPS[name]
+        first = args[0] + 0 if args[0].dtype.is_floating_point else args[0]
+        written = [args[i].clone() if a.alias_info else args[i] for i, a in enumerate(op.parsed.arguments[: len(args)])]
+        out = getattr(torch.ops.attnkit, name)(first, *written[1:], **kwargs)
+        leaves = list(out) if isinstance(out, tuple) else [out] if out is not None else []
+        leaves += [w for w, a in zip(written, op.parsed.arguments, strict=False) if a.alias_info]
+        results += [o * 2 if o.dtype.is_floating_point else o for o in leaves]
+    return results
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_a_block_that_calls_every_op(backend):
+    """fullgraph=True refuses graph breaks; dynamic=True makes every size symbolic."""
+    compiled = torch.compile(_block, backend=backend, fullgraph=True, dynamic=True)
+    inputs = {op.name: _call(op, _shapes(op)[0], (), "contiguous") for op in OPS.values()}
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for got, want in zip(compiled(inputs), _block(inputs), strict=True):
+            assert (
+                torch.equal(got.nan_to_num(), want.nan_to_num())
+                if want.dtype.is_floating_point
+                else torch.equal(got, want)
+            )

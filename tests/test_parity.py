@@ -1,0 +1,88 @@
+"""The one parity test: every row of the table that this machine can run, on hardware or in a simulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_attnkit import parity
+from torch_attnkit.core import seams
+from torch_attnkit.core.errors import UnsupportedError
+from torch_attnkit.core.support import support
+from torch_attnkit.core.target import target_of
+
+
+def _device(arch: str) -> str | None:
+    """The device that runs ``arch`` here: its hardware, else the CPU through its simulator, else None."""
+    if arch == "cpu":
+        return "cpu"
+    for device, available in (
+        ("cuda", torch.cuda.is_available()),
+        ("mps", torch.backends.mps.is_available()),
+    ):
+        if available and target_of(torch.device(device)).arch == arch:
+            return device
+    try:
+        seams.require_simulator(arch)
+    except UnsupportedError:
+        return None
+    return "cpu"
+
+
+CASES = [
+    (case, layout)
+    for op, index, _, arch in support()
+    for n, case in enumerate(parity.cases(op, index, arch, covering=_device(arch) == "cpu" != arch))
+    for layout in (parity.LAYOUTS[n % 2],)
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), CASES, ids=[f"{c.id}-{layout}" for c, layout in CASES])
+def test_parity(case: parity.Case, layout: str):
+    device = _device(case.arch)
+    if device is None:
+        pytest.skip(f"needs {case.arch} hardware or its simulator")
+    parity.run(case, device, layout)
+
+
+def test_a_wrong_kernel_is_caught(monkeypatch):
+    """The parity run itself must be able to fail: values, borders, inputs and a kernel that never writes."""
+    op, index, _, arch = next(r for r in support("cpu"))
+    case = parity.cases(op, index, arch)[0]
+    module = op.module(op.kernels[index].file)
+    build = module.build
+
+    def off_by_a_bit(call, target):
+        launch = build(call, target)
+
+        def run(*args):
+            launch(*args)
+            args[len(op.argnames)].mul_(1.01)
+
+        return run
+
+    def changes_input(call, target):
+        launch = build(call, target)
+        return lambda *args: (launch(*args), args[0].zero_())
+
+    def writes_past_the_end(call, target):
+        launch = build(call, target)
+
+        def run(*args):
+            launch(*args)
+            out = args[len(op.argnames)]
+            out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1)
+
+        return run
+
+    def never_writes(call, target):
+        return lambda *args: None
+
+    from torch_attnkit.core import dispatch
+
+    for broken in (off_by_a_bit, changes_input, writes_past_the_end, never_writes):
+        dispatch._PLANS[op.name].clear()
+        monkeypatch.setattr(module, "build", broken)
+        with pytest.raises(AssertionError):
+            parity.run(case)
+    dispatch._PLANS[op.name].clear()

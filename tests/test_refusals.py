@@ -1,0 +1,123 @@
+"""Calls just outside the contract or the rows are refused, with words that name op, argument, found and accepted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_attnkit import parity
+from torch_attnkit.core import UnsupportedError, simulate
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.core.support import support
+
+ALL = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+
+
+def _call(op, features=()):
+    names = list(op.module("cases").PARITY)
+    args, kwargs = parity.inputs(op, names[min(1, len(names) - 1)], torch.float32, features)
+    return list(args), kwargs, getattr(torch.ops.attnkit, op.name)
+
+
+def _mutated_is_untouched(op, args, before):
+    for new, old in zip(parity._mutated(op, tuple(args)), parity._mutated(op, tuple(before)), strict=True):
+        assert torch.equal(new, old), "nothing is written before validation passes"
+
+
+@ALL
+def test_wrong_rank_names_the_argument_and_its_axes(op):
+    for i, name in enumerate(op.tensors):
+        args, kwargs, call = _call(op, tuple(op.features))
+        if args[i] is None or op.spec(name).batch:
+            continue
+        before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        args[i] = args[i][None]
+        with pytest.raises(ValueError, match=rf"^{op.name}: {name} must be \(.*got shape"):
+            call(*args, **kwargs)
+        args[i] = args[i][0]
+        _mutated_is_untouched(op, args, before)
+
+
+@ALL
+def test_wrong_dtype_names_found_and_accepted(op):
+    for i, name in enumerate(op.tensors):
+        args, kwargs, call = _call(op, tuple(op.features))
+        if args[i] is None:
+            continue
+        args[i] = torch.zeros(args[i].shape, dtype=torch.complex64)
+        with pytest.raises(TypeError, match=rf"^{op.name}: {name} is complex64, accepted: "):
+            call(*args, **kwargs)
+
+
+@ALL
+def test_mixed_devices_are_refused(op):
+    args, kwargs, _ = _call(op, tuple(op.features))
+    tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    if len(tensors) < 2:
+        assert len(op.tensors) <= 2
+        return
+    args[tensors[-1]] = args[tensors[-1]].to("meta")
+    values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
+    with pytest.raises(ValueError, match=rf"^{op.name}: {op.argnames[tensors[-1]]} is on meta, but .* is on cpu"):
+        op.bind(values)
+
+
+@ALL
+def test_last_dimension_must_be_contiguous(op):
+    for i, name in enumerate(op.tensors):
+        args, kwargs, call = _call(op, tuple(op.features))
+        if args[i] is None or args[i].dim() == 0 or args[i].shape[-1] < 2:
+            continue
+        args[i] = args[i].repeat_interleave(2, -1)[..., ::2]
+        with pytest.raises(
+            ValueError, match=rf"^{op.name}: {name} must be contiguous in its last dimension, got strides"
+        ):
+            call(*args, **kwargs)
+
+
+@ALL
+def test_nan_scalars_and_unknown_choices_are_refused(op):
+    for argument in op.parsed.arguments:
+        args, kwargs, call = _call(op)
+        if "float" in str(argument.type):
+            with pytest.raises(ValueError, match=rf"^{op.name}: {argument.name} is nan"):
+                call(*args, **(kwargs | {argument.name: float("nan")}))
+        if str(argument.type) == "str":
+            with pytest.raises(ValueError, match=rf"^{op.name}: {argument.name} is 'nonsense', accepted: "):
+                call(*args, **(kwargs | {argument.name: "nonsense"}))
+
+
+@ALL
+def test_a_missing_simulator_is_named(op):
+    for arch in ("metal", "sm90", "sm100"):
+        try:
+            with simulate(arch):
+                pass
+        except UnsupportedError as error:
+            assert f"simulate('{arch}')" in str(error) and "is missing" in str(error)
+
+
+ROWS = [(op, row, arch) for op, _, row, arch in support()]
+
+
+@pytest.mark.parametrize(("op", "row", "arch"), ROWS, ids=[f"{o.name}-{r.file}-{a}" for o, r, a in ROWS])
+def test_just_outside_a_row_is_refused_with_its_reason(op, row, arch):
+    """The complement of the row: a dtype, a size and a feature that it does not list."""
+    args, kwargs, _ = _call(op)
+
+    def bound(dtype=torch.float32, features=()):
+        made, kw = parity.inputs(op, list(op.module("cases").PARITY)[0], dtype, features)
+        return op.bind((*made, *(kw.get(n, op.defaults.get(n)) for n in op.argnames[len(made) :])))
+
+    for name in {"f32", "bf16", "f16"} - set(row.dtypes.split()):
+        assert row.refusal(bound(DTYPES[name])) == f"dtype {name} not in {{{', '.join(row.dtypes.split())}}}"
+    dtype = DTYPES[row.dtypes.split()[0]]
+    for feature in set(op.features) - set(row.features.split()):
+        call = bound(dtype, (feature,))
+        call.dim |= {axis: sizes[0] for axis, sizes in row.dims.items()}
+        assert feature in (row.refusal(call) or ""), feature
+    for axis, sizes in row.dims.items():
+        call = bound(dtype)
+        call.dim |= {a: s[0] for a, s in row.dims.items()} | {axis: max(sizes) + 1}
+        assert row.refusal(call) == f"{axis}={max(sizes) + 1} not in {{{', '.join(map(str, sizes))}}}"

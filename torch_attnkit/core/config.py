@@ -1,0 +1,22 @@
+"""The two environment variables of the package. Nothing else reads the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: ``ATTNKIT_CACHE_DIR``, else ``$XDG_CACHE_HOME/torch_attnkit``."""
+    if chosen := os.environ.get("ATTNKIT_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_attnkit"
+
+
+def simulated_arch(known: tuple[str, ...]) -> str | None:
+    """The arch named by ``ATTNKIT_TARGET=sim:<arch>``: what CPU tensors run on when no ``simulate()`` is active."""
+    value = os.environ.get("ATTNKIT_TARGET", "")
+    kind, _, arch = value.partition(":")
+    if value and (kind != "sim" or arch not in known):
+        raise ValueError(f"ATTNKIT_TARGET: got {value!r}, accepted: {', '.join(f'sim:{a}' for a in known)}")
+    return arch or None

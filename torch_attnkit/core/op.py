@@ -1,0 +1,209 @@
+"""The table's two record types: what an op is (Op) and which kernels can run it (Kernel)."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from .spec import DTYPES, MODEL_DTYPES, Spec, parse, short
+from .target import FILES
+
+NAMESPACE = "attnkit"
+
+
+@dataclass(slots=True)
+class Call:
+    """One call with its names bound: axis sizes, arguments, the model dtype T, and the features it uses."""
+
+    op: str
+    dim: dict[str, int]
+    arg: SimpleNamespace
+    dtype: torch.dtype
+    batch: tuple[int, ...]
+    device: torch.device
+    features: tuple[str, ...] = ()
+
+    def sizes(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in self.dim.items())
+
+
+Predicate = Callable[[Call], Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table: a file of the op's folder, and what it accepts."""
+
+    file: str
+    dtypes: str
+    dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    features: str = ""
+    needs: dict[str, Predicate] = field(default_factory=dict)  # reason for the refusal -> what must hold
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        return FILES[self.file]
+
+    def refusal(self, call: Call) -> str | None:
+        """Why this row does not accept ``call``, or None if it does."""
+        if short(call.dtype) not in self.dtypes.split():
+            return f"dtype {short(call.dtype)} not in {{{', '.join(self.dtypes.split())}}}"
+        for axis, allowed in self.dims.items():
+            if call.dim[axis] not in allowed:
+                return f"{axis}={call.dim[axis]} not in {{{', '.join(map(str, allowed))}}}"
+        missing = [f for f in call.features if f not in self.features.split()]
+        if missing:
+            return f"no support for: {', '.join(missing)}"
+        return next((why for why, ok in self.needs.items() if not ok(call)), None)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as data. ``CONTRIBUTING.md`` explains the fields by example."""
+
+    schema: str
+    dims: dict[str, str]
+    kernels: tuple[Kernel, ...] = ()
+    where: dict[str, Predicate] = field(default_factory=dict)
+    derive: dict[str, Callable[[Call], int]] = field(default_factory=dict)
+    unless: dict[str, Predicate] = field(default_factory=dict)  # output -> when it is returned empty
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    features: dict[str, Predicate] = field(default_factory=dict)
+    package: str = ""
+
+    @cached_property
+    def parsed(self) -> Any:
+        return torch._C.parse_schema(f"{NAMESPACE}::{self.schema}")
+
+    @cached_property
+    def name(self) -> str:
+        return self.schema.split("(")[0]
+
+    @cached_property
+    def argnames(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.parsed.arguments)
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.parsed.arguments if "Tensor" in str(a.type))
+
+    @cached_property
+    def positional(self) -> int:
+        return sum(not a.kwarg_only for a in self.parsed.arguments)
+
+    @cached_property
+    def mutated(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.parsed.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+    @cached_property
+    def outnames(self) -> tuple[str, ...]:
+        return tuple(r.name for r in self.parsed.returns)
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        return {a.name: a.default_value for a in self.parsed.arguments if a.has_default_value()}
+
+    def spec(self, name: str) -> Spec:
+        return parse(self.dims[name])
+
+    def module(self, file: str) -> ModuleType:
+        """A file of the op's folder: ``reference``, ``cases``, or a kernel file."""
+        return importlib.import_module(f"{self.package}.{file}")
+
+    def bind(self, args: tuple[Any, ...], *, traced: bool = False) -> Call:
+        """Name every axis, check shapes, dtypes, devices and rules, and find the features.
+
+        ``traced``, for fake tensors, leaves what looks at symbolic sizes to the real call.
+        """
+        values = dict(zip(self.argnames, args, strict=True))
+        given = [(n, values[n]) for n in self.tensors if values[n] is not None]
+        dtype = self._model_dtype(given)
+        first_name, first = given[0]
+        call = Call(self.name, {}, SimpleNamespace(**values), dtype, (), first.device)
+        owner: dict[str, str] = {}
+        for name, tensor in given:
+            self._check_dtype(name, tensor, dtype)
+            if tensor.device != first.device:
+                raise ValueError(f"{self.name}: {name} is on {tensor.device}, but {first_name} is on {first.device}")
+            self._bind_shape(name, tensor, call, owner)
+            if not traced and tensor.dim() and tensor.stride(-1) != 1 and tensor.size(-1) > 1:
+                raise ValueError(
+                    f"{self.name}: {name} must be contiguous in its last dimension, got strides "
+                    f"{tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
+                )
+        self._check_scalars(values)
+        for axis, size in self.derive.items():
+            call.dim[axis] = size(call)
+        if not traced:
+            for rule, ok in self.where.items():
+                if not ok(call):
+                    raise ValueError(f"{self.name}: {rule} (got {call.sizes()})")
+            call.features = tuple(f for f, on in self.features.items() if on(call))
+        return call
+
+    def _model_dtype(self, given: list[tuple[str, torch.Tensor]]) -> torch.dtype:
+        """T: the dtype of the first tensor that can only be T, else of the first that may be."""
+        specs = [(self.spec(n), t.dtype) for n, t in given if t.dtype in MODEL_DTYPES]
+        ranked = [((len(s.dtypes) > 1) + (d in s.explicit()), d) for s, d in specs if "T" in s.dtypes]
+        return min(ranked, key=lambda r: r[0], default=(0, torch.float32))[1]
+
+    def _check_dtype(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        explicit, model = self.spec(name).explicit(), "T" in self.spec(name).dtypes
+        if tensor.dtype in explicit or (model and tensor.dtype == dtype):
+            return
+        known = model and tensor.dtype in MODEL_DTYPES  # a model dtype, but not this call's
+        accepted = (*explicit, *((dtype,) if known else MODEL_DTYPES if model else ()))
+        why = f" ({short(dtype)} is the dtype of this call's model tensors)" if known else ""
+        words = ", ".join(dict.fromkeys(map(short, accepted)))
+        raise TypeError(f"{self.name}: {name} is {short(tensor.dtype)}, accepted: {words}{why}")
+
+    def _bind_shape(self, name: str, tensor: torch.Tensor, call: Call, owner: dict[str, str]) -> None:
+        spec, shape = self.spec(name), tuple(tensor.shape)
+        split = len(shape) - len(spec.axes)
+        if split < 0 or (split and not spec.batch):
+            raise ValueError(f"{self.name}: {name} must be {spec}, got shape {shape}")
+        if spec.batch:
+            if owner.setdefault("...", name) == name:
+                call.batch = shape[:split]
+            elif len(call.batch) != split or any(_differ(a, b) for a, b in zip(call.batch, shape, strict=False)):
+                raise ValueError(
+                    f"{self.name}: {name} has batch axes {shape[:split]}, but {owner['...']} has {call.batch}"
+                )
+        for axis, size in zip(spec.axes, shape[split:], strict=True):
+            value, other, key = axis.value(size), owner.setdefault(str(axis.name), name), str(axis.name)
+            bound = call.dim.setdefault(key, value) if axis.name else 0  # a literal is a size of which nothing is left
+            if _differ(bound, value) or (isinstance(value, int) and value < 0):
+                where = f": {key}={value}" if axis.name else ""
+                where += f", but {other} has {key}={bound}" if axis.name and other != name else ""
+                raise ValueError(f"{self.name}: {name} must be {spec}, got shape {shape}{where}")
+
+    def _check_scalars(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"{self.name}: {name} is nan, accepted: a number")
+            if name in self.choices and value not in self.choices[name]:
+                raise ValueError(f"{self.name}: {name} is {value!r}, accepted: {', '.join(self.choices[name])}")
+
+    def outputs(self, call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every output, in the schema's order."""
+        found = []
+        for name in self.outnames:
+            spec, kind = self.spec(name), self.spec(name).dtypes[0]
+            dtype = DTYPES[kind] if kind in DTYPES else call.dtype
+            if kind == "@dtype" and call.arg.dtype is not None:
+                dtype = call.arg.dtype
+            shape = (call.batch if spec.batch else ()) + tuple(a.size(call.dim) for a in spec.axes)
+            found.append(((0,) if name in self.unless and self.unless[name](call) else shape, dtype))
+        return found
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to differ; a symbolic size is left to the real call."""
+    return isinstance(a, int) and isinstance(b, int) and a != b

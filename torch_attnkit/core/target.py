@@ -1,0 +1,71 @@
+"""What a call runs on: a device's architecture, or the same architecture simulated on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from . import config, seams
+from .errors import UnsupportedError
+
+# A kernel file's name says which architectures it serves.
+FILES = {"cpu": ("cpu",), "mps": ("metal",), "cuda": ("sm90", "sm100"), "sm90": ("sm90",), "sm100": ("sm100",)}
+SIMULATED = ("metal", "sm90", "sm100")
+# Compute capability (major) to arch. 10.x covers B200 and B300; 12.x has no tensor memory and is another machine.
+_CAPABILITY = {9: "sm90", 10: "sm100"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture, on hardware or simulated."""
+
+    arch: str
+    simulated: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.arch} (simulated)" if self.simulated else self.arch
+
+
+_active: ContextVar[str | None] = ContextVar("attnkit_simulated_arch", default=config.simulated_arch(SIMULATED))
+simulated_arch = _active.get
+
+
+@contextlib.contextmanager
+def simulate(arch: str) -> Iterator[Target]:
+    """Run the kernels of ``arch`` on CPU tensors, through its simulator, inside this block.
+
+    The choice belongs to the current thread and asyncio task; other threads are not affected, and blocks nest.
+    Raises ValueError for an arch that is not one of metal, sm90, sm100, UnsupportedError if its simulator is missing.
+    """
+    if arch not in SIMULATED:
+        raise ValueError(f"simulate: got {arch!r}, accepted: {', '.join(SIMULATED)}")
+    seams.require_simulator(arch)
+    token = _active.set(arch)
+    try:
+        yield Target(arch, simulated=True)
+    finally:
+        _active.reset(token)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of tensors on ``device``; a CPU tensor inside ``simulate(arch)`` belongs to that arch."""
+    if device.type == "cpu":
+        arch = _active.get()
+        if arch is None:
+            return Target("cpu")
+        seams.require_simulator(arch)  # simulate() has checked already, ATTNKIT_TARGET has not
+        return Target(arch, simulated=True)
+    if device.type == "mps":
+        return Target("metal")
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major in _CAPABILITY:
+            return Target(_CAPABILITY[major])
+        have = ", ".join(f"{m}.x ({a})" for m, a in _CAPABILITY.items())
+        name = torch.cuda.get_device_name(device)
+        raise UnsupportedError(f"{name} has compute capability {major}.{minor}; there are kernels for {have}")
+    raise UnsupportedError(f"device {device.type!r}: accepted are cpu, mps and cuda")

@@ -1,0 +1,54 @@
+"""Checks of tensor contents for the references: typed errors that name op, argument, what was found and accepted.
+
+They look at values, which on a device would cost a synchronisation, so only references call them; device kernels
+clamp or mask instead and never read outside their buffers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def in_range(op: str, name: str, t: torch.Tensor | None, low: int, high: int) -> None:
+    """Every element of the integer tensor ``t`` must lie in [low, high]; None and empty tensors pass."""
+    if t is None or t.numel() == 0:
+        return
+    bad = (t < low) | (t > high)
+    if bool(bad.any()):
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{op}: {name}{list(at)} is {int(t[at])}, accepted: {low} to {high}")
+
+
+def ordered(op: str, name: str, low: torch.Tensor, high_name: str, high: torch.Tensor) -> None:
+    """``low <= high`` element by element."""
+    bad = low > high
+    if low.numel() and bool(bad.any()):
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"{op}: {name}{list(at)} is {int(low[at])}, accepted: at most {high_name}{list(at)}={int(high[at])}"
+        )
+
+
+def distinct(op: str, name: str, t: torch.Tensor, ignore: int = -1) -> None:
+    """No value but ``ignore`` may appear twice in the last axis of ``t``."""
+    if t.numel() == 0:
+        return
+    s = t.sort(dim=-1).values
+    twice = (s[..., 1:] == s[..., :-1]) & (s[..., 1:] != ignore)
+    if bool(twice.any()):
+        value = int(s[..., 1:][twice][0])
+        raise ValueError(f"{op}: {name} holds {value} more than once, accepted: distinct values")
+
+
+def cu_seqlens(op: str, name: str, t: torch.Tensor, total: int) -> None:
+    """Offsets must start at 0, never fall, and end at or before ``total``."""
+    values = t.tolist()
+    if not values or values[0] != 0 or any(b < a for a, b in zip(values, values[1:], strict=False)):
+        raise ValueError(f"{op}: {name} is {values}, accepted: offsets that start at 0 and never fall")
+    if values[-1] > total:
+        raise ValueError(f"{op}: {name} ends at {values[-1]}, accepted: at most the {total} tokens given")
+
+
+def no_nan(op: str, name: str, t: torch.Tensor | None) -> None:
+    if t is not None and bool(t.isnan().any()):
+        raise ValueError(f"{op}: {name} holds nan, accepted: numbers")

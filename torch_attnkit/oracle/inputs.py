@@ -1,0 +1,43 @@
+"""Inputs that several ops' cases share: random tensors, lengths, page tables. Everything comes from the generator."""
+
+from __future__ import annotations
+
+import torch
+
+
+def normal(gen: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=gen).to(dtype)
+
+
+def integers(gen: torch.Generator, low: int, high: int, *shape: int) -> torch.Tensor:
+    """int32 values in [low, high]."""
+    return torch.randint(low, high + 1, shape, generator=gen, dtype=torch.int32)
+
+
+def lengths(gen: torch.Generator, n: int, longest: int) -> torch.Tensor:
+    """n int32 lengths in [0, longest]: the first is the longest, the last of three or more is 0."""
+    out = integers(gen, min(1, longest), longest, n)
+    out[:1] = longest
+    if n >= 3:
+        out[-1] = 0
+    return out
+
+
+def starts(gen: torch.Generator, length: torch.Tensor) -> torch.Tensor:
+    """One int32 start per length, in [0, length]."""
+    return (torch.rand(length.shape, generator=gen) * (length + 1)).to(torch.int32).minimum(length)
+
+
+def block_table(gen: torch.Generator, length: torch.Tensor, page: int, n_pages: int, columns: int) -> torch.Tensor:
+    """A (B, columns) int32 page table that gives every sequence its own pages, in random order.
+
+    Entries past a sequence's length are -1: nothing may look at them.
+    """
+    order = torch.randperm(n_pages, generator=gen).to(torch.int32)
+    table = torch.full((len(length), columns), -1, dtype=torch.int32)
+    taken = 0
+    for b, n in enumerate(length.tolist()):
+        need = -(-n // page)
+        table[b, :need] = order[taken : taken + need]
+        taken += need
+    return table
