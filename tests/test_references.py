@@ -13,7 +13,7 @@ CASES = [
     (op, shape, features)
     for op in OPS.values()
     for shape in op.module("cases").PARITY
-    for features in parity.feature_sets(tuple(op.features))
+    for features in parity.feature_sets(op, tuple(op.features))
 ]
 IDS = [f"{op.name}-{shape}-{'+'.join(features) or 'plain'}" for op, shape, features in CASES]
 # A reference computes in float32 and rounds once at the store. 1024 float32 roundings in a row, each at its worst,
@@ -26,7 +26,7 @@ STORE_ROUNDINGS = {"fp4_moe": 8}
 def test_reference_is_close_to_float64_and_pure(op, shape, features):
     for name in ("f32", "bf16", "f16"):
         args, kwargs = parity.inputs(op, shape, DTYPES[name], features)
-        call = op.bind((*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :])))
+        call = parity.bound(op, args, kwargs)
         assert set(features) <= set(call.features), "cases.make must switch on what it is asked for"
         before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         ref = parity.reference_of(op, args, kwargs, double=False)
@@ -61,7 +61,7 @@ def test_op_on_cpu_returns_what_its_plan_says(op):
             ]
             for name, g, w, w64 in zip((*_mutated(op), *op.outnames), got, want, want64, strict=True):
                 parity.check(f"{op.name} {shape} {layout} {name}", g, w, w64)
-            call = op.bind((*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :])))
+            call = parity.bound(op, args, kwargs)
             shapes = [(tuple(g.shape), g.dtype) for g in got[len(_mutated(op)) :]]
             assert shapes == op.outputs(call), "the reference returns what dims promises"
 

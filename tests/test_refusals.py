@@ -14,7 +14,8 @@ from torch_attnkit.core.support import support
 ALL = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 
-def _call(op, features=()):
+def _call(op, full=False):
+    features = parity.feature_sets(op, tuple(op.features))[-1] if full else ()
     names = list(op.module("cases").PARITY)
     args, kwargs = parity.inputs(op, names[min(1, len(names) - 1)], torch.float32, features)
     return list(args), kwargs, getattr(torch.ops.attnkit, op.name)
@@ -28,7 +29,7 @@ def _mutated_is_untouched(op, args, before):
 @ALL
 def test_wrong_rank_names_the_argument_and_its_axes(op):
     for i, name in enumerate(op.tensors):
-        args, kwargs, call = _call(op, tuple(op.features))
+        args, kwargs, call = _call(op, full=True)
         if args[i] is None or op.spec(name).batch:
             continue
         before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
@@ -42,7 +43,7 @@ def test_wrong_rank_names_the_argument_and_its_axes(op):
 @ALL
 def test_wrong_dtype_names_found_and_accepted(op):
     for i, name in enumerate(op.tensors):
-        args, kwargs, call = _call(op, tuple(op.features))
+        args, kwargs, call = _call(op, full=True)
         if args[i] is None:
             continue
         args[i] = torch.zeros(args[i].shape, dtype=torch.complex64)
@@ -52,7 +53,7 @@ def test_wrong_dtype_names_found_and_accepted(op):
 
 @ALL
 def test_mixed_devices_are_refused(op):
-    args, kwargs, _ = _call(op, tuple(op.features))
+    args, kwargs, _ = _call(op, full=True)
     tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     if len(tensors) < 2:
         assert len(op.tensors) <= 2
@@ -66,7 +67,7 @@ def test_mixed_devices_are_refused(op):
 @ALL
 def test_last_dimension_must_be_contiguous(op):
     for i, name in enumerate(op.tensors):
-        args, kwargs, call = _call(op, tuple(op.features))
+        args, kwargs, call = _call(op, full=True)
         if args[i] is None or args[i].dim() == 0 or args[i].shape[-1] < 2:
             continue
         args[i] = args[i].repeat_interleave(2, -1)[..., ::2]
@@ -108,7 +109,7 @@ def test_just_outside_a_row_is_refused_with_its_reason(op, row, arch):
 
     def bound(dtype=torch.float32, features=()):
         made, kw = parity.inputs(op, list(op.module("cases").PARITY)[0], dtype, features)
-        return op.bind((*made, *(kw.get(n, op.defaults.get(n)) for n in op.argnames[len(made) :])))
+        return parity.bound(op, made, kw)
 
     for name in {"f32", "bf16", "f16"} - set(row.dtypes.split()):
         assert row.refusal(bound(DTYPES[name])) == f"dtype {name} not in {{{', '.join(row.dtypes.split())}}}"

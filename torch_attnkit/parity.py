@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from torch_attnkit.core import dispatch, simulate
-from torch_attnkit.core.op import Op
-from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.core.op import Call, Op
+from torch_attnkit.core.spec import DTYPES, MODEL_DTYPES
 from torch_attnkit.oracle.compare import check
 
 LAYOUTS = ("contiguous", "embedded")
@@ -44,10 +44,13 @@ class Case:
         return f"{self.op}[{'-'.join(p for p in parts if p)}]"
 
 
-def feature_sets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """No feature, each alone, all together."""
-    sets = [(), *((n,) for n in names), names]
-    return list(dict.fromkeys(sets))
+def feature_sets(op: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """No feature, each alone, all together; where features exclude each other, all with the one and with the other."""
+    together = []
+    for i in range(max(map(len, op.exclusive), default=1)):
+        dropped = {n for group in op.exclusive for n in set(group) - {group[i % len(group)]}}
+        together.append(tuple(n for n in names if n not in dropped))
+    return list(dict.fromkeys([(), *((n,) for n in names), *together]))
 
 
 def cases(op: Op, index: int, arch: str, *, covering: bool = False) -> list[Case]:
@@ -57,7 +60,7 @@ def cases(op: Op, index: int, arch: str, *, covering: bool = False) -> list[Case
     columns: list[list[Any]] = [
         row.dtypes.split(),
         list(itertools.product(*axes)),
-        feature_sets(tuple(row.features.split())),
+        feature_sets(op, tuple(row.features.split())),
         list(op.module("cases").PARITY),
     ]
     if covering:
@@ -71,37 +74,55 @@ def cases(op: Op, index: int, arch: str, *, covering: bool = False) -> list[Case
 def inputs(
     op: Op, shape: str, dtype: torch.dtype, features: tuple[str, ...], dims: tuple[tuple[str, int], ...] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The op's arguments for one case; the same case always gets the same numbers."""
+    """The op's arguments for one case; the same case always gets the same numbers.
+
+    ``dims`` replaces sizes of the shape; where a shape has Dv equal to D, Dv follows D.
+    """
     module = op.module("cases")
+    sizes = module.PARITY[shape]
+    if "Dv" in sizes and sizes["Dv"] == sizes.get("D") and "Dv" not in dict(dims):
+        dims = (*dims, *(("Dv", size) for axis, size in dims if axis == "D"))
     gen = torch.Generator().manual_seed(zlib.crc32(repr((op.name, shape, features, dims)).encode()))
-    made: tuple[tuple[Any, ...], dict[str, Any]] = module.make(module.PARITY[shape] | dict(dims), dtype, features, gen)
+    made: tuple[tuple[Any, ...], dict[str, Any]] = module.make(sizes | dict(dims), dtype, features, gen)
     return made
 
 
+def bound(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call with its names bound, for arguments as ``inputs`` makes them."""
+    return op.bind((*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :])))
+
+
 def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool) -> tuple[torch.Tensor, ...]:
-    """The reference's outputs; ``double`` runs it on the same numbers in float64."""
+    """What the call writes in place and returns, by the reference; ``double`` runs it on the same numbers in float64.
 
-    def convert(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return (
-                value.double()
-                if double and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
-                else value.clone()
-            )
-        return value
+    In float64 are the model tensors, and what is returned in a chosen dtype. A tensor that is float32 by contract stays
+    what it is: it holds the same numbers.
+    """
 
-    copies = [convert(a) for a in args]
+    def convert(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return (
+            value.double() if double and "T" in op.spec(name).dtypes and value.dtype in MODEL_DTYPES else value.clone()
+        )
+
+    copies = [convert(name, value) for name, value in zip(op.argnames, args, strict=False)]
+    if double and "dtype" in op.argnames:
+        kwargs = kwargs | {"dtype": torch.float64}
     out = op.module("reference").reference(*copies, **kwargs)
-    mutated = [
-        copies[i] for i, a in enumerate(op.parsed.arguments[: len(copies)]) if a.alias_info and a.alias_info.is_write
-    ]
+    mutated = [copies[op.argnames.index(n)] for n in op.mutated]
     return (*mutated, *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out))
 
 
 def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float:
-    """Run one case; raises AssertionError if it is wrong. Returns the largest error as a fraction of its tolerance."""
+    """Run one case; raises AssertionError if it is wrong. Returns the largest error as a fraction of its tolerance.
+
+    A case that the row's ``needs`` exclude is not the row's to run.
+    """
     op = dispatch.OPS[case.op]
     args, kwargs = inputs(op, case.shape, DTYPES[case.dtype], case.features, case.dims)
+    if op.kernels[case.row].refusal(bound(op, args, kwargs)) in op.kernels[case.row].needs:
+        return 0.0
     moved = tuple(_place(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in moved]
     with contextlib.ExitStack() as stack:
@@ -131,8 +152,8 @@ def _mutated(op: Op, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def _unchanged(name: str, op: Op, before: list[Any], after: tuple[Any, ...]) -> None:
     for argument, old, new in zip(op.argnames, before, after, strict=False):
         if isinstance(old, torch.Tensor) and argument not in op.mutated:
-            same = torch.equal(old.view(torch.uint8), new.contiguous().view(torch.uint8)) if old.numel() else True
-            if not same:
+            a, b = (t.reshape(-1).view(torch.uint8) for t in (old, new))
+            if not torch.equal(a, b):
                 raise AssertionError(f"{name}: the call changed its input {argument}")
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: ``ATTNKIT_CACHE_DIR``, else ``$XDG_CACHE_HOME/torch_attnkit``."""
-    if chosen := os.environ.get("ATTNKIT_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_attnkit"
+    """Where compiled kernels are kept: ``ATTNKIT_CACHE_DIR``, else ``~/.cache/torch_attnkit``."""
+    return Path(os.environ.get("ATTNKIT_CACHE_DIR") or Path.home() / ".cache" / "torch_attnkit")
 
 
 def simulated_arch(known: tuple[str, ...]) -> str | None:

@@ -55,13 +55,27 @@ def _returned(outs: list[torch.Tensor]) -> Any:
     return tuple(outs) if len(outs) > 1 else outs[0] if outs else None
 
 
+def _reference(op: Op, call: Call) -> Callable[..., Any]:
+    """The oracle as it stands; in float64 it keeps float64 where ``dims`` promises float32, so there it is rounded."""
+    reference: Callable[..., Any] = op.module("reference").reference
+    dtypes = [dtype for _, dtype in op.outputs(call)]
+    if call.dtype != torch.float64 or not dtypes:
+        return reference
+
+    def rounded(*args: Any) -> Any:
+        outs = reference(*args)
+        return _returned([o.to(d) for o, d in zip((outs,) if len(dtypes) == 1 else outs, dtypes, strict=True)])
+
+    return rounded
+
+
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     """Validate ``args`` and build what runs for every call of the same signature."""
     call = op.bind(args)
     target = target_of(call.device)
     row = resolve(op, call, target)
     if row is None:
-        return Plan(op.module("reference").reference, "reference")
+        return Plan(_reference(op, call), "reference")
     launch = op.module(row.file).build(call, target)
     outputs, device = op.outputs(call), call.device
 
@@ -85,7 +99,7 @@ def _compile(op: Op) -> tuple[Callable[..., Any], Callable[..., Any], Callable[.
     def facts(name: str) -> str:  # what of an argument belongs to the signature
         if name not in op.tensors:
             return name
-        layout = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.get_device()"
+        layout = f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype, {name}.get_device()"
         return f"None if {name} is None else ({layout})" if name in optional else layout
 
     params = [f"{n}=d_{n}" if n in op.defaults else n for n in op.argnames]

@@ -75,7 +75,9 @@ class Op:
     derive: dict[str, Callable[[Call], int]] = field(default_factory=dict)
     unless: dict[str, Predicate] = field(default_factory=dict)  # output -> when it is returned empty
     choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    layouts: dict[str, Callable[[Call], str | None]] = field(default_factory=dict)  # tensor -> dims by the arguments
     features: dict[str, Predicate] = field(default_factory=dict)
+    exclusive: tuple[tuple[str, ...], ...] = ()  # features of which a call has at most one
     package: str = ""
 
     @cached_property
@@ -110,8 +112,8 @@ class Op:
     def defaults(self) -> dict[str, Any]:
         return {a.name: a.default_value for a in self.parsed.arguments if a.has_default_value()}
 
-    def spec(self, name: str) -> Spec:
-        return parse(self.dims[name])
+    def spec(self, name: str, call: Call | None = None) -> Spec:
+        return parse((self.layouts[name](call) if call and name in self.layouts else None) or self.dims[name])
 
     def module(self, file: str) -> ModuleType:
         """A file of the op's folder: ``reference``, ``cases``, or a kernel file."""
@@ -124,7 +126,7 @@ class Op:
         """
         values = dict(zip(self.argnames, args, strict=True))
         given = [(n, values[n]) for n in self.tensors if values[n] is not None]
-        dtype = self._model_dtype(given)
+        dtype = self._model_dtype(given, values.get("dtype"))
         first_name, first = given[0]
         call = Call(self.name, {}, SimpleNamespace(**values), dtype, (), first.device)
         owner: dict[str, str] = {}
@@ -148,11 +150,11 @@ class Op:
             call.features = tuple(f for f, on in self.features.items() if on(call))
         return call
 
-    def _model_dtype(self, given: list[tuple[str, torch.Tensor]]) -> torch.dtype:
-        """T: the dtype of the first tensor that can only be T, else of the first that may be."""
+    def _model_dtype(self, given: list[tuple[str, torch.Tensor]], asked: torch.dtype | None) -> torch.dtype:
+        """T: the dtype of the first tensor that can only be T, else of one that may be, else the one asked for."""
         specs = [(self.spec(n), t.dtype) for n, t in given if t.dtype in MODEL_DTYPES]
         ranked = [((len(s.dtypes) > 1) + (d in s.explicit()), d) for s, d in specs if "T" in s.dtypes]
-        return min(ranked, key=lambda r: r[0], default=(0, torch.float32))[1]
+        return min(ranked, key=lambda r: r[0], default=(0, asked or torch.float32))[1]
 
     def _check_dtype(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         explicit, model = self.spec(name).explicit(), "T" in self.spec(name).dtypes
@@ -165,7 +167,7 @@ class Op:
         raise TypeError(f"{self.name}: {name} is {short(tensor.dtype)}, accepted: {words}{why}")
 
     def _bind_shape(self, name: str, tensor: torch.Tensor, call: Call, owner: dict[str, str]) -> None:
-        spec, shape = self.spec(name), tuple(tensor.shape)
+        spec, shape = self.spec(name, call), tuple(tensor.shape)
         split = len(shape) - len(spec.axes)
         if split < 0 or (split and not spec.batch):
             raise ValueError(f"{self.name}: {name} must be {spec}, got shape {shape}")
@@ -195,7 +197,7 @@ class Op:
         """Shape and dtype of every output, in the schema's order."""
         found = []
         for name in self.outnames:
-            spec, kind = self.spec(name), self.spec(name).dtypes[0]
+            spec, kind = self.spec(name, call), self.spec(name).dtypes[0]
             dtype = DTYPES[kind] if kind in DTYPES else call.dtype
             if kind == "@dtype" and call.arg.dtype is not None:
                 dtype = call.arg.dtype

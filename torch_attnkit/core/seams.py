@@ -14,11 +14,7 @@ import torch
 
 from .errors import UnsupportedError
 
-_SIMULATORS = {
-    "metal": "torch_attnkit.sim.metal",
-    "sm90": "torch_attnkit.sim.ptx",
-    "sm100": "torch_attnkit.sim.ptx",
-}
+_SIMULATORS = {"metal": "torch_attnkit.sim.metal"} | dict.fromkeys(("sm90", "sm100"), "torch_attnkit.sim.ptx")
 
 
 class MetalSeam(Protocol):

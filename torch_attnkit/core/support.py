@@ -42,9 +42,8 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
         lines.append(f"row      {row.file}: {why or 'accepts'}")
     try:
         chosen = resolve(record, call, where)
-        lines.append(
-            f"runs     {record.package.replace('.', '/')}/{chosen.file if chosen else 'reference'}.py on {where}"
-        )
+        file = f"{record.package.replace('.', '/')}/{chosen.file if chosen else 'reference'}.py"
+        lines.append(f"runs     {file} on {where}")
     except UnsupportedError as error:
         lines.append(f"refused: {error}")
     return "\n".join(lines)

@@ -36,7 +36,8 @@ def to_128x4(scale: Tensor) -> Tensor:
         raise ValueError(f"scale_layout.to_128x4: scale has shape {tuple(scale.shape)}; accepted: (..., M, Kb)")
     *batch, m, kb = scale.shape
     rows, cols = padded_shape(m, kb)
-    padded = torch.nn.functional.pad(scale, (0, cols - kb, 0, rows - m))  # (..., rows, cols)
+    padded = scale.new_zeros(*batch, rows, cols)  # not pad(), which refuses empty inputs before torch 2.9
+    padded[..., :m, :kb] = scale
     # m splits into (tile, m % 128 // 32, m % 32), k into (tile, k % 4).
     tiles = padded.reshape(*batch, rows // TILE_M, 4, 32, cols // TILE_K, TILE_K)
     tiles = tiles.movedim(-2, -4).transpose(-3, -2)  # (..., tile_m, tile_k, m % 32, m // 32, k % 4)

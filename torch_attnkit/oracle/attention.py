@@ -26,7 +26,8 @@ def visible(
     key = torch.arange(n_keys, device=pos.device)  # (S,)
     p = pos.long()[..., None]  # (B, T, 1)
     first = torch.as_tensor(start, device=pos.device)[..., None]  # (B, 1, 1)
-    window, sink_tokens = min(window, 2**31), min(sink_tokens, n_keys)  # callers may say "all" with any large number
+    # Callers may say "all" with any large number; these cannot overflow.
+    window, sink_tokens = min(window, 2**31), min(sink_tokens, n_keys)
     keep = (key >= first) & (key < torch.as_tensor(end, device=pos.device)[..., None])
     keep = keep.expand(*pos.shape, n_keys)  # (B, T, S)
     if window >= 0:
@@ -78,4 +79,4 @@ def attend(
         if sink is not None:
             total = total + (sink.to(acc) - base).exp()  # the sink as a virtual key with value 0
         o = o / total.masked_fill(total == 0, 1.0)[..., None]
-    return o.to(q.dtype), lse, row_sum
+    return o.to(q.dtype).contiguous(), lse.contiguous(), row_sum.contiguous()

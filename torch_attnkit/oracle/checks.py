@@ -6,6 +6,8 @@ clamp or mask instead and never read outside their buffers.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -52,3 +54,14 @@ def cu_seqlens(op: str, name: str, t: torch.Tensor, total: int) -> None:
 def no_nan(op: str, name: str, t: torch.Tensor | None) -> None:
     if t is not None and bool(t.isnan().any()):
         raise ValueError(f"{op}: {name} holds nan, accepted: numbers")
+
+
+def positive(op: str, name: str, t: torch.Tensor | None, most: float = math.inf) -> None:
+    """Every element of the float tensor ``t`` must be above 0, finite and at most ``most``; None passes."""
+    if t is None or t.numel() == 0:
+        return
+    bad = ~((t > 0) & (t <= most) & t.isfinite())  # nan compares false
+    if bool(bad.any()):
+        at = tuple(bad.nonzero()[0].tolist())
+        place, limit = list(at) if at else "", f" up to {most:.6g}" if math.isfinite(most) else ""
+        raise ValueError(f"{op}: {name}{place} is {float(t[at]):.6g}, accepted: finite numbers above 0{limit}")

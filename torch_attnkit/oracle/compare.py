@@ -54,9 +54,8 @@ def _same(name: str, a: torch.Tensor, b: torch.Tensor, got: torch.Tensor, want: 
     wrong = a != b
     if bool(wrong.any()):
         at = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{name}{list(at)}: got {got[at].item()}, expected {want[at].item()} ({int(wrong.sum())} of {got.numel()} differ)"
-        )
+        count = f"{int(wrong.sum())} of {got.numel()} differ"
+        raise AssertionError(f"{name}{list(at)}: got {got[at].item()}, expected {want[at].item()} ({count})")
 
 
 def _misalignment(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -41,3 +41,12 @@ def block_table(gen: torch.Generator, length: torch.Tensor, page: int, n_pages: 
         table[b, :need] = order[taken : taken + need]
         taken += need
     return table
+
+
+def score_arguments(features: tuple[str, ...], length: int) -> dict[str, float]:
+    """The arguments of the features that the attention ops share: a window of a third of ``length``, and a softcap."""
+    return dict(
+        window=max(1, length // 3) if {"window", "sink_tokens"} & set(features) else -1,
+        sink_tokens=3 if "sink_tokens" in features else 0,
+        softcap=2.0 if "softcap" in features else 0.0,
+    )

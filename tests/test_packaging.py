@@ -1,0 +1,123 @@
+"""What a wheel carries, that C++ parts build into it, and that importing the package stays cheap."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import torch_attnkit
+from torch_attnkit import paths
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = """\
+#include <pybind11/pybind11.h>
+#include "answer.h"
+
+PYBIND11_MODULE(_probe, m) {
+    m.def("answer", [] { return ANSWER; });
+}
+"""
+
+
+def python(code: str, cwd: Path, package: Path = ROOT) -> str:
+    """What ``code`` prints in a process of its own that finds torch_attnkit in ``package`` first."""
+    env = {**os.environ, "PYTHONPATH": str(package)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, unpacked, of this tree plus one extension and one Metal source with a header."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("torch_attnkit", "csrc"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    (tree / "csrc/sim/probe").mkdir(parents=True)
+    (tree / "csrc/sim/probe/probe.cpp").write_text(MODULE)
+    (tree / "csrc/sim/probe/answer.h").write_text("#define ANSWER 42\n")
+    (tree / "csrc/metal/include/attnkit").mkdir(parents=True, exist_ok=True)
+    (tree / "csrc/metal/probe.metal").write_text("kernel void probe() {}\n")
+    (tree / "csrc/metal/include/attnkit/probe.h").write_text("#pragma once\n")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w"]
+    built = subprocess.run([*command, tree / "dist", tree], cwd=tree, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (archive,) = (tree / "dist").glob("*.whl")
+    unpacked = tmp_path_factory.mktemp("wheel")
+    zipfile.ZipFile(archive).extractall(unpacked)
+    return unpacked
+
+
+def test_an_extension_and_a_metal_source_work_from_the_wheel(wheel: Path, tmp_path: Path):
+    found = python(
+        "import torch, torch_attnkit\n"
+        "from torch_attnkit import paths\n"
+        "from torch_attnkit.sim._probe import answer\n"
+        "print(answer(), len(dir(torch.ops.attnkit)) > 0)\n"
+        "print(torch_attnkit.__file__, paths.metal_source('probe'))\n"
+        "print(paths.metal_include() / 'attnkit/probe.h')\n",
+        tmp_path,
+        package=wheel,
+    ).split()
+    assert found[:2] == ["42", "True"]
+    assert [Path(p).relative_to(wheel).as_posix() for p in found[2:]] == [
+        "torch_attnkit/__init__.py",
+        "torch_attnkit/csrc/metal/probe.metal",
+        "torch_attnkit/csrc/metal/include/attnkit/probe.h",
+    ]
+    assert Path(found[4]).is_file()
+
+
+def test_the_wheel_carries_the_package_and_nothing_else(wheel: Path):
+    def files(root: Path) -> set[str]:
+        found = (p.relative_to(root).as_posix() for p in (root / "torch_attnkit").rglob("*") if p.is_file())
+        return {p for p in found if "__pycache__" not in p and not p.endswith(".so")}
+
+    top = {p.name for p in wheel.iterdir()}
+    assert top == {"torch_attnkit", next(n for n in top if n.endswith(".dist-info"))}
+    carried = {p for p in files(wheel) if not p.startswith("torch_attnkit/csrc/")}
+    assert carried == files(ROOT)
+    assert {p.suffix for p in (wheel / "torch_attnkit/csrc").rglob("*") if p.is_file()} == {".md", ".metal", ".h"}
+
+
+def test_a_plain_install_needs_torch_and_a_command_line(wheel: Path):
+    (metadata,) = wheel.glob("*.dist-info/METADATA")
+    fields = Parser().parsestr(metadata.read_text())
+    plain = [r for r in fields.get_all("Requires-Dist", []) if "extra ==" not in r]
+    assert {re.match(r"[\w-]+", r)[0] for r in plain} == {"torch", "typer", "rich"}
+    assert set(fields.get_all("Provides-Extra")) == {"cuda", "sim", "models", "dev"}
+    assert fields["Version"] == torch_attnkit.__version__ and fields["License-Expression"] == "Apache-2.0"
+
+
+def test_the_checkout_finds_its_own_sources():
+    assert paths.csrc() == ROOT / "csrc"
+    with pytest.raises(FileNotFoundError, match="no_such_op: no Metal source at .*no_such_op.metal"):
+        paths.metal_source("no_such_op")
+
+
+def test_import_brings_nothing_but_itself(tmp_path: Path):
+    added = python(
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import torch_attnkit\n"
+        "print(*{m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names))\n",
+        tmp_path,
+    )
+    assert set(added.split()) <= {"torch", "torch_attnkit"}
+
+
+def test_import_costs_less_than_150_ms_beyond_torch(tmp_path: Path):
+    """Every op is defined at import and pays here. Processor time: others may be using the machine."""
+    code = "import time, torch\nstart = time.process_time()\nimport torch_attnkit\nprint(time.process_time() - start)\n"
+    assert statistics.median(float(python(code, tmp_path)) for _ in range(5)) < 0.150

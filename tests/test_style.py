@@ -1,0 +1,217 @@
+"""The rules of CONTRIBUTING.md that a program can check: functions from {path: text} to violations."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("torch_attnkit", "csrc", "tests", "bench", "examples")
+SUFFIXES = (".py", ".cpp", ".h", ".metal")
+TOOLKITS = ("core", "formats", "oracle", "mps", "cuda", "sim")
+MAX_FILE, MAX_FUNCTION, MAX_TRACED, MAX_ARGUMENTS, MAX_CORE, WINDOW = 600, 100, 150, 12, 700, 8
+MARK = "todo".upper()  # so that this file may stand under its own rule
+Files = dict[str, str]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+parse = cache(ast.parse)
+
+
+def nodes(files: Files, kind: type | tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
+    for path, text in files.items():
+        if path.endswith(".py"):
+            yield from ((path, n) for n in ast.walk(parse(text)) if isinstance(n, kind))
+
+
+def imports(path: str, text: str) -> Iterator[str]:
+    """Every module that a file imports, relative names resolved; ``from a import b`` counts as a.b."""
+    here = path.removesuffix(".py").split("/")
+    for node in ast.walk(parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*(here[: -node.level] if node.level else ()), *([node.module] if node.module else ())]
+            yield from (".".join([*base, a.name]) for a in node.names)
+
+
+def inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def code_lines(text: str, *, logic: bool = True) -> list[str]:
+    """Lines without comments and docstrings; ``logic`` also drops imports, signatures and lone brackets."""
+    drop: set[int] = set()
+    for node in ast.walk(parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            drop |= set(range(node.lineno, node.end_lineno + 1))
+        elif logic and isinstance(node, ast.Import | ast.ImportFrom):
+            drop |= set(range(node.lineno, node.end_lineno + 1))
+        elif logic and isinstance(node, Function):
+            drop |= set(range(node.lineno, node.body[0].lineno))
+    lines = (line.split("  # ")[0].strip() for i, line in enumerate(text.splitlines(), 1) if i not in drop)
+    return [s for s in lines if s and not s.startswith("#") and (not logic or re.search(r"\w", s))]
+
+
+def files_are_short(files: Files) -> Iterator[str]:
+    for path, text in files.items():
+        if (n := len(text.splitlines())) > MAX_FILE:
+            yield f"{path}: {n} lines, at most {MAX_FILE}"
+
+
+def core_is_small(files: Files) -> Iterator[str]:
+    n = sum(len(t.splitlines()) for p, t in files.items() if p.startswith("torch_attnkit/core/"))
+    if n > MAX_CORE:
+        yield f"torch_attnkit/core/: {n} lines, at most {MAX_CORE}"
+
+
+def functions_are_short(files: Files) -> Iterator[str]:
+    """A function that CuTeDSL traces may be longer: a device function is one scope."""
+    for path, f in nodes(files, Function):
+        traced = any(re.match(r"cute\.(kernel|jit)", ast.unparse(d)) for d in f.decorator_list)
+        if (n := f.end_lineno - f.lineno + 1) > (limit := MAX_TRACED if traced else MAX_FUNCTION):
+            yield f"{path}:{f.lineno}: {f.name} has {n} lines, at most {limit}"
+
+
+def functions_take_few_arguments(files: Files) -> Iterator[str]:
+    """Exempt: ``reference`` and ``launch`` in ops/, whose arguments are the op's schema."""
+    for path, f in nodes(files, Function):
+        n = len(f.args.posonlyargs) + len(f.args.args) + len(f.args.kwonlyargs)
+        schema = path.startswith("torch_attnkit/ops/") and f.name in ("reference", "launch")
+        if n > MAX_ARGUMENTS and not schema:
+            yield f"{path}:{f.lineno}: {f.name} takes {n} arguments, at most {MAX_ARGUMENTS}"
+
+
+def nothing_is_copied(files: Files) -> Iterator[str]:
+    """No run of WINDOW equal lines of logic in two files of the package; op.py is data and may look alike."""
+    seen: dict[tuple[str, ...], str] = {}
+    told: set[tuple[str, str]] = set()
+    for path, text in files.items():
+        if not (path.startswith("torch_attnkit/") and path.endswith(".py")) or path.endswith("/op.py"):
+            continue
+        lines = code_lines(text)
+        for i in range(len(lines) - WINDOW + 1):
+            other = seen.setdefault(tuple(lines[i : i + WINDOW]), path)
+            if other != path and (other, path) not in told:
+                told.add((other, path))
+                yield f"{path} repeats {WINDOW} lines of {other}, from {lines[i]!r} on"
+
+
+def the_environment_is_read_in_config(files: Files) -> Iterator[str]:
+    for path, text in files.items():
+        if path.startswith(("torch_attnkit/", "csrc/")) and path != "torch_attnkit/core/config.py":
+            for match in re.finditer(r"\b(environb?|getenvb?)\b", text):
+                yield f"{path}: {match[0]} outside core/config.py"
+
+
+def names_say_what_is_inside(files: Files) -> Iterator[str]:
+    for path in files:
+        if re.fullmatch(r"(.*_)?(utils?|common|helpers?|misc|v2)", Path(path).stem):
+            yield f"{path}: the name does not say what the file is about"
+
+
+def metal_is_ascii(files: Files) -> Iterator[str]:
+    for path, text in files.items():
+        if path.startswith("csrc/metal/") and not text.isascii():
+            yield f"{path}: not ASCII: {next(c for c in text if not c.isascii())!r}"
+
+
+def todos_name_their_end(files: Files) -> Iterator[str]:
+    pattern = re.compile(rf"\b{MARK}\b(?!\((version|issue|measurement) [^)\s][^)]*\))")
+    for path, text in files.items():
+        if pattern.search(text):
+            yield f"{path}: {MARK} without (version ...), (issue ...) or (measurement ...)"
+
+
+def toolkits_know_no_op(files: Files) -> Iterator[str]:
+    for path, text in files.items():
+        if path.startswith(tuple(f"torch_attnkit/{t}/" for t in TOOLKITS)) and path.endswith(".py"):
+            for module in imports(path, text):
+                if inside(module, "torch_attnkit.ops"):
+                    yield f"{path}: a toolkit imports {module}"
+
+
+def core_knows_no_device_library(files: Files) -> Iterator[str]:
+    banned = ("cutlass", "torch.mps", "Metal", *(f"torch_attnkit.{t}" for t in ("mps", "cuda", "sim")))
+    for path, text in files.items():
+        if path.startswith("torch_attnkit/core/") and path.endswith(".py"):
+            for module in imports(path, text):
+                if any(inside(module, b) for b in banned):
+                    yield f"{path}: core imports {module}"
+
+
+def lines(n: int, indent: str = "", stem: str = "x") -> str:
+    return "".join(f"{indent}{stem}{i} = {i}\n" for i in range(n))
+
+
+def takes(n: int, name: str) -> str:
+    return f"def {name}({', '.join(f'a{i}' for i in range(n))}): ...\n"
+
+
+WRONG = [
+    (files_are_short, {"csrc/metal/a.metal": "\n" * 601}),
+    (core_is_small, {"torch_attnkit/core/a.py": lines(400), "torch_attnkit/core/b.py": lines(301)}),
+    (functions_are_short, {"a.py": "def f():\n" + lines(100, " ")}),
+    (functions_are_short, {"a.py": "@cute.kernel\ndef f():\n" + lines(150, " ")}),
+    (functions_take_few_arguments, {"torch_attnkit/ops/a/mps.py": takes(13, "build")}),
+    (functions_take_few_arguments, {"torch_attnkit/mps/launch.py": takes(13, "launch")}),
+    (
+        nothing_is_copied,
+        {"torch_attnkit/a.py": lines(8), "torch_attnkit/b.py": "z = 1\n\n# why\n" + lines(8)},
+    ),
+    (the_environment_is_read_in_config, {"torch_attnkit/a.py": "import os\nos.environ['A']\n"}),
+    (the_environment_is_read_in_config, {"csrc/sim/ptx/a.cpp": 'getenv("A");\n'}),
+    (names_say_what_is_inside, {"torch_attnkit/mps/utils.py": ""}),
+    (names_say_what_is_inside, {"csrc/metal/include/attnkit/common.h": ""}),
+    (names_say_what_is_inside, {"torch_attnkit/mps/softmax_v2.py": ""}),
+    (metal_is_ascii, {"csrc/metal/a.metal": "// 2 \N{MULTIPLICATION SIGN} 2\n"}),
+    (todos_name_their_end, {"a.py": f"# {MARK}: faster\n"}),
+    (toolkits_know_no_op, {"torch_attnkit/mps/a.py": "from torch_attnkit import ops\n"}),
+    (toolkits_know_no_op, {"torch_attnkit/core/a.py": "from ..ops.sdpa_decode import op\n"}),
+    (
+        core_knows_no_device_library,
+        {"torch_attnkit/core/a.py": "def f():\n    import cutlass.cute as cute\n"},
+    ),
+    (core_knows_no_device_library, {"torch_attnkit/core/a.py": "from ..mps.library import compile\n"}),
+]
+RIGHT = [
+    (core_is_small, {"torch_attnkit/core/a.py": lines(400), "torch_attnkit/core/b.py": lines(300)}),
+    (functions_are_short, {"a.py": "@cute.jit(a=1)\ndef f():\n" + lines(149, " ")}),
+    (functions_take_few_arguments, {"torch_attnkit/ops/a/reference.py": takes(17, "reference")}),
+    (nothing_is_copied, {"torch_attnkit/a.py": lines(7), "torch_attnkit/b.py": lines(7)}),
+    (nothing_is_copied, {"torch_attnkit/ops/a/op.py": lines(9), "torch_attnkit/ops/b/op.py": lines(9)}),
+    (names_say_what_is_inside, {"examples/deepseek_v4.py": "", "torch_attnkit/__init__.py": ""}),
+    (todos_name_their_end, {"a.py": f"# {MARK}(version torch 2.14): int4 arrives\n"}),
+    (toolkits_know_no_op, {"torch_attnkit/demo.py": "import torch_attnkit.ops.sdpa_decode.op\n"}),
+]
+RULES = list(dict.fromkeys(rule for rule, _ in WRONG))
+
+
+def named(value: object) -> str:
+    return getattr(value, "__name__", "+".join(value) if isinstance(value, dict) else str(value))
+
+
+@pytest.fixture(scope="module")
+def tree() -> Files:
+    found = [p for f in FOLDERS for p in (ROOT / f).rglob("*") if p.suffix in SUFFIXES]
+    found += ROOT.glob("*.py")
+    assert ROOT / "torch_attnkit/core/op.py" in found
+    return {p.relative_to(ROOT).as_posix(): p.read_text("utf-8") for p in sorted(found)}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=named)
+def test_the_tree_obeys(rule, tree: Files):
+    assert list(rule(tree)) == []
+
+
+@pytest.mark.parametrize(("rule", "files"), WRONG, ids=named)
+def test_the_rule_can_fail(rule, files: Files):
+    assert len(list(rule(files))) == 1
+
+
+@pytest.mark.parametrize(("rule", "files"), RIGHT, ids=named)
+def test_the_rule_lets_pass(rule, files: Files):
+    assert list(rule(files)) == []

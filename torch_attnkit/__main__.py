@@ -1,0 +1,3 @@
+from torch_attnkit.cli import app
+
+app(prog_name="python -m torch_attnkit")

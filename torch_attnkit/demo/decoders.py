@@ -1,0 +1,88 @@
+"""Three decoder architectures generate with the ops and with transformers' own eager code, from the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import torch_attnkit
+from torch_attnkit.demo.models import ARCHITECTURES, build
+from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
+
+
+@dataclass
+class DecoderResult:
+    """How far the ops are from eager on one model, and what ran."""
+
+    name: str
+    experts: str
+    per_second: float
+    eager_per_second: float
+    tokens: int
+    tokens_equal: int
+    logit_difference: float
+    logit_scale: float
+    calls: Counter[tuple[str, str]]
+
+    @property
+    def right(self) -> bool:
+        """All tokens equal, and logits that differ by what float32 loses in two different orders of summation."""
+        return self.tokens_equal == self.tokens and self.logit_difference <= 1e-3 * self.logit_scale
+
+
+class _Advance(StoppingCriteria):
+    """Never stops; tells the progress bar that a token is done."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self.advance = advance
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.advance(1)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _generate(model: Any, prompt: dict[str, torch.Tensor], tokens: int, advance: Callable[[int], None]) -> Any:
+    """(generated ids (B, tokens), logits (tokens, B, vocab), seconds)."""
+    start = time.perf_counter()
+    out = model.generate(
+        **prompt,
+        max_new_tokens=tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        stopping_criteria=StoppingCriteriaList([_Advance(advance)]),
+    )
+    seconds = time.perf_counter() - start
+    return out.sequences[:, prompt["input_ids"].shape[1] :], torch.stack(out.logits), seconds
+
+
+@torch.no_grad()
+def run(name: str, prompt: dict[str, torch.Tensor], tokens: int, advance: Callable[[int], None]) -> DecoderResult:
+    """Generate ``tokens`` greedily after ``prompt`` with both; ``advance(1)`` is called for every token of either.
+
+    Expert weights are rounded to FP4 in both models: packed for the ops, as ordinary numbers for eager.
+    """
+    experts = ARCHITECTURES[name][1]
+    eager = round_experts_to_fp4(build(name), experts)
+    want, want_logits, eager_seconds = _generate(eager, prompt, tokens, advance)
+    del eager
+    model = attnkit_model(build(name), experts=experts)
+    with torch_attnkit.record() as ran:
+        got, logits, seconds = _generate(model, prompt, tokens, advance)
+    return DecoderResult(
+        name=name,
+        experts=experts,
+        per_second=got.numel() / seconds,
+        eager_per_second=got.numel() / eager_seconds,
+        tokens=got.numel(),
+        tokens_equal=int((got == want).sum()),
+        logit_difference=float((logits - want_logits).abs().max()),
+        logit_scale=float(want_logits.abs().max()),
+        calls=ran.calls,
+    )

@@ -1,0 +1,94 @@
+"""flash_attention on the CPU, through the blocked softmax kernel that PyTorch ships for it.
+
+It runs in float32 whatever the model dtype: in float16 and bfloat16 that kernel sums approximate
+exponentials, and its LSE is then wrong in the fifth digit. It knows a dense rectangle, a causal triangle from
+the first query and key, and an additive mask; everything but the first two goes through the mask. It adds the
+mask to the scores, so a key that nobody sees must be cut off or zeroed first: it may hold nan. It gives a row
+without keys an LSE of 0, and stops the process when there is no head, query or key: neither is left to it. It
+wants one head size, so the smaller of D and Dv is padded, and in torch 2.8 as many KV heads as query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_attnkit.core import Call, Target
+from torch_attnkit.oracle import checks
+from torch_attnkit.oracle.attention import visible
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_GROUPED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"  # whether it takes fewer KV heads itself
+
+
+def _zeroed(t: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
+    """A float32 copy of t (B, S, H, D) with 0 where unseen (B, S). Filling by row beats masked_fill about sevenfold."""
+    out = t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    out.flatten(0, 1).index_fill_(0, unseen.flatten().nonzero()[:, 0], 0.0)
+    return out
+
+
+def _padded(t: torch.Tensor, size: int) -> torch.Tensor:
+    """t in float32, with zeros up to ``size`` in the last axis: they add nothing to a score or to an output."""
+    t = t.float()
+    return t if t.shape[-1] == size else torch.nn.functional.pad(t, (0, size - t.shape[-1]))
+
+
+def build(call: Call, target: Target) -> Callable[..., None]:
+    B, T, S, Hq, D, Dv = (call.dim[axis] for axis in ("B", "T", "S", "Hq", "D", "Dv"))
+    causal, window, sink_tokens = call.arg.causal, call.arg.window, call.arg.sink_tokens
+    triangle = causal and T == S
+    dense = window < 0 and (triangle or not causal or T == 1)  # apart from padding
+
+    def nothing(out: torch.Tensor, lse: torch.Tensor) -> None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+
+    def launch(*args: Any) -> None:
+        q, k, v, sink, kv_len, kv_start, scale = args[:7]
+        out, lse, _ = args[-3:]
+        checks.in_range(call.op, "kv_len", kv_len, 0, S)
+        checks.in_range(call.op, "kv_start", kv_start, 0, S)
+        if min(B, T, S, Hq) == 0:
+            nothing(out, lse)
+            return
+        mask = blind = None
+        padded = kv_len is not None or kv_start is not None
+        if padded or not dense:
+            rows = T if causal or window >= 0 else 1  # otherwise all queries see the same keys
+            keep = visible(
+                torch.arange(S - rows, S).expand(B if padded else 1, rows),
+                S,
+                0 if kv_start is None else kv_start[:, None],
+                S if kv_len is None else kv_len[:, None],
+                causal=causal,
+                window=window,
+                sink_tokens=sink_tokens,
+            )  # (B or 1, T or 1, S)
+            seen = keep.any(1)  # (B or 1, S)
+            hull = seen.any(0).nonzero()
+            if len(hull) == 0:
+                nothing(out, lse)
+                return
+            cut = slice(int(hull[0]), int(hull[-1]) + 1)
+            k, v, keep, unseen = k[:, cut], v[:, cut], keep[..., cut], ~seen[:, cut].expand(B, -1)
+            if bool(unseen.any()):
+                k, v = _zeroed(k, unseen), _zeroed(v, unseen)
+            blind = ~keep.any(-1, keepdim=True)  # (B or 1, T or 1, 1)
+            mask = torch.zeros(keep.shape).masked_fill_(~keep, -torch.inf)[:, None]  # (B or 1, 1, T or 1, S')
+        qh, kh, vh = (_padded(t, max(D, Dv)).transpose(1, 2) for t in (q, k, v))  # (B, H, T or S', max(D, Dv))
+        if not _GROUPED:
+            kh, vh = (t.repeat_interleave(Hq // t.shape[1], 1) for t in (kh, vh))
+        alone = triangle and mask is None
+        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=D**-0.5 if scale is None else scale)
+        o, l = o.transpose(1, 2)[..., :Dv], l.transpose(1, 2)  # (B, T, Hq, Dv), (B, T, Hq)
+        if blind is not None:
+            l = l.masked_fill(blind, -torch.inf)
+        if sink is not None:
+            o = o * (l - sink).sigmoid()[..., None]
+        out.copy_(o)
+        lse.copy_(l)
+
+    return launch

@@ -1,0 +1,42 @@
+"""flash_attention: attention of T queries over S keys per sequence (prefill, encoders, cross attention).
+
+Query i has position ``S - T + i`` (bottom-right alignment), whatever ``kv_len`` says. It sees the keys in
+[kv_start, kv_len), with ``causal`` those up to its position, with ``window`` those nearer than that, besides
+the first ``sink_tokens`` of its sequence. ``kv_len`` and ``kv_start`` describe right and left padding of the
+keys. ``sink`` joins the denominator only. Returns out and the natural-log LSE, sink left out. With
+``normalize=False`` out is the numerator ``sum_j exp(s_j - max) v_j`` and row_sum the denominator
+``sum_j exp(s_j - max)``, for merge_partials; otherwise row_sum is empty.
+Source: FlashAttention-2 (arXiv 2307.08691); sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv
+2309.17453).
+"""
+
+from torch_attnkit.core import Kernel, Op
+from torch_attnkit.oracle import rules
+
+OP = Op(
+    schema="flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, Tensor? kv_len=None,"
+    " Tensor? kv_start=None, *, float? scale=None, bool causal=False, int window=-1, int sink_tokens=0,"
+    " float softcap=0.0, bool normalize=True) -> (Tensor out, Tensor lse, Tensor row_sum)",
+    dims={
+        "q": "B T Hq D",
+        "k": "B S Hkv D",
+        "v": "B S Hkv Dv",
+        "sink": "Hq:f32",
+        "kv_len": "B:i32",
+        "kv_start": "B:i32",
+        "out": "B T Hq Dv",
+        "lse": "B T Hq:f32",
+        "row_sum": "B T Hq:f32",
+    },
+    where=rules.HEADS | rules.SCORES | rules.PARTIAL,
+    unless={"row_sum": lambda c: c.arg.normalize},
+    features=rules.GQA
+    | rules.SINK
+    | {"kv_len": lambda c: c.arg.kv_len is not None}
+    | rules.KV_START
+    | rules.CAUSAL
+    | rules.WINDOW
+    | rules.UNNORMALIZED,
+    exclusive=rules.SINK_OR_PARTIAL,
+    kernels=(Kernel("cpu", "f32 f16 bf16", {}, "gqa sink kv_len kv_start causal window sink_tokens"),),
+)

@@ -1,0 +1,91 @@
+"""fp4_moe: routed experts, each a gated MLP with FP4 weights, as one op from tokens to their weighted sum.
+
+For token t and its k-th expert e: ``[gate, up] = w13[e] x[t] + bias13[e]``, ``h = swiglu(gate, up)``,
+``y = w2[e] h + bias2[e]``, ``out[t] = sum_k weights[t, k] y``, in fp32 with one rounding at the store; h is rounded to
+the model dtype. An index of -1 is no expert: it adds nothing, whatever its weight.
+
+Weights are E2M1 pairs along the contracted axis with the scales of ``format``, linear (E, rows, columns/block) or per
+expert in the 128x4 layout, zero-padded to multiples of (128, 4). An NVFP4 weight is element * scale / global, one
+global number per expert; None is 1. Rows of w13 are [gate; up] halves, or gate and up in turn with ``interleaved``.
+``swiglu``: gate <= limit, -limit <= up <= limit (None: unbounded), then "silu" gate * sigmoid(gate) * up, "gptoss"
+gate * sigmoid(alpha * gate) * (up + 1). ``activations``: x and h (instead of its rounding to the model dtype) are
+quantised along their last axis from their float32 values and multiplied as the numbers read back: "nvfp4" with
+x_global and h_global, "mxfp4" and "mxfp8" (E4M3) with scales 2^ceil(log2(amax / largest element)) per 32.
+Source: the experts of DeepSeek-V4 (arXiv 2606.19348), GPT-OSS (OpenAI, 2025) and Qwen3; GLU, arXiv 2002.05202.
+"""
+
+from torch_attnkit.core import Op
+from torch_attnkit.oracle import fp4
+
+ACTIVATIONS = ("none", "nvfp4", "mxfp4", "mxfp8")
+
+
+OP = Op(
+    schema="fp4_moe(Tensor x, Tensor weights, Tensor indices, Tensor w13, Tensor w13_scale, Tensor w2,"
+    " Tensor w2_scale, Tensor? w13_global=None, Tensor? w2_global=None, Tensor? bias13=None, Tensor? bias2=None,"
+    " Tensor? x_global=None, Tensor? h_global=None, *, str format='nvfp4', str activations='none',"
+    " str swiglu='silu', float alpha=1.702, float? limit=None, bool interleaved=False,"
+    " str scale_layout='linear') -> Tensor out",
+    dims={
+        "x": "Tq N",
+        "weights": "Tq K:f32",
+        "indices": "Tq K:i32|i64",
+        "w13": "E M2 N/2:u8",
+        "w13_scale": f"E M2 Ns:{fp4.SCALE}",
+        "w2": "E N M/2:u8",
+        "w2_scale": f"E N Ms:{fp4.SCALE}",
+        "w13_global": "E:f32",
+        "w2_global": "E:f32",
+        "bias13": "E M2",
+        "bias2": "E N",
+        "x_global": ":f32",
+        "h_global": ":f32",
+        "out": "Tq N",
+    },
+    # blk: numbers under one scale of a weight, 16 (nvfp4) or 32 (mxfp4); act: position of activations in ACTIVATIONS.
+    derive={"blk": lambda c: fp4.BLOCK[c.arg.format], "act": lambda c: ACTIVATIONS.index(c.arg.activations)},
+    layouts={
+        "w13_scale": fp4.swizzled(f"E PM2 PNs:{fp4.SCALE}"),
+        "w2_scale": fp4.swizzled(f"E PN PMs:{fp4.SCALE}"),
+    },
+    choices={
+        "format": ("nvfp4", "mxfp4"),
+        "activations": ACTIVATIONS,
+        "swiglu": ("silu", "gptoss"),
+        "scale_layout": fp4.LAYOUTS,
+    },
+    where={
+        "dtypes of the scales": fp4.scale_dtypes("w13_scale", "w2_scale"),
+        "w13 must have M2 = 2 * M rows, M being the numbers in a row of w2": lambda c: c.dim["M2"] == 2 * c.dim["M"],
+        "N and M must be multiples of the block of format, 16 for nvfp4, 32 for mxfp4": lambda c: (
+            c.dim["N"] % c.dim["blk"] == 0 and c.dim["M"] % c.dim["blk"] == 0
+        ),
+        "N and M must be multiples of the block of activations, 16 for nvfp4, 32 for mxfp4 and mxfp8": lambda c: (
+            c.dim["N"] % fp4.BLOCK.get(c.arg.activations, 1) == 0
+            and c.dim["M"] % fp4.BLOCK.get(c.arg.activations, 1) == 0
+        ),
+        "w13_scale must be (E, M2, N/block), in the 128x4 layout with both rounded up to multiples of 128 and 4": (
+            lambda c: fp4.scale_fits(c, "M2", "Ns", c.dim["N"])
+        ),
+        "w2_scale must be (E, N, M/block), in the 128x4 layout with both rounded up to multiples of 128 and 4": (
+            lambda c: fp4.scale_fits(c, "N", "Ms", c.dim["M"])
+        ),
+        "w13_global and w2_global are accepted with format 'nvfp4' only": lambda c: (
+            c.arg.format == "nvfp4" or (c.arg.w13_global is None and c.arg.w2_global is None)
+        ),
+        "x_global and h_global are accepted with activations 'nvfp4' only": lambda c: (
+            c.arg.activations == "nvfp4" or (c.arg.x_global is None and c.arg.h_global is None)
+        ),
+        "limit must be positive": lambda c: c.arg.limit is None or c.arg.limit > 0,
+    },
+    features=fp4.SWIZZLED
+    | {
+        "gptoss": lambda c: c.arg.swiglu == "gptoss",
+        "limit": lambda c: c.arg.limit is not None,
+        "interleaved": lambda c: c.arg.interleaved,
+        "bias": lambda c: c.arg.bias13 is not None or c.arg.bias2 is not None,
+        "global_scale": lambda c: any(
+            g is not None for g in (c.arg.w13_global, c.arg.w2_global, c.arg.x_global, c.arg.h_global)
+        ),
+    },
+)

@@ -1,0 +1,18 @@
+"""gated_rmsnorm: RMS norm of y over the last axis, times a weight, times silu of a gate z.
+
+``out = w * y * rsqrt(mean(y^2) + eps) * silu(z)``, all in float32 with one rounding at the store. The norm
+comes before the gate. y is the float32 output of a linear attention's state, or in the model dtype like z and
+out; w is in either. Any number of batch axes, none included, and any N.
+Source: MetalTile ``gated_rmsnorm``; the output norm of Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next.
+"""
+
+from torch_attnkit.core import Op
+
+OP = Op(
+    schema="gated_rmsnorm(Tensor y, Tensor z, Tensor w, *, float eps=1e-6) -> Tensor out",
+    dims={"y": "... N:f32|T", "z": "... N", "w": "N:T|f32", "out": "... N"},
+    where={
+        "N must be at least 1": lambda c: c.dim["N"] > 0,
+        "eps must be positive": lambda c: c.arg.eps > 0,
+    },
+)

@@ -1,0 +1,61 @@
+"""Inputs of grouped_output_projection for parity and bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_attnkit.oracle import fp4
+
+FORMATS = {0: "none", 16: "nvfp4", 32: "mxfp4"}
+
+# Kn numbers per group and token; blk as in op.py, 0 the model dtype, 16 NVFP4, 32 MXFP4; cast=1: out in another dtype.
+PARITY = {
+    "one": dict(Tq=1, G=1, Kn=32, R=1, blk=0),
+    "plain": dict(Tq=5, G=3, Kn=96, R=7, blk=0),
+    "nvfp4": dict(Tq=5, G=3, Kn=80, R=10, blk=16),
+    "mxfp4": dict(Tq=130, G=2, Kn=160, R=3, blk=32),
+    "cast": dict(Tq=4, G=2, Kn=64, R=5, blk=0, cast=1),
+    "no_columns": dict(Tq=2, G=2, Kn=0, R=3, blk=0),
+    "empty": dict(Tq=0, G=2, Kn=64, R=4, blk=0),
+}
+BENCH = {
+    f"{FORMATS[blk]}-{g}-{t}": dict(Tq=t, G=g, Kn=4096, R=1024, blk=blk)
+    for blk in FORMATS
+    for g in (8, 16)
+    for t in (1, 16, 128, 4096)
+}
+
+
+def make(
+    dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    Tq, G, Kn, R, blk = (dims[n] for n in ("Tq", "G", "Kn", "R", "blk"))
+    if not blk and {"swizzled", "global_scale"} & set(features):
+        blk = 32 if Kn % 32 == 0 and "global_scale" not in features else 16  # the model dtype has neither
+    format = "nvfp4" if "global_scale" in features else FORMATS[blk]  # only nvfp4 has global scales
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    kwargs: dict[str, Any] = dict(format=format, dtype=dtype)
+    if format == "none":
+        kwargs["dtype"] = other if dims.get("cast") else None
+        o = torch.randn(Tq, G, Kn, generator=gen).to(dtype)
+        return (o, (torch.randn(G, R, Kn, generator=gen) * max(Kn, 1) ** -0.5).to(dtype)), kwargs
+    layout = kwargs["scale_layout"] = "128x4" if "swizzled" in features else "linear"
+    go, gw = (fp4.global_scales(gen) if "global_scale" in features else None for _ in range(2))
+    o, o_scale = fp4.coded(gen, format, layout, (G, Tq, Kn), go)
+    wo_a, wo_scale = fp4.coded(gen, format, layout, (G, R, Kn), gw)
+    o_scale = o_scale.transpose(0, 1).contiguous() if layout == "linear" else o_scale
+    return (o.transpose(0, 1).contiguous(), wo_a, o_scale, wo_scale, go, gw), kwargs
+
+
+def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
+    """Read o and wo_a with their scales, write out."""
+    blk, rows = dims["blk"], dims["G"] * (dims["Tq"] + dims["R"])
+    row = dims["Kn"] // 2 + dims["Kn"] // blk if blk else dims["Kn"] * dtype.itemsize
+    return rows * row + dims["Tq"] * dims["G"] * dims["R"] * dtype.itemsize
+
+
+def flops(dims: dict[str, int]) -> int:
+    """One product, two operations a term."""
+    return 2 * dims["Tq"] * dims["G"] * dims["R"] * dims["Kn"]

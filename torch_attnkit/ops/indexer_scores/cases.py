@@ -1,0 +1,83 @@
+"""Inputs of indexer_scores for parity and bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_attnkit.formats import mxfp4
+from torch_attnkit.oracle import inputs
+
+FORMATS = {16: "none", 8: "fp8", 4: "mxfp4"}
+
+# S entries per request (with pages: rounded up to whole pages of Ps); Qb stored elements per head, with bits=4
+# bytes of two numbers. bits=16 is the model dtype with float32 weights; the other formats have weights in the
+# model dtype. q_scale=1: fp8 with scales of q.
+PARITY = {
+    "one": dict(Tq=1, R=1, S=1, Hi=1, Qb=32, Ps=1, bits=16),
+    "decode": dict(Tq=3, R=3, S=37, Hi=4, Qb=64, Ps=8, bits=16),
+    "heads": dict(Tq=2, R=1, S=130, Hi=64, Qb=128, Ps=64, bits=16),
+    "fp8": dict(Tq=10, R=2, S=65, Hi=3, Qb=128, Ps=16, bits=8),
+    "fp8_q_scale": dict(Tq=4, R=4, S=9, Hi=2, Qb=128, Ps=4, bits=8, q_scale=1),
+    "mxfp4": dict(Tq=10, R=2, S=65, Hi=3, Qb=64, Ps=16, bits=4),
+    "no_entries": dict(Tq=2, R=2, S=0, Hi=2, Qb=32, Ps=4, bits=16),
+    "empty": dict(Tq=0, R=2, S=8, Hi=2, Qb=32, Ps=4, bits=16),
+}
+BENCH = {
+    f"{FORMATS[bits]}-{t}-{r}x{s}": dict(Tq=t, R=r, S=s, Hi=64, Qb=min(bits, 8) * 16, Ps=64, bits=bits)
+    for bits in FORMATS
+    for t, r, s in ((1, 1, 2048), (1, 1, 262144), (16, 16, 8192), (128, 128, 8192), (4096, 1, 32768))
+}
+
+
+def _coded(
+    gen: torch.Generator, dtype: torch.dtype, bits: int, *shape: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Random rows in a format, and their scales."""
+    if bits == 16:
+        return inputs.normal(gen, dtype, *shape), None
+    if bits == 8:
+        x = inputs.normal(gen, torch.float8_e4m3fn, *shape)
+        return x, torch.rand(*shape[:-1], 1, generator=gen) + 0.5
+    return mxfp4.quantize(inputs.normal(gen, torch.float32, *shape[:-1], 2 * shape[-1]))
+
+
+def make(
+    dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    Tq, R, S, Hi, Qb, Ps, bits = (dims[n] for n in ("Tq", "R", "S", "Hi", "Qb", "Ps", "bits"))
+    paged, Mp = "paged" in features, -(-S // Ps)
+    Np = R * Mp + 1
+    k_len = inputs.lengths(gen, Tq, S)
+    request_ids = inputs.integers(gen, 0, R - 1, Tq) if "request_ids" in features else None
+    owner = torch.arange(Tq) * R // max(Tq, 1) if request_ids is None else request_ids.long()
+    longest = torch.zeros(R, dtype=torch.int32).scatter_reduce(0, owner, k_len, "amax")  # (R,)
+    q, q_scale = _coded(gen, dtype, bits, Tq, Hi, Qb)
+    k, k_scale = _coded(gen, dtype, bits, *((Np, Ps, Qb) if paged else (R, S, Qb)))
+    weights = torch.randn(Tq, Hi, generator=gen) * (Hi * Qb) ** -0.5
+    args = (
+        q,
+        k,
+        weights.to(torch.float32 if bits == 16 else dtype),
+        k_len,
+        request_ids,
+        inputs.block_table(gen, longest, Ps, Np, Mp) if paged else None,
+        q_scale if bits == 4 or dims.get("q_scale") else None,
+        k_scale,
+    )
+    return args, dict(format=FORMATS[bits])
+
+
+def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
+    """Read q, k, their scales and weights once, write the scores."""
+    Qb, bits = dims["Qb"], dims["bits"]
+    row = {16: Qb * dtype.itemsize, 8: Qb + 4, 4: Qb + Qb // 16}[bits]
+    rows = dims["Tq"] * dims["Hi"] + dims["R"] * dims["S"]
+    return rows * row + dims["Tq"] * (dims["Hi"] + dims["S"] + 1) * 4
+
+
+def flops(dims: dict[str, int]) -> int:
+    """One product over the numbers of a head for each head and entry, then relu, weight and sum."""
+    numbers = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
+    return dims["Tq"] * dims["S"] * dims["Hi"] * (2 * numbers + 3)

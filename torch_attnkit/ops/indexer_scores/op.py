@@ -1,0 +1,74 @@
+"""indexer_scores: how relevant each compressed cache entry is to each token, for indexer_topk to choose from.
+
+``scores[t, j] = sum_h weights[t, h] * relu(q[t, h] . k[r, j])`` in float32 for the entries j < k_len[t] of
+the token's request r, and -inf for the others. The scales of softmax and heads belong in ``weights``.
+request_ids None: token t belongs to request ``t * R // Tq``. With ``block_table`` the keys lie in pages of Sk
+entries and S = Mp * Sk; only pages that some token of the request sees are looked at, and the table may hold
+anything behind them. ``format`` says what q and k are: "none" the model dtype; "fp8" E4M3 with a float32
+scale per row (k_scale, and q_scale unless it is folded into weights); "mxfp4" E2M1 pairs with a UE8M0 scale
+per 32.
+Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19348).
+"""
+
+from torch_attnkit.core import Op
+from torch_attnkit.core.op import Call
+from torch_attnkit.core.spec import DTYPES, short
+
+_CODES = {"fp8": DTYPES["f8e4m3"], "mxfp4": DTYPES["u8"]}
+_SCALES = {"fp8": DTYPES["f32"], "mxfp4": DTYPES["u8"]}
+
+
+def _dtypes(c: Call) -> bool:
+    """The dtypes that go with the format. Raises TypeError, as the table does for a dtype of no format."""
+    want = {n: _CODES.get(c.arg.format, c.dtype) for n in ("q", "k")}
+    if c.arg.format != "none":
+        want |= {n: _SCALES[c.arg.format] for n in ("q_scale", "k_scale")}
+    for name, dtype in want.items():
+        tensor = getattr(c.arg, name)
+        if tensor is not None and tensor.dtype != dtype:
+            accepted = f"accepted with format {c.arg.format!r}: {short(dtype)}"
+            raise TypeError(f"{c.op}: {name} is {short(tensor.dtype)}, {accepted}")
+    return True
+
+
+OP = Op(
+    schema="indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor k_len, Tensor? request_ids=None,"
+    " Tensor? block_table=None, Tensor? q_scale=None, Tensor? k_scale=None, *, str format='none')"
+    " -> Tensor scores",
+    dims={
+        "q": "Tq Hi Qb:T|f8e4m3|u8",
+        "k": "Rk Sk Qb:T|f8e4m3|u8",
+        "weights": "Tq Hi:f32|T",
+        "k_len": "Tq:i32",
+        "request_ids": "Tq:i32",
+        "block_table": "R Mp:i32",
+        "q_scale": "Tq Hi Qs:f32|u8",
+        "k_scale": "Rk Sk Qs:f32|u8",
+        "scores": "Tq S:f32",
+    },
+    derive={
+        "R": lambda c: c.dim["Rk"] if c.arg.block_table is None else c.dim["R"],
+        "S": lambda c: c.dim["Sk"] * (1 if c.arg.block_table is None else c.dim["Mp"]),
+    },
+    choices={"format": ("none", "fp8", "mxfp4")},
+    where={
+        "dtypes of the format": _dtypes,
+        "format 'none' takes neither q_scale nor k_scale": lambda c: (
+            c.arg.format != "none" or (c.arg.q_scale is None and c.arg.k_scale is None)
+        ),
+        "format 'fp8' needs k_scale, and one scale per row (Qs = 1)": lambda c: (
+            c.arg.format != "fp8" or (c.arg.k_scale is not None and c.dim["Qs"] == 1)
+        ),
+        "format 'mxfp4' needs q_scale and k_scale, a byte per 16 of q and k (Qs = Qb / 16)": lambda c: (
+            c.arg.format != "mxfp4"
+            or (c.arg.q_scale is not None and c.arg.k_scale is not None and c.dim["Qs"] * 16 == c.dim["Qb"])
+        ),
+        "Tq must be a multiple of the number of requests R where request_ids is not given": lambda c: (
+            c.arg.request_ids is not None or c.dim["Tq"] % max(c.dim["R"], 1) == 0 and (c.dim["R"] or not c.dim["Tq"])
+        ),
+    },
+    features={
+        "paged": lambda c: c.arg.block_table is not None,
+        "request_ids": lambda c: c.arg.request_ids is not None,
+    },
+)

@@ -1,0 +1,56 @@
+"""What indexer_scores computes."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_attnkit.formats import mxfp4
+from torch_attnkit.oracle import checks
+
+
+def _numbers(x: torch.Tensor, scale: torch.Tensor | None, format: str, acc: torch.dtype) -> torch.Tensor:
+    """q or k (..., Qb) in its format to numbers (..., Di)."""
+    if scale is None:
+        return x.to(acc)
+    return mxfp4.dequantize(x, scale, acc) if format == "mxfp4" else x.to(acc) * scale.to(acc)
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    k_len: torch.Tensor,
+    request_ids: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    format: str = "none",
+) -> torch.Tensor:
+    (Tq, _, _), (Rk, Sk, _) = q.shape, k.shape
+    R, S = (Rk, Sk) if block_table is None else (block_table.shape[0], block_table.shape[1] * Sk)
+    checks.in_range("indexer_scores", "k_len", k_len, 0, S)
+    checks.in_range("indexer_scores", "request_ids", request_ids, 0, R - 1)
+    acc = torch.float64 if torch.float64 in (q.dtype, weights.dtype) else torch.float32
+    token = torch.arange(Tq, device=q.device)
+    owner = token * R // max(Tq, 1) if request_ids is None else request_ids  # (Tq,)
+    qn, w = _numbers(q, q_scale, format, acc), weights.to(acc)  # (Tq, Hi, Di), (Tq, Hi)
+    scores = torch.full((Tq, S), -torch.inf, dtype=torch.float32, device=q.device)  # (Tq, S)
+    for r in owner.unique().tolist():
+        rows = (owner == r).nonzero()[:, 0]  # (t,)
+        length = k_len[rows, None]  # (t, 1)
+        n = int(length.max())
+        if block_table is None:
+            kr, kr_scale = k[r], None if k_scale is None else k_scale[r]
+        else:
+            pages = block_table[r, : -(-n // Sk) if n else 0].long()
+            checks.in_range("indexer_scores", f"block_table[{r}]", pages, 0, Rk - 1)
+            kr = (
+                k.view(torch.uint8)[pages].view(k.dtype).flatten(0, 1)
+            )  # float8 cannot be indexed by a tensor everywhere
+            kr_scale = None if k_scale is None else k_scale[pages].flatten(0, 1)
+        kn = _numbers(kr[:n], None if kr_scale is None else kr_scale[:n], format, acc)  # (n, Di)
+        s = torch.einsum("thd,nd->thn", qn[rows], kn).relu()
+        s = (s * w[rows, :, None]).sum(1)  # (t, n)
+        unseen = torch.arange(n, device=q.device) >= length
+        scores[rows, :n] = s.masked_fill(unseen, -torch.inf).to(torch.float32)
+    return scores

@@ -1,0 +1,18 @@
+"""indexer_topk: which cache entries each token attends, as the set of the topk largest scores.
+
+An entry j of token t counts if ``j < k_len[t]`` (None: every entry) and its score is above -inf; NaN counts
+as -inf. Of those the topk largest are chosen, ties to the lowest index, and written in ascending order of
+index, with -1 behind them where there are fewer. topk may exceed S. Equal scores give equal indices on every
+device.
+Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19348).
+"""
+
+from torch_attnkit.core import Op
+
+OP = Op(
+    schema="indexer_topk(Tensor scores, Tensor? k_len=None, *, int topk) -> Tensor indices",
+    dims={"scores": "Tq S", "k_len": "Tq:i32", "indices": "Tq K:i32"},
+    derive={"K": lambda c: c.arg.topk},
+    where={"topk must be at least 1": lambda c: c.arg.topk >= 1},
+    features={"k_len": lambda c: c.arg.k_len is not None},
+)

@@ -1,0 +1,36 @@
+"""Inputs of kv_cache_gather for parity and bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_attnkit.formats import kv_cache
+from torch_attnkit.oracle import cache_rows, fp4
+
+PARITY = cache_rows.PARITY | {"cast": dict(R=3, D=32, Nc=4, rope=0, fmt=0, cast=1)}  # cast=1: out in another dtype
+BENCH, bytes = cache_rows.BENCH, cache_rows.bytes_moved
+
+
+def make(
+    dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    R, D, Nc, fmt = dims["R"], dims["D"], dims["Nc"], dims["fmt"]
+    rope = dims["rope"] if fmt else D % 16 or 16  # where a global scale asks for nvfp4, of which the blocks are 16
+    scale = fp4.global_scales(gen) if "global_scale" in features else None
+    format = "nvfp4" if scale is not None else kv_cache.FORMATS[fmt]
+    rows = torch.randn(Nc, D, generator=gen).to(dtype)
+    cache = rows if format == "none" else kv_cache.encode_rows(rows, format, rope, scale)  # (Nc, Rb)
+    slot = torch.randint(-1, Nc, (R,), generator=gen, dtype=torch.int64 if dims.get("long") else torch.int32)
+    slot[2::3] = -1
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    cast = other if dims.get("cast") else None
+    return (cache, slot, scale), dict(
+        format=format, head_dim=D, rope_dim=rope, dtype=cast if format == "none" else dtype
+    )
+
+
+def flops(dims: dict[str, int]) -> int:
+    """One product an encoded channel."""
+    return dims["R"] * (dims["D"] - dims["rope"]) if dims["fmt"] else 0

@@ -1,0 +1,32 @@
+"""kv_cache_gather: rows of a cache, decoded: what kv_cache_write stored, in the order of ``slot``.
+
+out[r] is row ``slot[r]`` of the cache, zeros where slot is -1; a slot may appear more than once. format "none" returns
+the numbers. "fp8", "nvfp4" and "mxfp4" rows are bytes as kv_cache_write describes them; their ``head_dim`` D cannot be
+told from the row and must be given (0 stands for the size of the row, format "none" only). ``global_scale`` is the one
+the rows were written with. The default of ``dtype`` is the dtype of the cache, and float32, which every stored number
+fits, for bytes; numbers are rounded once to it.
+Source: the caches of DeepSeek-V4 (arXiv 2606.19348); the fp8 row is FlashMLA's.
+"""
+
+from torch_attnkit.core import Op
+from torch_attnkit.formats import kv_cache
+from torch_attnkit.oracle import cache_rows, fp4
+
+OP = Op(
+    schema="kv_cache_gather(Tensor cache, Tensor slot, Tensor? global_scale=None, *, str format='none',"
+    " int head_dim=0, int rope_dim=64, ScalarType? dtype=None) -> Tensor out",
+    dims={"cache": "Nc Rb:T|u8", "slot": "R:i32|i64", "global_scale": ":f32", "out": "R D:@dtype"},
+    derive={
+        "fmt": lambda c: kv_cache.FORMATS.index(c.arg.format),  # 0 none, 1 fp8, 2 nvfp4, 3 mxfp4
+        "D": lambda c: c.arg.head_dim or c.dim["Rb"],
+    },
+    choices={"format": kv_cache.FORMATS},
+    where={
+        "head_dim must be given with formats 'fp8', 'nvfp4' and 'mxfp4'": lambda c: (
+            c.arg.format == "none" or c.arg.head_dim != 0
+        ),
+        **cache_rows.RULES,
+    }
+    | fp4.DTYPE,
+    features={"global_scale": lambda c: c.arg.global_scale is not None},
+)

@@ -1,0 +1,38 @@
+"""Inputs of kv_cache_write for parity and bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_attnkit.formats import kv_cache
+from torch_attnkit.oracle import cache_rows, fp4
+
+PARITY, BENCH, bytes = cache_rows.PARITY, cache_rows.BENCH, cache_rows.bytes_moved
+
+
+def make(
+    dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    R, D, Nc, fmt = dims["R"], dims["D"], dims["Nc"], dims["fmt"]
+    rope = dims["rope"] if fmt else D % 16 or 16  # where a global scale asks for nvfp4, of which the blocks are 16
+    format = "nvfp4" if "global_scale" in features else kv_cache.FORMATS[fmt]
+    size = kv_cache.row_bytes(format, D, rope) if format != "none" else D
+    cache = torch.randn(Nc, D, generator=gen).to(dtype)
+    if format != "none":
+        cache = torch.randint(0, 256, (Nc, size), generator=gen, dtype=torch.uint8)
+    slot = torch.randperm(Nc, generator=gen)[:R].to(torch.int64 if dims.get("long") else torch.int32)  # (R,)
+    slot[2::3] = -1
+    args = (
+        fp4.spread(gen, dtype, R, D),
+        cache,
+        slot,
+        fp4.global_scales(gen) if "global_scale" in features else None,
+    )
+    return args, dict(format=format, rope_dim=rope)
+
+
+def flops(dims: dict[str, int]) -> int:
+    """A maximum and a product an encoded channel."""
+    return 2 * dims["R"] * (dims["D"] - dims["rope"]) if dims["fmt"] else 0

@@ -1,0 +1,31 @@
+"""merge_partials: the attention over a set of keys, from the attentions over P parts of it.
+
+``lse = log sum_p exp(lse_p)`` and ``out = sum_p exp(lse_p - lse) out_p``, in fp32. With ``row_sum`` the
+partials are numerators and are divided by it first. A partial with lse -inf has seen nothing and its out is
+not looked at; if all are, out is 0 and lse -inf. ``sink`` is applied once, after the merge:
+``out *= sigmoid(lse - sink)``; lse leaves it out, so merged results can be merged again.
+Source: Flash-Decoding's split-KV reduction; cascade inference (FlashInfer, arXiv 2501.01005, attention
+states).
+"""
+
+from torch_attnkit.core import Op
+from torch_attnkit.oracle import rules
+
+OP = Op(
+    schema="merge_partials(Tensor out_partial, Tensor lse_partial, Tensor? sink=None, Tensor? row_sum=None, *,"
+    " ScalarType? dtype=None) -> (Tensor out, Tensor lse)",
+    dims={
+        "out_partial": "P R H Dv",
+        "lse_partial": "P R H:f32",
+        "sink": "H:f32",
+        "row_sum": "P R H:f32",
+        "out": "R H Dv:@dtype",
+        "lse": "R H:f32",
+    },
+    where={"dtype must be a floating point type": lambda c: c.arg.dtype is None or c.arg.dtype.is_floating_point},
+    features=rules.SINK
+    | {
+        "row_sum": lambda c: c.arg.row_sum is not None,
+        "dtype": lambda c: c.arg.dtype not in (None, c.dtype),
+    },
+)

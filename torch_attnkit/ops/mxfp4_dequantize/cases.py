@@ -1,0 +1,44 @@
+"""Inputs of mxfp4_dequantize for parity and bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_attnkit.oracle import fp4
+
+# R x H rows of K numbers (R -1: one row without batch axes); f8=1: scales as float8 instead of bytes.
+PARITY = {
+    "one": dict(R=1, H=1, K=32),
+    "vector": dict(R=-1, H=1, K=96),
+    "heads": dict(R=3, H=5, K=160, f8=1),
+    "tiles": dict(R=65, H=2, K=544),
+    "no_columns": dict(R=2, H=3, K=0),
+    "empty": dict(R=0, H=2, K=64),
+}
+BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 4096, 16384) for k in (4096, 7168)}
+
+
+def make(
+    dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Every code under scales of ordinary size; ``dtype`` is that of the result."""
+    batch, K = (() if dims["R"] < 0 else (dims["R"], dims["H"])), dims["K"]
+    codes = torch.randint(0, 256, (*batch, K // 2), generator=gen, dtype=torch.uint8)  # (..., K/2)
+    scale = torch.randint(120, 132, (*batch, K // 32), generator=gen, dtype=torch.uint8)
+    scale = fp4.store_scale(scale, "128x4" if "swizzled" in features else "linear")
+    scale = scale.view(torch.float8_e8m0fnu) if dims.get("f8") else scale
+    kwargs = dict(scale_layout="128x4" if "swizzled" in features else "linear", dtype=dtype)
+    return (codes, scale), kwargs
+
+
+def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
+    """Read half a byte an element and a scale per 32, write the numbers."""
+    n = abs(dims["R"]) * dims["H"] * dims["K"]
+    return n // 2 + n // 32 + n * dtype.itemsize
+
+
+def flops(dims: dict[str, int]) -> int:
+    """One product an element."""
+    return abs(dims["R"]) * dims["H"] * dims["K"]

@@ -1,0 +1,44 @@
+"""Inputs of mxfp4_quantize for parity and bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_attnkit.oracle import fp4
+
+# R x H rows of K numbers (R -1: one row without batch axes); odd=1: nan and infinities among them.
+PARITY = {
+    "one": dict(R=1, H=1, K=32),
+    "vector": dict(R=-1, H=1, K=96),
+    "heads": dict(R=3, H=5, K=160, odd=1),
+    "tiles": dict(R=65, H=2, K=544),
+    "no_columns": dict(R=2, H=3, K=0),
+    "empty": dict(R=0, H=2, K=64),
+}
+BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 4096, 16384) for k in (4096, 7168)}
+
+
+def make(
+    dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x = fp4.spread(gen, dtype, *((dims["K"],) if dims["R"] < 0 else (dims["R"], dims["H"], dims["K"])))
+    if dims.get("odd"):
+        x[0, 0, :3] = torch.tensor((torch.nan, torch.inf, -torch.inf))
+        x[1, :, 1] = torch.nan
+    return (x,), dict(
+        scale_layout="128x4" if "swizzled" in features else "linear",
+        rounding="floor" if "floor" in features else "ceil",
+    )
+
+
+def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
+    """Read x, write half a byte an element and a scale per 32."""
+    n = abs(dims["R"]) * dims["H"] * dims["K"]
+    return n * dtype.itemsize + n // 2 + n // 32
+
+
+def flops(dims: dict[str, int]) -> int:
+    """A maximum and a product an element."""
+    return 2 * abs(dims["R"]) * dims["H"] * dims["K"]

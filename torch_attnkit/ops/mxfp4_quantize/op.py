@@ -1,0 +1,30 @@
+"""mxfp4_quantize: numbers to MXFP4, E2M1 pairs under a power of two per 32 along the last axis.
+
+``rounding`` says which power: "ceil" 2^ceil(log2(amax / 6)), under which nothing saturates (DeepSeek, NVIDIA), "floor"
+2^(floor(log2 amax) - 2), under which elements beyond 6 scales saturate (OCP). Elements round to nearest, ties to even.
+``scale`` holds the biased exponents, (..., K/32), or with scale_layout "128x4" those of all rows of x as one matrix in
+the order of block-scaled tensor cores, padded with zeros to multiples of (128, 4). Element 2i lies in the low nibble of
+byte i. NaN gives +6; a block of zeros has scale byte 0.
+Source: OCP Microscaling Formats v1.0, sections 5 and 6.3; cuBLAS, "1D block scaling factors layout".
+"""
+
+import math
+
+from torch_attnkit.core import Op
+from torch_attnkit.formats import fp8
+from torch_attnkit.formats.scale_layout import padded_shape
+from torch_attnkit.oracle import fp4
+
+OP = Op(
+    schema="mxfp4_quantize(Tensor x, *, str scale_layout='linear', str rounding='ceil')"
+    " -> (Tensor codes, Tensor scale)",
+    dims={"x": "... K", "codes": "... K/2:u8", "scale": "... K/32:u8"},
+    layouts={"scale": fp4.swizzled("Ms Ks:u8")},
+    derive={
+        "Ms": lambda c: padded_shape(math.prod(c.batch), c.dim["K"] // 32)[0],
+        "Ks": lambda c: padded_shape(math.prod(c.batch), c.dim["K"] // 32)[1],
+    },
+    where={"K, the last axis of x, must be a multiple of 32": lambda c: c.dim["K"] % 32 == 0},
+    choices={"scale_layout": fp4.LAYOUTS, "rounding": fp8.ROUNDINGS},
+    features=fp4.SWIZZLED | {"floor": lambda c: c.arg.rounding == "floor"},
+)

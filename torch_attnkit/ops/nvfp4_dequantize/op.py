@@ -1,0 +1,31 @@
+"""nvfp4_dequantize: the numbers that NVFP4 codes stand for, ``element * scale / global_scale``.
+
+``codes`` holds two E2M1 numbers a byte, the even one in the low nibble; ``scale`` an E4M3 number per 16, as bytes or
+float8, linear (..., K/16) or in the 128x4 layout, where all rows of codes are one matrix padded to multiples of
+(128, 4); its padding is not looked at. ``global_scale`` is the number the tensor was multiplied by, None is 1. The
+quotient is rounded to float32 (float64 if that is asked for), then to ``dtype``, default float32.
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149); cuBLAS, "1D block scaling factors".
+"""
+
+import math
+
+from torch_attnkit.core import Op
+from torch_attnkit.formats.scale_layout import padded_shape
+from torch_attnkit.oracle import fp4
+
+OP = Op(
+    schema="nvfp4_dequantize(Tensor codes, Tensor scale, Tensor? global_scale=None, *, str scale_layout='linear',"
+    " ScalarType? dtype=None) -> Tensor x",
+    dims={"codes": "... K/2:u8", "scale": "... K/16:u8|f8e4m3", "global_scale": ":f32", "x": "... K:@dtype"},
+    layouts={"scale": fp4.swizzled("Ms Ks:u8|f8e4m3")},
+    where={
+        "K, two numbers a byte of codes, must be a multiple of 16": lambda c: c.dim["K"] % 16 == 0,
+        "scale in the 128x4 layout must be (rows of codes, K/16) rounded up to multiples of (128, 4)": lambda c: (
+            c.arg.scale_layout == "linear"
+            or (c.dim["Ms"], c.dim["Ks"]) == padded_shape(math.prod(c.batch), c.dim["K"] // 16)
+        ),
+    }
+    | fp4.DTYPE,
+    choices={"scale_layout": fp4.LAYOUTS},
+    features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.global_scale is not None},
+)

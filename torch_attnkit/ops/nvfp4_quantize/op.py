@@ -1,0 +1,28 @@
+"""nvfp4_quantize: numbers to NVFP4, E2M1 pairs under an E4M3 scale per 16 along the last axis.
+
+``global_scale`` multiplies: block scale = e4m3(amax / 6 * global_scale), element = e2m1(x * global_scale / scale), ties
+to even; 448 * 6 / amax(x) uses the whole range, None is 1. ``scale`` is (..., K/16), or with scale_layout "128x4" the
+scales of all rows of x as one matrix in the order of block-scaled tensor cores, padded with zeros to multiples of
+(128, 4). Element 2i lies in the low nibble of byte i. NaN gives +6, infinities saturate.
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149); cuBLAS, "1D block scaling factors".
+"""
+
+import math
+
+from torch_attnkit.core import Op
+from torch_attnkit.formats.scale_layout import padded_shape
+from torch_attnkit.oracle import fp4
+
+OP = Op(
+    schema="nvfp4_quantize(Tensor x, Tensor? global_scale=None, *, str scale_layout='linear')"
+    " -> (Tensor codes, Tensor scale)",
+    dims={"x": "... K", "global_scale": ":f32", "codes": "... K/2:u8", "scale": "... K/16:u8"},
+    layouts={"scale": fp4.swizzled("Ms Ks:u8")},
+    derive={
+        "Ms": lambda c: padded_shape(math.prod(c.batch), c.dim["K"] // 16)[0],
+        "Ks": lambda c: padded_shape(math.prod(c.batch), c.dim["K"] // 16)[1],
+    },
+    where={"K, the last axis of x, must be a multiple of 16": lambda c: c.dim["K"] % 16 == 0},
+    choices={"scale_layout": fp4.LAYOUTS},
+    features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.global_scale is not None},
+)

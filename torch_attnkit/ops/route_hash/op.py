@@ -1,0 +1,24 @@
+"""route_hash: the experts of each token from a table of token ids, weighted by sqrt(softplus(logit)).
+
+Token r goes to the experts ``tid2eid[token_ids[r]]``, in the table's order; an expert may stand in a row more
+than once. Their weights are ``sqrt(softplus(logits))`` in float32, divided by (their sum + 1e-20) if
+``renormalize``, times ``route_scale``, as in route_sqrt_softplus. Token ids lie in [0, V), and the entries of
+the table rows that are used in [0, E); the other rows may hold anything.
+Source: the hash router of DeepSeek-V4's first layers (arXiv 2606.19348); Hash Layers (arXiv 2106.04426).
+"""
+
+from torch_attnkit.core import Op
+
+OP = Op(
+    schema="route_hash(Tensor logits, Tensor token_ids, Tensor tid2eid, *, float route_scale=1.0,"
+    " bool renormalize=True) -> (Tensor weights, Tensor indices)",
+    dims={
+        "logits": "R E",
+        "token_ids": "R:i32|i64",
+        "tid2eid": "V K:i32|i64",
+        "weights": "R K:f32",
+        "indices": "R K:i32",
+    },
+    where={"K must be at least 1": lambda c: c.dim["K"] > 0},
+    features={"renormalize": lambda c: c.arg.renormalize},
+)

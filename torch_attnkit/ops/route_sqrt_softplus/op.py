@@ -1,0 +1,22 @@
+"""route_sqrt_softplus: the experts of each token by sqrt(softplus(logit)), a bias steering the choice.
+
+``s = sqrt(softplus(logits))`` in float32. The topk experts with the largest ``s + bias`` are chosen, in
+descending order, ties to the lowest index. Their weights are the unbiased s, divided by (their sum + 1e-20)
+if ``renormalize``, times ``route_scale``. A logit of -inf has score 0; a row of chosen scores that are all 0
+has weights 0. Any number of experts. Logits of NaN or +inf and biases of NaN are not accepted.
+Source: the top-k router of DeepSeek-V4 (arXiv 2606.19348); the selection bias, arXiv 2408.15664.
+"""
+
+from torch_attnkit.core import Op
+
+OP = Op(
+    schema="route_sqrt_softplus(Tensor logits, Tensor? bias=None, *, int topk, float route_scale=1.0,"
+    " bool renormalize=True) -> (Tensor weights, Tensor indices)",
+    dims={"logits": "R E", "bias": "E:f32", "weights": "R K:f32", "indices": "R K:i32"},
+    derive={"K": lambda c: c.arg.topk},
+    where={"topk must be between 1 and the number of experts E": lambda c: 1 <= c.arg.topk <= c.dim["E"]},
+    features={
+        "bias": lambda c: c.arg.bias is not None,
+        "renormalize": lambda c: c.arg.renormalize,
+    },
+)

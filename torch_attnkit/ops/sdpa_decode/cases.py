@@ -1,0 +1,54 @@
+"""Inputs of sdpa_decode for parity and bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_attnkit.oracle import inputs
+
+PARITY = {
+    "one": dict(B=1, Hq=4, Hkv=1, S=1, D=64, Dv=64),
+    "ragged": dict(B=3, Hq=8, Hkv=2, S=37, D=64, Dv=64),
+    "mqa": dict(B=2, Hq=6, Hkv=1, S=130, D=64, Dv=32),
+    "long": dict(B=2, Hq=16, Hkv=2, S=1000, D=64, Dv=64),
+    "empty": dict(B=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
+}
+BENCH = {
+    f"{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128)
+    for b, s in ((1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192))
+} | {
+    f"gptoss-{b}x8192": dict(B=b, Hq=64, Hkv=8, S=8192, D=64, Dv=64, window=128, sink=1) for b in (1, 16, 128)
+}  # fmt: skip
+
+
+def make(
+    dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    B, Hq, S = dims["B"], dims["Hq"], dims["S"]
+    Hkv = dims["Hkv"] if "gqa" in features else Hq
+    kv_len = inputs.lengths(gen, B, S)
+    args = (
+        inputs.normal(gen, dtype, B, Hq, dims["D"]),
+        inputs.normal(gen, dtype, B, Hkv, S, dims["D"]),
+        inputs.normal(gen, dtype, B, Hkv, S, dims["Dv"]),
+        kv_len,
+        inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
+        inputs.starts(gen, kv_len) if "kv_start" in features else None,
+    )
+    return args, inputs.score_arguments(features, S)
+
+
+def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
+    """Read q and the visible K and V once, write out and lse."""
+    seen = min(dims["S"], dims.get("window", dims["S"]))
+    tokens = dims["B"] * dims["Hkv"] * seen * (dims["D"] + dims["Dv"])
+    heads = dims["B"] * dims["Hq"] * (dims["D"] + dims["Dv"])
+    return (tokens + heads) * dtype.itemsize + dims["B"] * dims["Hq"] * 4
+
+
+def flops(dims: dict[str, int]) -> int:
+    """Two products, two operations a term."""
+    seen = min(dims["S"], dims.get("window", dims["S"]))
+    return 2 * dims["B"] * dims["Hq"] * seen * (dims["D"] + dims["Dv"])

@@ -1,0 +1,28 @@
+"""sdpa_decode: one query token per sequence against a preallocated KV cache.
+
+The query of sequence b sits at position ``kv_len[b] - 1`` and attends the keys [kv_start, kv_len), or of those the
+last ``window`` and the first ``sink_tokens``. Grouped heads share a KV head; a learned ``sink`` logit per head joins
+the denominator only. Returns out and the natural-log LSE (sink left out), so that partial results can be merged.
+Source: MetalTile ``sdpa_decode``; sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
+"""
+
+from torch_attnkit.core import Op
+from torch_attnkit.oracle import rules
+
+OP = Op(
+    schema="sdpa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"
+    " Tensor? kv_start=None, *, float? scale=None, int window=-1, int sink_tokens=0, float softcap=0.0)"
+    " -> (Tensor out, Tensor lse)",
+    dims={
+        "q": "B Hq D",
+        "k_cache": "B Hkv S D",
+        "v_cache": "B Hkv S Dv",
+        "kv_len": "B:i32",
+        "sink": "Hq:f32",
+        "kv_start": "B:i32",
+        "out": "B Hq Dv",
+        "lse": "B Hq:f32",
+    },
+    where=rules.HEADS | rules.SCORES,
+    features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW,
+)

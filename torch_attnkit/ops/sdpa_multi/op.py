@@ -1,0 +1,30 @@
+"""sdpa_multi: a block of T query tokens per sequence over a KV cache that already holds the block itself.
+
+``kv_len`` counts the block: query r of a sequence has position ``kv_len - T + r``. A query at a negative
+position is not in the cache (a block longer than its sequence) and attends nothing. With ``causal`` it sees
+the keys from ``kv_start`` up to its own position (speculative verify, chunked prefill), otherwise all of
+[kv_start, kv_len) (block diffusion); ``window`` and ``sink_tokens`` narrow both. Returns out and the
+natural-log LSE, sink left out.
+Source: MetalTile ``sdpa_multi``; sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
+"""
+
+from torch_attnkit.core import Op
+from torch_attnkit.oracle import rules
+
+OP = Op(
+    schema="sdpa_multi(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"
+    " Tensor? kv_start=None, *, float? scale=None, bool causal=True, int window=-1, int sink_tokens=0,"
+    " float softcap=0.0) -> (Tensor out, Tensor lse)",
+    dims={
+        "q": "B T Hq D",
+        "k_cache": "B Hkv S D",
+        "v_cache": "B Hkv S Dv",
+        "kv_len": "B:i32",
+        "sink": "Hq:f32",
+        "kv_start": "B:i32",
+        "out": "B T Hq Dv",
+        "lse": "B T Hq:f32",
+    },
+    where=rules.HEADS | rules.SCORES,
+    features=rules.GQA | rules.SINK | rules.KV_START | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW,
+)

@@ -1,0 +1,34 @@
+"""Rules and features that the attention ops share, as dicts for the ``where`` and ``features`` fields of their tables.
+
+They look at sizes and scalars only; what depends on the contents of tensors is checked by the references.
+"""
+
+from __future__ import annotations
+
+HEADS = {
+    "Hq must be a multiple of Hkv": lambda c: c.dim["Hkv"] > 0 and c.dim["Hq"] % c.dim["Hkv"] == 0,
+    "D must be at least 1": lambda c: c.dim["D"] > 0,
+}
+SCORES = {
+    "window must be -1 (off) or at least 0": lambda c: c.arg.window >= -1,
+    "sink_tokens must be at least 0": lambda c: c.arg.sink_tokens >= 0,
+    "softcap must be 0 (off) or positive": lambda c: c.arg.softcap >= 0,
+}
+# Numerators of several partials share one denominator, so the sink may join only after they are merged.
+PARTIAL = {
+    "sink is accepted with normalize=True only; give it to merge_partials": lambda c: (
+        c.arg.normalize or c.arg.sink is None
+    ),
+}
+
+GQA = {"gqa": lambda c: c.dim["Hq"] != c.dim["Hkv"]}
+SINK = {"sink": lambda c: c.arg.sink is not None}
+KV_START = {"kv_start": lambda c: c.arg.kv_start is not None}
+WINDOW = {
+    "window": lambda c: c.arg.window >= 0,
+    "sink_tokens": lambda c: c.arg.window >= 0 and c.arg.sink_tokens > 0,
+    "softcap": lambda c: c.arg.softcap > 0,
+}
+CAUSAL = {"causal": lambda c: c.arg.causal}
+UNNORMALIZED = {"unnormalized": lambda c: not c.arg.normalize}
+SINK_OR_PARTIAL = (("sink", "unnormalized"),)  # exclusive, see PARTIAL
