@@ -3,8 +3,13 @@
 Importing the package defines ``torch.ops.attnkit.*`` and nothing else: it patches nothing and compiles nothing.
 """
 
+from typing import TYPE_CHECKING
+
 from torch_attnkit.core import Target, UnsupportedError, dispatch, simulate
 from torch_attnkit.core.support import explain, support
+
+if TYPE_CHECKING:
+    from torch_attnkit.trace import record
 
 __version__ = "0.1.0"
 

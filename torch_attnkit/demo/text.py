@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from torch_attnkit.core.dispatch import OPS
+PACKAGE = Path(__file__).parent.parent
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+def _documentation() -> Iterator[str]:
+    """The repository's Markdown files if they are there, then the docstrings of the package."""
+    for name in ("README.md", "CONTRIBUTING.md", "ROADMAP.md", "CHANGELOG.md"):
+        if (file := PACKAGE.parent / name).is_file():
+            yield file.read_text()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+                yield text
 
 
 def sentences(count: int) -> list[str]:
-    """``count`` distinct sentences: of the repository's Markdown files if they are there, and of the ops' contracts."""
-    root = Path(__file__).parent.parent.parent
-    names = ("README.md", "CONTRIBUTING.md", "ROADMAP.md", "CHANGELOG.md")
-    texts = [(root / name).read_text() for name in names if (root / name).is_file()]
-    texts += [op.module("op").__doc__ or "" for op in OPS.values()]
-    found = []
-    for text in texts:
-        text = re.sub(r"```.*?```|^\|.*$|^#+ .*$", "\n\n", text, flags=re.DOTALL | re.MULTILINE)  # code, tables, titles
+    """``count`` distinct sentences of seven words or more."""
+    found: dict[str, None] = {}
+    for text in _documentation():
+        text = re.sub(
+            r"```[\s\S]*?```|^\|.*$|^#+ .*$|^ {4,}.*$", "\n\n", text, flags=re.MULTILINE
+        )  # code, tables
         for paragraph in re.split(r"\n\s*\n|^\s*[-*] |^\d+\. ", text, flags=re.MULTILINE):
             plain = re.sub(r"[`*]|\s+", lambda m: " " if m[0].isspace() else "", paragraph).strip()
-            found += [s for s in re.split(r"(?<=[.:;])\s+", plain) if 4 <= len(s.split()) <= 60]
-    return list(dict.fromkeys(found))[:count]
+            found |= dict.fromkeys(s for s in re.split(r"(?<=[.;])\s+", plain) if 7 <= len(s.split()) <= 60)
+    return list(found)[:count]

@@ -115,14 +115,21 @@ def spread(gen: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tenso
 def coded(
     gen: torch.Generator, format: str, layout: str, shape: tuple[int, ...], global_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random matrices (..., M, K) of variance 1/K: codes (..., M, K/2) and each matrix' scales in the layout.
+    """Random matrices (..., M, K) of variance near 1/K: codes (..., M, K/2) and each matrix' scales in the layout.
 
-    global_scale: 0-dim, or one for each index of the first axis.
+    Every code occurs, under scales within an octave or so of each other; nothing is quantised, since benches ask for
+    gigabytes. global_scale: 0-dim, or one for each index of the first axis.
     """
-    x = torch.randn(*shape, generator=gen) * max(shape[-1], 1) ** -0.5
-    if global_scale is not None and global_scale.dim():
-        global_scale = global_scale.reshape(-1, *[1] * (len(shape) - 2))
-    codes, scale = nvfp4.quantize(x, global_scale) if format == "nvfp4" else mxfp4.quantize(x)
+    size = torch.tensor(max(shape[-1], 1) ** -0.5 / 2.93)  # 2.93: root mean square of the sixteen codes
+    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=gen, dtype=torch.uint8)
+    blocks = (*shape[:-1], shape[-1] // BLOCK[format])
+    if format == "nvfp4":
+        if global_scale is not None:
+            size = size * global_scale.reshape(-1, *[1] * (len(shape) - 1 if global_scale.dim() else 0))
+        scale = fp8.e4m3_encode(size).short() + torch.randint(-8, 9, blocks, generator=gen, dtype=torch.int16)
+        scale = scale.clamp(1, 126).to(torch.uint8)
+    else:
+        scale = fp8.ue8m0_encode(size) + torch.randint(0, 3, blocks, generator=gen, dtype=torch.uint8) - 1
     return codes, scale if layout == "linear" else scale_layout.to_128x4(scale)
 
 
