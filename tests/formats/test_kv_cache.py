@@ -89,6 +89,14 @@ def test_parts_of_a_row(format, dtype):
     assert torch.equal(default, narrow.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("format", ENCODED)
+def test_rows_without_a_rope_part(format):
+    x = sample(3)[:, :448]
+    whole = kv_cache.decode_rows(kv_cache.encode_rows(sample(3), format, ROPE), format, D, ROPE)
+    alone = kv_cache.decode_rows(kv_cache.encode_rows(x, format, 0), format, 448, 0)
+    assert torch.equal(alone, whole[:, :448])
+
+
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.sampled_from(ENCODED), st.integers(0, 2**31), st.integers(-8, 8), st.booleans())
 def test_rows_are_a_fixed_point(format, seed, shift, scaled):

@@ -137,9 +137,11 @@ def decode_rows(
         nope = nvfp4.dequantize(codes, scale, global_scale, dtype)
     else:
         nope = mxfp4.dequantize(codes, scale, dtype)
-    # A copy, since a view as bfloat16 needs an even byte offset and rows may start anywhere.
-    rope_bytes = rows[..., layout.rope : layout.scales].clone(memory_format=torch.contiguous_format)
-    return torch.cat((nope, rope_bytes.view(torch.bfloat16).to(dtype)), dim=-1)  # (..., D)
+    # A copy, since a view as bfloat16 needs an even byte offset and rows may start anywhere; by pairs of bytes, since
+    # no bytes at all are a legal number of them.
+    pairs = rows[..., layout.rope : layout.scales].reshape(*rows.shape[:-1], rope_dim, 2)
+    rope = pairs.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).squeeze(-1)  # (..., rope_dim)
+    return torch.cat((nope, rope.to(dtype)), dim=-1)  # (..., D)
 
 
 def _nope_dim(head_dim: int, rope_dim: int) -> int:
