@@ -1,0 +1,30 @@
+"""Models of the transformers library on the ops of this package.
+
+Importing this module registers "attnkit" as an attention implementation (``attn_implementation="attnkit"``) with its
+mask function, and as an experts implementation. Nothing else of transformers is touched. ``attnkit_model`` goes
+further and replaces modules of one loaded model.
+
+Attention: any cache of transformers, left or right padding, packed sequences, sliding windows, sinks, softcap, beams,
+``torch.compile`` of a decode step. DeepSeek-V4 needs ``attnkit_model``. What the ops cannot express raises
+``torch_attnkit.UnsupportedError`` on every device, and says so: holes in the attention_mask, masks of four axes,
+dropout, attention weights.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from . import attention, experts, masks
+from .experts import round_experts_to_fp4
+from .swaps import attnkit_model
+
+__all__ = ["attnkit_model", "register", "round_experts_to_fp4"]
+
+
+def register() -> None:
+    """Make "attnkit" known to transformers. Runs at import; calling it again changes nothing."""
+    AttentionInterface.register("attnkit", attention.attention)
+    AttentionMaskInterface.register("attnkit", masks.mask)
+    ALL_EXPERTS_FUNCTIONS.register("attnkit", experts.experts)
+
+
+register()

@@ -1,0 +1,171 @@
+"""DeepSeek-V4's attention on sparse_fmha_with_swa, indexer_scores, indexer_topk and grouped_output_projection.
+
+Only the attention's forward is replaced. Projections, norms, rotations and the cache layers stay the model's own, and
+compressed entries are pooled here as the model pools them, since its compressors return them inside a dense bias.
+
+Differences to the replaced forward: of compressed entries with equal scores at the border of the top-k the lowest index
+is chosen. Left-padded rows follow it exactly, which is not what the same row gives without padding: the model pools
+padding tokens into compressed entries, and a decode step of a heavily compressed layer sees every entry whatever the
+positions say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4Attention,
+    DeepseekV4CSACompressor,
+    DeepseekV4GroupedLinear,
+    DeepseekV4HCACompressor,
+    apply_rotary_pos_emb,
+)
+
+from torch_attnkit.core import UnsupportedError
+
+from . import masks
+
+ops = torch.ops.attnkit
+
+
+class AttnkitDeepseekV4Attention(DeepseekV4Attention):
+    def attnkit_check(self) -> None:
+        if type(self.o_a_proj) is not DeepseekV4GroupedLinear or self.o_a_proj.bias is not None:
+            raise UnsupportedError(
+                f"DeepseekV4Attention: o_a_proj is {self.o_a_proj}, accepted: a DeepseekV4GroupedLinear without bias"
+            )
+        known = (DeepseekV4CSACompressor, DeepseekV4HCACompressor)
+        if self.compressor is not None and type(self.compressor) not in known:
+            accepted = ", ".join(c.__name__ for c in known)
+            raise UnsupportedError(
+                f"DeepseekV4Attention: compressor is {type(self.compressor).__name__}, accepted: {accepted} or None"
+            )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if self.training and self.attention_dropout > 0:
+            raise UnsupportedError(
+                f"DeepseekV4Attention: attention_dropout is {self.attention_dropout} in training, accepted: 0"
+            )
+        masks.refuse_weights(kwargs)
+        B, T, _ = hidden_states.shape
+        cos, sin = position_embeddings[self.rope_layer_type]
+        q_low = self.q_a_norm(self.q_a_proj(hidden_states))  # (B, T, low rank)
+        q = self.q_b_norm(self.q_b_proj(q_low).view(B, T, self.num_heads, self.head_dim))  # (B, T, Hq, D)
+        q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2).flatten(0, 1)  # (Tq, Hq, D)
+        kv = self.kv_norm(self.kv_proj(hidden_states))[:, None]  # (B, 1, T, D)
+        kv = apply_rotary_pos_emb(kv, cos, sin)
+        state = None
+        if past_key_values is not None:
+            kv = past_key_values.update(kv, kv, self.layer_idx)[0]  # (B, 1, S, D), S: the window behind, and T
+            state = past_key_values.layers[self.layer_idx]
+        swa_kv, swa_end = _window(kv[:, 0], T, attention_mask)
+        compressed, chosen, visible = _compressed(self, hidden_states, q_low, position_ids, state)
+        out = ops.sparse_fmha_with_swa(
+            q, swa_kv, swa_end, compressed, chosen, visible, None, self.sinks.float(),
+            scale=self.scaling, window=self.sliding_window,
+        )[0].view(B, T, self.num_heads, self.head_dim)  # fmt: skip
+        out = apply_rotary_pos_emb(out, cos, -sin, unsqueeze_dim=2)  # (B, T, Hq, D)
+        groups = self.config.o_groups
+        weight = self.o_a_proj.weight.view(groups, -1, self.o_a_proj.in_features)  # (G, R, Ko)
+        low = ops.grouped_output_projection(out.reshape(B * T, groups, -1), weight)  # (Tq, G, R)
+        return self.o_b_proj(low.reshape(B, T, -1)), None
+
+
+def _window(kv: torch.Tensor, T: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (B, S, D) and where the window of each token ends (Tq,), left padding moved behind the valid keys."""
+    B, S, D = kv.shape
+    end = torch.arange(S - T + 1, S + 1, dtype=torch.int32, device=kv.device).repeat(B, 1)  # (B, T)
+    start = None if mask is None else masks.unpack(mask, B)[0]  # (B,)
+    if start is not None:
+        index = torch.arange(S, device=kv.device) + start[:, None]  # (B, S) what lies behind S is never seen
+        kv = kv.gather(1, index.clamp(max=S - 1)[..., None].expand(B, S, D))
+        end = (end - start[:, None]).clamp(min=0)  # a padding token sees nothing
+    return kv, end.reshape(-1)
+
+
+def _compressed(
+    attention: Any, hidden: torch.Tensor, q_low: torch.Tensor, position_ids: torch.Tensor, state: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Compressed entries (B, C, D), the chosen ones (Tq, K) and how many of them are in the past (Tq,)."""
+    compressor = attention.compressor
+    if compressor is None:
+        return None, None, None
+    if state is not None and not hasattr(state, "store_compression_weights"):
+        raise ValueError(
+            f"DeepseekV4Attention: layer {attention.layer_idx} of past_key_values is {type(state).__name__}, accepted:"
+            " the compressed layers of DynamicCache(config=model.config)"
+        )
+    sparse = isinstance(compressor, DeepseekV4CSACompressor)
+    B, T, _ = hidden.shape
+    entries = _entries(compressor, hidden, state, "compressor")  # (B, C, D)
+    keys = _entries(compressor.indexer, hidden, state, "indexer") if sparse else entries  # its state goes on regardless
+    C = entries.shape[1]
+    if C == 0:
+        return None, None, None
+    if T == 1 and not sparse:
+        return entries, None, None
+    seen = ((position_ids + 1) // compressor.compress_rate).clamp(max=C)  # (1 or B, T)
+    visible = seen.to(torch.int32).repeat(B // seen.shape[0], 1).view(-1)  # (Tq,)
+    if not sparse:
+        return entries, None, visible
+    indexer = compressor.indexer
+    cos, sin = indexer.rotary_emb(hidden, position_ids=position_ids, layer_type=indexer.rope_layer_type)
+    q = indexer.q_b_proj(q_low).view(B, T, indexer.num_heads, indexer.head_dim)  # (B, T, Hi, Di)
+    q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2).flatten(0, 1)  # (Tq, Hi, Di)
+    scorer = indexer.scorer
+    # Both scales are positive, so that they may move from the scores into the weights.
+    weights = scorer.weights_proj(hidden).flatten(0, 1).float() * (scorer.weights_scaling * scorer.softmax_scale)
+    scores = ops.indexer_scores(q, keys, weights, visible)  # (Tq, C)
+    return entries, ops.indexer_topk(scores, visible, topk=min(indexer.index_topk, C)), visible
+
+
+def _entries(block: Any, hidden: torch.Tensor, state: Any, name: str) -> torch.Tensor:
+    """All compressed entries so far, (B, C, D): those of ``state`` and those that ``hidden`` (B, T, N) completes.
+
+    An entry is the gated mean of a window of ``compress_rate`` tokens. The two-series kind joins each window with the
+    one before it. Without ``state`` the tokens of an unfinished window are left out.
+    """
+    rate, dim = block.compress_rate, block.head_dim
+    values, gates, first = block.kv_proj(hidden), block.gate_proj(hidden), 0  # (B, T, D or 2D) each
+    if state is not None:
+        values, gates, first = state.store_compression_weights(name, values, gates)
+    n = values.shape[1] // rate
+    values = values[:, : n * rate].unflatten(1, (n, rate))  # (B, n, rate, D or 2D)
+    gates = gates[:, : n * rate].unflatten(1, (n, rate)) + block.position_bias
+    if n == 0:
+        new = values.new_zeros(hidden.shape[0], 0, dim)  # (B, 0, D)
+    else:
+        if values.shape[-1] == 2 * dim:
+            values, gates = _joined(values, gates, dim, state, name)
+        share = gates.softmax(2, dtype=torch.float32).to(values.dtype)  # (B, n, rate or 2 rate, D)
+        new = block.kv_norm((values * share).sum(2))  # (B, n, D)
+        position = first + rate * torch.arange(n, device=new.device)  # (n,)
+        cos, sin = block.rotary_emb(new, position_ids=position[None], layer_type=block.rope_layer_type)
+        new = apply_rotary_pos_emb(new[:, None], cos, sin)[:, 0]
+    return new if state is None else state.update_compressor_states(name, new)
+
+
+def _joined(
+    values: torch.Tensor, gates: torch.Tensor, dim: int, state: Any, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first series of the window before beside the second series of each window: (B, n, 2 rate, D) each."""
+    before = (None, None) if state is None else state.update_overlap_state(name, values, gates, dim)
+    if before[0] is None:  # nothing lies before the first window: weight 0
+        before = torch.zeros_like(values[:, 0, :, :dim]), torch.full_like(gates[:, 0, :, :dim], -torch.inf)
+    joined = []
+    for t, last in zip((values, gates), before, strict=True):
+        earlier = torch.cat((last[:, None].to(t.dtype), t[:, :-1, :, :dim]), 1)  # (B, n, rate, D)
+        joined.append(torch.cat((earlier, t[..., dim:]), 2))
+    return joined[0], joined[1]
+
+
+SWAPS: dict[type, type] = {DeepseekV4Attention: AttnkitDeepseekV4Attention}

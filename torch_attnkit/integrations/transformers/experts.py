@@ -1,0 +1,170 @@
+"""The experts function "attnkit": expert weights packed to FP4, run by fp4_moe.
+
+Packing replaces an experts module's ``gate_up_proj`` and ``down_proj`` parameters by buffers of the same name with
+``_packed`` (E2M1 pairs), ``_scale`` and, for NVFP4, ``_global`` behind it. The parameters are deleted: their memory is
+the point, and code that would still read them fails instead of computing with something else. The buffers are
+persistent, so a state_dict is whole and loads into a model packed the same way. Biases stay parameters.
+
+NVFP4 scales are per expert and rounded down to a power of two: every weight read back has at most six significant bits
+and is exact in bfloat16, so that rounded ordinary parameters (round_experts_to_fp4) hold the same numbers. They are
+kept as the bits of a float32, which ``model.to(dtype)`` leaves alone. MXFP4 is quantised with "ceil", under which
+weights that were MXFP4 before (GPT-OSS as published) come out as they went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts
+
+from torch_attnkit.core import UnsupportedError
+from torch_attnkit.formats import nvfp4
+
+ops = torch.ops.attnkit
+BLOCK = {"nvfp4": 16, "mxfp4": 32}
+FAMILIES = (GptOssExperts, Qwen3_5MoeExperts, Qwen3NextExperts, DeepseekV4Experts)
+WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+def experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Packed experts on hidden_states (Tq, N), indices and weights (Tq, K): (Tq, N) in the dtype of hidden_states.
+
+    Raises:
+        UnsupportedError: ``module`` has not been packed.
+    """
+    format = packed_format(module)
+    if format is None:
+        raise UnsupportedError(
+            f"attnkit experts: {type(module).__name__} holds ordinary weights, accepted: weights packed to FP4; call"
+            " attnkit_model(model, experts='mxfp4') or experts='nvfp4'"
+        )
+    if module._is_expert_parallel:  # experts of other ranks carry the number behind the last expert
+        top_k_index = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
+    bits = [getattr(module, f"{name}_global", None) for name in WEIGHTS]
+    alpha = getattr(module, "alpha", None)
+    return ops.fp4_moe(
+        hidden_states,
+        top_k_weights.float(),
+        top_k_index,
+        module.gate_up_proj_packed,
+        module.gate_up_proj_scale,
+        module.down_proj_packed,
+        module.down_proj_scale,
+        *(None if b is None else b.view(torch.float32) for b in bits),
+        module.gate_up_proj_bias if module.has_bias else None,
+        module.down_proj_bias if module.has_bias else None,
+        format=format,
+        swiglu="silu" if alpha is None else "gptoss",
+        alpha=1.0 if alpha is None else float(alpha),
+        limit=getattr(module, "limit", None),
+        interleaved=not module.is_concatenated,
+    )
+
+
+def packed_format(module: nn.Module) -> str | None:
+    """ "nvfp4" or "mxfp4" for a packed experts module, None for any other."""
+    if getattr(module, "gate_up_proj_packed", None) is None:
+        return None
+    return "mxfp4" if getattr(module, "gate_up_proj_global", None) is None else "nvfp4"
+
+
+def experts_of(model: nn.Module, op: str, format: str) -> list[nn.Module]:
+    """The experts modules of ``model``, all of which can be quantised to ``format``.
+
+    Raises:
+        ValueError: an unknown format, no experts module, or a module that is packed to the other format.
+        UnsupportedError: a family, an activation or sizes that fp4_moe has nothing for.
+    """
+    if format not in BLOCK:
+        raise ValueError(f"{op}: format is {format!r}, accepted: {', '.join(map(repr, BLOCK))}")
+    found = []
+    for name, module in model.named_modules():
+        if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):  # set by transformers
+            continue
+        if not isinstance(module, FAMILIES):
+            accepted = ", ".join(family.__name__ for family in FAMILIES)
+            raise UnsupportedError(f"{op}: {name} is {type(module).__name__}, accepted: {accepted}")
+        if packed_format(module) is None:
+            _check_quantizable(module, f"{op}: {name}", format)
+        found.append(module)
+    if not found:
+        accepted = ", ".join(family.__name__ for family in FAMILIES)
+        raise ValueError(f"{op}: {type(model).__name__} has no experts modules, accepted: models with {accepted}")
+    return found
+
+
+def _check_quantizable(module: nn.Module, what: str, format: str) -> None:
+    activation = getattr(module, "act_fn", None)
+    if activation is not None and not isinstance(activation, nn.SiLU | SiLUActivation):
+        raise UnsupportedError(f"{what}: act_fn is {type(activation).__name__}, accepted: silu")
+    for name in WEIGHTS:
+        weight = getattr(module, name)
+        columns = weight.shape[1 if module.is_transposed else 2]
+        if columns % BLOCK[format]:
+            raise UnsupportedError(
+                f"{what}: {name} contracts {columns} numbers, accepted for {format}: multiples of {BLOCK[format]}"
+            )
+
+
+def _rows(module: nn.Module, name: str) -> Iterator[torch.Tensor]:
+    """The matrices (rows, contracted) of one weight, expert by expert."""
+    for weight in getattr(module, name).detach():
+        yield weight.t().contiguous() if module.is_transposed else weight
+
+
+def _global_scale(weight: torch.Tensor) -> torch.Tensor:
+    """The largest power of two under which the scales of ``weight`` fit E4M3, float32 0-dim."""
+    mantissa, exponent = torch.frexp(nvfp4.global_scale(weight))
+    return torch.ldexp(torch.ones_like(mantissa), exponent - 1)
+
+
+def _quantize(weight: torch.Tensor, format: str) -> tuple[torch.Tensor, ...]:
+    """codes (rows, K/2), scale (rows, K/block) and, for NVFP4, global_scale () of one matrix."""
+    if format == "mxfp4":
+        return ops.mxfp4_quantize(weight)
+    scale = _global_scale(weight)
+    return (*ops.nvfp4_quantize(weight, scale), scale)
+
+
+def pack(module: nn.Module, format: str) -> None:
+    """Replace the weights of an experts module by their packed form."""
+    for name in WEIGHTS:
+        parts = [torch.stack(part) for part in zip(*(_quantize(w, format) for w in _rows(module, name)), strict=True)]
+        delattr(module, name)
+        module.register_buffer(f"{name}_packed", parts[0])  # (E, rows, K/2)
+        module.register_buffer(f"{name}_scale", parts[1])  # (E, rows, K/block)
+        if format == "nvfp4":
+            module.register_buffer(f"{name}_global", parts[2].view(torch.int32))  # (E,) the bits of a float32
+
+
+@torch.no_grad()
+def round_experts_to_fp4(model: nn.Module, format: str) -> nn.Module:
+    """Round the expert weights of ``model``, in place, to the numbers that packing them to ``format`` would hold.
+
+    They stay ordinary parameters, so that the model's own experts run on what fp4_moe would run on. The numbers are
+    exact in bfloat16, float32 and float64; float16 may lack the range. Returns ``model``.
+
+    Raises:
+        ValueError: ``format`` is neither "nvfp4" nor "mxfp4", or the model has no experts or packed ones.
+        UnsupportedError: an experts module that cannot be packed.
+    """
+    found = experts_of(model, "round_experts_to_fp4", format)
+    if any(packed_format(module) for module in found):
+        raise ValueError("round_experts_to_fp4: the experts are packed already, accepted: ordinary weights")
+    read = ops.nvfp4_dequantize if format == "nvfp4" else ops.mxfp4_dequantize
+    for module in found:
+        for name in WEIGHTS:
+            weight = getattr(module, name)
+            for e, rows in enumerate(_rows(module, name)):
+                rounded = read(*_quantize(rows, format), dtype=weight.dtype)  # (rows, K)
+                weight[e].copy_(rounded.t() if module.is_transposed else rounded)
+    return model

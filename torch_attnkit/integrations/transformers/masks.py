@@ -1,0 +1,253 @@
+"""The mask function "attnkit": what a call's mask allows, as a few integers per sequence instead of a (T, S) matrix.
+
+The ops take ranges, so a mask is described by ``[kv_start, kv_len]`` per sequence, in the coordinates of the keys that
+the layer hands to its attention: an int32 tensor (1, 1, 2, B). Four axes because transformers passes a mask of four
+axes through unchanged, and the batch last so that both rows are contiguous. ``kv_len`` of a causal mask is the position
+behind the newest query; of a bidirectional one, the end of the valid keys. Packed sequences (position_ids that restart)
+become ``cu_seqlens`` (1, 1, 1, n + 1) over the flattened batch. None means that nothing is hidden but the future.
+
+Everything else raises UnsupportedError: the ops cannot express it, and a dense fallback would hide that. Looking at a
+2-D attention_mask costs one device synchronisation per mask and forward, whatever the number of layers. Inside a
+traced graph the same check is an assertion of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
+from transformers.utils.import_utils import is_tracing
+
+from torch_attnkit.core import UnsupportedError
+
+ADVICE = "for such a call choose attn_implementation='eager' or 'sdpa'"
+ACCEPTED = (
+    "accepted: causal or bidirectional, with or without a sliding window, over one run of valid tokens per sequence,"
+    f" or packed sequences without a cache; {ADVICE}"
+)
+
+
+class Layout(NamedTuple):
+    """What is known on the host about a descriptor; kept as its attribute ``attnkit``.
+
+    The tensor alone says everything about the data. The layout lets the attention function check that it was called
+    with the causality and window that the mask was made for, and leave out arguments that change nothing.
+    """
+
+    causal: bool
+    window: int  # of the ops: a causal query at p sees p - window < j, a bidirectional one |p - j| < window; -1 is off
+    keys: int  # how many keys the mask was made for
+    q_end: int | None  # the position behind the newest query, if the host knows it and it decides which op runs
+    padded: bool  # whether some kv_start may be above 0
+
+
+class _Packed(NamedTuple):
+    causal: bool
+    window: int
+    sequences: torch.Tensor  # (B, T): the sequence each token of a row belongs to
+
+
+# transformers hands a mask over as a function. Its code object tells which one it is, and its closure what it was made
+# with; a name would not tell two inner functions apart.
+_AND = and_masks(causal_mask_function).__code__
+_WINDOW = sliding_window_overlay(1).__code__
+_WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
+_SAME_SEQUENCE = packed_sequence_mask_function(torch.empty(0)).__code__
+_OWN_POSITIONS = remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
+
+
+def _closure(function: Callable[..., Any], name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents  # type: ignore[index]
+
+
+def _parts(function: Callable[..., Any]) -> tuple[Any, Any, Any, Any] | None:
+    """The two functions that ``function`` intersects, each with its code object."""
+    if getattr(function, "__code__", None) is not _AND:
+        return None
+    parts = _closure(function, "mask_functions")
+    if len(parts) != 2:
+        return None
+    a, b = parts
+    return a, getattr(a, "__code__", None), b, getattr(b, "__code__", None)
+
+
+def _plain(function: Callable[..., Any]) -> tuple[bool, int] | None:
+    """(causal, window) of a mask function of transformers; None for every other function."""
+    if function is causal_mask_function:
+        return True, -1
+    if function is bidirectional_mask_function:
+        return False, -1
+    parts = _parts(function)
+    if parts is None:
+        return None
+    overlay, code, base, _ = parts
+    if code is _WINDOW and base is causal_mask_function:
+        return True, int(_closure(overlay, "sliding_window"))
+    if code is _WINDOW_BOTH and base is bidirectional_mask_function:
+        return False, int(_closure(overlay, "sliding_window")) + 1  # transformers counts the last distance in
+    return None
+
+
+def _pattern(function: Callable[..., Any]) -> tuple[bool, int] | _Packed | None:
+    parts = _parts(function)
+    if parts is not None and parts[1] is _SAME_SEQUENCE and parts[3] is _OWN_POSITIONS:
+        inner = _plain(_closure(parts[2], "mask_function"))
+        return None if inner is None else _Packed(*inner, _closure(parts[0], "packed_sequence_mask"))
+    return _plain(function)
+
+
+def _traced_pattern(kwargs: dict[str, Any]) -> tuple[bool, int] | None:
+    """(causal, window) inside a traced region, where functions have no closure to look at.
+
+    transformers allows one of the two shortcuts exactly for the masks that it builds without any addition.
+    """
+    causal, both = kwargs.get("allow_is_causal_skip", False), kwargs.get("allow_is_bidirectional_skip", False)
+    local = kwargs.get("local_size")
+    if causal == both or (local is not None and local != getattr(kwargs.get("config"), "sliding_window", None)):
+        return None
+    return causal, -1 if local is None else local if causal else local + 1
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The descriptor of one mask, or None (see the module). Registered with AttentionMaskInterface as "attnkit".
+
+    Raises:
+        UnsupportedError: the mask is not one that the ops can express (holes between valid tokens, a custom mask
+            function, blocks, chunks), or the newest token of a decode step is masked.
+        ValueError: attention_mask has another number of axes than two, or covers none of the keys.
+    """
+    tracing = torch.compiler.is_compiling()
+    if use_vmap:
+        found: tuple[bool, int] | _Packed | None = None
+    else:
+        found = _traced_pattern(kwargs) if tracing else _pattern(mask_function)
+    if found is None:
+        name = getattr(mask_function, "__qualname__", type(mask_function).__name__)
+        hint = " (while tracing, pass a 2-D attention_mask: without one the call may hold packed sequences)"
+        raise UnsupportedError(f"attnkit mask: the pattern {name} is not supported{hint * tracing}; {ACCEPTED}")
+    if isinstance(found, _Packed):
+        return _cu_seqlens(found)
+    causal, window = found
+    q_end = q_offset + q_length - kv_offset
+    if window >= 0 and not causal and not (isinstance(q_end, int) and q_end == kv_length):
+        raise UnsupportedError(f"attnkit mask: a bidirectional window over {kv_length} keys that end at {q_end}")
+    if isinstance(q_end, torch.Tensor):
+        ends = q_end.to(device=device, dtype=torch.int32).expand(batch_size)  # (B,)
+    else:
+        ends = torch.full((batch_size,), q_end, dtype=torch.int32, device=device)  # (B,)
+    padded, whole = False, True
+    if attention_mask is None:
+        start = torch.zeros(batch_size, dtype=torch.int32, device=device)  # (B,)
+        stop = torch.full_like(start, kv_length)  # (B,)
+    else:
+        start, stop, padded, whole = _run(
+            attention_mask, kv_offset, kv_length, ends if causal and q_length == 1 else None
+        )
+    at_end = isinstance(q_end, int) and q_end == kv_length
+    # A window never becomes None: the attention function could not tell that the mask had one.
+    if window < 0 and (at_end and q_length > 1 and not padded if causal else whole):
+        return None
+    descriptor = torch.stack((start, ends if causal else stop)).view(1, 1, 2, batch_size)
+    known = q_end if isinstance(q_end, int) and q_length > 1 else None  # of one query no shape depends on it
+    descriptor.attnkit = Layout(causal, window, kv_length, known, padded)  # type: ignore[attr-defined]
+    return descriptor
+
+
+def _run(
+    attention_mask: torch.Tensor, kv_offset: int, kv_length: int, newest: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
+    """The run of valid keys of each row: start (B,), stop (B,), whether any starts late, whether all are whole.
+
+    ``newest`` (B,): where the only query of a decode step ends; its key must be among the valid ones.
+    """
+    if attention_mask.ndim != 2:
+        raise ValueError(f"attnkit mask: attention_mask has {attention_mask.ndim} axes, accepted: 2")
+    valid = attention_mask[:, kv_offset : kv_offset + kv_length].bool()  # (B, n); keys behind it are masked
+    n = valid.shape[1]
+    if n == 0:
+        raise ValueError(
+            f"attnkit mask: attention_mask has {attention_mask.shape[1]} columns, accepted: more than {kv_offset},"
+            " the keys that the window has left behind"
+        )
+    index = torch.arange(n, device=valid.device)  # (n,)
+    stop = torch.where(valid, index + 1, 0).amax(-1).to(torch.int32)  # (B,)
+    start = torch.minimum(torch.where(valid, index, n).amin(-1).to(torch.int32), stop)  # (B,)
+    count = valid.sum(-1)  # (B,)
+    holes = (count != stop - start).any()
+    hidden = torch.zeros_like(holes) if newest is None else (stop < newest).any()
+    broken = f"attnkit mask: attention_mask hides tokens between or behind the valid ones; {ACCEPTED}"
+    if is_tracing(valid):
+        torch._assert_async(~(holes | hidden), broken)
+        return start, stop, True, False
+    has_holes, has_hidden, padded, short = torch.stack(
+        (holes, hidden, (start > 0).any(), (count < kv_length).any())
+    ).tolist()
+    if has_holes:
+        raise UnsupportedError(
+            f"attnkit mask: attention_mask has holes (masked tokens between valid ones of a sequence); {ACCEPTED}"
+        )
+    if has_hidden:
+        raise UnsupportedError(
+            f"attnkit mask: attention_mask hides the newest token of a sequence in a decode step; {ACCEPTED}"
+        )
+    return start, stop, padded, not short
+
+
+def _cu_seqlens(packed: _Packed) -> torch.Tensor:
+    """Where the packed sequences of all rows start and end, one row behind the other: int32 (1, 1, 1, n + 1)."""
+    B, T = packed.sequences.shape
+    first = torch.ones(B, T, dtype=torch.bool, device=packed.sequences.device)  # (B, T) a sequence starts here
+    first[:, 1:] = packed.sequences.diff(dim=-1) != 0
+    starts = first.flatten().nonzero()[:, 0]  # (n,)
+    cu = torch.cat((starts, starts.new_full((1,), B * T))).to(torch.int32).view(1, 1, 1, -1)
+    cu.attnkit = Layout(packed.causal, packed.window, T, T, False)  # type: ignore[attr-defined]
+    return cu
+
+
+def refuse_weights(kwargs: dict[str, Any]) -> None:
+    """The ops never hold attention weights; transformers would report none of them as an empty tuple."""
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError(f"attnkit attention: output_attentions is True, accepted: False; {ADVICE}")
+
+
+def is_packed(mask: torch.Tensor | None) -> bool:
+    """Whether ``mask`` is the cu_seqlens of packed sequences."""
+    return mask is not None and mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[2] == 1
+
+
+def unpack(mask: torch.Tensor, batch: int) -> tuple[torch.Tensor | None, torch.Tensor, Layout | None]:
+    """kv_start (None where every sequence starts at key 0), kv_len and the layout of a descriptor.
+
+    Raises:
+        UnsupportedError: ``mask`` is not a descriptor of ``batch`` sequences, but a dense mask.
+    """
+    if mask.dtype != torch.int32 or mask.shape != (1, 1, 2, batch):
+        kind = str(mask.dtype).removeprefix("torch.")
+        raise UnsupportedError(
+            f"attnkit attention: attention_mask is a dense {kind} mask of shape {tuple(mask.shape)}; accepted: a 2-D"
+            f" attention_mask given to the model, or none; {ADVICE}"
+        )
+    layout = getattr(mask, "attnkit", None)
+    start, length = mask[0, 0, 0], mask[0, 0, 1]  # (B,), (B,)
+    return None if layout is not None and not layout.padded else start, length, layout

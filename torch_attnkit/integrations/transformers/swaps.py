@@ -1,0 +1,69 @@
+"""attnkit_model: replace what has an op in a loaded model, module by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from transformers import PreTrainedModel
+
+from torch_attnkit.core import UnsupportedError
+
+from . import deepseek_v4, norms, routers
+from .experts import experts_of, pack, packed_format
+
+SWAPS: dict[type, type] = {**norms.SWAPS, **routers.SWAPS, **deepseek_v4.SWAPS}
+_ORIGINAL = {swapped: original for original, swapped in SWAPS.items()}
+
+
+@torch.no_grad()
+def attnkit_model(model: PreTrainedModel, *, experts: str | None = None) -> PreTrainedModel:
+    """Run ``model`` on the ops of this package. Works in place and returns ``model``.
+
+    Sets the attention implementation to "attnkit" and gives gated RMS norms (Qwen3.5, Qwen3-Next), routers (GPT-OSS,
+    Qwen, DeepSeek-V4) and DeepSeek-V4's attention a subclass of their class, which keeps parameters, state_dict,
+    hooks, isinstance and pickling as they are. ``experts`` "nvfp4" or "mxfp4" packs the expert weights of GPT-OSS,
+    Qwen and DeepSeek-V4 to FP4, deletes the original parameters and sets the experts implementation to "attnkit";
+    a device without quantisation kernels takes a model that was packed on the CPU and then moved.
+
+    ``model.attnkit_swapped`` says what was done: class name of the original to number of modules. A second call
+    changes nothing. Nothing is changed if anything is refused.
+
+    Raises:
+        TypeError: ``model`` is not a transformers PreTrainedModel.
+        ValueError: an unknown format for experts, a model without experts, or one packed to the other format.
+        UnsupportedError: a variant of a module for which there is no op, or a model whose attention does not go
+            through transformers' AttentionInterface.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"attnkit_model: model is {type(model).__name__}, accepted: a transformers PreTrainedModel")
+    found = [] if experts is None else experts_of(model, "attnkit_model", experts)
+    for module in found:
+        if packed_format(module) not in (None, experts):
+            raise ValueError(f"attnkit_model: experts are packed to {packed_format(module)} already, not {experts}")
+    swaps = [(module, SWAPS[type(module)]) for module in model.modules() if type(module) in SWAPS]
+    for module, swapped in swaps:
+        if "forward" in vars(module):
+            raise UnsupportedError(
+                f"attnkit_model: a {type(module).__name__} has a forward of its own, which would hide the replaced one"
+                " (accelerate sets one for device_map and offloading); accepted: a model that is not dispatched yet"
+            )
+        if (check := getattr(swapped, "attnkit_check", None)) is not None:
+            check(module)
+    model.set_attn_implementation("attnkit")
+    if model.config._attn_implementation != "attnkit":
+        raise UnsupportedError(
+            f"attnkit_model: {type(model).__name__} does not choose its attention through AttentionInterface"
+        )
+    for module, swapped in swaps:
+        module.__class__ = swapped
+    for module in found:
+        if packed_format(module) is None:
+            assert experts is not None
+            pack(module, experts)
+    if found:
+        model.set_experts_implementation("attnkit")
+    done = Counter(_ORIGINAL[type(m)].__name__ for m in model.modules() if type(m) in _ORIGINAL)
+    done.update(type(m).__name__ for m in model.modules() if packed_format(m) is not None)
+    model.attnkit_swapped = dict(done)
+    return model
