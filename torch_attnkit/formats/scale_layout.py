@@ -10,7 +10,6 @@ tiles of the same rows adjacent. Byte (m, k) lies at
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .blocks import check_bytes

@@ -16,9 +16,7 @@ def check(name: str, got: torch.Tensor, ref: torch.Tensor, ref64: torch.Tensor) 
     Returns the error as a fraction of the tolerance (0 for exact results).
     """
     if got.shape != ref.shape or got.dtype != ref.dtype:
-        raise AssertionError(
-            f"{name}: {got.dtype} {tuple(got.shape)}, expected {ref.dtype} {tuple(ref.shape)}"
-        )
+        raise AssertionError(f"{name}: {got.dtype} {tuple(got.shape)}, expected {ref.dtype} {tuple(ref.shape)}")
     got = got.detach().cpu()
     if not got.dtype.is_floating_point:
         return _exact(name, got, ref)
