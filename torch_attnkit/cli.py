@@ -171,15 +171,13 @@ def parity(
         if arch not in ("cpu", *SIMULATED):
             continue
         failures += _parity_on(device, label, Target(arch), op, record)
+    here = {arch for _, _, arch in _devices()}
     for arch in SIMULATED:
         try:
             seams.require_simulator(arch)
         except UnsupportedError:
-            console.print(
-                f"{arch}: no hardware here and no simulator in this version"
-                if arch not in {a for _, _, a in _devices()}
-                else ""
-            )
+            if arch not in here:
+                console.print(f"{arch}: no hardware here and no simulator in this version")
             continue
         failures += _parity_on("cpu", arch, Target(arch, simulated=True), op, record)
     raise typer.Exit(1 if failures else 0)

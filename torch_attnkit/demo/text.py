@@ -24,10 +24,12 @@ def _documentation() -> Iterator[str]:
 
 def sentences(count: int) -> list[str]:
     """``count`` distinct sentences of seven words or more."""
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}
     for text in _documentation():
         text = re.sub(r"```[\s\S]*?```|^\|.*$|^#+ .*$|^ {4,}.*$", "\n\n", text, flags=re.MULTILINE)  # code, tables
         for paragraph in re.split(r"\n\s*\n|^\s*[-*] |^\d+\. ", text, flags=re.MULTILINE):
             plain = re.sub(r"[`*]|\s+", lambda m: " " if m[0].isspace() else "", paragraph).strip()
-            found |= dict.fromkeys(s for s in re.split(r"(?<=[.;])\s+", plain) if 7 <= len(s.split()) <= 60)
-    return list(found)[:count]
+            for sentence in re.split(r"(?<=[.;])\s+", plain):
+                if 7 <= len(sentence.split()) <= 60:
+                    found.setdefault(sentence.lower(), sentence)
+    return list(found.values())[:count]

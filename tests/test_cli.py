@@ -1,0 +1,105 @@
+"""``python -m torch_attnkit`` as a user types it, and the demo on a few sentences and tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from torch_attnkit import cli, report
+from torch_attnkit.core.dispatch import OPS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(cli.console, "_width", 200)
+    return lambda *words: CliRunner().invoke(cli.app, words)
+
+
+def test_info_names_devices_what_is_missing_and_how_to_get_it(run, monkeypatch):
+    monkeypatch.setattr(cli, "_version", lambda package: None)
+    result = run("info")
+    assert result.exit_code == 0
+    for words in ("cpu", "metal", "sm90", "sm100", "pip install 'torch_attnkit[cuda]'", "torch_attnkit[models]"):
+        assert words in result.output
+
+
+def test_support_prints_writes_and_checks(run, tmp_path):
+    assert "| `sdpa_decode` |" in run("support").output
+    file = tmp_path / "SUPPORT.md"
+    assert run("support", "--write", str(file)).exit_code == 0
+    assert file.read_text() == report.support_markdown()
+    assert run("support", "--check", str(file)).exit_code == 0
+    file.write_text("old")
+    result = run("support", "--check", str(file))
+    assert result.exit_code == 1 and "is stale" in result.output
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain_takes_every_op(run, op):
+    axes = sorted({a.name for n in OPS[op].tensors for a in OPS[op].spec(n).axes if a.name})
+    required = [f"{n}={OPS[op].choices.get(n, ('2',))[0]}" for n in OPS[op].argnames
+                if n not in OPS[op].defaults and n not in OPS[op].tensors]  # fmt: skip
+    result = run("explain", op, *(f"{a}=16" for a in axes), *required, "dtype=bf16", "--target", "sm90")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{op}(")
+    assert "refused: " in result.output or "runs     " in result.output
+
+
+def test_explain_passes_scalars_and_optional_tensors(run):
+    shape = "B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128".split()
+    result = run("explain", "sdpa_decode", *shape, "sink", "window=128", "--target", "cpu")
+    assert "features: gqa, sink, window" in result.output and "reference.py on cpu" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("nonsense", "B=1"), "no op 'nonsense'"),
+        (("sdpa_decode", "B=1"), "q needs the size of Hq, D"),
+        (("sdpa_decode", "Q=1"), "'Q=1' is no axis"),
+    ],
+)
+def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
+    result = run("explain", *words)
+    assert result.exit_code == 2 and expected in result.output
+
+
+def test_parity_runs_rows_and_records_evidence(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "EVIDENCE", tmp_path)
+    result = run("parity", "--op", "flash_attention", "--record")
+    assert result.exit_code == 0 and "flash_attention/cpu" in result.output
+    (file,) = tmp_path.glob("cpu-*.json")
+    recorded = json.loads(file.read_text())
+    assert recorded["kind"] == "hardware" and recorded["rows"][0]["failed"] == 0 < recorded["rows"][0]["passed"]
+    assert "hardware (CPU" in report.support_markdown()
+    recorded["rows"][0]["failed"] = 1
+    file.write_text(json.dumps(recorded))
+    assert "hardware (CPU" not in report.support_markdown(), "a row with a failed case has no evidence"
+
+
+def test_parity_reports_failures_with_an_exit_code(run, monkeypatch):
+    def wrong(*args):
+        raise AssertionError("row is wrong")
+
+    monkeypatch.setattr(cli.parity_run, "run", wrong)
+    result = run("parity", "--op", "flash_attention")
+    assert result.exit_code == 1 and "row is wrong" in result.output
+
+
+def test_demo_runs_every_model_and_agrees_with_eager(run):
+    result = run("demo", "--tokens", "3", "--sentences", "12")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("equal to eager") == 4 and "DIFFERS" not in result.output
+    for op in ("flash_attention", "sdpa_decode", "fp4_moe", "gated_rmsnorm", "sparse_fmha_with_swa", "route_hash"):
+        assert f"{op} " in result.output
+
+
+def test_demo_says_what_it_needs(run, monkeypatch):
+    monkeypatch.setattr(cli, "_version", lambda package: None)
+    result = run("demo")
+    assert result.exit_code == 2 and "pip install 'torch_attnkit[models]'" in result.output
