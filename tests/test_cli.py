@@ -91,6 +91,20 @@ def test_parity_reports_failures_with_an_exit_code(run, monkeypatch):
     assert result.exit_code == 1 and "row is wrong" in result.output
 
 
+def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch):
+    from torch_attnkit.cuda import compile
+
+    result = run("warmup", "--target", "sm80")
+    assert result.exit_code == 2 and "target is 'sm80', accepted: sm90, sm100" in result.output
+
+    def missing(package):
+        raise compile.UnsupportedError(f"CUDA kernels need the package {package}, which is not installed")
+
+    monkeypatch.setattr(compile, "version", missing)
+    result = run("warmup", "--target", "sm90")
+    assert result.exit_code == 2 and "nvidia-cutlass-dsl" in result.output
+
+
 def test_demo_runs_every_model_and_agrees_with_eager(run):
     result = run("demo", "--tokens", "3", "--sentences", "12")
     assert result.exit_code == 0, result.output

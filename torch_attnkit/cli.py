@@ -234,6 +234,22 @@ def _record(target: Target, label: str, results: list[dict[str, Any]]) -> None:
 
 
 @app.command()
+def warmup(
+    target: Annotated[str, typer.Option(help="sm90 or sm100.")],
+    out: Annotated[Path | None, typer.Option(help="A folder for the bundle; default: the cache.")] = None,
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; default: one a core.")] = 0,
+) -> None:
+    """Compile the CUDA kernels of a target ahead of time. It needs nvidia-cutlass-dsl, but no GPU."""
+    from torch_attnkit.cuda.warmup import warmup as run
+
+    try:
+        raise typer.Exit(1 if run(target, out, op, jobs) else 0)
+    except (UnsupportedError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
 def demo(
     tokens: Annotated[int, typer.Option(help="Tokens to generate with each model.")] = 64,
     sentences: Annotated[int, typer.Option(help="Sentences to embed.")] = 200,

@@ -16,6 +16,8 @@ PARITY = {
     "odd": dict(R=3, H=5, N=127, y32=0, w32=1),
     "heads": dict(R=4, H=8, N=128, y32=1, w32=1),
     "wide": dict(R=2, H=1, N=5000, y32=0, w32=0),
+    "cluster": dict(R=2, H=1, N=16392, y32=0, w32=1),
+    "longest": dict(R=1, H=1, N=131080, y32=1, w32=0),
     "empty": dict(R=0, H=4, N=64, y32=1, w32=0),
 }
 BENCH = {f"qwen3_next-{r}": dict(R=r, H=32, N=128, y32=1, w32=0) for r in (1, 16, 128, 4096, 32768)} | {

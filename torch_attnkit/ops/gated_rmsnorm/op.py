@@ -6,7 +6,9 @@ out; w is in either. Any number of batch axes, none included, and any N.
 Source: MetalTile ``gated_rmsnorm``; the output norm of Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next.
 """
 
-from torch_attnkit.core import Op
+import math
+
+from torch_attnkit.core import Kernel, Op
 
 OP = Op(
     schema="gated_rmsnorm(Tensor y, Tensor z, Tensor w, *, float eps=1e-6) -> Tensor out",
@@ -15,4 +17,5 @@ OP = Op(
         "N must be at least 1": lambda c: c.dim["N"] > 0,
         "eps must be positive": lambda c: c.arg.eps > 0,
     },
+    kernels=(Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: math.prod(c.batch) < 2**31}),),
 )

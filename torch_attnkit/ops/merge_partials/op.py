@@ -8,8 +8,12 @@ Source: Flash-Decoding's split-KV reduction; cascade inference (FlashInfer, arXi
 states).
 """
 
-from torch_attnkit.core import Op
+import torch
+
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.oracle import rules
+
+_OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 OP = Op(
     schema="merge_partials(Tensor out_partial, Tensor lse_partial, Tensor? sink=None, Tensor? row_sum=None, *,"
@@ -28,4 +32,16 @@ OP = Op(
         "row_sum": lambda c: c.arg.row_sum is not None,
         "dtype": lambda c: c.arg.dtype not in (None, c.dtype),
     },
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="sink row_sum dtype",
+            needs={
+                "dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype in (None, *_OUT),
+                "fewer than 2^31 rows": lambda c: c.dim["R"] * c.dim["H"] < 2**31,
+                "Dv must be at most 8192": lambda c: c.dim["Dv"] <= 8192,
+            },
+        ),
+    ),
 )

@@ -1,0 +1,37 @@
+"""What users would call instead: one file a peer, with ``adapt(op, args, kwargs) -> call``.
+
+``adapt`` gets the op's own inputs and does everything that a user does once (views, plans, packing); what it returns
+is timed. It returns None if the peer has no such op or cannot take these inputs, and raises ImportError if it is not
+installed: the bench names it as missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer: its file here, and whether CUDA graphs can capture its calls."""
+
+    name: str
+    file: str
+    graphs: bool = True
+
+    def adapt(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        return importlib.import_module(f"bench.peers.{self.file}").adapt(op, args, kwargs)
+
+
+ALL = (
+    Peer("compile", "torch_compile"),
+    Peer("cuDNN", "sdpa_cudnn"),
+    Peer("FA2", "sdpa_flash"),
+    Peer("FA3", "flash_attention_3"),
+    Peer("FA4", "flash_attention_4"),
+    Peer("FlashInfer", "flashinfer_peer", graphs=False),
+    Peer("fla", "fla_peer"),
+    Peer("quack", "quack_peer"),
+)

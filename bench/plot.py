@@ -1,0 +1,78 @@
+"""Charts of a bench result: ``python -m bench.plot RESULT.json OUT_FOLDER`` (needs matplotlib).
+
+``roofline.png`` places every case between the limits measured in its run; ``ratios.png`` shows how long each peer takes
+in units of our time, one bar a peer and case, with the line at 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+
+matplotlib.use("Agg")
+_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """The results of one file, a baseline or a single run, without the lines that have no number."""
+    read = json.loads(file.read_text())
+    found = list(read["ops"].values()) if "ops" in read else [read]
+    return [r | {"lines": [x for x in r["lines"] if "us" in x]} for r in found if r["lines"]]
+
+
+def roofline(found: list[dict[str, Any]], file: Path) -> None:
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    limits = {k: max(r["limits"][k] for r in found) for k in ("copy", "bf16")}
+    intensity = np.logspace(-1.5, 4, 200)  # FLOP a byte
+    roof = np.minimum(intensity * limits["copy"], limits["bf16"])
+    axes.plot(intensity, roof, color="black", linewidth=1.2)
+    axes.text(0.04, 0.055 * limits["copy"], f"copy {limits['copy']:.2f} TB/s", rotation=33, fontsize=8)
+    axes.text(4e2, limits["bf16"] * 1.1, f"bf16 product {limits['bf16']:.0f} TFLOP/s", fontsize=8)
+    for color, record in zip(_COLORS * 4, found, strict=False):
+        lines = record["lines"]
+        axes.scatter(
+            [x["flops"] / x["bytes"] for x in lines], [x["tflop_s"] for x in lines], s=22, color=color,
+            label=lines[0]["op"] if lines else None,
+        )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=f"{found[0]['device']}")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=140)
+
+
+def ratios(found: list[dict[str, Any]], file: Path) -> None:
+    lines = [x for record in found for x in record["lines"] if any("ratio" in p for p in x["peers"].values())]
+    names = list(dict.fromkeys(n for x in lines for n, p in x["peers"].items() if "ratio" in p))
+    figure, axes = plt.subplots(figsize=(9, 0.9 + 0.16 * len(lines) * (len(names) + 1)), layout="constrained")
+    height = 0.85 / max(1, len(names))
+    for i, name in enumerate(names):
+        at = [(row, x["peers"][name]["ratio"]) for row, x in enumerate(lines) if "ratio" in x["peers"].get(name, {})]
+        axes.barh([r + i * height for r, _ in at], [v for _, v in at], height, color=_COLORS[i % 8], label=name)
+    labels = [f"{x['op']} {x['case']}" for x in lines]
+    axes.set_yticks([r + 0.425 - height / 2 for r in range(len(lines))], labels, fontsize=7)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set(xlabel="peer's time / ours (more than 1: ours is faster)", title=f"{found[0]['device']}, one run each")
+    axes.set_xlim(0, min(4, axes.get_xlim()[1]))
+    axes.invert_yaxis()
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=140)
+
+
+def main(result: str, folder: str) -> None:
+    found, out = records(Path(result)), Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    roofline(found, out / "roofline.png")
+    ratios(found, out / "ratios.png")
+    print(f"wrote {out / 'roofline.png'} and {out / 'ratios.png'}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

@@ -1,0 +1,168 @@
+"""The lines of a bench: for each case inputs, the parity gate, our time, the peers' times, and what they mean."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from bench import peers, timing
+from torch_attnkit.core.op import Op
+from torch_attnkit.cuda.warmup import bench_inputs
+from torch_attnkit.oracle.compare import check
+
+_SLICES = 6  # of a large case, evenly spread, that the gate looks at
+_SLICE_BYTES = 1 << 28  # of float64 inputs in one slice, roughly
+_SAME = 2e-2  # relative norm of the difference up to which a peer is taken to compute the same
+
+
+def lines(
+    op: Op, dtype: torch.dtype, only: str, limits: dict[str, float], with_peers: bool
+) -> Iterator[dict[str, Any]]:
+    """One record for each case; a case that is not right carries ``error`` and no number."""
+    cases = op.module("cases")
+    for name, dims in cases.BENCH.items():
+        if only in name:
+            yield {"op": op.name, "case": name, "dtype": str(dtype).removeprefix("torch.")} | _line(
+                op, cases, dims, dtype, limits, with_peers
+            )
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _line(
+    op: Op, cases: ModuleType, dims: dict[str, int], dtype: torch.dtype, limits: dict[str, float], with_peers: bool
+) -> dict[str, Any]:
+    call = getattr(torch.ops.attnkit, op.name)
+    try:
+        with torch.device("cuda"):
+            args, kwargs = bench_inputs(op, dims, dtype, torch.Generator("cuda").manual_seed(0))
+        got = call(*args, **kwargs)
+        error = gate(op, args, kwargs, got)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError, TypeError) as failure:
+        return {"error": f"{type(failure).__name__}: {failure}"}
+    nbytes, flops = cases.bytes(dims, dtype), cases.flops(dims)
+    outputs = sum(t.nbytes for t in _tensors(got))
+    given = sum(t.nbytes for t in _tensors(args))
+    copies = timing.sets_for(max(given + outputs, 1), torch.device("cuda"))
+    sets = [args] + [tuple(_clone(a) for a in args) for _ in range(copies - 1)]
+    ours: timing.Calls = [lambda a=a: call(*a, **kwargs) for a in sets]
+    us = timing.graph(ours)
+    bandwidth, speed = nbytes / us / 1e6, flops / us / 1e6
+    memory_bound = bandwidth / limits["copy"] >= speed / limits["bf16"]
+    line = {
+        "us": us,
+        "us_eager": timing.eager(ours),
+        "bytes": nbytes,
+        "flops": flops,
+        "tb_s": bandwidth,
+        "tflop_s": speed,
+        "fraction": bandwidth / limits["copy"] if memory_bound else speed / limits["bf16"],
+        "rate": f"{bandwidth:.2f} TB/s" if memory_bound else f"{speed:.0f} TFLOP/s",
+        "error_of_tolerance": error,
+        "input_sets": copies,
+        "peers": {},
+        "missing": {},
+    }
+    for peer in peers.ALL if with_peers else ():
+        _time_peer(peer, op, sets, kwargs, got, line)
+    return line
+
+
+def _time_peer(
+    peer: peers.Peer, op: Op, sets: list[Any], kwargs: dict[str, Any], got: Any, line: dict[str, Any]
+) -> None:
+    """Add a peer's times to the line, or why there are none."""
+    try:
+        first = peer.adapt(op.name, sets[0], kwargs)
+        if first is None:
+            return
+        theirs = _tensors(first())[0]
+        mine = _tensors(got)[0].reshape(theirs.shape)
+        off = float((theirs.float() - mine.float()).norm() / mine.float().norm())
+        if not off <= _SAME:
+            line["missing"][peer.name] = f"computes something else here (difference {off:.2g} of the norm)"
+            return
+        calls = [first] + [peer.adapt(op.name, a, kwargs) for a in sets[1:]]
+        for each in calls:
+            each()
+        found = {"us_eager": timing.eager(calls)}
+        found["us"] = timing.graph(calls) if peer.graphs else found["us_eager"]
+        line["peers"][peer.name] = found | {"ratio": found["us"] / line["us"], "graph": peer.graphs}
+    except Exception as failure:  # a peer may fail in any way; that is named, and the bench goes on
+        line["missing"][peer.name] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"
+        torch.cuda.synchronize()
+
+
+def gate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], got: Any) -> float:
+    """Raise AssertionError unless ``got`` is right; the largest error as a fraction of its tolerance.
+
+    The reference runs on the GPU, in float64 and in the tensors' dtype, on slices that can be computed by themselves.
+    """
+    values = dict(zip(op.argnames, args, strict=False))
+    outs = dict(zip(op.outnames, _tensors(got), strict=True))
+    worst = 0.0
+    reference = op.module("reference").reference
+    for part in _slices(op, values | outs):
+        chosen = [part(n, values[n]) for n in op.argnames[: len(args)]]
+        low = _tensors(reference(*chosen, **kwargs))
+        high = _tensors(reference(*map(_double, chosen), **kwargs))
+        for (name, out), ref, ref64 in zip(outs.items(), low, high, strict=True):
+            worst = max(worst, check(f"{op.name} {name}", part(name, out), ref.cpu(), ref64.cpu()))
+    return worst
+
+
+def _slices(op: Op, tensors: dict[str, Any]) -> list[Callable[[str, Any], Any]]:
+    """Functions that cut every tensor of a call to one independent part of it."""
+    axes: dict[str, dict[str, int]] = {}  # axis name -> tensor -> position
+    size: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        spec = op.spec(name)
+        if isinstance(tensor, torch.Tensor) and tensor.dim() >= len(spec.axes):  # not an output left empty
+            named = {str(a): i - len(spec.axes) for i, a in enumerate(spec.axes)}
+            if spec.batch and tensor.dim() > len(spec.axes):
+                named["..."] = -tensor.dim()
+            for axis, position in named.items():
+                axes.setdefault(axis, {})[name] = position
+                size[axis] = tensor.shape[position]
+    outputs = [n for n in op.outnames if n in tensors and tensors[n].dim() >= len(op.spec(n).axes)]
+    batch = next((a for a in ("...", "B", "R", "Tq") if size.get(a) and all(n in axes[a] for n in outputs)), None)
+    total = sum(t.numel() * 8 for t in tensors.values() if isinstance(t, torch.Tensor))
+    if batch == "Tq" and {"R", "B+1"} & set(axes):
+        batch = None  # tokens of one request cannot be told from another's here
+    pieces = min(max(size.get(batch or "", 1), 1), -(-total // _SLICE_BYTES) * (1 if "Hkv" not in axes else 64))
+    heads = size.get("Hkv", 1) if "Hq" in axes and (pieces > 1 or total > _SLICE_BYTES) else 1
+    picks = [(int(i * (pieces - 1) / max(_SLICES - 1, 1)), i % heads) for i in range(_SLICES)]
+
+    def cut(piece: int, head: int) -> Callable[[str, Any], Any]:
+        def part(name: str, tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor
+            if batch is not None and name in axes[batch]:
+                step = -(-size[batch] // pieces)
+                start = max(min(piece * step, size[batch] - 1), 0)
+                tensor = tensor.narrow(axes[batch][name], start, min(step, size[batch] - start))
+            for axis in ("Hkv", "Hq") if heads > 1 else ():
+                if name in axes.get(axis, {}):
+                    n = size[axis] // heads
+                    tensor = tensor.narrow(axes[axis][name], head * n, n)
+            return tensor
+
+        return part
+
+    return [cut(*pick) for pick in dict.fromkeys(picks)]
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,182 @@
+"""The kernel cache: what a request's name depends on, that nothing is compiled twice, and what errors say."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_attnkit.core.errors import UnsupportedError
+from torch_attnkit.cuda import compile
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUEST = compile.Request(
+    "gated_rmsnorm", "cuda", "sm90", "torch_attnkit.ops.gated_rmsnorm.cuda_kernel", "trace",
+    (("dtypes", ("f32", "bf16", "bf16")), ("rank", 2), ("groups", 1), ("config", (8, 16, 1, 512, 1, False)),
+     ("even", True)),
+)  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="needs the package nvidia-cutlass-dsl"
+)
+without_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_cutlass_dsl") is not None, reason="nvidia-cutlass-dsl is installed here"
+)
+
+
+def run(code: str, cache: Path) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "ATTNKIT_CACHE_DIR": str(cache)}
+    prelude = "from torch_attnkit.cuda import compile\nfrom torch_attnkit.cuda.compile import Request\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{prelude}request = {REQUEST!r}\n{code}"],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out.split()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def a_version(monkeypatch):
+    """As if the compiler were installed, whether it is or not."""
+    monkeypatch.setattr(compile, "version", lambda package: "4.8.1")
+
+
+def test_the_name_depends_on_everything_that_matters(a_version, monkeypatch):
+    changes = [
+        {"op": "merge_partials"},
+        {"row": "sm90"},
+        {"arch": "sm100"},
+        {"trace": "other"},
+        {"kernel": "torch_attnkit.ops.merge_partials.cuda_kernel"},
+        {"signature": REQUEST.signature[:-1] + (("even", False),)},
+    ]
+    names = {REQUEST.file, *(dataclasses.replace(REQUEST, **change).file for change in changes)}
+    assert len(names) == 1 + len(changes)
+    assert dataclasses.replace(REQUEST).file == REQUEST.file
+    monkeypatch.setattr(compile, "version", lambda package: "4.9.0")
+    assert dataclasses.replace(REQUEST).file not in names
+
+
+def test_the_name_depends_on_the_sources_of_the_kernel_and_of_the_toolkit():
+    reached = set(compile._op_imports(REQUEST.kernel, ROOT / (REQUEST.kernel.replace(".", "/") + ".py")))
+    assert reached == {"torch_attnkit.ops.gated_rmsnorm.cuda"}
+    with pytest.raises(RuntimeError, match="there is no module torch_attnkit.ops.gated_rmsnorm.sm80_kernel"):
+        compile._sources("torch_attnkit.ops.gated_rmsnorm.sm80_kernel")
+
+
+def test_a_compiled_kernel_is_found_without_compiling(cache, a_version, monkeypatch):
+    monkeypatch.setattr(compile, "_build", lambda *args: pytest.fail("compiled again"))
+    (cache / "cuda").mkdir()
+    library = cache / "cuda" / f"{REQUEST.file}.so"
+    library.touch()
+    assert compile.get(REQUEST).library == library
+    assert compile.get(REQUEST).ptx.name == f"{REQUEST.file}.ptx"
+
+
+def test_a_bundle_is_searched_before_the_cache(cache, a_version, monkeypatch, tmp_path_factory):
+    bundle = tmp_path_factory.mktemp("bundle")
+    monkeypatch.setattr(compile, "_bundles", [])
+    with pytest.raises(ValueError, match=f"use_bundle: {bundle} holds no compiled kernels"):
+        compile.use_bundle(bundle)
+    for folder in (bundle / "cuda", cache / "cuda"):
+        folder.mkdir()
+        (folder / f"{REQUEST.file}.so").touch()
+        (folder / f"{REQUEST.file}.json").touch()
+    compile.use_bundle(bundle)
+    assert compile.get(REQUEST).library.parent == bundle / "cuda"
+
+
+def test_an_error_names_op_row_and_signature(cache, a_version, monkeypatch):
+    def fails(*args):
+        raise TypeError("no such layout")
+
+    monkeypatch.setattr(compile, "_build", fails)
+    with pytest.raises(RuntimeError) as error:
+        compile.get(REQUEST)
+    text = str(error.value)
+    assert text.startswith("gated_rmsnorm/cuda for sm90: dtypes=('f32', 'bf16', 'bf16'), rank=2,")
+    assert text.endswith("does not compile: TypeError: no such layout")
+    assert not list((cache / "cuda").glob("*.so"))
+
+
+def test_recording_collects_requests_and_compiles_nothing(monkeypatch):
+    from torch_attnkit.cuda import warmup
+
+    monkeypatch.setattr(compile, "get", lambda request: pytest.fail("compiled"))
+    found = warmup.requests("sm90", "no_such_op")
+    assert found == []
+    with compile.recording() as asked:
+        pass
+    assert asked == []
+
+
+@without_compiler
+def test_without_the_compiler_the_error_names_package_and_command(cache):
+    with pytest.raises(UnsupportedError, match=r"nvidia-cutlass-dsl, which is not installed: pip install 'torch_attn"):
+        compile.get(REQUEST)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    with pytest.raises(UnsupportedError) as error:
+        compile.version("no-such-package-as-this")
+    assert str(error.value) == (
+        "CUDA kernels need the package no-such-package-as-this, which is not installed: "
+        "pip install 'torch_attnkit[cuda]'"
+    )
+
+
+@needs_compiler
+def test_two_processes_compile_once(tmp_path):
+    """Both ask at the same time; a count of the builds is written by whoever builds."""
+    code = (
+        "import os\nbuild = compile._build\n"
+        "def counted(request, folder):\n"
+        "    (folder / f'built-{os.getpid()}').touch()\n"
+        "    return build(request, folder)\n"
+        "compile._build = counted\n"
+        "print(compile.get(request).library, compile.get(request).library.stat().st_size > 0)\n"
+    )
+    both = [run(code, tmp_path) for _ in range(2)]
+    (first, ok), (second, also) = (finish(p) for p in both)
+    assert first == second and ok == also == "True"
+    assert len(list((tmp_path / "cuda").glob("built-*"))) == 1
+    leftovers = {p.suffix for p in (tmp_path / "cuda").iterdir()} - {".so", ".ptx", ".json", ".lock", ""}
+    assert not leftovers
+
+
+@needs_compiler
+def test_loading_imports_no_compiler(tmp_path):
+    finish(run("compile.get(request)", tmp_path))
+    loaded = finish(
+        run(
+            "import sys\nfrom torch_attnkit.cuda import driver\n"
+            "compile._build = None\n"
+            "print(type(driver.load(compile.get(request), 'sm90')).__name__)\n"
+            "print(any(m == 'cutlass' or m.startswith('cutlass.') for m in sys.modules))\n",
+            tmp_path,
+        )
+    )
+    assert loaded == ["Function", "False"]
+
+
+@needs_compiler
+def test_a_kernel_that_does_not_trace_says_which(cache):
+    wrong = dataclasses.replace(REQUEST, signature=REQUEST.signature[:-1])
+    with pytest.raises(RuntimeError, match=r"^gated_rmsnorm/cuda for sm90: .*does not compile: TypeError: trace\(\)"):
+        compile.get(wrong)

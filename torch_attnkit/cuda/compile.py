@@ -1,0 +1,241 @@
+"""The one place that compiles CuTeDSL: a signature in, a shared library out, at most once on a machine.
+
+A kernel is asked for by a ``Request``: plain data, so it can be hashed, pickled and compiled in another process. It is
+looked up in memory, in the bundles named by ``use_bundle``, in ``cache_dir()/cuda``, and only then compiled, under a
+file lock and renamed into place whole. The name of a file carries a hash of everything that its contents depend on: the
+request, the sources of the kernel, of the toolkit and of its imports, the version of the compiler, and the processor
+that runs the host code. Loading a library imports no cutlass; the kernel's module is imported when it is compiled.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_attnkit.core import config, seams
+from torch_attnkit.core.errors import UnsupportedError
+from torch_attnkit.core.op import Call
+from torch_attnkit.core.target import Target
+
+INSTALL = "pip install 'torch_attnkit[cuda]'"
+GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
+_OPS = "torch_attnkit.ops"
+_found: dict[tuple[Path, Request], Compiled] = {}
+_bundles: list[Path] = []
+_requested: list[Request] | None = None  # while recording: what was asked for
+_compiling = threading.Lock()  # CuTeDSL keeps global state while it traces
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kernel: ``trace(arch, **signature)`` of the module ``kernel`` says what to compile.
+
+    The signature holds names and values that are str, int, float, bool, None or tuples of these.
+    """
+
+    op: str
+    row: str
+    arch: str
+    kernel: str
+    trace: str
+    signature: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        part = "" if self.trace == "trace" else f" ({self.trace})"
+        return f"{self.op}/{self.row}{part} for {self.arch}: " + ", ".join(f"{k}={v!r}" for k, v in self.signature)
+
+    @functools.cached_property
+    def file(self) -> str:
+        """The name of the compiled kernel, without its suffix: readable first, unique by the hash."""
+        parts = (repr(self), _sources(self.kernel), version("nvidia-cutlass-dsl"), platform.machine())
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+        return f"{self.op}-{self.row}-{self.arch}-{digest}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel: ``library`` launches it on a GPU, ``ptx`` beside it is what a simulator runs."""
+
+    request: Request
+    library: Path
+
+    @property
+    def ptx(self) -> Path:
+        return self.library.with_suffix(".ptx")
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.request.op}_{self.request.row}_{self.request.trace}"
+
+
+def launcher(
+    call: Call, target: Target, row: str, *, kernel: str = "", trace: str = "trace", **signature: Any
+) -> Callable[..., None]:
+    """The function that launches one kernel of ``call`` on ``target``, compiled if it has never been.
+
+    ``kernel`` is a module, by default ``<row>_kernel`` in the folder of the call's op. The function takes the
+    arguments that ``trace`` declares, by position and without the stream: it launches on torch's current stream.
+    Raises UnsupportedError without nvidia-cutlass-dsl, RuntimeError if the kernel does not compile.
+    """
+    request = Request(
+        call.op, row, target.arch, kernel or f"{_OPS}.{call.op}.{row}_kernel", trace, tuple(signature.items())
+    )
+    if _requested is not None:
+        _requested.append(request)
+        return lambda *args: None
+    return seams.backend(target.arch, target.simulated).load(get(request), target.arch)
+
+
+def get(request: Request) -> Compiled:
+    """The compiled kernel, from memory, a bundle, the cache, or the compiler."""
+    folder = config.cache_dir() / "cuda"
+    found = _found.get((folder, request))
+    if found is None:
+        with _compiling:
+            found = _found.get((folder, request)) or _in((*_bundles, folder), request) or _compile(request, folder)
+            _found[folder, request] = found
+    return found
+
+
+def compile_into(request: Request, folder: Path) -> Compiled:
+    """Put the compiled kernel into ``folder``, unless it is there."""
+    with _compiling:
+        return _in((folder,), request) or _compile(request, folder)
+
+
+def use_bundle(folder: str | Path) -> None:
+    """Search ``folder``, which ``python -m torch_attnkit warmup --out`` wrote, before the cache."""
+    path = Path(folder) / "cuda"
+    if not any(path.glob("*.json")):
+        raise ValueError(f"use_bundle: {folder} holds no compiled kernels; write some with warmup --out {folder}")
+    _bundles.append(path)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Request]]:
+    """Collect what is asked for inside this block, compiling nothing: launchers do nothing."""
+    global _requested
+    outer, _requested = _requested, []
+    try:
+        yield _requested
+    finally:
+        _requested = outer
+
+
+def version(package: str) -> str:
+    """The installed version of a package that CUDA kernels need; UnsupportedError, naming the cure, without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedError(f"CUDA kernels need the package {package}, which is not installed: {INSTALL}") from None
+
+
+def _in(folders: tuple[Path, ...], request: Request) -> Compiled | None:
+    for folder in folders:
+        for suffix in (".so", ".o"):
+            path = folder / (request.file + suffix)
+            if path.exists():
+                return Compiled(request, path)
+    return None
+
+
+def _compile(request: Request, folder: Path) -> Compiled:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{request.file}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = _in((folder,), request)  # another process may have been first
+        if found is None:
+            try:
+                found = _build(request, folder)
+            except UnsupportedError:
+                raise
+            except Exception as error:
+                raise RuntimeError(f"{request}: does not compile: {type(error).__name__}: {error}") from error
+        return found
+
+
+def _build(request: Request, folder: Path) -> Compiled:
+    """Trace, compile and link in a folder of its own, then move the parts into place, the library last."""
+    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        version(package)
+    import cutlass.cute as cute
+
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        host, arguments = getattr(importlib.import_module(request.kernel), request.trace)(
+            request.arch, **dict(request.signature)
+        )
+        options = f"--enable-tvm-ffi --gpu-arch {GPU_ARCH[request.arch]} --keep-ptx --dump-dir {work}"
+        compiled = cute.compile(host, *arguments, options=options)
+        built = Compiled(request, Path(work) / "kernel.o")
+        compiled.export_to_c(str(built.library), built.symbol, export_only_tvm_ffi_symbols=True)
+        library = _link(built.library)
+        facts = asdict(request) | {"compiler": version("nvidia-cutlass-dsl"), "host": platform.machine()}
+        (Path(work) / "kernel.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (ptx,) = Path(work).glob("*.ptx")
+        for source in (ptx, Path(work) / "kernel.json", library):
+            target = folder / (request.file + source.suffix)
+            os.replace(source, target)
+    return Compiled(request, target)
+
+
+def _link(object_file: Path) -> Path:
+    """The object as a shared library; unchanged on a machine without a linker, where loading it needs cutlass."""
+    linker = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if linker is None:
+        return object_file
+    library = object_file.with_suffix(".so")
+    subprocess.run([linker, "-shared", "-o", library, object_file], check=True, capture_output=True)
+    return library
+
+
+@functools.cache
+def _sources(kernel: str) -> str:
+    """A hash of the kernel's module, of the op modules it imports, and of this toolkit."""
+    files, todo = set(Path(__file__).parent.rglob("*.py")), [kernel]
+    while todo:
+        module = todo.pop()
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            raise RuntimeError(f"{kernel}: there is no module {module}")
+        if Path(spec.origin) not in files:
+            files.add(Path(spec.origin))
+            todo += _op_imports(module, Path(spec.origin))
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _op_imports(module: str, file: Path) -> Iterator[str]:
+    """The modules below ``torch_attnkit.ops`` that a source file imports."""
+    here = module.split(".")
+    for node in ast.walk(ast.parse(file.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*(here[: -node.level] if node.level else ()), *filter(None, [node.module])])
+            names = [f"{base}.{a.name}" for a in node.names] if _is_package(base) else [base]
+        yield from (n for n in names if n.startswith(f"{_OPS}.") and not _is_package(n))
+
+
+def _is_package(name: str) -> bool:
+    spec = importlib.util.find_spec(name) if name.startswith("torch_attnkit") else None
+    return spec is not None and spec.submodule_search_locations is not None

@@ -1,0 +1,61 @@
+"""Seam 2 on hardware: a compiled kernel becomes a function that launches it through the CUDA driver.
+
+The function is called with torch tensors directly (tvm-ffi reads them through DLPack's C interface) and launches on
+torch's current stream of the tensors' device, so graph capture and stream contexts work as for torch's own kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_attnkit.core.errors import UnsupportedError
+
+from .compile import INSTALL, Compiled, version
+
+_SIMULATED_SMS = 132  # an H200; what a plan made for a CPU tensor assumes
+
+
+def load(compiled: Compiled, arch: str) -> Callable[..., None]:
+    """The launch function of a compiled kernel. A library is loaded once in a process."""
+    return _load(compiled.library, compiled.symbol)
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; of an H200 for a CPU tensor, which only a simulator or warmup plans for."""
+    if device.type != "cuda":
+        return _SIMULATED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _load(library: Path, symbol: str) -> Callable[..., None]:
+    version("apache-tvm-ffi")
+    import tvm_ffi
+
+    _load_runtime()
+    if library.suffix == ".o":
+        from cutlass.cute.runtime import load_module
+
+        return load_module(str(library), enable_tvm_ffi=True)[symbol]
+    return tvm_ffi.load_module(str(library))[symbol]
+
+
+@functools.cache
+def _load_runtime() -> Any:
+    """CuTeDSL's launch library, whose symbols every compiled kernel uses; for the CUDA version that torch has."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    major = (torch.version.cuda or "13").split(".")[0]
+    for root in roots:
+        found = sorted(root.glob("cu*/lib/libcute_dsl_runtime.so"), key=lambda p: p.parts[-3] != f"cu{major}")
+        if found:
+            return ctypes.CDLL(str(found[0]), mode=ctypes.RTLD_GLOBAL)
+    raise UnsupportedError(f"CUDA kernels need the runtime of nvidia-cutlass-dsl, which is not installed: {INSTALL}")
