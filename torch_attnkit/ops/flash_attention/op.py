@@ -13,6 +13,8 @@ Source: FlashAttention-2 (arXiv 2307.08691); sinks as in GPT-OSS (OpenAI, 2025) 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.oracle import rules
 
+_SM90 = "gqa sink kv_len kv_start causal window sink_tokens softcap unnormalized"
+
 OP = Op(
     schema="flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, Tensor? kv_len=None,"
     " Tensor? kv_start=None, *, float? scale=None, bool causal=False, int window=-1, int sink_tokens=0,"
@@ -38,5 +40,11 @@ OP = Op(
     | rules.WINDOW
     | rules.UNNORMALIZED,
     exclusive=rules.SINK_OR_PARTIAL,
-    kernels=(Kernel("cpu", "f32 f16 bf16", {}, "gqa sink kv_len kv_start causal window sink_tokens"),),
+    kernels=(
+        Kernel("cpu", "f32 f16 bf16", {}, "gqa sink kv_len kv_start causal window sink_tokens"),
+        *(
+            Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, _SM90)
+            for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+        ),
+    ),
 )

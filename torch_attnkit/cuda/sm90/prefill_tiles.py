@@ -1,0 +1,116 @@
+"""Which tiles a prefill kernel computes, in which order, and which blocks of keys each of them visits."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, const_expr
+
+
+class Blocks(NamedTuple):
+    """The visit of one tile of queries to its blocks of keys, from the last to the first, then to the sink tokens.
+
+    Step i of ``steps`` visits ``block(i)``. Steps before ``full`` and from ``full_end`` on hold keys that some query
+    must not see; step 0 always counts as such.
+    """
+
+    last: Int32
+    near: Int32
+    sinks_last: Int32
+    full: Int32
+    full_end: Int32
+    steps: Int32
+
+    def block(self, i: Int32) -> Int32:
+        near = i < self.near
+        return cutlass.max(cutlass.select_(near, self.last - i, self.sinks_last - (i - self.near)), Int32(0))
+
+
+class Sequence(NamedTuple):
+    """One sequence: ``tokens`` queries from row ``q0`` of the tensors on, the first at position ``shift``, which may
+    see the keys in [start, end). Positions and keys count from the sequence's first key."""
+
+    q0: Int32
+    tokens: Int32
+    shift: Int32
+    start: Int32
+    end: Int32
+
+
+def visit(seq: Sequence, first: Int32, last: Int32, tile_n: int, causal: bool, window, sink_tokens) -> Blocks:
+    """The blocks of ``tile_n`` keys that the queries at positions first to last need.
+
+    ``window`` and ``sink_tokens`` are Int32, or None where the kernel has no such feature.
+    """
+    zero = Int32(0)
+    end, full_end, low, full_low, sinks_end = seq.end, seq.end, seq.start, seq.start, zero
+    if causal:
+        end, full_end = cutlass.min(end, last + 1), cutlass.min(end, first + 1)
+    if sink_tokens is not None:
+        sinks_end = cutlass.min(seq.start + sink_tokens, end)
+    if window is not None and not causal:
+        # Sink tokens may lie behind the window of early queries: the near part then reaches to their end.
+        end, full_end = cutlass.min(end, last + window), cutlass.min(end, first + window)
+        end = cutlass.max(end, sinks_end)
+    if window is not None:
+        low, full_low = cutlass.max(low, first - window + 1), cutlass.max(low, last - window + 1)
+    end, full_end = cutlass.max(end, zero), cutlass.max(full_end, zero)
+    blocks_end = (end + (tile_n - 1)) // tile_n
+    blocks_low = cutlass.min(low // tile_n, blocks_end)
+    full_right = cutlass.max(blocks_low, cutlass.min(blocks_end, full_end // tile_n))
+    full_left = cutlass.min(full_right, cutlass.max(blocks_low, (full_low + (tile_n - 1)) // tile_n))
+    near = blocks_end - blocks_low
+    sinks = zero
+    if sink_tokens is not None:
+        sinks_end = cutlass.min((sinks_end + (tile_n - 1)) // tile_n, blocks_low)
+        sinks = cutlass.max(sinks_end - seq.start // tile_n, zero)
+    full = cutlass.max(blocks_end - full_right, Int32(1))
+    return Blocks(
+        last=blocks_end - 1,
+        near=near,
+        sinks_last=sinks_end - 1,
+        full=full,
+        full_end=cutlass.max(full, blocks_end - full_left),
+        steps=cutlass.max(near + sinks, Int32(1)),
+    )
+
+
+class Order(NamedTuple):
+    """All tiles of a call: ``rows`` tiles of queries for each of ``heads`` times ``batches``.
+
+    Every CTA of a persistent grid takes one tile of each round, forwards and backwards in turn, so that the CTA with
+    the heaviest tile of one round has the lightest of the next.
+    """
+
+    rows: Int32
+    heads: Int32
+    batches: Int32
+    section: Int32  # heads whose keys and values share the L2
+
+    def tile(self, n: Int32, uneven: bool) -> tuple:
+        """Tile, head and batch of place n.
+
+        Tiles of one head are neighbours: they read the same keys at the same time. Where later rows see more keys
+        (``uneven``), a round must hold tiles of one weight instead: a section's heads go together through their rows,
+        the last section from the heaviest row to the lightest, the one before it the other way, and so on.
+        """
+        if const_expr(uneven):
+            others = self.heads * self.batches
+            before = n // (self.rows * self.section)
+            rest = n - before * (self.rows * self.section)
+            wide = cutlass.min(self.section, others - before * self.section)
+            rank, pair = rest // wide, before * self.section + rest % wide
+            sections = (others + self.section - 1) // self.section
+            falling = ((sections - 1 - before) & 1) == 0
+            row = cutlass.select_(falling, self.rows - 1 - rank, rank)
+        else:
+            row, pair = n % self.rows, n // self.rows
+        return row, pair % self.heads, pair // self.heads
+
+    def size(self) -> Int32:
+        return self.rows * self.heads * self.batches
+
+
+def place(turn: Int32, cta: Int32, ctas: Int32) -> Int32:
+    """The place in the order that a CTA takes in its ``turn``."""
+    backwards = (turn & 1) != 0
+    return turn * ctas + cutlass.select_(backwards, ctas - 1 - cta, cta)

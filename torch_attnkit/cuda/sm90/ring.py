@@ -1,0 +1,56 @@
+"""Buffers in shared memory that TMA fills and other warps empty, guarded by two mbarriers each."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+class Fixed:
+    """An object that loops of the kernel may use but never change, so nothing of it is carried from turn to turn."""
+
+    def __extract_mlir_values__(self) -> list:
+        return []
+
+    def __new_from_mlir_values__(self, values: list) -> "Fixed":
+        return self
+
+
+class Ring(Fixed):
+    """``stages`` buffers that one warp fills and the consumers empty; ``n`` counts fills from the kernel's start.
+
+    The number of stages is a power of two: what is computed between a wait and the next product delays the product.
+    With ``pair``, the consumers of both CTAs of a cluster empty a buffer, for either fills half of it in both.
+    """
+
+    def __init__(self, full: cute.Pointer, empty: cute.Pointer, stages: int, pair: bool = False):
+        assert stages & (stages - 1) == 0, f"{stages} stages"
+        self.full, self.empty, self.stages, self.pair = full, empty, stages, pair
+
+    def slot(self, n: Int32) -> Int32:
+        return n & (self.stages - 1)
+
+    def phase(self, n: Int32) -> Int32:
+        return (n >> (self.stages.bit_length() - 1)) & 1
+
+    def await_empty(self, n: Int32) -> cute.Pointer:
+        """Wait until fill ``n`` may begin; returns the barrier that it completes."""
+        cute.arch.mbarrier_wait(self.empty + self.slot(n), self.phase(n) ^ 1)
+        return self.full + self.slot(n)
+
+    def acquire(self, n: Int32, nbytes: int) -> cute.Pointer:
+        """The same, and announce the fill's bytes."""
+        full = self.await_empty(n)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
+        return full
+
+    def wait(self, n: Int32) -> None:
+        cute.arch.mbarrier_wait(self.full + self.slot(n), self.phase(n))
+
+    def release(self, n: Int32) -> None:
+        """Called by every consumer warp once it has read fill ``n``."""
+        with cute.arch.elect_one():
+            if self.pair:
+                for rank in (0, 1):
+                    cute.arch.mbarrier_arrive(self.empty + self.slot(n), rank)
+            else:
+                cute.arch.mbarrier_arrive(self.empty + self.slot(n))
