@@ -6,8 +6,20 @@ the denominator only. Returns out and the natural-log LSE (sink left out), so th
 Source: MetalTile ``sdpa_decode``; sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.oracle import rules
+
+# cp.async copies 16 bytes at a time.
+_ROWS = {
+    "every row of the caches must start at a multiple of 16 bytes": lambda c: all(
+        stride % 8 == 0 for cache in (c.arg.k_cache, c.arg.v_cache) for stride in cache.stride()[:-1]
+    ),
+    "every row of q must start at a multiple of 4 bytes": lambda c: all(s % 2 == 0 for s in c.arg.q.stride()[:-1]),
+}
+_SM90 = tuple(
+    Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, "gqa sink kv_start window sink_tokens softcap", _ROWS)
+    for d, dv in ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))
+)
 
 OP = Op(
     schema="sdpa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"
@@ -25,4 +37,5 @@ OP = Op(
     },
     where=rules.HEADS | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW,
+    kernels=_SM90,
 )

@@ -8,8 +8,22 @@ LSE (sink left out) are returned.
 Source: PagedAttention (arXiv 2309.06180).
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.oracle import rules
+
+# cp.async copies 16 bytes at a time.
+_ROWS = {
+    "every row of the caches must start at a multiple of 16 bytes": lambda c: all(
+        stride % 8 == 0 for cache in (c.arg.k_cache, c.arg.v_cache) for stride in cache.stride()[:-1]
+    ),
+    # Pages of one key or an odd number of them cost registers that spill.
+    "Ps must be a multiple of 16": lambda c: c.dim["Ps"] % 16 == 0,
+    "every row of q must start at a multiple of 4 bytes": lambda c: all(s % 2 == 0 for s in c.arg.q.stride()[:-1]),
+}
+_SM90 = tuple(
+    Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, "gqa sink kv_start window sink_tokens softcap", _ROWS)
+    for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))
+)
 
 OP = Op(
     schema="sdpa_decode_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor kv_len,"
@@ -28,4 +42,5 @@ OP = Op(
     },
     where=rules.HEADS | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0} | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW,
+    kernels=_SM90,
 )

@@ -1,0 +1,151 @@
+"""What the decode kernel is made of: its configuration and shared memory, its tensors and scalars. Imports cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from torch_attnkit.cuda import fake
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is fixed at compile time. ``page``: keys of a page, 0 for a cache without pages."""
+
+    dtype: Any
+    dim: int
+    dim_v: int
+    heads: int  # query heads of a group, 8 or 16; fewer are padded
+    keys: int  # of a tile, a multiple of 16
+    warps: int
+    stages: int
+    page: int = 0
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a row of K in shared memory."""
+        return self.dim * 2 + 16
+
+    @property
+    def pitch_v(self) -> int:
+        return self.dim_v * 2 + 16
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.keys * (self.pitch + self.pitch_v)
+
+    @property
+    def row_floats(self) -> int:
+        """Floats of a row of a warp's result in shared memory: four more, so that eight rows do not collide."""
+        return self.dim_v + 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring of every warp; when it has drained, the warps' results and then the weights of the merge."""
+        merge = self.warps * self.heads * (self.row_floats + 2) * 4
+        return max(self.warps * self.stages * self.stage_bytes, merge) + self.query_bytes + 16
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As shared memory and, with 128 or 255 registers a thread, the register file allow."""
+        threads = 512 if self.heads == 8 else 256
+        return max(1, min(227 * 1024 // (self.shared_bytes + 1024), threads // self.threads))
+
+    @property
+    def query_bytes(self) -> int:
+        """Where Q has no place in registers: every warp's copy, in the order in which its lanes use it."""
+        return self.warps * self.heads * self.dim * 2 if self.dim > 256 else 0
+
+    @property
+    def query_offset(self) -> int:
+        return self.shared_bytes - 16 - self.query_bytes
+
+    @property
+    def at_once(self) -> int:
+        """Blocks of 16 columns of a tile that are on the way from shared memory at once."""
+        return (8 if self.dim <= 256 else 2) // (self.keys // 16)
+
+    @property
+    def part_floats(self) -> int:
+        """Floats of a partial result in the workspace: the output, then a maximum and a sum per head."""
+        return self.heads * (self.dim_v + 2)
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, as the host gives them. ``count`` is zero before and after every launch."""
+
+    q: cute.Tensor  # (B, Hq, D)
+    k: cute.Tensor  # (B, Hkv, S, D), or (Np, Ps, Hkv, D)
+    v: cute.Tensor  # the same with Dv
+    table: Any  # (B, Mp) or None
+    kv_len: cute.Tensor  # (B)
+    sink: cute.Tensor  # (Hq), anything where Numbers.has_sink is 0
+    kv_start: cute.Tensor  # (B), likewise with has_start
+    out: cute.Tensor  # (B, Hq, Dv)
+    lse: cute.Tensor  # (B, Hq)
+    parts: cute.Tensor  # (2 * blocks * part_floats)
+    count: cute.Tensor  # (blocks), how many parts of a group have come, by its first block
+
+
+class Numbers(NamedTuple):
+    """The scalars of a call, as the host gives them."""
+
+    scale: Float32
+    cap: Float32
+    window: Int32
+    sink_tokens: Int32
+    has_sink: Int32
+    has_start: Int32
+    chunks: Int32
+    by_group: Int32
+    least: Int32
+
+
+class Scalars(NamedTuple):
+    scale: Float32  # of the product, before the cap or, without one, into powers of two
+    cap: Float32  # of the capped scores into powers of two; 0: no cap
+    has_sink: Int32
+    group: Int32  # query heads per KV head
+    chunks: Int32  # groups that share a KV head: its query heads / heads, rounded up
+    least: Int32  # tiles
+
+
+class Piece(NamedTuple):
+    """A run of tiles of one group."""
+
+    b: Int32
+    kv_head: Int32
+    head: Int32  # its first query head
+    heads: Int32  # of them
+    first: Int32
+    stop: Int32
+
+
+def arguments(dtype: str, config: Config, batch: Any, caches: tuple[Any, Any], table: Any = None) -> list[Any]:
+    """Stand-ins for what the host passes: ``Tensors``, ``Numbers``, the number of blocks, and the stream."""
+    Hq = fake.dim()
+
+    def vector(kind: str, size: Any) -> Any:
+        return fake.tensor(kind, (size,), (None,), align=4)
+
+    tensors = Tensors(
+        q=fake.tensor(dtype, (batch, Hq, config.dim), (fake.dim(2), fake.dim(2), 1), align=4),
+        k=caches[0],
+        v=caches[1],
+        table=table,
+        kv_len=vector("i32", batch),
+        sink=vector("f32", None),
+        kv_start=vector("i32", batch),
+        out=fake.tensor(dtype, (batch, Hq, config.dim_v), (fake.dim(8), fake.dim(8), 1)),
+        lse=fake.tensor("f32", (batch, Hq), align=4),
+        parts=fake.tensor("f32", (None,), (1,)),
+        count=fake.tensor("i32", (None,), (1,)),
+    )
+    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(7))), Int32(0), fake.stream()]

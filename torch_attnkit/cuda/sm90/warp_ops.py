@@ -1,0 +1,132 @@
+"""The warp-level instructions that CuTeDSL's own wrappers do not give one by one. Imports cutlass.
+
+Registers of 16-bit pairs are Int32, shared addresses Int32, device addresses Int64. Lane l of a warp has row
+``l // 4`` and columns ``2 * (l % 4)``, ``+ 1`` of every 8 x 8 tile that it holds in registers (PTX ISA, "Matrix
+fragments for mma.m16n8k16").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 "
+    "{{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};"
+)
+
+
+def _name(dtype: Any) -> str:
+    return "bf16" if dtype is cutlass.BFloat16 else "f16"
+
+
+def _asm(result: Any, args: list[Any], text: str, constraints: str, effects: bool, loc: Any, ip: Any) -> Any:
+    values = [a.ir_value(loc=loc, ip=ip) for a in args]
+    return llvm.inline_asm(
+        result, values, text, constraints, has_side_effects=effects, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+def _asm_many(
+    count: int, kind: Any, args: list[Any], text: str, constraints: str, effects: bool, loc: Any, ip: Any
+) -> tuple[Any, ...]:
+    struct = llvm.StructType.get_literal([kind.mlir_type] * count)
+    out = _asm(struct, args, text, constraints, effects, loc, ip)
+    return tuple(
+        kind(llvm.extractvalue(kind.mlir_type, out, ir.DenseI64ArrayAttr.get([i]), loc=loc, ip=ip))
+        for i in range(count)
+    )
+
+
+@dsl_user_op
+def ldmatrix_x4(address: Int32, *, transposed: bool = False, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
+    """Four 8 x 8 tiles; lane l gives the address of row ``l % 8`` (16 bytes) of tile ``l // 8``."""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
+    return _asm_many(4, Int32, [address], text, "=r,=r,=r,=r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def mma_m16n8k16(
+    dtype: Any, a: Any, b: Any, c: Any, *, loc: Any = None, ip: Any = None
+) -> tuple[Float32, Float32, Float32, Float32]:
+    """``a (16, 16) @ b (16, 8) + c (16, 8)``: a has four registers, b two, c four floats."""
+    return _asm_many(
+        4, Float32, [*a, *b, *c], _MMA.format(t=_name(dtype)), "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False, loc, ip
+    )
+
+
+@dsl_user_op
+def transpose_8x8(pairs: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """An 8 x 8 tile of 16-bit values, transposed across the warp."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return Int32(_asm(T.i32(), [pairs], text, "=r,r", True, loc, ip))
+
+
+@dsl_user_op
+def pack(dtype: Any, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two floats, rounded to nearest, as a pair of ``dtype``."""
+    text = f"cvt.rn.{_name(dtype)}x2.f32 $0, $2, $1;"
+    return Int32(_asm(T.i32(), [low, high], text, "=r,f,f", False, loc, ip))
+
+
+@dsl_user_op
+def copy_16_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """16 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is 16."""
+    text = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
+    _asm(None, [shared, source, valid], text, "r,l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def load_pair(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """4 bytes of device memory that nothing writes while the kernel runs."""
+    return Int32(_asm(T.i32(), [source], "ld.global.nc.b32 $0, [$1];", "=r,l", False, loc, ip))
+
+
+@dsl_user_op
+def load_4_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """16 aligned bytes past the first-level cache: what other blocks of this launch wrote."""
+    return _asm_many(
+        4, Float32, [source], "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", "=f,=f,=f,=f,l,~{memory}", True, loc, ip
+    )
+
+
+@dsl_user_op
+def load_2_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """8 aligned bytes past the first-level cache."""
+    return _asm_many(2, Float32, [source], "ld.global.cg.v2.f32 {$0,$1}, [$2];", "=f,=f,l,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def store_4_floats(target: Int64, values: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """16 aligned bytes to device memory."""
+    text = "st.global.v4.f32 [$0], {$1,$2,$3,$4};"
+    _asm(None, [target, *values], text, "l,f,f,f,f,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def store_float(target: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    _asm(None, [target, value], "st.global.f32 [$0], $1;", "l,f,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def store_2_pairs(target: Int64, low: Int32, high: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """8 aligned bytes to device memory."""
+    _asm(None, [target, low, high], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def add_acq_rel(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """What stood at ``target`` before ``value`` was added; orders device memory among the blocks that meet there."""
+    text = "atom.global.gpu.acq_rel.add.s32 $0, [$1], $2;"
+    return Int32(_asm(T.i32(), [target, value], text, "=r,l,r,~{memory}", True, loc, ip))
+
+
+@dsl_user_op
+def log2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return Float32(_asm(T.f32(), [x], "lg2.approx.f32 $0, $1;", "=f,f", False, loc, ip))
