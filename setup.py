@@ -23,6 +23,9 @@ ParallelCompile(default=0).install()
 setup(
     packages=[*find_packages(include=["torch_attnkit", "torch_attnkit.*"]), "torch_attnkit.csrc"],
     package_dir={"torch_attnkit.csrc": "csrc"},
-    package_data={"torch_attnkit": ["evidence/*.json"], "torch_attnkit.csrc": ["README.md", "metal/**/*"]},
+    package_data={
+        "torch_attnkit": ["evidence/*.json"],
+        "torch_attnkit.csrc": ["README.md", "metal/**/*", "sim/metal/include/*"],
+    },
     ext_modules=[simulator(f) for f in sorted(Path("csrc/sim").glob("*")) if any(f.rglob("*.cpp"))],
 )

@@ -23,8 +23,10 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.core.support import support as table_rows
 from torch_attnkit.core.target import SIMULATED, target_of
+from torch_attnkit.sim.metal.cli import app as simulators
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app.add_typer(simulators, name="sim")
 console = Console()
 
 

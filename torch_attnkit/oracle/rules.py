@@ -5,6 +5,9 @@ They look at sizes and scalars only; what depends on the contents of tensors is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 HEADS = {
     "Hq must be a multiple of Hkv": lambda c: c.dim["Hkv"] > 0 and c.dim["Hq"] % c.dim["Hkv"] == 0,
     "D must be at least 1": lambda c: c.dim["D"] > 0,
@@ -20,6 +23,12 @@ PARTIAL = {
         c.arg.normalize or c.arg.sink is None
     ),
 }
+
+
+def value_dim(most: int) -> dict[str, Callable[[Any], bool]]:
+    """What a kernel needs whose values are cut into runs of 16 elements."""
+    return {f"Dv must be a multiple of 16 up to {most}": lambda c: 0 < c.dim["Dv"] <= most and c.dim["Dv"] % 16 == 0}
+
 
 GQA = {"gqa": lambda c: c.dim["Hq"] != c.dim["Hkv"]}
 SINK = {"sink": lambda c: c.arg.sink is not None}

@@ -13,7 +13,7 @@ Source: FlashAttention-2 (arXiv 2307.08691); sinks as in GPT-OSS (OpenAI, 2025) 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.oracle import rules
 
-_SM90 = "gqa sink kv_len kv_start causal window sink_tokens softcap unnormalized"
+_ALL = "gqa sink kv_len kv_start causal window sink_tokens softcap unnormalized"
 
 OP = Op(
     schema="flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, Tensor? kv_len=None,"
@@ -43,8 +43,9 @@ OP = Op(
     kernels=(
         Kernel("cpu", "f32 f16 bf16", {}, "gqa sink kv_len kv_start causal window sink_tokens"),
         *(
-            Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, _SM90)
+            Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, _ALL)
             for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
         ),
+        Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 256)}, _ALL, rules.value_dim(256)),
     ),
 )

@@ -11,7 +11,7 @@ Source: FlashAttention-2 (arXiv 2307.08691); sinks as in GPT-OSS (OpenAI, 2025) 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.oracle import rules
 
-_SM90 = "gqa sink causal window sink_tokens softcap unnormalized"
+_ALL = "gqa sink causal window sink_tokens softcap unnormalized"
 
 OP = Op(
     schema="flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
@@ -39,8 +39,11 @@ OP = Op(
     unless={"row_sum": lambda c: c.arg.normalize},
     features=rules.GQA | rules.SINK | rules.CAUSAL | rules.WINDOW | rules.UNNORMALIZED,
     exclusive=rules.SINK_OR_PARTIAL,
-    kernels=tuple(
-        Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, _SM90)
-        for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+    kernels=(
+        *(
+            Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, _ALL)
+            for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+        ),
+        Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 256)}, _ALL, rules.value_dim(256)),
     ),
 )

@@ -17,5 +17,8 @@ OP = Op(
         "N must be at least 1": lambda c: c.dim["N"] > 0,
         "eps must be positive": lambda c: c.arg.eps > 0,
     },
-    kernels=(Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: math.prod(c.batch) < 2**31}),),
+    kernels=(
+        Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: math.prod(c.batch) < 2**31}),
+        Kernel("mps", "bf16 f16 f32", needs={"fewer than 2^27 rows": lambda c: math.prod(c.batch) < 2**27}),
+    ),
 )

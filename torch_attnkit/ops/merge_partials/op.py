@@ -43,5 +43,11 @@ OP = Op(
                 "Dv must be at most 8192": lambda c: c.dim["Dv"] <= 8192,
             },
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="sink row_sum dtype",
+            needs={"dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype in (None, *_OUT)},
+        ),
     ),
 )

@@ -20,6 +20,13 @@ _SM90 = tuple(
     Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, "gqa sink kv_start window sink_tokens softcap", _ROWS)
     for d, dv in ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))
 )
+_MPS = Kernel(
+    "mps",
+    "bf16 f16 f32",
+    {"D": (32, 64, 80, 96, 128, 256, 512)},
+    "gqa sink kv_start window sink_tokens softcap",
+    rules.value_dim(512),
+)
 
 OP = Op(
     schema="sdpa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"
@@ -37,5 +44,5 @@ OP = Op(
     },
     where=rules.HEADS | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW,
-    kernels=_SM90,
+    kernels=(*_SM90, _MPS),
 )

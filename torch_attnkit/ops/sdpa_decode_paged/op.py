@@ -24,6 +24,13 @@ _SM90 = tuple(
     Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, "gqa sink kv_start window sink_tokens softcap", _ROWS)
     for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))
 )
+_MPS = Kernel(
+    "mps",
+    "bf16 f16 f32",
+    {"D": (32, 64, 80, 96, 128, 256, 512)},
+    "gqa sink kv_start window sink_tokens softcap",
+    rules.value_dim(512),
+)
 
 OP = Op(
     schema="sdpa_decode_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor kv_len,"
@@ -42,5 +49,5 @@ OP = Op(
     },
     where=rules.HEADS | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0} | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW,
-    kernels=_SM90,
+    kernels=(*_SM90, _MPS),
 )

@@ -8,7 +8,7 @@ natural-log LSE, sink left out.
 Source: MetalTile ``sdpa_multi``; sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.oracle import rules
 
 OP = Op(
@@ -27,4 +27,13 @@ OP = Op(
     },
     where=rules.HEADS | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW,
+    kernels=(
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            {"D": (32, 64, 80, 96, 128, 256)},
+            "gqa sink kv_start bidirectional window sink_tokens softcap",
+            rules.value_dim(256),
+        ),
+    ),
 )

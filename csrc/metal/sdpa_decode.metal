@@ -1,0 +1,16 @@
+// out = softmax(scale * q K') V for one query token per sequence against a KV cache, and its natural-log LSE.
+// q (B, Hq, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) of TYPE, kv_len (B) int, sink (Hq) float, kv_start (B) int; out
+// (B, Hq, Dv), lse (B, Hq) float, or with more than one split (splits, B, Hq, Dv) and (splits, B, Hq), both float.
+//
+// decode_rows: the threads of one threadgroup serve all query heads of a KV head, for a share of its keys; see
+// attnkit/decode.h for the grid. decode_merge: a simdgroup for every 128 elements of a row of out.
+
+#define PAGED 0
+
+#include <metal_stdlib>
+using namespace metal;
+#include "attnkit/vectors.h"
+#include "attnkit/merge.h"
+#include "attnkit/fragment.h"
+#include "attnkit/visible.h"
+#include "attnkit/decode.h"

@@ -1,0 +1,27 @@
+// The functions that a compiled kernel calls. include/msl_entry.h has the same layout on the kernel's side.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace sim {
+
+struct Api {
+  void (*simd)(int op, int type, int count, const void* in, void* out, unsigned arg, const void* fill, int site);
+  void (*barrier)(int flags, int site);
+  void (*matrix)(int td, void* d, int ta, void* a, int tb, void* b, int tc, void* c, int site);
+  void (*atomic)(int op, int type, int space, void* object, const void* value, void* old, int site);
+  void (*access)(const void* p, unsigned info, int site);
+  void (*range)(const void* p, size_t bytes, unsigned info, int site);
+  void (*trap)(int kind, int site);
+  void (*work)(int flops, int special);
+  void* (*variable)(int id);
+  unsigned (*lane)();
+  float (*math)(int function, float x, float y);
+};
+extern const Api api;
+
+// Bits of `info`: bytes, then these.
+constexpr unsigned kInfoWrite = 1u << 16;
+constexpr int kInfoSpace = 17, kInfoAlign = 20;
+
+}  // namespace sim

@@ -1,0 +1,62 @@
+// From the machine's context to a kernel's parameters, and what the host may know about them.
+#pragma once
+#pragma GCC system_header
+#include "msl_math.h"
+#include "msl_simd.h"
+
+namespace msl {
+struct context {
+  ulong buffer[40];
+  uint grid[16][4];
+};
+struct description {
+  int kind, space, is_const, size, align, type, count;  // kind: 0 grid value, 1 pointer, 2 reference, 3 anything else
+};
+
+template <class T> struct space_of { enum { value = 0 }; typedef T type; };
+template <class T> struct space_of<device T> { enum { value = 1 }; typedef T type; };
+template <class T> struct space_of<constant T> { enum { value = 2 }; typedef const T type; };
+template <class T> struct space_of<threadgroup T> { enum { value = 3 }; typedef T type; };
+template <class T> struct space_of<volatile device T> : space_of<device T> {};
+template <class T> struct constness { enum { value = 0 }; typedef T type; };
+template <class T> struct constness<const T> { enum { value = 1 }; typedef T type; };
+template <class T> struct plain { typedef T type; };
+template <class T> struct plain<metal::atomic<T>> { typedef T type; };
+
+template <class T> constexpr description describe_pointee(int kind) {
+  typedef typename constness<typename space_of<T>::type>::type bare;
+  typedef typename plain<bare>::type value;
+  return {kind, space_of<T>::value, constness<typename space_of<T>::type>::value || space_of<T>::value == 2, sizeof(bare),
+          alignof(bare), shape<value>::code, shape<value>::count};
+}
+
+template <class P> struct parameter {
+  static constexpr description describe() {
+    return {(int)scalar<element<P>>::code >= 3 ? 0 : 3, 0, 0, sizeof(P), alignof(P), shape<P>::code, shape<P>::count};
+  }
+  static MSL_INLINE P get(const context* c, int k) {
+    P r = {};
+    if constexpr (shape<P>::count == 1) r = (P)c->grid[k - 100][0];
+    else for (int i = 0; i < (int)shape<P>::count; i++) r[i] = (element<P>)c->grid[k - 100][i];
+    return r;
+  }
+};
+template <class T> struct parameter<T*> {
+  static constexpr description describe() { return describe_pointee<T>(1); }
+  static MSL_INLINE T* get(const context* c, int k) { return (T*)c->buffer[k]; }
+};
+template <class T> struct parameter<T&> {
+  static constexpr description describe() { return describe_pointee<T>(2); }
+  static MSL_INLINE T& get(const context* c, int k) { return *(T*)c->buffer[k]; }
+};
+
+template <auto F, int... Slots> struct entry;
+template <class... P, void (*F)(P...), int... Slots> struct entry<F, Slots...> {
+  static MSL_INLINE void run(const context* c) { F(parameter<P>::get(c, Slots)...); }
+  static constexpr int count = sizeof...(P);
+  static constexpr description descriptions[sizeof...(P) + 1] = {parameter<P>::describe()..., {}};
+};
+}  // namespace msl
+
+// `threadgroup T x[n]` in a kernel becomes a reference into the memory of the threadgroup that runs.
+#define MSL_THREADGROUP(T, id) (*(threadgroup T*)(ulong)msl_variable(id, sizeof(T), alignof(T)))

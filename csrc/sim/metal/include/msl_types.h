@@ -1,0 +1,207 @@
+// Metal's types in C++17 with address spaces. A pointer without one points to thread memory, as in Metal.
+#pragma once
+#pragma GCC system_header
+#include "msl_macros.h"
+
+#define device __attribute__((address_space(1)))
+#define constant const __attribute__((address_space(2)))
+#define threadgroup __attribute__((address_space(3)))
+#define thread
+#define MSL_INLINE inline __attribute__((always_inline))
+// Lanes meet at a collective by its place in the source, so a call must stay where it was written.
+#define MSL_COLLECTIVE extern "C" __attribute__((convergent, nomerge))
+
+typedef _Float16 half;
+typedef __bf16 bfloat;
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef __SIZE_TYPE__ size_t;
+typedef __PTRDIFF_TYPE__ ptrdiff_t;
+typedef signed char int8_t;
+typedef uchar uint8_t;
+typedef short int16_t;
+typedef ushort uint16_t;
+typedef int int32_t;
+typedef uint uint32_t;
+typedef long int64_t;
+typedef ulong uint64_t;
+typedef ulong uintptr_t;
+typedef long intptr_t;
+
+#define MSL_VECTORS(T)                                  \
+  typedef T T##2 __attribute__((ext_vector_type(2)));   \
+  typedef T T##3 __attribute__((ext_vector_type(3)));   \
+  typedef T T##4 __attribute__((ext_vector_type(4)));
+MSL_VECTORS(float) MSL_VECTORS(half) MSL_VECTORS(bfloat) MSL_VECTORS(int) MSL_VECTORS(uint) MSL_VECTORS(short)
+MSL_VECTORS(ushort) MSL_VECTORS(char) MSL_VECTORS(uchar) MSL_VECTORS(long) MSL_VECTORS(ulong)
+// What comparing vectors gives here; Metal's has one byte a component, so these must not lie in memory.
+typedef int2 bool2;
+typedef int3 bool3;
+typedef int4 bool4;
+// Vectors without padding; those of three components have no counterpart here.
+#define MSL_PACKED(T)                                                             \
+  typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(sizeof(T)))); \
+  typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(sizeof(T))));
+MSL_PACKED(float) MSL_PACKED(half) MSL_PACKED(bfloat) MSL_PACKED(int) MSL_PACKED(uint) MSL_PACKED(short)
+MSL_PACKED(ushort) MSL_PACKED(char) MSL_PACKED(uchar) MSL_PACKED(long) MSL_PACKED(ulong)
+
+namespace metal {
+template <class T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
+}
+
+namespace msl {
+constexpr float infinity() { return __builtin_inff(); }
+constexpr float nan() { return __builtin_nanf(""); }
+// Element type codes, as in the simulator's machine.h.
+template <class T> struct scalar { enum { code = -1 }; };
+template <> struct scalar<float> { enum { code = 0 }; };
+template <> struct scalar<half> { enum { code = 1 }; };
+template <> struct scalar<bfloat> { enum { code = 2 }; };
+template <> struct scalar<int> { enum { code = 3 }; };
+template <> struct scalar<uint> { enum { code = 4 }; };
+template <> struct scalar<short> { enum { code = 5 }; };
+template <> struct scalar<ushort> { enum { code = 6 }; };
+template <> struct scalar<char> { enum { code = 7 }; };
+template <> struct scalar<signed char> { enum { code = 7 }; };
+template <> struct scalar<uchar> { enum { code = 8 }; };
+template <> struct scalar<long> { enum { code = 9 }; };
+template <> struct scalar<ulong> { enum { code = 10 }; };
+template <> struct scalar<long long> { enum { code = 9 }; };
+template <> struct scalar<unsigned long long> { enum { code = 10 }; };
+template <> struct scalar<bool> { enum { code = 11 }; };
+
+template <class T> struct shape { enum { count = 1, code = scalar<T>::code }; typedef T element; };
+template <class T, int N> struct shape<T __attribute__((ext_vector_type(N)))> {
+  enum { count = N, code = scalar<T>::code };
+  typedef T element;
+};
+template <class T> using element = typename shape<T>::element;
+
+// float4(a.xy, b, c): components from left to right.
+template <class V, class A>
+MSL_INLINE void put(V& v, int& i, A a) {
+  if constexpr (shape<A>::count == 1) v[i++] = (element<V>)a;
+  else for (int k = 0; k < (int)shape<A>::count; k++) v[i++] = (element<V>)a[k];
+}
+template <class V> MSL_INLINE V make() { return (V)(element<V>)0; }
+template <class V, class A>
+MSL_INLINE V make(A a) {
+  if constexpr (shape<A>::count == 1) return (V)((element<V>)a);
+  else {
+    static_assert((int)shape<A>::count == (int)shape<V>::count, "a vector of this size from one of another");
+    return __builtin_convertvector(a, V);
+  }
+}
+template <class V, class A, class B, class... R>
+MSL_INLINE V make(A a, B b, R... r) {
+  static_assert((((int)shape<A>::count + (int)shape<B>::count) + ... + (int)shape<R>::count) == (int)shape<V>::count,
+                "wrong number of components for this vector");
+  V v;
+  int i = 0;
+  put(v, i, a), put(v, i, b);
+  (put(v, i, r), ...);
+  return v;
+}
+
+// What static_cast means in Metal: vectors convert component by component, where clang would reinterpret them.
+template <class T, class A>
+MSL_INLINE constexpr T cast(A a) {
+  if constexpr (shape<A>::count > 1) return make<T>(a);
+  else return static_cast<T>(a);
+}
+}  // namespace msl
+
+template <class T, class U>
+MSL_INLINE T as_type(U u) {
+  static_assert(sizeof(T) == sizeof(U), "as_type needs types of one size");
+  return __builtin_bit_cast(T, u);
+}
+
+namespace metal {
+template <class T, T v> struct integral_constant {
+  static constexpr constant T value = v;
+  typedef T value_type;
+  typedef integral_constant type;
+  constexpr operator T() const { return v; }
+  constexpr T operator()() const { return v; }
+};
+template <bool B> using bool_constant = integral_constant<bool, B>;
+typedef bool_constant<true> true_type;
+typedef bool_constant<false> false_type;
+template <class A, class B> constexpr constant bool is_same_v = __is_same(A, B);
+template <class A, class B> struct is_same : bool_constant<__is_same(A, B)> {};
+template <bool B, class T = void> struct enable_if {};
+template <class T> struct enable_if<true, T> { typedef T type; };
+template <bool B, class T = void> using enable_if_t = typename enable_if<B, T>::type;
+template <bool B, class T, class F> struct conditional { typedef T type; };
+template <class T, class F> struct conditional<false, T, F> { typedef F type; };
+template <bool B, class T, class F> using conditional_t = typename conditional<B, T, F>::type;
+template <class...> using void_t = void;
+// Address spaces are qualifiers, too, but these leave them alone.
+template <class T> struct remove_const { typedef T type; };
+template <class T> struct remove_const<const T> { typedef T type; };
+template <class T> using remove_const_t = typename remove_const<T>::type;
+template <class T> struct remove_volatile { typedef T type; };
+template <class T> struct remove_volatile<volatile T> { typedef T type; };
+template <class T> struct remove_cv { typedef remove_const_t<typename remove_volatile<T>::type> type; };
+template <class T> using remove_cv_t = typename remove_cv<T>::type;
+template <class T> struct remove_reference { typedef __remove_reference_t(T) type; };
+template <class T> using remove_reference_t = typename remove_reference<T>::type;
+template <class T> struct is_integral : bool_constant<__is_integral(T)> {};
+template <class T> constexpr constant bool is_integral_v = __is_integral(T);
+template <class T> constexpr constant bool is_floating_point_v = __is_floating_point(T) || __is_same(T, half) || __is_same(T, bfloat);
+template <class T> struct is_floating_point : bool_constant<is_floating_point_v<T>> {};
+template <class T> constexpr constant bool is_arithmetic_v = __is_integral(T) || is_floating_point_v<T>;
+template <class T> struct is_arithmetic : bool_constant<is_arithmetic_v<T>> {};
+template <class T> constexpr constant bool is_scalar_v = is_arithmetic_v<T>;
+template <class T> constexpr constant bool is_vector_v = (msl::shape<T>::count > 1);
+template <class T> constexpr constant bool is_signed_v = __is_signed(T) || is_floating_point_v<T>;
+template <class T> constexpr constant bool is_unsigned_v = __is_unsigned(T);
+template <class A, class B> constexpr constant bool is_convertible_v = __is_convertible(A, B);
+template <class T> constexpr constant bool is_pointer_v = __is_pointer(T);
+template <class T> using make_unsigned_t = __make_unsigned(T);
+template <class T> using make_signed_t = __make_signed(T);
+template <class T> using make_scalar_t = msl::element<T>;
+template <class T> struct make_scalar { typedef msl::element<T> type; };
+template <class T> T&& declval();
+
+template <class T> struct numeric_limits;
+#define MSL_FLOAT_LIMITS(T, MAX, MIN, EPSILON, DIGITS)                   \
+  template <> struct numeric_limits<T> {                                 \
+    static constexpr constant int digits = DIGITS;                       \
+    static constexpr T max() { return (T)MAX; }                          \
+    static constexpr T lowest() { return (T)-MAX; }                      \
+    static constexpr T min() { return (T)MIN; }                          \
+    static constexpr T epsilon() { return (T)EPSILON; }                  \
+    static constexpr T infinity() { return (T)__builtin_inff(); }        \
+    static constexpr T quiet_NaN() { return (T)__builtin_nanf(""); }     \
+  };
+MSL_FLOAT_LIMITS(float, FLT_MAX, FLT_MIN, FLT_EPSILON, 24)
+MSL_FLOAT_LIMITS(half, 65504.0f, 6.103515625e-05f, 0.0009765625f, 11)
+MSL_FLOAT_LIMITS(bfloat, 3.38953138925153547590470800371487867e+38f, FLT_MIN, 0.0078125f, 8)
+#define MSL_INT_LIMITS(T, MAX, MIN)                \
+  template <> struct numeric_limits<T> {           \
+    static constexpr T max() { return MAX; }       \
+    static constexpr T min() { return MIN; }       \
+    static constexpr T lowest() { return MIN; }    \
+  };
+MSL_INT_LIMITS(int, INT_MAX, INT_MIN) MSL_INT_LIMITS(uint, UINT_MAX, 0u) MSL_INT_LIMITS(short, 32767, -32768)
+MSL_INT_LIMITS(ushort, 65535, 0) MSL_INT_LIMITS(char, 127, -128) MSL_INT_LIMITS(uchar, 255, 0)
+MSL_INT_LIMITS(signed char, 127, -128) MSL_INT_LIMITS(long, LONG_MAX, LONG_MIN) MSL_INT_LIMITS(ulong, ULONG_MAX, 0ul)
+MSL_INT_LIMITS(bool, true, false)
+
+template <class T, size_t N> struct array {
+  T data_[N];
+  constexpr T& operator[](size_t i) { return data_[i]; }
+  constexpr const T& operator[](size_t i) const { return data_[i]; }
+  constexpr size_t size() const { return N; }
+};
+
+enum class mem_flags : uint {
+  mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_device_and_threadgroup = 3
+};
+MSL_INLINE constexpr mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((uint)a | (uint)b); }
+}  // namespace metal

@@ -1,0 +1,133 @@
+// The simulated GPU: threads of one threadgroup, what they wait for, memory, and what is counted.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+
+namespace sim {
+
+constexpr int kLanes = 32, kMaxThreads = 1024, kMaxSimdgroups = kMaxThreads / kLanes, kMaxBuffers = 31;
+constexpr size_t kStack = 256 * 1024;
+
+// What a kernel's launcher reads its arguments from. include/msl_types.h has the same layout.
+struct Context {
+  uint64_t buffer[40];
+  uint32_t grid[16][4];
+};
+using Launcher = void (*)(const Context*);
+
+enum GridValue {
+  kThreadInGrid, kThreadInGroup, kGroupInGrid, kLaneInSimdgroup, kSimdgroupInGroup, kThreadsPerGroup,
+  kThreadsPerGrid, kGroupsPerGrid, kThreadIndexInGroup, kSimdgroupsPerGroup, kThreadsPerSimdgroup,
+  kDispatchedThreadsPerGroup, kQuadInGroup, kLaneInQuad
+};
+
+// Operations and element types, numbered as in include/msl_types.h.
+enum Op {
+  kSum, kProduct, kMax, kMin, kAnd, kOr, kXor, kBroadcast, kShuffle, kShuffleDown, kShuffleUp, kShuffleXor,
+  kFillDown, kFillUp, kInclusiveSum, kExclusiveSum, kAll, kAny, kBallot, kSimdgroupBarrier, kMatrix,
+  kRotateDown, kRotateUp, kBroadcastFirst, kIsFirst, kInclusiveProduct, kExclusiveProduct, kActiveMask,
+  kQuadShuffle
+};
+extern const char* const kOpNames[];
+enum Type { kF32, kF16, kBF16, kI32, kU32, kI16, kU16, kI8, kU8, kI64, kU64, kBool };
+constexpr int kTypeSize[] = {4, 2, 2, 4, 4, 2, 2, 1, 1, 8, 8, 1};
+
+enum Space { kThread, kDevice, kConstant, kThreadgroup };
+enum Fence { kFenceDevice = 1, kFenceThreadgroup = 2 };  // bits of metal::mem_flags
+
+enum State : uint8_t { kReady, kAtCollective, kAtBarrier, kDone };
+
+// One call of a collective by one lane. Lanes meet if operation, element type and source position agree.
+struct Post {
+  int op, type, count, site;
+  const void* in;
+  const void* fill;
+  void* out;
+  uint32_t arg;
+  int types[4];
+  void* matrix[4];
+};
+
+struct Fiber {
+  void* sp;
+  Context context;
+  State state;
+  uint8_t lane;
+  uint16_t simdgroup, thread;
+  int site;  // of the barrier it waits at
+  Post post;
+};
+
+struct Simdgroup {
+  uint32_t live, waiting;
+  uint32_t fenced[2];  // clock of the last barrier that ordered [device, threadgroup] memory for these lanes
+};
+
+struct Options {
+  bool checked = false, counting = false, strict = false;
+  double timeout = 60;
+};
+
+// A bound slot. Addresses are those of the guarded copy that the kernel sees.
+struct Slot {
+  int index;
+  uintptr_t begin, end;
+  int granule;  // bytes of one tensor element
+  uint64_t read = 0, written = 0;
+};
+
+struct ThreadgroupVariable {
+  std::string name;
+  size_t offset, size;
+};
+
+struct Counters {
+  uint64_t switches = 0, collectives = 0, divergent = 0, barriers = 0, simdgroup_barriers = 0, matrix = 0, atomics = 0;
+  uint64_t flops = 0, special = 0, threadgroup_read = 0, threadgroup_written = 0;
+};
+
+extern Fiber* fibers;
+extern Fiber* current;
+extern Simdgroup simdgroups[kMaxSimdgroups];
+extern int threads, simdgroup_count;
+extern uint32_t group[3];
+extern uint32_t now, group_began, group_fenced[2];
+extern Options options;
+extern Counters counters;
+extern std::vector<Slot> slots;
+extern std::vector<ThreadgroupVariable> variables;
+extern char* arena;
+extern size_t arena_size;
+
+// Ends the launch with an error of the current thread (or of the threadgroup if none runs). `site` may be -1.
+[[noreturn]] void fail(int site, const std::string& message);
+// The same, for an error that belongs to another thread than the current one.
+[[noreturn]] void fail_as(Fiber* who, int site, const std::string& message);
+std::string who(int thread);
+std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
+std::string at(int site);  // a mark that Python replaces by line and text
+
+void thread_ended();
+void evaluate(int simdgroup, uint32_t mask);
+
+// Memory, in checked and counting launches.
+void memory_begin();        // a launch
+void memory_begin_group();  // a threadgroup
+void memory_end();
+void log_flush(int simdgroup);
+void settle();  // an unordered write that may have been harmless; called by whoever may switch threads
+void atomic_access(uintptr_t p, int size, bool write, int space, int site);
+
+struct SiteStat {
+  int site, space, write;
+  uint64_t instructions = 0, lanes = 0, bytes = 0, transactions = 0, ideal = 0;
+  uint32_t worst = 0;
+};
+std::vector<SiteStat> site_stats();
+
+std::string describe_address(uintptr_t address);  // "3 bytes past the end of buffer(0) of 256 bytes", or ""
+
+}  // namespace sim

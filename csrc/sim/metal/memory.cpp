@@ -1,0 +1,262 @@
+// Every access of a checked kernel: bounds, alignment, initialisation, races. Of a counting one: traffic.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "api.h"
+#include "machine.h"
+#include "shadow.h"
+
+namespace sim {
+
+std::vector<Slot> slots;
+extern void* image_base;
+void log_access(uintptr_t p, unsigned size, bool write, int space, int site);
+
+namespace {
+
+struct Region {
+  uintptr_t begin, end;
+  Shadow shadow;
+};
+std::vector<Region> regions;  // slots that overlap share one
+Shadow threadgroup_shadow;
+size_t last_slot;
+std::vector<uint32_t> group_times;  // clock at which each threadgroup began, to name the other side of a race
+uint32_t group_grid[3];
+
+const char* kinds[2][2] = {{"read", "write"}, {"atomic read", "atomic write"}};
+
+std::string group_of(uint32_t time) {
+  size_t n = std::upper_bound(group_times.begin(), group_times.end(), time) - group_times.begin() - 1;
+  size_t x = group_grid[0], y = group_grid[1];
+  return format("threadgroup (%zu, %zu, %zu)", n % x, n / x % y, n / (x * y));
+}
+
+// Whether an access by another thread came before everything that the current thread does now.
+bool ordered(const Access& a, int fence) {
+  if (a.time == 0) return true;
+  if (a.time < group_began) return false;  // another threadgroup of the same launch
+  if (a.thread == current->thread || a.time < group_fenced[fence]) return true;
+  return a.thread / kLanes == current->simdgroup && a.time < simdgroups[current->simdgroup].fenced[fence];
+}
+
+std::string race(const Access& other, bool other_writes, bool write, bool atomic, const std::string& where) {
+  std::string them = other.time < group_began ? format("thread %u of ", other.thread) + group_of(other.time)
+                                              : format("thread %u", other.thread);
+  const char* missing = other.time < group_began ? "nothing orders threadgroups of one launch" : "no barrier between them";
+  return "data race in " + where + ": " + kinds[atomic][write] + " here, " + kinds[other.atomic][other_writes] + " by " +
+         them + at(other.site) + ", " + missing;
+}
+
+// Two unordered writes of one value leave that value, whoever is first; kernels let all lanes store a common result.
+// The new value is only there when the thread asks for something next, which it does before any other thread runs.
+struct Doubt {
+  uintptr_t p = 0;
+  std::string before, message;
+  int site = -1;
+} doubt;
+
+void check_races(Shadow& shadow, uintptr_t p, size_t offset, size_t size, bool write, bool atomic, int fence, int site,
+                 const std::string (*where)(size_t)) {
+  size_t count;
+  Cell* cell = shadow.cells(offset, size, count);
+  Access mine{now, uint16_t(current->thread), atomic, site};
+  for (size_t i = 0; i < count; i++, cell++) {
+    auto conflict = [&](const Access& a) { return !(atomic && a.atomic) && !ordered(a, fence); };
+    if (conflict(cell->write)) {
+      std::string message = race(cell->write, true, write, atomic, where(offset));
+      if (!write || atomic || cell->write.atomic || options.strict) fail(site, message);
+      if (!doubt.p) doubt = {p, std::string(reinterpret_cast<const char*>(p), size), message, site};
+    }
+    if (!write) {
+      bool again = cell->read.time >= group_began && cell->read.thread == mine.thread;
+      if (!again && !ordered(cell->read, fence)) {
+        // Keep a reader of another simdgroup if there is one: a simdgroup's own barrier does not order it.
+        bool near = cell->read_too.thread / kLanes == mine.thread / kLanes;
+        if (cell->read_too.time < group_began || near || cell->read_too.thread == mine.thread) cell->read_too = cell->read;
+      } else if (!again) {
+        cell->read_too = Access();
+      }
+      cell->read = mine;
+      continue;
+    }
+    for (const Access& read : {cell->read, cell->read_too})
+      if (conflict(read)) fail(site, race(read, false, write, atomic, where(offset)));
+    cell->write = mine;
+  }
+}
+
+const std::string in_threadgroup(size_t offset) {
+  for (auto& v : variables)
+    if (offset >= v.offset && offset < v.offset + v.size)
+      return format("threadgroup variable %s, byte %zu", v.name.c_str(), offset - v.offset);
+  return format("threadgroup memory, byte %zu", offset);
+}
+
+void threadgroup_access(uintptr_t p, size_t size, bool write, bool atomic, int site) {
+  size_t offset = p - reinterpret_cast<uintptr_t>(arena);
+  if (offset >= arena_size || size > arena_size - offset)
+    fail(site, format("%s of %zu bytes outside threadgroup memory (byte %ld of %zu)", kinds[atomic][write], size,
+                      long(offset), arena_size));
+  if (!write) {
+    size_t count;
+    Cell* cell = threadgroup_shadow.cells(offset, size, count);
+    for (size_t i = 0; i < count; i++)
+      if (cell[i].write.time == 0)
+        fail(site, "read of " + in_threadgroup(offset) + ", which no thread of this threadgroup has written");
+  }
+  check_races(threadgroup_shadow, p, offset, size, write, atomic, 1, site, in_threadgroup);
+  (write ? counters.threadgroup_written : counters.threadgroup_read) += size;
+}
+
+bool in_image(uintptr_t p) {
+  Dl_info info;
+  return dladdr(reinterpret_cast<void*>(p), &info) && info.dli_fbase == image_base;
+}
+
+Region* region;  // of the access being checked
+
+const std::string in_region(size_t offset) {
+  return format("buffer(%d), byte %zu", slots[last_slot].index, size_t(region->begin + offset - slots[last_slot].begin));
+}
+
+// The slot that holds all of [p, p + size), or null for a program-scope constant.
+Slot* find_slot(uintptr_t p, size_t size, bool write, bool atomic, int space, int site) {
+  auto holds = [&](const Slot& s) { return p >= s.begin && p < s.end && size <= s.end - p; };
+  if (last_slot < slots.size() && holds(slots[last_slot])) return &slots[last_slot];
+  for (size_t i = 0; i < slots.size(); i++)
+    if (holds(slots[i])) return &slots[last_slot = i];
+  if (space == kConstant && in_image(p)) return nullptr;
+  std::string near = describe_address(p);
+  fail(site, format("%s of %zu bytes out of bounds", kinds[atomic][write], size) + (near.empty() ? "" : ": ") + near);
+}
+
+void device_access(uintptr_t p, size_t size, bool write, bool atomic, int space, int site) {
+  Slot* slot = find_slot(p, size, write, atomic, space, site);
+  if (!slot) return;
+  (write ? slot->written : slot->read) += size;
+  for (auto& r : regions)
+    if (p >= r.begin && p < r.end) region = &r;
+  check_races(region->shadow, p, p - region->begin, size, write, atomic, 0, site, in_region);
+}
+
+void check(uintptr_t p, size_t size, bool write, bool atomic, int space, size_t align, int site) {
+  settle();
+  if (space == kThreadgroup) threadgroup_access(p, size, write, atomic, site);
+  else device_access(p, size, write, atomic, space, site);
+  if (p % align) {
+    std::string where = space == kThreadgroup ? in_threadgroup(p - reinterpret_cast<uintptr_t>(arena)) : describe_address(p);
+    fail(site, format("misaligned %s of %zu bytes: %s is not a multiple of %zu", kinds[atomic][write], size, where.c_str(),
+                      align));
+  }
+  if (options.counting) log_access(p, unsigned(size), write, space, site);
+}
+
+void access(const void* p, unsigned info, int site) {
+  check(reinterpret_cast<uintptr_t>(p), info & 0xffff, info & kInfoWrite, false, info >> kInfoSpace & 7,
+        size_t(1) << (info >> kInfoAlign & 15), site);
+}
+
+void range(const void* p, size_t bytes, unsigned info, int site) {
+  if (bytes)
+    check(reinterpret_cast<uintptr_t>(p), bytes, info & kInfoWrite, false, info >> kInfoSpace & 7,
+          size_t(1) << (info >> kInfoAlign & 15), site);
+}
+
+}  // namespace
+
+extern void (*const api_access)(const void*, unsigned, int) = access;
+extern void (*const api_range)(const void*, size_t, unsigned, int) = range;
+
+void Shadow::reset(size_t bytes, int granule) {
+  bytes_ = bytes;
+  granule_ = granule;
+  cells_.assign((bytes + granule - 1) / granule, Cell());
+}
+
+void Shadow::clear() { std::fill(cells_.begin(), cells_.end(), Cell()); }
+
+Cell* Shadow::cells(size_t offset, size_t size, size_t& count) {
+  if (granule_ > 1 && (offset % granule_ || size % granule_)) {
+    std::vector<Cell> finer(bytes_ + granule_);
+    for (size_t i = 0; i < bytes_; i++) finer[i] = cells_[i / granule_];
+    cells_.swap(finer);
+    granule_ = 1;
+  }
+  count = size / granule_;
+  return cells_.data() + offset / granule_;
+}
+
+void settle() {
+  if (!doubt.p) return;
+  Doubt d;
+  std::swap(d, doubt);
+  if (std::memcmp(reinterpret_cast<const void*>(d.p), d.before.data(), d.before.size())) fail(d.site, d.message);
+}
+
+std::string describe_address(uintptr_t p) {
+  std::string best;
+  uintptr_t nearest = 1 << 24;
+  for (auto& s : slots) {
+    size_t bytes = s.end - s.begin;
+    if (p >= s.begin && p < s.end && nearest) {
+      nearest = 0;
+      best = format("byte %zu of buffer(%d) of %zu bytes", size_t(p - s.begin), s.index, bytes);
+    } else if (p >= s.end && p - s.end < nearest) {
+      nearest = p - s.end;
+      best = format("%zu bytes past the end of buffer(%d) of %zu bytes", size_t(nearest), s.index, bytes);
+    } else if (p < s.begin && s.begin - p < nearest) {
+      nearest = s.begin - p;
+      best = format("%zu bytes before buffer(%d) of %zu bytes", size_t(nearest), s.index, bytes);
+    }
+  }
+  return best;
+}
+
+void memory_begin() {
+  regions.clear();
+  group_times.clear();
+  last_slot = 0;
+  doubt = Doubt();
+  if (!options.checked) return;
+  for (auto& s : slots) {
+    auto shares = [&](const Region& r) { return s.begin < r.end && r.begin < s.end; };
+    auto r = std::find_if(regions.begin(), regions.end(), shares);
+    if (r == regions.end()) regions.push_back({s.begin, s.end, Shadow()});
+    else r->begin = std::min(r->begin, s.begin), r->end = std::max(r->end, s.end);
+  }
+  for (auto& r : regions) {
+    int granule = 4;
+    for (auto& s : slots)
+      if (s.begin >= r.begin && s.end <= r.end) {
+        granule = std::min(granule, s.granule);
+        if ((s.begin - r.begin) % granule) granule = 1;
+      }
+    r.shadow.reset(r.end - r.begin + 4, granule);
+  }
+  threadgroup_shadow.reset(arena_size + 4, 4);
+}
+
+void memory_begin_group() {
+  if (!options.checked) return;
+  group_times.push_back(now);
+  for (int d = 0; d < 3; d++) group_grid[d] = fibers[0].context.grid[kGroupsPerGrid][d];
+  threadgroup_shadow.clear();
+}
+
+void memory_end() { regions.clear(); }
+
+void atomic_access(uintptr_t p, int size, bool write, int space, int site) {
+  if (options.checked) {
+    check(p, size, write, true, space, size, site);
+  } else if (space != kThreadgroup) {
+    for (auto& s : slots)
+      if (p >= s.begin && p + size <= s.end) return;
+    std::string near = describe_address(p);
+    fail(site, format("atomic access of %d bytes out of bounds", size) + (near.empty() ? "" : ": ") + near);
+  }
+}
+
+}  // namespace sim

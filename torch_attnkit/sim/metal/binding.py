@@ -1,0 +1,212 @@
+"""How a call's arguments become bytes in buffer slots: ``torch.mps``'s rules, and errors where Metal reads garbage.
+
+Metal knows nothing of the type behind a slot. PyTorch binds a Python int as int64 and a float as float32 unless
+``arg_casts`` says otherwise, so a kernel that declares something else reads other bytes than were meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .source import Parameter
+
+MAX_BUFFERS, MAX_INLINE = 31, 4096
+_CASTS = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+# Element types by number, as in include/msl_types.h: Metal's name, bytes, a floating type's torch dtype.
+_TYPES = [
+    ("float", 4, torch.float32), ("half", 2, torch.float16), ("bfloat", 2, torch.bfloat16), ("int", 4, None),
+    ("uint", 4, None), ("short", 2, None), ("ushort", 2, None), ("char", 1, None), ("uchar", 1, None),
+    ("long", 8, None), ("ulong", 8, None), ("bool", 1, None),
+]  # fmt: skip
+_SIGNED = {3, 5, 7, 9}
+_BOOL = 11
+_BYTES = (torch.uint8, torch.int8, torch.bool)
+
+
+@dataclass(frozen=True)
+class Formal:
+    """A kernel parameter with its type: pointer or reference (kind 1, 2), address space, pointee."""
+
+    parameter: Parameter
+    kind: int
+    space: int
+    const: bool
+    size: int
+    align: int
+    type: int
+    count: int
+
+    @property
+    def text(self) -> str:
+        return f"[[buffer({self.parameter.slot})]] {self.parameter.text}"
+
+
+@dataclass
+class Bound:
+    """One slot: host memory, its size, and the position of the device address modulo 16."""
+
+    slot: int
+    address: int
+    bytes: int
+    residue: int
+    granule: int
+    writable: bool
+    keep: torch.Tensor
+
+
+def cast_of(arg_casts: Any, index: int) -> str:
+    if arg_casts is None:
+        return ""
+    if isinstance(arg_casts, str):
+        return arg_casts
+    if isinstance(arg_casts, dict):
+        return str(arg_casts.get(index, ""))
+    raise RuntimeError(f"Unexpected caster arg type {type(arg_casts).__name__}")
+
+
+def span(t: torch.Tensor) -> int:
+    """Bytes from the first to the last element of a tensor."""
+    if t.numel() == 0:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
+
+
+def _tensor(kernel: str, f: Formal, t: torch.Tensor) -> Bound:
+    if t.device.type != "cpu":
+        raise RuntimeError(f"{kernel}: {f.text} is given a tensor on {t.device}; the simulator takes cpu tensors")
+    if t.dtype == torch.float64:
+        raise TypeError(
+            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
+            "Please use float32 instead."
+        )
+    if f.space not in (1, 2):
+        raise RuntimeError(f"{kernel}: {f.text} is neither a device nor a constant parameter")
+    _check_dtype(kernel, f, t)
+    offset = int(t.storage_offset()) * t.element_size()
+    if offset % f.align:
+        raise ValueError(
+            f"{kernel}: {f.text} is given a tensor that begins at byte {offset} of its storage; "
+            f"its elements must lie at multiples of {f.align} bytes"
+        )
+    if f.kind == 2 and span(t) < f.size:
+        raise ValueError(f"{kernel}: {f.text} needs {f.size} bytes, the tensor has {span(t)}")
+    return Bound(f.parameter.slot, t.data_ptr(), span(t), offset % 16, t.element_size(), not f.const, t)
+
+
+def _check_dtype(kernel: str, f: Formal, t: torch.Tensor) -> None:
+    """Raw bytes may be read as anything, and any dtype as integers in vectors or of its size; the rest is a mistake."""
+    if f.type < 0:
+        return
+    name, size, floating = _TYPES[f.type]
+    if floating is not None:
+        fits = t.dtype == floating
+    else:
+        fits = t.dtype in _BYTES or f.count > 1 or size == t.element_size() or size == 1
+    if not fits:
+        given = str(t.dtype).removeprefix("torch.")
+        raise TypeError(f"{kernel}: {f.text} is given a {given} tensor and reads it as {name}")
+
+
+def _values(kernel: str, f: Formal, value: Any, cast: str) -> torch.Tensor:
+    items = value
+    if isinstance(value, list | tuple):
+        if not value:
+            raise RuntimeError("Empty list/tuple can not be an argument to metal kernel")
+        if isinstance(value[0], torch.Tensor):
+            raise NotImplementedError(f"{kernel}: {f.text}: the simulator has no lists of tensors (GPU addresses)")
+        if not isinstance(value[0], int | float):
+            raise RuntimeError("Unexpected argument types")
+    elif isinstance(value, int | float):
+        items = [value]
+    else:
+        raise RuntimeError("Unsupported argument type")
+    if cast and cast not in _CASTS:
+        raise RuntimeError(f"Unsupported cast instruction {cast}")
+    dtype = torch.float32 if isinstance(items[0], float) else torch.int64
+    return torch.tensor(items, dtype=dtype).to(_CASTS[cast] if cast else dtype)
+
+
+def _inline(kernel: str, f: Formal, value: Any, cast: str) -> Bound:
+    t = _values(kernel, f, value, cast)
+    if not f.const:
+        raise ValueError(f"{kernel}: {f.text} is given the value {value!r}, and only tensors can be written to")
+    if span(t) > MAX_INLINE:
+        raise ValueError(f"{kernel}: {f.text} is given {span(t)} bytes of values, at most {MAX_INLINE} fit")
+    if f.type >= 0:
+        _check_values(kernel, f, t, value)
+    if span(t) < f.size:
+        raise ValueError(
+            f"{kernel}: {f.text} needs {f.size} bytes, {value!r} is bound as {t.numel()} x "
+            f"{str(t.dtype).removeprefix('torch.')}, {span(t)} bytes"
+        )
+    return Bound(f.parameter.slot, t.data_ptr(), span(t), 0, t.element_size(), False, t)
+
+
+def _check_values(kernel: str, f: Formal, t: torch.Tensor, value: Any) -> None:
+    name, size, floating = _TYPES[f.type]
+    bound = str(t.dtype).removeprefix("torch.")
+    wrong = f"{kernel}: {f.text} is given {value!r}, bound as {bound}, and reads {name}"
+    if (floating or t.is_floating_point()) and t.dtype != floating:
+        hint = "pass a float" if f.type == 0 else f"see arg_casts ({', '.join(_CASTS)})"
+        raise TypeError(f"{wrong}: {hint}")
+    if floating:
+        return
+    if size > t.element_size() or (size < t.element_size() and (t.numel() > 1 or f.count > 1)):
+        raise TypeError(f"{wrong} of {size} bytes where {t.element_size()} were bound for each: see arg_casts")
+    bits = 8 * size
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if f.type in _SIGNED else (0, (1 << bits) - 1)
+    if f.type == _BOOL:
+        low, high = 0, 1
+    for v in t.tolist():  # the low bytes of a larger integer are its value only in this range
+        if not low <= v <= high:
+            raise ValueError(f"{wrong}, whose values are {low} to {high}")
+
+
+def bind(kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts: Any, error_slot: Any) -> list[Bound]:
+    """Slots for a call's arguments; argument i goes to buffer(i), and every declared slot must be given."""
+    if error_slot is not None:
+        raise NotImplementedError(f"{kernel}: the simulator has no error buffer (error_buf_idx={error_slot!r})")
+    if len(args) > MAX_BUFFERS:
+        raise ValueError(f"{kernel}: {len(args)} arguments, Metal has {MAX_BUFFERS} buffer slots")
+    by_slot = {f.parameter.slot: f for f in formals if f.kind in (1, 2)}
+    out = []
+    for i, value in enumerate(args):
+        cast = cast_of(arg_casts, i)
+        if i not in by_slot:
+            kind = type(value).__name__
+            raise ValueError(f"{kernel}: argument {i} ({kind}) belongs to no parameter: there is no buffer({i})")
+        if isinstance(value, torch.Tensor):
+            out.append(_tensor(kernel, by_slot[i], value))
+        else:
+            out.append(_inline(kernel, by_slot[i], value, cast))
+    missing = [f.text for slot, f in sorted(by_slot.items()) if slot >= len(args)]
+    if missing:
+        raise ValueError(
+            f"{kernel}: nothing is bound to {', '.join(missing)}; Metal would keep an earlier launch's binding"
+        )
+    return out
+
+
+def regions(bound: Sequence[Bound]) -> list[tuple[int, int, int, bool, list[tuple[int, int, int, int]]]]:
+    """(address, bytes, residue, writable, slots) of host memory, where overlapping tensors share a region."""
+    out: list[tuple[int, int, int, bool, list[tuple[int, int, int, int]]]] = []
+    for b in sorted(bound, key=lambda b: (b.address, b.bytes)):
+        if out and b.bytes and b.address < out[-1][0] + out[-1][1]:
+            address, size, residue, writable, slots = out.pop()
+            slots.append((b.slot, b.address - address, b.bytes, b.granule))
+            end = max(address + size, b.address + b.bytes)
+            out.append((address, end - address, residue, writable or b.writable, slots))
+        else:
+            out.append((b.address, b.bytes, b.residue, b.writable, [(b.slot, 0, b.bytes, b.granule)]))
+    return out

@@ -1,0 +1,274 @@
+"""clang from the ziglang package: checking a source, and turning one kernel of it into a loadable object, cached."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from torch_attnkit.core import config
+from torch_attnkit.core.errors import UnsupportedError
+from torch_attnkit.paths import csrc
+
+from . import source
+from .errors import refuse
+from .instrument import USER_FILE, Site, instrument, repaired
+
+_HEADERS = "atomic array common compute geometric integer limits math matrix numeric pack relational simdgroup"
+_STANDARD = re.compile(
+    rf"^[ \t]*#[ \t]*include[ \t]*<metal_(?:stdlib|simdgroup_matrix|type_traits|{'|'.join(_HEADERS.split())})>", re.M
+)
+_X86, _ARM = ("x86_64", "-march=x86-64-v3"), ("aarch64", "-march=armv8.2-a+fp16")
+_MACHINES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
+# Types whose rounding is visible round after every operation, products and sums are never fused, and an array index is
+# checked where the extent is known.
+_LANGUAGE = [
+    "-std=c++17", "-nostdinc", "-ffreestanding", "-ffp-contract=off", "-Xclang", "-ffloat16-excess-precision=none",
+    "-Xclang", "-fbfloat16-excess-precision=none", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-fno-threadsafe-statics", "-fsanitize=bounds", "-fsanitize-trap=bounds", "-fno-sanitize-merge",
+    "-ftrivial-auto-var-init=pattern", "-gline-tables-only", "-fPIC", "-fstack-clash-protection",
+]  # fmt: skip
+# A collective is known by its whole path of calls: everything is inlined, and equal calls in two branches stay two.
+_KEEP_APART = ["-mllvm", "-simplifycfg-hoist-common=0", "-mllvm", "-simplifycfg-sink-common=0"]
+_WARNINGS = [
+    "-Wno-everything", "-Wimplicit-float-conversion", "-Wno-implicit-int-float-conversion", "-Werror=uninitialized",
+    "-Werror=sometimes-uninitialized", "-Werror=return-type",
+    "-Werror=vla", "-Werror=vla-extension", "-Werror=array-bounds", "-ferror-limit=20",
+]  # fmt: skip
+# Metal converts nothing to bfloat on its own. The message names the type as written, or as an alias of it.
+_TO_BFLOAT = re.compile(
+    r"^([^\n]*): warning: (implicit conversion[^\n]*to '(?:bfloat|__bf16|[^']*' \(aka '__bf16')[^\n]*)", re.M
+)
+_BEGIN = '#include "msl_entry.h"\n#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n'
+_END = '\n#pragma clang attribute pop\n# 1 "entry"\n'
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled kernel: its shared object, its places in the source, and its threadgroup memory."""
+
+    path: Path
+    sites: list[Site]
+    variables: list[Variable]
+    threadgroup_bytes: int
+
+
+@cache
+def _zig() -> str:
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or spec.origin is None:
+        raise UnsupportedError("the Metal simulator needs a C++ compiler: pip install 'torch_attnkit[sim]' (ziglang)")
+    return str(Path(spec.origin).parent / ("zig.exe" if os.name == "nt" else "zig"))
+
+
+def _target() -> list[str]:
+    machine = _MACHINES.get(platform.machine().lower())
+    if machine is None or sys.platform not in ("linux", "darwin"):
+        raise UnsupportedError(
+            f"the Metal simulator runs on Linux and macOS, x86-64 and arm64; this is {platform.platform()}"
+        )
+    name, flag = machine
+    return ["-target", f"{name}-linux-gnu" if sys.platform == "linux" else f"{name}-macos-none", flag]
+
+
+def include() -> Path:
+    return csrc() / "sim" / "metal" / "include"
+
+
+@cache
+def _tools_key() -> str:
+    """A digest of everything but the source that decides what a compiled kernel looks like."""
+    digest = hashlib.sha256(importlib.metadata.version("ziglang").encode())
+    here = Path(__file__).parent
+    for path in [*sorted(include().glob("*.h")), *(here / f for f in ("source.py", "instrument.py", "compiler.py"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest() + " ".join(_target())
+
+
+def _run(arguments: Sequence[str], cwd: Path) -> tuple[str, str]:
+    done = subprocess.run([_zig(), *arguments], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        raise SyntaxError(_diagnostics(done.stderr))
+    return done.stdout, done.stderr
+
+
+def _diagnostics(text: str) -> str:
+    """clang's messages without what concerns the simulator's own headers."""
+    noise = re.compile(r"In file included|fatal error: too many|\d+ (error|warning)")
+    kept = [line for line in text.split("\n") if not noise.match(line)]
+    return "\n".join(kept).strip() or text.strip()
+
+
+@contextmanager
+def _cached(key: str) -> Iterator[tuple[Path, Path | None]]:
+    """(final folder, folder to fill or None if it is there); filled elsewhere and moved, so that no one sees half."""
+    final = config.cache_dir() / "metal-simulator" / hashlib.sha256((_tools_key() + key).encode()).hexdigest()[:32]
+    if final.is_dir():
+        yield final, None
+        return
+    final.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=final.parent))
+    try:
+        yield final, work
+        try:
+            work.rename(final)
+        except OSError:
+            if not final.is_dir():  # else another process was faster, with the same content
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _keep(work: Path, *names: str) -> None:
+    for path in work.iterdir():
+        if path.name not in names:
+            path.unlink()
+
+
+def preprocess(text: str, version: int, cwd: Path) -> str:
+    """The source with macros expanded; the standard headers are built in and so are blanked."""
+    (cwd / USER_FILE).write_text(_STANDARD.sub("", text))
+    macros = [f"-D__METAL_VERSION__={version}", "-D__METAL__=1", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1"]
+    flags = ["-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc", "-w", "-include", str(include() / "msl_macros.h")]
+    return _run(["clang", *flags, *macros, USER_FILE], cwd)[0]
+
+
+def _launcher(unit: source.Unit, entry: source.Entry, number: int | None = None) -> str:
+    """The functions that the machine looks for, or with a ``number`` only what makes clang instantiate the kernel."""
+    d = unit.declarations[entry.kernel]
+    slots = "".join(f", {p.slot}" for p in d.parameters)
+    kind = f"msl::entry<&{entry.expression}{slots}>"
+    if number is not None:
+        return f"void msl_check_{number}(const msl::context* c) {{ {kind}::run(c); }}\n"
+    limit = "1024"
+    if d.limit:
+        suffix = entry.expression[len(re.match(r"[\w:]+", entry.expression)[0]) :] or "<>"  # type: ignore[index]
+        limit = f"msl_limit_{entry.kernel}{suffix}()"
+    return (
+        f'extern "C" {{\nvoid msl_run(const msl::context* c) {{ {kind}::run(c); }}\n'
+        f"const msl::description* msl_parameters() {{ return {kind}::descriptions; }}\n"
+        f"int msl_parameter_count() {{ return {kind}::count; }}\nint msl_thread_limit() {{ return {limit}; }}\n}}\n"
+    )
+
+
+def _compile(unit: source.Unit, tail: str, flags: Sequence[str], cwd: Path) -> str:
+    (cwd / "unit.cpp").write_text(_BEGIN + unit.text + _END + tail)
+    arguments = ["clang", "-x", "c++", *_target(), *_LANGUAGE, *_WARNINGS, "-I", str(include()), *flags, "unit.cpp"]
+    out, messages = _run(arguments, cwd)
+    if found := _TO_BFLOAT.search(messages):
+        raise SyntaxError(f"{found[1]}: error: {found[2]}: Metal has none to bfloat, write bfloat(x)")
+    return out
+
+
+def check(text: str, version: int) -> source.Unit:
+    """The kernels of a source. Raises SyntaxError, as ``torch.mps`` does, if any of them does not compile."""
+    with _cached(f"check\0{version}\0{text}") as (final, work):
+        if work is not None:
+            unit = source.rewrite(preprocess(text, version, work))
+            tail = "".join(_launcher(unit, e, n) for n, e in enumerate(unit.entries))
+            _compile(unit, tail, ["-fsyntax-only"], work)
+            (work / "unit.json").write_text(json.dumps(asdict(unit)))
+            _keep(work, "unit.json")
+    return _read_unit(final / "unit.json")
+
+
+def front_end(unit: source.Unit, version: int, work: Path) -> str:
+    """The program of all kernels before any optimisation, under the language rules that a version has."""
+    tail = "".join(_launcher(unit, e, n) for n, e in enumerate(unit.entries))
+    rules = ["-Werror=c++20-extensions", *(["-Werror=pre-c++17-compat"] if version < 400 else [])]
+    return _compile(unit, tail, [*rules, "-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"], work)
+
+
+def _read_unit(path: Path) -> source.Unit:
+    d = json.loads(path.read_text())
+    unit = source.Unit(d["text"], {}, [source.Entry(**e) for e in d["entries"]], d["variables"])
+    for name, k in d["declarations"].items():
+        parameters = tuple(source.Parameter(**p) for p in k["parameters"])
+        unit.declarations[name] = source.Declaration(name, k["template"], k["limit"], parameters)
+    return unit
+
+
+def _layout(sizes: dict[int, tuple[int, int]], names: list[str]) -> tuple[list[Variable], int]:
+    """Offsets of the threadgroup variables that survive optimisation, each at a multiple of 16."""
+    used, out = 0, []
+    for number, name in enumerate(names):
+        size, align = sizes.get(number, (0, 1))
+        used = -(-used // max(align, 16)) * max(align, 16) if size else used
+        out.append(Variable(name, used, size))
+        used += size
+    return out, used
+
+
+def build(text: str, unit: source.Unit, entry: source.Entry, mode: str, version: int) -> Built:
+    """One kernel as a shared object. ``mode`` is fast, checked or counting."""
+    with _cached(f"build\0{mode}\0{version}\0{entry.host}\0{text}") as (final, work):
+        if work is not None:
+            front = ["-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
+            (work / "front.ll").write_text(repaired(_compile(unit, _launcher(unit, entry), front, work)))
+            level = ["-O2"] if mode == "fast" else ["-O1", "-fno-vectorize", "-fno-slp-vectorize"]
+            flags = ["-x", "ir", *_target(), "-fPIC", "-w", *_KEEP_APART, *level]
+            ir = _run(["clang", *flags, "-S", "-emit-llvm", "-o", "-", "front.ll"], work)[0]
+            done = instrument(ir, checked=mode != "fast", counting=mode == "counting")
+            (work / "kernel.ll").write_text(done.text)
+            code = ["-x", "ir", *_target(), "-fPIC", "-O1", "-Xclang", "-disable-llvm-passes", "-w"]
+            _run(["clang", *code, "-c", "-o", "kernel.o", "kernel.ll"], work)
+            _link(work)
+            variables, used = _layout(done.variables, unit.variables)
+            facts = {"sites": done.sites, "variables": [asdict(v) for v in variables], "bytes": used}
+            (work / "kernel.json").write_text(json.dumps(facts))
+            _keep(work, "kernel.so", "kernel.json")
+    facts = json.loads((final / "kernel.json").read_text())
+    sites = [tuple((line, column) for line, column in s) for s in facts["sites"]]
+    return Built(final / "kernel.so", sites, [Variable(**v) for v in facts["variables"]], facts["bytes"])
+
+
+@cache
+def _stub() -> str:
+    """The object with the calls into the machine, which is the same for every kernel."""
+    with _cached("stub") as (final, work):
+        if work is not None:
+            flags = [f for f in _LANGUAGE if not f.startswith(("-fsan", "-gline", "-fno-sanitize"))]
+            source_file = str(include() / "msl_stub.h")
+            _run(["clang", "-x", "c++", *_target(), *flags, "-O2", "-w", "-c", "-o", "stub.o", source_file], work)
+    return str(final / "stub.o")
+
+
+def _link(work: Path) -> None:
+    if sys.platform == "linux":
+        _run(["ld.lld", "-shared", "-o", "kernel.so", "kernel.o", _stub()], work)
+    else:
+        lookup = ["-shared", "-Wl,-undefined,dynamic_lookup"]  # memcpy and the like come from the process
+        _run(["cc", *_target()[:2], *lookup, "-o", "kernel.so", "kernel.o", _stub()], work)
+
+
+def embed(text: str) -> str:
+    """The source with torch's own headers in place, as ``torch.mps.compile_shader`` prepares it."""
+    import torch
+    from torch.utils._cpp_embed_headers import _embed_headers
+
+    if not text.isascii():
+        at = next(i for i, c in enumerate(text) if not c.isascii())
+        line = text.count("\n", 0, at) + 1
+        raise refuse(f"non-ASCII character {text[at]!r}: the source is handed to Metal as ASCII", line)
+    return _embed_headers([line + "\n" for line in text.split("\n")], [Path(torch.__path__[0]) / "include"], set())

@@ -1,0 +1,261 @@
+"""A compiled source and its kernels, with the object protocol of ``torch.mps.compile_shader``."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from torch_attnkit.core.errors import UnsupportedError
+
+from . import compiler, source
+from .binding import Bound, Formal, bind, regions
+from .counters import Report
+from .errors import SimulationError
+
+MAX_THREADGROUP_BYTES = 32768
+MODES = ("fast", "checked", "counting")
+_machine_lock = threading.Lock()  # there is one machine
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``mode``: fast, checked (races, bounds and uninitialised reads) or counting (checked, with counters).
+
+    ``strict`` makes a collective on part of a simdgroup's live lanes an error, and in the checked modes unordered
+    writes of one value to one place; ``timeout`` is in seconds, ``version`` the value of ``__METAL_VERSION__``.
+    """
+
+    mode: str = "fast"
+    strict: bool = False
+    timeout: float = 60.0
+    version: int = 320
+
+
+_settings: ContextVar[Settings] = ContextVar("attnkit_metal_settings", default=Settings())  # noqa: B039 (immutable)
+_reports: ContextVar[list[Report] | None] = ContextVar("attnkit_metal_reports", default=None)
+
+
+@contextmanager
+def settings(**changes: Any) -> Iterator[Settings]:
+    """Run kernels with other settings inside this block; ``changes`` are fields of Settings."""
+    new = replace(_settings.get(), **changes)
+    if new.mode not in MODES:
+        raise ValueError(f"settings: mode is {new.mode!r}, accepted: {', '.join(MODES)}")
+    token = _settings.set(new)
+    try:
+        yield new
+    finally:
+        _settings.reset(token)
+
+
+@contextmanager
+def counting() -> Iterator[list[Report]]:
+    """Count what every launch inside this block does; a Report a launch is appended to the list."""
+    reports: list[Report] = []
+    token = _reports.set(reports)
+    try:
+        with settings(mode="counting"):
+            yield reports
+    finally:
+        _reports.reset(token)
+
+
+def machine() -> Any:
+    """The C++ part, which an installation without a compiler may lack."""
+    try:
+        from torch_attnkit.sim import _metal  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the Metal simulator's extension (torch_attnkit.sim._metal) is missing: {error}"
+        ) from None
+    return _metal
+
+
+class _Loaded:
+    """A kernel built for one mode."""
+
+    def __init__(self, kernel: Kernel, mode: str) -> None:
+        library = kernel._library
+        self.built = compiler.build(library._text, library._unit, kernel._entry, mode, library._version)
+        self.object = machine().Kernel(str(self.built.path))
+
+    def formals(self, parameters: Sequence[source.Parameter]) -> list[Formal]:
+        return [Formal(p, *d) for p, d in zip(parameters, self.object.parameters, strict=True)]
+
+
+class Kernel:
+    """A kernel of a library. Call it as ``torch.mps`` kernels are called, with CPU tensors."""
+
+    def __init__(self, library: Library, entry: source.Entry) -> None:
+        self._library, self._entry = library, entry
+        self._loaded: dict[str, _Loaded] = {}
+        used = self._load(_settings.get().mode).built.threadgroup_bytes
+        if used > MAX_THREADGROUP_BYTES:
+            raise RuntimeError(
+                f"Failed to create pipeline state object, error: {entry.host}: threadgroup memory size ({used}) "
+                f"exceeds the maximum threadgroup memory allowed ({MAX_THREADGROUP_BYTES})"
+            )
+
+    def __repr__(self) -> str:
+        return f"<simulated Metal kernel {self._entry.host}>"
+
+    def _load(self, mode: str) -> _Loaded:
+        if mode not in self._loaded:
+            self._loaded[mode] = _Loaded(self, mode)
+        return self._loaded[mode]
+
+    @property
+    def _any(self) -> _Loaded:
+        return next(iter(self._loaded.values()))
+
+    @cached_property
+    def _formals(self) -> list[Formal]:
+        declaration = self._library._unit.declarations[self._entry.kernel]
+        return self._any.formals(declaration.parameters)
+
+    @property
+    def max_threads_per_threadgroup(self) -> int:
+        """The declared limit or 1024. A GPU may allow fewer, depending on the registers that a kernel takes."""
+        return int(self._any.object.thread_limit)
+
+    @property
+    def thread_execution_width(self) -> int:
+        return 32
+
+    @property
+    def static_thread_group_memory_length(self) -> int:
+        return self._any.built.threadgroup_bytes
+
+    def __call__(
+        self,
+        *args: Any,
+        threads: int | Sequence[int] | None = None,
+        group_size: int | Sequence[int] | None = None,
+        arg_casts: str | dict[int, str] | None = None,
+        error_buf_idx: int | None = None,
+    ) -> None:
+        """Run the kernel on ``threads`` threads in all; see ``torch.mps.compile_shader``.
+
+        Raises SimulationError for what Metal leaves undefined, and then writes to no tensor.
+        """
+        grid = _extent(threads)
+        if grid is None:
+            first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+            grid = None if first is None else (first.numel(),)
+        if grid is None:
+            raise RuntimeError("Number of threads is undefined or has wrong dimension")
+        group = self._group(grid, _extent(group_size))
+        bound = bind(self._entry.host, self._formals, args, arg_casts, error_buf_idx)
+        if 0 in grid:
+            return
+        how = _settings.get()
+        memory_fault, message = self._run(how, grid, group, bound)
+        if message and memory_fault and how.mode == "fast":
+            # A fault of the processor names no line. The tensors are as they were, so that it can be asked again.
+            message = self._run(replace(how, mode="checked"), grid, group, bound)[1] or message
+        if message:
+            raise SimulationError(message)
+
+    def _group(self, grid: tuple[int, ...], group: tuple[int, ...] | None) -> tuple[int, ...]:
+        limit = self.max_threads_per_threadgroup
+        if group is not None and len(group) != len(grid):
+            raise RuntimeError(f"threads has {len(grid)} dimensions and group_size {len(group)}, expected as many")
+        if group is None:
+            group = (min(grid[0], limit) if len(grid) == 1 else limit, *(1,) * (len(grid) - 1))
+        product = 1
+        for n in group:
+            product *= n
+        if product > limit:
+            raise ValueError(f"Threadgroup size exceeds {limit} limit")
+        if product < 1 and 0 not in grid:
+            raise ValueError(f"group_size is {group}: every dimension must be at least 1")
+        return group
+
+    def _run(self, how: Settings, grid: tuple[int, ...], group: tuple[int, ...], bound: Any) -> tuple[bool, str]:
+        loaded = self._load(how.mode)
+        three = lambda dims: (*dims, *(1,) * (3 - len(dims)))
+        variables = [(v.name, v.offset, v.bytes) for v in loaded.built.variables]
+        options = {"checked": how.mode != "fast", "counting": how.mode == "counting",
+                   "strict": how.strict, "timeout": how.timeout}  # fmt: skip
+        with _machine_lock:
+            ok, memory_fault, message = machine().run(
+                loaded.object, three(grid), three(group), regions(bound), variables,
+                loaded.built.threadgroup_bytes, options,
+            )  # fmt: skip
+            counted = machine().counters() if how.mode == "counting" and ok else None
+        reports = _reports.get()
+        if counted is not None and reports is not None:
+            names = _names(self._formals, bound)
+            reports.append(Report.of(self._entry.host, counted, names, loaded.built.sites, self._library._lines))
+        return memory_fault, "" if ok else f"{self._entry.host}: {self._located(message, loaded)}"
+
+    def _located(self, message: str, loaded: _Loaded) -> str:
+        """The message with marks of places replaced by line, text and the calls that led there."""
+
+        def words(match: re.Match[str]) -> str:
+            place = loaded.built.sites[int(match[1])]
+            if not place:
+                return ""
+            *outer, (line, _) = place
+            calls = "".join(f", called from line {at}" for at, _ in reversed(outer))
+            return f" at line {line} ({self._library._lines[line - 1].strip()}){calls}"
+
+        return re.sub(r" \{site (\d+)\}", words, message)
+
+
+def _names(formals: Sequence[Formal], bound: Sequence[Bound]) -> dict[int, str]:
+    """Names of the device parameters by slot. Traffic goes by address, so that those of one tensor are counted as one."""
+    device = {f.parameter.slot: f.parameter.name for f in formals if f.space == 1}
+    place = {b.slot: (b.address, b.bytes) for b in bound}
+    return {slot: "=".join(n for s, n in device.items() if place[s] == place[slot]) for slot in device}
+
+
+def _extent(value: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    out = (int(value),) if isinstance(value, int) else tuple(int(v) for v in value)
+    if not 0 < len(out) < 4:
+        raise RuntimeError("Number of threads is undefined or has wrong dimension")
+    if min(out) < 0:
+        raise TypeError(f"thread counts must not be negative, got {out}")
+    return out
+
+
+class Library:
+    """A compiled source; its kernels are attributes."""
+
+    def __init__(self, text: str) -> None:
+        self._version = _settings.get().version
+        self._text = compiler.embed(text)
+        self._lines = self._text.split("\n")
+        self._unit = compiler.check(self._text, self._version)
+        self._kernels: dict[str, Kernel] = {}
+
+    def __getattr__(self, name: str) -> Kernel:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self._kernels:
+            entry = next((e for e in self._unit.entries if e.host == name), None)
+            if entry is None:
+                raise RuntimeError(f"Failed to create function state object for: {name}")
+            self._kernels[name] = Kernel(self, entry)
+        return self._kernels[name]
+
+    def __dir__(self) -> list[str]:
+        return [e.host for e in self._unit.entries]
+
+
+def compile_shader(source: str) -> Library:
+    """A library of the kernels in Metal ``source``, that run on CPU tensors as ``torch.mps``'s run on MPS tensors.
+
+    Raises SyntaxError for a source that Metal would refuse, UnsupportedError where the simulator cannot run.
+    """
+    return Library(source)

@@ -1,0 +1,446 @@
+"""From Metal source to C++ that clang understands: kernels, attributes, threadgroup variables, vectors, literals.
+
+The text is rewritten token by token and keeps its lines, so that diagnostics and debug information refer to what the
+user wrote. Everything that is not recognised is left for the compiler to refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .errors import refuse
+
+GRID_VALUES = {
+    "thread_position_in_grid": 100,
+    "thread_position_in_threadgroup": 101,
+    "threadgroup_position_in_grid": 102,
+    "thread_index_in_simdgroup": 103,
+    "simdgroup_index_in_threadgroup": 104,
+    "threads_per_threadgroup": 105,
+    "threads_per_grid": 106,
+    "threadgroups_per_grid": 107,
+    "thread_index_in_threadgroup": 108,
+    "simdgroups_per_threadgroup": 109,
+    "dispatch_simdgroups_per_threadgroup": 109,
+    "threads_per_simdgroup": 110,
+    "thread_execution_width": 110,
+    "dispatch_threads_per_threadgroup": 111,
+    "quadgroup_index_in_threadgroup": 112,
+    "thread_index_in_quadgroup": 113,
+}
+# Attributes that may stand in a source; anything else is refused rather than dropped.
+_ATTRIBUTES = {
+    *GRID_VALUES, "kernel", "host_name", "buffer", "max_total_threads_per_threadgroup", "maybe_unused", "likely",
+    "unlikely", "fallthrough", "nodiscard", "clang",
+}  # fmt: skip
+_TOKEN = re.compile(
+    r"""\#[^\n]*|\s+|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[A-Za-z_]\w*
+    |0[xX][\da-fA-F.]+(?:[pP][+-]?\d+)?\w*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\w*|::|->|<<|&&|\|\||.""",
+    re.S | re.X,
+)
+SCALARS = ("float", "half", "bfloat", "int", "uint", "short", "ushort", "char", "uchar", "long", "ulong", "bool")
+VECTORS = {f"{s}{n}" for s in SCALARS for n in (2, 3, 4)}
+_FLOAT = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+")
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A kernel parameter: its declaration, and the buffer slot or the number of the grid value it receives."""
+
+    text: str
+    slot: int
+
+    @property
+    def name(self) -> str:
+        return str(re.findall(r"\w+", self.text)[-1])
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A kernel function; ``template`` is its template header, ``limit`` the text of its largest group, each or ""."""
+
+    name: str
+    template: str
+    limit: str
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel as the host sees it: ``expression`` names the function or the template's instance."""
+
+    host: str
+    expression: str
+    kernel: str
+
+
+@dataclass
+class Unit:
+    """A rewritten source, its kernels, and the names of its threadgroup variables by number."""
+
+    text: str
+    declarations: dict[str, Declaration] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)
+
+
+def tokens(text: str) -> list[str]:
+    return _TOKEN.findall(text)
+
+
+def is_blank(token: str) -> bool:
+    return token.isspace() or token[0] == "#" or token.startswith(("//", "/*"))
+
+
+def after(ts: Sequence[str], i: int) -> int:
+    """Index of the next token with a meaning."""
+    i += 1
+    while i < len(ts) and is_blank(ts[i]):
+        i += 1
+    return i
+
+
+def before(ts: Sequence[str], i: int) -> int:
+    i -= 1
+    while i >= 0 and is_blank(ts[i]):
+        i -= 1
+    return i
+
+
+def closing(ts: Sequence[str], i: int) -> int:
+    """Index of the bracket that closes the one at ``i``; angle brackets are only followed if one is asked for."""
+    pair, depth = {"(": ")", "[": "]", "{": "}", "<": ">"}[ts[i]], 0
+    for k in range(i, len(ts)):
+        if ts[k] == ts[i]:
+            depth += 1
+        elif ts[k] == pair:
+            depth -= 1
+            if depth == 0:
+                return k
+        elif ts[i] == "<" and ts[k] in "([{":
+            continue
+    raise refuse(f"unbalanced {ts[i]}", line_of(ts, i))
+
+
+def line_of(ts: Sequence[str], i: int) -> int:
+    """The line of a token in the user's source, from the markers that the preprocessor left."""
+    line = 1
+    for t in ts[:i]:
+        marker = re.match(r"#(?:line)? (\d+) \"", t)
+        line = int(marker[1]) - 1 if marker else line + t.count("\n")
+    return line
+
+
+def split(ts: Sequence[str], by: str = ",") -> list[list[str]]:
+    """Tokens between top-level separators, with angle brackets counted as brackets."""
+    parts: list[list[str]] = [[]]
+    depth = 0
+    for t in ts:
+        depth += (t in "([{<") - (t in ")]}>") if len(t) == 1 else 0
+        if t == by and depth == 0:
+            parts.append([])
+        else:
+            parts[-1].append(t)
+    return parts
+
+
+def plain(ts: Sequence[str]) -> str:
+    return " ".join("".join(" " if is_blank(t) else t for t in ts).split())
+
+
+def _first_extent(ts: Sequence[str]) -> int:
+    """Index of the bracket that begins a declarator's array extents, or the end."""
+    angles = 0
+    for k, t in enumerate(ts):
+        angles += (t == "<") - (t == ">")
+        if t == "[" and angles == 0:
+            return k
+    return len(ts)
+
+
+def _newlines(ts: Sequence[str]) -> str:
+    return "\n" * sum(t.count("\n") for t in ts)
+
+
+def attributes(ts: Sequence[str]) -> Iterator[tuple[int, int, list[str]]]:
+    """(begin, end, names with arguments) of every [[...]]."""
+    i = 0
+    while i + 1 < len(ts):
+        if ts[i] == "[" and ts[i + 1] == "[":
+            end = closing(ts, i)
+            yield i, end + 1, [plain(p) for p in split(ts[i + 2 : end - 1])]
+            i = end
+        i += 1
+
+
+def _parameters(ts: Sequence[str], line: int, kernel: str) -> tuple[Parameter, ...]:
+    out: list[Parameter] = []
+    for part in split(ts):
+        if plain(part) in ("", "void"):
+            continue
+        names = [n for _, _, group in attributes(part) for n in group]
+        inside = {k for b, e, _ in attributes(part) for k in range(b, e)}
+        text = plain([t for k, t in enumerate(part) if k not in inside])
+        out.append(Parameter(text, _slot(names, text, out, line, kernel)))
+    return tuple(out)
+
+
+def _slot(names: list[str], text: str, earlier: list[Parameter], line: int, kernel: str) -> int:
+    for name in names:
+        if match := re.fullmatch(r"buffer ?\( ?(\d+) ?\)", name):
+            return int(match[1])
+        if name in GRID_VALUES:
+            return GRID_VALUES[name]
+        if name.startswith("threadgroup"):
+            raise refuse(f"{kernel}: {text}: compile_shader has no dynamic threadgroup memory; declare an array", line)
+        raise refuse(f"{kernel}: {text}: [[{name}]] is not available through compile_shader", line)
+    if re.search(r"[*&]", text):  # buffers without a number take the free ones in order
+        taken = {p.slot for p in earlier}
+        return next(k for k in range(len(earlier) + 1) if k not in taken)
+    raise refuse(f"{kernel}: {text}: a parameter that is no buffer needs an attribute", line)
+
+
+class Rewriter:
+    """One pass over the tokens of a preprocessed source."""
+
+    def __init__(self, text: str) -> None:
+        self.ts = tokens(text)
+        self.unit = Unit("")
+        self.edits: list[tuple[int, int, str]] = []
+        self.bodies: list[tuple[int, int]] = []
+        self.instances: list[tuple[str | None, str]] = []
+
+    def run(self) -> Unit:
+        self._functions()
+        self._check_attributes()
+        for begin, end, _ in attributes(self.ts):
+            self.edits.append((begin, end, _newlines(self.ts[begin:end])))
+        self._threadgroup_variables()
+        self._expressions()
+        self.unit.text = self._edited()
+        known = self.unit.declarations
+        for host, expression in self.instances:
+            name = re.match(r"\w+", expression.split("::")[-1])
+            if name and name[0] in known:
+                self.unit.entries.append(Entry(host or plain(tokens(expression)), expression, name[0]))
+        used = {e.kernel for e in self.unit.entries}
+        self.unit.entries += [Entry(n, n, n) for n, d in known.items() if n not in used and not d.template]
+        return self.unit
+
+    def _edited(self) -> str:
+        out, done = [], 0
+        for begin, end, text in sorted(self.edits, key=lambda e: (e[0], e[1])):
+            if begin < done:
+                continue  # inside something that was replaced as a whole
+            out += [*self.ts[done:begin], text]
+            done = end
+        return "".join([*out, *self.ts[done:]])
+
+    def _functions(self) -> None:
+        ts, i, header = self.ts, 0, None
+        while i < len(ts):
+            if ts[i] == "template":
+                j = after(ts, i)
+                if ts[j] == "<":
+                    end = closing(ts, j)
+                    header, i = (i, end + 1), end + 1
+                    continue
+                i = self._instance(i)
+                continue
+            if ts[i] in (";", "{", "}"):
+                header = None
+            is_attribute = ts[i] == "[" and i + 1 < len(ts) and ts[i + 1] == "["
+            end = closing(ts, i) if is_attribute else i
+            if ts[i] == "kernel" or (is_attribute and re.match(r"\[\[\s*kernel\b", "".join(ts[i : end + 1]))):
+                i, header = self._kernel(i, header), None
+                continue
+            i = end + 1
+
+    def _instance(self, i: int) -> int:
+        """An explicit instantiation: with a host_name it is a kernel of the library, else plain C++."""
+        ts = self.ts
+        end = next(k for k in range(i, len(ts)) if ts[k] == ";")
+        body = [t for t in ts[i + 1 : end] if t[0] != "#"]
+        names = [n for _, _, group in attributes(body) for n in group]
+        host = next(("".join(re.findall(r'"([^"]*)"', n)) for n in names if n.startswith("host_name")), None)
+        is_kernel = host is not None or "kernel" in names or "kernel" in body
+        if not is_kernel:
+            return end + 1
+        inside = {k for b, e, _ in attributes(body) for k in range(b, e)}
+        rest = [t for k, t in enumerate(body) if k not in inside and t != "kernel"]
+        k = after(rest, -1)
+        if rest[k] == "decltype":
+            expression = plain(rest[closing(rest, after(rest, k)) + 1 :])
+        else:
+            depth = 0
+            for e in range(after(rest, k), len(rest)):
+                depth += (rest[e] == "<") - (rest[e] == ">")
+                if rest[e] == "(" and depth == 0:
+                    break
+            expression = plain(rest[k + 1 : e])
+        self.instances.append((host, expression))
+        self.edits.append((i, end + 1, _newlines(ts[i : end + 1])))
+        return end + 1
+
+    def _kernel(self, i: int, header: tuple[int, int] | None) -> int:
+        ts, k, limit = self.ts, self._attributes_before(i), ""
+        while ts[k] != "(":
+            if ts[k] == "[" and ts[k + 1] == "[":
+                end = closing(ts, k)
+                for name in next(a for b, _, a in attributes(ts[k : end + 1]) if b == 0):
+                    if name.startswith("max_total_threads_per_threadgroup"):
+                        limit = name[name.index("(") :]
+                k = end
+            k += 1
+        name, end = ts[before(ts, k)], closing(ts, k)
+        line = line_of(ts, i)
+        result = ts[before(ts, before(ts, k))]
+        if result != "void":
+            raise refuse(f"kernel {name} must return void, not {result}", line)
+        template = plain(ts[slice(*header)]) if header else ""
+        self.unit.declarations[name] = Declaration(name, template, limit, _parameters(ts[k + 1 : end], line, name))
+        at = header[0] if header else i
+        if limit:
+            head = template or "template <int = 0>"
+            self.edits.append((at, at, f"{head} constexpr int msl_limit_{name}() {{ return {limit}; }} "))
+        if ts[i] == "kernel":
+            self.edits.append((i, i + 1, ""))
+        opening = next((m for m in range(end, len(ts)) if ts[m] in "{;"), len(ts) - 1)
+        if ts[opening] == "{":
+            self.bodies.append((opening, closing(ts, opening)))
+        return opening
+
+    def _attributes_before(self, i: int) -> int:
+        while ts_end := before(self.ts, i):
+            begin = next((b for b, e, _ in attributes(self.ts[: ts_end + 1]) if e == ts_end + 1), None)
+            if begin is None:
+                return i
+            i = begin
+        return i
+
+    def _check_attributes(self) -> None:
+        for begin, _, names in attributes(self.ts):
+            for name in names:
+                word = re.match(r"\w*", name)
+                if not word or word[0] not in _ATTRIBUTES:
+                    constant = "function_constant" in name
+                    what = "compile_shader has no function constants" if constant else f"unknown attribute {name!r}"
+                    raise refuse(what, line_of(self.ts, begin))
+
+    def _threadgroup_variables(self) -> None:
+        """``threadgroup float x[64];`` in a kernel becomes a reference into the running threadgroup's memory."""
+        ts, parens = self.ts, 0
+        for i, t in enumerate(ts):
+            parens += (t == "(") - (t == ")")
+            if t != "threadgroup" or parens:
+                continue
+            end = self._declaration_end(i)
+            if end is None:
+                continue
+            line = line_of(ts, i)
+            if not any(b < i < e for b, e in self.bodies):
+                raise refuse("a threadgroup variable must be declared in a kernel function", line)
+            self.edits.append((i, end + 1, self._variable([x for x in ts[i + 1 : end] if x[0] != "#"], line)))
+
+    def _declaration_end(self, i: int) -> int | None:
+        """Index of the semicolon if a variable is declared at ``i``, not a pointer or a template argument."""
+        ts, depth, angles = self.ts, 0, 0
+        for k in range(i, len(ts)):
+            t = ts[k]
+            if t in ("(", "["):
+                depth += 1
+            elif t in (")", "]"):
+                depth -= 1
+            elif t == "<":
+                angles += 1
+            elif t == ">":
+                angles -= 1
+            elif t == ";" and depth == 0:
+                return k
+            if depth < 0 or angles < 0 or (t in ("*", "&") and depth == 0 and angles == 0) or t in ("{", "}"):
+                return None
+        return None
+
+    def _variable(self, declaration: list[str], line: int) -> str:
+        if "=" in declaration:
+            raise refuse("a threadgroup variable cannot be initialised", line)
+        first, *others = split(declaration)
+        stop = _first_extent(first)
+        name_at = before(first, stop)
+        kind = plain(first[:name_at])
+        declarators = [(first[name_at], plain(first[stop:]))]
+        for part in others:
+            k = after(part, -1)
+            declarators.append((part[k], plain(part[k + 1 :])))
+        out = []
+        for name, extent in declarators:
+            number = len(self.unit.variables)
+            self.unit.variables.append(name)
+            alias = f"msl_variable_{number}"
+            out.append(f"typedef {kind} {alias} {extent};")
+            out.append(f"threadgroup {alias}& {name} = MSL_THREADGROUP({alias}, {number});")
+        return " ".join(out) + _newlines(declaration)
+
+    def _aliases(self) -> set[str]:
+        text = plain(self.ts)
+        pattern = rf"(?:using (\w+) = |typedef )(?:metal ?:: ?)?(?:vec ?<[^;]*>|{'|'.join(VECTORS)}) ?(\w*) ?;"
+        return {a or b for a, b in re.findall(pattern, text)} - {""}
+
+    def _expressions(self) -> None:
+        """Vector constructors and casts, which C++ spells or means differently, and literals without a suffix."""
+        ts, vectors = self.ts, VECTORS | self._aliases()
+        for i, t in enumerate(ts):
+            if _FLOAT.match(t):
+                self._literal(i)
+            elif t == "static_cast":
+                j = after(ts, i)
+                end = closing(ts, j)
+                if not {"*", "&"} & set(ts[j:end]):
+                    self.edits.append((i, i + 1, "msl::cast"))
+            elif t == "vec" and i + 1 < len(ts) and ts[after(ts, i)] == "<":
+                end = closing(ts, after(ts, i))
+                self._constructor(self._qualified(i), end, "".join(ts[i : end + 1]))
+            elif t in vectors and ts[before(ts, i)] not in ("::", ".", "->", "operator"):
+                self._constructor(i, i, t)
+
+    def _qualified(self, i: int) -> int:
+        while self.ts[before(self.ts, i)] == "::":
+            i = before(self.ts, i)
+            if self.ts[before(self.ts, i)] == "metal":
+                i = before(self.ts, i)
+        return i
+
+    def _constructor(self, begin: int, end: int, kind: str) -> None:
+        ts = self.ts
+        follows, leads = after(ts, end), before(ts, begin)
+        if follows >= len(ts):
+            return
+        if ts[follows] in ("(", "{"):
+            inside = closing(ts, follows)
+            if ts[follows] == "{" or ts[after(ts, follows)] not in ("*", "&"):  # not a pointer to a function
+                full = f"metal::{kind}" if kind.startswith("vec") else kind
+                self.edits.append((begin, end + 1, f"msl::make<{full}>"))
+                if ts[follows] == "{":
+                    self.edits += [(follows, follows + 1, "("), (inside, inside + 1, ")")]
+        elif ts[follows] == ")" and ts[leads] == "(":
+            operand, head = ts[after(ts, follows)], ts[before(ts, leads)]
+            is_cast = re.match(r"[A-Za-z_(]", operand) and not re.match(r"\w|\)|\]|>", head[-1:])
+            if is_cast or (head in ("return", "=") and re.match(r"[A-Za-z_(]", operand)):
+                raise refuse(f"({kind})x would reinterpret a vector here: write {kind}(x)", line_of(ts, begin))
+
+    def _literal(self, i: int) -> None:
+        t = self.ts[i]
+        if _FLOAT.fullmatch(t):
+            self.edits.append((i, i + 1, t + "f"))
+        elif t.endswith("bf") and not t.startswith(("0x", "0X")):
+            self.edits.append((i, i + 1, f"((bfloat){t[:-2]}f)"))
+        elif t[-1] in "hH":
+            self.edits.append((i, i + 1, f"((half){t[:-1]}f)"))
+
+
+def rewrite(preprocessed: str) -> Unit:
+    """C++ for a Metal source whose macros have been expanded. Raises SyntaxError where Metal's rules are broken."""
+    return Rewriter(preprocessed).run()
