@@ -241,7 +241,7 @@ def test_a_race_between_threadgroups_names_both():
         library.k(torch.arange(64.0), torch.zeros(64), threads=64, group_size=32)
 
 
-def test_helpers_called_from_two_branches_do_not_meet():
+def test_a_function_called_from_two_branches_does_not_meet_itself():
     """A collective is known by its whole path of calls: on hardware the branches run one after the other."""
     text = """#include <metal_stdlib>
 using namespace metal;

@@ -212,7 +212,7 @@ class Kernel:
 
 
 def _names(formals: Sequence[Formal], bound: Sequence[Bound]) -> dict[int, str]:
-    """Names of the device parameters by slot. Traffic goes by address, so that those of one tensor are counted as one."""
+    """Names of the device parameters by slot. Traffic goes by address: those of one tensor are counted as one."""
     device = {f.parameter.slot: f.parameter.name for f in formals if f.space == 1}
     place = {b.slot: (b.address, b.bytes) for b in bound}
     return {slot: "=".join(n for s, n in device.items() if place[s] == place[slot]) for slot in device}
