@@ -1,8 +1,7 @@
 """From ``torch.ops.attnkit.<op>(...)`` to a running kernel: registration, the plan cache, and the choice of a row.
 
-A call is planned once per signature (shapes, strides, dtypes, device, scalars, simulated arch): validation, row,
-tiles, workspace. The function that torch calls only builds that key and looks the plan up. It is generated from the
-schema, because a loop over arguments costs more than everything else in it (``bench/overhead.py``).
+A call is planned once per signature (shapes, strides, dtypes, device, scalars, simulated arch). The function that torch
+calls only looks the plan up; it is generated from the schema, since a loop over arguments costs more than all the rest.
 """
 
 from __future__ import annotations
