@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import torch_attnkit
-from bench import run, timing
+from bench import mps, run, timing
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import DTYPES
 
@@ -37,6 +37,8 @@ def main(
     """Time one op on this machine's GPU: parity first, cold inputs, CUDA graph and eager, medians."""
     if op not in OPS:
         raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
+    if torch.backends.mps.is_available():
+        raise typer.Exit(mps.main(OPS[op], DTYPES[dtype], case, json_file, console))
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
     record = facts() | {"command": f"python -m bench {' '.join(sys.argv[1:])}", "limits": timing.limits(), "lines": []}
@@ -92,13 +94,19 @@ def describe(line: dict[str, Any]) -> str:
 
 def table(op: str, lines: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(n for line in lines for n, p in line.get("peers", {}).items() if "us" in p))
-    columns = ("case", "us", "eager us", "rate", "of limit", "error / tol", *(f"vs {n}" for n in names))
+    columns = ("case", "us", "eager us", "host us", "rate", "of limit", "error / tol", *(f"vs {n}" for n in names))
     out = Table(*columns, title=f"{op}: CUDA graph, median; ratios are the peer's time / ours")
     for line in lines:
         if "error" in line:
             out.add_row(line["case"], "-", "-", "-", "-", "wrong", *("-" for _ in names), style="red")
             continue
-        cells = (f"{line['us']:.2f}", f"{line['us_eager']:.2f}", line["rate"], f"{line['fraction']:.0%}")
+        cells = (
+            f"{line['us']:.2f}",
+            f"{line['us_eager']:.2f}",
+            f"{line['us_host']:.1f}",
+            line["rate"],
+            f"{line['fraction']:.0%}",
+        )
         ratios = (f"{line['peers'][n]['ratio']:.2f}" if "us" in line["peers"].get(n, {}) else "-" for n in names)
         out.add_row(line["case"], *cells, f"{line['error_of_tolerance']:.2f}", *ratios)
     return out

@@ -50,12 +50,17 @@ def _line(
     copies = timing.sets_for(max(given + outputs, 1), torch.device("cuda"))
     sets = [args] + [tuple(_clone(a) for a in args) for _ in range(copies - 1)]
     ours: timing.Calls = [lambda a=a: call(*a, **kwargs) for a in sets]
-    us = timing.graph(ours)
+    rivals: dict[str, timing.Calls] = {}
+    missing: dict[str, str] = {}
+    for peer in peers.ALL if with_peers else ():
+        _prepare(peer, op, sets, kwargs, got, rivals, missing)
+    us, found = _timed(ours, rivals, missing)
     bandwidth, speed = nbytes / us / 1e6, flops / us / 1e6
     memory_bound = bandwidth / limits["copy"] >= speed / limits["bf16"]
     line = {
         "us": us,
         "us_eager": timing.eager(ours),
+        "us_host": timing.host(ours),
         "bytes": nbytes,
         "flops": flops,
         "tb_s": bandwidth,
@@ -64,18 +69,17 @@ def _line(
         "rate": f"{bandwidth:.2f} TB/s" if memory_bound else f"{speed:.0f} TFLOP/s",
         "error_of_tolerance": error,
         "input_sets": copies,
-        "peers": {},
-        "missing": {},
+        "peers": found,
+        "missing": missing,
     }
-    for peer in peers.ALL if with_peers else ():
-        _time_peer(peer, op, sets, kwargs, got, line)
     return line
 
 
-def _time_peer(
-    peer: peers.Peer, op: Op, sets: list[Any], kwargs: dict[str, Any], got: Any, line: dict[str, Any]
-) -> None:
-    """Add a peer's times to the line, or why there are none."""
+def _prepare(
+    peer: peers.Peer, op: Op, sets: list[Any], kwargs: dict[str, Any], got: Any,
+    rivals: dict[str, timing.Calls], missing: dict[str, str],
+) -> None:  # fmt: skip
+    """Put a peer's calls, one for each input set, into ``rivals``, or into ``missing`` why there are none."""
     try:
         first = peer.adapt(op.name, sets[0], kwargs)
         if first is None:
@@ -84,17 +88,44 @@ def _time_peer(
         mine = _tensors(got)[0].reshape(theirs.shape)
         off = float((theirs.float() - mine.float()).norm() / mine.float().norm())
         if not off <= _SAME:
-            line["missing"][peer.name] = f"computes something else here (difference {off:.2g} of the norm)"
+            missing[peer.name] = f"computes something else here (difference {off:.2g} of the norm)"
             return
         calls = [first] + [peer.adapt(op.name, a, kwargs) for a in sets[1:]]
         for each in calls:
             each()
-        found = {"us_eager": timing.eager(calls)}
-        found["us"] = timing.graph(calls) if peer.graphs else found["us_eager"]
-        line["peers"][peer.name] = found | {"ratio": found["us"] / line["us"], "graph": peer.graphs}
-    except Exception as failure:  # a peer may fail in any way; that is named, and the bench goes on
-        line["missing"][peer.name] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"
         torch.cuda.synchronize()
+        rivals[peer.name] = calls
+    except Exception as failure:  # a peer may fail in any way; that is named, and the bench goes on
+        missing[peer.name] = _words(failure)
+
+
+def _timed(
+    ours: timing.Calls, rivals: dict[str, timing.Calls], missing: dict[str, str]
+) -> tuple[float, dict[str, dict[str, Any]]]:
+    """Our microseconds in a graph, and each peer's record; all contenders take turns in one measurement."""
+    graphs = {p.name: p.graphs for p in peers.ALL}
+    runs = {}
+    for name, calls in rivals.items():
+        try:
+            runs[name] = timing.graph(calls) if graphs[name] else timing.plain(calls)
+        except Exception as failure:
+            torch.cuda.synchronize()
+            missing[name] = f"not captured by a CUDA graph: {_words(failure)}"
+            runs[name] = timing.plain(calls)
+    us, *theirs = timing.interleaved([timing.graph(ours), *runs.values()])
+    found = {}
+    for (name, run), each in zip(runs.items(), theirs, strict=True):
+        calls = rivals[name]
+        found[name] = {
+            "us": each, "us_eager": timing.eager(calls), "us_host": timing.host(calls), "ratio": each / us,
+            "graph": run.kept is not None,
+        }  # fmt: skip
+    return us, found
+
+
+def _words(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0][:200]}"
 
 
 def gate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], got: Any) -> float:

@@ -1,9 +1,10 @@
 """How calls are timed.
 
 Inputs are cold: enough sets of them that a set has left the second-level cache before its turn comes again, and
-outputs are kept, so that they are not written into the cache over and over. ``graph`` replays a CUDA graph of one call
-per set, so launches cost the host nothing; ``eager`` issues the same calls one by one behind a running queue. Both
-report the median over repeats of the time of one call. Clocks are left alone.
+outputs are kept, so that they are not written into the cache over and over. ``graph`` makes a CUDA graph of one call
+per set, so launches cost the host nothing; ``interleaved`` gives all contenders their turns, so that clocks, power and
+temperature are the same for each; ``eager`` issues calls one by one behind a running queue; ``host`` is what issuing a
+call costs the host. All report the median over repeats of the time of one call. Clocks are left alone.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-_REPEATS, _WARM = 15, 3
+_REPEATS, _WARM, _ISSUED = 15, 3, 64
 _SECONDS = 0.25  # what one measurement may take
 Calls = list[Callable[[], Any]]
 
@@ -28,8 +30,17 @@ def sets_for(nbytes: int, device: torch.device) -> int:
     return max(1, min(-(-3 * cache // max(nbytes, 1)), free // 3 // max(nbytes, 1), 400))
 
 
-def graph(calls: Calls) -> float:
-    """Microseconds a call, of a graph that runs each of ``calls`` once and at least 8 in all."""
+@dataclass(frozen=True)
+class Run:
+    """Something to time: ``go`` issues ``calls`` calls; ``kept`` holds what a graph writes to."""
+
+    go: Callable[[], Any]
+    calls: int
+    kept: Any = None
+
+
+def graph(calls: Calls) -> Run:
+    """A CUDA graph that runs each of ``calls`` once, and at least 8 in all."""
     calls = calls * -(-8 // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -40,39 +51,63 @@ def graph(calls: Calls) -> float:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, stream=stream):
         kept = [call() for call in calls]
-    us = _median(captured.replay) / len(calls)
-    del kept, captured
-    return us
+    return Run(captured.replay, len(calls), (captured, kept))
+
+
+def plain(calls: Calls) -> Run:
+    """The same calls, issued by the host one by one."""
+    calls = calls * -(-8 // len(calls))
+
+    def go() -> None:
+        for call in calls:
+            call()
+
+    return Run(go, len(calls))
+
+
+def interleaved(runs: list[Run]) -> list[float]:
+    """Microseconds a call of each run: the median over rounds in which every run has its turn."""
+    for run in runs:
+        for _ in range(_WARM):
+            run.go()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for run in runs:
+        run.go()
+    torch.cuda.synchronize()
+    once = (time.perf_counter() - start) / len(runs)
+    rounds = max(5, min(_REPEATS, int(_SECONDS / max(once, 1e-6))))
+    marks = [[(_event(), _event()) for _ in runs] for _ in range(rounds)]
+    for events in marks:
+        for run, (before, after) in zip(runs, events, strict=True):
+            before.record()
+            run.go()
+            after.record()
+    torch.cuda.synchronize()
+    times = ([before.elapsed_time(after) for before, after in column] for column in zip(*marks, strict=True))
+    return [statistics.median(t) * 1e3 / run.calls for t, run in zip(times, runs, strict=True)]
 
 
 def eager(calls: Calls) -> float:
     """Microseconds a call when the host issues every one of them."""
-    calls = calls * -(-8 // len(calls))
+    return interleaved([plain(calls)])[0]
 
-    def run() -> None:
-        for call in calls:
+
+def host(calls: Calls) -> float:
+    """Microseconds of the host's time to issue one call, the queue never full."""
+    call, times = calls[0], []
+    for _ in range(_REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(_ISSUED):
             call()
-
-    return _median(run) / len(calls)
-
-
-def _median(run: Callable[[], Any]) -> float:
-    """Microseconds of one ``run``, the median of repeats between device events."""
-    for _ in range(_WARM):
-        run()
+        times.append((time.perf_counter() - start) / _ISSUED)
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    once = time.perf_counter() - start
-    repeats = max(3, min(_REPEATS, int(_SECONDS / max(once, 1e-6))))
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for before, after in events:
-        before.record()
-        run()
-        after.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in events) * 1e3
+    return statistics.median(times) * 1e6
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
 
 
 def limits() -> dict[str, float]:
@@ -83,7 +118,7 @@ def limits() -> dict[str, float]:
     copy = 2 * source.nbytes / eager([functools.partial(target.copy_, source)]) / 1e6
     del source, target
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = 2 * 8192**3 / graph([functools.partial(torch.mm, a, b)]) / 1e6
+    product = 2 * 8192**3 / interleaved([graph([functools.partial(torch.mm, a, b)])])[0] / 1e6
     del a, b
     torch.cuda.empty_cache()
     return {"copy": copy, "bf16": product}

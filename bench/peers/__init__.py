@@ -31,7 +31,7 @@ ALL = (
     Peer("FA2", "sdpa_flash"),
     Peer("FA3", "flash_attention_3"),
     Peer("FA4", "flash_attention_4"),
-    Peer("FlashInfer", "flashinfer_peer", graphs=False),
+    Peer("FlashInfer", "flashinfer_peer"),
     Peer("fla", "fla_peer"),
     Peer("quack", "quack_peer"),
 )

@@ -41,7 +41,7 @@ def _offsets(batch: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    window, causal = kwargs.get("window", -1), bool(kwargs.get("causal", op.startswith("sdpa_decode")))
+    window, causal = kwargs.get("window", -1), bool(kwargs.get("causal", op.startswith("sdpa")))
     if kwargs.get("sink_tokens") or not kwargs.get("normalize", True):
         return None
     shared: dict[str, Any] = dict(is_causal=causal, softcap=kwargs.get("softcap", 0.0))
@@ -61,7 +61,7 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         tensors = tuple(t.flatten(0, 1) for t in (q, k, v))
         shared |= dict(cu_seqlens_q=_offsets(*q.shape[:2], q.device), cu_seqlens_k=_offsets(*k.shape[:2], k.device))
         shared |= dict(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
-    elif op in ("sdpa_decode", "sdpa_decode_paged"):
+    elif op in ("sdpa_decode", "sdpa_decode_paged", "sdpa_multi"):
         paged = op.endswith("paged")
         q, k, v, *others = args
         table = others.pop(0).clamp(min=0) if paged else None
@@ -71,12 +71,14 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         if not paged:  # one page a sequence
             k, v = (t.transpose(1, 2) for t in (k, v))
             table = torch.arange(len(q), dtype=torch.int32, device=q.device)[:, None]
-        tensors = (q, k, v)
-        shared |= dict(cu_seqlens_q=_offsets(len(q), 1, q.device), max_seqlen_q=1, seqused_k=kv_len, page_table=table)
+        queries = q.shape[1] if op == "sdpa_multi" else 1
+        tensors = (q.flatten(0, 1) if op == "sdpa_multi" else q, k, v)
+        shared |= dict(cu_seqlens_q=_offsets(len(q), queries, q.device), max_seqlen_q=queries)
+        shared |= dict(seqused_k=kv_len, page_table=table)
         shared |= dict(max_seqlen_k=table.shape[1] * k.shape[1])
     else:
         return None
     call = _call(tensors, s_aux=None if sink is None else sink.to(torch.bfloat16), **shared)
-    if op == "flash_attention":
+    if op in ("flash_attention", "sdpa_multi"):
         return lambda: call().unflatten(0, args[0].shape[:2])
     return call

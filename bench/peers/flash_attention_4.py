@@ -27,6 +27,12 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         tensors = (q[:, None], k, v)
         shared |= dict(causal=True, seqused_k=kv_len, page_table=table.clamp(min=0))
         back = lambda o: o[:, 0]
+    elif op == "sdpa_multi":
+        q, k, v, kv_len, sink, kv_start = (*args, None, None)[:6]
+        if kv_start is not None:
+            return None
+        tensors, back = (q, k.transpose(1, 2), v.transpose(1, 2)), lambda o: o
+        shared |= dict(causal=bool(kwargs.get("causal", True)), seqused_k=kv_len)
     elif op == "flash_attention":
         q, k, v, sink, kv_len, kv_start = (*args, None, None, None)[:6]
         if kv_start is not None or kv_len is not None:

@@ -17,15 +17,25 @@ PARITY = {
     "no-queries": dict(B=2, T=0, S=5, Hq=2, Hkv=1, D=64, Dv=64),
     "no-keys": dict(B=2, T=3, S=0, Hq=2, Hkv=1, D=64, Dv=64),
 }
+# Name: (B, tokens, Hq, Hkv, D, Dv); each is run causal and full.
+_SQUARES = {
+    "8x2048": (8, 2048, 32, 8, 128, 128),
+    "4x4096": (4, 4096, 32, 8, 128, 128),
+    "2x8192": (2, 8192, 32, 8, 128, 128),
+    "1x16384": (1, 16384, 32, 8, 128, 128),
+    "4x4096-D64": (4, 4096, 32, 8, 64, 64),
+    "4x4096-D96": (4, 4096, 32, 8, 96, 96),
+    "4x4096-D192": (4, 4096, 16, 16, 192, 128),
+    "2x8192-D256": (2, 8192, 16, 2, 256, 256),
+}
 BENCH = {
-    f"{'causal-' * causal}{b}x{s}-D{d}": dict(B=b, T=s, S=s, Hq=h, Hkv=hkv, D=d, Dv=d, causal=causal)
-    for b, s, h, hkv, d, causal in (
-        (1, 8192, 32, 8, 128, 1),
-        (4, 4096, 32, 8, 128, 1),
-        (8, 2048, 32, 32, 128, 0),
-        (1, 32768, 16, 16, 64, 1),
-        (2, 8192, 16, 8, 256, 1),
-    )
+    f"{kind}-{name}": dict(B=b, T=n, S=n, Hq=hq, Hkv=hkv, D=d, Dv=dv, causal=int(kind == "causal"))
+    for kind in ("causal", "full")
+    for name, (b, n, hq, hkv, d, dv) in _SQUARES.items()
+} | {
+    "window1024-2x8192": dict(B=2, T=8192, S=8192, Hq=32, Hkv=8, D=128, Dv=128, causal=1, window=1024),
+    "gptoss-4x4096": dict(B=4, T=4096, S=4096, Hq=64, Hkv=8, D=64, Dv=64, causal=1, window=128, sink=1),
+    "gptoss-full-4x4096": dict(B=4, T=4096, S=4096, Hq=64, Hkv=8, D=64, Dv=64, causal=1, sink=1),
 }
 
 
@@ -60,7 +70,9 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 
 
 def flops(dims: dict[str, int]) -> int:
-    """Two products, two operations a term; causal counts the pairs on and below the diagonal (T <= S)."""
+    """Two products, two operations a term; causal counts the pairs on and below the diagonal, and in the window."""
     T, S = dims["T"], dims["S"]
     pairs = T * S - (T * (T - 1) // 2 if dims.get("causal") else 0)
+    outside = max(0, S - dims["window"]) if "window" in dims else 0  # of a causal square: a triangle
+    pairs -= outside * (outside + 1) // 2
     return 2 * dims["B"] * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ PARITY = {
     "long": dict(B=2, L=140, Hq=4, Hkv=2, D=64, Dv=64),
     "empty": dict(B=0, L=0, Hq=2, Hkv=1, D=64, Dv=64),
 }
+# 64 sequences whose lengths are spread evenly over 1..4096, in random order.
 BENCH = {
-    f"causal-{b}x{s}-D{d}": dict(B=b, L=s, Hq=32, Hkv=8, D=d, Dv=d, causal=1)
-    for b, s, d in ((8, 2048, 128), (32, 1024, 128), (2, 16384, 128), (16, 2048, 64))
+    f"{kind}-64x1..4096-D{d}": dict(B=64, L=4096, Hq=32, Hkv=8, D=d, Dv=d, causal=int(kind == "causal"))
+    for d in (128, 64)
+    for kind in ("causal", "full")
 }
 
 
@@ -51,15 +55,32 @@ def make(
     return args, kwargs
 
 
+def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    length = _spread(dims)
+    random.Random(0).shuffle(length)
+    tokens, offsets = sum(length), torch.tensor([0, *itertools.accumulate(length)], dtype=torch.int32)
+    args = (
+        inputs.normal(gen, dtype, tokens, dims["Hq"], dims["D"]),
+        inputs.normal(gen, dtype, tokens, dims["Hkv"], dims["D"]),
+        inputs.normal(gen, dtype, tokens, dims["Hkv"], dims["Dv"]),
+        offsets,
+        offsets.clone(),
+    )
+    return args, dict(causal=bool(dims["causal"]), max_seqlen_q=dims["L"], max_seqlen_k=dims["L"])
+
+
+def _spread(dims: dict[str, int]) -> list[int]:
+    return [1 + (dims["L"] - 1) * i // (dims["B"] - 1) for i in range(dims["B"])]
+
+
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
-    """Read q, k and v once, write out and lse, for B sequences of the longest length."""
-    tokens = dims["B"] * dims["L"]
+    """Read q, k and v once, write out and lse."""
+    tokens = sum(_spread(dims))
     elements = tokens * (dims["Hq"] + dims["Hkv"]) * (dims["D"] + dims["Dv"])
     return elements * dtype.itemsize + tokens * dims["Hq"] * 4 + 2 * (dims["B"] + 1) * 4
 
 
 def flops(dims: dict[str, int]) -> int:
-    """Two products, two operations a term, for B sequences of the longest length; causal counts its triangle."""
-    L = dims["L"]
-    pairs = L * (L + 1) // 2 if dims.get("causal") else L * L
-    return 2 * dims["B"] * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
+    """Two products, two operations a term; causal counts each sequence's triangle."""
+    pairs = sum(n * (n + 1) // 2 if dims.get("causal") else n * n for n in _spread(dims))
+    return 2 * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])

@@ -17,6 +17,8 @@ PARITY = {
     "heads": dict(R=4, H=8, N=128, y32=1, w32=1),
     "wide": dict(R=2, H=1, N=5000, y32=0, w32=0),
     "cluster": dict(R=2, H=1, N=16392, y32=0, w32=1),
+    "rows": dict(R=40, H=1, N=8200, y32=0, w32=0),
+    "spread": dict(R=2, H=1, N=40008, y32=0, w32=0),
     "longest": dict(R=1, H=1, N=131080, y32=1, w32=0),
     "empty": dict(R=0, H=4, N=64, y32=1, w32=0),
 }

@@ -15,12 +15,16 @@ PARITY = {
     "long": dict(B=2, Hq=16, Hkv=2, S=1000, D=64, Dv=64),
     "empty": dict(B=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
 }
-BENCH = {
-    f"{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128)
-    for b, s in ((1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192))
-} | {
-    f"gptoss-{b}x8192": dict(B=b, Hq=64, Hkv=8, S=8192, D=64, Dv=64, window=128, sink=1) for b in (1, 16, 128)
-}  # fmt: skip
+BENCH = (
+    {
+        f"{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128)
+        for b, s in ((1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192))
+    }
+    | {"ragged-64x8192": dict(B=64, Hq=32, Hkv=8, S=8192, D=128, Dv=128, ragged=1)}
+    | {f"gptoss-{b}x8192": dict(B=b, Hq=64, Hkv=8, S=8192, D=64, Dv=64, window=128, sink=1) for b in (1, 16, 128)}
+    | {f"D256-{b}x8192": dict(B=b, Hq=16, Hkv=8, S=8192, D=256, Dv=256) for b in (1, 16, 128)}
+    | {f"mqa-D512-{b}x8192": dict(B=b, Hq=64, Hkv=1, S=8192, D=512, Dv=512) for b in (1, 16, 128)}
+)
 
 
 def make(
@@ -40,15 +44,31 @@ def make(
     return args, inputs.score_arguments(features, S)
 
 
+def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Full caches, or with ``ragged`` the lengths of a batch in service, evenly spread over 1..S."""
+    args, kwargs = make(dims, dtype, ("gqa",) + ("sink",) * dims.get("sink", 0), gen)
+    return (*args[:3], torch.tensor(_lengths(dims), dtype=torch.int32), *args[4:]), kwargs | dict(
+        window=dims.get("window", -1)
+    )
+
+
+def _lengths(dims: dict[str, int]) -> list[int]:
+    B, S = dims["B"], dims["S"]
+    return [1 + (S - 1) * i // (B - 1) for i in range(B)] if dims.get("ragged") else [S] * B
+
+
+def _seen(dims: dict[str, int]) -> int:
+    """Visible keys of all sequences."""
+    return sum(min(n, dims.get("window", n)) for n in _lengths(dims))
+
+
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q and the visible K and V once, write out and lse."""
-    seen = min(dims["S"], dims.get("window", dims["S"]))
-    tokens = dims["B"] * dims["Hkv"] * seen * (dims["D"] + dims["Dv"])
+    tokens = _seen(dims) * dims["Hkv"] * (dims["D"] + dims["Dv"])
     heads = dims["B"] * dims["Hq"] * (dims["D"] + dims["Dv"])
     return (tokens + heads) * dtype.itemsize + dims["B"] * dims["Hq"] * 4
 
 
 def flops(dims: dict[str, int]) -> int:
     """Two products, two operations a term."""
-    seen = min(dims["S"], dims.get("window", dims["S"]))
-    return 2 * dims["B"] * dims["Hq"] * seen * (dims["D"] + dims["Dv"])
+    return 2 * dims["Hq"] * _seen(dims) * (dims["D"] + dims["Dv"])
