@@ -103,6 +103,16 @@ def test_decode_reads_a_key_and_a_value_once_for_all_heads(shared: int):
     assert reports[0].buffers["k"] == reports[0].buffers["v"] == (k.numel() * 2, 0)
 
 
+def test_decode_of_more_heads_than_a_tile_holds_finds_its_keys_in_a_cache():
+    """64 heads are four tiles of 16 rows, which follow each other on the same keys: memory is read once."""
+    q, k, v = normal(0, 1, 64, 64), normal(1, 1, 1, 8000, 64), normal(2, 1, 1, 8000, 64)
+    with metal.counting() as reports, metal.settings(cache=k.nbytes // 4):
+        run("sdpa_decode", (q, k, v, ints(8000)))
+    (rows, _), least = reports, k.nbytes + v.nbytes
+    assert rows.buffers["k"] == rows.buffers["v"] == (4 * k.nbytes, 0)
+    assert least <= rows.memory_read <= 1.01 * least
+
+
 def test_decode_reads_what_the_window_leaves():
     q, k, v = normal(0, 1, 8, 64), normal(1, 1, 1, 4000, 64), normal(2, 1, 1, 4000, 64)
     with metal.counting() as reports:
@@ -145,7 +155,7 @@ def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.
                 assert getattr(compiled, kernel).static_thread_group_memory_length <= 32768
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("size", [2, 4])
 def test_tiles_leave_room_for_a_second_threadgroup(dim: int, size: int):
     keys = prefill.keys_of(dim, dim, size)

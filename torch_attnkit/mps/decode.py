@@ -70,10 +70,10 @@ def launcher(
     def variant(width: int) -> metal.Launch:
         built = library.load(
             op, target, TYPE=sizes.dtype, OUT_TYPE=stored, MERGED_TYPE=sizes.dtype,
-            DIM=sizes.dim, DIM_V=sizes.dim_v, TILES=tiles, WIDTH=width,
+            DIM=sizes.dim, DIM_V=sizes.dim_v, TILES=tiles, WIDTH=width, **(defines or {}),
         )  # fmt: skip
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_rows"))
-        grid = (splits, columns, sizes.batch * sizes.kv_heads)
+        grid = (columns, splits, sizes.batch * sizes.kv_heads)
         attend = metal.launcher(built, "decode_rows", grid, simds * metal.SIMD)
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_merge"))
         items = merged * -(-sizes.dim_v // _SPAN)

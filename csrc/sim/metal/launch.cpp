@@ -329,18 +329,28 @@ Outcome launch(Launch& l) {
   log_reset();
   slots.clear();
   std::vector<Guarded> copies;
+  std::vector<Span> spans;
+  std::vector<std::vector<char>> written;  // is kept like the data: a launch that fails changes nothing
   for (auto& r : l.regions) {
     copies.emplace_back(r.bytes, r.residue);
     char* data = copies.back().data();
     std::memcpy(data, r.host, r.bytes);
+    written.emplace_back(r.written, r.written + (r.written ? r.bytes : 0));
+    auto base = reinterpret_cast<uintptr_t>(data);
+    spans.push_back({base, base + r.bytes, r.written ? written.back().data() : nullptr});
     for (auto& s : r.slots) {
       auto begin = reinterpret_cast<uintptr_t>(data) + s.offset;
       slots.push_back({s.index, begin, begin + s.bytes, s.granule});
     }
   }
+  for (size_t i = 0; i < copies.size(); i++)
+    for (auto& [offset, index] : l.regions[i].pointers)
+      for (auto& s : slots)
+        if (s.index == index) std::memcpy(copies[i].data() + offset, &s.begin, sizeof s.begin);
   for (int t = 0; t < kMaxThreads; t++)
-    for (auto& s : slots) fibers[t].context.buffer[s.index] = s.begin;
-  memory_begin();
+    for (auto& s : slots)
+      if (s.index < kListed) fibers[t].context.buffer[s.index] = s.begin;
+  memory_begin(spans);
   {
     SignalScope signals;
     Watchdog watchdog(options.timeout);
@@ -355,8 +365,14 @@ Outcome launch(Launch& l) {
       error = "a write out of bounds: " + describe_address(reinterpret_cast<uintptr_t>(p));
     }
   if (error.empty())
-    for (size_t i = 0; i < copies.size(); i++)
-      if (l.regions[i].writable) std::memcpy(l.regions[i].host, copies[i].data(), l.regions[i].bytes);
+    for (size_t i = 0; i < copies.size(); i++) {
+      const HostRegion& r = l.regions[i];
+      if (!r.writable) continue;
+      std::memcpy(r.host, copies[i].data(), r.bytes);
+      if (!r.written) continue;
+      if (options.checked) std::memcpy(r.written, written[i].data(), r.bytes);
+      else std::memset(r.written, 1, r.bytes);  // nobody looked what the kernel wrote
+    }
   return {error.empty(), memory_fault, error};
 }
 

@@ -14,13 +14,16 @@ struct BoundSlot {
   int granule;
 };
 
-// Host memory that one or more slots (overlapping tensors) are bound to.
+// Host memory that one or more slots (overlapping tensors) are bound to. `pointers` are the places in it that take the
+// device address of another slot; `written` as in Span.
 struct HostRegion {
   char* host;
   size_t bytes;
   size_t residue;  // of the device address modulo 16
   bool writable;
   std::vector<BoundSlot> slots;
+  std::vector<std::pair<size_t, int>> pointers;
+  char* written;
 };
 
 struct Launch {

@@ -69,14 +69,23 @@ struct Simdgroup {
 struct Options {
   bool checked = false, counting = false, strict = false;
   double timeout = 60;
+  size_t cache = 0;  // bytes of the modelled cache between the GPU and memory
 };
 
-// A bound slot. Addresses are those of the guarded copy that the kernel sees.
+// A bound slot, or with an index from kListed on one tensor of a list in slot index / kListed - 1. Addresses are those of
+// the guarded copy that the kernel sees.
+constexpr int kListed = 1000;
 struct Slot {
   int index;
   uintptr_t begin, end;
   int granule;  // bytes of one tensor element
   uint64_t read = 0, written = 0;
+};
+
+// Memory of one or more slots that overlap. `written` has a byte for each of its bytes, 1 where it holds a value; null: all.
+struct Span {
+  uintptr_t begin, end;
+  char* written;
 };
 
 struct ThreadgroupVariable {
@@ -87,6 +96,7 @@ struct ThreadgroupVariable {
 struct Counters {
   uint64_t switches = 0, collectives = 0, divergent = 0, barriers = 0, simdgroup_barriers = 0, matrix = 0, atomics = 0;
   uint64_t flops = 0, special = 0, threadgroup_read = 0, threadgroup_written = 0;
+  uint64_t memory_read = 0, memory_written = 0;  // past the modelled cache
 };
 
 extern Fiber* fibers;
@@ -114,8 +124,8 @@ void thread_ended();
 void evaluate(int simdgroup, uint32_t mask);
 
 // Memory, in checked and counting launches.
-void memory_begin();        // a launch
-void memory_begin_group();  // a threadgroup
+void memory_begin(const std::vector<Span>& spans);  // a launch
+void memory_begin_group();                          // a threadgroup
 void memory_end();
 void log_flush(int simdgroup);
 void settle();  // an unordered write that may have been harmless; called by whoever may switch threads
@@ -128,6 +138,7 @@ struct SiteStat {
 };
 std::vector<SiteStat> site_stats();
 
+std::string slot_name(int index);                 // "buffer(2)", "buffer(2)[0]" for a tensor of a list
 std::string describe_address(uintptr_t address);  // "3 bytes past the end of buffer(0) of 256 bytes", or ""
 
 }  // namespace sim

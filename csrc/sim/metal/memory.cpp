@@ -13,11 +13,13 @@ namespace sim {
 std::vector<Slot> slots;
 extern void* image_base;
 void log_access(uintptr_t p, unsigned size, bool write, int space, int site);
+void cache_access(uintptr_t p, size_t size, bool write);
+void cache_drain();
 
 namespace {
 
 struct Region {
-  uintptr_t begin, end;
+  Span span;
   Shadow shadow;
 };
 std::vector<Region> regions;  // slots that overlap share one
@@ -119,7 +121,7 @@ bool in_image(uintptr_t p) {
 Region* region;  // of the access being checked
 
 const std::string in_region(size_t offset) {
-  return format("buffer(%d), byte %zu", slots[last_slot].index, size_t(region->begin + offset - slots[last_slot].begin));
+  return slot_name(slots[last_slot].index) + format(", byte %zu", size_t(region->span.begin + offset - slots[last_slot].begin));
 }
 
 // The slot that holds all of [p, p + size), or null for a program-scope constant.
@@ -138,8 +140,15 @@ void device_access(uintptr_t p, size_t size, bool write, bool atomic, int space,
   if (!slot) return;
   (write ? slot->written : slot->read) += size;
   for (auto& r : regions)
-    if (p >= r.begin && p < r.end) region = &r;
-  check_races(region->shadow, p, p - region->begin, size, write, atomic, 0, site, in_region);
+    if (p >= r.span.begin && p < r.span.end) region = &r;
+  size_t offset = p - region->span.begin;
+  check_races(region->shadow, p, offset, size, write, atomic, 0, site, in_region);
+  if (char* written = region->span.written) {
+    if (write) std::memset(written + offset, 1, size);
+    else if (auto* hole = static_cast<char*>(std::memchr(written + offset, 0, size)))
+      fail(site, "read of " + in_region(size_t(hole - written)) + ", which nothing has written since it was allocated");
+  }
+  if (options.counting) cache_access(p, size, write);
 }
 
 void check(uintptr_t p, size_t size, bool write, bool atomic, int space, size_t align, int site) {
@@ -196,6 +205,10 @@ void settle() {
   if (std::memcmp(reinterpret_cast<const void*>(d.p), d.before.data(), d.before.size())) fail(d.site, d.message);
 }
 
+std::string slot_name(int index) {
+  return index < kListed ? format("buffer(%d)", index) : format("buffer(%d)[%d]", index / kListed - 1, index % kListed);
+}
+
 std::string describe_address(uintptr_t p) {
   std::string best;
   uintptr_t nearest = 1 << 24;
@@ -203,38 +216,33 @@ std::string describe_address(uintptr_t p) {
     size_t bytes = s.end - s.begin;
     if (p >= s.begin && p < s.end && nearest) {
       nearest = 0;
-      best = format("byte %zu of buffer(%d) of %zu bytes", size_t(p - s.begin), s.index, bytes);
+      best = format("byte %zu of %s of %zu bytes", size_t(p - s.begin), slot_name(s.index).c_str(), bytes);
     } else if (p >= s.end && p - s.end < nearest) {
       nearest = p - s.end;
-      best = format("%zu bytes past the end of buffer(%d) of %zu bytes", size_t(nearest), s.index, bytes);
+      best = format("%zu bytes past the end of %s of %zu bytes", size_t(nearest), slot_name(s.index).c_str(), bytes);
     } else if (p < s.begin && s.begin - p < nearest) {
       nearest = s.begin - p;
-      best = format("%zu bytes before buffer(%d) of %zu bytes", size_t(nearest), s.index, bytes);
+      best = format("%zu bytes before %s of %zu bytes", size_t(nearest), slot_name(s.index).c_str(), bytes);
     }
   }
   return best;
 }
 
-void memory_begin() {
+void memory_begin(const std::vector<Span>& spans) {
   regions.clear();
   group_times.clear();
   last_slot = 0;
   doubt = Doubt();
   if (!options.checked) return;
-  for (auto& s : slots) {
-    auto shares = [&](const Region& r) { return s.begin < r.end && r.begin < s.end; };
-    auto r = std::find_if(regions.begin(), regions.end(), shares);
-    if (r == regions.end()) regions.push_back({s.begin, s.end, Shadow()});
-    else r->begin = std::min(r->begin, s.begin), r->end = std::max(r->end, s.end);
-  }
-  for (auto& r : regions) {
+  for (auto& span : spans) {
     int granule = 4;
     for (auto& s : slots)
-      if (s.begin >= r.begin && s.end <= r.end) {
+      if (s.begin >= span.begin && s.end <= span.end) {
         granule = std::min(granule, s.granule);
-        if ((s.begin - r.begin) % granule) granule = 1;
+        if ((s.begin - span.begin) % granule) granule = 1;
       }
-    r.shadow.reset(r.end - r.begin + 4, granule);
+    regions.push_back({span, Shadow()});
+    regions.back().shadow.reset(span.end - span.begin + 4, granule);
   }
   threadgroup_shadow.reset(arena_size + 4, 4);
 }
@@ -246,7 +254,10 @@ void memory_begin_group() {
   threadgroup_shadow.clear();
 }
 
-void memory_end() { regions.clear(); }
+void memory_end() {
+  if (options.counting) cache_drain();
+  regions.clear();
+}
 
 void atomic_access(uintptr_t p, int size, bool write, int space, int site) {
   if (options.checked) {

@@ -150,7 +150,9 @@ class Kernel {
 };
 
 using SlotTuple = std::tuple<int, size_t, size_t, int>;
-using RegionTuple = std::tuple<uintptr_t, size_t, size_t, bool, std::vector<SlotTuple>>;
+using PointerTuple = std::pair<size_t, int>;
+using RegionTuple =
+    std::tuple<uintptr_t, size_t, size_t, bool, std::vector<SlotTuple>, std::vector<PointerTuple>, uintptr_t>;
 using VariableTuple = std::tuple<std::string, size_t, size_t>;
 using Three = std::array<uint32_t, 3>;
 
@@ -160,8 +162,8 @@ py::tuple run(const Kernel& kernel, Three grid, Three threads, const std::vector
   l.run = kernel.run();
   l.image = kernel.image();
   for (int d = 0; d < 3; d++) l.grid[d] = grid[d], l.group[d] = threads[d];
-  for (auto& [host, bytes, residue, writable, bound] : regions) {
-    HostRegion r{reinterpret_cast<char*>(host), bytes, residue, writable, {}};
+  for (auto& [host, bytes, residue, writable, bound, pointers, written] : regions) {
+    HostRegion r{reinterpret_cast<char*>(host), bytes, residue, writable, {}, pointers, reinterpret_cast<char*>(written)};
     for (auto& [index, offset, size, granule] : bound) r.slots.push_back({index, offset, size, granule});
     l.regions.push_back(std::move(r));
   }
@@ -171,6 +173,7 @@ py::tuple run(const Kernel& kernel, Three grid, Three threads, const std::vector
   l.options.counting = how["counting"].cast<bool>();
   l.options.strict = how["strict"].cast<bool>();
   l.options.timeout = how["timeout"].cast<double>();
+  l.options.cache = how["cache"].cast<size_t>();
   Outcome o;
   {
     py::gil_scoped_release release;
@@ -192,6 +195,8 @@ py::dict last_counters() {
   d["special"] = counters.special;
   d["threadgroup_read"] = counters.threadgroup_read;
   d["threadgroup_written"] = counters.threadgroup_written;
+  d["memory_read"] = counters.memory_read;
+  d["memory_written"] = counters.memory_written;
   for (auto& s : slots) traffic[py::int_(s.index)] = py::make_tuple(s.read, s.written);
   d["buffers"] = traffic;
   py::list sites;

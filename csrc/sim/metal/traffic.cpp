@@ -1,21 +1,34 @@
 // The stated model of memory traffic. Accesses of a simdgroup's lanes count as one instruction if they come from the
 // same place in the source and are each lane's k-th execution of it since the lanes last met. Device memory moves in
 // lines of 64 bytes; threadgroup memory has 32 banks of 4 bytes, and lanes that want different words of one bank wait.
+//
+// Between the GPU and memory lies one cache of Options::cache bytes: lines of 128 bytes, the least recently used leaves,
+// empty when a launch begins. Threadgroups pass through it one after another, as they are simulated. A line that is
+// written needs not be read first, and goes to memory once, when it leaves or when the launch ends.
 #include <algorithm>
+#include <list>
 #include <map>
+#include <unordered_map>
 
 #include "machine.h"
 
 namespace sim {
 namespace {
 
-constexpr uintptr_t kLine = 64, kBanks = 32;
+constexpr uintptr_t kLine = 64, kBanks = 32, kCacheLine = 128;
 
 struct Logged {
   uintptr_t p;
   unsigned size;
   int site, key;  // key: site, space and direction
 };
+struct CacheLine {
+  uintptr_t number;
+  bool dirty;
+};
+std::list<CacheLine> cache;  // the most recently used first
+std::unordered_map<uintptr_t, std::list<CacheLine>::iterator> cached;
+
 std::vector<Logged> logs[kMaxThreads];
 std::map<int, SiteStat> stats;
 size_t pending;
@@ -81,7 +94,36 @@ void log_flush(int simdgroup) {
   for (int lane = 0; lane < kLanes; lane++) logs[simdgroup * kLanes + lane].clear();
 }
 
+void cache_access(uintptr_t p, size_t size, bool write) {
+  for (uintptr_t n = p / kCacheLine; n <= (p + size - 1) / kCacheLine; n++) {
+    if (cache.empty() || cache.front().number != n) {
+      auto found = cached.find(n);
+      if (found != cached.end()) {
+        cache.splice(cache.begin(), cache, found->second);
+      } else {
+        cache.push_front({n, false});
+        cached[n] = cache.begin();
+        if (!write) counters.memory_read += kCacheLine;
+        if (cache.size() > std::max<size_t>(options.cache / kCacheLine, 1)) {
+          counters.memory_written += cache.back().dirty ? kCacheLine : 0;
+          cached.erase(cache.back().number);
+          cache.pop_back();
+        }
+      }
+    }
+    cache.front().dirty |= write;
+  }
+}
+
+void cache_drain() {
+  for (auto& line : cache) counters.memory_written += line.dirty ? kCacheLine : 0;
+  cache.clear();
+  cached.clear();
+}
+
 void log_reset() {
+  cache.clear();
+  cached.clear();
   stats.clear();
   pending = 0;
   for (auto& log : logs) log.clear();

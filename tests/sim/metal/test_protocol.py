@@ -140,7 +140,10 @@ REFUSED = [
     ("constant float& p", "x", None, RuntimeError, "^Unsupported argument type$"),
     ("constant float& p", 1.0, "fp8", RuntimeError, "^Unsupported cast instruction fp8$"),
     ("constant float& p", 1.0, 3, RuntimeError, "^Unexpected caster arg type int$"),
-    ("device const ulong* p", [torch.zeros(1)], None, NotImplementedError, "no lists of tensors"),
+    ("device ulong* p", [torch.zeros(1)], None, ValueError, "a list of tensors, and only tensors can be written to"),
+    ("constant float* p", [torch.zeros(1)], None, TypeError, "a list of tensors, bound as addresses of 8 bytes"),
+    ("constant ulong2& p", [torch.zeros(1)], None, ValueError, "needs 16 bytes, 1 addresses have 8"),
+    ("constant ulong* p", [torch.zeros(1), 2], None, RuntimeError, "given a list of tensors and int"),
     ("device const float* p", HALF, None, TypeError, "is given a float16 tensor and reads it as float"),
     ("device const int* p", LONG, None, TypeError, "is given a int64 tensor and reads it as int"),
     ("device const float* p", DOUBLE, None, TypeError, "MPS framework doesn't support float64"),
@@ -163,7 +166,7 @@ def test_every_slot_must_be_bound_and_no_other():
         kernel(torch.zeros(2))
     with pytest.raises(ValueError, match=r"full: argument 2 \(int\) belongs to no parameter: there is no buffer\(2\)"):
         kernel(torch.zeros(2), 1.0, 5)
-    with pytest.raises(NotImplementedError, match="no error buffer"):
+    with pytest.raises(ValueError, match=r"full: error_buf_idx is 2, but there is no buffer\(2\)"):
         kernel(torch.zeros(2), 1.0, error_buf_idx=2)
     with pytest.raises(ValueError, match="32 arguments, Metal has 31 buffer slots"):
         kernel(torch.zeros(2), *[1.0] * 31)
@@ -220,3 +223,75 @@ metal.compile_shader(sys.argv[1]).full(torch.zeros(2), 1.0)"""
     assert built == sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()) and x.eq(2).all()
     metal.compile_shader(FULL + "\n").full(x, 2.0)
     assert len(list(tmp_path.rglob("kernel.so"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("parameter", "pointer"),
+    [("device const float* constant* p", "p[j]"), ("constant ulong* p", "((device const float*)p[j])")],
+)
+@pytest.mark.parametrize("mode", metal.library.MODES)
+def test_a_list_of_tensors_is_bound_as_their_addresses(parameter: str, pointer: str, mode: str):
+    body = f"float s = 0; for (int j = 0; j < 3; j++) s += {pointer}[i]; o[i] = s;"
+    kernel = library(f"{parameter} [[buffer(1)]]", body).k
+    tensors = [torch.arange(4.0) * scale for scale in (1, 10, 100)]
+    out = torch.zeros(4)
+    with metal.counting() as reports, metal.settings(mode=mode):
+        kernel(out, tensors)
+    assert out.tolist() == [0, 111, 222, 333]
+    if mode == "counting":
+        assert reports[0].buffers == {"o": (0, 16)} | {f"p[{j}]": (16, 0) for j in range(3)}
+    tensors[1] = torch.zeros(0)
+    with (
+        metal.settings(mode=mode),
+        pytest.raises(metal.SimulationError, match=r"0 bytes past the end of buffer\(1\)\[1\] of 0 bytes .*thread 0 "),
+    ):
+        kernel(out, tensors)
+
+
+def test_tensors_of_a_list_can_be_written_to():
+    text = HEAD + "kernel void k(device float* constant* p, uint i [[thread_position_in_grid]]) { p[i][1] = i + 5; }"
+    tensors = [torch.zeros(2) for _ in range(40)]
+    metal.compile_shader(text).k(tensors, threads=40)
+    assert torch.stack(tensors)[:, 1].tolist() == [5.0 + i for i in range(40)]
+
+
+REPORTS = """#include <c10/metal/error.h>
+kernel void pick(device float* o, device const float* x, device const long* index, constant long& size,
+                 device ::c10::metal::ErrorMessages* errors, uint i [[thread_position_in_grid]]) {
+  long j = index[i];
+  if (j < 0 || j >= size) {
+    TORCH_REPORT_ERROR(errors, "index ", j, " out of range [0, ", size, ")");
+    return;
+  }
+  o[i] = x[j];
+}
+"""
+
+
+@pytest.mark.parametrize("mode", ["fast", "checked"])
+def test_what_a_kernel_reports_to_the_error_buffer_is_raised(mode: str):
+    kernel = metal.compile_shader(HEAD + REPORTS).pick
+    out, x = torch.zeros(4), torch.arange(8.0)
+    call = lambda *index: kernel(out, x, torch.tensor(index), 8, threads=4, error_buf_idx=4)
+    with metal.settings(mode=mode):
+        call(3, 1, 2, 0)
+        assert out.tolist() == [3, 1, 2, 0]
+        with pytest.raises(
+            RuntimeError, match=r"^index -12 out of range \[0, 8\) \(pick at program_source:\d+\)$"
+        ) as got:
+            call(7, -12, 6, 8)
+        assert isinstance(got.value, getattr(torch, "AcceleratorError", RuntimeError))
+        assert out.tolist() == [7, 1, 6, 0]  # as on a GPU, the other threads have run
+        call(0, 0, 0, 0)  # and the next launch has an empty buffer
+
+
+def test_strings_lie_in_constant_memory():
+    text = """
+constant const char* name(int i) {
+  static_assert(sizeof(int) == 4, "of 32 bits");
+  return i == 0 ? "ab" : __func__;
+}
+kernel void k(device int* o, uint i [[thread_position_in_grid]]) { o[i] = name(i)[1]; }"""
+    out = torch.zeros(2, dtype=torch.int32)
+    metal.compile_shader(HEAD + text).k(out)
+    assert bytes(out.tolist()) == b"ba"

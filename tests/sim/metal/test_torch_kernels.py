@@ -3,96 +3,21 @@
 from __future__ import annotations
 
 import re
-import struct
-from functools import cache
 
 import pytest
 import torch
 
 from torch_attnkit.sim import metal
 from torch_attnkit.sim.metal.compiler import embed
+from torch_attnkit.sim.metal.torch_kernels import DECODE, DTYPES, PREFILL, decode, decode_in_two, prefill, source
 
 pytestmark = pytest.mark.simulator
-PRELUDE = """#include <metal_stdlib>
-#include <metal_simdgroup>
-#include <metal_simdgroup_matrix>
-using namespace metal;
-#include <c10/metal/common.h>
-#include <c10/metal/utils.h>
-"""
-DTYPES = {
-    torch.float32: ("float", "float32"),
-    torch.float16: ("half", "float16"),
-    torch.bfloat16: ("bfloat", "bfloat16"),
-}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=[d for d, _ in DTYPES.values()])
-# Rows and columns of a tile, simdgroups: from PrefillAttention.h, by head dim.
-PREFILL = {
-    32: (32, 32, 4),
-    64: (32, 32, 4),
-    72: (32, 32, 4),
-    80: (32, 32, 4),
-    96: (32, 32, 4),
-    128: (32, 16, 4),
-    256: (16, 8, 2),
-}
-DECODE = (64, 96, 128, 256)
-INT32 = dict.fromkeys(range(31), "int32")
-
-
-@cache
-def library(header: str) -> metal.Library:
-    return metal.compile_shader(f"{PRELUDE}#include <ATen/native/mps/kernels/{header}>\n")
 
 
 def inputs(dtype, B=1, H=4, KV=2, L=1, N=77, D=64):
     q, k, v = torch.randn(B, H, L, D), torch.randn(B, KV, N, D), torch.randn(B, KV, N, D)
     return q.to(dtype), k.to(dtype), v.to(dtype), torch.full((B, H, L, D), float("nan"), dtype=dtype)
-
-
-def decode(q, k, v, out, causal=False, mask=None, lib=None):
-    (B, H, L, D), N = q.shape, k.shape[2]
-    kind = DTYPES[q.dtype][0]
-    suffix = "_maskbool" if mask is not None else "_masknone" + "_causal" * causal
-    mask_strides = [0, 0, 0, 0] if mask is None else [mask.stride(-1), mask.stride(-2), 0, 0]
-    heads, rows = ([t.stride(d) for t in (q, k, v)] + [0] for d in (1, 2))
-    batches = [q.stride(0), k.stride(0), v.stride(0), H]
-    getattr(lib or library("DecodeAttention.h"), f"sdpa_vector_{kind}_{D}_{D}{suffix}")(
-        q, k, v, out, H // k.shape[1], N, heads, rows, D**-0.5, torch.zeros(1) if mask is None else mask, mask_strides,
-        batches, threads=(B * H * 1024, L, 1), group_size=(1024, 1, 1), arg_casts={i: "int32" for i in INT32 if i != 8},
-    )  # fmt: skip
-    return out
-
-
-def decode_in_two(q, k, v, out, lib=None):
-    (B, H, L, D), N = q.shape, k.shape[2]
-    kind, lib = DTYPES[q.dtype][0], lib or library("DecodeAttention.h")
-    partial, sums, maxs = torch.zeros(B * H * L, 32, D, dtype=q.dtype), *torch.zeros(2, B * H * L, 32)
-    heads, rows = ([t.stride(d) for t in (q, k, v)] + [0] for d in (1, 2))
-    getattr(lib, f"sdpa_vector_2pass_1_{kind}_{D}_{D}_masknone")(
-        q, k, v, partial, sums, maxs, H // k.shape[1], N, heads, rows, D**-0.5, torch.zeros(1), [0] * 4,
-        [q.stride(0), k.stride(0), v.stride(0), H], threads=(B * H * 256, L, 32), group_size=(256, 1, 1),
-        arg_casts={i: "int32" for i in INT32 if i != 10},
-    )  # fmt: skip
-    second = getattr(lib, f"sdpa_vector_2pass_2_{kind}_{D}")
-    second(partial, sums, maxs, out, threads=(B * H * 1024, L, 1), group_size=(1024, 1, 1))
-    return out
-
-
-def prefill(q, k, v, out, causal=False, mask=None, lib=None):
-    (B, H, L, D), N = q.shape, k.shape[2]
-    bq, bk, wm = PREFILL[D]
-    name = DTYPES[q.dtype][1]
-    kind = "bool_" if mask is not None else name
-    numbers = (B, H, D, L, N, H // k.shape[1], D**-0.5, 1.0, *(t.stride(d) for t in (q, k, v, out) for d in range(3)))
-    params = torch.frombuffer(bytearray(struct.pack("6i2f12i", *numbers)), dtype=torch.uint8)
-    mask_params = torch.tensor([0, 0, 0 if mask is None else mask.stride(-2), 1], dtype=torch.int32)
-    shape = f"bq{bq}_bk{bk}_bd{D}_wm{wm}_wn1_hm{int(mask is not None)}_dc{int(causal)}"
-    getattr(lib or library("PrefillAttention.h"), f"prefill_attention_{name}_{shape}_mask{kind}")(
-        q, k, v, out, params, mask_params, torch.zeros(1, dtype=q.dtype) if mask is None else mask,
-        threads=(-(-L // bq) * wm * 32, H, B), group_size=(wm * 32, 1, 1),
-    )  # fmt: skip
-    return out
 
 
 def agrees(out, q, k, v, causal=False, mask=None):
@@ -187,7 +112,7 @@ BARRIERS = {
 @pytest.mark.parametrize(("header", "number"), [(h, n) for h, b in BARRIERS.items() for n in range(len(b))])
 def test_a_deleted_barrier_is_noticed(header: str, number: int):
     """The mutation test: without any one of its barriers, a kernel fails in the checked mode."""
-    text = embed(f"{PRELUDE}#include <ATen/native/mps/kernels/{header}>\n")
+    text = embed(source(header))
     text = text.encode("ascii", "replace").decode()  # torch's headers have other letters in comments
     places = list(re.finditer(r"threadgroup_barrier\(mem_flags::\w+\);", text))
     assert len(places) == len(BARRIERS[header])

@@ -7,14 +7,16 @@ Metal knows nothing of the type behind a slot. PyTorch binds a Python int as int
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from . import fresh
 from .source import Parameter
 
 MAX_BUFFERS, MAX_INLINE = 31, 4096
+LISTED = 1000  # kListed of the machine: the tensors of a list have slots of their own, from LISTED * (slot + 1)
 _CASTS = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -54,7 +56,10 @@ class Formal:
 
 @dataclass
 class Bound:
-    """One slot: host memory, its size, and the position of the device address modulo 16."""
+    """One slot: host memory, its size, and the position of the device address modulo 16.
+
+    ``pointers`` are bytes of it that take the device address of another slot.
+    """
 
     slot: int
     address: int
@@ -63,6 +68,7 @@ class Bound:
     granule: int
     writable: bool
     keep: torch.Tensor
+    pointers: list[tuple[int, int]] = field(default_factory=list)
 
 
 def cast_of(arg_casts: Any, index: int) -> str:
@@ -82,7 +88,7 @@ def span(t: torch.Tensor) -> int:
     return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
 
 
-def _tensor(kernel: str, f: Formal, t: torch.Tensor) -> Bound:
+def _check_device(kernel: str, f: Formal, t: torch.Tensor) -> None:
     if t.device.type != "cpu":
         raise RuntimeError(f"{kernel}: {f.text} is given a tensor on {t.device}; the simulator takes cpu tensors")
     if t.dtype == torch.float64:
@@ -90,6 +96,10 @@ def _tensor(kernel: str, f: Formal, t: torch.Tensor) -> Bound:
             "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
             "Please use float32 instead."
         )
+
+
+def _tensor(kernel: str, f: Formal, t: torch.Tensor) -> Bound:
+    _check_device(kernel, f, t)
     if f.space not in (1, 2):
         raise RuntimeError(f"{kernel}: {f.text} is neither a device nor a constant parameter")
     _check_dtype(kernel, f, t)
@@ -123,8 +133,6 @@ def _values(kernel: str, f: Formal, value: Any, cast: str) -> torch.Tensor:
     if isinstance(value, list | tuple):
         if not value:
             raise RuntimeError("Empty list/tuple can not be an argument to metal kernel")
-        if isinstance(value[0], torch.Tensor):
-            raise NotImplementedError(f"{kernel}: {f.text}: the simulator has no lists of tensors (GPU addresses)")
         if not isinstance(value[0], int | float):
             raise RuntimeError("Unexpected argument types")
     elif isinstance(value, int | float):
@@ -135,6 +143,31 @@ def _values(kernel: str, f: Formal, value: Any, cast: str) -> torch.Tensor:
         raise RuntimeError(f"Unsupported cast instruction {cast}")
     dtype = torch.float32 if isinstance(items[0], float) else torch.int64
     return torch.tensor(items, dtype=dtype).to(_CASTS[cast] if cast else dtype)
+
+
+def _tensors(kernel: str, f: Formal, tensors: Sequence[Any]) -> list[Bound]:
+    """A list of tensors is bound as their GPU addresses; the kernel says what they point to, and nothing checks it."""
+    for t in tensors:
+        if not isinstance(t, torch.Tensor):
+            raise RuntimeError(f"{kernel}: {f.text} is given a list of tensors and {type(t).__name__}")
+        _check_device(kernel, f, t)
+    if not f.const:
+        raise ValueError(f"{kernel}: {f.text} is given a list of tensors, and only tensors can be written to")
+    if f.type >= 0 and _TYPES[f.type][0] != "ulong":
+        raise TypeError(f"{kernel}: {f.text} is given a list of tensors, bound as addresses of 8 bytes")
+    addresses = torch.zeros(len(tensors), dtype=torch.int64)
+    if span(addresses) > MAX_INLINE:
+        raise ValueError(f"{kernel}: {f.text} is given {span(addresses)} bytes of values, at most {MAX_INLINE} fit")
+    if span(addresses) < f.size:
+        raise ValueError(f"{kernel}: {f.text} needs {f.size} bytes, {len(tensors)} addresses have {span(addresses)}")
+    slot = f.parameter.slot
+    listed = [
+        Bound(LISTED * (slot + 1) + i, t.data_ptr(), span(t), int(t.storage_offset()) * t.element_size() % 16,
+              t.element_size(), True, t)
+        for i, t in enumerate(tensors)
+    ]  # fmt: skip
+    pointers = [(8 * i, b.slot) for i, b in enumerate(listed)]
+    return [Bound(slot, addresses.data_ptr(), span(addresses), 0, 8, False, addresses, pointers), *listed]
 
 
 def _inline(kernel: str, f: Formal, value: Any, cast: str) -> Bound:
@@ -173,14 +206,17 @@ def _check_values(kernel: str, f: Formal, t: torch.Tensor, value: Any) -> None:
             raise ValueError(f"{wrong}, whose values are {low} to {high}")
 
 
-def bind(kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts: Any, error_slot: Any) -> list[Bound]:
-    """Slots for a call's arguments; argument i goes to buffer(i), and every declared slot must be given."""
-    if error_slot is not None:
-        raise NotImplementedError(f"{kernel}: the simulator has no error buffer (error_buf_idx={error_slot!r})")
+def bind(
+    kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts: Any, errors: tuple[int, torch.Tensor] | None
+) -> list[Bound]:
+    """Slots for a call's arguments; argument i goes to buffer(i), and every declared slot must be given.
+
+    ``errors`` are the slot and the memory of the error buffer, which replaces what was bound there.
+    """
     if len(args) > MAX_BUFFERS:
         raise ValueError(f"{kernel}: {len(args)} arguments, Metal has {MAX_BUFFERS} buffer slots")
     by_slot = {f.parameter.slot: f for f in formals if f.kind in (1, 2)}
-    out = []
+    out: list[Bound] = []
     for i, value in enumerate(args):
         cast = cast_of(arg_casts, i)
         if i not in by_slot:
@@ -188,9 +224,18 @@ def bind(kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts:
             raise ValueError(f"{kernel}: argument {i} ({kind}) belongs to no parameter: there is no buffer({i})")
         if isinstance(value, torch.Tensor):
             out.append(_tensor(kernel, by_slot[i], value))
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            out += _tensors(kernel, by_slot[i], value)
         else:
             out.append(_inline(kernel, by_slot[i], value, cast))
-    missing = [f.text for slot, f in sorted(by_slot.items()) if slot >= len(args)]
+    given = set(range(len(args)))
+    if errors is not None:
+        slot, memory = errors
+        if slot not in by_slot:
+            raise ValueError(f"{kernel}: error_buf_idx is {slot}, but there is no buffer({slot})")
+        out = [b for b in out if b.slot != slot] + [_tensor(kernel, by_slot[slot], memory)]
+        given.add(slot)
+    missing = [f.text for slot, f in sorted(by_slot.items()) if slot not in given]
     if missing:
         raise ValueError(
             f"{kernel}: nothing is bound to {', '.join(missing)}; Metal would keep an earlier launch's binding"
@@ -198,15 +243,37 @@ def bind(kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts:
     return out
 
 
-def regions(bound: Sequence[Bound]) -> list[tuple[int, int, int, bool, list[tuple[int, int, int, int]]]]:
-    """(address, bytes, residue, writable, slots) of host memory, where overlapping tensors share a region."""
-    out: list[tuple[int, int, int, bool, list[tuple[int, int, int, int]]]] = []
+@dataclass
+class Region:
+    """Host memory of slots that overlap: the machine gets it as a tuple."""
+
+    address: int
+    bytes: int
+    residue: int
+    writable: bool
+    slots: list[tuple[int, int, int, int]]  # number, offset, bytes, bytes of an element
+    pointers: list[tuple[int, int]]  # offset, number of the slot whose address belongs there
+    written: int  # address of the mask of bytes that hold values, 0 if all do
+
+    def astuple(self) -> tuple[Any, ...]:
+        return (self.address, self.bytes, self.residue, self.writable, self.slots, self.pointers, self.written)
+
+
+def _mask_of(b: Bound) -> int:
+    found = fresh.mask(b.keep) if b.bytes else None
+    return 0 if found is None else found.data_ptr() + b.address - b.keep.untyped_storage().data_ptr()
+
+
+def regions(bound: Sequence[Bound]) -> list[tuple[Any, ...]]:
+    """The memory behind the slots as tuples of Region, where overlapping tensors share one."""
+    out: list[Region] = []
     for b in sorted(bound, key=lambda b: (b.address, b.bytes)):
-        if out and b.bytes and b.address < out[-1][0] + out[-1][1]:
-            address, size, residue, writable, slots = out.pop()
-            slots.append((b.slot, b.address - address, b.bytes, b.granule))
-            end = max(address + size, b.address + b.bytes)
-            out.append((address, end - address, residue, writable or b.writable, slots))
+        r = out[-1] if out else None
+        if r is not None and b.bytes and b.address < r.address + r.bytes:
+            r.slots.append((b.slot, b.address - r.address, b.bytes, b.granule))
+            r.bytes = max(r.bytes, b.address + b.bytes - r.address)
+            r.writable = r.writable or b.writable
         else:
-            out.append((b.address, b.bytes, b.residue, b.writable, [(b.slot, 0, b.bytes, b.granule)]))
-    return out
+            slot = (b.slot, 0, b.bytes, b.granule)
+            out.append(Region(b.address, b.bytes, b.residue, b.writable, [slot], b.pointers, _mask_of(b)))
+    return [r.astuple() for r in out]

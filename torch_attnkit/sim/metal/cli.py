@@ -14,6 +14,7 @@ from rich.table import Table
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import simulate
 
+from . import roofline
 from .counters import Line, Report
 from .library import MODES, compile_shader, counting, settings
 
@@ -87,7 +88,9 @@ def print_counters(found: dict[str, list[Report]], by_line: bool = False) -> Non
                 f"threadgroup rounds {_ratio(r.lines, 'threadgroup')} x ideal",
                 highlight=False,
             )
-    console.print("Counted in the simulator under its stated model; nothing here is a time.")
+        if reports:  # an empty call launches nothing
+            console.print(f"    {roofline.line(reports)}", highlight=False)
+    console.print("Counted in the simulator under its stated model; the times are bounds from a model of the chips.")
     for case, reports in found.items() if by_line else ():
         for r in reports:
             lines = Table(
@@ -100,6 +103,28 @@ def print_counters(found: dict[str, list[Report]], by_line: bool = False) -> Non
             console.print(lines)
 
 
+def print_bars() -> None:
+    """Our kernels beside PyTorch's: the bars, the counts behind them, and the bounds on time for three chips."""
+    from . import bars
+
+    measured = list(bars.pairs())
+    table = Table("", "counted", "at most", "", title="Bars, counted in the simulator")
+    for bar in bars.bars(measured):
+        table.add_row(bar.what, f"{bar.value:.3f}", "-" if bar.most is None else f"{bar.most:g}", bar.verdict)
+    console.print(table)
+    sides = [(p.name, who, side) for p in measured for who, side in (("ours", p.ours), ("PyTorch's", p.torch))]
+    table = Table("call", "kernels", *bars.counts(sides[0][2]), title="Counts")
+    for name, who, side in sides:
+        table.add_row(name, who, *(f"{n:,}" for n in bars.counts(side).values()))
+    console.print(table)
+    chips = [chip.name for chip in roofline.CHIPS]
+    table = Table("call", "kernels", *chips, title="Least microseconds: modelled, not measured")
+    for name, who, side in sides:
+        found = (roofline.least(side.reports, chip) for chip in roofline.CHIPS)
+        table.add_row(name, who, *(f"{us:.3g} ({what})" for us, what in found))
+    console.print(table)
+
+
 @app.command()
 def metal(
     counters: Annotated[bool, typer.Option("--counters", help="Count what each kernel does.")] = False,
@@ -107,9 +132,13 @@ def metal(
         bool, typer.Option("--lines", help="With --counters: memory instructions by source line.")
     ] = False,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    bars: Annotated[bool, typer.Option("--bars", help="Attention beside PyTorch's own kernels.")] = False,
 ) -> None:
     """Check the Metal simulator, or print exact counters of the package's Metal kernels on their parity cases."""
     try:
+        if bars:
+            print_bars()
+            return
         if not counters:
             _self_test()
             return

@@ -226,12 +226,13 @@ def build(text: str, unit: source.Unit, entry: source.Entry, mode: str, version:
         if work is not None:
             front = ["-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
             (work / "front.ll").write_text(repaired(_compile(unit, _launcher(unit, entry), front, work)))
-            level = ["-O2"] if mode == "fast" else ["-O1", "-fno-vectorize", "-fno-slp-vectorize"]
+            # Kernels are long and launches short: what better code would save, compiling it costs twice over.
+            level = ["-O1", *([] if mode == "fast" else ["-fno-vectorize", "-fno-slp-vectorize"])]
             flags = ["-x", "ir", *_target(), "-fPIC", "-w", *_KEEP_APART, *level]
             ir = _run(["clang", *flags, "-S", "-emit-llvm", "-o", "-", "front.ll"], work)[0]
             done = instrument(ir, checked=mode != "fast", counting=mode == "counting")
             (work / "kernel.ll").write_text(done.text)
-            code = ["-x", "ir", *_target(), "-fPIC", "-O1", "-Xclang", "-disable-llvm-passes", "-w"]
+            code = ["-x", "ir", *_target(), "-fPIC", "-O0", "-Xclang", "-disable-llvm-passes", "-w"]
             _run(["clang", *code, "-c", "-o", "kernel.o", "kernel.ll"], work)
             _link(work)
             variables, used = _layout(done.variables, unit.variables)

@@ -37,7 +37,8 @@ class Report:
     ``buffers`` has (bytes read, bytes written) by device parameter, ``constant_read`` the bytes read from constant
     ones. ``flops`` are additions, subtractions, multiplications and divisions outside the matrix units (a fused
     multiply-add is two), ``matrix_flops`` those inside, ``special`` calls of sqrt, exp, log and the like. ``barriers``
-    counts those of threadgroups, ``collectives`` the operations of simdgroups.
+    counts those of threadgroups, ``collectives`` the operations of simdgroups. ``memory_read`` and ``memory_written``
+    are bytes that pass a cache of ``Settings.cache`` bytes (``csrc/sim/metal/traffic.cpp`` states the model).
     """
 
     kernel: str
@@ -53,6 +54,8 @@ class Report:
     atomics: int
     threadgroup_read: int
     threadgroup_written: int
+    memory_read: int
+    memory_written: int
     lines: tuple[Line, ...] = field(repr=False)
 
     @property
@@ -83,7 +86,7 @@ class Report:
                 buffers[device[slot]] = (before[0] + read, before[1] + written)
         constant = sum(read for slot, (read, _) in c["buffers"].items() if slot not in device)
         same = ("flops", "special", "barriers", "simdgroup_barriers", "collectives", "divergent", "atomics",
-                "threadgroup_read", "threadgroup_written")  # fmt: skip
+                "threadgroup_read", "threadgroup_written", "memory_read", "memory_written")  # fmt: skip
         counts = {n: c[n] for n in same}
         return Report(
             kernel=kernel,

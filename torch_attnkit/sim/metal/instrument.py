@@ -204,7 +204,7 @@ def repaired(text: str) -> str:
         line = match[0]  # once everything is inlined, only the launcher has to stay
         if "@msl_" in line:
             return line
-        return re.sub(r"^define (?:(?:dso_local|weak_odr|linkonce_odr) )*", "define internal ", line).replace(
+        return re.sub(r"^define (?:(?:internal|dso_local|weak_odr|linkonce_odr) )*", "define internal ", line).replace(
             " comdat", ""
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,10 +15,11 @@ import torch
 
 from torch_attnkit.core.errors import UnsupportedError
 
-from . import compiler, source
-from .binding import Bound, Formal, bind, regions
+from . import compiler, errors, source
+from .binding import LISTED, Bound, Formal, bind, regions
 from .counters import Report
 from .errors import SimulationError
+from .fresh import Tracker
 
 MAX_THREADGROUP_BYTES = 32768
 MODES = ("fast", "checked", "counting")
@@ -31,12 +32,14 @@ class Settings:
 
     ``strict`` makes a collective on part of a simdgroup's live lanes an error, and in the checked modes unordered
     writes of one value to one place; ``timeout`` is in seconds, ``version`` the value of ``__METAL_VERSION__``.
+    ``cache`` is the size in bytes of the cache before memory that counting models; 8 MiB is the M1's.
     """
 
     mode: str = "fast"
     strict: bool = False
     timeout: float = 60.0
     version: int = 320
+    cache: int = 8 << 20
 
 
 _settings: ContextVar[Settings] = ContextVar("attnkit_metal_settings", default=Settings())  # noqa: B039 (immutable)
@@ -45,13 +48,18 @@ _reports: ContextVar[list[Report] | None] = ContextVar("attnkit_metal_reports", 
 
 @contextmanager
 def settings(**changes: Any) -> Iterator[Settings]:
-    """Run kernels with other settings inside this block; ``changes`` are fields of Settings."""
-    new = replace(_settings.get(), **changes)
+    """Run kernels with other settings inside this block; ``changes`` are fields of Settings.
+
+    Inside a checked mode, what tensors of ``torch.empty`` hold is tracked: a tensor from outside counts as written.
+    """
+    old = _settings.get()
+    new = replace(old, **changes)
     if new.mode not in MODES:
         raise ValueError(f"settings: mode is {new.mode!r}, accepted: {', '.join(MODES)}")
     token = _settings.set(new)
     try:
-        yield new
+        with Tracker() if old.mode == "fast" != new.mode else nullcontext():
+            yield new
     finally:
         _settings.reset(token)
 
@@ -144,7 +152,8 @@ class Kernel:
     ) -> None:
         """Run the kernel on ``threads`` threads in all; see ``torch.mps.compile_shader``.
 
-        Raises SimulationError for what Metal leaves undefined, and then writes to no tensor.
+        Raises SimulationError for what Metal leaves undefined, and then writes to no tensor. What the kernel itself
+        reports to the error buffer is raised here, as there is nothing to synchronise with later.
         """
         grid = _extent(threads)
         if grid is None:
@@ -153,7 +162,8 @@ class Kernel:
         if grid is None:
             raise RuntimeError("Number of threads is undefined or has wrong dimension")
         group = self._group(grid, _extent(group_size))
-        bound = bind(self._entry.host, self._formals, args, arg_casts, error_buf_idx)
+        reported = None if error_buf_idx is None else (int(error_buf_idx), errors.buffer())
+        bound = bind(self._entry.host, self._formals, args, arg_casts, reported)
         if 0 in grid:
             return
         how = _settings.get()
@@ -163,6 +173,8 @@ class Kernel:
             message = self._run(replace(how, mode="checked"), grid, group, bound)[1] or message
         if message:
             raise SimulationError(message)
+        if reported is not None:
+            errors.raise_reported(reported[1])
 
     def _group(self, grid: tuple[int, ...], group: tuple[int, ...] | None) -> tuple[int, ...]:
         limit = self.max_threads_per_threadgroup
@@ -184,7 +196,7 @@ class Kernel:
         three = lambda dims: (*dims, *(1,) * (3 - len(dims)))
         variables = [(v.name, v.offset, v.bytes) for v in loaded.built.variables]
         options = {"checked": how.mode != "fast", "counting": how.mode == "counting",
-                   "strict": how.strict, "timeout": how.timeout}  # fmt: skip
+                   "strict": how.strict, "timeout": how.timeout, "cache": how.cache}  # fmt: skip
         with _machine_lock:
             ok, memory_fault, message = machine().run(
                 loaded.object, three(grid), three(group), regions(bound), variables,
@@ -215,6 +227,8 @@ def _names(formals: Sequence[Formal], bound: Sequence[Bound]) -> dict[int, str]:
     """Names of the device parameters by slot. Traffic goes by address: those of one tensor are counted as one."""
     device = {f.parameter.slot: f.parameter.name for f in formals if f.space == 1}
     place = {b.slot: (b.address, b.bytes) for b in bound}
+    names = {f.parameter.slot: f.parameter.name for f in formals}
+    device |= {b.slot: f"{names[b.slot // LISTED - 1]}[{b.slot % LISTED}]" for b in bound if b.slot >= LISTED}
     return {slot: "=".join(n for s, n in device.items() if place[s] == place[slot]) for slot in device}
 
 

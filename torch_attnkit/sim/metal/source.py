@@ -220,7 +220,8 @@ class Rewriter:
             self.edits.append((begin, end, _newlines(self.ts[begin:end])))
         self._threadgroup_variables()
         self._expressions()
-        self.unit.text = self._edited()
+        strings = self._strings()
+        self.unit.text = strings + self._edited()
         known = self.unit.declarations
         for host, expression in self.instances:
             name = re.match(r"\w+", expression.split("::")[-1])
@@ -430,6 +431,54 @@ class Rewriter:
             is_cast = re.match(r"[A-Za-z_(]", operand) and not re.match(r"\w|\)|\]|>", head[-1:])
             if is_cast or (head in ("return", "=") and re.match(r"[A-Za-z_(]", operand)):
                 raise refuse(f"({kind})x would reinterpret a vector here: write {kind}(x)", line_of(ts, begin))
+
+    def _strings(self) -> str:
+        """A string lies in constant memory, in C++ it does not: the declarations of variables that take their place."""
+        ts, out = self.ts, list[str]()
+        attribute = {k for b, e, _ in attributes(ts) for k in range(b, e)}
+        for i, t in enumerate(ts):
+            if t == "__func__":
+                text = f'"{self._function_of(i)}"'
+            elif t[0] == '"' and i not in attribute and not self._is_message(i):
+                text = t
+            else:
+                continue
+            name = f"msl_string_{len(out)}"
+            out.append(f"constant const char {name}[] = {text};")
+            self.edits.append((i, i + 1, name))
+        return " ".join(out) + "\n" if out else ""
+
+    def _is_message(self, i: int) -> bool:
+        """Of a static_assert, or part of a longer string, which the compiler must see as it is."""
+        ts, depth = self.ts, 0
+        if ts[before(ts, i)] == "extern":
+            return True
+        for k in range(i - 1, -1, -1):
+            depth += (ts[k] == ")") - (ts[k] == "(")
+            if depth < 0 or ts[k] in (";", "{", "}"):
+                return depth < 0 and ts[before(ts, k)] == "static_assert"
+        return False
+
+    def _function_of(self, i: int) -> str:
+        """The name of the function whose body encloses a token."""
+        ts, depth = self.ts, 0
+        for k in range(i, -1, -1):
+            depth += (ts[k] == "}") - (ts[k] == "{")
+            if depth >= 0 or ts[k] != "{":
+                continue
+            depth = 0  # the next brace out
+            m = before(ts, k)
+            if ts[m] == ")":
+                level = 0
+                while m > 0:
+                    level += (ts[m] == ")") - (ts[m] == "(")
+                    if level == 0:
+                        break
+                    m -= 1
+                name = ts[before(ts, m)]
+                if name not in ("if", "for", "while", "switch"):
+                    return name
+        return ""
 
     def _literal(self, i: int) -> None:
         t = self.ts[i]

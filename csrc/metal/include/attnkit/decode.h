@@ -1,14 +1,15 @@
 // Attention of a few query rows per KV head over a KV cache: decode_rows, and decode_merge for its partial results.
 //
 // The rows of one KV head are its T queries times the HEADS query heads that share it, so each key and value crosses the
-// bus once for all of them (for every TILES * 8 of them, where there are more). A simdgroup takes 16 keys a step
+// bus once for all of them (for every TILES * 8 of them, where there are more: then threadgroups that follow each other
+// take the tiles of the same keys, so that a cache has to hold no more than these). A simdgroup takes 16 keys a step
 // and works on transposed products, because then both operands that come from the cache are read in vectors along
 // the head dim and the weights are multiplied as they lie:
 //
 //   S' (keys, rows) = K Q'        lane: one key, two rows
 //   O' (dims, rows) = V' S'       the weights never leave their lanes
 //
-// Grid: x splits of the keys, y tiles of 8 * TILES rows, z batch * KV heads; 1 to 8 simdgroups in a threadgroup. The
+// Grid: x tiles of 8 * TILES rows, y splits of the keys, z batch * KV heads; 1 to 8 simdgroups in a threadgroup. The
 // simdgroups of a threadgroup take its keys in turns and meet once, at the end. With splits > 1 each threadgroup
 // stores a partial result, and decode_merge must follow.
 //
@@ -119,7 +120,7 @@ struct Places {
   const Lane at = fragment_lane(lane);
   const int thread_index = int(simd * 32 + lane), threads = int(simds * 32);
   const int queries = int(shape.queries), heads = int(shape.heads), rows = queries * heads;
-  const int row0 = int(group.y) * ROWS;
+  const int row0 = int(group.x) * ROWS;
   const int b = int(group.z) / int(shape.kv_heads), kv_head = int(group.z) % int(shape.kv_heads);
 
   // Q' to threadgroup memory, as the lanes of the product will read it: DIM is permuted so that the lane that holds
@@ -161,7 +162,7 @@ struct Places {
   const Visible from = visible(lowest, first, end, masks), to = visible(highest, first, end, masks);
   const Walk keys = walk(first, from, to);
   const int share = (keys.count + int(shape.splits) * KEYS - 1) / (int(shape.splits) * KEYS) * KEYS;
-  const int begin = int(group.x) * share;
+  const int begin = int(group.y) * share;
   const int stop = min(keys.count, begin + share);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -353,7 +354,7 @@ struct Places {
         denominator += t == -INFINITY ? 0.0f : sums[other * ROWS + row] * exp(t - above);
       }
       const int head = kv_head * heads + (row0 + row) % heads;
-      const long token = (long(group.x) * shape.batch + b) * queries + (row0 + row) / heads;
+      const long token = (long(group.y) * shape.batch + b) * queries + (row0 + row) / heads;
       const long to_row = token * shape.kv_heads * heads + head;
       if (d == 0) {
         lse[to_row] = denominator == 0.0f ? -INFINITY : above + log(denominator);
