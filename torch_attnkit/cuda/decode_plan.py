@@ -10,28 +10,52 @@ _LOG2E = 1.4426950408889634
 _SHORT = 512  # keys of a group that one block attends alone
 _LONG = 200 << 10  # bytes of keys and values for every SM, from which on one block on it with longer tiles is faster
 _PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory busy
+_ROUNDS = 12  # waits for memory from which on a second kernel merges faster than the block that brings the last part
+_MUCH = 3 << 19  # bytes of keys and values for every SM, from which on the wide kernel is faster for few heads, too
+_FEW = 8  # query heads that ``cuda/sm90/decode.py`` has at once
+_WIDE = {64: (64, 2), 128: (64, 2), 256: (32, 2), 512: (32, 1)}  # D: keys of a tile and blocks on an SM
+_LEAST = 128  # keys that a block attends at least, for its part has 64 rows to write and to merge
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``cuda/sm90/decode.py`` is compiled with, and the grid that it runs on."""
+    """A kernel, by the name of its trace and what it is compiled with; and how it runs.
 
-    heads: int
-    keys: int
-    warps: int
-    stages: int
+    ``sizes`` are entries of ``Config`` or ``WideConfig`` (``cuda/sm90/decode_types.py``), the other numbers are
+    arguments of a launch; ``floats`` and ``counters`` are its workspace.
+    """
+
+    trace: str
+    sizes: dict[str, int]
     chunks: int
     by_group: int
     least: int
     blocks: int
+    combiners: int
     floats: int
     counters: int
 
 
-def plan(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, paged: bool = False) -> Plan:
-    """For ``groups`` KV heads of all sequences with ``group`` query heads each, none attending over ``most_keys`` keys.
+def plan(
+    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, has_wgmma: bool = True
+) -> Plan:
+    """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
 
-    One block an SM with tiles of 32 keys instead of two with 16, H200, 32/8 heads, D 128: 1x8192 15.9 for 17.5 us,
+    ``page`` is the number of keys of a page, 0 without pages. The wide kernel needs ``wgmma``.
+
+    The wide kernel for the other one with few heads, H200, 32/8 heads, no pages, us: D 128, 1x8192 17.8 for 15.6,
+    16x8192 127 for 131, 1x131072 128 for 134, 64x4096 243 for 258, 128x8192 944 for 1002; D 64, 16x8192 69.3 for 70.1,
+    128x8192 485 for 507.
+    """
+    nbytes = groups * most_keys * (dim + dim_v) * 2
+    streams = page == 0 and dim <= 128 and most_keys > _SHORT and nbytes >= sms * _MUCH
+    if has_wgmma and dim == dim_v and dim in _WIDE and (group > _FEW or streams):
+        return _wide(dim, group, sms, most_keys, groups, page)
+    return _narrow(dim, dim_v, group, sms, most_keys, groups, page)
+
+
+def _narrow(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int) -> Plan:
+    """One block an SM with tiles of 32 keys instead of two with 16, H200, 32/8 heads, D 128: 1x8192 15.9 for 17.5 us,
     1x131072 133.5 for 137.6, 16x8192 131 to 136 for 134.2, but 1x1024 9.9 for 8.1; from 64x4096 on they are equal.
     Over pages tiles keep to 16 keys, which lie in one page of 16.
     """
@@ -46,14 +70,49 @@ def plan(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int
     if by_group:
         stages = 2
         per_sm = min(_SHARED // (warps * stages * stage + _RESERVED + 16), 4 if heads == 8 else 2)
-    elif not paged and dim == dim_v == 128 and groups * most_keys * (dim + dim_v) * 2 >= sms * _LONG:
+    elif not page and dim == dim_v == 128 and groups * most_keys * (dim + dim_v) * 2 >= sms * _LONG:
         keys, per_sm = 32, 1
         stages = (_SHARED - _RESERVED - 16) // (2 * warps * stage)
-    blocks = sms * per_sm
+    blocks, chunks, least = sms * per_sm, -(-group // heads), 1 if by_group else 2 * warps
+    pieces = groups * chunks
+    parts = 1 if by_group else _parts(blocks, pieces, -(-most_keys // keys), least)
+    combine = _rounds(min(group, heads), dim_v, 32 * warps, parts) > _ROUNDS
+    sizes = dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine)
     return Plan(
-        heads, keys, warps, stages, -(-group // heads), int(by_group), 1 if by_group else 2 * warps, blocks,
-        2 * blocks * heads * (dim_v + 2), blocks,
+        "trace", _paged(page) | sizes, chunks, int(by_group), least, blocks,
+        min(pieces * min(group, heads), sms) if combine else 0, 2 * blocks * heads * (dim_v + 2), blocks,
     )  # fmt: skip
+
+
+def _wide(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int) -> Plan:
+    """Up to 64 heads a block, whose parts are that much longer."""
+    keys, per_sm = _WIDE[dim]
+    heads, by_group = 64, most_keys <= _SHORT
+    fixed = heads * dim * 2 + (2 * heads * keys * 4 if dim > 256 else 0)
+    stages = min((_SHARED // per_sm - _RESERVED - 16 - fixed) // (keys * dim * 2), 8)
+    blocks, chunks, least = sms * per_sm, -(-group // heads), 1 if by_group else _LEAST // keys
+    pieces = groups * chunks
+    parts = 1 if by_group else _parts(blocks, pieces, -(-most_keys // keys), least)
+    combine = _rounds(min(group, heads), dim, 256 if dim > 256 else 128, parts) > _ROUNDS
+    sizes = dict(dim=dim, keys=keys, stages=stages, combine=combine)
+    return Plan(
+        "trace_wide", _paged(page) | sizes, chunks, int(by_group), least, blocks,
+        min(pieces * min(group, heads), sms) if combine else 0, 2 * blocks * heads * (dim + 2), blocks,
+    )  # fmt: skip
+
+
+def _paged(page: int) -> dict[str, int]:
+    return dict(page=page) if page else {}
+
+
+def _parts(blocks: int, pieces: int, tiles: int, least: int) -> int:
+    """Into how many parts a group is cut if all groups are equally long, and one more where cuts may fall anywhere."""
+    return min(blocks, max(pieces * tiles // least, 1)) // max(pieces, 1) + 1
+
+
+def _rounds(rows: int, dim_v: int, threads: int, parts: int) -> int:
+    """How often a block that merges ``parts`` parts waits for memory: a thread has 4 columns of 8 of them at once."""
+    return 0 if parts < 2 else -(-rows * dim_v // (4 * threads)) * -(-parts // 8)
 
 
 def score_factors(dim: int, scale: float | None, softcap: float) -> tuple[float, float]:

@@ -1,21 +1,23 @@
 """Attention of one query token per sequence on Hopper: every key and value read once, at the speed of memory.
 
     each warp, for itself: cp.async ring of K and V tiles -> S' = K Q' -> online softmax -> O' += V' P'
-    block: merge its warps -> a whole group: store; a part: workspace, and the last block of the group merges
+    block: merge its warps -> a whole group: store; a part: workspace, where parts merge (``decode_merge.py``)
 
 The query heads of a KV head are the N of ``mma.m16n8k16`` and keys (then V's columns) its M: eight heads fill a
-product, so grouped heads cost no more than one, and a warp's accumulators stay small. The probabilities, 8 x 8 tiles
-with a row per key, become the second product's right side by a transpose in registers. Warps share nothing while they
-stream, so no barrier ever empties the queue of loads. Rows in shared memory are 16 bytes longer than in the cache:
-eight rows of a tile then lie in different banks.
+product, so grouped heads cost no more than one, and a warp's accumulators stay small. More heads, and few of them over
+caches so long that only bandwidth counts, are for ``decode_wide.py``. The probabilities, 8 x 8 tiles with a row per
+key, become the second product's right side by a transpose in registers. Warps share nothing while they stream, so no
+barrier ever empties the queue of loads. Rows in shared memory are 16 bytes longer than in the cache: eight rows of a
+tile then lie in different banks.
 
-Measured on an H200 (bf16, 32/8 heads, D 128, K and V past the L2, CUDA graph; cuDNN beside it in the same run):
-1x1024 8.1 us (7.5), 1x8192 15.8 (15.8), 1x131072 133.5 (130), 16x8192 131 to 136 (125), 64x4096 254 (243), 128x8192
-986 (954, 4.50 TB/s); 16/8 heads, D 256, 16x8192 270 (302). The same loads with nothing computed take 963 us for the
-last: cp.async and bulk copies are equal there, copies of single rows are 5 % slower, and one stage more or less in
-flight changes nothing. A tile keeps a warp busy for 1900 of the 3340 cycles that it has; the stalls are shuffles and
-shared memory. Small items drawn from a counter, to even out SMs of unequal speed, cost more in merges than they gain
-(1x131072: 180 us). A call that has to merge pays 3 us for it, and the lengths' way to the first load 1.2 us.
+Measured on an H200 (bf16, K and V past the L2, CUDA graph, us; the best of cuDNN, FA2 and FA3 beside it in the same
+run): 32/8 heads, D 128, 1x1024 8.2 (cuDNN 7.5), 1x8192 15.6 (15.3); D 64, 1x8192 13.1 (10.8); 16/2 heads, D 256,
+1x8192 16.0 (16.8), 16x8192 74.1 (FA3 72.5), 128x8192 509 (FA3 484); 64/8 heads, D 64, window 128 and a sink, S 8192,
+B 1, 16, 128: 4.4, 5.5, 14.6 (FA3 10.2, 11.3, 52.4). Of 128x8192, 32/8 heads, D 128, which took 986 then, the loads
+alone took 963: cp.async and bulk copies are equal there, copies of single rows are 5 % slower, and one stage more or
+less in flight changes nothing. A tile keeps a warp busy for 1900 of the 3340 cycles that it has; the stalls are
+shuffles and shared memory. Small items drawn from a counter, to even out SMs of unequal speed, cost more in merges than
+they gain (1x131072: 180 us for 134). The lengths' way to the first load takes 1.2 us.
 
 Letters: ``s`` shared memory addresses, ``r`` registers; a *group* is a KV head of a sequence with up to ``heads``
 query heads, a *tile* ``keys`` keys of it; ``decode_schedule.py`` says which tiles a block has.
@@ -30,20 +32,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from . import warp_ops as op
-from .decode_schedule import Lengths, Share, find, place, share, visible
-from .decode_types import Config, Numbers, Piece, Scalars, Tensors
+from .decode_merge import Merging, _finite
+from .decode_schedule import Lengths, find, place, share, visible
+from .decode_types import COMBINERS, Numbers, Piece, Scalars, Tensors
+from .prefill_softmax import exp2
 
-_LN2 = 0.6931471805599453
 _LOG2E = 1.4426950408889634
 _INF = float("inf")
-_AT_ONCE = 8  # parts that a thread has on the way while it merges
 
 
-class Decode:
+class Decode(Merging):
     """One kernel for both kinds of cache; see the top of this file."""
-
-    def __init__(self, config: Config):
-        self.c = config
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, blocks: Int32, stream: Any):
@@ -60,12 +59,17 @@ class Decode:
             grid=[blocks, 1, 1], block=[self.c.threads, 1, 1], smem=self.c.shared_bytes, stream=stream,
             min_blocks_per_mp=self.c.blocks_per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
+        if const_expr(self.c.combine):
+            self.combine(tensors, lengths, scalars, blocks).launch(
+                grid=[n.combiners, 1, 1], block=[COMBINERS, 1, 1], stream=stream, use_pdl=True,
+                min_blocks_per_mp=1, preferred_smem_carveout=100,
+            )  # fmt: skip
 
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
         c = self.c
-        smem = cutlass.utils.SmemAllocator()
-        shared = smem.allocate(c.shared_bytes, 128).toint()
+        smem = cutlass.memory.SmemAllocator()
+        shared = smem.allocate(c.shared_bytes, 1024).toint()
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         kv_heads = Int32(tensors.k.shape[2 if c.page else 1])
         groups = kv_heads * scalars.chunks
@@ -74,6 +78,8 @@ class Decode:
         if block >= cut.blocks:
             at = stop
         sequence, before = find(lengths, groups, at, c.keys)
+        if const_expr(c.combine):
+            cute.arch.griddepcontrol_launch_dependents()  # its blocks then wait where this kernel's have left
         slot = block * 2  # of a block's first piece; of those after it only the last can be a part
         while at < stop:
             keys = visible(lengths, sequence, c.keys)
@@ -90,17 +96,14 @@ class Decode:
             piece = Piece(sequence, kv_head, kv_head * scalars.group + head, heads, first, last)
             self._stream(tensors, scalars, keys, piece, shared)
             self._finish(tensors, scalars, piece, shared, whole, slot)
-            if not whole:
+            if const_expr(self.c.combine):
+                pass
+            elif not whole:
                 self._meet(tensors, scalars, cut, piece, shared, group_start, keys.tiles)
             slot = block * 2 + 1
             if at == before + keys.units * groups:
                 before = at
                 sequence += 1
-
-    def _word(self, shared: Int32) -> Any:
-        """The word by which a block's threads agree, behind everything else."""
-        at = cute.make_ptr(Int32, shared + (self.c.shared_bytes - 16), cute.AddressSpace.smem, assumed_align=16)
-        return cute.make_tensor(at, cute.make_layout(1))
 
     @cute.jit
     def _stream(self, tensors: Tensors, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
@@ -337,7 +340,7 @@ class Decode:
         if cute.arch.vote_any_sync(grown):
             for n in cutlass.range_constexpr(n_tiles):
                 for x in cutlass.range_constexpr(2):
-                    weight = cute.arch.exp2(rMax[x, n] - _finite(rNew[x, n]))
+                    weight = exp2(rMax[x, n] - _finite(rNew[x, n]))
                     rMax[x, n] = rNew[x, n]
                     rSum[x, n] = rSum[x, n] * weight
                     for d in cutlass.range_constexpr(c.dim_v // 16):
@@ -348,8 +351,8 @@ class Decode:
             low, high = _finite(rMax[0, n]), _finite(rMax[1, n])
             for m in cutlass.range_constexpr(m_tiles):
                 for half in cutlass.range_constexpr(2):
-                    p0 = cute.arch.exp2(rS[half * 2, m, n] - low)
-                    p1 = cute.arch.exp2(rS[half * 2 + 1, m, n] - high)
+                    p0 = exp2(rS[half * 2, m, n] - low)
+                    p1 = exp2(rS[half * 2 + 1, m, n] - high)
                     rSum[0, n] = rSum[0, n] + p0
                     rSum[1, n] = rSum[1, n] + p1
                     rP[half, m, n] = op.transpose_8x8(op.pack(c.dtype, p0, p1))
@@ -380,18 +383,6 @@ class Decode:
                         for i in cutlass.range_constexpr(4):
                             rO[i, d, n] = new[i]
 
-    def _results(self, shared: Int32) -> tuple[Any, Any]:
-        """The warps' results in shared memory: O (warps, heads, Dv) and the maxima and sums (warps, heads, 2)."""
-        c = self.c
-        at = cute.make_ptr(Float32, shared, cute.AddressSpace.smem, assumed_align=16)
-        sO = cute.make_tensor(
-            at, cute.make_layout((c.warps, c.heads, c.dim_v), stride=(c.heads * c.row_floats, c.row_floats, 1))
-        )
-        sStat = cute.make_tensor(
-            at + c.warps * c.heads * c.row_floats, cute.make_layout((c.warps, c.heads, 2), stride=(2 * c.heads, 2, 1))
-        )
-        return sO, sStat
-
     @cute.jit
     def _put(self, piece: Piece, shared: Int32, rO: Any, rMax: Any, rSum: Any):
         c = self.c
@@ -411,120 +402,6 @@ class Decode:
                         sO[warp, head, d * 16 + lane // 4] = rO[x, d, n]
                         sO[warp, head, d * 16 + lane // 4 + 8] = rO[2 + x, d, n]
 
-    @cute.jit
-    def _finish(self, tensors: Tensors, scalars: Scalars, piece: Piece, shared: Int32, whole: Boolean, slot: Int32):
-        """Merge the warps; the group's result goes out, a part of it into the workspace."""
-        c = self.c
-        thread = cute.arch.thread_idx()[0]
-        sO, sStat = self._results(shared)
-        vectors = const_expr(c.dim_v // 4)
-        part = tensors.parts.iterator.toint() + Int64(slot) * (c.part_floats * 4)
-        for index in cutlass.range(thread, piece.heads * vectors, c.threads, unroll=1):
-            head, column = index // vectors, index % vectors * 4
-            top, total = Float32(-_INF), Float32(0.0)
-            for w in cutlass.range_constexpr(c.warps):
-                top = cute.arch.fmax(top, sStat[w, head, 0])
-            sums = [Float32(0.0)] * 4
-            for w in cutlass.range_constexpr(c.warps):
-                weight = cute.arch.exp2(sStat[w, head, 0] - _finite(top))
-                total += weight * sStat[w, head, 1]
-                sums = [sums[i] + weight * sO[w, head, column + i] for i in range(4)]
-            if whole:
-                self._store(tensors, scalars, piece, head, column, sums, top, total)
-            else:
-                op.store_4_floats(part + (head * c.dim_v + column) * 4, sums)
-                if column == 0:
-                    stat = part + (c.heads * c.dim_v + head * 2) * 4
-                    op.store_float(stat, top)
-                    op.store_float(stat + 4, total)
-        cute.arch.barrier()
-
-    @cute.jit
-    def _store(
-        self, tensors: Tensors, scalars: Scalars, piece: Piece, head: Int32, column: Int32,
-        sums: Any, top: Float32, total: Float32,
-    ):  # fmt: skip
-        """Four columns of a head's result: divided by the sum, to which the sink belongs."""
-        c = self.c
-        h = piece.head + head
-        denominator = total
-        if scalars.has_sink != 0:
-            denominator += cute.arch.exp2(tensors.sink[h] * _LOG2E - _finite(top))
-        inverse = cute.arch.rcp_approx(denominator)
-        if total == 0.0:
-            inverse = Float32(0.0)
-        values = [s * inverse for s in sums]
-        out = tensors.out.iterator.toint() + (Int64(tensors.out.stride[0]) * piece.b + tensors.out.stride[1] * h) * 2
-        pairs = op.pack(c.dtype, values[0], values[1]), op.pack(c.dtype, values[2], values[3])
-        op.store_2_pairs(out + column * 2, *pairs)
-        if column == 0:
-            tensors.lse[piece.b, h] = (top + op.log2(total)) * _LN2
-
-    @cute.jit
-    def _meet(
-        self, tensors: Tensors, scalars: Scalars, cut: Share, piece: Piece, shared: Int32, start: Int32, tiles: Int32
-    ):
-        """The last block that brings its part of a group merges all parts."""
-        thread = cute.arch.thread_idx()[0]
-        one, other = cut.owner(start), cut.owner(start + tiles - 1)
-        sLast = self._word(shared)
-        # The barrier of ``_finish`` orders the block's stores before the release of this addition.
-        if thread == 0:
-            arrived = op.add_acq_rel(tensors.count.iterator.toint() + Int64(one) * 4, Int32(1))
-            last = arrived == other - one
-            if last:
-                tensors.count[one] = Int32(0)
-            sLast[0] = cutlass.select_(last, Int32(1), Int32(0))
-        cute.arch.barrier()
-        if sLast[0] != 0:
-            # A block's first piece is in its even slot; only the first block of a group can have begun before it.
-            early = cutlass.select_(cut.start(one) == start, Int32(0), Int32(1))
-            self._merge(tensors, scalars, piece, one * 2 + early, (one + 1) * 2, other - one)
-        cute.arch.barrier()
-
-    @cute.jit
-    def _merge(self, tensors: Tensors, scalars: Scalars, piece: Piece, slot: Int32, rest: Int32, more: Int32):
-        """Add the part in ``slot`` and those in the ``more`` even slots from ``rest`` on."""
-        c = self.c
-        thread = cute.arch.thread_idx()[0]
-        vectors = const_expr(c.dim_v // 4)
-        size = const_expr(c.part_floats * 4)
-        for index in cutlass.range(thread, piece.heads * vectors, c.threads, unroll=1):
-            head, column = index // vectors, index % vectors * 4
-            o_at, stat_at = (head * c.dim_v + column) * 4, (c.heads * c.dim_v + head * 2) * 4
-            base = tensors.parts.iterator.toint() + Int64(slot) * size
-            later = tensors.parts.iterator.toint() + Int64(rest) * size
-            rO = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-            rO.fill(0.0)
-            top, total = Float32(-_INF), Float32(0.0)
-            for first in cutlass.range(-1, more, _AT_ONCE, unroll=1):
-                # All loads are on their way before the first is used; beyond the last part they repeat it.
-                at = []
-                for i in cutlass.range_constexpr(_AT_ONCE):
-                    n = cutlass.min(first + i, more - 1)
-                    at.append(cutlass.select_(n < 0, base, later + Int64(n) * (2 * size)))
-                stats = [op.load_2_floats(a + stat_at) for a in at]
-                news = [op.load_4_floats(a + o_at) for a in at]
-                old = top
-                tops = [cutlass.select_(first + i < more, stats[i][0], Float32(-_INF)) for i in range(_AT_ONCE)]
-                for i in cutlass.range_constexpr(_AT_ONCE):
-                    top = cute.arch.fmax(top, tops[i])
-                weight = cute.arch.exp2(old - _finite(top))
-                total = total * weight
-                for x in cutlass.range_constexpr(4):
-                    rO[x] = rO[x] * weight
-                for i in cutlass.range_constexpr(_AT_ONCE):
-                    weight = cute.arch.exp2(tops[i] - _finite(top))
-                    total += weight * stats[i][1]
-                    for x in cutlass.range_constexpr(4):
-                        rO[x] = rO[x] + weight * news[i][x]
-            self._store(tensors, scalars, piece, head, column, [rO[x] for x in range(4)], top, total)
-
-
-def _finite(top: Float32) -> Float32:
-    """A maximum to subtract: 0 for one that is -inf, which would make nan of -inf."""
-    return cutlass.select_(top == -_INF, Float32(0.0), top)
-
 
 def _tanh(x: Float32) -> Float32:
     """To about 2e-7; the hardware's approximation is 1000 times coarser than the LSE needs."""
@@ -532,6 +409,6 @@ def _tanh(x: Float32) -> Float32:
     small = x + x * square * (
         -0.33333333 + square * (0.13333333 + square * (-0.05396825 + square * (0.02186949 - square * 0.00886324)))
     )
-    grown = cute.arch.exp2(x * (2.0 * _LOG2E))
+    grown = exp2(x * (2.0 * _LOG2E))
     large = 1.0 - 2.0 * cute.arch.rcp_approx(grown + 1.0)
     return cutlass.select_(square < 0.09, small, large)

@@ -3,7 +3,7 @@
 The lengths are on the device, so every block works its share out for itself: it sums the tiles of all sequences, cuts
 the sum into equal runs and finds the sequence in which its own run starts. A run may end inside a sequence; then the
 blocks that share a sequence merge (``decode.py``). No block has more than one tile more than another, whatever the
-lengths. Words: a *group* is one KV head of one sequence (and up to 16 query heads), a *tile* some keys of a group.
+lengths. Words: a *group* is one KV head of one sequence (and up to 64 query heads), a *tile* some keys of a group.
 """
 
 from __future__ import annotations
@@ -99,16 +99,18 @@ def share(lengths: Lengths, heads: Int32, blocks: Int32, least: Int32, tile: cut
     groups are cut evenly: fewer parts to merge, and no block that ends one group and begins another.
     """
     lane = cute.arch.lane_idx()
-    units, longest = Int32(0), Int32(0)
-    for first in cutlass.range(0, lengths.batch, _ALL, unroll=1):
-        b = first + lane
-        if b < lengths.batch:
-            mine = visible(lengths, b, tile).units
-            units += mine
-            longest = cutlass.max(longest, mine)
-    for step in cutlass.range_constexpr(5):
-        units += cute.arch.shuffle_sync_bfly(units, 1 << step)
-        longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << step))
+    units, longest = lengths.batch, Int32(1)
+    if lengths.by_group == 0:
+        units, longest = Int32(0), Int32(0)
+        for first in cutlass.range(0, lengths.batch, _ALL, unroll=1):
+            b = first + lane
+            if b < lengths.batch:
+                mine = visible(lengths, b, tile).units
+                units += mine
+                longest = cutlass.max(longest, mine)
+        for step in cutlass.range_constexpr(5):
+            units += cute.arch.shuffle_sync_bfly(units, 1 << step)
+            longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << step))
     total = units * heads
     blocks = cutlass.max(cutlass.min(blocks, total // least), 1)
     if units == longest * lengths.batch:
@@ -127,7 +129,10 @@ def share(lengths: Lengths, heads: Int32, blocks: Int32, least: Int32, tile: cut
 def find(lengths: Lengths, heads: Int32, wanted: Int32, tile: cutlass.Constexpr):
     """The sequence that has unit ``wanted`` of the launch, and how many units come before the sequence."""
     lane = cute.arch.lane_idx()
-    sequence, before, passed, first, found = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    sequence, before, passed, first, found = Int32(0), Int32(0), Int32(0), Int32(0), lengths.by_group
+    if lengths.by_group != 0:
+        sequence = wanted // heads
+        before = sequence * heads
     while (found == 0) & (first < lengths.batch):
         b = first + lane
         mine = Int32(0)
@@ -147,3 +152,17 @@ def find(lengths: Lengths, heads: Int32, wanted: Int32, tile: cutlass.Constexpr)
         passed += cute.arch.shuffle_sync(upto, _ALL - 1)
         first += _ALL
     return sequence, before
+
+
+@cute.jit
+def units_before(lengths: Lengths, heads: Int32, sequence: Int32, tile: cutlass.Constexpr):
+    """How many units of work come before a sequence; ``find`` the other way round. A whole warp calls this."""
+    lane = cute.arch.lane_idx()
+    units = Int32(0)
+    for first in cutlass.range(0, sequence, _ALL, unroll=1):
+        b = first + lane
+        if b < sequence:
+            units += visible(lengths, b, tile).units
+    for step in cutlass.range_constexpr(5):
+        units += cute.arch.shuffle_sync_bfly(units, 1 << step)
+    return units * heads

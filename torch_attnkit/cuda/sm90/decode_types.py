@@ -10,6 +10,8 @@ from cutlass import Float32, Int32
 
 from torch_attnkit.cuda import fake
 
+COMBINERS = 512  # threads of a block of the kernel that merges parts
+
 
 @dataclass(frozen=True)
 class Config:
@@ -23,10 +25,16 @@ class Config:
     warps: int
     stages: int
     page: int = 0
+    combine: bool = False  # whether a second kernel merges parts, else the block that brings the last
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def results(self) -> int:
+        """How many results of a piece a block has in shared memory before it merges them."""
+        return self.warps
 
     @property
     def pitch(self) -> int:
@@ -78,6 +86,80 @@ class Config:
         return self.heads * (self.dim_v + 2)
 
 
+@dataclass(frozen=True)
+class WideConfig:
+    """The same for the kernel with up to 64 query heads; D and Dv are equal, and a multiple of 64.
+
+    A tile of K and one of V are a buffer each of the ring, or one for both where V is K (``same``).
+    """
+
+    dtype: Any
+    dim: int
+    keys: int
+    stages: int
+    page: int = 0
+    same: bool = False
+    combine: bool = False
+
+    heads = 64
+    results = 1
+
+    @property
+    def dim_v(self) -> int:
+        return self.dim
+
+    @property
+    def halves(self) -> int:
+        """Warpgroups, each with its part of the columns: 64 rows of more than 256 fill no warpgroup's registers."""
+        return 2 if self.dim > 256 else 1
+
+    @property
+    def part(self) -> int:
+        """Columns of a warpgroup."""
+        return self.dim // self.halves
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.halves
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.keys * self.dim * 2
+
+    @property
+    def query_bytes(self) -> int:
+        return self.heads * self.dim * 2
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Where two warpgroups exchange their sums over their columns."""
+        return 0 if self.halves == 1 else 2 * self.heads * self.keys * 4
+
+    @property
+    def row_floats(self) -> int:
+        return self.dim + 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q, the ring and the exchange; when these have been read, the result, and behind them a word."""
+        return (
+            max(
+                self.query_bytes + self.stages * self.buffer_bytes + self.exchange_bytes,
+                self.heads * (self.row_floats + 2) * 4,
+            )
+            + 16
+        )
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As shared memory and, with 255 registers a thread, the register file allow."""
+        return max(1, min(227 * 1024 // (self.shared_bytes + 1024), 256 // self.threads))
+
+    @property
+    def part_floats(self) -> int:
+        return self.heads * (self.dim + 2)
+
+
 class Tensors(NamedTuple):
     """The tensors of a call, as the host gives them. ``count`` is zero before and after every launch."""
 
@@ -106,6 +188,7 @@ class Numbers(NamedTuple):
     chunks: Int32
     by_group: Int32
     least: Int32
+    combiners: Int32  # blocks of the kernel that merges parts
 
 
 class Scalars(NamedTuple):
@@ -128,7 +211,9 @@ class Piece(NamedTuple):
     stop: Int32
 
 
-def arguments(dtype: str, config: Config, batch: Any, caches: tuple[Any, Any], table: Any = None) -> list[Any]:
+def arguments(
+    dtype: str, config: Config | WideConfig, batch: Any, caches: tuple[Any, Any], table: Any = None
+) -> list[Any]:
     """Stand-ins for what the host passes: ``Tensors``, ``Numbers``, the number of blocks, and the stream."""
     Hq = fake.dim()
 
@@ -148,4 +233,4 @@ def arguments(dtype: str, config: Config, batch: Any, caches: tuple[Any, Any], t
         parts=fake.tensor("f32", (None,), (1,)),
         count=fake.tensor("i32", (None,), (1,)),
     )
-    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(7))), Int32(0), fake.stream()]
+    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(8))), Int32(0), fake.stream()]

@@ -13,47 +13,25 @@ Tile letters: M queries, N keys. Shared memory: Q (M, D, q_stages), K (N, D, sta
 each Q, and two mbarriers for every stage.
 """
 
-import enum
-from types import SimpleNamespace
-
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.utils import LayoutEnum
+from cutlass.cute.nvgpu import cpasync
 
+from ..prefill_tiles import Order, Sequence, dense, packed, place, visit_rows
+from ..prefill_types import Inputs, Outputs, Scalars
 from . import prefill_softmax as softmax
-from .prefill_tiles import Order, Sequence, place, visit
-from .prefill_types import Config, Inputs, Layouts, Loads, Outputs, Place, Scalars
-from .ring import Fixed, Ring
+from .prefill_products import WARPGROUP, Barrier, Products, split
+from .prefill_types import Config, Layouts, Loads, Place
+from .ring import Ring
 
-_WG = 128  # threads of a warpgroup
 # Registers per thread of the producer's and the consumers' warpgroups, by the number of consumers: 64 K in all.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 
-class Barrier(enum.IntEnum):
-    """Named barriers. 0 is the whole CTA's."""
-
-    TURN = 1  # + consumer: this consumer may issue its products; the one before it arrives
-    CLEARED = 4  # + consumer: this consumer's threads have cleared rows of V
-
-
-class Worker(Fixed, SimpleNamespace):
-    """What one consumer warpgroup works on: its slices of operands, its accumulators, its row statistics."""
-
-
-def _split(atom: cute.CopyAtom, rank: Int32, ctas: int, s: cute.Tensor, g: cute.Tensor) -> tuple:
-    """The two sides of this CTA's part of a TMA copy, each with one mode that the copy moves at once."""
-    return cpasync.tma_partition(
-        atom, rank, cute.make_layout(ctas), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
-    )
-
-
-class Prefill:
+class Prefill(Products):
     def __init__(self, config: Config):
-        self.c = config
+        super().__init__(config)
         self.regs_load, self.regs_mma = _REGISTERS[config.consumers]
 
     @cute.jit
@@ -65,17 +43,10 @@ class Prefill:
             bytes_of(c.tile_n, c.dim),
             bytes_of(c.tile_n, c.dim_v),
         )
-        row_major = lambda shape: cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(
-                hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, shape[1]), c.dtype
-            ),
-            shape,
-            order=(0, 1, 2)[: len(shape)],
-        )
         layouts = Layouts(
-            row_major((c.tile_m, c.dim, c.q_stages)),
-            row_major((c.tile_n, c.dim, c.stages)),
-            row_major((c.tile_n, c.dim_v, c.stages)),
+            self._staged((c.tile_m, c.dim, c.q_stages)),
+            self._staged((c.tile_n, c.dim, c.stages)),
+            self._staged((c.tile_n, c.dim_v, c.stages)),
         )
         modes = [0, 2, 1] if c.varlen else [1, 3, 2, 0]
         token_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))
@@ -87,24 +58,11 @@ class Prefill:
             shape = (cute.size(tile, mode=[0]), cute.size(tile, mode=[1]))
             both = 2 if c.pair and op is load_kv else 1
             atoms += cpasync.make_tiled_tma_atom(op, token_first(tensor), tile, shape, both)
-        major = warpgroup.OperandMajorMode
-        qk_mma = hopper.make_trivial_tiled_mma(
-            c.dtype, c.dtype, major.K, major.K, Float32, (c.consumers, 1, 1), (64, c.tile_n)
-        )
-        pv_mma = hopper.make_trivial_tiled_mma(
-            c.dtype,
-            c.dtype,
-            major.K,
-            major.MN,
-            Float32,
-            (c.consumers, 1, 1),
-            (64, c.dim_v),
-            warpgroup.OperandSource.RMEM,
-        )
+        qk_mma, pv_mma = self._mmas()
         order = self._order(ins, scalars)
         self.kernel(Loads(*atoms), ins, outs, scalars, order, layouts, qk_mma, pv_mma).launch(
             grid=[self._ctas * cutlass.min(scalars.sms // self._ctas, order.size()), 1, 1],
-            block=[_WG * (1 + c.consumers), 1, 1],
+            block=[WARPGROUP * (1 + c.consumers), 1, 1],
             cluster=[self._ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -124,7 +82,7 @@ class Prefill:
     ):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        memory = cutlass.utils.SmemAllocator()
+        memory = cutlass.memory.SmemAllocator()
         rings = self._rings(memory, warp)
         staged = [
             memory.allocate_tensor(c.dtype, layout.outer, 1024, swizzle=layout.inner) for layout in layouts
@@ -181,51 +139,6 @@ class Prefill:
         rows = (Int32(ins.q.shape[1]) + (c.tile_m - 1)) // c.tile_m
         return Order(rows, Int32(ins.q.shape[2]) // self._ctas, Int32(ins.q.shape[0]), scalars.section)
 
-    def _sequence(self, ins: Inputs, batch: Int32) -> Sequence:
-        """A dense batch's sequence. Lengths outside of what the tensors hold are cut off."""
-        tokens, keys = Int32(ins.q.shape[1]), Int32(ins.k.shape[1])
-        clip = lambda x: cutlass.max(cutlass.min(Int32(x), keys), Int32(0))
-        start = clip(ins.low[batch]) if self.c.kv_start else Int32(0)
-        end = clip(ins.high[batch]) if self.c.kv_len else keys
-        return Sequence(Int32(0), tokens, keys - tokens, start, end)
-
-    @cute.jit
-    def _packed(self, ins: Inputs, slot: Int32):
-        """The tile of a slot of packed sequences: (tile, first key, sequence). A whole warp calls this.
-
-        Sequence b begins at slot ``cu_seqlens_q[b] // M + b``, which leaves it enough of them without a prefix sum;
-        some stay empty. What lies behind the last sequence is one more, without keys.
-        """
-        c = self.c
-        count, rows, all_keys = Int32(ins.low.shape[0]), Int32(ins.q.shape[0]), Int32(ins.k.shape[0])
-        begun = Int32(0)
-        for first in cutlass.range(0, count, 32, unroll=1):
-            i = first + cute.arch.lane_idx()
-            row = Int32(ins.low[cutlass.min(i, count - 1)])
-            begun += cute.arch.popc(cute.arch.vote_ballot_sync((i < count) & (row // c.tile_m + i <= slot)))
-        b = cutlass.max(begun - 1, Int32(0))
-        behind = cutlass.min(b + 1, count - 1)
-        clip = lambda x, most: cutlass.max(cutlass.min(Int32(x), most), Int32(0))
-        q0, k0 = clip(ins.low[b], rows), clip(ins.high[b], all_keys)
-        q1 = cutlass.select_(b + 1 < count, clip(ins.low[behind], rows), rows)
-        keys = cutlass.max(clip(ins.high[behind], all_keys) - k0, Int32(0))
-        tokens = q1 - q0
-        return slot - (q0 // c.tile_m + b), k0, Sequence(q0, tokens, keys - tokens, Int32(0), keys)
-
-    def _visit(self, seq: Sequence, row: Int32, scalars: Scalars):
-        c = self.c
-        first = row * c.tile_m
-        last = cutlass.min(first + c.tile_m, seq.tokens) - 1
-        return visit(
-            seq,
-            seq.shift + first,
-            seq.shift + last,
-            c.tile_n,
-            c.causal,
-            scalars.window if c.window else None,
-            scalars.sink_tokens if c.sink_tokens else None,
-        )
-
     @property
     def uneven(self) -> bool:
         """Whether a tile's work grows with its place in the sequence."""
@@ -249,24 +162,25 @@ class Prefill:
                 slot, head, batch = tile // order.heads, tile % order.heads, Int32(0)
                 if const_expr(c.causal):
                     slot = order.rows - 1 - slot
-                row, k0, seq = self._packed(ins, slot)
+                sizes = (Int32(ins.q.shape[0]), Int32(ins.k.shape[0]))
+                row, k0, seq = packed((ins.low, ins.high), *sizes, slot, c.tile_m)
                 head = head * self._ctas + rank
                 q_head = cute.domain_offset((seq.q0, 0), loads.q[None, None, head])
                 k_head = cute.domain_offset((k0, 0), loads.k[None, None, head // group])
                 v_head = cute.domain_offset((k0, 0), loads.v[None, None, head // group])
             else:
                 row, head, batch = order.tile(tile, self.uneven)
-                seq = self._sequence(ins, batch)
+                seq = dense(c, ins, batch)
                 head = head * self._ctas + rank
                 q_head = loads.q[None, None, head, batch]
                 k_head, v_head = (t[None, None, head // group, batch] for t in (loads.k, loads.v))
-            tQsQ, tQgQ = _split(loads.q_atom, 0, 1, sQ, cute.local_tile(q_head, (c.tile_m, c.dim), (row, 0)))
+            tQsQ, tQgQ = split(loads.q_atom, 0, 1, sQ, cute.local_tile(q_head, (c.tile_m, c.dim), (row, 0)))
             gK = cute.local_tile(k_head, (c.tile_n, c.dim), (None, 0))  # (N, D, blocks)
             gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
-            tKsK, tKgK = _split(loads.k_atom, rank, self._ctas, sK, gK)  # (box, stages), (box, blocks)
-            tVsV, tVgV = _split(loads.v_atom, rank, self._ctas, sV, gV)
+            tKsK, tKgK = split(loads.k_atom, rank, self._ctas, sK, gK)  # (box, stages), (box, blocks)
+            tVsV, tVgV = split(loads.v_atom, rank, self._ctas, sV, gV)
             if (row >= 0) & (row * c.tile_m < seq.tokens):
-                plan = self._visit(seq, row, scalars)
+                plan = visit_rows(c, seq, row * c.tile_m, c.tile_m, scalars)
                 full = ring_k.acquire(blocks, self.bytes_k)
                 first = plan.block(Int32(0))
                 cute.copy(loads.k_atom, tKgK[None, first], tKsK[None, ring_k.slot(blocks)], tma_bar_ptr=full, **mask)
@@ -298,43 +212,19 @@ class Prefill:
     def consume(self, ins: Inputs, outs: Outputs, scalars: Scalars, order: Order, rings, staged, qk_mma, pv_mma):
         """One warpgroup: both products, softmax and store of 64 rows of every tile."""
         c = self.c
-        thread = cute.arch.thread_idx()[0] - _WG
-        group = cute.arch.make_warp_uniform(thread // _WG)
-        sQ, sK, sV, note = staged
-        sVt = cute.composition(sV, cute.make_ordered_layout((c.dim_v, c.tile_n, c.stages), order=(1, 0, 2)))
-        qk, pv = qk_mma.get_slice(group * _WG), pv_mma.get_slice(group * _WG)
-        rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
-        w = Worker(
-            group=group,
-            row=(thread // 32) * 16 + cute.arch.lane_idx() // 4,  # this lane's first row of the tile
-            lane=cute.arch.lane_idx(),
-            q=rings[0],
-            k=rings[1],
-            v=rings[2],
-            sV=sV,
-            qk_mma=qk_mma,
-            pv_mma=pv_mma,
-            tSrQ=qk.make_fragment_A(qk.partition_A(sQ)),
-            tSrK=qk.make_fragment_B(qk.partition_B(sK)),
-            tOrV=pv.make_fragment_B(pv.partition_B(sVt)),
-            rP=rP,
-            words=cute.recast_tensor(rP, Int32),
-            rO=cute.make_rmem_tensor(pv.partition_shape_C((c.tile_m, c.dim_v)), Float32),
-            top=cute.make_rmem_tensor(2, Float32),
-            total=cute.make_rmem_tensor(2, Float32),
-            scales=cute.make_rmem_tensor(2, Float32),  # what the output so far is still to be multiplied by
-            scalars=scalars,
-        )
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        *operands, note = staged
+        w = self._worker(thread, rings, operands, qk_mma, pv_mma, scalars)
         if const_expr(self._turns):
-            if group == 0:
-                cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN), number_of_threads=2 * _WG)
+            if w.group == 0:
+                cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN), number_of_threads=2 * WARPGROUP)
         turn, n = Int32(0), Int32(0)
         w.q.wait(turn)
         row = cute.arch.make_warp_uniform(note[0, 0])
         while row >= 0:
             head, batch, *rest = [cute.arch.make_warp_uniform(note[i, w.q.slot(turn)]) for i in range(1, 8)]
             seq = Sequence(*rest)
-            plan = self._visit(seq, row, scalars)
+            plan = visit_rows(c, seq, row * c.tile_m, c.tile_m, scalars)
             position = seq.shift + row * c.tile_m
             self.first_block(w, turn, n, seq, plan.block(Int32(0)), position)
             if const_expr(c.causal or c.window):
@@ -352,93 +242,6 @@ class Prefill:
             turn += 1
             w.q.wait(turn)
             row = cute.arch.make_warp_uniform(note[0, w.q.slot(turn)])
-
-    @property
-    def _turns(self) -> bool:
-        return self.c.turns and self.c.consumers > 1
-
-    def _await_turn(self, w) -> None:
-        if const_expr(self._turns):
-            cute.arch.barrier(barrier_id=int(Barrier.TURN) + w.group, number_of_threads=2 * _WG)
-
-    def _pass_turn(self, w) -> None:
-        if const_expr(self._turns):
-            after = (w.group + 1) % self.c.consumers
-            cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN) + after, number_of_threads=2 * _WG)
-
-    def _multiply(self, mma, acc, a, b, *, clear: bool) -> None:
-        """Issue ``acc (+)= a b`` as one group of ``wgmma``, without waiting for it."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, not clear)
-        for k in range(cute.size(a, mode=[2])):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-
-    def _scores(self, w, turn: Int32, n: Int32) -> cute.Tensor:
-        rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((self.c.tile_m, self.c.tile_n)), Float32)
-        rQ, rK = w.tSrQ[None, None, None, w.q.slot(turn)], w.tSrK[None, None, None, w.k.slot(n)]
-        self._multiply(w.qk_mma, rS, rQ, rK, clear=True)
-        return rS
-
-    def _accumulate(self, w, n: Int32) -> None:
-        self._multiply(w.pv_mma, w.rO, w.rP, w.tOrV[None, None, None, w.v.slot(n)], clear=False)
-
-    @cute.jit
-    def first_block(self, w, turn: Int32, n: Int32, seq: Sequence, block: Int32, position: Int32):
-        """Scores and probabilities of a tile's first block; its product with V follows in the next step."""
-        w.k.wait(n)
-        rS = self._scores(w, turn, n)
-        w.rO.fill(0.0)
-        w.scales.fill(1.0)
-        warpgroup.wait_group(0)
-        w.k.release(n)
-        self._mask(w, rS, seq, block, position, "both")
-        softmax.online(rS, w.top, w.total, w.scalars.scale_log2, first=True)
-        softmax.pack_into(w.words, rS, self.c.dtype)
-        if const_expr(self.c.padded):
-            self._clear_rows(w, n, seq, block)
-
-    @cute.jit
-    def next_block(
-        self, w, turn: Int32, n: Int32, seq: Sequence, block: Int32, position: Int32, edge: cutlass.Constexpr
-    ):
-        """Scores of block n beside the output product of block n - 1, then the probabilities of block n."""
-        w.k.wait(n)
-        self._await_turn(w)
-        rS = self._scores(w, turn, n)
-        if const_expr(self.c.late_rescale):
-            softmax.rescale(w.rO, w.scales)
-        w.v.wait(n - 1)
-        self._accumulate(w, n - 1)
-        self._pass_turn(w)
-        warpgroup.wait_group(1)
-        w.k.release(n)
-        if const_expr(edge != ""):
-            self._mask(w, rS, seq, block, position, edge)
-        elif const_expr(self.c.softcap):
-            softmax.cap(rS, w.scalars.cap_slope)
-        scales = softmax.online(rS, w.top, w.total, w.scalars.scale_log2, first=False)
-        # ptxas moves most exponentials behind this wait, among the multiplications of the output, and that is best:
-        # keeping them before it (a branch here does) cost 8 % at D 128, 2 x 8192 on an H200.
-        warpgroup.wait_group(0)
-        w.v.release(n - 1)
-        if const_expr(self.c.late_rescale):
-            w.scales[0], w.scales[1] = scales
-        else:
-            softmax.rescale(w.rO, scales)
-        softmax.pack_into(w.words, rS, self.c.dtype)
-        if const_expr(self.c.padded and edge != ""):
-            self._clear_rows(w, n, seq, block)
-
-    def last_product(self, w, n: Int32) -> None:
-        if const_expr(self.c.late_rescale):
-            softmax.rescale(w.rO, w.scales)
-        w.v.wait(n)
-        self._accumulate(w, n)
-        warpgroup.wait_group(0)
-        w.v.release(n)
 
     def _mask(self, w, rS: cute.Tensor, seq: Sequence, block: Int32, position: Int32, edge: str) -> None:
         """Cap the scores, then give -inf to those of keys that a row must not see. ``position`` is the tile's first.
@@ -465,24 +268,6 @@ class Prefill:
         elif const_expr(c.kv_start):
             lows = [start, start]
         softmax.keep_within(rS, softmax.Limits(lows, highs, start if c.kv_start else None, sinks_end, ends))
-
-    @cute.jit
-    def _clear_rows(self, w, n: Int32, seq: Sequence, block: Int32):
-        """Write 0 over the rows of V's block that lie outside the sequence, before the tensor cores read them."""
-        c = self.c
-        low, high = block * c.tile_n, (block + 1) * c.tile_n
-        if (low < seq.start) | (high > seq.end):
-            w.v.wait(n)
-            slot = w.v.slot(n)
-            zeros = cute.make_rmem_tensor(8, c.dtype)
-            zeros.fill(0.0)
-            chunks = c.dim_v // 8
-            for i in cutlass.range(cute.arch.thread_idx()[0] % _WG, c.tile_n * chunks, _WG, unroll=1):
-                key = low + i // chunks
-                if (key < seq.start) | (key >= seq.end):
-                    cute.autovec_copy(zeros, cute.local_tile(w.sV[i // chunks, None, slot], (8,), (i % chunks,)))
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=int(Barrier.CLEARED) + w.group, number_of_threads=_WG)
 
     def _index(self, at: Place, token: Int32) -> tuple:
         return (at.q0 + token, at.head) if self.c.varlen else (at.batch, token, at.head)

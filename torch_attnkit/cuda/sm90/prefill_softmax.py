@@ -109,7 +109,8 @@ def online(acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor, scale_log2: F
         if first:
             total[r] = Float32(0.0)
         else:
-            scales.append(exp2(fma(top[r], scale_log2, offset)))
+            # Not an fma with the rounded offset: its residue would turn a factor of 1 into another, at every block.
+            scales.append(exp2((top[r] - safe) * scale_log2))
             total[r] = total[r] * scales[r]
         top[r] = peak
         sums = [total[r], None]

@@ -1,7 +1,7 @@
 """Buffers in shared memory that TMA fills and other warps empty, guarded by two mbarriers each."""
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 
 class Fixed:
@@ -17,18 +17,21 @@ class Fixed:
 class Ring(Fixed):
     """``stages`` buffers that one warp fills and the consumers empty; ``n`` counts fills from the kernel's start.
 
-    The number of stages is a power of two: what is computed between a wait and the next product delays the product.
+    A power of two of stages is best: what is computed between a wait and the next product delays the product.
     With ``pair``, the consumers of both CTAs of a cluster empty a buffer, for either fills half of it in both.
     """
 
     def __init__(self, full: cute.Pointer, empty: cute.Pointer, stages: int, pair: bool = False):
-        assert stages & (stages - 1) == 0, f"{stages} stages"
         self.full, self.empty, self.stages, self.pair = full, empty, stages, pair
 
     def slot(self, n: Int32) -> Int32:
+        if self.stages & (self.stages - 1):
+            return Int32(Uint32(n) % self.stages)
         return n & (self.stages - 1)
 
     def phase(self, n: Int32) -> Int32:
+        if self.stages & (self.stages - 1):
+            return Int32(Uint32(n) // self.stages) & 1
         return (n >> (self.stages.bit_length() - 1)) & 1
 
     def await_empty(self, n: Int32) -> cute.Pointer:

@@ -83,6 +83,13 @@ def copy_16_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None
 
 
 @dsl_user_op
+def copy_4_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """The same with 4 bytes, for rows that start at any multiple of 4; ``valid`` is 0 or 4."""
+    text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
+    _asm(None, [shared, source, valid], text, "r,l,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def load_pair(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """4 bytes of device memory that nothing writes while the kernel runs."""
     return Int32(_asm(T.i32(), [source], "ld.global.nc.b32 $0, [$1];", "=r,l", False, loc, ip))
@@ -100,6 +107,27 @@ def load_4_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Fl
 def load_2_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
     """8 aligned bytes past the first-level cache."""
     return _asm_many(2, Float32, [source], "ld.global.cg.v2.f32 {$0,$1}, [$2];", "=f,=f,l,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def cluster_address(address: Int32, cta: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Where the cluster finds what CTA ``cta`` of it has at ``address`` of its own shared memory."""
+    return Int32(_asm(T.i32(), [address, cta], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", False, loc, ip))
+
+
+@dsl_user_op
+def load_cluster_floats(
+    count: int, address: Int32, valid: Int32, *, loc: Any = None, ip: Any = None
+) -> tuple[Float32, ...]:
+    """2 or 4 aligned floats from a ``cluster_address``; ``valid`` 0 reads nothing and gives zeros."""
+    outs = ",".join(f"${i}" for i in range(count))
+    zeros = "".join(f"mov.b32 ${i}, 0; " for i in range(count))
+    text = (
+        f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros}"
+        f"@p ld.shared::cluster.v{count}.f32 {{{outs}}}, [${count}]; }}"
+    )
+    constraints = "=&f," * count + "r,r,~{memory}"
+    return _asm_many(count, Float32, [address, valid], text, constraints, True, loc, ip)
 
 
 @dsl_user_op

@@ -41,9 +41,10 @@ OP = Op(
     exclusive=rules.SINK_OR_PARTIAL,
     kernels=(
         *(
-            Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, _ALL)
+            Kernel(arch, "bf16 f16", {"D": (d,), "Dv": (dv,)}, _ALL)
+            for arch in ("sm90", "sm100")
             for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
         ),
-        Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 256)}, _ALL, rules.value_dim(256)),
+        Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256)}, _ALL, rules.value_dim(256)),
     ),
 )

@@ -13,8 +13,11 @@ PARITY = {
     "ragged": dict(B=3, Hq=8, Hkv=2, S=37, D=64, Dv=64),
     "mqa": dict(B=2, Hq=6, Hkv=1, S=130, D=64, Dv=32),
     "long": dict(B=2, Hq=16, Hkv=2, S=1000, D=64, Dv=64),
+    "many-heads": dict(B=2, Hq=70, Hkv=1, S=700, D=64, Dv=64),
+    "many-parts": dict(B=1, Hq=2, Hkv=1, S=3000, D=64, Dv=64),
     "empty": dict(B=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
 }
+_OWN = 16  # query heads when each has a KV head of its own: more are only more of the same
 BENCH = (
     {
         f"{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128)
@@ -23,6 +26,7 @@ BENCH = (
     | {"ragged-64x8192": dict(B=64, Hq=32, Hkv=8, S=8192, D=128, Dv=128, ragged=1)}
     | {f"gptoss-{b}x8192": dict(B=b, Hq=64, Hkv=8, S=8192, D=64, Dv=64, window=128, sink=1) for b in (1, 16, 128)}
     | {f"D256-{b}x8192": dict(B=b, Hq=16, Hkv=8, S=8192, D=256, Dv=256) for b in (1, 16, 128)}
+    | {f"group16-{b}x8192": dict(B=b, Hq=64, Hkv=4, S=8192, D=128, Dv=128) for b in (1, 16, 128)}
     | {f"mqa-D512-{b}x8192": dict(B=b, Hq=64, Hkv=1, S=8192, D=512, Dv=512) for b in (1, 16, 128)}
 )
 
@@ -30,8 +34,8 @@ BENCH = (
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    B, Hq, S = dims["B"], dims["Hq"], dims["S"]
-    Hkv = dims["Hkv"] if "gqa" in features else Hq
+    B, S = dims["B"], dims["S"]
+    Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
     kv_len = inputs.lengths(gen, B, S)
     args = (
         inputs.normal(gen, dtype, B, Hq, dims["D"]),

@@ -16,14 +16,15 @@ _ROWS = {
     ),
     "every row of q must start at a multiple of 4 bytes": lambda c: all(s % 2 == 0 for s in c.arg.q.stride()[:-1]),
 }
-_SM90 = tuple(
-    Kernel("sm90", "bf16 f16", {"D": (d,), "Dv": (dv,)}, "gqa sink kv_start window sink_tokens softcap", _ROWS)
+_CUDA = tuple(
+    Kernel(arch, "bf16 f16", {"D": (d,), "Dv": (dv,)}, "gqa sink kv_start window sink_tokens softcap", _ROWS)
+    for arch in ("sm90", "sm100")
     for d, dv in ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))
 )
 _MPS = Kernel(
     "mps",
     "bf16 f16 f32",
-    {"D": (32, 64, 80, 96, 128, 256, 512)},
+    {"D": (32, 64, 80, 96, 128, 192, 256, 512)},
     "gqa sink kv_start window sink_tokens softcap",
     rules.value_dim(512),
 )
@@ -44,5 +45,5 @@ OP = Op(
     },
     where=rules.HEADS | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW,
-    kernels=(*_SM90, _MPS),
+    kernels=(*_CUDA, _MPS),
 )

@@ -13,23 +13,34 @@ PARITY = {
     "ragged": dict(B=3, Hq=8, Hkv=2, Np=12, Ps=16, Mp=4, D=64, Dv=64),
     "odd-page": dict(B=2, Hq=6, Hkv=1, Np=20, Ps=13, Mp=9, D=64, Dv=32),
     "long": dict(B=2, Hq=16, Hkv=2, Np=33, Ps=64, Mp=16, D=64, Dv=64),
+    "many-heads": dict(B=2, Hq=70, Hkv=1, Np=90, Ps=16, Mp=44, D=64, Dv=64),
+    "many-parts": dict(B=1, Hq=2, Hkv=1, Np=190, Ps=16, Mp=190, D=64, Dv=64),
     "empty": dict(B=0, Hq=4, Hkv=2, Np=3, Ps=16, Mp=2, D=64, Dv=64),
     "no-pages": dict(B=2, Hq=4, Hkv=2, Np=0, Ps=16, Mp=0, D=64, Dv=64),
+}
+_OWN = 16  # query heads when each has a KV head of its own: more are only more of the same
+_MODELS = {
+    "gptoss": dict(Hq=64, Hkv=8, D=64, Dv=64, window=128, sink=1),
+    "D256": dict(Hq=16, Hkv=8, D=256, Dv=256),
+    "mqa-D512": dict(Hq=64, Hkv=1, D=512, Dv=512),
 }
 BENCH = {
     f"{b}x{s}-page{p}": dict(B=b, Hq=32, Hkv=8, Np=b * s // p, Ps=p, Mp=s // p, D=128, Dv=128)
     for b, s, p in (
         (1, 8192, 16), (1, 8192, 64), (1, 131072, 64), (16, 8192, 16), (16, 8192, 64), (128, 8192, 16), (128, 8192, 64),
     )
+} | {
+    f"{name}-{b}x8192-page{p}": dict(B=b, Np=b * 8192 // p, Ps=p, Mp=8192 // p, **model)
+    for name, model in _MODELS.items() for b in (1, 16, 128) for p in (16, 64)
 }  # fmt: skip
 
 
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    B, Hq, D, Dv = dims["B"], dims["Hq"], dims["D"], dims["Dv"]
+    B, D, Dv = dims["B"], dims["D"], dims["Dv"]
     Np, Ps, S = dims["Np"], dims["Ps"], dims["Mp"] * dims["Ps"]
-    Hkv = dims["Hkv"] if "gqa" in features else Hq
+    Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
     kv_len = inputs.lengths(gen, B, S)
     args = (
         inputs.normal(gen, dtype, B, Hq, D),
@@ -52,17 +63,24 @@ def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tup
         inputs.normal(gen, dtype, Np, Ps, Hkv, dims["Dv"]),
         torch.randperm(Np, generator=gen).to(torch.int32)[: B * Mp].view(B, Mp),
         torch.tensor([Mp * Ps] * B, dtype=torch.int32),
+        inputs.normal(gen, torch.float32, dims["Hq"]) if "sink" in dims else None,
     )
-    return args, {}
+    return args, dict(window=dims.get("window", -1))
+
+
+def _seen(dims: dict[str, int]) -> int:
+    """Visible keys of all sequences."""
+    keys = dims["Mp"] * dims["Ps"]
+    return dims["B"] * min(keys, dims.get("window", keys))
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
-    """Read q, the page table and every key and value of the sequences once, write out and lse."""
-    tokens = dims["B"] * dims["Hkv"] * dims["Mp"] * dims["Ps"] * (dims["D"] + dims["Dv"])
+    """Read q, the page table and every visible key and value once, write out and lse."""
+    tokens = _seen(dims) * dims["Hkv"] * (dims["D"] + dims["Dv"])
     heads = dims["B"] * dims["Hq"] * (dims["D"] + dims["Dv"])
     return (tokens + heads) * dtype.itemsize + dims["B"] * (dims["Hq"] + dims["Mp"] + 1) * 4
 
 
 def flops(dims: dict[str, int]) -> int:
     """Two products, two operations a term."""
-    return 2 * dims["B"] * dims["Hq"] * dims["Mp"] * dims["Ps"] * (dims["D"] + dims["Dv"])
+    return 2 * dims["Hq"] * _seen(dims) * (dims["D"] + dims["Dv"])

@@ -6,17 +6,27 @@ from typing import Any
 
 from torch_attnkit.cuda import fake
 from torch_attnkit.cuda.sm90.decode import Decode
-from torch_attnkit.cuda.sm90.decode_types import Config, arguments
+from torch_attnkit.cuda.sm90.decode_types import Config, WideConfig, arguments
+from torch_attnkit.cuda.sm90.decode_wide import Wide
 
 
 def trace(arch: str, *, dtype: str, **sizes: int) -> tuple[Any, list[Any]]:
-    """What to compile. Rows of the caches start at multiples of 16 bytes, as cp.async needs."""
+    """What to compile for up to 8 query heads a KV head. Rows of the caches start at multiples of 16 bytes."""
     config = Config(fake.dtype(dtype), **sizes)
+    return Decode(config), _arguments(dtype, config)
+
+
+def trace_wide(arch: str, *, dtype: str, **sizes: int) -> tuple[Any, list[Any]]:
+    """The same for more."""
+    config = WideConfig(fake.dtype(dtype), **sizes)
+    return Wide(config), _arguments(dtype, config)
+
+
+def _arguments(dtype: str, config: Config | WideConfig) -> list[Any]:
     B, Hkv, Np = fake.dim(), fake.dim(), fake.dim()
 
     def cache(dim: int) -> Any:
         return fake.tensor(dtype, (Np, config.page, Hkv, dim), (*(fake.dim(8) for _ in range(3)), 1))
 
-    return Decode(config), arguments(
-        dtype, config, B, (cache(config.dim), cache(config.dim_v)), fake.tensor("i32", (B, None), align=4)
-    )
+    table = fake.tensor("i32", (B, None), align=4)
+    return arguments(dtype, config, B, (cache(config.dim), cache(config.dim_v)), table)

@@ -14,12 +14,18 @@ PARITY = {
     "mqa": dict(B=2, T=16, Hq=6, Hkv=1, S=130, D=64, Dv=32),
     "long": dict(B=2, T=33, Hq=4, Hkv=2, S=300, D=64, Dv=64),
     "short-cache": dict(B=2, T=7, Hq=2, Hkv=1, S=4, D=64, Dv=64),
+    "shared-keys": dict(B=1, T=3, Hq=4, Hkv=2, S=700, D=64, Dv=64),
+    "two-tiles": dict(B=1, T=17, Hq=8, Hkv=1, S=60, D=64, Dv=64),
     "empty": dict(B=2, T=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
 }
 BENCH = {
-    f"{b}x{t}x{s}": dict(B=b, T=t, Hq=32, Hkv=8, S=s, D=128, Dv=128)
-    for b, t, s in ((1, 8, 8192), (16, 4, 8192), (16, 32, 8192), (1, 512, 32768))
-}
+    f"{'full-' * (1 - causal)}{b}x{t}x{s}": dict(B=b, T=t, Hq=32, Hkv=8, S=s, D=128, Dv=128, causal=causal)
+    for b, t, s, causal in (
+        (1, 16, 8192, 1), (16, 16, 8192, 1), (1, 64, 8192, 1), (16, 64, 8192, 1),
+        (1, 16, 8192, 0), (16, 16, 8192, 0), (1, 64, 8192, 0), (16, 64, 8192, 0),
+        (1, 8, 8192, 1), (16, 4, 8192, 1), (16, 32, 8192, 1), (1, 512, 32768, 1),
+    )
+}  # fmt: skip
 
 
 def make(
@@ -39,6 +45,12 @@ def make(
     return args, dict(causal="bidirectional" not in features) | inputs.score_arguments(features, S)
 
 
+def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Full caches."""
+    args, _ = make(dims, dtype, ("gqa",), gen)
+    return (*args[:3], torch.full_like(args[3], dims["S"]), None, None), dict(causal=bool(dims["causal"]))
+
+
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q and the caches once, write out and lse."""
     tokens = dims["B"] * dims["Hkv"] * dims["S"] * (dims["D"] + dims["Dv"])
@@ -48,5 +60,6 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 
 def flops(dims: dict[str, int]) -> int:
     """Two products, two operations a term; under causal query r leaves out the T - 1 - r keys behind it."""
-    pairs = dims["T"] * dims["S"] - dims["T"] * (dims["T"] - 1) // 2
+    T = dims["T"]
+    pairs = T * dims["S"] - (T * (T - 1) // 2 if dims.get("causal", 1) else 0)
     return 2 * dims["B"] * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])

@@ -11,6 +11,14 @@ Source: MetalTile ``sdpa_multi``; sinks as in GPT-OSS (OpenAI, 2025) and Streami
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.oracle import rules
 
+# TMA reads no other rows, and nobody wants a copy of a cache.
+_ROWS = {
+    "every row of the caches must start at a multiple of 16 bytes": lambda c: all(
+        stride % 8 == 0 for cache in (c.arg.k_cache, c.arg.v_cache) for stride in cache.stride()[:-1]
+    )
+}
+_FEATURES = "gqa sink kv_start bidirectional window sink_tokens softcap"
+
 OP = Op(
     schema="sdpa_multi(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"
     " Tensor? kv_start=None, *, float? scale=None, bool causal=True, int window=-1, int sink_tokens=0,"
@@ -28,12 +36,11 @@ OP = Op(
     where=rules.HEADS | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW,
     kernels=(
-        Kernel(
-            "mps",
-            "bf16 f16 f32",
-            {"D": (32, 64, 80, 96, 128, 256)},
-            "gqa sink kv_start bidirectional window sink_tokens softcap",
-            rules.value_dim(256),
+        *(
+            Kernel(arch, "bf16 f16", {"D": (d,), "Dv": (dv,)}, _FEATURES, _ROWS if arch == "sm90" else {})
+            for arch in ("sm90", "sm100")
+            for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
         ),
+        Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256)}, _FEATURES, rules.value_dim(256)),
     ),
 )

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 
@@ -36,6 +37,50 @@ class Sequence(NamedTuple):
     end: Int32
 
 
+def dense(c, ins, batch: Int32) -> Sequence:
+    """A dense batch's sequence, for a kernel's Config and Inputs. Lengths outside of the tensors are cut off.
+
+    The queries end where the tensor of keys does, or with ``at_end`` where the sequence's keys do.
+    """
+    tokens, keys = Int32(ins.q.shape[1]), Int32(ins.k.shape[1])
+    clip = lambda x: cutlass.max(cutlass.min(Int32(x), keys), Int32(0))
+    start = clip(ins.low[batch]) if c.kv_start else Int32(0)
+    end = clip(ins.high[batch]) if c.kv_len else keys
+    return Sequence(Int32(0), tokens, (end if c.at_end else keys) - tokens, start, end)
+
+
+@cute.jit
+def packed(starts: tuple, rows: Int32, all_keys: Int32, slot: Int32, tile_m: cutlass.Constexpr):
+    """The tile of a slot: (tile of ``tile_m`` queries, first key, sequence). A whole warp calls this.
+
+    ``starts`` are cu_seqlens_q and cu_seqlens_k, of tensors with ``rows`` queries and ``all_keys`` keys. Sequence b
+    begins at slot ``cu_seqlens_q[b] // tile_m + b``, which leaves it enough of them without a prefix sum; some stay
+    empty. What lies behind the last sequence is one more, without keys. Offsets outside of the tensors are cut off.
+    """
+    queries, keys = starts
+    count, begun = Int32(queries.shape[0]), Int32(0)
+    for first in cutlass.range(0, count, 32, unroll=1):
+        i = first + cute.arch.lane_idx()
+        row = Int32(queries[cutlass.min(i, count - 1)])
+        begun += cute.arch.popc(cute.arch.vote_ballot_sync((i < count) & (row // tile_m + i <= slot)))
+    b = cutlass.max(begun - 1, Int32(0))
+    behind = cutlass.min(b + 1, count - 1)
+    clip = lambda x, most: cutlass.max(cutlass.min(Int32(x), most), Int32(0))
+    q0, k0 = clip(queries[b], rows), clip(keys[b], all_keys)
+    q1 = cutlass.select_(b + 1 < count, clip(queries[behind], rows), rows)
+    seen = cutlass.max(clip(keys[behind], all_keys) - k0, Int32(0))
+    tokens = q1 - q0
+    return slot - (q0 // tile_m + b), k0, Sequence(q0, tokens, seen - tokens, Int32(0), seen)
+
+
+def visit_rows(c, seq: Sequence, first: Int32, count: int, scalars) -> Blocks:
+    """The blocks that ``count`` tokens of a sequence from ``first`` on need, for a kernel's Config and Scalars."""
+    last = cutlass.min(first + count, seq.tokens) - 1
+    window = scalars.window if c.window else None
+    sink_tokens = scalars.sink_tokens if c.sink_tokens else None
+    return visit(seq, seq.shift + first, seq.shift + last, c.tile_n, c.causal, window, sink_tokens)
+
+
 def visit(seq: Sequence, first: Int32, last: Int32, tile_n: int, causal: bool, window, sink_tokens) -> Blocks:
     """The blocks of ``tile_n`` keys that the queries at positions first to last need.
 
@@ -53,21 +98,31 @@ def visit(seq: Sequence, first: Int32, last: Int32, tile_n: int, causal: bool, w
         end = cutlass.max(end, sinks_end)
     if window is not None:
         low, full_low = cutlass.max(low, first - window + 1), cutlass.max(low, last - window + 1)
+    return cover(seq.start, (low, full_low), (full_end, end), None if sink_tokens is None else sinks_end, tile_n)
+
+
+def cover(start: Int32, lows: tuple, ends: tuple, sinks_end, tile_n: int) -> Blocks:
+    """The blocks of ``tile_n`` keys that hold [lows[0], ends[1]) and [start, sinks_end), which is None without sinks.
+
+    All queries see [lows[1], ends[0]).
+    """
+    zero = Int32(0)
+    (low, full_low), (full_end, end) = lows, ends
     end, full_end = cutlass.max(end, zero), cutlass.max(full_end, zero)
     blocks_end = (end + (tile_n - 1)) // tile_n
     blocks_low = cutlass.min(low // tile_n, blocks_end)
     full_right = cutlass.max(blocks_low, cutlass.min(blocks_end, full_end // tile_n))
     full_left = cutlass.min(full_right, cutlass.max(blocks_low, (full_low + (tile_n - 1)) // tile_n))
     near = blocks_end - blocks_low
-    sinks = zero
-    if sink_tokens is not None:
-        sinks_end = cutlass.min((sinks_end + (tile_n - 1)) // tile_n, blocks_low)
-        sinks = cutlass.max(sinks_end - seq.start // tile_n, zero)
+    sinks = sinks_last = zero
+    if sinks_end is not None:
+        sinks_last = cutlass.min((sinks_end + (tile_n - 1)) // tile_n, blocks_low)
+        sinks = cutlass.max(sinks_last - start // tile_n, zero)
     full = cutlass.max(blocks_end - full_right, Int32(1))
     return Blocks(
         last=blocks_end - 1,
         near=near,
-        sinks_last=sinks_end - 1,
+        sinks_last=sinks_last - 1,
         full=full,
         full_end=cutlass.max(full, blocks_end - full_left),
         steps=cutlass.max(near + sinks, Int32(1)),

@@ -1,0 +1,87 @@
+"""No sm90 kernel may touch memory that is not its own, whatever lengths, offsets and indices say.
+
+    python tests/cuda/sanitize.py [OP ...]
+
+Runs every row of the ops under ``compute-sanitizer`` (memcheck), a process for each op, and prints the errors it
+counted; exits with 1 if there were any. The inputs are those of the parity cases, with every integer tensor replaced by
+hostile values: below zero, past the end, and as large as 32 bits allow. The results are not looked at. Each tensor is
+an allocation of its own, so that the tool sees a step past any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from torch_attnkit import parity
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.spec import DTYPES
+
+TOGETHER = 4  # processes
+HOSTILE = (-(2**31), -1, 0, 1, 7, 1 << 20, 2**31 - 1)
+
+
+def hostile(value: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
+    """Half of the values as they were, the others replaced."""
+    other = torch.tensor(HOSTILE)[torch.randint(len(HOSTILE), value.shape, generator=gen)].to(value.dtype)
+    return torch.where(torch.rand(value.shape, generator=gen) < 0.5, value, other)
+
+
+def run(name: str) -> int:
+    """All calls of an op; how many there were."""
+    op, calls = OPS[name], 0
+    for index, row in enumerate(op.kernels):
+        if "sm90" not in row.archs:
+            continue
+        gen = torch.Generator().manual_seed(0)
+        everything = parity.feature_sets(op, tuple(row.features.split()))
+        for case in parity.cases(op, index, "sm90"):
+            if case.dtype != row.dtypes.split()[0] or case.features not in (everything[0], everything[-1]):
+                continue
+            args, kwargs = parity.inputs(op, case.shape, DTYPES[case.dtype], case.features, case.dims)
+            if row.refusal(parity.bound(op, args, kwargs)):
+                continue
+            moved = [
+                a if not isinstance(a, torch.Tensor) else (a if a.is_floating_point() else hostile(a, gen)).cuda()
+                for a in args
+            ]
+            getattr(torch.ops.attnkit, name)(*moved, **kwargs)
+            torch.cuda.synchronize()
+            calls += 1
+    return calls
+
+
+def sanitized(name: str) -> tuple[int, str]:
+    """The errors that the tool counted in an op (-1: none of its summary came), and its last words."""
+    # The compiler asks the driver for things that it may refuse; that is no error of a kernel.
+    tool = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
+    command = [*tool, sys.executable, __file__, "--here", name]
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    summary = re.search(r"ERROR SUMMARY: (\d+) error", text)
+    calls = re.search(r"(\d+) calls", text)
+    errors = int(summary[1]) if summary and calls else -1
+    return errors, f"{calls[1] if calls else 'unknown'} calls" + ("" if errors == 0 else "\n" + text[-3000:])
+
+
+def main(names: list[str]) -> int:
+    names = names or [name for name, op in OPS.items() if any("sm90" in row.archs for row in op.kernels)]
+    bad = 0
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        for name, (errors, words) in zip(names, pool.map(sanitized, names), strict=True):
+            print(f"{name}: {errors} errors, {words}", flush=True)
+            bad += errors != 0
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--here"]:
+        print(f"{run(sys.argv[2])} calls")
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""Host side of the decode kernels, for either kind of cache: plan, kernels, workspace, launch. Imports no cutlass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_attnkit.core.op import Call
+from torch_attnkit.core.spec import short
+from torch_attnkit.core.target import Target
+
+from . import compile, driver
+from .decode_plan import bounded, plan, score_factors
+from .splits import Workspace
+
+
+def decoder(call: Call, target: Target, keys: int, page: int = 0) -> Callable[..., None]:
+    """The launch for caches of at most ``keys`` keys a sequence, in pages of ``page`` if that is not 0.
+
+    It takes q, k, v, table (None without pages), kv_len, sink, kv_start, out and lse. The kernels are written for
+    Hopper; Blackwell runs the one that needs no ``wgmma``.
+    """
+    dim, dim_v = call.dim["D"], call.dim["Dv"]
+    window, sinks = bounded(call.arg.window), bounded(call.arg.sink_tokens)
+    most = min(keys, window + sinks) if window >= 0 else keys
+    heads, groups = call.dim["Hkv"], call.dim["B"] * call.dim["Hkv"]
+    if call.dim["B"] == 0:
+        return lambda *args: None
+    p = plan(
+        dim, dim_v, call.dim["Hq"] // heads, driver.sm_count(call.device), most, groups, page,
+        has_wgmma=target.arch == "sm90",
+    )  # fmt: skip
+    wide = p.trace == "trace_wide"
+
+    def compiled(**same: bool) -> Callable[..., None]:
+        return compile.launcher(
+            call, target, target.arch, kernel=f"torch_attnkit.ops.{call.op}.sm90_kernel", trace=p.trace,
+            dtype=short(call.dtype), **p.sizes, **same,
+        )  # fmt: skip
+
+    # A tensor that is both caches is read once; which it is can change from call to call.
+    two = compiled(same=False) if wide else compiled()
+    one = compiled(same=True) if wide else two
+    workspace = Workspace(call.device, p.floats, p.counters)
+    product, power = score_factors(dim, call.arg.scale, call.arg.softcap)
+
+    def launch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None, kv_len: torch.Tensor,
+        sink: torch.Tensor | None, kv_start: torch.Tensor | None, *outs: torch.Tensor,
+    ) -> None:  # fmt: skip
+        parts, count = workspace.get()
+        fn = one if wide and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() else two
+        has_sink, has_start = sink is not None, kv_start is not None
+        tensors: tuple[Any, ...] = (
+            q, k, v, table, kv_len, sink if has_sink else parts, kv_start if has_start else kv_len, *outs, parts, count,
+        )  # fmt: skip
+        numbers = (product, power, window, sinks, int(has_sink), int(has_start), p.chunks, p.by_group, p.least)
+        fn(tensors, (*numbers, p.combiners), p.blocks)
+
+    return launch

@@ -1,0 +1,66 @@
+"""Host side of the Blackwell prefill kernels: tiles per head size, and the kernel's signature. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_attnkit.core import Call
+from torch_attnkit.core.spec import short
+
+from ..sm90.prefill_plan import Scores
+
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Keys of a block, tiles of 128 rows in flight, depth of the rings of K and V, and when CTAs work in pairs.
+
+    228 KB of shared memory hold the queries and the rings, 512 columns of tensor memory two buffers of scores and an
+    output for each tile: Dv above 128 leaves room for one tile. ``pair`` is "full" where it pays as long as every query
+    sees all keys: causal rows far apart would make the pair's earlier one visit blocks for nothing.
+    """
+
+    tile_n: int
+    tiles: int
+    stages: int
+    pair: str = ""
+
+
+TILES = {
+    # (D, Dv)
+    (32, 32): Tiles(128, 2, 4),
+    (64, 64): Tiles(128, 2, 4),
+    (96, 96): Tiles(128, 2, 3, "full"),
+    (128, 128): Tiles(128, 2, 2, "full"),
+    (192, 128): Tiles(128, 2, 1, "full"),
+    (256, 256): Tiles(128, 1, 1, "always"),
+}
+
+
+def signature(call: Call, tokens: int, scores: Scores) -> dict[str, Any]:
+    """The part of a kernel's signature that does not depend on how sequences are stored.
+
+    ``tokens`` is how many queries a sequence may have: up to 128 rows are one tile.
+    """
+    arg, dim = call.arg, call.dim
+    chosen = TILES[dim["D"], dim["Dv"]]
+    group = dim["Hq"] // max(1, dim["Hkv"])
+    group = group if group and _ROWS % group == 0 else 1
+    rows = tokens * group
+    everything = not arg.causal and scores.window < 0
+    return {
+        "dtype": short(call.dtype),
+        "dim": dim["D"],
+        "dim_v": dim["Dv"],
+        "tile_n": chosen.tile_n,
+        "tiles": chosen.tiles if rows > _ROWS else 1,
+        "group": group,
+        "stages": chosen.stages,
+        "pair": rows > _ROWS * chosen.tiles and (chosen.pair == "always" or chosen.pair == "full" and everything),
+        "causal": arg.causal,
+        "sink": arg.sink is not None,
+        "normalize": getattr(arg, "normalize", True),
+        **scores.features(),
+    }

@@ -1,0 +1,13 @@
+"""Device side of flash_attention_varlen on Blackwell: ``cuda/sm100/prefill.py`` on packed sequences."""
+
+from typing import Any
+
+from torch_attnkit.cuda import fake, prefill_arguments
+from torch_attnkit.cuda.sm100.prefill import Prefill
+from torch_attnkit.cuda.sm100.prefill_types import Config
+
+
+def trace(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:
+    """What to compile."""
+    config = Config(dtype=fake.dtype(dtype), varlen=True, **signature)
+    return Prefill(config), prefill_arguments.packed(dtype, config)

@@ -1,0 +1,23 @@
+"""sdpa_decode_paged on Blackwell: out = softmax(scale * q K') V over the visible keys of a paged cache, each read once.
+
+The kernel is Hopper's ``cuda/sm90/decode.py``, which uses nothing that Blackwell lacks: decoding is bound by memory.
+Groups of more than 8 query heads read their keys again for every 8. It has run in the PTX simulator only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch_attnkit.core.op import Call
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda.decode_launch import decoder
+
+
+def build(call: Call, target: Target) -> Callable[..., None]:
+    run = decoder(call, target, call.dim["Mp"] * call.dim["Ps"], call.dim["Ps"])
+
+    def launch(q: Any, k: Any, v: Any, table: Any, kv_len: Any, sink: Any, kv_start: Any, *rest: Any) -> None:
+        run(q, k, v, table, kv_len, sink, kv_start, *rest[-2:])
+
+    return launch
