@@ -1,7 +1,7 @@
 """Charts of a bench result: ``python -m bench.plot RESULT.json OUT_FOLDER`` (needs matplotlib).
 
 ``roofline.png`` places every case between the limits measured in its run; ``ratios.png`` shows how long each peer takes
-in units of our time, one bar a peer and case, with the line at 1.
+in units of our time, one dot a peer and case, with a line at 1.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def roofline(found: list[dict[str, Any]], file: Path) -> None:
 def ratios(found: list[dict[str, Any]], file: Path) -> None:
     lines = [x for record in found for x in record["lines"] if any("ratio" in p for p in x["peers"].values())]
     names = list(dict.fromkeys(n for x in lines for n, p in x["peers"].items() if "ratio" in p))
-    figure, axes = plt.subplots(figsize=(9, 0.9 + 0.16 * len(lines) * (len(names) + 1)), layout="constrained")
-    height = 0.85 / max(1, len(names))
-    for i, name in enumerate(names):
-        at = [(row, x["peers"][name]["ratio"]) for row, x in enumerate(lines) if "ratio" in x["peers"].get(name, {})]
-        axes.barh([r + i * height for r, _ in at], [v for _, v in at], height, color=_COLORS[i % 8], label=name)
-    labels = [f"{x['op']} {x['case']}" for x in lines]
-    axes.set_yticks([r + 0.425 - height / 2 for r in range(len(lines))], labels, fontsize=7)
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.19 * len(lines)), layout="constrained")
+    for color, name in zip(_COLORS * 2, names, strict=False):
+        at = [(x["peers"][name]["ratio"], row) for row, x in enumerate(lines) if "ratio" in x["peers"].get(name, {})]
+        axes.scatter(*zip(*at, strict=True), s=26, color=color, label=name, zorder=3)
+    axes.set_yticks(range(len(lines)), [f"{x['op']} {x['case']}" for x in lines], fontsize=7)
     axes.axvline(1, color="black", linewidth=1)
-    axes.set(xlabel="peer's time / ours (more than 1: ours is faster)", title=f"{found[0]['device']}, one run each")
-    axes.set_xlim(0, min(4, axes.get_xlim()[1]))
+    axes.set(xscale="log", xlabel="peer's time / ours (more than 1: ours is faster)", title=f"{found[0]['device']}")
+    axes.set_xticks([0.8, 1, 1.25, 1.5, 2, 3, 5, 10], ["0.8", "1", "1.25", "1.5", "2", "3", "5", "10"])
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.3)
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=140)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(file, dpi=120)
 
 
 def main(result: str, folder: str) -> None:
