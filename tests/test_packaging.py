@@ -38,12 +38,15 @@ def python(code: str, cwd: Path, package: Path = ROOT) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, unpacked, of this tree plus one extension and one Metal source with a header."""
+    """A wheel, unpacked, of this tree plus one extension and one Metal source with a header.
+
+    The simulators' C++ sources stay behind: they take minutes to compile, and the tests around this one run them.
+    """
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     for name in ("torch_attnkit", "csrc"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.cpp"))
     (tree / "csrc/sim/probe").mkdir(parents=True)
     (tree / "csrc/sim/probe/probe.cpp").write_text(MODULE)
     (tree / "csrc/sim/probe/answer.h").write_text("#define ANSWER 42\n")

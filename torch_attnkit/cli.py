@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -23,11 +24,24 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.core.support import support as table_rows
 from torch_attnkit.core.target import SIMULATED, target_of
+from torch_attnkit.sim.metal import settings as metal_settings
 from torch_attnkit.sim.metal.cli import app as simulators
+from torch_attnkit.sim.ptx import settings as ptx_settings
+from torch_attnkit.sim.ptx.cli import ptx
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+simulators.command()(ptx)
 app.add_typer(simulators, name="sim")
 console = Console()
+_CHECKED = {  # what a simulator finds besides a wrong result, and how it is told to look
+    "metal": (
+        "bounds, alignment, races, uninitialised reads, divergent barriers and collectives",
+        lambda: metal_settings(mode="checked", strict=True),
+    )
+} | dict.fromkeys(
+    ("sm90", "sm100"),
+    ("bounds, alignment, races, uninitialised reads, barrier misuse", lambda: ptx_settings(check=True)),
+)
 
 
 def _version(package: str) -> str | None:
@@ -165,35 +179,65 @@ def explain(
 @app.command()
 def parity(
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Only the rows of cpu, metal, sm90 or sm100.")] = None,
     record: Annotated[bool, typer.Option(help="Write the result to torch_attnkit/evidence/ for SUPPORT.md.")] = False,
+    report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
 ) -> None:
     """Run the parity cases of every row that this machine can run, on its hardware and in the simulators it has."""
+    known = ("cpu", *SIMULATED)
+    if arch not in (None, *known):
+        raise typer.BadParameter(f"arch is {arch!r}, accepted: {', '.join(known)}")
+    wanted = (arch,) if arch else known
     failures = 0
-    for device, label, arch in _devices():
-        if arch not in ("cpu", *SIMULATED):
+    for device, label, found in _devices():
+        if found not in wanted:
             continue
-        failures += _parity_on(device, label, Target(arch), op, record)
-    here = {arch for _, _, arch in _devices()}
-    for arch in SIMULATED:
+        if device == "mps":
+            failures += _parity_on_mac(op, record, report)
+            continue
+        failures += _parity_on(device, label, Target(found), op, record)
+    here = {found for _, _, found in _devices()}
+    for found in (a for a in SIMULATED if a in wanted):
         try:
-            seams.require_simulator(arch)
+            seams.require_simulator(found)
         except UnsupportedError:
-            if arch not in here:
-                console.print(f"{arch}: no hardware here and no simulator in this version")
+            if found not in here:
+                console.print(f"{found}: no hardware here and no simulator in this version")
             continue
-        failures += _parity_on("cpu", arch, Target(arch, simulated=True), op, record)
+        failures += _parity_on("cpu", found, Target(found, simulated=True), op, record)
     raise typer.Exit(1 if failures else 0)
 
 
-def _parity_on(device: str, label: str, target: Target, only: str | None, record: bool) -> int:
-    """Run every case of ``target``'s rows; print a table, optionally record evidence, return the failures."""
+def _parity_on_mac(only: str | None, record: bool, file: Path | None) -> int:
+    """The same on an Apple GPU, which must get a known answer right first, with a report file. Returns the failures."""
+    from torch_attnkit.mps import report as mac
+
+    target = Target("metal")
+    found = mac.begin(target, "mps")
+    why = mac.trusted(found)
+    if why:
+        console.print(f"[red]{escape(why)}[/red]")
+    else:
+        found["parity"] = []
+        _parity_on("mps", str(found["machine"]["gpu"]), target, only, record, found["parity"])
+    console.print(mac.write(found, file or mac.default_file("parity")), soft_wrap=True)
+    return 1 if why else sum(row["failed"] for row in found["parity"])
+
+
+def _parity_on(
+    device: str, label: str, target: Target, only: str | None, record: bool, found: list[dict[str, Any]] | None = None
+) -> int:
+    """Run every case of ``target``'s rows; print a table, optionally record evidence, return the failures.
+
+    ``found`` gets the rows with their largest error and what failed.
+    """
     chosen = [r for r in table_rows(target.arch) if only in (None, r[0].name)]
     table = Table("row", "cases", "failed", "largest error / tolerance", title=f"{target} on {label}")
     from torch_attnkit.report import row_id
 
     results, failed = [], 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console) as progress, _checks(target):
         for op, index, row, arch in chosen:
             todo = parity_run.cases(op, index, arch, covering=target.simulated)
             task = progress.add_task(f"{op.name} {row.file}", total=len(todo) * len(parity_run.LAYOUTS))
@@ -202,19 +246,25 @@ def _parity_on(device: str, label: str, target: Target, only: str | None, record
                 for layout in parity_run.LAYOUTS:
                     try:
                         worst = max(worst, parity_run.run(case, device.split(":")[0], layout))
-                    except (AssertionError, UnsupportedError) as error:
+                    except (AssertionError, UnsupportedError, RuntimeError) as error:
                         wrong.append(str(error))
                     progress.advance(task)
             failed += len(wrong)
             total = len(todo) * len(parity_run.LAYOUTS)
             table.add_row(f"{op.name}/{row.file}", str(total), str(len(wrong)), f"{worst:.2f}")
             results.append({"row": row_id(op.name, row), "passed": total - len(wrong), "failed": len(wrong)})
+            if found is not None:
+                found.append(results[-1] | {"error_of_tolerance": worst, "messages": wrong[:20]})
             for message in wrong[:5]:
                 console.print(f"[red]{message}[/red]")
     console.print(table if chosen else f"{target}: the table has no rows for it yet")
     if record and chosen:
         _record(target, label, results)
     return failed
+
+
+def _checks(target: Target) -> contextlib.AbstractContextManager[Any]:
+    return _CHECKED[target.arch][1]() if target.simulated else contextlib.nullcontext()
 
 
 def _record(target: Target, label: str, results: list[dict[str, Any]]) -> None:
@@ -229,6 +279,8 @@ def _record(target: Target, label: str, results: list[dict[str, Any]]) -> None:
         "command": "python -m torch_attnkit parity --record",
         "rows": results,
     }
+    if target.simulated:
+        run["also checked"] = _CHECKED[target.arch][0]
     name = f"{target.arch}-{'simulator' if target.simulated else device}".lower().replace(" ", "-")
     file = EVIDENCE / f"{name}.json"
     file.write_text(json.dumps(run, indent=1) + "\n")

@@ -1,0 +1,65 @@
+// Joins of vector clocks.
+#include "check_clock.h"
+
+#include <algorithm>
+
+namespace ptx::checking {
+
+namespace {
+void most(Vector& into, const Vector& from) {
+  if (into.size() < from.size()) into.resize(from.size());
+  uint32_t* a = into.empty() ? nullptr : into[0].at;
+  const uint32_t* b = from.empty() ? nullptr : from[0].at;
+  for (size_t i = 0, n = from.size() * kKnowledge; i < n; i++) a[i] = a[i] < b[i] ? b[i] : a[i];
+}
+
+bool covers(const Vector& a, const Vector& b) {
+  if (a.size() < b.size()) return false;
+  for (size_t i = 0; i < b.size(); i++)
+    for (unsigned k = 0; k < kKnowledge; k++)
+      if (a[i].at[k] < b[i].at[k]) return false;
+  return true;
+}
+}  // namespace
+
+uint32_t Clock::get(const Agent& a, Knowledge what) const {
+  if (a.cluster == cluster) return a.local < seen.size() ? seen[a.local].at[what] : 0;
+  for (const auto& f : foreign)
+    if (f.first == a.cluster) return a.local < f.second->size() ? (*f.second)[a.local].at[what] : 0;
+  return 0;
+}
+
+void Clock::join(const Vector& other) { most(seen, other); }
+
+void Clock::meet(uint32_t of_cluster, const std::shared_ptr<const Vector>& snapshot) {
+  if (of_cluster == cluster) return most(seen, *snapshot);
+  auto at = std::lower_bound(foreign.begin(), foreign.end(), of_cluster,
+                             [](const auto& entry, uint32_t c) { return entry.first < c; });
+  if (at == foreign.end() || at->first != of_cluster) {
+    foreign.insert(at, {of_cluster, snapshot});
+  } else if (at->second != snapshot && !covers(*at->second, *snapshot)) {
+    if (covers(*snapshot, *at->second)) {
+      at->second = snapshot;
+    } else {
+      auto both = std::make_shared<Vector>(*at->second);
+      most(*both, *snapshot);
+      at->second = both;
+    }
+  }
+}
+
+void Clock::join(const Clock& other) {
+  most(seen, other.seen);
+  for (const auto& f : other.foreign) meet(f.first, f.second);
+}
+
+void Clock::raise(Knowledge what) {
+  for (Seen& s : seen) s.at[what] = std::max(s.at[what], s.at[kOrder]);
+  for (auto& f : foreign) {
+    auto raised = std::make_shared<Vector>(*f.second);
+    for (Seen& s : *raised) s.at[what] = std::max(s.at[what], s.at[kOrder]);
+    f.second = raised;
+  }
+}
+
+}  // namespace ptx::checking

@@ -1,0 +1,68 @@
+// Vector clocks of a checked run.
+//
+// An agent is whatever acts in an order of its own: a warp, the queue of its tcgen05.ld or tcgen05.st, the tensor pipe
+// it feeds, or one of the asynchronous operations it has in flight. What an agent has done is counted by its clock;
+// what anyone knows of others is a vector of such counts, one per agent of the cluster, and a snapshot per foreign
+// cluster.
+#pragma once
+#include "check.h"
+
+namespace ptx::checking {
+
+// What can be known of an agent's past, from "it happened before" to narrower statements that need a fence of their
+// own.
+enum Knowledge : unsigned {
+  kOrder,         // happened before
+  kSharedProxy,   // and a proxy fence has made its writes to shared memory visible to the async proxy
+  kGlobalProxy,   // the same for global memory
+  kMapProxy,      // and for the reads of TMA descriptors
+  kBarrierInit,   // its mbarrier.init are visible to the cluster and to the async proxy
+  kTensorBefore,  // a tcgen05.fence::before_thread_sync came after its work in tensor memory
+  kTensorFence,   // and a tcgen05.fence::after_thread_sync before ours
+  kKnowledge = 8
+};
+struct alignas(32) Seen {
+  uint32_t at[kKnowledge] = {};
+};
+using Vector = std::vector<Seen>;
+
+// An access in a shadow: who, when, by which instruction. 0: none.
+//   bits 0-17 statement, 18-39 clock, 40-59 agent, 60 async proxy, 61 strong (atomic or not weak), 62-63 for the shadow
+using Epoch = uint64_t;
+constexpr unsigned kClockShift = 18, kAgentShift = 40;
+constexpr uint32_t kStatementMask = (1u << 18) - 1, kClockMask = (1u << 22) - 1, kAgentMask = (1u << 20) - 1;
+constexpr Epoch kAsyncProxy = 1ull << 60, kStrong = 1ull << 61, kSilent = 1ull << 62,
+                kTagged = 1ull << 63;  // kSilent: a write, in a race, of the bytes that were there
+inline uint32_t agent_of(Epoch e) { return static_cast<uint32_t>(e >> kAgentShift) & kAgentMask; }
+inline uint32_t clock_of(Epoch e) { return static_cast<uint32_t>(e >> kClockShift) & kClockMask; }
+inline uint32_t statement_of(Epoch e) { return static_cast<uint32_t>(e) & kStatementMask; }
+inline Epoch epoch(uint32_t agent, uint32_t clock, int statement) {
+  return static_cast<Epoch>(agent) << kAgentShift | static_cast<Epoch>(clock & kClockMask) << kClockShift |
+         (static_cast<uint32_t>(statement) & kStatementMask);
+}
+
+struct Agent {
+  enum Kind : uint8_t { warp, load_queue, store_queue, pipe, operation } kind = warp;
+  uint16_t id = 0;  // the warp in its CTA
+  uint32_t cluster = 0, local = 0;
+  uint32_t cta[3] = {};
+};
+
+struct Clock {
+  uint32_t cluster = 0;
+  Vector seen;                                                              // by Agent::local
+  std::vector<std::pair<uint32_t, std::shared_ptr<const Vector>>> foreign;  // by cluster, ascending
+
+  Seen& of(uint32_t local) {
+    if (seen.size() <= local) seen.resize(local + 1);
+    return seen[local];
+  }
+  uint32_t get(const Agent& a, Knowledge what) const;
+  bool knows(const Agent& a, Epoch e, Knowledge what = kOrder) const { return get(a, what) >= clock_of(e); }
+  void join(const Clock& other);                                         // all that the other knows
+  void join(const Vector& other);                                        // of the same cluster
+  void meet(uint32_t of_cluster, const std::shared_ptr<const Vector>&);  // a snapshot, of any cluster
+  void raise(Knowledge what);  // all that has happened before is now known as `what`, too
+};
+
+}  // namespace ptx::checking

@@ -1,0 +1,221 @@
+// What the checker keeps: shadows of the memories, clocks of whoever acts, and the reports.
+#pragma once
+#include <array>
+#include <map>
+
+#include "check_clock.h"
+#include "decode.h"
+
+namespace ptx {
+namespace checking {
+
+struct ClusterState;
+struct CtaState;
+
+// Who does something, as a report names it.
+struct Actor {
+  const Op* op = nullptr;
+  uint32_t cta[3] = {};
+  uint32_t warp = 0;
+};
+
+// The operations of an agent other than a warp: the last one has number `clock`.
+struct Queue {
+  uint32_t agent = 0, local = 0, clock = 0;  // agent 0: not used so far
+  int statement = -1;                        // of the last operation
+};
+
+struct WarpState {
+  ClusterState* cluster = nullptr;
+  CtaState* cta = nullptr;
+  uint32_t id = 0, agent = 0, local = 0;
+  Clock clock;
+  std::shared_ptr<const Clock> snapshot;  // of `clock`; empty once that has changed
+  Clock fenced, observed;         // what a relaxed release gives, and what a fence will make of relaxed acquires
+  Queue loads, stores;            // tcgen05.ld, tcgen05.st
+  std::vector<Queue> operations;  // asynchronous operations: one queue may be used again once its last is known
+  size_t last_operation = 0;
+  std::vector<uint32_t> loading;  // by Registers::loads: number of the load in `loads` whose registers nobody has used
+  std::vector<uint32_t> multiplying;  // by Registers::products: number in the pipe of a wgmma not yet waited for
+  std::vector<uint8_t> touched;       // by Registers::products: its registers were used since the last wgmma.fence
+  bool any_loading = false, any_multiplying = false;
+};
+
+// A barrier: what arrivals bring, and what its completed phases hand on.
+struct Meeting {
+  Clock gathering, done;
+  Epoch created = 0;  // mbarrier.init
+  CtaState* owner = nullptr;
+  uint32_t offset = 0;
+};
+
+struct CtaState {
+  Cta* cta = nullptr;
+  ClusterState* cluster = nullptr;
+  uint32_t index[3] = {};
+  std::vector<Epoch> written, read;                // shared memory, by 4 bytes
+  std::vector<uint8_t> valid;                      // one bit per byte
+  std::vector<Epoch> tensor_written, tensor_read;  // by 16 lanes and a column: [lane / 16 * 512 + column]
+  std::vector<uint16_t> tensor_valid;              // one bit per lane
+  // Agents that are no warps of this CTA: their last use of its memory. Apart those that hardware is seen to wait for.
+  std::unordered_map<uint32_t, Epoch> visitors, lingerers;
+  Epoch last_visit = 0;
+  bool ended = false;
+};
+
+struct ClusterState {
+  uint32_t index = 0;
+  std::vector<uint32_t> agents;  // by local number
+  std::deque<WarpState> warps;
+  std::deque<CtaState> ctas;
+  std::deque<Meeting> meetings;
+  std::map<std::pair<const void*, uint32_t>, Queue> pipes;
+  Meeting barrier;       // barrier.cluster
+  unsigned running = 0;  // CTAs that have not ended
+};
+
+// A use of memory that is about to happen.
+struct Access {
+  const Clock& known;
+  Epoch mark;
+  Actor actor;
+  Space space;
+  bool write;
+  Knowledge proxy = kOrder;  // what has to be known of a generic write
+  CtaState* owner = nullptr;
+  bool product = false;      // by the tensor cores
+  bool reads = false;        // a write that reads, too: atom, red
+  bool after_reads = false;  // generic reads before it need the proxy fence as well
+  uint32_t agent() const { return agent_of(mark); }
+  bool strong() const { return mark & kStrong; }
+};
+
+// How operations share registers with tcgen05.ld and wgmma: found once per launch.
+struct Registers {
+  std::vector<uint16_t> loads, products;  // ordinals of tcgen05.ld / wgmma.mma_async, by statement
+  struct Use {
+    std::vector<uint16_t> loads;              // reads what these load
+    std::vector<uint16_t> pending, unfenced;  // wgmmas that must be over before it, and that need a fence after
+  };
+  std::vector<Use> uses;               // by statement
+  std::vector<int> product_statement;  // by ordinal
+  size_t load_count = 0;
+  bool tensor_fences = false;  // the kernel has tcgen05.fence::after_thread_sync
+};
+Registers find_registers(const Program&);
+
+enum class Finding : uint8_t {
+  read_after_write,
+  write_after_read,
+  write_after_write,
+  proxy_fence,
+  map_fence,
+  uninitialised,
+  exited,
+  in_flight,
+  barrier_init,
+  barrier_visible,
+  registers_unfenced,
+  registers_pending,
+  same_value,
+  operand_uninitialised,
+  tensor_fence,
+  lingering  // the quieter class
+};
+
+struct Page {
+  std::array<Epoch, 1024> written{}, read{};
+};
+struct Split {  // four bytes that differ in who used them
+  Epoch written[4], read[4];
+};
+
+}  // namespace checking
+
+using namespace checking;  // this header is for the checker's own files
+
+struct Async {
+  std::shared_ptr<ClusterState> cluster;
+  std::shared_ptr<const Clock> known;  // by whoever issued it, then
+  WarpState* warp = nullptr;
+  Actor actor;
+  uint32_t agent = 0, local = 0;
+  uint32_t reads = 0, writes = 0;  // their numbers in its queue
+  bool pipe = false;               // wgmma or tcgen05
+};
+
+struct Checker::State {
+  Launch& launch;
+  Registers registers;
+  std::vector<Agent> agents{1};  // 0: nobody
+  std::unordered_map<const Cluster*, std::shared_ptr<ClusterState>> clusters;
+  std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
+  struct Cached {
+    uint64_t number = ~0ull;
+    Page* page = nullptr;
+  };
+  std::array<Cached, 64> cached;
+  std::vector<Split> splits;
+  std::vector<uint32_t> free_splits;
+  std::vector<Epoch> sets;  // sets of readers: [size, epochs...]; a tagged epoch is an index into it
+  size_t sets_limit = 1u << 22;
+  struct Flag {
+    std::map<uint32_t, std::shared_ptr<const Vector>> released;
+  };
+  std::unordered_map<uint64_t, Flag> flags;  // global addresses that were released
+
+  struct Report {
+    std::string text;
+    uint64_t count = 0;
+    bool quiet = false;
+  };
+  using Key = std::array<int, 4>;  // finding, space, this statement, the other
+  std::map<Key, Report> reports;
+  // A race of a plain store: in the quieter class if the bytes turn out not to have changed.
+  struct Doubt {
+    Key key;
+    std::string text;
+  };
+  struct Store {
+    Space space;
+    CtaState* owner;
+    uint64_t begin;
+    Epoch mark;
+    std::vector<uint8_t> was;
+  };
+  std::vector<Doubt> doubts;
+  std::vector<Store> doubtful;       // what the instruction that they come from writes
+  const void* doubt_warp = nullptr;  // the instruction they come from
+  const Op* doubt_op = nullptr;
+
+  explicit State(Launch& l) : launch(l) { splits.reserve(64); }
+
+  // check.cpp
+  uint32_t new_agent(ClusterState&, const CtaState&, Agent::Kind, uint32_t warp, uint32_t& local);
+  void use(Queue&, WarpState&, Agent::Kind);
+  Meeting& meeting(void*& clock, ClusterState&);
+  // check_shadow.cpp
+  void memory(const Access&, uint64_t begin, uint64_t end);
+  void tensor(const Access&, unsigned lane, unsigned lanes, unsigned column, unsigned columns);
+  void visit(CtaState& owner, Epoch mark, bool lingers);
+  void before(const Access&, Epoch earlier, bool earlier_wrote, uint64_t at);
+  void sweep(const Access&, Epoch* written, Epoch* read, size_t n, uint64_t at, uint64_t step);
+  void bytes(const Access&, Epoch* written, Epoch* read, uint64_t at, unsigned mask);
+  void validity(const Access&, uint64_t begin, uint64_t end);
+  Epoch with_reader(const Access&, Epoch readers);
+  void compact();
+  Page& page(uint64_t number);
+  // check_report.cpp
+  void report(Finding, const Access&, Epoch earlier, uint64_t at);
+  void report(Finding, Space, const Actor&, const CtaState* owner, Epoch earlier, uint64_t at);
+  void count(const Key&, const std::string& text, bool quiet);
+  void keep(const Access&, uint64_t begin, uint64_t end);
+  void settle(const Context*);  // decides the doubts once their instruction is over
+  std::string describe(const Actor&) const;
+  std::string describe(Epoch) const;
+};
+
+inline WarpState& warp_state(const Context& c) { return *static_cast<WarpState*>(c.warp.clock); }
+inline Actor actor_of(const Context& c) { return {c.op, {c.cta.index[0], c.cta.index[1], c.cta.index[2]}, c.warp.id}; }
+
+}  // namespace ptx

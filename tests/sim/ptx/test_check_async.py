@@ -1,0 +1,323 @@
+"""The checker on asynchronous copies and on the proxies: bulk copies, cp.async, st.async, mbarrier.init."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from .checked import Case, aligned, assert_case, dropped, machine, parametrize, reports
+
+pytestmark = pytest.mark.simulator
+
+# Two mbarriers at mem + 4096, visible to everybody and to the async proxy.
+INIT = """
+@%p1 mbarrier.init.shared::cta.b64 [mem + 4096], 1;
+@%p1 mbarrier.init.shared::cta.b64 [mem + 4104], 1;
+@%p1 fence.mbarrier_init.release.cluster;
+bar.sync 0;
+"""
+LOAD = """
+@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 %d1, [mem + 4096], 128;
+@%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [mem], [%in0], 128, [mem + 4096];
+"""
+WAIT = """
+W{n}: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], {parity};{mark}
+@!%p7 bra W{n};{mark}
+"""
+STORE = """
+@%p1 cp.async.bulk.global.shared::cta.bulk_group [%in0], [mem], 128;
+@%p1 cp.async.bulk.commit_group;
+"""
+
+CASES = [
+    Case(
+        "bulk_load_not_waited_for",
+        r"data race|read of uninitialised",
+        INIT
+        + LOAD
+        + WAIT.format(n=1, parity=0, mark=" // needed")
+        + "ld.shared.b32 %r5, [%r4];\n"
+        + WAIT.format(n=2, parity=0, mark="").replace("W2:", "bar.sync 0;\nW2:"),
+        arrays=(128,),
+    ),
+    Case(
+        "bulk_load_over_what_is_read",
+        r"data race",
+        INIT
+        + LOAD
+        + WAIT.format(n=1, parity=0, mark="")
+        + """
+ld.shared.b32 %r5, [%r4];
+bar.sync 0; // needed
+"""
+        + LOAD.replace("4096", "4104")
+        + WAIT.format(n=2, parity=0, mark="").replace("4096", "4104"),
+        arrays=(128,),
+    ),
+    Case(
+        "store_before_its_proxy_fence",
+        r"missing fence.proxy.async",
+        """
+@%p0 st.shared.b32 [%r4], %r2;
+fence.proxy.async.shared::cta; // needed
+bar.sync 0;
+"""
+        + STORE
+        + "@%p1 cp.async.bulk.wait_group.read 0;\n",
+        arrays=(128,),
+    ),
+    Case(
+        "fence_on_the_reading_side",
+        r"missing fence.proxy.async",
+        """
+@!%p0 st.shared.b32 [%r4], %r2;
+bar.sync 0;
+@%p1 fence.proxy.async; // needed
+"""
+        + STORE
+        + "@%p1 cp.async.bulk.wait_group.read 0;\n",
+        arrays=(128,),
+    ),
+    Case(
+        "fence_of_another_space",
+        r"missing fence.proxy.async",
+        """
+@%p0 st.shared.b32 [%r4], %r2;
+fence.proxy.async.shared::cta; // needed
+// wrong:fence.proxy.async.global;
+bar.sync 0;
+"""
+        + STORE
+        + "@%p1 cp.async.bulk.wait_group.read 0;\n",
+        arrays=(128,),
+    ),
+    Case(
+        "generic_write_to_global_and_bulk_load",
+        r"missing fence.proxy.async",
+        INIT
+        + """
+mul.wide.u32 %d2, %r2, 4;
+add.u64 %d2, %in0, %d2;
+@%p0 st.global.u32 [%d2], %r2;
+fence.proxy.async.global; // needed
+bar.sync 0;
+"""
+        + LOAD
+        + WAIT.format(n=1, parity=0, mark=""),
+        arrays=(128,),
+    ),
+    Case(
+        "source_of_a_bulk_store_overwritten",
+        r"data race \(write after read\)",
+        """
+st.shared.b32 [%r4], %r2;
+fence.proxy.async.shared::cta;
+"""
+        + STORE
+        + """
+@%p1 cp.async.bulk.wait_group.read 0; // needed
+bar.warp.sync 0xffffffff;
+st.shared.b32 [%r4], %r3;
+@%p1 cp.async.bulk.wait_group 0;
+""",
+        block=32,
+        arrays=(128,),
+    ),
+    Case(
+        "result_of_a_bulk_store_read",
+        r"data race \(read after write\)",
+        """
+st.shared.b32 [%r4], %r2;
+fence.proxy.async.shared::cta;
+"""
+        + STORE
+        + """
+@%p1 cp.async.bulk.wait_group 0; // needed
+// wrong:@%p1 cp.async.bulk.wait_group.read 0;
+bar.warp.sync 0xffffffff;
+ld.global.u32 %r5, [%in0];
+""",
+        block=32,
+        arrays=(128,),
+    ),
+    Case(
+        "exit_before_a_bulk_store_has_read",
+        r"note: a CTA exits before",
+        """
+st.shared.b32 [%r4], %r2;
+fence.proxy.async.shared::cta;
+"""
+        + STORE
+        + "@%p1 cp.async.bulk.wait_group.read 0; // needed\n",
+        block=32,
+        arrays=(128,),
+    ),
+    Case(
+        "exit_before_a_bulk_load_has_come",
+        r"a CTA exits before this access",
+        INIT + LOAD + WAIT.format(n=1, parity=0, mark=" // needed"),
+        arrays=(128,),
+    ),
+    Case(
+        "mbarrier_not_made_visible",
+        r"missing fence.mbarrier_init",
+        """
+@%p1 mbarrier.init.shared::cta.b64 [mem + 4096], 1;
+@%p1 fence.mbarrier_init.release.cluster; // needed
+bar.sync 0;
+"""
+        + LOAD
+        + WAIT.format(n=1, parity=0, mark=""),
+        arrays=(128,),
+    ),
+    Case(
+        "mbarrier_of_a_neighbour",
+        r"use of an mbarrier that is not ordered|missing fence.mbarrier_init",
+        """
+@%p1 mbarrier.init.shared::cta.b64 [mem + 4096], 1;
+@%p1 fence.mbarrier_init.release.cluster; // needed
+barrier.cluster.arrive.relaxed;
+barrier.cluster.wait;
+mov.u32 %r6, %cluster_ctarank;
+xor.b32 %r7, %r6, 1;
+add.u32 %r8, %r3, 4096;
+mapa.shared::cluster.u32 %r9, %r8, %r7;
+@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r9];
+W1: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p7, [mem + 4096], 0;
+@!%p7 bra W1;
+""",
+        block=32,
+        grid=2,
+        cluster=2,
+    ),
+    Case(
+        "cp_async_not_waited_for",
+        r"data race \(read after write\)",
+        """
+mul.wide.u32 %d2, %r2, 16;
+add.u64 %d2, %in0, %d2;
+shl.b32 %r5, %r2, 4;
+add.u32 %r5, %r3, %r5;
+cp.async.cg.shared.global [%r5], [%d2], 16;
+cp.async.commit_group;
+cp.async.wait_group 0; // needed
+ld.shared.b32 %r6, [%r5];
+cp.async.wait_group 0;
+""",
+        block=32,
+        arrays=(512,),
+    ),
+    Case(
+        "cp_async_of_the_newer_group",
+        r"data race \(read after write\)",
+        """
+mul.wide.u32 %d2, %r2, 16;
+add.u64 %d2, %in0, %d2;
+shl.b32 %r5, %r2, 4;
+add.u32 %r5, %r3, %r5;
+cp.async.cg.shared.global [%r5], [%d2], 16;
+cp.async.commit_group;
+cp.async.cg.shared.global [%r5 + 512], [%d2], 16;
+cp.async.commit_group;
+cp.async.wait_group 1;
+ld.shared.b32 %r6, [%r5];
+cp.async.wait_group 0; // needed
+ld.shared.b32 %r6, [%r5 + 512];
+cp.async.wait_group 0;
+""",
+        block=32,
+        arrays=(512,),
+    ),
+    Case(
+        "cp_async_and_the_async_proxy",
+        r"missing fence.proxy.async",
+        """
+mul.wide.u32 %d2, %r2, 16;
+add.u64 %d2, %in1, %d2;
+shl.b32 %r5, %r2, 4;
+add.u32 %r5, %r3, %r5;
+cp.async.cg.shared.global [%r5], [%d2], 16;
+cp.async.commit_group;
+cp.async.wait_group 0;
+fence.proxy.async; // needed
+bar.warp.sync 0xffffffff;
+"""
+        + STORE
+        + "@%p1 cp.async.bulk.wait_group.read 0;\n",
+        block=32,
+        arrays=(128, 512),
+    ),
+    Case(
+        "reductions_do_not_race",
+        r"data race",
+        """
+mov.u32 %r5, 1;
+st.shared.b32 [%r4], %r5;
+fence.proxy.async.shared::cta;
+bar.warp.sync 0xffffffff;
+@%p1 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%in0], [mem], 128;
+@%p1 cp.async.bulk.commit_group;
+@%p1 cp.async.bulk.wait_group 0;
+// wrong:ld.global.u32 %r6, [%in0];
+""",
+        block=32,
+        grid=2,
+        arrays=(128,),
+    ),
+    Case(
+        "st_async_into_a_neighbour",
+        r"data race|read of uninitialised",
+        """
+mov.u32 %r10, 128;
+@%p1 mbarrier.init.shared::cta.b64 [mem + 4096], 1;
+@%p1 fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive;
+barrier.cluster.wait;
+@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 %d1, [mem + 4096], 128;
+mov.u32 %r6, %cluster_ctarank;
+xor.b32 %r7, %r6, 1;
+add.u32 %r8, %r3, 4096;
+mapa.shared::cluster.u32 %r9, %r8, %r7;
+mapa.shared::cluster.u32 %r5, %r4, %r7;
+st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r5], %r2, [%r9];
+W1: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p7, [mem + 4096], 0; // needed
+@!%p7 bra W1; // needed
+ld.shared.b32 %r11, [%r4];
+W2: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p7, [mem + 4096], 0;
+@!%p7 bra W2;
+barrier.cluster.arrive;
+barrier.cluster.wait;
+""",
+        block=32,
+        grid=2,
+        cluster=2,
+    ),
+]
+
+# Thread 0 makes the tensor map at the start of array 1 name array 0, and copies by it.
+CHANGED_MAP = (
+    INIT
+    + """
+@!%p1 bra W1;
+tensormap.replace.tile.global_address.global.b1024.b64 [%in1], %in0;
+fence.proxy.tensormap::generic.release.cta;
+fence.proxy.tensormap::generic.acquire.cta [%in1], 128; // needed
+mbarrier.arrive.expect_tx.shared::cta.b64 %d1, [mem + 4096], 128;
+mov.b32 %r5, 0;
+cp.async.bulk.tensor.1d.shared::cta.global.tile.mbarrier::complete_tx::bytes [mem], [%in1, {%r5}], [mem + 4096];
+"""
+    + WAIT.format(n=1, parity=0, mark="")
+)
+
+
+@parametrize(CASES)
+def test_case(case: Case) -> None:
+    assert_case(case)
+
+
+def test_a_changed_tensor_map_needs_its_fence() -> None:
+    for body, expected in ((CHANGED_MAP, 0), (dropped(CHANGED_MAP), 1)):
+        data, room = aligned(128), aligned(128)
+        room[:] = np.frombuffer(machine.tensor_map_encode(7, data.ctypes.data, [32], [], [32], [1]), np.uint8)
+        found = reports(body, data, room, block=64)
+        assert [r.startswith("missing fence.proxy.tensormap") for r in found] == [True] * expected

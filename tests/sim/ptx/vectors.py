@@ -1,0 +1,106 @@
+"""Outputs of the sm90 rows as an H200 gave them, small, for the simulator to be compared with.
+
+On a machine with a Hopper GPU, in the repository: ``python tests/sim/ptx/vectors.py`` writes tests/data/sm90/vectors.pt
+anew, in a minute or two. A kernel whose arithmetic changes on purpose needs that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_attnkit
+from torch_attnkit import parity, simulate
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.spec import DTYPES
+
+FILE = Path(__file__).resolve().parents[2] / "data/sm90/vectors.pt"
+SAMPLES = 128  # elements kept of each output, evenly spread
+SAME_ORDER = ("gated_rmsnorm", "merge_partials")  # no tensor cores: the order of every sum is the kernel's own
+OTHERS = 3  # cases of the other rows
+
+
+def chosen() -> list[parity.Case]:
+    """Covering cases of every sm90 row: all where the order of summation is fixed, else the first few."""
+    found = []
+    for name, op in OPS.items():
+        for index, row in enumerate(op.kernels):
+            if "sm90" in row.archs:
+                taken = [c for c in parity.cases(op, index, "sm90", covering=True) if accepted(c)]
+                found += taken if name in SAME_ORDER else taken[:OTHERS]
+    return found
+
+
+def arguments(case: parity.Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return parity.inputs(OPS[case.op], case.shape, DTYPES[case.dtype], case.features, case.dims)
+
+
+def bound(case: parity.Case) -> Any:
+    return parity.bound(OPS[case.op], *arguments(case))
+
+
+def accepted(case: parity.Case) -> bool:
+    """Whether the row takes the case, and returns something for it."""
+    op, call = OPS[case.op], bound(case)
+    return op.kernels[case.row].refusal(call) is None and any(0 not in shape for shape, _ in op.outputs(call))
+
+
+def digest(case: parity.Case) -> int:
+    """A number of the inputs: the same on every machine, or the comparison means nothing."""
+    args, kwargs = arguments(case)
+    found = zlib.crc32(repr(sorted(kwargs.items())).encode())
+    for t in (a.contiguous() for a in args if isinstance(a, torch.Tensor)):
+        found = zlib.crc32(ctypes.string_at(t.data_ptr(), t.nbytes), found)
+    return found
+
+
+def outputs(case: parity.Case, device: str) -> list[torch.Tensor]:
+    """Samples of what the op returns, on the GPU or in the simulator."""
+    args, kwargs = arguments(case)
+    moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
+    op = getattr(torch.ops.attnkit, case.op)
+    if device == "cpu":
+        with simulate("sm90"):
+            out = op(*moved, **kwargs)
+    else:
+        out = op(*moved, **kwargs)
+    flat = [t.cpu().flatten() for t in ((out,) if isinstance(out, torch.Tensor) else out)]
+    return [t[:: max(1, -(-t.numel() // SAMPLES))].clone() for t in flat]
+
+
+def tolerances(case: parity.Case) -> list[float]:
+    """What oracle/compare.py allows each output."""
+    args, kwargs = arguments(case)
+    pairs = zip(*(parity.reference_of(OPS[case.op], args, kwargs, double=d) for d in (False, True)), strict=True)
+    found = []
+    for (_, dtype), (ref, ref64) in zip(OPS[case.op].outputs(bound(case)), pairs, strict=True):
+        finite = ref.isfinite() if ref.numel() else torch.zeros(0, dtype=torch.bool)
+        r, r64 = ref[finite].double(), ref64[finite].double()
+        eps = torch.finfo(dtype).eps
+        found.append((2 * (r - r64).abs().max() + 4 * eps * r64.abs().max()).item() if r.numel() else 0.0)
+    return found
+
+
+def record() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        sys.exit(f"vectors: needs a Hopper GPU, found {torch.cuda.get_device_name()}")
+    cases = {c.id: {"inputs": digest(c), "outputs": outputs(c, "cuda")} for c in chosen()}
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(
+        {
+            "device": torch.cuda.get_device_name(),
+            "versions": {"torch": torch.__version__.split("+")[0], "torch_attnkit": torch_attnkit.__version__},
+            "cases": cases,
+        },
+        FILE,
+    )
+    print(f"{len(cases)} cases, {FILE.stat().st_size} bytes in {FILE}")
+
+
+if __name__ == "__main__":
+    record()
