@@ -106,7 +106,6 @@ class Prefill(Rows):
                 cpasync.prefetch_descriptor(atom)
         cute.arch.mbarrier_init_fence()
         tmem.before_sync()
-        cute.arch.sync_threads()
         self._meet()
         tmem.after_sync()
         soft, correct, issue = _REGISTERS[c.tiles]
@@ -122,16 +121,18 @@ class Prefill(Rows):
                 self.load(loads, ins, scalars, order, products, bars, notes, staged)
             if warp == c.product_warp:
                 self.multiply(scalars, products, layouts, bars, notes, staged)
-        cute.arch.sync_threads()
         self._meet()  # neither CTA may leave while the other still writes to its memory
         if warp == c.product_warp:
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
 
     def _meet(self) -> None:
+        """All threads of the CTA, or of the pair."""
         if const_expr(self.c.pair):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     def _grouped(self, q: cute.Tensor) -> cute.Tensor:
         """(T, D, Hq, ...) as ((group, T), D, Hkv, ...)."""

@@ -61,7 +61,7 @@ class Rows:
                 finals[row, k, 2 * t + (turn & 1)] = state[k]
             n += plan.steps
             place, _ = self.turn_of(t, n - 1)
-            self._arrive(bars["factors"].full + place)
+            self._arrive(bars["factors"].full + place, shared=True)
             turn += 1
             tile = self._read(bars["notes"], notes, turn)
 
@@ -75,9 +75,14 @@ class Rows:
         first = (tile.row * self.c.ctas + cute.arch.block_idx()[0] % self.c.ctas) * self.c.rows
         return first + (ROWS * t + row) // self.c.group
 
-    def _arrive(self, barrier: cute.Pointer) -> None:
-        """Once for the warp, after all its lanes."""
-        cute.arch.sync_warp()
+    def _arrive(self, barrier: cute.Pointer, shared: bool = False) -> None:
+        """Once for the warp, after all its lanes.
+
+        Loads and stores of tensor memory, and the waits for them, are the whole warp's. What its lanes have written to
+        ``shared`` memory on their own has to be brought together first.
+        """
+        if const_expr(shared):
+            cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
@@ -113,7 +118,7 @@ class Rows:
             total = state[1] * factor
             place, _ = self.turn_of(t, n - 1)
             factors[cute.arch.thread_idx()[0] % ROWS, place] = factor
-            self._arrive(bars["factors"].full + place)
+            self._arrive(bars["factors"].full + place, shared=True)
         offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
         p = softmax.probabilities(s, scalars.scale_log2, offset)
         words = [softmax.pack(p[i], p[i + 1], c.dtype) for i in range(0, c.tile_n, 2)]
@@ -167,7 +172,7 @@ class Rows:
                         # without which a wait for the parity of this one would not mean this one.
                         self._clear_rows(bars, n + i, tile, plan, i, sV)
                     slot, _ = self.buffer(t, n + i)
-                    self._arrive(bars["scores"].empty + slot)
+                    self._arrive(bars["scores"].empty + slot, shared=c.padded and t == 0)
             n += plan.steps
             for t in cutlass.range_constexpr(c.tiles):
                 place, phase = self.turn_of(t, n - 1)
