@@ -13,18 +13,21 @@ from torch_attnkit.cuda import compile, inspect, warmup
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
 MAX_REGISTERS = 255
 MAX_SHARED = 227 << 10  # bytes that one block may have; static allocations only
-# What a kernel's products and copies must be in machine code, by op and trace: wgmma is HGMMA there and mma HMMA, a TMA
-# load UTMALDG and cp.async LDGSTS. Slower ways to do the same would compile as well.
-PREFILL, WIDE, NARROW = ("HGMMA", "UTMALDG"), ("HGMMA", "LDGSTS"), ("HMMA", "LDGSTS")
+# What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
+# tcgen05.mma UTCHMMA, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory LDTM and STTM. Slower
+# ways to do the same would compile as well.
+WIDE, NARROW = ("HGMMA", "LDGSTS"), ("HMMA", "LDGSTS")
+PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM", "STTM")}
 INSTRUCTIONS = {
-    ("flash_attention", "trace"): PREFILL,
-    ("flash_attention_varlen", "trace"): PREFILL,
-    ("sdpa_decode", "trace"): NARROW,
-    ("sdpa_decode_paged", "trace"): NARROW,
-    ("sdpa_decode", "trace_wide"): WIDE,
-    ("sdpa_decode_paged", "trace_wide"): WIDE,
+    **{(op, arch, "trace"): PREFILL[arch] for op in ("flash_attention", "flash_attention_varlen") for arch in PREFILL},
+    ("sdpa_multi", "sm90", "trace"): PREFILL["sm90"],
+    ("sdpa_multi", "sm100", "trace"): PREFILL["sm100"],
+    **{(op, arch, "trace"): NARROW for op in ("sdpa_decode", "sdpa_decode_paged") for arch in PREFILL},
+    ("sdpa_decode", "sm90", "trace_wide"): WIDE,
+    ("sdpa_decode_paged", "sm90", "trace_wide"): WIDE,
 }
-ROWS = sorted({(name, row.file) for name, op in OPS.items() for row in op.kernels if "sm90" in row.archs})
+ROWS = sorted({(name, row.file, arch) for name, op in OPS.items() for row in op.kernels for arch in row.archs})
+ROWS = [row for row in ROWS if row[2] in compile.GPU_ARCH]
 missing = [
     name
     for name, there in (
@@ -35,10 +38,10 @@ missing = [
 ]
 
 
-def covering(name: str, file: str) -> list[compile.Request]:
+def covering(name: str, file: str, arch: str) -> list[compile.Request]:
     """Few requests of a row that together hold every value of every signature entry."""
     chosen, seen = [], set()
-    for request in warmup.requests("sm90", name):
+    for request in warmup.requests(arch, name):
         values = {(k, repr(v)) for k, v in (*request.signature, ("trace", request.trace))}
         if request.row == file and not values <= seen:
             seen |= values
@@ -48,10 +51,10 @@ def covering(name: str, file: str) -> list[compile.Request]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-@pytest.mark.parametrize(("name", "file"), ROWS, ids=[f"{n}-{f}" for n, f in ROWS])
-def test_a_row_compiles_and_fits(name, file):
+@pytest.mark.parametrize(("name", "file", "arch"), ROWS, ids=["-".join(row) for row in ROWS])
+def test_a_row_compiles_and_fits(name, file, arch):
     """From the compile cache, so that what a parity case has run in the simulator is not compiled again."""
-    requests = covering(name, file)
+    requests = covering(name, file, arch)
     assert requests
     for request in requests:
         library = compile.get(request).library
@@ -59,7 +62,7 @@ def test_a_row_compiles_and_fits(name, file):
         assert found, f"{request}: no kernel inside"
         sass = inspect.sass(library)
         assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
-        for word in INSTRUCTIONS.get((name, request.trace), ()):
+        for word in INSTRUCTIONS.get((name, arch, request.trace), ()):
             assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
         for kernel in found:
             where = f"{request}: {kernel}"

@@ -114,7 +114,12 @@ def test_alignment_that_cpu_memory_lacks_is_made_up_for():
 
 
 def test_copies_of_one_storage_are_one_copy():
-    base = torch.arange(4096, dtype=torch.float32)[16:]
+    raw = bytearray(4096 * 4 + 2 * memory.ALIGNMENT)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(raw))
+    offset = (64 - address) % memory.ALIGNMENT  # a storage that torch might have placed so, and a GPU would not
+    base = torch.frombuffer(raw, dtype=torch.float32, count=4096, offset=offset)
+    base.copy_(torch.arange(4096))
+    base = base[16:]
     aligned = memory.Aligned()
     a, b = aligned(base[128:160]), aligned(base[144:176].view(2, 16).t())
     assert a.data_ptr() % memory.ALIGNMENT == (16 + 128) * 4 % memory.ALIGNMENT

@@ -30,7 +30,7 @@ from .prefill_rows import Rows
 from .prefill_types import ROWS, Config, Layouts, Loads, Products, Tile
 
 # Registers per thread of the softmax, correction, and issuing warpgroups, by the number of tiles: 64 K in all.
-_REGISTERS = {1: (256, 144, 80), 2: (192, 80, 48)}
+_REGISTERS = {1: (256, 144, 112), 2: (192, 80, 48)}
 _ONE = tcgen05.CtaGroup.ONE
 
 

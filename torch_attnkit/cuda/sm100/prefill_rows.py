@@ -10,7 +10,7 @@ from . import prefill_softmax as softmax
 from . import tmem
 from .prefill_types import ROWS, Config, Tile
 
-_CHUNK = 32  # columns of the output that a correction thread holds at a time
+_CHUNK = 16  # columns of the output that a correction thread holds at a time; with 32 it spills in a pair
 
 
 class Rows:
