@@ -5,13 +5,13 @@
 The device code is ``cuda/sm90/prefill.py``, its tiles stand in ``cuda/sm90/prefill_plan.py``. D 128 and above is bound
 by the tensor cores and, after some milliseconds, by the power limit; D 64 and below by the exponentials.
 
-TFLOP/s on one H200 (bf16, 32/8 heads; D 256: 16/2; torch 2.11, medians of interleaved bursts), in brackets the best of
-cuDNN, FlashAttention-3 and -4 in the same run:
-    D 128 causal   8 x 2048 619 (566)   4 x 4096 700 (662)   2 x 8192 736 (716)   1 x 16384 737 (730)
-    D 128 full     8 x 2048 707 (698)                        2 x 8192 743 (738)   1 x 16384 686 (706)
-    4 x 4096       D 64 causal 486 (501), full 549 (574)     D 96 591 (598)       D 192 758 (709)
-    2 x 8192       D 256 causal 817 (804), full 816 (807)
-    windows        1024, D 128: 444 us (473)                 128 with sinks, 64/8 heads, D 64: 239 us (277)
+TFLOP/s on one H200 (bf16, 32/8 heads, D 128; torch 2.11), and the best peer's time over ours (of cuDNN,
+FlashAttention-3 and -4), from ``bench/baselines/nvidia-h200.json``:
+    causal         8 x 2048 577 (1.09)   4 x 4096 652 (1.07)
+    full           8 x 2048 662 (1.06)   4 x 4096 682 (1.00)
+    4 x 4096       D 64 causal 470 (0.98), full 522 (0.97)   D 96 536 (0.96), 549 (0.86)   D 192 643 (1.01), 676 (1.00)
+    windows        1024: 486 us (1.10)   128 with sinks, 64/8 heads, D 64: 239 us (0.99)
+They are of the kernel before its factor for the row sums became exact, which the LSE of 8192 tokens and more needs.
 """
 
 from __future__ import annotations
