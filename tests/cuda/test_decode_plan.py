@@ -21,7 +21,7 @@ DIMS = sorted({(row.dims["D"][0], row.dims["Dv"][0]) for row in OPS["sdpa_decode
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 def test_a_plan_fits(dim, dim_v):
     """All blocks of a launch are on the device at once, which the merge of a second kernel counts on for its speed."""
-    from torch_attnkit.cuda.sm90.decode_types import Config, WideConfig
+    from torch_attnkit.cuda.decode_types import Config, WideConfig
 
     sizes = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 16))
     for group, most_keys, groups, page in sizes:

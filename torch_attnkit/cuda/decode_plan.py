@@ -12,7 +12,7 @@ _LONG = 200 << 10  # bytes of keys and values for every SM, from which on one bl
 _PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory busy
 _ROUNDS = 12  # waits for memory from which on a second kernel merges faster than the block that brings the last part
 _MUCH = 3 << 19  # bytes of keys and values for every SM, from which on the wide kernel is faster for few heads, too
-_FEW = 8  # query heads that ``cuda/sm90/decode.py`` has at once
+_FEW = 8  # query heads that ``cuda/decode.py`` has at once
 _WIDE = {64: (64, 2), 128: (64, 2), 256: (32, 2), 512: (32, 1)}  # D: keys of a tile and blocks on an SM
 _LEAST = 128  # keys that a block attends at least, for its part has 64 rows to write and to merge
 
@@ -21,7 +21,7 @@ _LEAST = 128  # keys that a block attends at least, for its part has 64 rows to 
 class Plan:
     """A kernel, by the name of its trace and what it is compiled with; and how it runs.
 
-    ``sizes`` are entries of ``Config`` or ``WideConfig`` (``cuda/sm90/decode_types.py``), the other numbers are
+    ``sizes`` are entries of ``Config`` or ``WideConfig`` (``cuda/decode_types.py``), the other numbers are
     arguments of a launch; ``floats`` and ``counters`` are its workspace.
     """
 

@@ -24,7 +24,7 @@ from cutlass.utils import blackwell_helpers as blackwell
 
 from ..prefill_tiles import Order, Sequence, dense, packed, place, visit_rows
 from ..prefill_types import Inputs, Outputs, Scalars
-from ..sm90.ring import Ring
+from ..ring import Ring
 from . import tmem
 from .prefill_rows import Rows
 from .prefill_types import ROWS, Config, Layouts, Loads, Products, Tile

@@ -8,7 +8,7 @@ from typing import Any
 from torch_attnkit.core import Call
 from torch_attnkit.core.spec import short
 
-from ..sm90.prefill_plan import Scores
+from ..prefill_launch import Scores
 
 _ROWS = 128
 

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, const_expr
 
 from ..prefill_tiles import Blocks
 from ..prefill_types import Inputs, Outputs, Scalars
+from ..warp_ops import exp2
 from . import prefill_softmax as softmax
 from . import tmem
 from .prefill_types import ROWS, Config, Tile
@@ -113,7 +114,7 @@ class Rows:
             peak = cute.arch.fmax(state[2], top)
             # Where both are -inf the difference is NaN, and nothing grows.
             grows = (top - old) * scalars.scale_log2 > softmax.LAG
-            factor = cutlass.select_(grows, softmax.exp2((old - top) * scalars.scale_log2), Float32(1.0))
+            factor = cutlass.select_(grows, exp2((old - top) * scalars.scale_log2), Float32(1.0))
             top = cutlass.select_(grows, top, old)
             total = state[1] * factor
             place, _ = self.turn_of(t, n - 1)
@@ -236,10 +237,10 @@ class Rows:
         lse = cutlass.select_(total == 0.0, -Float32.inf, lse)
         weight = total
         if const_expr(c.sink):
-            weight += softmax.exp2(Float32(ins.sink[head]) * Float32(softmax.LOG2_E) - shift)
+            weight += exp2(Float32(ins.sink[head]) * Float32(softmax.LOG2_E) - shift)
         factor = cute.arch.rcp_approx(cutlass.select_(weight == 0.0, Float32(1.0), weight))
         if const_expr(not c.normalize):  # relative to the true maximum
-            factor = cutlass.select_(total == 0.0, Float32(1.0), softmax.exp2((top - final[2]) * scalars.scale_log2))
+            factor = cutlass.select_(total == 0.0, Float32(1.0), exp2((top - final[2]) * scalars.scale_log2))
         valid = token < tile.tokens
         if const_expr(c.at_end):  # a query in front of its sequence attends nothing, whatever its mask lets through
             absent = tile.shift + token < 0

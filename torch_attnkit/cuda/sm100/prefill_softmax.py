@@ -17,6 +17,8 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from ..warp_ops import exp2
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 LAG = 8.0  # as FlashAttention-4 has it; P then stays below 2^8, which fp16 holds too
@@ -35,10 +37,6 @@ def pack(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any = 
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)]
     text = f"cvt.rn.{name}.f32 $0, $2, $1;"
     return Int32(llvm.inline_asm(T.i32(), values, text, "=r,f,f", has_side_effects=False))
-
-
-def exp2(x: Float32) -> Float32:
-    return cute.math.exp2(x, fastmath=True)
 
 
 def row_max(s: list[Float32], start: Float32) -> Float32:

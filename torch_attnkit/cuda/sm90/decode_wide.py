@@ -29,12 +29,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from .. import warp_ops as op
+from ..decode import Decode, _tanh
+from ..decode_schedule import place
+from ..decode_types import Piece, Scalars, Tensors
+from ..ring import Fixed
 from . import prefill_softmax as softmax
-from . import warp_ops as op
-from .decode import Decode, _tanh
-from .decode_schedule import place
-from .decode_types import Piece, Scalars, Tensors
-from .ring import Fixed
 
 _INF = float("inf")
 _MAJOR = OperandMajorMode

@@ -24,12 +24,12 @@ from cutlass.cute.nvgpu import cpasync
 from torch_attnkit.cuda import copies
 
 from ..prefill_tiles import Sequence
+from ..ring import Ring
 from . import multi_merge as merge
 from . import prefill_softmax as softmax
 from .multi_tiles import Rules, Task, advance, sight, visit
 from .multi_types import Config, Inputs, Layouts, Loads, Outputs, Scalars
 from .prefill_products import WARPGROUP, Barrier, Products, split
-from .ring import Ring
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor).
 _REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240)}

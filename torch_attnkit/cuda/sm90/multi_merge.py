@@ -6,8 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from .. import warp_ops as op
+from ..partials import finite, join
+from ..warp_ops import exp2
 from . import prefill_softmax as softmax
-from . import warp_ops as op
 from .multi_tiles import Task
 from .multi_types import Config, Inputs, Outputs, Scalars
 
@@ -33,18 +35,13 @@ def row_sums(w) -> list:
     return sums
 
 
-def _finite(top: Float32) -> Float32:
-    """A maximum to subtract: 0 for one that is -inf, which would make nan of -inf."""
-    return cutlass.select_(top == -Float32.inf, Float32(0.0), top)
-
-
 @cute.jit
 def _weighed(ins: Inputs, scalars: Scalars, head: Int32, top: Float32, total: Float32):
     """The LSE of a row with maximum ``top``, in powers of two, and what its sums are to be multiplied by."""
-    lse = (_finite(top) + op.log2(total)) * Float32(softmax.LN_2)
+    lse = (finite(top) + op.log2(total)) * Float32(softmax.LN_2)
     weight = total
     if scalars.has_sink != 0:
-        weight += softmax.exp2(Float32(ins.sink[head]) * Float32(softmax.LOG2_E) - _finite(top))
+        weight += exp2(Float32(ins.sink[head]) * Float32(softmax.LOG2_E) - finite(top))
     nothing = total == 0.0
     inverse = cute.arch.rcp_approx(cutlass.select_(nothing, Float32(1.0), weight))
     return cutlass.select_(nothing, -Float32.inf, lse), cutlass.select_(nothing, Float32(0.0), inverse)
@@ -122,18 +119,7 @@ def add(c: cutlass.Constexpr, ins: Inputs, outs: Outputs, scalars: Scalars, task
             ]
             news = [op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), there[i]) for i in range(_AT_ONCE)]
             tops = [cutlass.select_(there[i] != 0, stats[i][0], -Float32.inf) for i in range(_AT_ONCE)]
-            old = top
-            for i in cutlass.range_constexpr(_AT_ONCE):
-                top = cute.arch.fmax(top, tops[i])
-            weight = softmax.exp2(old - _finite(top))
-            total = total * weight
-            for x in cutlass.range_constexpr(4):
-                rO[x] = rO[x] * weight
-            for i in cutlass.range_constexpr(_AT_ONCE):
-                weight = softmax.exp2(tops[i] - _finite(top))
-                total += weight * stats[i][1]
-                for x in cutlass.range_constexpr(4):
-                    rO[x] = rO[x] + weight * news[i][x]
+            top, total = join(rO, top, total, tops, [s[1] for s in stats], news)
         token, head = task.place(row)
         lse, factor = _weighed(ins, scalars, head, top, total)
         pairs = [op.pack(c.dtype, rO[x] * factor, rO[x + 1] * factor) for x in (0, 2)]

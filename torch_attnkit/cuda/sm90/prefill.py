@@ -20,10 +20,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..prefill_tiles import Order, Sequence, dense, packed, place, visit_rows
 from ..prefill_types import Inputs, Outputs, Scalars
+from ..ring import Ring
+from ..warp_ops import exp2
 from . import prefill_softmax as softmax
 from .prefill_products import WARPGROUP, Barrier, Products, split
 from .prefill_types import Config, Layouts, Loads, Place
-from .ring import Ring
 
 # Registers per thread of the producer's and the consumers' warpgroups, by the number of consumers: 64 K in all.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -289,7 +290,7 @@ class Prefill(Products):
             lse = cutlass.select_(sums[r] == 0.0, -Float32.inf, lse)
             weight = sums[r]
             if const_expr(c.sink):
-                weight += softmax.exp2(Float32(ins.sink[at.head]) * Float32(softmax.LOG2_E) - top)
+                weight += exp2(Float32(ins.sink[at.head]) * Float32(softmax.LOG2_E) - top)
             factors.append(cute.arch.rcp_approx(cutlass.select_(weight == 0.0, Float32(1.0), weight)))
             token = at.row + 8 * r
             if (w.lane % 4 == 0) & (token < at.tokens):

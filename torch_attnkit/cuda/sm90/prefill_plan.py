@@ -1,22 +1,14 @@
-"""Host side of the prefill kernels: tiles per head size, scalars, and layouts that TMA can read. Imports no cutlass."""
+"""Host side of the Hopper prefill kernels: tiles per head size, and the kernel's signature. Imports no cutlass."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import torch
 
 from torch_attnkit.core import Call
 from torch_attnkit.core.spec import short
 
-MOST = 2**30  # windows and sink counts above every length mean "all"
-_TINY = 1e-30  # a scale of 0 must not meet a masked score of -inf
-# Bytes of keys and values that one section of heads may fill, of an H200's 50 MB of L2. Causal, D 128, 1 x 16384:
-# 716 TFLOP/s with 16 MB, 699 with 32 MB, 708 with all heads in one section.
-_L2 = 16 << 20
+from ..prefill_launch import Scores
 
 
 @dataclass(frozen=True)
@@ -78,70 +70,6 @@ def tiles(dim: int, dim_v: int, causal: bool, window: int) -> Tiles:
     return choice.window if window >= 0 else choice.causal if causal else choice.full
 
 
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Strides that TMA accepts for the same elements: multiples of 8, where the size is 1 too. None: there are none."""
-    found = []
-    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
-        if size > 1 and (stride % 8 or stride == 0):
-            return None
-        found.append(8 if size == 1 else stride)
-    return (*found, 1)
-
-
-def reader(signature: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Brings a tensor with this one's shape and strides into a layout that TMA reads; copies it if no view will do."""
-    strides = _strides(tuple(signature.shape), tuple(signature.stride()))
-    same = strides == tuple(signature.stride())
-
-    def read(t: torch.Tensor) -> torch.Tensor:
-        if strides is None or t.data_ptr() % 16:
-            return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
-        return t if same else t.as_strided(t.shape, strides)
-
-    return read
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How scores become weights: scale, cap, window and sink tokens as in the op's arguments; ``dim`` is D."""
-
-    dim: int
-    scale: float | None
-    softcap: float
-    window: int
-    sink_tokens: int
-
-    @property
-    def factor(self) -> float:
-        return self.dim**-0.5 if self.scale is None else self.scale
-
-    @property
-    def negate(self) -> bool:
-        """Whether the kernel needs -q: it takes maxima of scores that are not scaled yet."""
-        return self.factor < 0 and self.softcap <= 0
-
-    def features(self) -> dict[str, bool]:
-        on = self.window >= 0
-        return {"window": on, "sink_tokens": on and self.sink_tokens > 0, "softcap": self.softcap > 0}
-
-    def scalars(self, section: int, sms: int) -> tuple[Any, ...]:
-        """The kernel's Scalars."""
-        capped = self.softcap > 0
-        return (
-            max((self.softcap if capped else abs(self.factor)) * math.log2(math.e), _TINY),
-            self.factor / self.softcap if capped else 0.0,
-            min(self.window, MOST),
-            min(self.sink_tokens, MOST),
-            section,
-            sms,
-        )
-
-
-def section(keys: int, row_bytes: int, group: int) -> int:
-    """Query heads whose keys and values, ``keys`` rows of ``row_bytes`` per KV head of ``group`` heads, fit in L2."""
-    return min(max(1, _L2 // max(1, keys * row_bytes)) * group, MOST)
-
-
 def signature(call: Call, chosen: Tiles, scores: Scores) -> dict[str, Any]:
     """The part of a kernel's signature that does not depend on how sequences are stored."""
     arg, dim = call.arg, call.dim
@@ -161,10 +89,3 @@ def signature(call: Call, chosen: Tiles, scores: Scores) -> dict[str, Any]:
         "normalize": arg.normalize,
         **scores.features(),
     }
-
-
-def nothing_attended(out: torch.Tensor, lse: torch.Tensor, row_sum: torch.Tensor) -> None:
-    """The results of queries that have no keys."""
-    out.zero_()
-    lse.fill_(-torch.inf)
-    row_sum.zero_()

@@ -17,8 +17,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..prefill_tiles import Sequence
+from ..ring import Fixed
 from . import prefill_softmax as softmax
-from .ring import Fixed
 
 WARPGROUP = 128  # threads
 

@@ -17,6 +17,8 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from ..warp_ops import exp2
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
@@ -34,10 +36,6 @@ def pack(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int3
 def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
     return Float32(llvm.inline_asm(T.f32(), values, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", has_side_effects=False))
-
-
-def exp2(x: Float32) -> Float32:
-    return cute.math.exp2(x, fastmath=True)
 
 
 def pack_into(words: cute.Tensor, acc: cute.Tensor, dtype: type) -> None:

@@ -20,42 +20,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_attnkit.core import Call, Target
-from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda import prefill_launch
 from torch_attnkit.cuda.sm90 import prefill_plan
 
 
-def _window(call: Call) -> int:
-    """The window, or -1 if it hides nothing."""
-    T, S, window = call.dim["T"], call.dim["S"], call.arg.window
-    return -1 if window >= (S if call.arg.causal else max(S, T)) else window
-
-
 def build(call: Call, target: Target) -> Callable[..., None]:
-    B, T, S, Hq, Hkv, D, Dv = (call.dim[axis] for axis in ("B", "T", "S", "Hq", "Hkv", "D", "Dv"))
-    a, normalize = call.arg, call.arg.normalize
-    scores = prefill_plan.Scores(D, a.scale, a.softcap, _window(call), a.sink_tokens)
-    tiles = prefill_plan.tiles(D, Dv, a.causal, scores.window)
-    run: Any = compile.launcher(
-        call,
-        target,
-        "sm90",
-        kv_len=a.kv_len is not None,
-        kv_start=a.kv_start is not None,
-        **prefill_plan.signature(call, tiles, scores),
-    )
-    read_q, read_k, read_v = (prefill_plan.reader(t) for t in (a.q, a.k, a.v))
-    ctas = 2 if tiles.paired(Hq // Hkv) else 1
-    section = prefill_plan.section(S, (D + Dv) * call.dtype.itemsize, Hq // Hkv // ctas)
-    scalars = scores.scalars(section, driver.sm_count(call.device))
+    D, Dv, group = call.dim["D"], call.dim["Dv"], call.dim["Hq"] // call.dim["Hkv"]
 
-    def launch(q, k, v, sink, kv_len, kv_start, *rest):
-        out, lse, row_sum = rest[-3:]
-        if min(B, T, Hq) == 0:
-            return
-        if S == 0:
-            return prefill_plan.nothing_attended(out, lse, row_sum)
-        q = read_q(q.neg() if scores.negate else q)
-        ins = (q, read_k(k), read_v(v), sink, kv_start, kv_len)
-        run(ins, (out, lse, None if normalize else row_sum), scalars)
+    def signature(scores: prefill_launch.Scores) -> dict[str, Any]:
+        return prefill_plan.signature(call, prefill_plan.tiles(D, Dv, call.arg.causal, scores.window), scores)
 
-    return launch
+    return prefill_launch.dense(call, target, signature, lambda s: group // (2 if s["pair"] else 1))

@@ -1,6 +1,6 @@
 """sdpa_decode on Blackwell: out = softmax(scale * q K') V over the visible keys, each key and value read once.
 
-The kernel is Hopper's ``cuda/sm90/decode.py``, which uses nothing that Blackwell lacks: decoding is bound by memory.
+The kernel is Hopper's ``cuda/decode.py``, which uses nothing that Blackwell lacks: decoding is bound by memory.
 Groups of more than 8 query heads read their keys again for every 8. It has run in the PTX simulator only.
 """
 

@@ -1,12 +1,12 @@
-"""sdpa_decode on Hopper, the device side: the streaming kernel of ``cuda/sm90/decode.py`` over a contiguous cache."""
+"""sdpa_decode on Hopper, the device side: the streaming kernel of ``cuda/decode.py`` over a contiguous cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch_attnkit.cuda import fake
-from torch_attnkit.cuda.sm90.decode import Decode
-from torch_attnkit.cuda.sm90.decode_types import Config, WideConfig, arguments
+from torch_attnkit.cuda.decode import Decode
+from torch_attnkit.cuda.decode_types import Config, WideConfig, arguments
 from torch_attnkit.cuda.sm90.decode_wide import Wide
 
 

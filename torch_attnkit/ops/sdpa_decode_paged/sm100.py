@@ -1,6 +1,6 @@
 """sdpa_decode_paged on Blackwell: out = softmax(scale * q K') V over the visible keys of a paged cache, each read once.
 
-The kernel is Hopper's ``cuda/sm90/decode.py``, which uses nothing that Blackwell lacks: decoding is bound by memory.
+The kernel is Hopper's ``cuda/decode.py``, which uses nothing that Blackwell lacks: decoding is bound by memory.
 Groups of more than 8 query heads read their keys again for every 8. It has run in the PTX simulator only.
 """
 

@@ -1,12 +1,12 @@
-"""sdpa_decode_paged on Hopper, the device side: the streaming kernel of ``cuda/sm90/decode.py`` over pages."""
+"""sdpa_decode_paged on Hopper, the device side: the streaming kernel of ``cuda/decode.py`` over pages."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch_attnkit.cuda import fake
-from torch_attnkit.cuda.sm90.decode import Decode
-from torch_attnkit.cuda.sm90.decode_types import Config, WideConfig, arguments
+from torch_attnkit.cuda.decode import Decode
+from torch_attnkit.cuda.decode_types import Config, WideConfig, arguments
 from torch_attnkit.cuda.sm90.decode_wide import Wide
 
 

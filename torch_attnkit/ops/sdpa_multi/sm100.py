@@ -12,20 +12,19 @@ from typing import Any
 import torch
 
 from torch_attnkit.core import Call, Target
-from torch_attnkit.cuda import compile, driver
-from torch_attnkit.cuda.sm90 import prefill_plan as shared
+from torch_attnkit.cuda import compile, driver, prefill_launch
 from torch_attnkit.cuda.sm100 import prefill_plan
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
     B, T, S, Hq, Hkv, D, Dv = (call.dim[axis] for axis in ("B", "T", "S", "Hq", "Hkv", "D", "Dv"))
     a = call.arg
-    scores = shared.Scores(D, a.scale, a.softcap, a.window, a.sink_tokens)
+    scores = prefill_launch.Scores(D, a.scale, a.softcap, a.window, a.sink_tokens)
     signature = prefill_plan.signature(call, T, scores)
     run: Any = compile.launcher(call, target, "sm100", kv_start=a.kv_start is not None, **signature)
-    read_q = shared.reader(a.q)
-    read_k, read_v = (shared.reader(t.transpose(1, 2)) for t in (a.k_cache, a.v_cache))  # (B, S, Hkv, D)
-    section = shared.section(S, (D + Dv) * call.dtype.itemsize, max(1, Hq // Hkv // signature["group"]))
+    read_q = prefill_launch.reader(a.q)
+    read_k, read_v = (prefill_launch.reader(t.transpose(1, 2)) for t in (a.k_cache, a.v_cache))  # (B, S, Hkv, D)
+    section = prefill_launch.section(S, (D + Dv) * call.dtype.itemsize, max(1, Hq // Hkv // signature["group"]))
     scalars = scores.scalars(section, driver.sm_count(call.device))
 
     def launch(q, k, v, kv_len, sink, kv_start, *rest):

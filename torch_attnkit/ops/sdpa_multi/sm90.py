@@ -28,20 +28,20 @@ import torch
 from torch_attnkit.core.op import Call
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
-from torch_attnkit.cuda import compile, driver
-from torch_attnkit.cuda.sm90 import multi_plan, prefill_plan
+from torch_attnkit.cuda import compile, driver, prefill_launch
+from torch_attnkit.cuda.sm90 import multi_plan
 
 
-def _scalars(call: Call, scores: prefill_plan.Scores, ctas: int) -> tuple[Any, ...]:
+def _scalars(call: Call, scores: prefill_launch.Scores, ctas: int) -> tuple[Any, ...]:
     """The kernel's Scalars."""
     a = call.arg
     scale_log2, cap_slope = scores.scalars(0, 0)[:2]
-    window, sinks = (a.window, a.sink_tokens) if a.window >= 0 else (prefill_plan.MOST, 0)
+    window, sinks = (a.window, a.sink_tokens) if a.window >= 0 else (prefill_launch.MOST, 0)
     return (
         scale_log2,
         cap_slope,
-        min(window, prefill_plan.MOST),
-        min(sinks, prefill_plan.MOST),
+        min(window, prefill_launch.MOST),
+        min(sinks, prefill_launch.MOST),
         int(a.causal),
         int(a.sink is not None),
         int(a.kv_start is not None),
@@ -54,13 +54,13 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     B, T, S, Hq, Hkv, D, Dv = (dim[axis] for axis in ("B", "T", "S", "Hq", "Hkv", "D", "Dv"))
     if B * T * Hq == 0:
         return lambda *args: None
-    scores = prefill_plan.Scores(D, a.scale, a.softcap, a.window, a.sink_tokens)
+    scores = prefill_launch.Scores(D, a.scale, a.softcap, a.window, a.sink_tokens)
     seen = S if a.window < 0 else min(S, a.window + T + a.sink_tokens)
     plan = multi_plan.plan(D, Dv, T * (Hq // Hkv), B * Hkv, seen, driver.sm_count(call.device))
     run: Any = compile.launcher(
         call, target, "sm90", dtype=short(call.dtype), dim=D, dim_v=Dv, softcap=a.softcap > 0, **plan.tiles._asdict()
     )
-    read_q, read_k, read_v = (prefill_plan.reader(t) for t in (a.q, a.k_cache, a.v_cache))
+    read_q, read_k, read_v = (prefill_launch.reader(t) for t in (a.q, a.k_cache, a.v_cache))
     scalars = _scalars(call, scores, plan.ctas)
     unread = torch.empty(1, device=call.device)
 

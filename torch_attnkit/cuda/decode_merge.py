@@ -18,7 +18,8 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from . import warp_ops as op
 from .decode_schedule import Lengths, Share, share, units_before, visible
 from .decode_types import COMBINERS, Piece, Scalars, Tensors
-from .prefill_softmax import exp2
+from .partials import finite, join
+from .warp_ops import exp2
 
 _LN2 = 0.6931471805599453
 _LOG2E = 1.4426950408889634
@@ -65,7 +66,7 @@ class Merging:
                 top = cute.arch.fmax(top, sStat[w, head, 0])
             sums = [Float32(0.0)] * 4
             for w in cutlass.range_constexpr(c.results):
-                weight = exp2(sStat[w, head, 0] - _finite(top))
+                weight = exp2(sStat[w, head, 0] - finite(top))
                 total += weight * sStat[w, head, 1]
                 sums = [sums[i] + weight * sO[w, head, column + i] for i in range(4)]
             if whole:
@@ -88,7 +89,7 @@ class Merging:
         h = piece.head + head
         denominator = total
         if scalars.has_sink != 0:
-            denominator += exp2(tensors.sink[h] * _LOG2E - _finite(top))
+            denominator += exp2(tensors.sink[h] * _LOG2E - finite(top))
         inverse = cute.arch.rcp_approx(denominator)
         if total == 0.0:
             inverse = Float32(0.0)
@@ -156,19 +157,8 @@ class Merging:
                 at.append(cutlass.select_(n < 0, base, later + Int64(n) * (2 * size)))
             stats = [op.load_2_floats(a + stat_at) for a in at]
             news = [op.load_4_floats(a + o_at) for a in at]
-            old = top
             tops = [cutlass.select_(first + i * step < more, stats[i][0], Float32(-_INF)) for i in range(_AT_ONCE)]
-            for i in cutlass.range_constexpr(_AT_ONCE):
-                top = cute.arch.fmax(top, tops[i])
-            weight = exp2(old - _finite(top))
-            total = total * weight
-            for x in cutlass.range_constexpr(4):
-                rO[x] = rO[x] * weight
-            for i in cutlass.range_constexpr(_AT_ONCE):
-                weight = exp2(tops[i] - _finite(top))
-                total += weight * stats[i][1]
-                for x in cutlass.range_constexpr(4):
-                    rO[x] = rO[x] + weight * news[i][x]
+            top, total = join(rO, top, total, tops, [s[1] for s in stats], news)
         return rO, top, total
 
     @cute.kernel
@@ -242,7 +232,7 @@ class Merging:
                 rSum = cute.make_rmem_tensor(cute.make_layout(4), Float32)
                 rSum.fill(0.0)
                 for t in cutlass.range(team * per, (team + 1) * per, unroll=1):
-                    weight = exp2(sStat[0, t] - _finite(top))
+                    weight = exp2(sStat[0, t] - finite(top))
                     total += weight * sStat[1, t]
                     for x in cutlass.range_constexpr(4):
                         rSum[x] = rSum[x] + weight * sO[x, vector, t]
@@ -252,8 +242,3 @@ class Merging:
 
 def _teams(dim_v: int) -> int:
     return min(COMBINERS // (dim_v // 4), 16)
-
-
-def _finite(top: Float32) -> Float32:
-    """A maximum to subtract: 0 for one that is -inf, which would make nan of -inf."""
-    return cutlass.select_(top == -_INF, Float32(0.0), top)

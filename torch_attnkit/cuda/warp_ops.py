@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
@@ -19,6 +20,11 @@ _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 "
     "{{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};"
 )
+
+
+def exp2(x: Float32) -> Float32:
+    """2^x, within 2 ulp (PTX ISA, ``ex2.approx.ftz.f32``)."""
+    return cute.math.exp2(x, fastmath=True)
 
 
 def _name(dtype: Any) -> str:

@@ -32,10 +32,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from . import warp_ops as op
-from .decode_merge import Merging, _finite
+from .decode_merge import Merging
 from .decode_schedule import Lengths, find, place, share, visible
 from .decode_types import COMBINERS, Numbers, Piece, Scalars, Tensors
-from .prefill_softmax import exp2
+from .partials import finite
+from .warp_ops import exp2
 
 _LOG2E = 1.4426950408889634
 _INF = float("inf")
@@ -340,7 +341,7 @@ class Decode(Merging):
         if cute.arch.vote_any_sync(grown):
             for n in cutlass.range_constexpr(n_tiles):
                 for x in cutlass.range_constexpr(2):
-                    weight = exp2(rMax[x, n] - _finite(rNew[x, n]))
+                    weight = exp2(rMax[x, n] - finite(rNew[x, n]))
                     rMax[x, n] = rNew[x, n]
                     rSum[x, n] = rSum[x, n] * weight
                     for d in cutlass.range_constexpr(c.dim_v // 16):
@@ -348,7 +349,7 @@ class Decode(Merging):
                         rO[2 + x, d, n] = rO[2 + x, d, n] * weight
         rP = cute.make_rmem_tensor(cute.make_layout((2, m_tiles, n_tiles)), Int32)
         for n in cutlass.range_constexpr(n_tiles):
-            low, high = _finite(rMax[0, n]), _finite(rMax[1, n])
+            low, high = finite(rMax[0, n]), finite(rMax[1, n])
             for m in cutlass.range_constexpr(m_tiles):
                 for half in cutlass.range_constexpr(2):
                     p0 = exp2(rS[half * 2, m, n] - low)

@@ -1,0 +1,153 @@
+"""Host side that all prefill kernels share: scores' scalars, sections of heads, layouts that TMA can read.
+
+Imports no cutlass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_attnkit.core import Call, Target
+
+from . import compile, driver
+
+MOST = 2**30  # windows and sink counts above every length mean "all"
+_TINY = 1e-30  # a scale of 0 must not meet a masked score of -inf
+# Bytes of keys and values that one section of heads may fill, of an H200's 50 MB of L2. Causal, D 128, 1 x 16384:
+# 716 TFLOP/s with 16 MB, 699 with 32 MB, 708 with all heads in one section.
+_L2 = 16 << 20
+
+
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides that TMA accepts for the same elements: multiples of 8, where the size is 1 too. None: there are none."""
+    found = []
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if size > 1 and (stride % 8 or stride == 0):
+            return None
+        found.append(8 if size == 1 else stride)
+    return (*found, 1)
+
+
+def reader(signature: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Brings a tensor with this one's shape and strides into a layout that TMA reads; copies it if no view will do."""
+    strides = _strides(tuple(signature.shape), tuple(signature.stride()))
+    same = strides == tuple(signature.stride())
+
+    def read(t: torch.Tensor) -> torch.Tensor:
+        if strides is None or t.data_ptr() % 16:
+            return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+        return t if same else t.as_strided(t.shape, strides)
+
+    return read
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores become weights: scale, cap, window and sink tokens as in the op's arguments; ``dim`` is D."""
+
+    dim: int
+    scale: float | None
+    softcap: float
+    window: int
+    sink_tokens: int
+
+    @property
+    def factor(self) -> float:
+        return self.dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def negate(self) -> bool:
+        """Whether the kernel needs -q: it takes maxima of scores that are not scaled yet."""
+        return self.factor < 0 and self.softcap <= 0
+
+    def features(self) -> dict[str, bool]:
+        on = self.window >= 0
+        return {"window": on, "sink_tokens": on and self.sink_tokens > 0, "softcap": self.softcap > 0}
+
+    def scalars(self, section: int, sms: int) -> tuple[Any, ...]:
+        """The kernel's Scalars."""
+        capped = self.softcap > 0
+        return (
+            max((self.softcap if capped else abs(self.factor)) * math.log2(math.e), _TINY),
+            self.factor / self.softcap if capped else 0.0,
+            min(self.window, MOST),
+            min(self.sink_tokens, MOST),
+            section,
+            sms,
+        )
+
+
+def section(keys: int, row_bytes: int, group: int) -> int:
+    """Query heads whose keys and values, ``keys`` rows of ``row_bytes`` per KV head of ``group`` heads, fit in L2."""
+    return min(max(1, _L2 // max(1, keys * row_bytes)) * group, MOST)
+
+
+def nothing_attended(out: torch.Tensor, lse: torch.Tensor, row_sum: torch.Tensor) -> None:
+    """The results of queries that have no keys."""
+    out.zero_()
+    lse.fill_(-torch.inf)
+    row_sum.zero_()
+
+
+def dense(
+    call: Call,
+    target: Target,
+    signature: Callable[[Scores], dict[str, Any]],
+    shared_by: Callable[[dict[str, Any]], int],
+) -> Callable[..., None]:
+    """flash_attention's launch; ``signature(scores)`` is what its kernel is compiled with.
+
+    ``shared_by(signature)`` is how many pieces of the kernel's grid share a KV head.
+    """
+    B, T, S, Hq, D, Dv = (call.dim[axis] for axis in ("B", "T", "S", "Hq", "D", "Dv"))
+    a, normalize = call.arg, call.arg.normalize
+    window = -1 if a.window >= (S if a.causal else max(S, T)) else a.window
+    scores = Scores(D, a.scale, a.softcap, window, a.sink_tokens)
+    compiled = signature(scores)
+    run: Any = compile.launcher(
+        call, target, target.arch, kv_len=a.kv_len is not None, kv_start=a.kv_start is not None, **compiled
+    )
+    read_q, read_k, read_v = (reader(t) for t in (a.q, a.k, a.v))
+    heads = section(S, (D + Dv) * call.dtype.itemsize, shared_by(compiled))
+    scalars = scores.scalars(heads, driver.sm_count(call.device))
+
+    def launch(q, k, v, sink, kv_len, kv_start, *rest):
+        out, lse, row_sum = rest[-3:]
+        if min(B, T, Hq) == 0:
+            return
+        if S == 0:
+            return nothing_attended(out, lse, row_sum)
+        q = read_q(q.neg() if scores.negate else q)
+        ins = (q, read_k(k), read_v(v), sink, kv_start, kv_len)
+        run(ins, (out, lse, None if normalize else row_sum), scalars)
+
+    return launch
+
+
+def packed(call: Call, target: Target, signature: Callable[[Scores], dict[str, Any]]) -> Callable[..., None]:
+    """flash_attention_varlen's launch; ``signature(scores)`` is what its kernel is compiled with."""
+    Tq, Tk, Hq, D = (call.dim[axis] for axis in ("Tq", "Tk", "Hq", "D"))
+    a, normalize = call.arg, call.arg.normalize
+    longest = max(Tq, Tk)  # of one sequence, if nothing else is known
+    scores = Scores(D, a.scale, a.softcap, -1 if a.window >= longest else a.window, a.sink_tokens)
+    run: Any = compile.launcher(call, target, target.arch, **signature(scores))
+    read_q, read_k, read_v = (reader(t) for t in (a.q, a.k, a.v))
+    # One CTA per tile, which the hardware would balance, was 3 to 10 % slower on 64 lengths of 1 to 4096 (H200).
+    scalars = scores.scalars(1, driver.sm_count(call.device))
+
+    def launch(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, *rest):
+        out, lse, row_sum = rest[-3:]
+        if min(Tq, Hq) == 0:
+            return
+        if Tk == 0:
+            return nothing_attended(out, lse, row_sum)
+        q = read_q(q.neg() if scores.negate else q)
+        ins = (q, read_k(k), read_v(v), sink, cu_seqlens_q, cu_seqlens_k)
+        run(ins, (out, lse, None if normalize else row_sum), scalars)
+
+    return launch
