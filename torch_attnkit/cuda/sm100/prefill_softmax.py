@@ -22,6 +22,9 @@ from ..warp_ops import exp2
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 LAG = 8.0  # as FlashAttention-4 has it; P then stays below 2^8, which fp16 holds too
+# E4M3 reaches from 2^-9, or 2^-6 with all its bits, to 448. So P is multiplied by 2^8, for the sake of the many small
+# weights of a long row beside one large one, and its maximum may lag by what is left, log2(448 / 256).
+CODES_OFFSET, CODES_LAG = 8.0, 0.8
 
 
 @dsl_user_op
@@ -37,6 +40,24 @@ def pack(low: Float32, high: Float32, dtype: Any, *, loc: Any = None, ip: Any = 
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)]
     text = f"cvt.rn.{name}.f32 $0, $2, $1;"
     return Int32(llvm.inline_asm(T.i32(), values, text, "=r,f,f", has_side_effects=False))
+
+
+@dsl_user_op
+def _pack4(values: list[Float32], *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four fp32 numbers rounded to E4M3 in one register, what is beyond 448 to 448."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
+    text = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }"
+    )
+    return Int32(llvm.inline_asm(T.i32(), operands, text, "=r,f,f,f,f", has_side_effects=False))
+
+
+def packed(values: list[Float32], dtype: Any) -> list[Int32]:
+    """Numbers rounded to bf16, fp16 or E4M3, as many to a register as there is room for."""
+    if dtype.width == 8:
+        return [_pack4(values[i : i + 4]) for i in range(0, len(values), 4)]
+    return [pack(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)]
 
 
 def row_max(s: list[Float32], start: Float32) -> Float32:
