@@ -11,7 +11,7 @@ from typing import Any
 from cutlass import Float32, Int32
 
 from . import fake
-from .prefill_types import Features, Inputs, Outputs, Scalars, ScaledInputs
+from .prefill_types import Features, Inputs, Outputs, Scalars
 
 
 def _vector(kind: str, size: Any, on: bool = True) -> Any:
@@ -28,11 +28,9 @@ def _rows(name: str, *shape: Any) -> Any:
     return fake.tensor(name, shape, (*(fake.dim(step) for _ in shape[1:]), 1))
 
 
-def _inputs(config: Features, sequences: Any, kv_heads: Any, *inputs: Any) -> Inputs | ScaledInputs:
-    if not config.scales:
-        return Inputs(*inputs)
-    scales = (fake.tensor("f32", (sequences, kv_heads), align=4) if on else None for on in config.scales)
-    return ScaledInputs(*inputs, tuple(scales))
+def _scales(config: Features, sequences: Any, kv_heads: Any) -> Any:
+    made = (fake.tensor("f32", (sequences, kv_heads), align=4) if on else None for on in config.scales)
+    return tuple(made) or None
 
 
 def dense(name: str, config: Features) -> list[Any]:
@@ -43,16 +41,14 @@ def dense(name: str, config: Features) -> list[Any]:
     def per_row(on: bool) -> Any:
         return fake.tensor("f32", (B, T, Hq), align=4) if on else None
 
-    ins = _inputs(
-        config,
-        B,
-        Hkv,
+    ins = Inputs(
         _rows(stored, B, T, Hq, config.dim),
         _rows(stored, B, S, Hkv, config.dim),
         _rows(stored, B, S, Hkv, config.dim_v),
         _vector("f32", Hq, config.sink),
         _vector("i32", B, config.kv_start),
         _vector("i32", B, config.kv_len),
+        _scales(config, B, Hkv),
     )
     outs = Outputs(_rows(result, B, T, Hq, config.dim_v), per_row(True), per_row(not config.normalize))
     return [ins, outs, _scalars(), fake.stream()]
@@ -66,16 +62,14 @@ def packed(name: str, config: Features) -> list[Any]:
     def per_row(on: bool) -> Any:
         return fake.tensor("f32", (Tq, Hq), align=4) if on else None
 
-    ins = _inputs(
-        config,
-        sequences,
-        Hkv,
+    ins = Inputs(
         _rows(stored, Tq, Hq, config.dim),
         _rows(stored, Tk, Hkv, config.dim),
         _rows(stored, Tk, Hkv, config.dim_v),
         _vector("f32", Hq, config.sink),
         _vector("i32", ends),
         _vector("i32", ends),
+        _scales(config, sequences, Hkv),
     )
     outs = Outputs(_rows(result, Tq, Hq, config.dim_v), per_row(True), per_row(not config.normalize))
     return [ins, outs, _scalars(), fake.stream()]

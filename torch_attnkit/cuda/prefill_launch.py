@@ -140,9 +140,8 @@ def dense(
         if S == 0:
             return nothing_attended(out, lse, row_sum)
         q = read_q(negated(q) if scores.negate else q)
-        ins = (q, read_k(k), read_v(v), sink, kv_start, kv_len)
-        if scaled:
-            ins += ((q_scale, k_scale, v_scale),)
+        scales = (q_scale, k_scale, v_scale) if scaled else None
+        ins = (q, read_k(k), read_v(v), sink, kv_start, kv_len, scales)
         run(ins, (out, lse, None if normalize else row_sum), scalars)
 
     return launch
@@ -168,9 +167,8 @@ def packed(call: Call, target: Target, signature: Callable[[Scores], dict[str, A
         if min(Tk, sequences) == 0:
             return nothing_attended(out, lse, row_sum)
         q = read_q(negated(q) if scores.negate else q)
-        ins = (q, read_k(k), read_v(v), sink, cu_seqlens_q, cu_seqlens_k)
-        if scaled:
-            ins += ((q_scale, k_scale, v_scale),)
+        scales = (q_scale, k_scale, v_scale) if scaled else None
+        ins = (q, read_k(k), read_v(v), sink, cu_seqlens_q, cu_seqlens_k, scales)
         run(ins, (out, lse, None if normalize else row_sum), scalars)
 
     return launch

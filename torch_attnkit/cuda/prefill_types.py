@@ -42,18 +42,7 @@ class Inputs(NamedTuple):
     sink: Any  # (Hq) or None
     low: Any  # dense: kv_start (B) or None; packed: cu_seqlens_q (B + 1)
     high: Any  # dense: kv_len (B) or None; packed: cu_seqlens_k (B + 1)
-
-
-class ScaledInputs(NamedTuple):
-    """The same with the scales of q, k and v."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    sink: Any
-    low: Any
-    high: Any
-    scales: tuple[Any, ...]  # (sequences, Hkv) or None, each
+    scales: Any  # of q, k and v, (B, Hkv) or None each; or None
 
 
 class Outputs(NamedTuple):

@@ -140,8 +140,6 @@ class Rows:
             factors[cute.arch.thread_idx()[0] % ROWS, place] = factor
             self._arrive(bars["factors"].full + place, shared=True)
         offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
-        if const_expr(c.codes):
-            offset += softmax.CODES_OFFSET
         p = softmax.probabilities(s, scalars.scale_log2, offset)
         tmem.store(base, softmax.packed(p, c.dtype), "r")
         tmem.await_stores()
@@ -253,8 +251,6 @@ class Rows:
         head, token = tile.head * c.group + row % c.group, self.token_of(tile, t, row)
         scalars = self.scaled(ins, scalars, tile)
         top, total = final[0], final[1]
-        if const_expr(c.codes):
-            total *= 2.0**-softmax.CODES_OFFSET
         shift = cutlass.select_(top == -Float32.inf, Float32(0.0), top) * scalars.scale_log2
         lse = (shift + cute.math.log2(total, fastmath=True)) * Float32(softmax.LN_2)
         lse = cutlass.select_(total == 0.0, -Float32.inf, lse)
@@ -273,7 +269,7 @@ class Rows:
             if const_expr(not c.normalize):
                 outs.row_sum[self._index(tile, head, token)] = total * factor
         if const_expr(c.codes):
-            factor *= 2.0**-softmax.CODES_OFFSET
+            factor *= 1 / softmax.CODES_UNIT
         if const_expr(len(c.scales) > 0 and c.scales[2]):
             factor *= self._scale(ins, ins.scales[2], tile)
         for at in cutlass.range_constexpr(0, c.dim_v, _CHUNK):

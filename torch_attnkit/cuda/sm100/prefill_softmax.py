@@ -23,8 +23,9 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 LAG = 8.0  # as FlashAttention-4 has it; P then stays below 2^8, which fp16 holds too
 # E4M3 reaches from 2^-9, or 2^-6 with all its bits, to 448. So P is multiplied by 2^8, for the sake of the many small
-# weights of a long row beside one large one, and its maximum may lag by what is left, log2(448 / 256).
-CODES_OFFSET, CODES_LAG = 8.0, 0.8
+# weights of a long row beside one large one, and its maximum may lag by what is left, log2(448 / 256). The product
+# costs one instruction for two numbers; an offset in the exponent would cost the LSE its last three bits.
+CODES_UNIT, CODES_LAG = 2.0**8, 0.8
 
 
 @dsl_user_op
@@ -54,8 +55,9 @@ def _pack4(values: list[Float32], *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 def packed(values: list[Float32], dtype: Any) -> list[Int32]:
-    """Numbers rounded to bf16, fp16 or E4M3, as many to a register as there is room for."""
+    """Probabilities rounded to bf16, fp16 or, times CODES_UNIT, to E4M3, as many to a register as fit."""
     if dtype.width == 8:
+        values = rescaled(values, Float32(CODES_UNIT))
         return [_pack4(values[i : i + 4]) for i in range(0, len(values), 4)]
     return [pack(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)]
 
