@@ -161,8 +161,9 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     """A tensor whose values are wrong wherever they surface: nan, or a value no index or code should have."""
     if dtype.is_floating_point and dtype.itemsize > 1:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    byte = 0xFF if dtype.is_floating_point else 0xA5  # the former is nan in every 8-bit float
     return (
-        torch.full(shape, 0xA5, dtype=torch.uint8, device=device).view(dtype)
+        torch.full(shape, byte, dtype=torch.uint8, device=device).view(dtype)
         if dtype.itemsize == 1
         else torch.full(shape, -77, dtype=dtype, device=device)
     )
