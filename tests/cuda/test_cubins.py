@@ -14,8 +14,8 @@ pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports
 MAX_REGISTERS = 255
 MAX_SHARED = 227 << 10  # bytes that one block may have; static allocations only
 # What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
-# tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory LDTM and STTM. Slower
-# ways to do the same would compile as well.
+# tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory
+# LDTM and STTM. Slower ways to do the same would compile as well.
 WIDE, NARROW = ("HGMMA", "LDGSTS"), ("HMMA", "LDGSTS")
 PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM", "STTM")}
 INSTRUCTIONS = {

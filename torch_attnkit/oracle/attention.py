@@ -34,8 +34,7 @@ def narrow_products() -> Iterator[None]:
     kernel whose maxima lag by a power of two makes the same draws; one that subtracts something else makes others.
 
     P is rounded at 2^8 P, whose largest value is 256 of E4M3's 448: a weight down to 2^-14 of the row's largest keeps 4
-    bits, one below 2^-18 becomes 0. A kernel that leaves the codes above 1 unused loses more than twice as much on rows
-    with one outlying key and is told so. ``lse`` and ``row_sum`` are sums of P before it is rounded.
+    bits, one below 2^-18 becomes 0. ``lse`` and ``row_sum`` are sums of P before it is rounded.
     """
     token = _narrow.set(True)
     try:

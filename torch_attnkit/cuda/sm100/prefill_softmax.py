@@ -23,10 +23,10 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 LAG = 8.0  # as FlashAttention-4 has it; P then stays below 2^8, which fp16 holds too
 # E4M3 reaches from 2^-9, or 2^-6 with all its bits, to 448. So P is multiplied by 2^8, for the sake of the many small
-# weights of a long row beside a large one: with one key of 8192 12 nats above the others P <= 1 errs 13 times as much.
-# The product costs one instruction for two numbers; an offset in the exponent would cost the LSE its last bits. And no
-# maximum lags, so that a row's largest weight is a power of two, which E4M3 has exactly: on scores with a deviation of
-# 4 nats a lag of log2(448 / 256), which there is room for, errs 1.3 times as much (emulated; tests/sim/ptx/test_fp8.py).
+# weights of a long row beside a large one: with one key 12 nats above 1023 others P <= 1 has 4.1 times the largest
+# error. The product costs one instruction for two numbers; an offset in the exponent would cost the LSE its last bits.
+# And no maximum lags, so that a row's largest weight is a power of two, which E4M3 has exactly: a lag of 0.8, for which
+# 448 leaves room, errs 1.25 times as much on scores that spread by 4 nats (all simulated, tests/sim/ptx/test_fp8.py).
 CODES_UNIT, CODES_LAG = 2.0**8, 0.0
 
 

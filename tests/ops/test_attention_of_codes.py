@@ -1,0 +1,131 @@
+"""Attention of E4M3 codes under scales: what it means, what it returns, who refuses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit.core import UnsupportedError
+from torch_attnkit.ops.flash_attention.reference import reference
+from torch_attnkit.oracle.attention import narrow_products
+
+E4M3 = torch.float8_e4m3fn
+op, varlen = torch.ops.attnkit.flash_attention, torch.ops.attnkit.flash_attention_varlen
+OPTIONS = dict(causal=True, window=5, sink_tokens=1, softcap=3.0)
+
+
+def _codes(seed: int = 0, B: int = 2, T: int = 9, Hq: int = 4, Hkv: int = 2, D: int = 16):
+    gen = torch.Generator().manual_seed(seed)
+    qkv = tuple(torch.randn(B, T, h, D, generator=gen).to(E4M3) for h in (Hq, Hkv, Hkv))
+    return qkv, tuple(torch.rand(B, Hkv, generator=gen) + 0.5 for _ in "qkv")
+
+
+def _numbers(qkv, scales) -> list[torch.Tensor]:
+    """What codes (B, T, H, D) under scales (B, Hkv) stand for, in float32."""
+    groups = [t.float().unflatten(2, (s.shape[1], -1)) for t, s in zip(qkv, scales, strict=True)]
+    return [(g * s[:, None, :, None, None]).flatten(2, 3) for g, s in zip(groups, scales, strict=True)]
+
+
+def test_codes_mean_their_numbers_times_their_scales():
+    qkv, scales = _codes()
+    sink = torch.randn(4, generator=torch.Generator().manual_seed(1))
+    out, lse, _ = op(*qkv, sink, None, None, *scales, **OPTIONS)
+    want, want_lse, _ = op(*_numbers(qkv, scales), sink, **OPTIONS)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert torch.equal(out, want.bfloat16())
+    torch.testing.assert_close(lse, want_lse)
+
+
+def test_a_missing_scale_is_one():
+    qkv, (scale, *_) = _codes()
+    one = torch.ones_like(scale)
+    for i in range(3):
+        given = [scale if i == j else None for j in range(3)]
+        got, want = (
+            op(*qkv, None, None, None, *s, **OPTIONS) for s in (given, [s if s is not None else one for s in given])
+        )
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_scales_of_other_dtypes_do_the_same(dtype):
+    qkv, scales = _codes()
+    wide = [t.to(dtype) for t in qkv]
+    out = op(*wide, None, None, None, *scales, **OPTIONS)[0]
+    want = op(*(t.double() for t in _numbers(qkv, scales)), **OPTIONS)[0]
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_packed_sequences_equal_a_batch():
+    qkv, scales = _codes()
+    ends = torch.arange(3, dtype=torch.int32) * 9
+    packed = varlen(*(t.flatten(0, 1) for t in qkv), ends, ends, None, *scales, **OPTIONS)
+    dense = op(*qkv, None, None, None, *scales, **OPTIONS)
+    assert packed[0].dtype == torch.bfloat16
+    for p, d in zip(packed, dense, strict=True):
+        torch.testing.assert_close(p, d.flatten(0, 1) if d.dim() > 1 else d)
+
+
+def test_only_the_tolerance_rounds_probabilities():
+    """The reference itself keeps them; under ``narrow_products`` each errs by at most 2^-4 of itself."""
+    (q, k, v), _ = _codes(T=40)
+    exact = reference(q, k, v)[0].double()
+    with narrow_products():
+        rounded = reference(q, k, v)[0].double()
+        wide = reference(q.float(), k.float(), v.float())[0]
+    assert torch.equal(exact, wide.bfloat16().double()), "only codes are rounded"
+    most = reference(q.double(), k.double(), v.double().abs())[0] / 16 + 2**-8 * exact.abs().max()
+    error = (rounded - exact).abs()
+    assert 0 < error.max() and bool((error <= most).all())
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_one_dtype_for_all(i):
+    qkv, _ = _codes()
+    mixed = [t.bfloat16() if i == j else t for j, t in enumerate(qkv)]
+    with pytest.raises(
+        TypeError, match=r"flash_attention: [qkv] is \w+, accepted: \w+ \(\w+ is the dtype of this call"
+    ):
+        op(*mixed)
+    with pytest.raises(TypeError, match=r"flash_attention: q is f8e5m2, accepted: f32, bf16, f16, f64, f8e4m3"):
+        op(*(t.to(torch.float8_e5m2) for t in qkv))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_are_positive(bad):
+    qkv, scales = _codes()
+    scales[1][1, 0] = bad
+    with pytest.raises(ValueError, match=r"flash_attention: k_scale\[1, 0\] is .*, accepted: finite numbers above 0"):
+        op(*qkv, None, None, None, *scales)
+
+
+def test_kernels_without_codes_or_scales_refuse_them():
+    qkv, scales = _codes(D=64)
+    with (
+        torch_attnkit.simulate("sm90"),
+        pytest.raises(UnsupportedError, match=r"sm90: dtype f8e4m3 not in \{bf16, f16\}"),
+    ):
+        op(*qkv)
+    wide = [t.bfloat16() for t in qkv]
+    for arch in ("sm90", "sm100"):
+        with torch_attnkit.simulate(arch), pytest.raises(UnsupportedError, match=f"{arch}: no support for: .*scales"):
+            op(*wide, None, None, None, *scales)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_torch_takes_codes(scaled):
+    """opcheck, but for its test of the schema, which subtracts inputs: torch has no such kernel for E4M3; and a graph
+    with symbolic sizes."""
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    qkv, scales = _codes()
+    args = (*qkv, None, None, None, *(scales if scaled else (None,) * 3))
+    torch.library.opcheck(torch.ops.attnkit.flash_attention.default, args, dict(causal=True), test_utils=tests)
+    ends = torch.tensor([0, 9, 18], dtype=torch.int32)
+    packed = (*(t.flatten(0, 1) for t in qkv), ends, ends, None, *args[6:])
+    torch.library.opcheck(torch.ops.attnkit.flash_attention_varlen.default, packed, dict(causal=True), test_utils=tests)
+    torch._dynamo.reset()
+    step = torch.compile(lambda *a: op(*a)[0] * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(step(*args), op(*args)[0] * 2)
