@@ -1,5 +1,4 @@
-"""flash_attention_varlen on Blackwell: flash_attention's kernel over packed sequences, D 32 to 256, in bf16, fp16
-and E4M3.
+"""flash_attention_varlen on Blackwell: flash_attention's kernel over packed sequences, in bf16, fp16 and E4M3.
 
 The device code is ``cuda/sm100/prefill.py``. The loading warp finds every tile's sequence on the device, and the
 correction warps clear rows of V that belong to the next one. It has run in the PTX simulator only.
