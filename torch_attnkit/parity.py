@@ -21,7 +21,8 @@ import torch
 
 from torch_attnkit.core import UnsupportedError, dispatch, simulate
 from torch_attnkit.core.op import Call, Op
-from torch_attnkit.core.spec import DTYPES, MODEL_DTYPES
+from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.oracle.attention import narrow_products
 from torch_attnkit.oracle.compare import check
 
 LAYOUTS = ("contiguous", "embedded")
@@ -105,14 +106,13 @@ def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, doubl
     def convert(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return (
-            value.double() if double and "T" in op.spec(name).dtypes and value.dtype in MODEL_DTYPES else value.clone()
-        )
+        return value.double() if double and value.dtype in op.spec(name).model() else value.clone()
 
     copies = [convert(name, value) for name, value in zip(op.argnames, args, strict=False)]
     if double and "dtype" in op.argnames:
         kwargs = kwargs | {"dtype": torch.float64}
-    out = op.module("reference").reference(*copies, **kwargs)
+    with contextlib.nullcontext() if double else narrow_products():
+        out = op.module("reference").reference(*copies, **kwargs)
     mutated = [copies[op.argnames.index(n)] for n in op.mutated]
     return (*mutated, *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out))
 
@@ -191,8 +191,9 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     """A tensor whose values are wrong wherever they surface: nan, or a value no index or code should have."""
     if dtype.is_floating_point and dtype.itemsize > 1:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    byte = 0xFF if dtype.is_floating_point else 0xA5  # the former is nan in every 8-bit float
     return (
-        torch.full(shape, 0xA5, dtype=torch.uint8, device=device).view(dtype)
+        torch.full(shape, byte, dtype=torch.uint8, device=device).view(dtype)
         if dtype.itemsize == 1
         else torch.full(shape, -77, dtype=dtype, device=device)
     )

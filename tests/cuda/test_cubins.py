@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports
 MAX_REGISTERS = 255
 MAX_SHARED = 227 << 10  # bytes that one block may have; static allocations only
 # What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
-# tcgen05.mma UTCHMMA, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory LDTM and STTM. Slower
+# tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory LDTM and STTM. Slower
 # ways to do the same would compile as well.
 WIDE, NARROW = ("HGMMA", "LDGSTS"), ("HMMA", "LDGSTS")
 PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM", "STTM")}
@@ -39,10 +39,11 @@ missing = [
 
 
 def covering(name: str, file: str, arch: str) -> list[compile.Request]:
-    """Few requests of a row that together hold every value of every signature entry."""
+    """Few requests of a row that together hold every value of every signature entry, those of 8 bits by themselves."""
     chosen, seen = [], set()
     for request in warmup.requests(arch, name):
-        values = {(k, repr(v)) for k, v in (*request.signature, ("trace", request.trace))}
+        codes = ("dtype", "f8e4m3") in request.signature
+        values = {(codes, k, repr(v)) for k, v in (*request.signature, ("trace", request.trace))}
         if request.row == file and not values <= seen:
             seen |= values
             chosen.append(request)
@@ -62,7 +63,9 @@ def test_a_row_compiles_and_fits(name, file, arch):
         assert found, f"{request}: no kernel inside"
         sass = inspect.sass(library)
         assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
+        codes = ("dtype", "f8e4m3") in request.signature
         for word in INSTRUCTIONS.get((name, arch, request.trace), ()):
+            word = "UTCQMMA" if codes and word == "UTCHMMA" else word
             assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
         for kernel in found:
             where = f"{request}: {kernel}"

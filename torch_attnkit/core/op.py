@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from .spec import DTYPES, MODEL_DTYPES, Spec, parse, short
+from .spec import DTYPES, Spec, parse, short
 from .target import FILES
 
 NAMESPACE = "attnkit"
+Predicate = Callable[["Call"], Any]
 
 
 @dataclass(slots=True)
@@ -32,9 +33,6 @@ class Call:
 
     def sizes(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self.dim.items())
-
-
-Predicate = Callable[[Call], Any]
 
 
 @dataclass(frozen=True)
@@ -152,16 +150,16 @@ class Op:
 
     def _model_dtype(self, given: list[tuple[str, torch.Tensor]], asked: torch.dtype | None) -> torch.dtype:
         """T: the dtype of the first tensor that can only be T, else of one that may be, else the one asked for."""
-        specs = [(self.spec(n), t.dtype) for n, t in given if t.dtype in MODEL_DTYPES]
-        ranked = [((len(s.dtypes) > 1) + (d in s.explicit()), d) for s, d in specs if "T" in s.dtypes]
+        specs = [(self.spec(n), t.dtype) for n, t in given]
+        ranked = [((len(s.dtypes) > 1) + (d in s.explicit()), d) for s, d in specs if d in s.model()]
         return min(ranked, key=lambda r: r[0], default=(0, asked or torch.float32))[1]
 
     def _check_dtype(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        explicit, model = self.spec(name).explicit(), "T" in self.spec(name).dtypes
-        if tensor.dtype in explicit or (model and tensor.dtype == dtype):
+        explicit, model = self.spec(name).explicit(), self.spec(name).model()
+        if tensor.dtype in explicit or (tensor.dtype == dtype and dtype in model):
             return
-        known = model and tensor.dtype in MODEL_DTYPES  # a model dtype, but not this call's
-        accepted = (*explicit, *((dtype,) if known else MODEL_DTYPES if model else ()))
+        known = tensor.dtype in model  # a model dtype, but not this call's
+        accepted = (*explicit, *((dtype,) if known else model))
         why = f" ({short(dtype)} is the dtype of this call's model tensors)" if known else ""
         words = ", ".join(dict.fromkeys(map(short, accepted)))
         raise TypeError(f"{self.name}: {name} is {short(tensor.dtype)}, accepted: {words}{why}")
@@ -197,10 +195,9 @@ class Op:
         """Shape and dtype of every output, in the schema's order."""
         found = []
         for name in self.outnames:
-            spec, kind = self.spec(name, call), self.spec(name).dtypes[0]
-            dtype = DTYPES[kind] if kind in DTYPES else call.dtype
-            if kind == "@dtype" and call.arg.dtype is not None:
-                dtype = call.arg.dtype
+            spec = self.spec(name, call)
+            asked = call.arg.dtype if spec.dtypes[0] == "@dtype" else None
+            dtype = asked or DTYPES.get(spec.dtypes[0], call.dtype)
             shape = (call.batch if spec.batch else ()) + tuple(a.size(call.dim) for a in spec.axes)
             found.append(((0,) if name in self.unless and self.unless[name](call) else shape, dtype))
         return found

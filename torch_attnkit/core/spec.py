@@ -40,7 +40,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor's axes and accepted dtypes (names of ``DTYPES``, ``T`` or ``@dtype``)."""
+    """A tensor's axes and accepted dtypes (names of ``DTYPES``, ``T``, ``T8`` or ``@dtype``)."""
 
     batch: bool
     axes: tuple[Axis, ...]
@@ -52,6 +52,10 @@ class Spec:
     def explicit(self) -> tuple[torch.dtype, ...]:
         """The accepted dtypes that do not depend on the call."""
         return tuple(DTYPES[d] for d in self.dtypes if d in DTYPES)
+
+    def model(self) -> tuple[torch.dtype, ...]:
+        """What T may stand for in this tensor: where it is written T8, E4M3 too."""
+        return MODEL_DTYPES if "T" in self.dtypes else (*MODEL_DTYPES, DTYPES["f8e4m3"]) if "T8" in self.dtypes else ()
 
 
 def _axis(token: str) -> Axis:
@@ -68,7 +72,7 @@ def parse(text: str) -> Spec:
     tokens = shape.split()
     batch = bool(tokens) and tokens[0] == "..."
     accepted = tuple(d.strip() for d in dtypes.split("|")) if dtypes else ("T",)
-    if unknown := set(accepted) - {*DTYPES, "T", "@dtype"}:
+    if unknown := set(accepted) - {*DTYPES, "T", "T8", "@dtype"}:
         raise ValueError(f"spec {text!r}: unknown dtype {unknown.pop()!r}")
     return Spec(batch, tuple(_axis(t) for t in tokens[batch:]), accepted)
 

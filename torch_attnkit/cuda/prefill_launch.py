@@ -23,27 +23,37 @@ _TINY = 1e-30  # a scale of 0 must not meet a masked score of -inf
 _L2 = 16 << 20
 
 
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Strides that TMA accepts for the same elements: multiples of 8, where the size is 1 too. None: there are none."""
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:
+    """Strides that TMA accepts for the same elements: multiples of ``step``, where the size is 1 too. None: no such."""
     found = []
     for size, stride in zip(shape[:-1], strides[:-1], strict=True):
-        if size > 1 and (stride % 8 or stride == 0):
+        if size > 1 and (stride % step or stride == 0):
             return None
-        found.append(8 if size == 1 else stride)
+        found.append(step if size == 1 else stride)
     return (*found, 1)
 
 
 def reader(signature: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Brings a tensor with this one's shape and strides into a layout that TMA reads; copies it if no view will do."""
-    strides = _strides(tuple(signature.shape), tuple(signature.stride()))
+    """Brings a tensor with this one's shape and strides into a layout that TMA reads; copies it if no view will do.
+
+    E4M3 becomes bytes, which every torch can pass on.
+    """
+    size = signature.dtype.itemsize
+    strides = _strides(tuple(signature.shape), tuple(signature.stride()), 8 if size > 1 else 16)
     same = strides == tuple(signature.stride())
 
     def read(t: torch.Tensor) -> torch.Tensor:
+        t = t if size > 1 else t.view(torch.uint8)
         if strides is None or t.data_ptr() % 16:
             return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
         return t if same else t.as_strided(t.shape, strides)
 
     return read
+
+
+def negated(q: torch.Tensor) -> torch.Tensor:
+    """-q, of E4M3 too, for which torch has no minus: its sign is a bit of its own."""
+    return q.neg() if q.dtype.itemsize > 1 else (q.view(torch.uint8) ^ 128).view(q.dtype)
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,11 @@ def section(keys: int, row_bytes: int, group: int) -> int:
     return min(max(1, _L2 // max(1, keys * row_bytes)) * group, MOST)
 
 
+def given(arguments: Any) -> tuple[bool, ...]:
+    """Which of the scales of q, k and v a call has; of an op without such arguments none."""
+    return tuple(getattr(arguments, f"{name}_scale", None) is not None for name in "qkv")
+
+
 def nothing_attended(out: torch.Tensor, lse: torch.Tensor, row_sum: torch.Tensor) -> None:
     """The results of queries that have no keys."""
     out.zero_()
@@ -116,14 +131,17 @@ def dense(
     heads = section(S, (D + Dv) * call.dtype.itemsize, shared_by(compiled))
     scalars = scores.scalars(heads, driver.sm_count(call.device))
 
-    def launch(q, k, v, sink, kv_len, kv_start, *rest):
+    scaled = any(given(a))
+
+    def launch(q, k, v, sink, kv_len, kv_start, q_scale, k_scale, v_scale, *rest):
         out, lse, row_sum = rest[-3:]
         if min(B, T, Hq) == 0:
             return
         if S == 0:
             return nothing_attended(out, lse, row_sum)
-        q = read_q(q.neg() if scores.negate else q)
-        ins = (q, read_k(k), read_v(v), sink, kv_start, kv_len)
+        q = read_q(negated(q) if scores.negate else q)
+        scales = (q_scale, k_scale, v_scale) if scaled else None
+        ins = (q, read_k(k), read_v(v), sink, kv_start, kv_len, scales)
         run(ins, (out, lse, None if normalize else row_sum), scalars)
 
     return launch
@@ -131,7 +149,7 @@ def dense(
 
 def packed(call: Call, target: Target, signature: Callable[[Scores], dict[str, Any]]) -> Callable[..., None]:
     """flash_attention_varlen's launch; ``signature(scores)`` is what its kernel is compiled with."""
-    Tq, Tk, Hq, D = (call.dim[axis] for axis in ("Tq", "Tk", "Hq", "D"))
+    Tq, Tk, Hq, D, sequences = (call.dim[axis] for axis in ("Tq", "Tk", "Hq", "D", "B"))
     a, normalize = call.arg, call.arg.normalize
     longest = max(Tq, Tk)  # of one sequence, if nothing else is known
     scores = Scores(D, a.scale, a.softcap, -1 if a.window >= longest else a.window, a.sink_tokens)
@@ -140,14 +158,17 @@ def packed(call: Call, target: Target, signature: Callable[[Scores], dict[str, A
     # One CTA per tile, which the hardware would balance, was 3 to 10 % slower on 64 lengths of 1 to 4096 (H200).
     scalars = scores.scalars(1, driver.sm_count(call.device))
 
-    def launch(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, *rest):
+    scaled = any(given(a))
+
+    def launch(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, q_scale, k_scale, v_scale, *rest):
         out, lse, row_sum = rest[-3:]
         if min(Tq, Hq) == 0:
             return
-        if Tk == 0:
+        if min(Tk, sequences) == 0:
             return nothing_attended(out, lse, row_sum)
-        q = read_q(q.neg() if scores.negate else q)
-        ins = (q, read_k(k), read_v(v), sink, cu_seqlens_q, cu_seqlens_k)
+        q = read_q(negated(q) if scores.negate else q)
+        scales = (q_scale, k_scale, v_scale) if scaled else None
+        ins = (q, read_k(k), read_v(v), sink, cu_seqlens_q, cu_seqlens_k, scales)
         run(ins, (out, lse, None if normalize else row_sum), scalars)
 
     return launch

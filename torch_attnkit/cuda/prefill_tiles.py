@@ -51,7 +51,7 @@ def dense(c, ins, batch: Int32) -> Sequence:
 
 @cute.jit
 def packed(starts: tuple, rows: Int32, all_keys: Int32, slot: Int32, tile_m: cutlass.Constexpr):
-    """The tile of a slot: (tile of ``tile_m`` queries, first key, sequence). A whole warp calls this.
+    """A slot's (tile of ``tile_m`` queries, number of its sequence, first key, sequence). A whole warp calls this.
 
     ``starts`` are cu_seqlens_q and cu_seqlens_k, of tensors with ``rows`` queries and ``all_keys`` keys. Sequence b
     begins at slot ``cu_seqlens_q[b] // tile_m + b``, which leaves it enough of them without a prefix sum; some stay
@@ -70,7 +70,7 @@ def packed(starts: tuple, rows: Int32, all_keys: Int32, slot: Int32, tile_m: cut
     q1 = cutlass.select_(b + 1 < count, clip(queries[behind], rows), rows)
     seen = cutlass.max(clip(keys[behind], all_keys) - k0, Int32(0))
     tokens = q1 - q0
-    return slot - (q0 // tile_m + b), k0, Sequence(q0, tokens, seen - tokens, Int32(0), seen)
+    return slot - (q0 // tile_m + b), b, k0, Sequence(q0, tokens, seen - tokens, Int32(0), seen)
 
 
 def visit_rows(c, seq: Sequence, first: Int32, count: int, scalars) -> Blocks:

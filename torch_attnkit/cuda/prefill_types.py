@@ -25,6 +25,7 @@ class Features:
     normalize: bool = True
     varlen: bool = False
     at_end: bool = False  # queries end where their sequence's keys do, not where the tensor of keys does
+    scales: tuple[bool, ...] = ()  # which of q's, k's and v's there are; (): none
 
     @property
     def padded(self) -> bool:
@@ -41,6 +42,7 @@ class Inputs(NamedTuple):
     sink: Any  # (Hq) or None
     low: Any  # dense: kv_start (B) or None; packed: cu_seqlens_q (B + 1)
     high: Any  # dense: kv_len (B) or None; packed: cu_seqlens_k (B + 1)
+    scales: Any  # of q, k and v, (B, Hkv) or None each; or None
 
 
 class Outputs(NamedTuple):

@@ -89,7 +89,7 @@ def _calls(op: Op, row: Kernel) -> Iterator[Call]:
             yield _bind(op, tuple(_placed(a, layout) for a in args), kwargs)
     cases = op.module("cases")
     for dims in cases.BENCH.values():
-        for dtype in (d for d in row.dtypes.split() if d in ("bf16", "f16")):
+        for dtype in (d for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3")):
             with FakeTensorMode():
                 try:
                     args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())

@@ -6,7 +6,49 @@ causal (j <= p), window (p - W < j, and j < p + W when not causal), the valid ra
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+
 import torch
+
+Scales = Sequence[torch.Tensor | None]  # of q, k and v, (B, Hkv) each
+_narrow: ContextVar[bool] = ContextVar("attnkit_oracle_narrow_products", default=False)
+
+
+@contextlib.contextmanager
+def narrow_products() -> Iterator[None]:
+    """Inside, ``attend`` rounds the probabilities of E4M3 inputs to E4M3, as a product of E4M3 operands has to.
+
+    This is what "the reference in the tensors' own dtype" means for the tolerance (``compare.py``). In every other
+    dtype rounding P costs out no more than storing out does: half an ulp of each weight, so ``4 eps max|ref64|``
+    covers both. E4M3 keeps 4 bits of P and out has 8: with d_j the relative error of weight w_j, |d_j| <= 2^-4,
+
+        error = sum_j w_j d_j v_j,    |error| <= 2^-4 sum_j w_j |v_j|,
+
+    which for one key is up to 16 roundings of out, and falls as the signs of the d_j cancel: the d_j of different keys
+    are as good as independent, with a standard deviation of 2^-3 / sqrt(24) = 0.026 for significands spread evenly over
+    [1, 2), so that of the error is 0.026 sqrt(sum_j (w_j v_j)^2), about 0.026 |v| / sqrt(n) for n keys of like weight.
+    No constant follows from that for all inputs, and none is needed: the same roundings of the same weights, made here,
+    have the same distribution, and the largest of many draws from it moves little from one set of draws to another. A
+    kernel whose maxima lag by a power of two makes the same draws; one that subtracts something else makes others.
+
+    P is rounded at 2^8 P, whose largest value is 256 of E4M3's 448: a weight down to 2^-14 of the row's largest keeps 4
+    bits, one below 2^-18 becomes 0. A kernel that leaves the codes above 1 unused loses more than twice as much on rows
+    with one outlying key and is told so. ``lse`` and ``row_sum`` are sums of P before it is rounded.
+    """
+    token = _narrow.set(True)
+    try:
+        yield
+    finally:
+        _narrow.reset(token)
+
+
+def _dequantized(t: torch.Tensor, scale: torch.Tensor | None, acc: torch.dtype) -> torch.Tensor:
+    """t (B, T, H, D) in ``acc``, times its scale (B, Hkv), which the heads of a group share."""
+    if scale is None:
+        return t.to(acc)
+    return t.to(acc) * scale.to(acc).repeat_interleave(t.shape[2] // scale.shape[1], 1)[:, None, :, None]
 
 
 def visible(
@@ -50,18 +92,23 @@ def attend(
     softcap: float = 0.0,
     sink: torch.Tensor | None = None,
     normalize: bool = True,
+    scales: Scales = (None, None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of q (B, T, Hq, D) over k (B, S, Hkv, D), v (B, S, Hkv, Dv) where keep (B, T, S) is true.
 
-    Returns out (B, T, Hq, Dv) in q's dtype, lse (B, T, Hq) and row_sum (B, T, Hq) in the accumulation dtype (float32,
-    or float64 for float64 inputs). Rows that see nothing give out 0, lse -inf, row_sum 0. ``sink`` (Hq) joins the
-    denominator only; ``lse`` and ``row_sum`` leave it out.
+    Returns out (B, T, Hq, Dv) in q's dtype, bfloat16 for E4M3, lse (B, T, Hq) and row_sum (B, T, Hq) in the
+    accumulation dtype (float32, or float64 for float64 inputs). Rows that see nothing give out 0, lse -inf, row_sum 0.
+    ``sink`` (Hq) joins the denominator only; ``lse`` and ``row_sum`` leave it out. q, k and v stand for themselves
+    times their ``scales``.
     """
     B, T, Hq, D = q.shape
     Hkv, Dv = k.shape[2], v.shape[3]
-    acc = torch.promote_types(q.dtype, torch.float32)
-    qg = q.to(acc).reshape(B, T, Hkv, Hq // Hkv, D)
-    s = torch.einsum("bthgd,bshd->bthgs", qg, k.to(acc)) * (D**-0.5 if scale is None else scale)
+    codes = q.dtype == torch.float8_e4m3fn
+    stored = torch.bfloat16 if codes else q.dtype
+    acc = torch.promote_types(stored, torch.float32)
+    q, k, v = (_dequantized(t, by, acc) for t, by in zip((q, k, v), scales, strict=True))
+    qg = q.reshape(B, T, Hkv, Hq // Hkv, D)
+    s = torch.einsum("bthgd,bshd->bthgs", qg, k) * (D**-0.5 if scale is None else scale)
     if softcap > 0:
         s = softcap * torch.tanh(s / softcap)
     s = s.masked_fill(~keep[:, :, None, None, :], -torch.inf).flatten(2, 3)  # (B, T, Hq, S)
@@ -72,11 +119,13 @@ def attend(
     lse = base + row_sum.log()  # log(0) = -inf for an empty row
     # Masked values may be anything, nan included: a weight of 0 must not meet them.
     seen = keep.any(1)[..., None, None]  # (B, S, 1, 1)
-    vg = v.to(acc).masked_fill(~seen, 0.0)
+    vg = v.masked_fill(~seen, 0.0)
+    if codes and _narrow.get():
+        p = (p * 256).to(torch.float8_e4m3fn).to(p.dtype) / 256
     o = torch.einsum("bthgs,bshd->bthgd", p.unflatten(2, (Hkv, Hq // Hkv)), vg).reshape(B, T, Hq, Dv)
     if normalize:
         total = row_sum
         if sink is not None:
             total = total + (sink.to(acc) - base).exp()  # the sink as a virtual key with value 0
         o = o / total.masked_fill(total == 0, 1.0)[..., None]
-    return o.to(q.dtype).contiguous(), lse.contiguous(), row_sum.contiguous()
+    return o.to(stored).contiguous(), lse.contiguous(), row_sum.contiguous()

@@ -56,6 +56,13 @@ def no_nan(op: str, name: str, t: torch.Tensor | None) -> None:
         raise ValueError(f"{op}: {name} holds nan, accepted: numbers")
 
 
+def scales(op: str, **given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The scales by argument name, in their order, each None or positive."""
+    for name, t in given.items():
+        positive(op, name, t)
+    return tuple(given.values())
+
+
 def positive(op: str, name: str, t: torch.Tensor | None, most: float = math.inf) -> None:
     """Every element of the float tensor ``t`` must be above 0, finite and at most ``most``; None passes."""
     if t is None or t.numel() == 0:

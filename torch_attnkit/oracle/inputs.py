@@ -9,6 +9,11 @@ def normal(gen: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tenso
     return torch.randn(*shape, generator=gen).to(dtype)
 
 
+def scales(gen: torch.Generator, on: bool, *shape: int) -> list[torch.Tensor | None]:
+    """The scales of q, k and v: float32 around 1, or None for each."""
+    return [torch.exp2(torch.rand(*shape, generator=gen) * 2 - 1) if on else None for _ in "qkv"]
+
+
 def integers(gen: torch.Generator, low: int, high: int, *shape: int) -> torch.Tensor:
     """int32 values in [low, high]."""
     return torch.randint(low, high + 1, shape, generator=gen, dtype=torch.int32)

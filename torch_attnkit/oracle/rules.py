@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch_attnkit.core.op import Call
+from torch_attnkit.core.spec import DTYPES
+
 HEADS = {
     "Hq must be a multiple of Hkv": lambda c: c.dim["Hkv"] > 0 and c.dim["Hq"] % c.dim["Hkv"] == 0,
     "D must be at least 1": lambda c: c.dim["D"] > 0,
@@ -25,6 +28,11 @@ PARTIAL = {
 }
 
 
+def wide(spec: str) -> Callable[[Call], str | None]:
+    """An entry of ``layouts`` for an output: bf16 where T is E4M3, whose 4 bits are too few for a mean of values."""
+    return lambda c: f"{spec}:bf16" if c.dtype == DTYPES["f8e4m3"] else None
+
+
 def value_dim(most: int) -> dict[str, Callable[[Any], bool]]:
     """What a kernel needs whose values are cut into runs of 16 elements."""
     return {f"Dv must be a multiple of 16 up to {most}": lambda c: 0 < c.dim["Dv"] <= most and c.dim["Dv"] % 16 == 0}
@@ -40,4 +48,5 @@ WINDOW = {
 }
 CAUSAL = {"causal": lambda c: c.arg.causal}
 UNNORMALIZED = {"unnormalized": lambda c: not c.arg.normalize}
+SCALES = {"scales": lambda c: any(s is not None for s in (c.arg.q_scale, c.arg.k_scale, c.arg.v_scale))}
 SINK_OR_PARTIAL = (("sink", "unnormalized"),)  # exclusive, see PARTIAL

@@ -53,6 +53,7 @@ class Prefill(Rows):
             blackwell.make_smem_layout_b(pv, tiler_pv, c.dtype, c.stages),
             blackwell.make_smem_layout_a(pv, tiler_pv, c.dtype, 1),
         )
+        ins = ins._replace(**{n: self._typed(getattr(ins, n)) for n in "qkv"})
         modes = [0, 2, 1] if c.varlen else [1, 3, 2, 0]
         token_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))
         dim_first = [modes[1], modes[0], *modes[2:]]
@@ -111,7 +112,7 @@ class Prefill(Rows):
         soft, correct, issue = _REGISTERS[c.tiles]
         if warp < c.correction_warp:
             cute.arch.setmaxregister_increase(soft)
-            self.softmax(scalars, bars, notes, (factors, finals), warp)
+            self.softmax(ins, scalars, bars, notes, (factors, finals), warp)
         elif warp < c.product_warp:
             self._registers(correct)
             self.correct(ins, outs, scalars, bars, notes, (factors, finals), staged[2], warp)
@@ -133,6 +134,10 @@ class Prefill(Rows):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+
+    def _typed(self, t: cute.Tensor) -> cute.Tensor:
+        """E4M3, which comes as bytes."""
+        return cute.make_tensor(cute.recast_ptr(t.iterator, dtype=self.c.dtype), t.layout) if self.c.codes else t
 
     def _grouped(self, q: cute.Tensor) -> cute.Tensor:
         """(T, D, Hq, ...) as ((group, T), D, Hkv, ...)."""
@@ -273,8 +278,8 @@ class Prefill(Rows):
             if const_expr(c.causal):
                 slot = order.rows - 1 - slot
             sizes = (Int32(ins.q.shape[0]), Int32(ins.k.shape[0]))
-            row, k0, seq = packed((ins.low, ins.high), *sizes, slot, c.rows * c.ctas)
-            return Tile(row, head, Int32(0), *seq), k0
+            row, number, k0, seq = packed((ins.low, ins.high), *sizes, slot, c.rows * c.ctas)
+            return Tile(row, head, number, *seq), k0
         row, head, batch = order.tile(at, self.uneven)
         return Tile(row, head, batch, *dense(c, ins, batch)), Int32(0)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch_attnkit.core import Call
 from torch_attnkit.core.spec import short
 
-from ..prefill_launch import Scores
+from ..prefill_launch import Scores, given
 
 _ROWS = 128
 
@@ -19,7 +19,8 @@ class Tiles:
 
     228 KB of shared memory hold the queries and the rings, 512 columns of tensor memory two buffers of scores and an
     output for each tile: Dv above 128 leaves room for one tile. ``pair`` is "full" where it pays as long as every query
-    sees all keys: causal rows far apart would make the pair's earlier one visit blocks for nothing.
+    sees all keys: causal rows far apart would make the pair's earlier one visit blocks for nothing. Stages are those of
+    2-byte elements; of bytes there are twice as many.
     """
 
     tile_n: int
@@ -57,10 +58,11 @@ def signature(call: Call, tokens: int, scores: Scores) -> dict[str, Any]:
         "tile_n": chosen.tile_n,
         "tiles": chosen.tiles if rows > _ROWS else 1,
         "group": group,
-        "stages": chosen.stages,
+        "stages": chosen.stages * 2 // call.dtype.itemsize,
         "pair": rows > _ROWS * chosen.tiles and (chosen.pair == "always" or chosen.pair == "full" and everything),
         "causal": arg.causal,
         "sink": arg.sink is not None,
         "normalize": getattr(arg, "normalize", True),
         **scores.features(),
+        **({"scales": given(arg)} if any(given(arg)) else {}),
     }

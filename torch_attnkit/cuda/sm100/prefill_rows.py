@@ -26,18 +26,18 @@ class Rows:
         return n & 1, (n >> 1) & 1
 
     @cute.jit
-    def softmax(self, scalars: Scalars, bars, notes, shared, warp: Int32):
+    def softmax(self, ins: Inputs, scalars: Scalars, bars, notes, shared, warp: Int32):
         """One warpgroup for each tile: scores to probabilities, and the rows' maxima and sums."""
         c = self.c
         if const_expr(c.tiles == 1):
-            self._softmax_tile(scalars, bars, notes, shared, warp, 0)
+            self._softmax_tile(ins, scalars, bars, notes, shared, warp, 0)
         elif warp < 4:
-            self._softmax_tile(scalars, bars, notes, shared, warp, 0)
+            self._softmax_tile(ins, scalars, bars, notes, shared, warp, 0)
         else:
-            self._softmax_tile(scalars, bars, notes, shared, warp, 1)
+            self._softmax_tile(ins, scalars, bars, notes, shared, warp, 1)
 
     @cute.jit
-    def _softmax_tile(self, scalars: Scalars, bars, notes, shared, warp: Int32, t: cutlass.Constexpr):
+    def _softmax_tile(self, ins: Inputs, scalars: Scalars, bars, notes, shared, warp: Int32, t: cutlass.Constexpr):
         c = self.c
         factors, finals = shared
         row = cute.arch.thread_idx()[0] % ROWS
@@ -48,7 +48,7 @@ class Rows:
         while tile.row >= 0:
             plan = self._visit(tile, scalars)
             position = tile.shift + self.token_of(tile, t, row)
-            at = (scalars, bars, factors, warp, tile, position, state)
+            at = (self.scaled(ins, scalars, tile), bars, factors, warp, tile, position, state)
             self._block(at, t, n, plan.block(Int32(0)), "first")
             if const_expr(c.causal or c.window):
                 for i in cutlass.range(1, plan.full, unroll=1):
@@ -65,6 +65,25 @@ class Rows:
             self._arrive(bars["factors"].full + place, shared=True)
             turn += 1
             tile = self._read(bars["notes"], notes, turn)
+
+    def scaled(self, ins: Inputs, scalars: Scalars, tile: Tile) -> Scalars:
+        """The scalars of a tile's scores, which are products of E4M3 codes: with the scales of q and k."""
+        c = self.c
+        if const_expr(not any(c.scales[:2])):
+            return scalars
+        both = Float32(1.0)
+        for scale in ins.scales[:2]:
+            if const_expr(scale is not None):
+                both *= self._scale(ins, scale, tile)
+        if const_expr(c.softcap):
+            return scalars._replace(cap_slope=scalars.cap_slope * both)
+        return scalars._replace(scale_log2=scalars.scale_log2 * both)
+
+    def _scale(self, ins: Inputs, scale: cute.Tensor, tile: Tile) -> Float32:
+        """A tile's entry of a scale (sequences, Hkv); of what lies behind the last sequence the last one's."""
+        heads = scale.shape[1]
+        group = Int32(ins.q.shape[1 if self.c.varlen else 2]) // Int32(heads) // self.c.group
+        return Float32(scale[cutlass.min(tile.batch, Int32(scale.shape[0]) - 1), tile.head // group])
 
     def turn_of(self, t: int, k: Int32) -> tuple:
         """Where a softmax group leaves its k-th factors, counted from the kernel's start, and the barrier's phase."""
@@ -113,7 +132,7 @@ class Rows:
             top = softmax.row_max(s, old)
             peak = cute.arch.fmax(state[2], top)
             # Where both are -inf the difference is NaN, and nothing grows.
-            grows = (top - old) * scalars.scale_log2 > softmax.LAG
+            grows = (top - old) * scalars.scale_log2 > (softmax.CODES_LAG if c.codes else softmax.LAG)
             factor = cutlass.select_(grows, exp2((old - top) * scalars.scale_log2), Float32(1.0))
             top = cutlass.select_(grows, top, old)
             total = state[1] * factor
@@ -122,8 +141,7 @@ class Rows:
             self._arrive(bars["factors"].full + place, shared=True)
         offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
         p = softmax.probabilities(s, scalars.scale_log2, offset)
-        words = [softmax.pack(p[i], p[i + 1], c.dtype) for i in range(0, c.tile_n, 2)]
-        tmem.store(base, words, "r")
+        tmem.store(base, softmax.packed(p, c.dtype), "r")
         tmem.await_stores()
         tmem.before_sync()
         self._arrive(bars["scores"].empty + slot)
@@ -206,11 +224,11 @@ class Rows:
         if (low < tile.start) | (low + c.tile_n > tile.end):
             bars["v"].wait(n)
             thread = cute.arch.thread_idx()[0] % ROWS
-            zero = c.dtype(0.0)
+            zero, k_dim = c.dtype(0.0), 256 // c.dtype.width  # keys of one product
             for key in cutlass.range(thread, c.tile_n, ROWS, unroll=1):
                 if (low + key < tile.start) | (low + key >= tile.end):
                     for d in cutlass.range(0, c.dim_v, unroll=8):
-                        sV[(d, key % 16), 0, key // 16, bars["v"].slot(n)] = zero
+                        sV[(d, key % k_dim), 0, key // k_dim, bars["v"].slot(n)] = zero
             cute.arch.fence_view_async_shared()
 
     def _index(self, tile: Tile, head: Int32, token: Int32) -> tuple:
@@ -231,6 +249,7 @@ class Rows:
         c = self.c
         row = cute.arch.thread_idx()[0] % ROWS
         head, token = tile.head * c.group + row % c.group, self.token_of(tile, t, row)
+        scalars = self.scaled(ins, scalars, tile)
         top, total = final[0], final[1]
         shift = cutlass.select_(top == -Float32.inf, Float32(0.0), top) * scalars.scale_log2
         lse = (shift + cute.math.log2(total, fastmath=True)) * Float32(softmax.LN_2)
@@ -249,6 +268,10 @@ class Rows:
             outs.lse[self._index(tile, head, token)] = lse
             if const_expr(not c.normalize):
                 outs.row_sum[self._index(tile, head, token)] = total * factor
+        if const_expr(c.codes):
+            factor *= 1 / softmax.CODES_UNIT
+        if const_expr(len(c.scales) > 0 and c.scales[2]):
+            factor *= self._scale(ins, ins.scales[2], tile)
         for at in cutlass.range_constexpr(0, c.dim_v, _CHUNK):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), _CHUNK), factor)
             if valid:
@@ -257,5 +280,5 @@ class Rows:
                 target = cute.make_tensor(pointer, cute.make_layout(_CHUNK // 2))
                 words = cute.make_rmem_tensor(_CHUNK // 2, Int32)
                 for j in cutlass.range_constexpr(_CHUNK // 2):
-                    words[j] = softmax.pack(values[2 * j], values[2 * j + 1], c.dtype)
+                    words[j] = softmax.pack(values[2 * j], values[2 * j + 1], cutlass.BFloat16 if c.codes else c.dtype)
                 cute.autovec_copy(words, target)

@@ -25,6 +25,11 @@ class Config(Features):
     pair: bool = False  # two CTAs, on neighbouring tiles of a head, load half of every block each, for both
 
     @property
+    def codes(self) -> bool:
+        """Whether q, k, v and the probabilities are E4M3, and out is bf16."""
+        return self.dtype.width == 8
+
+    @property
     def rows(self) -> int:
         """Tokens that a CTA has in flight."""
         return ROWS * self.tiles // self.group

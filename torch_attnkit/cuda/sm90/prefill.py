@@ -164,7 +164,7 @@ class Prefill(Products):
                 if const_expr(c.causal):
                     slot = order.rows - 1 - slot
                 sizes = (Int32(ins.q.shape[0]), Int32(ins.k.shape[0]))
-                row, k0, seq = packed((ins.low, ins.high), *sizes, slot, c.tile_m)
+                row, _, k0, seq = packed((ins.low, ins.high), *sizes, slot, c.tile_m)
                 head = head * self._ctas + rank
                 q_head = cute.domain_offset((seq.q0, 0), loads.q[None, None, head])
                 k_head = cute.domain_offset((k0, 0), loads.k[None, None, head // group])

@@ -53,6 +53,7 @@ def make(
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
         kv_len if "kv_len" in features else None,
         kv_start if "kv_start" in features else None,
+        *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     kwargs = dict(
         causal="causal" in features,
@@ -65,8 +66,9 @@ def make(
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q, k and v once, write out and lse."""
     tokens = dims["B"] * dims["S"] * dims["Hkv"] * (dims["D"] + dims["Dv"])
-    heads = dims["B"] * dims["T"] * dims["Hq"] * (dims["D"] + dims["Dv"])
-    return (tokens + heads) * dtype.itemsize + dims["B"] * dims["T"] * dims["Hq"] * 4
+    heads = dims["B"] * dims["T"] * dims["Hq"]
+    inside = (tokens + heads * dims["D"]) * dtype.itemsize
+    return inside + heads * dims["Dv"] * max(2, dtype.itemsize) + heads * 4
 
 
 def flops(dims: dict[str, int]) -> int:

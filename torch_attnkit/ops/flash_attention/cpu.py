@@ -39,6 +39,7 @@ def _padded(t: torch.Tensor, size: int) -> torch.Tensor:
 def build(call: Call, target: Target) -> Callable[..., None]:
     B, T, S, Hq, D, Dv = (call.dim[axis] for axis in ("B", "T", "S", "Hq", "D", "Dv"))
     causal, window, sink_tokens = call.arg.causal, call.arg.window, call.arg.sink_tokens
+    scale = D**-0.5 if call.arg.scale is None else call.arg.scale
     triangle = causal and T == S
     dense = window < 0 and (triangle or not causal or T == 1)  # apart from padding
 
@@ -47,7 +48,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         lse.fill_(-torch.inf)
 
     def launch(*args: Any) -> None:
-        q, k, v, sink, kv_len, kv_start, scale = args[:7]
+        q, k, v, sink, kv_len, kv_start = args[:6]
         out, lse, _ = args[-3:]
         checks.in_range(call.op, "kv_len", kv_len, 0, S)
         checks.in_range(call.op, "kv_start", kv_start, 0, S)
@@ -82,7 +83,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         if not _GROUPED:
             kh, vh = (t.repeat_interleave(Hq // t.shape[1], 1) for t in (kh, vh))
         alone = triangle and mask is None
-        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=D**-0.5 if scale is None else scale)
+        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=scale)
         o, l = o.transpose(1, 2)[..., :Dv], l.transpose(1, 2)  # (B, T, Hq, Dv), (B, T, Hq)
         if blind is not None:
             l = l.masked_fill(blind, -torch.inf)

@@ -6,8 +6,10 @@ the first ``sink_tokens`` of its sequence. ``kv_len`` and ``kv_start`` describe 
 keys. ``sink`` joins the denominator only. Returns out and the natural-log LSE, sink left out. With
 ``normalize=False`` out is the numerator ``sum_j exp(s_j - max) v_j`` and row_sum the denominator
 ``sum_j exp(s_j - max)``, for merge_partials; otherwise row_sum is empty.
-Source: FlashAttention-2 (arXiv 2307.08691); sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv
-2309.17453).
+q, k and v stand for themselves times ``q_scale``, ``k_scale`` and ``v_scale``, one positive number for each
+sequence and KV head (None: 1), in every dtype. They are meant for E4M3, whose out is bfloat16.
+Source: FlashAttention-2 (arXiv 2307.08691); scales as FlashAttention-3 (arXiv 2407.08608) has them; sinks as
+in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """
 
 from torch_attnkit.core import Kernel, Op
@@ -17,19 +19,24 @@ _ALL = "gqa sink kv_len kv_start causal window sink_tokens softcap unnormalized"
 
 OP = Op(
     schema="flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, Tensor? kv_len=None,"
-    " Tensor? kv_start=None, *, float? scale=None, bool causal=False, int window=-1, int sink_tokens=0,"
+    " Tensor? kv_start=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, *,"
+    " float? scale=None, bool causal=False, int window=-1, int sink_tokens=0,"
     " float softcap=0.0, bool normalize=True) -> (Tensor out, Tensor lse, Tensor row_sum)",
     dims={
-        "q": "B T Hq D",
-        "k": "B S Hkv D",
-        "v": "B S Hkv Dv",
+        "q": "B T Hq D:T8",
+        "k": "B S Hkv D:T8",
+        "v": "B S Hkv Dv:T8",
         "sink": "Hq:f32",
         "kv_len": "B:i32",
         "kv_start": "B:i32",
+        "q_scale": "B Hkv:f32",
+        "k_scale": "B Hkv:f32",
+        "v_scale": "B Hkv:f32",
         "out": "B T Hq Dv",
         "lse": "B T Hq:f32",
         "row_sum": "B T Hq:f32",
     },
+    layouts={"out": rules.wide("B T Hq Dv")},
     where=rules.HEADS | rules.SCORES | rules.PARTIAL,
     unless={"row_sum": lambda c: c.arg.normalize},
     features=rules.GQA
@@ -38,13 +45,18 @@ OP = Op(
     | rules.KV_START
     | rules.CAUSAL
     | rules.WINDOW
-    | rules.UNNORMALIZED,
+    | rules.UNNORMALIZED
+    | rules.SCALES,
     exclusive=rules.SINK_OR_PARTIAL,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", {}, "gqa sink kv_len kv_start causal window sink_tokens"),
         *(
             Kernel(arch, "bf16 f16", {"D": (d,), "Dv": (dv,)}, _ALL)
             for arch in ("sm90", "sm100")
+            for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+        ),
+        *(
+            Kernel("sm100", "f8e4m3", {"D": (d,), "Dv": (dv,)}, f"{_ALL} scales")
             for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
         ),
         Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256)}, _ALL, rules.value_dim(256)),

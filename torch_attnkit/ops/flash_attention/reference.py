@@ -15,6 +15,9 @@ def reference(
     sink: torch.Tensor | None = None,
     kv_len: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: int = -1,
@@ -25,6 +28,7 @@ def reference(
     (B, T), S = q.shape[:2], k.shape[1]
     checks.in_range("flash_attention", "kv_len", kv_len, 0, S)
     checks.in_range("flash_attention", "kv_start", kv_start, 0, S)
+    scales = checks.scales("flash_attention", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     keep = visible(
         torch.arange(S - T, S, device=q.device).expand(B, T),
         S,
@@ -35,6 +39,6 @@ def reference(
         sink_tokens=sink_tokens,
     )  # (B, T, S)
     out, lse, row_sum = attend(
-        q, k, v, keep, scale=scale, softcap=softcap, sink=sink, normalize=normalize
+        q, k, v, keep, scale=scale, softcap=softcap, sink=sink, normalize=normalize, scales=scales
     )  # (B, T, Hq, Dv), (B, T, Hq), (B, T, Hq)
     return out, lse, row_sum.new_empty(0) if normalize else row_sum

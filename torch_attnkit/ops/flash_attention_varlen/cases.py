@@ -44,6 +44,7 @@ def make(
         _offsets(len_q),
         _offsets(len_k),
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
+        *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     kwargs = dict(
         causal="causal" in features,
@@ -76,8 +77,9 @@ def _spread(dims: dict[str, int]) -> list[int]:
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q, k and v once, write out and lse."""
     tokens = sum(_spread(dims))
-    elements = tokens * (dims["Hq"] + dims["Hkv"]) * (dims["D"] + dims["Dv"])
-    return elements * dtype.itemsize + tokens * dims["Hq"] * 4 + 2 * (dims["B"] + 1) * 4
+    read = tokens * (dims["Hkv"] * (dims["D"] + dims["Dv"]) + dims["Hq"] * dims["D"]) * dtype.itemsize
+    out = tokens * dims["Hq"] * dims["Dv"] * max(2, dtype.itemsize)
+    return read + out + tokens * dims["Hq"] * 4 + 2 * (dims["B"] + 1) * 4
 
 
 def flops(dims: dict[str, int]) -> int:

@@ -3,9 +3,9 @@
 Sequence b holds the query tokens [cu_seqlens_q[b], cu_seqlens_q[b+1]) and the keys [cu_seqlens_k[b],
 cu_seqlens_k[b+1]), and is attended as flash_attention would, bottom-right aligned on its own. Tokens past the
 last offset give out 0 and lse -inf. ``max_seqlen_q`` and ``max_seqlen_k`` are hints for the launch (-1:
-unknown); they bound the lengths.
-Source: FlashAttention-2 (arXiv 2307.08691); sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv
-2309.17453).
+unknown); they bound the lengths. Scales are flash_attention's, one for each sequence and KV head.
+Source: FlashAttention-2 (arXiv 2307.08691); scales as FlashAttention-3 (arXiv 2407.08608) has them; sinks as
+in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """
 
 from torch_attnkit.core import Kernel, Op
@@ -15,20 +15,25 @@ _ALL = "gqa sink causal window sink_tokens softcap unnormalized"
 
 OP = Op(
     schema="flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
-    " Tensor? sink=None, *, float? scale=None, bool causal=False, int window=-1, int sink_tokens=0,"
+    " Tensor? sink=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, *,"
+    " float? scale=None, bool causal=False, int window=-1, int sink_tokens=0,"
     " float softcap=0.0, bool normalize=True, int max_seqlen_q=-1, int max_seqlen_k=-1)"
     " -> (Tensor out, Tensor lse, Tensor row_sum)",
     dims={
-        "q": "Tq Hq D",
-        "k": "Tk Hkv D",
-        "v": "Tk Hkv Dv",
+        "q": "Tq Hq D:T8",
+        "k": "Tk Hkv D:T8",
+        "v": "Tk Hkv Dv:T8",
         "cu_seqlens_q": "B+1:i32",
         "cu_seqlens_k": "B+1:i32",
         "sink": "Hq:f32",
+        "q_scale": "B Hkv:f32",
+        "k_scale": "B Hkv:f32",
+        "v_scale": "B Hkv:f32",
         "out": "Tq Hq Dv",
         "lse": "Tq Hq:f32",
         "row_sum": "Tq Hq:f32",
     },
+    layouts={"out": rules.wide("Tq Hq Dv")},
     where=rules.HEADS
     | rules.SCORES
     | rules.PARTIAL
@@ -37,12 +42,16 @@ OP = Op(
         "max_seqlen_k must be -1 (unknown) or at least 0": lambda c: c.arg.max_seqlen_k >= -1,
     },
     unless={"row_sum": lambda c: c.arg.normalize},
-    features=rules.GQA | rules.SINK | rules.CAUSAL | rules.WINDOW | rules.UNNORMALIZED,
+    features=rules.GQA | rules.SINK | rules.CAUSAL | rules.WINDOW | rules.UNNORMALIZED | rules.SCALES,
     exclusive=rules.SINK_OR_PARTIAL,
     kernels=(
         *(
             Kernel(arch, "bf16 f16", {"D": (d,), "Dv": (dv,)}, _ALL)
             for arch in ("sm90", "sm100")
+            for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+        ),
+        *(
+            Kernel("sm100", "f8e4m3", {"D": (d,), "Dv": (dv,)}, f"{_ALL} scales")
             for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
         ),
         Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256)}, _ALL, rules.value_dim(256)),

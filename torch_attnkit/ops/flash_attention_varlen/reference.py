@@ -15,6 +15,9 @@ def reference(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     sink: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: int = -1,
@@ -34,12 +37,14 @@ def reference(
                 f"flash_attention_varlen: max_seqlen_{name} is {hint}, accepted: -1 or at least the longest"
                 f" sequence of cu_seqlens_{name}, {longest}"
             )
-    acc = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(Tq, Hq, v.shape[2])  # (Tq, Hq, Dv)
+    scales = checks.scales("flash_attention_varlen", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    stored = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    acc = torch.promote_types(stored, torch.float32)
+    out = q.new_zeros(Tq, Hq, v.shape[2], dtype=stored)  # (Tq, Hq, Dv)
     lse = q.new_full((Tq, Hq), -torch.inf, dtype=acc)  # (Tq, Hq)
     row_sum = torch.zeros_like(lse)  # (Tq, Hq)
     cq, ck = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for q0, q1, k0, k1 in zip(cq, cq[1:], ck, ck[1:], strict=False):
+    for b, (q0, q1, k0, k1) in enumerate(zip(cq, cq[1:], ck, ck[1:], strict=False)):
         T, S = q1 - q0, k1 - k0
         pos = torch.arange(S - T, S, device=q.device)[None]  # (1, T)
         keep = visible(pos, S, 0, S, causal=causal, window=window, sink_tokens=sink_tokens)  # (1, T, S)
@@ -54,6 +59,7 @@ def reference(
                 softcap=softcap,
                 sink=sink,
                 normalize=normalize,
+                scales=[None if s is None else s[b : b + 1] for s in scales],
             )  # fmt: skip
         )
     return out, lse, row_sum.new_empty(0) if normalize else row_sum

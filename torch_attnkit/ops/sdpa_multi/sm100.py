@@ -36,7 +36,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             lse.fill_(-torch.inf)
             return
         q = read_q(q.neg() if scores.negate else q)
-        ins = (q, read_k(k.transpose(1, 2)), read_v(v.transpose(1, 2)), sink, kv_start, kv_len)
+        ins = (q, read_k(k.transpose(1, 2)), read_v(v.transpose(1, 2)), sink, kv_start, kv_len, None)
         run(ins, (out, lse, None), scalars)
 
     return launch
