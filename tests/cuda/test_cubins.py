@@ -101,25 +101,28 @@ def test_a_b300_gets_the_same_ptx(tmp_path):
     assert text == inspect.retargeted(compile.get(request).ptx.read_text(), "sm_103a")
 
 
+def norm(arch: str) -> compile.Request:
+    """A kernel of gated_rmsnorm with wide vectors."""
+    return compile.Request(
+        "gated_rmsnorm", "cuda", arch, "torch_attnkit.ops.gated_rmsnorm.cuda_kernel", "trace",
+        (("dtypes", ("bf16",) * 3), ("rank", 2), ("groups", 1), ("config", (8, 64, 4, 256, 1, True)), ("even", True)),
+    )  # fmt: skip
+
+
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 def test_vectors_are_16_bytes_wide_and_marked(tmp_path):
     """Loads and stores of aligned rows move 16 bytes an instruction; all but those of w leave the cache first."""
-    request = compile.Request(
-        "gated_rmsnorm", "cuda", "sm90", "torch_attnkit.ops.gated_rmsnorm.cuda_kernel", "trace",
-        (("dtypes", ("bf16",) * 3), ("rank", 2), ("groups", 1), ("config", (8, 64, 4, 256, 1, True)), ("even", True)),
-    )  # fmt: skip
-    text = inspect.sass(compile.compile_into(request, tmp_path).library)
+    text = inspect.sass(compile.compile_into(norm("sm90"), tmp_path).library)
     assert text.count("LDG.E.EF.128") == 2 * 4 and text.count("STG.E.EF.128") == 4 and text.count("LDG.E.128") == 4
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-def test_spills_and_greed_are_noticed():
-    """The same PTX fails with a third of its registers, and where a block more than there is room for is promised."""
-    request = next(r for r in covering("flash_attention", "sm100", "sm100") if dict(r.signature)["dim"] == 128)
-    ptx = compile.get(request).ptx.read_text()
-    poor = re.sub(r"(?m)^\.minnctapersm \d+", ".maxnreg 56", ptx)
-    with pytest.raises(AssertionError, match="stack"):
-        fits(inspect.taken([inspect.assemble(poor, "sm_103a")]), poor, "with 56 registers")
-    crowded = re.sub(r"(?m)^\.minnctapersm \d+", ".minnctapersm 40", ptx)
-    with pytest.raises(AssertionError, match="crowded"):
+def test_spills_and_greed_are_noticed(tmp_path):
+    """The same PTX fails with few registers, and where it promises more blocks than there is room for."""
+    ptx = compile.compile_into(norm("sm100"), tmp_path).ptx.read_text()
+    poor = re.sub(r"(?m)^(\.reqntid .*)", r"\1\n.maxnreg 24", ptx)
+    with pytest.raises(AssertionError, match=r"poor: .* stack=[1-9]"):
+        fits(inspect.taken([inspect.assemble(poor, "sm_103a")]), poor, "poor")
+    crowded = re.sub(r"(?m)^(\.reqntid .*)", r"\1\n.minnctapersm 32", ptx)
+    with pytest.raises(AssertionError, match="crowded: "):
         fits(inspect.taken([inspect.assemble(ptx, "sm_103a")]), crowded, "crowded")
