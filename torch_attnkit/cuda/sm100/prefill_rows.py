@@ -7,8 +7,8 @@ from cutlass import Float32, Int32, const_expr
 from ..prefill_tiles import Blocks
 from ..prefill_types import Inputs, Outputs, Scalars
 from ..warp_ops import exp2
+from . import multi, tmem
 from . import prefill_softmax as softmax
-from . import tmem
 from .prefill_types import ROWS, Config, Tile
 
 _CHUNK = 16  # columns of the output that a correction thread holds at a time; with 32 it spills in a pair
@@ -213,8 +213,10 @@ class Rows:
                         sV[(d, key % 16), 0, key // 16, bars["v"].slot(n)] = zero
             cute.arch.fence_view_async_shared()
 
-    def _index(self, tile: Tile, head: Int32, token: Int32) -> tuple:
-        return (tile.q0 + token, head) if self.c.varlen else (tile.batch, token, head)
+    def _index(self, ins: Inputs, tile: Tile, head: Int32, token: Int32) -> tuple:
+        if const_expr(self.c.varlen):
+            return tile.q0 + token, head
+        return multi.place_of(self.c, tile, Int32(ins.q.shape[0])), token, head
 
     @cute.jit
     def _store(
@@ -246,16 +248,19 @@ class Rows:
             absent = tile.shift + token < 0
             factor, lse = cutlass.select_(absent, Float32(0.0), factor), cutlass.select_(absent, -Float32.inf, lse)
         if valid:
-            outs.lse[self._index(tile, head, token)] = lse
+            outs.lse[self._index(ins, tile, head, token)] = lse
             if const_expr(not c.normalize):
-                outs.row_sum[self._index(tile, head, token)] = total * factor
+                outs.row_sum[self._index(ins, tile, head, token)] = total * factor
         for at in cutlass.range_constexpr(0, c.dim_v, _CHUNK):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), _CHUNK), factor)
             if valid:
-                address = outs.out[(*self._index(tile, head, token), None)].iterator + at
+                address = outs.out[(*self._index(ins, tile, head, token), None)].iterator + at
                 pointer = cute.make_ptr(Int32, address.toint(), cute.AddressSpace.gmem, assumed_align=16)
-                target = cute.make_tensor(pointer, cute.make_layout(_CHUNK // 2))
-                words = cute.make_rmem_tensor(_CHUNK // 2, Int32)
-                for j in cutlass.range_constexpr(_CHUNK // 2):
-                    words[j] = softmax.pack(values[2 * j], values[2 * j + 1], c.dtype)
+                stored = [v.bitcast(Int32) for v in values]
+                if const_expr(not c.split):
+                    stored = [softmax.pack(values[j], values[j + 1], c.dtype) for j in range(0, _CHUNK, 2)]
+                target = cute.make_tensor(pointer, cute.make_layout(len(stored)))
+                words = cute.make_rmem_tensor(len(stored), Int32)
+                for j in cutlass.range_constexpr(len(stored)):
+                    words[j] = stored[j]
                 cute.autovec_copy(words, target)

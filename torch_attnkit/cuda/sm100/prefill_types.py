@@ -23,6 +23,7 @@ class Config(Features):
     group: int
     stages: int
     pair: bool = False  # two CTAs, on neighbouring tiles of a head, load half of every block each, for both
+    split: bool = False  # the keys of a tile are shared by several CTAs, see multi.py
 
     @property
     def rows(self) -> int:
@@ -103,3 +104,5 @@ class Tile(NamedTuple):
     shift: Int32
     start: Int32
     end: Int32
+    part: Int32  # of the tile's blocks, in ``parts``
+    parts: Int32
