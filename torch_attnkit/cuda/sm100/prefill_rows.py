@@ -121,7 +121,7 @@ class Rows:
             factors[cute.arch.thread_idx()[0] % ROWS, place] = factor
             self._arrive(bars["factors"].full + place, shared=True)
         offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
-        p = softmax.probabilities(s, scalars.scale_log2, offset)
+        p = softmax.probabilities(s, scalars.scale_log2, offset, c.eighths)
         words = [softmax.pack(p[i], p[i + 1], c.dtype) for i in range(0, c.tile_n, 2)]
         tmem.store(base, words, "r")
         tmem.await_stores()

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..prefill_types import Features
+from .exponentials import eighths
 
 ROWS = 128  # of a tile: the lanes of tensor memory
 
@@ -34,6 +35,11 @@ class Config(Features):
     def ctas(self) -> int:
         """That work on the same keys."""
         return 2 if self.pair else 1
+
+    @property
+    def eighths(self) -> int:
+        """Of 8 exponentials, how many are polynomials."""
+        return eighths(self.dim, self.dim_v, self.dtype.width)
 
     @property
     def turns(self) -> int:
