@@ -7,8 +7,8 @@ from cutlass import Float32, Int32, const_expr
 from ..prefill_tiles import Blocks
 from ..prefill_types import Inputs, Outputs, Scalars
 from ..warp_ops import exp2
+from . import multi, tmem
 from . import prefill_softmax as softmax
-from . import tmem
 from .prefill_types import ROWS, Config, Tile
 
 _CHUNK = 16  # columns of the output that a correction thread holds at a time; with 32 it spills in a pair
@@ -140,7 +140,7 @@ class Rows:
             factors[cute.arch.thread_idx()[0] % ROWS, place] = factor
             self._arrive(bars["factors"].full + place, shared=True)
         offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
-        p = softmax.probabilities(s, scalars.scale_log2, offset)
+        p = softmax.probabilities(s, scalars.scale_log2, offset, c.eighths)
         tmem.store(base, softmax.packed(p, c.dtype), "r")
         tmem.await_stores()
         tmem.before_sync()
@@ -231,8 +231,10 @@ class Rows:
                         sV[(d, key % k_dim), 0, key // k_dim, bars["v"].slot(n)] = zero
             cute.arch.fence_view_async_shared()
 
-    def _index(self, tile: Tile, head: Int32, token: Int32) -> tuple:
-        return (tile.q0 + token, head) if self.c.varlen else (tile.batch, token, head)
+    def _index(self, ins: Inputs, tile: Tile, head: Int32, token: Int32) -> tuple:
+        if const_expr(self.c.varlen):
+            return tile.q0 + token, head
+        return multi.place_of(self.c, tile, Int32(ins.q.shape[0])), token, head
 
     @cute.jit
     def _store(
@@ -265,9 +267,9 @@ class Rows:
             absent = tile.shift + token < 0
             factor, lse = cutlass.select_(absent, Float32(0.0), factor), cutlass.select_(absent, -Float32.inf, lse)
         if valid:
-            outs.lse[self._index(tile, head, token)] = lse
+            outs.lse[self._index(ins, tile, head, token)] = lse
             if const_expr(not c.normalize):
-                outs.row_sum[self._index(tile, head, token)] = total * factor
+                outs.row_sum[self._index(ins, tile, head, token)] = total * factor
         if const_expr(c.codes):
             factor *= 1 / softmax.CODES_UNIT
         if const_expr(len(c.scales) > 0 and c.scales[2]):
@@ -275,10 +277,14 @@ class Rows:
         for at in cutlass.range_constexpr(0, c.dim_v, _CHUNK):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), _CHUNK), factor)
             if valid:
-                address = outs.out[(*self._index(tile, head, token), None)].iterator + at
+                address = outs.out[(*self._index(ins, tile, head, token), None)].iterator + at
                 pointer = cute.make_ptr(Int32, address.toint(), cute.AddressSpace.gmem, assumed_align=16)
-                target = cute.make_tensor(pointer, cute.make_layout(_CHUNK // 2))
-                words = cute.make_rmem_tensor(_CHUNK // 2, Int32)
-                for j in cutlass.range_constexpr(_CHUNK // 2):
-                    words[j] = softmax.pack(values[2 * j], values[2 * j + 1], cutlass.BFloat16 if c.codes else c.dtype)
+                stored = [v.bitcast(Int32) for v in values]
+                if const_expr(not c.split):
+                    kind = cutlass.BFloat16 if c.codes else c.dtype
+                    stored = [softmax.pack(values[j], values[j + 1], kind) for j in range(0, _CHUNK, 2)]
+                target = cute.make_tensor(pointer, cute.make_layout(len(stored)))
+                words = cute.make_rmem_tensor(len(stored), Int32)
+                for j in cutlass.range_constexpr(len(stored)):
+                    words[j] = stored[j]
                 cute.autovec_copy(words, target)

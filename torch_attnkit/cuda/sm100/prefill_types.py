@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..prefill_types import Features
+from .exponentials import eighths
 
 ROWS = 128  # of a tile: the lanes of tensor memory
 
@@ -23,6 +24,7 @@ class Config(Features):
     group: int
     stages: int
     pair: bool = False  # two CTAs, on neighbouring tiles of a head, load half of every block each, for both
+    split: bool = False  # the keys of a tile are shared by several CTAs, see multi.py
 
     @property
     def codes(self) -> bool:
@@ -38,6 +40,11 @@ class Config(Features):
     def ctas(self) -> int:
         """That work on the same keys."""
         return 2 if self.pair else 1
+
+    @property
+    def eighths(self) -> int:
+        """Of 8 exponentials, how many are polynomials."""
+        return eighths(self.dim, self.dim_v, self.dtype.width)
 
     @property
     def turns(self) -> int:
@@ -108,3 +115,5 @@ class Tile(NamedTuple):
     shift: Int32
     start: Int32
     end: Int32
+    part: Int32  # of the tile's blocks, in ``parts``
+    parts: Int32
