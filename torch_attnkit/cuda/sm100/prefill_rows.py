@@ -71,6 +71,14 @@ class Rows:
         turns = self.c.turns
         return t * turns + (k & (turns - 1)), (k >> (turns.bit_length() - 1)) & 1
 
+    def row(self) -> Int32:
+        """The row of a tile that this thread has."""
+        return cute.arch.thread_idx()[0] % ROWS
+
+    def element(self, at: int) -> int:
+        """Which element of the row stands in column ``at`` of an output."""
+        return at
+
     def token_of(self, tile: Tile, t: int, row: Int32) -> Int32:
         """The token that a row of tile t has, within its sequence."""
         first = (tile.row * self.c.ctas + cute.arch.block_idx()[0] % self.c.ctas) * self.c.rows
@@ -112,10 +120,7 @@ class Rows:
             old = state[0]
             top = softmax.row_max(s, old)
             peak = cute.arch.fmax(state[2], top)
-            # Where both are -inf the difference is NaN, and nothing grows.
-            grows = (top - old) * scalars.scale_log2 > softmax.LAG
-            factor = cutlass.select_(grows, exp2((old - top) * scalars.scale_log2), Float32(1.0))
-            top = cutlass.select_(grows, top, old)
+            top, factor = softmax.followed(old, top, scalars.scale_log2)
             total = state[1] * factor
             place, _ = self.turn_of(t, n - 1)
             factors[cute.arch.thread_idx()[0] % ROWS, place] = factor
@@ -191,7 +196,7 @@ class Rows:
         """The output of tile t times the rows' factors, unless all of the warp's are 1."""
         tmem.after_sync()
         if cute.arch.vote_any_sync(factor < 1.0):
-            for at in cutlass.range_constexpr(0, self.c.dim_v, _CHUNK):
+            for at in cutlass.range_constexpr(0, self.c.columns, _CHUNK):
                 base = tmem.lanes(Int32(self.c.outputs[t] + at), warp)
                 values = tmem.load(base, _CHUNK)
                 tmem.store(base, softmax.rescaled(values, factor))
@@ -228,8 +233,7 @@ class Rows:
         warp: Int32,
     ):
         """Divide by the row's sum and write out, LSE and row sum; a thread has its row's consecutive elements."""
-        c = self.c
-        row = cute.arch.thread_idx()[0] % ROWS
+        c, row = self.c, self.row()
         head, token = tile.head * c.group + row % c.group, self.token_of(tile, t, row)
         top, total = final[0], final[1]
         shift = cutlass.select_(top == -Float32.inf, Float32(0.0), top) * scalars.scale_log2
@@ -249,10 +253,10 @@ class Rows:
             outs.lse[self._index(tile, head, token)] = lse
             if const_expr(not c.normalize):
                 outs.row_sum[self._index(tile, head, token)] = total * factor
-        for at in cutlass.range_constexpr(0, c.dim_v, _CHUNK):
+        for at in cutlass.range_constexpr(0, c.columns, _CHUNK):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), _CHUNK), factor)
             if valid:
-                address = outs.out[(*self._index(tile, head, token), None)].iterator + at
+                address = outs.out[(*self._index(tile, head, token), None)].iterator + self.element(at)
                 pointer = cute.make_ptr(Int32, address.toint(), cute.AddressSpace.gmem, assumed_align=16)
                 target = cute.make_tensor(pointer, cute.make_layout(_CHUNK // 2))
                 words = cute.make_rmem_tensor(_CHUNK // 2, Int32)

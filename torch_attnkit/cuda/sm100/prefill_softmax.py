@@ -47,6 +47,12 @@ def row_max(s: list[Float32], start: Float32) -> Float32:
     return max3(max3(peaks[0], peaks[1], peaks[2]), peaks[3], peaks[3])
 
 
+def followed(old: Float32, top: Float32, c: Float32) -> tuple[Float32, Float32]:
+    """What a row subtracts from now on, ``top`` where that exceeds ``old`` by too much, and the factor for the past."""
+    grows = (top - old) * c > LAG  # where both are -inf the difference is NaN, and nothing grows
+    return cutlass.select_(grows, top, old), cutlass.select_(grows, exp2((old - top) * c), Float32(1.0))
+
+
 def probabilities(s: list[Float32], c: Float32, offset: Float32) -> list[Float32]:
     """2^(s c + offset)."""
     out: list[Float32] = []
