@@ -7,8 +7,8 @@ output takes half of tensor memory, two buffers of scores a quarter. Each CTA lo
 half the keys, of V half the columns. Probabilities pass through shared memory: in tensor memory each half of the lanes
 would need the other's too.
 
-    loads, a warp in both CTAs: Q, pieces of K, pieces of V          products, a warp in the first: S = Q K', O (+)= P V
-    softmax, a warpgroup in both: S -> P in shared memory            correction, a warpgroup in both: O *= factor; stores
+    loads, a warp in both CTAs: Q, pieces of K, pieces of V          products, one warp: S = Q K', then O (+)= P V
+    softmax, a warpgroup in both: S -> P in shared memory            correction, a warpgroup in both: O *= factor -> out
 
 Products are issued as S(0) | S(1) O(0) | S(2) O(1) | ...; S is the sum over four pieces of the head dim, O two products
 of 256 columns. The grid is persistent, every role walks through the same tiles, and the loading warps leave notes, as
@@ -62,8 +62,8 @@ class WidePrefill(WideRows, Prefill):
         q_atom, q = atom_a(load, self._grouped(token_first(ins.q)), one(layouts.q), tiler_qk, qk)
         k_atom, k = atom_b(load, token_first(ins.k), one(layouts.k), tiler_qk, qk)
         v_atom, v = atom_b(load_v, token_last(ins.v), one(layouts.v), tiler_pv, pv)
-        order = self._order(ins, scalars)
-        self.kernel(Loads(q_atom, q, k_atom, k, v_atom, v), ins, outs, scalars, order, layouts, Products(qk, pv)).launch(
+        order, loads = self._order(ins, scalars), Loads(q_atom, q, k_atom, k, v_atom, v)
+        self.kernel(loads, ins, outs, scalars, order, layouts, Products(qk, pv)).launch(
             grid=[CTAS * cutlass.min(scalars.sms // CTAS, order.size()), 1, 1],
             block=[c.threads, 1, 1],
             cluster=[CTAS, 1, 1],
@@ -272,8 +272,6 @@ class WidePrefill(WideRows, Prefill):
             for keys in cutlass.range_constexpr(2):
                 at = bars["v"].slot(n * c.v_pieces + 2 * h + keys)
                 accumulate = more if keys == 0 else True
-                self._product(
-                    mma, tO, tP[None, None, None, keys], tV[None, None, None, at], accumulate=accumulate
-                )
+                self._product(mma, tO, tP[None, None, None, keys], tV[None, None, None, at], accumulate=accumulate)
                 self._commit(bars["v"].empty + at)
         self._commit(bars["output"].full)
