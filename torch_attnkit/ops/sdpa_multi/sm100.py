@@ -1,7 +1,8 @@
 """sdpa_multi on Blackwell: out = softmax(scale * q K') V for a block of queries, K and V read once per KV head.
 
-The device code is flash_attention's, ``cuda/sm100/prefill.py``: the query heads of a KV head and the queries of a block
-are the rows of its tiles, and a sequence's queries end where its keys do. It has run in the PTX simulator only.
+The device code is flash_attention's, ``cuda/sm100/prefill.py`` and for D 512 ``cuda/sm100/prefill_wide.py``: the query
+heads of a KV head and the queries of a block are the rows of its tiles, and a sequence's queries end where its keys do.
+They have run in the PTX simulator only.
 """
 
 from __future__ import annotations
