@@ -123,6 +123,7 @@ class Prefill(Rows):
                 self.multiply(scalars, products, layouts, bars, notes, staged)
         self._meet()  # neither CTA may leave while the other still writes to its memory
         if warp == c.product_warp:
+            tmem.after_sync()
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
 

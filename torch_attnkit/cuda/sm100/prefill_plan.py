@@ -36,7 +36,7 @@ TILES = {
     (128, 128): Tiles(128, 2, 2, "full"),
     (192, 128): Tiles(128, 2, 1, "full"),
     (256, 256): Tiles(128, 1, 1, "always"),
-    (512, 512): Tiles(128, 1, 4),  # one tile of a pair of CTAs, and pieces of blocks: prefill_wide.py
+    (512, 512): Tiles(128, 1, 4, "always"),  # a tile is a pair of CTAs, stages hold pieces of blocks: prefill_wide.py
 }
 
 

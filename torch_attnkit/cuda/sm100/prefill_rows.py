@@ -75,6 +75,10 @@ class Rows:
         """The row of a tile that this thread has."""
         return cute.arch.thread_idx()[0] % ROWS
 
+    def speaks(self, valid: cutlass.Boolean) -> cutlass.Boolean:
+        """Whether this thread writes its row's LSE and sum."""
+        return valid
+
     def element(self, at: int) -> int:
         """Which element of the row stands in column ``at`` of an output."""
         return at
@@ -249,7 +253,7 @@ class Rows:
         if const_expr(c.at_end):  # a query in front of its sequence attends nothing, whatever its mask lets through
             absent = tile.shift + token < 0
             factor, lse = cutlass.select_(absent, Float32(0.0), factor), cutlass.select_(absent, -Float32.inf, lse)
-        if valid:
+        if self.speaks(valid):
             outs.lse[self._index(tile, head, token)] = lse
             if const_expr(not c.normalize):
                 outs.row_sum[self._index(tile, head, token)] = total * factor

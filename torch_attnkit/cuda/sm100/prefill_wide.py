@@ -23,7 +23,7 @@ from cutlass.utils import blackwell_helpers as blackwell
 
 from ..prefill_tiles import Order, place
 from ..prefill_types import Inputs, Outputs, Scalars
-from ..ring import rings
+from ..ring import Ring, rings
 from . import tmem
 from .prefill import Prefill
 from .prefill_types import ROWS, Layouts, Loads, Products, Tile
@@ -33,7 +33,6 @@ from .prefill_wide_types import CTAS, HALF, LANES, PIECE
 # Registers per thread of the softmax, correction, and issuing warpgroups: 64 K in all.
 _REGISTERS = (256, 144, 112)
 _ONE, _TWO = tcgen05.CtaGroup.ONE, tcgen05.CtaGroup.TWO
-_BOTH = cutlass.Int16(3)
 
 
 class WidePrefill(WideRows, Prefill):
@@ -57,19 +56,25 @@ class WidePrefill(WideRows, Prefill):
         )
         one = lambda layout: cute.select(layout, mode=[0, 1, 2])
         # Loads of a pair complete on the first CTA's barrier. V's complete on each CTA's own.
-        load, load_v = cpasync.CopyBulkTensorTileG2SOp(_TWO), cpasync.CopyBulkTensorTileG2SOp(_ONE)
+        load = cpasync.CopyBulkTensorTileG2SOp
+        load_kv = cpasync.CopyBulkTensorTileG2SMulticastOp if c.pair else load
+        by_row = (CTAS, c.ctas, 1, 1)  # pairs of a cluster: they differ in M, so they share B
         atom_a, atom_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-        q_atom, q = atom_a(load, self._grouped(token_first(ins.q)), one(layouts.q), tiler_qk, qk)
-        k_atom, k = atom_b(load, token_first(ins.k), one(layouts.k), tiler_qk, qk)
-        v_atom, v = atom_b(load_v, token_last(ins.v), one(layouts.v), tiler_pv, pv)
+        q_atom, q = atom_a(load(_TWO), self._grouped(token_first(ins.q)), one(layouts.q), tiler_qk, qk)
+        k_atom, k = atom_b(load_kv(_TWO), token_first(ins.k), one(layouts.k), tiler_qk, qk, by_row)
+        v_atom, v = atom_b(load_kv(_ONE), token_last(ins.v), one(layouts.v), tiler_pv, pv, by_row)
         order, loads = self._order(ins, scalars), Loads(q_atom, q, k_atom, k, v_atom, v)
         self.kernel(loads, ins, outs, scalars, order, layouts, Products(qk, pv)).launch(
-            grid=[CTAS * cutlass.min(scalars.sms // CTAS, order.size()), 1, 1],
+            grid=[c.cluster * self._clusters(order, scalars), 1, 1],
             block=[c.threads, 1, 1],
-            cluster=[CTAS, 1, 1],
+            cluster=[c.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def _clusters(self, order: Order, scalars: Scalars) -> Int32:
+        """A persistent grid of pairs, one to a TPC. How many clusters of four fit at a time is not known beforehand."""
+        return order.size() if self.c.pair else cutlass.min(scalars.sms // CTAS, order.size())
 
     @cute.kernel
     def kernel(
@@ -119,13 +124,14 @@ class WidePrefill(WideRows, Prefill):
                 self.load(loads, ins, scalars, order, products, bars, notes, (sQ, sK, sV))
             if (warp == c.product_warp) & (rank == 0):
                 self.multiply(scalars, products, layouts, bars, notes, (sQ, sK, sV, sP))
-        self._meet()  # neither CTA may leave while the other's products still use its memory
+        self._meet()  # no CTA may leave while the others' products and copies still use its memory
         if warp == c.product_warp:
+            tmem.after_sync()
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS, is_two_cta=True)
 
     def _meet(self) -> None:
-        """All threads of the pair."""
+        """All threads of the cluster."""
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -136,8 +142,8 @@ class WidePrefill(WideRows, Prefill):
         first = 1 - cute.arch.block_idx()[0] % CTAS  # 1 in the first CTA, whose product warp reads notes as well
         table = (
             ("notes", 2, 1, 8 + first),
-            ("k", c.stages, 1, 1),  # full: of the first CTA alone, for both
-            ("v", c.stages, 1, 1),
+            ("k", c.stages, 1, c.ctas),  # full: of the first CTA alone, for both
+            ("v", c.stages, 1, c.ctas),
             ("q", 1, 1, 1),  # full: of the first CTA alone, for both
             ("scores", 2, 1, 16),  # full: S is whole; empty, of the first CTA alone: P is, V is there, O is rescaled
             ("factors", c.turns, 4, 1),  # full: the softmax group has left its factors or finals; empty unused
@@ -158,18 +164,20 @@ class WidePrefill(WideRows, Prefill):
         c = self.c
         sQ, sK, sV = staged
         rank = cute.arch.block_idx()[0] % CTAS
-        pair, pairs = cute.arch.block_idx()[0] // CTAS, cute.arch.grid_dim()[0] // CTAS
+        pair = cute.arch.block_idx()[0] // CTAS % c.ctas
+        cluster, clusters = cute.arch.block_idx()[0] // c.cluster, cute.arch.grid_dim()[0] // c.cluster
+        mask = {"mcast_mask": cutlass.Int16(5 << rank)} if c.pair else {}  # the CTAs of this rank in both pairs
         turn, fills, n = Int32(0), Int32(0), Int32(0)
         axis = 1 if c.varlen else 2
         group = Int32(ins.q.shape[axis]) // Int32(ins.k.shape[axis]) // c.group
         qk, pv = products.qk.get_slice(rank), products.pv.get_slice(rank)
-        split = lambda atom, s, g: cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 3), cute.group_modes(g, 0, 3)
+        split = lambda atom, part, parts, s, g: cpasync.tma_partition(
+            atom, part, cute.make_layout(parts), cute.group_modes(s, 0, 3), cute.group_modes(g, 0, 3)
         )
-        at = place(Int32(0), pair, pairs)
+        at = place(Int32(0), cluster, clusters)
         while at < order.size():
             tile, k0 = self._turn(ins, order, at)
-            if (tile.row >= 0) & (tile.row * c.rows < tile.tokens):
+            if (tile.row >= 0) & (tile.row * (c.rows * c.ctas) < tile.tokens):
                 self._leave(bars["notes"], notes, fills, tile)
                 plan = self._visit(tile, scalars)
                 q_head = self._head(loads.q, tile.head, tile.batch)
@@ -177,12 +185,14 @@ class WidePrefill(WideRows, Prefill):
                 if const_expr(c.varlen):
                     q_head = cute.domain_offset((tile.q0 if c.group == 1 else (0, tile.q0), 0), q_head)
                     k_head, v_head = cute.domain_offset((k0, 0), k_head), cute.domain_offset((0, k0), v_head)
-                gQ = qk.partition_A(cute.local_tile(q_head, (ROWS, PIECE), (tile.row, None)))
+                gQ = qk.partition_A(cute.local_tile(q_head, (ROWS, PIECE), (tile.row * c.ctas + pair, None)))
                 gK = qk.partition_B(cute.local_tile(k_head, (c.tile_n, PIECE), (None, None)))
                 gV = pv.partition_B(cute.local_tile(v_head, (HALF, c.tile_n // 2), (None, None)))
-                tQsQ, tQgQ = split(loads.q_atom, sQ, gQ)  # (box, pieces) both
-                tKsK, tKgK = split(loads.k_atom, sK, gK)  # (box, stages), (box, blocks, pieces)
-                tVsV, tVgV = split(loads.v_atom, sV, gV)  # (box, stages), (box, halves of Dv, half blocks)
+                tQsQ, tQgQ = split(loads.q_atom, 0, 1, sQ, gQ)  # (box, pieces) both
+                tKsK, tKgK = split(loads.k_atom, pair, c.ctas, sK, gK)  # (box, stages), (box, blocks, pieces)
+                tVsV, tVgV = split(
+                    loads.v_atom, pair, c.ctas, sV, gV
+                )  # (box, stages), (box, halves of Dv, half blocks)
                 full = bars["q"].await_empty(fills)
                 self._expect(full, self._bytes(LANES, c.dim), rank)
                 for part in cutlass.range_constexpr(c.k_pieces):
@@ -194,17 +204,17 @@ class WidePrefill(WideRows, Prefill):
                             full = bars["k"].await_empty(k)
                             self._expect(full, self._bytes(c.tile_n // CTAS, PIECE), rank)
                             source = tKgK[None, plan.block(i), part]
-                            cute.copy(loads.k_atom, source, tKsK[None, bars["k"].slot(k)], tma_bar_ptr=full)
+                            cute.copy(loads.k_atom, source, tKsK[None, bars["k"].slot(k)], tma_bar_ptr=full, **mask)
                     if i > 0:
                         for part in cutlass.range(0, c.v_pieces, unroll=1):
                             k = (n + i - 1) * c.v_pieces + part
                             full = bars["v"].acquire(k, self._bytes(c.tile_n // 2, HALF // CTAS))
                             source = tVgV[None, part // 2, plan.block(i - 1) * 2 + part % 2]
-                            cute.copy(loads.v_atom, source, tVsV[None, bars["v"].slot(k)], tma_bar_ptr=full)
+                            cute.copy(loads.v_atom, source, tVsV[None, bars["v"].slot(k)], tma_bar_ptr=full, **mask)
                 n += plan.steps
                 fills += 1
             turn += 1
-            at = place(turn, pair, pairs)
+            at = place(turn, cluster, clusters)
         none = Int32(0)
         self._leave(bars["notes"], notes, fills, Tile(Int32(-1), none, none, none, none, none, none, none))
 
@@ -240,9 +250,15 @@ class WidePrefill(WideRows, Prefill):
             tile = self._read(bars["notes"], notes, turn)
 
     def _commit(self, barrier: cute.Pointer) -> None:
-        """Arrive in both CTAs, once the products so far are done."""
+        """Arrive in both CTAs of this pair, once the products so far are done."""
+        pair = cute.arch.block_idx()[0] // CTAS % self.c.ctas
         with cute.arch.elect_one():
-            tcgen05.commit(barrier, _BOTH, _TWO)
+            tcgen05.commit(barrier, cutlass.Int16(3 << CTAS * pair), _TWO)
+
+    def _release(self, ring: Ring, slot: Int32) -> None:
+        """The same in all CTAs of the cluster, which have parts of the slot's next piece to load."""
+        with cute.arch.elect_one():
+            tcgen05.commit(ring.empty + slot, cutlass.Int16((1 << self.c.cluster) - 1), _TWO)
 
     @cute.jit
     def _scores(self, queries, shape, bars, n: Int32):
@@ -256,7 +272,7 @@ class WidePrefill(WideRows, Prefill):
             bars["k"].wait(k)
             at = bars["k"].slot(k)
             self._product(mma, tS, tQ[None, None, None, part], tK[None, None, None, at], accumulate=part > 0)
-            self._commit(bars["k"].empty + at)
+            self._release(bars["k"], at)
         self._commit(bars["scores"].full + slot)
 
     @cute.jit
@@ -273,5 +289,5 @@ class WidePrefill(WideRows, Prefill):
                 at = bars["v"].slot(n * c.v_pieces + 2 * h + keys)
                 accumulate = more if keys == 0 else True
                 self._product(mma, tO, tP[None, None, None, keys], tV[None, None, None, at], accumulate=accumulate)
-                self._commit(bars["v"].empty + at)
+                self._release(bars["v"], at)
         self._commit(bars["output"].full)

@@ -31,7 +31,11 @@ class WideRows(Rows):
         return LANES * (cute.arch.block_idx()[0] % CTAS) + _thread() % LANES
 
     def token_of(self, tile: Tile, t: int, row: Int32) -> Int32:
-        return tile.row * self.c.rows + self.row() // self.c.group
+        pair = cute.arch.block_idx()[0] // CTAS % self.c.ctas
+        return (tile.row * self.c.ctas + pair) * self.c.rows + self.row() // self.c.group
+
+    def speaks(self, valid: cutlass.Boolean) -> cutlass.Boolean:
+        return valid & (_thread() < LANES)
 
     def element(self, at: int) -> Int32:
         return at // (HALF // 2) * HALF + at % (HALF // 2) + _thread() // LANES * (HALF // 2)
@@ -42,8 +46,9 @@ class WideRows(Rows):
         What its lanes wrote to this CTA's shared memory is then read by products that the other CTA issued.
         """
         cute.arch.sync_warp()
+        leader = cute.arch.block_idx()[0] % self.c.cluster & -CTAS
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier, 0, scope=nvvm.MemScopeKind.CLUSTER)
+            cute.arch.mbarrier_arrive(barrier, leader, scope=nvvm.MemScopeKind.CLUSTER)
 
     @cute.jit
     def _block(self, at, t: cutlass.Constexpr, n: Int32, block: Int32, edge: cutlass.Constexpr):
@@ -82,7 +87,9 @@ class WideRows(Rows):
         offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
         p = softmax.probabilities(s, scalars.scale_log2, offset)
         words = [softmax.pack(p[i], p[i + 1], c.dtype) for i in range(0, keys, 2)]
-        cute.arch.mbarrier_wait(bars["output"].full, (n - 1) & 1)  # the last product has read the last P
+        if const_expr(edge != "first"):
+            # The last product has read the last P. A tile's first scores come after it anyway.
+            cute.arch.mbarrier_wait(bars["output"].full, (n - 1) & 1)
         self._keep(sP, words, half)
         cute.arch.fence_view_async_shared()
         tmem.before_sync()

@@ -16,7 +16,13 @@ class WideConfig(Config):
 
     A piece of K is ``PIECE`` elements of a block's keys, of which each CTA holds one half; a piece of V is half of a
     block's keys by ``HALF`` columns, of which each CTA holds one half. ``rows`` counts the tokens of the pair's tile.
+    ``pair`` means two pairs of CTAs, on neighbouring tiles of a head, whose CTAs load half of every piece each.
     """
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that work on the same keys."""
+        return CTAS * self.ctas
 
     @property
     def k_pieces(self) -> int:
