@@ -53,7 +53,7 @@ def test_no_more_work_than_flash_attention_4(dim, causal):
     assert ours["barriers"] <= theirs["barriers"]
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_cosine_with_float64(dim):
     """One launch whatever the number of keys, with every feature on."""
     from torch_attnkit.sim import ptx

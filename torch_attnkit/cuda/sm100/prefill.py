@@ -24,7 +24,7 @@ from cutlass.utils import blackwell_helpers as blackwell
 
 from ..prefill_tiles import Order, Sequence, dense, packed, place, visit_rows
 from ..prefill_types import Inputs, Outputs, Scalars
-from ..ring import Ring
+from ..ring import Ring, rings
 from . import multi, tmem
 from .prefill_rows import Rows
 from .prefill_types import ROWS, Config, Layouts, Loads, Products, Tile
@@ -124,6 +124,7 @@ class Prefill(Rows):
                 self.multiply(scalars, products, layouts, bars, notes, staged)
         self._meet()  # neither CTA may leave while the other still writes to its memory
         if warp == c.product_warp:
+            tmem.after_sync()
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
 
@@ -163,8 +164,7 @@ class Prefill(Rows):
         """Rings of notes, K and V, and pairs of single mbarriers: see the fields' names."""
         c = self.c
         rows = 4 * c.tiles + 4  # warps that have rows
-        named = {}
-        for name, stages, full, empty in (
+        table = (
             ("notes", 2, 1, rows + 1),
             ("k", c.stages, 1, c.ctas),
             ("v", c.stages, 1, c.ctas),
@@ -172,16 +172,8 @@ class Prefill(Rows):
             ("scores", 2, 1, 8),  # full: S is whole; empty: P is, and the output is ready for it
             ("factors", c.turns * c.tiles, 4, 1),  # full: a softmax group has left its factors or finals; empty unused
             ("output", c.tiles, 1, 1),  # full: the last product of a tile (of one tile: each) is done; empty unused
-        ):
-            bars = [memory.allocate_array(cutlass.Int64, stages) for _ in range(2)]
-            ring = Ring(*bars, stages)
-            if warp == 0:
-                with cute.arch.elect_one():
-                    for i in cutlass.range_constexpr(stages):
-                        cute.arch.mbarrier_init(ring.full + i, full)
-                        cute.arch.mbarrier_init(ring.empty + i, empty)
-            named[name] = ring
-        return named
+        )
+        return rings(memory, warp, table)
 
     def _order(self, ins: Inputs, outs: Outputs, scalars: Scalars) -> Order:
         c = self.c

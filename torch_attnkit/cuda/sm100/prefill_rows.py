@@ -90,6 +90,18 @@ class Rows:
         turns = self.c.turns
         return t * turns + (k & (turns - 1)), (k >> (turns.bit_length() - 1)) & 1
 
+    def row(self) -> Int32:
+        """The row of a tile that this thread has."""
+        return cute.arch.thread_idx()[0] % ROWS
+
+    def speaks(self, valid: cutlass.Boolean) -> cutlass.Boolean:
+        """Whether this thread writes its row's LSE and sum."""
+        return valid
+
+    def element(self, at: int) -> int:
+        """Which element of the row stands in column ``at`` of an output."""
+        return at
+
     def token_of(self, tile: Tile, t: int, row: Int32) -> Int32:
         """The token that a row of tile t has, within its sequence."""
         first = (tile.row * self.c.ctas + cute.arch.block_idx()[0] % self.c.ctas) * self.c.rows
@@ -131,10 +143,8 @@ class Rows:
             old = state[0]
             top = softmax.row_max(s, old)
             peak = cute.arch.fmax(state[2], top)
-            # Where both are -inf the difference is NaN, and nothing grows.
-            grows = (top - old) * scalars.scale_log2 > (softmax.CODES_LAG if c.codes else softmax.LAG)
-            factor = cutlass.select_(grows, exp2((old - top) * scalars.scale_log2), Float32(1.0))
-            top = cutlass.select_(grows, top, old)
+            lag = softmax.CODES_LAG if c.codes else softmax.LAG
+            top, factor = softmax.followed(old, top, scalars.scale_log2, lag)
             total = state[1] * factor
             place, _ = self.turn_of(t, n - 1)
             factors[cute.arch.thread_idx()[0] % ROWS, place] = factor
@@ -209,7 +219,7 @@ class Rows:
         """The output of tile t times the rows' factors, unless all of the warp's are 1."""
         tmem.after_sync()
         if cute.arch.vote_any_sync(factor < 1.0):
-            for at in cutlass.range_constexpr(0, self.c.dim_v, _CHUNK):
+            for at in cutlass.range_constexpr(0, self.c.columns, _CHUNK):
                 base = tmem.lanes(Int32(self.c.outputs[t] + at), warp)
                 values = tmem.load(base, _CHUNK)
                 tmem.store(base, softmax.rescaled(values, factor))
@@ -248,8 +258,7 @@ class Rows:
         warp: Int32,
     ):
         """Divide by the row's sum and write out, LSE and row sum; a thread has its row's consecutive elements."""
-        c = self.c
-        row = cute.arch.thread_idx()[0] % ROWS
+        c, row = self.c, self.row()
         head, token = tile.head * c.group + row % c.group, self.token_of(tile, t, row)
         scalars = self.scaled(ins, scalars, tile)
         top, total = final[0], final[1]
@@ -266,7 +275,7 @@ class Rows:
         if const_expr(c.at_end):  # a query in front of its sequence attends nothing, whatever its mask lets through
             absent = tile.shift + token < 0
             factor, lse = cutlass.select_(absent, Float32(0.0), factor), cutlass.select_(absent, -Float32.inf, lse)
-        if valid:
+        if self.speaks(valid):
             outs.lse[self._index(ins, tile, head, token)] = lse
             if const_expr(not c.normalize):
                 outs.row_sum[self._index(ins, tile, head, token)] = total * factor
@@ -274,10 +283,10 @@ class Rows:
             factor *= 1 / softmax.CODES_UNIT
         if const_expr(len(c.scales) > 0 and c.scales[2]):
             factor *= self._scale(ins, ins.scales[2], tile)
-        for at in cutlass.range_constexpr(0, c.dim_v, _CHUNK):
+        for at in cutlass.range_constexpr(0, c.columns, _CHUNK):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), _CHUNK), factor)
             if valid:
-                address = outs.out[(*self._index(ins, tile, head, token), None)].iterator + at
+                address = outs.out[(*self._index(ins, tile, head, token), None)].iterator + self.element(at)
                 pointer = cute.make_ptr(Int32, address.toint(), cute.AddressSpace.gmem, assumed_align=16)
                 stored = [v.bitcast(Int32) for v in values]
                 if const_expr(not c.split):

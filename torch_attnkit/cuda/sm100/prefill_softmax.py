@@ -27,7 +27,7 @@ LAG = 8.0  # as FlashAttention-4 has it; P then stays below 2^8, which fp16 hold
 # weights of a long row beside a large one: with one key of 8192 12 nats above the others P <= 1 errs 13 times as much.
 # The product costs one instruction for two numbers; an offset in the exponent would cost the LSE its last bits. And no
 # maximum lags, so that a row's largest weight is a power of two, which E4M3 has exactly: on scores with a deviation of
-# 4 nats a lag of log2(448 / 256), which there is room for, errs 1.3 times as much (emulated; tests/sim/ptx/test_fp8.py).
+# 4 nats a lag of log2(448 / 256), which there is room for, errs 1.3 times as much (emulated; test_fp8.py).
 CODES_UNIT, CODES_LAG = 2.0**8, 0.0
 
 
@@ -71,6 +71,12 @@ def row_max(s: list[Float32], start: Float32) -> Float32:
     for n, i in enumerate(range(8, len(s), 2)):
         peaks[n % 4] = max3(peaks[n % 4], s[i], s[i + 1])
     return max3(max3(peaks[0], peaks[1], peaks[2]), peaks[3], peaks[3])
+
+
+def followed(old: Float32, top: Float32, c: Float32, lag: float = LAG) -> tuple[Float32, Float32]:
+    """What a row subtracts from now on, ``top`` where that exceeds ``old`` by too much, and the factor for the past."""
+    grows = (top - old) * c > lag  # where both are -inf the difference is NaN, and nothing grows
+    return cutlass.select_(grows, top, old), cutlass.select_(grows, exp2((old - top) * c), Float32(1.0))
 
 
 def probabilities(s: list[Float32], c: Float32, offset: Float32, eighths: int) -> list[Float32]:

@@ -57,6 +57,11 @@ class Config(Features):
         return (0, self.tile_n)
 
     @property
+    def columns(self) -> int:
+        """Of an output."""
+        return self.dim_v
+
+    @property
     def outputs(self) -> tuple[int, ...]:
         first = 512 - self.tiles * self.dim_v
         return tuple(first + t * self.dim_v for t in range(self.tiles))

@@ -1,9 +1,10 @@
-"""flash_attention on Blackwell: softmax(scale Q K') V for T queries over S keys, D 32 to 256, in bf16 and fp16.
+"""flash_attention on Blackwell: softmax(scale Q K') V for T queries over S keys, in bf16 and fp16.
 
     loads: TMA of Q, K, V  ->  products: tcgen05, S, P and O in tensor memory  ->  softmax, correction  ->  stores
 
-The device code is ``cuda/sm100/prefill.py``, its tiles stand in ``cuda/sm100/prefill_plan.py``. It has run in the PTX
-simulator only.
+D 32 to 256 is ``cuda/sm100/prefill.py``. D 512 is ``cuda/sm100/prefill_wide.py``, where a pair of CTAs computes a tile
+and P passes through shared memory. Either is one launch for any number of keys; their tiles stand in
+``cuda/sm100/prefill_plan.py``. They have run in the PTX simulator only.
 """
 
 from __future__ import annotations

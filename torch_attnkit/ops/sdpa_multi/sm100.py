@@ -1,9 +1,9 @@
 """sdpa_multi on Blackwell: out = softmax(scale * q K') V for a block of queries, K and V read once per KV head.
 
-The device code is flash_attention's, ``cuda/sm100/prefill.py``: the query heads of a KV head and the queries of a block
-are the rows of its tiles, and a sequence's queries end where its keys do. Where tiles alone would leave multiprocessors
-idle, ``cuda/sm100/multi_plan.py`` cuts the keys of each into shares, which a second launch merges, merge_partials'.
-It has run in the PTX simulator only.
+The device code is flash_attention's, ``cuda/sm100/prefill.py`` and for D 512 ``cuda/sm100/prefill_wide.py``: the query
+heads of a KV head and the queries of a block are the rows of its tiles, and a sequence's queries end where its keys do.
+Where tiles alone would leave multiprocessors idle, ``cuda/sm100/multi_plan.py`` cuts the keys of each into shares,
+which a second launch merges, merge_partials'. They have run in the PTX simulator only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shares(call: Call, signature: dict[str, Any], sms: int) -> int:
         -(-T * group // (128 * tiles)), tiles, B * Hq // group, -(-seen // tile_n), tile_n,
         signature["dim"], Dv, B * T * Hq,
     )  # fmt: skip
-    return multi_plan.shares(work, sms)
+    return multi_plan.shares(work, sms // prefill_plan.multiprocessors(signature))
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
@@ -89,10 +89,10 @@ def _in_shares(
     def run(ins: tuple[Any, ...], outs: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
         floats, _ = space.get()
         out, lse = floats[: rows * Dv], floats[rows * Dv : rows * (Dv + 1)]
-        q, k, v, sink, kv_start, kv_len = ins
+        q, k, v, _, *lengths = ins
         places = (out.view(parts * B, T, Hq, Dv), lse.view(parts * B, T, Hq), None)
-        attend((q, k, v, None, kv_start, kv_len), places, scalars)
+        attend((q, k, v, None, *lengths), places, scalars)
         merged = (outs[0].view(B * T, Hq, Dv), outs[1].view(B * T, Hq))
-        merge(out.view(parts, B * T, Hq, Dv), lse.view(parts, B * T, Hq), sink, None, *merged)
+        merge(out.view(parts, B * T, Hq, Dv), lse.view(parts, B * T, Hq), ins[3], None, *merged)
 
     return run
