@@ -1,7 +1,7 @@
 """Attention of one query token with many query heads per KV head on Blackwell: ``tcgen05`` products, keys by TMA.
 
     loads --K, V--> ring          products: S' = K Q', O' += V' P', one warp, both in tensor memory
-    softmax, one warpgroup: S' -> P' in shared memory, O' *= factor when a maximum moved far; then O -> the cluster
+    softmax, two warpgroups: S' -> P' in shared memory, O' *= factor when a maximum moved far; then O -> the cluster
 
 Keys are the 128 rows of a product and query heads its columns, so 16 heads cost no more than they are, and up to 64 of
 them leave room in tensor memory for 512 columns of output: O' takes a row a column of V, D / 128 times the heads. V' is
@@ -40,7 +40,7 @@ from ..partials import join
 from ..ring import Fixed, Ring
 from . import tmem
 from .decode_rows import Rows
-from .decode_types import COLUMNS, KEYS, Layouts, Loads, Place, Products, TallConfig, Work
+from .decode_types import COLUMNS, KEYS, ROWS, Layouts, Loads, Place, Products, TallConfig, Work
 
 _ONE = tcgen05.CtaGroup.ONE
 _MOST = 8  # CTAs of a cluster
@@ -170,7 +170,7 @@ class Tall(Rows, Merging):
         def floats(count: int) -> cute.Tensor:
             return memory.allocate_tensor(Float32, cute.make_layout(count), 16)
 
-        counts = {"query": (1, 1), "scores": (2, 1), "values": (1, 1), "weights": (1, 4), "output": (1, 1)}
+        counts = {"query": (1, 1), "scores": (2, 1), "values": (1, 1), "weights": (1, ROWS // 32), "output": (1, 1)}
         single = {name: memory.allocate_array(cutlass.Int64, stages) for name, (stages, _) in counts.items()}
         ring = Ring(*(memory.allocate_array(cutlass.Int64, c.stages) for _ in range(2)), c.stages)
         word, base = memory.allocate(16, 16).toint(), memory.allocate(4, 4)

@@ -37,9 +37,11 @@ def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int
     splits = 1
     while splits * sides < _CLUSTER and 2 * splits * sides * pieces <= sms and splits < tiles:
         splits *= 2
-    clusters = sms // (splits * sides)
+    by_group = tiles <= splits
+    least = 1 if by_group else max(splits * 3 // 4, 1)
+    clusters = min(sms // (splits * sides), pieces if by_group else max(pieces * tiles // least, 1))
     sizes = dict(dim=dim, heads=heads, sides=sides, stages=min(room // (_KEYS * part * 2), _AT_ONCE))
     return Plan(
-        "trace_wide", paged(page) | sizes, chunks, int(tiles <= splits), max(splits * 3 // 4, 1), clusters, splits,
+        "trace_wide", paged(page) | sizes, chunks, int(by_group), least, clusters, splits,
         2 * clusters * sides * heads * (dim + 2), clusters * sides * splits,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The warpgroup of the Blackwell decode kernel that has the scores: softmax, and the result. Imports cutlass.
+"""The warpgroups of the Blackwell decode kernel that have the scores: softmax, and the result. Imports cutlass.
 
-Thread i has key i of a tile, which is lane i of tensor memory, and the scores of all heads; so a head's maximum and sum
-go across threads, unlike prefill's. Sums are kept apart by thread until a piece is through, and what is subtracted from
-a head's scores may lag behind its maximum (``prefill_softmax.LAG``): a tile that exceeds it nowhere, which nearly all
-but the first are, costs one vote.
+There are two, each with half of the heads. Thread i of one has key i of a tile, which is lane i of tensor memory, so a
+head's maximum and sum go across threads, unlike prefill's. Sums are kept apart by thread until a piece is through, and
+what is subtracted from a head's scores may lag behind its maximum (``prefill_softmax.LAG``): a tile that exceeds it
+nowhere, which nearly all but the first are, costs one vote.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from ..decode_types import Scalars, Tensors
 from ..warp_ops import exp2
 from . import prefill_softmax as softmax
 from . import tmem
-from .decode_types import KEYS, TallConfig, Work
+from .decode_types import COLUMNS, KEYS, ROWS, TallConfig, Work
 
 _INF = float("inf")
-_ROWS = 1  # the named barrier of the warpgroup
-_CHUNK = 16  # columns of the output that a thread has at a time
+_BARRIER = 1  # the named one of the warpgroups
 
 
 @dsl_user_op
 def _any(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Whether ``value`` is not 0 in any thread of the warpgroup, which meets for that."""
+    """Whether ``value`` is not 0 in any thread of the warpgroups, which meet for that."""
     text = (
         "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
-        f"barrier.cta.red.or.aligned.pred q, {_ROWS}, {KEYS}, p; selp.s32 $0, 1, 0, q; }}"
+        f"barrier.cta.red.or.aligned.pred q, {_BARRIER}, {ROWS}, p; selp.s32 $0, 1, 0, q; }}"
     )
     return Int32(
         llvm.inline_asm(
@@ -48,13 +47,13 @@ def _any(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 def _meet_rows() -> None:
-    cute.arch.barrier(barrier_id=_ROWS, number_of_threads=KEYS)
+    cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=ROWS)
 
 
 def across(values: list[Float32], join: Callable[[Float32, Float32], Float32]) -> list[Float32]:
     """Join every value over the lanes of a warp: of n values, lane l then has those from l * n / 32 on, rounded down.
 
-    Lanes exchange halves of what they have, so that 64 values take 62 shuffles, and 32 of them 31.
+    Lanes exchange halves of what they have, so that 32 values take 31 shuffles.
     """
     lane = cute.arch.lane_idx()
     for offset in (16, 8, 4, 2, 1):
@@ -87,7 +86,10 @@ def _put_words(address: Int32, words: list[Any]) -> None:
 
 
 class Rows:
-    """The softmax role; ``m`` is what the kernel has in shared memory, ``n`` counts tiles from the kernel's start."""
+    """The softmax role; ``m`` is what the kernel has in shared memory, ``n`` counts tiles from the kernel's start.
+
+    ``h0`` is the first of a warpgroup's heads, of which it has ``c.own``.
+    """
 
     c: TallConfig
 
@@ -96,31 +98,32 @@ class Rows:
         """All tiles of a piece; leaves O, maxima and sums in shared memory, where the cluster merges them."""
         c = self.c
         warp, thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.thread_idx()[0]
+        h0 = warp // 4 * c.own
         if thread < c.heads:
             m.shift[thread] = Float32(0.0)
-        if work.tiles > 0:
-            self._load_query(tensors, work, m)
         if const_expr(c.part < KEYS):
             # A product with 64 rows leaves half of the lanes as they are; loads of tensor memory take all.
-            for at in cutlass.range_constexpr(0, c.heads, _CHUNK):
-                tmem.store(tmem.lanes(Int32(c.output + at), warp), [Float32(0.0)] * _CHUNK)
+            tmem.store(tmem.lanes(c.output + h0, warp), [Float32(0.0)] * c.own)
             tmem.await_stores()
-        rSum = cute.make_rmem_tensor(c.heads, Float32)
+            tmem.before_sync()
+        if work.tiles > 0:
+            self._load_query(tensors, work, m)
+        rSum = cute.make_rmem_tensor(c.own, Float32)
         rSum.fill(0.0)
         for i in cutlass.range(work.tiles, unroll=1):
             first, low, high = place(keys, work.first + i * work.step, KEYS)
             low, high = low - first, high - first
-            rS = self._scores(scalars, m, n + i, low, high, warp)
-            peak = softmax.row_max([rS[h] for h in range(c.heads)], -Float32.inf)
+            rS = self._scores(scalars, m, n + i, low, high, warp, h0)
+            peak = softmax.row_max([rS[h] for h in range(c.own)], -Float32.inf)
             if _any(Int32((i == 0) | (peak > softmax.LAG))) != 0:
-                self._raise(m, rS, rSum, n + i, i, warp)
+                self._raise(m, rS, rSum, n + i, i, warp, h0)
             words = self._weights(rS, rSum)
             if i > 0:
                 cute.arch.mbarrier_wait(m.output, (n + i - 1) & 1)
             if (low > 0) | (high < KEYS):
                 self._clear_row(m, work, n, i, low, high)
-            self._leave_weights(m, words)
-        self._publish(m, rSum, n, work.tiles, warp)
+            self._leave_weights(m, words, h0)
+        self._publish(m, rSum, n, work.tiles, warp, h0)
 
     @cute.jit
     def _load_query(self, tensors: Tensors, work: Work, m: Any):
@@ -145,7 +148,7 @@ class Rows:
         """In copies of ``size`` bytes; the 16-byte chunks of eight rows lie in different banks (128B swizzle)."""
         c = self.c
         copies = const_expr(c.dim * 2 // size)  # of a row
-        for index in cutlass.range(cute.arch.thread_idx()[0], c.heads * copies, KEYS, unroll=4):
+        for index in cutlass.range(cute.arch.thread_idx()[0], c.heads * copies, ROWS, unroll=4):
             row, at = index // copies, index % copies * size
             chunk = ((at // 16) ^ row) & 7
             target = m.sQ + at // 128 * (c.heads * 128) + row * 128 + chunk * 16 + at % 16
@@ -156,38 +159,44 @@ class Rows:
                 op.copy_4_async(target, start + by_head * row + at, cutlass.select_(good, Int32(4), Int32(0)))
 
     @cute.jit
-    def _scores(self, scalars: Scalars, m: Any, n: Int32, low: Int32, high: Int32, warp: Int32):
+    def _scores(self, scalars: Scalars, m: Any, n: Int32, low: Int32, high: Int32, warp: Int32, h0: Int32):
         """This thread's key's scores in powers of two, less what is subtracted; -inf where the key does not count."""
         c = self.c
         cute.arch.mbarrier_wait(m.scores + (n & 1), (n >> 1) & 1)
         tmem.after_sync()
-        got = tmem.load(tmem.lanes((n & 1) * c.heads, warp), c.heads)
+        base, scale = tmem.lanes((n & 1) * c.heads + h0, warp), scalars.scale
+        if scalars.cap > 0:
+            # Eight at a time and back to where they were: the registers of more would spill.
+            for at in cutlass.range(0, c.own, 8, unroll=1):
+                some = tmem.load(base + at, 8)
+                tmem.await_loads()
+                tmem.store(base + at, [scalars.cap * _tanh(x * scale) for x in some])
+            tmem.await_stores()
+            scale = Float32(1.0)
+        got = tmem.load(base, c.own)
         tmem.await_loads()
         tmem.before_sync()
-        rS = cute.make_rmem_tensor(c.heads, Float32)
-        for h, value in enumerate(softmax.rescaled(got, scalars.scale)):
+        rS = cute.make_rmem_tensor(c.own, Float32)
+        for h, value in enumerate(softmax.rescaled(got, scale)):
             rS[h] = value
-        if scalars.cap > 0:
-            for h in cutlass.range_constexpr(c.heads):
-                rS[h] = scalars.cap * _tanh(rS[h])
-        for h in cutlass.range_constexpr(0, c.heads, 4):
-            shift = _four(m.shift, h)
+        for h in cutlass.range_constexpr(0, c.own, 4):
+            shift = _four(m.shift, h0 + h)
             for x in cutlass.range_constexpr(0, 4, 2):
                 pair = cute.arch.add_packed_f32x2((rS[h + x], rS[h + x + 1]), (shift[x], shift[x + 1]))
                 rS[h + x], rS[h + x + 1] = pair
         if (low > 0) | (high < KEYS):
-            key = cute.arch.thread_idx()[0]
+            key = cute.arch.thread_idx()[0] % KEYS
             counts = (key >= low) & (key < high)
-            for h in cutlass.range_constexpr(c.heads):
+            for h in cutlass.range_constexpr(c.own):
                 rS[h] = cutlass.select_(counts, rS[h], Float32(-_INF))
         return rS
 
     @cute.jit
-    def _raise(self, m: Any, rS: Any, rSum: Any, n: Int32, i: Int32, warp: Int32):
+    def _raise(self, m: Any, rS: Any, rSum: Any, n: Int32, i: Int32, warp: Int32, h0: Int32):
         """Subtract the maxima of heads that exceed what was subtracted too far; in a piece's first tile, of all."""
         c = self.c
         thread = cute.arch.thread_idx()[0]
-        self._leave_across(m, [rS[h] for h in range(c.heads)], cute.arch.fmax, warp)
+        self._leave_across(m, [rS[h] for h in range(c.own)], cute.arch.fmax, warp, h0)
         if thread < c.heads:
             four = _four(m.warps, thread * 4)
             top = cute.arch.fmax(cute.arch.fmax(four[0], four[1]), cute.arch.fmax(four[2], four[3]))
@@ -197,8 +206,8 @@ class Rows:
             m.change[thread] = change
             m.factor[thread] = cutlass.select_(i == 0, Float32(1.0), exp2(change))
         _meet_rows()
-        for h in cutlass.range_constexpr(0, c.heads, 4):
-            change, factor = _four(m.change, h), _four(m.factor, h)
+        for h in cutlass.range_constexpr(0, c.own, 4):
+            change, factor = _four(m.change, h0 + h), _four(m.factor, h0 + h)
             for x in cutlass.range_constexpr(4):
                 rS[h + x] = rS[h + x] + change[x]
                 rSum[h + x] = rSum[h + x] * factor[x]
@@ -206,42 +215,41 @@ class Rows:
             cute.arch.mbarrier_wait(m.output, (n - 1) & 1)
             tmem.after_sync()
             for p in cutlass.range(c.parts, unroll=1):
-                base = tmem.lanes(c.output + p * c.heads, warp)
-                for at in cutlass.range_constexpr(0, c.heads, _CHUNK):
-                    values = tmem.load(base + at, _CHUNK)
-                    tmem.await_loads()
-                    factors = [_four(m.factor, at + h) for h in range(0, _CHUNK, 4)]
-                    tmem.store(base + at, [v * factors[h // 4][h % 4] for h, v in enumerate(values)])
+                base = tmem.lanes(c.output + p * c.heads + h0, warp)
+                values = tmem.load(base, c.own)
+                tmem.await_loads()
+                factors = [_four(m.factor, h0 + h) for h in range(0, c.own, 4)]
+                tmem.store(base, [v * factors[h // 4][h % 4] for h, v in enumerate(values)])
             tmem.await_stores()
             tmem.before_sync()
 
-    def _leave_across(self, m: Any, values: list[Float32], join: Any, warp: Int32) -> None:
-        """What a warp has of every head, for the threads that have a head each."""
+    def _leave_across(self, m: Any, values: list[Float32], join: Any, warp: Int32, h0: Int32) -> None:
+        """What a warp has of its heads, for the threads that have a head each."""
         lane = cute.arch.lane_idx()
         for x, value in enumerate(across(values, join)):
-            m.warps[(lane * self.c.heads // 32 + x) * 4 + warp] = value
+            m.warps[(h0 + lane * self.c.own // 32 + x) * 4 + warp % 4] = value
         _meet_rows()
 
     @cute.jit
     def _weights(self, rS: Any, rSum: Any):
         """Probabilities, added to the sums; returned in pairs of 16 bits."""
         c = self.c
-        for h in cutlass.range_constexpr(c.heads):
+        for h in cutlass.range_constexpr(c.own):
             rS[h] = exp2(rS[h])
             rSum[h] = rSum[h] + rS[h]
-        words = cute.make_rmem_tensor(c.heads // 2, Int32)
-        for h in cutlass.range_constexpr(0, c.heads, 2):
+        words = cute.make_rmem_tensor(c.own // 2, Int32)
+        for h in cutlass.range_constexpr(0, c.own, 2):
             words[h // 2] = softmax.pack(rS[h], rS[h + 1], c.dtype)
         return words
 
     @cute.jit
-    def _leave_weights(self, m: Any, words: Any):
+    def _leave_weights(self, m: Any, words: Any, h0: Int32):
         """This key's row of P', its 16-byte chunks where a swizzle as wide as the row has them."""
         c = self.c
-        row = cute.arch.thread_idx()[0] * (c.heads * 2)
+        row = cute.arch.thread_idx()[0] % KEYS * (c.heads * 2)
         turn = ((row >> 7) & const_expr(c.heads // 8 - 1)) * 16
-        for w in cutlass.range_constexpr(0, c.heads // 2, 4):
-            _put_words(m.sP + row + (const_expr(w * 4) ^ turn), [words[w + x] for x in range(4)])
+        for w in cutlass.range_constexpr(0, c.own // 2, 4):
+            _put_words(m.sP + row + ((h0 * 2 + w * 4) ^ turn), [words[w + x] for x in range(4)])
         cute.arch.fence_view_async_shared()
         tmem.before_sync()
         cute.arch.sync_warp()
@@ -250,44 +258,44 @@ class Rows:
 
     @cute.jit
     def _clear_row(self, m: Any, work: Work, n: Int32, i: Int32, low: Int32, high: Int32):
-        """Zeros over this thread's row of V if its key does not count: what the cache holds there may be NaN."""
+        """Zeros over a row of V, a warpgroup half of it, if its key does not count: the cache may hold NaN there."""
         c = self.c
-        key = cute.arch.thread_idx()[0]
+        key, half = cute.arch.thread_idx()[0] % KEYS, cute.arch.thread_idx()[0] // KEYS
         fill = self.value_fill(n, i, work.tiles)
         if const_expr(not c.same):
             cute.arch.mbarrier_wait(m.values, (n + i) & 1)
-        for p in cutlass.range(c.parts, unroll=1):
-            if (key < low) | (key >= high):
-                row = m.sKV + m.ring.slot(fill + p) * c.buffer_bytes + key * 128
-                for at in cutlass.range_constexpr(0, c.part * 2, 16):
-                    _put_words(row + const_expr(at // 128 * (KEYS * 128) + at % 128), [Int32(0)] * 4)
+        if (key < low) | (key >= high):
+            for p in cutlass.range(c.parts, unroll=1):
+                at = m.sKV + m.ring.slot(fill + p) * c.buffer_bytes + key * 128
+                at += half * const_expr(c.part if c.part == COLUMNS else KEYS * 128)
+                for x in cutlass.range_constexpr(0, c.part, 16):
+                    _put_words(at + x, [Int32(0)] * 4)
 
     @cute.jit
-    def _publish(self, m: Any, rSum: Any, n: Int32, tiles: Int32, warp: Int32):
+    def _publish(self, m: Any, rSum: Any, n: Int32, tiles: Int32, warp: Int32, h0: Int32):
         """O, maxima and sums to shared memory; zeros if the CTA had no tile."""
         c = self.c
         thread = cute.arch.thread_idx()[0]
-        self._leave_across(m, [rSum[h] for h in range(c.heads)], operator.add, warp)
+        self._leave_across(m, [rSum[h] for h in range(c.own)], operator.add, warp, h0)
         if thread < c.heads:
             four = _four(m.warps, thread * 4)
             total = (four[0] + four[1]) + (four[2] + four[3])
             m.result[thread * 2] = cutlass.select_(total == 0.0, Float32(-_INF), -m.shift[thread])
             m.result[thread * 2 + 1] = total
         lanes = const_expr(c.part // 4)  # of a warp that have a row of O'
-        column = warp * lanes + cute.arch.lane_idx()
+        column = warp % 4 * lanes + cute.arch.lane_idx()
         if tiles > 0:
             cute.arch.mbarrier_wait(m.output, (n + tiles - 1) & 1)
             tmem.after_sync()
         for p in cutlass.range(c.parts, unroll=1):
-            for at in cutlass.range_constexpr(0, c.heads, _CHUNK):
-                rO = cute.make_rmem_tensor(_CHUNK, Float32)
-                rO.fill(0.0)
-                if tiles > 0:
-                    values = tmem.load(tmem.lanes(c.output + p * c.heads + at, warp), _CHUNK)
-                    tmem.await_loads()
-                    for h in cutlass.range_constexpr(_CHUNK):
-                        rO[h] = values[h]
-                if cute.arch.lane_idx() < lanes:
-                    for h in cutlass.range_constexpr(_CHUNK):
-                        m.rows[(at + h) * c.dim + p * c.part + column] = rO[h]
+            rO = cute.make_rmem_tensor(c.own, Float32)
+            rO.fill(0.0)
+            if tiles > 0:
+                values = tmem.load(tmem.lanes(c.output + p * c.heads + h0, warp), c.own)
+                tmem.await_loads()
+                for h in cutlass.range_constexpr(c.own):
+                    rO[h] = values[h]
+            if cute.arch.lane_idx() < lanes:
+                for h in cutlass.range_constexpr(c.own):
+                    m.rows[(h0 + h) * c.dim + p * c.part + column] = rO[h]
         tmem.before_sync()

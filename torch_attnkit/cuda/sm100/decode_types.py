@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 KEYS = 128  # of a tile: the rows of its scores, the lanes of tensor memory
+ROWS = 2 * KEYS  # threads that have scores
 COLUMNS = 64  # of a box: 128 bytes of a row, as wide as the swizzle
 
 
@@ -68,9 +69,14 @@ class TallConfig:
     def output(self) -> int:
         return 2 * self.heads
 
-    # Warps: one warpgroup for the softmax, one warp for products, one for loads.
-    product_warp, load_warp = 4, 5
-    threads = 192
+    # Warps: two warpgroups for the softmax, one warp for products, one for loads.
+    product_warp, load_warp = 8, 9
+    threads = ROWS + 64
+
+    @property
+    def own(self) -> int:
+        """Heads of a softmax warpgroup."""
+        return self.heads // 2
 
     @property
     def query_bytes(self) -> int:
