@@ -21,8 +21,8 @@ MAX_SHARED = 227 << 10
 # GPUs that a row's kernels are for, besides the one that they are compiled for: a B300 beside a B200.
 SIBLINGS = {"sm100": ("sm_103a",)}
 # What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
-# tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory LDTM and STTM. Slower
-# ways to do the same would compile as well.
+# tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory
+# LDTM and STTM. Slower ways to do the same would compile as well.
 WIDE, NARROW = ("HGMMA", "LDGSTS"), ("HMMA", "LDGSTS")
 PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM", "STTM")}
 INSTRUCTIONS = {
