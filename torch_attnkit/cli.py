@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -182,6 +183,7 @@ def parity(
     arch: Annotated[str | None, typer.Option(help="Only the rows of cpu, metal, sm90 or sm100.")] = None,
     record: Annotated[bool, typer.Option(help="Write the result to torch_attnkit/evidence/ for SUPPORT.md.")] = False,
     report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.")] = 1,
 ) -> None:
     """Run the parity cases of every row that this machine can run, on its hardware and in the simulators it has."""
     known = ("cpu", *SIMULATED)
@@ -195,7 +197,7 @@ def parity(
         if device == "mps":
             failures += _parity_on_mac(op, record, report)
             continue
-        failures += _parity_on(device, label, Target(found), op, record)
+        failures += _parity_on(device, label, Target(found), op, record, jobs=jobs)
     here = {found for _, _, found in _devices()}
     for found in (a for a in SIMULATED if a in wanted):
         try:
@@ -204,7 +206,7 @@ def parity(
             if found not in here:
                 console.print(f"{found}: no hardware here and no simulator in this version")
             continue
-        failures += _parity_on("cpu", found, Target(found, simulated=True), op, record)
+        failures += _parity_on("cpu", found, Target(found, simulated=True), op, record, jobs=jobs)
     raise typer.Exit(1 if failures else 0)
 
 
@@ -219,17 +221,24 @@ def _parity_on_mac(only: str | None, record: bool, file: Path | None) -> int:
         console.print(f"[red]{escape(why)}[/red]")
     else:
         found["parity"] = []
-        _parity_on("mps", str(found["machine"]["gpu"]), target, only, record, found["parity"])
+        _parity_on("mps", str(found["machine"]["gpu"]), target, only, record, found=found["parity"])
     console.print(mac.write(found, file or mac.default_file("parity")), soft_wrap=True)
     return 1 if why else sum(row["failed"] for row in found["parity"])
 
 
 def _parity_on(
-    device: str, label: str, target: Target, only: str | None, record: bool, found: list[dict[str, Any]] | None = None
+    device: str,
+    label: str,
+    target: Target,
+    only: str | None,
+    record: bool,
+    *,
+    jobs: int = 1,
+    found: list[dict[str, Any]] | None = None,
 ) -> int:
-    """Run every case of ``target``'s rows; print a table, optionally record evidence, return the failures.
+    """Run every case of ``target``'s rows in ``jobs`` processes; print a table, optionally record it.
 
-    ``found`` gets the rows with their largest error and what failed.
+    Returns the failures; ``found`` gets the rows with their largest error and what failed.
     """
     chosen = [r for r in table_rows(target.arch) if only in (None, r[0].name)]
     table = Table("row", "cases", "failed", "largest error / tolerance", title=f"{target} on {label}")
@@ -237,22 +246,22 @@ def _parity_on(
 
     results, failed = [], 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, _checks(target):
+    start = functools.partial(_begin, target)
+    with Progress(*columns, console=console) as progress, _checks(target), parity_run.workers(jobs, start) as each:
         for op, index, row, arch in chosen:
             todo = parity_run.cases(op, index, arch, covering=target.simulated)
-            task = progress.add_task(f"{op.name} {row.file}", total=len(todo) * len(parity_run.LAYOUTS))
+            runs = [(case, device.split(":")[0], layout) for case in todo for layout in parity_run.LAYOUTS]
+            task = progress.add_task(f"{op.name} {row.file}", total=len(runs))
             wrong, worst = [], 0.0
-            for case in todo:
-                for layout in parity_run.LAYOUTS:
-                    try:
-                        worst = max(worst, parity_run.run(case, device.split(":")[0], layout))
-                    except (AssertionError, UnsupportedError, RuntimeError) as error:
-                        wrong.append(str(error))
-                    progress.advance(task)
+            for outcome in each(parity_run.outcome, *zip(*runs, strict=True)):
+                if isinstance(outcome, str):
+                    wrong.append(outcome)
+                else:
+                    worst = max(worst, outcome)
+                progress.advance(task)
             failed += len(wrong)
-            total = len(todo) * len(parity_run.LAYOUTS)
-            table.add_row(f"{op.name}/{row.file}", str(total), str(len(wrong)), f"{worst:.2f}")
-            results.append({"row": row_id(op.name, row), "passed": total - len(wrong), "failed": len(wrong)})
+            table.add_row(f"{op.name}/{row.file}", str(len(runs)), str(len(wrong)), f"{worst:.2f}")
+            results.append({"row": row_id(op.name, row), "passed": len(runs) - len(wrong), "failed": len(wrong)})
             if found is not None:
                 found.append(results[-1] | {"error_of_tolerance": worst, "messages": wrong[:20]})
             for message in wrong[:5]:
@@ -263,12 +272,17 @@ def _parity_on(
     return failed
 
 
+def _begin(target: Target) -> None:
+    """For a process of its own: look as closely as its parent, to its end."""
+    _checks(target).__enter__()
+
+
 def _checks(target: Target) -> contextlib.AbstractContextManager[Any]:
     return _CHECKED[target.arch][1]() if target.simulated else contextlib.nullcontext()
 
 
 def _record(target: Target, label: str, results: list[dict[str, Any]]) -> None:
-    from torch_attnkit.report import EVIDENCE
+    from torch_attnkit.report import EVIDENCE, row_id
 
     device = platform.machine() if target.arch == "cpu" else label
     run = {
@@ -283,6 +297,11 @@ def _record(target: Target, label: str, results: list[dict[str, Any]]) -> None:
         run["also checked"] = _CHECKED[target.arch][0]
     name = f"{target.arch}-{'simulator' if target.simulated else device}".lower().replace(" ", "-")
     file = EVIDENCE / f"{name}.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    if before.get("versions") == run["versions"]:  # rows that were not run now stay as they were seen
+        seen = {row["row"]: row for row in [*before["rows"], *results]}
+        table = [row_id(op.name, row) for op, _, row, _ in table_rows(target.arch)]
+        run["rows"] = [seen[row] for row in table if row in seen]
     file.write_text(json.dumps(run, indent=1) + "\n")
     console.print(f"recorded {file.name}; run: python -m torch_attnkit support --write SUPPORT.md")
 

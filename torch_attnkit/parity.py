@@ -8,15 +8,18 @@ compares with the reference run in float64 (``oracle/compare.py``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import multiprocessing
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torch_attnkit.core import dispatch, simulate
+from torch_attnkit.core import UnsupportedError, dispatch, simulate
 from torch_attnkit.core.op import Call, Op
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.oracle.attention import narrow_products
@@ -143,6 +146,33 @@ def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float:
         (check(f"{case.id} {n}", g, r, r64) for n, g, r, r64 in zip(names, got, ref, ref64, strict=True)),
         default=0.0,
     )
+
+
+def outcome(case: Case, device: str, layout: str) -> float | str:
+    """What ``run`` returns, or in words why the case failed."""
+    try:
+        return run(case, device, layout)
+    except (AssertionError, UnsupportedError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def workers(jobs: int, begin: Callable[[], Any]) -> Iterator[Callable[..., Iterator[float | str]]]:
+    """A ``map`` over cases by ``jobs`` processes, each of which calls ``begin`` first; the usual ``map`` for one.
+
+    Most of a case's time goes into its references, on the CPU.
+    """
+    if jobs == 1:
+        yield map
+        return
+    # Not forked: neither the parent's threads nor its CUDA context live on in a child.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _alone, (begin,)) as pool:
+        yield functools.partial(pool.map, chunksize=4)
+
+
+def _alone(begin: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    begin()
 
 
 def _mutated(op: Op, args: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import re
 
@@ -12,7 +14,12 @@ from torch_attnkit.cuda import compile, inspect, warmup
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
 MAX_REGISTERS = 255
-MAX_SHARED = 227 << 10  # bytes that one block may have; static allocations only
+REGISTER_FILE = 64 << 10  # registers of a multiprocessor
+# Bytes that one block may have. A cubin knows static allocations only; the simulator, in which every case of parity
+# runs, refuses launches with more than this altogether.
+MAX_SHARED = 227 << 10
+# GPUs that a row's kernels are for, besides the one that they are compiled for: a B300 beside a B200.
+SIBLINGS = {"sm100": ("sm_103a",)}
 # What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
 # tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory
 # LDTM and STTM. Slower ways to do the same would compile as well.
@@ -33,11 +40,13 @@ missing = [
     for name, there in (
         ("nvidia-cutlass-dsl", importlib.util.find_spec("nvidia_cutlass_dsl")),
         ("cuobjdump (of a CUDA toolkit or of triton)", inspect.cuobjdump()),
+        ("ptxas (of triton or of a CUDA toolkit)", inspect.ptxas()),
     )
     if not there
 ]
 
 
+@functools.cache
 def covering(name: str, file: str, arch: str) -> list[compile.Request]:
     """Few requests of a row that together hold every value of every signature entry, those of 8 bits by themselves."""
     chosen, seen = [], set()
@@ -58,28 +67,65 @@ def test_a_row_compiles_and_fits(name, file, arch):
     requests = covering(name, file, arch)
     assert requests
     for request in requests:
-        library = compile.get(request).library
-        found = inspect.resources(library)
-        assert found, f"{request}: no kernel inside"
+        compiled = compile.get(request)
+        library, ptx = compiled.library, compiled.ptx.read_text()
         sass = inspect.sass(library)
         assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
         codes = ("dtype", "f8e4m3") in request.signature
         for word in INSTRUCTIONS.get((name, arch, request.trace), ()):
             word = "UTCQMMA" if codes and word == "UTCHMMA" else word
             assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
-        for kernel in found:
-            where = f"{request}: {kernel}"
-            assert kernel.local == 0, where
-            assert 0 < kernel.registers <= MAX_REGISTERS, where
-            assert kernel.shared <= MAX_SHARED, where
+        fits(inspect.resources(library), ptx, f"{request}")
+        for sibling in SIBLINGS.get(arch, ()):
+            fits(inspect.taken([inspect.assemble(ptx, sibling)]), ptx, f"{request}, assembled for {sibling}")
+
+
+def fits(found: list[inspect.Resources], ptx: str, where: str) -> None:
+    """No spills, and as many registers as the blocks that the kernel wants on a multiprocessor have there."""
+    assert found, f"{where}: no kernel inside"
+    for kernel in found:
+        assert kernel.local == kernel.stack == 0, f"{where}: {kernel}"
+        assert 0 < kernel.registers <= MAX_REGISTERS, f"{where}: {kernel}"
+        assert inspect.promised(ptx).registers(kernel.registers) <= REGISTER_FILE, f"{where}: {kernel}"
+        assert kernel.shared <= MAX_SHARED, f"{where}: {kernel}"
+
+
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+def test_a_b300_gets_the_same_ptx(tmp_path):
+    """What is assembled for a B300 above is what CuTeDSL hands to the assembler when it compiles for one."""
+    import cutlass.cute as cute
+
+    request = next(r for r in covering("flash_attention", "sm100", "sm100") if dict(r.signature)["dim"] == 128)
+    kernel = importlib.import_module(request.kernel)
+    host, arguments = kernel.trace(request.arch, **dict(request.signature))
+    cute.compile(host, *arguments, options=f"--enable-tvm-ffi --gpu-arch sm_103a --keep-ptx --dump-dir {tmp_path}")
+    (text,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert ".target sm_103a" in text
+    assert text == inspect.retargeted(compile.get(request).ptx.read_text(), "sm_103a")
+
+
+def norm(arch: str) -> compile.Request:
+    """A kernel of gated_rmsnorm with wide vectors."""
+    return compile.Request(
+        "gated_rmsnorm", "cuda", arch, "torch_attnkit.ops.gated_rmsnorm.cuda_kernel", "trace",
+        (("dtypes", ("bf16",) * 3), ("rank", 2), ("groups", 1), ("config", (8, 64, 4, 256, 1, True)), ("even", True)),
+    )  # fmt: skip
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 def test_vectors_are_16_bytes_wide_and_marked(tmp_path):
     """Loads and stores of aligned rows move 16 bytes an instruction; all but those of w leave the cache first."""
-    request = compile.Request(
-        "gated_rmsnorm", "cuda", "sm90", "torch_attnkit.ops.gated_rmsnorm.cuda_kernel", "trace",
-        (("dtypes", ("bf16",) * 3), ("rank", 2), ("groups", 1), ("config", (8, 64, 4, 256, 1, True)), ("even", True)),
-    )  # fmt: skip
-    text = inspect.sass(compile.compile_into(request, tmp_path).library)
+    text = inspect.sass(compile.compile_into(norm("sm90"), tmp_path).library)
     assert text.count("LDG.E.EF.128") == 2 * 4 and text.count("STG.E.EF.128") == 4 and text.count("LDG.E.128") == 4
+
+
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+def test_spills_and_greed_are_noticed(tmp_path):
+    """The same PTX fails with few registers, and where it promises more blocks than there is room for."""
+    ptx = compile.compile_into(norm("sm100"), tmp_path).ptx.read_text()
+    poor = re.sub(r"(?m)^(\.reqntid .*)", r"\1\n.maxnreg 24", ptx)
+    with pytest.raises(AssertionError, match=r"poor: .* stack=[1-9]"):
+        fits(inspect.taken([inspect.assemble(poor, "sm_103a")]), poor, "poor")
+    crowded = re.sub(r"(?m)^(\.reqntid .*)", r"\1\n.minnctapersm 32", ptx)
+    with pytest.raises(AssertionError, match="crowded: "):
+        fits(inspect.taken([inspect.assemble(ptx, "sm_103a")]), crowded, "crowded")

@@ -12,15 +12,16 @@ from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 
 from . import compile, driver
-from .decode_plan import bounded, plan, score_factors
+from .decode_plan import Plan, bounded, score_factors
 from .splits import Workspace
 
 
-def decoder(call: Call, target: Target, keys: int, page: int = 0) -> Callable[..., None]:
+def decoder(
+    call: Call, target: Target, plan: Callable[..., Plan], keys: int, page: int = 0
+) -> Callable[..., None]:
     """The launch for caches of at most ``keys`` keys a sequence, in pages of ``page`` if that is not 0.
 
-    It takes q, k, v, table (None without pages), kv_len, sink, kv_start, out and lse. The kernels are written for
-    Hopper; Blackwell runs the one that needs no ``wgmma``.
+    It takes q, k, v, table (None without pages), kv_len, sink, kv_start, out and lse. ``plan`` is the architecture's.
     """
     dim, dim_v = call.dim["D"], call.dim["Dv"]
     window, sinks = bounded(call.arg.window), bounded(call.arg.sink_tokens)
@@ -29,14 +30,13 @@ def decoder(call: Call, target: Target, keys: int, page: int = 0) -> Callable[..
     if call.dim["B"] == 0:
         return lambda *args: None
     p = plan(
-        dim, dim_v, call.dim["Hq"] // heads, driver.sm_count(call.device), most, groups, page,
-        has_wgmma=target.arch == "sm90",
+        dim, dim_v, call.dim["Hq"] // heads, driver.sm_count(call.device), most, groups, page
     )  # fmt: skip
     wide = p.trace == "trace_wide"
 
     def compiled(**same: bool) -> Callable[..., None]:
         return compile.launcher(
-            call, target, target.arch, kernel=f"torch_attnkit.ops.{call.op}.sm90_kernel", trace=p.trace,
+            call, target, target.arch, kernel=f"torch_attnkit.ops.{call.op}.{target.arch}_kernel", trace=p.trace,
             dtype=short(call.dtype), **p.sizes, **same,
         )  # fmt: skip
 

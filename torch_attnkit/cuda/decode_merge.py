@@ -24,11 +24,12 @@ from .warp_ops import exp2
 _LN2 = 0.6931471805599453
 _LOG2E = 1.4426950408889634
 _INF = float("inf")
-_AT_ONCE = 8  # parts that a thread has on the way while it merges
 
 
 class Merging:
-    """The base of both decode kernels; of its Config it needs heads, dim_v, results, threads and sizes of memory."""
+    """The base of the decode kernels; of its Config it needs heads, dim_v, results, threads and sizes of memory."""
+
+    at_once = 8  # parts that a thread has on the way while it merges
 
     def __init__(self, config: Any):
         self.c = config
@@ -140,7 +141,7 @@ class Merging:
     ):  # fmt: skip
         """Four columns of a head, summed over the parts begin, begin + step ... of -1 (in ``slot``) to more - 1.
 
-        ``_AT_ONCE`` parts are on the way before the first is used; beyond the last they repeat it.
+        ``at_once`` parts are on the way before the first is used; beyond the last they repeat it.
         """
         c = self.c
         size = const_expr(c.part_floats * 4)
@@ -150,14 +151,14 @@ class Merging:
         rO = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         rO.fill(0.0)
         top, total = Float32(-_INF), Float32(0.0)
-        for first in cutlass.range(begin, more, _AT_ONCE * step, unroll=1):
+        for first in cutlass.range(begin, more, self.at_once * step, unroll=1):
             at = []
-            for i in cutlass.range_constexpr(_AT_ONCE):
+            for i in cutlass.range_constexpr(self.at_once):
                 n = cutlass.min(first + i * step, more - 1)
                 at.append(cutlass.select_(n < 0, base, later + Int64(n) * (2 * size)))
             stats = [op.load_2_floats(a + stat_at) for a in at]
             news = [op.load_4_floats(a + o_at) for a in at]
-            tops = [cutlass.select_(first + i * step < more, stats[i][0], Float32(-_INF)) for i in range(_AT_ONCE)]
+            tops = [cutlass.select_(first + i * step < more, stats[i][0], Float32(-_INF)) for i in range(self.at_once)]
             top, total = join(rO, top, total, tops, [s[1] for s in stats], news)
         return rO, top, total
 
@@ -213,7 +214,7 @@ class Merging:
         team, vector = thread // vectors, thread % vectors
         per = Int32(1)  # teams of a row
         for _ in cutlass.range_constexpr(teams.bit_length() - 1):
-            per = cutlass.select_((per * _AT_ONCE <= more) & (per < teams), per * 2, per)
+            per = cutlass.select_((per * self.at_once <= more) & (per < teams), per * 2, per)
         for first in cutlass.range(head, end, teams // per, unroll=1):
             row = first + team // per
             if (team < teams) & (row < end):

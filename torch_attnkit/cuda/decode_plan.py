@@ -12,7 +12,7 @@ _LONG = 200 << 10  # bytes of keys and values for every SM, from which on one bl
 _PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory busy
 _ROUNDS = 12  # waits for memory from which on a second kernel merges faster than the block that brings the last part
 _MUCH = 3 << 19  # bytes of keys and values for every SM, from which on the wide kernel is faster for few heads, too
-_FEW = 8  # query heads that ``cuda/decode.py`` has at once
+FEW = 8  # query heads that ``cuda/decode.py`` has at once
 _WIDE = {64: (64, 2), 128: (64, 2), 256: (32, 2), 512: (32, 1)}  # D: keys of a tile and blocks on an SM
 _LEAST = 128  # keys that a block attends at least, for its part has 64 rows to write and to merge
 
@@ -21,8 +21,9 @@ _LEAST = 128  # keys that a block attends at least, for its part has 64 rows to 
 class Plan:
     """A kernel, by the name of its trace and what it is compiled with; and how it runs.
 
-    ``sizes`` are entries of ``Config`` or ``WideConfig`` (``cuda/decode_types.py``), the other numbers are
-    arguments of a launch; ``floats`` and ``counters`` are its workspace.
+    ``sizes`` are entries of ``Config`` or ``WideConfig`` (``cuda/decode_types.py``) or ``TallConfig``
+    (``cuda/sm100/decode_types.py``), the other numbers are arguments of a launch; ``floats`` and ``counters`` are its
+    workspace. ``combiners`` merge parts: blocks of a second kernel, or CTAs of a cluster.
     """
 
     trace: str
@@ -36,12 +37,10 @@ class Plan:
     counters: int
 
 
-def plan(
-    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, has_wgmma: bool = True
-) -> Plan:
+def plan(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0) -> Plan:
     """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
 
-    ``page`` is the number of keys of a page, 0 without pages. The wide kernel needs ``wgmma``.
+    ``page`` is the number of keys of a page, 0 without pages. This is Hopper's; Blackwell's is in ``sm100/decode_plan.py``.
 
     The wide kernel for the other one with few heads, H200, 32/8 heads, no pages, us: D 128, 1x8192 17.8 for 15.6,
     16x8192 127 for 131, 1x131072 128 for 134, 64x4096 243 for 258, 128x8192 944 for 1002; D 64, 16x8192 69.3 for 70.1,
@@ -49,12 +48,12 @@ def plan(
     """
     nbytes = groups * most_keys * (dim + dim_v) * 2
     streams = page == 0 and dim <= 128 and most_keys > _SHORT and nbytes >= sms * _MUCH
-    if has_wgmma and dim == dim_v and dim in _WIDE and (group > _FEW or streams):
+    if dim == dim_v and dim in _WIDE and (group > FEW or streams):
         return _wide(dim, group, sms, most_keys, groups, page)
-    return _narrow(dim, dim_v, group, sms, most_keys, groups, page)
+    return narrow(dim, dim_v, group, sms, most_keys, groups, page)
 
 
-def _narrow(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int) -> Plan:
+def narrow(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int) -> Plan:
     """One block an SM with tiles of 32 keys instead of two with 16, H200, 32/8 heads, D 128: 1x8192 15.9 for 17.5 us,
     1x131072 133.5 for 137.6, 16x8192 131 to 136 for 134.2, but 1x1024 9.9 for 8.1; from 64x4096 on they are equal.
     Over pages tiles keep to 16 keys, which lie in one page of 16.
@@ -79,7 +78,7 @@ def _narrow(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: 
     combine = _rounds(min(group, heads), dim_v, 32 * warps, parts) > _ROUNDS
     sizes = dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine)
     return Plan(
-        "trace", _paged(page) | sizes, chunks, int(by_group), least, blocks,
+        "trace", paged(page) | sizes, chunks, int(by_group), least, blocks,
         min(pieces * min(group, heads), sms) if combine else 0, 2 * blocks * heads * (dim_v + 2), blocks,
     )  # fmt: skip
 
@@ -96,12 +95,12 @@ def _wide(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int
     combine = _rounds(min(group, heads), dim, 256 if dim > 256 else 128, parts) > _ROUNDS
     sizes = dict(dim=dim, keys=keys, stages=stages, combine=combine)
     return Plan(
-        "trace_wide", _paged(page) | sizes, chunks, int(by_group), least, blocks,
+        "trace_wide", paged(page) | sizes, chunks, int(by_group), least, blocks,
         min(pieces * min(group, heads), sms) if combine else 0, 2 * blocks * heads * (dim + 2), blocks,
     )  # fmt: skip
 
 
-def _paged(page: int) -> dict[str, int]:
+def paged(page: int) -> dict[str, int]:
     return dict(page=page) if page else {}
 
 

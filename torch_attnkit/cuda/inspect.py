@@ -1,11 +1,13 @@
-"""What the assembler made of a kernel: ``python -m torch_attnkit.cuda.inspect FILE.so ...``.
+"""What the assembler made of a kernel, and what it makes of its PTX for another GPU of the family.
 
-Needs ``cuobjdump``, of the CUDA toolkit or as triton's wheel carries it.
+``python -m torch_attnkit.cuda.inspect FILE.so ...``. Needs ``cuobjdump``, of the CUDA toolkit or as triton's wheel
+carries it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import shutil
 import struct
@@ -44,12 +46,62 @@ def cubins(library: Path) -> list[bytes]:
     return found
 
 
-def cuobjdump() -> str | None:
-    """The path of a cuobjdump, or None."""
+def _of_triton(tool: str) -> str | None:
     spec = importlib.util.find_spec("triton")
     root = Path(spec.origin).parent if spec and spec.origin else Path()
-    wheel = root / "backends/nvidia/bin/cuobjdump"
-    return shutil.which("cuobjdump") or (str(wheel) if wheel.exists() else None)
+    wheel = root / "backends/nvidia/bin" / tool
+    return str(wheel) if wheel.exists() else None
+
+
+def cuobjdump() -> str | None:
+    """The path of a cuobjdump, or None."""
+    return shutil.which("cuobjdump") or _of_triton("cuobjdump")
+
+
+def ptxas() -> str | None:
+    """The path of an assembler, or None; first the one for Blackwell of triton's wheel, which reads CuTeDSL's PTX."""
+    return _of_triton("ptxas-blackwell") or shutil.which("ptxas")
+
+
+def assemble(ptx: str, arch: str) -> bytes:
+    """The cubin of a kernel's PTX for ``arch``, such as "sm_103a", whatever GPU the PTX names.
+
+    Raises FileNotFoundError without an assembler, ValueError with its words if it refuses the PTX.
+    """
+    tool = ptxas()
+    if tool is None:
+        raise FileNotFoundError("inspect: ptxas is neither on the PATH nor in triton's package")
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(retargeted(ptx, arch))
+        done = subprocess.run([tool, "--gpu-name", arch, "-o", cubin, source], capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"inspect: {tool} refuses PTX for {arch}: {done.stderr or done.stdout}")
+        return cubin.read_bytes()
+
+
+def retargeted(ptx: str, arch: str) -> str:
+    """PTX with another GPU in its ``.target`` line."""
+    return re.sub(r"(?m)^\.target \w+", f".target {arch}", ptx, count=1)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a kernel promises about its launches: threads of a block, and blocks that one multiprocessor must hold."""
+
+    threads: int
+    blocks: int
+
+    def registers(self, each: int) -> int:
+        """Registers that these blocks take together: a warp gets them in units of 256 (CUDA occupancy calculator)."""
+        return self.blocks * -(-self.threads // 32) * -(-each * 32 // 256) * 256
+
+
+def promised(ptx: str) -> Launch:
+    """``.reqntid`` and ``.minnctapersm`` of the PTX of one kernel."""
+    (sizes,) = re.findall(r"(?m)^\.reqntid ([\d, ]+)", ptx)
+    blocks = re.findall(r"(?m)^\.minnctapersm (\d+)", ptx)
+    return Launch(math.prod(map(int, sizes.split(","))), int(blocks[0]) if blocks else 1)
 
 
 def _dump(cubin: bytes, option: str) -> str:
@@ -64,8 +116,13 @@ def _dump(cubin: bytes, option: str) -> str:
 
 def resources(library: Path) -> list[Resources]:
     """What every kernel in the library takes."""
+    return taken(cubins(library))
+
+
+def taken(images: list[bytes]) -> list[Resources]:
+    """What every kernel in these cubins takes."""
     found = []
-    for cubin in cubins(library):
+    for cubin in images:
         text = _dump(cubin, "--dump-resource-usage")
         for name, usage in re.findall(r"Function (\S+?):\s*\n?\s*(REG:.*)", text):
             value = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", usage)}

@@ -1,5 +1,8 @@
 """Buffers in shared memory that TMA fills and other warps empty, guarded by two mbarriers each."""
 
+from typing import Any
+
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
@@ -57,3 +60,22 @@ class Ring(Fixed):
                     cute.arch.mbarrier_arrive(self.empty + self.slot(n), rank)
             else:
                 cute.arch.mbarrier_arrive(self.empty + self.slot(n))
+
+
+@cute.jit
+def rings(memory: Any, warp: Int32, table: cutlass.Constexpr) -> dict[str, Ring]:
+    """Rings in newly allocated shared memory, by name; warp 0 initialises them.
+
+    A line of the table: name, stages, and how many arrivals complete a phase of the full and of the empty barriers.
+    """
+    named = {}
+    for name, stages, full, empty in table:
+        bars = [memory.allocate_array(cutlass.Int64, stages) for _ in range(2)]
+        ring = Ring(*bars, stages)
+        if warp == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(stages):
+                    cute.arch.mbarrier_init(ring.full + i, full)
+                    cute.arch.mbarrier_init(ring.empty + i, empty)
+        named[name] = ring
+    return named

@@ -75,7 +75,9 @@ py::dict counters(const Result& r) {
     total += c.executed[i];
     const Op& op = r.program->ops[i];
     classes[kClasses[static_cast<int>(op.kind)]] += c.executed[i];
-    opcodes[op.from->parts[0]] += c.executed[i];
+    // The family alone would not tell a product from a load of tensor memory.
+    const auto& parts = op.from->parts;
+    opcodes[parts[0] == "tcgen05" ? parts[0] + "." + parts[1] : parts[0]] += c.executed[i];
   }
   for (const auto& [name, n] : classes) by_class[name.c_str()] = n;
   for (const auto& [name, n] : opcodes) by_opcode[name.c_str()] = n;

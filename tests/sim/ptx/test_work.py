@@ -34,7 +34,7 @@ def _work(launches) -> dict[str, int]:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_no_more_work_than_flash_attention_4(dim, causal):
-    """1024 tokens, 2 heads. Seen: 0.71 to 0.74 of its instructions, 0.73 to 0.95 of its barriers, the rest equal."""
+    """1024 tokens, 2 heads. Seen: 0.71 to 0.96 of its instructions, 0.73 to 0.95 of its barriers, the rest equal."""
     pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")
     from torch_attnkit.sim import ptx
 
@@ -53,7 +53,7 @@ def test_no_more_work_than_flash_attention_4(dim, causal):
     assert ours["barriers"] <= theirs["barriers"]
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_cosine_with_float64(dim):
     """One launch whatever the number of keys, with every feature on."""
     from torch_attnkit.sim import ptx

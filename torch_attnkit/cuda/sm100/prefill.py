@@ -24,8 +24,8 @@ from cutlass.utils import blackwell_helpers as blackwell
 
 from ..prefill_tiles import Order, Sequence, dense, packed, place, visit_rows
 from ..prefill_types import Inputs, Outputs, Scalars
-from ..ring import Ring
-from . import tmem
+from ..ring import Ring, rings
+from . import multi, tmem
 from .prefill_rows import Rows
 from .prefill_types import ROWS, Config, Layouts, Loads, Products, Tile
 
@@ -67,7 +67,7 @@ class Prefill(Rows):
         )
         k_atom, k = cute.nvgpu.make_tiled_tma_atom_B(load_kv, token_first(ins.k), one(layouts.k), tiler_qk, qk, by_row)
         v_atom, v = cute.nvgpu.make_tiled_tma_atom_B(load_kv, token_last(ins.v), one(layouts.v), tiler_pv, pv, by_row)
-        order = self._order(ins, scalars)
+        order = self._order(ins, outs, scalars)
         loads = Loads(q_atom, q, k_atom, k, v_atom, v)
         self.kernel(loads, ins, outs, scalars, order, layouts, Products(qk, pv)).launch(
             grid=[c.ctas * cutlass.min(scalars.sms // c.ctas, order.size()), 1, 1],
@@ -119,11 +119,12 @@ class Prefill(Rows):
         else:
             cute.arch.setmaxregister_decrease(issue)
             if warp == c.load_warp:
-                self.load(loads, ins, scalars, order, products, bars, notes, staged)
+                self.load(loads, ins, outs, scalars, order, products, bars, notes, staged)
             if warp == c.product_warp:
                 self.multiply(scalars, products, layouts, bars, notes, staged)
         self._meet()  # neither CTA may leave while the other still writes to its memory
         if warp == c.product_warp:
+            tmem.after_sync()
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
 
@@ -163,8 +164,7 @@ class Prefill(Rows):
         """Rings of notes, K and V, and pairs of single mbarriers: see the fields' names."""
         c = self.c
         rows = 4 * c.tiles + 4  # warps that have rows
-        named = {}
-        for name, stages, full, empty in (
+        table = (
             ("notes", 2, 1, rows + 1),
             ("k", c.stages, 1, c.ctas),
             ("v", c.stages, 1, c.ctas),
@@ -172,31 +172,24 @@ class Prefill(Rows):
             ("scores", 2, 1, 8),  # full: S is whole; empty: P is, and the output is ready for it
             ("factors", c.turns * c.tiles, 4, 1),  # full: a softmax group has left its factors or finals; empty unused
             ("output", c.tiles, 1, 1),  # full: the last product of a tile (of one tile: each) is done; empty unused
-        ):
-            bars = [memory.allocate_array(cutlass.Int64, stages) for _ in range(2)]
-            ring = Ring(*bars, stages)
-            if warp == 0:
-                with cute.arch.elect_one():
-                    for i in cutlass.range_constexpr(stages):
-                        cute.arch.mbarrier_init(ring.full + i, full)
-                        cute.arch.mbarrier_init(ring.empty + i, empty)
-            named[name] = ring
-        return named
+        )
+        return rings(memory, warp, table)
 
-    def _order(self, ins: Inputs, scalars: Scalars) -> Order:
+    def _order(self, ins: Inputs, outs: Outputs, scalars: Scalars) -> Order:
         c = self.c
         heads = Int32(ins.q.shape[1 if c.varlen else 2]) // c.group
         if const_expr(c.varlen):
             slots = Int32(ins.q.shape[0]) // (c.rows * c.ctas) + Int32(ins.low.shape[0])
             return Order(slots, heads, Int32(1), scalars.section)
         rows = (Int32(ins.q.shape[1]) + (c.rows * c.ctas - 1)) // (c.rows * c.ctas)
-        return Order(rows, heads, Int32(ins.q.shape[0]), scalars.section)
+        return Order(rows, heads, Int32(outs.out.shape[0] if c.split else ins.q.shape[0]), scalars.section)
 
     def _visit(self, tile: Tile, scalars: Scalars):
-        """The blocks that the queries of a turn need, together."""
+        """The blocks that the queries of a turn need, together; or this share of them."""
         c = self.c
         seq = Sequence(tile.q0, tile.tokens, tile.shift, tile.start, tile.end)
-        return visit_rows(c, seq, tile.row * (c.rows * c.ctas), c.rows * c.ctas, scalars)
+        blocks = visit_rows(c, seq, tile.row * (c.rows * c.ctas), c.rows * c.ctas, scalars)
+        return multi.of_share(blocks, tile.part, tile.parts) if c.split else blocks
 
     @property
     def uneven(self) -> bool:
@@ -204,7 +197,18 @@ class Prefill(Rows):
         return self.c.causal and not self.c.window
 
     @cute.jit
-    def load(self, loads: Loads, ins: Inputs, scalars: Scalars, order: Order, products: Products, bars, notes, staged):
+    def load(
+        self,
+        loads: Loads,
+        ins: Inputs,
+        outs: Outputs,
+        scalars: Scalars,
+        order: Order,
+        products: Products,
+        bars,
+        notes,
+        staged,
+    ):
         """One warp: of every turn the note, the queries and all blocks of K and V."""
         c = self.c
         sQ, sK, sV = staged
@@ -222,7 +226,10 @@ class Prefill(Rows):
         bytes_of = lambda rows, dim: rows * dim * c.dtype.width // 8
         while at < order.size():
             tile, k0 = self._turn(ins, order, at)
-            if (tile.row >= 0) & (tile.row * (c.rows * c.ctas) < tile.tokens):
+            wanted = (tile.row >= 0) & (tile.row * (c.rows * c.ctas) < tile.tokens)
+            if const_expr(c.split):
+                wanted = multi.has_keys(c, outs, tile, self._visit(tile, scalars), Int32(ins.q.shape[0]))
+            if wanted:
                 self._leave(bars["notes"], notes, fills, tile)
                 plan = self._visit(tile, scalars)
                 k_head, v_head = (self._head(x, tile.head // group, tile.batch) for x in (loads.k, loads.v))
@@ -267,7 +274,7 @@ class Prefill(Rows):
             turn += 1
             at = place(turn, cta, ctas)
         none = Int32(0)
-        self._leave(bars["notes"], notes, fills, Tile(Int32(-1), none, none, none, none, none, none, none))
+        self._leave(bars["notes"], notes, fills, Tile(Int32(-1), *[none] * (len(Tile._fields) - 1)))
 
     @cute.jit
     def _turn(self, ins: Inputs, order: Order, at: Int32):
@@ -279,9 +286,13 @@ class Prefill(Rows):
                 slot = order.rows - 1 - slot
             sizes = (Int32(ins.q.shape[0]), Int32(ins.k.shape[0]))
             row, number, k0, seq = packed((ins.low, ins.high), *sizes, slot, c.rows * c.ctas)
-            return Tile(row, head, number, *seq), k0
+            return Tile(row, head, number, *seq, Int32(0), Int32(1)), k0
         row, head, batch = order.tile(at, self.uneven)
-        return Tile(row, head, batch, *dense(c, ins, batch)), Int32(0)
+        part, parts = Int32(0), Int32(1)
+        if const_expr(c.split):
+            sequences = Int32(ins.q.shape[0])
+            part, batch, parts = batch // sequences, batch % sequences, order.batches // sequences
+        return Tile(row, head, batch, *dense(c, ins, batch), part, parts), Int32(0)
 
     def _head(self, t: cute.Tensor, head: Int32, batch: Int32) -> cute.Tensor:
         return t[None, None, head] if self.c.varlen else t[None, None, head, batch]

@@ -37,6 +37,7 @@ TILES = {
     (128, 128): Tiles(128, 2, 2, "full"),
     (192, 128): Tiles(128, 2, 1, "full"),
     (256, 256): Tiles(128, 1, 1, "always"),
+    (512, 512): Tiles(128, 1, 4, "always"),  # a tile is a pair of CTAs, stages hold pieces of blocks: prefill_wide.py
 }
 
 
@@ -66,3 +67,8 @@ def signature(call: Call, tokens: int, scores: Scores) -> dict[str, Any]:
         **scores.features(),
         **({"scales": given(arg)} if any(given(arg)) else {}),
     }
+
+
+def multiprocessors(signature: dict[str, Any]) -> int:
+    """How many have a tile together, for heads of 512 a pair."""
+    return 2 if signature["dim"] == 512 else 1

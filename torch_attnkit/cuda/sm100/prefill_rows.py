@@ -7,8 +7,8 @@ from cutlass import Float32, Int32, const_expr
 from ..prefill_tiles import Blocks
 from ..prefill_types import Inputs, Outputs, Scalars
 from ..warp_ops import exp2
+from . import multi, tmem
 from . import prefill_softmax as softmax
-from . import tmem
 from .prefill_types import ROWS, Config, Tile
 
 _CHUNK = 16  # columns of the output that a correction thread holds at a time; with 32 it spills in a pair
@@ -90,6 +90,18 @@ class Rows:
         turns = self.c.turns
         return t * turns + (k & (turns - 1)), (k >> (turns.bit_length() - 1)) & 1
 
+    def row(self) -> Int32:
+        """The row of a tile that this thread has."""
+        return cute.arch.thread_idx()[0] % ROWS
+
+    def speaks(self, valid: cutlass.Boolean) -> cutlass.Boolean:
+        """Whether this thread writes its row's LSE and sum."""
+        return valid
+
+    def element(self, at: int) -> int:
+        """Which element of the row stands in column ``at`` of an output."""
+        return at
+
     def token_of(self, tile: Tile, t: int, row: Int32) -> Int32:
         """The token that a row of tile t has, within its sequence."""
         first = (tile.row * self.c.ctas + cute.arch.block_idx()[0] % self.c.ctas) * self.c.rows
@@ -131,16 +143,14 @@ class Rows:
             old = state[0]
             top = softmax.row_max(s, old)
             peak = cute.arch.fmax(state[2], top)
-            # Where both are -inf the difference is NaN, and nothing grows.
-            grows = (top - old) * scalars.scale_log2 > (softmax.CODES_LAG if c.codes else softmax.LAG)
-            factor = cutlass.select_(grows, exp2((old - top) * scalars.scale_log2), Float32(1.0))
-            top = cutlass.select_(grows, top, old)
+            lag = softmax.CODES_LAG if c.codes else softmax.LAG
+            top, factor = softmax.followed(old, top, scalars.scale_log2, lag)
             total = state[1] * factor
             place, _ = self.turn_of(t, n - 1)
             factors[cute.arch.thread_idx()[0] % ROWS, place] = factor
             self._arrive(bars["factors"].full + place, shared=True)
         offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
-        p = softmax.probabilities(s, scalars.scale_log2, offset)
+        p = softmax.probabilities(s, scalars.scale_log2, offset, c.eighths)
         tmem.store(base, softmax.packed(p, c.dtype), "r")
         tmem.await_stores()
         tmem.before_sync()
@@ -209,7 +219,7 @@ class Rows:
         """The output of tile t times the rows' factors, unless all of the warp's are 1."""
         tmem.after_sync()
         if cute.arch.vote_any_sync(factor < 1.0):
-            for at in cutlass.range_constexpr(0, self.c.dim_v, _CHUNK):
+            for at in cutlass.range_constexpr(0, self.c.columns, _CHUNK):
                 base = tmem.lanes(Int32(self.c.outputs[t] + at), warp)
                 values = tmem.load(base, _CHUNK)
                 tmem.store(base, softmax.rescaled(values, factor))
@@ -231,8 +241,10 @@ class Rows:
                         sV[(d, key % k_dim), 0, key // k_dim, bars["v"].slot(n)] = zero
             cute.arch.fence_view_async_shared()
 
-    def _index(self, tile: Tile, head: Int32, token: Int32) -> tuple:
-        return (tile.q0 + token, head) if self.c.varlen else (tile.batch, token, head)
+    def _index(self, ins: Inputs, tile: Tile, head: Int32, token: Int32) -> tuple:
+        if const_expr(self.c.varlen):
+            return tile.q0 + token, head
+        return multi.place_of(self.c, tile, Int32(ins.q.shape[0])), token, head
 
     @cute.jit
     def _store(
@@ -246,8 +258,7 @@ class Rows:
         warp: Int32,
     ):
         """Divide by the row's sum and write out, LSE and row sum; a thread has its row's consecutive elements."""
-        c = self.c
-        row = cute.arch.thread_idx()[0] % ROWS
+        c, row = self.c, self.row()
         head, token = tile.head * c.group + row % c.group, self.token_of(tile, t, row)
         scalars = self.scaled(ins, scalars, tile)
         top, total = final[0], final[1]
@@ -264,21 +275,25 @@ class Rows:
         if const_expr(c.at_end):  # a query in front of its sequence attends nothing, whatever its mask lets through
             absent = tile.shift + token < 0
             factor, lse = cutlass.select_(absent, Float32(0.0), factor), cutlass.select_(absent, -Float32.inf, lse)
-        if valid:
-            outs.lse[self._index(tile, head, token)] = lse
+        if self.speaks(valid):
+            outs.lse[self._index(ins, tile, head, token)] = lse
             if const_expr(not c.normalize):
-                outs.row_sum[self._index(tile, head, token)] = total * factor
+                outs.row_sum[self._index(ins, tile, head, token)] = total * factor
         if const_expr(c.codes):
             factor *= 1 / softmax.CODES_UNIT
         if const_expr(len(c.scales) > 0 and c.scales[2]):
             factor *= self._scale(ins, ins.scales[2], tile)
-        for at in cutlass.range_constexpr(0, c.dim_v, _CHUNK):
+        for at in cutlass.range_constexpr(0, c.columns, _CHUNK):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), _CHUNK), factor)
             if valid:
-                address = outs.out[(*self._index(tile, head, token), None)].iterator + at
+                address = outs.out[(*self._index(ins, tile, head, token), None)].iterator + self.element(at)
                 pointer = cute.make_ptr(Int32, address.toint(), cute.AddressSpace.gmem, assumed_align=16)
-                target = cute.make_tensor(pointer, cute.make_layout(_CHUNK // 2))
-                words = cute.make_rmem_tensor(_CHUNK // 2, Int32)
-                for j in cutlass.range_constexpr(_CHUNK // 2):
-                    words[j] = softmax.pack(values[2 * j], values[2 * j + 1], cutlass.BFloat16 if c.codes else c.dtype)
+                stored = [v.bitcast(Int32) for v in values]
+                if const_expr(not c.split):
+                    kind = cutlass.BFloat16 if c.codes else c.dtype
+                    stored = [softmax.pack(values[j], values[j + 1], kind) for j in range(0, _CHUNK, 2)]
+                target = cute.make_tensor(pointer, cute.make_layout(len(stored)))
+                words = cute.make_rmem_tensor(len(stored), Int32)
+                for j in cutlass.range_constexpr(len(stored)):
+                    words[j] = stored[j]
                 cute.autovec_copy(words, target)

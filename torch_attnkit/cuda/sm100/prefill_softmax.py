@@ -18,6 +18,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from ..warp_ops import exp2
+from . import exponentials
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -72,12 +73,18 @@ def row_max(s: list[Float32], start: Float32) -> Float32:
     return max3(max3(peaks[0], peaks[1], peaks[2]), peaks[3], peaks[3])
 
 
-def probabilities(s: list[Float32], c: Float32, offset: Float32) -> list[Float32]:
-    """2^(s c + offset)."""
+def followed(old: Float32, top: Float32, c: Float32, lag: float = LAG) -> tuple[Float32, Float32]:
+    """What a row subtracts from now on, ``top`` where that exceeds ``old`` by too much, and the factor for the past."""
+    grows = (top - old) * c > lag  # where both are -inf the difference is NaN, and nothing grows
+    return cutlass.select_(grows, top, old), cutlass.select_(grows, exp2((old - top) * c), Float32(1.0))
+
+
+def probabilities(s: list[Float32], c: Float32, offset: Float32, eighths: int) -> list[Float32]:
+    """2^(s c + offset); of 8 that many as polynomials, see ``exponentials``."""
     out: list[Float32] = []
     for i in range(0, len(s), 2):
         pair = cute.arch.fma_packed_f32x2((s[i], s[i + 1]), (c, c), (offset, offset))
-        out += [exp2(x) for x in pair]
+        out += exponentials.exp2_pair(pair) if exponentials.chosen(i // 2, eighths) else [exp2(x) for x in pair]
     return out
 
 

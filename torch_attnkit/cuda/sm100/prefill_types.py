@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..prefill_types import Features
+from .exponentials import eighths
 
 ROWS = 128  # of a tile: the lanes of tensor memory
 
@@ -23,6 +24,7 @@ class Config(Features):
     group: int
     stages: int
     pair: bool = False  # two CTAs, on neighbouring tiles of a head, load half of every block each, for both
+    split: bool = False  # the keys of a tile are shared by several CTAs, see multi.py
 
     @property
     def codes(self) -> bool:
@@ -40,6 +42,11 @@ class Config(Features):
         return 2 if self.pair else 1
 
     @property
+    def eighths(self) -> int:
+        """Of 8 exponentials, how many are polynomials."""
+        return eighths(self.dim, self.dim_v, self.dtype.width)
+
+    @property
     def turns(self) -> int:
         """Blocks by which a softmax group may be ahead of the correction, as a power of two."""
         return 2 if self.tiles == 2 else 4
@@ -48,6 +55,11 @@ class Config(Features):
     @property
     def scores(self) -> tuple[int, int]:
         return (0, self.tile_n)
+
+    @property
+    def columns(self) -> int:
+        """Of an output."""
+        return self.dim_v
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -108,3 +120,5 @@ class Tile(NamedTuple):
     shift: Int32
     start: Int32
     end: Int32
+    part: Int32  # of the tile's blocks, in ``parts``
+    parts: Int32

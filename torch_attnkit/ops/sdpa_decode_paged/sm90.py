@@ -13,10 +13,11 @@ from typing import Any
 from torch_attnkit.core.op import Call
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda.decode_launch import decoder
+from torch_attnkit.cuda.decode_plan import plan
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    run = decoder(call, target, call.dim["Mp"] * call.dim["Ps"], call.dim["Ps"])
+    run = decoder(call, target, plan, call.dim["Mp"] * call.dim["Ps"], call.dim["Ps"])
 
     def launch(q: Any, k: Any, v: Any, table: Any, kv_len: Any, sink: Any, kv_start: Any, *rest: Any) -> None:
         run(q, k, v, table, kv_len, sink, kv_start, *rest[-2:])

@@ -16,6 +16,7 @@ PARITY = {
     "short-cache": dict(B=2, T=7, Hq=2, Hkv=1, S=4, D=64, Dv=64),
     "shared-keys": dict(B=1, T=3, Hq=4, Hkv=2, S=700, D=64, Dv=64),
     "two-tiles": dict(B=1, T=17, Hq=8, Hkv=1, S=60, D=64, Dv=64),
+    "many-keys": dict(B=1, T=16, Hq=4, Hkv=2, S=1500, D=64, Dv=64),
     "empty": dict(B=2, T=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
 }
 BENCH = {

@@ -1,0 +1,47 @@
+"""How a decode launch on Blackwell is cut. Knows sizes, not ops; imports no cutlass."""
+
+from __future__ import annotations
+
+from ..decode_plan import FEW, Plan, narrow, paged
+
+_SHARED = 227 * 1024  # bytes of shared memory that a block may have
+_SMALL = 4 * 1024  # of which statistics and barriers take less than this
+_KEYS = 128  # of a tile
+_DIMS = (64, 128, 256, 512)
+_MOST_HEADS = 64  # of a CTA
+_CLUSTER = 8  # CTAs of a cluster that every GPU can place
+_AT_ONCE = 8  # buffers on the way, 128 or 256 KB: more than memory's latency needs
+
+
+def plan(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0) -> Plan:
+    """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
+
+    ``page`` is the number of keys of a page, 0 without pages.
+    """
+    if dim == dim_v and dim in _DIMS and group > FEW:
+        return _tall(dim, group, sms, most_keys, groups, page)
+    return narrow(dim, dim_v, group, sms, most_keys, groups, page)
+
+
+def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int) -> Plan:
+    """``blocks`` are clusters, ``combiners`` the CTAs of one that share the keys of a side.
+
+    These are as many as the chip has room for if every group has a cluster, but no more than there are tiles.
+    """
+    heads = next(n for n in (16, 32, _MOST_HEADS) if n >= min(group, _MOST_HEADS))
+    sides = 2 if group > _MOST_HEADS else 1
+    chunks = -(-group // (heads * sides))
+    part = min(dim, _KEYS)
+    room = _SHARED - _SMALL - heads * dim * 2 - heads * _KEYS * 2
+    tiles, pieces = -(-most_keys // _KEYS), max(groups * chunks, 1)
+    splits = 1
+    while splits * sides < _CLUSTER and 2 * splits * sides * pieces <= sms and splits < tiles:
+        splits *= 2
+    by_group = tiles <= splits
+    least = 1 if by_group else max(splits * 3 // 4, 1)
+    clusters = min(sms // (splits * sides), pieces if by_group else max(pieces * tiles // least, 1))
+    sizes = dict(dim=dim, heads=heads, sides=sides, stages=min(room // (_KEYS * part * 2), _AT_ONCE))
+    return Plan(
+        "trace_wide", paged(page) | sizes, chunks, int(by_group), least, clusters, splits,
+        2 * clusters * sides * heads * (dim + 2), clusters * sides * splits,
+    )  # fmt: skip

@@ -1,0 +1,301 @@
+"""The warpgroups of the Blackwell decode kernel that have the scores: softmax, and the result. Imports cutlass.
+
+There are two, each with half of the heads. Thread i of one has key i of a tile, which is lane i of tensor memory, so a
+head's maximum and sum go across threads, unlike prefill's. Sums are kept apart by thread until a piece is through, and
+what is subtracted from a head's scores may lag behind its maximum (``prefill_softmax.LAG``): a tile that exceeds it
+nowhere, which nearly all but the first are, costs one vote.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from .. import warp_ops as op
+from ..decode import _tanh
+from ..decode_schedule import place
+from ..decode_types import Scalars, Tensors
+from ..warp_ops import exp2
+from . import prefill_softmax as softmax
+from . import tmem
+from .decode_types import COLUMNS, KEYS, ROWS, TallConfig, Work
+
+_INF = float("inf")
+_BARRIER = 1  # the named one of the warpgroups
+
+
+@dsl_user_op
+def _any(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Whether ``value`` is not 0 in any thread of the warpgroups, which meet for that."""
+    text = (
+        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
+        f"barrier.cta.red.or.aligned.pred q, {_BARRIER}, {ROWS}, p; selp.s32 $0, 1, 0, q; }}"
+    )
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), [value.ir_value(loc=loc, ip=ip)], text, "=r,r,~{memory}", has_side_effects=True,
+            is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+def _meet_rows() -> None:
+    cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=ROWS)
+
+
+def across(values: list[Float32], join: Callable[[Float32, Float32], Float32]) -> list[Float32]:
+    """Join every value over the lanes of a warp: of n values, lane l then has those from l * n / 32 on, rounded down.
+
+    Lanes exchange halves of what they have, so that 32 values take 31 shuffles.
+    """
+    lane = cute.arch.lane_idx()
+    for offset in (16, 8, 4, 2, 1):
+        if len(values) > 1:
+            half, upper = len(values) // 2, (lane & offset) != 0
+            pairs = list(zip(values[:half], values[half:], strict=True))
+            sent = [cutlass.select_(upper, low, high) for low, high in pairs]
+            values = [cutlass.select_(upper, high, low) for low, high in pairs]
+        else:
+            sent = values
+        values = [join(v, cute.arch.shuffle_sync_bfly(s, offset)) for v, s in zip(values, sent, strict=True)]
+    return values
+
+
+def _four(tensor: cute.Tensor, at: Any) -> cute.Tensor:
+    """Four numbers of shared memory, from the ``at``-th on, in registers."""
+    got = cute.make_rmem_tensor(4, Float32)
+    pointer = cute.make_ptr(Float32, (tensor.iterator + at).toint(), cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), got)
+    return got
+
+
+def _put_words(address: Int32, words: list[Any]) -> None:
+    """16 bytes to shared memory."""
+    four = cute.make_rmem_tensor(4, Int32)
+    for i, word in enumerate(words):
+        four[i] = word
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout(4)))
+
+
+class Rows:
+    """The softmax role; ``m`` is what the kernel has in shared memory, ``n`` counts tiles from the kernel's start.
+
+    ``h0`` is the first of a warpgroup's heads, of which it has ``c.own``.
+    """
+
+    c: TallConfig
+
+    @cute.jit
+    def attend(self, tensors: Tensors, scalars: Scalars, keys: Any, work: Work, m: Any, n: Int32):
+        """All tiles of a piece; leaves O, maxima and sums in shared memory, where the cluster merges them."""
+        c = self.c
+        warp, thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.thread_idx()[0]
+        h0 = warp // 4 * c.own
+        if thread < c.heads:
+            m.shift[thread] = Float32(0.0)
+        if const_expr(c.part < KEYS):
+            # A product with 64 rows leaves half of the lanes as they are; loads of tensor memory take all.
+            tmem.store(tmem.lanes(c.output + h0, warp), [Float32(0.0)] * c.own)
+            tmem.await_stores()
+            tmem.before_sync()
+        if work.tiles > 0:
+            self._load_query(tensors, work, m)
+        rSum = cute.make_rmem_tensor(c.own, Float32)
+        rSum.fill(0.0)
+        for i in cutlass.range(work.tiles, unroll=1):
+            first, low, high = place(keys, work.first + i * work.step, KEYS)
+            low, high = low - first, high - first
+            rS = self._scores(scalars, m, n + i, low, high, warp, h0)
+            peak = softmax.row_max([rS[h] for h in range(c.own)], -Float32.inf)
+            if _any(Int32((i == 0) | (peak > softmax.LAG))) != 0:
+                self._raise(m, rS, rSum, n + i, i, warp, h0)
+            words = self._weights(rS, rSum)
+            if i > 0:
+                cute.arch.mbarrier_wait(m.output, (n + i - 1) & 1)
+            if (low > 0) | (high < KEYS):
+                self._clear_row(m, work, n, i, low, high)
+            self._leave_weights(m, words, h0)
+        self._publish(m, rSum, n, work.tiles, warp, h0)
+
+    @cute.jit
+    def _load_query(self, tensors: Tensors, work: Work, m: Any):
+        """Q to shared memory, as the products want it; heads that pad the CTA's become zeros."""
+        c = self.c
+        thread = cute.arch.thread_idx()[0]
+        by_head = Int64(tensors.q.stride[1]) * 2
+        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * work.b * 2 + by_head * work.head
+        if ((start | by_head) & 15) == 0:
+            self._copy_query(start, by_head, work, m, 16)
+        else:
+            self._copy_query(start, by_head, work, m, 4)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        _meet_rows()
+        if thread == 0:
+            cute.arch.mbarrier_arrive(m.query)
+
+    @cute.jit
+    def _copy_query(self, start: Int64, by_head: Int64, work: Work, m: Any, size: cutlass.Constexpr):
+        """In copies of ``size`` bytes; the 16-byte chunks of eight rows lie in different banks (128B swizzle)."""
+        c = self.c
+        copies = const_expr(c.dim * 2 // size)  # of a row
+        for index in cutlass.range(cute.arch.thread_idx()[0], c.heads * copies, ROWS, unroll=4):
+            row, at = index // copies, index % copies * size
+            chunk = ((at // 16) ^ row) & 7
+            target = m.sQ + at // 128 * (c.heads * 128) + row * 128 + chunk * 16 + at % 16
+            good = row < work.heads
+            if const_expr(size == 16):
+                op.copy_16_async(target, start + by_head * row + at, cutlass.select_(good, Int32(16), Int32(0)))
+            else:
+                op.copy_4_async(target, start + by_head * row + at, cutlass.select_(good, Int32(4), Int32(0)))
+
+    @cute.jit
+    def _scores(self, scalars: Scalars, m: Any, n: Int32, low: Int32, high: Int32, warp: Int32, h0: Int32):
+        """This thread's key's scores in powers of two, less what is subtracted; -inf where the key does not count."""
+        c = self.c
+        cute.arch.mbarrier_wait(m.scores + (n & 1), (n >> 1) & 1)
+        tmem.after_sync()
+        base, scale = tmem.lanes((n & 1) * c.heads + h0, warp), scalars.scale
+        if scalars.cap > 0:
+            # Eight at a time and back to where they were: the registers of more would spill.
+            for at in cutlass.range(0, c.own, 8, unroll=1):
+                some = tmem.load(base + at, 8)
+                tmem.await_loads()
+                tmem.store(base + at, [scalars.cap * _tanh(x * scale) for x in some])
+            tmem.await_stores()
+            scale = Float32(1.0)
+        got = tmem.load(base, c.own)
+        tmem.await_loads()
+        tmem.before_sync()
+        rS = cute.make_rmem_tensor(c.own, Float32)
+        for h, value in enumerate(softmax.rescaled(got, scale)):
+            rS[h] = value
+        for h in cutlass.range_constexpr(0, c.own, 4):
+            shift = _four(m.shift, h0 + h)
+            for x in cutlass.range_constexpr(0, 4, 2):
+                pair = cute.arch.add_packed_f32x2((rS[h + x], rS[h + x + 1]), (shift[x], shift[x + 1]))
+                rS[h + x], rS[h + x + 1] = pair
+        if (low > 0) | (high < KEYS):
+            key = cute.arch.thread_idx()[0] % KEYS
+            counts = (key >= low) & (key < high)
+            for h in cutlass.range_constexpr(c.own):
+                rS[h] = cutlass.select_(counts, rS[h], Float32(-_INF))
+        return rS
+
+    @cute.jit
+    def _raise(self, m: Any, rS: Any, rSum: Any, n: Int32, i: Int32, warp: Int32, h0: Int32):
+        """Subtract the maxima of heads that exceed what was subtracted too far; in a piece's first tile, of all."""
+        c = self.c
+        thread = cute.arch.thread_idx()[0]
+        self._leave_across(m, [rS[h] for h in range(c.own)], cute.arch.fmax, warp, h0)
+        if thread < c.heads:
+            four = _four(m.warps, thread * 4)
+            top = cute.arch.fmax(cute.arch.fmax(four[0], four[1]), cute.arch.fmax(four[2], four[3]))
+            moves = (top > softmax.LAG) | ((i == 0) & (top > -_INF))
+            change = cutlass.select_(moves, -top, Float32(0.0))
+            m.shift[thread] = m.shift[thread] + change
+            m.change[thread] = change
+            m.factor[thread] = cutlass.select_(i == 0, Float32(1.0), exp2(change))
+        _meet_rows()
+        for h in cutlass.range_constexpr(0, c.own, 4):
+            change, factor = _four(m.change, h0 + h), _four(m.factor, h0 + h)
+            for x in cutlass.range_constexpr(4):
+                rS[h + x] = rS[h + x] + change[x]
+                rSum[h + x] = rSum[h + x] * factor[x]
+        if i > 0:
+            cute.arch.mbarrier_wait(m.output, (n - 1) & 1)
+            tmem.after_sync()
+            for p in cutlass.range(c.parts, unroll=1):
+                base = tmem.lanes(c.output + p * c.heads + h0, warp)
+                values = tmem.load(base, c.own)
+                tmem.await_loads()
+                factors = [_four(m.factor, h0 + h) for h in range(0, c.own, 4)]
+                tmem.store(base, [v * factors[h // 4][h % 4] for h, v in enumerate(values)])
+            tmem.await_stores()
+            tmem.before_sync()
+
+    def _leave_across(self, m: Any, values: list[Float32], join: Any, warp: Int32, h0: Int32) -> None:
+        """What a warp has of its heads, for the threads that have a head each."""
+        lane = cute.arch.lane_idx()
+        for x, value in enumerate(across(values, join)):
+            m.warps[(h0 + lane * self.c.own // 32 + x) * 4 + warp % 4] = value
+        _meet_rows()
+
+    @cute.jit
+    def _weights(self, rS: Any, rSum: Any):
+        """Probabilities, added to the sums; returned in pairs of 16 bits."""
+        c = self.c
+        for h in cutlass.range_constexpr(c.own):
+            rS[h] = exp2(rS[h])
+            rSum[h] = rSum[h] + rS[h]
+        words = cute.make_rmem_tensor(c.own // 2, Int32)
+        for h in cutlass.range_constexpr(0, c.own, 2):
+            words[h // 2] = softmax.pack(rS[h], rS[h + 1], c.dtype)
+        return words
+
+    @cute.jit
+    def _leave_weights(self, m: Any, words: Any, h0: Int32):
+        """This key's row of P', its 16-byte chunks where a swizzle as wide as the row has them."""
+        c = self.c
+        row = cute.arch.thread_idx()[0] % KEYS * (c.heads * 2)
+        turn = ((row >> 7) & const_expr(c.heads // 8 - 1)) * 16
+        for w in cutlass.range_constexpr(0, c.own // 2, 4):
+            _put_words(m.sP + row + ((h0 * 2 + w * 4) ^ turn), [words[w + x] for x in range(4)])
+        cute.arch.fence_view_async_shared()
+        tmem.before_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(m.weights)
+
+    @cute.jit
+    def _clear_row(self, m: Any, work: Work, n: Int32, i: Int32, low: Int32, high: Int32):
+        """Zeros over a row of V, a warpgroup half of it, if its key does not count: the cache may hold NaN there."""
+        c = self.c
+        key, half = cute.arch.thread_idx()[0] % KEYS, cute.arch.thread_idx()[0] // KEYS
+        fill = self.value_fill(n, i, work.tiles)
+        if const_expr(not c.same):
+            cute.arch.mbarrier_wait(m.values, (n + i) & 1)
+        if (key < low) | (key >= high):
+            for p in cutlass.range(c.parts, unroll=1):
+                at = m.sKV + m.ring.slot(fill + p) * c.buffer_bytes + key * 128
+                at += half * const_expr(c.part if c.part == COLUMNS else KEYS * 128)
+                for x in cutlass.range_constexpr(0, c.part, 16):
+                    _put_words(at + x, [Int32(0)] * 4)
+
+    @cute.jit
+    def _publish(self, m: Any, rSum: Any, n: Int32, tiles: Int32, warp: Int32, h0: Int32):
+        """O, maxima and sums to shared memory; zeros if the CTA had no tile."""
+        c = self.c
+        thread = cute.arch.thread_idx()[0]
+        self._leave_across(m, [rSum[h] for h in range(c.own)], operator.add, warp, h0)
+        if thread < c.heads:
+            four = _four(m.warps, thread * 4)
+            total = (four[0] + four[1]) + (four[2] + four[3])
+            m.result[thread * 2] = cutlass.select_(total == 0.0, Float32(-_INF), -m.shift[thread])
+            m.result[thread * 2 + 1] = total
+        lanes = const_expr(c.part // 4)  # of a warp that have a row of O'
+        column = warp % 4 * lanes + cute.arch.lane_idx()
+        if tiles > 0:
+            cute.arch.mbarrier_wait(m.output, (n + tiles - 1) & 1)
+            tmem.after_sync()
+        for p in cutlass.range(c.parts, unroll=1):
+            rO = cute.make_rmem_tensor(c.own, Float32)
+            rO.fill(0.0)
+            if tiles > 0:
+                values = tmem.load(tmem.lanes(c.output + p * c.heads + h0, warp), c.own)
+                tmem.await_loads()
+                for h in cutlass.range_constexpr(c.own):
+                    rO[h] = values[h]
+            if cute.arch.lane_idx() < lanes:
+                for h in cutlass.range_constexpr(c.own):
+                    m.rows[(h0 + h) * c.dim + p * c.part + column] = rO[h]
+        tmem.before_sync()

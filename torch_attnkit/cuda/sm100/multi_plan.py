@@ -1,0 +1,58 @@
+"""Into how many shares the keys of a tile are cut on Blackwell, when tiles alone leave multiprocessors idle.
+
+Knows sizes, not ops. Imports no cutlass. All times here are modelled: no Blackwell GPU has run this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ROWS = 128  # of a tile
+# Of one multiprocessor and microsecond: KB that its copies bring (an H200's, ``cuda/sm90/multi_plan.py``), KB that are
+# its part of 8 TB/s among 148, cycles; and per cycle: operations of its tensor cores, exponentials.
+_COPIES, _MEMORY, _CYCLES = 50.0, 54.0, 1860.0
+_OPERATIONS, _EXPONENTIALS = 8192.0, 16.0
+# Microseconds of a CTA beside its blocks; and of a second launch that merges, an H200's 2.2 and what lies in between.
+_START, _MERGE = 5.0, 4.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call: ``turns`` of ``tiles`` tiles of 128 rows for each of ``heads`` KV heads (or heads that share no tile).
+
+    ``steps`` blocks of ``tile_n`` keys are the most that a turn visits; ``rows`` are all rows of all outputs.
+    """
+
+    turns: int
+    tiles: int
+    heads: int
+    steps: int
+    tile_n: int
+    dim: int
+    dim_v: int
+    rows: int
+
+    @property
+    def step(self) -> float:
+        """Microseconds of a block's products or exponentials, whichever take longer; two tiles take turns."""
+        scores = self.tiles * _ROWS * self.tile_n
+        return max(scores * 2 * (self.dim + self.dim_v) / _OPERATIONS, scores / _EXPONENTIALS) / _CYCLES
+
+    def cost(self, shares: int, sms: int) -> float:
+        """Microseconds, roughly, with the keys of every turn in that many shares, on ``sms`` multiprocessors."""
+        pieces, size = self.turns * self.heads * shares, self.tile_n * (self.dim + self.dim_v) * 2e-3
+        running = min(pieces, sms)
+        # The turns of a head read the same keys at about the same time: memory brings them once.
+        step = max(self.step, size / _COPIES, size * running / self.turns / (_MEMORY * sms))
+        time = -(-pieces // sms) * (_START + -(-self.steps // shares) * step)
+        if shares == 1:
+            return time
+        written = shares * self.rows * self.dim_v * 4e-3  # and read again
+        return time + _MERGE + 2 * written / (_MEMORY * sms)
+
+
+def shares(work: Work, sms: int) -> int:
+    """The number of shares with the least cost, the smallest of several; 1 where the turns fill the machine."""
+    if work.turns * work.heads >= sms:
+        return 1
+    return min(range(1, max(1, min(work.steps, sms)) + 1), key=lambda n: work.cost(n, sms))

@@ -1,0 +1,58 @@
+"""What the Blackwell prefill kernel of wide heads is compiled for. Imports cutlass."""
+
+from dataclasses import dataclass
+
+from .prefill_types import ROWS, Config
+
+CTAS = 2  # of a pair, which computes one tile
+LANES = ROWS // CTAS  # rows of the tile in one CTA; half a CTA's threads, for two threads have a row
+PIECE = 128  # elements of the head dim in a piece of Q or K
+HALF = 256  # columns of one product's output: tcgen05 takes no more
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideConfig(Config):
+    """``stages`` counts pieces of K, and pieces of V, in shared memory: 16 KB each in either CTA.
+
+    A piece of K is ``PIECE`` elements of a block's keys, of which each CTA holds one half; a piece of V is half of a
+    block's keys by ``HALF`` columns, of which each CTA holds one half. ``rows`` counts the tokens of the pair's tile.
+    ``pair`` means two pairs of CTAs, on neighbouring tiles of a head, whose CTAs load half of every piece each.
+    """
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that work on the same keys."""
+        return CTAS * self.ctas
+
+    @property
+    def k_pieces(self) -> int:
+        """Of a block."""
+        return self.dim // PIECE
+
+    @property
+    def halves(self) -> int:
+        """Products that make up the output."""
+        return self.dim_v // HALF
+
+    @property
+    def v_pieces(self) -> int:
+        """Of a block."""
+        return 2 * self.halves
+
+    @property
+    def turns(self) -> int:
+        """Two: block n's probabilities wait for block n - 1's product, before which its factors have been read."""
+        return 2
+
+    # Tensor memory, in columns. A product's first columns lie in lanes 0-63, its last ones in lanes 64-127.
+    @property
+    def scores(self) -> tuple[int, int]:
+        return (0, self.tile_n // 2)
+
+    @property
+    def columns(self) -> int:
+        return self.dim_v // 2
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (512 - self.columns,)

@@ -1,0 +1,32 @@
+"""sdpa_decode on Blackwell, the device side: two kernels over a contiguous cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_attnkit.cuda import fake
+from torch_attnkit.cuda.decode import Decode
+from torch_attnkit.cuda.decode_types import Config, arguments
+from torch_attnkit.cuda.sm100.decode import Tall
+from torch_attnkit.cuda.sm100.decode_types import TallConfig
+
+
+def trace(arch: str, *, dtype: str, **sizes: int) -> tuple[Any, list[Any]]:
+    """What to compile for up to 8 query heads a KV head. Rows of the caches start at multiples of 16 bytes."""
+    config = Config(fake.dtype(dtype), **sizes)
+    return Decode(config), _arguments(dtype, config)
+
+
+def trace_wide(arch: str, *, dtype: str, **sizes: int) -> tuple[Any, list[Any]]:
+    """The same for more."""
+    config = TallConfig(fake.dtype(dtype), **sizes)
+    return Tall(config), _arguments(dtype, config)
+
+
+def _arguments(dtype: str, config: Config | TallConfig) -> list[Any]:
+    batch, heads, keys = (fake.dim32() for _ in range(3))
+    caches = [
+        fake.tensor(dtype, (batch, heads, keys, dim), (*(fake.dim(8) for _ in range(3)), 1))
+        for dim in (config.dim, config.dim_v)
+    ]
+    return arguments(dtype, config, batch, (caches[0], caches[1]))
