@@ -31,16 +31,18 @@ class Work:
     dim: int
     dim_v: int
     rows: int
+    itemsize: int = 2  # bytes of an element of the keys and values, and of the products' operands
 
     @property
     def step(self) -> float:
         """Microseconds of a block's products or exponentials, whichever take longer; two tiles take turns."""
         scores = self.tiles * _ROWS * self.tile_n
-        return max(scores * 2 * (self.dim + self.dim_v) / _OPERATIONS, scores / _EXPONENTIALS) / _CYCLES
+        operations = scores * (self.dim + self.dim_v) * self.itemsize  # of 2 bytes; of 1 byte twice as many at a time
+        return max(operations / _OPERATIONS, scores / _EXPONENTIALS) / _CYCLES
 
     def cost(self, shares: int, sms: int) -> float:
         """Microseconds, roughly, with the keys of every turn in that many shares, on ``sms`` multiprocessors."""
-        pieces, size = self.turns * self.heads * shares, self.tile_n * (self.dim + self.dim_v) * 2e-3
+        pieces, size = self.turns * self.heads * shares, self.tile_n * (self.dim + self.dim_v) * self.itemsize * 1e-3
         running = min(pieces, sms)
         # The turns of a head read the same keys at about the same time: memory brings them once.
         step = max(self.step, size / _COPIES, size * running / self.turns / (_MEMORY * sms))

@@ -1,4 +1,4 @@
-"""flash_attention_varlen on Blackwell: flash_attention's kernels over packed sequences, in bf16, fp16, E4M3.
+"""flash_attention_varlen on Blackwell: flash_attention's kernels over packed sequences, in bf16, fp16 and E4M3.
 
 The device code is ``cuda/sm100/prefill.py``, and for D 512 ``cuda/sm100/prefill_wide.py``. The loading warps find every
 tile's sequence on the device, and the correction warps clear rows of V that belong to the next one. They have run in

@@ -42,6 +42,7 @@ def make(
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
         inputs.starts(gen, kv_len) if "kv_start" in features else None,
+        *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     return args, dict(causal="bidirectional" not in features) | inputs.score_arguments(features, S)
 
@@ -55,8 +56,9 @@ def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tup
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q and the caches once, write out and lse."""
     tokens = dims["B"] * dims["Hkv"] * dims["S"] * (dims["D"] + dims["Dv"])
-    heads = dims["B"] * dims["T"] * dims["Hq"] * (dims["D"] + dims["Dv"])
-    return (tokens + heads) * dtype.itemsize + dims["B"] * (dims["T"] * dims["Hq"] + 1) * 4
+    heads = dims["B"] * dims["T"] * dims["Hq"]
+    inside = (tokens + heads * dims["D"]) * dtype.itemsize
+    return inside + heads * dims["Dv"] * max(2, dtype.itemsize) + (heads + dims["B"]) * 4
 
 
 def flops(dims: dict[str, int]) -> int:

@@ -33,8 +33,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def launch(q: Any, k: Any, v: Any, kv_len: Any, sink: Any, kv_start: Any, *rest: Any) -> None:
         if many:
-            fill((q, k, v, sink, kv_len, kv_start), (*rest[5:], None))
+            fill((q, k, v, sink, kv_len, kv_start), (*rest[-2:], None))
         else:
-            step((q, k, v, None, kv_len, sink, kv_start), *rest[5:])
+            step((q, k, v, None, kv_len, sink, kv_start), *rest[-2:])
 
     return launch

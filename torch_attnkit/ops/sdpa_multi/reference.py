@@ -15,6 +15,9 @@ def reference(
     kv_len: torch.Tensor,
     sink: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int = -1,
@@ -38,5 +41,6 @@ def reference(
         scale=scale,
         softcap=softcap,
         sink=sink,
+        scales=checks.scales("sdpa_multi", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale),
     )
     return out, lse  # (B, T, Hq, Dv), (B, T, Hq)

@@ -30,7 +30,7 @@ def shares(call: Call, signature: dict[str, Any], sms: int) -> int:
     seen = S if a.window < 0 else min(S, (1 if a.causal else 2) * a.window + T + a.sink_tokens + tile_n)
     work = multi_plan.Work(
         -(-T * group // (128 * tiles)), tiles, B * Hq // group, -(-seen // tile_n), tile_n,
-        signature["dim"], Dv, B * T * Hq,
+        signature["dim"], Dv, B * T * Hq, call.dtype.itemsize,
     )  # fmt: skip
     return multi_plan.shares(work, sms // prefill_plan.multiprocessors(signature))
 
@@ -52,14 +52,17 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     section = prefill_launch.section(S, (D + Dv) * call.dtype.itemsize, max(1, Hq // Hkv // signature["group"]))
     scalars = scores.scalars(section, sms)
 
-    def launch(q, k, v, kv_len, sink, kv_start, *rest):
+    scaled = any(prefill_launch.given(a))
+
+    def launch(q, k, v, kv_len, sink, kv_start, q_scale, k_scale, v_scale, *rest):
         out, lse = rest[-2:]
         if S == 0:
             out.zero_()
             lse.fill_(-torch.inf)
             return
-        q = read_q(q.neg() if scores.negate else q)
-        ins = (q, read_k(k.transpose(1, 2)), read_v(v.transpose(1, 2)), sink, kv_start, kv_len, None)
+        q = read_q(prefill_launch.negated(q) if scores.negate else q)
+        scales = (q_scale, k_scale, v_scale) if scaled else None
+        ins = (q, read_k(k.transpose(1, 2)), read_v(v.transpose(1, 2)), sink, kv_start, kv_len, scales)
         run(ins, (out, lse, None), scalars)
 
     return launch
@@ -79,8 +82,9 @@ def _in_shares(
     attend = compile.launcher(call, target, "sm100", **alone)
     width = 8  # elements of a vector: 16 bytes of out; every Dv of the table is a multiple
     config = merge_partials.configure(parts, B * T * Hq, Dv, width, sms)
+    out_dtype = call.dtype if call.dtype.itemsize > 1 else torch.bfloat16
     merge = compile.launcher(
-        call, target, "sm100", trace="trace_merge", dtypes=("f32", short(call.dtype)), sink=signature["sink"],
+        call, target, "sm100", trace="trace_merge", dtypes=("f32", short(out_dtype)), sink=signature["sink"],
         row_sum=False, config=astuple(config),
     )  # fmt: skip
     rows = parts * B * T * Hq
