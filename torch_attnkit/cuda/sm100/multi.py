@@ -29,6 +29,11 @@ def of_share(blocks: Blocks, part: Int32, parts: Int32) -> Blocks:
     )
 
 
+def place_of(c: Config, tile: Tile, sequences: Int32) -> Int32:
+    """Along the first axis of the outputs."""
+    return tile.part * sequences + tile.batch if c.split else tile.batch
+
+
 @cute.jit
 def has_keys(c: cutlass.Constexpr, outs: Outputs, tile: Tile, blocks: Blocks, sequences: Int32) -> Boolean:
     """Whether a share has blocks. If not, the calling warp notes for its queries that they have seen nothing."""
@@ -37,11 +42,5 @@ def has_keys(c: cutlass.Constexpr, outs: Outputs, tile: Tile, blocks: Blocks, se
         for row in cutlass.range(cute.arch.lane_idx(), rows, 32, unroll=1):
             token = first + row // c.group
             if token < tile.tokens:
-                place = tile.part * sequences + tile.batch
-                outs.lse[place, token, tile.head * c.group + row % c.group] = -Float32.inf
+                outs.lse[place_of(c, tile, sequences), token, tile.head * c.group + row % c.group] = -Float32.inf
     return blocks.steps > 0
-
-
-def place_of(c: Config, tile: Tile, sequences: Int32) -> Int32:
-    """Along the first axis of the outputs."""
-    return tile.part * sequences + tile.batch if c.split else tile.batch
