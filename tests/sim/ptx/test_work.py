@@ -68,3 +68,22 @@ def test_cosine_with_float64(dim):
             out = torch.ops.attnkit.flash_attention(q, k, v, sink, **options)[0]
         assert len(launches) == 1
         assert torch.cosine_similarity(out.double().flatten(), wanted.flatten(), 0) >= 0.999997
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pairs_of_ctas_take_several_tiles(seed, monkeypatch):
+    """Heads of 512 on four multiprocessors, checked: two pairs for six tiles of a head each, padded on both sides."""
+    from torch_attnkit.cuda import driver
+    from torch_attnkit.sim import ptx
+
+    monkeypatch.setattr(driver, "sm_count", lambda device: 4)
+    gen = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, n, 2, 512, generator=gen).bfloat16() for n in (333, 400, 400))
+    ends = torch.tensor([370], dtype=torch.int32), torch.tensor([60], dtype=torch.int32)
+    options = dict(causal=True, window=90)
+    wanted = torch.ops.attnkit.flash_attention(q.double(), k.double(), v.double(), None, *ends, **options)[0]
+    with torch_attnkit.simulate("sm100"), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
+        out = torch.ops.attnkit.flash_attention(q, k, v, None, *ends, **options)[0]
+    assert [launch.grid[0] for launch in launches] == [4]
+    assert not launches[0].notes
+    assert torch.cosine_similarity(out.double().flatten(), wanted.flatten(), 0) >= 0.999997

@@ -19,8 +19,9 @@ class Tiles:
 
     228 KB of shared memory hold the queries and the rings, 512 columns of tensor memory two buffers of scores and an
     output for each tile: Dv above 128 leaves room for one tile. ``pair`` is "full" where it pays as long as every query
-    sees all keys: causal rows far apart would make the pair's earlier one visit blocks for nothing. Stages are those of
-    2-byte elements; of bytes there are twice as many.
+    sees all keys: causal rows far apart would make the pair's earlier one visit blocks for nothing. "no window": the
+    reads that a pair saves are worth these blocks, unless a window leaves few others. Stages are those of 2-byte
+    elements; of bytes there are twice as many.
     """
 
     tile_n: int
@@ -37,7 +38,7 @@ TILES = {
     (128, 128): Tiles(128, 2, 2, "full"),
     (192, 128): Tiles(128, 2, 1, "full"),
     (256, 256): Tiles(128, 1, 1, "always"),
-    (512, 512): Tiles(128, 1, 4, "always"),  # a tile is a pair of CTAs, stages hold pieces of blocks: prefill_wide.py
+    (512, 512): Tiles(128, 1, 4, "no window"),  # two CTAs a tile, and stages hold pieces of blocks: prefill_wide.py
 }
 
 
@@ -52,6 +53,7 @@ def signature(call: Call, tokens: int, scores: Scores) -> dict[str, Any]:
     group = group if group and _ROWS % group == 0 else 1
     rows = tokens * group
     everything = not arg.causal and scores.window < 0
+    pays = {"": False, "full": everything, "no window": scores.window < 0, "always": True}[chosen.pair]
     return {
         "dtype": short(call.dtype),
         "dim": dim["D"],
@@ -60,7 +62,7 @@ def signature(call: Call, tokens: int, scores: Scores) -> dict[str, Any]:
         "tiles": chosen.tiles if rows > _ROWS else 1,
         "group": group,
         "stages": chosen.stages * 2 // call.dtype.itemsize,
-        "pair": rows > _ROWS * chosen.tiles and (chosen.pair == "always" or chosen.pair == "full" and everything),
+        "pair": rows > _ROWS * chosen.tiles and pays,
         "causal": arg.causal,
         "sink": arg.sink is not None,
         "normalize": getattr(arg, "normalize", True),

@@ -11,8 +11,11 @@ would need the other's too.
     softmax, a warpgroup in both: S -> P in shared memory            correction, a warpgroup in both: O *= factor -> out
 
 Products are issued as S(0) | S(1) O(0) | S(2) O(1) | ...; S is the sum over four pieces of the head dim, O two products
-of 256 columns. The grid is persistent, every role walks through the same tiles, and the loading warps leave notes, as
-in ``prefill.py``.
+of 256 columns. Roles and notes are those of ``prefill.py``, and so is the persistent grid of pairs.
+
+A pair does 128 operations for each byte that it reads, half of what ``prefill.py`` does with its tiles of 256 rows. So
+two pairs may form a cluster on neighbouring tiles (``c.pair``), where each CTA loads half of its half for both pairs by
+TMA multicast. For 1152 tokens and 2 heads the simulator then counts 26 MB of copies instead of 45.
 """
 
 import cutlass
@@ -73,7 +76,7 @@ class WidePrefill(WideRows, Prefill):
         )
 
     def _clusters(self, order: Order, scalars: Scalars) -> Int32:
-        """A persistent grid of pairs, one to a TPC. How many clusters of four fit at a time is not known beforehand."""
+        """Pairs are persistent. How many clusters of four a chip holds at a time is not known: each has one turn."""
         return order.size() if self.c.pair else cutlass.min(scalars.sms // CTAS, order.size())
 
     @cute.kernel

@@ -16,7 +16,7 @@ from . import prefill_softmax as softmax
 from . import tmem
 from .prefill_rows import Rows
 from .prefill_types import ROWS, Tile
-from .prefill_wide_types import CTAS, HALF, LANES, WideConfig
+from .prefill_wide_types import CTAS, HALF, LANES, WideConfig, element
 
 
 def _thread() -> Int32:
@@ -38,7 +38,7 @@ class WideRows(Rows):
         return valid & (_thread() < LANES)
 
     def element(self, at: int) -> Int32:
-        return at // (HALF // 2) * HALF + at % (HALF // 2) + _thread() // LANES * (HALF // 2)
+        return element(at, _thread() // LANES)
 
     def _tell_leader(self, barrier: cute.Pointer) -> None:
         """Arrive once for the warp at a barrier of the CTA that issues the pair's products.

@@ -1,6 +1,7 @@
 """What the Blackwell prefill kernel of wide heads is compiled for. Imports cutlass."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from .prefill_types import ROWS, Config
 
@@ -8,6 +9,12 @@ CTAS = 2  # of a pair, which computes one tile
 LANES = ROWS // CTAS  # rows of the tile in one CTA; half a CTA's threads, for two threads have a row
 PIECE = 128  # elements of the head dim in a piece of Q or K
 HALF = 256  # columns of one product's output: tcgen05 takes no more
+
+
+def element(at: int, upper: Any) -> Any:
+    """Which element of its row stands in column ``at`` of the outputs, in lanes 0-63 or (``upper``, 0 or 1) 64-127."""
+    product, column = divmod(at, HALF // 2)
+    return product * HALF + upper * (HALF // 2) + column
 
 
 @dataclass(frozen=True, kw_only=True)
