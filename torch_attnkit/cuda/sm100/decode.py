@@ -34,16 +34,15 @@ from cutlass.utils import blackwell_helpers as blackwell
 
 from .. import warp_ops as op
 from ..decode_merge import Merging
-from ..decode_schedule import Lengths, find, place, share, visible
+from ..decode_schedule import Lengths, Share, find, place, share, visible
 from ..decode_types import Numbers, Scalars, Tensors
 from ..partials import join
 from ..ring import Fixed, Ring
 from . import tmem
 from .decode_rows import Rows
-from .decode_types import COLUMNS, KEYS, ROWS, Layouts, Loads, Place, Products, TallConfig, Work
+from .decode_types import COLUMNS, KEYS, ROWS, Layouts, Loads, Products, Site, TallConfig, Turn, Work
 
 _ONE = tcgen05.CtaGroup.ONE
-_MOST = 8  # CTAs of a cluster
 
 
 class _Memory(Fixed, SimpleNamespace):
@@ -109,42 +108,41 @@ class Tall(Rows, Merging):
         self._meet_cluster()
         tmem.after_sync()
         rank, ctas = cute.arch.block_in_cluster_idx()[0], cute.arch.block_in_cluster_dim()[0]
-        cluster = cute.arch.block_idx()[0] // ctas
-        clusters = cute.arch.grid_dim()[0] // ctas
-        at_place = Place(rank % c.sides, rank // c.sides, ctas // c.sides)
-        tensors = self._own_workspace(tensors, at_place, rank, clusters)
+        cluster, clusters = cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
         groups = Int32(tensors.k.shape[2 if c.page else 1]) * scalars.chunks
         cut = share(lengths, groups, clusters, scalars.least, KEYS)
         at, stop = cut.start(cluster), cut.start(cluster + 1)
         if cluster >= cut.blocks:
             at = stop
         sequence, before = find(lengths, groups, at, KEYS)
-        slot = cluster * 2  # of a cluster's first piece; of those after it only the last can be a part
+        self._keep(m.site, Site(rank % c.sides, rank // c.sides, ctas // c.sides, rank, cluster, clusters, *cut))
         n, pieces = Int32(0), Int32(0)  # tiles so far, and pieces that had one
+        # A cluster's first piece has its even slot of the workspace; of those after it only the last can be a part.
+        odd = Int32(0)
         while at < stop:
+            site = self._kept(m.site, Site)
             keys = visible(lengths, sequence, KEYS)
             group = (at - before) // keys.units
             start = before + group * keys.units
-            units = cutlass.min(keys.units, start + keys.units - at)
-            units = cutlass.min(units, stop - at)
-            whole = units == keys.units
-            work = self._work(scalars, keys, at_place, sequence, group, at - start, units)
+            units = cutlass.min(start + keys.units, stop) - at
+            work = self._work(scalars, keys, site, sequence, group, at - start, units)
+            last = at + units == before + keys.units * groups
+            turn = Turn(
+                at + units, stop, cutlass.select_(last, at + units, before), sequence + Int32(last), n + work.tiles,
+                pieces + Int32(work.tiles > 0), odd, Int32(units == keys.units), start, keys.tiles,
+            )  # fmt: skip
+            self._keep(m.work, work)
+            self._keep(m.turn, turn)
             if warp < c.product_warp:
                 self.attend(tensors, scalars, keys, work, m, n)
             elif warp == c.product_warp:
-                self.multiply(products, at_place, m, n, work.tiles, pieces)
+                self.multiply(products, site, m, n, work.tiles, pieces)
             else:
-                self.load(tensors, loads, keys, work, at_place, layouts, m, n)
-            self._finish_piece(tensors, scalars, work, at_place, m, whole, slot)
-            if not whole:
-                self._meet(tensors, scalars, cut, work, m.word, start, keys.tiles)
-            slot = cluster * 2 + 1
-            n += work.tiles
-            pieces += cutlass.select_(work.tiles > 0, Int32(1), Int32(0))
-            at += units
-            if at == before + keys.units * groups:
-                before = at
-                sequence += 1
+                self.load(tensors, loads, keys, work, site, m, n)
+            turn = self._kept(m.turn, Turn)
+            self._finish_piece(tensors, scalars, m, turn)
+            at, stop, before, sequence, n, pieces = turn[:6]
+            odd = Int32(1)
         tmem.after_sync()
         if warp == c.product_warp:
             cute.arch.relinquish_tmem_alloc_permit()
@@ -202,6 +200,9 @@ class Tall(Rows, Merging):
             factor=floats(c.heads),  # two to that
             warps=floats(c.heads * 4),  # maxima or sums of the four warps
             result=floats(c.heads * 2),  # a piece's maximum and sum; read by the cluster
+            site=memory.allocate_tensor(Int32, cute.make_layout((len(Site._fields), c.threads // 32)), 16),
+            turn=memory.allocate_tensor(Int32, cute.make_layout((len(Turn._fields), c.threads // 32)), 16),
+            work=memory.allocate_tensor(Int32, cute.make_layout((len(Work._fields), c.threads // 32)), 16),
             rows=cute.make_tensor(rows, cute.make_layout(c.heads * c.dim)),  # O of a piece; read by the cluster
         )
 
@@ -209,16 +210,28 @@ class Tall(Rows, Merging):
         at = cute.make_ptr(Int32, shared, cute.AddressSpace.smem, assumed_align=16)
         return cute.make_tensor(at, cute.make_layout(1))
 
-    def _own_workspace(self, tensors: Tensors, place: Place, rank: Int32, clusters: Int32) -> Tensors:
+    def _own_workspace(self, tensors: Tensors, site: Site) -> Tensors:
         """Parts are of the CTA's side, and so that CTAs of a cluster end their groups independently, counters its own."""
-        parts = tensors.parts.iterator + Int64(place.side) * (2 * self.c.part_floats) * clusters
-        count = tensors.count.iterator + rank * clusters
+        parts = tensors.parts.iterator + Int64(site.side) * (2 * self.c.part_floats) * site.clusters
+        count = tensors.count.iterator + site.rank * site.clusters
         return tensors._replace(
             parts=cute.make_tensor(parts, tensors.parts.layout), count=cute.make_tensor(count, tensors.count.layout)
         )
 
+    def _keep(self, kept: cute.Tensor, values: Any) -> None:
+        """Leave numbers that a warp needs later in shared memory, where they cost the softmax no registers."""
+        with cute.arch.elect_one():
+            for i, value in enumerate(values):
+                kept[i, cute.arch.warp_idx()] = value
+        cute.arch.sync_warp()
+
+    def _kept(self, kept: cute.Tensor, kind: Any) -> Any:
+        got = kind(*(kept[i, cute.arch.warp_idx()] for i in range(len(kind._fields))))
+        cute.arch.sync_warp()
+        return got
+
     def _work(
-        self, scalars: Scalars, keys: Any, at: Place, sequence: Int32, group: Int32, first: Int32, units: Int32
+        self, scalars: Scalars, keys: Any, at: Site, sequence: Int32, group: Int32, first: Int32, units: Int32
     ) -> Work:
         """What of ``units`` units of a group, from ``first`` on, this CTA has: every ``splits``-th tile, and all rows
         of its side for these; of the merged rows a share."""
@@ -247,9 +260,7 @@ class Tall(Rows, Merging):
         return c.parts * (n + i) if c.same else c.parts * (2 * n + cutlass.min(2 * i + 2, 2 * tiles - 1))
 
     @cute.jit
-    def load(
-        self, tensors: Tensors, loads: Loads, keys: Any, work: Work, at: Place, layouts: Layouts, m: Any, n: Int32
-    ):
+    def load(self, tensors: Tensors, loads: Loads, keys: Any, work: Work, at: Site, m: Any, n: Int32):
         """One warp: all tiles of a piece."""
         c = self.c
         more = const_expr(0 if c.same else 1)
@@ -263,7 +274,7 @@ class Tall(Rows, Merging):
 
     @cute.jit
     def _load_tile(
-        self, tensors: Tensors, atom: Any, cache: Any, keys: Any, work: Work, at: Place, m: Any, i: Int32, fill: Int32
+        self, tensors: Tensors, atom: Any, cache: Any, keys: Any, work: Work, at: Site, m: Any, i: Int32, fill: Int32
     ):
         """This CTA's half of a tile, or all, to whom it belongs."""
         c = self.c
@@ -303,7 +314,7 @@ class Tall(Rows, Merging):
         return cutlass.select_(known, page, Int32(-1))
 
     @cute.jit
-    def multiply(self, products: Products, at: Place, m: Any, n: Int32, tiles: Int32, pieces: Int32):
+    def multiply(self, products: Products, at: Site, m: Any, n: Int32, tiles: Int32, pieces: Int32):
         """One warp: issues the products of a piece, in the order that the top of this file shows."""
         c = self.c
         if tiles > 0:
@@ -320,7 +331,7 @@ class Tall(Rows, Merging):
                     self._scores_of(products, at, m, n, i)
 
     @cute.jit
-    def _scores_of(self, products: Products, at: Place, m: Any, n: Int32, i: Int32):
+    def _scores_of(self, products: Products, at: Site, m: Any, n: Int32, i: Int32):
         c = self.c
         qk = products.scores.get_slice(0)
         tK, tQ = qk.make_fragment_A(m.tK), qk.make_fragment_B(m.tQ)
@@ -337,7 +348,7 @@ class Tall(Rows, Merging):
             tcgen05.commit(m.scores + ((n + i) & 1))
 
     @cute.jit
-    def _output_of(self, products: Products, at: Place, m: Any, n: Int32, i: Int32, tiles: Int32):
+    def _output_of(self, products: Products, at: Site, m: Any, n: Int32, i: Int32, tiles: Int32):
         """Once the weights are there, and the output so far is in step with them."""
         c = self.c
         pv = products.output.get_slice(0)
@@ -359,7 +370,7 @@ class Tall(Rows, Merging):
         with cute.arch.elect_one():
             tcgen05.commit(m.output)
 
-    def _release(self, ring: Ring, slot: Int32, at: Place) -> None:
+    def _release(self, ring: Ring, slot: Int32, at: Site) -> None:
         """Once the products so far are done; on both sides, for either fills half of a buffer on both."""
         with cute.arch.elect_one():
             tcgen05.commit(ring.empty + slot, cutlass.Int16(3 << (at.split * 2)) if self.c.sides > 1 else None)
@@ -372,34 +383,32 @@ class Tall(Rows, Merging):
             atom.set(tcgen05.Field.ACCUMULATE, True)
 
     @cute.jit
-    def _finish_piece(
-        self, tensors: Tensors, scalars: Scalars, work: Work, at: Place, m: Any, whole: Boolean, slot: Int32
-    ):
+    def _finish_piece(self, tensors: Tensors, scalars: Scalars, m: Any, turn: Turn):
         """Merge what the CTAs of this side have of this CTA's rows: a group's result goes out, a part into the
         workspace."""
         c = self.c
         self._meet_cluster()
+        work, at = self._kept(m.work, Work), self._kept(m.site, Site)
+        tensors = self._own_workspace(tensors, at)
+        slot = at.cluster * 2 + turn.odd
         vectors = const_expr(c.dim // 4)
         part = tensors.parts.iterator.toint() + Int64(slot) * (c.part_floats * 4)
-        rows, stats = m.rows.iterator.toint(), m.result.iterator.toint()
-        there = [cutlass.select_(i < at.splits, Int32(1), Int32(0)) for i in range(_MOST // c.sides)]
-        peers = [i * there[i] * c.sides + at.side for i in range(_MOST // c.sides)]
         for index in cutlass.range(cute.arch.thread_idx()[0], work.rows * vectors, c.threads, unroll=1):
             row, column = work.row + index // vectors, index % vectors * 4
-            pairs = [
-                op.load_cluster_floats(2, op.cluster_address(stats + row * 8, peer), on)
-                for peer, on in zip(peers, there, strict=True)
-            ]
-            news = [
-                op.load_cluster_floats(4, op.cluster_address(rows + (row * c.dim + column) * 4, peer), on)
-                for peer, on in zip(peers, there, strict=True)
-            ]
-            tops = [cutlass.select_(on != 0, s[0], -Float32.inf) for s, on in zip(pairs, there, strict=True)]
+            stat_at = m.result.iterator.toint() + row * 8
+            o_at = m.rows.iterator.toint() + (row * c.dim + column) * 4
             rO = cute.make_rmem_tensor(4, Float32)
             rO.fill(0.0)
-            top, total = join(rO, -Float32.inf, Float32(0.0), tops, [s[1] for s in pairs], news)
+            top, total = Float32(-Float32.inf), Float32(0.0)
+            for first in cutlass.range(0, at.splits, self.at_once, unroll=1):
+                there = [cutlass.select_(first + i < at.splits, Int32(1), Int32(0)) for i in range(self.at_once)]
+                peers = [((first + i) * on * c.sides + at.side, on) for i, on in enumerate(there)]
+                pairs = [op.load_cluster_floats(2, op.cluster_address(stat_at, p), on) for p, on in peers]
+                news = [op.load_cluster_floats(4, op.cluster_address(o_at, p), on) for p, on in peers]
+                tops = [cutlass.select_(there[i] != 0, pairs[i][0], -Float32.inf) for i in range(self.at_once)]
+                top, total = join(rO, top, total, tops, [pair[1] for pair in pairs], news)
             sums = [rO[x] for x in range(4)]
-            if whole:
+            if turn.whole != 0:
                 self._store(tensors, scalars, work, row, column, sums, top, total)
             else:
                 op.store_4_floats(part + (row * c.dim + column) * 4, sums)
@@ -410,6 +419,9 @@ class Tall(Rows, Merging):
         # The next piece's loads, which the tensor cores' side of memory makes, take the place of what was read here.
         cute.arch.fence_view_async_shared()
         self._meet_cluster()
+        if turn.whole == 0:
+            cut = Share(at.total, at.blocks, at.each, at.extra)
+            self._meet(tensors, scalars, cut, work, m.word, turn.start, turn.tiles)
 
     @cute.jit
     def _merge(self, tensors: Tensors, scalars: Scalars, piece: Work, slot: Int32, rest: Int32, more: Int32):

@@ -29,6 +29,18 @@ from .decode_types import COLUMNS, KEYS, ROWS, TallConfig, Work
 
 _INF = float("inf")
 _BARRIER = 1  # the named one of the warpgroups
+_AT_ONCE = 8  # columns of tensor memory that a thread has beside its scores and sums: more would spill
+
+
+@dsl_user_op
+def _thread(*, loc: Any = None, ip: Any = None) -> Int32:
+    """This thread's number, read anew: what follows from it is then not kept in registers all through the kernel."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True, is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
 
 
 @dsl_user_op
@@ -55,7 +67,7 @@ def across(values: list[Float32], join: Callable[[Float32, Float32], Float32]) -
 
     Lanes exchange halves of what they have, so that 32 values take 31 shuffles.
     """
-    lane = cute.arch.lane_idx()
+    lane = _thread() & 31
     for offset in (16, 8, 4, 2, 1):
         if len(values) > 1:
             half, upper = len(values) // 2, (lane & offset) != 0
@@ -97,7 +109,8 @@ class Rows:
     def attend(self, tensors: Tensors, scalars: Scalars, keys: Any, work: Work, m: Any, n: Int32):
         """All tiles of a piece; leaves O, maxima and sums in shared memory, where the cluster merges them."""
         c = self.c
-        warp, thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.thread_idx()[0]
+        thread = _thread()
+        warp = cute.arch.make_warp_uniform(thread // 32)
         h0 = warp // 4 * c.own
         if thread < c.heads:
             m.shift[thread] = Float32(0.0)
@@ -129,7 +142,7 @@ class Rows:
     def _load_query(self, tensors: Tensors, work: Work, m: Any):
         """Q to shared memory, as the products want it; heads that pad the CTA's become zeros."""
         c = self.c
-        thread = cute.arch.thread_idx()[0]
+        thread = _thread()
         by_head = Int64(tensors.q.stride[1]) * 2
         start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * work.b * 2 + by_head * work.head
         if ((start | by_head) & 15) == 0:
@@ -148,7 +161,7 @@ class Rows:
         """In copies of ``size`` bytes; the 16-byte chunks of eight rows lie in different banks (128B swizzle)."""
         c = self.c
         copies = const_expr(c.dim * 2 // size)  # of a row
-        for index in cutlass.range(cute.arch.thread_idx()[0], c.heads * copies, ROWS, unroll=4):
+        for index in cutlass.range(_thread(), c.heads * copies, ROWS, unroll=1):
             row, at = index // copies, index % copies * size
             chunk = ((at // 16) ^ row) & 7
             target = m.sQ + at // 128 * (c.heads * 128) + row * 128 + chunk * 16 + at % 16
@@ -166,9 +179,8 @@ class Rows:
         tmem.after_sync()
         base, scale = tmem.lanes((n & 1) * c.heads + h0, warp), scalars.scale
         if scalars.cap > 0:
-            # Eight at a time and back to where they were: the registers of more would spill.
-            for at in cutlass.range(0, c.own, 8, unroll=1):
-                some = tmem.load(base + at, 8)
+            for at in cutlass.range(0, c.own, _AT_ONCE, unroll=1):  # and back to where they were
+                some = tmem.load(base + at, _AT_ONCE)
                 tmem.await_loads()
                 tmem.store(base + at, [scalars.cap * _tanh(x * scale) for x in some])
             tmem.await_stores()
@@ -185,7 +197,7 @@ class Rows:
                 pair = cute.arch.add_packed_f32x2((rS[h + x], rS[h + x + 1]), (shift[x], shift[x + 1]))
                 rS[h + x], rS[h + x + 1] = pair
         if (low > 0) | (high < KEYS):
-            key = cute.arch.thread_idx()[0] % KEYS
+            key = _thread() % KEYS
             counts = (key >= low) & (key < high)
             for h in cutlass.range_constexpr(c.own):
                 rS[h] = cutlass.select_(counts, rS[h], Float32(-_INF))
@@ -195,7 +207,7 @@ class Rows:
     def _raise(self, m: Any, rS: Any, rSum: Any, n: Int32, i: Int32, warp: Int32, h0: Int32):
         """Subtract the maxima of heads that exceed what was subtracted too far; in a piece's first tile, of all."""
         c = self.c
-        thread = cute.arch.thread_idx()[0]
+        thread = _thread()
         self._leave_across(m, [rS[h] for h in range(c.own)], cute.arch.fmax, warp, h0)
         if thread < c.heads:
             four = _four(m.warps, thread * 4)
@@ -204,28 +216,32 @@ class Rows:
             change = cutlass.select_(moves, -top, Float32(0.0))
             m.shift[thread] = m.shift[thread] + change
             m.change[thread] = change
-            m.factor[thread] = cutlass.select_(i == 0, Float32(1.0), exp2(change))
+            m.factor[thread] = exp2(change)
         _meet_rows()
         for h in cutlass.range_constexpr(0, c.own, 4):
-            change, factor = _four(m.change, h0 + h), _four(m.factor, h0 + h)
+            change = _four(m.change, h0 + h)
             for x in cutlass.range_constexpr(4):
                 rS[h + x] = rS[h + x] + change[x]
-                rSum[h + x] = rSum[h + x] * factor[x]
         if i > 0:
             cute.arch.mbarrier_wait(m.output, (n - 1) & 1)
             tmem.after_sync()
-            for p in cutlass.range(c.parts, unroll=1):
-                base = tmem.lanes(c.output + p * c.heads + h0, warp)
-                values = tmem.load(base, c.own)
+            for at in cutlass.range(0, c.parts * c.own, _AT_ONCE, unroll=1):
+                h = h0 + at % c.own
+                address = tmem.lanes(c.output + at // c.own * c.heads + h, warp)
+                values = tmem.load(address, _AT_ONCE)
                 tmem.await_loads()
-                factors = [_four(m.factor, h0 + h) for h in range(0, c.own, 4)]
-                tmem.store(base, [v * factors[h // 4][h % 4] for h, v in enumerate(values)])
+                factors = [_four(m.factor, h + x) for x in range(0, _AT_ONCE, 4)]
+                tmem.store(address, [v * factors[x // 4][x % 4] for x, v in enumerate(values)])
             tmem.await_stores()
             tmem.before_sync()
+            for h in cutlass.range_constexpr(0, c.own, 4):
+                factor = _four(m.factor, h0 + h)
+                for x in cutlass.range_constexpr(4):
+                    rSum[h + x] = rSum[h + x] * factor[x]
 
     def _leave_across(self, m: Any, values: list[Float32], join: Any, warp: Int32, h0: Int32) -> None:
         """What a warp has of its heads, for the threads that have a head each."""
-        lane = cute.arch.lane_idx()
+        lane = _thread() & 31
         for x, value in enumerate(across(values, join)):
             m.warps[(h0 + lane * self.c.own // 32 + x) * 4 + warp % 4] = value
         _meet_rows()
@@ -246,7 +262,7 @@ class Rows:
     def _leave_weights(self, m: Any, words: Any, h0: Int32):
         """This key's row of P', its 16-byte chunks where a swizzle as wide as the row has them."""
         c = self.c
-        row = cute.arch.thread_idx()[0] % KEYS * (c.heads * 2)
+        row = _thread() % KEYS * (c.heads * 2)
         turn = ((row >> 7) & const_expr(c.heads // 8 - 1)) * 16
         for w in cutlass.range_constexpr(0, c.own // 2, 4):
             _put_words(m.sP + row + ((h0 * 2 + w * 4) ^ turn), [words[w + x] for x in range(4)])
@@ -260,7 +276,7 @@ class Rows:
     def _clear_row(self, m: Any, work: Work, n: Int32, i: Int32, low: Int32, high: Int32):
         """Zeros over a row of V, a warpgroup half of it, if its key does not count: the cache may hold NaN there."""
         c = self.c
-        key, half = cute.arch.thread_idx()[0] % KEYS, cute.arch.thread_idx()[0] // KEYS
+        key, half = _thread() % KEYS, _thread() // KEYS
         fill = self.value_fill(n, i, work.tiles)
         if const_expr(not c.same):
             cute.arch.mbarrier_wait(m.values, (n + i) & 1)
@@ -275,7 +291,7 @@ class Rows:
     def _publish(self, m: Any, rSum: Any, n: Int32, tiles: Int32, warp: Int32, h0: Int32):
         """O, maxima and sums to shared memory; zeros if the CTA had no tile."""
         c = self.c
-        thread = cute.arch.thread_idx()[0]
+        thread = _thread()
         self._leave_across(m, [rSum[h] for h in range(c.own)], operator.add, warp, h0)
         if thread < c.heads:
             four = _four(m.warps, thread * 4)
@@ -283,7 +299,7 @@ class Rows:
             m.result[thread * 2] = cutlass.select_(total == 0.0, Float32(-_INF), -m.shift[thread])
             m.result[thread * 2 + 1] = total
         lanes = const_expr(c.part // 4)  # of a warp that have a row of O'
-        column = warp % 4 * lanes + cute.arch.lane_idx()
+        column = warp % 4 * lanes + (_thread() & 31)
         if tiles > 0:
             cute.arch.mbarrier_wait(m.output, (n + tiles - 1) & 1)
             tmem.after_sync()
@@ -295,7 +311,7 @@ class Rows:
                 tmem.await_loads()
                 for h in cutlass.range_constexpr(c.own):
                     rO[h] = values[h]
-            if cute.arch.lane_idx() < lanes:
+            if (_thread() & 31) < lanes:
                 for h in cutlass.range_constexpr(c.own):
                     m.rows[(h0 + h) * c.dim + p * c.part + column] = rO[h]
         tmem.before_sync()
