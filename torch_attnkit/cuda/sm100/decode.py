@@ -23,6 +23,8 @@ keys or more lies in one page; for a page that there is none, TMA is given one b
 
 from __future__ import annotations
 
+import functools
+import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,15 +36,18 @@ from cutlass.utils import blackwell_helpers as blackwell
 
 from .. import warp_ops as op
 from ..decode_merge import Merging
-from ..decode_schedule import Lengths, Share, find, place, share, visible
+from ..decode_schedule import Lengths, Share, Visible, find, place, share, visible
 from ..decode_types import Numbers, Scalars, Tensors
-from ..partials import join
+from ..partials import finite
 from ..ring import Fixed, Ring
+from ..warp_ops import exp2
 from . import tmem
-from .decode_rows import Rows
+from .decode_rows import Rows, thread_index
 from .decode_types import COLUMNS, KEYS, ROWS, Layouts, Loads, Products, Site, TallConfig, Turn, Work
 
 _ONE = tcgen05.CtaGroup.ONE
+_CLUSTER = 8  # most CTAs of one
+_AT_ONCE = 4  # parts that a thread has on the way while it merges
 
 
 class _Memory(Fixed, SimpleNamespace):
@@ -53,7 +58,7 @@ class Tall(Rows, Merging):
     """One kernel for both kinds of cache; see the top of this file."""
 
     c: TallConfig
-    at_once = 4
+    at_once = _AT_ONCE
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, clusters: Int32, stream: Any):
@@ -115,12 +120,12 @@ class Tall(Rows, Merging):
         if cluster >= cut.blocks:
             at = stop
         sequence, before = find(lengths, groups, at, KEYS)
-        self._keep(m.site, Site(rank % c.sides, rank // c.sides, ctas // c.sides, rank, cluster, clusters, *cut))
+        self.keep(m.site, Site(rank % c.sides, rank // c.sides, ctas // c.sides, rank, cluster, clusters, *cut))
         n, pieces = Int32(0), Int32(0)  # tiles so far, and pieces that had one
         # A cluster's first piece has its even slot of the workspace; of those after it only the last can be a part.
         odd = Int32(0)
         while at < stop:
-            site = self._kept(m.site, Site)
+            site = self.kept(m.site, Site)
             keys = visible(lengths, sequence, KEYS)
             group = (at - before) // keys.units
             start = before + group * keys.units
@@ -131,16 +136,17 @@ class Tall(Rows, Merging):
                 at + units, stop, cutlass.select_(last, at + units, before), sequence + Int32(last), n + work.tiles,
                 pieces + Int32(work.tiles > 0), odd, Int32(units == keys.units), start, keys.tiles,
             )  # fmt: skip
-            self._keep(m.work, work)
-            self._keep(m.turn, turn)
+            self.keep(m.keys, keys)
+            self.keep(m.work, work)
+            self.keep(m.turn, turn)
             if warp < c.product_warp:
-                self.attend(tensors, scalars, keys, work, m, n)
+                self.attend(tensors, scalars, m, n)
             elif warp == c.product_warp:
                 self.multiply(products, site, m, n, work.tiles, pieces)
             else:
                 self.load(tensors, loads, keys, work, site, m, n)
-            turn = self._kept(m.turn, Turn)
-            self._finish_piece(tensors, scalars, m, turn)
+            self._finish_piece(tensors, scalars, m)
+            turn = self.kept(m.turn, Turn)
             at, stop, before, sequence, n, pieces = turn[:6]
             odd = Int32(1)
         tmem.after_sync()
@@ -168,6 +174,11 @@ class Tall(Rows, Merging):
         def floats(count: int) -> cute.Tensor:
             return memory.allocate_tensor(Float32, cute.make_layout(count), 16)
 
+        kept = {
+            name: memory.allocate_tensor(Int32, cute.make_layout((len(kind._fields), c.threads // 32)), 16)
+            for name, kind in (("site", Site), ("turn", Turn), ("work", Work), ("keys", Visible))
+        }
+
         counts = {"query": (1, 1), "scores": (2, 1), "values": (1, 1), "weights": (1, ROWS // 32), "output": (1, 1)}
         single = {name: memory.allocate_array(cutlass.Int64, stages) for name, (stages, _) in counts.items()}
         ring = Ring(*(memory.allocate_array(cutlass.Int64, c.stages) for _ in range(2)), c.stages)
@@ -185,6 +196,7 @@ class Tall(Rows, Merging):
         rows = cute.make_ptr(Float32, sKV, cute.AddressSpace.smem, assumed_align=16)
         return _Memory(
             **single,
+            **kept,
             ring=ring,
             word=word,
             sP=sP,
@@ -200,9 +212,6 @@ class Tall(Rows, Merging):
             factor=floats(c.heads),  # two to that
             warps=floats(c.heads * 4),  # maxima or sums of the four warps
             result=floats(c.heads * 2),  # a piece's maximum and sum; read by the cluster
-            site=memory.allocate_tensor(Int32, cute.make_layout((len(Site._fields), c.threads // 32)), 16),
-            turn=memory.allocate_tensor(Int32, cute.make_layout((len(Turn._fields), c.threads // 32)), 16),
-            work=memory.allocate_tensor(Int32, cute.make_layout((len(Work._fields), c.threads // 32)), 16),
             rows=cute.make_tensor(rows, cute.make_layout(c.heads * c.dim)),  # O of a piece; read by the cluster
         )
 
@@ -217,18 +226,6 @@ class Tall(Rows, Merging):
         return tensors._replace(
             parts=cute.make_tensor(parts, tensors.parts.layout), count=cute.make_tensor(count, tensors.count.layout)
         )
-
-    def _keep(self, kept: cute.Tensor, values: Any) -> None:
-        """Leave numbers that a warp needs later in shared memory, where they cost the softmax no registers."""
-        with cute.arch.elect_one():
-            for i, value in enumerate(values):
-                kept[i, cute.arch.warp_idx()] = value
-        cute.arch.sync_warp()
-
-    def _kept(self, kept: cute.Tensor, kind: Any) -> Any:
-        got = kind(*(kept[i, cute.arch.warp_idx()] for i in range(len(kind._fields))))
-        cute.arch.sync_warp()
-        return got
 
     def _work(
         self, scalars: Scalars, keys: Any, at: Site, sequence: Int32, group: Int32, first: Int32, units: Int32
@@ -285,7 +282,7 @@ class Tall(Rows, Merging):
         page = self._pages(tensors, work, first, low, high) if const_expr(c.page) else Int32(0)
         for p in cutlass.range(c.parts, unroll=1):
             full = m.ring.acquire(fill + p, c.buffer_bytes)
-            for b in cutlass.range_constexpr(own):
+            for b in cutlass.range(own, unroll=1):
                 box = begin + b
                 row, last = first // c.box + box, work.b
                 if const_expr(c.page):
@@ -383,52 +380,63 @@ class Tall(Rows, Merging):
             atom.set(tcgen05.Field.ACCUMULATE, True)
 
     @cute.jit
-    def _finish_piece(self, tensors: Tensors, scalars: Scalars, m: Any, turn: Turn):
+    def _finish_piece(self, tensors: Tensors, scalars: Scalars, m: Any):
         """Merge what the CTAs of this side have of this CTA's rows: a group's result goes out, a part into the
         workspace."""
         c = self.c
         self._meet_cluster()
-        work, at = self._kept(m.work, Work), self._kept(m.site, Site)
-        tensors = self._own_workspace(tensors, at)
-        slot = at.cluster * 2 + turn.odd
-        vectors = const_expr(c.dim // 4)
-        part = tensors.parts.iterator.toint() + Int64(slot) * (c.part_floats * 4)
-        for index in cutlass.range(cute.arch.thread_idx()[0], work.rows * vectors, c.threads, unroll=1):
-            row, column = work.row + index // vectors, index % vectors * 4
+        work, at, turn = self.kept(m.work, Work), self.kept(m.site, Site), self.kept(m.turn, Turn)
+        part = self._own_workspace(tensors, at).parts.iterator.toint() + Int64(at.cluster * 2 + turn.odd) * (c.part_floats * 4)
+        lanes = const_expr(min(c.dim // 4, 32))  # that have a row
+        thread = thread_index()
+        for r in cutlass.range(thread // lanes, work.rows, c.threads // lanes, unroll=1):
+            row = work.row + r
             stat_at = m.result.iterator.toint() + row * 8
-            o_at = m.rows.iterator.toint() + (row * c.dim + column) * 4
-            rO = cute.make_rmem_tensor(4, Float32)
-            rO.fill(0.0)
-            top, total = Float32(-Float32.inf), Float32(0.0)
-            for first in cutlass.range(0, at.splits, self.at_once, unroll=1):
-                there = [cutlass.select_(first + i < at.splits, Int32(1), Int32(0)) for i in range(self.at_once)]
-                peers = [((first + i) * on * c.sides + at.side, on) for i, on in enumerate(there)]
-                pairs = [op.load_cluster_floats(2, op.cluster_address(stat_at, p), on) for p, on in peers]
-                news = [op.load_cluster_floats(4, op.cluster_address(o_at, p), on) for p, on in peers]
-                tops = [cutlass.select_(there[i] != 0, pairs[i][0], -Float32.inf) for i in range(self.at_once)]
-                top, total = join(rO, top, total, tops, [pair[1] for pair in pairs], news)
-            sums = [rO[x] for x in range(4)]
-            if turn.whole != 0:
-                self._store(tensors, scalars, work, row, column, sums, top, total)
-            else:
-                op.store_4_floats(part + (row * c.dim + column) * 4, sums)
-                if column == 0:
-                    stat = part + (c.heads * c.dim + row * 2) * 4
-                    op.store_float(stat, top)
-                    op.store_float(stat + 4, total)
+            there = [cutlass.select_(i < at.splits, Int32(1), Int32(0)) for i in range(_CLUSTER // c.sides)]
+            peers = [i * on * c.sides + at.side for i, on in enumerate(there)]
+            stats = [
+                op.load_cluster_floats(2, op.cluster_address(stat_at, peer), on)
+                for peer, on in zip(peers, there, strict=True)
+            ]
+            tops = [cutlass.select_(on != 0, x[0], -Float32.inf) for x, on in zip(stats, there, strict=True)]
+            top = functools.reduce(cute.arch.fmax, tops)
+            weights = [exp2(x - finite(top)) for x in tops]
+            total = functools.reduce(operator.add, [w * x[1] for w, x in zip(weights, stats, strict=True)])
+            for x in cutlass.range(0, c.dim, lanes * 4, unroll=1):
+                column = x + thread % lanes * 4
+                o_at = m.rows.iterator.toint() + (row * c.dim + column) * 4
+                rO = cute.make_rmem_tensor(4, Float32)
+                rO.fill(0.0)
+                for first in cutlass.range_constexpr(0, len(peers), _AT_ONCE):
+                    if at.splits > first:
+                        for i in cutlass.range_constexpr(first, min(first + _AT_ONCE, len(peers))):
+                            new = op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), there[i])
+                            for y in cutlass.range_constexpr(4):
+                                rO[y] = rO[y] + weights[i] * new[y]
+                sums = [rO[y] for y in range(4)]
+                if turn.whole != 0:
+                    self._store(tensors, scalars, work, row, column, sums, top, total)
+                else:
+                    op.store_4_floats(part + (row * c.dim + column) * 4, sums)
+                    if column == 0:
+                        stat = part + (c.heads * c.dim + row * 2) * 4
+                        op.store_float(stat, top)
+                        op.store_float(stat + 4, total)
         # The next piece's loads, which the tensor cores' side of memory makes, take the place of what was read here.
         cute.arch.fence_view_async_shared()
         self._meet_cluster()
+        turn = self.kept(m.turn, Turn)
         if turn.whole == 0:
+            work, at = self.kept(m.work, Work), self.kept(m.site, Site)
             cut = Share(at.total, at.blocks, at.each, at.extra)
-            self._meet(tensors, scalars, cut, work, m.word, turn.start, turn.tiles)
+            self._meet(self._own_workspace(tensors, at), scalars, cut, work, m.word, turn.start, turn.tiles)
 
     @cute.jit
     def _merge(self, tensors: Tensors, scalars: Scalars, piece: Work, slot: Int32, rest: Int32, more: Int32):
         """Of all clusters' parts of a group, this CTA's rows."""
         c = self.c
         vectors = const_expr(c.dim // 4)
-        for index in cutlass.range(cute.arch.thread_idx()[0], piece.rows * vectors, c.threads, unroll=1):
+        for index in cutlass.range(thread_index(), piece.rows * vectors, c.threads, unroll=1):
             row, column = piece.row + index // vectors, index % vectors * 4
             rO, top, total = self._add_parts(tensors, row, column, slot, rest, more, Int32(-1), 1)
             self._store(tensors, scalars, piece, row, column, [rO[x] for x in range(4)], top, total)
