@@ -16,9 +16,7 @@ from .decode_plan import Plan, bounded, score_factors
 from .splits import Workspace
 
 
-def decoder(
-    call: Call, target: Target, plan: Callable[..., Plan], keys: int, page: int = 0
-) -> Callable[..., None]:
+def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, page: int = 0) -> Callable[..., None]:
     """The launch for caches of at most ``keys`` keys a sequence, in pages of ``page`` if that is not 0.
 
     It takes q, k, v, table (None without pages), kv_len, sink, kv_start, out and lse. ``plan`` is the architecture's.

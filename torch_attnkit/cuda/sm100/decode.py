@@ -220,7 +220,7 @@ class Tall(Rows, Merging):
         return cute.make_tensor(at, cute.make_layout(1))
 
     def _own_workspace(self, tensors: Tensors, site: Site) -> Tensors:
-        """Parts are of the CTA's side, and so that CTAs of a cluster end their groups independently, counters its own."""
+        """The parts of the CTA's side, and counters of its own: CTAs of a cluster end their groups independently."""
         parts = tensors.parts.iterator + Int64(site.side) * (2 * self.c.part_floats) * site.clusters
         count = tensors.count.iterator + site.rank * site.clusters
         return tensors._replace(
@@ -386,7 +386,8 @@ class Tall(Rows, Merging):
         c = self.c
         self._meet_cluster()
         work, at, turn = self.kept(m.work, Work), self.kept(m.site, Site), self.kept(m.turn, Turn)
-        part = self._own_workspace(tensors, at).parts.iterator.toint() + Int64(at.cluster * 2 + turn.odd) * (c.part_floats * 4)
+        slot = Int64(at.cluster * 2 + turn.odd)
+        part = self._own_workspace(tensors, at).parts.iterator.toint() + slot * (c.part_floats * 4)
         lanes = const_expr(min(c.dim // 4, 32))  # that have a row
         thread = thread_index()
         for r in cutlass.range(thread // lanes, work.rows, c.threads // lanes, unroll=1):

@@ -148,6 +148,7 @@ class Rows:
         cute.arch.sync_warp()
 
     def kept(self, kept: cute.Tensor, kind: Any) -> Any:
+        """The tuple of such numbers that ``keep`` left."""
         warp = thread_index() >> 5
         got = kind(*(kept[i, warp] for i in range(len(kind._fields))))
         cute.arch.sync_warp()
@@ -162,8 +163,6 @@ class Rows:
     @cute.jit
     def _load_query(self, tensors: Tensors, work: Work, m: Any):
         """Q to shared memory, as the products want it; heads that pad the CTA's become zeros."""
-        c = self.c
-        thread = thread_index()
         by_head = Int64(tensors.q.stride[1]) * 2
         start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * work.b * 2 + by_head * work.head
         if ((start | by_head) & 15) == 0:
@@ -174,7 +173,7 @@ class Rows:
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         _meet_rows()
-        if thread == 0:
+        if thread_index() == 0:
             cute.arch.mbarrier_arrive(m.query)
 
     @cute.jit
