@@ -40,7 +40,7 @@ class Plan:
 def plan(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0) -> Plan:
     """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
 
-    ``page`` is the number of keys of a page, 0 without pages. This is Hopper's; Blackwell's is in ``sm100/decode_plan.py``.
+    ``page`` is the number of keys of a page, 0 without pages. Blackwell has a plan of its own.
 
     The wide kernel for the other one with few heads, H200, 32/8 heads, no pages, us: D 128, 1x8192 17.8 for 15.6,
     16x8192 127 for 131, 1x131072 128 for 134, 64x4096 243 for 258, 128x8192 944 for 1002; D 64, 16x8192 69.3 for 70.1,

@@ -23,6 +23,8 @@ keys or more lies in one page; for a page that there is none, TMA is given one b
 
 from __future__ import annotations
 
+import functools
+import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,16 +36,18 @@ from cutlass.utils import blackwell_helpers as blackwell
 
 from .. import warp_ops as op
 from ..decode_merge import Merging
-from ..decode_schedule import Lengths, find, place, share, visible
+from ..decode_schedule import Lengths, Share, Visible, find, place, share, visible
 from ..decode_types import Numbers, Scalars, Tensors
-from ..partials import join
+from ..partials import finite
 from ..ring import Fixed, Ring
+from ..warp_ops import exp2
 from . import tmem
-from .decode_rows import Rows
-from .decode_types import COLUMNS, KEYS, ROWS, Layouts, Loads, Place, Products, TallConfig, Work
+from .decode_rows import Rows, thread_index
+from .decode_types import COLUMNS, KEYS, ROWS, Layouts, Loads, Products, Site, TallConfig, Turn, Work
 
 _ONE = tcgen05.CtaGroup.ONE
-_MOST = 8  # CTAs of a cluster
+_CLUSTER = 8  # most CTAs of one
+_AT_ONCE = 4  # parts that a thread has on the way while it merges
 
 
 class _Memory(Fixed, SimpleNamespace):
@@ -54,7 +58,7 @@ class Tall(Rows, Merging):
     """One kernel for both kinds of cache; see the top of this file."""
 
     c: TallConfig
-    at_once = 4
+    at_once = _AT_ONCE
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, clusters: Int32, stream: Any):
@@ -109,42 +113,42 @@ class Tall(Rows, Merging):
         self._meet_cluster()
         tmem.after_sync()
         rank, ctas = cute.arch.block_in_cluster_idx()[0], cute.arch.block_in_cluster_dim()[0]
-        cluster = cute.arch.block_idx()[0] // ctas
-        clusters = cute.arch.grid_dim()[0] // ctas
-        at_place = Place(rank % c.sides, rank // c.sides, ctas // c.sides)
-        tensors = self._own_workspace(tensors, at_place, rank, clusters)
+        cluster, clusters = cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
         groups = Int32(tensors.k.shape[2 if c.page else 1]) * scalars.chunks
         cut = share(lengths, groups, clusters, scalars.least, KEYS)
         at, stop = cut.start(cluster), cut.start(cluster + 1)
         if cluster >= cut.blocks:
             at = stop
         sequence, before = find(lengths, groups, at, KEYS)
-        slot = cluster * 2  # of a cluster's first piece; of those after it only the last can be a part
+        self.keep(m.site, Site(rank % c.sides, rank // c.sides, ctas // c.sides, rank, cluster, clusters, *cut))
         n, pieces = Int32(0), Int32(0)  # tiles so far, and pieces that had one
+        # A cluster's first piece has its even slot of the workspace; of those after it only the last can be a part.
+        odd = Int32(0)
         while at < stop:
+            site = self.kept(m.site, Site)
             keys = visible(lengths, sequence, KEYS)
             group = (at - before) // keys.units
             start = before + group * keys.units
-            units = cutlass.min(keys.units, start + keys.units - at)
-            units = cutlass.min(units, stop - at)
-            whole = units == keys.units
-            work = self._work(scalars, keys, at_place, sequence, group, at - start, units)
+            units = cutlass.min(start + keys.units, stop) - at
+            work = self._work(scalars, keys, site, sequence, group, at - start, units)
+            last = at + units == before + keys.units * groups
+            turn = Turn(
+                at + units, stop, cutlass.select_(last, at + units, before), sequence + Int32(last), n + work.tiles,
+                pieces + Int32(work.tiles > 0), odd, Int32(units == keys.units), start, keys.tiles,
+            )  # fmt: skip
+            self.keep(m.keys, keys)
+            self.keep(m.work, work)
+            self.keep(m.turn, turn)
             if warp < c.product_warp:
-                self.attend(tensors, scalars, keys, work, m, n)
+                self.attend(tensors, scalars, m, n)
             elif warp == c.product_warp:
-                self.multiply(products, at_place, m, n, work.tiles, pieces)
+                self.multiply(products, site, m, n, work.tiles, pieces)
             else:
-                self.load(tensors, loads, keys, work, at_place, layouts, m, n)
-            self._finish_piece(tensors, scalars, work, at_place, m, whole, slot)
-            if not whole:
-                self._meet(tensors, scalars, cut, work, m.word, start, keys.tiles)
-            slot = cluster * 2 + 1
-            n += work.tiles
-            pieces += cutlass.select_(work.tiles > 0, Int32(1), Int32(0))
-            at += units
-            if at == before + keys.units * groups:
-                before = at
-                sequence += 1
+                self.load(tensors, loads, keys, work, site, m, n)
+            self._finish_piece(tensors, scalars, m)
+            turn = self.kept(m.turn, Turn)
+            at, stop, before, sequence, n, pieces = turn[:6]
+            odd = Int32(1)
         tmem.after_sync()
         if warp == c.product_warp:
             cute.arch.relinquish_tmem_alloc_permit()
@@ -170,6 +174,11 @@ class Tall(Rows, Merging):
         def floats(count: int) -> cute.Tensor:
             return memory.allocate_tensor(Float32, cute.make_layout(count), 16)
 
+        kept = {
+            name: memory.allocate_tensor(Int32, cute.make_layout((len(kind._fields), c.threads // 32)), 16)
+            for name, kind in (("site", Site), ("turn", Turn), ("work", Work), ("keys", Visible))
+        }
+
         counts = {"query": (1, 1), "scores": (2, 1), "values": (1, 1), "weights": (1, ROWS // 32), "output": (1, 1)}
         single = {name: memory.allocate_array(cutlass.Int64, stages) for name, (stages, _) in counts.items()}
         ring = Ring(*(memory.allocate_array(cutlass.Int64, c.stages) for _ in range(2)), c.stages)
@@ -187,6 +196,7 @@ class Tall(Rows, Merging):
         rows = cute.make_ptr(Float32, sKV, cute.AddressSpace.smem, assumed_align=16)
         return _Memory(
             **single,
+            **kept,
             ring=ring,
             word=word,
             sP=sP,
@@ -209,16 +219,16 @@ class Tall(Rows, Merging):
         at = cute.make_ptr(Int32, shared, cute.AddressSpace.smem, assumed_align=16)
         return cute.make_tensor(at, cute.make_layout(1))
 
-    def _own_workspace(self, tensors: Tensors, place: Place, rank: Int32, clusters: Int32) -> Tensors:
-        """Parts are of the CTA's side, and so that CTAs of a cluster end their groups independently, counters its own."""
-        parts = tensors.parts.iterator + Int64(place.side) * (2 * self.c.part_floats) * clusters
-        count = tensors.count.iterator + rank * clusters
+    def _own_workspace(self, tensors: Tensors, site: Site) -> Tensors:
+        """The parts of the CTA's side, and counters of its own: CTAs of a cluster end their groups independently."""
+        parts = tensors.parts.iterator + Int64(site.side) * (2 * self.c.part_floats) * site.clusters
+        count = tensors.count.iterator + site.rank * site.clusters
         return tensors._replace(
             parts=cute.make_tensor(parts, tensors.parts.layout), count=cute.make_tensor(count, tensors.count.layout)
         )
 
     def _work(
-        self, scalars: Scalars, keys: Any, at: Place, sequence: Int32, group: Int32, first: Int32, units: Int32
+        self, scalars: Scalars, keys: Any, at: Site, sequence: Int32, group: Int32, first: Int32, units: Int32
     ) -> Work:
         """What of ``units`` units of a group, from ``first`` on, this CTA has: every ``splits``-th tile, and all rows
         of its side for these; of the merged rows a share."""
@@ -247,9 +257,7 @@ class Tall(Rows, Merging):
         return c.parts * (n + i) if c.same else c.parts * (2 * n + cutlass.min(2 * i + 2, 2 * tiles - 1))
 
     @cute.jit
-    def load(
-        self, tensors: Tensors, loads: Loads, keys: Any, work: Work, at: Place, layouts: Layouts, m: Any, n: Int32
-    ):
+    def load(self, tensors: Tensors, loads: Loads, keys: Any, work: Work, at: Site, m: Any, n: Int32):
         """One warp: all tiles of a piece."""
         c = self.c
         more = const_expr(0 if c.same else 1)
@@ -263,7 +271,7 @@ class Tall(Rows, Merging):
 
     @cute.jit
     def _load_tile(
-        self, tensors: Tensors, atom: Any, cache: Any, keys: Any, work: Work, at: Place, m: Any, i: Int32, fill: Int32
+        self, tensors: Tensors, atom: Any, cache: Any, keys: Any, work: Work, at: Site, m: Any, i: Int32, fill: Int32
     ):
         """This CTA's half of a tile, or all, to whom it belongs."""
         c = self.c
@@ -274,7 +282,7 @@ class Tall(Rows, Merging):
         page = self._pages(tensors, work, first, low, high) if const_expr(c.page) else Int32(0)
         for p in cutlass.range(c.parts, unroll=1):
             full = m.ring.acquire(fill + p, c.buffer_bytes)
-            for b in cutlass.range_constexpr(own):
+            for b in cutlass.range(own, unroll=1):
                 box = begin + b
                 row, last = first // c.box + box, work.b
                 if const_expr(c.page):
@@ -303,7 +311,7 @@ class Tall(Rows, Merging):
         return cutlass.select_(known, page, Int32(-1))
 
     @cute.jit
-    def multiply(self, products: Products, at: Place, m: Any, n: Int32, tiles: Int32, pieces: Int32):
+    def multiply(self, products: Products, at: Site, m: Any, n: Int32, tiles: Int32, pieces: Int32):
         """One warp: issues the products of a piece, in the order that the top of this file shows."""
         c = self.c
         if tiles > 0:
@@ -320,7 +328,7 @@ class Tall(Rows, Merging):
                     self._scores_of(products, at, m, n, i)
 
     @cute.jit
-    def _scores_of(self, products: Products, at: Place, m: Any, n: Int32, i: Int32):
+    def _scores_of(self, products: Products, at: Site, m: Any, n: Int32, i: Int32):
         c = self.c
         qk = products.scores.get_slice(0)
         tK, tQ = qk.make_fragment_A(m.tK), qk.make_fragment_B(m.tQ)
@@ -337,7 +345,7 @@ class Tall(Rows, Merging):
             tcgen05.commit(m.scores + ((n + i) & 1))
 
     @cute.jit
-    def _output_of(self, products: Products, at: Place, m: Any, n: Int32, i: Int32, tiles: Int32):
+    def _output_of(self, products: Products, at: Site, m: Any, n: Int32, i: Int32, tiles: Int32):
         """Once the weights are there, and the output so far is in step with them."""
         c = self.c
         pv = products.output.get_slice(0)
@@ -359,7 +367,7 @@ class Tall(Rows, Merging):
         with cute.arch.elect_one():
             tcgen05.commit(m.output)
 
-    def _release(self, ring: Ring, slot: Int32, at: Place) -> None:
+    def _release(self, ring: Ring, slot: Int32, at: Site) -> None:
         """Once the products so far are done; on both sides, for either fills half of a buffer on both."""
         with cute.arch.elect_one():
             tcgen05.commit(ring.empty + slot, cutlass.Int16(3 << (at.split * 2)) if self.c.sides > 1 else None)
@@ -372,51 +380,64 @@ class Tall(Rows, Merging):
             atom.set(tcgen05.Field.ACCUMULATE, True)
 
     @cute.jit
-    def _finish_piece(
-        self, tensors: Tensors, scalars: Scalars, work: Work, at: Place, m: Any, whole: Boolean, slot: Int32
-    ):
+    def _finish_piece(self, tensors: Tensors, scalars: Scalars, m: Any):
         """Merge what the CTAs of this side have of this CTA's rows: a group's result goes out, a part into the
         workspace."""
         c = self.c
         self._meet_cluster()
-        vectors = const_expr(c.dim // 4)
-        part = tensors.parts.iterator.toint() + Int64(slot) * (c.part_floats * 4)
-        rows, stats = m.rows.iterator.toint(), m.result.iterator.toint()
-        there = [cutlass.select_(i < at.splits, Int32(1), Int32(0)) for i in range(_MOST // c.sides)]
-        peers = [i * there[i] * c.sides + at.side for i in range(_MOST // c.sides)]
-        for index in cutlass.range(cute.arch.thread_idx()[0], work.rows * vectors, c.threads, unroll=1):
-            row, column = work.row + index // vectors, index % vectors * 4
-            pairs = [
-                op.load_cluster_floats(2, op.cluster_address(stats + row * 8, peer), on)
+        work, at, turn = self.kept(m.work, Work), self.kept(m.site, Site), self.kept(m.turn, Turn)
+        slot = Int64(at.cluster * 2 + turn.odd)
+        part = self._own_workspace(tensors, at).parts.iterator.toint() + slot * (c.part_floats * 4)
+        lanes = const_expr(min(c.dim // 4, 32))  # that have a row
+        thread = thread_index()
+        for r in cutlass.range(thread // lanes, work.rows, c.threads // lanes, unroll=1):
+            row = work.row + r
+            stat_at = m.result.iterator.toint() + row * 8
+            there = [cutlass.select_(i < at.splits, Int32(1), Int32(0)) for i in range(_CLUSTER // c.sides)]
+            peers = [i * on * c.sides + at.side for i, on in enumerate(there)]
+            stats = [
+                op.load_cluster_floats(2, op.cluster_address(stat_at, peer), on)
                 for peer, on in zip(peers, there, strict=True)
             ]
-            news = [
-                op.load_cluster_floats(4, op.cluster_address(rows + (row * c.dim + column) * 4, peer), on)
-                for peer, on in zip(peers, there, strict=True)
-            ]
-            tops = [cutlass.select_(on != 0, s[0], -Float32.inf) for s, on in zip(pairs, there, strict=True)]
-            rO = cute.make_rmem_tensor(4, Float32)
-            rO.fill(0.0)
-            top, total = join(rO, -Float32.inf, Float32(0.0), tops, [s[1] for s in pairs], news)
-            sums = [rO[x] for x in range(4)]
-            if whole:
-                self._store(tensors, scalars, work, row, column, sums, top, total)
-            else:
-                op.store_4_floats(part + (row * c.dim + column) * 4, sums)
-                if column == 0:
-                    stat = part + (c.heads * c.dim + row * 2) * 4
-                    op.store_float(stat, top)
-                    op.store_float(stat + 4, total)
+            tops = [cutlass.select_(on != 0, x[0], -Float32.inf) for x, on in zip(stats, there, strict=True)]
+            top = functools.reduce(cute.arch.fmax, tops)
+            weights = [exp2(x - finite(top)) for x in tops]
+            total = functools.reduce(operator.add, [w * x[1] for w, x in zip(weights, stats, strict=True)])
+            for x in cutlass.range(0, c.dim, lanes * 4, unroll=1):
+                column = x + thread % lanes * 4
+                o_at = m.rows.iterator.toint() + (row * c.dim + column) * 4
+                rO = cute.make_rmem_tensor(4, Float32)
+                rO.fill(0.0)
+                for first in cutlass.range_constexpr(0, len(peers), _AT_ONCE):
+                    if at.splits > first:
+                        for i in cutlass.range_constexpr(first, min(first + _AT_ONCE, len(peers))):
+                            new = op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), there[i])
+                            for y in cutlass.range_constexpr(4):
+                                rO[y] = rO[y] + weights[i] * new[y]
+                sums = [rO[y] for y in range(4)]
+                if turn.whole != 0:
+                    self._store(tensors, scalars, work, row, column, sums, top, total)
+                else:
+                    op.store_4_floats(part + (row * c.dim + column) * 4, sums)
+                    if column == 0:
+                        stat = part + (c.heads * c.dim + row * 2) * 4
+                        op.store_float(stat, top)
+                        op.store_float(stat + 4, total)
         # The next piece's loads, which the tensor cores' side of memory makes, take the place of what was read here.
         cute.arch.fence_view_async_shared()
         self._meet_cluster()
+        turn = self.kept(m.turn, Turn)
+        if turn.whole == 0:
+            work, at = self.kept(m.work, Work), self.kept(m.site, Site)
+            cut = Share(at.total, at.blocks, at.each, at.extra)
+            self._meet(self._own_workspace(tensors, at), scalars, cut, work, m.word, turn.start, turn.tiles)
 
     @cute.jit
     def _merge(self, tensors: Tensors, scalars: Scalars, piece: Work, slot: Int32, rest: Int32, more: Int32):
         """Of all clusters' parts of a group, this CTA's rows."""
         c = self.c
         vectors = const_expr(c.dim // 4)
-        for index in cutlass.range(cute.arch.thread_idx()[0], piece.rows * vectors, c.threads, unroll=1):
+        for index in cutlass.range(thread_index(), piece.rows * vectors, c.threads, unroll=1):
             row, column = piece.row + index // vectors, index % vectors * 4
             rO, top, total = self._add_parts(tensors, row, column, slot, rest, more, Int32(-1), 1)
             self._store(tensors, scalars, piece, row, column, [rO[x] for x in range(4)], top, total)

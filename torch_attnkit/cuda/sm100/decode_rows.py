@@ -20,7 +20,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .. import warp_ops as op
 from ..decode import _tanh
-from ..decode_schedule import place
+from ..decode_schedule import Visible, place
 from ..decode_types import Scalars, Tensors
 from ..warp_ops import exp2
 from . import prefill_softmax as softmax
@@ -29,6 +29,18 @@ from .decode_types import COLUMNS, KEYS, ROWS, TallConfig, Work
 
 _INF = float("inf")
 _BARRIER = 1  # the named one of the warpgroups
+_AT_ONCE = 8  # columns of tensor memory that a thread has beside its scores and sums: more would spill
+
+
+@dsl_user_op
+def thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
+    """This thread's number, read anew: what follows from it is then not kept in registers all through the kernel."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True, is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
 
 
 @dsl_user_op
@@ -55,7 +67,7 @@ def across(values: list[Float32], join: Callable[[Float32, Float32], Float32]) -
 
     Lanes exchange halves of what they have, so that 32 values take 31 shuffles.
     """
-    lane = cute.arch.lane_idx()
+    lane = thread_index() & 31
     for offset in (16, 8, 4, 2, 1):
         if len(values) > 1:
             half, upper = len(values) // 2, (lane & offset) != 0
@@ -94,11 +106,13 @@ class Rows:
     c: TallConfig
 
     @cute.jit
-    def attend(self, tensors: Tensors, scalars: Scalars, keys: Any, work: Work, m: Any, n: Int32):
+    def attend(self, tensors: Tensors, scalars: Scalars, m: Any, n: Int32):
         """All tiles of a piece; leaves O, maxima and sums in shared memory, where the cluster merges them."""
         c = self.c
-        warp, thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.thread_idx()[0]
+        thread = thread_index()
+        warp = cute.arch.make_warp_uniform(thread // 32)
         h0 = warp // 4 * c.own
+        work = self.kept(m.work, Work)
         if thread < c.heads:
             m.shift[thread] = Float32(0.0)
         if const_expr(c.part < KEYS):
@@ -111,8 +125,7 @@ class Rows:
         rSum = cute.make_rmem_tensor(c.own, Float32)
         rSum.fill(0.0)
         for i in cutlass.range(work.tiles, unroll=1):
-            first, low, high = place(keys, work.first + i * work.step, KEYS)
-            low, high = low - first, high - first
+            low, high = self._bounds(m, i)
             rS = self._scores(scalars, m, n + i, low, high, warp, h0)
             peak = softmax.row_max([rS[h] for h in range(c.own)], -Float32.inf)
             if _any(Int32((i == 0) | (peak > softmax.LAG))) != 0:
@@ -120,16 +133,36 @@ class Rows:
             words = self._weights(rS, rSum)
             if i > 0:
                 cute.arch.mbarrier_wait(m.output, (n + i - 1) & 1)
+            low, high = self._bounds(m, i)
             if (low > 0) | (high < KEYS):
-                self._clear_row(m, work, n, i, low, high)
+                self._clear_row(m, n, i, low, high)
             self._leave_weights(m, words, h0)
-        self._publish(m, rSum, n, work.tiles, warp, h0)
+        self._publish(m, rSum, n, warp, h0)
+
+    def keep(self, kept: cute.Tensor, values: Any) -> None:
+        """Leave numbers that a warp needs later in shared memory, where they cost the softmax no registers."""
+        warp = thread_index() >> 5
+        with cute.arch.elect_one():
+            for i, value in enumerate(values):
+                kept[i, warp] = value
+        cute.arch.sync_warp()
+
+    def kept(self, kept: cute.Tensor, kind: Any) -> Any:
+        """The tuple of such numbers that ``keep`` left."""
+        warp = thread_index() >> 5
+        got = kind(*(kept[i, warp] for i in range(len(kind._fields))))
+        cute.arch.sync_warp()
+        return got
+
+    def _bounds(self, m: Any, i: Int32) -> tuple:
+        """Of the keys of a piece's tile i those that count, in [0, 128)."""
+        work = self.kept(m.work, Work)
+        first, low, high = place(self.kept(m.keys, Visible), work.first + i * work.step, KEYS)
+        return low - first, high - first
 
     @cute.jit
     def _load_query(self, tensors: Tensors, work: Work, m: Any):
         """Q to shared memory, as the products want it; heads that pad the CTA's become zeros."""
-        c = self.c
-        thread = cute.arch.thread_idx()[0]
         by_head = Int64(tensors.q.stride[1]) * 2
         start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * work.b * 2 + by_head * work.head
         if ((start | by_head) & 15) == 0:
@@ -140,7 +173,7 @@ class Rows:
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         _meet_rows()
-        if thread == 0:
+        if thread_index() == 0:
             cute.arch.mbarrier_arrive(m.query)
 
     @cute.jit
@@ -148,10 +181,11 @@ class Rows:
         """In copies of ``size`` bytes; the 16-byte chunks of eight rows lie in different banks (128B swizzle)."""
         c = self.c
         copies = const_expr(c.dim * 2 // size)  # of a row
-        for index in cutlass.range(cute.arch.thread_idx()[0], c.heads * copies, ROWS, unroll=4):
-            row, at = index // copies, index % copies * size
-            chunk = ((at // 16) ^ row) & 7
-            target = m.sQ + at // 128 * (c.heads * 128) + row * 128 + chunk * 16 + at % 16
+        thread = thread_index()
+        at = thread % copies * size
+        column = m.sQ + at // 128 * (c.heads * 128) + at % 16
+        for row in cutlass.range(thread // copies, c.heads, ROWS // copies, unroll=1):
+            target = column + row * 128 + ((at // 16) ^ row) % 8 * 16
             good = row < work.heads
             if const_expr(size == 16):
                 op.copy_16_async(target, start + by_head * row + at, cutlass.select_(good, Int32(16), Int32(0)))
@@ -166,9 +200,8 @@ class Rows:
         tmem.after_sync()
         base, scale = tmem.lanes((n & 1) * c.heads + h0, warp), scalars.scale
         if scalars.cap > 0:
-            # Eight at a time and back to where they were: the registers of more would spill.
-            for at in cutlass.range(0, c.own, 8, unroll=1):
-                some = tmem.load(base + at, 8)
+            for at in cutlass.range(0, c.own, _AT_ONCE, unroll=1):  # and back to where they were
+                some = tmem.load(base + at, _AT_ONCE)
                 tmem.await_loads()
                 tmem.store(base + at, [scalars.cap * _tanh(x * scale) for x in some])
             tmem.await_stores()
@@ -185,7 +218,7 @@ class Rows:
                 pair = cute.arch.add_packed_f32x2((rS[h + x], rS[h + x + 1]), (shift[x], shift[x + 1]))
                 rS[h + x], rS[h + x + 1] = pair
         if (low > 0) | (high < KEYS):
-            key = cute.arch.thread_idx()[0] % KEYS
+            key = thread_index() % KEYS
             counts = (key >= low) & (key < high)
             for h in cutlass.range_constexpr(c.own):
                 rS[h] = cutlass.select_(counts, rS[h], Float32(-_INF))
@@ -195,7 +228,7 @@ class Rows:
     def _raise(self, m: Any, rS: Any, rSum: Any, n: Int32, i: Int32, warp: Int32, h0: Int32):
         """Subtract the maxima of heads that exceed what was subtracted too far; in a piece's first tile, of all."""
         c = self.c
-        thread = cute.arch.thread_idx()[0]
+        thread = thread_index()
         self._leave_across(m, [rS[h] for h in range(c.own)], cute.arch.fmax, warp, h0)
         if thread < c.heads:
             four = _four(m.warps, thread * 4)
@@ -204,28 +237,32 @@ class Rows:
             change = cutlass.select_(moves, -top, Float32(0.0))
             m.shift[thread] = m.shift[thread] + change
             m.change[thread] = change
-            m.factor[thread] = cutlass.select_(i == 0, Float32(1.0), exp2(change))
+            m.factor[thread] = exp2(change)
         _meet_rows()
         for h in cutlass.range_constexpr(0, c.own, 4):
-            change, factor = _four(m.change, h0 + h), _four(m.factor, h0 + h)
+            change = _four(m.change, h0 + h)
             for x in cutlass.range_constexpr(4):
                 rS[h + x] = rS[h + x] + change[x]
-                rSum[h + x] = rSum[h + x] * factor[x]
         if i > 0:
             cute.arch.mbarrier_wait(m.output, (n - 1) & 1)
             tmem.after_sync()
-            for p in cutlass.range(c.parts, unroll=1):
-                base = tmem.lanes(c.output + p * c.heads + h0, warp)
-                values = tmem.load(base, c.own)
+            for at in cutlass.range(0, c.parts * c.own, _AT_ONCE, unroll=1):
+                h = h0 + at % c.own
+                address = tmem.lanes(c.output + at // c.own * c.heads + h, warp)
+                values = tmem.load(address, _AT_ONCE)
                 tmem.await_loads()
-                factors = [_four(m.factor, h0 + h) for h in range(0, c.own, 4)]
-                tmem.store(base, [v * factors[h // 4][h % 4] for h, v in enumerate(values)])
+                factors = [_four(m.factor, h + x) for x in range(0, _AT_ONCE, 4)]
+                tmem.store(address, [v * factors[x // 4][x % 4] for x, v in enumerate(values)])
             tmem.await_stores()
             tmem.before_sync()
+            for h in cutlass.range_constexpr(0, c.own, 4):
+                factor = _four(m.factor, h0 + h)
+                for x in cutlass.range_constexpr(4):
+                    rSum[h + x] = rSum[h + x] * factor[x]
 
     def _leave_across(self, m: Any, values: list[Float32], join: Any, warp: Int32, h0: Int32) -> None:
         """What a warp has of its heads, for the threads that have a head each."""
-        lane = cute.arch.lane_idx()
+        lane = thread_index() & 31
         for x, value in enumerate(across(values, join)):
             m.warps[(h0 + lane * self.c.own // 32 + x) * 4 + warp % 4] = value
         _meet_rows()
@@ -246,7 +283,7 @@ class Rows:
     def _leave_weights(self, m: Any, words: Any, h0: Int32):
         """This key's row of P', its 16-byte chunks where a swizzle as wide as the row has them."""
         c = self.c
-        row = cute.arch.thread_idx()[0] % KEYS * (c.heads * 2)
+        row = thread_index() % KEYS * (c.heads * 2)
         turn = ((row >> 7) & const_expr(c.heads // 8 - 1)) * 16
         for w in cutlass.range_constexpr(0, c.own // 2, 4):
             _put_words(m.sP + row + ((h0 * 2 + w * 4) ^ turn), [words[w + x] for x in range(4)])
@@ -257,11 +294,11 @@ class Rows:
             cute.arch.mbarrier_arrive(m.weights)
 
     @cute.jit
-    def _clear_row(self, m: Any, work: Work, n: Int32, i: Int32, low: Int32, high: Int32):
+    def _clear_row(self, m: Any, n: Int32, i: Int32, low: Int32, high: Int32):
         """Zeros over a row of V, a warpgroup half of it, if its key does not count: the cache may hold NaN there."""
         c = self.c
-        key, half = cute.arch.thread_idx()[0] % KEYS, cute.arch.thread_idx()[0] // KEYS
-        fill = self.value_fill(n, i, work.tiles)
+        key, half = thread_index() % KEYS, thread_index() // KEYS
+        fill = self.value_fill(n, i, self.kept(m.work, Work).tiles)
         if const_expr(not c.same):
             cute.arch.mbarrier_wait(m.values, (n + i) & 1)
         if (key < low) | (key >= high):
@@ -272,18 +309,19 @@ class Rows:
                     _put_words(at + x, [Int32(0)] * 4)
 
     @cute.jit
-    def _publish(self, m: Any, rSum: Any, n: Int32, tiles: Int32, warp: Int32, h0: Int32):
+    def _publish(self, m: Any, rSum: Any, n: Int32, warp: Int32, h0: Int32):
         """O, maxima and sums to shared memory; zeros if the CTA had no tile."""
         c = self.c
-        thread = cute.arch.thread_idx()[0]
+        thread = thread_index()
         self._leave_across(m, [rSum[h] for h in range(c.own)], operator.add, warp, h0)
         if thread < c.heads:
             four = _four(m.warps, thread * 4)
             total = (four[0] + four[1]) + (four[2] + four[3])
             m.result[thread * 2] = cutlass.select_(total == 0.0, Float32(-_INF), -m.shift[thread])
             m.result[thread * 2 + 1] = total
+        tiles = self.kept(m.work, Work).tiles
         lanes = const_expr(c.part // 4)  # of a warp that have a row of O'
-        column = warp % 4 * lanes + cute.arch.lane_idx()
+        column = warp % 4 * lanes + (thread_index() & 31)
         if tiles > 0:
             cute.arch.mbarrier_wait(m.output, (n + tiles - 1) & 1)
             tmem.after_sync()
@@ -295,7 +333,7 @@ class Rows:
                 tmem.await_loads()
                 for h in cutlass.range_constexpr(c.own):
                     rO[h] = values[h]
-            if cute.arch.lane_idx() < lanes:
+            if (thread_index() & 31) < lanes:
                 for h in cutlass.range_constexpr(c.own):
                     m.rows[(h0 + h) * c.dim + p * c.part + column] = rO[h]
         tmem.before_sync()

@@ -144,9 +144,31 @@ class Work(NamedTuple):
     rows: Int32  # of them
 
 
-class Place(NamedTuple):
-    """Where a CTA stands in its cluster: its heads, and its share of the keys, of ``splits``."""
+class Site(NamedTuple):
+    """Where a CTA stands: its heads and its share of the keys, of ``splits``; and how the work is cut (``Share``)."""
 
     side: Int32
     split: Int32
     splits: Int32
+    rank: Int32  # in the cluster
+    cluster: Int32
+    clusters: Int32
+    total: Int32
+    blocks: Int32
+    each: Int32
+    extra: Int32
+
+
+class Turn(NamedTuple):
+    """Where the loop over pieces goes on, and what of the piece that ends is needed then."""
+
+    at: Int32
+    stop: Int32
+    before: Int32
+    sequence: Int32
+    n: Int32
+    pieces: Int32
+    odd: Int32
+    whole: Int32
+    start: Int32
+    tiles: Int32
