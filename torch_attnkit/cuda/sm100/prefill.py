@@ -18,7 +18,7 @@ The grid is persistent. Every role walks through the same tiles; the loading war
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as blackwell
 
@@ -226,10 +226,7 @@ class Prefill(Rows):
         bytes_of = lambda rows, dim: rows * dim * c.dtype.width // 8
         while at < order.size():
             tile, k0 = self._turn(ins, order, at)
-            wanted = (tile.row >= 0) & (tile.row * (c.rows * c.ctas) < tile.tokens)
-            if const_expr(c.split):
-                wanted = multi.has_keys(c, outs, tile, self._visit(tile, scalars), Int32(ins.q.shape[0]))
-            if wanted:
+            if self._wanted(ins, outs, scalars, tile):
                 self._leave(bars["notes"], notes, fills, tile)
                 plan = self._visit(tile, scalars)
                 k_head, v_head = (self._head(x, tile.head // group, tile.batch) for x in (loads.k, loads.v))
@@ -275,6 +272,15 @@ class Prefill(Rows):
             at = place(turn, cta, ctas)
         none = Int32(0)
         self._leave(bars["notes"], notes, fills, Tile(Int32(-1), *[none] * (len(Tile._fields) - 1)))
+
+    @cute.jit
+    def _wanted(self, ins: Inputs, outs: Outputs, scalars: Scalars, tile: Tile) -> Boolean:
+        """Whether the tiles of a turn have queries and, of a share of the keys, blocks."""
+        c = self.c
+        wanted = (tile.row >= 0) & (tile.row * (c.rows * c.ctas) < tile.tokens)
+        if const_expr(c.split):
+            wanted = multi.has_keys(c, outs, tile, self._visit(tile, scalars), Int32(ins.q.shape[0]))
+        return wanted
 
     @cute.jit
     def _turn(self, ins: Inputs, order: Order, at: Int32):

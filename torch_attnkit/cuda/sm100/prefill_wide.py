@@ -27,7 +27,7 @@ from cutlass.utils import blackwell_helpers as blackwell
 from ..prefill_tiles import Order, place
 from ..prefill_types import Inputs, Outputs, Scalars
 from ..ring import Ring, rings
-from . import multi, tmem
+from . import tmem
 from .prefill import Prefill
 from .prefill_types import ROWS, Layouts, Loads, Products, Tile
 from .prefill_wide_rows import WideRows
@@ -191,10 +191,7 @@ class WidePrefill(WideRows, Prefill):
         at = place(Int32(0), cluster, clusters)
         while at < order.size():
             tile, k0 = self._turn(ins, order, at)
-            wanted = (tile.row >= 0) & (tile.row * (c.rows * c.ctas) < tile.tokens)
-            if const_expr(c.split):
-                wanted = multi.has_keys(c, outs, tile, self._visit(tile, scalars), Int32(ins.q.shape[0]))
-            if wanted:
+            if self._wanted(ins, outs, scalars, tile):
                 self._leave(bars["notes"], notes, fills, tile)
                 plan = self._visit(tile, scalars)
                 q_head = self._head(loads.q, tile.head, tile.batch)
