@@ -1,4 +1,4 @@
-"""How decode launches are cut: every plan fits on a Hopper SM, and the choices that were measured are made."""
+"""How decode launches are cut: every plan fits on its SM, and the choices that were measured or counted are made."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda.decode_plan import plan
+from torch_attnkit.cuda.sm100 import decode_plan as blackwell
 
 SMS, SHARED = 132, 228 << 10  # multiprocessors of an H200, and bytes of shared memory of each
+B200_SMS, TENSOR_COLUMNS, CLUSTER = 148, 512, 8  # CTAs of a cluster that any GPU can place
 DIMS = sorted({(row.dims["D"][0], row.dims["Dv"][0]) for row in OPS["sdpa_decode"].kernels if row.file == "sm90"})
 
 
@@ -52,3 +54,49 @@ def test_a_plan_fits(dim, dim_v):
 def test_the_choices_that_were_measured(dim, group, most_keys, groups, page, trace, combine):
     p = plan(dim, dim, group, SMS, most_keys, groups, page=page)
     assert (p.trace, p.sizes["combine"]) == (trace, combine)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="needs the package nvidia-cutlass-dsl"
+)
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_a_blackwell_plan_for_many_heads_fits(dim):
+    from torch_attnkit.cuda.sm100.decode_types import TallConfig
+
+    for group, most_keys, groups, page in itertools.product(
+        (9, 16, 17, 64, 65, 128, 129), (0, 1, 128, 1152, 131072), (1, 8, 1024), (0, 16, 48, 256)
+    ):
+        p = blackwell.plan(dim, dim, group, B200_SMS, most_keys, groups, page=page)
+        assert p.trace == "trace_wide"
+        for same in (False, True):
+            config = TallConfig(None, **p.sizes, same=same)
+            ctas = config.sides * p.combiners
+            assert 1 <= ctas <= CLUSTER and ctas * p.blocks <= B200_SMS
+            # A tile's buffers are full at once; what else is in shared memory takes less than 4 KB.
+            assert config.stages >= config.parts and config.shared_bytes <= SHARED - (5 << 10)
+            assert config.output + config.parts * config.heads <= TENSOR_COLUMNS
+            assert page % config.box == 0 and config.boxes % config.sides == 0 and config.boxes <= 32
+            assert p.floats >= 2 * p.blocks * config.sides * config.part_floats and p.counters >= ctas * p.blocks
+            heads = config.heads * config.sides
+            assert p.chunks * heads >= group > (p.chunks - 1) * heads
+        # Groups are units of work only where one cluster's CTAs have a tile each, and are all attended then.
+        assert not p.by_group or (p.least == 1 and most_keys <= 128 * p.combiners and p.blocks <= groups * p.chunks)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "group", "keys", "groups", "trace", "sides", "ctas", "clusters"),
+    [
+        (512, 512, 128, 1152, 1, "trace_wide", 2, 8, 3),
+        (512, 512, 128, 8192, 128, "trace_wide", 2, 2, 74),
+        (512, 512, 64, 131072, 1, "trace_wide", 1, 8, 18),
+        (128, 128, 16, 1024, 8, "trace_wide", 1, 8, 8),
+        (128, 128, 8, 8192, 8, "trace", None, None, None),
+        (192, 128, 128, 8192, 8, "trace", None, None, None),
+    ],
+)
+def test_the_choices_for_blackwell(dim, dim_v, group, keys, groups, trace, sides, ctas, clusters):
+    p = blackwell.plan(dim, dim_v, group, B200_SMS, keys, groups)
+    assert (p.trace, p.sizes.get("sides")) == (trace, sides)
+    if sides:
+        assert (sides * p.combiners, p.blocks) == (ctas, clusters)

@@ -127,17 +127,17 @@ def test_parts_of_long_and_uneven_groups_merge(heads):
 
 
 def test_more_groups_than_clusters():
-    """A cluster then has several pieces, one after the other, in the same buffers."""
+    """A cluster then has several pieces, one after the other, and what a piece leaves lies where the next one loads."""
     from torch_attnkit.sim import ptx
 
     gen = torch.Generator().manual_seed(0)
-    lengths = inputs.lengths(gen, 150, 140)
-    q = inputs.normal(gen, torch.bfloat16, 150, 16, 64)
-    k, v = (inputs.normal(gen, torch.bfloat16, 150, 1, 140, 64) for _ in range(2))
+    lengths = inputs.lengths(gen, 150, 130)
+    q = inputs.normal(gen, torch.bfloat16, 150, 16, 512)
+    kv = inputs.normal(gen, torch.bfloat16, 150, 1, 130, 512)
     with ptx.settings(check=True, seed=2):
-        got, launches = _simulated(q, k, v, lengths)
+        got, launches = _simulated(q, kv, kv, lengths)
     assert len(launches) == 1
-    _agrees((q, k, v, lengths), {}, got)
+    _agrees((q, kv, kv, lengths), {}, got)
 
 
 def test_a_cache_without_room():

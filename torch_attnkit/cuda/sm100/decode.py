@@ -149,6 +149,10 @@ class Tall(Rows, Merging):
             turn = self.kept(m.turn, Turn)
             at, stop, before, sequence, n, pieces = turn[:6]
             odd = Int32(1)
+        if warp == c.load_warp:
+            # The other side's last releases arrive here, so not before them may this CTA be gone.
+            for s in cutlass.range_constexpr(c.stages):
+                m.ring.await_empty(n * c.fills + s)
         tmem.after_sync()
         if warp == c.product_warp:
             cute.arch.relinquish_tmem_alloc_permit()

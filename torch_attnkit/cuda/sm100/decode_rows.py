@@ -100,7 +100,8 @@ def _put_words(address: Int32, words: list[Any]) -> None:
 class Rows:
     """The softmax role; ``m`` is what the kernel has in shared memory, ``n`` counts tiles from the kernel's start.
 
-    ``h0`` is the first of a warpgroup's heads, of which it has ``c.own``.
+    ``h0`` is the first of a warpgroup's heads, of which it has ``c.own``. Scores and sums take 64 of the 168 registers
+    that a thread may have: numbers that are not needed all through are kept in shared memory.
     """
 
     c: TallConfig
