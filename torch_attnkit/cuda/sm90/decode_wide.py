@@ -52,7 +52,7 @@ class Wide(Decode):
         c = self.c
         w = self._work(shared)
         count = (piece.stop - piece.first) * const_expr(1 if c.same else 2)  # loads
-        self._load_query(tensors, piece, shared)
+        self._load_query(tensors, piece, shared, w.loader, c.threads)
         for s in cutlass.range_constexpr(c.stages - 1):
             self._load(tensors, keys, piece, w, Int32(0), s, count, Int32(s))
         w.rO.fill(0.0)
@@ -122,26 +122,31 @@ class Wide(Decode):
         cute.arch.fence_view_async_shared()
         cute.arch.barrier()
 
+    def _staged(self, at: Int32, shape: tuple[int, int, int]) -> Any:
+        """Rows of columns, a number of times, as ``wgmma`` reads them."""
+        c = self.c
+        atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, shape[1])
+        layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, c.dtype), shape, order=(0, 1, 2))
+        pointer = cute.make_ptr(c.dtype, at, cute.AddressSpace.smem, assumed_align=1024)
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=c.dtype), layout.outer)
+
+    def _tiles(self, shared: Int32) -> tuple[Any, Any]:
+        """The ring as the right side of either product: (N, part, stages * halves) and (part, N, stages * halves)."""
+        c = self.c
+        shape = (c.keys, c.part, c.stages * c.halves)
+        sKV = self._staged(shared + c.query_bytes, shape)
+        return sKV, cute.composition(sKV, cute.make_ordered_layout((c.part, c.keys, shape[2]), order=(1, 0, 2)))
+
     def _work(self, shared: Int32) -> _Work:
         c = self.c
         thread = cute.arch.thread_idx()[0]
         half = cute.arch.make_warp_uniform(thread // 128)
-
-        def staged(at: Int32, rows: int, count: int) -> Any:
-            atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, c.part)
-            layout = cute.tile_to_shape(
-                warpgroup.make_smem_layout_atom(atom, c.dtype), (rows, c.part, count), order=(0, 1, 2)
-            )
-            pointer = cute.make_ptr(c.dtype, at, cute.AddressSpace.smem, assumed_align=1024)
-            return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=c.dtype), layout.outer)
-
         qk_mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, _MAJOR.K, _MAJOR.K, Float32, (1, 1, 1), (64, c.keys))
         pv_mma = hopper.make_trivial_tiled_mma(
             c.dtype, c.dtype, _MAJOR.K, _MAJOR.MN, Float32, (1, 1, 1), (64, c.part), warpgroup.OperandSource.RMEM
         )
-        sQ = staged(shared, c.heads, c.halves)  # (64, part, halves)
-        sKV = staged(shared + c.query_bytes, c.keys, c.stages * c.halves)  # (N, part, stages * halves)
-        sVt = cute.composition(sKV, cute.make_ordered_layout((c.part, c.keys, c.stages * c.halves), order=(1, 0, 2)))
+        sQ = self._staged(shared, (c.heads, c.part, c.halves))
+        sKV, sVt = self._tiles(shared)
         qk, pv = qk_mma.get_slice(thread % 128), pv_mma.get_slice(thread % 128)
         rP = pv.make_fragment_A(pv.partition_shape_A((c.heads, c.keys)))
         exchange = cute.make_ptr(
@@ -153,6 +158,8 @@ class Wide(Decode):
         return _Work(
             thread=thread % 128,
             half=half,
+            loader=thread,
+            first_chunk=Int32(0),
             ring=shared + c.query_bytes,
             qk_mma=qk_mma,
             pv_mma=pv_mma,
@@ -226,18 +233,27 @@ class Wide(Decode):
         softmax.pack_into(w.words, rS, self.c.dtype)
 
     @cute.jit
-    def _load_query(self, tensors: Tensors, piece: Piece, shared: Int32):
+    def _load_query(
+        self, tensors: Tensors, piece: Piece, shared: Int32, thread: Int32, threads: cutlass.Constexpr
+    ):
         """Start the copy of Q; rows beyond the group's heads become zeros."""
         c = self.c
         words = const_expr(c.dim // 2)  # of a row
-        thread = cute.arch.thread_idx()[0]
-        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * piece.b * 2
-        for i in cutlass.range(c.heads * words // c.threads, unroll=8):
-            index = i * c.threads + thread
-            row, word = index // words, index % words
-            at = shared + row * 128 + word // 32 * (c.heads * 128) + ((word // 4 % 8) ^ (row & 7)) * 16 + word % 4 * 4
-            source = start + Int64(tensors.q.stride[1]) * (piece.head + row) * 2 + word * 4
-            op.copy_4_async(at, source, cutlass.select_(row < piece.heads, Int32(4), Int32(0)))
+        row_bytes = Int64(tensors.q.stride[1]) * 2
+        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * piece.b * 2 + row_bytes * piece.head
+        if (start | row_bytes) % 16 == 0:
+            for i in cutlass.range(c.heads * words // 4 // threads, unroll=8):
+                row, chunk = (i * threads + thread) // (words // 4), (i * threads + thread) % (words // 4)
+                at = shared + row * 128 + chunk // 8 * (c.heads * 128) + ((chunk % 8) ^ (row & 7)) * 16
+                valid = cutlass.select_(row < piece.heads, Int32(16), Int32(0))
+                op.copy_16_async(at, start + row_bytes * row + chunk * 16, valid)
+        else:
+            for i in cutlass.range(c.heads * words // threads, unroll=8):
+                row, word = (i * threads + thread) // words, (i * threads + thread) % words
+                at = shared + row * 128 + word // 32 * (c.heads * 128) + word % 4 * 4
+                at += ((word // 4 % 8) ^ (row & 7)) * 16
+                valid = cutlass.select_(row < piece.heads, Int32(4), Int32(0))
+                op.copy_4_async(at, start + row_bytes * row + word * 4, valid)
 
     @cute.jit
     def _load(
@@ -259,25 +275,36 @@ class Wide(Decode):
     def _load_tile(
         self, tensors: Tensors, keys: Any, piece: Piece, w: Any, cache: cute.Tensor, t: Int32, buffer: Int32
     ):
-        """Rows of 128 bytes in eight columns of blocks, their 16-byte chunks as ``wgmma`` wants them (128B swizzle);
-        rows that do not count become zeros, whatever the cache holds there."""
         c = self.c
-        first, low, high = place(keys, t, c.keys)
-        low, high = low - first, high - first
+        span = self._span(keys, t, 0)
+        page = Int32(0)
+        if const_expr(c.page > 0):
+            page = self._pages(tensors, piece, *span)
+        self._load_rows(piece, w, cache, span, page, w.ring + buffer * c.buffer_bytes, c.keys)
+
+    def _span(self, keys: Any, t: Int32, row: int) -> tuple[Any, Any, Any]:
+        """The key of row ``row`` of tile ``t``, and between which keys, counted from this, are those that count."""
+        first, low, high = place(keys, t, self.c.keys)
+        return first + row, low - (first + row), high - (first + row)
+
+    @cute.jit
+    def _load_rows(
+        self, piece: Piece, w: Any, cache: cute.Tensor, span: Any, page: Int32, target: Int32, count: cutlass.Constexpr
+    ):
+        """Rows of 128 bytes in columns of blocks, their 16-byte chunks as ``wgmma`` wants them (128B swizzle);
+        rows that do not count become zeros, whatever the cache holds there. ``page`` is from ``_pages``."""
+        c = self.c
+        first, low, high = span
         paged = const_expr(c.page > 0)
         row_bytes = Int64(cache.stride[1 if paged else 2]) * 2
         at = cache.iterator.toint() + Int64(cache.stride[2 if paged else 1]) * piece.kv_head * 2
-        page = Int32(0)
-        if const_expr(paged):
-            page = self._pages(tensors, piece, first, low, high)
-        else:
+        if const_expr(not paged):
             at += Int64(cache.stride[0]) * piece.b * 2 + row_bytes * first
-        chunks = const_expr(c.dim // 8)  # of a row; they divide the number of threads
-        thread = cute.arch.thread_idx()[0]
-        first_row, chunk = thread // chunks, thread % chunks
-        target = w.ring + buffer * c.buffer_bytes + chunk // 8 * (c.keys * 128)
-        for i in cutlass.range_constexpr(c.keys * chunks // c.threads):
-            row = first_row + i * (c.threads // chunks)
+        chunks = const_expr(c.loaded // 8)  # of a row; they divide the number of threads
+        first_row, chunk = w.loader // chunks, w.first_chunk + w.loader % chunks
+        target += chunk // 8 * (c.keys * 128)
+        for i in cutlass.range_constexpr(count * chunks // c.loaders):
+            row = first_row + i * (c.loaders // chunks)
             good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
             if const_expr(paged):
                 mine = cute.arch.shuffle_sync(page, (first + row) // c.page - first // c.page)
@@ -290,7 +317,7 @@ class Wide(Decode):
 
     @cute.jit
     def _pages(self, tensors: Tensors, piece: Piece, first: Int32, low: Int32, high: Int32):
-        """Lane l: the l-th page of the tile, or -1 where there is none to read."""
+        """Lane l: the l-th page of a span, or -1 where there is none to read."""
         c = self.c
         logical = first // c.page + cute.arch.lane_idx()
         begin = logical * c.page - first
@@ -304,17 +331,30 @@ class Wide(Decode):
 
     @cute.jit
     def _put(self, w: Any, shared: Int32):
-        """This warpgroup's columns of the result into shared memory; lane l of a warp has rows l / 4 and 8 below it."""
-        c = self.c
-        sO, sStat = self._results(shared)
-        row = w.thread // 32 * 16 + (w.thread & 31) // 4
-        column = w.half * c.part + (w.thread & 3) * 2
+        """This warpgroup's columns of the result into shared memory, and with the first the maxima and sums."""
+        self._put_columns(w, shared)
+        if w.half == 0:
+            self._put_sums(w, shared)
+
+    def _row(self, w: Any) -> Any:
+        """The first of the two rows of an accumulator that a lane has; the other is 8 below it."""
+        return w.thread // 32 * 16 + (w.thread & 31) // 4
+
+    @cute.jit
+    def _put_columns(self, w: Any, shared: Int32):
+        sO = self._results(shared)[0]
+        row, column = self._row(w), w.half * self.c.part + (w.thread & 3) * 2
+        for r in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(self.c.part // 4):
+                sO[0, row + 8 * r, column + (i // 2 * 8 + i % 2)] = w.rO[i // 2 * 4 + 2 * r + i % 2]
+
+    @cute.jit
+    def _put_sums(self, w: Any, shared: Int32):
+        sStat, row = self._results(shared)[1], self._row(w)
         for r in cutlass.range_constexpr(2):
             total = w.total[r]
             for distance in (1, 2):
                 total += cute.arch.shuffle_sync_bfly(total, offset=distance)
-            if (w.half == 0) & ((w.thread & 3) == 0):
+            if (w.thread & 3) == 0:
                 sStat[0, row + 8 * r, 0] = w.top[r]
                 sStat[0, row + 8 * r, 1] = total
-            for i in cutlass.range_constexpr(c.part // 4):
-                sO[0, row + 8 * r, column + (i // 2 * 8 + i % 2)] = w.rO[i // 2 * 4 + 2 * r + i % 2]

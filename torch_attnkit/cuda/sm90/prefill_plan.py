@@ -26,6 +26,7 @@ class Tiles:
     q_stages: int = 2
     turns: bool = True
     late_rescale: bool = False
+    put_weights: bool = False
     pair: bool = False
 
     def paired(self, group: int) -> bool:
@@ -83,6 +84,7 @@ def signature(call: Call, chosen: Tiles, scores: Scores) -> dict[str, Any]:
         "q_stages": chosen.q_stages,
         "turns": chosen.turns,
         "late_rescale": chosen.late_rescale,
+        "put_weights": chosen.put_weights,
         "pair": chosen.paired(dim["Hq"] // dim["Hkv"]),
         "causal": arg.causal,
         "sink": arg.sink is not None,

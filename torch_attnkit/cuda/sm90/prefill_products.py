@@ -29,6 +29,7 @@ class Barrier(enum.IntEnum):
     TURN = 1  # + consumer: this consumer may issue its products; the one before it arrives
     BROUGHT = 4  # + consumer: this consumer's threads have brought their rows of Q
     ALL = 7  # all consumers are here
+    KEPT = 8  # + consumer: this consumer's threads have put their probabilities into shared memory
 
 
 class Worker(Fixed, SimpleNamespace):
@@ -80,7 +81,7 @@ class Products:
             Float32,
             (c.consumers, 1, 1),
             (64, c.dim_v),
-            warpgroup.OperandSource.RMEM,
+            warpgroup.OperandSource.SMEM if self._put else warpgroup.OperandSource.RMEM,
         )
         return qk_mma, pv_mma
 
@@ -88,10 +89,16 @@ class Products:
         """The consumer that ``thread`` of all consumers' belongs to."""
         c = self.c
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        sQ, sK, sV = staged
+        sQ, sK, sV, *sP = staged
         sVt = cute.composition(sV, cute.make_ordered_layout((c.dim_v, c.tile_n, c.stages), order=(1, 0, 2)))
         qk, pv = qk_mma.get_slice(group * WARPGROUP), pv_mma.get_slice(group * WARPGROUP)
-        rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
+        if const_expr(self._put):
+            mine = qk_mma.get_slice(thread)
+            sums = cute.make_rmem_tensor(mine.partition_shape_C((c.tile_m, c.tile_n)), c.dtype)
+            weights = dict(tOrP=pv.make_fragment_A(pv.partition_A(sP[0])), tSsP=mine.partition_C(sP[0]), rP=sums)
+        else:
+            rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
+            weights = dict(tOrP=rP, rP=rP)
         return Worker(
             group=group,
             row=(thread // 32) * 16 + cute.arch.lane_idx() // 4,  # this lane's first row of the tile
@@ -105,14 +112,29 @@ class Products:
             tSrQ=qk.make_fragment_A(qk.partition_A(sQ)),
             tSrK=qk.make_fragment_B(qk.partition_B(sK)),
             tOrV=pv.make_fragment_B(pv.partition_B(sVt)),
-            rP=rP,
-            words=cute.recast_tensor(rP, Int32),
+            words=cute.recast_tensor(weights["rP"], Int32),
+            **weights,
             rO=cute.make_rmem_tensor(pv.partition_shape_C((c.tile_m, c.dim_v)), Float32),
             top=cute.make_rmem_tensor(2, Float32),
             total=cute.make_rmem_tensor(2, Float32),
             scales=cute.make_rmem_tensor(2, Float32),  # what the output so far is still to be multiplied by
             scalars=scalars,
         )
+
+    @property
+    def _put(self) -> bool:
+        return getattr(self.c, "put_weights", False)
+
+    def _keep(self, w, rS: cute.Tensor) -> None:
+        """Round the probabilities and keep them for the second product."""
+        softmax.pack_into(w.words, rS, self.c.dtype)
+        if const_expr(self._put):
+            cute.autovec_copy(w.rP, w.tSsP)
+            cute.arch.fence_view_async_shared()
+
+    def _await_weights(self, w) -> None:
+        if const_expr(self._put):
+            cute.arch.barrier(barrier_id=int(Barrier.KEPT) + w.group, number_of_threads=WARPGROUP)
 
     @property
     def _turns(self) -> bool:
@@ -144,7 +166,7 @@ class Products:
         return rS
 
     def _accumulate(self, w, n: Int32) -> None:
-        self._multiply(w.pv_mma, w.rO, w.rP, w.tOrV[None, None, None, w.v.slot(n)], clear=False)
+        self._multiply(w.pv_mma, w.rO, w.tOrP, w.tOrV[None, None, None, w.v.slot(n)], clear=False)
 
     @cute.jit
     def first_block(self, w, turn: Int32, n: Int32, seq: Sequence, block: Int32, position: Int32):
@@ -157,7 +179,7 @@ class Products:
         w.k.release(n)
         self._mask(w, rS, seq, block, position, "both")
         softmax.online(rS, w.top, w.total, w.scalars.scale_log2, first=True)
-        softmax.pack_into(w.words, rS, self.c.dtype)
+        self._keep(w, rS)
         if const_expr(self.c.padded):
             self._clear_rows(w, n, seq, block)
 
@@ -172,6 +194,7 @@ class Products:
         if const_expr(self.c.late_rescale):
             softmax.rescale(w.rO, w.scales)
         w.v.wait(n - 1)
+        self._await_weights(w)
         self._accumulate(w, n - 1)
         self._pass_turn(w)
         warpgroup.wait_group(1)
@@ -189,7 +212,7 @@ class Products:
             w.scales[0], w.scales[1] = scales
         else:
             softmax.rescale(w.rO, scales)
-        softmax.pack_into(w.words, rS, self.c.dtype)
+        self._keep(w, rS)
         if const_expr(self.c.padded and edge != ""):
             self._clear_rows(w, n, seq, block)
 
@@ -197,6 +220,7 @@ class Products:
         if const_expr(self.c.late_rescale):
             softmax.rescale(w.rO, w.scales)
         w.v.wait(n)
+        self._await_weights(w)
         self._accumulate(w, n)
         warpgroup.wait_group(0)
         w.v.release(n)
