@@ -97,7 +97,7 @@ class Latent(Wide):
         w.top.fill(-_INF)
         w.total.fill(0.0)
         row, lane = self._row(w), thread & 31
-        count = piece.stop - piece.first
+        count = cute.arch.make_warp_uniform(piece.stop - piece.first)
         cute.arch.mbarrier_wait(meet.query, Int32(0))
         for n in cutlass.range(count, unroll=1):
             meet.tiles.wait(n)
@@ -151,7 +151,7 @@ class Latent(Wide):
         c = self.c
         thread = cute.arch.thread_idx()[0] % 128
         w = self._values_work(shared, meet, thread, half)
-        count = piece.stop - piece.first
+        count = cute.arch.make_warp_uniform(piece.stop - piece.first)
         rows = const_expr(c.keys // c.parts)
         self._load_query(tensors, piece, shared, thread + half * 128, 128 * c.halves)
         cute.arch.cp_async_mbarrier_arrive_noinc(meet.query)

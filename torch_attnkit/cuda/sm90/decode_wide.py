@@ -51,7 +51,8 @@ class Wide(Decode):
     def _stream(self, tensors: Tensors, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
         c = self.c
         w = self._work(shared)
-        count = (piece.stop - piece.first) * const_expr(1 if c.same else 2)  # loads
+        # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
+        count = cute.arch.make_warp_uniform(piece.stop - piece.first) * const_expr(1 if c.same else 2)  # loads
         self._load_query(tensors, piece, shared, w.loader, c.threads)
         for s in cutlass.range_constexpr(c.stages - 1):
             self._load(tensors, keys, piece, w, Int32(0), s, count, Int32(s))

@@ -93,12 +93,10 @@ class Products:
         sVt = cute.composition(sV, cute.make_ordered_layout((c.dim_v, c.tile_n, c.stages), order=(1, 0, 2)))
         qk, pv = qk_mma.get_slice(group * WARPGROUP), pv_mma.get_slice(group * WARPGROUP)
         if const_expr(self._put):
-            mine = qk_mma.get_slice(thread)
-            sums = cute.make_rmem_tensor(mine.partition_shape_C((c.tile_m, c.tile_n)), c.dtype)
-            weights = dict(tOrP=pv.make_fragment_A(pv.partition_A(sP[0])), tSsP=mine.partition_C(sP[0]), rP=sums)
+            weights = dict(tOrP=pv.make_fragment_A(pv.partition_A(sP[0])), put=sP[0].iterator.toint())
         else:
             rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
-            weights = dict(tOrP=rP, rP=rP)
+            weights = dict(tOrP=rP, words=cute.recast_tensor(rP, Int32))
         return Worker(
             group=group,
             row=(thread // 32) * 16 + cute.arch.lane_idx() // 4,  # this lane's first row of the tile
@@ -112,7 +110,6 @@ class Products:
             tSrQ=qk.make_fragment_A(qk.partition_A(sQ)),
             tSrK=qk.make_fragment_B(qk.partition_B(sK)),
             tOrV=pv.make_fragment_B(pv.partition_B(sVt)),
-            words=cute.recast_tensor(weights["rP"], Int32),
             **weights,
             rO=cute.make_rmem_tensor(pv.partition_shape_C((c.tile_m, c.dim_v)), Float32),
             top=cute.make_rmem_tensor(2, Float32),
@@ -127,10 +124,20 @@ class Products:
 
     def _keep(self, w, rS: cute.Tensor) -> None:
         """Round the probabilities and keep them for the second product."""
-        softmax.pack_into(w.words, rS, self.c.dtype)
-        if const_expr(self._put):
-            cute.autovec_copy(w.rP, w.tSsP)
-            cute.arch.fence_view_async_shared()
+        if const_expr(not self._put):
+            softmax.pack_into(w.words, rS, self.c.dtype)
+            return
+        c = self.c
+        width = next(x for x in (128, 64, 32) if c.tile_n * 2 % x == 0)  # bytes of a row in a column of blocks
+        chunks, row = width // 16, w.row
+        at = w.put + row * width + w.lane % 4 * 4 + ((row & 7) // (8 // chunks)) * 16
+        for i in range(c.tile_n // 8):
+            for r in range(2):
+                word = softmax.pack(rS[4 * i + 2 * r], rS[4 * i + 2 * r + 1], c.dtype)
+                here = (at ^ (i % chunks * 16)) + (i // chunks * (c.tile_m * width) + r * 8 * width)
+                target = cute.make_ptr(Int32, here, cute.AddressSpace.smem, assumed_align=4)
+                cute.make_tensor(target, cute.make_layout(1))[0] = word
+        cute.arch.fence_view_async_shared()
 
     def _await_weights(self, w) -> None:
         if const_expr(self._put):
