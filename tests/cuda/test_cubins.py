@@ -25,6 +25,8 @@ INSTRUCTIONS = {
     **{(op, arch, "trace"): NARROW for op in ("sdpa_decode", "sdpa_decode_paged") for arch in PREFILL},
     ("sdpa_decode", "sm90", "trace_wide"): WIDE,
     ("sdpa_decode_paged", "sm90", "trace_wide"): WIDE,
+    ("sdpa_decode", "sm90", "trace_latent"): WIDE,
+    ("sdpa_decode_paged", "sm90", "trace_latent"): WIDE,
 }
 ROWS = sorted({(name, row.file, arch) for name, op in OPS.items() for row in op.kernels for arch in row.archs})
 ROWS = [row for row in ROWS if row[2] in compile.GPU_ARCH]

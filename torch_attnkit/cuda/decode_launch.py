@@ -55,7 +55,7 @@ def decoder(call: Call, target: Target, keys: int, page: int = 0) -> Callable[..
         tensors: tuple[Any, ...] = (
             q, k, v, table, kv_len, sink if has_sink else parts, kv_start if has_start else kv_len, *outs, parts, count,
         )  # fmt: skip
-        numbers = (product, power, window, sinks, int(has_sink), int(has_start), p.chunks, p.by_group, p.beside, p.least)
-        fn(tensors, (*numbers, p.combiners), p.blocks)
+        numbers = (product, power, window, sinks, int(has_sink), int(has_start))
+        fn(tensors, (*numbers, p.chunks, p.by_group, p.beside, p.least, p.combiners), p.blocks)
 
     return launch

@@ -126,15 +126,13 @@ class Merging:
 
     @cute.jit
     def _merge(self, tensors: Tensors, scalars: Scalars, piece: Piece, slot: Int32, rest: Int32, more: Int32):
-        """Add the part in ``slot`` and the ``more`` from ``rest`` on, in the even slots of every ``beside``-th block."""
+        """Add the part in ``slot`` and ``more`` from ``rest`` on, in the even slots of every ``beside``-th block."""
         c = self.c
         thread = cute.arch.thread_idx()[0]
         vectors = const_expr(c.dim_v // 4)
         for index in cutlass.range(thread, piece.heads * vectors, c.threads, unroll=1):
             head, column = index // vectors, index % vectors * 4
-            rO, top, total = self._add_parts(
-                tensors, head, column, slot, rest, more, scalars.beside, Int32(-1), 1
-            )
+            rO, top, total = self._add_parts(tensors, head, column, slot, rest, more, scalars.beside, Int32(-1), 1)
             self._store(tensors, scalars, piece, head, column, [rO[x] for x in range(4)], top, total)
 
     @cute.jit
@@ -192,7 +190,8 @@ class Merging:
             sequence, group = index // groups, index % groups
             units = visible(lengths, sequence, c.keys).units
             kv_head, chunk = group // scalars.chunks, group % scalars.chunks
-            start = units_before(lengths, kv_heads * each, sequence, c.keys) + (kv_head * each + chunk // beside) * units
+            start = units_before(lengths, kv_heads * each, sequence, c.keys)
+            start += (kv_head * each + chunk // beside) * units
             one, other = cut.owner(start), cut.owner(start + units - 1)
             if one != other:
                 head = chunk * c.heads
@@ -203,9 +202,7 @@ class Merging:
                 rest = slot + 2 * beside
                 slot += cutlass.select_(cut.start(one) == start, Int32(0), Int32(1))
                 end = cutlass.min(last - index * most, heads)
-                self._combine(
-                    tensors, scalars, piece, at - index * most, end, slot, rest, other - one, sO, sStat
-                )
+                self._combine(tensors, scalars, piece, at - index * most, end, slot, rest, other - one, sO, sStat)
             at = last
 
     @cute.jit

@@ -172,12 +172,10 @@ class WideConfig:
 
 @dataclass(frozen=True)
 class LatentConfig(WideConfig):
-    """The same for 512 columns where V is K: a warpgroup multiplies scores, and one for each half of the columns has
-    that half of the output, and loads it."""
+    """The same for 512 columns where V is K, up to 64 keys a tile: a warpgroup multiplies scores, and one for each half
+    of the columns has that half of the output, and loads it."""
 
     same: bool = True
-    ahead: int = 0
-    parts: int = 2  # of a tile, of which each is loaded when it has been used
     turns = 2  # buffers of probabilities
 
     @property
@@ -194,8 +192,8 @@ class LatentConfig(WideConfig):
 
     @property
     def weight_bytes(self) -> int:
-        """Probabilities of a tile, as the second product reads them."""
-        return self.heads * self.keys * 2
+        """Probabilities of a tile, as the second product reads them: rows of 128 bytes."""
+        return self.heads * 128
 
     @property
     def exchange_bytes(self) -> int:
@@ -241,7 +239,7 @@ class Scalars(NamedTuple):
     has_sink: Int32
     group: Int32  # query heads per KV head
     chunks: Int32  # groups that share a KV head: its query heads / heads, rounded up
-    beside: Int32  # of these at once, by blocks next to each other, so that keys are in the L2 for all but one: all or 1
+    beside: Int32  # of them that neighbouring blocks attend at once, all or 1: what one loads the L2 has for the others
     least: Int32  # tiles
 
 

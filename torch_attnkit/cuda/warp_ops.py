@@ -96,12 +96,6 @@ def copy_4_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None,
 
 
 @dsl_user_op
-def prefetch(source: Int64, nbytes: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Bring ``nbytes``, a multiple of 16, into the L2."""
-    _asm(None, [source, nbytes], "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r", True, loc, ip)
-
-
-@dsl_user_op
 def load_pair(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """4 bytes of device memory that nothing writes while the kernel runs."""
     return Int32(_asm(T.i32(), [source], "ld.global.nc.b32 $0, [$1];", "=r,l", False, loc, ip))

@@ -1,11 +1,21 @@
-"""Attention of one query token over latent vectors that are keys and values at once, as DeepSeek's MLA absorbs them.
+"""Attention of one query token over latent vectors that are keys and values at once, as MLA has them when its
+projections are absorbed (DeepSeek-V2, arXiv 2405.04434).
 
-    2 value warpgroups: cp.async ring of tiles -> wait for P -> O += P K, a half of the columns each -> load the next
-    score warpgroup:    S = Q K' -> online softmax -> P and the factors of O, in turns, to shared memory
+    2 value warpgroups: cp.async of tiles -> wait for P -> O += P K, a half of the columns each -> load the next tile
+    score warpgroup:    wait for a tile -> S = Q K' -> online softmax -> P and the factors of O to shared memory
 
 64 heads of 512 columns are too much for the registers of one warpgroup, and two that share the scores wait for each
-other. Here the products of one tile run under the softmax of another. A value warpgroup reloads its columns itself, in
-two parts, each as soon as it has been multiplied: the score warpgroup was done with them before.
+other. Here the second product of one tile runs beside the first of the next. A value warpgroup reloads its columns as
+soon as it has multiplied them: the score warpgroup was done with them before. Blocks with the other heads of a KV head
+run next to each other, so that the keys come from memory once (``Scalars.beside``).
+
+Measured on an H200 (bf16, 8192 keys, K past the L2, CUDA graph, us; FlashInfer 0.6.18's MLA beside it in the same run)
+for B 1, 16, 128: 16 heads 17.8, 49.1, 278 (23.4, 44.5, 259); 64 heads 21.4, 58.8, 351 (24.9, 50.0, 288); 128 heads
+22.9, 93.4, 628 (24.1, 73.4, 514). Two warpgroups that shared the scores took 22.0, 69.6, 402 with 64 heads. With 128
+heads and B 128 ncu counts 51 % for tensor cores and shared memory and 41 % for memory, which gives K once: a tile takes
+4000 cycles, its products 2048. A buffer is on its way, multiplied, and multiplied again, one after the other, and there
+is room for two. Tried: reloading a tile in 2 or 4 parts, each when it was used, 1 % slower or equal; tiles in the L2
+ahead of time, 2 to 10 % slower; descriptors that the compiler does not know to be the same in all lanes, 4 to 6 %.
 
 Rows that do not count arrive as zeros, as in ``decode.py``, which has the letters and the rest of the kernel.
 """
@@ -17,7 +27,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .. import warp_ops as op
@@ -62,6 +72,8 @@ class Latent(Wide):
     @cute.jit
     def _stream(self, tensors: Tensors, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        # Known to be the same in all lanes, they take no registers of these.
+        keys, piece = [type(x)(*map(cute.arch.make_warp_uniform, x)) for x in (keys, piece)]
         meet = _Shared(self.c, shared)
         if cute.arch.thread_idx()[0] == 0:
             meet.begin()
@@ -97,7 +109,7 @@ class Latent(Wide):
         w.top.fill(-_INF)
         w.total.fill(0.0)
         row, lane = self._row(w), thread & 31
-        count = cute.arch.make_warp_uniform(piece.stop - piece.first)
+        count = piece.stop - piece.first
         cute.arch.mbarrier_wait(meet.query, Int32(0))
         for n in cutlass.range(count, unroll=1):
             meet.tiles.wait(n)
@@ -135,8 +147,8 @@ class Latent(Wide):
         """Probabilities (64, N) as pairs, rows of 128 bytes with their 16-byte chunks swizzled."""
         words = cute.make_tensor(
             cute.make_ptr(Int32, at + row * 128 + (lane & 3) * 4, cute.AddressSpace.smem, assumed_align=4),
-            cute.make_layout((8, self.c.keys // 8), stride=(256, 4)),
-        )  # (row / 8, chunk)
+            cute.make_layout((2, 8), stride=(256, 4)),
+        )  # (8 rows, chunk)
         for i in range(self.c.keys // 8):
             for r in range(2):
                 words[r, (row & 7) ^ i] = softmax.pack(rS[4 * i + 2 * r], rS[4 * i + 2 * r + 1], self.c.dtype)
@@ -151,18 +163,13 @@ class Latent(Wide):
         c = self.c
         thread = cute.arch.thread_idx()[0] % 128
         w = self._values_work(shared, meet, thread, half)
-        count = cute.arch.make_warp_uniform(piece.stop - piece.first)
-        rows = const_expr(c.keys // c.parts)
+        count = piece.stop - piece.first
         self._load_query(tensors, piece, shared, thread + half * 128, 128 * c.halves)
         cute.arch.cp_async_mbarrier_arrive_noinc(meet.query)
         for n in cutlass.range_constexpr(c.stages):
             if n < count:
-                for part in cutlass.range_constexpr(c.parts):
-                    self._load_part(tensors, keys, piece, w, Int32(n), part)
+                self._load_tile(tensors, keys, piece, w, tensors.k, piece.first + n, Int32(n))
                 cute.arch.cp_async_mbarrier_arrive_noinc(meet.tiles.full + n)
-        if const_expr(c.ahead > 0 and c.page == 0):
-            for n in cutlass.range_constexpr(c.ahead):
-                self._prefetch(tensors, keys, piece, w, Int32(c.stages + n), count)
         w.rO.fill(0.0)
         row = self._row(w)
         for n in cutlass.range(count, unroll=1):
@@ -175,18 +182,12 @@ class Latent(Wide):
             meet.tiles.wait(n)
             cute.arch.fence_view_async_shared()
             rP, rV = w.tOrP[None, None, None, turn], w.tOrV[None, None, None, buffer * c.halves + half]
-            for part in cutlass.range_constexpr(c.parts):
-                self._multiply_part(w, rP, rV, part * rows // 16, rows // 16)
-            if const_expr(c.ahead > 0 and c.page == 0):
-                self._prefetch(tensors, keys, piece, w, n + (c.stages + c.ahead), count)
-            for part in cutlass.range_constexpr(c.parts):
-                warpgroup.wait_group(c.parts - 1 - part)
-                if const_expr(part == c.parts - 1):
-                    meet.ready.release(n)
-                if n + c.stages < count:
-                    cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-                    self._load_part(tensors, keys, piece, w, n + c.stages, part)
+            self._multiply(w.pv_mma, w.rO, rP, rV, clear=False)
+            warpgroup.wait_group(0)
+            meet.ready.release(n)
             if n + c.stages < count:
+                cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+                self._load_tile(tensors, keys, piece, w, tensors.k, piece.first + n + c.stages, buffer)
                 cute.arch.cp_async_mbarrier_arrive_noinc(meet.tiles.full + buffer)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
@@ -197,7 +198,7 @@ class Latent(Wide):
         c = self.c
         mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, _MAJOR.K, _MAJOR.MN, Float32, (1, 1, 1), (64, c.part))
         mine = mma.get_slice(thread)
-        sP = self._staged(meet.weights, (c.heads, c.keys, c.turns))  # (64, N, turns)
+        sP = self._staged(meet.weights, (c.heads, 64, c.turns))  # (64, 64, turns), of which N columns are used
         return _Work(
             thread=thread,
             half=half,
@@ -209,38 +210,3 @@ class Latent(Wide):
             tOrV=mine.make_fragment_B(mine.partition_B(self._tiles(shared)[1])),
             rO=cute.make_rmem_tensor(mine.partition_shape_C((c.heads, c.part)), Float32),
         )
-
-    def _multiply_part(self, w: Any, rP: Any, rV: Any, first: int, steps: int) -> None:
-        """Issue ``O += P K`` over some keys as a group of its own."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(w.pv_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        for k in range(first, first + steps):
-            cute.gemm(atom, w.rO, rP[None, None, k], rV[None, None, k], w.rO)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def _load_part(
-        self, tensors: Tensors, keys: Any, piece: Piece, w: Any, n: Int32, part: cutlass.Constexpr
-    ):
-        """Start the copy of a part of the piece's tile n."""
-        c = self.c
-        rows = const_expr(c.keys // c.parts)
-        span = self._span(keys, piece.first + n, part * rows)
-        page = Int32(0)
-        if const_expr(c.page > 0):
-            page = self._pages(tensors, piece, *span)
-        target = w.ring + n % c.stages * c.buffer_bytes + part * rows * 128
-        self._load_rows(piece, w, tensors.k, span, page, target, rows)
-
-    @cute.jit
-    def _prefetch(self, tensors: Tensors, keys: Any, piece: Piece, w: Any, n: Int32, count: Int32):
-        """Bring the piece's tile n into the L2, one row a lane of a warp."""
-        rows = const_expr(self.c.keys // self.c.halves)
-        if (n < count) & (w.thread < rows):
-            first, low, high = self._span(keys, piece.first + n, 0)
-            row = w.half * rows + w.thread
-            if (row >= low) & (row < high):
-                at = tensors.k.iterator.toint() + Int64(tensors.k.stride[1]) * piece.kv_head * 2
-                at += Int64(tensors.k.stride[0]) * piece.b * 2 + Int64(tensors.k.stride[2]) * (first + row) * 2
-                op.prefetch(at, Int32(self.c.dim * 2))

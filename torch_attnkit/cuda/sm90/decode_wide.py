@@ -5,14 +5,14 @@
 The heads of a group are the 64 rows of a product, so 9 heads cost what 64 do; that is less than memory takes. Up to
 256 columns one warpgroup has a block, and other blocks on its SM compute while it waits. For 512 columns two warpgroups
 have half of the columns each: each sums Q K' over its own, they exchange these sums through shared memory, and both go
-on with the same scores and probabilities, so only the sums are ever exchanged. Where V is K, a tile is loaded once.
+on with the same scores and probabilities, so only the sums are ever exchanged. Where V is K, a tile is loaded once; for
+512 columns ``decode_latent.py`` does that.
 
 Measured on an H200 (bf16, K and V past the L2, CUDA graph, us; beside it in the same run the best of cuDNN, FA2, FA3)
 at S 8192 for B 1, 16, 128: 64/4 heads, D 128, 14.4, 71.6, 481 (cuDNN 13.1, 67.7, 473); 64/1 heads, D 128, 12.7, 32.7,
-148 (without FA3: cuDNN 11.2, FA2 30.1, 136); 64/1 heads, D 512, 22.8, 85.2, 487 (4.45 TB/s), and with V as K 22.0,
-69.6, 402 (FlashInfer's MLA 25.9, 51.1, 269). Few heads are in ``decode_plan.py``. The last is not bound by memory: in
-its machine code the wait for the second product stands before the softmax that should run under it, and tiles of 32
-keys make the first product read Q from shared memory twice as often as tiles of 64 would.
+148 (without FA3: cuDNN 11.2, FA2 30.1, 136); 64/1 heads, D 512, 22.8, 85.2, 487 (4.45 TB/s). Few heads are in
+``decode_plan.py``. Since the number of tiles is known to be the same in all lanes, 32/8 heads, D 128, 128x8192 take
+940 for 969 in one run, and 64 sequences of 1 to 8192 keys 281 for 294.
 
 Rows that do not count arrive as zeros, as in ``decode.py``, which has the letters and the rest of the kernel.
 """
@@ -181,7 +181,7 @@ class Wide(Decode):
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not clear)
-        for k in range(cute.size(a, mode=[2])):
+        for k in range(cute.size(b, mode=[2])):
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
@@ -234,9 +234,7 @@ class Wide(Decode):
         softmax.pack_into(w.words, rS, self.c.dtype)
 
     @cute.jit
-    def _load_query(
-        self, tensors: Tensors, piece: Piece, shared: Int32, thread: Int32, threads: cutlass.Constexpr
-    ):
+    def _load_query(self, tensors: Tensors, piece: Piece, shared: Int32, thread: Int32, threads: cutlass.Constexpr):
         """Start the copy of Q; rows beyond the group's heads become zeros."""
         c = self.c
         words = const_expr(c.dim // 2)  # of a row
@@ -276,35 +274,23 @@ class Wide(Decode):
     def _load_tile(
         self, tensors: Tensors, keys: Any, piece: Piece, w: Any, cache: cute.Tensor, t: Int32, buffer: Int32
     ):
-        c = self.c
-        span = self._span(keys, t, 0)
-        page = Int32(0)
-        if const_expr(c.page > 0):
-            page = self._pages(tensors, piece, *span)
-        self._load_rows(piece, w, cache, span, page, w.ring + buffer * c.buffer_bytes, c.keys)
-
-    def _span(self, keys: Any, t: Int32, row: int) -> tuple[Any, Any, Any]:
-        """The key of row ``row`` of tile ``t``, and between which keys, counted from this, are those that count."""
-        first, low, high = place(keys, t, self.c.keys)
-        return first + row, low - (first + row), high - (first + row)
-
-    @cute.jit
-    def _load_rows(
-        self, piece: Piece, w: Any, cache: cute.Tensor, span: Any, page: Int32, target: Int32, count: cutlass.Constexpr
-    ):
         """Rows of 128 bytes in columns of blocks, their 16-byte chunks as ``wgmma`` wants them (128B swizzle);
-        rows that do not count become zeros, whatever the cache holds there. ``page`` is from ``_pages``."""
+        rows that do not count become zeros, whatever the cache holds there."""
         c = self.c
-        first, low, high = span
+        first, low, high = place(keys, t, c.keys)
+        low, high = low - first, high - first
         paged = const_expr(c.page > 0)
         row_bytes = Int64(cache.stride[1 if paged else 2]) * 2
         at = cache.iterator.toint() + Int64(cache.stride[2 if paged else 1]) * piece.kv_head * 2
-        if const_expr(not paged):
+        page = Int32(0)
+        if const_expr(paged):
+            page = self._pages(tensors, piece, first, low, high)
+        else:
             at += Int64(cache.stride[0]) * piece.b * 2 + row_bytes * first
         chunks = const_expr(c.loaded // 8)  # of a row; they divide the number of threads
         first_row, chunk = w.loader // chunks, w.first_chunk + w.loader % chunks
-        target += chunk // 8 * (c.keys * 128)
-        for i in cutlass.range_constexpr(count * chunks // c.loaders):
+        target = w.ring + buffer * c.buffer_bytes + chunk // 8 * (c.keys * 128)
+        for i in cutlass.range_constexpr(c.keys * chunks // c.loaders):
             row = first_row + i * (c.loaders // chunks)
             good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
             if const_expr(paged):
@@ -318,7 +304,7 @@ class Wide(Decode):
 
     @cute.jit
     def _pages(self, tensors: Tensors, piece: Piece, first: Int32, low: Int32, high: Int32):
-        """Lane l: the l-th page of a span, or -1 where there is none to read."""
+        """Lane l: the l-th page of the tile, or -1 where there is none to read."""
         c = self.c
         logical = first // c.page + cute.arch.lane_idx()
         begin = logical * c.page - first
@@ -343,10 +329,11 @@ class Wide(Decode):
 
     @cute.jit
     def _put_columns(self, w: Any, shared: Int32):
+        c = self.c
         sO = self._results(shared)[0]
-        row, column = self._row(w), w.half * self.c.part + (w.thread & 3) * 2
+        row, column = self._row(w), w.half * c.part + (w.thread & 3) * 2
         for r in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(self.c.part // 4):
+            for i in cutlass.range_constexpr(c.part // 4):
                 sO[0, row + 8 * r, column + (i // 2 * 8 + i % 2)] = w.rO[i // 2 * 4 + 2 * r + i % 2]
 
     @cute.jit

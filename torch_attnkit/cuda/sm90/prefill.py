@@ -88,9 +88,6 @@ class Prefill(Products):
         staged = [
             memory.allocate_tensor(c.dtype, layout.outer, 1024, swizzle=layout.inner) for layout in layouts
         ]  # (M, D, q_stages), (N, D, stages), (N, Dv, stages)
-        if const_expr(c.put_weights):
-            layout = self._staged((c.tile_m, c.tile_n))
-            staged.append(memory.allocate_tensor(c.dtype, layout.outer, 1024, swizzle=layout.inner))
         # (8, q_stages): the note with each Q: tile (-1: no more), head, batch, and the five numbers of its Sequence.
         staged.append(memory.allocate_tensor(Int32, cute.make_layout((8, c.q_stages)), 16))
         if warp == 0:
@@ -153,7 +150,7 @@ class Prefill(Products):
         """One warp: of every tile a block of K, its note and Q, then the other blocks, V one behind K."""
         c = self.c
         ring_q, ring_k, ring_v = rings
-        sQ, sK, sV, *_, note = staged
+        sQ, sK, sV, note = staged
         rank = cute.arch.block_idx()[0] % self._ctas
         cta, ctas = cute.arch.block_idx()[0] // self._ctas, cute.arch.grid_dim()[0] // self._ctas
         turn, tile = Int32(0), place(Int32(0), cta, ctas)

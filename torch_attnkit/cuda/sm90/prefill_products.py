@@ -29,7 +29,6 @@ class Barrier(enum.IntEnum):
     TURN = 1  # + consumer: this consumer may issue its products; the one before it arrives
     BROUGHT = 4  # + consumer: this consumer's threads have brought their rows of Q
     ALL = 7  # all consumers are here
-    KEPT = 8  # + consumer: this consumer's threads have put their probabilities into shared memory
 
 
 class Worker(Fixed, SimpleNamespace):
@@ -81,7 +80,7 @@ class Products:
             Float32,
             (c.consumers, 1, 1),
             (64, c.dim_v),
-            warpgroup.OperandSource.SMEM if self._put else warpgroup.OperandSource.RMEM,
+            warpgroup.OperandSource.RMEM,
         )
         return qk_mma, pv_mma
 
@@ -89,14 +88,10 @@ class Products:
         """The consumer that ``thread`` of all consumers' belongs to."""
         c = self.c
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        sQ, sK, sV, *sP = staged
+        sQ, sK, sV = staged
         sVt = cute.composition(sV, cute.make_ordered_layout((c.dim_v, c.tile_n, c.stages), order=(1, 0, 2)))
         qk, pv = qk_mma.get_slice(group * WARPGROUP), pv_mma.get_slice(group * WARPGROUP)
-        if const_expr(self._put):
-            weights = dict(tOrP=pv.make_fragment_A(pv.partition_A(sP[0])), put=sP[0].iterator.toint())
-        else:
-            rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
-            weights = dict(tOrP=rP, words=cute.recast_tensor(rP, Int32))
+        rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
         return Worker(
             group=group,
             row=(thread // 32) * 16 + cute.arch.lane_idx() // 4,  # this lane's first row of the tile
@@ -110,38 +105,14 @@ class Products:
             tSrQ=qk.make_fragment_A(qk.partition_A(sQ)),
             tSrK=qk.make_fragment_B(qk.partition_B(sK)),
             tOrV=pv.make_fragment_B(pv.partition_B(sVt)),
-            **weights,
+            rP=rP,
+            words=cute.recast_tensor(rP, Int32),
             rO=cute.make_rmem_tensor(pv.partition_shape_C((c.tile_m, c.dim_v)), Float32),
             top=cute.make_rmem_tensor(2, Float32),
             total=cute.make_rmem_tensor(2, Float32),
             scales=cute.make_rmem_tensor(2, Float32),  # what the output so far is still to be multiplied by
             scalars=scalars,
         )
-
-    @property
-    def _put(self) -> bool:
-        return getattr(self.c, "put_weights", False)
-
-    def _keep(self, w, rS: cute.Tensor) -> None:
-        """Round the probabilities and keep them for the second product."""
-        if const_expr(not self._put):
-            softmax.pack_into(w.words, rS, self.c.dtype)
-            return
-        c = self.c
-        width = next(x for x in (128, 64, 32) if c.tile_n * 2 % x == 0)  # bytes of a row in a column of blocks
-        chunks, row = width // 16, w.row
-        at = w.put + row * width + w.lane % 4 * 4 + ((row & 7) // (8 // chunks)) * 16
-        for i in range(c.tile_n // 8):
-            for r in range(2):
-                word = softmax.pack(rS[4 * i + 2 * r], rS[4 * i + 2 * r + 1], c.dtype)
-                here = (at ^ (i % chunks * 16)) + (i // chunks * (c.tile_m * width) + r * 8 * width)
-                target = cute.make_ptr(Int32, here, cute.AddressSpace.smem, assumed_align=4)
-                cute.make_tensor(target, cute.make_layout(1))[0] = word
-        cute.arch.fence_view_async_shared()
-
-    def _await_weights(self, w) -> None:
-        if const_expr(self._put):
-            cute.arch.barrier(barrier_id=int(Barrier.KEPT) + w.group, number_of_threads=WARPGROUP)
 
     @property
     def _turns(self) -> bool:
@@ -173,7 +144,7 @@ class Products:
         return rS
 
     def _accumulate(self, w, n: Int32) -> None:
-        self._multiply(w.pv_mma, w.rO, w.tOrP, w.tOrV[None, None, None, w.v.slot(n)], clear=False)
+        self._multiply(w.pv_mma, w.rO, w.rP, w.tOrV[None, None, None, w.v.slot(n)], clear=False)
 
     @cute.jit
     def first_block(self, w, turn: Int32, n: Int32, seq: Sequence, block: Int32, position: Int32):
@@ -186,7 +157,7 @@ class Products:
         w.k.release(n)
         self._mask(w, rS, seq, block, position, "both")
         softmax.online(rS, w.top, w.total, w.scalars.scale_log2, first=True)
-        self._keep(w, rS)
+        softmax.pack_into(w.words, rS, self.c.dtype)
         if const_expr(self.c.padded):
             self._clear_rows(w, n, seq, block)
 
@@ -201,7 +172,6 @@ class Products:
         if const_expr(self.c.late_rescale):
             softmax.rescale(w.rO, w.scales)
         w.v.wait(n - 1)
-        self._await_weights(w)
         self._accumulate(w, n - 1)
         self._pass_turn(w)
         warpgroup.wait_group(1)
@@ -219,7 +189,7 @@ class Products:
             w.scales[0], w.scales[1] = scales
         else:
             softmax.rescale(w.rO, scales)
-        self._keep(w, rS)
+        softmax.pack_into(w.words, rS, self.c.dtype)
         if const_expr(self.c.padded and edge != ""):
             self._clear_rows(w, n, seq, block)
 
@@ -227,7 +197,6 @@ class Products:
         if const_expr(self.c.late_rescale):
             softmax.rescale(w.rO, w.scales)
         w.v.wait(n)
-        self._await_weights(w)
         self._accumulate(w, n)
         warpgroup.wait_group(0)
         w.v.release(n)

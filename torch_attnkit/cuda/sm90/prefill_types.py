@@ -18,7 +18,6 @@ class Config(Features):
     q_stages: int
     turns: bool = True
     late_rescale: bool = False
-    put_weights: bool = False  # the second product reads P from shared memory rather than registers
     pair: bool = False  # two CTAs, on neighbouring heads that share keys, load half of K and V each, for both
 
     @property
