@@ -73,9 +73,10 @@ class Decode(Merging):
         shared = smem.allocate(c.shared_bytes, 1024).toint()
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         kv_heads = Int32(tensors.k.shape[2 if c.page else 1])
-        groups = kv_heads * (scalars.chunks // scalars.beside)
-        cut = share(lengths, groups, blocks // scalars.beside, scalars.least, c.keys)
-        mine = block // scalars.beside
+        beside = self._beside(scalars)
+        groups = kv_heads * (scalars.chunks // beside)
+        cut = share(lengths, groups, blocks // beside, scalars.least, c.keys)
+        mine = block // beside
         at, stop = cut.start(mine), cut.start(mine + 1)
         if mine >= cut.blocks:
             at = stop
@@ -92,8 +93,8 @@ class Decode(Merging):
             at += last - first
             whole = last - first == keys.units
             last = cutlass.select_(whole, keys.tiles, last)
-            each = scalars.chunks // scalars.beside
-            kv_head, chunk = group // each, group % each * scalars.beside + block % scalars.beside
+            each = scalars.chunks // beside
+            kv_head, chunk = group // each, group % each * beside + block % beside
             head = chunk * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
             piece = Piece(sequence, kv_head, kv_head * scalars.group + head, heads, first, last)

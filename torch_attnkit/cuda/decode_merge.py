@@ -33,6 +33,9 @@ class Merging:
     def __init__(self, config: Any):
         self.c = config
 
+    def _beside(self, scalars: Scalars) -> Any:
+        return scalars.beside if self.c.beside else 1
+
     def _word(self, shared: Int32) -> Any:
         """The word by which a block's threads agree, behind everything else."""
         at = cute.make_ptr(Int32, shared + (self.c.shared_bytes - 16), cute.AddressSpace.smem, assumed_align=16)
@@ -107,7 +110,7 @@ class Merging:
         """The last block that brings its part of a group merges all parts."""
         thread = cute.arch.thread_idx()[0]
         one, other = cut.owner(start), cut.owner(start + tiles - 1)
-        beside = scalars.beside
+        beside = self._beside(scalars)
         block = one * beside + cute.arch.block_idx()[0] % beside
         sLast = self._word(shared)
         # The barrier of ``_finish`` orders the block's stores before the release of this addition.
@@ -132,13 +135,15 @@ class Merging:
         vectors = const_expr(c.dim_v // 4)
         for index in cutlass.range(thread, piece.heads * vectors, c.threads, unroll=1):
             head, column = index // vectors, index % vectors * 4
-            rO, top, total = self._add_parts(tensors, head, column, slot, rest, more, scalars.beside, Int32(-1), 1)
+            rO, top, total = self._add_parts(
+                tensors, head, column, slot, rest, more, self._beside(scalars), Int32(-1), 1
+            )
             self._store(tensors, scalars, piece, head, column, [rO[x] for x in range(4)], top, total)
 
     @cute.jit
     def _add_parts(
         self, tensors: Tensors, head: Int32, column: Int32, slot: Int32, rest: Int32, more: Int32,
-        beside: Int32, begin: Int32, step: Any,
+        beside: Any, begin: Int32, step: Any,
     ):  # fmt: skip
         """Four columns of a head, summed over the parts begin, begin + step ... of -1 (in ``slot``) to more - 1.
 
@@ -175,7 +180,7 @@ class Merging:
         vectors, teams = const_expr(c.dim_v // 4), const_expr(_teams(c.dim_v))
         sO = smem.allocate_tensor(Float32, cute.make_layout((4, vectors, teams)), 16)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2, teams)), 16)
-        kv_heads, beside = Int32(tensors.k.shape[2 if c.page else 1]), scalars.beside
+        kv_heads, beside = Int32(tensors.k.shape[2 if c.page else 1]), self._beside(scalars)
         groups, each = kv_heads * scalars.chunks, scalars.chunks // beside
         cut = share(lengths, kv_heads * each, blocks // beside, scalars.least, c.keys)
         most = cutlass.min(scalars.group, c.heads)  # heads of a group
@@ -222,7 +227,7 @@ class Merging:
             row = first + team // per
             if (team < teams) & (row < end):
                 rO, top, total = self._add_parts(
-                    tensors, row, vector * 4, slot, rest, more, scalars.beside, team % per - 1, per
+                    tensors, row, vector * 4, slot, rest, more, self._beside(scalars), team % per - 1, per
                 )
                 for x in cutlass.range_constexpr(4):
                     sO[x, vector, team] = rO[x]

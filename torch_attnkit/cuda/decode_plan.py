@@ -80,12 +80,12 @@ def _narrow(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: 
         keys, per_sm = 32, 1
         stages = (_SHARED - _RESERVED - 16) // (2 * warps * stage)
     blocks, chunks, least = sms * per_sm, -(-group // heads), 1 if by_group else 2 * warps
-    pieces, beside = groups * chunks, _beside(blocks, chunks)
-    parts = 1 if by_group else _parts(blocks // beside, pieces // beside, -(-most_keys // keys), least)
+    pieces = groups * chunks
+    parts = 1 if by_group else _parts(blocks, pieces, -(-most_keys // keys), least)
     combine = _rounds(min(group, heads), dim_v, 32 * warps, parts) > _ROUNDS
     sizes = dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine)
     return Plan(
-        "trace", _paged(page) | sizes, chunks, beside, int(by_group), least, blocks,
+        "trace", _paged(page) | sizes, chunks, 1, int(by_group), least, blocks,
         min(pieces * min(group, heads), sms) if combine else 0, 2 * blocks * heads * (dim_v + 2), blocks,
     )  # fmt: skip
 

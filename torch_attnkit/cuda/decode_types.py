@@ -27,6 +27,8 @@ class Config:
     page: int = 0
     combine: bool = False  # whether a second kernel merges parts, else the block that brings the last
 
+    beside = False  # whether ``Scalars.beside`` can be more than 1
+
     @property
     def threads(self) -> int:
         return 32 * self.warps
@@ -103,6 +105,7 @@ class WideConfig:
 
     heads = 64
     results = 1
+    beside = True
 
     @property
     def dim_v(self) -> int:
