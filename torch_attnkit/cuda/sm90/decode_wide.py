@@ -95,7 +95,6 @@ class Wide(Decode):
         self._arrive(c.stages - 2)
         rS = self._multiply_scores(w, Int32(0))
         warpgroup.wait_group(0)
-        self._sum_halves(w, rS)
         scales = self._weights(scalars, w, rS, *place(keys, piece.first, c.keys))
         self._take(w, rS, scales)
         read, free = Int32(0), Int32(c.stages - 1)  # buffers
@@ -105,7 +104,6 @@ class Wide(Decode):
             self._multiply_values(w, read)
             self._load(tensors, keys, piece, w, n, c.stages - 2, count, free)
             warpgroup.wait_group(1)
-            self._sum_halves(w, rS)
             scales = self._weights(scalars, w, rS, *place(keys, piece.first + n, c.keys))
             warpgroup.wait_group(0)
             self._take(w, rS, scales)
