@@ -1,4 +1,4 @@
-"""FlashInfer: paged decode, planned outside the timing, and merging of attention states."""
+"""FlashInfer: paged decode, MLA's decode of latent vectors, both planned outside the timing, and merging of states."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
 
         states, scores = out.transpose(0, 1).contiguous(), (lse.transpose(0, 1) * 1.4426950408889634).contiguous()
         return lambda: flashinfer.merge_states(states, scores)[0]
+    if op == "sdpa_decode":
+        return _latent(args, kwargs)
     if op != "sdpa_decode_paged":
         return None
     q, k, v, table, kv_len, sink, kv_start = (*args, None, None)[:7]
@@ -38,3 +40,24 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         window_left=kwargs.get("window", -1) - 1 if kwargs.get("window", -1) >= 0 else -1,
     )  # fmt: skip
     return lambda: wrapper.run(q, (k, v))
+
+
+def _latent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """One KV head of 512 columns that are keys and values: MLA without its rotary columns, every key a page."""
+    q, k, v, kv_len, *rest = args
+    plain = not any(isinstance(x, torch.Tensor) for x in rest) and kwargs.get("window", -1) < 0
+    if v is not k or q.shape[2] != 512 or k.shape[1] != 1 or not plain or kwargs.get("softcap"):
+        return None
+    import flashinfer
+
+    B, Hq, D = q.shape
+    S = k.shape[2]
+    rows = k.view(B * S, 1, D)
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device))
+    starts = torch.arange(B + 1, dtype=torch.int32, device=q.device)  # (B + 1,)
+    pages = torch.cat([torch.arange(b * S, b * S + n, device=q.device) for b, n in enumerate(kv_len.tolist())])
+    ends = torch.cat([kv_len.new_zeros(1), kv_len.cumsum(0, dtype=torch.int32)])
+    scale = D**-0.5 if kwargs.get("scale") is None else kwargs["scale"]
+    wrapper.plan(starts, ends, pages.int(), kv_len, Hq, D, 0, 1, False, scale, q.dtype, k.dtype)
+    q_rotary, k_rotary = q.new_empty(B, Hq, 0), k.new_empty(B * S, 1, 0)
+    return lambda: wrapper.run(q, q_rotary, rows, k_rotary)

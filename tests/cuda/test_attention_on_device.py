@@ -183,11 +183,12 @@ def test_long_caches_are_cut_and_merged(name, dim, group):
 
 
 @pytest.mark.parametrize("name", DECODE)
-def test_one_tensor_may_be_both_caches(name):
+@pytest.mark.parametrize("group", [16, 64, 128])
+def test_one_tensor_may_be_both_caches(name, group):
     """Calls with one tensor and with two take the same plan, in turn."""
     shape = (3, 1, 900, 512) if name == "sdpa_decode" else (171, PAGE, 1, 512)
     table = () if name == "sdpa_decode" else (torch.randperm(171, device="cuda").to(torch.int32).view(3, 57),)
-    q, k, v = normal(3, 64, 512), normal(*shape, seed=1), normal(*shape, seed=2)
+    q, k, v = normal(3, group, 512), normal(*shape, seed=1), normal(*shape, seed=2)
     for value in (k, v, k, v):
         args = [q, k, value, *table, ints(900, 31, 650)]
         right("shared" if value is k else "two", name, call(name, args, {}), args, {})

@@ -34,6 +34,8 @@ INSTRUCTIONS = {
     ("sdpa_decode_paged", "sm90", "trace_wide"): WIDE,
     ("sdpa_decode", "sm100", "trace_wide"): PREFILL["sm100"],
     ("sdpa_decode_paged", "sm100", "trace_wide"): PREFILL["sm100"],
+    ("sdpa_decode", "sm90", "trace_latent"): WIDE,
+    ("sdpa_decode_paged", "sm90", "trace_latent"): WIDE,
 }
 ROWS = sorted({(name, row.file, arch) for name, op in OPS.items() for row in op.kernels for arch in row.archs})
 ROWS = [row for row in ROWS if row[2] in compile.GPU_ARCH]

@@ -23,12 +23,13 @@ DIMS = sorted({(row.dims["D"][0], row.dims["Dv"][0]) for row in OPS["sdpa_decode
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 def test_a_plan_fits(dim, dim_v):
     """All blocks of a launch are on the device at once, which the merge of a second kernel counts on for its speed."""
-    from torch_attnkit.cuda.decode_types import Config, WideConfig
+    from torch_attnkit.cuda.decode_types import Config, LatentConfig, WideConfig
 
-    sizes = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 16))
-    for group, most_keys, groups, page in sizes:
-        p = plan(dim, dim_v, group, SMS, most_keys, groups, page=page)
-        config = (WideConfig if p.trace == "trace_wide" else Config)(None, **p.sizes)
+    configs = {"trace": Config, "trace_wide": WideConfig, "trace_latent": LatentConfig}
+    sizes = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 16), (False, True))
+    for group, most_keys, groups, page, same in sizes:
+        p = plan(dim, dim_v, group, SMS, most_keys, groups, page=page, same=same)
+        config = configs[p.trace](None, **p.sizes)
         per_sm = p.blocks // SMS
         assert config.stages >= 2 and p.blocks == per_sm * SMS
         assert per_sm <= config.blocks_per_sm, p
@@ -36,6 +37,7 @@ def test_a_plan_fits(dim, dim_v):
         assert p.floats >= 2 * p.blocks * config.part_floats and p.counters >= p.blocks
         assert bool(p.combiners) == config.combine and p.combiners <= SMS
         assert p.chunks * config.heads >= group > (p.chunks - 1) * config.heads
+        assert p.chunks % p.beside == 0 and p.blocks % p.beside <= p.blocks // 16
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,8 @@ def test_a_plan_fits(dim, dim_v):
         (128, 4, 131072, 8, 16, "trace", False),
         (64, 8, 128, 1024, 0, "trace", False),
         (256, 8, 8192, 2, 0, "trace", True),
+        (256, 2, 8192, 8, 0, "trace_wide", False),
+        (256, 2, 8192, 128, 16, "trace", False),
         (128, 16, 8192, 4, 0, "trace_wide", True),
         (512, 64, 8192, 16, 0, "trace_wide", True),
     ],
@@ -54,6 +58,12 @@ def test_a_plan_fits(dim, dim_v):
 def test_the_choices_that_were_measured(dim, group, most_keys, groups, page, trace, combine):
     p = plan(dim, dim, group, SMS, most_keys, groups, page=page)
     assert (p.trace, p.sizes["combine"]) == (trace, combine)
+
+
+def test_keys_that_are_values_have_a_kernel():
+    """And heads beyond what a block has go along the keys beside each other."""
+    p = plan(512, 512, 128, SMS, 8192, 16, same=True)
+    assert (p.trace, p.chunks, p.beside) == ("trace_latent", 2, 2)
 
 
 @pytest.mark.filterwarnings("default")
@@ -67,10 +77,10 @@ def test_a_blackwell_plan_for_many_heads_fits(dim):
     for group, most_keys, groups, page in itertools.product(
         (9, 16, 17, 64, 65, 128, 129), (0, 1, 128, 1152, 131072), (1, 8, 1024), (0, 16, 48, 256)
     ):
-        p = blackwell.plan(dim, dim, group, B200_SMS, most_keys, groups, page=page)
-        assert p.trace == "trace_wide"
         for same in (False, True):
-            config = TallConfig(None, **p.sizes, same=same)
+            p = blackwell.plan(dim, dim, group, B200_SMS, most_keys, groups, page, same=same)
+            assert p.trace == "trace_wide"
+            config = TallConfig(None, **p.sizes)
             ctas = config.sides * p.combiners
             assert 1 <= ctas <= CLUSTER and ctas * p.blocks <= B200_SMS
             # A tile's buffers are full at once; what else is in shared memory takes less than 4 KB.

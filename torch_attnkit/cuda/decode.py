@@ -55,7 +55,7 @@ class Decode(Merging):
         lengths = Lengths(
             tensors.kv_len, tensors.kv_start, batch, size, n.window, n.sink_tokens, n.has_start, n.by_group
         )
-        scalars = Scalars(n.scale, n.cap, n.has_sink, group, n.chunks, n.least)
+        scalars = Scalars(n.scale, n.cap, n.has_sink, group, n.chunks, n.beside, n.least)
         self.kernel(tensors, lengths, scalars).launch(
             grid=[blocks, 1, 1], block=[self.c.threads, 1, 1], smem=self.c.shared_bytes, stream=stream,
             min_blocks_per_mp=self.c.blocks_per_sm, preferred_smem_carveout=100,
@@ -73,10 +73,12 @@ class Decode(Merging):
         shared = smem.allocate(c.shared_bytes, 1024).toint()
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         kv_heads = Int32(tensors.k.shape[2 if c.page else 1])
-        groups = kv_heads * scalars.chunks
-        cut = share(lengths, groups, blocks, scalars.least, c.keys)
-        at, stop = cut.start(block), cut.start(block + 1)
-        if block >= cut.blocks:
+        beside = self._beside(scalars)
+        groups = kv_heads * (scalars.chunks // beside)
+        cut = share(lengths, groups, blocks // beside, scalars.least, c.keys)
+        mine = block // beside
+        at, stop = cut.start(mine), cut.start(mine + 1)
+        if mine >= cut.blocks:
             at = stop
         sequence, before = find(lengths, groups, at, c.keys)
         if const_expr(c.combine):
@@ -91,7 +93,8 @@ class Decode(Merging):
             at += last - first
             whole = last - first == keys.units
             last = cutlass.select_(whole, keys.tiles, last)
-            kv_head, chunk = group // scalars.chunks, group % scalars.chunks
+            each = scalars.chunks // beside
+            kv_head, chunk = group // each, group % each * beside + block % beside
             head = chunk * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
             piece = Piece(sequence, kv_head, kv_head * scalars.group + head, heads, first, last)

@@ -27,21 +27,21 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
     heads, groups = call.dim["Hkv"], call.dim["B"] * call.dim["Hkv"]
     if call.dim["B"] == 0:
         return lambda *args: None
-    p = plan(
-        dim, dim_v, call.dim["Hq"] // heads, driver.sm_count(call.device), most, groups, page
-    )  # fmt: skip
-    wide = p.trace == "trace_wide"
+    sms, group = driver.sm_count(call.device), call.dim["Hq"] // heads
 
-    def compiled(**same: bool) -> Callable[..., None]:
-        return compile.launcher(
+    def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
+        p = plan(dim, dim_v, group, sms, most, groups, page, same=same)
+        return p, compile.launcher(
             call, target, target.arch, kernel=f"torch_attnkit.ops.{call.op}.{target.arch}_kernel", trace=p.trace,
-            dtype=short(call.dtype), **p.sizes, **same,
+            dtype=short(call.dtype), **p.sizes,
         )  # fmt: skip
 
     # A tensor that is both caches is read once; which it is can change from call to call.
-    two = compiled(same=False) if wide else compiled()
-    one = compiled(same=True) if wide else two
-    workspace = Workspace(call.device, p.floats, p.counters)
+    two = compiled(False)
+    wide = two[0].trace != "trace"
+    one = compiled(True) if wide else two
+    floats, counters = (max(getattr(p, name) for p, _ in (one, two)) for name in ("floats", "counters"))
+    workspace = Workspace(call.device, floats, counters)
     product, power = score_factors(dim, call.arg.scale, call.arg.softcap)
 
     def launch(
@@ -49,12 +49,12 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
         sink: torch.Tensor | None, kv_start: torch.Tensor | None, *outs: torch.Tensor,
     ) -> None:  # fmt: skip
         parts, count = workspace.get()
-        fn = one if wide and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() else two
+        p, fn = one if wide and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() else two
         has_sink, has_start = sink is not None, kv_start is not None
         tensors: tuple[Any, ...] = (
             q, k, v, table, kv_len, sink if has_sink else parts, kv_start if has_start else kv_len, *outs, parts, count,
         )  # fmt: skip
-        numbers = (product, power, window, sinks, int(has_sink), int(has_start), p.chunks, p.by_group, p.least)
-        fn(tensors, (*numbers, p.combiners), p.blocks)
+        numbers = (product, power, window, sinks, int(has_sink), int(has_start))
+        fn(tensors, (*numbers, p.chunks, p.by_group, p.beside, p.least, p.combiners), p.blocks)
 
     return launch

@@ -34,6 +34,9 @@ class Merging:
     def __init__(self, config: Any):
         self.c = config
 
+    def _beside(self, scalars: Scalars) -> Any:
+        return scalars.beside if self.c.beside else 1
+
     def _word(self, shared: Int32) -> Any:
         """The word by which a block's threads agree, behind everything else."""
         at = cute.make_ptr(Int32, shared + (self.c.shared_bytes - 16), cute.AddressSpace.smem, assumed_align=16)
@@ -108,36 +111,40 @@ class Merging:
         """The last block that brings its part of a group merges all parts."""
         thread = cute.arch.thread_idx()[0]
         one, other = cut.owner(start), cut.owner(start + tiles - 1)
+        beside = self._beside(scalars)
+        block = one * beside + cute.arch.block_idx()[0] % beside
         sLast = self._word(shared)
         # The barrier of ``_finish`` orders the block's stores before the release of this addition.
         if thread == 0:
-            arrived = op.add_acq_rel(tensors.count.iterator.toint() + Int64(one) * 4, Int32(1))
+            arrived = op.add_acq_rel(tensors.count.iterator.toint() + Int64(block) * 4, Int32(1))
             last = arrived == other - one
             if last:
-                tensors.count[one] = Int32(0)
+                tensors.count[block] = Int32(0)
             sLast[0] = cutlass.select_(last, Int32(1), Int32(0))
         cute.arch.barrier()
         if sLast[0] != 0:
             # A block's first piece is in its even slot; only the first block of a group can have begun before it.
             early = cutlass.select_(cut.start(one) == start, Int32(0), Int32(1))
-            self._merge(tensors, scalars, piece, one * 2 + early, (one + 1) * 2, other - one)
+            self._merge(tensors, scalars, piece, block * 2 + early, (block + beside) * 2, other - one)
         cute.arch.barrier()
 
     @cute.jit
     def _merge(self, tensors: Tensors, scalars: Scalars, piece: Piece, slot: Int32, rest: Int32, more: Int32):
-        """Add the part in ``slot`` and those in the ``more`` even slots from ``rest`` on."""
+        """Add the part in ``slot`` and ``more`` from ``rest`` on, in the even slots of every ``beside``-th block."""
         c = self.c
         thread = cute.arch.thread_idx()[0]
         vectors = const_expr(c.dim_v // 4)
         for index in cutlass.range(thread, piece.heads * vectors, c.threads, unroll=1):
             head, column = index // vectors, index % vectors * 4
-            rO, top, total = self._add_parts(tensors, head, column, slot, rest, more, Int32(-1), 1)
+            rO, top, total = self._add_parts(
+                tensors, head, column, slot, rest, more, self._beside(scalars), Int32(-1), 1
+            )
             self._store(tensors, scalars, piece, head, column, [rO[x] for x in range(4)], top, total)
 
     @cute.jit
     def _add_parts(
         self, tensors: Tensors, head: Int32, column: Int32, slot: Int32, rest: Int32, more: Int32,
-        begin: Int32, step: Any,
+        beside: Any, begin: Int32, step: Any,
     ):  # fmt: skip
         """Four columns of a head, summed over the parts begin, begin + step ... of -1 (in ``slot``) to more - 1.
 
@@ -155,7 +162,7 @@ class Merging:
             at = []
             for i in cutlass.range_constexpr(self.at_once):
                 n = cutlass.min(first + i * step, more - 1)
-                at.append(cutlass.select_(n < 0, base, later + Int64(n) * (2 * size)))
+                at.append(cutlass.select_(n < 0, base, later + Int64(n) * beside * (2 * size)))
             stats = [op.load_2_floats(a + stat_at) for a in at]
             news = [op.load_4_floats(a + o_at) for a in at]
             tops = [cutlass.select_(first + i * step < more, stats[i][0], Float32(-_INF)) for i in range(self.at_once)]
@@ -174,8 +181,9 @@ class Merging:
         vectors, teams = const_expr(c.dim_v // 4), const_expr(_teams(c.dim_v))
         sO = smem.allocate_tensor(Float32, cute.make_layout((4, vectors, teams)), 16)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2, teams)), 16)
-        groups = Int32(tensors.k.shape[2 if c.page else 1]) * scalars.chunks
-        cut = share(lengths, groups, blocks, scalars.least, c.keys)
+        kv_heads, beside = Int32(tensors.k.shape[2 if c.page else 1]), self._beside(scalars)
+        groups, each = kv_heads * scalars.chunks, scalars.chunks // beside
+        cut = share(lengths, kv_heads * each, blocks // beside, scalars.least, c.keys)
         most = cutlass.min(scalars.group, c.heads)  # heads of a group
         rows = lengths.batch * groups * most
         block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -187,19 +195,20 @@ class Merging:
             last = cutlass.min((index + 1) * most, stop)
             sequence, group = index // groups, index % groups
             units = visible(lengths, sequence, c.keys).units
-            start = units_before(lengths, groups, sequence, c.keys) + group * units
+            kv_head, chunk = group // scalars.chunks, group % scalars.chunks
+            start = units_before(lengths, kv_heads * each, sequence, c.keys)
+            start += (kv_head * each + chunk // beside) * units
             one, other = cut.owner(start), cut.owner(start + units - 1)
             if one != other:
-                kv_head, chunk = group // scalars.chunks, group % scalars.chunks
                 head = chunk * c.heads
                 heads = cutlass.min(scalars.group - head, c.heads)
                 piece = Piece(sequence, kv_head, kv_head * scalars.group + head, heads, Int32(0), Int32(0))
                 # A block's first piece is in its even slot; only the first block can have begun before the group.
-                slot = one * 2 + cutlass.select_(cut.start(one) == start, Int32(0), Int32(1))
+                slot = (one * beside + chunk % beside) * 2
+                rest = slot + 2 * beside
+                slot += cutlass.select_(cut.start(one) == start, Int32(0), Int32(1))
                 end = cutlass.min(last - index * most, heads)
-                self._combine(
-                    tensors, scalars, piece, at - index * most, end, slot, (one + 1) * 2, other - one, sO, sStat
-                )
+                self._combine(tensors, scalars, piece, at - index * most, end, slot, rest, other - one, sO, sStat)
             at = last
 
     @cute.jit
@@ -207,7 +216,7 @@ class Merging:
         self, tensors: Tensors, scalars: Scalars, piece: Piece, head: Int32, end: Int32, slot: Int32, rest: Int32,
         more: Int32, sO: Any, sStat: Any,
     ):  # fmt: skip
-        """Heads [head, end) of a group: the part in ``slot`` and those in the ``more`` even slots from ``rest`` on."""
+        """Heads [head, end) of a group; its parts as in ``_merge``."""
         c = self.c
         vectors, teams = const_expr(c.dim_v // 4), const_expr(_teams(c.dim_v))
         thread = cute.arch.thread_idx()[0]
@@ -218,7 +227,9 @@ class Merging:
         for first in cutlass.range(head, end, teams // per, unroll=1):
             row = first + team // per
             if (team < teams) & (row < end):
-                rO, top, total = self._add_parts(tensors, row, vector * 4, slot, rest, more, team % per - 1, per)
+                rO, top, total = self._add_parts(
+                    tensors, row, vector * 4, slot, rest, more, self._beside(scalars), team % per - 1, per
+                )
                 for x in cutlass.range_constexpr(4):
                     sO[x, vector, team] = rO[x]
                 if vector == 0:

@@ -11,9 +11,11 @@ _SHORT = 512  # keys of a group that one block attends alone
 _LONG = 200 << 10  # bytes of keys and values for every SM, from which on one block on it with longer tiles is faster
 _PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory busy
 _ROUNDS = 12  # waits for memory from which on a second kernel merges faster than the block that brings the last part
-_MUCH = 3 << 19  # bytes of keys and values for every SM, from which on the wide kernel is faster for few heads, too
+# D: bytes of keys and values for every SM, from which on the wide kernel is faster for few heads, too
+_MUCH = {64: 3 << 19, 128: 3 << 19, 256: 3 << 17}
 FEW = 8  # query heads that ``cuda/decode.py`` has at once
 _WIDE = {64: (64, 2), 128: (64, 2), 256: (32, 2), 512: (32, 1)}  # D: keys of a tile and blocks on an SM
+_LATENT = (64, 2)  # keys of a tile and tiles in memory, for 512 columns where keys are values
 _LEAST = 128  # keys that a block attends at least, for its part has 64 rows to write and to merge
 
 
@@ -29,6 +31,7 @@ class Plan:
     trace: str
     sizes: dict[str, int]
     chunks: int
+    beside: int
     by_group: int
     least: int
     blocks: int
@@ -37,19 +40,23 @@ class Plan:
     counters: int
 
 
-def plan(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0) -> Plan:
+def plan(
+    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, same: bool = False
+) -> Plan:
     """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
 
-    ``page`` is the number of keys of a page, 0 without pages. Blackwell has a plan of its own.
+    ``page`` is the number of keys of a page, 0 without pages. ``same``: one tensor is keys and values, which the wide
+    kernel has to know; with 512 columns that is a kernel of its own. Blackwell has a plan of its own.
 
     The wide kernel for the other one with few heads, H200, 32/8 heads, no pages, us: D 128, 1x8192 17.8 for 15.6,
     16x8192 127 for 131, 1x131072 128 for 134, 64x4096 243 for 258, 128x8192 944 for 1002; D 64, 16x8192 69.3 for 70.1,
-    128x8192 485 for 507.
+    128x8192 485 for 507; 16/8 heads, D 256, 1x8192 28.1 for 29.0, 16x8192 243 for 253, 128x8192 1928 for 2017. Over
+    pages of 16: D 128, 16x8192 136 for 140, but 128x8192 1199 for 997; D 256, 16x8192 253 for 267.
     """
     nbytes = groups * most_keys * (dim + dim_v) * 2
-    streams = page == 0 and dim <= 128 and most_keys > _SHORT and nbytes >= sms * _MUCH
+    streams = page == 0 and dim in _MUCH and most_keys > _SHORT and nbytes >= sms * _MUCH[dim]
     if dim == dim_v and dim in _WIDE and (group > FEW or streams):
-        return _wide(dim, group, sms, most_keys, groups, page)
+        return _wide(dim, group, sms, most_keys, groups, page, same)
     return narrow(dim, dim_v, group, sms, most_keys, groups, page)
 
 
@@ -78,30 +85,37 @@ def narrow(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: i
     combine = _rounds(min(group, heads), dim_v, 32 * warps, parts) > _ROUNDS
     sizes = dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine)
     return Plan(
-        "trace", paged(page) | sizes, chunks, int(by_group), least, blocks,
+        "trace", paged(page) | sizes, chunks, 1, int(by_group), least, blocks,
         min(pieces * min(group, heads), sms) if combine else 0, 2 * blocks * heads * (dim_v + 2), blocks,
     )  # fmt: skip
 
 
-def _wide(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int) -> Plan:
+def _wide(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int, same: bool) -> Plan:
     """Up to 64 heads a block, whose parts are that much longer."""
-    keys, per_sm = _WIDE[dim]
+    latent = same and dim == 512
+    keys, per_sm = (_LATENT[0], 1) if latent else _WIDE[dim]
     heads, by_group = 64, most_keys <= _SHORT
     fixed = heads * dim * 2 + (2 * heads * keys * 4 if dim > 256 else 0)
-    stages = min((_SHARED // per_sm - _RESERVED - 16 - fixed) // (keys * dim * 2), 8)
-    blocks, chunks, least = sms * per_sm, -(-group // heads), 1 if by_group else _LEAST // keys
-    pieces = groups * chunks
-    parts = 1 if by_group else _parts(blocks, pieces, -(-most_keys // keys), least)
+    stages = _LATENT[1] if latent else min((_SHARED // per_sm - _RESERVED - 16 - fixed) // (keys * dim * 2), 8)
+    blocks, chunks, least = sms * per_sm, -(-group // heads), 1 if by_group else -(-_LEAST // keys)
+    pieces, beside = groups * chunks, _beside(blocks, chunks)
+    parts = 1 if by_group else _parts(blocks // beside, pieces // beside, -(-most_keys // keys), least)
     combine = _rounds(min(group, heads), dim, 256 if dim > 256 else 128, parts) > _ROUNDS
-    sizes = dict(dim=dim, keys=keys, stages=stages, combine=combine)
+    sizes = dict(dim=dim, keys=keys, stages=stages, combine=combine, same=same)
     return Plan(
-        "trace_wide", paged(page) | sizes, chunks, int(by_group), least, blocks,
+        "trace_latent" if latent else "trace_wide", paged(page) | sizes, chunks, beside, int(by_group), least, blocks,
         min(pieces * min(group, heads), sms) if combine else 0, 2 * blocks * heads * (dim + 2), blocks,
     )  # fmt: skip
 
 
 def paged(page: int) -> dict[str, int]:
     return dict(page=page) if page else {}
+
+
+def _beside(blocks: int, chunks: int) -> int:
+    """How many of a KV head's chunks of query heads go along its keys at the same time: all, or, not to idle more than
+    a 16th of the blocks, one."""
+    return chunks if blocks // chunks * chunks * 16 >= blocks * 15 else 1
 
 
 def _parts(blocks: int, pieces: int, tiles: int, least: int) -> int:

@@ -27,6 +27,8 @@ class Config:
     page: int = 0
     combine: bool = False  # whether a second kernel merges parts, else the block that brings the last
 
+    beside = False  # whether ``Scalars.beside`` can be more than 1
+
     @property
     def threads(self) -> int:
         return 32 * self.warps
@@ -103,6 +105,7 @@ class WideConfig:
 
     heads = 64
     results = 1
+    beside = True
 
     @property
     def dim_v(self) -> int:
@@ -121,6 +124,16 @@ class WideConfig:
     @property
     def threads(self) -> int:
         return 128 * self.halves
+
+    @property
+    def loaders(self) -> int:
+        """Threads that load together."""
+        return self.threads
+
+    @property
+    def loaded(self) -> int:
+        """Columns that they load."""
+        return self.dim
 
     @property
     def buffer_bytes(self) -> int:
@@ -160,6 +173,37 @@ class WideConfig:
         return self.heads * (self.dim + 2)
 
 
+@dataclass(frozen=True)
+class LatentConfig(WideConfig):
+    """The same for 512 columns where V is K, up to 64 keys a tile: a warpgroup multiplies scores, and one for each half
+    of the columns has that half of the output, and loads it."""
+
+    same: bool = True
+    turns = 2  # buffers of probabilities
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.halves)
+
+    @property
+    def loaders(self) -> int:
+        return 128
+
+    @property
+    def loaded(self) -> int:
+        return self.part
+
+    @property
+    def weight_bytes(self) -> int:
+        """Probabilities of a tile, as the second product reads them: rows of 128 bytes."""
+        return self.heads * 128
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Probabilities and factors of the output, and mbarriers: two for each of them, one for each tile and for Q."""
+        return self.turns * (self.weight_bytes + self.heads * 4) + (self.stages + 2 * self.turns + 1) * 8
+
+
 class Tensors(NamedTuple):
     """The tensors of a call, as the host gives them. ``count`` is zero before and after every launch."""
 
@@ -187,6 +231,7 @@ class Numbers(NamedTuple):
     has_start: Int32
     chunks: Int32
     by_group: Int32
+    beside: Int32
     least: Int32
     combiners: Int32  # blocks of the kernel that merges parts
 
@@ -197,6 +242,7 @@ class Scalars(NamedTuple):
     has_sink: Int32
     group: Int32  # query heads per KV head
     chunks: Int32  # groups that share a KV head: its query heads / heads, rounded up
+    beside: Int32  # of them that neighbouring blocks attend at once, all or 1: what one loads the L2 has for the others
     least: Int32  # tiles
 
 
@@ -233,4 +279,4 @@ def arguments(
         parts=fake.tensor("f32", (None,), (1,)),
         count=fake.tensor("i32", (None,), (1,)),
     )
-    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(8))), Int32(0), fake.stream()]
+    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(9))), Int32(0), fake.stream()]

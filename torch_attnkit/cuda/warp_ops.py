@@ -162,5 +162,11 @@ def add_acq_rel(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
+def forget_barrier(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """End an mbarrier, so that its memory may be anything again."""
+    _asm(None, [address], "mbarrier.inval.shared.b64 [$0];", "r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def log2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(_asm(T.f32(), [x], "lg2.approx.f32 $0, $1;", "=f,f", False, loc, ip))

@@ -91,7 +91,7 @@ class Tall(Rows, Merging):
             n.by_group,
         )  # fmt: skip
         group = Int32(tensors.q.shape[1]) // Int32(tensors.k.shape[2 if c.page else 1])
-        scalars = Scalars(n.scale, n.cap, n.has_sink, group, n.chunks, n.least)
+        scalars = Scalars(n.scale, n.cap, n.has_sink, group, n.chunks, n.beside, n.least)
         ctas = n.combiners * c.sides
         self.kernel(tensors, Loads(k_atom, k, v_atom, v), lengths, scalars, layouts, Products(qk, pv)).launch(
             grid=[clusters * ctas, 1, 1], block=[c.threads, 1, 1], cluster=[ctas, 1, 1], stream=stream,
@@ -443,5 +443,5 @@ class Tall(Rows, Merging):
         vectors = const_expr(c.dim // 4)
         for index in cutlass.range(thread_index(), piece.rows * vectors, c.threads, unroll=1):
             row, column = piece.row + index // vectors, index % vectors * 4
-            rO, top, total = self._add_parts(tensors, row, column, slot, rest, more, Int32(-1), 1)
+            rO, top, total = self._add_parts(tensors, row, column, slot, rest, more, 1, Int32(-1), 1)
             self._store(tensors, scalars, piece, row, column, [rO[x] for x in range(4)], top, total)

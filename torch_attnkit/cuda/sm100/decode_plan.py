@@ -13,10 +13,12 @@ _CLUSTER = 8  # CTAs of a cluster that every GPU can place
 _AT_ONCE = 8  # buffers on the way, 128 or 256 KB: more than memory's latency needs
 
 
-def plan(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0) -> Plan:
+def plan(
+    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, same: bool = False
+) -> Plan:
     """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
 
-    ``page`` is the number of keys of a page, 0 without pages.
+    ``page`` is the number of keys of a page, 0 without pages. ``same``: one tensor is keys and values.
 
     More than ``FEW`` heads take ``sm100/decode.py``, fewer Hopper's ``decode.py``. Counted in the PTX simulator, the
     former beside the latter, warp instructions and bytes of global memory that were asked for: 64/4 heads, D 128, B 2,
@@ -26,11 +28,11 @@ def plan(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int
     products 16 heads at least.
     """
     if dim == dim_v and dim in _DIMS and group > FEW:
-        return _tall(dim, group, sms, most_keys, groups, page)
+        return _tall(dim, group, sms, most_keys, groups, page, same)
     return narrow(dim, dim_v, group, sms, most_keys, groups, page)
 
 
-def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int) -> Plan:
+def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int, same: bool) -> Plan:
     """``blocks`` are clusters, ``combiners`` the CTAs of one that share the keys of a side.
 
     These are as many as the chip has room for if every group has a cluster, but no more than there are tiles.
@@ -47,8 +49,9 @@ def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int
     by_group = tiles <= splits
     least = 1 if by_group else max(splits * 3 // 4, 1)
     clusters = min(sms // (splits * sides), pieces if by_group else max(pieces * tiles // least, 1))
-    sizes = dict(dim=dim, heads=heads, sides=sides, stages=min(room // (_KEYS * part * 2), _AT_ONCE))
+    stages = min(room // (_KEYS * part * 2), _AT_ONCE)
+    sizes = dict(dim=dim, heads=heads, sides=sides, stages=stages, same=same)
     return Plan(
-        "trace_wide", paged(page) | sizes, chunks, int(by_group), least, clusters, splits,
+        "trace_wide", paged(page) | sizes, chunks, 1, int(by_group), least, clusters, splits,
         2 * clusters * sides * heads * (dim + 2), clusters * sides * splits,
     )  # fmt: skip

@@ -5,14 +5,14 @@
 The heads of a group are the 64 rows of a product, so 9 heads cost what 64 do; that is less than memory takes. Up to
 256 columns one warpgroup has a block, and other blocks on its SM compute while it waits. For 512 columns two warpgroups
 have half of the columns each: each sums Q K' over its own, they exchange these sums through shared memory, and both go
-on with the same scores and probabilities, so only the sums are ever exchanged. Where V is K, a tile is loaded once.
+on with the same scores and probabilities, so only the sums are ever exchanged. Where V is K, a tile is loaded once; for
+512 columns ``decode_latent.py`` does that.
 
 Measured on an H200 (bf16, K and V past the L2, CUDA graph, us; beside it in the same run the best of cuDNN, FA2, FA3)
 at S 8192 for B 1, 16, 128: 64/4 heads, D 128, 14.4, 71.6, 481 (cuDNN 13.1, 67.7, 473); 64/1 heads, D 128, 12.7, 32.7,
-148 (without FA3: cuDNN 11.2, FA2 30.1, 136); 64/1 heads, D 512, 22.8, 85.2, 487 (4.45 TB/s), and with V as K 22.0,
-69.6, 402 (FlashInfer's MLA 25.9, 51.1, 269). Few heads are in ``decode_plan.py``. The last is not bound by memory: in
-its machine code the wait for the second product stands before the softmax that should run under it, and tiles of 32
-keys make the first product read Q from shared memory twice as often as tiles of 64 would.
+148 (without FA3: cuDNN 11.2, FA2 30.1, 136); 64/1 heads, D 512, 22.8, 85.2, 487 (4.45 TB/s). Few heads are in
+``decode_plan.py``. Since the number of tiles is known to be the same in all lanes, 32/8 heads, D 128, 128x8192 take
+940 for 969 in one run, and 64 sequences of 1 to 8192 keys 281 for 294.
 
 Rows that do not count arrive as zeros, as in ``decode.py``, which has the letters and the rest of the kernel.
 """
@@ -51,8 +51,9 @@ class Wide(Decode):
     def _stream(self, tensors: Tensors, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
         c = self.c
         w = self._work(shared)
-        count = (piece.stop - piece.first) * const_expr(1 if c.same else 2)  # loads
-        self._load_query(tensors, piece, shared)
+        # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
+        count = cute.arch.make_warp_uniform(piece.stop - piece.first) * const_expr(1 if c.same else 2)  # loads
+        self._load_query(tensors, piece, shared, w.loader, c.threads)
         for s in cutlass.range_constexpr(c.stages - 1):
             self._load(tensors, keys, piece, w, Int32(0), s, count, Int32(s))
         w.rO.fill(0.0)
@@ -94,7 +95,6 @@ class Wide(Decode):
         self._arrive(c.stages - 2)
         rS = self._multiply_scores(w, Int32(0))
         warpgroup.wait_group(0)
-        self._sum_halves(w, rS)
         scales = self._weights(scalars, w, rS, *place(keys, piece.first, c.keys))
         self._take(w, rS, scales)
         read, free = Int32(0), Int32(c.stages - 1)  # buffers
@@ -104,7 +104,6 @@ class Wide(Decode):
             self._multiply_values(w, read)
             self._load(tensors, keys, piece, w, n, c.stages - 2, count, free)
             warpgroup.wait_group(1)
-            self._sum_halves(w, rS)
             scales = self._weights(scalars, w, rS, *place(keys, piece.first + n, c.keys))
             warpgroup.wait_group(0)
             self._take(w, rS, scales)
@@ -122,26 +121,31 @@ class Wide(Decode):
         cute.arch.fence_view_async_shared()
         cute.arch.barrier()
 
+    def _staged(self, at: Int32, shape: tuple[int, int, int]) -> Any:
+        """Rows of columns, a number of times, as ``wgmma`` reads them."""
+        c = self.c
+        atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, shape[1])
+        layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, c.dtype), shape, order=(0, 1, 2))
+        pointer = cute.make_ptr(c.dtype, at, cute.AddressSpace.smem, assumed_align=1024)
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=c.dtype), layout.outer)
+
+    def _tiles(self, shared: Int32) -> tuple[Any, Any]:
+        """The ring as the right side of either product: (N, part, stages * halves) and (part, N, stages * halves)."""
+        c = self.c
+        shape = (c.keys, c.part, c.stages * c.halves)
+        sKV = self._staged(shared + c.query_bytes, shape)
+        return sKV, cute.composition(sKV, cute.make_ordered_layout((c.part, c.keys, shape[2]), order=(1, 0, 2)))
+
     def _work(self, shared: Int32) -> _Work:
         c = self.c
         thread = cute.arch.thread_idx()[0]
         half = cute.arch.make_warp_uniform(thread // 128)
-
-        def staged(at: Int32, rows: int, count: int) -> Any:
-            atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, c.part)
-            layout = cute.tile_to_shape(
-                warpgroup.make_smem_layout_atom(atom, c.dtype), (rows, c.part, count), order=(0, 1, 2)
-            )
-            pointer = cute.make_ptr(c.dtype, at, cute.AddressSpace.smem, assumed_align=1024)
-            return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=c.dtype), layout.outer)
-
         qk_mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, _MAJOR.K, _MAJOR.K, Float32, (1, 1, 1), (64, c.keys))
         pv_mma = hopper.make_trivial_tiled_mma(
             c.dtype, c.dtype, _MAJOR.K, _MAJOR.MN, Float32, (1, 1, 1), (64, c.part), warpgroup.OperandSource.RMEM
         )
-        sQ = staged(shared, c.heads, c.halves)  # (64, part, halves)
-        sKV = staged(shared + c.query_bytes, c.keys, c.stages * c.halves)  # (N, part, stages * halves)
-        sVt = cute.composition(sKV, cute.make_ordered_layout((c.part, c.keys, c.stages * c.halves), order=(1, 0, 2)))
+        sQ = self._staged(shared, (c.heads, c.part, c.halves))
+        sKV, sVt = self._tiles(shared)
         qk, pv = qk_mma.get_slice(thread % 128), pv_mma.get_slice(thread % 128)
         rP = pv.make_fragment_A(pv.partition_shape_A((c.heads, c.keys)))
         exchange = cute.make_ptr(
@@ -153,6 +157,8 @@ class Wide(Decode):
         return _Work(
             thread=thread % 128,
             half=half,
+            loader=thread,
+            first_chunk=Int32(0),
             ring=shared + c.query_bytes,
             qk_mma=qk_mma,
             pv_mma=pv_mma,
@@ -173,7 +179,7 @@ class Wide(Decode):
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not clear)
-        for k in range(cute.size(a, mode=[2])):
+        for k in range(cute.size(b, mode=[2])):
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
@@ -226,18 +232,25 @@ class Wide(Decode):
         softmax.pack_into(w.words, rS, self.c.dtype)
 
     @cute.jit
-    def _load_query(self, tensors: Tensors, piece: Piece, shared: Int32):
+    def _load_query(self, tensors: Tensors, piece: Piece, shared: Int32, thread: Int32, threads: cutlass.Constexpr):
         """Start the copy of Q; rows beyond the group's heads become zeros."""
         c = self.c
         words = const_expr(c.dim // 2)  # of a row
-        thread = cute.arch.thread_idx()[0]
-        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * piece.b * 2
-        for i in cutlass.range(c.heads * words // c.threads, unroll=8):
-            index = i * c.threads + thread
-            row, word = index // words, index % words
-            at = shared + row * 128 + word // 32 * (c.heads * 128) + ((word // 4 % 8) ^ (row & 7)) * 16 + word % 4 * 4
-            source = start + Int64(tensors.q.stride[1]) * (piece.head + row) * 2 + word * 4
-            op.copy_4_async(at, source, cutlass.select_(row < piece.heads, Int32(4), Int32(0)))
+        row_bytes = Int64(tensors.q.stride[1]) * 2
+        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * piece.b * 2 + row_bytes * piece.head
+        if (start | row_bytes) % 16 == 0:
+            for i in cutlass.range(c.heads * words // 4 // threads, unroll=8):
+                row, chunk = (i * threads + thread) // (words // 4), (i * threads + thread) % (words // 4)
+                at = shared + row * 128 + chunk // 8 * (c.heads * 128) + ((chunk % 8) ^ (row & 7)) * 16
+                valid = cutlass.select_(row < piece.heads, Int32(16), Int32(0))
+                op.copy_16_async(at, start + row_bytes * row + chunk * 16, valid)
+        else:
+            for i in cutlass.range(c.heads * words // threads, unroll=8):
+                row, word = (i * threads + thread) // words, (i * threads + thread) % words
+                at = shared + row * 128 + word // 32 * (c.heads * 128) + word % 4 * 4
+                at += ((word // 4 % 8) ^ (row & 7)) * 16
+                valid = cutlass.select_(row < piece.heads, Int32(4), Int32(0))
+                op.copy_4_async(at, start + row_bytes * row + word * 4, valid)
 
     @cute.jit
     def _load(
@@ -259,7 +272,7 @@ class Wide(Decode):
     def _load_tile(
         self, tensors: Tensors, keys: Any, piece: Piece, w: Any, cache: cute.Tensor, t: Int32, buffer: Int32
     ):
-        """Rows of 128 bytes in eight columns of blocks, their 16-byte chunks as ``wgmma`` wants them (128B swizzle);
+        """Rows of 128 bytes in columns of blocks, their 16-byte chunks as ``wgmma`` wants them (128B swizzle);
         rows that do not count become zeros, whatever the cache holds there."""
         c = self.c
         first, low, high = place(keys, t, c.keys)
@@ -272,12 +285,11 @@ class Wide(Decode):
             page = self._pages(tensors, piece, first, low, high)
         else:
             at += Int64(cache.stride[0]) * piece.b * 2 + row_bytes * first
-        chunks = const_expr(c.dim // 8)  # of a row; they divide the number of threads
-        thread = cute.arch.thread_idx()[0]
-        first_row, chunk = thread // chunks, thread % chunks
+        chunks = const_expr(c.loaded // 8)  # of a row; they divide the number of threads
+        first_row, chunk = w.loader // chunks, w.first_chunk + w.loader % chunks
         target = w.ring + buffer * c.buffer_bytes + chunk // 8 * (c.keys * 128)
-        for i in cutlass.range_constexpr(c.keys * chunks // c.threads):
-            row = first_row + i * (c.threads // chunks)
+        for i in cutlass.range_constexpr(c.keys * chunks // c.loaders):
+            row = first_row + i * (c.loaders // chunks)
             good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
             if const_expr(paged):
                 mine = cute.arch.shuffle_sync(page, (first + row) // c.page - first // c.page)
@@ -304,17 +316,31 @@ class Wide(Decode):
 
     @cute.jit
     def _put(self, w: Any, shared: Int32):
-        """This warpgroup's columns of the result into shared memory; lane l of a warp has rows l / 4 and 8 below it."""
+        """This warpgroup's columns of the result into shared memory, and with the first the maxima and sums."""
+        self._put_columns(w, shared)
+        if w.half == 0:
+            self._put_sums(w, shared)
+
+    def _row(self, w: Any) -> Any:
+        """The first of the two rows of an accumulator that a lane has; the other is 8 below it."""
+        return w.thread // 32 * 16 + (w.thread & 31) // 4
+
+    @cute.jit
+    def _put_columns(self, w: Any, shared: Int32):
         c = self.c
-        sO, sStat = self._results(shared)
-        row = w.thread // 32 * 16 + (w.thread & 31) // 4
-        column = w.half * c.part + (w.thread & 3) * 2
+        sO = self._results(shared)[0]
+        row, column = self._row(w), w.half * c.part + (w.thread & 3) * 2
+        for r in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(c.part // 4):
+                sO[0, row + 8 * r, column + (i // 2 * 8 + i % 2)] = w.rO[i // 2 * 4 + 2 * r + i % 2]
+
+    @cute.jit
+    def _put_sums(self, w: Any, shared: Int32):
+        sStat, row = self._results(shared)[1], self._row(w)
         for r in cutlass.range_constexpr(2):
             total = w.total[r]
             for distance in (1, 2):
                 total += cute.arch.shuffle_sync_bfly(total, offset=distance)
-            if (w.half == 0) & ((w.thread & 3) == 0):
+            if (w.thread & 3) == 0:
                 sStat[0, row + 8 * r, 0] = w.top[r]
                 sStat[0, row + 8 * r, 1] = total
-            for i in cutlass.range_constexpr(c.part // 4):
-                sO[0, row + 8 * r, column + (i // 2 * 8 + i % 2)] = w.rO[i // 2 * 4 + 2 * r + i % 2]

@@ -28,6 +28,11 @@ BENCH = (
     | {f"D256-{b}x8192": dict(B=b, Hq=16, Hkv=8, S=8192, D=256, Dv=256) for b in (1, 16, 128)}
     | {f"group16-{b}x8192": dict(B=b, Hq=64, Hkv=4, S=8192, D=128, Dv=128) for b in (1, 16, 128)}
     | {f"mqa-D512-{b}x8192": dict(B=b, Hq=64, Hkv=1, S=8192, D=512, Dv=512) for b in (1, 16, 128)}
+    | {
+        f"mla-{h}h-{b}x8192": dict(B=b, Hq=h, Hkv=1, S=8192, D=512, Dv=512, same=1)
+        for h in (16, 64, 128)
+        for b in (1, 16, 128)
+    }
 )
 
 
@@ -49,9 +54,13 @@ def make(
 
 
 def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Full caches, or with ``ragged`` the lengths of a batch in service, evenly spread over 1..S."""
+    """Full caches, or with ``ragged`` the lengths of a batch in service, evenly spread over 1..S.
+
+    With ``same`` one tensor is keys and values, as the latent vectors of MLA are once its projections are absorbed.
+    """
     args, kwargs = make(dims, dtype, ("gqa",) + ("sink",) * dims.get("sink", 0), gen)
-    return (*args[:3], torch.tensor(_lengths(dims), dtype=torch.int32), *args[4:]), kwargs | dict(
+    v = args[1] if dims.get("same") else args[2]
+    return (*args[:2], v, torch.tensor(_lengths(dims), dtype=torch.int32), *args[4:]), kwargs | dict(
         window=dims.get("window", -1)
     )
 
@@ -68,7 +77,7 @@ def _seen(dims: dict[str, int]) -> int:
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q and the visible K and V once, write out and lse."""
-    tokens = _seen(dims) * dims["Hkv"] * (dims["D"] + dims["Dv"])
+    tokens = _seen(dims) * dims["Hkv"] * (dims["D"] + (0 if dims.get("same") else dims["Dv"]))
     heads = dims["B"] * dims["Hq"] * (dims["D"] + dims["Dv"])
     return (tokens + heads) * dtype.itemsize + dims["B"] * dims["Hq"] * 4
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch_attnkit.cuda import fake
 from torch_attnkit.cuda.decode import Decode
-from torch_attnkit.cuda.decode_types import Config, WideConfig, arguments
+from torch_attnkit.cuda.decode_types import Config, LatentConfig, WideConfig, arguments
+from torch_attnkit.cuda.sm90.decode_latent import Latent
 from torch_attnkit.cuda.sm90.decode_wide import Wide
 
 
@@ -20,6 +21,12 @@ def trace_wide(arch: str, *, dtype: str, **sizes: int) -> tuple[Any, list[Any]]:
     """The same for more."""
     config = WideConfig(fake.dtype(dtype), **sizes)
     return Wide(config), _arguments(dtype, config)
+
+
+def trace_latent(arch: str, *, dtype: str, **sizes: int) -> tuple[Any, list[Any]]:
+    """The same for 512 columns where keys are values, too."""
+    config = LatentConfig(fake.dtype(dtype), **sizes)
+    return Latent(config), _arguments(dtype, config)
 
 
 def _arguments(dtype: str, config: Config | WideConfig) -> list[Any]:

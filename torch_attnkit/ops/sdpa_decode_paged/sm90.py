@@ -1,8 +1,8 @@
 """sdpa_decode_paged on Hopper: out = softmax(scale * q K') V over the visible keys of a paged cache, each read once.
 
-The kernels are ``cuda/decode.py`` and, for many heads or long caches, ``cuda/sm90/decode_wide.py``: a grid that fills
-the SMs cuts the tiles of all sequences into equal shares by the lengths on the device, so ragged batches are as fast
-as equal ones. Bound by memory.
+The kernels are ``cuda/decode.py``, for many heads or long caches ``cuda/sm90/decode_wide.py``, and for latent vectors
+that are keys and values ``cuda/sm90/decode_latent.py``: a grid that fills the SMs cuts the tiles of all sequences into
+equal shares by the lengths on the device, so ragged batches are as fast as equal ones. Bound by memory.
 """
 
 from __future__ import annotations

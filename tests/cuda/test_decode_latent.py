@@ -1,0 +1,60 @@
+"""Decode over one tensor that is keys and values: 512 columns have a kernel of their own, checked as it runs."""
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.oracle.compare import check
+
+# Warnings of the compiler are its own affair.
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("default")]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def contiguous() -> tuple[str, list, dict]:
+    """Two KV heads; keys that no query sees hold NaN; q's rows are aligned to 4 bytes only."""
+    k = normal(3, 2, 700, 512, seed=1)
+    for b, (start, end) in enumerate(((0, 690), (7, 31), (70, 449))):
+        k[b, :, :start], k[b, :, end:] = torch.nan, torch.nan
+    q = normal(3, 40, 514)[:, :, :512]
+    return "sdpa_decode", [q, k, k, ints(690, 31, 449), normal(40, seed=2).float(), ints(0, 7, 70)], {}
+
+
+def two_chunks() -> tuple[str, list, dict]:
+    """More heads than a block has, two sequences that are cut and one without keys; capped scores."""
+    k = normal(3, 1, 900, 512, seed=1)
+    return "sdpa_decode", [normal(3, 100, 512), k, k, ints(900, 0, 333)], dict(softcap=5.0, window=500, sink_tokens=9)
+
+
+def short() -> tuple[str, list, dict]:
+    """No sequence is cut."""
+    k = normal(2, 1, 70, 512, seed=1)
+    return "sdpa_decode", [normal(2, 16, 512), k, k, ints(70, 65)], {}
+
+
+def paged() -> tuple[str, list, dict]:
+    k, table = normal(80, 16, 1, 512, seed=1), torch.randperm(80, generator=torch.Generator().manual_seed(0))
+    return "sdpa_decode_paged", [normal(2, 70, 512), k, k, table.to(torch.int32).view(2, 40), ints(600, 77)], {}
+
+
+@pytest.mark.parametrize("case", [contiguous, two_chunks, short, paged], ids=lambda case: case.__name__)
+def test_one_tensor_is_keys_and_values(case):
+    ptx = pytest.importorskip("torch_attnkit.sim.ptx")
+    name, args, kwargs = case()
+    with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=1):
+        got = getattr(torch.ops.attnkit, name)(*args, **kwargs)
+    reference = OPS[name].module("reference").reference
+    clean = [a.nan_to_num() if isinstance(a, torch.Tensor) else a for a in args]
+    double = [a.double() if isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16 else a for a in clean]
+    for what, mine, low, high in zip(
+        ("out", "lse"), got, reference(*clean, **kwargs), reference(*double, **kwargs), strict=True
+    ):
+        check(f"{name} {what}", mine, low, high)
