@@ -30,6 +30,8 @@ class TallConfig:
     page: int = 0
     same: bool = False
 
+    beside = False  # ``Scalars.beside`` is always 1
+
     @property
     def dim_v(self) -> int:
         return self.dim
