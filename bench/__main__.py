@@ -49,11 +49,11 @@ def main(
     for line in run.lines(OPS[op], DTYPES[dtype], case, record["limits"], peers):
         record["lines"].append(line)
         console.print(describe(line), soft_wrap=True, highlight=False)
+        if json_file:  # as soon as it is there: a bench may be stopped
+            json_file.write_text(json.dumps(record, indent=1) + "\n")
     console.print(table(op, record["lines"]))
     for name, why in sorted({m for line in record["lines"] for m in line.get("missing", {}).items()}):
         console.print(f"missing peer {name}: {why}", soft_wrap=True)
-    if json_file:
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
     if baseline:
         merge(record)
     raise typer.Exit(any("error" in line for line in record["lines"]))
