@@ -30,7 +30,7 @@ def main(
     op: Annotated[str, typer.Argument(help="Name of an op.")],
     peers: Annotated[bool, typer.Option(help="Time everything else that computes the same, in the same run.")] = False,
     case: Annotated[str, typer.Option(help="Only the cases whose name contains this.")] = "",
-    dtype: Annotated[str, typer.Option(help="Model dtype: bf16, f16 or f32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Model dtype: bf16, f16, f32 or f8e4m3.")] = "bf16",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
     baseline: Annotated[bool, typer.Option(help="Put the result into bench/baselines/<device>.json.")] = False,
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from bench import peers, timing
 from torch_attnkit.core.op import Op
 from torch_attnkit.cuda.warmup import bench_inputs
+from torch_attnkit.oracle.attention import narrow_products
 from torch_attnkit.oracle.compare import check
 
 _SLICES = 6  # of a large case, evenly spread, that the gate looks at
@@ -139,7 +140,8 @@ def gate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], got: Any) -> flo
     reference = op.module("reference").reference
     for part in _slices(op, values | outs):
         chosen = [part(n, values[n]) for n in op.argnames[: len(args)]]
-        low = _tensors(reference(*chosen, **kwargs))
+        with narrow_products():
+            low = _tensors(reference(*chosen, **kwargs))
         high = _tensors(reference(*map(_double, chosen), **kwargs))
         for (name, out), ref, ref64 in zip(outs.items(), low, high, strict=True):
             worst = max(worst, check(f"{op.name} {name}", part(name, out), ref.cpu(), ref64.cpu()))

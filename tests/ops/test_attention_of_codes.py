@@ -68,6 +68,17 @@ def test_packed_sequences_equal_a_batch():
         torch.testing.assert_close(p, d.flatten(0, 1) if d.dim() > 1 else d)
 
 
+def test_full_caches_equal_a_batch():
+    """sdpa_multi, whose caches have their heads first."""
+    (q, k, v), scales = _codes()
+    caches = (t.transpose(1, 2).contiguous() for t in (k, v))
+    length = torch.full((2,), 9, dtype=torch.int32)
+    got = torch.ops.attnkit.sdpa_multi(q, *caches, length, None, None, *scales, **OPTIONS)
+    assert got[0].dtype == torch.bfloat16
+    for g, want in zip(got, op(q, k, v, None, None, None, *scales, **OPTIONS)[:2], strict=True):
+        torch.testing.assert_close(g, want)
+
+
 def test_only_the_tolerance_rounds_probabilities():
     """The reference itself keeps them; under ``narrow_products`` each errs by at most 2^-4 of itself."""
     (q, k, v), _ = _codes(T=40)
