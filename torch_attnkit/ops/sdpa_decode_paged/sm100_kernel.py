@@ -12,13 +12,13 @@ from torch_attnkit.cuda.sm100.decode_types import TallConfig
 
 
 def trace(arch: str, *, dtype: str, **sizes: int) -> tuple[Any, list[Any]]:
-    """What to compile for up to 8 query heads a KV head. Rows of the caches start at multiples of 16 bytes."""
+    """Hopper's kernel, for few query heads a KV head. Rows of the caches start at multiples of 16 bytes."""
     config = Config(fake.dtype(dtype), **sizes)
     return Decode(config), _arguments(dtype, config)
 
 
 def trace_wide(arch: str, *, dtype: str, **sizes: int) -> tuple[Any, list[Any]]:
-    """The same for more."""
+    """Blackwell's, for many."""
     config = TallConfig(fake.dtype(dtype), **sizes)
     return Tall(config), _arguments(dtype, config)
 
