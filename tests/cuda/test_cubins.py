@@ -8,9 +8,13 @@ import importlib.util
 import re
 
 import pytest
+import torch
 
+from torch_attnkit import parity
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, inspect, warmup
+from torch_attnkit.cuda.sm100 import multi_plan
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
 MAX_REGISTERS = 255
@@ -71,17 +75,21 @@ def test_a_row_compiles_and_fits(name, file, arch):
     requests = covering(name, file, arch)
     assert requests
     for request in requests:
-        compiled = compile.get(request)
-        library, ptx = compiled.library, compiled.ptx.read_text()
-        sass = inspect.sass(library)
-        assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
-        codes = ("dtype", "f8e4m3") in request.signature
-        for word in INSTRUCTIONS.get((name, arch, request.trace), ()):
-            word = "UTCQMMA" if codes and word == "UTCHMMA" else word
-            assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
-        fits(inspect.resources(library), ptx, f"{request}")
-        for sibling in SIBLINGS.get(arch, ()):
-            fits(inspect.taken([inspect.assemble(ptx, sibling)]), ptx, f"{request}, assembled for {sibling}")
+        is_fine(request)
+
+
+def is_fine(request: compile.Request) -> None:
+    compiled = compile.get(request)
+    library, ptx = compiled.library, compiled.ptx.read_text()
+    sass = inspect.sass(library)
+    assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
+    codes = ("dtype", "f8e4m3") in request.signature
+    for word in INSTRUCTIONS.get((request.op, request.arch, request.trace), ()):
+        word = "UTCQMMA" if codes and word == "UTCHMMA" else word
+        assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
+    fits(inspect.resources(library), ptx, f"{request}")
+    for sibling in SIBLINGS.get(request.arch, ()):
+        fits(inspect.taken([inspect.assemble(ptx, sibling)]), ptx, f"{request}, assembled for {sibling}")
 
 
 def fits(found: list[inspect.Resources], ptx: str, where: str) -> None:
@@ -106,6 +114,21 @@ def test_a_b300_gets_the_same_ptx(tmp_path):
     (text,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     assert ".target sm_103a" in text
     assert text == inspect.retargeted(compile.get(request).ptx.read_text(), "sm_103a")
+
+
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+@pytest.mark.parametrize(
+    "row", [r for r in OPS["sdpa_multi"].kernels if r.file == "sm100"], ids=lambda r: f"D{r.dims['D'][0]}"
+)
+def test_kernels_for_shares_of_the_keys_fit(row, monkeypatch):
+    """With every feature and two tiles of rows; which cases are cut into shares depends on what a plan finds best."""
+    op, dims = OPS["sdpa_multi"], tuple((axis, sizes[0]) for axis, sizes in row.dims.items())
+    monkeypatch.setattr(multi_plan, "shares", lambda work, sms: 4)
+    args, kwargs = parity.inputs(op, "two-tiles", torch.bfloat16, tuple(row.features.split()), dims)
+    with compile.recording() as asked:
+        op.module("sm100").build(parity.bound(op, args, kwargs), Target("sm100"))
+    assert [r.trace for r in asked] == ["trace", "trace_merge"] and dict(asked[0].signature)["split"]
+    is_fine(asked[0])
 
 
 def norm(arch: str) -> compile.Request:

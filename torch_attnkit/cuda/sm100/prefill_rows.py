@@ -11,7 +11,9 @@ from . import multi, tmem
 from . import prefill_softmax as softmax
 from .prefill_types import ROWS, Config, Tile
 
-_CHUNK = 16  # columns of the output that a correction thread holds at a time; with 32 it spills in a pair
+# Columns of the output that a correction thread holds at a time; with 32 it spills in a pair, and where it stores
+# float32, for a share of the keys, with 16 too.
+_CHUNK = 16
 
 
 class Rows:
@@ -283,15 +285,16 @@ class Rows:
             factor *= 1 / softmax.CODES_UNIT
         if const_expr(len(c.scales) > 0 and c.scales[2]):
             factor *= self._scale(ins, ins.scales[2], tile)
-        for at in cutlass.range_constexpr(0, c.columns, _CHUNK):
-            values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), _CHUNK), factor)
+        chunk = const_expr(_CHUNK // 2 if c.split else _CHUNK)
+        for at in cutlass.range_constexpr(0, c.columns, chunk):
+            values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), chunk), factor)
             if valid:
                 address = outs.out[(*self._index(ins, tile, head, token), None)].iterator + self.element(at)
                 pointer = cute.make_ptr(Int32, address.toint(), cute.AddressSpace.gmem, assumed_align=16)
                 stored = [v.bitcast(Int32) for v in values]
                 if const_expr(not c.split):
                     kind = cutlass.BFloat16 if c.codes else c.dtype
-                    stored = [softmax.pack(values[j], values[j + 1], kind) for j in range(0, _CHUNK, 2)]
+                    stored = [softmax.pack(values[j], values[j + 1], kind) for j in range(0, chunk, 2)]
                 target = cute.make_tensor(pointer, cute.make_layout(len(stored)))
                 words = cute.make_rmem_tensor(len(stored), Int32)
                 for j in cutlass.range_constexpr(len(stored)):
