@@ -34,6 +34,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 simulators.command()(ptx)
 app.add_typer(simulators, name="sim")
 console = Console()
+_EXTENSION = {arch: f"torch_attnkit.sim.{'_metal' if arch == 'metal' else '_ptx'}" for arch in SIMULATED}
 _CHECKED = {  # what a simulator finds besides a wrong result, and how it is told to look
     "metal": (
         "bounds, alignment, races, uninitialised reads, divergent barriers and collectives",
@@ -205,6 +206,9 @@ def parity(
         except UnsupportedError:
             if found not in here:
                 console.print(f"{found}: no hardware here and no simulator in this version")
+            continue
+        if importlib.util.find_spec(_EXTENSION[found]) is None:
+            console.print(f"{found}: not simulated, {_EXTENSION[found]} has not been built; see CONTRIBUTING.md")
             continue
         failures += _parity_on("cpu", found, Target(found, simulated=True), op, record, jobs=jobs)
     raise typer.Exit(1 if failures else 0)

@@ -7,12 +7,11 @@ by the tensor cores and, after some milliseconds, by the power limit; D 64 and b
 
 TFLOP/s on one H200 (bf16, 32/8 heads, D 128; torch 2.11), and the best peer's time over ours (of cuDNN,
 FlashAttention-3 and -4), from ``bench/baselines/nvidia-h200.json``:
-    causal         8 x 2048 577 (1.09)   4 x 4096 652 (1.07)
-    full           8 x 2048 662 (1.06)   4 x 4096 682 (1.00)
-    4 x 4096       D 64 causal 470 (0.98), full 522 (0.97)   D 192 643 (1.01), 676 (1.00)
-    windows        1024: 486 us (1.10)   128 with sinks, 64/8 heads, D 64: 239 us (0.99)
-They are of the kernel before its factor for the row sums became exact, which the LSE of 8192 tokens and more needs.
-4 x 4096, D 96, in a run beside FlashAttention-3 alone: causal 513 (0.98), full 561 (0.96).
+    causal         8 x 2048 561 (1.10)   4 x 4096 624 (1.05)   2 x 8192 665 (1.01)   1 x 16384 660 (0.96)
+    full           8 x 2048 640 (1.04)   4 x 4096 661 (1.01)   2 x 8192 656 (0.99)
+    causal         D 64 457 (0.98)   D 96 526 (0.97)   D 192 624 (1.02), all 4 x 4096   D 256, 2 x 8192 776 (1.02)
+In an earlier run, with tiles that were the same: window 1024, 2 x 8192 486 us (1.10); window 128 with sinks, 64/8 heads,
+D 64, 4 x 4096 239 us (0.99). Full, 4 x 4096, D 96, beside FlashAttention-3 alone: 561 (0.96).
 """
 
 from __future__ import annotations
