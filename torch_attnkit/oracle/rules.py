@@ -38,6 +38,7 @@ def value_dim(most: int) -> dict[str, Callable[[Any], bool]]:
     return {f"Dv must be a multiple of 16 up to {most}": lambda c: 0 < c.dim["Dv"] <= most and c.dim["Dv"] % 16 == 0}
 
 
+SAME_DIM = {"Dv must equal D": lambda c: c.dim["Dv"] == c.dim["D"]}
 GQA = {"gqa": lambda c: c.dim["Hq"] != c.dim["Hkv"]}
 SINK = {"sink": lambda c: c.arg.sink is not None}
 KV_START = {"kv_start": lambda c: c.arg.kv_start is not None}
