@@ -182,7 +182,8 @@ def _mutated(op: Op, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def _unchanged(name: str, op: Op, before: list[Any], after: tuple[Any, ...]) -> None:
     for argument, old, new in zip(op.argnames, before, after, strict=False):
         if isinstance(old, torch.Tensor) and argument not in op.mutated:
-            a, b = (t.reshape(-1).view(torch.uint8) for t in (old, new))
+            # A single element may have any stride, which a view as bytes would not take.
+            a, b = (t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (old, new))
             if not torch.equal(a, b):
                 raise AssertionError(f"{name}: the call changed its input {argument}")
 

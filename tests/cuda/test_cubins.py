@@ -98,7 +98,7 @@ def fits(found: list[inspect.Resources], ptx: str, where: str) -> None:
     for kernel in found:
         assert kernel.local == kernel.stack == 0, f"{where}: {kernel}"
         assert 0 < kernel.registers <= MAX_REGISTERS, f"{where}: {kernel}"
-        assert inspect.promised(ptx).registers(kernel.registers) <= REGISTER_FILE, f"{where}: {kernel}"
+        assert inspect.promised(ptx, kernel.name).registers(kernel.registers) <= REGISTER_FILE, f"{where}: {kernel}"
         assert kernel.shared <= MAX_SHARED, f"{where}: {kernel}"
 
 

@@ -97,10 +97,11 @@ class Launch:
         return self.blocks * -(-self.threads // 32) * -(-each * 32 // 256) * 256
 
 
-def promised(ptx: str) -> Launch:
-    """``.reqntid`` and ``.minnctapersm`` of the PTX of one kernel."""
-    (sizes,) = re.findall(r"(?m)^\.reqntid ([\d, ]+)", ptx)
-    blocks = re.findall(r"(?m)^\.minnctapersm (\d+)", ptx)
+def promised(ptx: str, kernel: str) -> Launch:
+    """``.reqntid`` and ``.minnctapersm`` of one of the PTX's kernels."""
+    head = ptx.partition(f".entry {kernel}(")[2].partition("{")[0]
+    (sizes,) = re.findall(r"(?m)^\.reqntid ([\d, ]+)", head)
+    blocks = re.findall(r"(?m)^\.minnctapersm (\d+)", head)
     return Launch(math.prod(map(int, sizes.split(","))), int(blocks[0]) if blocks else 1)
 
 

@@ -56,8 +56,7 @@ def warmup(target: str, out: Path | None = None, op: str | None = None, jobs: in
                 progress.advance(task)
     for message in failed:
         console.print(f"[red]{message}[/red]", soft_wrap=True)
-    size = sum(f.stat().st_size for f in folder.iterdir()) >> 10 if folder.is_dir() else 0
-    console.print(f"{len(wanted) - len(failed)} of {len(wanted)} kernels are in {folder} ({size} KiB)", soft_wrap=True)
+    console.print(f"{len(wanted) - len(failed)} of {len(wanted)} kernels are in {folder}", soft_wrap=True)
     if out is not None:
         for lock in folder.glob("*.lock"):
             lock.unlink()
