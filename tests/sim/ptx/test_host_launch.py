@@ -102,10 +102,10 @@ def test_alignment_that_cpu_memory_lacks_is_made_up_for():
     fakes = [make_fake_compact_tensor(cutlass.Float32, (THREADS,), assumed_align=memory.ALIGNMENT) for _ in range(2)]
     with ptx.device("sm100"):
         function = cute.compile(adder(5), *fakes, options=FFI)
-    buffer = torch.randn(1 << 12)
-    start = next(s for s in range(0, 1 << 10, 128) if (buffer.untyped_storage().data_ptr()) % memory.ALIGNMENT or not s)
-    if buffer.data_ptr() % memory.ALIGNMENT == 0:  # the allocator's luck: take a storage that begins elsewhere
-        buffer = torch.frombuffer(bytearray(1 << 14), dtype=torch.float32)[16:]
+    start, raw = 128, bytearray((1 << 14) + memory.ALIGNMENT)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(raw))
+    offset = (64 - address) % memory.ALIGNMENT  # where a GPU's allocator would not put a storage
+    buffer = torch.frombuffer(raw, dtype=torch.float32, count=1 << 12, offset=offset).normal_()
     before, x = buffer.clone(), buffer[1024 : 1024 + THREADS]
     ptx.run(function, buffer[start : start + THREADS], x)
     want = before.clone()
