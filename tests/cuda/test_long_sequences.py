@@ -6,6 +6,8 @@ import torch
 import torch_attnkit
 from torch_attnkit.oracle.compare import check
 
+pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
 pytestmark = pytest.mark.simulator
 
 
