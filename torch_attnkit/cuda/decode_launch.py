@@ -13,13 +13,15 @@ from torch_attnkit.core.target import Target
 
 from . import compile, driver
 from .decode_plan import Plan, bounded, score_factors
+from .prefill_launch import given
 from .splits import Workspace
 
 
 def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, page: int = 0) -> Callable[..., None]:
     """The launch for caches of at most ``keys`` keys a sequence, in pages of ``page`` if that is not 0.
 
-    It takes q, k, v, table (None without pages), kv_len, sink, kv_start, out and lse. ``plan`` is the architecture's.
+    It takes q, k, v, table (None without pages), kv_len, sink, kv_start, the scales of q, k and v, out and lse.
+    ``plan`` is the architecture's.
     """
     dim, dim_v = call.dim["D"], call.dim["Dv"]
     window, sinks = bounded(call.arg.window), bounded(call.arg.sink_tokens)
@@ -28,12 +30,14 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
     if call.dim["B"] == 0:
         return lambda *args: None
     sms, group = driver.sm_count(call.device), call.dim["Hq"] // heads
+    codes, scaled = call.dtype.itemsize == 1, given(call.arg)
+    extra = {"size": 1} if codes else {}
 
     def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
-        p = plan(dim, dim_v, group, sms, most, groups, page, same=same)
+        p = plan(dim, dim_v, group, sms, most, groups, page, same=same, **extra)
         return p, compile.launcher(
-            call, target, target.arch, kernel=f"torch_attnkit.ops.{call.op}.{target.arch}_kernel", trace=p.trace,
-            dtype=short(call.dtype), **p.sizes,
+            call, target, target.arch, kernel=f"torch_attnkit.cuda.{target.arch}.decode_kernel", trace=p.trace,
+            dtype=short(call.dtype), **p.sizes, **({"scales": scaled} if any(scaled) else {}),
         )  # fmt: skip
 
     # A tensor that is both caches is read once; which it is can change from call to call.
@@ -46,13 +50,16 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None, kv_len: torch.Tensor,
-        sink: torch.Tensor | None, kv_start: torch.Tensor | None, *outs: torch.Tensor,
+        sink: torch.Tensor | None, kv_start: torch.Tensor | None, *rest: Any,
     ) -> None:  # fmt: skip
         parts, count = workspace.get()
+        if codes:
+            q, k, v = (t.view(torch.uint8) for t in (q, k, v))
         p, fn = one if wide and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() else two
         has_sink, has_start = sink is not None, kv_start is not None
         tensors: tuple[Any, ...] = (
-            q, k, v, table, kv_len, sink if has_sink else parts, kv_start if has_start else kv_len, *outs, parts, count,
+            q, k, v, table, kv_len, sink if has_sink else parts, kv_start if has_start else kv_len, *rest[-2:], parts,
+            count, rest[:3],
         )  # fmt: skip
         numbers = (product, power, window, sinks, int(has_sink), int(has_start))
         fn(tensors, (*numbers, p.chunks, p.by_group, p.beside, p.least, p.combiners), p.blocks)

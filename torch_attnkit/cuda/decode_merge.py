@@ -34,6 +34,11 @@ class Merging:
     def __init__(self, config: Any):
         self.c = config
 
+    @property
+    def out_dtype(self) -> Any:
+        """Of E4M3 inputs bf16: four bits are too few for a mean of values."""
+        return cutlass.BFloat16 if self.c.dtype.width == 8 else self.c.dtype
+
     def _beside(self, scalars: Scalars) -> Any:
         return scalars.beside if self.c.beside else 1
 
@@ -89,7 +94,6 @@ class Merging:
         sums: Any, top: Float32, total: Float32,
     ):  # fmt: skip
         """Four columns of a head's result: divided by the sum, to which the sink belongs."""
-        c = self.c
         h = piece.head + head
         denominator = total
         if scalars.has_sink != 0:
@@ -99,7 +103,7 @@ class Merging:
             inverse = Float32(0.0)
         values = [s * inverse for s in sums]
         out = tensors.out.iterator.toint() + (Int64(tensors.out.stride[0]) * piece.b + tensors.out.stride[1] * h) * 2
-        pairs = op.pack(c.dtype, values[0], values[1]), op.pack(c.dtype, values[2], values[3])
+        pairs = [op.pack(self.out_dtype, *values[i : i + 2]) for i in (0, 2)]
         op.store_2_pairs(out + column * 2, *pairs)
         if column == 0:
             tensors.lse[piece.b, h] = (top + op.log2(total)) * _LN2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -218,6 +219,7 @@ class Tensors(NamedTuple):
     lse: cute.Tensor  # (B, Hq)
     parts: cute.Tensor  # (2 * blocks * part_floats)
     count: cute.Tensor  # (blocks), how many parts of a group have come, by its first block
+    scales: tuple = (None, None, None)  # of q, k and v, (B, Hkv) or None each
 
 
 class Numbers(NamedTuple):
@@ -258,25 +260,36 @@ class Piece(NamedTuple):
 
 
 def arguments(
-    dtype: str, config: Config | WideConfig, batch: Any, caches: tuple[Any, Any], table: Any = None
+    dtype: str, config: Any, size: Callable[[], Any], scales: tuple[bool, ...] = (False, False, False)
 ) -> list[Any]:
-    """Stand-ins for what the host passes: ``Tensors``, ``Numbers``, the number of blocks, and the stream."""
-    Hq = fake.dim()
+    """Stand-ins for what the host passes: ``Tensors``, ``Numbers``, the number of blocks, and the stream.
 
-    def vector(kind: str, size: Any) -> Any:
-        return fake.tensor(kind, (size,), (None,), align=4)
+    ``config`` is that of any of the kernels, ``size`` makes the sizes of the caches, and ``scales`` says which there
+    are. E4M3 comes as bytes, since not every torch hands it over.
+    """
+    B, Hq, Hkv, keys = size(), fake.dim(), size(), size()  # keys of a sequence, or pages
+    stored, result = ("u8", "bf16") if dtype == "f8e4m3" else (dtype, dtype)
+    step = 128 // config.dtype.width  # elements of 16 bytes
+
+    def vector(kind: str, length: Any) -> Any:
+        return fake.tensor(kind, (length,), (None,), align=4)
+
+    def cache(dim: int) -> Any:
+        shape = (keys, config.page, Hkv, dim) if config.page else (B, Hkv, keys, dim)
+        return fake.tensor(stored, shape, (*(fake.dim(step) for _ in range(3)), 1))
 
     tensors = Tensors(
-        q=fake.tensor(dtype, (batch, Hq, config.dim), (fake.dim(2), fake.dim(2), 1), align=4),
-        k=caches[0],
-        v=caches[1],
-        table=table,
-        kv_len=vector("i32", batch),
+        q=fake.tensor(stored, (B, Hq, config.dim), (fake.dim(step // 4), fake.dim(step // 4), 1), align=4),
+        k=cache(config.dim),
+        v=cache(config.dim_v),
+        table=fake.tensor("i32", (B, None), align=4) if config.page else None,
+        kv_len=vector("i32", B),
         sink=vector("f32", None),
-        kv_start=vector("i32", batch),
-        out=fake.tensor(dtype, (batch, Hq, config.dim_v), (fake.dim(8), fake.dim(8), 1)),
-        lse=fake.tensor("f32", (batch, Hq), align=4),
+        kv_start=vector("i32", B),
+        out=fake.tensor(result, (B, Hq, config.dim_v), (fake.dim(8), fake.dim(8), 1)),
+        lse=fake.tensor("f32", (B, Hq), align=4),
         parts=fake.tensor("f32", (None,), (1,)),
         count=fake.tensor("i32", (None,), (1,)),
+        scales=tuple(fake.tensor("f32", (B, Hkv), align=4) if on else None for on in scales),
     )
     return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(9))), Int32(0), fake.stream()]

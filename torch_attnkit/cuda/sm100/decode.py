@@ -43,7 +43,7 @@ from ..ring import Fixed, Ring
 from ..warp_ops import exp2
 from . import tmem
 from .decode_rows import Rows, thread_index
-from .decode_types import COLUMNS, KEYS, ROWS, Layouts, Loads, Products, Site, TallConfig, Turn, Work
+from .decode_types import KEYS, ROWS, Layouts, Loads, Products, Site, TallConfig, Turn, Work
 
 _ONE = tcgen05.CtaGroup.ONE
 _CLUSTER = 8  # most CTAs of one
@@ -67,21 +67,24 @@ class Tall(Rows, Merging):
         tiler_qk, tiler_pv = (KEYS, c.heads, c.part), (c.part, c.heads, KEYS)
         qk = blackwell.make_trivial_tiled_mma(c.dtype, c.dtype, K, K, Float32, _ONE, tiler_qk[:2])
         pv = blackwell.make_trivial_tiled_mma(c.dtype, c.dtype, MN, MN, Float32, _ONE, tiler_pv[:2])
-        atom = blackwell.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, c.dtype)
-        boxes = c.stages * c.part // COLUMNS * c.boxes
+        swizzle = getattr(tcgen05.SmemLayoutAtomKind, f"K_SW{c.row_bytes}")
+        atom = blackwell.make_smem_layout_atom(swizzle, c.dtype)
+        boxes = c.stages * c.part // c.columns * c.boxes
         layouts = Layouts(
             blackwell.make_smem_layout_b(qk, tiler_qk, c.dtype, c.parts),
             blackwell.make_smem_layout_a(qk, tiler_qk, c.dtype, c.stages),
             blackwell.make_smem_layout_a(pv, tiler_pv, c.dtype, c.stages),
             blackwell.make_smem_layout_b(pv, tiler_pv, c.dtype, 1),
-            cute.tile_to_shape(atom, (c.box, COLUMNS, boxes), order=(0, 1, 2)),
+            cute.tile_to_shape(atom, (c.box, c.columns, boxes), order=(0, 1, 2)),
         )
         load = cpasync.CopyBulkTensorTileG2SMulticastOp(_ONE) if c.sides > 1 else cpasync.CopyBulkTensorTileG2SOp(_ONE)
         modes = [1, 3, 2, 0] if c.page else [2, 3, 1, 0]
 
         def loaded(cache: cute.Tensor) -> Any:
-            rows = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
-            return cpasync.make_tiled_tma_atom(load, rows, cute.select(layouts.boxes, mode=[0, 1]), (c.box, COLUMNS))
+            rows = cute.make_tensor(
+                cute.recast_ptr(cache.iterator, dtype=c.dtype), cute.select(cache.layout, mode=modes)
+            )
+            return cpasync.make_tiled_tma_atom(load, rows, cute.select(layouts.boxes, mode=[0, 1]), (c.box, c.columns))
 
         k_atom, k = loaded(tensors.k)
         v_atom, v = (k_atom, k) if const_expr(c.same) else loaded(tensors.v)
@@ -292,12 +295,12 @@ class Tall(Rows, Merging):
                 if const_expr(c.page):
                     row = (first + box * c.box) % c.page // c.box
                     last = cute.arch.shuffle_sync(page, box)
-                gKV = cute.local_tile(cache[None, None, work.kv_head, last], (c.box, COLUMNS), (row, None))
-                for x in cutlass.range_constexpr(c.part // COLUMNS):
-                    to = (m.ring.slot(fill + p) * (c.part // COLUMNS) + x) * c.boxes + box
+                gKV = cute.local_tile(cache[None, None, work.kv_head, last], (c.box, c.columns), (row, None))
+                for x in cutlass.range_constexpr(c.part // c.columns):
+                    to = (m.ring.slot(fill + p) * (c.part // c.columns) + x) * c.boxes + box
                     sBox, gBox = cpasync.tma_partition(
                         atom, 0, cute.make_layout(1), cute.group_modes(m.boxes[None, None, to], 0, 2),
-                        cute.group_modes(gKV[None, None, p * (c.part // COLUMNS) + x], 0, 2),
+                        cute.group_modes(gKV[None, None, p * (c.part // c.columns) + x], 0, 2),
                     )  # fmt: skip
                     cute.copy(atom, gBox, sBox, tma_bar_ptr=full, **mask)
 

@@ -14,11 +14,13 @@ _AT_ONCE = 8  # buffers on the way, 128 or 256 KB: more than memory's latency ne
 
 
 def plan(
-    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, same: bool = False
-) -> Plan:
+    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, same: bool = False,
+    size: int = 2,
+) -> Plan:  # fmt: skip
     """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
 
-    ``page`` is the number of keys of a page, 0 without pages. ``same``: one tensor is keys and values.
+    ``page`` is the number of keys of a page, 0 without pages. ``same``: one tensor is keys and values. ``size``: bytes
+    of an element; E4M3 has ``sm100/decode.py`` alone.
 
     More than ``FEW`` heads take ``sm100/decode.py``, fewer Hopper's ``decode.py``. Counted in the PTX simulator, the
     former beside the latter, warp instructions and bytes of global memory that were asked for: 64/4 heads, D 128, B 2,
@@ -27,12 +29,12 @@ def plan(
     1.1 M and 14.4 MB for 13.8 MB with eight lengths from 1 to 700: tiles have 128 keys there, 16 or 32 here, and
     products 16 heads at least.
     """
-    if dim == dim_v and dim in _DIMS and group > FEW:
-        return _tall(dim, group, sms, most_keys, groups, page, same)
+    if dim == dim_v and dim in _DIMS and (group > FEW or size == 1):
+        return _tall(dim, group, sms, most_keys, groups, page, same, size)
     return narrow(dim, dim_v, group, sms, most_keys, groups, page)
 
 
-def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int, same: bool) -> Plan:
+def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int, same: bool, size: int) -> Plan:
     """``blocks`` are clusters, ``combiners`` the CTAs of one that share the keys of a side.
 
     These are as many as the chip has room for if every group has a cluster, but no more than there are tiles.
@@ -41,7 +43,7 @@ def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int
     sides = 2 if group > _MOST_HEADS else 1
     chunks = -(-group // (heads * sides))
     part = min(dim, _KEYS)
-    room = _SHARED - _SMALL - heads * dim * 2 - heads * _KEYS * 2
+    room = _SHARED - _SMALL - heads * (dim + _KEYS) * size
     tiles, pieces = -(-most_keys // _KEYS), max(groups * chunks, 1)
     splits = 1
     while splits * sides < _CLUSTER and 2 * splits * sides * pieces <= sms and splits < tiles:
@@ -49,7 +51,7 @@ def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int
     by_group = tiles <= splits
     least = 1 if by_group else max(splits * 3 // 4, 1)
     clusters = min(sms // (splits * sides), pieces if by_group else max(pieces * tiles // least, 1))
-    stages = min(room // (_KEYS * part * 2), _AT_ONCE)
+    stages = min(room // (_KEYS * part * size), _AT_ONCE * 2 // size)
     sizes = dict(dim=dim, heads=heads, sides=sides, stages=stages, same=same)
     return Plan(
         "trace_wide", paged(page) | sizes, chunks, 1, int(by_group), least, clusters, splits,

@@ -25,7 +25,7 @@ from ..decode_types import Scalars, Tensors
 from ..warp_ops import exp2
 from . import prefill_softmax as softmax
 from . import tmem
-from .decode_types import COLUMNS, KEYS, ROWS, TallConfig, Work
+from .decode_types import KEYS, ROWS, TallConfig, Work
 
 _INF = float("inf")
 _BARRIER = 1  # the named one of the warpgroups
@@ -89,12 +89,13 @@ def _four(tensor: cute.Tensor, at: Any) -> cute.Tensor:
 
 
 def _put_words(address: Int32, words: list[Any]) -> None:
-    """16 bytes to shared memory."""
-    four = cute.make_rmem_tensor(4, Int32)
+    """Up to 16 bytes to shared memory."""
+    count = len(words)
+    some = cute.make_rmem_tensor(count, Int32)
     for i, word in enumerate(words):
-        four[i] = word
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
-    cute.autovec_copy(four, cute.make_tensor(pointer, cute.make_layout(4)))
+        some[i] = word
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * count)
+    cute.autovec_copy(some, cute.make_tensor(pointer, cute.make_layout(count)))
 
 
 class Rows:
@@ -106,6 +107,10 @@ class Rows:
 
     c: TallConfig
 
+    @property
+    def lag(self) -> float:
+        return softmax.CODES_LAG if self.c.codes else softmax.LAG
+
     @cute.jit
     def attend(self, tensors: Tensors, scalars: Scalars, m: Any, n: Int32):
         """All tiles of a piece; leaves O, maxima and sums in shared memory, where the cluster merges them."""
@@ -114,6 +119,7 @@ class Rows:
         warp = cute.arch.make_warp_uniform(thread // 32)
         h0 = warp // 4 * c.own
         work = self.kept(m.work, Work)
+        scalars = scalars._replace(scale=self._scaled(tensors.scales[:2], work, scalars.scale))
         if thread < c.heads:
             m.shift[thread] = Float32(0.0)
         if const_expr(c.part < KEYS):
@@ -129,7 +135,7 @@ class Rows:
             low, high = self._bounds(m, i)
             rS = self._scores(scalars, m, n + i, low, high, warp, h0)
             peak = softmax.row_max([rS[h] for h in range(c.own)], -Float32.inf)
-            if _any(Int32((i == 0) | (peak > softmax.LAG))) != 0:
+            if _any(Int32((i == 0) | (peak > self.lag))) != 0:
                 self._raise(m, rS, rSum, n + i, i, warp, h0)
             words = self._weights(rS, rSum)
             if i > 0:
@@ -138,7 +144,14 @@ class Rows:
             if (low > 0) | (high < KEYS):
                 self._clear_row(m, n, i, low, high)
             self._leave_weights(m, words, h0)
-        self._publish(m, rSum, n, warp, h0)
+        self._publish(tensors, m, rSum, n, warp, h0)
+
+    def _scaled(self, scales: tuple, work: Work, factor: Float32) -> Float32:
+        """``factor`` times a sequence's and KV head's entries of those scales (B, Hkv) that there are."""
+        for scale in scales:
+            if const_expr(scale is not None):
+                factor = factor * scale[work.b, work.kv_head]
+        return factor
 
     def keep(self, kept: cute.Tensor, values: Any) -> None:
         """Leave numbers that a warp needs later in shared memory, where they cost the softmax no registers."""
@@ -164,8 +177,9 @@ class Rows:
     @cute.jit
     def _load_query(self, tensors: Tensors, work: Work, m: Any):
         """Q to shared memory, as the products want it; heads that pad the CTA's become zeros."""
-        by_head = Int64(tensors.q.stride[1]) * 2
-        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * work.b * 2 + by_head * work.head
+        size = const_expr(self.c.size)
+        by_head = Int64(tensors.q.stride[1]) * size
+        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * work.b * size + by_head * work.head
         if ((start | by_head) & 15) == 0:
             self._copy_query(start, by_head, work, m, 16)
         else:
@@ -179,14 +193,14 @@ class Rows:
 
     @cute.jit
     def _copy_query(self, start: Int64, by_head: Int64, work: Work, m: Any, size: cutlass.Constexpr):
-        """In copies of ``size`` bytes; the 16-byte chunks of eight rows lie in different banks (128B swizzle)."""
+        """In copies of ``size`` bytes; the 16-byte chunks of a row lie where a swizzle as wide as the row has them."""
         c = self.c
-        copies = const_expr(c.dim * 2 // size)  # of a row
+        copies, width = const_expr(c.dim * c.size // size), const_expr(c.row_bytes)  # copies of a row
         thread = thread_index()
         at = thread % copies * size
-        column = m.sQ + at // 128 * (c.heads * 128) + at % 16
+        column = m.sQ + at // width * (c.heads * width) + at % 16
         for row in cutlass.range(thread // copies, c.heads, ROWS // copies, unroll=1):
-            target = column + row * 128 + ((at // 16) ^ row) % 8 * 16
+            target = column + row * width + ((at // 16) ^ (row * width // 128)) % (width // 16) * 16
             good = row < work.heads
             if const_expr(size == 16):
                 op.copy_16_async(target, start + by_head * row + at, cutlass.select_(good, Int32(16), Int32(0)))
@@ -234,7 +248,7 @@ class Rows:
         if thread < c.heads:
             four = _four(m.warps, thread * 4)
             top = cute.arch.fmax(cute.arch.fmax(four[0], four[1]), cute.arch.fmax(four[2], four[3]))
-            moves = (top > softmax.LAG) | ((i == 0) & (top > -_INF))
+            moves = (top > self.lag) | ((i == 0) & (top > -_INF))
             change = cutlass.select_(moves, -top, Float32(0.0))
             m.shift[thread] = m.shift[thread] + change
             m.change[thread] = change
@@ -270,24 +284,26 @@ class Rows:
 
     @cute.jit
     def _weights(self, rS: Any, rSum: Any):
-        """Probabilities, added to the sums; returned in pairs of 16 bits."""
+        """Probabilities, added to the sums; returned as P' has them, as many to a register as fit."""
         c = self.c
         for h in cutlass.range_constexpr(c.own):
             rS[h] = exp2(rS[h])
             rSum[h] = rSum[h] + rS[h]
-        words = cute.make_rmem_tensor(c.own // 2, Int32)
-        for h in cutlass.range_constexpr(0, c.own, 2):
-            words[h // 2] = softmax.pack(rS[h], rS[h + 1], c.dtype)
+        words = cute.make_rmem_tensor(c.own * c.size // 4, Int32)
+        for w, word in enumerate(softmax.packed([rS[h] for h in range(c.own)], c.dtype)):
+            words[w] = word
         return words
 
     @cute.jit
     def _leave_weights(self, m: Any, words: Any, h0: Int32):
         """This key's row of P', its 16-byte chunks where a swizzle as wide as the row has them."""
         c = self.c
-        row = thread_index() % KEYS * (c.heads * 2)
-        turn = ((row >> 7) & const_expr(c.heads // 8 - 1)) * 16
-        for w in cutlass.range_constexpr(0, c.own // 2, 4):
-            _put_words(m.sP + row + ((h0 * 2 + w * 4) ^ turn), [words[w + x] for x in range(4)])
+        count = const_expr(c.own * c.size // 4)
+        row = thread_index() % KEYS * (c.heads * c.size)
+        turn = ((row >> 7) & const_expr(c.heads * c.size // 16 - 1)) * 16
+        for w in cutlass.range_constexpr(0, count, 4):
+            some = [words[x] for x in range(w, min(w + 4, count))]
+            _put_words(m.sP + row + ((h0 * c.size + w * 4) ^ turn), some)
         cute.arch.fence_view_async_shared()
         tmem.before_sync()
         cute.arch.sync_warp()
@@ -304,13 +320,14 @@ class Rows:
             cute.arch.mbarrier_wait(m.values, (n + i) & 1)
         if (key < low) | (key >= high):
             for p in cutlass.range(c.parts, unroll=1):
-                at = m.sKV + m.ring.slot(fill + p) * c.buffer_bytes + key * 128
-                at += half * const_expr(c.part if c.part == COLUMNS else KEYS * 128)
-                for x in cutlass.range_constexpr(0, c.part, 16):
+                at = m.sKV + m.ring.slot(fill + p) * c.buffer_bytes + key * c.row_bytes
+                own = const_expr(c.part * c.size // 2)  # bytes, half of a box or a box
+                at += half * const_expr(own if c.part == c.columns else KEYS * c.row_bytes)
+                for x in cutlass.range_constexpr(0, own, 16):
                     _put_words(at + x, [Int32(0)] * 4)
 
     @cute.jit
-    def _publish(self, m: Any, rSum: Any, n: Int32, warp: Int32, h0: Int32):
+    def _publish(self, tensors: Tensors, m: Any, rSum: Any, n: Int32, warp: Int32, h0: Int32):
         """O, maxima and sums to shared memory; zeros if the CTA had no tile."""
         c = self.c
         thread = thread_index()
@@ -320,7 +337,9 @@ class Rows:
             total = (four[0] + four[1]) + (four[2] + four[3])
             m.result[thread * 2] = cutlass.select_(total == 0.0, Float32(-_INF), -m.shift[thread])
             m.result[thread * 2 + 1] = total
-        tiles = self.kept(m.work, Work).tiles
+        work = self.kept(m.work, Work)
+        tiles = work.tiles
+        unit = self._scaled(tensors.scales[2:], work, Float32(1.0 / softmax.CODES_UNIT if c.codes else 1.0))
         lanes = const_expr(c.part // 4)  # of a warp that have a row of O'
         column = warp % 4 * lanes + (thread_index() & 31)
         if tiles > 0:
@@ -333,7 +352,7 @@ class Rows:
                 values = tmem.load(tmem.lanes(c.output + p * c.heads + h0, warp), c.own)
                 tmem.await_loads()
                 for h in cutlass.range_constexpr(c.own):
-                    rO[h] = values[h]
+                    rO[h] = values[h] * unit if c.codes else values[h]
             if (thread_index() & 31) < lanes:
                 for h in cutlass.range_constexpr(c.own):
                     m.rows[(h0 + h) * c.dim + p * c.part + column] = rO[h]

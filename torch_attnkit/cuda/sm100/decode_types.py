@@ -11,7 +11,6 @@ from cutlass import Int32
 
 KEYS = 128  # of a tile: the rows of its scores, the lanes of tensor memory
 ROWS = 2 * KEYS  # threads that have scores
-COLUMNS = 64  # of a box: 128 bytes of a row, as wide as the swizzle
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class TallConfig:
     """What is fixed at compile time. D and Dv are equal, 64 or a multiple of 128; ``page``: keys of a page, or 0.
 
     A tile of keys lies in shared memory as ``parts`` buffers of the ring, each with ``part`` columns of all its keys;
-    so does a tile of values, unless V is K (``same``).
+    so does a tile of values, unless V is K (``same``). Elements are bf16, fp16 or E4M3, of which P is one, too.
     """
 
     dtype: Any
@@ -29,8 +28,19 @@ class TallConfig:
     stages: int
     page: int = 0
     same: bool = False
+    scales: tuple[bool, ...] = (False, False, False)  # which of q's, k's and v's there are
 
     beside = False  # ``Scalars.beside`` is always 1
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.width // 8
+
+    @property
+    def codes(self) -> bool:
+        """Whether elements are E4M3; out is bf16 then."""
+        return self.size == 1
 
     @property
     def dim_v(self) -> int:
@@ -49,6 +59,16 @@ class TallConfig:
     def fills(self) -> int:
         """Buffers that a tile fills, of K and V together."""
         return self.parts * (1 if self.same else 2)
+
+    @property
+    def columns(self) -> int:
+        """Of a box: up to 128 bytes of a row, which is as wide as a swizzle can be."""
+        return min(self.part, 128 // self.size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a box: the distance of its rows in shared memory, and the width of their swizzle."""
+        return self.columns * self.size
 
     @property
     def ahead(self) -> bool:
@@ -82,15 +102,15 @@ class TallConfig:
 
     @property
     def query_bytes(self) -> int:
-        return self.heads * self.dim * 2
+        return self.heads * self.dim * self.size
 
     @property
     def weights_bytes(self) -> int:
-        return self.heads * KEYS * 2
+        return self.heads * KEYS * self.size
 
     @property
     def buffer_bytes(self) -> int:
-        return KEYS * self.part * 2
+        return KEYS * self.part * self.size
 
     @property
     def result_bytes(self) -> int:
@@ -125,11 +145,11 @@ class Products(NamedTuple):
 class Layouts(NamedTuple):
     """Of shared memory, stages last. K, V and the boxes of a load are the same bytes."""
 
-    q: cute.ComposedLayout  # ((N, 16), 1, part / 16, parts)
-    k: cute.ComposedLayout  # ((128, 16), 1, part / 16, stages)
-    v: cute.ComposedLayout  # ((part, 16), 1, 128 / 16, stages)
-    p: cute.ComposedLayout  # ((N, 16), 1, 128 / 16, 1)
-    boxes: cute.ComposedLayout  # (box, 64, boxes of all stages)
+    q: cute.ComposedLayout  # ((N, K), 1, part / K, parts), where K is 32 bytes
+    k: cute.ComposedLayout  # ((128, K), 1, part / K, stages)
+    v: cute.ComposedLayout  # ((part, K), 1, 128 / K, stages)
+    p: cute.ComposedLayout  # ((N, K), 1, 128 / K, 1)
+    boxes: cute.ComposedLayout  # (box, columns, boxes of all stages)
 
 
 class Work(NamedTuple):

@@ -26,6 +26,6 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     run = decode.launcher(call.op, target, sizes, a)
 
     def launch(q: Any, k: Any, v: Any, kv_len: Any, sink: Any, kv_start: Any, *rest: Any) -> None:
-        run((q, k, v, None, kv_len, sink, kv_start), *rest[4:])
+        run((q, k, v, None, kv_len, sink, kv_start), *rest[-2:])
 
     return launch

@@ -15,6 +15,9 @@ def reference(
     kv_len: torch.Tensor,
     sink: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     window: int = -1,
     sink_tokens: int = 0,
@@ -36,5 +39,6 @@ def reference(
         scale=scale,
         softcap=softcap,
         sink=sink,
+        scales=checks.scales("sdpa_decode", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale),
     )
     return out[:, 0], lse[:, 0]  # (B, Hq, Dv), (B, Hq)

@@ -50,6 +50,7 @@ def make(
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
         inputs.starts(gen, kv_len) if "kv_start" in features else None,
+        *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     return args, inputs.score_arguments(features, S)
 
@@ -77,8 +78,9 @@ def _seen(dims: dict[str, int]) -> int:
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q, the page table and every visible key and value once, write out and lse."""
     tokens = _seen(dims) * dims["Hkv"] * (dims["D"] + dims["Dv"])
-    heads = dims["B"] * dims["Hq"] * (dims["D"] + dims["Dv"])
-    return (tokens + heads) * dtype.itemsize + dims["B"] * (dims["Hq"] + dims["Mp"] + 1) * 4
+    heads = dims["B"] * dims["Hq"]
+    inside = (tokens + heads * dims["D"]) * dtype.itemsize
+    return inside + heads * dims["Dv"] * max(2, dtype.itemsize) + (heads + dims["B"] * (dims["Mp"] + 1)) * 4
 
 
 def flops(dims: dict[str, int]) -> int:

@@ -23,6 +23,6 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     run = decode.launcher(call.op, target, sizes, a)
 
     def launch(q: Any, k: Any, v: Any, table: Any, kv_len: Any, sink: Any, kv_start: Any, *rest: Any) -> None:
-        run((q, k, v, table, kv_len, sink, kv_start), *rest[4:])
+        run((q, k, v, table, kv_len, sink, kv_start), *rest[-2:])
 
     return launch

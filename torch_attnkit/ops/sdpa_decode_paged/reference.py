@@ -16,6 +16,9 @@ def reference(
     kv_len: torch.Tensor,
     sink: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     window: int = -1,
     sink_tokens: int = 0,
@@ -43,5 +46,6 @@ def reference(
         window=window,
         sink_tokens=sink_tokens,
     )  # (B, 1, M*Ps)
-    out, lse, _ = attend(q[:, None], k, v, keep, scale=scale, softcap=softcap, sink=sink)
+    scales = checks.scales("sdpa_decode_paged", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    out, lse, _ = attend(q[:, None], k, v, keep, scale=scale, softcap=softcap, sink=sink, scales=scales)
     return out[:, 0], lse[:, 0]  # (B, Hq, Dv), (B, Hq)

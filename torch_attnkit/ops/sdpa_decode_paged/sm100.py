@@ -1,7 +1,7 @@
 """sdpa_decode_paged on Blackwell: out = softmax(scale * q K') V over the visible keys of a paged cache, each read once.
 
-The kernels are those of ``sdpa_decode``: ``cuda/sm100/decode.py`` for groups of more than 8 query heads and Hopper's
-``cuda/decode.py`` for the rest. They have run in the PTX simulator only.
+The kernels are those of ``sdpa_decode``: ``cuda/sm100/decode.py`` for E4M3 and for groups of more than 8 query heads,
+and Hopper's ``cuda/decode.py`` for the rest. They have run in the PTX simulator only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     run = decoder(call, target, plan, call.dim["Mp"] * call.dim["Ps"], call.dim["Ps"])
 
     def launch(q: Any, k: Any, v: Any, table: Any, kv_len: Any, sink: Any, kv_start: Any, *rest: Any) -> None:
-        run(q, k, v, table, kv_len, sink, kv_start, *rest[-2:])
+        run(q, k, v, table, kv_len, sink, kv_start, *rest[:3], *rest[-2:])
 
     return launch
