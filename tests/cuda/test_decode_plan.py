@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,17 +71,21 @@ def test_keys_that_are_values_have_a_kernel():
 @pytest.mark.skipif(
     importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="needs the package nvidia-cutlass-dsl"
 )
+@pytest.mark.parametrize("size", [1, 2], ids=["E4M3", "16-bit"])
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
-def test_a_blackwell_plan_for_many_heads_fits(dim):
+def test_a_blackwell_plan_for_many_heads_fits(dim, size):
     from torch_attnkit.cuda.sm100.decode_types import TallConfig
 
     for group, most_keys, groups, page in itertools.product(
-        (9, 16, 17, 64, 65, 128, 129), (0, 1, 128, 1152, 131072), (1, 8, 1024), (0, 16, 48, 256)
+        (9, 16, 17, 64, 65, 128, 129, *((1, 8) if size == 1 else ())),
+        (0, 1, 128, 1152, 131072),
+        (1, 8, 1024),
+        (0, 16, 48, 256),
     ):
         for same in (False, True):
-            p = blackwell.plan(dim, dim, group, B200_SMS, most_keys, groups, page, same=same)
+            p = blackwell.plan(dim, dim, group, B200_SMS, most_keys, groups, page, same=same, size=size)
             assert p.trace == "trace_wide"
-            config = TallConfig(None, **p.sizes)
+            config = TallConfig(SimpleNamespace(width=8 * size), **p.sizes)
             ctas = config.sides * p.combiners
             assert 1 <= ctas <= CLUSTER and ctas * p.blocks <= B200_SMS
             # A tile's buffers are full at once; what else is in shared memory takes less than 4 KB.

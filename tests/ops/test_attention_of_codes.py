@@ -79,6 +79,23 @@ def test_full_caches_equal_a_batch():
         torch.testing.assert_close(g, want)
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_a_decode_step_equals_the_last_query_of_a_block(paged):
+    """sdpa_decode over the caches of sdpa_multi, and sdpa_decode_paged over pages of three keys."""
+    (q, k, v), scales = _codes()
+    caches = [t.transpose(1, 2).contiguous() for t in (k, v)]
+    length, options = torch.tensor([9, 6], dtype=torch.int32), dict(window=5, sink_tokens=1, softcap=3.0)
+    want = torch.ops.attnkit.sdpa_multi(q[:, -1:].contiguous(), *caches, length, None, None, *scales, **options)
+    if paged:
+        pages, table = (t.reshape(6, 3, 2, 16) for t in (k, v)), torch.arange(6, dtype=torch.int32).view(2, 3)
+        got = torch.ops.attnkit.sdpa_decode_paged(q[:, -1], *pages, table, length, None, None, *scales, **options)
+    else:
+        got = torch.ops.attnkit.sdpa_decode(q[:, -1], *caches, length, None, None, *scales, **options)
+    assert got[0].dtype == torch.bfloat16
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w[:, 0])
+
+
 def test_only_the_tolerance_rounds_probabilities():
     """The reference itself keeps them; under ``narrow_products`` each errs by at most 2^-4 of itself."""
     (q, k, v), _ = _codes(T=40)
@@ -123,6 +140,17 @@ def test_kernels_without_codes_or_scales_refuse_them():
     for arch in ("sm90", "sm100"):
         with torch_attnkit.simulate(arch), pytest.raises(UnsupportedError, match=f"{arch}: no support for: .*scales"):
             op(*wide, None, None, None, *scales)
+
+
+def test_decode_kernels_refuse_other_head_dims_of_codes():
+    q, cache, length = (
+        torch.ones(1, 4, 96).to(E4M3),
+        torch.ones(1, 1, 16, 96).to(E4M3),
+        torch.ones(1, dtype=torch.int32),
+    )
+    for arch, why in (("sm100", r"D=96 not in \{64, 128, 256, 512\}"), ("sm90", r"dtype f8e4m3 not in \{bf16, f16\}")):
+        with torch_attnkit.simulate(arch), pytest.raises(UnsupportedError, match=f"{arch}: .*{why}"):
+            torch.ops.attnkit.sdpa_decode(q, cache, cache, length)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
