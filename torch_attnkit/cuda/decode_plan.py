@@ -13,6 +13,7 @@ _PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory b
 _ROUNDS = 12  # waits for memory from which on a second kernel merges faster than the block that brings the last part
 # D: bytes of keys and values for every SM, from which on the wide kernel is faster for few heads, too
 _MUCH = {64: 3 << 19, 128: 3 << 19, 256: 3 << 17}
+_MUCH_PAGED = {128: (3 << 20, 6 << 20), 256: (2 << 20, 9 << 20)}  # the same over pages, and up to where
 FEW = 8  # query heads that ``cuda/decode.py`` has at once
 _WIDE = {64: (64, 2), 128: (64, 2), 256: (32, 2), 512: (32, 1)}  # D: keys of a tile and blocks on an SM
 _LATENT = (64, 2)  # keys of a tile and tiles in memory, for 512 columns where keys are values
@@ -51,10 +52,13 @@ def plan(
     The wide kernel for the other one with few heads, H200, 32/8 heads, no pages, us: D 128, 1x8192 17.8 for 15.6,
     16x8192 127 for 131, 1x131072 128 for 134, 64x4096 243 for 258, 128x8192 944 for 1002; D 64, 16x8192 69.3 for 70.1,
     128x8192 485 for 507; 16/8 heads, D 256, 1x8192 28.1 for 29.0, 16x8192 243 for 253, 128x8192 1928 for 2017. Over
-    pages of 16: D 128, 16x8192 136 for 140, but 128x8192 1199 for 997; D 256, 16x8192 253 for 267.
+    pages of 16 and of 64, n x 8192: D 128, n = 8 73.8, 72.1 for 73.4, 71.6, 16 137.0, 133.7 for 138.6, 135.6, 32 265,
+    256 for 263, 258, 64 548, 532 for 519, 512; D 256, n = 4 71.9, 70.8 for 74.5, 71.9, 8 133, 132 for 138, 136, 16 260,
+    251 for 265, 261, 32 534, 549 for 523, 512, 128 2366, 2342 for 2050, 2035; D 64 never.
     """
     nbytes = groups * most_keys * (dim + dim_v) * 2
-    streams = page == 0 and dim in _MUCH and most_keys > _SHORT and nbytes >= sms * _MUCH[dim]
+    low, high = _MUCH_PAGED.get(dim, (1, 0)) if page else (_MUCH.get(dim, 1 << 60), 1 << 60)
+    streams = most_keys > _SHORT and sms * low <= nbytes <= sms * high
     if dim == dim_v and dim in _WIDE and (group > FEW or streams):
         return _wide(dim, group, sms, most_keys, groups, page, same)
     return narrow(dim, dim_v, group, sms, most_keys, groups, page)

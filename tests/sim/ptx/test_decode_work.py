@@ -84,7 +84,7 @@ def test_a_step_over_codes_does_the_same_on_half_the_bytes():
 
 @pytest.mark.parametrize(("sharp", "most"), [(1.0, 1.0), (4.0, 0.6)], ids=["plain", "sharp"])
 def test_codes_err_no_more_than_by_rounding_the_probabilities(sharp, most):
-    """Root mean square errors, beside the reference with P rounded to E4M3 by the row's own maximum. Seen: 0.90 and 0.50."""
+    """Root mean square errors, beside the reference that rounds P by the row's own maximum. Seen: 0.90 and 0.50."""
     gen = torch.Generator().manual_seed(0)
     q = torch.randn(2, 32, 128, generator=gen).to(E4M3)
     k, v = (torch.randn(2, 2, 1024, 128, generator=gen).to(E4M3) for _ in range(2))
