@@ -113,14 +113,34 @@ def table(op: str, lines: list[dict[str, Any]]) -> Table:
 
 
 def merge(record: dict[str, Any]) -> None:
-    """Replace the lines of this op in the device's baseline."""
+    """Put the lines of a run into the device's baseline."""
+    if not record["lines"]:
+        return
     file = ROOT / "baselines" / f"{record['device'].lower().replace(' ', '-')}.json"
     file.parent.mkdir(exist_ok=True)
     old = json.loads(file.read_text()) if file.exists() else {"ops": {}}
-    op = record["lines"][0]["op"] if record["lines"] else ""
-    old["ops"][op] = record
+    op = record["lines"][0]["op"]
+    old["ops"][op] = merged(old["ops"].get(op), record, list(OPS[op].module("cases").BENCH))
     file.write_text(json.dumps(old, indent=1) + "\n")
     console.print(f"baseline {file.relative_to(ROOT.parent)} holds {', '.join(old['ops'])}")
+
+
+def merged(old: dict[str, Any] | None, new: dict[str, Any], cases: list[str]) -> dict[str, Any]:
+    """The record of an op after a run of some of its ``cases``, in their order; what is none of them any more goes.
+
+    The facts are those of the new run. A line of an earlier one holds under ``run`` what was different then.
+    """
+    facts = {k: v for k, v in new.items() if k != "lines"}
+    lines = {}
+    for line in old["lines"] if old else ():
+        then = {k: v for k, v in old.items() if k != "lines"} | line.get("run", {})
+        different = {k: v for k, v in then.items() if facts.get(k) != v}
+        lines[line["case"], line["dtype"]] = {k: v for k, v in line.items() if k != "run"} | {"run": different}
+    lines |= {(line["case"], line["dtype"]): line for line in new["lines"]}
+    known = [
+        lines[key] for key in sorted(lines, key=lambda k: cases.index(k[0]) if k[0] in cases else -1) if key[0] in cases
+    ]
+    return facts | {"lines": known}
 
 
 if __name__ == "__main__":
