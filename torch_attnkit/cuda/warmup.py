@@ -99,7 +99,7 @@ class _Undrawn(TorchFunctionMode):
             return torch.empty(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
         if func is torch.full:
             return torch.empty(args[0], **kwargs)
-        return func(*args, **kwargs)
+        return args[0] if func is torch.Tensor.copy_ else func(*args, **kwargs)
 
 
 def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
