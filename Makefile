@@ -40,8 +40,9 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Rows that compile for minutes stand among thousands of short tests: a process that is done takes over from the other.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 demo: venv
 	$(BIN)/python -m torch_attnkit demo

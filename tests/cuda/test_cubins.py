@@ -22,8 +22,8 @@ REGISTER_FILE = 64 << 10  # registers of a multiprocessor
 # Bytes that one block may have. A cubin knows static allocations only; the simulator, in which every case of parity
 # runs, refuses launches with more than this altogether.
 MAX_SHARED = 227 << 10
-# GPUs that a row's kernels are for, besides the one that they are compiled for: a B300 beside a B200.
-SIBLINGS = {"sm100": ("sm_103a",)}
+# GPUs of a family, a B200 and a B300: what is compiled once for all of them must be fine when assembled for each.
+FAMILIES = {"sm100": ("sm_100a", "sm_103a")}
 # What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
 # tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory
 # LDTM and STTM. Slower ways to do the same would compile as well.
@@ -48,6 +48,7 @@ missing = [
     for name, there in (
         ("nvidia-cutlass-dsl", importlib.util.find_spec("nvidia_cutlass_dsl")),
         ("cuobjdump (of a CUDA toolkit or of triton)", inspect.cuobjdump()),
+        ("nvdisasm (of a CUDA toolkit or of triton)", inspect.nvdisasm()),
         ("ptxas (of triton or of a CUDA toolkit)", inspect.ptxas()),
     )
     if not there
@@ -56,9 +57,12 @@ missing = [
 
 @functools.cache
 def covering(name: str, file: str, arch: str) -> list[compile.Request]:
-    """Few requests of a row that together hold every value of every signature entry, those of 8 bits by themselves."""
+    """Few requests of a row that together hold every value of every signature entry, those of 8 bits by themselves.
+
+    First those that parity simulates, since they are compiled in any case.
+    """
     chosen, seen = [], set()
-    for request in warmup.requests(arch, name):
+    for request in dict.fromkeys((*warmup.requests(arch, name, covering=True), *warmup.requests(arch, name))):
         codes = ("dtype", "f8e4m3") in request.signature
         values = {(codes, k, repr(v)) for k, v in (*request.signature, ("trace", request.trace))}
         if request.row == file and not values <= seen:
@@ -74,22 +78,26 @@ def test_a_row_compiles_and_fits(name, file, arch):
     """From the compile cache, so that what a parity case has run in the simulator is not compiled again."""
     requests = covering(name, file, arch)
     assert requests
-    for request in requests:
-        is_fine(request)
+    are_fine(requests, arch)
 
 
-def is_fine(request: compile.Request) -> None:
-    compiled = compile.get(request)
-    library, ptx = compiled.library, compiled.ptx.read_text()
-    sass = inspect.sass(library)
+def are_fine(requests: list[compile.Request], arch: str) -> None:
+    kernels = [compile.get(request) for request in requests]
+    for kernel, sass in zip(kernels, inspect.sass([kernel.library for kernel in kernels], arch), strict=True):
+        is_fine(kernel, sass)
+
+
+def is_fine(kernel: compile.Compiled, sass: str) -> None:
+    request, ptx = kernel.request, kernel.ptx.read_text()
+    assert sass
     assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
     codes = ("dtype", "f8e4m3") in request.signature
     for word in INSTRUCTIONS.get((request.op, request.arch, request.trace), ()):
         word = "UTCQMMA" if codes and word == "UTCHMMA" else word
         assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
-    fits(inspect.resources(library), ptx, f"{request}")
-    for sibling in SIBLINGS.get(request.arch, ()):
-        fits(inspect.taken([inspect.assemble(ptx, sibling)]), ptx, f"{request}, assembled for {sibling}")
+    fits(inspect.resources(kernel.library), ptx, f"{request}")
+    for gpu in FAMILIES.get(request.arch, ()):
+        fits(inspect.taken([inspect.assemble(ptx, gpu)]), ptx, f"{request}, assembled for {gpu}")
 
 
 def fits(found: list[inspect.Resources], ptx: str, where: str) -> None:
@@ -103,17 +111,19 @@ def fits(found: list[inspect.Resources], ptx: str, where: str) -> None:
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-def test_a_b300_gets_the_same_ptx(tmp_path):
-    """What is assembled for a B300 above is what CuTeDSL hands to the assembler when it compiles for one."""
+def test_a_family_is_what_its_gpus_get(tmp_path):
+    """One PTX is for both GPUs, and its target alone sets it apart from what CuTeDSL makes for either."""
     import cutlass.cute as cute
 
     request = next(r for r in covering("flash_attention", "sm100", "sm100") if dict(r.signature)["dim"] == 128)
-    kernel = importlib.import_module(request.kernel)
-    host, arguments = kernel.trace(request.arch, **dict(request.signature))
-    cute.compile(host, *arguments, options=f"--enable-tvm-ffi --gpu-arch sm_103a --keep-ptx --dump-dir {tmp_path}")
-    (text,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
-    assert ".target sm_103a" in text
-    assert text == inspect.retargeted(compile.get(request).ptx.read_text(), "sm_103a")
+    kernel, text = importlib.import_module(request.kernel), compile.get(request).ptx.read_text()
+    assert text.count(".target sm_100f") == 1
+    for gpu in FAMILIES["sm100"]:
+        host, arguments = kernel.trace(request.arch, **dict(request.signature))
+        folder = tmp_path / gpu
+        cute.compile(host, *arguments, options=f"--enable-tvm-ffi --gpu-arch {gpu} --keep-ptx --dump-dir {folder}")
+        (own,) = (path.read_text() for path in folder.glob("*.ptx"))
+        assert own == text.replace(".target sm_100f", f".target {gpu}")
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
@@ -128,7 +138,7 @@ def test_kernels_for_shares_of_the_keys_fit(row, monkeypatch):
     with compile.recording() as asked:
         op.module("sm100").build(parity.bound(op, args, kwargs), Target("sm100"))
     assert [r.trace for r in asked] == ["trace", "trace_merge"] and dict(asked[0].signature)["split"]
-    is_fine(asked[0])
+    are_fine(asked[:1], "sm100")
 
 
 def norm(arch: str) -> compile.Request:
@@ -142,7 +152,7 @@ def norm(arch: str) -> compile.Request:
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 def test_vectors_are_16_bytes_wide_and_marked(tmp_path):
     """Loads and stores of aligned rows move 16 bytes an instruction; all but those of w leave the cache first."""
-    text = inspect.sass(compile.compile_into(norm("sm90"), tmp_path).library)
+    (text,) = inspect.sass([compile.compile_into(norm("sm90"), tmp_path).library], "sm90")
     assert text.count("LDG.E.EF.128") == 2 * 4 and text.count("STG.E.EF.128") == 4 and text.count("LDG.E.128") == 4
 
 

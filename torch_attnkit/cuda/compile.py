@@ -35,7 +35,8 @@ from torch_attnkit.core.op import Call
 from torch_attnkit.core.target import Target
 
 INSTALL = "pip install 'torch_attnkit[cuda]'"
-GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
+# A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
+GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100f"}
 _OPS = "torch_attnkit.ops"
 _found: dict[tuple[Path, Request], Compiled] = {}
 _bundles: list[Path] = []

@@ -1,12 +1,13 @@
-"""What the assembler made of a kernel, and what it makes of its PTX for another GPU of the family.
+"""What the assembler made of a kernel, and what it makes of its PTX for one GPU of a family.
 
-``python -m torch_attnkit.cuda.inspect FILE.so ...``. Needs ``cuobjdump``, of the CUDA toolkit or as triton's wheel
-carries it.
+``python -m torch_attnkit.cuda.inspect FILE.so ...``. Needs ``cuobjdump``, for machine code ``nvdisasm``, of the CUDA
+toolkit or as triton's wheel carries them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import re
 import shutil
@@ -14,10 +15,13 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _EM_CUDA = 190  # e_machine of a cubin in the ELF header
+_EXECUTABLE = 4  # SHF_EXECINSTR of a section
+_INSTRUCTION = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,18 @@ def cuobjdump() -> str | None:
     return shutil.which("cuobjdump") or _of_triton("cuobjdump")
 
 
+def nvdisasm() -> str | None:
+    """The path of a disassembler, or None."""
+    return shutil.which("nvdisasm") or _of_triton("nvdisasm")
+
+
 def ptxas() -> str | None:
     """The path of an assembler, or None; first the one for Blackwell of triton's wheel, which reads CuTeDSL's PTX."""
     return _of_triton("ptxas-blackwell") or shutil.which("ptxas")
 
 
 def assemble(ptx: str, arch: str) -> bytes:
-    """The cubin of a kernel's PTX for ``arch``, such as "sm_103a", whatever GPU the PTX names.
+    """The cubin of a kernel's PTX for ``arch``, such as "sm_103a"; PTX for a family is for each of its GPUs.
 
     Raises FileNotFoundError without an assembler, ValueError with its words if it refuses the PTX.
     """
@@ -73,16 +82,11 @@ def assemble(ptx: str, arch: str) -> bytes:
         raise FileNotFoundError("inspect: ptxas is neither on the PATH nor in triton's package")
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(retargeted(ptx, arch))
+        source.write_text(ptx)
         done = subprocess.run([tool, "--gpu-name", arch, "-o", cubin, source], capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"inspect: {tool} refuses PTX for {arch}: {done.stderr or done.stdout}")
         return cubin.read_bytes()
-
-
-def retargeted(ptx: str, arch: str) -> str:
-    """PTX with another GPU in its ``.target`` line."""
-    return re.sub(r"(?m)^\.target \w+", f".target {arch}", ptx, count=1)
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,32 @@ def taken(images: list[bytes]) -> list[Resources]:
     return found
 
 
-def sass(library: Path) -> str:
-    """The disassembly of every kernel in the library."""
-    return "\n".join(_dump(cubin, "--dump-sass") for cubin in cubins(library))
+def sass(libraries: Sequence[Path], arch: str) -> list[str]:
+    """The disassembly of the kernels in each library, all of them for ``arch`` (sm90 or sm100).
+
+    One run has the machine code of all libraries in a row: most of a run for one is the disassembler's start.
+    """
+    tool = nvdisasm()
+    if tool is None:
+        raise FileNotFoundError("inspect: nvdisasm is neither on the PATH nor in triton's package")
+    codes = [b"".join(map(_code, cubins(library))) for library in libraries]
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [tool, "--binary", arch.upper(), file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = re.findall(r"(?m)^ */\*[0-9a-f]{4,}\*/ .*", text)
+    if len(lines) * _INSTRUCTION != sum(map(len, codes)):
+        raise RuntimeError(f"inspect: {tool} has {len(lines)} lines for {sum(map(len, codes))} bytes of machine code")
+    rest = iter(lines)
+    return ["\n".join(itertools.islice(rest, len(code) // _INSTRUCTION)) for code in codes]
+
+
+def _code(cubin: bytes) -> bytes:
+    """The executable sections of an ELF image, one after the other."""
+    table, (size, count) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<HH", cubin, 58)
+    sections = (struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count))
+    return b"".join(cubin[at : at + length] for _, _, flags, _, at, length in sections if flags & _EXECUTABLE)
 
 
 if __name__ == "__main__":

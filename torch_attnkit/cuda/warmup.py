@@ -7,6 +7,7 @@ them side by side into the cache or into a bundle, a folder that ``ATTNKIT_CACHE
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from torch_attnkit.core import config
 from torch_attnkit.core.dispatch import OPS
@@ -64,37 +66,66 @@ def warmup(target: str, out: Path | None = None, op: str | None = None, jobs: in
     return len(failed)
 
 
-def requests(arch: str, only: str | None = None) -> list[compile.Request]:
-    """Every distinct kernel that the parity and bench cases of the table ask for on ``arch``."""
+def requests(arch: str, only: str | None = None, *, covering: bool = False) -> list[compile.Request]:
+    """Every distinct kernel that the parity and bench cases of the table ask for on ``arch``.
+
+    With ``covering``, those of the parity cases that ``parity.cases`` keeps, alone: what a test run simulates.
+    """
     target, found = Target(arch), {}
     for op in OPS.values():
-        for row in op.kernels:
-            if arch in row.archs and only in (None, op.name):
-                with compile.recording() as asked:
-                    for call in _calls(op, row):
+        rows = [row for row in op.kernels if arch in row.archs and only in (None, op.name)]
+        mode = FakeTensorMode()
+        bench = [] if covering else _bench_calls(op, rows, mode)
+        for row in rows:
+            build = op.module(row.file).build
+            with compile.recording() as asked:
+                for call in _parity_calls(op, row, covering):
+                    if row.refusal(call) is None:
+                        build(call, target)
+                with mode:
+                    for call in bench:
                         if row.refusal(call) is None:
-                            op.module(row.file).build(call, target)
-                found |= dict.fromkeys(asked)
+                            build(call, target)
+            found |= dict.fromkeys(asked)
     return list(found)
 
 
-def _calls(op: Op, row: Kernel) -> Iterator[Call]:
-    """One bound call for each parity case of a row, contiguous and strided, and for each bench case it may take."""
+class _Undrawn(TorchFunctionMode):
+    """Tensors hold what was in memory before: planning looks at none, and to fill them takes most of the time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.randn:
+            return torch.empty(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
+        if func is torch.full:
+            return torch.empty(args[0], **kwargs)
+        return args[0] if func is torch.Tensor.copy_ else func(*args, **kwargs)
+
+
+def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
+    """One bound call for each parity case of a row, contiguous and strided."""
     from torch_attnkit import parity
 
-    for case in parity.cases(op, op.kernels.index(row), row.archs[0]):
-        args, kwargs = parity.inputs(op, case.shape, DTYPES[case.dtype], case.features, case.dims)
-        for layout in parity.LAYOUTS:
-            yield _bind(op, tuple(_placed(a, layout) for a in args), kwargs)
-    cases = op.module("cases")
-    for dims in cases.BENCH.values():
-        for dtype in (d for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3")):
-            with FakeTensorMode():
-                try:
-                    args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
-                except Exception:  # some inputs depend on data, which these tensors do not have
-                    continue
-                yield _bind(op, args, kwargs)
+    for case in parity.cases(op, op.kernels.index(row), row.archs[0], covering=covering):
+        with _Undrawn():
+            args, kwargs = parity.inputs(op, case.shape, DTYPES[case.dtype], case.features, case.dims)
+            placed = [tuple(_placed(a, layout) for a in args) for layout in parity.LAYOUTS]
+        for tensors in placed:
+            yield _bind(op, tensors, kwargs)
+
+
+def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> list[Call]:
+    """One bound call for each bench case and dtype that one of the rows may take, of tensors of ``mode``."""
+    found = []
+    dtypes = dict.fromkeys(d for row in rows for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3"))
+    with mode:
+        for dims, dtype in itertools.product(op.module("cases").BENCH.values(), dtypes):
+            try:
+                args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
+            except Exception:  # some inputs depend on data, which these tensors do not have
+                continue
+            found.append(_bind(op, args, kwargs))
+    return found
 
 
 def bench_inputs(

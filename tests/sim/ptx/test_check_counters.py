@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from torch_attnkit.cuda.compile import GPU_ARCH
 from torch_attnkit.sim.ptx import counters
+from torch_attnkit.sim.ptx.launch import PROCESSORS
 from torch_attnkit.sim.ptx.settings import Launch
 
 from .checked import aligned, launch
@@ -85,6 +87,10 @@ def given(**changes: object) -> Launch:
 def test_each_resource_takes_its_time(changes, what, microseconds):
     time, limit = counters.bound(given(**changes), counters.CHIPS["sm_100a"])
     assert limit == what and time == pytest.approx(microseconds)
+
+
+def test_what_the_package_compiles_for_is_a_chip():
+    assert set(GPU_ARCH.values()) <= counters.CHIPS.keys() & PROCESSORS.keys()
 
 
 def test_few_ctas_use_few_processors():

@@ -45,8 +45,10 @@ class Chip:
         return min(self.processors, max(1, ctas)) * self.ghz * 1e3
 
 
+_B200 = Chip("B200", 148, 1.86, 8.0, {16: 2250.0, 19: 1100.0, 8: 4500.0, 4: 9000.0}, 0.25)
 CHIPS = {
-    "sm_100a": Chip("B200", 148, 1.86, 8.0, {16: 2250.0, 19: 1100.0, 8: 4500.0, 4: 9000.0}, 0.25),
+    "sm_100a": _B200,
+    "sm_100f": _B200,  # for a family of GPUs, of which this one is simulated
     "sm_90a": Chip("H200", 132, 1.83, 4.8, {16: 989.0, 19: 495.0, 8: 1979.0}),
 }
 _BITS = {

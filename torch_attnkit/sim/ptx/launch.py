@@ -14,7 +14,7 @@ from . import memory
 from .runtime import machine, runtime
 from .settings import Launch, current, note
 
-PROCESSORS = {"sm_90a": 132, "sm_100a": 148}  # an H200, a B200
+PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_100f": 148}  # an H200, a B200
 
 
 def __getattr__(name: str) -> type[Exception]:
