@@ -27,9 +27,9 @@ def test_a_plan_fits(dim, dim_v):
     from torch_attnkit.cuda.decode_types import Config, LatentConfig, WideConfig
 
     configs = {"trace": Config, "trace_wide": WideConfig, "trace_latent": LatentConfig}
-    sizes = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 16), (False, True), (1, 8))
-    for group, most_keys, groups, page, same, heads in sizes:
-        p = plan(dim, dim_v, group, SMS, most_keys, groups, page=page, same=same, heads=min(heads, groups))
+    sizes = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 16), (False, True))
+    for group, most_keys, groups, page, same in sizes:
+        p = plan(dim, dim_v, group, SMS, most_keys, groups, page=page, same=same)
         config = configs[p.trace](None, **p.sizes)
         per_sm = p.blocks // SMS
         assert config.stages >= 2 and p.blocks == per_sm * SMS
@@ -38,7 +38,7 @@ def test_a_plan_fits(dim, dim_v):
         assert p.floats >= 2 * p.blocks * config.part_floats and p.counters >= p.blocks
         assert bool(p.combiners) == config.combine and p.combiners <= SMS
         assert p.chunks * config.heads >= group > (p.chunks - 1) * config.heads
-        assert p.chunks * min(heads, groups) % p.beside == 0 and p.blocks % p.beside <= p.blocks // 16
+        assert p.chunks % p.beside == 0 and p.blocks % p.beside <= p.blocks // 16
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,6 @@ def test_a_plan_fits(dim, dim_v):
 def test_the_choices_that_were_measured(dim, group, most_keys, groups, page, trace, combine):
     p = plan(dim, dim, group, SMS, most_keys, groups, page=page)
     assert (p.trace, p.sizes["combine"]) == (trace, combine)
-
-
-@pytest.mark.parametrize(
-    ("dim", "heads", "page", "beside"),
-    [(128, 8, 16, 8), (128, 8, 0, 1), (128, 7, 16, 1), (128, 5, 64, 1), (128, 12, 64, 12), (64, 16, 64, 8)],
-)
-def test_heads_that_share_pages_go_side_by_side(dim, heads, page, beside):
-    """As many as divide both the heads and the 264 blocks."""
-    p = plan(dim, dim, 4, SMS, 1024, 16 * heads, page, heads=heads)
-    assert (p.trace, p.beside, p.blocks % p.beside) == ("trace", beside, 0)
 
 
 def test_keys_that_are_values_have_a_kernel():

@@ -74,7 +74,7 @@ class Decode(Merging):
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         kv_heads = Int32(tensors.k.shape[2 if c.page else 1])
         beside = self._beside(scalars)
-        groups = kv_heads * scalars.chunks // beside
+        groups = kv_heads * (scalars.chunks // beside)
         cut = share(lengths, groups, blocks // beside, scalars.least, c.keys)
         mine = block // beside
         at, stop = cut.start(mine), cut.start(mine + 1)
@@ -93,8 +93,8 @@ class Decode(Merging):
             at += last - first
             whole = last - first == keys.units
             last = cutlass.select_(whole, keys.tiles, last)
-            column = group * beside + block % beside
-            kv_head, chunk = column // scalars.chunks, column % scalars.chunks
+            each = scalars.chunks // beside
+            kv_head, chunk = group // each, group % each * beside + block % beside
             head = chunk * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
             piece = Piece(sequence, kv_head, kv_head * scalars.group + head, heads, first, last)

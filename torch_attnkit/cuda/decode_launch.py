@@ -34,7 +34,7 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
     extra = {"size": 1} if codes else {}
 
     def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
-        p = plan(dim, dim_v, group, sms, most, groups, page, same=same, heads=heads, **extra)
+        p = plan(dim, dim_v, group, sms, most, groups, page, same=same, **extra)
         return p, compile.launcher(
             call, target, target.arch, kernel=f"torch_attnkit.cuda.{target.arch}.decode_kernel", trace=p.trace,
             dtype=short(call.dtype), **p.sizes, **({"scales": scaled} if any(scaled) else {}),

@@ -186,9 +186,8 @@ class Merging:
         sO = smem.allocate_tensor(Float32, cute.make_layout((4, vectors, teams)), 16)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2, teams)), 16)
         kv_heads, beside = Int32(tensors.k.shape[2 if c.page else 1]), self._beside(scalars)
-        groups = kv_heads * scalars.chunks
-        each = groups // beside
-        cut = share(lengths, each, blocks // beside, scalars.least, c.keys)
+        groups, each = kv_heads * scalars.chunks, scalars.chunks // beside
+        cut = share(lengths, kv_heads * each, blocks // beside, scalars.least, c.keys)
         most = cutlass.min(scalars.group, c.heads)  # heads of a group
         rows = lengths.batch * groups * most
         block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -201,14 +200,15 @@ class Merging:
             sequence, group = index // groups, index % groups
             units = visible(lengths, sequence, c.keys).units
             kv_head, chunk = group // scalars.chunks, group % scalars.chunks
-            start = units_before(lengths, each, sequence, c.keys) + group // beside * units
+            start = units_before(lengths, kv_heads * each, sequence, c.keys)
+            start += (kv_head * each + chunk // beside) * units
             one, other = cut.owner(start), cut.owner(start + units - 1)
             if one != other:
                 head = chunk * c.heads
                 heads = cutlass.min(scalars.group - head, c.heads)
                 piece = Piece(sequence, kv_head, kv_head * scalars.group + head, heads, Int32(0), Int32(0))
                 # A block's first piece is in its even slot; only the first block can have begun before the group.
-                slot = (one * beside + group % beside) * 2
+                slot = (one * beside + chunk % beside) * 2
                 rest = slot + 2 * beside
                 slot += cutlass.select_(cut.start(one) == start, Int32(0), Int32(1))
                 end = cutlass.min(last - index * most, heads)

@@ -42,12 +42,9 @@ class Plan:
 
 
 def plan(
-    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, same: bool = False,
-    heads: int = 1,
-) -> Plan:  # fmt: skip
+    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, same: bool = False
+) -> Plan:
     """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
-
-    A sequence has ``heads`` of the KV heads.
 
     ``page`` is the number of keys of a page, 0 without pages. ``same``: one tensor is keys and values, which the wide
     kernel has to know; with 512 columns that is a kernel of its own. Blackwell has a plan of its own.
@@ -63,13 +60,11 @@ def plan(
     low, high = _MUCH_PAGED.get(dim, (1, 0)) if page else (_MUCH.get(dim, 1 << 60), 1 << 60)
     streams = most_keys > _SHORT and sms * low <= nbytes <= sms * high
     if dim == dim_v and dim in _WIDE and (group > FEW or streams):
-        return _wide(dim, group, sms, most_keys, groups, page, same, heads)
-    return narrow(dim, dim_v, group, sms, most_keys, groups, page, heads)
+        return _wide(dim, group, sms, most_keys, groups, page, same)
+    return narrow(dim, dim_v, group, sms, most_keys, groups, page)
 
 
-def narrow(
-    dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int, kv_heads: int = 1
-) -> Plan:
+def narrow(dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int) -> Plan:
     """One block an SM with tiles of 32 keys instead of two with 16, H200, 32/8 heads, D 128: 1x8192 15.9 for 17.5 us,
     1x131072 133.5 for 137.6, 16x8192 131 to 136 for 134.2, but 1x1024 9.9 for 8.1; from 64x4096 on they are equal.
     Over pages tiles keep to 16 keys, which lie in one page of 16.
@@ -90,17 +85,16 @@ def narrow(
         stages = (_SHARED - _RESERVED - 16) // (2 * warps * stage)
     blocks, chunks, least = sms * per_sm, -(-group // heads), 1 if by_group else 2 * warps
     pieces = groups * chunks
-    beside = _beside(blocks, 1, kv_heads) if page and chunks == 1 else 1
-    parts = 1 if by_group else _parts(blocks // beside, pieces // beside, -(-most_keys // keys), least)
+    parts = 1 if by_group else _parts(blocks, pieces, -(-most_keys // keys), least)
     combine = _rounds(min(group, heads), dim_v, 32 * warps, parts) > _ROUNDS
     sizes = dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine)
     return Plan(
-        "trace", paged(page) | sizes, chunks, beside, int(by_group), least, blocks,
+        "trace", paged(page) | sizes, chunks, 1, int(by_group), least, blocks,
         min(pieces * min(group, heads), sms) if combine else 0, 2 * blocks * heads * (dim_v + 2), blocks,
     )  # fmt: skip
 
 
-def _wide(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int, same: bool, kv_heads: int) -> Plan:
+def _wide(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int, same: bool) -> Plan:
     """Up to 64 heads a block, whose parts are that much longer."""
     latent = same and dim == 512
     keys, per_sm = (_LATENT[0], 1) if latent else _WIDE[dim]
@@ -108,7 +102,7 @@ def _wide(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int
     fixed = heads * dim * 2 + (2 * heads * keys * 4 if dim > 256 else 0)
     stages = _LATENT[1] if latent else min((_SHARED // per_sm - _RESERVED - 16 - fixed) // (keys * dim * 2), 8)
     blocks, chunks, least = sms * per_sm, -(-group // heads), 1 if by_group else -(-_LEAST // keys)
-    pieces, beside = groups * chunks, _beside(blocks, chunks, kv_heads if page else 1)
+    pieces, beside = groups * chunks, _beside(blocks, chunks)
     parts = 1 if by_group else _parts(blocks // beside, pieces // beside, -(-most_keys // keys), least)
     combine = _rounds(min(group, heads), dim, 256 if dim > 256 else 128, parts) > _ROUNDS
     sizes = dict(dim=dim, keys=keys, stages=stages, combine=combine, same=same)
@@ -122,16 +116,10 @@ def paged(page: int) -> dict[str, int]:
     return dict(page=page) if page else {}
 
 
-def _beside(blocks: int, chunks: int, heads: int) -> int:
-    """How many of a sequence's groups neighbouring blocks go along at the same time.
-
-    They are the chunks of a KV head, which read the same keys; unless that idles more than a 16th of the blocks, then
-    it is one group. Where keys of different heads lie side by side in memory, which they do in pages, they are as many
-    of ``heads`` heads as leave no block idle.
-    """
-    if blocks // chunks * chunks * 16 < blocks * 15:
-        return 1
-    return chunks * max((n for n in range(1, heads + 1) if heads % n == 0 and blocks % (chunks * n) == 0), default=1)
+def _beside(blocks: int, chunks: int) -> int:
+    """How many of a KV head's chunks of query heads go along its keys at the same time: all, or, not to idle more than
+    a 16th of the blocks, one."""
+    return chunks if blocks // chunks * chunks * 16 >= blocks * 15 else 1
 
 
 def _parts(blocks: int, pieces: int, tiles: int, least: int) -> int:

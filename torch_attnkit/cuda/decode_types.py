@@ -28,10 +28,7 @@ class Config:
     page: int = 0
     combine: bool = False  # whether a second kernel merges parts, else the block that brings the last
 
-    @property
-    def beside(self) -> bool:
-        """Whether ``Scalars.beside`` can be more than 1."""
-        return self.page > 0
+    beside = False  # whether ``Scalars.beside`` can be more than 1
 
     @property
     def threads(self) -> int:
@@ -247,7 +244,7 @@ class Scalars(NamedTuple):
     has_sink: Int32
     group: Int32  # query heads per KV head
     chunks: Int32  # groups that share a KV head: its query heads / heads, rounded up
-    beside: Int32  # of a sequence's groups those that neighbouring blocks attend at once, which divide them
+    beside: Int32  # of them that neighbouring blocks attend at once, all or 1: what one loads the L2 has for the others
     least: Int32  # tiles
 
 

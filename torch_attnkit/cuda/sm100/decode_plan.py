@@ -15,11 +15,9 @@ _AT_ONCE = 8  # buffers on the way, 128 or 256 KB: more than memory's latency ne
 
 def plan(
     dim: int, dim_v: int, group: int, sms: int, most_keys: int, groups: int, page: int = 0, *, same: bool = False,
-    size: int = 2, heads: int = 1,
+    size: int = 2,
 ) -> Plan:  # fmt: skip
     """For ``groups`` KV heads of all sequences, each of ``group`` query heads and at most ``most_keys`` keys.
-
-    A sequence has ``heads`` of the KV heads.
 
     ``page`` is the number of keys of a page, 0 without pages. ``same``: one tensor is keys and values. ``size``: bytes
     of an element; E4M3 has ``sm100/decode.py`` alone.
@@ -33,7 +31,7 @@ def plan(
     """
     if dim == dim_v and dim in _DIMS and (group > FEW or size == 1):
         return _tall(dim, group, sms, most_keys, groups, page, same, size)
-    return narrow(dim, dim_v, group, sms, most_keys, groups, page, heads)
+    return narrow(dim, dim_v, group, sms, most_keys, groups, page)
 
 
 def _tall(dim: int, group: int, sms: int, most_keys: int, groups: int, page: int, same: bool, size: int) -> Plan:
