@@ -106,11 +106,11 @@ class WidePrefill(WideRows, Prefill):
         peaks = memory.allocate_tensor(Float32, cute.make_layout((ROWS, 2)), 16)
         finals = memory.allocate_tensor(Float32, cute.make_layout((ROWS, 3, 2)), 16)
         base = memory.allocate(4, 4)
+        if warp == c.product_warp:
+            cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32), is_two_cta=True)
         if warp == c.load_warp:
             for atom in (loads.q_atom, loads.k_atom, loads.v_atom):
                 cpasync.prefetch_descriptor(atom)
-        if warp == c.product_warp:
-            cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32), is_two_cta=True)
         cute.arch.mbarrier_init_fence()
         tmem.before_sync()
         self._meet()
