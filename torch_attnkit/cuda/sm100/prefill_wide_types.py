@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .prefill_types import ROWS, Config
+from cutlass.cute.nvgpu import tcgen05
+
+from .prefill_types import ROWS, Config, Depths
 
 CTAS = 2  # of a pair, which computes one tile
 LANES = ROWS // CTAS  # rows of the tile in one CTA; half a CTA's threads, for two threads have a row
@@ -25,6 +27,18 @@ class WideConfig(Config):
     block's keys by ``HALF`` columns, of which each CTA holds one half. ``rows`` counts the tokens of the pair's tile.
     ``pair`` means two pairs of CTAs, on neighbouring tiles of a head, whose CTAs load half of every piece each.
     """
+
+    cta_group = tcgen05.CtaGroup.TWO
+    weights_from = tcgen05.OperandSource.SMEM
+    staged = 4
+
+    @property
+    def tilers(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        return (ROWS, self.tile_n, PIECE), (ROWS, HALF, self.tile_n // 2)
+
+    @property
+    def depths(self) -> Depths:
+        return Depths(self.k_pieces, self.stages, self.stages, 2)
 
     @property
     def cluster(self) -> int:
