@@ -47,14 +47,15 @@ class Prefill(Rows, Frame):
         return rings(memory, warp, table)
 
     def _multicast(self) -> dict:
-        """To both CTAs of a pair."""
+        """Loads to both CTAs of a pair."""
         return {"mcast_mask": cutlass.Int16(3)} if self.c.pair else {}
 
     @cute.jit
     def _load_tile(self, loads: Loads, heads, products: Products, bars, staged, mask, walk):
         c = self.c
-        sQ, sK, sV = staged
         tile, plan, fills, n = walk
+        # Of products of k numbers: ((128, k), 1, D / k, tiles), ((N, k), 1, D / k, stages), ((Dv, k), 1, N / k, stages)
+        sQ, sK, sV = staged
         q_head, k_head, v_head = heads
         rank = cute.arch.block_idx()[0] % c.ctas
         qk, pv = products.qk.get_slice(0), products.pv.get_slice(0)

@@ -56,7 +56,10 @@ class Frame:
         )
 
     def _loads(self, ins: Inputs, layouts: Layouts, products: Products) -> Loads:
-        """TMA of one box of Q, K and V each. Only those of one CTA alone complete on that CTA's own barriers: V's."""
+        """TMA of a box of Q, K and V each.
+
+        With products of two CTAs loads of Q and K complete on the first CTA's barriers, V's on each CTA's own.
+        """
         c = self.c
         tiler_qk, tiler_pv = c.tilers
         modes = [0, 2, 1] if c.varlen else [1, 3, 2, 0]

@@ -10,12 +10,13 @@ would need the other's too.
     loads, a warp in both CTAs: Q, pieces of K, pieces of V          products, one warp: S = Q K', then O (+)= P V
     softmax, a warpgroup in both: S -> P in shared memory            correction, a warpgroup in both: O *= factor -> out
 
-Products are issued as S(0) | S(1) O(0) | S(2) O(1) | ...; S is the sum over four pieces of the head dim, O two products
-of 256 columns. The persistent grid of pairs, and how its roles walk through tiles, is ``prefill_frame.py``.
+Products are issued as S(0) | S(1) O(0) | S(2) O(1) | ...; S is the sum over pieces of the head dim, four in 16 bits and
+two in E4M3, O two products of 256 columns. The persistent grid of pairs, and how its roles walk through tiles, is
+``prefill_frame.py``.
 
-A pair does 128 operations for each byte that it reads, half of what ``prefill.py`` does with its tiles of 256 rows. So
-two pairs may form a cluster on neighbouring tiles (``c.pair``), where each CTA loads half of its half for both pairs by
-TMA multicast. For 1152 tokens and 2 heads the simulator then counts 26 MB of copies instead of 45.
+In bf16 a pair does 128 operations for each byte that it reads, half of what ``prefill.py`` does with its tiles of 256
+rows. So two pairs may form a cluster on neighbouring tiles (``c.pair``), where each CTA loads half of its half for both
+pairs by TMA multicast. For 1152 tokens and 2 heads the simulator then counts 26 MB of copies instead of 45.
 """
 
 import cutlass
@@ -30,7 +31,7 @@ from . import tmem
 from .prefill_frame import Frame
 from .prefill_types import ROWS, Layouts, Loads, Products
 from .prefill_wide_rows import WideRows
-from .prefill_wide_types import CTAS, HALF, LANES, PIECE
+from .prefill_wide_types import CTAS, HALF, LANES
 
 
 class WidePrefill(WideRows, Frame):
@@ -71,7 +72,7 @@ class WidePrefill(WideRows, Frame):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, CTAS * nbytes)
 
     def _multicast(self) -> dict:
-        """To the CTAs of this rank in both pairs."""
+        """Loads to the CTAs of this rank in both pairs."""
         return {"mcast_mask": cutlass.Int16(5 << cute.arch.block_idx()[0] % CTAS)} if self.c.pair else {}
 
     @cute.jit
@@ -79,17 +80,19 @@ class WidePrefill(WideRows, Frame):
         """In each CTA its half of the queries and of all pieces of K and V."""
         c = self.c
         tile, plan, fills, n = walk
+        # Of products of k numbers: ((64, k), 1, piece / k, k_pieces), ((64, k), 1, piece / k, stages),
+        # ((128, k), 1, part / k, stages); P is ((64, k), 1, part / k, parts).
         sQ, sK, sV, _ = staged
         q_head, k_head, v_head = heads
         rank = cute.arch.block_idx()[0] % CTAS
         pair = cute.arch.block_idx()[0] // CTAS % c.ctas
         qk, pv = products.qk.get_slice(rank), products.pv.get_slice(rank)
-        gQ = qk.partition_A(cute.local_tile(q_head, (ROWS, PIECE), (tile.row * c.ctas + pair, None)))
-        gK = qk.partition_B(cute.local_tile(k_head, (c.tile_n, PIECE), (None, None)))
-        gV = pv.partition_B(cute.local_tile(v_head, (HALF, c.tile_n // 2), (None, None)))
+        gQ = qk.partition_A(cute.local_tile(q_head, (ROWS, c.piece), (tile.row * c.ctas + pair, None)))
+        gK = qk.partition_B(cute.local_tile(k_head, (c.tile_n, c.piece), (None, None)))
+        gV = pv.partition_B(cute.local_tile(v_head, (HALF, c.part), (None, None)))
         tQsQ, tQgQ = self._split(loads.q_atom, 0, 1, sQ, gQ)  # (box, pieces) both
         tKsK, tKgK = self._split(loads.k_atom, pair, c.ctas, sK, gK)  # (box, stages), (box, blocks, pieces)
-        tVsV, tVgV = self._split(loads.v_atom, pair, c.ctas, sV, gV)  # ..., (box, halves of Dv, half blocks)
+        tVsV, tVgV = self._split(loads.v_atom, pair, c.ctas, sV, gV)  # ..., (box, halves of Dv, parts)
         full = bars["q"].await_empty(fills)
         self._expect(full, self._bytes(LANES, c.dim), rank)
         for part in cutlass.range_constexpr(c.k_pieces):
@@ -99,14 +102,14 @@ class WidePrefill(WideRows, Frame):
                 for part in cutlass.range(0, c.k_pieces, unroll=1):
                     k = (n + i) * c.k_pieces + part
                     full = bars["k"].await_empty(k)
-                    self._expect(full, self._bytes(c.tile_n // CTAS, PIECE), rank)
+                    self._expect(full, self._bytes(c.tile_n // CTAS, c.piece), rank)
                     source = tKgK[None, plan.block(i), part]
                     cute.copy(loads.k_atom, source, tKsK[None, bars["k"].slot(k)], tma_bar_ptr=full, **mask)
             if i > 0:
                 for part in cutlass.range(0, c.v_pieces, unroll=1):
                     k = (n + i - 1) * c.v_pieces + part
-                    full = bars["v"].acquire(k, self._bytes(c.tile_n // 2, HALF // CTAS))
-                    source = tVgV[None, part // 2, plan.block(i - 1) * 2 + part % 2]
+                    full = bars["v"].acquire(k, self._bytes(c.part, HALF // CTAS))
+                    source = tVgV[None, part // c.parts, plan.block(i - 1) * c.parts + part % c.parts]
                     cute.copy(loads.v_atom, source, tVsV[None, bars["v"].slot(k)], tma_bar_ptr=full, **mask)
 
     def _operands(self, products: Products, layouts: Layouts, staged):
@@ -162,8 +165,8 @@ class WidePrefill(WideRows, Frame):
         tmem.after_sync()
         for h in cutlass.range_constexpr(c.halves):
             tO = cute.make_tensor(tmem.pointer(Float32, c.outputs[0] + h * HALF // 2), shape)
-            for keys in cutlass.range_constexpr(2):
-                at = bars["v"].slot(n * c.v_pieces + 2 * h + keys)
+            for keys in cutlass.range_constexpr(c.parts):
+                at = bars["v"].slot(n * c.v_pieces + c.parts * h + keys)
                 accumulate = more if keys == 0 else True
                 self._product(mma, tO, tP[None, None, None, keys], tV[None, None, None, at], accumulate=accumulate)
                 self._release(bars["v"], at)
