@@ -33,43 +33,34 @@ def _scales(config: Features, sequences: Any, kv_heads: Any) -> Any:
     return tuple(made) or None
 
 
-def dense(name: str, config: Features) -> list[Any]:
-    """For batches of sequences, in a dtype in the table's words."""
-    B, T, S, Hq, Hkv = (fake.dim32() for _ in range(5))
+def _arguments(name: str, config: Features, queries: tuple, keys: tuple, ends: tuple, sequences: Any) -> list[Any]:
+    """With axes of tokens for the queries and the keys, and the fields ``low`` and ``high`` of Inputs."""
+    Hq, Hkv = (fake.dim32() for _ in range(2))
     stored, result = ("u8", "bf16") if name == "f8e4m3" else (name, name)
 
     def per_row(on: bool) -> Any:
-        return fake.tensor("f32", (B, T, Hq), align=4) if on else None
+        return fake.tensor("f32", (*queries, Hq), align=4) if on else None
 
     ins = Inputs(
-        _rows(stored, B, T, Hq, config.dim),
-        _rows(stored, B, S, Hkv, config.dim),
-        _rows(stored, B, S, Hkv, config.dim_v),
+        _rows(stored, *queries, Hq, config.dim),
+        _rows(stored, *keys, Hkv, config.dim),
+        _rows(stored, *keys, Hkv, config.dim_v),
         _vector("f32", Hq, config.sink),
-        _vector("i32", B, config.kv_start),
-        _vector("i32", B, config.kv_len),
-        _scales(config, B, Hkv),
+        *ends,
+        _scales(config, sequences, Hkv),
     )
-    outs = Outputs(_rows(result, B, T, Hq, config.dim_v), per_row(True), per_row(not config.normalize))
+    outs = Outputs(_rows(result, *queries, Hq, config.dim_v), per_row(True), per_row(not config.normalize))
     return [ins, outs, _scalars(), fake.stream()]
+
+
+def dense(name: str, config: Features) -> list[Any]:
+    """For batches of sequences, in a dtype in the table's words."""
+    B, T, S = (fake.dim32() for _ in range(3))
+    ends = (_vector("i32", B, config.kv_start), _vector("i32", B, config.kv_len))
+    return _arguments(name, config, (B, T), (B, S), ends, B)
 
 
 def packed(name: str, config: Features) -> list[Any]:
     """For sequences one after another, with offsets."""
-    Tq, Tk, Hq, Hkv, ends, sequences = (fake.dim32() for _ in range(6))
-    stored, result = ("u8", "bf16") if name == "f8e4m3" else (name, name)
-
-    def per_row(on: bool) -> Any:
-        return fake.tensor("f32", (Tq, Hq), align=4) if on else None
-
-    ins = Inputs(
-        _rows(stored, Tq, Hq, config.dim),
-        _rows(stored, Tk, Hkv, config.dim),
-        _rows(stored, Tk, Hkv, config.dim_v),
-        _vector("f32", Hq, config.sink),
-        _vector("i32", ends),
-        _vector("i32", ends),
-        _scales(config, sequences, Hkv),
-    )
-    outs = Outputs(_rows(result, Tq, Hq, config.dim_v), per_row(True), per_row(not config.normalize))
-    return [ins, outs, _scalars(), fake.stream()]
+    Tq, Tk, count, sequences = (fake.dim32() for _ in range(4))
+    return _arguments(name, config, (Tq,), (Tk,), (_vector("i32", count), _vector("i32", count)), sequences)

@@ -102,6 +102,22 @@ def given(arguments: Any) -> tuple[bool, ...]:
     return tuple(getattr(arguments, f"{name}_scale", None) is not None for name in "qkv")
 
 
+def fed(run: Callable[..., None], scalars: tuple[Any, ...], arg: Any, kv: tuple, negate: bool) -> Callable[..., None]:
+    """What runs a kernel on a call's tensors, brought into the layouts and the order of the kernel's Inputs.
+
+    ``kv`` are the call's keys and values as the kernel has them, ``negate`` asks for -q.
+    """
+    read_q, read_k, read_v = (reader(t) for t in (arg.q, *kv))
+    scaled = any(given(arg))
+
+    def start(qkv: tuple, others: tuple, scales: tuple, outs: tuple) -> None:
+        q, k, v = qkv
+        ins = (read_q(negated(q) if negate else q), read_k(k), read_v(v), *others, scales if scaled else None)
+        run(ins, outs, scalars)
+
+    return start
+
+
 def nothing_attended(out: torch.Tensor, lse: torch.Tensor, row_sum: torch.Tensor) -> None:
     """The results of queries that have no keys."""
     out.zero_()
@@ -120,29 +136,17 @@ def dense(
     ``shared_by(signature)`` is how many pieces of the kernel's grid share a KV head.
     """
     B, T, S, Hq, D, Dv = (call.dim[axis] for axis in ("B", "T", "S", "Hq", "D", "Dv"))
-    a, normalize = call.arg, call.arg.normalize
+    a = call.arg
     window = -1 if a.window >= (S if a.causal else max(S, T)) else a.window
     scores = Scores(D, a.scale, a.softcap, window, a.sink_tokens)
     compiled = signature(scores)
-    run: Any = compile.launcher(
-        call, target, target.arch, kv_len=a.kv_len is not None, kv_start=a.kv_start is not None, **compiled
-    )
-    read_q, read_k, read_v = (reader(t) for t in (a.q, a.k, a.v))
+    lengths = dict(kv_len=a.kv_len is not None, kv_start=a.kv_start is not None)
+    run: Any = compile.launcher(call, target, target.arch, **lengths, **compiled)
     heads = section(S, (D + Dv) * call.dtype.itemsize, shared_by(compiled))
-    scalars = scores.scalars(heads, driver.sm_count(call.device))
-
-    scaled = any(given(a))
+    start = _of_tokens(call, run, scores, heads, min(B, T, Hq), S)
 
     def launch(q, k, v, sink, kv_len, kv_start, q_scale, k_scale, v_scale, *rest):
-        out, lse, row_sum = rest[-3:]
-        if min(B, T, Hq) == 0:
-            return
-        if S == 0:
-            return nothing_attended(out, lse, row_sum)
-        q = read_q(negated(q) if scores.negate else q)
-        scales = (q_scale, k_scale, v_scale) if scaled else None
-        ins = (q, read_k(k), read_v(v), sink, kv_start, kv_len, scales)
-        run(ins, (out, lse, None if normalize else row_sum), scalars)
+        start((q, k, v), (sink, kv_start, kv_len), (q_scale, k_scale, v_scale), rest[-3:])
 
     return launch
 
@@ -150,25 +154,32 @@ def dense(
 def packed(call: Call, target: Target, signature: Callable[[Scores], dict[str, Any]]) -> Callable[..., None]:
     """flash_attention_varlen's launch; ``signature(scores)`` is what its kernel is compiled with."""
     Tq, Tk, Hq, D, sequences = (call.dim[axis] for axis in ("Tq", "Tk", "Hq", "D", "B"))
-    a, normalize = call.arg, call.arg.normalize
+    a = call.arg
     longest = max(Tq, Tk)  # of one sequence, if nothing else is known
     scores = Scores(D, a.scale, a.softcap, -1 if a.window >= longest else a.window, a.sink_tokens)
     run: Any = compile.launcher(call, target, target.arch, **signature(scores))
-    read_q, read_k, read_v = (reader(t) for t in (a.q, a.k, a.v))
     # One CTA per tile, which the hardware would balance, was 3 to 10 % slower on 64 lengths of 1 to 4096 (H200).
-    scalars = scores.scalars(1, driver.sm_count(call.device))
-
-    scaled = any(given(a))
+    start = _of_tokens(call, run, scores, 1, min(Tq, Hq), min(Tk, sequences))
 
     def launch(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, q_scale, k_scale, v_scale, *rest):
-        out, lse, row_sum = rest[-3:]
-        if min(Tq, Hq) == 0:
+        start((q, k, v), (sink, cu_seqlens_q, cu_seqlens_k), (q_scale, k_scale, v_scale), rest[-3:])
+
+    return launch
+
+
+def _of_tokens(
+    call: Call, run: Callable[..., None], scores: Scores, heads: int, queries: int, keys: int
+) -> Callable[..., None]:
+    """``fed`` for queries and keys of which there may be none, and for an op with out, LSE and row sum."""
+    a, normalize = call.arg, call.arg.normalize
+    start = fed(run, scores.scalars(heads, driver.sm_count(call.device)), a, (a.k, a.v), scores.negate)
+
+    def launch(qkv: tuple, others: tuple, scales: tuple, results: tuple) -> None:
+        out, lse, row_sum = results
+        if queries == 0:
             return
-        if min(Tk, sequences) == 0:
+        if keys == 0:
             return nothing_attended(out, lse, row_sum)
-        q = read_q(negated(q) if scores.negate else q)
-        scales = (q_scale, k_scale, v_scale) if scaled else None
-        ins = (q, read_k(k), read_v(v), sink, cu_seqlens_q, cu_seqlens_k, scales)
-        run(ins, (out, lse, None if normalize else row_sum), scalars)
+        start(qkv, others, scales, (out, lse, None if normalize else row_sum))
 
     return launch

@@ -1,7 +1,8 @@
 """How many tensor-core products the Blackwell kernels of many queries issue: those of the blocks that a query sees.
 
 The number is worked out here from shapes and masks, without the kernels' own arithmetic of blocks: a tile needs a block
-of keys if any of its queries sees any of its keys, and a product takes 16 elements of what it sums over.
+of keys if any of its queries sees any of its keys, and a product takes 32 bytes of what it sums over and has at most
+256 columns. Heads of 512 need two CTAs for a tile, whose products one of them issues.
 """
 
 from __future__ import annotations
@@ -22,30 +23,33 @@ pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's 
 pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
 pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
-K = 16  # elements that one tcgen05.mma of 16-bit operands sums over
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+DTYPES = pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "f8e4m3"])
 
 
-def _normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+def _normal(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 @functools.cache
-def _tiles(op: str, dims: tuple[int, ...], options: tuple) -> dict[str, int]:
-    """What the row compiles its kernel with: keys of a block, tiles of 128 rows, heads in a tile, CTAs in a pair."""
-    args, kwargs = MAKERS[op](*dims), dict(options)
+def _tiles(op: str, dims: tuple[int, ...], options: tuple, dtype: torch.dtype = BF16) -> dict[str, int]:
+    """What the row compiles its kernel with: keys of a block, tiles of 128 rows, heads in a tile, pairs or not."""
+    args, kwargs = MAKERS[op](*dims, dtype), dict(options)
     with compile.recording() as asked:
         OPS[op].module("sm100").build(parity.bound(OPS[op], args, kwargs), Target("sm100", simulated=True))
     return dict(asked[0].signature)
 
 
-def _needed(c: dict[str, int], seen: torch.Tensor, heads: int) -> int:
+def _needed(c: dict[str, int], seen: torch.Tensor, heads: int, dtype: torch.dtype = BF16) -> int:
     """Products for one sequence: ``seen`` (T, S) says which query sees which key, for each of ``heads`` query heads."""
-    ctas = 2 if c["pair"] else 1
-    tokens, products = 128 * c["tiles"] * ctas // c["group"], 0
+    k = 32 // dtype.itemsize  # elements that one tcgen05.mma sums over
+    tiles = c["tiles"] * (2 if c["pair"] else 1)  # which visit the same blocks
+    tokens, products = 128 * tiles // c["group"], 0
+    of_block = c["dim"] // k + -(-c["dim_v"] // 256) * c["tile_n"] // k
     for queries in seen.split(tokens) if len(seen) else ():
         # A tile whose queries see nothing visits one block, to find that out.
         blocks = max(1, sum(bool(keys.any()) for keys in queries.split(c["tile_n"], dim=1)))
-        products += blocks * ctas * c["tiles"] * (c["dim"] // K + c["tile_n"] // K)
+        products += blocks * tiles * of_block
     return products * heads // c["group"]
 
 
@@ -57,18 +61,20 @@ def _counted(op: str, args: tuple, kwargs: dict) -> int:
     return sum(launch.counters["by_opcode"].get("tcgen05.mma", 0) for launch in launches)
 
 
-def _dense(tokens: int, keys: int, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, ...]:
-    return _normal(2, tokens, heads, dim), *(_normal(2, keys, kv_heads, dim) for _ in "kv")
+def _dense(
+    tokens: int, keys: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, ...]:
+    return _normal(dtype, 2, tokens, heads, dim), *(_normal(dtype, 2, keys, kv_heads, dim) for _ in "kv")
 
 
-def _packed(heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, ...]:
-    q, k, v = _normal(790, heads, dim), *(_normal(700, kv_heads, dim) for _ in "kv")
+def _packed(heads: int, kv_heads: int, dim: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
+    q, k, v = _normal(dtype, 790, heads, dim), *(_normal(dtype, 700, kv_heads, dim) for _ in "kv")
     return q, k, v, torch.tensor([0, 5, 350, 350, 790]).int(), torch.tensor([0, 300, 300, 310, 700]).int()
 
 
-def _cached(tokens: int, heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, ...]:
-    caches = (_normal(3, kv_heads, 700, dim) for _ in "kv")
-    return _normal(3, tokens, heads, dim), *caches, torch.tensor([700, 20, 391], dtype=torch.int32)
+def _cached(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
+    caches = (_normal(dtype, 3, kv_heads, 700, dim) for _ in "kv")
+    return _normal(dtype, 3, tokens, heads, dim), *caches, torch.tensor([700, 20, 391], dtype=torch.int32)
 
 
 MAKERS = {"flash_attention": _dense, "flash_attention_varlen": _packed, "sdpa_multi": _cached}
@@ -94,12 +100,22 @@ DENSE = {
 
 @pytest.mark.parametrize(("name", "mask"), [(name, mask) for name, (_, masks) in DENSE.items() for mask in masks])
 def test_dense(name, mask):
-    dims, kwargs = DENSE[name][0], MASKS[mask]
+    _check_dense(DENSE[name][0], MASKS[mask])
+
+
+def _check_dense(dims: tuple[int, ...], kwargs: dict, dtype: torch.dtype = BF16) -> None:
     tokens, keys, heads = dims[:3]
-    c = _tiles("flash_attention", dims, tuple(kwargs.items()))
+    c = _tiles("flash_attention", dims, tuple(kwargs.items()), dtype)
     positions = torch.arange(keys - tokens, keys)[None]  # (1, T)
     seen = visible(positions, keys, 0, keys, **_ALL | kwargs)[0]
-    assert _counted("flash_attention", _dense(*dims), kwargs) == 2 * _needed(c, seen, heads)
+    assert _counted("flash_attention", _dense(*dims, dtype), kwargs) == 2 * _needed(c, seen, heads, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_dense_heads_of_512(mask, dtype):
+    """Pairs of pairs without a window, and pairs alone with one."""
+    _check_dense((290, 420, 1, 1, 512), MASKS[mask], dtype)
 
 
 def test_padded():
@@ -117,22 +133,40 @@ def test_padded():
 @pytest.mark.parametrize("dims", [(2, 2, 64), (4, 1, 128)], ids=["D64", "D128-group-of-4"])
 def test_packed(dims, mask):
     """A sequence's blocks count from its own first key; one without keys, and one without queries, are among them."""
-    args, kwargs = _packed(*dims), MASKS[mask]
-    c, needed = _tiles("flash_attention_varlen", dims, tuple(kwargs.items())), 0
+    _check_packed(dims, MASKS[mask])
+
+
+@DTYPES
+def test_packed_heads_of_512(dtype):
+    _check_packed((1, 1, 512), MASKS["window"], dtype)
+
+
+def _check_packed(dims: tuple[int, ...], kwargs: dict, dtype: torch.dtype = BF16) -> None:
+    args = _packed(*dims, dtype)
+    c, needed = _tiles("flash_attention_varlen", dims, tuple(kwargs.items()), dtype), 0
     for b in range(4):
         (q0, q1), (k0, k1) = (offsets[b : b + 2].tolist() for offsets in args[3:])
         positions = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[None]
         seen = visible(positions, k1 - k0, 0, k1 - k0, **_ALL | kwargs)[0]
-        needed += _needed(c, seen, dims[0])
+        needed += _needed(c, seen, dims[0], dtype)
     assert _counted("flash_attention_varlen", args, kwargs) == needed
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "sinks"])
 @pytest.mark.parametrize("dims", [(16, 4, 1, 64), (70, 4, 1, 128), (33, 2, 2, 256)], ids=["D64", "D128", "D256"])
 def test_in_a_cache(dims, mask):
-    args, kwargs = _cached(*dims), MASKS[mask]
-    c = _tiles("sdpa_multi", dims, tuple(kwargs.items()))
+    _check_cached(dims, MASKS[mask])
+
+
+@DTYPES
+def test_heads_of_512_in_a_cache(dtype):
+    _check_cached((33, 2, 2, 512), MASKS["causal"], dtype)
+
+
+def _check_cached(dims: tuple[int, ...], kwargs: dict, dtype: torch.dtype = BF16) -> None:
+    args = _cached(*dims, dtype)
+    c = _tiles("sdpa_multi", dims, tuple(kwargs.items()), dtype)
     lengths = args[3][:, None]
     positions = lengths - dims[0] + torch.arange(dims[0])  # (3, T)
     seen = visible(positions, 700, 0, lengths, **_ALL | kwargs)
-    assert _counted("sdpa_multi", args, kwargs) == sum(_needed(c, of_one, dims[1]) for of_one in seen)
+    assert _counted("sdpa_multi", args, kwargs) == sum(_needed(c, of_one, dims[1], dtype) for of_one in seen)

@@ -3,12 +3,13 @@
 from typing import Any
 
 from .prefill import Prefill
+from .prefill_frame import Frame
 from .prefill_types import Config
 from .prefill_wide import WidePrefill
 from .prefill_wide_types import WideConfig
 
 
-def prefill(*, dim: int, **signature: Any) -> Prefill:
+def prefill(*, dim: int, **signature: Any) -> Frame:
     """The kernel that a signature asks for: the output of a head of 512 takes two CTAs."""
     if dim > 256:
         return WidePrefill(WideConfig(dim=dim, **signature))

@@ -21,13 +21,18 @@ class Tiles:
     output for each tile: Dv above 128 leaves room for one tile. ``pair`` is "full" where it pays as long as every query
     sees all keys: causal rows far apart would make the pair's earlier one visit blocks for nothing. "no window": the
     reads that a pair saves are worth these blocks, unless a window leaves few others. Stages are those of 2-byte
-    elements; of bytes there are twice as many.
+    elements; of bytes there are twice as many. Where two ``ctas`` have a tile together, stages hold pieces of blocks,
+    which are as large whatever the dtype (``prefill_wide.py``), and so are the rings.
     """
 
     tile_n: int
     tiles: int
     stages: int
     pair: str = ""
+    ctas: int = 1
+
+    def stages_of(self, itemsize: int) -> int:
+        return self.stages * 2 // itemsize if self.ctas == 1 else self.stages
 
 
 TILES = {
@@ -38,7 +43,7 @@ TILES = {
     (128, 128): Tiles(128, 2, 2, "full"),
     (192, 128): Tiles(128, 2, 1, "full"),
     (256, 256): Tiles(128, 1, 1, "always"),
-    (512, 512): Tiles(128, 1, 4, "no window"),  # two CTAs a tile, and stages hold pieces of blocks: prefill_wide.py
+    (512, 512): Tiles(128, 1, 4, "no window", 2),
 }
 
 
@@ -61,7 +66,7 @@ def signature(call: Call, tokens: int, scores: Scores) -> dict[str, Any]:
         "tile_n": chosen.tile_n,
         "tiles": chosen.tiles if rows > _ROWS else 1,
         "group": group,
-        "stages": chosen.stages * 2 // call.dtype.itemsize,
+        "stages": chosen.stages_of(call.dtype.itemsize),
         "pair": rows > _ROWS * chosen.tiles and pays,
         "causal": arg.causal,
         "sink": arg.sink is not None,
@@ -72,5 +77,5 @@ def signature(call: Call, tokens: int, scores: Scores) -> dict[str, Any]:
 
 
 def multiprocessors(signature: dict[str, Any]) -> int:
-    """How many have a tile together, for heads of 512 a pair."""
-    return 2 if signature["dim"] == 512 else 1
+    """How many have a tile together."""
+    return TILES[signature["dim"], signature["dim_v"]].ctas

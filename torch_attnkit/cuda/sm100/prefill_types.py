@@ -5,11 +5,21 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cute.nvgpu import tcgen05
 
 from ..prefill_types import Features
 from .exponentials import eighths
 
 ROWS = 128  # of a tile: the lanes of tensor memory
+
+
+class Depths(NamedTuple):
+    """Stages of shared memory's operands, and of the probabilities wherever they are."""
+
+    q: int
+    k: int
+    v: int
+    p: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +36,24 @@ class Config(Features):
     pair: bool = False  # two CTAs, on neighbouring tiles of a head, load half of every block each, for both
     split: bool = False  # the keys of a tile are shared by several CTAs, see multi.py
 
+    cta_group = tcgen05.CtaGroup.ONE  # of the products
+    weights_from = tcgen05.OperandSource.TMEM  # where the products find the probabilities
+    staged = 3  # operands in shared memory: the first of Layouts
+
+    @property
+    def tilers(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Rows, columns and depth of a block of each of the two products."""
+        return (ROWS, self.tile_n, self.dim), (ROWS, self.dim_v, self.tile_n)
+
+    @property
+    def depths(self) -> Depths:
+        return Depths(self.tiles, self.stages, self.stages, 1)
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.ctas
+
     @property
     def codes(self) -> bool:
         """Whether q, k, v and the probabilities are E4M3, and out is bf16."""
@@ -38,7 +66,7 @@ class Config(Features):
 
     @property
     def ctas(self) -> int:
-        """That work on the same keys."""
+        """That work on the same keys; with products of two CTAs, how many pairs of these do."""
         return 2 if self.pair else 1
 
     @property
@@ -101,7 +129,7 @@ class Products(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Of shared memory, with stages last; ``p`` that of the probabilities in tensor memory."""
+    """Of shared memory, with stages last; ``p`` that of the probabilities, which may be in tensor memory."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout

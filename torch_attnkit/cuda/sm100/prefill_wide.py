@@ -10,133 +10,43 @@ would need the other's too.
     loads, a warp in both CTAs: Q, pieces of K, pieces of V          products, one warp: S = Q K', then O (+)= P V
     softmax, a warpgroup in both: S -> P in shared memory            correction, a warpgroup in both: O *= factor -> out
 
-Products are issued as S(0) | S(1) O(0) | S(2) O(1) | ...; S is the sum over four pieces of the head dim, O two products
-of 256 columns. Roles and notes are those of ``prefill.py``, and so is the persistent grid of pairs.
+Products are issued as S(0) | S(1) O(0) | S(2) O(1) | ...; S is the sum over pieces of the head dim, four in 16 bits and
+two in E4M3, O two products of 256 columns. The persistent grid of pairs, and how its roles walk through tiles, is
+``prefill_frame.py``.
 
-A pair does 128 operations for each byte that it reads, half of what ``prefill.py`` does with its tiles of 256 rows. So
-two pairs may form a cluster on neighbouring tiles (``c.pair``), where each CTA loads half of its half for both pairs by
-TMA multicast. For 1152 tokens and 2 heads the simulator then counts 26 MB of copies instead of 45.
+In bf16 a pair does 128 operations for each byte that it reads, half of what ``prefill.py`` does with its tiles of 256
+rows. So two pairs may form a cluster on neighbouring tiles (``c.pair``), where each CTA loads half of its half for both
+pairs by TMA multicast. For 1152 tokens and 2 heads the simulator then counts 26 MB of copies instead of 45.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
-from cutlass.utils import blackwell_helpers as blackwell
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import tcgen05
 
-from ..prefill_tiles import Order, place
-from ..prefill_types import Inputs, Outputs, Scalars
-from ..ring import Ring, rings
+from ..prefill_tiles import Blocks, Order
+from ..prefill_types import Scalars
+from ..ring import rings
 from . import tmem
-from .prefill import Prefill
-from .prefill_types import ROWS, Layouts, Loads, Products, Tile
+from .prefill_frame import Frame
+from .prefill_types import ROWS, Layouts, Loads, Products
 from .prefill_wide_rows import WideRows
-from .prefill_wide_types import CTAS, HALF, LANES, PIECE
-
-# Registers per thread of the softmax, correction, and issuing warpgroups: 64 K in all.
-_REGISTERS = (256, 144, 112)
-_ONE, _TWO = tcgen05.CtaGroup.ONE, tcgen05.CtaGroup.TWO
+from .prefill_wide_types import CTAS, HALF, LANES
 
 
-class WidePrefill(WideRows, Prefill):
-    @cute.jit
-    def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream):
-        c = self.c
-        K, MN = OperandMajorMode.K, OperandMajorMode.MN
-        tiler_qk, tiler_pv = (ROWS, c.tile_n, PIECE), (ROWS, HALF, c.tile_n // 2)
-        qk = blackwell.make_trivial_tiled_mma(c.dtype, c.dtype, K, K, Float32, _TWO, tiler_qk[:2])
-        pv = blackwell.make_trivial_tiled_mma(c.dtype, c.dtype, K, MN, Float32, _TWO, tiler_pv[:2])
-        layouts = Layouts(
-            blackwell.make_smem_layout_a(qk, tiler_qk, c.dtype, c.k_pieces),
-            blackwell.make_smem_layout_b(qk, tiler_qk, c.dtype, c.stages),
-            blackwell.make_smem_layout_b(pv, tiler_pv, c.dtype, c.stages),
-            blackwell.make_smem_layout_a(pv, tiler_pv, c.dtype, 2),
-        )
-        modes = [0, 2, 1] if c.varlen else [1, 3, 2, 0]
-        token_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))
-        token_last = lambda t: cute.make_tensor(
-            t.iterator, cute.select(t.layout, mode=[modes[1], modes[0], *modes[2:]])
-        )
-        one = lambda layout: cute.select(layout, mode=[0, 1, 2])
-        # Loads of a pair complete on the first CTA's barrier. V's complete on each CTA's own.
-        load = cpasync.CopyBulkTensorTileG2SOp
-        load_kv = cpasync.CopyBulkTensorTileG2SMulticastOp if c.pair else load
-        by_row = (CTAS, c.ctas, 1, 1)  # pairs of a cluster: they differ in M, so they share B
-        atom_a, atom_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-        q_atom, q = atom_a(load(_TWO), self._grouped(token_first(ins.q)), one(layouts.q), tiler_qk, qk)
-        k_atom, k = atom_b(load_kv(_TWO), token_first(ins.k), one(layouts.k), tiler_qk, qk, by_row)
-        v_atom, v = atom_b(load_kv(_ONE), token_last(ins.v), one(layouts.v), tiler_pv, pv, by_row)
-        order, loads = self._order(ins, outs, scalars), Loads(q_atom, q, k_atom, k, v_atom, v)
-        self.kernel(loads, ins, outs, scalars, order, layouts, Products(qk, pv)).launch(
-            grid=[c.cluster * self._clusters(order, scalars), 1, 1],
-            block=[c.threads, 1, 1],
-            cluster=[c.cluster, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
+class WidePrefill(WideRows, Frame):
     def _clusters(self, order: Order, scalars: Scalars) -> Int32:
         """Pairs are persistent. How many clusters of four a chip holds at a time is not known: each has one turn."""
-        return order.size() if self.c.pair else cutlass.min(scalars.sms // CTAS, order.size())
+        return order.size() if self.c.pair else super()._clusters(order, scalars)
 
-    @cute.kernel
-    def kernel(
-        self,
-        loads: Loads,
-        ins: Inputs,
-        outs: Outputs,
-        scalars: Scalars,
-        order: Order,
-        layouts: Layouts,
-        products: Products,
-    ):
-        c = self.c
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank = cute.arch.block_idx()[0] % CTAS
-        memory = cutlass.memory.SmemAllocator()
-        bars = self._barriers(memory, warp)
-        # ((64, 16), 1, 8, 4), ((64, 16), 1, 8, stages), ((128, 16), 1, 4, stages), ((64, 16), 1, 4, 2)
-        sQ, sK, sV, sP = (
-            memory.allocate_tensor(c.dtype, layout.outer, 1024, swizzle=layout.inner) for layout in layouts
-        )
-        notes = memory.allocate_tensor(Int32, cute.make_layout((len(Tile._fields), 2)), 16)
-        # What the output so far is to be multiplied by, the threads' maxima, and their last states, each of two blocks
-        # or tiles.
-        factors = memory.allocate_tensor(Float32, cute.make_layout((ROWS, c.turns)), 16)
+    def _beside(self, memory, factors: cute.Tensor, staged: list) -> tuple:
+        """Also the threads' maxima, of two blocks, and the probabilities."""
         peaks = memory.allocate_tensor(Float32, cute.make_layout((ROWS, 2)), 16)
-        finals = memory.allocate_tensor(Float32, cute.make_layout((ROWS, 3, 2)), 16)
-        base = memory.allocate(4, 4)
-        if warp == c.load_warp:
-            for atom in (loads.q_atom, loads.k_atom, loads.v_atom):
-                cpasync.prefetch_descriptor(atom)
-        if warp == c.product_warp:
-            cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32), is_two_cta=True)
-        cute.arch.mbarrier_init_fence()
-        tmem.before_sync()
-        self._meet()
-        tmem.after_sync()
-        if warp < c.correction_warp:
-            cute.arch.setmaxregister_increase(_REGISTERS[0])
-            self.softmax(ins, scalars, bars, notes, ((factors, peaks, sP), finals), warp)
-        elif warp < c.product_warp:
-            self._registers(_REGISTERS[1])
-            self.correct(ins, outs, scalars, bars, notes, (factors, finals), sV, warp)
-        else:
-            cute.arch.setmaxregister_decrease(_REGISTERS[2])
-            if warp == c.load_warp:
-                self.load(loads, ins, outs, scalars, order, products, bars, notes, (sQ, sK, sV))
-            if (warp == c.product_warp) & (rank == 0):
-                self.multiply(scalars, products, layouts, bars, notes, (sQ, sK, sV, sP))
-        self._meet()  # no CTA may leave while the others' products and copies still use its memory
-        if warp == c.product_warp:
-            tmem.after_sync()
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
-            cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS, is_two_cta=True)
+        return factors, peaks, staged[3]
 
-    def _meet(self) -> None:
-        """All threads of the cluster."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+    def _issues(self, warp: Int32) -> Boolean:
+        """In the first CTA of a pair, for both."""
+        return (warp == self.c.product_warp) & (cute.arch.block_idx()[0] % CTAS == 0)
 
     @cute.jit
     def _barriers(self, memory, warp: Int32):
@@ -161,118 +71,74 @@ class WidePrefill(WideRows, Prefill):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, CTAS * nbytes)
 
+    def _multicast(self) -> dict:
+        """Loads to the CTAs of this rank in both pairs."""
+        return {"mcast_mask": cutlass.Int16(5 << cute.arch.block_idx()[0] % CTAS)} if self.c.pair else {}
+
     @cute.jit
-    def load(
-        self,
-        loads: Loads,
-        ins: Inputs,
-        outs: Outputs,
-        scalars: Scalars,
-        order: Order,
-        products: Products,
-        bars,
-        notes,
-        staged,
-    ):
-        """One warp of each CTA: of every turn the note, and its half of the queries and of all pieces of K and V."""
+    def _load_tile(self, loads: Loads, heads, products: Products, bars, staged, mask, walk):
+        """In each CTA its half of the queries and of all pieces of K and V."""
         c = self.c
-        sQ, sK, sV = staged
+        tile, plan, fills, n = walk
+        # Of products of k numbers: ((64, k), 1, piece / k, k_pieces), ((64, k), 1, piece / k, stages),
+        # ((128, k), 1, part / k, stages); P is ((64, k), 1, part / k, parts).
+        sQ, sK, sV, _ = staged
+        q_head, k_head, v_head = heads
         rank = cute.arch.block_idx()[0] % CTAS
         pair = cute.arch.block_idx()[0] // CTAS % c.ctas
-        cluster, clusters = cute.arch.block_idx()[0] // c.cluster, cute.arch.grid_dim()[0] // c.cluster
-        mask = {"mcast_mask": cutlass.Int16(5 << rank)} if c.pair else {}  # the CTAs of this rank in both pairs
-        turn, fills, n = Int32(0), Int32(0), Int32(0)
-        axis = 1 if c.varlen else 2
-        group = Int32(ins.q.shape[axis]) // Int32(ins.k.shape[axis]) // c.group
         qk, pv = products.qk.get_slice(rank), products.pv.get_slice(rank)
-        split = lambda atom, part, parts, s, g: cpasync.tma_partition(
-            atom, part, cute.make_layout(parts), cute.group_modes(s, 0, 3), cute.group_modes(g, 0, 3)
-        )
-        at = place(Int32(0), cluster, clusters)
-        while at < order.size():
-            tile, k0 = self._turn(ins, order, at)
-            if self._wanted(ins, outs, scalars, tile):
-                self._leave(bars["notes"], notes, fills, tile)
-                plan = self._visit(tile, scalars)
-                q_head = self._head(loads.q, tile.head, tile.batch)
-                k_head, v_head = (self._head(x, tile.head // group, tile.batch) for x in (loads.k, loads.v))
-                if const_expr(c.varlen):
-                    q_head = cute.domain_offset((tile.q0 if c.group == 1 else (0, tile.q0), 0), q_head)
-                    k_head, v_head = cute.domain_offset((k0, 0), k_head), cute.domain_offset((0, k0), v_head)
-                gQ = qk.partition_A(cute.local_tile(q_head, (ROWS, PIECE), (tile.row * c.ctas + pair, None)))
-                gK = qk.partition_B(cute.local_tile(k_head, (c.tile_n, PIECE), (None, None)))
-                gV = pv.partition_B(cute.local_tile(v_head, (HALF, c.tile_n // 2), (None, None)))
-                tQsQ, tQgQ = split(loads.q_atom, 0, 1, sQ, gQ)  # (box, pieces) both
-                tKsK, tKgK = split(loads.k_atom, pair, c.ctas, sK, gK)  # (box, stages), (box, blocks, pieces)
-                tVsV, tVgV = split(
-                    loads.v_atom, pair, c.ctas, sV, gV
-                )  # (box, stages), (box, halves of Dv, half blocks)
-                full = bars["q"].await_empty(fills)
-                self._expect(full, self._bytes(LANES, c.dim), rank)
-                for part in cutlass.range_constexpr(c.k_pieces):
-                    cute.copy(loads.q_atom, tQgQ[None, part], tQsQ[None, part], tma_bar_ptr=full)
-                for i in cutlass.range(0, plan.steps + 1, unroll=1):
-                    if i < plan.steps:
-                        for part in cutlass.range(0, c.k_pieces, unroll=1):
-                            k = (n + i) * c.k_pieces + part
-                            full = bars["k"].await_empty(k)
-                            self._expect(full, self._bytes(c.tile_n // CTAS, PIECE), rank)
-                            source = tKgK[None, plan.block(i), part]
-                            cute.copy(loads.k_atom, source, tKsK[None, bars["k"].slot(k)], tma_bar_ptr=full, **mask)
-                    if i > 0:
-                        for part in cutlass.range(0, c.v_pieces, unroll=1):
-                            k = (n + i - 1) * c.v_pieces + part
-                            full = bars["v"].acquire(k, self._bytes(c.tile_n // 2, HALF // CTAS))
-                            source = tVgV[None, part // 2, plan.block(i - 1) * 2 + part % 2]
-                            cute.copy(loads.v_atom, source, tVsV[None, bars["v"].slot(k)], tma_bar_ptr=full, **mask)
-                n += plan.steps
-                fills += 1
-            turn += 1
-            at = place(turn, cluster, clusters)
-        none = Int32(0)
-        self._leave(bars["notes"], notes, fills, Tile(Int32(-1), *[none] * (len(Tile._fields) - 1)))
+        gQ = qk.partition_A(cute.local_tile(q_head, (ROWS, c.piece), (tile.row * c.ctas + pair, None)))
+        gK = qk.partition_B(cute.local_tile(k_head, (c.tile_n, c.piece), (None, None)))
+        gV = pv.partition_B(cute.local_tile(v_head, (HALF, c.part), (None, None)))
+        tQsQ, tQgQ = self._split(loads.q_atom, 0, 1, sQ, gQ)  # (box, pieces) both
+        tKsK, tKgK = self._split(loads.k_atom, pair, c.ctas, sK, gK)  # (box, stages), (box, blocks, pieces)
+        tVsV, tVgV = self._split(loads.v_atom, pair, c.ctas, sV, gV)  # ..., (box, halves of Dv, parts)
+        full = bars["q"].await_empty(fills)
+        self._expect(full, self._bytes(LANES, c.dim), rank)
+        for part in cutlass.range_constexpr(c.k_pieces):
+            cute.copy(loads.q_atom, tQgQ[None, part], tQsQ[None, part], tma_bar_ptr=full)
+        for i in cutlass.range(0, plan.steps + 1, unroll=1):
+            if i < plan.steps:
+                for part in cutlass.range(0, c.k_pieces, unroll=1):
+                    k = (n + i) * c.k_pieces + part
+                    full = bars["k"].await_empty(k)
+                    self._expect(full, self._bytes(c.tile_n // CTAS, c.piece), rank)
+                    source = tKgK[None, plan.block(i), part]
+                    cute.copy(loads.k_atom, source, tKsK[None, bars["k"].slot(k)], tma_bar_ptr=full, **mask)
+            if i > 0:
+                for part in cutlass.range(0, c.v_pieces, unroll=1):
+                    k = (n + i - 1) * c.v_pieces + part
+                    full = bars["v"].acquire(k, self._bytes(c.part, HALF // CTAS))
+                    source = tVgV[None, part // c.parts, plan.block(i - 1) * c.parts + part % c.parts]
+                    cute.copy(loads.v_atom, source, tVsV[None, bars["v"].slot(k)], tma_bar_ptr=full, **mask)
 
-    def _bytes(self, rows: int, elements: int) -> int:
-        return rows * elements * self.c.dtype.width // 8
-
-    @cute.jit
-    def multiply(self, scalars: Scalars, products: Products, layouts: Layouts, bars, notes, staged):
-        """One warp of the first CTA: issues the products of all tiles, in the order that the top of this file shows."""
-        c = self.c
+    def _operands(self, products: Products, layouts: Layouts, staged):
+        """Of both products: fragments of what they read, and the layout of their result."""
         sQ, sK, sV, sP = staged
         qk, pv = products.qk.get_slice(0), products.pv.get_slice(0)
+        shape_s = qk.make_fragment_C(products.qk.partition_shape_C((ROWS, self.c.tile_n))).layout
+        shape_o = pv.make_fragment_C(products.pv.partition_shape_C((ROWS, HALF))).layout
         queries = (products.qk, qk.make_fragment_A(sQ), qk.make_fragment_B(sK))
         values = (products.pv, pv.make_fragment_A(sP), pv.make_fragment_B(sV))
-        shapes = (
-            qk.make_fragment_C(products.qk.partition_shape_C((ROWS, c.tile_n))).layout,
-            pv.make_fragment_C(products.pv.partition_shape_C((ROWS, HALF))).layout,
-        )
-        turn, n = Int32(0), Int32(0)
-        tile = self._read(bars["notes"], notes, turn)
-        while tile.row >= 0:
-            plan = self._visit(tile, scalars)
-            bars["q"].wait(turn)
-            self._scores(queries, shapes[0], bars, n)
-            for i in cutlass.range(1, plan.steps + 1, unroll=1):
-                if i < plan.steps:
-                    self._scores(queries, shapes[0], bars, n + i)
-                else:
-                    self._commit(bars["q"].empty)
-                self._output(values, shapes[1], bars, n + i - 1, i > 1)
-            n += plan.steps
-            turn += 1
-            tile = self._read(bars["notes"], notes, turn)
+        return (queries, shape_s), (values, shape_o)
+
+    @cute.jit
+    def _multiply_tile(self, products: Products, operands, bars, plan: Blocks, turn: Int32, n: Int32):
+        (queries, shape_s), (values, shape_o) = operands
+        bars["q"].wait(turn)
+        self._scores(queries, shape_s, bars, n)
+        for i in cutlass.range(1, plan.steps + 1, unroll=1):
+            if i < plan.steps:
+                self._scores(queries, shape_s, bars, n + i)
+            else:
+                self._commit(bars["q"].empty)
+            self._output(values, shape_o, bars, n + i - 1, i > 1)
 
     def _commit(self, barrier: cute.Pointer) -> None:
         """Arrive in both CTAs of this pair, once the products so far are done."""
         pair = cute.arch.block_idx()[0] // CTAS % self.c.ctas
         with cute.arch.elect_one():
-            tcgen05.commit(barrier, cutlass.Int16(3 << CTAS * pair), _TWO)
-
-    def _release(self, ring: Ring, slot: Int32) -> None:
-        """The same in all CTAs of the cluster, which have parts of the slot's next piece to load."""
-        with cute.arch.elect_one():
-            tcgen05.commit(ring.empty + slot, cutlass.Int16((1 << self.c.cluster) - 1), _TWO)
+            tcgen05.commit(barrier, cutlass.Int16(3 << CTAS * pair), self.c.cta_group)
 
     @cute.jit
     def _scores(self, queries, shape, bars, n: Int32):
@@ -299,8 +165,8 @@ class WidePrefill(WideRows, Prefill):
         tmem.after_sync()
         for h in cutlass.range_constexpr(c.halves):
             tO = cute.make_tensor(tmem.pointer(Float32, c.outputs[0] + h * HALF // 2), shape)
-            for keys in cutlass.range_constexpr(2):
-                at = bars["v"].slot(n * c.v_pieces + 2 * h + keys)
+            for keys in cutlass.range_constexpr(c.parts):
+                at = bars["v"].slot(n * c.v_pieces + c.parts * h + keys)
                 accumulate = more if keys == 0 else True
                 self._product(mma, tO, tP[None, None, None, keys], tV[None, None, None, at], accumulate=accumulate)
                 self._release(bars["v"], at)

@@ -79,14 +79,15 @@ class WideRows(Rows):
         peak, total = top, Float32(0.0)
         if const_expr(edge != "first"):
             peak = cute.arch.fmax(state[2], top)
-            top, factor = softmax.followed(state[0], top, scalars.scale_log2)
+            lag = softmax.CODES_LAG if c.codes else softmax.LAG
+            top, factor = softmax.followed(state[0], top, scalars.scale_log2, lag)
             total = state[1] * factor
             place, _ = self.turn_of(t, n - 1)
             factors[thread, place] = factor
             self._arrive(bars["factors"].full + place, shared=True)
         offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
         p = softmax.probabilities(s, scalars.scale_log2, offset, c.eighths)
-        words = [softmax.pack(p[i], p[i + 1], c.dtype) for i in range(0, keys, 2)]
+        words = softmax.packed(p, c.dtype)
         if const_expr(edge != "first"):
             # The last product has read the last P. A tile's first scores come after it anyway.
             cute.arch.mbarrier_wait(bars["output"].full, (n - 1) & 1)
@@ -99,14 +100,16 @@ class WideRows(Rows):
             state[2] = peak
 
     def _keep(self, sP: cute.Tensor, words: list, half: Int32) -> None:
-        """A row's half of the probabilities, 128 bytes, where the products look for it.
+        """A row's half of the probabilities where the products look for it: 128 bytes, a part, or half of that.
 
         With 128-byte swizzling row r's 16 bytes number j lie at number j ^ r % 8 (PTX ISA, "Swizzling Modes").
         """
         row = _thread() % LANES
-        line = sP.iterator.toint() + (half * LANES + row) * 128
+        part, first = (half, 0) if self.c.parts == 2 else (0, half * (len(words) // 4))
+        line = sP.iterator.toint() + (part * LANES + row) * 128
         for j in range(0, len(words), 4):
-            to = cute.make_ptr(Int32, line + ((j // 4) ^ (row & 7)) * 16, cute.AddressSpace.smem, assumed_align=16)
+            at = (first + j // 4) ^ (row & 7)
+            to = cute.make_ptr(Int32, line + at * 16, cute.AddressSpace.smem, assumed_align=16)
             four = cute.make_rmem_tensor(4, Int32)
             for i in range(4):
                 four[i] = words[j + i]
@@ -162,9 +165,9 @@ class WideRows(Rows):
         if (low < tile.start) | (low + c.tile_n > tile.end):
             key = _thread()
             if (low + key < tile.start) | (low + key >= tile.end):
-                zero = c.dtype(0.0)
+                zero, k_dim = c.dtype(0.0), 256 // c.dtype.width  # keys of one product
                 for h in cutlass.range_constexpr(c.halves):
-                    slot = bars["v"].slot(n * c.v_pieces + 2 * h + key // LANES)
+                    slot = bars["v"].slot(n * c.v_pieces + c.parts * h + key // c.part)
                     for d in cutlass.range(0, HALF // 2, unroll=8):
-                        sV[(d, key % 16), 0, key % LANES // 16, slot] = zero
+                        sV[(d, key % k_dim), 0, key % c.part // k_dim, slot] = zero
             cute.arch.fence_view_async_shared()

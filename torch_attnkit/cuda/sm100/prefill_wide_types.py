@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .prefill_types import ROWS, Config
+from cutlass.cute.nvgpu import tcgen05
+
+from .prefill_types import ROWS, Config, Depths
 
 CTAS = 2  # of a pair, which computes one tile
 LANES = ROWS // CTAS  # rows of the tile in one CTA; half a CTA's threads, for two threads have a row
-PIECE = 128  # elements of the head dim in a piece of Q or K
 HALF = 256  # columns of one product's output: tcgen05 takes no more
 
 
@@ -21,10 +22,37 @@ def element(at: int, upper: Any) -> Any:
 class WideConfig(Config):
     """``stages`` counts pieces of K, and pieces of V, in shared memory: 16 KB each in either CTA.
 
-    A piece of K is ``PIECE`` elements of a block's keys, of which each CTA holds one half; a piece of V is half of a
-    block's keys by ``HALF`` columns, of which each CTA holds one half. ``rows`` counts the tokens of the pair's tile.
+    A piece of K is ``piece`` elements of a block's keys, of which each CTA holds one half; a piece of V is ``part`` of
+    a block's keys by ``HALF`` columns, of which each CTA holds one half. ``rows`` counts the tokens of the pair's tile.
     ``pair`` means two pairs of CTAs, on neighbouring tiles of a head, whose CTAs load half of every piece each.
     """
+
+    cta_group = tcgen05.CtaGroup.TWO
+    weights_from = tcgen05.OperandSource.SMEM
+    staged = 4
+
+    @property
+    def piece(self) -> int:
+        """Elements of the head dim in a piece of Q or K: 256 bytes."""
+        return 2048 // self.dtype.width
+
+    @property
+    def part(self) -> int:
+        """Keys in a piece of V or P: 128 bytes of P, which are swizzled together."""
+        return 1024 // self.dtype.width
+
+    @property
+    def parts(self) -> int:
+        """Of a block's keys."""
+        return self.tile_n // self.part
+
+    @property
+    def tilers(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        return (ROWS, self.tile_n, self.piece), (ROWS, HALF, self.part)
+
+    @property
+    def depths(self) -> Depths:
+        return Depths(self.k_pieces, self.stages, self.stages, self.parts)
 
     @property
     def cluster(self) -> int:
@@ -34,7 +62,7 @@ class WideConfig(Config):
     @property
     def k_pieces(self) -> int:
         """Of a block."""
-        return self.dim // PIECE
+        return self.dim // self.piece
 
     @property
     def halves(self) -> int:
@@ -44,7 +72,7 @@ class WideConfig(Config):
     @property
     def v_pieces(self) -> int:
         """Of a block."""
-        return 2 * self.halves
+        return self.parts * self.halves
 
     @property
     def turns(self) -> int:

@@ -55,7 +55,7 @@ OP = Op(
             for arch in ("sm90", "sm100")
             for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
         ),
-        Kernel("sm100", "f8e4m3", {"D": (32, 64, 96, 128, 256)}, f"{_ALL} scales", rules.SAME_DIM),
+        Kernel("sm100", "f8e4m3", {"D": (32, 64, 96, 128, 256, 512)}, f"{_ALL} scales", rules.SAME_DIM),
         Kernel("sm100", "f8e4m3", {"D": (192,), "Dv": (128,)}, f"{_ALL} scales"),
         Kernel("sm100", "bf16 f16", {"D": (512,), "Dv": (512,)}, _ALL),
         Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256)}, _ALL, rules.value_dim(256)),

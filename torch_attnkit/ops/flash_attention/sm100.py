@@ -6,8 +6,8 @@ D 32 to 256 is ``cuda/sm100/prefill.py``. D 512 is ``cuda/sm100/prefill_wide.py`
 and P passes through shared memory. Either is one launch for any number of keys; their tiles stand in
 ``cuda/sm100/prefill_plan.py``. They have run in the PTX simulator only.
 
-On E4M3, up to D 256, the products are ``kind::f8f6f4``, P is rounded to E4M3 too, and the scales of a tile's sequence
-and KV head, read on the device, join the factors of scores and output: half of bf16's bytes for the same operations.
+On E4M3 the products are ``kind::f8f6f4``, P is rounded to E4M3 too, and the scales of a tile's sequence and KV head,
+read on the device, join the factors of scores and output: half of bf16's bytes for the same operations.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ OP = Op(
             for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
         ),
         Kernel("sm100", "bf16 f16", {"D": (512,), "Dv": (512,)}, _FEATURES),
-        Kernel("sm100", "f8e4m3", {"D": (32, 64, 96, 128, 256)}, f"{_FEATURES} scales", rules.SAME_DIM),
+        Kernel("sm100", "f8e4m3", {"D": (32, 64, 96, 128, 256, 512)}, f"{_FEATURES} scales", rules.SAME_DIM),
         Kernel("sm100", "f8e4m3", {"D": (192,), "Dv": (128,)}, f"{_FEATURES} scales"),
         Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256)}, _FEATURES, rules.value_dim(256)),
     ),

@@ -47,12 +47,10 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     run: Any = _in_shares(call, target, signature, parts, sms)
     if run is None:
         run = compile.launcher(call, target, "sm100", **signature)
-    read_q = prefill_launch.reader(a.q)
-    read_k, read_v = (prefill_launch.reader(t.transpose(1, 2)) for t in (a.k_cache, a.v_cache))  # (B, S, Hkv, D)
     section = prefill_launch.section(S, (D + Dv) * call.dtype.itemsize, max(1, Hq // Hkv // signature["group"]))
-    scalars = scores.scalars(section, sms)
-
-    scaled = any(prefill_launch.given(a))
+    by_token = lambda *caches: tuple(t.transpose(1, 2) for t in caches)  # (B, S, Hkv, D)
+    kv = by_token(a.k_cache, a.v_cache)
+    start = prefill_launch.fed(run, scores.scalars(section, sms), a, kv, scores.negate)
 
     def launch(q, k, v, kv_len, sink, kv_start, q_scale, k_scale, v_scale, *rest):
         out, lse = rest[-2:]
@@ -60,10 +58,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             out.zero_()
             lse.fill_(-torch.inf)
             return
-        q = read_q(prefill_launch.negated(q) if scores.negate else q)
-        scales = (q_scale, k_scale, v_scale) if scaled else None
-        ins = (q, read_k(k.transpose(1, 2)), read_v(v.transpose(1, 2)), sink, kv_start, kv_len, scales)
-        run(ins, (out, lse, None), scalars)
+        start((q, *by_token(k, v)), (sink, kv_start, kv_len), (q_scale, k_scale, v_scale), (out, lse, None))
 
     return launch
 
