@@ -56,6 +56,9 @@ def test_a_plan_fits(dim, dim_v):
         (256, 2, 8192, 1024, 16, "trace", False),
         (128, 16, 8192, 4, 0, "trace_wide", True),
         (512, 64, 8192, 16, 0, "trace_wide", True),
+        (512, 8, 8192, 16, 0, "trace_wide", False),
+        (512, 8, 1024, 16, 0, "trace", True),
+        (512, 8, 8192, 16, 16, "trace", True),
     ],
 )
 def test_the_choices_that_were_measured(dim, group, most_keys, groups, page, trace, combine):
@@ -108,6 +111,7 @@ def test_a_blackwell_plan_for_many_heads_fits(dim, size):
         (512, 512, 128, 8192, 128, "trace_wide", 2, 2, 74),
         (512, 512, 64, 131072, 1, "trace_wide", 1, 8, 18),
         (128, 128, 16, 1024, 8, "trace_wide", 1, 8, 8),
+        (512, 512, 8, 8192, 1, "trace_wide", 1, 8, 10),
         (128, 128, 8, 8192, 8, "trace", None, None, None),
         (192, 128, 128, 8192, 8, "trace", None, None, None),
     ],

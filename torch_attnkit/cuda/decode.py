@@ -117,7 +117,7 @@ class Decode(Merging):
         count = cutlass.max(piece.stop - piece.first - warp + (c.warps - 1), 0) // c.warps
         ring = shared + warp * (c.stages * c.stage_bytes)
         t = piece.first + warp
-        sources = self._sources(tensors, piece)
+        sources = self._sources(tensors, piece) if const_expr(c.query_bytes == 0) else None
         for s in cutlass.range_constexpr(c.stages - 1):
             if s < count:
                 self._load(tensors, keys, piece, sources, t, ring + s * c.stage_bytes)
@@ -193,6 +193,10 @@ class Decode(Merging):
         page = Int32(0)
         if const_expr(c.page != 0):
             page = self._pages(tensors, piece, first, low, high)
+        if const_expr(
+            sources is None
+        ):  # made anew for each tile: with O in 128 registers there is no room to keep them
+            sources = self._sources(tensors, piece._replace(kv_head=op.fresh(piece.kv_head)))
         one_page = const_expr(c.page > 0 and c.page % c.keys == 0)
         any_page = const_expr(c.page > 0 and not one_page)
         for which in cutlass.range_constexpr(2):

@@ -11,9 +11,11 @@ _SHORT = 512  # keys of a group that one block attends alone
 _LONG = 200 << 10  # bytes of keys and values for every SM, from which on one block on it with longer tiles is faster
 _PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory busy
 _ROUNDS = 12  # waits for memory from which on a second kernel merges faster than the block that brings the last part
-# D: bytes of keys and values for every SM, from which on the wide kernel is faster for few heads, too
+# The wide kernel is faster for few heads, too: D, and from how many bytes of keys and values for every SM on; over
+# pages, from how many on and up to how many; and without them, with 512 columns, from how many keys on.
 _MUCH = {64: 3 << 19, 128: 3 << 19, 256: 3 << 17}
-_MUCH_PAGED = {128: (3 << 20, 6 << 20), 256: (2 << 20, 9 << 20)}  # the same over pages, and up to where
+_MUCH_PAGED = {128: (3 << 20, 6 << 20), 256: (2 << 20, 9 << 20)}
+_MANY = 4096
 FEW = 8  # query heads that ``cuda/decode.py`` has at once
 _WIDE = {64: (64, 2), 128: (64, 2), 256: (32, 2), 512: (32, 1)}  # D: keys of a tile and blocks on an SM
 _LATENT = (64, 2)  # keys of a tile and tiles in memory, for 512 columns where keys are values
@@ -54,11 +56,14 @@ def plan(
     128x8192 485 for 507; 16/8 heads, D 256, 1x8192 28.1 for 29.0, 16x8192 243 for 253, 128x8192 1928 for 2017. Over
     pages of 16 and of 64, n x 8192: D 128, n = 8 73.8, 72.1 for 73.4, 71.6, 16 137.0, 133.7 for 138.6, 135.6, 32 265,
     256 for 263, 258, 64 548, 532 for 519, 512; D 256, n = 4 71.9, 70.8 for 74.5, 71.9, 8 133, 132 for 138, 136, 16 260,
-    251 for 265, 261, 32 534, 549 for 523, 512, 128 2366, 2342 for 2050, 2035; D 64 never.
+    251 for 265, 261, 32 534, 549 for 523, 512, 128 2366, 2342 for 2050, 2035; D 64 never. D 512, a KV head with 8 query
+    heads, no pages, K = V in brackets: 1x1024 17.4 (15.5) for 14.0 (13.9), 1x8192 18.7 (17.7) for 22.2 (21.5), 16x8192
+    71.6 (48.3) for 78.4 (62.1), 128x4096 242 (144) for 275 (210); over pages of 16 only 1x8192 gains.
     """
     nbytes = groups * most_keys * (dim + dim_v) * 2
     low, high = _MUCH_PAGED.get(dim, (1, 0)) if page else (_MUCH.get(dim, 1 << 60), 1 << 60)
     streams = most_keys > _SHORT and sms * low <= nbytes <= sms * high
+    streams |= dim == 512 and page == 0 and most_keys >= _MANY
     if dim == dim_v and dim in _WIDE and (group > FEW or streams):
         return _wide(dim, group, sms, most_keys, groups, page, same)
     return narrow(dim, dim_v, group, sms, most_keys, groups, page)

@@ -51,6 +51,12 @@ def _asm_many(
 
 
 @dsl_user_op
+def fresh(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The same number, of which the compiler does not know that: what follows from it is worked out here."""
+    return Int32(_asm(T.i32(), [value], "mov.b32 $0, $1;", "=r,r", True, loc, ip))
+
+
+@dsl_user_op
 def ldmatrix_x4(address: Int32, *, transposed: bool = False, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
     """Four 8 x 8 tiles; lane l gives the address of row ``l % 8`` (16 bytes) of tile ``l // 8``."""
     text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0,$1,$2,$3}}, [$4];"

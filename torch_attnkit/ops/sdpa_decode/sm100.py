@@ -1,8 +1,8 @@
 """sdpa_decode on Blackwell: out = softmax(scale * q K') V over the visible keys, each key and value read once.
 
-The kernels are ``cuda/sm100/decode.py`` for E4M3 and for groups of more than 8 query heads, which reads the keys once
-for 128 of them, and Hopper's ``cuda/decode.py`` for fewer and for head dims other than 64, 128, 256 and 512; that one
-reads keys again for every 8 heads. They have run in the PTX simulator only.
+The kernels are ``cuda/sm100/decode.py`` for E4M3, for heads of 512 and for groups of more than 8 query heads, which
+reads the keys once for 128 of them, and Hopper's ``cuda/decode.py`` for fewer and for head dims other than 64, 128 and
+256; that one reads keys again for every 8 heads. They have run in the PTX simulator only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """sdpa_decode_paged on Blackwell: out = softmax(scale * q K') V over the visible keys of a paged cache, each read once.
 
-The kernels are those of ``sdpa_decode``: ``cuda/sm100/decode.py`` for E4M3 and for groups of more than 8 query heads,
-and Hopper's ``cuda/decode.py`` for the rest. They have run in the PTX simulator only.
+The kernels are those of ``sdpa_decode``: ``cuda/sm100/decode.py`` for E4M3, for heads of 512 and for groups of more
+than 8 query heads, and Hopper's ``cuda/decode.py`` for the rest. They have run in the PTX simulator only.
 """
 
 from __future__ import annotations
