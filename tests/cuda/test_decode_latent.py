@@ -47,6 +47,7 @@ def paged() -> tuple[str, list, dict]:
 
 @pytest.mark.parametrize("case", [contiguous, two_chunks, short, paged], ids=lambda case: case.__name__)
 def test_one_tensor_is_keys_and_values(case):
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
     ptx = pytest.importorskip("torch_attnkit.sim.ptx")
     name, args, kwargs = case()
     with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=1):

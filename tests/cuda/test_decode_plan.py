@@ -52,7 +52,7 @@ def test_a_plan_fits(dim, dim_v):
         (64, 8, 128, 1024, 0, "trace", False),
         (256, 8, 8192, 2, 0, "trace", True),
         (256, 2, 8192, 8, 0, "trace_wide", False),
-        (256, 2, 8192, 128, 16, "trace_wide", False),
+        (256, 2, 8192, 128, 16, "trace", False),
         (256, 2, 8192, 1024, 16, "trace", False),
         (128, 16, 8192, 4, 0, "trace_wide", True),
         (512, 64, 8192, 16, 0, "trace_wide", True),

@@ -14,7 +14,7 @@ _ROUNDS = 12  # waits for memory from which on a second kernel merges faster tha
 # The wide kernel is faster for few heads, too: D, and from how many bytes of keys and values for every SM on; over
 # pages, from how many on and up to how many; and without them, with 512 columns, from how many keys on.
 _MUCH = {64: 3 << 19, 128: 3 << 19, 256: 3 << 17}
-_MUCH_PAGED = {128: (3 << 20, 6 << 20), 256: (2 << 20, 9 << 20)}
+_MUCH_PAGED = {128: (3 << 20, 6 << 20)}
 _MANY = 4096
 FEW = 8  # query heads that ``cuda/decode.py`` has at once
 _WIDE = {64: (64, 2), 128: (64, 2), 256: (32, 2), 512: (32, 1)}  # D: keys of a tile and blocks on an SM
@@ -52,13 +52,14 @@ def plan(
     kernel has to know; with 512 columns that is a kernel of its own. Blackwell has a plan of its own.
 
     The wide kernel for the other one with few heads, H200, 32/8 heads, no pages, us: D 128, 1x8192 17.8 for 15.6,
-    16x8192 127 for 131, 1x131072 128 for 134, 64x4096 243 for 258, 128x8192 944 for 1002; D 64, 16x8192 69.3 for 70.1,
-    128x8192 485 for 507; 16/8 heads, D 256, 1x8192 28.1 for 29.0, 16x8192 243 for 253, 128x8192 1928 for 2017. Over
+    16x8192 127 for 131, 1x131072 128 for 134, 64x4096 243 for 258, 128x8192 965 for 999; D 64, 16x8192 69.3 for 70.1,
+    128x8192 485 for 507; 16/8 heads, D 256, 1x8192 28.1 for 29.0, 16x8192 248 for 258, 128x8192 1905 for 2075. Over
     pages of 16 and of 64, n x 8192: D 128, n = 8 73.8, 72.1 for 73.4, 71.6, 16 137.0, 133.7 for 138.6, 135.6, 32 265,
-    256 for 263, 258, 64 548, 532 for 519, 512; D 256, n = 4 71.9, 70.8 for 74.5, 71.9, 8 133, 132 for 138, 136, 16 260,
-    251 for 265, 261, 32 534, 549 for 523, 512, 128 2366, 2342 for 2050, 2035; D 64 never. D 512, a KV head with 8 query
-    heads, no pages, K = V in brackets: 1x1024 17.4 (15.5) for 14.0 (13.9), 1x8192 18.7 (17.7) for 22.2 (21.5), 16x8192
-    71.6 (48.3) for 78.4 (62.1), 128x4096 242 (144) for 275 (210); over pages of 16 only 1x8192 gains.
+    256 for 263, 258, 64 548, 532 for 519, 512; D 256, n = 16 281 for 262, in turns with FlashAttention-3, though alone
+    260 for 265; D 64 never. D 512, a KV head with 8 query heads, no pages, K = V in brackets: 1x1024 17.4 (15.5) for
+    14.0 (13.9), 1x8192 18.7 (17.7) for 22.2 (21.5), 16x8192 71.6 (48.3) for 78.4 (62.1), 128x4096 242 (144) for 275
+    (210); over pages of 16 only 1x8192 gains. Over pages it makes no difference whether neighbouring blocks attend the
+    KV heads of a sequence side by side, whose keys lie side by side there.
     """
     nbytes = groups * most_keys * (dim + dim_v) * 2
     low, high = _MUCH_PAGED.get(dim, (1, 0)) if page else (_MUCH.get(dim, 1 << 60), 1 << 60)

@@ -24,11 +24,10 @@ def plan(
 
     More than ``FEW`` heads take ``sm100/decode.py``, fewer Hopper's ``decode.py``, unless they have 512 columns, for
     which that needs a second launch. Counted in the PTX simulator, the former beside the latter, warp instructions and
-    bytes of global memory that were asked for: 64/4 heads, D 128, B 2,
-    1024 keys 0.60 M for 0.80 M, 4.6 MB for 6.7 MB; 40/1 heads, D 64, B 2, 1024 keys 0.21 M for 0.43 M, 0.6 MB for
-    2.1 MB. For 32/8 heads of D 128 it is 0.58 M for 0.58 M and 4.4 MB for 5.1 MB with B 1 and 1024 keys, but 2.4 M for
-    1.1 M and 14.4 MB for 13.8 MB with eight lengths from 1 to 700: tiles have 128 keys there, 16 or 32 here, and
-    products 16 heads at least.
+    bytes of global memory that were asked for: 64/4 heads, D 128, B 2, 1024 keys 0.60 M for 0.80 M, 4.6 MB for 6.7 MB;
+    40/1 heads, D 64, B 2, 1024 keys 0.21 M for 0.43 M, 0.6 MB for 2.1 MB. For 32/8 heads of D 128 it is 0.58 M for 0.58
+    M and 4.4 MB for 5.1 MB with B 1 and 1024 keys, but 2.4 M for 1.1 M and 14.4 MB for 13.8 MB with eight lengths from
+    1 to 700: tiles have 128 keys there, 16 or 32 here, and products 16 heads at least.
     """
     if dim == dim_v and dim in _DIMS and (group > FEW or size == 1 or dim == 512):
         return _tall(dim, group, sms, most_keys, groups, page, same, size)

@@ -4,6 +4,9 @@ There are two, each with half of the heads. Thread i of one has key i of a tile,
 head's maximum and sum go across threads, unlike prefill's. Sums are kept apart by thread until a piece is through, and
 what is subtracted from a head's scores may lag behind its maximum (``prefill_softmax.LAG``): a tile that exceeds it
 nowhere, which nearly all but the first are, costs one vote.
+
+Of E4M3 inputs no maximum lags, P' is rounded to E4M3 as 2^8 P (``prefill_softmax.py`` says why), and what the codes
+stand for comes in with the scale of the scores and, when a piece is through, with O.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ soon as it has multiplied them: the score warpgroup was done with them before. B
 run next to each other, so that the keys come from memory once (``Scalars.beside``).
 
 Measured on an H200 (bf16, 8192 keys, K past the L2, CUDA graph, us; FlashInfer 0.6.18's MLA beside it in the same run)
-for B 1, 16, 128: 16 heads 18.0, 49.2, 319 (23.3, 44.6, 280); 64 heads 21.7, 58.7, 372 (24.9, 49.8, 302); 128 heads
-23.0, 92.2, 640 (23.8, 72.2, 525), in a run whose long cases all took 5 % more than in the first, 351 (288) with 64
-heads and B 128. Two warpgroups that shared the scores took 22.0, 69.6, 402 there. With 128 heads and B 128 ncu counts
-51 % for tensor cores and shared memory and 41 % for memory, which gives K once: a tile takes 4000 cycles, its products
-2048. A buffer is on its way, multiplied, and multiplied again, one after the other, and there is room for two. Tried:
-reloading a tile in 2 or 4 parts, each when it was used, 1 % slower or equal; tiles in the L2 ahead of time, 2 to 10 %
-slower; descriptors that the compiler does not know to be the same in all lanes, 4 to 6 %.
+for B 1, 16, 128: 16 heads 18.0, 49.0, 289 (23.4, 44.1, 265); 64 heads 21.5, 58.4, 323 (24.7, 49.5, 276); 128 heads
+23.0, 91.9, 617 (24.0, 72.1, 503); from run to run long cases differ by 15 %. Two warpgroups that shared the scores took
+402 where this took 351. With 128 heads and B 128 ncu counts 51 % for tensor cores and shared memory and 41 % for
+memory, which gives K once: a tile takes 4000 cycles, its products 2048. A buffer is on its way, multiplied, and
+multiplied again, one after the other, and there is room for two. Tried: three tiles of 48 keys, up to 10 % slower, or
+four of 32, 10 to 25 %; reloading a tile in 2 or 4 parts, each when it was used, 1 % slower or equal; tiles in the L2
+ahead of time, 2 to 10 % slower; descriptors that the compiler does not know to be the same in all lanes, 4 to 6 %.
 
 Rows that do not count arrive as zeros, as in ``decode.py``, which has the letters and the rest of the kernel.
 """

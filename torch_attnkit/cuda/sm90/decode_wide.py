@@ -10,9 +10,9 @@ on with the same scores and probabilities, so only the sums are ever exchanged. 
 
 Measured on an H200 (bf16, K and V past the L2, CUDA graph, us; beside it in the same run the best of cuDNN, FA2, FA3)
 at S 8192 for B 1, 16, 128: 64/4 heads, D 128, 14.4, 71.6, 481 (cuDNN 13.1, 67.7, 473); 64/1 heads, D 128, 12.7, 32.7,
-148 (without FA3: cuDNN 11.2, FA2 30.1, 136); 64/1 heads, D 512, 22.8, 85.2, 487 (4.45 TB/s; 558 in a later run,
-unexplained). Few heads are in ``decode_plan.py``. Since the number of tiles is known to be the same in all lanes, 32/8
-heads, D 128, 128x8192 take 940 for 969 in one run, and 64 sequences of 1 to 8192 keys 281 for 294.
+148 (without FA3: cuDNN 11.2, FA2 30.1, 136); 64/1 heads, D 512, 22.8, 85.2, 487 (4.45 TB/s; from run to run 487 to
+605). Few heads are in ``decode_plan.py``. Since the number of tiles is known to be the same in all lanes, 32/8 heads, D
+128, 128x8192 take 940 for 969 in one run, and 64 sequences of 1 to 8192 keys 281 for 294.
 
 Rows that do not count arrive as zeros, as in ``decode.py``, which has the letters and the rest of the kernel.
 """
