@@ -20,8 +20,8 @@ from .splits import Workspace
 def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, page: int = 0) -> Callable[..., None]:
     """The launch for caches of at most ``keys`` keys a sequence, in pages of ``page`` if that is not 0.
 
-    It takes q, k, v, table (None without pages), kv_len, sink, kv_start, the scales of q, k and v, out and lse.
-    ``plan`` is the architecture's.
+    It takes q, k, v, table (None without pages), kv_len, sink, kv_start, and a tuple of the other arguments: first the
+    scales of q, k and v, last out and lse. ``plan`` is the architecture's.
     """
     dim, dim_v = call.dim["D"], call.dim["Dv"]
     window, sinks = bounded(call.arg.window), bounded(call.arg.sink_tokens)
@@ -30,14 +30,14 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
     if call.dim["B"] == 0:
         return lambda *args: None
     sms, group = driver.sm_count(call.device), call.dim["Hq"] // heads
-    codes, scaled = call.dtype.itemsize == 1, given(call.arg)
-    extra = {"size": 1} if codes else {}
+    codes, scales = call.dtype.itemsize == 1, given(call.arg)
+    scaled, extra = any(scales), {"size": 1} if codes else {}
 
     def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
         p = plan(dim, dim_v, group, sms, most, groups, page, same=same, **extra)
         return p, compile.launcher(
             call, target, target.arch, kernel=f"torch_attnkit.cuda.{target.arch}.decode_kernel", trace=p.trace,
-            dtype=short(call.dtype), **p.sizes, **({"scales": scaled} if any(scaled) else {}),
+            dtype=short(call.dtype), **p.sizes, **({"scales": scales} if scaled else {}),
         )  # fmt: skip
 
     # A tensor that is both caches is read once; which it is can change from call to call.
@@ -50,7 +50,7 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None, kv_len: torch.Tensor,
-        sink: torch.Tensor | None, kv_start: torch.Tensor | None, *rest: Any,
+        sink: torch.Tensor | None, kv_start: torch.Tensor | None, rest: tuple[Any, ...],
     ) -> None:  # fmt: skip
         parts, count = workspace.get()
         if codes:
@@ -58,8 +58,8 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
         p, fn = one if wide and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() else two
         has_sink, has_start = sink is not None, kv_start is not None
         tensors: tuple[Any, ...] = (
-            q, k, v, table, kv_len, sink if has_sink else parts, kv_start if has_start else kv_len, *rest[-2:], parts,
-            count, rest[:3],
+            q, k, v, table, kv_len, sink if has_sink else parts, kv_start if has_start else kv_len, rest[-2], rest[-1],
+            parts, count, rest[:3] if scaled else None,
         )  # fmt: skip
         numbers = (product, power, window, sinks, int(has_sink), int(has_start))
         fn(tensors, (*numbers, p.chunks, p.by_group, p.beside, p.least, p.combiners), p.blocks)

@@ -219,7 +219,7 @@ class Tensors(NamedTuple):
     lse: cute.Tensor  # (B, Hq)
     parts: cute.Tensor  # (2 * blocks * part_floats)
     count: cute.Tensor  # (blocks), how many parts of a group have come, by its first block
-    scales: tuple = (None, None, None)  # of q, k and v, (B, Hkv) or None each
+    scales: Any = None  # of q, k and v, (B, Hkv) or None each; or None
 
 
 class Numbers(NamedTuple):
@@ -259,9 +259,7 @@ class Piece(NamedTuple):
     stop: Int32
 
 
-def arguments(
-    dtype: str, config: Any, size: Callable[[], Any], scales: tuple[bool, ...] = (False, False, False)
-) -> list[Any]:
+def arguments(dtype: str, config: Any, size: Callable[[], Any], scales: tuple[bool, ...] = ()) -> list[Any]:
     """Stand-ins for what the host passes: ``Tensors``, ``Numbers``, the number of blocks, and the stream.
 
     ``config`` is that of any of the kernels, ``size`` makes the sizes of the caches, and ``scales`` says which there
@@ -290,6 +288,6 @@ def arguments(
         lse=fake.tensor("f32", (B, Hq), align=4),
         parts=fake.tensor("f32", (None,), (1,)),
         count=fake.tensor("i32", (None,), (1,)),
-        scales=tuple(fake.tensor("f32", (B, Hkv), align=4) if on else None for on in scales),
+        scales=tuple(fake.tensor("f32", (B, Hkv), align=4) if on else None for on in scales) or None,
     )
     return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(9))), Int32(0), fake.stream()]

@@ -122,7 +122,7 @@ class Rows:
         warp = cute.arch.make_warp_uniform(thread // 32)
         h0 = warp // 4 * c.own
         work = self.kept(m.work, Work)
-        scalars = scalars._replace(scale=self._scaled(tensors.scales[:2], work, scalars.scale))
+        scalars = scalars._replace(scale=self._scaled(tensors, slice(2), work, scalars.scale))
         if thread < c.heads:
             m.shift[thread] = Float32(0.0)
         if const_expr(c.part < KEYS):
@@ -149,10 +149,10 @@ class Rows:
             self._leave_weights(m, words, h0)
         self._publish(tensors, m, rSum, n, warp, h0)
 
-    def _scaled(self, scales: tuple, work: Work, factor: Float32) -> Float32:
-        """``factor`` times a sequence's and KV head's entries of those scales (B, Hkv) that there are."""
-        for scale in scales:
-            if const_expr(scale is not None):
+    def _scaled(self, tensors: Tensors, which: slice, work: Work, factor: Float32) -> Float32:
+        """``factor`` times a sequence's and KV head's entries of those of the scales of q, k and v that there are."""
+        for scale in tensors.scales[which] if self.c.scales else ():
+            if scale is not None:
                 factor = factor * scale[work.b, work.kv_head]
         return factor
 
@@ -342,7 +342,7 @@ class Rows:
             m.result[thread * 2 + 1] = total
         work = self.kept(m.work, Work)
         tiles = work.tiles
-        unit = self._scaled(tensors.scales[2:], work, Float32(1.0 / softmax.CODES_UNIT if c.codes else 1.0))
+        unit = self._scaled(tensors, slice(2, 3), work, Float32(1 / softmax.CODES_UNIT if c.codes else 1))
         lanes = const_expr(c.part // 4)  # of a warp that have a row of O'
         column = warp % 4 * lanes + (thread_index() & 31)
         if tiles > 0:

@@ -28,7 +28,7 @@ class TallConfig:
     stages: int
     page: int = 0
     same: bool = False
-    scales: tuple[bool, ...] = (False, False, False)  # which of q's, k's and v's there are
+    scales: tuple[bool, ...] = ()  # which of q's, k's and v's there are; (): none
 
     beside = False  # ``Scalars.beside`` is always 1
 

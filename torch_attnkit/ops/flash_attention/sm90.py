@@ -8,10 +8,10 @@ by the tensor cores and, after some milliseconds, by the power limit; D 64 and b
 TFLOP/s on one H200 (bf16, 32/8 heads, D 128; torch 2.11), and the best peer's time over ours (of cuDNN,
 FlashAttention-3 and -4), from ``bench/baselines/nvidia-h200.json``:
     causal         8 x 2048 561 (1.10)   4 x 4096 624 (1.05)   2 x 8192 665 (1.01)   1 x 16384 660 (0.96)
-    full           8 x 2048 640 (1.04)   4 x 4096 661 (1.01)   2 x 8192 656 (0.99)
+    full           8 x 2048 633 (1.03)   4 x 4096 669 (1.01)   2 x 8192 655 (0.99)   1 x 16384 660 (0.99)
     causal         D 64 457 (0.98)   D 96 526 (0.97)   D 192 624 (1.02), all 4 x 4096   D 256, 2 x 8192 776 (1.02)
-In an earlier run, before the row sums became exact: window 1024, 2 x 8192 486 us (1.10); window 128 with sinks, 64/8
-heads, D 64, 4 x 4096 239 us (0.99). Full, 4 x 4096, D 96, beside FlashAttention-3 alone: 561 (0.96).
+    full           D 64 512 (0.98)   D 96 585 (0.96)   D 192 673 (1.03), all 4 x 4096   D 256, 2 x 8192 744 (0.99)
+Window 1024, 2 x 8192 517 (1.09); with sinks, 64/8 heads, D 64, 4 x 4096, window 128 236 us (1.00), causal 448 (0.97).
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ partial tile, and the producer skips what stays empty. Rows of V that belong to 
 memory, for a weight of 0 must not meet what they hold.
 
 TFLOP/s on one H200, bf16, 32/8 heads, 64 lengths of 1 to 4096, and the best peer's time over ours (FlashAttention-3):
-D 128 causal 561 (1.04), full 615 (1.00); D 64 causal 424 (1.02), full 485 (1.00). Measured before all consumers came to
-share the clearing of V; seen right, but not timed, since.
+D 128 causal 552 (1.03), full 591 (0.99); D 64 causal 413 (1.01), full 471 (0.99).
 """
 
 from __future__ import annotations

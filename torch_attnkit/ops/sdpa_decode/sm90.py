@@ -20,6 +20,6 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     run = decoder(call, target, plan, call.dim["S"])
 
     def launch(q: Any, k: Any, v: Any, kv_len: Any, sink: Any, kv_start: Any, *rest: Any) -> None:
-        run(q, k, v, None, kv_len, sink, kv_start, *rest[:3], *rest[-2:])
+        run(q, k, v, None, kv_len, sink, kv_start, rest)
 
     return launch

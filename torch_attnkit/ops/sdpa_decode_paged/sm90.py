@@ -20,6 +20,6 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     run = decoder(call, target, plan, call.dim["Mp"] * call.dim["Ps"], call.dim["Ps"])
 
     def launch(q: Any, k: Any, v: Any, table: Any, kv_len: Any, sink: Any, kv_start: Any, *rest: Any) -> None:
-        run(q, k, v, table, kv_len, sink, kv_start, *rest[:3], *rest[-2:])
+        run(q, k, v, table, kv_len, sink, kv_start, rest)
 
     return launch
