@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.cuda import compile
@@ -180,3 +182,20 @@ def test_a_kernel_that_does_not_trace_says_which(cache):
     wrong = dataclasses.replace(REQUEST, signature=REQUEST.signature[:-1])
     with pytest.raises(RuntimeError, match=r"^gated_rmsnorm/cuda for sm90: .*does not compile: TypeError: trace\(\)"):
         compile.get(wrong)
+
+
+@pytest.mark.parametrize(("index", "entered"), [(0, []), (1, [1])])
+def test_a_launch_makes_its_device_current(index, entered, monkeypatch):
+    """On a GPU that is not the current one, for as long as the launch takes; what two GPUs do has to be seen there."""
+    inside, seen = [], []
+
+    @contextlib.contextmanager
+    def device(which):
+        inside.append(which.index)
+        yield
+        inside.clear()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    compile.on_device(torch.device("cuda", index), lambda *args: seen.append((args, list(inside))))(1, 2)
+    assert seen == [((1, 2), entered)] and not inside

@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torch_attnkit.core import config, seams
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.op import Call
@@ -101,7 +103,22 @@ def launcher(
     if _requested is not None:
         _requested.append(request)
         return lambda *args: None
-    return seams.backend(target.arch, target.simulated).load(get(request), target.arch)
+    launch = seams.backend(target.arch, target.simulated).load(get(request), target.arch)
+    return launch if target.simulated or torch.cuda.device_count() < 2 else on_device(call.device, launch)
+
+
+def on_device(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:
+    """``launch`` with ``device`` as the current one: the driver takes a stream's number for one of the current device,
+    and torch makes no device current for ops that are defined in Python."""
+
+    def run(*args: Any) -> None:
+        if torch.cuda.current_device() == device.index:
+            launch(*args)
+        else:
+            with torch.cuda.device(device):
+                launch(*args)
+
+    return run
 
 
 def get(request: Request) -> Compiled:
