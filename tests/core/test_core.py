@@ -129,7 +129,7 @@ def fake_metal(monkeypatch):
 
     def build(call, where):
         library = seams.backend(where.arch, where.simulated).compile_shader("kernel void sdpa() {}")
-        return lambda q, k, v, n, sink, start, scale, window, tokens, cap, out, lse: library.sdpa(q, k, v, n, out, lse)
+        return lambda q, k, v, n, *rest: library.sdpa(q, k, v, n, *rest[-2:])
 
     host.build = build
     monkeypatch.setitem(sys.modules, "torch_attnkit.ops.sdpa_decode.mps", host)

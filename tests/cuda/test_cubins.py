@@ -22,8 +22,9 @@ REGISTER_FILE = 64 << 10  # registers of a multiprocessor
 # Bytes that one block may have. A cubin knows static allocations only; the simulator, in which every case of parity
 # runs, refuses launches with more than this altogether.
 MAX_SHARED = 227 << 10
-# GPUs of a family, a B200 and a B300: what is compiled once for all of them must be fine when assembled for each.
-FAMILIES = {"sm100": ("sm_100a", "sm_103a")}
+# What is compiled for the family of a B200 and a B300 must be fine when assembled for the latter, too; for the former it
+# is the same machine code, see ``test_a_b200_runs_what_is_compiled_for_the_family``.
+SIBLINGS = {"sm100": ("sm_103a",)}
 # What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
 # tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory
 # LDTM and STTM. Slower ways to do the same would compile as well.
@@ -96,7 +97,7 @@ def is_fine(kernel: compile.Compiled, sass: str) -> None:
         word = "UTCQMMA" if codes and word == "UTCHMMA" else word
         assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
     fits(inspect.resources(kernel.library), ptx, f"{request}")
-    for gpu in FAMILIES.get(request.arch, ()):
+    for gpu in SIBLINGS.get(request.arch, ()):
         fits(inspect.taken([inspect.assemble(ptx, gpu)]), ptx, f"{request}, assembled for {gpu}")
 
 
@@ -118,12 +119,22 @@ def test_a_family_is_what_its_gpus_get(tmp_path):
     request = next(r for r in covering("flash_attention", "sm100", "sm100") if dict(r.signature)["dim"] == 128)
     kernel, text = importlib.import_module(request.kernel), compile.get(request).ptx.read_text()
     assert text.count(".target sm_100f") == 1
-    for gpu in FAMILIES["sm100"]:
+    for gpu in ("sm_100a", "sm_103a"):
         host, arguments = kernel.trace(request.arch, **dict(request.signature))
         folder = tmp_path / gpu
         cute.compile(host, *arguments, options=f"--enable-tvm-ffi --gpu-arch {gpu} --keep-ptx --dump-dir {folder}")
         (own,) = (path.read_text() for path in folder.glob("*.ptx"))
         assert own == text.replace(".target sm_100f", f".target {gpu}")
+
+
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+@pytest.mark.parametrize(("name", "file", "arch"), [row for row in ROWS if row[2] == "sm100"], ids=lambda x: str(x))
+def test_a_b200_runs_what_is_compiled_for_the_family(name, file, arch):
+    """Machine code for sm_100a is that for sm_100f; of a row's kernels the first and the last are looked at."""
+    chosen = covering(name, file, arch)
+    for kernel in map(compile.get, {chosen[0], chosen[-1]}):
+        (own,) = inspect.cubins(kernel.library)
+        assert inspect.code(own) == inspect.code(inspect.assemble(kernel.ptx.read_text(), "sm_100a")) != b""
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")

@@ -143,7 +143,7 @@ def sass(libraries: Sequence[Path], arch: str) -> list[str]:
     tool = nvdisasm()
     if tool is None:
         raise FileNotFoundError("inspect: nvdisasm is neither on the PATH nor in triton's package")
-    codes = [b"".join(map(_code, cubins(library))) for library in libraries]
+    codes = [b"".join(map(code, cubins(library))) for library in libraries]
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
@@ -156,7 +156,7 @@ def sass(libraries: Sequence[Path], arch: str) -> list[str]:
     return ["\n".join(itertools.islice(rest, len(code) // _INSTRUCTION)) for code in codes]
 
 
-def _code(cubin: bytes) -> bytes:
+def code(cubin: bytes) -> bytes:
     """The executable sections of an ELF image, one after the other."""
     table, (size, count) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<HH", cubin, 58)
     sections = (struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count))
