@@ -22,8 +22,8 @@ REGISTER_FILE = 64 << 10  # registers of a multiprocessor
 # Bytes that one block may have. A cubin knows static allocations only; the simulator, in which every case of parity
 # runs, refuses launches with more than this altogether.
 MAX_SHARED = 227 << 10
-# What is compiled for the family of a B200 and a B300 must be fine when assembled for the latter, too; for the former it
-# is the same machine code, see ``test_a_b200_runs_what_is_compiled_for_the_family``.
+# What is compiled for the family of a B200 and a B300 must be fine when assembled for the latter, too; for the former
+# it is the same machine code, see ``test_a_b200_runs_what_is_compiled_for_the_family``.
 SIBLINGS = {"sm100": ("sm_103a",)}
 # What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
 # tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory
