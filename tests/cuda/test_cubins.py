@@ -122,6 +122,7 @@ def test_a_family_is_what_its_gpus_get(tmp_path):
     for gpu in ("sm_100a", "sm_103a"):
         host, arguments = kernel.trace(request.arch, **dict(request.signature))
         folder = tmp_path / gpu
+        folder.mkdir()
         cute.compile(host, *arguments, options=f"--enable-tvm-ffi --gpu-arch {gpu} --keep-ptx --dump-dir {folder}")
         (own,) = (path.read_text() for path in folder.glob("*.ptx"))
         assert own == text.replace(".target sm_100f", f".target {gpu}")
