@@ -193,9 +193,8 @@ class Decode(Merging):
         page = Int32(0)
         if const_expr(c.page != 0):
             page = self._pages(tensors, piece, first, low, high)
-        if const_expr(
-            sources is None
-        ):  # made anew for each tile: with O in 128 registers there is no room to keep them
+        if const_expr(sources is None):
+            # Made anew for each tile: beside O in 128 registers there is no room to keep them.
             sources = self._sources(tensors, piece._replace(kv_head=op.fresh(piece.kv_head)))
         one_page = const_expr(c.page > 0 and c.page % c.keys == 0)
         any_page = const_expr(c.page > 0 and not one_page)
