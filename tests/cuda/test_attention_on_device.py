@@ -19,9 +19,10 @@ pytestmark = [
         reason="needs an NVIDIA GPU with compute capability 9.0",
     ),
 ]
-NAMES = ("sdpa_decode", "sdpa_decode_paged", "flash_attention", "flash_attention_varlen")
+NAMES = ("sdpa_decode", "sdpa_decode_paged", "sdpa_multi", "flash_attention", "flash_attention_varlen")
 DECODE = NAMES[:2]
 PAGE = 16
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def normal(*shape: int, seed: int = 0, device: str = "cuda") -> torch.Tensor:
@@ -41,6 +42,9 @@ def made(name: str, seed: int = 0, device: str = "cuda") -> tuple[list[Any], dic
         q, k, v = (4, 16, 128), (180, PAGE, 2, 128), (180, PAGE, 2, 128)
         order = torch.randperm(176, generator=torch.Generator().manual_seed(seed))
         rest = [order.to(device, torch.int32).view(4, 44), ints(700, 3, 512, 0, device=device)]
+    elif name == "sdpa_multi":
+        q, k, v = (4, 24, 16, 128), (4, 2, 700, 128), (4, 2, 700, 128)
+        rest = [ints(700, 30, 512, 24, device=device)]
     elif name == "flash_attention":
         q, k, v = (2, 200, 8, 128), (2, 300, 2, 128), (2, 300, 2, 128)
         rest = [None, ints(300, 217, device=device)]
@@ -56,6 +60,7 @@ def other_lengths(name: str) -> dict[int, torch.Tensor]:
     return {
         "sdpa_decode": {3: ints(1, 700, 0, 77)},
         "sdpa_decode_paged": {4: ints(1, 700, 0, 77)},
+        "sdpa_multi": {3: ints(25, 700, 24, 77)},
         "flash_attention": {4: ints(150, 300)},
         "flash_attention_varlen": {3: ints(0, 250, 300), 4: ints(0, 300, 310)},
     }[name]
@@ -110,12 +115,39 @@ def test_torch_compile_takes_the_whole_graph(name):
     assert torch.equal(compiled(*args), call(name, args, kwargs)[0] * 2)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize("name", NAMES)
 def test_a_device_that_is_not_the_current_one(name):
     args, kwargs = made(name, device="cuda:1")
     assert torch.cuda.current_device() == 0
     right("on cuda:1", name, call(name, args, kwargs), args, kwargs)
+    assert torch.cuda.current_device() == 0
+
+
+@two_gpus
+@pytest.mark.parametrize("name", NAMES)
+def test_devices_in_turns(name):
+    """Each has its own streams and workspace: calls that run at once on both give what they give alone."""
+    inputs = [made(name, device=f"cuda:{i}") for i in range(2)]
+    alone = call(name, *inputs[0])
+    outs = [call(name, *each) for _ in range(20) for each in inputs]
+    right("in turns", name, outs[-1], *inputs[1])
+    assert all(torch.equal(a.cpu(), b.cpu()) for out in outs for a, b in zip(out, alone, strict=True))
+
+
+@two_gpus
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_of_another_device(name):
+    args, kwargs = made(name, device="cuda:1")
+    call(name, args, kwargs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
+        out = call(name, args, kwargs)
+    assert torch.cuda.current_device() == 0
+    args[0].copy_(normal(*args[0].shape, seed=50))
+    with torch.cuda.device("cuda:1"):
+        graph.replay()
+    right("replayed", name, out, args, kwargs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,8 +170,9 @@ def far(name: str, group: int) -> tuple[list[Any], slice, list[Any]]:
     many = (1 << 31) // (heads * dim) + PAGE  # keys
     fill = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
     batch = many // length + 1
-    if name == "sdpa_decode":
-        q, k, v = normal(batch, heads * group, dim), *(fill(batch, heads, length, dim) for _ in "kv")
+    if name in ("sdpa_decode", "sdpa_multi"):
+        queries = (5,) if name == "sdpa_multi" else ()
+        q, k, v = normal(batch, *queries, heads * group, dim), *(fill(batch, heads, length, dim) for _ in "kv")
         lengths = torch.full((batch,), 700, dtype=torch.int32, device="cuda")
         return [q, k, v, lengths], slice(-2, None), [q[-2:], k[-2:, :, :700], v[-2:, :, :700], lengths[-2:]]
     if name == "sdpa_decode_paged":

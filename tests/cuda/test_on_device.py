@@ -106,3 +106,13 @@ def test_more_than_2_to_the_31_elements():
     out = norm(y, z, w)
     for part in (slice(0, 4), slice(rows - 4, rows)):
         right_norm("far rows", out[part], y[part], z[part], w)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    y, z, w = (t.to("cuda:1") for t in (normal(33, 4096), normal(33, 4096, seed=1), normal(4096, seed=2)))
+    parts, lse = normal(3, 9, 4, 64).to("cuda:1"), normal(3, 9, 4, seed=1, dtype=torch.float32).to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    right_norm("norm on cuda:1", norm(y, z, w), y, z, w)
+    right_merge("merge on cuda:1", merge(parts, lse), parts, lse)
+    assert torch.cuda.current_device() == 0
