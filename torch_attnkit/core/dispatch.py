@@ -68,6 +68,28 @@ def _reference(op: Op, call: Call) -> Callable[..., Any]:
     return rounded
 
 
+def _outputs(op: Op, call: Call) -> Callable[[], list[torch.Tensor]]:
+    """The function that allocates what one call returns."""
+    outputs, device = op.outputs(call), call.device
+
+    def made() -> list[torch.Tensor]:
+        return [allocate(shape, dtype=dtype, device=device) for shape, dtype in outputs]
+
+    # What torch.compile's own code calls: a third of torch.empty's time on the host, on the current device alone.
+    empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if device.type != "cuda" or empty is None:
+        return made
+    strided = [(shape, torch.empty(shape, device="meta").stride(), dtype) for shape, dtype in outputs]
+    current, index = torch._C._cuda_getDevice, device.index
+
+    def made_on_current() -> list[torch.Tensor]:
+        if allocate is torch.empty and current() == index:
+            return [empty(*each) for each in strided]
+        return made()
+
+    return made_on_current
+
+
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     """Validate ``args`` and build what runs for every call of the same signature."""
     call = op.bind(args)
@@ -76,10 +98,10 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     if row is None:
         return Plan(_reference(op, call), "reference")
     launch = op.module(row.file).build(call, target)
-    outputs, device = op.outputs(call), call.device
+    outputs = _outputs(op, call)
 
     def run(*args: Any) -> Any:
-        outs = [allocate(shape, dtype=dtype, device=device) for shape, dtype in outputs]
+        outs = outputs()
         launch(*args, *outs)
         return _returned(outs)
 
