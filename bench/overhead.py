@@ -1,8 +1,8 @@
 """What a planned call costs before its kernel: ``python bench/overhead.py``.
 
 Times ``torch.ops.attnkit.sdpa_decode`` with a kernel that does nothing next to a bare ``torch.library.custom_op`` of
-the same signature that checks nothing and allocates the same outputs, in one run. The two alternate, and the fastest
-of many short repeats counts, so that a busy machine disturbs neither more than the other.
+the same signature, scales aside, that checks nothing and allocates the same outputs, in one run. The two alternate, and
+the fastest of many short repeats counts, so that a busy machine disturbs neither more than the other.
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ def bare(
     kv_len: torch.Tensor,
     sink: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     window: int = -1,
     sink_tokens: int = 0,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The signature of sdpa_decode; nothing but its outputs."""
+    """The signature of sdpa_decode without its scales; nothing but its outputs."""
     return torch.empty(OUT), torch.empty(LSE)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..memory import empty
 from .errors import UnsupportedError
 from .op import NAMESPACE, Call, Kernel, Op
 from .target import Target, simulated_arch, target_of
@@ -24,7 +25,7 @@ PLAN_KEYS: dict[str, Callable[..., Any]] = {}
 _PLANS: dict[str, dict[Any, Plan]] = {}
 _MAX_PLANS = 4096  # per op; a signature per sequence length would grow without bound
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-allocate: Callable[..., torch.Tensor] = torch.empty  # parity replaces it to poison and fence outputs
+allocate: Callable[..., torch.Tensor] = empty  # parity replaces it to poison and fence outputs
 
 
 class Plan(NamedTuple):
@@ -68,28 +69,6 @@ def _reference(op: Op, call: Call) -> Callable[..., Any]:
     return rounded
 
 
-def _outputs(op: Op, call: Call) -> Callable[[], list[torch.Tensor]]:
-    """The function that allocates what one call returns."""
-    outputs, device = op.outputs(call), call.device
-
-    def made() -> list[torch.Tensor]:
-        return [allocate(shape, dtype=dtype, device=device) for shape, dtype in outputs]
-
-    # What torch.compile's own code calls: a third of torch.empty's time on the host, on the current device alone.
-    empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    if device.type != "cuda" or empty is None:
-        return made
-    strided = [(shape, torch.empty(shape, device="meta").stride(), dtype) for shape, dtype in outputs]
-    current, index = torch._C._cuda_getDevice, device.index
-
-    def made_on_current() -> list[torch.Tensor]:
-        if allocate is torch.empty and current() == index:
-            return [empty(*each) for each in strided]
-        return made()
-
-    return made_on_current
-
-
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     """Validate ``args`` and build what runs for every call of the same signature."""
     call = op.bind(args)
@@ -98,10 +77,10 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     if row is None:
         return Plan(_reference(op, call), "reference")
     launch = op.module(row.file).build(call, target)
-    outputs = _outputs(op, call)
+    outputs, device = op.outputs(call), call.device
 
     def run(*args: Any) -> Any:
-        outs = outputs()
+        outs = [allocate(shape, dtype=dtype, device=device) for shape, dtype in outputs]
         launch(*args, *outs)
         return _returned(outs)
 

@@ -196,8 +196,7 @@ class Op:
         found = []
         for name in self.outnames:
             spec = self.spec(name, call)
-            asked = call.arg.dtype if spec.dtypes[0] == "@dtype" else None
-            dtype = asked or DTYPES.get(spec.dtypes[0], call.dtype)
+            dtype = (call.arg.dtype if spec.dtypes[0] == "@dtype" else None) or DTYPES.get(spec.dtypes[0], call.dtype)
             shape = (call.batch if spec.batch else ()) + tuple(a.size(call.dim) for a in spec.axes)
             found.append(((0,) if name in self.unless and self.unless[name](call) else shape, dtype))
         return found
