@@ -56,7 +56,7 @@ class Decode(Merging):
             tensors.kv_len, tensors.kv_start, batch, size, n.window, n.sink_tokens, n.has_start, n.by_group
         )
         scalars = Scalars(n.scale, n.cap, n.has_sink, group, n.chunks, n.beside, n.least)
-        self.kernel(tensors, lengths, scalars).launch(
+        self.kernel(tensors, self.loads(tensors), lengths, scalars).launch(
             grid=[blocks, 1, 1], block=[self.c.threads, 1, 1], smem=self.c.shared_bytes, stream=stream,
             min_blocks_per_mp=self.c.blocks_per_sm, preferred_smem_carveout=100,
         )  # fmt: skip
@@ -66,8 +66,12 @@ class Decode(Merging):
                 min_blocks_per_mp=1, preferred_smem_carveout=100,
             )  # fmt: skip
 
+    def loads(self, tensors: Tensors) -> Any:
+        """What the host makes for a kernel that loads by TMA; this one does not."""
+        return None
+
     @cute.kernel
-    def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
+    def kernel(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars):
         c = self.c
         smem = cutlass.memory.SmemAllocator()
         shared = smem.allocate(c.shared_bytes, 1024).toint()
@@ -98,7 +102,7 @@ class Decode(Merging):
             head = chunk * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
             piece = Piece(sequence, kv_head, kv_head * scalars.group + head, heads, first, last)
-            self._stream(tensors, scalars, keys, piece, shared)
+            self._stream(tensors, loads, scalars, keys, piece, shared)
             self._finish(tensors, scalars, piece, shared, whole, slot)
             if const_expr(self.c.combine):
                 pass
@@ -110,7 +114,7 @@ class Decode(Merging):
                 sequence += 1
 
     @cute.jit
-    def _stream(self, tensors: Tensors, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
+    def _stream(self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
         """This warp's tiles of a piece, and its result into shared memory."""
         c = self.c
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()

@@ -18,7 +18,7 @@ _MUCH_PAGED = {128: (3 << 20, 6 << 20)}
 _MANY = 4096
 FEW = 8  # query heads that ``cuda/decode.py`` has at once
 _WIDE = {64: (64, 2), 128: (64, 2), 256: (32, 2), 512: (32, 1)}  # D: keys of a tile and blocks on an SM
-_LATENT = (64, 2)  # keys of a tile and tiles in memory, for 512 columns where keys are values
+_LATENT = (48, 3)  # keys of a tile and tiles in memory, for 512 columns where keys are values
 _LEAST = 128  # keys that a block attends at least, for its part has 64 rows to write and to merge
 
 

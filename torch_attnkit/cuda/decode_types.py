@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -187,12 +188,14 @@ class LatentConfig(WideConfig):
         return 128 * (1 + self.halves)
 
     @property
-    def loaders(self) -> int:
-        return 128
+    def box(self) -> int:
+        """Keys that TMA loads at once: of a tile that lie in one page whatever the tile."""
+        return math.gcd(self.keys, self.page) if self.page else self.keys
 
     @property
-    def loaded(self) -> int:
-        return self.part
+    def boxes(self) -> int:
+        """Of a tile, for each 64 columns."""
+        return self.keys // self.box
 
     @property
     def weight_bytes(self) -> int:

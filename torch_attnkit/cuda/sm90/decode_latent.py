@@ -23,13 +23,14 @@ Rows that do not count arrive as zeros, as in ``decode.py``, which has the lette
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
 
 from .. import warp_ops as op
 from ..decode_schedule import place
@@ -39,6 +40,8 @@ from . import prefill_softmax as softmax
 from .decode_wide import Wide, _Work
 
 _INF = float("inf")
+_WARPS = 4  # of a warpgroup
+_COLUMNS = 64  # of a box of TMA, 128 bytes: a warp of a value warpgroup loads as many of every row
 _MAJOR = OperandMajorMode
 
 
@@ -55,8 +58,9 @@ class _Shared(Fixed):
         self.query = barriers
         self.ready = Ring(barriers + 1 + c.stages, barriers + 1 + c.stages + c.turns, c.turns)  # probabilities
         self.tiles = Ring(barriers + 1, barriers + 1, c.stages)  # only ``full`` is used
-        loaders = c.halves * c.loaders
-        self.counts = [loaders] + [loaders] * c.stages + [4] * c.turns + [4 * c.halves] * c.turns
+        self.counts = (
+            [128 * c.halves] + [_WARPS * c.halves] * c.stages + [_WARPS] * c.turns + [_WARPS * c.halves] * c.turns
+        )
 
     def begin(self) -> None:
         for i, count in enumerate(self.counts):
@@ -67,11 +71,29 @@ class _Shared(Fixed):
             op.forget_barrier((self.query + i).toint())
 
 
+class Loads(NamedTuple):
+    """The cache for TMA, as boxes of keys and 64 columns."""
+
+    atom: cute.CopyAtom
+    rows: cute.Tensor  # (keys of a sequence or page, D, KV heads, sequences or pages)
+
+
 class Latent(Wide):
     """Streams the tiles of a piece through one warpgroup of scores and two of values."""
 
+    def loads(self, tensors: Tensors) -> Loads:
+        c, cache = self.c, tensors.k
+        atom = warpgroup.make_smem_layout_atom(
+            hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, _COLUMNS), c.dtype
+        )
+        box = cute.tile_to_shape(atom, (c.box, _COLUMNS), order=(0, 1))
+        rows = cute.make_tensor(
+            cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0] if c.page else [2, 3, 1, 0])
+        )
+        return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, box, (c.box, _COLUMNS)))
+
     @cute.jit
-    def _stream(self, tensors: Tensors, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
+    def _stream(self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         # Known to be the same in all lanes, they take no registers of these.
         keys, piece = [type(x)(*map(cute.arch.make_warp_uniform, x)) for x in (keys, piece)]
@@ -79,6 +101,7 @@ class Latent(Wide):
         if cute.arch.thread_idx()[0] == 0:
             meet.begin()
         cute.arch.mbarrier_init_fence()
+        cute.arch.fence_view_async_shared()  # the last piece's result was where tiles arrive now
         cute.arch.barrier()
         if group == 0:
             cute.arch.setmaxregister_decrease(120)
@@ -86,7 +109,7 @@ class Latent(Wide):
             cute.arch.setmaxregister_increase(168)
         else:
             cute.arch.setmaxregister_increase(192)
-            self._sum_values(tensors, keys, piece, shared, meet, group - 1)
+            self._sum_values(tensors, loads, keys, piece, shared, meet, group - 1)
             cute.arch.setmaxregister_decrease(168)
         if cute.arch.thread_idx()[0] == 0:
             meet.end()
@@ -109,40 +132,56 @@ class Latent(Wide):
         )
         w.top.fill(-_INF)
         w.total.fill(0.0)
-        row, lane = self._row(w), thread & 31
         count = piece.stop - piece.first
+        rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((c.heads, c.keys)), Float32)
         cute.arch.mbarrier_wait(meet.query, Int32(0))
-        for n in cutlass.range(count, unroll=1):
-            meet.tiles.wait(n)
-            cute.arch.fence_view_async_shared()
-            buffer = meet.tiles.slot(n)
-            # A sum for each half of the columns: shorter chains, as in ``decode.py``.
-            rS, rS2 = [self._multiply_half(w, buffer, h) for h in range(2)]
+        cute.arch.fence_view_async_shared()
+        if count > 0:
+            sums = self._multiply_scores_of(w, meet, Int32(0))
             warpgroup.wait_group(0)
-            for i in cutlass.range_constexpr(cute.size(rS)):
-                rS[i] = rS[i] + rS2[i]
-            scales = self._weights(scalars, w, rS, *place(keys, piece.first + n, c.keys))
-            meet.ready.await_empty(n)
-            turn = meet.ready.slot(n)
-            sScale = self._factors(meet, turn)
-            if (lane & 3) == 0:
-                sScale[row] = scales[0]
-                sScale[row + 8] = scales[1]
-            self._put_weights(rS, meet.weights + turn * c.weight_bytes, row, lane)
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(meet.ready.full + turn)
+            self._add(rS, sums)
+            for n in cutlass.range(1, count, unroll=1):
+                sums = self._multiply_scores_of(w, meet, n)
+                self._give(scalars, keys, piece, w, meet, rS, n - 1)
+                warpgroup.wait_group(0)
+                self._add(rS, sums)
+            self._give(scalars, keys, piece, w, meet, rS, count - 1)
         cute.arch.barrier()
         self._put_sums(w, shared)
 
-    def _multiply_half(self, w: Any, buffer: Int32, half: int) -> Any:
-        """Issue the scores' sums over a half of the columns."""
+    def _multiply_scores_of(self, w: Any, meet: Any, n: Int32) -> list[Any]:
+        """Issue the scores of tile n, once it is there; a sum for each half of the columns, for shorter chains, as in
+        ``decode.py``."""
+        c, sums = self.c, []
+        meet.tiles.wait(n)
+        for half in range(c.halves):
+            rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((c.heads, c.keys)), Float32)
+            rK = w.tSrK[None, None, None, meet.tiles.slot(n) * c.halves + half]
+            self._multiply(w.qk_mma, rS, w.tSrQ[None, None, None, half], rK, clear=True)
+            sums.append(rS)
+        return sums
+
+    def _add(self, rS: Any, sums: list[Any]) -> None:
+        for i in range(cute.size(rS)):
+            rS[i] = sums[0][i] + sums[1][i]
+
+    @cute.jit
+    def _give(self, scalars: Scalars, keys: Any, piece: Piece, w: Any, meet: Any, rS: Any, n: Int32):
+        """The probabilities of tile n, to the value warpgroups."""
         c = self.c
-        rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((c.heads, c.keys)), Float32)
-        rQ, rK = w.tSrQ[None, None, None, half], w.tSrK[None, None, None, buffer * c.halves + half]
-        self._multiply(w.qk_mma, rS, rQ, rK, clear=True)
-        return rS
+        row, lane = self._row(w), w.thread & 31
+        scales = self._weights(scalars, w, rS, *place(keys, piece.first + n, c.keys))
+        meet.ready.await_empty(n)
+        turn = meet.ready.slot(n)
+        sScale = self._factors(meet, turn)
+        if (lane & 3) == 0:
+            sScale[row] = scales[0]
+            sScale[row + 8] = scales[1]
+        self._put_weights(rS, meet.weights + turn * c.weight_bytes, row, lane)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(meet.ready.full + turn)
 
     def _put_weights(self, rS: Any, at: Int32, row: Int32, lane: Int32) -> None:
         """Probabilities (64, N) as pairs, rows of 128 bytes with their 16-byte chunks swizzled."""
@@ -159,7 +198,9 @@ class Latent(Wide):
         return cute.make_tensor(at, cute.make_layout(self.c.heads))
 
     @cute.jit
-    def _sum_values(self, tensors: Tensors, keys: Any, piece: Piece, shared: Int32, meet: Any, half: Int32):
+    def _sum_values(
+        self, tensors: Tensors, loads: Loads, keys: Any, piece: Piece, shared: Int32, meet: Any, half: Int32
+    ):
         """One warpgroup: its half of the columns, loaded and multiplied."""
         c = self.c
         thread = cute.arch.thread_idx()[0] % 128
@@ -167,10 +208,8 @@ class Latent(Wide):
         count = piece.stop - piece.first
         self._load_query(tensors, piece, shared, thread + half * 128, 128 * c.halves)
         cute.arch.cp_async_mbarrier_arrive_noinc(meet.query)
-        for n in cutlass.range_constexpr(c.stages):
-            if n < count:
-                self._load_tile(tensors, keys, piece, w, tensors.k, piece.first + n, Int32(n))
-                cute.arch.cp_async_mbarrier_arrive_noinc(meet.tiles.full + n)
+        for n in cutlass.range(cutlass.min(count, c.stages), unroll=1):
+            self._load_box_column(tensors, loads, keys, piece, w, meet, n)
         w.rO.fill(0.0)
         row = self._row(w)
         for n in cutlass.range(count, unroll=1):
@@ -181,19 +220,75 @@ class Latent(Wide):
             if cute.arch.vote_any_sync((scales[0] != 1.0) | (scales[1] != 1.0)):
                 softmax.rescale(w.rO, scales)
             meet.tiles.wait(n)
-            cute.arch.fence_view_async_shared()
+            first, low, high = place(keys, piece.first + n, c.keys)
+            if (low > first) | (high < first + c.keys):
+                self._clear(w, buffer, low - first, high - first)
             rP, rV = w.tOrP[None, None, None, turn], w.tOrV[None, None, None, buffer * c.halves + half]
             self._multiply(w.pv_mma, w.rO, rP, rV, clear=False)
             warpgroup.wait_group(0)
             meet.ready.release(n)
             if n + c.stages < count:
                 cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-                self._load_tile(tensors, keys, piece, w, tensors.k, piece.first + n + c.stages, buffer)
-                cute.arch.cp_async_mbarrier_arrive_noinc(meet.tiles.full + buffer)
+                self._load_box_column(tensors, loads, keys, piece, w, meet, n + c.stages)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         self._put_columns(w, shared)
+
+    @cute.jit
+    def _load_box_column(self, tensors: Tensors, loads: Loads, keys: Any, piece: Piece, w: Any, meet: Any, n: Int32):
+        """A warp's 64 columns of tile n; TMA gives zeros beyond a sequence's or page's end, and for a page of which
+        there is none it is given one beyond the cache."""
+        c = self.c
+        first, low, high = place(keys, piece.first + n, c.keys)
+        page = self._pages(tensors, piece, first, low, high) if const_expr(c.page) else Int32(0)
+        buffer, column = meet.tiles.slot(n), w.half * (c.part // _COLUMNS) + cute.arch.make_warp_uniform(w.thread // 32)
+        full = meet.tiles.full + buffer
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, c.keys * _COLUMNS * 2)
+        for b in cutlass.range_constexpr(c.boxes):
+            row, last = first // c.box + b, piece.b
+            if const_expr(c.page):
+                row = (first + b * c.box) % c.page // c.box
+                last = cute.arch.shuffle_sync(page, b)
+            gBox = cute.local_tile(loads.rows[None, None, piece.kv_head, last], (c.box, _COLUMNS), (row, column))
+            to = (buffer * (c.dim // _COLUMNS) + column) * c.boxes + b
+            sBox, gBox = cpasync.tma_partition(
+                loads.atom, 0, cute.make_layout(1), cute.group_modes(w.boxes[None, None, to], 0, 2),
+                cute.group_modes(gBox, 0, 2),
+            )  # fmt: skip
+            cute.copy(loads.atom, gBox, sBox, tma_bar_ptr=full)
+
+    @cute.jit
+    def _pages(self, tensors: Tensors, piece: Piece, first: Int32, low: Int32, high: Int32):
+        """Lane l: the page of the tile's l-th box; -1, outside of any cache, where there is none to read."""
+        c = self.c
+        begin = first + cute.arch.lane_idx() * c.box
+        logical, page = begin // c.page, Int32(-1)
+        seen = (cute.arch.lane_idx() < c.boxes) & (begin < high) & (begin + c.box > low)
+        if seen & (logical < Int32(tensors.table.shape[1])):
+            row = tensors.table.iterator.toint() + Int64(tensors.table.stride[0]) * piece.b * 4
+            page = op.load_pair(row + Int64(logical) * 4)
+        known = (page >= 0) & (page < Int32(tensors.k.shape[0]))
+        return cutlass.select_(known, page, Int32(-1))
+
+    @cute.jit
+    def _clear(self, w: Any, buffer: Int32, low: Int32, high: Int32):
+        """Zeros for this half of the columns in the rows that do not count: their weight is zero, but what the cache
+        holds there may be infinite. The scores have been read."""
+        c = self.c
+        lane = w.thread & 31
+        at = w.ring + (buffer * c.halves + w.half) * const_expr(c.keys * c.part * 2)
+        for i in cutlass.range_constexpr(c.keys // _WARPS):
+            row = i * _WARPS + w.thread // 32
+            if (row < low) | (row >= high):
+                words = cute.make_ptr(
+                    Int32, at + (lane // 8) * (c.keys * 128) + row * 128 + lane % 8 * 16, cute.AddressSpace.smem,
+                    assumed_align=16,
+                )  # fmt: skip
+                cute.make_tensor(words, cute.make_layout(4)).fill(0)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=1 + w.half, number_of_threads=128)
 
     def _values_work(self, shared: Int32, meet: Any, thread: Int32, half: Int32) -> _Work:
         c = self.c
@@ -203,9 +298,8 @@ class Latent(Wide):
         return _Work(
             thread=thread,
             half=half,
-            loader=thread,
-            first_chunk=half * (c.part // 8),
             ring=shared + c.query_bytes,
+            boxes=self._staged(shared + c.query_bytes, (c.box, _COLUMNS, c.stages * c.dim // _COLUMNS * c.boxes)),
             pv_mma=mma,
             tOrP=mine.make_fragment_A(mine.partition_A(sP)),
             tOrV=mine.make_fragment_B(mine.partition_B(self._tiles(shared)[1])),

@@ -48,7 +48,7 @@ class Wide(Decode):
     """Streams the tiles of a piece through ``wgmma``."""
 
     @cute.jit
-    def _stream(self, tensors: Tensors, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
+    def _stream(self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
         c = self.c
         w = self._work(shared)
         # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
