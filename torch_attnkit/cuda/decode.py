@@ -72,9 +72,19 @@ class Decode(Merging):
 
     @cute.kernel
     def kernel(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars):
-        c = self.c
         smem = cutlass.memory.SmemAllocator()
-        shared = smem.allocate(c.shared_bytes, 1024).toint()
+        shared = smem.allocate(self.c.shared_bytes, 1024).toint()
+        self._run(tensors, loads, lengths, scalars, shared)
+
+    def _run(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars, shared: Int32) -> None:
+        self._attend(tensors, loads, lengths, scalars, shared, None)
+
+    @cute.jit
+    def _attend(
+        self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars, shared: Int32, role: cutlass.Constexpr
+    ):
+        """All pieces of this block. Where warpgroups have roles, each goes through them for itself."""
+        c = self.c
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         kv_heads = Int32(tensors.k.shape[2 if c.page else 1])
         beside = self._beside(scalars)
@@ -102,7 +112,7 @@ class Decode(Merging):
             head = chunk * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
             piece = Piece(sequence, kv_head, kv_head * scalars.group + head, heads, first, last)
-            self._stream(tensors, loads, scalars, keys, piece, shared)
+            self._stream(tensors, loads, scalars, keys, piece, shared, role)
             self._finish(tensors, scalars, piece, shared, whole, slot)
             if const_expr(self.c.combine):
                 pass
@@ -114,7 +124,10 @@ class Decode(Merging):
                 sequence += 1
 
     @cute.jit
-    def _stream(self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
+    def _stream(
+        self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32,
+        role: cutlass.Constexpr,
+    ):  # fmt: skip
         """This warp's tiles of a piece, and its result into shared memory."""
         c = self.c
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()

@@ -181,11 +181,12 @@ class LatentConfig(WideConfig):
     of the columns has that half of the output, and loads it."""
 
     same: bool = True
+    scorers = 2  # warpgroups of scores, tiles in turn
     turns = 2  # buffers of probabilities
 
     @property
     def threads(self) -> int:
-        return 128 * (1 + self.halves)
+        return 128 * (self.scorers + self.halves)
 
     @property
     def box(self) -> int:
@@ -204,8 +205,10 @@ class LatentConfig(WideConfig):
 
     @property
     def exchange_bytes(self) -> int:
-        """Probabilities and factors of the output, and mbarriers: two for each of them, one for each tile and for Q."""
-        return self.turns * (self.weight_bytes + self.heads * 4) + (self.stages + 2 * self.turns + 1) * 8
+        """Probabilities and factors of the output; maxima, and what the second warpgroup of scores has at the end; and
+        mbarriers: two for each turn, one for each tile, maximum and for Q."""
+        floats = self.heads * (self.turns + self.scorers + 2)
+        return self.turns * self.weight_bytes + floats * 4 + (self.stages + 2 * self.turns + self.scorers + 1) * 8
 
 
 class Tensors(NamedTuple):

@@ -35,7 +35,9 @@ from cutlass.tensor_utils import LayoutEnum
 from .. import warp_ops as op
 from ..decode_schedule import place
 from ..decode_types import Piece, Scalars, Tensors
+from ..partials import finite
 from ..ring import Fixed, Ring
+from ..warp_ops import exp2
 from . import prefill_softmax as softmax
 from .decode_wide import Wide, _Work
 
@@ -52,15 +54,15 @@ class _Shared(Fixed):
         c = config
         self.weights = shared + (c.query_bytes + c.stages * c.buffer_bytes)
         self.factors = self.weights + c.turns * c.weight_bytes
-        barriers = cute.make_ptr(
-            cutlass.Int64, self.factors + c.turns * c.heads * 4, cute.AddressSpace.smem, assumed_align=8
-        )
-        self.query = barriers
-        self.ready = Ring(barriers + 1 + c.stages, barriers + 1 + c.stages + c.turns, c.turns)  # probabilities
-        self.tiles = Ring(barriers + 1, barriers + 1, c.stages)  # only ``full`` is used
-        self.counts = (
-            [128 * c.halves] + [_WARPS * c.halves] * c.stages + [_WARPS] * c.turns + [_WARPS * c.halves] * c.turns
-        )
+        self.tops = self.factors + c.turns * c.heads * 4
+        at = self.tops + (c.scorers + 2) * c.heads * 4
+        self.query = cute.make_ptr(cutlass.Int64, at, cute.AddressSpace.smem, assumed_align=8)
+        self.tiles = Ring(self.query + 1, self.query + 1, c.stages)  # only ``full`` is used
+        full = self.tiles.full + c.stages
+        self.ready = Ring(full, full + c.turns, c.turns)  # probabilities
+        self.known = Ring(full + 2 * c.turns, full + 2 * c.turns, c.scorers)  # maxima; only ``full``
+        both = _WARPS * c.halves
+        self.counts = [32 * both] + [both] * c.stages + [_WARPS] * c.turns + [both] * c.turns + [_WARPS] * c.scorers
 
     def begin(self) -> None:
         for i, count in enumerate(self.counts):
@@ -93,7 +95,19 @@ class Latent(Wide):
         return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, box, (c.box, _COLUMNS)))
 
     @cute.jit
-    def _stream(self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
+    def _run(self, tensors: Tensors, loads: Any, lengths: Any, scalars: Scalars, shared: Int32):
+        if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) < self.c.scorers:
+            cute.arch.setmaxregister_decrease(88)
+            self._attend(tensors, loads, lengths, scalars, shared, "scores")
+        else:
+            cute.arch.setmaxregister_increase(168)
+            self._attend(tensors, loads, lengths, scalars, shared, "values")
+
+    @cute.jit
+    def _stream(
+        self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32,
+        role: cutlass.Constexpr,
+    ):  # fmt: skip
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         # Known to be the same in all lanes, they take no registers of these.
         keys, piece = [type(x)(*map(cute.arch.make_warp_uniform, x)) for x in (keys, piece)]
@@ -103,23 +117,19 @@ class Latent(Wide):
         cute.arch.mbarrier_init_fence()
         cute.arch.fence_view_async_shared()  # the last piece's result was where tiles arrive now
         cute.arch.barrier()
-        if group == 0:
-            cute.arch.setmaxregister_decrease(120)
-            self._score(scalars, keys, piece, shared, meet)
-            cute.arch.setmaxregister_increase(168)
+        if const_expr(role == "scores"):
+            self._score(scalars, keys, piece, shared, meet, group)
         else:
-            cute.arch.setmaxregister_increase(192)
-            self._sum_values(tensors, loads, keys, piece, shared, meet, group - 1)
-            cute.arch.setmaxregister_decrease(168)
+            self._sum_values(tensors, loads, keys, piece, shared, meet, group - self.c.scorers)
         if cute.arch.thread_idx()[0] == 0:
             meet.end()
         cute.arch.barrier()
 
     @cute.jit
-    def _score(self, scalars: Scalars, keys: Any, piece: Piece, shared: Int32, meet: Any):
-        """One warpgroup: probabilities of every tile."""
+    def _score(self, scalars: Scalars, keys: Any, piece: Piece, shared: Int32, meet: Any, group: Int32):
+        """One warpgroup: probabilities of every second tile."""
         c = self.c
-        thread = cute.arch.thread_idx()[0]
+        thread = cute.arch.thread_idx()[0] % 128
         mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, _MAJOR.K, _MAJOR.K, Float32, (1, 1, 1), (64, c.keys))
         mine = mma.get_slice(thread)
         w = _Work(
@@ -132,22 +142,17 @@ class Latent(Wide):
         )
         w.top.fill(-_INF)
         w.total.fill(0.0)
-        count = piece.stop - piece.first
-        rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((c.heads, c.keys)), Float32)
         cute.arch.mbarrier_wait(meet.query, Int32(0))
         cute.arch.fence_view_async_shared()
-        if count > 0:
-            sums = self._multiply_scores_of(w, meet, Int32(0))
+        for n in cutlass.range(group, piece.stop - piece.first, c.scorers, unroll=1):
+            rS, more = self._multiply_scores_of(w, meet, n)
             warpgroup.wait_group(0)
-            self._add(rS, sums)
-            for n in cutlass.range(1, count, unroll=1):
-                sums = self._multiply_scores_of(w, meet, n)
-                self._give(scalars, keys, piece, w, meet, rS, n - 1)
-                warpgroup.wait_group(0)
-                self._add(rS, sums)
-            self._give(scalars, keys, piece, w, meet, rS, count - 1)
-        cute.arch.barrier()
-        self._put_sums(w, shared)
+            for i in cutlass.range_constexpr(cute.size(rS)):
+                rS[i] = rS[i] + more[i]
+            self._bound(scalars, w, rS, *place(keys, piece.first + n, c.keys))
+            scales = self._probabilities(w, meet, rS, n)
+            self._give(w, meet, rS, scales, n)
+        self._join_sums(w, meet, shared, group)
 
     def _multiply_scores_of(self, w: Any, meet: Any, n: Int32) -> list[Any]:
         """Issue the scores of tile n, once it is there; a sum for each half of the columns, for shorter chains, as in
@@ -161,16 +166,75 @@ class Latent(Wide):
             sums.append(rS)
         return sums
 
-    def _add(self, rS: Any, sums: list[Any]) -> None:
-        for i in range(cute.size(rS)):
-            rS[i] = sums[0][i] + sums[1][i]
+    @cute.jit
+    def _probabilities(self, w: Any, meet: Any, rS: Any, n: Int32):
+        """Scores to probabilities in place; returns the factors of the output so far.
+
+        The maxima of the tile before come from the other warpgroup, and this tile's go there. A warpgroup's sums are in
+        step with the maxima of its own last tile.
+        """
+        row, lane = self._row(w), w.thread & 31
+        sTop = self._floats(meet.tops, self.c.scorers)
+        old = cute.make_rmem_tensor(2, Float32)
+        old.fill(-_INF)
+        peaks = [softmax.peak(rS, r) for r in range(2)]
+        if n > 0:
+            meet.known.wait(n - 1)
+            for r in cutlass.range_constexpr(2):
+                old[r] = sTop[row + 8 * r, meet.known.slot(n - 1)]
+        new = [cute.arch.fmax(old[r], peaks[r]) for r in range(2)]
+        if (lane & 3) == 0:
+            for r in cutlass.range_constexpr(2):
+                sTop[row + 8 * r, meet.known.slot(n)] = new[r]
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(meet.known.full + meet.known.slot(n))
+        scales = []
+        for r in cutlass.range_constexpr(2):
+            safe = finite(new[r])
+            scales.append(exp2(old[r] - safe))
+            w.total[r] = w.total[r] * exp2(w.top[r] - safe)
+            w.top[r] = new[r]
+            for i in cutlass.range_constexpr(cute.size(rS)):
+                if const_expr(i // 2 % 2 == r):
+                    rS[i] = exp2(rS[i] - safe)
+                    w.total[r] = w.total[r] + rS[i]
+        return scales
 
     @cute.jit
-    def _give(self, scalars: Scalars, keys: Any, piece: Piece, w: Any, meet: Any, rS: Any, n: Int32):
-        """The probabilities of tile n, to the value warpgroups."""
+    def _join_sums(self, w: Any, meet: Any, shared: Int32, group: Int32):
+        """The sums of both warpgroups, in step with the last maxima, to where the result goes."""
+        row, lane = self._row(w), w.thread & 31
+        sLast = self._floats(meet.tops + const_expr(self.c.scorers * self.c.heads * 4), 2)  # maxima and sums
+        if group == 1:
+            for r in cutlass.range_constexpr(2):
+                total = w.total[r]
+                for distance in (1, 2):
+                    total += cute.arch.shuffle_sync_bfly(total, offset=distance)
+                if (lane & 3) == 0:
+                    sLast[row + 8 * r, 0] = w.top[r]
+                    sLast[row + 8 * r, 1] = total
+        cute.arch.barrier()
+        if group == 0:
+            for r in cutlass.range_constexpr(2):
+                other = sLast[row + 8 * r, 0]
+                top = cute.arch.fmax(w.top[r], other)
+                more = sLast[row + 8 * r, 1] * exp2(other - finite(top))
+                w.total[r] = w.total[r] * exp2(w.top[r] - finite(top))
+                w.total[r] += cutlass.select_((lane & 3) == 0, more, Float32(0.0))  # the four lanes' sums are added
+                w.top[r] = top
+            self._put_sums(w, shared)
+
+    def _floats(self, at: Any, columns: int) -> Any:
+        """One or more floats for each head."""
+        pointer = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4)
+        return cute.make_tensor(pointer, cute.make_layout((self.c.heads, columns)))
+
+    @cute.jit
+    def _give(self, w: Any, meet: Any, rS: Any, scales: Any, n: Int32):
+        """The probabilities of tile n, and the factors of the output before it, to the value warpgroups."""
         c = self.c
         row, lane = self._row(w), w.thread & 31
-        scales = self._weights(scalars, w, rS, *place(keys, piece.first + n, c.keys))
         meet.ready.await_empty(n)
         turn = meet.ready.slot(n)
         sScale = self._factors(meet, turn)
@@ -292,7 +356,7 @@ class Latent(Wide):
 
     def _values_work(self, shared: Int32, meet: Any, thread: Int32, half: Int32) -> _Work:
         c = self.c
-        mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, _MAJOR.K, _MAJOR.MN, Float32, (1, 1, 1), (64, c.part))
+        mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, _MAJOR.K, _MAJOR.MN, Float32, (1, 1, 1), (64, 128))
         mine = mma.get_slice(thread)
         sP = self._staged(meet.weights, (c.heads, 64, c.turns))  # (64, 64, turns), of which N columns are used
         return _Work(

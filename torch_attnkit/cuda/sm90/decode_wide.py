@@ -48,7 +48,10 @@ class Wide(Decode):
     """Streams the tiles of a piece through ``wgmma``."""
 
     @cute.jit
-    def _stream(self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32):
+    def _stream(
+        self, tensors: Tensors, loads: Any, scalars: Scalars, keys: Any, piece: Piece, shared: Int32,
+        role: cutlass.Constexpr,
+    ):  # fmt: skip
         c = self.c
         w = self._work(shared)
         # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
@@ -211,6 +214,12 @@ class Wide(Decode):
     @cute.jit
     def _weights(self, scalars: Scalars, w: Any, rS: Any, first: Int32, low: Int32, high: Int32):
         """Scores to probabilities in place, 0 where a key does not count; returns the factors of the output so far."""
+        self._bound(scalars, w, rS, first, low, high)
+        return softmax.online(rS, w.top, w.total, Float32(1.0), first=False)
+
+    @cute.jit
+    def _bound(self, scalars: Scalars, w: Any, rS: Any, first: Int32, low: Int32, high: Int32):
+        """Products to scores in powers of two, -inf where a key does not count."""
         c = self.c
         for i in cutlass.range_constexpr(cute.size(rS)):
             rS[i] = rS[i] * scalars.scale
@@ -222,7 +231,6 @@ class Wide(Decode):
             for i in cutlass.range_constexpr(cute.size(rS)):
                 column = key + (i // 4 * 8 + i % 2)
                 rS[i] = cutlass.select_((column >= low) & (column < high), rS[i], Float32(-_INF))
-        return softmax.online(rS, w.top, w.total, Float32(1.0), first=False)
 
     @cute.jit
     def _take(self, w: Any, rS: Any, scales: Any):

@@ -85,6 +85,18 @@ def keep_within(acc: cute.Tensor, limits: Limits) -> None:
         acc[i] = cutlass.select_(seen, acc[i], -Float32.inf)
 
 
+def peak(acc: cute.Tensor, r: int) -> Float32:
+    """The maximum of row ``r``, in all four lanes that have a part of it."""
+    mine = [i for i in range(cute.size(acc)) if i // 2 % 2 == r]
+    peaks = [acc[i] for i in mine[:4]]
+    for n, i in enumerate(mine[4:]):
+        peaks[n % 4] = cute.arch.fmax(peaks[n % 4], acc[i])
+    top = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
+    for distance in (1, 2):
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+    return top
+
+
 def online(acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor, scale_log2: Float32, *, first: bool) -> list:
     """Scores to probabilities in place, with the row maxima and sums brought up to date.
 
@@ -94,15 +106,10 @@ def online(acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor, scale_log2: F
     scales = []
     for r in range(2):
         mine = [i for i in range(cute.size(acc)) if i // 2 % 2 == r]
-        peaks = [acc[i] for i in mine[:4]]
-        for n, i in enumerate(mine[4:]):
-            peaks[n % 4] = cute.arch.fmax(peaks[n % 4], acc[i])
-        peak = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
-        for distance in (1, 2):
-            peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
+        new = peak(acc, r)
         if not first:
-            peak = cute.arch.fmax(peak, top[r])
-        safe = cutlass.select_(peak == -Float32.inf, Float32(0.0), peak)
+            new = cute.arch.fmax(new, top[r])
+        safe = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
         offset = -(safe * scale_log2)
         if first:
             total[r] = Float32(0.0)
@@ -110,7 +117,7 @@ def online(acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor, scale_log2: F
             # Not an fma with the rounded offset: its residue would turn a factor of 1 into another, at every block.
             scales.append(exp2((top[r] - safe) * scale_log2))
             total[r] = total[r] * scales[r]
-        top[r] = peak
+        top[r] = new
         sums = [total[r], None]
         for n, i in enumerate(mine):
             acc[i] = exp2(fma(acc[i], scale_log2, offset))
