@@ -45,7 +45,41 @@ def paged() -> tuple[str, list, dict]:
     return "sdpa_decode_paged", [normal(2, 70, 512), k, k, table.to(torch.int32).view(2, 40), ints(600, 77)], {}
 
 
-@pytest.mark.parametrize("case", [contiguous, two_chunks, short, paged], ids=lambda case: case.__name__)
+def pages(size: int) -> tuple[str, list, dict]:
+    """Pages that a tile's keys straddle or have to themselves; what no query sees is NaN, and the table is wild behind
+    the lengths."""
+    many = -(-330 // size)
+    k = torch.full((2 * many + 1, size, 1, 512), torch.nan).bfloat16()
+    order = torch.randperm(2 * many, generator=torch.Generator().manual_seed(0)).to(torch.int32).view(2, many)
+    for b, (start, end) in enumerate(((0, 321), (130, 205))):
+        for key in range(start, end):
+            k[order[b, key // size], key % size] = normal(1, 512, seed=key)
+        order[b, -(-end // size) :] = 2**31 - 1
+    return "sdpa_decode_paged", [normal(2, 20, 512), k, k, order, ints(321, 205), None, ints(0, 130)], {}
+
+
+def pages_16() -> tuple[str, list, dict]:
+    return pages(16)
+
+
+def pages_48() -> tuple[str, list, dict]:
+    return pages(48)
+
+
+def pages_64() -> tuple[str, list, dict]:
+    return pages(64)
+
+
+def windows() -> tuple[str, list, dict]:
+    """The keys of a short and of a cut sequence begin and end inside tiles; one KV head's keys are both heads'."""
+    k = normal(3, 1, 700, 512, seed=1).expand(3, 2, 700, 512)
+    return "sdpa_decode", [normal(3, 32, 512), k, k, ints(700, 49, 1)], dict(window=203, sink_tokens=51)
+
+
+CASES = [contiguous, two_chunks, short, paged, pages_16, pages_48, pages_64, windows]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_one_tensor_is_keys_and_values(case):
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
     ptx = pytest.importorskip("torch_attnkit.sim.ptx")

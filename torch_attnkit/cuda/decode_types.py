@@ -128,16 +128,6 @@ class WideConfig:
         return 128 * self.halves
 
     @property
-    def loaders(self) -> int:
-        """Threads that load together."""
-        return self.threads
-
-    @property
-    def loaded(self) -> int:
-        """Columns that they load."""
-        return self.dim
-
-    @property
     def buffer_bytes(self) -> int:
         return self.keys * self.dim * 2
 

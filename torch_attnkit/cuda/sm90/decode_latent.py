@@ -33,7 +33,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import warp_ops as op
-from ..decode_schedule import place
+from ..decode_schedule import Lengths, place
 from ..decode_types import Piece, Scalars, Tensors
 from ..partials import finite
 from ..ring import Fixed, Ring
@@ -43,6 +43,7 @@ from .decode_wide import Wide, _Work
 
 _INF = float("inf")
 _WARPS = 4  # of a warpgroup
+_REGISTERS = (88, 168)  # of a thread for scores, and for values, 128 of which hold the output; 128 is the mean
 _COLUMNS = 64  # of a box of TMA, 128 bytes: a warp of a value warpgroup loads as many of every row
 _MAJOR = OperandMajorMode
 
@@ -62,7 +63,7 @@ class _Shared(Fixed):
         self.ready = Ring(full, full + c.turns, c.turns)  # probabilities
         self.known = Ring(full + 2 * c.turns, full + 2 * c.turns, c.scorers)  # maxima; only ``full``
         both = _WARPS * c.halves
-        self.counts = [32 * both] + [both] * c.stages + [_WARPS] * c.turns + [both] * c.turns + [_WARPS] * c.scorers
+        self.counts = [c.threads] + [both] * c.stages + [_WARPS] * c.turns + [both] * c.turns + [_WARPS] * c.scorers
 
     def begin(self) -> None:
         for i, count in enumerate(self.counts):
@@ -81,7 +82,7 @@ class Loads(NamedTuple):
 
 
 class Latent(Wide):
-    """Streams the tiles of a piece through one warpgroup of scores and two of values."""
+    """Streams the tiles of a piece through two warpgroups of scores and two of values."""
 
     def loads(self, tensors: Tensors) -> Loads:
         c, cache = self.c, tensors.k
@@ -89,18 +90,20 @@ class Latent(Wide):
             hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, _COLUMNS), c.dtype
         )
         box = cute.tile_to_shape(atom, (c.box, _COLUMNS), order=(0, 1))
-        rows = cute.make_tensor(
-            cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0] if c.page else [2, 3, 1, 0])
-        )
+        modes = [1, 3, 2, 0] if c.page else [2, 3, 1, 0]
+        rows = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
         return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, box, (c.box, _COLUMNS)))
 
     @cute.jit
-    def _run(self, tensors: Tensors, loads: Any, lengths: Any, scalars: Scalars, shared: Int32):
-        if cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) < self.c.scorers:
-            cute.arch.setmaxregister_decrease(88)
+    def _run(self, tensors: Tensors, loads: Loads, lengths: Lengths, scalars: Scalars, shared: Int32):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp < self.c.scorers * _WARPS:
+            cute.arch.setmaxregister_decrease(_REGISTERS[0])
             self._attend(tensors, loads, lengths, scalars, shared, "scores")
         else:
-            cute.arch.setmaxregister_increase(168)
+            if warp == self.c.scorers * _WARPS:
+                cpasync.prefetch_descriptor(loads.atom)
+            cute.arch.setmaxregister_increase(_REGISTERS[1])
             self._attend(tensors, loads, lengths, scalars, shared, "values")
 
     @cute.jit
@@ -118,12 +121,19 @@ class Latent(Wide):
         cute.arch.fence_view_async_shared()  # the last piece's result was where tiles arrive now
         cute.arch.barrier()
         if const_expr(role == "scores"):
+            self._load_all_queries(tensors, piece, shared, meet)
             self._score(scalars, keys, piece, shared, meet, group)
         else:
             self._sum_values(tensors, loads, keys, piece, shared, meet, group - self.c.scorers)
         if cute.arch.thread_idx()[0] == 0:
             meet.end()
         cute.arch.barrier()
+
+    def _load_all_queries(self, tensors: Tensors, piece: Piece, shared: Int32, meet: Any) -> None:
+        """This thread's share, all of the block have one."""
+        self._load_query(tensors, piece, shared, cute.arch.thread_idx()[0], self.c.threads)
+        cute.arch.cp_async_mbarrier_arrive_noinc(meet.query)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def _score(self, scalars: Scalars, keys: Any, piece: Piece, shared: Int32, meet: Any, group: Int32):
@@ -214,6 +224,7 @@ class Latent(Wide):
                 if (lane & 3) == 0:
                     sLast[row + 8 * r, 0] = w.top[r]
                     sLast[row + 8 * r, 1] = total
+        cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         if group == 0:
             for r in cutlass.range_constexpr(2):
@@ -225,8 +236,8 @@ class Latent(Wide):
                 w.top[r] = top
             self._put_sums(w, shared)
 
-    def _floats(self, at: Any, columns: int) -> Any:
-        """One or more floats for each head."""
+    def _floats(self, at: Int32, columns: int) -> Any:
+        """So many floats for each head."""
         pointer = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4)
         return cute.make_tensor(pointer, cute.make_layout((self.c.heads, columns)))
 
@@ -237,10 +248,10 @@ class Latent(Wide):
         row, lane = self._row(w), w.thread & 31
         meet.ready.await_empty(n)
         turn = meet.ready.slot(n)
-        sScale = self._factors(meet, turn)
+        sScale = self._floats(meet.factors, c.turns)
         if (lane & 3) == 0:
-            sScale[row] = scales[0]
-            sScale[row + 8] = scales[1]
+            for r in cutlass.range_constexpr(2):
+                sScale[row + 8 * r, turn] = scales[r]
         self._put_weights(rS, meet.weights + turn * c.weight_bytes, row, lane)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -257,10 +268,6 @@ class Latent(Wide):
             for r in range(2):
                 words[r, (row & 7) ^ i] = softmax.pack(rS[4 * i + 2 * r], rS[4 * i + 2 * r + 1], self.c.dtype)
 
-    def _factors(self, meet: Any, turn: Int32) -> Any:
-        at = cute.make_ptr(Float32, meet.factors + turn * (self.c.heads * 4), cute.AddressSpace.smem, assumed_align=4)
-        return cute.make_tensor(at, cute.make_layout(self.c.heads))
-
     @cute.jit
     def _sum_values(
         self, tensors: Tensors, loads: Loads, keys: Any, piece: Piece, shared: Int32, meet: Any, half: Int32
@@ -270,17 +277,15 @@ class Latent(Wide):
         thread = cute.arch.thread_idx()[0] % 128
         w = self._values_work(shared, meet, thread, half)
         count = piece.stop - piece.first
-        self._load_query(tensors, piece, shared, thread + half * 128, 128 * c.halves)
-        cute.arch.cp_async_mbarrier_arrive_noinc(meet.query)
         for n in cutlass.range(cutlass.min(count, c.stages), unroll=1):
-            self._load_box_column(tensors, loads, keys, piece, w, meet, n)
+            self._load_columns(tensors, loads, keys, piece, w, meet, n)
+        self._load_all_queries(tensors, piece, shared, meet)
         w.rO.fill(0.0)
-        row = self._row(w)
+        row, sScale = self._row(w), self._floats(meet.factors, c.turns)
         for n in cutlass.range(count, unroll=1):
             turn, buffer = meet.ready.slot(n), meet.tiles.slot(n)
             meet.ready.wait(n)
-            sScale = self._factors(meet, turn)
-            scales = (sScale[row], sScale[row + 8])
+            scales = (sScale[row, turn], sScale[row + 8, turn])
             if cute.arch.vote_any_sync((scales[0] != 1.0) | (scales[1] != 1.0)):
                 softmax.rescale(w.rO, scales)
             meet.tiles.wait(n)
@@ -293,16 +298,15 @@ class Latent(Wide):
             meet.ready.release(n)
             if n + c.stages < count:
                 cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-                self._load_box_column(tensors, loads, keys, piece, w, meet, n + c.stages)
-        cute.arch.cp_async_commit_group()
+                self._load_columns(tensors, loads, keys, piece, w, meet, n + c.stages)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         self._put_columns(w, shared)
 
     @cute.jit
-    def _load_box_column(self, tensors: Tensors, loads: Loads, keys: Any, piece: Piece, w: Any, meet: Any, n: Int32):
-        """A warp's 64 columns of tile n; TMA gives zeros beyond a sequence's or page's end, and for a page of which
-        there is none it is given one beyond the cache."""
+    def _load_columns(self, tensors: Tensors, loads: Loads, keys: Any, piece: Piece, w: Any, meet: Any, n: Int32):
+        """A warp's 64 columns of tile n. TMA gives zeros beyond the end of a sequence, and where there is no page, for
+        which it is given one that is beyond the cache."""
         c = self.c
         first, low, high = place(keys, piece.first + n, c.keys)
         page = self._pages(tensors, piece, first, low, high) if const_expr(c.page) else Int32(0)
@@ -356,6 +360,8 @@ class Latent(Wide):
 
     def _values_work(self, shared: Int32, meet: Any, thread: Int32, half: Int32) -> _Work:
         c = self.c
+        # As 256 columns an instruction would have 128 registers to itself, which ptxas does not give to one of so many
+        # threads, whatever ``setmaxnreg`` says.
         mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, _MAJOR.K, _MAJOR.MN, Float32, (1, 1, 1), (64, 128))
         mine = mma.get_slice(thread)
         sP = self._staged(meet.weights, (c.heads, 64, c.turns))  # (64, 64, turns), of which N columns are used

@@ -161,7 +161,6 @@ class Wide(Decode):
             thread=thread % 128,
             half=half,
             loader=thread,
-            first_chunk=Int32(0),
             ring=shared + c.query_bytes,
             qk_mma=qk_mma,
             pv_mma=pv_mma,
@@ -293,11 +292,11 @@ class Wide(Decode):
             page = self._pages(tensors, piece, first, low, high)
         else:
             at += Int64(cache.stride[0]) * piece.b * 2 + row_bytes * first
-        chunks = const_expr(c.loaded // 8)  # of a row; they divide the number of threads
-        first_row, chunk = w.loader // chunks, w.first_chunk + w.loader % chunks
+        chunks = const_expr(c.dim // 8)  # of a row; they divide the number of threads
+        first_row, chunk = w.loader // chunks, w.loader % chunks
         target = w.ring + buffer * c.buffer_bytes + chunk // 8 * (c.keys * 128)
-        for i in cutlass.range_constexpr(c.keys * chunks // c.loaders):
-            row = first_row + i * (c.loaders // chunks)
+        for i in cutlass.range_constexpr(c.keys * chunks // c.threads):
+            row = first_row + i * (c.threads // chunks)
             good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
             if const_expr(paged):
                 mine = cute.arch.shuffle_sync(page, (first + row) // c.page - first // c.page)
