@@ -227,6 +227,20 @@ def test_one_tensor_may_be_both_caches(name, group):
         right("shared" if value is k else "two", name, call(name, args, {}), args, {})
 
 
+@pytest.mark.parametrize("page", [0, 16, 48, 64])
+def test_latent_vectors_with_every_feature(page):
+    """Two KV heads that are one in memory, more query heads than a block has, cuts inside tiles and pages."""
+    kwargs = dict(window=1500, sink_tokens=70, softcap=20.0)
+    rest = [ints(3000, 1, 0, 1777, 555), normal(200, seed=3).float(), ints(0, 0, 0, 700, 554)]
+    name, k, table = "sdpa_decode", normal(5, 1, 3000, 512, seed=1).expand(5, 2, 3000, 512), []
+    if page:
+        many = -(-3000 // page)
+        name, k = "sdpa_decode_paged", normal(5 * many, page, 1, 512, seed=1).expand(5 * many, page, 2, 512)
+        table = [torch.randperm(5 * many, device="cuda").to(torch.int32).view(5, many)]
+    args = [normal(5, 200, 512), k, k, *table, *rest]
+    right("latent", name, call(name, args, kwargs), args, kwargs)
+
+
 @pytest.mark.parametrize("name", DECODE)
 def test_what_lies_behind_the_lengths_is_not_looked_at(name):
     args, kwargs = made(name)
