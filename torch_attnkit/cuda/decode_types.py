@@ -167,8 +167,8 @@ class WideConfig:
 
 @dataclass(frozen=True)
 class LatentConfig(WideConfig):
-    """The same for 512 columns where V is K, up to 64 keys a tile: a warpgroup multiplies scores, and one for each half
-    of the columns has that half of the output, and loads it."""
+    """The same for 512 columns where V is K, up to 64 keys a tile: two warpgroups have the scores of tiles in turn, and
+    one for each half of the columns has that half of the output, and loads it."""
 
     same: bool = True
     scorers = 2  # warpgroups of scores, tiles in turn

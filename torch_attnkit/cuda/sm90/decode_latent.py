@@ -1,24 +1,29 @@
 """Attention of one query token over latent vectors that are keys and values at once, as MLA has them when its
 projections are absorbed (DeepSeek-V2, arXiv 2405.04434).
 
-    2 value warpgroups: cp.async of tiles -> wait for P -> O += P K, a half of the columns each -> load the next tile
-    score warpgroup:    wait for a tile -> S = Q K' -> online softmax -> P and the factors of O to shared memory
+    2 score warpgroups: wait for every second tile -> S = Q K' -> online softmax -> P and O's factors to shared memory
+    2 value warpgroups: wait for P -> O += P K, a half of the columns each -> load these of the next tile by TMA
 
 64 heads of 512 columns are too much for the registers of one warpgroup, and two that share the scores wait for each
-other. Here the second product of one tile runs beside the first of the next. A value warpgroup reloads its columns as
-soon as it has multiplied them: the score warpgroup was done with them before. Blocks with the other heads of a KV head
-run next to each other, so that the keys come from memory once (``Scalars.beside``).
+other. Here the second product of a tile runs beside the first of the next, and that beside the softmax of either: the
+score warpgroups pass each other the maxima, which are all that a tile needs of the one before. A value warpgroup
+reloads its columns as soon as it has multiplied them: the scores were done with them before. Blocks with the other
+heads of a KV head run next to each other, so that the keys come from memory once (``Scalars.beside``).
 
 Measured on an H200 (bf16, 8192 keys, K past the L2, CUDA graph, us; FlashInfer 0.6.18's MLA beside it in the same run)
-for B 1, 16, 128: 16 heads 18.0, 49.0, 289 (23.4, 44.1, 265); 64 heads 21.5, 58.4, 323 (24.7, 49.5, 276); 128 heads
-23.0, 91.9, 617 (24.0, 72.1, 503); from run to run long cases differ by 15 %. Two warpgroups that shared the scores took
-402 where this took 351. With 128 heads and B 128 ncu counts 51 % for tensor cores and shared memory and 41 % for
-memory, which gives K once: a tile takes 4000 cycles, its products 2048. A buffer is on its way, multiplied, and
-multiplied again, one after the other, and there is room for two. Tried: three tiles of 48 keys, up to 10 % slower, or
-four of 32, 10 to 25 %; reloading a tile in 2 or 4 parts, each when it was used, 1 % slower or equal; tiles in the L2
-ahead of time, 2 to 10 % slower; descriptors that the compiler does not know to be the same in all lanes, 4 to 6 %.
+for B 1, 16, 128: 16 heads 18.1, 48.5, 253 (23.8, 44.2, 266); 64 heads 21.4, 58.8, 300 (24.5, 49.7, 297); 128 heads
+23.2, 81.9, 515 (24.2, 72.6, 527); from run to run long cases differ by 15 %. At B 16 about 17 us are not streaming:
+the way to the first products, parts to the workspace, and the kernel that merges them.
 
-Rows that do not count arrive as zeros, as in ``decode.py``, which has the letters and the rest of the kernel.
+Stamps of the clock led here, B 128, 128 heads, in cycles. One score warpgroup, 64 keys by cp.async, two buffers: a tile
+3830, of which the scores took 2400 beside the other product and the softmax 840, while loads took 1350 to issue and
+1250 more to come. TMA and three tiles of 48: a tile of 48 2830. Issuing the next scores ahead of the softmax gained
+nothing, for 32 small products do not queue up: their issue takes the 1570 that they take. The second score warpgroup
+brought 534 us to 467 alone on the GPU. Tiles of 32 keys in four buffers: 514. What is left is shared memory: Q, K, P
+and the loads move 220 KB of it for a tile of 48 keys, 1720 cycles.
+
+Rows that do not count arrive with their tile and are overwritten with zeros before the second product; ``decode.py``
+has the letters and the rest of the kernel.
 """
 
 from __future__ import annotations
