@@ -282,9 +282,12 @@ class Latent(Wide):
         thread = cute.arch.thread_idx()[0] % 128
         w = self._values_work(shared, meet, thread, half)
         count = piece.stop - piece.first
-        for n in cutlass.range(cutlass.min(count, c.stages), unroll=1):
-            self._load_columns(tensors, loads, keys, piece, w, meet, n)
+        # The first tile and Q before the others, or they come last, when the ring has long been full.
+        if count > 0:
+            self._load_columns(tensors, loads, keys, piece, w, meet, Int32(0))
         self._load_all_queries(tensors, piece, shared, meet)
+        for n in cutlass.range(1, cutlass.min(count, c.stages), unroll=1):
+            self._load_columns(tensors, loads, keys, piece, w, meet, n)
         w.rO.fill(0.0)
         row, sScale = self._row(w), self._floats(meet.factors, c.turns)
         for n in cutlass.range(count, unroll=1):
@@ -306,7 +309,8 @@ class Latent(Wide):
                 self._load_columns(tensors, loads, keys, piece, w, meet, n + c.stages)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        self._put_columns(w, shared)
+        if w.thread // 32 * 16 < piece.heads:  # of a warp's 16 rows
+            self._put_columns(w, shared)
 
     @cute.jit
     def _load_columns(self, tensors: Tensors, loads: Loads, keys: Any, piece: Piece, w: Any, meet: Any, n: Int32):
