@@ -193,6 +193,7 @@ class Merging:
         block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         at = block * (rows // grid) + cutlass.min(block, rows % grid)
         stop = (block + 1) * (rows // grid) + cutlass.min(block + 1, rows % grid)
+        cute.arch.griddepcontrol_wait()
         while at < stop:
             index = at // most
             last = cutlass.min((index + 1) * most, stop)
@@ -211,10 +212,8 @@ class Merging:
                 rest = slot + 2 * beside
                 slot += cutlass.select_(cut.start(one) == start, Int32(0), Int32(1))
                 end = cutlass.min(last - index * most, heads)
-                cute.arch.griddepcontrol_wait()  # what is above follows from the lengths alone
                 self._combine(tensors, scalars, piece, at - index * most, end, slot, rest, other - one, sO, sStat)
             at = last
-        cute.arch.griddepcontrol_wait()  # nor is a block without work done before the first kernel is
 
     @cute.jit
     def _combine(
