@@ -11,9 +11,11 @@ reloads its columns as soon as it has multiplied them: the scores were done with
 heads of a KV head run next to each other, so that the keys come from memory once (``Scalars.beside``).
 
 Measured on an H200 (bf16, 8192 keys, K past the L2, CUDA graph, us; FlashInfer 0.6.18's MLA beside it in the same run)
-for B 1, 16, 128: 16 heads 18.1, 48.5, 253 (23.8, 44.2, 266); 64 heads 21.4, 58.8, 300 (24.5, 49.7, 297); 128 heads
-23.2, 81.9, 515 (24.2, 72.6, 527); from run to run long cases differ by 15 %. At B 16 about 17 us are not streaming:
-the way to the first products, parts to the workspace, and the kernel that merges them.
+for B 1, 16, 128: 16 heads 16.7, 46.4, 277 (23.5, 44.3, 285); 64 heads 20.6, 57.1, 304 (24.8, 49.6, 299); 128 heads
+22.2, 81.5, 540 (23.8, 72.6, 548); from run to run long cases differ by 15 %, of B 128 253, 300 and 515 were the best.
+At B 16 much is not streaming. With 64 heads, from the start: 2.6 us to the first load, 9.2 to the first scores (2 less
+since Q comes before the second tile), 43 to the last probabilities, 45 with the result in shared memory, 48 with the
+part in the workspace, 51 to the start of the merge and 57 to its end.
 
 Stamps of the clock led here, B 128, 128 heads, in cycles. One score warpgroup, 64 keys by cp.async, two buffers: a tile
 3830, of which the scores took 2400 beside the other product and the softmax 840, while loads took 1350 to issue and
