@@ -264,3 +264,20 @@ def test_what_lies_behind_the_lengths_is_not_looked_at(name):
             for b, n in enumerate(args[4].tolist()):
                 dirty[3][b, -(-n // PAGE) :] = 2**31 - 1
         assert all(torch.equal(a, b) for a, b in zip(call(name, dirty, kwargs), want, strict=True))
+
+
+@pytest.mark.parametrize("dim", [128, 512])
+@pytest.mark.parametrize("one", [True, False])
+def test_caches_without_rows(dim, one):
+    """No keys, no pages, no table; and lengths that say otherwise, of which nothing is looked at."""
+    q, lengths, wild = normal(2, 16, dim), ints(0, 0), ints(32, 2**31 - 1)
+    k, pages, some = normal(2, 1, 0, dim), normal(0, PAGE, 1, dim), normal(3, PAGE, 1, dim)
+    table, none = ints(0, 1, 2, 3).view(2, 2), ints(0, 1).view(2, 1)[:, :0]
+    other = (lambda t: t) if one else torch.clone
+    decode, paged = torch.ops.attnkit.sdpa_decode, torch.ops.attnkit.sdpa_decode_paged
+    for got in (
+        *(decode(q, k, other(k), n) for n in (lengths, wild)),
+        *(paged(q, pages, other(pages), t, n) for t in (table, none) for n in (lengths, wild)),
+        *(paged(q, some, other(some), none, n) for n in (lengths, wild)),
+    ):
+        assert (got[0] == 0).all() and (got[1] == -torch.inf).all()

@@ -76,7 +76,18 @@ def windows() -> tuple[str, list, dict]:
     return "sdpa_decode", [normal(3, 32, 512), k, k, ints(700, 49, 1)], dict(window=203, sink_tokens=51)
 
 
-CASES = [contiguous, two_chunks, short, paged, pages_16, pages_48, pages_64, windows]
+def no_keys() -> tuple[str, list, dict]:
+    """A cache without rows, of which a tensor map for TMA cannot be made."""
+    k = normal(2, 1, 0, 512)
+    return "sdpa_decode", [normal(2, 16, 512), k, k, ints(0, 0)], {}
+
+
+def no_pages() -> tuple[str, list, dict]:
+    k = normal(0, 16, 1, 512)
+    return "sdpa_decode_paged", [normal(2, 16, 512), k, k, ints(0, 0).view(2, 1), ints(0, 0)], {}
+
+
+CASES = [contiguous, two_chunks, short, paged, pages_16, pages_48, pages_64, windows, no_keys, no_pages]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -93,3 +104,13 @@ def test_one_tensor_is_keys_and_values(case):
         ("out", "lse"), got, reference(*clean, **kwargs), reference(*double, **kwargs), strict=True
     ):
         check(f"{name} {what}", mine, low, high)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_without_pages_no_length_is_believed(arch):
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    ptx = pytest.importorskip("torch_attnkit.sim.ptx")
+    k, table = normal(0, 16, 1, 512), ints(0, 1, 2, 3).view(2, 2)
+    with torch_attnkit.simulate(arch), ptx.settings(check=True, seed=1):
+        out, lse = torch.ops.attnkit.sdpa_decode_paged(normal(2, 16, 512), k, k, table, ints(32, 2**31 - 1))
+    assert (out == 0).all() and (lse == -torch.inf).all()

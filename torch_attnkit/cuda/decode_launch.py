@@ -43,10 +43,12 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
     # A tensor that is both caches is read once; which it is can change from call to call.
     two = compiled(False)
     wide = two[0].trace != "trace"
-    one = compiled(True) if wide else two
+    # Not of a cache without rows, whose every load by TMA is an illegal instruction.
+    one = compiled(True) if wide and call.arg.k_cache.numel() > 0 else two
     floats, counters = (max(getattr(p, name) for p, _ in (one, two)) for name in ("floats", "counters"))
     workspace = Workspace(call.device, floats, counters)
     product, power = score_factors(dim, call.arg.scale, call.arg.softcap)
+    no_pages = page > 0 and call.dim["Np"] == 0
 
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None, kv_len: torch.Tensor,
@@ -56,6 +58,8 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
         if codes:
             q, k, v = (t.view(torch.uint8) for t in (q, k, v))
         p, fn = one if wide and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() else two
+        if no_pages:
+            table = table[:, :0]  # so that no length, however wrong, makes a kernel look for keys
         has_sink, has_start = sink is not None, kv_start is not None
         tensors: tuple[Any, ...] = (
             q, k, v, table, kv_len, sink if has_sink else parts, kv_start if has_start else kv_len, rest[-2], rest[-1],
