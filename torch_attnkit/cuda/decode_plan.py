@@ -56,7 +56,8 @@ def plan(
     128x8192 485 for 507; 16/8 heads, D 256, 1x8192 28.1 for 29.0, 16x8192 248 for 258, 128x8192 1905 for 2075. Over
     pages of 16 and of 64, n x 8192: D 128, n = 8 73.8, 72.1 for 73.4, 71.6, 16 137.0, 133.7 for 138.6, 135.6, 32 265,
     256 for 263, 258, 64 548, 532 for 519, 512; D 256, n = 16 281 for 262, in turns with FlashAttention-3, though alone
-    260 for 265; D 64 never. D 512, a KV head with 8 query heads, no pages, K = V in brackets: 1x1024 17.4 (15.5) for
+    260 for 265; D 64 never. D 512, a KV head with 8 query heads, no pages, K = V with the latent kernel
+    that had one score warpgroup in brackets: 1x1024 17.4 (15.5) for
     14.0 (13.9), 1x8192 18.7 (17.7) for 22.2 (21.5), 16x8192 71.6 (48.3) for 78.4 (62.1), 128x4096 242 (144) for 275
     (210); over pages of 16 only 1x8192 gains. Over pages it makes no difference whether neighbouring blocks attend the
     KV heads of a sequence side by side, whose keys lie side by side there.

@@ -13,16 +13,17 @@ heads of a KV head run next to each other, so that the keys come from memory onc
 Measured on an H200 (bf16, 8192 keys, K past the L2, CUDA graph, us; FlashInfer 0.6.18's MLA beside it in the same run)
 for B 1, 16, 128: 16 heads 16.7, 46.4, 277 (23.5, 44.3, 285); 64 heads 20.6, 57.1, 304 (24.8, 49.6, 299); 128 heads
 22.2, 81.5, 540 (23.8, 72.6, 548); from run to run long cases differ by 15 %, of B 128 253, 300 and 515 were the best.
-At B 16 much is not streaming. With 64 heads, from the start: 2.6 us to the first load, 9.2 to the first scores (2 less
-since Q comes before the second tile), 43 to the last probabilities, 45 with the result in shared memory, 48 with the
-part in the workspace, 51 to the start of the merge and 57 to its end.
+At B 16 much is not streaming. With 64 heads, from the start: 2.6 us to the first load, 9.2 to the first scores, 43 to
+the last probabilities, 45 with the result in shared memory, 48 with the part in the workspace, 51 to the start of the
+merge and 57 to its end. That was before Q came ahead of the second tile and rows without heads were left out, which
+together took 58.1 to 56.4, and with 16 heads 48.4 to 46.3; stamps were not taken again.
 
 Stamps of the clock led here, B 128, 128 heads, in cycles. One score warpgroup, 64 keys by cp.async, two buffers: a tile
 3830, of which the scores took 2400 beside the other product and the softmax 840, while loads took 1350 to issue and
 1250 more to come. TMA and three tiles of 48: a tile of 48 2830. Issuing the next scores ahead of the softmax gained
 nothing, for 32 small products do not queue up: their issue takes the 1570 that they take. The second score warpgroup
-brought 534 us to 467 alone on the GPU. Tiles of 32 keys in four buffers: 514. What is left is shared memory: Q, K, P
-and the loads move 220 KB of it for a tile of 48 keys, 1720 cycles.
+brought 534 us to 467 alone on the GPU. Tiles of 32 keys in four buffers: 514. What is left may be shared memory: by
+count Q, K, P and the loads move 220 KB of it for a tile of 48 keys, 1720 cycles.
 
 Rows that do not count arrive with their tile and are overwritten with zeros before the second product; ``decode.py``
 has the letters and the rest of the kernel.
