@@ -11,7 +11,7 @@ from torch_attnkit.core.dispatch import OPS
 
 def _call(op, shape: str, features: tuple[str, ...], layout: str, dtype=torch.float32):
     args, kwargs = parity.inputs(op, shape, dtype, features)
-    return tuple(parity._place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args), kwargs
+    return tuple(parity.place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args), kwargs
 
 
 def _shapes(op) -> list[str]:
@@ -67,7 +67,7 @@ def test_backward_raises_and_names_the_op(op):
 @pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutated], ids=lambda op: op.name)
 def test_mutating_op_refuses_gradients_and_bumps_the_version(op):
     args, kwargs = _call(op, _shapes(op)[0], (), "contiguous")
-    written = parity._mutated(op, args)[0]
+    written = parity.mutated(op, args)[0]
     version = written._version
     getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
     assert written._version > version

@@ -145,7 +145,7 @@ def bench_inputs(
 def _placed(value: Any, layout: str) -> Any:
     from torch_attnkit import parity
 
-    return parity._place(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
+    return parity.place(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
 
 
 def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
