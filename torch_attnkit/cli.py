@@ -245,27 +245,31 @@ def _parity_on(
     Returns the failures; ``found`` gets the rows with their largest error and what failed.
     """
     chosen = [r for r in table_rows(target.arch) if only in (None, r[0].name)]
-    table = Table("row", "cases", "failed", "largest error / tolerance", title=f"{target} on {label}")
+    columns = ("row", "cases", "passed", "refused", "failed", "largest error / tolerance")
+    table = Table(*columns, title=f"{target} on {label}")
     from torch_attnkit.report import row_id
 
     results, failed = [], 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     start = functools.partial(_begin, target)
-    with Progress(*columns, console=console) as progress, _checks(target), parity_run.workers(jobs, start) as each:
+    with Progress(*bars, console=console) as progress, _checks(target), parity_run.workers(jobs, start) as each:
         for op, index, row, arch in chosen:
             todo = parity_run.cases(op, index, arch, covering=target.simulated)
             runs = [(case, device.split(":")[0], layout) for case in todo for layout in parity_run.LAYOUTS]
             task = progress.add_task(f"{op.name} {row.file}", total=len(runs))
-            wrong, worst = [], 0.0
+            wrong, refused, worst = [], 0, 0.0
             for outcome in each(parity_run.outcome, *zip(*runs, strict=True)):
                 if isinstance(outcome, str):
                     wrong.append(outcome)
+                elif isinstance(outcome, parity_run.Refused):
+                    refused += 1
                 else:
                     worst = max(worst, outcome)
                 progress.advance(task)
             failed += len(wrong)
-            table.add_row(f"{op.name}/{row.file}", str(len(runs)), str(len(wrong)), f"{worst:.2f}")
-            results.append({"row": row_id(op.name, row), "passed": len(runs) - len(wrong), "failed": len(wrong)})
+            counts = {"passed": len(runs) - len(wrong) - refused, "refused": refused, "failed": len(wrong)}
+            table.add_row(f"{op.name}/{row.file}", str(len(runs)), *map(str, counts.values()), f"{worst:.2f}")
+            results.append({"row": row_id(op.name, row)} | counts)
             if found is not None:
                 found.append(results[-1] | {"error_of_tolerance": worst, "messages": wrong[:20]})
             for message in wrong[:5]:
