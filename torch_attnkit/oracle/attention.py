@@ -126,5 +126,5 @@ def attend(
         total = row_sum
         if sink is not None:
             total = total + (sink.to(acc) - base).exp()  # the sink as a virtual key with value 0
-        o = o / total.masked_fill(total == 0, 1.0)[..., None]
+        o = o / total.masked_fill(row_sum == 0, 1.0)[..., None]  # an empty row stays 0, whatever the sink is
     return o.to(stored).contiguous(), lse.contiguous(), row_sum.contiguous()

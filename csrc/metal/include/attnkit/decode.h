@@ -306,6 +306,7 @@ struct Places {
   }
 
   // The simdgroups meet: the common maximum, then their sums and outputs, one after another. Q' is not needed any more.
+  // Without a maximum these are 0, or nan where every score was: a maximum leaves nan out.
   ATTNKIT_UNROLL
   for (int n = 0; n < TILES; n++) {
     sum[n] = column_sum(sum[n]);
@@ -329,7 +330,7 @@ struct Places {
           for (int other = 0; other < int(simds); other++) {
             above = max(above, tops[other * ROWS + row]);
           }
-          const float kept = top[n][e] == -INFINITY ? 0.0f : exp(top[n][e] - above);
+          const float kept = top[n][e] == -INFINITY ? 1.0f : exp(top[n][e] - above);
           ATTNKIT_UNROLL
           for (int part = 0; part < PARTS_O; part++) {
             const int d = part / RUN * RUN * 8 + RUN * at.row + part % RUN;
@@ -351,7 +352,7 @@ struct Places {
       }
       for (int other = 0; other < int(simds); other++) {
         const float t = tops[other * ROWS + row];
-        denominator += t == -INFINITY ? 0.0f : sums[other * ROWS + row] * exp(t - above);
+        denominator += sums[other * ROWS + row] * (t == -INFINITY ? 1.0f : exp(t - above));
       }
       const int head = kv_head * heads + (row0 + row) % heads;
       const long token = (long(group.y) * shape.batch + b) * queries + (row0 + row) / heads;

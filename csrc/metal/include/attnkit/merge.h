@@ -73,7 +73,7 @@ inline void merge_row(
   }
   const float log_sum = sum == 0.0f ? -INFINITY : top + log(sum);
   float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-  if (sink != nullptr) {
+  if (sink != nullptr && sum != 0.0f) {  // nothing seen: -inf - -inf must not be formed
     scale /= 1.0f + exp(sink[0] - log_sum);
   }
   ATTNKIT_UNROLL
