@@ -19,6 +19,7 @@ from torch_attnkit.oracle.compare import check
 
 from .case import Case, bound, inputs
 from .guard import guarded_outputs, place
+from .places import Place
 
 
 def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool) -> tuple[torch.Tensor, ...]:
@@ -86,28 +87,21 @@ def unchanged(name: str, op: Op, before: list[Any], after: tuple[Any, ...]) -> N
                 raise AssertionError(f"{name}: the call changed its input {argument}")
 
 
-def outcome(case: Case, device: str, layout: str) -> float | str:
-    """What ``run`` returns, or in words why the case failed."""
+def outcome(place: Place, case: Case, device: str, layout: str, schedule: int) -> float | str | None:
+    """What ``run`` returns, or in words why the case failed, or None for one that the row refuses."""
     try:
-        return run(case, device, layout)
+        with place.watching(schedule):
+            return run(case, device, layout)
     except (AssertionError, UnsupportedError, RuntimeError) as error:
         return str(error) or type(error).__name__
 
 
 @contextlib.contextmanager
-def workers(jobs: int, begin: Callable[[], Any]) -> Iterator[Callable[..., Iterator[float | str]]]:
-    """A ``map`` over cases by ``jobs`` processes, each of which calls ``begin`` first; the usual ``map`` for one.
-
-    Most of a case's time goes into its references, on the CPU.
-    """
+def workers(jobs: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A ``map`` by ``jobs`` processes; the usual ``map`` for one. Most of a case's time goes into its references."""
     if jobs == 1:
         yield map
         return
     # Not forked: neither the parent's threads nor its CUDA context live on in a child.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _alone, (begin,)) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         yield functools.partial(pool.map, chunksize=4)
-
-
-def _alone(begin: Callable[[], Any]) -> None:
-    torch.set_num_threads(1)
-    begin()
