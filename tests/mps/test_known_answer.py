@@ -196,7 +196,7 @@ def test_a_wrong_result_gets_no_time(gpu, tmp_path: Path, monkeypatch: pytest.Mo
     op = dispatch.OPS["gated_rmsnorm"]
     monkeypatch.setattr(op.module("cases"), "BENCH", {"small": dict(R=4, H=1, N=64, y32=0, w32=0)})
 
-    def refuse(*args: Any) -> float:
+    def refuse(*args: Any, **kwargs: Any) -> float:
         raise AssertionError("out is wrong")
 
     monkeypatch.setattr(bench.gate, "gate", refuse)

@@ -270,7 +270,7 @@ class Rows:
         weight = total
         if const_expr(c.sink):
             weight += exp2(Float32(ins.sink[head]) * Float32(softmax.LOG2_E) - shift)
-        factor = cute.arch.rcp_approx(cutlass.select_(weight == 0.0, Float32(1.0), weight))
+        factor = cute.arch.rcp_approx(cutlass.select_(total == 0.0, Float32(1.0), weight))
         if const_expr(not c.normalize):  # relative to the true maximum
             factor = cutlass.select_(total == 0.0, Float32(1.0), exp2((top - final[2]) * scalars.scale_log2))
         valid = token < tile.tokens
