@@ -25,6 +25,8 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.core.support import support as table_rows
 from torch_attnkit.core.target import SIMULATED, target_of
+from torch_attnkit.parity import random_run
+from torch_attnkit.parity.random_run import Plan
 from torch_attnkit.sim.metal import settings as metal_settings
 from torch_attnkit.sim.metal.cli import app as simulators
 from torch_attnkit.sim.ptx import settings as ptx_settings
@@ -181,16 +183,29 @@ def explain(
 @app.command()
 def parity(
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    arch: Annotated[str | None, typer.Option(help="Only the rows of cpu, metal, sm90 or sm100.")] = None,
+    arch: Annotated[
+        str | None, typer.Option("--arch", "--target", help="Only the rows of cpu, metal, sm90 or sm100.")
+    ] = None,
     record: Annotated[bool, typer.Option(help="Write the result to torch_attnkit/evidence/ for SUPPORT.md.")] = False,
     report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.")] = 1,
+    random: Annotated[int, typer.Option(help="Instead: this many random signatures that rows accept.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random signatures.")] = 0,
+    kernels: Annotated[
+        int, typer.Option(help="Of the random signatures: what is compiled, drawn so often.", min=1)
+    ] = 96,
+    repeat: Annotated[str | None, typer.Option(help="One random signature, as a run prints it.")] = None,
+    simulated: Annotated[bool, typer.Option(help="Random signatures in the simulator, hardware or not.")] = False,
 ) -> None:
     """Run the parity cases of every row that this machine can run, on its hardware and in the simulators it has."""
     known = ("cpu", *SIMULATED)
     if arch not in (None, *known):
         raise typer.BadParameter(f"arch is {arch!r}, accepted: {', '.join(known)}")
+    if op is not None and op not in OPS:
+        raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
     wanted = (arch,) if arch else known
+    if random or repeat is not None:
+        raise typer.Exit(_random_parity(wanted, op, Plan(random, seed, kernels, jobs, simulated), repeat))
     failures = 0
     for device, label, found in _devices():
         if found not in wanted:
@@ -201,17 +216,52 @@ def parity(
         failures += _parity_on(device, label, Target(found), op, record, jobs=jobs)
     here = {found for _, _, found in _devices()}
     for found in (a for a in SIMULATED if a in wanted):
-        try:
-            seams.require_simulator(found)
-        except UnsupportedError:
+        why = _not_simulated(found)
+        if why:
             if found not in here:
-                console.print(f"{found}: no hardware here and no simulator in this version")
-            continue
-        if importlib.util.find_spec(_EXTENSION[found]) is None:
-            console.print(f"{found}: not simulated, {_EXTENSION[found]} has not been built; see CONTRIBUTING.md")
+                console.print(why)
             continue
         failures += _parity_on("cpu", found, Target(found, simulated=True), op, record, jobs=jobs)
     raise typer.Exit(1 if failures else 0)
+
+
+def _random_parity(wanted: tuple[str, ...], op: str | None, plan: Plan, repeat: str | None) -> int:
+    """Random signatures, or the one given, on every target wanted that can run here. 1 if one of them failed."""
+    if repeat is not None and (op is None or len(wanted) > 1):
+        raise typer.BadParameter("--repeat needs --op and --target, as a run prints them")
+    hardware = {} if plan.simulated else {found: device for device, _, found in reversed(_devices())}
+    failed = ran = 0
+    for found in wanted:
+        ops = tuple(o.name for o in OPS.values() if op in (None, o.name) and any(found in r.archs for r in o.kernels))
+        why = None if found in hardware or found == "cpu" else _not_simulated(found)
+        if not ops or why:
+            console.print(why or f"{found}: there is no kernel of {op or 'any op'}")
+            continue
+        target = Target(found, simulated=found not in hardware and found != "cpu")
+        device = hardware.get(found, "cpu")
+        with _checks(target):
+            start = functools.partial(_begin, target)
+            try:
+                failed += (
+                    random_run.run(console, target, device, ops, plan, start)
+                    if repeat is None
+                    else random_run.repeat(console, target, device, ops[0], repeat)
+                )
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from None
+        ran += 1
+    return 1 if failed or not ran else 0
+
+
+def _not_simulated(arch: str) -> str | None:
+    """Why this installation does not simulate ``arch``, or None."""
+    try:
+        seams.require_simulator(arch)
+    except UnsupportedError:
+        return f"{arch}: no hardware here and no simulator in this version"
+    if importlib.util.find_spec(_EXTENSION[arch]) is None:
+        return f"{arch}: not simulated, {_EXTENSION[arch]} has not been built; see CONTRIBUTING.md"
+    return None
 
 
 def _parity_on_mac(only: str | None, record: bool, file: Path | None) -> int:

@@ -24,6 +24,8 @@ Facts = dict[str, Any]
 DEFAULTS: Facts = dict(
     dtype="bf16", B=1, T=1, S=1, Hkv=1, group=1, D=64, Dv=64, seed=0, schedule=0, scale="", causal=0, window=-1,
     sink_tokens=0, softcap=0.0, normalize=1, sink="", scales="", kv_len="", kv_start="", q_by=1, hidden="", nan="",
+    same=0, Ps=16, Mp=1, pages="own", spare=0, unused=-1, len_q="1", len_k="1", tail_q=0, tail_k=0, hints="",
+    P=1, R=1, H=1, out="", row_sum=0, lse_by=1, N=1, rank=0, A=1, C=1, y32=0, w32=0, eps=1e-6, y_by=1, z_by=1,
 )  # fmt: skip
 SINKS = {"plain": (), "high": (1e4,), "low": (-1e4,), "never": (-torch.inf,), "mixed": (-torch.inf, 1e4, -1e4, 0.5)}
 _BORDERS = (8, 16, 32, 64, 128, 256, 512)
@@ -55,8 +57,8 @@ class Draw:
         """1 to ``most``: mostly beside a border of tiles, sometimes small or anything."""
         kind = self.call.random()
         if kind < 0.6:
-            near = [b for b in _BORDERS if b <= most] or [1]
-            return max(1, min(most, self.pick(near) * self.pick((1, 1, 1, 3)) + self.pick((-1, 0, 1))))
+            near = self.call.choice([b for b in _BORDERS if b <= most] or [1])
+            return max(1, min(most, near * self.call.choice((1, 1, 1, 3)) + self.call.choice((-1, 0, 1))))
         return self.call.randint(1, max(1, min(most, 20) if kind < 0.8 else most))
 
     def ragged(self, count: int, most: int) -> str:
@@ -118,7 +120,7 @@ def attention(d: Draw, row: Kernel, groups: Sequence[int]) -> tuple[Facts, set[s
         on.add("window")
     if {"sink", "unnormalized"} <= on:
         on.remove(k.choice(("sink", "unnormalized")))
-    facts = dict(
+    facts: Facts = dict(
         dtype=k.choice(row.dtypes.split()), D=dim, Dv=k.choice(_value_dims(row, dim)),
         group=k.choice(groups) if "gqa" in features else 1,
         scales=k.choice(("q", "k", "v", "qk", "qkv", "qkv")) if "scales" in on else "",

@@ -55,9 +55,7 @@ def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float:
     return judge(case.id, op, case.arch, args, moved, kwargs)
 
 
-def judge(
-    name: str, op: Op, arch: str, args: tuple[Any, ...], moved: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float:
+def judge(name: str, op: Op, arch: str, args: tuple[Any, ...], moved: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Call the op with ``moved``, which are ``args`` on the device, and compare with the reference on ``args``."""
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in moved]
     device = next(a.device.type for a in moved if isinstance(a, torch.Tensor))

@@ -103,12 +103,12 @@ def simpler(chosen: Signature) -> Iterator[Signature]:
 
 
 def _nearer(value: Any, goal: Any) -> Iterator[Any]:
-    if isinstance(value, int) and isinstance(goal, int):
-        yield from dict.fromkeys(n for n in (goal, (value + goal) // 2, value - 1 if value > goal else value + 1)
-                                 if n != value)  # fmt: skip
+    if value == goal:
         return
-    if value != goal:
-        yield goal
+    yield goal
+    if isinstance(value, int) and isinstance(goal, int):
+        near = ((value + goal) // 2, value - 1 if value > goal else value + 1)
+        yield from (n for n in dict.fromkeys(near) if n not in (goal, value))
     for separator in "+/":  # of words of a layout, of lengths
         parts = value.split(separator) if isinstance(value, str) else []
         if len(parts) > 1:

@@ -1,9 +1,9 @@
 """Random signatures: drawn from a seed, written down as text, built to the same numbers anywhere.
 
 ``draw`` of an op's cases chooses the facts (``oracle/draws.py``), here they become tensors in the layouts that the
-facts name. ``<argument>.at`` holds words: ``off3``, three elements into its memory; ``pad5``, rows five elements apart;
-``gap``, room between all axes; ``swap``, axes 1 and 2 the other way round in memory; ``x0``, one and the same along axis
-0. Around a tensor lies poison.
+facts name. ``<argument>.at`` holds words: ``off3``, three elements into its memory; ``pad5``, five elements between
+rows; ``gap``, room between all axes; ``swap``, axes 1 and 2 the other way round in memory; ``x0``, one and the same
+along axis 0. Around a tensor lies poison.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def lay(t: torch.Tensor, at: str) -> torch.Tensor:
 
 def storage(t: torch.Tensor) -> torch.Tensor:
     """All the memory behind ``t``, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
 def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:

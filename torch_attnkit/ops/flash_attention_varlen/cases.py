@@ -104,7 +104,6 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``T`` and ``S`` bound the lengths; tails are tokens past the last offset; hints are "", "exact" or "more"."""
-    f = dict(len_q="1", len_k="1", tail_q=0, tail_k=0, hints="") | f
     B, Hkv, Hq = f["B"], f["Hkv"], f["Hkv"] * f["group"]
     len_q, len_k = draws.counts(f["len_q"], B, f["T"]), draws.counts(f["len_k"], B, f["S"])
     assert len_q is not None and len_k is not None

@@ -59,7 +59,7 @@ def flops(dims: dict[str, int]) -> int:
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     k, few = d.kernel, (1, 2, 31, 33, 64, 127, 128, 129, 256, 500, 1000, 2048)
-    facts = dict(
+    facts: draws.Facts = dict(
         dtype=k.choice(row.dtypes.split()), N=k.choice((*few, *few, 4096, 5000, 8200, 16392, 40008)),
         rank=k.choice((0, 1, 2, 2, 3)), y32=k.choice((0, 1)), w32=k.choice((0, 1)),
     )  # fmt: skip
@@ -70,12 +70,12 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts |= dict(zip(("A", "B", "C"), axes, strict=True))
     facts |= dict(eps=d.pick((1e-6, 1e-5, 1e-12, 1.0)), y_by=d.pick((1, 1, 0, 1000, 0.001)), z_by=d.pick((1, 1, 30)))
     facts |= dict(nan=d.pick("yz") if d.sometimes(0.1) else "", seed=d.call.randrange(1 << 30))
-    return facts | {f"{name}.at": d.place(facts["rank"] + 1, range(facts["rank"])) for name in "yz"} | {"w.at": d.place(1)}
+    facts |= {f"{name}.at": d.place(facts["rank"] + 1, range(facts["rank"])) for name in "yz"}
+    return facts | {"w.at": d.place(1)}
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The batch axes are the first ``rank`` of A, B, C; ``nan`` names the tensor of which a row is NaN."""
-    f = dict(N=1, rank=0, A=1, C=1, y32=0, w32=0, eps=1e-6, y_by=1, z_by=1) | f
     shape = (f["A"], f["B"], f["C"])[: f["rank"]] + (f["N"],)
     y, z, w = draws.numbers(gen, *shape) * f["y_by"], draws.numbers(gen, *shape) * f["z_by"], draws.numbers(gen, f["N"])
     broken = dict(y=y, z=z).get(f["nan"])

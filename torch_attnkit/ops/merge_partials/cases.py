@@ -55,7 +55,7 @@ def flops(dims: dict[str, int]) -> int:
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     k = d.kernel
-    facts = dict(
+    facts: draws.Facts = dict(
         dtype=k.choice(row.dtypes.split()), P=k.choice((0, 1, 2, 3, 5, 16, 17, 33, 64)),
         Dv=k.choice((1, 8, 33, 64, 96, 128, 129, 256, 512, 1000)), out=k.choice(("", "", "f32", "f16", "bf16")),
         row_sum=k.choice((0, 1)), sink=d.pick(tuple(draws.SINKS)) if k.random() < 0.5 else "",
@@ -70,7 +70,6 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``lse_by`` is the deviation of lse; a fifth of the parts saw nothing, and of every fourth row none did."""
-    f = dict(P=1, R=1, H=1, out="", row_sum=0, lse_by=1) | f
     P, R, H = f["P"], f["R"], f["H"]
     lse, empty = draws.numbers(gen, P, R, H) * f["lse_by"], torch.rand(P, R, H, generator=gen) < 0.2
     empty[:, 1::4] = True

@@ -117,4 +117,4 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     seen = keep.expand(B, Hkv, S)
     q, k, v = draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen, ("k_cache", "v_cache"))
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
-    return (q, k, k if f.get("same") else v, kv_len, *rest), scores
+    return (q, k, k if f["same"] else v, kv_len, *rest), scores

@@ -98,7 +98,8 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts |= dict(Ps=Ps, Mp=Mp) | draws.batch(d, facts, 1, Mp * Ps) | draws.scores(d, on, Mp * Ps)
     facts["kv_len"] = d.ragged(facts["B"], Mp * Ps)
     facts["kv_start"] = d.ragged(facts["B"], Mp * Ps) if "kv_start" in on else ""
-    facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)), unused=d.pick((-1, 2**31 - 1)))
+    facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))
+    facts["unused"] = d.pick((-1, 2**31 - 1))
     step = draws.aligned(row, facts["dtype"])
     facts |= {"q.at": d.place(3, (0, 1), min(step, 4)), "block_table.at": d.place(2)}
     facts |= {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
@@ -106,7 +107,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
 
 
 def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A (B, Mp) table and the number of pages: ``own`` ones in random order, ``shared`` by sequences, or all ``one``."""
+    """A (B, Mp) table and the number of pages: ``own`` ones in random order, ``shared`` by all, or only ``one``."""
     used = [-(-n // f["Ps"]) for n in kv_len.tolist()]
     needed = dict(own=sum(used), shared=max(used, default=0), one=int(sum(used) > 0))[f["pages"]]
     order = torch.randperm(needed + f["spare"], generator=gen).to(torch.int32)
@@ -120,7 +121,6 @@ def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``unused`` is what the table holds past a sequence's length, ``spare`` the pages of nobody."""
-    f = dict(Ps=16, Mp=1, pages="own", spare=0, unused=-1) | f
     B, Ps, most, Hkv, Hq = f["B"], f["Ps"], f["Mp"] * f["Ps"], f["Hkv"], f["Hkv"] * f["group"]
     kv_len, kv_start = draws.counts(f["kv_len"] or str(most), B, most), draws.counts(f["kv_start"], B, most)
     assert kv_len is not None
@@ -134,4 +134,4 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     seen[table[b, key // Ps].long(), key % Ps] = True
     q, k, v = draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen, ("k_cache", "v_cache"))
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
-    return (q, k, k if f.get("same") else v, table, kv_len, *rest), draws.score_arguments(f)
+    return (q, k, k if f["same"] else v, table, kv_len, *rest), draws.score_arguments(f)
