@@ -6,6 +6,7 @@ a machine with the hardware may lack, and what it finds can be written down.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class Result:
     kind: str
     error: float = 0.0  # largest, as a fraction of the tolerance
     message: str = ""
+
+    @property
+    def fault(self) -> str:
+        """The message without its numbers and places: equal where the same thing is likely to be wrong."""
+        return re.sub(r"\[[^\]]*\]|-?\d[\d.e+-]*", "", self.message.split(" got ")[0])[:100]
 
 
 def drawn(source: Source, device: str, index: int) -> Result:
@@ -116,8 +122,7 @@ def _nearer(value: Any, goal: Any) -> Iterator[Any]:
 
 
 def simplest(result: Result, arch: str, device: str) -> Result:
-    """The result of the simplest signature that fails as this one does, with the same kind of error."""
-    error = result.message.split(":")[0]
+    """The result of the simplest signature that fails as this one does, in the same way."""
     last = result
 
     def fails(candidate: Signature) -> bool:
@@ -126,7 +131,7 @@ def simplest(result: Result, arch: str, device: str) -> Result:
             found = judged(candidate, arch, device)
         except Exception:  # simpler facts need not fit together
             return False
-        if found.kind == "wrong" and found.message.split(":")[0] == error:
+        if found.kind == "wrong" and found.fault == result.fault:
             last = found
             return True
         return False

@@ -22,7 +22,7 @@ from .properties import Result
 from .signatures import Signature, Source, parse
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-_SIMPLIFIED = 5  # failures that are made simpler, the first of their op and kind of error
+_SIMPLIFIED = 8  # failures that are made simpler, the first of their kind
 _SHOWN = 20
 
 
@@ -89,12 +89,11 @@ def _table(target: Target, ops: tuple[str, ...], results: list[Result]) -> Table
 
 
 def _explain(console: Console, target: Target, device: str, wrong: list[Result]) -> None:
-    """The first failures with the lines that repeat them; of each op and kind of error the first made simpler."""
-    kinds: set[tuple[str, str]] = set()
+    """The first failures with the lines that repeat them; of each kind of fault the first made simpler."""
+    kinds: set[str] = set()
     for result in wrong[:_SHOWN]:
-        kind = (result.signature.op, result.message.split(":")[0])
-        new = kind not in kinds and len(kinds) < _SIMPLIFIED and result.kind == "wrong"
-        kinds.add(kind)
+        new = result.fault not in kinds and len(kinds) < _SIMPLIFIED and result.kind == "wrong"
+        kinds.add(result.fault)
         console.print(f"[red]{escape(result.message)}[/red]", soft_wrap=True)
         console.print(command(target, result.signature), soft_wrap=True, markup=False, highlight=False)
         if new:
