@@ -292,6 +292,7 @@ MENDED = [
     ("sm90", "sdpa_decode_paged", "v_cache.at=off1 k_cache.at=off8 hidden=nan kv_len=9"),
     ("cpu", "flash_attention", "dtype=f32 causal=1 T=2 sink=never"),
     ("cpu", "flash_attention", "nan=k"),
+    ("cpu", "flash_attention", "causal=1 T=16 S=16 scale=0.0"),
     ("cpu", "flash_attention", "S=9 T=9 window=2 nan=k sink=plain"),
     ("sm100", "sdpa_decode", "S=5 group=9 k_cache.at=off3+x1 q.at=off1"),
 ]

@@ -91,7 +91,9 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         if not _GROUPED:
             kh, vh = (t.repeat_interleave(Hq // t.shape[1], 1) for t in (kh, vh))
         alone = triangle and mask is None
-        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=scale)
+        if scale == 0:  # by which that kernel multiplies the -inf of its triangle
+            qh = torch.zeros_like(qh)
+        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=scale or 1.0)
         o, l = o.transpose(1, 2)[..., :Dv], l.transpose(1, 2)  # (B, T, Hq, Dv), (B, T, Hq)
         if blind is not None:
             l = l.masked_fill(blind, -torch.inf)
