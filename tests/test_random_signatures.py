@@ -294,6 +294,9 @@ MENDED = [
     ("cpu", "flash_attention", "nan=k"),
     ("cpu", "flash_attention", "causal=1 T=16 S=16 scale=0.0"),
     ("cpu", "flash_attention", "S=9 T=9 window=2 nan=k sink=plain"),
+    ("sm90", "flash_attention", "S=60 T=44 softcap=50.0 normalize=0"),
+    ("sm90", "flash_attention_varlen", "len_k=70 S=70 len_q=70 T=70 softcap=50.0 normalize=0"),
+    ("sm100", "flash_attention", "S=60 T=44 softcap=50.0 normalize=0"),
     ("sm100", "sdpa_decode", "S=5 group=9 k_cache.at=off3+x1 q.at=off1"),
 ]
 
