@@ -18,7 +18,7 @@ from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 from torch_attnkit.parity import properties, random_run
 from torch_attnkit.parity.signatures import Signature, Source, build, lay, moved, parse, refusal, signature, storage
-from torch_attnkit.sim import ptx
+from torch_attnkit.sim import metal, ptx
 
 ARCHS = ("cpu", "metal", "sm90", "sm100")
 
@@ -294,6 +294,8 @@ MENDED = [
     ("cpu", "flash_attention", "nan=k"),
     ("cpu", "flash_attention", "causal=1 T=16 S=16 scale=0.0"),
     ("cpu", "flash_attention", "S=9 T=9 window=2 nan=k sink=plain"),
+    ("metal", "flash_attention", "T=3 S=2 window=0 hidden=nan"),
+    ("metal", "sdpa_multi", "T=5 S=9 causal=1 window=0 sink_tokens=2 hidden=inf"),
     ("sm90", "flash_attention", "S=60 T=44 softcap=50.0 normalize=0"),
     ("sm90", "flash_attention_varlen", "len_k=70 S=70 len_q=70 T=70 softcap=50.0 normalize=0"),
     ("sm100", "flash_attention", "S=60 T=44 softcap=50.0 normalize=0"),
@@ -304,6 +306,6 @@ MENDED = [
 @pytest.mark.parametrize(("arch", "op", "text"), MENDED, ids=lambda v: v.replace(" ", ","))
 def test_what_was_found_stays_mended(arch, op, text):
     needs(arch)
-    with ptx.settings(check=True):
+    with ptx.settings(check=True), metal.settings(mode="checked", strict=True):
         result = properties.judged(signature(op, dict(parse(op, text).facts) | dict(seed=1)), arch, "cpu")
     assert result.kind == "right", result.message
