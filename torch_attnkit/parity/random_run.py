@@ -22,8 +22,8 @@ from .properties import Result
 from .signatures import Signature, Source, parse
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-_SIMPLIFIED = 8  # failures that are made simpler, the first of their kind
-_SHOWN = 20
+_SIMPLIFIED = 12  # faults of which a failure is made simpler
+_SHOWN = 4  # failures of each fault
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,18 @@ def _table(target: Target, ops: tuple[str, ...], results: list[Result]) -> Table
 
 
 def _explain(console: Console, target: Target, device: str, wrong: list[Result]) -> None:
-    """The first failures with the lines that repeat them; of each kind of fault the first made simpler."""
-    kinds: set[str] = set()
-    for result in wrong[:_SHOWN]:
-        new = result.fault not in kinds and len(kinds) < _SIMPLIFIED and result.kind == "wrong"
-        kinds.add(result.fault)
-        console.print(f"[red]{escape(result.message)}[/red]", soft_wrap=True)
-        console.print(command(target, result.signature), soft_wrap=True, markup=False, highlight=False)
-        if new:
-            simple = properties.simplest(result, target.arch, device)
+    """The failures by what is wrong, with the lines that repeat some of each, and the first of each made simpler."""
+    faults: dict[str, list[Result]] = {}
+    for result in wrong:
+        faults.setdefault(result.fault, []).append(result)
+    for number, alike in enumerate(faults.values()):
+        console.print(f"[red]{len(alike)} x {escape(alike[0].message)}[/red]", soft_wrap=True)
+        for result in alike[:_SHOWN]:
+            console.print(command(target, result.signature), soft_wrap=True, markup=False, highlight=False)
+        if number < _SIMPLIFIED and alike[0].kind == "wrong":
+            simple = properties.simplest(alike[0], target.arch, device)
             console.print(f"  simpler: {escape(simple.message)}", soft_wrap=True)
             console.print(f"  {command(target, simple.signature)}", soft_wrap=True, markup=False, highlight=False)
-    if len(wrong) > _SHOWN:
-        console.print(f"and {len(wrong) - _SHOWN} more")
 
 
 def command(target: Target, chosen: Signature) -> str:
