@@ -25,7 +25,7 @@ ARCHS = ("cpu", "metal", "sm90", "sm100")
 
 def source(arch: str, *ops: str, seed: int = 5, kernels: int = 96) -> Source:
     ops = ops or tuple(name for name, op in OPS.items() if any(arch in row.archs for row in op.kernels))
-    return Source(seed, arch, ops, kernels, properties.SIMULATED)
+    return Source(seed, arch, ops, kernels, properties.SIMULATED, schedules=4 if arch.startswith("sm") else 1)
 
 
 def needs(arch: str) -> None:

@@ -28,7 +28,7 @@ DEFAULTS: Facts = dict(
     P=1, R=1, H=1, out="", row_sum=0, lse_by=1, N=1, rank=0, A=1, C=1, y32=0, w32=0, eps=1e-6, y_by=1, z_by=1,
 )  # fmt: skip
 SINKS = {"plain": (), "high": (1e4,), "low": (-1e4,), "never": (-torch.inf,), "mixed": (-torch.inf, 1e4, -1e4, 0.5)}
-_BORDERS = (8, 16, 32, 64, 128, 256, 512)
+_BORDERS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _HUGE = (2**31 - 1, 2**31, 2**32 + 3, 2**40)  # "all keys", whatever the width of an integer in a kernel
 _LARGE = 300  # standard deviation of the scores of large queries, whose largest are about 1e3
 
@@ -129,9 +129,19 @@ def attention(d: Draw, row: Kernel, groups: Sequence[int]) -> tuple[Facts, set[s
     return facts, on
 
 
+def _terms(facts: Facts, queries: int) -> int:
+    """Terms for each key of one KV head. Few queries count as more: their keys and values have to be made, too."""
+    return int(max(queries * facts["group"], 16) * (facts["D"] + facts["Dv"]))
+
+
+def most_keys(d: Draw, facts: Facts, queries: int) -> int:
+    """Keys for which there is room."""
+    return max(1, d.room.terms // _terms(facts, queries))
+
+
 def batch(d: Draw, facts: Facts, queries: int, keys: int) -> Facts:
     """KV heads and sequences, as many as there is room for; now and then no sequence."""
-    terms = max(1, queries * keys * facts["group"] * (facts["D"] + facts["Dv"]))
+    terms = max(1, keys * _terms(facts, queries))
     kv_heads = min(d.pick((1, 1, 2, 2, 3)), max(1, d.room.terms // terms))
     most = max(1, d.room.terms // (terms * kv_heads))
     return dict(Hkv=kv_heads, B=0 if d.sometimes(0.02) else min(d.pick((1, 1, 2, 3, 4, 5)), most))

@@ -23,7 +23,7 @@ from . import judge
 from .signatures import Signature, Source, build, moved, refusal, signature, storage
 
 # A simulator takes about 0.1 s for so many terms; on a GPU the references on the CPU take the time.
-SIMULATED, HARDWARE = Room(600, 20_000_000), Room(20_000, 400_000_000)
+SIMULATED, HARDWARE = Room(600, 20_000_000), Room(20_000, 1_200_000_000)
 _SECONDS = 60.0  # to make one failure simpler
 
 

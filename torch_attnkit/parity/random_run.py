@@ -22,6 +22,7 @@ from .properties import Result
 from .signatures import Signature, Source, parse
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+_SCHEDULES = 4  # of the PTX simulator: the plain one and three hostile ones
 _SIMPLIFIED = 12  # faults of which a failure is made simpler
 _SHOWN = 4  # failures of each fault
 
@@ -42,7 +43,8 @@ def run(
 ) -> int:
     """Judge ``plan.count`` accepted signatures of ``ops`` on ``target``, print what came of it, return the failures."""
     room = properties.HARDWARE if device != "cpu" else properties.SIMULATED
-    source = Source(plan.seed, target.arch, ops, plan.kernels, room)
+    schedules = _SCHEDULES if target.simulated and target.arch != "metal" else 1
+    source = Source(plan.seed, target.arch, ops, plan.kernels, room, schedules)
     results = []
     with Progress(*_COLUMNS, console=console) as progress, judge.workers(plan.jobs, begin) as each:
         task = progress.add_task(f"{target}, seed {plan.seed}", total=plan.count)

@@ -22,8 +22,6 @@ from torch_attnkit.oracle.draws import DEFAULTS, Draw, Facts, Room, expanded
 from .case import bound
 from .guard import poison
 
-_SCHEDULES = 4  # of the PTX simulator: the plain one and three hostile ones
-
 
 @dataclass(frozen=True)
 class Signature:
@@ -77,6 +75,7 @@ class Source:
     ops: tuple[str, ...]
     kernels: int
     room: Room
+    schedules: int = 1  # of the simulator, of which signatures take turns
 
     def draw(self, index: int) -> Signature:
         shared = index % self.kernels
@@ -86,8 +85,7 @@ class Source:
         row = rows[(shared // len(self.ops) + kernel.randrange(len(rows))) % len(rows)]
         call = random.Random(f"{self.seed} {self.arch} {' '.join(self.ops)} {self.kernels} call {index}")
         facts: Facts = op.module("cases").draw(Draw(kernel, call, self.room), row)
-        if self.arch.startswith("sm"):
-            facts |= dict(schedule=index % _SCHEDULES)
+        facts |= dict(schedule=index % self.schedules)
         return signature(op.name, facts)
 
 

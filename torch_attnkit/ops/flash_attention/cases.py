@@ -86,7 +86,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 6, 8))
     T = 0 if d.sometimes(0.02) else d.size(min(d.room.keys, 2048))
     S = d.pick((T, T, T + d.size(d.room.keys // 2), d.size(d.room.keys), d.size(d.room.keys), d.size(20)))
-    S = 0 if d.sometimes(0.02) else min(S, max(1, d.room.terms // (max(T, 1) * facts["group"] * 2 * facts["D"])))
+    S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, T))
     facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, on, S)
     for name in ("kv_len", "kv_start"):
         facts[name] = d.ragged(facts["B"], S) if name in on else ""

@@ -93,7 +93,7 @@ def flops(dims: dict[str, int]) -> int:
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 6, 8))
     T, same = d.size(min(d.room.keys, 2048)), d.sometimes(0.4)
-    S = min(T if same else d.size(d.room.keys), max(1, d.room.terms // (T * facts["group"] * 2 * facts["D"])))
+    S = min(T if same else d.size(d.room.keys), draws.most_keys(d, facts, T))
     T = min(T, S) if same else T
     facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, on, S)
     len_q = d.ragged(facts["B"], T)

@@ -94,7 +94,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
     sixteens = any(why.startswith("Ps ") for why in row.needs)
     Ps = d.kernel.choice((16, 16, 32, 48, 64, 128) if sixteens else (1, 5, 8, 13, 16, 64, 100))
-    Mp = 0 if d.sometimes(0.02) else d.size(max(1, d.room.keys // Ps))
+    Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.room.keys, draws.most_keys(d, facts, 1)) // Ps))
     facts |= dict(Ps=Ps, Mp=Mp) | draws.batch(d, facts, 1, Mp * Ps) | draws.scores(d, on, Mp * Ps)
     facts["kv_len"] = d.ragged(facts["B"], Mp * Ps)
     facts["kv_start"] = d.ragged(facts["B"], Mp * Ps) if "kv_start" in on else ""

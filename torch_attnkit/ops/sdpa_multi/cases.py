@@ -74,7 +74,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 8, 16))
     T = 0 if d.sometimes(0.02) else d.size(min(150, d.room.keys))
     S = 0 if d.sometimes(0.02) else d.size(d.room.keys)
-    S = min(S, max(1, d.room.terms // (max(T, 1) * facts["group"] * 2 * facts["D"])))
+    S = min(S, draws.most_keys(d, facts, T))
     facts |= dict(T=T, S=S, causal=int("bidirectional" not in on))
     facts |= draws.batch(d, facts, T, S) | draws.scores(d, on, S)
     facts["kv_len"] = d.ragged(facts["B"], S)
