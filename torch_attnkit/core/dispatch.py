@@ -27,10 +27,9 @@ PLAN_KEYS: dict[str, Callable[..., Any]] = {}
 _PLANS: dict[str, dict[Any, Plan]] = {}
 _MAX_PLANS = 4096  # per op; a signature per sequence length would grow without bound
 _DEVICES = ("CPU", "CUDA", "MPS")
-# Tensors that no backend can read as they are reach the Autograd key's general path only in grad mode; these keys are
-# for the other modes.
-_NOT_DENSE = ("MkldnnCPU", "NestedTensorCPU", "NestedTensorCUDA") + tuple(
-    f"{kind}{device}" for kind in ("Sparse", "SparseCsr") for device in _DEVICES
+# Where torch sends tensors that are not dense in inference mode, which goes past the Autograd key.
+_NOT_DENSE = ("MkldnnCPU",) + tuple(
+    f"{kind}{device}" for kind in ("Sparse", "SparseCsr", "NestedTensor", "Quantized") for device in ("CPU", "CUDA")
 )
 
 
@@ -214,23 +213,33 @@ class _ForwardOnly(torch.autograd.Function):
 def _below_autograd(op: Op, values: tuple[Any, ...]) -> Any:
     """The general path of the Autograd key: tracing, subclasses, modes, views, and inputs that have a gradient."""
     given = op.given(values)
+    for name, tensor in given:
+        if name in op.mutated and tensor.is_neg():
+            raise ValueError(f"{op.name}: {name} is a negated view, accepted: a tensor whose memory holds its values")
+    args, kwargs = values[: op.positional], dict(list(zip(op.argnames, values, strict=True))[op.positional :])
+    if _differentiated(op, given):
+        return _ForwardOnly.apply(op.name, kwargs, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.attnkit, op.name).default(*args, **kwargs)
+
+
+def _differentiated(op: Op, given: list[tuple[str, torch.Tensor]]) -> bool:
+    """Whether a backward may ask for a gradient. Raises where it, or a tangent, is lost unless the call is refused."""
     if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
         for name, tensor in given:
             if forward_ad.unpack_dual(tensor).tangent is not None:
                 raise NotImplementedError(
                     f"{op.name}: {name} has a tangent, but the op has no forward derivative; give it {name}.detach()"
                 )
-    args, kwargs = values[: op.positional], dict(list(zip(op.argnames, values, strict=True))[op.positional :])
-    grads = [n for n, tensor in given if tensor.requires_grad]
-    if grads and torch.is_grad_enabled():
-        if not op.mutated:
-            return _ForwardOnly.apply(op.name, kwargs, *args)
+    grads = [n for n, tensor in given if tensor.requires_grad] if torch.is_grad_enabled() else []
+    # Transforms such as torch.func.grad know no function whose backward raises.
+    why = "writes in place and has" if op.mutated else "has" if torch._C._are_functorch_transforms_active() else ""
+    if grads and why:
         raise NotImplementedError(
-            f"{op.name}: {grads[0]} requires a gradient, but the op writes in place and has no backward; "
+            f"{op.name}: {grads[0]} requires a gradient, but the op {why} no backward; "
             "call it under torch.no_grad() or torch.inference_mode()"
         )
-    with torch._C._AutoDispatchBelowAutograd():
-        return getattr(torch.ops.attnkit, op.name).default(*args, **kwargs)
+    return bool(grads)
 
 
 def _values(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

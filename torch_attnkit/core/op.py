@@ -153,8 +153,7 @@ class Op:
         for name, value in zip(self.argnames, args, strict=True):
             if name not in self.tensors or (value is None and self.defaults.get(name, ...) is None):
                 continue
-            kind = "None" if value is None else "nested" if value.is_nested else str(value.layout).split(".")[1]
-            if kind != "strided":
+            if (kind := _kind(value)) != "strided":
                 raise TypeError(f"{self.name}: {name} is {kind}, accepted: a dense (strided) tensor") from None
             found.append((name, value))
         return found
@@ -212,6 +211,12 @@ class Op:
             shape = (call.batch if spec.batch else ()) + tuple(a.size(call.dim) for a in spec.axes)
             found.append(((0,) if name in self.unless and self.unless[name](call) else shape, dtype))
         return found
+
+
+def _kind(value: torch.Tensor | None) -> str:
+    if value is None or value.is_nested or value.is_quantized:
+        return "None" if value is None else "nested" if value.is_nested else "quantized"
+    return str(value.layout).removeprefix("torch.")
 
 
 def _apart(tensor: torch.Tensor) -> bool:
