@@ -51,7 +51,7 @@ def run(op, args, kwargs):
     """What the call writes and returns, on copies of its arguments."""
     args = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
     out = getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
-    return [*parity._mutated(op, args), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
+    return [*parity.mutated(op, args), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch_attnkit import parity
 from torch_attnkit.core import simulate
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.spec import DTYPES
 
 SIMULATOR = {"metal": "torch_attnkit.sim._metal", "sm90": "torch_attnkit.sim._ptx", "sm100": "torch_attnkit.sim._ptx"}
 ALL = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -34,7 +35,7 @@ def on_row(op, arch):
     index = next(i for i, row in enumerate(op.kernels) if arch in row.archs)
     cases = parity.cases(op, index, arch)
     best = max(cases, key=lambda c: (len(c.features), c.dtype == "f32", c.shape not in ("one", "empty")))
-    args, kwargs = parity.inputs(op, best.shape, parity.DTYPES[best.dtype], best.features, best.dims)
+    args, kwargs = parity.inputs(op, best.shape, DTYPES[best.dtype], best.features, best.dims)
     return list(args), kwargs, getattr(torch.ops.attnkit, op.name)
 
 
@@ -43,7 +44,7 @@ def leaves(out):
 
 
 def bits(op, args, out):
-    found = [*parity._mutated(op, tuple(args)), *leaves(out)]
+    found = [*parity.mutated(op, tuple(args)), *leaves(out)]
     return [t.reshape(-1).view(torch.uint8).tolist() for t in found]
 
 

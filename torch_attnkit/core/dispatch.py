@@ -33,13 +33,14 @@ _NOT_DENSE = ("MkldnnCPU",) + tuple(
 )
 
 
-def _bits(*keys: str) -> int:
-    sets = (torch._C.DispatchKeySet(torch._C._parse_dispatch_key(key)) for key in keys)
-    return functools.reduce(lambda a, b: a | b, sets).raw_repr()
+def _keys(device: str) -> int:
+    """The key set of a call on ``device`` where nothing lies between the Autograd key and the backend."""
+    backend, autograd = (getattr(torch._C.DispatchKey, key) for key in (device, f"Autograd{device}"))
+    found: int = (torch._C.DispatchKeySet(backend) | torch._C.DispatchKeySet(autograd)).raw_repr()
+    return found
 
 
-# What a call's key set is when nothing lies between the Autograd key and the backend.
-_PLAIN = {_bits(device, f"Autograd{device}") for device in _DEVICES}
+_PLAIN = {_keys(device) for device in _DEVICES}
 allocate: Callable[..., torch.Tensor] = empty  # parity replaces it to poison and fence outputs
 
 

@@ -11,7 +11,7 @@ import torch
 
 # Since torch 2.9 the CPU's products have a setting of their own, before that they share that of the GPU.
 if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _get = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
+    _get: Callable[[], str] = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
     _put: Callable[[str], Any] = functools.partial(torch._C._set_fp32_precision_setter, "mkldnn", "matmul")
     _full, _rounded = "ieee", {"bf16", "tf32"}
 else:
@@ -50,7 +50,10 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` without autocast, whose casts would be its roundings, and with float32 products in float32."""
 
     def run(*args: Any) -> Any:
-        with torch._C._DisableAutocast(), _full_products:
-            return function(*args)
+        with torch._C._DisableAutocast():
+            if not _full_products.inside and _get() not in _rounded:
+                return function(*args)
+            with _full_products:
+                return function(*args)
 
     return run
