@@ -285,7 +285,10 @@ def test_deepseek_v4_token_by_token_equals_eager():
 @pytest.mark.parametrize(
     ("call", "found"),
     [
-        (dict(position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False), "packed sequences, is_causal=True"),
+        (
+            dict(position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False),
+            "packed sequences, is_causal=True",
+        ),
         (dict(past_key_values=True), "window 8, 8 queries and 12 keys, accepted: .* 8 queries and 15 keys"),
     ],
 )

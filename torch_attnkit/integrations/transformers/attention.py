@@ -40,9 +40,9 @@ def attention(
     """Attention of query (B, Hq, T, D) over key (B, Hkv, S, D) and value (B, Hkv, S, Dv): ((B, T, Hq, Dv), None).
 
     ``attention_mask`` is what the mask function of this integration returned. As in eager attention it says what is
-    seen; ``sliding_window``, which counts as in the ops, and ``is_causal`` may only agree. None hides nothing.
-    ``s_aux`` (Hq) are attention sinks, ``softcap`` None or 0 is off. Inputs may require gradients, but the ops have no
-    backward.
+    seen; ``sliding_window``, which counts as in the ops, and ``is_causal`` may not ask for something else. None hides
+    nothing. ``s_aux`` (Hq) are attention sinks, ``softcap`` None or 0 is off. Inputs may require gradients, but the ops
+    have no backward.
 
     Raises:
         UnsupportedError: dropout, output_attentions, a dense mask, a bias or a choice of keys besides the mask, a paged
@@ -97,15 +97,18 @@ def _unmasked(module: nn.Module, is_causal: bool | None, window: int | None, que
 
 
 def _agree(layout: Layout, is_causal: bool | None, window: int | None, queries: int, keys: int) -> None:
-    """The mask was made for this very call. A model that says one thing to each would get a third."""
-    said = (layout.causal if is_causal is None else is_causal, layout.window if window is None else window)
+    """The mask was made for this very call. A model that says one thing to each would get a third.
+
+    Only is_causal=False may stand beside a causal mask: so models tell SDPA to leave causality to the mask.
+    """
+    said = (is_causal or layout.causal, layout.window if window is None else window)
     # Where nothing depends on a query's position, any number of them has the same mask.
     known = queries if layout.causal or layout.window >= 0 else layout.queries
     if (*said, known, keys) != (layout.causal, layout.window, layout.queries, layout.keys):
         raise UnsupportedError(
-            f"attnkit attention: called with is_causal={said[0]}, window {said[1]}, {queries} queries and {keys} keys,"
-            f" but the mask was made for is_causal={layout.causal}, window {layout.window}, {layout.queries} queries and"
-            f" {layout.keys} keys; {ADVICE}"
+            f"attnkit attention: called with is_causal={is_causal}, window {said[1]}, {queries} queries and {keys}"
+            f" keys, but the mask was made for is_causal={layout.causal}, window {layout.window}, {layout.queries}"
+            f" queries and {layout.keys} keys; {ADVICE}"
         )
 
 

@@ -56,13 +56,13 @@ class Descriptor:
         """What generate() asks of a mask that it makes before a forward."""
         return self
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Descriptor:
-        """The same mask on another device, where a model is spread over several."""
-        if not isinstance(device, (str, torch.device, int)):
-            self._refuse(f"to({device})")
-        tensors = (self.start, self.length, self.cu_seqlens)
-        moved = (None if t is None else t.to(device=device, non_blocking=non_blocking) for t in tensors)
-        return Descriptor(self.layout, *moved, self.model)
+    def to(self, device: Any = None, *others: Any, non_blocking: bool = False, **more: Any) -> Descriptor:
+        """The same mask on another device, where a model is spread over several. It has no dtype to change."""
+        if others or more or not isinstance(device, (str, torch.device, int)):
+            self._refuse("to")
+        tensors = {"start": self.start, "length": self.length, "cu_seqlens": self.cu_seqlens}
+        moved = {k: None if t is None else t.to(device, non_blocking=non_blocking) for k, t in tensors.items()}
+        return Descriptor(self.layout, **moved, model=self.model)
 
     def __repr__(self) -> str:
         return f"Descriptor({self.layout}, start={self.start}, length={self.length}, cu_seqlens={self.cu_seqlens})"
@@ -78,8 +78,10 @@ class Descriptor:
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         """torch calls this instead of ``function``, wherever in the arguments a descriptor stands."""
-        found = (a for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls))
-        cls._refuse(next(found, None), getattr(function, "__name__", str(function)))
+        given = [*args, *(kwargs or {}).values()]
+        given += [part for a in given if isinstance(a, (list, tuple)) for part in a]
+        found = next((a for a in given if isinstance(a, cls)), None)
+        cls._refuse(found, getattr(function, "__name__", str(function)))
 
     def _refuse(self: Descriptor | None, what: str) -> NoReturn:
         model = (None if self is None else self.model) or "the model"
@@ -88,8 +90,9 @@ class Descriptor:
         else:
             way = "choose attn_implementation='eager' or 'sdpa'"
         raise UnsupportedError(
-            f"attnkit mask: {model} takes the mask for a tensor ({what}), to do arithmetic of its own with it; accepted:"
-            f" models whose attention goes through transformers' AttentionInterface with the mask untouched; {way}"
+            f"attnkit mask: {model} takes the mask for a tensor ({what}), to do arithmetic of its own with it;"
+            " accepted: models whose attention goes through transformers' AttentionInterface with the mask untouched;"
+            f" {way}"
         )
 
 
