@@ -146,8 +146,9 @@ def test_a_forward_pass_equals_eager(name, padded):
     assert bool(recorded.calls) == (name in SERVED)
 
 
-@pytest.mark.parametrize("name", [n for n in SERVED if "ForCausalLM" in n or "LMHead" in n])
-def test_generation_behind_left_padding_equals_eager(name):
+@pytest.mark.parametrize("name", [n for n in SERVED if "For" in n or "LMHead" in n])
+def test_generation_behind_padding_equals_eager(name):
+    """Padding of a prompt lies to its left, that of an encoder to its right."""
     mask = _padding(name)
     _same(_generate(eager(name), mask), _generate(ours(name), mask))
 
