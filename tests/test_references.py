@@ -13,7 +13,7 @@ from torch_attnkit.oracle import compare
 CASES = [
     (op, shape, features)
     for op in OPS.values()
-    for shape in op.module("cases").PARITY
+    for shape in parity.shapes(op)
     for features in parity.feature_sets(op, tuple(op.features))
 ]
 IDS = [f"{op.name}-{shape}-{'+'.join(features) or 'plain'}" for op, shape, features in CASES]
@@ -49,7 +49,7 @@ def test_reference_is_close_to_float64_and_pure(op, shape, features):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_op_on_cpu_returns_what_its_plan_says(op):
-    for shape in op.module("cases").PARITY:
+    for shape in parity.shapes(op):
         for layout in parity.LAYOUTS:
             args, kwargs = parity.inputs(op, shape, torch.float32, ())
             args = tuple(parity.place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args)

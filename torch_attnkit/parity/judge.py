@@ -7,18 +7,26 @@ import functools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torch_attnkit.core import UnsupportedError, dispatch, simulate
 from torch_attnkit.core.op import Op
-from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.oracle.attention import narrow_products
 from torch_attnkit.oracle.compare import check
 
-from .case import Case, bound, inputs
+from .case import Case, arguments, bound
 from .guard import guarded_outputs, place
+from .places import Place
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What becomes of a case that the row's ``needs`` exclude: it is neither right nor wrong, for it does not run."""
+
+    why: str
 
 
 def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool) -> tuple[torch.Tensor, ...]:
@@ -42,15 +50,13 @@ def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, doubl
     return (*mutated, *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out))
 
 
-def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float:
-    """Run one case; raises AssertionError if it is wrong. Returns the largest error as a fraction of its tolerance.
-
-    A case that the row's ``needs`` exclude is not the row's to run.
-    """
+def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | Refused:
+    """Run one case; raises AssertionError if it is wrong. Returns the largest error as a fraction of its tolerance."""
     op = dispatch.OPS[case.op]
-    args, kwargs = inputs(op, case.shape, DTYPES[case.dtype], case.features, case.dims)
-    if op.kernels[case.row].refusal(bound(op, args, kwargs)) in op.kernels[case.row].needs:
-        return 0.0
+    args, kwargs = arguments(case)
+    why = op.kernels[case.row].refusal(bound(op, args, kwargs))
+    if why in op.kernels[case.row].needs:
+        return Refused(str(why))
     moved = tuple(place(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
     return judge(case.id, op, case.arch, args, moved, kwargs)
 
@@ -92,17 +98,18 @@ def unchanged(name: str, op: Op, before: list[Any], after: tuple[Any, ...]) -> N
                 raise AssertionError(f"{name}: the call changed its input {argument}")
 
 
-def outcome(case: Case, device: str, layout: str) -> float | str:
+def outcome(place: Place, case: Case, device: str, layout: str, schedule: int) -> float | Refused | str:
     """What ``run`` returns, or in words why the case failed."""
     try:
-        return run(case, device, layout)
+        with place.watching(schedule):
+            return run(case, device, layout)
     except (AssertionError, UnsupportedError, RuntimeError) as error:
         return str(error) or type(error).__name__
 
 
 @contextlib.contextmanager
-def workers(jobs: int, begin: Callable[[], Any]) -> Iterator[Callable[..., Iterator[float | str]]]:
-    """A ``map`` over cases by ``jobs`` processes, each of which calls ``begin`` first; the usual ``map`` for one.
+def workers(jobs: int, begin: Callable[[], Any] | None = None) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A ``map`` by ``jobs`` processes, each of which calls ``begin`` first; the usual ``map`` for one.
 
     Most of a case's time goes into its references, on the CPU.
     """
@@ -114,6 +121,7 @@ def workers(jobs: int, begin: Callable[[], Any]) -> Iterator[Callable[..., Itera
         yield functools.partial(pool.map, chunksize=4)
 
 
-def _alone(begin: Callable[[], Any]) -> None:
+def _alone(begin: Callable[[], Any] | None) -> None:
     torch.set_num_threads(1)
-    begin()
+    if begin is not None:
+        begin()

@@ -18,11 +18,11 @@ from rich.table import Table
 from torch_attnkit.core import Target
 
 from . import judge, properties
+from .places import SCHEDULES, Place
 from .properties import Result
 from .signatures import Signature, Source, parse
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-_SCHEDULES = 4  # of the PTX simulator: the plain one and three hostile ones
 _SIMPLIFIED = 12  # faults of which a failure is made simpler
 _SHOWN = 4  # failures of each fault
 
@@ -32,21 +32,22 @@ class Plan:
     """What the command asks for: ``count`` signatures of ``seed``, that share what ``kernels`` draws compile."""
 
     count: int
-    seed: int
+    seed: str
     kernels: int
     jobs: int
-    simulated: bool
 
 
-def run(
-    console: Console, target: Target, device: str, ops: tuple[str, ...], plan: Plan, begin: Callable[[], Any]
-) -> int:
-    """Judge ``plan.count`` accepted signatures of ``ops`` on ``target``, print what came of it, return the failures."""
+def run(console: Console, place: Place, ops: tuple[str, ...], plan: Plan) -> int:
+    """Judge ``plan.count`` accepted signatures of ``ops`` at a place, print what came of it, return the failures."""
+    target, device = place.target, place.device
     room = properties.HARDWARE if device != "cpu" else properties.SIMULATED
-    schedules = _SCHEDULES if target.simulated and target.arch != "metal" else 1
+    schedules = SCHEDULES if target.simulated and target.arch != "metal" else 1
     source = Source(plan.seed, target.arch, ops, plan.kernels, room, schedules)
     results = []
-    with Progress(*_COLUMNS, console=console) as progress, judge.workers(plan.jobs, begin) as each:
+    with (
+        Progress(*_COLUMNS, console=console) as progress,
+        judge.workers(plan.jobs, functools.partial(_begin, place)) as each,
+    ):
         task = progress.add_task(f"{target}, seed {plan.seed}", total=plan.count)
         for result in accepted(source, device, plan.count, each):
             results.append(result)
@@ -55,6 +56,11 @@ def run(
     wrong = [r for r in results if r.kind in ("wrong", "lost")]
     _explain(console, target, device, wrong)
     return len(wrong)
+
+
+def _begin(place: Place) -> None:
+    """For a process of its own: look as closely as its parent, to its end."""
+    place.watching().__enter__()
 
 
 def accepted(source: Source, device: str, count: int, each: Callable[..., Iterator[Any]]) -> Iterator[Result]:
@@ -111,9 +117,9 @@ def command(target: Target, chosen: Signature) -> str:
     return f"python -m torch_attnkit parity --op {chosen.op} {where} --repeat {shlex.quote(str(chosen))}"
 
 
-def repeat(console: Console, target: Target, device: str, op: str, text: str) -> int:
+def repeat(console: Console, place: Place, op: str, text: str) -> int:
     """Judge the one signature that ``text`` says; returns 1 unless it is accepted and right."""
-    result = properties.judged(parse(op, text), target.arch, device)
+    result = properties.judged(parse(op, text), place.target.arch, place.device)
     words = result.message or f"largest error {result.error:.2f} of the tolerance"
-    console.print(f"{op} on {target}: {result.kind}; {escape(words)}", soft_wrap=True)
+    console.print(f"{op} on {place.target}: {result.kind}; {escape(words)}", soft_wrap=True)
     return int(result.kind != "right")

@@ -70,7 +70,7 @@ class Source:
     Signature ``index`` depends on these alone.
     """
 
-    seed: int
+    seed: str
     arch: str
     ops: tuple[str, ...]
     kernels: int

@@ -10,15 +10,33 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
+# Sizes beside the borders of tiles of 64, 128 and 192 rows and of 8 to 128 keys; groups of 2 and of 3 heads. Up to 128
+# rows and more have kernels of their own on Blackwell and come in turns, as dtypes do.
 PARITY = {
+    "square": dict(B=2, T=65, S=65, Hq=4, Hkv=2, D=64, Dv=64),
+    "more-queries": dict(B=3, T=129, S=63, Hq=2, Hkv=1, D=64, Dv=32),
+    "prefix": dict(B=2, T=17, S=191, Hq=6, Hkv=2, D=64, Dv=64),
+    "long": dict(B=2, T=256, S=319, Hq=2, Hkv=1, D=64, Dv=64),
+}
+# unseen=1: lengths of 0, and starts at the end.
+DEGENERATE = {
     "one": dict(B=1, T=1, S=1, Hq=4, Hkv=1, D=64, Dv=64),
-    "square": dict(B=3, T=33, S=33, Hq=4, Hkv=2, D=64, Dv=64),
-    "prefix": dict(B=2, T=17, S=70, Hq=6, Hkv=1, D=64, Dv=64),
-    "more-queries": dict(B=3, T=40, S=9, Hq=2, Hkv=1, D=64, Dv=32),
-    "long": dict(B=1, T=130, S=260, Hq=4, Hkv=2, D=64, Dv=64),
     "no-queries": dict(B=2, T=0, S=5, Hq=2, Hkv=1, D=64, Dv=64),
     "no-keys": dict(B=2, T=3, S=0, Hq=2, Hkv=1, D=64, Dv=64),
+    "no-batch": dict(B=0, T=3, S=5, Hq=2, Hkv=1, D=64, Dv=64),
+    "unseen": dict(B=4, T=3, S=64, Hq=2, Hkv=1, D=64, Dv=64, unseen=1),
 }
+# A value of NaN stands where all queries of its sequence see it or none does: what a weight of 0 makes of it is not
+# defined, and differs from tile to tile.
+EXTRAS = (
+    ("nan:q", "square", "all"),
+    ("nan:k", "prefix", "all"),
+    ("nan:v", "square", "kv_len"),
+    ("nan:v", "prefix", "kv_start"),
+    ("nan:sink", "square", "sink"),
+    ("sink:-inf", "square", "all"),
+    ("sink:inf", "prefix", "sink"),
+)
 # Name: (B, tokens, Hq, Hkv, D, Dv); each is run causal and full.
 _SQUARES = {
     "8x2048": (8, 2048, 32, 8, 128, 128),
@@ -46,8 +64,9 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, T, S, Hq = dims["B"], dims["T"], dims["S"], dims["Hq"]
     Hkv = dims["Hkv"] if "gqa" in features else Hq
-    kv_len = inputs.lengths(gen, B, S)
-    kv_start = inputs.starts(gen, kv_len if "kv_len" in features else torch.full_like(kv_len, S))
+    kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
+    end = kv_len if "kv_len" in features else torch.full_like(kv_len, S)
+    kv_start = inputs.starts(gen, end, unseen=bool(dims.get("unseen")))
     args = (
         inputs.normal(gen, dtype, B, T, Hq, dims["D"]),
         inputs.normal(gen, dtype, B, S, Hkv, dims["D"]),

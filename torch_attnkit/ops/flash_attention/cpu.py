@@ -81,7 +81,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             if bool(unseen.any()):
                 k, v = _zeroed(k, unseen), _zeroed(v, unseen)
             blind = ~keep.any(-1, keepdim=True)  # (B or 1, T or 1, 1)
-            mask = torch.zeros(keep.shape).masked_fill_(~keep, -torch.inf)[:, None]  # (B or 1, 1, T or 1, S')
+            mask = torch.zeros(keep.shape, dtype=torch.float32).masked_fill_(~keep, -torch.inf)
+            mask = mask[:, None]  # (B or 1, 1, T or 1, S')
         qh, kh, vh = (_padded(t, max(D, Dv)).transpose(1, 2) for t in (q, k, v))  # (B, H, T or S', max(D, Dv))
         # That kernel makes 0 of a row that is nan, and adds the mask to a nan that the row must not see.
         if bool((qh.sum() + kh.sum()).isnan()):

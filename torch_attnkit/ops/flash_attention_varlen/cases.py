@@ -12,13 +12,29 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
+# In turns up to 128 rows and more, as in flash_attention; causal=1: as many queries as keys.
 PARITY = {
+    "ragged": dict(B=4, L=65, Hq=4, Hkv=2, D=64, Dv=64),
+    "prefill": dict(B=3, L=129, Hq=2, Hkv=1, D=64, Dv=64, causal=1),
+    "tail": dict(B=3, L=63, Hq=6, Hkv=2, D=64, Dv=32, tail=5),
+    "long": dict(B=2, L=256, Hq=2, Hkv=1, D=64, Dv=64),
+}
+DEGENERATE = {
     "one": dict(B=1, L=1, Hq=4, Hkv=1, D=64, Dv=64),
-    "ragged": dict(B=4, L=19, Hq=4, Hkv=2, D=64, Dv=64),
-    "tail": dict(B=3, L=33, Hq=6, Hkv=1, D=64, Dv=32, tail=5),
-    "long": dict(B=2, L=140, Hq=4, Hkv=2, D=64, Dv=64),
+    "no-tokens": dict(B=2, L=0, Hq=2, Hkv=1, D=64, Dv=64),
+    "only-tail": dict(B=2, L=0, Hq=2, Hkv=1, D=64, Dv=64, tail=3),
     "empty": dict(B=0, L=0, Hq=2, Hkv=1, D=64, Dv=64),
 }
+# Values of NaN: see flash_attention.
+EXTRAS = (
+    ("nan:q", "ragged", "all"),
+    ("nan:k", "tail", "all"),
+    ("nan:v", "tail"),
+    ("nan:v", "ragged", "softcap"),
+    ("nan:sink", "ragged", "sink"),
+    ("sink:-inf", "tail", "all"),
+    ("sink:inf", "ragged", "sink"),
+)
 # 64 sequences whose lengths are spread evenly over 1..4096, in random order.
 BENCH = {
     f"{kind}-64x1..4096-D{d}": dict(B=64, L=4096, Hq=32, Hkv=8, D=d, Dv=d, causal=int(kind == "causal"))

@@ -12,8 +12,6 @@ from torch_attnkit.oracle import draws, inputs
 
 # R rows (-1: no batch axis), H heads beside them, N features; y32 and w32: y and w are float32 whatever T is.
 PARITY = {
-    "one": dict(R=1, H=1, N=1, y32=1, w32=0),
-    "no_batch": dict(R=-1, H=1, N=33, y32=1, w32=0),
     "odd": dict(R=3, H=5, N=127, y32=0, w32=1),
     "heads": dict(R=4, H=8, N=128, y32=1, w32=1),
     "wide": dict(R=2, H=1, N=5000, y32=0, w32=0),
@@ -21,8 +19,13 @@ PARITY = {
     "rows": dict(R=40, H=1, N=8200, y32=0, w32=0),
     "spread": dict(R=2, H=1, N=40008, y32=0, w32=0),
     "longest": dict(R=1, H=1, N=131080, y32=1, w32=0),
+}
+DEGENERATE = {
+    "one": dict(R=1, H=1, N=1, y32=1, w32=0),
+    "no_batch": dict(R=-1, H=1, N=33, y32=1, w32=0),
     "empty": dict(R=0, H=4, N=64, y32=1, w32=0),
 }
+EXTRAS = (("nan:y", "heads"), ("nan:z", "odd"), ("nan:w", "odd"), ("w:inf", "heads"))
 BENCH = {f"qwen3_next-{r}": dict(R=r, H=32, N=128, y32=1, w32=0) for r in (1, 16, 128, 4096, 32768)} | {
     f"{r}x{n}": dict(R=r, H=1, N=n, y32=0, w32=0)
     for r, n in ((8, 4096), (32, 16384), (16384, 4096), (65536, 2048), (262144, 128))

@@ -11,13 +11,26 @@ from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.oracle import draws, inputs
 
 PARITY = {
-    "one": dict(P=1, R=1, H=1, Dv=64),
     "two": dict(P=2, R=5, H=3, Dv=64),
     "many": dict(P=17, R=3, H=8, Dv=128),
     "odd": dict(P=3, R=7, H=5, Dv=33),
+    "wide": dict(P=65, R=2, H=3, Dv=520),
+}
+DEGENERATE = {
+    "one": dict(P=1, R=1, H=1, Dv=64),
     "no-parts": dict(P=0, R=2, H=2, Dv=64),
+    "no-columns": dict(P=2, R=2, H=2, Dv=0),
     "empty": dict(P=2, R=0, H=4, Dv=64),
 }
+EXTRAS = (
+    ("nan:out_partial", "odd", "all"),
+    ("nan:out_partial", "many"),
+    ("nan:lse_partial", "odd", "all"),
+    ("nan:row_sum", "odd", "row_sum"),
+    ("nan:sink", "odd", "sink"),
+    ("sink:-inf", "odd", "all"),
+    ("sink:inf", "many", "sink"),
+)
 BENCH = {
     f"{p}x{r}x{h}x{d}": dict(P=p, R=r, H=h, Dv=d)
     for p, r, h, d in ((16, 1, 32, 128), (8, 128, 32, 128), (2, 4096, 64, 512), (2, 8192, 32, 128))

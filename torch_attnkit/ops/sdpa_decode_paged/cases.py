@@ -10,16 +10,33 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
+# Lengths as in sdpa_decode, S where the last page is not to be full.
 PARITY = {
-    "one": dict(B=1, Hq=4, Hkv=1, Np=1, Ps=1, Mp=1, D=64, Dv=64),
-    "ragged": dict(B=3, Hq=8, Hkv=2, Np=12, Ps=16, Mp=4, D=64, Dv=64),
+    "ragged": dict(B=3, Hq=8, Hkv=2, Np=16, Ps=16, Mp=5, S=65, D=64, Dv=64),
     "odd-page": dict(B=2, Hq=6, Hkv=1, Np=20, Ps=13, Mp=9, D=64, Dv=32),
-    "long": dict(B=2, Hq=16, Hkv=2, Np=33, Ps=64, Mp=16, D=64, Dv=64),
+    "long": dict(B=2, Hq=16, Hkv=2, Np=20, Ps=64, Mp=9, S=513, D=64, Dv=64),
     "many-heads": dict(B=2, Hq=70, Hkv=1, Np=90, Ps=16, Mp=44, D=64, Dv=64),
     "many-parts": dict(B=1, Hq=2, Hkv=1, Np=190, Ps=16, Mp=190, D=64, Dv=64),
-    "empty": dict(B=0, Hq=4, Hkv=2, Np=3, Ps=16, Mp=2, D=64, Dv=64),
-    "no-pages": dict(B=2, Hq=4, Hkv=2, Np=0, Ps=16, Mp=0, D=64, Dv=64),
 }
+# unseen=1: lengths of 0, and starts at the end.
+DEGENERATE = {
+    "one": dict(B=1, Hq=4, Hkv=1, Np=1, Ps=1, Mp=1, D=64, Dv=64),
+    "one-key": dict(B=1, Hq=4, Hkv=1, Np=1, Ps=16, Mp=1, S=1, D=64, Dv=64),
+    "no-pages": dict(B=2, Hq=4, Hkv=2, Np=0, Ps=16, Mp=0, D=64, Dv=64),
+    "empty": dict(B=0, Hq=4, Hkv=2, Np=3, Ps=16, Mp=2, D=64, Dv=64),
+    "unseen": dict(B=4, Hq=4, Hkv=2, Np=20, Ps=16, Mp=4, D=64, Dv=64, unseen=1),
+}
+EXTRAS = (
+    ("nan:q", "ragged", "all"),
+    ("nan:k_cache", "ragged", "all"),
+    ("nan:v_cache", "ragged", "all"),
+    ("nan:v_cache", "ragged", "kv_start"),
+    ("nan:k_cache", "long", "window"),
+    ("nan:v_cache", "long", "window"),
+    ("nan:sink", "ragged", "sink"),
+    ("sink:-inf", "ragged", "all"),
+    ("sink:inf", "long", "sink"),
+)
 _OWN = 16  # query heads when each has a KV head of its own: more are only more of the same
 _MODELS = {
     "gptoss": dict(Hq=64, Hkv=8, D=64, Dv=64, window=128, sink=1),
@@ -41,9 +58,9 @@ def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, D, Dv = dims["B"], dims["D"], dims["Dv"]
-    Np, Ps, S = dims["Np"], dims["Ps"], dims["Mp"] * dims["Ps"]
+    Np, Ps, S = dims["Np"], dims["Ps"], dims.get("S", dims["Mp"] * dims["Ps"])
     Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
-    kv_len = inputs.lengths(gen, B, S)
+    kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
     args = (
         inputs.normal(gen, dtype, B, Hq, D),
         inputs.normal(gen, dtype, Np, Ps, Hkv, D),
@@ -51,7 +68,7 @@ def make(
         inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
-        inputs.starts(gen, kv_len) if "kv_start" in features else None,
+        inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None,
         *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     return args, inputs.score_arguments(features, S)

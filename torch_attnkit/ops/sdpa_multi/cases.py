@@ -10,17 +10,33 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
+# Rows (queries times heads of a group) and keys beside the borders of tiles of 16, 64 and 128. Blocks that share the
+# keys of a sequence have kernels of their own on Blackwell and come in turns, as dtypes do.
 PARITY = {
-    "one": dict(B=1, T=1, Hq=4, Hkv=1, S=1, D=64, Dv=64),
-    "ragged": dict(B=3, T=5, Hq=8, Hkv=2, S=37, D=64, Dv=64),
-    "mqa": dict(B=2, T=16, Hq=6, Hkv=1, S=130, D=64, Dv=32),
-    "long": dict(B=2, T=33, Hq=4, Hkv=2, S=300, D=64, Dv=64),
-    "short-cache": dict(B=2, T=7, Hq=2, Hkv=1, S=4, D=64, Dv=64),
-    "shared-keys": dict(B=1, T=3, Hq=4, Hkv=2, S=700, D=64, Dv=64),
-    "two-tiles": dict(B=1, T=17, Hq=8, Hkv=1, S=60, D=64, Dv=64),
+    "ragged": dict(B=3, T=5, Hq=8, Hkv=2, S=65, D=64, Dv=64),
+    "two-tiles": dict(B=1, T=17, Hq=8, Hkv=1, S=639, D=64, Dv=64),
+    "mqa": dict(B=2, T=16, Hq=6, Hkv=1, S=129, D=64, Dv=32),
     "many-keys": dict(B=1, T=16, Hq=4, Hkv=2, S=1500, D=64, Dv=64),
-    "empty": dict(B=2, T=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
+    "long": dict(B=2, T=65, Hq=4, Hkv=2, S=257, D=64, Dv=64),
 }
+# short-cache: more queries than keys; unseen=1: lengths of 0, and starts at the end.
+DEGENERATE = {
+    "one": dict(B=1, T=1, Hq=4, Hkv=1, S=1, D=64, Dv=64),
+    "short-cache": dict(B=2, T=7, Hq=2, Hkv=1, S=4, D=64, Dv=64),
+    "no-queries": dict(B=2, T=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
+    "no-keys": dict(B=2, T=3, Hq=4, Hkv=2, S=0, D=64, Dv=64),
+    "empty": dict(B=0, T=3, Hq=4, Hkv=2, S=8, D=64, Dv=64),
+    "unseen": dict(B=4, T=3, Hq=4, Hkv=2, S=64, D=64, Dv=64, unseen=1),
+}
+# Values of NaN: see flash_attention.
+EXTRAS = (
+    ("nan:q", "ragged", "all"),
+    ("nan:k_cache", "ragged", "all"),
+    ("nan:v_cache", "long", "bidirectional"),
+    ("nan:sink", "ragged", "sink"),
+    ("sink:-inf", "ragged", "all"),
+    ("sink:inf", "long", "sink"),
+)
 BENCH = {
     f"{'full-' * (1 - causal)}{b}x{t}x{s}": dict(B=b, T=t, Hq=32, Hkv=8, S=s, D=128, Dv=128, causal=causal)
     for b, t, s, causal in (
@@ -36,14 +52,14 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, Hq, S = dims["B"], dims["Hq"], dims["S"]
     Hkv = dims["Hkv"] if "gqa" in features else Hq
-    kv_len = inputs.lengths(gen, B, S)
+    kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
     args = (
         inputs.normal(gen, dtype, B, dims["T"], Hq, dims["D"]),
         inputs.normal(gen, dtype, B, Hkv, S, dims["D"]),
         inputs.normal(gen, dtype, B, Hkv, S, dims["Dv"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
-        inputs.starts(gen, kv_len) if "kv_start" in features else None,
+        inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None,
         *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     return args, dict(causal="bidirectional" not in features) | inputs.score_arguments(features, S)
