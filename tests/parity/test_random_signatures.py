@@ -300,6 +300,15 @@ MENDED = [
     ("sm90", "flash_attention", "S=60 T=44 softcap=50.0 normalize=0"),
     ("sm90", "flash_attention_varlen", "len_k=70 S=70 len_q=70 T=70 softcap=50.0 normalize=0"),
     ("sm100", "flash_attention", "S=60 T=44 softcap=50.0 normalize=0"),
+    ("sm90", "flash_attention", "T=6 S=242 causal=1 window=7 sink_tokens=3 hidden=nan"),
+    ("sm90", "flash_attention_varlen", "T=60 S=242 len_q=60 len_k=242 window=0 hidden=nan"),
+    ("sm90", "flash_attention_varlen", "scale=0.0"),
+    ("sm90", "sdpa_multi", "scale=0.0 kv_len=1"),
+    ("sm100", "flash_attention", "scale=0.0 dtype=f8e4m3 scales=q"),
+    ("sm90", "sdpa_multi", "T=6 S=242 causal=1 window=7 hidden=nan"),
+    ("sm100", "flash_attention", "T=6 S=242 causal=1 window=7 sink_tokens=3 hidden=nan"),
+    ("sm100", "flash_attention", "D=512 Dv=512 T=6 S=242 causal=1 window=7 hidden=nan"),
+    ("sm100", "sdpa_multi", "T=6 S=242 causal=1 window=7 hidden=inf"),
     ("sm100", "sdpa_decode", "S=5 group=9 k_cache.at=off3+x1 q.at=off1"),
 ]
 

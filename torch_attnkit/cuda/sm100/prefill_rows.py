@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ..prefill_tiles import Blocks
+from ..prefill_tiles import Outside
 from ..prefill_types import Inputs, Outputs, Scalars
 from ..warp_ops import exp2
 from . import multi, tmem
@@ -201,7 +201,7 @@ class Rows:
                     if const_expr(c.padded and t == 0):
                         # Not before the waits above: they say that V's last fill of this stage is over and done with,
                         # without which a wait for the parity of this one would not mean this one.
-                        self._clear_rows(bars, n + i, tile, plan, i, sV)
+                        self._clear_rows(bars, n + i, self._outside(tile, scalars), plan.block(i), sV)
                     slot, _ = self.buffer(t, n + i)
                     self._arrive(bars["scores"].empty + slot, shared=c.padded and t == 0)
             n += plan.steps
@@ -229,16 +229,16 @@ class Rows:
         tmem.before_sync()
 
     @cute.jit
-    def _clear_rows(self, bars, n: Int32, tile: Tile, plan: Blocks, i: Int32, sV: cute.Tensor):
-        """Write 0 over the rows of V's block that lie outside the sequence, before the tensor cores read them."""
+    def _clear_rows(self, bars, n: Int32, unseen: Outside, block: Int32, sV: cute.Tensor):
+        """Write 0 over the rows of V's block at which nobody looks, before the tensor cores read them."""
         c = self.c
-        low = plan.block(i) * c.tile_n
-        if (low < tile.start) | (low + c.tile_n > tile.end):
+        low = block * c.tile_n
+        if unseen.meets(low, low + c.tile_n):
             bars["v"].wait(n)
             thread = cute.arch.thread_idx()[0] % ROWS
             zero, k_dim = c.dtype(0.0), 256 // c.dtype.width  # keys of one product
             for key in cutlass.range(thread, c.tile_n, ROWS, unroll=1):
-                if (low + key < tile.start) | (low + key >= tile.end):
+                if unseen.holds(low + key):
                     for d in cutlass.range(0, c.dim_v, unroll=8):
                         sV[(d, key % k_dim), 0, key // k_dim, bars["v"].slot(n)] = zero
             cute.arch.fence_view_async_shared()

@@ -71,7 +71,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             lse.fill_(-torch.inf)
             return
         ins = (
-            read_q(q.neg() if scores.negate else q),
+            read_q(q if scores.sign > 0 else prefill_launch.signed(q, scores.sign)),
             read_k(k),
             read_v(v),
             kv_len,
