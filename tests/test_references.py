@@ -8,11 +8,12 @@ import torch
 from torch_attnkit import parity
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.oracle import compare
 
 CASES = [
     (op, shape, features)
     for op in OPS.values()
-    for shape in op.module("cases").PARITY
+    for shape in parity.shapes(op)
     for features in parity.feature_sets(op, tuple(op.features))
 ]
 IDS = [f"{op.name}-{shape}-{'+'.join(features) or 'plain'}" for op, shape, features in CASES]
@@ -31,7 +32,7 @@ def test_reference_is_close_to_float64_and_pure(op, shape, features):
         before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         ref = parity.reference_of(op, args, kwargs, double=False)
         ref64 = parity.reference_of(op, args, kwargs, double=True)
-        parity._unchanged(op.name, op, before, args)
+        parity.unchanged(op.name, op, before, args)
         for what, a, b in zip((*_mutated(op), *op.outnames), ref, ref64, strict=True):
             assert a.shape == b.shape
             if not a.dtype.is_floating_point:
@@ -48,19 +49,19 @@ def test_reference_is_close_to_float64_and_pure(op, shape, features):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_op_on_cpu_returns_what_its_plan_says(op):
-    for shape in op.module("cases").PARITY:
+    for shape in parity.shapes(op):
         for layout in parity.LAYOUTS:
             args, kwargs = parity.inputs(op, shape, torch.float32, ())
-            args = tuple(parity._place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args)
+            args = tuple(parity.place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args)
             want = parity.reference_of(op, args, kwargs, double=False)
             want64 = parity.reference_of(op, args, kwargs, double=True)
             out = getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
             got = [
-                *parity._mutated(op, args),
+                *parity.mutated(op, args),
                 *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out),
             ]
             for name, g, w, w64 in zip((*_mutated(op), *op.outnames), got, want, want64, strict=True):
-                parity.check(f"{op.name} {shape} {layout} {name}", g, w, w64)
+                compare.check(f"{op.name} {shape} {layout} {name}", g, w, w64)
             call = parity.bound(op, args, kwargs)
             shapes = [(tuple(g.shape), g.dtype) for g in got[len(_mutated(op)) :]]
             assert shapes == op.outputs(call), "the reference returns what dims promises"

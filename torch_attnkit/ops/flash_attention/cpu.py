@@ -4,8 +4,9 @@ It runs in float32 whatever the model dtype: in float16 and bfloat16 that kernel
 exponentials, and its LSE is then wrong in the fifth digit. It knows a dense rectangle, a causal triangle from
 the first query and key, and an additive mask; everything but the first two goes through the mask. It adds the
 mask to the scores, so a key that nobody sees must be cut off or zeroed first: it may hold nan. It gives a row
-without keys an LSE of 0, and stops the process when there is no head, query or key: neither is left to it. It
-wants one head size, so the smaller of D and Dv is padded, and in torch 2.8 as many KV heads as query heads.
+without keys an LSE of 0, loses nan among the scores, and stops the process when there is no head, query or
+key: none of these is left to it. It wants one head size, so the smaller of D and Dv is padded, and in torch
+2.8 as many KV heads as query heads.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from torch_attnkit.core import Call, Target
 from torch_attnkit.oracle import checks
 from torch_attnkit.oracle.attention import visible
+
+from .reference import reference
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _GROUPED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"  # whether it takes fewer KV heads itself
@@ -78,17 +81,26 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             if bool(unseen.any()):
                 k, v = _zeroed(k, unseen), _zeroed(v, unseen)
             blind = ~keep.any(-1, keepdim=True)  # (B or 1, T or 1, 1)
-            mask = torch.zeros(keep.shape).masked_fill_(~keep, -torch.inf)[:, None]  # (B or 1, 1, T or 1, S')
+            mask = torch.zeros(keep.shape, dtype=torch.float32).masked_fill_(~keep, -torch.inf)
+            mask = mask[:, None]  # (B or 1, 1, T or 1, S')
         qh, kh, vh = (_padded(t, max(D, Dv)).transpose(1, 2) for t in (q, k, v))  # (B, H, T or S', max(D, Dv))
+        # That kernel makes 0 of a row that is nan, and adds the mask to a nan that the row must not see.
+        if bool((qh.sum() + kh.sum()).isnan()):
+            for given, found in zip((out, lse), reference(*args[:-3])[:2], strict=True):
+                given.copy_(found)
+            return
         if not _GROUPED:
             kh, vh = (t.repeat_interleave(Hq // t.shape[1], 1) for t in (kh, vh))
         alone = triangle and mask is None
-        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=scale)
+        if scale == 0:  # by which that kernel multiplies the -inf of its triangle
+            qh = torch.zeros_like(qh)
+        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=scale or 1.0)
         o, l = o.transpose(1, 2)[..., :Dv], l.transpose(1, 2)  # (B, T, Hq, Dv), (B, T, Hq)
         if blind is not None:
             l = l.masked_fill(blind, -torch.inf)
         if sink is not None:
-            o = o * (l - sink).sigmoid()[..., None]
+            # A sink of -inf where nothing is seen: the difference is nan.
+            o = o * (l - sink).sigmoid().masked_fill(l == -torch.inf, 0.0)[..., None]
         out.copy_(o)
         lse.copy_(l)
 

@@ -28,7 +28,8 @@ inline Visible visible(int position, int first, int end, thread const Masks& mas
   v.high = v.cap;
   v.sinks = first;
   if (masks.window >= 0) {
-    v.low = max(first, position - masks.window + 1);
+    // A window of 0 holds no key, also where the walk of several queries would join theirs.
+    v.low = masks.window == 0 ? max(first, end) : max(first, position - masks.window + 1);
     v.high = masks.causal ? v.cap : min(end, position + masks.window);
     v.sinks = first + masks.sink_tokens;
   }
