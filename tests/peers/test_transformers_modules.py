@@ -273,6 +273,15 @@ def test_deepseek_v4_in_chunks_of_generate_behind_left_padding_equals_eager(chun
     same(logits_a, logits_b)
 
 
+def test_deepseek_v4_token_by_token_equals_eager():
+    """Each step takes a column of the ids, whose rows do not lie beside one another."""
+    ids, results = tokens(3, 12), []
+    for model in v4_pair():
+        filled = DynamicCache(config=model.config)
+        results.append(torch.cat([model(ids[:, t : t + 1], past_key_values=filled).logits for t in range(12)], 1))
+    same(*results)
+
+
 @pytest.mark.parametrize(
     ("call", "found"),
     [
