@@ -270,13 +270,13 @@ class Rows:
         weight = total
         if const_expr(c.sink):
             weight += exp2(Float32(ins.sink[head]) * Float32(softmax.LOG2_E) - shift)
-        factor = cute.arch.rcp_approx(cutlass.select_(weight == 0.0, Float32(1.0), weight))
+        factor = cute.arch.rcp_approx(cutlass.select_(total == 0.0, Float32(1.0), weight))
         if const_expr(not c.normalize):  # relative to the true maximum
             factor = cutlass.select_(total == 0.0, Float32(1.0), exp2((top - final[2]) * scalars.scale_log2))
         valid = token < tile.tokens
+        absent = tile.shift + token < 0
         if const_expr(c.at_end):  # a query in front of its sequence attends nothing, whatever its mask lets through
-            absent = tile.shift + token < 0
-            factor, lse = cutlass.select_(absent, Float32(0.0), factor), cutlass.select_(absent, -Float32.inf, lse)
+            lse = cutlass.select_(absent, -Float32.inf, lse)
         if self.speaks(valid):
             outs.lse[self._index(ins, tile, head, token)] = lse
             if const_expr(not c.normalize):
@@ -288,6 +288,8 @@ class Rows:
         chunk = const_expr(_CHUNK // 2 if c.split else _CHUNK)
         for at in cutlass.range_constexpr(0, c.columns, chunk):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), chunk), factor)
+            if const_expr(c.at_end):  # not by a factor of 0: they may be nan
+                values = [Float32(cutlass.select_(absent, Float32(0.0), v)) for v in values]
             if valid:
                 address = outs.out[(*self._index(ins, tile, head, token), None)].iterator + self.element(at)
                 pointer = cute.make_ptr(Int32, address.toint(), cute.AddressSpace.gmem, assumed_align=16)

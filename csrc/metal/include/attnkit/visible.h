@@ -65,3 +65,9 @@ inline float2 scores(float2 dot, float scale, float cap) {
   const float2 x = dot * scale;
   return cap > 0.0f ? cap * tanh(x) : x;
 }
+
+// What is subtracted of scores whose maximum is ``top``. That is -inf where nothing has been seen yet, or nan alone, which
+// maxima pass over; -inf - -inf would make nan of nothing, and a weight of 0 taken instead would lose the nan.
+inline float subtracted(float top) {
+  return top == -INFINITY ? 0.0f : top;
+}
