@@ -66,17 +66,18 @@ def is_module(name: str) -> bool:
 @functools.cache
 def of_definitions(module: str, *names: str) -> str:
     """The digest of some definitions of a module, of those that they use there, and of the modules that these use."""
-    tree, found = _tree(module), {}
-    for node in tree.body:
+    found: dict[str, ast.stmt] = {}
+    for node in _tree(module).body:
         for target in _defined(node):
             found[target] = node
-    todo, seen = list(names), set()
+    todo, used = list(names), set()
     while todo:
         name = todo.pop()
-        if name in found and name not in seen:
-            seen.add(name)
-            todo += [n.id for n in ast.walk(found[name]) if isinstance(n, ast.Name)]
-    return of(*(_canonical(found[n]) for n in sorted(seen)), of_modules(*(n for n in _uses(module) if not _is_seam(n))))
+        if name not in used:
+            used.add(name)
+            todo += [n.id for n in ast.walk(found[name]) if isinstance(n, ast.Name)] if name in found else []
+    imported = sorted(m for name, m in _imports(module) if name in used and not _is_seam(m))
+    return of(*(_canonical(found[n]) for n in sorted(used) if n in found), of_modules(*imported))
 
 
 @functools.cache
@@ -152,19 +153,23 @@ def _defined(node: ast.stmt) -> Iterable[str]:
 
 
 @functools.cache
-def _uses(module: str) -> tuple[str, ...]:
-    """The modules of the package that ``module`` imports anywhere in its text."""
+def _imports(module: str) -> tuple[tuple[str, str], ...]:
+    """(name, module of the package that it is, or comes from) of all that ``module`` imports anywhere in its text."""
     known, found = _modules(), []
     here = module.split(".") if known[module].name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(_tree(module)):
         if isinstance(node, ast.Import):
-            found += [a.name for a in node.names]
+            found += [(a.asname or a.name.split(".")[0], a.name) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = here[: len(here) - node.level + 1] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
-            inside = [f"{base}.{a.name}" for a in node.names]
-            found += [n if n in known else base for n in inside]
-    return tuple(n for n in found if n in known)
+            inside = ((a.asname or a.name, f"{base}.{a.name}") for a in node.names)
+            found += [(name, n if n in known else base) for name, n in inside]
+    return tuple((name, n) for name, n in found if n in known)
+
+
+def _uses(module: str) -> set[str]:
+    return {n for _, n in _imports(module)}
 
 
 @functools.cache

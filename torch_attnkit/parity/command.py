@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import functools
-import random
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +20,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.support import support
 from torch_attnkit.core.target import SIMULATED
 
-from . import evidence
+from . import evidence, random_run
 from .case import Case, cases
 from .evidence import Outcome, Row
 from .guard import LAYOUTS
@@ -36,13 +36,19 @@ Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the place
 
 def parity(
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    arch: Annotated[str | None, typer.Option(help="Only the rows of cpu, metal, sm90 or sm100.")] = None,
+    arch: Annotated[
+        str | None, typer.Option("--arch", "--target", help="Only the rows of cpu, metal, sm90 or sm100.")
+    ] = None,
     record: Annotated[
         bool | None, typer.Option(help="Keep the result in torch_attnkit/evidence/; default: with --stale.")
     ] = None,
     stale: Annotated[bool, typer.Option("--stale", help="Only rows without evidence for this code.")] = False,
     sample: Annotated[float, typer.Option(help="Run this share of the cases of all other rows.")] = 1.0,
-    seed: Annotated[str, typer.Option(help="What draws the sample.")] = "",
+    random: Annotated[int, typer.Option(help="Instead: this many random signatures that rows accept.", min=0)] = 0,
+    kernels: Annotated[int, typer.Option(help="Of random signatures: draws of what is compiled.", min=1)] = 96,
+    repeat: Annotated[str | None, typer.Option(help="One random signature, as a run prints it.")] = None,
+    seed: Annotated[str, typer.Option(help="What draws the sample, or the random signatures.")] = "0",
+    simulated: Annotated[bool, typer.Option("--simulated", help="In simulators alone, hardware or not.")] = False,
     report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.")] = 1,
 ) -> None:
@@ -51,8 +57,11 @@ def parity(
     if not 0 < sample <= 1:
         raise typer.BadParameter(f"sample is {sample}, accepted: a share between 0 and 1")
     wanted = KNOWN if arch is None else (arch,)
+    places = [p for p in here(wanted) if p.target.simulated or not simulated]
+    if random or repeat is not None:
+        raise typer.Exit(_random(places, op, random_run.Plan(random, seed, kernels, jobs), repeat))
     failures = 0
-    for place in here(wanted):
+    for place in places:
         rows = [r for r in _rows(place, stale=stale, sample=sample) if op in (None, r[0].name)]
         share = functools.partial(_sampled, share=sample, seed=seed) if sample < 1 else None
         if place.device == "mps":
@@ -63,9 +72,34 @@ def parity(
             if (stale if record is None else record) and found:
                 keep(place, [o for o, _ in found])
     for name, missing in simulators().items():
-        if missing and name in wanted and not any(place.target.arch == name for place in here(wanted)):
-            console.print(f"{name}: no hardware here, and {missing}")
+        if missing and name in wanted and not any(place.target.arch == name for place in places):
+            console.print(f"{name}: no hardware here, and {missing}", soft_wrap=True)
     raise typer.Exit(1 if failures else 0)
+
+
+def _random(places: list[Place], op: str | None, plan: random_run.Plan, repeat: str | None) -> int:
+    """Random signatures, or the one given, on hardware where it is and else simulated. 1 if one of them failed."""
+    hardware = {place.target.arch for place in places if not place.target.simulated}
+    chosen = [p for p in places if not (p.target.simulated and p.target.arch in hardware)]
+    if repeat is not None and (op is None or len(chosen) != 1):
+        raise typer.BadParameter("--repeat needs --op and --target, as a run prints them")
+    failed = ran = 0
+    for place in chosen:
+        ops = tuple(dict.fromkeys(o.name for o, *_ in support(place.target.arch) if op in (None, o.name)))
+        if not ops:
+            console.print(f"{place}: there is no kernel of {op or 'any op'}")
+            continue
+        with place.watching():
+            try:
+                failed += (
+                    random_run.run(console, place, ops, plan)
+                    if repeat is None
+                    else random_run.repeat(console, place, ops[0], repeat)
+                )
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from None
+        ran += 1
+    return 1 if failed or not ran else 0
 
 
 def check_names(op: str | None, arch: str | None) -> None:
@@ -87,7 +121,7 @@ def _rows(place: Place, *, stale: bool, sample: float) -> list[Row]:
 
 def _sampled(runs: list[Run], *, share: float, seed: str) -> list[Run]:
     """The same share of the runs for the same seed, spread evenly over their order."""
-    draw = random.Random(f"{seed} {runs[0][0].id}" if runs else seed)
+    draw = Random(f"{seed} {runs[0][0].id}" if runs else seed)
     return [r for r in runs if draw.random() < share]
 
 

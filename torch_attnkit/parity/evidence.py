@@ -72,7 +72,7 @@ def digest_of(op: str, index: int, target: Target) -> str:
         digest.of_modules(*modules(record, row), arch=target.arch),
         digest.of_modules(f"{record.package}.reference", "torch_attnkit.oracle.compare"),
         digest.of_definitions(f"{record.package}.cases", "PARITY", "DEGENERATE", "EXTRAS", "make"),
-        digest.of_definitions("torch_attnkit.parity.case", "inputs"),
+        digest.of_definitions("torch_attnkit.parity.case", "arguments"),
         *(case.id for case in cases(record, index, target.arch, covering=target.simulated)),
     ]
     if target.arch == "metal":

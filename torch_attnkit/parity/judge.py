@@ -52,23 +52,29 @@ def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | 
     if op.kernels[case.row].refusal(bound(op, args, kwargs)) in op.kernels[case.row].needs:
         return None
     moved = tuple(place(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
+    return judge(case.id, op, case.arch, args, moved, kwargs)
+
+
+def judge(name: str, op: Op, arch: str, args: tuple[Any, ...], moved: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Call the op with ``moved``, which are ``args`` on the device, and compare with the reference on ``args``."""
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in moved]
+    device = next(a.device.type for a in moved if isinstance(a, torch.Tensor))
     with contextlib.ExitStack() as stack:
-        if device == "cpu" and case.arch != "cpu":
-            stack.enter_context(simulate(case.arch))
+        if device == "cpu" and arch != "cpu":
+            stack.enter_context(simulate(arch))
         fences = stack.enter_context(guarded_outputs())
-        out = getattr(torch.ops.attnkit, case.op)(*moved, **kwargs)
-        plan = dispatch.plan_of(case.op, *moved, **kwargs)
-    if plan is None or not plan.where.startswith(case.arch):
-        raise AssertionError(f"{case.id} ran on {plan and plan.where}")
+        out = getattr(torch.ops.attnkit, op.name)(*moved, **kwargs)
+        plan = dispatch.plan_of(op.name, *moved, **kwargs)
+    if plan is None or not plan.where.startswith(arch):
+        raise AssertionError(f"{name} ran on {plan and plan.where}")
     for fence in fences:
-        fence.check(case.id)
+        fence.check(name)
     got = [*mutated(op, moved), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
-    unchanged(case.id, op, before, moved)
+    unchanged(name, op, before, moved)
     ref, ref64 = (reference_of(op, args, kwargs, double=d) for d in (False, True))
     names = [*op.mutated, *op.outnames]
     return max(
-        (check(f"{case.id} {n}", g, r, r64) for n, g, r, r64 in zip(names, got, ref, ref64, strict=True)),
+        (check(f"{name} {n}", g, r, r64) for n, g, r, r64 in zip(names, got, ref, ref64, strict=True)),
         default=0.0,
     )
 
@@ -96,11 +102,20 @@ def outcome(place: Place, case: Case, device: str, layout: str, schedule: int) -
 
 
 @contextlib.contextmanager
-def workers(jobs: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """A ``map`` by ``jobs`` processes; the usual ``map`` for one. Most of a case's time goes into its references."""
+def workers(jobs: int, begin: Callable[[], Any] | None = None) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A ``map`` by ``jobs`` processes, each of which calls ``begin`` first; the usual ``map`` for one.
+
+    Most of a case's time goes into its references, on the CPU.
+    """
     if jobs == 1:
         yield map
         return
     # Not forked: neither the parent's threads nor its CUDA context live on in a child.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _alone, (begin,)) as pool:
         yield functools.partial(pool.map, chunksize=4)
+
+
+def _alone(begin: Callable[[], Any] | None) -> None:
+    torch.set_num_threads(1)
+    if begin is not None:
+        begin()
