@@ -38,9 +38,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_parity(place: places.Place, run: command.Run):
     case, device, layout, schedule = run
     with place.watching(schedule):
-        found = parity.run(case, device, layout)
-    if isinstance(found, parity.Refused):
-        pytest.skip(f"the row refuses it: {found.why}")
+        if parity.run(case, device, layout) is None:
+            pytest.skip("the row's needs exclude it")
 
 
 def test_every_op_with_kernels_is_in_the_sample():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -92,14 +94,18 @@ def test_nan_scalars_and_unknown_choices_are_refused(op):
                 call(*args, **(kwargs | {argument.name: "nonsense"}))
 
 
-@ALL
-def test_a_missing_simulator_is_named(op):
-    for arch in ("metal", "sm90", "sm100"):
-        try:
-            with simulate(arch):
+@pytest.mark.parametrize("missing", ["torch_attnkit.sim", "torch_attnkit.sim.ptx", "torch_attnkit.sim.metal"])
+def test_a_missing_simulator_is_named(missing, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith(missing) else find(name))
+    for arch, module in (("metal", "torch_attnkit.sim.metal"), ("sm90", "torch_attnkit.sim.ptx")):
+        if module.startswith(missing):
+            words = rf"^simulate\('{arch}'\): this version has no simulator for it \({module} is missing\)"
+            with pytest.raises(UnsupportedError, match=words), simulate(arch):
                 pass
-        except UnsupportedError as error:
-            assert f"simulate('{arch}')" in str(error) and "is missing" in str(error)
+        else:
+            with simulate(arch) as target:
+                assert target.arch == arch
 
 
 ROWS = [(op, row, arch) for op, _, row, arch in support()]

@@ -53,5 +53,5 @@ def test_other_tensors_do_not(keys):
     negated, zero = torch._neg_view(x), torch._efficientzerotensor(2)
     complex_view = torch.ones(2, dtype=torch.complex64).conj()
     for tensor in (negated, zero, complex_view, x.to_sparse()):
-        assert not keys(tensor) and not keys(x, tensor)
-    assert not keys(x, x.to("meta"))
+        assert not keys(tensor)
+        assert not keys(x, tensor)

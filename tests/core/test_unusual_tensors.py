@@ -230,7 +230,9 @@ def test_numbers_that_float32_cannot_hold_are_refused(op):
         for value in (float("inf"), -float("inf"), 1e39, 1e-40):
             if "float" in str(argument.type):
                 args, kwargs, run = call(op)
-                with pytest.raises(ValueError, match=re.escape(f"{op.name}: {argument.name} is {value}, accepted: 0")):
+                with pytest.raises(
+                    ValueError, match=re.escape(f"{op.name}: {argument.name} is {value}, accepted: a number")
+                ):
                     run(*args, **(kwargs | {argument.name: value}))
 
 

@@ -13,7 +13,7 @@ from torch_attnkit.core import dispatch
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.core.support import support
 from torch_attnkit.core.target import Target
-from torch_attnkit.mps import decode, library, prefill
+from torch_attnkit.mps import decode, launch, library, prefill
 from torch_attnkit.oracle.compare import check
 from torch_attnkit.parity import poison, reference_of
 from torch_attnkit.sim import metal
@@ -157,6 +157,23 @@ def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.
             compiled = metal.compile_shader(text)
             for kernel in dir(compiled):
                 assert getattr(compiled, kernel).static_thread_group_memory_length <= 32768
+
+
+def test_more_rows_than_a_grid_counts_along_one_axis(monkeypatch: pytest.MonkeyPatch):
+    """2^27 rows, a simdgroup each, are 2^32 threads; and a grid of several rows of threadgroups misses none."""
+    launched: list[tuple[int, int, int]] = []
+    pipeline = SimpleNamespace(max_threads_per_threadgroup=1024)
+    stub = library.Library(SimpleNamespace(merge_partials=pipeline), {"merge_partials": 0})
+    original = launch.launcher
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "load", lambda *args, **defines: stub)
+        patch.setattr(launch, "launcher", lambda *args: launched.append(args[2]) or original(*args))
+        parts = torch.empty(2, 1 << 20, 128, 16, device="meta")
+        record = dispatch.OPS["merge_partials"]
+        record.module("mps").build(record.bind((parts, parts[..., 0].contiguous(), None, None, None)), METAL)
+    assert launched == [(1 << 24, 2, 1)]
+    monkeypatch.setattr("torch_attnkit.ops.merge_partials.mps._COLUMNS", 3)
+    compare("merge_partials", (normal(0, 3, 5, 4, 130), normal(1, 3, 5, 4, dtype=torch.float32)))
 
 
 MEMORY = 32768  # bytes of a threadgroup

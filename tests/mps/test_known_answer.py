@@ -199,7 +199,7 @@ def test_a_wrong_result_gets_no_time(gpu, tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(*args: Any) -> float:
         raise AssertionError("out is wrong")
 
-    monkeypatch.setattr(bench.run, "gate", refuse)
+    monkeypatch.setattr(bench.gate, "gate", refuse)
     with simulate("metal"):
         failed = bench.main(
             op, torch.float32, "", tmp_path / "b.json", Console(record=True), device="cpu", target=METAL, stream=Clock()

@@ -172,6 +172,18 @@ def test_beams_equal_eager(family):
     assert torch.equal(eager.generate(ids, **kwargs), ours.generate(ids, **kwargs))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("guess", ["model", "prompt"])
+def test_guessed_tokens_are_verified_as_eager_does(family, guess):
+    """Several queries at once in the middle of a sequence, and a cache that is cut back."""
+    ids, results = tokens(1, 8, seed=3).repeat(1, 2), []
+    for model, implementation in zip(pair(family), ("eager", "attnkit"), strict=True):
+        helper = build(family, implementation, num_hidden_layers=1 if family == "llama" else 2).double()
+        kwargs = dict(assistant_model=helper) if guess == "model" else dict(prompt_lookup_num_tokens=3)
+        results.append(model.generate(ids, do_sample=False, max_new_tokens=10, **kwargs))
+    assert torch.equal(*results) and int(results[0].min()) > 0  # the helper takes a 0 for padding
+
+
 @pytest.mark.parametrize("family", (*DECODERS, *ENCODERS))
 def test_right_padding_leaves_valid_tokens_as_eager_has_them(family):
     """What padding tokens get is nobody's: eager attends all keys there, we attend none or the padding itself."""
@@ -368,6 +380,11 @@ def test_a_model_may_leave_causality_to_the_mask():
         torch.manual_seed(0)
         results.append(direct(masks.mask(2, 3, 3), **says))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_a_mask_of_another_kind_is_refused_by_its_name():
+    with pytest.raises(UnsupportedError, match="attention_mask is a dict; accepted: a 2-D attention_mask"):
+        direct({"full_attention": None})
 
 
 @pytest.mark.parametrize("says", [dict(), dict(is_causal=True)])

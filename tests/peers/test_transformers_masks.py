@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from torch_attnkit import UnsupportedError
 from torch_attnkit.integrations.transformers import masks
+from torch_attnkit.integrations.transformers.attention import attention
 
 
 def test_a_descriptor_moves_to_another_device():
@@ -23,6 +24,15 @@ def test_a_descriptor_moves_to_another_device():
         moved = mask.to(device, non_blocking=True)
         assert moved.layout == mask.layout and moved.model == mask.model
         assert moved.start.device.type == moved.length.device.type == "meta"
+
+
+def test_a_descriptor_follows_the_tensors_that_it_is_for():
+    """generate() makes the mask of a static cache where the ids are and moves nothing but tensors to the model."""
+    q, k = torch.empty(2, 4, 1, 8, device="meta"), torch.empty(2, 2, 9, 8, device="meta")
+    mask = masks.mask(2, 1, 9, q_offset=torch.tensor(4), attention_mask=torch.tensor([[1] * 5, [0] + [1] * 4]))
+    assert mask.start.device.type == "cpu" and mask.beside(mask.start) is mask
+    out = attention(SimpleNamespace(is_causal=True), q, k, k, mask)[0]
+    assert out.device.type == "meta" and out.shape == (2, 1, 4, 8)
 
 
 def test_a_decode_step_depends_on_no_number_of_the_host():

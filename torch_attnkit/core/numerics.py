@@ -50,10 +50,9 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` without autocast, whose casts would be its roundings, and with float32 products in float32."""
 
     def run(*args: Any) -> Any:
-        with torch._C._DisableAutocast():
-            if not _full_products.inside and _get() not in _rounded:
-                return function(*args)
-            with _full_products:
-                return function(*args)
+        if not (torch._C._is_any_autocast_enabled() or _full_products.inside or _get() in _rounded):
+            return function(*args)
+        with torch._C._DisableAutocast(), _full_products:
+            return function(*args)
 
     return run

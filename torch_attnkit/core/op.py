@@ -197,7 +197,7 @@ class Op:
     def _check_scalars(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, float) and not (value == 0 or _F32.tiny <= abs(value) <= _F32.max):
-                accepted = f"0 or a number whose magnitude float32 holds, {_F32.tiny:.3g} to {_F32.max:.3g}"
+                accepted = f"a number that float32 holds, 0 or {_F32.tiny:.3g} to {_F32.max:.3g} in magnitude"
                 raise ValueError(f"{self.name}: {name} is {value}, accepted: {accepted}")
             if name in self.choices and value not in self.choices[name]:
                 raise ValueError(f"{self.name}: {name} is {value!r}, accepted: {', '.join(self.choices[name])}")

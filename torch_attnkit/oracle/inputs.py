@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import torch
 
+DECODE_EXTRAS = (
+    ("nan:q", "ragged", "all"),
+    ("nan:k_cache", "ragged", "all"),
+    ("nan:v_cache", "ragged", "all"),
+    ("nan:v_cache", "ragged", "kv_start"),
+    ("nan:k_cache", "long", "window"),
+    ("nan:v_cache", "long", "window"),
+    ("nan:sink", "ragged", "sink"),
+    ("sink:-inf", "ragged", "all"),
+    ("sink:inf", "long", "sink"),
+)
+
 
 def normal(gen: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=gen).to(dtype)

@@ -24,7 +24,7 @@ from . import evidence, random_run
 from .case import Case, cases
 from .evidence import Outcome, Row
 from .guard import LAYOUTS
-from .judge import Refused, outcome, workers
+from .judge import outcome, workers
 from .places import Place, here, simulators
 
 console = Console()
@@ -148,7 +148,7 @@ def run_rows(
         for n, row in enumerate(rows):
             wrong, refused, worst = [], 0, 0.0
             for result in each(functools.partial(outcome, place), *zip(*todo[n], strict=True)) if todo[n] else ():
-                if isinstance(result, Refused):
+                if result is None:
                     refused += 1
                 elif isinstance(result, str):
                     wrong.append(result)

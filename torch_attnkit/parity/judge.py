@@ -7,7 +7,6 @@ import functools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +19,6 @@ from torch_attnkit.oracle.compare import check
 from .case import Case, arguments, bound
 from .guard import guarded_outputs, place
 from .places import Place
-
-
-@dataclass(frozen=True)
-class Refused:
-    """What becomes of a case that the row's ``needs`` exclude: it is neither right nor wrong, for it does not run."""
-
-    why: str
 
 
 def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool) -> tuple[torch.Tensor, ...]:
@@ -50,13 +42,15 @@ def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, doubl
     return (*mutated, *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out))
 
 
-def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | Refused:
-    """Run one case; raises AssertionError if it is wrong. Returns the largest error as a fraction of its tolerance."""
+def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | None:
+    """Run one case; raises AssertionError if it is wrong. Returns the largest error as a fraction of its tolerance.
+
+    A case that the row's ``needs`` exclude is not the row's to run: None, which is neither right nor wrong.
+    """
     op = dispatch.OPS[case.op]
     args, kwargs = arguments(case)
-    why = op.kernels[case.row].refusal(bound(op, args, kwargs))
-    if why in op.kernels[case.row].needs:
-        return Refused(str(why))
+    if op.kernels[case.row].refusal(bound(op, args, kwargs)) in op.kernels[case.row].needs:
+        return None
     moved = tuple(place(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
     return judge(case.id, op, case.arch, args, moved, kwargs)
 
@@ -98,8 +92,8 @@ def unchanged(name: str, op: Op, before: list[Any], after: tuple[Any, ...]) -> N
                 raise AssertionError(f"{name}: the call changed its input {argument}")
 
 
-def outcome(place: Place, case: Case, device: str, layout: str, schedule: int) -> float | Refused | str:
-    """What ``run`` returns, or in words why the case failed."""
+def outcome(place: Place, case: Case, device: str, layout: str, schedule: int) -> float | str | None:
+    """What ``run`` returns, or in words why the case failed, or None for one that the row refuses."""
     try:
         with place.watching(schedule):
             return run(case, device, layout)

@@ -64,7 +64,7 @@ def attention(
     if attention_mask is None:
         mask = Descriptor(_unmasked(module, is_causal, sliding_window, T, S))
     else:
-        mask = masks.described(attention_mask)
+        mask = masks.described(attention_mask).beside(query)
         _agree(mask.layout, is_causal, sliding_window, T, S)
     options: dict[str, Any] = dict(scale=scaling, window=mask.layout.window, softcap=softcap or 0.0)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))

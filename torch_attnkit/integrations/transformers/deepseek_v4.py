@@ -68,7 +68,8 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
         if past_key_values is not None:
             kv = past_key_values.update(kv, kv, self.layer_idx)[0]  # (B, 1, S, D), S: the window behind, and T
             state = past_key_values.layers[self.layer_idx]
-        swa_kv, swa_end = _window(kv[:, 0], T, _start(self, attention_mask, T, kv.shape[2]))
+        kv = kv[:, 0]  # (B, S, D)
+        swa_kv, swa_end = _window(kv, T, _start(self, attention_mask, kv, T))
         compressed, chosen, visible = _compressed(self, hidden_states, q_low, position_ids, state)
         out = ops.sparse_fmha_with_swa(
             q, swa_kv, swa_end, compressed, chosen, visible, None, self.sinks.float(),
@@ -81,11 +82,14 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
         return self.o_b_proj(low.reshape(B, T, -1)), None
 
 
-def _start(attention: Any, mask: torch.Tensor | Descriptor | None, queries: int, keys: int) -> torch.Tensor | None:
-    """Where the valid keys of each sequence begin, (B,), None if all do at 0."""
+def _start(
+    attention: Any, mask: torch.Tensor | Descriptor | None, kv: torch.Tensor, queries: int
+) -> torch.Tensor | None:
+    """Where the valid keys of ``kv`` (B, S, D) begin, (B,), None if all do at 0."""
     if mask is None:
         raise UnsupportedError(f"DeepseekV4Attention: attention_mask is None, accepted: the model's own mask; {ADVICE}")
-    mask = masks.described(mask)
+    mask = masks.described(mask).beside(kv)
+    keys = kv.shape[1]
     layout, expected = mask.layout, (True, attention.sliding_window, queries, keys)
     if mask.cu_seqlens is not None or layout[:4] != expected:
         packed = "packed sequences, " * (mask.cu_seqlens is not None)

@@ -64,6 +64,11 @@ class Descriptor:
         moved = {k: None if t is None else t.to(device, non_blocking=non_blocking) for k, t in tensors.items()}
         return Descriptor(self.layout, **moved, model=self.model)
 
+    def beside(self, tensor: torch.Tensor) -> Descriptor:
+        """The same mask on the device of ``tensor``: generate() moves tensors to the model, not masks it has made."""
+        own = next((t for t in (self.length, self.start, self.cu_seqlens) if t is not None), tensor)
+        return self if own.device == tensor.device else self.to(tensor.device)
+
     def __repr__(self) -> str:
         return f"Descriptor({self.layout}, start={self.start}, length={self.length}, cu_seqlens={self.cu_seqlens})"
 

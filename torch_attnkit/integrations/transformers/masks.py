@@ -37,6 +37,10 @@ ACCEPTED = (
     f" or packed sequences without a cache; {ADVICE}"
 )
 
+# Models whose recurrences go on over what attention gave to padding tokens. Eager attention gives these the mean of all
+# values, the ops 0, and every later token would differ.
+_READ_PADDING = ("recurrent_gemma",)
+
 
 class _Packed(NamedTuple):
     causal: bool
@@ -150,6 +154,11 @@ def mask(
     start = stop = None
     if attention_mask is not None:
         start, stop = _run(attention_mask, kv_offset, kv_length, ends if q_length == 1 else None)
+        if start is not None and model in _READ_PADDING:
+            raise UnsupportedError(
+                f"attnkit mask: attention_mask hides the first tokens of a sequence, whose attention the recurrences of"
+                f" {model} read, accepted: sequences that begin at the first token; {ADVICE}"
+            )
     layout = Layout(causal, window, q_length, kv_length, known)
     return Descriptor(layout, start, ends if causal else stop, model=model)
 
@@ -222,12 +231,14 @@ def described(mask: torch.Tensor | Descriptor) -> Descriptor:
     """``mask`` as the mask function made it.
 
     Raises:
-        UnsupportedError: ``mask`` is a tensor, whoever made it.
+        UnsupportedError: somebody else made ``mask``, or something of it.
     """
     if isinstance(mask, Descriptor):
         return mask
-    kind = str(mask.dtype).removeprefix("torch.")
+    found = f"a {type(mask).__name__}"
+    if isinstance(mask, torch.Tensor):
+        found = f"a dense {str(mask.dtype).removeprefix('torch.')} mask of shape {tuple(mask.shape)}"
     raise UnsupportedError(
-        f"attnkit attention: attention_mask is a dense {kind} mask of shape {tuple(mask.shape)}; accepted: a 2-D"
-        f" attention_mask given to the model, or none; {ADVICE}"
+        f"attnkit attention: attention_mask is {found}; accepted: a 2-D attention_mask given to the model, or none;"
+        f" {ADVICE}"
     )

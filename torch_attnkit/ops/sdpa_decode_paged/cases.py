@@ -26,17 +26,7 @@ DEGENERATE = {
     "empty": dict(B=0, Hq=4, Hkv=2, Np=3, Ps=16, Mp=2, D=64, Dv=64),
     "unseen": dict(B=4, Hq=4, Hkv=2, Np=20, Ps=16, Mp=4, D=64, Dv=64, unseen=1),
 }
-EXTRAS = (
-    ("nan:q", "ragged", "all"),
-    ("nan:k_cache", "ragged", "all"),
-    ("nan:v_cache", "ragged", "all"),
-    ("nan:v_cache", "ragged", "kv_start"),
-    ("nan:k_cache", "long", "window"),
-    ("nan:v_cache", "long", "window"),
-    ("nan:sink", "ragged", "sink"),
-    ("sink:-inf", "ragged", "all"),
-    ("sink:inf", "long", "sink"),
-)
+EXTRAS = inputs.DECODE_EXTRAS
 _OWN = 16  # query heads when each has a KV head of its own: more are only more of the same
 _MODELS = {
     "gptoss": dict(Hq=64, Hkv=8, D=64, Dv=64, window=128, sink=1),

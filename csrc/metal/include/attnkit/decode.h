@@ -306,6 +306,7 @@ struct Places {
   }
 
   // The simdgroups meet: the common maximum, then their sums and outputs, one after another. Q' is not needed any more.
+  // Without a maximum these are 0, or nan where every score was: a maximum leaves nan out.
   ATTNKIT_UNROLL
   for (int n = 0; n < TILES; n++) {
     sum[n] = column_sum(sum[n]);
