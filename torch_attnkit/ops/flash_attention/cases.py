@@ -106,7 +106,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     T = 0 if d.sometimes(0.02) else d.size(min(d.room.keys, 2048))
     S = d.pick((T, T, T + d.size(d.room.keys // 2), d.size(d.room.keys), d.size(d.room.keys), d.size(20)))
     S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, T))
-    facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, on, S)
+    facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, facts, on, S)
     for name in ("kv_len", "kv_start"):
         facts[name] = d.ragged(facts["B"], S) if name in on else ""
     return facts | {f"{name}.at": d.place(4, (0, 2)) for name in "qkv"}

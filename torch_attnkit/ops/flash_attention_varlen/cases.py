@@ -111,7 +111,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     T, same = d.size(min(d.room.keys, 2048)), d.sometimes(0.4)
     S = min(T if same else d.size(d.room.keys), draws.most_keys(d, facts, T))
     T = min(T, S) if same else T
-    facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, on, S)
+    facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, facts, on, S)
     len_q = d.ragged(facts["B"], T)
     facts |= dict(len_q=len_q, len_k=len_q if same else d.ragged(facts["B"], S))
     facts |= dict(tail_q=d.pick((0, 0, 1, 5)), tail_k=d.pick((0, 0, 1, 7)), hints=d.pick(("", "exact", "more")))

@@ -102,7 +102,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
     S = d.size(d.room.keys * 4 if d.sometimes(0.1) else d.room.keys)
     S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, 1))
-    facts |= dict(S=S) | draws.batch(d, facts, 1, S) | draws.scores(d, on, S)
+    facts |= dict(S=S) | draws.batch(d, facts, 1, S) | draws.scores(d, facts, on, S)
     facts["kv_len"] = d.ragged(facts["B"], S)
     facts["kv_start"] = d.ragged(facts["B"], S) if "kv_start" in on else ""
     step = draws.aligned(row, facts["dtype"])

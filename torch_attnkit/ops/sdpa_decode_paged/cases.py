@@ -102,7 +102,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     sixteens = any(why.startswith("Ps ") for why in row.needs)
     Ps = d.kernel.choice((16, 16, 32, 48, 64, 128) if sixteens else (1, 5, 8, 13, 16, 64, 100))
     Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.room.keys, draws.most_keys(d, facts, 1)) // Ps))
-    facts |= dict(Ps=Ps, Mp=Mp) | draws.batch(d, facts, 1, Mp * Ps) | draws.scores(d, on, Mp * Ps)
+    facts |= dict(Ps=Ps, Mp=Mp) | draws.batch(d, facts, 1, Mp * Ps) | draws.scores(d, facts, on, Mp * Ps)
     facts["kv_len"] = d.ragged(facts["B"], Mp * Ps)
     facts["kv_start"] = d.ragged(facts["B"], Mp * Ps) if "kv_start" in on else ""
     facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))

@@ -92,7 +92,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     S = 0 if d.sometimes(0.02) else d.size(d.room.keys)
     S = min(S, draws.most_keys(d, facts, T))
     facts |= dict(T=T, S=S, causal=int("bidirectional" not in on))
-    facts |= draws.batch(d, facts, T, S) | draws.scores(d, on, S)
+    facts |= draws.batch(d, facts, T, S) | draws.scores(d, facts, on, S)
     facts["kv_len"] = d.ragged(facts["B"], S)
     facts["kv_start"] = d.ragged(facts["B"], S) if "kv_start" in on else ""
     facts["q.at"] = d.place(4, (0, 2))
