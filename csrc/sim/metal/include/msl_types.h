@@ -55,6 +55,14 @@ using vec = T __attribute__((ext_vector_type(N)));
     union { struct { bool __VA_ARGS__; }; bool all[N]; };                                               \
     bool##N() = default;                                                                                \
     MSL_INLINE constexpr bool##N(bool every) : all() { for (int i = 0; i < N; i++) all[i] = every; }     \
+    template <class T> MSL_INLINE explicit bool##N(metal::vec<T, N> v) {                                 \
+      for (int i = 0; i < N; i++) all[i] = v[i] != 0;                                                   \
+    }                                                                                                   \
+    template <class T> MSL_INLINE explicit operator metal::vec<T, N>() const {                           \
+      metal::vec<T, N> v;                                                                               \
+      for (int i = 0; i < N; i++) v[i] = all[i];                                                        \
+      return v;                                                                                         \
+    }                                                                                                   \
     MSL_INLINE bool& operator[](int i) { return all[i]; }                                               \
     MSL_INLINE bool operator[](int i) const { return all[i]; }                                          \
   };                                                                                                    \
@@ -124,11 +132,11 @@ MSL_INLINE V make(A a) {
   if constexpr (shape<A>::count == 1) return (V)((element<V>)a);
   else {
     static_assert((int)shape<A>::count == (int)shape<V>::count, "a vector of this size from one of another");
-    if constexpr (is_ext<V> && is_ext<A>) return __builtin_convertvector(a, V);
-    V v;
-    int i = 0;
-    put(v, i, a);
-    return v;
+    // Neither of two formats of 16 bits widens to the other, which is how clang would convert them.
+    constexpr bool apart = (int)shape<A>::code + (int)shape<V>::code == 3 && (int)shape<A>::code * (int)shape<V>::code == 2;
+    if constexpr (apart) return make<V>(__builtin_convertvector(a, metal::vec<float, shape<V>::count>));
+    else if constexpr (is_ext<V> && is_ext<A>) return __builtin_convertvector(a, V);
+    else return (V)a;
   }
 }
 template <class V, class A, class B, class... R>
