@@ -25,7 +25,8 @@ from torch_attnkit.paths import csrc
 
 from . import conversions, source
 from .errors import refuse
-from .instrument import USER_FILE, Site, instrument, repaired
+from .instrument import USER_FILE, Site, instrument
+from .repair import repaired
 
 _HEADERS = "atomic array common compute geometric integer limits math matrix numeric pack relational simdgroup"
 _STANDARD = re.compile(
@@ -38,7 +39,7 @@ _MACHINES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
 _LANGUAGE = [
     "-std=c++17", "-nostdinc", "-ffreestanding", "-ffp-contract=off", "-Xclang", "-ffloat16-excess-precision=none",
     "-Xclang", "-fbfloat16-excess-precision=none", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing",
-    "-fno-math-errno", "-flax-vector-conversions=none",
+    "-fno-math-errno", "-flax-vector-conversions=none", "-fno-finite-loops",
     "-fno-threadsafe-statics", "-fsanitize=bounds", "-fsanitize-trap=bounds", "-fno-sanitize-merge",
     "-ftrivial-auto-var-init=pattern", "-gline-tables-only", "-fPIC", "-fstack-clash-protection",
 ]  # fmt: skip
@@ -58,6 +59,7 @@ _BEGIN = (
     f"typedef int {conversions.BEGINS};\n"
 )
 _END = f'\n#pragma clang attribute pop\n# 1 "entry"\ntypedef int {conversions.ENDS};\n'
+_SOURCES = ("source.py", "conversions.py", "pointers.py", "repair.py", "instrument.py", "compiler.py")
 _TREE = ["-fsyntax-only", "-Xclang", "-ast-dump"]
 _ROUNDS = 5  # of rewriting conversions: what one replaces can bring another to light, as in casts inside of casts
 
@@ -106,7 +108,7 @@ def _tools_key() -> str:
     """A digest of everything but the source that decides what a compiled kernel looks like."""
     digest = hashlib.sha256(importlib.metadata.version("ziglang").encode())
     here = Path(__file__).parent
-    for path in [*sorted(include().glob("*.h")), *(here / f for f in ("source.py", "conversions.py", "instrument.py", "compiler.py"))]:
+    for path in [*sorted(include().glob("*.h")), *(here / f for f in _SOURCES)]:
         digest.update(path.read_bytes())
     return digest.hexdigest() + " ".join(_target())
 
@@ -262,7 +264,10 @@ def build(text: str, unit: source.Unit, entry: source.Entry, mode: str, version:
     with _cached(f"build\0{mode}\0{version}\0{entry.host}\0{text}") as (final, work):
         if work is not None:
             front = ["-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
-            (work / "front.ll").write_text(repaired(_compile(unit, _launcher(unit, entry), front, work)))
+            if mode != "fast":
+                front.append("-DMSL_CHECKED")
+            ir = repaired(_compile(unit, _launcher(unit, entry), front, work), checked=mode != "fast")
+            (work / "front.ll").write_text(ir)
             # Kernels are long and launches short: what better code would save, compiling it costs twice over.
             level = ["-O1", *([] if mode == "fast" else ["-fno-vectorize", "-fno-slp-vectorize"])]
             flags = ["-x", "ir", *_target(), "-fPIC", "-w", *_KEEP_APART, *level]
