@@ -1,4 +1,4 @@
-"""Vectors convert component by component, as in Metal, wherever clang's C++ would keep their bits, or make -1 of true."""
+"""Vectors convert component by component, as in Metal, where clang would keep their bits, or make -1 of true."""
 
 from __future__ import annotations
 
@@ -209,11 +209,16 @@ def test_what_is_no_conversion_is_refused(name: str):
 
 
 def test_vectors_of_bools_lie_in_memory_as_bytes():
-    text = """kernel void k(device const bool4* b [[buffer(0)]], device bool2* c [[buffer(1)]], device int* o [[buffer(2)]]) {
+    text = """kernel void k(device const bool4* b [[buffer(0)]], device bool2* c [[buffer(1)]],
+              device int* o [[buffer(2)]]) {
   c[1].y = b[1].z && !b[0].x;
   o[0] = sizeof(bool2) * 100 + sizeof(bool3) * 10 + sizeof(bool4);
 }"""
-    b, c, o = torch.tensor([False] * 6 + [True] * 2), torch.zeros(4, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)
+    b, c, o = (
+        torch.tensor([False] * 6 + [True] * 2),
+        torch.zeros(4, dtype=torch.bool),
+        torch.zeros(1, dtype=torch.int32),
+    )
     metal.compile_shader(HEAD + text).k(b, c, o, threads=1)
     assert c.tolist() == [False, False, False, True] and o.item() == 244
 
@@ -240,7 +245,8 @@ def test_every_pair_of_types(spelling: str, width: int):
     pairs = [(t, u) for t in CONVERTERS for u in CONVERTERS]
     lines = "".join(
         f"{{ typedef {t}{width} T; typedef {u}{width} U; auto v = {spelling}; for (int j = 0; j < {width}; j++) "
-        f"o[{n * width} + j] = float(v[j]); }}\n" for n, (t, u) in enumerate(pairs)
+        f"o[{n * width} + j] = float(v[j]); }}\n"
+        for n, (t, u) in enumerate(pairs)
     )
     x = torch.tensor([1.0, 7.0, 90.0, 127.0])[:width]
     text = (

@@ -132,7 +132,8 @@ MUTANTS: dict[str, tuple[str, str, tuple[str, str]]] = {
         MATRIX + " simdgroup_store(d, o, 8);", "simdgroup_store of a matrix that nobody has set", ("(d, ", "(a, "),
     ),
     "a write through a cast": (
-        "device float* p = (device float*)x; p[i] = 1;", r"write of 4 bytes in buffer\(0\), which the kernel declares const",
+        "device float* p = (device float*)x; p[i] = 1;",
+        r"write of 4 bytes in buffer\(0\), which the kernel declares const",
         ("(device float*)x", "o"),
     ),
     "a write through const_cast": (
@@ -140,7 +141,8 @@ MUTANTS: dict[str, tuple[str, str, tuple[str, str]]] = {
         ("const_cast<device float*>(x)", "o"),
     ),
     "an atomic on what is const": (
-        "atomic_fetch_add_explicit((device atomic_int*)n, 1, memory_order_relaxed);", r"atomic write of 4 bytes in buffer\(2\)",
+        "atomic_fetch_add_explicit((device atomic_int*)n, 1, memory_order_relaxed);",
+        r"atomic write of 4 bytes in buffer\(2\)",
         ("(device atomic_int*)n", "(device atomic_int*)o"),
     ),
     "endless": ("float s = 0; for (int j = n[0]; j < 4; j += n[0]) s += 1; o[i] = s;",
@@ -151,7 +153,8 @@ MUTANTS: dict[str, tuple[str, str, tuple[str, str]]] = {
         "float s = 0; while (s >= 0) s = simd_sum(x[i]); o[i] = s;", "an endless loop", ("s >= 0", "s < 0"),
     ),
     "endless with a barrier": (
-        "for (int j = n[1]; j; j = n[1]) { " + FENCE + " } o[i] = 1;", "an endless loop", ("int j = n[1]", "int j = n[0]"),
+        "for (int j = n[1]; j; j = n[1]) { " + FENCE + " } o[i] = 1;", "an endless loop",
+        ("int j = n[1]", "int j = n[0]"),
     ),
     "endless in two loops": (
         "int s = 0; for (int j = 0; j < 4;) for (int l = 0; l < 4; l++) s += l; o[i] = s;", "an endless loop",
@@ -225,7 +228,9 @@ def test_strict_mode_refuses_a_collective_where_other_lanes_have_returned():
             rf"{LINE + 1} ",
         ):
             run(body, mode, strict=True)
-    run("o[i] = simd_sum(x[i]);", "checked", threads=40, strict=True)  # the lanes of the last simdgroup never were there
+    run(
+        "o[i] = simd_sum(x[i]);", "checked", threads=40, strict=True
+    )  # the lanes of the last simdgroup never were there
 
 
 def test_tensors_that_are_const_and_not_may_share_memory():

@@ -18,7 +18,7 @@ from torch_attnkit.core.target import simulate
 
 from . import torch_kernels
 from .counters import Report
-from .library import counting, settings
+from .library import counting
 
 KEYS, QUERIES, DIM = 8192, 2048, 128
 _ERROR_QUERIES = 512

@@ -85,7 +85,10 @@ class Built:
 def _zig() -> str:
     spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
-        raise UnsupportedError("the Metal simulator needs a C++ compiler: pip install 'torch_attnkit[sim]' (ziglang)")
+        raise UnsupportedError(
+            "the Metal simulator: the package ziglang, whose clang compiles Metal sources here, is missing: "
+            "pip install 'torch_attnkit[sim]'"
+        )
     return str(Path(spec.origin).parent / ("zig.exe" if os.name == "nt" else "zig"))
 
 
@@ -106,6 +109,7 @@ def include() -> Path:
 @cache
 def _tools_key() -> str:
     """A digest of everything but the source that decides what a compiled kernel looks like."""
+    _zig()  # says what to install, where the version of a missing package would not
     digest = hashlib.sha256(importlib.metadata.version("ziglang").encode())
     here = Path(__file__).parent
     for path in [*sorted(include().glob("*.h")), *(here / f for f in _SOURCES)]:

@@ -27,7 +27,8 @@ _COMPARED = re.compile(
 _REINTERPRETED = re.compile(r"[^*]'[^']* <BitCast>")
 _BOOLS_IN_MEMORY = re.compile(r"\bbool __attribute__\(\(address_space\(\d\)\)\) __attribute__\(\(ext_vector_type")
 _OTHER_SIZE = re.compile(
-    rf"^{re.escape(FILE)}:\d+:\d+:\{{(\d+):(\d+)-(\d+):(\d+)\}}.*: error: [\w -]*from vector '.* to vector '.*different size",
+    rf"^{re.escape(FILE)}:\d+:\d+:\{{(\d+):(\d+)-(\d+):(\d+)\}}.*: error: "
+    r"[\w -]*from vector '.* to vector '.*different size",
     re.M,
 )
 _NODE = re.compile(r"[ |`-]*(\w+) 0x[\da-f]+ ")

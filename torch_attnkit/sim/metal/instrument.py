@@ -15,7 +15,9 @@ USER_FILE = "program_source"
 _LOCATION = re.compile(r"^!(\d+) = (?:distinct )?!DILocation\((.*)\)$", re.M)
 _SCOPE = re.compile(r"^!(\d+) = (?:distinct )?!(?:DISubprogram|DILexicalBlock|DILexicalBlockFile)\((.*)\)$", re.M)
 _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
-_CALL = re.compile(r"(call .*@msl_(?:simd|barrier|simdgroup_barrier|matrix|atomic|trap|divide)\(.*, i32 (?:noundef )?)-1\)")
+_CALL = re.compile(
+    r"(call .*@msl_(?:simd|barrier|simdgroup_barrier|matrix|atomic|trap|divide)\(.*, i32 (?:noundef )?)-1\)"
+)
 _TRAP = re.compile(r"^(\s+)(?:tail )?call void @llvm\.ubsantrap\(i8 (\d+)\)")
 _VARIABLE = re.compile(r"@msl_variable\(i32 (?:noundef )?(\d+), i64 (?:noundef )?(\d+), i64 (?:noundef )?(\d+)\)")
 _MEMORY = re.compile(
@@ -256,7 +258,9 @@ class _Pass:
     def _thread_block(self, pointers: list[str], size: str, site: int) -> None:
         """The part of a copy that is in thread memory; ``pointers`` are where it goes to, and where it comes from."""
         names = [p.split(" ")[-1] for p in pointers]
-        inside = [p.startswith("ptr ") and "addrspace" not in p and n[0] == "%" for p, n in zip(pointers, names, strict=True)]
+        inside = [
+            p.startswith("ptr ") and "addrspace" not in p and n[0] == "%" for p, n in zip(pointers, names, strict=True)
+        ]
         mine = [i and self._may_be_array(n) for i, n in zip(inside, names, strict=True)]
         if all(inside) and len(names) == 2 and any(mine):
             self._call("msl_array_copy", f"ptr {names[0]}, ptr {names[1]}, i64 {size}")

@@ -7,9 +7,7 @@ import re
 _DEFINED = re.compile(r"^\s+(%\S+) = (.*)$")
 _SPACE = r"(?: addrspace\(\d\))?"
 _STEP = re.compile(rf"getelementptr .*?, ptr{_SPACE} ([%@][^\s,]+)")
-_CAST = re.compile(
-    rf"(?:inttoptr i64|ptrtoint ptr{_SPACE}|addrspacecast ptr{_SPACE}|freeze ptr{_SPACE}) ([%@][^\s,]+)"
-)
+_CAST = re.compile(rf"(?:inttoptr i64|ptrtoint ptr{_SPACE}|addrspacecast ptr{_SPACE}|freeze ptr{_SPACE}) ([%@][^\s,]+)")
 _VARIABLE = re.compile(r"(?:tail )?call .*@msl_variable\(i32 (?:noundef )?(\d+)")
 _SELECT = re.compile(rf"select i1 [^,]+, ptr{_SPACE} ([^\s,]+), ptr{_SPACE} ([^\s,]+)")
 _INCOMING = re.compile(r"\[ ([^\s,]+), ")

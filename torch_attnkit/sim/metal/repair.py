@@ -19,7 +19,9 @@ _DIVISION = re.compile(r"^  (%\S+) = ([su])(div|rem) (?:exact )?(i\d+|<\d+ x i\d
 _HARMLESS = re.compile(r"(?:splat \(i\d+ )?(?!0\b)\d+\)?$")
 _ALLOCA = re.compile(r"^  (%\S+) = alloca (.*?), align")
 _STRUCT = re.compile(r"^(%\S+) = type (.*)$", re.M)
-_UNSET = re.compile(r"^  (?:store .*, ptr (%[^\s,]+), align|call void @llvm\.mem\w+[\w.]*\(ptr [^%]*(%[^\s,]+),).*!annotation")
+_UNSET = re.compile(
+    r"^  (?:store .*, ptr (%[^\s,]+), align|call void @llvm\.mem\w+[\w.]*\(ptr [^%]*(%[^\s,]+),).*!annotation"
+)
 _DECLARED = {
     "msl_divide": "void @msl_divide(i1 zeroext, i1 zeroext, i32) nounwind",
     "msl_array": "void @msl_array(ptr, i64) nounwind",
@@ -50,7 +52,8 @@ def repaired(text: str, checked: bool) -> str:
 
     text = _EXCHANGE.sub(exchange, text)
     text = re.sub(r"^define .*$", internal, text, flags=re.M)
-    text = "\n".join(_divisions(_arrays(_BOOL_ELEMENT.sub(bit, text)) if checked else text, checked))
+    text = _BOOL_ELEMENT.sub(bit, text)
+    text = "\n".join(_divisions(_arrays(text) if checked else text, checked))
     return text + "".join(f"\ndeclare {d}" for name, d in _DECLARED.items() if f"@{name}(" in text)
 
 
