@@ -125,7 +125,6 @@ def fake_metal(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_attnkit.sim", package)
     monkeypatch.setitem(sys.modules, "torch_attnkit.sim.metal", simulator)
     simulator.__spec__ = types.SimpleNamespace(name="torch_attnkit.sim.metal")
-    monkeypatch.setattr(seams, "_require_metal", lambda: None)
     host = types.ModuleType("torch_attnkit.ops.sdpa_decode.mps")
 
     def build(call, where):

@@ -33,28 +33,12 @@ class CudaSeam(Protocol):
 
 
 def require_simulator(arch: str) -> None:
-    """Raise UnsupportedError, naming what is missing, unless ``arch`` can be simulated by this installation."""
+    """Raise UnsupportedError, naming the missing module, unless ``arch`` can be simulated by this installation."""
     parent = importlib.util.find_spec("torch_attnkit.sim")  # looking inside a package that is missing would raise
     if parent is None or importlib.util.find_spec(_SIMULATORS[arch]) is None:
         raise UnsupportedError(
             f"simulate({arch!r}): this version has no simulator for it ({_SIMULATORS[arch]} is missing); "
             "on CPU tensors outside simulate() the ops run their reference"
-        )
-    if arch == "metal":
-        _require_metal()
-
-
-def _require_metal() -> None:
-    """The Metal simulator runs what a compiler of PyPI makes of a source, on a machine that is an extension."""
-    if importlib.util.find_spec("torch_attnkit.sim._metal") is None:
-        raise UnsupportedError(
-            "simulate('metal'): the extension torch_attnkit.sim._metal is missing: this installation was built without "
-            "it, for which it needs a C++ compiler"
-        )
-    if importlib.util.find_spec("ziglang") is None:
-        raise UnsupportedError(
-            "simulate('metal'): the package ziglang, whose clang compiles Metal sources here, is missing: "
-            "pip install 'torch_attnkit[sim]'"
         )
 
 
