@@ -6,11 +6,12 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
 SIM_SOURCES := $(shell find csrc/sim -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help venv test lint demo support clean
+.PHONY: help venv test proof lint demo support clean
 
 help:
 	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
-	@echo "make test     lint, types and all tests"
+	@echo "make test     lint, types, the tests, a sample of parity, and every row whose evidence is old"
+	@echo "make proof    everything: all parity cases, all kernels, random signatures (an hour or more)"
 	@echo "make lint     ruff and mypy alone"
 	@echo "make demo     a real model through the operators, on this machine"
 	@echo "make support  SUPPORT.md, written anew from the table"
@@ -40,9 +41,16 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Rows that compile for minutes stand among thousands of short tests: a process that is done takes over from the other.
+# Tests that compile stand among thousands of short ones: a process that is done takes over from the other. Then the
+# rows whose evidence is of another code than this, all of their cases.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch_attnkit parity --stale --no-record --jobs 2
+
+# Everything there is: all cases of all rows, every kernel's machine code, and signatures at random.
+proof: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --proof
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch_attnkit parity --random 2000 --jobs 2
 
 demo: venv
 	$(BIN)/python -m torch_attnkit demo

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from bench import peers, timing
+from bench.gate import gate, tensors_of
 from torch_attnkit.core.op import Op
 from torch_attnkit.cuda.warmup import bench_inputs
-from torch_attnkit.oracle.attention import narrow_products
-from torch_attnkit.oracle.compare import check
 
-_SLICES = 6  # of a large case, evenly spread, that the gate looks at
-_SLICE_BYTES = 1 << 28  # of float64 inputs in one slice, roughly
 _SAME = 2e-2  # relative norm of the difference up to which a peer is taken to compute the same
 
 
@@ -46,8 +43,8 @@ def _line(
     except (AssertionError, NotImplementedError, RuntimeError, ValueError, TypeError) as failure:
         return {"error": f"{type(failure).__name__}: {failure}"}
     nbytes, flops = cases.bytes(dims, dtype), cases.flops(dims)
-    outputs = sum(t.nbytes for t in _tensors(got))
-    given = sum(t.nbytes for t in _tensors(args))
+    outputs = sum(t.nbytes for t in tensors_of(got))
+    given = sum(t.nbytes for t in tensors_of(args))
     copies = timing.sets_for(max(given + outputs, 1), torch.device("cuda"))
     sets = [args] + [_clones(args) for _ in range(copies - 1)]
     ours: timing.Calls = [lambda a=a: call(*a, **kwargs) for a in sets]
@@ -85,8 +82,8 @@ def _prepare(
         first = peer.adapt(op.name, sets[0], kwargs)
         if first is None:
             return
-        theirs = _tensors(first())[0]
-        mine = _tensors(got)[0].reshape(theirs.shape)
+        theirs = tensors_of(first())[0]
+        mine = tensors_of(got)[0].reshape(theirs.shape)
         off = float((theirs.float() - mine.float()).norm() / mine.float().norm())
         if not off <= _SAME:
             missing[peer.name] = f"computes something else here (difference {off:.2g} of the norm)"
@@ -129,75 +126,7 @@ def _words(failure: Exception) -> str:
     return f"{type(failure).__name__}: {lines[0][:200]}"
 
 
-def gate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], got: Any) -> float:
-    """Raise AssertionError unless ``got`` is right; the largest error as a fraction of its tolerance.
-
-    The reference runs on the GPU, in float64 and in the tensors' dtype, on slices that can be computed by themselves.
-    """
-    values = dict(zip(op.argnames, args, strict=False))
-    outs = dict(zip(op.outnames, _tensors(got), strict=True))
-    worst = 0.0
-    reference = op.module("reference").reference
-    for part in _slices(op, values | outs):
-        chosen = [part(n, values[n]) for n in op.argnames[: len(args)]]
-        with narrow_products():
-            low = _tensors(reference(*chosen, **kwargs))
-        high = _tensors(reference(*map(_double, chosen), **kwargs))
-        for (name, out), ref, ref64 in zip(outs.items(), low, high, strict=True):
-            worst = max(worst, check(f"{op.name} {name}", part(name, out), ref.cpu(), ref64.cpu()))
-    return worst
-
-
-def _slices(op: Op, tensors: dict[str, Any]) -> list[Callable[[str, Any], Any]]:
-    """Functions that cut every tensor of a call to one independent part of it."""
-    axes: dict[str, dict[str, int]] = {}  # axis name -> tensor -> position
-    size: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        spec = op.spec(name)
-        if isinstance(tensor, torch.Tensor) and tensor.dim() >= len(spec.axes):  # not an output left empty
-            named = {str(a): i - len(spec.axes) for i, a in enumerate(spec.axes)}
-            if spec.batch and tensor.dim() > len(spec.axes):
-                named["..."] = -tensor.dim()
-            for axis, position in named.items():
-                axes.setdefault(axis, {})[name] = position
-                size[axis] = tensor.shape[position]
-    outputs = [n for n in op.outnames if n in tensors and tensors[n].dim() >= len(op.spec(n).axes)]
-    batch = next((a for a in ("...", "B", "R", "Tq") if size.get(a) and all(n in axes[a] for n in outputs)), None)
-    total = sum(t.numel() * 8 for t in tensors.values() if isinstance(t, torch.Tensor))
-    if batch == "Tq" and {"R", "B+1"} & set(axes):
-        batch = None  # tokens of one request cannot be told from another's here
-    pieces = min(max(size.get(batch or "", 1), 1), -(-total // _SLICE_BYTES) * (1 if "Hkv" not in axes else 64))
-    heads = size.get("Hkv", 1) if "Hq" in axes and (pieces > 1 or total > _SLICE_BYTES) else 1
-    picks = [(int(i * (pieces - 1) / max(_SLICES - 1, 1)), i % heads) for i in range(_SLICES)]
-
-    def cut(piece: int, head: int) -> Callable[[str, Any], Any]:
-        def part(name: str, tensor: Any) -> Any:
-            if not isinstance(tensor, torch.Tensor):
-                return tensor
-            if batch is not None and name in axes[batch]:
-                step = -(-size[batch] // pieces)
-                start = max(min(piece * step, size[batch] - 1), 0)
-                tensor = tensor.narrow(axes[batch][name], start, min(step, size[batch] - start))
-            for axis in ("Hkv", "Hq") if heads > 1 else ():
-                if name in axes.get(axis, {}):
-                    n = size[axis] // heads
-                    tensor = tensor.narrow(axes[axis][name], head * n, n)
-            return tensor
-
-        return part
-
-    return [cut(*pick) for pick in dict.fromkeys(picks)]
-
-
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 def _clones(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Copies of the tensors; one that is given twice, such as a cache that is keys and values, stays one."""
     made: dict[int, torch.Tensor] = {}
     return tuple(made.setdefault(id(a), a.clone()) if isinstance(a, torch.Tensor) else a for a in args)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, torch.Tensor)]

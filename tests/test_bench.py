@@ -1,6 +1,75 @@
-"""What a run of some of an op's cases leaves in the baseline."""
+"""The gate looks at all of an output, and what a run of some of an op's cases leaves in the baseline."""
 
+import pytest
+import torch
+
+from bench import gate
 from bench.__main__ import merged
+from torch_attnkit import parity
+from torch_attnkit.core.dispatch import OPS
+
+# Bytes of a part: all at once, and so few that everything is cut that can be.
+PARTS = (gate.PART, 1)
+CALLS = [
+    ("flash_attention", "square", ("gqa", "causal", "sink")),
+    ("flash_attention", "more-queries", ("gqa", "unnormalized", "scales")),
+    ("flash_attention_varlen", "tail", ("gqa",)),
+    ("sdpa_decode", "ragged", ("gqa", "kv_start", "window", "scales")),
+    ("sdpa_decode_paged", "ragged", ("gqa",)),
+    ("sdpa_multi", "ragged", ("gqa", "softcap")),
+    ("merge_partials", "odd", ("sink", "row_sum")),
+    ("gated_rmsnorm", "heads", ()),
+]
+
+
+def _call(name: str, shape: str, features: tuple[str, ...]):
+    op = OPS[name]
+    args, kwargs = parity.inputs(op, shape, torch.bfloat16, features)
+    out = parity.reference_of(op, args, kwargs, double=False)
+    return op, args, kwargs, out
+
+
+@pytest.mark.parametrize("size", PARTS)
+@pytest.mark.parametrize(("name", "shape", "features"), CALLS)
+def test_parts_hold_every_output_once(name, shape, features, size, monkeypatch):
+    monkeypatch.setattr(gate, "PART", size)
+    op, args, kwargs, out = _call(name, shape, features)
+    outs = dict(zip(op.outnames, out, strict=True))
+    parts = list(gate.parts_of(op, dict(zip(op.argnames, args, strict=False)) | outs))
+    assert len(parts) == 1 if size == gate.PART and size > 1 else len(parts) > 1
+    for output, tensor in outs.items():
+        if tensor.numel():
+            seen = torch.zeros(tensor.shape, dtype=torch.int32)
+            for part in parts:
+                part.of(output, seen).add_(1)
+            assert bool((seen == 1).all()), output
+
+
+@pytest.mark.parametrize("size", PARTS)
+@pytest.mark.parametrize(("name", "shape", "features"), CALLS)
+def test_an_error_anywhere_is_found(name, shape, features, size, monkeypatch):
+    monkeypatch.setattr(gate, "PART", size)
+    op, args, kwargs, out = _call(name, shape, features)
+    assert gate.gate(op, args, kwargs, out) <= 1
+    gen = torch.Generator().manual_seed(0)
+    for i, tensor in enumerate(out):
+        for place in torch.randint(tensor.numel(), (6,), generator=gen).tolist() if tensor.numel() else ():
+            wrong = [t.clone() for t in out]
+            flat = wrong[i].view(-1)
+            flat[place] = 0.0 if flat[place].isinf() else flat[place] + 1.0
+            with pytest.raises(AssertionError):
+                gate.gate(op, args, kwargs, tuple(wrong))
+
+
+def test_few_parts_are_spread_over_all(monkeypatch):
+    monkeypatch.setattr(gate, "PART", 1)
+    op, args, kwargs, out = _call(*CALLS[0])
+    seen = []
+    monkeypatch.setattr(gate, "_checked", lambda op, part, *rest: seen.append(str(part)) or 0.0)
+    gate.gate(op, args, kwargs, out)
+    every, few = list(seen), seen.clear()
+    gate.gate(op, args, kwargs, out, most=3)
+    assert few is None and len(every) == 8 and seen == [every[0], every[2], every[5]]
 
 
 def _line(case: str, us: float, dtype: str = "bfloat16") -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -67,30 +66,6 @@ def test_explain_passes_scalars_and_optional_tensors(run):
 def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
     result = run("explain", *words)
     assert result.exit_code == 2 and expected in result.output
-
-
-def test_parity_runs_rows_and_records_evidence(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(report, "EVIDENCE", tmp_path)
-    result = run("parity", "--op", "flash_attention", "--arch", "cpu", "--record")
-    assert result.exit_code == 0 and "flash_attention/cpu" in result.output
-    (file,) = tmp_path.glob("cpu-*.json")
-    recorded = json.loads(file.read_text())
-    assert recorded["kind"] == "hardware" and recorded["rows"][0]["failed"] == 0 < recorded["rows"][0]["passed"]
-    assert "hardware (CPU" in report.support_markdown()
-    recorded["rows"][0]["failed"] = 1
-    file.write_text(json.dumps(recorded))
-    assert "hardware (CPU" not in report.support_markdown(), "a row with a failed case has no evidence"
-
-
-def test_parity_reports_failures_with_an_exit_code(run, monkeypatch):
-    def wrong(*args):
-        raise AssertionError("row is wrong")
-
-    monkeypatch.setattr(cli.parity_run, "run", wrong)
-    result = run("parity", "--op", "flash_attention", "--arch", "cpu")
-    assert result.exit_code == 1 and "row is wrong" in result.output
-    result = run("parity", "--arch", "sm80")
-    assert result.exit_code == 2 and "accepted: cpu, metal, sm90, sm100" in result.output
 
 
 def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch):

@@ -11,13 +11,12 @@ from torch_attnkit.core.dispatch import OPS
 
 def _call(op, shape: str, features: tuple[str, ...], layout: str, dtype=torch.float32):
     args, kwargs = parity.inputs(op, shape, dtype, features)
-    return tuple(parity._place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args), kwargs
+    return tuple(parity.place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args), kwargs
 
 
 def _shapes(op) -> list[str]:
     """One ordinary shape and the empty one."""
-    names = list(op.module("cases").PARITY)
-    return [names[min(1, len(names) - 1)], *(n for n in names if "empty" in n)][:2]
+    return [*op.module("cases").PARITY][:1] + [n for n in parity.shapes(op) if "empty" in n or n == "no-batch"][:1]
 
 
 def _tensors(out) -> list[torch.Tensor]:
@@ -30,7 +29,7 @@ def test_opcheck(op, layout):
     for shape in _shapes(op):
         for features in (sets := parity.feature_sets(op, tuple(op.features)))[:1] + sets[-1:]:
             # opcheck cannot clone an embedded view without elements
-            args, kwargs = _call(op, shape, features, "contiguous" if "empty" in shape else layout)
+            args, kwargs = _call(op, shape, features, "contiguous" if shape in ("empty", "no-batch") else layout)
             torch.library.opcheck(getattr(torch.ops.attnkit, op.name).default, args, kwargs)
 
 
@@ -38,7 +37,7 @@ def test_opcheck(op, layout):
 def test_fake_tensors_match_the_real_outputs(op):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    for shape in op.module("cases").PARITY:
+    for shape in parity.shapes(op):
         args, kwargs = _call(op, shape, parity.feature_sets(op, tuple(op.features))[-1], "contiguous")
         real = getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
         with FakeTensorMode() as mode:
@@ -67,7 +66,7 @@ def test_backward_raises_and_names_the_op(op):
 @pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutated], ids=lambda op: op.name)
 def test_mutating_op_refuses_gradients_and_bumps_the_version(op):
     args, kwargs = _call(op, _shapes(op)[0], (), "contiguous")
-    written = parity._mutated(op, args)[0]
+    written = parity.mutated(op, args)[0]
     version = written._version
     getattr(torch.ops.attnkit, op.name)(*args, **kwargs)
     assert written._version > version

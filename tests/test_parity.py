@@ -1,63 +1,50 @@
-"""The one parity test: every row of the table that this machine can run, on hardware or in a simulator."""
+"""The one parity test: a sample of each op on every architecture that can run here, with ``--proof`` all of its cases.
+
+Rows without evidence for the code that stands are run whole by ``python -m torch_attnkit parity --stale``.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 
 import pytest
-import torch
 
 from torch_attnkit import parity
-from torch_attnkit.core import seams
-from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.support import support
-from torch_attnkit.core.target import target_of
-from torch_attnkit.sim import ptx
+from torch_attnkit.parity import command, places
+
+SAMPLE = 4  # cases of an op on an architecture
 
 
-def _device(arch: str) -> str | None:
-    """The device that runs ``arch`` here: its hardware, else the CPU through its simulator, else None."""
-    if arch == "cpu":
-        return "cpu"
-    for device, available in (
-        ("cuda", torch.cuda.is_available()),
-        ("mps", torch.backends.mps.is_available()),
-    ):
-        if available and target_of(torch.device(device)).arch == arch:
-            return device
-    try:
-        seams.require_simulator(arch)
-    except UnsupportedError:
-        return None
-    if arch.startswith("sm") and not all(map(importlib.util.find_spec, ("nvidia_cutlass_dsl", "tvm_ffi"))):
-        return None  # the PTX simulator runs what these compile
-    return "cpu"
-
-
-def _cases() -> list[tuple[parity.Case, str, str | None]]:
-    """Every case of a row that can run here; of any other row one, which says what it needs."""
+def runs(proof: bool) -> list[tuple[places.Place, command.Run]]:
+    """What can run here: every case, or of each op and place a few that lie evenly among its rows and shapes."""
     found = []
-    for op, index, _, arch in support():
-        device = _device(arch)
-        cases = parity.cases(op, index, arch, covering=device == "cpu" != arch)
-        for n, case in enumerate(cases if device else cases[:1]):
-            found.append((case, parity.LAYOUTS[n % 2], device))
+    for place in places.here(command.KNOWN):
+        for _, rows in itertools.groupby(support(place.target.arch), lambda row: row[0].name):
+            every = [run for row in rows for run in command.runs_of(place, row)]
+            step = 1 if proof else max(1, len(every) // SAMPLE)
+            # Not from the first on: the first case of every row is the smallest.
+            found += [(place, run) for run in every[step // 2 :: step]]
     return found
 
 
-CASES = _cases()
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames:
+        todo = runs(metafunc.config.getoption("--proof"))
+        names = [f"{run[0].id}-{run[2]}-{run[3]}{'-simulated' * place.target.simulated}" for place, run in todo]
+        metafunc.parametrize(("place", "run"), todo, ids=names)
 
 
-@pytest.mark.parametrize(("case", "layout", "device"), CASES, ids=[f"{c.id}-{layout}" for c, layout, _ in CASES])
-def test_parity(case: parity.Case, layout: str, device: str | None):
-    if device is None:
-        pytest.skip(f"needs {case.arch} hardware or its simulator")
-    # Only the PTX simulator has these settings: seed 0 is the plain schedule, the others are hostile ones. What has
-    # never run on its hardware gets all of them, which adds a fifth of a second a case; otherwise they take turns.
-    seeds = range(4) if (case.arch, device) == ("sm100", "cpu") else (CASES.index((case, layout, device)) % 4,)
-    for seed in seeds:
-        with ptx.settings(check=True, seed=seed):
-            parity.run(case, device, layout)
+def test_parity(place: places.Place, run: command.Run):
+    case, device, layout, schedule = run
+    with place.watching(schedule):
+        if parity.run(case, device, layout) is None:
+            pytest.skip("the row's needs exclude it")
+
+
+def test_every_op_with_kernels_is_in_the_sample():
+    wanted = {(op.name, place) for place in places.here(command.KNOWN) for op, *_ in support(place.target.arch)}
+    assert {(run[0].op, place) for place, run in runs(proof=False)} == wanted
 
 
 def test_a_wrong_kernel_is_caught(monkeypatch):

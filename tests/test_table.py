@@ -63,7 +63,7 @@ def test_rows_name_files_dtypes_axes_and_features_that_exist(op: Op):
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_cases_are_complete(op: Op):
     cases = op.module("cases")
-    assert cases.PARITY and cases.BENCH
+    assert cases.PARITY and cases.DEGENERATE and cases.BENCH and not cases.PARITY.keys() & cases.DEGENERATE.keys()
     for dims in cases.BENCH.values():
         assert cases.bytes(dims, DTYPES["bf16"]) > 0
         assert cases.flops(dims) >= 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -15,35 +13,23 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import torch_attnkit
-from torch_attnkit import parity as parity_run
-from torch_attnkit.core import Target, UnsupportedError, config, seams
+from torch_attnkit.core import UnsupportedError, config
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import DTYPES
-from torch_attnkit.core.support import support as table_rows
-from torch_attnkit.core.target import SIMULATED, target_of
-from torch_attnkit.sim.metal import settings as metal_settings
-from torch_attnkit.sim.metal.cli import app as simulators
-from torch_attnkit.sim.ptx import settings as ptx_settings
+from torch_attnkit.core.target import SIMULATED
+from torch_attnkit.parity.command import parity
+from torch_attnkit.parity.places import devices, simulators
+from torch_attnkit.sim.metal.cli import app as sim
 from torch_attnkit.sim.ptx.cli import ptx
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-simulators.command()(ptx)
-app.add_typer(simulators, name="sim")
+sim.command()(ptx)
+app.add_typer(sim, name="sim")
+app.command()(parity)
 console = Console()
-_EXTENSION = {arch: f"torch_attnkit.sim.{'_metal' if arch == 'metal' else '_ptx'}" for arch in SIMULATED}
-_CHECKED = {  # what a simulator finds besides a wrong result, and how it is told to look
-    "metal": (
-        "bounds, alignment, races, uninitialised reads, divergent barriers and collectives",
-        lambda: metal_settings(mode="checked", strict=True),
-    )
-} | dict.fromkeys(
-    ("sm90", "sm100"),
-    ("bounds, alignment, races, uninitialised reads, barrier misuse", lambda: ptx_settings(check=True)),
-)
 
 
 def _version(package: str) -> str | None:
@@ -53,19 +39,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _devices() -> list[tuple[str, str, str]]:
-    """(device, name, arch or the reason why there is none) of everything torch sees here."""
-    found = [("cpu", platform.processor() or platform.machine(), "cpu")]
-    names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + ["mps"] * torch.backends.mps.is_available()
-    for name in names:
-        label = torch.cuda.get_device_name(name) if name != "mps" else platform.processor()
-        try:
-            found.append((name, label, target_of(torch.device(name)).arch))
-        except UnsupportedError as error:
-            found.append((name, label, str(error)))
-    return found
-
-
 @app.command()
 def info() -> None:
     """Devices and their arch, what is usable, what is missing, and the command that installs it."""
@@ -73,21 +46,19 @@ def info() -> None:
         f"torch_attnkit {torch_attnkit.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     )
     table = Table("device", "name", "arch")
-    for row in _devices():
+    for row in devices():
         table.add_row(*row)
     console.print(table)
     table = Table("arch", "hardware here", "simulator", "kernels in the table")
-    here = {arch for _, _, arch in _devices()}
+    here, missing = {arch for _, _, arch in devices()}, simulators()
     for arch in ("cpu", *SIMULATED):
-        try:
-            simulator = "-" if arch == "cpu" else "yes"
-            if arch in SIMULATED:
-                seams.require_simulator(arch)
-        except UnsupportedError:
-            simulator = "not in this version"
+        simulator = "-" if arch == "cpu" else "no" if missing[arch] else "yes"
         rows = sum(arch in row.archs for op in OPS.values() for row in op.kernels)
         table.add_row(arch, "yes" if arch in here else "no", simulator, str(rows))
     console.print(table)
+    for arch, why in missing.items():
+        if why:
+            console.print(f"{arch} is not simulated here: {escape(why)}", soft_wrap=True)
     table = Table("needed for", "package", "installed", "install with")
     wanted = (  # None: an extra would pull in what the package's model file does not need
         ("CUDA kernels", "nvidia-cutlass-dsl", "cuda"),
@@ -174,140 +145,8 @@ def explain(
     if op not in OPS:
         raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
     tensors, scalars, _ = _meta_arguments(op, shapes)
-    arch = target or next((a for _, _, a in reversed(_devices()) if a in ("cpu", *SIMULATED)), "cpu")
+    arch = target or next((a for _, _, a in reversed(devices()) if a in ("cpu", *SIMULATED)), "cpu")
     print(torch_attnkit.explain(op, *tensors, target=arch, **scalars))
-
-
-@app.command()
-def parity(
-    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    arch: Annotated[str | None, typer.Option(help="Only the rows of cpu, metal, sm90 or sm100.")] = None,
-    record: Annotated[bool, typer.Option(help="Write the result to torch_attnkit/evidence/ for SUPPORT.md.")] = False,
-    report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.")] = 1,
-) -> None:
-    """Run the parity cases of every row that this machine can run, on its hardware and in the simulators it has."""
-    known = ("cpu", *SIMULATED)
-    if arch not in (None, *known):
-        raise typer.BadParameter(f"arch is {arch!r}, accepted: {', '.join(known)}")
-    wanted = (arch,) if arch else known
-    failures = 0
-    for device, label, found in _devices():
-        if found not in wanted:
-            continue
-        if device == "mps":
-            failures += _parity_on_mac(op, record, report)
-            continue
-        failures += _parity_on(device, label, Target(found), op, record, jobs=jobs)
-    here = {found for _, _, found in _devices()}
-    for found in (a for a in SIMULATED if a in wanted):
-        try:
-            seams.require_simulator(found)
-        except UnsupportedError:
-            if found not in here:
-                console.print(f"{found}: no hardware here and no simulator in this version")
-            continue
-        if importlib.util.find_spec(_EXTENSION[found]) is None:
-            console.print(f"{found}: not simulated, {_EXTENSION[found]} has not been built; see CONTRIBUTING.md")
-            continue
-        failures += _parity_on("cpu", found, Target(found, simulated=True), op, record, jobs=jobs)
-    raise typer.Exit(1 if failures else 0)
-
-
-def _parity_on_mac(only: str | None, record: bool, file: Path | None) -> int:
-    """The same on an Apple GPU, which must get a known answer right first, with a report file. Returns the failures."""
-    from torch_attnkit.mps import report as mac
-
-    target = Target("metal")
-    found = mac.begin(target, "mps")
-    why = mac.trusted(found)
-    if why:
-        console.print(f"[red]{escape(why)}[/red]")
-    else:
-        found["parity"] = []
-        _parity_on("mps", str(found["machine"]["gpu"]), target, only, record, found=found["parity"])
-    console.print(mac.write(found, file or mac.default_file("parity")), soft_wrap=True)
-    return 1 if why else sum(row["failed"] for row in found["parity"])
-
-
-def _parity_on(
-    device: str,
-    label: str,
-    target: Target,
-    only: str | None,
-    record: bool,
-    *,
-    jobs: int = 1,
-    found: list[dict[str, Any]] | None = None,
-) -> int:
-    """Run every case of ``target``'s rows in ``jobs`` processes; print a table, optionally record it.
-
-    Returns the failures; ``found`` gets the rows with their largest error and what failed.
-    """
-    chosen = [r for r in table_rows(target.arch) if only in (None, r[0].name)]
-    table = Table("row", "cases", "failed", "largest error / tolerance", title=f"{target} on {label}")
-    from torch_attnkit.report import row_id
-
-    results, failed = [], 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    start = functools.partial(_begin, target)
-    with Progress(*columns, console=console) as progress, _checks(target), parity_run.workers(jobs, start) as each:
-        for op, index, row, arch in chosen:
-            todo = parity_run.cases(op, index, arch, covering=target.simulated)
-            runs = [(case, device.split(":")[0], layout) for case in todo for layout in parity_run.LAYOUTS]
-            task = progress.add_task(f"{op.name} {row.file}", total=len(runs))
-            wrong, worst = [], 0.0
-            for outcome in each(parity_run.outcome, *zip(*runs, strict=True)):
-                if isinstance(outcome, str):
-                    wrong.append(outcome)
-                else:
-                    worst = max(worst, outcome)
-                progress.advance(task)
-            failed += len(wrong)
-            table.add_row(f"{op.name}/{row.file}", str(len(runs)), str(len(wrong)), f"{worst:.2f}")
-            results.append({"row": row_id(op.name, row), "passed": len(runs) - len(wrong), "failed": len(wrong)})
-            if found is not None:
-                found.append(results[-1] | {"error_of_tolerance": worst, "messages": wrong[:20]})
-            for message in wrong[:5]:
-                console.print(f"[red]{message}[/red]")
-    console.print(table if chosen else f"{target}: the table has no rows for it yet")
-    if record and chosen:
-        _record(target, label, results)
-    return failed
-
-
-def _begin(target: Target) -> None:
-    """For a process of its own: look as closely as its parent, to its end."""
-    _checks(target).__enter__()
-
-
-def _checks(target: Target) -> contextlib.AbstractContextManager[Any]:
-    return _CHECKED[target.arch][1]() if target.simulated else contextlib.nullcontext()
-
-
-def _record(target: Target, label: str, results: list[dict[str, Any]]) -> None:
-    from torch_attnkit.report import EVIDENCE, row_id
-
-    device = platform.machine() if target.arch == "cpu" else label
-    run = {
-        "arch": target.arch,
-        "kind": "simulator" if target.simulated else "hardware",
-        "device": f"CPU {device}" if target.arch == "cpu" else device,
-        "versions": {"torch_attnkit": torch_attnkit.__version__, "torch": torch.__version__.split("+")[0]},
-        "command": "python -m torch_attnkit parity --record",
-        "rows": results,
-    }
-    if target.simulated:
-        run["also checked"] = _CHECKED[target.arch][0]
-    name = f"{target.arch}-{'simulator' if target.simulated else device}".lower().replace(" ", "-")
-    file = EVIDENCE / f"{name}.json"
-    before = json.loads(file.read_text()) if file.exists() else {}
-    if before.get("versions") == run["versions"]:  # rows that were not run now stay as they were seen
-        seen = {row["row"]: row for row in [*before["rows"], *results]}
-        table = [row_id(op.name, row) for op, _, row, _ in table_rows(target.arch)]
-        run["rows"] = [seen[row] for row in table if row in seen]
-    file.write_text(json.dumps(run, indent=1) + "\n")
-    console.print(f"recorded {file.name}; run: python -m torch_attnkit support --write SUPPORT.md")
 
 
 @app.command()

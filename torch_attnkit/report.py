@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from torch_attnkit.core import Kernel
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.support import support
+from torch_attnkit.parity import evidence
 
-EVIDENCE = Path(__file__).parent / "evidence"
 ARCHS = {
     "cpu": "CPU",
     "metal": "Apple GPU (Metal)",
@@ -24,31 +20,19 @@ Generated from the op table by `python -m torch_attnkit support --write SUPPORT.
 Every op runs on CPU tensors in any of float32, bfloat16, float16 and float64 as its own plain-PyTorch definition (the
 *reference*). On a GPU an op runs as a kernel or raises `UnsupportedError`; it never falls back. The rows below are the
 kernels there are. *Evidence* says where a row's parity cases have passed against the float64 reference: on
-`hardware (which)`, in a CPU `simulator`, or `not yet`. A simulated pass is never shown as a hardware pass.
+`hardware (which)`, in a CPU `simulator`, or `not yet`. A simulated pass is never shown as a hardware pass. Evidence
+belongs to code: once a row's kernel, its reference, its cases or its simulator have changed, it reads `before later
+changes` until `python -m torch_attnkit parity --stale` has run it again.
 """
-
-
-def row_id(op: str, row: Kernel) -> str:
-    """A row with all that it claims: evidence for a narrower row does not count for a wider one."""
-    dims = " ".join(f"{axis}={','.join(map(str, sizes))}" for axis, sizes in row.dims.items())
-    return " | ".join((f"{op}/{row.file}", row.dtypes, dims, row.features))
-
-
-def evidence() -> dict[tuple[str, str], list[str]]:
-    """(row id, arch) to where all its parity cases have passed: ``hardware (device)`` or ``simulator``."""
-    seen: dict[tuple[str, str], list[str]] = {}
-    for file in sorted(EVIDENCE.glob("*.json")):
-        run = json.loads(file.read_text())
-        where = "simulator" if run["kind"] == "simulator" else f"hardware ({run['device']})"
-        for key in (row["row"] for row in run["rows"] if row["failed"] == 0 and row["passed"] > 0):
-            seen.setdefault((key, run["arch"]), []).append(where)
-    return seen
 
 
 def support_markdown() -> str:
     """The text of SUPPORT.md."""
-    seen = evidence()
-    rows = [(op.name, row, arch, seen.get((row_id(op.name, row), arch), [])) for op, _, row, arch in support()]
+    files = evidence.load()
+    rows = [
+        (op.name, row, arch, [str(s) for s in evidence.seen((op, i, row, arch), files)])
+        for op, i, row, arch in support()
+    ]
     parts = [_HEAD, "## Ops\n", "| op | " + " | ".join(ARCHS.values()) + " |", "|---" * (len(ARCHS) + 1) + "|"]
     for name in OPS:
         cells = []

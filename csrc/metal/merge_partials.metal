@@ -2,8 +2,9 @@
 // sink scales the result by sigmoid(lse - sink). out_partial (P, R, H, Dv) of IN_TYPE, lse_partial and row_sum
 // (P, R, H) float, sink (H) float, out (R, H, Dv) of OUT_TYPE, lse (R, H) float. Bound by memory.
 //
-// Grid: each simdgroup takes 128 elements of one row; ceil(R * H * ceil(Dv / 128) / simdgroups of a threadgroup)
-// threadgroups along x, of any number of simdgroups. WIDTH 4 needs Dv, the steps and the offsets to be multiples of 4.
+// Grid: each simdgroup takes 128 elements of one row; at least ceil(R * H * ceil(Dv / 128) / simdgroups of a threadgroup)
+// threadgroups in x and y, counted row by row, of any number of simdgroups. WIDTH 4 needs Dv, the steps and the offsets
+// to be multiples of 4.
 //
 // Defined by the host: IN_TYPE, OUT_TYPE, WIDTH.
 
@@ -36,11 +37,12 @@ kernel void merge_partials(
     device OUT_TYPE* out [[buffer(4)]],
     device float* lse [[buffer(5)]],
     constant Shape& shape [[buffer(6)]],
-    uint group [[threadgroup_position_in_grid]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint2 groups [[threadgroups_per_grid]],
     uint simds [[simdgroups_per_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  const long item = long(group) * simds + simd;
+  const long item = (long(group.y) * groups.x + group.x) * simds + simd;
   const long at = item / shape.spans;  // row * heads + head
   if (at >= shape.rows * shape.heads) {
     return;

@@ -119,6 +119,7 @@ def fake_metal(monkeypatch):
 
     simulator = types.ModuleType("torch_attnkit.sim.metal")
     simulator.compile_shader = lambda source: compiled.append(source) or Library()
+    simulator.require = lambda: None
     package = types.ModuleType("torch_attnkit.sim")
     package.__path__ = []
     package.__spec__ = types.SimpleNamespace(name="torch_attnkit.sim")

@@ -20,7 +20,6 @@ import torch
 
 from torch_attnkit import parity
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.core.spec import DTYPES
 
 TOGETHER = 4  # processes
 HOSTILE = (-(2**31), -1, 0, 1, 7, 1 << 20, 2**31 - 1)
@@ -39,11 +38,11 @@ def run(name: str) -> int:
         if "sm90" not in row.archs:
             continue
         gen = torch.Generator().manual_seed(0)
-        everything = parity.feature_sets(op, tuple(row.features.split()))
+        most = [(), *parity.together(op, tuple(row.features.split()))]
         for case in parity.cases(op, index, "sm90"):
-            if case.dtype != row.dtypes.split()[0] or case.features not in (everything[0], everything[-1]):
+            if case.dtype != row.dtypes.split()[0] or case.features not in most:
                 continue
-            args, kwargs = parity.inputs(op, case.shape, DTYPES[case.dtype], case.features, case.dims)
+            args, kwargs = parity.arguments(case)
             if row.refusal(parity.bound(op, args, kwargs)):
                 continue
             moved = [

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_attnkit.core import config
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.cuda import compile
 
@@ -75,11 +76,35 @@ def test_the_name_depends_on_everything_that_matters(a_version, monkeypatch):
     assert dataclasses.replace(REQUEST).file not in names
 
 
-def test_the_name_depends_on_the_sources_of_the_kernel_and_of_the_toolkit():
-    reached = set(compile._op_imports(REQUEST.kernel, ROOT / (REQUEST.kernel.replace(".", "/") + ".py")))
-    assert reached == {"torch_attnkit.ops.gated_rmsnorm.cuda"}
-    with pytest.raises(RuntimeError, match="there is no module torch_attnkit.ops.gated_rmsnorm.sm80_kernel"):
-        compile._sources("torch_attnkit.ops.gated_rmsnorm.sm80_kernel")
+def test_the_name_depends_on_the_sources_of_the_kernel(a_version, monkeypatch):
+    before = REQUEST.file
+    monkeypatch.setattr(compile.digest, "of_modules", lambda name, arch: f"other sources of {name} for {arch}")
+    assert dataclasses.replace(REQUEST).file != before
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="there is no module torch_attnkit.ops.gated_rmsnorm.sm80_kernel"):
+        compile.digest.of_modules("torch_attnkit.ops.gated_rmsnorm.sm80_kernel")
+
+
+@pytest.mark.parametrize("part", ["", "cuda"])
+def test_a_folder_that_others_can_write_to_is_refused(cache, a_version, part):
+    (cache / "cuda").mkdir()
+    (cache / "cuda" / f"{REQUEST.file}.so").touch()
+    (cache / part).chmod(0o777)
+    with pytest.raises(PermissionError, match=f"{cache / part}: others can write to it .*drwxrwxrwx.*chmod go-w"):
+        compile.get(REQUEST)
+    (cache / "cuda" / f"{REQUEST.file}.json").touch()
+    with pytest.raises(PermissionError, match="others can write to it"):
+        compile.use_bundle(cache)
+
+
+def test_folders_of_our_own_are_private_whatever_the_umask(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path / "new"))
+    before = os.umask(0)
+    try:
+        config.private(config.cache_dir() / "cuda")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / "new" / part).stat().st_mode & 0o777 for part in ("", "cuda")] == [0o700, 0o700]
 
 
 def test_a_compiled_kernel_is_found_without_compiling(cache, a_version, monkeypatch):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from torch_attnkit.core import dispatch
+from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.core.support import support
 from torch_attnkit.core.target import Target
-from torch_attnkit.mps import decode, library, prefill
+from torch_attnkit.mps import decode, launch, library, prefill
 from torch_attnkit.oracle.compare import check
 from torch_attnkit.parity import poison, reference_of
 from torch_attnkit.sim import metal
@@ -153,6 +157,101 @@ def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.
             compiled = metal.compile_shader(text)
             for kernel in dir(compiled):
                 assert getattr(compiled, kernel).static_thread_group_memory_length <= 32768
+
+
+def test_more_rows_than_a_grid_counts_along_one_axis(monkeypatch: pytest.MonkeyPatch):
+    """2^27 rows, a simdgroup each, are 2^32 threads; and a grid of several rows of threadgroups misses none."""
+    launched: list[tuple[int, int, int]] = []
+    pipeline = SimpleNamespace(max_threads_per_threadgroup=1024)
+    stub = library.Library(SimpleNamespace(merge_partials=pipeline), {"merge_partials": 0})
+    original = launch.launcher
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "load", lambda *args, **defines: stub)
+        patch.setattr(launch, "launcher", lambda *args: launched.append(args[2]) or original(*args))
+        parts = torch.empty(2, 1 << 20, 128, 16, device="meta")
+        record = dispatch.OPS["merge_partials"]
+        record.module("mps").build(record.bind((parts, parts[..., 0].contiguous(), None, None, None)), METAL)
+    assert launched == [(1 << 24, 2, 1)]
+    monkeypatch.setattr("torch_attnkit.ops.merge_partials.mps._COLUMNS", 3)
+    compare("merge_partials", (normal(0, 3, 5, 4, 130), normal(1, 3, 5, 4, dtype=torch.float32)))
+
+
+MEMORY = 32768  # bytes of a threadgroup
+
+
+@pytest.mark.parametrize("shared", [8, 9, 16])
+@pytest.mark.parametrize("dim_v", [16, 128, 144])
+@pytest.mark.parametrize("op", ["sdpa_decode", "sdpa_decode_paged"])
+def test_decode_of_the_widest_heads(op: str, dim_v: int, shared: int):
+    """Two tiles of 8 rows of 512 dims are more than a threadgroup's memory."""
+    q, k, v = normal(0, 1, shared, 512), normal(1, 1, 1, 48, 512), normal(2, 1, 1, 48, dim_v)
+    if op == "sdpa_decode":
+        compare(op, (q, k, v, ints(41)))
+    else:
+        compare(op, (q, *(t.view(3, 16, 1, -1) for t in (k, v)), ints(2, 0, 1).view(1, 3), ints(41)))
+
+
+def _sized(op: str, dtype: torch.dtype, dim: int, dim_v: int, shared: int) -> dict[str, torch.Tensor]:
+    """Arguments of an attention op that have sizes and nothing else."""
+    of = lambda *shape: torch.empty(*shape, dtype=dtype, device="meta")
+    counts = lambda *shape: torch.empty(*shape, dtype=torch.int32, device="meta")
+    if op.startswith("flash"):
+        batch = () if op.endswith("varlen") else (1,)
+        given = dict(q=of(*batch, 40, shared, dim), k=of(*batch, 40, 1, dim), v=of(*batch, 40, 1, dim_v))
+        return given | (dict(cu_seqlens_q=counts(2), cu_seqlens_k=counts(2)) if op.endswith("varlen") else {})
+    q = of(1, 4, shared, dim) if op == "sdpa_multi" else of(1, shared, dim)
+    caches = [(1, 1, 320, d) if op != "sdpa_decode_paged" else (20, 16, 1, d) for d in (dim, dim_v)]
+    given = dict(q=q, k_cache=of(*caches[0]), v_cache=of(*caches[1]), kv_len=counts(1))
+    return given | (dict(block_table=counts(1, 20)) if op == "sdpa_decode_paged" else {})
+
+
+def _memory(defines: dict[str, Any]) -> int:
+    dim, dim_v = defines["DIM"], defines["DIM_V"]
+    if "KEYS" in defines:
+        return prefill.threadgroup_bytes(dim, dim_v, defines["TYPE"].itemsize, defines["KEYS"])
+    return decode.threadgroup_bytes(dim, dim_v, defines["TILES"])
+
+
+@pytest.mark.parametrize("op", [op.name for op, _, _, _ in support("metal") if "D" in op.kernels[-1].dims])
+def test_every_size_that_a_row_accepts_fits_in_threadgroup_memory(op: str, monkeypatch: pytest.MonkeyPatch):
+    """All head dims, value dims and dtypes, with groups of one tile and of several: up to the compiler, which is not
+    asked."""
+    built: list[dict[str, Any]] = []
+    pipeline = SimpleNamespace(max_threads_per_threadgroup=256)
+
+    def load(name: str, target: Target, **defines: Any) -> library.Library:
+        built.append(defines)
+        kernels = ("decode_rows", "decode_merge", "prefill_rows")
+        return library.Library(SimpleNamespace(**dict.fromkeys(kernels, pipeline)), dict.fromkeys(kernels, 0))
+
+    monkeypatch.setattr(library, "load", load)
+    record, count = dispatch.OPS[op], 0
+    for row in (r for r in record.kernels if r.file == "mps"):
+        sizes = itertools.product(row.dtypes.split(), row.dims["D"], range(16, 513, 16), (1, 2, 9, 16, 17, 128))
+        for dtype, dim, dim_v, shared in sizes:
+            given = _sized(op, DTYPES[dtype], dim, dim_v, shared)
+            call = record.bind(tuple(given.get(n, record.defaults.get(n)) for n in record.argnames))
+            if row.refusal(call) is None:
+                record.module("mps").build(call, METAL)
+                count += 1
+    assert count >= 3 * 7 * 16 * 6 and len(built) == count
+    assert {d["DIM"] for d in built} >= {32, 256} and max(map(_memory, built)) <= MEMORY
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel", "defines"),
+    [
+        ("sdpa_decode", "decode_rows", dict(DIM=512, DIM_V=16, TILES=1)),
+        ("sdpa_decode", "decode_rows", dict(DIM=64, DIM_V=128, TILES=2)),
+        ("flash_attention", "prefill_rows", dict(DIM=256, DIM_V=256, TILES=1, KEYS=8)),
+        ("flash_attention", "prefill_rows", dict(DIM=64, DIM_V=80, TILES=2, KEYS=24)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_host_knows_how_much_memory_a_threadgroup_takes(op: str, kernel: str, defines: Any, dtype: torch.dtype):
+    given = dict(TYPE=dtype, OUT_TYPE=dtype, MERGED_TYPE=dtype, SIMDS=2, WIDTH=4, IN_CACHE=0) | defines
+    compiled = metal.compile_shader(library.source(op, given))
+    assert getattr(compiled, kernel).static_thread_group_memory_length == _memory(given)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 192, 256])

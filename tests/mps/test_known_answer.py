@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,10 @@ from typer.testing import CliRunner
 
 from bench import mps as bench
 from torch_attnkit import cli, parity, simulate
-from torch_attnkit.core import UnsupportedError, dispatch
+from torch_attnkit.core import dispatch
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import known_answer, library, report
+from torch_attnkit.parity import command, judge, places
 from torch_attnkit.sim import metal
 
 pytestmark = pytest.mark.simulator
@@ -101,31 +101,27 @@ def test_a_gpu_that_does_not_compile(gpu):
     assert known_answer.wrong(Target("metal"), "cpu") == ["the kernel did not run: RuntimeError: MPS is not available"]
 
 
-def no_simulator(arch: str) -> None:
-    raise UnsupportedError(f"no {arch} here")
-
-
 @pytest.fixture
 def mac(gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A machine whose mps device is the simulator: everything above the seam runs as it would on a Mac."""
     monkeypatch.chdir(tmp_path)
-    original = parity.run
+    original = judge.run
 
     def run(case: parity.Case, device: str, layout: str) -> float:
         assert device == "mps"
         return original(case, "cpu", layout)
 
-    monkeypatch.setattr(cli, "_devices", lambda: [("mps", "Apple M1", "metal")])
-    monkeypatch.setattr(cli, "seams", SimpleNamespace(require_simulator=no_simulator))
-    monkeypatch.setattr(parity, "run", run)
-    monkeypatch.setattr(parity, "cases", lambda op, row, arch, covering: parity_cases(op, row, arch, covering=True)[:3])
+    monkeypatch.setattr(command, "here", lambda archs: [places.Place("mps", "Apple M1", Target("metal"))])
+    monkeypatch.setattr(command, "simulators", dict)
+    monkeypatch.setattr(judge, "run", run)
+    monkeypatch.setattr(command, "runs_of", lambda place, row: runs_of(place, row)[:3])
     wrong = known_answer.wrong
     monkeypatch.setattr(known_answer, "wrong", lambda target, device: wrong(target, "cpu"))
     monkeypatch.setattr(report, "sysctl", lambda name: {"hw.model": "MacBookPro17,1"}.get(name, "unknown"))
     return tmp_path
 
 
-parity_cases = parity.cases
+runs_of = command.runs_of
 
 
 def test_parity_on_a_mac_writes_a_report(mac: Path, gpu):
@@ -137,7 +133,7 @@ def test_parity_on_a_mac_writes_a_report(mac: Path, gpu):
     assert found["known_answer_wrong"] == [] and found["machine"]["model"] == "MacBookPro17,1"
     assert found["machine"]["versions"]["torch"] == torch.__version__ and found["format"] == report.FORMAT
     (row,) = found["parity"]
-    assert row["row"].startswith("gated_rmsnorm/mps") and (row["passed"], row["failed"]) == (6, 0)
+    assert row["row"].startswith("gated_rmsnorm/mps") and (row["passed"], row["failed"]) == (3, 0)
     assert 0 < row["error_of_tolerance"] <= 1 and row["messages"] == []
 
 
@@ -203,7 +199,7 @@ def test_a_wrong_result_gets_no_time(gpu, tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(*args: Any) -> float:
         raise AssertionError("out is wrong")
 
-    monkeypatch.setattr(bench.run, "gate", refuse)
+    monkeypatch.setattr(bench.gate, "gate", refuse)
     with simulate("metal"):
         failed = bench.main(
             op, torch.float32, "", tmp_path / "b.json", Console(record=True), device="cpu", target=METAL, stream=Clock()

@@ -141,3 +141,17 @@ def test_refusals_name_op_argument_found_and_accepted():
         head_dim=512,
     )
     refused(TypeError, "dtype is u8, accepted: f32, bf16, f16, f64", cache.float(), slot, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("format", ["fp8", "mxfp4"])
+def test_numbers_at_the_end_of_float32_come_back_as_rounding_has_it(format):
+    """The largest numbers round up to 2^128: infinite in float32, a number in float64; below that float32 is exact."""
+    top = torch.finfo(torch.float32).max
+    kv = torch.zeros(4, 512)
+    kv[:, 0] = torch.tensor([top, -top, 2.0**127, torch.inf])
+    slot = torch.arange(4)
+    cache = _written(kv, slot, format)
+    narrow, wide = (op(cache, slot, format=format, head_dim=512, dtype=d)[:, 0] for d in (None, torch.float64))
+    assert narrow.tolist() == [torch.inf, -torch.inf, 2.0**127, torch.inf]
+    assert wide[:3].tolist() == [2.0**128, -(2.0**128), 2.0**127] and 2.0**128 <= wide[3] < torch.inf
+    assert torch.equal(wide.float(), narrow), "one rounding"

@@ -172,6 +172,18 @@ def test_beams_equal_eager(family):
     assert torch.equal(eager.generate(ids, **kwargs), ours.generate(ids, **kwargs))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("guess", ["model", "prompt"])
+def test_guessed_tokens_are_verified_as_eager_does(family, guess):
+    """Several queries at once in the middle of a sequence, and a cache that is cut back."""
+    ids, results = tokens(1, 8, seed=3).repeat(1, 2), []
+    for model, implementation in zip(pair(family), ("eager", "attnkit"), strict=True):
+        helper = build(family, implementation, num_hidden_layers=1 if family == "llama" else 2).double()
+        kwargs = dict(assistant_model=helper) if guess == "model" else dict(prompt_lookup_num_tokens=3)
+        results.append(model.generate(ids, do_sample=False, max_new_tokens=10, **kwargs))
+    assert torch.equal(*results) and int(results[0].min()) > 0  # the helper takes a 0 for padding
+
+
 @pytest.mark.parametrize("family", (*DECODERS, *ENCODERS))
 def test_right_padding_leaves_valid_tokens_as_eager_has_them(family):
     """What padding tokens get is nobody's: eager attends all keys there, we attend none or the padding itself."""
@@ -308,25 +320,6 @@ def test_a_mask_of_four_axes_is_refused(family, dtype):
         ours(tokens(2, 12), attention_mask=dense)
 
 
-def test_a_mask_of_three_axes_is_refused():
-    with pytest.raises(ValueError, match="attention_mask has 3 axes, accepted: 2"):
-        masks.mask(1, 4, 4, attention_mask=torch.ones(1, 4, 4))
-
-
-@pytest.mark.parametrize("joined", ["or_masks", "and_masks"])
-def test_an_addition_to_the_mask_is_refused_by_name(joined):
-    utils = transformers.masking_utils
-    function = getattr(utils, joined)(utils.causal_mask_function, lambda b, h, q, k: k < 3)
-    with pytest.raises(UnsupportedError, match=rf"the pattern {joined}\.<locals>\.\w+ is not supported"):
-        masks.mask(1, 4, 4, mask_function=function)
-
-
-def test_chunks_are_refused():
-    function = transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-    with pytest.raises(UnsupportedError, match="is not supported"):
-        masks.mask(1, 8, 8, mask_function=function)
-
-
 def test_dropout_is_refused():
     model = build("llama", attention="attnkit", attention_dropout=0.1).train()
     with pytest.raises(UnsupportedError, match=r"dropout is 0\.1, accepted: 0"):
@@ -351,7 +344,7 @@ def direct(mask=None, module=None, T=3, S=3, **kwargs):
     return attention(module or SimpleNamespace(is_causal=True), q, k, k.clone(), mask, **kwargs)[0]
 
 
-@pytest.mark.parametrize("name", ["position_bias", "cache"])
+@pytest.mark.parametrize("name", ["position_bias", "cache", "indices", "block_indices", "sinks"])
 def test_what_the_attention_function_does_not_know_is_refused(name):
     with pytest.raises(UnsupportedError, match=f"{name} is given, accepted: None"):
         direct(**{name: torch.ones(1)})
@@ -365,30 +358,53 @@ def test_a_window_without_its_mask_is_refused():
 @pytest.mark.parametrize(
     ("call", "found"),
     [
-        (dict(sliding_window=4), "window 4 and 3 keys.* window -1 and 3 keys"),
-        (dict(is_causal=False), "is_causal=False.* is_causal=True"),
+        (dict(sliding_window=4), "window 4, 3 queries and 3 keys.* window -1, 3 queries and 3 keys"),
+        (dict(bidirectional=True, is_causal=True), "is_causal=True.* is_causal=False"),
         (dict(S=5), "5 keys.* 3 keys"),
+        (dict(T=1), "1 queries.* 3 queries"),
     ],
 )
 def test_a_call_that_its_mask_was_not_made_for_is_refused(call, found):
-    mask = masks.mask(2, 3, 3, attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]]))
+    utils = transformers.masking_utils
+    bidirectional = call.pop("bidirectional", False)
+    function = utils.bidirectional_mask_function if bidirectional else utils.causal_mask_function
+    mask = masks.mask(2, 3, 3, attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]]), mask_function=function)
     with pytest.raises(UnsupportedError, match=found):
         direct(mask, **call)
 
 
-# The descriptor.
+def test_a_model_may_leave_causality_to_the_mask():
+    """As Moonshine does, which asks for is_causal only where it has no mask."""
+    results = []
+    for says in (dict(), dict(is_causal=False), dict(is_causal=True)):
+        torch.manual_seed(0)
+        results.append(direct(masks.mask(2, 3, 3), **says))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_the_tensor_alone_says_enough():
-    """Without the layout, which a copy to another device loses, the results are the same."""
-    static = masks.mask(2, 3, 9, q_offset=torch.tensor(4), attention_mask=torch.ones(2, 7))
-    prefill = masks.mask(2, 3, 9, attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]]))
-    for mask in (static, prefill):
-        assert mask.shape == (1, 1, 2, 2) and mask.dtype == torch.int32
-        torch.manual_seed(0)
-        known = direct(mask, S=9)
-        torch.manual_seed(0)
-        assert torch.allclose(known, direct(mask.clone(), S=9), rtol=0, atol=1e-12)
+def test_a_mask_of_another_kind_is_refused_by_its_name():
+    with pytest.raises(UnsupportedError, match="attention_mask is a dict; accepted: a 2-D attention_mask"):
+        direct({"full_attention": None})
+
+
+@pytest.mark.parametrize("says", [dict(), dict(is_causal=True)])
+def test_a_causal_call_without_a_mask_is_refused(says):
+    """Eager attention would hide nothing, SDPA the future; one query sees all keys in both."""
+    with pytest.raises(UnsupportedError, match=r"the mask of 3 queries is None.* accepted: the mask that .*'sdpa'"):
+        direct(**says)
+    assert direct(T=1, **says).shape == (2, 1, 4, 8)
+
+
+def test_sequence_lengths_that_the_mask_does_not_know_are_refused():
+    """The collator that packs without padding can hand them over; eager attention does not look at them."""
+    _, ours = pair("llama")
+    lengths = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = dict(cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=7, max_length_k=7)
+    ids, position_ids = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q says that sequences are packed.* accepted: position_ids"):
+        ours(ids, position_ids=position_ids, **packed)  # there is a cache, so that positions do not count
+    known = ours(ids, position_ids=position_ids, use_cache=False, **packed).logits
+    same(ours(ids[:, 5:], use_cache=False).logits, known[:, 5:])
 
 
 def test_packed_sequences_have_the_same_sinks_and_are_cross_checked():
@@ -397,28 +413,16 @@ def test_packed_sequences_have_the_same_sinks_and_are_cross_checked():
     sequences, position_ids = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[0, 1, 0, 1, 2]])
     function = utils.packed_sequence_compatibility_function(utils.causal_mask_function, position_ids, sequences)
     mask = masks.mask(1, 5, 5, mask_function=function)
-    assert mask.flatten().tolist() == [0, 2, 5]
+    assert mask.cu_seqlens.tolist() == [0, 2, 5]
     gen = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, h, 5, 8, generator=gen, dtype=torch.float64) for h in (4, 2))
     module, sinks = SimpleNamespace(is_causal=True), torch.randn(4, generator=gen)
     whole = attention(module, q, k, k, mask, s_aux=sinks)[0]
     for a, b in ((0, 2), (2, 5)):
-        same(attention(module, q[:, :, a:b], k[:, :, a:b], k[:, :, a:b], None, s_aux=sinks)[0], whole[:, a:b])
-    with pytest.raises(UnsupportedError, match="window 2 .* window -1"):
+        alone = attention(module, q[:, :, a:b], k[:, :, a:b], k[:, :, a:b], masks.mask(1, b - a, b - a), s_aux=sinks)
+        same(alone[0], whole[:, a:b])
+    with pytest.raises(UnsupportedError, match="window 2,.* window -1,"):
         attention(module, q, k, k, mask, sliding_window=2)
-
-
-def test_a_decode_step_depends_on_no_number_of_the_host():
-    """Else every step of a window that is filling up would be compiled anew."""
-    assert masks.mask(2, 1, 8, q_offset=4).attnkit == masks.mask(2, 1, 8, q_offset=5).attnkit
-
-
-def test_nothing_is_described_where_nothing_is_hidden():
-    assert masks.mask(2, 3, 3) is None
-    assert masks.mask(2, 3, 3, attention_mask=torch.ones(2, 3)) is None
-    both = transformers.masking_utils.bidirectional_mask_function
-    assert masks.mask(2, 3, 3, mask_function=both, attention_mask=torch.ones(2, 3)) is None
-    assert masks.mask(2, 1, 3, q_offset=2)[0, 0].tolist() == [[0, 0], [3, 3]]
 
 
 def test_keys_that_are_not_contiguous_are_copied_and_others_are_not():

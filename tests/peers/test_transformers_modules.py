@@ -260,6 +260,50 @@ def test_deepseek_v4_in_chunks_equals_eager():
     same(*results)
 
 
+@pytest.mark.parametrize("chunk", [4, 5, 7])
+def test_deepseek_v4_in_chunks_of_generate_behind_left_padding_equals_eager(chunk):
+    """A row may hold nothing but padding in the first chunks, and its padding is pooled like other tokens."""
+    ids = tokens(3, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = mask[2, :13] = 0
+    (tokens_a, logits_a), (tokens_b, logits_b) = (
+        generate(model, ids, mask, 6, prefill_chunk_size=chunk) for model in v4_pair()
+    )
+    assert torch.equal(tokens_a, tokens_b)
+    same(logits_a, logits_b)
+
+
+def test_deepseek_v4_token_by_token_equals_eager():
+    """Each step takes a column of the ids, whose rows do not lie beside one another."""
+    ids, results = tokens(3, 12), []
+    for model in v4_pair():
+        filled = DynamicCache(config=model.config)
+        results.append(torch.cat([model(ids[:, t : t + 1], past_key_values=filled).logits for t in range(12)], 1))
+    same(*results)
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (
+            dict(position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False),
+            "packed sequences, is_causal=True",
+        ),
+        (dict(past_key_values=True), "window 8, 8 queries and 12 keys, accepted: .* 8 queries and 15 keys"),
+    ],
+)
+def test_deepseek_v4_refuses_a_mask_of_another_call(call, found):
+    _, ours = v4_pair()
+    if "past_key_values" in call:  # a layer that holds more than the one that the mask was sized by
+        filled = DynamicCache(config=ours.config)
+        ours(tokens(1, 4), past_key_values=filled)
+        layer = filled.layers[1]
+        layer.keys = layer.values = layer.keys[:, :, [0, 0, 0, 0, 1, 2, 3]]
+        call = dict(past_key_values=filled)
+    with pytest.raises(UnsupportedError, match=f"DeepseekV4Attention: the mask was made for .*{found}"):
+        ours(tokens(1, 8), **call)
+
+
 def test_deepseek_v4_in_bfloat16_is_as_close_to_float64_as_eager():
     ids = tokens(2, 37)
     exact = v4_pair()[0](ids).logits

@@ -14,17 +14,33 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from ..memory import empty
 from .errors import UnsupportedError
-from .op import NAMESPACE, Call, Kernel, Op
+from .numerics import exact
+from .op import NAMESPACE, Call, Kernel, Op, steps
 from .target import Target, simulated_arch, target_of
 
 OPS: dict[str, Op] = {}
 PLAN_KEYS: dict[str, Callable[..., Any]] = {}
 _PLANS: dict[str, dict[Any, Plan]] = {}
 _MAX_PLANS = 4096  # per op; a signature per sequence length would grow without bound
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_DEVICES = ("CPU", "CUDA", "MPS")
+# Where torch sends tensors that are not dense in inference mode, which goes past the Autograd key.
+_NOT_DENSE = ("MkldnnCPU",) + tuple(
+    f"{kind}{device}" for kind in ("Sparse", "SparseCsr", "NestedTensor", "Quantized") for device in ("CPU", "CUDA")
+)
+
+
+def _keys(device: str) -> int:
+    """The key set of a call on ``device`` where nothing lies between the Autograd key and the backend."""
+    backend, autograd = (getattr(torch._C.DispatchKey, key) for key in (device, f"Autograd{device}"))
+    found: int = (torch._C.DispatchKeySet(backend) | torch._C.DispatchKeySet(autograd)).raw_repr()
+    return found
+
+
+_PLAIN = {_keys(device) for device in _DEVICES}
 allocate: Callable[..., torch.Tensor] = empty  # parity replaces it to poison and fence outputs
 
 
@@ -57,7 +73,7 @@ def _returned(outs: list[torch.Tensor]) -> Any:
 
 def _reference(op: Op, call: Call) -> Callable[..., Any]:
     """The oracle as it stands; in float64 it keeps float64 where ``dims`` promises float32, so there it is rounded."""
-    reference: Callable[..., Any] = op.module("reference").reference
+    reference: Callable[..., Any] = exact(op.module("reference").reference)
     dtypes = [dtype for _, dtype in op.outputs(call)]
     if call.dtype != torch.float64 or not dtypes:
         return reference
@@ -69,6 +85,11 @@ def _reference(op: Op, call: Call) -> Callable[..., Any]:
     return rounded
 
 
+def _packed(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` as kernels want them: index tensors with steps between their elements are copied, on their device."""
+    return tuple(a.contiguous() if n in op.tensors and steps(a) else a for n, a in zip(op.argnames, args, strict=True))
+
+
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     """Validate ``args`` and build what runs for every call of the same signature."""
     call = op.bind(args)
@@ -76,7 +97,10 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     row = resolve(op, call, target)
     if row is None:
         return Plan(_reference(op, call), "reference")
-    launch = op.module(row.file).build(call, target)
+    # Strides are part of the signature, so that calls without such tensors do not look for them.
+    pack = any(steps(a) for a in args if isinstance(a, torch.Tensor))
+    launch = op.module(row.file).build(op.bind(_packed(op, args)) if pack else call, target)
+    launch = exact(launch) if target.arch == "cpu" else launch
     outputs, device = op.outputs(call), call.device
 
     def run(*args: Any) -> Any:
@@ -84,62 +108,88 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
         launch(*args, *outs)
         return _returned(outs)
 
-    return Plan(run, str(target))
+    return Plan((lambda *args: run(*_packed(op, args))) if pack else run, str(target))
 
 
-def _compile(op: Op) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The op's three functions: for backend keys, for the Autograd key, and the plan key alone."""
+class Entries(NamedTuple):
+    """The generated functions of an op: by dispatch key, and the plan key alone."""
+
+    by_key: dict[str, Callable[..., Any]]
+    plan_key: Callable[..., Any]
+
+
+def _source(op: Op) -> str:
+    """What ``_compile`` compiles: for the CPU, for devices, and for the Autograd key of each."""
     optional = {n for n in op.tensors if op.defaults.get(n, ...) is None}  # the tensors that may be None
 
-    def each(test: str) -> str:  # ``test`` holds for every tensor that is there
-        return " and ".join(
-            f"({n} is None or {test.format(n)})" if n in optional else test.format(n) for n in op.tensors
-        )
-
-    def facts(name: str) -> str:  # what of an argument belongs to the signature
+    def facts(name: str, device: bool) -> str:  # what of an argument belongs to the signature
         if name not in op.tensors:
             return name
-        layout = f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype, {name}.get_device()"
+        layout = f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype"
+        layout += f", {name}.get_device()" if device else ""
         return f"None if {name} is None else ({layout})" if name in optional else layout
 
     params = [f"{n}=d_{n}" if n in op.defaults else n for n in op.argnames]
     if op.positional < len(params):
         params.insert(op.positional, "*")
-    args = ", ".join(op.argnames)
-    # get_device() is -1 for every device without an index, so the first tensor also tells its kind.
-    key = f"({op.tensors[0]}.is_cpu, simulated_arch(), {', '.join(map(facts, op.argnames))})"
-    # The Autograd key goes straight on only if nothing lies between it and the backend: no subclass, no dispatch mode,
-    # no functorch transform, no gradient. It bumps versions as autograd does for what is written in place.
+    given, args = ", ".join(params), ", ".join(op.argnames)
+    grads = " or ".join(
+        f"({n} is not None and {n}.requires_grad)" if n in optional else f"{n}.requires_grad" for n in op.tensors
+    )
+    # torch sends a call to the CPU's functions only if every tensor is there, so that no device needs to be asked for.
+    keys = {
+        "cpu": f"(simulated_arch(), {', '.join(facts(n, False) for n in op.argnames)})",
+        "device": f"({', '.join(facts(n, True) for n in op.argnames)})",
+    }
+    # None for a tensor that must be there is the only way to an AttributeError.
+    missing = f"    except AttributeError:\n        given(({args},))\n        raise\n"
+    launch = f"    return (plans.get(key) or miss(key, ({args},))).launch({args})\n"
+    bumps = "".join(f"    bump({n})\n" for n in op.mutated)
     source = f"""
-def run({", ".join(params)}):
-    key = {key}
-    return (plans.get(key) or miss(key, ({args},))).launch({args})
+def plan_key({given}):
+    return {keys["cpu"]} if {op.tensors[0]}.is_cpu else {keys["device"]}
 
-def autograd({", ".join(params)}):
-    if not ({each("type({}) in plain")} and not modes() and peek() is None
-            and (not grad_enabled() or ({each("not {}.requires_grad")}))):
-        return below(({args},))
-    {"".join(f"bump({n}); " for n in op.mutated)}key = {key}
-    return (plans.get(key) or miss(key, ({args},))).launch({args})
-
-def plan_key({", ".join(params)}):
-    return {key}
+def autograd({given}):
+    return below(({args},))
 """
+    for name, key in keys.items():
+        source += f"""
+def {name}({given}):
+    try:
+        key = {key}
+{missing}{launch}
+
+def {name}_autograd(keys, {given}):
+    try:
+        if keys.raw_repr() not in plain or fwd._current_level >= 0 or (grad_enabled() and ({grads})):
+            return below(({args},))
+        key = {key}
+{missing}{bumps}{launch}"""
+    return source
+
+
+def _compile(op: Op) -> Entries:
+    """The functions that torch calls. Those of the Autograd key go straight on only if nothing lies between it and the
+    backend, which their key set tells: no subclass, no mode, no functorch transform, no negated view, no gradient."""
     plans = _PLANS.setdefault(op.name, {})
 
     def miss(key: Any, args: tuple[Any, ...]) -> Plan:
+        plan = make_plan(op, args)
         if len(plans) >= _MAX_PLANS:
             plans.clear()
-        plan = plans[key] = make_plan(op, args)
+        plans[key] = plan
         return plan
 
+    below = functools.partial(_below_autograd, op)
     scope: dict[str, Any] = {f"d_{n}": v for n, v in op.defaults.items()} | dict(
-        plans=plans, miss=miss, plain=_PLAIN, simulated_arch=simulated_arch, bump=_bump_version,
-        modes=torch._C._len_torch_dispatch_stack, peek=torch._C._functorch.peek_interpreter_stack,
-        grad_enabled=torch.is_grad_enabled, below=functools.partial(_below_autograd, op),
+        plans=plans, miss=miss, plain=_PLAIN, simulated_arch=simulated_arch, bump=_bump_version, given=op.given,
+        fwd=forward_ad, grad_enabled=torch.is_grad_enabled, below=below,
     )  # fmt: skip
-    exec(compile(source, f"<attnkit.{op.name}>", "exec"), scope)
-    return scope["run"], scope["autograd"], scope["plan_key"]
+    exec(compile(_source(op), f"<attnkit.{op.name}>", "exec"), scope)
+    by_key = {d: scope["cpu" if d == "CPU" else "device"] for d in _DEVICES}
+    by_key["Autograd"] = scope["autograd"]  # of what is not on one of these devices
+    by_key |= {f"Autograd{d}": scope["cpu_autograd" if d == "CPU" else "device_autograd"] for d in _DEVICES}
+    return Entries(by_key, scope["plan_key"])
 
 
 def _bump_version(tensor: torch.Tensor) -> None:
@@ -162,27 +212,59 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def _below_autograd(op: Op, values: tuple[Any, ...]) -> Any:
-    """The general path of the Autograd key: tracing, subclasses, modes, and inputs that require a gradient."""
+    """The general path of the Autograd key: tracing, subclasses, modes, views, and inputs that have a gradient."""
+    given = op.given(values)
+    for name, tensor in given:
+        if name in op.mutated and tensor.is_neg():
+            raise ValueError(f"{op.name}: {name} is a negated view, accepted: a tensor whose memory holds its values")
     args, kwargs = values[: op.positional], dict(list(zip(op.argnames, values, strict=True))[op.positional :])
-    grads = [n for n, v in zip(op.tensors, values, strict=False) if v is not None and v.requires_grad]
-    if grads and torch.is_grad_enabled():
-        if not op.mutated:
-            return _ForwardOnly.apply(op.name, kwargs, *args)
-        raise NotImplementedError(
-            f"{op.name}: {grads[0]} requires a gradient, but the op writes in place and has no backward; "
-            "call it under torch.no_grad() or torch.inference_mode()"
-        )
+    if _differentiated(op, given):
+        return _ForwardOnly.apply(op.name, kwargs, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return getattr(torch.ops.attnkit, op.name).default(*args, **kwargs)
 
 
+def _differentiated(op: Op, given: list[tuple[str, torch.Tensor]]) -> bool:
+    """Whether a backward may ask for a gradient. Raises where it, or a tangent, is lost unless the call is refused."""
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        for name, tensor in given:
+            if forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError(
+                    f"{op.name}: {name} has a tangent, but the op has no forward derivative; give it {name}.detach()"
+                )
+    grads = [n for n, tensor in given if tensor.requires_grad] if torch.is_grad_enabled() else []
+    # Transforms such as torch.func.grad know no function whose backward raises.
+    why = "writes in place and has" if op.mutated else "has" if torch._C._are_functorch_transforms_active() else ""
+    if grads and why:
+        raise NotImplementedError(
+            f"{op.name}: {grads[0]} requires a gradient, but the op {why} no backward; "
+            "call it under torch.no_grad() or torch.inference_mode()"
+        )
+    return bool(grads)
+
+
+def _values(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return args + tuple(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :])
+
+
 def _fake(op: Op) -> Callable[..., Any]:
+    """For fake tensors and for those on the meta device, of which all is known but their contents."""
+
     def fake(*args: Any, **kwargs: Any) -> Any:
-        values = tuple(args) + tuple(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :])
-        call = op.bind(values, traced=True)
-        return _returned([args[0].new_empty(shape, dtype=dtype) for shape, dtype in op.outputs(call)])
+        values = _values(op, args, kwargs)
+        given = op.given(values)
+        call = op.bind(values, traced=any(type(t) not in (torch.Tensor, torch.nn.Parameter) for _, t in given))
+        return _returned([given[0][1].new_empty(shape, dtype=dtype) for shape, dtype in op.outputs(call)])
 
     return fake
+
+
+def _refuse(op: Op) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        op.given(_values(op, args, kwargs))
+        raise AssertionError(f"{op.name}: dense tensors were sent where the others go")
+
+    return refuse
 
 
 def load(package: str) -> torch.library.Library:
@@ -193,11 +275,13 @@ def load(package: str) -> torch.library.Library:
         op = dataclasses.replace(found, package=f"{package}.{name}")
         if op.name != name:
             raise ValueError(f"folder {name} must define op {name}, defines {op.name}")
-        lib.define(op.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-        run, autograd, PLAN_KEYS[name] = _compile(op)
-        for key in ("CPU", "CUDA", "MPS"):
-            lib.impl(name, run, key)
-        lib.impl(name, autograd, "Autograd")
+        lib.define(op.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        entries = _compile(op)
+        PLAN_KEYS[name] = entries.plan_key
+        for key, function in entries.by_key.items():
+            lib.impl(name, function, key, with_keyset=key.startswith("Autograd") and key != "Autograd")
+        for key in _NOT_DENSE:
+            lib.impl(name, _refuse(op), key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=lib)
         OPS[name] = op
     return lib

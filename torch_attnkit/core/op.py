@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ from .spec import DTYPES, Spec, parse, short
 from .target import FILES
 
 NAMESPACE = "attnkit"
+_F32 = torch.finfo(torch.float32)
 Predicate = Callable[["Call"], Any]
 
 
@@ -122,8 +122,7 @@ class Op:
 
         ``traced``, for fake tensors, leaves what looks at symbolic sizes to the real call.
         """
-        values = dict(zip(self.argnames, args, strict=True))
-        given = [(n, values[n]) for n in self.tensors if values[n] is not None]
+        values, given = dict(zip(self.argnames, args, strict=True)), self.given(args)
         dtype = self._model_dtype(given, values.get("dtype"))
         first_name, first = given[0]
         call = Call(self.name, {}, SimpleNamespace(**values), dtype, (), first.device)
@@ -133,7 +132,7 @@ class Op:
             if tensor.device != first.device:
                 raise ValueError(f"{self.name}: {name} is on {tensor.device}, but {first_name} is on {first.device}")
             self._bind_shape(name, tensor, call, owner)
-            if not traced and tensor.dim() and tensor.stride(-1) != 1 and tensor.size(-1) > 1:
+            if not traced and _apart(tensor) and not steps(tensor):
                 raise ValueError(
                     f"{self.name}: {name} must be contiguous in its last dimension, got strides "
                     f"{tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
@@ -147,6 +146,17 @@ class Op:
                     raise ValueError(f"{self.name}: {rule} (got {call.sizes()})")
             call.features = tuple(f for f, on in self.features.items() if on(call))
         return call
+
+    def given(self, args: tuple[Any, ...]) -> list[tuple[str, torch.Tensor]]:
+        """The tensors among ``args``: all that must be there, each of them dense."""
+        found = []
+        for name, value in zip(self.argnames, args, strict=True):
+            if name not in self.tensors or (value is None and self.defaults.get(name, ...) is None):
+                continue
+            if (kind := _kind(value)) != "strided":
+                raise TypeError(f"{self.name}: {name} is {kind}, accepted: a dense (strided) tensor") from None
+            found.append((name, value))
+        return found
 
     def _model_dtype(self, given: list[tuple[str, torch.Tensor]], asked: torch.dtype | None) -> torch.dtype:
         """T: the dtype of the first tensor that can only be T, else of one that may be, else the one asked for."""
@@ -186,8 +196,9 @@ class Op:
 
     def _check_scalars(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if isinstance(value, float) and math.isnan(value):
-                raise ValueError(f"{self.name}: {name} is nan, accepted: a number")
+            if isinstance(value, float) and not (value == 0 or _F32.tiny <= abs(value) <= _F32.max):
+                accepted = f"a number that float32 holds, 0 or {_F32.tiny:.3g} to {_F32.max:.3g} in magnitude"
+                raise ValueError(f"{self.name}: {name} is {value}, accepted: {accepted}")
             if name in self.choices and value not in self.choices[name]:
                 raise ValueError(f"{self.name}: {name} is {value!r}, accepted: {', '.join(self.choices[name])}")
 
@@ -200,6 +211,26 @@ class Op:
             shape = (call.batch if spec.batch else ()) + tuple(a.size(call.dim) for a in spec.axes)
             found.append(((0,) if name in self.unless and self.unless[name](call) else shape, dtype))
         return found
+
+
+def _kind(value: torch.Tensor | None) -> str:
+    if value is None or value.is_nested or value.is_quantized:
+        return "None" if value is None else "nested" if value.is_nested else "quantized"
+    return str(value.layout).removeprefix("torch.")
+
+
+def _apart(tensor: torch.Tensor) -> bool:
+    """Whether there are gaps between the elements of the last axis."""
+    return bool(tensor.dim()) and tensor.stride(-1) != 1 and tensor.size(-1) > 1
+
+
+def steps(value: Any) -> bool:
+    """Whether this is an index tensor of one or two axes with gaps, such as a column of a table of token ids.
+
+    These are small: references read them as they are, and kernels get a copy.
+    """
+    index = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
+    return index and value.dim() <= 2 and _apart(value)
 
 
 def _differ(a: Any, b: Any) -> bool:

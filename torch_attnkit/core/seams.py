@@ -33,13 +33,14 @@ class CudaSeam(Protocol):
 
 
 def require_simulator(arch: str) -> None:
-    """Raise UnsupportedError, naming the missing module, unless ``arch`` can be simulated by this installation."""
+    """Raise UnsupportedError, naming what is missing and the cure, unless ``arch`` can be simulated here."""
     parent = importlib.util.find_spec("torch_attnkit.sim")  # looking inside a package that is missing would raise
     if parent is None or importlib.util.find_spec(_SIMULATORS[arch]) is None:
         raise UnsupportedError(
             f"simulate({arch!r}): this version has no simulator for it ({_SIMULATORS[arch]} is missing); "
             "on CPU tensors outside simulate() the ops run their reference"
         )
+    importlib.import_module(_SIMULATORS[arch]).require()
 
 
 def backend(arch: str, simulated: bool) -> Any:

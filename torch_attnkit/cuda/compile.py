@@ -2,21 +2,19 @@
 
 A kernel is asked for by a ``Request``: plain data, so it can be hashed, pickled and compiled in another process. It is
 looked up in memory, in the bundles named by ``use_bundle``, in ``cache_dir()/cuda``, and only then compiled, under a
-file lock and renamed into place whole. The name of a file carries a hash of everything that its contents depend on: the
-request, the sources of the kernel, of the toolkit and of its imports, the version of the compiler, and the processor
-that runs the host code. Loading a library imports no cutlass; the kernel's module is imported when it is compiled.
+file lock and renamed into place whole. The name of a file carries a digest of all that its contents depend on: the
+request, the kernel's module and what it imports (``torch_attnkit/digest.py``), the compiler and its options, and the
+processor that runs the host code. Loading a library imports no cutlass; the kernel's module is imported when it is
+compiled.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import fcntl
 import functools
-import hashlib
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -31,6 +29,7 @@ from typing import Any
 
 import torch
 
+from torch_attnkit import digest
 from torch_attnkit.core import config, seams
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.op import Call
@@ -67,9 +66,9 @@ class Request:
     @functools.cached_property
     def file(self) -> str:
         """The name of the compiled kernel, without its suffix: readable first, unique by the hash."""
-        parts = (repr(self), _sources(self.kernel), version("nvidia-cutlass-dsl"), platform.machine())
-        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-        return f"{self.op}-{self.row}-{self.arch}-{digest}"
+        sources = digest.of_modules(self.kernel, arch=self.arch)
+        parts = (repr(self), sources, _options(self.arch), version("nvidia-cutlass-dsl"), platform.machine())
+        return f"{self.op}-{self.row}-{self.arch}-{digest.of(*parts)}"
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,7 @@ def get(request: Request) -> Compiled:
     folder = config.cache_dir() / "cuda"
     found = _found.get((folder, request))
     if found is None:
+        config.private(folder)
         with _compiling:
             found = _found.get((folder, request)) or _in((*_bundles, folder), request) or _compile(request, folder)
             _found[folder, request] = found
@@ -143,7 +143,7 @@ def use_bundle(folder: str | Path) -> None:
     path = Path(folder) / "cuda"
     if not any(path.glob("*.json")):
         raise ValueError(f"use_bundle: {folder} holds no compiled kernels; write some with warmup --out {folder}")
-    _bundles.append(path)
+    _bundles.append(config.private(path))
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def _in(folders: tuple[Path, ...], request: Request) -> Compiled | None:
 
 
 def _compile(request: Request, folder: Path) -> Compiled:
-    folder.mkdir(parents=True, exist_ok=True)
+    config.private(folder)
     with open(folder / f"{request.file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = _in((folder,), request)  # another process may have been first
@@ -189,6 +189,10 @@ def _compile(request: Request, folder: Path) -> Compiled:
         return found
 
 
+def _options(arch: str) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {GPU_ARCH[arch]} --keep-ptx"
+
+
 def _build(request: Request, folder: Path) -> Compiled:
     """Trace, compile and link in a folder of its own, then move the parts into place, the library last."""
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
@@ -199,8 +203,7 @@ def _build(request: Request, folder: Path) -> Compiled:
         host, arguments = getattr(importlib.import_module(request.kernel), request.trace)(
             request.arch, **dict(request.signature)
         )
-        options = f"--enable-tvm-ffi --gpu-arch {GPU_ARCH[request.arch]} --keep-ptx --dump-dir {work}"
-        compiled = cute.compile(host, *arguments, options=options)
+        compiled = cute.compile(host, *arguments, options=f"{_options(request.arch)} --dump-dir {work}")
         built = Compiled(request, Path(work) / "kernel.o")
         compiled.export_to_c(str(built.library), built.symbol, export_only_tvm_ffi_symbols=True)
         library = _link(built.library)
@@ -221,39 +224,3 @@ def _link(object_file: Path) -> Path:
     library = object_file.with_suffix(".so")
     subprocess.run([linker, "-shared", "-o", library, object_file], check=True, capture_output=True)
     return library
-
-
-@functools.cache
-def _sources(kernel: str) -> str:
-    """A hash of the kernel's module, of the op modules it imports, and of this toolkit."""
-    files, todo = set(Path(__file__).parent.rglob("*.py")), [kernel]
-    while todo:
-        module = todo.pop()
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None:
-            raise RuntimeError(f"{kernel}: there is no module {module}")
-        if Path(spec.origin) not in files:
-            files.add(Path(spec.origin))
-            todo += _op_imports(module, Path(spec.origin))
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _op_imports(module: str, file: Path) -> Iterator[str]:
-    """The modules below ``torch_attnkit.ops`` that a source file imports."""
-    here = module.split(".")
-    for node in ast.walk(ast.parse(file.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*(here[: -node.level] if node.level else ()), *filter(None, [node.module])])
-            names = [f"{base}.{a.name}" for a in node.names] if _is_package(base) else [base]
-        yield from (n for n in names if n.startswith(f"{_OPS}.") and not _is_package(n))
-
-
-def _is_package(name: str) -> bool:
-    spec = importlib.util.find_spec(name) if name.startswith("torch_attnkit") else None
-    return spec is not None and spec.submodule_search_locations is not None

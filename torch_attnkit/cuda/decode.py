@@ -36,9 +36,8 @@ from .decode_merge import Merging
 from .decode_schedule import Lengths, find, place, share, visible
 from .decode_types import COMBINERS, Numbers, Piece, Scalars, Tensors
 from .partials import finite
-from .warp_ops import exp2
+from .warp_ops import exp2, tanh
 
-_LOG2E = 1.4426950408889634
 _INF = float("inf")
 
 
@@ -332,7 +331,7 @@ class Decode(Merging):
                     rS[i, m, n] = both * scalars.scale
         if scalars.cap > 0:
             for x in cutlass.range_constexpr(cute.size(rS)):
-                rS[x] = scalars.cap * _tanh(rS[x])
+                rS[x] = scalars.cap * tanh(rS[x])
         row = first + cute.arch.lane_idx() // 4
         if (low > first) | (high < first + c.keys):
             for m in cutlass.range_constexpr(m_tiles):
@@ -425,14 +424,3 @@ class Decode(Merging):
                     for d in cutlass.range_constexpr(c.dim_v // 16):
                         sO[warp, head, d * 16 + lane // 4] = rO[x, d, n]
                         sO[warp, head, d * 16 + lane // 4 + 8] = rO[2 + x, d, n]
-
-
-def _tanh(x: Float32) -> Float32:
-    """To about 2e-7; the hardware's approximation is 1000 times coarser than the LSE needs."""
-    square = x * x
-    small = x + x * square * (
-        -0.33333333 + square * (0.13333333 + square * (-0.05396825 + square * (0.02186949 - square * 0.00886324)))
-    )
-    grown = exp2(x * (2.0 * _LOG2E))
-    large = 1.0 - 2.0 * cute.arch.rcp_approx(grown + 1.0)
-    return cutlass.select_(square < 0.09, small, large)

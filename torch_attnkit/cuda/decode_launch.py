@@ -57,6 +57,8 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
         parts, count = workspace.get()
         if codes:
             q, k, v = (t.view(torch.uint8) for t in (q, k, v))
+        if (k.data_ptr() | v.data_ptr()) & 15 or q.data_ptr() & 3:
+            q, k, v = _aligned(q, k, v)
         p, fn = one if wide and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() else two
         if no_pages:
             table = table[:, :0]  # so that no length, however wrong, makes a kernel look for keys
@@ -69,3 +71,15 @@ def decoder(call: Call, target: Target, plan: Callable[..., Plan], keys: int, pa
         fn(tensors, (*numbers, p.chunks, p.by_group, p.beside, p.least, p.combiners), p.blocks)
 
     return launch
+
+
+def _aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copies of those that start where the kernels do not read; the plan knows strides, but not where memory begins.
+
+    Caches are read 16 bytes at a time, q 4. One tensor that is both caches remains one.
+    """
+    kept = torch.contiguous_format
+    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+    k = k.clone(memory_format=kept) if k.data_ptr() & 15 else k
+    v = k if same else v.clone(memory_format=kept) if v.data_ptr() & 15 else v
+    return (q.clone(memory_format=kept) if q.data_ptr() & 3 else q), k, v

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,16 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return _SIMULATED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def driver_version() -> str:
+    """The version of NVIDIA's kernel driver, for the record of a run; "unknown" where nvidia-smi is not to be had."""
+    question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(question, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found[0] if found else "unknown"
 
 
 @functools.cache

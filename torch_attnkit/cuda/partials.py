@@ -32,5 +32,6 @@ def join(
         weight = exp2(new - finite(top))
         total += weight * part
         for x in range(4):
-            rO[x] = rO[x] + weight * columns[x]
+            # What stands in for a part without keys may be a copy of another one, and infinite.
+            rO[x] = rO[x] + weight * cutlass.select_(new == -Float32.inf, Float32(0.0), columns[x])
     return top, total

@@ -17,7 +17,6 @@ from torch_attnkit.core import Call, Target
 from . import compile, driver
 
 MOST = 2**30  # windows and sink counts above every length mean "all"
-_TINY = 1e-30  # a scale of 0 must not meet a masked score of -inf
 # Bytes of keys and values that one section of heads may fill, of an H200's 50 MB of L2. Causal, D 128, 1 x 16384:
 # 716 TFLOP/s with 16 MB, 699 with 32 MB, 708 with all heads in one section.
 _L2 = 16 << 20
@@ -51,8 +50,10 @@ def reader(signature: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return read
 
 
-def negated(q: torch.Tensor) -> torch.Tensor:
-    """-q, of E4M3 too, for which torch has no minus: its sign is a bit of its own."""
+def signed(q: torch.Tensor, sign: int) -> torch.Tensor:
+    """q times 0 or -1, of E4M3 too, for which torch has no product: its sign is a bit of its own."""
+    if sign == 0:
+        return (q.float() * 0).to(q.dtype)  # nan stays nan
     return q.neg() if q.dtype.itemsize > 1 else (q.view(torch.uint8) ^ 128).view(q.dtype)
 
 
@@ -71,9 +72,10 @@ class Scores:
         return self.dim**-0.5 if self.scale is None else self.scale
 
     @property
-    def negate(self) -> bool:
-        """Whether the kernel needs -q: it takes maxima of scores that are not scaled yet."""
-        return self.factor < 0 and self.softcap <= 0
+    def sign(self) -> int:
+        """What q is multiplied by for the kernel: it takes maxima of scores that are not scaled yet, and a masked score
+        of -inf must not meet a scale of 0."""
+        return 1 if self.softcap > 0 else (self.factor > 0) - (self.factor < 0)
 
     def features(self) -> dict[str, bool]:
         on = self.window >= 0
@@ -83,7 +85,7 @@ class Scores:
         """The kernel's Scalars."""
         capped = self.softcap > 0
         return (
-            max((self.softcap if capped else abs(self.factor)) * math.log2(math.e), _TINY),
+            (self.softcap if capped else abs(self.factor) or 1.0) * math.log2(math.e),
             self.factor / self.softcap if capped else 0.0,
             min(self.window, MOST),
             min(self.sink_tokens, MOST),
@@ -102,17 +104,17 @@ def given(arguments: Any) -> tuple[bool, ...]:
     return tuple(getattr(arguments, f"{name}_scale", None) is not None for name in "qkv")
 
 
-def fed(run: Callable[..., None], scalars: tuple[Any, ...], arg: Any, kv: tuple, negate: bool) -> Callable[..., None]:
+def fed(run: Callable[..., None], scalars: tuple[Any, ...], arg: Any, kv: tuple, sign: int) -> Callable[..., None]:
     """What runs a kernel on a call's tensors, brought into the layouts and the order of the kernel's Inputs.
 
-    ``kv`` are the call's keys and values as the kernel has them, ``negate`` asks for -q.
+    ``kv`` are the call's keys and values as the kernel has them, ``sign`` is that of ``signed``.
     """
     read_q, read_k, read_v = (reader(t) for t in (arg.q, *kv))
     scaled = any(given(arg))
 
     def start(qkv: tuple, others: tuple, scales: tuple, outs: tuple) -> None:
         q, k, v = qkv
-        ins = (read_q(negated(q) if negate else q), read_k(k), read_v(v), *others, scales if scaled else None)
+        ins = (read_q(q if sign > 0 else signed(q, sign)), read_k(k), read_v(v), *others, scales if scaled else None)
         run(ins, outs, scalars)
 
     return start
@@ -172,7 +174,7 @@ def _of_tokens(
 ) -> Callable[..., None]:
     """``fed`` for queries and keys of which there may be none, and for an op with out, LSE and row sum."""
     a, normalize = call.arg, call.arg.normalize
-    start = fed(run, scores.scalars(heads, driver.sm_count(call.device)), a, (a.k, a.v), scores.negate)
+    start = fed(run, scores.scalars(heads, driver.sm_count(call.device)), a, (a.k, a.v), scores.sign)
 
     def launch(qkv: tuple, others: tuple, scales: tuple, results: tuple) -> None:
         out, lse, row_sum = results

@@ -1,6 +1,6 @@
 """Which tiles a prefill kernel computes, in which order, and which blocks of keys each of them visits."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -37,6 +37,25 @@ class Sequence(NamedTuple):
     end: Int32
 
 
+class Outside(NamedTuple):
+    """Keys before ``start``, from ``end`` on, and from ``left``, where sink tokens end, to ``right``, where the first
+    window begins; None without windows."""
+
+    start: Int32
+    end: Int32
+    left: Any = None
+    right: Any = None
+
+    def meets(self, low: Int32, high: Int32):
+        """Whether a key of [low, high) may be one of these."""
+        found = (low < self.start) | (high > self.end)
+        return found if self.right is None else found | ((low < self.right) & (high > self.left))
+
+    def holds(self, key: Int32):
+        found = (key < self.start) | (key >= self.end)
+        return found if self.right is None else found | ((key >= self.left) & (key < self.right))
+
+
 def dense(c, ins, batch: Int32) -> Sequence:
     """A dense batch's sequence, for a kernel's Config and Inputs. Lengths outside of the tensors are cut off.
 
@@ -71,6 +90,16 @@ def packed(starts: tuple, rows: Int32, all_keys: Int32, slot: Int32, tile_m: cut
     seen = cutlass.max(clip(keys[behind], all_keys) - k0, Int32(0))
     tokens = q1 - q0
     return slot - (q0 // tile_m + b), b, k0, Sequence(q0, tokens, seen - tokens, Int32(0), seen)
+
+
+def outside(c, seq: Sequence, scalars) -> Outside:
+    """The keys of a sequence at which none of its queries looks, for a kernel's Config and Scalars."""
+    if not c.window:
+        return Outside(seq.start, seq.end)
+    left = seq.start + scalars.sink_tokens if c.sink_tokens else seq.start
+    # A window of 0 holds nothing, wherever a query is.
+    right = cutlass.select_(scalars.window == 0, seq.end, seq.shift - scalars.window + 1)
+    return Outside(seq.start, seq.end, left, right)
 
 
 def visit_rows(c, seq: Sequence, first: Int32, count: int, scalars) -> Blocks:

@@ -30,7 +30,7 @@ class Features:
     @property
     def padded(self) -> bool:
         """Whether V holds rows that may be anything: they are cleared, since 0 * nan is nan."""
-        return self.kv_len or self.kv_start or self.varlen
+        return self.kv_len or self.kv_start or self.varlen or self.window
 
 
 class Inputs(NamedTuple):

@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from torch_attnkit.core import config
 from torch_attnkit.core.dispatch import OPS
@@ -90,25 +89,13 @@ def requests(arch: str, only: str | None = None, *, covering: bool = False) -> l
     return list(found)
 
 
-class _Undrawn(TorchFunctionMode):
-    """Tensors hold what was in memory before: planning looks at none, and to fill them takes most of the time."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.randn:
-            return torch.empty(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
-        if func is torch.full:
-            return torch.empty(args[0], **kwargs)
-        return args[0] if func is torch.Tensor.copy_ else func(*args, **kwargs)
-
-
 def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
     """One bound call for each parity case of a row, contiguous and strided."""
     from torch_attnkit import parity
 
     for case in parity.cases(op, op.kernels.index(row), row.archs[0], covering=covering):
-        with _Undrawn():
-            args, kwargs = parity.inputs(op, case.shape, DTYPES[case.dtype], case.features, case.dims)
+        with parity.Undrawn():
+            args, kwargs = parity.arguments(case)
             placed = [tuple(_placed(a, layout) for a in args) for layout in parity.LAYOUTS]
         for tensors in placed:
             yield _bind(op, tensors, kwargs)
@@ -145,7 +132,7 @@ def bench_inputs(
 def _placed(value: Any, layout: str) -> Any:
     from torch_attnkit import parity
 
-    return parity._place(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
+    return parity.place(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
 
 
 def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -19,6 +19,8 @@ _LEAST_KEYS = 256  # of a split, so that its partial result is a small part of w
 _ENOUGH = 512  # threadgroups that keep the largest chips busy: 80 cores with a few each
 _MOST_SPLITS = 128
 _SPAN = 128  # elements of a row that a simdgroup merges, MERGE_SPAN of the kernel
+_MOST_BYTES = 32768  # of threadgroup memory, on every Apple GPU
+_MOST_SIMDGROUPS = 8  # MOST_SIMDGROUPS of the kernel, by which its arrays are declared
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,23 @@ def splits_of(keys: int, groups: int) -> int:
     return max(1, min(-(-keys // _LEAST_KEYS), -(-_ENOUGH // max(groups, 1)), _MOST_SPLITS))
 
 
+def threadgroup_bytes(dim: int, dim_v: int, tiles: int) -> int:
+    """Threadgroup memory of ``decode_rows``: Q' or O of its rows in float, and a maximum and a sum a simdgroup."""
+    return 8 * tiles * (max(dim, dim_v) + 2 * _MOST_SIMDGROUPS) * 4
+
+
+def tiles_of(rows: int, dim: int, dim_v: int) -> int:
+    """Tiles of 8 rows that a threadgroup takes: two if there are so many rows, and registers and memory for them."""
+    fit = dim_v <= 128 and threadgroup_bytes(dim, dim_v, 2) <= _MOST_BYTES
+    return 2 if rows > 8 and fit else 1
+
+
 def launcher(
     op: str, target: Target, sizes: Sizes, arguments: Any, *, defines: dict[str, Any] | None = None, causal: bool = True
 ) -> Callable[[Sequence[Any], torch.Tensor, torch.Tensor], None]:
     """What runs one call on (q, k, v, table, kv_len, sink, kv_start), out and lse; absent tensors are None."""
     rows = sizes.queries * sizes.heads // sizes.kv_heads  # of a KV head
-    tiles = 2 if rows > 8 and sizes.dim_v <= 128 else 1
+    tiles = tiles_of(rows, sizes.dim, sizes.dim_v)
     columns = -(-rows // (8 * tiles))
     window, sinks = bounded(arguments.window), bounded(arguments.sink_tokens)
     most = min(sizes.capacity, (2 - causal) * window + sizes.queries + sinks) if window >= 0 else sizes.capacity
@@ -75,15 +88,14 @@ def launcher(
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_rows"))
         grid = (columns, splits, sizes.batch * sizes.kv_heads)
         attend = metal.launcher(built, "decode_rows", grid, simds * metal.SIMD)
+        if splits == 1:
+            return lambda args: attend((*args[:-3], *args[-2:], shape, scale, cap))
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_merge"))
         items = merged * -(-sizes.dim_v // _SPAN)
         merge = metal.launcher(built, "decode_merge", (-(-items // simds), 1, 1), simds * metal.SIMD)
 
         def launch(args: metal.Arguments) -> None:
             *inputs, sink, out, lse = args
-            if splits == 1:
-                attend((*inputs, out, lse, shape, scale, cap))
-                return
             parts = torch.empty(splits, merged, sizes.dim_v, dtype=torch.float32, device=out.device)
             lses = torch.empty(splits, merged, dtype=torch.float32, device=out.device)
             attend((*inputs, parts, lses, shape, scale, cap))

@@ -36,7 +36,7 @@ def expected(x: torch.Tensor) -> torch.Tensor:
     index = torch.arange(8.0, dtype=torch.float64)
     a, b = index[:, None] + 2 * index, 3 * index[:, None] - index  # (8, 8)
     by = torch.arange(1, _GROUPS + 1).repeat_interleave(_THREADS // 32)[:, None]
-    scaled = x * torch.tensor(_SCALE)
+    scaled = x * torch.tensor(_SCALE, dtype=torch.float32)
     large = torch.tensor(_LARGE) // torch.arange(1, len(x) + 1) % 1000
     rows = [
         groups.flip(1), simds.sum(1, keepdim=True).expand(-1, 32), simds.amax(1, keepdim=True).expand(-1, 32),
@@ -49,7 +49,7 @@ def expected(x: torch.Tensor) -> torch.Tensor:
 def wrong(target: Target, device: str) -> list[str]:
     """What ``device`` gets wrong, one line each; nothing if it can be trusted. It never raises for a broken device."""
     x = inputs()
-    out = torch.full((len(ANSWERS), len(x)), float("nan")).to(device)
+    out = torch.full((len(ANSWERS), len(x)), float("nan"), dtype=torch.float32).to(device)
     try:
         run = launch.launcher(library.load("known_answer", target), "known_answer", (_GROUPS, 1, 1), _THREADS)
         run((x.to(device), out, [len(x), _LARGE], _SCALE))

@@ -36,10 +36,15 @@ class Sizes:
     in_cache: bool = False  # positions count from kv_len
 
 
+def threadgroup_bytes(dim: int, dim_v: int, itemsize: int, keys: int) -> int:
+    """Threadgroup memory of ``prefill_rows``: K and V of a tile, with 32 bytes more a row each."""
+    return keys * ((dim + dim_v) * itemsize + 64)
+
+
 def keys_of(dim: int, dim_v: int, itemsize: int) -> int:
-    """Keys of a tile: a multiple of 8 up to 32 whose K and V, with 32 bytes more a row, fit; 8 if nothing does."""
-    row = (dim + dim_v) * itemsize + 64
-    return next(n for n in (32, 24, 16, 8) if n == 8 or n * row <= _THREADGROUP_BYTES)
+    """Keys of a tile: a multiple of 8 up to 32 whose K and V leave room for a second threadgroup; 8 if none do."""
+    fits = lambda n: threadgroup_bytes(dim, dim_v, itemsize, n) <= _THREADGROUP_BYTES
+    return next((n for n in (32, 24, 16) if fits(n)), 8)
 
 
 def launcher(

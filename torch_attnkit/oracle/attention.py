@@ -96,9 +96,13 @@ def attend(
     """Attention of q (B, T, Hq, D) over k (B, S, Hkv, D), v (B, S, Hkv, Dv) where keep (B, T, S) is true.
 
     Returns out (B, T, Hq, Dv) in q's dtype, bfloat16 for E4M3, lse (B, T, Hq) and row_sum (B, T, Hq) in the
-    accumulation dtype (float32, or float64 for float64 inputs). Rows that see nothing give out 0, lse -inf, row_sum 0.
-    ``sink`` (Hq) joins the denominator only; ``lse`` and ``row_sum`` leave it out. q, k and v stand for themselves
-    times their ``scales``.
+    accumulation dtype (float32, or float64 for float64 inputs). Rows that see nothing give out 0, lse -inf, row_sum 0,
+    whatever their sink is. ``sink`` (Hq) joins the denominator only; ``lse`` and ``row_sum`` leave it out. q, k and v
+    stand for themselves times their ``scales``.
+
+    NaN in q, in a key or in the sink reaches the rows that have it in their scores or sums, and no other. A value that
+    is infinite or NaN may also reach queries that do not see it, if it lies in the valid range of their sequence: they
+    multiply it by 0, here and in kernels, which take keys by the tile.
     """
     B, T, Hq, D = q.shape
     Hkv, Dv = k.shape[2], v.shape[3]
@@ -126,5 +130,5 @@ def attend(
         total = row_sum
         if sink is not None:
             total = total + (sink.to(acc) - base).exp()  # the sink as a virtual key with value 0
-        o = o / total.masked_fill(total == 0, 1.0)[..., None]
+        o = o / total.masked_fill(row_sum == 0, 1.0)[..., None]  # a row without keys is 0 already
     return o.to(stored).contiguous(), lse.contiguous(), row_sum.contiguous()

@@ -44,11 +44,13 @@ RULES: dict[str, Callable[[Call], Any]] = {
 
 # Sizes for cases. fmt: 0 none, 1 fp8, 2 nvfp4, 3 mxfp4; long=1: slots are int64.
 PARITY = {
-    "one": dict(R=1, D=64, Nc=1, rope=64, fmt=0),
     "plain": dict(R=7, D=33, Nc=20, rope=0, fmt=0, long=1),
     "fp8": dict(R=5, D=192, Nc=9, rope=64, fmt=1),
     "nvfp4": dict(R=5, D=112, Nc=9, rope=32, fmt=2),
     "mxfp4": dict(R=5, D=512, Nc=9, rope=64, fmt=3, long=1),
+}
+DEGENERATE = {
+    "one": dict(R=1, D=64, Nc=1, rope=64, fmt=0),
     "empty": dict(R=0, D=64, Nc=4, rope=16, fmt=2),
 }
 BENCH = {

@@ -18,7 +18,7 @@ def check(name: str, got: torch.Tensor, ref: torch.Tensor, ref64: torch.Tensor) 
     """
     if got.shape != ref.shape or got.dtype != ref.dtype:
         raise AssertionError(f"{name}: {got.dtype} {tuple(got.shape)}, expected {ref.dtype} {tuple(ref.shape)}")
-    got = got.detach().cpu()
+    got = got.detach().to(ref.device)
     if not got.dtype.is_floating_point:
         return _exact(name, got, ref)
     g, r, r64 = got.double(), ref.double(), ref64.double()

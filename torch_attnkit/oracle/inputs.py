@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import torch
 
+DECODE_EXTRAS = (
+    ("nan:q", "ragged", "all"),
+    ("nan:k_cache", "ragged", "all"),
+    ("nan:v_cache", "ragged", "all"),
+    ("nan:v_cache", "ragged", "kv_start"),
+    ("nan:k_cache", "long", "window"),
+    ("nan:v_cache", "long", "window"),
+    ("nan:sink", "ragged", "sink"),
+    ("sink:-inf", "ragged", "all"),
+    ("sink:inf", "long", "sink"),
+)
+
 
 def normal(gen: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=gen).to(dtype)
@@ -19,18 +31,24 @@ def integers(gen: torch.Generator, low: int, high: int, *shape: int) -> torch.Te
     return torch.randint(low, high + 1, shape, generator=gen, dtype=torch.int32)
 
 
-def lengths(gen: torch.Generator, n: int, longest: int) -> torch.Tensor:
-    """n int32 lengths in [0, longest]: the first is the longest, the last of three or more is 0."""
+def lengths(gen: torch.Generator, n: int, longest: int, *, unseen: bool = False) -> torch.Tensor:
+    """n int32 lengths in [0, longest]: the first is the longest, the last of three or more is 0; ``unseen``: the second
+    is, instead."""
     out = integers(gen, min(1, longest), longest, n)
     out[:1] = longest
-    if n >= 3:
+    if unseen:
+        out[1:2] = 0
+    elif n >= 3:
         out[-1] = 0
     return out
 
 
-def starts(gen: torch.Generator, length: torch.Tensor) -> torch.Tensor:
-    """One int32 start per length, in [0, length]."""
-    return (torch.rand(length.shape, generator=gen) * (length + 1)).to(torch.int32).minimum(length)
+def starts(gen: torch.Generator, length: torch.Tensor, *, unseen: bool = False) -> torch.Tensor:
+    """One int32 start per length, in [0, length]; ``unseen``: the last is its length."""
+    out = (torch.rand(length.shape, generator=gen) * (length + 1)).to(torch.int32).minimum(length)
+    if unseen:
+        out[-1:] = length[-1:]
+    return out
 
 
 def block_table(gen: torch.Generator, length: torch.Tensor, page: int, n_pages: int, columns: int) -> torch.Tensor:

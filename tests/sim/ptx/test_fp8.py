@@ -11,6 +11,7 @@ import torch_attnkit
 from torch_attnkit import parity
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.ops.flash_attention.reference import reference
+from torch_attnkit.oracle import compare
 from torch_attnkit.oracle.attention import narrow_products
 
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
@@ -88,7 +89,7 @@ def _right(args: tuple, kwargs: dict, name: str = "flash_attention") -> None:
         got = getattr(torch.ops.attnkit, name)(*args, **kwargs)
     low, high = (parity.reference_of(OPS[name], args, kwargs, double=d) for d in (False, True))
     for out, g, r, r64 in zip(OPS[name].outnames, got, low, high, strict=True):
-        parity.check(f"{name} {out}", g, r, r64)
+        compare.check(f"{name} {out}", g, r, r64)
 
 
 @pytest.mark.parametrize("given", ["q", "k", "v", "kv"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +26,70 @@ SAME_ORDER = ("gated_rmsnorm", "merge_partials")  # no tensor cores: the order o
 OTHERS = 3  # cases of the other rows
 
 
+@dataclass(frozen=True)
+class Call:
+    """What was called, with the sizes of the shape as they were then: inputs do not follow a change of ``cases.py``."""
+
+    op: str
+    dtype: str
+    dims: dict[str, int]
+    features: list[str]
+    shape: str
+    sizes: dict[str, int]
+
+
 def chosen() -> list[parity.Case]:
-    """Covering cases of every sm90 row: all where the order of summation is fixed, else the first few."""
+    """Ordinary covering cases of every sm90 row: all where the order of summation is fixed, else the first few."""
     found = []
     for name, op in OPS.items():
         for index, row in enumerate(op.kernels):
             if "sm90" in row.archs:
-                taken = [c for c in parity.cases(op, index, "sm90", covering=True) if accepted(c)]
+                taken = [c for c in parity.cases(op, index, "sm90", covering=True) if returns(c)]
                 found += taken if name in SAME_ORDER else taken[:OTHERS]
     return found
 
 
-def arguments(case: parity.Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return parity.inputs(OPS[case.op], case.shape, DTYPES[case.dtype], case.features, case.dims)
+def returns(case: parity.Case) -> bool:
+    """Whether the op returns something for an ordinary case."""
+    call = parity.bound(OPS[case.op], *parity.arguments(case))
+    return not case.extra and any(0 not in shape for shape, _ in OPS[case.op].outputs(call))
 
 
-def bound(case: parity.Case) -> Any:
-    return parity.bound(OPS[case.op], *arguments(case))
+def call_of(case: parity.Case) -> Call:
+    sizes = parity.shapes(OPS[case.op])[case.shape]
+    return Call(case.op, case.dtype, dict(case.dims), list(case.features), case.shape, sizes)
 
 
-def accepted(case: parity.Case) -> bool:
-    """Whether the row takes the case, and returns something for it."""
-    op, call = OPS[case.op], bound(case)
-    return op.kernels[case.row].refusal(call) is None and any(0 not in shape for shape, _ in op.outputs(call))
+def arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given = (DTYPES[call.dtype], tuple(call.features), tuple(call.dims.items()))
+    return parity.drawn(OPS[call.op], call.shape, call.sizes, *given)
 
 
-def digest(case: parity.Case) -> int:
+def row_of(call: Call) -> int:
+    """The op's sm90 row that takes a call."""
+    op = OPS[call.op]
+    each = (i for i, row in enumerate(op.kernels) if "sm90" in row.archs and row.refusal(bound(call)) is None)
+    return next(each)
+
+
+def bound(call: Call) -> Any:
+    return parity.bound(OPS[call.op], *arguments(call))
+
+
+def digest(call: Call) -> int:
     """A number of the inputs: the same on every machine, or the comparison means nothing."""
-    args, kwargs = arguments(case)
+    args, kwargs = arguments(call)
     found = zlib.crc32(repr(sorted(kwargs.items())).encode())
     for t in (a.contiguous() for a in args if isinstance(a, torch.Tensor)):
         found = zlib.crc32(ctypes.string_at(t.data_ptr(), t.nbytes), found)
     return found
 
 
-def outputs(case: parity.Case, device: str) -> list[torch.Tensor]:
+def outputs(call: Call, device: str) -> list[torch.Tensor]:
     """Samples of what the op returns, on the GPU or in the simulator."""
-    args, kwargs = arguments(case)
+    args, kwargs = arguments(call)
     moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
-    op = getattr(torch.ops.attnkit, case.op)
+    op = getattr(torch.ops.attnkit, call.op)
     if device == "cpu":
         with simulate("sm90"):
             out = op(*moved, **kwargs)
@@ -73,12 +99,12 @@ def outputs(case: parity.Case, device: str) -> list[torch.Tensor]:
     return [t[:: max(1, -(-t.numel() // SAMPLES))].clone() for t in flat]
 
 
-def tolerances(case: parity.Case) -> list[float]:
+def tolerances(call: Call) -> list[float]:
     """What oracle/compare.py allows each output."""
-    args, kwargs = arguments(case)
-    pairs = zip(*(parity.reference_of(OPS[case.op], args, kwargs, double=d) for d in (False, True)), strict=True)
+    args, kwargs = arguments(call)
+    pairs = zip(*(parity.reference_of(OPS[call.op], args, kwargs, double=d) for d in (False, True)), strict=True)
     found = []
-    for (_, dtype), (ref, ref64) in zip(OPS[case.op].outputs(bound(case)), pairs, strict=True):
+    for (_, dtype), (ref, ref64) in zip(OPS[call.op].outputs(bound(call)), pairs, strict=True):
         finite = ref.isfinite() if ref.numel() else torch.zeros(0, dtype=torch.bool)
         r, r64 = ref[finite].double(), ref64[finite].double()
         eps = torch.finfo(dtype).eps
@@ -89,7 +115,11 @@ def tolerances(case: parity.Case) -> list[float]:
 def record() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         sys.exit(f"vectors: needs a Hopper GPU, found {torch.cuda.get_device_name()}")
-    cases = {c.id: {"inputs": digest(c), "outputs": outputs(c, "cuda")} for c in chosen()}
+    calls = {c.id: call_of(c) for c in chosen()}
+    cases = {
+        name: {"call": asdict(call), "inputs": digest(call), "outputs": outputs(call, "cuda")}
+        for name, call in calls.items()
+    }
     FILE.parent.mkdir(parents=True, exist_ok=True)
     torch.save(
         {

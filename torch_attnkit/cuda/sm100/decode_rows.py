@@ -22,10 +22,9 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .. import warp_ops as op
-from ..decode import _tanh
 from ..decode_schedule import Visible, place
 from ..decode_types import Scalars, Tensors
-from ..warp_ops import exp2
+from ..warp_ops import exp2, tanh
 from . import prefill_softmax as softmax
 from . import tmem
 from .decode_types import KEYS, ROWS, TallConfig, Work
@@ -221,7 +220,7 @@ class Rows:
             for at in cutlass.range(0, c.own, _AT_ONCE, unroll=1):  # and back to where they were
                 some = tmem.load(base + at, _AT_ONCE)
                 tmem.await_loads()
-                tmem.store(base + at, [scalars.cap * _tanh(x * scale) for x in some])
+                tmem.store(base + at, [scalars.cap * tanh(x * scale) for x in some])
             tmem.await_stores()
             scale = Float32(1.0)
         got = tmem.load(base, c.own)

@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as blackwell
 
-from ..prefill_tiles import Blocks, Order, Sequence, dense, packed, place, visit_rows
+from ..prefill_tiles import Blocks, Order, Outside, Sequence, dense, outside, packed, place, visit_rows
 from ..prefill_types import Inputs, Outputs, Scalars
 from ..ring import Ring
 from . import multi, tmem
@@ -184,9 +184,14 @@ class Frame:
     def _visit(self, tile: Tile, scalars: Scalars) -> Blocks:
         """The blocks that the queries of a turn need, together; or this share of them."""
         c = self.c
-        seq = Sequence(tile.q0, tile.tokens, tile.shift, tile.start, tile.end)
-        blocks = visit_rows(c, seq, tile.row * (c.rows * c.ctas), c.rows * c.ctas, scalars)
+        blocks = visit_rows(c, self._sequence(tile), tile.row * (c.rows * c.ctas), c.rows * c.ctas, scalars)
         return multi.of_share(blocks, tile.part, tile.parts) if c.split else blocks
+
+    def _sequence(self, tile: Tile) -> Sequence:
+        return Sequence(tile.q0, tile.tokens, tile.shift, tile.start, tile.end)
+
+    def _outside(self, tile: Tile, scalars: Scalars) -> Outside:
+        return outside(self.c, self._sequence(tile), scalars)
 
     @property
     def uneven(self) -> bool:

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ..prefill_tiles import Blocks
+from ..prefill_tiles import Outside
 from ..prefill_types import Inputs, Outputs, Scalars
 from ..warp_ops import exp2
 from . import multi, tmem
@@ -201,7 +201,7 @@ class Rows:
                     if const_expr(c.padded and t == 0):
                         # Not before the waits above: they say that V's last fill of this stage is over and done with,
                         # without which a wait for the parity of this one would not mean this one.
-                        self._clear_rows(bars, n + i, tile, plan, i, sV)
+                        self._clear_rows(bars, n + i, self._outside(tile, scalars), plan.block(i), sV)
                     slot, _ = self.buffer(t, n + i)
                     self._arrive(bars["scores"].empty + slot, shared=c.padded and t == 0)
             n += plan.steps
@@ -229,16 +229,16 @@ class Rows:
         tmem.before_sync()
 
     @cute.jit
-    def _clear_rows(self, bars, n: Int32, tile: Tile, plan: Blocks, i: Int32, sV: cute.Tensor):
-        """Write 0 over the rows of V's block that lie outside the sequence, before the tensor cores read them."""
+    def _clear_rows(self, bars, n: Int32, unseen: Outside, block: Int32, sV: cute.Tensor):
+        """Write 0 over the rows of V's block at which nobody looks, before the tensor cores read them."""
         c = self.c
-        low = plan.block(i) * c.tile_n
-        if (low < tile.start) | (low + c.tile_n > tile.end):
+        low = block * c.tile_n
+        if unseen.meets(low, low + c.tile_n):
             bars["v"].wait(n)
             thread = cute.arch.thread_idx()[0] % ROWS
             zero, k_dim = c.dtype(0.0), 256 // c.dtype.width  # keys of one product
             for key in cutlass.range(thread, c.tile_n, ROWS, unroll=1):
-                if (low + key < tile.start) | (low + key >= tile.end):
+                if unseen.holds(low + key):
                     for d in cutlass.range(0, c.dim_v, unroll=8):
                         sV[(d, key % k_dim), 0, key // k_dim, bars["v"].slot(n)] = zero
             cute.arch.fence_view_async_shared()
@@ -270,13 +270,13 @@ class Rows:
         weight = total
         if const_expr(c.sink):
             weight += exp2(Float32(ins.sink[head]) * Float32(softmax.LOG2_E) - shift)
-        factor = cute.arch.rcp_approx(cutlass.select_(weight == 0.0, Float32(1.0), weight))
+        factor = cute.arch.rcp_approx(cutlass.select_(total == 0.0, Float32(1.0), weight))
         if const_expr(not c.normalize):  # relative to the true maximum
             factor = cutlass.select_(total == 0.0, Float32(1.0), exp2((top - final[2]) * scalars.scale_log2))
         valid = token < tile.tokens
+        absent = tile.shift + token < 0
         if const_expr(c.at_end):  # a query in front of its sequence attends nothing, whatever its mask lets through
-            absent = tile.shift + token < 0
-            factor, lse = cutlass.select_(absent, Float32(0.0), factor), cutlass.select_(absent, -Float32.inf, lse)
+            lse = cutlass.select_(absent, -Float32.inf, lse)
         if self.speaks(valid):
             outs.lse[self._index(ins, tile, head, token)] = lse
             if const_expr(not c.normalize):
@@ -288,6 +288,8 @@ class Rows:
         chunk = const_expr(_CHUNK // 2 if c.split else _CHUNK)
         for at in cutlass.range_constexpr(0, c.columns, chunk):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), chunk), factor)
+            if const_expr(c.at_end):  # not by a factor of 0: they may be nan
+                values = [Float32(cutlass.select_(absent, Float32(0.0), v)) for v in values]
             if valid:
                 address = outs.out[(*self._index(ins, tile, head, token), None)].iterator + self.element(at)
                 pointer = cute.make_ptr(Int32, address.toint(), cute.AddressSpace.gmem, assumed_align=16)

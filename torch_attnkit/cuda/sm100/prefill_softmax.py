@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from ..warp_ops import exp2
+from ..warp_ops import exp2, tanh
 from . import exponentials
 
 LOG2_E = 1.4426950408889634
@@ -108,9 +108,8 @@ def rescaled(values: list[Float32], factor: Float32) -> list[Float32]:
 
 
 def capped(s: list[Float32], slope: Float32) -> list[Float32]:
-    """tanh(slope * s), as 1 - 2 / (1 + e^2x): the hardware's tanh keeps 11 bits, too few for the LSE."""
-    k = slope * Float32(2 * LOG2_E)
-    return [Float32(1.0) - Float32(2.0) * cute.arch.rcp_approx(exp2(x * k) + 1.0) for x in s]
+    """tanh(slope * s)."""
+    return [tanh(x * slope) for x in s]
 
 
 class Limits(NamedTuple):

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import nvvm
 
-from ..prefill_tiles import Blocks
+from ..prefill_tiles import Outside
 from ..prefill_types import Inputs, Outputs, Scalars
 from . import prefill_softmax as softmax
 from . import tmem
@@ -137,7 +137,7 @@ class WideRows(Rows):
                 for part in cutlass.range_constexpr(c.v_pieces):
                     bars["v"].wait((n + i) * c.v_pieces + part)
                 if const_expr(c.padded):
-                    self._clear_rows(bars, n + i, tile, plan, i, sV)
+                    self._clear_rows(bars, n + i, self._outside(tile, scalars), plan.block(i), sV)
                 self._tell_leader(bars["scores"].empty + self.buffer(0, n + i)[0])
             n += plan.steps
             self._await_block(bars, n - 1)
@@ -158,13 +158,13 @@ class WideRows(Rows):
         cute.arch.mbarrier_wait(bars["factors"].full + place, phase)
 
     @cute.jit
-    def _clear_rows(self, bars, n: Int32, tile: Tile, plan: Blocks, i: Int32, sV: cute.Tensor):
-        """Write 0 over this CTA's part of the rows of V that lie outside the sequence, before the products."""
+    def _clear_rows(self, bars, n: Int32, unseen: Outside, block: Int32, sV: cute.Tensor):
+        """Write 0 over this CTA's part of the rows of V at which nobody looks, before the products."""
         c = self.c
-        low = plan.block(i) * c.tile_n
-        if (low < tile.start) | (low + c.tile_n > tile.end):
+        low = block * c.tile_n
+        if unseen.meets(low, low + c.tile_n):
             key = _thread()
-            if (low + key < tile.start) | (low + key >= tile.end):
+            if unseen.holds(low + key):
                 zero, k_dim = c.dtype(0.0), 256 // c.dtype.width  # keys of one product
                 for h in cutlass.range_constexpr(c.halves):
                     slot = bars["v"].slot(n * c.v_pieces + c.parts * h + key // c.part)

@@ -30,10 +30,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import warp_ops as op
-from ..decode import Decode, _tanh
+from ..decode import Decode
 from ..decode_schedule import place
 from ..decode_types import Piece, Scalars, Tensors
 from ..ring import Fixed
+from ..warp_ops import tanh
 from . import prefill_softmax as softmax
 
 _INF = float("inf")
@@ -224,7 +225,7 @@ class Wide(Decode):
             rS[i] = rS[i] * scalars.scale
         if scalars.cap > 0:
             for i in cutlass.range_constexpr(cute.size(rS)):
-                rS[i] = scalars.cap * _tanh(rS[i])
+                rS[i] = scalars.cap * tanh(rS[i])
         if (low > first) | (high < first + c.keys):
             key = first + (w.thread & 3) * 2
             for i in cutlass.range_constexpr(cute.size(rS)):

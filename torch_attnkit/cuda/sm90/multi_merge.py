@@ -25,13 +25,18 @@ def keep_near_and_sinks(acc: cute.Tensor, near: tuple, sinks: Int32, sinks_ends:
 
 
 def row_sums(w) -> list:
-    """The sums of a lane's two rows; 0 for a query before the cache's first key, which attends nothing."""
+    """The sums of a lane's two rows; 0 for a query before the cache's first key, which attends nothing.
+
+    Then its output is 0 too: what it holds may be nan, which no factor removes.
+    """
     sums = []
     for r in range(2):
         total = w.total[r]
         for distance in (1, 2):
             total += cute.arch.shuffle_sync_bfly(total, offset=distance)
         sums.append(cutlass.select_(w.positions[r] < 0, Float32(0.0), total))
+    for i in range(cute.size(w.rO)):
+        w.rO[i] = cutlass.select_(sums[i // 2 % 2] == 0.0, Float32(0.0), w.rO[i])
     return sums
 
 

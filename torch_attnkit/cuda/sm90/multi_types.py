@@ -38,6 +38,13 @@ class Config:
         return True
 
     @property
+    def window(self) -> bool:
+        """There may be one, and sink tokens: numbers in ``Scalars`` say so."""
+        return True
+
+    sink_tokens = window
+
+    @property
     def pitch(self) -> int:
         """Floats from row to row of a partial result: eight more than it holds, so that rows do not collide."""
         return self.dim_v + 8

@@ -291,7 +291,7 @@ class Prefill(Products):
             weight = sums[r]
             if const_expr(c.sink):
                 weight += exp2(Float32(ins.sink[at.head]) * Float32(softmax.LOG2_E) - top)
-            factors.append(cute.arch.rcp_approx(cutlass.select_(weight == 0.0, Float32(1.0), weight)))
+            factors.append(cute.arch.rcp_approx(cutlass.select_(sums[r] == 0.0, Float32(1.0), weight)))
             token = at.row + 8 * r
             if (w.lane % 4 == 0) & (token < at.tokens):
                 outs.lse[self._index(at, token)] = lse

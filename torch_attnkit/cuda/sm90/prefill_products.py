@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..prefill_tiles import Sequence
+from ..prefill_tiles import Sequence, outside
 from ..ring import Fixed
 from . import prefill_softmax as softmax
 
@@ -206,13 +206,14 @@ class Products:
 
     @cute.jit
     def _clear_rows(self, w, n: Int32, seq: Sequence, block: Int32):
-        """Write 0 over the rows of V's block that lie outside the sequence, before the tensor cores read them.
+        """Write 0 over the rows of V's block at which nobody looks, before the tensor cores read them.
 
         All consumers share the work and wait: none may read what another has yet to write, though it be zeros.
         """
         c = self.c
         low, high = block * c.tile_n, (block + 1) * c.tile_n
-        if (low < seq.start) | (high > seq.end):
+        unseen = outside(c, seq, w.scalars)
+        if unseen.meets(low, high):
             w.v.wait(n)
             slot = w.v.slot(n)
             zeros = cute.make_rmem_tensor(8, c.dtype)
@@ -221,7 +222,7 @@ class Products:
             threads = WARPGROUP * c.consumers
             for i in cutlass.range(cute.arch.thread_idx()[0] - WARPGROUP, c.tile_n * chunks, threads, unroll=1):
                 key = low + i // chunks
-                if (key < seq.start) | (key >= seq.end):
+                if unseen.holds(key):
                     cute.autovec_copy(zeros, cute.local_tile(w.sV[i // chunks, None, slot], (8,), (i % chunks,)))
             cute.arch.fence_view_async_shared()
             self._await_consumers()

@@ -1,19 +1,20 @@
 """Models of the transformers library on the ops of this package.
 
 Importing this module registers "attnkit" as an attention implementation (``attn_implementation="attnkit"``) with its
-mask function, and as an experts implementation. Nothing else of transformers is touched. ``attnkit_model`` goes
-further and replaces modules of one loaded model.
+mask function, and as an experts implementation. Nothing else of transformers changes what it computes.
+``attnkit_model`` goes further and replaces modules of one loaded model.
 
 Attention: any cache of transformers, left or right padding, packed sequences, sliding windows, sinks, softcap, beams,
 ``torch.compile`` of a decode step. DeepSeek-V4 needs ``attnkit_model``. What the ops cannot express raises
 ``torch_attnkit.UnsupportedError`` on every device, and says so: holes in the attention_mask, masks of four axes,
-dropout, attention weights.
+dropout, attention weights, and models that do arithmetic of their own with the mask instead of handing it to their
+attention implementation (BLOOM, GPT-J, Falcon, MPT, RoFormer, DeepSeek-V3.2 and others).
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import attention, experts, masks
+from . import attention, experts, masks, own_classes
 from .experts import round_experts_to_fp4
 from .swaps import attnkit_model
 
@@ -25,6 +26,7 @@ def register() -> None:
     AttentionInterface.register("attnkit", attention.attention)
     AttentionMaskInterface.register("attnkit", masks.mask)
     ALL_EXPERTS_FUNCTIONS.register("attnkit", experts.experts)
+    own_classes.register()
 
 
 register()

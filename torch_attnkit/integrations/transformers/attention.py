@@ -15,8 +15,12 @@ from torch import nn
 from torch_attnkit.core import UnsupportedError
 
 from . import masks
+from .descriptor import ADVICE, Descriptor, Layout
 
 ops = torch.ops.attnkit
+# What the eager attention of some model reads and the ops have not: biases, paged caches, keys chosen one by one, a
+# sink for each token.
+_FOREIGN = ("position_bias", "cache", "indices", "block_indices", "sinks")
 
 
 def attention(
@@ -24,7 +28,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | Descriptor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -35,13 +39,15 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of query (B, Hq, T, D) over key (B, Hkv, S, D) and value (B, Hkv, S, Dv): ((B, T, Hq, Dv), None).
 
-    ``attention_mask`` is what the mask function of this integration returned. ``sliding_window`` counts as in the ops,
-    ``s_aux`` (Hq) are attention sinks, ``softcap`` None or 0 is off. Inputs may require gradients, but the ops have no
-    backward.
+    ``attention_mask`` is what the mask function of this integration returned. As in eager attention it says what is
+    seen; ``sliding_window``, which counts as in the ops, and ``is_causal`` may not ask for something else. None hides
+    nothing. ``s_aux`` (Hq) are attention sinks, ``softcap`` None or 0 is off. Inputs may require gradients, but the ops
+    have no backward.
 
     Raises:
-        UnsupportedError: dropout, output_attentions, a dense mask, position_bias, a paged cache, a window or causality
-            other than the mask's, or a DeepseekV4Attention that attnkit_model has not replaced.
+        UnsupportedError: dropout, output_attentions, a dense mask, a bias or a choice of keys besides the mask, a paged
+            cache, a window or causality other than the mask's, a causal call without a mask, or a DeepseekV4Attention
+            that attnkit_model has not replaced.
     """
     if type(module).__name__ == "DeepseekV4Attention":
         raise UnsupportedError(
@@ -50,27 +56,59 @@ def attention(
         )
     if dropout > 0:
         raise UnsupportedError(f"attnkit attention: dropout is {dropout}, accepted: 0 (model.eval(), or no dropout)")
-    for name in ("position_bias", "cache"):
+    for name in _FOREIGN:
         if kwargs.get(name) is not None:
-            raise UnsupportedError(f"attnkit attention: {name} is given, accepted: None; {masks.ADVICE}")
+            raise UnsupportedError(f"attnkit attention: {name} is given, accepted: None; {ADVICE}")
     masks.refuse_weights(kwargs)
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    options: dict[str, Any] = dict(
-        scale=scaling, window=-1 if sliding_window is None else int(sliding_window), softcap=softcap or 0.0
-    )
+    T, S = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        mask = Descriptor(_unmasked(module, is_causal, sliding_window, T, S))
+    else:
+        mask = masks.described(attention_mask).beside(query)
+        _agree(mask.layout, is_causal, sliding_window, T, S)
+    options: dict[str, Any] = dict(scale=scaling, window=mask.layout.window, softcap=softcap or 0.0)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     sink = None if s_aux is None else s_aux.float()  # (Hq,)
-    if attention_mask is not None and masks.is_packed(attention_mask):
-        return _packed(query, key, value, sink, attention_mask, causal, options), None
-    return _ranges(query, key, value, sink, attention_mask, causal, options), None
-
-
-def _agree(layout: masks.Layout, causal: bool, window: int, keys: int) -> None:
-    """The mask was made for this very call. A model that says one thing to each would get a third."""
-    if (layout.causal, layout.window, layout.keys) != (causal, window, keys):
+    if mask.cu_seqlens is not None:
+        return _packed(query, key, value, sink, mask, options), None
+    if kwargs.get("cu_seq_lens_q") is not None:
         raise UnsupportedError(
-            f"attnkit attention: called with is_causal={causal}, window {window} and {keys} keys, but the mask was made"
-            f" for is_causal={layout.causal}, window {layout.window} and {layout.keys} keys; {masks.ADVICE}"
+            "attnkit attention: cu_seq_lens_q says that sequences are packed, but the mask was made for one sequence a"
+            " row; accepted: position_ids that restart, no attention_mask and use_cache=False"
+        )
+    return _ranges(query, key, value, sink, mask, options), None
+
+
+def _unmasked(module: nn.Module, is_causal: bool | None, window: int | None, queries: int, keys: int) -> Layout:
+    """The layout of a call whose model did not ask the mask function, or threw the mask away."""
+    if window is not None:
+        raise UnsupportedError(
+            f"attnkit attention: sliding_window is {window}, but the mask is None; accepted: the mask that the mask"
+            " function 'attnkit' makes for a window"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if causal and queries > 1:
+        raise UnsupportedError(
+            f"attnkit attention: the mask of {queries} queries is None, from which eager attention follows that every"
+            f" query sees every key and is_causal that it does not; accepted: the mask that the mask function 'attnkit'"
+            f" makes, or is_causal=False; {ADVICE}"
+        )
+    return Layout(False, -1, queries, keys, None)
+
+
+def _agree(layout: Layout, is_causal: bool | None, window: int | None, queries: int, keys: int) -> None:
+    """The mask was made for this very call. A model that says one thing to each would get a third.
+
+    Only is_causal=False may stand beside a causal mask: so models tell SDPA to leave causality to the mask.
+    """
+    said = (is_causal or layout.causal, layout.window if window is None else window)
+    # Where nothing depends on a query's position, any number of them has the same mask.
+    known = queries if layout.causal or layout.window >= 0 else layout.queries
+    if (*said, known, keys) != (layout.causal, layout.window, layout.queries, layout.keys):
+        raise UnsupportedError(
+            f"attnkit attention: called with is_causal={is_causal}, window {said[1]}, {queries} queries and {keys}"
+            f" keys, but the mask was made for is_causal={layout.causal}, window {layout.window}, {layout.queries}"
+            f" queries and {layout.keys} keys; {ADVICE}"
         )
 
 
@@ -79,37 +117,23 @@ def _ranges(
     key: torch.Tensor,
     value: torch.Tensor,
     sink: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    causal: bool,
+    mask: Descriptor,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """One range of keys per sequence: (B, T, Hq, Dv)."""
     (B, _, T, _), S = query.shape, key.shape[2]
-    start: torch.Tensor | None = None  # (B,)
-    length: torch.Tensor | None = None  # (B,)
-    q_end: int | None = S
-    if mask is not None:
-        start, length, layout = masks.unpack(mask, B)
-        q_end = None
-        if layout is not None:
-            _agree(layout, causal, options["window"], S)
-            q_end = layout.q_end
-    elif options["window"] >= 0:
-        raise UnsupportedError(
-            f"attnkit attention: sliding_window is {options['window']}, but the mask is None; accepted: the mask that"
-            " the mask function 'attnkit' makes for a window"
-        )
-    if T == 1 and (causal or options["window"] < 0):
+    layout, start, length = mask.layout, mask.start, mask.length
+    if T == 1 and (layout.causal or layout.window < 0):
         if length is None:
             length = torch.full((B,), S, dtype=torch.int32, device=query.device)
         return ops.sdpa_decode(query[:, :, 0], key, value, length, sink, start, **options)[0][:, None]
     q = query.transpose(1, 2)  # (B, T, Hq, D)
-    if causal and q_end is None:
+    if layout.causal and length is not None:
         return ops.sdpa_multi(q, key, value, length, sink, start, causal=True, **options)[0]
-    if causal:
-        key, value, length = key[:, :, :q_end], value[:, :, :q_end], None  # no query sees beyond the newest one
+    if layout.causal:
+        key, value = key[:, :, : layout.q_end], value[:, :, : layout.q_end]  # no query sees beyond the newest one
     k, v = key.transpose(1, 2), value.transpose(1, 2)  # (B, S, Hkv, D), (B, S, Hkv, Dv)
-    return ops.flash_attention(q, k, v, sink, length, start, causal=causal, **options)[0]
+    return ops.flash_attention(q, k, v, sink, length, start, causal=layout.causal, **options)[0]
 
 
 def _packed(
@@ -117,15 +141,11 @@ def _packed(
     key: torch.Tensor,
     value: torch.Tensor,
     sink: torch.Tensor | None,
-    mask: torch.Tensor,
-    causal: bool,
+    mask: Descriptor,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Sequences behind one another in each row, whatever the number of rows: (B, T, Hq, Dv)."""
-    layout = getattr(mask, "attnkit", None)
-    if layout is not None:
-        _agree(layout, causal, options["window"], key.shape[2])
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # (B * T, H, D)
-    cu = mask[0, 0, 0]  # (n + 1,)
-    out = ops.flash_attention_varlen(q, k, v, cu, cu, sink, causal=causal, **options)[0]  # (B * T, Hq, Dv)
+    cu = mask.cu_seqlens  # (n + 1,)
+    out = ops.flash_attention_varlen(q, k, v, cu, cu, sink, causal=mask.layout.causal, **options)[0]  # (B * T, Hq, Dv)
     return out.unflatten(0, (query.shape[0], query.shape[2]))

@@ -25,6 +25,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from torch_attnkit.core import UnsupportedError
 
 from . import masks
+from .descriptor import ADVICE, Descriptor
 
 ops = torch.ops.attnkit
 
@@ -47,7 +48,7 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | Descriptor | None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
@@ -67,7 +68,8 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
         if past_key_values is not None:
             kv = past_key_values.update(kv, kv, self.layer_idx)[0]  # (B, 1, S, D), S: the window behind, and T
             state = past_key_values.layers[self.layer_idx]
-        swa_kv, swa_end = _window(kv[:, 0], T, attention_mask)
+        kv = kv[:, 0]  # (B, S, D)
+        swa_kv, swa_end = _window(kv, T, _start(self, attention_mask, kv, T))
         compressed, chosen, visible = _compressed(self, hidden_states, q_low, position_ids, state)
         out = ops.sparse_fmha_with_swa(
             q, swa_kv, swa_end, compressed, chosen, visible, None, self.sinks.float(),
@@ -80,11 +82,29 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
         return self.o_b_proj(low.reshape(B, T, -1)), None
 
 
-def _window(kv: torch.Tensor, T: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _start(
+    attention: Any, mask: torch.Tensor | Descriptor | None, kv: torch.Tensor, queries: int
+) -> torch.Tensor | None:
+    """Where the valid keys of ``kv`` (B, S, D) begin, (B,), None if all do at 0."""
+    if mask is None:
+        raise UnsupportedError(f"DeepseekV4Attention: attention_mask is None, accepted: the model's own mask; {ADVICE}")
+    mask = masks.described(mask).beside(kv)
+    keys = kv.shape[1]
+    layout, expected = mask.layout, (True, attention.sliding_window, queries, keys)
+    if mask.cu_seqlens is not None or layout[:4] != expected:
+        packed = "packed sequences, " * (mask.cu_seqlens is not None)
+        raise UnsupportedError(
+            f"DeepseekV4Attention: the mask was made for {packed}is_causal={layout.causal}, window {layout.window},"
+            f" {layout.queries} queries and {layout.keys} keys, accepted: is_causal=True, window"
+            f" {attention.sliding_window}, {queries} queries and {keys} keys; {ADVICE}"
+        )
+    return mask.start
+
+
+def _window(kv: torch.Tensor, T: int, start: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys (B, S, D) and where the window of each token ends (Tq,), left padding moved behind the valid keys."""
     B, S, D = kv.shape
     end = torch.arange(S - T + 1, S + 1, dtype=torch.int32, device=kv.device).repeat(B, 1)  # (B, T)
-    start = None if mask is None else masks.unpack(mask, B)[0]  # (B,)
     if start is not None:
         index = torch.arange(S, device=kv.device) + start[:, None]  # (B, S) what lies behind S is never seen
         kv = kv.gather(1, index.clamp(max=S - 1)[..., None].expand(B, S, D))

@@ -1,10 +1,10 @@
 """The mask function "attnkit": what a call's mask allows, as a few integers per sequence instead of a (T, S) matrix.
 
-The ops take ranges, so a mask is described by ``[kv_start, kv_len]`` per sequence, in the coordinates of the keys that
-the layer hands to its attention: an int32 tensor (1, 1, 2, B). Four axes because transformers passes a mask of four
-axes through unchanged, and the batch last so that both rows are contiguous. ``kv_len`` of a causal mask is the position
-behind the newest query; of a bidirectional one, the end of the valid keys. Packed sequences (position_ids that restart)
-become ``cu_seqlens`` (1, 1, 1, n + 1) over the flattened batch. None means that nothing is hidden but the future.
+The ops take ranges, so a mask is a Descriptor with ``[kv_start, kv_len]`` per sequence, in the coordinates of the keys
+that the layer hands to its attention. ``kv_len`` of a causal mask is the position behind the newest query; of a
+bidirectional one, the end of the valid keys. Packed sequences (position_ids that restart) become ``cu_seqlens`` over
+the flattened batch. There is always a descriptor: a model that does its own arithmetic would take None for
+permission to see everything.
 
 Everything else raises UnsupportedError: the ops cannot express it, and a dense fallback would hide that. Looking at a
 2-D attention_mask costs one device synchronisation per mask and forward, whatever the number of layers. Inside a
@@ -30,25 +30,16 @@ from transformers.utils.import_utils import is_tracing
 
 from torch_attnkit.core import UnsupportedError
 
-ADVICE = "for such a call choose attn_implementation='eager' or 'sdpa'"
+from .descriptor import ADVICE, Descriptor, Layout
+
 ACCEPTED = (
     "accepted: causal or bidirectional, with or without a sliding window, over one run of valid tokens per sequence,"
     f" or packed sequences without a cache; {ADVICE}"
 )
 
-
-class Layout(NamedTuple):
-    """What is known on the host about a descriptor; kept as its attribute ``attnkit``.
-
-    The tensor alone says everything about the data. The layout lets the attention function check that it was called
-    with the causality and window that the mask was made for, and leave out arguments that change nothing.
-    """
-
-    causal: bool
-    window: int  # of the ops: a causal query at p sees p - window < j, a bidirectional one |p - j| < window; -1 is off
-    keys: int  # how many keys the mask was made for
-    q_end: int | None  # the position behind the newest query, if the host knows it and it decides which op runs
-    padded: bool  # whether some kv_start may be above 0
+# Models whose recurrences go on over what attention gave to padding tokens. Eager attention gives these the mean of all
+# values, the ops 0, and every later token would differ.
+_READ_PADDING = ("recurrent_gemma",)
 
 
 class _Packed(NamedTuple):
@@ -125,18 +116,21 @@ def mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | Descriptor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> torch.Tensor | None:
-    """The descriptor of one mask, or None (see the module). Registered with AttentionMaskInterface as "attnkit".
+) -> Descriptor:
+    """The descriptor of one mask (see the module). Registered with AttentionMaskInterface as "attnkit".
 
     Raises:
         UnsupportedError: the mask is not one that the ops can express (holes between valid tokens, a custom mask
             function, blocks, chunks), or the newest token of a decode step is masked.
         ValueError: attention_mask has another number of axes than two, or covers none of the keys.
     """
+    if isinstance(attention_mask, Descriptor):  # generate() makes the masks of a static cache before the forward
+        return attention_mask
+    model = getattr(kwargs.get("config"), "model_type", None)
     tracing = torch.compiler.is_compiling()
     if use_vmap:
         found: tuple[bool, int] | _Packed | None = None
@@ -147,37 +141,39 @@ def mask(
         hint = " (while tracing, pass a 2-D attention_mask: without one the call may hold packed sequences)"
         raise UnsupportedError(f"attnkit mask: the pattern {name} is not supported{hint * tracing}; {ACCEPTED}")
     if isinstance(found, _Packed):
-        return _cu_seqlens(found)
+        T = found.sequences.shape[1]
+        layout = Layout(found.causal, found.window, T, T, T)
+        return Descriptor(layout, cu_seqlens=_cu_seqlens(found.sequences), model=model)
     causal, window = found
     q_end = q_offset + q_length - kv_offset
     if window >= 0 and not causal and not (isinstance(q_end, int) and q_end == kv_length):
         raise UnsupportedError(f"attnkit mask: a bidirectional window over {kv_length} keys that end at {q_end}")
+    # Of one query no shape depends on the position, nor of a prompt that the host can cut the keys for.
+    known = q_end if isinstance(q_end, int) and q_length > 1 else None
+    ends = _ends(q_end, batch_size, device) if causal and known is None else None  # (B,)
+    start = stop = None
+    if attention_mask is not None:
+        start, stop = _run(attention_mask, kv_offset, kv_length, ends if q_length == 1 else None)
+        if start is not None and model in _READ_PADDING:
+            raise UnsupportedError(
+                f"attnkit mask: attention_mask hides the first tokens of a sequence, whose attention the recurrences of"
+                f" {model} read, accepted: sequences that begin at the first token; {ADVICE}"
+            )
+    layout = Layout(causal, window, q_length, kv_length, known)
+    return Descriptor(layout, start, ends if causal else stop, model=model)
+
+
+def _ends(q_end: int | torch.Tensor, batch: int, device: torch.device | str) -> torch.Tensor:
+    """The position behind the newest query of each sequence: int32 (B,)."""
     if isinstance(q_end, torch.Tensor):
-        ends = q_end.to(device=device, dtype=torch.int32).expand(batch_size)  # (B,)
-    else:
-        ends = torch.full((batch_size,), q_end, dtype=torch.int32, device=device)  # (B,)
-    padded, whole = False, True
-    if attention_mask is None:
-        start = torch.zeros(batch_size, dtype=torch.int32, device=device)  # (B,)
-        stop = torch.full_like(start, kv_length)  # (B,)
-    else:
-        start, stop, padded, whole = _run(
-            attention_mask, kv_offset, kv_length, ends if causal and q_length == 1 else None
-        )
-    at_end = isinstance(q_end, int) and q_end == kv_length
-    # A window never becomes None: the attention function could not tell that the mask had one.
-    if window < 0 and (at_end and q_length > 1 and not padded if causal else whole):
-        return None
-    descriptor = torch.stack((start, ends if causal else stop)).view(1, 1, 2, batch_size)
-    known = q_end if isinstance(q_end, int) and q_length > 1 else None  # of one query no shape depends on it
-    descriptor.attnkit = Layout(causal, window, kv_length, known, padded)  # type: ignore[attr-defined]
-    return descriptor
+        return q_end.to(device=device, dtype=torch.int32).expand(batch).contiguous()
+    return torch.full((batch,), q_end, dtype=torch.int32, device=device)
 
 
 def _run(
     attention_mask: torch.Tensor, kv_offset: int, kv_length: int, newest: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
-    """The run of valid keys of each row: start (B,), stop (B,), whether any starts late, whether all are whole.
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The run of valid keys of each row: start (B,), None if all are 0, and stop (B,), None if all are ``kv_length``.
 
     ``newest`` (B,): where the only query of a decode step ends; its key must be among the valid ones.
     """
@@ -191,15 +187,17 @@ def _run(
             " the keys that the window has left behind"
         )
     index = torch.arange(n, device=valid.device)  # (n,)
-    stop = torch.where(valid, index + 1, 0).amax(-1).to(torch.int32)  # (B,)
-    start = torch.minimum(torch.where(valid, index, n).amin(-1).to(torch.int32), stop)  # (B,)
+    last = torch.where(valid, index + 1, 0).amax(-1).to(torch.int32)  # (B,)
+    # A row of padding alone starts behind all of it: its queries see nothing, as other padding does.
+    start = torch.where(valid, index, n).amin(-1).to(torch.int32)  # (B,)
+    stop = torch.maximum(start, last)  # (B,)
     count = valid.sum(-1)  # (B,)
     holes = (count != stop - start).any()
-    hidden = torch.zeros_like(holes) if newest is None else (stop < newest).any()
+    hidden = torch.zeros_like(holes) if newest is None else (last < newest).any()
     broken = f"attnkit mask: attention_mask hides tokens between or behind the valid ones; {ACCEPTED}"
     if is_tracing(valid):
         torch._assert_async(~(holes | hidden), broken)
-        return start, stop, True, False
+        return start, stop
     has_holes, has_hidden, padded, short = torch.stack(
         (holes, hidden, (start > 0).any(), (count < kv_length).any())
     ).tolist()
@@ -211,18 +209,16 @@ def _run(
         raise UnsupportedError(
             f"attnkit mask: attention_mask hides the newest token of a sequence in a decode step; {ACCEPTED}"
         )
-    return start, stop, padded, not short
+    return start if padded else None, stop if short else None
 
 
-def _cu_seqlens(packed: _Packed) -> torch.Tensor:
-    """Where the packed sequences of all rows start and end, one row behind the other: int32 (1, 1, 1, n + 1)."""
-    B, T = packed.sequences.shape
-    first = torch.ones(B, T, dtype=torch.bool, device=packed.sequences.device)  # (B, T) a sequence starts here
-    first[:, 1:] = packed.sequences.diff(dim=-1) != 0
+def _cu_seqlens(sequences: torch.Tensor) -> torch.Tensor:
+    """Where the packed sequences (B, T) start and end, one row behind the other: int32 (n + 1,)."""
+    B, T = sequences.shape
+    first = torch.ones(B, T, dtype=torch.bool, device=sequences.device)  # (B, T) a sequence starts here
+    first[:, 1:] = sequences.diff(dim=-1) != 0
     starts = first.flatten().nonzero()[:, 0]  # (n,)
-    cu = torch.cat((starts, starts.new_full((1,), B * T))).to(torch.int32).view(1, 1, 1, -1)
-    cu.attnkit = Layout(packed.causal, packed.window, T, T, False)  # type: ignore[attr-defined]
-    return cu
+    return torch.cat((starts, starts.new_full((1,), B * T))).to(torch.int32)
 
 
 def refuse_weights(kwargs: dict[str, Any]) -> None:
@@ -231,23 +227,18 @@ def refuse_weights(kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(f"attnkit attention: output_attentions is True, accepted: False; {ADVICE}")
 
 
-def is_packed(mask: torch.Tensor | None) -> bool:
-    """Whether ``mask`` is the cu_seqlens of packed sequences."""
-    return mask is not None and mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[2] == 1
-
-
-def unpack(mask: torch.Tensor, batch: int) -> tuple[torch.Tensor | None, torch.Tensor, Layout | None]:
-    """kv_start (None where every sequence starts at key 0), kv_len and the layout of a descriptor.
+def described(mask: torch.Tensor | Descriptor) -> Descriptor:
+    """``mask`` as the mask function made it.
 
     Raises:
-        UnsupportedError: ``mask`` is not a descriptor of ``batch`` sequences, but a dense mask.
+        UnsupportedError: somebody else made ``mask``, or something of it.
     """
-    if mask.dtype != torch.int32 or mask.shape != (1, 1, 2, batch):
-        kind = str(mask.dtype).removeprefix("torch.")
-        raise UnsupportedError(
-            f"attnkit attention: attention_mask is a dense {kind} mask of shape {tuple(mask.shape)}; accepted: a 2-D"
-            f" attention_mask given to the model, or none; {ADVICE}"
-        )
-    layout = getattr(mask, "attnkit", None)
-    start, length = mask[0, 0, 0], mask[0, 0, 1]  # (B,), (B,)
-    return None if layout is not None and not layout.padded else start, length, layout
+    if isinstance(mask, Descriptor):
+        return mask
+    found = f"a {type(mask).__name__}"
+    if isinstance(mask, torch.Tensor):
+        found = f"a dense {str(mask.dtype).removeprefix('torch.')} mask of shape {tuple(mask.shape)}"
+    raise UnsupportedError(
+        f"attnkit attention: attention_mask is {found}; accepted: a 2-D attention_mask given to the model, or none;"
+        f" {ADVICE}"
+    )

@@ -6,17 +6,37 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import inputs
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle.attention import visible
 
+# Sizes beside the borders of tiles of 64, 128 and 192 rows and of 8 to 128 keys; groups of 2 and of 3 heads. Up to 128
+# rows and more have kernels of their own on Blackwell and come in turns, as dtypes do.
 PARITY = {
+    "square": dict(B=2, T=65, S=65, Hq=4, Hkv=2, D=64, Dv=64),
+    "more-queries": dict(B=3, T=129, S=63, Hq=2, Hkv=1, D=64, Dv=32),
+    "prefix": dict(B=2, T=17, S=191, Hq=6, Hkv=2, D=64, Dv=64),
+    "long": dict(B=2, T=256, S=319, Hq=2, Hkv=1, D=64, Dv=64),
+}
+# unseen=1: lengths of 0, and starts at the end.
+DEGENERATE = {
     "one": dict(B=1, T=1, S=1, Hq=4, Hkv=1, D=64, Dv=64),
-    "square": dict(B=3, T=33, S=33, Hq=4, Hkv=2, D=64, Dv=64),
-    "prefix": dict(B=2, T=17, S=70, Hq=6, Hkv=1, D=64, Dv=64),
-    "more-queries": dict(B=3, T=40, S=9, Hq=2, Hkv=1, D=64, Dv=32),
-    "long": dict(B=1, T=130, S=260, Hq=4, Hkv=2, D=64, Dv=64),
     "no-queries": dict(B=2, T=0, S=5, Hq=2, Hkv=1, D=64, Dv=64),
     "no-keys": dict(B=2, T=3, S=0, Hq=2, Hkv=1, D=64, Dv=64),
+    "no-batch": dict(B=0, T=3, S=5, Hq=2, Hkv=1, D=64, Dv=64),
+    "unseen": dict(B=4, T=3, S=64, Hq=2, Hkv=1, D=64, Dv=64, unseen=1),
 }
+# A value of NaN stands where all queries of its sequence see it or none does: what a weight of 0 makes of it is not
+# defined, and differs from tile to tile.
+EXTRAS = (
+    ("nan:q", "square", "all"),
+    ("nan:k", "prefix", "all"),
+    ("nan:v", "square", "kv_len"),
+    ("nan:v", "prefix", "kv_start"),
+    ("nan:sink", "square", "sink"),
+    ("sink:-inf", "square", "all"),
+    ("sink:inf", "prefix", "sink"),
+)
 # Name: (B, tokens, Hq, Hkv, D, Dv); each is run causal and full.
 _SQUARES = {
     "8x2048": (8, 2048, 32, 8, 128, 128),
@@ -44,8 +64,9 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, T, S, Hq = dims["B"], dims["T"], dims["S"], dims["Hq"]
     Hkv = dims["Hkv"] if "gqa" in features else Hq
-    kv_len = inputs.lengths(gen, B, S)
-    kv_start = inputs.starts(gen, kv_len if "kv_len" in features else torch.full_like(kv_len, S))
+    kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
+    end = kv_len if "kv_len" in features else torch.full_like(kv_len, S)
+    kv_start = inputs.starts(gen, end, unseen=bool(dims.get("unseen")))
     args = (
         inputs.normal(gen, dtype, B, T, Hq, dims["D"]),
         inputs.normal(gen, dtype, B, S, Hkv, dims["D"]),
@@ -78,3 +99,28 @@ def flops(dims: dict[str, int]) -> int:
     outside = max(0, S - dims["window"]) if "window" in dims else 0  # of a causal square: a triangle
     pairs -= outside * (outside + 1) // 2
     return 2 * dims["B"] * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 6, 8))
+    T = 0 if d.sometimes(0.02) else d.size(min(d.room.keys, 2048))
+    S = d.pick((T, T, T + d.size(d.room.keys // 2), d.size(d.room.keys), d.size(d.room.keys), d.size(20)))
+    S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, T))
+    facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, on, S)
+    for name in ("kv_len", "kv_start"):
+        facts[name] = d.ragged(facts["B"], S) if name in on else ""
+    return facts | {f"{name}.at": d.place(4, (0, 2)) for name in "qkv"}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    B, T, S, Hkv, Hq = f["B"], f["T"], f["S"], f["Hkv"], f["Hkv"] * f["group"]
+    kv_len, kv_start = (draws.counts(f[name], B, S) for name in ("kv_len", "kv_start"))
+    scores = draws.score_arguments(f)
+    keep = visible(
+        torch.arange(S - T, S).expand(B, T), S, 0 if kv_start is None else kv_start[:, None],
+        S if kv_len is None else kv_len[:, None], causal=bool(f["causal"]), window=f["window"],
+        sink_tokens=f["sink_tokens"],
+    )  # fmt: skip
+    q, k, v = draws.qkv(f, gen, (B, T, Hq), (B, S, Hkv), keep.any(1)[..., None].expand(B, S, Hkv))
+    args = (q, k, v, draws.sink(f, gen, Hq), kv_len, kv_start, *draws.scales(f, gen, B, Hkv))
+    return args, dict(causal=bool(f["causal"]), normalize=bool(f["normalize"])) | scores

@@ -4,8 +4,9 @@ It runs in float32 whatever the model dtype: in float16 and bfloat16 that kernel
 exponentials, and its LSE is then wrong in the fifth digit. It knows a dense rectangle, a causal triangle from
 the first query and key, and an additive mask; everything but the first two goes through the mask. It adds the
 mask to the scores, so a key that nobody sees must be cut off or zeroed first: it may hold nan. It gives a row
-without keys an LSE of 0, and stops the process when there is no head, query or key: neither is left to it. It
-wants one head size, so the smaller of D and Dv is padded, and in torch 2.8 as many KV heads as query heads.
+without keys an LSE of 0, loses nan among the scores or spreads it to rows that do not see it, and stops the
+process when there is no head, query or key: none of these is left to it. It wants one head size, so the smaller
+of D and Dv is padded, and in torch 2.8 as many KV heads as query heads.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 
 from torch_attnkit.core import Call, Target
 from torch_attnkit.oracle import checks
-from torch_attnkit.oracle.attention import visible
+from torch_attnkit.oracle.attention import attend, visible
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _GROUPED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"  # whether it takes fewer KV heads itself
+_SCORES = 1 << 24  # that the definition makes at a time
 
 
 def _zeroed(t: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
@@ -34,6 +36,24 @@ def _padded(t: torch.Tensor, size: int) -> torch.Tensor:
     """t in float32, with zeros up to ``size`` in the last axis: they add nothing to a score or to an output."""
     t = t.float()
     return t if t.shape[-1] == size else torch.nn.functional.pad(t, (0, size - t.shape[-1]))
+
+
+def _defined(
+    call: Call, tensors: tuple[Any, ...], bounds: tuple[torch.Tensor | None, ...], out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """The reference's results for (q, k, v, sink) and (kv_start, kv_len), a few queries at a time."""
+    (q, k, v, sink), (T, S) = tensors, (call.dim["T"], call.dim["S"])
+    step = max(1, _SCORES // (call.dim["Hq"] * S))
+    for b in range(call.dim["B"]):
+        start, end = (n if t is None else int(t[b]) for t, n in zip(bounds, (0, S), strict=True))
+        for t in range(0, T, step):
+            rows = slice(t, min(t + step, T))
+            keep = visible(
+                torch.arange(S - T + rows.start, S - T + rows.stop)[None], S, start, end,
+                causal=call.arg.causal, window=call.arg.window, sink_tokens=call.arg.sink_tokens,
+            )  # fmt: skip
+            o, l, _ = attend(q[b, None, rows], k[b, None], v[b, None], keep, scale=call.arg.scale, sink=sink)
+            out[b, rows], lse[b, rows] = o[0], l[0]
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
@@ -78,17 +98,28 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             if bool(unseen.any()):
                 k, v = _zeroed(k, unseen), _zeroed(v, unseen)
             blind = ~keep.any(-1, keepdim=True)  # (B or 1, T or 1, 1)
-            mask = torch.zeros(keep.shape).masked_fill_(~keep, -torch.inf)[:, None]  # (B or 1, 1, T or 1, S')
+            mask = torch.zeros(keep.shape, dtype=torch.float32).masked_fill_(~keep, -torch.inf)
+            mask = mask[:, None]  # (B or 1, 1, T or 1, S')
         qh, kh, vh = (_padded(t, max(D, Dv)).transpose(1, 2) for t in (q, k, v))  # (B, H, T or S', max(D, Dv))
+        # That kernel makes 0 of a row that is nan, and adds the mask to a nan that the row must not see.
+        if bool((qh.sum() + kh.sum()).isnan()):
+            _defined(call, (*args[:3], sink), (kv_start, kv_len), out, lse)
+            return
         if not _GROUPED:
             kh, vh = (t.repeat_interleave(Hq // t.shape[1], 1) for t in (kh, vh))
         alone = triangle and mask is None
-        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=scale)
+        if scale == 0:  # by which that kernel multiplies the -inf of its triangle
+            qh = torch.zeros_like(qh)
+        o, l = _kernel(qh, kh, vh, 0.0, alone, attn_mask=mask, scale=scale or 1.0)
         o, l = o.transpose(1, 2)[..., :Dv], l.transpose(1, 2)  # (B, T, Hq, Dv), (B, T, Hq)
-        if blind is not None:
-            l = l.masked_fill(blind, -torch.inf)
+        if blind is not None and bool(blind.any()):
+            o, l = o.masked_fill(blind[..., None], 0.0), l.masked_fill(blind, -torch.inf)
+        if bool((l.isnan() | (l == torch.inf)).any()):
+            _defined(call, (*args[:3], sink), (kv_start, kv_len), out, lse)
+            return
         if sink is not None:
-            o = o * (l - sink).sigmoid()[..., None]
+            # A sink of -inf where nothing is seen: the difference is nan.
+            o = o * (l - sink).sigmoid().masked_fill(l == -torch.inf, 0.0)[..., None]
         out.copy_(o)
         lse.copy_(l)
 

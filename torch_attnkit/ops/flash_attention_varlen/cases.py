@@ -8,15 +8,33 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import inputs
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle.attention import visible
 
+# In turns up to 128 rows and more, as in flash_attention; causal=1: as many queries as keys.
 PARITY = {
+    "ragged": dict(B=4, L=65, Hq=4, Hkv=2, D=64, Dv=64),
+    "prefill": dict(B=3, L=129, Hq=2, Hkv=1, D=64, Dv=64, causal=1),
+    "tail": dict(B=3, L=63, Hq=6, Hkv=2, D=64, Dv=32, tail=5),
+    "long": dict(B=2, L=256, Hq=2, Hkv=1, D=64, Dv=64),
+}
+DEGENERATE = {
     "one": dict(B=1, L=1, Hq=4, Hkv=1, D=64, Dv=64),
-    "ragged": dict(B=4, L=19, Hq=4, Hkv=2, D=64, Dv=64),
-    "tail": dict(B=3, L=33, Hq=6, Hkv=1, D=64, Dv=32, tail=5),
-    "long": dict(B=2, L=140, Hq=4, Hkv=2, D=64, Dv=64),
+    "no-tokens": dict(B=2, L=0, Hq=2, Hkv=1, D=64, Dv=64),
+    "only-tail": dict(B=2, L=0, Hq=2, Hkv=1, D=64, Dv=64, tail=3),
     "empty": dict(B=0, L=0, Hq=2, Hkv=1, D=64, Dv=64),
 }
+# Values of NaN: see flash_attention.
+EXTRAS = (
+    ("nan:q", "ragged", "all"),
+    ("nan:k", "tail", "all"),
+    ("nan:v", "tail"),
+    ("nan:v", "ragged", "softcap"),
+    ("nan:sink", "ragged", "sink"),
+    ("sink:-inf", "tail", "all"),
+    ("sink:inf", "ragged", "sink"),
+)
 # 64 sequences whose lengths are spread evenly over 1..4096, in random order.
 BENCH = {
     f"{kind}-64x1..4096-D{d}": dict(B=64, L=4096, Hq=32, Hkv=8, D=d, Dv=d, causal=int(kind == "causal"))
@@ -86,3 +104,38 @@ def flops(dims: dict[str, int]) -> int:
     """Two products, two operations a term; causal counts each sequence's triangle."""
     pairs = sum(n * (n + 1) // 2 if dims.get("causal") else n * n for n in _spread(dims))
     return 2 * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 6, 8))
+    T, same = d.size(min(d.room.keys, 2048)), d.sometimes(0.4)
+    S = min(T if same else d.size(d.room.keys), draws.most_keys(d, facts, T))
+    T = min(T, S) if same else T
+    facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, on, S)
+    len_q = d.ragged(facts["B"], T)
+    facts |= dict(len_q=len_q, len_k=len_q if same else d.ragged(facts["B"], S))
+    facts |= dict(tail_q=d.pick((0, 0, 1, 5)), tail_k=d.pick((0, 0, 1, 7)), hints=d.pick(("", "exact", "more")))
+    return facts | {f"{name}.at": d.place(3, (1,)) for name in "qkv"}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``T`` and ``S`` bound the lengths; tails are tokens past the last offset; hints are "", "exact" or "more"."""
+    B, Hkv, Hq = f["B"], f["Hkv"], f["Hkv"] * f["group"]
+    len_q, len_k = draws.counts(f["len_q"], B, f["T"]), draws.counts(f["len_k"], B, f["S"])
+    assert len_q is not None and len_k is not None
+    scores = draws.score_arguments(f)
+    seen = [torch.zeros(0, dtype=torch.bool)]
+    for t, s in zip(len_q.tolist(), len_k.tolist(), strict=True):
+        keep = visible(
+            torch.arange(s - t, s)[None], s, 0, s, causal=bool(f["causal"]), window=f["window"],
+            sink_tokens=f["sink_tokens"],
+        )  # fmt: skip
+        seen.append(keep[0].any(0))
+    seen.append(torch.zeros(f["tail_k"], dtype=torch.bool))
+    rows = torch.cat(seen)[:, None].expand(-1, Hkv)  # (Tk, Hkv)
+    q, k, v = draws.qkv(f, gen, (int(len_q.sum()) + f["tail_q"], Hq), tuple(rows.shape), rows)
+    sink, scales = draws.sink(f, gen, Hq), draws.scales(f, gen, B, Hkv)
+    longest = [max(n.tolist(), default=0) + (f["hints"] == "more") * 100 if f["hints"] else -1 for n in (len_q, len_k)]
+    kwargs = dict(causal=bool(f["causal"]), normalize=bool(f["normalize"])) | scores
+    kwargs |= dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+    return (q, k, v, _offsets(len_q), _offsets(len_k), sink, *scales), kwargs

@@ -12,12 +12,14 @@ from .op import ACTIVATIONS
 
 # blk and act as in op.py: 16 NVFP4 weights, 32 MXFP4; activations 0 none, 1 nvfp4, 2 mxfp4, 3 mxfp8.
 PARITY = {
-    "one": dict(Tq=1, N=32, M=32, E=1, K=1, blk=16, act=0),
     "some": dict(Tq=5, N=64, M=96, E=4, K=2, blk=16, act=0),
     "mxfp4": dict(Tq=9, N=96, M=160, E=5, K=3, blk=32, act=0),
     "nvfp4_both": dict(Tq=6, N=64, M=32, E=3, K=2, blk=16, act=1),
     "mxfp4_both": dict(Tq=6, N=64, M=32, E=3, K=2, blk=32, act=2),
     "mxfp8": dict(Tq=6, N=64, M=32, E=3, K=2, blk=32, act=3),
+}
+DEGENERATE = {
+    "one": dict(Tq=1, N=32, M=32, E=1, K=1, blk=16, act=0),
     "no_choice": dict(Tq=3, N=32, M=32, E=2, K=0, blk=16, act=0),
     "empty": dict(Tq=0, N=64, M=32, E=4, K=2, blk=16, act=0),
 }

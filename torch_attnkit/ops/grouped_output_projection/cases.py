@@ -12,11 +12,13 @@ FORMATS = {0: "none", 16: "nvfp4", 32: "mxfp4"}
 
 # Kn numbers per group and token; blk as in op.py, 0 the model dtype, 16 NVFP4, 32 MXFP4; cast=1: out in another dtype.
 PARITY = {
-    "one": dict(Tq=1, G=1, Kn=32, R=1, blk=0),
     "plain": dict(Tq=5, G=3, Kn=96, R=7, blk=0),
     "nvfp4": dict(Tq=5, G=3, Kn=80, R=10, blk=16),
     "mxfp4": dict(Tq=130, G=2, Kn=160, R=3, blk=32),
     "cast": dict(Tq=4, G=2, Kn=64, R=5, blk=0, cast=1),
+}
+DEGENERATE = {
+    "one": dict(Tq=1, G=1, Kn=32, R=1, blk=0),
     "no_columns": dict(Tq=2, G=2, Kn=0, R=3, blk=0),
     "empty": dict(Tq=0, G=2, Kn=64, R=4, blk=0),
 }

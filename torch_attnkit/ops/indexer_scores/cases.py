@@ -15,12 +15,14 @@ FORMATS = {16: "none", 8: "fp8", 4: "mxfp4"}
 # bytes of two numbers. bits=16 is the model dtype with float32 weights; the other formats have weights in the
 # model dtype. q_scale=1: fp8 with scales of q.
 PARITY = {
-    "one": dict(Tq=1, R=1, S=1, Hi=1, Qb=32, Ps=1, bits=16),
     "decode": dict(Tq=3, R=3, S=37, Hi=4, Qb=64, Ps=8, bits=16),
     "heads": dict(Tq=2, R=1, S=130, Hi=64, Qb=128, Ps=64, bits=16),
     "fp8": dict(Tq=10, R=2, S=65, Hi=3, Qb=128, Ps=16, bits=8),
     "fp8_q_scale": dict(Tq=4, R=4, S=9, Hi=2, Qb=128, Ps=4, bits=8, q_scale=1),
     "mxfp4": dict(Tq=10, R=2, S=65, Hi=3, Qb=64, Ps=16, bits=4),
+}
+DEGENERATE = {
+    "one": dict(Tq=1, R=1, S=1, Hi=1, Qb=32, Ps=1, bits=16),
     "no_entries": dict(Tq=2, R=2, S=0, Hi=2, Qb=32, Ps=4, bits=16),
     "empty": dict(Tq=0, R=2, S=8, Hi=2, Qb=32, Ps=4, bits=16),
 }

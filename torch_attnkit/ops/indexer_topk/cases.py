@@ -10,10 +10,12 @@ from torch_attnkit.oracle import inputs
 
 # ties: scores are small integers, so that most places are decided by index.
 PARITY = {
-    "one": dict(Tq=1, S=1, K=1, ties=0),
     "ties": dict(Tq=5, S=130, K=17, ties=1),
     "odd": dict(Tq=3, S=1037, K=512, ties=0),
     "short": dict(Tq=4, S=100, K=512, ties=0),
+}
+DEGENERATE = {
+    "one": dict(Tq=1, S=1, K=1, ties=0),
     "no_entries": dict(Tq=2, S=0, K=4, ties=0),
     "empty": dict(Tq=0, S=64, K=8, ties=0),
 }

@@ -10,11 +10,13 @@ from torch_attnkit.oracle import fp4
 
 # blk as in op.py: 16 NVFP4, 32 MXFP4; t_angles=1: cos and sin in the model dtype.
 PARITY = {
-    "one": dict(Tq=1, Hq=1, D=32, R2=1, groups=1, blk=16),
     "heads": dict(Tq=5, Hq=6, D=96, R2=16, groups=3, blk=16),
     "mxfp4": dict(Tq=130, Hq=2, D=64, R2=32, groups=1, blk=32, t_angles=1),
     "v4": dict(Tq=3, Hq=4, D=512, R2=32, groups=2, blk=16),
     "no_rope": dict(Tq=3, Hq=2, D=32, R2=0, groups=2, blk=32),
+}
+DEGENERATE = {
+    "one": dict(Tq=1, Hq=1, D=32, R2=1, groups=1, blk=16),
     "empty": dict(Tq=0, Hq=2, D=64, R2=8, groups=1, blk=16),
 }
 BENCH = {

@@ -10,7 +10,7 @@ from torch_attnkit.formats import kv_cache
 from torch_attnkit.oracle import cache_rows, fp4
 
 PARITY = cache_rows.PARITY | {"cast": dict(R=3, D=32, Nc=4, rope=0, fmt=0, cast=1)}  # cast=1: out in another dtype
-BENCH, bytes = cache_rows.BENCH, cache_rows.bytes_moved
+DEGENERATE, BENCH, bytes = cache_rows.DEGENERATE, cache_rows.BENCH, cache_rows.bytes_moved
 
 
 def make(

@@ -3,8 +3,10 @@
 out[r] is row ``slot[r]`` of the cache, zeros where slot is -1; a slot may appear more than once. format "none" returns
 the numbers. "fp8", "nvfp4" and "mxfp4" rows are bytes as kv_cache_write describes them; their ``head_dim`` D cannot be
 told from the row and must be given (0 stands for the size of the row, format "none" only). ``global_scale`` is the one
-the rows were written with. The default of ``dtype`` is the dtype of the cache, and float32, which every stored number
-fits, for bytes; numbers are rounded once to it.
+the rows were written with. The default of ``dtype`` is the dtype of the cache, and float32 for bytes; numbers are
+rounded once to it. Stored numbers below 2^128 fit float32. Those that are not, to which kv_cache_write may round the
+largest numbers of float32 and what infinities are stored as, come back infinite, as in every rounding to float32, and
+as they are stored with ``dtype`` float64.
 Source: the caches of DeepSeek-V4 (arXiv 2606.19348); the fp8 row is FlashMLA's.
 """
 

@@ -9,7 +9,8 @@ import torch
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.oracle import cache_rows, fp4
 
-PARITY, BENCH, bytes = cache_rows.PARITY, cache_rows.BENCH, cache_rows.bytes_moved
+PARITY, DEGENERATE, BENCH = cache_rows.PARITY, cache_rows.DEGENERATE, cache_rows.BENCH
+bytes = cache_rows.bytes_moved
 
 
 def make(

@@ -51,6 +51,10 @@ class _Merge:
         """exp(lse - base), exactly 0 for -inf."""
         return cute.math.exp2((lse - base) * LOG2_E, fastmath=True)
 
+    def base(self, top: Any):
+        """What is subtracted of every lse, the largest being ``top``: 0 where that would make nan of an infinity."""
+        return cutlass.select_((top == -Float32.inf) | (top == Float32.inf), Float32(0), top)
+
     @cute.jit
     def add(self, rAcc: list[Any], rPart: list[Any], lse: Any, weight: Any, gSum: Any):
         """Add a weighted partial, unless it saw nothing: then it may hold anything."""
@@ -119,7 +123,7 @@ class _Few(_Merge):
             top = lse[0]
             for p in cutlass.range_constexpr(1, c.parts):
                 top = cute.arch.fmax(top, lse[p])
-            base = Float32(0) if top == -Float32.inf else top
+            base = self.base(top)
             weights = [self.weight(lse[p], base) for p in range(c.parts)]
             total = Float32(0)
             rAcc = copies.fragments(c.vectors, c.width, Float32)
@@ -175,7 +179,7 @@ class _Many(_Merge):
         for p in cutlass.range(lane % c.lse_lanes, parts, c.lse_lanes):
             top = cute.arch.fmax(top, copies.scalar(gLse + Int64(p) * lse_step))
         top = cute.arch.warp_reduction(top, cute.arch.fmax, threads_in_group=c.lse_lanes)
-        base = Float32(0) if top == -Float32.inf else top
+        base = self.base(top)
         total = Float32(0)
         for p in cutlass.range(lane % c.lse_lanes, parts, c.lse_lanes):
             total += self.weight(copies.scalar(gLse + Int64(p) * lse_step), base)

@@ -13,6 +13,7 @@ from torch_attnkit.mps import library
 
 _SPAN = 128  # elements of a simdgroup, MERGE_SPAN of the kernel
 _SIMDGROUPS = 4
+_COLUMNS = 1 << 24  # threadgroups along x: with 128 threads each half of what a grid can count
 
 
 def _nothing(*args: Any) -> None:
@@ -39,7 +40,9 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         dtype = call.arg.dtype or call.dtype
         built = library.load(call.op, target, IN_TYPE=call.dtype, OUT_TYPE=dtype, WIDTH=width)
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, call.op))
-        return metal.launcher(built, call.op, (-(-items // simds), 1, 1), simds * metal.SIMD)
+        groups = -(-items // simds)
+        columns = min(groups, _COLUMNS)
+        return metal.launcher(built, call.op, (columns, -(-groups // columns), 1), simds * metal.SIMD)
 
     run = metal.by_alignment(variant, (Dv, *parts.stride()[:3]))
 

@@ -10,10 +10,12 @@ from torch_attnkit.oracle import fp4
 
 # R x H rows of K numbers (R -1: one row without batch axes); f8=1: scales as float8 instead of bytes.
 PARITY = {
-    "one": dict(R=1, H=1, K=16),
     "vector": dict(R=-1, H=1, K=48),
     "heads": dict(R=3, H=5, K=80, f8=1),
     "tiles": dict(R=65, H=2, K=272),
+}
+DEGENERATE = {
+    "one": dict(R=1, H=1, K=16),
     "no_columns": dict(R=2, H=3, K=0),
     "empty": dict(R=0, H=2, K=64),
 }

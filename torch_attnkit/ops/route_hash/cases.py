@@ -10,9 +10,11 @@ from torch_attnkit.oracle import inputs
 
 # wide: token ids and table are int64, else int32.
 PARITY = {
-    "one": dict(R=1, E=1, V=1, K=1, wide=0),
     "odd": dict(R=5, E=144, V=33, K=6, wide=1),
     "flash": dict(R=9, E=256, V=100, K=6, wide=0),
+}
+DEGENERATE = {
+    "one": dict(R=1, E=1, V=1, K=1, wide=0),
     "empty": dict(R=0, E=16, V=10, K=2, wide=0),
 }
 BENCH = {f"{e}-{r}": dict(R=r, E=e, V=129280, K=6, wide=0) for e in (256, 384) for r in (1, 16, 128, 4096, 16384)}

@@ -9,11 +9,13 @@ import torch
 from torch_attnkit.oracle import inputs
 
 PARITY = {
-    "one": dict(R=1, E=1, K=1),
     "all": dict(R=3, E=7, K=7),
     "odd": dict(R=5, E=144, K=6),
     "gptoss": dict(R=9, E=128, K=4),
     "qwen3_next": dict(R=2, E=512, K=10),
+}
+DEGENERATE = {
+    "one": dict(R=1, E=1, K=1),
     "empty": dict(R=0, E=16, K=2),
 }
 BENCH = {

@@ -9,11 +9,13 @@ import torch
 from torch_attnkit.oracle import inputs
 
 PARITY = {
-    "one": dict(R=1, E=1, K=1),
     "all": dict(R=3, E=7, K=7),
     "odd": dict(R=5, E=144, K=6),
     "flash": dict(R=9, E=256, K=6),
     "pro": dict(R=2, E=384, K=6),
+}
+DEGENERATE = {
+    "one": dict(R=1, E=1, K=1),
     "empty": dict(R=0, E=16, K=2),
 }
 BENCH = {f"{e}-{r}": dict(R=r, E=e, K=6) for e in (256, 384) for r in (1, 16, 128, 4096, 16384)}

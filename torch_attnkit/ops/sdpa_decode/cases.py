@@ -6,17 +6,26 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import inputs
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle.attention import visible
 
+# Lengths beside the borders of tiles of 16 to 128 keys, and beside the 512 keys up to which one block attends a group.
 PARITY = {
-    "one": dict(B=1, Hq=4, Hkv=1, S=1, D=64, Dv=64),
-    "ragged": dict(B=3, Hq=8, Hkv=2, S=37, D=64, Dv=64),
-    "mqa": dict(B=2, Hq=6, Hkv=1, S=130, D=64, Dv=32),
-    "long": dict(B=2, Hq=16, Hkv=2, S=1000, D=64, Dv=64),
+    "ragged": dict(B=3, Hq=8, Hkv=2, S=65, D=64, Dv=64),
+    "mqa": dict(B=2, Hq=6, Hkv=1, S=129, D=64, Dv=32),
+    "long": dict(B=2, Hq=16, Hkv=2, S=513, D=64, Dv=64),
     "many-heads": dict(B=2, Hq=70, Hkv=1, S=700, D=64, Dv=64),
     "many-parts": dict(B=1, Hq=2, Hkv=1, S=3000, D=64, Dv=64),
-    "empty": dict(B=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
 }
+# unseen=1: lengths of 0, and starts at the end.
+DEGENERATE = {
+    "one": dict(B=1, Hq=4, Hkv=1, S=1, D=64, Dv=64),
+    "no-keys": dict(B=2, Hq=4, Hkv=2, S=0, D=64, Dv=64),
+    "empty": dict(B=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
+    "unseen": dict(B=4, Hq=4, Hkv=2, S=64, D=64, Dv=64, unseen=1),
+}
+EXTRAS = inputs.DECODE_EXTRAS
 _OWN = 16  # query heads when each has a KV head of its own: more are only more of the same
 BENCH = (
     {
@@ -41,14 +50,14 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, S = dims["B"], dims["S"]
     Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
-    kv_len = inputs.lengths(gen, B, S)
+    kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
     args = (
         inputs.normal(gen, dtype, B, Hq, dims["D"]),
         inputs.normal(gen, dtype, B, Hkv, S, dims["D"]),
         inputs.normal(gen, dtype, B, Hkv, S, dims["Dv"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
-        inputs.starts(gen, kv_len) if "kv_start" in features else None,
+        inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None,
         *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     return args, inputs.score_arguments(features, S)
@@ -87,3 +96,33 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """Two products, two operations a term."""
     return 2 * dims["Hq"] * _seen(dims) * (dims["D"] + dims["Dv"])
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
+    S = d.size(d.room.keys * 4 if d.sometimes(0.1) else d.room.keys)
+    S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, 1))
+    facts |= dict(S=S) | draws.batch(d, facts, 1, S) | draws.scores(d, on, S)
+    facts["kv_len"] = d.ragged(facts["B"], S)
+    facts["kv_start"] = d.ragged(facts["B"], S) if "kv_start" in on else ""
+    step = draws.aligned(row, facts["dtype"])
+    facts["q.at"] = d.place(3, (0, 1), min(step, 4))
+    facts |= {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
+    return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With ``same`` one tensor is keys and values."""
+    B, S, Hkv, Hq = f["B"], f["S"], f["Hkv"], f["Hkv"] * f["group"]
+    kv_len = draws.counts(f["kv_len"] or str(S), B, S)
+    kv_start = draws.counts(f["kv_start"], B, S)
+    assert kv_len is not None
+    scores = draws.score_arguments(f)
+    keep = visible(
+        kv_len[:, None] - 1, S, 0 if kv_start is None else kv_start[:, None], kv_len[:, None], causal=True,
+        window=f["window"], sink_tokens=f["sink_tokens"],
+    )  # fmt: skip
+    seen = keep.expand(B, Hkv, S)
+    q, k, v = draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen, ("k_cache", "v_cache"))
+    rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
+    return (q, k, k if f["same"] else v, kv_len, *rest), scores

@@ -6,18 +6,27 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import inputs
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle.attention import visible
 
+# Lengths as in sdpa_decode, S where the last page is not to be full.
 PARITY = {
-    "one": dict(B=1, Hq=4, Hkv=1, Np=1, Ps=1, Mp=1, D=64, Dv=64),
-    "ragged": dict(B=3, Hq=8, Hkv=2, Np=12, Ps=16, Mp=4, D=64, Dv=64),
+    "ragged": dict(B=3, Hq=8, Hkv=2, Np=16, Ps=16, Mp=5, S=65, D=64, Dv=64),
     "odd-page": dict(B=2, Hq=6, Hkv=1, Np=20, Ps=13, Mp=9, D=64, Dv=32),
-    "long": dict(B=2, Hq=16, Hkv=2, Np=33, Ps=64, Mp=16, D=64, Dv=64),
+    "long": dict(B=2, Hq=16, Hkv=2, Np=20, Ps=64, Mp=9, S=513, D=64, Dv=64),
     "many-heads": dict(B=2, Hq=70, Hkv=1, Np=90, Ps=16, Mp=44, D=64, Dv=64),
     "many-parts": dict(B=1, Hq=2, Hkv=1, Np=190, Ps=16, Mp=190, D=64, Dv=64),
-    "empty": dict(B=0, Hq=4, Hkv=2, Np=3, Ps=16, Mp=2, D=64, Dv=64),
-    "no-pages": dict(B=2, Hq=4, Hkv=2, Np=0, Ps=16, Mp=0, D=64, Dv=64),
 }
+# unseen=1: lengths of 0, and starts at the end.
+DEGENERATE = {
+    "one": dict(B=1, Hq=4, Hkv=1, Np=1, Ps=1, Mp=1, D=64, Dv=64),
+    "one-key": dict(B=1, Hq=4, Hkv=1, Np=1, Ps=16, Mp=1, S=1, D=64, Dv=64),
+    "no-pages": dict(B=2, Hq=4, Hkv=2, Np=0, Ps=16, Mp=0, D=64, Dv=64),
+    "empty": dict(B=0, Hq=4, Hkv=2, Np=3, Ps=16, Mp=2, D=64, Dv=64),
+    "unseen": dict(B=4, Hq=4, Hkv=2, Np=20, Ps=16, Mp=4, D=64, Dv=64, unseen=1),
+}
+EXTRAS = inputs.DECODE_EXTRAS
 _OWN = 16  # query heads when each has a KV head of its own: more are only more of the same
 _MODELS = {
     "gptoss": dict(Hq=64, Hkv=8, D=64, Dv=64, window=128, sink=1),
@@ -39,9 +48,9 @@ def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, D, Dv = dims["B"], dims["D"], dims["Dv"]
-    Np, Ps, S = dims["Np"], dims["Ps"], dims["Mp"] * dims["Ps"]
+    Np, Ps, S = dims["Np"], dims["Ps"], dims.get("S", dims["Mp"] * dims["Ps"])
     Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
-    kv_len = inputs.lengths(gen, B, S)
+    kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
     args = (
         inputs.normal(gen, dtype, B, Hq, D),
         inputs.normal(gen, dtype, Np, Ps, Hkv, D),
@@ -49,7 +58,7 @@ def make(
         inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
-        inputs.starts(gen, kv_len) if "kv_start" in features else None,
+        inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None,
         *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     return args, inputs.score_arguments(features, S)
@@ -86,3 +95,50 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """Two products, two operations a term."""
     return 2 * dims["Hq"] * _seen(dims) * (dims["D"] + dims["Dv"])
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
+    sixteens = any(why.startswith("Ps ") for why in row.needs)
+    Ps = d.kernel.choice((16, 16, 32, 48, 64, 128) if sixteens else (1, 5, 8, 13, 16, 64, 100))
+    Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.room.keys, draws.most_keys(d, facts, 1)) // Ps))
+    facts |= dict(Ps=Ps, Mp=Mp) | draws.batch(d, facts, 1, Mp * Ps) | draws.scores(d, on, Mp * Ps)
+    facts["kv_len"] = d.ragged(facts["B"], Mp * Ps)
+    facts["kv_start"] = d.ragged(facts["B"], Mp * Ps) if "kv_start" in on else ""
+    facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))
+    facts["unused"] = d.pick((-1, 2**31 - 1))
+    step = draws.aligned(row, facts["dtype"])
+    facts |= {"q.at": d.place(3, (0, 1), min(step, 4)), "block_table.at": d.place(2)}
+    facts |= {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
+    return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
+
+
+def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A (B, Mp) table and the number of pages: ``own`` ones in random order, ``shared`` by all, or only ``one``."""
+    used = [-(-n // f["Ps"]) for n in kv_len.tolist()]
+    needed = dict(own=sum(used), shared=max(used, default=0), one=int(sum(used) > 0))[f["pages"]]
+    order = torch.randperm(needed + f["spare"], generator=gen).to(torch.int32)
+    table = torch.full((len(used), f["Mp"]), f["unused"], dtype=torch.int32)
+    taken = 0
+    for b, n in enumerate(used):
+        table[b, :n] = order[:1] if f["pages"] == "one" else order[taken : taken + n]
+        taken += n if f["pages"] == "own" else 0
+    return table, needed + f["spare"]
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``unused`` is what the table holds past a sequence's length, ``spare`` the pages of nobody."""
+    B, Ps, most, Hkv, Hq = f["B"], f["Ps"], f["Mp"] * f["Ps"], f["Hkv"], f["Hkv"] * f["group"]
+    kv_len, kv_start = draws.counts(f["kv_len"] or str(most), B, most), draws.counts(f["kv_start"], B, most)
+    assert kv_len is not None
+    table, Np = _drawn_table(f, gen, kv_len)
+    keep = visible(
+        kv_len[:, None] - 1, most, 0 if kv_start is None else kv_start[:, None], kv_len[:, None], causal=True,
+        window=f["window"], sink_tokens=f["sink_tokens"],
+    )[:, 0]  # (B, Mp * Ps)  # fmt: skip
+    b, key = keep.nonzero(as_tuple=True)
+    seen = torch.zeros(Np, Ps, Hkv, dtype=torch.bool)
+    seen[table[b, key // Ps].long(), key % Ps] = True
+    q, k, v = draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen, ("k_cache", "v_cache"))
+    rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
+    return (q, k, k if f["same"] else v, table, kv_len, *rest), draws.score_arguments(f)

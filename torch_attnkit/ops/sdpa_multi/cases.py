@@ -6,19 +6,37 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import inputs
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle.attention import visible
 
+# Rows (queries times heads of a group) and keys beside the borders of tiles of 16, 64 and 128. Blocks that share the
+# keys of a sequence have kernels of their own on Blackwell and come in turns, as dtypes do.
 PARITY = {
-    "one": dict(B=1, T=1, Hq=4, Hkv=1, S=1, D=64, Dv=64),
-    "ragged": dict(B=3, T=5, Hq=8, Hkv=2, S=37, D=64, Dv=64),
-    "mqa": dict(B=2, T=16, Hq=6, Hkv=1, S=130, D=64, Dv=32),
-    "long": dict(B=2, T=33, Hq=4, Hkv=2, S=300, D=64, Dv=64),
-    "short-cache": dict(B=2, T=7, Hq=2, Hkv=1, S=4, D=64, Dv=64),
-    "shared-keys": dict(B=1, T=3, Hq=4, Hkv=2, S=700, D=64, Dv=64),
-    "two-tiles": dict(B=1, T=17, Hq=8, Hkv=1, S=60, D=64, Dv=64),
+    "ragged": dict(B=3, T=5, Hq=8, Hkv=2, S=65, D=64, Dv=64),
+    "two-tiles": dict(B=1, T=17, Hq=8, Hkv=1, S=639, D=64, Dv=64),
+    "mqa": dict(B=2, T=16, Hq=6, Hkv=1, S=129, D=64, Dv=32),
     "many-keys": dict(B=1, T=16, Hq=4, Hkv=2, S=1500, D=64, Dv=64),
-    "empty": dict(B=2, T=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
+    "long": dict(B=2, T=65, Hq=4, Hkv=2, S=257, D=64, Dv=64),
 }
+# short-cache: more queries than keys; unseen=1: lengths of 0, and starts at the end.
+DEGENERATE = {
+    "one": dict(B=1, T=1, Hq=4, Hkv=1, S=1, D=64, Dv=64),
+    "short-cache": dict(B=2, T=7, Hq=2, Hkv=1, S=4, D=64, Dv=64),
+    "no-queries": dict(B=2, T=0, Hq=4, Hkv=2, S=8, D=64, Dv=64),
+    "no-keys": dict(B=2, T=3, Hq=4, Hkv=2, S=0, D=64, Dv=64),
+    "empty": dict(B=0, T=3, Hq=4, Hkv=2, S=8, D=64, Dv=64),
+    "unseen": dict(B=4, T=3, Hq=4, Hkv=2, S=64, D=64, Dv=64, unseen=1),
+}
+# Values of NaN: see flash_attention.
+EXTRAS = (
+    ("nan:q", "ragged", "all"),
+    ("nan:k_cache", "ragged", "all"),
+    ("nan:v_cache", "long", "bidirectional"),
+    ("nan:sink", "ragged", "sink"),
+    ("sink:-inf", "ragged", "all"),
+    ("sink:inf", "long", "sink"),
+)
 BENCH = {
     f"{'full-' * (1 - causal)}{b}x{t}x{s}": dict(B=b, T=t, Hq=32, Hkv=8, S=s, D=128, Dv=128, causal=causal)
     for b, t, s, causal in (
@@ -34,14 +52,14 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, Hq, S = dims["B"], dims["Hq"], dims["S"]
     Hkv = dims["Hkv"] if "gqa" in features else Hq
-    kv_len = inputs.lengths(gen, B, S)
+    kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
     args = (
         inputs.normal(gen, dtype, B, dims["T"], Hq, dims["D"]),
         inputs.normal(gen, dtype, B, Hkv, S, dims["D"]),
         inputs.normal(gen, dtype, B, Hkv, S, dims["Dv"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
-        inputs.starts(gen, kv_len) if "kv_start" in features else None,
+        inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None,
         *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     return args, dict(causal="bidirectional" not in features) | inputs.score_arguments(features, S)
@@ -66,3 +84,32 @@ def flops(dims: dict[str, int]) -> int:
     T = dims["T"]
     pairs = T * dims["S"] - (T * (T - 1) // 2 if dims.get("causal", 1) else 0)
     return 2 * dims["B"] * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 8, 16))
+    T = 0 if d.sometimes(0.02) else d.size(min(150, d.room.keys))
+    S = 0 if d.sometimes(0.02) else d.size(d.room.keys)
+    S = min(S, draws.most_keys(d, facts, T))
+    facts |= dict(T=T, S=S, causal=int("bidirectional" not in on))
+    facts |= draws.batch(d, facts, T, S) | draws.scores(d, on, S)
+    facts["kv_len"] = d.ragged(facts["B"], S)
+    facts["kv_start"] = d.ragged(facts["B"], S) if "kv_start" in on else ""
+    facts["q.at"] = d.place(4, (0, 2))
+    step = draws.aligned(row, facts["dtype"])
+    return facts | {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    B, T, S, Hkv, Hq = f["B"], f["T"], f["S"], f["Hkv"], f["Hkv"] * f["group"]
+    kv_len, kv_start = draws.counts(f["kv_len"] or str(S), B, S), draws.counts(f["kv_start"], B, S)
+    assert kv_len is not None
+    pos = kv_len[:, None] - T + torch.arange(T)  # (B, T)
+    keep = visible(
+        pos, S, 0 if kv_start is None else kv_start[:, None], kv_len[:, None], causal=bool(f["causal"]),
+        window=f["window"], sink_tokens=f["sink_tokens"],
+    )  # fmt: skip
+    seen = (keep & (pos >= 0)[..., None]).any(1)[:, None].expand(B, Hkv, S)
+    q, k, v = draws.qkv(f, gen, (B, T, Hq), (B, Hkv, S), seen, ("k_cache", "v_cache"))
+    rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
+    return (q, k, v, kv_len, *rest), dict(causal=bool(f["causal"])) | draws.score_arguments(f)

@@ -50,7 +50,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     section = prefill_launch.section(S, (D + Dv) * call.dtype.itemsize, max(1, Hq // Hkv // signature["group"]))
     by_token = lambda *caches: tuple(t.transpose(1, 2) for t in caches)  # (B, S, Hkv, D)
     kv = by_token(a.k_cache, a.v_cache)
-    start = prefill_launch.fed(run, scores.scalars(section, sms), a, kv, scores.negate)
+    start = prefill_launch.fed(run, scores.scalars(section, sms), a, kv, scores.sign)
 
     def launch(q, k, v, kv_len, sink, kv_start, q_scale, k_scale, v_scale, *rest):
         out, lse = rest[-2:]

@@ -62,7 +62,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     )
     read_q, read_k, read_v = (prefill_launch.reader(t) for t in (a.q, a.k_cache, a.v_cache))
     scalars = _scalars(call, scores, plan.ctas)
-    unread = torch.empty(1, device=call.device)
+    unread = torch.empty(1, dtype=torch.float32, device=call.device)
 
     def launch(q, k, v, kv_len, sink, kv_start, *rest):
         out, lse = rest[-2:]
@@ -71,7 +71,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             lse.fill_(-torch.inf)
             return
         ins = (
-            read_q(q.neg() if scores.negate else q),
+            read_q(q if scores.sign > 0 else prefill_launch.signed(q, scores.sign)),
             read_k(k),
             read_v(v),
             kv_len,

@@ -9,10 +9,12 @@ import torch
 from torch_attnkit.oracle import inputs
 
 PARITY = {
-    "one": dict(Tq=1, Hq=4, R=1, S=1, C=1, K=1, D=64, window=1),
     "prefill": dict(Tq=24, Hq=4, R=2, S=40, C=12, K=5, D=64, window=8),
     "decode": dict(Tq=3, Hq=16, R=3, S=130, C=50, K=20, D=64, window=128),
     "deepseek": dict(Tq=4, Hq=9, R=1, S=140, C=70, K=64, D=512, window=128),
+}
+DEGENERATE = {
+    "one": dict(Tq=1, Hq=4, R=1, S=1, C=1, K=1, D=64, window=1),
     "nothing": dict(Tq=4, Hq=3, R=2, S=0, C=0, K=0, D=64, window=128),
     "empty": dict(Tq=0, Hq=4, R=2, S=8, C=4, K=2, D=64, window=4),
 }

@@ -86,10 +86,16 @@ def _zig() -> str:
     spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
         raise UnsupportedError(
-            "the Metal simulator: the package ziglang, whose clang compiles Metal sources here, is missing: "
+            "the Metal simulator needs the package ziglang (its compiler), which is not installed: "
             "pip install 'torch_attnkit[sim]'"
         )
     return str(Path(spec.origin).parent / ("zig.exe" if os.name == "nt" else "zig"))
+
+
+def require() -> None:
+    """Raise UnsupportedError, with the cure, unless a source can be compiled for this machine."""
+    _zig()
+    _target()
 
 
 def _target() -> list[str]:

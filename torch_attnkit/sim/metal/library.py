@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -83,9 +84,16 @@ def machine() -> Any:
         from torch_attnkit.sim import _metal  # type: ignore[attr-defined]
     except ImportError as error:
         raise UnsupportedError(
-            f"the Metal simulator's extension (torch_attnkit.sim._metal) is missing: {error}"
+            f"the Metal simulator's extension (torch_attnkit.sim._metal) has not been built: {error}"
         ) from None
     return _metal
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedError, with the cure, unless all that the simulator needs is installed."""
+    machine()
+    compiler.require()
 
 
 class _Loaded:

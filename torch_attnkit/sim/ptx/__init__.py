@@ -11,11 +11,12 @@ from typing import Any
 
 from . import launch, library
 from .gpu import GPUS, cute_tensors, device
+from .runtime import require
 from .settings import Launch, Settings, counting, settings
 
 __all__ = [
     "GPUS", "CheckError", "Launch", "PtxDeadlock", "PtxError", "Settings", "compile", "counting", "device", "load",
-    "run", "settings",
+    "require", "run", "settings",
 ]  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def _check(op: str | None, arch: str | None, seeds: int) -> int:
             try:
                 with settings(check=True, seed=seed):
                     worst = parity.run(case)
-                message = f"{worst:.2f} of the tolerance"
+                message = "refused" if worst is None else f"{worst:.2f} of the tolerance"
             except (AssertionError, RuntimeError) as error:
                 failures += 1
                 message = f"[red]{escape(str(error))}[/red]"

@@ -11,12 +11,14 @@ import ctypes
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import struct
 from typing import Any
 
 from torch_attnkit.core.errors import UnsupportedError
 
 DSL, CHECKED_WITH = "nvidia-cutlass-dsl", "4.8.1"
+CURE = "pip install 'torch_attnkit[sim]'"
 _SYMTAB, _DYNSYM = 2, 11  # section types of ELF
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section (0: undefined), value, size
 
@@ -39,7 +41,17 @@ def _extension(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UnsupportedError(f"the PTX simulator's extension {name} is missing: {error}") from None
+        raise UnsupportedError(f"the PTX simulator's extension {name} has not been built: {error}") from None
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedError, with the cure, unless all that the simulator needs is installed."""
+    machine()
+    runtime()
+    require_compiler()
+    if importlib.util.find_spec("tvm_ffi") is None:
+        raise UnsupportedError(f"the PTX simulator needs the package apache-tvm-ffi, which is not installed: {CURE}")
 
 
 @functools.cache
@@ -48,13 +60,12 @@ def require_compiler() -> None:
 
     How its host code calls the runtime and encodes TMA descriptors is nobody's documented interface.
     """
-    cure = f"pip install '{DSL}=={CHECKED_WITH}'"
     try:
         found = importlib.metadata.version(DSL)
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(f"the PTX simulator needs the package {DSL}, which is not installed: {cure}") from None
+        raise UnsupportedError(f"the PTX simulator needs the package {DSL}, which is not installed: {CURE}") from None
     if found != CHECKED_WITH:
-        raise UnsupportedError(f"the PTX simulator was checked with {DSL} {CHECKED_WITH}, found {found}: {cure}")
+        raise UnsupportedError(f"the PTX simulator was checked with {DSL} {CHECKED_WITH}, found {found}: {CURE}")
 
 
 def own_name(symbol: str) -> str:

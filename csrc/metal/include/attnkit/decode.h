@@ -268,7 +268,7 @@ struct Places {
         above = max(above, s[block][n]);
       }
       above = max(top[n], column_max(above));
-      const float2 base = float2(above.x == -INFINITY ? 0.0f : above.x, above.y == -INFINITY ? 0.0f : above.y);
+      const float2 base = float2(subtracted(above.x), subtracted(above.y));
       const float2 kept = exp(top[n] - base);
       top[n] = above;
       sum[n] *= kept;
@@ -306,6 +306,7 @@ struct Places {
   }
 
   // The simdgroups meet: the common maximum, then their sums and outputs, one after another. Q' is not needed any more.
+  // Without a maximum these are 0, or nan where every score was: a maximum leaves nan out.
   ATTNKIT_UNROLL
   for (int n = 0; n < TILES; n++) {
     sum[n] = column_sum(sum[n]);
@@ -329,7 +330,7 @@ struct Places {
           for (int other = 0; other < int(simds); other++) {
             above = max(above, tops[other * ROWS + row]);
           }
-          const float kept = top[n][e] == -INFINITY ? 0.0f : exp(top[n][e] - above);
+          const float kept = exp(top[n][e] - subtracted(above));
           ATTNKIT_UNROLL
           for (int part = 0; part < PARTS_O; part++) {
             const int d = part / RUN * RUN * 8 + RUN * at.row + part % RUN;
@@ -350,8 +351,7 @@ struct Places {
         above = max(above, tops[other * ROWS + row]);
       }
       for (int other = 0; other < int(simds); other++) {
-        const float t = tops[other * ROWS + row];
-        denominator += t == -INFINITY ? 0.0f : sums[other * ROWS + row] * exp(t - above);
+        denominator += sums[other * ROWS + row] * exp(tops[other * ROWS + row] - subtracted(above));
       }
       const int head = kv_head * heads + (row0 + row) % heads;
       const long token = (long(group.y) * shape.batch + b) * queries + (row0 + row) / heads;

@@ -42,7 +42,8 @@ inline void merge_row(
     const int mine = p0 + int(lane);
     const float l = mine < row.parts ? lse[mine * row.lse_step] : -INFINITY;
     const float above = max(top, simd_max(l));
-    const float base = above == -INFINITY ? 0.0f : above;
+    // Nothing finite is subtracted of an infinity: -inf means no keys, and +inf stays what it is.
+    const float base = isinf(above) ? 0.0f : above;
     const float kept = exp(top - base);
     float weight = exp(l - base);
     sum = sum * kept + simd_sum(weight);
@@ -56,7 +57,7 @@ inline void merge_row(
     const int count = min(32, row.parts - p0);
     for (int p = 0; p < count; p++) {
       const float w = simd_shuffle(weight, ushort(p));
-      if (w != 0.0f) {
+      if (simd_shuffle(l, ushort(p)) != -INFINITY) {
         const device In* from = part + (p0 + p) * row.part_step;
         ATTNKIT_UNROLL
         for (int c = 0; c < MERGE_CELLS; c++) {
@@ -73,7 +74,7 @@ inline void merge_row(
   }
   const float log_sum = sum == 0.0f ? -INFINITY : top + log(sum);
   float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-  if (sink != nullptr) {
+  if (sink != nullptr && sum != 0.0f) {
     scale /= 1.0f + exp(sink[0] - log_sum);
   }
   ATTNKIT_UNROLL

@@ -243,7 +243,7 @@ inline void read_tile(const threadgroup TYPE* from, thread float* to) {
           above = max(above, s[block][n]);
         }
         above = max(top[n], column_max(above));
-        const float2 base = float2(above.x == -INFINITY ? 0.0f : above.x, above.y == -INFINITY ? 0.0f : above.y);
+        const float2 base = float2(subtracted(above.x), subtracted(above.y));
         if (simd_any(above.x != top[n].x || above.y != top[n].y)) {
           const float2 kept = exp(top[n] - base);
           sum[n] *= kept;

@@ -28,7 +28,8 @@ inline Visible visible(int position, int first, int end, thread const Masks& mas
   v.high = v.cap;
   v.sinks = first;
   if (masks.window >= 0) {
-    v.low = max(first, position - masks.window + 1);
+    // A window of 0 holds no key, also where the walk of several queries would join theirs.
+    v.low = masks.window == 0 ? max(first, end) : max(first, position - masks.window + 1);
     v.high = masks.causal ? v.cap : min(end, position + masks.window);
     v.sinks = first + masks.sink_tokens;
   }
@@ -63,4 +64,10 @@ inline Walk walk(int first, thread const Visible& a, thread const Visible& b) {
 inline float2 scores(float2 dot, float scale, float cap) {
   const float2 x = dot * scale;
   return cap > 0.0f ? cap * tanh(x) : x;
+}
+
+// What is subtracted of scores whose maximum is ``top``. That is -inf where nothing has been seen yet, or nan alone, which
+// maxima pass over; -inf - -inf would make nan of nothing, and a weight of 0 taken instead would lose the nan.
+inline float subtracted(float top) {
+  return top == -INFINITY ? 0.0f : top;
 }

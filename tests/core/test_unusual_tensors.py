@@ -1,0 +1,299 @@
+"""Tensors that are not what they look like: negated views, tangents, meta, None, sparse, nested; and index tensors with
+steps. Each is computed right or refused with words, by the reference and on the simulated devices."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from torch_attnkit import parity
+from torch_attnkit.core import simulate
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.spec import DTYPES
+
+SIMULATOR = {"metal": "torch_attnkit.sim._metal", "sm90": "torch_attnkit.sim._ptx", "sm100": "torch_attnkit.sim._ptx"}
+ALL = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+# One call of every row's op on every arch that can be simulated.
+ROWS = [(op, arch) for op in OPS.values() for arch in SIMULATOR if any(arch in row.archs for row in op.kernels)]
+EACH = pytest.mark.parametrize(("op", "arch"), ROWS, ids=[f"{op.name}-{arch}" for op, arch in ROWS])
+
+
+def call(op, full=False, dtype=torch.float32):
+    names = list(op.module("cases").PARITY)
+    features = parity.feature_sets(op, tuple(op.features))[-1] if full else ()
+    args, kwargs = parity.inputs(op, names[min(1, len(names) - 1)], dtype, features)
+    return list(args), kwargs, getattr(torch.ops.attnkit, op.name)
+
+
+def on_row(op, arch):
+    """The arguments of a case of the first row that serves ``arch``, with all its features."""
+    pytest.importorskip(SIMULATOR[arch])
+    index = next(i for i, row in enumerate(op.kernels) if arch in row.archs)
+    cases = parity.cases(op, index, arch)
+    best = max(cases, key=lambda c: (len(c.features), c.dtype == "f32", c.shape not in ("one", "empty")))
+    args, kwargs = parity.inputs(op, best.shape, DTYPES[best.dtype], best.features, best.dims)
+    return list(args), kwargs, getattr(torch.ops.attnkit, op.name)
+
+
+def leaves(out):
+    return [] if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
+
+
+def bits(op, args, out):
+    found = [*parity.mutated(op, tuple(args)), *leaves(out)]
+    return [t.reshape(-1).view(torch.uint8).tolist() for t in found]
+
+
+def copies(args):
+    return [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def negated(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers, as a view of memory that holds the opposite ones."""
+    view = torch._neg_view(-t)
+    assert view.is_neg()
+    return view
+
+
+def differentiable(op, args):
+    return [i for i, n in enumerate(op.argnames[: len(args)]) if n in op.tensors and n not in op.mutated
+            and isinstance(args[i], torch.Tensor) and args[i].dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
+
+
+@EACH
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_negated_views_are_read_with_their_sign(op, arch, mode):
+    args, kwargs, run = on_row(op, arch)
+    with simulate(arch), mode():
+        want = bits(op, args, run(*args, **kwargs))
+        for i in differentiable(op, args):
+            changed = copies(args)
+            changed[i] = negated(args[i])
+            assert bits(op, args, run(*changed, **kwargs)) == want, op.argnames[i]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutated], ids=lambda op: op.name)
+def test_a_negated_view_is_not_written_to(op):
+    args, kwargs, run = call(op)
+    for name in op.mutated:
+        i = op.argnames.index(name)
+        changed = copies(args)
+        changed[i] = negated(args[i])
+        with pytest.raises(ValueError, match=f"^{op.name}: {name} is a negated view, accepted: a tensor whose memory"):
+            run(*changed, **kwargs)
+        assert torch.equal(changed[i], args[i])
+
+
+@pytest.mark.parametrize("arch", [None, "metal"])
+@ALL
+def test_forward_derivatives_are_refused(op, arch):
+    """The transform, and dual numbers made by hand; a dual number elsewhere does not matter."""
+    args, kwargs, run = call(op)
+    if arch and all(arch not in row.archs for row in op.kernels):
+        return
+    if arch:
+        args, kwargs, run = on_row(op, arch)
+    with simulate(arch) if arch else contextlib.nullcontext():
+        for i in differentiable(op, args):
+            words = rf"^{op.name}: {op.argnames[i]} has a tangent, but the op has no forward derivative"
+
+            def of_one(x, i=i):
+                out = run(*copies(args[:i]), x, *copies(args[i + 1 :]), **kwargs)
+                return leaves(out)[0] if leaves(out) else x
+
+            with pytest.raises(NotImplementedError, match=words):
+                torch.func.jvp(of_one, (args[i],), (torch.ones_like(args[i]),))
+            with forward_ad.dual_level():
+                of_one(args[i])
+                with pytest.raises(NotImplementedError, match=words):
+                    of_one(forward_ad.make_dual(args[i], torch.ones_like(args[i])))
+
+
+@ALL
+def test_gradient_transforms_are_refused_by_name(op):
+    args, kwargs, run = call(op)
+    for i in differentiable(op, args):
+
+        def total(x, i=i):
+            out = [o for o in leaves(run(*copies(args[:i]), x, *copies(args[i + 1 :]), **kwargs))]
+            return sum((o.float().sum() for o in out), x.sum())
+
+        with pytest.raises(NotImplementedError, match=rf"^{op.name}: {op.argnames[i]} requires a gradient, but the op"):
+            torch.func.grad(total)(args[i])
+
+
+@ALL
+def test_vmap_maps_over_the_op_below_a_gradient_too(op):
+    args, kwargs, run = call(op)
+    floats = differentiable(op, args)
+    if not floats or op.mutated:
+        return
+    i = floats[0]
+    mapped = torch.vmap(lambda x: run(*args[:i], x, *args[i + 1 :], **kwargs), in_dims=0)
+    out = leaves(mapped(torch.stack([args[i], args[i]]).requires_grad_()))
+    for got, want in zip(out, leaves(run(*args, **kwargs)), strict=True):
+        assert torch.equal(got[1].nan_to_num(), want.nan_to_num()) if got.is_floating_point() else True
+        if got.requires_grad and got.numel():
+            with pytest.raises(NotImplementedError, match=f"{op.name} has no backward"):
+                got.sum().backward(retain_graph=True)
+
+
+@ALL
+def test_meta_tensors_give_meta_outputs_of_the_right_kind_and_are_validated(op):
+    for shape in op.module("cases").PARITY:
+        for features in parity.feature_sets(op, tuple(op.features)):
+            args, kwargs = parity.inputs(op, shape, torch.bfloat16, features)
+            run = getattr(torch.ops.attnkit, op.name)
+            meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+            real = leaves(run(*copies(args), **kwargs))
+            for mode in (torch.enable_grad, torch.inference_mode):
+                with mode():
+                    for got, want in zip(leaves(run(*meta, **kwargs)), real, strict=True):
+                        assert got.is_meta
+                        assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+    args, kwargs, run = call(op, full=True)
+    for i, name in enumerate(op.tensors):
+        if args[i] is not None and not op.spec(name).batch:
+            meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+            with pytest.raises(ValueError, match=rf"^{op.name}: {name} must be "):
+                run(*meta[:i], meta[i][None], *meta[i + 1 :], **kwargs)
+            if len([a for a in args if isinstance(a, torch.Tensor)]) > 1:
+                with pytest.raises(ValueError, match=rf"^{op.name}: .* is on (meta|cpu), but "):
+                    run(*meta[:i], args[i], *meta[i + 1 :], **kwargs)
+
+
+def test_meta_tensors_are_held_to_rules_and_strides():
+    args, kwargs, run = call(OPS["sdpa_decode"])
+    meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+    with pytest.raises(ValueError, match=r"^sdpa_decode: window must be -1"):
+        run(*meta, **(kwargs | {"window": -2}))
+    with pytest.raises(ValueError, match=r"^sdpa_decode: q must be contiguous in its last dimension"):
+        run(meta[0].mT.contiguous().mT, *meta[1:], **kwargs)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@ALL
+def test_none_for_a_tensor_names_it(op, mode):
+    for i, name in enumerate(op.tensors):
+        args, kwargs, run = call(op, full=True)
+        if op.defaults.get(name, ...) is None:
+            continue
+        args[i] = None
+        words = rf"^{op.name}: {name} is None, accepted: a dense"
+        if mode is torch.inference_mode and not any(isinstance(a, torch.Tensor) for a in args):
+            words = f"attnkit::{op.name}"  # torch knows no backend to ask
+        with mode(), pytest.raises((TypeError, NotImplementedError), match=words):
+            run(*args, **kwargs)
+
+
+def odd(t: torch.Tensor) -> dict[str, torch.Tensor]:
+    made = {"sparse_coo": t.to_sparse(), "nested": torch.nested.nested_tensor([t, t])}
+    if t.dim() == 2:
+        made["sparse_csr"] = t.to_sparse_csr()
+    if t.dtype == torch.float32:
+        made["_mkldnn"] = t.to_mkldnn()
+        made["quantized"] = torch.quantize_per_tensor(t, 0.5, 0, torch.qint8)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@ALL
+def test_tensors_that_are_not_dense_are_named(op, mode):
+    for i, name in enumerate(op.tensors):
+        args, kwargs, run = call(op, full=True)
+        if args[i] is None or args[i].dim() == 0 or args[i].numel() == 0:
+            continue
+        for kind, tensor in odd(args[i]).items():
+            with mode(), pytest.raises(TypeError, match=rf"^{op.name}: {name} is {kind}, accepted: a dense"):
+                run(*args[:i], tensor, *args[i + 1 :], **kwargs)
+
+
+def test_jagged_and_zero_tensors_are_refused():
+    args, kwargs, run = call(OPS["sdpa_decode"])
+    jagged = torch.nested.nested_tensor([args[0][0], args[0][0]], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"^sdpa_decode: q is nested, accepted: a dense"):
+        run(jagged, *args[1:], **kwargs)
+    pytest.importorskip(SIMULATOR["metal"])
+    args, kwargs, run = on_row(OPS["sdpa_decode"], "metal")
+    with simulate("metal"), pytest.raises(ValueError, match=r"^sdpa_decode: q must be contiguous"):
+        run(torch._efficientzerotensor(args[0].shape, dtype=args[0].dtype), *args[1:], **kwargs)  # it has no memory
+
+
+@ALL
+def test_numbers_that_float32_cannot_hold_are_refused(op):
+    for argument in op.parsed.arguments:
+        for value in (float("inf"), -float("inf"), 1e39, 1e-40):
+            if "float" in str(argument.type):
+                args, kwargs, run = call(op)
+                with pytest.raises(
+                    ValueError, match=re.escape(f"{op.name}: {argument.name} is {value}, accepted: a number")
+                ):
+                    run(*args, **(kwargs | {argument.name: value}))
+
+
+def stepped(t: torch.Tensor) -> torch.Tensor:
+    """The same integers, every third of memory that is wrong elsewhere; rows apart too."""
+    room = torch.full((*(n + 1 for n in t.shape[:-1]), 3 * t.shape[-1]), -77, dtype=t.dtype)
+    view = room[tuple(slice(0, n) for n in t.shape[:-1])][..., 1::3]
+    return view.copy_(t)
+
+
+def indices(op, args):
+    return [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.dtype in (torch.int32, torch.int64)]
+
+
+@ALL
+def test_index_tensors_may_have_steps_between_their_elements(op):
+    for features in parity.feature_sets(op, tuple(op.features)):
+        for shape in op.module("cases").PARITY:
+            args, kwargs = parity.inputs(op, shape, torch.float32, features)
+            run = getattr(torch.ops.attnkit, op.name)
+            before = copies(args)
+            want = bits(op, args, run(*args, **kwargs))
+            for i in indices(op, args):
+                changed = copies(before)
+                changed[i] = stepped(args[i])
+                assert bits(op, changed, run(*changed, **kwargs)) == want, f"{shape} {op.argnames[i]}"
+
+
+@EACH
+def test_index_tensors_may_have_steps_on_devices(op, arch):
+    args, kwargs, run = on_row(op, arch)
+    found = indices(op, args)
+    if not found:
+        assert op.name in {"merge_partials", "gated_rmsnorm"}, "these have no index tensors"
+        return
+    with simulate(arch):
+        want = bits(op, args, run(*args, **kwargs))
+        for i in found:
+            for view in (stepped(args[i]), args[i][:1].expand_as(args[i]) if args[i].dim() == 1 else None):
+                if view is not None and torch.equal(view, args[i]):
+                    changed = copies(args)
+                    changed[i] = view
+                    assert bits(op, args, run(*changed, **kwargs)) == want, op.argnames[i]
+        every = [stepped(a) if i in found else a for i, a in enumerate(args)]
+        for _ in range(2):  # a plan's second call
+            assert bits(op, args, run(*every, **kwargs)) == want
+
+
+def test_one_length_for_all_sequences_by_expand():
+    q, kv = torch.randn(3, 4, 64), torch.randn(3, 2, 9, 64)
+    one = torch.tensor([7], dtype=torch.int32)
+    for arch in (None, "metal"):
+        if arch:
+            pytest.importorskip(SIMULATOR[arch])
+        with simulate(arch) if arch else contextlib.nullcontext():
+            got = torch.ops.attnkit.sdpa_decode(q, kv, kv, one.expand(3))[0]
+            assert torch.equal(got, torch.ops.attnkit.sdpa_decode(q, kv, kv, one.repeat(3))[0])
+
+
+def test_token_ids_may_be_a_column_of_a_table():
+    logits, ids = torch.randn(4, 8), torch.randint(0, 11, (4, 5))
+    table = torch.randint(0, 8, (11, 3))
+    got = torch.ops.attnkit.route_hash(logits, ids[:, 2], table)
+    assert torch.equal(got[1], table[ids[:, 2].clone()].int())

@@ -1,0 +1,209 @@
+"""The parity cases themselves: which values meet, and whether each feature has something to do in its cases."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from torch_attnkit import parity
+from torch_attnkit.core import Target
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.op import Kernel, Op
+from torch_attnkit.core.support import support
+from torch_attnkit.parity import case as parity_case
+from torch_attnkit.parity import places
+from torch_attnkit.parity.covering import covering, pairs
+
+ROWS = [(op, index, arch) for op, index, _, arch in support()]
+IDS = [f"{op.name}-{arch}-{index}" for op, index, arch in ROWS]
+# What switches a feature off, where that is not the argument of its name at its default.
+OFF = {
+    "unnormalized": {"normalize": True},
+    "bidirectional": {"causal": True},
+    "scales": {"q_scale": None, "k_scale": None, "v_scale": None},
+}
+COLUMNS = ("dtype", "dims", "features", "shape")
+
+
+def columns(op: Op, row: Kernel) -> list[list]:
+    """What the array of a row is made of, written down once more."""
+    sizes = itertools.product(*([(axis, size) for size in sizes] for axis, sizes in row.dims.items()))
+    features = parity.feature_sets(op, tuple(row.features.split()))
+    return [row.dtypes.split(), list(sizes), features, list(op.module("cases").PARITY)]
+
+
+def ordinary(op: Op, index: int, arch: str) -> list[parity.Case]:
+    found = parity.cases(op, index, arch, covering=True)
+    return [c for c in found if not c.extra and c.shape in op.module("cases").PARITY]
+
+
+def missing(op: Op, index: int, arch: str) -> set:
+    """Pairs that no case of the row holds although an accepted one could."""
+    found = ordinary(op, index, arch)
+    held = set(itertools.chain(*(pairs(tuple(getattr(c, name) for name in COLUMNS)) for c in found)))
+    every = columns(op, op.kernels[index])
+    left = set(itertools.chain(*map(pairs, itertools.product(*every)))) - held
+    return {
+        pair for pair in left if any(parity.accepted(parity.Case(op.name, index, arch, *c)) for c in of(every, pair))
+    }
+
+
+def of(every: list[list], pair: tuple) -> itertools.product:
+    """All combinations that hold a pair."""
+    i, a, j, b = pair
+    return itertools.product(*([a] if n == i else [b] if n == j else column for n, column in enumerate(every)))
+
+
+def without(op: Op, feature: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The call with one feature left out. Grouped heads are not: each gets the KV head that a wrong division gives."""
+    values = dict(zip(op.argnames, args, strict=False)) | kwargs
+    if feature == "gqa":
+        axis = "Hkv"
+        for name in op.tensors:
+            axes = [a.name for a in op.spec(name).axes]
+            if axis in axes and values.get(name) is not None:
+                values[name] = values[name].flip(axes.index(axis))
+    values |= OFF.get(feature, {} if feature == "gqa" else {feature: op.defaults.get(feature)})
+    return tuple(values[n] for n in op.argnames[: len(args)]), {n: values[n] for n in kwargs}
+
+
+def matters(case: parity.Case, feature: str) -> bool:
+    """Whether the reference gives something else without the feature."""
+    op = OPS[case.op]
+    args, kwargs = parity.arguments(case)
+    results = [
+        parity.reference_of(op, *call, double=False) for call in ((args, kwargs), without(op, feature, args, kwargs))
+    ]
+    return any(
+        a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*results, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("op", "index", "arch"), ROWS, ids=IDS)
+def test_every_pair_that_can_occur_does(op, index, arch):
+    assert not missing(op, index, arch)
+
+
+# Rows of one file differ in their sizes alone; of each op the first of every file stands for them.
+SAMPLE = list(
+    {(op.name, op.kernels[index].file, arch): (op, index, arch) for op, index, arch in reversed(ROWS)}.values()
+)
+
+
+@pytest.mark.parametrize(("op", "index", "arch"), SAMPLE, ids=[f"{o.name}-{a}-{i}" for o, i, a in SAMPLE])
+def test_every_feature_has_an_effect_alone_and_together(op, index, arch):
+    found = ordinary(op, index, arch)
+    names = tuple(op.kernels[index].features.split())
+    for feature in names:
+        for features in [(feature,), *(s for s in parity.together(op, names) if feature in s)]:
+            mine = [c for c in found if c.features == features]
+            assert any(matters(c, feature) for c in mine), f"{feature} does nothing in {[c.id for c in mine]}"
+
+
+@pytest.mark.parametrize(("op", "index", "arch"), SAMPLE, ids=[f"{o.name}-{a}-{i}" for o, i, a in SAMPLE])
+def test_every_feature_set_meets_shapes_with_something_to_see(op, index, arch):
+    """Several of them, and the degenerate ones without features and with all."""
+    found = parity.cases(op, index, arch, covering=True)
+    names = tuple(op.kernels[index].features.split())
+    module = op.module("cases")
+    for features in parity.feature_sets(op, names):
+        held = {c.shape for c in found if c.features == features and not c.extra}
+        assert len(held & module.PARITY.keys()) >= min(3, len(module.PARITY)), features
+    for features in {(), *parity.together(op, names)}:
+        for shape in module.DEGENERATE:
+            case = next((c for c in found if (c.features, c.shape) == (features, shape)), None)
+            made = parity.Case(op.name, index, arch, found[0].dtype, found[0].dims, features, shape)
+            assert case or not parity.accepted(made), made.id
+
+
+def by_turns(columns, accepted, dear):
+    """The pairing of before: each column by itself, from its start again when it is through."""
+    longest = max(map(len, columns))
+    return [tuple(c[i % len(c)] for c in columns) for i in range(longest)]
+
+
+def test_columns_in_turns_are_no_covering_array(monkeypatch):
+    op, index, arch = next(row for row in ROWS if (row[0].name, row[2]) == ("flash_attention", "sm90"))
+    monkeypatch.setattr(parity_case, "covering_array", by_turns)
+    assert missing(op, index, arch)
+    with pytest.raises(AssertionError):
+        test_every_feature_set_meets_shapes_with_something_to_see(op, index, arch)
+
+
+def test_an_array_is_small_and_keeps_to_what_is_accepted():
+    sizes = (2, 3, 5, 4)
+    every = [[f"{n}{i}" for i in range(size)] for n, size in zip("abcd", sizes, strict=True)]
+    accepted = lambda c: c[:2] != ("a0", "b0") and (c[2], c[3]) != ("c1", "d1")
+    found = covering(every, accepted, 3)
+    assert all(map(accepted, found)) and len(found) == len(set(found))
+    held, wanted = (
+        set(itertools.chain(*map(pairs, some))) for some in (found, filter(accepted, itertools.product(*every)))
+    )
+    assert held == wanted
+    assert len(found) <= 22  # the two longest columns alone have 20 pairs
+    assert len({c[:3] for c in found}) <= 16  # of what is compiled, 3 x 5 pairs
+    assert found == covering(every, accepted, 3)
+
+
+def test_what_a_row_refuses_is_told_apart():
+    op = OPS["sdpa_decode_paged"]
+    index = next(i for i, row in enumerate(op.kernels) if row.file == "sm90")
+    dims = tuple((axis, sizes[0]) for axis, sizes in op.kernels[index].dims.items())
+    case = parity.Case(op.name, index, "sm90", "bf16", dims, (), "odd-page")
+    assert parity.run(case) is None
+    assert (
+        parity.outcome(places.Place("cpu", "here", Target("sm90", simulated=True)), case, "cpu", "contiguous", 0)
+        is None
+    )
+    assert not parity.accepted(case)
+    assert "odd-page" not in {c.shape for c in parity.cases(op, index, "sm90", covering=True)}
+
+
+def test_extra_cases_are_part_of_a_case():
+    op = OPS["flash_attention"]
+    cases = parity.cases(op, 0, "cpu", covering=True)
+    names = {c.id for c in cases}
+    assert len(names) == len(cases)
+    assert {"nan:q", "nan:k", "nan:v", "nan:sink", "sink:-inf", "sink:inf", ""} == {c.extra for c in cases}
+    case = next(c for c in cases if c.extra == "sink:-inf")
+    assert case.id.endswith("-square-sink:-inf]") and pickle.loads(pickle.dumps(case)) == case
+    sink = parity.arguments(case)[0][op.argnames.index("sink")]
+    assert sink.isneginf().any() and sink.isfinite().any()
+
+
+def agreed(op: Op, case: parity.Case, nan: torch.Tensor) -> bool:
+    """Whether a NaN in a value shows in all queries of a sequence that see anything, or in none."""
+    if not op.name.startswith(("flash", "sdpa_multi")) or case.extra not in ("nan:v", "nan:v_cache"):
+        return True
+    args, kwargs = parity.arguments(case)
+    lse = parity.reference_of(op, args, kwargs, double=False)[1]
+    seen = lse.isfinite()[..., None].expand_as(nan)  # (B, T, Hq, Dv), or (Tq, Hq, Dv)
+    if op.name.endswith("varlen"):
+        cut = args[op.argnames.index("cu_seqlens_q")].diff().tolist()
+        each = list(zip(nan.split([*cut, len(nan) - sum(cut)]), seen.split([*cut, len(nan) - sum(cut)]), strict=True))
+    else:
+        each = list(zip(nan, seen, strict=True))
+    return all(torch.equal(n, n.any(0, keepdim=True) & s) for n, s in each)
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in OPS.values() if hasattr(op.module("cases"), "EXTRAS")], ids=lambda op: op.name
+)
+def test_nan_comes_out_in_some_places_and_not_in_others(op):
+    """Every tensor that may hold a NaN has a case with one."""
+    cases = [c for c in parity.cases(op, len(op.kernels) - 1, "metal", covering=True) if c.extra]
+    floats = {n for n in op.tensors if {"T", "T8", "f32"} & set(op.spec(n).dtypes) and not n.endswith("_scale")}
+    shown = set()
+    for case in cases:
+        out = parity.reference_of(op, *parity.arguments(case), double=False)[0]
+        nan = out.isnan()
+        assert not nan.all(), case.id
+        if case.extra.startswith("nan:"):
+            shown |= {case.extra.removeprefix("nan:")} if nan.any() else set()
+        else:
+            assert not nan.any(), case.id
+        assert agreed(op, case, nan), f"{case.id}: some queries see the NaN and some do not"
+    assert shown == floats

@@ -1,0 +1,142 @@
+"""Evidence belongs to the code it was seen with, and the command that makes it runs what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from torch_attnkit import cli, report
+from torch_attnkit.core import Target
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.support import support
+from torch_attnkit.parity import command, evidence, judge, places
+
+CPU = places.Place("cpu", "some processor", Target("cpu"))
+ROW = support("cpu")[0]
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """A function after which the code of every row counts as another."""
+    real = evidence.digest_of
+    return lambda: monkeypatch.setattr(evidence, "digest_of", lambda *key: real(*key)[::-1])
+
+
+def run(*words: str):
+    return CliRunner().invoke(cli.app, ["parity", *words], env={"COLUMNS": "200"})
+
+
+def seen() -> list[str]:
+    return [str(s) for s in evidence.seen(ROW, evidence.load())]
+
+
+def test_evidence_counts_as_old_once_the_code_has_changed(folder, changed):
+    command.keep(CPU, [evidence.Outcome(ROW, 10, 2, 0)])
+    assert seen() == [f"hardware ({CPU.evidence})"]
+    assert evidence.stale(CPU.target, CPU.evidence) == []
+    changed()
+    assert seen() == [f"hardware ({CPU.evidence}), before later changes"]
+    assert evidence.stale(CPU.target, CPU.evidence) == [ROW]
+    assert (
+        "kernel: hardware (CPU" in report.support_markdown() and "before later changes |" in report.support_markdown()
+    )
+
+
+@pytest.mark.parametrize("outcome", [evidence.Outcome(ROW, 10, 0, 1), evidence.Outcome(ROW, 0, 10, 0)])
+def test_a_row_that_failed_or_ran_nothing_has_no_evidence(folder, outcome):
+    command.keep(CPU, [evidence.Outcome(ROW, 10, 0, 0)])
+    command.keep(CPU, [outcome])
+    assert seen() == [] and evidence.stale(CPU.target, CPU.evidence) == [ROW]
+
+
+def test_a_wider_row_starts_from_nothing(folder, monkeypatch):
+    command.keep(CPU, [evidence.Outcome(ROW, 10, 0, 0)])
+    monkeypatch.setattr(evidence, "words", lambda op, row: "another wording, or another need")
+    assert seen() == []
+
+
+def test_a_run_keeps_other_rows_as_they_were_seen_and_drops_those_that_left_the_table(folder):
+    target = Target("sm100", simulated=True)
+    rows = support("sm100")[:3]
+    evidence.record(target, "sm100", {"date": "then"}, [evidence.Outcome(r, 5, 0, 0) for r in rows])
+    file = evidence.record(target, "sm100", {"date": "now"}, [evidence.Outcome(rows[0], 6, 0, 0)])
+    found = json.loads(file.read_text())
+    assert [(r["date"], [e["passed"] for e in r["rows"]]) for r in found["runs"]] == [("then", [5, 5]), ("now", [6])]
+    found["runs"][0]["rows"][0]["row"] = "an op of old"
+    file.write_text(json.dumps(found))
+    evidence.record(target, "sm100", {"date": "later"}, [])
+    assert "an op of old" not in file.read_text()
+
+
+def test_hardware_and_simulator_have_digests_of_their_own():
+    op, index, _, _ = support("sm90")[0]
+    assert evidence.digest_of(op.name, index, Target("sm90")) != evidence.digest_of(
+        op.name, index, Target("sm90", simulated=True)
+    )
+
+
+def test_rows_of_a_target_are_worded_apart():
+    for arch in command.KNOWN:
+        names = [evidence.words(op.name, row) for op, _, row, _ in support(arch)]
+        assert len(set(names)) == len(names)
+
+
+def test_the_command_runs_rows_and_records_them(folder):
+    result = run("--op", "flash_attention", "--arch", "cpu", "--record")
+    assert result.exit_code == 0 and "flash_attention/cpu" in result.output
+    assert seen() == [f"hardware ({CPU.evidence})"]
+    result = run("--arch", "cpu", "--stale")
+    assert result.exit_code == 0 and "nothing to run" in result.output
+
+
+def test_stale_rows_are_run_and_recorded_unless_told_otherwise(folder):
+    assert run("--arch", "cpu", "--stale", "--no-record").exit_code == 0
+    assert seen() == []
+    assert run("--arch", "cpu", "--stale").exit_code == 0
+    assert seen() == [f"hardware ({CPU.evidence})"]
+
+
+def test_a_sample_is_a_share_of_what_is_not_stale_and_its_seed_draws_it(folder, monkeypatch):
+    ran = []
+    monkeypatch.setattr(judge, "run", lambda case, device, layout: ran.append((case.id, layout)) or 0.0)
+    assert "nothing to run" in run("--arch", "cpu", "--sample", "0.1").output
+    command.keep(CPU, [evidence.Outcome(ROW, 10, 0, 0)])
+    drawn = []
+    for seed in ("a", "a", "b"):
+        ran.clear()
+        assert run("--arch", "cpu", "--sample", "0.1", "--seed", seed).exit_code == 0
+        drawn.append(list(ran))
+    every = len(command.runs_of(CPU, ROW))
+    assert drawn[0] == drawn[1] != drawn[2] and 0.03 * every < len(drawn[0]) < 0.2 * every
+
+
+def test_failures_give_an_exit_code_and_unknown_names_another(folder, monkeypatch):
+    def wrong(*args):
+        raise AssertionError("row is wrong")
+
+    monkeypatch.setattr(judge, "run", wrong)
+    result = run("--op", "flash_attention", "--arch", "cpu", "--record")
+    assert result.exit_code == 1 and "row is wrong" in result.output
+    assert seen() == []
+    for words, expected in (
+        (("--arch", "sm80"), "accepted: cpu, metal, sm90, sm100"),
+        (("--op", "foo"), f"no op 'foo'; there are {next(iter(OPS))}"),
+        (("--sample", "2"), "accepted: a share between 0 and 1"),
+    ):
+        result = run(*words)
+        assert result.exit_code == 2 and expected in " ".join(result.output.replace("│", " ").split())
+
+
+def test_refused_cases_are_counted_apart(folder, monkeypatch):
+    monkeypatch.setattr(judge, "run", lambda case, device, layout: None if layout == "embedded" else 0.0)
+    assert run("--arch", "cpu", "--record").exit_code == 0
+    (entry,) = json.loads(next(folder.glob("*.json")).read_text())["runs"][0]["rows"]
+    assert entry["refused"] == entry["passed"] > 0 == entry["failed"]

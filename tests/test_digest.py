@@ -1,0 +1,131 @@
+"""A digest changes with what a result depends on, and with nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_attnkit import digest, paths
+from torch_attnkit.core.support import support
+from torch_attnkit.parity import evidence
+
+KERNEL = '''"""A kernel."""
+from torch_attnkit.cuda import tiles
+from torch_attnkit.core import op
+
+SIZE = 4  # rows
+
+
+def kernel(x):
+    """What it does."""
+    return tiles.load(x, f"torch_attnkit.cuda.{op.ARCH}.fast")
+'''
+SOURCES = {
+    "torch_attnkit.kernel": KERNEL,
+    "torch_attnkit.core.op": "ARCH = 'sm90'",
+    "torch_attnkit.cuda": "",
+    "torch_attnkit.cuda.tiles": "def load(x, name):\n    return x\n",
+    "torch_attnkit.cuda.other": "A = 1",
+    "torch_attnkit.cuda.sm90.fast": "B = 1",
+    "torch_attnkit.cuda.sm100.fast": "C = 1",
+}
+CACHED = [f for f in vars(digest).values() if hasattr(f, "cache_clear")]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Digests of a small package: call it with changed sources."""
+
+    def clear():
+        for function in CACHED:
+            function.cache_clear()
+
+    def of(changes=None, arch="", function=digest.of_modules, names=("torch_attnkit.kernel",)):
+        files = {}
+        for name, text in (SOURCES | (changes or {})).items():
+            files[name] = tmp_path / (f"{name}/__init__.py" if name == "torch_attnkit.cuda" else f"{name}.py")
+            files[name].parent.mkdir(exist_ok=True)
+            files[name].write_text(text)
+        clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(digest, "_modules", lambda: files)
+            return function(*names, **({"arch": arch} if arch else {}))
+
+    yield of
+    clear()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# rows", "# columns of a tile"),
+        ('"""What it does."""', '"""What it does, and how."""'),
+        ('"""A kernel."""', '"""Another text."""'),
+        ("SIZE = 4", "\n\nSIZE   =   4"),
+    ],
+)
+def test_comments_docstrings_and_layout_change_nothing(package, old, new):
+    assert old in KERNEL
+    assert package({"torch_attnkit.kernel": KERNEL.replace(old, new)}) == package()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"torch_attnkit.kernel": KERNEL.replace("SIZE = 4", "SIZE = 5")},
+        {"torch_attnkit.kernel": KERNEL.replace('f"', '"text" + f"')},
+        {"torch_attnkit.cuda.tiles": "def load(x, name):\n    return x + 1\n"},
+        {"torch_attnkit.cuda.sm90.fast": "B = 2"},
+    ],
+)
+def test_code_of_the_kernel_and_of_what_it_uses_counts(package, changes):
+    assert package(changes) != package()
+
+
+@pytest.mark.parametrize("module", ["torch_attnkit.cuda.other", "torch_attnkit.core.op"])
+def test_what_it_does_not_use_and_what_all_calls_pass_through_does_not_count(package, module):
+    assert package({module: "Z = 26"}) == package()
+
+
+def test_a_kernel_that_is_named_for_another_arch_does_not_count(package):
+    other = {"torch_attnkit.cuda.sm100.fast": "C = 2"}
+    assert package(other, arch="sm90") == package(arch="sm90")
+    assert package(other, arch="sm100") != package(arch="sm100")
+
+
+def test_of_a_module_only_the_definitions_that_are_used_count(package):
+    text = "A = 1\nB = A + 1\nC = 3\n\n\ndef f():\n    return B\n"
+    name = "torch_attnkit.kernel"
+
+    def of(text):
+        return package({name: text}, function=digest.of_definitions, names=(name, "f"))
+
+    assert of(text.replace("C = 3", "C = 4")) == of(text)
+    assert of(text.replace("A = 1", "A = 2")) != of(text)
+
+
+def test_metal_texts_count_with_their_headers_and_without_comments(tmp_path, monkeypatch):
+    (tmp_path / "metal" / "include" / "attnkit").mkdir(parents=True)
+    source, header = tmp_path / "metal" / "x.metal", tmp_path / "metal" / "include" / "attnkit" / "y.h"
+    monkeypatch.setattr(paths, "csrc", lambda: tmp_path)
+
+    def of(text, included="int f();"):
+        source.write_text(text)
+        header.write_text(included)
+        digest.of_metal.cache_clear()
+        return digest.of_metal("x")
+
+    text = '#include "attnkit/y.h"\nkernel void k() { f(); }'
+    assert of(text + " // why\n/* a\nb */") == of(text)
+    assert of(text.replace("f()", "g()")) != of(text)
+    assert of(text, "int f(int);") != of(text)
+    assert of('#define A "// no comment"\n' + text) != of('#define A "// another"\n' + text)
+    digest.of_metal.cache_clear()
+
+
+def test_rows_reach_their_kernels_and_no_other_archs():
+    for op, _, row, arch in support():
+        if arch.startswith("sm"):
+            seen = digest.reach(*evidence.modules(op, row), arch=arch)
+            assert any(n.endswith("_kernel") for n in seen), (op.name, arch)
+            assert not any(".sm100." in n for n in seen if arch == "sm90"), (op.name, arch)
+            assert not any(n.startswith("torch_attnkit.core") for n in seen), (op.name, arch)

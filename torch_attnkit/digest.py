@@ -1,0 +1,207 @@
+"""What a result depends on, as a short hash: sources without comments and docstrings, and what these import.
+
+Compiled kernels are named by such a digest and evidence is kept under one, so that both outlive an edit of a comment
+and neither outlives an edit of the code. What every call passes through alike (``core/`` and the two seams) is left
+out: it has tests of its own, and with it no digest would ever stay.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch_attnkit import paths
+
+_PACKAGE = "torch_attnkit"
+_ROOT = Path(__file__).resolve().parent
+_LENGTH = 24  # hexadecimal digits: 96 bits
+_SEAMS = tuple(
+    f"{_PACKAGE}.{name}"
+    for name in ("core", "cuda.compile", "cuda.driver", "digest", "memory", "mps.library", "paths", "sim")
+)
+_ARCHS = ("sm90", "sm100")
+# Fields that a newer Python adds to a tree, or that say how something was written and not what it means.
+_NO_MEANING = {"ctx", "kind", "type_comment", "type_params"}
+_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')', re.S)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+[<"](attnkit/[\w./-]+)[>"]', re.M)
+
+
+def of(*parts: str) -> str:
+    """The digest of texts, in order."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_LENGTH]
+
+
+@functools.cache
+def of_modules(*names: str, arch: str = "") -> str:
+    """The digest of modules of this package and of all that they import or name, from this package.
+
+    A kernel is asked for by the name of its module, in a string; one whose place is left open ("...{arch}.decode")
+    stands for every module that fits. With ``arch``, what is named so and belongs to another one is left out.
+    """
+    return of(*(f"{name}\n{_meaning(name)}" for name in sorted(reach(*names, arch=arch))))
+
+
+def reach(*names: str, arch: str = "") -> set[str]:
+    """The modules that ``of_modules`` is the digest of."""
+    seen: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += [n for n in _uses(name) if not _is_seam(n)]
+            todo += [n for n in _named(name) if not _is_seam(n) and not _belongs_elsewhere(n, arch)]
+    return seen
+
+
+def is_module(name: str) -> bool:
+    """Whether the package has a module of that name."""
+    return name in _modules()
+
+
+@functools.cache
+def of_definitions(module: str, *names: str) -> str:
+    """The digest of some definitions of a module, of those that they use there, and of the modules that these use."""
+    found: dict[str, ast.stmt] = {}
+    for node in _tree(module).body:
+        for target in _defined(node):
+            found[target] = node
+    todo, used = list(names), set()
+    while todo:
+        name = todo.pop()
+        if name not in used:
+            used.add(name)
+            todo += [n.id for n in ast.walk(found[name]) if isinstance(n, ast.Name)] if name in found else []
+    imported = sorted(m for name, m in _imports(module) if name in used and not _is_seam(m))
+    return of(*(_canonical(found[n]) for n in sorted(used) if n in found), of_modules(*imported))
+
+
+@functools.cache
+def of_metal(op: str) -> str:
+    """The digest of an op's Metal source with the headers that it includes."""
+    files, todo = {}, [paths.metal_source(op)]
+    while todo:
+        path = todo.pop()
+        if path not in files:
+            files[path] = path.read_text(encoding="ascii")
+            todo += [paths.metal_include() / name for name in _INCLUDE.findall(files[path])]
+    return of(*(f"{path.name}\n{_without_comments(files[path])}" for path in sorted(files)))
+
+
+@functools.cache
+def of_simulator(name: str) -> str:
+    """The digest of a simulator, ``metal`` or ``ptx``: its Python and its C++."""
+    folders = sorted((paths.csrc() / "sim").glob(f"{name}*"))
+    cpp = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".cpp", ".h"))
+    texts = (f"{path.name}\n{_without_comments(path.read_text())}" for path in cpp)
+    return of(*(_meaning(m) for m in sorted(_modules()) if m.startswith(f"{_PACKAGE}.sim.{name}")), *texts)
+
+
+@functools.cache
+def _modules() -> dict[str, Path]:
+    """Every module of the package by name; a package is its ``__init__``."""
+    found = {}
+    for path in _ROOT.rglob("*.py"):
+        parts = (_PACKAGE, *path.relative_to(_ROOT).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    if module not in _modules():
+        raise ValueError(f"there is no module {module}")
+    return ast.parse(_modules()[module].read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _meaning(module: str) -> str:
+    return _canonical(_tree(module))
+
+
+def _canonical(node: object) -> str:
+    """A syntax tree as text, the same for every Python that parses it alike, without docstrings and places."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _NO_MEANING)
+        inner = (f"{name}={_canonical(_without_docstring(node, name, value))}" for name, value in fields)
+        return f"{type(node).__name__}({','.join(inner)})"
+    if isinstance(node, list):
+        return f"[{','.join(map(_canonical, node))}]"
+    return repr(node)
+
+
+def _without_docstring(node: ast.AST, field: str, value: object) -> object:
+    documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    if field == "body" and documented and isinstance(value, list) and value and _is_text(value[0]):
+        return value[1:]
+    return value
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _defined(node: ast.stmt) -> Iterable[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return (node.name,)
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return (n.id for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name))
+
+
+@functools.cache
+def _imports(module: str) -> tuple[tuple[str, str], ...]:
+    """(name, module of the package that it is, or comes from) of all that ``module`` imports anywhere in its text."""
+    known, found = _modules(), []
+    here = module.split(".") if known[module].name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Import):
+            found += [(a.asname or a.name.split(".")[0], a.name) for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = here[: len(here) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            inside = ((a.asname or a.name, f"{base}.{a.name}") for a in node.names)
+            found += [(name, n if n in known else base) for name, n in inside]
+    return tuple((name, n) for name, n in found if n in known)
+
+
+def _uses(module: str) -> set[str]:
+    return {n for _, n in _imports(module)}
+
+
+@functools.cache
+def _named(module: str) -> tuple[str, ...]:
+    """The modules that a string of ``module`` names; the open places of an f-string fit one part of a name."""
+    return tuple(
+        name
+        for node in ast.walk(_tree(module))
+        for pattern in _pattern(node)
+        for name in _modules()
+        if name != _PACKAGE and re.fullmatch(pattern, name)
+    )
+
+
+def _pattern(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{_PACKAGE}."):
+        yield re.escape(node.value)
+    if isinstance(node, ast.JoinedStr):
+        parts = [re.escape(str(p.value)) if isinstance(p, ast.Constant) else r"\w+" for p in node.values]
+        if parts and parts[0].startswith(re.escape(f"{_PACKAGE}.")):
+            yield "".join(parts)
+
+
+def _is_seam(module: str) -> bool:
+    return any(module == seam or module.startswith(f"{seam}.") for seam in _SEAMS)
+
+
+def _belongs_elsewhere(module: str, arch: str) -> bool:
+    return bool(arch) and any(part in module.split(".") for part in _ARCHS if part != arch)
+
+
+def _without_comments(text: str) -> str:
+    """C++ or Metal text without comments; runs of blanks and empty lines count as one."""
+    bare = _COMMENT.sub(lambda m: m[1] or " ", text)
+    return "\n".join(filter(None, (" ".join(line.split()) for line in bare.splitlines())))

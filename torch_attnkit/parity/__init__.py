@@ -1,0 +1,18 @@
+"""Do the kernels compute what their reference defines? Every row of the table, on hardware or in a simulator.
+
+The cases come from the table: row x dtype x dims x features x the shapes of the op's ``cases.py``, and extra ones
+(``case.py``); in a simulator few of them, in which every two of these meet (``covering.py``). A case calls the op as a
+user would, with outputs poisoned and fenced by guard bands and inputs embedded in poisoned buffers (``guard.py``), and
+compares with the reference run in float64 (``judge.py``, ``oracle/compare.py``).
+"""
+
+from .case import Case, accepted, arguments, bound, cases, drawn, feature_sets, inputs, shapes, together
+from .guard import LAYOUTS, Fence, guarded_outputs, place, poison
+from .judge import mutated, outcome, reference_of, run, unchanged, workers
+from .undrawn import Undrawn
+
+__all__ = [
+    "LAYOUTS", "Case", "Fence", "Undrawn", "accepted", "arguments", "bound", "cases", "drawn", "feature_sets",
+    "guarded_outputs", "inputs", "mutated", "outcome", "place", "poison", "reference_of", "run",
+    "shapes", "together", "unchanged", "workers",
+]  # fmt: skip

@@ -1,0 +1,217 @@
+"""``python -m torch_attnkit parity``: run the cases of the table's rows here, and keep what they showed."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import torch_attnkit
+from torch_attnkit.core import Target
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.support import support
+from torch_attnkit.core.target import SIMULATED
+
+from . import evidence, random_run
+from .case import Case, cases
+from .evidence import Outcome, Row
+from .guard import LAYOUTS
+from .judge import outcome, workers
+from .places import Place, here, simulators
+
+console = Console()
+KNOWN = ("cpu", *SIMULATED)
+SHOWN = 5  # failures of a row that are printed
+MOST = 4000  # cases of a sample: however many rows the table gets, it takes a quarter of an hour
+Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the place
+
+
+def parity(
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    arch: Annotated[
+        str | None, typer.Option("--arch", "--target", help="Only the rows of cpu, metal, sm90 or sm100.")
+    ] = None,
+    record: Annotated[
+        bool | None, typer.Option(help="Keep the result in torch_attnkit/evidence/; default: with --stale.")
+    ] = None,
+    stale: Annotated[bool, typer.Option("--stale", help="Only rows without evidence for this code.")] = False,
+    sample: Annotated[float, typer.Option(help="Run this share of the cases of all other rows.")] = 1.0,
+    random: Annotated[int, typer.Option(help="Instead: this many random signatures that rows accept.", min=0)] = 0,
+    kernels: Annotated[int, typer.Option(help="Of random signatures: draws of what is compiled.", min=1)] = 96,
+    repeat: Annotated[str | None, typer.Option(help="One random signature, as a run prints it.")] = None,
+    seed: Annotated[str, typer.Option(help="What draws the sample, or the random signatures.")] = "0",
+    simulated: Annotated[bool, typer.Option("--simulated", help="In simulators alone, hardware or not.")] = False,
+    report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.")] = 1,
+) -> None:
+    """Run the parity cases of every row that this machine can run, on its hardware and in the simulators it has."""
+    check_names(op, arch)
+    if not 0 < sample <= 1:
+        raise typer.BadParameter(f"sample is {sample}, accepted: a share between 0 and 1")
+    wanted = KNOWN if arch is None else (arch,)
+    places = [p for p in here(wanted) if p.target.simulated or not simulated]
+    if random or repeat is not None:
+        raise typer.Exit(_random(places, op, random_run.Plan(random, seed, kernels, jobs), repeat))
+    failures = 0
+    for place in places:
+        rows = [r for r in _rows(place, stale=stale, sample=sample) if op in (None, r[0].name)]
+        share = functools.partial(_sampled, share=sample, seed=seed) if sample < 1 else None
+        if place.device == "mps":
+            failures += _on_mac(place, rows, report)
+        else:
+            found = run_rows(place, rows, jobs=jobs, choose=share)
+            failures += sum(o.failed for o, _ in found)
+            if (stale if record is None else record) and found:
+                keep(place, [o for o, _ in found])
+    for name, missing in simulators().items():
+        if missing and name in wanted and not any(place.target.arch == name for place in places):
+            console.print(f"{name}: no hardware here, and {missing}", soft_wrap=True)
+    raise typer.Exit(1 if failures else 0)
+
+
+def _random(places: list[Place], op: str | None, plan: random_run.Plan, repeat: str | None) -> int:
+    """Random signatures, or the one given, on hardware where it is and else simulated. 1 if one of them failed."""
+    hardware = {place.target.arch for place in places if not place.target.simulated}
+    chosen = [p for p in places if not (p.target.simulated and p.target.arch in hardware)]
+    if repeat is not None and (op is None or len(chosen) != 1):
+        raise typer.BadParameter("--repeat needs --op and --target, as a run prints them")
+    failed = ran = 0
+    for place in chosen:
+        ops = tuple(dict.fromkeys(o.name for o, *_ in support(place.target.arch) if op in (None, o.name)))
+        if not ops:
+            console.print(f"{place}: there is no kernel of {op or 'any op'}")
+            continue
+        with place.watching():
+            try:
+                failed += (
+                    random_run.run(console, place, ops, plan)
+                    if repeat is None
+                    else random_run.repeat(console, place, ops[0], repeat)
+                )
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from None
+        ran += 1
+    return 1 if failed or not ran else 0
+
+
+def check_names(op: str | None, arch: str | None) -> None:
+    """Words for an op or an arch that does not exist; the command then ends with 2."""
+    if op is not None and op not in OPS:
+        raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
+    if arch is not None and arch not in KNOWN:
+        raise typer.BadParameter(f"arch is {arch!r}, accepted: {', '.join(KNOWN)}")
+
+
+def _rows(place: Place, *, stale: bool, sample: float) -> list[Row]:
+    """All rows of a place; the stale ones alone; or of a sample those that are not, since a stale row runs whole."""
+    rows = support(place.target.arch)
+    if not stale and sample == 1:
+        return rows
+    old = {(op.name, index) for op, index, _, _ in evidence.stale(place.target, place.evidence)}
+    return [r for r in rows if ((r[0].name, r[1]) in old) == stale]
+
+
+def _sampled(runs: list[Run], *, share: float, seed: str) -> list[Run]:
+    """The same share of the runs for the same seed, spread evenly over their order."""
+    draw = Random(f"{seed} {runs[0][0].id}" if runs else seed)
+    return [r for r in runs if draw.random() < share]
+
+
+def runs_of(place: Place, row: Row) -> list[Run]:
+    """Every case of a row in both layouts; in the PTX simulator the schedules take turns."""
+    op, index, _, arch = row
+    todo = cases(op, index, arch, covering=place.target.simulated)
+    return [(c, place.device, layout, n) for n, (c, layout) in enumerate((c, lay) for c in todo for lay in LAYOUTS)]
+
+
+def run_rows(
+    place: Place, rows: list[Row], *, jobs: int = 1, choose: Any = None
+) -> list[tuple[Outcome, dict[str, Any]]]:
+    """Run the cases of rows, print a table, and return how each went, with its largest error and what failed."""
+    if not rows:
+        console.print(f"{place}: nothing to run")
+        return []
+    table = Table("row", "cases", "refused", "failed", "largest error / tolerance", title=str(place))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    found = []
+    todo = {n: choose(runs_of(place, row)) if choose else runs_of(place, row) for n, row in enumerate(rows)}
+    with Progress(*columns, console=console) as progress, workers(jobs) as each:
+        task = progress.add_task(str(place), total=sum(map(len, todo.values())))
+        for n, row in enumerate(rows):
+            wrong, refused, worst = [], 0, 0.0
+            for result in each(functools.partial(outcome, place), *zip(*todo[n], strict=True)) if todo[n] else ():
+                if result is None:
+                    refused += 1
+                elif isinstance(result, str):
+                    wrong.append(result)
+                else:
+                    worst = max(worst, result)
+                progress.advance(task)
+            name = f"{row[0].name}/{row[2].file}"
+            table.add_row(name, str(len(todo[n])), str(refused), str(len(wrong)), f"{worst:.2f}")
+            for message in wrong[:SHOWN]:
+                console.print(f"[red]{message}[/red]", soft_wrap=True)
+            passed = len(todo[n]) - refused - len(wrong)
+            found.append(
+                (
+                    Outcome(row, passed, refused, len(wrong)),
+                    {"error_of_tolerance": worst, "messages": wrong[:20]},
+                )
+            )
+    console.print(table)
+    return found
+
+
+def keep(place: Place, outcomes: list[Outcome]) -> None:
+    """Record outcomes as evidence, with what they were seen on."""
+    run: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": _versions(place)}
+    if place.checked:
+        run["also checked"] = place.checked
+    file = evidence.record(place.target, place.evidence, run, outcomes)
+    console.print(f"recorded {file.name}; run: python -m torch_attnkit support --write SUPPORT.md")
+
+
+def _versions(place: Place) -> dict[str, str]:
+    found = {"torch_attnkit": torch_attnkit.__version__, "torch": torch.__version__.split("+")[0]}
+    if place.target.arch.startswith("sm"):
+        from torch_attnkit.cuda import compile
+
+        found["nvidia-cutlass-dsl"] = compile.version("nvidia-cutlass-dsl")
+    if place.device == "cuda":
+        from torch_attnkit.cuda import driver
+
+        found |= {"driver": driver.driver_version(), "cuda": torch.version.cuda or "unknown"}
+    return found
+
+
+def _on_mac(place: Place, rows: list[Row], file: Path | None) -> int:
+    """The same on an Apple GPU, which must get a known answer right first, with a report file. Returns the failures."""
+    from torch_attnkit.mps import report as mac
+
+    found = mac.begin(Target("metal"), "mps")
+    why = mac.trusted(found)
+    if why:
+        console.print(f"[red]{why}[/red]")
+    else:
+        place = Place("mps", str(found["machine"]["gpu"]), place.target)
+        outcomes = run_rows(place, rows)
+        found["parity"] = [
+            {
+                "row": evidence.words(o.row[0].name, o.row[2]),
+                "passed": o.passed,
+                "refused": o.refused,
+                "failed": o.failed,
+            }
+            | more
+            for o, more in outcomes
+        ]
+    console.print(mac.write(found, file or mac.default_file("parity")), soft_wrap=True)
+    return 1 if why else sum(row["failed"] for row in found["parity"])

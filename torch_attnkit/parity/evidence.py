@@ -1,0 +1,129 @@
+"""Where each row of the table has been seen right, and with which code: the files of ``torch_attnkit/evidence/``.
+
+A file holds the runs on one device or simulator, a run the rows that it was the last to look at. Evidence belongs to
+code: every row is kept with a digest of what its result depends on (the kernel's modules and what they import, the
+Metal text, the reference, the cases, in a simulator the simulator), and counts as old once that has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_attnkit import digest
+from torch_attnkit.core import Kernel, Op, Target
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.support import support
+
+from .case import cases
+
+FOLDER = Path(__file__).resolve().parent.parent / "evidence"
+Row = tuple[Op, int, Kernel, str]  # as ``support()`` lists them: op, index, row, arch
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A place where all cases of a row have passed, and whether with the code that stands now."""
+
+    where: str
+    current: bool
+
+    def __str__(self) -> str:
+        return self.where if self.current else f"{self.where}, before later changes"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the cases of one row went."""
+
+    row: Row
+    passed: int
+    refused: int
+    failed: int
+
+    def entry(self) -> dict[str, Any]:
+        """It as evidence and reports have it."""
+        name = words(self.row[0].name, self.row[2])
+        return {"row": name, "passed": self.passed, "refused": self.refused, "failed": self.failed}
+
+
+def words(op: str, row: Kernel) -> str:
+    """A row with all that it claims: evidence for a narrower row does not count for a wider one."""
+    dims = " ".join(f"{axis}={','.join(map(str, sizes))}" for axis, sizes in row.dims.items())
+    return " | ".join((f"{op}/{row.file}", row.dtypes, dims, row.features, "; ".join(row.needs)))
+
+
+def modules(op: Op, row: Kernel) -> tuple[str, ...]:
+    """The modules from which all that a row runs is reached: its file, and the kernel of that name beside it."""
+    names = (f"{op.package}.{row.file}", f"{op.package}.{row.file}_kernel")
+    return tuple(name for name in names if digest.is_module(name))
+
+
+@functools.cache
+def digest_of(op: str, index: int, target: Target) -> str:
+    """The digest of what the result of a row depends on, on hardware or in a simulator."""
+    record = OPS[op]
+    row = record.kernels[index]
+    parts = [
+        digest.of_modules(*modules(record, row), arch=target.arch),
+        digest.of_modules(f"{record.package}.reference", "torch_attnkit.oracle.compare"),
+        digest.of_definitions(f"{record.package}.cases", "PARITY", "DEGENERATE", "EXTRAS", "make"),
+        digest.of_definitions("torch_attnkit.parity.case", "arguments"),
+        *(case.id for case in cases(record, index, target.arch, covering=target.simulated)),
+    ]
+    if target.arch == "metal":
+        parts.append(digest.of_metal(op))
+    if target.simulated:
+        parts.append(digest.of_simulator("metal" if target.arch == "metal" else "ptx"))
+    return digest.of(*parts)
+
+
+def file_of(target: Target, device: str) -> Path:
+    """The file of a device's evidence, or of a simulator's."""
+    return FOLDER / f"{target.arch}-{'simulator' if target.simulated else device}.json".lower().replace(" ", "-")
+
+
+def load() -> list[dict[str, Any]]:
+    """All files of evidence there are."""
+    return [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
+
+
+def seen(row: Row, files: Iterable[dict[str, Any]]) -> list[Seen]:
+    """Where a row has been seen right, according to ``files``."""
+    op, index, kernel, arch = row
+    name, found = words(op.name, kernel), []
+    for file in files:
+        simulated = file["kind"] == "simulator"
+        entries = [e for run in file["runs"] for e in run["rows"] if e["row"] == name]
+        if file["arch"] == arch and any(e["passed"] > 0 and e["failed"] == 0 for e in entries):
+            current = any(e["digest"] == digest_of(op.name, index, Target(arch, simulated)) for e in entries)
+            found.append(Seen("simulator" if simulated else f"hardware ({file['device']})", current))
+    return found
+
+
+def stale(target: Target, device: str) -> list[Row]:
+    """The rows of a target that have not been seen right there with the code that stands now."""
+    file = file_of(target, device)
+    files = [json.loads(file.read_text())] if file.exists() else []
+    return [row for row in support(target.arch) if not any(s.current for s in seen(row, files))]
+
+
+def record(target: Target, device: str, run: dict[str, Any], outcomes: list[Outcome]) -> Path:
+    """Keep how rows went in a run that ``run`` describes. Other rows stay as they were seen; what left the table goes.
+
+    Several rows of one arch may be worded alike only if they are one; a failed row is kept, and counts for nothing.
+    """
+    rows = [o.entry() | {"digest": digest_of(o.row[0].name, o.row[1], target)} for o in outcomes]
+    path = file_of(target, device)
+    before = json.loads(path.read_text())["runs"] if path.exists() else []
+    keep = {words(op.name, row) for op, _, row, _ in support(target.arch)} - {r["row"] for r in rows}
+    runs = [old | {"rows": [r for r in old["rows"] if r["row"] in keep]} for old in before]
+    kind = "simulator" if target.simulated else "hardware"
+    found: dict[str, Any] = {"arch": target.arch, "kind": kind, "device": device}
+    found |= {"runs": [*(r for r in runs if r["rows"]), run | {"rows": rows}]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path

@@ -1,0 +1,121 @@
+"""Run one parity case and judge it: right values, nothing else written, inputs untouched, on the target meant."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from torch_attnkit.core import UnsupportedError, dispatch, simulate
+from torch_attnkit.core.op import Op
+from torch_attnkit.oracle.attention import narrow_products
+from torch_attnkit.oracle.compare import check
+
+from .case import Case, arguments, bound
+from .guard import guarded_outputs, place
+from .places import Place
+
+
+def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool) -> tuple[torch.Tensor, ...]:
+    """What the call writes in place and returns, by the reference; ``double`` runs it on the same numbers in float64.
+
+    In float64 are the model tensors, and what is returned in a chosen dtype. A tensor that is float32 by contract stays
+    what it is: it holds the same numbers.
+    """
+
+    def convert(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.double() if double and value.dtype in op.spec(name).model() else value.clone()
+
+    copies = [convert(name, value) for name, value in zip(op.argnames, args, strict=False)]
+    if double and "dtype" in op.argnames:
+        kwargs = kwargs | {"dtype": torch.float64}
+    with contextlib.nullcontext() if double else narrow_products():
+        out = op.module("reference").reference(*copies, **kwargs)
+    mutated = [copies[op.argnames.index(n)] for n in op.mutated]
+    return (*mutated, *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out))
+
+
+def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | None:
+    """Run one case; raises AssertionError if it is wrong. Returns the largest error as a fraction of its tolerance.
+
+    A case that the row's ``needs`` exclude is not the row's to run: None, which is neither right nor wrong.
+    """
+    op = dispatch.OPS[case.op]
+    args, kwargs = arguments(case)
+    if op.kernels[case.row].refusal(bound(op, args, kwargs)) in op.kernels[case.row].needs:
+        return None
+    moved = tuple(place(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
+    return judge(case.id, op, case.arch, args, moved, kwargs)
+
+
+def judge(name: str, op: Op, arch: str, args: tuple[Any, ...], moved: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Call the op with ``moved``, which are ``args`` on the device, and compare with the reference on ``args``."""
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in moved]
+    device = next(a.device.type for a in moved if isinstance(a, torch.Tensor))
+    with contextlib.ExitStack() as stack:
+        if device == "cpu" and arch != "cpu":
+            stack.enter_context(simulate(arch))
+        fences = stack.enter_context(guarded_outputs())
+        out = getattr(torch.ops.attnkit, op.name)(*moved, **kwargs)
+        plan = dispatch.plan_of(op.name, *moved, **kwargs)
+    if plan is None or not plan.where.startswith(arch):
+        raise AssertionError(f"{name} ran on {plan and plan.where}")
+    for fence in fences:
+        fence.check(name)
+    got = [*mutated(op, moved), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
+    unchanged(name, op, before, moved)
+    ref, ref64 = (reference_of(op, args, kwargs, double=d) for d in (False, True))
+    names = [*op.mutated, *op.outnames]
+    return max(
+        (check(f"{name} {n}", g, r, r64) for n, g, r, r64 in zip(names, got, ref, ref64, strict=True)),
+        default=0.0,
+    )
+
+
+def mutated(op: Op, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [args[op.argnames.index(n)] for n in op.mutated]
+
+
+def unchanged(name: str, op: Op, before: list[Any], after: tuple[Any, ...]) -> None:
+    for argument, old, new in zip(op.argnames, before, after, strict=False):
+        if isinstance(old, torch.Tensor) and argument not in op.mutated:
+            # A single element may have any stride, which a view as bytes would not take.
+            a, b = (t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (old, new))
+            if not torch.equal(a, b):
+                raise AssertionError(f"{name}: the call changed its input {argument}")
+
+
+def outcome(place: Place, case: Case, device: str, layout: str, schedule: int) -> float | str | None:
+    """What ``run`` returns, or in words why the case failed, or None for one that the row refuses."""
+    try:
+        with place.watching(schedule):
+            return run(case, device, layout)
+    except (AssertionError, UnsupportedError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def workers(jobs: int, begin: Callable[[], Any] | None = None) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A ``map`` by ``jobs`` processes, each of which calls ``begin`` first; the usual ``map`` for one.
+
+    Most of a case's time goes into its references, on the CPU.
+    """
+    if jobs == 1:
+        yield map
+        return
+    # Not forked: neither the parent's threads nor its CUDA context live on in a child.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _alone, (begin,)) as pool:
+        yield functools.partial(pool.map, chunksize=4)
+
+
+def _alone(begin: Callable[[], Any] | None) -> None:
+    torch.set_num_threads(1)
+    if begin is not None:
+        begin()
