@@ -17,11 +17,17 @@ struct Api {
   void* (*variable)(int id);
   unsigned (*lane)();
   float (*math)(int function, float x, float y);
+  void (*within)(const void* p, const void* base, size_t bytes, unsigned info, int site);
+  void (*array)(const void* p, size_t bytes);
+  void (*array_access)(const void* p, size_t bytes, int write, int site);
+  void (*array_copy)(const void* to, const void* from, size_t bytes);
 };
 extern const Api api;
 
 // Bits of `info`: bytes, then these.
 constexpr unsigned kInfoWrite = 1u << 16;
-constexpr int kInfoSpace = 17, kInfoAlign = 20;
+constexpr int kInfoSpace = 17, kInfoAlign = 20, kInfoVariable = 24;  // the variable: its number and one, 0 if unknown
+// Kinds of msl_trap, beside clang's own of a sanitizer.
+enum Trap { kTrapIndex = 18, kTrapTransposed = 100, kTrapTurns, kTrapDivision, kTrapOverflow, kTrapUnset };
 
 }  // namespace sim

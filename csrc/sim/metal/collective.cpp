@@ -14,7 +14,7 @@ const char* const kOpNames[] = {
     "simd_shuffle_and_fill_up", "simd_prefix_inclusive_sum", "simd_prefix_exclusive_sum", "simd_all", "simd_any",
     "simd_ballot", "simdgroup_barrier", "simdgroup matrix multiplication", "simd_shuffle_rotate_down",
     "simd_shuffle_rotate_up", "simd_broadcast_first", "simd_is_first", "simd_prefix_inclusive_product",
-    "simd_prefix_exclusive_product", "simd_active_threads_mask", "quad_shuffle"};
+    "simd_prefix_exclusive_product", "simd_active_threads_mask", "quad_shuffle", "simdgroup_load or simdgroup_store"};
 
 namespace {
 
@@ -176,14 +176,23 @@ float element(const void* p, int type, int i) {
   return type == kF16 ? float(static_cast<const Half*>(p)[i]) : float(static_cast<const Bfloat*>(p)[i]);
 }
 
+// Whether an element still holds what msl_unset of include/msl_simd.h gives.
+bool unset(const void* p, int type, int i) {
+  if (type == kF32) return float_to_bits(static_cast<const float*>(p)[i]) == 0x7fe5a5a5;
+  return static_cast<const uint16_t*>(p)[i] == (type == kF16 ? 0x7f5a : 0x7fe5);
+}
+
 void matrix(Fiber* lanes, uint32_t mask, const Post& p) {
   if (mask != 0xffffffffu)
     fail(p.site, format("%s needs all 32 lanes, active are 0x%08x", kOpNames[p.op], mask));
   float m[4][8][8];
   for (int k = 1; k < 4; k++)
     for (int lane = 0; lane < kLanes; lane++)
-      for (int e = 0; e < 2; e++)
+      for (int e = 0; e < 2; e++) {
+        if (unset(lanes[lane].post.matrix[k], p.types[k], e))
+          fail_as(lanes + lane, p.site, format("%s of a matrix that nobody has set: operand %d", kOpNames[p.op], k));
         m[k][matrix_row(lane)][matrix_column(lane) + e] = element(lanes[lane].post.matrix[k], p.types[k], e);
+      }
   for (int r = 0; r < 8; r++)
     for (int c = 0; c < 8; c++) {
       float sum = m[3][r][c];
@@ -206,6 +215,11 @@ void matrix(Fiber* lanes, uint32_t mask, const Post& p) {
 void evaluate(int simdgroup, uint32_t mask) {
   Fiber* lanes = fibers + simdgroup * kLanes;
   const Post& p = lanes[__builtin_ctz(mask)].post;
+  if (p.op == kMatrixMemory) {  // here only to see that all lanes have come: each moves its own part
+    if (mask != 0xffffffffu)
+      fail(p.site, format("%s needs all 32 lanes, active are 0x%08x", kOpNames[p.op], mask));
+    return;
+  }
   if (options.counting) log_flush(simdgroup);
   counters.collectives++;
   switch (p.op) {

@@ -1,6 +1,5 @@
 #include "launch.h"
 
-#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #if defined(__APPLE__)
@@ -10,14 +9,10 @@
 #endif
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
-#include <thread>
 
 #include "api.h"
 
@@ -78,6 +73,8 @@ class Guarded {
     if (base_) munmap(base_, pages_ + 2 * kGuard);
   }
   char* data() const { return data_; }
+  // From now on a write faults.
+  void protect() { mprotect(base_ + kGuard, pages_, PROT_READ); }
   // A byte outside the data that was written to, or null.
   const char* damage() const {
     for (const char* p = data_ + bytes_; p < end(); p++)
@@ -100,9 +97,7 @@ class Guarded {
 
 void after_signal() {
   std::string where = describe_address(fault_address);
-  if (fault_signal == SIGURG) {
-    error = format("still running after %g seconds: an endless loop?", options.timeout);
-  } else if (fault_signal == SIGSEGV || fault_signal == SIGBUS) {
+  if (fault_signal == SIGSEGV || fault_signal == SIGBUS) {
     memory_fault = true;
     bool overflow = current && fault_address - reinterpret_cast<uintptr_t>(stacks) < size_t(kMaxThreads) * kStack;
     error = overflow ? "thread memory overflow (a large array, or recursion)" : "invalid memory access" + (where.empty() ? "" : ": " + where);
@@ -116,7 +111,6 @@ void after_signal() {
 
 void on_signal(int signal, siginfo_t* info, void* context) {
   if (!running) {
-    if (signal == SIGURG) return;
     ::signal(signal, SIG_DFL);
     return;  // the instruction faults again, now for the default handler
   }
@@ -136,7 +130,8 @@ void on_signal(int signal, siginfo_t* info, void* context) {
 #endif
 }
 
-constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGURG};
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
+constexpr int kSignalCount = sizeof kSignals / sizeof *kSignals;
 
 class SignalScope {
  public:
@@ -148,49 +143,16 @@ class SignalScope {
     struct sigaction action {};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    for (int i = 0; i < 5; i++) sigaction(kSignals[i], &action, &old_[i]);
+    for (int i = 0; i < kSignalCount; i++) sigaction(kSignals[i], &action, &old_[i]);
   }
   ~SignalScope() {
-    for (int i = 0; i < 5; i++) sigaction(kSignals[i], &old_[i], nullptr);
+    for (int i = 0; i < kSignalCount; i++) sigaction(kSignals[i], &old_[i], nullptr);
     sigaltstack(&old_stack_, nullptr);
   }
 
  private:
-  struct sigaction old_[5];
+  struct sigaction old_[kSignalCount];
   stack_t old_stack_;
-};
-
-// Interrupts this thread after a while. A timer signal would collide with those that test runners set.
-class Watchdog {
- public:
-  explicit Watchdog(double seconds) : target_(pthread_self()) {
-    if (seconds <= 0) return;
-    auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    thread_ = std::thread([this, until] {
-      std::unique_lock<std::mutex> lock(mutex_);
-      while (!done_)
-        if (wake_.wait_until(lock, until) == std::cv_status::timeout && !done_) {
-          pthread_kill(target_, SIGURG);
-          return;
-        }
-    });
-  }
-  ~Watchdog() {
-    if (!thread_.joinable()) return;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      done_ = true;
-    }
-    wake_.notify_one();
-    thread_.join();
-  }
-
- private:
-  pthread_t target_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool done_ = false;
-  std::thread thread_;
 };
 
 // ---- threads
@@ -212,6 +174,7 @@ void set_up_memory() {
   mprotect(arena_pages + kPage, kPage, PROT_READ | PROT_WRITE);
   fault_stack = new char[kStack];
   fibers = new Fiber[kMaxThreads]();
+  thread_memory(stacks, size_t(kMaxThreads) * kStack);
 }
 
 void begin_thread(int t, const uint32_t* size, const Launch& l) {
@@ -261,10 +224,12 @@ bool run_group(const Launch& l) {
   std::memset(arena, kPoison, arena_size);
   for (int s = 0; s < simdgroup_count; s++) {
     int lanes = std::min(kLanes, threads - s * kLanes);
-    simdgroups[s] = {lanes == kLanes ? ~0u : (1u << lanes) - 1, 0, {now, now}};
+    uint32_t all = lanes == kLanes ? ~0u : (1u << lanes) - 1;
+    simdgroups[s] = {all, 0, all, {now, now}};
   }
   for (int t = 0; t < threads; t++) begin_thread(t, size, l);
   memory_begin_group();
+  *l.turns = options.turns;
   current = fibers;
   counters.switches++;
   running = 1;
@@ -340,20 +305,21 @@ Outcome launch(Launch& l) {
     spans.push_back({base, base + r.bytes, r.written ? written.back().data() : nullptr});
     for (auto& s : r.slots) {
       auto begin = reinterpret_cast<uintptr_t>(data) + s.offset;
-      slots.push_back({s.index, begin, begin + s.bytes, s.granule});
+      slots.push_back({s.index, begin, begin + s.bytes, s.granule, s.writable});
     }
   }
   for (size_t i = 0; i < copies.size(); i++)
     for (auto& [offset, index] : l.regions[i].pointers)
       for (auto& s : slots)
         if (s.index == index) std::memcpy(copies[i].data() + offset, &s.begin, sizeof s.begin);
+  for (size_t i = 0; i < copies.size(); i++)
+    if (!l.regions[i].writable) copies[i].protect();
   for (int t = 0; t < kMaxThreads; t++)
     for (auto& s : slots)
       if (s.index < kListed) fibers[t].context.buffer[s.index] = s.begin;
   memory_begin(spans);
   {
     SignalScope signals;
-    Watchdog watchdog(options.timeout);
     run_all(l);
     running = 0;
   }

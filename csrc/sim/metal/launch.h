@@ -12,6 +12,7 @@ struct BoundSlot {
   int index;
   size_t offset, bytes;  // inside its region
   int granule;
+  bool writable;
 };
 
 // Host memory that one or more slots (overlapping tensors) are bound to. `pointers` are the places in it that take the
@@ -29,6 +30,7 @@ struct HostRegion {
 struct Launch {
   Launcher run;
   void* image;
+  int64_t* turns;  // that are left to the running threadgroup
   uint32_t grid[3], group[3];
   std::vector<HostRegion> regions;
   std::vector<ThreadgroupVariable> variables;

@@ -29,7 +29,7 @@ enum Op {
   kSum, kProduct, kMax, kMin, kAnd, kOr, kXor, kBroadcast, kShuffle, kShuffleDown, kShuffleUp, kShuffleXor,
   kFillDown, kFillUp, kInclusiveSum, kExclusiveSum, kAll, kAny, kBallot, kSimdgroupBarrier, kMatrix,
   kRotateDown, kRotateUp, kBroadcastFirst, kIsFirst, kInclusiveProduct, kExclusiveProduct, kActiveMask,
-  kQuadShuffle
+  kQuadShuffle, kMatrixMemory
 };
 extern const char* const kOpNames[];
 enum Type { kF32, kF16, kBF16, kI32, kU32, kI16, kU16, kI8, kU8, kI64, kU64, kBool };
@@ -62,13 +62,13 @@ struct Fiber {
 };
 
 struct Simdgroup {
-  uint32_t live, waiting;
+  uint32_t live, waiting, all;  // `all`: the lanes that it began with
   uint32_t fenced[2];  // clock of the last barrier that ordered [device, threadgroup] memory for these lanes
 };
 
 struct Options {
   bool checked = false, counting = false, strict = false;
-  double timeout = 60;
+  int64_t turns = 0;  // of loops in one threadgroup
   size_t cache = 0;  // bytes of the modelled cache between the GPU and memory
 };
 
@@ -79,6 +79,7 @@ struct Slot {
   int index;
   uintptr_t begin, end;
   int granule;  // bytes of one tensor element
+  bool writable;
   uint64_t read = 0, written = 0;
 };
 
@@ -124,6 +125,7 @@ void thread_ended();
 void evaluate(int simdgroup, uint32_t mask);
 
 // Memory, in checked and counting launches.
+void thread_memory(const char* stacks, size_t bytes);  // once: where the memory of threads lies
 void memory_begin(const std::vector<Span>& spans);  // a launch
 void memory_begin_group();                          // a threadgroup
 void memory_end();

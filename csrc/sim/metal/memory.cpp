@@ -1,8 +1,10 @@
 // Every access of a checked kernel: bounds, alignment, initialisation, races. Of a counting one: traffic.
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "api.h"
 #include "machine.h"
@@ -97,8 +99,16 @@ const std::string in_threadgroup(size_t offset) {
   return format("threadgroup memory, byte %zu", offset);
 }
 
-void threadgroup_access(uintptr_t p, size_t size, bool write, bool atomic, int site) {
+// `variable` is the one that the pointer was made from, and -1 where that is not known.
+void threadgroup_access(uintptr_t p, size_t size, bool write, bool atomic, int variable, int site) {
   size_t offset = p - reinterpret_cast<uintptr_t>(arena);
+  if (variable >= 0) {
+    const ThreadgroupVariable& v = variables[variable];
+    long inside = long(offset) - long(v.offset);
+    if (inside < 0 || inside + size > v.size)
+      fail(site, format("%s of %zu bytes outside threadgroup variable %s: byte %ld of %zu", kinds[atomic][write], size,
+                        v.name.c_str(), inside, v.size));
+  }
   if (offset >= arena_size || size > arena_size - offset)
     fail(site, format("%s of %zu bytes outside threadgroup memory (byte %ld of %zu)", kinds[atomic][write], size,
                       long(offset), arena_size));
@@ -126,11 +136,16 @@ const std::string in_region(size_t offset) {
 
 // The slot that holds all of [p, p + size), or null for a program-scope constant.
 Slot* find_slot(uintptr_t p, size_t size, bool write, bool atomic, int space, int site) {
-  auto holds = [&](const Slot& s) { return p >= s.begin && p < s.end && size <= s.end - p; };
+  auto reaches = [&](const Slot& s) { return p >= s.begin && p < s.end && size <= s.end - p; };
+  auto holds = [&](const Slot& s) { return reaches(s) && (s.writable || !write); };
   if (last_slot < slots.size() && holds(slots[last_slot])) return &slots[last_slot];
   for (size_t i = 0; i < slots.size(); i++)
     if (holds(slots[i])) return &slots[last_slot = i];
   if (space == kConstant && in_image(p)) return nullptr;
+  for (auto& s : slots)
+    if (reaches(s))
+      fail(site, format("%s of %zu bytes in ", kinds[atomic][write], size) + slot_name(s.index) +
+                     ", which the kernel declares const");
   std::string near = describe_address(p);
   fail(site, format("%s of %zu bytes out of bounds", kinds[atomic][write], size) + (near.empty() ? "" : ": ") + near);
 }
@@ -151,9 +166,9 @@ void device_access(uintptr_t p, size_t size, bool write, bool atomic, int space,
   if (options.counting) cache_access(p, size, write);
 }
 
-void check(uintptr_t p, size_t size, bool write, bool atomic, int space, size_t align, int site) {
+void check(uintptr_t p, size_t size, bool write, bool atomic, int space, size_t align, int variable, int site) {
   settle();
-  if (space == kThreadgroup) threadgroup_access(p, size, write, atomic, site);
+  if (space == kThreadgroup) threadgroup_access(p, size, write, atomic, variable, site);
   else device_access(p, size, write, atomic, space, site);
   if (p % align) {
     std::string where = space == kThreadgroup ? in_threadgroup(p - reinterpret_cast<uintptr_t>(arena)) : describe_address(p);
@@ -165,19 +180,72 @@ void check(uintptr_t p, size_t size, bool write, bool atomic, int space, size_t 
 
 void access(const void* p, unsigned info, int site) {
   check(reinterpret_cast<uintptr_t>(p), info & 0xffff, info & kInfoWrite, false, info >> kInfoSpace & 7,
-        size_t(1) << (info >> kInfoAlign & 15), site);
+        size_t(1) << (info >> kInfoAlign & 15), int(info >> kInfoVariable) - 1, site);
 }
 
 void range(const void* p, size_t bytes, unsigned info, int site) {
   if (bytes)
     check(reinterpret_cast<uintptr_t>(p), bytes, info & kInfoWrite, false, info >> kInfoSpace & 7,
-          size_t(1) << (info >> kInfoAlign & 15), site);
+          size_t(1) << (info >> kInfoAlign & 15), int(info >> kInfoVariable) - 1, site);
+}
+
+// A constant of the program, which lies in the kernel's image among others.
+void within(const void* p, const void* base, size_t bytes, unsigned info, int site) {
+  long offset = long(reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(base));
+  size_t size = info & 0xffff;
+  if (offset < 0 || offset + size > bytes)
+    fail(site, format("read of %zu bytes outside a constant of %zu bytes: byte %ld of it", size, bytes, offset));
+}
+
+// Arrays of threads. A byte of `holes` is 1 where an array has no value yet; they lie as the stacks do.
+const char* stacks_begin;
+size_t stacks_size;
+char* holes;
+size_t lowest[kMaxThreads];  // the first byte of each stack that has been an array's in this launch
+
+char* holes_of(const void* p, size_t bytes) {
+  size_t offset = size_t(static_cast<const char*>(p) - stacks_begin);
+  return holes && offset < stacks_size && bytes <= stacks_size - offset ? holes + offset : nullptr;
+}
+
+void array(const void* p, size_t bytes) {
+  char* hole = holes_of(p, bytes);
+  if (!hole) return;
+  std::memset(hole, 1, bytes);
+  size_t& low = lowest[current->thread];
+  low = std::min(low, size_t(hole - holes));
+}
+
+void array_access(const void* p, size_t bytes, int write, int site) {
+  char* hole = holes_of(p, bytes);
+  if (!hole) return;
+  if (write) std::memset(hole, 0, bytes);
+  else if (std::memchr(hole, 1, bytes)) fail(site, "read of an array's element in thread memory that nothing has been written to");
+}
+
+// What has no value has none in the copy: structures are copied with their padding.
+void array_copy(const void* to, const void* from, size_t bytes) {
+  char *target = holes_of(to, bytes), *origin = holes_of(from, bytes);
+  if (!target) return;
+  if (origin) std::memmove(target, origin, bytes);
+  else std::memset(target, 0, bytes);
 }
 
 }  // namespace
 
 extern void (*const api_access)(const void*, unsigned, int) = access;
 extern void (*const api_range)(const void*, size_t, unsigned, int) = range;
+extern void (*const api_within)(const void*, const void*, size_t, unsigned, int) = within;
+extern void (*const api_array)(const void*, size_t) = array;
+extern void (*const api_array_access)(const void*, size_t, int, int) = array_access;
+extern void (*const api_array_copy)(const void*, const void*, size_t) = array_copy;
+
+void thread_memory(const char* stacks, size_t bytes) {
+  stacks_begin = stacks, stacks_size = bytes;
+  void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
+  if (pages == MAP_FAILED) throw std::bad_alloc();
+  holes = static_cast<char*>(pages);
+}
 
 void Shadow::reset(size_t bytes, int granule) {
   bytes_ = bytes;
@@ -245,6 +313,7 @@ void memory_begin(const std::vector<Span>& spans) {
     regions.back().shadow.reset(span.end - span.begin + 4, granule);
   }
   threadgroup_shadow.reset(arena_size + 4, 4);
+  for (size_t t = 0; t < kMaxThreads; t++) lowest[t] = (t + 1) * kStack;
 }
 
 void memory_begin_group() {
@@ -256,12 +325,14 @@ void memory_begin_group() {
 
 void memory_end() {
   if (options.counting) cache_drain();
+  if (options.checked)
+    for (size_t t = 0; t < kMaxThreads; t++) std::memset(holes + lowest[t], 0, (t + 1) * kStack - lowest[t]);
   regions.clear();
 }
 
 void atomic_access(uintptr_t p, int size, bool write, int space, int site) {
   if (options.checked) {
-    check(p, size, write, true, space, size, site);
+    check(p, size, write, true, space, size, -1, site);
   } else if (space != kThreadgroup) {
     for (auto& s : slots)
       if (p >= s.begin && p + size <= s.end) return;

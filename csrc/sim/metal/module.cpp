@@ -18,6 +18,10 @@ extern void (*const api_barrier)(int, int);
 extern void (*const api_matrix)(int, void*, int, void*, int, void*, int, void*, int);
 extern void (*const api_access)(const void*, unsigned, int);
 extern void (*const api_range)(const void*, size_t, unsigned, int);
+extern void (*const api_within)(const void*, const void*, size_t, unsigned, int);
+extern void (*const api_array)(const void*, size_t);
+extern void (*const api_array_access)(const void*, size_t, int, int);
+extern void (*const api_array_copy)(const void*, const void*, size_t);
 
 namespace {
 
@@ -57,8 +61,17 @@ void atomic(int op, int type, int space, void* object, const void* value, void* 
 }
 
 void trap(int kind, int site) {
-  if (kind == 100) fail(site, "simdgroup_load or simdgroup_store with transpose and an origin: Metal does not say what that means");
-  fail(site, kind == 18 ? "array index out of bounds" : format("undefined behaviour (kind %d)", kind));
+  switch (kind) {
+    case kTrapIndex: fail(site, "array index out of bounds");
+    case kTrapTransposed:
+      fail(site, "simdgroup_load or simdgroup_store with transpose and an origin: Metal does not say what that means");
+    case kTrapTurns:
+      fail(site, format("still running after %lld turns of loops in one threadgroup: an endless loop?", (long long)options.turns));
+    case kTrapDivision: fail(site, "division of an integer by zero");
+    case kTrapOverflow: fail(site, "division of the smallest integer by -1");
+    case kTrapUnset: fail(site, "simdgroup_store of a matrix that nobody has set");
+    default: fail(site, format("undefined behaviour (kind %d)", kind));
+  }
 }
 
 void work(int flops, int special) {
@@ -103,7 +116,8 @@ float math(int function, float x, float y) {
 
 }  // namespace
 
-const Api api = {api_simd, api_barrier, api_matrix, atomic, api_access, api_range, trap, work, variable, lane, math};
+const Api api = {api_simd, api_barrier, api_matrix, atomic, api_access, api_range, trap, work, variable, lane, math,
+                 api_within, api_array, api_array_access, api_array_copy};
 
 namespace {
 
@@ -121,7 +135,8 @@ class Kernel {
     auto describe = reinterpret_cast<const Description* (*)()>(dlsym(handle, "msl_parameters"));
     auto count = reinterpret_cast<int (*)()>(dlsym(handle, "msl_parameter_count"));
     auto limit = reinterpret_cast<int (*)()>(dlsym(handle, "msl_thread_limit"));
-    if (!table || !run_ || !describe || !count || !limit) throw std::runtime_error(path + " is not a compiled kernel");
+    turns_ = static_cast<int64_t*>(dlsym(handle, "msl_turns"));
+    if (!table || !turns_ || !run_ || !describe || !count || !limit) throw std::runtime_error(path + " is not a compiled kernel");
     parameters_ = describe(), parameter_count_ = count(), limit_ = limit();
     *table = &api;
     Dl_info info;
@@ -141,15 +156,17 @@ class Kernel {
 
   Launcher run() const { return run_; }
   void* image() const { return image_; }
+  int64_t* turns() const { return turns_; }
 
  private:
   Launcher run_;
   void* image_;
+  int64_t* turns_;
   const Description* parameters_;
   int parameter_count_, limit_;
 };
 
-using SlotTuple = std::tuple<int, size_t, size_t, int>;
+using SlotTuple = std::tuple<int, size_t, size_t, int, bool>;
 using PointerTuple = std::pair<size_t, int>;
 using RegionTuple =
     std::tuple<uintptr_t, size_t, size_t, bool, std::vector<SlotTuple>, std::vector<PointerTuple>, uintptr_t>;
@@ -161,10 +178,12 @@ py::tuple run(const Kernel& kernel, Three grid, Three threads, const std::vector
   Launch l{};
   l.run = kernel.run();
   l.image = kernel.image();
+  l.turns = kernel.turns();
   for (int d = 0; d < 3; d++) l.grid[d] = grid[d], l.group[d] = threads[d];
   for (auto& [host, bytes, residue, writable, bound, pointers, written] : regions) {
     HostRegion r{reinterpret_cast<char*>(host), bytes, residue, writable, {}, pointers, reinterpret_cast<char*>(written)};
-    for (auto& [index, offset, size, granule] : bound) r.slots.push_back({index, offset, size, granule});
+    for (auto& [index, offset, size, granule, to_write] : bound)
+      r.slots.push_back({index, offset, size, granule, to_write});
     l.regions.push_back(std::move(r));
   }
   for (auto& [name, offset, size] : named) l.variables.push_back({name, offset, size});
@@ -172,7 +191,7 @@ py::tuple run(const Kernel& kernel, Three grid, Three threads, const std::vector
   l.options.checked = how["checked"].cast<bool>();
   l.options.counting = how["counting"].cast<bool>();
   l.options.strict = how["strict"].cast<bool>();
-  l.options.timeout = how["timeout"].cast<double>();
+  l.options.turns = how["turns"].cast<int64_t>();
   l.options.cache = how["cache"].cast<size_t>();
   Outcome o;
   {

@@ -50,6 +50,13 @@ void release(int simdgroup, uint32_t mask) {
 
 void refuse_divergence(Fiber* lanes, uint32_t mask, uint32_t others) {
   Fiber* here = lanes + __builtin_ctz(mask);
+  uint32_t waiting = 0;
+  for (uint32_t m = others; m; m &= m - 1)
+    if (lanes[__builtin_ctz(m)].state != kDone) waiting |= 1u << __builtin_ctz(m);
+  if (!waiting)
+    fail_as(here, here->post.site, format("%s runs on the lanes 0x%08x only, while lanes 0x%08x have returned",
+                                          kOpNames[here->post.op], mask, others));
+  others = waiting;
   Fiber* there = lanes + __builtin_ctz(others);
   const char* what = there->state == kAtBarrier ? "threadgroup_barrier" : kOpNames[there->post.op];
   fail_as(here, here->post.site,
@@ -73,10 +80,8 @@ bool complete(int simdgroup) {
     int lane = __builtin_ctz(m);
     if (meet(lanes[lane].post, lanes[first].post)) mask |= 1u << lane;
   }
-  if (mask != s.live) {
-    counters.divergent++;
-    if (options.strict) refuse_divergence(lanes, mask, s.live & ~mask);
-  }
+  if (mask != s.live) counters.divergent++;
+  if (mask != s.all && options.strict) refuse_divergence(lanes, mask, s.all & ~mask);
   evaluate(simdgroup, mask);
   release(simdgroup, mask);
   return true;
@@ -110,6 +115,7 @@ void simd(int op, int type, int count, const void* in, void* out, unsigned arg, 
     bool together = true;
     for (uint32_t m = s.waiting; m && together; m &= m - 1) together = meet(lanes[__builtin_ctz(m)].post, p);
     if (together) {
+      if (s.live != s.all && options.strict) refuse_divergence(lanes, s.live, s.all & ~s.live);
       evaluate(me->simdgroup, s.waiting);
       release(me->simdgroup, s.waiting);
       return;

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from torch_attnkit import UnsupportedError
 from torch_attnkit.core import config
 from torch_attnkit.sim import metal
+from torch_attnkit.sim.metal import compiler
 
 pytestmark = pytest.mark.simulator
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -295,3 +298,12 @@ kernel void k(device int* o, uint i [[thread_position_in_grid]]) { o[i] = name(i
     out = torch.zeros(2, dtype=torch.int32)
     metal.compile_shader(HEAD + text).k(out)
     assert bytes(out.tolist()) == b"ba"
+
+
+def test_a_source_without_the_package_of_the_compiler(monkeypatch):
+    """By the simulator's own interface, which does not pass simulate()."""
+    for cached in (compiler._zig, compiler._tools_key):
+        monkeypatch.setattr(compiler, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
+    with pytest.raises(UnsupportedError, match=r"the package ziglang .* pip install 'torch_attnkit\[sim\]'$"):
+        metal.compile_shader(FULL)

@@ -251,7 +251,7 @@ class Region:
     bytes: int
     residue: int
     writable: bool
-    slots: list[tuple[int, int, int, int]]  # number, offset, bytes, bytes of an element
+    slots: list[tuple[int, int, int, int, bool]]  # number, offset, bytes, bytes of an element, may be written to
     pointers: list[tuple[int, int]]  # offset, number of the slot whose address belongs there
     written: int  # address of the mask of bytes that hold values, 0 if all do
 
@@ -270,10 +270,10 @@ def regions(bound: Sequence[Bound]) -> list[tuple[Any, ...]]:
     for b in sorted(bound, key=lambda b: (b.address, b.bytes)):
         r = out[-1] if out else None
         if r is not None and b.bytes and b.address < r.address + r.bytes:
-            r.slots.append((b.slot, b.address - r.address, b.bytes, b.granule))
+            r.slots.append((b.slot, b.address - r.address, b.bytes, b.granule, b.writable))
             r.bytes = max(r.bytes, b.address + b.bytes - r.address)
             r.writable = r.writable or b.writable
         else:
-            slot = (b.slot, 0, b.bytes, b.granule)
+            slot = (b.slot, 0, b.bytes, b.granule, b.writable)
             out.append(Region(b.address, b.bytes, b.residue, b.writable, [slot], b.pointers, _mask_of(b)))
     return [r.astuple() for r in out]

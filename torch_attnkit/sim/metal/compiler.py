@@ -23,9 +23,10 @@ from torch_attnkit.core import config
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.paths import csrc
 
-from . import source
+from . import conversions, source
 from .errors import refuse
-from .instrument import USER_FILE, Site, instrument, repaired
+from .instrument import USER_FILE, Site, instrument
+from .repair import repaired
 
 _HEADERS = "atomic array common compute geometric integer limits math matrix numeric pack relational simdgroup"
 _STANDARD = re.compile(
@@ -38,7 +39,7 @@ _MACHINES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
 _LANGUAGE = [
     "-std=c++17", "-nostdinc", "-ffreestanding", "-ffp-contract=off", "-Xclang", "-ffloat16-excess-precision=none",
     "-Xclang", "-fbfloat16-excess-precision=none", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing",
-    "-fno-math-errno",
+    "-fno-math-errno", "-flax-vector-conversions=none", "-fno-finite-loops",
     "-fno-threadsafe-statics", "-fsanitize=bounds", "-fsanitize-trap=bounds", "-fno-sanitize-merge",
     "-ftrivial-auto-var-init=pattern", "-gline-tables-only", "-fPIC", "-fstack-clash-protection",
 ]  # fmt: skip
@@ -53,8 +54,14 @@ _WARNINGS = [
 _TO_BFLOAT = re.compile(
     r"^([^\n]*): warning: (implicit conversion[^\n]*to '(?:bfloat|__bf16|[^']*' \(aka '__bf16')[^\n]*)", re.M
 )
-_BEGIN = '#include "msl_entry.h"\n#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n'
-_END = '\n#pragma clang attribute pop\n# 1 "entry"\n'
+_BEGIN = (
+    '#include "msl_entry.h"\n#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n'
+    f"typedef int {conversions.BEGINS};\n"
+)
+_END = f'\n#pragma clang attribute pop\n# 1 "entry"\ntypedef int {conversions.ENDS};\n'
+_SOURCES = ("source.py", "conversions.py", "pointers.py", "repair.py", "instrument.py", "compiler.py")
+_TREE = ["-fsyntax-only", "-Xclang", "-ast-dump"]
+_ROUNDS = 5  # of rewriting conversions: what one replaces can bring another to light, as in casts inside of casts
 
 
 @dataclass(frozen=True)
@@ -108,15 +115,20 @@ def include() -> Path:
 @cache
 def _tools_key() -> str:
     """A digest of everything but the source that decides what a compiled kernel looks like."""
+    _zig()  # says what to install, where the version of a missing package would not
     digest = hashlib.sha256(importlib.metadata.version("ziglang").encode())
     here = Path(__file__).parent
-    for path in [*sorted(include().glob("*.h")), *(here / f for f in ("source.py", "instrument.py", "compiler.py"))]:
+    for path in [*sorted(include().glob("*.h")), *(here / f for f in _SOURCES)]:
         digest.update(path.read_bytes())
     return digest.hexdigest() + " ".join(_target())
 
 
+def _called(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([_zig(), *arguments], cwd=cwd, capture_output=True, text=True)
+
+
 def _run(arguments: Sequence[str], cwd: Path) -> tuple[str, str]:
-    done = subprocess.run([_zig(), *arguments], cwd=cwd, capture_output=True, text=True)
+    done = _called(arguments, cwd)
     if done.returncode:
         raise SyntaxError(_diagnostics(done.stderr))
     return done.stdout, done.stderr
@@ -181,22 +193,50 @@ def _launcher(unit: source.Unit, entry: source.Entry, number: int | None = None)
     )
 
 
+def _arguments(text: str, tail: str, flags: Sequence[str], cwd: Path) -> list[str]:
+    """clang's, for a program that is written to its file."""
+    (cwd / conversions.FILE).write_text(_BEGIN + text + _END + tail)
+    common = ["-x", "c++", *_target(), *_LANGUAGE, *_WARNINGS, "-I", str(include())]
+    return ["clang", *common, *flags, conversions.FILE]
+
+
 def _compile(unit: source.Unit, tail: str, flags: Sequence[str], cwd: Path) -> str:
-    (cwd / "unit.cpp").write_text(_BEGIN + unit.text + _END + tail)
-    arguments = ["clang", "-x", "c++", *_target(), *_LANGUAGE, *_WARNINGS, "-I", str(include()), *flags, "unit.cpp"]
-    out, messages = _run(arguments, cwd)
+    out, messages = _run(_arguments(unit.text, tail, flags, cwd), cwd)
     if found := _TO_BFLOAT.search(messages):
         raise SyntaxError(f"{found[1]}: error: {found[2]}: Metal has none to bfloat, write bfloat(x)")
     return out
+
+
+def _instances(unit: source.Unit) -> str:
+    return "".join(_launcher(unit, e, n) for n, e in enumerate(unit.entries))
+
+
+def translate(preprocessed: str, cwd: Path) -> source.Unit:
+    """The program of a source, once it compiles and converts vectors as Metal does; else raises SyntaxError."""
+    unit = source.rewrite(preprocessed)
+    tail = _instances(unit)
+    for _ in range(_ROUNDS):
+        failed: SyntaxError | None = None
+        try:
+            if not conversions.suspicious(_compile(unit, tail, _TREE, cwd)):
+                return unit
+        except SyntaxError as error:
+            failed = error
+        # Again, with places as they are in the text, and all errors: a comparison is no bool4 before it is rewritten.
+        flags = [*_TREE, "-ferror-limit=0", "-fdiagnostics-print-source-range-info"]
+        done = _called(_arguments(conversions.flat(unit.text), tail, flags, cwd), cwd)
+        text = conversions.rewritten(unit.text, _BEGIN.count("\n"), done.stdout, done.stderr)
+        if text == unit.text:
+            raise failed or refuse("a vector is reinterpreted in a function of the simulator's own")
+        unit.text = text
+    raise refuse(f"vectors are still reinterpreted after {_ROUNDS} rounds of writing conversions out")
 
 
 def check(text: str, version: int) -> source.Unit:
     """The kernels of a source. Raises SyntaxError, as ``torch.mps`` does, if any of them does not compile."""
     with _cached(f"check\0{version}\0{text}") as (final, work):
         if work is not None:
-            unit = source.rewrite(preprocess(text, version, work))
-            tail = "".join(_launcher(unit, e, n) for n, e in enumerate(unit.entries))
-            _compile(unit, tail, ["-fsyntax-only"], work)
+            unit = translate(preprocess(text, version, work), work)
             (work / "unit.json").write_text(json.dumps(asdict(unit)))
             _keep(work, "unit.json")
     return _read_unit(final / "unit.json")
@@ -204,9 +244,9 @@ def check(text: str, version: int) -> source.Unit:
 
 def front_end(unit: source.Unit, version: int, work: Path) -> str:
     """The program of all kernels before any optimisation, under the language rules that a version has."""
-    tail = "".join(_launcher(unit, e, n) for n, e in enumerate(unit.entries))
     rules = ["-Werror=c++20-extensions", *(["-Werror=pre-c++17-compat"] if version < 400 else [])]
-    return _compile(unit, tail, [*rules, "-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"], work)
+    flags = [*rules, "-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
+    return _compile(unit, _instances(unit), flags, work)
 
 
 def _read_unit(path: Path) -> source.Unit:
@@ -234,7 +274,10 @@ def build(text: str, unit: source.Unit, entry: source.Entry, mode: str, version:
     with _cached(f"build\0{mode}\0{version}\0{entry.host}\0{text}") as (final, work):
         if work is not None:
             front = ["-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
-            (work / "front.ll").write_text(repaired(_compile(unit, _launcher(unit, entry), front, work)))
+            if mode != "fast":
+                front.append("-DMSL_CHECKED")
+            ir = repaired(_compile(unit, _launcher(unit, entry), front, work), checked=mode != "fast")
+            (work / "front.ll").write_text(ir)
             # Kernels are long and launches short: what better code would save, compiling it costs twice over.
             level = ["-O1", *([] if mode == "fast" else ["-fno-vectorize", "-fno-slp-vectorize"])]
             flags = ["-x", "ir", *_target(), "-fPIC", "-w", *_KEEP_APART, *level]

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .pointers import Pointers, operands
+
 USER_FILE = "program_source"
 _LOCATION = re.compile(r"^!(\d+) = (?:distinct )?!DILocation\((.*)\)$", re.M)
 _SCOPE = re.compile(r"^!(\d+) = (?:distinct )?!(?:DISubprogram|DILexicalBlock|DILexicalBlockFile)\((.*)\)$", re.M)
 _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
-_CALL = re.compile(r"(call .*@msl_(?:simd|barrier|simdgroup_barrier|matrix|atomic|trap)\(.*, i32 (?:noundef )?)-1\)")
+_CALL = re.compile(
+    r"(call .*@msl_(?:simd|barrier|simdgroup_barrier|matrix|atomic|trap|divide)\(.*, i32 (?:noundef )?)-1\)"
+)
 _TRAP = re.compile(r"^(\s+)(?:tail )?call void @llvm\.ubsantrap\(i8 (\d+)\)")
 _VARIABLE = re.compile(r"@msl_variable\(i32 (?:noundef )?(\d+), i64 (?:noundef )?(\d+), i64 (?:noundef )?(\d+)\)")
 _MEMORY = re.compile(
@@ -27,13 +31,18 @@ _ARITHMETIC = re.compile(
 _FUSED = re.compile(r"call .*@llvm\.(?:fma|fmuladd)\.(?:v(\d+))?")
 _SPECIAL = re.compile(r"call .*@(?:msl_math\(|llvm\.sqrt\.(?:v(\d+))?)")
 _END_OF_BLOCK = re.compile(r"^\s+(?:br|ret|switch|unreachable)\b")
-# Exchanging values orders no memory: what was loaded before a simd_sum need not be loaded again behind it.
-_EXCHANGE = re.compile(r"^(declare (?:!dbg !\d+ )?void @msl_(?:simd|matrix)\(.*?\))", re.M)
-# clang 22 stores a bool into a vector of bools as the byte that it is in memory.
-_BOOL_ELEMENT = re.compile(r"^(.*insertelement <\d+ x i1> \S+, )i8 (\S+), (.*)$", re.M)
-_WRITE, _SPACE, _ALIGN = 16, 17, 20
+_LABEL = re.compile(r"^([\w.$-]+):")
+_TARGET = re.compile(r"label %([\w.$-]+)")
+_THREAD = re.compile(r"^\s+(?:(%\S+) = load|store) (?:volatile )?(.*?), ptr (%[^\s,]+), align")
+_GLOBAL = re.compile(r"^(@[\w.$]+) = .*?\b(?:constant|global) (.*)$", re.M)
+_WRITE, _SPACE, _ALIGN, _OBJECT = 16, 17, 20, 24
+_MOST_VARIABLES = 127  # that an access can name
 _DECLARATIONS = {
     "msl_trap": "void @msl_trap(i32, i32)",
+    "msl_turn": "void @msl_turn(i32) memory(inaccessiblemem: readwrite)",
+    "msl_within": "void @msl_within(ptr addrspace(2), ptr addrspace(2), i64, i32, i32)",
+    "msl_array_access": "void @msl_array_access(ptr, i64, i32, i32)",
+    "msl_array_copy": "void @msl_array_copy(ptr, ptr, i64)",
     "msl_work": "void @msl_work(i32, i32) memory(inaccessiblemem: readwrite)",
     **{f"msl_access{n}": f"void @msl_access{n}(ptr addrspace({n}), i32, i32)" for n in (1, 2, 3)},
     **{f"msl_range{n}": f"void @msl_range{n}(ptr addrspace({n}), i64, i32, i32)" for n in (1, 2, 3)},
@@ -91,14 +100,24 @@ def _type_size(text: str) -> tuple[int, int]:
     raise AssertionError(f"memory access of an unknown type: {text}")
 
 
-def _operands(text: str) -> list[str]:
-    out, depth, begin = [], 0, 0
+def _type_text(text: str) -> str:
+    """The type at the beginning of ``text``, as it is written."""
+    if text[0] not in "[{<":
+        return re.match(r"[^\s,]+", text)[0]  # type: ignore[index]
+    depth = 0
     for i, c in enumerate(text):
-        depth += (c in "([{<") - (c in ")]}>")
-        if c == "," and depth == 0:
-            out.append(text[begin:i].strip())
-            begin = i + 1
-    return [*out, text[begin:].strip()]
+        depth += (c in "[{<(") - (c in "]}>)")
+        if depth == 0:
+            return text[: i + 1]
+    return ""
+
+
+def _keeps_rest(line: str, name: str) -> bool:
+    """Whether ``line`` takes a vector only to change some of its components, before all of them are stored again."""
+    name = re.escape(name)
+    if re.search(rf"= insertelement <[^>]*> {name}, ", line):
+        return True
+    return bool(re.search(rf"= shufflevector <[^>]*> (?:{name}, <[^>]*> %|%\S+ <[^>]*> {name},)", line))
 
 
 class _Pass:
@@ -110,20 +129,57 @@ class _Pass:
         self.variables: dict[int, tuple[int, int]] = {}
         self.marks: dict[Site, int] = {}
         self.out: list[str] = []
+        self.pointers = Pointers()
+        self.loops: set[int] = set()
+        self.blends: set[str] = set()
+        self.objects = {name: _type_text(rest) for name, rest in _GLOBAL.findall(text)} if checked else {}
+        # The arrays of threads that began without values; every kernel is one function by now.
+        self.tracked = set(re.findall(r"call void @msl_array\(ptr (?:\w+ )*(%[^\s,]+)", text)) if checked else set()
+        self.arrays = bool(self.tracked)
 
     def run(self) -> Instrumented:
         sites = sorted({s for s in map(self._site_of, self.lines) if s is not None})
         self.marks = {s: n for n, s in enumerate(sites)}
         flops = special = 0
-        for line in self.lines:
+        for number, line in enumerate(self.lines):
+            if line.startswith("define "):
+                self._function(number)
             if self.counting:
                 flops, special = self._count(line, flops, special)
+            if number in self.loops:
+                self._call("msl_turn", f"i32 {self.marks[self._site_of(line) or ()]}")
             self._line(line)
         body = "\n".join(self.out)
         for name in sorted(self.used):
             if f"@{name}(" not in "\n".join(x for x in self.out if x.startswith("declare")):
                 body += f"\ndeclare {_DECLARATIONS[name]}"
         return Instrumented(body, sites, self.variables)
+
+    def _function(self, begin: int) -> None:
+        """Learn of a function where its loops turn, and in a checked kernel where its pointers come from.
+
+        Every cycle has a jump to a block that stands at or before the one which it leaves.
+        """
+        self.pointers, self.blends = Pointers(), set()
+        seen: set[str] = set()
+        used: dict[str, list[str]] = {}
+        terminator = begin
+        for number in range(begin + 1, len(self.lines)):
+            line = self.lines[number]
+            if line == "}":
+                break
+            if label := _LABEL.match(line):
+                seen.add(label[1])
+            if _END_OF_BLOCK.match(line):
+                terminator = number
+            if "label %" in line and seen.intersection(_TARGET.findall(line)):
+                self.loops.add(terminator)
+            if self.checked:
+                self.pointers.define(line)
+            if self.arrays:
+                for name in re.findall(r"%[\w.$-]+", line.partition(" = ")[2] or line):
+                    used.setdefault(name, []).append(line)
+        self.blends = {name for name, lines in used.items() if all(_keeps_rest(line, name) for line in lines)}
 
     def _site_of(self, line: str) -> Site | None:
         if not line.startswith(" "):
@@ -149,22 +205,43 @@ class _Pass:
             return
         elif self.checked and (match := _MEMORY.match(line)):
             self._access(match, site)
+        elif self.arrays and (match := _THREAD.match(line)):
+            self._thread(match, site)
         elif self.checked and (match := _BLOCK_COPY.search(line)):
             self._block(match, site)
         self.out.append(line)
 
     def _access(self, match: re.Match[str], site: int) -> None:
         _, write, value, space, pointer, align = match.groups()
-        if pointer.startswith(("@", "getelementptr")):
-            return  # a constant of the program
         size, _ = _type_size(value)
         info = size | bool(write) << _WRITE | int(space) << _SPACE | (int(align).bit_length() - 1) << _ALIGN
+        kind, name = self.pointers.base(pointer) or ("", "")
+        if kind == "global":  # a constant of the program
+            if self.objects.get(name):
+                bytes_ = f"ptrtoint (ptr getelementptr ({self.objects[name]}, ptr null, i32 1) to i64)"
+                place = f"ptr addrspace(2) {pointer}, ptr addrspace(2) {name}, i64 {bytes_}"
+                self._call("msl_within", f"{place}, i32 {info}, i32 {site}")
+            return
+        if kind == "variable" and int(name) < _MOST_VARIABLES:
+            info |= (int(name) + 1) << _OBJECT
         self._call(f"msl_access{space}", f"ptr addrspace({space}) {pointer}, i32 {info}, i32 {site}")
 
+    def _thread(self, match: re.Match[str], site: int) -> None:
+        """An access to thread memory, unless it is known to be no array that began without values."""
+        loaded, value, pointer = match.groups()
+        if loaded in self.blends or not self._may_be_array(pointer):
+            return
+        size, _ = _type_size(value)
+        self._call("msl_array_access", f"ptr {pointer}, i64 {size}, i32 {int(loaded is None)}, i32 {site}")
+
+    def _may_be_array(self, pointer: str) -> bool:
+        kind, name = self.pointers.base(pointer) or ("", "")
+        return not kind or (kind == "alloca" and name in self.tracked)
+
     def _block(self, match: re.Match[str], site: int) -> None:
-        operands = _operands(match[2])
-        size = operands[2].split(" ", 1)[1].removeprefix("noundef ")
-        pointers = [(operands[0], True)] + ([(operands[1], False)] if match[1] != "set" else [])
+        parts = operands(match[2])
+        size = parts[2].split(" ", 1)[1].removeprefix("noundef ")
+        pointers = [(parts[0], True)] + ([(parts[1], False)] if match[1] != "set" else [])
         for operand, write in pointers:
             if space := re.match(r"ptr addrspace\(([123])\)", operand):
                 pointer = operand.split(" ")[-1]
@@ -175,6 +252,22 @@ class _Pass:
                 info = write << _WRITE | int(space[1]) << _SPACE | shift << _ALIGN
                 arguments = f"ptr addrspace({space[1]}) {pointer}, i64 {size}, i32 {info}, i32 {site}"
                 self._call(f"msl_range{space[1]}", arguments)
+        if self.arrays:
+            self._thread_block([operand for operand, _ in pointers], size, site)
+
+    def _thread_block(self, pointers: list[str], size: str, site: int) -> None:
+        """The part of a copy that is in thread memory; ``pointers`` are where it goes to, and where it comes from."""
+        names = [p.split(" ")[-1] for p in pointers]
+        inside = [
+            p.startswith("ptr ") and "addrspace" not in p and n[0] == "%" for p, n in zip(pointers, names, strict=True)
+        ]
+        mine = [i and self._may_be_array(n) for i, n in zip(inside, names, strict=True)]
+        if all(inside) and len(names) == 2 and any(mine):
+            self._call("msl_array_copy", f"ptr {names[0]}, ptr {names[1]}, i64 {size}")
+        else:
+            for name, tracked, write in zip(names, mine, (1, 0), strict=False):
+                if tracked:
+                    self._call("msl_array_access", f"ptr {name}, i64 {size}, i32 {write}, i32 {site}")
 
     def _count(self, line: str, flops: int, special: int) -> tuple[int, int]:
         if match := _ARITHMETIC.search(line):
@@ -188,33 +281,6 @@ class _Pass:
                 self._call("msl_work", f"i32 {flops}, i32 {special}")
             return 0, 0
         return flops, special
-
-
-def repaired(text: str) -> str:
-    """What the front end emitted, ready for the optimiser."""
-
-    def bit(match: re.Match[str]) -> str:
-        head, value, tail = match.groups()
-        if value.isdigit():
-            return f"{head}i1 {'true' if int(value) & 1 else 'false'}, {tail}"
-        name = f"%msl.{match.start()}"
-        return f"  {name} = trunc i8 {value} to i1\n{head}i1 {name}, {tail}"
-
-    def internal(match: re.Match[str]) -> str:
-        line = match[0]  # once everything is inlined, only the launcher has to stay
-        if "@msl_" in line:
-            return line
-        return re.sub(r"^define (?:(?:internal|dso_local|weak_odr|linkonce_odr) )*", "define internal ", line).replace(
-            " comdat", ""
-        )
-
-    def exchange(match: re.Match[str]) -> str:
-        kept = match[1].replace("ptr noundef", "ptr noundef captures(none)")
-        return f"{kept} memory(argmem: readwrite, inaccessiblemem: readwrite)"
-
-    text = _EXCHANGE.sub(exchange, text)
-    text = re.sub(r"^define .*$", internal, text, flags=re.M)
-    return _BOOL_ELEMENT.sub(bit, text)
 
 
 def instrument(text: str, checked: bool, counting: bool) -> Instrumented:

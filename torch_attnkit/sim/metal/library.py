@@ -31,14 +31,15 @@ _machine_lock = threading.Lock()  # there is one machine
 class Settings:
     """``mode``: fast, checked (races, bounds and uninitialised reads) or counting (checked, with counters).
 
-    ``strict`` makes a collective on part of a simdgroup's live lanes an error, and in the checked modes unordered
-    writes of one value to one place; ``timeout`` is in seconds, ``version`` the value of ``__METAL_VERSION__``.
-    ``cache`` is the size in bytes of the cache before memory that counting models; 8 MiB is the M1's.
+    ``strict`` makes a collective on part of a simdgroup's lanes an error, also where the others have returned, and in
+    the checked modes unordered writes of one value to one place. ``turns`` are those of loops in one threadgroup, all
+    threads together, past which they count as endless. ``version`` is the value of ``__METAL_VERSION__``, ``cache``
+    the size in bytes of the cache before memory that counting models; 8 MiB is the M1's.
     """
 
     mode: str = "fast"
     strict: bool = False
-    timeout: float = 60.0
+    turns: int = 1 << 30
     version: int = 320
     cache: int = 8 << 20
 
@@ -204,7 +205,7 @@ class Kernel:
         three = lambda dims: (*dims, *(1,) * (3 - len(dims)))
         variables = [(v.name, v.offset, v.bytes) for v in loaded.built.variables]
         options = {"checked": how.mode != "fast", "counting": how.mode == "counting",
-                   "strict": how.strict, "timeout": how.timeout, "cache": how.cache}  # fmt: skip
+                   "strict": how.strict, "turns": how.turns, "cache": how.cache}  # fmt: skip
         with _machine_lock:
             ok, memory_fault, message = machine().run(
                 loaded.object, three(grid), three(group), regions(bound), variables,

@@ -208,7 +208,7 @@ def _one(text: str, version: int, work: Path) -> Iterator[Iterator[Finding]]:
     """Findings of one stage after another, because a stage that raises ends it."""
     preprocessed = compiler.preprocess(text, version, work)
     yield _Linter(preprocessed, version).run()
-    unit = source.rewrite(preprocessed)
-    yield _parameters(unit, text.split("\n"))
+    yield _parameters(source.rewrite(preprocessed), text.split("\n"))
+    unit = compiler.translate(preprocessed, work)
     ir = compiler.front_end(unit, version, work)
     yield (Finding(0, m) for m in _ir(ir))

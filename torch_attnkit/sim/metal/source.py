@@ -403,7 +403,11 @@ class Rewriter:
                     self.edits.append((i, i + 1, "msl::cast"))
             elif t == "vec" and i + 1 < len(ts) and ts[after(ts, i)] == "<":
                 end = closing(ts, after(ts, i))
-                self._constructor(self._qualified(i), end, "".join(ts[i : end + 1]))
+                kind = "".join(ts[i : end + 1])
+                if bools := re.fullmatch(r"vec<\s*bool\s*,\s*([234])\s*>", kind):
+                    kind = f"bool{bools[1]}"
+                    self.edits.append((self._qualified(i), end + 1, kind))
+                self._constructor(self._qualified(i), end, kind)
             elif t in vectors and ts[before(ts, i)] not in ("::", ".", "->", "operator"):
                 self._constructor(i, i, t)
 
@@ -416,7 +420,7 @@ class Rewriter:
 
     def _constructor(self, begin: int, end: int, kind: str) -> None:
         ts = self.ts
-        follows, leads = after(ts, end), before(ts, begin)
+        follows = after(ts, end)
         if follows >= len(ts):
             return
         if ts[follows] in ("(", "{"):
@@ -426,11 +430,6 @@ class Rewriter:
                 self.edits.append((begin, end + 1, f"msl::make<{full}>"))
                 if ts[follows] == "{":
                     self.edits += [(follows, follows + 1, "("), (inside, inside + 1, ")")]
-        elif ts[follows] == ")" and ts[leads] == "(":
-            operand, head = ts[after(ts, follows)], ts[before(ts, leads)]
-            is_cast = re.match(r"[A-Za-z_(]", operand) and not re.match(r"\w|\)|\]|>", head[-1:])
-            if is_cast or (head in ("return", "=") and re.match(r"[A-Za-z_(]", operand)):
-                raise refuse(f"({kind})x would reinterpret a vector here: write {kind}(x)", line_of(ts, begin))
 
     def _strings(self) -> str:
         """A string lies in constant memory, in C++ it does not: the declarations of variables that take their place."""

@@ -96,6 +96,14 @@ template <class T, class M, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, vec<
   for (int i = 0; i < N; i++) a[i] = c[i] ? b[i] : a[i];
   return a;
 }
+#define MSL_CHOICE(N)                                                                                                \
+  template <class T> MSL_INLINE vec<T, N> select(vec<T, N> a, vec<T, N> b, bool##N c) {                               \
+    for (int i = 0; i < N; i++) a[i] = c.all[i] ? b[i] : a[i];                                                       \
+    return a;                                                                                                        \
+  }                                                                                                                  \
+  MSL_INLINE bool any(bool##N v) { bool r = false; for (int i = 0; i < N; i++) r |= v.all[i]; return r; }             \
+  MSL_INLINE bool all(bool##N v) { bool r = true; for (int i = 0; i < N; i++) r &= v.all[i]; return r; }
+MSL_CHOICE(2) MSL_CHOICE(3) MSL_CHOICE(4)
 template <class M, int N> MSL_INLINE bool any(vec<M, N> v) {
   bool r = false;
   for (int i = 0; i < N; i++) r |= v[i] != 0;

@@ -9,6 +9,18 @@ MSL_COLLECTIVE void msl_simdgroup_barrier(int flags, int site);
 MSL_COLLECTIVE void msl_matrix(int td, void* d, int ta, void* a, int tb, void* b, int tc, void* c, int site);
 MSL_COLLECTIVE void msl_atomic(int op, int type, int space, void* object, const void* value, void* old, int site);
 MSL_COLLECTIVE void msl_trap(int kind, int site);
+// What a matrix holds that nobody has set: a NaN that no operation produces.
+template <class T> constexpr T msl_unset();
+template <> constexpr float msl_unset<float>() { return __builtin_bit_cast(float, 0x7fe5a5a5); }
+template <> constexpr half msl_unset<half>() { return __builtin_bit_cast(half, (unsigned short)0x7f5a); }
+template <> constexpr bfloat msl_unset<bfloat>() { return __builtin_bit_cast(bfloat, (unsigned short)0x7fe5); }
+#ifdef MSL_CHECKED
+#define MSL_ALL_LANES() msl_simd(29, 0, 0, nullptr, nullptr, 0, nullptr, -1)
+#define MSL_ALL_SET(m) if (m.unset()) msl_trap(104, -1)
+#else
+#define MSL_ALL_LANES()
+#define MSL_ALL_SET(m)
+#endif
 extern "C" __attribute__((const)) uint msl_lane();
 extern "C" __attribute__((const)) void* msl_variable(int id, size_t size, size_t align);
 
@@ -100,7 +112,7 @@ template <class T, int Columns, int Rows> struct simdgroup_matrix {
   static_assert(Columns == 8 && Rows == 8, "simdgroup_matrix is 8x8");
   static_assert((int)msl::scalar<T>::code >= 0 && (int)msl::scalar<T>::code <= 2, "simdgroup_matrix holds float, half or bfloat");
   typedef vec<T, 2> storage_type;
-  simdgroup_matrix() = default;
+  simdgroup_matrix() : elements(msl_unset<T>()) {}
   explicit simdgroup_matrix(T diagonal) {
     for (int e = 0; e < 2; e++) elements[e] = row() == column() + e ? diagonal : T(0);
   }
@@ -108,6 +120,10 @@ template <class T, int Columns, int Rows> struct simdgroup_matrix {
   thread const storage_type& thread_elements() const { return elements; }
   static int row() { int l = msl_lane(); return (l / 4 & 4) + l / 2 % 4; }
   static int column() { int l = msl_lane(); return (l / 4 & 2) * 2 + l % 2 * 2; }
+  bool unset() const {
+    T nobodys = msl_unset<T>(), held[2] = {elements[0], elements[1]};
+    return !__builtin_memcmp(held, &nobodys, sizeof(T)) || !__builtin_memcmp(held + 1, &nobodys, sizeof(T));
+  }
   storage_type elements;
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
@@ -139,6 +155,7 @@ MSL_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread s
 #define MSL_MATRIX_MEMORY(space)                                                                                     \
   template <class T> MSL_INLINE void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const space T* p, ulong stride = 8, \
                                                     ulong2 origin = (ulong2)0ul, bool transpose = false) {           \
+    MSL_ALL_LANES();                                                                                                 \
     if (transpose && (origin.x || origin.y)) msl_trap(100, -1);                                                      \
     ulong r = m.row(), c = m.column();                                                                               \
     if (!transpose) p += origin.y * stride + origin.x;                                                               \
@@ -147,6 +164,8 @@ MSL_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread s
   }                                                                                                                  \
   template <class T> MSL_INLINE void simdgroup_store(thread const simdgroup_matrix<T, 8, 8>& m, space T* p, ulong stride = 8, \
                                                      ulong2 origin = (ulong2)0ul, bool transpose = false) {          \
+    MSL_ALL_LANES();                                                                                                 \
+    MSL_ALL_SET(m);                                                                                                  \
     if (transpose && (origin.x || origin.y)) msl_trap(100, -1);                                                      \
     ulong r = m.row(), c = m.column();                                                                               \
     if (!transpose) p += origin.y * stride + origin.x;                                                               \

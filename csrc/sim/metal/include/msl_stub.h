@@ -13,9 +13,27 @@ struct msl_table {
   void* (*variable)(int);
   unsigned (*lane)();
   float (*math)(int, float, float);
+  void (*within)(const void*, const void*, msl_size, unsigned, int);
+  void (*array)(const void*, msl_size);
+  void (*array_access)(const void*, msl_size, int, int);
+  void (*array_copy)(const void*, const void*, msl_size);
 };
 extern "C" {
 __attribute__((visibility("default"))) const msl_table* msl_api = nullptr;
+// Turns of loops that the threads of a threadgroup may still take before it counts as endless.
+__attribute__((visibility("default"))) long msl_turns = 0;
+void msl_turn(int site) {
+  if (__builtin_expect(--msl_turns < 0, 0)) msl_api->trap(101, site);
+}
+void msl_divide(bool by_zero, bool overflows, int site) {
+  if (by_zero | overflows) msl_api->trap(by_zero ? 102 : 103, site);
+}
+void msl_within(const void* p, const void* base, msl_size bytes, unsigned info, int site) {
+  msl_api->within(p, base, bytes, info, site);
+}
+void msl_array(const void* p, msl_size bytes) { msl_api->array(p, bytes); }
+void msl_array_access(const void* p, msl_size bytes, int write, int site) { msl_api->array_access(p, bytes, write, site); }
+void msl_array_copy(const void* to, const void* from, msl_size bytes) { msl_api->array_copy(to, from, bytes); }
 void msl_simd(int op, int type, int count, const void* in, void* out, unsigned arg, const void* fill, int site) {
   msl_api->simd(op, type, count, in, out, arg, fill, site);
 }

@@ -36,10 +36,6 @@ typedef long intptr_t;
   typedef T T##4 __attribute__((ext_vector_type(4)));
 MSL_VECTORS(float) MSL_VECTORS(half) MSL_VECTORS(bfloat) MSL_VECTORS(int) MSL_VECTORS(uint) MSL_VECTORS(short)
 MSL_VECTORS(ushort) MSL_VECTORS(char) MSL_VECTORS(uchar) MSL_VECTORS(long) MSL_VECTORS(ulong)
-// What comparing vectors gives here; Metal's has one byte a component, so these must not lie in memory.
-typedef int2 bool2;
-typedef int3 bool3;
-typedef int4 bool4;
 // Vectors without padding; those of three components have no counterpart here.
 #define MSL_PACKED(T)                                                             \
   typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(sizeof(T)))); \
@@ -51,6 +47,38 @@ namespace metal {
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
 }
+
+// Metal's vectors of bools, a byte a component. As vectors of clang's they would lie in memory as bits, and have no
+// components by name.
+#define MSL_BOOLS(N, alignment, ...)                                                                    \
+  struct alignas(alignment) bool##N {                                                                   \
+    union { struct { bool __VA_ARGS__; }; bool all[N]; };                                               \
+    bool##N() = default;                                                                                \
+    MSL_INLINE constexpr bool##N(bool every) : all() { for (int i = 0; i < N; i++) all[i] = every; }     \
+    template <class T> MSL_INLINE explicit bool##N(metal::vec<T, N> v) {                                 \
+      for (int i = 0; i < N; i++) all[i] = v[i] != 0;                                                   \
+    }                                                                                                   \
+    template <class T> MSL_INLINE explicit operator metal::vec<T, N>() const {                           \
+      metal::vec<T, N> v;                                                                               \
+      for (int i = 0; i < N; i++) v[i] = all[i];                                                        \
+      return v;                                                                                         \
+    }                                                                                                   \
+    MSL_INLINE bool& operator[](int i) { return all[i]; }                                               \
+    MSL_INLINE bool operator[](int i) const { return all[i]; }                                          \
+  };                                                                                                    \
+  MSL_BOOLS_OPERATOR(N, &) MSL_BOOLS_OPERATOR(N, |) MSL_BOOLS_OPERATOR(N, ^) MSL_BOOLS_OPERATOR(N, &&)   \
+  MSL_BOOLS_OPERATOR(N, ||) MSL_BOOLS_OPERATOR(N, ==) MSL_BOOLS_OPERATOR(N, !=)                          \
+  MSL_INLINE bool##N& operator&=(bool##N& a, bool##N b) { return a = a & b; }                            \
+  MSL_INLINE bool##N& operator|=(bool##N& a, bool##N b) { return a = a | b; }                            \
+  MSL_INLINE bool##N& operator^=(bool##N& a, bool##N b) { return a = a ^ b; }                            \
+  MSL_INLINE bool##N operator!(bool##N a) { return a == bool##N(false); }
+#define MSL_BOOLS_OPERATOR(N, op)                                                                       \
+  MSL_INLINE bool##N operator op(bool##N a, bool##N b) {                                                 \
+    bool##N r;                                                                                          \
+    for (int i = 0; i < N; i++) r.all[i] = a.all[i] op b.all[i];                                         \
+    return r;                                                                                           \
+  }
+MSL_BOOLS(2, 2, x, y) MSL_BOOLS(3, 4, x, y, z) MSL_BOOLS(4, 4, x, y, z, w)
 
 namespace msl {
 constexpr float infinity() { return __builtin_inff(); }
@@ -78,7 +106,19 @@ template <class T, int N> struct shape<T __attribute__((ext_vector_type(N)))> {
   enum { count = N, code = scalar<T>::code };
   typedef T element;
 };
+template <> struct shape<bool2> { enum { count = 2, code = scalar<bool>::code }; typedef bool element; };
+template <> struct shape<bool3> { enum { count = 3, code = scalar<bool>::code }; typedef bool element; };
+template <> struct shape<bool4> { enum { count = 4, code = scalar<bool>::code }; typedef bool element; };
 template <class T> using element = typename shape<T>::element;
+template <int N> struct bools;
+template <> struct bools<2> { typedef bool2 type; };
+template <> struct bools<3> { typedef bool3 type; };
+template <> struct bools<4> { typedef bool4 type; };
+// Whether values of T are vectors of clang's, which convert into one another.
+template <class T> constexpr bool is_ext = shape<T>::count > 1;
+template <> constexpr bool is_ext<bool2> = false;
+template <> constexpr bool is_ext<bool3> = false;
+template <> constexpr bool is_ext<bool4> = false;
 
 // float4(a.xy, b, c): components from left to right.
 template <class V, class A>
@@ -92,7 +132,11 @@ MSL_INLINE V make(A a) {
   if constexpr (shape<A>::count == 1) return (V)((element<V>)a);
   else {
     static_assert((int)shape<A>::count == (int)shape<V>::count, "a vector of this size from one of another");
-    return __builtin_convertvector(a, V);
+    // Neither of two formats of 16 bits widens to the other, which is how clang would convert them.
+    constexpr bool apart = (int)shape<A>::code + (int)shape<V>::code == 3 && (int)shape<A>::code * (int)shape<V>::code == 2;
+    if constexpr (apart) return make<V>(__builtin_convertvector(a, metal::vec<float, shape<V>::count>));
+    else if constexpr (is_ext<V> && is_ext<A>) return __builtin_convertvector(a, V);
+    else return (V)a;
   }
 }
 template <class V, class A, class B, class... R>
@@ -106,11 +150,14 @@ MSL_INLINE V make(A a, B b, R... r) {
   return v;
 }
 
-// What static_cast means in Metal: vectors convert component by component, where clang would reinterpret them.
+// What a cast means in Metal: vectors convert component by component, where clang would reinterpret them.
 template <class T, class A>
 MSL_INLINE constexpr T cast(A a) {
-  if constexpr (shape<A>::count > 1) return make<T>(a);
-  else return static_cast<T>(a);
+  if constexpr (shape<T>::count > 1) return make<T>(a);
+  else {
+    static_assert(shape<A>::count == 1, "a scalar from a vector");
+    return static_cast<T>(a);
+  }
 }
 }  // namespace msl
 
@@ -119,6 +166,17 @@ MSL_INLINE T as_type(U u) {
   static_assert(sizeof(T) == sizeof(U), "as_type needs types of one size");
   return __builtin_bit_cast(T, u);
 }
+
+// What comparing vectors gives in Metal, from clang's -1 and 0; other values stay what they are.
+template <class T> MSL_INLINE constexpr T msl_truth(T x) { return x; }
+template <class T, int N> MSL_INLINE typename msl::bools<N>::type msl_truth(metal::vec<T, N> v) {
+  typename msl::bools<N>::type r;
+  for (int i = 0; i < N; i++) r.all[i] = v[i] != 0;
+  return r;
+}
+// A bool that is spread over a vector: clang would make -1 of true.
+template <class T> MSL_INLINE constexpr T msl_number(T x) { return x; }
+MSL_INLINE constexpr uchar msl_number(bool x) { return x; }
 
 namespace metal {
 template <class T, T v> struct integral_constant {

@@ -1,0 +1,67 @@
+"""Where a pointer of LLVM's intermediate language comes from: the object that its address was computed from."""
+
+from __future__ import annotations
+
+import re
+
+_DEFINED = re.compile(r"^\s+(%\S+) = (.*)$")
+_SPACE = r"(?: addrspace\(\d\))?"
+_STEP = re.compile(rf"getelementptr .*?, ptr{_SPACE} ([%@][^\s,]+)")
+_CAST = re.compile(rf"(?:inttoptr i64|ptrtoint ptr{_SPACE}|addrspacecast ptr{_SPACE}|freeze ptr{_SPACE}) ([%@][^\s,]+)")
+_VARIABLE = re.compile(r"(?:tail )?call .*@msl_variable\(i32 (?:noundef )?(\d+)")
+_SELECT = re.compile(rf"select i1 [^,]+, ptr{_SPACE} ([^\s,]+), ptr{_SPACE} ([^\s,]+)")
+_INCOMING = re.compile(r"\[ ([^\s,]+), ")
+
+Base = tuple[str, str]  # ("alloca", its name), ("global", its name) or ("variable", its number)
+
+
+def operands(text: str) -> list[str]:
+    """What stands between the commas outside of all brackets."""
+    out, depth, begin = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{<") - (c in ")]}>")
+        if c == "," and depth == 0:
+            out.append(text[begin:i].strip())
+            begin = i + 1
+    return [*out, text[begin:].strip()]
+
+
+class Pointers:
+    """The definitions of one function, line by line."""
+
+    def __init__(self) -> None:
+        self._definitions: dict[str, str] = {}
+        self._known: dict[str, Base | None] = {}
+
+    def define(self, line: str) -> None:
+        if match := _DEFINED.match(line):
+            self._definitions[match[1]] = match[2]
+
+    def base(self, name: str) -> Base | None:
+        """The object that ``name`` points into, or None if that is not known, or depends on the path taken."""
+        if name not in self._known:
+            found = self._bases(name, set())
+            self._known[name] = found.pop() if len(found) == 1 else None
+        return self._known[name]
+
+    def _bases(self, name: str, seen: set[str]) -> set[Base | None]:
+        if name.startswith(("@", "getelementptr")):
+            at = re.search(r"@[\w.$]+", name)
+            return {("global", at[0]) if at else None}
+        if name in seen:  # a pointer that a loop moves on: what it began as counts
+            return set()
+        seen.add(name)
+        text = self._definitions.get(name, "")
+        if text.startswith("alloca "):
+            return {("alloca", name)}
+        if match := _VARIABLE.match(text):
+            return {("variable", match[1])}
+        if match := _STEP.match(text) or _CAST.match(text):
+            return self._bases(match[1], seen)
+        if text.startswith("phi ptr"):
+            sources = _INCOMING.findall(text)
+        elif match := _SELECT.match(text):
+            sources = [match[1], match[2]]
+        else:
+            return {None}
+        return {b for s in sources for b in self._bases(s, seen)}
