@@ -95,10 +95,11 @@ void Checker::touch(const Context& c) {
   if (w.any_loading)
     for (uint16_t load : use.loads)
       if (w.loading[load] != 0) {  // a true dependency: the load is over, for this warp
-        uint32_t& seen = w.clock.of(w.loads.local).at[kOrder];
-        if (seen < w.loading[load]) {
+        for (View& v : w.views) {
+          uint32_t& seen = v.clock.of(w.loads.local).at[kOrder];
+          if (seen >= w.loading[load]) continue;
           seen = w.loading[load];
-          w.snapshot.reset();
+          v.snapshot.reset();
         }
         w.loading[load] = 0;
       }

@@ -64,6 +64,16 @@ std::string quote(const Launch& launch, const Op* op) {
   return text;
 }
 
+std::string lanes_named(Epoch e) {
+  const unsigned lanes = lanes_of(e);
+  if (lanes == kWhole) return "the warp";
+  if (lanes == kEach) return "several lanes";
+  std::string text;
+  for (Mask left = mask_of(lanes); left != 0; left &= left - 1)
+    text += (text.empty() ? "lane " : " or ") + std::to_string(__builtin_ctz(left));
+  return text;
+}
+
 const char* completion(Agent::Kind kind) {
   switch (kind) {
     case Agent::warp: return "";
@@ -100,7 +110,7 @@ void Checker::State::count(const Key& key, const std::string& text, bool quiet) 
 }
 
 void Checker::State::report(Finding f, Space space, const Actor& actor, const CtaState* owner, Epoch earlier,
-                            uint64_t at) {
+                            uint64_t at, const std::string& more) {
   Key key{static_cast<int>(f), static_cast<int>(space), actor.op ? actor.op->index : -1,
           earlier ? static_cast<int>(statement_of(earlier)) : -1};
   auto known = reports.find(key);
@@ -109,19 +119,30 @@ void Checker::State::report(Finding f, Space space, const Actor& actor, const Ct
     text = std::string(headline(f)) + ", kernel " + launch.program->function->name + ", " +
            where(launch, space, owner, at) + "\n    " + describe(actor);
     if (earlier) text += "\n    after " + describe(earlier);
+    text += more;
   }
   count(key, text, f >= Finding::same_value);
+}
+
+// Of two lanes of one warp a report names the lanes, too.
+std::string Checker::State::describe_lanes(const Access& a, Epoch earlier) const {
+  if (agent_of(earlier) != a.agent() || agents[a.agent()].kind != Agent::warp) return "";
+  return "\n    by lanes of one warp, with nothing in between that orders them: " + lanes_named(a.mark) + " after " +
+         lanes_named(earlier);
 }
 
 void Checker::State::report(Finding f, const Access& a, Epoch earlier, uint64_t at) {
   bool plain = a.write && a.space != Space::tensor && agents[a.agent()].kind == Agent::warp && !a.strong() &&
                (f == Finding::write_after_write || f == Finding::write_after_read);
-  if (!plain) return report(f, a.space, a.actor, a.owner, earlier, at);
+  if (!plain) {
+    report(f, a.space, a.actor, a.owner, earlier, at, describe_lanes(a, earlier));
+    return;
+  }
   Doubt doubt{
       {static_cast<int>(f), static_cast<int>(a.space), a.actor.op->index, static_cast<int>(statement_of(earlier))}, ""};
   if (!reports.count(doubt.key))
     doubt.text = ", kernel " + launch.program->function->name + ", " + where(launch, a.space, a.owner, at) + "\n    " +
-                 describe(a.actor) + "\n    after " + describe(earlier);
+                 describe(a.actor) + "\n    after " + describe(earlier) + describe_lanes(a, earlier);
   doubts.push_back(std::move(doubt));
 }
 
@@ -144,7 +165,7 @@ void Checker::State::settle(const Context* c) {
   for (const Store& s : doubtful)
     for (uint64_t piece = s.begin / 4; quiet && piece < (s.begin + s.was.size() + 3) / 4; piece++) {
       Epoch& written = s.space == Space::shared ? s.owner->written[piece] : page(piece / 1024).written[piece % 1024];
-      if (written == s.mark) written |= kSilent;
+      if (((written ^ s.mark) & ~kLaneBits) == 0) written |= kSilent;
     }
   for (const Doubt& d : doubts) {
     Key key = d.key;
