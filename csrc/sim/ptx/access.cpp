@@ -53,7 +53,7 @@ void count_sectors(Counters& count, const uint64_t* address, Mask mask, unsigned
 void tell(Context& c, const Access& a, Space space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes,
           bool write, bool atomic) {
   if (!atomic && !a.order.strong) {
-    c.check->lanes(c, space, owner, address, mask, bytes, write);
+    c.check->lanes(c, space, owner, address, mask, bytes, write, a.constant);
     return;
   }
   c.check->atomic(c, space, owner, address, mask, bytes, a.order.acquire, a.order.release, write,

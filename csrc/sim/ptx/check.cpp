@@ -1,6 +1,8 @@
 // The checker's hooks for accesses and for the life of a CTA.
 #include "check.h"
 
+#include <algorithm>
+
 #include "check_state.h"
 
 namespace ptx {
@@ -10,6 +12,16 @@ Checker::Checker(Launch& launch) : state_(std::make_unique<State>(launch)) {
     throw Error("kernel " + launch.program->function->name + ": " + std::to_string(launch.program->ops.size()) +
                 " statements, a checked run takes " + std::to_string(kStatementMask));
   state_->registers = find_registers(*launch.program);
+  const std::vector<std::string> names = finding_names();
+  for (const std::string& name : launch.options.waived) {
+    const auto at = std::find(names.begin(), names.end(), name);
+    if (at == names.end()) {
+      std::string accepted;
+      for (const std::string& one : names) accepted += (accepted.empty() ? "" : ", ") + one;
+      throw Error("waive: no finding is called '" + name + "', accepted: " + accepted);
+    }
+    state_->waived[static_cast<size_t>(at - names.begin())] = true;
+  }
   for (const Registers::Use& u : state_->registers.uses)
     watched.push_back(!u.loads.empty() || !u.pending.empty() || !u.unfenced.empty());
 }
@@ -231,6 +243,7 @@ void Checker::begin(Cta& cta) {
   state.written.resize((cta.shared_bytes + 3) / 4);
   state.read.resize(state.written.size());
   state.valid.resize(state.written.size());
+  state.barriers.resize(state.written.size() / 2 + 1);
   cta.shadow = &state;
   for (auto& warp : cta.warps) {
     cluster->warps.emplace_back();
@@ -243,11 +256,30 @@ void Checker::begin(Cta& cta) {
     w.views.resize(1);
     View& v = w.views[0];
     v.clock.cluster = v.fenced.cluster = v.observed.cluster = cluster->index;
-    v.clock.of(w.local);
+    v.own.at[kStarted] = 1;
+    v.clock.of(w.local).at[kStarted] = 1;
+    if (state.first_agent == 0) state.first_agent = w.local + 1;
     w.loading.resize(s.registers.load_count);
     w.multiplying.resize(s.registers.product_statement.size());
     w.touched.assign(s.registers.product_statement.size(), 1);
     warp->clock = &w;
+  }
+}
+
+// PTX ISA 9.7.19.5: all warps of a warpgroup execute the same setmaxnreg.
+void Checker::registers_changed(const Cta& cta) {
+  for (size_t first = 0; first < cta.warps.size(); first += 4) {
+    const size_t end = std::min(first + 4, cta.warps.size());
+    const Warp* most = cta.warps[first].get();
+    for (size_t i = first; i < end; i++)
+      if (cta.warps[i]->register_changes.size() > most->register_changes.size()) most = cta.warps[i].get();
+    for (size_t i = first; i < end; i++) {
+      const size_t done = cta.warps[i]->register_changes.size();
+      if (done == most->register_changes.size()) continue;
+      const Actor actor{most->register_changes[done], {cta.index[0], cta.index[1], cta.index[2]}, most->id};
+      state_->report(Finding::setmaxnreg, Space::shared, actor, nullptr, 0, 0,
+                     "\n    warp " + std::to_string(i) + " of its warpgroup does not");
+    }
   }
 }
 
@@ -271,6 +303,7 @@ void Checker::end(Cta& cta) {
       Actor actor{&s.launch.program->ops[statement_of(visitor.second)], {who.cta[0], who.cta[1], who.cta[2]}, who.id};
       s.report(lingers ? Finding::lingering : Finding::in_flight, Space::shared, actor, &state, 0, 0);
     }
+  registers_changed(cta);
   state.ended = true;
   for (std::vector<Epoch>* v : {&state.written, &state.read, &state.tensor_written, &state.tensor_read})
     std::vector<Epoch>().swap(*v);

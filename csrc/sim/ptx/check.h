@@ -19,6 +19,9 @@ struct WarpState;
 }
 using AsyncRef = std::shared_ptr<Async>;
 
+// The names of what a checked run can find; a launch may waive some.
+std::vector<std::string> finding_names();
+
 class Checker {
  public:
   explicit Checker(Launch&);
@@ -31,7 +34,9 @@ class Checker {
   // --- accesses, always before the bytes move (so that a write of the value that is there already can be told apart).
   // Addresses: shared: offset in the owner's memory; global: the address; tensor: lane * 512 + column (4 bytes each).
   // A warp's own loads and stores, `bytes` at each lane in `mask`. Not for tensor memory.
-  void lanes(const Context&, Space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes, bool write);
+  // `constant`: through the path for data that nobody writes (ld.global.nc).
+  void lanes(const Context&, Space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes, bool write,
+             bool constant = false);
   // ldmatrix: the lanes of the warp read together what the addresses of some name.
   void gather(const Context&, Cta& owner, const uint64_t* offset, unsigned rows, unsigned bytes);
   // One range, of one lane or (kWarp) of the warp in a collective operation.
@@ -93,6 +98,7 @@ class Checker {
   struct State;
 
  private:
+  void registers_changed(const Cta&);
   void begin_product(const Context&, checking::WarpState&, uint32_t number);  // wgmma
   std::unique_ptr<State> state_;
 };

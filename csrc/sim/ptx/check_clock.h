@@ -22,6 +22,7 @@ enum Knowledge : unsigned {
   kBarrierInit,   // its mbarrier.init are visible to the cluster and to the async proxy
   kTensorBefore,  // a tcgen05.fence::before_thread_sync came after its work in tensor memory
   kTensorFence,   // and a tcgen05.fence::after_thread_sync before ours
+  kStarted,       // it has begun to run, which a relaxed arrival tells, too
   kKnowledge = 8
 };
 struct alignas(32) Seen {

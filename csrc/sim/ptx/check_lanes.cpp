@@ -200,13 +200,17 @@ void mark(Access& a, const Run& run, unsigned bytes, bool all) {
 }  // namespace
 
 void Checker::lanes(const Context& c, Space space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes,
-                    bool write) {
+                    bool write, bool constant) {
   state_->settle(&c);
   WarpState& w = warp_state(c);
+  const uint32_t unused = write ? 0 : state_->registers.unused[static_cast<size_t>(c.op->index)];
   for (const View& v : w.views) {
     Mask here = mask & v.lanes;
     if (here == 0) continue;
     Access a = state_->by_lanes(c, v, space, owner, write, 0);
+    a.constant = constant;
+    a.unused = unused;
+    a.bytes = bytes;
     Run run;
     auto flush = [&] {
       if (run.count == 0) return;

@@ -8,6 +8,12 @@ namespace ptx {
 namespace {
 constexpr size_t kMostReports = 500;  // of different pairs; a broken kernel can have very many
 
+// In the order of Finding.
+constexpr const char* kNames[kFindings] = {
+    "read_after_write", "write_after_read", "write_after_write", "proxy_fence", "map_fence", "uninitialised", "exited",
+    "in_flight", "barrier_init", "barrier_visible", "registers_unfenced", "registers_pending", "barrier_overwritten",
+    "not_started", "not_constant", "setmaxnreg", "same_value", "operand_uninitialised", "tensor_fence", "lingering"};
+
 const char* headline(Finding f) {
   switch (f) {
     case Finding::read_after_write: return "data race (read after write)";
@@ -24,6 +30,10 @@ const char* headline(Finding f) {
     case Finding::registers_unfenced:
       return "missing wgmma.fence: registers of this wgmma were used since the last one";
     case Finding::registers_pending: return "missing wgmma.wait_group: registers of a pending wgmma are used";
+    case Finding::barrier_overwritten: return "write over an mbarrier that is in use";
+    case Finding::not_started: return "access to the memory of a CTA that is not known to have started";
+    case Finding::not_constant: return "ld.global.nc of data that the kernel has written";
+    case Finding::setmaxnreg: return "setmaxnreg by a part of a warpgroup";
     case Finding::same_value: return "note: data race that writes the value that is there";
     case Finding::operand_uninitialised: return "note: the tensor cores read uninitialised memory";
     case Finding::lingering:
@@ -104,7 +114,8 @@ void Checker::State::count(const Key& key, const std::string& text, bool quiet) 
   auto at = reports.find(key);
   if (at == reports.end()) {
     if (reports.size() >= kMostReports) return;
-    at = reports.emplace(key, Report{text, 0, quiet}).first;
+    const bool waives = waived[static_cast<size_t>(key[0])];
+    at = reports.emplace(key, Report{(waives && !quiet ? "note: waived: " : "") + text, 0, quiet || waives}).first;
   }
   at->second.count++;
 }
@@ -178,9 +189,22 @@ void Checker::State::settle(const Context* c) {
   doubtful.clear();
 }
 
+std::vector<std::string> finding_names() { return {kNames, kNames + kFindings}; }
+
 std::vector<std::string> Checker::reports() const {
   state_->settle(nullptr);
   std::vector<std::string> result;
+  if (!state_->launch.options.waived.empty()) {
+    result.push_back("note: waived:");
+    for (size_t i = 0; i < kFindings; i++) {
+      if (!state_->waived[i]) continue;
+      uint64_t seen = 0;
+      for (const auto& r : state_->reports)
+        if (r.first[0] == static_cast<int>(i)) seen += r.second.count;
+      result[0] += std::string(result[0].back() == ':' ? " " : ", ") + kNames[i] + " (seen " + std::to_string(seen) +
+                   (seen == 1 ? " time)" : " times)");
+    }
+  }
   for (bool quiet : {false, true})
     for (const auto& r : state_->reports)
       if (r.second.quiet == quiet)

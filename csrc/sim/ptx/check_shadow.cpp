@@ -111,7 +111,8 @@ static void piece(Checker::State& s, const Access& a, Memo& memo, Epoch& written
   if ((written & ~kLaneBits) != memo.fine && !own(written, a.mark) && s.before(a, written, true, at))
     memo.fine = written & ~kLaneBits;
   if (a.write) {
-    if (read != 0 && read != memo.same && !own(read, a.mark) && all_readers(s, a, read, at)) memo.same = read;
+    if (read != 0 && (read & ~kLaneBits) != memo.same && !own(read, a.mark) && all_readers(s, a, read, at))
+      memo.same = read & ~kLaneBits;
     written = a.mark;
     read = 0;
   } else if (read == 0 || own(read, a.mark)) {
@@ -189,13 +190,35 @@ void Checker::State::visit(CtaState& owner, Epoch mark, bool lingers) {
   if (clock_of(last) <= clock_of(mark)) last = mark;
 }
 
+// Whether it is known that any warp of the CTA has begun to run.
+bool Checker::State::started(const Clock& known, const CtaState& cta) const {
+  for (uint32_t i = 0; i < cta.cta->warps.size(); i++) {
+    const uint32_t local = cta.first_agent - 1 + i;
+    if (local < known.seen.size() && known.seen[local].at[kStarted] != 0) return true;
+    const Agent& warp = agents[cta.cluster->agents[local]];
+    for (unsigned l = 0; warp.lanes && l < kLanes; l++) {
+      const uint32_t slot = (*warp.lanes)[l];
+      if (slot != 0 && slot < known.seen.size() && known.seen[slot].at[kStarted] != 0) return true;
+    }
+  }
+  return false;
+}
+
+// A write over an mbarrier that is in use.
+void Checker::State::barriers(const Access& a, uint64_t begin, uint64_t end) {
+  const CtaState& owner = *a.owner;
+  if (begin >= owner.barriers_end || end <= owner.barriers_begin) return;
+  for (uint64_t i = begin / 8; i <= (end - 1) / 8; i++)
+    if (owner.barriers[i] != 0) return report(Finding::barrier_overwritten, a.space, a.actor, a.owner, 0, i * 8);
+}
+
 void Checker::State::validity(const Access& a, uint64_t begin, uint64_t end) {
   std::vector<uint8_t>& valid = a.owner->valid;
   if (!a.write || a.reads)
     for (uint64_t at = begin; at < end; at++) {
       if (at % 4 == 0 && end - at >= 4 && valid[at / 4] == 15) {
         at += 3;
-      } else if (!(valid[at / 4] >> at % 4 & 1)) {
+      } else if (!(valid[at / 4] >> at % 4 & 1) && !(a.unused >> (at - begin) % a.bytes & 1)) {
         report(a.product ? Finding::operand_uninitialised : Finding::uninitialised, a, 0, at);
         break;
       }
@@ -219,6 +242,9 @@ void Checker::State::memory(const Access& a, uint64_t begin, uint64_t end) {
     CtaState& owner = *a.owner;
     if (owner.ended) return report(Finding::exited, a, 0, begin);
     if (end > owner.written.size() * 4) return;  // out of bounds: the instruction itself fails
+    if (!std::equal(a.actor.cta, a.actor.cta + 3, owner.index) && !started(a.known, owner))
+      report(Finding::not_started, a.space, a.actor, a.owner, 0, begin);
+    if (a.write) barriers(a, begin, end);
     // The source of a bulk store that nobody has waited for: FlashAttention-4's backward exits so, and works.
     visit(owner, a.mark, !a.write && !a.product && agents[a.agent()].kind == Agent::operation);
     validity(a, begin, end);
@@ -235,6 +261,8 @@ void Checker::State::memory(const Access& a, uint64_t begin, uint64_t end) {
       Page& p = page(at / 4096);
       written = p.written.data() + first % 1024;
       read = p.read.data() + first % 1024;
+      if (a.constant && std::any_of(written, written + (stop - at + 3) / 4, [](Epoch e) { return e != 0; }))
+        report(Finding::not_constant, a.space, a.actor, nullptr, 0, at);
     }
     if (at % 4 != 0 || stop - at < 4) {
       unsigned skip = at % 4, n = static_cast<unsigned>(std::min<uint64_t>(4 - skip, stop - at));

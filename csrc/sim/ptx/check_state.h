@@ -67,6 +67,9 @@ struct CtaState {
   uint32_t index[3] = {};
   std::vector<Epoch> written, read;                // shared memory, by 4 bytes
   std::vector<uint8_t> valid;                      // one bit per byte
+  std::vector<uint8_t> barriers;                   // by 8 bytes: a live mbarrier, and where the first and last are
+  uint64_t barriers_begin = ~0ull, barriers_end = 0;
+  uint32_t first_agent = 0;                        // local numbers of its warps, one after the other
   std::vector<Epoch> tensor_written, tensor_read;  // by 16 lanes and a column: [lane / 16 * 512 + column]
   std::vector<uint16_t> tensor_valid;              // one bit per lane
   // Agents that are no warps of this CTA: their last use of its memory. Apart those that hardware is seen to wait for.
@@ -100,6 +103,9 @@ struct Access {
   bool after_reads = false;  // generic reads before it need the proxy fence as well
   uint32_t each = 0;         // lanes side by side: so many pieces belong to one of them, then the next; 0: one mark
   mutable uint32_t left = 0;  // of them, to be looked at
+  bool constant = false;     // ld.global.nc
+  uint32_t unused = 0;       // bytes of what each lane loads that go to registers without a use, of `bytes`
+  unsigned bytes = 1;
   uint32_t agent() const { return agent_of(mark); }
   bool strong() const { return mark & kStrong; }
 };
@@ -112,6 +118,7 @@ struct Registers {
     std::vector<uint16_t> pending, unfenced;  // wgmmas that must be over before it, and that need a fence after
   };
   std::vector<Use> uses;               // by statement
+  std::vector<uint32_t> unused;        // by statement: bytes of a load that nothing depends on
   std::vector<int> product_statement;  // by ordinal
   size_t load_count = 0;
   bool tensor_fences = false;  // the kernel has tcgen05.fence::after_thread_sync
@@ -131,11 +138,16 @@ enum class Finding : uint8_t {
   barrier_visible,
   registers_unfenced,
   registers_pending,
+  barrier_overwritten,
+  not_started,
+  not_constant,
+  setmaxnreg,
   same_value,
   operand_uninitialised,
   tensor_fence,
   lingering  // the quieter class
 };
+constexpr size_t kFindings = static_cast<size_t>(Finding::lingering) + 1;
 
 struct Page {
   std::array<Epoch, 1024> written{}, read{};
@@ -185,6 +197,7 @@ struct Checker::State {
   };
   using Key = std::array<int, 4>;  // finding, space, this statement, the other
   std::map<Key, Report> reports;
+  std::array<bool, kFindings> waived{};
   // A race of a plain store: in the quieter class if the bytes turn out not to have changed.
   struct Doubt {
     Key key;
@@ -220,6 +233,8 @@ struct Checker::State {
   void memory(const Access&, uint64_t begin, uint64_t end);
   void tensor(const Access&, unsigned lane, unsigned lanes, unsigned column, unsigned columns);
   void visit(CtaState& owner, Epoch mark, bool lingers);
+  bool started(const Clock& known, const CtaState&) const;
+  void barriers(const Access&, uint64_t begin, uint64_t end);
   bool before(const Access&, Epoch earlier, bool earlier_wrote, uint64_t at);
   void sweep(const Access&, Epoch* written, Epoch* read, size_t n, uint64_t at, uint64_t step);
   void bytes(const Access&, Epoch* written, Epoch* read, uint64_t at, unsigned mask);

@@ -21,6 +21,11 @@ void created(Checker::State& s, const Meeting& m, const Clock& known, const Acto
     s.report(Finding::barrier_visible, Space::shared, actor, m.owner, m.created, m.offset);
 }
 
+// An arrival in another CTA, which has to be there.
+void remote(Checker::State& s, const CtaState& owner, const Clock& known, const Actor& actor, uint32_t offset) {
+  if (!s.started(known, owner)) s.report(Finding::not_started, Space::shared, actor, &owner, 0, offset);
+}
+
 // The same for lanes, which know what they have created themselves.
 void created(Checker::State& s, const Meeting& m, const Context& c, Mask lanes) {
   WarpState& w = warp_state(c);
@@ -33,17 +38,23 @@ void created(Checker::State& s, const Meeting& m, const Context& c, Mask lanes) 
 // --- mbarriers
 
 void Checker::initialise(const Context& c, Cta& owner, uint32_t offset, unsigned lane) {
+  CtaState& state = *static_cast<CtaState*>(owner.shadow);
+  state.barriers[offset / 8] = 0;  // another lane's init of the same mbarrier
   range(c, Space::shared, &owner, offset, 8, true, lane);
+  state.barriers[offset / 8] = 1;
+  state.barriers_begin = std::min<uint64_t>(state.barriers_begin, offset);
+  state.barriers_end = std::max<uint64_t>(state.barriers_end, offset + 8);
   WarpState& w = warp_state(c);
   Mbarrier& barrier = owner.mbarrier(offset);
   barrier.clock = nullptr;
   Meeting& m = state_->meeting(barrier.clock, *w.cluster);
-  m.owner = static_cast<CtaState*>(owner.shadow);
+  m.owner = &state;
   m.offset = offset;
   m.created = epoch(w.agent, w.now, c.op->index, lane);
 }
 
 void Checker::invalidate(const Context& c, Cta& owner, uint32_t offset, unsigned lane) {
+  static_cast<CtaState*>(owner.shadow)->barriers[offset / 8] = 0;
   range(c, Space::shared, &owner, offset, 8, true, lane);
 }
 
@@ -52,6 +63,8 @@ void Checker::arrive(const Context& c, Mbarrier& barrier, Mask lanes, bool relea
   WarpState& w = warp_state(c);
   Meeting& m = state_->meeting(barrier.clock, *w.cluster);
   created(*state_, m, c, lanes);
+  if (m.owner && m.owner != w.cta)
+    remote(*state_, *m.owner, view_of(w, static_cast<unsigned>(__builtin_ctz(lanes))).clock, actor_of(c), m.offset);
   if (m.owner && m.owner != w.cta)
     state_->visit(*m.owner, epoch(w.agent, w.now, c.op->index, static_cast<unsigned>(__builtin_ctz(lanes))), false);
   if (releases) return state_->release(w, lanes, m.gathering);
@@ -66,6 +79,8 @@ void Checker::arrive(const AsyncRef& ref, Mbarrier& barrier) {
   // cp.async.mbarrier.arrive, st.async and clusterlaunchcontrol reach their mbarrier through the generic proxy.
   const std::string& text = ref->actor.op->from->text;
   created(*state_, m, *ref->known, ref->actor, ref->pipe || text.find("async.bulk") != std::string::npos);
+  if (m.owner && !std::equal(ref->actor.cta, ref->actor.cta + 3, m.owner->index))
+    remote(*state_, *m.owner, *ref->known, ref->actor, m.offset);
   if (m.owner && ref->pipe) state_->visit(*m.owner, epoch(ref->agent, ref->writes, ref->actor.op->index), true);
   if (ref->pipe) m.gathering.join(*ref->known);
   Seen& seen = m.gathering.of(ref->local);
@@ -124,6 +139,7 @@ void Checker::cluster_arrive(const Context& c, bool releases) {
   WarpState& w = warp_state(c);
   if (releases) return state_->release(w, c.mask, w.cluster->barrier.gathering);
   for (const View& v : w.views) w.cluster->barrier.gathering.join(v.fenced);
+  w.cluster->barrier.gathering.of(w.local).at[kStarted] = 1;
 }
 
 void Checker::cluster_complete(Cluster& cluster) {

@@ -184,6 +184,10 @@ void tell(Context& c, const Barrier& r, const uint64_t* at, Mask done) {
   }
 }
 
+// try_wait may answer false at any time (9.7.13.15.16). A hostile schedule lets it, so that a kernel that does not look
+// at the answer goes on too early; once for each wait, so that a kernel that does look is not held up.
+bool hostile(Context& c) { return c.launch.options.seed != 0 && chance(c.cluster, 4); }
+
 Step run_wait(Context& c, const Op& op) {
   const auto& r = record<Barrier>(op);
   uint64_t at[kLanes];
@@ -211,8 +215,10 @@ Step run_wait(Context& c, const Op& op) {
   }
   if (done && c.check) tell(c, r, at, done);
   // A lane whose phase is over must not be held up by the others: they come back in a fragment of their own.
-  if (!done && r.blocking && !c.fragment.timed_out) return Step::blocked;
-  c.fragment.timed_out = false;
+  Fragment& f = c.fragment;
+  if (!done && r.blocking && !f.timed_out && (f.refused || !hostile(c))) return Step::blocked;
+  f.refused = !done && r.blocking && !f.timed_out;
+  f.timed_out = false;
   Mask& result = c.warp.pred(r.destination);
   result = (result & ~c.mask) | done;
   // A test that fails takes time, in which something may complete.
