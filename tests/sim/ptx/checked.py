@@ -71,7 +71,13 @@ def aligned(size: int) -> np.ndarray:
 
 
 def launch(
-    body: str, *arrays: np.ndarray, block: int, grid: int = 1, cluster: int = 1, target: str = "sm_100a", seed: int = 0,
+    body: str,
+    *arrays: np.ndarray,
+    block: int,
+    grid: int = 1,
+    cluster: int = 1,
+    target: str = "sm_100a",
+    seed: int = 0,
     waive: Sequence[str] = (),
 ) -> Any:
     """The result of a checked run."""

@@ -141,7 +141,7 @@ OUT: bar.sync 0;
     ),
     Case(
         "an_elected_lane_waits",
-        r"data race \(read after write\)",
+        r"data race|read of uninitialised",
         INIT
         + """
 setp.eq.u32 %p2, %r0, 32;

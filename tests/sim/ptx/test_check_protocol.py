@@ -235,4 +235,3 @@ def test_a_waived_finding_is_a_note_that_says_so() -> None:
 def test_unknown_findings_are_refused() -> None:
     with pytest.raises(_ptx.PtxError, match="waive: no finding is called 'races', accepted: read_after_write, "):
         launch(WAIVED, block=64, waive=("races",))
-

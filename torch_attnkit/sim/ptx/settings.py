@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -30,7 +30,7 @@ class Settings:
     limit: int = 0
     processors: int = 0
     removed: tuple[int, ...] = ()
-    waive: tuple[str, ...] = ()
+    waive: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.waive:
