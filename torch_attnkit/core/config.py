@@ -7,10 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: ``ATTNKIT_CACHE_DIR``, else ``~/.cache/torch_attnkit``.
-
-    Absolute: a library is loaded by its path, and without a slash the loader would look for it elsewhere.
-    """
+    """Where compiled kernels are kept: ``ATTNKIT_CACHE_DIR``, else ``~/.cache/torch_attnkit``."""
     return Path(os.environ.get("ATTNKIT_CACHE_DIR") or Path.home() / ".cache" / "torch_attnkit").absolute()
 
 

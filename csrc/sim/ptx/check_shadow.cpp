@@ -36,14 +36,16 @@ bool Checker::State::before(const Access& a, Epoch earlier, bool earlier_wrote, 
   return any && a.proxy == kOrder;
 }
 
-// The readers of a piece once this one has joined them: those that happened before it need not be remembered.
+// The readers of a piece once this one has joined them: those that happened before it need not be remembered. Of pieces
+// that lanes side by side read after other warps have, the lanes are forgotten: a set for each would cost too much.
 Epoch Checker::State::with_reader(const Access& a, Epoch readers) {
+  const Epoch wide = a.each != 0 ? kLaneBits : 0;
   if (readers == 0) return a.mark;
   Epoch kept[64];
   size_t n = 0;
   auto keep = [&](Epoch e) {
     const bool own = agent_of(e) == a.agent() && same_lanes(e, a.mark);
-    if (!own && !a.known.knows(agents[agent_of(e)], e) && n < 63) kept[n++] = e;
+    if (!own && !a.known.knows(agents[agent_of(e)], e) && n < 63) kept[n++] = lanes_of(e) == kEach ? e : e | wide;
   };
   if (readers & kTagged) {
     size_t index = readers & ~kTagged;
@@ -51,8 +53,8 @@ Epoch Checker::State::with_reader(const Access& a, Epoch readers) {
   } else {
     keep(readers);
   }
-  if (n == 0) return a.mark;
-  kept[n++] = a.mark;
+  if (n == 0) return a.mark | wide;
+  kept[n++] = a.mark | wide;
   Epoch result = kTagged | sets.size();
   sets.push_back(n);
   sets.insert(sets.end(), kept, kept + n);
@@ -118,8 +120,9 @@ static void piece(Checker::State& s, const Access& a, Memo& memo, Epoch& written
   } else if (read == 0 || own(read, a.mark)) {
     read = a.mark;
   } else {
-    if (read != memo.same) {
-      memo.same = read;
+    const Epoch same = a.each != 0 ? read & ~kLaneBits : read;
+    if (same != memo.same) {
+      memo.same = same;
       memo.then = s.with_reader(a, read);
     }
     read = memo.then;
@@ -134,7 +137,6 @@ void Checker::State::sweep(const Access& a, Epoch* written, Epoch* read, size_t 
     if (a.each != 0 && left-- == 0) {
       left = a.each - 1;
       a.mark += kLaneOne;
-      if (!a.write) memo.same = ~0ull;
     }
     if (written[i] & kTagged) bytes(a, &written[i], &read[i], at + i * step, 15);
     else piece(*this, a, memo, written[i], read[i], at + i * step);
