@@ -197,6 +197,9 @@ def test_simulate_refuses_what_it_does_not_know():
 def test_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
     assert config.cache_dir() == tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", "cache")
+    assert config.cache_dir() == tmp_path / "cache"
     monkeypatch.setenv("ATTNKIT_TARGET", "sim:sm90")
     assert config.simulated_arch(("sm90",)) == "sm90"
     monkeypatch.setenv("ATTNKIT_TARGET", "")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept: ``ATTNKIT_CACHE_DIR``, else ``~/.cache/torch_attnkit``."""
-    return Path(os.environ.get("ATTNKIT_CACHE_DIR") or Path.home() / ".cache" / "torch_attnkit")
+    return Path(os.environ.get("ATTNKIT_CACHE_DIR") or Path.home() / ".cache" / "torch_attnkit").absolute()
 
 
 def private(folder: Path) -> Path:

@@ -53,12 +53,11 @@ void count_sectors(Counters& count, const uint64_t* address, Mask mask, unsigned
 void tell(Context& c, const Access& a, Space space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes,
           bool write, bool atomic) {
   if (!atomic && !a.order.strong) {
-    c.check->lanes(c, space, owner, address, mask, bytes, write);
+    c.check->lanes(c, space, owner, address, mask, bytes, write, a.constant);
     return;
   }
-  for (; mask != 0; mask &= mask - 1)
-    c.check->atomic(c, space, owner, address[__builtin_ctz(mask)], bytes, a.order.acquire, a.order.release, write,
-                    static_cast<Reach>(a.order.reach));
+  c.check->atomic(c, space, owner, address, mask, bytes, a.order.acquire, a.order.release, write,
+                  static_cast<Reach>(a.order.reach));
 }
 
 void reach_shared(Context& c, const Access& a, const uint64_t* address, Mask mask, unsigned bytes, bool write,

@@ -18,6 +18,7 @@ struct Access {  // an Op's `extra`
   Window window = Window::generic;
   Order order;
   unsigned address_bytes = 8;
+  bool constant = false;  // .nc
 };
 
 // The host pointers of `bytes` at the addresses of the lanes in `mask`; checks alignment and bounds, tells the checker

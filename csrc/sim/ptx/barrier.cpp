@@ -78,8 +78,18 @@ Step named(Context& c, const Op& op) {
   return Step::next;
 }
 
-Step converge(Context& c, const Op&) {
-  if (c.check != nullptr) c.check->converge(c);
+// Lanes of one fragment may have been named in several masks: each mask is a barrier of its own.
+Step converge(Context& c, const Op& op) {
+  if (c.check == nullptr) return Step::next;
+  const uint32_t* members = c.warp.v32(op.members).x;
+  for (Mask left = c.mask; left != 0;) {
+    const Mask named = members[__builtin_ctz(left)];
+    Mask group = 0;
+    for (Mask m = left; m != 0; m &= m - 1)
+      if (members[__builtin_ctz(m)] == named) group |= m & -m;
+    c.check->converge(c, group);
+    left &= ~group;
+  }
   return Step::next;
 }
 

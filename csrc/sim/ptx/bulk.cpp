@@ -24,10 +24,11 @@ struct Copy {
   SharedPlace shared{}, other{}, barrier{};   // other: the destination of shared -> shared
   uint64_t size = 0;
   uint32_t mask = 0;
+  unsigned lane = 0;
 };
 
 void load(Context& c, const Bulk& r, const Copy& copy) {
-  const AsyncRef ref = c.check ? c.check->issue(c) : nullptr;
+  const AsyncRef ref = c.check ? c.check->issue(c, copy.lane) : nullptr;
   auto held = std::make_shared<const Issued>(c);
   // The destinations of a multicast get their bytes one by one.
   for (unsigned rank = 0; rank < 16; rank++) {
@@ -47,7 +48,7 @@ void load(Context& c, const Bulk& r, const Copy& copy) {
 }
 
 void between(Context& c, const Bulk& r, const Copy& copy) {
-  const AsyncRef ref = c.check ? c.check->issue(c) : nullptr;
+  const AsyncRef ref = c.check ? c.check->issue(c, copy.lane) : nullptr;
   auto held = std::make_shared<const Issued>(c);
   const Reducer reduce = r.reduce;
   c.cluster.submit(0, [held, ref, copy, reduce] {
@@ -70,7 +71,7 @@ void copy_masked(uint8_t* to, const uint8_t* from, uint64_t size, uint32_t mask)
 }
 
 void store(Context& c, const Bulk& r, const Copy& copy, Mask lanes) {
-  const AsyncRef ref = c.check ? c.check->issue(c) : nullptr;
+  const AsyncRef ref = c.check ? c.check->issue(c, copy.lane) : nullptr;
   Checker* check = c.check;
   const Reducer reduce = r.reduce;
   const uint32_t mask = r.masked ? copy.mask & 0xffff : 0xffff;
@@ -131,7 +132,8 @@ Step run_bulk(Context& c, const Op& op) {
       for (unsigned k = l + 1; k < kLanes; k++)
         if (c.mask >> k & 1 && to[k] == to[l] && from[k] == from[l] && size.x[k] == size.x[l]) lanes |= 1u << k;
     done |= lanes;
-    const Copy copy = copy_of(c, r, to[l], from[l], barrier[l], size.x[l], mask);
+    Copy copy = copy_of(c, r, to[l], from[l], barrier[l], size.x[l], mask);
+    copy.lane = l;
     if (r.way == Way::load) load(c, r, copy);
     else if (r.way == Way::between) between(c, r, copy);
     else store(c, r, copy, lanes);

@@ -55,7 +55,7 @@ Step run_try_cancel(Context& c, const Op& op) {
     if (!(c.mask >> l & 1)) continue;
     const SharedPlace at = shared_place(c, to[l], r.to.generic, sizeof(Response), 16, true, "the response");
     const SharedPlace signal = shared_place(c, barrier[l], r.barrier.generic, 8, 8, true, "the mbarrier");
-    const AsyncRef ref = c.check ? c.check->issue(c) : nullptr;
+    const AsyncRef ref = c.check ? c.check->issue(c, l) : nullptr;
     const auto held = std::make_shared<const Issued>(c);
     const bool multicast = r.multicast;
     c.cluster.submit(0, [held, at, signal, ref, multicast] {

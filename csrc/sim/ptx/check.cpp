@@ -1,12 +1,27 @@
 // The checker's hooks for accesses and for the life of a CTA.
 #include "check.h"
 
+#include <algorithm>
+
 #include "check_state.h"
 
 namespace ptx {
 
 Checker::Checker(Launch& launch) : state_(std::make_unique<State>(launch)) {
+  if (launch.program->ops.size() > kStatementMask)
+    throw Error("kernel " + launch.program->function->name + ": " + std::to_string(launch.program->ops.size()) +
+                " statements, a checked run takes " + std::to_string(kStatementMask));
   state_->registers = find_registers(*launch.program);
+  const std::vector<std::string> names = finding_names();
+  for (const std::string& name : launch.options.waived) {
+    const auto at = std::find(names.begin(), names.end(), name);
+    if (at == names.end()) {
+      std::string accepted;
+      for (const std::string& one : names) accepted += (accepted.empty() ? "" : ", ") + one;
+      throw Error("waive: no finding is called '" + name + "', accepted: " + accepted);
+    }
+    state_->waived[static_cast<size_t>(at - names.begin())] = true;
+  }
   for (const Registers::Use& u : state_->registers.uses)
     watched.push_back(!u.loads.empty() || !u.pending.empty() || !u.unfenced.empty());
 }
@@ -16,7 +31,7 @@ uint32_t Checker::State::new_agent(ClusterState& cluster, const CtaState& cta, A
                                    uint32_t& local) {
   if (agents.size() > kAgentMask)
     throw Error("kernel " + launch.program->function->name +
-                ": more than a million warps and queues in one checked launch");
+                ": more than half a million warps and queues in one checked launch");
   Agent a;
   a.kind = kind;
   a.id = static_cast<uint16_t>(warp);
@@ -41,43 +56,9 @@ Meeting& Checker::State::meeting(void*& clock, ClusterState& cluster) {
   return *static_cast<Meeting*>(clock);
 }
 
-// --- a warp's own accesses
-
 static CtaState* shadow(Cta* owner) { return owner ? static_cast<CtaState*>(owner->shadow) : nullptr; }
 
-static Access by_warp(Checker::State& s, const Context& c, Space space, Cta* owner, bool write) {
-  WarpState& w = warp_state(c);
-  s.doubt_warp = &c.warp;
-  s.doubt_op = c.op;
-  return {w.clock,      epoch(w.agent, w.clock.of(w.local).at[kOrder], c.op->index), actor_of(c), space, write, kOrder,
-          shadow(owner)};
-}
-
-void Checker::range(const Context& c, Space space, Cta* owner, uint64_t address, uint64_t bytes, bool write) {
-  state_->settle(&c);
-  if (space == Space::tensor)
-    return tensor(c, *owner, static_cast<unsigned>(address / kTmemColumns), 1, address % kTmemColumns,
-                  static_cast<unsigned>(bytes / 4), write);
-  state_->memory(by_warp(*state_, c, space, owner, write), address, address + bytes);
-}
-
-void Checker::lanes(const Context& c, Space space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes,
-                    bool write) {
-  state_->settle(&c);
-  Access a = by_warp(*state_, c, space, owner, write);
-  uint64_t begin = 0, end = 0;  // the run so far: lanes next to each other are one access
-  for (; mask != 0; mask &= mask - 1) {
-    uint64_t at = address[__builtin_ctz(mask)];
-    if (at == end) {
-      end += bytes;
-    } else if (at < begin || at + bytes > end) {
-      state_->memory(a, begin, end);
-      begin = at;
-      end = at + bytes;
-    }
-  }
-  state_->memory(a, begin, end);
-}
+// --- a warp's own accesses to tensor memory: the lanes of the warp make them together
 
 void Checker::tensor(const Context& c, Cta& owner, unsigned lane, unsigned lanes, unsigned column, unsigned columns,
                      bool write) {
@@ -90,23 +71,32 @@ void Checker::tensor(const Context& c, Cta& owner, unsigned lane, unsigned lanes
     w.loading[state_->registers.loads[static_cast<size_t>(c.op->index)]] = q.clock;
     w.any_loading = true;
   }
-  Access a = by_warp(*state_, c, Space::tensor, &owner, write);
-  a.mark = epoch(q.agent, q.clock, c.op->index);
+  Clock room;
+  Access a{together(w, room), epoch(q.agent, q.clock, c.op->index), actor_of(c), Space::tensor, write, kOrder,
+           shadow(&owner)};
   state_->tensor(a, lane, lanes, column, columns);
+}
+
+// The warp knows that the operations of its queue up to number `clock` are over.
+static void finished(WarpState& w, const Queue& q, uint32_t clock) {
+  for (View& v : w.views) {
+    uint32_t& seen = v.clock.of(q.local).at[kOrder];
+    if (seen >= clock) continue;
+    seen = clock;
+    v.snapshot.reset();
+  }
 }
 
 void Checker::tensor_stored(const Context& c) {
   WarpState& w = warp_state(c);
-  if (w.stores.agent != 0) w.clock.of(w.stores.local).at[kOrder] = w.stores.clock;
-  w.snapshot.reset();
+  if (w.stores.agent != 0) finished(w, w.stores, w.stores.clock);
 }
 
 void Checker::tensor_loaded(const Context& c) {
   WarpState& w = warp_state(c);
-  if (w.loads.agent != 0) w.clock.of(w.loads.local).at[kOrder] = w.loads.clock;
+  if (w.loads.agent != 0) finished(w, w.loads, w.loads.clock);
   std::fill(w.loading.begin(), w.loading.end(), 0);
   w.any_loading = false;
-  w.snapshot.reset();
 }
 
 void Checker::tensor_allocated(const Context&, Cta& owner, unsigned column, unsigned columns) {
@@ -117,18 +107,23 @@ void Checker::tensor_allocated(const Context&, Cta& owner, unsigned column, unsi
 
 void Checker::tensor_freed(const Context& c, Cta& owner, unsigned column, unsigned columns) {
   state_->settle(&c);
-  state_->tensor(by_warp(*state_, c, Space::tensor, &owner, true), 0, kTmemLanes, column, columns);
+  WarpState& w = warp_state(c);
+  Clock room;
+  Access a{together(w, room), epoch(w.agent, w.now, c.op->index), actor_of(c), Space::tensor, true, kOrder,
+           shadow(&owner)};
+  state_->tensor(a, 0, kTmemLanes, column, columns);
 }
 
 // --- asynchronous operations
 
 // A queue for one more asynchronous operation: one whose last operation is known to be over, of the same instruction if
 // there is one, or a new one.
-static Queue& next_queue(Checker::State& s, WarpState& w, int statement) {
+static Queue& next_queue(Checker::State& s, WarpState& w, int statement, unsigned lane) {
   constexpr size_t kFew = 8, kMany = 128;
   Queue* free = nullptr;
+  Clock& clock = view_of(w, lane == Checker::kWarp ? 0 : lane).clock;
   for (Queue& q : w.operations)
-    if (w.clock.of(q.local).at[kOrder] >= q.clock && (!free || q.statement == statement)) free = &q;
+    if (clock.of(q.local).at[kOrder] >= q.clock && (!free || q.statement == statement)) free = &q;
   if (free && (free->statement == statement || w.operations.size() >= kFew)) return *free;
   if (w.operations.size() >= kMany) return w.operations[w.last_operation++ % kMany];  // hides an earlier operation
   w.operations.emplace_back();
@@ -136,12 +131,11 @@ static Queue& next_queue(Checker::State& s, WarpState& w, int statement) {
   return w.operations.back();
 }
 
-static AsyncRef begin_operation(Checker::State& s, const Context& c, Queue& q, bool reads_first) {
+static AsyncRef begin_operation(Checker::State& s, const Context& c, Queue& q, bool reads_first, unsigned lane) {
   WarpState& w = warp_state(c);
-  if (!w.snapshot) w.snapshot = std::make_shared<const Clock>(w.clock);
   auto ref = std::make_shared<Async>();
   ref->cluster = s.clusters.at(&c.cluster);
-  ref->known = w.snapshot;
+  ref->known = s.snapshot(w, lane);
   ref->warp = &w;
   ref->actor = actor_of(c);
   ref->agent = q.agent;
@@ -153,31 +147,33 @@ static AsyncRef begin_operation(Checker::State& s, const Context& c, Queue& q, b
   return ref;
 }
 
-AsyncRef Checker::issue(const Context& c) {
+AsyncRef Checker::issue(const Context& c, unsigned lane) {
   State& s = *state_;
   s.settle(&c);
   WarpState& w = warp_state(c);
   if (c.op->from->parts[0] == "tcgen05") {  // st: those of a warp are waited for together
     s.use(w.stores, w, Agent::store_queue);
-    return begin_operation(s, c, w.stores, false);
+    return begin_operation(s, c, w.stores, false, kWarp);
   }
-  return begin_operation(s, c, next_queue(s, w, c.op->index), true);
+  return begin_operation(s, c, next_queue(s, w, c.op->index, lane), true, lane);
 }
 
-AsyncRef Checker::issue_tensor(const Context& c, const void* pipe) {
+AsyncRef Checker::issue_tensor(const Context& c, const void* pipe, unsigned lane) {
   State& s = *state_;
   s.settle(&c);
   WarpState& w = warp_state(c);
   const bool warpgroup = c.op->from->parts[0] == "wgmma";
-  Queue& q = w.cluster->pipes[{pipe, c.cta.rank << 8 | (warpgroup ? w.id / 4 : w.id)}];
+  // A tcgen05.commit speaks for what its own thread has issued (PTX ISA 9.7.16.12.1): one queue a lane.
+  Queue& q = w.cluster->pipes[{pipe, c.cta.rank << 16 | (warpgroup ? w.id / 4 : w.id << 6 | lane)}];
   s.use(q, w, Agent::pipe);
-  AsyncRef ref = begin_operation(s, c, q, false);
+  AsyncRef ref = begin_operation(s, c, q, false, lane);
   ref->pipe = true;
   if (warpgroup) {
-    auto all = std::make_shared<Clock>(w.clock);
+    auto all = std::make_shared<Clock>();
+    all->cluster = w.cluster->index;
     for (uint32_t i = w.id / 4 * 4; i < w.id / 4 * 4 + 4 && i < c.cta.warps.size(); i++) {
       WarpState& one = *static_cast<WarpState*>(c.cta.warps[i]->clock);
-      all->join(one.clock);
+      all->join(*s.snapshot(one, kWarp));
       begin_product(c, one, q.clock);
     }
     ref->known = all;
@@ -185,7 +181,7 @@ AsyncRef Checker::issue_tensor(const Context& c, const void* pipe) {
   return ref;
 }
 
-AsyncRef Checker::commit(const Context& c, const void* pipe) { return issue_tensor(c, pipe); }
+AsyncRef Checker::commit(const Context& c, const void* pipe, unsigned lane) { return issue_tensor(c, pipe, lane); }
 
 static Access by_operation(const AsyncRef& ref, Space space, Cta* owner, bool write, Proxy proxy) {
   Access a{*ref->known,  epoch(ref->agent, write ? ref->writes : ref->reads, ref->actor.op->index),
@@ -247,6 +243,7 @@ void Checker::begin(Cta& cta) {
   state.written.resize((cta.shared_bytes + 3) / 4);
   state.read.resize(state.written.size());
   state.valid.resize(state.written.size());
+  state.barriers.resize(state.written.size() / 2 + 1);
   cta.shadow = &state;
   for (auto& warp : cta.warps) {
     cluster->warps.emplace_back();
@@ -255,12 +252,34 @@ void Checker::begin(Cta& cta) {
     w.cta = &state;
     w.id = warp->id;
     w.agent = s.new_agent(*cluster, state, Agent::warp, w.id, w.local);
-    w.clock.cluster = w.fenced.cluster = w.observed.cluster = cluster->index;
-    w.clock.of(w.local).at[kOrder] = 1;
+    w.warp = warp.get();
+    w.views.resize(1);
+    View& v = w.views[0];
+    v.clock.cluster = v.fenced.cluster = v.observed.cluster = cluster->index;
+    v.own.at[kStarted] = 1;
+    v.clock.of(w.local).at[kStarted] = 1;
+    if (state.first_agent == 0) state.first_agent = w.local + 1;
     w.loading.resize(s.registers.load_count);
     w.multiplying.resize(s.registers.product_statement.size());
     w.touched.assign(s.registers.product_statement.size(), 1);
     warp->clock = &w;
+  }
+}
+
+// PTX ISA 9.7.19.5: all warps of a warpgroup execute the same setmaxnreg.
+void Checker::registers_changed(const Cta& cta) {
+  for (size_t first = 0; first < cta.warps.size(); first += 4) {
+    const size_t end = std::min(first + 4, cta.warps.size());
+    const Warp* most = cta.warps[first].get();
+    for (size_t i = first; i < end; i++)
+      if (cta.warps[i]->register_changes.size() > most->register_changes.size()) most = cta.warps[i].get();
+    for (size_t i = first; i < end; i++) {
+      const size_t done = cta.warps[i]->register_changes.size();
+      if (done == most->register_changes.size()) continue;
+      const Actor actor{most->register_changes[done], {cta.index[0], cta.index[1], cta.index[2]}, most->id};
+      state_->report(Finding::setmaxnreg, Space::shared, actor, nullptr, 0, 0,
+                     "\n    warp " + std::to_string(i) + " of its warpgroup does not");
+    }
   }
 }
 
@@ -272,9 +291,10 @@ void Checker::end(Cta& cta) {
   Clock known;
   known.cluster = cluster.index;
   for (const auto& warp : cta.warps) {
-    const WarpState& w = *static_cast<WarpState*>(warp->clock);
-    known.join(w.clock);
-    known.join(w.observed);  // after a relaxed wait its lanes may not use the data, but it has come
+    for (const View& v : static_cast<WarpState*>(warp->clock)->views) {
+      known.join(v.clock);
+      known.join(v.observed);  // after a relaxed wait its lanes may not use the data, but it has come
+    }
   }
   for (bool lingers : {false, true})
     for (const auto& visitor : lingers ? state.lingerers : state.visitors) {
@@ -283,6 +303,7 @@ void Checker::end(Cta& cta) {
       Actor actor{&s.launch.program->ops[statement_of(visitor.second)], {who.cta[0], who.cta[1], who.cta[2]}, who.id};
       s.report(lingers ? Finding::lingering : Finding::in_flight, Space::shared, actor, &state, 0, 0);
     }
+  registers_changed(cta);
   state.ended = true;
   for (std::vector<Epoch>* v : {&state.written, &state.read, &state.tensor_written, &state.tensor_read})
     std::vector<Epoch>().swap(*v);

@@ -19,6 +19,9 @@ struct WarpState;
 }
 using AsyncRef = std::shared_ptr<Async>;
 
+// The names of what a checked run can find; a launch may waive some.
+std::vector<std::string> finding_names();
+
 class Checker {
  public:
   explicit Checker(Launch&);
@@ -31,20 +34,26 @@ class Checker {
   // --- accesses, always before the bytes move (so that a write of the value that is there already can be told apart).
   // Addresses: shared: offset in the owner's memory; global: the address; tensor: lane * 512 + column (4 bytes each).
   // A warp's own loads and stores, `bytes` at each lane in `mask`. Not for tensor memory.
-  void lanes(const Context&, Space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes, bool write);
-  void range(const Context&, Space, Cta* owner, uint64_t address, uint64_t bytes,
-             bool write);  // the same for one range
-  // atom, red, and every ld / st that is not weak (.relaxed, .acquire, .release, .volatile, .mmio), lane by lane.
-  // `write`: false for loads. `acquire` / `release` as the modifiers say, both false for relaxed.
-  void atomic(const Context&, Space, Cta* owner, uint64_t address, unsigned bytes, bool acquire, bool release,
-              bool write = true, Reach = Reach::gpu);
+  // `constant`: through the path for data that nobody writes (ld.global.nc).
+  void lanes(const Context&, Space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes, bool write,
+             bool constant = false);
+  // ldmatrix: the lanes of the warp read together what the addresses of some name.
+  void gather(const Context&, Cta& owner, const uint64_t* offset, unsigned rows, unsigned bytes);
+  // One range, of one lane or (kWarp) of the warp in a collective operation.
+  static constexpr unsigned kWarp = 63;
+  void range(const Context&, Space, Cta* owner, uint64_t address, uint64_t bytes, bool write, unsigned lane = kWarp);
+  // atom, red, and every ld / st that is not weak (.relaxed, .acquire, .release, .volatile, .mmio), for the lanes in
+  // `mask`. `write`: false for loads. `acquire` / `release` as the modifiers say, both false for relaxed.
+  void atomic(const Context&, Space, Cta* owner, const uint64_t* address, Mask mask, unsigned bytes, bool acquire,
+              bool release, bool write = true, Reach = Reach::gpu);
   // tcgen05.ld / tcgen05.st of this warp: a block of tensor memory.
   void tensor(const Context&, Cta& owner, unsigned lane, unsigned lanes, unsigned column, unsigned columns, bool write);
   // An asynchronous operation's.
-  AsyncRef issue(const Context&);  // starts with what the issuing warp knows
+  // Starts with what the issuing lane knows; kWarp: with what all lanes of the warp know together.
+  AsyncRef issue(const Context&, unsigned lane);
   // A wgmma / tcgen05 operation: ordered after earlier operations of the same pipe (`pipe`: the CTA or the pair's first
   // CTA).
-  AsyncRef issue_tensor(const Context&, const void* pipe);
+  AsyncRef issue_tensor(const Context&, const void* pipe, unsigned lane = kWarp);
   void access(const AsyncRef&, Space, Cta* owner, uint64_t address, uint64_t bytes, bool write, Proxy = Proxy::async);
   void tensor(const AsyncRef&, Cta& owner, unsigned lane, unsigned lanes, unsigned column, unsigned columns,
               bool write);
@@ -52,23 +61,22 @@ class Checker {
   void reduce(const AsyncRef&, Space, Cta* owner, uint64_t address, uint64_t bytes, Proxy = Proxy::async);
 
   // --- synchronisation
-  void initialise(const Context&, Cta& owner, uint32_t offset);  // mbarrier.init (the 8 bytes become valid)
-  void invalidate(const Context&, Cta& owner, uint32_t offset);  // mbarrier.inval
-  void arrive(const Context&, Mbarrier&, bool release = true);   // a thread's arrive; false: .relaxed
+  void initialise(const Context&, Cta& owner, uint32_t offset, unsigned lane);  // mbarrier.init: 8 bytes become valid
+  void invalidate(const Context&, Cta& owner, uint32_t offset, unsigned lane);  // mbarrier.inval
+  void arrive(const Context&, Mbarrier&, Mask lanes, bool release = true);      // these threads' arrive; or .relaxed
   void arrive(const AsyncRef&, Mbarrier&);  // complete_tx or an arrival by an asynchronous operation
   void phase(Mbarrier&);                    // the phase has completed
-  void observe(const Context&, Mbarrier&, bool acquire = true);  // a wait saw the phase complete
-  // tcgen05.commit: knows all earlier work of the pipe; when it completes, arrive(ref, mbarrier).
-  AsyncRef commit(const Context&, const void* pipe);
-  void commit(const Context&, const void* pipe, Mbarrier&);  // both at once
+  void observe(const Context&, Mbarrier&, Mask lanes, bool acquire = true);  // their wait saw the phase complete
+  // tcgen05.commit: knows all earlier work of the lane in the pipe; when it completes, arrive(ref, mbarrier).
+  AsyncRef commit(const Context&, const void* pipe, unsigned lane);
   void named_arrive(const Context&, NamedBarrier&);
   void named_complete(NamedBarrier&);
   void named_leave(const Context&, NamedBarrier&);
   void cluster_arrive(const Context&, bool release = true);  // false: .relaxed
   void cluster_complete(Cluster&);
   void cluster_leave(const Context&);
-  // A wait_group of this warp covered the operation; `reading`: wait_group.read, only its reads are over.
-  void group_done(const Context&, const AsyncRef&, bool reading = false);
+  // A wait_group of these lanes covered the operation; `reading`: wait_group.read, only its reads are over.
+  void group_done(const Context&, const AsyncRef&, Mask lanes, bool reading = false);
   void proxy_fence(const Context&,
                    const std::string& kind);  // what follows "fence.": "proxy.async", "proxy.async.shared::cta",
                                               // "mbarrier_init.release.cluster", "proxy.tensormap::generic.acquire"
@@ -77,7 +85,9 @@ class Checker {
   void tensor_loaded(const Context&);                    // tcgen05.wait::ld
   void tensor_fence(const Context&, bool before);        // tcgen05.fence::before_/after_thread_sync
   void wgmma_fence(const Context&);
-  void converge(const Context&);  // bar.warp.sync and other .sync operations
+  // bar.warp.sync of these lanes. No other .sync operation orders memory (PTX ISA 9.7.13.2; the vote, match, shuffle
+  // and reduce functions "do not imply a memory barrier", says the CUDA programming guide).
+  void converge(const Context&, Mask lanes);
 
   // --- life
   void begin(Cta&);
@@ -88,6 +98,7 @@ class Checker {
   struct State;
 
  private:
+  void registers_changed(const Cta&);
   void begin_product(const Context&, checking::WarpState&, uint32_t number);  // wgmma
   std::unique_ptr<State> state_;
 };

@@ -22,11 +22,28 @@ bool covers(const Vector& a, const Vector& b) {
 }
 }  // namespace
 
-uint32_t Clock::get(const Agent& a, Knowledge what) const {
-  if (a.cluster == cluster) return a.local < seen.size() ? seen[a.local].at[what] : 0;
+const Vector* Clock::of_cluster(uint32_t which) const {
+  if (which == cluster) return &seen;
   for (const auto& f : foreign)
-    if (f.first == a.cluster) return a.local < f.second->size() ? (*f.second)[a.local].at[what] : 0;
-  return 0;
+    if (f.first == which) return f.second.get();
+  return nullptr;
+}
+
+bool Clock::knows_all(const Agent& a, Epoch e, Knowledge what) const {
+  const Vector* of = of_cluster(a.cluster);
+  return of && a.local < of->size() ? (*of)[a.local].at[what] >= clock_of(e) : clock_of(e) == 0;
+}
+
+bool Clock::knows(const Agent& a, Epoch e, Knowledge what) const {
+  if (knows_all(a, e, what)) return true;
+  const unsigned lanes = lanes_of(e);
+  if (!a.lanes || lanes == kEach) return false;
+  const Vector* of = of_cluster(a.cluster);
+  for (Mask left = of ? mask_of(lanes) : 0; left != 0; left &= left - 1) {
+    const uint32_t local = (*a.lanes)[static_cast<size_t>(__builtin_ctz(left))];
+    if (local != 0 && local < of->size() && (*of)[local].at[what] >= clock_of(e)) return true;
+  }
+  return false;
 }
 
 void Clock::join(const Vector& other) { most(seen, other); }

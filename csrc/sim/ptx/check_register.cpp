@@ -4,7 +4,9 @@
 // of a wgmma may not be used, nor its A registers written, before wgmma.wait_group; and between any use of either and
 // the wgmma there has to be a wgmma.fence.
 #include <algorithm>
+#include <set>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "check_state.h"
 
@@ -32,8 +34,54 @@ bool is(const Statement& s, const char* root, const char* second) {
 }
 }  // namespace
 
+namespace {
+// Opcodes that do nothing but compute their first operand.
+bool only_computes(const std::string& root) {
+  static const std::set<std::string> roots = {"mov", "cvt", "and", "or", "xor", "not", "shl", "shr", "shf", "prmt",
+                                              "bfe", "bfi", "add", "sub", "mul", "mad", "fma", "neg", "min", "max",
+                                              "selp", "lop3", "abs", "ex2"};
+  return roots.count(root) != 0;
+}
+
+// Of every load into a vector the bytes whose register nothing depends on: the compiler asks for four where three are
+// needed, and what memory holds in the fourth's place does not matter.
+void find_unused(const Program& program, std::vector<uint32_t>& unused) {
+  const size_t n = program.ops.size();
+  unused.resize(n);
+  std::unordered_set<const Decl*> used;
+  for (size_t before = ~size_t{0}; before != used.size();) {
+    before = used.size();
+    for (size_t i = 0; i < n; i++) {
+      const Statement* s = program.ops[i].from;
+      if (!s || s->parts.empty()) continue;
+      const std::string& root = s->parts[0];
+      std::vector<const Decl*> results, sources;
+      const bool gives = !s->operands.empty() && !only_reads(root) && s->operands[0].kind != Operand::memory;
+      if (gives) collect(s->operands[0], results);
+      for (size_t k = gives ? 1 : 0; k < s->operands.size(); k++) collect(s->operands[k], sources);
+      const bool carries = std::find(s->parts.begin(), s->parts.end(), "cc") != s->parts.end();
+      const bool idle = gives && only_computes(root) && !carries &&
+                        std::none_of(results.begin(), results.end(), [&](const Decl* d) { return used.count(d); });
+      if (!idle) used.insert(sources.begin(), sources.end());
+      if (s->guard) used.insert(s->guard);
+    }
+  }
+  for (size_t i = 0; i < n; i++) {
+    const Statement* s = program.ops[i].from;
+    if (!s || s->parts.empty() || s->parts[0] != "ld" || s->operands[0].kind != Operand::vec) continue;
+    const std::vector<Operand>& to = s->operands[0].parts;
+    const std::string& type = s->parts.back();
+    const size_t each = type == "b8" || type == "u8" || type == "s8" ? 1 : bytes_of(type_named(type));
+    for (size_t k = 0; k < to.size() && (k + 1) * each <= 32; k++)
+      if (to[k].kind == Operand::sink || (to[k].kind == Operand::reg && used.count(to[k].decl) == 0))
+        unused[i] |= static_cast<uint32_t>(((1ull << each) - 1) << k * each);
+  }
+}
+}  // namespace
+
 Registers checking::find_registers(const Program& program) {
   Registers r;
+  find_unused(program, r.unused);
   std::unordered_map<const Decl*, std::vector<uint16_t>> loaded, accumulated, multiplied;
   const size_t n = program.ops.size();
   r.uses.resize(n);
@@ -95,10 +143,11 @@ void Checker::touch(const Context& c) {
   if (w.any_loading)
     for (uint16_t load : use.loads)
       if (w.loading[load] != 0) {  // a true dependency: the load is over, for this warp
-        uint32_t& seen = w.clock.of(w.loads.local).at[kOrder];
-        if (seen < w.loading[load]) {
+        for (View& v : w.views) {
+          uint32_t& seen = v.clock.of(w.loads.local).at[kOrder];
+          if (seen >= w.loading[load]) continue;
           seen = w.loading[load];
-          w.snapshot.reset();
+          v.snapshot.reset();
         }
         w.loading[load] = 0;
       }

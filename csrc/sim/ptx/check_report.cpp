@@ -8,6 +8,12 @@ namespace ptx {
 namespace {
 constexpr size_t kMostReports = 500;  // of different pairs; a broken kernel can have very many
 
+// In the order of Finding.
+constexpr const char* kNames[kFindings] = {
+    "read_after_write", "write_after_read", "write_after_write", "proxy_fence", "map_fence", "uninitialised", "exited",
+    "in_flight", "barrier_init", "barrier_visible", "registers_unfenced", "registers_pending", "barrier_overwritten",
+    "not_started", "not_constant", "setmaxnreg", "same_value", "operand_uninitialised", "tensor_fence", "lingering"};
+
 const char* headline(Finding f) {
   switch (f) {
     case Finding::read_after_write: return "data race (read after write)";
@@ -24,6 +30,10 @@ const char* headline(Finding f) {
     case Finding::registers_unfenced:
       return "missing wgmma.fence: registers of this wgmma were used since the last one";
     case Finding::registers_pending: return "missing wgmma.wait_group: registers of a pending wgmma are used";
+    case Finding::barrier_overwritten: return "write over an mbarrier that is in use";
+    case Finding::not_started: return "access to the memory of a CTA that is not known to have started";
+    case Finding::not_constant: return "ld.global.nc of data that the kernel has written";
+    case Finding::setmaxnreg: return "setmaxnreg by a part of a warpgroup";
     case Finding::same_value: return "note: data race that writes the value that is there";
     case Finding::operand_uninitialised: return "note: the tensor cores read uninitialised memory";
     case Finding::lingering:
@@ -64,6 +74,16 @@ std::string quote(const Launch& launch, const Op* op) {
   return text;
 }
 
+std::string lanes_named(Epoch e) {
+  const unsigned lanes = lanes_of(e);
+  if (lanes == kWhole) return "the warp";
+  if (lanes == kEach) return "several lanes";
+  std::string text;
+  for (Mask left = mask_of(lanes); left != 0; left &= left - 1)
+    text += (text.empty() ? "lane " : " or ") + std::to_string(__builtin_ctz(left));
+  return text;
+}
+
 const char* completion(Agent::Kind kind) {
   switch (kind) {
     case Agent::warp: return "";
@@ -94,13 +114,14 @@ void Checker::State::count(const Key& key, const std::string& text, bool quiet) 
   auto at = reports.find(key);
   if (at == reports.end()) {
     if (reports.size() >= kMostReports) return;
-    at = reports.emplace(key, Report{text, 0, quiet}).first;
+    const bool waives = waived[static_cast<size_t>(key[0])];
+    at = reports.emplace(key, Report{(waives && !quiet ? "note: waived: " : "") + text, 0, quiet || waives}).first;
   }
   at->second.count++;
 }
 
 void Checker::State::report(Finding f, Space space, const Actor& actor, const CtaState* owner, Epoch earlier,
-                            uint64_t at) {
+                            uint64_t at, const std::string& more) {
   Key key{static_cast<int>(f), static_cast<int>(space), actor.op ? actor.op->index : -1,
           earlier ? static_cast<int>(statement_of(earlier)) : -1};
   auto known = reports.find(key);
@@ -109,19 +130,30 @@ void Checker::State::report(Finding f, Space space, const Actor& actor, const Ct
     text = std::string(headline(f)) + ", kernel " + launch.program->function->name + ", " +
            where(launch, space, owner, at) + "\n    " + describe(actor);
     if (earlier) text += "\n    after " + describe(earlier);
+    text += more;
   }
   count(key, text, f >= Finding::same_value);
+}
+
+// Of two lanes of one warp a report names the lanes, too.
+std::string Checker::State::describe_lanes(const Access& a, Epoch earlier) const {
+  if (agent_of(earlier) != a.agent() || agents[a.agent()].kind != Agent::warp) return "";
+  return "\n    by lanes of one warp, with nothing in between that orders them: " + lanes_named(a.mark) + " after " +
+         lanes_named(earlier);
 }
 
 void Checker::State::report(Finding f, const Access& a, Epoch earlier, uint64_t at) {
   bool plain = a.write && a.space != Space::tensor && agents[a.agent()].kind == Agent::warp && !a.strong() &&
                (f == Finding::write_after_write || f == Finding::write_after_read);
-  if (!plain) return report(f, a.space, a.actor, a.owner, earlier, at);
+  if (!plain) {
+    report(f, a.space, a.actor, a.owner, earlier, at, describe_lanes(a, earlier));
+    return;
+  }
   Doubt doubt{
       {static_cast<int>(f), static_cast<int>(a.space), a.actor.op->index, static_cast<int>(statement_of(earlier))}, ""};
   if (!reports.count(doubt.key))
     doubt.text = ", kernel " + launch.program->function->name + ", " + where(launch, a.space, a.owner, at) + "\n    " +
-                 describe(a.actor) + "\n    after " + describe(earlier);
+                 describe(a.actor) + "\n    after " + describe(earlier) + describe_lanes(a, earlier);
   doubts.push_back(std::move(doubt));
 }
 
@@ -144,7 +176,7 @@ void Checker::State::settle(const Context* c) {
   for (const Store& s : doubtful)
     for (uint64_t piece = s.begin / 4; quiet && piece < (s.begin + s.was.size() + 3) / 4; piece++) {
       Epoch& written = s.space == Space::shared ? s.owner->written[piece] : page(piece / 1024).written[piece % 1024];
-      if (written == s.mark) written |= kSilent;
+      if (((written ^ s.mark) & ~kLaneBits) == 0) written |= kSilent;
     }
   for (const Doubt& d : doubts) {
     Key key = d.key;
@@ -157,9 +189,22 @@ void Checker::State::settle(const Context* c) {
   doubtful.clear();
 }
 
+std::vector<std::string> finding_names() { return {kNames, kNames + kFindings}; }
+
 std::vector<std::string> Checker::reports() const {
   state_->settle(nullptr);
   std::vector<std::string> result;
+  if (!state_->launch.options.waived.empty()) {
+    result.push_back("note: waived:");
+    for (size_t i = 0; i < kFindings; i++) {
+      if (!state_->waived[i]) continue;
+      uint64_t seen = 0;
+      for (const auto& r : state_->reports)
+        if (r.first[0] == static_cast<int>(i)) seen += r.second.count;
+      result[0] += std::string(result[0].back() == ':' ? " " : ", ") + kNames[i] + " (seen " + std::to_string(seen) +
+                   (seen == 1 ? " time)" : " times)");
+    }
+  }
   for (bool quiet : {false, true})
     for (const auto& r : state_->reports)
       if (r.second.quiet == quiet)

@@ -25,13 +25,25 @@ struct Queue {
   int statement = -1;                        // of the last operation
 };
 
+// Lanes of a warp that know the same of everyone else. A warp begins as one view; where some of its lanes learn what
+// the others do not, it has several, until bar.warp.sync or a barrier makes it one again.
+struct View {
+  Mask lanes = kAll;
+  Clock clock;
+  Clock fenced, observed;  // what a relaxed release gives, and what a fence will make of relaxed acquires
+  Seen own;                // of kOrder nothing: each lane knows what it has done itself, narrowed by its own fences
+  std::shared_ptr<const Clock> snapshot;  // of `clock` and one lane's own; empty once that has changed
+  unsigned snapshot_lane = 0;
+  uint32_t snapshot_now = 0;
+};
+
 struct WarpState {
   ClusterState* cluster = nullptr;
   CtaState* cta = nullptr;
+  const Warp* warp = nullptr;
   uint32_t id = 0, agent = 0, local = 0;
-  Clock clock;
-  std::shared_ptr<const Clock> snapshot;  // of `clock`; empty once that has changed
-  Clock fenced, observed;         // what a relaxed release gives, and what a fence will make of relaxed acquires
+  uint32_t now = 1;               // the clock of all its lanes
+  std::vector<View> views;
   Queue loads, stores;            // tcgen05.ld, tcgen05.st
   std::vector<Queue> operations;  // asynchronous operations: one queue may be used again once its last is known
   size_t last_operation = 0;
@@ -55,6 +67,9 @@ struct CtaState {
   uint32_t index[3] = {};
   std::vector<Epoch> written, read;                // shared memory, by 4 bytes
   std::vector<uint8_t> valid;                      // one bit per byte
+  std::vector<uint8_t> barriers;                   // by 8 bytes: a live mbarrier, and where the first and last are
+  uint64_t barriers_begin = ~0ull, barriers_end = 0;
+  uint32_t first_agent = 0;                        // local numbers of its warps, one after the other
   std::vector<Epoch> tensor_written, tensor_read;  // by 16 lanes and a column: [lane / 16 * 512 + column]
   std::vector<uint16_t> tensor_valid;              // one bit per lane
   // Agents that are no warps of this CTA: their last use of its memory. Apart those that hardware is seen to wait for.
@@ -77,7 +92,7 @@ struct ClusterState {
 // A use of memory that is about to happen.
 struct Access {
   const Clock& known;
-  Epoch mark;
+  mutable Epoch mark;  // of the piece that is being looked at
   Actor actor;
   Space space;
   bool write;
@@ -86,6 +101,11 @@ struct Access {
   bool product = false;      // by the tensor cores
   bool reads = false;        // a write that reads, too: atom, red
   bool after_reads = false;  // generic reads before it need the proxy fence as well
+  uint32_t each = 0;         // lanes side by side: so many pieces belong to one of them, then the next; 0: one mark
+  mutable uint32_t left = 0;  // of them, to be looked at
+  bool constant = false;     // ld.global.nc
+  uint32_t unused = 0;       // bytes of what each lane loads that go to registers without a use, of `bytes`
+  unsigned bytes = 1;
   uint32_t agent() const { return agent_of(mark); }
   bool strong() const { return mark & kStrong; }
 };
@@ -98,6 +118,7 @@ struct Registers {
     std::vector<uint16_t> pending, unfenced;  // wgmmas that must be over before it, and that need a fence after
   };
   std::vector<Use> uses;               // by statement
+  std::vector<uint32_t> unused;        // by statement: bytes of a load that nothing depends on
   std::vector<int> product_statement;  // by ordinal
   size_t load_count = 0;
   bool tensor_fences = false;  // the kernel has tcgen05.fence::after_thread_sync
@@ -117,11 +138,16 @@ enum class Finding : uint8_t {
   barrier_visible,
   registers_unfenced,
   registers_pending,
+  barrier_overwritten,
+  not_started,
+  not_constant,
+  setmaxnreg,
   same_value,
   operand_uninitialised,
   tensor_fence,
   lingering  // the quieter class
 };
+constexpr size_t kFindings = static_cast<size_t>(Finding::lingering) + 1;
 
 struct Page {
   std::array<Epoch, 1024> written{}, read{};
@@ -171,6 +197,7 @@ struct Checker::State {
   };
   using Key = std::array<int, 4>;  // finding, space, this statement, the other
   std::map<Key, Report> reports;
+  std::array<bool, kFindings> waived{};
   // A race of a plain store: in the quieter class if the bytes turn out not to have changed.
   struct Doubt {
     Key key;
@@ -193,12 +220,22 @@ struct Checker::State {
   // check.cpp
   uint32_t new_agent(ClusterState&, const CtaState&, Agent::Kind, uint32_t warp, uint32_t& local);
   void use(Queue&, WarpState&, Agent::Kind);
+  Access by_lanes(const Context&, const View&, Space, Cta* owner, bool write, unsigned lanes);
+  // check_lanes.cpp
+  uint32_t slot(WarpState&, unsigned lane);
+  void give(WarpState&, Mask lanes, const Seen&, Clock& into);
+  void give_own(WarpState&, Mask lanes, Clock& into);
+  void release(WarpState&, Mask lanes, Clock& into);
+  void unite(WarpState&, Mask lanes);
+  std::shared_ptr<const Clock> snapshot(WarpState&, unsigned lane);
   Meeting& meeting(void*& clock, ClusterState&);
   // check_shadow.cpp
   void memory(const Access&, uint64_t begin, uint64_t end);
   void tensor(const Access&, unsigned lane, unsigned lanes, unsigned column, unsigned columns);
   void visit(CtaState& owner, Epoch mark, bool lingers);
-  void before(const Access&, Epoch earlier, bool earlier_wrote, uint64_t at);
+  bool started(const Clock& known, const CtaState&) const;
+  void barriers(const Access&, uint64_t begin, uint64_t end);
+  bool before(const Access&, Epoch earlier, bool earlier_wrote, uint64_t at);
   void sweep(const Access&, Epoch* written, Epoch* read, size_t n, uint64_t at, uint64_t step);
   void bytes(const Access&, Epoch* written, Epoch* read, uint64_t at, unsigned mask);
   void validity(const Access&, uint64_t begin, uint64_t end);
@@ -207,13 +244,36 @@ struct Checker::State {
   Page& page(uint64_t number);
   // check_report.cpp
   void report(Finding, const Access&, Epoch earlier, uint64_t at);
-  void report(Finding, Space, const Actor&, const CtaState* owner, Epoch earlier, uint64_t at);
+  void report(Finding, Space, const Actor&, const CtaState* owner, Epoch earlier, uint64_t at,
+              const std::string& more = "");
   void count(const Key&, const std::string& text, bool quiet);
   void keep(const Access&, uint64_t begin, uint64_t end);
   void settle(const Context*);  // decides the doubts once their instruction is over
   std::string describe(const Actor&) const;
   std::string describe(Epoch) const;
+  std::string describe_lanes(const Access&, Epoch earlier) const;
 };
+
+// What the lanes of a warp do to each other (check_lanes.cpp).
+Mask live_lanes(const WarpState&);
+View& view_of(WarpState&, unsigned lane);
+// Calls f(view) for the views that hold any of `lanes`; parts them first, so that f may change what only these know.
+template <class F>
+void apart(WarpState& w, Mask lanes, F f) {
+  for (size_t i = 0, n = w.views.size(); i < n; i++) {
+    const Mask here = w.views[i].lanes & lanes;
+    if ((here & live_lanes(w)) == 0) continue;
+    if ((w.views[i].lanes & live_lanes(w) & ~here) != 0) {
+      w.views.push_back(w.views[i]);
+      w.views.back().lanes = w.views[i].lanes & ~here;
+      w.views[i].lanes = here;
+    }
+    f(w.views[i]);
+    w.views[i].snapshot.reset();
+  }
+}
+// What the lanes of a warp know taken together, for what they do as one.
+const Clock& together(const WarpState&, Clock& room);
 
 inline WarpState& warp_state(const Context& c) { return *static_cast<WarpState*>(c.warp.clock); }
 inline Actor actor_of(const Context& c) { return {c.op, {c.cta.index[0], c.cta.index[1], c.cta.index[2]}, c.warp.id}; }

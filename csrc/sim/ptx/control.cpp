@@ -188,6 +188,26 @@ void decode_branch(Decoder& d, Op& op, bool indexed) {
   op.run = branch_indexed;
 }
 
+// PTX ISA 9.7.19.5: .dec gives registers back to the CTA's pool, .inc waits until there are enough in it. The pool is
+// taken to be what all threads of the CTA could have at most.
+Step change_registers(Context& c, const Op& op) {
+  Warp& w = c.warp;
+  uint32_t others = 0, threads = 0;
+  for (const auto& one : c.cta.warps) {
+    threads += kLanes;
+    if (one.get() != &w && one->live != 0) others += one->registers * kLanes;
+  }
+  const uint32_t pool = registers_at_launch(threads) * threads;
+  if (others + op.target * kLanes > pool) {
+    c.fragment.why = {"setmaxnreg to %llu: the other warps hold %llu registers of the CTA's %llu",
+                      {op.target, others, pool, 0}};
+    return Step::blocked;
+  }
+  w.registers = op.target;
+  if (c.check != nullptr) w.register_changes.push_back(&op);
+  return Step::next;
+}
+
 void decode_setmaxnreg(Decoder& d, Op& op) {
   Modifiers m(d.from);
   m.take_one({"inc", "dec"});
@@ -200,7 +220,8 @@ void decode_setmaxnreg(Decoder& d, Op& op) {
   if (o.kind != Operand::imm || o.bits < 24 || o.bits > 256 || o.bits % 8 != 0)
     d.fail("the count is a multiple of 8 from 24 to 256");
   op.collective = true;
-  op.run = nothing;
+  op.target = static_cast<uint32_t>(o.bits);
+  op.run = change_registers;
 }
 
 }  // namespace

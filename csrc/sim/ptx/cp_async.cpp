@@ -81,7 +81,7 @@ Step run_copy(Context& c, const Op& op) {
     move(all, c.cta);
     return Step::next;
   }
-  const AsyncRef ref = c.check ? c.check->issue(c) : nullptr;
+  const AsyncRef ref = c.check ? c.check->issue(c, Checker::kWarp) : nullptr;
   auto tracked = groups(c.warp.async_groups).add(c.mask, ref);
   Checker* check = c.check;
   Cta* cta = &c.cta;
@@ -135,7 +135,7 @@ void arrive_after(Context& c, unsigned lane, const SharedPlace& p) {
   for (const auto& group : all.committed)
     for (const auto& e : group.entries) visit(e);
   // With no copy before it, the arrival still knows what the thread knows.
-  if (c.check && arrival->refs.empty()) arrival->refs.push_back(c.check->issue(c));
+  if (c.check && arrival->refs.empty()) arrival->refs.push_back(c.check->issue(c, lane));
   auto held = std::make_shared<const Issued>(c);
   const auto signal = [arrival, held, p] { mbarrier_arrive_async(held->c, p, arrival->refs); };
   arrival->left = static_cast<unsigned>(open.size());

@@ -42,6 +42,7 @@ std::unique_ptr<Warp> make_warp(const Launch& launch, Cta& cta, uint32_t id) {
   const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
   w->cta = &cta;
   w->id = id;
+  w->registers = registers_at_launch(threads);
   w->live = threads - id * kLanes >= kLanes ? kAll : (1u << (threads - id * kLanes)) - 1;
   w->file.resize(launch.program->slots);
   w->local.assign(kLanes * launch.program->local_bytes, launch.options.poison ? kPoison : 0);

@@ -2,6 +2,7 @@
 //
 // One OS thread runs a cluster at a time, so nothing inside a cluster is locked. Clusters share global memory only.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <deque>
@@ -50,6 +51,7 @@ struct Fragment {
   uint64_t state = 0;     // for an instruction that waits in two steps (bar.sync: arrived, generation + 1); 0: not yet
   uint32_t spent = 0;     // instructions in this turn of the warp while it has several fragments
   bool timed_out = false; // mbarrier.try_wait: nothing else could run; answer false instead of blocking
+  bool refused = false;   // mbarrier.try_wait: a hostile schedule has made it answer false; next time it blocks
 };
 
 // An asynchronous operation that has been issued and not yet completed. Operations with the same nonzero `order`
@@ -74,6 +76,8 @@ struct Warp {
   std::shared_ptr<Groups> bulk_groups, async_groups;   // null until the first operation that is tracked
   uint64_t cluster_generation = 0;          // barrier.cluster: the phase this warp arrived in
   uint32_t tensor_stores = 0;               // tcgen05.st issued and not yet complete
+  uint32_t registers = 0;                   // a lane's, since the last setmaxnreg
+  std::vector<const Op*> register_changes;  // the setmaxnreg executed
   std::shared_ptr<void> tensor_unit;        // owned by wgmma: its groups
   void* clock = nullptr;                    // owned by the checker
 
@@ -198,6 +202,7 @@ struct Options {
   uint64_t limit = 0;           // warp instructions before a launch counts as endless; 0: none
   unsigned processors = 148;    // %nsmid, and how many clusters are resident (spinning between CTAs)
   std::vector<int> removed;     // statements to skip (mutation study): indices into Function::body
+  std::vector<std::string> waived;  // findings that a checked run only counts: names of finding_names()
 };
 
 struct Launch {
@@ -224,6 +229,12 @@ struct Launch {
   bool take_waiting(uint32_t& index);
   void run();                              // to the end, or throws Error
 };
+
+// What the register file of a multiprocessor gives each thread of a block that has it to itself.
+constexpr uint32_t kRegisterFile = 65536, kMostRegisters = 256;
+inline uint32_t registers_at_launch(uint32_t threads) {
+  return std::min(kMostRegisters, kRegisterFile / std::max(threads, 1u) / 8 * 8);
+}
 
 // The special registers (PTX ISA 10) that do not change while a warp lives. False when the name is not one of them.
 bool special_known(const std::string& name);

@@ -48,7 +48,8 @@ void find_rows(Context& c, const Matrices& r, const char* what, bool write, std:
     rows[l] = place.bytes();
   }
   const Mask lanes = r.rows == kLanes ? kAll : (1u << r.rows) - 1;
-  if (c.check) c.check->lanes(c, Space::shared, &c.cta, offsets, lanes, kRow, write);
+  if (c.check && write) c.check->lanes(c, Space::shared, &c.cta, offsets, lanes, kRow, true);
+  if (c.check && !write) c.check->gather(c, c.cta, offsets, r.rows, kRow);
   (write ? c.count.shared_written : c.count.shared_read) += r.rows * kRow;
   c.count.shared_accesses++;
   c.count.shared_least_wavefronts += r.rows / 8;

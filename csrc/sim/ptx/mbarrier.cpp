@@ -85,7 +85,7 @@ Step run_init(Context& c, const Op& op) {
     m.pending = count.x[l];
     m.tx = 0;
     m.phase = 0;
-    if (c.check) c.check->initialise(c, *p.cta, p.offset);
+    if (c.check) c.check->initialise(c, *p.cta, p.offset, l);
   }
   return Step::next;
 }
@@ -102,7 +102,7 @@ Step run_inval(Context& c, const Op& op) {
     if (m.tx != 0) c.fail(name_of(p) + " is invalidated with " + std::to_string(m.tx) + " bytes outstanding");
     m.valid = false;
     done = at[l];
-    if (c.check) c.check->invalidate(c, *p.cta, p.offset);
+    if (c.check) c.check->invalidate(c, *p.cta, p.offset, l);
   }
   return Step::next;
 }
@@ -117,10 +117,18 @@ Step run_tx(Context& c, const Op& op) {
     const SharedPlace p = place(c, at[l], r.address.generic, r.own);
     Mbarrier& m = valid(c, p);
     change_tx(c, p, m, r.expect ? int64_t{bytes.x[l]} : -int64_t{bytes.x[l]});
-    if (!r.expect && c.check) c.check->arrive(c, m, false);
+    if (!r.expect && c.check) c.check->arrive(c, m, 1u << l, false);
     settle(c, m);
   }
   return Step::next;
+}
+
+// Those of `lanes` that name the same mbarrier as lane l.
+Mask same(const uint64_t* at, unsigned l, Mask lanes) {
+  Mask found = 0;
+  for (Mask left = lanes; left != 0; left &= left - 1)
+    if (at[__builtin_ctz(left)] == at[l]) found |= left & -left;
+  return found;
 }
 
 Step run_arrive(Context& c, const Op& op) {
@@ -139,7 +147,7 @@ Step run_arrive(Context& c, const Op& op) {
     const int64_t count = value && !r.expect ? int64_t{value->x[l]} : 1;
     if (r.expect) change_tx(c, p, m, int64_t{value->x[l]});
     if (c.check && (at[l] != told || m.phase != told_phase)) {
-      c.check->arrive(c, m, !r.relaxed);
+      c.check->arrive(c, m, same(at, l, c.mask >> l << l), !r.relaxed);
       told = at[l];
       told_phase = m.phase;
     }
@@ -166,6 +174,20 @@ bool completed(const Context& c, const Barrier& r, const SharedPlace& p, const M
   return phase < m.phase;
 }
 
+// The checker hears of a warp's waits once for each barrier.
+void tell(Context& c, const Barrier& r, const uint64_t* at, Mask done) {
+  while (done != 0) {
+    const unsigned l = static_cast<unsigned>(__builtin_ctz(done));
+    const Mask lanes = same(at, l, done);
+    c.check->observe(c, valid(c, place(c, at[l], r.address.generic, true)), lanes, !r.relaxed);
+    done &= ~lanes;
+  }
+}
+
+// try_wait may answer false at any time (9.7.13.15.16). A hostile schedule lets it, so that a kernel that does not look
+// at the answer goes on too early; once for each wait, so that a kernel that does look is not held up.
+bool hostile(Context& c) { return c.launch.options.seed != 0 && chance(c.cluster, 4); }
+
 Step run_wait(Context& c, const Op& op) {
   const auto& r = record<Barrier>(op);
   uint64_t at[kLanes];
@@ -173,7 +195,7 @@ Step run_wait(Context& c, const Op& op) {
   const V32* parity = r.parity ? &c.warp.v32(r.value) : nullptr;
   const V64* state = r.parity ? nullptr : &c.warp.v64(r.value);
   Mask done = 0;
-  uint64_t last = ~0ull, last_value = 0, told = ~0ull;
+  uint64_t last = ~0ull, last_value = 0;
   bool last_done = false;
   for (unsigned l = 0; l < kLanes; l++) {
     if (!(c.mask >> l & 1)) continue;
@@ -184,10 +206,6 @@ Step run_wait(Context& c, const Op& op) {
       last = at[l];
       last_value = value;
       last_done = completed(c, r, p, m, value);
-      if (last_done && c.check && told != at[l]) {
-        c.check->observe(c, m, !r.relaxed);
-        told = at[l];
-      }
       if (!last_done)
         c.fragment.why = {"mbarrier at shared %#llx, parity %llu: %llu arrivals and %lld bytes still expected",
                           {p.address(), parity ? value : phase_of(value) & 1, static_cast<uint64_t>(m.pending),
@@ -195,9 +213,12 @@ Step run_wait(Context& c, const Op& op) {
     }
     if (last_done) done |= 1u << l;
   }
+  if (done && c.check) tell(c, r, at, done);
   // A lane whose phase is over must not be held up by the others: they come back in a fragment of their own.
-  if (!done && r.blocking && !c.fragment.timed_out) return Step::blocked;
-  c.fragment.timed_out = false;
+  Fragment& f = c.fragment;
+  if (!done && r.blocking && !f.timed_out && (f.refused || !hostile(c))) return Step::blocked;
+  f.refused = !done && r.blocking && !f.timed_out;
+  f.timed_out = false;
   Mask& result = c.warp.pred(r.destination);
   result = (result & ~c.mask) | done;
   // A test that fails takes time, in which something may complete.

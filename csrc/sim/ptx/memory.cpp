@@ -173,7 +173,8 @@ void decode_access(Decoder& d, Op& op, bool load) {
   Access a;
   a.order = take_order(d, m);
   a.window = take_window(m, Window::generic);
-  if (load && m.take("nc") && a.window != Window::global) d.fail("'.nc' is for .global");
+  a.constant = load && m.take("nc");
+  if (a.constant && a.window != Window::global) d.fail("'.nc' is for .global");
   const bool policy = take_hints(m);
   const std::string vector = m.take_optional({"v2", "v4", "v8"}, "v1");
   const Ty type = m.take_type();

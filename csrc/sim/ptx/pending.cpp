@@ -118,7 +118,7 @@ Step Groups::wait(Context& c, unsigned n, bool reading, const char* what) {
   for (size_t i = 0; i < committed.size(); i++) {
     if (c.check && due[i])
       for (const Entry& e : committed[i].entries)
-        if (e.lanes & due[i]) c.check->group_done(c, e.operation->ref, reading);
+        if (e.lanes & due[i]) c.check->group_done(c, e.operation->ref, e.lanes & due[i], reading);
     if (!reading) committed[i].lanes &= ~due[i];
   }
   while (!committed.empty() && !committed.front().lanes) committed.pop_front();

@@ -39,12 +39,13 @@ void tell(Checker* check, const AsyncRef& ref, const Remote& r, Space space, Cta
   else check->access(ref, space, owner, at, size, true, Proxy::generic);
 }
 
-void to_shared(Context& c, const Remote& r, const Value& v, uint64_t address, uint64_t barrier_address) {
+void to_shared(Context& c, const Remote& r, const Value& v, uint64_t address, uint64_t barrier_address,
+               unsigned lane) {
   const SharedPlace to = shared_place(c, address, r.to.generic, v.size, v.size, false, "the destination");
   const SharedPlace barrier = mbarrier_place(c, barrier_address, r.barrier.generic);
   if (to.cta != barrier.cta) c.fail("the destination and its mbarrier have to be in one CTA");
   if (r.reduce && to.cta == &c.cta) c.fail("red.async goes to another CTA of the cluster, this is the executing one");
-  const AsyncRef ref = c.check ? c.check->issue(c) : nullptr;
+  const AsyncRef ref = c.check ? c.check->issue(c, lane) : nullptr;
   auto held = std::make_shared<const Issued>(c);
   const Remote* form = &r;   // belongs to the program
   c.cluster.submit(0, [held, ref, form, v, to, barrier] {
@@ -54,9 +55,9 @@ void to_shared(Context& c, const Remote& r, const Value& v, uint64_t address, ui
   });
 }
 
-void to_global(Context& c, const Remote& r, const Value& v, uint64_t address) {
+void to_global(Context& c, const Remote& r, const Value& v, uint64_t address, unsigned lane) {
   uint8_t* to = global_place(c, address, v.size, v.size, true, "the destination");
-  const AsyncRef ref = c.check ? c.check->issue(c) : nullptr;
+  const AsyncRef ref = c.check ? c.check->issue(c, lane) : nullptr;
   Checker* check = c.check;
   const Remote* form = &r;
   c.cluster.submit(0, [check, ref, form, v, to, address] {
@@ -74,8 +75,8 @@ Step run_remote(Context& c, const Op& op) {
   for (unsigned l = 0; l < kLanes; l++) {
     if (!(c.mask >> l & 1)) continue;
     const Value v = value_of(c, r, l);
-    if (r.global) to_global(c, r, v, to[l]);
-    else to_shared(c, r, v, to[l], barrier[l]);
+    if (r.global) to_global(c, r, v, to[l], l);
+    else to_shared(c, r, v, to[l], barrier[l], l);
   }
   return Step::next;
 }
@@ -90,7 +91,7 @@ Step run_zero(Context& c, const Op& op) {
     if (size % 8 != 0 || size > 16777216)
       c.fail("st.bulk of " + std::to_string(size) + " bytes: a multiple of 8 up to 16777216 is accepted");
     const SharedPlace p = shared_place(c, to[l], r.to.generic, size, 8, true, "the destination of st.bulk");
-    if (c.check) c.check->range(c, Space::shared, p.cta, p.offset, size, true);
+    if (c.check) c.check->range(c, Space::shared, p.cta, p.offset, size, true, l);
     std::memset(p.bytes(), 0, size);
     c.count.shared_written += size;
   }

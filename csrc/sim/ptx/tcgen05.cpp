@@ -79,7 +79,7 @@ Step run_commit(Context& c, const Op& op) {
   for (unsigned l = 0; l < kLanes; l++) {
     if (!(c.mask >> l & 1)) continue;
     const uint32_t ctas = r.multicast ? c.warp.v32(r.ctas).x[l] & 0xffff : 0;
-    const AsyncRef ref = c.check ? c.check->commit(c, tensor_pipe(c, r.pair)) : nullptr;
+    const AsyncRef ref = c.check ? c.check->commit(c, tensor_pipe(c, r.pair), l) : nullptr;
     const uint64_t address = at[l];
     const bool generic = r.mbarrier.generic, multicast = r.multicast;
     auto issued = std::make_shared<const Issued>(c);

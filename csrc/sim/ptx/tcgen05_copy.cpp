@@ -81,7 +81,7 @@ Step run_copy(Context& c, const Op& op) {
     if (!(c.mask >> l & 1)) continue;
     const TensorPlace to = tensor_place(static_cast<uint32_t>(at[l]));
     const uint64_t descriptor = c.warp.v64(r.descriptor).x[l];
-    const AsyncRef ref = c.check ? c.check->issue_tensor(c, tensor_pipe(c, r.pair)) : nullptr;
+    const AsyncRef ref = c.check ? c.check->issue_tensor(c, tensor_pipe(c, r.pair), l) : nullptr;
     const uint64_t bytes = static_cast<uint64_t>(r.rows) * r.bytes * ctas.size();
     c.count.tensor_shared_read += bytes;
     c.count.tmem_written += bytes * (r.spread == Copy::warpx4 ? 4 : r.spread == Copy::once ? 1 : 2);
@@ -108,7 +108,7 @@ Step run_shift(Context& c, const Op& op) {
     if (!(c.mask >> l & 1)) continue;
     const TensorPlace p = tensor_place(static_cast<uint32_t>(at[l]));
     if (p.lane % 32) c.fail("tcgen05.shift: lane " + std::to_string(p.lane) + " has to be a multiple of 32");
-    const AsyncRef ref = c.check ? c.check->issue_tensor(c, tensor_pipe(c, r.pair)) : nullptr;
+    const AsyncRef ref = c.check ? c.check->issue_tensor(c, tensor_pipe(c, r.pair), l) : nullptr;
     c.count.tmem_read += 31 * 32 * ctas.size();
     c.count.tmem_written += 31 * 32 * ctas.size();
     c.cluster.submit(tensor_order(c, r.pair), [=] {

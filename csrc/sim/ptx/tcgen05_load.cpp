@@ -121,7 +121,7 @@ Step run_store(Context& c, const Op& op) {
     return Step::next;
   }
   Checker* check = c.check;
-  const AsyncRef ref = check ? check->issue(c) : nullptr;
+  const AsyncRef ref = check ? check->issue(c, Checker::kWarp) : nullptr;
   c.warp.tensor_stores++;
   c.cluster.submit(0, [&r, p, check, ref, warp = &c.warp, values = std::move(values)] {
     Cta& cta = *warp->cta;

@@ -141,7 +141,7 @@ Step run_mma(Context& c, const Op& op) {
     c.count.tensor_shared_read += operand * (job.n + (r.tensor_a ? 0 : job.m));
     c.count.tmem_read += (r.tensor_a ? operand * job.m : 0) + (job.accumulate ? 4ull * job.m * job.n : 0);
     c.count.tmem_written += 4ull * job.m * job.n;
-    const AsyncRef ref = c.check ? c.check->issue_tensor(c, tensor_pipe(c, r.pair)) : nullptr;
+    const AsyncRef ref = c.check ? c.check->issue_tensor(c, tensor_pipe(c, r.pair), l) : nullptr;
     c.cluster.submit(tensor_order(c, r.pair), [=] { run_product(issued->c, ctas, job, ref); });
   }
   return Step::next;

@@ -84,11 +84,11 @@ Step run_replace(Context& c, const Op& op) {
     uint8_t* bytes;
     if (shared) {
       const SharedPlace p = shared_place(c, at[l], r.generic, kTensorMapBytes, 64, true, "the tensor map");
-      if (c.check) c.check->range(c, Space::shared, p.cta, p.offset, kTensorMapBytes, true);
+      if (c.check) c.check->range(c, Space::shared, p.cta, p.offset, kTensorMapBytes, true, l);
       bytes = p.bytes();
     } else {
       bytes = global_place(c, at[l], kTensorMapBytes, 64, true, "the tensor map");
-      if (c.check) c.check->range(c, Space::global, nullptr, at[l], kTensorMapBytes, true);
+      if (c.check) c.check->range(c, Space::global, nullptr, at[l], kTensorMapBytes, true, l);
     }
     TensorMap t = whole(bytes);
     put(c, t, r.field, r.ordinal, r.wide ? c.warp.v64(r.value).x[l] : c.warp.v32(r.value).x[l]);

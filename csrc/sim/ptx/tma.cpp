@@ -24,9 +24,9 @@ TensorMap map_of(const Context& c, uint64_t address) {
   return decode_tensor_map(global_place(c, address, kTensorMapBytes, 64, false, "the tensor map"));
 }
 
-AsyncRef issue(const Context& c, uint64_t map) {
+AsyncRef issue(const Context& c, uint64_t map, unsigned lane) {
   if (!c.check) return nullptr;
-  const AsyncRef ref = c.check->issue(c);
+  const AsyncRef ref = c.check->issue(c, lane);
   c.check->access(ref, Space::global, nullptr, map, kTensorMapBytes, false, Proxy::tensormap);
   return ref;
 }
@@ -34,6 +34,7 @@ AsyncRef issue(const Context& c, uint64_t map) {
 struct Lane {
   uint64_t map, shared, barrier;
   int32_t x[5];
+  unsigned number;
   bool same_store(const Lane& o, size_t n) const {
     return map == o.map && shared == o.shared && std::equal(x, x + n, o.x);
   }
@@ -52,7 +53,7 @@ void load(Context& c, const Tensor& r, const Lane& lane, uint32_t mask) {
   if (!r.multicast && (barrier.cta->rank & peers) != (to.cta->rank & peers))
     c.fail("the mbarrier is in CTA rank " + std::to_string(barrier.cta->rank) + ", the destination in " +
            std::to_string(to.cta->rank) + ": they have to be in one CTA" + (r.pair ? " pair" : ""));
-  const AsyncRef ref = issue(c, lane.map);
+  const AsyncRef ref = issue(c, lane.map, lane.number);
   const auto held = std::make_shared<const Issued>(c);
   c.count.tma_read += box->bytes();
   c.count.tma_transactions++;
@@ -101,7 +102,7 @@ void store(Context& c, const Tensor& r, const Lane& lane, Mask lanes) {
       box_at(c, map, lane.x, static_cast<unsigned>(r.coordinates.size()), r.scattered, true));
   const SharedPlace from = place_of(c, r, *box, lane.shared, true);
   const Reducer reduce = r.reduces ? reducer_of(c, r.reduce, map.element) : nullptr;
-  const AsyncRef ref = issue(c, lane.map);
+  const AsyncRef ref = issue(c, lane.map, lane.number);
   Checker* check = c.check;
   uint64_t written = 0;
   for (const BoxRow& row : box->rows) written += row.last - row.first;
@@ -127,7 +128,7 @@ void read_lanes(Context& c, const Tensor& r, bool barrier, Lane* lanes) {
   if (r.shared.bytes) r.shared.lanes(c, shared);
   if (barrier) r.barrier.lanes(c, bar);
   for (unsigned l = 0; l < kLanes; l++) {
-    lanes[l] = {map[l], shared[l], bar[l], {}};
+    lanes[l] = {map[l], shared[l], bar[l], {}, l};
     for (size_t i = 0; i < r.coordinates.size(); i++)
       lanes[l].x[i] = static_cast<int32_t>(c.warp.v32(r.coordinates[i]).x[l]);
   }

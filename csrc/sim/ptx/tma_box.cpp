@@ -11,6 +11,10 @@ namespace {
 void check_map(const Context& c, const TensorMap& t, unsigned dims, bool scattered) {
   const std::string why = why_invalid(t);
   if (!why.empty()) c.fail("the tensor map is invalid: " + why);
+  for (unsigned d = 0; d < t.rank; d++)
+    if (t.size[d] == 1ull << 32)
+      c.fail("the tensor map is invalid: size 0 in dimension " + std::to_string(d) +
+             " (encoded as 2^32, with which a GPU refuses the instruction)");
   if (t.rank != dims)
     c.fail("the tensor map has rank " + std::to_string(t.rank) + ", the instruction " + std::to_string(dims));
   if (scattered && t.box[1] != 1)

@@ -142,7 +142,7 @@ Step run_wait(Context& c, const Op& op) {
   if (!c.check) return Step::next;
   Unit& unit = unit_of(c.warp);
   while (unit.committed.size() > op.target) {
-    for (const AsyncRef& ref : unit.committed.front()) c.check->group_done(c, ref);
+    for (const AsyncRef& ref : unit.committed.front()) c.check->group_done(c, ref, kAll);
     unit.committed.pop_front();
   }
   return Step::next;

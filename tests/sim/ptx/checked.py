@@ -71,7 +71,14 @@ def aligned(size: int) -> np.ndarray:
 
 
 def launch(
-    body: str, *arrays: np.ndarray, block: int, grid: int = 1, cluster: int = 1, target: str = "sm_100a", seed: int = 0
+    body: str,
+    *arrays: np.ndarray,
+    block: int,
+    grid: int = 1,
+    cluster: int = 1,
+    target: str = "sm_100a",
+    seed: int = 0,
+    waive: Sequence[str] = (),
 ) -> Any:
     """The result of a checked run."""
     params = ", ".join(f".param .u64 a{n}" for n in range(len(arrays)))
@@ -87,6 +94,7 @@ def launch(
         check=True,
         seed=seed,
         limit=100_000,
+        waive=list(waive),
     )
 
 

@@ -570,3 +570,14 @@ def test_more_misuse():
 def test_forms_that_do_not_exist(form, message):
     with pytest.raises(PtxError, match=message):
         run(HEAD + form, aligned(128))
+
+
+@pytest.mark.parametrize("d", [0, 1])
+def test_a_dimension_of_size_0_is_refused_as_a_gpu_does(d):
+    """Compilers encode size - 1 in 32 bits, so that 0 reads as 2^32: an H200 calls it an illegal instruction."""
+    x = aligned((8, 64), np.uint8, fill=3)
+    tmap = tensor_map("u8", x, [64, 8], [64], [64, 8])
+    run(load((0, 0), 512), tmap, x, aligned(512), block=64)
+    tmap[32 + 4 * d : 36 + 4 * d] = 0xFF
+    with pytest.raises(PtxError, match=f"the tensor map is invalid: size 0 in dimension {d}"):
+        run(load((0, 0), 512), tmap, x, aligned(512), block=64)

@@ -112,6 +112,7 @@ bar.sync 0;
         """
 st.shared.b32 [%r4], %r2;
 fence.proxy.async.shared::cta;
+bar.warp.sync 0xffffffff;
 """
         + STORE
         + """
@@ -129,6 +130,7 @@ st.shared.b32 [%r4], %r3;
         """
 st.shared.b32 [%r4], %r2;
 fence.proxy.async.shared::cta;
+bar.warp.sync 0xffffffff;
 """
         + STORE
         + """
@@ -146,6 +148,7 @@ ld.global.u32 %r5, [%in0];
         """
 st.shared.b32 [%r4], %r2;
 fence.proxy.async.shared::cta;
+bar.warp.sync 0xffffffff;
 """
         + STORE
         + "@%p1 cp.async.bulk.wait_group.read 0; // needed\n",

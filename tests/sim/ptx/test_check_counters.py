@@ -27,10 +27,10 @@ mul.wide.u32 %d1, %r2, 16;
 add.u64 %d1, %in0, %d1;
 ld.global.v4.u32 {%r5, %r6, %r7, %r8}, [%d1];
 mul.wide.u32 %d1, %r2, 64;
-add.u64 %d1, %in0, %d1;
+add.u64 %d1, %in1, %d1;
 st.global.u32 [%d1], %r5;
 """
-    c = record(body, 2048).counters
+    c = record(body, 512, 2048).counters
     assert (c["global_read"], c["global_written"]) == (512, 128)
     assert c["global_sectors"] == 16 + 32  # 32 lanes that are 64 bytes apart touch a sector each
 

@@ -2,7 +2,7 @@
 
 Every instruction that synchronises is taken out of an attention forward, one at a time; a run under the checker, with
 three schedules, has to deadlock, be reported, or give a wrong result. Of ours (sm90, head dim 128, causal) all are
-taken out here: 52 of 55 are noticed. Of FlashAttention-4's (sm100, head dim 128, causal, dynamic scheduler) every third
+taken out here: 53 of 56 are noticed. Of FlashAttention-4's (sm100, head dim 128, causal, dynamic scheduler) every third
 is; ``python tests/sim/ptx/mutation.py flash_attention_4`` takes out all: 143 of the 169 that are executed are noticed.
 What is not noticed is named below with the reason, and has to be exactly that; nearly all of it can go at once.
 """
@@ -91,9 +91,10 @@ def test_flash_attention_4(flash_attention_4):
 
 
 def test_what_survives_in_flash_attention_4_is_redundant(flash_attention_4):
-    """All at once can go, but for one of each pair below, and the results stay right under every schedule."""
+    """All at once can go, but for one of each pair below and a fence, and the results stay right under every schedule."""
     pairs = [{"mbarrier.try_wait 8", "mbarrier.try_wait 9"}, {"fence 1", "fence 2"}]
-    kept = {"mbarrier.try_wait 8", "fence 2"}
+    # fence 6 can go while the lanes that read the answer meet by one of the other instructions.
+    kept = {"mbarrier.try_wait 8", "fence 2", "fence 6"}
     assert not flash_attention_4.caught(*named(flash_attention_4, FLASH_ATTENTION_4.keys() - kept))
     for pair in pairs:
         assert flash_attention_4.caught(*named(flash_attention_4, pair))

@@ -214,6 +214,8 @@ barrier.cluster.wait;
 mapa.shared::cluster.u32 %r5, %r4, 1;
 mov.u32 %r6, %cluster_ctarank;
 setp.eq.u32 %p2, %r6, 0;
+barrier.cluster.arrive;
+barrier.cluster.wait;
 @%p2 st.shared::cluster.b32 [%r5], %r2;
 fence.acq_rel.cluster; // needed
 barrier.cluster.arrive.relaxed;

@@ -33,6 +33,16 @@ def test_every_case_runs_checked_under_each_schedule():
     assert [line.split(":")[0] for line in lines[:-1]] == [f"{c.id} schedule {s}" for c in cases for s in (0, 1)]
 
 
+def test_what_is_waived_is_printed_with_every_case():
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    code, text = run("--check", "--waive", "exited", "--waive", "uninitialised", *WORDS)
+    *lines, last = text.splitlines()
+    assert code == 0 and last == "0 failures" and lines
+    words = "; waived: uninitialised (seen 0 times), exited (seen 0 times)"
+    launched = [line for line in lines if "-empty]" not in line]
+    assert launched and all(line.endswith(words) for line in launched), text
+
+
 def test_a_failure_is_counted(monkeypatch):
     def wrong(case):
         assert current().check
@@ -55,3 +65,7 @@ def test_wrong_words_are_refused():
     assert code == 2 and "no op 'no_such_op'" in text
     code, text = run("--counters", "--arch", "sm80")
     assert code == 2 and "accepted: sm90, sm100" in text
+    code, text = run("--check", "--waive", "races")
+    assert code == 2 and "waive has 'races', accepted: read_after_write, " in " ".join(text.split())
+    code, text = run("--counters", "--waive", "exited")
+    assert code == 2 and "--waive goes with --check" in text

@@ -117,12 +117,13 @@ def test_the_fixture_runs_a_users_own_kernel(tmp_path):
             def host(out: cute.Tensor):
                 kernel(out).launch(grid=(1, 1, 1), block=(64, 1, 1))
 
-            @pytest.mark.ptx(arch="sm90", seed=2)
+            @pytest.mark.ptx(arch="sm90", seed=2, waive=("exited",))
             def test_mine(ptx_simulator):
                 out = torch.zeros(64, dtype=torch.int32)
                 host(from_dlpack(out))
                 assert out.tolist() == list(range(0, 128, 2))
                 assert ptx_simulator[0].target == "sm_90a"
+                assert ptx_simulator[0].notes == ("note: waived: exited (seen 0 times)",)
             """
         )
     )

@@ -56,6 +56,47 @@ def test_a_function_compiled_either_way_runs(arch, options):
     assert torch.equal(out, x + 1)
 
 
+def _racing():
+    """Two warps store different values to one place."""
+
+    @cute.kernel
+    def kernel(out: cute.Tensor, x: cute.Tensor):
+        if cute.arch.lane_idx() == 0:
+            out[0] = x[cute.arch.warp_idx()]
+
+    @cute.jit
+    def host(out: cute.Tensor, x: cute.Tensor):
+        kernel(out, x).launch(grid=(1, 1, 1), block=(2 * THREADS, 1, 1))
+
+    return host
+
+
+def test_a_kind_of_finding_is_waived_for_one_run():
+    out, x = tensors()
+    function = ptx.compile(_racing(), out, x)
+    with pytest.raises(ptx.CheckError, match="write after write"):
+        ptx.run(function, out, x, check=True)
+    with ptx.counting() as launches:
+        ptx.run(function, out, x, check=True, waive=("write_after_write",))
+    first, second = launches[0].notes
+    assert first == "note: waived: write_after_write (seen 1 time)"
+    assert second.startswith("note: waived: data race (write after write)")
+    with pytest.raises(ptx.CheckError, match="write after write"):
+        ptx.run(function, out, x, check=True, waive=("exited",))
+
+
+def test_a_waiver_of_nothing_that_is_known_is_refused():
+    out, x = tensors()
+    function = ptx.compile(adder(1), out, x)
+    with pytest.raises(ValueError, match="waive has 'races', accepted: read_after_write, "):
+        ptx.run(function, out, x, waive=("races",))
+    with (
+        pytest.raises(TypeError, match="waive is 'exited', accepted: a sequence of names"),
+        ptx.device("sm90", waive="exited"),
+    ):
+        pass
+
+
 def test_kernels_of_one_name_are_told_apart_by_their_code():
     out, x = tensors()
     functions = [ptx.compile(adder(n), out, x, options=FFI) for n in (1, 2)]

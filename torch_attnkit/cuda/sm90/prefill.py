@@ -236,6 +236,7 @@ class Prefill(Products):
             if const_expr(c.kv_start or c.window):
                 for i in cutlass.range(plan.full_end, plan.steps, unroll=1):
                     self.next_block(w, turn, n + i, seq, plan.block(i), position, edge="left")
+            cute.arch.sync_warp()  # all lanes have read the tile's note, for which one of them arrives
             w.q.release(turn)
             n += plan.steps
             self.last_product(w, n - 1)

@@ -77,17 +77,20 @@ def _cases(op: str | None, arch: str | None) -> Iterator[Any]:
                     yield from parity.cases(record, index, target, covering=True)
 
 
-def _check(op: str | None, arch: str | None, seeds: int) -> int:
-    """Run every case checked, under each schedule; the number of failures."""
+def _check(op: str | None, arch: str | None, seeds: int, waive: tuple[str, ...]) -> int:
+    """Run every case checked, under each schedule; the number of failures. What is waived is printed with each case."""
     from torch_attnkit import parity
 
     failures = 0
     for case in _cases(op, arch):
         for seed in range(seeds + 1):
             try:
-                with settings(check=True, seed=seed):
+                with settings(check=True, seed=seed, waive=waive), counting() as launches:
                     worst = parity.run(case)
-                message = "refused" if worst is None else f"{worst:.2f} of the tolerance"
+                notes = (n.splitlines()[0] for launch in launches for n in launch.notes)
+                waived = [n.removeprefix("note: ") for n in notes if n.startswith("note: waived:")]
+                right = "refused" if worst is None else f"{worst:.2f} of the tolerance"
+                message = "; ".join([right, *dict.fromkeys(waived)])
             except (AssertionError, RuntimeError) as error:
                 failures += 1
                 message = f"[red]{escape(str(error))}[/red]"
@@ -102,10 +105,19 @@ def ptx(
     seeds: Annotated[int, typer.Option(help="With --check: hostile schedules besides the plain one.")] = 0,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     arch: Annotated[str | None, typer.Option(help="Only sm90 or sm100.")] = None,
+    waive: Annotated[list[str] | None, typer.Option(help="With --check: a kind of finding that is not raised.")] = None,
 ) -> None:
     """Check the PTX simulator, or run the package's CuTeDSL kernels in it on their parity cases."""
+    waived = tuple(waive or ())
     try:
-        if check and _check(op, arch, seeds):
+        with settings(waive=waived):
+            pass
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if waived and not check:
+        raise typer.BadParameter("--waive goes with --check")
+    try:
+        if check and _check(op, arch, seeds, waived):
             raise typer.Exit(1)
         if counters:
             from torch_attnkit import parity

@@ -158,6 +158,7 @@ def lines(launch: Launch) -> list[str]:
         out.append(f"  tensor cores       {_joined(mega, '{n:,.1f} MFLOP {name}')}")
     if launch.target in CHIPS:
         out.append(f"  {_estimate(launch, CHIPS[launch.target])}")
+    out += [f"  {note}" for note in launch.notes if note.startswith("note: waived:")]
     return out
 
 

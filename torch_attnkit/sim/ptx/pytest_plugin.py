@@ -15,7 +15,9 @@ from . import Launch, counting, device
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "ptx(arch='sm100', check=True, **settings): the GPU and the settings of the ptx_simulator fixture"
+        "markers",
+        "ptx(arch='sm100', check=True, **settings): the GPU and the settings of the ptx_simulator fixture, "
+        "for example waive=('tensor_fence',)",
     )
 
 

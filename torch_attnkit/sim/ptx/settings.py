@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from .runtime import machine
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class Settings:
     the warps run in an order that is legal and hostile. ``poison`` fills shared and tensor memory with NaN. ``threads``
     0 takes every core; ``limit`` is the number of warp instructions after which a launch counts as endless (0: none);
     ``processors`` the number of multiprocessors (0: an H200's or a B200's). ``removed`` holds the indices of statements
-    that are skipped, for studies of what a check would miss.
+    that are skipped, for studies of what a check would miss. ``waive`` names kinds of findings (docs/ptx_simulator.md)
+    that a checked run counts in its notes instead of raising.
     """
 
     check: bool = False
@@ -27,13 +30,25 @@ class Settings:
     limit: int = 0
     processors: int = 0
     removed: tuple[int, ...] = ()
+    waive: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.waive:
+            return
+        if isinstance(self.waive, str):
+            raise TypeError(f"settings: waive is {self.waive!r}, accepted: a sequence of names")
+        names = machine().finding_names()
+        for name in self.waive:
+            if name not in names:
+                raise ValueError(f"settings: waive has {name!r}, accepted: {', '.join(names)}")
 
 
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch that ran to its end: its shape, and what the machine counted.
 
-    ``notes`` are what a check saw and does not call wrong, such as several writers of the same value.
+    ``notes`` are what a check saw and does not call wrong, such as several writers of the same value, and first of all
+    what was waived for this launch.
     """
 
     kernel: str
