@@ -60,7 +60,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def calls(op):
-    for shape in op.module("cases").PARITY:
+    for shape in parity.shapes(op):
         for features in parity.feature_sets(op, tuple(op.features)):
             for dtype in (torch.float32, torch.bfloat16):
                 yield f"{shape} {features} {dtype}", *parity.inputs(op, shape, dtype, features)

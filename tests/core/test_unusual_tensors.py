@@ -144,7 +144,7 @@ def test_vmap_maps_over_the_op_below_a_gradient_too(op):
 
 @ALL
 def test_meta_tensors_give_meta_outputs_of_the_right_kind_and_are_validated(op):
-    for shape in op.module("cases").PARITY:
+    for shape in parity.shapes(op):
         for features in parity.feature_sets(op, tuple(op.features)):
             args, kwargs = parity.inputs(op, shape, torch.bfloat16, features)
             run = getattr(torch.ops.attnkit, op.name)
@@ -191,6 +191,8 @@ def test_none_for_a_tensor_names_it(op, mode):
 
 
 def odd(t: torch.Tensor) -> dict[str, torch.Tensor]:
+    if t.dtype.is_floating_point and t.dtype.itemsize == 1:
+        return {}  # torch makes none of them of 8-bit floats
     made = {"sparse_coo": t.to_sparse(), "nested": torch.nested.nested_tensor([t, t])}
     if t.dim() == 2:
         made["sparse_csr"] = t.to_sparse_csr()
@@ -250,7 +252,7 @@ def indices(op, args):
 @ALL
 def test_index_tensors_may_have_steps_between_their_elements(op):
     for features in parity.feature_sets(op, tuple(op.features)):
-        for shape in op.module("cases").PARITY:
+        for shape in parity.shapes(op):
             args, kwargs = parity.inputs(op, shape, torch.float32, features)
             run = getattr(torch.ops.attnkit, op.name)
             before = copies(args)
