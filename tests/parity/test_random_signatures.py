@@ -303,6 +303,8 @@ MENDED = [
     ("sm90", "flash_attention", "T=6 S=242 causal=1 window=7 sink_tokens=3 hidden=nan"),
     ("sm90", "flash_attention_varlen", "T=60 S=242 len_q=60 len_k=242 window=0 hidden=nan"),
     ("sm90", "flash_attention_varlen", "scale=0.0"),
+    ("sm90", "flash_attention", "T=7 S=12 B=4 scale=-0.1 q.at=gap+swap"),
+    ("sm90", "sdpa_multi", "T=7 S=12 B=4 scale=-0.1 q.at=gap+swap"),
     ("sm90", "sdpa_multi", "scale=0.0 kv_len=1"),
     ("sm100", "flash_attention", "scale=0.0 dtype=f8e4m3 scales=q"),
     ("sm90", "sdpa_multi", "T=6 S=242 causal=1 window=7 hidden=nan"),

@@ -57,6 +57,14 @@ def signed(q: torch.Tensor, sign: int) -> torch.Tensor:
     return q.neg() if q.dtype.itemsize > 1 else (q.view(torch.uint8) ^ 128).view(q.dtype)
 
 
+def query_reader(q: torch.Tensor, sign: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``reader`` of a q that the kernel needs times ``sign``; the product lies in memory as it likes, not as q."""
+    if sign > 0:
+        return reader(q)
+    read = reader(torch.empty(q.shape, dtype=q.dtype, device="meta"))
+    return lambda t: read(signed(t, sign).contiguous())
+
+
 @dataclass(frozen=True)
 class Scores:
     """How scores become weights: scale, cap, window and sink tokens as in the op's arguments; ``dim`` is D."""
@@ -109,12 +117,12 @@ def fed(run: Callable[..., None], scalars: tuple[Any, ...], arg: Any, kv: tuple,
 
     ``kv`` are the call's keys and values as the kernel has them, ``sign`` is that of ``signed``.
     """
-    read_q, read_k, read_v = (reader(t) for t in (arg.q, *kv))
+    read_q, read_k, read_v = query_reader(arg.q, sign), *map(reader, kv)
     scaled = any(given(arg))
 
     def start(qkv: tuple, others: tuple, scales: tuple, outs: tuple) -> None:
         q, k, v = qkv
-        ins = (read_q(q if sign > 0 else signed(q, sign)), read_k(k), read_v(v), *others, scales if scaled else None)
+        ins = (read_q(q), read_k(k), read_v(v), *others, scales if scaled else None)
         run(ins, outs, scalars)
 
     return start

@@ -60,7 +60,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     run: Any = compile.launcher(
         call, target, "sm90", dtype=short(call.dtype), dim=D, dim_v=Dv, softcap=a.softcap > 0, **plan.tiles._asdict()
     )
-    read_q, read_k, read_v = (prefill_launch.reader(t) for t in (a.q, a.k_cache, a.v_cache))
+    read_q = prefill_launch.query_reader(a.q, scores.sign)
+    read_k, read_v = (prefill_launch.reader(t) for t in (a.k_cache, a.v_cache))
     scalars = _scalars(call, scores, plan.ctas)
     unread = torch.empty(1, dtype=torch.float32, device=call.device)
 
@@ -71,7 +72,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             lse.fill_(-torch.inf)
             return
         ins = (
-            read_q(q if scores.sign > 0 else prefill_launch.signed(q, scores.sign)),
+            read_q(q),
             read_k(k),
             read_v(v),
             kv_len,
