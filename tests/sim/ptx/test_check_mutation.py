@@ -91,7 +91,7 @@ def test_flash_attention_4(flash_attention_4):
 
 
 def test_what_survives_in_flash_attention_4_is_redundant(flash_attention_4):
-    """All at once can go, but for one of each pair below and a fence, and the results stay right under every schedule."""
+    """All at once can go, but for one of each pair and a fence, and the results stay right under every schedule."""
     pairs = [{"mbarrier.try_wait 8", "mbarrier.try_wait 9"}, {"fence 1", "fence 2"}]
     # fence 6 can go while the lanes that read the answer meet by one of the other instructions.
     kept = {"mbarrier.try_wait 8", "fence 2", "fence 6"}
