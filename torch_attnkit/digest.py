@@ -155,9 +155,9 @@ def _defined(node: ast.stmt) -> Iterable[str]:
 @functools.cache
 def _imports(module: str) -> tuple[tuple[str, str], ...]:
     """(name, module of the package that it is, or comes from) of all that ``module`` imports anywhere in its text."""
-    known, found = _modules(), []
+    tree, known, found = _tree(module), _modules(), []
     here = module.split(".") if known[module].name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(_tree(module)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(a.asname or a.name.split(".")[0], a.name) for a in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_attnkit import simulate
+
 op = torch.ops.attnkit.gated_rmsnorm
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -120,3 +122,14 @@ def test_refusals_name_op_argument_found_and_accepted():
         op(y.half(), z, w)
     with pytest.raises(TypeError, match="gated_rmsnorm: z is i64, accepted: f32, bf16, f16, f64"):
         op(y, z.long(), w)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_small_gates_keep_their_digits(arch):
+    """e^-z of a large z shows the rounding of z * log2(e) z times as large, unless it is put back."""
+    z = torch.linspace(-80, -10, 71)[:, None]
+    one = torch.ones(1)
+    with simulate(arch):
+        out = op(torch.ones_like(z), z, one, eps=1e-30)
+    exact = z.double() * torch.sigmoid(z.double())
+    assert ((out.double() - exact) / exact).abs().max() < 1e-6

@@ -291,6 +291,7 @@ MENDED = [
     ("sm90", "sdpa_decode", "S=5 q.at=off3"),
     ("sm90", "sdpa_decode", "S=5 group=9 k_cache.at=off3 same=1"),
     ("sm90", "sdpa_decode_paged", "v_cache.at=off1 k_cache.at=off8 hidden=nan kv_len=9"),
+    ("sm90", "gated_rmsnorm", "N=8 y32=1 y.at=off4"),
     ("cpu", "flash_attention", "dtype=f32 causal=1 T=2 sink=never"),
     ("cpu", "flash_attention", "nan=k"),
     ("cpu", "flash_attention", "causal=1 T=16 S=16 scale=0.0"),

@@ -142,6 +142,8 @@ def run_rows(
     table = Table("row", "cases", "refused", "failed", "largest error / tolerance", title=str(place))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found = []
+    for op, index, _, _ in rows:  # of the code that runs: an edit meanwhile is not what was seen
+        evidence.digest_of(op.name, index, place.target)
     todo = {n: choose(runs_of(place, row)) if choose else runs_of(place, row) for n, row in enumerate(rows)}
     with Progress(*columns, console=console) as progress, workers(jobs) as each:
         task = progress.add_task(str(place), total=sum(map(len, todo.values())))

@@ -30,7 +30,7 @@ def test_every_case_runs_checked_under_each_schedule():
     cases = parity.cases(OPS["merge_partials"], index, "sm100", covering=True)
     lines = text.splitlines()
     assert code == 0 and lines[-1] == "0 failures"
-    assert [line.split(":")[0] for line in lines[:-1]] == [f"{c.id} schedule {s}" for c in cases for s in (0, 1)]
+    assert [line.split(": ")[0] for line in lines[:-1]] == [f"{c.id} schedule {s}" for c in cases for s in (0, 1)]
 
 
 def test_what_is_waived_is_printed_with_every_case():

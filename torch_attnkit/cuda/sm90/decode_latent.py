@@ -306,6 +306,7 @@ class Latent(Wide):
             rP, rV = w.tOrP[None, None, None, turn], w.tOrV[None, None, None, buffer * c.halves + half]
             self._multiply(w.pv_mma, w.rO, rP, rV, clear=False)
             warpgroup.wait_group(0)
+            cute.arch.sync_warp()  # every lane has read its factors before one of them gives their place back
             meet.ready.release(n)
             if n + c.stages < count:
                 cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)

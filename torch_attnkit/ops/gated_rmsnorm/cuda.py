@@ -102,10 +102,11 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         )
 
     wide, inner = compiled(widest), tuple(sizes)
+    y_odd, z_odd, w_odd = (widest * t.element_size() - 1 for t in (y, z, w))  # the bits of no vector's address
     narrow: list[Callable[..., None]] = []
 
     def launch(y: Any, z: Any, w: Any, eps: float, out: Any) -> None:
-        aligned = widest == 1 or not (y.data_ptr() | z.data_ptr() | w.data_ptr()) & 15
+        aligned = not (y.data_ptr() & y_odd | z.data_ptr() & z_odd | w.data_ptr() & w_odd)
         if not aligned and not narrow:
             narrow.append(compiled(1))
         run = wide if aligned else narrow[0]

@@ -17,10 +17,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import copies, fake, reduce
+from torch_attnkit.cuda.warp_ops import exp2, fma
 
 from .cuda import Config
 
 LOG2_E = math.log2(math.e)
+_LOG2_E_REST = 1.92596299e-08  # of log2(e), beyond the float32 next to it
+_FLAT = 200.0  # from here on the sigmoid is 0 or 1 in float32
+
+
+def sigmoid(x: Float32) -> Float32:
+    """1 / (1 + e^-x), to a few roundings for every x: that of x * log2(e), which e^-x would show x times as large, is
+    added to the power afterwards."""
+    x = cute.arch.fmax(cute.arch.fmin(x, Float32(_FLAT)), Float32(-_FLAT))
+    power = x * Float32(-LOG2_E)
+    rest = fma(x, Float32(-LOG2_E), -power) + x * Float32(-_LOG2_E_REST)
+    grown = exp2(power) * fma(rest, Float32(math.log(2)), Float32(1.0))
+    return cute.arch.rcp_approx(grown + 1.0)
 
 
 class _Rows:
@@ -70,9 +83,9 @@ class _Rows:
         """w * y * silu(z) of one vector, in float32."""
         z = rZ.load().to(Float32)
         rGate = cute.make_rmem_tensor(self.c.width, Float32)
-        rGate.store(1.0 + cute.math.exp2(z * -LOG2_E, fastmath=True))
+        rGate.store(z)
         for i in cutlass.range_constexpr(self.c.width):
-            rGate[i] = cute.arch.rcp_approx(rGate[i])
+            rGate[i] = sigmoid(rGate[i])
         return rY.load().to(Float32) * rW.load().to(Float32) * (z * rGate.load())
 
 
