@@ -57,7 +57,7 @@ FEATURES = [
 simulated = [
     pytest.mark.simulator,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(600),
+    pytest.mark.seconds(600),
 ]
 
 

@@ -35,7 +35,7 @@ def accumulator(n: int) -> dict[tuple[int, int], int]:
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.seconds(300)
 def test_outputs_lie_where_cute_puts_them():
     from torch_attnkit.cuda.sm100.prefill_wide_types import HALF, LANES, element
 
@@ -47,7 +47,7 @@ def test_outputs_lie_where_cute_puts_them():
             assert addresses[lane % LANES, within] == lane << 16 | column
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.seconds(300)
 def test_scores_of_a_row_are_in_two_lanes():
     """The first half of a block's keys in lane r, the second in lane r + 64."""
     for (row, key), address in accumulator(128).items():

@@ -18,7 +18,7 @@ from torch_attnkit import parity, simulate
 from torch_attnkit.core import dispatch
 from torch_attnkit.oracle.compare import check
 
-pytestmark = [pytest.mark.simulator, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.simulator, pytest.mark.seconds(600)]
 Args = dict[str, Any]
 NAN, INF = float("nan"), float("inf")
 VALUES = (NAN, INF, -INF)

@@ -28,13 +28,6 @@ def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
-@dsl_user_op
-def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
-    """a * b + c, rounded once."""
-    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
-    return Float32(llvm.inline_asm(T.f32(), values, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", has_side_effects=False))
-
-
 def tanh(x: Float32) -> Float32:
     """To about 2e-7 of its value; the hardware's approximation is 1000 times coarser than an LSE needs.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -63,14 +65,12 @@ def parity(
     failures = 0
     for place in places:
         rows = [r for r in _rows(place, stale=stale, sample=sample) if op in (None, r[0].name)]
-        share = functools.partial(_sampled, share=sample, seed=seed) if sample < 1 else None
         if place.device == "mps":
             failures += _on_mac(place, rows, report)
         else:
-            found = run_rows(place, rows, jobs=jobs, choose=share)
+            kept = stale if record is None else record
+            found = run_rows(place, rows, jobs=jobs, share=sample, seed=seed, record=kept)
             failures += sum(o.failed for o, _ in found)
-            if (stale if record is None else record) and found:
-                keep(place, [o for o, _ in found])
     for name, missing in simulators().items():
         if missing and name in wanted and not any(place.target.arch == name for place in places):
             console.print(f"{name}: no hardware here, and {missing}", soft_wrap=True)
@@ -133,42 +133,48 @@ def runs_of(place: Place, row: Row) -> list[Run]:
 
 
 def run_rows(
-    place: Place, rows: list[Row], *, jobs: int = 1, choose: Any = None
+    place: Place, rows: list[Row], *, jobs: int = 1, share: float = 1.0, seed: str = "", record: bool = False
 ) -> list[tuple[Outcome, dict[str, Any]]]:
-    """Run the cases of rows, print a table, and return how each went, with its largest error and what failed."""
+    """Run the cases of rows, or a share of them, and print a table.
+
+    Returns how each row went, with its largest error and what failed. With ``record`` a row is kept as soon as it is
+    done, so that a run which is cut off has not been for nothing.
+    """
     if not rows:
         console.print(f"{place}: nothing to run")
         return []
-    table = Table("row", "cases", "refused", "failed", "largest error / tolerance", title=str(place))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    found = []
     for op, index, _, _ in rows:  # of the code that runs: an edit meanwhile is not what was seen
         evidence.digest_of(op.name, index, place.target)
-    todo = {n: choose(runs_of(place, row)) if choose else runs_of(place, row) for n, row in enumerate(rows)}
+    todo = [runs_of(place, row) for row in rows]
+    if share < 1:
+        share = min(share, MOST / max(1, sum(map(len, todo))))
+        todo = [_sampled(runs, share=share, seed=seed) for runs in todo]
+    table = Table("row", "cases", "refused", "failed", "largest error / tolerance", title=str(place))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    flat = [run for runs in todo for run in runs]
+    found: list[tuple[Outcome, dict[str, Any]]] = []
     with Progress(*columns, console=console) as progress, workers(jobs) as each:
-        task = progress.add_task(str(place), total=sum(map(len, todo.values())))
-        for n, row in enumerate(rows):
-            wrong, refused, worst = [], 0, 0.0
-            for result in each(functools.partial(outcome, place), *zip(*todo[n], strict=True)) if todo[n] else ():
-                if result is None:
-                    refused += 1
-                elif isinstance(result, str):
-                    wrong.append(result)
-                else:
-                    worst = max(worst, result)
+        task = progress.add_task(str(place), total=len(flat))
+        judge = functools.partial(outcome, place)
+        results: Iterator[float | str | None] = iter(each(judge, *zip(*flat, strict=True)) if flat else ())
+        for row, runs in zip(rows, todo, strict=True):
+            mine: list[float | str | None] = []
+            for _ in runs:
+                mine.append(next(results))
                 progress.advance(task)
+            wrong = [r for r in mine if isinstance(r, str)]
+            worst = max((r for r in mine if isinstance(r, float)), default=0.0)
+            one = Outcome(row, len(mine) - mine.count(None) - len(wrong), mine.count(None), len(wrong))
+            found.append((one, {"error_of_tolerance": worst, "messages": wrong[:20]}))
             name = f"{row[0].name}/{row[2].file}"
-            table.add_row(name, str(len(todo[n])), str(refused), str(len(wrong)), f"{worst:.2f}")
+            table.add_row(name, str(len(mine)), str(one.refused), str(one.failed), f"{worst:.2f}")
             for message in wrong[:SHOWN]:
-                console.print(f"[red]{message}[/red]", soft_wrap=True)
-            passed = len(todo[n]) - refused - len(wrong)
-            found.append(
-                (
-                    Outcome(row, passed, refused, len(wrong)),
-                    {"error_of_tolerance": worst, "messages": wrong[:20]},
-                )
-            )
+                console.print(f"[red]{escape(message)}[/red]", soft_wrap=True)
+            if record:
+                keep(place, [one])
     console.print(table)
+    if record:
+        console.print("recorded; run: python -m torch_attnkit support --write SUPPORT.md", soft_wrap=True)
     return found
 
 
@@ -177,8 +183,7 @@ def keep(place: Place, outcomes: list[Outcome]) -> None:
     run: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": _versions(place)}
     if place.checked:
         run["also checked"] = place.checked
-    file = evidence.record(place.target, place.evidence, run, outcomes)
-    console.print(f"recorded {file.name}; run: python -m torch_attnkit support --write SUPPORT.md")
+    evidence.record(place.target, place.evidence, run, outcomes)
 
 
 def _versions(place: Place) -> dict[str, str]:
@@ -201,7 +206,7 @@ def _on_mac(place: Place, rows: list[Row], file: Path | None) -> int:
     found = mac.begin(Target("metal"), "mps")
     why = mac.trusted(found)
     if why:
-        console.print(f"[red]{why}[/red]")
+        console.print(f"[red]{escape(why)}[/red]")
     else:
         place = Place("mps", str(found["machine"]["gpu"]), place.target)
         outcomes = run_rows(place, rows)

@@ -122,8 +122,13 @@ def record(target: Target, device: str, run: dict[str, Any], outcomes: list[Outc
     before = json.loads(path.read_text())["runs"] if path.exists() else []
     keep = {words(op.name, row) for op, _, row, _ in support(target.arch)} - {r["row"] for r in rows}
     runs = [old | {"rows": [r for r in old["rows"] if r["row"] in keep]} for old in before]
+    same = next((r for r in runs if {k: v for k, v in r.items() if k != "rows"} == run), None)
+    if same is None:
+        runs.append(run | {"rows": rows})
+    else:
+        same["rows"] += rows
     kind = "simulator" if target.simulated else "hardware"
     found: dict[str, Any] = {"arch": target.arch, "kind": kind, "device": device}
-    found |= {"runs": [*(r for r in runs if r["rows"]), run | {"rows": rows}]}
+    found |= {"runs": [r for r in runs if r["rows"]]}
     path.write_text(json.dumps(found, indent=1) + "\n")
     return path

@@ -17,7 +17,7 @@ from . import mutation
 
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
 pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
-pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.seconds(600)]
 
 OURS = {
     "wgmma.fence 2": "of the scores, in the loop over masked blocks, which a causal tile enters once at most: between "

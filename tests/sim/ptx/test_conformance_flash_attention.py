@@ -11,7 +11,7 @@ from torch_attnkit.sim import ptx
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
 for package in ("cutlass", "flash_attn", "quack"):
     pytest.importorskip(package, reason=f"needs {package}")
-pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.seconds(300)]
 ARCHS = ("sm100", "sm90")
 CHECKED = dict(check=True, seed=1)
 

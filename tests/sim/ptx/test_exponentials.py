@@ -10,7 +10,7 @@ import torch_attnkit
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
 cutlass = pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
 cute = pytest.importorskip("cutlass.cute")
-pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.seconds(600)]
 
 from torch_attnkit.cuda.sm100 import exponentials  # noqa: E402  imports cutlass
 from torch_attnkit.sim import ptx  # noqa: E402

@@ -11,7 +11,7 @@ import torch_attnkit
 
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
 pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
-pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.seconds(600)]
 
 
 def _inputs(tokens: int, dim: int) -> list[torch.Tensor]:
@@ -53,6 +53,7 @@ def test_no_more_work_than_flash_attention_4(dim, causal):
     assert ours["barriers"] <= theirs["barriers"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_cosine_with_float64(dim):
     """One launch whatever the number of keys, with every feature on."""

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from ..warp_ops import exp2, fma, tanh
+from ..warp_ops import exp2, tanh
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -30,6 +30,12 @@ def pack(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int3
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
     word = llvm.inline_asm(T.i32(), values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", has_side_effects=False)
     return Int32(word)
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    return Float32(llvm.inline_asm(T.f32(), values, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", has_side_effects=False))
 
 
 def pack_into(words: cute.Tensor, acc: cute.Tensor, dtype: type) -> None:

@@ -15,15 +15,24 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from torch_attnkit.cuda import copies, fake, reduce
-from torch_attnkit.cuda.warp_ops import exp2, fma
+from torch_attnkit.cuda.warp_ops import exp2
 
 from .cuda import Config
 
 LOG2_E = math.log2(math.e)
 _LOG2_E_REST = 1.92596299e-08  # of log2(e), beyond the float32 next to it
 _FLAT = 200.0  # from here on the sigmoid is 0 or 1 in float32
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b + c, rounded once."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    return Float32(llvm.inline_asm(T.f32(), values, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", has_side_effects=False))
 
 
 def sigmoid(x: Float32) -> Float32:
