@@ -32,7 +32,7 @@ from .places import Place, here, simulators
 console = Console()
 KNOWN = ("cpu", *SIMULATED)
 SHOWN = 5  # failures of a row that are printed
-MOST = 4000  # cases of a sample: however many rows the table gets, it takes a quarter of an hour
+MOST = 4000  # cases of a sample at most, however many rows the table gets
 Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the place
 
 
