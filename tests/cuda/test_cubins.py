@@ -100,7 +100,17 @@ def is_fine(kernel: compile.Compiled, sass: str) -> None:
         assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
     fits(inspect.resources(kernel.library), ptx, f"{request}")
     for gpu in SIBLINGS.get(request.arch, ()):
-        fits(inspect.taken([inspect.assemble(ptx, gpu)]), ptx, f"{request}, assembled for {gpu}")
+        fits(inspect.taken([assembled(ptx, gpu)]), ptx, f"{request}, assembled for {gpu}")
+
+
+def assembled(ptx: str, gpu: str) -> bytes:
+    """Skips where the assembler is of an older toolkit than CuTeDSL: that of torch 2.11's triton reads PTX 8.8."""
+    try:
+        return inspect.assemble(ptx, gpu)
+    except ValueError as error:
+        if "Unsupported .version" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 def fits(found: list[inspect.Resources], ptx: str, where: str) -> None:
@@ -139,7 +149,7 @@ def test_a_b200_runs_what_is_compiled_for_the_family(name, file, arch):
     chosen = covering(name, file, arch)
     for kernel in map(compile.get, {chosen[0], chosen[-1]}):
         (own,) = inspect.cubins(kernel.library)
-        assert inspect.code(own) == inspect.code(inspect.assemble(kernel.ptx.read_text(), "sm_100a")) != b""
+        assert inspect.code(own) == inspect.code(assembled(kernel.ptx.read_text(), "sm_100a")) != b""
 
 
 @pytest.mark.proof
@@ -179,7 +189,7 @@ def test_spills_and_greed_are_noticed(tmp_path):
     ptx = compile.compile_into(norm("sm100"), tmp_path).ptx.read_text()
     poor = re.sub(r"(?m)^(\.reqntid .*)", r"\1\n.maxnreg 24", ptx)
     with pytest.raises(AssertionError, match=r"poor: .* stack=[1-9]"):
-        fits(inspect.taken([inspect.assemble(poor, "sm_103a")]), poor, "poor")
+        fits(inspect.taken([assembled(poor, "sm_103a")]), poor, "poor")
     crowded = re.sub(r"(?m)^(\.reqntid .*)", r"\1\n.minnctapersm 32", ptx)
     with pytest.raises(AssertionError, match="crowded: "):
-        fits(inspect.taken([inspect.assemble(ptx, "sm_103a")]), crowded, "crowded")
+        fits(inspect.taken([assembled(ptx, "sm_103a")]), crowded, "crowded")
