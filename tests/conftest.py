@@ -6,6 +6,7 @@ computing is ended by pytest-timeout, after a time that no busy machine needs.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -25,10 +26,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without ``--proof``, leave out what is marked so."""
+    """Without ``--proof``, leave out what is marked so, and of a test with ``sample(n)`` all cases but every n-th."""
     if config.getoption("--proof"):
         return
-    left = [item for item in items if item.get_closest_marker("proof")]
+    seen: collections.Counter[str] = collections.Counter()
+    left = []
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("proof") or (sample and seen[name] % sample.args[0]):
+            left.append(item)
+        seen[name] += 1
     items[:] = [item for item in items if item not in set(left)]
     config.hook.pytest_deselected(items=left)
     config.stash[_left_out] = len(left)
@@ -49,8 +57,8 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if left := config.stash.get(_left_out, 0):
         terminalreporter.write_line(
-            f"left out: {left} tests that are marked proof, and all parity cases but a sample of each op and "
-            "architecture; make proof runs everything, python -m torch_attnkit parity the cases alone"
+            f"left out: {left} tests that are marked proof or belong to a sample's rest, and all parity cases but a "
+            "sample of each op and architecture; make proof runs everything, python -m torch_attnkit parity the cases alone"
         )
 
 

@@ -164,7 +164,7 @@ def scores(d: Draw, facts: Facts, on: set[str], keys: int) -> Facts:
         sink_tokens=max(1, d.pick(sinks)) if "sink_tokens" in on else 0,
         softcap=d.pick((2.0, 15.0, 30.0, 50.0)) if "softcap" in on else 0.0,
         sink=d.pick(tuple(SINKS)) if "sink" in on else "",
-        q_by=_LARGE // (100 if exact else 1) if d.sometimes(0.15) else 1,
+        q_by=_LARGE // (100 if exact else 1) if d.sometimes(0.2) else 1,
         hidden=d.pick(("nan", "nan", "inf")) if d.sometimes(0.6) else "",
         nan=d.pick("qk") if d.sometimes(0.05) else "",
         seed=d.call.randrange(1 << 30),
