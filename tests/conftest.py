@@ -57,7 +57,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if left := config.stash.get(_left_out, 0):
         terminalreporter.write_line(
-            f"left out: {left} tests that are marked proof or that a sample leaves, and all parity cases but a sample of "
+            f"left out: {left} tests that are marked proof or that a sample leaves, all parity cases but a sample of "
             "each op and architecture; make proof runs everything, python -m torch_attnkit parity the cases alone"
         )
 
