@@ -84,7 +84,7 @@ DENSE = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_forward(arch, name):
