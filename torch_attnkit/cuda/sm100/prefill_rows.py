@@ -151,8 +151,12 @@ class Rows:
             place, _ = self.turn_of(t, n - 1)
             factors[cute.arch.thread_idx()[0] % ROWS, place] = factor
             self._arrive(bars["factors"].full + place, shared=True)
-        offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
-        p = softmax.probabilities(s, scalars.scale_log2, offset, c.eighths)
+        if const_expr(c.normalize):
+            offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
+            p = softmax.probabilities(s, scalars.scale_log2, offset, c.eighths)
+        else:
+            safe = cutlass.select_(top == -Float32.inf, Float32(0.0), top)
+            p = softmax.exact_probabilities(s, scalars.scale_log2, safe, c.eighths)
         tmem.store(base, softmax.packed(p, c.dtype), "r")
         tmem.await_stores()
         tmem.before_sync()

@@ -88,6 +88,14 @@ def probabilities(s: list[Float32], c: Float32, offset: Float32, eighths: int) -
     return out
 
 
+def exact_probabilities(s: list[Float32], c: Float32, top: Float32, eighths: int) -> list[Float32]:
+    """2^((s - top) c), for sums that are results: an fma with the rounded top c leaves 2^-24 of a score behind."""
+    differences: list[Float32] = []
+    for i in range(0, len(s), 2):
+        differences += cute.arch.add_packed_f32x2((s[i], s[i + 1]), (-top, -top))
+    return probabilities(differences, c, Float32(0.0), eighths)
+
+
 def row_sum(p: list[Float32], start: Float32) -> Float32:
     """Four chains of packed additions."""
     sums = [(p[2 * i], p[2 * i + 1]) for i in range(4)]

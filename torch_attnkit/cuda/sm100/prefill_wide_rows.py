@@ -85,8 +85,12 @@ class WideRows(Rows):
             place, _ = self.turn_of(t, n - 1)
             factors[thread, place] = factor
             self._arrive(bars["factors"].full + place, shared=True)
-        offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
-        p = softmax.probabilities(s, scalars.scale_log2, offset, c.eighths)
+        if const_expr(c.normalize):
+            offset = cutlass.select_(top == -Float32.inf, Float32(0.0), -top * scalars.scale_log2)
+            p = softmax.probabilities(s, scalars.scale_log2, offset, c.eighths)
+        else:
+            safe = cutlass.select_(top == -Float32.inf, Float32(0.0), top)
+            p = softmax.exact_probabilities(s, scalars.scale_log2, safe, c.eighths)
         words = softmax.packed(p, c.dtype)
         if const_expr(edge != "first"):
             # The last product has read the last P. A tile's first scores come after it anyway.

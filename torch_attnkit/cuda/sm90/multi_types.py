@@ -33,6 +33,10 @@ class Config:
         return 64 * 2 * self.consumers
 
     @property
+    def normalize(self) -> bool:
+        return True
+
+    @property
     def padded(self) -> bool:
         """V may hold rows that may be anything: they are cleared, since 0 * nan is nan."""
         return True

@@ -156,7 +156,7 @@ class Products:
         warpgroup.wait_group(0)
         w.k.release(n)
         self._mask(w, rS, seq, block, position, "both")
-        softmax.online(rS, w.top, w.total, w.scalars.scale_log2, first=True)
+        softmax.online(rS, w.top, w.total, w.scalars.scale_log2, first=True, exact=not self.c.normalize)
         softmax.pack_into(w.words, rS, self.c.dtype)
         if const_expr(self.c.padded):
             self._clear_rows(w, n, seq, block)
@@ -180,7 +180,7 @@ class Products:
             self._mask(w, rS, seq, block, position, edge)
         elif const_expr(self.c.softcap):
             softmax.cap(rS, w.scalars.cap_slope)
-        scales = softmax.online(rS, w.top, w.total, w.scalars.scale_log2, first=False)
+        scales = softmax.online(rS, w.top, w.total, w.scalars.scale_log2, first=False, exact=not self.c.normalize)
         # ptxas moves most exponentials behind this wait, among the multiplications of the output, and that is best:
         # keeping them before it (a branch here does) cost 8 % at D 128, 2 x 8192 on an H200.
         warpgroup.wait_group(0)

@@ -96,11 +96,15 @@ def peak(acc: cute.Tensor, r: int) -> Float32:
     return top
 
 
-def online(acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor, scale_log2: Float32, *, first: bool) -> list:
+def online(
+    acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor, scale_log2: Float32, *, first: bool, exact: bool = False
+) -> list:
     """Scores to probabilities in place, with the row maxima and sums brought up to date.
 
     ``top`` holds unscaled maxima, ``total`` this lane's share of the sums. Returns what each row's output so far must
-    be multiplied by. A row that has seen nothing keeps -inf as its maximum and subtracts 0.
+    be multiplied by. A row that has seen nothing keeps -inf as its maximum and subtracts 0. ``exact`` is for sums that
+    are results: it scales differences, one instruction more. What an fma with the rounded offset leaves, 2^-24 of a
+    score, is in numerator and denominator alike.
     """
     scales = []
     for r in range(2):
@@ -119,7 +123,7 @@ def online(acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor, scale_log2: F
         top[r] = new
         sums = [total[r], None]
         for n, i in enumerate(mine):
-            acc[i] = exp2(fma(acc[i], scale_log2, offset))
+            acc[i] = exp2((acc[i] - safe) * scale_log2 if exact else fma(acc[i], scale_log2, offset))
             sums[n % 2] = acc[i] if sums[n % 2] is None else sums[n % 2] + acc[i]
         total[r] = sums[0] + sums[1]
     return scales
