@@ -155,7 +155,7 @@ def batch(d: Draw, facts: Facts, queries: int, keys: int) -> Facts:
 def scores(d: Draw, facts: Facts, on: set[str], keys: int) -> Facts:
     """Run-time values of what the features switch on, and of what every kernel takes."""
     # What is stored has 24 bits, or a cap has made large scores small, which leaves of them what cancelled.
-    exact = facts["dtype"] == "f32" or not facts["normalize"] or "softcap" in on
+    exact = facts["dtype"] == "f32" or "softcap" in on
     window = (0, 1, 2, 3, 7, 16, 33, keys // 3, keys // 2, max(0, keys - 1), keys, keys + 1, *_HUGE)
     sinks = (1, 2, 3, 5, 17, keys // 2, keys, *_HUGE[1:])
     return dict(
