@@ -3,8 +3,8 @@
 // (B + 1) int, sink (Hq) float; out (Tq, Hq, Dv), lse and row_sum (Tq, Hq) float. Tokens past the last sequence
 // give 0 and -inf.
 //
-// Grid as in attnkit/prefill.h, with B + 1 in z: the last serves the tokens that belong to no sequence. There are as many
-// tiles in x as the longest sequence needs; where it turns out longer, the threadgroups take several.
+// Grid as in attnkit/prefill.h, with B + 1 in z: the last serves the tokens that belong to no sequence. There are as
+// many tiles in x as the longest sequence needs; where it turns out longer, the threadgroups take several.
 
 #define VARLEN 1
 
@@ -13,4 +13,5 @@ using namespace metal;
 #include "attnkit/vectors.h"
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
+#include "attnkit/rows.h"
 #include "attnkit/prefill.h"

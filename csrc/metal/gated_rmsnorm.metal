@@ -66,13 +66,13 @@ struct Shape {
     if (live && first + i * stride < n) {
       read(y + first + i * stride, kept[i]);
     }
-    sum += total(kept[i] * kept[i]);
+    sum += sum_of(kept[i] * kept[i]);
   }
   if (live) {
     for (int at = first + KEPT * stride; at < n; at += stride) {
       Wide a;
       read(y + at, a);
-      sum += total(a * a);
+      sum += sum_of(a * a);
     }
   }
   sum = simd_sum(sum);

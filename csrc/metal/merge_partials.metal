@@ -2,9 +2,9 @@
 // sink scales the result by sigmoid(lse - sink). out_partial (P, R, H, Dv) of IN_TYPE, lse_partial and row_sum
 // (P, R, H) float, sink (H) float, out (R, H, Dv) of OUT_TYPE, lse (R, H) float. Bound by memory.
 //
-// Grid: each simdgroup takes 128 elements of one row; at least ceil(R * H * ceil(Dv / 128) / simdgroups of a threadgroup)
-// threadgroups in x and y, counted row by row, of any number of simdgroups. WIDTH 4 needs Dv, the steps and the offsets
-// to be multiples of 4.
+// Grid: each simdgroup takes 128 elements of one row; at least ceil(R * H * ceil(Dv / 128) / simdgroups of a
+// threadgroup) threadgroups in x and y, counted row by row, of any number of simdgroups. WIDTH 4 needs Dv, the steps
+// and the offsets to be multiples of 4.
 //
 // Defined by the host: IN_TYPE, OUT_TYPE, WIDTH.
 

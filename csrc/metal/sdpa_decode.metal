@@ -13,4 +13,5 @@ using namespace metal;
 #include "attnkit/merge.h"
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
+#include "attnkit/rows.h"
 #include "attnkit/decode.h"

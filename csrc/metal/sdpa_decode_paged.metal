@@ -1,6 +1,6 @@
-// sdpa_decode over a KV cache in pages: k (Np, Ps, Hkv, D), v (Np, Ps, Hkv, Dv), and block_table (B, Mp) int with the page
-// of every Ps keys of a sequence. Entries at or past the length are not read; a page that does not exist is cut to
-// one that does.
+// sdpa_decode over a KV cache in pages: k (Np, Ps, Hkv, D), v (Np, Ps, Hkv, Dv), and block_table (B, Mp) int with the
+// page of every Ps keys of a sequence. Entries at or past the length are not read; a page that does not exist is cut
+// to one that does.
 //
 // Grid and results as in sdpa_decode.metal; see attnkit/decode.h. Pages are whole in the host's arguments: k_batch and
 // v_batch are the steps from page to page.
@@ -13,4 +13,5 @@ using namespace metal;
 #include "attnkit/merge.h"
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
+#include "attnkit/rows.h"
 #include "attnkit/decode.h"

@@ -10,6 +10,7 @@ using namespace metal;
 #include "attnkit/vectors.h"
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
+#include "attnkit/rows.h"
 #if MANY
 #define VARLEN 0
 #include "attnkit/prefill.h"

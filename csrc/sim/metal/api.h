@@ -24,6 +24,21 @@ struct Api {
 };
 extern const Api api;
 
+// The entry points that are not in module.cpp, by file.
+namespace entry {
+// schedule.cpp
+void simd(int op, int type, int count, const void* in, void* out, unsigned arg, const void* fill, int site);
+void barrier(int flags, int site);
+void matrix(int td, void* d, int ta, void* a, int tb, void* b, int tc, void* c, int site);
+// memory.cpp
+void access(const void* p, unsigned info, int site);
+void range(const void* p, size_t bytes, unsigned info, int site);
+void within(const void* p, const void* base, size_t bytes, unsigned info, int site);
+void array(const void* p, size_t bytes);
+void array_access(const void* p, size_t bytes, int write, int site);
+void array_copy(const void* to, const void* from, size_t bytes);
+}  // namespace entry
+
 // Bits of `info`: bytes, then these.
 constexpr unsigned kInfoWrite = 1u << 16;
 constexpr int kInfoSpace = 17, kInfoAlign = 20, kInfoVariable = 24;  // the variable: its number and one, 0 if unknown

@@ -139,7 +139,8 @@ void shuffle(Fiber* lanes, uint32_t mask, const Post& p) {
     switch (p.op) {
       case kBroadcast:
         if (me->post.arg != p.arg)
-          fail_as(me, p.site, format("simd_broadcast with lane %d here and lane %u elsewhere in the simdgroup", by, p.arg));
+          fail_as(me, p.site,
+                  format("simd_broadcast with lane %d here and lane %u elsewhere in the simdgroup", by, p.arg));
         from = by;
         break;
       case kShuffle: case kQuadShuffle: from = by; break;
@@ -153,7 +154,8 @@ void shuffle(Fiber* lanes, uint32_t mask, const Post& p) {
     if ((p.op == kFillDown && from > 31) || (p.op == kFillUp && from < 0)) {
       Fiber* other = lanes + (from & 31);
       if (!on(mask, from & 31))
-        fail_as(me, p.site, format("%s takes the filling value of lane %d, which is not active", kOpNames[p.op], from & 31));
+        fail_as(me, p.site,
+                  format("%s takes the filling value of lane %d, which is not active", kOpNames[p.op], from & 31));
       std::memcpy(me->post.out, other->post.fill, bytes);
     } else if (from >= 0 && from < kLanes && on(mask, from)) {
       std::memcpy(me->post.out, value[from], bytes);

@@ -20,8 +20,6 @@ namespace sim {
 
 void* main_stack;
 void* image_base;
-extern int live_threads, threads_at_barrier;
-void log_reset();
 
 namespace {
 
@@ -55,7 +53,8 @@ class Guarded {
     size_t aligned = (bytes + residue + 15) / 16 * 16;
     pages_ = (aligned + kPage - 1) / kPage * kPage;
     if (!aligned) pages_ = kPage;
-    base_ = static_cast<char*>(mmap(nullptr, pages_ + 2 * kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0));
+    const int flags = MAP_PRIVATE | MAP_ANON | MAP_NORESERVE;
+    base_ = static_cast<char*>(mmap(nullptr, pages_ + 2 * kGuard, PROT_NONE, flags, -1, 0));
     if (base_ == MAP_FAILED || mprotect(base_ + kGuard, pages_, PROT_READ | PROT_WRITE)) throw std::bad_alloc();
     data_ = base_ + kGuard + pages_ - aligned + residue;
     bytes_ = bytes;
@@ -100,7 +99,8 @@ void after_signal() {
   if (fault_signal == SIGSEGV || fault_signal == SIGBUS) {
     memory_fault = true;
     bool overflow = current && fault_address - reinterpret_cast<uintptr_t>(stacks) < size_t(kMaxThreads) * kStack;
-    error = overflow ? "thread memory overflow (a large array, or recursion)" : "invalid memory access" + (where.empty() ? "" : ": " + where);
+    error = overflow ? "thread memory overflow (a large array, or recursion)"
+                     : "invalid memory access" + (where.empty() ? "" : ": " + where);
   } else {
     memory_fault = true;
     error = "the kernel stopped at a check of an array index";
@@ -179,7 +179,8 @@ void set_up_memory() {
 
 void begin_thread(int t, const uint32_t* size, const Launch& l) {
   Fiber& f = fibers[t];
-  f.state = kReady, f.thread = uint16_t(t), f.simdgroup = uint16_t(t / kLanes), f.lane = uint8_t(t % kLanes), f.site = -1;
+  f.state = kReady, f.site = -1;
+  f.thread = uint16_t(t), f.simdgroup = uint16_t(t / kLanes), f.lane = uint8_t(t % kLanes);
   uint32_t at[3] = {t % size[0], t / size[0] % size[1], t / (size[0] * size[1])};
   auto* g = f.context.grid;
   for (int d = 0; d < 3; d++) {
@@ -206,8 +207,8 @@ void explain_stuck() {
     if (fibers[t].state == kAtCollective) lanes = t;
   }
   if (waiting >= 0 && returned >= 0)
-    error = format("threadgroup_barrier is reached by %d of %d threads: thread %d returned without it", threads_at_barrier,
-                   threads, returned);
+    error = format("threadgroup_barrier is reached by %d of %d threads: thread %d returned without it",
+                   threads_at_barrier, threads, returned);
   else
     error = "deadlock";
   int shown = waiting >= 0 ? waiting : lanes;

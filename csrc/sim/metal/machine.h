@@ -72,8 +72,8 @@ struct Options {
   size_t cache = 0;  // bytes of the modelled cache between the GPU and memory
 };
 
-// A bound slot, or with an index from kListed on one tensor of a list in slot index / kListed - 1. Addresses are those of
-// the guarded copy that the kernel sees.
+// A bound slot, or with an index from kListed on one tensor of a list in slot index / kListed - 1. Addresses are those
+// of the guarded copy that the kernel sees.
 constexpr int kListed = 1000;
 struct Slot {
   int index;
@@ -83,7 +83,8 @@ struct Slot {
   uint64_t read = 0, written = 0;
 };
 
-// Memory of one or more slots that overlap. `written` has a byte for each of its bytes, 1 where it holds a value; null: all.
+// Memory of one or more slots that overlap. `written` has a byte for each of its bytes, 1 where it holds a value; null:
+// all of them do.
 struct Span {
   uintptr_t begin, end;
   char* written;
@@ -100,15 +101,18 @@ struct Counters {
   uint64_t memory_read = 0, memory_written = 0;  // past the modelled cache
 };
 
+// The state of the one launch that runs (launch.cpp holds a lock). schedule.cpp defines it, but for what names another.
 extern Fiber* fibers;
 extern Fiber* current;
+extern void* main_stack;  // stack pointer of whoever launched, while fibers run (launch.cpp)
+extern void* image_base;  // where the kernel's image is loaded: its constants lie there (launch.cpp)
 extern Simdgroup simdgroups[kMaxSimdgroups];
-extern int threads, simdgroup_count;
+extern int threads, simdgroup_count, live_threads, threads_at_barrier;
 extern uint32_t group[3];
 extern uint32_t now, group_began, group_fenced[2];
 extern Options options;
 extern Counters counters;
-extern std::vector<Slot> slots;
+extern std::vector<Slot> slots;  // memory.cpp
 extern std::vector<ThreadgroupVariable> variables;
 extern char* arena;
 extern size_t arena_size;
@@ -129,9 +133,15 @@ void thread_memory(const char* stacks, size_t bytes);  // once: where the memory
 void memory_begin(const std::vector<Span>& spans);  // a launch
 void memory_begin_group();                          // a threadgroup
 void memory_end();
-void log_flush(int simdgroup);
 void settle();  // an unordered write that may have been harmless; called by whoever may switch threads
 void atomic_access(uintptr_t p, int size, bool write, int space, int site);
+
+// Traffic, in counting launches (traffic.cpp).
+void log_reset();  // a launch
+void log_access(uintptr_t p, unsigned size, bool write, int space, int site);
+void log_flush(int simdgroup);
+void cache_access(uintptr_t p, size_t size, bool write);
+void cache_drain();
 
 struct SiteStat {
   int site, space, write;

@@ -13,10 +13,6 @@
 namespace sim {
 
 std::vector<Slot> slots;
-extern void* image_base;
-void log_access(uintptr_t p, unsigned size, bool write, int space, int site);
-void cache_access(uintptr_t p, size_t size, bool write);
-void cache_drain();
 
 namespace {
 
@@ -49,9 +45,10 @@ bool ordered(const Access& a, int fence) {
 std::string race(const Access& other, bool other_writes, bool write, bool atomic, const std::string& where) {
   std::string them = other.time < group_began ? format("thread %u of ", other.thread) + group_of(other.time)
                                               : format("thread %u", other.thread);
-  const char* missing = other.time < group_began ? "nothing orders threadgroups of one launch" : "no barrier between them";
-  return "data race in " + where + ": " + kinds[atomic][write] + " here, " + kinds[other.atomic][other_writes] + " by " +
-         them + at(other.site) + ", " + missing;
+  const char* missing =
+      other.time < group_began ? "nothing orders threadgroups of one launch" : "no barrier between them";
+  return "data race in " + where + ": " + kinds[atomic][write] + " here, " + kinds[other.atomic][other_writes] +
+         " by " + them + at(other.site) + ", " + missing;
 }
 
 // Two unordered writes of one value leave that value, whoever is first; kernels let all lanes store a common result.
@@ -79,7 +76,8 @@ void check_races(Shadow& shadow, uintptr_t p, size_t offset, size_t size, bool w
       if (!again && !ordered(cell->read, fence)) {
         // Keep a reader of another simdgroup if there is one: a simdgroup's own barrier does not order it.
         bool near = cell->read_too.thread / kLanes == mine.thread / kLanes;
-        if (cell->read_too.time < group_began || near || cell->read_too.thread == mine.thread) cell->read_too = cell->read;
+        if (cell->read_too.time < group_began || near || cell->read_too.thread == mine.thread)
+          cell->read_too = cell->read;
       } else if (!again) {
         cell->read_too = Access();
       }
@@ -131,7 +129,8 @@ bool in_image(uintptr_t p) {
 Region* region;  // of the access being checked
 
 const std::string in_region(size_t offset) {
-  return slot_name(slots[last_slot].index) + format(", byte %zu", size_t(region->span.begin + offset - slots[last_slot].begin));
+  return slot_name(slots[last_slot].index) +
+         format(", byte %zu", size_t(region->span.begin + offset - slots[last_slot].begin));
 }
 
 // The slot that holds all of [p, p + size), or null for a program-scope constant.
@@ -171,12 +170,28 @@ void check(uintptr_t p, size_t size, bool write, bool atomic, int space, size_t 
   if (space == kThreadgroup) threadgroup_access(p, size, write, atomic, variable, site);
   else device_access(p, size, write, atomic, space, site);
   if (p % align) {
-    std::string where = space == kThreadgroup ? in_threadgroup(p - reinterpret_cast<uintptr_t>(arena)) : describe_address(p);
-    fail(site, format("misaligned %s of %zu bytes: %s is not a multiple of %zu", kinds[atomic][write], size, where.c_str(),
-                      align));
+    std::string where =
+        space == kThreadgroup ? in_threadgroup(p - reinterpret_cast<uintptr_t>(arena)) : describe_address(p);
+    fail(site, format("misaligned %s of %zu bytes: %s is not a multiple of %zu", kinds[atomic][write], size,
+                      where.c_str(), align));
   }
   if (options.counting) log_access(p, unsigned(size), write, space, site);
 }
+
+// Arrays of threads. A byte of `holes` is 1 where an array has no value yet; they lie as the stacks do.
+const char* stacks_begin;
+size_t stacks_size;
+char* holes;
+size_t lowest[kMaxThreads];  // the first byte of each stack that has been an array's in this launch
+
+char* holes_of(const void* p, size_t bytes) {
+  size_t offset = size_t(static_cast<const char*>(p) - stacks_begin);
+  return holes && offset < stacks_size && bytes <= stacks_size - offset ? holes + offset : nullptr;
+}
+
+}  // namespace
+
+namespace entry {
 
 void access(const void* p, unsigned info, int site) {
   check(reinterpret_cast<uintptr_t>(p), info & 0xffff, info & kInfoWrite, false, info >> kInfoSpace & 7,
@@ -197,17 +212,6 @@ void within(const void* p, const void* base, size_t bytes, unsigned info, int si
     fail(site, format("read of %zu bytes outside a constant of %zu bytes: byte %ld of it", size, bytes, offset));
 }
 
-// Arrays of threads. A byte of `holes` is 1 where an array has no value yet; they lie as the stacks do.
-const char* stacks_begin;
-size_t stacks_size;
-char* holes;
-size_t lowest[kMaxThreads];  // the first byte of each stack that has been an array's in this launch
-
-char* holes_of(const void* p, size_t bytes) {
-  size_t offset = size_t(static_cast<const char*>(p) - stacks_begin);
-  return holes && offset < stacks_size && bytes <= stacks_size - offset ? holes + offset : nullptr;
-}
-
 void array(const void* p, size_t bytes) {
   char* hole = holes_of(p, bytes);
   if (!hole) return;
@@ -220,7 +224,8 @@ void array_access(const void* p, size_t bytes, int write, int site) {
   char* hole = holes_of(p, bytes);
   if (!hole) return;
   if (write) std::memset(hole, 0, bytes);
-  else if (std::memchr(hole, 1, bytes)) fail(site, "read of an array's element in thread memory that nothing has been written to");
+  else if (std::memchr(hole, 1, bytes))
+    fail(site, "read of an array's element in thread memory that nothing has been written to");
 }
 
 // What has no value has none in the copy: structures are copied with their padding.
@@ -231,14 +236,7 @@ void array_copy(const void* to, const void* from, size_t bytes) {
   else std::memset(target, 0, bytes);
 }
 
-}  // namespace
-
-extern void (*const api_access)(const void*, unsigned, int) = access;
-extern void (*const api_range)(const void*, size_t, unsigned, int) = range;
-extern void (*const api_within)(const void*, const void*, size_t, unsigned, int) = within;
-extern void (*const api_array)(const void*, size_t) = array;
-extern void (*const api_array_access)(const void*, size_t, int, int) = array_access;
-extern void (*const api_array_copy)(const void*, const void*, size_t) = array_copy;
+}  // namespace entry
 
 void thread_memory(const char* stacks, size_t bytes) {
   stacks_begin = stacks, stacks_size = bytes;

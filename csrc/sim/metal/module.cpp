@@ -13,16 +13,6 @@ namespace py = pybind11;
 
 namespace sim {
 
-extern void (*const api_simd)(int, int, int, const void*, void*, unsigned, const void*, int);
-extern void (*const api_barrier)(int, int);
-extern void (*const api_matrix)(int, void*, int, void*, int, void*, int, void*, int);
-extern void (*const api_access)(const void*, unsigned, int);
-extern void (*const api_range)(const void*, size_t, unsigned, int);
-extern void (*const api_within)(const void*, const void*, size_t, unsigned, int);
-extern void (*const api_array)(const void*, size_t);
-extern void (*const api_array_access)(const void*, size_t, int, int);
-extern void (*const api_array_copy)(const void*, const void*, size_t);
-
 namespace {
 
 template <class T>
@@ -66,7 +56,8 @@ void trap(int kind, int site) {
     case kTrapTransposed:
       fail(site, "simdgroup_load or simdgroup_store with transpose and an origin: Metal does not say what that means");
     case kTrapTurns:
-      fail(site, format("still running after %lld turns of loops in one threadgroup: an endless loop?", (long long)options.turns));
+      fail(site, format("still running after %lld turns of loops in one threadgroup: an endless loop?",
+                        (long long)options.turns));
     case kTrapDivision: fail(site, "division of an integer by zero");
     case kTrapOverflow: fail(site, "division of the smallest integer by -1");
     case kTrapUnset: fail(site, "simdgroup_store of a matrix that nobody has set");
@@ -116,8 +107,8 @@ float math(int function, float x, float y) {
 
 }  // namespace
 
-const Api api = {api_simd, api_barrier, api_matrix, atomic, api_access, api_range, trap, work, variable, lane, math,
-                 api_within, api_array, api_array_access, api_array_copy};
+const Api api = {entry::simd, entry::barrier, entry::matrix, atomic, entry::access, entry::range, trap, work, variable,
+                 lane, math, entry::within, entry::array, entry::array_access, entry::array_copy};
 
 namespace {
 
@@ -136,7 +127,8 @@ class Kernel {
     auto count = reinterpret_cast<int (*)()>(dlsym(handle, "msl_parameter_count"));
     auto limit = reinterpret_cast<int (*)()>(dlsym(handle, "msl_thread_limit"));
     turns_ = static_cast<int64_t*>(dlsym(handle, "msl_turns"));
-    if (!table || !turns_ || !run_ || !describe || !count || !limit) throw std::runtime_error(path + " is not a compiled kernel");
+    if (!table || !turns_ || !run_ || !describe || !count || !limit)
+      throw std::runtime_error(path + " is not a compiled kernel");
     parameters_ = describe(), parameter_count_ = count(), limit_ = limit();
     *table = &api;
     Dl_info info;
@@ -181,7 +173,8 @@ py::tuple run(const Kernel& kernel, Three grid, Three threads, const std::vector
   l.turns = kernel.turns();
   for (int d = 0; d < 3; d++) l.grid[d] = grid[d], l.group[d] = threads[d];
   for (auto& [host, bytes, residue, writable, bound, pointers, written] : regions) {
-    HostRegion r{reinterpret_cast<char*>(host), bytes, residue, writable, {}, pointers, reinterpret_cast<char*>(written)};
+    HostRegion r{reinterpret_cast<char*>(host), bytes, residue, writable, {}, pointers,
+                 reinterpret_cast<char*>(written)};
     for (auto& [index, offset, size, granule, to_write] : bound)
       r.slots.push_back({index, offset, size, granule, to_write});
     l.regions.push_back(std::move(r));
@@ -220,7 +213,8 @@ py::dict last_counters() {
   d["buffers"] = traffic;
   py::list sites;
   for (auto& s : site_stats())
-    sites.append(py::make_tuple(s.site, s.space, bool(s.write), s.instructions, s.lanes, s.bytes, s.transactions, s.ideal, s.worst));
+    sites.append(py::make_tuple(s.site, s.space, bool(s.write), s.instructions, s.lanes, s.bytes, s.transactions,
+                                s.ideal, s.worst));
   d["sites"] = sites;
   return d;
 }

@@ -10,7 +10,7 @@ namespace sim {
 Fiber* fibers;
 Fiber* current;
 Simdgroup simdgroups[kMaxSimdgroups];
-int threads, simdgroup_count;
+int threads, simdgroup_count, live_threads, threads_at_barrier;
 uint32_t group[3];
 uint32_t now, group_began, group_fenced[2];
 Options options;
@@ -18,8 +18,6 @@ Counters counters;
 std::vector<ThreadgroupVariable> variables;
 char* arena;
 size_t arena_size;
-extern void* main_stack;
-int live_threads, threads_at_barrier;
 
 namespace {
 
@@ -60,7 +58,8 @@ void refuse_divergence(Fiber* lanes, uint32_t mask, uint32_t others) {
   Fiber* there = lanes + __builtin_ctz(others);
   const char* what = there->state == kAtBarrier ? "threadgroup_barrier" : kOpNames[there->post.op];
   fail_as(here, here->post.site,
-          format("%s runs on the lanes 0x%08x only, while lanes 0x%08x are at %s", kOpNames[here->post.op], mask, others, what) +
+          format("%s runs on the lanes 0x%08x only, while lanes 0x%08x are at %s", kOpNames[here->post.op], mask,
+                 others, what) +
               at(there->state == kAtBarrier ? there->site : there->post.site));
 }
 
@@ -102,6 +101,21 @@ void wait() {
   attnkit_metal_switch(&me->sp, main_stack);
 }
 
+void check_barrier(int site) {
+  for (int i = 0; i < threads; i++) {
+    if (fibers[i].state == kDone)
+      fail(site, format("threadgroup_barrier is reached by %d of %d threads: thread %d returned without it",
+                        live_threads, threads, i));
+    if (fibers[i].site != site)
+      fail(site, format("threads wait at different barriers: thread %d at this one, thread %d at the one",
+                        current->thread, i) + at(fibers[i].site));
+  }
+}
+
+}  // namespace
+
+namespace entry {
+
 void simd(int op, int type, int count, const void* in, void* out, unsigned arg, const void* fill, int site) {
   settle();
   Fiber* me = current;
@@ -131,17 +145,6 @@ void matrix(int td, void* d, int ta, void* a, int tb, void* b, int tc, void* c, 
   simd(kMatrix, 0, 0, nullptr, nullptr, 0, nullptr, site);
 }
 
-void check_barrier(int site) {
-  for (int i = 0; i < threads; i++) {
-    if (fibers[i].state == kDone)
-      fail(site, format("threadgroup_barrier is reached by %d of %d threads: thread %d returned without it", live_threads,
-                        threads, i));
-    if (fibers[i].site != site)
-      fail(site, format("threads wait at different barriers: thread %d at this one, thread %d at the one",
-                        current->thread, i) + at(fibers[i].site));
-  }
-}
-
 void barrier(int flags, int site) {
   settle();
   Fiber* me = current;
@@ -162,12 +165,7 @@ void barrier(int flags, int site) {
   for (int i = 0; i < threads; i++) fibers[i].state = kReady;
 }
 
-}  // namespace
-
-// The entry points above, for the table in memory.cpp.
-extern void (*const api_simd)(int, int, int, const void*, void*, unsigned, const void*, int) = simd;
-extern void (*const api_barrier)(int, int) = barrier;
-extern void (*const api_matrix)(int, void*, int, void*, int, void*, int, void*, int) = matrix;
+}  // namespace entry
 
 void thread_ended() {
   settle();

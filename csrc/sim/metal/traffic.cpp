@@ -2,9 +2,9 @@
 // same place in the source and are each lane's k-th execution of it since the lanes last met. Device memory moves in
 // lines of 64 bytes; threadgroup memory has 32 banks of 4 bytes, and lanes that want different words of one bank wait.
 //
-// Between the GPU and memory lies one cache of Options::cache bytes: lines of 128 bytes, the least recently used leaves,
-// empty when a launch begins. Threadgroups pass through it one after another, as they are simulated. A line that is
-// written needs not be read first, and goes to memory once, when it leaves or when the launch ends.
+// Between the GPU and memory lies one cache of Options::cache bytes: lines of 128 bytes, the least recently used
+// leaves, empty when a launch begins. Threadgroups pass through it one after another, as they are simulated. A line
+// that is written needs not be read first, and goes to memory once, when it leaves or when the launch ends.
 #include <algorithm>
 #include <list>
 #include <map>

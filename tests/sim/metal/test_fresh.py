@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_attnkit import simulate
-from torch_attnkit.mps import decode
+from torch_attnkit.kernels.decode import metal as decode
 from torch_attnkit.sim import metal
 from torch_attnkit.sim.metal import fresh
 

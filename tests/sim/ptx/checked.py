@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from .async_pieces import aligned
+
 machine = pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
 
 # What every snippet finds: %r0 thread, %r1 warp, %r2 lane, %p0 warp 0, %p1 thread 0, %r3 the shared array mem (8 KB at
@@ -41,6 +43,34 @@ ret;
 }}
 """
 
+# Pieces that many snippets share. Mbarriers stand from mem + 4096 on.
+STORED = """
+st.shared.b32 [%r4], %r2;
+fence.proxy.async.shared::cta;
+bar.warp.sync 0xffffffff;
+"""
+BULK_LOAD = """
+@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 %d1, [mem + 4096], 128;
+@%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [mem], [%in0], 128, [mem + 4096];
+"""
+BULK_STORE = """
+@%p1 cp.async.bulk.global.shared::cta.bulk_group [%in0], [mem], 128;
+@%p1 cp.async.bulk.commit_group;
+"""
+
+
+def mbarriers(count: int) -> str:
+    """That many of one arrival, visible to everybody and to the async proxy."""
+    made = (f"@%p1 mbarrier.init.shared::cta.b64 [mem + {4096 + 8 * i}], 1;\n" for i in range(count))
+    return "".join(made) + "@%p1 fence.mbarrier_init.release.cluster;\nbar.sync 0;\n"
+
+
+def wait(label: str = "W1", *, parity: int = 0, at: int = 4096, mark: str = "") -> str:
+    return f"""
+{label}: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + {at}], {parity};{mark}
+@!%p7 bra {label};{mark}
+"""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -61,13 +91,6 @@ class Case:
         return reports(
             body, *arrays, block=self.block, grid=self.grid, cluster=self.cluster, target=self.target, seed=seed
         )
-
-
-def aligned(size: int) -> np.ndarray:
-    """``size`` zero bytes that start at a multiple of 128."""
-    room = np.zeros(size + 128, np.uint8)
-    start = -room.ctypes.data % 128
-    return room[start : start + size]
 
 
 def launch(

@@ -5,53 +5,47 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from .checked import Case, aligned, assert_case, dropped, machine, parametrize, reports
+from .async_pieces import aligned
+from .checked import (
+    BULK_LOAD,
+    BULK_STORE,
+    STORED,
+    Case,
+    assert_case,
+    dropped,
+    machine,
+    mbarriers,
+    parametrize,
+    reports,
+    wait,
+)
 
 pytestmark = pytest.mark.simulator
-
-# Two mbarriers at mem + 4096, visible to everybody and to the async proxy.
-INIT = """
-@%p1 mbarrier.init.shared::cta.b64 [mem + 4096], 1;
-@%p1 mbarrier.init.shared::cta.b64 [mem + 4104], 1;
-@%p1 fence.mbarrier_init.release.cluster;
-bar.sync 0;
-"""
-LOAD = """
-@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 %d1, [mem + 4096], 128;
-@%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [mem], [%in0], 128, [mem + 4096];
-"""
-WAIT = """
-W{n}: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], {parity};{mark}
-@!%p7 bra W{n};{mark}
-"""
-STORE = """
-@%p1 cp.async.bulk.global.shared::cta.bulk_group [%in0], [mem], 128;
-@%p1 cp.async.bulk.commit_group;
-"""
 
 CASES = [
     Case(
         "bulk_load_not_waited_for",
         r"data race|read of uninitialised",
-        INIT
-        + LOAD
-        + WAIT.format(n=1, parity=0, mark=" // needed")
+        mbarriers(2)
+        + BULK_LOAD
+        + wait(mark=" // needed")
         + "ld.shared.b32 %r5, [%r4];\n"
-        + WAIT.format(n=2, parity=0, mark="").replace("W2:", "bar.sync 0;\nW2:"),
+        + "bar.sync 0;\n"
+        + wait("W2"),
         arrays=(128,),
     ),
     Case(
         "bulk_load_over_what_is_read",
         r"data race",
-        INIT
-        + LOAD
-        + WAIT.format(n=1, parity=0, mark="")
+        mbarriers(2)
+        + BULK_LOAD
+        + wait()
         + """
 ld.shared.b32 %r5, [%r4];
 bar.sync 0; // needed
 """
-        + LOAD.replace("4096", "4104")
-        + WAIT.format(n=2, parity=0, mark="").replace("4096", "4104"),
+        + BULK_LOAD.replace("4096", "4104")
+        + wait("W2", at=4104),
         arrays=(128,),
     ),
     Case(
@@ -62,7 +56,7 @@ bar.sync 0; // needed
 fence.proxy.async.shared::cta; // needed
 bar.sync 0;
 """
-        + STORE
+        + BULK_STORE
         + "@%p1 cp.async.bulk.wait_group.read 0;\n",
         arrays=(128,),
     ),
@@ -74,7 +68,7 @@ bar.sync 0;
 bar.sync 0;
 @%p1 fence.proxy.async; // needed
 """
-        + STORE
+        + BULK_STORE
         + "@%p1 cp.async.bulk.wait_group.read 0;\n",
         arrays=(128,),
     ),
@@ -87,14 +81,14 @@ fence.proxy.async.shared::cta; // needed
 // wrong:fence.proxy.async.global;
 bar.sync 0;
 """
-        + STORE
+        + BULK_STORE
         + "@%p1 cp.async.bulk.wait_group.read 0;\n",
         arrays=(128,),
     ),
     Case(
         "generic_write_to_global_and_bulk_load",
         r"missing fence.proxy.async",
-        INIT
+        mbarriers(2)
         + """
 mul.wide.u32 %d2, %r2, 4;
 add.u64 %d2, %in0, %d2;
@@ -102,19 +96,15 @@ add.u64 %d2, %in0, %d2;
 fence.proxy.async.global; // needed
 bar.sync 0;
 """
-        + LOAD
-        + WAIT.format(n=1, parity=0, mark=""),
+        + BULK_LOAD
+        + wait(),
         arrays=(128,),
     ),
     Case(
         "source_of_a_bulk_store_overwritten",
         r"data race \(write after read\)",
-        """
-st.shared.b32 [%r4], %r2;
-fence.proxy.async.shared::cta;
-bar.warp.sync 0xffffffff;
-"""
-        + STORE
+        STORED
+        + BULK_STORE
         + """
 @%p1 cp.async.bulk.wait_group.read 0; // needed
 bar.warp.sync 0xffffffff;
@@ -127,12 +117,8 @@ st.shared.b32 [%r4], %r3;
     Case(
         "result_of_a_bulk_store_read",
         r"data race \(read after write\)",
-        """
-st.shared.b32 [%r4], %r2;
-fence.proxy.async.shared::cta;
-bar.warp.sync 0xffffffff;
-"""
-        + STORE
+        STORED
+        + BULK_STORE
         + """
 @%p1 cp.async.bulk.wait_group 0; // needed
 // wrong:@%p1 cp.async.bulk.wait_group.read 0;
@@ -145,20 +131,14 @@ ld.global.u32 %r5, [%in0];
     Case(
         "exit_before_a_bulk_store_has_read",
         r"note: a CTA exits before",
-        """
-st.shared.b32 [%r4], %r2;
-fence.proxy.async.shared::cta;
-bar.warp.sync 0xffffffff;
-"""
-        + STORE
-        + "@%p1 cp.async.bulk.wait_group.read 0; // needed\n",
+        STORED + BULK_STORE + "@%p1 cp.async.bulk.wait_group.read 0; // needed\n",
         block=32,
         arrays=(128,),
     ),
     Case(
         "exit_before_a_bulk_load_has_come",
         r"a CTA exits before this access",
-        INIT + LOAD + WAIT.format(n=1, parity=0, mark=" // needed"),
+        mbarriers(2) + BULK_LOAD + wait(mark=" // needed"),
         arrays=(128,),
     ),
     Case(
@@ -169,8 +149,8 @@ bar.warp.sync 0xffffffff;
 @%p1 fence.mbarrier_init.release.cluster; // needed
 bar.sync 0;
 """
-        + LOAD
-        + WAIT.format(n=1, parity=0, mark=""),
+        + BULK_LOAD
+        + wait(),
         arrays=(128,),
     ),
     Case(
@@ -245,7 +225,7 @@ cp.async.wait_group 0;
 fence.proxy.async; // needed
 bar.warp.sync 0xffffffff;
 """
-        + STORE
+        + BULK_STORE
         + "@%p1 cp.async.bulk.wait_group.read 0;\n",
         block=32,
         arrays=(128, 512),
@@ -299,7 +279,7 @@ barrier.cluster.wait;
 
 # Thread 0 makes the tensor map at the start of array 1 name array 0, and copies by it.
 CHANGED_MAP = (
-    INIT
+    mbarriers(2)
     + """
 @!%p1 bra W1;
 tensormap.replace.tile.global_address.global.b1024.b64 [%in1], %in0;
@@ -309,7 +289,7 @@ mbarrier.arrive.expect_tx.shared::cta.b64 %d1, [mem + 4096], 128;
 mov.b32 %r5, 0;
 cp.async.bulk.tensor.1d.shared::cta.global.tile.mbarrier::complete_tx::bytes [mem], [%in1, {%r5}], [mem + 4096];
 """
-    + WAIT.format(n=1, parity=0, mark="")
+    + wait()
 )
 
 

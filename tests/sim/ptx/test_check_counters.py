@@ -10,7 +10,8 @@ from torch_attnkit.sim.ptx import counters
 from torch_attnkit.sim.ptx.launch import PROCESSORS
 from torch_attnkit.sim.ptx.settings import Launch
 
-from .checked import aligned, launch
+from .async_pieces import aligned
+from .checked import launch
 
 pytestmark = pytest.mark.simulator
 

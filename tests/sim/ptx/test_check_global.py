@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .checked import Case, aligned, assert_case, parametrize, reports
+from .async_pieces import aligned
+from .checked import Case, assert_case, parametrize, reports
 
 pytestmark = pytest.mark.simulator
 

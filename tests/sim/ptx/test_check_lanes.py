@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .checked import Case, aligned, assert_case, parametrize, reports
+from .async_pieces import aligned
+from .checked import BULK_STORE, STORED, Case, assert_case, mbarriers, parametrize, reports, wait
 
 pytestmark = pytest.mark.simulator
 
@@ -12,15 +13,6 @@ NEIGHBOUR = """
 xor.b32 %r5, %r2, 1;
 shl.b32 %r5, %r5, 2;
 add.u32 %r5, %r5, %r3;
-"""
-INIT = """
-@%p1 mbarrier.init.shared::cta.b64 [mem + 4096], 1;
-@%p1 fence.mbarrier_init.release.cluster;
-bar.sync 0;
-"""
-STORE = """
-@%p1 cp.async.bulk.global.shared::cta.bulk_group [%in0], [mem], 128;
-@%p1 cp.async.bulk.commit_group;
 """
 RACE = r"data race \({}\)[^$]*by lanes of one warp"
 READ_AFTER_WRITE, WRITE_AFTER_READ = RACE.format("read after write"), RACE.format("write after read")
@@ -110,14 +102,15 @@ ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r6, %r7, %r8, %r9}, [%r5];
     Case(
         "an_elected_lane_arrives_for_what_others_have_stored",
         r"data race \(read after write\)",
-        INIT
+        mbarriers(1)
         + """
 @%p0 st.shared.b32 [%r4], %r2;
 bar.warp.sync 0xffffffff; // needed
 @%p1 mbarrier.arrive.shared::cta.b64 %d1, [mem + 4096];
 @%p0 bra OUT;
-W1: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], 0;
-@!%p7 bra W1;
+"""
+        + wait()
+        + """
 ld.shared.b32 %r5, [%r4];
 OUT: bar.sync 0;
 """,
@@ -125,7 +118,7 @@ OUT: bar.sync 0;
     Case(
         "an_elected_lane_arrives_for_what_others_have_read",
         r"data race \(write after read\)",
-        INIT
+        mbarriers(1)
         + """
 @!%p0 st.shared.b32 [%r3], %r1;
 bar.sync 0;
@@ -133,8 +126,9 @@ bar.sync 0;
 bar.warp.sync 0xffffffff; // needed
 @%p1 mbarrier.arrive.shared::cta.b64 %d1, [mem + 4096];
 @%p0 bra OUT;
-W1: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], 0;
-@!%p7 bra W1;
+"""
+        + wait()
+        + """
 st.shared.b32 [%r3], %r3;
 OUT: bar.sync 0;
 """,
@@ -142,15 +136,16 @@ OUT: bar.sync 0;
     Case(
         "an_elected_lane_waits",
         r"data race|read of uninitialised",
-        INIT
+        mbarriers(1)
         + """
 setp.eq.u32 %p2, %r0, 32;
 @%p0 st.shared.b32 [%r4], %r2;
 @%p0 bar.warp.sync 0xffffffff;
 @%p1 mbarrier.arrive.shared::cta.b64 %d1, [mem + 4096];
 @!%p2 bra GO;
-W1: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], 0;
-@!%p7 bra W1;
+"""
+        + wait()
+        + """
 GO: mov.u32 %r9, 0;
 bar.warp.sync 0xffffffff; // needed
 @!%p0 ld.shared.b32 %r5, [%r4];
@@ -160,12 +155,8 @@ bar.sync 0;
     Case(
         "an_elected_lane_waits_for_a_bulk_store",
         r"data race \(write after read\)",
-        """
-st.shared.b32 [%r4], %r2;
-fence.proxy.async.shared::cta;
-bar.warp.sync 0xffffffff;
-"""
-        + STORE
+        STORED
+        + BULK_STORE
         + """
 @%p1 cp.async.bulk.wait_group 0;
 bar.warp.sync 0xffffffff; // needed
@@ -184,7 +175,7 @@ bar.warp.sync 0xffffffff;
 @%p1 fence.proxy.async.shared::cta; // needed
 // wrong:@%p2 fence.proxy.async.shared::cta;
 """
-        + STORE
+        + BULK_STORE
         + "@%p1 cp.async.bulk.wait_group 0;",
         block=32,
         arrays=(128,),
@@ -198,7 +189,7 @@ fence.proxy.async.shared::cta; // needed
 // wrong:@%p1 fence.proxy.async.shared::cta;
 bar.warp.sync 0xffffffff;
 """
-        + STORE
+        + BULK_STORE
         + "@%p1 cp.async.bulk.wait_group 0;",
         block=32,
         arrays=(128,),
@@ -211,7 +202,7 @@ st.shared.b32 [%r4], %r2;
 fence.proxy.async.shared::cta;
 bar.warp.sync 0xffffffff; // needed
 """
-        + STORE
+        + BULK_STORE
         + "@%p1 cp.async.bulk.wait_group 0;",
         block=32,
         arrays=(128,),

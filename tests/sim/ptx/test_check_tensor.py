@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .checked import Case, assert_case, parametrize
+from .checked import Case, assert_case, parametrize, wait
 
 pytestmark = pytest.mark.simulator
 
@@ -41,10 +41,6 @@ TENSOR_FILL = FILL.replace("{descriptor}", str(1 << 46 | 16 << 32 | 8 << 16))
 COPY = """
 @%p1 tcgen05.cp.cta_group::1.128x256b [%r5], %d3;
 @%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [mem + 4096];
-"""
-WAIT = """
-W{n}: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], 0;{mark}
-@!%p7 bra W{n};{mark}
 """
 AFTER = "tcgen05.fence::after_thread_sync;\n"
 BEFORE = "tcgen05.fence::before_thread_sync;\n"
@@ -117,10 +113,10 @@ tcgen05.wait::ld.sync.aligned;
         ALLOC
         + TENSOR_FILL.replace("{mark}", "")
         + COPY
-        + WAIT.format(n=1, mark=" // needed")
+        + wait(mark=" // needed")
         + AFTER
         + LOAD
-        + WAIT.format(n=2, mark="")
+        + wait("W2")
         + BEFORE
         + FREE.replace("@!%p0 bra", AFTER + "@!%p0 bra"),
         block=128,
@@ -131,7 +127,7 @@ tcgen05.wait::ld.sync.aligned;
         ALLOC
         + TENSOR_FILL.replace("{mark}", " // needed")
         + COPY
-        + WAIT.format(n=1, mark="")
+        + wait()
         + AFTER
         + LOAD
         + BEFORE
@@ -144,7 +140,7 @@ tcgen05.wait::ld.sync.aligned;
         ALLOC
         + TENSOR_FILL.replace("{mark}", "")
         + COPY
-        + WAIT.format(n=1, mark="")
+        + wait()
         + AFTER.replace(";", "; // needed")
         + LOAD
         + BEFORE

@@ -12,15 +12,13 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import struct
+import io
 from typing import Any
 
 from torch_attnkit.core.errors import UnsupportedError
 
 DSL, CHECKED_WITH = "nvidia-cutlass-dsl", "4.8.1"
 CURE = "pip install 'torch_attnkit[sim]'"
-_SYMTAB, _DYNSYM = 2, 11  # section types of ELF
-_SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section (0: undefined), value, size
 
 
 @functools.cache
@@ -50,8 +48,9 @@ def require() -> None:
     machine()
     runtime()
     require_compiler()
-    if importlib.util.find_spec("tvm_ffi") is None:
-        raise UnsupportedError(f"the PTX simulator needs the package apache-tvm-ffi, which is not installed: {CURE}")
+    for module, package in (("tvm_ffi", "apache-tvm-ffi"), ("elftools", "pyelftools")):
+        if importlib.util.find_spec(module) is None:
+            raise UnsupportedError(f"the PTX simulator needs the package {package}, which is not installed: {CURE}")
 
 
 @functools.cache
@@ -76,18 +75,16 @@ def own_name(symbol: str) -> str:
 def renamed(code: bytes) -> bytes:
     """ELF code (an object or a library) that calls the simulator's runtime where ``code`` calls NVIDIA's.
 
-    The names of undefined symbols change in place, and never their length, so every offset stays right. 64 bits,
-    little-endian: CuTeDSL runs on no other host.
+    The names of undefined symbols change in place, and never their length, so every offset stays right.
     """
-    own, names = bytearray(code), {symbol.encode() for symbol in runtime().symbols}
-    (sections,), (size, count) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<HH", code, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", code, sections + size * i) for i in range(count)]
-    for _, kind, _, _, start, length, strings, *_ in headers:
-        if kind not in (_SYMTAB, _DYNSYM):
-            continue
-        for at in range(start, start + length, _SYMBOL.size):
-            name, _, _, section, _, _ = _SYMBOL.unpack_from(code, at)
-            begin = headers[strings][4] + name
-            if section == 0 and code[begin : code.index(b"\0", begin)] in names:
-                own[begin] = ord("S")
+    from elftools.elf.elffile import ELFFile
+    from elftools.elf.sections import SymbolTableSection
+
+    own, names = bytearray(code), set(runtime().symbols)
+    for section in ELFFile(io.BytesIO(code)).iter_sections():
+        if isinstance(section, SymbolTableSection):
+            names_begin = section.stringtable["sh_offset"]
+            for symbol in section.iter_symbols():
+                if symbol["st_shndx"] == "SHN_UNDEF" and symbol.name in names:
+                    own[names_begin + symbol["st_name"]] = ord("S")
     return bytes(own)

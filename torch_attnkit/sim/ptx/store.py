@@ -7,27 +7,32 @@ that an object file which a package wrote in one process runs in the next.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch_attnkit.core import config
 
-_EM_CUDA = 190  # e_machine in an ELF header
-
 
 def device_code(data: bytes) -> Iterator[bytes]:
     """The device ELF images inside an object file, a library, or a cubin."""
-    at = data.find(b"\x7fELF")
-    while at >= 0:
-        machine = struct.unpack_from("<H", data, at + 18)[0] if at + 64 <= len(data) else 0
-        if machine == _EM_CUDA:
-            segments, sections = struct.unpack_from("<QQ", data, at + 32)
-            _, segment, count, section, number, _ = struct.unpack_from("<6H", data, at + 52)
-            yield data[at : at + max(segments + segment * count, sections + section * number)]
-        at = data.find(b"\x7fELF", at + 4)
+    from elftools.common.exceptions import ELFParseError
+    from elftools.common.utils import struct_parse
+    from elftools.elf.structs import ELFStructs
+
+    header = ELFStructs(little_endian=True, elfclass=64)
+    header.create_basic_structs()
+    stream, at = io.BytesIO(data), -1
+    while (at := data.find(b"\x7fELF", at + 1)) >= 0:
+        try:
+            image = struct_parse(header.Elf_Ehdr, stream, at)
+        except ELFParseError:  # the same four bytes, too near the end
+            return
+        if image.e_machine == "EM_CUDA":  # its tables of sections and segments come last
+            sections = image.e_shoff + image.e_shentsize * image.e_shnum
+            yield data[at : at + max(sections, image.e_phoff + image.e_phentsize * image.e_phnum)]
 
 
 def _file(image: bytes) -> Path:

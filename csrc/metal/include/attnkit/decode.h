@@ -1,7 +1,7 @@
 // Attention of a few query rows per KV head over a KV cache: decode_rows, and decode_merge for its partial results.
 //
-// The rows of one KV head are its T queries times the HEADS query heads that share it, so each key and value crosses the
-// bus once for all of them (for every TILES * 8 of them, where there are more: then threadgroups that follow each other
+// The rows of one KV head are its T queries times the query heads that share it, so each key and value crosses the bus
+// once for all of them (for every TILES * 8 of them, where there are more: then threadgroups that follow each other
 // take the tiles of the same keys, so that a cache has to hold no more than these). A simdgroup takes 16 keys a step
 // and works on transposed products, because then both operands that come from the cache are read in vectors along
 // the head dim and the weights are multiplied as they lie:
@@ -14,16 +14,14 @@
 // stores a partial result, and decode_merge must follow.
 //
 // Defined by the host: TYPE of q and the cache, OUT_TYPE of what is stored (float if splits > 1), DIM, DIM_V, TILES,
-// WIDTH, PAGED. DIM and DIM_V are multiples of 16. WIDTH 4 needs every step and offset to be a multiple of 4.
+// WIDTH, PAGED (DIM, DIM_V, TILES: attnkit/rows.h). WIDTH 4 needs every step and offset to be a multiple of 4.
 
 constant constexpr int KEYS = 16;  // of a simdgroup's step
 constant constexpr int BLOCKS = KEYS / 8;
 constant constexpr int ROWS = 8 * TILES;
 constant constexpr int MOST_SIMDGROUPS = 8;
-constant constexpr int RUN = DIM_V % 32 == 0 ? 4 : 2;  // neighbouring dims of V that a lane reads
-constant constexpr int PARTS_Q = DIM / 8;
-constant constexpr int PARTS_O = DIM_V / 8;
 constant constexpr int WIDEST = DIM > DIM_V ? DIM : DIM_V;
+typedef ScoreTile<BLOCKS> Scores;
 
 struct DecodeShape {
   long batch;
@@ -37,15 +35,7 @@ struct DecodeShape {
   long sink_tokens;
   long has_sink;
   long has_start;
-  long q_batch;  // steps, in elements
-  long q_token;
-  long q_head;
-  long k_batch;  // of a page, where the cache has pages
-  long k_head;
-  long k_key;
-  long v_batch;
-  long v_head;
-  long v_key;
+  Steps steps;
   long page;  // keys of a page
   long pages;
   long table_row;
@@ -90,11 +80,331 @@ inline float4 read_four(const device T* from, bool live) {
   return x;
 }
 
-// Where a lane's keys lie, in elements: that of its row of K, and those of its two columns of V.
-struct Places {
-  long k;
-  long v[2];
+// A thread of the threadgroup.
+struct Member {
+  Lane at;  // its place in fragments
+  int lane;
+  int simd;
+  int simds;
+
+  int index() const {
+    return simd * 32 + lane;
+  }
+
+  int count() const {
+    return simds * 32;
+  }
 };
+
+// Threadgroup memory. Q' and O are never there at the same time.
+struct Shared {
+  threadgroup float2* q;  // (TILES, PARTS_Q, 32 lanes): Q' in fragment order, until all keys have been multiplied
+  threadgroup float* o;  // (ROWS, DIM_V), the same memory: O, after that
+  threadgroup float* row_max;  // (simdgroups, ROWS)
+  threadgroup float* row_sum;  // (simdgroups, ROWS)
+};
+
+// What a threadgroup computes: ROWS rows of a KV head of a sequence, and its split of the keys that these see.
+struct WorkTile {
+  Sequence sequence;
+  int b;
+  int kv_head;
+  int row0;
+  int split;
+  Walk keys;  // that any of the rows sees
+  int begin;  // of the walk, this split's share
+  int end;
+};
+
+inline WorkTile work_tile(
+    const device int* kv_len, const device int* kv_start, constant DecodeShape& shape, uint3 group) {
+  WorkTile tile;
+  tile.row0 = int(group.x) * ROWS;
+  tile.split = int(group.y);
+  const int kv_heads = int(shape.kv_heads);
+  tile.b = int(group.z) / kv_heads;
+  tile.kv_head = int(group.z) % kv_heads;
+
+  Sequence s;
+  s.masks.causal = shape.causal != 0;
+  s.masks.window = int(shape.window);
+  s.masks.sink_tokens = int(shape.sink_tokens);
+  s.queries = int(shape.queries);
+  s.heads = int(shape.heads);
+  s.rows = s.queries * s.heads;
+  const int capacity = int(shape.capacity);
+  s.end = clamp(kv_len[tile.b], 0, capacity);
+  s.first = shape.has_start != 0 ? clamp(kv_start[tile.b], 0, capacity) : 0;
+  s.position0 = s.end - s.queries;
+  s.in_cache = true;
+  tile.sequence = s;
+
+  const int lowest = max(0, s.position0 + tile.row0 / s.heads);
+  const int highest = s.position0 + (min(tile.row0 + ROWS, s.rows) - 1) / s.heads;
+  const Visible from = s.at_position(lowest), to = s.at_position(highest);
+  tile.keys = walk(s.first, from, to);
+  const int steps = int(shape.splits) * KEYS;
+  const int share = (tile.keys.count + steps - 1) / steps * KEYS;
+  tile.begin = tile.split * share;
+  tile.end = min(tile.keys.count, tile.begin + share);
+  return tile;
+}
+
+// The part of the cache that a threadgroup reads: steps are in elements.
+struct Cache {
+  const device TYPE* k;  // of the sequence, or of page 0
+  const device TYPE* v;
+  long k_key;
+  long v_key;
+#if PAGED
+  const device int* table;  // pages of the sequence
+  long k_page;
+  long v_page;
+  int page_keys;
+  int last_page;
+#endif
+};
+
+inline Cache cache_of(
+    const device TYPE* k,
+    const device TYPE* v,
+    const device int* table,
+    constant DecodeShape& shape,
+    thread const WorkTile& tile) {
+  Cache cache;
+  cache.k = k + tile.kv_head * shape.steps.k_head;
+  cache.v = v + tile.kv_head * shape.steps.v_head;
+  cache.k_key = shape.steps.k_key;
+  cache.v_key = shape.steps.v_key;
+#if PAGED
+  cache.table = table + tile.b * shape.table_row;
+  cache.k_page = shape.steps.k_batch;
+  cache.v_page = shape.steps.v_batch;
+  cache.page_keys = int(shape.page);
+  cache.last_page = int(shape.pages) - 1;
+#else
+  cache.k += tile.b * shape.steps.k_batch;
+  cache.v += tile.b * shape.steps.v_batch;
+#endif
+  return cache;
+}
+
+// Where the keys of a lane lie: that of its row of K, and those of its two columns of V.
+struct KeyOffsets {
+  long k[BLOCKS];
+  long v[BLOCKS][2];
+};
+
+// Of the keys i0 .. i0 + KEYS - 1 of the walk. In a cache with pages, lane l looks key l up for all.
+inline KeyOffsets key_offsets(thread const Cache& cache, thread const WorkTile& tile, int i0, thread const Member& me) {
+  KeyOffsets offsets;
+#if PAGED
+  const int key = tile.keys.key(min(i0 + me.lane % KEYS, tile.end - 1));
+  const int page = clamp(cache.table[key / cache.page_keys], 0, cache.last_page), slot = key % cache.page_keys;
+#endif
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    const int i_k = block * 8 + me.at.row, i_v = block * 8 + me.at.col;
+#if PAGED
+    offsets.k[block] =
+        simd_shuffle(page, ushort(i_k)) * cache.k_page + simd_shuffle(slot, ushort(i_k)) * cache.k_key;
+#else
+    offsets.k[block] = tile.keys.key(i0 + i_k) * cache.k_key;
+#endif
+    ATTNKIT_UNROLL
+    for (int e = 0; e < 2; e++) {
+#if PAGED
+      offsets.v[block][e] =
+          simd_shuffle(page, ushort(i_v + e)) * cache.v_page + simd_shuffle(slot, ushort(i_v + e)) * cache.v_key;
+#else
+      offsets.v[block][e] = tile.keys.key(i0 + i_v + e) * cache.v_key;
+#endif
+    }
+  }
+  return offsets;
+}
+
+// Q' to threadgroup memory, as the lanes of the product will read it. Rows past the last are 0.
+inline void load_q(
+    const device TYPE* q,
+    thread const Shared& shared,
+    constant DecodeShape& shape,
+    thread const WorkTile& tile,
+    thread const Member& me) {
+  const int heads = tile.sequence.heads;
+  threadgroup float* to = reinterpret_cast<threadgroup float*>(shared.q);
+  q += tile.b * shape.steps.q_batch + tile.kv_head * heads * shape.steps.q_head;
+  for (int i = me.index(); i < TILES * PARTS_Q * 32; i += me.count()) {
+    const Lane at = fragment_lane(uint(i % 32));
+    const int d = dim_of_part((i / 32) % PARTS_Q, at);
+    ATTNKIT_UNROLL
+    for (int e = 0; e < 2; e++) {
+      const int row = tile.row0 + (i / (32 * PARTS_Q)) * 8 + at.col + e;
+      const bool live = row < tile.sequence.rows;
+      to[2 * i + e] =
+          live ? float(q[(row / heads) * shape.steps.q_token + (row % heads) * shape.steps.q_head + d]) : 0.0f;
+    }
+  }
+}
+
+// S' = K Q', in float. The sums over 32 dims each are short chains, which round less and do not wait for each other.
+inline Scores multiply_keys(
+    thread const Cache& cache,
+    thread const KeyOffsets& offsets,
+    thread const Shared& shared,
+    int i0,
+    int end,
+    thread const Member& me) {
+  Scores s;
+  clear(s);
+  ATTNKIT_UNROLL
+  for (int d0 = 0; d0 < DIM; d0 += 32) {
+    Scores even, odd;
+    clear(even);
+    clear(odd);
+    ATTNKIT_UNROLL
+    for (int d = d0; d < d0 + 32 && d < DIM; d += 16) {
+      float4 x[BLOCKS];
+      ATTNKIT_UNROLL
+      for (int block = 0; block < BLOCKS; block++) {
+        x[block] = read_four(cache.k + offsets.k[block] + d + 2 * me.at.col, i0 + block * 8 + me.at.row < end);
+      }
+      ATTNKIT_UNROLL
+      for (int n = 0; n < TILES; n++) {
+        const int part = (n * PARTS_Q + d / 8) * 32 + me.lane;
+        ATTNKIT_UNROLL
+        for (int block = 0; block < BLOCKS; block++) {
+          multiply_add(even.of[block][n], x[block].xy, shared.q[part]);
+          multiply_add(odd.of[block][n], x[block].zw, shared.q[part + 32]);
+        }
+      }
+    }
+    ATTNKIT_UNROLL
+    for (int c = 0; c < BLOCKS * TILES; c++) {
+      s.of[c / TILES][c % TILES] += even.of[c / TILES][c % TILES] + odd.of[c / TILES][c % TILES];
+    }
+  }
+  return s;
+}
+
+// A step of the online softmax over the keys, which are the rows here: products become scores, scores weights.
+inline void softmax_step(
+    thread RowState& rows,
+    thread Scores& s,
+    thread const RowMasks& sees,
+    thread const WorkTile& tile,
+    int i0,
+    float scale,
+    float cap,
+    Lane at) {
+  ATTNKIT_UNROLL
+  for (int n = 0; n < TILES; n++) {
+    const float2 here = score(s, n, sees, tile.keys, i0, tile.end, true, scale, cap, at);
+    const float2 row_max = max(rows.row_max[n], column_max(here));
+    const float2 base = safe_max(row_max);
+    rescale(rows, n, exp(rows.row_max[n] - base));
+    rows.row_max[n] = row_max;
+    exponentiate(s, rows, n, base);
+  }
+}
+
+// O' += V' S'.
+inline void multiply_values(
+    thread RowState& rows,
+    thread const Scores& weights,
+    thread const Cache& cache,
+    thread const KeyOffsets& offsets,
+    int i0,
+    int end,
+    Lane at) {
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    const int i_v = i0 + block * 8 + at.col;
+    ATTNKIT_UNROLL
+    for (int d = 0; d < DIM_V; d += 8 * RUN) {
+      ValueRun x;
+      ATTNKIT_UNROLL
+      for (int e = 0; e < 2; e++) {
+        read_run(cache.v + offsets.v[block][e] + d + RUN * at.row, i_v + e < end, x.of[e]);
+      }
+      add_values(rows, weights, block, d, x);
+    }
+  }
+}
+
+// This simdgroup's row_max and row_sum, for the others.
+inline void share(thread RowState& rows, thread const Shared& shared, thread const Member& me) {
+  ATTNKIT_UNROLL
+  for (int n = 0; n < TILES; n++) {
+    rows.row_sum[n] = column_sum(rows.row_sum[n]);
+    if (me.at.row == 0) {
+      ATTNKIT_UNROLL
+      for (int e = 0; e < 2; e++) {
+        shared.row_max[me.simd * ROWS + n * 8 + me.at.col + e] = rows.row_max[n][e];
+        shared.row_sum[me.simd * ROWS + n * 8 + me.at.col + e] = rows.row_sum[n][e];
+      }
+    }
+  }
+}
+
+// Of a row over all simdgroups. Without a maximum it is -inf, also where every score was nan: a maximum leaves nan out.
+inline float combined_max(thread const Shared& shared, int row, int simds) {
+  float row_max = -INFINITY;
+  for (int simd = 0; simd < simds; simd++) {
+    row_max = max(row_max, shared.row_max[simd * ROWS + row]);
+  }
+  return row_max;
+}
+
+// O += this simdgroup's part of it; the first one sets O. The simdgroups come one after another.
+inline void combine(thread const RowState& rows, thread const Shared& shared, bool first, thread const Member& me) {
+  ATTNKIT_UNROLL
+  for (int n = 0; n < TILES; n++) {
+    ATTNKIT_UNROLL
+    for (int e = 0; e < 2; e++) {
+      const int row = n * 8 + me.at.col + e;
+      const float factor = exp(rows.row_max[n][e] - safe_max(combined_max(shared, row, me.simds)));
+      ATTNKIT_UNROLL
+      for (int part = 0; part < PARTS_O; part++) {
+        const int i = row * DIM_V + part / RUN * RUN * 8 + RUN * me.at.row + part % RUN;
+        shared.o[i] = (first ? 0.0f : shared.o[i]) + rows.o[n][part][e] * factor;
+      }
+    }
+  }
+}
+
+// One rounding at the store. The sink joins the denominator only; a row that saw nothing gives 0 and -inf.
+inline void store(
+    device OUT_TYPE* out,
+    device float* lse,
+    const device float* sink,
+    thread const Shared& shared,
+    constant DecodeShape& shape,
+    thread const WorkTile& tile,
+    thread const Member& me) {
+  const int heads = tile.sequence.heads;
+  for (int i = me.index(); i < ROWS * DIM_V; i += me.count()) {
+    const int row = i / DIM_V, d = i % DIM_V;
+    const int r = tile.row0 + row;
+    if (r < tile.sequence.rows) {
+      const float row_max = combined_max(shared, row, me.simds);
+      float denominator = 0.0f;
+      for (int simd = 0; simd < me.simds; simd++) {
+        denominator += shared.row_sum[simd * ROWS + row] * exp(shared.row_max[simd * ROWS + row] - safe_max(row_max));
+      }
+      const int head = tile.kv_head * heads + r % heads;
+      const long token = (long(tile.split) * shape.batch + tile.b) * tile.sequence.queries + r / heads;
+      const long to_row = token * shape.kv_heads * heads + head;
+      if (d == 0) {
+        lse[to_row] = denominator == 0.0f ? -INFINITY : row_max + log(denominator);
+      }
+      if (shape.has_sink != 0 && row_max != -INFINITY) {
+        denominator += exp(sink[head] - row_max);
+      }
+      out[to_row * DIM_V + d] = OUT_TYPE(denominator == 0.0f ? 0.0f : shared.o[i] / denominator);
+    }
+  }
+}
 
 [[kernel, max_total_threads_per_threadgroup(32 * MOST_SIMDGROUPS)]] void decode_rows(
     const device TYPE* q [[buffer(0)]],
@@ -113,258 +423,37 @@ struct Places {
     uint simds [[simdgroups_per_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float2 pairs[ROWS * WIDEST / 2];  // Q' in fragment order; later O, row by row
-  threadgroup float* tile = reinterpret_cast<threadgroup float*>(pairs);
-  threadgroup float tops[MOST_SIMDGROUPS * ROWS];
-  threadgroup float sums[MOST_SIMDGROUPS * ROWS];
-  const Lane at = fragment_lane(lane);
-  const int thread_index = int(simd * 32 + lane), threads = int(simds * 32);
-  const int queries = int(shape.queries), heads = int(shape.heads), rows = queries * heads;
-  const int row0 = int(group.x) * ROWS;
-  const int b = int(group.z) / int(shape.kv_heads), kv_head = int(group.z) % int(shape.kv_heads);
+  threadgroup float2 q_or_o[ROWS * WIDEST / 2];
+  threadgroup float row_max[MOST_SIMDGROUPS * ROWS];
+  threadgroup float row_sum[MOST_SIMDGROUPS * ROWS];
+  const Shared shared = {q_or_o, reinterpret_cast<threadgroup float*>(q_or_o), row_max, row_sum};
+  const Member me = {fragment_lane(lane), int(lane), int(simd), int(simds)};
+  const WorkTile tile = work_tile(kv_len, kv_start, shape, group);
+  const Cache cache = cache_of(k, v, table, shape, tile);
+  const RowMasks sees = row_masks(tile.sequence, tile.row0, me.at);
+  const float slope = scale, softcap = cap;  // read once, not in every step
 
-  // Q' to threadgroup memory, as the lanes of the product will read it: DIM is permuted so that the lane that holds
-  // columns c, c + 1 of two neighbouring fragments of K has read four neighbouring elements.
-  const device TYPE* q_rows = q + b * shape.q_batch + kv_head * heads * shape.q_head;
-  for (int i = thread_index; i < TILES * PARTS_Q * 32; i += threads) {
-    const Lane to = fragment_lane(uint(i % 32));
-    const int part = (i / 32) % PARTS_Q;
-    const int d = (part / 2) * 16 + (to.row / 2) * 4 + (part % 2) * 2 + to.row % 2;
-    ATTNKIT_UNROLL
-    for (int e = 0; e < 2; e++) {
-      const int row = row0 + (i / (32 * PARTS_Q)) * 8 + to.col + e;
-      const bool live = row < rows;
-      tile[2 * i + e] = live ? float(q_rows[(row / heads) * shape.q_token + (row % heads) * shape.q_head + d]) : 0.0f;
-    }
-  }
-
-  // What the rows see. The walk covers what any of them sees; this split takes an equal share of it.
-  Masks masks;
-  masks.causal = shape.causal != 0;
-  masks.window = int(shape.window);
-  masks.sink_tokens = int(shape.sink_tokens);
-  const int capacity = int(shape.capacity);
-  const int end = clamp(kv_len[b], 0, capacity);
-  const int first = shape.has_start != 0 ? clamp(kv_start[b], 0, capacity) : 0;
-  const int position0 = end - queries;
-  Visible sees[TILES][2];
-  ATTNKIT_UNROLL
-  for (int n = 0; n < TILES; n++) {
-    ATTNKIT_UNROLL
-    for (int e = 0; e < 2; e++) {
-      const int row = row0 + n * 8 + at.col + e;
-      const int position = position0 + row / heads;
-      sees[n][e] = visible(position, first, row < rows && position >= 0 ? end : 0, masks);
-    }
-  }
-  const int lowest = max(0, position0 + row0 / heads);
-  const int highest = position0 + (min(row0 + ROWS, rows) - 1) / heads;
-  const Visible from = visible(lowest, first, end, masks), to = visible(highest, first, end, masks);
-  const Walk keys = walk(first, from, to);
-  const int share = (keys.count + int(shape.splits) * KEYS - 1) / (int(shape.splits) * KEYS) * KEYS;
-  const int begin = int(group.y) * share;
-  const int stop = min(keys.count, begin + share);
+  load_q(q, shared, shape, tile, me);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  float2 top[TILES], sum[TILES], o[TILES][PARTS_O];
-  ATTNKIT_UNROLL
-  for (int n = 0; n < TILES; n++) {
-    top[n] = float2(-INFINITY);
-    sum[n] = float2(0.0f);
-    ATTNKIT_UNROLL
-    for (int part = 0; part < PARTS_O; part++) {
-      o[n][part] = float2(0.0f);
-    }
-  }
-  const float by = scale, most = cap;
-  const long k_key = shape.k_key, v_key = shape.v_key;
-#if PAGED
-  const long k_batch = shape.k_batch, v_batch = shape.v_batch;
-  const int page_keys = int(shape.page), last_page = int(shape.pages) - 1;
-  table += b * shape.table_row;
-#else
-  k += b * shape.k_batch;
-  v += b * shape.v_batch;
-#endif
-  k += kv_head * shape.k_head;
-  v += kv_head * shape.v_head;
-  for (int i0 = begin + int(simd) * KEYS; i0 < stop; i0 += int(simds) * KEYS) {
-    // Where the keys lie. Of a cache with pages, lane l looks key l up for all.
-    Places places[BLOCKS];
-#if PAGED
-    const int key = keys.key(min(i0 + int(lane % KEYS), stop - 1));
-    const int page = clamp(table[key / page_keys], 0, last_page), slot = key % page_keys;
-#endif
-    ATTNKIT_UNROLL
-    for (int block = 0; block < BLOCKS; block++) {
-      const int i_k = block * 8 + at.row, i_v = block * 8 + at.col;
-#if PAGED
-      places[block].k =
-          simd_shuffle(page, ushort(i_k)) * k_batch + simd_shuffle(slot, ushort(i_k)) * k_key;
-#else
-      places[block].k = keys.key(i0 + i_k) * k_key;
-#endif
-      ATTNKIT_UNROLL
-      for (int e = 0; e < 2; e++) {
-#if PAGED
-        places[block].v[e] =
-            simd_shuffle(page, ushort(i_v + e)) * v_batch + simd_shuffle(slot, ushort(i_v + e)) * v_key;
-#else
-        places[block].v[e] = keys.key(i0 + i_v + e) * v_key;
-#endif
-      }
-    }
-
-    // S' = K Q', in float. The sums over 32 dims each are short chains, which round less and do not wait for each other.
-    float2 s[BLOCKS][TILES];
-    ATTNKIT_UNROLL
-    for (int c = 0; c < BLOCKS * TILES; c++) {
-      s[c / TILES][c % TILES] = float2(0.0f);
-    }
-    ATTNKIT_UNROLL
-    for (int d0 = 0; d0 < DIM; d0 += 32) {
-      float2 even[BLOCKS][TILES], odd[BLOCKS][TILES];
-      ATTNKIT_UNROLL
-      for (int c = 0; c < BLOCKS * TILES; c++) {
-        even[c / TILES][c % TILES] = odd[c / TILES][c % TILES] = float2(0.0f);
-      }
-      ATTNKIT_UNROLL
-      for (int d = d0; d < d0 + 32 && d < DIM; d += 16) {
-        float4 x[BLOCKS];
-        ATTNKIT_UNROLL
-        for (int block = 0; block < BLOCKS; block++) {
-          x[block] = read_four(k + places[block].k + d + 2 * at.col, i0 + block * 8 + at.row < stop);
-        }
-        ATTNKIT_UNROLL
-        for (int n = 0; n < TILES; n++) {
-          const int part = (n * PARTS_Q + d / 8) * 32 + int(lane);
-          ATTNKIT_UNROLL
-          for (int block = 0; block < BLOCKS; block++) {
-            multiply_add(even[block][n], x[block].xy, pairs[part]);
-            multiply_add(odd[block][n], x[block].zw, pairs[part + 32]);
-          }
-        }
-      }
-      ATTNKIT_UNROLL
-      for (int c = 0; c < BLOCKS * TILES; c++) {
-        s[c / TILES][c % TILES] += even[c / TILES][c % TILES] + odd[c / TILES][c % TILES];
-      }
-    }
-
-    // Online softmax over the keys, which are the rows here. What a lane adds up itself is joined at the end.
-    ATTNKIT_UNROLL
-    for (int n = 0; n < TILES; n++) {
-      float2 above = float2(-INFINITY);
-      ATTNKIT_UNROLL
-      for (int block = 0; block < BLOCKS; block++) {
-        const int i = i0 + block * 8 + at.row;
-        const int key_here = keys.key(i);
-        s[block][n] = scores(s[block][n], by, most);
-        ATTNKIT_UNROLL
-        for (int e = 0; e < 2; e++) {
-          const bool live = i < stop && sees[n][e].sees(key_here);
-          s[block][n][e] = live ? s[block][n][e] : -INFINITY;
-        }
-        above = max(above, s[block][n]);
-      }
-      above = max(top[n], column_max(above));
-      const float2 base = float2(subtracted(above.x), subtracted(above.y));
-      const float2 kept = exp(top[n] - base);
-      top[n] = above;
-      sum[n] *= kept;
-      ATTNKIT_UNROLL
-      for (int block = 0; block < BLOCKS; block++) {
-        s[block][n] = exp(s[block][n] - base);
-        sum[n] += s[block][n];
-      }
-      ATTNKIT_UNROLL
-      for (int part = 0; part < PARTS_O; part++) {
-        o[n][part] *= kept;
-      }
-    }
-
-    // O' += V' S': fragment f of a run holds dims RUN * row + f of the run's 8 * RUN dims.
-    ATTNKIT_UNROLL
-    for (int block = 0; block < BLOCKS; block++) {
-      const int i_v = i0 + block * 8 + at.col;
-      ATTNKIT_UNROLL
-      for (int d = 0; d < DIM_V; d += 8 * RUN) {
-        float x[2][RUN];
-        ATTNKIT_UNROLL
-        for (int e = 0; e < 2; e++) {
-          read_run(v + places[block].v[e] + d + RUN * at.row, i_v + e < stop, x[e]);
-        }
-        ATTNKIT_UNROLL
-        for (int f = 0; f < RUN; f++) {
-          ATTNKIT_UNROLL
-          for (int n = 0; n < TILES; n++) {
-            multiply_add(o[n][d / 8 + f], float2(x[0][f], x[1][f]), s[block][n]);
-          }
-        }
-      }
-    }
+  RowState rows;
+  clear(rows);
+  for (int i0 = tile.begin + me.simd * KEYS; i0 < tile.end; i0 += me.simds * KEYS) {
+    const KeyOffsets offsets = key_offsets(cache, tile, i0, me);
+    Scores s = multiply_keys(cache, offsets, shared, i0, tile.end, me);
+    softmax_step(rows, s, sees, tile, i0, slope, softcap, me.at);
+    multiply_values(rows, s, cache, offsets, i0, tile.end, me.at);
   }
 
-  // The simdgroups meet: the common maximum, then their sums and outputs, one after another. Q' is not needed any more.
-  // Without a maximum these are 0, or nan where every score was: a maximum leaves nan out.
-  ATTNKIT_UNROLL
-  for (int n = 0; n < TILES; n++) {
-    sum[n] = column_sum(sum[n]);
-    if (at.row == 0) {
-      ATTNKIT_UNROLL
-      for (int e = 0; e < 2; e++) {
-        tops[int(simd) * ROWS + n * 8 + at.col + e] = top[n][e];
-        sums[int(simd) * ROWS + n * 8 + at.col + e] = sum[n][e];
-      }
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int turn = 0; turn < int(simds); turn++) {
-    if (turn == int(simd)) {
-      ATTNKIT_UNROLL
-      for (int n = 0; n < TILES; n++) {
-        ATTNKIT_UNROLL
-        for (int e = 0; e < 2; e++) {
-          const int row = n * 8 + at.col + e;
-          float above = -INFINITY;
-          for (int other = 0; other < int(simds); other++) {
-            above = max(above, tops[other * ROWS + row]);
-          }
-          const float kept = exp(top[n][e] - subtracted(above));
-          ATTNKIT_UNROLL
-          for (int part = 0; part < PARTS_O; part++) {
-            const int d = part / RUN * RUN * 8 + RUN * at.row + part % RUN;
-            tile[row * DIM_V + d] = (turn == 0 ? 0.0f : tile[row * DIM_V + d]) + o[n][part][e] * kept;
-          }
-        }
-      }
+  share(rows, shared, me);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // row_max and row_sum are there, and Q' is not needed any more
+  for (int turn = 0; turn < me.simds; turn++) {
+    if (turn == me.simd) {
+      combine(rows, shared, turn == 0, me);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-
-  // One rounding at the store. The sink joins the denominator only; a row that saw nothing gives 0 and -inf.
-  for (int i = thread_index; i < ROWS * DIM_V; i += threads) {
-    const int row = i / DIM_V, d = i % DIM_V;
-    if (row0 + row < rows) {
-      float above = -INFINITY, denominator = 0.0f;
-      for (int other = 0; other < int(simds); other++) {
-        above = max(above, tops[other * ROWS + row]);
-      }
-      for (int other = 0; other < int(simds); other++) {
-        denominator += sums[other * ROWS + row] * exp(tops[other * ROWS + row] - subtracted(above));
-      }
-      const int head = kv_head * heads + (row0 + row) % heads;
-      const long token = (long(group.y) * shape.batch + b) * queries + (row0 + row) / heads;
-      const long to_row = token * shape.kv_heads * heads + head;
-      if (d == 0) {
-        lse[to_row] = denominator == 0.0f ? -INFINITY : above + log(denominator);
-      }
-      if (shape.has_sink != 0 && above != -INFINITY) {
-        denominator += exp(sink[head] - above);
-      }
-      out[to_row * DIM_V + d] = OUT_TYPE(denominator == 0.0f ? 0.0f : tile[row * DIM_V + d] / denominator);
-    }
-  }
+  store(out, lse, sink, shared, shape, tile, me);
 }
 
 struct DecodeMerge {

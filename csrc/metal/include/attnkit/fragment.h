@@ -1,5 +1,9 @@
 // 8x8 matrices held by a simdgroup: lane l holds the elements (row, col) and (row, col + 1) below. The products are in
 // float for every model dtype, so nothing is rounded between the load and the store.
+//
+// The Metal Shading Language Specification leaves open which lane holds what. The map is that of Apple's MLX
+// (github.com/ml-explore/mlx, mlx/backend/metal/kernels/steel/gemm/mma.h: BaseMMAFrag<T, 8, 8>::get_coord);
+// known_answer.metal tries it before other results are believed.
 
 struct Lane {
   int row;

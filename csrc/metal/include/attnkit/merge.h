@@ -37,22 +37,22 @@ inline void merge_row(
   for (int c = 0; c < MERGE_CELLS; c++) {
     merged[c] = MergeCell(0.0f);
   }
-  float top = -INFINITY, sum = 0.0f;
+  float lse_max = -INFINITY, sum = 0.0f;
   for (int p0 = 0; p0 < row.parts; p0 += 32) {
     const int mine = p0 + int(lane);
     const float l = mine < row.parts ? lse[mine * row.lse_step] : -INFINITY;
-    const float above = max(top, simd_max(l));
+    const float new_max = max(lse_max, simd_max(l));
     // Nothing finite is subtracted of an infinity: -inf means no keys, and +inf stays what it is.
-    const float base = isinf(above) ? 0.0f : above;
-    const float kept = exp(top - base);
+    const float base = isinf(new_max) ? 0.0f : new_max;
+    const float rescale = exp(lse_max - base);
     float weight = exp(l - base);
-    sum = sum * kept + simd_sum(weight);
+    sum = sum * rescale + simd_sum(weight);
     if (row.sum_step >= 0 && l != -INFINITY && mine < row.parts) {
       weight /= row_sum[mine * row.sum_step];
     }
     ATTNKIT_UNROLL
     for (int c = 0; c < MERGE_CELLS; c++) {
-      merged[c] *= kept;
+      merged[c] *= rescale;
     }
     const int count = min(32, row.parts - p0);
     for (int p = 0; p < count; p++) {
@@ -70,9 +70,9 @@ inline void merge_row(
         }
       }
     }
-    top = above;
+    lse_max = new_max;
   }
-  const float log_sum = sum == 0.0f ? -INFINITY : top + log(sum);
+  const float log_sum = sum == 0.0f ? -INFINITY : lse_max + log(sum);
   float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (sink != nullptr && sum != 0.0f) {
     scale /= 1.0f + exp(sink[0] - log_sum);

@@ -1,29 +1,27 @@
 // Attention of many query rows per KV head: prefill_rows.
 //
-// The rows of one KV head are its T queries times the HEADS query heads that share it, so the heads share every tile
-// of K and V. A threadgroup takes ROWS of them, a simdgroup 8 * TILES. The threads bring KEYS keys and values at a time to
+// The rows of one KV head are its T queries times the query heads that share it, so the heads share every tile of K and
+// V. A threadgroup takes ROWS of them, a simdgroup 8 * TILES. The threads bring KEYS keys and values at a time to
 // threadgroup memory; each simdgroup multiplies them transposed, so that the weights are used as they lie:
 //
 //   S' (keys, rows) = K Q'        Q' stays in registers, scores are scaled and capped in float
 //   O' (dims, rows) = V' S'       the weights never leave their lanes
 //
-// Grid: x tiles of ROWS rows (the last first, they are the longest under causal), y KV heads, z batch, and with VARLEN one
-// more in z for the tokens past the last sequence; SIMDS simdgroups in a threadgroup, no other number.
+// Grid: x tiles of ROWS rows (the last first, they are the longest under causal), y KV heads, z batch, and with VARLEN
+// one more in z for the tokens past the last sequence; SIMDS simdgroups in a threadgroup, no other number.
 //
-// Defined by the host: TYPE, DIM, DIM_V (multiples of 16), TILES, SIMDS, KEYS (a multiple of 8), WIDTH, VARLEN, IN_CACHE
+// Defined by the host: TYPE, DIM, DIM_V, TILES (attnkit/rows.h), SIMDS, KEYS (a multiple of 8), WIDTH, VARLEN, IN_CACHE
 // (the queries are the last keys of the cache: positions count from kv_len, and a negative one sees nothing).
 // WIDTH 4 needs every step and offset to be a multiple of 4.
 
 constant constexpr int BLOCKS = KEYS / 8;
 constant constexpr int ROWS = 8 * TILES * SIMDS;
 constant constexpr int THREADS = 32 * SIMDS;
-constant constexpr int RUN = DIM_V % 32 == 0 ? 4 : 2;  // neighbouring dims of V that a lane reads
-constant constexpr int PARTS_Q = DIM / 8;
-constant constexpr int PARTS_O = DIM_V / 8;
 // 32 bytes more than a row: then the rows of a fragment lie in different banks.
 constant constexpr int PAD = 32 / sizeof(TYPE);
 constant constexpr int STEP_K = DIM + PAD;
 constant constexpr int STEP_V = DIM_V + PAD;
+typedef ScoreTile<BLOCKS> Scores;
 
 struct PrefillShape {
   long queries;  // T, or all tokens
@@ -37,22 +35,15 @@ struct PrefillShape {
   long has_len;
   long has_start;
   long normalize;
-  long q_batch;  // steps, in elements
-  long q_token;
-  long q_head;
-  long k_batch;
-  long k_head;
-  long k_key;
-  long v_batch;
-  long v_head;
-  long v_key;
+  Steps steps;
 };
 
 // Neighbouring elements from device to threadgroup memory; zeros where there is no key, because 0 * nan is nan.
 inline void copy_vector(const device TYPE* from, threadgroup TYPE* to, bool live) {
 #if WIDTH == 4
   typedef vec<TYPE, 4> Vector;
-  *reinterpret_cast<threadgroup Vector*>(to) = live ? *reinterpret_cast<const device Vector*>(from) : Vector(TYPE(0.0f));
+  const Vector none = Vector(TYPE(0.0f));
+  *reinterpret_cast<threadgroup Vector*>(to) = live ? *reinterpret_cast<const device Vector*>(from) : none;
 #else
   to[0] = live ? from[0] : TYPE(0.0f);
 #endif
@@ -65,6 +56,259 @@ inline void read_tile(const threadgroup TYPE* from, thread float* to) {
   ATTNKIT_UNROLL
   for (int i = 0; i < N; i++) {
     to[i] = float(x[i]);
+  }
+}
+
+// A work tile: ROWS rows of a KV head, of which this simdgroup has 8 * TILES, and what they see.
+struct WorkTile {
+  int simd_row0;  // first row of this simdgroup
+  bool whole;  // all rows of this simdgroup are there, and none is blind
+  // What the first and the last row of this simdgroup see decides which keys it can leave out, and which need no mask.
+  Visible low;
+  Visible high;
+  Walk keys;  // that any row of the threadgroup sees
+};
+
+inline WorkTile work_tile(thread const Sequence& s, int row0, int simd) {
+  WorkTile tile;
+  tile.simd_row0 = row0 + simd * 8 * TILES;
+  const Visible lowest = s.at_position(s.position0 + row0 / s.heads);
+  const Visible highest = s.at_position(s.position0 + (min(row0 + ROWS, s.rows) - 1) / s.heads);
+  tile.keys = walk(s.first, lowest, highest);
+  tile.low = s.at_position(s.position0 + tile.simd_row0 / s.heads);
+  tile.high = s.at_position(s.position0 + (min(tile.simd_row0 + 8 * TILES, s.rows) - 1) / s.heads);
+  tile.whole = tile.simd_row0 + 8 * TILES <= s.rows && (!IN_CACHE || s.position0 + tile.simd_row0 / s.heads >= 0);
+  return tile;
+}
+
+// What a threadgroup serves: a sequence, the KV head's part of its tensors, and where its tokens begin in out and lse.
+struct Head {
+  Sequence sequence;
+  const device TYPE* q;
+  const device TYPE* k;
+  const device TYPE* v;
+  long token0;
+  int kv_head;
+};
+
+inline Head head_of(
+    const device TYPE* q,
+    const device TYPE* k,
+    const device TYPE* v,
+    const device int* first_ints,
+    const device int* second_ints,
+    constant PrefillShape& shape,
+    uint3 group) {
+  Head head;
+  head.kv_head = int(group.y);
+  const int b = int(group.z);
+  Sequence s;
+  s.heads = int(shape.heads);
+  s.in_cache = IN_CACHE;
+  s.masks.causal = shape.causal != 0;
+  s.masks.window = int(shape.window);
+  s.masks.sink_tokens = int(shape.sink_tokens);
+  const int queries = int(shape.queries), keys = int(shape.keys);
+#if VARLEN
+  const int last = int(shape.batch);
+  const int q0 = clamp(first_ints[min(b, last)], 0, queries), k0 = clamp(second_ints[min(b, last)], 0, keys);
+  const bool tail = b == last;  // tokens that belong to no sequence
+  s.queries = (tail ? queries : clamp(first_ints[b + 1], q0, queries)) - q0;
+  s.first = 0;
+  s.end = tail ? 0 : clamp(second_ints[b + 1], k0, keys) - k0;
+  s.position0 = s.end - s.queries;
+  head.token0 = q0;
+  q += q0 * shape.steps.q_token;
+  k += k0 * shape.steps.k_key;
+  v += k0 * shape.steps.v_key;
+#else
+  s.queries = queries;
+  s.first = shape.has_start != 0 ? clamp(second_ints[b], 0, keys) : 0;
+  s.end = shape.has_len != 0 ? clamp(first_ints[b], 0, keys) : keys;
+  s.position0 = (IN_CACHE ? s.end : keys) - queries;
+  head.token0 = long(b) * queries;
+  q += b * shape.steps.q_batch;
+  k += b * shape.steps.k_batch;
+  v += b * shape.steps.v_batch;
+#endif
+  s.rows = s.queries * s.heads;
+  head.sequence = s;
+  head.q = q + head.kv_head * s.heads * shape.steps.q_head;
+  head.k = k + head.kv_head * shape.steps.k_head;
+  head.v = v + head.kv_head * shape.steps.v_head;
+  return head;
+}
+
+// Q' of this simdgroup's rows, in registers.
+struct QueryTile {
+  vec<TYPE, 2> of[TILES][PARTS_Q];
+};
+
+inline QueryTile load_q(thread const Head& head, constant PrefillShape& shape, int simd_row0, Lane at) {
+  QueryTile q;
+  const int heads = head.sequence.heads;
+  ATTNKIT_UNROLL
+  for (int n = 0; n < TILES; n++) {
+    ATTNKIT_UNROLL
+    for (int e = 0; e < 2; e++) {
+      const int row = simd_row0 + n * 8 + at.col + e;
+      const bool live = row < head.sequence.rows;
+      const device TYPE* from = head.q + (row / heads) * shape.steps.q_token + (row % heads) * shape.steps.q_head;
+      ATTNKIT_UNROLL
+      for (int part = 0; part < PARTS_Q; part++) {
+        q.of[n][part][e] = live ? from[dim_of_part(part, at)] : TYPE(0.0f);
+      }
+    }
+  }
+  return q;
+}
+
+// Rows of ROW elements of K or V to threadgroup memory, those of the keys i0 .. i0 + KEYS - 1 of the walk.
+template <int ROW, int STEP>
+inline void copy_keys(
+    const device TYPE* from, long key_step, threadgroup TYPE* to, thread const Walk& keys, int i0, int thread_index) {
+  for (int i = thread_index * WIDTH; i < KEYS * ROW; i += THREADS * WIDTH) {
+    const int row = i / ROW, d = i % ROW;
+    const bool live = i0 + row < keys.count;
+    copy_vector(from + (live ? keys.key(i0 + row) : 0) * key_step + d, to + row * STEP + d, live);
+  }
+}
+
+// What this simdgroup does with the keys i0 .. i0 + KEYS - 1 of the walk.
+struct Step {
+  bool skipped;  // none of its rows sees any of them
+  bool masked;  // not all of its rows see all of them
+};
+
+inline Step step_of(thread const WorkTile& tile, int rows, int i0) {
+  Step step;
+  const int count = tile.keys.count;
+  const int key0 = tile.keys.key(i0), key1 = tile.keys.key(min(i0 + KEYS, count) - 1);
+  const bool beyond = key0 >= tile.high.cap || (key0 >= tile.high.high && key0 >= tile.high.sinks);
+  const bool before = key1 < tile.low.low && key0 >= tile.low.sinks;
+  step.skipped = tile.simd_row0 >= rows || beyond || before;
+  step.masked = !tile.whole || i0 + KEYS > count || key1 >= tile.low.cap || key0 < tile.high.low ||
+      key1 >= tile.low.high;
+  return step;
+}
+
+// S' = K Q'. The sums over 64 dims each are short chains, which round less and do not wait for each other.
+inline Scores multiply_keys(const threadgroup TYPE* tile_k, thread const QueryTile& q, Lane at) {
+  Scores s;
+  clear(s);
+  ATTNKIT_UNROLL
+  for (int c = 0; c < BLOCKS * ((DIM + 63) / 64); c++) {
+    const int block = c % BLOCKS, d0 = c / BLOCKS * 64;
+    float2 even[TILES], odd[TILES];
+    ATTNKIT_UNROLL
+    for (int n = 0; n < TILES; n++) {
+      even[n] = odd[n] = float2(0.0f);
+    }
+    ATTNKIT_UNROLL
+    for (int d = d0; d < d0 + 64 && d < DIM; d += 16) {
+      float x[4];
+      read_tile<4>(tile_k + (block * 8 + at.row) * STEP_K + d + 2 * at.col, x);
+      ATTNKIT_UNROLL
+      for (int n = 0; n < TILES; n++) {
+        const vec<TYPE, 2> qa = q.of[n][d / 8], qb = q.of[n][d / 8 + 1];
+        multiply_add(even[n], float2(x[0], x[1]), float2(float(qa[0]), float(qa[1])));
+        multiply_add(odd[n], float2(x[2], x[3]), float2(float(qb[0]), float(qb[1])));
+      }
+    }
+    ATTNKIT_UNROLL
+    for (int n = 0; n < TILES; n++) {
+      s.of[block][n] += even[n] + odd[n];
+    }
+  }
+  return s;
+}
+
+// A step of the online softmax over the keys, which are the rows here: products become scores, scores weights.
+inline void softmax_step(
+    thread RowState& rows,
+    thread Scores& s,
+    thread const RowMasks& sees,
+    thread const Walk& keys,
+    int i0,
+    bool masked,
+    float scale,
+    float cap,
+    Lane at) {
+  ATTNKIT_UNROLL
+  for (int n = 0; n < TILES; n++) {
+    const float2 here = score(s, n, sees, keys, i0, keys.count, masked, scale, cap, at);
+    const float2 row_max = max(rows.row_max[n], column_max(here));
+    const float2 base = safe_max(row_max);
+    if (simd_any(row_max.x != rows.row_max[n].x || row_max.y != rows.row_max[n].y)) {
+      rescale(rows, n, exp(rows.row_max[n] - base));
+    }
+    rows.row_max[n] = row_max;
+    exponentiate(s, rows, n, base);
+  }
+}
+
+// O' += V' S'.
+inline void multiply_values(
+    thread RowState& rows, thread const Scores& weights, const threadgroup TYPE* tile_v, Lane at) {
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    ATTNKIT_UNROLL
+    for (int d = 0; d < DIM_V; d += 8 * RUN) {
+      ValueRun x;
+      const threadgroup TYPE* from = tile_v + (block * 8 + at.col) * STEP_V + d + RUN * at.row;
+      read_tile<RUN>(from, x.of[0]);
+      read_tile<RUN>(from + STEP_V, x.of[1]);
+      add_values(rows, weights, block, d, x);
+    }
+  }
+}
+
+// One rounding at the store. The sink joins the denominator only; a row that saw nothing gives 0 and -inf.
+inline void store(
+    device TYPE* out,
+    device float* lse,
+    device float* row_sum,
+    const device float* sink,
+    constant PrefillShape& shape,
+    thread const Head& head,
+    thread RowState& rows,
+    int simd_row0,
+    int all_heads,
+    Lane at) {
+  const int heads = head.sequence.heads;
+  ATTNKIT_UNROLL
+  for (int n = 0; n < TILES; n++) {
+    rows.row_sum[n] = column_sum(rows.row_sum[n]);
+    ATTNKIT_UNROLL
+    for (int e = 0; e < 2; e++) {
+      const int row = simd_row0 + n * 8 + at.col + e;
+      if (row < head.sequence.rows) {
+        const int q_head = head.kv_head * heads + row % heads;
+        const long to_row = (head.token0 + row / heads) * all_heads + q_head;
+        const float row_max = rows.row_max[n][e];
+        float denominator = rows.row_sum[n][e];
+        if (at.row == 0) {
+          lse[to_row] = denominator == 0.0f ? -INFINITY : row_max + log(denominator);
+          if (shape.normalize == 0) {
+            row_sum[to_row] = denominator;
+          }
+        }
+        if (shape.has_sink != 0 && row_max != -INFINITY) {
+          denominator += exp(sink[q_head] - row_max);
+        }
+        const float divisor = denominator == 0.0f || shape.normalize == 0 ? 1.0f : denominator;
+        ATTNKIT_UNROLL
+        for (int d = 0; d < DIM_V; d += 8 * RUN) {
+          device TYPE* to = out + to_row * DIM_V + d + RUN * at.row;
+          vec<TYPE, RUN> run;
+          ATTNKIT_UNROLL
+          for (int f = 0; f < RUN; f++) {
+            run[f] = TYPE(rows.o[n][d / 8 + f][e] / divisor);
+          }
+          *reinterpret_cast<device vec<TYPE, RUN>*>(to) = run;
+        }
+      }
+    }
   }
 }
 
@@ -89,230 +333,31 @@ inline void read_tile(const threadgroup TYPE* from, thread float* to) {
   threadgroup TYPE tile_v[KEYS * STEP_V];
   const Lane at = fragment_lane(lane);
   const int thread_index = int(simd * 32 + lane);
-  const int heads = int(shape.heads), all_heads = heads * int(groups.y);
-  const int b = int(group.z), kv_head = int(group.y);
-
-  // The sequence: its queries, and the keys [first, end) with the position of query 0.
-  int queries = int(shape.queries), first = 0, end = int(shape.keys);
-  long token0 = long(b) * queries;
-#if VARLEN
-  const int last = int(shape.batch);
-  const int q0 = clamp(first_ints[min(b, last)], 0, queries), k0 = clamp(second_ints[min(b, last)], 0, end);
-  const bool tail = b == last;  // tokens that belong to no sequence
-  queries = (tail ? queries : clamp(first_ints[b + 1], q0, queries)) - q0;
-  end = tail ? 0 : clamp(second_ints[b + 1], k0, end) - k0;
-  token0 = q0;
-  q += q0 * shape.q_token;
-  k += k0 * shape.k_key;
-  v += k0 * shape.v_key;
-  const int position0 = end - queries;
-#else
-  const int size = end;
-  end = shape.has_len != 0 ? clamp(first_ints[b], 0, size) : size;
-  first = shape.has_start != 0 ? clamp(second_ints[b], 0, size) : 0;
-  q += b * shape.q_batch;
-  k += b * shape.k_batch;
-  v += b * shape.v_batch;
-  const int position0 = (IN_CACHE ? end : size) - queries;
-#endif
-  q += kv_head * heads * shape.q_head;
-  k += kv_head * shape.k_head;
-  v += kv_head * shape.v_head;
-  const int rows = queries * heads;
-  const int tiles = (rows + ROWS - 1) / ROWS;
-  Masks masks;
-  masks.causal = shape.causal != 0;
-  masks.window = int(shape.window);
-  masks.sink_tokens = int(shape.sink_tokens);
+  const Head head = head_of(q, k, v, first_ints, second_ints, shape, group);
+  const int tiles = (head.sequence.rows + ROWS - 1) / ROWS;
+  const long k_key = shape.steps.k_key, v_key = shape.steps.v_key;  // these four are read once, not in every step
+  const float slope = scale, softcap = cap;
 
   // One tile a threadgroup, unless there are more tiles than the host expected.
   for (int count = int(group.x); count < tiles; count += int(groups.x)) {
-    const int row0 = (tiles - 1 - count) * ROWS;
-    const int mine0 = row0 + int(simd) * 8 * TILES;  // first row of this simdgroup
-
-    // Q' in registers, DIM permuted so that the lane that holds columns c, c + 1 of two neighbouring fragments of K reads
-    // four neighbouring elements.
-    vec<TYPE, 2> rq[TILES][PARTS_Q];
-    Visible sees[TILES][2];
-    ATTNKIT_UNROLL
-    for (int n = 0; n < TILES; n++) {
-      ATTNKIT_UNROLL
-      for (int e = 0; e < 2; e++) {
-        const int row = mine0 + n * 8 + at.col + e;
-        const bool live = row < rows;
-        const int position = position0 + row / heads;
-        sees[n][e] = visible(position, first, live && (!IN_CACHE || position >= 0) ? end : 0, masks);
-        const device TYPE* from = q + (row / heads) * shape.q_token + (row % heads) * shape.q_head;
-        ATTNKIT_UNROLL
-        for (int part = 0; part < PARTS_Q; part++) {
-          const int d = (part / 2) * 16 + (at.row / 2) * 4 + (part % 2) * 2 + at.row % 2;
-          rq[n][part][e] = live ? from[d] : TYPE(0.0f);
-        }
-      }
-    }
-    const Visible lowest = visible(position0 + row0 / heads, first, end, masks);
-    const Visible highest = visible(position0 + (min(row0 + ROWS, rows) - 1) / heads, first, end, masks);
-    const Walk keys = walk(first, lowest, highest);
-    // What the first and the last row of this simdgroup see decides which keys it can leave out, and which need no mask.
-    const Visible mine_low = visible(position0 + mine0 / heads, first, end, masks);
-    const Visible mine_high =
-        visible(position0 + (min(mine0 + 8 * TILES, rows) - 1) / heads, first, end, masks);
-    const bool whole = mine0 + 8 * TILES <= rows && (!IN_CACHE || position0 + mine0 / heads >= 0);
-
-    float2 top[TILES], sum[TILES], o[TILES][PARTS_O];
-    ATTNKIT_UNROLL
-    for (int n = 0; n < TILES; n++) {
-      top[n] = float2(-INFINITY);
-      sum[n] = float2(0.0f);
-      ATTNKIT_UNROLL
-      for (int part = 0; part < PARTS_O; part++) {
-        o[n][part] = float2(0.0f);
-      }
-    }
-
-    const float by = scale, most = cap;
-    const long k_key = shape.k_key, v_key = shape.v_key;
-    for (int i0 = 0; i0 < keys.count; i0 += KEYS) {
+    const WorkTile tile = work_tile(head.sequence, (tiles - 1 - count) * ROWS, int(simd));
+    const QueryTile rq = load_q(head, shape, tile.simd_row0, at);
+    const RowMasks sees = row_masks(head.sequence, tile.simd_row0, at);
+    RowState rows;
+    clear(rows);
+    for (int i0 = 0; i0 < tile.keys.count; i0 += KEYS) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been used
-      for (int i = thread_index * WIDTH; i < KEYS * DIM; i += THREADS * WIDTH) {
-        const int row = i / DIM, d = i % DIM;
-        const bool live = i0 + row < keys.count;
-        copy_vector(k + (live ? keys.key(i0 + row) : 0) * k_key + d, tile_k + row * STEP_K + d, live);
-      }
-      for (int i = thread_index * WIDTH; i < KEYS * DIM_V; i += THREADS * WIDTH) {
-        const int row = i / DIM_V, d = i % DIM_V;
-        const bool live = i0 + row < keys.count;
-        copy_vector(v + (live ? keys.key(i0 + row) : 0) * v_key + d, tile_v + row * STEP_V + d, live);
-      }
+      copy_keys<DIM, STEP_K>(head.k, k_key, tile_k, tile.keys, i0, thread_index);
+      copy_keys<DIM_V, STEP_V>(head.v, v_key, tile_v, tile.keys, i0, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      const int key0 = keys.key(i0), key1 = keys.key(min(i0 + KEYS, keys.count) - 1);
-      const bool beyond = key0 >= mine_high.cap || (key0 >= mine_high.high && key0 >= mine_high.sinks);
-      const bool before = key1 < mine_low.low && key0 >= mine_low.sinks;
-      if (mine0 >= rows || beyond || before) {
+      const Step step = step_of(tile, head.sequence.rows, i0);
+      if (step.skipped) {
         continue;
       }
-      const bool masked = !whole || i0 + KEYS > keys.count || key1 >= mine_low.cap || key0 < mine_high.low ||
-          key1 >= mine_low.high;
-
-      // S' = K Q'. The sums over 64 dims each are short chains, which round less and do not wait for each other.
-      float2 s[BLOCKS][TILES];
-      ATTNKIT_UNROLL
-      for (int c = 0; c < BLOCKS * TILES; c++) {
-        s[c / TILES][c % TILES] = float2(0.0f);
-      }
-      ATTNKIT_UNROLL
-      for (int c = 0; c < BLOCKS * ((DIM + 63) / 64); c++) {
-        const int block = c % BLOCKS, d0 = c / BLOCKS * 64;
-        float2 even[TILES], odd[TILES];
-        ATTNKIT_UNROLL
-        for (int n = 0; n < TILES; n++) {
-          even[n] = odd[n] = float2(0.0f);
-        }
-        ATTNKIT_UNROLL
-        for (int d = d0; d < d0 + 64 && d < DIM; d += 16) {
-          float x[4];
-          read_tile<4>(tile_k + (block * 8 + at.row) * STEP_K + d + 2 * at.col, x);
-          ATTNKIT_UNROLL
-          for (int n = 0; n < TILES; n++) {
-            const vec<TYPE, 2> qa = rq[n][d / 8], qb = rq[n][d / 8 + 1];
-            multiply_add(even[n], float2(x[0], x[1]), float2(float(qa[0]), float(qa[1])));
-            multiply_add(odd[n], float2(x[2], x[3]), float2(float(qb[0]), float(qb[1])));
-          }
-        }
-        ATTNKIT_UNROLL
-        for (int n = 0; n < TILES; n++) {
-          s[block][n] += even[n] + odd[n];
-        }
-      }
-
-      // Online softmax over the keys, which are the rows here. What a lane adds up itself is joined at the end.
-      ATTNKIT_UNROLL
-      for (int n = 0; n < TILES; n++) {
-        float2 above = float2(-INFINITY);
-        ATTNKIT_UNROLL
-        for (int block = 0; block < BLOCKS; block++) {
-          s[block][n] = scores(s[block][n], by, most);
-          if (masked) {
-            const int i = i0 + block * 8 + at.row;
-            const int key = keys.key(i);
-            ATTNKIT_UNROLL
-            for (int e = 0; e < 2; e++) {
-              s[block][n][e] = i < keys.count && sees[n][e].sees(key) ? s[block][n][e] : -INFINITY;
-            }
-          }
-          above = max(above, s[block][n]);
-        }
-        above = max(top[n], column_max(above));
-        const float2 base = float2(subtracted(above.x), subtracted(above.y));
-        if (simd_any(above.x != top[n].x || above.y != top[n].y)) {
-          const float2 kept = exp(top[n] - base);
-          sum[n] *= kept;
-          ATTNKIT_UNROLL
-          for (int part = 0; part < PARTS_O; part++) {
-            o[n][part] *= kept;
-          }
-        }
-        top[n] = above;
-        ATTNKIT_UNROLL
-        for (int block = 0; block < BLOCKS; block++) {
-          s[block][n] = exp(s[block][n] - base);
-          sum[n] += s[block][n];
-        }
-      }
-
-      // O' += V' S': fragment f of a run holds dims RUN * row + f of the run's 8 * RUN dims.
-      ATTNKIT_UNROLL
-      for (int block = 0; block < BLOCKS; block++) {
-        ATTNKIT_UNROLL
-        for (int d = 0; d < DIM_V; d += 8 * RUN) {
-          float x[2][RUN];
-          const threadgroup TYPE* from = tile_v + (block * 8 + at.col) * STEP_V + d + RUN * at.row;
-          read_tile<RUN>(from, x[0]);
-          read_tile<RUN>(from + STEP_V, x[1]);
-          ATTNKIT_UNROLL
-          for (int f = 0; f < RUN; f++) {
-            ATTNKIT_UNROLL
-            for (int n = 0; n < TILES; n++) {
-              multiply_add(o[n][d / 8 + f], float2(x[0][f], x[1][f]), s[block][n]);
-            }
-          }
-        }
-      }
+      Scores s = multiply_keys(tile_k, rq, at);
+      softmax_step(rows, s, sees, tile.keys, i0, step.masked, slope, softcap, at);
+      multiply_values(rows, s, tile_v, at);
     }
-
-    // One rounding at the store. The sink joins the denominator only; a row that saw nothing gives 0 and -inf.
-    ATTNKIT_UNROLL
-    for (int n = 0; n < TILES; n++) {
-      sum[n] = column_sum(sum[n]);
-      ATTNKIT_UNROLL
-      for (int e = 0; e < 2; e++) {
-        const int row = mine0 + n * 8 + at.col + e;
-        if (row < rows) {
-          const int head = kv_head * heads + row % heads;
-          const long to_row = (token0 + row / heads) * all_heads + head;
-          float denominator = sum[n][e];
-          if (at.row == 0) {
-            lse[to_row] = denominator == 0.0f ? -INFINITY : top[n][e] + log(denominator);
-            if (shape.normalize == 0) {
-              row_sum[to_row] = denominator;
-            }
-          }
-          if (shape.has_sink != 0 && top[n][e] != -INFINITY) {
-            denominator += exp(sink[head] - top[n][e]);
-          }
-          const float divisor = denominator == 0.0f || shape.normalize == 0 ? 1.0f : denominator;
-          ATTNKIT_UNROLL
-          for (int d = 0; d < DIM_V; d += 8 * RUN) {
-            device TYPE* to = out + to_row * DIM_V + d + RUN * at.row;
-            vec<TYPE, RUN> run;
-            ATTNKIT_UNROLL
-            for (int f = 0; f < RUN; f++) {
-              run[f] = TYPE(o[n][d / 8 + f][e] / divisor);
-            }
-            *reinterpret_cast<device vec<TYPE, RUN>*>(to) = run;
-          }
-        }
-      }
-    }
+    store(out, lse, row_sum, sink, shape, head, rows, tile.simd_row0, head.sequence.heads * int(groups.y), at);
   }
 }

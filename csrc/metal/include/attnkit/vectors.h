@@ -29,10 +29,10 @@ inline void write(device T* to, float4 x) {
   *reinterpret_cast<device vec<T, 4>*>(to) = y;
 }
 
-inline float total(float x) {
+inline float sum_of(float x) {
   return x;
 }
 
-inline float total(float4 x) {
+inline float sum_of(float4 x) {
   return (x[0] + x[1]) + (x[2] + x[3]);
 }

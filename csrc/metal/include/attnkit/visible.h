@@ -66,8 +66,12 @@ inline float2 scores(float2 dot, float scale, float cap) {
   return cap > 0.0f ? cap * tanh(x) : x;
 }
 
-// What is subtracted of scores whose maximum is ``top``. That is -inf where nothing has been seen yet, or nan alone, which
-// maxima pass over; -inf - -inf would make nan of nothing, and a weight of 0 taken instead would lose the nan.
-inline float subtracted(float top) {
-  return top == -INFINITY ? 0.0f : top;
+// What is subtracted of scores whose row_max is ``x``. That is -inf where nothing has been seen yet, or nan alone,
+// which maxima pass over; -inf - -inf would make nan of nothing, and a weight of 0 taken instead would lose the nan.
+inline float safe_max(float x) {
+  return x == -INFINITY ? 0.0f : x;
+}
+
+inline float2 safe_max(float2 x) {
+  return float2(safe_max(x.x), safe_max(x.y));
 }

@@ -1,9 +1,0 @@
-// mma.sync, decoded by decode_matrix.
-#pragma once
-#include "decode.h"
-
-namespace ptx {
-
-void decode_mma(Decoder&, Op&, Modifiers&);   // mma.cpp; .sync.aligned are consumed already
-
-}  // namespace ptx
