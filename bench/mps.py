@@ -20,8 +20,8 @@ from bench import gate
 from bench.peers import sdpa_mps
 from torch_attnkit.core.op import Op
 from torch_attnkit.core.target import Target
-from torch_attnkit.cuda.warmup import bench_inputs
 from torch_attnkit.mps import report
+from torch_attnkit.warmup import bench_inputs
 
 Calls = list[Callable[[], Any]]
 _CACHE = 96 << 20  # bytes; no Apple chip is known to have a larger cache before its memory

@@ -12,7 +12,7 @@ import torch
 from bench import peers, timing
 from bench.gate import gate, tensors_of
 from torch_attnkit.core.op import Op
-from torch_attnkit.cuda.warmup import bench_inputs
+from torch_attnkit.warmup import bench_inputs
 
 _SAME = 2e-2  # relative norm of the difference up to which a peer is taken to compute the same
 

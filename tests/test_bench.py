@@ -1,9 +1,11 @@
 """The gate looks at all of an output, and what a run of some of an op's cases leaves in the baseline."""
 
+import re
+
 import pytest
 import torch
 
-from bench import gate
+from bench import gate, tune
 from bench.__main__ import merged
 from torch_attnkit import parity
 from torch_attnkit.core.dispatch import OPS
@@ -95,3 +97,14 @@ def test_dtypes_are_lines_of_their_own():
     first = merged(None, _record("1", _line("a", 1.0)), ["a"])
     both = merged(first, _record("1", _line("a", 2.0, "float16")), ["a"])["lines"]
     assert [(line["dtype"], line["us"]) for line in both] == [("bfloat16", 1.0), ("float16", 2.0)]
+
+
+@pytest.mark.parametrize("family", tune.FAMILIES)
+def test_neighbours_of_a_tables_entry_differ_from_it_in_one_number(family):
+    def numbers(entry):
+        return re.findall(r"\w+=|\d+|True|False|None", repr(entry))
+
+    for entry in tune.FAMILIES[family].entries().values():
+        for other in tune.neighbours(entry):
+            assert type(other) is type(entry)
+            assert sum(a != b for a, b in zip(numbers(entry), numbers(other), strict=True)) == 1, (entry, other)

@@ -111,7 +111,7 @@ def test_a_missing_simulator_is_named(missing, monkeypatch):
 ROWS = [(op, row, arch) for op, _, row, arch in support()]
 
 
-@pytest.mark.parametrize(("op", "row", "arch"), ROWS, ids=[f"{o.name}-{r.file}-{a}" for o, r, a in ROWS])
+@pytest.mark.parametrize(("op", "row", "arch"), ROWS, ids=[f"{o.name}-{r.on}-{a}" for o, r, a in ROWS])
 def test_just_outside_a_row_is_refused_with_its_reason(op, row, arch):
     """The complement of the row: a dtype, a size and a feature that it does not list."""
     args, kwargs, _ = _call(op)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("torch_attnkit", "csrc", "tests", "bench", "examples")
+FOLDERS = ("torch_attnkit", "csrc", "tests", "bench")
 SUFFIXES = (".py", ".cpp", ".h", ".metal")
 TOOLKITS = ("core", "formats", "oracle", "mps", "cuda", "sim")
+FAMILIES = "torch_attnkit/kernels/"
 MAX_FILE, MAX_FUNCTION, MAX_TRACED, MAX_ARGUMENTS, WINDOW = 600, 100, 150, 12, 8
 MARK = "todo".upper()  # so that this file may stand under its own rule
 Files = dict[str, str]
@@ -71,10 +72,10 @@ def functions_are_short(files: Files) -> Iterator[str]:
 
 
 def functions_take_few_arguments(files: Files) -> Iterator[str]:
-    """Exempt: ``reference`` and ``launch`` in ops/, whose arguments are the op's schema."""
+    """Exempt: ``reference`` and ``operands`` in ops/, whose arguments are the op's schema."""
     for path, f in nodes(files, Function):
         n = len(f.args.posonlyargs) + len(f.args.args) + len(f.args.kwonlyargs)
-        schema = path.startswith("torch_attnkit/ops/") and f.name in ("reference", "launch")
+        schema = path.startswith("torch_attnkit/ops/") and f.name in ("reference", "operands")
         if n > MAX_ARGUMENTS and not schema:
             yield f"{path}:{f.lineno}: {f.name} takes {n} arguments, at most {MAX_ARGUMENTS}"
 
@@ -120,21 +121,62 @@ def todos_name_their_end(files: Files) -> Iterator[str]:
             yield f"{path}: {MARK} without (version ...), (issue ...) or (measurement ...)"
 
 
-def toolkits_know_no_op(files: Files) -> Iterator[str]:
+def _of_package(files: Files) -> Iterator[tuple[str, str, str]]:
+    """(path, folder of the package, module) of everything that the package's files import from the package."""
     for path, text in files.items():
-        if path.startswith(tuple(f"torch_attnkit/{t}/" for t in TOOLKITS)) and path.endswith(".py"):
-            for module in imports(path, text):
-                if inside(module, "torch_attnkit.ops"):
-                    yield f"{path}: a toolkit imports {module}"
+        if path.startswith("torch_attnkit/") and path.endswith(".py"):
+            folder = path.split("/")[1]
+            yield from ((path, folder, m) for m in imports(path, text) if inside(m, "torch_attnkit"))
 
 
-def core_knows_no_device_library(files: Files) -> Iterator[str]:
-    banned = ("cutlass", "torch.mps", "Metal", *(f"torch_attnkit.{t}" for t in ("mps", "cuda", "sim")))
+def toolkits_know_no_op_and_no_family(files: Files) -> Iterator[str]:
+    above = ("torch_attnkit.ops", "torch_attnkit.kernels", "torch_attnkit.integrations")
+    for path, folder, module in _of_package(files):
+        if folder in TOOLKITS and any(inside(module, a) for a in above):
+            yield f"{path}: a toolkit imports {module}"
+
+
+def families_know_no_op_and_no_call(files: Files) -> Iterator[str]:
+    for path, folder, module in _of_package(files):
+        if folder == "kernels" and (inside(module, "torch_attnkit.ops") or module.endswith((".Call", ".Op"))):
+            yield f"{path}: a family imports {module}"
+
+
+def core_imports_nothing_of_ours(files: Files) -> Iterator[str]:
+    for path, folder, module in _of_package(files):
+        if folder == "core" and not inside(module, "torch_attnkit.core"):
+            yield f"{path}: core imports {module}"
     for path, text in files.items():
         if path.startswith("torch_attnkit/core/") and path.endswith(".py"):
             for module in imports(path, text):
-                if any(inside(module, b) for b in banned):
+                if any(inside(module, b) for b in ("cutlass", "torch.mps", "Metal")):
                     yield f"{path}: core imports {module}"
+
+
+def nothing_imports_in_a_circle(files: Files) -> Iterator[str]:
+    """Modules of the package by what they import when they are imported; an import inside a function is none."""
+    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+    uses: dict[str, set[str]] = {}
+    for name, path in names.items():
+        if path.startswith("torch_attnkit/") and path.endswith(".py"):
+            top = ast.Module([n for n in parse(files[path]).body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+            found = set()
+            for module in imports(path, ast.unparse(top)):
+                found.add(module if module in names else module.rpartition(".")[0])
+            uses[name] = {m for m in found if m in names} - {name}
+    done: set[str] = set()
+    for start in uses:
+        stack = [(start, iter(sorted(uses[start])))] if start not in done else []
+        while stack:
+            name, rest = stack[-1]
+            child = next(rest, None)
+            if child is None:
+                done.add(name)
+                stack.pop()
+            elif any(child == on for on, _ in stack):
+                yield f"{names[name]}: imports {child}, which imports it"
+            elif child not in done:
+                stack.append((child, iter(sorted(uses.get(child, ())))))
 
 
 def lines(n: int, indent: str = "", stem: str = "x") -> str:
@@ -162,22 +204,30 @@ WRONG = [
     (names_say_what_is_inside, {"torch_attnkit/mps/softmax_v2.py": ""}),
     (metal_is_ascii, {"csrc/metal/a.metal": "// 2 \N{MULTIPLICATION SIGN} 2\n"}),
     (todos_name_their_end, {"a.py": f"# {MARK}: faster\n"}),
-    (toolkits_know_no_op, {"torch_attnkit/mps/a.py": "from torch_attnkit import ops\n"}),
-    (toolkits_know_no_op, {"torch_attnkit/core/a.py": "from ..ops.sdpa_decode import op\n"}),
+    (toolkits_know_no_op_and_no_family, {"torch_attnkit/mps/a.py": "from torch_attnkit import ops\n"}),
+    (toolkits_know_no_op_and_no_family, {"torch_attnkit/cuda/a.py": "from ..kernels.decode import plan\n"}),
+    (families_know_no_op_and_no_call, {f"{FAMILIES}a/plan.py": "from torch_attnkit.ops.sdpa_decode import op\n"}),
+    (families_know_no_op_and_no_call, {f"{FAMILIES}a/plan.py": "from torch_attnkit.core.op import Call\n"}),
+    (core_imports_nothing_of_ours, {"torch_attnkit/core/a.py": "def f():\n    import cutlass.cute as cute\n"}),
+    (core_imports_nothing_of_ours, {"torch_attnkit/core/a.py": "from ..mps.library import compile\n"}),
     (
-        core_knows_no_device_library,
-        {"torch_attnkit/core/a.py": "def f():\n    import cutlass.cute as cute\n"},
+        nothing_imports_in_a_circle,
+        {"torch_attnkit/a.py": "from . import b\n", "torch_attnkit/b.py": "from .a import x\n"},
     ),
-    (core_knows_no_device_library, {"torch_attnkit/core/a.py": "from ..mps.library import compile\n"}),
 ]
 RIGHT = [
     (functions_are_short, {"a.py": "@cute.jit(a=1)\ndef f():\n" + lines(149, " ")}),
     (functions_take_few_arguments, {"torch_attnkit/ops/a/reference.py": takes(17, "reference")}),
     (nothing_is_copied, {"torch_attnkit/a.py": lines(7), "torch_attnkit/b.py": lines(7)}),
     (nothing_is_copied, {"torch_attnkit/ops/a/op.py": lines(9), "torch_attnkit/ops/b/op.py": lines(9)}),
-    (names_say_what_is_inside, {"examples/deepseek_v4.py": "", "torch_attnkit/__init__.py": ""}),
+    (names_say_what_is_inside, {"torch_attnkit/demo/deepseek_v4.py": "", "torch_attnkit/__init__.py": ""}),
     (todos_name_their_end, {"a.py": f"# {MARK}(version torch 2.14): int4 arrives\n"}),
-    (toolkits_know_no_op, {"torch_attnkit/demo.py": "import torch_attnkit.ops.sdpa_decode.op\n"}),
+    (toolkits_know_no_op_and_no_family, {"torch_attnkit/demo.py": "import torch_attnkit.ops.sdpa_decode.op\n"}),
+    (families_know_no_op_and_no_call, {f"{FAMILIES}a/plan.py": "from torch_attnkit.core.spec import short\n"}),
+    (
+        nothing_imports_in_a_circle,
+        {"torch_attnkit/a.py": "from . import b\n", "torch_attnkit/b.py": "def f():\n    from . import a\n"},
+    ),
 ]
 RULES = list(dict.fromkeys(rule for rule, _ in WRONG))
 

@@ -5,6 +5,7 @@ Importing the package defines ``torch.ops.attnkit.*`` and nothing else: it patch
 
 from typing import TYPE_CHECKING
 
+from torch_attnkit import backends
 from torch_attnkit.core import Target, UnsupportedError, dispatch, simulate
 from torch_attnkit.core.support import explain, support
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+backends.register()
 _LIBRARY = dispatch.load("torch_attnkit.ops")
 
 __all__ = ["Target", "UnsupportedError", "explain", "record", "simulate", "support"]

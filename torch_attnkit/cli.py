@@ -157,7 +157,7 @@ def warmup(
     jobs: Annotated[int, typer.Option(help="Processes; default: one a core.")] = 0,
 ) -> None:
     """Compile the CUDA kernels of a target ahead of time. It needs nvidia-cutlass-dsl, but no GPU."""
-    from torch_attnkit.cuda.warmup import warmup as run
+    from .warmup import warmup as run
 
     try:
         raise typer.Exit(1 if run(target, out, op, jobs) else 0)

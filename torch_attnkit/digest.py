@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parent
 _LENGTH = 24  # hexadecimal digits: 96 bits
 _SEAMS = tuple(
     f"{_PACKAGE}.{name}"
-    for name in ("core", "cuda.compile", "cuda.driver", "digest", "memory", "mps.library", "paths", "sim")
+    for name in ("backends", "core", "cuda.compile", "cuda.driver", "digest", "mps.library", "paths", "sim")
 )
 _ARCHS = ("sm90", "sm100")
 # Fields that a newer Python adds to a tree, or that say how something was written and not what it means.
@@ -58,11 +58,6 @@ def reach(*names: str, arch: str = "") -> set[str]:
     return seen
 
 
-def is_module(name: str) -> bool:
-    """Whether the package has a module of that name."""
-    return name in _modules()
-
-
 @functools.cache
 def of_definitions(module: str, *names: str) -> str:
     """The digest of some definitions of a module, of those that they use there, and of the modules that these use."""
@@ -95,9 +90,10 @@ def of_metal(op: str) -> str:
 @functools.cache
 def of_simulator(name: str) -> str:
     """The digest of a simulator, ``metal`` or ``ptx``: its Python and its C++."""
-    folders = sorted((paths.csrc() / "sim").glob(f"{name}*"))
-    cpp = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".cpp", ".h"))
-    texts = (f"{path.name}\n{_without_comments(path.read_text())}" for path in cpp)
+    home = paths.csrc() / "sim"
+    cpp = sorted(p for f in home.glob(f"{name}*") for p in f.rglob("*") if p.suffix in (".cpp", ".h"))
+    # By path: files of one name in several rooms (lanes, machine's and the checker's) are told apart.
+    texts = (f"{path.relative_to(home).as_posix()}\n{_without_comments(path.read_text())}" for path in cpp)
     return of(*(_meaning(m) for m in sorted(_modules()) if m.startswith(f"{_PACKAGE}.sim.{name}")), *texts)
 
 

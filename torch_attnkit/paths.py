@@ -7,6 +7,11 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parent
 
 
+def package() -> Path:
+    """The folder of the package."""
+    return _PACKAGE
+
+
 def csrc() -> Path:
     """The csrc folder. An editable install has it where the checkout has, beside the package."""
     places = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")

@@ -74,9 +74,9 @@ def test_bind_refuses_dtypes():
 
 def test_first_accepting_row_wins_and_refusal_lists_every_reason():
     sm90, sm100 = target.Target("sm90"), target.Target("sm100", simulated=True)
-    assert dispatch.resolve(TOY, bind(), sm90).file == "sm90"
+    assert dispatch.resolve(TOY, bind(), sm90).on == "sm90"
     even = bind(codes=(4, 2), scale=torch.tensor(1.0))
-    assert dispatch.resolve(TOY, even, sm90).file == "cuda"
+    assert dispatch.resolve(TOY, even, sm90).on == "cuda"
     with pytest.raises(UnsupportedError) as error:
         dispatch.resolve(TOY, bind(scale=torch.tensor(1.0)), sm90)
     assert str(error.value) == "toy on sm90: sm90: no support for: scaled; cuda: M must be even"

@@ -19,7 +19,7 @@ from torch_attnkit.cuda import compile
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST = compile.Request(
-    "gated_rmsnorm", "cuda", "sm90", "torch_attnkit.ops.gated_rmsnorm.cuda_kernel", "trace",
+    "sm90", "torch_attnkit.kernels.norm.kernel", "trace",
     (("dtypes", ("f32", "bf16", "bf16")), ("rank", 2), ("groups", 1), ("config", (8, 16, 1, 512, 1, False)),
      ("even", True)),
 )  # fmt: skip
@@ -62,11 +62,9 @@ def a_version(monkeypatch):
 
 def test_the_name_depends_on_everything_that_matters(a_version, monkeypatch):
     changes = [
-        {"op": "merge_partials"},
-        {"row": "sm90"},
         {"arch": "sm100"},
         {"trace": "other"},
-        {"kernel": "torch_attnkit.ops.merge_partials.cuda_kernel"},
+        {"kernel": "torch_attnkit.kernels.merge.kernel"},
         {"signature": REQUEST.signature[:-1] + (("even", False),)},
     ]
     names = {REQUEST.file, *(dataclasses.replace(REQUEST, **change).file for change in changes)}
@@ -129,7 +127,7 @@ def test_a_bundle_is_searched_before_the_cache(cache, a_version, monkeypatch, tm
     assert compile.get(REQUEST).library.parent == bundle / "cuda"
 
 
-def test_an_error_names_op_row_and_signature(cache, a_version, monkeypatch):
+def test_an_error_names_kernel_and_signature(cache, a_version, monkeypatch):
     def fails(*args):
         raise TypeError("no such layout")
 
@@ -137,13 +135,13 @@ def test_an_error_names_op_row_and_signature(cache, a_version, monkeypatch):
     with pytest.raises(RuntimeError) as error:
         compile.get(REQUEST)
     text = str(error.value)
-    assert text.startswith("gated_rmsnorm/cuda for sm90: dtypes=('f32', 'bf16', 'bf16'), rank=2,")
+    assert text.startswith("norm for sm90: dtypes=('f32', 'bf16', 'bf16'), rank=2,")
     assert text.endswith("does not compile: TypeError: no such layout")
     assert not list((cache / "cuda").glob("*.so"))
 
 
 def test_recording_collects_requests_and_compiles_nothing(monkeypatch):
-    from torch_attnkit.cuda import warmup
+    from torch_attnkit import warmup
 
     monkeypatch.setattr(compile, "get", lambda request: pytest.fail("compiled"))
     found = warmup.requests("sm90", "no_such_op")
@@ -205,7 +203,7 @@ def test_loading_imports_no_compiler(tmp_path):
 @needs_compiler
 def test_a_kernel_that_does_not_trace_says_which(cache):
     wrong = dataclasses.replace(REQUEST, signature=REQUEST.signature[:-1])
-    with pytest.raises(RuntimeError, match=r"^gated_rmsnorm/cuda for sm90: .*does not compile: TypeError: trace\(\)"):
+    with pytest.raises(RuntimeError, match=r"^norm for sm90: .*does not compile: TypeError: trace\(\)"):
         compile.get(wrong)
 
 

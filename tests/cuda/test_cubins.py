@@ -10,11 +10,11 @@ import re
 import pytest
 import torch
 
-from torch_attnkit import parity
+from torch_attnkit import parity, paths, warmup
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
-from torch_attnkit.cuda import compile, inspect, warmup
-from torch_attnkit.cuda.sm100 import multi_plan
+from torch_attnkit.cuda import compile, inspect
+from torch_attnkit.kernels.prefill.sm100 import split_plan
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
 MAX_REGISTERS = 255
@@ -25,27 +25,23 @@ MAX_SHARED = 227 << 10
 # What is compiled for the family of a B200 and a B300 must be fine when assembled for the latter, too; for the former
 # it is the same machine code, see ``test_a_b200_runs_what_is_compiled_for_the_family``.
 SIBLINGS = {"sm100": ("sm_103a",)}
-# What a kernel's products and copies must be in machine code, by op, arch and trace: wgmma is HGMMA there, mma HMMA and
+# What a kernel's products and copies must be in machine code, by name and arch: wgmma is HGMMA there, mma HMMA and
 # tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory
 # LDTM and STTM. Slower ways to do the same would compile as well.
-WIDE, NARROW = ("HGMMA", "LDGSTS"), ("HMMA", "LDGSTS")
 PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM", "STTM")}
 INSTRUCTIONS = {
-    **{(op, arch, "trace"): PREFILL[arch] for op in ("flash_attention", "flash_attention_varlen") for arch in PREFILL},
-    ("sdpa_multi", "sm90", "trace"): PREFILL["sm90"],
-    ("sdpa_multi", "sm100", "trace"): PREFILL["sm100"],
-    **{(op, arch, "trace"): NARROW for op in ("sdpa_decode", "sdpa_decode_paged") for arch in PREFILL},
-    ("sdpa_decode", "sm90", "trace_wide"): WIDE,
-    ("sdpa_decode_paged", "sm90", "trace_wide"): WIDE,
-    ("sdpa_decode", "sm100", "trace_wide"): PREFILL["sm100"],
-    ("sdpa_decode_paged", "sm100", "trace_wide"): PREFILL["sm100"],
-    ("sdpa_decode", "sm90", "trace_latent"): WIDE,
-    ("sdpa_decode_paged", "sm90", "trace_latent"): WIDE,
+    **{(f"prefill_{kind}", arch): PREFILL[arch] for kind in ("dense", "packed", "cached") for arch in PREFILL},
+    **{("decode_mma", arch): ("HMMA", "LDGSTS") for arch in PREFILL},
+    ("decode_wgmma", "sm90"): ("HGMMA", "LDGSTS"),
+    ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
+    ("decode_tcgen05", "sm100"): PREFILL["sm100"],
 }
-ROWS = sorted({(name, row.file, arch) for name, op in OPS.items() for row in op.kernels for arch in row.archs})
-ROWS = [row for row in ROWS if row[2] in compile.GPU_ARCH]
 # Norm and merge have few kernels; those of the others are minutes of compiling.
-SAMPLED = [row if row[1] == "cuda" else pytest.param(*row, marks=pytest.mark.proof) for row in ROWS]
+FAMILIES = [
+    pytest.param(family, arch, marks=[pytest.mark.proof] if family in ("decode", "prefill") else [])
+    for arch in compile.GPU_ARCH
+    for family in sorted(p.parent.name for p in (paths.package() / "kernels").glob("*/problem.py"))
+]
 missing = [
     name
     for name, there in (
@@ -59,16 +55,18 @@ missing = [
 
 
 @functools.cache
-def covering(name: str, file: str, arch: str) -> list[compile.Request]:
-    """Few requests of a row that together hold every value of every signature entry, those of 8 bits by themselves.
+def requests(arch: str) -> list[compile.Request]:
+    """First those that parity simulates, since they are compiled in any case."""
+    return list(dict.fromkeys((*warmup.requests(arch, covering=True), *warmup.requests(arch))))
 
-    First those that parity simulates, since they are compiled in any case.
-    """
+
+def covering(family: str, arch: str) -> list[compile.Request]:
+    """Few requests that together hold every value of every signature entry, those of 8 bits by themselves."""
     chosen, seen = [], set()
-    for request in dict.fromkeys((*warmup.requests(arch, name, covering=True), *warmup.requests(arch, name))):
+    for request in requests(arch):
         codes = ("dtype", "f8e4m3") in request.signature
         values = {(codes, k, repr(v)) for k, v in (*request.signature, ("trace", request.trace))}
-        if request.row == file and not values <= seen:
+        if request.family == family and not values <= seen:
             seen |= values
             chosen.append(request)
     return chosen
@@ -76,12 +74,12 @@ def covering(name: str, file: str, arch: str) -> list[compile.Request]:
 
 @pytest.mark.seconds(600)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-@pytest.mark.parametrize(("name", "file", "arch"), SAMPLED, ids=["-".join(row) for row in ROWS])
-def test_a_row_compiles_and_fits(name, file, arch):
+@pytest.mark.parametrize(("family", "arch"), FAMILIES)
+def test_a_family_compiles_and_fits(family, arch):
     """From the compile cache, so that what a parity case has run in the simulator is not compiled again."""
-    requests = covering(name, file, arch)
-    assert requests
-    are_fine(requests, arch)
+    found = covering(family, arch)
+    assert found
+    are_fine(found, arch)
 
 
 def are_fine(requests: list[compile.Request], arch: str) -> None:
@@ -95,7 +93,7 @@ def is_fine(kernel: compile.Compiled, sass: str) -> None:
     assert sass
     assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
     codes = ("dtype", "f8e4m3") in request.signature
-    for word in INSTRUCTIONS.get((request.op, request.arch, request.trace), ()):
+    for word in INSTRUCTIONS.get((request.name, request.arch), ()):
         word = "UTCQMMA" if codes and word == "UTCHMMA" else word
         assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
     fits(inspect.resources(kernel.library), ptx, f"{request}")
@@ -128,11 +126,13 @@ def test_a_family_is_what_its_gpus_get(tmp_path):
     """One PTX is for both GPUs, and its target alone sets it apart from what CuTeDSL makes for either."""
     import cutlass.cute as cute
 
-    request = next(r for r in covering("flash_attention", "sm100", "sm100") if dict(r.signature)["dim"] == 128)
+    request = next(
+        r for r in covering("prefill", "sm100") if r.trace == "trace_dense" and dict(r.signature)["dim"] == 128
+    )
     kernel, text = importlib.import_module(request.kernel), compile.get(request).ptx.read_text()
     assert text.count(".target sm_100f") == 1
     for gpu in ("sm_100a", "sm_103a"):
-        host, arguments = kernel.trace(request.arch, **dict(request.signature))
+        host, arguments = kernel.trace_dense(request.arch, **dict(request.signature))
         folder = tmp_path / gpu
         folder.mkdir()
         cute.compile(host, *arguments, options=f"--enable-tvm-ffi --gpu-arch {gpu} --keep-ptx --dump-dir {folder}")
@@ -141,12 +141,10 @@ def test_a_family_is_what_its_gpus_get(tmp_path):
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-@pytest.mark.parametrize(
-    ("name", "file", "arch"), [s for s, row in zip(SAMPLED, ROWS, strict=True) if row[2] == "sm100"], ids=str
-)
-def test_a_b200_runs_what_is_compiled_for_the_family(name, file, arch):
-    """Machine code for sm_100a is that for sm_100f; of a row's kernels the first and the last are looked at."""
-    chosen = covering(name, file, arch)
+@pytest.mark.parametrize(("family", "arch"), [f for f in FAMILIES if f.values[1] == "sm100"])
+def test_a_b200_runs_what_is_compiled_for_the_family(family, arch):
+    """Machine code for sm_100a is that for sm_100f; of a family's kernels the first and the last are looked at."""
+    chosen = covering(family, arch)
     for kernel in map(compile.get, {chosen[0], chosen[-1]}):
         (own,) = inspect.cubins(kernel.library)
         assert inspect.code(own) == inspect.code(assembled(kernel.ptx.read_text(), "sm_100a")) != b""
@@ -155,23 +153,23 @@ def test_a_b200_runs_what_is_compiled_for_the_family(name, file, arch):
 @pytest.mark.proof
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 @pytest.mark.parametrize(
-    "row", [r for r in OPS["sdpa_multi"].kernels if r.file == "sm100"], ids=lambda r: f"D{r.dims['D'][0]}"
+    "row", [r for r in OPS["sdpa_multi"].kernels if r.on == "sm100"], ids=lambda r: f"D{r.dims['D'][0]}"
 )
-def test_kernels_for_shares_of_the_keys_fit(row, monkeypatch):
-    """With every feature and two tiles of rows; which cases are cut into shares depends on what a plan finds best."""
+def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
+    """With every feature and two tiles of rows; which cases are split depends on what a plan finds best."""
     op, dims = OPS["sdpa_multi"], tuple((axis, sizes[0]) for axis, sizes in row.dims.items())
-    monkeypatch.setattr(multi_plan, "shares", lambda work, sms: 4)
+    monkeypatch.setattr(split_plan, "cheapest", lambda work, sms: 4)
     args, kwargs = parity.inputs(op, "two-tiles", torch.bfloat16, tuple(row.features.split()), dims)
     with compile.recording() as asked:
-        op.module("sm100").build(parity.bound(op, args, kwargs), Target("sm100"))
-    assert [r.trace for r in asked] == ["trace", "trace_merge"] and dict(asked[0].signature)["split"]
+        op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm100"))
+    assert [r.trace for r in asked] == ["trace_cached", "trace"] and dict(asked[0].signature)["split"]
     are_fine(asked[:1], "sm100")
 
 
 def norm(arch: str) -> compile.Request:
     """A kernel of gated_rmsnorm with wide vectors."""
     return compile.Request(
-        "gated_rmsnorm", "cuda", arch, "torch_attnkit.ops.gated_rmsnorm.cuda_kernel", "trace",
+        arch, "torch_attnkit.kernels.norm.kernel", "trace",
         (("dtypes", ("bf16",) * 3), ("rank", 2), ("groups", 1), ("config", (8, 64, 4, 256, 1, True)), ("even", True)),
     )  # fmt: skip
 

@@ -88,9 +88,7 @@ def test_every_pair_that_can_occur_does(op, index, arch):
 
 
 # Rows of one file differ in their sizes alone; of each op the first of every file stands for them.
-SAMPLE = list(
-    {(op.name, op.kernels[index].file, arch): (op, index, arch) for op, index, arch in reversed(ROWS)}.values()
-)
+SAMPLE = list({(op.name, op.kernels[index].on, arch): (op, index, arch) for op, index, arch in reversed(ROWS)}.values())
 
 
 @pytest.mark.parametrize(("op", "index", "arch"), SAMPLE, ids=[f"{o.name}-{a}-{i}" for o, i, a in SAMPLE])
@@ -150,7 +148,7 @@ def test_an_array_is_small_and_keeps_to_what_is_accepted():
 
 def test_what_a_row_refuses_is_told_apart():
     op = OPS["sdpa_decode_paged"]
-    index = next(i for i, row in enumerate(op.kernels) if row.file == "sm90")
+    index = next(i for i, row in enumerate(op.kernels) if row.on == "sm90")
     dims = tuple((axis, sizes[0]) for axis, sizes in op.kernels[index].dims.items())
     case = parity.Case(op.name, index, "sm90", "bf16", dims, (), "odd-page")
     assert parity.run(case) is None

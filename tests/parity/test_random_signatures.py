@@ -318,6 +318,7 @@ MENDED = [
     ("sm90", "flash_attention", "normalize=0 Hkv=2 scale=1.0 q_by=3"),
     ("sm90", "flash_attention", "normalize=0 T=220 S=220 scale=1.0 kv_len=1"),
     ("sm100", "flash_attention", "normalize=0 Hkv=2 scale=1.0 q_by=3"),
+    ("sm100", "flash_attention", "T=129 S=513"),
     ("sm100", "flash_attention", "D=512 Dv=512 normalize=0 Hkv=2 scale=1.0 q_by=3"),
     ("sm90", "flash_attention", "T=7 S=12 B=4 scale=-0.1 q.at=gap+swap"),
     ("sm90", "sdpa_multi", "T=7 S=12 B=4 scale=-0.1 q.at=gap+swap"),

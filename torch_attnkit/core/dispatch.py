@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..memory import empty
 from .errors import UnsupportedError
+from .memory import empty
 from .numerics import exact
 from .op import NAMESPACE, Call, Kernel, Op, steps
 from .target import Target, simulated_arch, target_of
@@ -59,7 +59,7 @@ def resolve(op: Op, call: Call, target: Target) -> Kernel | None:
             why = row.refusal(call)
             if why is None:
                 return row
-            reasons.append(f"{row.file}: {why}")
+            reasons.append(f"{row.on}: {why}")
     if target.arch == "cpu":
         return None
     have = sorted({arch for row in op.kernels for arch in row.archs} - {"cpu"})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .spec import DTYPES, Spec, parse, short
-from .target import FILES
+from .target import WHERE
 
 NAMESPACE = "attnkit"
 _F32 = torch.finfo(torch.float32)
@@ -37,17 +37,22 @@ class Call:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the table: a file of the op's folder, and what it accepts."""
+    """One row of the table: what it runs on, a key of ``WHERE``, and what it accepts."""
 
-    file: str
+    on: str
     dtypes: str
     dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     features: str = ""
     needs: dict[str, Predicate] = field(default_factory=dict)  # reason for the refusal -> what must hold
 
     @property
+    def file(self) -> str:
+        """The file of the op's folder that takes its calls."""
+        return WHERE[self.on][0]
+
+    @property
     def archs(self) -> tuple[str, ...]:
-        return FILES[self.file]
+        return WHERE[self.on][1]
 
     def refusal(self, call: Call) -> str | None:
         """Why this row does not accept ``call``, or None if it does."""

@@ -1,20 +1,15 @@
 """The two places where a kernel leaves Python, and what stands behind each: hardware or a simulator.
 
-Seam 1 takes Metal source text, seam 2 takes what CuTeDSL compiled. Nothing above a seam knows which side answers.
+Seam 1 takes Metal source text, seam 2 takes what CuTeDSL compiled. Nothing above a seam knows which side answers, and
+``core`` does not know who they are: ``torch_attnkit/backends.py`` registers them.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 from .errors import UnsupportedError
-
-_SIMULATORS = {"metal": "torch_attnkit.sim.metal"} | dict.fromkeys(("sm90", "sm100"), "torch_attnkit.sim.ptx")
 
 
 class MetalSeam(Protocol):
@@ -32,19 +27,29 @@ class CudaSeam(Protocol):
     def load(self, compiled: Any, arch: str) -> Callable[..., None]: ...
 
 
+# (arch, simulated) -> what imports and returns the seam: only a call that needs one pays for it.
+_SEAMS: dict[tuple[str, bool], Callable[[], Any]] = {}
+
+
+def register(arch: str, load: Callable[[], Any], *, simulated: bool) -> None:
+    """Name what answers for ``arch``. A simulator's ``load`` raises ModuleNotFoundError in a version without it."""
+    _SEAMS[arch, simulated] = load
+
+
 def require_simulator(arch: str) -> None:
     """Raise UnsupportedError, naming what is missing and the cure, unless ``arch`` can be simulated here."""
-    parent = importlib.util.find_spec("torch_attnkit.sim")  # looking inside a package that is missing would raise
-    if parent is None or importlib.util.find_spec(_SIMULATORS[arch]) is None:
+    try:
+        simulator = _SEAMS[arch, True]()
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("torch_attnkit."):
+            raise
         raise UnsupportedError(
-            f"simulate({arch!r}): this version has no simulator for it ({_SIMULATORS[arch]} is missing); "
+            f"simulate({arch!r}): this version has no simulator for it ({error.name} is missing); "
             "on CPU tensors outside simulate() the ops run their reference"
-        )
-    importlib.import_module(_SIMULATORS[arch]).require()
+        ) from None
+    simulator.require()
 
 
 def backend(arch: str, simulated: bool) -> Any:
     """What answers behind the seam of ``arch``: a MetalSeam for metal, else a CudaSeam."""
-    if simulated:
-        return importlib.import_module(_SIMULATORS[arch])
-    return torch.mps if arch == "metal" else importlib.import_module("torch_attnkit.cuda.driver")
+    return _SEAMS[arch, simulated]()

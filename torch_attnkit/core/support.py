@@ -39,7 +39,7 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     where = Target(target or "cpu") if target or call.device.type == "meta" else target_of(call.device)
     for row in record.kernels:
         why = row.refusal(call) if where.arch in row.archs else f"serves {', '.join(row.archs)}, not {where.arch}"
-        lines.append(f"row      {row.file}: {why or 'accepts'}")
+        lines.append(f"row      {row.on}: {why or 'accepts'}")
     try:
         chosen = resolve(record, call, where)
         file = f"{record.package.replace('.', '/')}/{chosen.file if chosen else 'reference'}.py"

@@ -12,8 +12,14 @@ import torch
 from . import config, seams
 from .errors import UnsupportedError
 
-# A kernel file's name says which architectures it serves.
-FILES = {"cpu": ("cpu",), "mps": ("metal",), "cuda": ("sm90", "sm100"), "sm90": ("sm90",), "sm100": ("sm100",)}
+# What a row of the table says it runs on, a device or one of its architectures: (the op's file, architectures).
+WHERE = {
+    "cpu": ("cpu", ("cpu",)),
+    "mps": ("mps", ("metal",)),
+    "cuda": ("cuda", ("sm90", "sm100")),
+    "sm90": ("cuda", ("sm90",)),
+    "sm100": ("cuda", ("sm100",)),
+}
 SIMULATED = ("metal", "sm90", "sm100")
 # Compute capability (major) to arch. 10.x covers B200 and B300; 12.x has no tensor memory and is another machine.
 _CAPABILITY = {9: "sm90", 10: "sm100"}

@@ -32,13 +32,12 @@ import torch
 from torch_attnkit import digest
 from torch_attnkit.core import config, seams
 from torch_attnkit.core.errors import UnsupportedError
-from torch_attnkit.core.op import Call
 from torch_attnkit.core.target import Target
 
 INSTALL = "pip install 'torch_attnkit[cuda]'"
 # A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
 GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100f"}
-_OPS = "torch_attnkit.ops"
+_FAMILIES = "torch_attnkit.kernels."
 _found: dict[tuple[Path, Request], Compiled] = {}
 _bundles: list[Path] = []
 _requested: list[Request] | None = None  # while recording: what was asked for
@@ -47,28 +46,34 @@ _compiling = threading.Lock()  # CuTeDSL keeps global state while it traces
 
 @dataclass(frozen=True)
 class Request:
-    """One kernel: ``trace(arch, **signature)`` of the module ``kernel`` says what to compile.
+    """One kernel: ``trace(arch, **signature)`` of the module ``kernel``, of a family, says what to compile.
 
     The signature holds names and values that are str, int, float, bool, None or tuples of these.
     """
 
-    op: str
-    row: str
     arch: str
     kernel: str
     trace: str
     signature: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        part = "" if self.trace == "trace" else f" ({self.trace})"
-        return f"{self.op}/{self.row}{part} for {self.arch}: " + ", ".join(f"{k}={v!r}" for k, v in self.signature)
+        return f"{self.name} for {self.arch}: " + ", ".join(f"{k}={v!r}" for k, v in self.signature)
+
+    @property
+    def family(self) -> str:
+        return self.kernel.removeprefix(_FAMILIES).split(".")[0]
+
+    @property
+    def name(self) -> str:
+        """The family, and which of its kernels."""
+        return self.family + self.trace.removeprefix("trace")
 
     @functools.cached_property
     def file(self) -> str:
         """The name of the compiled kernel, without its suffix: readable first, unique by the hash."""
         sources = digest.of_modules(self.kernel, arch=self.arch)
         parts = (repr(self), sources, _options(self.arch), version("nvidia-cutlass-dsl"), platform.machine())
-        return f"{self.op}-{self.row}-{self.arch}-{digest.of(*parts)}"
+        return f"{self.name}-{self.arch}-{digest.of(*parts)}"
 
 
 @dataclass(frozen=True)
@@ -84,26 +89,24 @@ class Compiled:
 
     @property
     def symbol(self) -> str:
-        return f"{self.request.op}_{self.request.row}_{self.request.trace}"
+        return f"attnkit_{self.request.name}"
 
 
 def launcher(
-    call: Call, target: Target, row: str, *, kernel: str = "", trace: str = "trace", **signature: Any
+    target: Target, device: torch.device, kernel: str, *, trace: str = "trace", **signature: Any
 ) -> Callable[..., None]:
-    """The function that launches one kernel of ``call`` on ``target``, compiled if it has never been.
+    """The function that launches one kernel on ``device``, compiled for ``target`` if it has never been.
 
-    ``kernel`` is a module, by default ``<row>_kernel`` in the folder of the call's op. The function takes the
-    arguments that ``trace`` declares, by position and without the stream: it launches on torch's current stream.
+    ``kernel`` is a module of a family. The function takes the arguments that ``trace`` declares, by position and
+    without the stream: it launches on torch's current stream.
     Raises UnsupportedError without nvidia-cutlass-dsl, RuntimeError if the kernel does not compile.
     """
-    request = Request(
-        call.op, row, target.arch, kernel or f"{_OPS}.{call.op}.{row}_kernel", trace, tuple(signature.items())
-    )
+    request = Request(target.arch, kernel, trace, tuple(signature.items()))
     if _requested is not None:
         _requested.append(request)
         return lambda *args: None
     launch = seams.backend(target.arch, target.simulated).load(get(request), target.arch)
-    return launch if target.simulated or torch.cuda.device_count() < 2 else on_device(call.device, launch)
+    return launch if target.simulated or torch.cuda.device_count() < 2 else on_device(device, launch)
 
 
 def on_device(device: torch.device, launch: Callable[..., None]) -> Callable[..., None]:

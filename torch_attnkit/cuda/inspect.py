@@ -1,17 +1,17 @@
 """What the assembler made of a kernel, and what it makes of its PTX for one GPU of a family.
 
 ``python -m torch_attnkit.cuda.inspect FILE.so ...``. Needs ``cuobjdump``, for machine code ``nvdisasm``, of the CUDA
-toolkit or as triton's wheel carries them.
+toolkit or as triton's wheel carries them, and pyelftools.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import math
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -19,8 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_EM_CUDA = 190  # e_machine of a cubin in the ELF header
-_EXECUTABLE = 4  # SHF_EXECINSTR of a section
+from elftools.common.utils import struct_parse
+from elftools.elf.constants import SH_FLAGS
+from elftools.elf.elffile import ELFFile
+from elftools.elf.structs import ELFStructs
+
 _INSTRUCTION = 16  # bytes
 
 
@@ -37,16 +40,15 @@ class Resources:
 
 def cubins(library: Path) -> list[bytes]:
     """The device ELF images inside a compiled kernel's library."""
-    data, found, at = library.read_bytes(), [], 0
-    while (at := data.find(b"\x7fELF", at)) >= 0:
-        if struct.unpack_from("<H", data, at + 18)[0] == _EM_CUDA:
-            sections, size, count = (
-                struct.unpack_from("<Q", data, at + 40)[0],
-                *struct.unpack_from("<HH", data, at + 58),
-            )
-            headers, segments = struct.unpack_from("<Q", data, at + 32)[0], struct.unpack_from("<HH", data, at + 54)
-            found.append(data[at : at + max(sections + size * count, headers + segments[0] * segments[1])])
-        at += 4
+    data, layout = library.read_bytes(), ELFStructs(little_endian=True, elfclass=64)
+    layout.create_basic_structs()
+    found = []
+    for match in re.finditer(b"\x7fELF", data):
+        header = struct_parse(layout.Elf_Ehdr, io.BytesIO(data), match.start())
+        if header.e_machine == "EM_CUDA":
+            tables = (("e_shoff", "e_shentsize", "e_shnum"), ("e_phoff", "e_phentsize", "e_phnum"))
+            length = max(header[begin] + header[size] * header[count] for begin, size, count in tables)
+            found.append(data[match.start() : match.start() + length])
     return found
 
 
@@ -158,9 +160,8 @@ def sass(libraries: Sequence[Path], arch: str) -> list[str]:
 
 def code(cubin: bytes) -> bytes:
     """The executable sections of an ELF image, one after the other."""
-    table, (size, count) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<HH", cubin, 58)
-    sections = (struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count))
-    return b"".join(cubin[at : at + length] for _, _, flags, _, at, length in sections if flags & _EXECUTABLE)
+    sections = ELFFile(io.BytesIO(cubin)).iter_sections()
+    return b"".join(s.data() for s in sections if s["sh_flags"] & SH_FLAGS.SHF_EXECINSTR)
 
 
 if __name__ == "__main__":

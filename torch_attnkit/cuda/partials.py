@@ -9,29 +9,29 @@ from cutlass import Float32
 from .warp_ops import exp2
 
 
-def finite(top: Float32) -> Float32:
+def finite(row_max: Float32) -> Float32:
     """A maximum to subtract: 0 for one that is -inf, which would make nan of -inf."""
-    return cutlass.select_(top == -Float32.inf, Float32(0.0), top)
+    return cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max)
 
 
 def join(
-    rO: cute.Tensor, top: Float32, total: Float32, tops: list[Float32], totals: list[Float32], news: list
+    rO: cute.Tensor, row_max: Float32, row_sum: Float32, maxima: list[Float32], sums: list[Float32], columns: list
 ) -> tuple[Float32, Float32]:
-    """Adds parts to a numerator ``rO`` of 4 columns, whose maximum is ``top`` and sum ``total``; returns both anew.
+    """Adds partial results to a numerator ``rO`` of 4 columns with its maximum and sum; returns these anew.
 
-    A part has its maximum, -inf if it has no keys, its sum and its 4 columns.
+    A partial result has its maximum, -inf if it has no keys, its sum and its 4 columns.
     """
-    old = top
-    for new in tops:
-        top = cute.arch.fmax(top, new)
-    weight = exp2(old - finite(top))
-    total = total * weight
+    old = row_max
+    for new in maxima:
+        row_max = cute.arch.fmax(row_max, new)
+    weight = exp2(old - finite(row_max))
+    row_sum = row_sum * weight
     for x in range(4):
         rO[x] = rO[x] * weight
-    for new, part, columns in zip(tops, totals, news, strict=True):
-        weight = exp2(new - finite(top))
-        total += weight * part
+    for new, part, values in zip(maxima, sums, columns, strict=True):
+        weight = exp2(new - finite(row_max))
+        row_sum += weight * part
         for x in range(4):
-            # What stands in for a part without keys may be a copy of another one, and infinite.
-            rO[x] = rO[x] + weight * cutlass.select_(new == -Float32.inf, Float32(0.0), columns[x])
-    return top, total
+            # What stands in for a partial result without keys may be a copy of another one, and infinite.
+            rO[x] = rO[x] + weight * cutlass.select_(new == -Float32.inf, Float32(0.0), values[x])
+    return row_max, row_sum

@@ -16,7 +16,8 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-_LOG2E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 "
     "{{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};"
@@ -38,8 +39,13 @@ def tanh(x: Float32) -> Float32:
     small = x + x * square * (
         -0.33333275 + square * (0.13331275 + square * (-0.05372513 + square * (0.02058983 - square * 0.00564832)))
     )
-    large = 1.0 - 2.0 * cute.arch.rcp_approx(exp2(x * (2.0 * _LOG2E)) + 1.0)
+    large = 1.0 - 2.0 * cute.arch.rcp_approx(exp2(x * (2.0 * LOG2_E)) + 1.0)
     return cutlass.select_(square < 0.4, small, large)
+
+
+def soft_cap(score: Float32, slope: Float32) -> Float32:
+    """tanh(slope * score): a capped score, in units of the cap."""
+    return tanh(score * slope)
 
 
 def _name(dtype: Any) -> str:
@@ -191,3 +197,51 @@ def forget_barrier(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
 @dsl_user_op
 def log2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(_asm(T.f32(), [x], "lg2.approx.f32 $0, $1;", "=f,f", False, loc, ip))
+
+
+@dsl_user_op
+def thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
+    """This thread's number, read anew: what follows from it is then not kept in registers all through the kernel."""
+    return Int32(_asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", True, loc, ip))
+
+
+@dsl_user_op
+def any_of_threads(value: Int32, barrier: int, threads: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Whether ``value`` is not 0 in any of the ``threads`` threads that meet at a named barrier for that."""
+    text = (
+        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
+        f"barrier.cta.red.or.aligned.pred q, {barrier}, {threads}, p; selp.s32 $0, 1, 0, q; }}"
+    )
+    return Int32(_asm(T.i32(), [value], text, "=r,r,~{memory}", True, loc, ip))
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """a * b + c, rounded once."""
+    return Float32(
+        _asm(T.f32(), [Float32(x) for x in (a, b, c)], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", False, loc, ip)
+    )
+
+
+@dsl_user_op
+def max3(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The largest of three numbers, on Blackwell."""
+    return Float32(
+        _asm(T.f32(), [Float32(x) for x in (a, b, c)], "max.f32 $0, $1, $2, $3;", "=f,f,f,f", False, loc, ip)
+    )
+
+
+@dsl_user_op
+def max_or_nan(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The larger of two numbers, or NaN if one is."""
+    return Float32(_asm(T.f32(), [Float32(x) for x in (a, b)], "max.NaN.f32 $0, $1, $2;", "=f,f,f", False, loc, ip))
+
+
+@dsl_user_op
+def pack_e4m3(values: list[Float32], *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four floats, rounded to nearest, as E4M3; what is beyond 448 becomes 448."""
+    text = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }"
+    )
+    return Int32(_asm(T.i32(), [Float32(x) for x in values], text, "=r,f,f,f,f", False, loc, ip))

@@ -5,10 +5,10 @@ They look at sizes and scalars only; what depends on the contents of tensors is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch_attnkit.core.op import Call
+from torch_attnkit.core.op import Call, Kernel
 from torch_attnkit.core.spec import DTYPES
 
 HEADS = {
@@ -38,6 +38,14 @@ def value_dim(most: int) -> dict[str, Callable[[Any], bool]]:
     return {f"Dv must be a multiple of 16 up to {most}": lambda c: 0 < c.dim["Dv"] <= most and c.dim["Dv"] % 16 == 0}
 
 
+# cp.async and TMA read 16 bytes at a time, and nobody wants a copy of a cache.
+CACHE_ROWS = {
+    "every row of the caches must start at a multiple of 16 bytes": lambda c: all(
+        stride * c.dtype.itemsize % 16 == 0
+        for cache in (c.arg.k_cache, c.arg.v_cache)
+        for stride in cache.stride()[:-1]
+    ),
+}
 SAME_DIM = {"Dv must equal D": lambda c: c.dim["Dv"] == c.dim["D"]}
 GQA = {"gqa": lambda c: c.dim["Hq"] != c.dim["Hkv"]}
 SINK = {"sink": lambda c: c.arg.sink is not None}
@@ -51,3 +59,19 @@ CAUSAL = {"causal": lambda c: c.arg.causal}
 UNNORMALIZED = {"unnormalized": lambda c: not c.arg.normalize}
 SCALES = {"scales": lambda c: any(s is not None for s in (c.arg.q_scale, c.arg.k_scale, c.arg.v_scale))}
 SINK_OR_PARTIAL = (("sink", "unnormalized"),)  # exclusive, see PARTIAL
+
+
+def by_head(
+    on: str, dtypes: str, heads: Iterable[tuple[int, int]], features: str, needs: dict[str, Any] | None = None
+) -> tuple[Kernel, ...]:
+    """A row for each (D, Dv) that a kernel family has."""
+    return tuple(Kernel(on, dtypes, {"D": (d,), "Dv": (dv,)}, features, needs or {}) for d, dv in heads)
+
+
+def of_codes(
+    on: str, dtypes: str, heads: Iterable[tuple[int, int]], features: str, needs: dict[str, Any] | None = None
+) -> tuple[Kernel, ...]:
+    """The rows for E4M3, which differ in nothing but their head sizes: one for those with D = Dv."""
+    same, needs = tuple(d for d, dv in heads if d == dv), needs or {}
+    other = tuple(pair for pair in heads if pair[0] != pair[1])
+    return (Kernel(on, dtypes, {"D": same}, features, needs | SAME_DIM), *by_head(on, dtypes, other, features, needs))

@@ -166,7 +166,7 @@ def run_rows(
             worst = max((r for r in mine if isinstance(r, float)), default=0.0)
             one = Outcome(row, len(mine) - mine.count(None) - len(wrong), mine.count(None), len(wrong))
             found.append((one, {"error_of_tolerance": worst, "messages": wrong[:20]}))
-            name = f"{row[0].name}/{row[2].file}"
+            name = f"{row[0].name}/{row[2].on}"
             table.add_row(name, str(len(mine)), str(one.refused), str(one.failed), f"{worst:.2f}")
             for message in wrong[:SHOWN]:
                 console.print(f"[red]{escape(message)}[/red]", soft_wrap=True)

@@ -54,13 +54,7 @@ class Outcome:
 def words(op: str, row: Kernel) -> str:
     """A row with all that it claims: evidence for a narrower row does not count for a wider one."""
     dims = " ".join(f"{axis}={','.join(map(str, sizes))}" for axis, sizes in row.dims.items())
-    return " | ".join((f"{op}/{row.file}", row.dtypes, dims, row.features, "; ".join(row.needs)))
-
-
-def modules(op: Op, row: Kernel) -> tuple[str, ...]:
-    """The modules from which all that a row runs is reached: its file, and the kernel of that name beside it."""
-    names = (f"{op.package}.{row.file}", f"{op.package}.{row.file}_kernel")
-    return tuple(name for name in names if digest.is_module(name))
+    return " | ".join((f"{op}/{row.on}", row.dtypes, dims, row.features, "; ".join(row.needs)))
 
 
 @functools.cache
@@ -69,7 +63,7 @@ def digest_of(op: str, index: int, target: Target) -> str:
     record = OPS[op]
     row = record.kernels[index]
     parts = [
-        digest.of_modules(*modules(record, row), arch=target.arch),
+        digest.of_modules(f"{record.package}.{row.file}", arch=target.arch),
         digest.of_modules(f"{record.package}.reference", "torch_attnkit.oracle.compare"),
         digest.of_definitions(f"{record.package}.cases", "PARITY", "DEGENERATE", "EXTRAS", "make"),
         digest.of_definitions("torch_attnkit.parity.case", "arguments"),

@@ -14,23 +14,19 @@ A score costs 2 operations of an fma lane anyway, its scaling and its place in t
 split it, 5 of Horner's scheme, 1 to put both parts together. Packed instructions do two of these at a time, for half of
 the issue slots. ``eighths`` takes the smallest f with which the slowest of the four is fastest, but no more than 1/4:
 1/4 up to D 96, where a block then takes 776 cycles for 1032, 1/8 with D 128, where tensor cores and exponentials are
-equally long, and 0 from D 192 on. Up to D 64 3/8 would be 661 cycles by this model, for 1.07 of the warp instructions
-of FlashAttention-4's kernel. Imports cutlass.
+equally long, and 0 from D 192 on. Imports cutlass.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+
+from torch_attnkit.cuda.warp_ops import max_or_nan
 
 # 2^f for f in [0, 1): the polynomial of degree 5 with 1 at 0 whose largest relative error is least (Remez exchange),
-# 8.2e-8, and 1.4e-7 in float32 arithmetic, where ex2.approx has 2.4e-7. FlashAttention-4 stops at degree 3, which is as
-# good as P's 16 bits; but its error, 8.6e-5, is also the sums': tried in the simulator with D 64, the LSE was up to
-# 7e-5 off, and 8 of 12 parity cases failed.
+# 8.2e-8, and 1.4e-7 in float32 arithmetic, where ex2.approx has 2.4e-7. Degree 3, which is as good as P's 16 bits, has
+# an error of 8.6e-5, which is also the sums': too much for the LSE.
 COEFFICIENTS = (
     1.0, 0.6931513118046009, 0.24016445015509363, 0.05579991310372466, 0.009017030322458968, 0.0018671300698700148,
 )  # fmt: skip
@@ -56,17 +52,10 @@ def chosen(pair: int, n: int) -> bool:
     return (at + 1) * n // 8 > at * n // 8
 
 
-@dsl_user_op
-def _at_least(x: Float32, low: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """The larger of two numbers, or NaN if one is."""
-    values = [v.ir_value(loc=loc, ip=ip) for v in (x, low)]
-    return Float32(llvm.inline_asm(T.f32(), values, "max.NaN.f32 $0, $1, $2;", "=f,f,f", has_side_effects=False))
-
-
 def exp2_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
     """2^x of two numbers below 128 by fma, shifts and maxima; 0 below -127, NaN for NaN."""
     same = lambda value: (Float32(value), Float32(value))
-    x = tuple(_at_least(v, Float32(_LEAST)) for v in x)
+    x = tuple(max_or_nan(v, Float32(_LEAST)) for v in x)
     shifted = cute.arch.add_packed_f32x2(x, same(_SHIFT), rnd="rm")
     whole = cute.arch.add_packed_f32x2(shifted, same(-_SHIFT))
     rest = cute.arch.sub_packed_f32x2(x, whole)

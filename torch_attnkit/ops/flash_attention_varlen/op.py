@@ -9,6 +9,9 @@ in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.prefill import metal
+from torch_attnkit.kernels.prefill.sm90 import plan as sm90
+from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules
 
 _ALL = "gqa sink causal window sink_tokens softcap unnormalized"
@@ -45,14 +48,9 @@ OP = Op(
     features=rules.GQA | rules.SINK | rules.CAUSAL | rules.WINDOW | rules.UNNORMALIZED | rules.SCALES,
     exclusive=rules.SINK_OR_PARTIAL,
     kernels=(
-        *(
-            Kernel(arch, "bf16 f16", {"D": (d,), "Dv": (dv,)}, _ALL)
-            for arch in ("sm90", "sm100")
-            for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-        ),
-        Kernel("sm100", "f8e4m3", {"D": (32, 64, 96, 128, 256, 512)}, f"{_ALL} scales", rules.SAME_DIM),
-        Kernel("sm100", "f8e4m3", {"D": (192,), "Dv": (128,)}, f"{_ALL} scales"),
-        Kernel("sm100", "bf16 f16", {"D": (512,), "Dv": (512,)}, _ALL),
-        Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256)}, _ALL, rules.value_dim(256)),
+        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _ALL),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL),
+        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales"),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, rules.value_dim(metal.MOST_DIM_V)),
     ),
 )

@@ -10,27 +10,17 @@ Source: MetalTile ``sdpa_decode``; scales as FlashAttention-3 (arXiv 2407.08608)
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.decode import metal
+from torch_attnkit.kernels.decode.sm90 import plan as sm90
+from torch_attnkit.kernels.decode.sm100 import plan as sm100
 from torch_attnkit.oracle import rules
 
-# cp.async copies 16 bytes at a time.
-_ROWS = {
-    "every row of the caches must start at a multiple of 16 bytes": lambda c: all(
-        stride * c.dtype.itemsize % 16 == 0
-        for cache in (c.arg.k_cache, c.arg.v_cache)
-        for stride in cache.stride()[:-1]
-    ),
+_ROWS = rules.CACHE_ROWS | {
     "every row of q must start at a multiple of 4 bytes": lambda c: all(
         s * c.dtype.itemsize % 4 == 0 for s in c.arg.q.stride()[:-1]
     ),
 }
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
-_CUDA = tuple(
-    Kernel(arch, "bf16 f16", {"D": (d,), "Dv": (dv,)}, _FEATURES, _ROWS)
-    for arch in ("sm90", "sm100")
-    for d, dv in ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))
-)
-_CODES = Kernel("sm100", "f8e4m3", {"D": (64, 128, 256, 512)}, f"{_FEATURES} scales", _ROWS | rules.SAME_DIM)
-_MPS = Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256, 512)}, _FEATURES, rules.value_dim(512))
 
 OP = Op(
     schema="sdpa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"
@@ -52,5 +42,10 @@ OP = Op(
     layouts={"out": rules.wide("B Hq Dv")},
     where=rules.HEADS | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW | rules.SCALES,
-    kernels=(*_CUDA, _CODES, _MPS),
+    kernels=(
+        *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _ROWS),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _ROWS),
+        *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, f"{_FEATURES} scales", _ROWS),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
+    ),
 )

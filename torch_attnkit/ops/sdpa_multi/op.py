@@ -11,14 +11,11 @@ Source: MetalTile ``sdpa_multi``; scales as FlashAttention-3 (arXiv 2407.08608) 
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.prefill import metal
+from torch_attnkit.kernels.prefill.sm90 import plan as sm90
+from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules
 
-# TMA reads no other rows, and nobody wants a copy of a cache.
-_ROWS = {
-    "every row of the caches must start at a multiple of 16 bytes": lambda c: all(
-        stride % 8 == 0 for cache in (c.arg.k_cache, c.arg.v_cache) for stride in cache.stride()[:-1]
-    )
-}
 _FEATURES = "gqa sink kv_start bidirectional window sink_tokens softcap"
 
 OP = Op(
@@ -48,14 +45,9 @@ OP = Op(
     | rules.WINDOW
     | rules.SCALES,
     kernels=(
-        *(
-            Kernel(arch, "bf16 f16", {"D": (d,), "Dv": (dv,)}, _FEATURES, _ROWS if arch == "sm90" else {})
-            for arch in ("sm90", "sm100")
-            for d, dv in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-        ),
-        Kernel("sm100", "bf16 f16", {"D": (512,), "Dv": (512,)}, _FEATURES),
-        Kernel("sm100", "f8e4m3", {"D": (32, 64, 96, 128, 256, 512)}, f"{_FEATURES} scales", rules.SAME_DIM),
-        Kernel("sm100", "f8e4m3", {"D": (192,), "Dv": (128,)}, f"{_FEATURES} scales"),
-        Kernel("mps", "bf16 f16 f32", {"D": (32, 64, 80, 96, 128, 192, 256)}, _FEATURES, rules.value_dim(256)),
+        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES),
+        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales"),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
     ),
 )

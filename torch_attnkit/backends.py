@@ -1,0 +1,19 @@
+"""Who answers behind the two seams: the hardware's module and the simulator's, each imported when it is first asked."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from torch_attnkit.core import seams
+
+
+def register() -> None:
+    """Make all of them known to ``core``, which imports none."""
+    seams.register("metal", lambda: torch.mps, simulated=False)
+    seams.register("metal", functools.partial(importlib.import_module, "torch_attnkit.sim.metal"), simulated=True)
+    for arch in ("sm90", "sm100"):
+        seams.register(arch, functools.partial(importlib.import_module, "torch_attnkit.cuda.driver"), simulated=False)
+        seams.register(arch, functools.partial(importlib.import_module, "torch_attnkit.sim.ptx"), simulated=True)

@@ -1,0 +1,168 @@
+"""What decode kernels are compiled for and have in memory: shared, and the workspace. Imports no cutlass.
+
+Every kernel states its shared memory as a frozen dataclass of ``Region``; one that says "over" has the bytes of others,
+whose contents are no longer needed by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM have together
+RESERVED = 1024  # of which the driver takes this much a block
+CHUNK = 16  # bytes that a lane copies at once, and of which a swizzle changes the place
+FLAG_BYTES = 16  # a word by which the threads of a block agree, and its alignment
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a block's shared memory."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def at(self, shared: Any) -> Any:
+        """The address, where ``shared`` is that of the block's first byte."""
+        return shared + self.offset if self.offset else shared
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results of a work tile, ``count`` of them, that the block combines: fp32, from the first byte of its memory on.
+
+    O (count, heads, Dv) with rows of ``row_floats``, then row_max and row_sum (count, heads, 2).
+    """
+
+    count: int
+    heads: int
+    dim_v: int
+
+    @property
+    def row_floats(self) -> int:
+        """Four more than Dv, so that eight rows do not collide in the banks."""
+        return self.dim_v + 4
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.heads * (self.row_floats + 2) * 4
+
+
+@dataclass(frozen=True)
+class SplitLayout:
+    """A split in the workspace, fp32: O (heads, Dv), then row_max and row_sum (heads, 2)."""
+
+    heads: int
+    dim_v: int
+
+    @property
+    def floats(self) -> int:
+        return self.heads * (self.dim_v + 2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.floats * 4
+
+    def output_at(self, head: Any, column: Any) -> Any:
+        """Where in a split a head's O is, in bytes."""
+        return (head * self.dim_v + column) * 4
+
+    def stat_at(self, head: Any) -> Any:
+        return (self.heads * self.dim_v + head * 2) * 4
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of an element of a CuTeDSL dtype."""
+    return int(dtype.width) // 8
+
+
+def fit(nbytes: int) -> int:
+    """How many blocks with so much shared memory an SM has at once."""
+    return SHARED // (nbytes + RESERVED)
+
+
+@dataclass(frozen=True)
+class MmaShared:
+    """The shared memory of a block of ``mma.py``."""
+
+    ring: Region  # (warps, stages, K then V of a tile)
+    results: Results  # over the ring, when it has drained: one for every warp
+    query: Region  # (warps, Q), in the order in which lanes use it; empty where Q has its place in registers
+    flag: Region
+
+    @property
+    def nbytes(self) -> int:
+        return self.flag.end
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """What ``mma.py`` is compiled for. ``page``: keys of a page, 0 for a cache without pages."""
+
+    dtype: Any
+    dim: int
+    dim_v: int
+    heads: int  # query heads of a group, 8 or 16; fewer are padded
+    keys: int  # of a tile, a multiple of 16
+    warps: int
+    stages: int
+    page: int = 0
+    combine: bool = False  # whether a second kernel combines splits, else the block that brings the last
+
+    abreast = False  # whether ``Scalars.abreast`` can be more than 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a row of K in shared memory."""
+        return self.dim * self.itemsize + CHUNK
+
+    @property
+    def pitch_v(self) -> int:
+        return self.dim_v * self.itemsize + CHUNK
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.keys * (self.pitch + self.pitch_v)
+
+    @cached_property
+    def shared(self) -> MmaShared:
+        ring = Region(0, self.warps * self.stages * self.stage_bytes)
+        results = Results(self.warps, self.heads, self.dim_v)
+        in_registers = self.dim <= 256
+        query = Region(
+            max(ring.nbytes, results.nbytes),
+            0 if in_registers else self.warps * self.heads * self.dim * self.itemsize,
+        )
+        return MmaShared(ring, results, query, Region(query.end, FLAG_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared.nbytes
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As shared memory and, with 128 or 255 registers a thread, the register file allow."""
+        threads = 512 if self.heads == 8 else 256
+        return max(1, min(fit(self.shared_bytes), threads // self.threads))
+
+    @property
+    def at_once(self) -> int:
+        """Blocks of 16 columns of a tile that are on the way from shared memory at once."""
+        return (8 if self.dim <= 256 else 2) // (self.keys // 16)
+
+    @property
+    def split(self) -> SplitLayout:
+        return SplitLayout(self.heads, self.dim_v)

@@ -1,0 +1,103 @@
+"""Decode on Metal, ``attnkit/decode.h``: how rows and keys are cut into threadgroups.
+
+A threadgroup serves all query heads of a KV head for a share of its keys; over pages its lanes look the pages of the
+next keys up for each other. Bound by memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_attnkit.core.target import Target
+from torch_attnkit.mps import launch as metal
+from torch_attnkit.mps import library
+
+from .problem import Operands, Problem
+
+DTYPES = "bf16 f16 f32"
+DIMS, MOST_DIM_V = (32, 64, 80, 96, 128, 192, 256, 512), 512
+_SIMDGROUPS = 4  # of a threadgroup; each takes 16 keys a step
+_LEAST_KEYS = 256  # of a split, so that its partial result is a small part of what it reads
+_ENOUGH = 512  # threadgroups that keep the largest chips busy: 80 cores with a few each
+_MOST_SPLITS = 128
+_SPAN = 128  # elements of a row that a simdgroup merges, MERGE_SPAN of the kernel
+_MOST_BYTES = 32768  # of threadgroup memory, on every Apple GPU
+_MOST_SIMDGROUPS = 8  # MOST_SIMDGROUPS of the kernel, by which its arrays are declared
+
+
+def splits_of(keys: int, groups: int) -> int:
+    """How many threadgroups share the keys of one tile of rows, where ``groups`` tiles run side by side."""
+    return max(1, min(-(-keys // _LEAST_KEYS), -(-_ENOUGH // max(groups, 1)), _MOST_SPLITS))
+
+
+def threadgroup_bytes(dim: int, dim_v: int, tiles: int) -> int:
+    """Threadgroup memory of ``decode_rows``: Q' or O of its rows in float, and a maximum and a sum a simdgroup."""
+    return 8 * tiles * (max(dim, dim_v) + 2 * _MOST_SIMDGROUPS) * 4
+
+
+def tiles_of(rows: int, dim: int, dim_v: int) -> int:
+    """Tiles of 8 rows that a threadgroup takes: two if there are so many rows, and registers and memory for them."""
+    fit = dim_v <= 128 and threadgroup_bytes(dim, dim_v, 2) <= _MOST_BYTES
+    return 2 if rows > 8 and fit else 1
+
+
+def launcher(
+    source: str, problem: Problem, target: Target, *, defines: dict[str, Any] | None = None
+) -> Callable[[Operands], None]:
+    """What solves ``problem`` with the kernels of ``csrc/metal/<source>.metal``, specialised by ``defines``, too."""
+    p, scores = problem, problem.scores
+    if p.batch * p.queries * p.heads * p.dim_v == 0:
+        return lambda operands: None
+    capacity = 0 if p.page and p.pages == 0 else p.capacity
+    rows = p.queries * p.group  # of a KV head
+    tiles = tiles_of(rows, p.dim, p.dim_v)
+    columns = -(-rows // (8 * tiles))
+    most = scores.most_keys(capacity, p.queries, both_sides=not p.causal)
+    splits = splits_of(most, columns * p.batch * p.kv_heads)
+    steps = (*p.q, p.k.sequence, p.k.head, p.k.token, p.v.sequence, p.v.head, p.v.token)
+    shape = [
+        p.batch, p.queries, p.group, p.kv_heads, capacity, splits, int(p.causal), *scores.bounds,
+        int(p.sink and splits == 1), int(p.kv_start), *steps, p.page, p.pages, p.table_row,
+    ]  # fmt: skip
+    merged = p.batch * p.queries * p.heads
+    merge_shape = [splits, merged, p.heads, int(p.sink)]
+    stored = torch.float32 if splits > 1 else p.dtype
+
+    def variant(width: int) -> metal.Launch:
+        built = library.load(
+            source, target, TYPE=p.dtype, OUT_TYPE=stored, MERGED_TYPE=p.dtype, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles,
+            WIDTH=width, **(defines or {}),
+        )  # fmt: skip
+        simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_rows"))
+        grid = (columns, splits, p.batch * p.kv_heads)
+        attend = metal.launcher(built, "decode_rows", grid, simds * metal.SIMD)
+        if splits == 1:
+            return lambda args: attend((*args[:-3], *args[-2:], shape, scores.slope, scores.softcap))
+        simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_merge"))
+        items = merged * -(-p.dim_v // _SPAN)
+        merge = metal.launcher(built, "decode_merge", (-(-items // simds), 1, 1), simds * metal.SIMD)
+
+        def launch(args: metal.Arguments) -> None:
+            *inputs, sink, out, lse = args
+            parts = torch.empty(splits, merged, p.dim_v, dtype=torch.float32, device=out.device)
+            lses = torch.empty(splits, merged, dtype=torch.float32, device=out.device)
+            attend((*inputs, parts, lses, shape, scores.slope, scores.softcap))
+            merge((parts, lses, sink, out, lse, merge_shape))
+
+        return launch
+
+    run = metal.by_alignment(variant, steps)
+
+    def launch(o: Operands) -> None:
+        table, start, sink = (
+            metal.bound(o.table, o.kv_len),
+            metal.bound(o.kv_start, o.kv_len),
+            metal.bound(o.sink, o.lse),
+        )
+        k, v = metal.bound(o.k, o.q), metal.bound(o.v, o.q)
+        run((o.q, k, v), (o.q, k, v, table, o.kv_len, sink, start, sink, o.out, o.lse))
+
+    return launch

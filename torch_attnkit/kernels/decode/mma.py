@@ -1,0 +1,346 @@
+"""Attention of one query token per sequence with few query heads per KV head: every key and value read once.
+
+    each warp, for itself: cp.async ring of K and V tiles -> S' = K Q' -> online softmax -> O' += V' P'
+    block: combine its warps -> a whole group: store; a split: workspace, where splits meet (``combine.py``)
+
+The query heads of a KV head are the N of ``mma.m16n8k16`` and keys (then V's columns) its M: eight heads fill a
+product, so grouped heads cost no more than one, and a warp's accumulators stay small. The probabilities, 8 x 8 tiles
+with a row per key, become the second product's right side by a transpose in registers. Warps share nothing while they
+stream, so no barrier ever empties the queue of loads. Rows in shared memory are 16 bytes longer than in the cache:
+eight rows of a tile then lie in different banks. docs/kernels/decode.md has what limits it. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.warp_ops import exp2, tanh
+
+from . import pages
+from .arguments import Scalars, Tensors
+from .combine import Combine, result_tensors
+from .config import CHUNK, MmaConfig
+from .schedule import Decode, Visible, WorkTile, tile_bounds
+
+_INF = float("inf")
+
+
+def decode_mma(config: MmaConfig) -> Decode:
+    """The kernel: scheduler, mainloop of a warp, epilogue."""
+    return Decode(config, Mainloop(config), Combine(config))
+
+
+class Source(NamedTuple):
+    """Where a lane copies its chunks of a cache from."""
+
+    at: Int64  # its first chunk of the first row
+    row_bytes: Int64  # from row to row
+
+
+class Loader:
+    """A warp's copies by ``cp.async`` from the caches and of Q."""
+
+    def __init__(self, config: MmaConfig):
+        self.c = config
+
+    @cute.jit
+    def sources(self, tensors: Tensors, tile: WorkTile):
+        """Where this lane copies K from, and V."""
+        c = self.c
+        found = []
+        for which in cutlass.range_constexpr(2):
+            cache, dim = (tensors.k, c.dim) if const_expr(which == 0) else (tensors.v, c.dim_v)
+            head, row = const_expr((2, 1) if c.page else (1, 2))
+            row_bytes = Int64(cache.stride[row]) * c.itemsize
+            at = cache.iterator.toint() + Int64(cache.stride[head]) * tile.kv_head * c.itemsize
+            if const_expr(c.page == 0):
+                at += Int64(cache.stride[0]) * tile.b * c.itemsize
+            first_row, chunk = self._chunk(dim, 0)
+            found.append(Source(at + row_bytes * first_row + chunk * CHUNK, row_bytes))
+        return found
+
+    def _chunks(self, dim: int) -> int:
+        """Of a row."""
+        return dim * self.c.itemsize // CHUNK
+
+    def _chunk(self, dim: int, i: int) -> tuple[Int32, Int32]:
+        """The row and the 16-byte chunk of it that this lane copies i-th. Where lanes make up whole rows, or rows
+        whole warps, both are a lane's constant plus a number known at compile time."""
+        chunks, lane = self._chunks(dim), cute.arch.lane_idx()
+        if 32 % chunks == 0:
+            return lane // chunks + i * (32 // chunks), lane % chunks
+        if chunks % 32 == 0:
+            return Int32(i // (chunks // 32)), lane + i % (chunks // 32) * 32
+        return (i * 32 + lane) // chunks, (i * 32 + lane) % chunks
+
+    @cute.jit
+    def load(
+        self, tensors: Tensors, keys: Visible, tile: WorkTile, sources: list[Source] | None, t: Int32, stage: Int32
+    ):
+        """Start the copy of tile t; rows that do not count become zeros, whatever the cache holds there."""
+        c = self.c
+        first, low, high = tile_bounds(keys, t, c.keys)
+        low, high = low - first, high - first
+        page = Int32(0)
+        if const_expr(c.page != 0):
+            page = pages.of_keys(tensors, tile.b, first, low, high, c.keys, c.page)
+        if const_expr(sources is None):
+            # Made anew for each tile: beside O in 128 registers there is no room to keep them.
+            sources = self.sources(tensors, tile._replace(kv_head=op.fresh(tile.kv_head)))
+        one_page = const_expr(c.page > 0 and c.page % c.keys == 0)
+        any_page = const_expr(c.page > 0 and not one_page)
+        for which in cutlass.range_constexpr(2):
+            cache, dim, pitch = (
+                (tensors.k, c.dim, c.pitch) if const_expr(which == 0) else (tensors.v, c.dim_v, c.pitch_v)
+            )
+            row_bytes = sources[which].row_bytes
+            first_row, first_chunk = self._chunk(dim, 0)
+            to = stage + first_row * pitch + first_chunk * CHUNK + const_expr(which * c.keys * c.pitch)
+            at = sources[which].at
+            if const_expr(c.page == 0):
+                at += row_bytes * first
+            elif const_expr(one_page):
+                at += Int64(cache.stride[0]) * c.itemsize * page + row_bytes * (first % c.page)
+            chunks = const_expr(self._chunks(dim))
+            aligned = const_expr(32 % chunks == 0 or chunks % 32 == 0)
+            step = const_expr(max(1, 32 // chunks))
+            for i in cutlass.range_constexpr(-(-c.keys * chunks // 32)):
+                row, chunk = self._chunk(dim, i)
+                target, source = to, at
+                if const_expr(aligned):
+                    down, right = (
+                        const_expr(i * step if chunks <= 32 else i // (chunks // 32)),
+                        const_expr(0 if chunks <= 32 else i % (chunks // 32) * 32 * CHUNK),
+                    )
+                    target += down * pitch + right
+                    source += row_bytes * down + right
+                else:
+                    target += (row - first_row) * pitch + (chunk - first_chunk) * CHUNK
+                    source += row_bytes * (row - first_row) + (chunk - first_chunk) * CHUNK
+                good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
+                if const_expr(any_page):
+                    mine = cute.arch.shuffle_sync(page, row)
+                    source += Int64(cache.stride[0]) * c.itemsize * mine + row_bytes * ((first + row) % c.page - row)
+                    good = good & (mine >= 0)
+                elif const_expr(one_page):
+                    good = good & (page >= 0)
+                valid = cutlass.select_(good, Int32(CHUNK), Int32(0))
+                if const_expr((i + 1) * 32 <= c.keys * chunks):
+                    op.copy_16_async(target, source, valid)
+                elif i * 32 + cute.arch.lane_idx() < c.keys * chunks:
+                    op.copy_16_async(target, source, valid)
+
+    @cute.jit
+    def query(self, tensors: Tensors, tile: WorkTile, shared: Int32):
+        """Q as the right side of a product; the heads that pad a group repeat its last."""
+        c = self.c
+        lane = cute.arch.lane_idx()
+        if const_expr(c.shared.query.nbytes == 0):
+            rQ = cute.make_rmem_tensor(cute.make_layout((2, c.dim // 16, c.heads // 8)), Int32)
+        else:
+            at = c.shared.query.at(shared) + cute.arch.warp_idx() * (c.shared.query.nbytes // c.warps) + lane * 8
+            rQ = cute.make_tensor(
+                cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8),
+                cute.make_layout((2, c.dim // 16, c.heads // 8), stride=(1, 64, 4 * c.dim)),
+            )
+        for n in cutlass.range_constexpr(c.heads // 8):
+            head = tile.head + cutlass.min(n * 8 + lane // 4, tile.heads - 1)
+            row = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * tile.b * c.itemsize
+            row += Int64(tensors.q.stride[1]) * head * c.itemsize + (lane & 3) * 4
+            for k in cutlass.range_constexpr(c.dim // 16):
+                rQ[0, k, n] = op.load_pair(row + k * 32)
+                rQ[1, k, n] = op.load_pair(row + k * 32 + 16)
+        return rQ
+
+
+class Mainloop:
+    """A warp's tiles of a work tile: every ``warps``-th."""
+
+    def __init__(self, config: MmaConfig):
+        self.c, self.loader = config, Loader(config)
+
+    @cute.jit
+    def run(self, tensors: Tensors, loads: None, scalars: Scalars, keys: Visible, tile: WorkTile, shared: Int32):
+        """This warp's tiles, and its result into shared memory."""
+        c = self.c
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        count = cutlass.max(tile.stop - tile.first - warp + (c.warps - 1), 0) // c.warps
+        ring = c.shared.ring.at(shared) + warp * (c.stages * c.stage_bytes)
+        t = tile.first + warp
+        sources = self.loader.sources(tensors, tile) if const_expr(c.shared.query.nbytes == 0) else None
+        for s in cutlass.range_constexpr(c.stages - 1):
+            if s < count:
+                self.loader.load(tensors, keys, tile, sources, t, ring + s * c.stage_bytes)
+            cute.arch.cp_async_commit_group()
+            t += c.warps
+
+        n_tiles = const_expr(c.heads // 8)
+        rQ = self.loader.query(tensors, tile, shared)  # (2, D / 16, heads / 8) pairs
+        rO = cute.make_rmem_tensor(cute.make_layout((4, c.dim_v // 16, n_tiles)), Float32)
+        rMax = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)
+        rSum = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)
+        rO.fill(0.0)
+        rMax.fill(-_INF)
+        rSum.fill(0.0)
+
+        # Lane l addresses row l % 8 of the 8 x 8 tile l // 8; K's tiles go down the keys first, V's along its columns.
+        k_lane = ((lane & 7) + ((lane >> 3) & 1) * 8) * c.pitch + (lane >> 4) * 16
+        v_lane = ((lane & 7) + (lane >> 4) * 8) * c.pitch_v + ((lane >> 3) & 1) * 16 + c.keys * c.pitch
+        read, write = Int32(0), Int32((c.stages - 1) * c.stage_bytes)
+        for i in cutlass.range(count, unroll=1):
+            cute.arch.cp_async_wait_group(c.stages - 2)
+            cute.arch.sync_warp()
+            if i + (c.stages - 1) < count:
+                self.loader.load(tensors, keys, tile, sources, t, ring + write)
+            cute.arch.cp_async_commit_group()
+            first, low, high = tile_bounds(keys, t - (c.stages - 1) * c.warps, c.keys)
+            rS = self._scores(scalars, rQ, ring + read + k_lane, first, low, high)
+            rV = self._load_values(ring + read + v_lane, 0)
+            rP = self._softmax(rS, rO, rMax, rSum)
+            self._add_values(rP, rO, rV, ring + read + v_lane)
+            t += c.warps
+            read += c.stage_bytes
+            read = cutlass.select_(read == c.stages * c.stage_bytes, Int32(0), read)
+            write += c.stage_bytes
+            write = cutlass.select_(write == c.stages * c.stage_bytes, Int32(0), write)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        self._leave_result(tile, shared, rO, rMax, rSum)
+        cute.arch.barrier()
+
+    @cute.jit
+    def _scores(self, scalars: Scalars, rQ: cute.Tensor, sK: Int32, first: Int32, low: Int32, high: Int32):
+        """K Q' of a tile in powers of two, -inf where a key does not count.
+
+        In two or four sums: shorter chains of products, and of the tensor cores' roundings, which are coarser than
+        those of an addition and show in the LSE of 512 columns.
+        """
+        c = self.c
+        n_tiles, m_tiles = const_expr(c.heads // 8), const_expr(c.keys // 16)
+        chains = const_expr(2 if c.dim <= 256 else 4)
+        rS = cute.make_rmem_tensor(cute.make_layout((4, m_tiles, n_tiles)), Float32)
+        rSum = cute.make_rmem_tensor(cute.make_layout((4, chains, m_tiles, n_tiles)), Float32)
+        rSum.fill(0.0)
+        for k0 in cutlass.range_constexpr(0, c.dim // 16, c.at_once):
+            steps = const_expr(range(k0, min(k0 + c.at_once, c.dim // 16)))
+            rK = [[op.ldmatrix_x4(sK + m * 16 * c.pitch + k * 32) for m in range(m_tiles)] for k in steps]
+            for k in cutlass.range_constexpr(steps.start, steps.stop):
+                j = const_expr(k % chains)
+                for m in cutlass.range_constexpr(m_tiles):
+                    for n in cutlass.range_constexpr(n_tiles):
+                        new = op.mma_m16n8k16(
+                            c.dtype,
+                            rK[k - k0][m],
+                            (rQ[0, k, n], rQ[1, k, n]),
+                            tuple(rSum[i, j, m, n] for i in range(4)),
+                        )
+                        for i in cutlass.range_constexpr(4):
+                            rSum[i, j, m, n] = new[i]
+        for n in cutlass.range_constexpr(n_tiles):
+            for m in cutlass.range_constexpr(m_tiles):
+                for i in cutlass.range_constexpr(4):
+                    both = rSum[i, 0, m, n] + rSum[i, 1, m, n]
+                    if const_expr(chains == 4):
+                        both += rSum[i, 2, m, n] + rSum[i, 3, m, n]
+                    rS[i, m, n] = both * scalars.scale
+        if scalars.cap > 0:
+            for x in cutlass.range_constexpr(cute.size(rS)):
+                rS[x] = scalars.cap * tanh(rS[x])
+        row = first + cute.arch.lane_idx() // 4
+        if (low > first) | (high < first + c.keys):
+            for m in cutlass.range_constexpr(m_tiles):
+                for half in cutlass.range_constexpr(2):
+                    key = row + m * 16 + half * 8
+                    good = (key >= low) & (key < high)
+                    for n in cutlass.range_constexpr(n_tiles):
+                        for x in cutlass.range_constexpr(2):
+                            old = rS[half * 2 + x, m, n]
+                            rS[half * 2 + x, m, n] = cutlass.select_(good, old, Float32(-_INF))
+        return rS
+
+    @cute.jit
+    def _softmax(self, rS: cute.Tensor, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor):
+        """Probabilities of a tile as the right side of a product; brings O and the sums to the new maxima."""
+        c = self.c
+        n_tiles, m_tiles = const_expr(c.heads // 8), const_expr(c.keys // 16)
+        rNew = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)
+        grown = Boolean(False)
+        for n in cutlass.range_constexpr(n_tiles):
+            for x in cutlass.range_constexpr(2):
+                row_max = rMax[x, n]
+                for m in cutlass.range_constexpr(m_tiles):
+                    row_max = cute.arch.fmax(row_max, cute.arch.fmax(rS[x, m, n], rS[2 + x, m, n]))
+                for step in cutlass.range_constexpr(2, 5):
+                    row_max = cute.arch.fmax(row_max, cute.arch.shuffle_sync_bfly(row_max, 1 << step))
+                rNew[x, n] = row_max
+                grown = grown | (row_max > rMax[x, n])
+        if cute.arch.vote_any_sync(grown):
+            for n in cutlass.range_constexpr(n_tiles):
+                for x in cutlass.range_constexpr(2):
+                    weight = exp2(rMax[x, n] - finite(rNew[x, n]))
+                    rMax[x, n] = rNew[x, n]
+                    rSum[x, n] = rSum[x, n] * weight
+                    for d in cutlass.range_constexpr(c.dim_v // 16):
+                        rO[x, d, n] = rO[x, d, n] * weight
+                        rO[2 + x, d, n] = rO[2 + x, d, n] * weight
+        rP = cute.make_rmem_tensor(cute.make_layout((2, m_tiles, n_tiles)), Int32)
+        for n in cutlass.range_constexpr(n_tiles):
+            low, high = finite(rMax[0, n]), finite(rMax[1, n])
+            for m in cutlass.range_constexpr(m_tiles):
+                for half in cutlass.range_constexpr(2):
+                    p0 = exp2(rS[half * 2, m, n] - low)
+                    p1 = exp2(rS[half * 2 + 1, m, n] - high)
+                    rSum[0, n] = rSum[0, n] + p0
+                    rSum[1, n] = rSum[1, n] + p1
+                    rP[half, m, n] = op.transpose_8x8(op.pack(c.dtype, p0, p1))
+        return rP
+
+    def _load_values(self, sV: Int32, first: int) -> list[list[tuple[Int32, ...]]]:
+        """V' of up to ``at_once`` column blocks, from column block ``first`` on."""
+        c = self.c
+        m_tiles = c.keys // 16
+        blocks = range(first, min(first + c.at_once, c.dim_v // 16))
+        return [
+            [op.ldmatrix_x4(sV + m * 16 * c.pitch_v + d * 32, transposed=True) for m in range(m_tiles)] for d in blocks
+        ]
+
+    @cute.jit
+    def _add_values(self, rP: cute.Tensor, rO: cute.Tensor, rV: list[list[tuple[Int32, ...]]], sV: Int32):
+        """O' += V' P'; the first values are in registers."""
+        c = self.c
+        per = const_expr(c.at_once)
+        for d0 in cutlass.range_constexpr(0, c.dim_v // 16, per):
+            rSome = rV if const_expr(d0 == 0) else self._load_values(sV, d0)
+            for d in cutlass.range_constexpr(d0, min(d0 + per, c.dim_v // 16)):
+                for m in cutlass.range_constexpr(c.keys // 16):
+                    for n in cutlass.range_constexpr(c.heads // 8):
+                        new = op.mma_m16n8k16(
+                            c.dtype, rSome[d - d0][m], (rP[0, m, n], rP[1, m, n]), tuple(rO[i, d, n] for i in range(4))
+                        )
+                        for i in cutlass.range_constexpr(4):
+                            rO[i, d, n] = new[i]
+
+    @cute.jit
+    def _leave_result(self, tile: WorkTile, shared: Int32, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor):
+        c = self.c
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        sO, sStat = result_tensors(c.shared.results, shared)
+        for n in cutlass.range_constexpr(c.heads // 8):
+            for x in cutlass.range_constexpr(2):
+                row_sum = rSum[x, n]
+                for step in cutlass.range_constexpr(2, 5):
+                    row_sum += cute.arch.shuffle_sync_bfly(row_sum, 1 << step)
+                head = n * 8 + (lane & 3) * 2 + x
+                if head < tile.heads:
+                    if lane < 4:
+                        sStat[warp, head, 0] = rMax[x, n]
+                        sStat[warp, head, 1] = row_sum
+                    for d in cutlass.range_constexpr(c.dim_v // 16):
+                        sO[warp, head, d * 16 + lane // 4] = rO[x, d, n]
+                        sO[warp, head, d * 16 + lane // 4 + 8] = rO[2 + x, d, n]

@@ -1,0 +1,96 @@
+"""How a decode launch is cut: what the plans of both architectures share. Knows sizes alone; imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .config import FLAG_BYTES, RESERVED, SHARED, SplitLayout
+from .problem import Problem
+
+FEW = 8  # query heads that ``mma.py`` has at once
+SHORT = 512  # keys of a group that one block attends alone
+# Bytes of keys and values for every SM, from which on one block on it with longer tiles is faster: H200, 32/8 heads,
+# D 128, 1x8192 15.9 for 17.5 us.
+_LONG = 200 << 10
+_PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory busy
+# Waits for memory from which on a second kernel combines faster than the block that brings the last split: H200, 16/2
+# heads, D 256, 1x8192, 16 for 64 us.
+_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel, by the name of its trace and what it is compiled with; and how it runs.
+
+    A *group* is a KV head of a sequence with up to as many of its query heads as the kernel has at once; those of a KV
+    head are ``head_blocks``. ``abreast`` of them are attended by neighbouring blocks at the same time, all or 1.
+    ``sizes`` are entries of the kernel's Config, the other numbers are arguments of a launch.
+    """
+
+    trace: str
+    sizes: dict[str, Any]
+    head_blocks: int
+    abreast: int
+    whole: bool  # whether a group is one unit of work, else its tiles are, and it may be split
+    least_tiles: int  # of a split
+    blocks: int  # of the grid; on Blackwell clusters
+    combine_blocks: int  # of a second kernel that combines the splits; on Blackwell CTAs of a cluster
+    floats: int  # of the workspace
+    counters: int
+
+
+def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
+    """For ``mma.py``, where a group sees at most ``keys_of_cache`` keys.
+
+    Over pages tiles keep to 16 keys, which lie in one page of 16. docs/kernels/decode.md has the times.
+    """
+    dim, dim_v, group = problem.dim, problem.dim_v, problem.group
+    itemsize, groups = problem.dtype.itemsize, problem.batch * problem.kv_heads
+    heads = 8 if group <= 8 or max(dim, dim_v) > 128 else 16
+    keys = 32 if dim + dim_v <= 128 else 16
+    stage = keys * ((dim + dim_v) * itemsize + 32)  # rows of K and V, 16 bytes longer each
+    room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
+    warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= room)
+    stages = min(room // (warps * stage), 6)
+    per_sm = _PER_SM
+    whole = keys_of_cache <= SHORT
+    if whole:
+        stages = 2
+        per_sm = min(SHARED // (warps * stages * stage + RESERVED + FLAG_BYTES), 4 if heads == 8 else 2)
+    elif not problem.page and dim == dim_v == 128 and groups * keys_of_cache * (dim + dim_v) * itemsize >= sms * _LONG:
+        keys, per_sm = 32, 1
+        stages = (SHARED - RESERVED - FLAG_BYTES) // (2 * warps * stage)
+    blocks, head_blocks, least = sms * per_sm, -(-group // heads), 1 if whole else 2 * warps
+    work = groups * head_blocks
+    splits = 1 if whole else splits_of(blocks, work, -(-keys_of_cache // keys), least)
+    combine = combines(min(group, heads), dim_v, 32 * warps, splits)
+    return Plan(
+        "trace_mma",
+        paged(problem)
+        | dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine),
+        head_blocks,
+        1,
+        whole,
+        least,
+        blocks,
+        min(work * min(group, heads), sms) if combine else 0,
+        2 * blocks * SplitLayout(heads, dim_v).floats,
+        blocks,
+    )
+
+
+def paged(problem: Problem) -> dict[str, int]:
+    """The page size, of a signature that has one."""
+    return dict(page=problem.page) if problem.page else {}
+
+
+def splits_of(blocks: int, work: int, tiles: int, least: int) -> int:
+    """Into how many splits a group is cut if all groups are equally long, and one more where cuts may fall anywhere."""
+    return min(blocks, max(work * tiles // least, 1)) // max(work, 1) + 1
+
+
+def combines(rows: int, dim_v: int, threads: int, splits: int) -> bool:
+    """Whether a second kernel combines: by how often the last block would wait for memory, a thread of which has 4
+    columns of 8 splits at once."""
+    return splits > 1 and -(-rows * dim_v // (4 * threads)) * -(-splits // 8) > _ROUNDS

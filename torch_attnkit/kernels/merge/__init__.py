@@ -1,0 +1,1 @@
+"""Partial attentions over disjoint keys, combined by their LSE."""

@@ -1,0 +1,82 @@
+"""Host side of the Blackwell prefill kernels: tiles per head size, and the kernel's signature. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_attnkit.core.spec import short
+
+from ..problem import Problem
+
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Keys of a block, tiles of 128 rows in flight, depth of the rings of K and V, and when CTAs work in pairs.
+
+    228 KB of shared memory hold the queries and the rings, 512 columns of tensor memory two buffers of scores and an
+    output for each tile: Dv above 128 leaves room for one tile. ``pair`` is "full" where it pays as long as every query
+    sees all keys: causal rows far apart would make the pair's earlier one visit blocks for nothing. "no window": the
+    reads that a pair saves are worth these blocks, unless a window leaves few others. Stages are those of 2-byte
+    elements; of bytes there are twice as many. Where two ``ctas`` have a tile together, stages hold pieces of blocks,
+    which are as large whatever the dtype (``two_cta.py``), and so are the rings.
+    """
+
+    tile_n: int
+    tiles: int
+    stages: int
+    pair: str = ""
+    ctas: int = 1
+
+    def stages_of(self, itemsize: int) -> int:
+        return self.stages * 2 // itemsize if self.ctas == 1 else self.stages
+
+
+DTYPES, CODES = "bf16 f16", "f8e4m3"
+TILES = {
+    # (D, Dv)
+    (32, 32): Tiles(128, 2, 4),
+    (64, 64): Tiles(128, 2, 4),
+    (96, 96): Tiles(128, 2, 3, "full"),
+    (128, 128): Tiles(128, 2, 2, "full"),
+    (192, 128): Tiles(128, 2, 1, "full"),
+    (256, 256): Tiles(128, 1, 1, "always"),
+    (512, 512): Tiles(128, 1, 4, "no window", 2),
+}
+
+
+def signature(problem: Problem) -> dict[str, Any]:
+    """The part of a kernel's signature that does not depend on how sequences are stored."""
+    p, scores = problem, problem.scores
+    chosen = TILES[p.dim, p.dim_v]
+    group = p.group if p.group and _ROWS % p.group == 0 else 1
+    rows = p.queries * group  # up to 128 are one tile
+    everything = not p.causal and scores.window < 0
+    pays = {"": False, "full": everything, "no window": scores.window < 0, "always": True}[chosen.pair]
+    return {
+        "dtype": short(p.dtype),
+        "dim": p.dim,
+        "dim_v": p.dim_v,
+        "tile_n": chosen.tile_n,
+        "tiles": chosen.tiles if rows > _ROWS else 1,
+        "group": group,
+        "stages": chosen.stages_of(p.dtype.itemsize),
+        "pair": rows > _ROWS * chosen.tiles and pays,
+        "causal": p.causal,
+        "sink": p.sink,
+        "normalize": p.normalize,
+        **scores.features(),
+        **({"scales": p.scales} if any(p.scales) else {}),
+    }
+
+
+def sharers(problem: Problem, signature: dict[str, Any]) -> int:
+    """How many pieces of the grid share a KV head."""
+    return max(1, problem.group // signature["group"])
+
+
+def multiprocessors(signature: dict[str, Any]) -> int:
+    """How many have a tile together."""
+    return TILES[signature["dim"], signature["dim_v"]].ctas

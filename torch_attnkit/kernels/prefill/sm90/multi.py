@@ -1,0 +1,294 @@
+"""Softmax attention of a block of queries per sequence over its cache on Hopper: K and V cross memory once.
+
+    producer warp  --K and V, a ring each, by TMA-->  shared memory  -->  1 or 2 consumer warpgroups, 64 rows each
+    the CTAs of a cluster split the keys of a tile, and combine through distributed shared memory
+
+The rows of a tile are all query heads of a KV head for as many queries as fit: 16 queries with 4 heads each fill one
+``wgmma``. Consumers keep scores, probabilities and output in registers (``mainloop.py``). Where tiles
+alone do not fill the machine, the CTAs of a cluster take a split of a tile's keys each. When they are through, every
+CTA puts its output and row statistics into its shared memory and adds up a slice of all of theirs: no partial result
+goes through device memory, nothing is counted, and no CTA waits for one that may not be running. Where tiles do fill
+the machine, two CTAs may form a ``pair`` on neighbouring tiles: each loads half of every block for both, by multicast.
+
+Tile letters: M rows, N keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda.ring import Fixed, Ring
+from torch_attnkit.cuda.sm90 import softmax
+
+from ..blocks import Sequence, UnseenKeys, unseen_keys
+from . import multi_combine
+from .mainloop import WARPGROUP, Barrier, Consumer, Mainloop, Stages
+from .multi_blocks import MaskRules, RowBounds, WorkTile, advance, key_blocks, row_bounds
+from .multi_types import Config, Inputs, Layouts, Loads, Outputs, Scalars
+
+# Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor).
+_REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240)}
+
+
+@dataclass
+class SharedMemory(Fixed):
+    """Mbarriers, then Q, K and V; and once these have been read, a split's partial result over all three."""
+
+    stages: Stages
+
+    @property
+    def partial(self) -> Int32:
+        """The address of the partial result: M rows of ``Config.pitch`` floats, then (maximum, sum) of each."""
+        return self.stages.sQ.iterator.toint()
+
+
+@dataclass
+class Mask(Fixed):
+    """Which keys a consumer's rows see: the bounds of a lane's two rows, numbers that the call brings."""
+
+    w: Consumer
+    c: Config
+    seq: Sequence
+    bounds: RowBounds
+
+    @cute.jit
+    def apply(self, rS: cute.Tensor, block: Int32, edge: cutlass.Constexpr):
+        w = self.w
+        if const_expr(self.c.softcap):
+            softmax.cap(rS, w.scalars.cap_slope)
+        s = self.bounds
+        origin = block * self.c.tile_n + w.lane % 4 * 2  # the key of this lane's first column
+        lows, highs, sinks_ends = ([x - origin for x in limits] for limits in (s.lows, s.highs, s.sinks_ends))
+        if w.scalars.sink_tokens > 0:
+            multi_combine.mask_but_sinks(rS, (lows, highs), s.start - origin, sinks_ends)
+        else:
+            softmax.apply_mask(rS, softmax.MaskBounds(lows, highs))
+
+    def unseen(self) -> UnseenKeys:
+        return unseen_keys(self.c, self.seq, self.w.scalars)
+
+
+class Multi:
+    """The kernel: one work tile a CTA, a producer, consumers with a mainloop, and a combining epilogue."""
+
+    def __init__(self, config: Config):
+        self.c, self.mainloop = config, Mainloop(config)
+        assert config.partial_bytes <= config.staged_bytes, config
+        self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
+
+    @cute.jit
+    def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
+        c = self.c
+        self.bytes_k, self.bytes_v = (c.tile_n * dim * c.dtype.width // 8 for dim in (c.dim, c.dim_v))
+        layouts = Layouts(
+            self.mainloop.layout((c.tile_m, c.dim, 1)),
+            self.mainloop.layout((c.tile_n, c.dim, c.stages)),
+            self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
+        )
+        keys_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
+        atoms = []
+        for tensor, layout in ((ins.k, layouts.k), (ins.v, layouts.v)):
+            atoms += copies.tma_atom(keys_first(tensor), layout, 2 if c.pair else 1)
+        qk_mma, pv_mma = self.mainloop.mmas()
+        tiles = self._row_tiles(ins) * Int32(ins.k.shape[1]) * Int32(ins.q.shape[0])
+        self.kernel(Loads(*atoms), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
+            grid=[tiles * scalars.ctas, 1, 1],
+            block=[WARPGROUP + c.threads, 1, 1],
+            cluster=[scalars.ctas, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=c.per_sm,
+            preferred_smem_carveout=100,
+        )
+
+    @property
+    def _span(self) -> int:
+        """Rows of a cluster."""
+        return self.c.tile_m * (2 if self.c.pair else 1)
+
+    def _row_tiles(self, ins: Inputs) -> Int32:
+        """Clusters that the rows of a KV head need, each for its keys or a part of them."""
+        rows = Int32(ins.q.shape[1]) * (Int32(ins.q.shape[2]) // Int32(ins.k.shape[1]))
+        return (rows + (self._span - 1)) // self._span
+
+    @cute.kernel
+    def kernel(
+        self,
+        loads: Loads,
+        ins: Inputs,
+        outs: Outputs,
+        scalars: Scalars,
+        layouts: Layouts,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+    ):
+        c = self.c
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = self._shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
+        if warp == 0:
+            for atom in (loads.k_atom, loads.v_atom):
+                cpasync.prefetch_descriptor(atom)
+        tile = self._work_tile(ins, scalars)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(c.pair):
+            self._sync_cluster()  # neither CTA may write to the other before its barriers stand
+        else:
+            cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.regs_load)
+            if warp == 0:
+                self.produce(loads, tile, smem)
+            self._idle_through_combine(scalars)
+        else:
+            cute.arch.setmaxregister_increase(self.regs_mma)
+            self.consume(ins, outs, scalars, tile, smem, qk_mma, pv_mma)
+
+    def _sync_cluster(self) -> None:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def _idle_through_combine(self, scalars: Scalars):
+        """The producer's part where ``finish`` synchronises the cluster."""
+        if scalars.ctas > 1:
+            self._sync_cluster()
+            if const_expr(not self.c.pair):
+                self._sync_cluster()
+
+    def _shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
+        c = self.c
+        rings = self.mainloop.rings(memory, warp, ((c.stages, c.pair), (c.stages, c.pair)))
+        once = Ring(None, None, 1)  # Q, which nobody loads twice
+        return SharedMemory(Stages(once, *rings, *self.mainloop.operands(memory, layouts)))
+
+    @cute.jit
+    def _work_tile(self, ins: Inputs, scalars: Scalars):
+        """What this CTA computes. Lengths outside of what the caches hold are cut off; later rows come first."""
+        c = self.c
+        rank, tile = cute.arch.block_in_cluster_idx()[0], Uint32(cute.arch.cluster_idx()[0])
+        row_tiles, heads = Uint32(self._row_tiles(ins)), Uint32(ins.k.shape[1])
+        others = tile // row_tiles
+        batch = Int32(others // heads)
+        kv_head = Int32(others) - batch * Int32(heads)
+        keys, tokens = Int32(ins.k.shape[2]), Int32(ins.q.shape[1])
+        end = cutlass.max(cutlass.min(Int32(ins.kv_len[batch]), keys), Int32(0))
+        start = Int32(0)
+        if scalars.has_start != 0:
+            start = cutlass.max(cutlass.min(Int32(ins.kv_start[batch]), keys), Int32(0))
+        group = Int32(Uint32(ins.q.shape[2]) // heads)
+        inverse = cute.arch.rcp_approx(Float32(group))
+        begin = Int32(row_tiles - 1 - (tile - others * row_tiles)) * self._span
+        left = tokens * group - begin
+        token = Int32(Uint32(begin) // Uint32(group))
+        rest = begin - token * group
+        seq = Sequence(Int32(0), tokens, end - tokens, start, end)
+        last = token + advance(rest + cutlass.min(left, self._span) - 1, group, inverse)[0]
+        blocks = key_blocks(seq, seq.shift + token, seq.shift + last, c.tile_n, self._rules(scalars))
+        first, stop = Int32(0), blocks.steps
+        if const_expr(c.pair):
+            more, rest = advance(rest + rank * c.tile_m, group, inverse)
+            token += more
+            left -= rank * c.tile_m
+        else:
+            each = Int32(Uint32(blocks.steps) // Uint32(scalars.ctas))
+            extra = blocks.steps - each * scalars.ctas
+            first = rank * each + cutlass.min(rank, extra)
+            stop = first + each + cutlass.select_(rank < extra, Int32(1), Int32(0))
+        rows = cutlass.min(left, c.tile_m)
+        return WorkTile(batch, kv_head, group, inverse, token, rest, rows, seq, blocks, first, stop)
+
+    def _rules(self, scalars: Scalars) -> MaskRules:
+        return MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
+
+    @cute.jit
+    def produce(self, loads: Loads, tile: WorkTile, smem: SharedMemory):
+        """One warp: the blocks of K and of V, V one behind K."""
+        c = self.c
+        stages = smem.stages
+        ring_k, ring_v = stages.ring_k, stages.ring_v
+        ctas = const_expr(2 if c.pair else 1)
+        rank = cute.arch.block_in_cluster_idx()[0] if c.pair else Int32(0)
+        mask = {"mcast_mask": cutlass.Int16(3)} if c.pair else {}
+        k_head, v_head = (t[None, None, tile.kv_head, tile.batch] for t in (loads.k, loads.v))
+        gK = cute.local_tile(k_head, (c.tile_n, c.dim), (None, 0))  # (N, D, blocks)
+        gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
+        tKsK, tKgK = copies.tma_partition(loads.k_atom, rank, ctas, stages.sK, gK)  # (box, stages), (box, blocks)
+        tVsV, tVgV = copies.tma_partition(loads.v_atom, rank, ctas, stages.sV, gV)
+        count = tile.stop - tile.first
+        for n in cutlass.range(0, count + 1, unroll=1):
+            if n < count:
+                full = ring_k.acquire(n, self.bytes_k)
+                block = tile.block(tile.first + n)
+                cute.copy(loads.k_atom, tKgK[None, block], tKsK[None, ring_k.slot(n)], tma_bar_ptr=full, **mask)
+            if n > 0:
+                full = ring_v.acquire(n - 1, self.bytes_v)
+                block = tile.block(tile.first + n - 1)
+                cute.copy(loads.v_atom, tVgV[None, block], tVsV[None, ring_v.slot(n - 1)], tma_bar_ptr=full, **mask)
+
+    @cute.jit
+    def consume(self, ins: Inputs, outs: Outputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory, qk_mma, pv_mma):
+        """One warpgroup: both products, softmax and store of 64 rows."""
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        w = self.mainloop.consumer(thread, smem.stages, qk_mma, pv_mma, scalars)
+        self._load_queries(ins, tile, smem.stages.sQ, w)
+        positions = tuple(tile.position(w.row + 8 * r) for r in range(2))
+        mask = Mask(w, self.c, tile.seq, row_bounds(tile.seq, positions, self._rules(scalars)))
+        w.rO.fill(0.0)
+        w.row_max.fill(-Float32.inf)
+        w.row_sum.fill(0.0)
+        self.mainloop.begin_turns(w)
+        zero, first, stop = Int32(0), tile.first, tile.stop
+        if first < stop:
+            self.mainloop.first_block(w, mask, zero, zero, tile.block(first))
+            plain = cutlass.max(first + 1, cutlass.min(tile.masked, stop))
+            for i in cutlass.range(first + 1, plain, unroll=1):
+                self.mainloop.next_block(w, mask, zero, i - first, tile.block(i), edge="both")
+            for i in cutlass.range(plain, stop, unroll=1):
+                self.mainloop.next_block(w, mask, zero, i - first, tile.block(i), edge="")
+            self.mainloop.last_product(w, stop - first - 1)
+        self.finish(w, positions, ins, outs, scalars, tile, smem)
+
+    @cute.jit
+    def _load_queries(self, ins: Inputs, tile: WorkTile, sQ: cute.Tensor, w: Consumer):
+        """The 64 rows of a warpgroup, through registers: neighbouring rows may be far apart, or of different queries.
+
+        Rows behind the last repeat it; a tile without rows repeats the last query.
+        """
+        c = self.c
+        thread, chunks = cute.arch.thread_idx()[0] % WARPGROUP, c.dim // 8
+        vectors = copies.fragments(64 * chunks // WARPGROUP, 8, c.dtype)
+        for n, vector in enumerate(vectors):
+            i = thread + n * WARPGROUP
+            row = cutlass.max(cutlass.min(w.warpgroup * 64 + i // chunks, tile.rows - 1), 0)
+            token, head = tile.token_and_head(row)
+            token = cutlass.min(token, tile.seq.tokens - 1)
+            copies.load(ins.q[tile.batch, token, head, None].iterator + i % chunks * 8, vector)
+        for n, vector in enumerate(vectors):
+            i = thread + n * WARPGROUP
+            cute.autovec_copy(vector, cute.local_tile(sQ[w.warpgroup * 64 + i // chunks, None, 0], (8,), (i % chunks,)))
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=int(Barrier.Q_STORED) + w.warpgroup, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def finish(
+        self, w: Consumer, positions, ins: Inputs, outs: Outputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory
+    ):
+        """Write the rows out, alone or together with the other CTAs of the cluster."""
+        c = self.c
+        sums = multi_combine.row_sums(w, positions)
+        if const_expr(c.pair):
+            multi_combine.store(c, w, ins, outs, tile, sums)
+            self._sync_cluster()  # neither CTA may leave while the other still writes to its memory
+        else:
+            if scalars.ctas == 1:
+                multi_combine.store(c, w, ins, outs, tile, sums)
+            else:
+                self.mainloop.await_consumers()
+                multi_combine.publish(c, w, smem.partial, sums)
+                self._sync_cluster()
+                multi_combine.combine(c, ins, outs, scalars, tile, smem.partial)
+                self._sync_cluster()  # nor may one whose memory another still reads

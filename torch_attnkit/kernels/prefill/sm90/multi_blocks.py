@@ -1,0 +1,101 @@
+"""Which rows and which blocks of keys a CTA works on when all query heads of a KV head share a tile."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32
+
+from ..blocks import KeyBlocks, Sequence, cover
+
+
+class MaskRules(NamedTuple):
+    """What decides which keys a query sees, beside its sequence."""
+
+    causal: Int32  # 0 or 1
+    window: Int32  # more than every length: none
+    sink_tokens: Int32
+
+
+class WorkTile(NamedTuple):
+    """What one CTA computes: ``rows`` rows of a tile, over steps ``first`` to ``stop`` of the blocks that it visits.
+
+    The first row is query ``token`` of the sequence and head ``head`` of the ``group`` that share the KV head; the next
+    row is the next head, or the first head of the next query.
+    """
+
+    batch: Int32
+    kv_head: Int32
+    group: Int32
+    inverse: Float32  # 1 / group
+    token: Int32
+    head: Int32
+    rows: Int32  # not positive where a pair's second tile lies behind the last query
+    seq: Sequence
+    blocks: KeyBlocks
+    first: Int32
+    stop: Int32
+
+    @property
+    def masked(self) -> Int32:
+        """How many steps visit blocks with keys that some row must not see. They come first."""
+        return self.blocks.full + self.blocks.steps - self.blocks.full_end
+
+    def block(self, step: Int32) -> Int32:
+        """The block of a step: right edge, left edge and sink tokens, then all that every row sees."""
+        b, masked = self.blocks, self.masked
+        behind = cutlass.select_(step < masked, step + b.full_end - b.full, step - masked + b.full)
+        return b.block(cutlass.select_(step < b.full, step, behind))
+
+    def token_and_head(self, row: Int32) -> tuple:
+        """Query and query head of a row of the tile."""
+        token, head = advance(self.head + row, self.group, self.inverse)
+        return self.token + token, self.kv_head * self.group + head
+
+    def position(self, row: Int32) -> Int32:
+        return self.seq.shift + self.token_and_head(row)[0]
+
+
+def advance(heads: Int32, group: Int32, inverse: Float32) -> tuple:
+    """``heads`` divided by ``group``, and the rest. In floats: exact below 2^20, and a fifth of the instructions."""
+    token = Int32((Float32(heads) + 0.5) * inverse)
+    return token, heads - token * group
+
+
+def key_blocks(seq: Sequence, first: Int32, last: Int32, tile_n: int, rules: MaskRules) -> KeyBlocks:
+    """The blocks of ``tile_n`` keys that the queries at positions first to last need; rules are known at the call."""
+    causal = rules.causal != 0
+    sinks_end = cutlass.min(seq.start + rules.sink_tokens, cutlass.select_(causal, last + 1, seq.end))
+    sinks_end = cutlass.select_(rules.sink_tokens > 0, cutlass.min(sinks_end, seq.end), Int32(0))
+    # Sink tokens may lie behind the window of early queries: the near part then reaches to their end.
+    reach = cutlass.select_(causal, last + 1, cutlass.max(last + rules.window, sinks_end))
+    full_reach = first + cutlass.select_(causal, Int32(1), rules.window)
+    low = cutlass.max(seq.start, first - rules.window + 1)
+    return cover(
+        seq.start,
+        (low, cutlass.max(low, last - rules.window + 1)),
+        (cutlass.min(seq.end, full_reach), cutlass.min(seq.end, reach)),
+        sinks_end,
+        tile_n,
+    )
+
+
+class RowBounds(NamedTuple):
+    """The keys of a lane's two rows: [lows, highs), and sink tokens from ``start`` to ``sinks_ends``."""
+
+    lows: tuple
+    highs: tuple
+    start: Int32
+    sinks_ends: tuple
+
+
+def row_bounds(seq: Sequence, positions: tuple, rules: MaskRules) -> RowBounds:
+    causal = rules.causal != 0
+    ends = [cutlass.select_(causal, cutlass.min(seq.end, p + 1), seq.end) for p in positions]
+    return RowBounds(
+        lows=tuple(cutlass.max(seq.start, p - rules.window + 1) for p in positions),
+        highs=tuple(
+            cutlass.min(e, cutlass.select_(causal, e, p + rules.window)) for e, p in zip(ends, positions, strict=True)
+        ),
+        start=seq.start,
+        sinks_ends=tuple(cutlass.min(seq.start + rules.sink_tokens, e) for e in ends),
+    )

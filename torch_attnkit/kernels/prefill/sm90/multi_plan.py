@@ -1,0 +1,98 @@
+"""Host side of the kernel for blocks of queries: tiles per head size, and how many CTAs share a tile's keys.
+
+Knows sizes alone. Imports no cutlass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..problem import Problem
+
+
+class Tiles(NamedTuple):
+    """M rows by N keys, depth of the rings, CTAs on a multiprocessor, and choices of ``kernels/prefill/sm90/multi.py``.
+
+    ``turns``: consumers issue their products in turn. ``late_rescale``: the output is rescaled while the scores of the
+    next block are computed rather than before. ``pair``: two CTAs on neighbouring tiles load half of every block each.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    per_sm: int = 1
+    turns: bool = True
+    late_rescale: bool = False
+    pair: bool = False
+
+
+class Choice(NamedTuple):
+    """Tiles for up to 64 rows, which wait for memory, for more, and for so many that they fill the machine."""
+
+    few: Tiles
+    many: Tiles
+    pair: Tiles
+
+
+# D 128 on an H200: few 1 % over one CTA a multiprocessor, many 3 % over three stages, pair 2 % over no pairs or two
+# stages, 4 % over N 96 (docs/kernels/prefill.md). The other head sizes follow it and plan.py, and were not timed.
+TILES = {
+    # (D, Dv)
+    (32, 32): Choice(Tiles(64, 128, 4, 2), Tiles(128, 128, 4), Tiles(128, 128, 4, pair=True)),
+    (64, 64): Choice(Tiles(64, 128, 3, 2), Tiles(128, 128, 4), Tiles(128, 128, 4, pair=True)),
+    (96, 96): Choice(Tiles(64, 64, 4, 2), Tiles(128, 128, 2), Tiles(128, 128, 3, pair=True)),
+    (128, 128): Choice(Tiles(64, 64, 3, 2), Tiles(128, 128, 2), Tiles(128, 128, 3, turns=False, pair=True)),
+    (192, 128): Choice(Tiles(64, 64, 4), Tiles(128, 128, 2), Tiles(128, 128, 2, turns=False, pair=True)),
+    (256, 256): Choice(
+        Tiles(64, 64, 3), Tiles(128, 64, 2, late_rescale=True), Tiles(128, 64, 2, late_rescale=True, pair=True)
+    ),
+}
+
+_MOST_CTAS = 8  # of a cluster; every GPU takes so many
+# For each multiprocessor and microsecond, in KB and MFLOP: what its copies bring, its share of device memory, what its
+# tensor cores do. Fitted to the H200's times of 16 and 64 queries at B 1 to 16 with all cluster sizes, to about 10 %.
+_COPIES, _MEMORY, _PRODUCTS = 50.0, 32.0, 7.5
+_START, _MERGE = 5.0, 1.0  # microseconds of a CTA beside its blocks, and of a cluster's merge
+
+
+class Plan(NamedTuple):
+    tiles: Tiles
+    ctas: int  # of a cluster
+
+
+def at_once(ctas: int, sms: int, per_sm: int) -> int:
+    """Clusters that run at the same time. A cluster stays inside a GPC, which has 16 or 18 multiprocessors, in twos.
+
+    Which of them a GPU has cannot be read from it: of clusters of 4 an H200 with 132 ran fewer than 32.
+    """
+    if ctas <= 2:
+        return sms * per_sm // ctas
+    return min(sms // gpc * (gpc * per_sm // ctas) for gpc in (16, 18))
+
+
+def cost(tiles: Tiles, ctas: int, row_tiles: int, groups: int, steps: int, dims: int, sms: int) -> float:
+    """Microseconds, roughly, of ``groups`` KV heads with ``row_tiles`` tiles each that visit ``steps`` blocks."""
+    total, size = row_tiles * groups, tiles.tile_n * dims * 2e-3
+    together = 1 if total <= at_once(ctas, sms, 1) else tiles.per_sm  # on the fullest multiprocessor
+    running = min(total * ctas, sms * tiles.per_sm)
+    step = max(
+        size * together / _COPIES,
+        size * running / row_tiles / (_MEMORY * sms),
+        tiles.tile_m * tiles.tile_n * dims * 2e-6 * together / _PRODUCTS,
+    )
+    rounds = -(-total // max(1, at_once(ctas, sms, tiles.per_sm)))
+    return rounds * (_START + -(-steps // ctas) * step) + (_MERGE if ctas > 1 else 0.0)
+
+
+def plan(problem: Problem, sms: int) -> Plan:
+    """The tiles of ``problem`` on ``sms`` multiprocessors; a tile's rows are queries times a KV head's query heads."""
+    rows, groups = problem.queries * problem.group, problem.batch * problem.kv_heads
+    choice = TILES[problem.dim, problem.dim_v]
+    tiles = choice.few if rows <= 64 else choice.many
+    row_tiles = -(-rows // tiles.tile_m)
+    steps = max(1, -(-problem.scores.most_keys(problem.keys, problem.queries) // tiles.tile_n))
+    dims = problem.dim + problem.dim_v
+    ctas = min(range(1, _MOST_CTAS + 1), key=lambda n: cost(tiles, n, row_tiles, groups, steps, dims, sms))
+    if ctas == 1 and tiles is choice.many and row_tiles % 2 == 0:
+        return Plan(choice.pair, 2)
+    return Plan(tiles, ctas)

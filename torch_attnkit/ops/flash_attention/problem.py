@@ -1,0 +1,32 @@
+"""A call of flash_attention as a problem of the prefill kernels."""
+
+from __future__ import annotations
+
+from torch_attnkit.core.op import Call
+from torch_attnkit.kernels.prefill.problem import Layout, Operands, Problem
+from torch_attnkit.kernels.scores import Scores
+
+
+def problem(call: Call) -> Problem:
+    a, d = call.arg, call.dim
+    return Problem(
+        call.dtype, call.device, d["B"], d["T"], d["S"], d["Hq"], d["Hkv"], d["D"], d["Dv"],
+        q=Layout.of(a.q),
+        k=Layout.of(a.k),
+        v=Layout.of(a.v),
+        normalize=a.normalize,
+        longest=d["T"],
+        kv_len=a.kv_len is not None,
+        kv_start=a.kv_start is not None,
+        scores=Scores.of(d["D"], a),
+        causal=a.causal,
+        sink=a.sink is not None,
+        scales=(a.q_scale is not None, a.k_scale is not None, a.v_scale is not None),
+    )  # fmt: skip
+
+
+def operands(
+    q, k, v, sink, kv_len, kv_start, q_scale, k_scale, v_scale,
+    scale, causal, window, sink_tokens, softcap, normalize, out, lse, row_sum,
+) -> Operands:  # fmt: skip
+    return Operands(q, k, v, sink, kv_len, kv_start, None, None, (q_scale, k_scale, v_scale), out, lse, row_sum)

@@ -1,0 +1,141 @@
+"""Compile kernels ahead of time, on a machine without a GPU if need be: ``python -m torch_attnkit warmup``.
+
+What a row needs compiled is found by planning calls: the parity cases of the table and the bench cases, on CPU tensors
+that hold nothing, with every launcher recorded instead of compiled. The requests are plain data, so processes compile
+them side by side into the cache or into a bundle, a folder that ``ATTNKIT_CACHE_DIR`` or ``compile.use_bundle`` names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .core import config
+from .core.dispatch import OPS
+from .core.op import Call, Kernel, Op
+from .core.spec import DTYPES
+from .core.target import Target
+from .cuda import compile
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+def warmup(target: str, out: Path | None = None, op: str | None = None, jobs: int = 0) -> int:
+    """Compile every kernel of ``target`` (sm90 or sm100), or of one op, into ``out`` or the cache; count the failures.
+
+    ``jobs`` is the number of processes, by default one a core. What is in the folder already is not compiled again.
+    """
+    if target not in compile.GPU_ARCH:
+        raise ValueError(f"warmup: target is {target!r}, accepted: {', '.join(compile.GPU_ARCH)}")
+    if op is not None and op not in OPS:
+        raise ValueError(f"warmup: there is no op {op!r}, accepted: {', '.join(OPS)}")
+    compile.version("nvidia-cutlass-dsl")
+    console = Console()
+    wanted = requests(target, op)
+    folder = (out or config.cache_dir()).resolve() / "cuda"
+    jobs = min(jobs or os.cpu_count() or 1, max(1, len(wanted)))
+    failed = []
+    with Progress(*COLUMNS, console=console) as progress:
+        task = progress.add_task(f"{target}: {len(wanted)} kernels, {jobs} processes", total=len(wanted))
+        # Not forked: the parent's threads would hang a child of torch and cutlass.
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            running = {pool.submit(compile.compile_into, request, folder): request for request in wanted}
+            for done in as_completed(running):
+                if (error := done.exception()) is not None:
+                    failed.append(str(error))
+                progress.advance(task)
+    for message in failed:
+        console.print(f"[red]{message}[/red]", soft_wrap=True)
+    console.print(f"{len(wanted) - len(failed)} of {len(wanted)} kernels are in {folder}", soft_wrap=True)
+    if out is not None:
+        for lock in folder.glob("*.lock"):
+            lock.unlink()
+        console.print(f"use it with ATTNKIT_CACHE_DIR={out} or torch_attnkit.cuda.compile.use_bundle({str(out)!r})")
+    return len(failed)
+
+
+def requests(arch: str, only: str | None = None, *, covering: bool = False) -> list[compile.Request]:
+    """Every distinct kernel that the parity and bench cases of the table ask for on ``arch``.
+
+    With ``covering``, those of the parity cases that ``parity.cases`` keeps, alone: what a test run simulates.
+    """
+    target = Target(arch)
+    found: dict[compile.Request, None] = {}
+    for op in OPS.values():
+        rows = [row for row in op.kernels if arch in row.archs and only in (None, op.name)]
+        mode = FakeTensorMode()
+        bench = [] if covering else _bench_calls(op, rows, mode)
+        for row in rows:
+            build = op.module(row.file).build
+            with compile.recording() as asked:
+                for call in _parity_calls(op, row, covering):
+                    if row.refusal(call) is None:
+                        build(call, target)
+                with mode:
+                    for call in bench:
+                        if row.refusal(call) is None:
+                            build(call, target)
+            found |= dict.fromkeys(asked)
+    return list(found)
+
+
+def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
+    """One bound call for each parity case of a row, contiguous and strided."""
+    from . import parity
+
+    for case in parity.cases(op, op.kernels.index(row), row.archs[0], covering=covering):
+        with parity.Undrawn():
+            args, kwargs = parity.arguments(case)
+            placed = [tuple(_placed(a, layout) for a in args) for layout in parity.LAYOUTS]
+        for tensors in placed:
+            yield _bind(op, tensors, kwargs)
+
+
+def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> list[Call]:
+    """One bound call for each bench case and dtype that one of the rows may take, of tensors of ``mode``."""
+    found = []
+    dtypes = dict.fromkeys(d for row in rows for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3"))
+    with mode:
+        for dims, dtype in itertools.product(op.module("cases").BENCH.values(), dtypes):
+            try:
+                args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
+            except Exception:  # some inputs depend on data, which these tensors do not have
+                continue
+            found.append(_bind(op, args, kwargs))
+    return found
+
+
+def bench_inputs(
+    op: Op, dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of a bench case: by ``bench`` of the op's cases, else by ``make`` with what ``dims`` switch on."""
+    cases = op.module("cases")
+    if hasattr(cases, "bench"):
+        made: tuple[tuple[Any, ...], dict[str, Any]] = cases.bench(dims, dtype, gen)
+        return made
+    features = [f for f in op.features if dims.get(f) not in (None, 0, -1)]
+    if "gqa" in op.features and dims.get("Hq") != dims.get("Hkv"):
+        features.append("gqa")
+    args, kwargs = cases.make(dims, dtype, tuple(features), gen)
+    return args, kwargs | {k: type(kwargs[k])(v) for k, v in dims.items() if k in kwargs}
+
+
+def _placed(value: Any, layout: str) -> Any:
+    from . import parity
+
+    return parity.place(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
+
+
+def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    rest = (kwargs.get(name, op.defaults.get(name)) for name in op.argnames[len(args) :])
+    return op.bind((*args, *rest))
