@@ -37,7 +37,7 @@ def _tiles(op: str, dims: tuple[int, ...], options: tuple, dtype: torch.dtype = 
     """What the row compiles its kernel with: keys of a block, tiles of 128 rows, heads in a tile, pairs or not."""
     args, kwargs = MAKERS[op](*dims, dtype), dict(options)
     with compile.recording() as asked:
-        OPS[op].module("sm100").build(parity.bound(OPS[op], args, kwargs), Target("sm100", simulated=True))
+        OPS[op].module("cuda").build(parity.bound(OPS[op], args, kwargs), Target("sm100", simulated=True))
     return dict(asked[0].signature)
 
 
