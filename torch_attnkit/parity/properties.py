@@ -24,7 +24,7 @@ from .signatures import Signature, Source, build, moved, refusal, signature, sto
 
 # A simulator takes about 0.1 s for so many terms; on a GPU the references on the CPU take the time.
 SIMULATED, HARDWARE = Room(600, 20_000_000), Room(20_000, 1_200_000_000)
-_ORDERS = 8  # of the sums of a reference that is in doubt
+_ALIKE = 8  # calls that differ in their numbers alone, on which a reference in doubt shows its error
 _SECONDS = 60.0  # to make one failure simpler
 
 
@@ -66,7 +66,7 @@ def judged(chosen: Signature, arch: str, device: str) -> Result:
             except AssertionError:  # it may be the reference that had luck
                 if op.mutated:  # what was written over is not there for a second call
                     raise
-                error = judge.judge(chosen.op, op, arch, args, there, kwargs, _ORDERS)
+                error = judge.judge(chosen.op, op, arch, args, there, kwargs, _alike(chosen))
         if not all(map(torch.equal, whole, map(storage, _unwritten(chosen.op, there)))):
             raise AssertionError(f"{chosen.op}: the call wrote into the memory around an input")
         return Result(chosen, "right", error)
@@ -74,6 +74,12 @@ def judged(chosen: Signature, arch: str, device: str) -> Result:
         return Result(chosen, "wrong", message=f"{type(raised).__name__}: {str(raised).strip()}"[:2000])
     finally:
         dispatch._PLANS[chosen.op].clear()  # a plan may hold the tensors that it was made for
+
+
+def _alike(chosen: Signature) -> Iterator[tuple[Any, ...]]:
+    """The arguments of the same signature with other seeds."""
+    for step in range(1, _ALIKE + 1):
+        yield build(signature(chosen.op, dict(chosen.facts) | {"seed": chosen.given()["seed"] + step}))[0]
 
 
 def _unwritten(op: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
