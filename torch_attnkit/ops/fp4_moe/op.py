@@ -14,10 +14,23 @@ x_global and h_global, "mxfp4" and "mxfp8" (E4M3) with scales 2^ceil(log2(amax /
 Source: the experts of DeepSeek-V4 (arXiv 2606.19348), GPT-OSS (OpenAI, 2025) and Qwen3; GLU, arXiv 2002.05202.
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
 from torch_attnkit.oracle import fp4
 
 ACTIVATIONS = ("none", "nvfp4", "mxfp4", "mxfp8")
+
+_SM90 = {
+    "activations must be 'none'": lambda c: c.arg.activations == "none",
+    "N and M must be multiples of 32": lambda c: c.dim["N"] % 32 == 0 and c.dim["M"] % 32 == 0,
+    "rows and experts of w13 and w2 must start at multiples of 16 bytes": lambda c: all(
+        step % 16 == 0 for w in (c.arg.w13, c.arg.w2) for step in w.stride()[:2]
+    ),
+    "scales in the 128x4 layout must be contiguous": lambda c: (
+        c.arg.scale_layout == "linear" or (c.arg.w13_scale.is_contiguous() and c.arg.w2_scale.is_contiguous())
+    ),
+    f"E must be at most {sm90.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm90.MOST_EXPERTS,
+}
 
 
 OP = Op(
@@ -87,5 +100,7 @@ OP = Op(
         "global_scale": lambda c: any(
             g is not None for g in (c.arg.w13_global, c.arg.w2_global, c.arg.x_global, c.arg.h_global)
         ),
-    },
+    },    kernels=(
+        Kernel("sm90", "bf16 f16", {}, "swizzled gptoss limit interleaved bias global_scale", _SM90),
+    ),
 )

@@ -1,0 +1,1 @@
+"""Products of FP4 weights with the tokens that were routed to them."""

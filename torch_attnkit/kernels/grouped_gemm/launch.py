@@ -1,0 +1,84 @@
+"""Host side of the routed experts for NVIDIA GPUs: plan, kernels, workspace, launch. Imports no cutlass."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+
+from torch_attnkit.core import memory
+from torch_attnkit.core.spec import short
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda.workspace import Workspace
+
+from .problem import Operands, Problem
+
+
+def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
+    """What solves ``problem`` on ``target``."""
+    p = problem
+    if p.tokens == 0 or p.hidden == 0:
+        return lambda operands: None
+    if p.slots == 0 or p.experts == 0:
+        return _nothing
+    family = f"torch_attnkit.kernels.grouped_gemm.{target.arch}"
+    plan = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
+    run = compile.launcher(
+        target, p.device, f"{family}.kernel", dtype=short(p.dtype), index_dtype=short(p.index_dtype), format=p.format,
+        activations=p.activations, columns=plan.columns, experts=plan.experts, scale_vectors=plan.scale_vectors,
+    )  # fmt: skip
+    h_dtype = p.dtype if p.activations == "none" else torch.float32
+    workspace = Workspace(p.device, 1, p.tokens * plan.row_tiles)
+    swizzled, interleaved = int(p.scale_layout != "linear"), int(p.interleaved)
+    limit = float("inf") if p.limit is None else p.limit
+    numbers = int(p.swiglu == "gptoss"), p.alpha, limit
+
+    def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return memory.empty(shape, dtype=dtype, device=p.device)
+
+    def launch(operands: Operands) -> None:
+        o = operands
+        one, count = workspace.get()
+        x = _aligned(o.x)
+        up = _matrices(o.w13, o.w13_scale, o.bias13, o.w13_global, o.x_global, x, one)
+        down = _matrices(o.w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
+        tensors = (
+            x, o.weights, o.indices, up, down, o.out, room(torch.int32, p.slots), room(torch.int32, plan.tiles + 1, 4),
+            room(h_dtype, p.slots, p.intermediate), room(torch.float32, p.slots, p.hidden),
+            count[: p.tokens * plan.row_tiles].view(p.tokens, plan.row_tiles),
+        )  # fmt: skip
+        flags = (
+            (*(int(t is not None) for t in three), swizzled, interleaved)
+            for three in ((o.bias13, o.w13_global, o.x_global), (o.bias2, o.w2_global, o.h_global))
+        )
+        run(tensors, (*flags, *numbers), plan.up_blocks, plan.down_blocks)
+
+    return launch
+
+
+def _nothing(operands: Operands) -> None:
+    """The result where no token has a choice."""
+    operands.out.zero_()
+
+
+def _matrices(
+    codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None,
+    activation: torch.Tensor | None, matrix: torch.Tensor, vector: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The weights of a product. ``matrix`` and ``vector`` stand in for what is missing, at which a kernel never looks."""
+    return (
+        codes,
+        scale if scale.dtype is torch.uint8 else scale.view(torch.uint8),
+        matrix if bias is None else bias,
+        vector if divisor is None else divisor,
+        vector if activation is None else activation.view(1),
+    )
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """A copy of tokens' rows that do not start at multiples of 16 bytes."""
+    if x.data_ptr() & 15 or x.stride(0) * x.itemsize & 15:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

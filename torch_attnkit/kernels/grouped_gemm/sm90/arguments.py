@@ -1,0 +1,93 @@
+"""The arguments of the experts' kernels, and stand-ins for them to compile with. Imports cutlass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from torch_attnkit.cuda import fake
+
+
+class Matrices(NamedTuple):
+    """Weights of one product."""
+
+    codes: cute.Tensor  # (E, rows, columns / 2), bytes
+    scale: cute.Tensor  # (E, rows, blocks), or in the 128x4 layout (E, padded rows, padded blocks)
+    bias: cute.Tensor  # (E, rows), anything without ``has_bias``
+    divisor: cute.Tensor  # (E), global scales, anything without ``has_divisor``
+    activation: cute.Tensor  # (1), the global scale of the tokens' rows, likewise
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call. ``count`` is zero before and after every launch."""
+
+    x: cute.Tensor  # (Tq, N)
+    weights: cute.Tensor  # (Tq, K)
+    indices: cute.Tensor  # (Tq, K)
+    up: Matrices
+    down: Matrices
+    out: cute.Tensor  # (Tq, N)
+    order: cute.Tensor  # (slots), by expert: slot t * K + k is the k-th choice of token t
+    tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
+    h: cute.Tensor  # (slots, M), in that order
+    partial: cute.Tensor  # (slots, N), by slot
+    count: cute.Tensor  # (Tq, row tiles), results of a token that have come
+
+
+class Flags(NamedTuple):
+    """What of a product's optional tensors is there, and how its scales and rows stand."""
+
+    bias: Int32
+    divisor: Int32
+    activation: Int32
+    swizzled: Int32
+    interleaved: Int32
+
+
+class Scalars(NamedTuple):
+    up: Flags
+    down: Flags
+    gptoss: Int32
+    alpha: Float32
+    limit: Float32  # infinite without one
+
+
+def arguments(dtype: str, index_dtype: str, h_dtype: str) -> list[Any]:
+    """Stand-ins for ``Tensors``, ``Scalars``, the blocks of both products, and the stream."""
+    size = fake.dim
+
+    def vector(kind: str) -> Any:
+        return fake.tensor(kind, (None,), (1,), align=4)
+
+    def matrices() -> Matrices:
+        codes = fake.tensor("u8", (size(), size(16), size(16)), (size(16), size(16), 1))
+        scale = fake.tensor("u8", (None, None, None), align=1)
+        return Matrices(codes, scale, fake.tensor(dtype, (None, None), align=2), vector("f32"), vector("f32"))
+
+    tensors = Tensors(
+        x=fake.tensor(dtype, (None, None), (size(8), 1)),
+        weights=fake.tensor("f32", (None, None), (None, None), align=4),
+        indices=fake.tensor(index_dtype, (None, None), (None, None), align=4),
+        up=matrices(),
+        down=matrices(),
+        out=fake.tensor(dtype, (None, None), (size(8), 1)),
+        order=vector("i32"),
+        tiles=fake.tensor("i32", (None, 4), (4, 1)),
+        h=fake.tensor(h_dtype, (None, None), (size(8), 1)),
+        partial=fake.tensor("f32", (None, None), (size(4), 1)),
+        count=fake.tensor("i32", (None, None), align=4),
+    )
+    flags = Flags(*(Int32(0) for _ in range(5)))
+    scalars = Scalars(flags, flags, Int32(0), Float32(0), Float32(0))
+    return [tensors, scalars, Int32(0), Int32(0), fake.stream()]
+
+
+def chosen(tensors: Tensors, token: Int32, k: Int32) -> Int32:
+    """The k-th choice of a token, -1 for one that is no expert."""
+    import cutlass
+
+    index = tensors.indices[token, k]
+    inside = (index >= 0) & (index < tensors.up.codes.shape[0])
+    return cutlass.select_(inside, Int32(index), Int32(-1))

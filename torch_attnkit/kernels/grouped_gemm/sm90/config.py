@@ -1,0 +1,74 @@
+"""What the kernels of Hopper are compiled for, and their shared memory. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problem import BLOCK
+
+ROWS = 128  # weight rows of a work tile
+STAGE = 256  # numbers of a row in a stage of the ring
+SPAN = 128  # numbers that a quad of lanes decodes at a time, 32 each: 16 bytes of a row
+CONSUMERS = 8  # warps that multiply, 16 rows each
+GATHERERS = 4  # warps that bring tokens and scales, a stage each in turn
+WARPS = CONSUMERS + GATHERERS + 1  # and one that loads weights
+WIDTHS = (1, 2, 4, 8)  # groups of 8 tokens that a work tile may have
+MOST_COLUMNS = 8 * WIDTHS[-1]
+_SHARED = 226 * 1024  # of a block, without barriers
+_MOST_STAGES = 12
+
+
+@dataclass(frozen=True)
+class Config:
+    """One product."""
+
+    format: str
+    source: str  # dtype of the rows that are multiplied: bf16, f16, f32
+    activations: str  # to which they are rounded on their way
+    columns: int  # most tokens of a work tile
+    paired: bool  # whether rows of a work tile are 8 of gate and 8 of up in turn
+    scale_vector: int  # bytes of scales that one load may take
+
+    @property
+    def block(self) -> int:
+        return BLOCK[self.format]
+
+    @property
+    def parts(self) -> int:
+        """Addends of bf16 that a token's number is multiplied as: one of 11 bits takes two of 8."""
+        return 2 if self.source == "f16" and self.activations == "none" else 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(w for w in WIDTHS if 8 * w <= self.columns)
+
+    @property
+    def features(self) -> int:
+        """Results of a work tile for each token."""
+        return ROWS // 2 if self.paired else ROWS
+
+    @property
+    def scales(self) -> int:
+        """Bytes of scales of a row in a stage."""
+        return STAGE // self.block
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a stage, and so on."""
+        return ROWS * STAGE // 2
+
+    @property
+    def part_bytes(self) -> int:
+        return self.columns * STAGE * 2
+
+    @property
+    def token_bytes(self) -> int:
+        return self.parts * self.part_bytes
+
+    @property
+    def factor_bytes(self) -> int:
+        return ROWS * self.scales * 2
+
+    @property
+    def stages(self) -> int:
+        return min(_MOST_STAGES, _SHARED // (self.weight_bytes + self.token_bytes + self.factor_bytes))

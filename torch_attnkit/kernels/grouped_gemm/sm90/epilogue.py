@@ -1,0 +1,177 @@
+"""What becomes of a work tile's sums: activations of the first product, tokens' results of the second. Imports cutlass.
+
+A result of the second product goes into the workspace, weighted. The block that brings the last of a token's choices
+for some features adds them up in the order of the choices, so that the result does not depend on who came last.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.fp4_weights import LOWERED
+
+from ...norm.kernel import sigmoid
+from .arguments import Flags, Matrices, Scalars, Tensors, chosen
+from .config import CONSUMERS, MOST_COLUMNS, ROWS, Config
+from .mainloop import row_of
+from .schedule import WorkTile
+
+
+class NamedBarrier(IntEnum):
+    """Of a block; 0 is that of all threads."""
+
+    CONSUMERS = 1
+
+
+def _meet() -> None:
+    cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=32 * CONSUMERS)
+
+
+@cute.jit
+def raised(config: cutlass.Constexpr, flags: Flags, weights: Matrices, expert: Int32) -> Float32:
+    """What a sum has to be multiplied by: decoded weights are too small, and global scales divide."""
+    factor = Float32(2.0 ** LOWERED[config.format])
+    divisor = Float32(1.0)
+    if flags.divisor != 0:
+        divisor = weights.divisor[expert]
+    if flags.activation != 0:
+        divisor *= weights.activation[0]
+    return factor / divisor
+
+
+class Activation:
+    """h = swiglu(gate, up) of a work tile, into the workspace."""
+
+    def __init__(self, config: Config):
+        self.c = config
+
+    @cute.jit
+    def begin(self, tensors: Tensors, warp: Int32):
+        """Tokens without any expert are zeros."""
+        lane = cute.arch.lane_idx()
+        tokens, top_k = Int32(tensors.indices.shape[0]), Int32(tensors.indices.shape[1])
+        step = cute.arch.grid_dim()[0] * CONSUMERS
+        for t in cutlass.range(cute.arch.block_idx()[0] * CONSUMERS + warp, tokens, step, unroll=1):
+            some = Int32(0)
+            for k in cutlass.range(lane, top_k, 32, unroll=1):
+                some += cutlass.select_(chosen(tensors, t, k) >= 0, Int32(1), Int32(0))
+            if cute.arch.warp_redux_sync(some, "add") == 0:
+                for i in cutlass.range(lane, Int32(tensors.out.shape[1]), 32, unroll=1):
+                    tensors.out[t, i] = tensors.out.element_type(0.0)
+
+    @cute.jit
+    def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, row_tiles: Int32, warp: Int32):
+        lane = cute.arch.lane_idx()
+        flags, weights = scalars.up, tensors.up
+        features = Int32(weights.codes.shape[1]) // 2
+        feature = tile.row * (ROWS // 2) + warp * 8 + row_of(lane)
+        if feature < features:
+            factor = raised(self.c, flags, weights, tile.expert)
+            bias = [Float32(0.0), Float32(0.0)]
+            if flags.bias != 0:
+                for part in cutlass.range_constexpr(2):
+                    row = cutlass.select_(flags.interleaved != 0, feature * 2 + part, feature + part * features)
+                    bias[part] = Float32(weights.bias[tile.expert, row])
+            for group in cutlass.range_constexpr(self.c.columns // 8):
+                for j in cutlass.range_constexpr(2):
+                    column = 8 * group + lane % 4 * 2 + j
+                    if column < tile.columns:
+                        gate, up = (
+                            (rSum[j + 2 * part, group, 0] + rSum[j + 2 * part, group, 1]) * factor + bias[part]
+                            for part in range(2)
+                        )
+                        h = self._swiglu(scalars, gate, up)
+                        tensors.h[tile.first + column, feature] = h.to(tensors.h.element_type)
+
+    def _swiglu(self, scalars: Scalars, gate: Float32, up: Float32) -> Float32:
+        limit = scalars.limit  # comparisons with NaN are false, so that it stays
+        gate = cutlass.select_(gate > limit, limit, gate)
+        up = cutlass.select_(up > limit, limit, cutlass.select_(up < -limit, -limit, up))
+        slope = cutlass.select_(scalars.gptoss != 0, scalars.alpha, Float32(1.0))
+        more = cutlass.select_(scalars.gptoss != 0, Float32(1.0), Float32(0.0))
+        return gate * sigmoid(slope * gate) * (up + more)
+
+
+class Combine:
+    """Tokens' results, by the last block that has one of a token's choices."""
+
+    def __init__(self, config: Config):
+        self.c = config
+
+    @cute.jit
+    def begin(self, tensors: Tensors, warp: Int32):
+        pass
+
+    @cute.jit
+    def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, row_tiles: Int32, warp: Int32):
+        lane = cute.arch.lane_idx()
+        sLast = cute.make_tensor(
+            cute.make_ptr(Int32, self.last, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(MOST_COLUMNS)
+        )
+        self._partial(tensors, scalars, rSum, tile, warp, lane)
+        _meet()  # orders the block's stores before the release of the additions below
+        thread = warp * 32 + lane
+        if thread < tile.columns:
+            sLast[thread] = self._arrive(tensors, tile, thread)
+        _meet()
+        for column in cutlass.range(warp, tile.columns, CONSUMERS, unroll=1):
+            token = sLast[column]
+            if token >= 0:
+                self._add_up(tensors, token, tile.row * ROWS + lane * 4)
+        _meet()
+
+    @cute.jit
+    def _partial(
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, warp: Int32, lane: Int32
+    ):
+        flags, weights = scalars.down, tensors.down
+        top_k, features = Int32(tensors.indices.shape[1]), Int32(weights.codes.shape[1])
+        factor = raised(self.c, flags, weights, tile.expert)
+        for group in cutlass.range_constexpr(self.c.columns // 8):
+            for j in cutlass.range_constexpr(2):
+                column = 8 * group + lane % 4 * 2 + j
+                if column < tile.columns:
+                    slot = tensors.order[tile.first + column]
+                    weight = tensors.weights[slot // top_k, slot % top_k]
+                    for part in cutlass.range_constexpr(2):
+                        feature = tile.row * ROWS + warp * 16 + row_of(lane) + 8 * part
+                        if feature < features:
+                            y = (rSum[j + 2 * part, group, 0] + rSum[j + 2 * part, group, 1]) * factor
+                            if flags.bias != 0:
+                                y += Float32(weights.bias[tile.expert, feature])
+                            tensors.partial[slot, feature] = y * weight
+
+    @cute.jit
+    def _arrive(self, tensors: Tensors, tile: WorkTile, column: Int32):
+        """The token of a column if this is the last of its results for these features, else -1."""
+        top_k = Int32(tensors.indices.shape[1])
+        token = tensors.order[tile.first + column] // top_k
+        choices = Int32(0)
+        for k in cutlass.range(top_k, unroll=1):
+            choices += cutlass.select_(chosen(tensors, token, k) >= 0, Int32(1), Int32(0))
+        at = Int64(token) * tensors.count.stride[0] + tile.row
+        come = op.add_acq_rel(tensors.count.iterator.toint() + at * 4, Int32(1)) + 1
+        if come == choices:
+            tensors.count[token, tile.row] = Int32(0)
+        return cutlass.select_(come == choices, token, Int32(-1))
+
+    @cute.jit
+    def _add_up(self, tensors: Tensors, token: Int32, feature: Int32):
+        """Four features of a token."""
+        top_k, features = Int32(tensors.indices.shape[1]), Int32(tensors.out.shape[1])
+        if feature < features:
+            sums = [Float32(0.0)] * 4
+            for k in cutlass.range(top_k, unroll=4):
+                if chosen(tensors, token, k) >= 0:
+                    row = Int64(token * top_k + k) * tensors.partial.stride[0]
+                    values = op.load_4_floats(tensors.partial.iterator.toint() + (row + feature) * 4)
+                    sums = [s + v for s, v in zip(sums, values, strict=True)]
+            pairs = [op.pack(tensors.out.element_type, *sums[i : i + 2]) for i in (0, 2)]
+            at = Int64(token) * tensors.out.stride[0] + feature
+            op.store_2_pairs(tensors.out.iterator.toint() + at * 2, *pairs)

@@ -1,0 +1,146 @@
+"""Routed experts with FP4 weights on Hopper: a sort and two products.
+
+    1 warp         weights of a stage by TMA
+    4 warps        tokens and scales of a stage (gather.py)
+    8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
+
+All meet in one ring of stages of 256 numbers of a row; a block takes work tiles until none is left.
+docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda.ring import Ring, rings
+
+from .arguments import Flags, Matrices, Scalars, Tensors
+from .config import CONSUMERS, GATHERERS, ROWS, STAGE, WARPS, Config
+from .epilogue import Activation, Combine
+from .gather import Gather
+from .mainloop import Mainloop
+from .routing import Sort
+from .schedule import Work, work
+from .shared import ROW_BYTES, Shared, box_layout
+
+
+class Loads(NamedTuple):
+    """The codes for TMA."""
+
+    atom: cute.CopyAtom
+    rows: cute.Tensor  # (rows, bytes, E); rows of gate and up as (8, 2, M / 8)
+
+
+class Product:
+    """One product: its kernel, by roles."""
+
+    def __init__(self, config: Config, epilogue: Any, rounded: Any):
+        self.c, self.epilogue = config, epilogue
+        self.gather, self.mainloop = Gather(config, rounded), Mainloop(config)
+
+    def of(self, tensors: Tensors, scalars: Scalars) -> tuple[Flags, Matrices, cute.Tensor]:
+        """What of the arguments this product is about: flags, weights, and the rows that they are multiplied with."""
+        if self.c.paired:
+            return scalars.up, tensors.up, tensors.x
+        return scalars.down, tensors.down, tensors.h
+
+    @cute.jit
+    def launch(self, tensors: Tensors, scalars: Scalars, blocks: Int32, stream: Any):
+        flags, weights, _ = self.of(tensors, scalars)
+        self.kernel(tensors, scalars, self._loads(flags, weights)).launch(
+            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    def _loads(self, flags: Flags, weights: Matrices) -> Loads:
+        codes = weights.codes
+        experts, rows, nbytes = codes.shape
+        expert_step, row_step, _ = codes.stride
+        box = ROWS
+        if self.c.paired:
+            # Steps from a gate row to the next, from it to its up row, and between groups of 8.
+            turns = flags.interleaved != 0
+            next_row = cutlass.select_(turns, 2 * row_step, row_step)
+            up = cutlass.select_(turns, row_step, rows // 2 * row_step)
+            steps = [cute.assume(s, divby=16) for s in (next_row, up, 8 * next_row)]
+            layout = cute.make_layout(((8, 2, rows // 16), nbytes, experts), stride=(tuple(steps), 1, expert_step))
+            box = (8, 2, ROWS // 16)
+        else:
+            layout = cute.make_layout((rows, nbytes, experts), stride=(row_step, 1, expert_step))
+        tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box_layout(self.c.paired))
+        tensor = cute.make_tensor(codes.iterator, layout)
+        return Loads(
+            *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, (box, ROW_BYTES))
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: Tensors, scalars: Scalars, loads: Loads):
+        c = self.c
+        flags, weights, source = self.of(tensors, scalars)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = cutlass.memory.SmemAllocator()
+        ring = rings(memory, warp, (("stages", c.stages, 2, CONSUMERS),))["stages"]
+        shared = Shared(c, memory)
+        self.epilogue.last = memory.allocate(4 * c.columns, 16).toint()
+        if warp == CONSUMERS + GATHERERS:
+            cpasync.prefetch_descriptor(loads.atom)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        row_tiles = (Int32(weights.codes.shape[1]) + ROWS - 1) // ROWS
+        share = work(tensors, row_tiles)
+        if warp < CONSUMERS:
+            self._consume(tensors, scalars, source, share, ring, shared, warp)
+        elif warp < CONSUMERS + GATHERERS:
+            self.gather.run(tensors, flags, weights, source, share, ring, shared, warp - CONSUMERS)
+        else:
+            self._load(tensors, loads, source, share, ring, shared)
+
+    @cute.jit
+    def _load(self, tensors: Tensors, loads: Loads, source: cute.Tensor, share: Work, ring: Ring, shared: Shared):
+        steps = (Int32(source.shape[1]) + STAGE - 1) // STAGE
+        box = (8, 2, ROWS // 16) if self.c.paired else ROWS
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            gW = cute.local_tile(loads.rows[None, None, tile.expert], (box, ROW_BYTES), (None, None))
+            tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.sW, gW)
+            for k in cutlass.range(steps, unroll=1):
+                full = ring.acquire(n, self.c.weight_bytes)
+                cute.copy(loads.atom, tWg[None, tile.row, k], tWs[None, ring.slot(n)], tma_bar_ptr=full)
+                n += 1
+
+    @cute.jit
+    def _consume(
+        self, tensors: Tensors, scalars: Scalars, source: cute.Tensor, share: Work, ring: Ring, shared: Shared,
+        warp: Int32,
+    ):  # fmt: skip
+        steps = (Int32(source.shape[1]) + STAGE - 1) // STAGE
+        self.epilogue.begin(tensors, warp)
+        rSum = self.mainloop.sums()
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            self.mainloop.run(rSum, tile.columns, steps, n, ring, shared, warp)
+            self.epilogue.run(tensors, scalars, rSum, tile, share.row_tiles, warp)
+            n += steps
+
+
+class Experts:
+    """The launches of a call."""
+
+    def __init__(self, up: Config, down: Config, experts: int, rounded: Any):
+        self.sort = Sort(up.columns, experts)
+        self.up = Product(up, Activation(up), rounded)
+        self.down = Product(down, Combine(down), rounded)
+
+    @cute.jit
+    def __call__(self, tensors: Tensors, scalars: Scalars, up_blocks: Int32, down_blocks: Int32, stream: Any):
+        self.sort.launch(tensors, stream)
+        self.up.launch(tensors, scalars, up_blocks, stream)
+        self.down.launch(tensors, scalars, down_blocks, stream)

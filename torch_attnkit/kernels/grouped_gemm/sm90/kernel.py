@@ -1,0 +1,22 @@
+"""What to compile for routed experts on Hopper. Imports cutlass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .arguments import arguments
+from .config import Config
+from .experts import Experts
+
+
+def trace(
+    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
+    scale_vectors: tuple[int, int],
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """``experts``: room for so many; ``scale_vectors``: bytes of scales that a load takes, of both products."""
+    h_dtype = dtype if activations == "none" else "f32"
+    up, down = (
+        Config(format, source, activations, columns, paired, vector)
+        for source, paired, vector in zip((dtype, h_dtype), (True, False), scale_vectors, strict=True)
+    )
+    return Experts(up, down, experts, None), arguments(dtype, index_dtype, h_dtype)

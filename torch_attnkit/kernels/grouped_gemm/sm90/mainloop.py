@@ -1,0 +1,96 @@
+"""The product of a work tile by ``mma.sync``: weights, decoded in registers, times tokens. Imports cutlass.
+
+A warp has 16 rows. A quad of lanes has a row and the one 8 further on; each lane decodes 16 bytes of both at a time,
+32 numbers, which are the first operand of eight steps of m16n8k16. The two steps of a word add into sums of their own:
+chains are half as long.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint16, Uint32, const_expr
+
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.fp4_weights import both, decode
+from torch_attnkit.cuda.ring import Ring
+
+from .config import CONSUMERS, ROWS, SPAN, STAGE, Config
+from .shared import ROW_BYTES, Shared
+
+
+def row_of(lane: Int32) -> Int32:
+    """The row of 8 that a quad has: with TMA's swizzle, rows that a quarter of a warp reads at once are four apart."""
+    quad = lane // 4
+    return (quad >> 1) + ((quad & 1) << 2)
+
+
+def load_words(address: Any, count: int, kind: Any = Uint32) -> cute.Tensor:
+    """From shared memory, aligned to their size."""
+    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=count * kind.width // 8)
+    words = cute.make_rmem_tensor(count, kind)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), words)
+    return words
+
+
+class Mainloop:
+    def __init__(self, config: Config):
+        self.c = config
+
+    def sums(self) -> cute.Tensor:
+        """A lane's results: (4, groups of 8 tokens, 2 chains)."""
+        return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, 2)), Float32)
+
+    @cute.jit
+    def run(self, rSum: cute.Tensor, columns: Int32, steps: Int32, n: Int32, ring: Ring, shared: Shared, warp: Int32):
+        """The sums of a work tile of ``columns`` tokens, from the fills n to n + steps - 1 of the ring."""
+        rSum.fill(0.0)
+        least = 0
+        for width in cutlass.range_constexpr(len(self.c.widths)):
+            groups = const_expr(self.c.widths[width])
+            if (columns > least) & (columns <= 8 * groups):
+                for k in cutlass.range(steps, unroll=1):
+                    ring.wait(n + k)
+                    self._stage(rSum, groups, ring.slot(n + k), shared, warp)
+                    cute.arch.sync_warp()
+                    ring.release(n + k)
+            least = 8 * groups
+
+    @cute.jit
+    def _stage(self, rSum: cute.Tensor, groups: cutlass.Constexpr, stage: Int32, shared: Shared, warp: Int32):
+        c = self.c
+        lane = cute.arch.lane_idx()
+        row, quarter = row_of(lane), lane % 4
+        first = shared.weights(stage) + (warp * 16 + row) * ROW_BYTES
+        tokens = shared.tokens(stage) + lane * 16
+        for span in cutlass.range_constexpr(STAGE // SPAN):
+            chunk = ((quarter + 4 * span) ^ row) * 16  # as TMA swizzles them
+            codes = [load_words(first + chunk + 8 * r * ROW_BYTES, 4) for r in range(2)]
+            factors = [self._factors(shared.factors(stage), span, warp * 16 + row + 8 * r, quarter) for r in range(2)]
+            for word in cutlass.range_constexpr(4):
+                a, b = (decode(codes[r][word], factors[r][word // 2]) for r in range(2))
+                for part in cutlass.range_constexpr(c.parts):
+                    for group in cutlass.range_constexpr(groups):
+                        line = (span * 4 + word) * (c.columns // 8) + group
+                        rB = load_words(tokens + part * c.part_bytes + line * 512, 4)
+                        for half in cutlass.range_constexpr(2):
+                            i, j = const_expr(2 * half), const_expr(2 * half + 1)
+                            old = [rSum[x, group, half] for x in range(4)]
+                            new = op.mma_m16n8k16(
+                                cutlass.BFloat16, (a[i], b[i], a[j], b[j]), (rB[i], rB[j]), old
+                            )
+                            for x in cutlass.range_constexpr(4):
+                                rSum[x, group, half] = new[x]
+
+    def _factors(self, address: Int32, span: int, row: Int32, quarter: Int32) -> tuple[Uint32, Uint32]:
+        """Of a row's 32 numbers, the first and the second 16."""
+        if self.c.format == "nvfp4":
+            two = load_words(address + (span * ROWS + row) * 16 + quarter * 4, 1)[0]
+            return both(two & 0xFFFF), both(two >> 16)
+        one = both(Uint32(load_words(address + (span * ROWS + row) * 8 + quarter * 2, 1, Uint16)[0]))
+        return one, one
+
+
+assert ROWS == 16 * CONSUMERS

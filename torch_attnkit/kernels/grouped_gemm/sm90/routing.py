@@ -1,0 +1,94 @@
+"""From choices to work: slots in the order of their experts, and the work tiles of each expert.
+
+One block counts the choices of every expert, adds the counts up, and puts every slot where the next one of its expert
+goes. In which order an expert's slots come is left to chance and changes no result: a token's sums do not depend on
+what else is in its work tile. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .arguments import Tensors, chosen
+
+THREADS = 1024
+_WARPS = THREADS // 32
+
+
+class Sort:
+    """``columns``: tokens of a work tile; ``experts``: at least as many as there are."""
+
+    def __init__(self, columns: int, experts: int):
+        self.columns, self.experts = columns, experts
+
+    def launch(self, tensors: Tensors, stream: Any) -> None:
+        self.kernel(tensors).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: Tensors):
+        memory = cutlass.memory.SmemAllocator()
+        sCount = memory.allocate_tensor(Int32, cute.make_layout(self.experts), 16)
+        sSum = memory.allocate_tensor(Int32, cute.make_layout((_WARPS, 2)), 16)
+        thread = cute.arch.thread_idx()[0]
+        experts, top_k = Int32(tensors.up.codes.shape[0]), Int32(tensors.indices.shape[1])
+        slots = Int32(tensors.indices.shape[0]) * top_k
+        for e in cutlass.range(thread, experts, THREADS, unroll=1):
+            sCount[e] = Int32(0)
+        cute.arch.barrier()
+        for slot in cutlass.range(thread, slots, THREADS, unroll=4):
+            e = chosen(tensors, slot // top_k, slot % top_k)
+            if e >= 0:
+                cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
+        cute.arch.barrier()
+        self._tiles(tensors, sCount, sSum, thread, experts)
+        cute.arch.barrier()
+        for slot in cutlass.range(thread, slots, THREADS, unroll=4):
+            e = chosen(tensors, slot // top_k, slot % top_k)
+            if e >= 0:
+                tensors.order[cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")] = slot
+
+    @cute.jit
+    def _tiles(self, tensors: Tensors, sCount: cute.Tensor, sSum: cute.Tensor, thread: Int32, experts: Int32):
+        """Counts become first places; a thread has neighbouring experts."""
+        each = (experts + THREADS - 1) // THREADS
+        begin, end = cutlass.min(thread * each, experts), cutlass.min((thread + 1) * each, experts)
+        slots, tiles = Int32(0), Int32(0)
+        for e in cutlass.range(begin, end, unroll=1):
+            slots += sCount[e]
+            tiles += (sCount[e] + self.columns - 1) // self.columns
+        first, tile = self._before(sSum, thread, slots, tiles)
+        if thread == THREADS - 1:
+            tensors.tiles[0, 0] = tile + tiles
+        for e in cutlass.range(begin, end, unroll=1):
+            rest = sCount[e]
+            sCount[e] = first
+            while rest > 0:
+                columns = cutlass.min(rest, Int32(self.columns))
+                tile += 1
+                tensors.tiles[tile, 0] = Int32(e)
+                tensors.tiles[tile, 1] = first
+                tensors.tiles[tile, 2] = columns
+                first += columns
+                rest -= columns
+
+    @cute.jit
+    def _before(self, sSum: cute.Tensor, thread: Int32, slots: Int32, tiles: Int32):
+        """The sums of both over all threads before this one."""
+        lane, warp = thread % 32, thread // 32
+        a, b = slots, tiles
+        for step in cutlass.range_constexpr(5):
+            x, y = (cute.arch.shuffle_sync_up(v, 1 << step) for v in (a, b))
+            a += cutlass.select_(lane >= 1 << step, x, Int32(0))
+            b += cutlass.select_(lane >= 1 << step, y, Int32(0))
+        if lane == 31:
+            sSum[warp, 0] = a
+            sSum[warp, 1] = b
+        cute.arch.barrier()
+        for w in cutlass.range(warp, unroll=1):
+            a += sSum[w, 0]
+            b += sSum[w, 1]
+        return a - slots, b - tiles
