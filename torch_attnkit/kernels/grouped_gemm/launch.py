@@ -27,7 +27,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     plan = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
     run = compile.launcher(
         target, p.device, f"{family}.kernel", dtype=short(p.dtype), index_dtype=short(p.index_dtype), format=p.format,
-        activations=p.activations, columns=plan.columns, experts=plan.experts, scale_vectors=plan.scale_vectors,
+        activations=p.activations, columns=plan.columns, experts=plan.experts, row_warps=plan.row_warps,
+        scale_vectors=plan.scale_vectors,
     )  # fmt: skip
     h_dtype = p.dtype if p.activations == "none" else torch.float32
     workspace = Workspace(p.device, 1, p.tokens * plan.row_tiles)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ..problem import BLOCK
 
-ROWS = 128  # weight rows of a work tile
-STAGE = 256  # numbers of a row in a stage of the ring
+BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
 SPAN = 128  # numbers that a quad of lanes decodes at a time, 32 each: 16 bytes of a row
-CONSUMERS = 8  # warps that multiply, 16 rows each
+CONSUMERS = 8  # warps that multiply
+WARP_ROWS = 16  # of a work tile
 GATHERERS = 4  # warps that bring tokens and scales, a stage each in turn
 WARPS = CONSUMERS + GATHERERS + 1  # and one that loads weights
 WIDTHS = (1, 2, 4, 8)  # groups of 8 tokens that a work tile may have
@@ -23,6 +23,7 @@ class Config:
     """One product."""
 
     format: str
+    row_warps: int  # consumers that share no rows; the others have other slices of K
     source: str  # dtype of the rows that are multiplied: bf16, f16, f32
     activations: str  # to which they are rounded on their way
     columns: int  # most tokens of a work tile
@@ -39,27 +40,42 @@ class Config:
         return 2 if self.source == "f16" and self.activations == "none" else 1
 
     @property
+    def rows(self) -> int:
+        """Weight rows of a work tile."""
+        return WARP_ROWS * self.row_warps
+
+    @property
+    def slices(self) -> int:
+        """Consumers that have the same rows, each with a box of every stage."""
+        return CONSUMERS // self.row_warps
+
+    @property
+    def stage(self) -> int:
+        """Numbers of a row in a stage of the ring."""
+        return BOX * self.slices
+
+    @property
     def widths(self) -> tuple[int, ...]:
         return tuple(w for w in WIDTHS if 8 * w <= self.columns)
 
     @property
     def features(self) -> int:
         """Results of a work tile for each token."""
-        return ROWS // 2 if self.paired else ROWS
+        return self.rows // 2 if self.paired else self.rows
 
     @property
     def scales(self) -> int:
         """Bytes of scales of a row in a stage."""
-        return STAGE // self.block
+        return self.stage // self.block
 
     @property
     def weight_bytes(self) -> int:
         """Of a stage, and so on."""
-        return ROWS * STAGE // 2
+        return self.rows * self.stage // 2
 
     @property
     def part_bytes(self) -> int:
-        return self.columns * STAGE * 2
+        return self.columns * self.stage * 2
 
     @property
     def token_bytes(self) -> int:
@@ -67,8 +83,14 @@ class Config:
 
     @property
     def factor_bytes(self) -> int:
-        return ROWS * self.scales * 2
+        return self.rows * self.scales * 2
+
+    @property
+    def sum_bytes(self) -> int:
+        """In which slices of K meet: (slices - 1, rows, columns) of float32."""
+        return (self.slices - 1) * self.rows * self.columns * 4
 
     @property
     def stages(self) -> int:
-        return min(_MOST_STAGES, _SHARED // (self.weight_bytes + self.token_bytes + self.factor_bytes))
+        stage = self.weight_bytes + self.token_bytes + self.factor_bytes
+        return min(_MOST_STAGES, (_SHARED - self.sum_bytes) // stage)

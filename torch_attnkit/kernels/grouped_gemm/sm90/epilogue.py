@@ -6,8 +6,6 @@ for some features adds them up in the order of the choices, so that the result d
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -18,19 +16,10 @@ from torch_attnkit.cuda.fp4_weights import LOWERED
 
 from ...norm.kernel import sigmoid
 from .arguments import Flags, Matrices, Scalars, Tensors, chosen
-from .config import CONSUMERS, MOST_COLUMNS, ROWS, Config
-from .mainloop import row_of
+from .config import CONSUMERS, WARP_ROWS, Config
+from .mainloop import meet, row_of
 from .schedule import WorkTile
-
-
-class NamedBarrier(IntEnum):
-    """Of a block; 0 is that of all threads."""
-
-    CONSUMERS = 1
-
-
-def _meet() -> None:
-    cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=32 * CONSUMERS)
+from .shared import Shared
 
 
 @cute.jit
@@ -66,12 +55,14 @@ class Activation:
                     tensors.out[t, i] = tensors.out.element_type(0.0)
 
     @cute.jit
-    def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, row_tiles: Int32, warp: Int32):
+    def run(
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, shared: Shared, warp: Int32
+    ):
         lane = cute.arch.lane_idx()
         flags, weights = scalars.up, tensors.up
         features = Int32(weights.codes.shape[1]) // 2
-        feature = tile.row * (ROWS // 2) + warp * 8 + row_of(lane)
-        if feature < features:
+        feature = tile.row * self.c.features + warp * (WARP_ROWS // 2) + row_of(lane)
+        if (warp < self.c.row_warps) & (feature < features):
             factor = raised(self.c, flags, weights, tile.expert)
             bias = [Float32(0.0), Float32(0.0)]
             if flags.bias != 0:
@@ -83,7 +74,7 @@ class Activation:
                     column = 8 * group + lane % 4 * 2 + j
                     if column < tile.columns:
                         gate, up = (
-                            (rSum[j + 2 * part, group, 0] + rSum[j + 2 * part, group, 1]) * factor + bias[part]
+                            rSum[j + 2 * part, group, 0] * factor + bias[part]
                             for part in range(2)
                         )
                         h = self._swiglu(scalars, gate, up)
@@ -109,22 +100,25 @@ class Combine:
         pass
 
     @cute.jit
-    def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, row_tiles: Int32, warp: Int32):
+    def run(
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, shared: Shared, warp: Int32
+    ):
         lane = cute.arch.lane_idx()
         sLast = cute.make_tensor(
-            cute.make_ptr(Int32, self.last, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(MOST_COLUMNS)
+            cute.make_ptr(Int32, shared.last, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(self.c.columns)
         )
-        self._partial(tensors, scalars, rSum, tile, warp, lane)
-        _meet()  # orders the block's stores before the release of the additions below
+        if warp < self.c.row_warps:
+            self._partial(tensors, scalars, rSum, tile, warp, lane)
+        meet()  # orders the block's stores before the release of the additions below
         thread = warp * 32 + lane
         if thread < tile.columns:
             sLast[thread] = self._arrive(tensors, tile, thread)
-        _meet()
+        meet()
         for column in cutlass.range(warp, tile.columns, CONSUMERS, unroll=1):
             token = sLast[column]
             if token >= 0:
-                self._add_up(tensors, token, tile.row * ROWS + lane * 4)
-        _meet()
+                self._add_up(tensors, token, tile.row * self.c.rows, lane * 4)
+        meet()
 
     @cute.jit
     def _partial(
@@ -140,9 +134,9 @@ class Combine:
                     slot = tensors.order[tile.first + column]
                     weight = tensors.weights[slot // top_k, slot % top_k]
                     for part in cutlass.range_constexpr(2):
-                        feature = tile.row * ROWS + warp * 16 + row_of(lane) + 8 * part
+                        feature = tile.row * self.c.rows + warp * WARP_ROWS + row_of(lane) + 8 * part
                         if feature < features:
-                            y = (rSum[j + 2 * part, group, 0] + rSum[j + 2 * part, group, 1]) * factor
+                            y = rSum[j + 2 * part, group, 0] * factor
                             if flags.bias != 0:
                                 y += Float32(weights.bias[tile.expert, feature])
                             tensors.partial[slot, feature] = y * weight
@@ -162,10 +156,11 @@ class Combine:
         return cutlass.select_(come == choices, token, Int32(-1))
 
     @cute.jit
-    def _add_up(self, tensors: Tensors, token: Int32, feature: Int32):
-        """Four features of a token."""
+    def _add_up(self, tensors: Tensors, token: Int32, first: Int32, more: Int32):
+        """Four features of a token, from ``first + more`` on."""
         top_k, features = Int32(tensors.indices.shape[1]), Int32(tensors.out.shape[1])
-        if feature < features:
+        feature = first + more
+        if (more < self.c.rows) & (feature < features):
             sums = [Float32(0.0)] * 4
             for k in cutlass.range(top_k, unroll=4):
                 if chosen(tensors, token, k) >= 0:

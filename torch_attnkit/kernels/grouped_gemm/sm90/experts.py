@@ -4,7 +4,8 @@
     4 warps        tokens and scales of a stage (gather.py)
     8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
 
-All meet in one ring of stages of 256 numbers of a row; a block takes work tiles until none is left.
+All meet in one ring of stages; a block takes work tiles until none is left. The second product's weights are on their
+way while blocks of the first still run (programmatic dependent launch).
 docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
@@ -14,20 +15,20 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import CONSUMERS, GATHERERS, ROWS, STAGE, WARPS, Config
+from .config import CONSUMERS, GATHERERS, WARPS, Config
 from .epilogue import Activation, Combine
 from .gather import Gather
 from .mainloop import Mainloop
 from .routing import Sort
 from .schedule import Work, work
-from .shared import ROW_BYTES, Shared, box_layout
+from .shared import ROW_BYTES, Shared, box_layout, box_rows
 
 
 class Loads(NamedTuple):
@@ -55,14 +56,13 @@ class Product:
         flags, weights, _ = self.of(tensors, scalars)
         self.kernel(tensors, scalars, self._loads(flags, weights)).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     def _loads(self, flags: Flags, weights: Matrices) -> Loads:
         codes = weights.codes
         experts, rows, nbytes = codes.shape
         expert_step, row_step, _ = codes.stride
-        box = ROWS
         if self.c.paired:
             # Steps from a gate row to the next, from it to its up row, and between groups of 8.
             turns = flags.interleaved != 0
@@ -70,14 +70,12 @@ class Product:
             up = cutlass.select_(turns, row_step, rows // 2 * row_step)
             steps = [cute.assume(s, divby=16) for s in (next_row, up, 8 * next_row)]
             layout = cute.make_layout(((8, 2, rows // 16), nbytes, experts), stride=(tuple(steps), 1, expert_step))
-            box = (8, 2, ROWS // 16)
         else:
             layout = cute.make_layout((rows, nbytes, experts), stride=(row_step, 1, expert_step))
-        tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box_layout(self.c.paired))
+        tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box_layout(self.c))
         tensor = cute.make_tensor(codes.iterator, layout)
-        return Loads(
-            *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, (box, ROW_BYTES))
-        )
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return Loads(*cpasync.make_tiled_tma_atom(op, tensor, tile, (box_rows(self.c), ROW_BYTES)))
 
     @cute.kernel
     def kernel(self, tensors: Tensors, scalars: Scalars, loads: Loads):
@@ -87,13 +85,18 @@ class Product:
         memory = cutlass.memory.SmemAllocator()
         ring = rings(memory, warp, (("stages", c.stages, 2, CONSUMERS),))["stages"]
         shared = Shared(c, memory)
-        self.epilogue.last = memory.allocate(4 * c.columns, 16).toint()
         if warp == CONSUMERS + GATHERERS:
             cpasync.prefetch_descriptor(loads.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        row_tiles = (Int32(weights.codes.shape[1]) + ROWS - 1) // ROWS
-        share = work(tensors, row_tiles)
+        if const_expr(c.paired):
+            # Only now may the next launch begin: what it then reads without waiting, the sort's work tiles, is there.
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
+        if const_expr(not c.paired):
+            if warp < CONSUMERS + GATHERERS:  # weights may come before h is there
+                cute.arch.griddepcontrol_wait()
         if warp < CONSUMERS:
             self._consume(tensors, scalars, source, share, ring, shared, warp)
         elif warp < CONSUMERS + GATHERERS:
@@ -103,16 +106,18 @@ class Product:
 
     @cute.jit
     def _load(self, tensors: Tensors, loads: Loads, source: cute.Tensor, share: Work, ring: Ring, shared: Shared):
-        steps = (Int32(source.shape[1]) + STAGE - 1) // STAGE
-        box = (8, 2, ROWS // 16) if self.c.paired else ROWS
+        c = self.c
+        steps = (Int32(source.shape[1]) + c.stage - 1) // c.stage
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
-            gW = cute.local_tile(loads.rows[None, None, tile.expert], (box, ROW_BYTES), (None, None))
+            gW = cute.local_tile(loads.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.sW, gW)
             for k in cutlass.range(steps, unroll=1):
-                full = ring.acquire(n, self.c.weight_bytes)
-                cute.copy(loads.atom, tWg[None, tile.row, k], tWs[None, ring.slot(n)], tma_bar_ptr=full)
+                full = ring.acquire(n, c.weight_bytes)
+                for box in cutlass.range_constexpr(c.slices):
+                    from_, to = tWg[None, tile.row, k * c.slices + box], tWs[None, ring.slot(n) * c.slices + box]
+                    cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
                 n += 1
 
     @cute.jit
@@ -120,14 +125,15 @@ class Product:
         self, tensors: Tensors, scalars: Scalars, source: cute.Tensor, share: Work, ring: Ring, shared: Shared,
         warp: Int32,
     ):  # fmt: skip
-        steps = (Int32(source.shape[1]) + STAGE - 1) // STAGE
+        steps = (Int32(source.shape[1]) + self.c.stage - 1) // self.c.stage
         self.epilogue.begin(tensors, warp)
         rSum = self.mainloop.sums()
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             self.mainloop.run(rSum, tile.columns, steps, n, ring, shared, warp)
-            self.epilogue.run(tensors, scalars, rSum, tile, share.row_tiles, warp)
+            self.mainloop.join_slices(rSum, shared, warp)
+            self.epilogue.run(tensors, scalars, rSum, tile, shared, warp)
             n += steps
 
 

@@ -19,7 +19,7 @@ from torch_attnkit.cuda.fp4_weights import factors_of_e4m3, factors_of_e8m0
 from torch_attnkit.cuda.ring import Ring
 
 from .arguments import Flags, Matrices, Tensors
-from .config import GATHERERS, ROWS, SPAN, STAGE, Config
+from .config import GATHERERS, SPAN, Config
 from .schedule import Work, WorkTile
 from .shared import Shared
 
@@ -79,7 +79,7 @@ class Gather:
         """``source``: (tokens, columns) of the up product, (places, columns) of the down product."""
         c = self.c
         lane = cute.arch.lane_idx()
-        steps = (Int32(source.shape[1]) + STAGE - 1) // STAGE
+        steps = (Int32(source.shape[1]) + c.stage - 1) // c.stage
         global_scale = Float32(1.0)
         if flags.activation != 0:
             global_scale = weights.activation[0]
@@ -114,11 +114,11 @@ class Gather:
         self, source: cute.Tensor, row: Int32, k: Int32, group: cutlass.Constexpr, lane: Int32, global_scale: Float32,
         address: Int32,
     ):  # fmt: skip
-        """The lane's numbers of one of 8 tokens, in both spans of stage k."""
+        """The lane's numbers of one of 8 tokens, in every span of stage k."""
         c = self.c
         columns = Int32(source.shape[1])
-        for span in cutlass.range_constexpr(STAGE // SPAN):
-            at = k * STAGE + span * SPAN + lane % 4 * _EACH
+        for span in cutlass.range_constexpr(c.stage // SPAN):
+            at = k * c.stage + span * SPAN + lane % 4 * _EACH
             rV = cute.make_rmem_tensor(_EACH, source.element_type)
             rV.fill(0)
             if (row >= 0) & (at < columns):
@@ -142,13 +142,12 @@ class Gather:
         c = self.c
         rows, columns = Int32(weights.codes.shape[1]), Int32(weights.codes.shape[2]) * 2
         blocks = columns // c.block
-        half = const_expr(ROWS // 2)
-        for i in cutlass.range_constexpr(ROWS // 32):
+        for i in cutlass.range_constexpr(c.rows // 32):
             local = lane + 32 * i
-            row = tile.row * ROWS + local
+            row = tile.row * c.rows + local
             inside = row < rows
             if const_expr(c.paired):
-                feature, up = tile.row * half + local // 16 * 8 + local % 8, local // 8 % 2
+                feature, up = tile.row * c.features + local // 16 * 8 + local % 8, local // 8 % 2
                 inside = feature < rows // 2
                 row = cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * (rows // 2))
             rS = cute.make_rmem_tensor(c.scales, cutlass.Uint8)
@@ -157,12 +156,12 @@ class Gather:
                 self._row_scales(flags, weights, tile.expert, row, k * c.scales, blocks, rS)
             words = cute.recast_tensor(rS, Uint32)
             convert = factors_of_e4m3 if c.format == "nvfp4" else factors_of_e8m0
-            for span in cutlass.range_constexpr(STAGE // SPAN):
-                count = const_expr(c.scales // 4 * SPAN // STAGE)  # words of scales, each of 4
+            for span in cutlass.range_constexpr(c.stage // SPAN):
+                count = const_expr(SPAN // c.block // 4)  # words of scales, each of 4
                 factors = []
                 for j in cutlass.range_constexpr(count):
                     factors += convert(words[span * count + j])
-                place = address + (span * ROWS + local) * (8 * count)
+                place = address + (span * c.rows + local) * (8 * count)
                 target = cute.make_ptr(Uint32, place, cute.AddressSpace.smem, assumed_align=8)
                 sF = cute.make_tensor(target, cute.make_layout(2 * count))
                 rF = cute.make_rmem_tensor(2 * count, Uint32)

@@ -11,12 +11,13 @@ from .experts import Experts
 
 def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
-    scale_vectors: tuple[int, int],
+    row_warps: tuple[int, int], scale_vectors: tuple[int, int],
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``experts``: room for so many; ``scale_vectors``: bytes of scales that a load takes, of both products."""
+    """``experts``: room for so many; of both products ``row_warps`` as in ``Config``, and
+    ``scale_vectors``, the bytes of scales that a load takes."""
     h_dtype = dtype if activations == "none" else "f32"
     up, down = (
-        Config(format, source, activations, columns, paired, vector)
-        for source, paired, vector in zip((dtype, h_dtype), (True, False), scale_vectors, strict=True)
+        Config(format, warps, source, activations, columns, paired, vector)
+        for source, paired, warps, vector in zip((dtype, h_dtype), (True, False), row_warps, scale_vectors, strict=True)
     )
     return Experts(up, down, experts, None), arguments(dtype, index_dtype, h_dtype)

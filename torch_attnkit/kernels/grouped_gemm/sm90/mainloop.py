@@ -1,12 +1,13 @@
 """The product of a work tile by ``mma.sync``: weights, decoded in registers, times tokens. Imports cutlass.
 
-A warp has 16 rows. A quad of lanes has a row and the one 8 further on; each lane decodes 16 bytes of both at a time,
-32 numbers, which are the first operand of eight steps of m16n8k16. The two steps of a word add into sums of their own:
-chains are half as long.
+A warp has 16 rows, and a box of every stage. A quad of lanes has a row and the one 8 further on; each lane decodes 16
+bytes of both at a time, 32 numbers, which are the first operand of eight steps of m16n8k16. The two steps of a word add
+into sums of their own: chains are half as long.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -17,7 +18,7 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import both, decode
 from torch_attnkit.cuda.ring import Ring
 
-from .config import CONSUMERS, ROWS, SPAN, STAGE, Config
+from .config import BOX, CONSUMERS, SPAN, WARP_ROWS, Config
 from .shared import ROW_BYTES, Shared
 
 
@@ -27,12 +28,32 @@ def row_of(lane: Int32) -> Int32:
     return (quad >> 1) + ((quad & 1) << 2)
 
 
+class NamedBarrier(IntEnum):
+    """Of a block; 0 is that of all threads."""
+
+    CONSUMERS = 1
+
+
+def meet() -> None:
+    """All consumers."""
+    cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=32 * CONSUMERS)
+
+
 def load_words(address: Any, count: int, kind: Any = Uint32) -> cute.Tensor:
     """From shared memory, aligned to their size."""
     pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=count * kind.width // 8)
     words = cute.make_rmem_tensor(count, kind)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), words)
     return words
+
+
+def store_floats(address: Any, values: list[Float32]) -> None:
+    """Four floats to shared memory, aligned to 16 bytes."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
+    rV = cute.make_rmem_tensor(4, Float32)
+    for i, value in enumerate(values):
+        rV[i] = value
+    cute.autovec_copy(rV, cute.make_tensor(pointer, cute.make_layout(4)))
 
 
 class Mainloop:
@@ -63,12 +84,15 @@ class Mainloop:
         c = self.c
         lane = cute.arch.lane_idx()
         row, quarter = row_of(lane), lane % 4
-        first = shared.weights(stage) + (warp * 16 + row) * ROW_BYTES
-        tokens = shared.tokens(stage) + lane * 16
-        for span in cutlass.range_constexpr(STAGE // SPAN):
+        rows, box = warp % c.row_warps * WARP_ROWS + row, warp // c.row_warps
+        spans = const_expr(BOX // SPAN)
+        first = shared.weights(stage) + (box * c.rows + rows) * ROW_BYTES
+        tokens = shared.tokens(stage) + box * (spans * c.columns * SPAN * 2) + lane * 16
+        factor = shared.factors(stage) + (box * spans * c.rows + rows) * self._factor_bytes + quarter * self._factor_bytes // 4
+        for span in cutlass.range_constexpr(spans):
             chunk = ((quarter + 4 * span) ^ row) * 16  # as TMA swizzles them
             codes = [load_words(first + chunk + 8 * r * ROW_BYTES, 4) for r in range(2)]
-            factors = [self._factors(shared.factors(stage), span, warp * 16 + row + 8 * r, quarter) for r in range(2)]
+            factors = [self._factors(factor + (span * c.rows + 8 * r) * self._factor_bytes) for r in range(2)]
             for word in cutlass.range_constexpr(4):
                 a, b = (decode(codes[r][word], factors[r][word // 2]) for r in range(2))
                 for part in cutlass.range_constexpr(c.parts):
@@ -84,13 +108,40 @@ class Mainloop:
                             for x in cutlass.range_constexpr(4):
                                 rSum[x, group, half] = new[x]
 
-    def _factors(self, address: Int32, span: int, row: Int32, quarter: Int32) -> tuple[Uint32, Uint32]:
+    @property
+    def _factor_bytes(self) -> int:
+        """Of the factors of a row in a span."""
+        return SPAN // self.c.block * 2
+
+    def _factors(self, address: Int32) -> tuple[Uint32, Uint32]:
         """Of a row's 32 numbers, the first and the second 16."""
         if self.c.format == "nvfp4":
-            two = load_words(address + (span * ROWS + row) * 16 + quarter * 4, 1)[0]
+            two = load_words(address, 1)[0]
             return both(two & 0xFFFF), both(two >> 16)
-        one = both(Uint32(load_words(address + (span * ROWS + row) * 8 + quarter * 2, 1, Uint16)[0]))
+        one = both(Uint32(load_words(address, 1, Uint16)[0]))
         return one, one
 
-
-assert ROWS == 16 * CONSUMERS
+    @cute.jit
+    def join_slices(self, rSum: cute.Tensor, shared: Shared, warp: Int32):
+        """Both chains into the first, and of all slices of K into the warps of the first."""
+        c = self.c
+        for group in cutlass.range_constexpr(c.columns // 8):
+            for x in cutlass.range_constexpr(4):
+                rSum[x, group, 0] = rSum[x, group, 0] + rSum[x, group, 1]
+        if const_expr(c.slices > 1):
+            words = const_expr(c.columns // 2)  # of a lane
+            lane = cute.arch.lane_idx()
+            place, box = (warp % c.row_warps * 32 + lane) * 4, warp // c.row_warps
+            slice_bytes, vector = const_expr(c.rows * c.columns * 4), const_expr(c.row_warps * 32 * 16)
+            if box > 0:
+                for i in cutlass.range_constexpr(words // 4):
+                    at = shared.sums + (box - 1) * slice_bytes + i * vector + place * 4
+                    store_floats(at, [rSum[x, i, 0] for x in range(4)])
+            meet()
+            if box == 0:
+                for other in cutlass.range_constexpr(c.slices - 1):
+                    for i in cutlass.range_constexpr(words // 4):
+                        more = load_words(shared.sums + other * slice_bytes + i * vector + place * 4, 4, Float32)
+                        for x in cutlass.range_constexpr(4):
+                            rSum[x, i, 0] = rSum[x, i, 0] + more[x]
+            meet()

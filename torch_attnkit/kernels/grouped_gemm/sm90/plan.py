@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..problem import Problem, Weights
-from .config import MOST_COLUMNS, ROWS, WIDTHS
+from ..problem import BLOCK, Problem, Weights
+from .config import BOX, CONSUMERS, MOST_COLUMNS, WARP_ROWS, WIDTHS
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
+_COST = {8: 1.0, 4: 1.02, 2: 1.05}  # of a work tile's time by row_warps (measurement H200)
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Plan:
     up_blocks: int
     down_blocks: int
     row_tiles: int  # of the down product
+    row_warps: tuple[int, int]
     scale_vectors: tuple[int, int]
 
 
@@ -27,7 +29,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     p = problem
     columns = next((8 * w for w in WIDTHS if 8 * w >= p.tokens), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
-    up_tiles, down_tiles = -(-p.up.rows // ROWS), -(-p.down.rows // ROWS)
+    row_warps = tuple(_row_warps(w, tiles, sms) for w in (p.up, p.down))
+    up_tiles, down_tiles = (-(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True))
     return Plan(
         columns=columns,
         experts=max(_LEAST_EXPERTS, 1 << (p.experts - 1).bit_length()),
@@ -35,14 +38,24 @@ def plan(problem: Problem, sms: int) -> Plan:
         up_blocks=min(sms, tiles * up_tiles),
         down_blocks=min(sms, tiles * down_tiles),
         row_tiles=down_tiles,
+        row_warps=row_warps,
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
     )
+
+
+def _row_warps(weights: Weights, tiles: int, sms: int) -> int:
+    """Rows of a work tile, by the share of the multiprocessors that have work to the end; few rows load less well."""
+
+    def idle(warps: int) -> float:
+        units = tiles * -(-weights.rows // (WARP_ROWS * warps))
+        return -(-units // sms) * sms / units
+
+    return min((CONSUMERS, 4, 2), key=lambda warps: idle(warps) * _COST[warps])
 
 
 def _vector(p: Problem, weights: Weights) -> int:
     """Bytes of scales that start and end where a load of so many can: 16, 8, 4, 2 or 1."""
     if p.scale_layout != "linear":
         return 4
-    stage = {"nvfp4": 16, "mxfp4": 8}[p.format]
-    blocks = weights.columns // {"nvfp4": 16, "mxfp4": 32}[p.format]
-    return math.gcd(stage, blocks, weights.scale_row, weights.scale_expert)
+    blocks = weights.columns // BLOCK[p.format]
+    return math.gcd(BOX // BLOCK[p.format], blocks, weights.scale_row, weights.scale_expert)
