@@ -14,7 +14,7 @@ GATHERERS = 4  # warps that bring tokens and scales, a stage each in turn
 WARPS = CONSUMERS + GATHERERS + 1  # and one that loads weights
 WIDTHS = (1, 2, 4, 8)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
-_SHARED = 226 * 1024  # of a block, without barriers
+_SHARED = 225 * 1024  # of a block, without barriers
 _MOST_STAGES = 12
 
 

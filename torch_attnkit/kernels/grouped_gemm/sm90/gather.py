@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
@@ -24,6 +24,7 @@ from .schedule import Work, WorkTile
 from .shared import Shared
 
 _EACH = 32  # numbers of a token that a lane brings
+_AT_ONCE = 4  # loads of so many numbers on their way
 _CHUNK = 8  # of them under a word of codes
 _UPPER = 0xFFFF0000  # half of a word
 
@@ -64,12 +65,24 @@ def _pairs_of_words(words: cute.Tensor) -> list[Any]:
     return out
 
 
+def _scalar(address: Int64, nbytes: int) -> Uint32:
+    """1, 2 or 4 bytes of device memory."""
+    kind = {1: Uint8, 2: Uint16, 4: Uint32}[nbytes]
+    return Uint32(copies.scalar(cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=nbytes)))
+
+
 class Gather:
-    """The warps that bring tokens and scales; each has every ``GATHERERS``-th stage."""
+    """The warps that bring tokens and scales; each has every ``GATHERERS``-th stage.
+
+    All loads of a stage are on their way before one is used, and before its place in the ring is free.
+    """
 
     def __init__(self, config: Config, rounded: Any):
         self.c = config
         self.rounded = rounded  # 32 float32 numbers of a row, and a global scale, to what they are multiplied as
+        spans = config.stage // SPAN
+        units = [(group, span) for group in range(config.columns // 8) for span in range(spans)]
+        self.batches = [units[i : i + _AT_ONCE] for i in range(0, len(units), _AT_ONCE)]
 
     @cute.jit
     def run(
@@ -88,12 +101,17 @@ class Gather:
             tile = work.tile(tensors, turn)
             rows = [self._row(tensors, tile, lane // 4 + 8 * i) for i in range(c.columns // 8)]
             for k in cutlass.range((warp - n) & (GATHERERS - 1), steps, GATHERERS, unroll=1):
+                rS = self._load_scales(flags, weights, tile, k, lane)
+                rV = self._load_tokens(source, rows, self.batches[0], k, lane)
                 full = ring.await_empty(n + k)
                 stage = ring.slot(n + k)
-                for i in cutlass.range_constexpr(c.columns // 8):
-                    if 8 * i < tile.columns:
-                        self._tokens(source, rows[i], k, i, lane, global_scale, shared.tokens(stage))
-                self._scales(flags, weights, tile, k, lane, shared.factors(stage))
+                self._store_tokens(rV, self.batches[0], lane, global_scale, shared.tokens(stage))
+                self._store_factors(rS, lane, shared.factors(stage))
+                for batch in cutlass.range_constexpr(1, len(self.batches)):
+                    units = const_expr(self.batches[batch])
+                    if 8 * units[0][0] < tile.columns:
+                        rMore = self._load_tokens(source, rows, units, k, lane)
+                        self._store_tokens(rMore, units, lane, global_scale, shared.tokens(stage))
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(full)
@@ -110,19 +128,25 @@ class Gather:
         return row
 
     @cute.jit
-    def _tokens(
-        self, source: cute.Tensor, row: Int32, k: Int32, group: cutlass.Constexpr, lane: Int32, global_scale: Float32,
+    def _load_tokens(self, source: cute.Tensor, rows: list[Int32], units: cutlass.Constexpr, k: Int32, lane: Int32):
+        """The lane's numbers of stage k, by unit: one of a group of 8 tokens, a span."""
+        columns = Int32(source.shape[1])
+        fragments = copies.fragments(len(units), _EACH, source.element_type)
+        for i, (group, span) in enumerate(units):
+            at = k * self.c.stage + span * SPAN + lane % 4 * _EACH
+            fragments[i].fill(0)
+            if (rows[group] >= 0) & (at < columns):
+                copies.load(source.iterator + (Int64(rows[group]) * source.stride[0] + at), fragments[i])
+        return fragments
+
+    @cute.jit
+    def _store_tokens(
+        self, fragments: list[cute.Tensor], units: cutlass.Constexpr, lane: Int32, global_scale: Float32,
         address: Int32,
     ):  # fmt: skip
-        """The lane's numbers of one of 8 tokens, in every span of stage k."""
         c = self.c
-        columns = Int32(source.shape[1])
-        for span in cutlass.range_constexpr(c.stage // SPAN):
-            at = k * c.stage + span * SPAN + lane % 4 * _EACH
-            rV = cute.make_rmem_tensor(_EACH, source.element_type)
-            rV.fill(0)
-            if (row >= 0) & (at < columns):
-                copies.load(source.iterator + (Int64(row) * source.stride[0] + at), rV)
+        for i, (group, span) in enumerate(units):
+            rV = fragments[i]
             if const_expr(self.rounded is not None):
                 rX = cute.make_rmem_tensor(_EACH, Float32)
                 rX.store(rV.load().to(Float32))
@@ -132,16 +156,15 @@ class Gather:
                 for chunk in cutlass.range_constexpr(4):
                     line = (span * 4 + chunk) * (c.columns // 8) + group
                     place = address + part * c.part_bytes + line * 512 + lane * 16
-                    copies.store_words(place, [Int32(w) for w in words[4 * chunk : 4 * chunk + 4]], cute.AddressSpace.smem)
+                    four = [Int32(w) for w in words[4 * chunk : 4 * chunk + 4]]
+                    copies.store_words(place, four, cute.AddressSpace.smem)
 
     @cute.jit
-    def _scales(
-        self, flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, lane: Int32, address: Int32
-    ):
-        """The factors of stage k: (span, row, quad), which a lane of the consumers reads 2 or 4 bytes of."""
+    def _load_scales(self, flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, lane: Int32):
+        """The scales of stage k, four a word: every 32nd row's."""
         c = self.c
         rows, columns = Int32(weights.codes.shape[1]), Int32(weights.codes.shape[2]) * 2
-        blocks = columns // c.block
+        fragments = copies.fragments(c.rows // 32, c.scales // 4, Uint32)
         for i in cutlass.range_constexpr(c.rows // 32):
             local = lane + 32 * i
             row = tile.row * c.rows + local
@@ -150,47 +173,54 @@ class Gather:
                 feature, up = tile.row * c.features + local // 16 * 8 + local % 8, local // 8 % 2
                 inside = feature < rows // 2
                 row = cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * (rows // 2))
-            rS = cute.make_rmem_tensor(c.scales, cutlass.Uint8)
-            rS.fill(0)
+            fragments[i].fill(0)
             if inside:
-                self._row_scales(flags, weights, tile.expert, row, k * c.scales, blocks, rS)
-            words = cute.recast_tensor(rS, Uint32)
-            convert = factors_of_e4m3 if c.format == "nvfp4" else factors_of_e8m0
-            for span in cutlass.range_constexpr(c.stage // SPAN):
-                count = const_expr(SPAN // c.block // 4)  # words of scales, each of 4
-                factors = []
-                for j in cutlass.range_constexpr(count):
-                    factors += convert(words[span * count + j])
-                place = address + (span * c.rows + local) * (8 * count)
-                target = cute.make_ptr(Uint32, place, cute.AddressSpace.smem, assumed_align=8)
-                sF = cute.make_tensor(target, cute.make_layout(2 * count))
-                rF = cute.make_rmem_tensor(2 * count, Uint32)
-                for j in cutlass.range_constexpr(2 * count):
-                    rF[j] = factors[j]
-                cute.autovec_copy(rF, sF)
+                base = weights.scale.iterator.toint() + Int64(tile.expert) * weights.scale.stride[0]
+                first, blocks = k * c.scales, columns // c.block
+                if flags.swizzled != 0:
+                    per_row = Int32(weights.scale.shape[2]) // 4  # words
+                    line = base + (Int64(row // 128) * per_row + first // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4
+                    self._load_tiles(line, blocks - first, fragments[i])
+                else:
+                    self._load_line(base + Int64(row) * weights.scale.stride[1] + first, blocks - first, fragments[i])
+        return fragments
 
     @cute.jit
-    def _row_scales(
-        self, flags: Flags, weights: Matrices, expert: Int32, row: Int32, first: Int32, blocks: Int32, rS: cute.Tensor
-    ):
-        """Bytes [first, first + scales) of a row; beyond the last stay zeros."""
-        c, scale = self.c, weights.scale
-        base = scale.iterator + Int64(expert) * scale.stride[0]
-        if flags.swizzled != 0:
-            per_line = Int32(scale.shape[2]) // 4
-            line = base + (Int64(row // 128) * per_line * 512 + row % 32 * 16 + row % 128 // 32 * 4)
-            for j in cutlass.range_constexpr(c.scales // 4):
-                left = blocks - first - 4 * j
-                if left > 0:
-                    rWord = cute.make_rmem_tensor(4, cutlass.Uint8)
-                    for b in cutlass.range_constexpr(4):
-                        rWord[b] = copies.scalar(line + ((first // 4 + j) * 512 + b))
-                    for b in cutlass.range_constexpr(4):
-                        if b < left:
-                            rS[4 * j + b] = rWord[b]
-        else:
-            line = base + (Int64(row) * scale.stride[1] + first)
-            v = const_expr(c.scale_vector)
-            for j in cutlass.range_constexpr(c.scales // v):
-                if first + j * v < blocks:
-                    copies.load(line + j * v, cute.make_tensor(rS.iterator + j * v, cute.make_layout(v)))
+    def _load_tiles(self, address: Int64, left: Int32, rS: cute.Tensor):
+        """Words of the 128x4 layout, 512 bytes apart; of their bytes the first ``left`` count."""
+        v = const_expr(min(self.c.scale_vector, 4))
+        for j in cutlass.range_constexpr(cute.size(rS)):
+            if left > 4 * j:
+                word = Uint32(0)
+                for i in cutlass.range_constexpr(4 // v):
+                    word = word | (_scalar(address + (512 * j + v * i), v) << (8 * v * i))
+                rS[j] = cutlass.select_(left >= 4 * j + 4, word, word & ((Uint32(1) << Uint32(8 * (left & 3))) - 1))
+
+    @cute.jit
+    def _load_line(self, address: Int64, left: Int32, rS: cute.Tensor):
+        """Bytes that follow each other, of which whole loads count."""
+        v = const_expr(self.c.scale_vector)
+        for j in cutlass.range_constexpr(self.c.scales // v):
+            if left > j * v:
+                if const_expr(v < 4):
+                    rS[j * v // 4] = rS[j * v // 4] | (_scalar(address + j * v, v) << (j * v % 4 * 8))
+                else:
+                    pointer = cute.make_ptr(Uint32, address + j * v, cute.AddressSpace.gmem, assumed_align=v)
+                    copies.load(pointer, cute.make_tensor(rS.iterator + j * (v // 4), cute.make_layout(v // 4)))
+
+    @cute.jit
+    def _store_factors(self, fragments: list[cute.Tensor], lane: Int32, address: Int32):
+        """(span, row, quad), of which a lane of the consumers reads 2 or 4 bytes."""
+        c = self.c
+        convert = factors_of_e4m3 if c.format == "nvfp4" else factors_of_e8m0
+        count = const_expr(SPAN // c.block // 4)  # words of scales in a span, each of 4
+        for i, rS in enumerate(fragments):
+            for span in cutlass.range_constexpr(c.stage // SPAN):
+                place = address + (span * c.rows + lane + 32 * i) * (8 * count)
+                sF = cute.make_tensor(
+                    cute.make_ptr(Uint32, place, cute.AddressSpace.smem, assumed_align=8), cute.make_layout(2 * count)
+                )
+                rF = cute.make_rmem_tensor(2 * count, Uint32)
+                for j in cutlass.range_constexpr(count):
+                    rF[2 * j], rF[2 * j + 1] = convert(rS[span * count + j])
+                cute.autovec_copy(rF, sF)

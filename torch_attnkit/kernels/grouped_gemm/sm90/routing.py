@@ -17,6 +17,7 @@ from .arguments import Tensors, chosen
 
 THREADS = 1024
 _WARPS = THREADS // 32
+_AT_ONCE = 8  # slots whose choices a thread has on their way
 
 
 class Sort:
@@ -39,17 +40,24 @@ class Sort:
         for e in cutlass.range(thread, experts, THREADS, unroll=1):
             sCount[e] = Int32(0)
         cute.arch.barrier()
-        for slot in cutlass.range(thread, slots, THREADS, unroll=4):
-            e = chosen(tensors, slot // top_k, slot % top_k)
-            if e >= 0:
-                cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
+        for first in cutlass.range(thread, slots, THREADS * _AT_ONCE, unroll=1):
+            for e in self._choices(tensors, first, slots, top_k):
+                if e >= 0:
+                    cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
         cute.arch.barrier()
         self._tiles(tensors, sCount, sSum, thread, experts)
         cute.arch.barrier()
-        for slot in cutlass.range(thread, slots, THREADS, unroll=4):
-            e = chosen(tensors, slot // top_k, slot % top_k)
-            if e >= 0:
-                tensors.order[cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")] = slot
+        for first in cutlass.range(thread, slots, THREADS * _AT_ONCE, unroll=1):
+            for i, e in enumerate(self._choices(tensors, first, slots, top_k)):
+                if e >= 0:
+                    place = cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
+                    tensors.order[place] = first + i * THREADS
+
+    def _choices(self, tensors: Tensors, first: Int32, slots: Int32, top_k: Int32) -> list[Int32]:
+        """The experts of every ``THREADS``-th slot from ``first`` on, -1 beyond the last."""
+        at = [cutlass.min(first + i * THREADS, slots - 1) for i in range(_AT_ONCE)]
+        experts = [chosen(tensors, slot // top_k, slot % top_k) for slot in at]
+        return [cutlass.select_(first + i * THREADS < slots, e, Int32(-1)) for i, e in enumerate(experts)]
 
     @cute.jit
     def _tiles(self, tensors: Tensors, sCount: cute.Tensor, sSum: cute.Tensor, thread: Int32, experts: Int32):
