@@ -189,6 +189,20 @@ def add_acq_rel(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
+def load_acquire(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """A number that another block sets; what that block released before is there then."""
+    return Int32(_asm(T.i32(), [source], "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l,~{memory}", True, loc, ip))
+
+
+@dsl_user_op
+def arrive_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive at an mbarrier of this block where ``condition`` is not 0, without a branch: between products of ``wgmma``
+    a branch may make them wait for each other."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    _asm(None, [barrier, condition], text, "r,r,~{memory}", True, loc, ip)
+
+
+@dsl_user_op
 def forget_barrier(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """End an mbarrier, so that its memory may be anything again."""
     _asm(None, [address], "mbarrier.inval.shared.b64 [$0];", "r,~{memory}", True, loc, ip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,13 +26,17 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return _nothing
     family = f"torch_attnkit.kernels.grouped_gemm.{target.arch}"
     plan = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
+    if plan.token_widths:
+        special = dict(trace="trace_wgmma", token_widths=plan.token_widths)
+    else:
+        special = dict(dtype=short(p.dtype), activations=p.activations, columns=plan.columns, row_warps=plan.row_warps)
     run = compile.launcher(
-        target, p.device, f"{family}.kernel", dtype=short(p.dtype), index_dtype=short(p.index_dtype), format=p.format,
-        activations=p.activations, columns=plan.columns, experts=plan.experts, row_warps=plan.row_warps,
-        scale_vectors=plan.scale_vectors,
+        target, p.device, f"{family}.kernel", index_dtype=short(p.index_dtype), format=p.format, experts=plan.experts,
+        scale_vectors=plan.scale_vectors, **special,
     )  # fmt: skip
     h_dtype = p.dtype if p.activations == "none" else torch.float32
-    workspace = Workspace(p.device, 1, p.tokens * plan.row_tiles)
+    counters = math.prod(plan.counters)
+    workspace = Workspace(p.device, 1, counters)
     swizzled, interleaved = int(p.scale_layout != "linear"), int(p.interleaved)
     limit = float("inf") if p.limit is None else p.limit
     numbers = int(p.swiglu == "gptoss"), p.alpha, limit
@@ -47,14 +52,15 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         down = _matrices(o.w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
         tensors = (
             x, o.weights, o.indices, up, down, o.out, room(torch.int32, p.slots), room(torch.int32, plan.tiles + 1, 4),
-            room(h_dtype, p.slots, p.intermediate), room(torch.float32, p.slots, p.hidden),
-            count[: p.tokens * plan.row_tiles].view(p.tokens, plan.row_tiles),
+            room(h_dtype, p.slots, plan.columns_of_h), room(torch.float32, p.slots, p.hidden),
+            count[:counters].view(plan.counters),
         )  # fmt: skip
         flags = (
             (*(int(t is not None) for t in three), swizzled, interleaved)
             for three in ((o.bias13, o.w13_global, o.x_global), (o.bias2, o.w2_global, o.h_global))
         )
-        run(tensors, (*flags, *numbers), plan.up_blocks, plan.down_blocks)
+        rows = (room(p.dtype, p.slots, plan.columns_of_x),) if plan.columns_of_x else ()
+        run(tensors, *rows, (*flags, *numbers), *plan.blocks)
 
     return launch
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_attnkit.cuda import fake
+
 from .arguments import arguments
-from .config import Config
+from .config import CONSUMERS, Config, WgmmaConfig
 from .experts import Experts
+from .wgmma import ManyTokens
 
 
 def trace(
@@ -21,3 +24,17 @@ def trace(
         for source, paired, warps, vector in zip((dtype, h_dtype), (True, False), row_warps, scale_vectors, strict=True)
     )
     return Experts(up, down, experts, None), arguments(dtype, index_dtype, h_dtype)
+
+
+def trace_wgmma(
+    arch: str, *, index_dtype: str, format: str, experts: int, scale_vectors: tuple[int, int],
+    token_widths: tuple[int, ...],
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """The same for many tokens an expert; ``token_widths`` as in ``WgmmaConfig``."""
+    up, down = (
+        WgmmaConfig(format, CONSUMERS, "bf16", "none", token_widths[-1], paired, vector, token_widths)
+        for paired, vector in zip((True, False), scale_vectors, strict=True)
+    )
+    tensors, scalars, up_blocks, down_blocks, stream = arguments("bf16", index_dtype, "bf16")
+    rows = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
+    return ManyTokens(up, down, experts), [tensors, rows, scalars, up_blocks, up_blocks, down_blocks, stream]

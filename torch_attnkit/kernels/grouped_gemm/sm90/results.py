@@ -1,0 +1,99 @@
+"""What becomes of a work tile's sums by ``wgmma``: h in the order of experts, permuted, and the second product's
+results in that order.
+
+A lane has, of every 8 tokens, two neighbours, for a row of its warp and the one that is 8 further on. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from torch_attnkit.cuda import warp_ops as op
+
+from .arguments import Scalars, Tensors
+from .config import SPAN, WARP_ROWS, WgmmaConfig
+from .epilogue import Activation, raised
+from .mainloop import row_of
+from .schedule import WorkTile
+
+
+class Permuted:
+    """h = swiglu(gate, up), as ``permute.py`` has x.
+
+    Of 8 features of a warp, the quads of lanes have such as stand together in h: 4 apart in pairs, which become words,
+    and 32 apart in pairs of these, which become 8 bytes.
+    """
+
+    def __init__(self, config: WgmmaConfig):
+        self.c, self.activation = config, Activation(config)
+
+    def row(self, warp: Int32, lane: Int32) -> Int32:
+        """The first row of a lane, in the box: that of gate; 8 further on is up."""
+        feature = self._feature(warp, lane)
+        return feature // 8 * 16 + feature % 8
+
+    def _feature(self, warp: Int32, lane: Int32) -> Int32:
+        quad = lane // 4
+        return (quad >> 1 & 1) * 32 + warp // 2 * 8 + (quad & 1) * 4 + warp % 2 * 2 + (quad >> 2)
+
+    @cute.jit
+    def run(
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tokens: cutlass.Constexpr,
+        warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        flags, weights = scalars.up, tensors.up
+        features = Int32(weights.codes.shape[1]) // 2
+        feature = tile.row * self.c.features + self._feature(warp, lane)
+        factor = raised(self.c, flags, weights, tile.expert)
+        bias = [Float32(0.0), Float32(0.0)]
+        if (flags.bias != 0) & (feature < features):
+            for part in cutlass.range_constexpr(2):
+                row = cutlass.select_(flags.interleaved != 0, feature * 2 + part, feature + part * features)
+                bias[part] = Float32(weights.bias[tile.expert, row])
+        # A word of the transposed tile has features b = 0 and 1 of the quads 2 c and 2 c + 1, c being lane % 4.
+        first = warp // 2 * 32 + warp % 2 * 16 + (lane >> 1 & 1) * 8 + (lane & 1) * 2 + (tile.row & 1) * 4
+        column = tile.row // 2 * SPAN + first
+        for group in cutlass.range_constexpr(tokens // 8):
+            h = [
+                self.activation.swiglu(scalars, *(rSum[4 * group + 2 * part + j] * factor + bias[part] for part in range(2)))
+                for j in range(2)
+            ]
+            word = op.transpose_8x8(op.pack(tensors.h.element_type, *h))
+            token = 8 * group + lane // 4
+            if token < tile.columns:
+                at = Int64(tile.first + token) * tensors.h.stride[0] + column
+                target = cute.make_ptr(Int32, tensors.h.iterator.toint() + at * 2, cute.AddressSpace.gmem, assumed_align=4)
+                cute.make_tensor(target, cute.make_layout(1))[0] = word
+
+
+class Results:
+    """The second product's results, with biases, in float32."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.c = config
+
+    def row(self, warp: Int32, lane: Int32) -> Int32:
+        return warp * WARP_ROWS + row_of(lane)
+
+    @cute.jit
+    def run(
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tokens: cutlass.Constexpr,
+        warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        flags, weights = scalars.down, tensors.down
+        features = Int32(weights.codes.shape[1])
+        factor = raised(self.c, flags, weights, tile.expert)
+        for part in cutlass.range_constexpr(2):
+            feature = tile.row * self.c.rows + self.row(warp, lane) + 8 * part
+            if feature < features:
+                bias = Float32(0.0)
+                if flags.bias != 0:
+                    bias = Float32(weights.bias[tile.expert, feature])
+                for group in cutlass.range_constexpr(tokens // 8):
+                    for j in cutlass.range_constexpr(2):
+                        token = 8 * group + lane % 4 * 2 + j
+                        if token < tile.columns:
+                            y = rSum[4 * group + 2 * part + j] * factor + bias
+                            tensors.partial[tile.first + token, feature] = y
