@@ -129,6 +129,12 @@ def load_pair(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring a line of device memory to the first-level cache."""
+    _asm(None, [source], "prefetch.global.L1 [$0];", "l", True, loc, ip)
+
+
+@dsl_user_op
 def load_4_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
     """16 aligned bytes past the first-level cache: what other blocks of this launch wrote."""
     return _asm_many(

@@ -54,18 +54,20 @@ class Permuted:
                 bias[part] = Float32(weights.bias[tile.expert, row])
         # A word of the transposed tile has features b = 0 and 1 of the quads 2 c and 2 c + 1, c being lane % 4.
         first = warp // 2 * 32 + warp % 2 * 16 + (lane >> 1 & 1) * 8 + (lane & 1) * 2 + (tile.row & 1) * 4
-        column = tile.row // 2 * SPAN + first
+        row = tensors.h.stride[0]
+        place = tile.first + lane // 4
+        at = tensors.h.iterator.toint() + (Int64(place) * row + tile.row // 2 * SPAN + first) * 2
+        left = tile.columns - lane // 4
         for group in cutlass.range_constexpr(tokens // 8):
             h = [
                 self.activation.swiglu(scalars, *(rSum[4 * group + 2 * part + j] * factor + bias[part] for part in range(2)))
                 for j in range(2)
             ]
             word = op.transpose_8x8(op.pack(tensors.h.element_type, *h))
-            token = 8 * group + lane // 4
-            if token < tile.columns:
-                at = Int64(tile.first + token) * tensors.h.stride[0] + column
-                target = cute.make_ptr(Int32, tensors.h.iterator.toint() + at * 2, cute.AddressSpace.gmem, assumed_align=4)
+            if left > 8 * group:
+                target = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=4)
                 cute.make_tensor(target, cute.make_layout(1))[0] = word
+            at += row * 16
 
 
 class Results:
@@ -85,15 +87,20 @@ class Results:
         flags, weights = scalars.down, tensors.down
         features = Int32(weights.codes.shape[1])
         factor = raised(self.c, flags, weights, tile.expert)
-        for part in cutlass.range_constexpr(2):
-            feature = tile.row * self.c.rows + self.row(warp, lane) + 8 * part
-            if feature < features:
-                bias = Float32(0.0)
-                if flags.bias != 0:
-                    bias = Float32(weights.bias[tile.expert, feature])
-                for group in cutlass.range_constexpr(tokens // 8):
-                    for j in cutlass.range_constexpr(2):
-                        token = 8 * group + lane % 4 * 2 + j
-                        if token < tile.columns:
-                            y = rSum[4 * group + 2 * part + j] * factor + bias
-                            tensors.partial[tile.first + token, feature] = y
+        feature = tile.row * self.c.rows + self.row(warp, lane)
+        if feature < features:  # so is the other: there are multiples of 16
+            bias = [Float32(0.0), Float32(0.0)]
+            if flags.bias != 0:
+                for part in cutlass.range_constexpr(2):
+                    bias[part] = Float32(weights.bias[tile.expert, feature + 8 * part])
+            row = tensors.partial.stride[0]
+            place = tile.first + lane % 4 * 2
+            at = tensors.partial.iterator.toint() + (Int64(place) * row + feature) * 4
+            left = tile.columns - lane % 4 * 2
+            for group in cutlass.range_constexpr(tokens // 8):
+                for j in cutlass.range_constexpr(2):
+                    if left > 8 * group + j:
+                        for part in cutlass.range_constexpr(2):
+                            y = rSum[4 * group + 2 * part + j] * factor + bias[part]
+                            op.store_float(at + (j * row * 4 + 32 * part), y)
+                at += row * 32

@@ -25,10 +25,11 @@ class Total:
     def launch(self, tensors: Tensors, stream: Any):
         tokens, features = (Int32(n) for n in tensors.out.shape)
         blocks = (features + _EACH * _THREADS - 1) // (_EACH * _THREADS)
-        self.kernel(tensors).launch(grid=[tokens, blocks, 1], block=[_THREADS, 1, 1], stream=stream)
+        self.kernel(tensors).launch(grid=[tokens, blocks, 1], block=[_THREADS, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, tensors: Tensors):
+        cute.arch.griddepcontrol_wait()
         token = cute.arch.block_idx()[0]
         feature = (cute.arch.block_idx()[1] * _THREADS + cute.arch.thread_idx()[0]) * _EACH
         top_k = Int32(tensors.indices.shape[1])

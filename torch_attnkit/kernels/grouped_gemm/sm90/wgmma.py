@@ -7,7 +7,8 @@
 
 Weights and tokens have a ring each. A work tile is multiplied by the narrowest ``wgmma`` that has room for its tokens:
 a branch for each width. While one step of 16 numbers is multiplied, the words of the next are decoded into the other
-of two sets of registers. docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
+of two sets of registers. The second product's weights are on their way while blocks of the first still run
+(programmatic dependent launch). docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _THREADS = 128  # of a warpgroup
 _STEP = 16  # numbers of a row that one ``wgmma`` takes
 _STEPS = SPAN // _STEP
 _SETS = 2  # of registers for decoded words: one is multiplied while the other is written
-_REGISTERS = (24, 240)  # of a thread that loads, of one that multiplies
+_REGISTERS = (40, 232)  # of a thread that loads, of one that multiplies
 _SPANS = BOX // SPAN  # of a weights' stage
 _TOKEN_STAGES = SPAN // TOKEN_STAGE  # of a span
 
@@ -198,7 +199,7 @@ class Product:
             tensors, flags, weights, scalars, loads(self.c, flags, weights), self._token_loads(rows)
         ).launch(
             grid=[blocks, 1, 1], block=[32 * (CONSUMERS + LOADERS), 1, 1], stream=stream, min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     def _token_loads(self, rows: cute.Tensor) -> list[Loads]:
@@ -222,6 +223,10 @@ class Product:
             cpasync.prefetch_descriptor(codes.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        if const_expr(c.paired):
+            # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
+            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
         spans = (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
         if warp < CONSUMERS:
@@ -269,6 +274,8 @@ class Product:
     def _load_tokens(self, tensors: Tensors, loads: list[Loads], share: Work, spans: Int32, slots: Slots):
         """Rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros: nobody looks at
         what they give."""
+        if const_expr(not self.c.paired):  # weights may come before h is there
+            cute.arch.griddepcontrol_wait()
         m = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
@@ -297,7 +304,9 @@ class Product:
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             for k in cutlass.range((part - n) & 1, fills, 2, unroll=1):
-                rS = self.factors.load(flags, weights, tile, k, lane)
+                # What follows from the tile is worked out anew, for these warps have few registers.
+                fresh = tile._replace(row=op.fresh(tile.row))
+                rS = self.factors.load(flags, weights, fresh, k, lane)
                 full = slots.weights.await_empty(n + k)
                 self.factors.store(rS, lane, slots.factors + slots.weights.slot(n + k) * self.c.factor_bytes)
                 cute.arch.sync_warp()
@@ -319,7 +328,8 @@ class Product:
                 tokens = const_expr(self.c.token_widths[i])
                 if (tile.columns > least) & (tile.columns <= tokens):
                     rSum = self.mainloop.run(w, tokens, spans, n, m, last)
-                    self.results.run(tensors, scalars, rSum, tile, tokens, warp, w.lane)
+                    share.prefetch(tensors, turn + 1)
+                    self.results.run(tensors, scalars, rSum, tile, tokens, warp, op.thread_index() % 32)
                 least = tokens
             n += (spans + _SPANS - 1) // _SPANS
             m += spans * _TOKEN_STAGES
