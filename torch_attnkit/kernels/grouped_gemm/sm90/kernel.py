@@ -7,6 +7,7 @@ from typing import Any
 from .arguments import arguments
 from .config import Config
 from .experts import Experts
+from .rounding import ROUNDED
 
 
 def trace(
@@ -20,4 +21,4 @@ def trace(
         Config(format, warps, source, activations, columns, paired, vector)
         for source, paired, warps, vector in zip((dtype, h_dtype), (True, False), row_warps, scale_vectors, strict=True)
     )
-    return Experts(up, down, experts, None), arguments(dtype, index_dtype, h_dtype)
+    return Experts(up, down, experts, ROUNDED[activations]), arguments(dtype, index_dtype, h_dtype)
