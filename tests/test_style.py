@@ -43,18 +43,25 @@ def inside(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def code_lines(text: str, *, logic: bool = True) -> list[str]:
-    """Lines without comments and docstrings; ``logic`` also drops imports, signatures and lone brackets."""
+def code_lines(text: str) -> list[str]:
+    """Lines without comments, docstrings, imports, signatures and lone brackets."""
     drop: set[int] = set()
     for node in ast.walk(parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
             drop |= set(range(node.lineno, node.end_lineno + 1))
-        elif logic and isinstance(node, ast.Import | ast.ImportFrom):
-            drop |= set(range(node.lineno, node.end_lineno + 1))
-        elif logic and isinstance(node, Function):
+        elif isinstance(node, Function):
             drop |= set(range(node.lineno, node.body[0].lineno))
     lines = (line.split("  # ")[0].strip() for i, line in enumerate(text.splitlines(), 1) if i not in drop)
-    return [s for s in lines if s and not s.startswith("#") and (not logic or re.search(r"\w", s))]
+    return [s for s in lines if re.search(r"\w", s) and not s.startswith("#")]
+
+
+def cpp_lines(text: str) -> list[str]:
+    """The same of C++ and Metal, where signatures count."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    return [s for s in lines if re.search(r"\w", s) and not s.startswith("#include")]
 
 
 def files_are_short(files: Files) -> Iterator[str]:
@@ -81,16 +88,22 @@ def functions_take_few_arguments(files: Files) -> Iterator[str]:
 
 
 def nothing_is_copied(files: Files) -> Iterator[str]:
-    """No run of WINDOW equal lines of logic in two files of the package; op.py is data and may look alike."""
-    seen: dict[tuple[str, ...], str] = {}
+    """No run of WINDOW equal lines in the package and in csrc, be it in two files or twice in one. Left out as idiom:
+
+    - imports and #include, which say what a file uses;
+    - signatures: a traced kernel lists the tensors of its launch, a reference has the op's schema, and what the table
+      calls (``build``, ``make``, ``bytes``) has one form; ``functions_take_few_arguments`` bounds their length;
+    - ``op.py``, which is data: the schemas and dims of attention ops are alike, as these ops are.
+    """
+    seen: dict[tuple[str, ...], tuple[str, int]] = {}
     told: set[tuple[str, str]] = set()
     for path, text in files.items():
-        if not (path.startswith("torch_attnkit/") and path.endswith(".py")) or path.endswith("/op.py"):
+        if not path.startswith(("torch_attnkit/", "csrc/")) or path.endswith("/op.py"):
             continue
-        lines = code_lines(text)
+        lines = code_lines(text) if path.endswith(".py") else cpp_lines(text)
         for i in range(len(lines) - WINDOW + 1):
-            other = seen.setdefault(tuple(lines[i : i + WINDOW]), path)
-            if other != path and (other, path) not in told:
+            other, first = seen.setdefault(tuple(lines[i : i + WINDOW]), (path, i))
+            if (other, first) != (path, i) and (other, path) not in told:
                 told.add((other, path))
                 yield f"{path} repeats {WINDOW} lines of {other}, from {lines[i]!r} on"
 
@@ -197,6 +210,8 @@ WRONG = [
         nothing_is_copied,
         {"torch_attnkit/a.py": lines(8), "torch_attnkit/b.py": "z = 1\n\n# why\n" + lines(8)},
     ),
+    (nothing_is_copied, {"torch_attnkit/a.py": lines(8) + "def f():\n" + lines(8, "    ")}),
+    (nothing_is_copied, {"csrc/a.h": lines(8), "csrc/b.cpp": lines(8).replace("x4", "}  // why\nx4")}),
     (the_environment_is_read_in_config, {"torch_attnkit/a.py": "import os\nos.environ['A']\n"}),
     (the_environment_is_read_in_config, {"csrc/sim/ptx/a.cpp": 'getenv("A");\n'}),
     (names_say_what_is_inside, {"torch_attnkit/mps/utils.py": ""}),
@@ -220,6 +235,9 @@ RIGHT = [
     (functions_take_few_arguments, {"torch_attnkit/ops/a/reference.py": takes(17, "reference")}),
     (nothing_is_copied, {"torch_attnkit/a.py": lines(7), "torch_attnkit/b.py": lines(7)}),
     (nothing_is_copied, {"torch_attnkit/ops/a/op.py": lines(9), "torch_attnkit/ops/b/op.py": lines(9)}),
+    (nothing_is_copied, {f"torch_attnkit/{name}.py": "from . import (\n" + "    x,\n" * 9 + ")\n" for name in "ab"}),
+    (nothing_is_copied, {f"torch_attnkit/{name}.py": "def f(\n" + "    x,\n" * 9 + "): ...\n" for name in "ab"}),
+    (nothing_is_copied, {f"csrc/{name}.h": "".join(f'#include "{i}"\n' for i in range(9)) for name in "ab"}),
     (names_say_what_is_inside, {"torch_attnkit/demo/deepseek_v4.py": "", "torch_attnkit/__init__.py": ""}),
     (todos_name_their_end, {"a.py": f"# {MARK}(version torch 2.14): int4 arrives\n"}),
     (toolkits_know_no_op_and_no_family, {"torch_attnkit/demo.py": "import torch_attnkit.ops.sdpa_decode.op\n"}),

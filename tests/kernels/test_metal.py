@@ -256,7 +256,7 @@ def test_the_host_knows_how_much_memory_a_threadgroup_takes(op: str, kernel: str
     assert getattr(compiled, kernel).static_thread_group_memory_length == _memory(given)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", prefill.DIMS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_tiles_leave_room_for_a_second_threadgroup(dim: int, size: int):
     keys = prefill.keys_of(dim, dim, size)

@@ -13,8 +13,9 @@ from typing import Any
 
 import cutlass
 from cutlass import Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
+
+from .asm import asm
 
 LOWERED = {"nvfp4": 8, "mxfp4": 63}  # powers of two by which decoded weights are too small
 _CODES = 0x81C081C0  # sign and exponent bits of two bf16
@@ -25,13 +26,8 @@ _TWO_TO_119 = 0x7B007B00
 @dsl_user_op
 def _multiply(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Two products of bf16, rounded to nearest."""
-    values = [x.ir_value(loc=loc, ip=ip) for x in (a, b)]
-    return Uint32(
-        llvm.inline_asm(
-            T.i32(), values, "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", has_side_effects=False, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
+    (pair,) = asm([Uint32], [a, b], "mul.rn.bf16x2 $0, $1, $2;", loc=loc, ip=ip)
+    return pair
 
 
 def decode(word: Uint32, factor: Uint32) -> list[Uint32]:

@@ -12,16 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .blocks import (
-    amax,
-    check_axis,
-    check_bytes,
-    check_choice,
-    check_float,
-    check_scale,
-    math_dtype,
-    split,
-)
+from .blocks import amax, check_axis, check_bytes, check_choice, check_float, check_scale, math_dtype, split
 
 E4M3_MAX = 448.0
 ROUNDINGS = ("ceil", "floor")

@@ -6,16 +6,7 @@ import torch
 from torch import Tensor
 
 from . import e2m1, fp8
-from .blocks import (
-    amax,
-    check_axis,
-    check_bytes,
-    check_choice,
-    check_float,
-    check_scale,
-    math_dtype,
-    split,
-)
+from .blocks import amax, check_axis, check_bytes, check_choice, check_float, check_scale, math_dtype, split
 
 BLOCK = 32
 

@@ -18,6 +18,7 @@ from torch_attnkit.mps import library
 from .problem import Operands, Problem
 
 DTYPES = "bf16 f16 f32"
+# Head dims: multiples of 16, the dims that a step of the scores takes.
 DIMS, MOST_DIM_V = (32, 64, 80, 96, 128, 192, 256, 512), 512
 _SIMDGROUPS = 4  # of a threadgroup; each takes 16 keys a step
 _LEAST_KEYS = 256  # of a split, so that its partial result is a small part of what it reads
@@ -62,6 +63,7 @@ def launcher(
         p.batch, p.queries, p.group, p.kv_heads, capacity, splits, int(p.causal), *scores.bounds,
         int(p.sink and splits == 1), int(p.kv_start), *steps, p.page, p.pages, p.table_row,
     ]  # fmt: skip
+    numbers = (shape, scores.slope, scores.softcap)
     merged = p.batch * p.queries * p.heads
     merge_shape = [splits, merged, p.heads, int(p.sink)]
     stored = torch.float32 if splits > 1 else p.dtype
@@ -75,29 +77,31 @@ def launcher(
         grid = (columns, splits, p.batch * p.kv_heads)
         attend = metal.launcher(built, "decode_rows", grid, simds * metal.SIMD)
         if splits == 1:
-            return lambda args: attend((*args[:-3], *args[-2:], shape, scores.slope, scores.softcap))
+
+            def whole(args: metal.Arguments) -> None:
+                inputs, _, out, lse = args
+                attend((*inputs, out, lse, *numbers))
+
+            return whole
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_merge"))
         items = merged * -(-p.dim_v // _SPAN)
         merge = metal.launcher(built, "decode_merge", (-(-items // simds), 1, 1), simds * metal.SIMD)
 
-        def launch(args: metal.Arguments) -> None:
-            *inputs, sink, out, lse = args
+        def split(args: metal.Arguments) -> None:
+            inputs, sink, out, lse = args
             parts = torch.empty(splits, merged, p.dim_v, dtype=torch.float32, device=out.device)
             lses = torch.empty(splits, merged, dtype=torch.float32, device=out.device)
-            attend((*inputs, parts, lses, shape, scores.slope, scores.softcap))
+            attend((*inputs, parts, lses, *numbers))
             merge((parts, lses, sink, out, lse, merge_shape))
 
-        return launch
+        return split
 
     run = metal.by_alignment(variant, steps)
 
     def launch(o: Operands) -> None:
-        table, start, sink = (
-            metal.bound(o.table, o.kv_len),
-            metal.bound(o.kv_start, o.kv_len),
-            metal.bound(o.sink, o.lse),
-        )
-        k, v = metal.bound(o.k, o.q), metal.bound(o.v, o.q)
-        run((o.q, k, v), (o.q, k, v, table, o.kv_len, sink, start, sink, o.out, o.lse))
+        k, v, sink = metal.bound(o.k, o.q), metal.bound(o.v, o.q), metal.bound(o.sink, o.lse)
+        table, start = metal.bound(o.table, o.kv_len), metal.bound(o.kv_start, o.kv_len)
+        inputs = (o.q, k, v, table, o.kv_len, sink, start)  # as decode_rows declares them
+        run((o.q, k, v), (inputs, sink, o.out, o.lse))
 
     return launch

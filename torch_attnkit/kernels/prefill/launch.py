@@ -59,7 +59,8 @@ def scalars(scores: Scores, heads: int, sms: int) -> tuple[Any, ...]:
 
 
 def section(problem: Problem, sharers: int) -> int:
-    """Query heads whose keys and values fit in L2 together; ``sharers`` pieces of the grid share a KV head."""
+    """Query heads whose keys and values fit in L2 together; ``sharers`` work tiles of the same queries share a KV
+    head."""
     nbytes = max(1, problem.keys * (problem.dim + problem.dim_v) * problem.dtype.itemsize)  # of a KV head
     return min(max(1, _L2 // nbytes) * sharers, MOST)
 

@@ -17,6 +17,7 @@ from torch_attnkit.mps import library
 from .problem import Layout, Operands, Problem
 
 DTYPES = "bf16 f16 f32"
+# Head dims: multiples of 16, the dims that a step of the scores takes.
 DIMS, MOST_DIM_V = (32, 64, 80, 96, 128, 192, 256), 256
 _THREADGROUP_BYTES = 16384  # of the tiles of K and V, so that two threadgroups of 32 KB fit side by side
 _MOST_SIMDGROUPS = 8

@@ -6,41 +6,26 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import fp4
+from torch_attnkit.formats.mxfp4 import BLOCK
+from torch_attnkit.oracle import fp4_rows
 
-# R x H rows of K numbers (R -1: one row without batch axes); f8=1: scales as float8 instead of bytes.
-PARITY = {
-    "vector": dict(R=-1, H=1, K=96),
-    "heads": dict(R=3, H=5, K=160, f8=1),
-    "tiles": dict(R=65, H=2, K=544),
-}
-DEGENERATE = {
-    "one": dict(R=1, H=1, K=32),
-    "no_columns": dict(R=2, H=3, K=0),
-    "empty": dict(R=0, H=2, K=64),
-}
-BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 4096, 16384) for k in (4096, 7168)}
+PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, f8=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
 
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Every code under scales of ordinary size; ``dtype`` is that of the result."""
-    batch, K = (() if dims["R"] < 0 else (dims["R"], dims["H"])), dims["K"]
-    codes = torch.randint(0, 256, (*batch, K // 2), generator=gen, dtype=torch.uint8)  # (..., K/2)
-    scale = torch.randint(120, 132, (*batch, K // 32), generator=gen, dtype=torch.uint8)
-    scale = fp4.store_scale(scale, "128x4" if "swizzled" in features else "linear")
-    scale = scale.view(torch.float8_e8m0fnu) if dims.get("f8") else scale
-    kwargs = dict(scale_layout="128x4" if "swizzled" in features else "linear", dtype=dtype)
-    return (codes, scale), kwargs
+    layout = fp4_rows.scale_layout(features)
+    codes, scale = fp4_rows.coded(dims, BLOCK, range(120, 132), torch.float8_e8m0fnu, layout, gen)
+    return (codes, scale), dict(scale_layout=layout, dtype=dtype)
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
-    """Read half a byte an element and a scale per 32, write the numbers."""
-    n = abs(dims["R"]) * dims["H"] * dims["K"]
-    return n // 2 + n // 32 + n * dtype.itemsize
+    """Read half a byte an element and a scale per block, write the numbers."""
+    return fp4_rows.bytes(dims, dtype, BLOCK)
 
 
 def flops(dims: dict[str, int]) -> int:
     """One product an element."""
-    return abs(dims["R"]) * dims["H"] * dims["K"]
+    return fp4_rows.elements(dims)

@@ -6,39 +6,25 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import fp4
+from torch_attnkit.formats.nvfp4 import BLOCK
+from torch_attnkit.oracle import fp4, fp4_rows
 
-# R x H rows of K numbers (R -1: one row without batch axes); odd=1: nan and infinities among them.
-PARITY = {
-    "vector": dict(R=-1, H=1, K=48),
-    "heads": dict(R=3, H=5, K=80, odd=1),
-    "tiles": dict(R=65, H=2, K=272),
-}
-DEGENERATE = {
-    "one": dict(R=1, H=1, K=16),
-    "no_columns": dict(R=2, H=3, K=0),
-    "empty": dict(R=0, H=2, K=64),
-}
-BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 4096, 16384) for k in (4096, 7168)}
+PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, odd=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
 
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    x = fp4.spread(gen, dtype, *((dims["K"],) if dims["R"] < 0 else (dims["R"], dims["H"], dims["K"])))
-    if dims.get("odd"):
-        x[0, 0, :3] = torch.tensor((torch.nan, torch.inf, -torch.inf))
-        x[1, :, 1] = torch.nan
+    x = fp4_rows.numbers(dims, dtype, gen)
     global_scale = fp4.global_scales(gen) if "global_scale" in features else None
-    return (x, global_scale), dict(scale_layout="128x4" if "swizzled" in features else "linear")
+    return (x, global_scale), dict(scale_layout=fp4_rows.scale_layout(features))
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
-    """Read x, write half a byte an element and a scale per 16."""
-    n = abs(dims["R"]) * dims["H"] * dims["K"]
-    return n * dtype.itemsize + n // 2 + n // 16
+    """Read x, write half a byte an element and a scale per block."""
+    return fp4_rows.bytes(dims, dtype, BLOCK)
 
 
 def flops(dims: dict[str, int]) -> int:
     """A maximum and a product an element."""
-    return 2 * abs(dims["R"]) * dims["H"] * dims["K"]
+    return 2 * fp4_rows.elements(dims)

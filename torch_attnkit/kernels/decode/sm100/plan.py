@@ -8,8 +8,8 @@ from ..problem import Problem
 from .config import CLUSTER, KEYS
 
 DTYPES, CODES = "bf16 f16", "f8e4m3"  # codes have ``tcgen05.py`` alone
-# (D, Dv), and whether ``tcgen05.py`` has it: then it takes more than 8 query heads, E4M3, and 512 columns, for which
-# ``mma.py`` needs a second launch.
+# (D, Dv): multiples of 16; and whether ``tcgen05.py`` has it, which can be where both are 64 or the same multiple of
+# 128. Then it takes more than 8 query heads, E4M3, and 512 columns, for which ``mma.py`` needs a second launch.
 HEADS = {
     (32, 32): False,
     (64, 64): True,

@@ -26,7 +26,7 @@ class Head:
     many: int | None = None
 
 
-HEADS = {  # (D, Dv)
+HEADS = {  # (D, Dv): multiples of 16; with a tile equal, and of 64
     (32, 32): Head(),
     (64, 64): Head((64, 2), much=3 << 19),
     (80, 80): Head(),

@@ -9,6 +9,7 @@ from torch_attnkit.cuda import fake
 from .arguments import arguments
 from .config import CONSUMERS, Config, WgmmaConfig
 from .experts import Experts
+from .rounding import ROUNDED
 from .wgmma import ManyTokens
 
 
@@ -23,7 +24,7 @@ def trace(
         Config(format, warps, source, activations, columns, paired, vector)
         for source, paired, warps, vector in zip((dtype, h_dtype), (True, False), row_warps, scale_vectors, strict=True)
     )
-    return Experts(up, down, experts, None), arguments(dtype, index_dtype, h_dtype)
+    return Experts(up, down, experts, ROUNDED[activations]), arguments(dtype, index_dtype, h_dtype)
 
 
 def trace_wgmma(

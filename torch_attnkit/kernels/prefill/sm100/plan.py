@@ -36,7 +36,7 @@ class Tiles:
 
 DTYPES, CODES = "bf16 f16", "f8e4m3"
 TILES = {
-    # (D, Dv)
+    # (D, Dv): multiples of 32, which a product of E4M3 takes at a time
     (32, 32): Tiles(128, 2, 4),
     (64, 64): Tiles(128, 2, 4),
     (96, 96): Tiles(128, 2, 3, "full"),
@@ -73,7 +73,7 @@ def signature(problem: Problem) -> dict[str, Any]:
 
 
 def sharers(problem: Problem, signature: dict[str, Any]) -> int:
-    """How many pieces of the grid share a KV head."""
+    """How many work tiles of the same queries share a KV head."""
     return max(1, problem.group // signature["group"])
 
 

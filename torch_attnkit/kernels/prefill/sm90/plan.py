@@ -51,7 +51,7 @@ _D128 = Tiles(128, 128, 2, 1, turns=False, pair=True)
 _D256 = Tiles(128, 80, 2, 1, late_rescale=True, pair=True)
 DTYPES = "bf16 f16"
 TILES = {
-    # (D, Dv)
+    # (D, Dv): D a multiple of 16, which a product takes at a time, Dv of 32, which the epilogue stores
     (32, 32): Choice(_D64, _D64, Tiles(128, 128, 4)),  # M 192 spills with a window and sink tokens
     # Window: 21 % over M 192, 2 % over N 64.
     (64, 64): Choice(_D64, _D64, Tiles(128, 128, 4)),
@@ -90,5 +90,5 @@ def signature(problem: Problem) -> dict[str, Any]:
 
 
 def sharers(problem: Problem, signature: dict[str, Any]) -> int:
-    """How many pieces of the grid share a KV head."""
+    """How many work tiles of the same queries share a KV head."""
     return problem.group // (2 if signature["pair"] else 1)

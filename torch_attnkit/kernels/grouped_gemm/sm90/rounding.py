@@ -1,0 +1,50 @@
+"""What tokens' numbers are rounded to before they are multiplied, bit for bit as ``formats/`` does it. Imports cutlass.
+
+Each function takes 32 float32 numbers of a row and leaves what their codes stand for, which bf16 holds: an E2M1 number
+times an E4M3 scale has six significant bits. Of NVFP4 that is before the division by the global scale, which the
+epilogue makes up for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from torch_attnkit.cuda import fp4
+
+
+def _nvfp4(rX: cute.Tensor, global_scale: Float32) -> None:
+    for start in (0, 16):
+        block = [rX[start + i] for i in range(16)]
+        _, scale = fp4.nvfp4_scale(fp4.amax(block), global_scale)
+        factor = fp4.nvfp4_factor(scale, global_scale)
+        for i, x in enumerate(block):
+            rX[start + i] = fp4.times(fp4.e2m1_round(fp4.times(x, factor)), scale)
+
+
+def _mxfp4(rX: cute.Tensor, global_scale: Float32) -> None:
+    block = [rX[i] for i in range(32)]
+    byte, scale = fp4.mxfp4_scale(fp4.amax(block))
+    factor = fp4.ue8m0_reciprocal(byte)
+    for i, x in enumerate(block):
+        rX[i] = fp4.times(fp4.e2m1_round(fp4.times(x, factor)), scale)
+
+
+def _mxfp8(rX: cute.Tensor, global_scale: Float32) -> None:
+    block = [rX[i] for i in range(32)]
+    byte, scale = fp4.mxfp8_scale(fp4.amax(block))
+    factor = fp4.ue8m0_reciprocal(byte)
+    for i in range(0, 32, 2):
+        pair = fp4.e4m3_pair(fp4.times(block[i], factor), fp4.times(block[i + 1], factor))
+        for j, x in enumerate(fp4.e4m3_values(pair)):
+            rX[i + j] = fp4.times(x, scale)
+
+
+ROUNDED: dict[str, Callable[[cute.Tensor, Float32], None] | None] = {
+    "none": None,
+    "nvfp4": _nvfp4,
+    "mxfp4": _mxfp4,
+    "mxfp8": _mxfp8,
+}
