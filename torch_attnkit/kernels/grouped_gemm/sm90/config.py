@@ -101,10 +101,10 @@ class Config:
 
 @dataclass(frozen=True)
 class WgmmaConfig(Config):
-    """A product for many tokens an expert. Weights and tokens have a ring each: tokens come ``TOKEN_STAGE`` columns at a
-    time, for a slot has ``columns`` of them, and weights 128 rows of a box."""
+    """A product for many tokens an expert. Weights and tokens have a ring each, and a stage of tokens is as wide as the
+    widest work tile: so it has fewer numbers of each. Of ``token_widths`` a work tile takes the least that suffices."""
 
-    token_widths: tuple[int, ...]  # tokens that are multiplied at once, of which a work tile takes the fewest that suffice
+    token_widths: tuple[int, ...]  # tokens that are multiplied at once
 
     @property
     def token_bytes(self) -> int:

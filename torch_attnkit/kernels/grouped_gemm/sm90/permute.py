@@ -62,7 +62,7 @@ class Permute:
 
     @cute.jit
     def _rows(self, tensors: Tensors, rows: cute.Tensor):
-        """Spans of tokens, neighbours by neighbouring quads; behind a token's last may come the end of its rows of h."""
+        """Spans of tokens, neighbours by neighbouring quads; behind a token's last may come that of its h."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.block_idx()[0] * _WARPS + cute.arch.warp_idx()
         columns, spans = Int32(tensors.x.shape[1]), Int32(rows.shape[1]) // SPAN

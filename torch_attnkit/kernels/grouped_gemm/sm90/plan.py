@@ -40,7 +40,7 @@ class Plan:
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
     mean = p.slots / p.experts
-    if mean >= _MANY and p.dtype is torch.bfloat16 and p.activations == "none":
+    if mean >= _MANY and p.intermediate > 0 and p.dtype is torch.bfloat16 and p.activations == "none":
         return _by_wgmma(p, next(widths for most, widths in _TOKEN_WIDTHS if mean <= most), sms)
     wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)

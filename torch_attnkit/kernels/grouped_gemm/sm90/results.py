@@ -59,8 +59,9 @@ class Permuted:
         at = tensors.h.iterator.toint() + (Int64(place) * row + tile.row // 2 * SPAN + first) * 2
         left = tile.columns - lane // 4
         for group in cutlass.range_constexpr(tokens // 8):
+            # Beyond the last feature are zeros, whatever the tokens hold: they meet weights that are zero.
             h = [
-                self.activation.swiglu(scalars, *(rSum[4 * group + 2 * part + j] * factor + bias[part] for part in range(2)))
+                cutlass.select_(feature < features, self._h(scalars, rSum, group, j, factor, bias), Float32(0.0))
                 for j in range(2)
             ]
             word = op.transpose_8x8(op.pack(tensors.h.element_type, *h))
@@ -68,6 +69,12 @@ class Permuted:
                 target = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=4)
                 cute.make_tensor(target, cute.make_layout(1))[0] = word
             at += row * 16
+
+    def _h(
+        self, scalars: Scalars, rSum: cute.Tensor, group: int, j: int, factor: Float32, bias: list[Float32]
+    ) -> Float32:
+        gate, up = (rSum[4 * group + 2 * part + j] * factor + bias[part] for part in range(2))
+        return self.activation.swiglu(scalars, gate, up)
 
 
 class Results:

@@ -21,8 +21,8 @@ _AT_ONCE = 8  # slots whose choices a thread has on their way
 
 
 class Sort:
-    """``columns``: tokens of a work tile; ``experts``: at least as many as there are. With ``inverse``, ``order`` has the
-    place of every slot instead, -1 for a choice of no expert."""
+    """``columns``: tokens of a work tile; ``experts``: at least as many as there are. With ``inverse``, ``order`` has
+    the place of every slot instead, -1 for a choice of no expert."""
 
     def __init__(self, columns: int, experts: int, inverse: bool = False):
         self.columns, self.experts, self.inverse = columns, experts, inverse
@@ -75,8 +75,8 @@ class Sort:
 
     @cute.jit
     def _tiles(self, tensors: Tensors, sCount: cute.Tensor, sSum: cute.Tensor, thread: Int32, experts: Int32):
-        """Counts become first places, and an expert's tokens tiles of as equal a size as can be; a thread has neighbouring
-        experts."""
+        """Counts become first places, and an expert's tokens work tiles of equal sizes, or nearly; a thread has
+        neighbouring experts."""
         each = (experts + THREADS - 1) // THREADS
         begin, end = cutlass.min(thread * each, experts), cutlass.min((thread + 1) * each, experts)
         slots, tiles = Int32(0), Int32(0)

@@ -34,7 +34,6 @@ class Work(NamedTuple):
         expert, first, columns = (tensors.tiles[line, i] for i in range(3))
         return WorkTile(expert, first, columns, unit % self.row_tiles)
 
-
     def prefetch(self, tensors: Tensors, turn: Int32) -> None:
         """Bring what ``tile`` reads near; beyond the last turn, the last's."""
         unit = self.block + cutlass.min(turn, self.count - 1) * self.blocks

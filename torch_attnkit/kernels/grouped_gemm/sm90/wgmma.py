@@ -34,7 +34,7 @@ from .mainloop import load_words
 from .permute import Permute
 from .results import Permuted, Results
 from .routing import Sort
-from .schedule import Work, WorkTile, work
+from .schedule import Work, work
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
 from .total import Total
 
