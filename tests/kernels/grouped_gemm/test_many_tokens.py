@@ -91,7 +91,10 @@ def test_an_infinite_number_stays_where_it_is():
 
 
 def problem(tokens: int, **changes) -> Problem:
-    up, down = Weights(1024, 512, 1024 * 256, 256, 1024 * 32, 32), Weights(512, 512, 512 * 256, 256, 512 * 32, 32)
+    up, down = (
+        Weights(1024, 512, 1024 * 256, 256, 1024 * 32, 32, 32),
+        Weights(512, 512, 512 * 256, 256, 512 * 32, 32, 32),
+    )
     made = Problem(
         torch.device("cpu"), torch.bfloat16, torch.int32, tokens, 4, 64, up, down, "nvfp4", "none", "silu", 1.702, None,
         False, "linear",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.workspace import Workspace
 
-from .problem import Operands, Problem
+from .problem import CONTIGUOUS, LINEAR, PADDED, Operands, Problem, Weights
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -26,18 +27,25 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return _nothing
     family = f"torch_attnkit.kernels.grouped_gemm.{target.arch}"
     plan = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
-    if plan.token_widths:
-        special = dict(trace="trace_wgmma", token_widths=plan.token_widths)
-    else:
-        special = dict(dtype=short(p.dtype), activations=p.activations, columns=plan.columns, row_warps=plan.row_warps)
-    run = compile.launcher(
-        target, p.device, f"{family}.kernel", index_dtype=short(p.index_dtype), format=p.format, experts=plan.experts,
-        scale_vectors=plan.scale_vectors, **special,
-    )  # fmt: skip
+
+    def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
+        special: dict[str, Any] = dict(
+            dtype=short(p.dtype), activations=p.activations, columns=plan.columns, row_warps=plan.row_warps
+        )
+        if plan.token_widths:
+            special = dict(trace="trace_wgmma", token_widths=plan.token_widths)
+        return compile.launcher(
+            target, p.device, f"{family}.kernel", index_dtype=short(p.index_dtype), format=p.format,
+            experts=plan.experts, scale_vectors=vectors, **special,
+        )  # fmt: skip
+
+    vectors = plan.scale_vectors
+    wide = compiled(vectors)
+    narrow: list[Callable[..., None]] = []
     h_dtype = p.dtype if p.activations == "none" else torch.float32
     counters = math.prod(plan.counters)
     workspace = Workspace(p.device, 1, counters)
-    swizzled, interleaved = int(p.scale_layout != "linear"), int(p.interleaved)
+    rows = [_rows_of_scales(p, w) for w in (p.up, p.down)]
     limit = float("inf") if p.limit is None else p.limit
     numbers = int(p.swiglu == "gptoss"), p.alpha, limit
 
@@ -47,22 +55,37 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     def launch(operands: Operands) -> None:
         o = operands
         one, count = workspace.get()
-        x = _aligned(o.x)
-        up = _matrices(o.w13, o.w13_scale, o.bias13, o.w13_global, o.x_global, x, one)
-        down = _matrices(o.w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
+        x, w13, w2 = map(_aligned, (o.x, o.w13, o.w2))
+        run = wide
+        if o.w13_scale.data_ptr() % vectors[0] or o.w2_scale.data_ptr() % vectors[1]:
+            if not narrow:
+                narrow.append(compiled((1, 1)))
+            run = narrow[0]
+        up = _matrices(w13, o.w13_scale, o.bias13, o.w13_global, o.x_global, x, one)
+        down = _matrices(w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
         tensors = (
             x, o.weights, o.indices, up, down, o.out, room(torch.int32, p.slots), room(torch.int32, plan.tiles + 1, 4),
             room(h_dtype, p.slots, plan.columns_of_h), room(torch.float32, p.slots, p.hidden),
             count[:counters].view(plan.counters),
         )  # fmt: skip
         flags = (
-            (*(int(t is not None) for t in three), swizzled, interleaved)
-            for three in ((o.bias13, o.w13_global, o.x_global), (o.bias2, o.w2_global, o.h_global))
+            (*(int(t is not None) for t in three), kind, int(p.interleaved))
+            for kind, *three in (
+                (rows[0], o.bias13, o.w13_global, o.x_global),
+                (rows[1], o.bias2, o.w2_global, o.h_global),
+            )
         )
-        rows = (room(p.dtype, p.slots, plan.columns_of_x),) if plan.columns_of_x else ()
-        run(tensors, *rows, (*flags, *numbers), *plan.blocks)
+        x_sorted = (room(p.dtype, p.slots, plan.columns_of_x),) if plan.columns_of_x else ()
+        run(tensors, *x_sorted, (*flags, *numbers), *plan.blocks)
 
     return launch
+
+
+def _rows_of_scales(problem: Problem, weights: Weights) -> int:
+    """How the scales of a matrix stand in memory."""
+    if problem.scale_layout == "linear":
+        return LINEAR
+    return CONTIGUOUS if weights.scale_row == weights.scale_columns else PADDED
 
 
 def _nothing(operands: Operands) -> None:
@@ -74,7 +97,7 @@ def _matrices(
     codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None,
     activation: torch.Tensor | None, matrix: torch.Tensor, vector: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The weights of a product. ``matrix`` and ``vector`` stand in for what is missing, at which a kernel never looks."""
+    """The weights of a product. ``matrix`` and ``vector`` stand in for what is missing: a kernel never looks there."""
     return (
         codes,
         scale if scale.dtype is torch.uint8 else scale.view(torch.uint8),
@@ -84,8 +107,9 @@ def _matrices(
     )
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A copy of tokens' rows that do not start at multiples of 16 bytes."""
-    if x.data_ptr() & 15 or x.stride(0) * x.itemsize & 15:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """A copy of what does not start, row by row, at multiples of 16 bytes. Weights' rows do; a view of them may begin
+    anywhere, and then costs a copy of all of them with every call."""
+    if t.data_ptr() & 15 or any(step * t.itemsize & 15 for step in t.stride()[:-1]):
+        return t.clone(memory_format=torch.contiguous_format)
+    return t

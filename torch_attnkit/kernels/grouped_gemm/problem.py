@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+LINEAR, CONTIGUOUS, PADDED = range(3)  # scales: linear, or 128x4 in rows one after another or further apart
 BLOCK = {"nvfp4": 16, "mxfp4": 32}  # numbers of a weight under one scale
 
 
@@ -19,7 +20,8 @@ class Weights:
     expert: int  # bytes from an expert to the next
     row: int  # bytes from a row to the next
     scale_expert: int
-    scale_row: int  # of linear scales
+    scale_row: int
+    scale_columns: int  # bytes of a row
 
 
 @dataclass(frozen=True)

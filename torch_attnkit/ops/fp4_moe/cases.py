@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import fp4
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.oracle import draws, fp4
 
 from .op import ACTIVATIONS
 
@@ -81,3 +83,53 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """Three products of M x N for every token and choice."""
     return 6 * dims["Tq"] * dims["K"] * dims["M"] * dims["N"]
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    k = d.kernel
+    act = k.choice((0, 0, 1, 2, 3))
+    sizes = (32, 64, 96, 128, 160, 256, 288, 544)
+    facts: draws.Facts = dict(
+        dtype=k.choice(row.dtypes.split()), N=k.choice(sizes), M=k.choice(sizes), blk=k.choice((16, 32)), act=act,
+        E=k.choice((1, 2, 3, 5, 8, 40)), ids=k.choice(("i32", "i32", "i64")), swizzled=k.choice((0, 0, 1)),
+    )  # fmt: skip
+    facts["K"] = min(facts["E"], d.pick((1, 1, 2, 3, 6)))
+    most = max(1, d.room.terms // (6 * facts["K"] * facts["M"] * facts["N"]))
+    facts["T"] = 0 if d.sometimes(0.02) else min(most, d.pick((1, 1, 2, 3, 7, 8, 9, 16, 17, 33, 70, 150)))
+    facts |= dict(routes=d.pick(("", "", "one", "few", "none")), missing=d.pick((0, 0, 10, 60)))
+    facts |= dict(gptoss=d.pick((0, 1)), limit=d.pick((0.0, 0.0, 1.0, 7.0)), alpha=d.pick((1.702, 1.702, 0.5)))
+    facts |= dict(interleaved=d.pick((0, 1)), bias=d.pick((0, 0, 1, 2, 3)), globals=d.pick((0, 0, 1, 2, 3)))
+    facts |= dict(q_by=d.pick((1, 1, 1, 30, 0.01)), seed=d.call.randrange(1 << 30))
+    facts |= {"x.at": d.place(2, (0,)), "weights.at": d.place(2, (0,)), "indices.at": d.place(2)}
+    return facts | {f"{name}.at": d.place(3) for name in ("w13_scale", "w2_scale")}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``routes``: "one" expert for all tokens, a "few", "none"; ``missing``: percent of the routes that are -1.
+
+    ``bias`` and ``globals``: which of two there are, by their bits; global scales are those of nvfp4 alone.
+    """
+    T, N, M, E, K, act = (f[n] for n in ("T", "N", "M", "E", "K", "act"))
+    format, layout = "nvfp4" if f["blk"] == 16 else "mxfp4", "128x4" if f["swizzled"] else "linear"
+    g13, g2 = (fp4.global_scales(gen, E) if f["globals"] & bit and format == "nvfp4" else None for bit in (1, 2))
+    gx, gh = (fp4.global_scales(gen) if f["globals"] & bit and act == 1 else None for bit in (1, 2))
+    among = {"": E, "one": 1, "few": min(3, E), "none": E}[f["routes"]]
+    choice = torch.rand(T, K, E, generator=gen)[..., :among].argmax(-1)  # (T, K), with repetition
+    gone = torch.rand(T, K, generator=gen) * 100 < (100 if f["routes"] == "none" else f["missing"])
+    dtype = DTYPES[f["dtype"]]
+    bias13, bias2 = (
+        torch.randn(E, rows, generator=gen).to(dtype) if f["bias"] & bit else None for rows, bit in ((2 * M, 1), (N, 2))
+    )
+    args = (
+        (torch.randn(T, N, generator=gen) * f["q_by"]).to(dtype),
+        torch.rand(T, K, generator=gen),
+        choice.masked_fill(gone, -1).to(DTYPES[f["ids"]]),
+        *fp4.coded(gen, format, layout, (E, 2 * M, N), g13),
+        *fp4.coded(gen, format, layout, (E, N, M), g2),
+        g13, g2, bias13, bias2, gx, gh,
+    )  # fmt: skip
+    kwargs = dict(
+        format=format, activations=ACTIVATIONS[act], swiglu="gptoss" if f["gptoss"] else "silu", alpha=f["alpha"],
+        limit=f["limit"] or None, interleaved=bool(f["interleaved"]), scale_layout=layout,
+    )  # fmt: skip
+    return args, kwargs

@@ -31,7 +31,8 @@ def problem(call: Call) -> Problem:
 
 def _weights(codes: torch.Tensor, scale: torch.Tensor) -> Weights:
     _, rows, nbytes = codes.shape
-    return Weights(rows, 2 * nbytes, *codes.stride()[:2], *scale.stride()[:2])
+    (expert, row, _), (scale_expert, scale_row, _) = codes.stride(), scale.stride()
+    return Weights(rows, 2 * nbytes, expert, row, scale_expert, scale_row, scale.shape[2])
 
 
 def operands(

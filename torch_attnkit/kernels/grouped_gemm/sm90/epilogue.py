@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
-from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import LOWERED
 
@@ -55,9 +54,7 @@ class Activation:
                     tensors.out[t, i] = tensors.out.element_type(0.0)
 
     @cute.jit
-    def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, shared: Shared, warp: Int32
-    ):
+    def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, shared: Shared, warp: Int32):
         lane = cute.arch.lane_idx()
         flags, weights = scalars.up, tensors.up
         features = Int32(weights.codes.shape[1]) // 2
@@ -73,10 +70,7 @@ class Activation:
                 for j in cutlass.range_constexpr(2):
                     column = 8 * group + lane % 4 * 2 + j
                     if column < tile.columns:
-                        gate, up = (
-                            rSum[j + 2 * part, group, 0] * factor + bias[part]
-                            for part in range(2)
-                        )
+                        gate, up = (rSum[j + 2 * part, group, 0] * factor + bias[part] for part in range(2))
                         h = self.swiglu(scalars, gate, up)
                         tensors.h[tile.first + column, feature] = h.to(tensors.h.element_type)
 
@@ -100,9 +94,7 @@ class Combine:
         pass
 
     @cute.jit
-    def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, shared: Shared, warp: Int32
-    ):
+    def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, shared: Shared, warp: Int32):
         lane = cute.arch.lane_idx()
         sLast = cute.make_tensor(
             cute.make_ptr(Int32, shared.last, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(self.c.columns)
@@ -121,9 +113,7 @@ class Combine:
         meet()
 
     @cute.jit
-    def _partial(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, warp: Int32, lane: Int32
-    ):
+    def _partial(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, warp: Int32, lane: Int32):
         flags, weights = scalars.down, tensors.down
         top_k, features = Int32(tensors.indices.shape[1]), Int32(weights.codes.shape[1])
         factor = raised(self.c, flags, weights, tile.expert)

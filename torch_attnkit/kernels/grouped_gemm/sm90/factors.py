@@ -9,6 +9,7 @@ from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.fp4_weights import factors_of_e4m3, factors_of_e8m0
 
+from ..problem import PADDED
 from .arguments import Flags, Matrices
 from .config import SPAN, Config
 from .schedule import WorkTile
@@ -45,22 +46,25 @@ class Factors:
                 base = weights.scale.iterator.toint() + Int64(tile.expert) * weights.scale.stride[0]
                 first, blocks = k * c.scales, columns // c.block
                 if flags.swizzled != 0:
-                    per_row = Int32(weights.scale.shape[2]) // 4  # words
-                    line = base + (Int64(row // 128) * per_row + first // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4
-                    self._load_tiles(line, blocks - first, fragments[i])
+                    words = Int32(weights.scale.shape[2]) // 4  # of a row
+                    line = (Int64(row // 128) * words + first // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4
+                    self._load_tiles(flags, weights.scale, base, line, blocks - first, fragments[i])
                 else:
                     self._load_line(base + Int64(row) * weights.scale.stride[1] + first, blocks - first, fragments[i])
         return fragments
 
     @cute.jit
-    def _load_tiles(self, address: Int64, left: Int32, rS: cute.Tensor):
+    def _load_tiles(self, flags: Flags, scale: cute.Tensor, base: Int64, line: Int64, left: Int32, rS: cute.Tensor):
         """Words of the 128x4 layout, 512 bytes apart; of their bytes the first ``left`` count."""
         v = const_expr(min(self.c.scale_vector, 4))
         for j in cutlass.range_constexpr(cute.size(rS)):
             if left > 4 * j:
+                place = line + 512 * j
+                if flags.swizzled == PADDED:
+                    place = place // scale.shape[2] * scale.stride[1] + place % scale.shape[2]
                 word = Uint32(0)
                 for i in cutlass.range_constexpr(4 // v):
-                    word = word | (_scalar(address + (512 * j + v * i), v) << (8 * v * i))
+                    word = word | (_scalar(base + place + v * i, v) << (8 * v * i))
                 rS[j] = cutlass.select_(left >= 4 * j + 4, word, word & ((Uint32(1) << Uint32(8 * (left & 3))) - 1))
 
     @cute.jit

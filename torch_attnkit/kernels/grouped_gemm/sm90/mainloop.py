@@ -88,7 +88,11 @@ class Mainloop:
         spans = const_expr(BOX // SPAN)
         first = shared.weights(stage) + (box * c.rows + rows) * ROW_BYTES
         tokens = shared.tokens(stage) + box * (spans * c.columns * SPAN * 2) + lane * 16
-        factor = shared.factors(stage) + (box * spans * c.rows + rows) * self._factor_bytes + quarter * self._factor_bytes // 4
+        factor = (
+            shared.factors(stage)
+            + (box * spans * c.rows + rows) * self._factor_bytes
+            + quarter * self._factor_bytes // 4
+        )
         for span in cutlass.range_constexpr(spans):
             chunk = ((quarter + 4 * span) ^ row) * 16  # as TMA swizzles them
             codes = [load_words(first + chunk + 8 * r * ROW_BYTES, 4) for r in range(2)]
@@ -102,9 +106,7 @@ class Mainloop:
                         for half in cutlass.range_constexpr(2):
                             i, j = const_expr(2 * half), const_expr(2 * half + 1)
                             old = [rSum[x, group, half] for x in range(4)]
-                            new = op.mma_m16n8k16(
-                                cutlass.BFloat16, (a[i], b[i], a[j], b[j]), (rB[i], rB[j]), old
-                            )
+                            new = op.mma_m16n8k16(cutlass.BFloat16, (a[i], b[i], a[j], b[j]), (rB[i], rB[j]), old)
                             for x in cutlass.range_constexpr(4):
                                 rSum[x, group, half] = new[x]
 

@@ -12,7 +12,9 @@ from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, WARP_ROWS, WIDTHS
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
-_ROOM = 1.5  # tokens of a work tile, in units of an expert's mean (H200: 18 % faster than 64 at 128 tokens of 256 experts)
+_ROOM = (
+    1.5  # tokens of a work tile, in units of an expert's mean (H200: 18 % faster than 64 at 128 tokens of 256 experts)
+)
 _COST = {8: 1.0, 4: 1.02, 2: 1.05}  # of a work tile's time by row_warps (measurement H200)
 
 
@@ -46,7 +48,9 @@ def plan(problem: Problem, sms: int) -> Plan:
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
     row_warps = tuple(_row_warps(w, tiles, sms) for w in (p.up, p.down))
-    up_tiles, down_tiles = (-(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True))
+    up_tiles, down_tiles = (
+        -(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True)
+    )
     return Plan(
         token_widths=(),
         columns=columns,
@@ -97,6 +101,6 @@ def _row_warps(weights: Weights, tiles: int, sms: int) -> int:
 def _vector(p: Problem, weights: Weights) -> int:
     """Bytes of scales that start and end where a load of so many can: 16, 8, 4, 2 or 1."""
     if p.scale_layout != "linear":
-        return 4
+        return math.gcd(4, weights.scale_row, weights.scale_expert)
     blocks = weights.columns // BLOCK[p.format]
     return math.gcd(BOX // BLOCK[p.format], blocks, weights.scale_row, weights.scale_expert)
