@@ -29,14 +29,12 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     plan = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
-        special: dict[str, Any] = dict(
-            dtype=short(p.dtype), activations=p.activations, columns=plan.columns, row_warps=plan.row_warps
-        )
+        special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps)
         if plan.token_widths:
             special = dict(trace="trace_wgmma", token_widths=plan.token_widths)
         return compile.launcher(
-            target, p.device, f"{family}.kernel", index_dtype=short(p.index_dtype), format=p.format,
-            experts=plan.experts, scale_vectors=vectors, **special,
+            target, p.device, f"{family}.kernel", dtype=short(p.dtype), index_dtype=short(p.index_dtype),
+            format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors, **special,
         )  # fmt: skip
 
     vectors = plan.scale_vectors
@@ -55,6 +53,9 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     def launch(operands: Operands) -> None:
         o = operands
         one, count = workspace.get()
+        sorted_rows = tuple(room(torch.bfloat16, p.slots, columns) for columns in plan.sorted_columns)  # x, h
+        in_place = sorted_rows and p.activations == "none"
+        h = sorted_rows[1] if in_place else room(h_dtype, p.slots, p.intermediate)
         x, w13, w2 = map(_aligned, (o.x, o.w13, o.w2))
         run = wide
         if o.w13_scale.data_ptr() % vectors[0] or o.w2_scale.data_ptr() % vectors[1]:
@@ -65,8 +66,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         down = _matrices(w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
         tensors = (
             x, o.weights, o.indices, up, down, o.out, room(torch.int32, p.slots), room(torch.int32, plan.tiles + 1, 4),
-            room(h_dtype, p.slots, plan.columns_of_h), room(torch.float32, p.slots, p.hidden),
-            count[:counters].view(plan.counters),
+            h, room(torch.float32, p.slots, p.hidden), count[:counters].view(plan.counters),
         )  # fmt: skip
         flags = (
             (*(int(t is not None) for t in three), kind, int(p.interleaved))
@@ -75,8 +75,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
                 (rows[1], o.bias2, o.w2_global, o.h_global),
             )
         )
-        x_sorted = (room(p.dtype, p.slots, plan.columns_of_x),) if plan.columns_of_x else ()
-        run(tensors, *x_sorted, (*flags, *numbers), *plan.blocks)
+        run(tensors, *((sorted_rows,) if sorted_rows else ()), (*flags, *numbers), *plan.blocks)
 
     return launch
 

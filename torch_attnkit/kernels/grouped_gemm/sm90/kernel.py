@@ -9,6 +9,7 @@ from torch_attnkit.cuda import fake
 from .arguments import arguments
 from .config import CONSUMERS, Config, WgmmaConfig
 from .experts import Experts
+from .permute import Rows
 from .rounding import ROUNDED
 from .wgmma import ManyTokens
 
@@ -28,14 +29,15 @@ def trace(
 
 
 def trace_wgmma(
-    arch: str, *, index_dtype: str, format: str, experts: int, scale_vectors: tuple[int, int],
-    token_widths: tuple[int, ...],
+    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, experts: int,
+    scale_vectors: tuple[int, int], token_widths: tuple[int, ...],
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """The same for many tokens an expert; ``token_widths`` as in ``WgmmaConfig``."""
+    h_dtype = dtype if activations == "none" else "f32"
     up, down = (
-        WgmmaConfig(format, CONSUMERS, "bf16", "none", token_widths[-1], paired, vector, token_widths)
-        for paired, vector in zip((True, False), scale_vectors, strict=True)
+        WgmmaConfig(format, CONSUMERS, source, activations, token_widths[-1], paired, vector, token_widths)
+        for source, paired, vector in zip((dtype, h_dtype), (True, False), scale_vectors, strict=True)
     )
-    tensors, scalars, up_blocks, down_blocks, stream = arguments("bf16", index_dtype, "bf16")
-    rows = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
+    tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, h_dtype)
+    rows = Rows(*(fake.tensor("bf16", (None, None), (fake.dim(8), 1)) for _ in range(2)))
     return ManyTokens(up, down, experts), [tensors, rows, scalars, up_blocks, up_blocks, down_blocks, stream]

@@ -16,8 +16,6 @@ _ROOM = (
     1.5  # tokens of a work tile, in units of an expert's mean (H200: 18 % faster than 64 at 128 tokens of 256 experts)
 )
 _COST = {8: 1.0, 4: 1.02, 2: 1.05}  # of a work tile's time by row_warps (measurement H200)
-
-
 _MANY = 24  # tokens of an expert, from which on products are by wgmma (measurement H200)
 # Tokens that work tiles of wgmma have, by an expert's mean. More widths take more registers (measurement H200).
 _TOKEN_WIDTHS = ((64, (32, 48, 64, 80)), (128, (64, 96, 128, 144)), (math.inf, (160, 176, 192, 208, 224, 240)))
@@ -33,8 +31,7 @@ class Plan:
     tiles: int  # at most, of tokens
     blocks: tuple[int, ...]  # of the launches whose number of blocks is free
     counters: tuple[int, int]
-    columns_of_h: int
-    columns_of_x: int  # in the order of experts, 0 if it is not wanted so
+    sorted_columns: tuple[int, ...]  # of x and h in the order of experts; none where x is not wanted so
     row_warps: tuple[int, int]
     scale_vectors: tuple[int, int]
 
@@ -42,7 +39,8 @@ class Plan:
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
     mean = p.slots / p.experts
-    if mean >= _MANY and p.intermediate > 0 and p.dtype is torch.bfloat16 and p.activations == "none":
+    # Numbers of float16 that are not quantised are sums of two of bf16, which only ``mma.sync`` takes.
+    if mean >= _MANY and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
         return _by_wgmma(p, next(widths for most, widths in _TOKEN_WIDTHS if mean <= most), sms)
     wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
@@ -58,8 +56,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         tiles=tiles,
         blocks=(min(sms, tiles * up_tiles), min(sms, tiles * down_tiles)),
         counters=(p.tokens, down_tiles),
-        columns_of_h=p.intermediate,
-        columns_of_x=0,
+        sorted_columns=(),
         row_warps=row_warps,
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
     )
@@ -77,8 +74,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], sms: int) -> Plan:
         tiles=tiles,
         blocks=(min(sms, -(-p.tokens * x_spans // 256)), min(sms, tiles * up_tiles), min(sms, tiles * down_tiles)),
         counters=(1, 1),
-        columns_of_h=h_spans * SPAN,
-        columns_of_x=x_spans * SPAN,
+        sorted_columns=(x_spans * SPAN, h_spans * SPAN),
         row_warps=(CONSUMERS, CONSUMERS),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
     )

@@ -43,15 +43,9 @@ class Permuted:
         self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tokens: cutlass.Constexpr,
         warp: Int32, lane: Int32,
     ):  # fmt: skip
-        flags, weights = scalars.up, tensors.up
-        features = Int32(weights.codes.shape[1]) // 2
+        features = Int32(tensors.up.codes.shape[1]) // 2
         feature = tile.row * self.c.features + self._feature(warp, lane)
-        factor = raised(self.c, flags, weights, tile.expert)
-        bias = [Float32(0.0), Float32(0.0)]
-        if (flags.bias != 0) & (feature < features):
-            for part in cutlass.range_constexpr(2):
-                row = cutlass.select_(flags.interleaved != 0, feature * 2 + part, feature + part * features)
-                bias[part] = Float32(weights.bias[tile.expert, row])
+        factor, bias = self.corrections(tensors, scalars, tile, feature)
         # A word of the transposed tile has features b = 0 and 1 of the quads 2 c and 2 c + 1, c being lane % 4.
         first = warp // 2 * 32 + warp % 2 * 16 + (lane >> 1 & 1) * 8 + (lane & 1) * 2 + (tile.row & 1) * 4
         row = tensors.h.stride[0]
@@ -61,7 +55,7 @@ class Permuted:
         for group in cutlass.range_constexpr(tokens // 8):
             # Beyond the last feature are zeros, whatever the tokens hold: they meet weights that are zero.
             h = [
-                cutlass.select_(feature < features, self._h(scalars, rSum, group, j, factor, bias), Float32(0.0))
+                cutlass.select_(feature < features, self.h(scalars, rSum, group, j, factor, bias), Float32(0.0))
                 for j in range(2)
             ]
             word = op.transpose_8x8(op.pack(tensors.h.element_type, *h))
@@ -70,11 +64,51 @@ class Permuted:
                 cute.make_tensor(target, cute.make_layout(1))[0] = word
             at += row * 16
 
-    def _h(
+    @cute.jit
+    def corrections(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):
+        """What a feature's sums are multiplied by, and the biases of its gate and up."""
+        flags, weights = scalars.up, tensors.up
+        features = Int32(weights.codes.shape[1]) // 2
+        bias = [Float32(0.0), Float32(0.0)]
+        if (flags.bias != 0) & (feature < features):
+            for part in cutlass.range_constexpr(2):
+                row = cutlass.select_(flags.interleaved != 0, feature * 2 + part, feature + part * features)
+                bias[part] = Float32(weights.bias[tile.expert, row])
+        return raised(self.c, flags, weights, tile.expert), bias
+
+    def h(
         self, scalars: Scalars, rSum: cute.Tensor, group: int, j: int, factor: Float32, bias: list[Float32]
     ) -> Float32:
         gate, up = (rSum[4 * group + 2 * part + j] * factor + bias[part] for part in range(2))
         return self.activation.swiglu(scalars, gate, up)
+
+
+class Plain:
+    """h = swiglu(gate, up) in float32, to be rounded."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.c, self.permuted = config, Permuted(config)
+
+    def row(self, warp: Int32, lane: Int32) -> Int32:
+        return warp * WARP_ROWS + row_of(lane)
+
+    @cute.jit
+    def run(
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tokens: cutlass.Constexpr,
+        warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        feature = tile.row * self.c.features + warp * (WARP_ROWS // 2) + row_of(lane)
+        if feature < Int32(tensors.h.shape[1]):
+            factor, bias = self.permuted.corrections(tensors, scalars, tile, feature)
+            row = tensors.h.stride[0]
+            place = tile.first + lane % 4 * 2
+            at = tensors.h.iterator.toint() + (Int64(place) * row + feature) * 4
+            left = tile.columns - lane % 4 * 2
+            for group in cutlass.range_constexpr(tokens // 8):
+                for j in cutlass.range_constexpr(2):
+                    if left > 8 * group + j:
+                        op.store_float(at + j * row * 4, self.permuted.h(scalars, rSum, group, j, factor, bias))
+                at += row * 32
 
 
 class Results:

@@ -31,8 +31,9 @@ from .arguments import Flags, Matrices, Scalars, Tensors
 from .config import BOX, CONSUMERS, LOADERS, SPAN, TOKEN_STAGE, WgmmaConfig
 from .factors import Factors
 from .mainloop import load_words
-from .permute import Permute
-from .results import Permuted, Results
+from .permute import Round, Rows, SortAndPermute, SortAndRound
+from .results import Permuted, Plain, Results
+from .rounding import ROUNDED
 from .routing import Sort
 from .schedule import Work, work
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
@@ -339,18 +340,23 @@ class ManyTokens:
     """The launches of a call."""
 
     def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int):
-        self.permute = Permute(Sort(up.columns, experts, inverse=True))
-        self.up, self.down = Product(up, Permuted(up)), Product(down, Results(down))
-        self.total = Total()
+        sort, rounded = Sort(up.columns, experts, inverse=True), ROUNDED[up.activations]
+        self.rounded = rounded
+        self.begin = SortAndPermute(sort) if rounded is None else SortAndRound(sort, rounded)
+        self.up = Product(up, Permuted(up) if rounded is None else Plain(up))
+        self.between = Round(rounded, by_token=False)
+        self.down, self.total = Product(down, Results(down)), Total()
 
     @cute.jit
     def __call__(
-        self, tensors: Tensors, rows: cute.Tensor, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
+        self, tensors: Tensors, rows: Rows, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
         down_blocks: Int32, stream: Any,
     ):  # fmt: skip
-        self.permute.launch(tensors, rows, sort_blocks, stream)
-        self.up.launch(tensors, scalars.up, tensors.up, rows, scalars, up_blocks, stream)
-        self.down.launch(tensors, scalars.down, tensors.down, tensors.h, scalars, down_blocks, stream)
+        self.begin.launch(tensors, rows, scalars, sort_blocks, stream)
+        self.up.launch(tensors, scalars.up, tensors.up, rows.x, scalars, up_blocks, stream)
+        if const_expr(self.rounded is not None):
+            self.between.launch(tensors, scalars.down, tensors.down, tensors.h, rows.h, sort_blocks, stream)
+        self.down.launch(tensors, scalars.down, tensors.down, rows.h, scalars, down_blocks, stream)
         self.total.launch(tensors, stream)
 
 
