@@ -105,6 +105,7 @@ class WgmmaConfig(Config):
     widest work tile: so it has fewer numbers of each. Of ``token_widths`` a work tile takes the least that suffices."""
 
     token_widths: tuple[int, ...]  # tokens that are multiplied at once
+    group: int  # steps over K that are multiplied together, while as many are decoded: 1, 2 or 4
 
     @property
     def token_bytes(self) -> int:

@@ -30,12 +30,12 @@ def trace(
 
 def trace_wgmma(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, experts: int,
-    scale_vectors: tuple[int, int], token_widths: tuple[int, ...],
+    scale_vectors: tuple[int, int], token_widths: tuple[int, ...], group: int,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """The same for many tokens an expert; ``token_widths`` as in ``WgmmaConfig``."""
+    """The same for many tokens an expert; ``token_widths`` and ``group`` as in ``WgmmaConfig``."""
     h_dtype = dtype if activations == "none" else "f32"
     up, down = (
-        WgmmaConfig(format, CONSUMERS, source, activations, token_widths[-1], paired, vector, token_widths)
+        WgmmaConfig(format, CONSUMERS, source, activations, token_widths[-1], paired, vector, token_widths, group)
         for source, paired, vector in zip((dtype, h_dtype), (True, False), scale_vectors, strict=True)
     )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, h_dtype)

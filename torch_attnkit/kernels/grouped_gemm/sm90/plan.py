@@ -17,8 +17,14 @@ _ROOM = (
 )
 _COST = {8: 1.0, 4: 1.02, 2: 1.05}  # of a work tile's time by row_warps (measurement H200)
 _MANY = 24  # tokens of an expert, from which on products are by wgmma (measurement H200)
-# Tokens that work tiles of wgmma have, by an expert's mean. More widths take more registers (measurement H200).
-_TOKEN_WIDTHS = ((64, (32, 48, 64, 80)), (128, (64, 96, 128, 144)), (math.inf, (160, 176, 192, 208, 224, 240)))
+# By the most tokens that an expert has in the mean: those that work tiles of wgmma have, and steps over K in a group.
+# Narrow ones are as fast as codes are decoded, and the more tokens of an expert are in one, the fewer are decoded;
+# experts of more than 240 tokens have work tiles of 120 and more (measurement H200).
+_WGMMA = (
+    (64, (32, 64, 80, 96), 4),
+    (128, (64, 80, 96, 112, 128, 144, 160), 2),
+    (math.inf, (64, 96, 128, 144, 160, 176, 192, 208, 224, 240), 1),
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Plan:
     """By ``mma.sync`` for few tokens an expert; by ``wgmma`` for many, for which x is sorted by expert first."""
 
     token_widths: tuple[int, ...]  # of ``wgmma``; none by ``mma.sync``
+    group: int  # as in ``WgmmaConfig``
     columns: int  # most tokens of a work tile
     experts: int  # room for so many
     tiles: int  # at most, of tokens
@@ -41,7 +48,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     mean = p.slots / p.experts
     # Numbers of float16 that are not quantised are sums of two of bf16, which only ``mma.sync`` takes.
     if mean >= _MANY and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
-        return _by_wgmma(p, next(widths for most, widths in _TOKEN_WIDTHS if mean <= most), sms)
+        _, widths, group = next(line for line in _WGMMA if mean <= line[0])
+        return _by_wgmma(p, widths, group, sms)
     wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
@@ -51,6 +59,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     )
     return Plan(
         token_widths=(),
+        group=0,
         columns=columns,
         experts=_room_for(p.experts),
         tiles=tiles,
@@ -62,13 +71,14 @@ def plan(problem: Problem, sms: int) -> Plan:
     )
 
 
-def _by_wgmma(p: Problem, widths: tuple[int, ...], sms: int) -> Plan:
+def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, sms: int) -> Plan:
     columns = widths[-1]
     tiles = p.slots // columns + min(p.experts, p.slots)
     up_tiles, down_tiles = (-(-w.rows // (WARP_ROWS * CONSUMERS)) for w in (p.up, p.down))
     x_spans, h_spans = -(-p.hidden // SPAN), -(-p.intermediate // SPAN)
     return Plan(
         token_widths=widths,
+        group=group,
         columns=columns,
         experts=_room_for(p.experts),
         tiles=tiles,

@@ -6,8 +6,8 @@
     8 warps        two warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
 
 Weights and tokens have a ring each. A work tile is multiplied by the narrowest ``wgmma`` that has room for its tokens:
-a branch for each width. While one step of 16 numbers is multiplied, the words of the next are decoded into the other
-of two sets of registers. The second product's weights are on their way while blocks of the first still run
+a branch for each width. While one group of steps over K is multiplied, the words of the next are decoded into the
+other of two sets of registers. The second product's weights are on their way while blocks of the first still run
 (programmatic dependent launch). docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
@@ -42,6 +42,7 @@ from .total import Total
 _THREADS = 128  # of a warpgroup
 _STEP = 16  # numbers of a row that one ``wgmma`` takes
 _STEPS = SPAN // _STEP
+_SLOT_STEPS = TOKEN_STAGE // _STEP
 _SETS = 2  # of registers for decoded words: one is multiplied while the other is written
 _REGISTERS = (40, 232)  # of a thread that loads, of one that multiplies
 _SPANS = BOX // SPAN  # of a weights' stage
@@ -69,7 +70,7 @@ class Consumer(Fixed):
     factors: Int32  # and of that row's factors
     rCodes: cute.Tensor  # (4, 2) words of a span, of both rows
     rFactors: cute.Tensor  # (2) words
-    rA: list[cute.Tensor]  # by set: the first operand of a step
+    rA: list[cute.Tensor]  # by set: the first operand of a group
     rWords: list[cute.Tensor]  # the same in words
 
 
@@ -88,7 +89,8 @@ class Mainloop:
         """``row``: of the box, the first of this lane's."""
         lane = cute.arch.lane_idx()
         mma = self.mma(self.c.columns)
-        rA = [mma.make_fragment_A(mma.partition_shape_A((64, _STEP))) for _ in range(_SETS)]
+        shape = mma.partition_shape_A((64, _STEP * self.c.group))
+        rA = [mma.make_fragment_A(shape) for _ in range(_SETS)]
         return Consumer(
             slots=slots,
             lane=lane,
@@ -128,23 +130,27 @@ class Mainloop:
         fills = (spans + _SPANS - 1) // _SPANS
         for k in cutlass.range(spans, unroll=1):
             factors = [self._pair(w.rFactors[r]) for r in range(2)]
-            for step in cutlass.range_constexpr(_STEPS):
-                x = m + _TOKEN_STAGES * k + step // (_STEPS // _TOKEN_STAGES)
-                if const_expr(step % (_STEPS // _TOKEN_STAGES) == 0):
+            for group in cutlass.range_constexpr(_STEPS // c.group):
+                first = const_expr(group * c.group)
+                x = m + _TOKEN_STAGES * k + first // _SLOT_STEPS
+                if const_expr(first % _SLOT_STEPS == 0):
                     w.slots.tokens.wait(x)
-                # The step before the last is over: its registers are free, and the tokens before it.
+                # The group before the last is over: its registers are free, and maybe the tokens that it read.
                 warpgroup.wait_group(_SETS - 1)
-                if const_expr(step == 1):
+                over = const_expr(first - c.group)  # steps of this span that are over; before the first, of the last
+                if const_expr(group == 1 or over % _SLOT_STEPS == 0):
                     cute.arch.sync_warp()
-                    self._release(w, w.slots.tokens, cutlass.max(x - 1, 0), k > 0)
+                if const_expr(group == 1):
                     self._release(w, w.slots.weights, n + k // _SPANS, (k % _SPANS == _SPANS - 1) | (k == spans - 1))
-                if const_expr(step == _STEPS // _TOKEN_STAGES + 1):
-                    cute.arch.sync_warp()
-                    self._release(w, w.slots.tokens, x - 1, True)
-                self._decode(w, factors, step)
+                if const_expr(over % _SLOT_STEPS == 0):
+                    done = _TOKEN_STAGES * k + over // _SLOT_STEPS - 1
+                    self._release(w, w.slots.tokens, m + cutlass.max(done, 0), done >= 0)
+                for i in cutlass.range_constexpr(c.group):
+                    self._decode(w, factors, group % _SETS, i, first + i)
                 warpgroup.fence()
-                rB = tB[None, None, step % (_STEPS // _TOKEN_STAGES), w.slots.tokens.slot(x)]
-                cute.gemm(mma, rSum, w.rA[step % _SETS][None, None, 0], rB, rSum)
+                for i in cutlass.range_constexpr(c.group):
+                    rB = tB[None, None, (first + i) % _SLOT_STEPS, w.slots.tokens.slot(x)]
+                    cute.gemm(mma, rSum, w.rA[group % _SETS][None, None, i], rB, rSum)
                 warpgroup.commit_group()
             # The next span; after the very last, which nothing follows into the ring, the same again.
             end = k == spans - 1
@@ -153,7 +159,8 @@ class Mainloop:
             self.load(w, fill, cutlass.select_(end, Int32(0), span))
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
-        self._release(w, w.slots.tokens, m + _TOKEN_STAGES * spans - 1, True)
+        for i in cutlass.range_constexpr(_TOKEN_STAGES - (_STEPS - _SETS * c.group) // _SLOT_STEPS, 0, -1):
+            self._release(w, w.slots.tokens, m + _TOKEN_STAGES * spans - i, True)
         return rSum
 
     def _release(self, w: Consumer, ring: Ring, fill: Int32, condition: Any) -> None:
@@ -161,13 +168,13 @@ class Mainloop:
         mine = cutlass.select_((w.lane == 0) & condition, Int32(1), Int32(0))
         op.arrive_if((ring.empty + ring.slot(fill)).toint(), mine)
 
-    def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], step: int) -> None:
-        """The codes of a step, half a word of both rows, into its set of registers."""
+    def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, place: int, step: int) -> None:
+        """The codes of a step, half a word of both rows, into its place of a set of registers."""
         word, half = step // 2, step % 2
         for r in range(2):
             pairs = decode(w.rCodes[word, r], factors[r][word // 2])[2 * half : 2 * half + 2]
             for i in range(2):
-                w.rWords[step % _SETS][(0, r, i), 0, 0] = pairs[i]
+                w.rWords[set_][(0, r, i), 0, place] = pairs[i]
 
     def _pair(self, factors: Uint32) -> tuple[Uint32, Uint32]:
         """Of a row's 32 numbers, the first and the second 16."""
