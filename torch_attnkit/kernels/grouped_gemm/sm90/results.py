@@ -14,9 +14,12 @@ from torch_attnkit.cuda import warp_ops as op
 
 from .arguments import Scalars, Tensors
 from .config import SPAN, WARP_ROWS, WgmmaConfig
-from .epilogue import Activation, raised
+from .epilogue import Activation
 from .mainloop import row_of
 from .schedule import WorkTile
+
+# Groups of 8 tokens whose activations may be computed side by side: all together, they would spill registers.
+_TOGETHER = 4
 
 
 class Permuted:
@@ -40,33 +43,34 @@ class Permuted:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tokens: cutlass.Constexpr,
-        warp: Int32, lane: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32,
+        tokens: cutlass.Constexpr, warp: Int32, lane: Int32,
     ):  # fmt: skip
         features = Int32(tensors.up.codes.shape[1]) // 2
         feature = tile.row * self.c.features + self._feature(warp, lane)
-        factor, bias = self.corrections(tensors, scalars, tile, feature)
+        bias = self.bias(tensors, scalars, tile, feature)
         # A word of the transposed tile has features b = 0 and 1 of the quads 2 c and 2 c + 1, c being lane % 4.
         first = warp // 2 * 32 + warp % 2 * 16 + (lane >> 1 & 1) * 8 + (lane & 1) * 2 + (tile.row & 1) * 4
         row = tensors.h.stride[0]
         place = tile.first + lane // 4
         at = tensors.h.iterator.toint() + (Int64(place) * row + tile.row // 2 * SPAN + first) * 2
         left = tile.columns - lane // 4
-        for group in cutlass.range_constexpr(tokens // 8):
-            # Beyond the last feature are zeros, whatever the tokens hold: they meet weights that are zero.
-            h = [
-                cutlass.select_(feature < features, self.h(scalars, rSum, group, j, factor, bias), Float32(0.0))
-                for j in range(2)
-            ]
-            word = op.transpose_8x8(op.pack(tensors.h.element_type, *h))
-            if left > 8 * group:
-                target = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=4)
-                cute.make_tensor(target, cute.make_layout(1))[0] = word
-            at += row * 16
+        for start in cutlass.range_constexpr(0, tokens // 8, _TOGETHER):
+            if tile.columns > 8 * start:
+                for group in cutlass.range_constexpr(start, min(start + _TOGETHER, tokens // 8)):
+                    # Beyond the last feature are zeros, whatever the tokens hold: they meet weights that are zero.
+                    h = [
+                        cutlass.select_(feature < features, self.h(scalars, rSum, group, j, factor, bias), Float32(0.0))
+                        for j in range(2)
+                    ]
+                    word = op.transpose_8x8(op.pack(tensors.h.element_type, *h))
+                    if left > 8 * group:
+                        target = cute.make_ptr(Int32, at + group * row * 16, cute.AddressSpace.gmem, assumed_align=4)
+                        cute.make_tensor(target, cute.make_layout(1))[0] = word
 
     @cute.jit
-    def corrections(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):
-        """What a feature's sums are multiplied by, and the biases of its gate and up."""
+    def bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):
+        """Of the gate and up of a feature."""
         flags, weights = scalars.up, tensors.up
         features = Int32(weights.codes.shape[1]) // 2
         bias = [Float32(0.0), Float32(0.0)]
@@ -74,7 +78,7 @@ class Permuted:
             for part in cutlass.range_constexpr(2):
                 row = cutlass.select_(flags.interleaved != 0, feature * 2 + part, feature + part * features)
                 bias[part] = Float32(weights.bias[tile.expert, row])
-        return raised(self.c, flags, weights, tile.expert), bias
+        return bias
 
     def h(
         self, scalars: Scalars, rSum: cute.Tensor, group: int, j: int, factor: Float32, bias: list[Float32]
@@ -94,21 +98,23 @@ class Plain:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tokens: cutlass.Constexpr,
-        warp: Int32, lane: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32,
+        tokens: cutlass.Constexpr, warp: Int32, lane: Int32,
     ):  # fmt: skip
         feature = tile.row * self.c.features + warp * (WARP_ROWS // 2) + row_of(lane)
         if feature < Int32(tensors.h.shape[1]):
-            factor, bias = self.permuted.corrections(tensors, scalars, tile, feature)
+            bias = self.permuted.bias(tensors, scalars, tile, feature)
             row = tensors.h.stride[0]
             place = tile.first + lane % 4 * 2
             at = tensors.h.iterator.toint() + (Int64(place) * row + feature) * 4
             left = tile.columns - lane % 4 * 2
-            for group in cutlass.range_constexpr(tokens // 8):
-                for j in cutlass.range_constexpr(2):
-                    if left > 8 * group + j:
-                        op.store_float(at + j * row * 4, self.permuted.h(scalars, rSum, group, j, factor, bias))
-                at += row * 32
+            for start in cutlass.range_constexpr(0, tokens // 8, _TOGETHER):
+                if tile.columns > 8 * start:
+                    for group in cutlass.range_constexpr(start, min(start + _TOGETHER, tokens // 8)):
+                        for j in cutlass.range_constexpr(2):
+                            if left > 8 * group + j:
+                                h = self.permuted.h(scalars, rSum, group, j, factor, bias)
+                                op.store_float(at + (8 * group + j) * row * 4, h)
 
 
 class Results:
@@ -122,12 +128,11 @@ class Results:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tokens: cutlass.Constexpr,
-        warp: Int32, lane: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32,
+        tokens: cutlass.Constexpr, warp: Int32, lane: Int32,
     ):  # fmt: skip
         flags, weights = scalars.down, tensors.down
         features = Int32(weights.codes.shape[1])
-        factor = raised(self.c, flags, weights, tile.expert)
         feature = tile.row * self.c.rows + self.row(warp, lane)
         if feature < features:  # so is the other: there are multiples of 16
             bias = [Float32(0.0), Float32(0.0)]

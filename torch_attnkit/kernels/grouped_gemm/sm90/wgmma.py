@@ -29,13 +29,14 @@ from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
 from .config import BOX, CONSUMERS, LOADERS, SPAN, TOKEN_STAGE, WgmmaConfig
+from .epilogue import raised
 from .factors import Factors
 from .mainloop import load_words
 from .permute import Round, Rows, SortAndPermute, SortAndRound
 from .results import Permuted, Plain, Results
 from .rounding import ROUNDED
 from .routing import Sort
-from .schedule import Work, work
+from .schedule import Work, WorkTile, work
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
 from .total import Total
 
@@ -242,7 +243,7 @@ class Product:
         spans = (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
         if warp < CONSUMERS:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
-            self._consume(tensors, scalars, share, spans, slots, warp)
+            self._consume(tensors, flags, weights, scalars, share, spans, slots, warp)
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CONSUMERS:
@@ -326,21 +327,27 @@ class Product:
             n += fills
 
     @cute.jit
-    def _consume(self, tensors: Tensors, scalars: Scalars, share: Work, spans: Int32, slots: Slots, warp: Int32):
+    def _consume(
+        self, tensors: Tensors, flags: Flags, weights: Matrices, scalars: Scalars, share: Work, spans: Int32,
+        slots: Slots, warp: Int32,
+    ):  # fmt: skip
         w = self.mainloop.consumer(slots, self.results.row(warp, cute.arch.lane_idx()))
         n, m = Int32(0), Int32(0)
         if share.count > 0:
             self.mainloop.load(w, n, Int32(0))
         for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+            # Known to be the same in all lanes, it takes none of their registers.
+            tile = WorkTile(*(cute.arch.make_warp_uniform(n) for n in share.tile(tensors, turn)))
             last = turn == share.count - 1
+            # Before the sums: they leave a division few registers.
+            factor = raised(self.c, flags, weights, tile.expert)
             least = 0
             for i in cutlass.range_constexpr(len(self.c.token_widths)):
                 tokens = const_expr(self.c.token_widths[i])
                 if (tile.columns > least) & (tile.columns <= tokens):
                     rSum = self.mainloop.run(w, tokens, spans, n, m, last)
                     share.prefetch(tensors, turn + 1)
-                    self.results.run(tensors, scalars, rSum, tile, tokens, warp, op.thread_index() % 32)
+                    self.results.run(tensors, scalars, rSum, tile, factor, tokens, warp, op.thread_index() % 32)
                 least = tokens
             n += (spans + _SPANS - 1) // _SPANS
             m += spans * _TOKEN_STAGES
