@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .arguments import Tensors
+from .config import Config
 
 
 class WorkTile(NamedTuple):
@@ -16,6 +17,14 @@ class WorkTile(NamedTuple):
     first: Int32  # place of its first token in the order of experts
     columns: Int32  # tokens
     row: Int32  # number of its rows' tile
+
+
+def width_of(config: Config, columns: Int32) -> Int32:
+    """Tokens that are multiplied where a work tile has ``columns``: those beyond are zeros."""
+    room = Int32(8 * config.widths[-1])
+    for width in reversed(config.widths[:-1]):
+        room = cutlass.select_(columns <= 8 * width, Int32(8 * width), room)
+    return room
 
 
 class Work(NamedTuple):
