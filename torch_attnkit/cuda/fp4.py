@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from .warp_ops import _asm, _asm_many, fma
+from .warp_ops import _asm, _asm_many, _name, fma, max_or_nan
 
 E2M1_MAX = 6.0
 _ONE = 0x3F800000  # the bits of 1.0
@@ -74,6 +74,21 @@ def e4m3_values(pair: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float3
     return _asm_many(2, Float32, [Int32(pair)], text, "=f,=f,r", False, loc, ip)
 
 
+@dsl_user_op
+def _max_pairs(dtype: Any, top: Int32, pair: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The larger of ``top`` and the magnitudes of a pair of 16-bit floats, NaN where one is NaN."""
+    kind = f"{_name(dtype)}x2"
+    text = f"{{ .reg .b32 t; abs.{kind} t, $2; max.NaN.{kind} $0, $1, t; }}"
+    return Int32(_asm(T.i32(), [Int32(top), Int32(pair)], text, "=r,r,r", False, loc, ip))
+
+
+@dsl_user_op
+def _floats(dtype: Any, pair: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    name = _name(dtype)
+    text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $2; cvt.f32.{name} $0, low; cvt.f32.{name} $1, high; }}"
+    return _asm_many(2, Float32, [Int32(pair)], text, "=f,=f,r", False, loc, ip)
+
+
 def amax(values: list[Any]) -> Float32:
     """The largest magnitude. NaN is skipped; nothing but NaN gives 0."""
     top = Float32(0)
@@ -82,11 +97,37 @@ def amax(values: list[Any]) -> Float32:
     return top
 
 
+def amax_or_nan(values: list[Any]) -> Float32:
+    """The largest magnitude, NaN if there is one."""
+    top = Float32(0)
+    for x in values:
+        top = max_or_nan(top, magnitude(x))
+    return top
+
+
+def amax_or_nan_of_pairs(dtype: Any, pairs: list[Any]) -> Float32:
+    """The same of pairs of BFloat16 or Float16, in half the instructions."""
+    top = Int32(0)
+    for pair in pairs:
+        top = _max_pairs(dtype, top, pair)
+    return max_or_nan(*_floats(dtype, top))
+
+
 def nvfp4_scale(top: Float32, global_scale: Any = None) -> tuple[Int32, Float32]:
     """e4m3(amax / 6 * global_scale) of a block of 16: its byte and its number. global_scale None is 1."""
-    t = divide(top, Float32(E2M1_MAX))
+    t = _sixth(top)
     byte = e4m3_pair(t if const_expr(global_scale is None) else times(t, global_scale), Float32(0))
     return byte, e4m3_values(byte)[0]
+
+
+def _sixth(x: Float32) -> Float32:
+    """x / 6, correctly rounded for x of 2^-122 and more, in three operations: a product with 1/6 is within one step,
+    what it leaves of x is exact, and a sixth of that, added, rounds as the quotient does (Markstein, 1990). Below, any
+    quotient is below 2^-124, and so is no scale under any global scale."""
+    sixth = Float32(1 / 6)
+    q = times(x, sixth)
+    exact = fma(fma(q, Float32(-E2M1_MAX), x), sixth, q)
+    return Float32(cutlass.select_(q == Float32.inf, q, exact))
 
 
 def nvfp4_factor(scale: Float32, global_scale: Any = None) -> Float32:
@@ -130,19 +171,20 @@ def ue8m0_reciprocal(byte: Int32) -> Float32:
     return Int32((254 - byte) << 23).bitcast(Float32)
 
 
-def e2m1_codes(values: list[Any], r: Float32) -> Int32:
+def e2m1_codes(values: list[Any], r: Float32, bounded: bool = False) -> Int32:
     """E2M1 codes of eight numbers times ``r``, the first in bits 0..3: to nearest, ties to even, at most 6; NaN is +6.
 
     With a = min(|x * r|, 6), the code is the least of 2 a, a + 2 and a / 2 + 4, each rounded to an integer: the three
     are the code's straight lines below 2, from 2 to 4 and from 4 on. NaN times r has no sign, in hardware.
+    ``bounded`` says that there is no NaN and that all a are below 7 by themselves: an instruction less for each.
     """
     digits = Int32(0)
     for x in reversed(values):
-        y = times(x, r)
-        a = cute.arch.fmin(magnitude(y), Float32(E2M1_MAX))
+        signed = x if bounded else times(x, r)
+        a = times(magnitude(x), r) if bounded else cute.arch.fmin(magnitude(signed), Float32(E2M1_MAX))
         code = cute.arch.fmin(fma(a, Float32(2), Float32(_INTEGER)), fma(a, Float32(1), Float32(_INTEGER + 2)))
         code = cute.arch.fmin(code, fma(a, Float32(0.5), Float32(_INTEGER + 4)))
-        digits = _append(digits, y, code.bitcast(Int32))
+        digits = _append(digits, signed, code.bitcast(Int32))
     constant = _INTEGER_BITS * sum(16**i for i in range(len(values))) % (1 << 32)
     return digits - Int32(constant - (1 << 32) if constant >> 31 else constant)
 
