@@ -77,8 +77,8 @@ class _Quantizer:
             inside, at, _ = places[u]
             scale = mScale.iterator + (first[u] + tid)
             if inside:
-                words, byte = self.quantized(rX[u], gs)
-                rows.store_words([words[i] for i in range(block // 8)], mCodes.iterator + Int64(at) * (block // 2))
+                codes, byte = self.quantized(rX[u], gs)
+                rows.store_words([codes[i] for i in range(block // 8)], mCodes.iterator + Int64(at) * (block // 2))
                 rows.store_byte(byte, scale)
             if const_expr(self.swizzled):
                 if not inside and first[u] + tid < units:
@@ -104,8 +104,15 @@ class _Quantizer:
     @cute.jit
     def quantized(self, vectors: list[Any], gs: Any):
         """The codes of a block, eight a word, and its scale byte."""
-        x = self.numbers(vectors)
-        top = self.top(vectors, x)
+        dtype = vectors[0].element_type
+        if const_expr(dtype is Float32 or self.c.width == 1):
+            x = [vector[e].to(Float32) for vector in vectors for e in range(self.c.width)]
+            top = fp4.amax_or_nan(x)
+        else:
+            words = [cute.recast_tensor(vector, Int32) for vector in vectors]
+            pairs = [word[i] for word in words for i in range(self.c.width // 2)]
+            x = [number for pair in pairs for number in fp4.floats(dtype, pair)]
+            top = fp4.amax_or_nan_of_pairs(dtype, pairs)
         whole = top == top
         if not whole:
             top = fp4.amax(x)
@@ -115,32 +122,20 @@ class _Quantizer:
         else:
             byte, _ = fp4.mxfp4_scale(top, self.floor)
             r = fp4.ue8m0_reciprocal(byte)
-        words = cute.make_rmem_tensor(self.block // 8, Int32)
+        codes = cute.make_rmem_tensor(self.block // 8, Int32)
         # Nearly every block is bounded, unless the scale is rounded down. Nothing is lost to the others but time.
         if const_expr(self.floor):
-            self.encode(words, x, r, False)
+            self.encode(codes, x, r, False)
         else:
             if whole and fp4.times(top, r) < Float32(7):
-                self.encode(words, x, r, True)
+                self.encode(codes, x, r, True)
             else:
-                self.encode(words, x, r, False)
-        return words, byte
+                self.encode(codes, x, r, False)
+        return codes, byte
 
-    def encode(self, words: Any, x: list[Any], r: Any, bounded: bool) -> None:
+    def encode(self, codes: Any, x: list[Any], r: Any, bounded: bool) -> None:
         for i in range(self.block // 8):
-            words[i] = fp4.e2m1_codes(x[8 * i : 8 * i + 8], r, bounded)
-
-    def numbers(self, vectors: list[Any]) -> list[Any]:
-        """The elements of vectors in float32."""
-        return [vector[e].to(Float32) for vector in vectors for e in range(self.c.width)]
-
-    def top(self, vectors: list[Any], x: list[Any]) -> Any:
-        """The largest magnitude of a block, NaN if there is one."""
-        dtype = vectors[0].element_type
-        if dtype is Float32 or self.c.width == 1:
-            return fp4.amax_or_nan(x)
-        pairs = [cute.recast_tensor(vector, Int32) for vector in vectors]
-        return fp4.amax_or_nan_of_pairs(dtype, [pair[i] for pair in pairs for i in range(self.c.width // 2)])
+            codes[i] = fp4.e2m1_codes(x[8 * i : 8 * i + 8], r, bounded)
 
 
 def trace(

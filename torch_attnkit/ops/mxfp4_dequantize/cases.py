@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import fp4
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.oracle import draws, fp4
 
 # R x H rows of K numbers (R -1: one row without batch axes); f8=1: scales as float8 instead of bytes.
 PARITY = {
@@ -19,7 +21,7 @@ DEGENERATE = {
     "no_columns": dict(R=2, H=3, K=0),
     "empty": dict(R=0, H=2, K=64),
 }
-BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 4096, 16384) for k in (4096, 7168)}
+BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 8192) for k in (4096, 7168)}
 
 
 def make(
@@ -44,3 +46,16 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """One product an element."""
     return abs(dims["R"]) * dims["H"] * dims["K"]
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts = fp4.draw_rows(d, row, fp4.BLOCK["mxfp4"])
+    facts |= dict(f8=d.pick(("", 1)), any=d.pick(("", 1)))
+    places = {"codes.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
+    axes = 2 if facts["layout"] else facts["rank"] + 1
+    return facts | places | {"scale.at": d.place(axes, () if facts["layout"] else range(facts["rank"]))}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = dict(scale_layout=f.get("layout") or "linear", dtype=DTYPES[f["dtype"]])
+    return fp4.drawn_codes(f, gen, "mxfp4"), kwargs

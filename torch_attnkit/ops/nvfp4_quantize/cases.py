@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import fp4
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.oracle import draws, fp4
 
 # R x H rows of K numbers (R -1: one row without batch axes); odd=1: nan and infinities among them.
 PARITY = {
@@ -19,7 +20,7 @@ DEGENERATE = {
     "no_columns": dict(R=2, H=3, K=0),
     "empty": dict(R=0, H=2, K=64),
 }
-BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 4096, 16384) for k in (4096, 7168)}
+BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 8192) for k in (4096, 7168)}
 
 
 def make(
@@ -42,3 +43,12 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """A maximum and a product an element."""
     return 2 * abs(dims["R"]) * dims["H"] * dims["K"]
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts = fp4.draw_rows(d, row, fp4.BLOCK["nvfp4"]) | fp4.draw_numbers(d)
+    return facts | {"x.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (fp4.drawn_numbers(f, gen), fp4.drawn_global(f)), dict(scale_layout=f.get("layout") or "linear")
