@@ -1,6 +1,7 @@
-"""``torch.compile`` of the op's reference, as a user without kernels would have it. Norms and merges only.
+"""``torch.compile`` of the op's reference, as a user without kernels would have it. Norms, merges and quantisers only.
 
-Attention references build the whole score matrix and check data on the host; nobody would run them compiled.
+Attention references build the whole score matrix and check data on the host; nobody would run them compiled. A global
+scale of FP4 is checked on the host, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 
-OPS = ("gated_rmsnorm", "merge_partials")
+OPS = (
+    "gated_rmsnorm", "merge_partials", "nvfp4_quantize", "nvfp4_dequantize", "mxfp4_quantize", "mxfp4_dequantize",
+)  # fmt: skip
 
 
 @functools.cache
@@ -22,4 +25,5 @@ def _compiled(op: str) -> Callable[..., Any]:
 
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    return functools.partial(_compiled(op), *args, **kwargs) if op in OPS else None
+    checked = "nvfp4" in op and any(isinstance(a, torch.Tensor) and a.dim() == 0 for a in args)
+    return functools.partial(_compiled(op), *args, **kwargs) if op in OPS and not checked else None

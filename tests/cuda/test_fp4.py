@@ -187,3 +187,27 @@ def test_blocks_read_back(format, gs):
     ptx.run(run, out, flat, Float32(gs), check=True)
     want = oracle.round_trip(x, format, torch.tensor(gs) if format == "nvfp4" else None, torch.float32)
     assert _same(out, want.flatten())
+
+
+@cute.kernel
+def sixths_kernel(out: cute.Tensor, x: cute.Tensor):
+    i = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    out[i] = fp4._sixth(x[i])
+
+
+@cute.jit
+def sixths(out: cute.Tensor, x: cute.Tensor):
+    sixths_kernel(out, x).launch(grid=(cute.size(x) // THREADS, 1, 1), block=(THREADS, 1, 1))
+
+
+def test_a_sixth_of_every_significand():
+    """All of a binade, which says it for all whose quotients and remainders are normal, and the borders of the range
+    that counts: the lowest binades, the highest, and infinity."""
+    whole = torch.arange(1 << 23, dtype=torch.int32)
+    gen = torch.Generator().manual_seed(0)
+    some = torch.randint(0, 1 << 23, (1 << 12,), generator=gen, dtype=torch.int32)
+    bits = [whole + (127 << 23), *(some + (e << 23) for e in (5, 6, 7, 253, 254))]
+    x = _filled(torch.cat([torch.cat(bits).view(torch.float32), torch.tensor([0.0, torch.inf])]), THREADS)
+    out = torch.zeros_like(x)
+    ptx.run(ptx.compile(sixths, out, x, arch="sm90"), out, x)
+    assert _same(out, x / torch.full_like(x, 6.0))

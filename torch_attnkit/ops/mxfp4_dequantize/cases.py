@@ -15,6 +15,7 @@ PARITY = {
     "vector": dict(R=-1, H=1, K=96),
     "heads": dict(R=3, H=5, K=160, f8=1),
     "tiles": dict(R=65, H=2, K=544),
+    "large": dict(R=130, H=1, K=8192),
 }
 DEGENERATE = {
     "one": dict(R=1, H=1, K=32),

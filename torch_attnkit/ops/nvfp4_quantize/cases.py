@@ -14,6 +14,7 @@ PARITY = {
     "vector": dict(R=-1, H=1, K=48),
     "heads": dict(R=3, H=5, K=80, odd=1),
     "tiles": dict(R=65, H=2, K=272),
+    "large": dict(R=130, H=1, K=8192),
 }
 DEGENERATE = {
     "one": dict(R=1, H=1, K=16),
