@@ -18,16 +18,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import copies, fake, fp4
-from torch_attnkit.cuda.warp_ops import pack, permute_bytes
+from torch_attnkit.cuda.warp_ops import fma, pack, permute_bytes
+from torch_attnkit.formats.nvfp4 import GLOBAL_SCALE_MAX
 
 from . import rows
 from .plan import CODES, Config
 from .problem import BLOCK
 
+_LEAST = 2.0**-100  # of a global scale under which no quotient or remainder leaves the normal numbers
+
 
 class _Dequantizer:
     def __init__(self, format: str, swizzled: bool, dense: bool, config: Config):
-        self.nvfp4, self.groups = format == "nvfp4", BLOCK[format] // CODES  # groups of codes under one scale
+        self.nvfp4 = format == "nvfp4"
+        self.shift = (BLOCK[format] // CODES).bit_length() - 1  # 2^shift groups of codes are under one scale
         self.swizzled, self.dense, self.c = swizzled, dense, config
 
     @cute.jit
@@ -39,6 +43,7 @@ class _Dequantizer:
         mX: cute.Tensor,  # (..., K), contiguous
         units: Int32,  # groups of codes
         per_row: Int32,
+        reciprocal: tuple,  # of per_row
         sizes: tuple,  # of the batch axes after merging
         steps: tuple,  # strides of codes
         scale_steps: tuple,
@@ -47,7 +52,8 @@ class _Dequantizer:
         stream: cuda.CUstream,
     ):
         share = const_expr(self.c.threads * self.c.units)
-        self.kernel(mCodes, mScale, mGlobal, mX, units, per_row, sizes, steps, scale_steps, columns, pitch).launch(
+        where = (per_row, reciprocal, sizes, steps, scale_steps, columns, pitch)
+        self.kernel(mCodes, mScale, mGlobal, mX, units, where).launch(
             grid=((units + (share - 1)) // share, 1, 1), block=(self.c.threads, 1, 1), stream=stream
         )
 
@@ -59,12 +65,7 @@ class _Dequantizer:
         mGlobal: cute.Tensor | None,
         mX: cute.Tensor,
         units: Int32,
-        per_row: Int32,
-        sizes: tuple,
-        steps: tuple,
-        scale_steps: tuple,
-        columns: Int32,
-        pitch: Int64,
+        where: tuple,
     ):
         c = self.c
         tid, _, _ = cute.arch.thread_idx()
@@ -72,12 +73,14 @@ class _Dequantizer:
         gs = None
         if const_expr(mGlobal is not None):
             gs = copies.scalar(mGlobal.iterator)
+            inverse = fp4.divide(Float32(1), gs)
+            gs = (gs, inverse, (gs >= _LEAST) & (gs <= GLOBAL_SCALE_MAX))
         unit = [(cta * c.units + u) * c.threads + tid for u in range(c.units)]
         rCodes = [copies.fragments(4 // c.width, c.width, mCodes.element_type) for _ in range(c.units)]
         rScale = copies.fragments(c.units, 1, mScale.element_type)
         for u in cutlass.range_constexpr(c.units):
             if unit[u] < units:
-                codes, scale = self.place(unit[u], per_row, sizes, steps, scale_steps, columns, pitch)
+                codes, scale = self.place(unit[u], *where)
                 rows.load(mCodes.iterator + codes, rCodes[u])
                 copies.load(mScale.iterator + scale, rScale[u])
         for u in cutlass.range_constexpr(c.units):
@@ -88,15 +91,16 @@ class _Dequantizer:
                     rows.store_words(words[i : i + 4], x + i * (CODES // len(words)))
 
     def place(
-        self, unit: Int32, per_row: Int32, sizes: tuple, steps: tuple, scale_steps: tuple, columns: Int32, pitch: Int64
-    ):
+        self, unit: Int32, per_row: Int32, reciprocal: tuple, sizes: tuple, steps: tuple, scale_steps: tuple,
+        columns: Int32, pitch: Int64,
+    ):  # fmt: skip
         """The bytes before a group of codes, and before its scale."""
         if self.c.flat:
-            return Int64(unit) * (CODES // 2), Int64(unit // self.groups)
-        row = unit // per_row
+            return Int64(unit) * (CODES // 2), Int64(unit >> self.shift)
+        row = rows.quotient(unit, reciprocal)
         column = unit - row * per_row
         codes = rows.offset(row, sizes, steps) + Int64(column) * (CODES // 2)
-        k = column // self.groups
+        k = column >> self.shift
         if not self.swizzled:
             return codes, rows.offset(row, sizes, scale_steps) + k
         tile = (row >> 7) * (columns >> 2) + (k >> 2)
@@ -117,7 +121,10 @@ class _Dequantizer:
     def numbers(self, codes: Int32, byte: Int32, gs: Any, dtype: Any):
         """The numbers of eight codes, as words of 16-bit pairs or of float32."""
         planes = self.planes(self.magnitudes(byte, gs), dtype)
-        found = []
+        found, negative = [], Int32(0)
+        if self.nvfp4:
+            one = -(1 << 31) if dtype is Float32 else -(1 << 31) | 0x8000
+            negative = Int32(cutlass.select_(byte >= 128, Int32(one), Int32(0)))
         for half in range(2):
             four = codes >> (16 * half)
             select = four & 0x7777
@@ -129,19 +136,31 @@ class _Dequantizer:
                 pairs = [[permute_bytes(*looked[i : i + 2], Int32(s)) for i in (0, 2)] for s in (0x5140, 0x7362)]
                 words = [permute_bytes(*pair, Int32(s)) for pair in pairs for s in (0x5410, 0x7632)]
                 signs = [four << (28 - 4 * i) & -(1 << 31) for i in range(4)]
-            found += [word ^ sign for word, sign in zip(words, signs, strict=True)]
+            found += [word ^ sign ^ negative for word, sign in zip(words, signs, strict=True)]
         return found
 
     def magnitudes(self, byte: Int32, gs: Any) -> list[Any]:
-        """The numbers of codes 0 to 7, with the sign of the scale."""
-        scale = fp4.e4m3_values(byte)[0] if self.nvfp4 else fp4.ue8m0_value(byte)
+        """The numbers of codes 0 to 7, without the sign that an E4M3 scale may have."""
+        scale = fp4.e4m3_values(byte & 0x7F)[0] if self.nvfp4 else fp4.ue8m0_value(byte)
         if gs is None:
             return [fp4.times(scale, Float32(m)) for m in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-        half, three = (fp4.divide(fp4.times(scale, Float32(m)), gs) for m in (0.5, 1.5))
+        half, three = (self.quotient(fp4.times(scale, Float32(m)), *gs) for m in (0.5, 1.5))
         by = lambda x, *powers: [fp4.times(x, Float32(p)) for p in powers]
         one, two, four = by(half, 2.0, 4.0, 8.0)
         six, twelve = by(three, 2.0, 4.0)
         return [fp4.times(scale, Float32(0)), half, one, three, two, six, four, twelve]
+
+    @cute.jit
+    def quotient(self, x: Float32, gs: Float32, inverse: Float32, ordinary: Any):
+        """x / gs, correctly rounded. ``inverse`` is 1 / gs, so that the second of two corrections rounds as the
+        quotient does (Markstein, 1990) where nothing leaves the range of normal numbers: ``ordinary`` says so."""
+        q = fp4.times(x, inverse)
+        if ordinary:
+            for _ in cutlass.range_constexpr(2):
+                q = fma(fma(-q, gs, x), inverse, q)
+        else:
+            q = fp4.divide(x, gs)
+        return q
 
     def planes(self, numbers: list[Any], dtype: Any) -> list[tuple[Int32, Int32]]:
         """Byte i of all eight numbers, for every i, after rounding them to ``dtype``."""
@@ -182,6 +201,7 @@ def trace(
         fake.tensor("f32", (), align=4) if global_scale else None,
         fake.tensor(dtype, (None,) * rank, align=16),
         *(Int32(0),) * 2,
+        (Int64(0), Int32(0)),
         *((Int32(0),) * groups, steps, steps),
         Int32(0),
         Int64(0),

@@ -8,7 +8,7 @@ from dataclasses import astuple
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile
-from torch_attnkit.formats.scale_layout import padded_shape
+from torch_attnkit.formats.scale_layout import TILE_K, padded_shape
 from torch_attnkit.kernels.norm.problem import merged_axes
 
 from . import plan
@@ -32,6 +32,7 @@ def quantizer(problem: Quantize, target: Target) -> Callable[[Quantized], None]:
     flat = not p.swizzled and sizes[1:] == () and (steps[0] == p.k or sizes[0] == 1)
     padded = padded_shape(p.rows, kb)
     units = padded[0] * padded[1] if p.swizzled else blocks
+    reciprocal = plan.reciprocal(padded[1] // TILE_K if p.swizzled else kb)
 
     def compiled(width: int) -> Callable[..., None]:
         config = plan.quantize(block, p.dtype.itemsize, width, p.rows * p.k, flat)
@@ -59,7 +60,7 @@ def quantizer(problem: Quantize, target: Target) -> Callable[[Quantized], None]:
             if not narrow:
                 narrow.append(compiled(1))
             run = narrow[0]
-        run(*operands, units, p.rows, kb, sizes, steps)
+        run(*operands, units, p.rows, kb, reciprocal, sizes, steps)
 
     return launch
 
@@ -70,7 +71,8 @@ def dequantizer(problem: Dequantize, target: Target) -> Callable[[Dequantized], 
     units = p.rows * p.k // plan.CODES
     if units == 0:
         return lambda operands: None
-    scale_row = p.k // BLOCK[p.format]
+    per_row, scale_row = p.k // plan.CODES, p.k // BLOCK[p.format]
+    reciprocal = plan.reciprocal(per_row)
     scale_steps = (0,) * len(p.batch) if p.swizzled else p.scale
     sizes, steps, scale_steps = zip(*merged_axes(p.batch, p.codes, scale_steps), strict=True)
     one = sizes[1:] == () and (sizes[0] == 1 or (steps[0], scale_steps[0]) == (p.k // 2, scale_row))
@@ -104,6 +106,6 @@ def dequantizer(problem: Dequantize, target: Target) -> Callable[[Dequantized], 
                 narrow.append(compiled(1))
             run = narrow[0]
         codes, scale, global_scale, x = operands
-        run(codes, scale, global_scale, x, units, p.k // plan.CODES, sizes, steps, scale_steps, columns, pitch)
+        run(codes, scale, global_scale, x, units, per_row, reciprocal, sizes, steps, scale_steps, columns, pitch)
 
     return launch

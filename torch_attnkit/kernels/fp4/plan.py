@@ -28,6 +28,12 @@ class Config:
     flat: bool
 
 
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """m and s with n // divisor == n * m >> s for all n below 2^30 (Granlund and Montgomery, 1994); m is below 2^31."""
+    shift = 30 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
 def quantize(block: int, itemsize: int, width: int, numbers: int, flat: bool) -> Config:
     units = 1 if numbers < _SMALL else max(1, _BYTES // (block * itemsize))
     return Config(width, 128 if numbers < _SMALL else 256, units, flat)

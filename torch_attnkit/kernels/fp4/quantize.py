@@ -38,12 +38,13 @@ class _Quantizer:
         units: Int32,  # scales, padding included
         rows: Int32,
         kb: Int32,  # blocks of a row
+        reciprocal: tuple,  # of kb, in the 128x4 layout of the tiles in a row of them
         sizes: tuple,  # of the batch axes after merging
         steps: tuple,  # their strides
         stream: cuda.CUstream,
     ):
         share = const_expr(self.c.threads * self.c.units)
-        self.kernel(mX, mGlobal, mCodes, mScale, units, rows, kb, sizes, steps).launch(
+        self.kernel(mX, mGlobal, mCodes, mScale, units, rows, kb, reciprocal, sizes, steps).launch(
             grid=((units + (share - 1)) // share, 1, 1), block=(self.c.threads, 1, 1), stream=stream
         )
 
@@ -57,6 +58,7 @@ class _Quantizer:
         units: Int32,
         rows_: Int32,
         kb: Int32,
+        reciprocal: tuple,
         sizes: tuple,
         steps: tuple,
     ):
@@ -68,7 +70,7 @@ class _Quantizer:
             gs = copies.scalar(mGlobal.iterator)
         rX = [copies.fragments(block // c.width, c.width, mX.element_type) for _ in range(c.units)]
         first = [(cta * c.units + u) * c.threads for u in range(c.units)]
-        places = [self.place(f, tid, units, rows_, kb, sizes, steps) for f in first]
+        places = [self.place(f, tid, units, rows_, kb, reciprocal, sizes, steps) for f in first]
         for u in cutlass.range_constexpr(c.units):
             inside, _, before = places[u]
             if inside:
@@ -84,7 +86,10 @@ class _Quantizer:
                 if not inside and first[u] + tid < units:
                     rows.store_byte(Int32(0), scale)
 
-    def place(self, first: Int32, tid: Int32, units: Int32, rows_: Int32, kb: Int32, sizes: tuple, steps: tuple):
+    def place(
+        self, first: Int32, tid: Int32, units: Int32, rows_: Int32, kb: Int32, reciprocal: tuple, sizes: tuple,
+        steps: tuple,
+    ):  # fmt: skip
         """Of unit ``first + tid``: whether it is a block, the block's number, and the elements of x before it."""
         block = self.block
         if self.c.flat:
@@ -92,12 +97,12 @@ class _Quantizer:
             return at < units, at, Int64(at) * block
         if self.swizzled:
             tile, byte = first // TILE, first % TILE + tid
-            across = (kb + 3) // 4
-            row = tile // across * 128 + (byte >> 4) + ((byte >> 2) & 3) * 32
-            k = tile % across * 4 + (byte & 3)
+            tile_row = rows.quotient(tile, reciprocal)
+            row = tile_row * 128 + (byte >> 4) + ((byte >> 2) & 3) * 32
+            k = (tile - tile_row * ((kb + 3) >> 2)) * 4 + (byte & 3)
             return (row < rows_) & (k < kb), row * kb + k, rows.offset(row, sizes, steps) + Int64(k) * block
         at = first + tid
-        row = at // kb
+        row = rows.quotient(at, reciprocal)
         k = at - row * kb
         return at < units, at, rows.offset(row, sizes, steps) + Int64(k) * block
 
@@ -157,6 +162,7 @@ def trace(
         fake.tensor("u8", (None,) * rank, align=16),
         fake.tensor("u8", (None,) * (2 if swizzled else rank), align=16),
         *(Int32(0),) * 3,
+        (Int64(0), Int32(0)),
         (Int32(0),) * groups,
         (Int64(0),) * groups,
         fake.stream(),

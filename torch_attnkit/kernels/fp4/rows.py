@@ -10,6 +10,12 @@ from cutlass import Int32, Int64, Uint8
 from torch_attnkit.cuda import copies
 
 
+def quotient(number: Int32, reciprocal: tuple) -> Int32:
+    """number // d, for the reciprocal of d that the host made (``plan.reciprocal``): a product and a shift."""
+    multiplier, shift = reciprocal
+    return Int32((Int64(number) * multiplier) >> Int64(shift))
+
+
 def offset(row: Int32, sizes: tuple, steps: tuple) -> Int64:
     """Elements before a row: its number in mixed radix, times the strides."""
     before = Int64(0)
