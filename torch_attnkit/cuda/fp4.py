@@ -207,3 +207,11 @@ def e2m1_value(code: Int32) -> Float32:
     """
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return times(Int32(bits).bitcast(Float32), Float32(2.0**126))
+
+
+@dsl_user_op
+def permute_bytes(low: Int32, high: Int32, selector: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four of the eight bytes of (low, high): those whose numbers, 0 to 7, are the nibbles of the selector's low half,
+    the first in its bits 0..3."""
+    text = "prmt.b32 $0, $1, $2, $3;"
+    return Int32(_asm(T.i32(), [Int32(x) for x in (low, high, selector)], text, "=r,r,r,r", False, loc, ip))

@@ -183,9 +183,8 @@ def drawn_numbers(f: draws.Facts, gen: torch.Generator) -> torch.Tensor:
 def drawn_codes(f: draws.Facts, gen: torch.Generator, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Any codes under scales of ordinary size, or under any byte with ``any``; ``f8``: as 8-bit floats."""
     low, high = (0, 256) if f.get("any") else (16, 96) if format == "nvfp4" else (120, 132)
-    byte = dict(generator=gen, dtype=torch.uint8)
-    codes = torch.randint(0, 256, (*shape(f), f["K"] // 2), **byte)  # (..., K/2)
-    scale = torch.randint(low, high, (*shape(f), f["K"] // BLOCK[format]), **byte)
+    codes = torch.randint(0, 256, (*shape(f), f["K"] // 2), generator=gen, dtype=torch.uint8)  # (..., K/2)
+    scale = torch.randint(low, high, (*shape(f), f["K"] // BLOCK[format]), generator=gen, dtype=torch.uint8)
     scale = store_scale(scale, f.get("layout") or "linear")
     return codes, scale.view(_SCALE_DTYPE[format]) if f.get("f8") else scale
 

@@ -14,8 +14,6 @@ from torch_attnkit.kernels.norm.problem import merged_axes
 from . import plan
 from .problem import BLOCK, Dequantize, Dequantized, Quantize, Quantized
 
-_FAMILY = "torch_attnkit.kernels.fp4."
-
 
 def _width(most: int, *steps: int) -> int:
     """The largest power of two up to ``most`` that all steps are multiples of."""
@@ -39,7 +37,7 @@ def quantizer(problem: Quantize, target: Target) -> Callable[[Quantized], None]:
         return compile.launcher(
             target,
             p.device,
-            _FAMILY + "quantize",
+            "torch_attnkit.kernels.fp4.quantize_kernel",
             format=p.format,
             dtype=short(p.dtype),
             rank=len(p.batch) + 1,
@@ -72,7 +70,6 @@ def dequantizer(problem: Dequantize, target: Target) -> Callable[[Dequantized], 
     if units == 0:
         return lambda operands: None
     per_row, scale_row = p.k // plan.CODES, p.k // BLOCK[p.format]
-    reciprocal = plan.reciprocal(per_row)
     scale_steps = (0,) * len(p.batch) if p.swizzled else p.scale
     sizes, steps, scale_steps = zip(*merged_axes(p.batch, p.codes, scale_steps), strict=True)
     one = sizes[1:] == () and (sizes[0] == 1 or (steps[0], scale_steps[0]) == (p.k // 2, scale_row))
@@ -80,11 +77,13 @@ def dequantizer(problem: Dequantize, target: Target) -> Callable[[Dequantized], 
     columns = padded_shape(p.rows, scale_row)[1]
     pitch = p.scale[0] if p.swizzled else 0  # bytes between rows of the matrix that 128x4 scales are given as
 
+    where = (per_row, plan.reciprocal(per_row), sizes, steps, scale_steps, columns, pitch)
+
     def compiled(width: int) -> Callable[..., None]:
         return compile.launcher(
             target,
             p.device,
-            _FAMILY + "dequantize",
+            "torch_attnkit.kernels.fp4.dequantize_kernel",
             format=p.format,
             dtype=short(p.dtype),
             rank=len(p.batch) + 1,
@@ -106,6 +105,6 @@ def dequantizer(problem: Dequantize, target: Target) -> Callable[[Dequantized], 
                 narrow.append(compiled(1))
             run = narrow[0]
         codes, scale, global_scale, x = operands
-        run(codes, scale, global_scale, x, units, per_row, reciprocal, sizes, steps, scale_steps, columns, pitch)
+        run(codes, scale, global_scale, x, units, where)
 
     return launch

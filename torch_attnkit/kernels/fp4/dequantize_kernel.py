@@ -18,7 +18,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import copies, fake, fp4
-from torch_attnkit.cuda.warp_ops import fma, pack, permute_bytes
+from torch_attnkit.cuda.fp4 import permute_bytes
+from torch_attnkit.cuda.warp_ops import fma, pack
 from torch_attnkit.formats.nvfp4 import GLOBAL_SCALE_MAX
 
 from . import rows
@@ -42,17 +43,10 @@ class _Dequantizer:
         mGlobal: cute.Tensor | None,  # ()
         mX: cute.Tensor,  # (..., K), contiguous
         units: Int32,  # groups of codes
-        per_row: Int32,
-        reciprocal: tuple,  # of per_row
-        sizes: tuple,  # of the batch axes after merging
-        steps: tuple,  # strides of codes
-        scale_steps: tuple,
-        columns: Int32,  # of the 128x4 scales
-        pitch: Int64,  # bytes from one of their rows to the next
+        where: tuple,  # the arguments of ``place`` behind its first
         stream: cuda.CUstream,
     ):
         share = const_expr(self.c.threads * self.c.units)
-        where = (per_row, reciprocal, sizes, steps, scale_steps, columns, pitch)
         self.kernel(mCodes, mScale, mGlobal, mX, units, where).launch(
             grid=((units + (share - 1)) // share, 1, 1), block=(self.c.threads, 1, 1), stream=stream
         )
@@ -91,9 +85,16 @@ class _Dequantizer:
                     rows.store_words(words[i : i + 4], x + i * (CODES // len(words)))
 
     def place(
-        self, unit: Int32, per_row: Int32, reciprocal: tuple, sizes: tuple, steps: tuple, scale_steps: tuple,
-        columns: Int32, pitch: Int64,
-    ):  # fmt: skip
+        self,
+        unit: Int32,
+        per_row: Int32,  # groups of codes
+        reciprocal: tuple,  # of per_row
+        sizes: tuple,  # of the batch axes after merging
+        steps: tuple,  # strides of codes
+        scale_steps: tuple,
+        columns: Int32,  # of the 128x4 scales
+        pitch: Int64,  # bytes from one of their rows to the next
+    ):
         """The bytes before a group of codes, and before its scale."""
         if self.c.flat:
             return Int64(unit) * (CODES // 2), Int64(unit >> self.shift)
@@ -200,11 +201,8 @@ def trace(
         fake.tensor("u8", (None,) * (2 if swizzled else rank), align=1),
         fake.tensor("f32", (), align=4) if global_scale else None,
         fake.tensor(dtype, (None,) * rank, align=16),
-        *(Int32(0),) * 2,
-        (Int64(0), Int32(0)),
-        *((Int32(0),) * groups, steps, steps),
         Int32(0),
-        Int64(0),
+        (Int32(0), (Int64(0), Int32(0)), (Int32(0),) * groups, steps, steps, Int32(0), Int64(0)),
         fake.stream(),
     ]
     return _Dequantizer(format, swizzled, dense, c), arguments
