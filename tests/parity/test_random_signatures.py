@@ -44,7 +44,7 @@ def test_every_op_with_a_kernel_draws():
     assert [name for name, op in OPS.items() if op.kernels and not hasattr(op.module("cases"), "draw")] == []
 
 
-# What a user's call may look like, and in how many of 500 signatures at least.
+# What a user's call may look like, and in how many of 1000 signatures of all ops at least.
 PROPERTIES = {
     "expanded batch or heads": (40, lambda f: any(".at" in n and "x" in v for n, v in f.items())),
     "offset": (100, lambda f: any(".at" in n and "off" in v for n, v in f.items())),
@@ -78,7 +78,7 @@ _OF_ONE_ARCH = {"Dv is not D": "metal", "hostile schedules": "sm90"}
 
 @pytest.fixture(scope="module")
 def facts():
-    return {arch: [source(arch).draw(i).given() for i in range(500)] for arch in ARCHS[1:]}
+    return {arch: [source(arch).draw(i).given() for i in range(1000)] for arch in ARCHS[1:]}
 
 
 @pytest.mark.parametrize("name", PROPERTIES)

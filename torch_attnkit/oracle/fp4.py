@@ -160,7 +160,7 @@ def draw_rows(d: draws.Draw, row: Kernel, block: int) -> draws.Facts:
 
 def draw_numbers(d: draws.Draw) -> draws.Facts:
     """Of numbers to quantise: how large they are, and which odd ones are among them."""
-    return dict(x_by=d.pick(_SIZES), odd=d.pick(("", "nan", "inf", "all")), ties=int(d.sometimes(0.4)))
+    return dict(x_by=d.pick(_SIZES), odd=d.pick(("", "nans", "infs", "all")), ties=int(d.sometimes(0.4)))
 
 
 def shape(f: draws.Facts) -> tuple[int, ...]:
@@ -173,9 +173,9 @@ def drawn_numbers(f: draws.Facts, gen: torch.Generator) -> torch.Tensor:
     x = draws.numbers(gen, *shape(f), f["K"])
     size = torch.exp2(torch.randint(-4, 5, (*x.shape[:-1], 1), generator=gen).float())
     x = ((x * 8).round() / 4 if f.get("ties") else x * size) * f.get("x_by", 1.0)
-    for value in dict(nan=(torch.nan,), inf=(torch.inf, -torch.inf), all=(torch.nan, -torch.nan, torch.inf, -0.0)).get(
-        f.get("odd", ""), ()
-    ):
+    for value in dict(
+        nans=(torch.nan,), infs=(torch.inf, -torch.inf), all=(torch.nan, -torch.nan, torch.inf, -0.0)
+    ).get(f.get("odd", ""), ()):
         x = x.masked_fill(torch.rand(*x.shape, generator=gen) < 0.02, value)
     return draws.cast(x, f["dtype"])
 
