@@ -1,8 +1,9 @@
-"""``torch.compile`` of what a user without kernels would write: norms and merges as their references, and routers.
+"""``torch.compile`` of what a user without kernels would write: norms, merges and quantisers as their references, and
+routers.
 
-Attention references build the whole score matrix and check data on the host; nobody would run them compiled. The
-routers' references check data, too, so these are theirs without the checks, and with ``torch.topk``, which leaves the
-order of equal keys open.
+Attention references build the whole score matrix and check data on the host; nobody would run them compiled. A global
+scale of FP4 is checked on the host, too. So are the inputs of routers: theirs here are without the checks, and with
+``torch.topk``, which leaves the order of equal keys open.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
-OPS = ("gated_rmsnorm", "merge_partials")
+OPS = (
+    "gated_rmsnorm", "merge_partials", "nvfp4_quantize", "nvfp4_dequantize", "mxfp4_quantize", "mxfp4_dequantize",
+)  # fmt: skip
 Routed = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -60,4 +63,5 @@ def _compiled(op: str) -> Callable[..., Any]:
 
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    return functools.partial(_compiled(op), *args, **kwargs) if op in (*OPS, *ROUTERS) else None
+    checked = "nvfp4" in op and any(isinstance(a, torch.Tensor) and a.dim() == 0 for a in args)
+    return functools.partial(_compiled(op), *args, **kwargs) if op in (*OPS, *ROUTERS) and not checked else None

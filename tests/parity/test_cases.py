@@ -13,6 +13,7 @@ from torch_attnkit.core import Target
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Kernel, Op
 from torch_attnkit.core.support import support
+from torch_attnkit.oracle import fp4
 from torch_attnkit.parity import case as parity_case
 from torch_attnkit.parity import places
 from torch_attnkit.parity.covering import covering, pairs
@@ -26,6 +27,8 @@ OFF = {
     "bidirectional": {"causal": True},
     "renormalize": {"renormalize": False},
     "scales": {"q_scale": None, "k_scale": None, "v_scale": None},
+    "swizzled": {"scale_layout": "linear"},
+    "floor": {"rounding": "ceil"},
 }
 COLUMNS = ("dtype", "dims", "features", "shape")
 
@@ -60,7 +63,8 @@ def of(every: list[list], pair: tuple) -> itertools.product:
 
 
 def without(op: Op, feature: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The call with one feature left out. Grouped heads are not: each gets the KV head that a wrong division gives."""
+    """The call with one feature left out. Grouped heads are not: each gets the KV head that a wrong division gives.
+    Scales in the 128x4 order are read as if that were the linear one."""
     values = dict(zip(op.argnames, args, strict=False)) | kwargs
     if feature == "gqa":
         axis = "Hkv"
@@ -68,6 +72,11 @@ def without(op: Op, feature: str, args: tuple, kwargs: dict) -> tuple[tuple, dic
             axes = [a.name for a in op.spec(name).axes]
             if axis in axes and values.get(name) is not None:
                 values[name] = values[name].flip(axes.index(axis))
+    if feature == "swizzled" and "scale" in values:
+        codes = values["codes"]
+        blocks = codes.shape[-1] * 2 // fp4.BLOCK[op.name.split("_")[0]]
+        count = codes.shape[:-1].numel() * blocks
+        values["scale"] = values["scale"].flatten()[:count].view(*codes.shape[:-1], blocks)
     values |= OFF.get(feature, {} if feature == "gqa" else {feature: op.defaults.get(feature)})
     return tuple(values[n] for n in op.argnames[: len(args)]), {n: values[n] for n in kwargs}
 
