@@ -29,6 +29,9 @@ OFF = {
     "scales": {"q_scale": None, "k_scale": None, "v_scale": None},
     "swizzled": {"scale_layout": "linear"},
     "floor": {"rounding": "ceil"},
+    "gptoss": {"swiglu": "silu"},
+    "bias": {"bias": None, "bias13": None, "bias2": None},
+    "global_scale": dict.fromkeys(("global_scale", "w13_global", "w2_global", "x_global", "h_global")),
 }
 COLUMNS = ("dtype", "dims", "features", "shape")
 
@@ -72,11 +75,13 @@ def without(op: Op, feature: str, args: tuple, kwargs: dict) -> tuple[tuple, dic
             axes = [a.name for a in op.spec(name).axes]
             if axis in axes and values.get(name) is not None:
                 values[name] = values[name].flip(axes.index(axis))
-    if feature == "swizzled" and "scale" in values:
-        codes = values["codes"]
-        blocks = codes.shape[-1] * 2 // fp4.BLOCK[op.name.split("_")[0]]
-        count = codes.shape[:-1].numel() * blocks
-        values["scale"] = values["scale"].flatten()[:count].view(*codes.shape[:-1], blocks)
+    if feature == "swizzled":  # the first of the same bytes, read as linear scales
+        for scale, named in {"scale": "codes", "w13_scale": "w13", "w2_scale": "w2"}.items():
+            if scale in values:
+                codes = values[named]
+                blocks = codes.shape[-1] * 2 // fp4.BLOCK[values.get("format") or op.name.split("_")[0]]
+                count = codes.shape[:-1].numel() * blocks
+                values[scale] = values[scale].flatten()[:count].view(*codes.shape[:-1], blocks)
     values |= OFF.get(feature, {} if feature == "gqa" else {feature: op.defaults.get(feature)})
     return tuple(values[n] for n in op.argnames[: len(args)]), {n: values[n] for n in kwargs}
 

@@ -27,7 +27,8 @@ DEFAULTS: Facts = dict(
     same=0, Ps=16, Mp=1, pages="own", spare=0, unused=-1, len_q="1", len_k="1", tail_q=0, tail_k=0, hints="",
     M=1, act=0, blk=16, swizzled=0, routes="", missing=0, gptoss=0, limit=0.0, alpha=1.702, interleaved=0, biases=0,
     globals=0, P=1, R=1, H=1, out="", row_sum=0, lse_by=1, N=1, rank=0, A=1, C=1, y32=0, w32=0, eps=1e-6, y_by=1,
-    z_by=1, E=1, K=1, V=1, bias="", over_all=0, renormalize=0, by=1, steps=0, off="", route_scale=1.0, ids="i32", table="i32",
+    z_by=1, E=1, K=1, V=1, bias="", over_all=0, renormalize=0, by=1, steps=0, off="", route_scale=1.0, ids="i32",
+    table="i32",
 )  # fmt: skip
 SINKS = {"plain": (), "high": (1e4,), "low": (-1e4,), "never": (-torch.inf,), "mixed": (-torch.inf, 1e4, -1e4, 0.5)}
 _BORDERS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
