@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,17 +29,20 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     plan = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
+        special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps)
+        if plan.token_widths:
+            special = dict(trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group)
         return compile.launcher(
             target, p.device, f"{family}.kernel", dtype=short(p.dtype), index_dtype=short(p.index_dtype),
-            format=p.format, activations=p.activations, columns=plan.columns, experts=plan.experts,
-            row_warps=plan.row_warps, scale_vectors=vectors,
+            format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors, **special,
         )  # fmt: skip
 
     vectors = plan.scale_vectors
     wide = compiled(vectors)
     narrow: list[Callable[..., None]] = []
     h_dtype = p.dtype if p.activations == "none" else torch.float32
-    workspace = Workspace(p.device, 1, p.tokens * plan.row_tiles)
+    counters = math.prod(plan.counters)
+    workspace = Workspace(p.device, 1, counters)
     rows = [_rows_of_scales(p, w) for w in (p.up, p.down)]
     limit = float("inf") if p.limit is None else p.limit
     numbers = int(p.swiglu == "gptoss"), p.alpha, limit
@@ -48,6 +53,9 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     def launch(operands: Operands) -> None:
         o = operands
         one, count = workspace.get()
+        sorted_rows = tuple(room(torch.bfloat16, p.slots, columns) for columns in plan.sorted_columns)  # x, h
+        in_place = sorted_rows and p.activations == "none"
+        h = sorted_rows[1] if in_place else room(h_dtype, p.slots, p.intermediate)
         x, w13, w2 = map(_aligned, (o.x, o.w13, o.w2))
         run = wide
         if o.w13_scale.data_ptr() % vectors[0] or o.w2_scale.data_ptr() % vectors[1]:
@@ -58,8 +66,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         down = _matrices(w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
         tensors = (
             x, o.weights, o.indices, up, down, o.out, room(torch.int32, p.slots), room(torch.int32, plan.tiles + 1, 4),
-            room(h_dtype, p.slots, p.intermediate), room(torch.float32, p.slots, p.hidden),
-            count[: p.tokens * plan.row_tiles].view(p.tokens, plan.row_tiles),
+            h, room(torch.float32, p.slots, p.hidden), count[:counters].view(plan.counters),
         )  # fmt: skip
         flags = (
             (*(int(t is not None) for t in three), kind, int(p.interleaved))
@@ -68,7 +75,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
                 (rows[1], o.bias2, o.w2_global, o.h_global),
             )
         )
-        run(tensors, (*flags, *numbers), plan.up_blocks, plan.down_blocks)
+        run(tensors, *((sorted_rows,) if sorted_rows else ()), (*flags, *numbers), *plan.blocks)
 
     return launch
 

@@ -29,11 +29,11 @@ class Tensors(NamedTuple):
     up: Matrices
     down: Matrices
     out: cute.Tensor  # (Tq, N)
-    order: cute.Tensor  # (slots), by expert: slot t * K + k is the k-th choice of token t
+    order: cute.Tensor  # (slots), by expert: slot t * K + k is the k-th choice of token t; by ``wgmma`` slots' places
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
-    h: cute.Tensor  # (slots, M), in that order
-    partial: cute.Tensor  # (slots, N), by slot
-    count: cute.Tensor  # (Tq, row tiles), results of a token that have come
+    h: cute.Tensor  # (slots, M), in that order; by ``wgmma`` (slots, whole spans), permuted as in ``permute.py``
+    partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
+    count: cute.Tensor  # (Tq, row tiles), results of a token that have come; by ``wgmma`` (1, 1), blocks past the sort
 
 
 class Flags(NamedTuple):

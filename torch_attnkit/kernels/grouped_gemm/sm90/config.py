@@ -16,6 +16,9 @@ WIDTHS = (1, 2, 4, 8)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
 _SHARED = 225 * 1024  # of a block, without barriers
 _MOST_STAGES = 12
+TOKEN_STAGE = 64  # numbers of a token in a stage of a ring of its own: 128 bytes, which TMA swizzles
+LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
+_WEIGHT_STAGES = ((96, 4), (160, 3), (256, 2))  # by the most tokens of a work tile
 
 
 @dataclass(frozen=True)
@@ -94,3 +97,25 @@ class Config:
     def stages(self) -> int:
         stage = self.weight_bytes + self.token_bytes + self.factor_bytes
         return min(_MOST_STAGES, (_SHARED - self.sum_bytes) // stage)
+
+
+@dataclass(frozen=True)
+class WgmmaConfig(Config):
+    """A product for many tokens an expert. Weights and tokens have a ring each, and a stage of tokens is as wide as the
+    widest work tile: so it has fewer numbers of each. Of ``token_widths`` a work tile takes the least that suffices."""
+
+    token_widths: tuple[int, ...]  # tokens that are multiplied at once
+    group: int  # steps over K that are multiplied together, while as many are decoded: 1, 2 or 4
+
+    @property
+    def token_bytes(self) -> int:
+        return self.columns * TOKEN_STAGE * 2
+
+    @property
+    def weight_stages(self) -> int:
+        return next(stages for most, stages in _WEIGHT_STAGES if self.columns <= most)
+
+    @property
+    def token_stages(self) -> int:
+        rest = _SHARED - self.weight_stages * (self.weight_bytes + self.factor_bytes)
+        return min(_MOST_STAGES, rest // self.token_bytes)

@@ -71,10 +71,10 @@ class Activation:
                     column = 8 * group + lane % 4 * 2 + j
                     if column < tile.columns:
                         gate, up = (rSum[j + 2 * part, group, 0] * factor + bias[part] for part in range(2))
-                        h = self._swiglu(scalars, gate, up)
+                        h = self.swiglu(scalars, gate, up)
                         tensors.h[tile.first + column, feature] = h.to(tensors.h.element_type)
 
-    def _swiglu(self, scalars: Scalars, gate: Float32, up: Float32) -> Float32:
+    def swiglu(self, scalars: Scalars, gate: Float32, up: Float32) -> Float32:
         limit = scalars.limit  # comparisons with NaN are false, so that it stays
         gate = cutlass.select_(gate > limit, limit, gate)
         up = cutlass.select_(up > limit, limit, cutlass.select_(up < -limit, -limit, up))

@@ -11,7 +11,7 @@ docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -28,14 +28,7 @@ from .gather import Gather
 from .mainloop import Mainloop
 from .routing import Sort
 from .schedule import Work, work
-from .shared import ROW_BYTES, Shared, box_layout, box_rows
-
-
-class Loads(NamedTuple):
-    """The codes for TMA."""
-
-    atom: cute.CopyAtom
-    rows: cute.Tensor  # (rows, bytes, E); rows of gate and up as (8, 2, M / 8)
+from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
 
 
 class Product:
@@ -54,28 +47,10 @@ class Product:
     @cute.jit
     def launch(self, tensors: Tensors, scalars: Scalars, blocks: Int32, stream: Any):
         flags, weights, _ = self.of(tensors, scalars)
-        self.kernel(tensors, scalars, self._loads(flags, weights)).launch(
+        self.kernel(tensors, scalars, loads(self.c, flags, weights)).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
             preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
-
-    def _loads(self, flags: Flags, weights: Matrices) -> Loads:
-        codes = weights.codes
-        experts, rows, nbytes = codes.shape
-        expert_step, row_step, _ = codes.stride
-        if self.c.paired:
-            # Steps from a gate row to the next, from it to its up row, and between groups of 8.
-            turns = flags.interleaved != 0
-            next_row = cutlass.select_(turns, 2 * row_step, row_step)
-            up = cutlass.select_(turns, row_step, rows // 2 * row_step)
-            steps = [cute.assume(s, divby=16) for s in (next_row, up, 8 * next_row)]
-            layout = cute.make_layout(((8, 2, rows // 16), nbytes, experts), stride=(tuple(steps), 1, expert_step))
-        else:
-            layout = cute.make_layout((rows, nbytes, experts), stride=(row_step, 1, expert_step))
-        tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box_layout(self.c))
-        tensor = cute.make_tensor(codes.iterator, layout)
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        return Loads(*cpasync.make_tiled_tma_atom(op, tensor, tile, (box_rows(self.c), ROW_BYTES)))
 
     @cute.kernel
     def kernel(self, tensors: Tensors, scalars: Scalars, loads: Loads):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_attnkit.cuda import fake
+
 from .arguments import arguments
-from .config import Config
+from .config import CONSUMERS, Config, WgmmaConfig
 from .experts import Experts
+from .permute import Rows
 from .rounding import ROUNDED
+from .wgmma import ManyTokens
 
 
 def trace(
@@ -22,3 +26,18 @@ def trace(
         for source, paired, warps, vector in zip((dtype, h_dtype), (True, False), row_warps, scale_vectors, strict=True)
     )
     return Experts(up, down, experts, ROUNDED[activations]), arguments(dtype, index_dtype, h_dtype)
+
+
+def trace_wgmma(
+    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, experts: int,
+    scale_vectors: tuple[int, int], token_widths: tuple[int, ...], group: int,
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """The same for many tokens an expert; ``token_widths`` and ``group`` as in ``WgmmaConfig``."""
+    h_dtype = dtype if activations == "none" else "f32"
+    up, down = (
+        WgmmaConfig(format, CONSUMERS, source, activations, token_widths[-1], paired, vector, token_widths, group)
+        for source, paired, vector in zip((dtype, h_dtype), (True, False), scale_vectors, strict=True)
+    )
+    tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, h_dtype)
+    rows = Rows(*(fake.tensor("bf16", (None, None), (fake.dim(8), 1)) for _ in range(2)))
+    return ManyTokens(up, down, experts), [tensors, rows, scalars, up_blocks, up_blocks, down_blocks, stream]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from ..problem import BLOCK, Problem, Weights
-from .config import BOX, CONSUMERS, MOST_COLUMNS, WARP_ROWS, WIDTHS
+from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, WARP_ROWS, WIDTHS
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
@@ -14,23 +16,41 @@ _ROOM = (
     1.5  # tokens of a work tile, in units of an expert's mean (H200: 18 % faster than 64 at 128 tokens of 256 experts)
 )
 _COST = {8: 1.0, 4: 1.02, 2: 1.05}  # of a work tile's time by row_warps (measurement H200)
+_MANY = 24  # tokens of an expert, from which on products are by wgmma (measurement H200)
+# By the most tokens that an expert has in the mean: those that work tiles of wgmma have, and steps over K in a group.
+# Narrow ones are as fast as codes are decoded, and the more tokens of an expert are in one, the fewer are decoded;
+# experts of more than 240 tokens have work tiles of 120 and more (measurement H200).
+_WGMMA = (
+    (64, (32, 64, 80, 96), 4),
+    (128, (64, 80, 96, 112, 128, 144, 160), 2),
+    (math.inf, (64, 96, 128, 144, 160, 176, 192, 208, 224, 240), 1),
+)
 
 
 @dataclass(frozen=True)
 class Plan:
+    """By ``mma.sync`` for few tokens an expert; by ``wgmma`` for many, for which x is sorted by expert first."""
+
+    token_widths: tuple[int, ...]  # of ``wgmma``; none by ``mma.sync``
+    group: int  # as in ``WgmmaConfig``
     columns: int  # most tokens of a work tile
     experts: int  # room for so many
     tiles: int  # at most, of tokens
-    up_blocks: int
-    down_blocks: int
-    row_tiles: int  # of the down product
+    blocks: tuple[int, ...]  # of the launches whose number of blocks is free
+    counters: tuple[int, int]
+    sorted_columns: tuple[int, ...]  # of x and h in the order of experts; none where x is not wanted so
     row_warps: tuple[int, int]
     scale_vectors: tuple[int, int]
 
 
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
-    wanted = min(p.tokens, _ROOM * p.slots / p.experts)
+    mean = p.slots / p.experts
+    # Numbers of float16 that are not quantised are sums of two of bf16, which only ``mma.sync`` takes.
+    if mean >= _MANY and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
+        _, widths, group = next(line for line in _WGMMA if mean <= line[0])
+        return _by_wgmma(p, widths, group, sms)
+    wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
     row_warps = tuple(_row_warps(w, tiles, sms) for w in (p.up, p.down))
@@ -38,15 +58,40 @@ def plan(problem: Problem, sms: int) -> Plan:
         -(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True)
     )
     return Plan(
+        token_widths=(),
+        group=0,
         columns=columns,
-        experts=max(_LEAST_EXPERTS, 1 << (p.experts - 1).bit_length()),
+        experts=_room_for(p.experts),
         tiles=tiles,
-        up_blocks=min(sms, tiles * up_tiles),
-        down_blocks=min(sms, tiles * down_tiles),
-        row_tiles=down_tiles,
+        blocks=(min(sms, tiles * up_tiles), min(sms, tiles * down_tiles)),
+        counters=(p.tokens, down_tiles),
+        sorted_columns=(),
         row_warps=row_warps,
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
     )
+
+
+def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, sms: int) -> Plan:
+    columns = widths[-1]
+    tiles = p.slots // columns + min(p.experts, p.slots)
+    up_tiles, down_tiles = (-(-w.rows // (WARP_ROWS * CONSUMERS)) for w in (p.up, p.down))
+    x_spans, h_spans = -(-p.hidden // SPAN), -(-p.intermediate // SPAN)
+    return Plan(
+        token_widths=widths,
+        group=group,
+        columns=columns,
+        experts=_room_for(p.experts),
+        tiles=tiles,
+        blocks=(min(sms, -(-p.tokens * x_spans // 256)), min(sms, tiles * up_tiles), min(sms, tiles * down_tiles)),
+        counters=(1, 1),
+        sorted_columns=(x_spans * SPAN, h_spans * SPAN),
+        row_warps=(CONSUMERS, CONSUMERS),
+        scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
+    )
+
+
+def _room_for(experts: int) -> int:
+    return max(_LEAST_EXPERTS, 1 << (experts - 1).bit_length())
 
 
 def _row_warps(weights: Weights, tiles: int, sms: int) -> int:

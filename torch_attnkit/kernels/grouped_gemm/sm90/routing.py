@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from .arguments import Tensors, chosen
 
@@ -21,17 +21,22 @@ _AT_ONCE = 8  # slots whose choices a thread has on their way
 
 
 class Sort:
-    """``columns``: tokens of a work tile; ``experts``: at least as many as there are."""
+    """``columns``: tokens of a work tile; ``experts``: at least as many as there are. With ``inverse``, ``order`` has
+    the place of every slot instead, -1 for a choice of no expert."""
 
-    def __init__(self, columns: int, experts: int):
-        self.columns, self.experts = columns, experts
+    def __init__(self, columns: int, experts: int, inverse: bool = False):
+        self.columns, self.experts, self.inverse = columns, experts, inverse
 
     def launch(self, tensors: Tensors, stream: Any) -> None:
         self.kernel(tensors).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, tensors: Tensors):
-        memory = cutlass.memory.SmemAllocator()
+        self.run(tensors, cutlass.memory.SmemAllocator())
+
+    @cute.jit
+    def run(self, tensors: Tensors, memory: Any):
+        """All threads of one block."""
         sCount = memory.allocate_tensor(Int32, cute.make_layout(self.experts), 16)
         sSum = memory.allocate_tensor(Int32, cute.make_layout((_WARPS, 2)), 16)
         thread = cute.arch.thread_idx()[0]
@@ -49,9 +54,18 @@ class Sort:
         cute.arch.barrier()
         for first in cutlass.range(thread, slots, THREADS * _AT_ONCE, unroll=1):
             for i, e in enumerate(self._choices(tensors, first, slots, top_k)):
+                place = Int32(-1)
                 if e >= 0:
                     place = cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
-                    tensors.order[place] = first + i * THREADS
+                self._put(tensors, first + i * THREADS, place, slots)
+
+    @cute.jit
+    def _put(self, tensors: Tensors, slot: Int32, place: Int32, slots: Int32):
+        if const_expr(self.inverse):
+            if slot < slots:
+                tensors.order[slot] = place
+        elif place >= 0:
+            tensors.order[place] = slot
 
     def _choices(self, tensors: Tensors, first: Int32, slots: Int32, top_k: Int32) -> list[Int32]:
         """The experts of every ``THREADS``-th slot from ``first`` on, -1 beyond the last."""
@@ -61,7 +75,8 @@ class Sort:
 
     @cute.jit
     def _tiles(self, tensors: Tensors, sCount: cute.Tensor, sSum: cute.Tensor, thread: Int32, experts: Int32):
-        """Counts become first places; a thread has neighbouring experts."""
+        """Counts become first places, and an expert's tokens work tiles of equal sizes, or nearly; a thread has
+        neighbouring experts."""
         each = (experts + THREADS - 1) // THREADS
         begin, end = cutlass.min(thread * each, experts), cutlass.min((thread + 1) * each, experts)
         slots, tiles = Int32(0), Int32(0)
@@ -74,8 +89,10 @@ class Sort:
         for e in cutlass.range(begin, end, unroll=1):
             rest = sCount[e]
             sCount[e] = first
+            left = (rest + self.columns - 1) // self.columns
             while rest > 0:
-                columns = cutlass.min(rest, Int32(self.columns))
+                columns = (rest + left - 1) // left
+                left -= 1
                 tile += 1
                 tensors.tiles[tile, 0] = Int32(e)
                 tensors.tiles[tile, 1] = first

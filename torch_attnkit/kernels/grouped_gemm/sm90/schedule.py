@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
+
+from torch_attnkit.cuda import memory_ops
 
 from .arguments import Tensors
 from .config import Config
@@ -40,6 +42,11 @@ class Work(NamedTuple):
         line = 1 + unit // self.row_tiles
         expert, first, columns = (tensors.tiles[line, i] for i in range(3))
         return WorkTile(expert, first, columns, unit % self.row_tiles)
+
+    def prefetch(self, tensors: Tensors, turn: Int32) -> None:
+        """Bring what ``tile`` reads near; beyond the last turn, the last's."""
+        unit = self.block + cutlass.min(turn, self.count - 1) * self.blocks
+        memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(1 + unit // self.row_tiles) * 16)
 
 
 def work(tensors: Tensors, row_tiles: Int32) -> Work:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint8
+from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda.ring import Fixed
 
+from .arguments import Flags, Matrices
 from .config import BOX, Config
 
 ROW_BYTES = BOX // 2  # of weights in a box, in chunks of 16 bytes that TMA swizzles within 8 rows
+
+
+class Loads(NamedTuple):
+    """The codes for TMA."""
+
+    atom: cute.CopyAtom
+    rows: cute.Tensor  # (rows, bytes, E); rows of gate and up as (8, 2, M / 8)
 
 
 class Shared(Fixed):
@@ -51,3 +61,23 @@ def box_layout(config: Config) -> cute.Layout:
     """(rows, bytes) of a box."""
     steps = (ROW_BYTES, 8 * ROW_BYTES, 16 * ROW_BYTES) if config.paired else ROW_BYTES
     return cute.make_layout((box_rows(config), ROW_BYTES), stride=(steps, 1))
+
+
+def loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
+    """The codes of a product."""
+    codes = weights.codes
+    experts, rows, nbytes = codes.shape
+    expert_step, row_step, _ = codes.stride
+    if config.paired:
+        # Steps from a gate row to the next, from it to its up row, and between groups of 8.
+        turns = flags.interleaved != 0
+        next_row = cutlass.select_(turns, 2 * row_step, row_step)
+        up = cutlass.select_(turns, row_step, rows // 2 * row_step)
+        steps = [cute.assume(s, divby=16) for s in (next_row, up, 8 * next_row)]
+        layout = cute.make_layout(((8, 2, rows // 16), nbytes, experts), stride=(tuple(steps), 1, expert_step))
+    else:
+        layout = cute.make_layout((rows, nbytes, experts), stride=(row_step, 1, expert_step))
+    tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box_layout(config))
+    tensor = cute.make_tensor(codes.iterator, layout)
+    op = cpasync.CopyBulkTensorTileG2SOp()
+    return Loads(*cpasync.make_tiled_tma_atom(op, tensor, tile, (box_rows(config), ROW_BYTES)))

@@ -1,0 +1,97 @@
+"""Scales of weights to the factors that decoded codes are multiplied with, in shared memory. Imports cutlass."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda.fp4_weights import factors_of_e4m3, factors_of_e8m0
+
+from ..problem import PADDED
+from .arguments import Flags, Matrices
+from .config import SPAN, Config
+from .schedule import WorkTile
+
+
+def _scalar(address: Int64, nbytes: int) -> Uint32:
+    """1, 2 or 4 bytes of device memory."""
+    kind = {1: Uint8, 2: Uint16, 4: Uint32}[nbytes]
+    return Uint32(copies.scalar(cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=nbytes)))
+
+
+class Factors:
+    """A warp's work for a stage: every lane has every 32nd row."""
+
+    def __init__(self, config: Config):
+        self.c = config
+
+    @cute.jit
+    def load(self, flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, lane: Int32):
+        """The scales of stage k, four a word: every 32nd row's."""
+        c = self.c
+        rows, columns = Int32(weights.codes.shape[1]), Int32(weights.codes.shape[2]) * 2
+        fragments = copies.fragments(c.rows // 32, c.scales // 4, Uint32)
+        for i in cutlass.range_constexpr(c.rows // 32):
+            local = lane + 32 * i
+            row = tile.row * c.rows + local
+            inside = row < rows
+            if const_expr(c.paired):
+                feature, up = tile.row * c.features + local // 16 * 8 + local % 8, local // 8 % 2
+                inside = feature < rows // 2
+                row = cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * (rows // 2))
+            fragments[i].fill(0)
+            if inside:
+                base = weights.scale.iterator.toint() + Int64(tile.expert) * weights.scale.stride[0]
+                first, blocks = k * c.scales, columns // c.block
+                if flags.swizzled != 0:
+                    words = Int32(weights.scale.shape[2]) // 4  # of a row
+                    line = (Int64(row // 128) * words + first // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4
+                    self._load_tiles(flags, weights.scale, base, line, blocks - first, fragments[i])
+                else:
+                    self._load_line(base + Int64(row) * weights.scale.stride[1] + first, blocks - first, fragments[i])
+        return fragments
+
+    @cute.jit
+    def _load_tiles(self, flags: Flags, scale: cute.Tensor, base: Int64, line: Int64, left: Int32, rS: cute.Tensor):
+        """Words of the 128x4 layout, 512 bytes apart; of their bytes the first ``left`` count."""
+        v = const_expr(min(self.c.scale_vector, 4))
+        for j in cutlass.range_constexpr(cute.size(rS)):
+            if left > 4 * j:
+                place = line + 512 * j
+                if flags.swizzled == PADDED:
+                    place = place // scale.shape[2] * scale.stride[1] + place % scale.shape[2]
+                word = Uint32(0)
+                for i in cutlass.range_constexpr(4 // v):
+                    word = word | (_scalar(base + place + v * i, v) << (8 * v * i))
+                rS[j] = cutlass.select_(left >= 4 * j + 4, word, word & ((Uint32(1) << Uint32(8 * (left & 3))) - 1))
+
+    @cute.jit
+    def _load_line(self, address: Int64, left: Int32, rS: cute.Tensor):
+        """Bytes that follow each other, of which whole loads count."""
+        v = const_expr(self.c.scale_vector)
+        for j in cutlass.range_constexpr(self.c.scales // v):
+            if left > j * v:
+                if const_expr(v < 4):
+                    rS[j * v // 4] = rS[j * v // 4] | (_scalar(address + j * v, v) << (j * v % 4 * 8))
+                else:
+                    pointer = cute.make_ptr(Uint32, address + j * v, cute.AddressSpace.gmem, assumed_align=v)
+                    copies.load(pointer, cute.make_tensor(rS.iterator + j * (v // 4), cute.make_layout(v // 4)))
+
+    @cute.jit
+    def store(self, fragments: list[cute.Tensor], lane: Int32, address: Int32):
+        """(span, row, quad), of which a lane of the consumers reads 2 or 4 bytes."""
+        c = self.c
+        convert = factors_of_e4m3 if c.format == "nvfp4" else factors_of_e8m0
+        count = const_expr(SPAN // c.block // 4)  # words of scales in a span, each of 4
+        for i, rS in enumerate(fragments):
+            for span in cutlass.range_constexpr(c.stage // SPAN):
+                place = address + (span * c.rows + lane + 32 * i) * (8 * count)
+                sF = cute.make_tensor(
+                    cute.make_ptr(Uint32, place, cute.AddressSpace.smem, assumed_align=8), cute.make_layout(2 * count)
+                )
+                rF = cute.make_rmem_tensor(2 * count, Uint32)
+                for j in cutlass.range_constexpr(count):
+                    rF[2 * j], rF[2 * j + 1] = convert(rS[span * count + j])
+                cute.autovec_copy(rF, sF)

@@ -1,0 +1,370 @@
+"""Routed experts with FP4 weights for many tokens an expert on Hopper: weights are the first operand of ``wgmma``.
+
+    1 warp         weights of a stage by TMA
+    1 warp         tokens by TMA, from rows in the order of experts (permute.py)
+    2 warps        scales of a stage, turned into factors (factors.py)
+    8 warps        two warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
+
+Weights and tokens have a ring each. A work tile is multiplied by the narrowest ``wgmma`` that has room for its tokens:
+a branch for each width. While one group of steps over K is multiplied, the words of the next are decoded into the
+other of two sets of registers. The second product's weights are on their way while blocks of the first still run
+(programmatic dependent launch). docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32, Int32, Uint8, Uint16, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from torch_attnkit.cuda import copies, memory_ops
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.fp4_weights import both, decode
+from torch_attnkit.cuda.ring import Fixed, Ring, rings
+
+from .arguments import Flags, Matrices, Scalars, Tensors
+from .config import BOX, CONSUMERS, LOADERS, SPAN, TOKEN_STAGE, WgmmaConfig
+from .factors import Factors
+from .mainloop import load_words
+from .permute import Round, Rows, SortAndPermute, SortAndRound
+from .results import Permuted, Plain, Results
+from .rounding import ROUNDED
+from .routing import Sort
+from .schedule import Work, work
+from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
+from .total import Total
+
+_THREADS = 128  # of a warpgroup
+_STEP = 16  # numbers of a row that one ``wgmma`` takes
+_STEPS = SPAN // _STEP
+_SLOT_STEPS = TOKEN_STAGE // _STEP
+_SETS = 2  # of registers for decoded words: one is multiplied while the other is written
+_REGISTERS = (40, 232)  # of a thread that loads, of one that multiplies
+_SPANS = BOX // SPAN  # of a weights' stage
+_TOKEN_STAGES = SPAN // TOKEN_STAGE  # of a span
+
+
+@dataclass
+class Slots(Fixed):
+    """A block's shared memory: two rings."""
+
+    weights: Ring  # a box, and its factors
+    tokens: Ring
+    sW: cute.Tensor  # (rows, bytes, stages)
+    sX: cute.Tensor  # (tokens, TOKEN_STAGE, stages)
+    factors: Int32  # address of (stage, span, row, quad)
+
+
+@dataclass
+class Consumer(Fixed):
+    """What a lane has of the weights, and where it finds them."""
+
+    slots: Slots
+    lane: Int32
+    codes: Int32  # address of its first row's 16 bytes in the first stage
+    factors: Int32  # and of that row's factors
+    rCodes: cute.Tensor  # (4, 2) words of a span, of both rows
+    rFactors: cute.Tensor  # (2) words
+    rA: list[cute.Tensor]  # by set: the first operand of a group
+    rWords: list[cute.Tensor]  # the same in words
+
+
+class Mainloop:
+    def __init__(self, config: WgmmaConfig):
+        self.c = config
+        self.factor_bytes = SPAN // config.block * 2  # of a row in a span
+
+    def mma(self, tokens: int) -> cute.TiledMma:
+        return hopper.make_trivial_tiled_mma(
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, tokens),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    def consumer(self, slots: Slots, row: Int32) -> Consumer:
+        """``row``: of the box, the first of this lane's."""
+        lane = cute.arch.lane_idx()
+        mma = self.mma(self.c.columns)
+        shape = mma.partition_shape_A((64, _STEP * self.c.group))
+        rA = [mma.make_fragment_A(shape) for _ in range(_SETS)]
+        return Consumer(
+            slots=slots,
+            lane=lane,
+            codes=slots.sW.iterator.toint() + row * ROW_BYTES + ((lane % 4) ^ (row & 7)) * 16,
+            factors=slots.factors + row * self.factor_bytes + lane % 4 * (self.factor_bytes // 4),
+            rCodes=cute.make_rmem_tensor((4, 2), Uint32),
+            rFactors=cute.make_rmem_tensor(2, Uint32),
+            rA=rA,
+            rWords=[cute.recast_tensor(a, Uint32) for a in rA],
+        )
+
+    @cute.jit
+    def load(self, w: Consumer, fill: Int32, span: Int32):
+        """A span of this lane's codes and factors from a fill of the weights' ring."""
+        ring = w.slots.weights
+        ring.wait(fill)
+        slot = ring.slot(fill)
+        codes = (w.codes + slot * self.c.weight_bytes) ^ (span * 64)  # as TMA swizzles them
+        factors = w.factors + slot * self.c.factor_bytes + span * (self.c.rows * self.factor_bytes)
+        kind = Uint32 if self.c.format == "nvfp4" else Uint16
+        for r in cutlass.range_constexpr(2):
+            words = load_words(codes + r * (8 * ROW_BYTES), 4)
+            for i in cutlass.range_constexpr(4):
+                w.rCodes[i, r] = words[i]
+            w.rFactors[r] = Uint32(load_words(factors + r * (8 * self.factor_bytes), 1, kind)[0])
+
+    @cute.jit
+    def run(self, w: Consumer, tokens: cutlass.Constexpr, spans: Int32, n: Int32, m: Int32, last: cutlass.Boolean):
+        """The sums of a work tile by ``wgmma`` of so many tokens, from fill n of the weights' ring on, whose first span
+        is loaded, and m of the tokens'. Behind it comes the next work tile's, unless this is the ``last``."""
+        c, mma = self.c, self.mma(tokens)
+        sX = cute.make_tensor(w.slots.sX.iterator, tokens_layout(c, tokens))
+        tB = mma.make_fragment_B(mma.get_slice(cute.arch.thread_idx()[0] % _THREADS).partition_B(sX))
+        rSum = cute.make_rmem_tensor(mma.partition_shape_C((64, tokens)), Float32)
+        rSum.fill(0.0)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        fills = (spans + _SPANS - 1) // _SPANS
+        for k in cutlass.range(spans, unroll=1):
+            factors = [self._pair(w.rFactors[r]) for r in range(2)]
+            for group in cutlass.range_constexpr(_STEPS // c.group):
+                first = const_expr(group * c.group)
+                x = m + _TOKEN_STAGES * k + first // _SLOT_STEPS
+                if const_expr(first % _SLOT_STEPS == 0):
+                    w.slots.tokens.wait(x)
+                # The group before the last is over: its registers are free, and maybe the tokens that it read.
+                warpgroup.wait_group(_SETS - 1)
+                over = const_expr(first - c.group)  # steps of this span that are over; before the first, of the last
+                if const_expr(group == 1 or over % _SLOT_STEPS == 0):
+                    cute.arch.sync_warp()
+                if const_expr(group == 1):
+                    self._release(w, w.slots.weights, n + k // _SPANS, (k % _SPANS == _SPANS - 1) | (k == spans - 1))
+                if const_expr(over % _SLOT_STEPS == 0):
+                    done = _TOKEN_STAGES * k + over // _SLOT_STEPS - 1
+                    self._release(w, w.slots.tokens, m + cutlass.max(done, 0), done >= 0)
+                for i in cutlass.range_constexpr(c.group):
+                    self._decode(w, factors, group % _SETS, i, first + i)
+                warpgroup.fence()
+                for i in cutlass.range_constexpr(c.group):
+                    rB = tB[None, None, (first + i) % _SLOT_STEPS, w.slots.tokens.slot(x)]
+                    cute.gemm(mma, rSum, w.rA[group % _SETS][None, None, i], rB, rSum)
+                warpgroup.commit_group()
+            # The next span; after the very last, which nothing follows into the ring, the same again.
+            end = k == spans - 1
+            fill, span = n + (k + 1) // _SPANS, (k + 1) % _SPANS
+            fill = cutlass.select_(end, cutlass.select_(last, n + k // _SPANS, n + fills), fill)
+            self.load(w, fill, cutlass.select_(end, Int32(0), span))
+        warpgroup.wait_group(0)
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(_TOKEN_STAGES - (_STEPS - _SETS * c.group) // _SLOT_STEPS, 0, -1):
+            self._release(w, w.slots.tokens, m + _TOKEN_STAGES * spans - i, True)
+        return rSum
+
+    def _release(self, w: Consumer, ring: Ring, fill: Int32, condition: Any) -> None:
+        """What ``Ring.release`` does, where ``condition`` holds."""
+        mine = cutlass.select_((w.lane == 0) & condition, Int32(1), Int32(0))
+        memory_ops.arrive_if((ring.empty + ring.slot(fill)).toint(), mine)
+
+    def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, place: int, step: int) -> None:
+        """The codes of a step, half a word of both rows, into its place of a set of registers."""
+        word, half = step // 2, step % 2
+        for r in range(2):
+            pairs = decode(w.rCodes[word, r], factors[r][word // 2])[2 * half : 2 * half + 2]
+            for i in range(2):
+                w.rWords[set_][(0, r, i), 0, place] = pairs[i]
+
+    def _pair(self, factors: Uint32) -> tuple[Uint32, Uint32]:
+        """Of a row's 32 numbers, the first and the second 16."""
+        if self.c.format == "nvfp4":
+            return both(factors & 0xFFFF), both(factors >> 16)
+        return both(factors), both(factors)
+
+
+def tokens_layout(config: WgmmaConfig, tokens: int) -> cute.Layout:
+    """(tokens, TOKEN_STAGE, stages) of the tokens' ring, whose slots have room for the widest work tile."""
+    return cute.make_layout(
+        ((8, tokens // 8), (TOKEN_STAGE, 1), config.token_stages),
+        stride=((TOKEN_STAGE, 8 * TOKEN_STAGE), (1, 0), config.columns * TOKEN_STAGE),
+    )
+
+
+class Product:
+    """One product: its kernel, by roles."""
+
+    def __init__(self, config: WgmmaConfig, results: Any):
+        self.c, self.results = config, results
+        self.mainloop, self.factors = Mainloop(config), Factors(config)
+
+    @cute.jit
+    def launch(
+        self, tensors: Tensors, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Scalars, blocks: Int32,
+        stream: Any,
+    ):  # fmt: skip
+        self.kernel(
+            tensors, flags, weights, scalars, loads(self.c, flags, weights), self._token_loads(rows)
+        ).launch(
+            grid=[blocks, 1, 1], block=[32 * (CONSUMERS + LOADERS), 1, 1], stream=stream, min_blocks_per_mp=1,
+            preferred_smem_carveout=100, use_pdl=True,
+        )  # fmt: skip
+
+    def _token_loads(self, rows: cute.Tensor) -> list[Loads]:
+        """Of rows of tokens, (slots, columns), by width."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        made = []
+        for tokens in self.c.token_widths:
+            box = (tokens, TOKEN_STAGE)
+            tile = cute.tile_to_shape(atom, box, order=(0, 1))
+            made.append(Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, tile, box)))
+        return made
+
+    @cute.kernel
+    def kernel(
+        self, tensors: Tensors, flags: Flags, weights: Matrices, scalars: Scalars, codes: Loads, tokens: list[Loads]
+    ):
+        c = self.c
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        slots = self._slots(warp)
+        if warp == CONSUMERS:
+            cpasync.prefetch_descriptor(codes.atom)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        if const_expr(c.paired):
+            # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
+            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
+        spans = (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
+        if warp < CONSUMERS:
+            cute.arch.setmaxregister_increase(_REGISTERS[1])
+            self._consume(tensors, scalars, share, spans, slots, warp)
+        else:
+            cute.arch.setmaxregister_decrease(_REGISTERS[0])
+            if warp == CONSUMERS:
+                self._load_codes(tensors, codes, share, spans, slots)
+            elif warp == CONSUMERS + 1:
+                self._load_tokens(tensors, tokens, share, spans, slots)
+            else:
+                self._load_factors(tensors, flags, weights, share, spans, slots, warp - CONSUMERS - 2)
+
+    @cute.jit
+    def _slots(self, warp: Int32):
+        c = self.c
+        memory = cutlass.memory.SmemAllocator()
+        table = (("weights", c.weight_stages, 2, CONSUMERS), ("tokens", c.token_stages, 1, CONSUMERS))
+        named = rings(memory, warp, table)
+        boxes = cute.make_layout(c.weight_stages, stride=c.weight_bytes)
+        swizzle = cute.make_swizzle(3, 4, 3)
+        return Slots(
+            weights=named["weights"],
+            tokens=named["tokens"],
+            sW=memory.allocate_tensor(Uint8, cute.append(box_layout(c), boxes), 1024, swizzle=swizzle),
+            sX=memory.allocate_tensor(BFloat16, tokens_layout(c, c.columns), 1024, swizzle=swizzle),
+            factors=memory.allocate(c.weight_stages * c.factor_bytes, 128).toint(),
+        )
+
+    @cute.jit
+    def _load_codes(self, tensors: Tensors, codes: Loads, share: Work, spans: Int32, slots: Slots):
+        c = self.c
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            gW = cute.local_tile(codes.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
+            tWs, tWg = copies.tma_partition(codes.atom, 0, 1, slots.sW, gW)
+            for k in cutlass.range((spans + _SPANS - 1) // _SPANS, unroll=1):
+                full = slots.weights.acquire(n, c.weight_bytes)
+                cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, slots.weights.slot(n)], tma_bar_ptr=full)
+                n += 1
+
+    @cute.jit
+    def _load_tokens(self, tensors: Tensors, loads: list[Loads], share: Work, spans: Int32, slots: Slots):
+        """Rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros: nobody looks at
+        what they give."""
+        if const_expr(not self.c.paired):  # weights may come before h is there
+            cute.arch.griddepcontrol_wait()
+        m = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            least = 0
+            for i in cutlass.range_constexpr(len(self.c.token_widths)):
+                tokens = const_expr(self.c.token_widths[i])
+                if (tile.columns > least) & (tile.columns <= tokens):
+                    sX = cute.make_tensor(slots.sX.iterator, tokens_layout(self.c, tokens))
+                    rows = cute.domain_offset((tile.first, 0), loads[i].rows)
+                    gX = cute.local_tile(rows, (tokens, TOKEN_STAGE), (0, None))
+                    tXs, tXg = copies.tma_partition(loads[i].atom, 0, 1, sX, gX)
+                    for k in cutlass.range(spans * _TOKEN_STAGES, unroll=1):
+                        full = slots.tokens.acquire(m + k, tokens * TOKEN_STAGE * 2)
+                        cute.copy(loads[i].atom, tXg[None, k], tXs[None, slots.tokens.slot(m + k)], tma_bar_ptr=full)
+                least = tokens
+            m += spans * _TOKEN_STAGES
+
+    @cute.jit
+    def _load_factors(
+        self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, spans: Int32, slots: Slots, part: Int32
+    ):
+        """Every other stage's, by one of two warps."""
+        lane = cute.arch.lane_idx()
+        fills = (spans + _SPANS - 1) // _SPANS
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            for k in cutlass.range((part - n) & 1, fills, 2, unroll=1):
+                # What follows from the tile is worked out anew, for these warps have few registers.
+                fresh = tile._replace(row=op.fresh(tile.row))
+                rS = self.factors.load(flags, weights, fresh, k, lane)
+                full = slots.weights.await_empty(n + k)
+                self.factors.store(rS, lane, slots.factors + slots.weights.slot(n + k) * self.c.factor_bytes)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(full)
+            n += fills
+
+    @cute.jit
+    def _consume(self, tensors: Tensors, scalars: Scalars, share: Work, spans: Int32, slots: Slots, warp: Int32):
+        w = self.mainloop.consumer(slots, self.results.row(warp, cute.arch.lane_idx()))
+        n, m = Int32(0), Int32(0)
+        if share.count > 0:
+            self.mainloop.load(w, n, Int32(0))
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            last = turn == share.count - 1
+            least = 0
+            for i in cutlass.range_constexpr(len(self.c.token_widths)):
+                tokens = const_expr(self.c.token_widths[i])
+                if (tile.columns > least) & (tile.columns <= tokens):
+                    rSum = self.mainloop.run(w, tokens, spans, n, m, last)
+                    share.prefetch(tensors, turn + 1)
+                    self.results.run(tensors, scalars, rSum, tile, tokens, warp, op.thread_index() % 32)
+                least = tokens
+            n += (spans + _SPANS - 1) // _SPANS
+            m += spans * _TOKEN_STAGES
+
+
+class ManyTokens:
+    """The launches of a call."""
+
+    def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int):
+        sort, rounded = Sort(up.columns, experts, inverse=True), ROUNDED[up.activations]
+        self.rounded = rounded
+        self.begin = SortAndPermute(sort) if rounded is None else SortAndRound(sort, rounded)
+        self.up = Product(up, Permuted(up) if rounded is None else Plain(up))
+        self.between = Round(rounded, by_token=False)
+        self.down, self.total = Product(down, Results(down)), Total()
+
+    @cute.jit
+    def __call__(
+        self, tensors: Tensors, rows: Rows, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
+        down_blocks: Int32, stream: Any,
+    ):  # fmt: skip
+        self.begin.launch(tensors, rows, scalars, sort_blocks, stream)
+        self.up.launch(tensors, scalars.up, tensors.up, rows.x, scalars, up_blocks, stream)
+        if const_expr(self.rounded is not None):
+            self.between.launch(tensors, scalars.down, tensors.down, tensors.h, rows.h, sort_blocks, stream)
+        self.down.launch(tensors, scalars.down, tensors.down, rows.h, scalars, down_blocks, stream)
+        self.total.launch(tensors, stream)
+
+
+assert _SETS == 2 and LOADERS == 4  # warps of scales
