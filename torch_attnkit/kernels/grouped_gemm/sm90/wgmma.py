@@ -133,7 +133,10 @@ class Mainloop:
             for group in cutlass.range_constexpr(_STEPS // c.group):
                 first = const_expr(group * c.group)
                 x = m + _TOKEN_STAGES * k + first // _SLOT_STEPS
-                if const_expr(first % _SLOT_STEPS == 0):
+                if const_expr(c.group == _SLOT_STEPS and first == 0):
+                    for i in cutlass.range_constexpr(_TOKEN_STAGES):
+                        w.slots.tokens.wait(x + i)
+                elif const_expr(c.group < _SLOT_STEPS and first % _SLOT_STEPS == 0):
                     w.slots.tokens.wait(x)
                 # The group before the last is over: its registers are free, and maybe the tokens that it read.
                 warpgroup.wait_group(_SETS - 1)
