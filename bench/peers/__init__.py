@@ -34,4 +34,5 @@ ALL = (
     Peer("FlashInfer", "flashinfer_peer"),
     Peer("fla", "fla_peer"),
     Peer("quack", "quack_peer"),
+    Peer("vLLM", "vllm_routers"),
 )

@@ -94,9 +94,12 @@ def _max_pairs(dtype: Any, top: Int32, pair: Int32, *, loc: Any = None, ip: Any 
 
 
 @dsl_user_op
-def _floats(dtype: Any, pair: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
-    name = _name(dtype)
-    text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $2; cvt.f32.{name} $0, low; cvt.f32.{name} $1, high; }}"
+def floats(dtype: Any, pair: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """A pair of BFloat16 or Float16 in float32. Of the former the upper is read in place, in one instruction."""
+    if dtype is cutlass.BFloat16:
+        text = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    else:
+        text = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
     return asm([Float32, Float32], [Int32(pair)], text, loc=loc, ip=ip)
 
 
@@ -121,7 +124,7 @@ def amax_or_nan_of_pairs(dtype: Any, pairs: list[Any]) -> Float32:
     top = Int32(0)
     for pair in pairs:
         top = _max_pairs(dtype, top, pair)
-    return max_or_nan(*_floats(dtype, top))
+    return max_or_nan(*floats(dtype, top))
 
 
 def nvfp4_scale(top: Float32, global_scale: Any = None) -> tuple[Int32, Float32]:
@@ -215,3 +218,12 @@ def e2m1_value(code: Int32) -> Float32:
     """
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return times(Int32(bits).bitcast(Float32), Float32(2.0**126))
+
+
+@dsl_user_op
+def permute_bytes(low: Int32, high: Int32, selector: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Four of the eight bytes of (low, high): those whose numbers, 0 to 7, are the nibbles of the selector's low half,
+    the first in its bits 0..3."""
+    text = "prmt.b32 $0, $1, $2, $3;"
+    (result,) = asm([Int32], [Int32(x) for x in (low, high, selector)], text, loc=loc, ip=ip)
+    return result

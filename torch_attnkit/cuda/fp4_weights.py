@@ -2,9 +2,9 @@
 
 A word's codes i and i + 4 stand 16 bits apart, so a mask takes both at once, and one integer product moves the sign to
 the top of its half and the other three bits to the exponent's end: the bf16 of these bits is the number times 2^-126,
-exact, subnormals included. One multiplication by a factor, ``scale * 2^RAISED``, then gives the weight times 2^-LOWERED,
-which the epilogue takes back: NVFP4 weights have six significant bits, MXFP4 weights two. Factors of MXFP4 stand for
-scales of 2^-69 (smaller ones lose bits) to 2^64 (larger ones become infinite).
+exact, subnormals included. One multiplication by a factor, the scale times a power of two, then gives the weight times
+2^-LOWERED, which the epilogue takes back: NVFP4 weights have six significant bits, MXFP4 weights two. Factors of MXFP4
+stand for scales of 2^-69 (smaller ones lose bits) to 2^64 (larger ones become infinite).
 """
 
 from __future__ import annotations

@@ -129,12 +129,6 @@ def load_pair(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
-def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """Bring a line of device memory to the first-level cache."""
-    _asm(None, [source], "prefetch.global.L1 [$0];", "l", True, loc, ip)
-
-
-@dsl_user_op
 def load_4_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
     """16 aligned bytes past the first-level cache: what other blocks of this launch wrote."""
     return _asm_many(
@@ -192,20 +186,6 @@ def add_acq_rel(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None)
     """What stood at ``target`` before ``value`` was added; orders device memory among the blocks that meet there."""
     text = "atom.global.gpu.acq_rel.add.s32 $0, [$1], $2;"
     return Int32(_asm(T.i32(), [target, value], text, "=r,l,r,~{memory}", True, loc, ip))
-
-
-@dsl_user_op
-def load_acquire(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
-    """A number that another block sets; what that block released before is there then."""
-    return Int32(_asm(T.i32(), [source], "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l,~{memory}", True, loc, ip))
-
-
-@dsl_user_op
-def arrive_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Arrive at an mbarrier of this block where ``condition`` is not 0, without a branch: between products of ``wgmma``
-    a branch may make them wait for each other."""
-    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-    _asm(None, [barrier, condition], text, "r,r,~{memory}", True, loc, ip)
 
 
 @dsl_user_op

@@ -25,9 +25,10 @@ DEFAULTS: Facts = dict(
     dtype="bf16", B=1, T=1, S=1, Hkv=1, group=1, D=64, Dv=64, seed=0, schedule=0, scale="", causal=0, window=-1,
     sink_tokens=0, softcap=0.0, normalize=1, sink="", scales="", kv_len="", kv_start="", q_by=1, hidden="", nan="",
     same=0, Ps=16, Mp=1, pages="own", spare=0, unused=-1, len_q="1", len_k="1", tail_q=0, tail_k=0, hints="",
-    M=1, K=1, E=1, act=0, blk=16, ids="i32", swizzled=0, routes="", missing=0, gptoss=0, limit=0.0, alpha=1.702,
-    interleaved=0, bias=0, globals=0,
-    P=1, R=1, H=1, out="", row_sum=0, lse_by=1, N=1, rank=0, A=1, C=1, y32=0, w32=0, eps=1e-6, y_by=1, z_by=1,
+    M=1, act=0, blk=16, swizzled=0, routes="", missing=0, gptoss=0, limit=0.0, alpha=1.702, interleaved=0, biases=0,
+    globals=0, P=1, R=1, H=1, out="", row_sum=0, lse_by=1, N=1, rank=0, A=1, C=1, y32=0, w32=0, eps=1e-6, y_by=1,
+    z_by=1, E=1, K=1, V=1, bias="", over_all=0, renormalize=0, by=1, steps=0, off="", route_scale=1.0, ids="i32",
+    table="i32",
 )  # fmt: skip
 SINKS = {"plain": (), "high": (1e4,), "low": (-1e4,), "never": (-torch.inf,), "mixed": (-torch.inf, 1e4, -1e4, 0.5)}
 _BORDERS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -238,3 +239,27 @@ def score_arguments(facts: Facts) -> dict[str, Any]:
         scale=None if facts["scale"] == "" else facts["scale"],
         window=facts["window"], sink_tokens=facts["sink_tokens"], softcap=facts["softcap"],
     )  # fmt: skip
+
+
+def experts(kernel: random.Random) -> tuple[int, int]:
+    """Experts of a router, and how many of them a token gets: few of many, or many of few."""
+    E = kernel.choice((1, 2, 7, 31, 32, 33, 64, 100, 128, 144, 256, 384, 512, 520, 1000, 1024, 1025, 1400))
+    few = (1, 2, 3, 4, 6, 8, 10, 16)
+    return E, min(E, kernel.choice((*few, *few, 17, 40, E) if E <= 256 else few))
+
+
+def tokens(d: Draw, each: int) -> int:
+    """Tokens of a router for ``each`` comparisons of a token; now and then none, or thousands."""
+    most = max(1, d.room.terms // (200 * max(each, 32)))
+    return 0 if d.sometimes(0.02) else min(most, d.pick((1, 1, 2, 3, 5, 8, 17, 33, 2500)))
+
+
+def logits(facts: Facts, gen: torch.Generator) -> torch.Tensor:
+    """(R, E) of deviation ``by``; ``steps``: so many to 1, that many are equal. ``off``: -inf here and there, or first
+    rows of nothing else."""
+    R, E = facts["R"], facts["E"]
+    x: torch.Tensor = numbers(gen, R, E) * facts["by"]
+    x = (x * facts["steps"]).round() / facts["steps"] if facts["steps"] else x
+    off = torch.rand(R, E, generator=gen) < 0.3
+    off[:2] |= torch.tensor(facts["off"] == "row")
+    return x.masked_fill(off, -torch.inf) if facts["off"] else x

@@ -10,7 +10,7 @@ import torch
 from . import fp4
 
 Dims = dict[str, int]
-BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 4096, 16384) for k in (4096, 7168)}
+BENCH = {f"{r}x{k}": dict(R=r, H=1, K=k) for r in (1, 128, 8192) for k in (4096, 7168)}
 
 
 def parity(block: int, **special: int) -> dict[str, Dims]:
@@ -19,6 +19,7 @@ def parity(block: int, **special: int) -> dict[str, Dims]:
         "vector": dict(R=-1, H=1, K=3 * block),
         "heads": dict(R=3, H=5, K=5 * block) | special,
         "tiles": dict(R=65, H=2, K=17 * block),
+        "large": dict(R=130, H=1, K=8192),
     }
 
 

@@ -98,7 +98,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts["T"] = 0 if d.sometimes(0.02) else min(most, d.pick((1, 1, 2, 3, 7, 8, 9, 16, 17, 33, 70, 150)))
     facts |= dict(routes=d.pick(("", "", "one", "few", "none")), missing=d.pick((0, 0, 10, 60)))
     facts |= dict(gptoss=d.pick((0, 1)), limit=d.pick((0.0, 0.0, 1.0, 7.0)), alpha=d.pick((1.702, 1.702, 0.5)))
-    facts |= dict(interleaved=d.pick((0, 1)), bias=d.pick((0, 0, 1, 2, 3)), globals=d.pick((0, 0, 1, 2, 3)))
+    facts |= dict(interleaved=d.pick((0, 1)), biases=d.pick((0, 0, 1, 2, 3)), globals=d.pick((0, 0, 1, 2, 3)))
     facts |= dict(q_by=d.pick((1, 1, 1, 30, 0.01)), seed=d.call.randrange(1 << 30))
     facts |= {"x.at": d.place(2, (0,)), "weights.at": d.place(2, (0,)), "indices.at": d.place(2)}
     return facts | {f"{name}.at": d.place(3) for name in ("w13_scale", "w2_scale")}
@@ -107,7 +107,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``routes``: "one" expert for all tokens, a "few", "none"; ``missing``: percent of the routes that are -1.
 
-    ``bias`` and ``globals``: which of two there are, by their bits; global scales are those of nvfp4 alone.
+    ``biases`` and ``globals``: which of two there are, by their bits; global scales are those of nvfp4 alone.
     """
     T, N, M, E, K, act = (f[n] for n in ("T", "N", "M", "E", "K", "act"))
     format, layout = "nvfp4" if f["blk"] == 16 else "mxfp4", "128x4" if f["swizzled"] else "linear"
@@ -118,7 +118,8 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     gone = torch.rand(T, K, generator=gen) * 100 < (100 if f["routes"] == "none" else f["missing"])
     dtype = DTYPES[f["dtype"]]
     bias13, bias2 = (
-        torch.randn(E, rows, generator=gen).to(dtype) if f["bias"] & bit else None for rows, bit in ((2 * M, 1), (N, 2))
+        torch.randn(E, rows, generator=gen).to(dtype) if f["biases"] & bit else None
+        for rows, bit in ((2 * M, 1), (N, 2))
     )
     args = (
         (torch.randn(T, N, generator=gen) * f["q_by"]).to(dtype),

@@ -9,7 +9,7 @@ Source: OCP Microscaling Formats v1.0, section 5; cuBLAS, "1D block scaling fact
 
 import math
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.oracle import fp4
 
@@ -28,4 +28,12 @@ OP = Op(
     | fp4.DTYPE,
     choices={"scale_layout": fp4.LAYOUTS},
     features=fp4.SWIZZLED,
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="swizzled",
+            needs={"fewer than 2^33 numbers": lambda c: math.prod(c.batch) * c.dim["K"] < 2**33},
+        ),
+    ),
 )

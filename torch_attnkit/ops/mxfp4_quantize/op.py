@@ -10,7 +10,7 @@ Source: OCP Microscaling Formats v1.0, sections 5 and 6.3; cuBLAS, "1D block sca
 
 import math
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import fp8
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.oracle import fp4
@@ -27,4 +27,16 @@ OP = Op(
     where={"K, the last axis of x, must be a multiple of 32": lambda c: c.dim["K"] % 32 == 0},
     choices={"scale_layout": fp4.LAYOUTS, "rounding": fp8.ROUNDINGS},
     features=fp4.SWIZZLED | {"floor": lambda c: c.arg.rounding == "floor"},
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="swizzled floor",
+            needs={
+                "fewer than 2^30 scales, with the padding of the 128x4 layout": lambda c: (
+                    math.prod(padded_shape(math.prod(c.batch), c.dim["K"] // 32)) < 2**30
+                )
+            },
+        ),
+    ),
 )

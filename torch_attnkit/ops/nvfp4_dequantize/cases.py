@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.formats.nvfp4 import BLOCK
-from torch_attnkit.oracle import fp4, fp4_rows
+from torch_attnkit.oracle import draws, fp4, fp4_rows
 
 PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, f8=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
@@ -30,3 +32,16 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """One product an element."""
     return fp4_rows.elements(dims)
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts = fp4.draw_rows(d, row, fp4.BLOCK["nvfp4"])
+    facts |= dict(f8=d.pick(("", 1)), any=d.pick(("", 1)))
+    places = {"codes.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
+    axes = 2 if facts["layout"] else facts["rank"] + 1
+    return facts | places | {"scale.at": d.place(axes, () if facts["layout"] else range(facts["rank"]))}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = dict(scale_layout=f.get("layout") or "linear", dtype=DTYPES[f["dtype"]])
+    return (*fp4.drawn_codes(f, gen, "nvfp4"), fp4.drawn_global(f)), kwargs

@@ -9,7 +9,7 @@ Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149
 
 import math
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.oracle import fp4
 
@@ -28,4 +28,12 @@ OP = Op(
     | fp4.DTYPE,
     choices={"scale_layout": fp4.LAYOUTS},
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.global_scale is not None},
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="swizzled global_scale",
+            needs={"fewer than 2^33 numbers": lambda c: math.prod(c.batch) * c.dim["K"] < 2**33},
+        ),
+    ),
 )

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats.nvfp4 import BLOCK
-from torch_attnkit.oracle import fp4, fp4_rows
+from torch_attnkit.oracle import draws, fp4, fp4_rows
 
 PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, odd=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
@@ -28,3 +29,12 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """A maximum and a product an element."""
     return 2 * fp4_rows.elements(dims)
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts = fp4.draw_rows(d, row, fp4.BLOCK["nvfp4"]) | fp4.draw_numbers(d)
+    return facts | {"x.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (fp4.drawn_numbers(f, gen), fp4.drawn_global(f)), dict(scale_layout=f.get("layout") or "linear")

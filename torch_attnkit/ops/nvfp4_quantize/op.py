@@ -9,7 +9,7 @@ Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149
 
 import math
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.oracle import fp4
 
@@ -25,4 +25,16 @@ OP = Op(
     where={"K, the last axis of x, must be a multiple of 16": lambda c: c.dim["K"] % 16 == 0},
     choices={"scale_layout": fp4.LAYOUTS},
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.global_scale is not None},
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="swizzled global_scale",
+            needs={
+                "fewer than 2^30 scales, with the padding of the 128x4 layout": lambda c: (
+                    math.prod(padded_shape(math.prod(c.batch), c.dim["K"] // 16)) < 2**30
+                )
+            },
+        ),
+    ),
 )

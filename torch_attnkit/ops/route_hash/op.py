@@ -7,7 +7,7 @@ the table rows that are used in [0, E); the other rows may hold anything.
 Source: the hash router of DeepSeek-V4's first layers (arXiv 2606.19348); Hash Layers (arXiv 2106.04426).
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 
 OP = Op(
     schema="route_hash(Tensor logits, Tensor token_ids, Tensor tid2eid, *, float route_scale=1.0,"
@@ -21,4 +21,12 @@ OP = Op(
     },
     where={"K must be at least 1": lambda c: c.dim["K"] > 0},
     features={"renormalize": lambda c: c.arg.renormalize},
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="renormalize",
+            needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
+        ),
+    ),
 )

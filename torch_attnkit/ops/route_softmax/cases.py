@@ -6,22 +6,27 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import inputs
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.oracle import draws, inputs
 
 PARITY = {
     "all": dict(R=3, E=7, K=7),
     "odd": dict(R=5, E=144, K=6),
     "gptoss": dict(R=9, E=128, K=4),
     "qwen3_next": dict(R=2, E=512, K=10),
+    "rows": dict(R=2117, E=24, K=3),
+    "long": dict(R=3, E=1400, K=5),
+    "deep": dict(R=2, E=70, K=40),
 }
 DEGENERATE = {
     "one": dict(R=1, E=1, K=1),
     "empty": dict(R=0, E=16, K=2),
 }
+EXTRAS = (("logits:-inf", "odd", "all"), ("logits:-inf", "gptoss"))
 BENCH = {
-    f"{name}-{r}": dict(R=r, E=e, K=k)
-    for name, e, k in (("gptoss", 128, 4), ("qwen3", 128, 8), ("qwen3_next", 512, 10))
-    for r in (1, 16, 128, 4096, 16384)
+    f"{name}-{r}": dict(R=r, E=e, K=k, softmax_first=qwen, renormalize=qwen, route_scale=1)
+    for name, e, k, qwen in (("gptoss", 128, 4, 0), ("qwen3", 128, 8, 1), ("qwen3_next", 512, 10, 1))
+    for r in (1, 64, 1024, 8192)
 }
 
 
@@ -45,3 +50,19 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """Exponential, difference and sum of an expert, and one comparison an expert and choice."""
     return dims["R"] * dims["E"] * (3 + dims["K"])
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    k = d.kernel
+    E, K = draws.experts(k)
+    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), E=E, K=K)
+    facts |= {name: k.choice((0, 1)) for name in ("over_all", "renormalize")}
+    facts |= dict(R=draws.tokens(d, E * K), by=d.pick((1, 1, 8, 100)), steps=d.pick((0, 0, 1, 4)))
+    facts |= dict(off=d.pick(("", "", "some", "row")), route_scale=d.pick((1.0, 1.5, -2.0, 0.0)))
+    return facts | {"seed": d.call.randrange(1 << 30), "logits.at": d.place(2, (0,))}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (draws.cast(draws.logits(f, gen), f["dtype"]),), dict(
+        topk=f["K"], softmax_first=bool(f["over_all"]), renormalize=bool(f["renormalize"]), route_scale=f["route_scale"]
+    )

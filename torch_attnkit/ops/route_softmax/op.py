@@ -7,7 +7,7 @@ logit of -inf has weight 0, and a row of nothing but -inf has weights 0. Logits 
 Source: the routers of GPT-OSS (arXiv 2508.10925) and Qwen3 (arXiv 2505.09388).
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 
 OP = Op(
     schema="route_softmax(Tensor logits, *, int topk, bool softmax_first=False, bool renormalize=False,"
@@ -19,4 +19,12 @@ OP = Op(
         "softmax_first": lambda c: c.arg.softmax_first,
         "renormalize": lambda c: c.arg.renormalize,
     },
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="softmax_first renormalize",
+            needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
+        ),
+    ),
 )

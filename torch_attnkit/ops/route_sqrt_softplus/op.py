@@ -7,7 +7,7 @@ has weights 0. Any number of experts. Logits of NaN or +inf and biases of NaN ar
 Source: the top-k router of DeepSeek-V4 (arXiv 2606.19348); the selection bias, arXiv 2408.15664.
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 
 OP = Op(
     schema="route_sqrt_softplus(Tensor logits, Tensor? bias=None, *, int topk, float route_scale=1.0,"
@@ -19,4 +19,12 @@ OP = Op(
         "bias": lambda c: c.arg.bias is not None,
         "renormalize": lambda c: c.arg.renormalize,
     },
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="bias renormalize",
+            needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
+        ),
+    ),
 )

@@ -20,7 +20,7 @@ from torch_attnkit.cuda.ring import Ring
 from .arguments import Flags, Matrices, Tensors
 from .config import GATHERERS, SPAN, Config
 from .factors import Factors
-from .schedule import Work, WorkTile
+from .schedule import Work, WorkTile, width_of
 from .shared import Shared
 
 _EACH = 32  # numbers of a token that a lane brings
@@ -95,6 +95,7 @@ class Gather:
         for turn in cutlass.range(work.count, unroll=1):
             tile = work.tile(tensors, turn)
             rows = [self._row(tensors, tile, lane // 4 + 8 * i) for i in range(c.columns // 8)]
+            room = width_of(c, tile.columns)
             for k in cutlass.range((warp - n) & (GATHERERS - 1), steps, GATHERERS, unroll=1):
                 rS = self.factors.load(flags, weights, tile, k, lane)
                 rV = self._load_tokens(source, rows, self.batches[0], k, lane)
@@ -104,7 +105,7 @@ class Gather:
                 self.factors.store(rS, lane, shared.factors(stage))
                 for batch in cutlass.range_constexpr(1, len(self.batches)):
                     units = const_expr(self.batches[batch])
-                    if 8 * units[0][0] < tile.columns:
+                    if 8 * units[0][0] < room:
                         rMore = self._load_tokens(source, rows, units, k, lane)
                         self._store_tokens(rMore, units, lane, global_scale, shared.tokens(stage))
                 cute.arch.sync_warp()

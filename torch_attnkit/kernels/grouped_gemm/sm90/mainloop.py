@@ -19,6 +19,7 @@ from torch_attnkit.cuda.fp4_weights import both, decode
 from torch_attnkit.cuda.ring import Ring
 
 from .config import BOX, CONSUMERS, SPAN, WARP_ROWS, Config
+from .schedule import width_of
 from .shared import ROW_BYTES, Shared
 
 
@@ -68,16 +69,15 @@ class Mainloop:
     def run(self, rSum: cute.Tensor, columns: Int32, steps: Int32, n: Int32, ring: Ring, shared: Shared, warp: Int32):
         """The sums of a work tile of ``columns`` tokens, from the fills n to n + steps - 1 of the ring."""
         rSum.fill(0.0)
-        least = 0
+        room = width_of(self.c, columns)
         for width in cutlass.range_constexpr(len(self.c.widths)):
             groups = const_expr(self.c.widths[width])
-            if (columns > least) & (columns <= 8 * groups):
+            if room == 8 * groups:
                 for k in cutlass.range(steps, unroll=1):
                     ring.wait(n + k)
                     self._stage(rSum, groups, ring.slot(n + k), shared, warp)
                     cute.arch.sync_warp()
                     ring.release(n + k)
-            least = 8 * groups
 
     @cute.jit
     def _stage(self, rSum: cute.Tensor, groups: cutlass.Constexpr, stage: Int32, shared: Shared, warp: Int32):

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 
 from .arguments import Flags, Matrices, Scalars, Tensors
@@ -117,9 +117,9 @@ class SortAndPermute:
         if cute.arch.thread_idx()[0] == 0:
             counter = tensors.count.iterator.toint()
             if cute.arch.block_idx()[0] != 0:
-                sorted_ = op.load_acquire(counter)
+                sorted_ = memory_ops.load_acquire(counter)
                 while sorted_ == 0:
-                    sorted_ = op.load_acquire(counter)
+                    sorted_ = memory_ops.load_acquire(counter)
             if op.add_acq_rel(counter, Int32(1)) == cute.arch.grid_dim()[0] - 1:
                 tensors.count[0, 0] = Int32(0)
         cute.arch.barrier()

@@ -8,9 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda import memory_ops
 
 from .arguments import Tensors
+from .config import Config
 
 
 class WorkTile(NamedTuple):
@@ -18,6 +19,14 @@ class WorkTile(NamedTuple):
     first: Int32  # place of its first token in the order of experts
     columns: Int32  # tokens
     row: Int32  # number of its rows' tile
+
+
+def width_of(config: Config, columns: Int32) -> Int32:
+    """Tokens that are multiplied where a work tile has ``columns``: those beyond are zeros."""
+    room = Int32(8 * config.widths[-1])
+    for width in reversed(config.widths[:-1]):
+        room = cutlass.select_(columns <= 8 * width, Int32(8 * width), room)
+    return room
 
 
 class Work(NamedTuple):
@@ -37,7 +46,7 @@ class Work(NamedTuple):
     def prefetch(self, tensors: Tensors, turn: Int32) -> None:
         """Bring what ``tile`` reads near; beyond the last turn, the last's."""
         unit = self.block + cutlass.min(turn, self.count - 1) * self.blocks
-        op.prefetch(tensors.tiles.iterator.toint() + Int64(1 + unit // self.row_tiles) * 16)
+        memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(1 + unit // self.row_tiles) * 16)
 
 
 def work(tensors: Tensors, row_tiles: Int32) -> Work:

@@ -22,7 +22,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Uint8, Uint16, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import both, decode
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
@@ -170,7 +170,7 @@ class Mainloop:
     def _release(self, w: Consumer, ring: Ring, fill: Int32, condition: Any) -> None:
         """What ``Ring.release`` does, where ``condition`` holds."""
         mine = cutlass.select_((w.lane == 0) & condition, Int32(1), Int32(0))
-        op.arrive_if((ring.empty + ring.slot(fill)).toint(), mine)
+        memory_ops.arrive_if((ring.empty + ring.slot(fill)).toint(), mine)
 
     def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, place: int, step: int) -> None:
         """The codes of a step, half a word of both rows, into its place of a set of registers."""

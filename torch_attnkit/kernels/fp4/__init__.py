@@ -1,0 +1,1 @@
+"""Block-scaled 4-bit numbers: quantised, and read back."""

@@ -1,0 +1,110 @@
+"""Host side of the quantisers for NVIDIA GPUs. Imports no cutlass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+
+from torch_attnkit.core.spec import short
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda import compile
+from torch_attnkit.formats.scale_layout import TILE_K, padded_shape
+from torch_attnkit.kernels.norm.problem import merged_axes
+
+from . import plan
+from .problem import BLOCK, Dequantize, Dequantized, Quantize, Quantized
+
+
+def _width(most: int, *steps: int) -> int:
+    """The largest power of two up to ``most`` that all steps are multiples of."""
+    return next(v for v in (8, 4, 2, 1) if v <= most and all(s % v == 0 for s in steps))
+
+
+def quantizer(problem: Quantize, target: Target) -> Callable[[Quantized], None]:
+    """What solves ``problem`` on ``target``."""
+    p, block = problem, BLOCK[problem.format]
+    blocks, kb = p.rows * p.k // block, p.k // block
+    if blocks == 0:
+        return lambda operands: None
+    sizes, steps = zip(*merged_axes(p.batch, p.x), strict=True)
+    flat = not p.swizzled and sizes[1:] == () and (steps[0] == p.k or sizes[0] == 1)
+    padded = padded_shape(p.rows, kb)
+    units = padded[0] * padded[1] if p.swizzled else blocks
+    reciprocal = plan.reciprocal(padded[1] // TILE_K if p.swizzled else kb)
+
+    def compiled(width: int) -> Callable[..., None]:
+        config = plan.quantize(block, p.dtype.itemsize, width, p.rows * p.k, flat)
+        return compile.launcher(
+            target,
+            p.device,
+            "torch_attnkit.kernels.fp4.quantize_kernel",
+            format=p.format,
+            dtype=short(p.dtype),
+            rank=len(p.batch) + 1,
+            groups=len(sizes),
+            swizzled=p.swizzled,
+            global_scale=p.global_scale,
+            floor=p.floor,
+            config=astuple(config),
+        )
+
+    widest = _width(16 // p.dtype.itemsize, *steps)
+    wide, odd = compiled(widest), widest * p.dtype.itemsize - 1
+    narrow: list[Callable[..., None]] = []
+
+    def launch(operands: Quantized) -> None:
+        run = wide
+        if operands.x.data_ptr() & odd:
+            if not narrow:
+                narrow.append(compiled(1))
+            run = narrow[0]
+        run(*operands, units, p.rows, kb, reciprocal, sizes, steps)
+
+    return launch
+
+
+def dequantizer(problem: Dequantize, target: Target) -> Callable[[Dequantized], None]:
+    """What solves ``problem`` on ``target``."""
+    p = problem
+    units = p.rows * p.k // plan.CODES
+    if units == 0:
+        return lambda operands: None
+    per_row, scale_row = p.k // plan.CODES, p.k // BLOCK[p.format]
+    scale_steps = (0,) * len(p.batch) if p.swizzled else p.scale
+    sizes, steps, scale_steps = zip(*merged_axes(p.batch, p.codes, scale_steps), strict=True)
+    one = sizes[1:] == () and (sizes[0] == 1 or (steps[0], scale_steps[0]) == (p.k // 2, scale_row))
+    flat = one and not p.swizzled
+    columns = padded_shape(p.rows, scale_row)[1]
+    pitch = p.scale[0] if p.swizzled else 0  # bytes between rows of the matrix that 128x4 scales are given as
+
+    where = (per_row, plan.reciprocal(per_row), sizes, steps, scale_steps, columns, pitch)
+
+    def compiled(width: int) -> Callable[..., None]:
+        return compile.launcher(
+            target,
+            p.device,
+            "torch_attnkit.kernels.fp4.dequantize_kernel",
+            format=p.format,
+            dtype=short(p.dtype),
+            rank=len(p.batch) + 1,
+            groups=len(sizes),
+            swizzled=p.swizzled,
+            dense=pitch == columns,
+            global_scale=p.global_scale,
+            config=astuple(plan.dequantize(width, p.rows * p.k, flat)),
+        )
+
+    widest = _width(4, *steps)
+    wide = compiled(widest)
+    narrow: list[Callable[..., None]] = []
+
+    def launch(operands: Dequantized) -> None:
+        run = wide
+        if operands.codes.data_ptr() & (widest - 1):
+            if not narrow:
+                narrow.append(compiled(1))
+            run = narrow[0]
+        codes, scale, global_scale, x = operands
+        run(codes, scale, global_scale, x, units, where)
+
+    return launch

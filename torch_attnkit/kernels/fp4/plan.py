@@ -1,0 +1,44 @@
+"""How blocks are spread over threads. Imports no cutlass.
+
+Device memory bounds both directions. A quantising thread has whole blocks, of which it keeps all numbers in registers:
+no thread waits for another, and the scale and its reciprocal are worked out once a block. A dequantising thread has
+eight codes, which are 16 bytes of 16-bit numbers, so that a warp's stores lie side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CODES = 8  # of a dequantising thread
+TILE = 512  # scales of a (128, 4) tile
+_BYTES = 64  # of a thread's loads on their way, with 1024 threads as much as a multiprocessor's share of the latency
+_SMALL = 1 << 20  # numbers of a call below which threads matter more than what each has on its way
+
+
+@dataclass(frozen=True)
+class Config:
+    """``width`` elements (of codes: bytes) are loaded at once; a thread has ``units`` blocks or groups of codes.
+
+    ``flat``: units lie one after the other in memory, whatever row they are of.
+    """
+
+    width: int
+    threads: int
+    units: int
+    flat: bool
+
+
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """m and s with n // divisor == n * m >> s for all n below 2^30 (Granlund and Montgomery, 1994); m is below 2^31."""
+    shift = 30 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def quantize(block: int, itemsize: int, width: int, numbers: int, flat: bool) -> Config:
+    units = 1 if numbers < _SMALL else max(1, _BYTES // (block * itemsize))
+    return Config(width, 128 if numbers < _SMALL else 256, units, flat)
+
+
+def dequantize(width: int, numbers: int, flat: bool) -> Config:
+    small = numbers < _SMALL
+    return Config(width, 128 if small else 256, 1 if small else 4, flat)

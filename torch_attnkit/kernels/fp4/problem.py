@@ -1,0 +1,69 @@
+"""What is quantised or read back, in sizes and strides, and the tensors of one launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torch_attnkit.formats import mxfp4, nvfp4
+
+BLOCK = {"nvfp4": nvfp4.BLOCK, "mxfp4": mxfp4.BLOCK}  # numbers under one scale
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Rows of K numbers to codes and scales."""
+
+    format: str
+    device: torch.device
+    dtype: torch.dtype
+    k: int
+    batch: tuple[int, ...]  # sizes of the axes before K
+    x: tuple[int, ...]  # element strides of these axes
+    swizzled: bool
+    global_scale: bool = False
+    floor: bool = False  # MXFP4: round the scale down
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.batch)
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """Rows of K codes and their scales to numbers."""
+
+    format: str
+    device: torch.device
+    dtype: torch.dtype  # of the numbers
+    k: int
+    batch: tuple[int, ...]
+    codes: tuple[int, ...]  # strides in bytes of the batch axes
+    scale: tuple[int, ...]  # the same; in the 128x4 layout that of its rows
+    swizzled: bool
+    global_scale: bool = False
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.batch)
+
+
+class Quantized(NamedTuple):
+    """The tensors of one launch of ``Quantize``."""
+
+    x: torch.Tensor  # (..., K)
+    global_scale: torch.Tensor | None  # ()
+    codes: torch.Tensor  # (..., K/2), contiguous
+    scale: torch.Tensor  # (..., K/block) or (rows padded to 128, K/block padded to 4), contiguous
+
+
+class Dequantized(NamedTuple):
+    """The tensors of one launch of ``Dequantize``."""
+
+    codes: torch.Tensor  # (..., K/2)
+    scale: torch.Tensor  # (..., K/block) or (rows padded to 128, K/block padded to 4)
+    global_scale: torch.Tensor | None  # ()
+    x: torch.Tensor  # (..., K), contiguous

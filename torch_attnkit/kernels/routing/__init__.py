@@ -1,0 +1,1 @@
+"""The experts of tokens, and their weights."""
