@@ -27,15 +27,15 @@ DEGENERATE = {
 }
 _MODELS = {
     "deepseek_v4": dict(N=4096, M=2048, E=256, K=6, limit=10),
-    "gptoss": dict(N=2880, M=2880, E=128, K=4, blk=32, limit=7, gptoss=1),
+    "deepseek_v4-mxfp4": dict(N=4096, M=2048, E=256, K=6, limit=10, blk=32),
+    "gptoss": dict(N=2880, M=2880, E=128, K=4, blk=32, limit=7, gptoss=1, bias=1),
     "qwen3_next": dict(N=2048, M=512, E=512, K=10),
 }
+_TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
 BENCH = {
-    f"{name}-{tokens}{suffix}": dict(dict(Tq=tokens, blk=16, act=act) | model)
-    for name, model in _MODELS.items()
-    for tokens in (1, 16, 128, 4096)
-    for act, suffix in ((0, ""), (1, "-nvfp4"))
+    f"{name}-{tokens}": dict(Tq=tokens, blk=16, act=0) | model for name, model in _MODELS.items() for tokens in _TOKENS
 }
+BENCH |= {f"{name}-{tokens}-nvfp4": BENCH[f"{name}-{tokens}"] | dict(act=1) for name in _MODELS for tokens in (8, 512)}
 
 
 def make(

@@ -12,13 +12,13 @@ from cutlass import Float32, Int32, Int64
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import LOWERED
+from torch_attnkit.cuda.ring import Ring
 
 from ...norm.kernel import sigmoid
 from .arguments import Flags, Matrices, Scalars, Tensors, chosen
-from .config import CONSUMERS, WARP_ROWS, Config
-from .mainloop import meet, row_of
-from .schedule import WorkTile
-from .shared import Shared
+from .config import COMBINERS, CONSUMERS, WARP_ROWS, Config
+from .mainloop import row_of
+from .schedule import Work, WorkTile
 
 
 @cute.jit
@@ -54,7 +54,10 @@ class Activation:
                     tensors.out[t, i] = tensors.out.element_type(0.0)
 
     @cute.jit
-    def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, shared: Shared, warp: Int32):
+    def run(
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, results: Ring, turn: Int32,
+        warp: Int32,
+    ):  # fmt: skip
         lane = cute.arch.lane_idx()
         flags, weights = scalars.up, tensors.up
         features = Int32(weights.codes.shape[1]) // 2
@@ -84,7 +87,8 @@ class Activation:
 
 
 class Combine:
-    """Tokens' results, by the last block that has one of a token's choices."""
+    """Tokens' results. The consumers hand a work tile's partial results over to warps that look whether they are the
+    last ones: that takes as long as half of a work tile, while which the next one is multiplied."""
 
     def __init__(self, config: Config):
         self.c = config
@@ -94,23 +98,34 @@ class Combine:
         pass
 
     @cute.jit
-    def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, shared: Shared, warp: Int32):
-        lane = cute.arch.lane_idx()
-        sLast = cute.make_tensor(
-            cute.make_ptr(Int32, shared.last, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(self.c.columns)
-        )
+    def run(
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, results: Ring, turn: Int32,
+        warp: Int32,
+    ):  # fmt: skip
         if warp < self.c.row_warps:
-            self._partial(tensors, scalars, rSum, tile, warp, lane)
-        meet()  # orders the block's stores before the release of the additions below
-        thread = warp * 32 + lane
-        if thread < tile.columns:
-            sLast[thread] = self._arrive(tensors, tile, thread)
-        meet()
-        for column in cutlass.range(warp, tile.columns, CONSUMERS, unroll=1):
-            token = sLast[column]
-            if token >= 0:
-                self._add_up(tensors, token, tile.row * self.c.rows, lane * 4)
-        meet()
+            self._partial(tensors, scalars, rSum, tile, warp, cute.arch.lane_idx())
+        full = results.await_empty(turn)
+        cute.arch.sync_warp()  # orders the warp's stores before the arrival
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(full)
+
+    @cute.jit
+    def combine(self, tensors: Tensors, share: Work, results: Ring, warp: Int32):
+        """What the combining warps do; each has every ``COMBINERS``-th token of a work tile."""
+        lane = cute.arch.lane_idx()
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            results.wait(turn)
+            column, token = lane * COMBINERS + warp, Int32(-1)
+            if column < tile.columns:
+                token = self._arrive(tensors, tile, column)
+            cute.arch.sync_warp()  # what a lane acquired is there for all
+            for i in cutlass.range((tile.columns - warp + COMBINERS - 1) // COMBINERS, unroll=1):
+                last = cute.arch.shuffle_sync(token, i)
+                if last >= 0:
+                    self._add_up(tensors, last, tile.row * self.c.rows, lane * 4)
+            cute.arch.sync_warp()
+            results.release(turn)
 
     @cute.jit
     def _partial(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, warp: Int32, lane: Int32):

@@ -3,6 +3,7 @@
     1 warp         weights of a stage by TMA
     4 warps        tokens and scales of a stage (gather.py)
     8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
+    2 warps        in the second product: add up tokens' results
 
 All meet in one ring of stages; a block takes work tiles until none is left. The second product's weights are on their
 way while blocks of the first still run (programmatic dependent launch).
@@ -22,7 +23,7 @@ from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import CONSUMERS, GATHERERS, WARPS, Config
+from .config import COMBINERS, CONSUMERS, GATHERERS, LOADER, WARPS, Config
 from .epilogue import Activation, Combine
 from .gather import Gather
 from .mainloop import Mainloop
@@ -58,9 +59,10 @@ class Product:
         flags, weights, source = self.of(tensors, scalars)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
-        ring = rings(memory, warp, (("stages", c.stages, 2, CONSUMERS),))["stages"]
+        made = rings(memory, warp, (("stages", c.stages, 2, CONSUMERS), ("results", 2, CONSUMERS, COMBINERS)))
+        ring, results = made["stages"], made["results"]
         shared = Shared(c, memory)
-        if warp == CONSUMERS + GATHERERS:
+        if warp == LOADER:
             cpasync.prefetch_descriptor(loads.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
@@ -70,14 +72,16 @@ class Product:
             cute.arch.griddepcontrol_launch_dependents()
         share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
         if const_expr(not c.paired):
-            if warp < CONSUMERS + GATHERERS:  # weights may come before h is there
+            if warp != LOADER:  # weights may come before h is there
                 cute.arch.griddepcontrol_wait()
         if warp < CONSUMERS:
-            self._consume(tensors, scalars, source, share, ring, shared, warp)
+            self._consume(tensors, scalars, source, share, ring, results, shared, warp)
         elif warp < CONSUMERS + GATHERERS:
             self.gather.run(tensors, flags, weights, source, share, ring, shared, warp - CONSUMERS)
-        else:
+        elif warp == LOADER:
             self._load(tensors, loads, source, share, ring, shared)
+        elif const_expr(not c.paired):
+            self.epilogue.combine(tensors, share, results, warp - LOADER - 1)
 
     @cute.jit
     def _load(self, tensors: Tensors, loads: Loads, source: cute.Tensor, share: Work, ring: Ring, shared: Shared):
@@ -86,6 +90,7 @@ class Product:
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
+            share.prefetch(tensors, turn + 1)  # for all roles: this one is the first to need it
             gW = cute.local_tile(loads.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.sW, gW)
             for k in cutlass.range(steps, unroll=1):
@@ -97,8 +102,8 @@ class Product:
 
     @cute.jit
     def _consume(
-        self, tensors: Tensors, scalars: Scalars, source: cute.Tensor, share: Work, ring: Ring, shared: Shared,
-        warp: Int32,
+        self, tensors: Tensors, scalars: Scalars, source: cute.Tensor, share: Work, ring: Ring, results: Ring,
+        shared: Shared, warp: Int32,
     ):  # fmt: skip
         steps = (Int32(source.shape[1]) + self.c.stage - 1) // self.c.stage
         self.epilogue.begin(tensors, warp)
@@ -108,7 +113,7 @@ class Product:
             tile = share.tile(tensors, turn)
             self.mainloop.run(rSum, tile.columns, steps, n, ring, shared, warp)
             self.mainloop.join_slices(rSum, shared, warp)
-            self.epilogue.run(tensors, scalars, rSum, tile, shared, warp)
+            self.epilogue.run(tensors, scalars, rSum, tile, results, turn, warp)
             n += steps
 
 

@@ -12,16 +12,19 @@ from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, WARP_ROWS, WIDTHS
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
-_ROOM = (
-    1.5  # tokens of a work tile, in units of an expert's mean (H200: 18 % faster than 64 at 128 tokens of 256 experts)
-)
-_COST = {8: 1.0, 4: 1.02, 2: 1.05}  # of a work tile's time by row_warps (measurement H200)
-_MANY = 24  # tokens of an expert, from which on products are by wgmma (measurement H200)
+# Tokens of a work tile, in units of an expert's mean. H200, 128 tokens of 256 experts: 18 % faster than tiles of 64.
+_ROOM = 1.5
+# What few rows cost, by row_warps: of 48 and more experts on an H200 64 rows take 1.2 times as long, 32 take 1.6.
+_COST = {8: 1.0, 4: 1.2, 2: 1.6}
+# Tokens of an expert, from which on products are by wgmma. H200, 256 MXFP4 experts of 4096 x 2048, top 6, by wgmma and
+# by mma.sync: 1956 and 2428 us with 24 tokens an expert, 1852 and 1632 with 12.
+_MANY = 24
 # By the most tokens that an expert has in the mean: those that work tiles of wgmma have, and steps over K in a group.
 # Narrow ones are as fast as codes are decoded, and the more tokens of an expert are in one, the fewer are decoded;
-# experts of more than 240 tokens have work tiles of 120 and more (measurement H200).
+# experts of more than 240 tokens have work tiles of 120 and more. H200, the same experts: with 48 tokens each 2364 us
+# for 2456 with (32, 64, 80, 96) and 2447 with groups of 2; with 192 tokens 4672 us for 4794 from 160 on.
 _WGMMA = (
-    (64, (32, 64, 80, 96), 4),
+    (64, (32, 48, 64, 80), 4),
     (128, (64, 80, 96, 112, 128, 144, 160), 2),
     (math.inf, (64, 96, 128, 144, 160, 176, 192, 208, 224, 240), 1),
 )

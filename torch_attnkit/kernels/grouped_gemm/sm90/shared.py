@@ -37,7 +37,6 @@ class Shared(Fixed):
         self._tokens = memory.allocate(config.stages * config.token_bytes, 128).toint()
         self._factors = memory.allocate(config.stages * config.factor_bytes, 128).toint()
         self.sums = memory.allocate(config.sum_bytes, 128).toint() if config.sum_bytes else Int32(0)
-        self.last = memory.allocate(4 * config.columns, 16).toint()  # a word for each token of a work tile
 
     def weights(self, stage: Int32) -> Int32:
         """(slice, row, chunk) of 16 bytes."""
