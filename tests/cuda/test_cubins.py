@@ -35,6 +35,8 @@ INSTRUCTIONS = {
     ("decode_wgmma", "sm90"): ("HGMMA", "LDGSTS"),
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
     ("decode_tcgen05", "sm100"): PREFILL["sm100"],
+    # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
+    ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "gsb0, 0x1"),
 }
 # Norm and merge have few kernels; those of the others are minutes of compiling.
 FAMILIES = [
