@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from ..problem import BLOCK, Problem, Weights
-from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, WARP_ROWS, WIDTHS
+from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, WARP_ROWS, WIDTHS, Config
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
+_LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 128 tokens of 256 experts: 18 % faster than tiles of 64.
 _ROOM = 1.5
 # What few rows cost, by row_warps: of 48 and more experts on an H200 64 rows take 1.2 times as long, 32 take 1.6.
@@ -56,7 +57,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
-    row_warps = tuple(_row_warps(w, tiles, sms) for w in (p.up, p.down))
+    row_warps = tuple(_row_warps(p, w, columns, tiles, sms) for w in (p.up, p.down))
     up_tiles, down_tiles = (
         -(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True)
     )
@@ -97,14 +98,20 @@ def _room_for(experts: int) -> int:
     return max(_LEAST_EXPERTS, 1 << (experts - 1).bit_length())
 
 
-def _row_warps(weights: Weights, tiles: int, sms: int) -> int:
-    """Rows of a work tile, by the share of the multiprocessors that have work to the end; few rows load less well."""
+def _row_warps(p: Problem, weights: Weights, columns: int, tiles: int, sms: int) -> int:
+    """Rows of a work tile, by the share of the multiprocessors that have work to the end; few rows load less well, and
+    many tokens leave no room for their stages."""
+    source = "f16" if p.dtype is torch.float16 else "bf16"
+
+    def fits(warps: int) -> bool:
+        return Config(p.format, warps, source, p.activations, columns, False, 1).stages >= _LEAST_STAGES
 
     def idle(warps: int) -> float:
         units = tiles * -(-weights.rows // (WARP_ROWS * warps))
         return -(-units // sms) * sms / units
 
-    return min((CONSUMERS, 4, 2), key=lambda warps: idle(warps) * _COST[warps])
+    some = [warps for warps in (4, 2) if fits(warps)]
+    return min((CONSUMERS, *some), key=lambda warps: idle(warps) * _COST[warps])
 
 
 def _vector(p: Problem, weights: Weights) -> int:
