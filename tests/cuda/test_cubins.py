@@ -40,9 +40,12 @@ INSTRUCTIONS = {
 }
 # Norm and merge have few kernels; those of the others are minutes of compiling.
 FAMILIES = [
-    pytest.param(family, arch, marks=[pytest.mark.proof] if family in ("decode", "prefill") else [])
+    pytest.param(
+        folder.name, arch, marks=[pytest.mark.proof] if folder.name in ("decode", "prefill", "grouped_gemm") else []
+    )
     for arch in compile.GPU_ARCH
-    for family in sorted(p.parent.name for p in (paths.package() / "kernels").glob("*/problem.py"))
+    for folder in sorted(p.parent for p in (paths.package() / "kernels").glob("*/problem.py"))
+    if (folder / arch).exists() or not any((folder / other).exists() for other in compile.GPU_ARCH)
 ]
 missing = [
     name

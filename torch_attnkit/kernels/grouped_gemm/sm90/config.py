@@ -13,8 +13,8 @@ WARP_ROWS = 16  # of a work tile
 GATHERERS = 4  # warps that bring tokens and scales, a stage each in turn
 LOADER = CONSUMERS + GATHERERS  # the warp that loads weights
 COMBINERS = 2  # warps that add up tokens' results, of the second product
-WARPS = LOADER + 1 + COMBINERS
-WIDTHS = (1, 2, 4, 8)  # groups of 8 tokens that a work tile may have
+WARPS = 16  # whole warpgroups, whose registers differ; the last one has nothing to do
+WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
 _SHARED = 225 * 1024  # of a block, without barriers
 _MOST_STAGES = 12
@@ -58,6 +58,11 @@ class Config:
     def stage(self) -> int:
         """Numbers of a row in a stage of the ring."""
         return BOX * self.slices
+
+    @property
+    def loads_at_once(self) -> int:
+        """Of 32 numbers each that a gatherer has on their way: as many as spill no registers."""
+        return 4 // self.parts if self.activations == "none" else 1
 
     @property
     def widths(self) -> tuple[int, ...]:

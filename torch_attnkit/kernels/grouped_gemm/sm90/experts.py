@@ -12,7 +12,7 @@ docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -30,6 +30,17 @@ from .mainloop import Mainloop
 from .routing import Sort
 from .schedule import Work, work
 from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
+
+
+class Registers(NamedTuple):
+    """Of a thread, by role; 128 is the mean."""
+
+    consumers: int
+    gatherers: int
+    others: int
+
+
+_REGISTERS = Registers(128, 200, 56)
 
 
 class Product:
@@ -75,13 +86,18 @@ class Product:
             if warp != LOADER:  # weights may come before h is there
                 cute.arch.griddepcontrol_wait()
         if warp < CONSUMERS:
+            cute.arch.setmaxregister_increase(_REGISTERS.consumers)
             self._consume(tensors, scalars, source, share, ring, results, shared, warp)
         elif warp < CONSUMERS + GATHERERS:
+            cute.arch.setmaxregister_increase(_REGISTERS.gatherers)
             self.gather.run(tensors, flags, weights, source, share, ring, shared, warp - CONSUMERS)
-        elif warp == LOADER:
-            self._load(tensors, loads, source, share, ring, shared)
-        elif const_expr(not c.paired):
-            self.epilogue.combine(tensors, share, results, warp - LOADER - 1)
+        else:
+            cute.arch.setmaxregister_decrease(_REGISTERS.others)
+            if warp == LOADER:
+                self._load(tensors, loads, source, share, ring, shared)
+            elif const_expr(not c.paired):
+                if warp <= LOADER + COMBINERS:
+                    self.epilogue.combine(tensors, share, results, warp - LOADER - 1)
 
     @cute.jit
     def _load(self, tensors: Tensors, loads: Loads, source: cute.Tensor, share: Work, ring: Ring, shared: Shared):

@@ -24,7 +24,6 @@ from .schedule import Work, WorkTile, width_of
 from .shared import Shared
 
 _EACH = 32  # numbers of a token that a lane brings
-_AT_ONCE = 4  # loads of so many numbers on their way
 _CHUNK = 8  # of them under a word of codes
 _UPPER = 0xFFFF0000  # half of a word
 
@@ -77,7 +76,8 @@ class Gather:
         self.rounded = rounded  # 32 float32 numbers of a row, and a global scale, to what they are multiplied as
         spans = config.stage // SPAN
         units = [(group, span) for group in range(config.columns // 8) for span in range(spans)]
-        self.batches = [units[i : i + _AT_ONCE] for i in range(0, len(units), _AT_ONCE)]
+        at_once = config.loads_at_once
+        self.batches = [units[i : i + at_once] for i in range(0, len(units), at_once)]
 
     @cute.jit
     def run(
