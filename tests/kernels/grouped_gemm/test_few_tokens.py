@@ -1,0 +1,143 @@
+"""Routed experts with few tokens each, by ``mma.sync`` on Hopper, checked as they run; and what is decoded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit.core import dispatch
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.cuda import driver
+from torch_attnkit.formats import e2m1, fp8
+from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
+from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
+from torch_attnkit.ops.fp4_moe import cases
+from torch_attnkit.oracle.compare import check
+
+
+@pytest.fixture
+def simulated():
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    return pytest.importorskip("torch_attnkit.sim.ptx")
+
+
+@pytest.fixture
+def multiprocessors(monkeypatch):
+    """Plans are made for so many, which decides over how many warps K is sliced."""
+
+    def chosen(count: int) -> None:
+        monkeypatch.setattr(driver, "_SIMULATED_SMS", count)
+        driver.sm_count.cache_clear()
+        dispatch._PLANS["fp4_moe"].clear()
+
+    yield chosen
+    driver.sm_count.cache_clear()
+    dispatch._PLANS["fp4_moe"].clear()
+
+
+def reference(args, kwargs, *, double: bool) -> torch.Tensor:
+    models = (torch.bfloat16, torch.float16)
+    args = [a.double() if double and isinstance(a, torch.Tensor) and a.dtype in models else a for a in args]
+    return OPS["fp4_moe"].module("reference").reference(*args, **kwargs)
+
+
+def judged(name: str, args, kwargs, got: torch.Tensor) -> None:
+    check(f"fp4_moe {name}", got, reference(args, kwargs, double=False), reference(args, kwargs, double=True))
+
+
+# Multiprocessors, sizes, dtype, features.
+SHAPES = {
+    "rows of eight warps": (1, dict(Tq=9, N=544, M=288, E=5, K=3), torch.bfloat16, ("global_scale", "bias")),
+    "slices of two warps": (9, dict(Tq=3, N=544, M=288, E=5, K=2, blk=32), torch.bfloat16, ("interleaved",)),
+    "slices of four warps": (132, dict(Tq=2, N=1056, M=544, E=4, K=1), torch.bfloat16, ("swizzled",)),
+    "float16 as two numbers": (2, dict(Tq=17, N=288, M=96, E=2, K=2, blk=32), torch.float16, ("gptoss", "limit")),
+    "four groups of tokens": (3, dict(Tq=30, N=96, M=160, E=2, K=1), torch.bfloat16, ()),
+}
+
+
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SHAPES)
+def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
+    count, dims, dtype, features = SHAPES[name]
+    multiprocessors(count)
+    gen = torch.Generator().manual_seed(len(name))
+    args, kwargs = cases.make(dict(blk=16, act=0) | dims, dtype, features, gen)
+    with (
+        torch_attnkit.simulate("sm90"),
+        simulated.settings(check=True, seed=len(name)),
+        simulated.counting() as launches,
+    ):
+        got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
+    assert len(launches) == 3  # the sort and both products
+    judged(name, args, kwargs, got)
+
+
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
+def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(simulated, multiprocessors):
+    """Blocks come in another order with every seed, slots lie in another order in their experts, and counters must be
+    back at zero."""
+    multiprocessors(5)
+    gen = torch.Generator().manual_seed(3)
+    args, kwargs = cases.make(dict(Tq=7, N=160, M=64, E=2, K=2, blk=16, act=0), torch.bfloat16, (), gen)
+    args[2][3] = -1  # a token without experts, whatever its weights
+    args[1][3] = torch.nan
+    results = []
+    for seed in range(4):
+        with torch_attnkit.simulate("sm90"), simulated.settings(check=True, seed=seed):
+            results.append(torch.ops.attnkit.fp4_moe(*args, **kwargs))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert not results[0][3].any()
+    judged("schedules", args, kwargs, results[0])
+
+
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_every_scale_and_code_is_decoded(simulated, format):
+    """One token that picks a single number of each row: out is a table of what was decoded. Of MXFP4 the scales are
+    those that bf16 holds beside the power of two that decoding leaves: 2^-69 to 2^63."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    block, scales = 16, torch.cat((torch.arange(0x7F), 0x80 + torch.arange(0x7F)))  # all but NaN
+    if format == "mxfp4":
+        block, scales = 32, torch.arange(58, 191)
+    rows = len(scales) // 32 * 32 * len(codes) // 32  # of 32 numbers
+    N, M = rows * 32, 32
+    scales = scales[: N // len(codes)].repeat_interleave(len(codes)).to(torch.uint8)  # (N)
+    w2 = torch.zeros(1, N, M // 2, dtype=torch.uint8)
+    w2[0, :, 0] = codes.repeat(N // len(codes))  # the first number of a row
+    w2_scale = scales[None, :, None].expand(1, N, M // block).contiguous()
+    w13 = torch.zeros(1, 2 * M, N // 2, dtype=torch.uint8)
+    x = torch.zeros(1, N, dtype=torch.bfloat16)
+    bias13 = torch.zeros(1, 2 * M, dtype=torch.bfloat16)
+    bias13[0, 0], bias13[0, M] = 64.0, 1 / 64  # h = (1, 0, 0 ...): silu(64) is 64
+    args = (
+        x, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), w13,
+        torch.full((1, 2 * M, N // block), 0x38, dtype=torch.uint8), w2, w2_scale, None, None, bias13,
+    )  # fmt: skip
+    with torch_attnkit.simulate("sm90"):
+        got = torch.ops.attnkit.fp4_moe(*args, format=format)
+    decode = fp8.e4m3_decode if format == "nvfp4" else fp8.ue8m0_decode
+    want = e2m1.decode(w2[0, :, 0] & 15) * decode(scales)
+    assert torch.equal(got[0].float(), want.to(torch.bfloat16).float())
+
+
+def problem(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    """DeepSeek-V4-Flash's experts in NVFP4."""
+    up = Weights(4096, 4096, 4096 * 2048, 2048, 4096 * 256, 256, 256)
+    down = Weights(4096, 2048, 4096 * 1024, 1024, 4096 * 128, 128, 128)
+    return Problem(
+        torch.device("cpu"), dtype, torch.int32, tokens, 6, 256, up, down, "nvfp4", "none", "silu", 1.702, 10.0, False,
+        "linear",
+    )  # fmt: skip
+
+
+def test_few_tokens_slice_k_and_work_tiles_are_as_wide_as_experts_have_tokens():
+    plans = {tokens: plan(problem(tokens), 132) for tokens in (1, 8, 128, 256, 900)}
+    assert plans[1].row_warps == (4, 4)  # 384 work tiles for 132 multiprocessors, where 192 would leave 72 idle
+    assert plans[8].row_warps == (8, 8)
+    assert [p.columns for p in plans.values()] == [8, 8, 8, 16, 32]
+    assert plan(problem(900, torch.float16), 132).row_warps == (8, 8)
