@@ -38,11 +38,10 @@ INSTRUCTIONS = {
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "gsb0, 0x1"),
 }
-# Norm and merge have few kernels; those of the others are minutes of compiling.
+# A few kernels; those of the others are minutes of compiling.
+QUICK = (("norm", "sm90"), ("norm", "sm100"), ("routing", "sm90"))
 FAMILIES = [
-    pytest.param(
-        folder.name, arch, marks=[pytest.mark.proof] if folder.name in ("decode", "prefill", "grouped_gemm") else []
-    )
+    pytest.param(folder.name, arch, marks=[] if (folder.name, arch) in QUICK else [pytest.mark.proof])
     for arch in compile.GPU_ARCH
     for folder in sorted(p.parent for p in (paths.package() / "kernels").glob("*/problem.py"))
     if (folder / arch).exists() or not any((folder / other).exists() for other in compile.GPU_ARCH)

@@ -25,15 +25,16 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return lambda operands: None
     if p.slots == 0 or p.experts == 0:
         return _nothing
-    family = f"torch_attnkit.kernels.grouped_gemm.{target.arch}"
-    plan = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
+    made = importlib.import_module(f"torch_attnkit.kernels.grouped_gemm.{target.arch}.plan")
+    plan = made.plan(p, driver.sm_count(p.device))
+    kernel = f"torch_attnkit.kernels.grouped_gemm.{target.arch}.kernel"
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
         special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps)
         if plan.token_widths:
             special = dict(trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group)
         return compile.launcher(
-            target, p.device, f"{family}.kernel", dtype=short(p.dtype), index_dtype=short(p.index_dtype),
+            target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
             format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors, **special,
         )  # fmt: skip
 
