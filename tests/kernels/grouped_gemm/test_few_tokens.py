@@ -58,7 +58,7 @@ SHAPES = {
 
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SHAPES)
 def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
     count, dims, dtype, features = SHAPES[name]
