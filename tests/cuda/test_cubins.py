@@ -38,8 +38,8 @@ INSTRUCTIONS = {
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "gsb0, 0x1"),
 }
-# A few kernels; those of the others are minutes of compiling.
-QUICK = (("norm", "sm90"), ("norm", "sm100"), ("routing", "sm90"))
+# Few kernels; those of the others are minutes of compiling.
+QUICK = (("norm", "sm90"),)
 FAMILIES = [
     pytest.param(folder.name, arch, marks=[] if (folder.name, arch) in QUICK else [pytest.mark.proof])
     for arch in compile.GPU_ARCH

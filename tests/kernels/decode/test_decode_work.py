@@ -97,7 +97,7 @@ def test_codes_err_no_more_than_by_rounding_the_probabilities(sharp, most):
     assert ours <= most * emulated
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("dim", "heads", "kv_heads", "same", "paged"),
