@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -15,8 +16,8 @@ class Matrices(NamedTuple):
 
     codes: cute.Tensor  # (E, rows, columns / 2), bytes
     scale: cute.Tensor  # (E, rows, blocks), or in the 128x4 layout (E, padded rows, padded blocks)
-    bias: cute.Tensor  # (E, rows), anything without ``has_bias``
-    divisor: cute.Tensor  # (E), global scales, anything without ``has_divisor``
+    bias: cute.Tensor  # (E, rows), anything without its flag
+    divisor: cute.Tensor  # (E), global scales, likewise
     activation: cute.Tensor  # (1), the global scale of the tokens' rows, likewise
 
 
@@ -86,8 +87,6 @@ def arguments(dtype: str, index_dtype: str, h_dtype: str) -> list[Any]:
 
 def chosen(tensors: Tensors, token: Int32, k: Int32) -> Int32:
     """The k-th choice of a token, -1 for one that is no expert."""
-    import cutlass
-
     index = tensors.indices[token, k]
     inside = (index >= 0) & (index < tensors.up.codes.shape[0])
     return cutlass.select_(inside, Int32(index), Int32(-1))

@@ -59,16 +59,11 @@ class Activation:
         warp: Int32,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
-        flags, weights = scalars.up, tensors.up
-        features = Int32(weights.codes.shape[1]) // 2
+        features = Int32(tensors.up.codes.shape[1]) // 2
         feature = tile.row * self.c.features + warp * (WARP_ROWS // 2) + row_of(lane)
         if (warp < self.c.row_warps) & (feature < features):
-            factor = raised(self.c, flags, weights, tile.expert)
-            bias = [Float32(0.0), Float32(0.0)]
-            if flags.bias != 0:
-                for part in cutlass.range_constexpr(2):
-                    row = cutlass.select_(flags.interleaved != 0, feature * 2 + part, feature + part * features)
-                    bias[part] = Float32(weights.bias[tile.expert, row])
+            factor = raised(self.c, scalars.up, tensors.up, tile.expert)
+            bias = self.bias(tensors, scalars, tile, feature)
             for group in cutlass.range_constexpr(self.c.columns // 8):
                 for j in cutlass.range_constexpr(2):
                     column = 8 * group + lane % 4 * 2 + j
@@ -76,6 +71,18 @@ class Activation:
                         gate, up = (rSum[j + 2 * part, group, 0] * factor + bias[part] for part in range(2))
                         h = self.swiglu(scalars, gate, up)
                         tensors.h[tile.first + column, feature] = h.to(tensors.h.element_type)
+
+    @cute.jit
+    def bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):
+        """Of the gate and up of a feature."""
+        flags, weights = scalars.up, tensors.up
+        features = Int32(weights.codes.shape[1]) // 2
+        bias = [Float32(0.0), Float32(0.0)]
+        if (flags.bias != 0) & (feature < features):
+            for part in cutlass.range_constexpr(2):
+                row = cutlass.select_(flags.interleaved != 0, feature * 2 + part, feature + part * features)
+                bias[part] = Float32(weights.bias[tile.expert, row])
+        return bias
 
     def swiglu(self, scalars: Scalars, gate: Float32, up: Float32) -> Float32:
         limit = scalars.limit  # comparisons with NaN are false, so that it stays

@@ -48,7 +48,7 @@ class Permuted:
     ):  # fmt: skip
         features = Int32(tensors.up.codes.shape[1]) // 2
         feature = tile.row * self.c.features + self._feature(warp, lane)
-        bias = self.bias(tensors, scalars, tile, feature)
+        bias = self.activation.bias(tensors, scalars, tile, feature)
         # A word of the transposed tile has features b = 0 and 1 of the quads 2 c and 2 c + 1, c being lane % 4.
         first = warp // 2 * 32 + warp % 2 * 16 + (lane >> 1 & 1) * 8 + (lane & 1) * 2 + (tile.row & 1) * 4
         row = tensors.h.stride[0]
@@ -67,18 +67,6 @@ class Permuted:
                     if left > 8 * group:
                         target = cute.make_ptr(Int32, at + group * row * 16, cute.AddressSpace.gmem, assumed_align=4)
                         cute.make_tensor(target, cute.make_layout(1))[0] = word
-
-    @cute.jit
-    def bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):
-        """Of the gate and up of a feature."""
-        flags, weights = scalars.up, tensors.up
-        features = Int32(weights.codes.shape[1]) // 2
-        bias = [Float32(0.0), Float32(0.0)]
-        if (flags.bias != 0) & (feature < features):
-            for part in cutlass.range_constexpr(2):
-                row = cutlass.select_(flags.interleaved != 0, feature * 2 + part, feature + part * features)
-                bias[part] = Float32(weights.bias[tile.expert, row])
-        return bias
 
     def h(
         self, scalars: Scalars, rSum: cute.Tensor, group: int, j: int, factor: Float32, bias: list[Float32]
@@ -103,7 +91,7 @@ class Plain:
     ):  # fmt: skip
         feature = tile.row * self.c.features + warp * (WARP_ROWS // 2) + row_of(lane)
         if feature < Int32(tensors.h.shape[1]):
-            bias = self.permuted.bias(tensors, scalars, tile, feature)
+            bias = self.permuted.activation.bias(tensors, scalars, tile, feature)
             row = tensors.h.stride[0]
             place = tile.first + lane % 4 * 2
             at = tensors.h.iterator.toint() + (Int64(place) * row + feature) * 4

@@ -1,4 +1,4 @@
-"""Work tiles: the tokens of one expert, as many as a product takes, times 128 rows of its weights. Imports cutlass."""
+"""Work tiles: the tokens of one expert, as many as a product takes, times some rows of its weights. Imports cutlass."""
 
 from __future__ import annotations
 
