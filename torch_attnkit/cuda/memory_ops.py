@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from .asm import asm
@@ -30,3 +30,24 @@ def arrive_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = No
     a branch may make them wait for each other."""
     text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
     asm([], [Int32(barrier), Int32(condition)], text, effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_4_floats_if(source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """16 aligned bytes past the first-level cache, what other blocks of this launch wrote; ``valid`` 0 reads nothing and
+    gives zeros, without a branch, so that many can be on their way."""
+    text = (
+        "{ .reg .pred p; .reg .f32 a, b, c, d; setp.ne.s32 p, $5, 0; mov.f32 a, 0f00000000; mov.f32 b, 0f00000000; "
+        "mov.f32 c, 0f00000000; mov.f32 d, 0f00000000; @p ld.global.cg.v4.f32 {a, b, c, d}, [$4]; "
+        "mov.f32 $0, a; mov.f32 $1, b; mov.f32 $2, c; mov.f32 $3, d; }"
+    )
+    return asm([Float32] * 4, [Int64(source), Int32(valid)], text, effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def bulk_load(
+    shared: Int32, source: Int64, nbytes: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """A thread's copy of device memory to shared memory, in multiples of 16 bytes, that an mbarrier counts."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    asm([], [Int32(shared), Int64(source), Int32(nbytes), Int32(barrier)], text, effects=True, loc=loc, ip=ip)

@@ -41,7 +41,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     vectors = plan.scale_vectors
     wide = compiled(vectors)
     narrow: list[Callable[..., None]] = []
-    h_dtype = p.dtype if p.activations == "none" else torch.float32
+    h_apart = plan.token_widths and p.activations != "none"  # in float32, to be rounded
     counters = math.prod(plan.counters)
     workspace = Workspace(p.device, 1, counters)
     rows = [_rows_of_scales(p, w) for w in (p.up, p.down)]
@@ -54,9 +54,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     def launch(operands: Operands) -> None:
         o = operands
         one, count = workspace.get()
-        sorted_rows = tuple(room(torch.bfloat16, p.slots, columns) for columns in plan.sorted_columns)  # x, h
-        in_place = sorted_rows and p.activations == "none"
-        h = sorted_rows[1] if in_place else room(h_dtype, p.slots, p.intermediate)
+        x_rows, h_rows = room(torch.bfloat16, *plan.x_rows), room(torch.bfloat16, *plan.h_rows)
+        h = room(torch.float32, p.slots, p.intermediate) if h_apart else h_rows
         x, w13, w2 = map(_aligned, (o.x, o.w13, o.w2))
         run = wide
         if o.w13_scale.data_ptr() % vectors[0] or o.w2_scale.data_ptr() % vectors[1]:
@@ -76,7 +75,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
                 (rows[1], o.bias2, o.w2_global, o.h_global),
             )
         )
-        run(tensors, *((sorted_rows,) if sorted_rows else ()), (*flags, *numbers), *plan.blocks)
+        run(tensors, (x_rows, h_rows) if plan.token_widths else x_rows, (*flags, *numbers), *plan.blocks)
 
     return launch
 

@@ -32,9 +32,9 @@ class Tensors(NamedTuple):
     out: cute.Tensor  # (Tq, N)
     order: cute.Tensor  # (slots), by expert: slot t * K + k is the k-th choice of token t; by ``wgmma`` slots' places
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
-    h: cute.Tensor  # (slots, M), in that order; by ``wgmma`` (slots, whole spans), permuted as in ``permute.py``
+    h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``rows.py`` has it, or (slots, M)
     partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
-    count: cute.Tensor  # (Tq, row tiles), results of a token that have come; by ``wgmma`` (1, 1), blocks past the sort
+    count: cute.Tensor  # (row tiles, 1), work tiles that have come; by ``wgmma`` (1, 1), blocks past the sort
 
 
 class Flags(NamedTuple):

@@ -10,13 +10,14 @@ BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
 SPAN = 128  # numbers that a quad of lanes decodes at a time, 32 each: 16 bytes of a row
 CONSUMERS = 8  # warps that multiply
 WARP_ROWS = 16  # of a work tile
-GATHERERS = 4  # warps that bring tokens and scales, a stage each in turn
-LOADER = CONSUMERS + GATHERERS  # the warp that loads weights
-COMBINERS = 2  # warps that add up tokens' results, of the second product
-WARPS = 16  # whole warpgroups, whose registers differ; the last one has nothing to do
+CODES, TOKENS, SCHEDULER, COUNTER = range(CONSUMERS, CONSUMERS + 4)  # warps, of which there is one each
+FACTORS = 4  # warps that bring scales, a stage each in turn: the last ones
+WARPS = COUNTER + 1 + FACTORS
+TILES = 4  # work tiles that are known ahead
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
-_SHARED = 225 * 1024  # of a block, without barriers
+_SHARED = 224 * 1024  # of a block, without barriers and work tiles
+_PAD = 16  # bytes between tokens in shared memory: rows that are read at once begin in different banks
 _MOST_STAGES = 12
 TOKEN_STAGE = 64  # numbers of a token in a stage of a ring of its own: 128 bytes, which TMA swizzles
 LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
@@ -29,8 +30,8 @@ class Config:
 
     format: str
     row_warps: int  # consumers that share no rows; the others have other slices of K
-    source: str  # dtype of the rows that are multiplied: bf16, f16, f32
-    activations: str  # to which they are rounded on their way
+    source: str  # dtype of the tokens: bf16, f16
+    activations: str  # to which x and h are rounded before they are multiplied
     columns: int  # most tokens of a work tile
     paired: bool  # whether rows of a work tile are 8 of gate and 8 of up in turn
     scale_vector: int  # bytes of scales that one load may take
@@ -60,11 +61,6 @@ class Config:
         return BOX * self.slices
 
     @property
-    def loads_at_once(self) -> int:
-        """Of 32 numbers each that a gatherer has on their way: as many as spill no registers."""
-        return 4 // self.parts if self.activations == "none" else 1
-
-    @property
     def widths(self) -> tuple[int, ...]:
         return tuple(w for w in WIDTHS if 8 * w <= self.columns)
 
@@ -84,12 +80,13 @@ class Config:
         return self.rows * self.stage // 2
 
     @property
-    def part_bytes(self) -> int:
-        return self.columns * self.stage * 2
+    def token_row_bytes(self) -> int:
+        """From a token, or a part of it, to the next."""
+        return self.stage * 2 + _PAD
 
     @property
     def token_bytes(self) -> int:
-        return self.parts * self.part_bytes
+        return self.parts * self.columns * self.token_row_bytes
 
     @property
     def factor_bytes(self) -> int:
@@ -101,9 +98,19 @@ class Config:
         return (self.slices - 1) * self.rows * self.columns * 4
 
     @property
+    def result_pitch(self) -> int:
+        """Floats from a token's features to the next token's, where they are rounded together."""
+        return self.features + 4
+
+    @property
+    def result_bytes(self) -> int:
+        """Features of a work tile that are rounded together."""
+        return self.columns * self.result_pitch * 4 if self.paired and self.activations != "none" else 0
+
+    @property
     def stages(self) -> int:
         stage = self.weight_bytes + self.token_bytes + self.factor_bytes
-        return min(_MOST_STAGES, (_SHARED - self.sum_bytes) // stage)
+        return min(_MOST_STAGES, (_SHARED - self.sum_bytes - self.result_bytes) // stage)
 
 
 @dataclass(frozen=True)

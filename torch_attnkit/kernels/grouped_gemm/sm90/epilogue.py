@@ -1,24 +1,39 @@
 """What becomes of a work tile's sums: activations of the first product, tokens' results of the second. Imports cutlass.
 
-A result of the second product goes into the workspace, weighted. The block that brings the last of a token's choices
-for some features adds them up in the order of the choices, so that the result does not depend on who came last.
+A result of the second product goes into the workspace, weighted. The block that brings the last work tile of some rows
+adds each token's up in the order of its choices, so that the result does not depend on who came last.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
+from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import LOWERED
 from torch_attnkit.cuda.ring import Ring
 
 from ...norm.kernel import sigmoid
 from .arguments import Flags, Matrices, Scalars, Tensors, chosen
-from .config import COMBINERS, CONSUMERS, WARP_ROWS, Config
-from .mainloop import row_of
-from .schedule import Work, WorkTile
+from .config import CONSUMERS, WARP_ROWS, Config
+from .mainloop import meet, row_of
+from .rows import permuted, split
+from .schedule import Tiles, Work, WorkTile
+from .shared import Shared
+
+_AT_ONCE = 8  # of a token's results that a thread has on their way
+
+
+class Counts(NamedTuple):
+    """Between the consumers and the warp that counts work tiles."""
+
+    come: Ring  # a work tile's results are in the workspace
+    known: Ring  # whether it was the last of its rows
+    sLast: cute.Tensor  # (2): the number of its rows' tile + 1 if so, else 0
 
 
 @cute.jit
@@ -34,35 +49,23 @@ def raised(config: cutlass.Constexpr, flags: Flags, weights: Matrices, expert: I
 
 
 class Activation:
-    """h = swiglu(gate, up) of a work tile, into the workspace."""
+    """h = swiglu(gate, up) of a work tile, as ``permute.py`` has rows of tokens. Quantised, it is rounded here: a work
+    tile has whole blocks of features."""
 
-    def __init__(self, config: Config):
-        self.c = config
-
-    @cute.jit
-    def begin(self, tensors: Tensors, warp: Int32):
-        """Tokens without any expert are zeros."""
-        lane = cute.arch.lane_idx()
-        tokens, top_k = Int32(tensors.indices.shape[0]), Int32(tensors.indices.shape[1])
-        step = cute.arch.grid_dim()[0] * CONSUMERS
-        for t in cutlass.range(cute.arch.block_idx()[0] * CONSUMERS + warp, tokens, step, unroll=1):
-            some = Int32(0)
-            for k in cutlass.range(lane, top_k, 32, unroll=1):
-                some += cutlass.select_(chosen(tensors, t, k) >= 0, Int32(1), Int32(0))
-            if cute.arch.warp_redux_sync(some, "add") == 0:
-                for i in cutlass.range(lane, Int32(tensors.out.shape[1]), 32, unroll=1):
-                    tensors.out[t, i] = tensors.out.element_type(0.0)
+    def __init__(self, config: Config, rounded: Any = None):
+        self.c, self.rounded = config, rounded
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, results: Ring, turn: Int32,
-        warp: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tiles: Tiles, turn: Int32,
+        shared: Shared, warp: Int32,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         features = Int32(tensors.up.codes.shape[1]) // 2
-        feature = tile.row * self.c.features + warp * (WARP_ROWS // 2) + row_of(lane)
-        if (warp < self.c.row_warps) & (feature < features):
-            factor = raised(self.c, scalars.up, tensors.up, tile.expert)
+        local = warp * (WARP_ROWS // 2) + row_of(lane)
+        feature = tile.row * self.c.features + local
+        if warp < self.c.row_warps:
+            factor, place = tiles.factor(turn), permuted(feature)
             bias = self.bias(tensors, scalars, tile, feature)
             for group in cutlass.range_constexpr(self.c.columns // 8):
                 for j in cutlass.range_constexpr(2):
@@ -70,7 +73,44 @@ class Activation:
                     if column < tile.columns:
                         gate, up = (rSum[j + 2 * part, group, 0] * factor + bias[part] for part in range(2))
                         h = self.swiglu(scalars, gate, up)
-                        tensors.h[tile.first + column, feature] = h.to(tensors.h.element_type)
+                        if const_expr(self.rounded is not None):
+                            sH = self._shared(shared, column, local)
+                            sH[0] = cutlass.select_(feature < features, h, Float32(0.0))
+                        elif feature < features:
+                            self._store(tensors, tile.first + column, place, h)
+        if const_expr(self.rounded is not None):
+            self._round(tensors, scalars, tile, shared, warp * 32 + lane)
+
+    def _store(self, tensors: Tensors, row: Int32, place: Int32, h: Float32) -> None:
+        """As ``x.dtype``, and that as bf16 or the sum of two."""
+        if self.c.parts == 1:
+            tensors.h[row, place] = h.to(cutlass.BFloat16)
+        else:
+            for part, x in enumerate(split(h.to(cutlass.Float16).to(Float32))):
+                tensors.h[row * 2 + part, place] = x.to(cutlass.BFloat16)
+
+    def _shared(self, shared: Shared, column: Int32, feature: Int32) -> cute.Tensor:
+        """(32) features from one on."""
+        at = shared.results + (column * self.c.result_pitch + feature) * 4
+        pointer = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4)
+        return cute.make_tensor(pointer, cute.make_layout(32))
+
+    @cute.jit
+    def _round(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Shared, thread: Int32):
+        """A thread has 32 features of a token."""
+        meet()
+        global_scale = Float32(1.0)
+        if scalars.down.activation != 0:
+            global_scale = tensors.down.activation[0]
+        column, block = thread % self.c.columns, thread // self.c.columns
+        if (block < self.c.features // 32) & (column < tile.columns):
+            rX = cute.make_rmem_tensor(32, Float32)
+            rX.store(self._shared(shared, column, block * 32).load())
+            self.rounded(rX, global_scale)
+            first = permuted(tile.row * self.c.features + block * 32)
+            for i in cutlass.range_constexpr(32):
+                tensors.h[tile.first + column, first + (permuted(i))] = rX[i].to(cutlass.BFloat16)
+        meet()  # before the next work tile's features come
 
     @cute.jit
     def bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):
@@ -94,91 +134,93 @@ class Activation:
 
 
 class Combine:
-    """Tokens' results. The consumers hand a work tile's partial results over to warps that look whether they are the
-    last ones: that takes as long as half of a work tile, while which the next one is multiplied."""
+    """Tokens' results. A work tile's are left in the workspace, weighted. Of those who have the same rows, the last one
+    adds all tokens' up in the order of their choices: a warp of its own counts who has come, meanwhile the next work
+    tile is multiplied."""
 
     def __init__(self, config: Config):
         self.c = config
 
     @cute.jit
-    def begin(self, tensors: Tensors, warp: Int32):
-        pass
-
-    @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, results: Ring, turn: Int32,
-        warp: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tiles: Tiles, turn: Int32,
+        shared: Shared, warp: Int32,
     ):  # fmt: skip
+        lane = cute.arch.lane_idx()
         if warp < self.c.row_warps:
-            self._partial(tensors, scalars, rSum, tile, warp, cute.arch.lane_idx())
-        full = results.await_empty(turn)
-        cute.arch.sync_warp()  # orders the warp's stores before the arrival
+            flags, weights = scalars.down, tensors.down
+            features = Int32(weights.codes.shape[1])
+            first = tile.row * self.c.rows + warp * WARP_ROWS + row_of(lane)
+            factor = tiles.factor(turn)
+            bias = [Float32(0.0), Float32(0.0)]
+            for part in cutlass.range_constexpr(2):
+                if (flags.bias != 0) & (first + 8 * part < features):
+                    bias[part] = Float32(weights.bias[tile.expert, first + 8 * part])
+            for group in cutlass.range_constexpr(self.c.columns // 8):
+                for j in cutlass.range_constexpr(2):
+                    column = 8 * group + lane % 4 * 2 + j
+                    if column < tile.columns:
+                        slot, weight = tiles.slot(turn, column), tiles.weight(turn, column)
+                        for part in cutlass.range_constexpr(2):
+                            if first + 8 * part < features:
+                                y = rSum[j + 2 * part, group, 0] * factor + bias[part]
+                                tensors.partial[slot, first + 8 * part] = y * weight
+
+    def arrive(self, counts: Counts, turn: Int32) -> None:
+        full = counts.come.await_empty(turn)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def combine(self, tensors: Tensors, share: Work, results: Ring, warp: Int32):
-        """What the combining warps do; each has every ``COMBINERS``-th token of a work tile."""
-        lane = cute.arch.lane_idx()
+    def count(self, tensors: Tensors, share: Work, tiles: Tiles, counts: Counts):
+        """What the counting warp does."""
         for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
-            results.wait(turn)
-            column, token = lane * COMBINERS + warp, Int32(-1)
-            if column < tile.columns:
-                token = self._arrive(tensors, tile, column)
-            cute.arch.sync_warp()  # what a lane acquired is there for all
-            for i in cutlass.range((tile.columns - warp + COMBINERS - 1) // COMBINERS, unroll=1):
-                last = cute.arch.shuffle_sync(token, i)
-                if last >= 0:
-                    self._add_up(tensors, last, tile.row * self.c.rows, lane * 4)
+            tile = tiles.wait(turn)
+            counts.come.wait(turn)
+            last = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                come = op.add_acq_rel(tensors.count.iterator.toint() + Int64(tile.row) * 4, Int32(1)) + 1
+                if come == share.lines:
+                    tensors.count[tile.row, 0] = Int32(0)
+                    last = tile.row + 1
+            full = counts.known.await_empty(turn)
+            if cute.arch.lane_idx() == 0:
+                counts.sLast[counts.known.slot(turn)] = last
             cute.arch.sync_warp()
-            results.release(turn)
+            tiles.release(turn)
+            counts.come.release(turn)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def _partial(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, warp: Int32, lane: Int32):
-        flags, weights = scalars.down, tensors.down
-        top_k, features = Int32(tensors.indices.shape[1]), Int32(weights.codes.shape[1])
-        factor = raised(self.c, flags, weights, tile.expert)
-        for group in cutlass.range_constexpr(self.c.columns // 8):
-            for j in cutlass.range_constexpr(2):
-                column = 8 * group + lane % 4 * 2 + j
-                if column < tile.columns:
-                    slot = tensors.order[tile.first + column]
-                    weight = tensors.weights[slot // top_k, slot % top_k]
-                    for part in cutlass.range_constexpr(2):
-                        feature = tile.row * self.c.rows + warp * WARP_ROWS + row_of(lane) + 8 * part
-                        if feature < features:
-                            y = rSum[j + 2 * part, group, 0] * factor
-                            if flags.bias != 0:
-                                y += Float32(weights.bias[tile.expert, feature])
-                            tensors.partial[slot, feature] = y * weight
+    def finish(self, tensors: Tensors, counts: Counts, turn: Int32, warp: Int32):
+        """What the consumers do when it is known whether work tile ``turn`` was the last of its rows."""
+        counts.known.wait(turn)
+        last = counts.sLast[counts.known.slot(turn)]
+        if last > 0:
+            self._add_up(tensors, (last - 1) * self.c.rows, warp)
+        cute.arch.sync_warp()
+        counts.known.release(turn)
 
     @cute.jit
-    def _arrive(self, tensors: Tensors, tile: WorkTile, column: Int32):
-        """The token of a column if this is the last of its results for these features, else -1."""
-        top_k = Int32(tensors.indices.shape[1])
-        token = tensors.order[tile.first + column] // top_k
-        choices = Int32(0)
-        for k in cutlass.range(top_k, unroll=1):
-            choices += cutlass.select_(chosen(tensors, token, k) >= 0, Int32(1), Int32(0))
-        at = Int64(token) * tensors.count.stride[0] + tile.row
-        come = op.add_acq_rel(tensors.count.iterator.toint() + at * 4, Int32(1)) + 1
-        if come == choices:
-            tensors.count[token, tile.row] = Int32(0)
-        return cutlass.select_(come == choices, token, Int32(-1))
-
-    @cute.jit
-    def _add_up(self, tensors: Tensors, token: Int32, first: Int32, more: Int32):
-        """Four features of a token, from ``first + more`` on."""
-        top_k, features = Int32(tensors.indices.shape[1]), Int32(tensors.out.shape[1])
-        feature = first + more
-        if (more < self.c.rows) & (feature < features):
-            sums = [Float32(0.0)] * 4
-            for k in cutlass.range(top_k, unroll=4):
-                if chosen(tensors, token, k) >= 0:
-                    row = Int64(token * top_k + k) * tensors.partial.stride[0]
-                    values = op.load_4_floats(tensors.partial.iterator.toint() + (row + feature) * 4)
-                    sums = [s + v for s, v in zip(sums, values, strict=True)]
-            pairs = [op.pack(tensors.out.element_type, *sums[i : i + 2]) for i in (0, 2)]
-            at = Int64(token) * tensors.out.stride[0] + feature
-            op.store_2_pairs(tensors.out.iterator.toint() + at * 2, *pairs)
+    def _add_up(self, tensors: Tensors, first: Int32, warp: Int32):
+        """All tokens' features from ``first`` on; a lane has four features of a token at a time."""
+        lanes = const_expr(self.c.rows // 4)  # that have a token's features
+        thread = warp * 32 + cute.arch.lane_idx()
+        tokens, top_k, features = Int32(tensors.out.shape[0]), Int32(tensors.indices.shape[1]), Int32(tensors.out.shape[1])
+        feature = first + thread % lanes * 4
+        step = const_expr(32 * CONSUMERS // lanes)
+        if feature < features:
+            for token in cutlass.range(thread // lanes, tokens, step, unroll=1):
+                sums = [Float32(0.0)] * 4
+                for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
+                    choices = [chosen(tensors, token, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
+                    for i in cutlass.range_constexpr(_AT_ONCE):
+                        row = Int64(token * top_k + k + i) * tensors.partial.stride[0]
+                        valid = cutlass.select_((k + i < top_k) & (choices[i] >= 0), Int32(1), Int32(0))
+                        at = tensors.partial.iterator.toint() + (row + feature) * 4
+                        values = memory_ops.load_4_floats_if(at, valid)
+                        sums = [s + v for s, v in zip(sums, values, strict=True)]
+                pairs = [op.pack(tensors.out.element_type, *sums[i : i + 2]) for i in (0, 2)]
+                at = Int64(token) * tensors.out.stride[0] + feature
+                op.store_2_pairs(tensors.out.iterator.toint() + at * 2, *pairs)

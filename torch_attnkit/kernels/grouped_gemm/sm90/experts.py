@@ -1,108 +1,108 @@
-"""Routed experts with FP4 weights on Hopper: a sort and two products.
+"""Routed experts with FP4 weights for few tokens an expert on Hopper: weights are the first operand of ``mma.sync``.
 
-    1 warp         weights of a stage by TMA
-    4 warps        tokens and scales of a stage (gather.py)
     8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
-    2 warps        in the second product: add up tokens' results
+    1 warp         weights of a stage by TMA
+    1 warp         tokens of a stage, a bulk copy each, from rows that prepare.py made
+    4 warps        scales of a stage, turned into factors (factors.py)
+    1 warp         knows work tiles ahead (schedule.py)
+    1 warp         in the second product: counts work tiles that are done
 
-All meet in one ring of stages; a block takes work tiles until none is left. The second product's weights are on their
-way while blocks of the first still run (programmatic dependent launch).
+All stages of a block stand in one ring; a block takes work tiles until none is left. The second product's weights are on
+their way while blocks of the first still run (programmatic dependent launch).
 docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import COMBINERS, CONSUMERS, GATHERERS, LOADER, WARPS, Config
-from .epilogue import Activation, Combine
-from .gather import Gather
+from .config import CODES, CONSUMERS, COUNTER, FACTORS, SCHEDULER, TILES, TOKENS, WARPS, Config
+from .epilogue import Activation, Combine, Counts, raised
+from .factors import Factors
 from .mainloop import Mainloop
-from .routing import Sort
-from .schedule import Work, work
+from .prepare import Prepare
+from .schedule import Tiles, Work, work
 from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
-
-
-class Registers(NamedTuple):
-    """Of a thread, by role; 128 is the mean."""
-
-    consumers: int
-    gatherers: int
-    others: int
-
-
-_REGISTERS = Registers(128, 200, 56)
 
 
 class Product:
     """One product: its kernel, by roles."""
 
-    def __init__(self, config: Config, epilogue: Any, rounded: Any):
+    def __init__(self, config: Config, epilogue: Any):
         self.c, self.epilogue = config, epilogue
-        self.gather, self.mainloop = Gather(config, rounded), Mainloop(config)
+        self.factors, self.mainloop = Factors(config), Mainloop(config)
 
-    def of(self, tensors: Tensors, scalars: Scalars) -> tuple[Flags, Matrices, cute.Tensor]:
-        """What of the arguments this product is about: flags, weights, and the rows that they are multiplied with."""
+    def of(self, tensors: Tensors, scalars: Scalars) -> tuple[Flags, Matrices]:
+        """What of the arguments this product is about."""
         if self.c.paired:
-            return scalars.up, tensors.up, tensors.x
-        return scalars.down, tensors.down, tensors.h
+            return scalars.up, tensors.up
+        return scalars.down, tensors.down
 
     @cute.jit
-    def launch(self, tensors: Tensors, scalars: Scalars, blocks: Int32, stream: Any):
-        flags, weights, _ = self.of(tensors, scalars)
-        self.kernel(tensors, scalars, loads(self.c, flags, weights)).launch(
+    def launch(self, tensors: Tensors, source: cute.Tensor, scalars: Scalars, blocks: Int32, stream: Any):
+        """``source``: (rows, whole stages) of bf16, those of x or of h."""
+        self.kernel(tensors, source, scalars, loads(self.c, *self.of(tensors, scalars))).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
             preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, scalars: Scalars, loads: Loads):
+    def kernel(self, tensors: Tensors, source: cute.Tensor, scalars: Scalars, loads: Loads):
         c = self.c
-        flags, weights, source = self.of(tensors, scalars)
+        flags, weights = self.of(tensors, scalars)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
-        made = rings(memory, warp, (("stages", c.stages, 2, CONSUMERS), ("results", 2, CONSUMERS, COMBINERS)))
-        ring, results = made["stages"], made["results"]
+        readers = const_expr(CONSUMERS + 1 + (0 if c.paired else 1))
+        table = [("stages", c.stages, 3, CONSUMERS), ("tiles", TILES, 1, readers)]
+        if const_expr(not c.paired):
+            table += [("come", 2, CONSUMERS, 1), ("known", 2, 1, CONSUMERS)]
+        made = rings(memory, warp, tuple(table))
+        ring, tiles = made["stages"], Tiles(made["tiles"], memory)
+        counts = None
+        if const_expr(not c.paired):
+            last = memory.allocate_tensor(Int32, cute.make_layout(2), 16)
+            counts = Counts(made["come"], made["known"], last)
         shared = Shared(c, memory)
-        if warp == LOADER:
+        if warp == CODES:
             cpasync.prefetch_descriptor(loads.atom)
+        shared.clear_tokens()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if const_expr(c.paired):
             # Only now may the next launch begin: what it then reads without waiting, the sort's work tiles, is there.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
-        if const_expr(not c.paired):
-            if warp != LOADER:  # weights may come before h is there
-                cute.arch.griddepcontrol_wait()
+        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows, by_rows=not c.paired)
+        steps = (Int32(weights.codes.shape[2]) * 2 + c.stage - 1) // c.stage
         if warp < CONSUMERS:
-            cute.arch.setmaxregister_increase(_REGISTERS.consumers)
-            self._consume(tensors, scalars, source, share, ring, results, shared, warp)
-        elif warp < CONSUMERS + GATHERERS:
-            cute.arch.setmaxregister_increase(_REGISTERS.gatherers)
-            self.gather.run(tensors, flags, weights, source, share, ring, shared, warp - CONSUMERS)
+            self._consume(tensors, scalars, share, steps, ring, tiles, counts, shared, warp)
+        elif warp == CODES:
+            self._load_codes(tensors, loads, share, steps, ring, shared)
+        elif warp == TOKENS:
+            self._load_tokens(tensors, source, share, steps, ring, tiles, shared)
+        elif warp == SCHEDULER:
+            for turn in cutlass.range(share.count, unroll=1):
+                tile = share.tile(tensors, turn)
+                factor = raised(c, flags, weights, tile.expert)
+                tiles.publish(tensors, turn, tile, factor, weighted=not c.paired)
+        elif warp == COUNTER:
+            if const_expr(not c.paired):
+                self.epilogue.count(tensors, share, tiles, counts)
         else:
-            cute.arch.setmaxregister_decrease(_REGISTERS.others)
-            if warp == LOADER:
-                self._load(tensors, loads, source, share, ring, shared)
-            elif const_expr(not c.paired):
-                if warp <= LOADER + COMBINERS:
-                    self.epilogue.combine(tensors, share, results, warp - LOADER - 1)
+            self._load_factors(tensors, flags, weights, share, steps, ring, shared, warp - COUNTER - 1)
 
     @cute.jit
-    def _load(self, tensors: Tensors, loads: Loads, source: cute.Tensor, share: Work, ring: Ring, shared: Shared):
+    def _load_codes(self, tensors: Tensors, loads: Loads, share: Work, steps: Int32, ring: Ring, shared: Shared):
         c = self.c
-        steps = (Int32(source.shape[1]) + c.stage - 1) // c.stage
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
@@ -117,32 +117,101 @@ class Product:
                 n += 1
 
     @cute.jit
+    def _load_tokens(
+        self, tensors: Tensors, source: cute.Tensor, share: Work, steps: Int32, ring: Ring, tiles: Tiles,
+        shared: Shared,
+    ):  # fmt: skip
+        """A lane has a token, or a part of it, or two."""
+        c = self.c
+        if const_expr(not c.paired):  # weights may come before h is there
+            cute.arch.griddepcontrol_wait()
+        lane = cute.arch.lane_idx()
+        top_k = Int32(tensors.indices.shape[1])
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = tiles.wait(turn)
+            count = tile.columns * c.parts
+            starts = []
+            for start in cutlass.range_constexpr(0, c.columns * c.parts, 32):
+                line = start + lane
+                row = tile.first * c.parts + line
+                if const_expr(c.paired):
+                    row = tiles.slot(turn, line // c.parts) // top_k * c.parts + line % c.parts
+                starts.append(source.iterator.toint() + Int64(row) * source.stride[0] * 2)
+            cute.arch.sync_warp()
+            tiles.release(turn)
+            for k in cutlass.range(steps, unroll=1):
+                full = ring.acquire(n, count * (c.stage * 2))
+                cute.arch.sync_warp()  # announced before it begins
+                for i in cutlass.range_constexpr(len(starts)):
+                    line = 32 * i + lane
+                    if line < count:
+                        to = shared.tokens(ring.slot(n)) + line * c.token_row_bytes
+                        memory_ops.bulk_load(to, starts[i] + Int64(k) * (c.stage * 2), Int32(c.stage * 2), full.toint())
+                n += 1
+
+    @cute.jit
+    def _load_factors(
+        self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, steps: Int32, ring: Ring, shared: Shared,
+        part: Int32,
+    ):  # fmt: skip
+        """Every ``FACTORS``-th stage's; the next one's scales are on their way before these are stored."""
+        lane = cute.arch.lane_idx()
+        total = share.count * steps
+        rS = [self.factors.fragments() for _ in range(2)]
+        if part < total:
+            self.factors.load_into(rS[0], flags, weights, share.tile(tensors, part // steps), part % steps, lane)
+        for start in cutlass.range(part, total, 2 * FACTORS, unroll=1):
+            for half in cutlass.range_constexpr(2):
+                n = start + half * FACTORS
+                next_ = cutlass.min(n + FACTORS, total - 1)
+                tile = share.tile(tensors, next_ // steps)
+                self.factors.load_into(rS[1 - half], flags, weights, tile, next_ % steps, lane)
+                if n < total:
+                    full = ring.await_empty(n)
+                    self.factors.store(rS[half], lane, shared.factors(ring.slot(n)))
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(full)
+
+    @cute.jit
     def _consume(
-        self, tensors: Tensors, scalars: Scalars, source: cute.Tensor, share: Work, ring: Ring, results: Ring,
+        self, tensors: Tensors, scalars: Scalars, share: Work, steps: Int32, ring: Ring, tiles: Tiles, counts: Any,
         shared: Shared, warp: Int32,
     ):  # fmt: skip
-        steps = (Int32(source.shape[1]) + self.c.stage - 1) // self.c.stage
-        self.epilogue.begin(tensors, warp)
         rSum = self.mainloop.sums()
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+            tile = tiles.wait(turn)
             self.mainloop.run(rSum, tile.columns, steps, n, ring, shared, warp)
             self.mainloop.join_slices(rSum, shared, warp)
-            self.epilogue.run(tensors, scalars, rSum, tile, results, turn, warp)
+            self.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
+            cute.arch.sync_warp()
+            tiles.release(turn)
+            if const_expr(not self.c.paired):
+                self.epilogue.arrive(counts, turn)
+                if turn > 0:
+                    self.epilogue.finish(tensors, counts, turn - 1, warp)
             n += steps
+        if const_expr(not self.c.paired):
+            if share.count > 0:
+                self.epilogue.finish(tensors, counts, share.count - 1, warp)
 
 
 class Experts:
     """The launches of a call."""
 
     def __init__(self, up: Config, down: Config, experts: int, rounded: Any):
-        self.sort = Sort(up.columns, experts)
-        self.up = Product(up, Activation(up), rounded)
-        self.down = Product(down, Combine(down), rounded)
+        self.prepare = Prepare(up, down, experts, rounded)
+        self.up = Product(up, Activation(up, rounded))
+        self.down = Product(down, Combine(down))
 
     @cute.jit
-    def __call__(self, tensors: Tensors, scalars: Scalars, up_blocks: Int32, down_blocks: Int32, stream: Any):
-        self.sort.launch(tensors, stream)
-        self.up.launch(tensors, scalars, up_blocks, stream)
-        self.down.launch(tensors, scalars, down_blocks, stream)
+    def __call__(
+        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, blocks: Int32, up_blocks: Int32, down_blocks: Int32,
+        stream: Any,
+    ):  # fmt: skip
+        """``x``: (parts of tokens, whole stages), to be written, as ``Tensors.h`` is."""
+        self.prepare.launch(tensors, x, scalars, blocks, stream)
+        self.up.launch(tensors, x, scalars, up_blocks, stream)
+        self.down.launch(tensors, tensors.h, scalars, down_blocks, stream)

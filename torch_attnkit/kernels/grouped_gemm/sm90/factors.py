@@ -27,12 +27,23 @@ class Factors:
     def __init__(self, config: Config):
         self.c = config
 
+    def fragments(self) -> list[cute.Tensor]:
+        """The scales of a stage, four a word: every 32nd row's."""
+        return copies.fragments(self.c.rows // 32, self.c.scales // 4, Uint32)
+
     @cute.jit
     def load(self, flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, lane: Int32):
-        """The scales of stage k, four a word: every 32nd row's."""
+        """Those of stage k."""
+        fragments = self.fragments()
+        self.load_into(fragments, flags, weights, tile, k, lane)
+        return fragments
+
+    @cute.jit
+    def load_into(
+        self, fragments: list[cute.Tensor], flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, lane: Int32
+    ):
         c = self.c
         rows, columns = Int32(weights.codes.shape[1]), Int32(weights.codes.shape[2]) * 2
-        fragments = copies.fragments(c.rows // 32, c.scales // 4, Uint32)
         for i in cutlass.range_constexpr(c.rows // 32):
             local = lane + 32 * i
             row = tile.row * c.rows + local
@@ -51,7 +62,6 @@ class Factors:
                     self._load_tiles(flags, weights.scale, base, line, blocks - first, fragments[i])
                 else:
                     self._load_line(base + Int64(row) * weights.scale.stride[1] + first, blocks - first, fragments[i])
-        return fragments
 
     @cute.jit
     def _load_tiles(self, flags: Flags, scale: cute.Tensor, base: Int64, line: Int64, left: Int32, rS: cute.Tensor):

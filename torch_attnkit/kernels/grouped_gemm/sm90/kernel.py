@@ -20,12 +20,15 @@ def trace(
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """``experts``: room for so many; of both products ``row_warps`` as in ``Config``, and
     ``scale_vectors``, the bytes of scales that a load takes."""
-    h_dtype = dtype if activations == "none" else "f32"
     up, down = (
-        Config(format, warps, source, activations, columns, paired, vector)
-        for source, paired, warps, vector in zip((dtype, h_dtype), (True, False), row_warps, scale_vectors, strict=True)
+        Config(format, warps, dtype, activations, columns, paired, vector)
+        for paired, warps, vector in zip((True, False), row_warps, scale_vectors, strict=True)
     )
-    return Experts(up, down, experts, ROUNDED[activations]), arguments(dtype, index_dtype, h_dtype)
+    tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, "bf16")
+    x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
+    return Experts(up, down, experts, ROUNDED[activations]), [
+        tensors, x, scalars, up_blocks, up_blocks, down_blocks, stream,
+    ]  # fmt: skip
 
 
 def trace_wgmma(
@@ -35,8 +38,8 @@ def trace_wgmma(
     """The same for many tokens an expert; ``token_widths`` and ``group`` as in ``WgmmaConfig``."""
     h_dtype = dtype if activations == "none" else "f32"
     up, down = (
-        WgmmaConfig(format, CONSUMERS, source, activations, token_widths[-1], paired, vector, token_widths, group)
-        for source, paired, vector in zip((dtype, h_dtype), (True, False), scale_vectors, strict=True)
+        WgmmaConfig(format, CONSUMERS, dtype, activations, token_widths[-1], paired, vector, token_widths, group)
+        for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, h_dtype)
     rows = Rows(*(fake.tensor("bf16", (None, None), (fake.dim(8), 1)) for _ in range(2)))

@@ -87,7 +87,8 @@ class Mainloop:
         rows, box = warp % c.row_warps * WARP_ROWS + row, warp // c.row_warps
         spans = const_expr(BOX // SPAN)
         first = shared.weights(stage) + (box * c.rows + rows) * ROW_BYTES
-        tokens = shared.tokens(stage) + box * (spans * c.columns * SPAN * 2) + lane * 16
+        # The lane's row, 16 bytes, of the four 8 x 8 tiles that are a word's operands of two steps.
+        tokens = shared.tokens(stage) + lane % 8 * (c.parts * c.token_row_bytes) + lane // 8 * 16 + box * (BOX * 2)
         factor = (
             shared.factors(stage)
             + (box * spans * c.rows + rows) * self._factor_bytes
@@ -101,8 +102,8 @@ class Mainloop:
                 a, b = (decode(codes[r][word], factors[r][word // 2]) for r in range(2))
                 for part in cutlass.range_constexpr(c.parts):
                     for group in cutlass.range_constexpr(groups):
-                        line = (span * 4 + word) * (c.columns // 8) + group
-                        rB = load_words(tokens + part * c.part_bytes + line * 512, 4)
+                        row_of_part = const_expr((8 * group * c.parts + part) * c.token_row_bytes)
+                        rB = op.ldmatrix_x4(tokens + row_of_part + span * (SPAN * 2) + word * 64)
                         for half in cutlass.range_constexpr(2):
                             i, j = const_expr(2 * half), const_expr(2 * half + 1)
                             old = [rSum[x, group, half] for x in range(4)]

@@ -1,8 +1,4 @@
-"""Rows of tokens in the order of experts, permuted as TMA brings them to ``wgmma``.
-
-A product's steps over K take the numbers of a row in the order in which a word's codes are decoded: number
-``32 c + 8 w + 4 b + q`` of 128 stands at ``32 w + 8 q + 2 c + b``, so that the words that lane c of a quad decodes from
-16 bytes of codes meet its part of eight steps (PTX ISA, "Matrix fragments for wgmma.mma_async.m64nNk16"). What is
+"""Rows of tokens in the order of experts, their numbers in that of ``rows.py``, as TMA brings them to ``wgmma``. What is
 beyond a row's end is zero. Where products are of quantised numbers, they are rounded on the way. Imports cutlass.
 """
 
@@ -19,10 +15,9 @@ from torch_attnkit.cuda import warp_ops as op
 
 from .arguments import Flags, Matrices, Scalars, Tensors
 from .config import SPAN
-from .gather import operands
 from .routing import THREADS, Sort
+from .rows import EACH, operands
 
-_EACH = 32  # numbers that a lane has of a span
 _QUADS = 8  # of a warp, each with a span of a token
 _ROUNDING_THREADS = 256  # which then have registers enough
 
@@ -35,28 +30,30 @@ class Rows(NamedTuple):
 
 
 class Spans:
-    """What a quad of lanes does with 128 numbers. ``rounded`` is as in ``gather.py``."""
+    """What a quad of lanes does with 128 numbers. ``rounded``: 32 float32 numbers of a row, and a global scale, to what
+    they are multiplied as; ``parts``: numbers of bf16 that each of them is the sum of."""
 
-    def __init__(self, rounded: Any):
-        self.rounded = rounded
+    def __init__(self, rounded: Any, parts: int = 1):
+        self.rounded, self.parts = rounded, parts
 
     @cute.jit
     def words(
         self, source: cute.Tensor, row: Int32, column: Int32, inside: cutlass.Boolean, global_scale: Float32,
         quarter: Int32,
     ):  # fmt: skip
-        """A lane's part of the permuted span from ``column`` on: 16 bytes of every 64. Zeros unless ``inside``."""
-        at = column + quarter * _EACH
-        rV = cute.make_rmem_tensor(_EACH, source.element_type)
+        """A lane's part of the permuted span from ``column`` on: 16 bytes of every 64, of the first part and of the
+        second. Zeros unless ``inside``."""
+        at = column + quarter * EACH
+        rV = cute.make_rmem_tensor(EACH, source.element_type)
         rV.fill(0)
         if inside & (at < Int32(source.shape[1])):
             copies.load(source.iterator + (Int64(row) * source.stride[0] + at), rV)
         if const_expr(self.rounded is not None):
-            rX = cute.make_rmem_tensor(_EACH, Float32)
+            rX = cute.make_rmem_tensor(EACH, Float32)
             rX.store(rV.load().to(Float32))
             self.rounded(rX, global_scale)
             rV = rX
-        return self._turned(operands(rV, 1)[0], quarter)
+        return [self._turned(words, quarter) for words in operands(rV, self.parts)]
 
     def _turned(self, words: list[Any], quarter: Int32) -> list[list[Int32]]:
         """Of a quad's words (w, q), of which each lane has all, those of a lane's q from all lanes, by w."""
@@ -132,11 +129,11 @@ class SortAndPermute:
         spans, h_columns = Int32(rows.x.shape[1]) // SPAN, Int32(rows.h.shape[1])
         each = spans + cutlass.select_(h_columns != Int32(tensors.down.codes.shape[2]) * 2, Int32(1), Int32(0))
         units = Int32(tensors.x.shape[0]) * each
-        first, step = _share(THREADS)
+        first, step = share_of_quads(THREADS)
         for start in cutlass.range(first, units, step, unroll=1):
             unit = start + cute.arch.lane_idx() // 4
             token, span = unit // each, unit % each
-            words = self.spans.words(tensors.x, token, span * SPAN, unit < units, Float32(1.0), quarter)
+            (words,) = self.spans.words(tensors.x, token, span * SPAN, unit < units, Float32(1.0), quarter)
             if unit < units:
                 if span < spans:
                     self.spans.store_for_experts(tensors, rows.x, words, token, span * SPAN, quarter)
@@ -167,11 +164,11 @@ class Round:
         global_scale = Float32(1.0)
         if flags.activation != 0:
             global_scale = weights.activation[0]
-        first, step = _share(_ROUNDING_THREADS)
+        first, step = share_of_quads(_ROUNDING_THREADS)
         for start in cutlass.range(first, units, step, unroll=1):
             unit = start + cute.arch.lane_idx() // 4
             row, column = unit // spans, unit % spans * SPAN
-            words = self.spans.words(source, row, column, unit < units, global_scale, quarter)
+            (words,) = self.spans.words(source, row, column, unit < units, global_scale, quarter)
             if unit < units:
                 if const_expr(self.by_token):
                     self.spans.store_for_experts(tensors, target, words, row, column, quarter)
@@ -179,9 +176,9 @@ class Round:
                     self.spans.store(target, words, row, column, quarter)
 
 
-def _share(threads: int) -> tuple[Int32, Int32]:
-    """The first of a warp's quads, and how many there are of all warps."""
-    block, blocks, warps = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], threads // 32
+def share_of_quads(threads: int, spared: int = 0) -> tuple[Int32, Int32]:
+    """The first of a warp's quads, and how many there are of all warps; the first ``spared`` blocks have none."""
+    block, blocks, warps = cute.arch.block_idx()[0] - spared, cute.arch.grid_dim()[0] - spared, threads // 32
     return (block * warps + cute.arch.warp_idx()) * _QUADS, blocks * warps * _QUADS
 
 

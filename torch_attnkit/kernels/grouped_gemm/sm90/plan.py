@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_attnkit.core.spec import short
+
 from ..problem import BLOCK, Problem, Weights
 from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, WARP_ROWS, WIDTHS, Config
 
@@ -42,7 +44,8 @@ class Plan:
     tiles: int  # at most, of tokens
     blocks: tuple[int, ...]  # of the launches whose number of blocks is free
     counters: tuple[int, int]
-    sorted_columns: tuple[int, ...]  # of x and h in the order of experts; none where x is not wanted so
+    x_rows: tuple[int, int]  # shape of x as the first product wants it, and so on
+    h_rows: tuple[int, int]
     row_warps: tuple[int, int]
     scale_vectors: tuple[int, int]
 
@@ -61,15 +64,24 @@ def plan(problem: Problem, sms: int) -> Plan:
     up_tiles, down_tiles = (
         -(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True)
     )
+    up, down = (_config(p, warps, columns) for warps in row_warps)
+    x_columns, h_columns = (
+        -(-w.columns // c.stage) * c.stage for w, c in zip((p.up, p.down), (up, down), strict=True)
+    )
+    spans = p.tokens * x_columns // SPAN
     return Plan(
         token_widths=(),
         group=0,
         columns=columns,
         experts=_room_for(p.experts),
         tiles=tiles,
-        blocks=(min(sms, tiles * up_tiles), min(sms, tiles * down_tiles)),
-        counters=(p.tokens, down_tiles),
-        sorted_columns=(),
+        blocks=(
+            1 + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)), min(sms, tiles * up_tiles),
+            min(sms, tiles * down_tiles),
+        ),
+        counters=(down_tiles, 1),
+        x_rows=(p.tokens * up.parts, x_columns),
+        h_rows=(p.slots * down.parts, h_columns),
         row_warps=row_warps,
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
     )
@@ -88,7 +100,8 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, sms: int) -> Plan
         tiles=tiles,
         blocks=(min(sms, -(-p.tokens * x_spans // 256)), min(sms, tiles * up_tiles), min(sms, tiles * down_tiles)),
         counters=(1, 1),
-        sorted_columns=(x_spans * SPAN, h_spans * SPAN),
+        x_rows=(p.slots, x_spans * SPAN),
+        h_rows=(p.slots, h_spans * SPAN),
         row_warps=(CONSUMERS, CONSUMERS),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
     )
@@ -98,19 +111,21 @@ def _room_for(experts: int) -> int:
     return max(_LEAST_EXPERTS, 1 << (experts - 1).bit_length())
 
 
+def _config(p: Problem, row_warps: int, columns: int) -> Config:
+    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, False, 1)
+
+
 def _row_warps(p: Problem, weights: Weights, columns: int, tiles: int, sms: int) -> int:
     """Rows of a work tile, by the share of the multiprocessors that have work to the end; few rows load less well, and
     many tokens leave no room for their stages."""
-    source = "f16" if p.dtype is torch.float16 else "bf16"
-
-    def fits(warps: int) -> bool:
-        return Config(p.format, warps, source, p.activations, columns, False, 1).stages >= _LEAST_STAGES
 
     def idle(warps: int) -> float:
         units = tiles * -(-weights.rows // (WARP_ROWS * warps))
         return -(-units // sms) * sms / units
 
-    some = [warps for warps in (4, 2) if fits(warps)]
+    # A work tile of the first product has whole blocks of features, where they are rounded.
+    fewer = (4,) if p.activations != "none" and weights is p.up else (4, 2)
+    some = [warps for warps in fewer if _config(p, warps, columns).stages >= _LEAST_STAGES]
     return min((CONSUMERS, *some), key=lambda warps: idle(warps) * _COST[warps])
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import memory_ops
+from torch_attnkit.cuda.ring import Fixed, Ring
 
 from .arguments import Tensors
-from .config import Config
+from .config import MOST_COLUMNS, TILES, Config
 
 
 class WorkTile(NamedTuple):
@@ -29,28 +30,83 @@ def width_of(config: Config, columns: Int32) -> Int32:
     return room
 
 
-class Work(NamedTuple):
-    """A block's share: every ``blocks``-th tile, of which those of an expert follow each other."""
+class Work(Fixed):
+    """A block's share: every ``blocks``-th tile. Those of an expert follow each other, or, ``by_rows``, those of the
+    same rows of all experts."""
 
-    block: Int32
-    blocks: Int32
-    row_tiles: Int32
-    count: Int32
+    def __init__(self, row_tiles: Int32, lines: Int32, by_rows: bool = False):
+        self.block, self.blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        self.row_tiles, self.lines, self.by_rows = row_tiles, lines, by_rows
+        self.count = cutlass.max((row_tiles * lines - self.block + self.blocks - 1) // self.blocks, Int32(0))
+
+    def _unit(self, turn: Int32) -> tuple[Int32, Int32]:
+        """The line of the table of tiles, and the tile of rows."""
+        unit = self.block + turn * self.blocks
+        if self.by_rows:
+            return 1 + unit % self.lines, unit // self.lines
+        return 1 + unit // self.row_tiles, unit % self.row_tiles
 
     def tile(self, tensors: Tensors, turn: Int32) -> WorkTile:
-        unit = self.block + turn * self.blocks
-        line = 1 + unit // self.row_tiles
+        line, row = self._unit(turn)
         expert, first, columns = (tensors.tiles[line, i] for i in range(3))
-        return WorkTile(expert, first, columns, unit % self.row_tiles)
+        return WorkTile(expert, first, columns, row)
 
     def prefetch(self, tensors: Tensors, turn: Int32) -> None:
         """Bring what ``tile`` reads near; beyond the last turn, the last's."""
-        unit = self.block + cutlass.min(turn, self.count - 1) * self.blocks
-        memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(1 + unit // self.row_tiles) * 16)
+        line, _ = self._unit(cutlass.min(turn, self.count - 1))
+        memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(line) * 16)
 
 
-def work(tensors: Tensors, row_tiles: Int32) -> Work:
-    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    units = tensors.tiles[0, 0] * row_tiles
-    count = cutlass.max((units - block + blocks - 1) // blocks, Int32(0))
-    return Work(block, blocks, row_tiles, count)
+def work(tensors: Tensors, row_tiles: Int32, by_rows: bool = False) -> Work:
+    return Work(row_tiles, tensors.tiles[0, 0], by_rows)
+
+
+_HEADER = 8  # words of a work tile in shared memory before those of its tokens
+_FACTOR = len(WorkTile._fields)
+assert MOST_COLUMNS == 32  # a lane each
+
+
+class Tiles(Fixed):
+    """Work tiles and what is asked for each of their tokens, in a ring of shared memory that one warp writes ahead."""
+
+    def __init__(self, ring: Ring, memory: Any):
+        self.ring = ring
+        words = cute.make_layout((_HEADER + 2 * MOST_COLUMNS, TILES), stride=(1, _HEADER + 2 * MOST_COLUMNS))
+        self.sWords = memory.allocate_tensor(Int32, words, 16)
+
+    @cute.jit
+    def publish(self, tensors: Tensors, turn: Int32, tile: WorkTile, factor: Float32, weighted: cutlass.Constexpr):
+        """``factor``: what sums have to be multiplied by; ``weighted``: whether tokens' weights are asked for."""
+        lane = cute.arch.lane_idx()
+        top_k = Int32(tensors.indices.shape[1])
+        slot, weight = Int32(0), Float32(0.0)
+        if lane < tile.columns:
+            slot = tensors.order[tile.first + lane]
+            if const_expr(weighted):
+                weight = tensors.weights[slot // top_k, slot % top_k]
+        full, place = self.ring.await_empty(turn), self.ring.slot(turn)
+        if lane == 0:
+            for i, word in enumerate((*tile, factor.bitcast(Int32))):
+                self.sWords[i, place] = word
+        self.sWords[_HEADER + lane, place] = slot
+        if const_expr(weighted):
+            self.sWords[_HEADER + MOST_COLUMNS + lane, place] = weight.bitcast(Int32)
+        cute.arch.sync_warp()  # orders the warp's stores before the arrival
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(full)
+
+    def wait(self, turn: Int32) -> WorkTile:
+        self.ring.wait(turn)
+        return WorkTile(*(self.sWords[i, self.ring.slot(turn)] for i in range(_FACTOR)))
+
+    def release(self, turn: Int32) -> None:
+        self.ring.release(turn)
+
+    def factor(self, turn: Int32) -> Float32:
+        return self.sWords[_FACTOR, self.ring.slot(turn)].bitcast(Float32)
+
+    def slot(self, turn: Int32, column: Int32) -> Int32:
+        return self.sWords[_HEADER + column, self.ring.slot(turn)]
+
+    def weight(self, turn: Int32, column: Int32) -> Float32:
+        return self.sWords[_HEADER + MOST_COLUMNS + column, self.ring.slot(turn)].bitcast(Float32)

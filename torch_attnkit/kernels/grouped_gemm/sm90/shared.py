@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8
+from cutlass import Int32, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed
 
 from .arguments import Flags, Matrices
-from .config import BOX, Config
+from .config import BOX, WARPS, Config
 
 ROW_BYTES = BOX // 2  # of weights in a box, in chunks of 16 bytes that TMA swizzles within 8 rows
 
@@ -37,14 +38,23 @@ class Shared(Fixed):
         self._tokens = memory.allocate(config.stages * config.token_bytes, 128).toint()
         self._factors = memory.allocate(config.stages * config.factor_bytes, 128).toint()
         self.sums = memory.allocate(config.sum_bytes, 128).toint() if config.sum_bytes else Int32(0)
+        self.results = memory.allocate(config.result_bytes, 128).toint() if config.result_bytes else Int32(0)
 
     def weights(self, stage: Int32) -> Int32:
         """(slice, row, chunk) of 16 bytes."""
         return self.sW.iterator.toint() + stage * self.c.weight_bytes
 
     def tokens(self, stage: Int32) -> Int32:
-        """(part, span, chunk, 8 tokens, lane) of 16 bytes."""
+        """(token, part) of a row each, with ``_PAD`` bytes behind it."""
         return self._tokens + stage * self.c.token_bytes
+
+    @cute.jit
+    def clear_tokens(self):
+        """All threads: rows of tokens that a work tile does not have are read, and must not be left to chance."""
+        size = const_expr(self.c.stages * self.c.token_bytes)
+        for at in cutlass.range(cute.arch.thread_idx()[0] * 16, size, 32 * WARPS * 16, unroll=1):
+            copies.store_words(self._tokens + at, [Int32(0)] * 4, cute.AddressSpace.smem)
+        cute.arch.fence_view_async_shared()
 
     def factors(self, stage: Int32) -> Int32:
         """(span, row, quad) of one or two bf16."""
