@@ -19,10 +19,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .core import config
-from .core.dispatch import OPS
-from .core.op import Call, Kernel, Op
+from .core.dispatch import OPS, resolve
+from .core.op import NAMESPACE, Call, Kernel, Op
 from .core.spec import DTYPES
 from .core.target import Target
 from .cuda import compile
@@ -41,12 +42,21 @@ def warmup(target: str, out: Path | None = None, op: str | None = None, jobs: in
         raise ValueError(f"warmup: there is no op {op!r}, accepted: {', '.join(OPS)}")
     compile.version("nvidia-cutlass-dsl")
     console = Console()
-    wanted = requests(target, op)
     folder = (out or config.cache_dir()).resolve() / "cuda"
+    failures = fill(requests(target, op), folder, console, jobs)
+    if out is not None:
+        for lock in folder.glob("*.lock"):
+            lock.unlink()
+        console.print(f"use it with ATTNKIT_CACHE_DIR={out} or torch_attnkit.cuda.compile.use_bundle({str(out)!r})")
+    return failures
+
+
+def fill(wanted: list[compile.Request], folder: Path, console: Console, jobs: int = 0) -> int:
+    """Compile ``wanted`` into ``folder`` in ``jobs`` processes, by default one a core; count the failures."""
     jobs = min(jobs or os.cpu_count() or 1, max(1, len(wanted)))
     failed = []
     with Progress(*COLUMNS, console=console) as progress:
-        task = progress.add_task(f"{target}: {len(wanted)} kernels, {jobs} processes", total=len(wanted))
+        task = progress.add_task(f"{len(wanted)} kernels, {jobs} processes", total=len(wanted))
         # Not forked: the parent's threads would hang a child of torch and cutlass.
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
             running = {pool.submit(compile.compile_into, request, folder): request for request in wanted}
@@ -57,11 +67,33 @@ def warmup(target: str, out: Path | None = None, op: str | None = None, jobs: in
     for message in failed:
         console.print(f"[red]{message}[/red]", soft_wrap=True)
     console.print(f"{len(wanted) - len(failed)} of {len(wanted)} kernels are in {folder}", soft_wrap=True)
-    if out is not None:
-        for lock in folder.glob("*.lock"):
-            lock.unlink()
-        console.print(f"use it with ATTNKIT_CACHE_DIR={out} or torch_attnkit.cuda.compile.use_bundle({str(out)!r})")
     return len(failed)
+
+
+class asked_by(TorchDispatchMode):
+    """``kernels``: every distinct kernel that the calls of ``torch.ops.attnkit.*`` in this block ask for on ``arch``.
+
+    For fake tensors, of a whole model for instance: nothing is computed, compiled or launched.
+    """
+
+    def __init__(self, arch: str) -> None:
+        super().__init__()
+        self.target = Target(arch)
+        self.kernels: dict[compile.Request, None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == NAMESPACE:
+            op = OPS[func.overloadpacket.__name__]
+            call = _bind(op, args, kwargs)
+            row = resolve(op, call, self.target)
+            assert row is not None, "only a CPU has calls without a row"
+            with compile.recording() as asked:
+                op.module(row.file).build(call, self.target)
+            self.kernels |= dict.fromkeys(asked)
+        return func(*args, **kwargs)
 
 
 def requests(arch: str, only: str | None = None, *, covering: bool = False) -> list[compile.Request]:

@@ -17,11 +17,13 @@ import torch
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import torch_attnkit
 from tests.peers.tiny_models import DECODERS, FAMILIES, build, modules, tokens
 from torch_attnkit import UnsupportedError
+from torch_attnkit.formats import fp8
 from torch_attnkit.integrations.transformers import attnkit_model, norms, round_experts_to_fp4, routers
 
 AGREE = 1e-10
@@ -351,6 +353,93 @@ def test_packed_experts_equal_eager_experts_on_rounded_weights(family, format):
     assert recorded.calls["fp4_moe", "reference"] == len(found) == packed.attnkit_swapped[type(found[0]).__name__] > 0
 
 
+def read_back(x: torch.Tensor, activations: str) -> torch.Tensor:
+    """x (..., K) as a quantised number has it."""
+    if activations == "mxfp8":
+        return fp8.dequantize(*fp8.quantize(x.float()), dtype=x.dtype)
+    quantize, dequantize = (getattr(torch.ops.attnkit, f"{activations}_{do}") for do in ("quantize", "dequantize"))
+    return dequantize(*quantize(x.float()), dtype=x.dtype)
+
+
+@pytest.mark.parametrize("activations", ["nvfp4", "mxfp4", "mxfp8"])
+@experts_families
+def test_quantised_activations_equal_transformers_experts_on_rounded_inputs(family, activations):
+    """What goes into both products is rounded: by hand around transformers' experts, inside fp4_moe in ours."""
+    theirs = attnkit_model(round_experts_to_fp4(build(family), "mxfp4")).double()
+    theirs.set_experts_implementation("batched_mm")  # asks _apply_gate in every family
+    for module in modules(theirs, "Experts"):
+        gate = module._apply_gate
+        module._apply_gate = lambda both, gate=gate: read_back(gate(both), activations)
+        module.register_forward_pre_hook(lambda _, args: (read_back(args[0], activations), *args[1:]))
+    model = attnkit_model(build(family), experts="mxfp4", activations=activations)
+    ids = tokens(2, 12)
+    with _Seen() as seen:
+        ours = frozen(model.double())(ids).logits
+    same(frozen(theirs)(ids).logits, ours)
+    assert not any("quantize" in name for name in seen.names)
+    plain = attnkit_model(model, experts="mxfp4")(ids).logits
+    assert not torch.allclose(plain, ours, rtol=0, atol=1e-3)
+    assert torch.equal(attnkit_model(model, experts="mxfp4", activations=activations)(ids).logits, ours)
+
+
+class _Seen(TorchDispatchMode):
+    """The names of the ops that run, and the weights and indices that fp4_moe is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        if self.names[-1] == "fp4_moe":
+            self.routed.append(args[1:3])
+        return func(*args, **(kwargs or {}))
+
+
+@experts_families
+def test_nothing_lies_between_a_router_and_packed_experts(family):
+    """fp4_moe gets what the routing op returned, unrounded: no conversion of weights or indices runs in between."""
+    model = attnkit_model(build(family))  # in two calls, of which the first knows of no packed experts
+    model = frozen(attnkit_model(model, experts="mxfp4").to(torch.bfloat16))
+    with _Seen() as seen:
+        model(tokens(2, 6))
+    assert len(seen.routed) == sum(count for name, count in model.attnkit_swapped.items() if "Router" in name) > 0
+    assert {(w.dtype, i.dtype) for w, i in seen.routed} == {(torch.float32, torch.int32)}
+    routers_at = [n for n, name in enumerate(seen.names) if name.startswith("route_")]
+    for n in routers_at:
+        assert "_to_copy" not in seen.names[n : seen.names.index("fp4_moe", n)]
+
+
+@experts_families
+def test_a_compiled_moe_block_is_one_graph(family):
+    """Router, packed experts and what stands beside them, in bfloat16: nothing looks at the data."""
+    model = frozen(attnkit_model(build(family), experts="mxfp4").to(torch.bfloat16))
+    gen = torch.Generator().manual_seed(0)
+    x, ids = torch.randn(2, 6, 64, generator=gen).to(torch.bfloat16), tokens(2, 6)
+    blocks = [m for m in model.modules() if "experts" in dict(m.named_children())]
+    assert len(blocks) == len(modules(model, "Router"))
+    for block in blocks:
+        torch._dynamo.reset()
+        kwargs = dict(input_ids=ids) if family == "deepseek_v4" else {}
+        compiled = torch.compile(
+            lambda x, block=block, kwargs=kwargs: block(x, **kwargs), backend="aot_eager", fullgraph=True
+        )
+        expected, got = block(x, **kwargs), compiled(x)
+        pairs = zip(expected, got, strict=True) if isinstance(expected, tuple) else [(expected, got)]
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_routers_keep_their_dtypes_for_experts_of_several_ranks():
+    """Their dispatch counts tokens by index, which torch wants as int64."""
+    model = build("qwen3_5_moe")
+    experts = modules(model, "Qwen3_5MoeExperts")
+    experts[0]._is_expert_parallel = True
+    attnkit_model(model, experts="mxfp4").to(torch.bfloat16)
+    _, weights, index = modules(model, "Router")[0](torch.randn(3, 64, dtype=torch.bfloat16))
+    assert (weights.dtype, index.dtype) == (torch.bfloat16, torch.int64)
+
+
 @formats
 @experts_families
 def test_packed_experts_generate_without_their_parameters(family, format):
@@ -462,6 +551,18 @@ def test_models_and_formats_without_packing_are_refused(call):
         call(build("qwen3_5_moe", hidden_act="gelu"), "mxfp4")
     with pytest.raises(UnsupportedError, match="down_proj contracts 24 numbers, accepted for mxfp4: multiples of 32"):
         call(build("qwen3_5_moe", moe_intermediate_size=24), "mxfp4")
+
+
+def test_activations_that_fp4_moe_has_not_are_refused():
+    with pytest.raises(ValueError, match="activations is 'fp8', accepted: 'none', 'nvfp4', 'mxfp4', 'mxfp8'"):
+        attnkit_model(build("gpt_oss"), experts="mxfp4", activations="fp8")
+    with pytest.raises(ValueError, match="activations is 'mxfp8', accepted without experts: 'none'"):
+        attnkit_model(build("gpt_oss"), activations="mxfp8")
+    model = attnkit_model(build("qwen3_5_moe", moe_intermediate_size=48), experts="nvfp4")
+    words = "down_proj contracts 48 numbers, accepted for nvfp4 with activations 'mxfp8': multiples of 32"
+    with pytest.raises(UnsupportedError, match=words):
+        attnkit_model(model, experts="nvfp4", activations="mxfp8")
+    assert modules(model, "Experts")[0].attnkit_activations == "none"
 
 
 def test_experts_of_another_family_are_refused():

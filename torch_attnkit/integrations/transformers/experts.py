@@ -9,6 +9,9 @@ NVFP4 scales are per expert and rounded down to a power of two: every weight rea
 and is exact in bfloat16, so that rounded ordinary parameters (round_experts_to_fp4) hold the same numbers. They are
 kept as the bits of a float32, which ``model.to(dtype)`` leaves alone. MXFP4 is quantised with "ceil", under which
 weights that were MXFP4 before (GPT-OSS as published) come out as they went in.
+
+Activations stay in the model dtype, or fp4_moe quantises them itself: ``attnkit_activations`` of a packed module is the
+op's argument of that name.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch_attnkit.formats import nvfp4
 
 ops = torch.ops.attnkit
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
+ACTIVATIONS = {"none": 1, "nvfp4": 16, "mxfp4": 32, "mxfp8": 32}  # numbers under one scale
 FAMILIES = (GptOssExperts, Qwen3_5MoeExperts, Qwen3NextExperts, DeepseekV4Experts)
 WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -63,6 +67,7 @@ def experts(
         module.gate_up_proj_bias if module.has_bias else None,
         module.down_proj_bias if module.has_bias else None,
         format=format,
+        activations=getattr(module, "attnkit_activations", "none"),
         swiglu="silu" if alpha is None else "gptoss",
         alpha=1.0 if alpha is None else float(alpha),
         limit=getattr(module, "limit", None),
@@ -77,15 +82,16 @@ def packed_format(module: nn.Module) -> str | None:
     return "mxfp4" if getattr(module, "gate_up_proj_global", None) is None else "nvfp4"
 
 
-def experts_of(model: nn.Module, op: str, format: str) -> list[nn.Module]:
-    """The experts modules of ``model``, all of which can be quantised to ``format``.
+def experts_of(model: nn.Module, op: str, format: str, activations: str = "none") -> list[Any]:
+    """The experts modules of ``model``, all of which can be quantised to ``format`` and run with ``activations``.
 
     Raises:
         ValueError: an unknown format, no experts module, or a module that is packed to the other format.
         UnsupportedError: a family, an activation or sizes that fp4_moe has nothing for.
     """
-    if format not in BLOCK:
-        raise ValueError(f"{op}: format is {format!r}, accepted: {', '.join(map(repr, BLOCK))}")
+    for what, value, known in (("format", format, BLOCK), ("activations", activations, ACTIVATIONS)):
+        if value not in known:
+            raise ValueError(f"{op}: {what} is {value!r}, accepted: {', '.join(map(repr, known))}")
     found = []
     for name, module in model.named_modules():
         if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):  # set by transformers
@@ -93,8 +99,7 @@ def experts_of(model: nn.Module, op: str, format: str) -> list[nn.Module]:
         if not isinstance(module, FAMILIES):
             accepted = ", ".join(family.__name__ for family in FAMILIES)
             raise UnsupportedError(f"{op}: {name} is {type(module).__name__}, accepted: {accepted}")
-        if packed_format(module) is None:
-            _check_quantizable(module, f"{op}: {name}", format)
+        _check_quantizable(module, f"{op}: {name}", format, activations)
         found.append(module)
     if not found:
         accepted = ", ".join(family.__name__ for family in FAMILIES)
@@ -102,16 +107,20 @@ def experts_of(model: nn.Module, op: str, format: str) -> list[nn.Module]:
     return found
 
 
-def _check_quantizable(module: nn.Module, what: str, format: str) -> None:
+def _check_quantizable(module: nn.Module, what: str, format: str, activations: str) -> None:
     activation = getattr(module, "act_fn", None)
     if activation is not None and not isinstance(activation, nn.SiLU | SiLUActivation):
         raise UnsupportedError(f"{what}: act_fn is {type(activation).__name__}, accepted: silu")
+    block = max(BLOCK[format], ACTIVATIONS[activations])
+    quantised = format if activations == "none" else f"{format} with activations {activations!r}"
     for name in WEIGHTS:
-        weight = getattr(module, name)
-        columns = weight.shape[1 if module.is_transposed else 2]
-        if columns % BLOCK[format]:
+        if packed_format(module) is None:
+            columns = getattr(module, name).shape[1 if module.is_transposed else 2]
+        else:
+            columns = 2 * getattr(module, f"{name}_packed").shape[2]
+        if columns % block:
             raise UnsupportedError(
-                f"{what}: {name} contracts {columns} numbers, accepted for {format}: multiples of {BLOCK[format]}"
+                f"{what}: {name} contracts {columns} numbers, accepted for {quantised}: multiples of {block}"
             )
 
 

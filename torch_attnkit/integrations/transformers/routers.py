@@ -1,7 +1,9 @@
 """Expert routers of GPT-OSS, Qwen and DeepSeek-V4 on the routing ops.
 
 Each returns what the replaced forward does: logits, weights in the dtype of the logits, int64 indices. The ops score
-in float32 whatever the model dtype, and break ties by the lowest index.
+in float32 whatever the model dtype, and break ties by the lowest index. Where fp4_moe is next, it takes the op's own
+float32 weights and int32 indices: nothing is rounded or converted in between. ``attnkit_feeds``, which attnkit_model
+gives a router, is the config of its packed experts and says whether that is so.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ def _logits(router: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return F.linear(flat, router.weight, getattr(router, "bias", None))  # (R, E)
 
 
-def _routed(logits: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> Routed:
+def _routed(router: Any, logits: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> Routed:
+    feeds = getattr(router, "attnkit_feeds", None)
+    if feeds is not None and feeds._experts_implementation == "attnkit":
+        return logits, weights, indices
     return logits, weights.to(logits.dtype), indices.long()
 
 
 class AttnkitGptOssTopKRouter(GptOssTopKRouter):
     def forward(self, hidden_states: torch.Tensor) -> Routed:
         logits = _logits(self, hidden_states)
-        return _routed(logits, *ops.route_softmax(logits, topk=self.top_k))
+        return _routed(self, logits, *ops.route_softmax(logits, topk=self.top_k))
 
 
 class _QwenTopKRouter:
@@ -42,7 +47,7 @@ class _QwenTopKRouter:
         logits = _logits(self, hidden_states)
         renormalize = bool(getattr(self, "norm_topk_prob", True))
         found = ops.route_softmax(logits, topk=self.top_k, softmax_first=True, renormalize=renormalize)  # type: ignore[attr-defined]
-        return _routed(logits, *found)
+        return _routed(self, logits, *found)
 
 
 class AttnkitQwen35MoeTopKRouter(_QwenTopKRouter, Qwen3_5MoeTopKRouter):
@@ -65,7 +70,7 @@ class AttnkitDeepseekV4TopKRouter(_SqrtSoftplus, DeepseekV4TopKRouter):
         logits = _logits(self, hidden_states)
         bias = self.e_score_correction_bias.float()  # (E,)
         found = ops.route_sqrt_softplus(logits, bias, topk=self.top_k, route_scale=self.routed_scaling_factor)
-        return _routed(logits, *found)
+        return _routed(self, logits, *found)
 
 
 class AttnkitDeepseekV4HashRouter(_SqrtSoftplus, DeepseekV4HashRouter):
@@ -77,7 +82,7 @@ class AttnkitDeepseekV4HashRouter(_SqrtSoftplus, DeepseekV4HashRouter):
             )
         logits = _logits(self, hidden_states)
         found = ops.route_hash(logits, input_ids.reshape(-1), self.tid2eid, route_scale=self.routed_scaling_factor)
-        return _routed(logits, *found)
+        return _routed(self, logits, *found)
 
 
 SWAPS: dict[type, type] = {

@@ -17,27 +17,32 @@ _ORIGINAL = {swapped: original for original, swapped in SWAPS.items()}
 
 
 @torch.no_grad()
-def attnkit_model(model: PreTrainedModel, *, experts: str | None = None) -> PreTrainedModel:
+def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activations: str = "none") -> PreTrainedModel:
     """Run ``model`` on the ops of this package. Works in place and returns ``model``.
 
     Sets the attention implementation to "attnkit" and gives gated RMS norms (Qwen3.5, Qwen3-Next), routers (GPT-OSS,
     Qwen, DeepSeek-V4) and DeepSeek-V4's attention a subclass of their class, which keeps parameters, state_dict,
     hooks, isinstance and pickling as they are. ``experts`` "nvfp4" or "mxfp4" packs the expert weights of GPT-OSS,
     Qwen and DeepSeek-V4 to FP4, deletes the original parameters and sets the experts implementation to "attnkit";
-    a device without quantisation kernels takes a model that was packed on the CPU and then moved.
+    a device without quantisation kernels takes a model that was packed on the CPU and then moved. ``activations``
+    "nvfp4", "mxfp4" or "mxfp8": the experts round what they multiply the weights with to that format, inside fp4_moe;
+    "none" leaves it in the model dtype.
 
-    ``model.attnkit_swapped`` says what was done: class name of the original to number of modules. A second call
-    changes nothing. Nothing is changed if anything is refused.
+    ``model.attnkit_swapped`` says what was done: class name of the original to number of modules. A second call with
+    the same arguments changes nothing. Nothing is changed if anything is refused.
 
     Raises:
         TypeError: ``model`` is not a transformers PreTrainedModel.
-        ValueError: an unknown format for experts, a model without experts, or one packed to the other format.
+        ValueError: an unknown format for experts or activations, activations without experts, a model without
+            experts, or one packed to the other format.
         UnsupportedError: a variant of a module for which there is no op, or a model whose attention does not go
             through transformers' AttentionInterface.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"attnkit_model: model is {type(model).__name__}, accepted: a transformers PreTrainedModel")
-    found = [] if experts is None else experts_of(model, "attnkit_model", experts)
+    if experts is None and activations != "none":
+        raise ValueError(f"attnkit_model: activations is {activations!r}, accepted without experts: 'none'")
+    found = [] if experts is None else experts_of(model, "attnkit_model", experts, activations)
     for module in found:
         if packed_format(module) not in (None, experts):
             raise ValueError(f"attnkit_model: experts are packed to {packed_format(module)} already, not {experts}")
@@ -61,8 +66,14 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None) -> PreT
         if packed_format(module) is None:
             assert experts is not None
             pack(module, experts)
+        module.attnkit_activations = activations
     if found:
         model.set_experts_implementation("attnkit")
+        # A forward of the experts' own hands tokens to other ranks, with indices as transformers has them.
+        straight = not any("forward" in vars(module) or module._is_expert_parallel for module in found)
+        for module in model.modules():
+            if straight and type(module) in routers.SWAPS.values():
+                module.attnkit_feeds = found[0].config
     done = Counter(_ORIGINAL[type(m)].__name__ for m in model.modules() if type(m) in _ORIGINAL)
     done.update(type(m).__name__ for m in model.modules() if packed_format(m) is not None)
     model.attnkit_swapped = dict(done)

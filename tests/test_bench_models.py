@@ -1,0 +1,142 @@
+"""The bench of whole models, on a CPU: what it times is what the models compute, and a wrong result is called wrong.
+
+Sizes are small and numbers float32, or bfloat16 where the judge is asked.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DeepseekV4ForCausalLM, GptOssForCausalLM, StaticCache
+
+import torch_attnkit
+from bench import models
+from torch_attnkit import UnsupportedError
+
+_SMALL = dict(vocab_size=128, hidden_size=64, num_attention_heads=4, num_experts_per_tok=2, sliding_window=8)
+_GPT_OSS = _SMALL | dict(intermediate_size=64, num_key_value_heads=2, head_dim=16, num_local_experts=4)
+_V4 = _SMALL | dict(
+    moe_intermediate_size=32, n_routed_experts=8, head_dim=32, q_lora_rank=32, o_groups=2, o_lora_rank=16,
+    index_n_heads=4, index_head_dim=16, partial_rotary_factor=0.25,
+)  # fmt: skip
+
+
+def gpt_oss(dtype=torch.float32):
+    return models.built(GptOssForCausalLM, models.gpt_oss_config(4, **_GPT_OSS), "cpu", dtype)
+
+
+@torch.no_grad()
+def test_the_window_of_the_bench_is_the_librarys():
+    """Prefill and steps until the window has moved on, each compared."""
+    model, ids = gpt_oss(), torch.randint(128, (2, 14))
+    caches = StaticCache(model.config, max_cache_len=16), models._cache(model, 16)
+    for a, b in ((0, 5), *((t, t + 1) for t in range(5, 14))):
+        theirs, ours = (model(ids[:, a:b], past_key_values=cache).logits for cache in caches)
+        assert torch.equal(theirs, ours)
+
+
+@torch.no_grad()
+def test_a_prefill_and_a_step_are_the_models_own():
+    """With masks from outside and a cache that is set back: what the model gives without either, again and again."""
+    model = gpt_oss()
+    run = models.prefill(20).make(model)
+    torch.manual_seed(0)
+    plain = model(torch.randint(128, (1, 20)), use_cache=False).logits
+    assert torch.equal(run(), run())
+    torch.testing.assert_close(run(), plain, rtol=0, atol=1e-5)
+    step, ours = (models.decode(3, 20).make(m) for m in (model, models.ours_of(model)))
+    with torch_attnkit.record() as recorded:
+        torch.testing.assert_close(ours(), step(), rtol=0, atol=1e-4)
+    assert {op: n for (op, _), n in recorded.calls.items()} == {"sdpa_decode": 4, "route_softmax": 4, "fp4_moe": 4}
+
+
+@torch.no_grad()
+def test_a_right_result_is_told_from_a_wrong_one():
+    """In bfloat16 every case of the small models passes, and fails once experts are mixed up."""
+    theirs = gpt_oss(torch.bfloat16)
+    v4 = models.built(DeepseekV4ForCausalLM, models.deepseek_v4_config(**_V4), "cpu")
+    pairs = [(theirs, models.ours_of(theirs), case) for case in (models.decode(4, 20), models.prefill(64))]
+    ours = models.ours_of(v4)
+    blocks = zip(v4.model.layers, ours.model.layers, strict=True)
+    pairs += [(a.mlp, b.mlp, models.moe(64, 128)) for a, b in blocks]
+    for a, b, case in pairs:
+        wanted, exact = case.results(a), case.results(models.exact_of(a))
+        good, words = models.judged(case, case.results(b), wanted, exact)
+        assert good and f"of {max(64, case.rows)} rows" in words and ("tokens equal" in words) == case.choice
+        experts = [m for m in b.modules() if hasattr(m, "down_proj_packed")]
+        for module in experts:
+            module.down_proj_packed = module.down_proj_packed.flip(0)
+        assert not models.judged(case, case.results(b), wanted, exact)[0]
+        for module in experts:
+            module.down_proj_packed = module.down_proj_packed.flip(0)
+        few = case.results(b)
+        few[::3] = few[::3].flip(1)
+        assert not models.judged(case, few, wanted, exact)[0]
+
+
+@torch.no_grad()
+def test_a_comparison_counts_what_is_wrong_and_goes_on_behind_what_fails(monkeypatch, capsys):
+    """What needs a GPU is replaced: memory and time."""
+    monkeypatch.setattr(models, "peak", lambda run: 3_000_000)
+    monkeypatch.setattr(models, "timed", lambda case, pair: "a time")
+    monkeypatch.setattr(models.console, "_width", 500)
+
+    def fails(model, draw=0):
+        if hasattr(model.model.layers[0].mlp.experts, "down_proj_packed"):
+            raise ValueError("no such kernel")
+        return lambda: torch.zeros(1, 64, 128)
+
+    theirs = gpt_oss(torch.bfloat16)
+    ours = models.ours_of(theirs)
+    cases = [models.Case("broken", 64, fails, True), models.decode(4, 20)]
+    assert models.compare("tiny", theirs, ours, cases) == 1
+    words = capsys.readouterr().out
+    assert "broken: FAILED: ValueError: no such kernel" in words
+    assert "decode, batch 4, context 20: right: median row's error" in words
+    assert "a time; memory besides weights and cache: ours 3 MB, transformers 3 MB" in words
+    for module in ours.modules():
+        if hasattr(module, "down_proj_packed"):
+            module.down_proj_packed.zero_()
+    assert models.compare("tiny", theirs, ours, [models.decode(4, 20)]) == 1
+    words = capsys.readouterr().out
+    assert "decode, batch 4, context 20: WRONG" in words and "a time" not in words
+
+
+@pytest.mark.seconds(240)
+@torch.no_grad()
+def test_the_kernels_of_the_models_are_found_without_their_weights():
+    cases = models.Cases([models.decode(1, 4096), models.prefill(4096)], [models.moe(1), models.moe(4096)])
+    found = models.kernels(4, cases, "sm90")
+    assert len(found) == len(set(found))
+    assert {r.family for r in found} == {"fp4", "decode", "prefill", "routing", "grouped_gemm"}
+    assert {r.trace for r in found if r.family == "grouped_gemm"} == {"trace", "trace_wgmma"}
+    windows = {dict(r.signature)["window"] for r in found if r.family == "prefill"}
+    assert windows == {True, False}
+
+
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.seconds(300)
+@torch.no_grad()
+def test_models_are_right_on_simulated_kernels_of_hopper(monkeypatch):
+    """Each kernel with what a model gives it: strided queries, a static cache, router's outputs, packed experts."""
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    monkeypatch.setattr(models, "_ROWS", 8)
+    wide = dict(hidden_size=128, intermediate_size=128, num_attention_heads=8, head_dim=64, sliding_window=16)
+    settings = models.gpt_oss_config(2, **_GPT_OSS | wide)
+    theirs = models.built(GptOssForCausalLM, settings, "cpu")
+    v4 = models.built(DeepseekV4ForCausalLM, models.deepseek_v4_config(**_V4 | dict(hidden_size=128)), "cpu")
+    packed = models.ours_of(v4)
+    runs = [(theirs, models.ours_of(theirs), case) for case in (models.decode(8, 40), models.prefill(40))]
+    runs += [(a.mlp, b.mlp, models.moe(8, 128)) for a, b in zip(v4.model.layers, packed.model.layers, strict=True)]
+    ran = set()
+    for a, b, case in runs:
+        with torch_attnkit.simulate("sm90"), torch_attnkit.record() as recorded:
+            got = case.results(b)
+        good, words = models.judged(case, got, case.results(a), case.results(models.exact_of(a)))
+        assert good, f"{case.name}: {words}"
+        ran |= set(recorded.calls)
+    routes = {"route_softmax", "route_hash", "route_sqrt_softplus"}
+    assert ran == {(op, "sm90 (simulated)") for op in {"sdpa_decode", "flash_attention", "fp4_moe"} | routes}
+    with torch_attnkit.simulate("sm90"), pytest.raises(UnsupportedError, match="sparse_fmha_with_swa on sm90"):
+        packed(torch.ones(1, 8, dtype=torch.long))
