@@ -12,21 +12,29 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from .asm import asm
+from .fp4 import e4m3_values, permute_bytes
+from .warp_ops import pack
 
 LOWERED = {"nvfp4": 8, "mxfp4": 63}  # powers of two by which decoded weights are too small
 _CODES = 0x81C081C0  # sign and exponent bits of two bf16
 _LOW, _HIGH = (0x000F000F, 0x1040), (0x00F000F0, 0x104)  # codes, and what moves them there
-_TWO_TO_119 = 0x7B007B00
 
 
 @dsl_user_op
 def _multiply(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Two products of bf16, rounded to nearest."""
     (pair,) = asm([Uint32], [a, b], "mul.rn.bf16x2 $0, $1, $2;", loc=loc, ip=ip)
+    return pair
+
+
+@dsl_user_op
+def _min_u16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The lesser of each of two 16-bit numbers."""
+    (pair,) = asm([Uint32], [a, b], "min.u16x2 $0, $1, $2;", loc=loc, ip=ip)
     return pair
 
 
@@ -40,32 +48,19 @@ def decode(word: Uint32, factor: Uint32) -> list[Uint32]:
 
 
 def factors_of_e4m3(word: Uint32) -> list[Uint32]:
-    """Four E4M3 scales to bf16 factors of NVFP4, two a word; NaN stays NaN.
-
-    A scale's bits, four to the left, are those of the bf16 that is 2^-120 times as large.
-    """
-    factors = []
-    for shift in (0, 16):
-        two = (word >> shift) & 0xFFFF
-        two = (two | (two << 8)) & 0x00FF00FF
-        bits = ((two & 0x007F007F) << 4) | ((two & 0x00800080) << 8)
-        raised = _multiply(_multiply(bits, Uint32(_TWO_TO_119)), Uint32(_TWO_TO_119))
-        nan = ((two & 0x007F007F) + 0x00010001) & 0x00800080
-        factors.append(raised | (nan * 0xFF))
-    return factors
+    """Four E4M3 scales to bf16 factors of NVFP4, two a word; NaN stays NaN."""
+    pairs = (e4m3_values(Int32(word >> shift)) for shift in (0, 16))
+    return [Uint32(pack(cutlass.BFloat16, *(x * Float32(2.0**118) for x in pair))) for pair in pairs]
 
 
 def factors_of_e8m0(word: Uint32) -> list[Uint32]:
     """Four E8M0 scales, 2^(byte - 127), to bf16 factors of MXFP4, two a word; 255 is NaN."""
     factors = []
-    for shift in (0, 16):
-        halves = []
-        for more in (0, 8):
-            byte = (word >> (shift + more)) & 0xFF
-            field = byte + 63
-            field = cutlass.select_(field > 255, Uint32(255), field)
-            halves.append((field << 7) | ((byte + 1) >> 8))
-        factors.append(halves[0] | (halves[1] << 16))
+    for bytes_ in (0x4140, 0x4342):  # of the word, each with one of zero above it
+        two = Uint32(permute_bytes(Int32(word), Int32(0), Int32(bytes_)))
+        exponents = _min_u16x2(two * 0x80 + Uint32(63 * 0x00800080), Uint32(0x7F807F80))
+        nan = ((two + 0x00010001) >> 8) & 0x00010001
+        factors.append(exponents | nan)
     return factors
 
 

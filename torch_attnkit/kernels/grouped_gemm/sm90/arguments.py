@@ -34,7 +34,7 @@ class Tensors(NamedTuple):
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
     h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``rows.py`` has it, or (slots, M)
     partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
-    count: cute.Tensor  # (row tiles, 1), work tiles that have come; by ``wgmma`` (1, 1), blocks past the sort
+    count: cute.Tensor  # (Tq, row tiles), results of a token that have come; by ``wgmma`` (1, 1), blocks past the sort
 
 
 class Flags(NamedTuple):

@@ -10,15 +10,18 @@ BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
 SPAN = 128  # numbers that a quad of lanes decodes at a time, 32 each: 16 bytes of a row
 CONSUMERS = 8  # warps that multiply
 WARP_ROWS = 16  # of a work tile
-CODES, TOKENS, SCHEDULER, COUNTER = range(CONSUMERS, CONSUMERS + 4)  # warps, of which there is one each
-FACTORS = 4  # warps that bring scales, a stage each in turn: the last ones
-WARPS = COUNTER + 1 + FACTORS
+CODES, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
+COMBINERS = 2  # warps that add up tokens' results, of the second product, a work tile each in turn
+FACTORS = 3  # warps that bring scales, a stage each in turn
+WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
+BOXES = 2  # of a stage that a consumer has
 TILES = 4  # work tiles that are known ahead
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
 _SHARED = 224 * 1024  # of a block, without barriers and work tiles
 _PAD = 16  # bytes between tokens in shared memory: rows that are read at once begin in different banks
-_MOST_STAGES = 12
+_MOST_STAGES = 4
+_MOST_TOKEN_STAGES = 12
 TOKEN_STAGE = 64  # numbers of a token in a stage of a ring of its own: 128 bytes, which TMA swizzles
 LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
 _WEIGHT_STAGES = ((96, 4), (160, 3), (256, 2))  # by the most tokens of a work tile
@@ -56,9 +59,14 @@ class Config:
         return CONSUMERS // self.row_warps
 
     @property
+    def boxes(self) -> int:
+        """Of a stage."""
+        return BOXES * self.slices
+
+    @property
     def stage(self) -> int:
         """Numbers of a row in a stage of the ring."""
-        return BOX * self.slices
+        return BOX * self.boxes
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -109,6 +117,7 @@ class Config:
 
     @property
     def stages(self) -> int:
+        """A power of two if there is room for four: what a wait computes delays the products."""
         stage = self.weight_bytes + self.token_bytes + self.factor_bytes
         return min(_MOST_STAGES, (_SHARED - self.sum_bytes - self.result_bytes) // stage)
 
@@ -122,6 +131,10 @@ class WgmmaConfig(Config):
     group: int  # steps over K that are multiplied together, while as many are decoded: 1, 2 or 4
 
     @property
+    def boxes(self) -> int:
+        return 1
+
+    @property
     def token_bytes(self) -> int:
         return self.columns * TOKEN_STAGE * 2
 
@@ -132,4 +145,4 @@ class WgmmaConfig(Config):
     @property
     def token_stages(self) -> int:
         rest = _SHARED - self.weight_stages * (self.weight_bytes + self.factor_bytes)
-        return min(_MOST_STAGES, rest // self.token_bytes)
+        return min(_MOST_TOKEN_STAGES, rest // self.token_bytes)

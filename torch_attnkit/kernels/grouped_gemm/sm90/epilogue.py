@@ -1,12 +1,12 @@
 """What becomes of a work tile's sums: activations of the first product, tokens' results of the second. Imports cutlass.
 
-A result of the second product goes into the workspace, weighted. The block that brings the last work tile of some rows
-adds each token's up in the order of its choices, so that the result does not depend on who came last.
+A result of the second product goes into the workspace, weighted. The block that brings the last of a token's choices
+for some features adds them up in the order of the choices, so that the result does not depend on who came last.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,21 +19,13 @@ from torch_attnkit.cuda.ring import Ring
 
 from ...norm.kernel import sigmoid
 from .arguments import Flags, Matrices, Scalars, Tensors, chosen
-from .config import CONSUMERS, WARP_ROWS, Config
+from .config import COMBINERS, WARP_ROWS, Config
 from .mainloop import meet, row_of
 from .rows import permuted, split
 from .schedule import Tiles, Work, WorkTile
 from .shared import Shared
 
 _AT_ONCE = 8  # of a token's results that a thread has on their way
-
-
-class Counts(NamedTuple):
-    """Between the consumers and the warp that counts work tiles."""
-
-    come: Ring  # a work tile's results are in the workspace
-    known: Ring  # whether it was the last of its rows
-    sLast: cute.Tensor  # (2): the number of its rows' tile + 1 if so, else 0
 
 
 @cute.jit
@@ -134,9 +126,8 @@ class Activation:
 
 
 class Combine:
-    """Tokens' results. A work tile's are left in the workspace, weighted. Of those who have the same rows, the last one
-    adds all tokens' up in the order of their choices: a warp of its own counts who has come, meanwhile the next work
-    tile is multiplied."""
+    """Tokens' results. A work tile's are left in the workspace, weighted; warps of their own look whether they are a
+    token's last, and add that token's up. Meanwhile the next work tile is multiplied."""
 
     def __init__(self, config: Config):
         self.c = config
@@ -166,61 +157,45 @@ class Combine:
                                 y = rSum[j + 2 * part, group, 0] * factor + bias[part]
                                 tensors.partial[slot, first + 8 * part] = y * weight
 
-    def arrive(self, counts: Counts, turn: Int32) -> None:
-        full = counts.come.await_empty(turn)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(full)
-
     @cute.jit
-    def count(self, tensors: Tensors, share: Work, tiles: Tiles, counts: Counts):
-        """What the counting warp does."""
-        for turn in cutlass.range(share.count, unroll=1):
+    def combine(self, tensors: Tensors, share: Work, tiles: Tiles, done: Ring, warp: Int32):
+        """What the combining warps do, with every ``COMBINERS``-th work tile each, of which a lane has a token."""
+        lane = cute.arch.lane_idx()
+        top_k = Int32(tensors.indices.shape[1])
+        for turn in cutlass.range(warp, share.count, COMBINERS, unroll=1):
             tile = tiles.wait(turn)
-            counts.come.wait(turn)
-            last = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                come = op.add_acq_rel(tensors.count.iterator.toint() + Int64(tile.row) * 4, Int32(1)) + 1
-                if come == share.lines:
-                    tensors.count[tile.row, 0] = Int32(0)
-                    last = tile.row + 1
-            full = counts.known.await_empty(turn)
-            if cute.arch.lane_idx() == 0:
-                counts.sLast[counts.known.slot(turn)] = last
+            token, choices = tiles.slot(turn, lane) // top_k, tiles.choices(turn, lane)
             cute.arch.sync_warp()
             tiles.release(turn)
-            counts.come.release(turn)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(full)
+            done.wait(turn)
+            whole = Int32(0)
+            if lane < tile.columns:
+                at = Int64(token) * tensors.count.stride[0] + tile.row
+                if op.add_acq_rel(tensors.count.iterator.toint() + at * 4, Int32(1)) + 1 == choices:
+                    tensors.count[token, tile.row] = Int32(0)
+                    whole = Int32(1)
+            cute.arch.sync_warp()  # what a lane acquired is there for all
+            done.release(turn)
+            rest = cute.arch.vote_ballot_sync(whole != 0)
+            while rest != 0:
+                column = cute.arch.popc((rest & -rest) - 1)
+                rest = rest & (rest - 1)
+                self._add_up(tensors, cute.arch.shuffle_sync(token, column), tile.row * self.c.rows, lane * 4)
 
     @cute.jit
-    def finish(self, tensors: Tensors, counts: Counts, turn: Int32, warp: Int32):
-        """What the consumers do when it is known whether work tile ``turn`` was the last of its rows."""
-        counts.known.wait(turn)
-        last = counts.sLast[counts.known.slot(turn)]
-        if last > 0:
-            self._add_up(tensors, (last - 1) * self.c.rows, warp)
-        cute.arch.sync_warp()
-        counts.known.release(turn)
-
-    @cute.jit
-    def _add_up(self, tensors: Tensors, first: Int32, warp: Int32):
-        """All tokens' features from ``first`` on; a lane has four features of a token at a time."""
-        lanes = const_expr(self.c.rows // 4)  # that have a token's features
-        thread = warp * 32 + cute.arch.lane_idx()
-        tokens, top_k, features = Int32(tensors.out.shape[0]), Int32(tensors.indices.shape[1]), Int32(tensors.out.shape[1])
-        feature = first + thread % lanes * 4
-        step = const_expr(32 * CONSUMERS // lanes)
-        if feature < features:
-            for token in cutlass.range(thread // lanes, tokens, step, unroll=1):
-                sums = [Float32(0.0)] * 4
-                for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
-                    choices = [chosen(tensors, token, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
-                    for i in cutlass.range_constexpr(_AT_ONCE):
-                        row = Int64(token * top_k + k + i) * tensors.partial.stride[0]
-                        valid = cutlass.select_((k + i < top_k) & (choices[i] >= 0), Int32(1), Int32(0))
-                        at = tensors.partial.iterator.toint() + (row + feature) * 4
-                        values = memory_ops.load_4_floats_if(at, valid)
-                        sums = [s + v for s, v in zip(sums, values, strict=True)]
-                pairs = [op.pack(tensors.out.element_type, *sums[i : i + 2]) for i in (0, 2)]
-                at = Int64(token) * tensors.out.stride[0] + feature
-                op.store_2_pairs(tensors.out.iterator.toint() + at * 2, *pairs)
+    def _add_up(self, tensors: Tensors, token: Int32, first: Int32, more: Int32):
+        """Four features of a token, from ``first + more`` on."""
+        top_k, feature = Int32(tensors.indices.shape[1]), first + more
+        if (more < self.c.rows) & (feature < Int32(tensors.out.shape[1])):
+            sums = [Float32(0.0)] * 4
+            for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
+                choices = [chosen(tensors, token, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
+                for i in cutlass.range_constexpr(_AT_ONCE):
+                    row = Int64(token * top_k + k + i) * tensors.partial.stride[0]
+                    valid = cutlass.select_((k + i < top_k) & (choices[i] >= 0), Int32(1), Int32(0))
+                    at = tensors.partial.iterator.toint() + (row + feature) * 4
+                    values = memory_ops.load_4_floats_if(at, valid)
+                    sums = [s + v for s, v in zip(sums, values, strict=True)]
+            pairs = [op.pack(tensors.out.element_type, *sums[i : i + 2]) for i in (0, 2)]
+            at = Int64(token) * tensors.out.stride[0] + feature
+            op.store_2_pairs(tensors.out.iterator.toint() + at * 2, *pairs)

@@ -3,9 +3,9 @@
     8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
     1 warp         weights of a stage by TMA
     1 warp         tokens of a stage, a bulk copy each, from rows that prepare.py made
-    4 warps        scales of a stage, turned into factors (factors.py)
     1 warp         knows work tiles ahead (schedule.py)
-    1 warp         in the second product: counts work tiles that are done
+    2 warps        in the second product: add up tokens' results
+    3 warps        scales of a stage, turned into factors (factors.py)
 
 All stages of a block stand in one ring; a block takes work tiles until none is left. The second product's weights are on
 their way while blocks of the first still run (programmatic dependent launch).
@@ -25,8 +25,8 @@ from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import CODES, CONSUMERS, COUNTER, FACTORS, SCHEDULER, TILES, TOKENS, WARPS, Config
-from .epilogue import Activation, Combine, Counts, raised
+from .config import CODES, COMBINERS, CONSUMERS, FACTORS, SCHEDULER, TILES, TOKENS, WARPS, Config
+from .epilogue import Activation, Combine, raised
 from .factors import Factors
 from .mainloop import Mainloop
 from .prepare import Prepare
@@ -62,15 +62,11 @@ class Product:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         readers = const_expr(CONSUMERS + 1 + (0 if c.paired else 1))
-        table = [("stages", c.stages, 3, CONSUMERS), ("tiles", TILES, 1, readers)]
-        if const_expr(not c.paired):
-            table += [("come", 2, CONSUMERS, 1), ("known", 2, 1, CONSUMERS)]
-        made = rings(memory, warp, tuple(table))
-        ring, tiles = made["stages"], Tiles(made["tiles"], memory)
-        counts = None
-        if const_expr(not c.paired):
-            last = memory.allocate_tensor(Int32, cute.make_layout(2), 16)
-            counts = Counts(made["come"], made["known"], last)
+        table = (
+            ("stages", c.stages, 3, CONSUMERS), ("tiles", TILES, 1, readers), ("done", COMBINERS, CONSUMERS, 1),
+        )  # fmt: skip
+        made = rings(memory, warp, table)
+        ring, done, tiles = made["stages"], made["done"], Tiles(made["tiles"], memory)
         shared = Shared(c, memory)
         if warp == CODES:
             cpasync.prefetch_descriptor(loads.atom)
@@ -81,10 +77,10 @@ class Product:
             # Only now may the next launch begin: what it then reads without waiting, the sort's work tiles, is there.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows, by_rows=not c.paired)
+        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
         steps = (Int32(weights.codes.shape[2]) * 2 + c.stage - 1) // c.stage
         if warp < CONSUMERS:
-            self._consume(tensors, scalars, share, steps, ring, tiles, counts, shared, warp)
+            self._consume(tensors, scalars, share, steps, ring, tiles, done, shared, warp)
         elif warp == CODES:
             self._load_codes(tensors, loads, share, steps, ring, shared)
         elif warp == TOKENS:
@@ -93,12 +89,11 @@ class Product:
             for turn in cutlass.range(share.count, unroll=1):
                 tile = share.tile(tensors, turn)
                 factor = raised(c, flags, weights, tile.expert)
-                tiles.publish(tensors, turn, tile, factor, weighted=not c.paired)
-        elif warp == COUNTER:
-            if const_expr(not c.paired):
-                self.epilogue.count(tensors, share, tiles, counts)
-        else:
-            self._load_factors(tensors, flags, weights, share, steps, ring, shared, warp - COUNTER - 1)
+                tiles.publish(tensors, turn, tile, factor, combined=not c.paired)
+        elif warp > SCHEDULER + COMBINERS:
+            self._load_factors(tensors, flags, weights, share, steps, ring, shared, warp - SCHEDULER - COMBINERS - 1)
+        elif const_expr(not c.paired):
+            self.epilogue.combine(tensors, share, tiles, done, warp - SCHEDULER - 1)
 
     @cute.jit
     def _load_codes(self, tensors: Tensors, loads: Loads, share: Work, steps: Int32, ring: Ring, shared: Shared):
@@ -111,8 +106,8 @@ class Product:
             tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.sW, gW)
             for k in cutlass.range(steps, unroll=1):
                 full = ring.acquire(n, c.weight_bytes)
-                for box in cutlass.range_constexpr(c.slices):
-                    from_, to = tWg[None, tile.row, k * c.slices + box], tWs[None, ring.slot(n) * c.slices + box]
+                for box in cutlass.range_constexpr(c.boxes):
+                    from_, to = tWg[None, tile.row, k * c.boxes + box], tWs[None, ring.slot(n) * c.boxes + box]
                     cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
                 n += 1
 
@@ -176,7 +171,7 @@ class Product:
 
     @cute.jit
     def _consume(
-        self, tensors: Tensors, scalars: Scalars, share: Work, steps: Int32, ring: Ring, tiles: Tiles, counts: Any,
+        self, tensors: Tensors, scalars: Scalars, share: Work, steps: Int32, ring: Ring, tiles: Tiles, done: Ring,
         shared: Shared, warp: Int32,
     ):  # fmt: skip
         rSum = self.mainloop.sums()
@@ -189,13 +184,10 @@ class Product:
             cute.arch.sync_warp()
             tiles.release(turn)
             if const_expr(not self.c.paired):
-                self.epilogue.arrive(counts, turn)
-                if turn > 0:
-                    self.epilogue.finish(tensors, counts, turn - 1, warp)
+                full = done.await_empty(turn)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(full)
             n += steps
-        if const_expr(not self.c.paired):
-            if share.count > 0:
-                self.epilogue.finish(tensors, counts, share.count - 1, warp)
 
 
 class Experts:

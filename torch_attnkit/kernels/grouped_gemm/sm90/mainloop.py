@@ -1,6 +1,6 @@
 """The product of a work tile by ``mma.sync``: weights, decoded in registers, times tokens. Imports cutlass.
 
-A warp has 16 rows, and a box of every stage. A quad of lanes has a row and the one 8 further on; each lane decodes 16
+A warp has 16 rows, and two boxes of every stage. A quad of lanes has a row and the one 8 further on; each lane decodes 16
 bytes of both at a time, 32 numbers, which are the first operand of eight steps of m16n8k16. The two steps of a word add
 into sums of their own: chains are half as long.
 """
@@ -18,9 +18,12 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import both, decode
 from torch_attnkit.cuda.ring import Ring
 
-from .config import BOX, CONSUMERS, SPAN, WARP_ROWS, Config
+from .config import BOX, BOXES, CONSUMERS, SPAN, WARP_ROWS, Config
 from .schedule import width_of
 from .shared import ROW_BYTES, Shared
+
+
+_SPANS = BOXES * BOX // SPAN  # of a stage that a consumer has
 
 
 def row_of(lane: Int32) -> Int32:
@@ -84,18 +87,19 @@ class Mainloop:
         c = self.c
         lane = cute.arch.lane_idx()
         row, quarter = row_of(lane), lane % 4
-        rows, box = warp % c.row_warps * WARP_ROWS + row, warp // c.row_warps
-        spans = const_expr(BOX // SPAN)
-        first = shared.weights(stage) + (box * c.rows + rows) * ROW_BYTES
+        rows, slice_ = warp % c.row_warps * WARP_ROWS + row, warp // c.row_warps
+        first = shared.weights(stage) + (slice_ * (BOXES * c.rows) + rows) * ROW_BYTES
         # The lane's row, 16 bytes, of the four 8 x 8 tiles that are a word's operands of two steps.
-        tokens = shared.tokens(stage) + lane % 8 * (c.parts * c.token_row_bytes) + lane // 8 * 16 + box * (BOX * 2)
+        tokens = shared.tokens(stage) + lane % 8 * (c.parts * c.token_row_bytes) + lane // 8 * 16
+        tokens += slice_ * (BOXES * BOX * 2)
         factor = (
             shared.factors(stage)
-            + (box * spans * c.rows + rows) * self._factor_bytes
+            + (slice_ * (_SPANS * c.rows) + rows) * self._factor_bytes
             + quarter * self._factor_bytes // 4
         )
-        for span in cutlass.range_constexpr(spans):
-            chunk = ((quarter + 4 * span) ^ row) * 16  # as TMA swizzles them
+        for span in cutlass.range_constexpr(_SPANS):
+            box, half_box = const_expr(span // 2), const_expr(span % 2)
+            chunk = box * (c.rows * ROW_BYTES) + ((quarter + 4 * half_box) ^ row) * 16  # as TMA swizzles them
             codes = [load_words(first + chunk + 8 * r * ROW_BYTES, 4) for r in range(2)]
             factors = [self._factors(factor + (span * c.rows + 8 * r) * self._factor_bytes) for r in range(2)]
             for word in cutlass.range_constexpr(4):

@@ -79,11 +79,11 @@ def plan(problem: Problem, sms: int) -> Plan:
             1 + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)), min(sms, tiles * up_tiles),
             min(sms, tiles * down_tiles),
         ),
-        counters=(down_tiles, 1),
+        counters=(p.tokens, down_tiles),
         x_rows=(p.tokens * up.parts, x_columns),
         h_rows=(p.slots * down.parts, h_columns),
         row_warps=row_warps,
-        scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
+        scale_vectors=(_vector(p, p.up, False), _vector(p, p.down, False)),
     )
 
 
@@ -103,7 +103,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, sms: int) -> Plan
         x_rows=(p.slots, x_spans * SPAN),
         h_rows=(p.slots, h_spans * SPAN),
         row_warps=(CONSUMERS, CONSUMERS),
-        scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
+        scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
     )
 
 
@@ -129,9 +129,9 @@ def _row_warps(p: Problem, weights: Weights, columns: int, tiles: int, sms: int)
     return min((CONSUMERS, *some), key=lambda warps: idle(warps) * _COST[warps])
 
 
-def _vector(p: Problem, weights: Weights) -> int:
+def _vector(p: Problem, weights: Weights, many: bool) -> int:
     """Bytes of scales that start and end where a load of so many can: 16, 8, 4, 2 or 1."""
     if p.scale_layout != "linear":
         return math.gcd(4, weights.scale_row, weights.scale_expert)
     blocks = weights.columns // BLOCK[p.format]
-    return math.gcd(BOX // BLOCK[p.format], blocks, weights.scale_row, weights.scale_expert)
+    return math.gcd(BOX // BLOCK[p.format] if many else 16, blocks, weights.scale_row, weights.scale_expert)

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda.ring import Fixed, Ring
 
-from .arguments import Tensors
+from .arguments import Tensors, chosen
 from .config import MOST_COLUMNS, TILES, Config
 
 
@@ -31,37 +31,30 @@ def width_of(config: Config, columns: Int32) -> Int32:
 
 
 class Work(Fixed):
-    """A block's share: every ``blocks``-th tile. Those of an expert follow each other, or, ``by_rows``, those of the
-    same rows of all experts."""
+    """A block's share: every ``blocks``-th tile, of which those of an expert follow each other."""
 
-    def __init__(self, row_tiles: Int32, lines: Int32, by_rows: bool = False):
-        self.block, self.blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        self.row_tiles, self.lines, self.by_rows = row_tiles, lines, by_rows
+    def __init__(self, row_tiles: Int32, lines: Int32):
+        self.block, self.blocks, self.row_tiles = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], row_tiles
         self.count = cutlass.max((row_tiles * lines - self.block + self.blocks - 1) // self.blocks, Int32(0))
 
-    def _unit(self, turn: Int32) -> tuple[Int32, Int32]:
-        """The line of the table of tiles, and the tile of rows."""
-        unit = self.block + turn * self.blocks
-        if self.by_rows:
-            return 1 + unit % self.lines, unit // self.lines
-        return 1 + unit // self.row_tiles, unit % self.row_tiles
-
     def tile(self, tensors: Tensors, turn: Int32) -> WorkTile:
-        line, row = self._unit(turn)
+        unit = self.block + turn * self.blocks
+        line = 1 + unit // self.row_tiles
         expert, first, columns = (tensors.tiles[line, i] for i in range(3))
-        return WorkTile(expert, first, columns, row)
+        return WorkTile(expert, first, columns, unit % self.row_tiles)
 
     def prefetch(self, tensors: Tensors, turn: Int32) -> None:
         """Bring what ``tile`` reads near; beyond the last turn, the last's."""
-        line, _ = self._unit(cutlass.min(turn, self.count - 1))
-        memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(line) * 16)
+        unit = self.block + cutlass.min(turn, self.count - 1) * self.blocks
+        memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(1 + unit // self.row_tiles) * 16)
 
 
-def work(tensors: Tensors, row_tiles: Int32, by_rows: bool = False) -> Work:
-    return Work(row_tiles, tensors.tiles[0, 0], by_rows)
+def work(tensors: Tensors, row_tiles: Int32) -> Work:
+    return Work(row_tiles, tensors.tiles[0, 0])
 
 
 _HEADER = 8  # words of a work tile in shared memory before those of its tokens
+_AT_ONCE = 8  # of a token's choices that a lane has on their way
 _FACTOR = len(WorkTile._fields)
 assert MOST_COLUMNS == 32  # a lane each
 
@@ -71,26 +64,32 @@ class Tiles(Fixed):
 
     def __init__(self, ring: Ring, memory: Any):
         self.ring = ring
-        words = cute.make_layout((_HEADER + 2 * MOST_COLUMNS, TILES), stride=(1, _HEADER + 2 * MOST_COLUMNS))
+        words = cute.make_layout((_HEADER + 3 * MOST_COLUMNS, TILES), stride=(1, _HEADER + 3 * MOST_COLUMNS))
         self.sWords = memory.allocate_tensor(Int32, words, 16)
 
     @cute.jit
-    def publish(self, tensors: Tensors, turn: Int32, tile: WorkTile, factor: Float32, weighted: cutlass.Constexpr):
-        """``factor``: what sums have to be multiplied by; ``weighted``: whether tokens' weights are asked for."""
+    def publish(self, tensors: Tensors, turn: Int32, tile: WorkTile, factor: Float32, combined: cutlass.Constexpr):
+        """``factor``: what sums have to be multiplied by. Where tokens' results are ``combined``, their weights and how
+        many there are of a token go with them."""
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
-        slot, weight = Int32(0), Float32(0.0)
+        slot, weight, choices = Int32(0), Float32(0.0), Int32(0)
         if lane < tile.columns:
             slot = tensors.order[tile.first + lane]
-            if const_expr(weighted):
+            if const_expr(combined):
                 weight = tensors.weights[slot // top_k, slot % top_k]
+                for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
+                    some = [chosen(tensors, slot // top_k, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
+                    for i in cutlass.range_constexpr(_AT_ONCE):
+                        choices += cutlass.select_((k + i < top_k) & (some[i] >= 0), Int32(1), Int32(0))
         full, place = self.ring.await_empty(turn), self.ring.slot(turn)
         if lane == 0:
             for i, word in enumerate((*tile, factor.bitcast(Int32))):
                 self.sWords[i, place] = word
         self.sWords[_HEADER + lane, place] = slot
-        if const_expr(weighted):
+        if const_expr(combined):
             self.sWords[_HEADER + MOST_COLUMNS + lane, place] = weight.bitcast(Int32)
+            self.sWords[_HEADER + 2 * MOST_COLUMNS + lane, place] = choices
         cute.arch.sync_warp()  # orders the warp's stores before the arrival
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full)
@@ -110,3 +109,7 @@ class Tiles(Fixed):
 
     def weight(self, turn: Int32, column: Int32) -> Float32:
         return self.sWords[_HEADER + MOST_COLUMNS + column, self.ring.slot(turn)].bitcast(Float32)
+
+    def choices(self, turn: Int32, column: Int32) -> Int32:
+        """How many results a token has."""
+        return self.sWords[_HEADER + 2 * MOST_COLUMNS + column, self.ring.slot(turn)]

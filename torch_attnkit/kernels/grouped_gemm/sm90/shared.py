@@ -31,7 +31,7 @@ class Shared(Fixed):
     def __init__(self, config: Config, memory: Any):
         self.c = config
         box = box_layout(config)
-        boxes = cute.make_layout(config.stages * config.slices, stride=config.rows * ROW_BYTES)
+        boxes = cute.make_layout(config.stages * config.boxes, stride=config.rows * ROW_BYTES)
         self.sW = memory.allocate_tensor(
             Uint8, cute.append(box, boxes), 1024, swizzle=cute.make_swizzle(3, 4, 3)
         )  # (rows, bytes, boxes)
