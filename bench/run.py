@@ -43,10 +43,7 @@ def _line(
     except (AssertionError, NotImplementedError, RuntimeError, ValueError, TypeError) as failure:
         return {"error": f"{type(failure).__name__}: {failure}"}
     nbytes, flops = cases.bytes(dims, dtype), cases.flops(dims)
-    outputs = sum(t.nbytes for t in tensors_of(got))
-    given = sum(t.nbytes for t in tensors_of(args))
-    copies = timing.sets_for(max(given + outputs, 1), torch.device("cuda"))
-    sets = [args] + [_clones(args) for _ in range(copies - 1)]
+    sets = timing.cold(args, got)
     ours: timing.Calls = [lambda a=a: call(*a, **kwargs) for a in sets]
     rivals: dict[str, timing.Calls] = {}
     missing: dict[str, str] = {}
@@ -66,7 +63,7 @@ def _line(
         "fraction": bandwidth / limits["copy"] if memory_bound else speed / limits["bf16"],
         "rate": f"{bandwidth:.2f} TB/s" if memory_bound else f"{speed:.0f} TFLOP/s",
         "error_of_tolerance": error,
-        "input_sets": copies,
+        "input_sets": len(sets),
         "peers": found,
         "missing": missing,
     }
@@ -124,9 +121,3 @@ def _timed(
 def _words(failure: Exception) -> str:
     lines = str(failure).strip().splitlines() or [""]
     return f"{type(failure).__name__}: {lines[0][:200]}"
-
-
-def _clones(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies of the tensors; one that is given twice, such as a cache that is keys and values, stays one."""
-    made: dict[int, torch.Tensor] = {}
-    return tuple(made.setdefault(id(a), a.clone()) if isinstance(a, torch.Tensor) else a for a in args)

@@ -33,6 +33,19 @@ def sets_for(nbytes: int, device: torch.device) -> int:
     return max(1, min(-(-3 * cache // max(nbytes, 1)), free // 3 // max(nbytes, 1), 400))
 
 
+def cold(args: tuple[Any, ...], got: Any) -> list[tuple[Any, ...]]:
+    """``args``, and as many copies as calls that give ``got`` need to find theirs cold."""
+    tensors = [t for t in (*args, *(got if isinstance(got, tuple) else (got,))) if isinstance(t, torch.Tensor)]
+    copies = sets_for(sum(t.nbytes for t in tensors), tensors[0].device)
+    return [args] + [_clones(args) for _ in range(copies - 1)]
+
+
+def _clones(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copies of the tensors; one that is given twice, such as a cache that is keys and values, stays one."""
+    made: dict[int, torch.Tensor] = {}
+    return tuple(made.setdefault(id(a), a.clone()) if isinstance(a, torch.Tensor) else a for a in args)
+
+
 @dataclass(frozen=True)
 class Run:
     """Something to time: ``go`` issues ``calls`` calls; ``kept`` holds what a graph writes to."""

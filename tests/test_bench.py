@@ -1,14 +1,17 @@
 """The gate looks at all of an output, and what a run of some of an op's cases leaves in the baseline."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
+import torch_attnkit
 from bench import gate, tune
 from bench.__main__ import merged
 from torch_attnkit import parity
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.warmup import bench_inputs
 
 # Bytes of a part: all at once, and so few that everything is cut that can be.
 PARTS = (gate.PART, 1)
@@ -108,3 +111,38 @@ def test_neighbours_of_a_tables_entry_differ_from_it_in_one_number(family):
         for other in tune.neighbours(entry):
             assert type(other) is type(entry)
             assert sum(a != b for a, b in zip(numbers(entry), numbers(other), strict=True)) == 1, (entry, other)
+
+
+@pytest.mark.simulator
+@pytest.mark.seconds(300)
+def test_a_search_compiles_judges_and_times_what_differs(monkeypatch, capsys):
+    """In the simulator, with times that are made up: 16 query heads, whose table has tiles of 64 keys, two on an SM."""
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
+    tuned, op = tune.FAMILIES["decode"], OPS["sdpa_decode"]
+    dims = dict(B=1, Hq=16, Hkv=1, S=600, D=64, Dv=64)
+    args, kwargs = bench_inputs(op, dims, torch.bfloat16, torch.Generator().manual_seed(0))
+    values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
+    key, entries = tuned.key_of(dims), tuned.entries()
+    first = entries[key]
+
+    def neighbours(entry):
+        """A plan that cannot be, one that changes nothing here, a kernel that does not compile, and two that gain."""
+        for tile in ((64, 0), entry.tile, (24, 2), (48, 2), (64, 1)):
+            yield dataclasses.replace(entry, tile=tile, much=0)
+
+    monkeypatch.setattr(tune, "neighbours", neighbours)
+    timed = []
+
+    def measure(runs):
+        timed.append(len(runs))
+        return [10.0, 8.0, 9.0][: len(runs)]
+
+    with torch_attnkit.simulate("sm90"):
+        case = tune.Case(op, args, kwargs, [values], prepare=lambda calls: [call() for call in calls], measure=measure)
+        found = list(tune.search(case, entries, key, rounds=2, jobs=1))
+    assert entries[key] is first and timed == [3, 1]
+    best, good = (dataclasses.replace(first, tile=tile, much=0) for tile in ((48, 2), (64, 1)))
+    assert found == [(first, 10.0, 1.0), (best, 8.0, 0.8), (good, 9.0, 0.9)]
+    said = capsys.readouterr().out
+    assert "tile=(64, 0)" in said and "ZeroDivisionError" in said and "does not compile" in said

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from .asm import asm
+from .asm import asm, half
 from .warp_ops import fma, max_or_nan
 
 E2M1_MAX = 6.0
@@ -32,29 +32,22 @@ _INTEGER_BITS = 0x4B400000
 _STEPS = 6291456.0
 
 
-def _name(dtype: Any) -> str:
-    return "bf16" if dtype is cutlass.BFloat16 else "f16"
-
-
 @dsl_user_op
 def times(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """a * b, rounded; the assembler may not make a fused operation of it and a sum."""
-    (result,) = asm([Float32], [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", loc=loc, ip=ip)
-    return result
+    return asm(Float32, [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def divide(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """a / b, correctly rounded. About 10 instructions."""
-    (result,) = asm([Float32], [Float32(a), Float32(b)], "div.rn.f32 $0, $1, $2;", loc=loc, ip=ip)
-    return result
+    return asm(Float32, [Float32(a), Float32(b)], "div.rn.f32 $0, $1, $2;", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def magnitude(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """|x|."""
-    (result,) = asm([Float32], [Float32(x)], "abs.f32 $0, $1;", loc=loc, ip=ip)
-    return result
+    return asm(Float32, [Float32(x)], "abs.f32 $0, $1;", loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -62,16 +55,14 @@ def _append(digits: Int32, x: Float32, low: Int32, *, loc: Any = None, ip: Any =
     """16 * digits + 8 * (whether the sign of x is set) + low."""
     text = "{ .reg .b32 t; shf.l.wrap.b32 t, $2, $1, 1; mad.lo.s32 $0, t, 8, $3; }"
     bits = Float32(x).bitcast(Int32)
-    (result,) = asm([Int32], [Int32(digits), bits, Int32(low)], text, loc=loc, ip=ip)
-    return result
+    return asm(Int32, [Int32(digits), bits, Int32(low)], text, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def e4m3_pair(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two numbers as E4M3 bytes, ``low`` in bits 0..7: to nearest, ties to even, at most 448; NaN is 0x7f."""
     text = "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }"
-    (result,) = asm([Int32], [Float32(low), Float32(high)], text, loc=loc, ip=ip)
-    return result
+    return asm(Int32, [Float32(low), Float32(high)], text, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -87,10 +78,9 @@ def e4m3_values(pair: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float3
 @dsl_user_op
 def _max_pairs(dtype: Any, top: Int32, pair: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The larger of ``top`` and the magnitudes of a pair of 16-bit floats, NaN where one is NaN."""
-    kind = f"{_name(dtype)}x2"
+    kind = f"{half(dtype)}x2"
     text = f"{{ .reg .b32 t; abs.{kind} t, $2; max.NaN.{kind} $0, $1, t; }}"
-    (result,) = asm([Int32], [Int32(top), Int32(pair)], text, loc=loc, ip=ip)
-    return result
+    return asm(Int32, [Int32(top), Int32(pair)], text, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -225,5 +215,4 @@ def permute_bytes(low: Int32, high: Int32, selector: Int32, *, loc: Any = None, 
     """Four of the eight bytes of (low, high): those whose numbers, 0 to 7, are the nibbles of the selector's low half,
     the first in its bits 0..3."""
     text = "prmt.b32 $0, $1, $2, $3;"
-    (result,) = asm([Int32], [Int32(x) for x in (low, high, selector)], text, loc=loc, ip=ip)
-    return result
+    return asm(Int32, [Int32(x) for x in (low, high, selector)], text, loc=loc, ip=ip)

@@ -27,15 +27,13 @@ _LOW, _HIGH = (0x000F000F, 0x1040), (0x00F000F0, 0x104)  # codes, and what moves
 @dsl_user_op
 def _multiply(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Two products of bf16, rounded to nearest."""
-    (pair,) = asm([Uint32], [a, b], "mul.rn.bf16x2 $0, $1, $2;", loc=loc, ip=ip)
-    return pair
+    return asm(Uint32, [a, b], "mul.rn.bf16x2 $0, $1, $2;", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def _min_u16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """The lesser of each of two 16-bit numbers."""
-    (pair,) = asm([Uint32], [a, b], "min.u16x2 $0, $1, $2;", loc=loc, ip=ip)
-    return pair
+    return asm(Uint32, [a, b], "min.u16x2 $0, $1, $2;", loc=loc, ip=ip)
 
 
 def decode(word: Uint32, factor: Uint32) -> list[Uint32]:

@@ -14,14 +14,13 @@ from .asm import asm
 @dsl_user_op
 def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
     """Bring a line of device memory to the first-level cache."""
-    asm([], [Int64(source)], "prefetch.global.L1 [$0];", effects=True, loc=loc, ip=ip)
+    asm(None, [Int64(source)], "prefetch.global.L1 [$0];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def load_acquire(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """A number that another block sets; what that block released before is there then."""
-    (value,) = asm([Int32], [Int64(source)], "ld.acquire.gpu.global.s32 $0, [$1];", effects=True, loc=loc, ip=ip)
-    return value
+    return asm(Int32, [Int64(source)], "ld.acquire.gpu.global.s32 $0, [$1];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -29,19 +28,16 @@ def arrive_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = No
     """Arrive at an mbarrier of this block where ``condition`` is not 0, without a branch: between products of ``wgmma``
     a branch may make them wait for each other."""
     text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-    asm([], [Int32(barrier), Int32(condition)], text, effects=True, loc=loc, ip=ip)
+    asm(None, [Int32(barrier), Int32(condition)], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def load_4_floats_if(source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
     """16 aligned bytes past the first-level cache, what other blocks of this launch wrote; ``valid`` 0 reads nothing and
     gives zeros, without a branch, so that many can be on their way."""
-    text = (
-        "{ .reg .pred p; .reg .f32 a, b, c, d; setp.ne.s32 p, $5, 0; mov.f32 a, 0f00000000; mov.f32 b, 0f00000000; "
-        "mov.f32 c, 0f00000000; mov.f32 d, 0f00000000; @p ld.global.cg.v4.f32 {a, b, c, d}, [$4]; "
-        "mov.f32 $0, a; mov.f32 $1, b; mov.f32 $2, c; mov.f32 $3, d; }"
-    )
-    return asm([Float32] * 4, [Int64(source), Int32(valid)], text, effects=True, loc=loc, ip=ip)
+    zeros = "".join(f"mov.f32 ${i}, 0f00000000; " for i in range(4))
+    text = f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {zeros}@p ld.global.cg.v4.f32 {{$0, $1, $2, $3}}, [$4]; }}"
+    return asm([Float32] * 4, [Int64(source), Int32(valid)], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -50,4 +46,5 @@ def bulk_load(
 ) -> None:
     """A thread's copy of device memory to shared memory, in multiples of 16 bytes, that an mbarrier counts."""
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-    asm([], [Int32(shared), Int64(source), Int32(nbytes), Int32(barrier)], text, effects=True, loc=loc, ip=ip)
+    values = [Int32(shared), Int64(source), Int32(nbytes), Int32(barrier)]
+    asm(None, values, text, memory=True, loc=loc, ip=ip)

@@ -12,9 +12,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
+
+from .asm import asm, half
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -48,40 +48,17 @@ def soft_cap(score: Float32, slope: Float32) -> Float32:
     return tanh(score * slope)
 
 
-def _name(dtype: Any) -> str:
-    return "bf16" if dtype is cutlass.BFloat16 else "f16"
-
-
-def _asm(result: Any, args: list[Any], text: str, constraints: str, effects: bool, loc: Any, ip: Any) -> Any:
-    values = [a.ir_value(loc=loc, ip=ip) for a in args]
-    return llvm.inline_asm(
-        result, values, text, constraints, has_side_effects=effects, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-def _asm_many(
-    count: int, kind: Any, args: list[Any], text: str, constraints: str, effects: bool, loc: Any, ip: Any
-) -> tuple[Any, ...]:
-    struct = llvm.StructType.get_literal([kind.mlir_type] * count)
-    out = _asm(struct, args, text, constraints, effects, loc, ip)
-    return tuple(
-        kind(llvm.extractvalue(kind.mlir_type, out, ir.DenseI64ArrayAttr.get([i]), loc=loc, ip=ip))
-        for i in range(count)
-    )
-
-
 @dsl_user_op
 def fresh(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The same number, of which the compiler does not know that: what follows from it is worked out here."""
-    return Int32(_asm(T.i32(), [value], "mov.b32 $0, $1;", "=r,r", True, loc, ip))
+    return asm(Int32, [value], "mov.b32 $0, $1;", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def ldmatrix_x4(address: Int32, *, transposed: bool = False, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
     """Four 8 x 8 tiles; lane l gives the address of row ``l % 8`` (16 bytes) of tile ``l // 8``."""
     text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
-    return _asm_many(4, Int32, [address], text, "=r,=r,=r,=r,r,~{memory}", True, loc, ip)
+    return asm([Int32] * 4, [address], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -89,63 +66,59 @@ def mma_m16n8k16(
     dtype: Any, a: Any, b: Any, c: Any, *, loc: Any = None, ip: Any = None
 ) -> tuple[Float32, Float32, Float32, Float32]:
     """``a (16, 16) @ b (16, 8) + c (16, 8)``: a has four registers, b two, c four floats."""
-    return _asm_many(
-        4, Float32, [*a, *b, *c], _MMA.format(t=_name(dtype)), "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False, loc, ip
-    )
+    return asm([Float32] * 4, [*a, *b, *c], _MMA.format(t=half(dtype)), loc=loc, ip=ip)
 
 
 @dsl_user_op
 def transpose_8x8(pairs: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """An 8 x 8 tile of 16-bit values, transposed across the warp."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    return Int32(_asm(T.i32(), [pairs], text, "=r,r", True, loc, ip))
+    return asm(Int32, [pairs], text, volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def pack(dtype: Any, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Two floats, rounded to nearest, as a pair of ``dtype``."""
-    text = f"cvt.rn.{_name(dtype)}x2.f32 $0, $2, $1;"
-    return Int32(_asm(T.i32(), [low, high], text, "=r,f,f", False, loc, ip))
+    text = f"cvt.rn.{half(dtype)}x2.f32 $0, $2, $1;"
+    return asm(Int32, [low, high], text, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def copy_16_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """16 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is 16."""
     text = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
-    _asm(None, [shared, source, valid], text, "r,l,r,~{memory}", True, loc, ip)
+    asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def copy_4_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """The same with 4 bytes, for rows that start at any multiple of 4; ``valid`` is 0 or 4."""
     text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
-    _asm(None, [shared, source, valid], text, "r,l,r,~{memory}", True, loc, ip)
+    asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def load_pair(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """4 bytes of device memory that nothing writes while the kernel runs."""
-    return Int32(_asm(T.i32(), [source], "ld.global.nc.b32 $0, [$1];", "=r,l", False, loc, ip))
+    return asm(Int32, [source], "ld.global.nc.b32 $0, [$1];", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def load_4_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
     """16 aligned bytes past the first-level cache: what other blocks of this launch wrote."""
-    return _asm_many(
-        4, Float32, [source], "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", "=f,=f,=f,=f,l,~{memory}", True, loc, ip
-    )
+    return asm([Float32] * 4, [source], "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def load_2_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
     """8 aligned bytes past the first-level cache."""
-    return _asm_many(2, Float32, [source], "ld.global.cg.v2.f32 {$0,$1}, [$2];", "=f,=f,l,~{memory}", True, loc, ip)
+    return asm([Float32] * 2, [source], "ld.global.cg.v2.f32 {$0,$1}, [$2];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def cluster_address(address: Int32, cta: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Where the cluster finds what CTA ``cta`` of it has at ``address`` of its own shared memory."""
-    return Int32(_asm(T.i32(), [address, cta], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", False, loc, ip))
+    return asm(Int32, [address, cta], "mapa.shared::cluster.u32 $0, $1, $2;", loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -159,50 +132,49 @@ def load_cluster_floats(
         f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros}"
         f"@p ld.shared::cluster.v{count}.f32 {{{outs}}}, [${count}]; }}"
     )
-    constraints = "=&f," * count + "r,r,~{memory}"
-    return _asm_many(count, Float32, [address, valid], text, constraints, True, loc, ip)
+    return asm([Float32] * count, [address, valid], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def store_4_floats(target: Int64, values: Any, *, loc: Any = None, ip: Any = None) -> None:
     """16 aligned bytes to device memory."""
     text = "st.global.v4.f32 [$0], {$1,$2,$3,$4};"
-    _asm(None, [target, *values], text, "l,f,f,f,f,~{memory}", True, loc, ip)
+    asm(None, [target, *values], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def store_float(target: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
-    _asm(None, [target, value], "st.global.f32 [$0], $1;", "l,f,~{memory}", True, loc, ip)
+    asm(None, [target, value], "st.global.f32 [$0], $1;", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def store_2_pairs(target: Int64, low: Int32, high: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """8 aligned bytes to device memory."""
-    _asm(None, [target, low, high], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r,~{memory}", True, loc, ip)
+    asm(None, [target, low, high], "st.global.v2.b32 [$0], {$1,$2};", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def add_acq_rel(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """What stood at ``target`` before ``value`` was added; orders device memory among the blocks that meet there."""
     text = "atom.global.gpu.acq_rel.add.s32 $0, [$1], $2;"
-    return Int32(_asm(T.i32(), [target, value], text, "=r,l,r,~{memory}", True, loc, ip))
+    return asm(Int32, [target, value], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def forget_barrier(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """End an mbarrier, so that its memory may be anything again."""
-    _asm(None, [address], "mbarrier.inval.shared.b64 [$0];", "r,~{memory}", True, loc, ip)
+    asm(None, [address], "mbarrier.inval.shared.b64 [$0];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def log2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    return Float32(_asm(T.f32(), [x], "lg2.approx.f32 $0, $1;", "=f,f", False, loc, ip))
+    return asm(Float32, [x], "lg2.approx.f32 $0, $1;", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
     """This thread's number, read anew: what follows from it is then not kept in registers all through the kernel."""
-    return Int32(_asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", True, loc, ip))
+    return asm(Int32, [], "mov.u32 $0, %tid.x;", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -212,29 +184,25 @@ def any_of_threads(value: Int32, barrier: int, threads: int, *, loc: Any = None,
         "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
         f"barrier.cta.red.or.aligned.pred q, {barrier}, {threads}, p; selp.s32 $0, 1, 0, q; }}"
     )
-    return Int32(_asm(T.i32(), [value], text, "=r,r,~{memory}", True, loc, ip))
+    return asm(Int32, [value], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """a * b + c, rounded once."""
-    return Float32(
-        _asm(T.f32(), [Float32(x) for x in (a, b, c)], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", False, loc, ip)
-    )
+    return asm(Float32, [Float32(x) for x in (a, b, c)], "fma.rn.f32 $0, $1, $2, $3;", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def max3(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """The largest of three numbers, on Blackwell."""
-    return Float32(
-        _asm(T.f32(), [Float32(x) for x in (a, b, c)], "max.f32 $0, $1, $2, $3;", "=f,f,f,f", False, loc, ip)
-    )
+    return asm(Float32, [Float32(x) for x in (a, b, c)], "max.f32 $0, $1, $2, $3;", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def max_or_nan(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """The larger of two numbers, or NaN if one is."""
-    return Float32(_asm(T.f32(), [Float32(x) for x in (a, b)], "max.NaN.f32 $0, $1, $2;", "=f,f,f", False, loc, ip))
+    return asm(Float32, [Float32(x) for x in (a, b)], "max.NaN.f32 $0, $1, $2;", loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -244,4 +212,4 @@ def pack_e4m3(values: list[Float32], *, loc: Any = None, ip: Any = None) -> Int3
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
         "mov.b32 $0, {low, high}; }"
     )
-    return Int32(_asm(T.i32(), [Float32(x) for x in values], text, "=r,f,f,f,f", False, loc, ip))
+    return asm(Int32, [Float32(x) for x in values], text, loc=loc, ip=ip)

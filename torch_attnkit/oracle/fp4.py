@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.core.op import Call, Kernel
+from torch_attnkit.core.op import Call
 from torch_attnkit.core.spec import MODEL_DTYPES, short
 from torch_attnkit.formats import fp8, mxfp4, nvfp4, scale_layout
 
-from . import checks, draws
+from . import checks
 
 BLOCK = {"nvfp4": nvfp4.BLOCK, "mxfp4": mxfp4.BLOCK, "mxfp8": fp8.MXFP8_BLOCK}  # numbers under one scale
 LAYOUTS = ("linear", "128x4")
 SCALE = "u8|f8e4m3|f8e8m0"  # what a table accepts for scales; `scale_dtypes` then looks at the format
-_SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
+SCALE_DTYPE = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
 
 
 def swizzled(spec: str) -> Callable[[Call], str | None]:
@@ -30,7 +30,7 @@ def scale_dtypes(*names: str) -> Callable[[Call], bool]:
 
     def rule(c: Call) -> bool:
         for name in names:
-            tensor, want = getattr(c.arg, name), _SCALE_DTYPE.get(c.arg.format)
+            tensor, want = getattr(c.arg, name), SCALE_DTYPE.get(c.arg.format)
             if tensor is not None and want is not None and tensor.dtype not in (torch.uint8, want):
                 accepted = f"accepted with format {c.arg.format!r}: u8, {short(want)}"
                 raise TypeError(f"{c.op}: {name} is {short(tensor.dtype)}, {accepted}")
@@ -136,58 +136,3 @@ def coded(
 def global_scales(gen: torch.Generator, *shape: int) -> torch.Tensor:
     """Float32 numbers such as 448 * 6 / amax gives for tensors of the size that `coded` and activations have."""
     return 300 + 900 * torch.rand(shape, generator=gen)
-
-
-_SIZES = (1.0, 1.0, 2.0**-8, 2.0**-14, 2.0**-120, 2.0**-135, 2.0**9, 2.0**100)
-_GLOBAL = (1.0, 731.37, 1 / 3, 2688.0, 1e-5, 2.0**-100, 1e-40, 2.0**60, nvfp4.GLOBAL_SCALE_MAX)
-
-
-def draw_rows(d: draws.Draw, row: Kernel, block: int) -> draws.Facts:
-    """Of rows of blocks: their axes, as ``shape`` reads them, K, the layout of the scales, and a global scale."""
-    k, on = d.kernel, row.features.split()
-    facts: draws.Facts = dict(
-        dtype=k.choice(row.dtypes.split()), rank=k.choice((0, 1, 2, 2, 3)), layout=k.choice(("", "128x4")),
-        gs=d.pick(_GLOBAL) if "global_scale" in on and k.random() < 0.7 else "",
-        K=block * (0 if d.sometimes(0.02) else d.pick((1, 2, 3, 4, 5, 7, 8, 12, 17, 33))),
-    )  # fmt: skip
-    most = max(1, d.room.terms // (max(facts["K"], 1) * 64))
-    axes = [0 if d.sometimes(0.02) else d.pick((1, 2, 3, 5)) for _ in range(3)]
-    axes[d.call.randrange(3)] = d.size(min(most, 300))
-    while axes[0] * axes[1] * axes[2] > most:
-        axes[axes.index(max(axes))] //= 2
-    return facts | dict(zip("ABC", axes, strict=True)) | dict(seed=d.call.randrange(1 << 30))
-
-
-def draw_numbers(d: draws.Draw) -> draws.Facts:
-    """Of numbers to quantise: how large they are, and which odd ones are among them."""
-    return dict(x_by=d.pick(_SIZES), odd=d.pick(("", "nans", "infs", "all")), ties=int(d.sometimes(0.4)))
-
-
-def shape(f: draws.Facts) -> tuple[int, ...]:
-    """The batch axes: the first ``rank`` of A, B, C."""
-    return (f["A"], f["B"], f["C"])[: f["rank"]]
-
-
-def drawn_numbers(f: draws.Facts, gen: torch.Generator) -> torch.Tensor:
-    """Rows of very different size; ``ties`` are multiples of a quarter, ``odd`` names what a tenth of them become."""
-    x = draws.numbers(gen, *shape(f), f["K"])
-    size = torch.exp2(torch.randint(-4, 5, (*x.shape[:-1], 1), generator=gen).float())
-    x = ((x * 8).round() / 4 if f.get("ties") else x * size) * f.get("x_by", 1.0)
-    for value in dict(
-        nans=(torch.nan,), infs=(torch.inf, -torch.inf), all=(torch.nan, -torch.nan, torch.inf, -0.0)
-    ).get(f.get("odd", ""), ()):
-        x = x.masked_fill(torch.rand(*x.shape, generator=gen) < 0.02, value)
-    return draws.cast(x, f["dtype"])
-
-
-def drawn_codes(f: draws.Facts, gen: torch.Generator, format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any codes under scales of ordinary size, or under any byte with ``any``; ``f8``: as 8-bit floats."""
-    low, high = (0, 256) if f.get("any") else (16, 96) if format == "nvfp4" else (120, 132)
-    codes = torch.randint(0, 256, (*shape(f), f["K"] // 2), generator=gen, dtype=torch.uint8)  # (..., K/2)
-    scale = torch.randint(low, high, (*shape(f), f["K"] // BLOCK[format]), generator=gen, dtype=torch.uint8)
-    scale = store_scale(scale, f.get("layout") or "linear")
-    return codes, scale.view(_SCALE_DTYPE[format]) if f.get("f8") else scale
-
-
-def drawn_global(f: draws.Facts) -> torch.Tensor | None:
-    return None if f.get("gs", "") == "" else torch.tensor(f["gs"])

@@ -35,11 +35,7 @@ def _work(launches) -> dict[str, int]:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_no_more_work_than_flash_attention_4(dim, causal):
-    """1024 tokens, 2 heads. Seen: 0.71 to 0.96 of its instructions, 0.73 to 1.01 of its barriers, the rest equal.
-
-    The last hundredth are syncs of a warp: its lanes have read their factors before one of them arrives for all, which
-    flash-attn-4 leaves to the hardware.
-    """
+    """1024 tokens, 2 heads. Seen: 0.71 to 0.96 of its instructions, 0.73 to 1.00 of its barriers, the rest equal."""
     pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")
     from torch_attnkit.sim import ptx
 
@@ -55,7 +51,7 @@ def test_no_more_work_than_flash_attention_4(dim, causal):
     assert ours["flops"] <= theirs["flops"]
     assert ours["tma"] <= theirs["tma"]
     assert ours["instructions"] <= 1.05 * theirs["instructions"]
-    assert ours["barriers"] <= 1.01 * theirs["barriers"]
+    assert ours["barriers"] <= theirs["barriers"]
 
 
 @pytest.mark.proof
@@ -93,3 +89,18 @@ def test_pairs_of_ctas_take_several_tiles(seed, monkeypatch):
     assert [launch.grid[0] for launch in launches] == [4]
     assert not launches[0].notes
     assert torch.cosine_similarity(out.double().flatten(), wanted.flatten(), 0) >= 0.999997
+
+
+@pytest.mark.parametrize(("dim", "keys"), [(64, 900), (256, 1290)])
+def test_factors_are_read_before_they_are_overwritten(dim, keys):
+    """Checked, with scores that grow along the keys: blocks rescale the output, more of them than factors are kept."""
+    from torch_attnkit.sim import ptx
+
+    gen = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, 2, dim, generator=gen) for n in (200, keys, keys))
+    k = k * torch.linspace(0.2, 6, keys)[:, None, None]
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    wanted = torch.ops.attnkit.flash_attention(q.double(), k.double(), v.double())[0]
+    with torch_attnkit.simulate("sm100"), ptx.settings(check=True, seed=3):
+        out = torch.ops.attnkit.flash_attention(q, k, v)[0]
+    assert torch.cosine_similarity(out.double().flatten(), wanted.flatten(), 0) >= 0.99999

@@ -11,9 +11,9 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
+
+from ..asm import asm
 
 COLUMNS = 512
 _AT_ONCE = 32  # columns of one instruction: enough to pay its latency once, few enough to leave registers free
@@ -30,29 +30,18 @@ def lanes(base: Int32, warp: Int32) -> Int32:
 
 
 @dsl_user_op
-def _load(address: Int32, count: int, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+def _load(address: Int32, count: int, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
     outs = ",".join(f"${i}" for i in range(count))
     text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{outs}}}, [${count}];"
-    struct = llvm.StructType.get_literal([T.f32()] * count)
-    got = llvm.inline_asm(
-        struct, [address.ir_value(loc=loc, ip=ip)], text, ",".join(["=f"] * count + ["r"]), has_side_effects=True,
-        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
-    return [
-        Float32(llvm.extractvalue(T.f32(), got, ir.DenseI64ArrayAttr.get([i]), loc=loc, ip=ip)) for i in range(count)
-    ]
+    return asm([Float32] * count, [address], text, volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def _store(address: Int32, values: Sequence[Any], kind: str, *, loc: Any = None, ip: Any = None) -> None:
+def _store(address: Int32, values: Sequence[Any], *, loc: Any = None, ip: Any = None) -> None:
     count = len(values)
     ins = ",".join(f"${i + 1}" for i in range(count))
     text = f"tcgen05.st.sync.aligned.32x32b.x{count}.b32 [$0], {{{ins}}};"
-    operands = [v.ir_value(loc=loc, ip=ip) for v in (address, *values)]
-    llvm.inline_asm(
-        None, operands, text, ",".join(["r"] + [kind] * count), has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    asm(None, [address, *values], text, volatile=True, loc=loc, ip=ip)
 
 
 def load(address: Int32, count: int) -> list[Float32]:
@@ -64,10 +53,10 @@ def load(address: Int32, count: int) -> list[Float32]:
     return got
 
 
-def store(address: Int32, values: Sequence[Any], kind: str = "f") -> None:
-    """Columns of this lane's row; ``kind`` is "f" for Float32, "r" for Int32. Done after ``await_stores``."""
+def store(address: Int32, values: Sequence[Any]) -> None:
+    """Columns of this lane's row, Float32 or Int32. Done after ``await_stores``."""
     for at in range(0, len(values), _AT_ONCE):
-        _store(address + at, values[at : at + _AT_ONCE], kind)
+        _store(address + at, values[at : at + _AT_ONCE])
 
 
 def await_loads() -> None:
@@ -81,16 +70,10 @@ def await_stores() -> None:
 @dsl_user_op
 def before_sync(*, loc: Any = None, ip: Any = None) -> None:
     """Order this thread's tensor-memory work before a synchronisation that follows."""
-    llvm.inline_asm(
-        None, [], "tcgen05.fence::before_thread_sync;", "", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    asm(None, [], "tcgen05.fence::before_thread_sync;", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def after_sync(*, loc: Any = None, ip: Any = None) -> None:
     """Order this thread's tensor-memory work after a synchronisation that came before."""
-    llvm.inline_asm(
-        None, [], "tcgen05.fence::after_thread_sync;", "", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    asm(None, [], "tcgen05.fence::after_thread_sync;", volatile=True, loc=loc, ip=ip)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from .config import FLAG_BYTES, RESERVED, SHARED, SplitLayout
+from .config import FLAG_BYTES, RESERVED, SHARED, MmaConfig, SplitLayout
 from .problem import Problem
 
 FEW = 8  # query heads that ``mma.py`` has at once
@@ -17,6 +17,12 @@ _PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory b
 # Waits for memory from which on a second kernel combines faster than the block that brings the last split: H200, 16/2
 # heads, D 256, 1x8192, 16 for 64 us.
 _ROUNDS = 12
+
+
+class Bits(NamedTuple):
+    """What a kernel's config asks of its CuTeDSL dtype, for a plan that asks the config for sizes."""
+
+    width: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     itemsize, groups = problem.dtype.itemsize, problem.batch * problem.kv_heads
     heads = 8 if group <= 8 or max(dim, dim_v) > 128 else 16
     keys = 32 if dim + dim_v <= 128 else 16
-    stage = keys * ((dim + dim_v) * itemsize + 32)  # rows of K and V, 16 bytes longer each
+    config = MmaConfig(Bits(8 * itemsize), dim, dim_v, heads, keys, warps=1, stages=1)
+    stage = config.stage_bytes
     room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
     warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= room)
     stages = min(room // (warps * stage), 6)
@@ -60,7 +67,7 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
         per_sm = min(SHARED // (warps * stages * stage + RESERVED + FLAG_BYTES), 4 if heads == 8 else 2)
     elif not problem.page and dim == dim_v == 128 and groups * keys_of_cache * (dim + dim_v) * itemsize >= sms * _LONG:
         keys, per_sm = 32, 1
-        stages = (SHARED - RESERVED - FLAG_BYTES) // (2 * warps * stage)
+        stages = (SHARED - RESERVED - FLAG_BYTES) // (warps * replace(config, keys=keys).stage_bytes)
     blocks, head_blocks, least = sms * per_sm, -(-group // heads), 1 if whole else 2 * warps
     work = groups * head_blocks
     splits = 1 if whole else splits_of(blocks, work, -(-keys_of_cache // keys), least)

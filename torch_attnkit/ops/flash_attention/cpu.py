@@ -17,8 +17,11 @@ from typing import Any
 import torch
 
 from torch_attnkit.core import Call, Target
+from torch_attnkit.kernels.prefill.problem import Operands
 from torch_attnkit.oracle import checks
 from torch_attnkit.oracle.attention import attend, visible
+
+from .problem import operands
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _GROUPED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"  # whether it takes fewer KV heads itself
@@ -38,22 +41,20 @@ def _padded(t: torch.Tensor, size: int) -> torch.Tensor:
     return t if t.shape[-1] == size else torch.nn.functional.pad(t, (0, size - t.shape[-1]))
 
 
-def _defined(
-    call: Call, tensors: tuple[Any, ...], bounds: tuple[torch.Tensor | None, ...], out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """The reference's results for (q, k, v, sink) and (kv_start, kv_len), a few queries at a time."""
-    (q, k, v, sink), (T, S) = tensors, (call.dim["T"], call.dim["S"])
+def _defined(call: Call, o: Operands) -> None:
+    """The reference's results, a few queries at a time."""
+    T, S = call.dim["T"], call.dim["S"]
     step = max(1, _SCORES // (call.dim["Hq"] * S))
     for b in range(call.dim["B"]):
-        start, end = (n if t is None else int(t[b]) for t, n in zip(bounds, (0, S), strict=True))
+        start, end = (n if t is None else int(t[b]) for t, n in ((o.kv_start, 0), (o.kv_len, S)))
         for t in range(0, T, step):
             rows = slice(t, min(t + step, T))
             keep = visible(
                 torch.arange(S - T + rows.start, S - T + rows.stop)[None], S, start, end,
                 causal=call.arg.causal, window=call.arg.window, sink_tokens=call.arg.sink_tokens,
             )  # fmt: skip
-            o, l, _ = attend(q[b, None, rows], k[b, None], v[b, None], keep, scale=call.arg.scale, sink=sink)
-            out[b, rows], lse[b, rows] = o[0], l[0]
+            part = attend(o.q[b, None, rows], o.k[b, None], o.v[b, None], keep, scale=call.arg.scale, sink=o.sink)
+            o.out[b, rows], o.lse[b, rows] = part[0][0], part[1][0]
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
@@ -63,17 +64,17 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     triangle = causal and T == S
     dense = window < 0 and (triangle or not causal or T == 1)  # apart from padding
 
-    def nothing(out: torch.Tensor, lse: torch.Tensor) -> None:
-        out.zero_()
-        lse.fill_(-torch.inf)
+    def nothing(given: Operands) -> None:
+        given.out.zero_()
+        given.lse.fill_(-torch.inf)
 
-    def launch(*args: Any) -> None:
-        q, k, v, sink, kv_len, kv_start = args[:6]
-        out, lse, _ = args[-3:]
+    def launch(*arguments: Any) -> None:
+        given = operands(*arguments)
+        q, k, v, kv_len, kv_start = given.q, given.k, given.v, given.kv_len, given.kv_start
         checks.in_range(call.op, "kv_len", kv_len, 0, S)
         checks.in_range(call.op, "kv_start", kv_start, 0, S)
         if min(B, T, S, Hq) == 0:
-            nothing(out, lse)
+            nothing(given)
             return
         mask = blind = None
         padded = kv_len is not None or kv_start is not None
@@ -91,7 +92,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             seen = keep.any(1)  # (B or 1, S)
             hull = seen.any(0).nonzero()
             if len(hull) == 0:
-                nothing(out, lse)
+                nothing(given)
                 return
             cut = slice(int(hull[0]), int(hull[-1]) + 1)
             k, v, keep, unseen = k[:, cut], v[:, cut], keep[..., cut], ~seen[:, cut].expand(B, -1)
@@ -103,7 +104,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         qh, kh, vh = (_padded(t, max(D, Dv)).transpose(1, 2) for t in (q, k, v))  # (B, H, T or S', max(D, Dv))
         # That kernel makes 0 of a row that is nan, and adds the mask to a nan that the row must not see.
         if bool((qh.sum() + kh.sum()).isnan()):
-            _defined(call, (*args[:3], sink), (kv_start, kv_len), out, lse)
+            _defined(call, given)
             return
         if not _GROUPED:
             kh, vh = (t.repeat_interleave(Hq // t.shape[1], 1) for t in (kh, vh))
@@ -115,12 +116,12 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         if blind is not None and bool(blind.any()):
             o, l = o.masked_fill(blind[..., None], 0.0), l.masked_fill(blind, -torch.inf)
         if bool((l.isnan() | (l == torch.inf)).any()):
-            _defined(call, (*args[:3], sink), (kv_start, kv_len), out, lse)
+            _defined(call, given)
             return
-        if sink is not None:
+        if given.sink is not None:
             # A sink of -inf where nothing is seen: the difference is nan.
-            o = o * (l - sink).sigmoid().masked_fill(l == -torch.inf, 0.0)[..., None]
-        out.copy_(o)
-        lse.copy_(l)
+            o = o * (l - given.sink).sigmoid().masked_fill(l == -torch.inf, 0.0)[..., None]
+        given.out.copy_(o)
+        given.lse.copy_(l)
 
     return launch

@@ -9,7 +9,7 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.formats.mxfp4 import BLOCK
-from torch_attnkit.oracle import draws, fp4, fp4_rows
+from torch_attnkit.oracle import draws, fp4_rows
 
 PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, f8=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
@@ -19,7 +19,7 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Every code under scales of ordinary size; ``dtype`` is that of the result."""
     layout = fp4_rows.scale_layout(features)
-    codes, scale = fp4_rows.coded(dims, BLOCK, range(120, 132), torch.float8_e8m0fnu, layout, gen)
+    codes, scale = fp4_rows.coded(dims, "mxfp4", layout, gen)
     return (codes, scale), dict(scale_layout=layout, dtype=dtype)
 
 
@@ -34,13 +34,9 @@ def flops(dims: dict[str, int]) -> int:
 
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts = fp4.draw_rows(d, row, fp4.BLOCK["mxfp4"])
-    facts |= dict(f8=d.pick(("", 1)), any=d.pick(("", 1)))
-    places = {"codes.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
-    axes = 2 if facts["layout"] else facts["rank"] + 1
-    return facts | places | {"scale.at": d.place(axes, () if facts["layout"] else range(facts["rank"]))}
+    return fp4_rows.draw_codes(d, row, BLOCK)
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kwargs = dict(scale_layout=f.get("layout") or "linear", dtype=DTYPES[f["dtype"]])
-    return fp4.drawn_codes(f, gen, "mxfp4"), kwargs
+    kwargs = dict(scale_layout=fp4_rows.drawn_layout(f), dtype=DTYPES[f["dtype"]])
+    return fp4_rows.drawn_codes(f, gen, "mxfp4"), kwargs

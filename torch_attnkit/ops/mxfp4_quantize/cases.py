@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats.mxfp4 import BLOCK
-from torch_attnkit.oracle import draws, fp4, fp4_rows
+from torch_attnkit.oracle import draws, fp4_rows
 
 PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, odd=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
@@ -32,12 +32,10 @@ def flops(dims: dict[str, int]) -> int:
 
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts = fp4.draw_rows(d, row, fp4.BLOCK["mxfp4"]) | fp4.draw_numbers(d)
-    facts |= dict(rounding=d.kernel.choice(("", "floor")))
-    return facts | {"x.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
+    return fp4_rows.draw_numbers(d, row, BLOCK) | dict(rounding=d.kernel.choice(("", "floor")))
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (fp4.drawn_numbers(f, gen),), dict(
-        scale_layout=f.get("layout") or "linear", rounding=f.get("rounding") or "ceil"
+    return (fp4_rows.drawn_numbers(f, gen),), dict(
+        scale_layout=fp4_rows.drawn_layout(f), rounding=f.get("rounding") or "ceil"
     )

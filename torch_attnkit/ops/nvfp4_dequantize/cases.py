@@ -19,7 +19,7 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Every code under scales of ordinary size; ``dtype`` is that of the result."""
     layout = fp4_rows.scale_layout(features)
-    codes, scale = fp4_rows.coded(dims, BLOCK, range(16, 96), torch.float8_e4m3fn, layout, gen)
+    codes, scale = fp4_rows.coded(dims, "nvfp4", layout, gen)
     global_scale = fp4.global_scales(gen) if "global_scale" in features else None
     return (codes, scale, global_scale), dict(scale_layout=layout, dtype=dtype)
 
@@ -35,13 +35,9 @@ def flops(dims: dict[str, int]) -> int:
 
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts = fp4.draw_rows(d, row, fp4.BLOCK["nvfp4"])
-    facts |= dict(f8=d.pick(("", 1)), any=d.pick(("", 1)))
-    places = {"codes.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
-    axes = 2 if facts["layout"] else facts["rank"] + 1
-    return facts | places | {"scale.at": d.place(axes, () if facts["layout"] else range(facts["rank"]))}
+    return fp4_rows.draw_codes(d, row, BLOCK)
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kwargs = dict(scale_layout=f.get("layout") or "linear", dtype=DTYPES[f["dtype"]])
-    return (*fp4.drawn_codes(f, gen, "nvfp4"), fp4.drawn_global(f)), kwargs
+    kwargs = dict(scale_layout=fp4_rows.drawn_layout(f), dtype=DTYPES[f["dtype"]])
+    return (*fp4_rows.drawn_codes(f, gen, "nvfp4"), fp4_rows.drawn_global(f)), kwargs

@@ -32,9 +32,8 @@ def flops(dims: dict[str, int]) -> int:
 
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts = fp4.draw_rows(d, row, fp4.BLOCK["nvfp4"]) | fp4.draw_numbers(d)
-    return facts | {"x.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
+    return fp4_rows.draw_numbers(d, row, BLOCK)
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (fp4.drawn_numbers(f, gen), fp4.drawn_global(f)), dict(scale_layout=f.get("layout") or "linear")
+    return (fp4_rows.drawn_numbers(f, gen), fp4_rows.drawn_global(f)), dict(scale_layout=fp4_rows.drawn_layout(f))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..config import SHARED, SplitLayout
-from ..plan import FEW, Plan, mma, paged
+from ..plan import FEW, Bits, Plan, mma, paged
 from ..problem import Problem
-from .config import CLUSTER, KEYS
+from .config import CLUSTER, KEYS, Tcgen05Config
 
 DTYPES, CODES = "bf16 f16", "f8e4m3"  # codes have ``tcgen05.py`` alone
 # (D, Dv): multiples of 16; and whether ``tcgen05.py`` has it, which can be where both are 64 or the same multiple of
@@ -47,8 +47,8 @@ def _clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
     heads = next(n for n in (16, 32, _MOST_HEADS) if n >= min(group, _MOST_HEADS))
     sides = 2 if group > _MOST_HEADS else 1
     head_blocks = -(-group // (heads * sides))
-    part = min(dim, KEYS)
-    room = SHARED - _SMALL - heads * (dim + KEYS) * itemsize
+    config = Tcgen05Config(Bits(8 * itemsize), dim, heads, sides, stages=0)
+    room = SHARED - _SMALL - config.shared.ring.offset
     tiles, work = -(-most_keys // KEYS), max(problem.batch * problem.kv_heads * head_blocks, 1)
     splits = 1
     while splits * sides < CLUSTER and 2 * splits * sides * work <= sms and splits < tiles:
@@ -56,7 +56,7 @@ def _clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
     whole = tiles <= splits
     least = 1 if whole else max(splits * 3 // 4, 1)
     clusters = min(sms // (splits * sides), work if whole else max(work * tiles // least, 1))
-    stages = min(room // (KEYS * part * itemsize), _AT_ONCE * 2 // itemsize)
+    stages = min(room // config.stage_bytes, _AT_ONCE * 2 // itemsize)
     return Plan(
         "trace_tcgen05",
         paged(problem) | dict(dim=dim, heads=heads, sides=sides, stages=stages, same=same),

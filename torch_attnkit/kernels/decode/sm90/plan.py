@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import FLAG_BYTES, RESERVED, SHARED, SplitLayout
-from ..plan import FEW, SHORT, Plan, combines, mma, paged, splits_of
+from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
 from ..problem import Problem
 from .config import HEADS as ROWS
+from .config import THREADS, WgmmaConfig
 
 DTYPES = "bf16 f16"
 
@@ -69,17 +70,16 @@ def _is_much(head: Head, problem: Problem, keys: int, sms: int) -> bool:
 def _rows_of_heads(tile: tuple[int, int], problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
     """For ``wgmma.py`` and ``mla.py``: up to 64 heads a block, whose splits are that much longer."""
     dim, group, groups, itemsize = problem.dim, problem.group, problem.batch * problem.kv_heads, problem.dtype.itemsize
-    latent, halves = same and dim == _LATENT, 2 if dim > 256 else 1
+    latent = same and dim == _LATENT
     keys, per_sm = (_MLA[0], 1) if latent else tile
     whole = most_keys <= SHORT
-    fixed = ROWS * dim * itemsize + (2 * ROWS * keys * 4 if halves == 2 else 0)
-    stages = (
-        _MLA[1] if latent else min((SHARED // per_sm - RESERVED - FLAG_BYTES - fixed) // (keys * dim * itemsize), 8)
-    )
+    config = WgmmaConfig(Bits(8 * itemsize), dim, keys, stages=0)
+    room = SHARED // per_sm - RESERVED - FLAG_BYTES - config.shared.sums.end
+    stages = _MLA[1] if latent else min(room // config.ring.stage_bytes, 8)
     blocks, head_blocks, least = sms * per_sm, -(-group // ROWS), 1 if whole else -(-_LEAST // keys)
     work, abreast = groups * head_blocks, _abreast(blocks, head_blocks)
     splits = 1 if whole else splits_of(blocks // abreast, work // abreast, -(-most_keys // keys), least)
-    combine = combines(min(group, ROWS), dim, 128 * halves, splits)
+    combine = combines(min(group, ROWS), dim, THREADS * config.halves, splits)
     return Plan(
         "trace_mla" if latent else "trace_wgmma",
         paged(problem) | dict(dim=dim, keys=keys, stages=stages, combine=combine, same=same),

@@ -90,7 +90,7 @@ class Block(Fixed):
         else:
             safe = cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max)
             p = softmax.exact_probabilities(s, scalars.scale_log2, safe, c.eighths)
-        tmem.store(base, softmax.packed(p, c.dtype), "r")
+        tmem.store(base, softmax.packed(p, c.dtype))
         tmem.await_stores()
         tmem.before_sync()
         arrive(rings.scores.empty + buffer)
@@ -124,14 +124,15 @@ class Correction(Fixed):
                         stage, phase = factor_stage(c, t, n + i - 1)
                         cute.arch.mbarrier_wait(rings.factors.full + stage, phase)
                         rescale(c, sFactors[row, stage], t, warp)
+                        # The lanes have read their factors, which are free for others once one lane arrives for all.
+                        cute.arch.sync_warp()
                     if const_expr(c.padded and t == 0):
                         # Not before the waits above: they say that V's last fill of this stage is over and done with,
                         # without which a wait for the parity of this one would not mean this one.
                         unseen = self.scheduler.unseen_keys(tile, scalars)
                         self._clear_rows(rings.v, n + i, unseen, visit.block(i), smem.sV)
                     buffer, _ = score_buffer(c, t, n + i)
-                    # The lanes have read their factors, which are free for others then, and may have cleared rows of V.
-                    arrive(rings.scores.empty + buffer, shared=True)
+                    arrive(rings.scores.empty + buffer)
             n += visit.steps
             for t in cutlass.range_constexpr(c.tiles):
                 stage, phase = factor_stage(c, t, n - 1)
@@ -158,3 +159,4 @@ class Correction(Fixed):
                     for d in cutlass.range(0, c.dim_v, unroll=8):
                         sV[(d, key % k_dim), 0, key // k_dim, ring.slot(n)] = zero
             cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()  # one lane arrives for all
