@@ -22,7 +22,9 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import DTYPES
 
 ROOT = Path(__file__).resolve().parent
-PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "flash-attn-4", "quack-kernels", "fla-core")
+PACKAGES = (
+    "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "flash-attn-4", "quack-kernels", "fla-core", "humming-kernels",
+)  # fmt: skip
 console = Console(width=200 if not sys.stdout.isatty() else None)
 
 

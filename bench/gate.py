@@ -110,10 +110,14 @@ def _split(tensors: dict[str, Any], axes: dict[str, dict[str, int]], size: dict[
 def _bytes(
     tensors: dict[str, Any], axes: dict[str, dict[str, int]], size: dict[str, int], batch: str | None, split: Split
 ) -> int:
-    """What a part takes in float64: its tensors, and for attention a score of each query and key of a sequence."""
+    """What a part takes in float64: its tensors, and for attention a score of each query and key of a sequence.
+
+    A tensor that no cut makes smaller does not count, or weights of gigabytes would be read for every row by itself.
+    """
     taken = 0
+    cut = {name for axis in (batch or "", "Hkv", "Hq") for name in axes.get(axis, {})}
     for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and name in cut:
             pieces = split.batch if batch and name in axes[batch] else 1
             pieces *= split.kv if name in axes.get("Hkv", {}) else 1
             pieces *= split.kv * split.group if name in axes.get("Hq", {}) else 1

@@ -17,6 +17,8 @@ import numpy as np
 
 matplotlib.use("Agg")
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
+# Of everything with a colour of its own: past the last colour the next shape begins.
+_MARKS = [dict(color=color, marker=shape) for shape in "oDs^" for color in _COLORS]
 
 
 def records(file: Path) -> list[dict[str, Any]]:
@@ -34,10 +36,10 @@ def roofline(found: list[dict[str, Any]], file: Path) -> None:
     axes.plot(intensity, roof, color="black", linewidth=1.2)
     axes.text(0.04, 0.055 * limits["copy"], f"copy {limits['copy']:.2f} TB/s", rotation=33, fontsize=8)
     axes.text(4e2, limits["bf16"] * 1.1, f"bf16 product {limits['bf16']:.0f} TFLOP/s", fontsize=8)
-    for color, record in zip(_COLORS * 4, found, strict=False):
+    for mark, record in zip(_MARKS, found, strict=False):
         lines = record["lines"]
         axes.scatter(
-            [x["flops"] / x["bytes"] for x in lines], [x["tflop_s"] for x in lines], s=22, color=color,
+            [x["flops"] / x["bytes"] for x in lines], [x["tflop_s"] for x in lines], s=22, **mark,
             label=lines[0]["op"] if lines else None,
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=f"{found[0]['device']}")
@@ -50,10 +52,11 @@ def ratios(found: list[dict[str, Any]], file: Path) -> None:
     lines = [x for record in found for x in record["lines"] if any("ratio" in p for p in x["peers"].values())]
     names = list(dict.fromkeys(n for x in lines for n, p in x["peers"].items() if "ratio" in p))
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.19 * len(lines)), layout="constrained")
-    for color, name in zip(_COLORS * 2, names, strict=False):
+    for mark, name in zip(_MARKS, names, strict=False):
         at = [(x["peers"][name]["ratio"], row) for row, x in enumerate(lines) if "ratio" in x["peers"].get(name, {})]
-        axes.scatter(*zip(*at, strict=True), s=26, color=color, label=name, zorder=3)
+        axes.scatter(*zip(*at, strict=True), s=26, label=name, zorder=3, **mark)
     axes.set_yticks(range(len(lines)), [f"{x['op']} {x['case']}" for x in lines], fontsize=7)
+    axes.margins(y=0.01)
     axes.axvline(1, color="black", linewidth=1)
     axes.set(xscale="log", xlabel="peer's time / ours (more than 1: ours is faster)", title=f"{found[0]['device']}")
     axes.set_xticks([0.8, 1, 1.25, 1.5, 2, 3, 5, 10], ["0.8", "1", "1.25", "1.5", "2", "3", "5", "10"])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from bench import peers, timing
 from bench.gate import gate, tensors_of
+from bench.inputs import Inputs
 from torch_attnkit.core.op import Op
-from torch_attnkit.warmup import bench_inputs
 
 _SAME = 2e-2  # relative norm of the difference up to which a peer is taken to compute the same
 
@@ -21,29 +20,28 @@ def lines(
     op: Op, dtype: torch.dtype, only: str, limits: dict[str, float], with_peers: bool
 ) -> Iterator[dict[str, Any]]:
     """One record for each case; a case that is not right carries ``error`` and no number."""
-    cases = op.module("cases")
-    for name, dims in cases.BENCH.items():
+    inputs = Inputs(op, dtype)
+    for name, dims in inputs.cases.BENCH.items():
         if only in name:
             yield {"op": op.name, "case": name, "dtype": str(dtype).removeprefix("torch.")} | _line(
-                op, cases, dims, dtype, limits, with_peers
+                inputs, dims, limits, with_peers
             )
             gc.collect()
             torch.cuda.empty_cache()
 
 
-def _line(
-    op: Op, cases: ModuleType, dims: dict[str, int], dtype: torch.dtype, limits: dict[str, float], with_peers: bool
-) -> dict[str, Any]:
+def _line(inputs: Inputs, dims: dict[str, int], limits: dict[str, float], with_peers: bool) -> dict[str, Any]:
+    op, cases = inputs.op, inputs.cases
     call = getattr(torch.ops.attnkit, op.name)
     try:
-        with torch.device("cuda"):
-            args, kwargs = bench_inputs(op, dims, dtype, torch.Generator("cuda").manual_seed(0))
+        args, kwargs = inputs.first(dims)
         got = call(*args, **kwargs)
         error = gate(op, args, kwargs, got)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError, TypeError) as failure:
         return {"error": f"{type(failure).__name__}: {failure}"}
-    nbytes, flops = cases.bytes(dims, dtype), cases.flops(dims)
-    sets = timing.cold(args, got)
+    nbytes, flops = cases.bytes(dims, inputs.dtype), cases.flops(dims)
+    copies = timing.sets_for(max(inputs.touched(dims, args, got), 1), torch.device("cuda"))
+    sets = [args, *inputs.more(dims, args, copies - 1)]
     ours: timing.Calls = [lambda a=a: call(*a, **kwargs) for a in sets]
     rivals: dict[str, timing.Calls] = {}
     missing: dict[str, str] = {}

@@ -23,6 +23,7 @@ import torch
 _REPEATS, _WARM = 15, 3
 _ROUNDS, _ISSUED = 40, 64  # of ``host``
 _SECONDS = 0.25  # what one measurement may take
+_HOST_SECONDS = 2.0  # after which ``host`` ends: calls of milliseconds fill the queue, and rounds wait for it
 Calls = list[Callable[[], Any]]
 
 
@@ -37,10 +38,10 @@ def cold(args: tuple[Any, ...], got: Any) -> list[tuple[Any, ...]]:
     """``args``, and as many copies as calls that give ``got`` need to find theirs cold."""
     tensors = [t for t in (*args, *(got if isinstance(got, tuple) else (got,))) if isinstance(t, torch.Tensor)]
     copies = sets_for(sum(t.nbytes for t in tensors), tensors[0].device)
-    return [args] + [_clones(args) for _ in range(copies - 1)]
+    return [args] + [clones(args) for _ in range(copies - 1)]
 
 
-def _clones(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def clones(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Copies of the tensors; one that is given twice, such as a cache that is keys and values, stays one."""
     made: dict[int, torch.Tensor] = {}
     return tuple(made.setdefault(id(a), a.clone()) if isinstance(a, torch.Tensor) else a for a in args)
@@ -125,7 +126,10 @@ def eager(calls: Calls) -> float:
 def host(contenders: list[Calls]) -> list[float]:
     """Microseconds of the host's time to issue one call of each, the queue never full; the contenders take turns."""
     best = [float("inf")] * len(contenders)
-    for _ in range(_ROUNDS):
+    began = time.perf_counter()
+    for turn in range(_ROUNDS):
+        if turn > 1 and time.perf_counter() - began > _HOST_SECONDS:
+            break
         for i, (call, *_) in enumerate(contenders):
             torch.cuda.synchronize()
             start = time.perf_counter()

@@ -35,4 +35,9 @@ ALL = (
     Peer("fla", "fla_peer"),
     Peer("quack", "quack_peer"),
     Peer("vLLM", "vllm_routers"),
+    Peer("Marlin", "marlin_moe"),
+    Peer("Humming", "humming_moe"),
+    Peer("Humming grouped", "humming_grouped"),
+    Peer("triton_kernels", "triton_kernels_moe"),
+    Peer("grouped_mm", "torch_grouped_mm"),
 )

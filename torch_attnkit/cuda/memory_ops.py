@@ -41,9 +41,7 @@ def load_4_floats_if(source: Int64, valid: Int32, *, loc: Any = None, ip: Any = 
 
 
 @dsl_user_op
-def bulk_load(
-    shared: Int32, source: Int64, nbytes: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None
-) -> None:
+def bulk_load(shared: Int32, source: Int64, nbytes: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """A thread's copy of device memory to shared memory, in multiples of 16 bytes, that an mbarrier counts."""
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     values = [Int32(shared), Int64(source), Int32(nbytes), Int32(barrier)]

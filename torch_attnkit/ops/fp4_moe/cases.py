@@ -28,16 +28,27 @@ DEGENERATE = {
     "empty": dict(Tq=0, N=64, M=32, E=4, K=2, blk=16, act=0),
 }
 _MODELS = {
-    "deepseek_v4": dict(N=4096, M=2048, E=256, K=6, limit=10),
-    "deepseek_v4-mxfp4": dict(N=4096, M=2048, E=256, K=6, limit=10, blk=32),
+    "deepseek_v4-nvfp4": dict(N=4096, M=2048, E=256, K=6, blk=16, limit=10),
+    "deepseek_v4-mxfp4": dict(N=4096, M=2048, E=256, K=6, blk=32, limit=10),
     "gptoss": dict(N=2880, M=2880, E=128, K=4, blk=32, limit=7, gptoss=1, bias=1),
-    "qwen3_next": dict(N=2048, M=512, E=512, K=10),
+    "qwen3_next": dict(N=2048, M=512, E=512, K=10, blk=16),
 }
 _TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
-BENCH = {
-    f"{name}-{tokens}": dict(Tq=tokens, blk=16, act=0) | model for name, model in _MODELS.items() for tokens in _TOKENS
+_PLAIN = {f"{name}-{tokens}": dict(Tq=tokens, act=0) | dims for name, dims in _MODELS.items() for tokens in _TOKENS}
+# Models stand together, so that their lines share weights. zipf and same say which experts are popular.
+_SKEWED = {
+    f"{name}-{routes}-{tokens}": _PLAIN[f"{name}-{tokens}"] | {routes: 1}
+    for name in ("deepseek_v4-nvfp4", "deepseek_v4-mxfp4")
+    for routes in ("zipf", "same")
+    for tokens in (128, 8192)
 }
-BENCH |= {f"{name}-{tokens}-nvfp4": BENCH[f"{name}-{tokens}"] | dict(act=1) for name in _MODELS for tokens in (8, 512)}
+_QUANTISED = {
+    f"{name}-{tokens}-x_nvfp4": _PLAIN[f"{name}-{tokens}"] | dict(act=1) for name in _MODELS for tokens in (8, 512)
+}
+BENCH = {
+    case: dims for name in _MODELS for case, dims in (_PLAIN | _SKEWED | _QUANTISED).items() if case.startswith(name)
+}
+LAYER = ("N", "M", "E", "blk", "bias")  # sizes that the weights of a bench case depend on
 
 
 def make(
@@ -75,11 +86,56 @@ def make(
     return args, kwargs
 
 
+def layer(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[Any, ...]:
+    """The weights of a bench case, w13 to bias2; like a checkpoint's, with a global number per expert in NVFP4."""
+    N, M, E = dims["N"], dims["M"], dims["E"]
+    format = "nvfp4" if dims["blk"] == 16 else "mxfp4"
+    g13, g2 = (fp4.global_scales(gen, E) if format == "nvfp4" else None for _ in range(2))
+    up, down = fp4.coded(gen, format, "linear", (E, 2 * M, N), g13), fp4.coded(gen, format, "linear", (E, N, M), g2)
+    biases = (torch.randn(E, r, generator=gen).to(dtype) if dims.get("bias") else None for r in (2 * M, N))
+    return *up, *down, g13, g2, *biases
+
+
+def routed(
+    dims: dict[str, int], dtype: torch.dtype, layer: tuple[Any, ...], gen: torch.Generator, turn: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call of a bench case through a layer; every turn has other routes."""
+    x = torch.randn(dims["Tq"], dims["N"], generator=gen).to(dtype)
+    weights = torch.rand(dims["Tq"], dims["K"], generator=gen) + 0.1
+    weights = weights / weights.sum(-1, keepdim=True)
+    kwargs = dict(
+        format="nvfp4" if dims["blk"] == 16 else "mxfp4",
+        activations=ACTIVATIONS[dims["act"]],
+        swiglu="gptoss" if dims.get("gptoss") else "silu",
+        limit=float(dims["limit"]) if "limit" in dims else None,
+        interleaved=bool(dims.get("gptoss")),
+    )
+    return (x, weights, _routes(dims, turn).to(x.device), *layer), kwargs
+
+
+def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return routed(dims, dtype, layer(dims, dtype, gen), gen)
+
+
+def _routes(dims: dict[str, int], turn: int) -> torch.Tensor:
+    """The experts of each token (Tq, K), distinct, made on the CPU so that `bytes` can count them.
+
+    All experts are equally popular; with ``zipf`` the r-th of them is chosen as 1/r, with ``same`` K of them are all
+    that is chosen. The K that win a race of exponential clocks, each as fast as its expert is popular, are a sample
+    without replacement.
+    """
+    gen = torch.Generator().manual_seed(turn)
+    rank = torch.randperm(dims["E"], generator=gen, device="cpu")  # (E,)
+    popular = 1 / (1 + rank) if dims.get("zipf") else (rank < dims["K"]).float() if dims.get("same") else rank * 0 + 1
+    clock = -torch.rand(dims["Tq"], dims["E"], generator=gen, device="cpu").log() / popular  # (Tq, E)
+    return clock.topk(dims["K"], largest=False).indices.to(torch.int32)
+
+
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
-    """Read x, the routing and the experts that random routing is expected to hit, write out."""
-    Tq, N, M, E, K = (dims[n] for n in ("Tq", "N", "M", "E", "K"))
-    hit = E * (1 - (1 - K / E) ** Tq)
-    return int(2 * Tq * N * dtype.itemsize + Tq * K * 8 + hit * 3 * M * N * (1 / 2 + 1 / dims["blk"]))
+    """Read x, the routing and the experts that the first turn's routes reach, write out."""
+    Tq, N, M, K = (dims[n] for n in ("Tq", "N", "M", "K"))
+    reached = len(_routes(dims, 0).unique())
+    return int(2 * Tq * N * dtype.itemsize + Tq * K * 8 + reached * 3 * M * N * (1 / 2 + 1 / dims["blk"]))
 
 
 def flops(dims: dict[str, int]) -> int:

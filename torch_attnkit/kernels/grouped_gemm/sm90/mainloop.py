@@ -22,7 +22,6 @@ from .config import BOX, BOXES, CONSUMERS, SPAN, WARP_ROWS, Config
 from .schedule import width_of
 from .shared import ROW_BYTES, Shared
 
-
 _SPANS = BOXES * BOX // SPAN  # of a stage that a consumer has
 
 

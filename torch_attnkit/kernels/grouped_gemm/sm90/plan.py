@@ -65,9 +65,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         -(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True)
     )
     up, down = (_config(p, warps, columns) for warps in row_warps)
-    x_columns, h_columns = (
-        -(-w.columns // c.stage) * c.stage for w, c in zip((p.up, p.down), (up, down), strict=True)
-    )
+    x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w, c in zip((p.up, p.down), (up, down), strict=True))
     spans = p.tokens * x_columns // SPAN
     return Plan(
         token_widths=(),
@@ -76,7 +74,8 @@ def plan(problem: Problem, sms: int) -> Plan:
         experts=_room_for(p.experts),
         tiles=tiles,
         blocks=(
-            1 + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)), min(sms, tiles * up_tiles),
+            1 + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
+            min(sms, tiles * up_tiles),
             min(sms, tiles * down_tiles),
         ),
         counters=(p.tokens, down_tiles),
