@@ -46,3 +46,18 @@ def bulk_load(shared: Int32, source: Int64, nbytes: Int32, barrier: Int32, *, lo
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     values = [Int32(shared), Int64(source), Int32(nbytes), Int32(barrier)]
     asm(None, values, text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def arrive_in_cluster_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """``arrive_if`` at an mbarrier of any block of the cluster, by its ``cluster_address``. It says that shared memory was
+    read, by products that are over, and orders no writes: with the scope of a cluster it would wait for all of them."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }"
+    asm(None, [Int32(barrier), Int32(condition)], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_2_floats(target: Int64, values: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """8 aligned bytes to device memory."""
+    values = [Int64(target), *(Float32(v) for v in values)]
+    asm(None, values, "st.global.v2.f32 [$0], {$1,$2};", memory=True, loc=loc, ip=ip)

@@ -30,11 +30,11 @@ class Tensors(NamedTuple):
     up: Matrices
     down: Matrices
     out: cute.Tensor  # (Tq, N)
-    order: cute.Tensor  # (slots), by expert: slot t * K + k is the k-th choice of token t; by ``wgmma`` slots' places
+    order: cute.Tensor  # (slots), by expert: slot t * K + k is the k-th choice of token t; or as in ``SortTogether``
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
     h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``rows.py`` has it, or (slots, M)
     partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
-    count: cute.Tensor  # (Tq, row tiles), results of a token that have come; by ``wgmma`` (1, 1), blocks past the sort
+    count: cute.Tensor  # (Tq, row tiles), results of a token that have come; by ``wgmma`` as in ``SortTogether``
 
 
 class Flags(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem import BLOCK
 
@@ -24,7 +24,9 @@ _MOST_STAGES = 4
 _MOST_TOKEN_STAGES = 12
 TOKEN_STAGE = 64  # numbers of a token in a stage of a ring of its own: 128 bytes, which TMA swizzles
 LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
-_WEIGHT_STAGES = ((96, 4), (160, 3), (256, 2))  # by the most tokens of a work tile
+SCALERS = 2  # these others, each with a part of the rows
+_WEIGHT_ROOM = ((96, 120 * 1024), (160, 60 * 1024), (256, 40 * 1024))  # by the most tokens of a work tile
+_MOST_WEIGHT_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class WgmmaConfig(Config):
 
     token_widths: tuple[int, ...]  # tokens that are multiplied at once
     group: int  # steps over K that are multiplied together, while as many are decoded: 1, 2 or 4
+    ctas: int  # of a cluster, 1 or 2, with rows next to each other: each loads its part of the tokens for all
 
     @property
     def boxes(self) -> int:
@@ -139,8 +142,22 @@ class WgmmaConfig(Config):
         return self.columns * TOKEN_STAGE * 2
 
     @property
+    def slices(self) -> int:
+        return 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.row_warps + LOADERS)
+
+    @property
+    def scaler(self) -> WgmmaConfig:
+        """The same of a part of the rows."""
+        return replace(self, row_warps=self.row_warps // SCALERS)
+
+    @property
     def weight_stages(self) -> int:
-        return next(stages for most, stages in _WEIGHT_STAGES if self.columns <= most)
+        room = next(room for most, room in _WEIGHT_ROOM if self.columns <= most)
+        return max(2, min(_MOST_WEIGHT_STAGES, room // (self.weight_bytes + self.factor_bytes)))
 
     @property
     def token_stages(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from torch_attnkit.cuda import fake
 
 from .arguments import arguments
-from .config import CONSUMERS, Config, WgmmaConfig
+from .config import Config, WgmmaConfig
 from .experts import Experts
 from .permute import Rows
 from .rounding import ROUNDED
@@ -33,12 +33,14 @@ def trace(
 
 def trace_wgmma(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, experts: int,
-    scale_vectors: tuple[int, int], token_widths: tuple[int, ...], group: int,
+    scale_vectors: tuple[int, int], token_widths: tuple[int, ...], group: int, ctas: int,
+    warps: int,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """The same for many tokens an expert; ``token_widths`` and ``group`` as in ``WgmmaConfig``."""
+    """The same for many tokens an expert; ``token_widths``, ``group`` and ``ctas`` as in ``WgmmaConfig``,
+    ``warps`` those that multiply."""
     h_dtype = dtype if activations == "none" else "f32"
     up, down = (
-        WgmmaConfig(format, CONSUMERS, dtype, activations, token_widths[-1], paired, vector, token_widths, group)
+        WgmmaConfig(format, warps, dtype, activations, token_widths[-1], paired, vector, token_widths, group, ctas)
         for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, h_dtype)

@@ -4,18 +4,18 @@ beyond a row's end is zero. Where products are of quantised numbers, they are ro
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies, memory_ops
-from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda import copies
 
 from .arguments import Flags, Matrices, Scalars, Tensors
 from .config import SPAN
-from .routing import THREADS, Sort
+from .routing import THREADS, SortTogether
 from .rows import EACH, operands
 
 _QUADS = 8  # of a warp, each with a span of a token
@@ -78,21 +78,21 @@ class Spans:
     @cute.jit
     def store_for_experts(
         self, tensors: Tensors, target: cute.Tensor, words: list[list[Int32]], token: Int32, column: Int32,
-        quarter: Int32,
+        quarter: Int32, place_of: cutlass.Constexpr,
     ):  # fmt: skip
-        """Into the rows of all places of a token."""
+        """Into the rows of all places of a token, by slot."""
         top_k = Int32(tensors.indices.shape[1])
         for k in cutlass.range(top_k, unroll=1):
-            place = tensors.order[token * top_k + k]
+            place = place_of(token * top_k + k)
             if place >= 0:
                 self.store(target, words, place, column, quarter)
 
 
 class SortAndPermute:
-    """x as it is. The first block sorts; the others, which are dispatched after it, wait for that. Then each has a
-    share of the tokens: every token's row is read once and written for each of its experts."""
+    """x as it is. When all blocks have sorted, each has a share of the tokens: every token's row is read once and
+    written for each of its experts."""
 
-    def __init__(self, sort: Sort):
+    def __init__(self, sort: SortTogether):
         self.sort, self.spans = sort, Spans(None)
 
     @cute.jit
@@ -101,34 +101,19 @@ class SortAndPermute:
 
     @cute.kernel
     def kernel(self, tensors: Tensors, rows: Rows):
-        memory = cutlass.memory.SmemAllocator()
-        if cute.arch.block_idx()[0] == 0:
-            self.sort.run(tensors, memory)
-        self._await_sort(tensors)
-        self._permute(tensors, rows)
+        sFirst = self.sort.run(tensors, cutlass.memory.SmemAllocator())
+        self._permute(tensors, rows, sFirst)
+        self.sort.end(tensors)
 
     @cute.jit
-    def _await_sort(self, tensors: Tensors):
-        """Every block adds one to the counter, the first of all the one that sorted; the last sets it back."""
-        cute.arch.barrier()
-        if cute.arch.thread_idx()[0] == 0:
-            counter = tensors.count.iterator.toint()
-            if cute.arch.block_idx()[0] != 0:
-                sorted_ = memory_ops.load_acquire(counter)
-                while sorted_ == 0:
-                    sorted_ = memory_ops.load_acquire(counter)
-            if op.add_acq_rel(counter, Int32(1)) == cute.arch.grid_dim()[0] - 1:
-                tensors.count[0, 0] = Int32(0)
-        cute.arch.barrier()
-
-    @cute.jit
-    def _permute(self, tensors: Tensors, rows: Rows):
+    def _permute(self, tensors: Tensors, rows: Rows, sFirst: cute.Tensor):
         """Spans of tokens, neighbours by neighbouring quads; behind a token's last may come that of its h, zeros of
         which the first product leaves some."""
         quarter = cute.arch.lane_idx() % 4
         spans, h_columns = Int32(rows.x.shape[1]) // SPAN, Int32(rows.h.shape[1])
         each = spans + cutlass.select_(h_columns != Int32(tensors.down.codes.shape[2]) * 2, Int32(1), Int32(0))
         units = Int32(tensors.x.shape[0]) * each
+        place = partial(self.sort.place, tensors, sFirst)
         first, step = share_of_quads(THREADS)
         for start in cutlass.range(first, units, step, unroll=1):
             unit = start + cute.arch.lane_idx() // 4
@@ -136,9 +121,9 @@ class SortAndPermute:
             (words,) = self.spans.words(tensors.x, token, span * SPAN, unit < units, Float32(1.0), quarter)
             if unit < units:
                 if span < spans:
-                    self.spans.store_for_experts(tensors, rows.x, words, token, span * SPAN, quarter)
+                    self.spans.store_for_experts(tensors, rows.x, words, token, span * SPAN, quarter, place)
                 else:
-                    self.spans.store_for_experts(tensors, rows.h, words, token, h_columns - SPAN, quarter)
+                    self.spans.store_for_experts(tensors, rows.h, words, token, h_columns - SPAN, quarter, place)
 
 
 class Round:
@@ -171,7 +156,8 @@ class Round:
             (words,) = self.spans.words(source, row, column, unit < units, global_scale, quarter)
             if unit < units:
                 if const_expr(self.by_token):
-                    self.spans.store_for_experts(tensors, target, words, row, column, quarter)
+                    place = lambda slot: tensors.order[slot]  # noqa: E731
+                    self.spans.store_for_experts(tensors, target, words, row, column, quarter, place)
                 else:
                     self.spans.store(target, words, row, column, quarter)
 
@@ -185,10 +171,10 @@ def share_of_quads(threads: int, spared: int = 0) -> tuple[Int32, Int32]:
 class SortAndRound:
     """x rounded, after the sort."""
 
-    def __init__(self, sort: Sort, rounded: Any):
+    def __init__(self, sort: SortTogether, rounded: Any):
         self.sort, self.round = sort, Round(rounded, by_token=True)
 
     @cute.jit
     def launch(self, tensors: Tensors, rows: Rows, scalars: Scalars, blocks: Int32, stream: Any):
-        self.sort.launch(tensors, stream)
+        self.sort.launch(tensors, blocks, stream)
         self.round.launch(tensors, scalars.up, tensors.up, tensors.x, rows.x, blocks, stream)

@@ -22,14 +22,15 @@ _COST = {8: 1.0, 4: 1.2, 2: 1.6}
 # Tokens of an expert, from which on products are by wgmma. H200, 256 MXFP4 experts of 4096 x 2048, top 6, by wgmma and
 # by mma.sync: 1956 and 2428 us with 24 tokens an expert, 1852 and 1632 with 12.
 _MANY = 24
-# By the most tokens that an expert has in the mean: those that work tiles of wgmma have, and steps over K in a group.
+# By the most tokens that an expert has in the mean: those that work tiles of wgmma have, steps over K in a group, CTAs
+# of a cluster, and warps that multiply.
 # Narrow ones are as fast as codes are decoded, and the more tokens of an expert are in one, the fewer are decoded;
 # experts of more than 240 tokens have work tiles of 120 and more. H200, the same experts: with 48 tokens each 2364 us
 # for 2456 with (32, 64, 80, 96) and 2447 with groups of 2; with 192 tokens 4672 us for 4794 from 160 on.
 _WGMMA = (
-    (64, (32, 48, 64, 80), 4),
-    (128, (64, 80, 96, 112, 128, 144, 160), 2),
-    (math.inf, (64, 96, 128, 144, 160, 176, 192, 208, 224, 240), 1),
+    (64, (32, 48, 64, 80), 2, 1, 12),
+    (128, (64, 80, 96, 112, 128, 144, 160), 2, 2, 8),
+    (math.inf, (96, 128, 144, 160, 176, 192, 208, 224, 240), 1, 2, 8),
 )
 
 
@@ -38,7 +39,8 @@ class Plan:
     """By ``mma.sync`` for few tokens an expert; by ``wgmma`` for many, for which x is sorted by expert first."""
 
     token_widths: tuple[int, ...]  # of ``wgmma``; none by ``mma.sync``
-    group: int  # as in ``WgmmaConfig``
+    group: int  # as in ``WgmmaConfig``, and so is
+    ctas: int
     columns: int  # most tokens of a work tile
     experts: int  # room for so many
     tiles: int  # at most, of tokens
@@ -55,8 +57,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     mean = p.slots / p.experts
     # Numbers of float16 that are not quantised are sums of two of bf16, which only ``mma.sync`` takes.
     if mean >= _MANY and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
-        _, widths, group = next(line for line in _WGMMA if mean <= line[0])
-        return _by_wgmma(p, widths, group, sms)
+        _, widths, group, ctas, warps = next(line for line in _WGMMA if mean <= line[0])
+        return _by_wgmma(p, widths, group, ctas, warps, sms)
     wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
@@ -70,6 +72,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     return Plan(
         token_widths=(),
         group=0,
+        ctas=1,
         columns=columns,
         experts=_room_for(p.experts),
         tiles=tiles,
@@ -86,22 +89,23 @@ def plan(problem: Problem, sms: int) -> Plan:
     )
 
 
-def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, sms: int) -> Plan:
+def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, ctas: int, warps: int, sms: int) -> Plan:
     columns = widths[-1]
     tiles = p.slots // columns + min(p.experts, p.slots)
-    up_tiles, down_tiles = (-(-w.rows // (WARP_ROWS * CONSUMERS)) for w in (p.up, p.down))
+    clusters = (tiles * -(-w.rows // (WARP_ROWS * warps * ctas)) for w in (p.up, p.down))
     x_spans, h_spans = -(-p.hidden // SPAN), -(-p.intermediate // SPAN)
     return Plan(
         token_widths=widths,
         group=group,
+        ctas=ctas,
         columns=columns,
         experts=_room_for(p.experts),
         tiles=tiles,
-        blocks=(min(sms, -(-p.tokens * x_spans // 256)), min(sms, tiles * up_tiles), min(sms, tiles * down_tiles)),
-        counters=(1, 1),
+        blocks=(min(sms, -(-p.tokens * x_spans // 256)), *(ctas * min(sms // ctas, most) for most in clusters)),
+        counters=(1, 3 + p.experts),
         x_rows=(p.slots, x_spans * SPAN),
         h_rows=(p.slots, h_spans * SPAN),
-        row_warps=(CONSUMERS, CONSUMERS),
+        row_warps=(warps, warps),
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
     )
 

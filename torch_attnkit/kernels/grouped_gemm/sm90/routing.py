@@ -1,8 +1,8 @@
 """From choices to work: slots in the order of their experts, and the work tiles of each expert.
 
-One block counts the choices of every expert, adds the counts up, and puts every slot where the next one of its expert
-goes. In which order an expert's slots come is left to chance and changes no result: a token's sums do not depend on
-what else is in its work tile. Imports cutlass.
+One block, or all blocks together where slots are many, counts the choices of every expert, adds the counts up, and puts
+every slot where the next one of its expert goes. In which order an expert's slots come is left to chance and changes no
+result: a token's sums do not depend on what else is in its work tile. Imports cutlass.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
+
+from torch_attnkit.cuda import memory_ops
+from torch_attnkit.cuda import warp_ops as op
 
 from .arguments import Tensors, chosen
 
@@ -20,11 +23,10 @@ _AT_ONCE = 8  # slots whose choices a thread has on their way
 
 
 class Sort:
-    """``columns``: tokens of a work tile; ``experts``: at least as many as there are. With ``inverse``, ``order`` has
-    the place of every slot instead, -1 for a choice of no expert."""
+    """``columns``: tokens of a work tile; ``experts``: at least as many as there are."""
 
-    def __init__(self, columns: int, experts: int, inverse: bool = False, threads: int = THREADS):
-        self.columns, self.experts, self.inverse, self.threads = columns, experts, inverse, threads
+    def __init__(self, columns: int, experts: int, threads: int = THREADS):
+        self.columns, self.experts, self.threads = columns, experts, threads
 
     def launch(self, tensors: Tensors, stream: Any) -> None:
         self.kernel(tensors).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], stream=stream)
@@ -49,22 +51,15 @@ class Sort:
                 if e >= 0:
                     cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
         cute.arch.barrier()
-        self._tiles(tensors, sCount, sSum, thread, experts)
+        self.tiles(tensors, sCount, sSum, thread, experts, cutlass.Boolean(True))
         cute.arch.barrier()
         for first in cutlass.range(thread, slots, self.threads * _AT_ONCE, unroll=1):
             for i, e in enumerate(self._choices(tensors, first, slots, top_k)):
                 place = Int32(-1)
                 if e >= 0:
                     place = cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
-                self._put(tensors, first + i * self.threads, place, slots)
-
-    @cute.jit
-    def _put(self, tensors: Tensors, slot: Int32, place: Int32, slots: Int32):
-        if const_expr(self.inverse):
-            if slot < slots:
-                tensors.order[slot] = place
-        elif place >= 0:
-            tensors.order[place] = slot
+                if place >= 0:
+                    tensors.order[place] = first + i * self.threads
 
     def _choices(self, tensors: Tensors, first: Int32, slots: Int32, top_k: Int32) -> list[Int32]:
         """The experts of every ``self.threads``-th slot from ``first`` on, -1 beyond the last."""
@@ -73,9 +68,12 @@ class Sort:
         return [cutlass.select_(first + i * self.threads < slots, e, Int32(-1)) for i, e in enumerate(experts)]
 
     @cute.jit
-    def _tiles(self, tensors: Tensors, sCount: cute.Tensor, sSum: cute.Tensor, thread: Int32, experts: Int32):
-        """Counts become first places, and an expert's tokens work tiles of equal sizes, or nearly; a thread has
-        neighbouring experts."""
+    def tiles(
+        self, tensors: Tensors, sCount: cute.Tensor, sSum: cute.Tensor, thread: Int32, experts: Int32,
+        write: cutlass.Boolean,
+    ):  # fmt: skip
+        """Counts become first places, and an expert's tokens work tiles of equal sizes, or nearly, which one block
+        should ``write``; a thread has neighbouring experts."""
         each = (experts + self.threads - 1) // self.threads
         begin, end = cutlass.min(thread * each, experts), cutlass.min((thread + 1) * each, experts)
         slots, tiles = Int32(0), Int32(0)
@@ -83,13 +81,13 @@ class Sort:
             slots += sCount[e]
             tiles += (sCount[e] + self.columns - 1) // self.columns
         first, tile = self._before(sSum, thread, slots, tiles)
-        if thread == self.threads - 1:
+        if write & (thread == self.threads - 1):
             tensors.tiles[0, 0] = tile + tiles
         for e in cutlass.range(begin, end, unroll=1):
             rest = sCount[e]
             sCount[e] = first
             left = (rest + self.columns - 1) // self.columns
-            while rest > 0:
+            while write & (rest > 0):
                 columns = (rest + left - 1) // left
                 left -= 1
                 tile += 1
@@ -116,3 +114,103 @@ class Sort:
             a += sSum[w, 0]
             b += sSum[w, 1]
         return a - slots, b - tiles
+
+
+class SortTogether:
+    """By all blocks. ``order`` has the place of every slot, -1 for a choice of no expert, and behind these every slot's
+    number among those of its expert.
+
+    Blocks take shares of the slots, one by one, and count in device memory; when all shares are done, each adds the
+    counts up for itself. Only shares that a block has taken are waited for, so it does not matter when, or whether,
+    the other blocks begin. ``count`` is (1, 3 + experts): shares that were taken, that are done, blocks that are
+    through, and slots of every expert.
+    """
+
+    _TAKEN, _DONE, _THROUGH, _COUNTS = range(4)
+
+    def __init__(self, columns: int, experts: int):
+        self.sort, self.experts = Sort(columns, experts), experts
+
+    @cute.jit
+    def launch(self, tensors: Tensors, blocks: Int32, stream: Any):
+        self.kernel(tensors).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, tensors: Tensors):
+        self.run(tensors, cutlass.memory.SmemAllocator())
+        self.end(tensors)
+
+    @cute.jit
+    def run(self, tensors: Tensors, memory: Any):
+        """All threads of all blocks. Returns every expert's first place, in shared memory; ``order`` is only partly
+        there, unlike the slots' numbers."""
+        sFirst = memory.allocate_tensor(Int32, cute.make_layout(self.experts), 16)
+        sSum = memory.allocate_tensor(Int32, cute.make_layout((THREADS // 32, 2)), 16)
+        sTaken = memory.allocate_tensor(Int32, cute.make_layout(1), 16)
+        thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        slots = Int32(tensors.indices.shape[0]) * Int32(tensors.indices.shape[1])
+        shares = (slots + THREADS - 1) // THREADS
+        self._count(tensors, sTaken, thread, slots, shares)
+        if thread == 0:
+            done = tensors.count.iterator.toint() + 4 * self._DONE
+            while memory_ops.load_acquire(done) < shares:
+                pass
+        cute.arch.barrier()
+        experts = Int32(tensors.up.codes.shape[0])
+        for e in cutlass.range(thread, experts, THREADS, unroll=1):
+            sFirst[e] = tensors.count[0, self._COUNTS + e]
+        cute.arch.barrier()
+        self.sort.tiles(tensors, sFirst, sSum, thread, experts, block == 0)
+        cute.arch.barrier()
+        for slot in cutlass.range(block * THREADS + thread, slots, cute.arch.grid_dim()[0] * THREADS, unroll=1):
+            tensors.order[slot] = self.place(tensors, sFirst, slot)
+        return sFirst
+
+    @cute.jit
+    def _count(self, tensors: Tensors, sTaken: cute.Tensor, thread: Int32, slots: Int32, shares: Int32):
+        counter = tensors.count.iterator.toint()
+        top_k = Int32(tensors.indices.shape[1])
+        share = self._take(tensors, sTaken, thread)
+        while share < shares:
+            slot = share * THREADS + thread
+            if slot < slots:
+                number, e = Int32(-1), chosen(tensors, slot // top_k, slot % top_k)
+                if e >= 0:
+                    at = tensors.count.iterator + (self._COUNTS + e)
+                    number = cute.arch.atomic_add(at, Int32(1), sem="relaxed", scope="gpu")
+                tensors.order[slots + slot] = number
+            cute.arch.barrier()
+            if thread == 0:
+                op.add_acq_rel(counter + 4 * self._DONE, Int32(1))
+            share = self._take(tensors, sTaken, thread)
+
+    @cute.jit
+    def _take(self, tensors: Tensors, sTaken: cute.Tensor, thread: Int32):
+        cute.arch.barrier()  # all have read the last one
+        if thread == 0:
+            at = tensors.count.iterator + self._TAKEN
+            sTaken[0] = cute.arch.atomic_add(at, Int32(1), sem="relaxed", scope="gpu")
+        cute.arch.barrier()
+        return sTaken[0]
+
+    @cute.jit
+    def place(self, tensors: Tensors, sFirst: cute.Tensor, slot: Int32):
+        """-1 for a choice of no expert."""
+        top_k = Int32(tensors.indices.shape[1])
+        slots = Int32(tensors.indices.shape[0]) * top_k
+        place, e = Int32(-1), chosen(tensors, slot // top_k, slot % top_k)
+        if e >= 0:
+            place = sFirst[e] + tensors.order[slots + slot]
+        return place
+
+    @cute.jit
+    def end(self, tensors: Tensors):
+        """The last block to come here sets all counters back."""
+        thread, last = cute.arch.thread_idx()[0], Int32(0)
+        if thread == 0:
+            come = op.add_acq_rel(tensors.count.iterator.toint() + 4 * self._THROUGH, Int32(1))
+            last = cutlass.select_(come == cute.arch.grid_dim()[0] - 1, Int32(1), Int32(0))
+        if op.any_of_threads(last, 0, THREADS) != 0:
+            counters = Int32(tensors.up.codes.shape[0]) + self._COUNTS
+            for i in cutlass.range(thread, counters, THREADS, unroll=1):
+                tensors.count[0, i] = Int32(0)

@@ -30,12 +30,13 @@ def width_of(config: Config, columns: Int32) -> Int32:
     return room
 
 
-class Work(Fixed):
+class Work(NamedTuple):
     """A block's share: every ``blocks``-th tile, of which those of an expert follow each other."""
 
-    def __init__(self, row_tiles: Int32, lines: Int32):
-        self.block, self.blocks, self.row_tiles = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], row_tiles
-        self.count = cutlass.max((row_tiles * lines - self.block + self.blocks - 1) // self.blocks, Int32(0))
+    block: Int32
+    blocks: Int32
+    row_tiles: Int32
+    count: Int32
 
     def tile(self, tensors: Tensors, turn: Int32) -> WorkTile:
         unit = self.block + turn * self.blocks
@@ -50,7 +51,10 @@ class Work(Fixed):
 
 
 def work(tensors: Tensors, row_tiles: Int32) -> Work:
-    return Work(row_tiles, tensors.tiles[0, 0])
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    units = tensors.tiles[0, 0] * row_tiles
+    count = cutlass.max((units - block + blocks - 1) // blocks, Int32(0))
+    return Work(block, blocks, row_tiles, count)
 
 
 _HEADER = 8  # words of a work tile in shared memory before those of its tokens

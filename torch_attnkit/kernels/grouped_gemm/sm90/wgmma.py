@@ -2,8 +2,8 @@
 
     1 warp         weights of a stage by TMA
     1 warp         tokens by TMA, from rows in the order of experts (permute.py)
-    2 warps        scales of a stage, turned into factors (factors.py)
-    8 warps        two warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
+    2 warps        scales of half of a stage's rows, turned into factors (factors.py)
+    8 to 16 warps  warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
 
 Weights and tokens have a ring each. A work tile is multiplied by the narrowest ``wgmma`` that has room for its tokens:
 a branch for each width. While one group of steps over K is multiplied, the words of the next are decoded into the
@@ -28,15 +28,15 @@ from torch_attnkit.cuda.fp4_weights import both, decode
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import BOX, CONSUMERS, LOADERS, SPAN, TOKEN_STAGE, WgmmaConfig
+from .config import BOX, LOADERS, SCALERS, SPAN, TOKEN_STAGE, WgmmaConfig
 from .epilogue import raised
 from .factors import Factors
 from .mainloop import load_words
 from .permute import Round, Rows, SortAndPermute, SortAndRound
 from .results import Permuted, Plain, Results
 from .rounding import ROUNDED
-from .routing import Sort
-from .schedule import Work, WorkTile, work
+from .routing import SortTogether
+from .schedule import Work, WorkTile
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
 from .total import Total
 
@@ -45,7 +45,8 @@ _STEP = 16  # numbers of a row that one ``wgmma`` takes
 _STEPS = SPAN // _STEP
 _SLOT_STEPS = TOKEN_STAGE // _STEP
 _SETS = 2  # of registers for decoded words: one is multiplied while the other is written
-_REGISTERS = (40, 232)  # of a thread that loads, of one that multiplies
+# Of a thread that loads and of one that multiplies, by the warps that multiply: together what the block starts with.
+_REGISTERS = {8: (40, 232), 12: (56, 152), 16: (64, 104)}
 _SPANS = BOX // SPAN  # of a weights' stage
 _TOKEN_STAGES = SPAN // TOKEN_STAGE  # of a span
 
@@ -58,7 +59,8 @@ class Slots(Fixed):
     tokens: Ring
     sW: cute.Tensor  # (rows, bytes, stages)
     sX: cute.Tensor  # (tokens, TOKEN_STAGE, stages)
-    factors: Int32  # address of (stage, span, row, quad)
+    factors: Int32  # address of (stage, part of the rows, span, row, quad)
+    rank: Int32  # of the block in its cluster
 
 
 @dataclass
@@ -76,8 +78,10 @@ class Consumer(Fixed):
 
 
 class Mainloop:
-    def __init__(self, config: WgmmaConfig):
-        self.c = config
+    """``row_step``: rows from a lane's first to its second, 1, where the first are even, or 8."""
+
+    def __init__(self, config: WgmmaConfig, row_step: int):
+        self.c, self.row_step = config, row_step
         self.factor_bytes = SPAN // config.block * 2  # of a row in a span
 
     def mma(self, tokens: int) -> cute.TiledMma:
@@ -87,8 +91,8 @@ class Mainloop:
         )  # fmt: skip
 
     def consumer(self, slots: Slots, row: Int32) -> Consumer:
-        """``row``: of the box, the first of this lane's."""
-        lane = cute.arch.lane_idx()
+        """``row``: of the box, the first of this lane's; the second is ``row_step`` further on."""
+        lane, part = cute.arch.lane_idx(), self.c.scaler.rows
         mma = self.mma(self.c.columns)
         shape = mma.partition_shape_A((64, _STEP * self.c.group))
         rA = [mma.make_fragment_A(shape) for _ in range(_SETS)]
@@ -96,7 +100,10 @@ class Mainloop:
             slots=slots,
             lane=lane,
             codes=slots.sW.iterator.toint() + row * ROW_BYTES + ((lane % 4) ^ (row & 7)) * 16,
-            factors=slots.factors + row * self.factor_bytes + lane % 4 * (self.factor_bytes // 4),
+            factors=slots.factors
+            + row // part * (_SPANS * part * self.factor_bytes)
+            + row % part * self.factor_bytes
+            + lane % 4 * (self.factor_bytes // 4),
             rCodes=cute.make_rmem_tensor((4, 2), Uint32),
             rFactors=cute.make_rmem_tensor(2, Uint32),
             rA=rA,
@@ -110,13 +117,14 @@ class Mainloop:
         ring.wait(fill)
         slot = ring.slot(fill)
         codes = (w.codes + slot * self.c.weight_bytes) ^ (span * 64)  # as TMA swizzles them
-        factors = w.factors + slot * self.c.factor_bytes + span * (self.c.rows * self.factor_bytes)
+        factors = w.factors + slot * self.c.factor_bytes + span * (self.c.scaler.rows * self.factor_bytes)
         kind = Uint32 if self.c.format == "nvfp4" else Uint16
         for r in cutlass.range_constexpr(2):
-            words = load_words(codes + r * (8 * ROW_BYTES), 4)
+            step = const_expr(r * self.row_step)
+            words = load_words((codes ^ (step % 8 * 16)) + step * ROW_BYTES, 4)
             for i in cutlass.range_constexpr(4):
                 w.rCodes[i, r] = words[i]
-            w.rFactors[r] = Uint32(load_words(factors + r * (8 * self.factor_bytes), 1, kind)[0])
+            w.rFactors[r] = Uint32(load_words(factors + step * self.factor_bytes, 1, kind)[0])
 
     @cute.jit
     def run(self, w: Consumer, tokens: cutlass.Constexpr, spans: Int32, n: Int32, m: Int32, last: cutlass.Boolean):
@@ -145,10 +153,11 @@ class Mainloop:
                 if const_expr(group == 1 or over % _SLOT_STEPS == 0):
                     cute.arch.sync_warp()
                 if const_expr(group == 1):
-                    self._release(w, w.slots.weights, n + k // _SPANS, (k % _SPANS == _SPANS - 1) | (k == spans - 1))
+                    done = (k % _SPANS == _SPANS - 1) | (k == spans - 1)
+                    self._release_weights(w, n + k // _SPANS, done)
                 if const_expr(over % _SLOT_STEPS == 0):
                     done = _TOKEN_STAGES * k + over // _SLOT_STEPS - 1
-                    self._release(w, w.slots.tokens, m + cutlass.max(done, 0), done >= 0)
+                    self._release_tokens(w, m + cutlass.max(done, 0), done >= 0)
                 for i in cutlass.range_constexpr(c.group):
                     self._decode(w, factors, group % _SETS, i, first + i)
                 warpgroup.fence()
@@ -164,13 +173,24 @@ class Mainloop:
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(_TOKEN_STAGES - (_STEPS - _SETS * c.group) // _SLOT_STEPS, 0, -1):
-            self._release(w, w.slots.tokens, m + _TOKEN_STAGES * spans - i, True)
+            self._release_tokens(w, m + _TOKEN_STAGES * spans - i, True)
         return rSum
 
-    def _release(self, w: Consumer, ring: Ring, fill: Int32, condition: Any) -> None:
+    def _release_weights(self, w: Consumer, fill: Int32, condition: Any) -> None:
         """What ``Ring.release`` does, where ``condition`` holds."""
+        ring = w.slots.weights
         mine = cutlass.select_((w.lane == 0) & condition, Int32(1), Int32(0))
         memory_ops.arrive_if((ring.empty + ring.slot(fill)).toint(), mine)
+
+    def _release_tokens(self, w: Consumer, fill: Int32, condition: Any) -> None:
+        """The same in every block of the cluster: all of them fill a slot."""
+        ring = w.slots.tokens
+        mine = cutlass.select_((w.lane < self.c.ctas) & condition, Int32(1), Int32(0))
+        empty = (ring.empty + ring.slot(fill)).toint()
+        if self.c.ctas == 1:
+            memory_ops.arrive_if(empty, mine)
+        else:
+            memory_ops.arrive_in_cluster_if(op.cluster_address(empty, w.lane % self.c.ctas), mine)
 
     def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, place: int, step: int) -> None:
         """The codes of a step, half a word of both rows, into its place of a set of registers."""
@@ -188,11 +208,17 @@ class Mainloop:
 
 
 def tokens_layout(config: WgmmaConfig, tokens: int) -> cute.Layout:
-    """(tokens, TOKEN_STAGE, stages) of the tokens' ring, whose slots have room for the widest work tile."""
+    """(tokens, TOKEN_STAGE, stages) of so many first tokens of the tokens' ring, whose slots have room for the widest
+    work tile."""
     return cute.make_layout(
         ((8, tokens // 8), (TOKEN_STAGE, 1), config.token_stages),
         stride=((TOKEN_STAGE, 8 * TOKEN_STAGE), (1, 0), config.columns * TOKEN_STAGE),
     )
+
+
+def _sync_cluster() -> None:
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
 
 
 class Product:
@@ -200,7 +226,7 @@ class Product:
 
     def __init__(self, config: WgmmaConfig, results: Any):
         self.c, self.results = config, results
-        self.mainloop, self.factors = Mainloop(config), Factors(config)
+        self.mainloop, self.factors = Mainloop(config, results.row_step), Factors(config.scaler)
 
     @cute.jit
     def launch(
@@ -210,18 +236,19 @@ class Product:
         self.kernel(
             tensors, flags, weights, scalars, loads(self.c, flags, weights), self._token_loads(rows)
         ).launch(
-            grid=[blocks, 1, 1], block=[32 * (CONSUMERS + LOADERS), 1, 1], stream=stream, min_blocks_per_mp=1,
-            preferred_smem_carveout=100, use_pdl=True,
+            grid=[blocks, 1, 1], block=[self.c.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
+            cluster=[self.c.ctas, 1, 1], preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     def _token_loads(self, rows: cute.Tensor) -> list[Loads]:
-        """Of rows of tokens, (slots, columns), by width."""
+        """Of rows of tokens, (slots, columns), by width: a block's part of a work tile's tokens."""
+        load = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.c.ctas > 1 else cpasync.CopyBulkTensorTileG2SOp()
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         made = []
         for tokens in self.c.token_widths:
-            box = (tokens, TOKEN_STAGE)
+            box = (tokens // self.c.ctas, TOKEN_STAGE)
             tile = cute.tile_to_shape(atom, box, order=(0, 1))
-            made.append(Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, tile, box)))
+            made.append(Loads(*cpasync.make_tiled_tma_atom(load, rows, tile, box)))
         return made
 
     @cute.kernel
@@ -231,33 +258,53 @@ class Product:
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         slots = self._slots(warp)
-        if warp == CONSUMERS:
+        if warp == c.row_warps:
             cpasync.prefetch_descriptor(codes.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        if const_expr(c.ctas > 1):
+            _sync_cluster()  # no block may write to another before its barriers stand
         if const_expr(c.paired):
             # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
+        share = self._share(tensors, weights)
         spans = (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
-        if warp < CONSUMERS:
-            cute.arch.setmaxregister_increase(_REGISTERS[1])
+        if warp < c.row_warps:
+            cute.arch.setmaxregister_increase(_REGISTERS[c.row_warps][1])
             self._consume(tensors, flags, weights, scalars, share, spans, slots, warp)
         else:
-            cute.arch.setmaxregister_decrease(_REGISTERS[0])
-            if warp == CONSUMERS:
+            cute.arch.setmaxregister_decrease(_REGISTERS[c.row_warps][0])
+            if warp == c.row_warps:
                 self._load_codes(tensors, codes, share, spans, slots)
-            elif warp == CONSUMERS + 1:
+            elif warp == c.row_warps + 1:
                 self._load_tokens(tensors, tokens, share, spans, slots)
             else:
-                self._load_factors(tensors, flags, weights, share, spans, slots, warp - CONSUMERS - 2)
+                self._load_factors(tensors, flags, weights, share, spans, slots, warp - c.row_warps - 2)
+        if const_expr(c.ctas > 1):
+            _sync_cluster()  # nor may one leave while another still writes to its memory
+
+    def _share(self, tensors: Tensors, weights: Matrices) -> Work:
+        """A cluster's: of work tiles that have the rows of all its blocks."""
+        ctas, rows = self.c.ctas, self.c.ctas * self.c.rows
+        cluster, clusters = cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
+        row_tiles = (Int32(weights.codes.shape[1]) + rows - 1) // rows
+        left = tensors.tiles[0, 0] * row_tiles - cluster
+        return Work(cluster, clusters, row_tiles, cutlass.max((left + clusters - 1) // clusters, Int32(0)))
+
+    def _tile(self, tensors: Tensors, share: Work, turn: Int32, slots: Slots) -> WorkTile:
+        """A block's; beyond the last rows, weights are zeros and nothing is stored."""
+        tile = share.tile(tensors, turn)
+        return tile._replace(row=tile.row * self.c.ctas + slots.rank)
 
     @cute.jit
     def _slots(self, warp: Int32):
         c = self.c
         memory = cutlass.memory.SmemAllocator()
-        table = (("weights", c.weight_stages, 2, CONSUMERS), ("tokens", c.token_stages, 1, CONSUMERS))
+        table = (
+            ("weights", c.weight_stages, 1 + SCALERS, c.row_warps),
+            ("tokens", c.token_stages, 1, c.row_warps * c.ctas),
+        )
         named = rings(memory, warp, table)
         boxes = cute.make_layout(c.weight_stages, stride=c.weight_bytes)
         swizzle = cute.make_swizzle(3, 4, 3)
@@ -267,6 +314,7 @@ class Product:
             sW=memory.allocate_tensor(Uint8, cute.append(box_layout(c), boxes), 1024, swizzle=swizzle),
             sX=memory.allocate_tensor(BFloat16, tokens_layout(c, c.columns), 1024, swizzle=swizzle),
             factors=memory.allocate(c.weight_stages * c.factor_bytes, 128).toint(),
+            rank=cute.arch.block_in_cluster_idx()[0] if c.ctas > 1 else Int32(0),
         )
 
     @cute.jit
@@ -274,7 +322,7 @@ class Product:
         c = self.c
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+            tile = self._tile(tensors, share, turn, slots)
             gW = cute.local_tile(codes.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, slots.sW, gW)
             for k in cutlass.range((spans + _SPANS - 1) // _SPANS, unroll=1):
@@ -288,6 +336,8 @@ class Product:
         what they give."""
         if const_expr(not self.c.paired):  # weights may come before h is there
             cute.arch.griddepcontrol_wait()
+        ctas = const_expr(self.c.ctas)
+        mask = {"mcast_mask": cutlass.Int16((1 << ctas) - 1)} if ctas > 1 else {}
         m = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
@@ -295,13 +345,16 @@ class Product:
             for i in cutlass.range_constexpr(len(self.c.token_widths)):
                 tokens = const_expr(self.c.token_widths[i])
                 if (tile.columns > least) & (tile.columns <= tokens):
-                    sX = cute.make_tensor(slots.sX.iterator, tokens_layout(self.c, tokens))
-                    rows = cute.domain_offset((tile.first, 0), loads[i].rows)
-                    gX = cute.local_tile(rows, (tokens, TOKEN_STAGE), (0, None))
+                    part = const_expr(tokens // ctas)
+                    first = slots.sX.iterator + slots.rank * (part * TOKEN_STAGE)
+                    sX = cute.make_tensor(first, tokens_layout(self.c, part))
+                    rows = cute.domain_offset((tile.first + slots.rank * part, 0), loads[i].rows)
+                    gX = cute.local_tile(rows, (part, TOKEN_STAGE), (0, None))
                     tXs, tXg = copies.tma_partition(loads[i].atom, 0, 1, sX, gX)
                     for k in cutlass.range(spans * _TOKEN_STAGES, unroll=1):
                         full = slots.tokens.acquire(m + k, tokens * TOKEN_STAGE * 2)
-                        cute.copy(loads[i].atom, tXg[None, k], tXs[None, slots.tokens.slot(m + k)], tma_bar_ptr=full)
+                        tX = tXs[None, slots.tokens.slot(m + k)]
+                        cute.copy(loads[i].atom, tXg[None, k], tX, tma_bar_ptr=full, **mask)
                 least = tokens
             m += spans * _TOKEN_STAGES
 
@@ -309,18 +362,19 @@ class Product:
     def _load_factors(
         self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, spans: Int32, slots: Slots, part: Int32
     ):
-        """Every other stage's, by one of two warps."""
+        """A part of the rows of every stage."""
         lane = cute.arch.lane_idx()
+        target = slots.factors + part * self.c.scaler.factor_bytes
         fills = (spans + _SPANS - 1) // _SPANS
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
-            for k in cutlass.range((part - n) & 1, fills, 2, unroll=1):
+            tile = self._tile(tensors, share, turn, slots)
+            for k in cutlass.range(fills, unroll=1):
                 # What follows from the tile is worked out anew, for these warps have few registers.
-                fresh = tile._replace(row=op.fresh(tile.row))
+                fresh = tile._replace(row=op.fresh(tile.row * SCALERS + part))
                 rS = self.factors.load(flags, weights, fresh, k, lane)
                 full = slots.weights.await_empty(n + k)
-                self.factors.store(rS, lane, slots.factors + slots.weights.slot(n + k) * self.c.factor_bytes)
+                self.factors.store(rS, lane, target + slots.weights.slot(n + k) * self.c.factor_bytes)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(full)
@@ -337,7 +391,7 @@ class Product:
             self.mainloop.load(w, n, Int32(0))
         for turn in cutlass.range(share.count, unroll=1):
             # Known to be the same in all lanes, it takes none of their registers.
-            tile = WorkTile(*(cute.arch.make_warp_uniform(n) for n in share.tile(tensors, turn)))
+            tile = WorkTile(*(cute.arch.make_warp_uniform(n) for n in self._tile(tensors, share, turn, slots)))
             last = turn == share.count - 1
             # Before the sums: they leave a division few registers.
             factor = raised(self.c, flags, weights, tile.expert)
@@ -357,7 +411,7 @@ class ManyTokens:
     """The launches of a call."""
 
     def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int):
-        sort, rounded = Sort(up.columns, experts, inverse=True), ROUNDED[up.activations]
+        sort, rounded = SortTogether(up.columns, experts), ROUNDED[up.activations]
         self.rounded = rounded
         self.begin = SortAndPermute(sort) if rounded is None else SortAndRound(sort, rounded)
         self.up = Product(up, Permuted(up) if rounded is None else Plain(up))
@@ -377,4 +431,4 @@ class ManyTokens:
         self.total.launch(tensors, stream)
 
 
-assert _SETS == 2 and LOADERS == 4  # warps of scales
+assert _SETS == 2 and LOADERS == 2 + SCALERS
