@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint32
+from cutlass import Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from .asm import asm
@@ -20,6 +20,7 @@ from .fp4 import e4m3_values, permute_bytes
 from .warp_ops import pack
 
 LOWERED = {"nvfp4": 8, "mxfp4": 63}  # powers of two by which decoded weights are too small
+_TWO_TO_118 = 0x7A807A80
 _CODES = 0x81C081C0  # sign and exponent bits of two bf16
 _LOW, _HIGH = (0x000F000F, 0x1040), (0x00F000F0, 0x104)  # codes, and what moves them there
 
@@ -47,8 +48,8 @@ def decode(word: Uint32, factor: Uint32) -> list[Uint32]:
 
 def factors_of_e4m3(word: Uint32) -> list[Uint32]:
     """Four E4M3 scales to bf16 factors of NVFP4, two a word; NaN stays NaN."""
-    pairs = (e4m3_values(Int32(word >> shift)) for shift in (0, 16))
-    return [Uint32(pack(cutlass.BFloat16, *(x * Float32(2.0**118) for x in pair))) for pair in pairs]
+    pairs = (pack(cutlass.BFloat16, *e4m3_values(Int32(word >> shift))) for shift in (0, 16))
+    return [_multiply(Uint32(pair), Uint32(_TWO_TO_118)) for pair in pairs]
 
 
 def factors_of_e8m0(word: Uint32) -> list[Uint32]:

@@ -34,6 +34,11 @@ from .schedule import Tiles, Work, work
 from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
 
 
+# Of a thread in the warpgroups behind the consumers, which keep their 128: scales take most.
+_REGISTERS = (96, 160)
+assert SCHEDULER + COMBINERS == CONSUMERS + 4  # a combining warp in either
+
+
 class Product:
     """One product: its kernel, by roles."""
 
@@ -81,19 +86,26 @@ class Product:
         steps = (Int32(weights.codes.shape[2]) * 2 + c.stage - 1) // c.stage
         if warp < CONSUMERS:
             self._consume(tensors, scalars, share, steps, ring, tiles, done, shared, warp)
-        elif warp == CODES:
-            self._load_codes(tensors, loads, share, steps, ring, shared)
-        elif warp == TOKENS:
-            self._load_tokens(tensors, source, share, steps, ring, tiles, shared)
-        elif warp == SCHEDULER:
-            for turn in cutlass.range(share.count, unroll=1):
-                tile = share.tile(tensors, turn)
-                factor = raised(c, flags, weights, tile.expert)
-                tiles.publish(tensors, turn, tile, factor, combined=not c.paired)
-        elif warp > SCHEDULER + COMBINERS:
-            self._load_factors(tensors, flags, weights, share, steps, ring, shared, warp - SCHEDULER - COMBINERS - 1)
-        elif const_expr(not c.paired):
-            self.epilogue.combine(tensors, share, tiles, done, warp - SCHEDULER - 1)
+        elif warp < CONSUMERS + 4:
+            cute.arch.setmaxregister_decrease(_REGISTERS[0])
+            if warp == CODES:
+                self._load_codes(tensors, loads, share, steps, ring, shared)
+            elif warp == TOKENS:
+                self._load_tokens(tensors, source, share, steps, ring, tiles, shared)
+            elif warp == SCHEDULER:
+                for turn in cutlass.range(share.count, unroll=1):
+                    tile = share.tile(tensors, turn)
+                    factor = raised(c, flags, weights, tile.expert)
+                    tiles.publish(tensors, turn, tile, factor, combined=not c.paired)
+            elif const_expr(not c.paired):
+                self.epilogue.combine(tensors, share, tiles, done, Int32(0))
+        else:
+            cute.arch.setmaxregister_increase(_REGISTERS[1])
+            if warp > SCHEDULER + COMBINERS:
+                part = warp - SCHEDULER - COMBINERS - 1
+                self._load_factors(tensors, flags, weights, share, steps, ring, shared, part)
+            elif const_expr(not c.paired):
+                self.epilogue.combine(tensors, share, tiles, done, Int32(1))
 
     @cute.jit
     def _load_codes(self, tensors: Tensors, loads: Loads, share: Work, steps: Int32, ring: Ring, shared: Shared):
@@ -150,24 +162,20 @@ class Product:
         self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, steps: Int32, ring: Ring, shared: Shared,
         part: Int32,
     ):  # fmt: skip
-        """Every ``FACTORS``-th stage's; the next one's scales are on their way before these are stored."""
+        """Every ``FACTORS``-th stage's: its scales are on their way before its place in the ring is free."""
         lane = cute.arch.lane_idx()
-        total = share.count * steps
-        rS = [self.factors.fragments() for _ in range(2)]
-        if part < total:
-            self.factors.load_into(rS[0], flags, weights, share.tile(tensors, part // steps), part % steps, lane)
-        for start in cutlass.range(part, total, 2 * FACTORS, unroll=1):
-            for half in cutlass.range_constexpr(2):
-                n = start + half * FACTORS
-                next_ = cutlass.min(n + FACTORS, total - 1)
-                tile = share.tile(tensors, next_ // steps)
-                self.factors.load_into(rS[1 - half], flags, weights, tile, next_ % steps, lane)
-                if n < total:
-                    full = ring.await_empty(n)
-                    self.factors.store(rS[half], lane, shared.factors(ring.slot(n)))
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(full)
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            starts = self.factors.rows(flags, weights, tile, lane)
+            for k in cutlass.range((part + n * (FACTORS - 1)) % FACTORS, steps, FACTORS, unroll=1):
+                rS = self.factors.read(flags, weights, tile, starts, k)
+                full = ring.await_empty(n + k)
+                self.factors.store(rS, lane, shared.factors(ring.slot(n + k)))
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(full)
+            n += steps
 
     @cute.jit
     def _consume(

@@ -27,41 +27,51 @@ class Factors:
     def __init__(self, config: Config):
         self.c = config
 
-    def fragments(self) -> list[cute.Tensor]:
-        """The scales of a stage, four a word: every 32nd row's."""
-        return copies.fragments(self.c.rows // 32, self.c.scales // 4, Uint32)
-
     @cute.jit
     def load(self, flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, lane: Int32):
-        """Those of stage k."""
-        fragments = self.fragments()
-        self.load_into(fragments, flags, weights, tile, k, lane)
-        return fragments
+        """The scales of stage k."""
+        return self.read(flags, weights, tile, self.rows(flags, weights, tile, lane), k)
 
-    @cute.jit
-    def load_into(
-        self, fragments: list[cute.Tensor], flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, lane: Int32
-    ):
+    def rows(self, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32) -> list[Int64]:
+        """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on; -1 for a row
+        beyond the last."""
         c = self.c
-        rows, columns = Int32(weights.codes.shape[1]), Int32(weights.codes.shape[2]) * 2
-        for i in cutlass.range_constexpr(c.rows // 32):
+        rows, scale = Int32(weights.codes.shape[1]), weights.scale
+        base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
+        starts = []
+        for i in range(c.rows // 32):
             local = lane + 32 * i
             row = tile.row * c.rows + local
             inside = row < rows
-            if const_expr(c.paired):
+            if c.paired:
                 feature, up = tile.row * c.features + local // 16 * 8 + local % 8, local // 8 % 2
                 inside = feature < rows // 2
                 row = cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * (rows // 2))
+            line = Int64(row) * scale.stride[1]
+            tiled = Int64(row // 128) * (Int32(scale.shape[2]) * 128) + row % 32 * 16 + row % 128 // 32 * 4
+            start = cutlass.select_(flags.swizzled != 0, tiled, base + line)
+            starts.append(cutlass.select_(inside, start, Int64(-1)))
+        return starts
+
+    @cute.jit
+    def read(self, flags: Flags, weights: Matrices, tile: WorkTile, starts: list[Int64], k: Int32):
+        """The scales of stage k, four a word: every 32nd row's."""
+        c = self.c
+        fragments = copies.fragments(c.rows // 32, c.scales // 4, Uint32)
+        first = k * c.scales
+        left = Int32(weights.codes.shape[2]) * 2 // c.block - first
+        for i in cutlass.range_constexpr(len(starts)):
             fragments[i].fill(0)
-            if inside:
-                base = weights.scale.iterator.toint() + Int64(tile.expert) * weights.scale.stride[0]
-                first, blocks = k * c.scales, columns // c.block
-                if flags.swizzled != 0:
-                    words = Int32(weights.scale.shape[2]) // 4  # of a row
-                    line = (Int64(row // 128) * words + first // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4
-                    self._load_tiles(flags, weights.scale, base, line, blocks - first, fragments[i])
-                else:
-                    self._load_line(base + Int64(row) * weights.scale.stride[1] + first, blocks - first, fragments[i])
+        if flags.swizzled != 0:
+            base = weights.scale.iterator.toint() + Int64(tile.expert) * weights.scale.stride[0]
+            for i in cutlass.range_constexpr(len(starts)):
+                if starts[i] >= 0:
+                    self._load_tiles(flags, weights.scale, base, starts[i] + first // 4 * 512, left, fragments[i])
+        else:
+            for i in cutlass.range_constexpr(len(starts)):
+                if starts[i] >= 0:
+                    self._load_line(starts[i] + first, left, fragments[i])
+        return fragments
 
     @cute.jit
     def _load_tiles(self, flags: Flags, scale: cute.Tensor, base: Int64, line: Int64, left: Int32, rS: cute.Tensor):
