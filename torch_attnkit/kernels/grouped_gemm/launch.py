@@ -30,7 +30,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     kernel = f"torch_attnkit.kernels.grouped_gemm.{target.arch}.kernel"
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
-        special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps)
+        special: dict[str, Any] = dict(columns=plan.columns, consumers=plan.consumers, row_warps=plan.row_warps)
         if plan.token_widths:
             special = dict(
                 trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, ctas=plan.ctas,
@@ -42,6 +42,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         )  # fmt: skip
 
     vectors = plan.scale_vectors
+    aligned = [vector or 4 for vector in vectors]  # words, where rows straddle them
     wide = compiled(vectors)
     narrow: list[Callable[..., None]] = []
     h_apart = plan.token_widths and p.activations != "none"  # in float32, to be rounded
@@ -61,7 +62,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         h = room(torch.float32, p.slots, p.intermediate) if h_apart else h_rows
         x, w13, w2 = map(_aligned, (o.x, o.w13, o.w2))
         run = wide
-        if o.w13_scale.data_ptr() % vectors[0] or o.w2_scale.data_ptr() % vectors[1]:
+        if o.w13_scale.data_ptr() % aligned[0] or o.w2_scale.data_ptr() % aligned[1]:
             if not narrow:
                 narrow.append(compiled((1, 1)))
             run = narrow[0]

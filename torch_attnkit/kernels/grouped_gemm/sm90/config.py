@@ -8,13 +8,15 @@ from ..problem import BLOCK
 
 BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
 SPAN = 128  # numbers that a quad of lanes decodes at a time, 32 each: 16 bytes of a row
-CONSUMERS = 8  # warps that multiply
 WARP_ROWS = 16  # of a work tile
-CODES, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
-COMBINERS = 2  # warps that add up tokens' results, of the second product, a work tile each in turn
-FACTORS = 3  # warps that bring scales, a stage each in turn
-WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
-BOXES = 2  # of a stage that a consumer has
+MOST_ROW_WARPS = 8
+# Warps beside the consumers: one each that loads codes and tokens and that knows work tiles ahead; those that add up
+# tokens' results, of the second product, a work tile each in turn; and those that bring scales, a stage each in turn.
+CODES, TOKENS, SCHEDULER = range(3)
+COMBINERS = 2
+FACTORS = 3
+HELPERS = SCHEDULER + 1 + COMBINERS + FACTORS
+STRADDLING = 0  # rows of scales follow each other, and every other one begins in the middle of a word
 TILES = 4  # work tiles that are known ahead
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
@@ -34,12 +36,13 @@ class Config:
     """One product."""
 
     format: str
+    consumers: int  # warps that multiply
     row_warps: int  # consumers that share no rows; the others have other slices of K
     source: str  # dtype of the tokens: bf16, f16
     activations: str  # to which x and h are rounded before they are multiplied
     columns: int  # most tokens of a work tile
     paired: bool  # whether rows of a work tile are 8 of gate and 8 of up in turn
-    scale_vector: int  # bytes of scales that one load may take
+    scale_vector: int  # bytes of scales that one load may take, or STRADDLING
 
     @property
     def block(self) -> int:
@@ -58,12 +61,21 @@ class Config:
     @property
     def slices(self) -> int:
         """Consumers that have the same rows, each with a box of every stage."""
-        return CONSUMERS // self.row_warps
+        return self.consumers // self.row_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.consumers + HELPERS)
+
+    @property
+    def boxes_each(self) -> int:
+        """Boxes of a stage that a consumer has: a stage of codes is 32 KB."""
+        return 2 * MOST_ROW_WARPS // self.consumers
 
     @property
     def boxes(self) -> int:
         """Of a stage."""
-        return BOXES * self.slices
+        return self.boxes_each * self.slices
 
     @property
     def stage(self) -> int:
