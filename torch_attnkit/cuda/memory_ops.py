@@ -33,8 +33,8 @@ def arrive_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = No
 
 @dsl_user_op
 def load_4_floats_if(source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
-    """16 aligned bytes past the first-level cache, what other blocks of this launch wrote; ``valid`` 0 reads nothing and
-    gives zeros, without a branch, so that many can be on their way."""
+    """16 aligned bytes past the first-level cache, what other blocks of this launch wrote; ``valid`` 0 reads nothing
+    and gives zeros, without a branch, so that many can be on their way."""
     zeros = "".join(f"mov.f32 ${i}, 0f00000000; " for i in range(4))
     text = f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {zeros}@p ld.global.cg.v4.f32 {{$0, $1, $2, $3}}, [$4]; }}"
     return asm([Float32] * 4, [Int64(source), Int32(valid)], text, memory=True, loc=loc, ip=ip)
@@ -46,14 +46,6 @@ def bulk_load(shared: Int32, source: Int64, nbytes: Int32, barrier: Int32, *, lo
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     values = [Int32(shared), Int64(source), Int32(nbytes), Int32(barrier)]
     asm(None, values, text, memory=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def arrive_in_cluster_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """``arrive_if`` at an mbarrier of any block of the cluster, by its ``cluster_address``. It says that shared memory was
-    read, by products that are over, and orders no writes: with the scope of a cluster it would wait for all of them."""
-    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }"
-    asm(None, [Int32(barrier), Int32(condition)], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -9,13 +9,12 @@ from ..problem import BLOCK
 BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
 SPAN = 128  # numbers that a quad of lanes decodes at a time, 32 each: 16 bytes of a row
 WARP_ROWS = 16  # of a work tile
-MOST_ROW_WARPS = 8
-# Warps beside the consumers: one each that loads codes and tokens and that knows work tiles ahead; those that add up
-# tokens' results, of the second product, a work tile each in turn; and those that bring scales, a stage each in turn.
-CODES, TOKENS, SCHEDULER = range(3)
-COMBINERS = 2
-FACTORS = 3
-HELPERS = SCHEDULER + 1 + COMBINERS + FACTORS
+CONSUMERS = 8  # warps that multiply
+CODES, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
+COMBINERS = 2  # warps that add up tokens' results, of the second product, a work tile each in turn
+FACTORS = 3  # warps that bring scales, a stage each in turn
+WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
+BOXES = 2  # of a stage that a consumer has: 32 KB of codes in all
 STRADDLING = 0  # rows of scales follow each other, and every other one begins in the middle of a word
 TILES = 4  # work tiles that are known ahead
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
@@ -36,7 +35,6 @@ class Config:
     """One product."""
 
     format: str
-    consumers: int  # warps that multiply
     row_warps: int  # consumers that share no rows; the others have other slices of K
     source: str  # dtype of the tokens: bf16, f16
     activations: str  # to which x and h are rounded before they are multiplied
@@ -61,21 +59,12 @@ class Config:
     @property
     def slices(self) -> int:
         """Consumers that have the same rows, each with a box of every stage."""
-        return self.consumers // self.row_warps
-
-    @property
-    def threads(self) -> int:
-        return 32 * (self.consumers + HELPERS)
-
-    @property
-    def boxes_each(self) -> int:
-        """Boxes of a stage that a consumer has: a stage of codes is 32 KB."""
-        return 2 * MOST_ROW_WARPS // self.consumers
+        return CONSUMERS // self.row_warps
 
     @property
     def boxes(self) -> int:
         """Of a stage."""
-        return self.boxes_each * self.slices
+        return BOXES * self.slices
 
     @property
     def stage(self) -> int:

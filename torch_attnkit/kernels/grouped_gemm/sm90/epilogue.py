@@ -90,7 +90,7 @@ class Activation:
     @cute.jit
     def _round(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Shared, thread: Int32):
         """A thread has 32 features of a token."""
-        meet(self.c)
+        meet()
         global_scale = Float32(1.0)
         if scalars.down.activation != 0:
             global_scale = tensors.down.activation[0]
@@ -102,7 +102,7 @@ class Activation:
             first = permuted(tile.row * self.c.features + block * 32)
             for i in cutlass.range_constexpr(32):
                 tensors.h[tile.first + column, first + (permuted(i))] = rX[i].to(cutlass.BFloat16)
-        meet(self.c)  # before the next work tile's features come
+        meet()  # before the next work tile's features come
 
     @cute.jit
     def bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):

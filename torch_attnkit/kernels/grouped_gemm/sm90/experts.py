@@ -7,14 +7,14 @@
     2 warps        in the second product: add up tokens' results
     3 warps        scales of a stage, turned into factors (factors.py)
 
-All stages of a block stand in one ring; a block takes work tiles until none is left. The second product's weights are on
-their way while blocks of the first still run (programmatic dependent launch).
+All stages of a block stand in one ring; a block takes work tiles until none is left. The second product's weights are
+on their way while blocks of the first still run (programmatic dependent launch).
 docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -25,7 +25,7 @@ from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import CODES, COMBINERS, FACTORS, SCHEDULER, TILES, TOKENS, Config
+from .config import CODES, COMBINERS, CONSUMERS, FACTORS, SCHEDULER, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
 from .factors import Factors
 from .mainloop import Mainloop
@@ -33,16 +33,9 @@ from .prepare import Prepare
 from .schedule import Tiles, Work, work
 from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
 
-
-class Registers(NamedTuple):
-    """Of a thread: of consumers, and of the two warpgroups behind them, in the second of which scales take most."""
-
-    consumers: int
-    loaders: int
-    factors: int
-
-
-_REGISTERS = {8: Registers(128, 96, 160), 16: Registers(88, 56, 72)}  # by the number of consumers
+# Of a thread in the warpgroups behind the consumers, which keep their 128: scales take most.
+_REGISTERS = (96, 160)
+assert SCHEDULER + COMBINERS == CONSUMERS + 4  # a combining warp in either
 
 
 class Product:
@@ -62,7 +55,7 @@ class Product:
     def launch(self, tensors: Tensors, source: cute.Tensor, scalars: Scalars, blocks: Int32, stream: Any):
         """``source``: (rows, whole stages) of bf16, those of x or of h."""
         self.kernel(tensors, source, scalars, loads(self.c, *self.of(tensors, scalars))).launch(
-            grid=[blocks, 1, 1], block=[self.c.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
+            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
             preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
@@ -72,15 +65,14 @@ class Product:
         flags, weights = self.of(tensors, scalars)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
-        readers = const_expr(c.consumers + 1 + (0 if c.paired else 1))
+        readers = const_expr(CONSUMERS + 1 + (0 if c.paired else 1))
         table = (
-            ("stages", c.stages, 3, c.consumers), ("tiles", TILES, 1, readers), ("done", COMBINERS, c.consumers, 1),
+            ("stages", c.stages, 3, CONSUMERS), ("tiles", TILES, 1, readers), ("done", COMBINERS, CONSUMERS, 1),
         )  # fmt: skip
         made = rings(memory, warp, table)
         ring, done, tiles = made["stages"], made["done"], Tiles(made["tiles"], memory)
         shared = Shared(c, memory)
-        helper = warp - c.consumers
-        if helper == CODES:
+        if warp == CODES:
             cpasync.prefetch_descriptor(loads.atom)
         shared.clear_tokens()
         cute.arch.mbarrier_init_fence()
@@ -91,17 +83,15 @@ class Product:
             cute.arch.griddepcontrol_launch_dependents()
         share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
         steps = (Int32(weights.codes.shape[2]) * 2 + c.stage - 1) // c.stage
-        registers = const_expr(_REGISTERS[c.consumers])
-        if helper < 0:
-            cute.arch.setmaxregister_increase(registers.consumers)
+        if warp < CONSUMERS:
             self._consume(tensors, scalars, share, steps, ring, tiles, done, shared, warp)
-        elif helper < 4:
-            cute.arch.setmaxregister_decrease(registers.loaders)
-            if helper == CODES:
+        elif warp < CONSUMERS + 4:
+            cute.arch.setmaxregister_decrease(_REGISTERS[0])
+            if warp == CODES:
                 self._load_codes(tensors, loads, share, steps, ring, shared)
-            elif helper == TOKENS:
+            elif warp == TOKENS:
                 self._load_tokens(tensors, source, share, steps, ring, tiles, shared)
-            elif helper == SCHEDULER:
+            elif warp == SCHEDULER:
                 for turn in cutlass.range(share.count, unroll=1):
                     tile = share.tile(tensors, turn)
                     factor = raised(c, flags, weights, tile.expert)
@@ -109,18 +99,12 @@ class Product:
             elif const_expr(not c.paired):
                 self.epilogue.combine(tensors, share, tiles, done, Int32(0))
         else:
-            self._set_registers(registers.factors)
-            if helper > SCHEDULER + COMBINERS:
-                part = helper - SCHEDULER - COMBINERS - 1
+            cute.arch.setmaxregister_increase(_REGISTERS[1])
+            if warp > SCHEDULER + COMBINERS:
+                part = warp - SCHEDULER - COMBINERS - 1
                 self._load_factors(tensors, flags, weights, share, steps, ring, shared, part)
             elif const_expr(not c.paired):
                 self.epilogue.combine(tensors, share, tiles, done, Int32(1))
-
-    def _set_registers(self, count: int) -> None:
-        if count * self.c.threads > 1 << 16:
-            cute.arch.setmaxregister_increase(count)
-        else:
-            cute.arch.setmaxregister_decrease(count)
 
     @cute.jit
     def _load_codes(self, tensors: Tensors, loads: Loads, share: Work, steps: Int32, ring: Ring, shared: Shared):

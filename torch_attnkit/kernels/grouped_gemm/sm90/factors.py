@@ -34,8 +34,8 @@ class Factors:
         return self.read(flags, weights, tile, self.rows(flags, weights, tile, lane), k)
 
     def rows(self, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32) -> list[Int64]:
-        """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on; -1 for a row
-        beyond the last."""
+        """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on; -1 for a
+        row beyond the last."""
         c = self.c
         rows, scale = Int32(weights.codes.shape[1]), weights.scale
         base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]

@@ -16,12 +16,12 @@ from .wgmma import ManyTokens
 
 def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
-    consumers: int, row_warps: tuple[int, int], scale_vectors: tuple[int, int],
+    row_warps: tuple[int, int], scale_vectors: tuple[int, int],
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``experts``: room for so many; ``consumers`` and, of both products, ``row_warps`` as in ``Config``;
+    """``experts``: room for so many; of both products ``row_warps`` as in ``Config``;
     ``scale_vectors``: the bytes of scales that a load takes."""
     up, down = (
-        Config(format, consumers, warps, dtype, activations, columns, paired, vector)
+        Config(format, warps, dtype, activations, columns, paired, vector)
         for paired, warps, vector in zip((True, False), row_warps, scale_vectors, strict=True)
     )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, "bf16")
@@ -40,7 +40,7 @@ def trace_wgmma(
     ``warps`` those that multiply."""
     h_dtype = dtype if activations == "none" else "f32"
     up, down = (
-        WgmmaConfig(format, warps, warps, dtype, activations, token_widths[-1], paired, vector, token_widths, group, ctas)
+        WgmmaConfig(format, warps, dtype, activations, token_widths[-1], paired, vector, token_widths, group, ctas)
         for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, h_dtype)

@@ -1,8 +1,8 @@
 """The product of a work tile by ``mma.sync``: weights, decoded in registers, times tokens. Imports cutlass.
 
-A warp has 16 rows, and a box or two of every stage. A quad of lanes has a row and the one 8 further on; each lane decodes 16
-bytes of both at a time, 32 numbers, which are the first operand of eight steps of m16n8k16. The two steps of a word add
-into sums of their own: chains are half as long.
+A warp has 16 rows, and two boxes of every stage. A quad of lanes has a row and the one 8 further on; each lane decodes
+16 bytes of both at a time, 32 numbers, which are the first operand of eight steps of m16n8k16. The two steps of a word
+add into sums of their own: chains are half as long.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import both, decode
 from torch_attnkit.cuda.ring import Ring
 
-from .config import BOX, SPAN, WARP_ROWS, Config
+from .config import BOX, BOXES, CONSUMERS, SPAN, WARP_ROWS, Config
 from .schedule import width_of
 from .shared import ROW_BYTES, Shared
+
+_SPANS = BOXES * BOX // SPAN  # of a stage that a consumer has
+
 
 def row_of(lane: Int32) -> Int32:
     """The row of 8 that a quad has: with TMA's swizzle, rows that a quarter of a warp reads at once are four apart."""
@@ -34,9 +37,9 @@ class NamedBarrier(IntEnum):
     CONSUMERS = 1
 
 
-def meet(config: Config) -> None:
+def meet() -> None:
     """All consumers."""
-    cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=32 * config.consumers)
+    cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=32 * CONSUMERS)
 
 
 def load_words(address: Any, count: int, kind: Any = Uint32) -> cute.Tensor:
@@ -83,18 +86,17 @@ class Mainloop:
         c = self.c
         lane = cute.arch.lane_idx()
         row, quarter = row_of(lane), lane % 4
-        spans = const_expr(c.boxes_each * BOX // SPAN)
         rows, slice_ = warp % c.row_warps * WARP_ROWS + row, warp // c.row_warps
-        first = shared.weights(stage) + (slice_ * (c.boxes_each * c.rows) + rows) * ROW_BYTES
+        first = shared.weights(stage) + (slice_ * (BOXES * c.rows) + rows) * ROW_BYTES
         # The lane's row, 16 bytes, of the four 8 x 8 tiles that are a word's operands of two steps.
         tokens = shared.tokens(stage) + lane % 8 * (c.parts * c.token_row_bytes) + lane // 8 * 16
-        tokens += slice_ * (c.boxes_each * BOX * 2)
+        tokens += slice_ * (BOXES * BOX * 2)
         factor = (
             shared.factors(stage)
-            + (slice_ * (spans * c.rows) + rows) * self._factor_bytes
+            + (slice_ * (_SPANS * c.rows) + rows) * self._factor_bytes
             + quarter * self._factor_bytes // 4
         )
-        for span in cutlass.range_constexpr(spans):
+        for span in cutlass.range_constexpr(_SPANS):
             box, half_box = const_expr(span // 2), const_expr(span % 2)
             chunk = box * (c.rows * ROW_BYTES) + ((quarter + 4 * half_box) ^ row) * 16  # as TMA swizzles them
             codes = [load_words(first + chunk + 8 * r * ROW_BYTES, 4) for r in range(2)]
@@ -141,11 +143,11 @@ class Mainloop:
                 for i in cutlass.range_constexpr(words // 4):
                     at = shared.sums + (box - 1) * slice_bytes + i * vector + place * 4
                     store_floats(at, [rSum[x, i, 0] for x in range(4)])
-            meet(c)
+            meet()
             if box == 0:
                 for other in cutlass.range_constexpr(c.slices - 1):
                     for i in cutlass.range_constexpr(words // 4):
                         more = load_words(shared.sums + other * slice_bytes + i * vector + place * 4, 4, Float32)
                         for x in cutlass.range_constexpr(4):
                             rSum[x, i, 0] = rSum[x, i, 0] + more[x]
-            meet(c)
+            meet()

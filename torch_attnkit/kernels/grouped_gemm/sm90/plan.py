@@ -10,14 +10,13 @@ import torch
 from torch_attnkit.core.spec import short
 
 from ..problem import BLOCK, Problem, Weights
-from .config import BOX, MOST_COLUMNS, MOST_ROW_WARPS, SPAN, STRADDLING, WARP_ROWS, WIDTHS, Config
+from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, STRADDLING, WARP_ROWS, WIDTHS, Config
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 128 tokens of 256 experts: 18 % faster than tiles of 64.
 _ROOM = 1.5
-_CONSUMERS = 8
 # What few rows cost, by row_warps: of 48 and more experts on an H200 64 rows take 1.2 times as long, 32 take 1.6.
 _COST = {8: 1.0, 4: 1.2, 2: 1.6}
 # Tokens of an expert, from which on products are by wgmma. H200, 256 MXFP4 experts of 4096 x 2048, top 6, by wgmma and
@@ -49,7 +48,6 @@ class Plan:
     counters: tuple[int, int]
     x_rows: tuple[int, int]  # shape of x as the first product wants it, and so on
     h_rows: tuple[int, int]
-    consumers: int
     row_warps: tuple[int, int]
     scale_vectors: tuple[int, int]
 
@@ -86,7 +84,6 @@ def plan(problem: Problem, sms: int) -> Plan:
         counters=(p.tokens, down_tiles),
         x_rows=(p.tokens * up.parts, x_columns),
         h_rows=(p.slots * down.parts, h_columns),
-        consumers=up.consumers,
         row_warps=row_warps,
         scale_vectors=(_vector(p, p.up, False), _vector(p, p.down, False)),
     )
@@ -108,7 +105,6 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, ctas: int, warps:
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, x_spans * SPAN),
         h_rows=(p.slots, h_spans * SPAN),
-        consumers=warps,
         row_warps=(warps, warps),
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
     )
@@ -118,12 +114,8 @@ def _room_for(experts: int) -> int:
     return max(_LEAST_EXPERTS, 1 << (experts - 1).bit_length())
 
 
-def _consumers(p: Problem, columns: int) -> int:
-    return _CONSUMERS
-
-
 def _config(p: Problem, row_warps: int, columns: int) -> Config:
-    return Config(p.format, _consumers(p, columns), row_warps, short(p.dtype), p.activations, columns, False, 1)
+    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, False, 1)
 
 
 def _row_warps(p: Problem, weights: Weights, columns: int, tiles: int, sms: int) -> int:
@@ -137,7 +129,7 @@ def _row_warps(p: Problem, weights: Weights, columns: int, tiles: int, sms: int)
     # A work tile of the first product has whole blocks of features, where they are rounded.
     fewer = (4,) if p.activations != "none" and weights is p.up else (4, 2)
     some = [warps for warps in fewer if _config(p, warps, columns).stages >= _LEAST_STAGES]
-    return min((MOST_ROW_WARPS, *some), key=lambda warps: idle(warps) * _COST[warps])
+    return min((CONSUMERS, *some), key=lambda warps: idle(warps) * _COST[warps])
 
 
 def _vector(p: Problem, weights: Weights, many: bool) -> int:

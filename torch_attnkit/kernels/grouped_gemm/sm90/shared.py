@@ -13,7 +13,7 @@ from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed
 
 from .arguments import Flags, Matrices
-from .config import BOX, Config
+from .config import BOX, WARPS, Config
 
 ROW_BYTES = BOX // 2  # of weights in a box, in chunks of 16 bytes that TMA swizzles within 8 rows
 
@@ -52,7 +52,7 @@ class Shared(Fixed):
     def clear_tokens(self):
         """All threads: rows of tokens that a work tile does not have are read, and must not be left to chance."""
         size = const_expr(self.c.stages * self.c.token_bytes)
-        for at in cutlass.range(cute.arch.thread_idx()[0] * 16, size, self.c.threads * 16, unroll=1):
+        for at in cutlass.range(cute.arch.thread_idx()[0] * 16, size, 32 * WARPS * 16, unroll=1):
             copies.store_words(self._tokens + at, [Int32(0)] * 4, cute.AddressSpace.smem)
         cute.arch.fence_view_async_shared()
 
