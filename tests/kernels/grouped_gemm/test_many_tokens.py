@@ -107,11 +107,14 @@ def problem(tokens: int, **changes) -> Problem:
 
 
 def test_how_many_tokens_an_expert_has_decides_which_kernels_run():
-    widths = [plan(problem(tokens), 132).token_widths for tokens in (1, 64, 1024, 1600, 4096)]
+    widths = [plan(problem(tokens), 132).token_widths for tokens in (1, 64, 1024, 1600, 3200, 8192)]
     assert widths[0] == widths[1] == ()
     assert 0 < widths[2][-1] < widths[3][-1] < widths[4][-1] <= 256
+    assert widths[5] == widths[4]
+    # Experts of which most have more than the widest work tile has room for are cut in two.
+    assert plan(problem(4096), 132).token_widths == widths[3]
     assert all(w % 8 == 0 and list(each) == sorted(each) for each in widths for w in each)
     # Numbers of 11 bits are sums of two of bf16, which these kernels do not take; rounded to codes they have fewer.
     half = dict(dtype=torch.float16)
     assert plan(problem(4096, **half), 132).token_widths == ()
-    assert plan(problem(4096, activations="mxfp8", **half), 132).token_widths == widths[4]
+    assert plan(problem(4096, activations="mxfp8", **half), 132).token_widths == widths[3]

@@ -33,9 +33,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps)
         if plan.token_widths:
             special = dict(
-                trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, ctas=plan.ctas,
-                warps=plan.row_warps[0],
-            )  # fmt: skip
+                trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps[0]
+            )
         return compile.launcher(
             target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
             format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors, **special,

@@ -132,7 +132,6 @@ class WgmmaConfig(Config):
 
     token_widths: tuple[int, ...]  # tokens that are multiplied at once
     group: int  # steps over K that are multiplied together, while as many are decoded: 1, 2 or 4
-    ctas: int  # of a cluster, 1 or 2, with rows next to each other: each loads its part of the tokens for all
 
     @property
     def boxes(self) -> int:

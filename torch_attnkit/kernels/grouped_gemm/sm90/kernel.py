@@ -33,14 +33,13 @@ def trace(
 
 def trace_wgmma(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, experts: int,
-    scale_vectors: tuple[int, int], token_widths: tuple[int, ...], group: int, ctas: int,
-    warps: int,
+    scale_vectors: tuple[int, int], token_widths: tuple[int, ...], group: int, warps: int,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """The same for many tokens an expert; ``token_widths``, ``group`` and ``ctas`` as in ``WgmmaConfig``,
-    ``warps`` those that multiply."""
+    """The same for many tokens an expert; ``token_widths`` and ``group`` as in ``WgmmaConfig``, ``warps``
+    those that multiply."""
     h_dtype = dtype if activations == "none" else "f32"
     up, down = (
-        WgmmaConfig(format, warps, dtype, activations, token_widths[-1], paired, vector, token_widths, group, ctas)
+        WgmmaConfig(format, warps, dtype, activations, token_widths[-1], paired, vector, token_widths, group)
         for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, h_dtype)

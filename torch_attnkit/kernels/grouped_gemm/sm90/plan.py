@@ -22,16 +22,15 @@ _COST = {8: 1.0, 4: 1.2, 2: 1.6}
 # Tokens of an expert, from which on products are by wgmma. H200, 256 MXFP4 experts of 4096 x 2048, top 6, by wgmma and
 # by mma.sync: 1956 and 2428 us with 24 tokens an expert, 1852 and 1632 with 12.
 _MANY = 24
-# By the most tokens that an expert has in the mean: those that work tiles of wgmma have, steps over K in a group, CTAs
-# of a cluster, and warps that multiply.
-# Narrow ones are as fast as codes are decoded, and the more tokens of an expert are in one, the fewer are decoded;
-# experts of more than 240 tokens have work tiles of 120 and more. H200, the same experts: with 48 tokens each 2364 us
-# for 2456 with (32, 64, 80, 96) and 2447 with groups of 2; with 192 tokens 4672 us for 4794 from 160 on.
-_WGMMA = (
-    (64, (32, 48, 64, 80), 2, 1, 12),
-    (128, (64, 80, 96, 112, 128, 144, 160), 2, 2, 8),
-    (math.inf, (96, 128, 144, 160, 176, 192, 208, 224, 240), 1, 2, 8),
-)
+# Tokens that work tiles of wgmma have, steps over K in a group, and warps that multiply. Narrow work tiles are as fast
+# as codes are decoded, which more warps do better. H200, 128 MXFP4 experts of 2880 x 2880, top 4, 64 tokens each: 1141
+# us with 12 warps, narrow or middling, for 1197 and 1171 with 8; 256 MXFP4 experts of 4096 x 2048, top 6, 192 tokens
+# each, with 8: 4672 us for 4794 from 160 on.
+_NARROW = (32, 48, 64, 80), 2, 12
+_MIDDLING = (64, 80, 96, 112, 120, 128, 136, 144), 1, 12
+_WIDE = (96, 128, 144, 160, 176, 192, 208, 224, 240), 1, 8
+# By the most tokens that an expert has in the mean. One of more than 240 tokens has two work tiles of 120 and more.
+_WGMMA = ((64, _NARROW), (128, _MIDDLING), (240, _WIDE), (288, _MIDDLING), (math.inf, _WIDE))
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class Plan:
     """By ``mma.sync`` for few tokens an expert; by ``wgmma`` for many, for which x is sorted by expert first."""
 
     token_widths: tuple[int, ...]  # of ``wgmma``; none by ``mma.sync``
-    group: int  # as in ``WgmmaConfig``, and so is
-    ctas: int
+    group: int  # as in ``WgmmaConfig``
     columns: int  # most tokens of a work tile
     experts: int  # room for so many
     tiles: int  # at most, of tokens
@@ -57,8 +55,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     mean = p.slots / p.experts
     # Numbers of float16 that are not quantised are sums of two of bf16, which only ``mma.sync`` takes.
     if mean >= _MANY and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
-        _, widths, group, ctas, warps = next(line for line in _WGMMA if mean <= line[0])
-        return _by_wgmma(p, widths, group, ctas, warps, sms)
+        widths, group, warps = next(kind for most, kind in _WGMMA if mean <= most)
+        return _by_wgmma(p, widths, group, warps, sms)
     wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
@@ -72,7 +70,6 @@ def plan(problem: Problem, sms: int) -> Plan:
     return Plan(
         token_widths=(),
         group=0,
-        ctas=1,
         columns=columns,
         experts=_room_for(p.experts),
         tiles=tiles,
@@ -89,19 +86,18 @@ def plan(problem: Problem, sms: int) -> Plan:
     )
 
 
-def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, ctas: int, warps: int, sms: int) -> Plan:
+def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: int) -> Plan:
     columns = widths[-1]
     tiles = p.slots // columns + min(p.experts, p.slots)
-    clusters = (tiles * -(-w.rows // (WARP_ROWS * warps * ctas)) for w in (p.up, p.down))
+    units = (tiles * -(-w.rows // (WARP_ROWS * warps)) for w in (p.up, p.down))
     x_spans, h_spans = -(-p.hidden // SPAN), -(-p.intermediate // SPAN)
     return Plan(
         token_widths=widths,
         group=group,
-        ctas=ctas,
         columns=columns,
         experts=_room_for(p.experts),
         tiles=tiles,
-        blocks=(min(sms, -(-p.tokens * x_spans // 256)), *(ctas * min(sms // ctas, most) for most in clusters)),
+        blocks=(min(sms, -(-p.tokens * x_spans // 256)), *(min(sms, most) for most in units)),
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, x_spans * SPAN),
         h_rows=(p.slots, h_spans * SPAN),

@@ -36,7 +36,7 @@ from .permute import Round, Rows, SortAndPermute, SortAndRound
 from .results import Permuted, Plain, Results
 from .rounding import ROUNDED
 from .routing import SortTogether
-from .schedule import Work, WorkTile
+from .schedule import Work, WorkTile, work
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
 from .total import Total
 
@@ -60,7 +60,6 @@ class Slots(Fixed):
     sW: cute.Tensor  # (rows, bytes, stages)
     sX: cute.Tensor  # (tokens, TOKEN_STAGE, stages)
     factors: Int32  # address of (stage, part of the rows, span, row, quad)
-    rank: Int32  # of the block in its cluster
 
 
 @dataclass
@@ -154,10 +153,10 @@ class Mainloop:
                     cute.arch.sync_warp()
                 if const_expr(group == 1):
                     done = (k % _SPANS == _SPANS - 1) | (k == spans - 1)
-                    self._release_weights(w, n + k // _SPANS, done)
+                    self._release(w, w.slots.weights, n + k // _SPANS, done)
                 if const_expr(over % _SLOT_STEPS == 0):
                     done = _TOKEN_STAGES * k + over // _SLOT_STEPS - 1
-                    self._release_tokens(w, m + cutlass.max(done, 0), done >= 0)
+                    self._release(w, w.slots.tokens, m + cutlass.max(done, 0), done >= 0)
                 for i in cutlass.range_constexpr(c.group):
                     self._decode(w, factors, group % _SETS, i, first + i)
                 warpgroup.fence()
@@ -173,24 +172,13 @@ class Mainloop:
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(_TOKEN_STAGES - (_STEPS - _SETS * c.group) // _SLOT_STEPS, 0, -1):
-            self._release_tokens(w, m + _TOKEN_STAGES * spans - i, True)
+            self._release(w, w.slots.tokens, m + _TOKEN_STAGES * spans - i, True)
         return rSum
 
-    def _release_weights(self, w: Consumer, fill: Int32, condition: Any) -> None:
+    def _release(self, w: Consumer, ring: Ring, fill: Int32, condition: Any) -> None:
         """What ``Ring.release`` does, where ``condition`` holds."""
-        ring = w.slots.weights
         mine = cutlass.select_((w.lane == 0) & condition, Int32(1), Int32(0))
         memory_ops.arrive_if((ring.empty + ring.slot(fill)).toint(), mine)
-
-    def _release_tokens(self, w: Consumer, fill: Int32, condition: Any) -> None:
-        """The same in every block of the cluster: all of them fill a slot."""
-        ring = w.slots.tokens
-        mine = cutlass.select_((w.lane < self.c.ctas) & condition, Int32(1), Int32(0))
-        empty = (ring.empty + ring.slot(fill)).toint()
-        if self.c.ctas == 1:
-            memory_ops.arrive_if(empty, mine)
-        else:
-            memory_ops.arrive_in_cluster_if(op.cluster_address(empty, w.lane % self.c.ctas), mine)
 
     def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, place: int, step: int) -> None:
         """The codes of a step, half a word of both rows, into its place of a set of registers."""
@@ -216,11 +204,6 @@ def tokens_layout(config: WgmmaConfig, tokens: int) -> cute.Layout:
     )
 
 
-def _sync_cluster() -> None:
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
-
-
 class Product:
     """One product: its kernel, by roles."""
 
@@ -237,18 +220,17 @@ class Product:
             tensors, flags, weights, scalars, loads(self.c, flags, weights), self._token_loads(rows)
         ).launch(
             grid=[blocks, 1, 1], block=[self.c.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
-            cluster=[self.c.ctas, 1, 1], preferred_smem_carveout=100, use_pdl=True,
+            preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     def _token_loads(self, rows: cute.Tensor) -> list[Loads]:
-        """Of rows of tokens, (slots, columns), by width: a block's part of a work tile's tokens."""
-        load = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.c.ctas > 1 else cpasync.CopyBulkTensorTileG2SOp()
+        """Of rows of tokens, (slots, columns), by width."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         made = []
         for tokens in self.c.token_widths:
-            box = (tokens // self.c.ctas, TOKEN_STAGE)
+            box = (tokens, TOKEN_STAGE)
             tile = cute.tile_to_shape(atom, box, order=(0, 1))
-            made.append(Loads(*cpasync.make_tiled_tma_atom(load, rows, tile, box)))
+            made.append(Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, tile, box)))
         return made
 
     @cute.kernel
@@ -262,13 +244,11 @@ class Product:
             cpasync.prefetch_descriptor(codes.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        if const_expr(c.ctas > 1):
-            _sync_cluster()  # no block may write to another before its barriers stand
         if const_expr(c.paired):
             # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        share = self._share(tensors, weights)
+        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
         spans = (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
         if warp < c.row_warps:
             cute.arch.setmaxregister_increase(_REGISTERS[c.row_warps][1])
@@ -281,21 +261,6 @@ class Product:
                 self._load_tokens(tensors, tokens, share, spans, slots)
             else:
                 self._load_factors(tensors, flags, weights, share, spans, slots, warp - c.row_warps - 2)
-        if const_expr(c.ctas > 1):
-            _sync_cluster()  # nor may one leave while another still writes to its memory
-
-    def _share(self, tensors: Tensors, weights: Matrices) -> Work:
-        """A cluster's: of work tiles that have the rows of all its blocks."""
-        ctas, rows = self.c.ctas, self.c.ctas * self.c.rows
-        cluster, clusters = cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
-        row_tiles = (Int32(weights.codes.shape[1]) + rows - 1) // rows
-        left = tensors.tiles[0, 0] * row_tiles - cluster
-        return Work(cluster, clusters, row_tiles, cutlass.max((left + clusters - 1) // clusters, Int32(0)))
-
-    def _tile(self, tensors: Tensors, share: Work, turn: Int32, slots: Slots) -> WorkTile:
-        """A block's; beyond the last rows, weights are zeros and nothing is stored."""
-        tile = share.tile(tensors, turn)
-        return tile._replace(row=tile.row * self.c.ctas + slots.rank)
 
     @cute.jit
     def _slots(self, warp: Int32):
@@ -303,7 +268,7 @@ class Product:
         memory = cutlass.memory.SmemAllocator()
         table = (
             ("weights", c.weight_stages, 1 + SCALERS, c.row_warps),
-            ("tokens", c.token_stages, 1, c.row_warps * c.ctas),
+            ("tokens", c.token_stages, 1, c.row_warps),
         )
         named = rings(memory, warp, table)
         boxes = cute.make_layout(c.weight_stages, stride=c.weight_bytes)
@@ -314,7 +279,6 @@ class Product:
             sW=memory.allocate_tensor(Uint8, cute.append(box_layout(c), boxes), 1024, swizzle=swizzle),
             sX=memory.allocate_tensor(BFloat16, tokens_layout(c, c.columns), 1024, swizzle=swizzle),
             factors=memory.allocate(c.weight_stages * c.factor_bytes, 128).toint(),
-            rank=cute.arch.block_in_cluster_idx()[0] if c.ctas > 1 else Int32(0),
         )
 
     @cute.jit
@@ -322,7 +286,7 @@ class Product:
         c = self.c
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
-            tile = self._tile(tensors, share, turn, slots)
+            tile = share.tile(tensors, turn)
             gW = cute.local_tile(codes.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, slots.sW, gW)
             for k in cutlass.range((spans + _SPANS - 1) // _SPANS, unroll=1):
@@ -336,8 +300,6 @@ class Product:
         what they give."""
         if const_expr(not self.c.paired):  # weights may come before h is there
             cute.arch.griddepcontrol_wait()
-        ctas = const_expr(self.c.ctas)
-        mask = {"mcast_mask": cutlass.Int16((1 << ctas) - 1)} if ctas > 1 else {}
         m = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
@@ -345,16 +307,14 @@ class Product:
             for i in cutlass.range_constexpr(len(self.c.token_widths)):
                 tokens = const_expr(self.c.token_widths[i])
                 if (tile.columns > least) & (tile.columns <= tokens):
-                    part = const_expr(tokens // ctas)
-                    first = slots.sX.iterator + slots.rank * (part * TOKEN_STAGE)
-                    sX = cute.make_tensor(first, tokens_layout(self.c, part))
-                    rows = cute.domain_offset((tile.first + slots.rank * part, 0), loads[i].rows)
-                    gX = cute.local_tile(rows, (part, TOKEN_STAGE), (0, None))
+                    sX = cute.make_tensor(slots.sX.iterator, tokens_layout(self.c, tokens))
+                    rows = cute.domain_offset((tile.first, 0), loads[i].rows)
+                    gX = cute.local_tile(rows, (tokens, TOKEN_STAGE), (0, None))
                     tXs, tXg = copies.tma_partition(loads[i].atom, 0, 1, sX, gX)
                     for k in cutlass.range(spans * _TOKEN_STAGES, unroll=1):
                         full = slots.tokens.acquire(m + k, tokens * TOKEN_STAGE * 2)
                         tX = tXs[None, slots.tokens.slot(m + k)]
-                        cute.copy(loads[i].atom, tXg[None, k], tX, tma_bar_ptr=full, **mask)
+                        cute.copy(loads[i].atom, tXg[None, k], tX, tma_bar_ptr=full)
                 least = tokens
             m += spans * _TOKEN_STAGES
 
@@ -368,7 +328,7 @@ class Product:
         fills = (spans + _SPANS - 1) // _SPANS
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
-            tile = self._tile(tensors, share, turn, slots)
+            tile = share.tile(tensors, turn)
             for k in cutlass.range(fills, unroll=1):
                 # What follows from the tile is worked out anew, for these warps have few registers.
                 fresh = tile._replace(row=op.fresh(tile.row * SCALERS + part))
@@ -391,7 +351,7 @@ class Product:
             self.mainloop.load(w, n, Int32(0))
         for turn in cutlass.range(share.count, unroll=1):
             # Known to be the same in all lanes, it takes none of their registers.
-            tile = WorkTile(*(cute.arch.make_warp_uniform(n) for n in self._tile(tensors, share, turn, slots)))
+            tile = WorkTile(*(cute.arch.make_warp_uniform(n) for n in share.tile(tensors, turn)))
             last = turn == share.count - 1
             # Before the sums: they leave a division few registers.
             factor = raised(self.c, flags, weights, tile.expert)
