@@ -27,10 +27,11 @@ _MANY = 24
 # us with 12 warps, narrow or middling, for 1197 and 1171 with 8; 256 MXFP4 experts of 4096 x 2048, top 6, 192 tokens
 # each, with 8: 4672 us for 4794 from 160 on.
 _NARROW = (32, 48, 64, 80), 2, 12
-_MIDDLING = (64, 80, 96, 112, 120, 128, 136, 144), 1, 12
+_MIDDLING = (80, 96, 112, 128, 144), 1, 12
+_HALVES = (96, 120, 128, 136, 144), 1, 12
 _WIDE = (96, 128, 144, 160, 176, 192, 208, 224, 240), 1, 8
 # By the most tokens that an expert has in the mean. One of more than 240 tokens has two work tiles of 120 and more.
-_WGMMA = ((64, _NARROW), (128, _MIDDLING), (240, _WIDE), (288, _MIDDLING), (math.inf, _WIDE))
+_WGMMA = ((64, _NARROW), (128, _MIDDLING), (240, _WIDE), (288, _HALVES), (math.inf, _WIDE))
 
 
 @dataclass(frozen=True)
