@@ -17,8 +17,9 @@ _LEAST_EXPERTS = 1 << 10
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 128 tokens of 256 experts: 18 % faster than tiles of 64.
 _ROOM = 1.5
-# What few rows cost, by row_warps: of 48 and more experts on an H200 64 rows take 1.2 times as long, 32 take 1.6.
-_COST = {8: 1.0, 4: 1.2, 2: 1.6}
+# What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach: 172 us with 128
+# rows, 174 with 64, 195 with 32.
+_COST = {8: 1.0, 4: 1.02, 2: 1.15}
 # Tokens of an expert, from which on products are by wgmma. H200, 256 MXFP4 experts of 4096 x 2048, top 6, by wgmma and
 # by mma.sync: 1956 and 2428 us with 24 tokens an expert, 1852 and 1632 with 12.
 _MANY = 24
