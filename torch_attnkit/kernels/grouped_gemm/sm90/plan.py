@@ -17,16 +17,16 @@ _LEAST_EXPERTS = 1 << 10
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 128 tokens of 256 experts: 18 % faster than tiles of 64.
 _ROOM = 1.5
-# What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach: 172 us with 128
-# rows, 174 with 64, 195 with 32.
+# What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach: 172 us with
+# 128 rows, 174 with 64, 195 with 32.
 _COST = {8: 1.0, 4: 1.02, 2: 1.15}
 # Tokens of an expert, from which on products are by wgmma. H200, 256 MXFP4 experts of 4096 x 2048, top 6, by wgmma and
 # by mma.sync: 1956 and 2428 us with 24 tokens an expert, 1852 and 1632 with 12.
 _MANY = 24
 # Tokens that work tiles of wgmma have, steps over K in a group, and warps that multiply. Narrow work tiles are as fast
 # as codes are decoded, which more warps do better. H200, 128 MXFP4 experts of 2880 x 2880, top 4, 64 tokens each: 1141
-# us with 12 warps, narrow or middling, for 1197 and 1171 with 8; 256 MXFP4 experts of 4096 x 2048, top 6, 192 tokens
-# each, with 8: 4672 us for 4794 from 160 on.
+# us with 12 warps, narrow or middling, for 1197 and 1171 with 8, and 256 tokens each: 2892 with halves for 3078 with
+# wide; 256 MXFP4 experts of 4096 x 2048, top 6, 192 tokens each, with 8: 4672 us for 4794 from 160 on.
 _NARROW = (32, 48, 64, 80), 2, 12
 _MIDDLING = (80, 96, 112, 128, 144), 1, 12
 _HALVES = (96, 120, 128, 136, 144), 1, 12
