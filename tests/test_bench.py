@@ -115,6 +115,7 @@ def test_neighbours_of_a_tables_entry_differ_from_it_in_one_number(family):
 
 @pytest.mark.simulator
 @pytest.mark.seconds(300)
+@pytest.mark.proof
 def test_a_search_compiles_judges_and_times_what_differs(monkeypatch, capsys):
     """In the simulator, with times that are made up: 16 query heads, whose table has tiles of 64 keys, two on an SM."""
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")

@@ -117,6 +117,7 @@ def test_the_kernels_of_the_models_are_found_without_their_weights():
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.seconds(300)
+@pytest.mark.proof
 @torch.no_grad()
 def test_models_are_right_on_simulated_kernels_of_hopper(monkeypatch):
     """Each kernel with what a model gives it: strided queries, a static cache, router's outputs, packed experts."""

@@ -13,7 +13,7 @@ from torch_attnkit import parity
 from torch_attnkit.core.support import support
 from torch_attnkit.parity import command, places
 
-SAMPLE = 3  # cases of an op on an architecture
+SAMPLE = 2  # cases of an op on an architecture
 
 
 def runs(proof: bool) -> list[tuple[places.Place, command.Run]]:

@@ -48,8 +48,8 @@ CASES = {
     "rounded to NVFP4": (dict(Tq=90, N=160, M=96, E=3, K=2, act=1), ("global_scale", "bias"), ragged, 2),
     "rounded to MXFP8": (dict(Tq=60, N=96, M=160, E=2, K=2, blk=32, act=3), ("interleaved",), as_drawn, 3),
     "widths of many tokens": (dict(Tq=430, N=128, M=128, E=2, K=1), ("limit",), as_drawn, 4),
-    "sorted by several blocks": (dict(Tq=700, N=128, M=64, E=3, K=2), (), as_drawn, 2),
     "widths of some tokens": (dict(Tq=250, N=288, M=160, E=3, K=1, blk=32), ("swizzled",), as_drawn, 0),
+    "sorted by several blocks": (dict(Tq=700, N=128, M=64, E=3, K=2), (), as_drawn, 2),
 }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ DENSE = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_forward(arch, name):
@@ -151,7 +151,7 @@ def test_paged_cache(arch):
     compare(f"{arch} paged", (out,), [q, *flat], causal=True, lengths=lengths)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("sizes", "causal"), [(dict(T=256), True), (dict(T=256, D=64, Hq=4, Hkv=2), False)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backward(arch, sizes, causal):

@@ -41,7 +41,7 @@ def raised(config: cutlass.Constexpr, flags: Flags, weights: Matrices, expert: I
 
 
 class Activation:
-    """h = swiglu(gate, up) of a work tile, as ``permute.py`` has rows of tokens. Quantised, it is rounded here: a work
+    """h = swiglu(gate, up) of a work tile, as ``rows.py`` has rows of tokens. Quantised, it is rounded here: a work
     tile has whole blocks of features."""
 
     def __init__(self, config: Config, rounded: Any = None):
