@@ -65,7 +65,7 @@ def differentiable(op, args):
 
 
 @EACH
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_negated_views_are_read_with_their_sign(op, arch, mode):
     args, kwargs, run = on_row(op, arch)

@@ -97,7 +97,7 @@ def test_codes_err_no_more_than_by_rounding_the_probabilities(sharp, most):
     assert ours <= most * emulated
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(32)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("dim", "heads", "kv_heads", "same", "paged"),
@@ -143,7 +143,7 @@ def test_ragged_caches_with_every_feature(dim, heads, kv_heads, same, paged, dty
     _agrees((q, k, v, lengths, sink, starts, *scales), EVERYTHING, got)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("heads", [9, 32, 128])
 def test_parts_of_long_and_uneven_groups_merge(heads):
     """More tiles than clusters have CTAs: clusters share groups, and end one where they begin another."""

@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.seconds(300)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_the_reference(name):

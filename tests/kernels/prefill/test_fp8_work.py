@@ -17,7 +17,7 @@ from torch_attnkit.oracle.attention import narrow_products
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
 pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
 pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore")]
-pytestmark += [pytest.mark.seconds(600), pytest.mark.sample(4)]
+pytestmark += [pytest.mark.seconds(600), pytest.mark.sample(8)]
 
 E4M3 = torch.float8_e4m3fn
 op = torch.ops.attnkit.flash_attention

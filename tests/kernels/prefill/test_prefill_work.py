@@ -12,7 +12,7 @@ import torch_attnkit
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
 pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
 pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore")]
-pytestmark += [pytest.mark.seconds(600), pytest.mark.sample(4)]
+pytestmark += [pytest.mark.seconds(600), pytest.mark.sample(8)]
 
 
 def _inputs(tokens: int, dim: int) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from torch_attnkit.oracle.attention import visible
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
 pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
 pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore")]
-pytestmark += [pytest.mark.seconds(600), pytest.mark.sample(6)]
+pytestmark += [pytest.mark.seconds(600), pytest.mark.sample(12)]
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 DTYPES = pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "f8e4m3"])

@@ -58,7 +58,7 @@ simulated = [
     pytest.mark.simulator,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.seconds(600),
-    pytest.mark.sample(6),
+    pytest.mark.sample(12),
 ]
 
 

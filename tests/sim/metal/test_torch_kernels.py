@@ -57,7 +57,7 @@ def test_decode_with_masks(dtype: torch.dtype):
 
 
 @EVERY_DTYPE
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("D", PREFILL)
 def test_prefill(D: int, causal: bool, dtype: torch.dtype):
