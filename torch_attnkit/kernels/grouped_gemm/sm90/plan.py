@@ -15,13 +15,15 @@ from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, STRADDLING, WARP_ROWS, W
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
-# Tokens of a work tile, in units of an expert's mean. H200, 128 tokens of 256 experts: 18 % faster than tiles of 64.
+# Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
+# 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
 _ROOM = 1.5
 # What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach: 172 us with
 # 128 rows, 174 with 64, 195 with 32.
 _COST = {8: 1.0, 4: 1.02, 2: 1.15}
-# Tokens of an expert, from which on products are by wgmma. H200, 256 MXFP4 experts of 4096 x 2048, top 6, by wgmma and
-# by mma.sync: 1956 and 2428 us with 24 tokens an expert, 1852 and 1632 with 12.
+# Tokens of an expert, from which on products are by wgmma. H200, the same experts: with 24 tokens an expert 1670 us by
+# wgmma, with 12 1321 by mma.sync. They were last timed beside each other before both became faster: 1956 by wgmma for
+# 2428 with 24, 1852 for 1632 with 12.
 _MANY = 24
 # Tokens that work tiles of wgmma have, steps over K in a group, and warps that multiply. Narrow work tiles are as fast
 # as codes are decoded, which more warps do better. H200, 128 MXFP4 experts of 2880 x 2880, top 4, 64 tokens each: 1141

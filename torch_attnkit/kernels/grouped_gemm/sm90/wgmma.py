@@ -3,7 +3,7 @@
     1 warp         weights of a stage by TMA
     1 warp         tokens by TMA, from rows in the order of experts (permute.py)
     2 warps        scales of half of a stage's rows, turned into factors (factors.py)
-    8 to 16 warps  warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
+    8 or 12 warps  warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
 
 Weights and tokens have a ring each. A work tile is multiplied by the narrowest ``wgmma`` that has room for its tokens:
 a branch for each width. While one group of steps over K is multiplied, the words of the next are decoded into the
