@@ -25,7 +25,7 @@ from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import CODES, COMBINERS, CONSUMERS, FACTORS, SCHEDULER, TILES, TOKENS, WARPS, Config
+from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
 from .factors import Factors
 from .mainloop import Mainloop
@@ -102,7 +102,8 @@ class Product:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
             if warp > SCHEDULER + COMBINERS:
                 part = warp - SCHEDULER - COMBINERS - 1
-                self._load_factors(tensors, flags, weights, share, steps, ring, shared, part)
+                if part < c.factor_warps:
+                    self._load_factors(tensors, flags, weights, share, steps, ring, shared, part)
             elif const_expr(not c.paired):
                 self.epilogue.combine(tensors, share, tiles, done, Int32(1))
 
@@ -161,13 +162,13 @@ class Product:
         self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, steps: Int32, ring: Ring, shared: Shared,
         part: Int32,
     ):  # fmt: skip
-        """Every ``FACTORS``-th stage's: its scales are on their way before its place in the ring is free."""
-        lane = cute.arch.lane_idx()
+        """Every such warp has a stage in turn: its scales are on their way before its place in the ring is free."""
+        lane, warps = cute.arch.lane_idx(), const_expr(self.c.factor_warps)
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             starts = self.factors.rows(flags, weights, tile, lane)
-            for k in cutlass.range((part + n * (FACTORS - 1)) % FACTORS, steps, FACTORS, unroll=1):
+            for k in cutlass.range((part + n * (warps - 1)) % warps, steps, warps, unroll=1):
                 rS = self.factors.read(flags, weights, tile, starts, k)
                 full = ring.await_empty(n + k)
                 self.factors.store(rS, lane, shared.factors(ring.slot(n + k)))
