@@ -1,7 +1,7 @@
 """Charts of a bench result: ``python -m bench.plot RESULT.json OUT_FOLDER`` (needs matplotlib).
 
-``roofline.png`` places every case between the limits measured in its run; ``ratios.png`` shows how long each peer takes
-in units of our time, one dot a peer and case, with a line at 1.
+``roofline.png`` places every case between the limits measured in its run; ``ratios.png`` and ``ratios_experts.png``
+show how long each peer takes in units of our time, one dot a peer and case, with a line at 1.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ matplotlib.use("Agg")
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 # Of everything with a colour of its own: past the last colour the next shape begins.
 _MARKS = [dict(color=color, marker=shape) for shape in "oDs^" for color in _COLORS]
+
+_EXPERTS = ("fp4_moe", "route_", "nvfp4_", "mxfp4_")  # beginnings of ops whose ratios have a chart of their own
 
 
 def records(file: Path) -> list[dict[str, Any]]:
@@ -51,6 +53,8 @@ def roofline(found: list[dict[str, Any]], file: Path) -> None:
 def ratios(found: list[dict[str, Any]], file: Path) -> None:
     lines = [x for record in found for x in record["lines"] if any("ratio" in p for p in x["peers"].values())]
     names = list(dict.fromkeys(n for x in lines for n, p in x["peers"].items() if "ratio" in p))
+    if not lines:
+        return
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.19 * len(lines)), layout="constrained")
     for mark, name in zip(_MARKS, names, strict=False):
         at = [(x["peers"][name]["ratio"], row) for row, x in enumerate(lines) if "ratio" in x["peers"].get(name, {})]
@@ -59,7 +63,7 @@ def ratios(found: list[dict[str, Any]], file: Path) -> None:
     axes.margins(y=0.01)
     axes.axvline(1, color="black", linewidth=1)
     axes.set(xscale="log", xlabel="peer's time / ours (more than 1: ours is faster)", title=f"{found[0]['device']}")
-    axes.set_xticks([0.8, 1, 1.25, 1.5, 2, 3, 5, 10], ["0.8", "1", "1.25", "1.5", "2", "3", "5", "10"])
+    axes.set_xticks([0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20], ["0.5", "0.8", "1", "1.25", "1.5", "2", "3", "5", "10", "20"])
     axes.minorticks_off()
     axes.grid(True, alpha=0.3)
     axes.invert_yaxis()
@@ -71,8 +75,10 @@ def main(result: str, folder: str) -> None:
     found, out = records(Path(result)), Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     roofline(found, out / "roofline.png")
-    ratios(found, out / "ratios.png")
-    print(f"wrote {out / 'roofline.png'} and {out / 'ratios.png'}")
+    experts = [r for r in found if r["lines"] and r["lines"][0]["op"].startswith(_EXPERTS)]
+    ratios([r for r in found if r not in experts], out / "ratios.png")
+    ratios(experts, out / "ratios_experts.png")
+    print(f"wrote roofline.png, ratios.png and ratios_experts.png to {out}")
 
 
 if __name__ == "__main__":
