@@ -71,7 +71,7 @@ def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
         simulated.counting() as launches,
     ):
         got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
-    assert len(launches) == 3  # the sort and both products
+    assert len(launches) == 2  # the sort, and both products
     judged(name, args, kwargs, got)
 
 
@@ -87,7 +87,8 @@ def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(simul
     args[1][3] = torch.nan
     results = []
     for seed in range(4):
-        with torch_attnkit.simulate("sm90"), simulated.settings(check=True, seed=seed):
+        # Fewer are resident than there are blocks: none may wait for one that has yet to begin.
+        with torch_attnkit.simulate("sm90"), simulated.settings(check=True, seed=seed, processors=(seed + 3) % 5):
             results.append(torch.ops.attnkit.fp4_moe(*args, **kwargs))
     assert all(torch.equal(results[0], other) for other in results[1:])
     assert not results[0][3].any()
@@ -137,8 +138,8 @@ def problem(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
 
 def test_few_tokens_slice_k_and_work_tiles_are_as_wide_as_experts_have_tokens():
     plans = {tokens: plan(problem(tokens), 132) for tokens in (1, 8, 128, 256, 900)}
-    assert plans[1].row_warps == (4, 4)  # 384 work tiles for 132 multiprocessors, where 192 would leave 72 idle
-    assert plans[8].row_warps == (4, 4)  # of 54 tiles of tokens at most: 27 rounds of half the rows for 14 of all
-    assert plans[128].row_warps == (8, 8)
+    assert plans[1].row_warps == 4  # 9 rounds of half the rows of the second product for 5 of all
+    assert plans[8].row_warps == 8  # of 54 tiles of tokens at most: 40 rounds for 79 of half the rows
+    assert plans[128].row_warps == 8
     assert [p.columns for p in plans.values()] == [8, 8, 8, 16, 32]
-    assert plan(problem(900, torch.float16), 132).row_warps == (8, 8)
+    assert plan(problem(900, torch.float16), 132).row_warps == 8

@@ -50,7 +50,7 @@ class Plan:
     counters: tuple[int, int]
     x_rows: tuple[int, int]  # shape of x as the first product wants it, and so on
     h_rows: tuple[int, int]
-    row_warps: tuple[int, int]
+    row_warps: int
     scale_vectors: tuple[int, int]
 
 
@@ -64,12 +64,10 @@ def plan(problem: Problem, sms: int) -> Plan:
     wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
-    row_warps = tuple(_row_warps(p, w, columns, tiles, sms) for w in (p.up, p.down))
-    up_tiles, down_tiles = (
-        -(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True)
-    )
-    up, down = (_config(p, warps, columns) for warps in row_warps)
-    x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w, c in zip((p.up, p.down), (up, down), strict=True))
+    row_warps = _row_warps(p, columns, tiles, sms)
+    c = _config(p, row_warps, columns)
+    up_tiles, down_tiles = (-(-w.rows // c.rows) for w in (p.up, p.down))
+    x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w in (p.up, p.down))
     spans = p.tokens * x_columns // SPAN
     return Plan(
         token_widths=(),
@@ -79,12 +77,11 @@ def plan(problem: Problem, sms: int) -> Plan:
         tiles=tiles,
         blocks=(
             1 + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
-            min(sms, tiles * up_tiles),
-            min(sms, tiles * down_tiles),
+            min(sms, tiles * max(up_tiles, down_tiles)),
         ),
-        counters=(p.tokens, down_tiles),
-        x_rows=(p.tokens * up.parts, x_columns),
-        h_rows=(p.slots * down.parts, h_columns),
+        counters=(p.tokens + 1, down_tiles),
+        x_rows=(p.tokens * c.parts, x_columns),
+        h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
         scale_vectors=(_vector(p, p.up, False), _vector(p, p.down, False)),
     )
@@ -105,7 +102,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, x_spans * SPAN),
         h_rows=(p.slots, h_spans * SPAN),
-        row_warps=(warps, warps),
+        row_warps=warps,
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
     )
 
@@ -115,19 +112,23 @@ def _room_for(experts: int) -> int:
 
 
 def _config(p: Problem, row_warps: int, columns: int) -> Config:
-    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, False, 1)
+    """Of the first product, which needs more shared memory beside its stages."""
+    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, True, 1)
 
 
-def _row_warps(p: Problem, weights: Weights, columns: int, tiles: int, sms: int) -> int:
+def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
     """Rows of a work tile, by the share of the multiprocessors that have work to the end; few rows load less well, and
-    many tokens leave no room for their stages."""
+    many tokens leave no room for their stages. Blocks take work tiles one by one, those of the second product last."""
 
     def idle(warps: int) -> float:
-        units = tiles * -(-weights.rows // (WARP_ROWS * warps))
-        return -(-units // sms) * sms / units
+        c = _config(p, warps, columns)
+        units, steps = zip(*((tiles * -(-w.rows // c.rows), -(-w.columns // c.stage)) for w in (p.up, p.down)))
+        stages = sum(u * s for u, s in zip(units, steps, strict=True))
+        last = max(steps[1], 1)
+        return -(-stages // (sms * last)) * sms * last / stages if stages else 1.0
 
     # A work tile of the first product has whole blocks of features, where they are rounded.
-    fewer = (4,) if p.activations != "none" and weights is p.up else (4, 2)
+    fewer = (4,) if p.activations != "none" else (4, 2)
     some = [warps for warps in fewer if _config(p, warps, columns).stages >= _LEAST_STAGES]
     return min((CONSUMERS, *some), key=lambda warps: idle(warps) * _COST[warps])
 

@@ -1,7 +1,8 @@
 """The first launch for few tokens: work tiles, and rows of x as the products want them.
 
 One block sorts; the others, meanwhile, write x's rows in the order of ``rows.py``, rounded where products are of
-quantised numbers, and zeros where h has more columns than features and where a token has no expert. Imports cutlass.
+quantised numbers, and zeros where h has more columns than features, where a token has no expert, and where parts of h
+are counted. Imports cutlass.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Prepare:
             for row in cutlass.range(first, Int32(tensors.h.shape[0]), step, unroll=1):
                 for i in cutlass.range(begin + lane, columns, 32, unroll=1):
                     tensors.h[row, i] = cutlass.BFloat16(0.0)
+        for i in cutlass.range(first * 32 + lane, tokens * top_k, step * 32, unroll=1):
+            tensors.order[tokens * top_k + i] = Int32(0)
         for t in cutlass.range(first, tokens, step, unroll=1):
             some = Int32(0)
             for k in cutlass.range(lane, top_k, 32, unroll=1):
