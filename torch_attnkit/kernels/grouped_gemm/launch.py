@@ -32,9 +32,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
         special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps)
         if plan.token_widths:
-            special = dict(
-                trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps
-            )
+            special = dict(trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
         return compile.launcher(
             target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
             format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors, **special,

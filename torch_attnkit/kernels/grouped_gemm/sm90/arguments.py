@@ -30,8 +30,8 @@ class Tensors(NamedTuple):
     up: Matrices
     down: Matrices
     out: cute.Tensor  # (Tq, N)
-    # (2 slots), by expert: slot t * K + k is the k-th choice of token t; then, of every tile of tokens, the tiles of rows
-    # of h that are there. By ``wgmma`` as in ``SortTogether``.
+    # (2 slots), by expert: slot t * K + k is the k-th choice of token t; behind them, of every tile of tokens, how many
+    # parts of h are there. By ``wgmma`` as in ``SortTogether``.
     order: cute.Tensor
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
     h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``rows.py`` has it, or (slots, M)

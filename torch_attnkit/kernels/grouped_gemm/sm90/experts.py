@@ -230,9 +230,7 @@ class Experts:
             product = tiles.wait(turn)
 
     @cute.jit
-    def _load_factors(
-        self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, shared: Shared, part: Int32
-    ):
+    def _load_factors(self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, shared: Shared, part: Int32):
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
         n, turn = Int32(0), Int32(0)
         product = tiles.await_announced(turn)

@@ -122,10 +122,10 @@ def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
 
     def idle(warps: int) -> float:
         c = _config(p, warps, columns)
-        units, steps = zip(*((tiles * -(-w.rows // c.rows), -(-w.columns // c.stage)) for w in (p.up, p.down)))
-        stages = sum(u * s for u, s in zip(units, steps, strict=True))
-        last = max(steps[1], 1)
-        return -(-stages // (sms * last)) * sms * last / stages if stages else 1.0
+        up, down = (-(-w.columns // c.stage) for w in (p.up, p.down))  # stages of a work tile
+        stages = tiles * sum(-(-w.rows // c.rows) * n for w, n in ((p.up, up), (p.down, down)))
+        last = max(down, 1) * sms
+        return -(-stages // last) * last / max(stages, 1)
 
     # A work tile of the first product has whole blocks of features, where they are rounded.
     fewer = (4,) if p.activations != "none" else (4, 2)
