@@ -15,6 +15,7 @@ docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -59,7 +60,7 @@ class Product:
         return (Int32(weights.codes.shape[2]) * 2 + self.c.stage - 1) // self.c.stage
 
     @cute.jit
-    def load_codes(self, loads: Loads, tile: WorkTile, steps: Int32, n: Int32, ring: Ring, shared: Shared):
+    def load_codes(self, loads: Loads, ring: Ring, shared: Shared, tile: WorkTile, steps: Int32, n: Int32):
         c = self.c
         gW = cute.local_tile(loads.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
         tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.boxes(c), gW)
@@ -71,8 +72,8 @@ class Product:
 
     @cute.jit
     def load_factors(
-        self, flags: Flags, weights: Matrices, tile: WorkTile, steps: Int32, n: Int32, ring: Ring, shared: Shared,
-        part: Int32,
+        self, flags: Flags, weights: Matrices, part: Int32, ring: Ring, shared: Shared, tile: WorkTile, steps: Int32,
+        n: Int32,
     ):  # fmt: skip
         """Every ``FACTORS``-th stage's: its scales are on their way before its place in the ring is free."""
         lane = cute.arch.lane_idx()
@@ -123,13 +124,15 @@ class Experts:
         shared.clear_tokens()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        products = ((self.up, up_loads), (self.down, down_loads))
         rows = RowTiles(self.up.row_tiles(tensors.up), self.down.row_tiles(tensors.down))
         if warp < CONSUMERS:
             self._consume(tensors, scalars, ring, tiles, done, shared, warp)
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CODES:
-                self._load_codes(tensors, up_loads, down_loads, ring, tiles, shared)
+                codes = (partial(p.load_codes, l, ring, shared) for p, l in products)
+                self._bring(tensors, tiles, *codes)
             elif warp == TOKENS:
                 self._load_tokens(tensors, x, rows.up, ring, tiles, shared)
             elif warp == SCHEDULER:
@@ -140,7 +143,8 @@ class Experts:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
             if warp > SCHEDULER + COMBINERS:
                 part = warp - SCHEDULER - COMBINERS - 1
-                self._load_factors(tensors, scalars, ring, tiles, shared, part)
+                factors = (partial(p.load_factors, *p.of(tensors, scalars), part, ring, shared) for p, _ in products)
+                self._bring(tensors, tiles, *factors)
             else:
                 self._combine(tensors, tiles, done, Int32(1))
 
@@ -169,9 +173,9 @@ class Experts:
             tiles.end(turn + i)
 
     @cute.jit
-    def _load_codes(
-        self, tensors: Tensors, up_loads: Loads, down_loads: Loads, ring: Ring, tiles: Tiles, shared: Shared
-    ):
+    def _bring(self, tensors: Tensors, tiles: Tiles, up: cutlass.Constexpr, down: cutlass.Constexpr):
+        """What a warp that brings weights does: ``up`` or ``down`` with a work tile, its stages and the first's number,
+        as soon as it is announced."""
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
         n, turn = Int32(0), Int32(0)
         product = tiles.await_announced(turn)
@@ -180,10 +184,10 @@ class Experts:
             cute.arch.sync_warp()
             tiles.release_announced(turn)
             if product == UP:
-                self.up.load_codes(up_loads, tile, up_steps, n, ring, shared)
+                up(tile, up_steps, n)
                 n += up_steps
             else:
-                self.down.load_codes(down_loads, tile, down_steps, n, ring, shared)
+                down(tile, down_steps, n)
                 n += down_steps
             turn += 1
             product = tiles.await_announced(turn)
@@ -228,24 +232,6 @@ class Experts:
                 n += 1
             turn += 1
             product = tiles.wait(turn)
-
-    @cute.jit
-    def _load_factors(self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, shared: Shared, part: Int32):
-        up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
-        n, turn = Int32(0), Int32(0)
-        product = tiles.await_announced(turn)
-        while product != NONE:
-            tile = tiles.tile(turn)
-            cute.arch.sync_warp()
-            tiles.release_announced(turn)
-            if product == UP:
-                self.up.load_factors(scalars.up, tensors.up, tile, up_steps, n, ring, shared, part)
-                n += up_steps
-            else:
-                self.down.load_factors(scalars.down, tensors.down, tile, down_steps, n, ring, shared, part)
-                n += down_steps
-            turn += 1
-            product = tiles.await_announced(turn)
 
     @cute.jit
     def _consume(
