@@ -50,11 +50,11 @@ def judged(name: str, args, kwargs, got: torch.Tensor) -> None:
 
 # Multiprocessors, sizes, dtype, features.
 SHAPES = {
-    "rows of eight warps": (1, dict(Tq=9, N=544, M=288, E=5, K=3), torch.bfloat16, ("global_scale", "bias")),
+    "rows of eight warps": (1, dict(Tq=19, N=544, M=288, E=12, K=3), torch.bfloat16, ("global_scale", "bias")),
     "slices of two warps": (9, dict(Tq=3, N=544, M=288, E=5, K=2, blk=32), torch.bfloat16, ("interleaved",)),
     "slices of four warps": (132, dict(Tq=2, N=1056, M=544, E=4, K=1), torch.bfloat16, ("swizzled",)),
     "float16 as two numbers": (2, dict(Tq=17, N=288, M=96, E=2, K=2, blk=32), torch.float16, ("gptoss", "limit")),
-    "four groups of tokens": (3, dict(Tq=30, N=96, M=160, E=2, K=1), torch.bfloat16, ()),
+    "four groups of tokens": (3, dict(Tq=70, N=96, M=160, E=4, K=1), torch.bfloat16, ()),
 }
 
 
@@ -79,14 +79,17 @@ def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
 
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
-def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(simulated, multiprocessors):
+@pytest.mark.parametrize("tokens, experts", [(7, 2), (33, 4)], ids=["sorted by warps", "sorted by a block"])
+def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(simulated, multiprocessors, tokens, experts):
     """Blocks come in another order with every seed, slots lie in another order in their experts, and counters must be
     back at zero."""
     multiprocessors(5)
     gen = torch.Generator().manual_seed(3)
-    args, kwargs = cases.make(dict(Tq=7, N=160, M=64, E=2, K=2, blk=16, act=0), torch.bfloat16, (), gen)
+    dims = dict(Tq=tokens, N=160, M=64, E=experts, K=2, blk=16, act=0)
+    args, kwargs = cases.make(dims, torch.bfloat16, (), gen)
     args[2][3] = -1  # a token without experts, whatever its weights
     args[1][3] = torch.nan
+    args[2][4:9] = 0  # an expert twice
     results = []
     for seed in range(4):
         # Fewer are resident than there are blocks: none may wait for one that has yet to begin.

@@ -9,7 +9,8 @@
 
 Both products are one launch, in which a block takes work tiles until none is left: all of the first product come before
 those of the second. All stages of a block stand in one ring, so the second product's weights are on their way while the
-first is still multiplied; only the warp that brings tokens waits for h.
+first is still multiplied; only the warp that brings tokens waits for h. Where slots are few every block sorts them for
+itself (``by_warp``) and waits for x's rows alone.
 docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies, memory_ops
@@ -32,6 +33,7 @@ from .epilogue import Activation, Combine, raised
 from .factors import Factors
 from .mainloop import Mainloop
 from .prepare import Prepare
+from .routing import SortByWarp
 from .schedule import DOWN, NONE, UP, RowTiles, Tickets, Tiles, WorkTile, await_h, end_tickets, h_has_come, take
 from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
 
@@ -90,8 +92,8 @@ class Product:
 class Experts:
     """The launches of a call: ``prepare``'s, and one of both products, by roles."""
 
-    def __init__(self, up: Config, down: Config, experts: int, rounded: Any):
-        self.prepare = Prepare(up, down, experts, rounded)
+    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
+        self.by_warp, self.prepare = by_warp, Prepare(up, down, experts, rounded, by_warp)
         self.up, self.down = Product(up, Activation(up, rounded)), Product(down, Combine(down))
         self.c, self.mainloop = up, Mainloop(up)  # for both: their work tiles differ in the number of steps alone
 
@@ -118,6 +120,7 @@ class Experts:
         made = rings(memory, warp, table)
         ring, done, tiles = made["stages"], made["done"], Tiles(made["announced"], made["tiles"], memory)
         shared = Shared(self.c, memory)
+        sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
         if warp == CODES:
             cpasync.prefetch_descriptor(up_loads.atom)
             cpasync.prefetch_descriptor(down_loads.atom)
@@ -136,7 +139,7 @@ class Experts:
             elif warp == TOKENS:
                 self._load_tokens(tensors, x, rows.up, ring, tiles, shared)
             elif warp == SCHEDULER:
-                self._schedule(tensors, scalars, rows, tiles)
+                self._schedule(tensors, scalars, rows, tiles, sort)
             else:
                 self._combine(tensors, tiles, done, Int32(0))
         else:
@@ -149,15 +152,21 @@ class Experts:
                 self._combine(tensors, tiles, done, Int32(1))
 
     @cute.jit
-    def _schedule(self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: Tiles):
+    def _schedule(self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: Tiles, sort: Any):
+        """``sort``: the block's own, where it has one."""
         taken = take(tensors)  # always one ahead, so that nothing waits for its way
-        cute.arch.griddepcontrol_wait()
-        tickets = Tickets(rows, tensors.tiles[0, 0])
+        if const_expr(sort is None):
+            cute.arch.griddepcontrol_wait()
+            lines, order = tensors.tiles, tensors.order
+        else:
+            sort.run(tensors)
+            lines, order = sort.sTiles, sort.sOrder
+        tickets = Tickets(rows, lines[0, 0])
         ticket, turn = cute.arch.shuffle_sync(taken, 0), Int32(0)
         while ticket < tickets.all:
             taken = take(tensors)
             product, line, row = tickets.place(ticket)
-            expert, first, columns = (tensors.tiles[1 + line, i] for i in range(3))
+            expert, first, columns = (lines[1 + line, i] for i in range(3))
             tile = WorkTile(expert, first, columns, row)
             tiles.announce(turn, tile, product, line)
             factor = Float32(0.0)
@@ -165,7 +174,7 @@ class Experts:
                 factor = raised(self.up.c, scalars.up, tensors.up, expert)
             else:
                 factor = raised(self.down.c, scalars.down, tensors.down, expert)
-            tiles.publish(tensors, turn, tile, product, factor)
+            tiles.publish(tensors, order, turn, tile, product, factor)
             ticket = cute.arch.shuffle_sync(taken, 0)
             turn += 1
         end_tickets(tensors, tickets, ticket)

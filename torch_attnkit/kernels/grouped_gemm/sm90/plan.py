@@ -10,7 +10,7 @@ import torch
 from torch_attnkit.core.spec import short
 
 from ..problem import BLOCK, Problem, Weights
-from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, STRADDLING, WARP_ROWS, WIDTHS, Config
+from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, STRADDLING, WARP_ROWS, WARP_SLOTS, WIDTHS, Config
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
@@ -51,6 +51,7 @@ class Plan:
     x_rows: tuple[int, int]  # shape of x as the first product wants it, and so on
     h_rows: tuple[int, int]
     row_warps: int
+    by_warp: bool  # slots are so few that every block sorts them for itself
     scale_vectors: tuple[int, int]
 
 
@@ -69,6 +70,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     up_tiles, down_tiles = (-(-w.rows // c.rows) for w in (p.up, p.down))
     x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w in (p.up, p.down))
     spans = p.tokens * x_columns // SPAN
+    by_warp = p.slots <= WARP_SLOTS
     return Plan(
         token_widths=(),
         group=0,
@@ -76,13 +78,14 @@ def plan(problem: Problem, sms: int) -> Plan:
         experts=_room_for(p.experts),
         tiles=tiles,
         blocks=(
-            1 + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
+            (not by_warp) + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
             min(sms, tiles * max(up_tiles, down_tiles)),
         ),
         counters=(p.tokens + 1, down_tiles),
         x_rows=(p.tokens * c.parts, x_columns),
         h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
+        by_warp=by_warp,
         scale_vectors=(_vector(p, p.up, False), _vector(p, p.down, False)),
     )
 
@@ -103,6 +106,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         x_rows=(p.slots, x_spans * SPAN),
         h_rows=(p.slots, h_spans * SPAN),
         row_warps=warps,
+        by_warp=False,
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
     )
 

@@ -166,14 +166,16 @@ class Tiles(Fixed):
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def publish(self, tensors: Tensors, turn: Int32, tile: WorkTile, product: Int32, factor: Float32):
+    def publish(
+        self, tensors: Tensors, order: cute.Tensor, turn: Int32, tile: WorkTile, product: Int32, factor: Float32
+    ):
         """``factor``: what sums have to be multiplied by. Tokens' results of the second product are combined: their
         weights and how many there are of a token go with them."""
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
         slot, weight, choices = Int32(0), Float32(0.0), Int32(0)
         if lane < tile.columns:
-            slot = tensors.order[tile.first + lane]
+            slot = order[tile.first + lane]
             if product == DOWN:
                 weight = tensors.weights[slot // top_k, slot % top_k]
                 for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
