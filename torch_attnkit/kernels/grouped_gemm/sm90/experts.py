@@ -124,6 +124,11 @@ class Experts:
         if warp == CODES:
             cpasync.prefetch_descriptor(up_loads.atom)
             cpasync.prefetch_descriptor(down_loads.atom)
+        ticket = Int32(0)
+        if warp == SCHEDULER:  # before all else: every other role waits for it
+            ticket = take(tensors)
+            if const_expr(self.by_warp):
+                sort.run(tensors)
         shared.clear_tokens()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
@@ -139,7 +144,7 @@ class Experts:
             elif warp == TOKENS:
                 self._load_tokens(tensors, x, rows.up, ring, tiles, shared)
             elif warp == SCHEDULER:
-                self._schedule(tensors, scalars, rows, tiles, sort)
+                self._schedule(tensors, scalars, rows, tiles, ticket, sort)
             else:
                 self._combine(tensors, tiles, done, Int32(0))
         else:
@@ -152,14 +157,12 @@ class Experts:
                 self._combine(tensors, tiles, done, Int32(1))
 
     @cute.jit
-    def _schedule(self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: Tiles, sort: Any):
-        """``sort``: the block's own, where it has one."""
-        taken = take(tensors)  # always one ahead, so that nothing waits for its way
+    def _schedule(self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: Tiles, taken: Int32, sort: Any):
+        """``taken``: the first ticket; the next is always on its way. ``sort``: the block's own, where it has one."""
+        lines, order = tensors.tiles, tensors.order
         if const_expr(sort is None):
             cute.arch.griddepcontrol_wait()
-            lines, order = tensors.tiles, tensors.order
         else:
-            sort.run(tensors)
             lines, order = sort.sTiles, sort.sOrder
         tickets = Tickets(rows, lines[0, 0])
         ticket, turn = cute.arch.shuffle_sync(taken, 0), Int32(0)
