@@ -166,19 +166,22 @@ class Experts:
             lines, order = sort.sTiles, sort.sOrder
         tickets = Tickets(rows, lines[0, 0])
         ticket, turn = cute.arch.shuffle_sync(taken, 0), Int32(0)
+        product, line, tile = tickets.work(lines, ticket)
         while ticket < tickets.all:
             taken = take(tensors)
-            product, line, row = tickets.place(ticket)
-            expert, first, columns = (lines[1 + line, i] for i in range(3))
-            tile = WorkTile(expert, first, columns, row)
             tiles.announce(turn, tile, product, line)
+            slot = Int32(0)
+            if cute.arch.lane_idx() < tile.columns:
+                slot = order[tile.first + cute.arch.lane_idx()]
             factor = Float32(0.0)
             if product == UP:
-                factor = raised(self.up.c, scalars.up, tensors.up, expert)
+                factor = raised(self.up.c, scalars.up, tensors.up, tile.expert)
             else:
-                factor = raised(self.down.c, scalars.down, tensors.down, expert)
-            tiles.publish(tensors, order, turn, tile, product, factor)
+                factor = raised(self.down.c, scalars.down, tensors.down, tile.expert)
             ticket = cute.arch.shuffle_sync(taken, 0)
+            following = tickets.work(lines, ticket)  # on its way before what is published is waited for
+            tiles.publish(tensors, turn, slot, tile.columns, product, factor)
+            product, line, tile = following
             turn += 1
         end_tickets(tensors, tickets, ticket)
         for i in cutlass.range_constexpr(COMBINERS):  # each of which reads every other turn

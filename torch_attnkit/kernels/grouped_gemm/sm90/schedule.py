@@ -85,12 +85,18 @@ class Tickets(NamedTuple):
     def all(self) -> Int32:
         return self.token_tiles * (self.row_tiles.up + self.row_tiles.down)
 
-    def place(self, ticket: Int32) -> tuple[Int32, Int32, Int32]:
-        """Product, tile of tokens, tile of rows."""
+    @cute.jit
+    def work(self, lines: cute.Tensor, ticket: Int32):
+        """Product, tile of tokens and work tile; ``lines`` as ``Tensors.tiles``."""
         down = ticket >= self.ups
         rest = cutlass.select_(down, ticket - self.ups, ticket)
         each = cutlass.select_(down, self.row_tiles.down, self.row_tiles.up)
-        return cutlass.select_(down, Int32(DOWN), Int32(UP)), rest // each, rest % each
+        line = rest // each
+        expert, first, columns = Int32(0), Int32(0), Int32(0)
+        if ticket < self.all:
+            expert, first, columns = lines[1 + line, 0], lines[1 + line, 1], lines[1 + line, 2]
+        product = cutlass.select_(down, Int32(DOWN), Int32(UP))
+        return product, line, WorkTile(expert, first, columns, rest % each)
 
 
 def _tickets(tensors: Tensors) -> cute.Pointer:
@@ -166,22 +172,18 @@ class Tiles(Fixed):
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def publish(
-        self, tensors: Tensors, order: cute.Tensor, turn: Int32, tile: WorkTile, product: Int32, factor: Float32
-    ):
-        """``factor``: what sums have to be multiplied by. Tokens' results of the second product are combined: their
-        weights and how many there are of a token go with them."""
+    def publish(self, tensors: Tensors, turn: Int32, slot: Int32, columns: Int32, product: Int32, factor: Float32):
+        """``slot``: a lane's token's; ``factor``: what sums have to be multiplied by. Tokens' results of the second
+        product are combined: their weights and how many there are of a token go with them."""
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
-        slot, weight, choices = Int32(0), Float32(0.0), Int32(0)
-        if lane < tile.columns:
-            slot = order[tile.first + lane]
-            if product == DOWN:
-                weight = tensors.weights[slot // top_k, slot % top_k]
-                for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
-                    some = [chosen(tensors, slot // top_k, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
-                    for i in cutlass.range_constexpr(_AT_ONCE):
-                        choices += cutlass.select_((k + i < top_k) & (some[i] >= 0), Int32(1), Int32(0))
+        weight, choices = Float32(0.0), Int32(0)
+        if (product == DOWN) & (lane < columns):
+            weight = tensors.weights[slot // top_k, slot % top_k]
+            for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
+                some = [chosen(tensors, slot // top_k, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
+                for i in cutlass.range_constexpr(_AT_ONCE):
+                    choices += cutlass.select_((k + i < top_k) & (some[i] >= 0), Int32(1), Int32(0))
         place = self.ring.slot(turn)
         if lane == 0:
             self.sWords[_FACTOR, place] = factor.bitcast(Int32)
