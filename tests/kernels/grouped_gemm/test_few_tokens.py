@@ -79,6 +79,7 @@ def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
 
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tokens, experts", [(7, 2), (33, 4)], ids=["sorted by warps", "sorted by a block"])
 def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(simulated, multiprocessors, tokens, experts):
     """Blocks come in another order with every seed, slots lie in another order in their experts, and counters must be

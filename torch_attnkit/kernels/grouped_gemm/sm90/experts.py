@@ -139,7 +139,7 @@ class Experts:
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CODES:
-                codes = (partial(p.load_codes, l, ring, shared) for p, l in products)
+                codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
                 self._bring(tensors, tiles, *codes)
             elif warp == TOKENS:
                 self._load_tokens(tensors, x, rows.up, ring, tiles, shared)
