@@ -18,8 +18,8 @@ _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
 # 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
 _ROOM = 1.5
-# What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach: 172 us with
-# 128 rows, 174 with 64, 195 with 32.
+# What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach, when either
+# product was a launch: 172 us with 128 rows, 174 with 64, 195 with 32.
 _COST = {8: 1.0, 4: 1.02, 2: 1.15}
 # Tokens of an expert, from which on products are by wgmma. H200, the same experts: with 24 tokens an expert 1670 us by
 # wgmma, with 12 1321 by mma.sync. They were last timed beside each other before both became faster: 1956 by wgmma for
