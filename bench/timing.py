@@ -49,7 +49,7 @@ def clones(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Run:
-    """Something to time: ``go`` issues ``calls`` calls; ``kept`` holds what a graph writes to."""
+    """Something to time: ``go`` issues ``calls`` calls; ``kept`` holds what a graph reads and writes."""
 
     go: Callable[[], Any]
     calls: int
@@ -68,7 +68,7 @@ def graph(calls: Calls) -> Run:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, stream=stream):
         kept = [call() for call in calls]
-    return Run(captured.replay, len(calls), (captured, kept))
+    return Run(captured.replay, len(calls), (captured, kept, calls))
 
 
 def plain(calls: Calls) -> Run:

@@ -35,9 +35,11 @@ INSTRUCTIONS = {
     ("decode_wgmma", "sm90"): ("HGMMA", "LDGSTS"),
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
     ("decode_tcgen05", "sm100"): PREFILL["sm100"],
-    # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
-    ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "gsb0, 0x1"),
+    ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
 }
+# Kernels that decode the next operand while products run: those then wait for all groups but one. Where ptxas makes
+# each product wait for the last (its warnings C7510 to C7513), the waits are for all.
+OVERLAPPED = ("grouped_gemm_wgmma",)
 # Few kernels; those of the others are minutes of compiling.
 QUICK = (("norm", "sm90"),)
 FAMILIES = [
@@ -100,6 +102,9 @@ def is_fine(kernel: compile.Compiled, sass: str) -> None:
     for word in INSTRUCTIONS.get((request.name, request.arch), ()):
         word = "UTCQMMA" if codes and word == "UTCHMMA" else word
         assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
+    if request.name in OVERLAPPED:
+        apart, together = (len(re.findall(rf"gsb0, 0x{pending}\b", sass)) for pending in (1, 0))
+        assert apart > 3 * together, f"{request}: {together} waits for all groups of products, {apart} for all but one"
     fits(inspect.resources(kernel.library), ptx, f"{request}")
     for gpu in SIBLINGS.get(request.arch, ()):
         fits(inspect.taken([assembled(ptx, gpu)]), ptx, f"{request}, assembled for {gpu}")

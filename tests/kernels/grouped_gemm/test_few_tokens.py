@@ -55,6 +55,7 @@ SHAPES = {
     "slices of four warps": (132, dict(Tq=2, N=1056, M=544, E=4, K=1), torch.bfloat16, ("swizzled",)),
     "float16 as two numbers": (2, dict(Tq=17, N=288, M=96, E=2, K=2, blk=32), torch.float16, ("gptoss", "limit")),
     "four groups of tokens": (3, dict(Tq=70, N=96, M=160, E=4, K=1), torch.bfloat16, ()),
+    "a ring of two stages": (1, dict(Tq=30, N=2080, M=64, E=1, K=1), torch.float16, ()),
 }
 
 

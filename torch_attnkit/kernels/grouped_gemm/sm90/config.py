@@ -12,7 +12,7 @@ WARP_ROWS = 16  # of a work tile
 CONSUMERS = 8  # warps that multiply
 CODES, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
 COMBINERS = 2  # warps that add up tokens' results, of the second product, a work tile each in turn
-FACTORS = 3  # warps that bring scales, a stage each in turn
+FACTORS = 3  # warps that bring scales, a stage each in turn, as far as there are stages
 WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
 BOXES = 2  # of a stage that a consumer has: 32 KB of codes in all
 STRADDLING = 0  # rows of scales follow each other, and every other one begins in the middle of a word
@@ -124,6 +124,12 @@ class Config:
         """A power of two if there is room for four: what a wait computes delays the products."""
         stage = self.weight_bytes + self.token_bytes + self.factor_bytes
         return min(_MOST_STAGES, (_SHARED - self.sum_bytes - self.result_bytes) // stage)
+
+    @property
+    def factor_warps(self) -> int:
+        """A warp's next stage may be at most one round of the ring ahead: further, and its wait would take the round
+        before for the one it waits for."""
+        return min(FACTORS, self.stages)
 
 
 @dataclass(frozen=True)

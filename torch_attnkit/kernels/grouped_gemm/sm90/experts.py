@@ -28,7 +28,7 @@ from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import CODES, COMBINERS, CONSUMERS, FACTORS, SCHEDULER, TILES, TOKENS, WARPS, Config
+from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
 from .factors import Factors
 from .mainloop import Mainloop
@@ -43,10 +43,10 @@ assert SCHEDULER + COMBINERS == CONSUMERS + 4  # a combining warp in either
 
 
 class Product:
-    """What is one product's alone."""
+    """What is one product's alone. ``factor_warps`` as in ``Config``, of the ring that both have."""
 
-    def __init__(self, config: Config, epilogue: Any):
-        self.c, self.epilogue, self.factors = config, epilogue, Factors(config)
+    def __init__(self, config: Config, epilogue: Any, factor_warps: int):
+        self.c, self.epilogue, self.factors, self.factor_warps = config, epilogue, Factors(config), factor_warps
 
     def of(self, tensors: Tensors, scalars: Scalars) -> tuple[Flags, Matrices]:
         """What of the arguments this product is about."""
@@ -77,10 +77,10 @@ class Product:
         self, flags: Flags, weights: Matrices, part: Int32, ring: Ring, shared: Shared, tile: WorkTile, steps: Int32,
         n: Int32,
     ):  # fmt: skip
-        """Every ``FACTORS``-th stage's: its scales are on their way before its place in the ring is free."""
-        lane = cute.arch.lane_idx()
+        """Every such warp has a stage in turn: its scales are on their way before its place in the ring is free."""
+        lane, warps = cute.arch.lane_idx(), const_expr(self.factor_warps)
         starts = self.factors.rows(flags, weights, tile, lane)
-        for k in cutlass.range((part + n * (FACTORS - 1)) % FACTORS, steps, FACTORS, unroll=1):
+        for k in cutlass.range((part + n * (warps - 1)) % warps, steps, warps, unroll=1):
             rS = self.factors.read(flags, weights, tile, starts, k)
             full = ring.await_empty(n + k)
             self.factors.store(rS, lane, shared.factors(ring.slot(n + k)))
@@ -94,7 +94,8 @@ class Experts:
 
     def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
         self.by_warp, self.prepare = by_warp, Prepare(up, down, experts, rounded, by_warp)
-        self.up, self.down = Product(up, Activation(up, rounded)), Product(down, Combine(down))
+        self.up = Product(up, Activation(up, rounded), up.factor_warps)
+        self.down = Product(down, Combine(down), up.factor_warps)
         self.c, self.mainloop = up, Mainloop(up)  # for both: their work tiles differ in the number of steps alone
 
     @cute.jit
@@ -114,7 +115,7 @@ class Experts:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         table = (
-            ("stages", self.c.stages, 3, CONSUMERS), ("announced", TILES, 1, 1 + FACTORS),
+            ("stages", self.c.stages, 3, CONSUMERS), ("announced", TILES, 1, 1 + self.c.factor_warps),
             ("tiles", TILES, 1, CONSUMERS + 2), ("done", COMBINERS, CONSUMERS, 1),
         )  # fmt: skip
         made = rings(memory, warp, table)
@@ -152,7 +153,8 @@ class Experts:
             if warp > SCHEDULER + COMBINERS:
                 part = warp - SCHEDULER - COMBINERS - 1
                 factors = (partial(p.load_factors, *p.of(tensors, scalars), part, ring, shared) for p, _ in products)
-                self._bring(tensors, tiles, *factors)
+                if part < self.c.factor_warps:
+                    self._bring(tensors, tiles, *factors)
             else:
                 self._combine(tensors, tiles, done, Int32(1))
 
