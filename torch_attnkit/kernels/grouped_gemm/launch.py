@@ -30,11 +30,9 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     kernel = f"torch_attnkit.kernels.grouped_gemm.{target.arch}.kernel"
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
-        special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps)
+        special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps, by_warp=plan.by_warp)
         if plan.token_widths:
-            special = dict(
-                trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps[0]
-            )
+            special = dict(trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
         return compile.launcher(
             target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
             format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors, **special,
@@ -67,9 +65,9 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
             run = narrow[0]
         up = _matrices(w13, o.w13_scale, o.bias13, o.w13_global, o.x_global, x, one)
         down = _matrices(w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
-        order = room(torch.int32, p.slots * (2 if plan.token_widths else 1))
         tensors = (
-            x, o.weights, o.indices, up, down, o.out, order, room(torch.int32, plan.tiles + 1, 4), h,
+            x, o.weights, o.indices, up, down, o.out, room(torch.int32, 2 * p.slots),
+            room(torch.int32, plan.tiles + 1, 4), h,
             room(torch.float32, p.slots, p.hidden), count[:counters].view(plan.counters),
         )  # fmt: skip
         flags = (

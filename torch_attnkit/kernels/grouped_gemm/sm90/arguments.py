@@ -30,11 +30,13 @@ class Tensors(NamedTuple):
     up: Matrices
     down: Matrices
     out: cute.Tensor  # (Tq, N)
-    order: cute.Tensor  # (slots), by expert: slot t * K + k is the k-th choice of token t; or as in ``SortTogether``
+    # (2 slots), by expert: slot t * K + k is the k-th choice of token t; behind them, of every tile of tokens, how many
+    # parts of h are there. By ``wgmma`` as in ``SortTogether``.
+    order: cute.Tensor
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
     h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``rows.py`` has it, or (slots, M)
     partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
-    count: cute.Tensor  # (Tq, row tiles), results of a token that have come; by ``wgmma`` as in ``SortTogether``
+    count: cute.Tensor  # (Tq, row tiles), results of a token that have come, and tickets; or as in ``SortTogether``
 
 
 class Flags(NamedTuple):

@@ -19,10 +19,10 @@ from torch_attnkit.cuda.ring import Ring
 
 from ...norm.kernel import sigmoid
 from .arguments import Flags, Matrices, Scalars, Tensors, chosen
-from .config import COMBINERS, WARP_ROWS, Config
+from .config import WARP_ROWS, Config
 from .mainloop import meet, row_of
 from .rows import permuted, split
-from .schedule import Tiles, Work, WorkTile
+from .schedule import Tiles, WorkTile
 from .shared import Shared
 
 _AT_ONCE = 8  # of a token's results that a thread has on their way
@@ -158,29 +158,27 @@ class Combine:
                                 tensors.partial[slot, first + 8 * part] = y * weight
 
     @cute.jit
-    def combine(self, tensors: Tensors, share: Work, tiles: Tiles, done: Ring, warp: Int32):
-        """What the combining warps do, with every ``COMBINERS``-th work tile each, of which a lane has a token."""
+    def combine(self, tensors: Tensors, tiles: Tiles, done: Ring, turn: Int32):
+        """What a combining warp does with a work tile, of which a lane has a token."""
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
-        for turn in cutlass.range(warp, share.count, COMBINERS, unroll=1):
-            tile = tiles.wait(turn)
-            token, choices = tiles.slot(turn, lane) // top_k, tiles.choices(turn, lane)
-            cute.arch.sync_warp()
-            tiles.release(turn)
-            done.wait(turn)
-            whole = Int32(0)
-            if lane < tile.columns:
-                at = Int64(token) * tensors.count.stride[0] + tile.row
-                if op.add_acq_rel(tensors.count.iterator.toint() + at * 4, Int32(1)) + 1 == choices:
-                    tensors.count[token, tile.row] = Int32(0)
-                    whole = Int32(1)
-            cute.arch.sync_warp()  # what a lane acquired is there for all
-            done.release(turn)
-            rest = cute.arch.vote_ballot_sync(whole != 0)
-            while rest != 0:
-                column = cute.arch.popc((rest & -rest) - 1)
-                rest = rest & (rest - 1)
-                self._add_up(tensors, cute.arch.shuffle_sync(token, column), tile.row * self.c.rows, lane * 4)
+        tile, token, choices = tiles.tile(turn), tiles.slot(turn, lane) // top_k, tiles.choices(turn, lane)
+        cute.arch.sync_warp()
+        tiles.release(turn)
+        done.wait(turn)
+        whole = Int32(0)
+        if lane < tile.columns:
+            at = Int64(token) * tensors.count.stride[0] + tile.row
+            if op.add_acq_rel(tensors.count.iterator.toint() + at * 4, Int32(1)) + 1 == choices:
+                tensors.count[token, tile.row] = Int32(0)
+                whole = Int32(1)
+        cute.arch.sync_warp()  # what a lane acquired is there for all
+        done.release(turn)
+        rest = cute.arch.vote_ballot_sync(whole != 0)
+        while rest != 0:
+            column = cute.arch.popc((rest & -rest) - 1)
+            rest = rest & (rest - 1)
+            self._add_up(tensors, cute.arch.shuffle_sync(token, column), tile.row * self.c.rows, lane * 4)
 
     @cute.jit
     def _add_up(self, tensors: Tensors, token: Int32, first: Int32, more: Int32):

@@ -2,23 +2,26 @@
 
     8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
     1 warp         weights of a stage by TMA
-    1 warp         tokens of a stage, a bulk copy each, from rows that prepare.py made
-    1 warp         knows work tiles ahead (schedule.py)
-    2 warps        in the second product: add up tokens' results
+    1 warp         tokens of a stage, a bulk copy each, from rows that prepare.py made or that the first product left
+    1 warp         takes work tiles, and knows them ahead (schedule.py)
+    2 warps        say that a part of h is there; in the second product add up tokens' results
     3 warps        scales of a stage, turned into factors (factors.py)
 
-All stages of a block stand in one ring; a block takes work tiles until none is left. The second product's weights are
-on their way while blocks of the first still run (programmatic dependent launch).
+Both products are one launch, in which a block takes work tiles until none is left: all of the first product come before
+those of the second. All stages of a block stand in one ring, so the second product's weights are on their way while the
+first is still multiplied; only the warp that brings tokens waits for h. Where slots are few every block sorts them for
+itself (``by_warp``) and waits for x's rows alone.
 docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies, memory_ops
@@ -30,7 +33,8 @@ from .epilogue import Activation, Combine, raised
 from .factors import Factors
 from .mainloop import Mainloop
 from .prepare import Prepare
-from .schedule import Tiles, Work, work
+from .routing import SortByWarp
+from .schedule import DOWN, NONE, UP, RowTiles, Tickets, Tiles, WorkTile, await_h, end_tickets, h_has_come, take
 from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
 
 # Of a thread in the warpgroups behind the consumers, which keep their 128: scales take most.
@@ -39,11 +43,10 @@ assert SCHEDULER + COMBINERS == CONSUMERS + 4  # a combining warp in either
 
 
 class Product:
-    """One product: its kernel, by roles."""
+    """What is one product's alone. ``factor_warps`` as in ``Config``, of the ring that both have."""
 
-    def __init__(self, config: Config, epilogue: Any):
-        self.c, self.epilogue = config, epilogue
-        self.factors, self.mainloop = Factors(config), Mainloop(config)
+    def __init__(self, config: Config, epilogue: Any, factor_warps: int):
+        self.c, self.epilogue, self.factors, self.factor_warps = config, epilogue, Factors(config), factor_warps
 
     def of(self, tensors: Tensors, scalars: Scalars) -> tuple[Flags, Matrices]:
         """What of the arguments this product is about."""
@@ -51,102 +54,190 @@ class Product:
             return scalars.up, tensors.up
         return scalars.down, tensors.down
 
+    def row_tiles(self, weights: Matrices) -> Int32:
+        return (Int32(weights.codes.shape[1]) + self.c.rows - 1) // self.c.rows
+
+    def steps(self, weights: Matrices) -> Int32:
+        """Stages of a work tile."""
+        return (Int32(weights.codes.shape[2]) * 2 + self.c.stage - 1) // self.c.stage
+
     @cute.jit
-    def launch(self, tensors: Tensors, source: cute.Tensor, scalars: Scalars, blocks: Int32, stream: Any):
-        """``source``: (rows, whole stages) of bf16, those of x or of h."""
-        self.kernel(tensors, source, scalars, loads(self.c, *self.of(tensors, scalars))).launch(
+    def load_codes(self, loads: Loads, ring: Ring, shared: Shared, tile: WorkTile, steps: Int32, n: Int32):
+        c = self.c
+        gW = cute.local_tile(loads.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
+        tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.boxes(c), gW)
+        for k in cutlass.range(steps, unroll=1):
+            full = ring.acquire(n + k, c.weight_bytes)
+            for box in cutlass.range_constexpr(c.boxes):
+                from_, to = tWg[None, tile.row, k * c.boxes + box], tWs[None, ring.slot(n + k) * c.boxes + box]
+                cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
+
+    @cute.jit
+    def load_factors(
+        self, flags: Flags, weights: Matrices, part: Int32, ring: Ring, shared: Shared, tile: WorkTile, steps: Int32,
+        n: Int32,
+    ):  # fmt: skip
+        """Every such warp has a stage in turn: its scales are on their way before its place in the ring is free."""
+        lane, warps = cute.arch.lane_idx(), const_expr(self.factor_warps)
+        starts = self.factors.rows(flags, weights, tile, lane)
+        for k in cutlass.range((part + n * (warps - 1)) % warps, steps, warps, unroll=1):
+            rS = self.factors.read(flags, weights, tile, starts, k)
+            full = ring.await_empty(n + k)
+            self.factors.store(rS, lane, shared.factors(ring.slot(n + k)))
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
+
+
+class Experts:
+    """The launches of a call: ``prepare``'s, and one of both products, by roles."""
+
+    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
+        self.by_warp, self.prepare = by_warp, Prepare(up, down, experts, rounded, by_warp)
+        self.up = Product(up, Activation(up, rounded), up.factor_warps)
+        self.down = Product(down, Combine(down), up.factor_warps)
+        self.c, self.mainloop = up, Mainloop(up)  # for both: their work tiles differ in the number of steps alone
+
+    @cute.jit
+    def __call__(
+        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, prepare_blocks: Int32, blocks: Int32, stream: Any
+    ):
+        """``x``: (parts of tokens, whole stages), to be written, as ``Tensors.h`` is."""
+        self.prepare.launch(tensors, x, scalars, prepare_blocks, stream)
+        up_loads, down_loads = (loads(p.c, *p.of(tensors, scalars)) for p in (self.up, self.down))
+        self.kernel(tensors, x, scalars, up_loads, down_loads).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
             preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, source: cute.Tensor, scalars: Scalars, loads: Loads):
-        c = self.c
-        flags, weights = self.of(tensors, scalars)
+    def kernel(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, up_loads: Loads, down_loads: Loads):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
-        readers = const_expr(CONSUMERS + 1 + (0 if c.paired else 1))
         table = (
-            ("stages", c.stages, 3, CONSUMERS), ("tiles", TILES, 1, readers), ("done", COMBINERS, CONSUMERS, 1),
+            ("stages", self.c.stages, 3, CONSUMERS), ("announced", TILES, 1, 1 + self.c.factor_warps),
+            ("tiles", TILES, 1, CONSUMERS + 2), ("done", COMBINERS, CONSUMERS, 1),
         )  # fmt: skip
         made = rings(memory, warp, table)
-        ring, done, tiles = made["stages"], made["done"], Tiles(made["tiles"], memory)
-        shared = Shared(c, memory)
+        ring, done, tiles = made["stages"], made["done"], Tiles(made["announced"], made["tiles"], memory)
+        shared = Shared(self.c, memory)
+        sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
         if warp == CODES:
-            cpasync.prefetch_descriptor(loads.atom)
+            cpasync.prefetch_descriptor(up_loads.atom)
+            cpasync.prefetch_descriptor(down_loads.atom)
+        ticket = Int32(0)
+        if warp == SCHEDULER:  # before all else: every other role waits for it
+            ticket = take(tensors)
+            if const_expr(self.by_warp):
+                sort.run(tensors)
         shared.clear_tokens()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        if const_expr(c.paired):
-            # Only now may the next launch begin: what it then reads without waiting, the sort's work tiles, is there.
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
-        steps = (Int32(weights.codes.shape[2]) * 2 + c.stage - 1) // c.stage
+        products = ((self.up, up_loads), (self.down, down_loads))
+        rows = RowTiles(self.up.row_tiles(tensors.up), self.down.row_tiles(tensors.down))
         if warp < CONSUMERS:
-            self._consume(tensors, scalars, share, steps, ring, tiles, done, shared, warp)
+            self._consume(tensors, scalars, ring, tiles, done, shared, warp)
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CODES:
-                self._load_codes(tensors, loads, share, steps, ring, shared)
+                codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
+                self._bring(tensors, tiles, *codes)
             elif warp == TOKENS:
-                self._load_tokens(tensors, source, share, steps, ring, tiles, shared)
+                self._load_tokens(tensors, x, rows.up, ring, tiles, shared)
             elif warp == SCHEDULER:
-                for turn in cutlass.range(share.count, unroll=1):
-                    tile = share.tile(tensors, turn)
-                    factor = raised(c, flags, weights, tile.expert)
-                    tiles.publish(tensors, turn, tile, factor, combined=not c.paired)
-            elif const_expr(not c.paired):
-                self.epilogue.combine(tensors, share, tiles, done, Int32(0))
+                self._schedule(tensors, scalars, rows, tiles, ticket, sort)
+            else:
+                self._combine(tensors, tiles, done, Int32(0))
         else:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
             if warp > SCHEDULER + COMBINERS:
                 part = warp - SCHEDULER - COMBINERS - 1
-                if part < c.factor_warps:
-                    self._load_factors(tensors, flags, weights, share, steps, ring, shared, part)
-            elif const_expr(not c.paired):
-                self.epilogue.combine(tensors, share, tiles, done, Int32(1))
+                factors = (partial(p.load_factors, *p.of(tensors, scalars), part, ring, shared) for p, _ in products)
+                if part < self.c.factor_warps:
+                    self._bring(tensors, tiles, *factors)
+            else:
+                self._combine(tensors, tiles, done, Int32(1))
 
     @cute.jit
-    def _load_codes(self, tensors: Tensors, loads: Loads, share: Work, steps: Int32, ring: Ring, shared: Shared):
-        c = self.c
-        n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
-            share.prefetch(tensors, turn + 1)  # for all roles: this one is the first to need it
-            gW = cute.local_tile(loads.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
-            tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.sW, gW)
-            for k in cutlass.range(steps, unroll=1):
-                full = ring.acquire(n, c.weight_bytes)
-                for box in cutlass.range_constexpr(c.boxes):
-                    from_, to = tWg[None, tile.row, k * c.boxes + box], tWs[None, ring.slot(n) * c.boxes + box]
-                    cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
-                n += 1
+    def _schedule(self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: Tiles, taken: Int32, sort: Any):
+        """``taken``: the first ticket; the next is always on its way. ``sort``: the block's own, where it has one."""
+        lines, order = tensors.tiles, tensors.order
+        if const_expr(sort is None):
+            cute.arch.griddepcontrol_wait()
+        else:
+            lines, order = sort.sTiles, sort.sOrder
+        tickets = Tickets(rows, lines[0, 0])
+        ticket, turn = cute.arch.shuffle_sync(taken, 0), Int32(0)
+        product, line, tile = tickets.work(lines, ticket)
+        while ticket < tickets.all:
+            taken = take(tensors)
+            tiles.announce(turn, tile, product, line)
+            slot = Int32(0)
+            if cute.arch.lane_idx() < tile.columns:
+                slot = order[tile.first + cute.arch.lane_idx()]
+            factor = Float32(0.0)
+            if product == UP:
+                factor = raised(self.up.c, scalars.up, tensors.up, tile.expert)
+            else:
+                factor = raised(self.down.c, scalars.down, tensors.down, tile.expert)
+            ticket = cute.arch.shuffle_sync(taken, 0)
+            following = tickets.work(lines, ticket)  # on its way before what is published is waited for
+            tiles.publish(tensors, turn, slot, tile.columns, product, factor)
+            product, line, tile = following
+            turn += 1
+        end_tickets(tensors, tickets, ticket)
+        for i in cutlass.range_constexpr(COMBINERS):  # each of which reads every other turn
+            tiles.end(turn + i)
+
+    @cute.jit
+    def _bring(self, tensors: Tensors, tiles: Tiles, up: cutlass.Constexpr, down: cutlass.Constexpr):
+        """What a warp that brings weights does: ``up`` or ``down`` with a work tile, its stages and the first's number,
+        as soon as it is announced."""
+        up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
+        n, turn = Int32(0), Int32(0)
+        product = tiles.await_announced(turn)
+        while product != NONE:
+            tile = tiles.tile(turn)
+            cute.arch.sync_warp()
+            tiles.release_announced(turn)
+            if product == UP:
+                up(tile, up_steps, n)
+                n += up_steps
+            else:
+                down(tile, down_steps, n)
+                n += down_steps
+            turn += 1
+            product = tiles.await_announced(turn)
 
     @cute.jit
     def _load_tokens(
-        self, tensors: Tensors, source: cute.Tensor, share: Work, steps: Int32, ring: Ring, tiles: Tiles,
-        shared: Shared,
-    ):  # fmt: skip
+        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: Tiles, shared: Shared
+    ):
         """A lane has a token, or a part of it, or two."""
         c = self.c
-        if const_expr(not c.paired):  # weights may come before h is there
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
-        n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = tiles.wait(turn)
+        up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
+        n, turn = Int32(0), Int32(0)
+        product = tiles.wait(turn)
+        while product != NONE:
+            tile, line_of_h = tiles.tile(turn), tiles.line(turn)
+            down = product == DOWN
+            steps = cutlass.select_(down, down_steps, up_steps)
             count = tile.columns * c.parts
             starts = []
             for start in cutlass.range_constexpr(0, c.columns * c.parts, 32):
                 line = start + lane
-                row = tile.first * c.parts + line
-                if const_expr(c.paired):
-                    row = tiles.slot(turn, line // c.parts) // top_k * c.parts + line % c.parts
-                starts.append(source.iterator.toint() + Int64(row) * source.stride[0] * 2)
+                of_x = tiles.slot(turn, line // c.parts) // top_k * c.parts + line % c.parts
+                of_h = tile.first * c.parts + line
+                from_x = x.iterator.toint() + Int64(of_x) * x.stride[0] * 2
+                from_h = tensors.h.iterator.toint() + Int64(of_h) * tensors.h.stride[0] * 2
+                starts.append(cutlass.select_(down, from_h, from_x))
             cute.arch.sync_warp()
             tiles.release(turn)
+            if down:
+                await_h(tensors, line_of_h, parts_of_h)
             for k in cutlass.range(steps, unroll=1):
                 full = ring.acquire(n, count * (c.stage * 2))
                 cute.arch.sync_warp()  # announced before it begins
@@ -156,62 +247,49 @@ class Product:
                         to = shared.tokens(ring.slot(n)) + line * c.token_row_bytes
                         memory_ops.bulk_load(to, starts[i] + Int64(k) * (c.stage * 2), Int32(c.stage * 2), full.toint())
                 n += 1
-
-    @cute.jit
-    def _load_factors(
-        self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, steps: Int32, ring: Ring, shared: Shared,
-        part: Int32,
-    ):  # fmt: skip
-        """Every such warp has a stage in turn: its scales are on their way before its place in the ring is free."""
-        lane, warps = cute.arch.lane_idx(), const_expr(self.c.factor_warps)
-        n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
-            starts = self.factors.rows(flags, weights, tile, lane)
-            for k in cutlass.range((part + n * (warps - 1)) % warps, steps, warps, unroll=1):
-                rS = self.factors.read(flags, weights, tile, starts, k)
-                full = ring.await_empty(n + k)
-                self.factors.store(rS, lane, shared.factors(ring.slot(n + k)))
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(full)
-            n += steps
+            turn += 1
+            product = tiles.wait(turn)
 
     @cute.jit
     def _consume(
-        self, tensors: Tensors, scalars: Scalars, share: Work, steps: Int32, ring: Ring, tiles: Tiles, done: Ring,
-        shared: Shared, warp: Int32,
-    ):  # fmt: skip
+        self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, done: Ring, shared: Shared, warp: Int32
+    ):
         rSum = self.mainloop.sums()
-        n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = tiles.wait(turn)
+        up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
+        n, turn = Int32(0), Int32(0)
+        product = tiles.wait(turn)
+        while product != NONE:
+            tile = tiles.tile(turn)
+            steps = cutlass.select_(product == UP, up_steps, down_steps)
             self.mainloop.run(rSum, tile.columns, steps, n, ring, shared, warp)
             self.mainloop.join_slices(rSum, shared, warp)
-            self.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
+            if product == UP:
+                self.up.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
+            else:
+                self.down.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
             cute.arch.sync_warp()
             tiles.release(turn)
-            if const_expr(not self.c.paired):
-                full = done.await_empty(turn)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(full)
+            full = done.await_empty(turn)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
             n += steps
-
-
-class Experts:
-    """The launches of a call."""
-
-    def __init__(self, up: Config, down: Config, experts: int, rounded: Any):
-        self.prepare = Prepare(up, down, experts, rounded)
-        self.up = Product(up, Activation(up, rounded))
-        self.down = Product(down, Combine(down))
+            turn += 1
+            product = tiles.wait(turn)
 
     @cute.jit
-    def __call__(
-        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, blocks: Int32, up_blocks: Int32, down_blocks: Int32,
-        stream: Any,
-    ):  # fmt: skip
-        """``x``: (parts of tokens, whole stages), to be written, as ``Tensors.h`` is."""
-        self.prepare.launch(tensors, x, scalars, blocks, stream)
-        self.up.launch(tensors, x, scalars, up_blocks, stream)
-        self.down.launch(tensors, tensors.h, scalars, down_blocks, stream)
+    def _combine(self, tensors: Tensors, tiles: Tiles, done: Ring, first: Int32):
+        """What is left to do with every ``COMBINERS``-th work tile, while the next ones are multiplied."""
+        turn = first
+        product = tiles.wait(turn)
+        while product != NONE:
+            if product == UP:
+                line = tiles.line(turn)
+                cute.arch.sync_warp()
+                tiles.release(turn)
+                done.wait(turn)
+                h_has_come(tensors, line)
+                done.release(turn)
+            else:
+                self.down.epilogue.combine(tensors, tiles, done, turn)
+            turn += COMBINERS
+            product = tiles.wait(turn)

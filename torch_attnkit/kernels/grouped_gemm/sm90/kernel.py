@@ -16,19 +16,18 @@ from .wgmma import ManyTokens
 
 def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
-    row_warps: tuple[int, int], scale_vectors: tuple[int, int],
+    row_warps: int, scale_vectors: tuple[int, int], by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``experts``: room for so many; of both products ``row_warps`` as in ``Config``;
-    ``scale_vectors``: the bytes of scales that a load takes."""
+    """``experts``: room for so many; ``row_warps`` as in ``Config``; ``scale_vectors``: of both products the bytes of
+    scales that a load takes; ``by_warp``: whether slots are few enough for ``SortByWarp``."""
     up, down = (
-        Config(format, warps, dtype, activations, columns, paired, vector)
-        for paired, warps, vector in zip((True, False), row_warps, scale_vectors, strict=True)
+        Config(format, row_warps, dtype, activations, columns, paired, vector)
+        for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
-    tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, "bf16")
+    tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype, "bf16")
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
-    return Experts(up, down, experts, ROUNDED[activations]), [
-        tensors, x, scalars, up_blocks, up_blocks, down_blocks, stream,
-    ]  # fmt: skip
+    made = Experts(up, down, experts, ROUNDED[activations], by_warp)
+    return made, [tensors, x, scalars, prepare_blocks, blocks, stream]
 
 
 def trace_wgmma(

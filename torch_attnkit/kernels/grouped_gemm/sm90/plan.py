@@ -10,7 +10,7 @@ import torch
 from torch_attnkit.core.spec import short
 
 from ..problem import BLOCK, Problem, Weights
-from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, STRADDLING, WARP_ROWS, WIDTHS, Config
+from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, STRADDLING, WARP_ROWS, WARP_SLOTS, WIDTHS, Config
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
@@ -18,8 +18,8 @@ _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
 # 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
 _ROOM = 1.5
-# What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach: 172 us with
-# 128 rows, 174 with 64, 195 with 32.
+# What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach, when either
+# product was a launch: 172 us with 128 rows, 174 with 64, 195 with 32.
 _COST = {8: 1.0, 4: 1.02, 2: 1.15}
 # Tokens of an expert, from which on products are by wgmma. H200, the same experts: with 24 tokens an expert 1670 us by
 # wgmma, with 12 1321 by mma.sync. They were last timed beside each other before both became faster: 1956 by wgmma for
@@ -50,7 +50,8 @@ class Plan:
     counters: tuple[int, int]
     x_rows: tuple[int, int]  # shape of x as the first product wants it, and so on
     h_rows: tuple[int, int]
-    row_warps: tuple[int, int]
+    row_warps: int
+    by_warp: bool  # slots are so few that every block sorts them for itself
     scale_vectors: tuple[int, int]
 
 
@@ -64,13 +65,12 @@ def plan(problem: Problem, sms: int) -> Plan:
     wanted = min(p.tokens, _ROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
-    row_warps = tuple(_row_warps(p, w, columns, tiles, sms) for w in (p.up, p.down))
-    up_tiles, down_tiles = (
-        -(-w.rows // (WARP_ROWS * warps)) for w, warps in zip((p.up, p.down), row_warps, strict=True)
-    )
-    up, down = (_config(p, warps, columns) for warps in row_warps)
-    x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w, c in zip((p.up, p.down), (up, down), strict=True))
+    row_warps = _row_warps(p, columns, tiles, sms)
+    c = _config(p, row_warps, columns)
+    up_tiles, down_tiles = (-(-w.rows // c.rows) for w in (p.up, p.down))
+    x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w in (p.up, p.down))
     spans = p.tokens * x_columns // SPAN
+    by_warp = p.slots <= WARP_SLOTS
     return Plan(
         token_widths=(),
         group=0,
@@ -78,14 +78,14 @@ def plan(problem: Problem, sms: int) -> Plan:
         experts=_room_for(p.experts),
         tiles=tiles,
         blocks=(
-            1 + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
-            min(sms, tiles * up_tiles),
-            min(sms, tiles * down_tiles),
+            (not by_warp) + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
+            min(sms, tiles * max(up_tiles, down_tiles)),
         ),
-        counters=(p.tokens, down_tiles),
-        x_rows=(p.tokens * up.parts, x_columns),
-        h_rows=(p.slots * down.parts, h_columns),
+        counters=(p.tokens + 1, down_tiles),
+        x_rows=(p.tokens * c.parts, x_columns),
+        h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
+        by_warp=by_warp,
         scale_vectors=(_vector(p, p.up, False), _vector(p, p.down, False)),
     )
 
@@ -105,7 +105,8 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, x_spans * SPAN),
         h_rows=(p.slots, h_spans * SPAN),
-        row_warps=(warps, warps),
+        row_warps=warps,
+        by_warp=False,
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
     )
 
@@ -115,19 +116,23 @@ def _room_for(experts: int) -> int:
 
 
 def _config(p: Problem, row_warps: int, columns: int) -> Config:
-    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, False, 1)
+    """Of the first product, which needs more shared memory beside its stages."""
+    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, True, 1)
 
 
-def _row_warps(p: Problem, weights: Weights, columns: int, tiles: int, sms: int) -> int:
+def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
     """Rows of a work tile, by the share of the multiprocessors that have work to the end; few rows load less well, and
-    many tokens leave no room for their stages."""
+    many tokens leave no room for their stages. Blocks take work tiles one by one, those of the second product last."""
 
     def idle(warps: int) -> float:
-        units = tiles * -(-weights.rows // (WARP_ROWS * warps))
-        return -(-units // sms) * sms / units
+        c = _config(p, warps, columns)
+        up, down = (-(-w.columns // c.stage) for w in (p.up, p.down))  # stages of a work tile
+        stages = tiles * sum(-(-w.rows // c.rows) * n for w, n in ((p.up, up), (p.down, down)))
+        last = max(down, 1) * sms
+        return -(-stages // last) * last / max(stages, 1)
 
     # A work tile of the first product has whole blocks of features, where they are rounded.
-    fewer = (4,) if p.activations != "none" and weights is p.up else (4, 2)
+    fewer = (4,) if p.activations != "none" else (4, 2)
     some = [warps for warps in fewer if _config(p, warps, columns).stages >= _LEAST_STAGES]
     return min((CONSUMERS, *some), key=lambda warps: idle(warps) * _COST[warps])
 

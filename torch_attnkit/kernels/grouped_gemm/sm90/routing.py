@@ -1,8 +1,9 @@
 """From choices to work: slots in the order of their experts, and the work tiles of each expert.
 
-One block, or all blocks together where slots are many, counts the choices of every expert, adds the counts up, and puts
-every slot where the next one of its expert goes. In which order an expert's slots come is left to chance and changes no
-result: a token's sums do not depend on what else is in its work tile. Imports cutlass.
+One block, or all blocks together where slots are many, or a warp of every block where they are few, counts the choices
+of every expert, adds the counts up, and puts every slot where the next one of its expert goes. In which order an
+expert's slots come changes no result, and is left to chance unless a warp sorts: a token's sums do not depend on what
+else is in its work tile. Imports cutlass.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from cutlass import Int32
 
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.ring import Fixed
 
 from .arguments import Tensors, chosen
+from .config import WARP_SLOTS
 
 THREADS = 1024
 _AT_ONCE = 8  # slots whose choices a thread has on their way
@@ -114,6 +117,72 @@ class Sort:
             a += sSum[w, 0]
             b += sSum[w, 1]
         return a - slots, b - tiles
+
+
+class SortByWarp(Fixed):
+    """Few slots by one warp of a block, for that block alone: ``order`` and ``tiles`` in shared memory, as ``Tensors``
+    has them. All blocks come to the same."""
+
+    _EACH = WARP_SLOTS // 32  # slots of a lane, 32 apart
+
+    def __init__(self, columns: int, memory: Any):
+        self.columns = columns
+        self.sOrder = memory.allocate_tensor(Int32, cute.make_layout(WARP_SLOTS), 16)
+        lines = cute.make_layout((1 + WARP_SLOTS, 4), stride=(4, 1))
+        self.sTiles = memory.allocate_tensor(Int32, lines, 16)
+
+    @cute.jit
+    def run(self, tensors: Tensors):
+        """Every lane compares the experts of its slots with those of all others."""
+        lane = cute.arch.lane_idx()
+        top_k = Int32(tensors.indices.shape[1])
+        slots = Int32(tensors.indices.shape[0]) * top_k
+        mine = [lane + 32 * i for i in range(self._EACH)]
+        experts = []
+        for slot in mine:
+            known = cutlass.min(slot, slots - 1)
+            e = chosen(tensors, known // top_k, known % top_k)
+            experts.append(cutlass.select_(slot < slots, e, Int32(-1)))
+        # Slots of the same expert, those of them that come before, and slots of experts that come before.
+        count, rank, first = ([Int32(0)] * self._EACH for _ in range(3))
+        for other in cutlass.range(slots, unroll=1):
+            e = self._of(experts, other)
+            same = [self._one(x == e) for x in experts]
+            count = [n + x for n, x in zip(count, same, strict=True)]
+            rank = [n + self._one(other < slot) * x for n, slot, x in zip(rank, mine, same, strict=True)]
+            first = [n + self._one((e >= 0) & (e < x)) for n, x in zip(first, experts, strict=True)]
+        tiles = [(n + self.columns - 1) // self.columns for n in count]  # of the slot's expert
+        begins = [
+            cutlass.select_((n == 0) & (e >= 0), t, Int32(0)) for n, e, t in zip(rank, experts, tiles, strict=True)
+        ]
+        before, total = [Int32(0)] * self._EACH, Int32(0)
+        for other in cutlass.range(slots, unroll=1):
+            e, n = self._of(experts, other), self._of(begins, other)
+            before = [x + self._one(e < mine_) * n for x, mine_ in zip(before, experts, strict=True)]
+            total += n
+        if lane == 0:
+            self.sTiles[0, 0] = total
+        for i in cutlass.range_constexpr(self._EACH):
+            if experts[i] >= 0:
+                self.sOrder[first[i] + rank[i]] = mine[i]
+            for tile in cutlass.range(begins[i], unroll=1):
+                # As many tokens each, or one more.
+                size, more = count[i] // tiles[i], count[i] % tiles[i]
+                line = 1 + before[i] + tile
+                self.sTiles[line, 0] = experts[i]
+                self.sTiles[line, 1] = first[i] + tile * size + cutlass.min(tile, more)
+                self.sTiles[line, 2] = size + self._one(tile < more)
+        cute.arch.sync_warp()
+
+    def _of(self, values: list[Int32], slot: Int32) -> Int32:
+        """What the lane of a slot has of it."""
+        found = cute.arch.shuffle_sync(values[0], slot % 32)
+        for i in range(1, self._EACH):
+            found = cutlass.select_(slot >= 32 * i, cute.arch.shuffle_sync(values[i], slot % 32), found)
+        return found
+
+    def _one(self, condition: Any) -> Int32:
+        return cutlass.select_(condition, Int32(1), Int32(0))
 
 
 class SortTogether:

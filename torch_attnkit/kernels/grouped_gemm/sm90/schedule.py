@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from torch_attnkit.cuda import memory_ops
+from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring
 
 from .arguments import Tensors, chosen
@@ -57,53 +58,173 @@ def work(tensors: Tensors, row_tiles: Int32) -> Work:
     return Work(block, blocks, row_tiles, count)
 
 
-_HEADER = 8  # words of a work tile in shared memory before those of its tokens
+UP, DOWN, NONE = 0, 1, -1  # to which product a work tile belongs; none is left
 _AT_ONCE = 8  # of a token's choices that a lane has on their way
-_FACTOR = len(WorkTile._fields)
+
+
+class RowTiles(NamedTuple):
+    """Tiles of rows of both products' weights."""
+
+    up: Int32
+    down: Int32
+
+
+class Tickets(NamedTuple):
+    """Work tiles as blocks take them, one by one: all of the first product, then all of the second, those of an expert
+    one after another. So whoever has one of the second knows that all of the first have been taken, by blocks that run:
+    it does not matter when, or whether, the other blocks begin."""
+
+    row_tiles: RowTiles
+    token_tiles: Int32
+
+    @property
+    def ups(self) -> Int32:
+        return self.token_tiles * self.row_tiles.up
+
+    @property
+    def all(self) -> Int32:
+        return self.token_tiles * (self.row_tiles.up + self.row_tiles.down)
+
+    @cute.jit
+    def work(self, lines: cute.Tensor, ticket: Int32):
+        """Product, tile of tokens and work tile; ``lines`` as ``Tensors.tiles``."""
+        down = ticket >= self.ups
+        rest = cutlass.select_(down, ticket - self.ups, ticket)
+        each = cutlass.select_(down, self.row_tiles.down, self.row_tiles.up)
+        line = rest // each
+        expert, first, columns = Int32(0), Int32(0), Int32(0)
+        if ticket < self.all:
+            expert, first, columns = lines[1 + line, 0], lines[1 + line, 1], lines[1 + line, 2]
+        product = cutlass.select_(down, Int32(DOWN), Int32(UP))
+        return product, line, WorkTile(expert, first, columns, rest % each)
+
+
+def _tickets(tensors: Tensors) -> cute.Pointer:
+    """How many work tiles were taken: a counter behind those of tokens."""
+    return tensors.count.iterator + Int32(tensors.indices.shape[0]) * tensors.count.stride[0]
+
+
+@cute.jit
+def take(tensors: Tensors):
+    """A ticket, in lane 0, which nothing waits for until it is used."""
+    ticket = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        ticket = cute.arch.atomic_add(_tickets(tensors), Int32(1), sem="relaxed", scope="gpu")
+    return ticket
+
+
+@cute.jit
+def end_tickets(tensors: Tensors, tickets: Tickets, ticket: Int32):
+    """The last of all blocks to find none left sets the counter back."""
+    if (cute.arch.lane_idx() == 0) & (ticket == tickets.all + cute.arch.grid_dim()[0] - 1):
+        cute.arch.atomic_add(_tickets(tensors), -(ticket + 1), sem="relaxed", scope="gpu")
+
+
+def _parts_of_h(tensors: Tensors, line: Int32) -> Int64:
+    """Where is counted how many tiles of rows of the first product a tile of tokens has had."""
+    slots = Int32(tensors.indices.shape[0]) * Int32(tensors.indices.shape[1])
+    return tensors.order.iterator.toint() + Int64(slots + line) * 4
+
+
+@cute.jit
+def h_has_come(tensors: Tensors, line: Int32):
+    """By one warp that knows of the stores: a part of h is there for all blocks. It will be read by bulk copies, which
+    are of another proxy than stores."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.fence_proxy("async.global")
+        op.add_acq_rel(_parts_of_h(tensors, line), Int32(1))
+
+
+@cute.jit
+def await_h(tensors: Tensors, line: Int32, parts: Int32):
+    """By one warp: until all of h is there of a tile of tokens."""
+    if cute.arch.lane_idx() == 0:
+        while memory_ops.load_acquire(_parts_of_h(tensors, line)) < parts:
+            pass
+    cute.arch.sync_warp()
+    cute.arch.fence_proxy("async.global")
+
+
+_PRODUCT = len(WorkTile._fields)  # words of a work tile in shared memory: of ``WorkTile``, and
+_LINE, _FACTOR = _PRODUCT + 1, _PRODUCT + 2
+_HEADER = 8  # words before those of its tokens
+assert _FACTOR < _HEADER
 assert MOST_COLUMNS == 32  # a lane each
 
 
 class Tiles(Fixed):
-    """Work tiles and what is asked for each of their tokens, in a ring of shared memory that one warp writes ahead."""
+    """Work tiles and what is asked for each of their tokens, in a ring of shared memory that one warp writes ahead.
+    Which weights are wanted is known first (``announced``), what needs more loads is there later (``ring``)."""
 
-    def __init__(self, ring: Ring, memory: Any):
-        self.ring = ring
+    def __init__(self, announced: Ring, ring: Ring, memory: Any):
+        self.announced, self.ring = announced, ring
         words = cute.make_layout((_HEADER + 3 * MOST_COLUMNS, TILES), stride=(1, _HEADER + 3 * MOST_COLUMNS))
         self.sWords = memory.allocate_tensor(Int32, words, 16)
 
     @cute.jit
-    def publish(self, tensors: Tensors, turn: Int32, tile: WorkTile, factor: Float32, combined: cutlass.Constexpr):
-        """``factor``: what sums have to be multiplied by. Where tokens' results are ``combined``, their weights and how
-        many there are of a token go with them."""
-        lane = cute.arch.lane_idx()
-        top_k = Int32(tensors.indices.shape[1])
-        slot, weight, choices = Int32(0), Float32(0.0), Int32(0)
-        if lane < tile.columns:
-            slot = tensors.order[tile.first + lane]
-            if const_expr(combined):
-                weight = tensors.weights[slot // top_k, slot % top_k]
-                for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
-                    some = [chosen(tensors, slot // top_k, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
-                    for i in cutlass.range_constexpr(_AT_ONCE):
-                        choices += cutlass.select_((k + i < top_k) & (some[i] >= 0), Int32(1), Int32(0))
-        full, place = self.ring.await_empty(turn), self.ring.slot(turn)
-        if lane == 0:
-            for i, word in enumerate((*tile, factor.bitcast(Int32))):
+    def announce(self, turn: Int32, tile: WorkTile, product: Int32, line: Int32):
+        """``line``: number of its tile of tokens."""
+        self.ring.await_empty(turn)
+        full, place = self.announced.await_empty(turn), self.ring.slot(turn)
+        if cute.arch.lane_idx() == 0:
+            for i, word in enumerate((*tile, product, line)):
                 self.sWords[i, place] = word
-        self.sWords[_HEADER + lane, place] = slot
-        if const_expr(combined):
-            self.sWords[_HEADER + MOST_COLUMNS + lane, place] = weight.bitcast(Int32)
-            self.sWords[_HEADER + 2 * MOST_COLUMNS + lane, place] = choices
-        cute.arch.sync_warp()  # orders the warp's stores before the arrival
-        with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full)
 
-    def wait(self, turn: Int32) -> WorkTile:
+    @cute.jit
+    def publish(self, tensors: Tensors, turn: Int32, slot: Int32, columns: Int32, product: Int32, factor: Float32):
+        """``slot``: a lane's token's; ``factor``: what sums have to be multiplied by. Tokens' results of the second
+        product are combined: their weights and how many there are of a token go with them."""
+        lane = cute.arch.lane_idx()
+        top_k = Int32(tensors.indices.shape[1])
+        weight, choices = Float32(0.0), Int32(0)
+        if (product == DOWN) & (lane < columns):
+            weight = tensors.weights[slot // top_k, slot % top_k]
+            for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
+                some = [chosen(tensors, slot // top_k, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
+                for i in cutlass.range_constexpr(_AT_ONCE):
+                    choices += cutlass.select_((k + i < top_k) & (some[i] >= 0), Int32(1), Int32(0))
+        place = self.ring.slot(turn)
+        if lane == 0:
+            self.sWords[_FACTOR, place] = factor.bitcast(Int32)
+        for i, word in enumerate((slot, weight.bitcast(Int32), choices)):
+            self.sWords[_HEADER + i * MOST_COLUMNS + lane, place] = word
+        cute.arch.sync_warp()  # orders the warp's stores before the arrival
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.ring.full + place)
+
+    @cute.jit
+    def end(self, turn: Int32):
+        """No work tile is left."""
+        self.announce(turn, WorkTile(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(NONE), Int32(0))
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.ring.full + self.ring.slot(turn))
+
+    def await_announced(self, turn: Int32) -> Int32:
+        """The product; readers call ``release_announced``."""
+        self.announced.wait(turn)
+        return self._word(turn, _PRODUCT)
+
+    def wait(self, turn: Int32) -> Int32:
+        """The product; readers call ``release``."""
         self.ring.wait(turn)
-        return WorkTile(*(self.sWords[i, self.ring.slot(turn)] for i in range(_FACTOR)))
+        return self._word(turn, _PRODUCT)
+
+    def release_announced(self, turn: Int32) -> None:
+        self.announced.release(turn)
 
     def release(self, turn: Int32) -> None:
         self.ring.release(turn)
+
+    def _word(self, turn: Int32, i: int) -> Int32:
+        """Known to be the same in all lanes, it takes none of their registers."""
+        return cute.arch.make_warp_uniform(self.sWords[i, self.ring.slot(turn)])
+
+    def tile(self, turn: Int32) -> WorkTile:
+        return WorkTile(*(self._word(turn, i) for i in range(_PRODUCT)))
+
+    def line(self, turn: Int32) -> Int32:
+        return self._word(turn, _LINE)
 
     def factor(self, turn: Int32) -> Float32:
         return self.sWords[_FACTOR, self.ring.slot(turn)].bitcast(Float32)

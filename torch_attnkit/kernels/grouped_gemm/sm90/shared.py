@@ -26,19 +26,24 @@ class Loads(NamedTuple):
 
 
 class Shared(Fixed):
-    """Addresses in shared memory, and the ring's weights for TMA."""
+    """Addresses in shared memory, and the ring's weights for TMA. Stages of both products are of the same sizes; what
+    is ``config``'s alone is what the first of them needs beside its stages."""
 
     def __init__(self, config: Config, memory: Any):
         self.c = config
-        box = box_layout(config)
-        boxes = cute.make_layout(config.stages * config.boxes, stride=config.rows * ROW_BYTES)
-        self.sW = memory.allocate_tensor(
-            Uint8, cute.append(box, boxes), 1024, swizzle=cute.make_swizzle(3, 4, 3)
-        )  # (rows, bytes, boxes)
+        self.sW = memory.allocate_tensor(Uint8, self._boxes(config), 1024, swizzle=cute.make_swizzle(3, 4, 3))
         self._tokens = memory.allocate(config.stages * config.token_bytes, 128).toint()
         self._factors = memory.allocate(config.stages * config.factor_bytes, 128).toint()
         self.sums = memory.allocate(config.sum_bytes, 128).toint() if config.sum_bytes else Int32(0)
         self.results = memory.allocate(config.result_bytes, 128).toint() if config.result_bytes else Int32(0)
+
+    def _boxes(self, config: Config) -> cute.Layout:
+        boxes = cute.make_layout(self.c.stages * config.boxes, stride=config.rows * ROW_BYTES)
+        return cute.append(box_layout(config), boxes)
+
+    def boxes(self, config: Config) -> cute.Tensor:
+        """(rows, bytes, boxes) as a product's rows are."""
+        return cute.make_tensor(self.sW.iterator, self._boxes(config))
 
     def weights(self, stage: Int32) -> Int32:
         """(slice, row, chunk) of 16 bytes."""
