@@ -115,8 +115,9 @@ class Config:
 
     @property
     def result_bytes(self) -> int:
-        """Features of a work tile that are rounded together."""
-        return self.columns * self.result_pitch * 4 if self.paired and self.activations != "none" else 0
+        """Features of a work tile that are rounded together, of so many tokens at a time."""
+        tokens = min(self.columns, MOST_COLUMNS)
+        return tokens * self.result_pitch * 4 if self.paired and self.activations != "none" else 0
 
     @property
     def stages(self) -> int:
@@ -161,5 +162,5 @@ class WgmmaConfig(Config):
 
     @property
     def token_stages(self) -> int:
-        rest = _SHARED - self.weight_stages * (self.weight_bytes + self.factor_bytes)
+        rest = _SHARED - self.weight_stages * (self.weight_bytes + self.factor_bytes) - self.result_bytes
         return min(_MOST_TOKEN_STAGES, rest // self.token_bytes)
