@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.fp4_weights import both, decode
+from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
@@ -190,7 +190,7 @@ class Mainloop:
     def _pair(self, factors: Uint32) -> tuple[Uint32, Uint32]:
         """Of a row's 32 numbers, the first and the second 16."""
         if self.c.format == "nvfp4":
-            return both(factors & 0xFFFF), both(factors >> 16)
+            return both_of_two(factors)
         return both(factors), both(factors)
 
 
