@@ -188,7 +188,7 @@ class Mainloop:
 
     @cute.jit
     def _load_next(self, w: Consumer, n: Int32, k: Int32, end: cutlass.Boolean, turns: Int32, last: cutlass.Boolean):
-        """The first span behind turn k; behind the very last, which nothing follows into the ring, one that is there."""
+        """The first span behind turn k; behind the very last, which nothing follows, one that is there."""
         none = cutlass.select_(end & last, Int32(1), Int32(0))
         if const_expr(self.c.spans == _SPANS):
             fill, span = n + k + 1 - none, Int32(0)
