@@ -132,6 +132,9 @@ def test_every_scale_and_code_is_decoded(simulated, format):
     decode = fp8.e4m3_decode if format == "nvfp4" else fp8.ue8m0_decode
     want = e2m1.decode(w2[0, :, 0] & 15) * decode(scales)
     assert torch.equal(got[0].float(), want.to(torch.bfloat16).float())
+    w2_scale.fill_(0x7F if format == "nvfp4" else 0xFF)
+    with torch_attnkit.simulate("sm90"):
+        assert bool(torch.ops.attnkit.fp4_moe(*args, format=format).isnan().all())
 
 
 def problem(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:

@@ -24,7 +24,8 @@ _SHARED = 223 * 1024  # of a block, without barriers, work tiles and what sorts 
 _PAD = 16  # bytes between tokens in shared memory: rows that are read at once begin in different banks
 _MOST_STAGES = 4
 _MOST_TOKEN_STAGES = 12
-TOKEN_STAGE = 64  # numbers of a token in a stage of a ring of its own: 128 bytes, which TMA swizzles
+TOKEN_BOX = 64  # numbers of a token that TMA brings at a time to a ring of its own: 128 bytes, which it swizzles
+_NARROW = 96  # tokens of a work tile, up to which a stage of tokens has two boxes
 LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
 SCALERS = 2  # these others, each with a part of the rows
 _WEIGHT_ROOM = ((96, 120 * 1024), (160, 60 * 1024), (256, 40 * 1024))  # by the most tokens of a work tile
@@ -116,8 +117,9 @@ class Config:
 
     @property
     def result_bytes(self) -> int:
-        """Features of a work tile that are rounded together."""
-        return self.columns * self.result_pitch * 4 if self.paired and self.activations != "none" else 0
+        """Features of a work tile that are rounded together, of so many tokens at a time."""
+        tokens = min(self.columns, MOST_COLUMNS)
+        return tokens * self.result_pitch * 4 if self.paired and self.activations != "none" else 0
 
     @property
     def stages(self) -> int:
@@ -145,8 +147,19 @@ class WgmmaConfig(Config):
         return 1
 
     @property
+    def token_boxes(self) -> int:
+        """Of a stage of tokens."""
+        return 2 if self.columns <= _NARROW else 1
+
+    @property
+    def spans(self) -> int:
+        """That are multiplied from one branch to the next. Two cost fewer instructions, which is what narrow work tiles
+        wait for, and some products with zeros at the end of rows that are no multiple of both."""
+        return 2 if self.columns <= _NARROW else 1
+
+    @property
     def token_bytes(self) -> int:
-        return self.columns * TOKEN_STAGE * 2
+        return self.columns * self.token_boxes * TOKEN_BOX * 2
 
     @property
     def slices(self) -> int:
@@ -168,5 +181,6 @@ class WgmmaConfig(Config):
 
     @property
     def token_stages(self) -> int:
-        rest = _SHARED - self.weight_stages * (self.weight_bytes + self.factor_bytes)
-        return min(_MOST_TOKEN_STAGES, rest // self.token_bytes)
+        rest = _SHARED - self.weight_stages * (self.weight_bytes + self.factor_bytes) - self.result_bytes
+        stages = min(_MOST_TOKEN_STAGES, rest // self.token_bytes)
+        return stages if self.token_boxes == 1 else 1 << stages.bit_length() - 1

@@ -33,25 +33,27 @@ class Factors:
         """The scales of stage k."""
         return self.read(flags, weights, tile, self.rows(flags, weights, tile, lane), k)
 
+    @cute.jit
     def rows(self, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32) -> list[Int64]:
-        """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on; -1 for a
-        row beyond the last."""
+        """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on. A row
+        beyond the last has the last one's: nobody looks at what it gives."""
         c = self.c
         rows, scale = Int32(weights.codes.shape[1]), weights.scale
-        base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
-        starts = []
-        for i in range(c.rows // 32):
-            local = lane + 32 * i
-            row = tile.row * c.rows + local
-            inside = row < rows
-            if c.paired:
-                feature, up = tile.row * c.features + local // 16 * 8 + local % 8, local // 8 % 2
-                inside = feature < rows // 2
-                row = cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * (rows // 2))
-            line = Int64(row) * scale.stride[1]
-            tiled = Int64(row // 128) * (Int32(scale.shape[2]) * 128) + row % 32 * 16 + row % 128 // 32 * 4
-            start = cutlass.select_(flags.swizzled != 0, tiled, base + line)
-            starts.append(cutlass.select_(inside, start, Int64(-1)))
+        first, step = tile.row * c.rows + lane, Int32(32)
+        if const_expr(c.paired):
+            feature, up = tile.row * c.features + lane // 16 * 8 + lane % 8, lane // 8 % 2
+            turns = flags.interleaved != 0
+            first = cutlass.select_(turns, feature * 2 + up, feature + up * (rows // 2))
+            step = cutlass.select_(turns, Int32(32), Int32(16))
+        starts = [Int64(cutlass.min(first + i * step, rows - 1)) for i in range(c.rows // 32)]
+        if flags.swizzled != 0:
+            for i in cutlass.range_constexpr(c.rows // 32):
+                row = Int32(starts[i])
+                starts[i] = Int64(row // 128) * (Int32(scale.shape[2]) * 128) + row % 32 * 16 + row % 128 // 32 * 4
+        else:
+            base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
+            for i in cutlass.range_constexpr(c.rows // 32):
+                starts[i] = base + starts[i] * scale.stride[1]
         return starts
 
     @cute.jit
@@ -61,26 +63,23 @@ class Factors:
         fragments = copies.fragments(c.rows // 32, c.scales // 4, Uint32)
         first = k * c.scales
         left = Int32(weights.codes.shape[2]) * 2 // c.block - first
-        for i in cutlass.range_constexpr(len(starts)):
-            fragments[i].fill(0)
         if flags.swizzled != 0:
             base = weights.scale.iterator.toint() + Int64(tile.expert) * weights.scale.stride[0]
             for i in cutlass.range_constexpr(len(starts)):
-                if starts[i] >= 0:
-                    self._load_tiles(flags, weights.scale, base, starts[i] + first // 4 * 512, left, fragments[i])
+                self._load_tiles(flags, weights.scale, base, starts[i] + first // 4 * 512, left, fragments[i])
         else:
             for i in cutlass.range_constexpr(len(starts)):
-                if starts[i] >= 0:
-                    if const_expr(c.scale_vector == STRADDLING):
-                        self._load_straddling(starts[i] + first, left, fragments[i])
-                    else:
-                        self._load_line(starts[i] + first, left, fragments[i])
+                if const_expr(c.scale_vector == STRADDLING):
+                    self._load_straddling(starts[i] + first, left, fragments[i])
+                else:
+                    self._load_line(starts[i] + first, left, fragments[i])
         return fragments
 
     @cute.jit
     def _load_tiles(self, flags: Flags, scale: cute.Tensor, base: Int64, line: Int64, left: Int32, rS: cute.Tensor):
         """Words of the 128x4 layout, 512 bytes apart; of their bytes the first ``left`` count."""
         v = const_expr(min(self.c.scale_vector or 4, 4))
+        rS.fill(0)
         for j in cutlass.range_constexpr(cute.size(rS)):
             if left > 4 * j:
                 place = line + 512 * j
@@ -95,8 +94,9 @@ class Factors:
     def _load_line(self, address: Int64, left: Int32, rS: cute.Tensor):
         """Bytes that follow each other, of which whole loads count."""
         v = const_expr(self.c.scale_vector)
+        rS.fill(0)
         for j in cutlass.range_constexpr(self.c.scales // v):
-            if left > j * v:
+            if (j == 0) | (left > j * v):
                 if const_expr(v < 4):
                     rS[j * v // 4] = rS[j * v // 4] | (_scalar(address + j * v, v) << (j * v % 4 * 8))
                 else:

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.fp4_weights import both, decode
+from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
 from torch_attnkit.cuda.ring import Ring
 
 from .config import BOX, BOXES, CONSUMERS, SPAN, WARP_ROWS, Config
@@ -122,8 +122,7 @@ class Mainloop:
     def _factors(self, address: Int32) -> tuple[Uint32, Uint32]:
         """Of a row's 32 numbers, the first and the second 16."""
         if self.c.format == "nvfp4":
-            two = load_words(address, 1)[0]
-            return both(two & 0xFFFF), both(two >> 16)
+            return both_of_two(load_words(address, 1)[0])
         one = both(Uint32(load_words(address, 1, Uint16)[0]))
         return one, one
 

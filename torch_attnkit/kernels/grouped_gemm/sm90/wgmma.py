@@ -24,18 +24,16 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.fp4_weights import both, decode
+from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import BOX, LOADERS, SCALERS, SPAN, TOKEN_STAGE, WgmmaConfig
+from .config import BOX, LOADERS, SCALERS, SPAN, TOKEN_BOX, WgmmaConfig
 from .epilogue import raised
 from .factors import Factors
 from .mainloop import load_words
-from .permute import Round, Rows, SortAndPermute, SortAndRound
-from .results import Permuted, Plain, Results
-from .rounding import ROUNDED
-from .routing import SortTogether
+from .permute import SortAndPermute
+from .results import Permuted, Results, Rounded
 from .schedule import Work, WorkTile, work
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
 from .total import Total
@@ -43,12 +41,11 @@ from .total import Total
 _THREADS = 128  # of a warpgroup
 _STEP = 16  # numbers of a row that one ``wgmma`` takes
 _STEPS = SPAN // _STEP
-_SLOT_STEPS = TOKEN_STAGE // _STEP
+_BOX_STEPS = TOKEN_BOX // _STEP
 _SETS = 2  # of registers for decoded words: one is multiplied while the other is written
 # Of a thread that loads and of one that multiplies, by the warps that multiply: together what the block starts with.
-_REGISTERS = {8: (40, 232), 12: (56, 152), 16: (64, 104)}
+_REGISTERS = {8: (40, 232), 12: (56, 152)}
 _SPANS = BOX // SPAN  # of a weights' stage
-_TOKEN_STAGES = SPAN // TOKEN_STAGE  # of a span
 
 
 @dataclass
@@ -58,8 +55,9 @@ class Slots(Fixed):
     weights: Ring  # a box, and its factors
     tokens: Ring
     sW: cute.Tensor  # (rows, bytes, stages)
-    sX: cute.Tensor  # (tokens, TOKEN_STAGE, stages)
+    sX: cute.Tensor  # (tokens, TOKEN_BOX, boxes of all stages)
     factors: Int32  # address of (stage, part of the rows, span, row, quad)
+    results: Int32  # address of (tokens, features) of float32, which are rounded together
 
 
 @dataclass
@@ -110,11 +108,9 @@ class Mainloop:
         )
 
     @cute.jit
-    def load(self, w: Consumer, fill: Int32, span: Int32):
-        """A span of this lane's codes and factors from a fill of the weights' ring."""
-        ring = w.slots.weights
-        ring.wait(fill)
-        slot = ring.slot(fill)
+    def load(self, w: Consumer, fill: Int32, span: Any):
+        """A span of this lane's codes and factors from a fill of the weights' ring, which is there."""
+        slot = w.slots.weights.slot(fill)
         codes = (w.codes + slot * self.c.weight_bytes) ^ (span * 64)  # as TMA swizzles them
         factors = w.factors + slot * self.c.factor_bytes + span * (self.c.scaler.rows * self.factor_bytes)
         kind = Uint32 if self.c.format == "nvfp4" else Uint16
@@ -126,7 +122,7 @@ class Mainloop:
             w.rFactors[r] = Uint32(load_words(factors + step * self.factor_bytes, 1, kind)[0])
 
     @cute.jit
-    def run(self, w: Consumer, tokens: cutlass.Constexpr, spans: Int32, n: Int32, m: Int32, last: cutlass.Boolean):
+    def run(self, w: Consumer, tokens: cutlass.Constexpr, turns: Int32, n: Int32, m: Int32, last: cutlass.Boolean):
         """The sums of a work tile by ``wgmma`` of so many tokens, from fill n of the weights' ring on, whose first span
         is loaded, and m of the tokens'. Behind it comes the next work tile's, unless this is the ``last``."""
         c, mma = self.c, self.mma(tokens)
@@ -135,45 +131,72 @@ class Mainloop:
         rSum = cute.make_rmem_tensor(mma.partition_shape_C((64, tokens)), Float32)
         rSum.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        fills = (spans + _SPANS - 1) // _SPANS
-        for k in cutlass.range(spans, unroll=1):
-            factors = [self._pair(w.rFactors[r]) for r in range(2)]
-            for group in cutlass.range_constexpr(_STEPS // c.group):
-                first = const_expr(group * c.group)
-                x = m + _TOKEN_STAGES * k + first // _SLOT_STEPS
-                if const_expr(c.group == _SLOT_STEPS and first == 0):
-                    for i in cutlass.range_constexpr(_TOKEN_STAGES):
-                        w.slots.tokens.wait(x + i)
-                elif const_expr(c.group < _SLOT_STEPS and first % _SLOT_STEPS == 0):
-                    w.slots.tokens.wait(x)
-                # The group before the last is over: its registers are free, and maybe the tokens that it read.
-                warpgroup.wait_group(_SETS - 1)
-                over = const_expr(first - c.group)  # steps of this span that are over; before the first, of the last
-                if const_expr(group == 1 or over % _SLOT_STEPS == 0):
-                    cute.arch.sync_warp()
-                if const_expr(group == 1):
-                    done = (k % _SPANS == _SPANS - 1) | (k == spans - 1)
-                    self._release(w, w.slots.weights, n + k // _SPANS, done)
-                if const_expr(over % _SLOT_STEPS == 0):
-                    done = _TOKEN_STAGES * k + over // _SLOT_STEPS - 1
-                    self._release(w, w.slots.tokens, m + cutlass.max(done, 0), done >= 0)
-                for i in cutlass.range_constexpr(c.group):
-                    self._decode(w, factors, group % _SETS, i, first + i)
-                warpgroup.fence()
-                for i in cutlass.range_constexpr(c.group):
-                    rB = tB[None, None, (first + i) % _SLOT_STEPS, w.slots.tokens.slot(x)]
-                    cute.gemm(mma, rSum, w.rA[group % _SETS][None, None, i], rB, rSum)
-                warpgroup.commit_group()
-            # The next span; after the very last, which nothing follows into the ring, the same again.
-            end = k == spans - 1
-            fill, span = n + (k + 1) // _SPANS, (k + 1) % _SPANS
-            fill = cutlass.select_(end, cutlass.select_(last, n + k // _SPANS, n + fills), fill)
-            self.load(w, fill, cutlass.select_(end, Int32(0), span))
+        stages = const_expr(token_stages(c))  # in a turn
+        for k in cutlass.range(turns, unroll=1):
+            end = k == turns - 1
+            for span in cutlass.range_constexpr(c.spans):
+                self._span(w, mma, rSum, tB, span, n, m, k, end)
+                if const_expr(span + 1 < c.spans):
+                    self.load(w, n + k, Int32(span + 1))
+            self._load_next(w, n, k, end, turns, last)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(_TOKEN_STAGES - (_STEPS - _SETS * c.group) // _SLOT_STEPS, 0, -1):
-            self._release(w, w.slots.tokens, m + _TOKEN_STAGES * spans - i, True)
+        over = const_expr((c.spans * _STEPS - _SETS * c.group) // (_BOX_STEPS * c.token_boxes))  # were released
+        for i in cutlass.range_constexpr(stages - over, 0, -1):
+            self._release(w, w.slots.tokens, m + stages * turns - i, True)
         return rSum
+
+    @cute.jit
+    def _span(
+        self, w: Consumer, mma: cute.TiledMma, rSum: cute.Tensor, tB: cute.Tensor, span: cutlass.Constexpr, n: Int32,
+        m: Int32, k: Int32, end: cutlass.Boolean,
+    ):  # fmt: skip
+        """A span of turn k, whose codes and factors are loaded."""
+        c, stages, stage_steps = self.c, const_expr(token_stages(self.c)), const_expr(_BOX_STEPS * self.c.token_boxes)
+        factors = [self._pair(w.rFactors[r]) for r in range(2)]
+        for group in cutlass.range_constexpr(_STEPS // c.group):
+            first = const_expr(span * _STEPS + group * c.group)  # step of the turn
+            x = m + stages * k + first // stage_steps
+            if const_expr(c.group == _BOX_STEPS and group == 0):  # all of the span, lest products wait for each other
+                for i in cutlass.range_constexpr(_STEPS // stage_steps):
+                    w.slots.tokens.wait(x + i)
+            elif const_expr(c.group < _BOX_STEPS and first % stage_steps == 0):
+                w.slots.tokens.wait(x)
+            # The group before the last is over: its registers are free, and maybe the tokens that it read.
+            warpgroup.wait_group(_SETS - 1)
+            over = const_expr(first - c.group)  # steps of this turn that are over; before the first, of the last
+            if const_expr(group == 1 or over % stage_steps == 0):
+                cute.arch.sync_warp()
+            if const_expr(group == 1 and c.spans == _SPANS and span == _SPANS - 1):
+                self._release(w, w.slots.weights, n + k, True)
+            elif const_expr(group == 1 and c.spans < _SPANS):
+                self._release(w, w.slots.weights, n + k // _SPANS, (k % _SPANS == _SPANS - 1) | end)
+            if const_expr(over % stage_steps == 0):
+                done = stages * k + over // stage_steps - 1
+                if const_expr(over > 0):
+                    self._release(w, w.slots.tokens, m + done, True)
+                else:
+                    self._release(w, w.slots.tokens, m + cutlass.max(done, 0), done >= 0)
+            for i in cutlass.range_constexpr(c.group):
+                self._decode(w, factors, group % _SETS, i, group * c.group + i)
+            warpgroup.fence()
+            for i in cutlass.range_constexpr(c.group):
+                box = w.slots.tokens.slot(x) * c.token_boxes + (first + i) % stage_steps // _BOX_STEPS
+                rB = tB[None, None, (first + i) % _BOX_STEPS, box]
+                cute.gemm(mma, rSum, w.rA[group % _SETS][None, None, i], rB, rSum)
+            warpgroup.commit_group()
+
+    @cute.jit
+    def _load_next(self, w: Consumer, n: Int32, k: Int32, end: cutlass.Boolean, turns: Int32, last: cutlass.Boolean):
+        """The first span behind turn k; behind the very last, which nothing follows, one that is there."""
+        none = cutlass.select_(end & last, Int32(1), Int32(0))
+        if const_expr(self.c.spans == _SPANS):
+            fill, span = n + k + 1 - none, Int32(0)
+        else:
+            after = cutlass.select_(end, (turns + 1) // _SPANS * _SPANS, k + 1)
+            fill, span = n + after // _SPANS - none, after % _SPANS
+        w.slots.weights.wait(fill)
+        self.load(w, fill, span)
 
     def _release(self, w: Consumer, ring: Ring, fill: Int32, condition: Any) -> None:
         """What ``Ring.release`` does, where ``condition`` holds."""
@@ -191,16 +214,26 @@ class Mainloop:
     def _pair(self, factors: Uint32) -> tuple[Uint32, Uint32]:
         """Of a row's 32 numbers, the first and the second 16."""
         if self.c.format == "nvfp4":
-            return both(factors & 0xFFFF), both(factors >> 16)
+            return both_of_two(factors)
         return both(factors), both(factors)
 
 
+def token_stages(config: WgmmaConfig) -> int:
+    """Of a turn of the loop."""
+    return config.spans * SPAN // (config.token_boxes * TOKEN_BOX)
+
+
+def weight_fills(config: WgmmaConfig, turns: Int32) -> Int32:
+    """Of the weights' ring in so many turns."""
+    return turns if config.spans == _SPANS else (turns + _SPANS - 1) // _SPANS
+
+
 def tokens_layout(config: WgmmaConfig, tokens: int) -> cute.Layout:
-    """(tokens, TOKEN_STAGE, stages) of so many first tokens of the tokens' ring, whose slots have room for the widest
-    work tile."""
+    """(tokens, TOKEN_BOX, boxes of all stages) of so many first tokens of the tokens' ring, whose boxes have room for
+    the widest work tile."""
     return cute.make_layout(
-        ((8, tokens // 8), (TOKEN_STAGE, 1), config.token_stages),
-        stride=((TOKEN_STAGE, 8 * TOKEN_STAGE), (1, 0), config.columns * TOKEN_STAGE),
+        ((8, tokens // 8), (TOKEN_BOX, 1), config.token_stages * config.token_boxes),
+        stride=((TOKEN_BOX, 8 * TOKEN_BOX), (1, 0), config.columns * TOKEN_BOX),
     )
 
 
@@ -228,7 +261,7 @@ class Product:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         made = []
         for tokens in self.c.token_widths:
-            box = (tokens, TOKEN_STAGE)
+            box = (tokens, TOKEN_BOX)
             tile = cute.tile_to_shape(atom, box, order=(0, 1))
             made.append(Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, tile, box)))
         return made
@@ -249,18 +282,18 @@ class Product:
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
-        spans = (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
+        turns = (Int32(weights.codes.shape[2]) * 2 + c.spans * SPAN - 1) // (c.spans * SPAN)
         if warp < c.row_warps:
             cute.arch.setmaxregister_increase(_REGISTERS[c.row_warps][1])
-            self._consume(tensors, flags, weights, scalars, share, spans, slots, warp)
+            self._consume(tensors, flags, weights, scalars, share, turns, slots, warp)
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[c.row_warps][0])
             if warp == c.row_warps:
-                self._load_codes(tensors, codes, share, spans, slots)
+                self._load_codes(tensors, codes, share, turns, slots)
             elif warp == c.row_warps + 1:
-                self._load_tokens(tensors, tokens, share, spans, slots)
+                self._load_tokens(tensors, tokens, share, turns, slots)
             else:
-                self._load_factors(tensors, flags, weights, share, spans, slots, warp - c.row_warps - 2)
+                self._load_factors(tensors, flags, weights, share, turns, slots, warp - c.row_warps - 2)
 
     @cute.jit
     def _slots(self, warp: Int32):
@@ -279,53 +312,56 @@ class Product:
             sW=memory.allocate_tensor(Uint8, cute.append(box_layout(c), boxes), 1024, swizzle=swizzle),
             sX=memory.allocate_tensor(BFloat16, tokens_layout(c, c.columns), 1024, swizzle=swizzle),
             factors=memory.allocate(c.weight_stages * c.factor_bytes, 128).toint(),
+            results=memory.allocate(c.result_bytes, 128).toint() if c.result_bytes else Int32(0),
         )
 
     @cute.jit
-    def _load_codes(self, tensors: Tensors, codes: Loads, share: Work, spans: Int32, slots: Slots):
+    def _load_codes(self, tensors: Tensors, codes: Loads, share: Work, turns: Int32, slots: Slots):
         c = self.c
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             gW = cute.local_tile(codes.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, slots.sW, gW)
-            for k in cutlass.range((spans + _SPANS - 1) // _SPANS, unroll=1):
+            for k in cutlass.range(weight_fills(c, turns), unroll=1):
                 full = slots.weights.acquire(n, c.weight_bytes)
                 cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, slots.weights.slot(n)], tma_bar_ptr=full)
                 n += 1
 
     @cute.jit
-    def _load_tokens(self, tensors: Tensors, loads: list[Loads], share: Work, spans: Int32, slots: Slots):
+    def _load_tokens(self, tensors: Tensors, loads: list[Loads], share: Work, turns: Int32, slots: Slots):
         """Rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros: nobody looks at
         what they give."""
-        if const_expr(not self.c.paired):  # weights may come before h is there
+        c = self.c
+        if const_expr(not c.paired):  # weights may come before h is there
             cute.arch.griddepcontrol_wait()
         m = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             least = 0
-            for i in cutlass.range_constexpr(len(self.c.token_widths)):
-                tokens = const_expr(self.c.token_widths[i])
+            for i in cutlass.range_constexpr(len(c.token_widths)):
+                tokens = const_expr(c.token_widths[i])
                 if (tile.columns > least) & (tile.columns <= tokens):
-                    sX = cute.make_tensor(slots.sX.iterator, tokens_layout(self.c, tokens))
+                    sX = cute.make_tensor(slots.sX.iterator, tokens_layout(c, tokens))
                     rows = cute.domain_offset((tile.first, 0), loads[i].rows)
-                    gX = cute.local_tile(rows, (tokens, TOKEN_STAGE), (0, None))
+                    gX = cute.local_tile(rows, (tokens, TOKEN_BOX), (0, None))
                     tXs, tXg = copies.tma_partition(loads[i].atom, 0, 1, sX, gX)
-                    for k in cutlass.range(spans * _TOKEN_STAGES, unroll=1):
-                        full = slots.tokens.acquire(m + k, tokens * TOKEN_STAGE * 2)
-                        tX = tXs[None, slots.tokens.slot(m + k)]
-                        cute.copy(loads[i].atom, tXg[None, k], tX, tma_bar_ptr=full)
+                    for k in cutlass.range(turns * token_stages(c), unroll=1):
+                        full = slots.tokens.acquire(m + k, tokens * TOKEN_BOX * 2 * c.token_boxes)
+                        for box in cutlass.range_constexpr(c.token_boxes):
+                            tX = tXs[None, slots.tokens.slot(m + k) * c.token_boxes + box]
+                            cute.copy(loads[i].atom, tXg[None, k * c.token_boxes + box], tX, tma_bar_ptr=full)
                 least = tokens
-            m += spans * _TOKEN_STAGES
+            m += turns * token_stages(c)
 
     @cute.jit
     def _load_factors(
-        self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, spans: Int32, slots: Slots, part: Int32
+        self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, turns: Int32, slots: Slots, part: Int32
     ):
         """A part of the rows of every stage."""
         lane = cute.arch.lane_idx()
         target = slots.factors + part * self.c.scaler.factor_bytes
-        fills = (spans + _SPANS - 1) // _SPANS
+        fills = weight_fills(self.c, turns)
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
@@ -342,12 +378,13 @@ class Product:
 
     @cute.jit
     def _consume(
-        self, tensors: Tensors, flags: Flags, weights: Matrices, scalars: Scalars, share: Work, spans: Int32,
+        self, tensors: Tensors, flags: Flags, weights: Matrices, scalars: Scalars, share: Work, turns: Int32,
         slots: Slots, warp: Int32,
     ):  # fmt: skip
         w = self.mainloop.consumer(slots, self.results.row(warp, cute.arch.lane_idx()))
         n, m = Int32(0), Int32(0)
         if share.count > 0:
+            slots.weights.wait(n)
             self.mainloop.load(w, n, Int32(0))
         for turn in cutlass.range(share.count, unroll=1):
             # Known to be the same in all lanes, it takes none of their registers.
@@ -359,35 +396,33 @@ class Product:
             for i in cutlass.range_constexpr(len(self.c.token_widths)):
                 tokens = const_expr(self.c.token_widths[i])
                 if (tile.columns > least) & (tile.columns <= tokens):
-                    rSum = self.mainloop.run(w, tokens, spans, n, m, last)
+                    rSum = self.mainloop.run(w, tokens, turns, n, m, last)
                     share.prefetch(tensors, turn + 1)
-                    self.results.run(tensors, scalars, rSum, tile, factor, tokens, warp, op.thread_index() % 32)
+                    self.results.run(
+                        tensors, scalars, rSum, tile, factor, tokens, slots.results, warp, op.thread_index() % 32
+                    )  # fmt: skip
                 least = tokens
-            n += (spans + _SPANS - 1) // _SPANS
-            m += spans * _TOKEN_STAGES
+            n += weight_fills(self.c, turns)
+            m += turns * token_stages(self.c)
 
 
 class ManyTokens:
     """The launches of a call."""
 
-    def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int):
-        sort, rounded = SortTogether(up.columns, experts), ROUNDED[up.activations]
-        self.rounded = rounded
-        self.begin = SortAndPermute(sort) if rounded is None else SortAndRound(sort, rounded)
-        self.up = Product(up, Permuted(up) if rounded is None else Plain(up))
-        self.between = Round(rounded, by_token=False)
+    def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int, rounded: Any):
+        self.begin = SortAndPermute(up.columns, experts, rounded)
+        self.up = Product(up, Permuted(up) if rounded is None else Rounded(up, rounded))
         self.down, self.total = Product(down, Results(down)), Total()
 
     @cute.jit
     def __call__(
-        self, tensors: Tensors, rows: Rows, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
+        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
         down_blocks: Int32, stream: Any,
     ):  # fmt: skip
-        self.begin.launch(tensors, rows, scalars, sort_blocks, stream)
-        self.up.launch(tensors, scalars.up, tensors.up, rows.x, scalars, up_blocks, stream)
-        if const_expr(self.rounded is not None):
-            self.between.launch(tensors, scalars.down, tensors.down, tensors.h, rows.h, sort_blocks, stream)
-        self.down.launch(tensors, scalars.down, tensors.down, rows.h, scalars, down_blocks, stream)
+        """``x``: (slots, whole spans), to be written, as ``Tensors.h`` is."""
+        self.begin.launch(tensors, x, scalars, sort_blocks, stream)
+        self.up.launch(tensors, scalars.up, tensors.up, x, scalars, up_blocks, stream)
+        self.down.launch(tensors, scalars.down, tensors.down, tensors.h, scalars, down_blocks, stream)
         self.total.launch(tensors, stream)
 
 
