@@ -25,7 +25,7 @@ from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import CODES, COMBINERS, CONSUMERS, FACTORS, SCHEDULER, TILES, TOKENS, WARPS, Config
+from .config import CODES, COMBINERS, CONSUMERS, FACTORS, SCHEDULER, SPAN, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
 from .factors import Factors
 from .mainloop import Mainloop
@@ -82,9 +82,10 @@ class Product:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
-        steps = (Int32(weights.codes.shape[2]) * 2 + c.stage - 1) // c.stage
+        spans = (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
+        steps = (spans + c.stage // SPAN - 1) // (c.stage // SPAN)
         if warp < CONSUMERS:
-            self._consume(tensors, scalars, share, steps, ring, tiles, done, shared, warp)
+            self._consume(tensors, scalars, share, spans, steps, ring, tiles, done, shared, warp)
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CODES:
@@ -178,14 +179,14 @@ class Product:
 
     @cute.jit
     def _consume(
-        self, tensors: Tensors, scalars: Scalars, share: Work, steps: Int32, ring: Ring, tiles: Tiles, done: Ring,
-        shared: Shared, warp: Int32,
+        self, tensors: Tensors, scalars: Scalars, share: Work, spans: Int32, steps: Int32, ring: Ring, tiles: Tiles,
+        done: Ring, shared: Shared, warp: Int32,
     ):  # fmt: skip
         rSum = self.mainloop.sums()
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = tiles.wait(turn)
-            self.mainloop.run(rSum, tile.columns, steps, n, ring, shared, warp)
+            self.mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp)
             self.mainloop.join_slices(rSum, shared, warp)
             self.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
             cute.arch.sync_warp()

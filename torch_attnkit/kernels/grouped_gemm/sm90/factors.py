@@ -35,8 +35,8 @@ class Factors:
 
     @cute.jit
     def rows(self, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32) -> list[Int64]:
-        """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on. A row behind
-        the last has the last one's: nobody looks at what it gives."""
+        """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on. Rows behind
+        the last have the last one's: nobody looks at what they give."""
         c = self.c
         rows, scale = Int32(weights.codes.shape[1]), weights.scale
         first, step = tile.row * c.rows + lane, Int32(32)
