@@ -52,8 +52,12 @@ SHAPES = {
     "slices of two warps": (9, dict(Tq=3, N=544, M=288, E=5, K=2, blk=32), torch.bfloat16, ("interleaved",)),
     "slices of four warps": (132, dict(Tq=2, N=1056, M=544, E=4, K=1), torch.bfloat16, ("swizzled",)),
     "float16 as two numbers": (2, dict(Tq=17, N=288, M=96, E=2, K=2, blk=32), torch.float16, ("gptoss", "limit")),
+    "scales by two copies": (1, dict(Tq=9, N=576, M=192, E=5, K=3, blk=32), torch.bfloat16, ("bias",)),
+    "scales by a copy, slices of two warps": (
+        7, dict(Tq=7, N=576, M=192, E=3, K=2, blk=32, act=3), torch.bfloat16, ("interleaved", "limit"),
+    ),
     "four groups of tokens": (3, dict(Tq=30, N=96, M=160, E=2, K=1), torch.bfloat16, ()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.simulator

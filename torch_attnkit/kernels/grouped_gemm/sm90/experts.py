@@ -27,7 +27,7 @@ from torch_attnkit.cuda.ring import Ring, rings
 from .arguments import Flags, Matrices, Scalars, Tensors
 from .config import CODES, COMBINERS, CONSUMERS, FACTORS, SCHEDULER, SPAN, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
-from .factors import Factors
+from .factors import Factors, Lines
 from .mainloop import Mainloop
 from .prepare import Prepare
 from .schedule import Tiles, Work, work
@@ -72,6 +72,7 @@ class Product:
         made = rings(memory, warp, table)
         ring, done, tiles = made["stages"], made["done"], Tiles(made["tiles"], memory)
         shared = Shared(c, memory)
+        lines = Lines(c, memory, warp) if const_expr(c.line_bytes) else None
         if warp == CODES:
             cpasync.prefetch_descriptor(loads.atom)
         shared.clear_tokens()
@@ -103,7 +104,7 @@ class Product:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
             if warp > SCHEDULER + COMBINERS:
                 part = warp - SCHEDULER - COMBINERS - 1
-                self._load_factors(tensors, flags, weights, share, steps, ring, shared, part)
+                self._load_factors(tensors, flags, weights, share, steps, ring, shared, lines, part)
             elif const_expr(not c.paired):
                 self.epilogue.combine(tensors, share, tiles, done, Int32(1))
 
@@ -160,14 +161,17 @@ class Product:
     @cute.jit
     def _load_factors(
         self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, steps: Int32, ring: Ring, shared: Shared,
-        part: Int32,
+        lines: Any, part: Int32,
     ):  # fmt: skip
         """Every ``FACTORS``-th stage's: its scales are on their way before its place in the ring is free."""
         lane = cute.arch.lane_idx()
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
-            starts = self.factors.rows(flags, weights, tile, lane)
+            if const_expr(lines is not None):
+                starts = self.factors.bring(flags, weights, tile, turn, part, lane, lines)
+            else:
+                starts = self.factors.rows(flags, weights, tile, lane)
             for k in cutlass.range((part + n * (FACTORS - 1)) % FACTORS, steps, FACTORS, unroll=1):
                 rS = self.factors.read(flags, weights, tile, starts, k)
                 full = ring.await_empty(n + k)
@@ -175,6 +179,9 @@ class Product:
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(full)
+            if const_expr(lines is not None):
+                cute.arch.sync_warp()
+                lines.ring.release(turn)
             n += steps
 
     @cute.jit

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from torch_attnkit.core.spec import short
 
 from ..problem import BLOCK, Problem, Weights
-from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, STRADDLING, WARP_ROWS, WIDTHS, Config
+from .config import (
+    ALIGNMENT,
+    BOX,
+    CONSUMERS,
+    MOST_BLOCKS,
+    MOST_COLUMNS,
+    SPAN,
+    STRADDLING,
+    TOGETHER,
+    WARP_ROWS,
+    WIDTHS,
+    Config,
+)
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
@@ -53,6 +65,11 @@ class Plan:
     row_warps: tuple[int, int]
     scale_vectors: tuple[int, int]
 
+    @property
+    def scale_alignments(self) -> tuple[int, int]:
+        up, down = (ALIGNMENT.get(vector, vector) for vector in self.scale_vectors)
+        return up, down
+
 
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
@@ -86,7 +103,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         x_rows=(p.tokens * up.parts, x_columns),
         h_rows=(p.slots * down.parts, h_columns),
         row_warps=row_warps,
-        scale_vectors=(_vector(p, p.up, False), _vector(p, p.down, False)),
+        scale_vectors=(_few_vector(p, p.up, replace(up, paired=True)), _few_vector(p, p.down, down)),
     )
 
 
@@ -140,3 +157,12 @@ def _vector(p: Problem, weights: Weights, many: bool) -> int:
     vector = math.gcd(BOX // BLOCK[p.format] if many else 16, blocks, weights.scale_row, weights.scale_expert)
     dense = weights.scale_row == blocks and weights.scale_expert == blocks * weights.rows
     return STRADDLING if vector == 2 and dense and weights.rows % 2 == 0 else vector
+
+
+def _few_vector(p: Problem, weights: Weights, config: Config) -> int:
+    """The same for few tokens: rows of scales that no vector load takes come together if that costs no stage."""
+    vector = _vector(p, weights, False)
+    together = replace(config, scale_vector=TOGETHER)
+    if vector == STRADDLING and weights.scale_row <= MOST_BLOCKS and together.stages == config.stages:
+        return TOGETHER
+    return vector
