@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.formats import e2m1, fp8
 from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
+from torch_attnkit.kernels.grouped_gemm.sm90.config import STRADDLING, TOGETHER
 from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check
@@ -149,3 +152,16 @@ def test_few_tokens_slice_k_and_work_tiles_are_as_wide_as_experts_have_tokens():
     assert plans[128].row_warps == (8, 8)
     assert [p.columns for p in plans.values()] == [8, 8, 8, 16, 32]
     assert plan(problem(900, torch.float16), 132).row_warps == (8, 8)
+
+
+def test_rows_of_scales_that_straddle_words_come_together_where_that_costs_no_stage():
+    rows = 2880  # GPT-OSS: 90 scales in each
+    up, down = (Weights(n, 2880, n * 1440, 1440, n * 90, 90, 90) for n in (2 * rows, rows))
+    for tokens, columns in ((64, 8), (512, 32)):
+        oss = replace(problem(tokens), experts=128, top_k=4, up=up, down=down, format="mxfp4")
+        made = plan(oss, 132)
+        assert (made.columns, made.scale_vectors, made.scale_alignments) == (columns, (TOGETHER,) * 2, (16, 16))
+    quantised = plan(replace(oss, activations="mxfp8"), 132)
+    assert quantised.scale_vectors == (STRADDLING, TOGETHER)  # of the first product rounding takes the room
+    apart = replace(up, scale_row=92, scale_expert=92 * up.rows)
+    assert plan(replace(oss, up=apart), 132).scale_vectors == (2, TOGETHER)
