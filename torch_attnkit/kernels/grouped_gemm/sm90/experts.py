@@ -27,7 +27,7 @@ from torch_attnkit.cuda.ring import Ring, rings
 from .arguments import Flags, Matrices, Scalars, Tensors
 from .config import CODES, COMBINERS, CONSUMERS, FACTORS, SCHEDULER, SPAN, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
-from .factors import Factors, Lines
+from .factors import Factors, Lines, prefetch_biases
 from .mainloop import Mainloop
 from .prepare import Prepare
 from .schedule import Tiles, Work, work
@@ -168,6 +168,8 @@ class Product:
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
+            if part == 0:
+                prefetch_biases(self.c, flags, weights, tile, lane)
             if const_expr(lines is not None):
                 starts = self.factors.bring(flags, weights, tile, turn, part, lane, lines)
             else:

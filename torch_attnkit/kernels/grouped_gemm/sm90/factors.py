@@ -27,6 +27,19 @@ def _scalar(address: Int64, nbytes: int) -> Uint32:
     return Uint32(copies.scalar(cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=nbytes)))
 
 
+@cute.jit
+def prefetch_biases(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32):
+    """Those of a work tile, for which its epilogue would wait as long as memory takes."""
+    if flags.bias != 0:
+        rows, each, bias = Int32(weights.codes.shape[1]), const_expr(config.rows // 32), weights.bias
+        row = tile.row * config.rows + lane * each
+        if const_expr(config.paired):
+            apart = tile.row * config.features + lane % 16 * each + lane // 16 * (rows // 2)
+            row = cutlass.select_(flags.interleaved != 0, row, apart)
+        place = Int64(tile.expert) * bias.stride[0] + cutlass.min(row, rows - 1)
+        memory_ops.prefetch((bias.iterator + place).toint())
+
+
 class Lines(Fixed):
     """Rows of scales of a work tile in shared memory: a ring of one buffer. The next work tile's come while the stages
     are multiplied whose factors are ready."""
