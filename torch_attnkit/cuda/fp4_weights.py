@@ -16,11 +16,11 @@ from cutlass import Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from .asm import asm
-from .fp4 import e4m3_values, permute_bytes
+from .fp4 import floats, permute_bytes
 from .warp_ops import pack
 
 LOWERED = {"nvfp4": 8, "mxfp4": 63}  # powers of two by which decoded weights are too small
-_TWO_TO_118 = 0x7A807A80
+_TWO_TO_118, _TWO_TO_63 = 0x7A807A80, 0x5F005F00
 _CODES = 0x81C081C0  # sign and exponent bits of two bf16
 _LOW, _HIGH = (0x000F000F, 0x1040), (0x00F000F0, 0x104)  # codes, and what moves them there
 
@@ -32,9 +32,9 @@ def _multiply(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint3
 
 
 @dsl_user_op
-def _min_u16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """The lesser of each of two 16-bit numbers."""
-    return asm(Uint32, [a, b], "min.u16x2 $0, $1, $2;", loc=loc, ip=ip)
+def _multiply_add(a: Uint32, b: Uint32, c: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two sums a * b + c of bf16, each rounded to nearest once."""
+    return asm(Uint32, [a, b, c], "fma.rn.bf16x2 $0, $1, $2, $3;", loc=loc, ip=ip)
 
 
 def decode(word: Uint32, factor: Uint32) -> list[Uint32]:
@@ -46,23 +46,40 @@ def decode(word: Uint32, factor: Uint32) -> list[Uint32]:
     return pairs
 
 
+@dsl_user_op
+def _halves_of_e4m3(word: Uint32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, Uint32]:
+    """Four E4M3 numbers as pairs of float16, exactly."""
+    text = (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+    )
+    return asm([Uint32, Uint32], [word], text, loc=loc, ip=ip)
+
+
 def factors_of_e4m3(word: Uint32) -> list[Uint32]:
     """Four E4M3 scales to bf16 factors of NVFP4, two a word; NaN stays NaN."""
-    pairs = (pack(cutlass.BFloat16, *e4m3_values(Int32(word >> shift))) for shift in (0, 16))
+    pairs = (pack(cutlass.BFloat16, *floats(cutlass.Float16, Int32(pair))) for pair in _halves_of_e4m3(word))
     return [_multiply(Uint32(pair), Uint32(_TWO_TO_118)) for pair in pairs]
 
 
 def factors_of_e8m0(word: Uint32) -> list[Uint32]:
-    """Four E8M0 scales, 2^(byte - 127), to bf16 factors of MXFP4, two a word; 255 is NaN."""
+    """Four E8M0 scales, 2^(byte - 127), to bf16 factors of MXFP4, two a word; 255 is NaN.
+
+    As the exponent of a bf16 a byte is that number already, but 0, which is zero (its products with weights would be,
+    too), and 255, an infinity: zero times that is NaN."""
     factors = []
     for bytes_ in (0x4140, 0x4342):  # of the word, each with one of zero above it
-        two = Uint32(permute_bytes(Int32(word), Int32(0), Int32(bytes_)))
-        exponents = _min_u16x2(two * 0x80 + Uint32(63 * 0x00800080), Uint32(0x7F807F80))
-        nan = ((two + 0x00010001) >> 8) & 0x00010001
-        factors.append(exponents | nan)
+        numbers = Uint32(permute_bytes(Int32(word), Int32(0), Int32(bytes_))) * 0x80
+        nan = _multiply(numbers, Uint32(0))
+        factors.append(_multiply_add(numbers, Uint32(_TWO_TO_63), nan))
     return factors
 
 
 def both(half: Uint32) -> Uint32:
     """A factor in both halves of a word."""
     return half * 0x10001
+
+
+def both_of_two(word: Uint32) -> tuple[Uint32, Uint32]:
+    """The same of both factors of a word."""
+    low, high = (Uint32(permute_bytes(Int32(word), Int32(word), Int32(bytes_))) for bytes_ in (0x1010, 0x3232))
+    return low, high

@@ -39,10 +39,9 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         )  # fmt: skip
 
     vectors = plan.scale_vectors
-    aligned = [vector or 4 for vector in vectors]  # words, where rows straddle them
+    aligned = plan.scale_alignments
     wide = compiled(vectors)
     narrow: list[Callable[..., None]] = []
-    h_apart = plan.token_widths and p.activations != "none"  # in float32, to be rounded
     counters = math.prod(plan.counters)
     workspace = Workspace(p.device, 1, counters)
     rows = [_rows_of_scales(p, w) for w in (p.up, p.down)]
@@ -56,7 +55,6 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         o = operands
         one, count = workspace.get()
         x_rows, h_rows = room(torch.bfloat16, *plan.x_rows), room(torch.bfloat16, *plan.h_rows)
-        h = room(torch.float32, p.slots, p.intermediate) if h_apart else h_rows
         x, w13, w2 = map(_aligned, (o.x, o.w13, o.w2))
         run = wide
         if o.w13_scale.data_ptr() % aligned[0] or o.w2_scale.data_ptr() % aligned[1]:
@@ -67,7 +65,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         down = _matrices(w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
         tensors = (
             x, o.weights, o.indices, up, down, o.out, room(torch.int32, 2 * p.slots),
-            room(torch.int32, plan.tiles + 1, 4), h,
+            room(torch.int32, plan.tiles + 1, 4), h_rows,
             room(torch.float32, p.slots, p.hidden), count[:counters].view(plan.counters),
         )  # fmt: skip
         flags = (
@@ -77,7 +75,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
                 (rows[1], o.bias2, o.w2_global, o.h_global),
             )
         )
-        run(tensors, (x_rows, h_rows) if plan.token_widths else x_rows, (*flags, *numbers), *plan.blocks)
+        run(tensors, x_rows, (*flags, *numbers), *plan.blocks)
 
     return launch
 

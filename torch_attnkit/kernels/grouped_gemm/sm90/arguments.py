@@ -34,7 +34,7 @@ class Tensors(NamedTuple):
     # parts of h are there. By ``wgmma`` as in ``SortTogether``.
     order: cute.Tensor
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
-    h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``rows.py`` has it, or (slots, M)
+    h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``rows.py`` has it
     partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
     count: cute.Tensor  # (Tq, row tiles), results of a token that have come, and tickets; or as in ``SortTogether``
 
@@ -57,7 +57,7 @@ class Scalars(NamedTuple):
     limit: Float32  # infinite without one
 
 
-def arguments(dtype: str, index_dtype: str, h_dtype: str) -> list[Any]:
+def arguments(dtype: str, index_dtype: str) -> list[Any]:
     """Stand-ins for ``Tensors``, ``Scalars``, the blocks of both products, and the stream."""
     size = fake.dim
 
@@ -78,13 +78,22 @@ def arguments(dtype: str, index_dtype: str, h_dtype: str) -> list[Any]:
         out=fake.tensor(dtype, (None, None), (size(8), 1)),
         order=vector("i32"),
         tiles=fake.tensor("i32", (None, 4), (4, 1)),
-        h=fake.tensor(h_dtype, (None, None), (size(8), 1)),
+        h=fake.tensor("bf16", (None, None), (size(8), 1)),
         partial=fake.tensor("f32", (None, None), (size(4), 1)),
         count=fake.tensor("i32", (None, None), align=4),
     )
     flags = Flags(*(Int32(0) for _ in range(5)))
     scalars = Scalars(flags, flags, Int32(0), Float32(0), Float32(0))
     return [tensors, scalars, Int32(0), Int32(0), fake.stream()]
+
+
+@cute.jit
+def global_scale_of(flags: Flags, weights: Matrices) -> Float32:
+    """Of the rows of tokens that a product is given, where they are quantised with one."""
+    scale = Float32(1.0)
+    if flags.activation != 0:
+        scale = weights.activation[0]
+    return scale
 
 
 def chosen(tensors: Tensors, token: Int32, k: Int32) -> Int32:

@@ -18,7 +18,7 @@ from torch_attnkit.cuda.fp4_weights import LOWERED
 from torch_attnkit.cuda.ring import Ring
 
 from ...norm.kernel import sigmoid
-from .arguments import Flags, Matrices, Scalars, Tensors, chosen
+from .arguments import Flags, Matrices, Scalars, Tensors, chosen, global_scale_of
 from .config import WARP_ROWS, Config
 from .mainloop import meet, row_of
 from .rows import permuted, split
@@ -91,9 +91,7 @@ class Activation:
     def _round(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Shared, thread: Int32):
         """A thread has 32 features of a token."""
         meet()
-        global_scale = Float32(1.0)
-        if scalars.down.activation != 0:
-            global_scale = tensors.down.activation[0]
+        global_scale = global_scale_of(scalars.down, tensors.down)
         column, block = thread % self.c.columns, thread // self.c.columns
         if (block < self.c.features // 32) & (column < tile.columns):
             rX = cute.make_rmem_tensor(32, Float32)

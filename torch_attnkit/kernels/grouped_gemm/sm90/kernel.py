@@ -9,7 +9,6 @@ from torch_attnkit.cuda import fake
 from .arguments import arguments
 from .config import Config, WgmmaConfig
 from .experts import Experts
-from .permute import Rows
 from .rounding import ROUNDED
 from .wgmma import ManyTokens
 
@@ -24,7 +23,7 @@ def trace(
         Config(format, row_warps, dtype, activations, columns, paired, vector)
         for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
-    tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype, "bf16")
+    tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype)
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
     made = Experts(up, down, experts, ROUNDED[activations], by_warp)
     return made, [tensors, x, scalars, prepare_blocks, blocks, stream]
@@ -36,11 +35,12 @@ def trace_wgmma(
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """The same for many tokens an expert; ``token_widths`` and ``group`` as in ``WgmmaConfig``, ``warps``
     those that multiply."""
-    h_dtype = dtype if activations == "none" else "f32"
     up, down = (
         WgmmaConfig(format, warps, dtype, activations, token_widths[-1], paired, vector, token_widths, group)
         for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
-    tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, h_dtype)
-    rows = Rows(*(fake.tensor("bf16", (None, None), (fake.dim(8), 1)) for _ in range(2)))
-    return ManyTokens(up, down, experts), [tensors, rows, scalars, up_blocks, up_blocks, down_blocks, stream]
+    tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype)
+    x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
+    return ManyTokens(up, down, experts, ROUNDED[activations]), [
+        tensors, x, scalars, up_blocks, up_blocks, down_blocks, stream,
+    ]  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 
-from .arguments import Scalars, Tensors, chosen
+from .arguments import Scalars, Tensors, chosen, global_scale_of
 from .config import SPAN, Config
 from .permute import Spans, share_of_quads
 from .routing import Sort
@@ -47,9 +47,7 @@ class Prepare:
     @cute.jit
     def _rows(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars):
         quarter = cute.arch.lane_idx() % 4
-        global_scale = Float32(1.0)
-        if scalars.up.activation != 0:
-            global_scale = tensors.up.activation[0]
+        global_scale = global_scale_of(scalars.up, tensors.up)
         spans = Int32(x.shape[1]) // SPAN
         units = Int32(tensors.x.shape[0]) * spans
         first, step = share_of_quads(_THREADS, spared=self.sorters)

@@ -7,6 +7,8 @@ Imports cutlass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -14,11 +16,14 @@ from cutlass import Float32, Int32, Int64
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 
-from .arguments import Scalars, Tensors
+from .arguments import Scalars, Tensors, global_scale_of
 from .config import SPAN, WARP_ROWS, WgmmaConfig
 from .epilogue import Activation
-from .mainloop import row_of
+from .mainloop import load_words, row_of
+from .rows import permuted
 from .schedule import WorkTile
+
+_ROUNDED = 4  # groups of 8 tokens, one for each warp of a warpgroup
 
 
 def _together(tokens: int) -> int:
@@ -44,7 +49,7 @@ class Permuted:
     @cute.jit
     def run(
         self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32,
-        tokens: cutlass.Constexpr, warp: Int32, lane: Int32,
+        tokens: cutlass.Constexpr, shared: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
         features = Int32(tensors.up.codes.shape[1]) // 2
         eight = tile.row * self.c.features + warp * 8
@@ -76,36 +81,65 @@ class Permuted:
         return self.activation.swiglu(scalars, gate, up)
 
 
-class Plain:
-    """h = swiglu(gate, up) in float32, to be rounded."""
+class Rounded(Permuted):
+    """The same, rounded as its codes would read. A warpgroup's 32 features are whole blocks: of 32 tokens at a time
+    they meet in shared memory, from which a quad of lanes takes a token's."""
 
-    row_step = 8
-
-    def __init__(self, config: WgmmaConfig):
-        self.c, self.permuted = config, Permuted(config)
-
-    def row(self, warp: Int32, lane: Int32) -> Int32:
-        return warp * WARP_ROWS + row_of(lane)
+    def __init__(self, config: WgmmaConfig, rounded: Any):
+        super().__init__(config)
+        self.rounded = rounded
 
     @cute.jit
     def run(
         self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32,
-        tokens: cutlass.Constexpr, warp: Int32, lane: Int32,
+        tokens: cutlass.Constexpr, shared: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
-        feature = tile.row * self.c.features + warp * (WARP_ROWS // 2) + row_of(lane)
-        if feature < Int32(tensors.h.shape[1]):
-            bias = self.permuted.activation.bias(tensors, scalars, tile, feature)
-            row = tensors.h.stride[0]
-            place = tile.first + lane % 4 * 2
-            at = tensors.h.iterator.toint() + (Int64(place) * row + feature) * 4
-            left = tile.columns - lane % 4 * 2
-            for start in cutlass.range_constexpr(0, tokens // 8, _together(tokens)):
-                if tile.columns > 8 * start:
-                    for group in cutlass.range_constexpr(start, min(start + _together(tokens), tokens // 8)):
-                        for j in cutlass.range_constexpr(2):
-                            if left > 8 * group + j:
-                                h = self.permuted.h(scalars, rSum, group, j, factor, bias)
-                                op.store_float(at + (8 * group + j) * row * 4, h)
+        features = Int32(tensors.up.codes.shape[1]) // 2
+        local = warp * 8 + row_of(lane)
+        feature = tile.row * self.c.features + local
+        bias = self.activation.bias(tensors, scalars, tile, feature)
+        sH = self._features(shared)
+        for start in cutlass.range_constexpr(0, tokens // 8, _ROUNDED):
+            if tile.columns > 8 * start:
+                for i in cutlass.range_constexpr(min(_ROUNDED, tokens // 8 - start)):
+                    for j in cutlass.range_constexpr(2):
+                        h = self.h(scalars, rSum, start + i, j, factor, bias)
+                        sH[8 * i + lane % 4 * 2 + j, local] = cutlass.select_(feature < features, h, Float32(0.0))
+                self._meet(warp)
+                if tile.columns > 8 * (start + warp % 4):
+                    self._round(tensors, scalars, tile, shared, 8 * (start + warp % 4) + lane // 4, warp, lane)
+                self._meet(warp)  # before the next tokens' features come
+
+    def _features(self, shared: Int32) -> cute.Tensor:
+        """(tokens, features)"""
+        pointer = cute.make_ptr(Float32, shared, cute.AddressSpace.smem, assumed_align=16)
+        shape = (8 * _ROUNDED, self.c.features)
+        return cute.make_tensor(pointer, cute.make_layout(shape, stride=(self.c.result_pitch, 1)))
+
+    def _meet(self, warp: Int32) -> None:
+        """All of a warpgroup."""
+        cute.arch.barrier(barrier_id=1 + warp // 4, number_of_threads=128)
+
+    @cute.jit
+    def _round(
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Int32, token: Int32, warp: Int32, lane: Int32
+    ):
+        """A lane has 8 features of a token."""
+        first = warp // 4 * 32 + lane % 4 * 8
+        at = shared + (token % (8 * _ROUNDED) * self.c.result_pitch + first) * 4
+        rX = cute.make_rmem_tensor(8, Float32)
+        for i in cutlass.range_constexpr(2):
+            four = load_words(at + 16 * i, 4, Float32)
+            for j in cutlass.range_constexpr(4):
+                rX[4 * i + j] = four[j]
+        self.rounded(rX, global_scale_of(scalars.down, tensors.down))
+        feature = tile.row * self.c.features + first
+        if (token < tile.columns) & (feature < Int32(tensors.h.shape[1])):
+            to = tensors.h.iterator.toint() + (Int64(tile.first + token) * tensors.h.stride[0] + permuted(feature)) * 2
+            pointer = cute.make_ptr(Int32, to, cute.AddressSpace.gmem, assumed_align=4)
+            words = cute.make_tensor(pointer, cute.make_layout(4, stride=4))
+            for i in cutlass.range_constexpr(4):
+                words[i] = op.pack(tensors.h.element_type, rX[i], rX[i + 4])
 
 
 class Results:
@@ -123,7 +157,7 @@ class Results:
     @cute.jit
     def run(
         self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32,
-        tokens: cutlass.Constexpr, warp: Int32, lane: Int32,
+        tokens: cutlass.Constexpr, shared: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
         flags, weights = scalars.down, tensors.down
         features = Int32(weights.codes.shape[1])

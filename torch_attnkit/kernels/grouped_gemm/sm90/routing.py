@@ -21,22 +21,14 @@ from torch_attnkit.cuda.ring import Fixed
 from .arguments import Tensors, chosen
 from .config import WARP_SLOTS
 
-THREADS = 1024
 _AT_ONCE = 8  # slots whose choices a thread has on their way
 
 
 class Sort:
     """``columns``: tokens of a work tile; ``experts``: at least as many as there are."""
 
-    def __init__(self, columns: int, experts: int, threads: int = THREADS):
+    def __init__(self, columns: int, experts: int, threads: int):
         self.columns, self.experts, self.threads = columns, experts, threads
-
-    def launch(self, tensors: Tensors, stream: Any) -> None:
-        self.kernel(tensors).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], stream=stream)
-
-    @cute.kernel
-    def kernel(self, tensors: Tensors):
-        self.run(tensors, cutlass.memory.SmemAllocator())
 
     @cute.jit
     def run(self, tensors: Tensors, memory: Any):
@@ -197,28 +189,19 @@ class SortTogether:
 
     _TAKEN, _DONE, _THROUGH, _COUNTS = range(4)
 
-    def __init__(self, columns: int, experts: int):
-        self.sort, self.experts = Sort(columns, experts), experts
-
-    @cute.jit
-    def launch(self, tensors: Tensors, blocks: Int32, stream: Any):
-        self.kernel(tensors).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
-
-    @cute.kernel
-    def kernel(self, tensors: Tensors):
-        self.run(tensors, cutlass.memory.SmemAllocator())
-        self.end(tensors)
+    def __init__(self, columns: int, experts: int, threads: int):
+        self.sort, self.experts, self.threads = Sort(columns, experts, threads), experts, threads
 
     @cute.jit
     def run(self, tensors: Tensors, memory: Any):
         """All threads of all blocks. Returns every expert's first place, in shared memory; ``order`` is only partly
         there, unlike the slots' numbers."""
         sFirst = memory.allocate_tensor(Int32, cute.make_layout(self.experts), 16)
-        sSum = memory.allocate_tensor(Int32, cute.make_layout((THREADS // 32, 2)), 16)
+        sSum = memory.allocate_tensor(Int32, cute.make_layout((self.threads // 32, 2)), 16)
         sTaken = memory.allocate_tensor(Int32, cute.make_layout(1), 16)
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         slots = Int32(tensors.indices.shape[0]) * Int32(tensors.indices.shape[1])
-        shares = (slots + THREADS - 1) // THREADS
+        shares = (slots + self.threads - 1) // self.threads
         self._count(tensors, sTaken, thread, slots, shares)
         if thread == 0:
             done = tensors.count.iterator.toint() + 4 * self._DONE
@@ -226,12 +209,13 @@ class SortTogether:
                 pass
         cute.arch.barrier()
         experts = Int32(tensors.up.codes.shape[0])
-        for e in cutlass.range(thread, experts, THREADS, unroll=1):
+        for e in cutlass.range(thread, experts, self.threads, unroll=1):
             sFirst[e] = tensors.count[0, self._COUNTS + e]
         cute.arch.barrier()
         self.sort.tiles(tensors, sFirst, sSum, thread, experts, block == 0)
         cute.arch.barrier()
-        for slot in cutlass.range(block * THREADS + thread, slots, cute.arch.grid_dim()[0] * THREADS, unroll=1):
+        first, step = block * self.threads + thread, cute.arch.grid_dim()[0] * self.threads
+        for slot in cutlass.range(first, slots, step, unroll=1):
             tensors.order[slot] = self.place(tensors, sFirst, slot)
         return sFirst
 
@@ -241,7 +225,7 @@ class SortTogether:
         top_k = Int32(tensors.indices.shape[1])
         share = self._take(tensors, sTaken, thread)
         while share < shares:
-            slot = share * THREADS + thread
+            slot = share * self.threads + thread
             if slot < slots:
                 number, e = Int32(-1), chosen(tensors, slot // top_k, slot % top_k)
                 if e >= 0:
@@ -279,7 +263,7 @@ class SortTogether:
         if thread == 0:
             come = op.add_acq_rel(tensors.count.iterator.toint() + 4 * self._THROUGH, Int32(1))
             last = cutlass.select_(come == cute.arch.grid_dim()[0] - 1, Int32(1), Int32(0))
-        if op.any_of_threads(last, 0, THREADS) != 0:
+        if op.any_of_threads(last, 0, self.threads) != 0:
             counters = Int32(tensors.up.codes.shape[0]) + self._COUNTS
-            for i in cutlass.range(thread, counters, THREADS, unroll=1):
+            for i in cutlass.range(thread, counters, self.threads, unroll=1):
                 tensors.count[0, i] = Int32(0)

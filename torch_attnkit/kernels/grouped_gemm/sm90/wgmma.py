@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.fp4_weights import both, decode
+from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
@@ -32,10 +32,8 @@ from .config import BOX, LOADERS, SCALERS, SPAN, TOKEN_STAGE, WgmmaConfig
 from .epilogue import raised
 from .factors import Factors
 from .mainloop import load_words
-from .permute import Round, Rows, SortAndPermute, SortAndRound
-from .results import Permuted, Plain, Results
-from .rounding import ROUNDED
-from .routing import SortTogether
+from .permute import SortAndPermute
+from .results import Permuted, Results, Rounded
 from .schedule import Work, WorkTile, work
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
 from .total import Total
@@ -46,7 +44,7 @@ _STEPS = SPAN // _STEP
 _SLOT_STEPS = TOKEN_STAGE // _STEP
 _SETS = 2  # of registers for decoded words: one is multiplied while the other is written
 # Of a thread that loads and of one that multiplies, by the warps that multiply: together what the block starts with.
-_REGISTERS = {8: (40, 232), 12: (56, 152), 16: (64, 104)}
+_REGISTERS = {8: (40, 232), 12: (56, 152)}
 _SPANS = BOX // SPAN  # of a weights' stage
 _TOKEN_STAGES = SPAN // TOKEN_STAGE  # of a span
 
@@ -60,6 +58,7 @@ class Slots(Fixed):
     sW: cute.Tensor  # (rows, bytes, stages)
     sX: cute.Tensor  # (tokens, TOKEN_STAGE, stages)
     factors: Int32  # address of (stage, part of the rows, span, row, quad)
+    results: Int32  # address of (tokens, features) of float32, which are rounded together
 
 
 @dataclass
@@ -191,7 +190,7 @@ class Mainloop:
     def _pair(self, factors: Uint32) -> tuple[Uint32, Uint32]:
         """Of a row's 32 numbers, the first and the second 16."""
         if self.c.format == "nvfp4":
-            return both(factors & 0xFFFF), both(factors >> 16)
+            return both_of_two(factors)
         return both(factors), both(factors)
 
 
@@ -279,6 +278,7 @@ class Product:
             sW=memory.allocate_tensor(Uint8, cute.append(box_layout(c), boxes), 1024, swizzle=swizzle),
             sX=memory.allocate_tensor(BFloat16, tokens_layout(c, c.columns), 1024, swizzle=swizzle),
             factors=memory.allocate(c.weight_stages * c.factor_bytes, 128).toint(),
+            results=memory.allocate(c.result_bytes, 128).toint() if c.result_bytes else Int32(0),
         )
 
     @cute.jit
@@ -361,7 +361,9 @@ class Product:
                 if (tile.columns > least) & (tile.columns <= tokens):
                     rSum = self.mainloop.run(w, tokens, spans, n, m, last)
                     share.prefetch(tensors, turn + 1)
-                    self.results.run(tensors, scalars, rSum, tile, factor, tokens, warp, op.thread_index() % 32)
+                    self.results.run(
+                        tensors, scalars, rSum, tile, factor, tokens, slots.results, warp, op.thread_index() % 32
+                    )  # fmt: skip
                 least = tokens
             n += (spans + _SPANS - 1) // _SPANS
             m += spans * _TOKEN_STAGES
@@ -370,24 +372,20 @@ class Product:
 class ManyTokens:
     """The launches of a call."""
 
-    def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int):
-        sort, rounded = SortTogether(up.columns, experts), ROUNDED[up.activations]
-        self.rounded = rounded
-        self.begin = SortAndPermute(sort) if rounded is None else SortAndRound(sort, rounded)
-        self.up = Product(up, Permuted(up) if rounded is None else Plain(up))
-        self.between = Round(rounded, by_token=False)
+    def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int, rounded: Any):
+        self.begin = SortAndPermute(up.columns, experts, rounded)
+        self.up = Product(up, Permuted(up) if rounded is None else Rounded(up, rounded))
         self.down, self.total = Product(down, Results(down)), Total()
 
     @cute.jit
     def __call__(
-        self, tensors: Tensors, rows: Rows, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
+        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
         down_blocks: Int32, stream: Any,
     ):  # fmt: skip
-        self.begin.launch(tensors, rows, scalars, sort_blocks, stream)
-        self.up.launch(tensors, scalars.up, tensors.up, rows.x, scalars, up_blocks, stream)
-        if const_expr(self.rounded is not None):
-            self.between.launch(tensors, scalars.down, tensors.down, tensors.h, rows.h, sort_blocks, stream)
-        self.down.launch(tensors, scalars.down, tensors.down, rows.h, scalars, down_blocks, stream)
+        """``x``: (slots, whole spans), to be written, as ``Tensors.h`` is."""
+        self.begin.launch(tensors, x, scalars, sort_blocks, stream)
+        self.up.launch(tensors, scalars.up, tensors.up, x, scalars, up_blocks, stream)
+        self.down.launch(tensors, scalars.down, tensors.down, tensors.h, scalars, down_blocks, stream)
         self.total.launch(tensors, stream)
 
 
