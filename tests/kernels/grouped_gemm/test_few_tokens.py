@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.formats import e2m1, fp8
 from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
+from torch_attnkit.kernels.grouped_gemm.sm90.config import STRADDLING, TOGETHER
 from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check
@@ -56,7 +59,11 @@ SHAPES = {
     "float16 as two numbers": (2, dict(Tq=17, N=288, M=96, E=2, K=2, blk=32), torch.float16, ("gptoss", "limit")),
     "four groups of tokens": (3, dict(Tq=70, N=96, M=160, E=4, K=1), torch.bfloat16, ()),
     "a ring of two stages": (1, dict(Tq=30, N=2080, M=64, E=1, K=1), torch.float16, ()),
-}
+    "scales by two copies": (1, dict(Tq=9, N=576, M=192, E=5, K=3, blk=32), torch.bfloat16, ("bias",)),
+    "scales by a copy, slices of two warps": (
+        7, dict(Tq=7, N=576, M=192, E=3, K=2, blk=32, act=3), torch.bfloat16, ("interleaved", "limit"),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.simulator
@@ -154,3 +161,16 @@ def test_few_tokens_slice_k_and_work_tiles_are_as_wide_as_experts_have_tokens():
     assert plans[128].row_warps == 8
     assert [p.columns for p in plans.values()] == [8, 8, 8, 16, 32]
     assert plan(problem(900, torch.float16), 132).row_warps == 8
+
+
+def test_rows_of_scales_that_straddle_words_come_together_where_that_costs_no_stage():
+    rows = 2880  # GPT-OSS: 90 scales in each
+    up, down = (Weights(n, 2880, n * 1440, 1440, n * 90, 90, 90) for n in (2 * rows, rows))
+    for tokens, columns in ((64, 8), (512, 32)):
+        oss = replace(problem(tokens), experts=128, top_k=4, up=up, down=down, format="mxfp4")
+        made = plan(oss, 132)
+        assert (made.columns, made.scale_vectors, made.scale_alignments) == (columns, (TOGETHER,) * 2, (16, 16))
+    quantised = plan(replace(oss, activations="mxfp8"), 132)
+    assert quantised.scale_vectors == (STRADDLING,) * 2  # rounding takes the room
+    apart = replace(up, scale_row=92, scale_expert=92 * up.rows)
+    assert plan(replace(oss, up=apart), 132).scale_vectors == (2, STRADDLING)

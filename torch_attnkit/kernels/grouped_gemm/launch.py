@@ -39,7 +39,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         )  # fmt: skip
 
     vectors = plan.scale_vectors
-    aligned = [vector or 4 for vector in vectors]  # words, where rows straddle them
+    aligned = plan.scale_alignments
     wide = compiled(vectors)
     narrow: list[Callable[..., None]] = []
     counters = math.prod(plan.counters)

@@ -16,6 +16,9 @@ FACTORS = 3  # warps that bring scales, a stage each in turn, as far as there ar
 WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
 BOXES = 2  # of a stage that a consumer has: 32 KB of codes in all
 STRADDLING = 0  # rows of scales follow each other, and every other one begins in the middle of a word
+TOGETHER = -1  # the same, and those of a work tile come to shared memory by one copy or two
+MOST_BLOCKS = 96  # of such a row
+ALIGNMENT = {STRADDLING: 4, TOGETHER: 16}  # of scales, in bytes; otherwise that of a load
 TILES = 4  # work tiles that are known ahead
 WARP_SLOTS = 64  # choices of experts at most that every block sorts for itself, by a warp
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
@@ -42,7 +45,7 @@ class Config:
     activations: str  # to which x and h are rounded before they are multiplied
     columns: int  # most tokens of a work tile
     paired: bool  # whether rows of a work tile are 8 of gate and 8 of up in turn
-    scale_vector: int  # bytes of scales that one load may take, or STRADDLING
+    scale_vector: int  # bytes of scales that one load may take, or STRADDLING, or TOGETHER
 
     @property
     def block(self) -> int:
@@ -106,6 +109,11 @@ class Config:
         return self.rows * self.scales * 2
 
     @property
+    def line_bytes(self) -> int:
+        """Scales of a work tile as they are in device memory, where they come by copies."""
+        return self.rows * MOST_BLOCKS if self.scale_vector == TOGETHER else 0
+
+    @property
     def sum_bytes(self) -> int:
         """In which slices of K meet: (slices - 1, rows, columns) of float32."""
         return (self.slices - 1) * self.rows * self.columns * 4
@@ -125,7 +133,7 @@ class Config:
     def stages(self) -> int:
         """A power of two if there is room for four: what a wait computes delays the products."""
         stage = self.weight_bytes + self.token_bytes + self.factor_bytes
-        return min(_MOST_STAGES, (_SHARED - self.sum_bytes - self.result_bytes) // stage)
+        return min(_MOST_STAGES, (_SHARED - self.sum_bytes - self.result_bytes - self.line_bytes) // stage)
 
     @property
     def factor_warps(self) -> int:

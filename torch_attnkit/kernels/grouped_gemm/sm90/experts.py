@@ -17,7 +17,7 @@ docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,9 +28,9 @@ from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
-from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, TILES, TOKENS, WARPS, Config
+from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, SPAN, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
-from .factors import Factors
+from .factors import Factors, Lines, prefetch_biases
 from .mainloop import Mainloop
 from .prepare import Prepare
 from .routing import SortByWarp
@@ -40,6 +40,14 @@ from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
 # Of a thread in the warpgroups behind the consumers, which keep their 128: scales take most.
 _REGISTERS = (96, 160)
 assert SCHEDULER + COMBINERS == CONSUMERS + 4  # a combining warp in either
+
+
+class Fills(NamedTuple):
+    """Which work tile of the block it is, and which fills of the ring are its stages."""
+
+    turn: Int32
+    first: Int32
+    steps: Int32
 
 
 class Product:
@@ -57,36 +65,51 @@ class Product:
     def row_tiles(self, weights: Matrices) -> Int32:
         return (Int32(weights.codes.shape[1]) + self.c.rows - 1) // self.c.rows
 
+    def spans(self, weights: Matrices) -> Int32:
+        """Of a row."""
+        return (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
+
     def steps(self, weights: Matrices) -> Int32:
         """Stages of a work tile."""
-        return (Int32(weights.codes.shape[2]) * 2 + self.c.stage - 1) // self.c.stage
+        each = self.c.stage // SPAN
+        return (self.spans(weights) + each - 1) // each
 
     @cute.jit
-    def load_codes(self, loads: Loads, ring: Ring, shared: Shared, tile: WorkTile, steps: Int32, n: Int32):
+    def load_codes(self, loads: Loads, ring: Ring, shared: Shared, tile: WorkTile, fills: Fills):
         c = self.c
         gW = cute.local_tile(loads.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
         tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.boxes(c), gW)
-        for k in cutlass.range(steps, unroll=1):
-            full = ring.acquire(n + k, c.weight_bytes)
+        for k in cutlass.range(fills.steps, unroll=1):
+            n = fills.first + k
+            full = ring.acquire(n, c.weight_bytes)
             for box in cutlass.range_constexpr(c.boxes):
-                from_, to = tWg[None, tile.row, k * c.boxes + box], tWs[None, ring.slot(n + k) * c.boxes + box]
+                from_, to = tWg[None, tile.row, k * c.boxes + box], tWs[None, ring.slot(n) * c.boxes + box]
                 cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
 
     @cute.jit
     def load_factors(
-        self, flags: Flags, weights: Matrices, part: Int32, ring: Ring, shared: Shared, tile: WorkTile, steps: Int32,
-        n: Int32,
+        self, flags: Flags, weights: Matrices, part: Int32, lines: Any, ring: Ring, shared: Shared, tile: WorkTile,
+        fills: Fills,
     ):  # fmt: skip
         """Every such warp has a stage in turn: its scales are on their way before its place in the ring is free."""
         lane, warps = cute.arch.lane_idx(), const_expr(self.factor_warps)
-        starts = self.factors.rows(flags, weights, tile, lane)
-        for k in cutlass.range((part + n * (warps - 1)) % warps, steps, warps, unroll=1):
+        if part == 0:
+            prefetch_biases(self.c, flags, weights, tile, lane)
+        if const_expr(lines is not None):
+            starts = self.factors.bring(flags, weights, tile, fills.turn, part, lane, lines)
+        else:
+            starts = self.factors.rows(flags, weights, tile, lane)
+        for k in cutlass.range((part + fills.first * (warps - 1)) % warps, fills.steps, warps, unroll=1):
+            n = fills.first + k
             rS = self.factors.read(flags, weights, tile, starts, k)
-            full = ring.await_empty(n + k)
-            self.factors.store(rS, lane, shared.factors(ring.slot(n + k)))
+            full = ring.await_empty(n)
+            self.factors.store(rS, lane, shared.factors(ring.slot(n)))
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)
+        if const_expr(lines is not None):
+            cute.arch.sync_warp()
+            lines.ring.release(fills.turn)
 
 
 class Experts:
@@ -121,6 +144,7 @@ class Experts:
         made = rings(memory, warp, table)
         ring, done, tiles = made["stages"], made["done"], Tiles(made["announced"], made["tiles"], memory)
         shared = Shared(self.c, memory)
+        lines = Lines(self.c, memory, warp) if self.c.line_bytes else None
         sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
         if warp == CODES:
             cpasync.prefetch_descriptor(up_loads.atom)
@@ -152,7 +176,9 @@ class Experts:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
             if warp > SCHEDULER + COMBINERS:
                 part = warp - SCHEDULER - COMBINERS - 1
-                factors = (partial(p.load_factors, *p.of(tensors, scalars), part, ring, shared) for p, _ in products)
+                factors = (
+                    partial(p.load_factors, *p.of(tensors, scalars), part, lines, ring, shared) for p, _ in products
+                )
                 if part < self.c.factor_warps:
                     self._bring(tensors, tiles, *factors)
             else:
@@ -191,8 +217,7 @@ class Experts:
 
     @cute.jit
     def _bring(self, tensors: Tensors, tiles: Tiles, up: cutlass.Constexpr, down: cutlass.Constexpr):
-        """What a warp that brings weights does: ``up`` or ``down`` with a work tile, its stages and the first's number,
-        as soon as it is announced."""
+        """What a warp that brings weights does: ``up`` or ``down`` with a work tile as soon as it is announced."""
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
         n, turn = Int32(0), Int32(0)
         product = tiles.await_announced(turn)
@@ -201,10 +226,10 @@ class Experts:
             cute.arch.sync_warp()
             tiles.release_announced(turn)
             if product == UP:
-                up(tile, up_steps, n)
+                up(tile, Fills(turn, n, up_steps))
                 n += up_steps
             else:
-                down(tile, down_steps, n)
+                down(tile, Fills(turn, n, down_steps))
                 n += down_steps
             turn += 1
             product = tiles.await_announced(turn)
@@ -255,13 +280,13 @@ class Experts:
         self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, done: Ring, shared: Shared, warp: Int32
     ):
         rSum = self.mainloop.sums()
-        up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
+        up_spans, down_spans = self.up.spans(tensors.up), self.down.spans(tensors.down)
         n, turn = Int32(0), Int32(0)
         product = tiles.wait(turn)
         while product != NONE:
             tile = tiles.tile(turn)
-            steps = cutlass.select_(product == UP, up_steps, down_steps)
-            self.mainloop.run(rSum, tile.columns, steps, n, ring, shared, warp)
+            spans = cutlass.select_(product == UP, up_spans, down_spans)
+            self.mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp)
             self.mainloop.join_slices(rSum, shared, warp)
             if product == UP:
                 self.up.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
@@ -272,7 +297,7 @@ class Experts:
             full = done.await_empty(turn)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)
-            n += steps
+            n += (spans + self.c.stage // SPAN - 1) // (self.c.stage // SPAN)
             turn += 1
             product = tiles.wait(turn)
 

@@ -8,7 +8,7 @@ add into sums of their own: chains are half as long.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -59,6 +59,16 @@ def store_floats(address: Any, values: list[Float32]) -> None:
     cute.autovec_copy(rV, cute.make_tensor(pointer, cute.make_layout(4)))
 
 
+class Place(NamedTuple):
+    """What a lane reads of a stage."""
+
+    row: Int32  # of 8
+    quarter: Int32  # of a row's 128 numbers
+    codes: Int32  # address of its first row
+    tokens: Int32  # of its row, 16 bytes, of the four 8 x 8 tiles that are a word's operands of two steps
+    factors: Int32
+
+
 class Mainloop:
     def __init__(self, config: Config):
         self.c = config
@@ -68,51 +78,67 @@ class Mainloop:
         return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, 2)), Float32)
 
     @cute.jit
-    def run(self, rSum: cute.Tensor, columns: Int32, steps: Int32, n: Int32, ring: Ring, shared: Shared, warp: Int32):
-        """The sums of a work tile of ``columns`` tokens, from the fills n to n + steps - 1 of the ring."""
+    def run(self, rSum: cute.Tensor, columns: Int32, spans: Int32, n: Int32, ring: Ring, shared: Shared, warp: Int32):
+        """The sums of a work tile of ``columns`` tokens and ``spans`` of K, from the ring's fill n on."""
+        c, each = self.c, const_expr(self.c.stage // SPAN)
+        first = warp // c.row_warps * _SPANS  # of every stage
+        whole = (spans + each - first - _SPANS) // each  # stages of which this warp has all its spans
         rSum.fill(0.0)
-        room = width_of(self.c, columns)
-        for width in cutlass.range_constexpr(len(self.c.widths)):
-            groups = const_expr(self.c.widths[width])
+        room = width_of(c, columns)
+        for width in cutlass.range_constexpr(len(c.widths)):
+            groups = const_expr(c.widths[width])
             if room == 8 * groups:
-                for k in cutlass.range(steps, unroll=1):
+                for k in cutlass.range(whole, unroll=1):
                     ring.wait(n + k)
-                    self._stage(rSum, groups, ring.slot(n + k), shared, warp)
+                    place = self._place(shared, ring.slot(n + k), warp)
+                    for span in cutlass.range_constexpr(_SPANS):
+                        self._span(rSum, groups, place, span)
+                    cute.arch.sync_warp()
+                    ring.release(n + k)
+                for k in cutlass.range(whole, (spans + each - 1) // each, unroll=1):
+                    ring.wait(n + k)
+                    place = self._place(shared, ring.slot(n + k), warp)
+                    for span in cutlass.range(spans - k * each - first, unroll=1):
+                        self._span(rSum, groups, place, span)
                     cute.arch.sync_warp()
                     ring.release(n + k)
 
-    @cute.jit
-    def _stage(self, rSum: cute.Tensor, groups: cutlass.Constexpr, stage: Int32, shared: Shared, warp: Int32):
-        c = self.c
-        lane = cute.arch.lane_idx()
+    def _place(self, shared: Shared, stage: Int32, warp: Int32) -> Place:
+        c, lane = self.c, cute.arch.lane_idx()
+        stage = op.fresh(stage)  # or each product with it is worked out from the fill's number
         row, quarter = row_of(lane), lane % 4
         rows, slice_ = warp % c.row_warps * WARP_ROWS + row, warp // c.row_warps
-        first = shared.weights(stage) + (slice_ * (BOXES * c.rows) + rows) * ROW_BYTES
-        # The lane's row, 16 bytes, of the four 8 x 8 tiles that are a word's operands of two steps.
-        tokens = shared.tokens(stage) + lane % 8 * (c.parts * c.token_row_bytes) + lane // 8 * 16
-        tokens += slice_ * (BOXES * BOX * 2)
-        factor = (
-            shared.factors(stage)
+        row_of_tokens = lane % 8 * (c.parts * c.token_row_bytes) + lane // 8 * 16
+        return Place(
+            row,
+            quarter,
+            codes=shared.weights(stage) + (slice_ * (BOXES * c.rows) + rows) * ROW_BYTES,
+            tokens=shared.tokens(stage) + row_of_tokens + slice_ * (BOXES * BOX * 2),
+            factors=shared.factors(stage)
             + (slice_ * (_SPANS * c.rows) + rows) * self._factor_bytes
-            + quarter * self._factor_bytes // 4
+            + quarter * self._factor_bytes // 4,
         )
-        for span in cutlass.range_constexpr(_SPANS):
-            box, half_box = const_expr(span // 2), const_expr(span % 2)
-            chunk = box * (c.rows * ROW_BYTES) + ((quarter + 4 * half_box) ^ row) * 16  # as TMA swizzles them
-            codes = [load_words(first + chunk + 8 * r * ROW_BYTES, 4) for r in range(2)]
-            factors = [self._factors(factor + (span * c.rows + 8 * r) * self._factor_bytes) for r in range(2)]
-            for word in cutlass.range_constexpr(4):
-                a, b = (decode(codes[r][word], factors[r][word // 2]) for r in range(2))
-                for part in cutlass.range_constexpr(c.parts):
-                    for group in cutlass.range_constexpr(groups):
-                        row_of_part = const_expr((8 * group * c.parts + part) * c.token_row_bytes)
-                        rB = op.ldmatrix_x4(tokens + row_of_part + span * (SPAN * 2) + word * 64)
-                        for half in cutlass.range_constexpr(2):
-                            i, j = const_expr(2 * half), const_expr(2 * half + 1)
-                            old = [rSum[x, group, half] for x in range(4)]
-                            new = op.mma_m16n8k16(cutlass.BFloat16, (a[i], b[i], a[j], b[j]), (rB[i], rB[j]), old)
-                            for x in cutlass.range_constexpr(4):
-                                rSum[x, group, half] = new[x]
+
+    @cute.jit
+    def _span(self, rSum: cute.Tensor, groups: cutlass.Constexpr, place: Place, span: Any):
+        """A span of the warp's part of a stage."""
+        c = self.c
+        chunk = ((place.quarter + span % 2 * 4) ^ place.row) * 16  # of a box's row, as TMA swizzles them
+        first = place.codes + span // 2 * (c.rows * ROW_BYTES) + chunk
+        codes = [load_words(first + 8 * r * ROW_BYTES, 4) for r in range(2)]
+        factors = [self._factors(place.factors + (span * c.rows + 8 * r) * self._factor_bytes) for r in range(2)]
+        for word in cutlass.range_constexpr(4):
+            a, b = (decode(codes[r][word], factors[r][word // 2]) for r in range(2))
+            for part in cutlass.range_constexpr(c.parts):
+                for group in cutlass.range_constexpr(groups):
+                    row_of_part = const_expr((8 * group * c.parts + part) * c.token_row_bytes)
+                    rB = op.ldmatrix_x4(place.tokens + row_of_part + span * (SPAN * 2) + word * 64)
+                    for half in cutlass.range_constexpr(2):
+                        i, j = const_expr(2 * half), const_expr(2 * half + 1)
+                        old = [rSum[x, group, half] for x in range(4)]
+                        new = op.mma_m16n8k16(cutlass.BFloat16, (a[i], b[i], a[j], b[j]), (rB[i], rB[j]), old)
+                        for x in cutlass.range_constexpr(4):
+                            rSum[x, group, half] = new[x]
 
     @property
     def _factor_bytes(self) -> int:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from torch_attnkit.core.spec import short
 
 from ..problem import BLOCK, Problem, Weights
-from .config import BOX, CONSUMERS, MOST_COLUMNS, SPAN, STRADDLING, WARP_ROWS, WARP_SLOTS, WIDTHS, Config
+from .config import (
+    ALIGNMENT,
+    BOX,
+    CONSUMERS,
+    MOST_BLOCKS,
+    MOST_COLUMNS,
+    SPAN,
+    STRADDLING,
+    TOGETHER,
+    WARP_ROWS,
+    WARP_SLOTS,
+    WIDTHS,
+    Config,
+)
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
@@ -54,6 +67,11 @@ class Plan:
     by_warp: bool  # slots are so few that every block sorts them for itself
     scale_vectors: tuple[int, int]
 
+    @property
+    def scale_alignments(self) -> tuple[int, int]:
+        up, down = (ALIGNMENT.get(vector, vector) for vector in self.scale_vectors)
+        return up, down
+
 
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
@@ -86,7 +104,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
         by_warp=by_warp,
-        scale_vectors=(_vector(p, p.up, False), _vector(p, p.down, False)),
+        scale_vectors=_few_vectors(p, c),
     )
 
 
@@ -145,3 +163,13 @@ def _vector(p: Problem, weights: Weights, many: bool) -> int:
     vector = math.gcd(BOX // BLOCK[p.format] if many else 16, blocks, weights.scale_row, weights.scale_expert)
     dense = weights.scale_row == blocks and weights.scale_expert == blocks * weights.rows
     return STRADDLING if vector == 2 and dense and weights.rows % 2 == 0 else vector
+
+
+def _few_vectors(p: Problem, config: Config) -> tuple[int, int]:
+    """Those of both products for few tokens: rows of scales that no vector load takes come together, if those of both
+    products are such and that costs no stage."""
+    up, down = (_vector(p, w, False) for w in (p.up, p.down))
+    fits = replace(config, scale_vector=TOGETHER).stages == config.stages
+    if fits and up == down == STRADDLING and max(p.up.scale_row, p.down.scale_row) <= MOST_BLOCKS:
+        return TOGETHER, TOGETHER
+    return up, down

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8, const_expr
+from cutlass import Int32, Uint8
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies
@@ -53,17 +53,21 @@ class Shared(Fixed):
         """(token, part) of a row each, with ``_PAD`` bytes behind it."""
         return self._tokens + stage * self.c.token_bytes
 
-    @cute.jit
-    def clear_tokens(self):
-        """All threads: rows of tokens that a work tile does not have are read, and must not be left to chance."""
-        size = const_expr(self.c.stages * self.c.token_bytes)
-        for at in cutlass.range(cute.arch.thread_idx()[0] * 16, size, 32 * WARPS * 16, unroll=1):
-            copies.store_words(self._tokens + at, [Int32(0)] * 4, cute.AddressSpace.smem)
-        cute.arch.fence_view_async_shared()
+    def clear_tokens(self) -> None:
+        """Rows of tokens that a work tile does not have are read, and must not be left to chance."""
+        clear(self._tokens, self.c.stages * self.c.token_bytes)
 
     def factors(self, stage: Int32) -> Int32:
         """(span, row, quad) of one or two bf16."""
         return self._factors + stage * self.c.factor_bytes
+
+
+@cute.jit
+def clear(address: Int32, size: cutlass.Constexpr):
+    """All threads: zeros where copies will come."""
+    for at in cutlass.range(cute.arch.thread_idx()[0] * 16, size, 32 * WARPS * 16, unroll=1):
+        copies.store_words(address + at, [Int32(0)] * 4, cute.AddressSpace.smem)
+    cute.arch.fence_view_async_shared()
 
 
 def box_rows(config: Config) -> Any:

@@ -30,7 +30,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from .arguments import Flags, Matrices, Scalars, Tensors
 from .config import BOX, LOADERS, SCALERS, SPAN, TOKEN_BOX, WgmmaConfig
 from .epilogue import raised
-from .factors import Factors
+from .factors import Factors, prefetch_biases
 from .mainloop import load_words
 from .permute import SortAndPermute
 from .results import Permuted, Results, Rounded
@@ -365,6 +365,8 @@ class Product:
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
+            if part == 0:
+                prefetch_biases(self.c, flags, weights, tile, lane)
             for k in cutlass.range(fills, unroll=1):
                 # What follows from the tile is worked out anew, for these warps have few registers.
                 fresh = tile._replace(row=op.fresh(tile.row * SCALERS + part))
