@@ -1,0 +1,234 @@
+"""A consumer warpgroup: the scores of every second tile, and half of the columns of the output of all. Imports cutlass.
+
+    warpgroup 0   S0 softmax0 P0 O+=P0 |          S2 beside O+=P1, softmax2 P2 O+=P2 | ...
+    warpgroup 1              S1 beside O+=P0, softmax1 P1 O+=P1 |          S3 beside O+=P2, ...
+
+64 heads of 512 columns are too much for the registers of one warpgroup. A warpgroup has the probabilities of its own
+tiles in registers and leaves them in shared memory for the other, with the maxima and the factors of the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.warp_ops import exp2
+from torch_attnkit.kernels.decode.sm90 import products
+from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
+
+from .config import HALVES, LOADERS, Config
+from .meeting import Meeting, by_head
+
+_INF = float("inf")
+_P_KEYS = 64  # columns of a buffer of probabilities, of which as many are used as a tile has keys
+
+
+@dataclass
+class Fragments(Fixed):
+    """A warpgroup's slices of the operands, its accumulator and its statistics."""
+
+    thread: Int32  # of the warpgroup
+    qk_mma: cute.TiledMma
+    own_mma: cute.TiledMma  # P from registers
+    other_mma: cute.TiledMma  # P from shared memory
+    tSrQ: cute.Tensor  # (1, 1, part / 16, halves)
+    tSrK: cute.Tensor  # (1, 1, part / 16, stages * halves)
+    tOrP: cute.Tensor  # (1, 1, 64 / 16, 2)
+    tOrV: cute.Tensor  # (1, 1, N / 16, stages * halves)
+    rP: cute.Tensor  # (64, N) as a left side
+    rWords: cute.Tensor  # the same in pairs
+    rO: cute.Tensor  # (64, part)
+    rMax: cute.Tensor  # (2) rows: of all tiles up to the last that O has
+    rSum: cute.Tensor  # (2): of this warpgroup's tiles, this lane's share
+
+
+class Mainloop:
+    """``half``, 0 or 1: which warpgroup this is. ``n`` counts tiles from the kernel's start."""
+
+    def __init__(self, config: Config, half: int):
+        self.c, self.half = config, half
+
+    @cute.jit
+    def run(self, scale: Float32, shared: Int32, meeting: Meeting, w: Fragments, start: Int32, tiles: Int32):
+        """A work tile, ``tiles`` from ``start`` on; leaves its output, maxima and sums in registers."""
+        w.rO.fill(0.0)
+        w.rMax.fill(-_INF)
+        w.rSum.fill(0.0)
+        if const_expr(self.half == 0):
+            self._own(scale, shared, meeting, w, start, False)
+            for n in cutlass.range(start + 2, start + tiles, 2, unroll=1):
+                self._own(scale, shared, meeting, w, n, True)
+            self._release_query(meeting)
+            self._multiply_other(shared, meeting, w, start + tiles - 1)
+            warpgroup.wait_group(0)
+            self._release_other(meeting, start + tiles - 1)
+        else:
+            for n in cutlass.range(start + 1, start + tiles, 2, unroll=1):
+                self._own(scale, shared, meeting, w, n, True)
+            self._release_query(meeting)
+
+    def fragments(self, shared: Int32) -> Fragments:
+        c, K, MN = self.c, OperandMajorMode.K, OperandMajorMode.MN
+        thread = cute.arch.thread_idx()[0] % THREADS
+
+        def values(source: warpgroup.OperandSource) -> cute.TiledMma:
+            return hopper.make_trivial_tiled_mma(
+                c.dtype, c.dtype, K, MN, Float32, (1, 1, 1), (HEADS, c.ring.part), source
+            )
+
+        qk_mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, K, K, Float32, (1, 1, 1), (HEADS, c.keys))
+        own_mma, other_mma = values(warpgroup.OperandSource.RMEM), values(warpgroup.OperandSource.SMEM)
+        sQ = products.staged(c.dtype, c.shared.query.at(shared), (HEADS, c.ring.part, HALVES))
+        sKV = products.keys_by_columns(c.ring, c.shared.ring.at(shared))
+        sP = products.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, _P_KEYS, HALVES))
+        qk, own, other = (mma.get_slice(thread) for mma in (qk_mma, own_mma, other_mma))
+        rP = own.make_fragment_A(own.partition_shape_A((HEADS, c.keys)))
+        return Fragments(
+            thread=thread,
+            qk_mma=qk_mma,
+            own_mma=own_mma,
+            other_mma=other_mma,
+            tSrQ=qk.make_fragment_A(qk.partition_A(sQ)),
+            tSrK=qk.make_fragment_B(qk.partition_B(sKV)),
+            tOrP=other.make_fragment_A(other.partition_A(sP)),
+            tOrV=own.make_fragment_B(own.partition_B(products.columns_by_keys(c.ring, sKV))),
+            rP=rP,
+            rWords=cute.recast_tensor(rP, Int32),
+            rO=cute.make_rmem_tensor(own.partition_shape_C((HEADS, c.ring.part)), Float32),
+            rMax=cute.make_rmem_tensor(2, Float32),
+            rSum=cute.make_rmem_tensor(2, Float32),
+        )
+
+    @cute.jit
+    def _own(
+        self, scale: Float32, shared: Int32, meeting: Meeting, w: Fragments, n: Int32, follows: cutlass.Constexpr
+    ):
+        """Tile n, which is this warpgroup's, and, where one ``follows`` another, the output of the tile before."""
+        sums = self._issue_scores(meeting, w, n)
+        if const_expr(follows):
+            self._multiply_other(shared, meeting, w, n - 1)
+        warpgroup.wait_group(1 if const_expr(follows) else 0)
+        rS = self._scores(scale, shared, meeting, sums, n)
+        scales = self._probabilities(w, rS)
+        self._hand_over(shared, meeting, w, rS, scales, n)
+        if const_expr(follows):
+            warpgroup.wait_group(0)
+            self._release_other(meeting, n - 1)
+        self._rescale(w, scales)
+        softmax.pack_into(w.rWords, rS, self.c.dtype)
+        products.multiply(w.own_mma, w.rO, w.rP, self._values(meeting, w, n), clear=False)
+        warpgroup.wait_group(0)
+        meeting.tiles.release(n)
+
+    def _issue_scores(self, meeting: Meeting, w: Fragments, n: Int32) -> list[cute.Tensor]:
+        """A sum for each half of the columns: shorter chains of products, whose roundings are coarser than those of an
+        addition."""
+        c, sums = self.c, []
+        meeting.tiles.wait(n)
+        cute.arch.fence_view_async_shared()
+        for half in range(HALVES):
+            rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, c.keys)), Float32)
+            sK = w.tSrK[None, None, None, meeting.tiles.slot(n) * HALVES + half]
+            sums.append((rS, w.tSrQ[None, None, None, half], sK))
+        for rS, sQ, sK in sums:
+            products.multiply(w.qk_mma, rS, sQ, sK, clear=True)
+        return [rS for rS, _, _ in sums]
+
+    @cute.jit
+    def _scores(self, scale: Float32, shared: Int32, meeting: Meeting, sums: list[cute.Tensor], n: Int32):
+        """Scores in powers of two, -inf where a key does not count."""
+        rS, rMore = sums
+        for i in cutlass.range_constexpr(cute.size(rS)):
+            rS[i] = (rS[i] + rMore[i]) * scale
+        mask, stage = meeting.mask(shared), meeting.tiles.slot(n)
+        words = [mask[stage, i] for i in range(LOADERS)]
+        if (words[0] & words[1] & words[2] & words[3]) != const_expr((1 << self.c.keys // LOADERS) - 1):
+            quad = cute.arch.lane_idx() & 3
+            odd = (quad & 1) != 0
+            # Of its two neighbouring columns, whether they count: bit 2 i for those of the i-th 8 columns.
+            mine = [cutlass.select_(odd, words[b + 2], words[b]) >> (quad // 2) for b in range(2)]
+            for i in cutlass.range_constexpr(cute.size(rS)):
+                bit = mine[i % 2] & const_expr(1 << i // 4 * 2)
+                rS[i] = cutlass.select_(bit != 0, rS[i], Float32(-_INF))
+        return rS
+
+    @cute.jit
+    def _probabilities(self, w: Fragments, rS: cute.Tensor):
+        """Scores to probabilities in place, with maxima and sums brought up to date; returns the factors of O."""
+        scales = []
+        for r in cutlass.range_constexpr(2):
+            new = cute.arch.fmax(w.rMax[r], softmax.peak(rS, r))
+            safe = finite(new)
+            scales.append(exp2(w.rMax[r] - safe))
+            w.rSum[r] = w.rSum[r] * scales[r]
+            w.rMax[r] = new
+            for i in cutlass.range_constexpr(cute.size(rS)):
+                if const_expr(i // 2 % 2 == r):
+                    rS[i] = exp2(rS[i] - safe)
+                    w.rSum[r] = w.rSum[r] + rS[i]
+        return scales
+
+    @cute.jit
+    def _hand_over(
+        self, shared: Int32, meeting: Meeting, w: Fragments, rS: cute.Tensor, scales: list[Float32], n: Int32
+    ):
+        """The probabilities of tile n, the maxima and the factors of the output before it, to the other warpgroup."""
+        c = self.c
+        row, lane = products.first_row(w.thread), w.thread & 31
+        sFactor, sMax = by_head(c.shared.factors, shared), by_head(c.shared.maxima, shared)
+        meeting.probabilities.await_empty(n)
+        if (lane & 3) == 0:
+            for r in cutlass.range_constexpr(2):
+                sFactor[row + 8 * r, self.half] = scales[r]
+                sMax[row + 8 * r, self.half] = w.rMax[r]
+        address = c.shared.probabilities.at(shared) + (self.half * c.p_bytes + row * ROW_BYTES + (lane & 3) * 4)
+        pairs = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
+        sP = cute.make_tensor(pairs, cute.make_layout((2, 8), stride=(256, 4)))  # (8 rows, chunk)
+        for i in cutlass.range_constexpr(c.keys // 8):
+            for r in cutlass.range_constexpr(2):
+                sP[r, (row & 7) ^ i] = softmax.pack(rS[4 * i + 2 * r], rS[4 * i + 2 * r + 1], c.dtype)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(meeting.probabilities.full + meeting.probabilities.slot(n))
+
+    @cute.jit
+    def _multiply_other(self, shared: Int32, meeting: Meeting, w: Fragments, n: Int32):
+        """Issue the output of tile n, whose probabilities are the other warpgroup's."""
+        c, other = self.c, const_expr(1 - self.half)
+        row = products.first_row(w.thread)
+        meeting.probabilities.wait(n)
+        scales = []
+        for r in cutlass.range_constexpr(2):
+            scales.append(by_head(c.shared.factors, shared)[row + 8 * r, other])
+            w.rMax[r] = by_head(c.shared.maxima, shared)[row + 8 * r, other]
+            w.rSum[r] = w.rSum[r] * scales[r]
+        self._rescale(w, scales)
+        sP = w.tOrP[None, None, None, other]
+        products.multiply(w.other_mma, w.rO, sP, self._values(meeting, w, n), clear=False)
+
+    @cute.jit
+    def _rescale(self, w: Fragments, scales: list[Float32]):
+        """Bring the output to the new maxima."""
+        if cute.arch.vote_any_sync((scales[0] != 1.0) | (scales[1] != 1.0)):
+            softmax.rescale(w.rO, scales)
+
+    def _values(self, meeting: Meeting, w: Fragments, n: Int32) -> cute.Tensor:
+        return w.tOrV[None, None, None, meeting.tiles.slot(n) * HALVES + self.half]
+
+    def _release_other(self, meeting: Meeting, n: Int32) -> None:
+        cute.arch.sync_warp()  # every lane has read its factors before one of them gives their place back
+        meeting.probabilities.release(n)
+        meeting.tiles.release(n)
+
+    def _release_query(self, meeting: Meeting) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(meeting.query.empty)

@@ -1,0 +1,121 @@
+"""Which keys a token has, and how CTAs go through the work tiles. Imports cutlass.
+
+A token's keys are counted through: first those of its window, then its entries. Ends, lengths, requests and lists may
+say anything: what is not there does not count, and is never read.
+"""
+
+# (Traced by CuTeDSL, whose decorators are untyped.)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.kernels.decode.sm90.config import HEADS
+
+from .arguments import Numbers, Tensors
+
+_ALIGNED = 16  # keys: what a product takes at once
+
+
+class WorkTile(NamedTuple):
+    """Up to 64 heads of a token."""
+
+    token: Int32
+    head: Int32  # the first
+    heads: Int32
+
+
+class Keys(NamedTuple):
+    """The keys of a token, and those of them, [first, stop), that a CTA attends."""
+
+    near: Int64  # address of the window's first
+    near_count: Int32
+    far: Int64  # address of the request's first entry
+    far_count: Int32  # entries that are listed, or all
+    limit: Int32  # entries from here on do not count
+    first: Int32
+    stop: Int32
+
+    def tiles(self, keys: int) -> Int32:
+        """Of so many keys; at least two and an even number, for two warpgroups take them in turn."""
+        return cutlass.max((self.stop - self.first + (2 * keys - 1)) // (2 * keys), 1) * 2
+
+
+class Row(NamedTuple):
+    """Where a key is, and whether it counts."""
+
+    address: Int64
+    counts: Boolean
+
+
+def work_tiles(tensors: Tensors, numbers: Numbers) -> Int32:
+    return Int32(tensors.q.shape[0]) * numbers.head_blocks
+
+
+def work_tile(tensors: Tensors, numbers: Numbers, index: Int32) -> WorkTile:
+    """Those of a token follow one another: what one loads the L2 has for the others."""
+    token, block = Int32(Uint32(index) // Uint32(numbers.head_blocks)), Int32(
+        Uint32(index) % Uint32(numbers.head_blocks)
+    )
+    heads = Int32(tensors.q.shape[1])
+    return WorkTile(token, block * HEADS, cutlass.min(heads - block * HEADS, HEADS))
+
+
+@cute.jit
+def keys_of(tensors: Tensors, numbers: Numbers, token: Int32, rank: Int32):
+    """The keys of a token, of which CTA ``rank`` of its cluster has a share."""
+    n, zero = numbers, Int32(0)
+    request = token // n.tokens_each
+    if n.has_requests != 0:
+        request = tensors.request[token]
+    size = Int32(tensors.near.shape[1])
+    end = cutlass.min(cutlass.max(tensors.end[token], zero), size)
+    near = cutlass.min(n.window, end)
+    limit = n.entries
+    if n.has_length != 0:
+        limit = cutlass.min(cutlass.max(tensors.length[token], zero), n.entries)
+    far = cutlass.select_(n.has_list != 0, n.listed, limit)
+    known = Uint32(request) < Uint32(Int32(tensors.near.shape[0]))
+    near, far = cutlass.select_(known, near, zero), cutlass.select_(known, far, zero)
+    request = cutlass.select_(known, request, zero)
+    total = near + far
+    share = (total + n.ctas * _ALIGNED - 1) // (n.ctas * _ALIGNED) * _ALIGNED
+    first = cutlass.min(share * rank, total)
+    return Keys(
+        _row(tensors.near, request, end - near),
+        near,
+        _row(tensors.far, request, zero),
+        far,
+        limit,
+        first,
+        cutlass.min(first + share, total),
+    )
+
+
+def _row(cache: cute.Tensor, request: Int32, key: Int32) -> Int64:
+    """Its address."""
+    size = cache.element_type.width // 8
+    offset = Int64(cache.stride[0]) * request + Int64(cache.stride[1]) * key
+    return cache.iterator.toint() + offset * size
+
+
+@cute.jit
+def row_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, key: Int32):
+    """A key of the CTA's share, by its number; beyond it none."""
+    size = cutlass.const_expr(tensors.near.element_type.width // 8)
+    mine, far = key < keys.stop, key - keys.near_count
+    address, counts = keys.near + Int64(tensors.near.stride[1]) * key * size, mine
+    if mine & (far >= 0):
+        entry = far
+        if numbers.has_list != 0:
+            chosen = tensors.chosen
+            at = Int64(chosen.stride[0]) * token + Int64(chosen.stride[1]) * far
+            entry = op.load_pair(chosen.iterator.toint() + at * 4)
+        counts = Uint32(entry) < Uint32(keys.limit)
+        address = keys.far + Int64(tensors.far.stride[1]) * entry * size
+    return Row(address, counts)
