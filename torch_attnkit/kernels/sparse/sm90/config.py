@@ -25,7 +25,7 @@ class Shared:
     maxima: Region  # (64, 2 tiles)
     sums: Region  # (64, 2 warpgroups)
     partial: Region  # over query and ring: a CTA's normalised output, which the cluster merges
-    stats: Region  # and row_max and row_sum, (64, 2)
+    stats: Region  # over the factors: its row_max and row_sum, (64, 2)
     masks: Region  # (stages, 4): which keys of a tile count
     info: Region  # how many tiles a work tile has
     barriers: Region
@@ -88,8 +88,8 @@ class Config:
         maxima = Region(factors.end, by_head)
         sums = Region(maxima.end, by_head)
         partial = Region(0, HEADS * self.pitch)
-        stats = Region(sums.end, by_head)
-        masks = Region(stats.end, self.stages * LOADERS * 4)
+        stats = Region(factors.offset, by_head)
+        masks = Region(sums.end, self.stages * LOADERS * 4)
         info = Region(masks.end, 16)
         return Shared(
             query, ring, probabilities, factors, maxima, sums, partial, stats, masks, info,
