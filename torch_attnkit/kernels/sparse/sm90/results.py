@@ -143,15 +143,15 @@ class Results:
             # All loads are on their way before the first is used.
             stats = [op.load_cluster_floats(2, op.cluster_address(stat_at, p), t) for p, t in zip(peers, there)]
             parts = [op.load_cluster_floats(4, op.cluster_address(part_at, p), t) for p, t in zip(peers, there)]
-            row_max = Float32(-_INF)
+            maxima = [cutlass.select_(there[i] != 0, stats[i][0], Float32(-_INF)) for i in range(MOST_CTAS)]
+            row_max, row_sum = Float32(-_INF), Float32(0.0)
             for i in cutlass.range_constexpr(MOST_CTAS):
-                row_max = cute.arch.fmax(row_max, cutlass.select_(there[i] != 0, stats[i][0], Float32(-_INF)))
-            row_sum = Float32(0.0)
+                row_max = cute.arch.fmax(row_max, maxima[i])
             sums = [Float32(0.0)] * columns
             rPart = cute.make_rmem_tensor(4, Float32)
             rValues = cute.recast_tensor(rPart, c.dtype)
             for i in cutlass.range_constexpr(MOST_CTAS):
-                weight = exp2(stats[i][0] - finite(row_max)) * stats[i][1]
+                weight = exp2(maxima[i] - finite(row_max)) * stats[i][1]
                 row_sum += weight
                 for x in cutlass.range_constexpr(4):
                     rPart[x] = parts[i][x]
