@@ -37,13 +37,15 @@ class Shared:
 
 @dataclass(frozen=True)
 class Config:
-    """``merge``: the CTAs of a cluster have a split of a work tile's keys each; else a CTA is a cluster of its own."""
+    """``merge``: the CTAs of a cluster have a split of a work tile's keys each; else a CTA is a cluster of its own.
+    ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory."""
 
     dtype: Any
     dim: int
     keys: int  # of a tile, a multiple of 16 up to 64
     stages: int
     merge: bool
+    prefetch: bool
 
     @property
     def threads(self) -> int:
@@ -71,7 +73,7 @@ class Config:
     def arrivals(self) -> list[int]:
         """How many arrivals complete a phase of each mbarrier, in the order of ``Meeting``."""
         return [
-            LOADERS * 32 + 1,
+            32 * (CONSUMERS if self.merge else LOADERS) + 1,
             CONSUMERS,
             *[LOADERS * 33] * self.stages,
             *[CONSUMERS] * self.stages,

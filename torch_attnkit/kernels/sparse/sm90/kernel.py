@@ -22,8 +22,8 @@ from torch_attnkit.kernels.decode.sm90.config import THREADS, WARPS
 
 from .arguments import Numbers, Tensors, arguments
 from .config import HALVES, Config
-from .loads import Producer
-from .mainloop import Mainloop
+from .loads import Producer, load_query
+from .mainloop import Mainloop, Start
 from .meeting import Meeting
 from .results import Results, sync_cluster
 from .schedule import work_tile, work_tiles
@@ -80,9 +80,11 @@ class Sparse:
         cluster: Int32,
     ):  # fmt: skip
         w = self.mainloops[half].fragments(shared)
-        start, item = Int32(0), Int32(0)  # tiles and work tiles so far
+        start, item = Start(Int32(0), Int32(0), Int32(0)), Int32(0)  # tiles and work tiles so far
         for index in cutlass.range(cluster, work_tiles(tensors, numbers), numbers.clusters, unroll=1):
             tile = work_tile(tensors, numbers, index)
+            if const_expr(self.c.merge):  # each CTA has but one, so nobody is early
+                load_query(self.c, tensors, tile, shared, meeting, THREADS * HALVES)
             meeting.query.wait(item)
             # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
             tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])
@@ -91,7 +93,7 @@ class Sparse:
                 self.results[half].merge(tensors, numbers, tile, shared, w)
             else:
                 self.results[half].store(tensors, numbers, tile, shared, w)
-            start += tiles
+            start = start.after(tiles)
             item += 1
 
 

@@ -17,7 +17,7 @@ from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 from .arguments import Numbers, Tensors
 from .config import LOADERS, Config
 from .meeting import Meeting
-from .schedule import Keys, WorkTile, keys_of, row_of, work_tile, work_tiles
+from .schedule import Guess, Keys, WorkTile, guess_of, keys_of, row_of, work_tile, work_tiles
 
 _LANES = 32
 _COLUMN_CHUNKS = ROW_BYTES // CHUNK  # of a row of a block of columns
@@ -27,6 +27,34 @@ _COLUMN_CHUNKS = ROW_BYTES // CHUNK  # of a row of a block of columns
 def _joined(low: Int32, high: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
     """The 64 bits that two registers hold."""
     return asm(Int64, [low, high], "mov.b64 $0, {$1, $2};", loc=loc, ip=ip)
+
+
+@cute.jit
+def load_query(
+    config: cutlass.Constexpr, tensors: Tensors, tile: WorkTile, shared: Int32, meeting: Meeting,
+    threads: cutlass.Constexpr,
+):  # fmt: skip
+    """The share of one of ``threads`` threads; rows beyond the work tile's heads become zeros."""
+    c = config
+    chunks = const_expr(c.dim * c.itemsize // CHUNK)
+    thread = cute.arch.thread_idx()[0] % threads
+    q, chunk = tensors.q, thread % chunks
+    row_bytes = Int64(q.stride[1]) * c.itemsize
+    source = q.iterator.toint() + Int64(q.stride[0]) * tile.token * c.itemsize + row_bytes * tile.head + chunk * CHUNK
+    target = c.shared.query.at(shared) + chunk // _COLUMN_CHUNKS * (HEADS * ROW_BYTES)
+    for i in cutlass.range(HEADS * chunks // threads, unroll=4):
+        head = i * (threads // chunks) + thread // chunks
+        valid = cutlass.select_(head < tile.heads, Int32(CHUNK), Int32(0))
+        to = target + head * ROW_BYTES + ((chunk % _COLUMN_CHUNKS) ^ (head & 7)) * CHUNK
+        op.copy_16_async(to, source + row_bytes * cutlass.min(head, tile.heads - 1), valid)
+    cute.arch.cp_async_mbarrier_arrive_noinc(meeting.query.full)
+
+
+@dsl_user_op
+def _prefetch(source: Int64, nbytes: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring a row of device memory to the L2; a multiple of 16 bytes."""
+    text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
+    asm(None, [source, Int32(nbytes)], text, memory=True, loc=loc, ip=ip)
 
 
 class Producer:
@@ -42,11 +70,17 @@ class Producer:
         filled, item = Int32(0), Int32(0)  # tiles and work tiles so far
         for index in cutlass.range(cluster, work_tiles(tensors, numbers), numbers.clusters, unroll=1):
             tile = work_tile(tensors, numbers, index)
+            guess = guess_of(tensors, numbers, tile.token, rank, self._key(Int32(0)))
             keys = keys_of(tensors, numbers, tile.token, rank)
             tiles = keys.tiles(c.keys)
-            row = self._row(tensors, numbers, keys, tile.token, Int32(0))
+            row = self._row(tensors, numbers, keys, tile.token, Int32(0), guess)
             meeting.query.await_empty(item)
-            self._load_query(tensors, tile, shared, meeting, tiles)
+            if const_expr(not c.merge):
+                load_query(c, tensors, tile, shared, meeting, THREADS)
+            info = meeting.info(shared)
+            if cute.arch.thread_idx()[0] % THREADS == 0:
+                info[0] = tiles
+                cute.arch.mbarrier_arrive(meeting.query.full)
             for n in cutlass.range(tiles, unroll=1):
                 after = self._row(tensors, numbers, keys, tile.token, n + 1)
                 self._load_tile(row, shared, meeting, filled + n)
@@ -56,36 +90,22 @@ class Producer:
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
-    @cute.jit
-    def _row(self, tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, n: Int32):
-        """Where this lane's row of a tile is."""
-        c = self.c
-        rows = const_expr(c.keys // LOADERS)
-        warp, lane = cute.arch.thread_idx()[0] % THREADS // _LANES, cute.arch.lane_idx()
-        key = keys.first + n * c.keys + cutlass.min(lane, rows - 1) * LOADERS + warp
-        return row_of(tensors, numbers, keys, token, key)
+    def _key(self, n: Int32) -> Int32:
+        """This lane's key of tile n, counted from the CTA's first; lanes without a row have the last one's."""
+        rows = self.c.keys // LOADERS
+        warp = cute.arch.thread_idx()[0] % THREADS // _LANES
+        return n * self.c.keys + cutlass.min(cute.arch.lane_idx(), rows - 1) * LOADERS + warp
 
     @cute.jit
-    def _load_query(self, tensors: Tensors, tile: WorkTile, shared: Int32, meeting: Meeting, tiles: Int32):
-        """Rows beyond the work tile's heads become zeros."""
-        c = self.c
-        chunks = const_expr(c.dim * c.itemsize // CHUNK)
-        thread = cute.arch.thread_idx()[0] % THREADS
-        q = tensors.q
-        row_bytes = Int64(q.stride[1]) * c.itemsize
-        chunk = thread % chunks
-        source = q.iterator.toint() + Int64(q.stride[0]) * tile.token * c.itemsize + row_bytes * tile.head + chunk * CHUNK
-        target = c.shared.query.at(shared) + chunk // _COLUMN_CHUNKS * (HEADS * ROW_BYTES)
-        for i in cutlass.range(HEADS * chunks // THREADS, unroll=4):
-            head = i * (THREADS // chunks) + thread // chunks
-            valid = cutlass.select_(head < tile.heads, Int32(CHUNK), Int32(0))
-            to = target + head * ROW_BYTES + ((chunk % _COLUMN_CHUNKS) ^ (head & 7)) * CHUNK
-            op.copy_16_async(to, source + row_bytes * cutlass.min(head, tile.heads - 1), valid)
-        info = meeting.info(shared)
-        if thread == 0:
-            info[0] = tiles
-            cute.arch.mbarrier_arrive(meeting.query.full)
-        cute.arch.cp_async_mbarrier_arrive_noinc(meeting.query.full)
+    def _row(
+        self, tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, n: Int32, guess: Guess | None = None
+    ):
+        """Where this lane's row of tile n is; its lines are on their way to the L2."""
+        row = row_of(tensors, numbers, keys, token, keys.first + self._key(n), guess)
+        if const_expr(self.c.prefetch):
+            if row.counts:
+                _prefetch(row.address, self.c.dim * self.c.itemsize)
+        return row
 
     @cute.jit
     def _load_tile(self, row: Any, shared: Int32, meeting: Meeting, n: Int32):

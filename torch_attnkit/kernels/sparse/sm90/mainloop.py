@@ -10,6 +10,7 @@ tiles in registers and leaves them in shared memory for the other, with the maxi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -50,30 +51,51 @@ class Fragments(Fixed):
     rSum: cute.Tensor  # (2): of this warpgroup's tiles, this lane's share
 
 
+class Tile(NamedTuple):
+    """A tile of keys, counted from the kernel's start: among all, and among those of the warpgroup that has it."""
+
+    n: Int32
+    own: Int32
+
+
+class Start(NamedTuple):
+    """How many tiles came before a work tile: all, and those of each warpgroup."""
+
+    all: Int32
+    first: Int32
+    second: Int32
+
+    def tile(self, n: Int32, half: int) -> Tile:
+        """Tile n of the work tile, which warpgroup ``half`` has."""
+        return Tile(self.all + n, (self.second if half else self.first) + n // 2)
+
+    def after(self, tiles: Int32) -> Start:
+        return Start(self.all + tiles, self.first + (tiles + 1) // 2, self.second + tiles // 2)
+
+
 class Mainloop:
-    """``half``, 0 or 1: which warpgroup this is. ``n`` counts tiles from the kernel's start."""
+    """``half``, 0 or 1: which warpgroup this is."""
 
     def __init__(self, config: Config, half: int):
         self.c, self.half = config, half
 
     @cute.jit
-    def run(self, scale: Float32, shared: Int32, meeting: Meeting, w: Fragments, start: Int32, tiles: Int32):
-        """A work tile, ``tiles`` from ``start`` on; leaves its output, maxima and sums in registers."""
+    def run(self, scale: Float32, shared: Int32, meeting: Meeting, w: Fragments, start: Start, tiles: Int32):
+        """A work tile; leaves its output, maxima and sums in registers."""
         w.rO.fill(0.0)
         w.rMax.fill(-_INF)
         w.rSum.fill(0.0)
         if const_expr(self.half == 0):
-            self._own(scale, shared, meeting, w, start, False)
-            for n in cutlass.range(start + 2, start + tiles, 2, unroll=1):
-                self._own(scale, shared, meeting, w, n, True)
-            self._release_query(meeting)
-            self._multiply_other(shared, meeting, w, start + tiles - 1)
+            self._own(scale, shared, meeting, w, start, Int32(0), False)
+        for n in cutlass.range(2 - self.half, tiles, 2, unroll=1):
+            self._own(scale, shared, meeting, w, start, n, True)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(meeting.query.empty)
+        if tiles % 2 == self.half:  # the last is the other's
+            last = start.tile(tiles - 1, 1 - self.half)
+            self._multiply_other(shared, meeting, w, last)
             warpgroup.wait_group(0)
-            self._release_other(meeting, start + tiles - 1)
-        else:
-            for n in cutlass.range(start + 1, start + tiles, 2, unroll=1):
-                self._own(scale, shared, meeting, w, n, True)
-            self._release_query(meeting)
+            self._release_other(meeting, last)
 
     def fragments(self, shared: Int32) -> Fragments:
         c, K, MN = self.c, OperandMajorMode.K, OperandMajorMode.MN
@@ -109,24 +131,26 @@ class Mainloop:
 
     @cute.jit
     def _own(
-        self, scale: Float32, shared: Int32, meeting: Meeting, w: Fragments, n: Int32, follows: cutlass.Constexpr
-    ):
+        self, scale: Float32, shared: Int32, meeting: Meeting, w: Fragments, start: Start, n: Int32,
+        follows: cutlass.Constexpr,
+    ):  # fmt: skip
         """Tile n, which is this warpgroup's, and, where one ``follows`` another, the output of the tile before."""
-        sums = self._issue_scores(meeting, w, n)
+        tile, before = start.tile(n, self.half), start.tile(n - 1, 1 - self.half)
+        sums = self._issue_scores(meeting, w, tile.n)
         if const_expr(follows):
-            self._multiply_other(shared, meeting, w, n - 1)
+            self._multiply_other(shared, meeting, w, before)
         warpgroup.wait_group(1 if const_expr(follows) else 0)
-        rS = self._scores(scale, shared, meeting, sums, n)
+        rS = self._scores(scale, shared, meeting, sums, tile.n)
         scales = self._probabilities(w, rS)
-        self._hand_over(shared, meeting, w, rS, scales, n)
+        self._hand_over(shared, meeting, w, rS, scales, tile)
         if const_expr(follows):
             warpgroup.wait_group(0)
-            self._release_other(meeting, n - 1)
+            self._release_other(meeting, before)
         self._rescale(w, scales)
         softmax.pack_into(w.rWords, rS, self.c.dtype)
-        products.multiply(w.own_mma, w.rO, w.rP, self._values(meeting, w, n), clear=False)
+        products.multiply(w.own_mma, w.rO, w.rP, self._values(meeting, w, tile.n), clear=False)
         warpgroup.wait_group(0)
-        meeting.tiles.release(n)
+        meeting.tiles.release(tile.n)
 
     def _issue_scores(self, meeting: Meeting, w: Fragments, n: Int32) -> list[cute.Tensor]:
         """A sum for each half of the columns: shorter chains of products, whose roundings are coarser than those of an
@@ -178,13 +202,13 @@ class Mainloop:
 
     @cute.jit
     def _hand_over(
-        self, shared: Int32, meeting: Meeting, w: Fragments, rS: cute.Tensor, scales: list[Float32], n: Int32
+        self, shared: Int32, meeting: Meeting, w: Fragments, rS: cute.Tensor, scales: list[Float32], tile: Tile
     ):
-        """The probabilities of tile n, the maxima and the factors of the output before it, to the other warpgroup."""
+        """The probabilities of a tile, the maxima and the factors of the output before it, to the other warpgroup."""
         c = self.c
         row, lane = products.first_row(w.thread), w.thread & 31
         sFactor, sMax = by_head(c.shared.factors, shared), by_head(c.shared.maxima, shared)
-        meeting.probabilities.await_empty(n)
+        full = meeting.probabilities[self.half].await_empty(tile.own)
         if (lane & 3) == 0:
             for r in cutlass.range_constexpr(2):
                 sFactor[row + 8 * r, self.half] = scales[r]
@@ -198,14 +222,14 @@ class Mainloop:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(meeting.probabilities.full + meeting.probabilities.slot(n))
+            cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def _multiply_other(self, shared: Int32, meeting: Meeting, w: Fragments, n: Int32):
-        """Issue the output of tile n, whose probabilities are the other warpgroup's."""
+    def _multiply_other(self, shared: Int32, meeting: Meeting, w: Fragments, tile: Tile):
+        """Issue the output of a tile whose probabilities are the other warpgroup's."""
         c, other = self.c, const_expr(1 - self.half)
         row = products.first_row(w.thread)
-        meeting.probabilities.wait(n)
+        meeting.probabilities[other].wait(tile.own)
         scales = []
         for r in cutlass.range_constexpr(2):
             scales.append(by_head(c.shared.factors, shared)[row + 8 * r, other])
@@ -213,7 +237,7 @@ class Mainloop:
             w.rSum[r] = w.rSum[r] * scales[r]
         self._rescale(w, scales)
         sP = w.tOrP[None, None, None, other]
-        products.multiply(w.other_mma, w.rO, sP, self._values(meeting, w, n), clear=False)
+        products.multiply(w.other_mma, w.rO, sP, self._values(meeting, w, tile.n), clear=False)
 
     @cute.jit
     def _rescale(self, w: Fragments, scales: list[Float32]):
@@ -224,11 +248,7 @@ class Mainloop:
     def _values(self, meeting: Meeting, w: Fragments, n: Int32) -> cute.Tensor:
         return w.tOrV[None, None, None, meeting.tiles.slot(n) * HALVES + self.half]
 
-    def _release_other(self, meeting: Meeting, n: Int32) -> None:
+    def _release_other(self, meeting: Meeting, tile: Tile) -> None:
         cute.arch.sync_warp()  # every lane has read its factors before one of them gives their place back
-        meeting.probabilities.release(n)
-        meeting.tiles.release(n)
-
-    def _release_query(self, meeting: Meeting) -> None:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(meeting.query.empty)
+        meeting.probabilities[1 - self.half].release(tile.own)
+        meeting.tiles.release(tile.n)

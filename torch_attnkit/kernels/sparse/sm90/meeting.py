@@ -22,7 +22,8 @@ class NamedBarrier(IntEnum):
 
 
 class Meeting(Fixed):
-    """The mbarriers. ``n`` of the rings counts from the kernel's start, through all work tiles."""
+    """The mbarriers. Rings count from the kernel's start, through all work tiles: those of probabilities, one for each
+    warpgroup that makes them, its own tiles."""
 
     def __init__(self, config: Config, shared: Int32):
         c = self.c = config
@@ -32,7 +33,7 @@ class Meeting(Fixed):
         self.query = Ring(at, at + 1, 1)
         self.tiles = Ring(at + 2, at + 2 + c.stages, c.stages)
         at += 2 + 2 * c.stages
-        self.probabilities = Ring(at, at + HALVES, HALVES)
+        self.probabilities = [Ring(at + half, at + HALVES + half, 1) for half in range(HALVES)]
 
     def begin(self) -> None:
         for i, count in enumerate(self.c.arrivals):

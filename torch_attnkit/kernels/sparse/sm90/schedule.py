@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 
 from .arguments import Numbers, Tensors
-
-_ALIGNED = 16  # keys: what a product takes at once
+from .plan import ALIGNED
 
 
 class WorkTile(NamedTuple):
@@ -42,8 +41,8 @@ class Keys(NamedTuple):
     stop: Int32
 
     def tiles(self, keys: int) -> Int32:
-        """Of so many keys; at least two and an even number, for two warpgroups take them in turn."""
-        return cutlass.max((self.stop - self.first + (2 * keys - 1)) // (2 * keys), 1) * 2
+        """Of so many keys; at least one for either warpgroup, so that none is a work tile ahead of the other."""
+        return cutlass.max((self.stop - self.first + (keys - 1)) // keys, 2)
 
 
 class Row(NamedTuple):
@@ -84,7 +83,7 @@ def keys_of(tensors: Tensors, numbers: Numbers, token: Int32, rank: Int32):
     near, far = cutlass.select_(known, near, zero), cutlass.select_(known, far, zero)
     request = cutlass.select_(known, request, zero)
     total = near + far
-    share = (total + n.ctas * _ALIGNED - 1) // (n.ctas * _ALIGNED) * _ALIGNED
+    share = share_of(total, n.ctas)
     first = cutlass.min(share * rank, total)
     return Keys(
         _row(tensors.near, request, end - near),
@@ -104,18 +103,52 @@ def _row(cache: cute.Tensor, request: Int32, key: Int32) -> Int64:
     return cache.iterator.toint() + offset * size
 
 
+class Guess(NamedTuple):
+    """An entry of a token's list, read before it is known how many keys its window has: if as many as it can have."""
+
+    near_count: Int32
+    entry: Int32
+
+
 @cute.jit
-def row_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, key: Int32):
+def guess_of(tensors: Tensors, numbers: Numbers, token: Int32, rank: Int32, key: Int32):
+    """For a key counted from the CTA's first. Few tokens wait for every load, so these two go together: the window's
+    end, and the list."""
+    near = cutlass.min(numbers.window, Int32(tensors.near.shape[1]))
+    share = share_of(near + numbers.listed, numbers.ctas)
+    far, entry = share * rank + key - near, Int32(0)
+    if (numbers.has_list != 0) & (Uint32(far) < Uint32(numbers.listed)):
+        entry = _listed(tensors, token, far)
+    return Guess(near, entry)
+
+
+def share_of(keys: Int32, ctas: Int32) -> Int32:
+    """Keys of each of a cluster's CTAs."""
+    return (keys + ctas * ALIGNED - 1) // (ctas * ALIGNED) * ALIGNED
+
+
+def _listed(tensors: Tensors, token: Int32, n: Int32) -> Int32:
+    """Entry n of a token's list."""
+    chosen = tensors.chosen
+    at = Int64(chosen.stride[0]) * token + Int64(chosen.stride[1]) * n
+    return op.load_pair(chosen.iterator.toint() + at * 4)
+
+
+@cute.jit
+def row_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, key: Int32, guess: Guess | None):
     """A key of the CTA's share, by its number; beyond it none."""
-    size = cutlass.const_expr(tensors.near.element_type.width // 8)
+    size = const_expr(tensors.near.element_type.width // 8)
     mine, far = key < keys.stop, key - keys.near_count
     address, counts = keys.near + Int64(tensors.near.stride[1]) * key * size, mine
     if mine & (far >= 0):
         entry = far
         if numbers.has_list != 0:
-            chosen = tensors.chosen
-            at = Int64(chosen.stride[0]) * token + Int64(chosen.stride[1]) * far
-            entry = op.load_pair(chosen.iterator.toint() + at * 4)
+            if const_expr(guess is None):
+                entry = _listed(tensors, token, far)
+            else:
+                entry = guess.entry
+                if keys.near_count != guess.near_count:
+                    entry = _listed(tensors, token, far)
         counts = Uint32(entry) < Uint32(keys.limit)
         address = keys.far + Int64(tensors.far.stride[1]) * entry * size
     return Row(address, counts)
