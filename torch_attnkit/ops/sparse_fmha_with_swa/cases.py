@@ -27,6 +27,7 @@ BENCH = (
     | {"csa-64h-4096": dict(Tq=4096, Hq=64, R=1, S=4224, C=8192, K=512, **_CSA)}
     | {f"csa-128h-{t}": dict(Tq=t, Hq=128, R=t, S=256, C=8192, K=1024, **_CSA) for t in (1, 32, 128)}
     | {"csa-128h-4096": dict(Tq=4096, Hq=128, R=1, S=4224, C=8192, K=1024, **_CSA)}
+    | {"csa-64h-128x8320": dict(Tq=128, Hq=64, R=1, S=256, C=131072, K=8192, **_CSA)}
     | {f"csa-{h}h-32": dict(Tq=32, Hq=h, R=32, S=256, C=8192, K=512, **_CSA) for h in (8, 16)}
     | {f"hca-64h-{t}x8320": dict(Tq=t, Hq=64, R=t, S=256, C=8192, **_HCA) for t in (1, 32, 128)}
     | {"hca-64h-4096x160": dict(Tq=4096, Hq=64, R=1, S=4224, C=32, **_HCA)}
