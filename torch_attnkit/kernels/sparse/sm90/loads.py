@@ -17,7 +17,7 @@ from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 from .arguments import Numbers, Tensors
 from .config import LOADERS, Config
 from .meeting import Meeting
-from .schedule import Guess, Keys, WorkTile, guess_of, keys_of, row_of, work_tile, work_tiles
+from .schedule import Row, WorkTile, entry_of, first_entry_of, guess_of, keys_of, row_of, work_tile, work_tiles
 
 _LANES = 32
 _COLUMN_CHUNKS = ROW_BYTES // CHUNK  # of a row of a block of columns
@@ -73,7 +73,8 @@ class Producer:
             guess = guess_of(tensors, numbers, tile.token, rank, self._key(Int32(0)))
             keys = keys_of(tensors, numbers, tile.token, rank)
             tiles = keys.tiles(c.keys)
-            row = self._row(tensors, numbers, keys, tile.token, Int32(0), guess)
+            key = keys.first + self._key(Int32(0))
+            row = row_of(tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))
             meeting.query.await_empty(item)
             if const_expr(not c.merge):
                 load_query(c, tensors, tile, shared, meeting, THREADS)
@@ -82,9 +83,11 @@ class Producer:
                 info[0] = tiles
                 cute.arch.mbarrier_arrive(meeting.query.full)
             for n in cutlass.range(tiles, unroll=1):
-                after = self._row(tensors, numbers, keys, tile.token, n + 1)
+                key = keys.first + self._key(n + 1)
+                entry = entry_of(tensors, numbers, keys, tile.token, key)  # on its way while tile n is copied
                 self._load_tile(row, shared, meeting, filled + n)
-                row = after
+                row = row_of(tensors, keys, key, entry)
+                self._prefetch(row)
             filled += tiles
             item += 1
         cute.arch.cp_async_commit_group()
@@ -97,18 +100,13 @@ class Producer:
         return n * self.c.keys + cutlass.min(cute.arch.lane_idx(), rows - 1) * LOADERS + warp
 
     @cute.jit
-    def _row(
-        self, tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, n: Int32, guess: Guess | None = None
-    ):
-        """Where this lane's row of tile n is; its lines are on their way to the L2."""
-        row = row_of(tensors, numbers, keys, token, keys.first + self._key(n), guess)
+    def _prefetch(self, row: Row):
         if const_expr(self.c.prefetch):
             if row.counts:
                 _prefetch(row.address, self.c.dim * self.c.itemsize)
-        return row
 
     @cute.jit
-    def _load_tile(self, row: Any, shared: Int32, meeting: Meeting, n: Int32):
+    def _load_tile(self, row: Row, shared: Int32, meeting: Meeting, n: Int32):
         """Rows that do not count become zeros."""
         c = self.c
         rows, chunks = const_expr(c.keys // LOADERS), const_expr(c.dim * c.itemsize // CHUNK)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.kernels.decode.sm90.config import HEADS
@@ -104,7 +104,7 @@ def _row(cache: cute.Tensor, request: Int32, key: Int32) -> Int64:
 
 
 class Guess(NamedTuple):
-    """An entry of a token's list, read before it is known how many keys its window has: if as many as it can have."""
+    """A key, read before it is known how many keys its token's window has: as if as many as it can have."""
 
     near_count: Int32
     entry: Int32
@@ -115,8 +115,7 @@ def guess_of(tensors: Tensors, numbers: Numbers, token: Int32, rank: Int32, key:
     """For a key counted from the CTA's first. Few tokens wait for every load, so these two go together: the window's
     end, and the list."""
     near = cutlass.min(numbers.window, Int32(tensors.near.shape[1]))
-    share = share_of(near + numbers.listed, numbers.ctas)
-    far, entry = share * rank + key - near, Int32(0)
+    far, entry = share_of(near + numbers.listed, numbers.ctas) * rank + key - near, Int32(0)
     if (numbers.has_list != 0) & (Uint32(far) < Uint32(numbers.listed)):
         entry = _listed(tensors, token, far)
     return Guess(near, entry)
@@ -135,20 +134,28 @@ def _listed(tensors: Tensors, token: Int32, n: Int32) -> Int32:
 
 
 @cute.jit
-def row_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, key: Int32, guess: Guess | None):
-    """A key of the CTA's share, by its number; beyond it none."""
-    size = const_expr(tensors.near.element_type.width // 8)
-    mine, far = key < keys.stop, key - keys.near_count
-    address, counts = keys.near + Int64(tensors.near.stride[1]) * key * size, mine
-    if mine & (far >= 0):
-        entry = far
-        if numbers.has_list != 0:
-            if const_expr(guess is None):
-                entry = _listed(tensors, token, far)
-            else:
-                entry = guess.entry
-                if keys.near_count != guess.near_count:
-                    entry = _listed(tensors, token, far)
-        counts = Uint32(entry) < Uint32(keys.limit)
-        address = keys.far + Int64(tensors.far.stride[1]) * entry * size
-    return Row(address, counts)
+def entry_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, key: Int32):
+    """Which entry the token's key of that number is, or would be: nothing here waits for the list."""
+    entry = key - keys.near_count
+    if (numbers.has_list != 0) & (entry >= 0) & (key < keys.stop):
+        entry = _listed(tensors, token, entry)
+    return entry
+
+
+@cute.jit
+def first_entry_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, key: Int32, guess: Guess):
+    """The same by a guess, where it was right."""
+    entry = guess.entry
+    if (numbers.has_list == 0) | (keys.near_count != guess.near_count):
+        entry = entry_of(tensors, numbers, keys, token, key)
+    return entry
+
+
+def row_of(tensors: Tensors, keys: Keys, key: Int32, entry: Int32) -> Row:
+    """Where the token's key of that number is: in the window, else among the entries. Beyond the CTA's share is none."""
+    size = tensors.near.element_type.width // 8
+    near = keys.near + Int64(tensors.near.stride[1]) * key * size
+    far = keys.far + Int64(tensors.far.stride[1]) * entry * size
+    is_near = key < keys.near_count
+    counts = (key < keys.stop) & (is_near | (Uint32(entry) < Uint32(keys.limit)))
+    return Row(cutlass.select_(is_near, near, far), counts)
