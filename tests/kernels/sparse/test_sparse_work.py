@@ -63,7 +63,9 @@ def compare(given: dict, meant: dict, seed: int) -> None:
     )
     with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=seed):
         got = call(torch.ops.attnkit.sparse_fmha_with_swa, given)
-    double = {n: v.double() if isinstance(v, torch.Tensor) and v.dtype == torch.bfloat16 else v for n, v in meant.items()}
+    double = {
+        n: v.double() if isinstance(v, torch.Tensor) and v.dtype == torch.bfloat16 else v for n, v in meant.items()
+    }
     for name, mine, low, high in zip(
         ("out", "lse", "row_sum"), got, call(reference, meant), call(reference, double), strict=True
     ):

@@ -32,7 +32,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
 
     def launch(operands: Operands) -> None:
         o = operands
-        q, near, far = (t if t.data_ptr() % 16 == 0 else _copy(t) for t in (o.q, o.near, o.near if o.far is None else o.far))
+        q, near, far = (t if t is None or t.data_ptr() % 16 == 0 else _copy(t) for t in (o.q, o.near, o.far))
+        far = near if far is None else far
         chosen = o.end[:, None] if o.chosen is None else o.chosen
         length, request = (o.end if t is None else t for t in (o.length, o.request))
         sink = o.lse[0] if o.sink is None else o.sink

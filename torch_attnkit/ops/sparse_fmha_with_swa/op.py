@@ -63,8 +63,11 @@ OP = Op(
     exclusive=rules.SINK_OR_PARTIAL,
     kernels=(
         Kernel(
-            "sm90", sm90.DTYPES, {"D": tuple(sm90.TILES)},
-            "compressed topk compressed_len request_ids sink unnormalized", _SM90,
+            "sm90",
+            sm90.DTYPES,
+            {"D": tuple(sm90.TILES)},
+            "compressed topk compressed_len request_ids sink unnormalized",
+            _SM90,
         ),
     ),
 )

@@ -18,10 +18,8 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90 import softmax
-from torch_attnkit.cuda.warp_ops import exp2
 from torch_attnkit.kernels.decode.sm90 import products
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
@@ -141,7 +139,7 @@ class Mainloop:
             self._multiply_other(shared, meeting, w, before)
         warpgroup.wait_group(1 if const_expr(follows) else 0)
         rS = self._scores(scale, shared, meeting, sums, tile.n)
-        scales = self._probabilities(w, rS)
+        scales = softmax.online(rS, w.rMax, w.rSum, Float32(1.0), first=False)
         self._hand_over(shared, meeting, w, rS, scales, tile)
         if const_expr(follows):
             warpgroup.wait_group(0)
@@ -183,22 +181,6 @@ class Mainloop:
                 bit = mine[i % 2] & const_expr(1 << i // 4 * 2)
                 rS[i] = cutlass.select_(bit != 0, rS[i], Float32(-_INF))
         return rS
-
-    @cute.jit
-    def _probabilities(self, w: Fragments, rS: cute.Tensor):
-        """Scores to probabilities in place, with maxima and sums brought up to date; returns the factors of O."""
-        scales = []
-        for r in cutlass.range_constexpr(2):
-            new = cute.arch.fmax(w.rMax[r], softmax.peak(rS, r))
-            safe = finite(new)
-            scales.append(exp2(w.rMax[r] - safe))
-            w.rSum[r] = w.rSum[r] * scales[r]
-            w.rMax[r] = new
-            for i in cutlass.range_constexpr(cute.size(rS)):
-                if const_expr(i // 2 % 2 == r):
-                    rS[i] = exp2(rS[i] - safe)
-                    w.rSum[r] = w.rSum[r] + rS[i]
-        return scales
 
     @cute.jit
     def _hand_over(

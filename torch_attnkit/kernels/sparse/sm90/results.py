@@ -17,10 +17,9 @@ from torch_attnkit.cuda.sm90 import softmax
 from torch_attnkit.cuda.warp_ops import LN_2, LOG2_E, exp2
 from torch_attnkit.kernels.decode.config import CHUNK
 from torch_attnkit.kernels.decode.sm90 import products
-from torch_attnkit.kernels.decode.sm90.config import HEADS
 
 from .arguments import Numbers, Tensors
-from .config import CONSUMERS, HALVES, Config
+from .config import CONSUMERS, Config
 from .mainloop import Fragments
 from .meeting import NamedBarrier, by_head
 from .plan import MOST_CTAS
@@ -131,7 +130,7 @@ class Results:
     def _combine(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, shared: Int32):
         """This CTA's share of the rows: the sum over the cluster, eight columns a thread."""
         c = self.c
-        rank, thread = cute.arch.block_in_cluster_idx()[0], w_thread()
+        rank, thread = cute.arch.block_in_cluster_idx()[0], cute.arch.thread_idx()[0] % _THREADS
         chunks = const_expr(c.dim * c.itemsize // CHUNK)
         columns = const_expr(CHUNK // c.itemsize)
         step = numbers.ctas * _THREADS
@@ -141,8 +140,10 @@ class Results:
             peers = [there[i] * i for i in range(MOST_CTAS)]
             stat_at, part_at = c.shared.stats.at(shared) + row * 8, shared + row * c.pitch + chunk * CHUNK
             # All loads are on their way before the first is used.
-            stats = [op.load_cluster_floats(2, op.cluster_address(stat_at, p), t) for p, t in zip(peers, there)]
-            parts = [op.load_cluster_floats(4, op.cluster_address(part_at, p), t) for p, t in zip(peers, there)]
+            stats, parts = (
+                [op.load_cluster_floats(n, op.cluster_address(at, peers[i]), there[i]) for i in range(MOST_CTAS)]
+                for n, at in ((2, stat_at), (4, part_at))
+            )
             maxima = [cutlass.select_(there[i] != 0, stats[i][0], Float32(-_INF)) for i in range(MOST_CTAS)]
             row_max, row_sum = Float32(-_INF), Float32(0.0)
             for i in cutlass.range_constexpr(MOST_CTAS):
@@ -162,11 +163,6 @@ class Results:
             copies.store_words(self._out(tensors, tile.token, head, chunk * columns), words)
             if chunk == 0:
                 self._store_stats(tensors, numbers, tile.token, head, row_max, row_sum)
-
-
-def w_thread() -> Int32:
-    """This consumer's number."""
-    return cute.arch.thread_idx()[0] % _THREADS
 
 
 def sync_cluster() -> None:

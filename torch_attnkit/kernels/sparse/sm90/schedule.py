@@ -58,9 +58,8 @@ def work_tiles(tensors: Tensors, numbers: Numbers) -> Int32:
 
 def work_tile(tensors: Tensors, numbers: Numbers, index: Int32) -> WorkTile:
     """Those of a token follow one another: what one loads the L2 has for the others."""
-    token, block = Int32(Uint32(index) // Uint32(numbers.head_blocks)), Int32(
-        Uint32(index) % Uint32(numbers.head_blocks)
-    )
+    blocks = Uint32(numbers.head_blocks)
+    token, block = Int32(Uint32(index) // blocks), Int32(Uint32(index) % blocks)
     heads = Int32(tensors.q.shape[1])
     return WorkTile(token, block * HEADS, cutlass.min(heads - block * HEADS, HEADS))
 
@@ -152,7 +151,7 @@ def first_entry_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32,
 
 
 def row_of(tensors: Tensors, keys: Keys, key: Int32, entry: Int32) -> Row:
-    """Where the token's key of that number is: in the window, else among the entries. Beyond the CTA's share is none."""
+    """Where the token's key of that number is, in the window or among the entries; beyond the CTA's share none."""
     size = tensors.near.element_type.width // 8
     near = keys.near + Int64(tensors.near.stride[1]) * key * size
     far = keys.far + Int64(tensors.far.stride[1]) * entry * size
