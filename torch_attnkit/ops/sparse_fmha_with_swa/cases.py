@@ -87,6 +87,7 @@ def flops(dims: dict[str, int]) -> int:
 
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    """The facts ``kv_len`` are the windows' ends, ``kv_start`` the numbers of entries that count."""
     k = d.kernel
     on = {name for name in sorted(row.features.split()) if k.random() < 0.5}
     if {"sink", "unnormalized"} <= on:
@@ -105,8 +106,8 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     T = 0 if d.sometimes(0.02) else R * each
     chosen = draws.scores(d, facts, on | {"window"}, S)
     facts |= {name: chosen[name] for name in ("scale", "window", "sink", "q_by", "hidden", "nan", "seed")}
-    facts |= dict(T=T, named=int("request_ids" in on), ends=d.ragged(T, S))
-    facts["limits"] = d.ragged(T, C) if "compressed_len" in on else ""
+    facts |= dict(T=T, named=int("request_ids" in on), kv_len=d.ragged(T, S))
+    facts["kv_start"] = d.ragged(T, C) if "compressed_len" in on else ""
     step = draws.aligned(row, facts["dtype"])
     facts |= {f"{name}.at": d.place(3, (0, 1), step) for name in ("q", "swa_kv", "compressed_kv")}
     return facts | {"topk_indices.at": d.place(2, (0,)), "swa_end.at": d.place(1, (0,))}
@@ -116,7 +117,7 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     """What no token sees of the keys may hold garbage."""
     T, R, S, C, H, D = (f[name] for name in ("T", "R", "S", "C", "H", "D"))
     T = T // R * R
-    ends, limits = draws.counts(f.get("ends") or str(S), T, S), draws.counts(f.get("limits", ""), T, C)
+    ends, limits = draws.counts(f["kv_len"] or str(S), T, S), draws.counts(f["kv_start"], T, C)
     assert ends is not None
     if "x0" in f.get("swa_end.at", ""):
         ends = ends[:1].expand(T).clone()
