@@ -13,6 +13,7 @@ PARITY = {
     "prefill": dict(Tq=24, Hq=4, R=2, S=40, C=12, K=5, D=64, window=8),
     "decode": dict(Tq=3, Hq=16, R=3, S=130, C=50, K=20, D=64, window=128),
     "deepseek": dict(Tq=4, Hq=9, R=1, S=140, C=70, K=64, D=512, window=128),
+    "long": dict(Tq=2, Hq=20, R=2, S=130, C=3000, K=2600, D=64, window=128),
 }
 DEGENERATE = {
     "one": dict(Tq=1, Hq=4, R=1, S=1, C=1, K=1, D=64, window=1),
