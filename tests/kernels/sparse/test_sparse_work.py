@@ -49,6 +49,14 @@ def in_a_cluster() -> dict:
     )  # fmt: skip
 
 
+def in_clusters() -> dict:
+    """A token of 70 heads by several clusters, which meet in device memory."""
+    return dict(
+        q=normal(1, 70, 512), swa_kv=normal(1, 40, 512, seed=1), swa_end=between(40, 40, 1),
+        compressed_kv=normal(1, 2500, 512, seed=2), sink=normal(70, seed=4).float(),
+    )  # fmt: skip
+
+
 def two_head_blocks() -> dict:
     """Of 512 columns, beyond what the multiprocessors have at once, without entries."""
     return dict(q=normal(68, 66, 512), swa_kv=normal(1, 110, 512, seed=1), swa_end=between(0, 110, 68), window=100)
@@ -73,9 +81,9 @@ def compare(given: dict, meant: dict, seed: int) -> None:
             check(f"sparse_fmha_with_swa {name}", mine, low, high)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("case", [in_a_cluster, in_turn, two_head_blocks], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [in_a_cluster, in_turn, two_head_blocks, in_clusters], ids=lambda case: case.__name__)
 def test_work_is_cut_without_races(case, seed):
     compare(case(), case(), seed)
 

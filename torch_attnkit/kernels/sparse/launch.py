@@ -10,6 +10,7 @@ import torch
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda.workspace import Workspace
 
 from ..scores import LOG2_E, MOST
 from .problem import Operands, Problem
@@ -27,8 +28,10 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     numbers = (
         p.factor * LOG2_E, min(p.window, MOST), entries, min(p.listed, MOST) if entries else 0,
         max(1, p.tokens // max(1, p.requests)), int(p.has_list), int(p.has_length), int(p.has_requests),
-        int(p.has_sink), int(p.normalize), cut.head_blocks, cut.ctas, cut.clusters,
+        int(p.has_sink), int(p.normalize), cut.head_blocks, cut.ctas, cut.groups, cut.together,
     )  # fmt: skip
+
+    workspace = Workspace(p.device, cut.floats, cut.counters) if cut.counters else None
 
     def launch(operands: Operands) -> None:
         o = operands
@@ -38,7 +41,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         length, request = (o.end if t is None else t for t in (o.length, o.request))
         sink = o.lse[0] if o.sink is None else o.sink
         row_sum = o.lse if p.normalize else o.row_sum
-        run((q, near, o.end, far, chosen, length, request, sink, o.out, o.lse, row_sum), numbers)
+        splits, count = (o.lse.view(-1), o.end) if workspace is None else workspace.get()
+        run((q, near, o.end, far, chosen, length, request, sink, o.out, o.lse, row_sum, splits, count), numbers)
 
     return launch
 

@@ -24,10 +24,12 @@ class Tensors(NamedTuple):
     out: cute.Tensor  # (T, H, D)
     lse: cute.Tensor  # (T, H)
     row_sum: cute.Tensor  # (T, H)
+    splits: cute.Tensor  # the workspace: partial results of clusters that share a work tile
+    count: cute.Tensor  # (work tiles * 8), how many of them have come; zero before and after every launch
 
 
 class Numbers(NamedTuple):
-    """The scalars of a call; the last three are entries of its ``Plan``."""
+    """The scalars of a call; the last four are entries of its ``Plan``."""
 
     scale: Float32  # of a product of q and a key, into powers of two
     window: Int32
@@ -41,7 +43,8 @@ class Numbers(NamedTuple):
     normalize: Int32
     head_blocks: Int32
     ctas: Int32
-    clusters: Int32
+    groups: Int32
+    together: Int32
 
 
 def arguments(dtype: str, dim: int) -> list[Any]:
@@ -69,5 +72,7 @@ def arguments(dtype: str, dim: int) -> list[Any]:
         out=rows(T, H),
         lse=by_head(),
         row_sum=by_head(),
+        splits=fake.tensor("f32", (None,), (1,), align=4),
+        count=vector("i32", None),
     )
-    return [tensors, Numbers(Float32(0), *(Int32(0) for _ in range(12))), fake.stream()]
+    return [tensors, Numbers(Float32(0), *(Int32(0) for _ in range(13))), fake.stream()]

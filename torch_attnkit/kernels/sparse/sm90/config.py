@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch_attnkit.kernels.decode.config import CHUNK, Region, itemsize
+from torch_attnkit.kernels.decode.config import CHUNK, Region, SplitLayout, itemsize
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS, WARPS, Ring
 
 HALVES = 2  # of the columns of the output, a consumer warpgroup each; their tiles alternate, too
 LOADERS = WARPS  # warps
 CONSUMERS = HALVES * WARPS  # warps
+CONSUMER_THREADS = HALVES * THREADS
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Shared:
     partial: Region  # over query and ring: a CTA's normalised output, which the cluster merges
     stats: Region  # over the factors: its row_max and row_sum, (64, 2)
     masks: Region  # (stages, 4): which keys of a tile count
-    info: Region  # how many tiles a work tile has
+    info: Region  # how many tiles a work tile has; a flag
     barriers: Region
 
     @property
@@ -37,7 +38,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Config:
-    """``merge``: the CTAs of a cluster have a split of a work tile's keys each; else a CTA is a cluster of its own.
+    """``merge``: several CTAs have a split of a work tile's keys each; else a CTA has one after another to itself.
     ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory."""
 
     dtype: Any
@@ -68,6 +69,10 @@ class Config:
     def pitch(self) -> int:
         """Bytes of a row of a partial result: a chunk more than it has, so that eight rows do not collide in banks."""
         return self.dim * self.itemsize + CHUNK
+
+    @property
+    def split(self) -> SplitLayout:
+        return SplitLayout(HEADS, self.dim)
 
     @property
     def arrivals(self) -> list[int]:

@@ -3,7 +3,8 @@
     producer warpgroup     Q, and the keys of a tile, row by row, by cp.async
     2 consumer warpgroups  scores of their tiles -> online softmax -> P -> half of the output's columns (mainloop.py)
     one CTA a token        persistent: the next token's keys are on their way while this one's result is stored
-    a cluster a token      its CTAs share the keys; their results meet in distributed shared memory (results.py)
+    or several             they share the keys; what they have meets in distributed shared memory, and what several
+                           clusters have in device memory (merge.py)
 
 Up to 64 heads of a token are the rows of a product; fewer are padded. docs/kernels/sparse.md has what limits it.
 Imports cutlass.
@@ -25,7 +26,8 @@ from .config import HALVES, Config
 from .loads import Producer, load_query
 from .mainloop import Mainloop, Start
 from .meeting import Meeting
-from .results import Results, sync_cluster
+from .merge import Merge, sync_cluster
+from .results import Results
 from .schedule import work_tile, work_tiles
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread; 168 is the mean
@@ -39,12 +41,14 @@ class Sparse:
         self.producer = Producer(config)
         self.mainloops = [Mainloop(config, half) for half in range(HALVES)]
         self.results = [Results(config, half) for half in range(HALVES)]
+        self.merge = Merge(config)
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, stream: Any):
         c = self.c
         self.kernel(tensors, numbers).launch(
-            grid=[numbers.clusters * numbers.ctas, 1, 1], block=[c.threads, 1, 1], cluster=[numbers.ctas, 1, 1],
+            grid=[numbers.together * numbers.groups * numbers.ctas, 1, 1], block=[c.threads, 1, 1],
+            cluster=[numbers.ctas, 1, 1],
             smem=c.shared_bytes, stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -58,30 +62,31 @@ class Sparse:
             meeting.begin()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        cluster, rank = cute.arch.block_idx()[0], Int32(0)
+        first, part = cute.arch.block_idx()[0], Int32(0)  # work tile, and which CTA of it this is
         if const_expr(c.merge):
-            cluster, rank = cute.arch.cluster_idx()[0], cute.arch.block_in_cluster_idx()[0]
+            each = numbers.groups * numbers.ctas
+            first, part = first // each, first % each
         if warp >= HALVES * WARPS:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
-            self.producer.run(tensors, numbers, shared, meeting, cluster, rank)
+            self.producer.run(tensors, numbers, shared, meeting, first, part)
             if const_expr(c.merge):
                 sync_cluster()
                 sync_cluster()
         elif warp >= WARPS:
             cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
-            self._consume(1, tensors, numbers, shared, meeting, cluster)
+            self._consume(1, tensors, numbers, shared, meeting, first, part)
         else:
             cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
-            self._consume(0, tensors, numbers, shared, meeting, cluster)
+            self._consume(0, tensors, numbers, shared, meeting, first, part)
 
     @cute.jit
     def _consume(
         self, half: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting,
-        cluster: Int32,
+        first: Int32, part: Int32,
     ):  # fmt: skip
         w = self.mainloops[half].fragments(shared)
         start, item = Start(Int32(0), Int32(0), Int32(0)), Int32(0)  # tiles and work tiles so far
-        for index in cutlass.range(cluster, work_tiles(tensors, numbers), numbers.clusters, unroll=1):
+        for index in cutlass.range(first, work_tiles(tensors, numbers), numbers.together, unroll=1):
             tile = work_tile(tensors, numbers, index)
             if const_expr(self.c.merge):  # each CTA has but one, so nobody is early
                 load_query(self.c, tensors, tile, shared, meeting, THREADS * HALVES)
@@ -90,7 +95,8 @@ class Sparse:
             tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])
             self.mainloops[half].run(numbers.scale, shared, meeting, w, start, tiles)
             if const_expr(self.c.merge):
-                self.results[half].merge(tensors, numbers, tile, shared, w)
+                self.results[half].leave(tile, shared, w)
+                self.merge.run(tensors, numbers, tile, index, part, shared, meeting)
             else:
                 self.results[half].store(tensors, numbers, tile, shared, w)
             start = start.after(tiles)

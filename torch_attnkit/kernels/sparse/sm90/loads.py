@@ -65,13 +65,13 @@ class Producer:
         self.c = config
 
     @cute.jit
-    def run(self, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting, cluster: Int32, rank: Int32):
+    def run(self, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting, first: Int32, part: Int32):
         c = self.c
         filled, item = Int32(0), Int32(0)  # tiles and work tiles so far
-        for index in cutlass.range(cluster, work_tiles(tensors, numbers), numbers.clusters, unroll=1):
+        for index in cutlass.range(first, work_tiles(tensors, numbers), numbers.together, unroll=1):
             tile = work_tile(tensors, numbers, index)
-            guess = guess_of(tensors, numbers, tile.token, rank, self._key(Int32(0)))
-            keys = keys_of(tensors, numbers, tile.token, rank)
+            guess = guess_of(tensors, numbers, tile.token, part, self._key(Int32(0)))
+            keys = keys_of(tensors, numbers, tile.token, part)
             tiles = keys.tiles(c.keys)
             key = keys.first + self._key(Int32(0))
             row = row_of(tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))

@@ -12,7 +12,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.kernels.decode.config import Region
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 
-from .config import HALVES, LOADERS, Config
+from .config import CONSUMER_THREADS, HALVES, LOADERS, Config
 
 
 class NamedBarrier(IntEnum):
@@ -45,9 +45,14 @@ class Meeting(Fixed):
         return cute.make_tensor(pointer, cute.make_layout((self.c.stages, LOADERS), stride=(LOADERS, 1)))
 
     def info(self, shared: Int32) -> cute.Tensor:
-        """(1): how many tiles the work tile has."""
+        """(2): how many tiles the work tile has; whether this CTA is the last of those that have its rows."""
         pointer = cute.make_ptr(Int32, self.c.shared.info.at(shared), cute.AddressSpace.smem, assumed_align=16)
-        return cute.make_tensor(pointer, cute.make_layout(1))
+        return cute.make_tensor(pointer, cute.make_layout(2))
+
+
+def meet() -> None:
+    """All consumers."""
+    cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=CONSUMER_THREADS)
 
 
 def by_head(region: Region, shared: Int32) -> cute.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch_attnkit.kernels.decode.config import SplitLayout
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
 
@@ -15,35 +16,41 @@ DTYPES = "bf16 f16"
 TILES = {128: (64, 6), 256: (64, 4), 512: (48, 3)}
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
-# Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and by a cluster, of a
-# merge, and of a key of 512 columns.
-_START, _TURN, _CLUSTER_TURN, _MERGE, _KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45
+# Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and shared, of a
+# cluster's merge, of a key of 512 columns, of joining clusters through device memory, and of each of them.
+_START, _TURN, _CLUSTER_TURN, _MERGE, _KEY, _JOIN, _SPLIT = 4.0, 1.0, 3.0, 1.5, 1 / 45, 2.0, 0.15
 
 
 @dataclass(frozen=True)
 class Plan:
     """What the kernel is compiled with, and how its launch is cut.
 
-    A *work tile* is a token with up to 64 of its heads, of which it has ``head_blocks``. ``ctas`` share its keys.
+    A *work tile* is a token with up to 64 of its heads, of which it has ``head_blocks``. ``groups`` clusters of
+    ``ctas`` CTAs share its keys, and ``together`` work tiles are attended at a time. The last two are sizes of the
+    workspace.
     """
 
     sizes: dict[str, Any]
     head_blocks: int
     ctas: int
-    clusters: int
+    groups: int
+    together: int
+    floats: int
+    counters: int
 
 
 def share(keys: int, ctas: int) -> int:
-    """Keys of each of a cluster's CTAs, as ``schedule.keys_of`` cuts them."""
+    """Keys of each CTA of a work tile, as ``schedule.share_of`` cuts them."""
     return -(-keys // (ctas * ALIGNED)) * ALIGNED
 
 
-def cost(problem: Problem, work: int, ctas: int, sms: int) -> float:
-    """Microseconds, roughly, of ``work`` work tiles by clusters of so many CTAs."""
-    rounds = -(-work // max(1, at_once(ctas, sms, 1)))
-    turn = _TURN if ctas == 1 else _CLUSTER_TURN
-    keys = share(problem.keys, ctas) * _KEY * problem.dim / 512
-    return _START + rounds * (turn + keys) + (_MERGE if ctas > 1 else 0.0)
+def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int) -> float:
+    """Microseconds, roughly, of ``work`` work tiles by so many clusters each of so many CTAs."""
+    rounds = -(-work * groups // max(1, at_once(ctas, sms, 1)))
+    turn = _TURN if ctas * groups == 1 else _CLUSTER_TURN
+    keys = share(problem.keys, ctas * groups) * _KEY * problem.dim / 512
+    joins = (_MERGE if ctas > 1 else 0.0) + (_JOIN + _SPLIT * groups if groups > 1 else 0.0)
+    return _START + rounds * (turn + keys) + joins
 
 
 def plan(problem: Problem, sms: int) -> Plan:
@@ -51,6 +58,14 @@ def plan(problem: Problem, sms: int) -> Plan:
     keys, stages = TILES[problem.dim]
     head_blocks = -(-problem.heads // HEADS)
     work = problem.tokens * head_blocks
-    ctas = min(range(1, MOST_CTAS + 1), key=lambda n: cost(problem, work, n, sms))
-    sizes = dict(dim=problem.dim, keys=keys, stages=stages, merge=ctas > 1, prefetch=ctas == 1)
-    return Plan(sizes, head_blocks, ctas, work if ctas > 1 else min(work, sms))
+    cuts = [
+        (ctas, groups)
+        for ctas in range(1, MOST_CTAS + 1)
+        for groups in range(1, max(1, at_once(ctas, sms, 1) // work) + 1)
+    ]
+    ctas, groups = min(cuts, key=lambda cut: cost(problem, work, *cut, sms))
+    shared = ctas * groups > 1
+    sizes = dict(dim=problem.dim, keys=keys, stages=stages, merge=shared, prefetch=not shared)
+    floats = work * groups * SplitLayout(HEADS, problem.dim).floats if groups > 1 else 0
+    counters = work * MOST_CTAS if groups > 1 else 0
+    return Plan(sizes, head_blocks, ctas, groups, work if shared else min(work, sms), floats, counters)

@@ -65,8 +65,8 @@ def work_tile(tensors: Tensors, numbers: Numbers, index: Int32) -> WorkTile:
 
 
 @cute.jit
-def keys_of(tensors: Tensors, numbers: Numbers, token: Int32, rank: Int32):
-    """The keys of a token, of which CTA ``rank`` of its cluster has a share."""
+def keys_of(tensors: Tensors, numbers: Numbers, token: Int32, part: Int32):
+    """The keys of a token, of which CTA ``part`` of those that share it has a share."""
     n, zero = numbers, Int32(0)
     request = token // n.tokens_each
     if n.has_requests != 0:
@@ -82,8 +82,8 @@ def keys_of(tensors: Tensors, numbers: Numbers, token: Int32, rank: Int32):
     near, far = cutlass.select_(known, near, zero), cutlass.select_(known, far, zero)
     request = cutlass.select_(known, request, zero)
     total = near + far
-    share = share_of(total, n.ctas)
-    first = cutlass.min(share * rank, total)
+    share = share_of(numbers, total)
+    first = cutlass.min(share * part, total)
     return Keys(
         _row(tensors.near, request, end - near),
         near,
@@ -110,19 +110,20 @@ class Guess(NamedTuple):
 
 
 @cute.jit
-def guess_of(tensors: Tensors, numbers: Numbers, token: Int32, rank: Int32, key: Int32):
+def guess_of(tensors: Tensors, numbers: Numbers, token: Int32, part: Int32, key: Int32):
     """For a key counted from the CTA's first. Few tokens wait for every load, so these two go together: the window's
     end, and the list."""
     near = cutlass.min(numbers.window, Int32(tensors.near.shape[1]))
-    far, entry = share_of(near + numbers.listed, numbers.ctas) * rank + key - near, Int32(0)
+    far, entry = share_of(numbers, near + numbers.listed) * part + key - near, Int32(0)
     if (numbers.has_list != 0) & (Uint32(far) < Uint32(numbers.listed)):
         entry = _listed(tensors, token, far)
     return Guess(near, entry)
 
 
-def share_of(keys: Int32, ctas: Int32) -> Int32:
-    """Keys of each of a cluster's CTAs."""
-    return (keys + ctas * ALIGNED - 1) // (ctas * ALIGNED) * ALIGNED
+def share_of(numbers: Numbers, keys: Int32) -> Int32:
+    """Keys of each CTA of a work tile."""
+    step = numbers.ctas * numbers.groups * ALIGNED
+    return (keys + step - 1) // step * ALIGNED
 
 
 def _listed(tensors: Tensors, token: Int32, n: Int32) -> Int32:
