@@ -17,8 +17,10 @@ TILES = {128: (64, 6), 256: (64, 4), 512: (48, 3)}
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
 # Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and shared, of a
-# cluster's merge, of a key of 512 columns, of joining clusters through device memory, and of each of them.
-_START, _TURN, _CLUSTER_TURN, _MERGE, _KEY, _JOIN, _SPLIT = 4.0, 1.0, 3.0, 1.5, 1 / 45, 2.0, 0.15
+# cluster's merge, of a key of 512 columns, of joining clusters through device memory, of each of them, and of each
+# megabyte that they leave and read there.
+_START, _TURN, _SHARED_TURN, _MERGE, _KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45
+_JOIN, _SPLIT, _MEGABYTE = 2.0, 0.15, 0.7
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,13 @@ def share(keys: int, ctas: int) -> int:
 def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int) -> float:
     """Microseconds, roughly, of ``work`` work tiles by so many clusters each of so many CTAs."""
     rounds = -(-work * groups // max(1, at_once(ctas, sms, 1)))
-    turn = _TURN if ctas * groups == 1 else _CLUSTER_TURN
+    turn = _TURN if ctas * groups == 1 else _SHARED_TURN
     keys = share(problem.keys, ctas * groups) * _KEY * problem.dim / 512
-    joins = (_MERGE if ctas > 1 else 0.0) + (_JOIN + _SPLIT * groups if groups > 1 else 0.0)
-    return _START + rounds * (turn + keys) + joins
+    merge = _MERGE if ctas > 1 else 0.0
+    if groups > 1:
+        left = work * groups * SplitLayout(min(problem.heads, HEADS), problem.dim).nbytes * 1e-6
+        merge += _JOIN + _SPLIT * groups + _MEGABYTE * left
+    return _START + rounds * (turn + keys) + merge
 
 
 def plan(problem: Problem, sms: int) -> Plan:
