@@ -15,6 +15,10 @@ from torch_attnkit.cuda.workspace import Workspace
 from ..scores import LOG2_E, MOST
 from .problem import Operands, Problem
 
+# Powers of two by which maxima grow before the output is rescaled: half of what float16 has above 1, so that sums of
+# probabilities are as exact as ever. Sums that are results belong to the maxima themselves.
+_LAG = 8.0
+
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` on ``target``."""
@@ -26,9 +30,10 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     run = compile.launcher(target, p.device, f"{family}.kernel", dtype=short(p.dtype), **cut.sizes)
     entries = p.entries if p.requests else 0
     numbers = (
-        p.factor * LOG2_E, min(p.window, MOST), entries, min(p.listed, MOST) if entries else 0,
-        max(1, p.tokens // max(1, p.requests)), int(p.has_list), int(p.has_length), int(p.has_requests),
-        int(p.has_sink), int(p.normalize), cut.head_blocks, cut.ctas, cut.groups, cut.together,
+        p.factor * LOG2_E, _LAG if p.normalize else 0.0, min(p.window, MOST), entries,
+        min(p.listed, MOST) if entries else 0, max(1, p.tokens // max(1, p.requests)),
+        int(p.has_list), int(p.has_length), int(p.has_requests), int(p.has_sink), int(p.normalize),
+        cut.head_blocks, cut.ctas, cut.groups, cut.together,
     )  # fmt: skip
 
     workspace = Workspace(p.device, cut.floats, cut.counters) if cut.counters else None

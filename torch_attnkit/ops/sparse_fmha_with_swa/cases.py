@@ -20,6 +20,14 @@ DEGENERATE = {
     "nothing": dict(Tq=4, Hq=3, R=2, S=0, C=0, K=0, D=64, window=128),
     "empty": dict(Tq=0, Hq=4, R=2, S=8, C=4, K=2, D=64, window=4),
 }
+EXTRAS = (
+    ("nan:q", "decode", "all"),
+    ("nan:swa_kv", "decode", "all"),
+    ("nan:compressed_kv", "long", "all"),
+    ("nan:sink", "decode", "sink"),
+    ("sink:-inf", "decode", "all"),
+    ("sink:inf", "long", "sink"),
+)
 # CSA lists K entries a token (topk), HCA sees all C of them; decode has a request for each token.
 _CSA = dict(D=512, window=128, compressed=1, topk=1, sink=1)
 _HCA = dict(D=512, window=128, compressed=1, sink=1, K=0)

@@ -32,6 +32,7 @@ class Numbers(NamedTuple):
     """The scalars of a call; the last four are entries of its ``Plan``."""
 
     scale: Float32  # of a product of q and a key, into powers of two
+    lag: Float32  # powers of two by which a maximum may grow before what is subtracted follows
     window: Int32
     entries: Int32
     listed: Int32
@@ -75,4 +76,4 @@ def arguments(dtype: str, dim: int) -> list[Any]:
         splits=fake.tensor("f32", (None,), (1,), align=4),
         count=vector("i32", None),
     )
-    return [tensors, Numbers(Float32(0), *(Int32(0) for _ in range(13))), fake.stream()]
+    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(13))), fake.stream()]

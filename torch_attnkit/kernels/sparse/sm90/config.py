@@ -23,8 +23,9 @@ class Shared:
     ring: Region
     probabilities: Region  # (2 tiles, 64 heads), rows of 128 bytes
     factors: Region  # of the output, (64, 2 tiles)
-    maxima: Region  # (64, 2 tiles)
+    maxima: Region  # (64, 2 tiles), as subtracted
     sums: Region  # (64, 2 warpgroups)
+    peaks: Region  # the same
     partial: Region  # over query and ring: a CTA's normalised output, which the cluster merges
     stats: Region  # over the factors: its row_max and row_sum, (64, 2)
     masks: Region  # (stages, 4): which keys of a tile count
@@ -94,12 +95,13 @@ class Config:
         factors = Region(probabilities.end, by_head)
         maxima = Region(factors.end, by_head)
         sums = Region(maxima.end, by_head)
+        peaks = Region(sums.end, by_head)
         partial = Region(0, HEADS * self.pitch)
         stats = Region(factors.offset, by_head)
-        masks = Region(sums.end, self.stages * LOADERS * 4)
+        masks = Region(peaks.end, self.stages * LOADERS * 4)
         info = Region(masks.end, 16)
         return Shared(
-            query, ring, probabilities, factors, maxima, sums, partial, stats, masks, info,
+            query, ring, probabilities, factors, maxima, sums, peaks, partial, stats, masks, info,
             Region(info.end, len(self.arrivals) * 8),
         )  # fmt: skip
 

@@ -18,11 +18,14 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.warp_ops import exp2
 from torch_attnkit.kernels.decode.sm90 import products
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
+from .arguments import Numbers
 from .config import HALVES, LOADERS, Config
 from .meeting import Meeting, by_head
 
@@ -45,7 +48,8 @@ class Fragments(Fixed):
     rP: cute.Tensor  # (64, N) as a left side
     rWords: cute.Tensor  # the same in pairs
     rO: cute.Tensor  # (64, part)
-    rMax: cute.Tensor  # (2) rows: of all tiles up to the last that O has
+    rPeak: cute.Tensor  # (2) rows: the maxima of this warpgroup's tiles
+    rMax: cute.Tensor  # (2): what is subtracted from scores, as of the last tile that O has
     rSum: cute.Tensor  # (2): of this warpgroup's tiles, this lane's share
 
 
@@ -78,15 +82,16 @@ class Mainloop:
         self.c, self.half = config, half
 
     @cute.jit
-    def run(self, scale: Float32, shared: Int32, meeting: Meeting, w: Fragments, start: Start, tiles: Int32):
+    def run(self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments, start: Start, tiles: Int32):
         """A work tile; leaves its output, maxima and sums in registers."""
         w.rO.fill(0.0)
+        w.rPeak.fill(-_INF)
         w.rMax.fill(-_INF)
         w.rSum.fill(0.0)
         if const_expr(self.half == 0):
-            self._own(scale, shared, meeting, w, start, Int32(0), False)
+            self._own(numbers, shared, meeting, w, start, Int32(0), False)
         for n in cutlass.range(2 - self.half, tiles, 2, unroll=1):
-            self._own(scale, shared, meeting, w, start, n, True)
+            self._own(numbers, shared, meeting, w, start, n, True)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(meeting.query.empty)
         if tiles % 2 == self.half:  # the last is the other's
@@ -123,13 +128,14 @@ class Mainloop:
             rP=rP,
             rWords=cute.recast_tensor(rP, Int32),
             rO=cute.make_rmem_tensor(own.partition_shape_C((HEADS, c.ring.part)), Float32),
+            rPeak=cute.make_rmem_tensor(2, Float32),
             rMax=cute.make_rmem_tensor(2, Float32),
             rSum=cute.make_rmem_tensor(2, Float32),
         )
 
     @cute.jit
     def _own(
-        self, scale: Float32, shared: Int32, meeting: Meeting, w: Fragments, start: Start, n: Int32,
+        self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments, start: Start, n: Int32,
         follows: cutlass.Constexpr,
     ):  # fmt: skip
         """Tile n, which is this warpgroup's, and, where one ``follows`` another, the output of the tile before."""
@@ -138,8 +144,8 @@ class Mainloop:
         if const_expr(follows):
             self._multiply_other(shared, meeting, w, before)
         warpgroup.wait_group(1 if const_expr(follows) else 0)
-        rS = self._scores(scale, shared, meeting, sums, tile.n)
-        scales = softmax.online(rS, w.rMax, w.rSum, Float32(1.0), first=False)
+        rS = self._scores(numbers.scale, shared, meeting, sums, tile.n)
+        scales = self._probabilities(numbers.lag, w, rS)
         self._hand_over(shared, meeting, w, rS, scales, tile)
         if const_expr(follows):
             warpgroup.wait_group(0)
@@ -181,6 +187,28 @@ class Mainloop:
                 bit = mine[i % 2] & const_expr(1 << i // 4 * 2)
                 rS[i] = cutlass.select_(bit != 0, rS[i], Float32(-_INF))
         return rS
+
+    @cute.jit
+    def _probabilities(self, lag: Float32, w: Fragments, rS: cute.Tensor):
+        """Scores to probabilities in place; returns the factors of the output so far.
+
+        What is subtracted follows a row's maximum when that is ``lag`` above it: seldom after the first tiles, so that
+        the output is seldom rescaled.
+        """
+        scales = []
+        for r in cutlass.range_constexpr(2):
+            peak, old = softmax.peak(rS, r), w.rMax[r]
+            w.rPeak[r] = cute.arch.fmax(w.rPeak[r], peak)
+            w.rMax[r] = cutlass.select_(peak > old + lag, peak, old)
+            base = finite(w.rMax[r])
+            scales.append(exp2(old - base))
+            sums = [w.rSum[r] * scales[r], Float32(0.0)]
+            for i in cutlass.range_constexpr(2 * r, cute.size(rS), 4):
+                for x in cutlass.range_constexpr(2):
+                    rS[i + x] = exp2(rS[i + x] - base)
+                    sums[x] = sums[x] + rS[i + x]
+            w.rSum[r] = sums[0] + sums[1]
+        return scales
 
     @cute.jit
     def _hand_over(

@@ -8,7 +8,9 @@ from cutlass import Float32, Int32, const_expr
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.warp_ops import exp2
 from torch_attnkit.kernels.decode.sm90 import products
 
 from .arguments import Numbers, Tensors
@@ -29,11 +31,12 @@ class Results:
     def store(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, shared: Int32, w: Fragments):
         """This warpgroup's columns of the result."""
         c = self.c
-        sums, lane = self._sums(shared, w), w.thread & 31
+        maxima, sums, factors = self._sums(shared, w)
+        lane = w.thread & 31
         for r in cutlass.range_constexpr(2):
             row = products.first_row(w.thread) + 8 * r
             head = tile.head + cutlass.min(row, tile.heads - 1)
-            factor = self.output.factor(tensors, numbers, head, w.rMax[r], sums[r])
+            factor = self.output.factor(tensors, numbers, head, maxima[r], sums[r]) * factors[r]
             there = row < tile.heads
             out = self.output.address(tensors, tile.token, head, self.half * c.ring.part + (lane & 3) * 8)
             for g in cutlass.range_constexpr(c.ring.part // 32):
@@ -42,16 +45,17 @@ class Results:
                     copies.store_words(out + g * (32 * c.itemsize), words)
             if const_expr(self.half == 0):
                 if there & ((lane & 3) == 0):
-                    self.output.store_stats(tensors, numbers, tile.token, head, w.rMax[r], sums[r])
+                    self.output.store_stats(tensors, numbers, tile.token, head, maxima[r], sums[r])
 
     @cute.jit
     def leave(self, tile: WorkTile, shared: Int32, w: Fragments):
         """This warpgroup's columns of a partial result where the cluster finds them."""
         c = self.c
-        sums, lane, sStats = self._sums(shared, w), w.thread & 31, by_head(c.shared.stats, shared)
+        maxima, sums, factors = self._sums(shared, w)
+        lane, sStats = w.thread & 31, by_head(c.shared.stats, shared)
         for r in cutlass.range_constexpr(2):
             row = products.first_row(w.thread) + 8 * r
-            factor = inverse(sums[r], sums[r])
+            factor = inverse(sums[r], sums[r]) * factors[r]
             at = shared + row * c.pitch + (self.half * c.ring.part + (lane & 3) * 8) * c.itemsize
             for g in cutlass.range_constexpr(c.ring.part // 32):
                 words = self._words(w, g, r, factor)
@@ -59,20 +63,24 @@ class Results:
                     copies.store_words(at + g * (32 * c.itemsize), words, cute.AddressSpace.smem)
             if const_expr(self.half == 0):
                 if (lane & 3) == 0:
-                    sStats[row, 0], sStats[row, 1] = w.rMax[r], sums[r]
+                    sStats[row, 0], sStats[row, 1] = maxima[r], sums[r]
 
     @cute.jit
     def _sums(self, shared: Int32, w: Fragments):
-        """The sums of both rows over both warpgroups' tiles. After this, no warpgroup reads query or ring any more."""
-        sSums = by_head(self.c.shared.sums, shared)
+        """The maxima of both rows over both warpgroups' tiles, the sums that belong to them, and the factors that bring
+        the output there. After this, no warpgroup reads query or ring any more."""
+        sSums, sPeaks = (by_head(region, shared) for region in (self.c.shared.sums, self.c.shared.peaks))
         mine = [products.lanes_sum(w.rSum[r]) for r in range(2)]
         row, lane = products.first_row(w.thread), w.thread & 31
         if (lane & 3) == 0:
             for r in cutlass.range_constexpr(2):
-                sSums[row + 8 * r, self.half] = mine[r]
+                sSums[row + 8 * r, self.half], sPeaks[row + 8 * r, self.half] = mine[r], w.rPeak[r]
         meet()
+        maxima = [cute.arch.fmax(sPeaks[row + 8 * r, 0], sPeaks[row + 8 * r, 1]) for r in range(2)]
+        factors = [exp2(w.rMax[r] - finite(maxima[r])) for r in range(2)]
         # In the same order in both: what they divide by is the same to the bit.
-        return [sSums[row + 8 * r, 0] + sSums[row + 8 * r, 1] for r in range(2)]
+        sums = [(sSums[row + 8 * r, 0] + sSums[row + 8 * r, 1]) * factors[r] for r in range(2)]
+        return maxima, sums, factors
 
     @cute.jit
     def _words(self, w: Fragments, g: cutlass.Constexpr, r: cutlass.Constexpr, factor: Float32):
