@@ -22,8 +22,8 @@ DEGENERATE = {
 }
 EXTRAS = (
     ("nan:q", "decode", "all"),
-    ("nan:swa_kv", "decode", "all"),
-    ("nan:compressed_kv", "long", "all"),
+    ("nan:swa_kv", "prefill", "all"),
+    ("nan:compressed_kv", "prefill", "all"),
     ("nan:sink", "decode", "sink"),
     ("sink:-inf", "decode", "all"),
     ("sink:inf", "long", "sink"),
