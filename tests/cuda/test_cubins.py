@@ -36,6 +36,8 @@ INSTRUCTIONS = {
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
     ("decode_tcgen05", "sm100"): PREFILL["sm100"],
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
+    # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
+    ("sparse", "sm90"): ("HGMMA", "LDGSTS", "gsb0, 0x1"),
 }
 # Kernels that decode the next operand while products run: those then wait for all groups but one. Where ptxas makes
 # each product wait for the last (its warnings C7510 to C7513), the waits are for all.

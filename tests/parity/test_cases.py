@@ -32,6 +32,8 @@ OFF = {
     "gptoss": {"swiglu": "silu"},
     "bias": {"bias": None, "bias13": None, "bias2": None},
     "global_scale": dict.fromkeys(("global_scale", "w13_global", "w2_global", "x_global", "h_global")),
+    "compressed": dict.fromkeys(("compressed_kv", "topk_indices", "compressed_len")),
+    "topk": {"topk_indices": None},
 }
 COLUMNS = ("dtype", "dims", "features", "shape")
 

@@ -349,6 +349,7 @@ MENDED = [
     ("sm100", "flash_attention", "D=512 Dv=512 T=6 S=242 causal=1 window=7 hidden=nan"),
     ("sm100", "sdpa_multi", "T=6 S=242 causal=1 window=7 hidden=inf"),
     ("sm100", "sdpa_decode", "S=5 group=9 k_cache.at=off3+x1 q.at=off1"),
+    ("sm90", "sparse_fmha_with_swa", "D=512 far=all C=600 T=30 q_by=300 kv_start=1"),
 ]
 
 

@@ -10,8 +10,19 @@ denominator ``sum_j exp(s_j - max)``, for merge_partials; otherwise row_sum is e
 Source: DeepSeek-V4 (2026): window attention with compressed sparse (CSA) and heavily compressed (HCA) entries.
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.sparse.sm90 import plan as sm90
 from torch_attnkit.oracle import rules
+
+_SM90 = {
+    "every row of q, swa_kv and compressed_kv must start at a multiple of 16 bytes": lambda c: all(
+        stride * c.dtype.itemsize % 16 == 0
+        for rows in (c.arg.q, c.arg.swa_kv, c.arg.compressed_kv)
+        if rows is not None
+        for stride in rows.stride()[:-1]
+    ),
+    "fewer than 2^31 tokens times heads": lambda c: c.dim["Tq"] * c.dim["Hq"] < 2**31,
+}
 
 OP = Op(
     schema="sparse_fmha_with_swa(Tensor q, Tensor swa_kv, Tensor swa_end, Tensor? compressed_kv=None,"
@@ -50,4 +61,13 @@ OP = Op(
     | rules.SINK
     | rules.UNNORMALIZED,
     exclusive=rules.SINK_OR_PARTIAL,
+    kernels=(
+        Kernel(
+            "sm90",
+            sm90.DTYPES,
+            {"D": tuple(sm90.TILES)},
+            "compressed topk compressed_len request_ids sink unnormalized",
+            _SM90,
+        ),
+    ),
 )

@@ -1,0 +1,48 @@
+"""How work is cut on an H200: all at the same time where it fits, and every key by one CTA."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
+from torch_attnkit.kernels.sparse.problem import Problem
+from torch_attnkit.kernels.sparse.sm90.config import Config
+from torch_attnkit.kernels.sparse.sm90.plan import ALIGNED, TILES, plan, share
+
+SMS = 132
+ONE = Problem(
+    torch.bfloat16, torch.device("cpu"), tokens=1, heads=64, dim=512, requests=1, capacity=256, window=128,
+    entries=8192, listed=512, has_list=True, has_length=False, has_requests=False, has_sink=True, factor=1.0,
+    normalize=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 31, 32, 33, 64, 65, 128, 133, 4096])
+@pytest.mark.parametrize("listed", [0, 16, 512, 1024, 8192])
+def test_shared_work_runs_at_the_same_time_or_is_worth_it(tokens, heads, listed):
+    problem = dataclasses.replace(ONE, tokens=tokens, heads=heads, listed=listed)
+    cut = plan(problem, SMS)
+    work, parts = tokens * -(-heads // 64), cut.ctas * cut.groups
+    assert cut.sizes["merge"] == (parts > 1) and cut.together == (work if parts > 1 else min(work, SMS))
+    assert cut.groups == 1 or work * cut.groups <= at_once(cut.ctas, SMS, 1)
+    each = share(problem.keys, parts)
+    assert each % ALIGNED == 0 and each * parts >= problem.keys > each * (parts - 1) - ALIGNED * parts
+
+
+def test_one_token_has_many_multiprocessors_and_many_tokens_one_each():
+    assert plan(ONE, SMS).ctas == 8
+    long = plan(dataclasses.replace(ONE, listed=8192), SMS)
+    assert long.ctas * long.groups > 32 and long.floats == long.groups * 64 * 514
+    assert plan(dataclasses.replace(ONE, tokens=4096), SMS).together == SMS
+
+
+@pytest.mark.parametrize("dim", TILES)
+@pytest.mark.parametrize("merge", [False, True])
+def test_shared_memory_fits(dim, merge):
+    config = Config(type("Bits", (), {"width": 16}), dim, *TILES[dim], merge=merge, prefetch=False)
+    assert config.shared_bytes <= 227 << 10 and config.shared.partial.end <= config.shared.ring.end
+    assert config.keys % 16 == 0 and config.keys <= 64

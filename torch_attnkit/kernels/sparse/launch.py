@@ -1,0 +1,57 @@
+"""Host side of sparse attention for NVIDIA GPUs. Imports no cutlass."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+
+from torch_attnkit.core.spec import short
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda.workspace import Workspace
+
+from ..scores import LOG2_E, MOST
+from .problem import Operands, Problem
+
+# Powers of two by which maxima grow before the output is rescaled: half of what float16 has above 1, so that sums of
+# probabilities are as exact as ever. Sums that are results belong to the maxima themselves.
+_LAG = 8.0
+
+
+def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
+    """What solves ``problem`` on ``target``."""
+    p = problem
+    if p.tokens == 0 or p.heads == 0:
+        return lambda operands: None
+    family = f"torch_attnkit.kernels.sparse.{target.arch}"
+    cut = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
+    run = compile.launcher(target, p.device, f"{family}.kernel", dtype=short(p.dtype), **cut.sizes)
+    entries = p.entries if p.requests else 0
+    numbers = (
+        p.factor * LOG2_E, _LAG if p.normalize else 0.0, min(p.window, MOST), entries,
+        min(p.listed, MOST) if entries else 0, max(1, p.tokens // max(1, p.requests)),
+        int(p.has_list), int(p.has_length), int(p.has_requests), int(p.has_sink), int(p.normalize),
+        cut.head_blocks, cut.ctas, cut.groups, cut.together,
+    )  # fmt: skip
+
+    workspace = Workspace(p.device, cut.floats, cut.counters) if cut.counters else None
+
+    def launch(operands: Operands) -> None:
+        o = operands
+        q, near, far = (t if t is None or t.data_ptr() % 16 == 0 else _copy(t) for t in (o.q, o.near, o.far))
+        far = near if far is None else far
+        chosen = o.end[:, None] if o.chosen is None else o.chosen
+        length, request = (o.end if t is None else t for t in (o.length, o.request))
+        sink = o.lse[0] if o.sink is None else o.sink
+        row_sum = o.lse if p.normalize else o.row_sum
+        splits, count = (o.lse.view(-1), o.end) if workspace is None else workspace.get()
+        run((q, near, o.end, far, chosen, length, request, sink, o.out, o.lse, row_sum, splits, count), numbers)
+
+    return launch
+
+
+def _copy(t: torch.Tensor) -> torch.Tensor:
+    """One that starts where the kernel reads, at a multiple of 16 bytes: the plan does not know where memory begins."""
+    return t.clone(memory_format=torch.contiguous_format)

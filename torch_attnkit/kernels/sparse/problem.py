@@ -1,0 +1,51 @@
+"""What a launch of sparse attention solves, in sizes and strides, and the tensors that it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of tokens over keys that are values, too: the last ``window`` before each token's end, and entries."""
+
+    dtype: torch.dtype
+    device: torch.device
+    tokens: int
+    heads: int
+    dim: int
+    requests: int
+    capacity: int  # window keys of a request
+    window: int
+    entries: int  # of a request
+    listed: int  # entries that a token's list has room for
+    has_list: bool
+    has_length: bool
+    has_requests: bool
+    has_sink: bool
+    factor: float  # of a product of q and a key
+    normalize: bool
+
+    @property
+    def keys(self) -> int:
+        """Keys that a token has at most."""
+        return min(self.window, self.capacity) + (min(self.listed, self.entries) if self.has_list else self.entries)
+
+
+class Operands(NamedTuple):
+    """The tensors of one launch; None for those that a call does not have."""
+
+    q: torch.Tensor  # (T, H, D)
+    near: torch.Tensor  # (R, S, D): the keys of windows
+    end: torch.Tensor  # (T): where a token's window ends
+    far: torch.Tensor | None  # (R, C, D): the entries
+    chosen: torch.Tensor | None  # (T, K): a token's entries, -1 for none
+    length: torch.Tensor | None  # (T): entries from this one on do not count
+    request: torch.Tensor | None  # (T)
+    sink: torch.Tensor | None  # (H)
+    out: torch.Tensor  # (T, H, D)
+    lse: torch.Tensor  # (T, H)
+    row_sum: torch.Tensor  # (T, H), empty where the result is normalised

@@ -1,0 +1,79 @@
+"""The arguments of the kernel: tensors, scalars, and stand-ins for them to compile with. Imports cutlass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from torch_attnkit.cuda import fake
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call; anything of the right type where ``Numbers`` says that there is none."""
+
+    q: cute.Tensor  # (T, H, D)
+    near: cute.Tensor  # (R, S, D)
+    end: cute.Tensor  # (T)
+    far: cute.Tensor  # (R, C, D)
+    chosen: cute.Tensor  # (T, K)
+    length: cute.Tensor  # (T)
+    request: cute.Tensor  # (T)
+    sink: cute.Tensor  # (H)
+    out: cute.Tensor  # (T, H, D)
+    lse: cute.Tensor  # (T, H)
+    row_sum: cute.Tensor  # (T, H)
+    splits: cute.Tensor  # the workspace: partial results of clusters that share a work tile
+    count: cute.Tensor  # (work tiles * 8), how many of them have come; zero before and after every launch
+
+
+class Numbers(NamedTuple):
+    """The scalars of a call; the last four are entries of its ``Plan``."""
+
+    scale: Float32  # of a product of q and a key, into powers of two
+    lag: Float32  # powers of two by which a maximum may grow before what is subtracted follows
+    window: Int32
+    entries: Int32
+    listed: Int32
+    tokens_each: Int32  # of a request, where they come in equal blocks
+    has_list: Int32
+    has_length: Int32
+    has_requests: Int32
+    has_sink: Int32
+    normalize: Int32
+    head_blocks: Int32
+    ctas: Int32
+    groups: Int32
+    together: Int32
+
+
+def arguments(dtype: str, dim: int) -> list[Any]:
+    """Stand-ins for what the host passes: ``Tensors``, ``Numbers`` and the stream."""
+    T, H, R = fake.dim(), fake.dim(), fake.dim()
+
+    def rows(first: Any, second: Any) -> Any:
+        return fake.tensor(dtype, (first, second, dim), (fake.dim(8), fake.dim(8), 1))
+
+    def vector(kind: str, length: Any) -> Any:
+        return fake.tensor(kind, (length,), (None,), align=4)
+
+    def by_head() -> Any:
+        return fake.tensor("f32", (T, H), (None, 1), align=4)
+
+    tensors = Tensors(
+        q=rows(T, H),
+        near=rows(R, None),
+        end=vector("i32", T),
+        far=rows(R, None),
+        chosen=fake.tensor("i32", (T, None), (None, None), align=4),
+        length=vector("i32", T),
+        request=vector("i32", T),
+        sink=vector("f32", H),
+        out=rows(T, H),
+        lse=by_head(),
+        row_sum=by_head(),
+        splits=fake.tensor("f32", (None,), (1,), align=4),
+        count=vector("i32", None),
+    )
+    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(13))), fake.stream()]

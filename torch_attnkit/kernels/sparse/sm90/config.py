@@ -1,0 +1,110 @@
+"""What the kernel of Hopper is compiled for, and its shared memory. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch_attnkit.kernels.decode.config import CHUNK, Region, SplitLayout, itemsize
+from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS, WARPS, Ring
+
+HALVES = 2  # of the columns of the output, a consumer warpgroup each; their tiles alternate, too
+LOADERS = WARPS  # warps
+CONSUMERS = HALVES * WARPS  # warps
+CONSUMER_THREADS = HALVES * THREADS
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The shared memory of a CTA."""
+
+    query: Region
+    ring: Region
+    probabilities: Region  # (2 tiles, 64 heads), rows of 128 bytes
+    factors: Region  # of the output, (64, 2 tiles)
+    maxima: Region  # (64, 2 tiles), as subtracted
+    sums: Region  # (64, 2 warpgroups)
+    peaks: Region  # the same
+    partial: Region  # over query and ring: a CTA's normalised output, which the cluster merges
+    stats: Region  # over the factors: its row_max and row_sum, (64, 2)
+    masks: Region  # (stages, 4): which keys of a tile count
+    info: Region  # how many tiles a work tile has; a flag
+    barriers: Region
+
+    @property
+    def nbytes(self) -> int:
+        return self.barriers.end
+
+
+@dataclass(frozen=True)
+class Config:
+    """``merge``: several CTAs have a split of a work tile's keys each; else a CTA has one after another to itself.
+    ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory."""
+
+    dtype: Any
+    dim: int
+    keys: int  # of a tile, a multiple of 16 up to 64
+    stages: int
+    merge: bool
+    prefetch: bool
+
+    @property
+    def threads(self) -> int:
+        return THREADS * (HALVES + 1)
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @cached_property
+    def ring(self) -> Ring:
+        return Ring(self.dtype, self.keys, self.dim, HALVES, self.stages)
+
+    @property
+    def p_bytes(self) -> int:
+        """Probabilities of a tile."""
+        return HEADS * ROW_BYTES
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a row of a partial result: a chunk more than it has, so that eight rows do not collide in banks."""
+        return self.dim * self.itemsize + CHUNK
+
+    @property
+    def split(self) -> SplitLayout:
+        return SplitLayout(HEADS, self.dim)
+
+    @property
+    def arrivals(self) -> list[int]:
+        """How many arrivals complete a phase of each mbarrier, in the order of ``Meeting``."""
+        return [
+            32 * (CONSUMERS if self.merge else LOADERS) + 1,
+            CONSUMERS,
+            *[LOADERS * 33] * self.stages,
+            *[CONSUMERS] * self.stages,
+            *[WARPS] * (2 * HALVES),
+        ]
+
+    @cached_property
+    def shared(self) -> Shared:
+        by_head = HEADS * 2 * 4
+        query = Region(0, HEADS * self.dim * self.itemsize)
+        ring = Region(query.end, self.stages * self.ring.stage_bytes)
+        probabilities = Region(ring.end, HALVES * self.p_bytes)
+        factors = Region(probabilities.end, by_head)
+        maxima = Region(factors.end, by_head)
+        sums = Region(maxima.end, by_head)
+        peaks = Region(sums.end, by_head)
+        partial = Region(0, HEADS * self.pitch)
+        stats = Region(factors.offset, by_head)
+        masks = Region(peaks.end, self.stages * LOADERS * 4)
+        info = Region(masks.end, 16)
+        return Shared(
+            query, ring, probabilities, factors, maxima, sums, peaks, partial, stats, masks, info,
+            Region(info.end, len(self.arrivals) * 8),
+        )  # fmt: skip
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared.nbytes

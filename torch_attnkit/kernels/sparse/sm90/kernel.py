@@ -1,0 +1,109 @@
+"""Attention of tokens that each have keys of their own on Hopper; keys are values, too, and shared by all heads.
+
+    producer warpgroup     Q, and the keys of a tile, row by row, by cp.async
+    2 consumer warpgroups  scores of their tiles -> online softmax -> P -> half of the output's columns (mainloop.py)
+    one CTA a token        persistent: the next token's keys are on their way while this one's result is stored
+    or several             they share the keys; what they have meets in distributed shared memory, and what several
+                           clusters have in device memory (merge.py)
+
+Up to 64 heads of a token are the rows of a product; fewer are padded. docs/kernels/sparse.md has what limits it.
+Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from torch_attnkit.cuda import fake
+from torch_attnkit.kernels.decode.sm90.config import THREADS, WARPS
+
+from .arguments import Numbers, Tensors, arguments
+from .config import HALVES, Config
+from .loads import Producer, load_query
+from .mainloop import Mainloop, Start
+from .meeting import Meeting
+from .merge import Merge, sync_cluster
+from .results import Results
+from .schedule import work_tile, work_tiles
+
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread; 168 is the mean
+
+
+class Sparse:
+    """The kernel: a loop over work tiles for each role of warpgroups."""
+
+    def __init__(self, config: Config):
+        self.c = config
+        self.producer = Producer(config)
+        self.mainloops = [Mainloop(config, half) for half in range(HALVES)]
+        self.results = [Results(config, half) for half in range(HALVES)]
+        self.merge = Merge(config)
+
+    @cute.jit
+    def __call__(self, tensors: Tensors, numbers: Numbers, stream: Any):
+        c = self.c
+        self.kernel(tensors, numbers).launch(
+            grid=[numbers.together * numbers.groups * numbers.ctas, 1, 1], block=[c.threads, 1, 1],
+            cluster=[numbers.ctas, 1, 1],
+            smem=c.shared_bytes, stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, tensors: Tensors, numbers: Numbers):
+        c = self.c
+        shared = cutlass.memory.SmemAllocator().allocate(c.shared_bytes, 1024).toint()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        meeting = Meeting(c, shared)
+        if cute.arch.thread_idx()[0] == 0:
+            meeting.begin()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        first, part = cute.arch.block_idx()[0], Int32(0)  # work tile, and which CTA of it this is
+        if const_expr(c.merge):
+            each = numbers.groups * numbers.ctas
+            first, part = first // each, first % each
+        if warp >= HALVES * WARPS:
+            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+            self.producer.run(tensors, numbers, shared, meeting, first, part)
+            if const_expr(c.merge):
+                sync_cluster()
+                sync_cluster()
+        elif warp >= WARPS:
+            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            self._consume(1, tensors, numbers, shared, meeting, first, part)
+        else:
+            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            self._consume(0, tensors, numbers, shared, meeting, first, part)
+
+    @cute.jit
+    def _consume(
+        self, half: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting,
+        first: Int32, part: Int32,
+    ):  # fmt: skip
+        w = self.mainloops[half].fragments(shared)
+        start, item = Start(Int32(0), Int32(0), Int32(0)), Int32(0)  # tiles and work tiles so far
+        for index in cutlass.range(first, work_tiles(tensors, numbers), numbers.together, unroll=1):
+            tile = work_tile(tensors, numbers, index)
+            if const_expr(self.c.merge):  # each CTA has but one, so nobody is early
+                load_query(self.c, tensors, tile, shared, meeting, THREADS * HALVES)
+            meeting.query.wait(item)
+            # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
+            tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])
+            self.mainloops[half].run(numbers, shared, meeting, w, start, tiles)
+            if const_expr(self.c.merge):
+                self.results[half].leave(tile, shared, w)
+                self.merge.run(tensors, numbers, tile, index, part, shared, meeting)
+            else:
+                self.results[half].store(tensors, numbers, tile, shared, w)
+            start = start.after(tiles)
+            item += 1
+
+
+def trace(arch: str, *, dtype: str, dim: int, **sizes: Any) -> tuple[Any, list[Any]]:
+    """For rows of q and of the caches that start at multiples of 16 bytes."""
+    config = Config(fake.dtype(dtype), dim, **sizes)
+    return Sparse(config), arguments(dtype, dim)

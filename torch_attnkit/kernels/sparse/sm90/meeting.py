@@ -1,0 +1,61 @@
+"""Where the warpgroups of a CTA wait for each other. Imports cutlass."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from torch_attnkit.cuda.ring import Fixed, Ring
+from torch_attnkit.kernels.decode.config import Region
+from torch_attnkit.kernels.decode.sm90.config import HEADS
+
+from .config import CONSUMER_THREADS, HALVES, LOADERS, Config
+
+
+class NamedBarrier(IntEnum):
+    """Of a CTA; 0 is that of all threads."""
+
+    CONSUMERS = 1
+
+
+class Meeting(Fixed):
+    """The mbarriers. Rings count from the kernel's start, through all work tiles: those of probabilities, one for each
+    warpgroup that makes them, its own tiles."""
+
+    def __init__(self, config: Config, shared: Int32):
+        c = self.c = config
+        at = self.first = cute.make_ptr(
+            cutlass.Int64, c.shared.barriers.at(shared), cute.AddressSpace.smem, assumed_align=8
+        )
+        self.query = Ring(at, at + 1, 1)
+        self.tiles = Ring(at + 2, at + 2 + c.stages, c.stages)
+        at += 2 + 2 * c.stages
+        self.probabilities = [Ring(at + half, at + HALVES + half, 1) for half in range(HALVES)]
+
+    def begin(self) -> None:
+        for i, count in enumerate(self.c.arrivals):
+            cute.arch.mbarrier_init(self.first + i, count)
+
+    def mask(self, shared: Int32) -> cute.Tensor:
+        """(stages, 4) words: bit i of word w, whether key 4 i + w of a tile counts."""
+        pointer = cute.make_ptr(Int32, self.c.shared.masks.at(shared), cute.AddressSpace.smem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout((self.c.stages, LOADERS), stride=(LOADERS, 1)))
+
+    def info(self, shared: Int32) -> cute.Tensor:
+        """(2): how many tiles the work tile has; whether this CTA is the last of those that have its rows."""
+        pointer = cute.make_ptr(Int32, self.c.shared.info.at(shared), cute.AddressSpace.smem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(2))
+
+
+def meet() -> None:
+    """All consumers."""
+    cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=CONSUMER_THREADS)
+
+
+def by_head(region: Region, shared: Int32) -> cute.Tensor:
+    """Floats of shared memory, two for each head."""
+    pointer = cute.make_ptr(Float32, region.at(shared), cute.AddressSpace.smem, assumed_align=8)
+    return cute.make_tensor(pointer, cute.make_layout((HEADS, 2), stride=(2, 1)))

@@ -1,0 +1,155 @@
+"""How the CTAs that share a work tile's keys join what they have. Imports cutlass.
+
+    each CTA       its output, normalised and rounded to the call's dtype as P was, in its shared memory
+    each cluster   a CTA adds up its share of the rows over distributed shared memory -> result, or a split in float32
+    the clusters   the CTAs with the same share count themselves: the last adds up the splits, in their order
+
+Normalised, a sum of many keys does not leave the range of float16.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from torch_attnkit.cuda import copies, memory_ops
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.partials import finite, join
+from torch_attnkit.cuda.warp_ops import exp2
+from torch_attnkit.kernels.decode.config import CHUNK
+
+from .arguments import Numbers, Tensors
+from .config import CONSUMER_THREADS, Config
+from .meeting import Meeting, meet
+from .output import Output
+from .plan import MOST_CTAS
+from .schedule import WorkTile
+
+_INF = float("inf")
+_AT_ONCE = 4  # splits on their way
+
+
+class Merge:
+    """For all consumers of a CTA; ``part`` says which CTA of the work tile it is."""
+
+    def __init__(self, config: Config):
+        self.c, self.output = config, Output(config.dtype)
+        self.chunks = config.dim * config.itemsize // CHUNK  # of a row
+
+    @cute.jit
+    def run(
+        self, tensors: Tensors, numbers: Numbers, tile: WorkTile, index: Int32, part: Int32, shared: Int32,
+        meeting: Meeting,
+    ):  # fmt: skip
+        """Work tile number ``index``, of which every consumer has left its columns."""
+        first = tensors.splits.iterator.toint() + Int64(index * numbers.groups) * self.c.split.nbytes
+        sync_cluster()
+        self._cluster(tensors, numbers, tile, shared, first + Int64(part // numbers.ctas) * self.c.split.nbytes)
+        sync_cluster()  # no CTA may leave while another reads its memory
+        if numbers.groups > 1:
+            self._count(tensors, numbers, index, shared, meeting)
+            if meeting.info(shared)[1] != 0:
+                self._splits(tensors, numbers, tile, first)
+
+    def _first(self) -> Int32:
+        """The first of this thread's chunks; those of its CTA are the same in every cluster."""
+        thread = cute.arch.thread_idx()[0] % CONSUMER_THREADS
+        return cute.arch.block_in_cluster_idx()[0] * CONSUMER_THREADS + thread
+
+    @cute.jit
+    def _cluster(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, shared: Int32, split: Int64):
+        """This CTA's share of the rows: the sum over the cluster, eight columns a thread; to ``split`` where there are
+        more clusters."""
+        c = self.c
+        columns = const_expr(CHUNK // c.itemsize)
+        for index in cutlass.range(self._first(), tile.heads * self.chunks, numbers.ctas * CONSUMER_THREADS, unroll=1):
+            row, chunk = index // self.chunks, index % self.chunks
+            there = [cutlass.select_(i < numbers.ctas, Int32(1), Int32(0)) for i in range(MOST_CTAS)]
+            peers = [there[i] * i for i in range(MOST_CTAS)]
+            stat_at, part_at = c.shared.stats.at(shared) + row * 8, shared + row * c.pitch + chunk * CHUNK
+            # All loads are on their way before the first is used.
+            stats, parts = (
+                [op.load_cluster_floats(n, op.cluster_address(at, peers[i]), there[i]) for i in range(MOST_CTAS)]
+                for n, at in ((2, stat_at), (4, part_at))
+            )
+            maxima = [cutlass.select_(there[i] != 0, stats[i][0], Float32(-_INF)) for i in range(MOST_CTAS)]
+            row_max, row_sum = Float32(-_INF), Float32(0.0)
+            for i in cutlass.range_constexpr(MOST_CTAS):
+                row_max = cute.arch.fmax(row_max, maxima[i])
+            sums = [Float32(0.0)] * columns
+            rPart = cute.make_rmem_tensor(4, Float32)
+            rValues = cute.recast_tensor(rPart, c.dtype)
+            for i in cutlass.range_constexpr(MOST_CTAS):
+                weight = exp2(maxima[i] - finite(row_max)) * stats[i][1]
+                row_sum += weight
+                for x in cutlass.range_constexpr(4):
+                    rPart[x] = parts[i][x]
+                sums = [sums[x] + weight * rValues[x].to(Float32) for x in range(columns)]
+            if numbers.groups == 1:
+                self._store(tensors, numbers, tile, row, chunk, sums, row_max, row_sum)
+            else:
+                for x in cutlass.range_constexpr(0, columns, 4):
+                    op.store_4_floats(split + c.split.output_at(row, chunk * columns + x), sums[x : x + 4])
+                if chunk == 0:
+                    memory_ops.store_2_floats(split + c.split.stat_at(row), [row_max, row_sum])
+
+    @cute.jit
+    def _store(
+        self, tensors: Tensors, numbers: Numbers, tile: WorkTile, row: Int32, chunk: Int32, sums: list[Float32],
+        row_max: Float32, row_sum: Float32,
+    ):  # fmt: skip
+        """Eight columns of a head's result."""
+        head = tile.head + row
+        factor = self.output.factor(tensors, numbers, head, row_max, row_sum)
+        words = [op.pack(self.c.dtype, sums[x] * factor, sums[x + 1] * factor) for x in range(0, len(sums), 2)]
+        copies.store_words(self.output.address(tensors, tile.token, head, chunk * len(sums)), words)
+        if chunk == 0:
+            self.output.store_stats(tensors, numbers, tile.token, head, row_max, row_sum)
+
+    @cute.jit
+    def _count(self, tensors: Tensors, numbers: Numbers, index: Int32, shared: Int32, meeting: Meeting):
+        """Leave in shared memory whether the other clusters' splits of this CTA's rows are all there."""
+        count, info = tensors.count, meeting.info(shared)
+        meet()  # orders the stores of all threads before the release of the addition
+        if cute.arch.thread_idx()[0] % CONSUMER_THREADS == 0:
+            at = index * MOST_CTAS + cute.arch.block_in_cluster_idx()[0]
+            arrived = op.add_acq_rel(count.iterator.toint() + Int64(at) * 4, Int32(1))
+            last = arrived == numbers.groups - 1
+            if last:
+                count[at] = Int32(0)
+            info[1] = cutlass.select_(last, Int32(1), Int32(0))
+        meet()
+
+    @cute.jit
+    def _splits(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, first: Int64):
+        """The sum over all clusters."""
+        c = self.c
+        columns, size = const_expr(CHUNK // c.itemsize), const_expr(c.split.nbytes)
+        for index in cutlass.range(self._first(), tile.heads * self.chunks, numbers.ctas * CONSUMER_THREADS, unroll=1):
+            row, chunk = index // self.chunks, index % self.chunks
+            sums = [cute.make_rmem_tensor(4, Float32) for _ in range(columns // 4)]
+            for rO in sums:
+                rO.fill(0.0)
+            row_max, row_sum = Float32(-_INF), Float32(0.0)
+            for n in cutlass.range(0, numbers.groups, _AT_ONCE, unroll=1):
+                # Beyond the last they repeat it.
+                at = [first + Int64(cutlass.min(n + i, numbers.groups - 1)) * size for i in range(_AT_ONCE)]
+                stats = [op.load_2_floats(a + c.split.stat_at(row)) for a in at]
+                news = [
+                    [op.load_4_floats(a + c.split.output_at(row, chunk * columns + 4 * x)) for a in at]
+                    for x in range(columns // 4)
+                ]
+                there = [n + i < numbers.groups for i in range(_AT_ONCE)]
+                maxima = [cutlass.select_(t, s[0], Float32(-_INF)) for t, s in zip(there, stats, strict=True)]
+                old_max, old_sum = row_max, row_sum
+                for rO, new in zip(sums, news, strict=True):
+                    row_max, row_sum = join(rO, old_max, old_sum, maxima, [s[1] for s in stats], new)
+            values = [rO[x] for rO in sums for x in range(4)]
+            self._store(tensors, numbers, tile, row, chunk, values, row_max, row_sum)
+
+
+def sync_cluster() -> None:
+    """All threads of a cluster meet; what they wrote to shared memory is there for the others."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()

@@ -1,0 +1,76 @@
+"""Which head sizes the kernel of Hopper has, and how its launch is cut. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_attnkit.kernels.decode.config import SplitLayout
+from torch_attnkit.kernels.decode.sm90.config import HEADS
+from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
+
+from ..problem import Problem
+
+DTYPES = "bf16 f16"
+# D, a multiple of 128: keys of a tile, a multiple of 16 up to 64, and tiles in memory.
+TILES = {128: (64, 6), 256: (64, 4), 512: (48, 3)}
+ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
+MOST_CTAS = 8  # of a cluster; every GPU takes so many
+# Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and shared, of a
+# cluster's merge, of a key of 512 columns, of joining clusters through device memory, of each of them, and of each
+# megabyte that they leave and read there.
+_START, _TURN, _SHARED_TURN, _MERGE, _KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45
+_JOIN, _SPLIT, _MEGABYTE = 2.0, 0.15, 0.7
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernel is compiled with, and how its launch is cut.
+
+    A *work tile* is a token with up to 64 of its heads, of which it has ``head_blocks``. ``groups`` clusters of
+    ``ctas`` CTAs share its keys, and ``together`` work tiles are attended at a time. The last two are sizes of the
+    workspace.
+    """
+
+    sizes: dict[str, Any]
+    head_blocks: int
+    ctas: int
+    groups: int
+    together: int
+    floats: int
+    counters: int
+
+
+def share(keys: int, ctas: int) -> int:
+    """Keys of each CTA of a work tile, as ``schedule.share_of`` cuts them."""
+    return -(-keys // (ctas * ALIGNED)) * ALIGNED
+
+
+def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int) -> float:
+    """Microseconds, roughly, of ``work`` work tiles by so many clusters each of so many CTAs."""
+    rounds = -(-work * groups // max(1, at_once(ctas, sms, 1)))
+    turn = _TURN if ctas * groups == 1 else _SHARED_TURN
+    keys = share(problem.keys, ctas * groups) * _KEY * problem.dim / 512
+    merge = _MERGE if ctas > 1 else 0.0
+    if groups > 1:
+        left = work * groups * SplitLayout(min(problem.heads, HEADS), problem.dim).nbytes * 1e-6
+        merge += _JOIN + _SPLIT * groups + _MEGABYTE * left
+    return _START + rounds * (turn + keys) + merge
+
+
+def plan(problem: Problem, sms: int) -> Plan:
+    """The plan of a launch on ``sms`` multiprocessors."""
+    keys, stages = TILES[problem.dim]
+    head_blocks = -(-problem.heads // HEADS)
+    work = problem.tokens * head_blocks
+    cuts = [
+        (ctas, groups)
+        for ctas in range(1, MOST_CTAS + 1)
+        for groups in range(1, max(1, at_once(ctas, sms, 1) // work) + 1)
+    ]
+    ctas, groups = min(cuts, key=lambda cut: cost(problem, work, *cut, sms))
+    shared = ctas * groups > 1
+    sizes = dict(dim=problem.dim, keys=keys, stages=stages, merge=shared, prefetch=not shared)
+    floats = work * groups * SplitLayout(HEADS, problem.dim).floats if groups > 1 else 0
+    counters = work * MOST_CTAS if groups > 1 else 0
+    return Plan(sizes, head_blocks, ctas, groups, work if shared else min(work, sms), floats, counters)

@@ -1,0 +1,90 @@
+"""What a consumer warpgroup does with its output when a work tile's last key is through. Imports cutlass."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.warp_ops import exp2
+from torch_attnkit.kernels.decode.sm90 import products
+
+from .arguments import Numbers, Tensors
+from .config import Config
+from .mainloop import Fragments
+from .meeting import by_head, meet
+from .output import Output, inverse
+from .schedule import WorkTile
+
+
+class Results:
+    """The epilogue of a consumer warpgroup."""
+
+    def __init__(self, config: Config, half: int):
+        self.c, self.half, self.output = config, half, Output(config.dtype)
+
+    @cute.jit
+    def store(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, shared: Int32, w: Fragments):
+        """This warpgroup's columns of the result."""
+        c = self.c
+        maxima, sums, factors = self._sums(shared, w)
+        lane = w.thread & 31
+        for r in cutlass.range_constexpr(2):
+            row = products.first_row(w.thread) + 8 * r
+            head = tile.head + cutlass.min(row, tile.heads - 1)
+            factor = self.output.factor(tensors, numbers, head, maxima[r], sums[r]) * factors[r]
+            there = row < tile.heads
+            out = self.output.address(tensors, tile.token, head, self.half * c.ring.part + (lane & 3) * 8)
+            for g in cutlass.range_constexpr(c.ring.part // 32):
+                words = self._words(w, g, r, factor)
+                if there:
+                    copies.store_words(out + g * (32 * c.itemsize), words)
+            if const_expr(self.half == 0):
+                if there & ((lane & 3) == 0):
+                    self.output.store_stats(tensors, numbers, tile.token, head, maxima[r], sums[r])
+
+    @cute.jit
+    def leave(self, tile: WorkTile, shared: Int32, w: Fragments):
+        """This warpgroup's columns of a partial result where the cluster finds them."""
+        c = self.c
+        maxima, sums, factors = self._sums(shared, w)
+        lane, sStats = w.thread & 31, by_head(c.shared.stats, shared)
+        for r in cutlass.range_constexpr(2):
+            row = products.first_row(w.thread) + 8 * r
+            factor = inverse(sums[r], sums[r]) * factors[r]
+            at = shared + row * c.pitch + (self.half * c.ring.part + (lane & 3) * 8) * c.itemsize
+            for g in cutlass.range_constexpr(c.ring.part // 32):
+                words = self._words(w, g, r, factor)
+                if row < tile.heads:
+                    copies.store_words(at + g * (32 * c.itemsize), words, cute.AddressSpace.smem)
+            if const_expr(self.half == 0):
+                if (lane & 3) == 0:
+                    sStats[row, 0], sStats[row, 1] = maxima[r], sums[r]
+
+    @cute.jit
+    def _sums(self, shared: Int32, w: Fragments):
+        """The maxima of both rows over both warpgroups' tiles, the sums that belong to them, and the factors that bring
+        the output there. After this, no warpgroup reads query or ring any more."""
+        sSums, sPeaks = (by_head(region, shared) for region in (self.c.shared.sums, self.c.shared.peaks))
+        mine = [products.lanes_sum(w.rSum[r]) for r in range(2)]
+        row, lane = products.first_row(w.thread), w.thread & 31
+        if (lane & 3) == 0:
+            for r in cutlass.range_constexpr(2):
+                sSums[row + 8 * r, self.half], sPeaks[row + 8 * r, self.half] = mine[r], w.rPeak[r]
+        meet()
+        maxima = [cute.arch.fmax(sPeaks[row + 8 * r, 0], sPeaks[row + 8 * r, 1]) for r in range(2)]
+        factors = [exp2(w.rMax[r] - finite(maxima[r])) for r in range(2)]
+        # In the same order in both: what they divide by is the same to the bit.
+        sums = [(sSums[row + 8 * r, 0] + sSums[row + 8 * r, 1]) * factors[r] for r in range(2)]
+        return maxima, sums, factors
+
+    @cute.jit
+    def _words(self, w: Fragments, g: cutlass.Constexpr, r: cutlass.Constexpr, factor: Float32):
+        """16 bytes of a row: of 32 columns, lane q of four has the q-th 8."""
+        pairs = [16 * g + 4 * j + 2 * r for j in range(4)]
+        words = [op.pack(self.c.dtype, w.rO[i] * factor, w.rO[i + 1] * factor) for i in pairs]
+        return softmax.transpose_quads(words, w.thread & 3)
