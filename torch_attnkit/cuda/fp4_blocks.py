@@ -34,9 +34,28 @@ def numbers_of(vectors: list[Any]) -> tuple[list[Any], list[Any]]:
     return [number for pair in pairs for number in fp4.floats(dtype, pair)], pairs
 
 
+@cute.jit
+def amax_of(x: list[Any], pairs: list[Any], dtype: Any, lanes: int):
+    """The largest magnitude of a block, NaN skipped, and whether none of this thread's numbers is NaN.
+
+    The block lies in ``lanes`` neighbouring threads of a warp, a power of two; if they are several, all threads of the
+    warp must call. ``pairs`` are the numbers x once more, as pairs of ``dtype``, or none.
+    """
+    if const_expr(len(pairs) > 0):
+        top = fp4.amax_or_nan_of_pairs(dtype, pairs)
+    else:
+        top = fp4.amax_or_nan(x)
+    whole = top == top
+    if not whole:
+        top = fp4.amax(x)
+    if const_expr(lanes > 1):
+        top = cute.arch.warp_reduction(top, cute.arch.fmax, threads_in_group=lanes)
+    return top, whole
+
+
 class Quantizer:
-    """``format`` is nvfp4 or mxfp4, ``floor`` rounds the scale of MXFP4 down. A block lies in ``lanes`` neighbouring
-    threads of a warp, a power of two; if they are several, all threads of the warp must call."""
+    """``format`` is nvfp4 or mxfp4, ``floor`` rounds the scale of MXFP4 down. A block lies in ``lanes`` threads, as
+    ``amax_of`` has it."""
 
     def __init__(self, format: str, floor: bool = False, lanes: int = 1):
         self.nvfp4, self.floor, self.lanes = format == "nvfp4", floor, lanes
@@ -45,17 +64,9 @@ class Quantizer:
     def __call__(self, x: list[Any], pairs: list[Any], dtype: Any, gs: Any):
         """The codes of a thread's numbers, eight a word, and the scale byte of their block.
 
-        ``pairs`` are the same numbers as pairs of ``dtype``, or none; ``gs`` is the global scale or None, which is 1.
+        ``gs`` is the global scale or None, which is 1; the other arguments are those of ``amax_of``.
         """
-        if const_expr(len(pairs) > 0):
-            top = fp4.amax_or_nan_of_pairs(dtype, pairs)
-        else:
-            top = fp4.amax_or_nan(x)
-        whole = top == top
-        if not whole:
-            top = fp4.amax(x)
-        if const_expr(self.lanes > 1):
-            top = cute.arch.warp_reduction(top, cute.arch.fmax, threads_in_group=self.lanes)
+        top, whole = amax_of(x, pairs, dtype, self.lanes)
         if const_expr(self.nvfp4):
             byte, scale = fp4.nvfp4_scale(top, gs)
             r = fp4.nvfp4_factor(scale, gs)
