@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
 
 from torch_attnkit.cuda import copies
+from torch_attnkit.kernels.fp4.rows import pieces
 
 
 @cute.jit
@@ -25,12 +26,6 @@ def of_warp(mSlot: cute.Tensor, mCache: cute.Tensor, warps: int):
 def blocks(mSlot: cute.Tensor, warps: int) -> Any:
     """The CTAs of a launch, with a row for each of their ``warps``."""
     return (mSlot.shape[0] + (warps - 1)) // warps
-
-
-def pieces(fragment: Any, count: int) -> list[Any]:
-    """A fragment cut into fragments of ``count`` elements."""
-    cut = cute.zipped_divide(fragment, (count,))
-    return [cut[None, i] for i in range(cute.size(fragment) // count)]
 
 
 def zeros(count: int, dtype: Any) -> Any:
