@@ -45,7 +45,7 @@ RULES: dict[str, Callable[[Call], Any]] = {
     ),
 }
 
-# Sizes for cases. fmt: 0 none, 1 fp8, 2 nvfp4, 3 mxfp4; long=1: slots are int64.
+# Sizes for cases. fmt: 0 none, 1 fp8, 2 nvfp4, 3 mxfp4; long=1: slots are int64; full=1: no slot is -1.
 PARITY = {
     "plain": dict(R=7, D=33, Nc=20, rope=0, fmt=0, long=1),
     "fp8": dict(R=5, D=192, Nc=9, rope=64, fmt=1),
@@ -61,7 +61,7 @@ DEGENERATE = {
 def bench(*rows: int) -> dict[str, dict[str, int]]:
     """DeepSeek-V4's rows of every format, so many of them at once, of a cache of twice as many."""
     return {
-        f"{name}-{r}": dict(R=r, D=512, Nc=max(2 * r, 64), rope=64, fmt=fmt)
+        f"{name}-{r}": dict(R=r, D=512, Nc=max(2 * r, 64), rope=64, fmt=fmt, full=1)
         for fmt, name in enumerate(kv_cache.FORMATS)
         for r in rows
     }

@@ -25,8 +25,11 @@ def make(
     format = "nvfp4" if scale is not None else kv_cache.FORMATS[fmt]
     rows = torch.randn(Nc, D, generator=gen).to(dtype)
     cache = rows if format == "none" else kv_cache.encode_rows(rows, format, rope, scale)  # (Nc, Rb)
-    slot = torch.randint(-1, Nc, (R,), generator=gen, dtype=torch.int64 if dims.get("long") else torch.int32)
-    slot[2::3] = -1
+    slot = torch.randint(
+        -1 + dims.get("full", 0), Nc, (R,), generator=gen, dtype=torch.int64 if dims.get("long") else torch.int32
+    )
+    if not dims.get("full"):
+        slot[2::3] = -1
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
     cast = other if dims.get("cast") else None
     return (cache, slot, scale), dict(

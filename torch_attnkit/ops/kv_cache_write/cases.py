@@ -25,7 +25,8 @@ def make(
     if format != "none":
         cache = torch.randint(0, 256, (Nc, size), generator=gen, dtype=torch.uint8)
     slot = torch.randperm(Nc, generator=gen)[:R].to(torch.int64 if dims.get("long") else torch.int32)  # (R,)
-    slot[2::3] = -1
+    if not dims.get("full"):
+        slot[2::3] = -1
     args = (
         fp4.spread(gen, dtype, R, D),
         cache,
