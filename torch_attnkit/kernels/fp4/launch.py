@@ -116,9 +116,10 @@ def rope_quantizer(problem: Rotate, target: Target) -> Callable[[Rotated], None]
     if p.tokens * p.heads * kb == 0:
         return lambda operands: None
     padded = padded_shape(p.tokens, p.heads // p.groups * kb)
+    flat = all(step in (0, dense) for step, dense in zip(p.o, (p.heads * p.k, p.k), strict=True))
 
     def compiled(width: int, angles: int) -> tuple[Callable[..., None], plan.Rotation]:
-        spread = plan.quantize(block, p.dtype.itemsize, width, p.tokens * p.heads * p.k, False)
+        spread = plan.quantize(block, p.dtype.itemsize, width, p.tokens * p.heads * p.k, flat)
         rotation = plan.rotation(block, kb, p.pairs, spread, angles)
         run = compile.launcher(
             target,

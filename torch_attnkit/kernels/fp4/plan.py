@@ -38,6 +38,7 @@ class Rotation:
     width: int
     threads: int
     units: int
+    flat: bool
     angles: int
     section: int
 
@@ -64,4 +65,4 @@ def rotation(block: int, kb: int, pairs: int, c: Config, angles: int) -> Rotatio
     # As few heads as have whole warps of rotated blocks, and of the others.
     section = max(_WARP // math.gcd(_WARP, n) for n in (turned, kb - turned))
     still = turned * block // 2 - pairs  # pairs before the rotated ones of the first rotated block
-    return Rotation(c.width, c.threads, c.units, math.gcd(angles, block // 2, still), section)
+    return Rotation(c.width, c.threads, c.units, c.flat, math.gcd(angles, block // 2, still), section)

@@ -14,7 +14,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from torch_attnkit.cuda import copies, fake, rope
 from torch_attnkit.cuda.fp4_blocks import Quantizer, numbers_of
@@ -73,9 +73,8 @@ class _RopeQuantizer:
         rX = copies.fragments(c.units, block, mO.element_type)
         rCos, rSin = (copies.fragments(c.units, half, m.element_type) for m in (mCos, mSin))
         for u in cutlass.range_constexpr(c.units):
-            inside, token, head, k = places[u]
+            inside, before, token, _, k = places[u]
             if inside:
-                before = Int64(token) * mO.stride[0] + Int64(head) * mO.stride[1] + k * block
                 rows.load(mO.iterator + before, rows.pieces(rX[u], c.width))
                 if const_expr(self.turned > 0):
                     if k >= self.kb - self.turned:
@@ -83,7 +82,7 @@ class _RopeQuantizer:
                         self.angles(mCos, token, pair, rCos[u])
                         self.angles(mSin, token, pair, rSin[u])
         for u in cutlass.range_constexpr(c.units):
-            inside, token, head, k = places[u]
+            inside, _, _, at, k = places[u]
             scale = mScale.iterator + (first[u] + tid)
             if inside:
                 if const_expr(self.turned > 0):
@@ -95,7 +94,6 @@ class _RopeQuantizer:
                         rope.turn_back(rX[u], cos, sin, still)
                 x, pairs = numbers_of([rX[u]])
                 codes, byte = self.quantize(x, pairs, mO.element_type, gs)
-                at = (token * mO.shape[1] + head) * self.kb + k
                 words = [codes[i] for i in range(block // 8)]
                 rows.store_words(words, mCodes.iterator + Int64(at) * half)
                 if const_expr(not self.swizzled):
@@ -105,8 +103,9 @@ class _RopeQuantizer:
                 if not inside and first[u] + tid < units:
                     rows.store_byte(Int32(0), scale)
 
-    def place(self, first: Int32, tid: Int32, mO: Any, mScale: Any, divisors: tuple) -> tuple[Any, Any, Any, Any]:
-        """Of unit ``first + tid``: whether it is a block, the block's token and head, and its number in the head."""
+    def place(self, first: Int32, tid: Int32, mO: Any, mScale: Any, divisors: tuple) -> tuple[Any, ...]:
+        """Of unit ``first + tid``: whether it is a block, the elements of o before it, its token, the block's number,
+        and that in its head."""
         kb, tokens, heads = self.kb, Int32(mO.shape[0]), Int32(mO.shape[1])
         if self.swizzled:
             columns, tiles = divisors
@@ -118,19 +117,28 @@ class _RopeQuantizer:
             token = tile_row * 128 + (byte >> 4) + ((byte >> 2) & 3) * 32
             column = (tile - tile_row * wide) * 4 + (byte & 3)
             of_group = heads // Int32(mScale.shape[0])
-            head = group * of_group + column // kb
-            return (token < tokens) & (column < of_group * kb), token, head, column % kb
-        unit, section, still = first + tid, self.c.section, kb - self.turned
+            head, k = group * of_group + column // kb, column % kb
+            inside, row = (token < tokens) & (column < of_group * kb), token * heads + head
+        else:
+            row, k = self.numbered(first + tid)
+            inside, token = row < tokens * heads, rows.quotient(row, divisors[0])
+            head = row - token * heads
+        at = row * kb + k
+        if self.c.flat:
+            return inside, Int64(at) * self.block, token, at, k
+        return inside, Int64(token) * mO.stride[0] + Int64(head) * mO.stride[1] + k * self.block, token, at, k
+
+    def numbered(self, unit: Int32) -> tuple[Any, Any]:
+        """The row of heads of a unit and its number in the head, where the rotated blocks of a section come last."""
+        kb, section, still = self.kb, self.c.section, self.kb - self.turned
+        unit = Uint32(unit)  # whose quotients need no correction of signs
         row, j = unit // (section * kb) * section, unit % (section * kb)
         if self.turned == 0 or still == 0:
-            row, k = row + j // kb, j % kb
-        else:
-            last = j - section * still
-            row = row + cutlass.select_(last < 0, j // still, last // self.turned)
-            k = cutlass.select_(last < 0, j % still, still + last % self.turned)
-        row, k = Int32(row), Int32(k)
-        token = rows.quotient(row, divisors[0])
-        return row < tokens * heads, token, row - token * heads, k
+            return Int32(row + j // kb), Int32(j % kb)
+        last = j - section * still
+        turned = j >= section * still
+        row = row + cutlass.select_(turned, last // self.turned, j // still)
+        return Int32(row), Int32(cutlass.select_(turned, still + last % self.turned, j % still))
 
     @cute.jit
     def angles(self, mAngle: cute.Tensor, token: Int32, pair: Int32, fragment: Any):
