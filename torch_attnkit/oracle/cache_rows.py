@@ -90,7 +90,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
         facts |= dict(gs=d.pick((1.0, 731.37, 1 / 3, 2688.0, 1e-5)))
     most = max(1, min(300, d.room.terms // (64 * facts["D"])))
     facts |= dict(R=0 if d.sometimes(0.02) else d.size(most), S=d.size(most), absent=d.pick((0, 0, 3, 10)))
-    facts |= dict(x_by=d.pick((1, 1, 2.0**-120, 2.0**-135, 2.0**9, 2.0**100)), odd=d.pick(("", "", "nan", "inf")))
+    facts |= dict(x_by=d.pick((1, 1, 2.0**-120, 2.0**-135, 2.0**9, 2.0**100)), odd=d.pick(("", "", "nans", "infs")))
     return facts | {
         "seed": d.call.randrange(1 << 30), "kv.at": d.place(2, (0,)), "cache.at": d.place(2), "slot.at": d.place(1)
     }  # fmt: skip
@@ -109,7 +109,7 @@ def drawn_numbers(f: draws.Facts, gen: torch.Generator, rows: int) -> torch.Tens
     if f.get("odd"):
         some = torch.rand(rows, f["D"], generator=gen) < 0.02
         some[:, f["D"] - f.get("rope", 0) :] = False
-        x = x.masked_fill(some, float(f["odd"]))
+        x = x.masked_fill(some, dict(nans=torch.nan, infs=torch.inf)[f["odd"]])
     return draws.cast(x, f["dtype"])
 
 
