@@ -1,5 +1,5 @@
 """``torch.compile`` of what a user without kernels would write: norms, merges and quantisers as their references,
-routers, and rows of a cache.
+routers, rows of a cache, and products of groups.
 
 Attention references build the whole score matrix and check data on the host; nobody would run them compiled. A global
 scale of FP4 is checked on the host, too. So are the inputs of routers: theirs here are without the checks, and with
@@ -73,7 +73,18 @@ def kv_cache_gather(
     return kv_cache.decode_rows(rows, format, head_dim, rope_dim, global_scale, dtype or torch.float32)
 
 
-OWN = {f.__name__: f for f in (route_softmax, route_sqrt_softplus, route_hash, kv_cache_write, kv_cache_gather)}
+def grouped_output_projection(
+    o: torch.Tensor, wo_a: torch.Tensor, *, format: str = "none", dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return torch.einsum("tgk,grk->tgr", o, wo_a).to(dtype or o.dtype)
+
+
+OWN = {
+    f.__name__: f
+    for f in (
+        route_softmax, route_sqrt_softplus, route_hash, kv_cache_write, kv_cache_gather, grouped_output_projection,
+    )
+}  # fmt: skip
 
 
 @functools.cache
@@ -84,5 +95,7 @@ def _compiled(op: str) -> Callable[..., Any]:
 
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    if op == "grouped_output_projection" and kwargs["format"] != "none":
+        return None
     checked = "nvfp4" in op and any(isinstance(a, torch.Tensor) and a.dim() == 0 for a in args)
     return functools.partial(_compiled(op), *args, **kwargs) if op in (*OPS, *OWN) and not checked else None

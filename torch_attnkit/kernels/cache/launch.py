@@ -13,8 +13,6 @@ from torch_attnkit.cuda import compile, driver
 from . import plan
 from .problem import Operands, Problem
 
-_HERE = "torch_attnkit.kernels.cache."
-
 
 def writer(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What writes the rows of ``problem`` to their slots on ``target``. Numbers that share memory with the cache are
@@ -48,14 +46,18 @@ def _launcher(p: Problem, target: Target, *, gather: bool) -> Callable[[Operands
         if p.row.plain:
             config = plan.plain(width, p.row.head_dim, p.rows, sms)
             run = compile.launcher(
-                target, p.device, _HERE + "plain_kernel", gather=gather, config=astuple(config), **signature
+                target,
+                p.device,
+                "torch_attnkit.kernels.cache.plain_kernel",
+                gather=gather,
+                config=astuple(config),
+                **signature,
             )
             return lambda numbers, cache, slot, global_scale: run(numbers, cache, slot)
         config = plan.encoded(p.row, width, align, p.rows, sms)
-        return compile.launcher(
-            target, p.device, _HERE + ("gather_kernel" if gather else "write_kernel"),
-            global_scale=p.global_scale, align=align, config=astuple(config), **signature,
-        )  # fmt: skip
+        write, read = "torch_attnkit.kernels.cache.write_kernel", "torch_attnkit.kernels.cache.gather_kernel"
+        signature |= dict(global_scale=p.global_scale, align=align, config=astuple(config))
+        return compile.launcher(target, p.device, read if gather else write, **signature)
 
     width, align = plan.width(p), plan.align(p)
     wide = compiled(width, align)

@@ -30,7 +30,7 @@ BENCH = {
     f"{FORMATS[blk]}-{g}-{t}": dict(Tq=t, G=g, Kn=4096, R=1024, blk=blk)
     for blk in FORMATS
     for g in (8, 16)
-    for t in (1, 16, 128, 4096)
+    for t in (1, 32, 128, 4096)
 }
 
 
