@@ -17,8 +17,8 @@ PARITY = {
     "plain": dict(Tq=5, G=3, Kn=96, R=7, blk=0),
     "nvfp4": dict(Tq=5, G=3, Kn=80, R=10, blk=16),
     "mxfp4": dict(Tq=130, G=2, Kn=160, R=3, blk=32),
-    "tiles": dict(Tq=150, G=2, Kn=200, R=264, blk=0),
-    "few": dict(Tq=33, G=2, Kn=1032, R=100, blk=0),
+    "tiles": dict(Tq=150, G=2, Kn=208, R=264, blk=0),
+    "few": dict(Tq=33, G=2, Kn=1040, R=100, blk=0),
     "cast": dict(Tq=4, G=2, Kn=64, R=5, blk=0, cast=1),
 }
 DEGENERATE = {
