@@ -116,7 +116,8 @@ def rope_quantizer(problem: Rotate, target: Target) -> Callable[[Rotated], None]
     if p.tokens * p.heads * kb == 0:
         return lambda operands: None
     padded = padded_shape(p.tokens, p.heads // p.groups * kb)
-    flat = all(step in (0, dense) for step, dense in zip(p.o, (p.heads * p.k, p.k), strict=True))
+    dense = (p.heads * p.k, p.k)
+    flat = not any(size > 1 and a != b for size, a, b in zip((p.tokens, p.heads), p.o, dense, strict=True))
 
     def compiled(width: int, angles: int) -> tuple[Callable[..., None], plan.Rotation]:
         spread = plan.quantize(block, p.dtype.itemsize, width, p.tokens * p.heads * p.k, flat)
