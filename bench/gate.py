@@ -7,7 +7,7 @@ independently, sequences or rows, KV heads and query heads, so that no part need
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,13 @@ PART = 4 << 30  # bytes of a part's tensors and scores in float64, roughly: a re
 
 
 def gate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], got: Any, *, most: int | None = None) -> float:
-    """Raise AssertionError unless ``got`` is right; the largest error as a fraction of its tolerance.
+    """Raise AssertionError unless ``got``, what the call wrote to and then what it returned, is right; the largest
+    error as a fraction of its tolerance. ``args`` are as they were before the call.
 
     ``most`` is for where the reference is slow: it then looks at so many parts, evenly spread, and not at the others.
     """
     values = dict(zip(op.argnames, args, strict=False))
-    outs = dict(zip(op.outnames, tensors_of(got), strict=True))
+    outs = dict(zip((*op.mutated, *op.outnames), tensors_of(got), strict=True))
     parts = list(parts_of(op, values | outs))
     if most is not None:
         parts = [parts[i * len(parts) // most] for i in range(most)] if len(parts) > most else parts
@@ -37,10 +38,15 @@ def _checked(
     op: Op, part: Part, values: dict[str, Any], outs: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> float:
     reference = op.module("reference").reference
-    chosen = [part.of(n, v) for n, v in values.items()]
+
+    def results(convert: Callable[[Any], Any]) -> list[torch.Tensor]:
+        chosen = {n: convert(part.of(n, v)) for n, v in values.items()}
+        written = {n: chosen[n].clone() for n in op.mutated}
+        return [*written.values(), *tensors_of(reference(*(chosen | written).values(), **kwargs))]
+
     with narrow_products():
-        low = tensors_of(reference(*chosen, **kwargs))
-    high = tensors_of(reference(*map(_double, chosen), **kwargs))
+        low = results(lambda value: value)
+    high = results(_double)
     each = zip(outs.items(), low, high, strict=True)
     return max(check(f"{op.name} {name}{part}", part.of(name, out), r, r64) for (name, out), r, r64 in each)
 
@@ -147,7 +153,7 @@ def _axes(op: Op, tensors: dict[str, Any]) -> tuple[dict[str, dict[str, int]], d
 
 def _batch(op: Op, tensors: dict[str, Any], axes: dict[str, dict[str, int]], size: dict[str, int]) -> str | None:
     """The axis along which outputs are computed independently of each other, if there is one."""
-    outputs = [n for n in op.outnames if n in tensors and tensors[n].dim() >= len(op.spec(n).axes)]
+    outputs = [n for n in (*op.mutated, *op.outnames) if n in tensors and tensors[n].dim() >= len(op.spec(n).axes)]
     batch = next((a for a in ("...", "B", "R", "Tq") if size.get(a) and all(n in axes[a] for n in outputs)), None)
     # Tokens of one request cannot be told from another's here.
     return None if batch == "Tq" and {"R", "B+1"} & set(axes) else batch

@@ -12,6 +12,7 @@ from bench import peers, timing
 from bench.gate import gate, tensors_of
 from bench.inputs import Inputs
 from torch_attnkit.core.op import Op
+from torch_attnkit.parity import mutated
 
 _SAME = 2e-2  # relative norm of the difference up to which a peer is taken to compute the same
 
@@ -35,8 +36,9 @@ def _line(inputs: Inputs, dims: dict[str, int], limits: dict[str, float], with_p
     call = getattr(torch.ops.attnkit, op.name)
     try:
         args, kwargs = inputs.first(dims)
-        got = call(*args, **kwargs)
-        error = gate(op, args, kwargs, got)
+        before = timing.clones(args) if op.mutated else args
+        got = (*mutated(op, args), *tensors_of(call(*args, **kwargs)))
+        error = gate(op, before, kwargs, got)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError, TypeError) as failure:
         return {"error": f"{type(failure).__name__}: {failure}"}
     nbytes, flops = cases.bytes(dims, inputs.dtype), cases.flops(dims)
@@ -46,7 +48,7 @@ def _line(inputs: Inputs, dims: dict[str, int], limits: dict[str, float], with_p
     rivals: dict[str, timing.Calls] = {}
     missing: dict[str, str] = {}
     for peer in peers.ALL if with_peers else ():
-        _prepare(peer, op, sets, kwargs, got, rivals, missing)
+        _prepare(peer, op, before, sets, kwargs, got, rivals, missing)
     us, us_host, found = _timed(ours, rivals, missing)
     bandwidth, speed = nbytes / us / 1e6, flops / us / 1e6
     memory_bound = bandwidth / limits["copy"] >= speed / limits["bf16"]
@@ -69,12 +71,15 @@ def _line(inputs: Inputs, dims: dict[str, int], limits: dict[str, float], with_p
 
 
 def _prepare(
-    peer: peers.Peer, op: Op, sets: list[Any], kwargs: dict[str, Any], got: Any,
+    peer: peers.Peer, op: Op, before: Any, sets: list[Any], kwargs: dict[str, Any], got: Any,
     rivals: dict[str, timing.Calls], missing: dict[str, str],
 ) -> None:  # fmt: skip
-    """Put a peer's calls, one for each input set, into ``rivals``, or into ``missing`` why there are none."""
+    """Put a peer's calls, one for each input set, into ``rivals``, or into ``missing`` why there are none.
+
+    ``before``: the first set as it was before our call, of which ``got`` are the results.
+    """
     try:
-        first = peer.adapt(op.name, sets[0], kwargs)
+        first = peer.adapt(op.name, before, kwargs)
         if first is None:
             return
         theirs = tensors_of(first())[0]
@@ -83,7 +88,7 @@ def _prepare(
         if not off <= _SAME:
             missing[peer.name] = f"computes something else here (difference {off:.2g} of the norm)"
             return
-        calls = [first] + [peer.adapt(op.name, a, kwargs) for a in sets[1:]]
+        calls = [first, *(peer.adapt(op.name, a, kwargs) for a in sets[1:])]
         for each in calls:
             each()
         torch.cuda.synchronize()

@@ -51,7 +51,7 @@ def test_parts_hold_every_output_once(name, shape, features, size, monkeypatch):
 
 
 @pytest.mark.parametrize("size", PARTS)
-@pytest.mark.parametrize(("name", "shape", "features"), CALLS)
+@pytest.mark.parametrize(("name", "shape", "features"), [*CALLS, ("kv_cache_write", "fp8", ())])
 def test_an_error_anywhere_is_found(name, shape, features, size, monkeypatch):
     monkeypatch.setattr(gate, "PART", size)
     op, args, kwargs, out = _call(name, shape, features)

@@ -1,9 +1,9 @@
-"""``torch.compile`` of what a user without kernels would write: norms, merges and quantisers as their references, and
-routers.
+"""``torch.compile`` of what a user without kernels would write: norms, merges and quantisers as their references,
+routers, rows of a cache, and products of groups.
 
 Attention references build the whole score matrix and check data on the host; nobody would run them compiled. A global
 scale of FP4 is checked on the host, too. So are the inputs of routers: theirs here are without the checks, and with
-``torch.topk``, which leaves the order of equal keys open.
+``torch.topk``, which leaves the order of equal keys open. Rows of a cache are for slots that are all there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.formats import kv_cache
+
 OPS = (
     "gated_rmsnorm", "merge_partials", "nvfp4_quantize", "nvfp4_dequantize", "mxfp4_quantize", "mxfp4_dequantize",
+    "inverse_rope_fp4",
 )  # fmt: skip
 Routed = tuple[torch.Tensor, torch.Tensor]
 
@@ -52,16 +55,47 @@ def route_hash(
     return _scaled(s, index, renormalize, route_scale)
 
 
-ROUTERS = {f.__name__: f for f in (route_softmax, route_sqrt_softplus, route_hash)}
+def kv_cache_write(
+    kv: torch.Tensor, cache: torch.Tensor, slot: torch.Tensor, global_scale: torch.Tensor | None = None,
+    format: str = "none", rope_dim: int = 64,
+) -> torch.Tensor:  # fmt: skip
+    cache[slot.long()] = kv if format == "none" else kv_cache.encode_rows(kv, format, rope_dim, global_scale)
+    return cache
+
+
+def kv_cache_gather(
+    cache: torch.Tensor, slot: torch.Tensor, global_scale: torch.Tensor | None = None, format: str = "none",
+    head_dim: int = 0, rope_dim: int = 64, dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    rows = cache[slot.long()]
+    if format == "none":
+        return rows.to(dtype or cache.dtype)
+    return kv_cache.decode_rows(rows, format, head_dim, rope_dim, global_scale, dtype or torch.float32)
+
+
+def grouped_output_projection(
+    o: torch.Tensor, wo_a: torch.Tensor, *, format: str = "none", dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return torch.einsum("tgk,grk->tgr", o, wo_a).to(dtype or o.dtype)
+
+
+OWN = {
+    f.__name__: f
+    for f in (
+        route_softmax, route_sqrt_softplus, route_hash, kv_cache_write, kv_cache_gather, grouped_output_projection,
+    )
+}  # fmt: skip
 
 
 @functools.cache
 def _compiled(op: str) -> Callable[..., Any]:
     torch._dynamo.config.cache_size_limit = 64
-    plain = ROUTERS.get(op) or importlib.import_module(f"torch_attnkit.ops.{op}.reference").reference
+    plain = OWN.get(op) or importlib.import_module(f"torch_attnkit.ops.{op}.reference").reference
     return torch.compile(plain, dynamic=False)
 
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    if op == "grouped_output_projection" and kwargs["format"] != "none":
+        return None
     checked = "nvfp4" in op and any(isinstance(a, torch.Tensor) and a.dim() == 0 for a in args)
-    return functools.partial(_compiled(op), *args, **kwargs) if op in (*OPS, *ROUTERS) and not checked else None
+    return functools.partial(_compiled(op), *args, **kwargs) if op in (*OPS, *OWN) and not checked else None

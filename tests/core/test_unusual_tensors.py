@@ -270,7 +270,8 @@ def test_index_tensors_may_have_steps_on_devices(op, arch):
     found = indices(op, args)
     if not found:
         routers = {"route_softmax", "route_sqrt_softplus"}
-        without = {"merge_partials", "gated_rmsnorm", *routers, *(n for n in OPS if n.endswith("quantize"))}
+        heads = {"inverse_rope_fp4", "grouped_output_projection"}
+        without = {"merge_partials", "gated_rmsnorm", *routers, *heads, *(n for n in OPS if n.endswith("quantize"))}
         assert op.name in without, "these have no index tensors"
         return
     with simulate(arch):

@@ -12,7 +12,7 @@ from torch_attnkit.formats.scale_layout import TILE_K, padded_shape
 from torch_attnkit.kernels.norm.problem import merged_axes
 
 from . import plan
-from .problem import BLOCK, Dequantize, Dequantized, Quantize, Quantized
+from .problem import BLOCK, Dequantize, Dequantized, Quantize, Quantized, Rotate, Rotated
 
 
 def _width(most: int, *steps: int) -> int:
@@ -106,5 +106,51 @@ def dequantizer(problem: Dequantize, target: Target) -> Callable[[Dequantized], 
             run = narrow[0]
         codes, scale, global_scale, x = operands
         run(codes, scale, global_scale, x, units, where)
+
+    return launch
+
+
+def rope_quantizer(problem: Rotate, target: Target) -> Callable[[Rotated], None]:
+    """What solves ``problem`` on ``target``."""
+    p, block, kb = problem, BLOCK[problem.format], problem.k // BLOCK[problem.format]
+    if p.tokens * p.heads * kb == 0:
+        return lambda operands: None
+    padded = padded_shape(p.tokens, p.heads // p.groups * kb)
+    dense = (p.heads * p.k, p.k)
+    flat = not any(size > 1 and a != b for size, a, b in zip((p.tokens, p.heads), p.o, dense, strict=True))
+
+    def compiled(width: int, angles: int) -> tuple[Callable[..., None], plan.Rotation]:
+        spread = plan.quantize(block, p.dtype.itemsize, width, p.tokens * p.heads * p.k, flat)
+        rotation = plan.rotation(block, kb, p.pairs, spread, angles)
+        run = compile.launcher(
+            target,
+            p.device,
+            "torch_attnkit.kernels.fp4.rope_kernel",
+            format=p.format,
+            dtypes=(short(p.dtype), short(p.angle_dtype)),
+            sizes=(p.k, p.pairs),
+            swizzled=p.swizzled,
+            global_scale=p.global_scale,
+            rotation=astuple(rotation),
+        )
+        return run, rotation
+
+    widest = _width(16 // p.dtype.itemsize, *p.o), _width(16 // p.angle_dtype.itemsize, *p.angles)
+    wide, rotation = compiled(*widest)
+    odd, angle_odd = (w * d.itemsize - 1 for w, d in zip(widest, (p.dtype, p.angle_dtype), strict=True))
+    scales = padded[0] * padded[1]  # of a group in the 128x4 layout
+    sections = -(-p.tokens * p.heads // rotation.section)
+    units = p.groups * scales if p.swizzled else sections * rotation.section * kb
+    by = (padded[1] // TILE_K, scales // plan.TILE) if p.swizzled else (p.heads,)
+    divisors = tuple(plan.reciprocal(n) for n in by)
+    narrow: list[Callable[..., None]] = []
+
+    def launch(operands: Rotated) -> None:
+        run, angles = wide, operands.cos.data_ptr() | operands.sin.data_ptr()
+        if operands.o.data_ptr() & odd | angles & angle_odd:
+            if not narrow:
+                narrow.append(compiled(1, 1)[0])
+            run = narrow[0]
+        run(*operands, units, divisors)
 
     return launch

@@ -51,6 +51,36 @@ class Dequantize:
         return math.prod(self.batch)
 
 
+@dataclass(frozen=True)
+class Rotate:
+    """Heads of D numbers, of which the last R2 pairs are rotated back, to codes and scales."""
+
+    format: str
+    device: torch.device
+    dtype: torch.dtype
+    angle_dtype: torch.dtype
+    tokens: int
+    heads: int
+    k: int  # D
+    pairs: int  # R2
+    o: tuple[int, ...]  # element strides of its axes before D, 0 for an axis of one
+    angles: tuple[int, ...]  # the same of cos and of sin
+    groups: int  # of heads, each with a matrix of scales in the 128x4 layout
+    swizzled: bool
+    global_scale: bool = False
+
+
+class Rotated(NamedTuple):
+    """The tensors of one launch of ``Rotate``."""
+
+    o: torch.Tensor  # (Tq, Hq, D)
+    cos: torch.Tensor  # (Tq, R2)
+    sin: torch.Tensor  # (Tq, R2)
+    global_scale: torch.Tensor | None  # ()
+    codes: torch.Tensor  # (Tq, Hq, D/2), contiguous
+    scale: torch.Tensor  # (Tq, Hq, D/block) or (groups, Tq padded to 128, columns padded to 4), contiguous
+
+
 class Quantized(NamedTuple):
     """The tensors of one launch of ``Quantize``."""
 

@@ -14,9 +14,10 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies, fake, fp4
+from torch_attnkit.cuda import copies, fake
+from torch_attnkit.cuda.fp4_blocks import Quantizer, numbers_of
 
 from . import rows
 from .plan import TILE, Config
@@ -25,8 +26,8 @@ from .problem import BLOCK
 
 class _Quantizer:
     def __init__(self, format: str, swizzled: bool, floor: bool, config: Config):
-        self.nvfp4, self.block = format == "nvfp4", BLOCK[format]
-        self.swizzled, self.floor, self.c = swizzled, floor, config
+        self.quantize, self.block = Quantizer(format, floor), BLOCK[format]
+        self.swizzled, self.c = swizzled, config
 
     @cute.jit
     def __call__(
@@ -79,7 +80,8 @@ class _Quantizer:
             inside, at, _ = places[u]
             scale = mScale.iterator + (first[u] + tid)
             if inside:
-                codes, byte = self.quantized(rX[u], gs)
+                x, pairs = numbers_of(rX[u])
+                codes, byte = self.quantize(x, pairs, mX.element_type, gs)
                 rows.store_words([codes[i] for i in range(block // 8)], mCodes.iterator + Int64(at) * (block // 2))
                 rows.store_byte(byte, scale)
             if const_expr(self.swizzled):
@@ -105,42 +107,6 @@ class _Quantizer:
         row = rows.quotient(at, reciprocal)
         k = at - row * kb
         return at < units, at, rows.offset(row, sizes, steps) + Int64(k) * block
-
-    @cute.jit
-    def quantized(self, vectors: list[Any], gs: Any):
-        """The codes of a block, eight a word, and its scale byte."""
-        dtype = vectors[0].element_type
-        if const_expr(dtype is Float32 or self.c.width == 1):
-            x = [vector[e].to(Float32) for vector in vectors for e in range(self.c.width)]
-            top = fp4.amax_or_nan(x)
-        else:
-            words = [cute.recast_tensor(vector, Int32) for vector in vectors]
-            pairs = [word[i] for word in words for i in range(self.c.width // 2)]
-            x = [number for pair in pairs for number in fp4.floats(dtype, pair)]
-            top = fp4.amax_or_nan_of_pairs(dtype, pairs)
-        whole = top == top
-        if not whole:
-            top = fp4.amax(x)
-        if const_expr(self.nvfp4):
-            byte, scale = fp4.nvfp4_scale(top, gs)
-            r = fp4.nvfp4_factor(scale, gs)
-        else:
-            byte, _ = fp4.mxfp4_scale(top, self.floor)
-            r = fp4.ue8m0_reciprocal(byte)
-        codes = cute.make_rmem_tensor(self.block // 8, Int32)
-        # Nearly every block is bounded, unless the scale is rounded down. Nothing is lost to the others but time.
-        if const_expr(self.floor):
-            self.encode(codes, x, r, False)
-        else:
-            if whole and fp4.times(top, r) < Float32(7):
-                self.encode(codes, x, r, True)
-            else:
-                self.encode(codes, x, r, False)
-        return codes, byte
-
-    def encode(self, codes: Any, x: list[Any], r: Any, bounded: bool) -> None:
-        for i in range(self.block // 8):
-            codes[i] = fp4.e2m1_codes(x[8 * i : 8 * i + 8], r, bounded)
 
 
 def trace(

@@ -25,6 +25,12 @@ def offset(row: Int32, sizes: tuple, steps: tuple) -> Int64:
     return before + Int64(row) * steps[0]
 
 
+def pieces(fragment: Any, count: int) -> list[Any]:
+    """A fragment cut into fragments of ``count`` elements."""
+    cut = cute.zipped_divide(fragment, (count,))
+    return [cut[None, i] for i in range(cute.size(fragment) // count)]
+
+
 def load(pointer: Any, vectors: list[Any]) -> None:
     """Vectors that lie one after the other."""
     for v, vector in enumerate(vectors):

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.oracle import fp4
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.oracle import draws, fp4
 
 FORMATS = {0: "none", 16: "nvfp4", 32: "mxfp4"}
 
@@ -15,6 +17,8 @@ PARITY = {
     "plain": dict(Tq=5, G=3, Kn=96, R=7, blk=0),
     "nvfp4": dict(Tq=5, G=3, Kn=80, R=10, blk=16),
     "mxfp4": dict(Tq=130, G=2, Kn=160, R=3, blk=32),
+    "tiles": dict(Tq=150, G=2, Kn=208, R=264, blk=0),
+    "few": dict(Tq=33, G=2, Kn=1040, R=100, blk=0),
     "cast": dict(Tq=4, G=2, Kn=64, R=5, blk=0, cast=1),
 }
 DEGENERATE = {
@@ -26,7 +30,7 @@ BENCH = {
     f"{FORMATS[blk]}-{g}-{t}": dict(Tq=t, G=g, Kn=4096, R=1024, blk=blk)
     for blk in FORMATS
     for g in (8, 16)
-    for t in (1, 16, 128, 4096)
+    for t in (1, 32, 128, 4096)
 }
 
 
@@ -61,3 +65,18 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """One product, two operations a term."""
     return 2 * dims["Tq"] * dims["G"] * dims["R"] * dims["Kn"]
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    k = d.kernel
+    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), out=k.choice(("", *row.dtypes.split())))
+    facts |= dict(G=d.pick((1, 1, 2, 3, 8)), N=d.size(300), K=0 if d.sometimes(0.02) else d.size(600))
+    most = max(1, min(300, d.room.terms // (facts["G"] * facts["N"] * max(facts["K"], 64))))
+    facts |= dict(T=0 if d.sometimes(0.02) else d.size(most), seed=d.call.randrange(1 << 30))
+    return facts | {"o.at": d.place(3, (0, 1)), "wo_a.at": d.place(3, (0,))}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    K, G = f["K"], f.get("G") or 1
+    o, wo_a = draws.numbers(gen, f["T"], G, K), draws.numbers(gen, G, f["N"], K) * max(K, 1) ** -0.5
+    return tuple(draws.cast(t, f["dtype"]) for t in (o, wo_a)), dict(dtype=DTYPES[f["out"]] if f["out"] else None)

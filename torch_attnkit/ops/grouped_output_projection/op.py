@@ -8,7 +8,9 @@ rounding at the store to ``dtype``; its default is the model dtype, and float32 
 Source: the grouped output projection of DeepSeek-V4 (arXiv 2606.19348).
 """
 
-from torch_attnkit.core import Op
+import torch
+
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call
 from torch_attnkit.core.spec import short
 from torch_attnkit.oracle import fp4
@@ -66,4 +68,16 @@ OP = Op(
     }
     | fp4.DTYPE,
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.o_global is not None or c.arg.wo_global is not None},
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16",
+            needs={
+                "format must be 'none'": lambda c: c.arg.format == "none",
+                "dtype must be bfloat16 or float16": lambda c: c.arg.dtype in (None, torch.bfloat16, torch.float16),
+                "fewer than 2^16 groups": lambda c: c.dim["G"] < 2**16,
+                "fewer than 2^22 tokens": lambda c: c.dim["Tq"] < 2**22,
+            },
+        ),
+    ),
 )

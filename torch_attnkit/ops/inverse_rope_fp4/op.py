@@ -8,7 +8,9 @@ rounded to the model dtype; the channels before them are copied. Then each head 
 Source: the output projection of DeepSeek-V4 (arXiv 2606.19348); RoFormer (arXiv 2104.09864).
 """
 
-from torch_attnkit.core import Op
+import math
+
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.oracle import fp4
@@ -50,4 +52,17 @@ OP = Op(
         ),
     },
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.global_scale is not None},
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="swizzled global_scale",
+            needs={
+                "cos and sin must be of one dtype": lambda c: c.arg.cos.dtype == c.arg.sin.dtype,
+                "fewer than 2^30 scales, with the padding of the 128x4 layout": lambda c: (
+                    max(math.prod(_padded(c)) * c.arg.groups, c.dim["Tq"] * c.dim["Hq"] * c.dim["Ds"]) < 2**30
+                ),
+            },
+        ),
+    ),
 )

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.formats import kv_cache
-from torch_attnkit.oracle import cache_rows, fp4
+from torch_attnkit.oracle import cache_rows, draws, fp4, fp4_rows
 
 PARITY = cache_rows.PARITY | {"cast": dict(R=3, D=32, Nc=4, rope=0, fmt=0, cast=1)}  # cast=1: out in another dtype
-DEGENERATE, BENCH, bytes = cache_rows.DEGENERATE, cache_rows.BENCH, cache_rows.bytes_moved
+DEGENERATE, BENCH = cache_rows.DEGENERATE, cache_rows.bench(640, 8192, 65536)
+bytes = cache_rows.bytes_moved
 
 
 def make(
@@ -22,8 +25,11 @@ def make(
     format = "nvfp4" if scale is not None else kv_cache.FORMATS[fmt]
     rows = torch.randn(Nc, D, generator=gen).to(dtype)
     cache = rows if format == "none" else kv_cache.encode_rows(rows, format, rope, scale)  # (Nc, Rb)
-    slot = torch.randint(-1, Nc, (R,), generator=gen, dtype=torch.int64 if dims.get("long") else torch.int32)
-    slot[2::3] = -1
+    slot = torch.randint(
+        -1 + dims.get("full", 0), Nc, (R,), generator=gen, dtype=torch.int64 if dims.get("long") else torch.int32
+    )
+    if not dims.get("full"):
+        slot[2::3] = -1
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
     cast = other if dims.get("cast") else None
     return (cache, slot, scale), dict(
@@ -34,3 +40,21 @@ def make(
 def flops(dims: dict[str, int]) -> int:
     """One product an encoded channel."""
     return dims["R"] * (dims["D"] - dims["rope"]) if dims["fmt"] else 0
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    facts = cache_rows.draw(d, row)
+    out = row.dtypes.split() if facts["format"] == "none" else [facts["dtype"]]
+    return facts | dict(out=d.kernel.choice(out), any=d.pick(("", 1)))
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rows as they are written, or with ``any`` whatever the bytes are."""
+    kwargs, gs = cache_rows.drawn_format(f), fp4_rows.drawn_global(f)
+    cache = cache_rows.drawn_numbers(f, gen, f["S"])
+    if kwargs["format"] != "none":
+        cache = kv_cache.encode_rows(cache, kwargs["format"], kwargs["rope_dim"], gs)
+        if f.get("any"):
+            cache = torch.randint(0, 256, cache.shape, generator=gen, dtype=torch.uint8)
+    dtype = DTYPES[f.get("out") or f["dtype"]]
+    return (cache, cache_rows.drawn_slots(f, gen, distinct=False), gs), kwargs | dict(head_dim=f["D"], dtype=dtype)

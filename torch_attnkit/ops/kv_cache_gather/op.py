@@ -10,9 +10,13 @@ as they are stored with ``dtype`` float64.
 Source: the caches of DeepSeek-V4 (arXiv 2606.19348); the fp8 row is FlashMLA's.
 """
 
-from torch_attnkit.core import Op
+import torch
+
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.oracle import cache_rows, fp4
+
+_OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 OP = Op(
     schema="kv_cache_gather(Tensor cache, Tensor slot, Tensor? global_scale=None, *, str format='none',"
@@ -31,4 +35,15 @@ OP = Op(
     }
     | fp4.DTYPE,
     features={"global_scale": lambda c: c.arg.global_scale is not None},
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="global_scale",
+            needs={
+                "dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype in (None, *_OUT),
+                "fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31,
+            },
+        ),
+    ),
 )

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats import kv_cache
-from torch_attnkit.oracle import cache_rows, fp4
+from torch_attnkit.oracle import cache_rows, draws, fp4, fp4_rows
 
-PARITY, DEGENERATE, BENCH = cache_rows.PARITY, cache_rows.DEGENERATE, cache_rows.BENCH
+PARITY, DEGENERATE, BENCH = cache_rows.PARITY, cache_rows.DEGENERATE, cache_rows.bench(1, 64, 8192)
 bytes = cache_rows.bytes_moved
 
 
@@ -24,7 +25,8 @@ def make(
     if format != "none":
         cache = torch.randint(0, 256, (Nc, size), generator=gen, dtype=torch.uint8)
     slot = torch.randperm(Nc, generator=gen)[:R].to(torch.int64 if dims.get("long") else torch.int32)  # (R,)
-    slot[2::3] = -1
+    if not dims.get("full"):
+        slot[2::3] = -1
     args = (
         fp4.spread(gen, dtype, R, D),
         cache,
@@ -37,3 +39,17 @@ def make(
 def flops(dims: dict[str, int]) -> int:
     """A maximum and a product an encoded channel."""
     return 2 * dims["R"] * (dims["D"] - dims["rope"]) if dims["fmt"] else 0
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    return cache_rows.draw(d, row)
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = cache_rows.drawn_format(f)
+    size = kv_cache.row_bytes(kwargs["format"], f["D"], kwargs["rope_dim"])
+    cache = torch.randint(0, 256, (f["S"], size), generator=gen, dtype=torch.uint8)
+    if kwargs["format"] == "none":
+        cache = draws.cast(draws.numbers(gen, f["S"], f["D"]), f["dtype"])
+    kv, slot = cache_rows.drawn_numbers(f, gen, f["R"]), cache_rows.drawn_slots(f, gen, distinct=True)
+    return (kv, cache, slot, fp4_rows.drawn_global(f)), kwargs

@@ -8,7 +8,7 @@ rope_dim RoPE channels in bfloat16, then the scales, padded to 4 bytes: 584, 380
 Source: the caches of DeepSeek-V4 (arXiv 2606.19348); the fp8 row is FlashMLA's.
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.oracle import cache_rows
 
@@ -23,4 +23,12 @@ OP = Op(
         "rows of cache must not overlap": lambda c: c.dim["Nc"] <= 1 or c.arg.cache.stride(0) >= c.dim["Rb"],
     },
     features={"global_scale": lambda c: c.arg.global_scale is not None},
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            features="global_scale",
+            needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
+        ),
+    ),
 )

@@ -1,0 +1,1 @@
+"""Products of rows with a matrix each group of them has."""

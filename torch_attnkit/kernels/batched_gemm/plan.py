@@ -1,0 +1,35 @@
+"""How a product is cut into work tiles. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+K_TILE = 64  # numbers of a row in one stage: 128 bytes
+CHUNK = 8  # numbers of 16 bytes, what a thread copies at once
+
+
+@dataclass(frozen=True)
+class Config:
+    """A CTA has ``tokens`` x ``n`` results, in ``warps`` (along tokens, along n), and a ring of ``stages``."""
+
+    tokens: int
+    n: int
+    warps: tuple[int, int]
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps[0] * self.warps[1]
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tokens + self.n) * K_TILE * 2
+
+
+def configure(tokens: int) -> Config:
+    """Few tokens: narrow tiles and a deep ring, for reading the weights is all there is to do. None is tuned."""
+    if tokens <= 16:
+        return Config(16, 64, (1, 4), 8)
+    if tokens <= 64:
+        return Config(32, 64, (1, 4), 8)
+    return Config(128, 128, (2, 4), 4)

@@ -1,0 +1,10 @@
+"""grouped_output_projection on Hopper and Blackwell: the kernel is the family ``kernels/batched_gemm``."""
+
+from __future__ import annotations
+
+from torch_attnkit.core.family import solved_by
+from torch_attnkit.kernels.batched_gemm.launch import launcher
+
+from .problem import operands, problem
+
+build = solved_by(launcher, problem, operands)
