@@ -136,6 +136,14 @@ def load_cluster_floats(
 
 
 @dsl_user_op
+def load_cluster_words(count: int, address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
+    """2 or 4 aligned words from a ``cluster_address``."""
+    outs = ",".join(f"${i}" for i in range(count))
+    text = f"ld.shared::cluster.v{count}.b32 {{{outs}}}, [${count}];"
+    return asm([Int32] * count, [address], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def store_4_floats(target: Int64, values: Any, *, loc: Any = None, ip: Any = None) -> None:
     """16 aligned bytes to device memory."""
     text = "st.global.v4.f32 [$0], {$1,$2,$3,$4};"
