@@ -13,9 +13,9 @@ from .asm import asm
 
 
 @dsl_user_op
-def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """Bring a line of device memory to the first-level cache."""
-    asm(None, [Int64(source)], "prefetch.global.L1 [$0];", memory=True, loc=loc, ip=ip)
+def prefetch(source: Int64, level: int = 1, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring a line of device memory to the cache of a level, 1 or 2."""
+    asm(None, [Int64(source)], f"prefetch.global.L{level} [$0];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -29,6 +29,7 @@ _BINS = 2048
 _FIRST = 0x007FFFFF  # of +inf before the shift that makes it 0
 _LAST = 0xFF000000  # the key of the smallest number; those of -inf and NaN are above it
 _NONE = 0xFFFFFFFF  # the key of an entry that is not there
+_LINE = 128  # bytes
 # What a pass has found, in shared memory.
 _BIN, _BEFORE, _COUNT, _FACTS = 0, 1, 2, 4
 
@@ -79,10 +80,11 @@ class _TopK(Fixed):
         mScores: cute.Tensor,  # (T, S)
         mLength: cute.Tensor | None,  # (T,)
         mIndices: cute.Tensor,  # (T, K), contiguous
+        ahead: Int32,  # rows that the machine works on at a time
         stream: cuda.CUstream,
     ):
         c = self.c
-        self.kernel(mScores, mLength, mIndices).launch(
+        self.kernel(mScores, mLength, mIndices, ahead).launch(
             grid=(Int32(mScores.shape[0]) * c.cluster, 1, 1),
             block=(c.threads, 1, 1),
             cluster=(c.cluster, 1, 1),
@@ -92,13 +94,12 @@ class _TopK(Fixed):
         )
 
     @cute.kernel
-    def kernel(self, mScores: cute.Tensor, mLength: cute.Tensor | None, mIndices: cute.Tensor):
+    def kernel(self, mScores: cute.Tensor, mLength: cute.Tensor | None, mIndices: cute.Tensor, ahead: Int32):
         c = self.c
+        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         rank, row = block % c.cluster, block // c.cluster
-        length, topk = Int32(mScores.shape[1]), Int32(mIndices.shape[1])
-        if const_expr(mLength is not None):
-            length = cutlass.max(cutlass.min(Int32(mLength[row]), length), Int32(0))
+        length, topk = self.length(mScores, mLength, row), Int32(mIndices.shape[1])
         self.setup()
         scores = mScores.iterator + Int64(row) * mScores.stride[0]
         tiles = Int32(1)
@@ -110,6 +111,8 @@ class _TopK(Fixed):
         rKeys = cute.make_rmem_tensor(c.width * c.vectors, Uint32)
         if const_expr(c.resident):
             self.load(scores, length, first, rKeys)
+        if row + ahead < mScores.shape[0]:
+            self.prefetch(mScores, mLength, row + ahead, rank)
 
         # All below ``limit`` are chosen, and of those that equal it the first ``quota``.
         limit, quota = Uint32(_LAST + 1), Int32(0)
@@ -125,11 +128,29 @@ class _TopK(Fixed):
                 self.load(scores, length, start, rKeys)
             at, ties = self.write(gIndices, rKeys, limit, quota, start, at, ties)
         chosen = all_less + cutlass.min(all_ties, quota)
-        thread, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(chosen + rank * c.threads + thread, topk, c.threads * c.cluster, unroll=1):
             gIndices[i] = Int32(-1)
         if const_expr(c.cluster > 1):
             cute.arch.cluster_wait()  # nobody reads this block's memory any more
+
+    @cute.jit
+    def length(self, mScores: cute.Tensor, mLength: cute.Tensor | None, row: Int32):
+        """How many entries of a row count."""
+        length = Int32(mScores.shape[1])
+        if const_expr(mLength is not None):
+            length = cutlass.max(cutlass.min(Int32(mLength[row]), length), Int32(0))
+        return length
+
+    @cute.jit
+    def prefetch(self, mScores: cute.Tensor, mLength: cute.Tensor | None, row: Int32, rank: Int32):
+        """Bring a row on which a block will soon work to the second-level cache."""
+        c = self.c
+        thread, _, _ = cute.arch.thread_idx()
+        line = const_expr(_LINE // (mScores.element_type.width // 8))
+        scores = mScores.iterator + Int64(row) * mScores.stride[0]
+        first, step = (rank * c.threads + thread) * line, c.cluster * c.threads * line
+        for at in cutlass.range(first, self.length(mScores, mLength, row), step, unroll=1):
+            memory_ops.prefetch((scores + at).toint(), 2)
 
     @cute.jit
     def setup(self):
@@ -336,6 +357,7 @@ def trace(arch: str, dtype: str, ragged: bool, config: tuple[int, ...]) -> tuple
         fake.tensor(dtype, (rows, None), align=c.width * fake.dtype(dtype).width // 8),
         fake.tensor("i32", (rows,), (None,), align=4) if ragged else None,
         fake.tensor("i32", (rows, None), align=4),
+        Int32(0),
         fake.stream(),
     ]
     return _TopK(c), arguments

@@ -23,24 +23,29 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     most = _VECTOR // p.dtype.itemsize
     widest = next(w for w in (8, 4, 2, 1) if w <= most and p.entries % w == 0 and p.step % w == 0)
 
-    def compiled(width: int) -> Callable[..., None]:
-        return compile.launcher(
+    sms = driver.sm_count(p.device)
+
+    def compiled(width: int) -> tuple[Callable[..., None], int]:
+        config = configure(p.entries, p.rows, width, sms)
+        run = compile.launcher(
             target,
             p.device,
             "torch_attnkit.kernels.topk.kernel",
             dtype=short(p.dtype),
             ragged=p.ragged,
-            config=astuple(configure(p.entries, p.rows, width, driver.sm_count(p.device))),
+            config=astuple(config),
         )
+        return run, max(1, sms * config.blocks // config.cluster)
 
     wide = compiled(widest)
     odd = widest * p.dtype.itemsize - 1  # the bits of no vector's address
-    narrow: list[Callable[..., None]] = []
+    narrow: list[tuple[Callable[..., None], int]] = []
 
     def launch(operands: Operands) -> None:
         aligned = not operands.scores.data_ptr() & odd
         if not aligned and not narrow:
             narrow.append(compiled(1))
-        (wide if aligned else narrow[0])(*operands)
+        run, ahead = wide if aligned else narrow[0]
+        run(*operands, ahead)
 
     return launch
