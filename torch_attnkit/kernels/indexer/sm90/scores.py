@@ -1,0 +1,408 @@
+"""Scores of cache entries for an indexer on Hopper: keys stay, tokens stream past them.
+
+    1 warp         queries of a token by TMA, and the weights of its heads, in a ring
+    2 warpgroups   128 keys each: products with all heads of a token, rectified, weighted and summed
+
+A block takes 256 keys of a request and some of its tokens. Its keys are the first operand of ``wgmma`` and stay in
+registers, so they may lie anywhere, in pages or not, and be decoded on the way; the heads of a token are the second.
+A warpgroup has two products of 64 keys, and sums one up while the tensor cores work on the other, or on another
+warpgroup's. Nothing but scores is written. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from torch_attnkit.cuda import copies, fake, fp4
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.ring import Fixed, Ring, rings
+from torch_attnkit.cuda.sm90 import softmax
+
+from .plan import MOST_TOKENS, Config
+
+_LANES = 32
+_QUAD = 4  # lanes that share a row of keys
+_CHUNK = 64  # bytes of a row that they load at a time
+
+
+@dataclass
+class Shared(Fixed):
+    """The ring of queries, and the block's tokens: those that see some of its keys from the front, the others from the
+    back."""
+
+    ring: Ring
+    sQ: cute.Tensor  # (columns, D, stages)
+    sWeight: cute.Tensor  # (columns, stages)
+    sSign: cute.Tensor  # (columns, stages), of the scales of q
+    sToken: cute.Tensor  # (MOST_TOKENS)
+    sLength: cute.Tensor  # (MOST_TOKENS)
+    sCount: cute.Tensor  # (3): tokens that see some keys, tokens that see none, the longest of the first
+
+
+@dataclass
+class Keys(Fixed):
+    """What a lane has of 64 keys: the first operand, and of two rows their numbers and scales."""
+
+    rA: cute.Tensor
+    rows: list[Int32]
+    scales: list[Float32]
+
+
+class Tensors(Fixed):
+    """The arguments that do not go by TMA."""
+
+    def __init__(self, *tensors: Any):
+        (self.mK, self.mWeight, self.mLength, self.mIds, self.mTable, self.mQScale, self.mKScale, self.mScores) = (
+            tensors
+        )
+
+
+class Scores(Fixed):
+    def __init__(self, config: Config):
+        self.c = config
+        self.dtype = fake.dtype(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (T, H, D), as products take it
+        mK: cute.Tensor,  # (R, S, D), or in pages
+        mWeight: cute.Tensor,  # (T, H)
+        mLength: cute.Tensor,  # (T,)
+        mIds: cute.Tensor | None,  # (T,)
+        mTable: cute.Tensor | None,  # (R, M)
+        mQScale: cute.Tensor | None,  # (T, H, 1)
+        mKScale: cute.Tensor | None,  # (R, S, 1)
+        mScores: cute.Tensor,  # (T, S), contiguous
+        tokens: Int32,  # of a block
+        stream: cuda.CUstream,
+    ):
+        c = self.c
+        requests = Int32(mK.shape[0] if const_expr(mTable is None) else mTable.shape[0])
+        each = Int32(mQ.shape[0])  # tokens of a request
+        if const_expr(mIds is None):
+            each = each // requests
+        layout = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(
+                hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, c.dim), self.dtype
+            ),
+            (c.columns, c.dim, c.stages),
+            order=(0, 1, 2),
+        )
+        by_token = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[1, 2, 0]))
+        atom, rows = copies.tma_atom(by_token, layout)
+        tensors = (mK, mWeight, mLength, mIds, mTable, mQScale, mKScale, mScores)
+        self.kernel(atom, rows, layout, tensors, requests, each, tokens).launch(
+            grid=(
+                (Int32(mScores.shape[1]) + (c.keys - 1)) // c.keys,
+                (each + tokens - 1) // tokens,
+                requests,
+            ),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom: cute.CopyAtom,
+        rows: cute.Tensor,
+        layout: cute.ComposedLayout,
+        tensors: tuple,
+        requests: Int32,
+        each: Int32,
+        tokens: Int32,
+    ):
+        c = self.c
+        t = Tensors(*tensors)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tile, part, request = cute.arch.block_idx()
+        first = part * tokens  # of this block's tokens
+        last = cutlass.min(first + tokens, each)
+        if const_expr(t.mIds is None):
+            first, last = first + request * each, last + request * each
+        start = tile * c.keys
+        shared = self.shared(layout, warp)
+        if warp == 0:
+            self.sort_tokens(t, shared, request, requests, first, last, start)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        count = shared.sCount[0]
+        if warp == c.consumers * 4:
+            self.produce(t, shared, atom, rows, count)
+        else:
+            self.clear(t, shared, start)
+            if count > 0:
+                self.consume(t, shared, request, start, count)
+
+    @cute.jit
+    def shared(self, layout: cute.ComposedLayout, warp: Int32):
+        c = self.c
+        memory = cutlass.memory.SmemAllocator()
+        ring = rings(memory, warp, (("q", c.stages, 1, c.consumers * 4),))["q"]
+        vector = lambda kind, *shape: memory.allocate_tensor(kind, cute.make_layout(shape), byte_alignment=16)
+        return Shared(
+            ring=ring,
+            sQ=memory.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner),
+            sWeight=vector(Float32, c.columns, c.stages),
+            sSign=vector(Float32, c.columns, c.stages),
+            sToken=vector(Int32, MOST_TOKENS),
+            sLength=vector(Int32, MOST_TOKENS),
+            sCount=vector(Int32, 3),
+        )
+
+    @cute.jit
+    def sort_tokens(
+        self, t: Tensors, shared: Shared, request: Int32, requests: Int32, first: Int32, last: Int32, start: Int32
+    ):
+        """One warp: which tokens of the request see keys of this block, and up to where."""
+        lane = cute.arch.lane_idx()
+        below = (Int32(1) << lane) - 1
+        entries = Int32(t.mScores.shape[1])
+        some, none, longest = Int32(0), Int32(0), Int32(0)
+        for at in cutlass.range(first, last, _LANES, unroll=1):
+            token = cutlass.min(at + lane, last - 1)
+            mine = at + lane < last
+            length = cutlass.max(cutlass.min(Int32(t.mLength[token]), entries), Int32(0))
+            if const_expr(t.mIds is not None):
+                owner = cutlass.max(cutlass.min(Int32(t.mIds[token]), requests - 1), Int32(0))
+                mine = mine & (owner == request)
+            sees = mine & (length > start)
+            blind = mine & (length <= start)
+            votes, others = cute.arch.vote_ballot_sync(sees), cute.arch.vote_ballot_sync(blind)
+            if sees:
+                place = some + Int32(cute.arch.popc(votes & below))
+                shared.sToken[place], shared.sLength[place] = token, length
+                longest = cutlass.max(longest, length)
+            if blind:
+                shared.sToken[MOST_TOKENS - 1 - none - Int32(cute.arch.popc(others & below))] = token
+            some += Int32(cute.arch.popc(votes))
+            none += Int32(cute.arch.popc(others))
+        longest = cute.arch.warp_redux_sync(longest, "max")
+        if lane == 0:
+            shared.sCount[0], shared.sCount[1], shared.sCount[2] = some, none, longest
+
+    @cute.jit
+    def clear(self, t: Tensors, shared: Shared, start: Int32):
+        """Consumers: -inf for the tokens that see none of the block's keys."""
+        c = self.c
+        thread, _, _ = cute.arch.thread_idx()
+        end = cutlass.min(start + c.keys, Int32(t.mScores.shape[1]))
+        for i in cutlass.range(shared.sCount[1], unroll=1):
+            token = shared.sToken[MOST_TOKENS - 1 - i]
+            for j in cutlass.range(start + thread, end, c.consumers * 128, unroll=1):
+                t.mScores[token, j] = -Float32.inf
+
+    @cute.jit
+    def produce(self, t: Tensors, shared: Shared, atom: cute.CopyAtom, rows: cute.Tensor, count: Int32):
+        """One warp: queries and weights of the tokens, the weights a token ahead."""
+        c = self.c
+        lane = cute.arch.lane_idx()
+        ring = shared.ring
+        tQs, tQg = copies.tma_partition(
+            atom, 0, 1, shared.sQ, cute.local_tile(rows, (c.columns, c.dim), (0, 0, None))
+        )  # (box, stages), (box, tokens)
+        parts = const_expr((c.columns + _LANES - 1) // _LANES)
+        rWeight, rSign = (cute.make_rmem_tensor(parts, Float32) for _ in range(2))
+        if count > 0:
+            self.weigh(t, shared.sToken[0], rWeight, rSign)
+        for n in cutlass.range(count, unroll=1):
+            token, slot = shared.sToken[n], ring.slot(n)
+            full = ring.await_empty(n)
+            for i in cutlass.range_constexpr(parts):
+                head = lane + i * _LANES
+                if head < c.columns:
+                    shared.sWeight[head, slot] = rWeight[i]
+                    if const_expr(c.q_scale):
+                        shared.sSign[head, slot] = rSign[i]
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, c.columns * c.dim * (self.dtype.width // 8))
+            cute.copy(atom, tQg[None, token], tQs[None, slot], tma_bar_ptr=full)
+            if n + 1 < count:
+                self.weigh(t, shared.sToken[n + 1], rWeight, rSign)
+
+    @cute.jit
+    def weigh(self, t: Tensors, token: Int32, rWeight: cute.Tensor, rSign: cute.Tensor):
+        """The weights of a lane's heads, times the size of the scale of q, and its sign."""
+        for i in cutlass.range_constexpr(cute.size(rWeight)):
+            head = cute.arch.lane_idx() + i * _LANES
+            rWeight[i], rSign[i] = Float32(0), Float32(1)
+            if head < self.c.heads:
+                weight = t.mWeight[token, head].to(Float32)
+                if const_expr(self.c.q_scale):
+                    scale = Float32(t.mQScale[token, head, 0])
+                    rSign[i] = cutlass.select_(scale < 0, Float32(-1), Float32(1))
+                    weight = weight * (scale * rSign[i])
+                rWeight[i] = weight
+
+    @cute.jit
+    def consume(self, t: Tensors, shared: Shared, request: Int32, start: Int32, count: Int32):
+        """One warpgroup: the scores of 128 keys for every token that sees some of the block's."""
+        c = self.c
+        thread, _, _ = cute.arch.thread_idx()
+        mma = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, c.columns),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        mine = mma.get_slice(thread % 128)
+        tB = mine.make_fragment_B(mine.partition_B(shared.sQ))
+        row = thread // 32 % 4 * 16 + cute.arch.lane_idx() // _QUAD + start + thread // 128 * (c.tiles * 64)
+        longest = shared.sCount[2]
+        keys = [self.keys(t, mma, request, row + i * 64, longest) for i in range(c.tiles)]
+        for n in cutlass.range(count, unroll=1):
+            shared.ring.wait(n)
+            slot = shared.ring.slot(n)
+            sums = [self.multiply(mma, keys[i].rA, tB[None, None, None, slot]) for i in range(c.tiles)]
+            token, length = shared.sToken[n], shared.sLength[n]
+            rWeight, rSign = self.of_columns(shared, slot)
+            for i in cutlass.range_constexpr(c.tiles):
+                warpgroup.wait_group(c.tiles - 1 - i)
+                if const_expr(i == c.tiles - 1):
+                    shared.ring.release(n)
+                self.store(t, keys[i], sums[i], rWeight, rSign, token, length)
+
+    def multiply(self, mma: cute.TiledMma, rA: cute.Tensor, tB: cute.Tensor) -> cute.Tensor:
+        """Issue the products of 64 keys with a token's heads as one group of ``wgmma``, without waiting for it."""
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((64, self.c.columns)), Float32)
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        for k in range(cute.size(rA, mode=[2])):
+            cute.gemm(atom, acc, rA[None, None, k], tB[None, None, k], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        return acc
+
+    @cute.jit
+    def of_columns(self, shared: Shared, slot: Int32):
+        """The weights, and signs, of this lane's columns, two of every eight."""
+        c = self.c
+        column = cute.arch.lane_idx() % _QUAD * 2
+        found = []
+        for sVector in (shared.sWeight, shared.sSign):
+            r = cute.make_rmem_tensor(c.columns // 4, Float32)
+            if const_expr(c.q_scale or sVector is shared.sWeight):
+                for v in cutlass.range_constexpr(c.columns // 8):
+                    for a in cutlass.range_constexpr(2):
+                        r[2 * v + a] = sVector[8 * v + column + a, slot]
+            found.append(r)
+        return found
+
+    @cute.jit
+    def store(
+        self, t: Tensors, keys: Keys, acc: cute.Tensor, rWeight: cute.Tensor, rSign: cute.Tensor, token: Int32,
+        length: Int32,
+    ):  # fmt: skip
+        """The sums over heads of one product, to the scores of a token."""
+        c = self.c
+        lane = cute.arch.lane_idx()
+        found = [s * keys.scales[r] for r, s in enumerate(self.sums(acc, rWeight, rSign))]
+        # Of the four lanes with the sums of two rows, two store one each.
+        second = lane % _QUAD == 1
+        row = cutlass.select_(second, keys.rows[1], keys.rows[0])
+        value = cutlass.select_(second, found[1], found[0])
+        if (lane % _QUAD < 2) & (row < t.mScores.shape[1]):
+            t.mScores[token, row] = cutlass.select_(row < length, value, -Float32.inf)
+
+    def sums(self, acc: cute.Tensor, rWeight: cute.Tensor, rSign: cute.Tensor) -> list[Float32]:
+        """Of this lane's two rows, in all lanes of the quad."""
+        c, found = self.c, []
+        for r in range(2):
+            parts = [Float32(0), Float32(0)]
+            for v, a in itertools.product(range(c.columns // 8), range(2)):
+                x = acc[a + 2 * r + 4 * v]
+                if c.q_scale:
+                    x = x * rSign[2 * v + a]
+                x = op.max_or_nan(x, Float32(0))
+                if 8 * v + 8 > c.heads:  # a column without a head may be NaN
+                    column = cute.arch.lane_idx() % _QUAD * 2 + (8 * v + a)
+                    x = cutlass.select_(column < c.heads, x, Float32(0))
+                parts[a] = op.fma(x, rWeight[2 * v + a], parts[a])
+            found.append(softmax.quad_sum(parts[0] + parts[1]))
+        return found
+
+    @cute.jit
+    def keys(self, t: Tensors, mma: cute.TiledMma, request: Int32, row: Int32, longest: Int32):
+        """Rows ``row`` and 8 below it of the request's keys; zeros from ``longest`` on."""
+        c = self.c
+        mine = mma.get_slice(cute.arch.thread_idx()[0] % 128)
+        rA = mine.make_fragment_A(mine.partition_shape_A((64, c.dim)))
+        words = cute.recast_tensor(rA, Int32)
+        scales = []
+        for r in cutlass.range_constexpr(2):
+            place, entry, there = self.place(t, request, row + 8 * r, longest)
+            scale = Float32(1)
+            if const_expr(c.k_scale):
+                if there:
+                    scale = Float32(t.mKScale[place, entry, 0])
+            scales.append(scale)
+            chunks = const_expr(c.dim * (t.mK.element_type.width // 8) // _CHUNK)
+            for i in cutlass.range_constexpr(chunks):
+                rBytes = cute.make_rmem_tensor(16, Uint8)
+                rBytes.fill(0)
+                rPart = cute.recast_tensor(rBytes, t.mK.element_type)
+                if there:
+                    step = const_expr(16 // (t.mK.element_type.width // 8))
+                    at = t.mK[place, entry, None].iterator + (i * _QUAD + cute.arch.lane_idx() % _QUAD) * step
+                    self.load(at, rPart)
+                self.decode(cute.recast_tensor(rBytes, Int32), scale, words, r, i)
+        if const_expr(c.k_scale):
+            scales = [cutlass.select_(s < 0, -s, s) for s in scales]  # the keys have its sign
+        return Keys(rA, [row, row + 8], scales)
+
+    @cute.jit
+    def place(self, t: Tensors, request: Int32, row: Int32, longest: Int32):
+        """Where a key is, and whether it may be looked at."""
+        there = row < longest
+        if const_expr(not self.c.paged):
+            return request, row, there
+        size = Int32(t.mK.shape[1])
+        page = Int32(0)
+        if there:
+            page = Int32(t.mTable[request, row // size])
+            there = (page >= 0) & (page < t.mK.shape[0])
+        return page, row % size, there
+
+    @cute.jit
+    def load(self, at: Any, rPart: cute.Tensor):
+        """16 bytes, by loads as wide as every row allows."""
+        count = const_expr(self.c.load // (rPart.element_type.width // 8))
+        for i in cutlass.range_constexpr(cute.size(rPart) // count):
+            copies.load(at + i * count, cute.local_tile(rPart, (count,), (i,)))
+
+    def decode(self, rWords: cute.Tensor, scale: Float32, words: cute.Tensor, r: int, chunk: int) -> None:
+        """16 bytes of a row into the lanes' places of the first operand.
+
+        A step of a product takes 32 bytes of the row: of its words, lane q of a quad has q and q + 4. The lanes have
+        loaded 16 bytes each of two steps; where these decode to 32, a step each.
+        """
+        lane = cute.arch.lane_idx()
+        loaded = [rWords[j] for j in range(4)]
+        if self.c.stored == "f8e4m3":
+            flip = cutlass.select_(scale < 0, Int32(-0x7F7F7F80), Int32(0))  # the sign of every code
+            loaded = [w ^ flip for w in loaded]
+        if self.c.stored == self.c.dtype:
+            for j, word in enumerate(softmax.transpose_quads(loaded, lane % _QUAD)):
+                words[(0, r, j % 2), 0, 2 * chunk + j // 2] = word
+            return
+        # Halves of words are pairs of codes: pair j beside pair j + 4 goes to lane j.
+        mixed = []
+        for j in range(4):
+            low, high = loaded[j // 2], loaded[j // 2 + 2]
+            mixed.append(fp4.permute_bytes(low, high, 0x7632 if j % 2 else 0x5410))
+        for step, word in enumerate(softmax.transpose_quads(mixed, lane % _QUAD)):
+            for half, pair in enumerate(op.unpack_e4m3(word)):
+                words[(0, r, half), 0, 4 * chunk + step] = pair
