@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.formats import mxfp4
-from torch_attnkit.oracle import inputs
+from torch_attnkit.oracle import draws, inputs
 
 FORMATS = {16: "none", 8: "fp8", 4: "mxfp4"}
 
@@ -17,7 +19,9 @@ FORMATS = {16: "none", 8: "fp8", 4: "mxfp4"}
 PARITY = {
     "decode": dict(Tq=3, R=3, S=37, Hi=4, Qb=64, Ps=8, bits=16),
     "heads": dict(Tq=2, R=1, S=130, Hi=64, Qb=128, Ps=64, bits=16),
+    "tokens": dict(Tq=40, R=2, S=300, Hi=10, Qb=128, Ps=32, bits=16),
     "fp8": dict(Tq=10, R=2, S=65, Hi=3, Qb=128, Ps=16, bits=8),
+    "fp8_heads": dict(Tq=3, R=1, S=600, Hi=64, Qb=128, Ps=64, bits=8),
     "fp8_q_scale": dict(Tq=4, R=4, S=9, Hi=2, Qb=128, Ps=4, bits=8, q_scale=1),
     "mxfp4": dict(Tq=10, R=2, S=65, Hi=3, Qb=64, Ps=16, bits=4),
 }
@@ -26,10 +30,18 @@ DEGENERATE = {
     "no_entries": dict(Tq=2, R=2, S=0, Hi=2, Qb=32, Ps=4, bits=16),
     "empty": dict(Tq=0, R=2, S=8, Hi=2, Qb=32, Ps=4, bits=16),
 }
+EXTRAS = (
+    ("nan:q", "tokens", "all"),
+    ("nan:k", "tokens", "all"),
+    ("nan:weights", "heads"),
+    ("nan:q", "fp8"),
+    ("nan:k", "fp8", "paged"),
+    ("k:inf", "heads"),
+)
 BENCH = {
     f"{FORMATS[bits]}-{t}-{r}x{s}": dict(Tq=t, R=r, S=s, Hi=64, Qb=min(bits, 8) * 16, Ps=64, bits=bits)
     for bits in FORMATS
-    for t, r, s in ((1, 1, 2048), (1, 1, 262144), (16, 16, 8192), (128, 128, 8192), (4096, 1, 32768))
+    for t, r, s in ((1, 1, 2048), (1, 1, 262144), (16, 16, 8192), (128, 128, 8192), (4096, 1, 32768), (1024, 1, 131072))
 }
 
 
@@ -69,6 +81,68 @@ def make(
         k_scale,
     )
     return args, dict(format=FORMATS[bits])
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    k = d.kernel
+    fp8 = "format must be 'fp8'" in row.needs
+    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), Qb=k.choice(row.dims["Qb"]), fp8=int(fp8))
+    facts |= dict(H=k.choice((1, 2, 3, 8, 17, 32, 64, 96, 128)), paged=int(k.random() < 0.5), ids=int(k.random() < 0.5))
+    facts |= dict(w32=int(k.random() < 0.5 and not fp8), q_scale=int(fp8 and k.random() < 0.5))
+    R = d.pick((1, 1, 2, 3))
+    most = max(1, min(d.room.keys, d.room.terms // (facts["H"] * facts["Qb"] * R * 2)))
+    facts["Ps"], S = d.pick((1, 7, 16, 64)), d.size(min(most, 700))
+    S = -(-S // facts["Ps"]) * facts["Ps"] if facts["paged"] else S
+    T = d.pick((0, 1, 2, 3, 11)) if most < 200 else d.pick((1, 2, 5, 33))
+    facts |= dict(R=R, S=S, T=T if facts["ids"] else T * R)
+    facts |= dict(kv_len=d.ragged(min(facts["T"], 6), S), negative=int(d.sometimes(0.2)))
+    facts |= dict(hidden="nan" if d.sometimes(0.6) else "", nan=d.pick("qk") if d.sometimes(0.05) else "")
+    facts |= {"q.at": d.place(3), "k.at": d.place(3), "weights.at": d.place(2), "k_len.at": d.place(1)}
+    return facts | {"k_scale.at": d.place(3), "q_scale.at": d.place(3), "seed": d.call.randrange(1 << 30)}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``negative``: every third scale is; ``hidden``: what keys, their scales and tables hold where nobody looks."""
+    T, R, S, H, D, Ps = (f[n] for n in ("T", "R", "S", "H", "Qb", "Ps"))
+    k_len = draws.counts(f["kv_len"], T, S)
+    assert k_len is not None
+    ids = inputs.integers(gen, 0, R - 1, T) if f["ids"] else None
+    owner = torch.arange(T) * R // max(T, 1) if ids is None else ids.long()
+    longest = torch.zeros(R, dtype=torch.int32).scatter_reduce(0, owner, k_len, "amax")  # (R,)
+    seen = torch.arange(S) < longest[:, None]  # (R, S)
+    table, shape = None, (R, S)
+    if f["paged"]:
+        Mp = S // Ps
+        shape = (R * Mp + 1, Ps)
+        table = inputs.block_table(gen, longest, Ps, shape[0], Mp)
+        by_page = torch.zeros(shape, dtype=torch.bool)
+        for r, m in (table >= 0).nonzero().tolist():
+            by_page[table[r, m]] = seen[r, m * Ps : (m + 1) * Ps]
+        seen = by_page
+    q, k = draws.numbers(gen, T, H, D), draws.numbers(gen, *shape, D)
+    if f["nan"] == "q" and q.numel():
+        q.view(-1, D)[0, 0] = torch.nan
+    if f["nan"] == "k" and bool(seen.any()):
+        k[tuple(seen.nonzero()[0])] = torch.nan
+    stored = "f8e4m3" if f["fp8"] else f["dtype"]
+    scales = []
+    for x in (q, k):
+        scale = 0.5 + torch.rand(*x.shape[:-1], 1, generator=gen)
+        scale.view(-1)[::3] *= -1 if f["negative"] else 1
+        scales.append(scale)
+    k, scales[1] = (draws.hide(x, seen, f, name) for x, name in ((k, "k"), (scales[1], "k_scale")))
+    weights = draws.numbers(gen, T, H) * (H * D) ** -0.5
+    args = (
+        draws.cast(q, stored),
+        draws.cast(k, stored),
+        weights.to(torch.float32 if f["w32"] else DTYPES[f["dtype"]]),
+        k_len,
+        ids,
+        table,
+        scales[0] if f["q_scale"] else None,
+        scales[1] if f["fp8"] else None,
+    )
+    return args, dict(format="fp8" if f["fp8"] else "none")
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:

@@ -15,11 +15,12 @@ from .scores import Scores
 def trace(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     c = Config(*config)
     T, requests = fake.dim32(), fake.dim32()
-    stored = "u8" if c.stored == "f8e4m3" else c.stored
-    steps = (fake.dim(8), fake.dim(8), 1)
+    by_name = lambda name: "u8" if name == "f8e4m3" else name  # not every torch hands E4M3 over
+    step = 16 // (fake.dtype(c.dtype).width // 8)
+    steps = (fake.dim(step), fake.dim(step), 1)
     arguments = [
-        fake.tensor(c.dtype, (T, c.heads, c.dim), steps),
-        fake.tensor(stored, (fake.dim32(), fake.dim32(), c.dim), align=c.load),
+        fake.tensor(by_name(c.dtype), (T, c.heads, c.dim), steps),
+        fake.tensor(by_name(c.stored), (fake.dim32(), fake.dim32(), c.dim), align=c.load),
         fake.tensor(c.weights, (T, c.heads), align=fake.dtype(c.weights).width // 8),
         fake.tensor("i32", (T,), (None,), align=4),
         fake.tensor("i32", (T,), (None,), align=4) if c.ids else None,

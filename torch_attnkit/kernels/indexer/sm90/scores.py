@@ -99,7 +99,8 @@ class Scores(Fixed):
             (c.columns, c.dim, c.stages),
             order=(0, 1, 2),
         )
-        by_token = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[1, 2, 0]))
+        queries = cute.recast_ptr(mQ.iterator, dtype=self.dtype)
+        by_token = cute.make_tensor(queries, cute.select(mQ.layout, mode=[1, 2, 0]))
         atom, rows = copies.tma_atom(by_token, layout)
         tensors = (mK, mWeight, mLength, mIds, mTable, mQScale, mKScale, mScores)
         self.kernel(atom, rows, layout, tensors, requests, each, tokens).launch(
