@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -13,9 +12,9 @@ from .asm import asm
 
 
 @dsl_user_op
-def prefetch(source: Int64, level: int = 1, *, loc: Any = None, ip: Any = None) -> None:
-    """Bring a line of device memory to the cache of a level, 1 or 2."""
-    asm(None, [Int64(source)], f"prefetch.global.L{level} [$0];", memory=True, loc=loc, ip=ip)
+def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring a line of device memory to the first-level cache."""
+    asm(None, [Int64(source)], "prefetch.global.L1 [$0];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -30,14 +29,6 @@ def arrive_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = No
     a branch may make them wait for each other."""
     text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
     asm(None, [Int32(barrier), Int32(condition)], text, memory=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def count_if(counter: Int32, condition: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Add 1 to a counter in this block's shared memory where ``condition`` holds, without a branch."""
-    one = cutlass.select_(condition, Int32(1), Int32(0))
-    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared::cta.add.u32 [$0], 1; }"
-    asm(None, [Int32(counter), one], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

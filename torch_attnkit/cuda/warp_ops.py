@@ -136,14 +136,6 @@ def load_cluster_floats(
 
 
 @dsl_user_op
-def load_cluster_words(count: int, address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
-    """2 or 4 aligned words from a ``cluster_address``."""
-    outs = ",".join(f"${i}" for i in range(count))
-    text = f"ld.shared::cluster.v{count}.b32 {{{outs}}}, [${count}];"
-    return asm([Int32] * count, [address], text, memory=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
 def store_4_floats(target: Int64, values: Any, *, loc: Any = None, ip: Any = None) -> None:
     """16 aligned bytes to device memory."""
     text = "st.global.v4.f32 [$0], {$1,$2,$3,$4};"
@@ -221,13 +213,3 @@ def pack_e4m3(values: list[Float32], *, loc: Any = None, ip: Any = None) -> Int3
         "mov.b32 $0, {low, high}; }"
     )
     return asm(Int32, [Float32(x) for x in values], text, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def unpack_e4m3(codes: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
-    """Four E4M3 codes as two pairs of float16, which holds them exactly."""
-    text = (
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
-        "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-    )
-    return asm([Int32] * 2, [codes], text, loc=loc, ip=ip)

@@ -12,6 +12,8 @@ from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
+from ..fp4.launch import dequantizer
+from ..fp4.problem import Dequantize, Dequantized
 from ..prefill.launch import reader
 from ..prefill.problem import Layout
 from .problem import Operands, Problem
@@ -23,34 +25,50 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     if p.tokens * p.entries == 0:
         return lambda operands: None
     plan = importlib.import_module(f"torch_attnkit.kernels.indexer.{target.arch}.plan")
-    dtype = plan.product_dtype(p.dtype)
-    base = (short(p.dtype), short(dtype), short(p.weights), p.heads, p.dim, plan.stages(p.heads, p.dim))
+    dtype = plan.product_dtype(p.format, p.dtype)
+    stored = "mxfp4" if p.format == "mxfp4" else short(p.dtype)
+    scaled = (p.format == "fp8" and p.q_scale, p.format == "fp8")
+    fixed = (stored, short(dtype), short(p.weights), p.heads, p.dim, plan.stages(p.heads, p.dim), p.ids, p.paged)
 
     def compiled(load: int) -> Callable[..., None]:
-        config = plan.Config(*base, p.ids, p.paged, p.q_scale, p.k_scale, load)
+        config = plan.Config(*fixed, *scaled, load)
         tokens = plan.tokens_of_block(p, config.keys, driver.sm_count(p.device))
         run = compile.launcher(
             target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", config=astuple(config)
         )
         return lambda *arguments: run(*arguments, tokens)
 
-    widest = _width(p.k_steps, p.dtype.itemsize)
-    wide = compiled(widest)
+    size = p.dtype.itemsize
+    widest = next(w for w in (16, 8, 4, 2, 1) if w <= size or all(s * size % w == 0 for s in p.k_steps))
+    wide, read = compiled(widest), _queries(p, dtype, target)
     narrow: list[Callable[..., None]] = []
-    same = dtype == p.dtype
-    read = reader(p.q if same else Layout.of(torch.empty(p.q.shape, device="meta")), dtype.itemsize)
 
     def launch(o: Operands) -> None:
         aligned = not o.k.data_ptr() & (widest - 1)
         if not aligned and not narrow:
-            narrow.append(compiled(p.dtype.itemsize))
-        q = read(o.q if same else o.q.to(dtype).contiguous())
-        k = o.k if p.dtype.itemsize > 1 else o.k.view(torch.uint8)
-        (wide if aligned else narrow[0])(q, k, *o[2:])
+            narrow.append(compiled(size))
+        k = o.k if size > 1 else o.k.view(torch.uint8)
+        scales = (o.q_scale if scaled[0] else None, o.k_scale)
+        (wide if aligned else narrow[0])(read(o), k, o.weights, o.k_len, o.ids, o.table, *scales, o.scores)
 
     return launch
 
 
-def _width(steps: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of the widest loads that start at multiples of themselves for these strides."""
-    return next(w for w in (16, 8, 4, 2, 1) if w <= itemsize or all(s * itemsize % w == 0 for s in steps))
+def _queries(p: Problem, dtype: torch.dtype, target: Target) -> Callable[[Operands], torch.Tensor]:
+    """Brings q into the dtype of products, and into a layout that TMA reads."""
+    if dtype == p.dtype:
+        read = reader(p.q, dtype.itemsize)
+        return lambda o: read(o.q)
+    if p.format == "fp8":
+        return lambda o: o.q.to(dtype, memory_format=torch.contiguous_format)
+    shape = (p.tokens, p.heads, p.dim)
+    steps = (p.q.strides[:-1], p.q_scale_steps)
+    decode = dequantizer(Dequantize("mxfp4", p.device, dtype, p.dim, shape[:-1], *steps, swizzled=False), target)
+
+    def decoded(o: Operands) -> torch.Tensor:
+        assert o.q_scale is not None
+        q = torch.empty(shape, dtype=dtype, device=o.q.device)
+        decode(Dequantized(o.q, o.q_scale, None, q))
+        return q
+
+    return decoded

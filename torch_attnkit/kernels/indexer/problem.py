@@ -19,6 +19,7 @@ class Problem:
     """
 
     device: torch.device
+    format: str  # "none", "fp8" or "mxfp4"
     dtype: torch.dtype  # of q and k
     weights: torch.dtype
     tokens: int
@@ -27,22 +28,23 @@ class Problem:
     heads: int
     dim: int  # numbers of a head
     q: Layout
+    q_scale_steps: tuple[int, ...]  # strides of the scales of q but the last
     k_steps: tuple[int, ...]  # strides of k but the last
     ids: bool  # whether tokens name their request
     paged: bool
     q_scale: bool
-    k_scale: bool
+
 
 
 class Operands(NamedTuple):
     """The tensors of one launch."""
 
-    q: torch.Tensor  # (T, H, D)
+    q: torch.Tensor  # (T, H, D), of MXFP4 D/2 bytes
     k: torch.Tensor  # (R, S, D), or in pages (P, Sp, D)
     weights: torch.Tensor  # (T, H)
     k_len: torch.Tensor  # (T) int32: entries that a token sees
     ids: torch.Tensor | None  # (T) int32
     table: torch.Tensor | None  # (R, M) int32
-    q_scale: torch.Tensor | None  # (T, H, 1) float32
-    k_scale: torch.Tensor | None  # as k, (.., .., 1) float32
+    q_scale: torch.Tensor | None  # (T, H, 1) float32, of MXFP4 (T, H, D/32) bytes
+    k_scale: torch.Tensor | None  # as k, (.., .., 1) float32 or (.., .., D/32) bytes
     scores: torch.Tensor  # (T, S) float32, contiguous

@@ -18,10 +18,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from torch_attnkit.cuda import copies, fake, memory_ops
+from torch_attnkit.cuda import copies, fake
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 
+from . import memory
 from .plan import LANES, Config
 
 _BITS = (11, 11, 10)  # of a key, that one pass decides
@@ -150,16 +151,16 @@ class _TopK(Fixed):
         scores = mScores.iterator + Int64(row) * mScores.stride[0]
         first, step = (rank * c.threads + thread) * line, c.cluster * c.threads * line
         for at in cutlass.range(first, self.length(mScores, mLength, row), step, unroll=1):
-            memory_ops.prefetch((scores + at).toint(), 2)
+            memory.prefetch((scores + at).toint())
 
     @cute.jit
     def setup(self):
         """Shared memory; its counters are zero after the next barrier."""
         c = self.c
-        memory = cutlass.memory.SmemAllocator()
+        allocator = cutlass.memory.SmemAllocator()
         shapes = ((_BINS, len(_BITS)), (_FACTS, len(_BITS)), (LANES, 2 + len(_BITS)), (2, 1))
         self.sCounts, self.sFacts, self.sWarps, self.sBlock = (
-            memory.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=16) for shape in shapes
+            allocator.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=16) for shape in shapes
         )
         thread, _, _ = cute.arch.thread_idx()
         for sZero in (self.sCounts, self.sFacts):
@@ -227,7 +228,7 @@ class _TopK(Fixed):
         counters = self.sCounts[None, p].iterator.toint()
         for e in cutlass.range_constexpr(cute.size(rKeys)):
             beyond = rKeys[e] - low
-            memory_ops.count_if(counters + Int32(beyond >> shift) * 4, beyond < size)
+            memory.count_if(counters + Int32(beyond >> shift) * 4, beyond < size)
 
     @cute.jit
     def find(self, p: int, need: Int32):
@@ -244,9 +245,11 @@ class _TopK(Fixed):
         else:
             rCounts.fill(0)
             for peer in cutlass.range_constexpr(c.cluster):
-                words = op.load_cluster_words(each, op.cluster_address(sMine.iterator.toint(), Int32(peer)))
-                for i in cutlass.range_constexpr(each):
-                    rCounts[i] += words[i]
+                for i in cutlass.range_constexpr(0, each, 2):
+                    at = op.cluster_address(sMine.iterator.toint() + 4 * i, Int32(peer))
+                    low, high = memory.load_2_of_cluster(at)
+                    rCounts[i] += low
+                    rCounts[i + 1] += high
         mine = Int32(0)
         for i in cutlass.range_constexpr(each):
             mine += rCounts[i]
@@ -309,7 +312,7 @@ class _TopK(Fixed):
                 self.sBlock[0, 0], self.sBlock[1, 0] = whole
             self.meet()
             peer = cutlass.min(lane, Int32(c.cluster - 1))
-            blocks = op.load_cluster_words(2, op.cluster_address(self.sBlock.iterator.toint(), peer))
+            blocks = memory.load_2_of_cluster(op.cluster_address(self.sBlock.iterator.toint(), peer))
             cute.arch.cluster_arrive()  # the last look at another block's memory
             for i in cutlass.range_constexpr(2):
                 earlier = cutlass.select_(lane < rank, blocks[i], Int32(0))

@@ -36,6 +36,8 @@ EXTRAS = (
     ("nan:weights", "heads"),
     ("nan:q", "fp8"),
     ("nan:k", "fp8", "paged"),
+    ("k_scale:255", "mxfp4"),
+    ("q_scale:0", "mxfp4"),
     ("k:inf", "heads"),
 )
 BENCH = {
@@ -85,10 +87,10 @@ def make(
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     k = d.kernel
-    fp8 = "format must be 'fp8'" in row.needs
-    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), Qb=k.choice(row.dims["Qb"]), fp8=int(fp8))
+    format = next(name for name in FORMATS.values() if f"format must be {name!r}" in row.needs)
+    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), Qb=k.choice(row.dims["Qb"]), format=format)
     facts |= dict(H=k.choice((1, 2, 3, 8, 17, 32, 64, 96, 128)), paged=int(k.random() < 0.5), ids=int(k.random() < 0.5))
-    facts |= dict(w32=int(k.random() < 0.5 and not fp8), q_scale=int(fp8 and k.random() < 0.5))
+    facts |= dict(w32=int(k.random() < 0.5), q_scale=int(k.random() < 0.5))
     R = d.pick((1, 1, 2, 3))
     most = max(1, min(d.room.keys, d.room.terms // (facts["H"] * facts["Qb"] * R * 2)))
     facts["Ps"], S = d.pick((1, 7, 16, 64)), d.size(min(most, 700))
@@ -103,7 +105,8 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``negative``: every third scale is; ``hidden``: what keys, their scales and tables hold where nobody looks."""
-    T, R, S, H, D, Ps = (f[n] for n in ("T", "R", "S", "H", "Qb", "Ps"))
+    T, R, S, H, Ps, form = (f[n] for n in ("T", "R", "S", "H", "Ps", "format"))
+    D = f["Qb"] * (2 if form == "mxfp4" else 1)
     k_len = draws.counts(f["kv_len"], T, S)
     assert k_len is not None
     ids = inputs.integers(gen, 0, R - 1, T) if f["ids"] else None
@@ -124,25 +127,30 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
         q.view(-1, D)[0, 0] = torch.nan
     if f["nan"] == "k" and bool(seen.any()):
         k[tuple(seen.nonzero()[0])] = torch.nan
-    stored = "f8e4m3" if f["fp8"] else f["dtype"]
     scales = []
     for x in (q, k):
         scale = 0.5 + torch.rand(*x.shape[:-1], 1, generator=gen)
         scale.view(-1)[::3] *= -1 if f["negative"] else 1
         scales.append(scale)
-    k, scales[1] = (draws.hide(x, seen, f, name) for x, name in ((k, "k"), (scales[1], "k_scale")))
-    weights = draws.numbers(gen, T, H) * (H * D) ** -0.5
+    weights = (draws.numbers(gen, T, H) * (H * D) ** -0.5).to(DTYPES[f["dtype"]])
+    if form == "mxfp4":
+        (q, scales[0]), (k, scales[1]) = mxfp4.quantize(q), mxfp4.quantize(k)
+        if f["hidden"]:
+            scales[1][~seen] = 255
+    else:
+        k, scales[1] = (draws.hide(x, seen, f, name) for x, name in ((k, "k"), (scales[1], "k_scale")))
+        q, k = (draws.cast(x, "f8e4m3" if form == "fp8" else f["dtype"]) for x in (q, k))
     args = (
-        draws.cast(q, stored),
-        draws.cast(k, stored),
-        weights.to(torch.float32 if f["w32"] else DTYPES[f["dtype"]]),
+        q,
+        k,
+        weights.float() if form == "none" and f["w32"] else weights,
         k_len,
         ids,
         table,
-        scales[0] if f["q_scale"] else None,
-        scales[1] if f["fp8"] else None,
+        scales[0] if form == "mxfp4" or (form == "fp8" and f["q_scale"]) else None,
+        scales[1] if form != "none" else None,
     )
-    return args, dict(format="fp8" if f["fp8"] else "none")
+    return args, dict(format=form)
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:

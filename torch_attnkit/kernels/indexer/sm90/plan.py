@@ -8,7 +8,8 @@ import torch
 
 from ..problem import Problem
 
-DIMS = (64, 128)  # numbers of a head: multiples of 64, which the lanes of a quad load together
+# Elements of a head by format: the lanes of a quad load 64 bytes of a key together.
+DIMS = {"none": (64, 128), "fp8": (64, 128), "mxfp4": (64,)}
 MOST_HEADS = 128  # an accumulator of 64 keys has half as many registers
 MOST_TOKENS = 256  # of a block: their numbers are in shared memory
 _CONSUMERS = 2  # warpgroups
@@ -19,7 +20,7 @@ _ROOM = 160 << 10  # bytes of shared memory for queries
 
 @dataclass(frozen=True)
 class Config:
-    """``stored`` is the dtype of keys in memory, ``dtype`` that of products."""
+    """``stored`` is the dtype of keys in memory, or "mxfp4", ``dtype`` that of products."""
 
     stored: str
     dtype: str
@@ -37,6 +38,11 @@ class Config:
     tiles: int = _TILES
 
     @property
+    def row_bytes(self) -> int:
+        """Of a key in memory."""
+        return self.dim * {"mxfp4": 1, "f8e4m3": 2}.get(self.stored, 4) // 2
+
+    @property
     def columns(self) -> int:
         """Heads, and as many more as make the columns of a product."""
         return -(-self.heads // 8) * 8
@@ -52,10 +58,12 @@ class Config:
         return self.consumers * 128 + 32
 
 
-def product_dtype(stored: torch.dtype) -> torch.dtype:
-    """The dtype of products of such keys. E4M3 is exact in float16; sums of the tensor cores' E4M3 products have about
-    14 bits on Hopper, where the op promises float32."""
-    return torch.float16 if stored == torch.float8_e4m3fn else stored
+def product_dtype(format: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of products, one that holds every number of the format.
+
+    Not E4M3: sums of its products have about 14 bits on Hopper, and the op promises float32.
+    """
+    return {"fp8": torch.float16, "mxfp4": torch.bfloat16}.get(format, dtype)
 
 
 def stages(heads: int, dim: int) -> int:

@@ -19,20 +19,19 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from torch_attnkit.cuda import copies, fake, fp4
+from torch_attnkit.cuda import copies, fake
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm90 import softmax
 
+from .keys import QUAD, Keys, Tensors, load
 from .plan import MOST_TOKENS, Config
 
 _LANES = 32
-_QUAD = 4  # lanes that share a row of keys
-_CHUNK = 64  # bytes of a row that they load at a time
 
 
 @dataclass
@@ -49,24 +48,6 @@ class Shared(Fixed):
     sCount: cute.Tensor  # (3): tokens that see some keys, tokens that see none, the longest of the first
 
 
-@dataclass
-class Keys(Fixed):
-    """What a lane has of 64 keys: the first operand, and of two rows their numbers and scales."""
-
-    rA: cute.Tensor
-    rows: list[Int32]
-    scales: list[Float32]
-
-
-class Tensors(Fixed):
-    """The arguments that do not go by TMA."""
-
-    def __init__(self, *tensors: Any):
-        (self.mK, self.mWeight, self.mLength, self.mIds, self.mTable, self.mQScale, self.mKScale, self.mScores) = (
-            tensors
-        )
-
-
 class Scores(Fixed):
     def __init__(self, config: Config):
         self.c = config
@@ -76,13 +57,13 @@ class Scores(Fixed):
     def __call__(
         self,
         mQ: cute.Tensor,  # (T, H, D), as products take it
-        mK: cute.Tensor,  # (R, S, D), or in pages
+        mK: cute.Tensor,  # (R, S, elements of a key), or in pages
         mWeight: cute.Tensor,  # (T, H)
         mLength: cute.Tensor,  # (T,)
         mIds: cute.Tensor | None,  # (T,)
         mTable: cute.Tensor | None,  # (R, M)
         mQScale: cute.Tensor | None,  # (T, H, 1)
-        mKScale: cute.Tensor | None,  # (R, S, 1)
+        mKScale: cute.Tensor | None,  # (R, S, 1), of MXFP4 (R, S, D/32)
         mScores: cute.Tensor,  # (T, S), contiguous
         tokens: Int32,  # of a block
         stream: cuda.CUstream,
@@ -99,8 +80,7 @@ class Scores(Fixed):
             (c.columns, c.dim, c.stages),
             order=(0, 1, 2),
         )
-        queries = cute.recast_ptr(mQ.iterator, dtype=self.dtype)
-        by_token = cute.make_tensor(queries, cute.select(mQ.layout, mode=[1, 2, 0]))
+        by_token = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[1, 2, 0]))
         atom, rows = copies.tma_atom(by_token, layout)
         tensors = (mK, mWeight, mLength, mIds, mTable, mQScale, mKScale, mScores)
         self.kernel(atom, rows, layout, tensors, requests, each, tokens).launch(
@@ -260,9 +240,9 @@ class Scores(Fixed):
         )  # fmt: skip
         mine = mma.get_slice(thread % 128)
         tB = mine.make_fragment_B(mine.partition_B(shared.sQ))
-        row = thread // 32 % 4 * 16 + cute.arch.lane_idx() // _QUAD + start + thread // 128 * (c.tiles * 64)
+        row = thread // 32 % 4 * 16 + cute.arch.lane_idx() // QUAD + start + thread // 128 * (c.tiles * 64)
         longest = shared.sCount[2]
-        keys = [self.keys(t, mma, request, row + i * 64, longest) for i in range(c.tiles)]
+        keys = [load(c, t, mma, request, row + i * 64, longest) for i in range(c.tiles)]
         for n in cutlass.range(count, unroll=1):
             shared.ring.wait(n)
             slot = shared.ring.slot(n)
@@ -291,7 +271,7 @@ class Scores(Fixed):
     def of_columns(self, shared: Shared, slot: Int32):
         """The weights, and signs, of this lane's columns, two of every eight."""
         c = self.c
-        column = cute.arch.lane_idx() % _QUAD * 2
+        column = cute.arch.lane_idx() % QUAD * 2
         found = []
         for sVector in (shared.sWeight, shared.sSign):
             r = cute.make_rmem_tensor(c.columns // 4, Float32)
@@ -308,14 +288,13 @@ class Scores(Fixed):
         length: Int32,
     ):  # fmt: skip
         """The sums over heads of one product, to the scores of a token."""
-        c = self.c
         lane = cute.arch.lane_idx()
         found = [s * keys.scales[r] for r, s in enumerate(self.sums(acc, rWeight, rSign))]
         # Of the four lanes with the sums of two rows, two store one each.
-        second = lane % _QUAD == 1
+        second = lane % QUAD == 1
         row = cutlass.select_(second, keys.rows[1], keys.rows[0])
         value = cutlass.select_(second, found[1], found[0])
-        if (lane % _QUAD < 2) & (row < t.mScores.shape[1]):
+        if (lane % QUAD < 2) & (row < t.mScores.shape[1]):
             t.mScores[token, row] = cutlass.select_(row < length, value, -Float32.inf)
 
     def sums(self, acc: cute.Tensor, rWeight: cute.Tensor, rSign: cute.Tensor) -> list[Float32]:
@@ -329,81 +308,8 @@ class Scores(Fixed):
                     x = x * rSign[2 * v + a]
                 x = op.max_or_nan(x, Float32(0))
                 if 8 * v + 8 > c.heads:  # a column without a head may be NaN
-                    column = cute.arch.lane_idx() % _QUAD * 2 + (8 * v + a)
+                    column = cute.arch.lane_idx() % QUAD * 2 + (8 * v + a)
                     x = cutlass.select_(column < c.heads, x, Float32(0))
                 parts[a] = op.fma(x, rWeight[2 * v + a], parts[a])
             found.append(softmax.quad_sum(parts[0] + parts[1]))
         return found
-
-    @cute.jit
-    def keys(self, t: Tensors, mma: cute.TiledMma, request: Int32, row: Int32, longest: Int32):
-        """Rows ``row`` and 8 below it of the request's keys; zeros from ``longest`` on."""
-        c = self.c
-        mine = mma.get_slice(cute.arch.thread_idx()[0] % 128)
-        rA = mine.make_fragment_A(mine.partition_shape_A((64, c.dim)))
-        words = cute.recast_tensor(rA, Int32)
-        scales = []
-        for r in cutlass.range_constexpr(2):
-            place, entry, there = self.place(t, request, row + 8 * r, longest)
-            scale = Float32(1)
-            if const_expr(c.k_scale):
-                if there:
-                    scale = Float32(t.mKScale[place, entry, 0])
-            scales.append(scale)
-            chunks = const_expr(c.dim * (t.mK.element_type.width // 8) // _CHUNK)
-            for i in cutlass.range_constexpr(chunks):
-                rBytes = cute.make_rmem_tensor(16, Uint8)
-                rBytes.fill(0)
-                rPart = cute.recast_tensor(rBytes, t.mK.element_type)
-                if there:
-                    step = const_expr(16 // (t.mK.element_type.width // 8))
-                    at = t.mK[place, entry, None].iterator + (i * _QUAD + cute.arch.lane_idx() % _QUAD) * step
-                    self.load(at, rPart)
-                self.decode(cute.recast_tensor(rBytes, Int32), scale, words, r, i)
-        if const_expr(c.k_scale):
-            scales = [cutlass.select_(s < 0, -s, s) for s in scales]  # the keys have its sign
-        return Keys(rA, [row, row + 8], scales)
-
-    @cute.jit
-    def place(self, t: Tensors, request: Int32, row: Int32, longest: Int32):
-        """Where a key is, and whether it may be looked at."""
-        there = row < longest
-        if const_expr(not self.c.paged):
-            return request, row, there
-        size = Int32(t.mK.shape[1])
-        page = Int32(0)
-        if there:
-            page = Int32(t.mTable[request, row // size])
-            there = (page >= 0) & (page < t.mK.shape[0])
-        return page, row % size, there
-
-    @cute.jit
-    def load(self, at: Any, rPart: cute.Tensor):
-        """16 bytes, by loads as wide as every row allows."""
-        count = const_expr(self.c.load // (rPart.element_type.width // 8))
-        for i in cutlass.range_constexpr(cute.size(rPart) // count):
-            copies.load(at + i * count, cute.local_tile(rPart, (count,), (i,)))
-
-    def decode(self, rWords: cute.Tensor, scale: Float32, words: cute.Tensor, r: int, chunk: int) -> None:
-        """16 bytes of a row into the lanes' places of the first operand.
-
-        A step of a product takes 32 bytes of the row: of its words, lane q of a quad has q and q + 4. The lanes have
-        loaded 16 bytes each of two steps; where these decode to 32, a step each.
-        """
-        lane = cute.arch.lane_idx()
-        loaded = [rWords[j] for j in range(4)]
-        if self.c.stored == "f8e4m3":
-            flip = cutlass.select_(scale < 0, Int32(-0x7F7F7F80), Int32(0))  # the sign of every code
-            loaded = [w ^ flip for w in loaded]
-        if self.c.stored == self.c.dtype:
-            for j, word in enumerate(softmax.transpose_quads(loaded, lane % _QUAD)):
-                words[(0, r, j % 2), 0, 2 * chunk + j // 2] = word
-            return
-        # Halves of words are pairs of codes: pair j beside pair j + 4 goes to lane j.
-        mixed = []
-        for j in range(4):
-            low, high = loaded[j // 2], loaded[j // 2 + 2]
-            mixed.append(fp4.permute_bytes(low, high, 0x7632 if j % 2 else 0x5410))
-        for step, word in enumerate(softmax.transpose_quads(mixed, lane % _QUAD)):
-            for half, pair in enumerate(op.unpack_e4m3(word)):
-                words[(0, r, half), 0, 4 * chunk + step] = pair

@@ -1,0 +1,31 @@
+"""Accesses to memory that a top-k makes. Device addresses are Int64, shared ones Int32. Imports cutlass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64
+from cutlass.cutlass_dsl import dsl_user_op
+
+from torch_attnkit.cuda.asm import asm
+
+
+@dsl_user_op
+def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring a line of device memory to the second-level cache."""
+    asm(None, [Int64(source)], "prefetch.global.L2 [$0];", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def count_if(counter: Int32, condition: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Add 1 to a counter in this block's shared memory where ``condition`` holds."""
+    one = cutlass.select_(condition, Int32(1), Int32(0))
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared::cta.add.u32 [$0], 1; }"
+    asm(None, [Int32(counter), one], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_2_of_cluster(address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
+    """Two words, at a multiple of 8 bytes, from a ``warp_ops.cluster_address``."""
+    return asm([Int32] * 2, [address], "ld.shared::cluster.v2.b32 {$0, $1}, [$2];", memory=True, loc=loc, ip=ip)
