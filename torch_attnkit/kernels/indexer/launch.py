@@ -15,7 +15,6 @@ from torch_attnkit.cuda import compile, driver
 from ..fp4.launch import dequantizer
 from ..fp4.problem import Dequantize, Dequantized
 from ..prefill.launch import reader
-from ..prefill.problem import Layout
 from .problem import Operands, Problem
 
 
@@ -30,13 +29,15 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     scaled = (p.format == "fp8" and p.q_scale, p.format == "fp8")
     fixed = (stored, short(dtype), short(p.weights), p.heads, p.dim, plan.stages(p.heads, p.dim), p.ids, p.paged)
 
+    sms = driver.sm_count(p.device)
+
     def compiled(load: int) -> Callable[..., None]:
         config = plan.Config(*fixed, *scaled, load)
-        tokens = plan.tokens_of_block(p, config.keys, driver.sm_count(p.device))
+        tokens = plan.tokens_of_block(p, config.keys, sms)
         run = compile.launcher(
             target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", config=astuple(config)
         )
-        return lambda *arguments: run(*arguments, tokens)
+        return lambda *arguments: run(*arguments, tokens, sms)
 
     size = p.dtype.itemsize
     widest = next(w for w in (16, 8, 4, 2, 1) if w <= size or all(s * size % w == 0 for s in p.k_steps))

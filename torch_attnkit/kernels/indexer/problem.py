@@ -35,7 +35,6 @@ class Problem:
     q_scale: bool
 
 
-
 class Operands(NamedTuple):
     """The tensors of one launch."""
 

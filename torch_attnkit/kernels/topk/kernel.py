@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from torch_attnkit.cuda import copies, fake
+from torch_attnkit.cuda import copies, fake, l2
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 
@@ -30,7 +30,6 @@ _BINS = 2048
 _FIRST = 0x007FFFFF  # of +inf before the shift that makes it 0
 _LAST = 0xFF000000  # the key of the smallest number; those of -inf and NaN are above it
 _NONE = 0xFFFFFFFF  # the key of an entry that is not there
-_LINE = 128  # bytes
 # What a pass has found, in shared memory.
 _BIN, _BEFORE, _COUNT, _FACTS = 0, 1, 2, 4
 
@@ -147,11 +146,11 @@ class _TopK(Fixed):
         """Bring a row on which a block will soon work to the second-level cache."""
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
-        line = const_expr(_LINE // (mScores.element_type.width // 8))
+        line = const_expr(l2.LINE // (mScores.element_type.width // 8))
         scores = mScores.iterator + Int64(row) * mScores.stride[0]
         first, step = (rank * c.threads + thread) * line, c.cluster * c.threads * line
         for at in cutlass.range(first, self.length(mScores, mLength, row), step, unroll=1):
-            memory.prefetch((scores + at).toint())
+            l2.prefetch((scores + at).toint())
 
     @cute.jit
     def setup(self):

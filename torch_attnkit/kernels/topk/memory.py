@@ -1,20 +1,14 @@
-"""Accesses to memory that a top-k makes. Device addresses are Int64, shared ones Int32. Imports cutlass."""
+"""Accesses to memory that a top-k makes; addresses are shared ones, Int32. Imports cutlass."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64
+from cutlass import Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda.asm import asm
-
-
-@dsl_user_op
-def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """Bring a line of device memory to the second-level cache."""
-    asm(None, [Int64(source)], "prefetch.global.L2 [$0];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -32,6 +32,7 @@ def trace(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         k_scale,
         fake.tensor("f32", (T, fake.dim32()), align=4),
         Int32(0),
+        Int32(0),
         fake.stream(),
     ]
     return Scores(c), arguments

@@ -11,10 +11,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint8, const_expr
+from cutlass import Float32, Int32, Uint8, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import copies, l2
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.ring import Fixed
@@ -84,6 +84,16 @@ def load(c: cutlass.Constexpr, t: Tensors, mma: cute.TiledMma, request: Int32, r
 
 
 @cute.jit
+def prefetch(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
+    """Bring a key that another block will load to the cache."""
+    place, entry, there = _place(c, t, request, row, longest)
+    if there:
+        at = t.mK[place, entry, None].iterator.toint()
+        for i in cutlass.range_constexpr(0, c.row_bytes, l2.LINE):
+            l2.prefetch(at + i)
+
+
+@cute.jit
 def _place(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
     """Where a key is, and whether it may be looked at: whatever a table holds, nothing outside the tensor is."""
     there = row < longest
@@ -142,8 +152,7 @@ def _operands(c: Config, loaded: list[Int32], factors: list[Int32]) -> list[tupl
 def _of_e4m3(codes: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
     """Four E4M3 codes as two pairs of float16, which holds them exactly."""
     text = (
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
-        "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
     )
     return asm([Int32] * 2, [codes], text, loc=loc, ip=ip)
 

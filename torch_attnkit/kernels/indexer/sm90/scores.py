@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from torch_attnkit.cuda import copies, fake
@@ -28,7 +27,7 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm90 import softmax
 
-from .keys import QUAD, Keys, Tensors, load
+from .keys import QUAD, Keys, Tensors, load, prefetch
 from .plan import MOST_TOKENS, Config
 
 _LANES = 32
@@ -66,6 +65,7 @@ class Scores(Fixed):
         mKScale: cute.Tensor | None,  # (R, S, 1), of MXFP4 (R, S, D/32)
         mScores: cute.Tensor,  # (T, S), contiguous
         tokens: Int32,  # of a block
+        ahead: Int32,  # blocks that the machine works on at a time
         stream: cuda.CUstream,
     ):
         c = self.c
@@ -83,7 +83,7 @@ class Scores(Fixed):
         by_token = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[1, 2, 0]))
         atom, rows = copies.tma_atom(by_token, layout)
         tensors = (mK, mWeight, mLength, mIds, mTable, mQScale, mKScale, mScores)
-        self.kernel(atom, rows, layout, tensors, requests, each, tokens).launch(
+        self.kernel(atom, rows, layout, tensors, (requests, each, tokens, ahead)).launch(
             grid=(
                 (Int32(mScores.shape[1]) + (c.keys - 1)) // c.keys,
                 (each + tokens - 1) // tokens,
@@ -102,12 +102,11 @@ class Scores(Fixed):
         rows: cute.Tensor,
         layout: cute.ComposedLayout,
         tensors: tuple,
-        requests: Int32,
-        each: Int32,
-        tokens: Int32,
+        sizes: tuple,
     ):
         c = self.c
         t = Tensors(*tensors)
+        requests, each, tokens, ahead = sizes
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile, part, request = cute.arch.block_idx()
         first = part * tokens  # of this block's tokens
@@ -126,6 +125,9 @@ class Scores(Fixed):
         else:
             self.clear(t, shared, start)
             if count > 0:
+                later = start + ahead * c.keys + cute.arch.thread_idx()[0]
+                for i in cutlass.range_constexpr(0, c.keys, c.consumers * 128):
+                    prefetch(c, t, request, later + i, shared.sCount[2])
                 self.consume(t, shared, request, start, count)
 
     @cute.jit
