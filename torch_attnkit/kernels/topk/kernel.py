@@ -27,17 +27,15 @@ from .plan import LANES, Config
 
 _BITS = (11, 11, 10)  # of a key, that one pass decides
 _BINS = 2048
-_FIRST = 0x007FFFFF  # of +inf before the shift that makes it 0
-_LAST = 0xFF000000  # the key of the smallest number; those of -inf and NaN are above it
-_NONE = 0xFFFFFFFF  # the key of an entry that is not there
+_NONE = 0xFF800000  # the key of -inf, NaN and an entry that is not there: above all others, and the first of a bin
 # What a pass has found, in shared memory.
 _BIN, _BEFORE, _COUNT, _FACTS = 0, 1, 2, 4
 
 
 def key(x: Float32) -> Uint32:
-    """An integer that is smaller the larger the number is; above ``_LAST`` for -inf and NaN, the same for 0 and -0."""
-    bits = Float32(x + Float32(0)).bitcast(Int32)
-    return Uint32(bits ^ (~(bits >> 31) & 0x7FFFFFFF)) - _FIRST
+    """An integer that is smaller the larger the number is, and the same for 0 and -0; ``_NONE`` for -inf and NaN."""
+    bits = cute.arch.fmax(x + Float32(0), -Float32.inf).bitcast(Int32)
+    return Uint32(bits ^ (~(bits >> 31) & 0x7FFFFFFF))
 
 
 def ones(word: Uint32) -> Int32:
@@ -115,18 +113,18 @@ class _TopK(Fixed):
             self.prefetch(mScores, mLength, row + ahead, rank)
 
         # All below ``limit`` are chosen, and of those that equal it the first ``quota``.
-        limit, quota = Uint32(_LAST + 1), Int32(0)
+        limit, quota = Uint32(_NONE), Int32(0)
         if length > topk:
             limit, quota = self.select(scores, length, topk, first, tiles, rKeys)
+        kept = self.marks(rKeys, limit, quota) if const_expr(c.resident) else None
         part = (scores, length, first, tiles)
-        less, ties, all_less, all_ties = self.count(part, rKeys, limit, quota, rank)
+        less, ties, all_less, all_ties = self.count(part, rKeys, kept, limit, quota, rank)
         gIndices = cute.make_tensor(mIndices.iterator + Int64(row) * topk, cute.make_layout(topk))
         at = less + cutlass.min(ties, quota)
         for tile in cutlass.range(tiles, unroll=1):
             start = first + tile * c.tile
-            if const_expr(not c.resident):
-                self.load(scores, length, start, rKeys)
-            at, ties = self.write(gIndices, rKeys, limit, quota, start, at, ties)
+            marks = self.marks_of(part, start, rKeys, kept, limit, quota)
+            at, ties = self.write(gIndices, marks, quota, start, at, ties)
         chosen = all_less + cutlass.min(all_ties, quota)
         for i in cutlass.range(chosen + rank * c.threads + thread, topk, c.threads * c.cluster, unroll=1):
             gIndices[i] = Int32(-1)
@@ -195,8 +193,8 @@ class _TopK(Fixed):
     @cute.jit
     def select(self, scores: Any, length: Int32, topk: Int32, first: Int32, tiles: Int32, rKeys: cute.Tensor):
         """The key up to which everything is chosen, and how many of those that equal it are, too."""
-        limit, quota = Uint32(_LAST + 1), Int32(0)
-        low, size = Uint32(0), Uint32(_LAST + 1)  # the interval in which the key is that was asked for
+        limit, quota = Uint32(_NONE), Int32(0)
+        low = Uint32(0)  # of the interval in which the key is that was asked for
         need = topk  # its place among the keys of the interval
         open_ = Int32(1)
         shift = const_expr(32)
@@ -207,31 +205,36 @@ class _TopK(Fixed):
                 for tile in cutlass.range(tiles, unroll=1):
                     if const_expr(not self.c.resident):
                         self.load(scores, length, first + tile * self.c.tile, rKeys)
-                    self.tally(rKeys, p, shift, low, size)
+                    self.tally(rKeys, p, shift, low)
                 found, before, count = self.find(p, need)
-                if count == 0:
+                absent = cutlass.Boolean(False)
+                if const_expr(p == 0):
+                    absent = found >= (_NONE >> shift)
+                if absent:
                     open_ = Int32(0)  # fewer than asked for: all are chosen
                 else:
                     low += Uint32(found) << shift
-                    rest = Uint32(_LAST + 1) - low
-                    size = Uint32(cutlass.select_(rest < (1 << shift), rest, Uint32(1 << shift)))
                     need -= before
                     limit, quota = low, need
                     if count == need:
-                        limit, quota, open_ = low + size, Int32(0), Int32(0)
+                        limit, quota, open_ = low + (1 << shift), Int32(0), Int32(0)
         return limit, quota
 
     @cute.jit
-    def tally(self, rKeys: cute.Tensor, p: int, shift: int, low: Uint32, size: Uint32):
-        """Count this lane's keys that lie in the interval, by bins of 2^shift."""
+    def tally(self, rKeys: cute.Tensor, p: int, shift: int, low: Uint32):
+        """Count this lane's keys by bins of 2^shift; after the first pass those of the interval alone."""
         counters = self.sCounts[None, p].iterator.toint()
         for e in cutlass.range_constexpr(cute.size(rKeys)):
             beyond = rKeys[e] - low
-            memory.count_if(counters + Int32(beyond >> shift) * 4, beyond < size)
+            counter = counters + Int32(beyond >> shift) * 4
+            if const_expr(p == 0):
+                memory.count(counter)
+            else:
+                memory.count_if(counter, beyond < (1 << (shift + _BITS[p])))
 
     @cute.jit
     def find(self, p: int, need: Int32):
-        """The bin with the ``need``-th key, how many keys are below it and in it; the last is 0 if there is none."""
+        """The bin with the ``need``-th key, how many keys are below it and in it."""
         c = self.c
         self.meet()  # all keys of the row are counted
         thread, _, _ = cute.arch.thread_idx()
@@ -276,7 +279,7 @@ class _TopK(Fixed):
         return cute.arch.warp_redux_sync(part, "add")
 
     @cute.jit
-    def bits(self, rKeys: cute.Tensor, limit: Uint32, quota: Int32):
+    def marks(self, rKeys: cute.Tensor, limit: Uint32, quota: Int32):
         """This lane's scores below the limit, and the ties, if any are wanted; bit e for score e."""
         less, ties = Uint32(0), Uint32(0)
         for e in cutlass.range_constexpr(cute.size(rKeys)):
@@ -286,18 +289,23 @@ class _TopK(Fixed):
                 ties |= Uint32(cutlass.select_(rKeys[e] == limit, Uint32(1 << e), Uint32(0)))
         return less, ties
 
+    def marks_of(self, row: Any, start: Int32, rKeys: cute.Tensor, kept: Any, limit: Uint32, quota: Int32) -> Any:
+        """The marks of the tile that begins at ``start``: what was kept, or from scores read anew."""
+        if self.c.resident:
+            return kept
+        self.load(*row[:2], start, rKeys)
+        return self.marks(rKeys, limit, quota)
+
     @cute.jit
-    def count(self, row: Any, rKeys: cute.Tensor, limit: Uint32, quota: Int32, rank: Int32):
+    def count(self, row: Any, rKeys: cute.Tensor, kept: Any, limit: Uint32, quota: Int32, rank: Int32):
         """Scores below the limit and ties: before this warp's part of the row, and in all of the row."""
         c = self.c
-        scores, length, first, tiles = row
+        _, _, first, tiles = row
         less, ties = Int32(0), Int32(0)
         for tile in cutlass.range(tiles, unroll=1):
-            if const_expr(not c.resident):
-                self.load(scores, length, first + tile * c.tile, rKeys)
-            low, equal = self.bits(rKeys, limit, quota)
-            less += ones(low)
-            ties += ones(equal)
+            marks = self.marks_of(row, first + tile * c.tile, rKeys, kept, limit, quota)
+            less += ones(marks[0])
+            ties += ones(marks[1])
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         less, ties = (cute.arch.warp_redux_sync(n, "add") for n in (less, ties))
         if lane == 0:
@@ -320,12 +328,10 @@ class _TopK(Fixed):
         return *before, *whole
 
     @cute.jit
-    def write(
-        self, gIndices: Any, rKeys: cute.Tensor, limit: Uint32, quota: Int32, start: Int32, at: Int32, ties: Int32
-    ):
+    def write(self, gIndices: Any, marks: Any, quota: Int32, start: Int32, at: Int32, ties: Int32):
         """The places of a tile's chosen scores, from output ``at`` on, ``ties`` ties after the row's first. Returns
         both for the next tile."""
-        low, equal = self.bits(rKeys, limit, quota)
+        low, equal = marks
         word = self.in_order(low)
         if quota > 0:
             tied = self.in_order(equal)

@@ -12,8 +12,14 @@ from torch_attnkit.cuda.asm import asm
 
 
 @dsl_user_op
+def count(counter: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Add 1 to a counter in this block's shared memory."""
+    asm(None, [Int32(counter)], "red.shared::cta.add.u32 [$0], 1;", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def count_if(counter: Int32, condition: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Add 1 to a counter in this block's shared memory where ``condition`` holds."""
+    """The same where ``condition`` holds."""
     one = cutlass.select_(condition, Int32(1), Int32(0))
     text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared::cta.add.u32 [$0], 1; }"
     asm(None, [Int32(counter), one], text, memory=True, loc=loc, ip=ip)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PER_THREAD = 32  # scores of a thread: one bit each in a word
+_STREAMED = 16  # the same where they are read anew for every pass
 LANES = 32
 _MOST_THREADS, _MOST_BLOCKS = 1024, 8  # of a block, of a cluster
-_LEAST_THREADS = 128
+_LEAST_THREADS = 256
 _SHARE = 8192  # scores of a block below which a row is not spread over more blocks
 _REGISTERS = 64  # of a thread that holds PER_THREAD scores
 _FILE = 1 << 16  # registers of a multiprocessor
@@ -54,5 +55,7 @@ def configure(entries: int, rows: int, width: int, sms: int) -> Config:
         # Few rows: a load for each thread. Many: small blocks, of which one computes while another waits for memory.
         each = width if rows <= sms else PER_THREAD
         threads = min(threads, max(_LEAST_THREADS, 1 << (-(-share // each) - 1).bit_length()))
-    vectors = min(max(1, -(-share // (threads * width))), PER_THREAD // width)
-    return Config(width, vectors, threads, cluster, threads * width * vectors >= share)
+    vectors = max(1, -(-share // (threads * width)))
+    if vectors * width > PER_THREAD:
+        return Config(width, _STREAMED // width, threads, cluster, resident=False)
+    return Config(width, vectors, threads, cluster, resident=True)
