@@ -61,7 +61,7 @@ def _queries(p: Problem, dtype: torch.dtype, target: Target) -> Callable[[Operan
         read = reader(p.q, dtype.itemsize)
         return lambda o: read(o.q)
     if p.format == "fp8":
-        return lambda o: o.q.to(dtype, memory_format=torch.contiguous_format)
+        return lambda o: _signed(o.q.to(dtype, memory_format=torch.contiguous_format), o.q_scale)
     shape = (p.tokens, p.heads, p.dim)
     steps = (p.q.strides[:-1], p.q_scale_steps)
     decode = dequantizer(Dequantize("mxfp4", p.device, dtype, p.dim, shape[:-1], *steps, swizzled=False), target)
@@ -73,3 +73,8 @@ def _queries(p: Problem, dtype: torch.dtype, target: Target) -> Callable[[Operan
         return q
 
     return decoded
+
+
+def _signed(q: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """q with the signs of its scales: their sizes join the weights, which are multiplied after the rectification."""
+    return q if scale is None else q.mul_(scale.sign())

@@ -14,7 +14,7 @@ MOST_HEADS = 128  # an accumulator of 64 keys has half as many registers
 MOST_TOKENS = 256  # of a block: their numbers are in shared memory
 _CONSUMERS = 2  # warpgroups
 _ROWS = 64  # of a product
-_TILES = 2  # products of a warpgroup, of which one is summed up while the other is computed
+_WIDE = 64  # heads of which two accumulators fit into registers
 _ROOM = 160 << 10  # bytes of shared memory for queries
 
 
@@ -35,7 +35,11 @@ class Config:
     load: int  # bytes of a load of keys
 
     consumers: int = _CONSUMERS
-    tiles: int = _TILES
+
+    @property
+    def tiles(self) -> int:
+        """Products of a warpgroup, of which one is summed up while the other is computed, where registers allow."""
+        return 2 if self.columns <= _WIDE else 1
 
     @property
     def row_bytes(self) -> int:

@@ -41,7 +41,6 @@ class Shared(Fixed):
     ring: Ring
     sQ: cute.Tensor  # (columns, D, stages)
     sWeight: cute.Tensor  # (columns, stages)
-    sSign: cute.Tensor  # (columns, stages), of the scales of q
     sToken: cute.Tensor  # (MOST_TOKENS)
     sLength: cute.Tensor  # (MOST_TOKENS)
     sCount: cute.Tensor  # (3): tokens that see some keys, tokens that see none, the longest of the first
@@ -140,7 +139,6 @@ class Scores(Fixed):
             ring=ring,
             sQ=memory.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner),
             sWeight=vector(Float32, c.columns, c.stages),
-            sSign=vector(Float32, c.columns, c.stages),
             sToken=vector(Int32, MOST_TOKENS),
             sLength=vector(Int32, MOST_TOKENS),
             sCount=vector(Int32, 3),
@@ -198,9 +196,9 @@ class Scores(Fixed):
             atom, 0, 1, shared.sQ, cute.local_tile(rows, (c.columns, c.dim), (0, 0, None))
         )  # (box, stages), (box, tokens)
         parts = const_expr((c.columns + _LANES - 1) // _LANES)
-        rWeight, rSign = (cute.make_rmem_tensor(parts, Float32) for _ in range(2))
+        rWeight = cute.make_rmem_tensor(parts, Float32)
         if count > 0:
-            self.weigh(t, shared.sToken[0], rWeight, rSign)
+            self.weigh(t, shared.sToken[0], rWeight)
         for n in cutlass.range(count, unroll=1):
             token, slot = shared.sToken[n], ring.slot(n)
             full = ring.await_empty(n)
@@ -208,27 +206,23 @@ class Scores(Fixed):
                 head = lane + i * _LANES
                 if head < c.columns:
                     shared.sWeight[head, slot] = rWeight[i]
-                    if const_expr(c.q_scale):
-                        shared.sSign[head, slot] = rSign[i]
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.columns * c.dim * (self.dtype.width // 8))
             cute.copy(atom, tQg[None, token], tQs[None, slot], tma_bar_ptr=full)
             if n + 1 < count:
-                self.weigh(t, shared.sToken[n + 1], rWeight, rSign)
+                self.weigh(t, shared.sToken[n + 1], rWeight)
 
     @cute.jit
-    def weigh(self, t: Tensors, token: Int32, rWeight: cute.Tensor, rSign: cute.Tensor):
-        """The weights of a lane's heads, times the size of the scale of q, and its sign."""
+    def weigh(self, t: Tensors, token: Int32, rWeight: cute.Tensor):
+        """The weights of a lane's heads, times the size of the scale of q; q has its sign."""
         for i in cutlass.range_constexpr(cute.size(rWeight)):
             head = cute.arch.lane_idx() + i * _LANES
-            rWeight[i], rSign[i] = Float32(0), Float32(1)
+            rWeight[i] = Float32(0)
             if head < self.c.heads:
                 weight = t.mWeight[token, head].to(Float32)
                 if const_expr(self.c.q_scale):
-                    scale = Float32(t.mQScale[token, head, 0])
-                    rSign[i] = cutlass.select_(scale < 0, Float32(-1), Float32(1))
-                    weight = weight * (scale * rSign[i])
+                    weight = weight * cute.math.absf(Float32(t.mQScale[token, head, 0]))
                 rWeight[i] = weight
 
     @cute.jit
@@ -250,12 +244,12 @@ class Scores(Fixed):
             slot = shared.ring.slot(n)
             sums = [self.multiply(mma, keys[i].rA, tB[None, None, None, slot]) for i in range(c.tiles)]
             token, length = shared.sToken[n], shared.sLength[n]
-            rWeight, rSign = self.of_columns(shared, slot)
+            rWeight = self.of_columns(shared.sWeight, slot)
             for i in cutlass.range_constexpr(c.tiles):
                 warpgroup.wait_group(c.tiles - 1 - i)
                 if const_expr(i == c.tiles - 1):
                     shared.ring.release(n)
-                self.store(t, keys[i], sums[i], rWeight, rSign, token, length)
+                self.store(t, keys[i], sums[i], rWeight, token, length)
 
     def multiply(self, mma: cute.TiledMma, rA: cute.Tensor, tB: cute.Tensor) -> cute.Tensor:
         """Issue the products of 64 keys with a token's heads as one group of ``wgmma``, without waiting for it."""
@@ -270,28 +264,19 @@ class Scores(Fixed):
         return acc
 
     @cute.jit
-    def of_columns(self, shared: Shared, slot: Int32):
-        """The weights, and signs, of this lane's columns, two of every eight."""
-        c = self.c
+    def of_columns(self, sWeight: cute.Tensor, slot: Int32):
+        """The weights of this lane's columns, two of every eight."""
         column = cute.arch.lane_idx() % QUAD * 2
-        found = []
-        for sVector in (shared.sWeight, shared.sSign):
-            r = cute.make_rmem_tensor(c.columns // 4, Float32)
-            if const_expr(c.q_scale or sVector is shared.sWeight):
-                for v in cutlass.range_constexpr(c.columns // 8):
-                    for a in cutlass.range_constexpr(2):
-                        r[2 * v + a] = sVector[8 * v + column + a, slot]
-            found.append(r)
-        return found
+        rWeight = cute.make_rmem_tensor(self.c.columns // 4, Float32)
+        for i in cutlass.range_constexpr(self.c.columns // 4):
+            rWeight[i] = sWeight[i // 2 * 8 + i % 2 + column, slot]
+        return rWeight
 
     @cute.jit
-    def store(
-        self, t: Tensors, keys: Keys, acc: cute.Tensor, rWeight: cute.Tensor, rSign: cute.Tensor, token: Int32,
-        length: Int32,
-    ):  # fmt: skip
+    def store(self, t: Tensors, keys: Keys, acc: cute.Tensor, rWeight: cute.Tensor, token: Int32, length: Int32):
         """The sums over heads of one product, to the scores of a token."""
         lane = cute.arch.lane_idx()
-        found = [s * keys.scales[r] for r, s in enumerate(self.sums(acc, rWeight, rSign))]
+        found = [s * keys.scales[r] for r, s in enumerate(self.sums(acc, rWeight))]
         # Of the four lanes with the sums of two rows, two store one each.
         second = lane % QUAD == 1
         row = cutlass.select_(second, keys.rows[1], keys.rows[0])
@@ -299,16 +284,13 @@ class Scores(Fixed):
         if (lane % QUAD < 2) & (row < t.mScores.shape[1]):
             t.mScores[token, row] = cutlass.select_(row < length, value, -Float32.inf)
 
-    def sums(self, acc: cute.Tensor, rWeight: cute.Tensor, rSign: cute.Tensor) -> list[Float32]:
+    def sums(self, acc: cute.Tensor, rWeight: cute.Tensor) -> list[Float32]:
         """Of this lane's two rows, in all lanes of the quad."""
         c, found = self.c, []
         for r in range(2):
             parts = [Float32(0), Float32(0)]
             for v, a in itertools.product(range(c.columns // 8), range(2)):
-                x = acc[a + 2 * r + 4 * v]
-                if c.q_scale:
-                    x = x * rSign[2 * v + a]
-                x = op.max_or_nan(x, Float32(0))
+                x = op.max_or_nan(acc[a + 2 * r + 4 * v], Float32(0))
                 if 8 * v + 8 > c.heads:  # a column without a head may be NaN
                     column = cute.arch.lane_idx() % QUAD * 2 + (8 * v + a)
                     x = cutlass.select_(column < c.heads, x, Float32(0))
