@@ -37,7 +37,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run = compile.launcher(
             target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", config=astuple(config)
         )
-        return lambda *arguments: run(*arguments, tokens, sms)
+        return lambda *arguments: run(*arguments, (tokens, sms))
 
     size = p.dtype.itemsize
     widest = next(w for w in (16, 8, 4, 2, 1) if w <= size or all(s * size % w == 0 for s in p.k_steps))

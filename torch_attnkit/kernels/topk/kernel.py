@@ -18,11 +18,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from torch_attnkit.cuda import copies, fake, l2
+from torch_attnkit.cuda import copies, counters, fake, l2
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 
-from . import memory
 from .plan import LANES, Config
 
 _BITS = (11, 11, 10)  # of a key, that one pass decides
@@ -223,14 +222,14 @@ class _TopK(Fixed):
     @cute.jit
     def tally(self, rKeys: cute.Tensor, p: int, shift: int, low: Uint32):
         """Count this lane's keys by bins of 2^shift; after the first pass those of the interval alone."""
-        counters = self.sCounts[None, p].iterator.toint()
+        first = self.sCounts[None, p].iterator.toint()
         for e in cutlass.range_constexpr(cute.size(rKeys)):
             beyond = rKeys[e] - low
-            counter = counters + Int32(beyond >> shift) * 4
+            counter = first + Int32(beyond >> shift) * 4
             if const_expr(p == 0):
-                memory.count(counter)
+                counters.count(counter)
             else:
-                memory.count_if(counter, beyond < (1 << (shift + _BITS[p])))
+                counters.count_if(counter, beyond < (1 << (shift + _BITS[p])))
 
     @cute.jit
     def find(self, p: int, need: Int32):
@@ -249,7 +248,7 @@ class _TopK(Fixed):
             for peer in cutlass.range_constexpr(c.cluster):
                 for i in cutlass.range_constexpr(0, each, 2):
                     at = op.cluster_address(sMine.iterator.toint() + 4 * i, Int32(peer))
-                    low, high = memory.load_2_of_cluster(at)
+                    low, high = counters.load_2_of_cluster(at)
                     rCounts[i] += low
                     rCounts[i + 1] += high
         mine = Int32(0)
@@ -319,7 +318,7 @@ class _TopK(Fixed):
                 self.sBlock[0, 0], self.sBlock[1, 0] = whole
             self.meet()
             peer = cutlass.min(lane, Int32(c.cluster - 1))
-            blocks = memory.load_2_of_cluster(op.cluster_address(self.sBlock.iterator.toint(), peer))
+            blocks = counters.load_2_of_cluster(op.cluster_address(self.sBlock.iterator.toint(), peer))
             cute.arch.cluster_arrive()  # the last look at another block's memory
             for i in cutlass.range_constexpr(2):
                 earlier = cutlass.select_(lane < rank, blocks[i], Int32(0))

@@ -31,8 +31,7 @@ def trace(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         fake.tensor("f32", (T, c.heads, 1), align=4) if c.q_scale else None,
         k_scale,
         fake.tensor("f32", (T, fake.dim32()), align=4),
-        Int32(0),
-        Int32(0),
+        (Int32(0), Int32(0)),
         fake.stream(),
     ]
     return Scores(c), arguments

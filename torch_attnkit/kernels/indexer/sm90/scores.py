@@ -63,8 +63,7 @@ class Scores(Fixed):
         mQScale: cute.Tensor | None,  # (T, H, 1)
         mKScale: cute.Tensor | None,  # (R, S, 1), of MXFP4 (R, S, D/32)
         mScores: cute.Tensor,  # (T, S), contiguous
-        tokens: Int32,  # of a block
-        ahead: Int32,  # blocks that the machine works on at a time
+        cut: tuple,  # tokens of a block, and blocks that the machine works on at a time
         stream: cuda.CUstream,
     ):
         c = self.c
@@ -82,10 +81,10 @@ class Scores(Fixed):
         by_token = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[1, 2, 0]))
         atom, rows = copies.tma_atom(by_token, layout)
         tensors = (mK, mWeight, mLength, mIds, mTable, mQScale, mKScale, mScores)
-        self.kernel(atom, rows, layout, tensors, (requests, each, tokens, ahead)).launch(
+        self.kernel(atom, rows, layout, tensors, (requests, each, *cut)).launch(
             grid=(
                 (Int32(mScores.shape[1]) + (c.keys - 1)) // c.keys,
-                (each + tokens - 1) // tokens,
+                (each + cut[0] - 1) // cut[0],
                 requests,
             ),
             block=(c.threads, 1, 1),

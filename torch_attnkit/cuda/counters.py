@@ -1,4 +1,4 @@
-"""Accesses to memory that a top-k makes; addresses are shared ones, Int32. Imports cutlass."""
+"""Counters in the shared memory of a block or a cluster; addresses are shared ones, Int32. Imports cutlass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda.asm import asm
+from .asm import asm
 
 
 @dsl_user_op
