@@ -37,6 +37,7 @@ INSTRUCTIONS = {
     ("decode_tcgen05", "sm100"): PREFILL["sm100"],
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "gsb0, 0x1"),
+    ("indexer", "sm90"): ("HGMMA", "UTMALDG"),
 }
 # Few kernels; those of the others are minutes of compiling.
 QUICK = (("norm", "sm90"),)

@@ -38,7 +38,6 @@ EXTRAS = (
     ("nan:k", "fp8", "paged"),
     ("k_scale:255", "mxfp4"),
     ("q_scale:0", "mxfp4"),
-    ("k:inf", "heads"),
 )
 BENCH = {
     f"{FORMATS[bits]}-{t}-{r}x{s}": dict(Tq=t, R=r, S=s, Hi=64, Qb=min(bits, 8) * 16, Ps=64, bits=bits)

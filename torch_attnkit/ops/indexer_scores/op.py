@@ -84,8 +84,8 @@ OP = Op(
         "request_ids": lambda c: c.arg.request_ids is not None,
     },
     kernels=(
-        Kernel("sm90", "bf16 f16", {"Qb": sm90.DIMS["none"]}, "paged request_ids", _needs("none")),
         Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
         Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
+        Kernel("sm90", "bf16 f16", {"Qb": sm90.DIMS["none"]}, "paged request_ids", _needs("none")),
     ),
 )

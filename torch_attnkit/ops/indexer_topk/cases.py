@@ -10,11 +10,12 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.oracle import draws, inputs
 
-# ties: scores are small integers, so that most places are decided by index.
+# ties: scores are small integers, so that most places are decided by index; 2: every third is -inf, every fourth NaN.
 PARITY = {
     "ties": dict(Tq=5, S=130, K=17, ties=1),
     "odd": dict(Tq=3, S=1037, K=512, ties=0),
     "short": dict(Tq=4, S=100, K=512, ties=0),
+    "holes": dict(Tq=6, S=260, K=100, ties=2),
     "cluster": dict(Tq=2, S=20008, K=64, ties=1),
     "rows": dict(Tq=140, S=520, K=33, ties=1),
 }
@@ -23,7 +24,6 @@ DEGENERATE = {
     "no_entries": dict(Tq=2, S=0, K=4, ties=0),
     "empty": dict(Tq=0, S=64, K=8, ties=0),
 }
-EXTRAS = (("nan:scores", "odd"), ("scores:-inf", "short", "k_len"), ("scores:inf", "rows"))
 BENCH = {
     f"{t}x{s}-{k}": dict(Tq=t, S=s, K=k, ties=0)
     for t, s, k in (
@@ -46,6 +46,8 @@ def make(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Tq, S = dims["Tq"], dims["S"]
     scores = inputs.integers(gen, -2, 2, Tq, S).to(dtype) if dims["ties"] else inputs.normal(gen, dtype, Tq, S)
+    if dims["ties"] == 2:
+        scores[:, ::3], scores[:, ::4], scores[:, ::8] = -torch.inf, torch.nan, -torch.nan
     k_len = inputs.lengths(gen, Tq, S) if "k_len" in features else None
     return (scores, k_len), dict(topk=dims["K"])
 
