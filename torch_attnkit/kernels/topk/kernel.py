@@ -160,9 +160,8 @@ class _TopK(Fixed):
         )
         thread, _, _ = cute.arch.thread_idx()
         for sZero in (self.sCounts, self.sFacts):
-            flat = cute.make_tensor(sZero.iterator, cute.make_layout(cute.size(sZero)))
-            for i in cutlass.range(thread, cute.size(sZero), c.threads, unroll=1):
-                flat[i] = Int32(0)
+            for i in cutlass.range(thread, cute.size(sZero) // 4, c.threads, unroll=1):
+                copies.store_words(sZero.iterator.toint() + 16 * i, [Int32(0)] * 4, cute.AddressSpace.smem)
 
     def meet(self) -> None:
         """A barrier of all threads that share the row."""

@@ -38,7 +38,7 @@ def _needs(format: str) -> dict[str, Predicate]:
         f"format must be {format!r}": lambda c: c.arg.format == format,
         f"Hi must be 1 to {sm90.MOST_HEADS}": lambda c: 1 <= c.dim["Hi"] <= sm90.MOST_HEADS,
         "R must be 1 to 65535": lambda c: 1 <= c.dim["R"] < 2**16,
-        "fewer than 2^19 tokens": lambda c: c.dim["Tq"] < 2**19,
+        "fewer than 2^23 tokens": lambda c: c.dim["Tq"] < 2**23,
         "fewer than 2^30 entries": lambda c: c.dim["S"] < 2**30,
     }
 
