@@ -116,7 +116,7 @@ def _split(tensors: dict[str, Any], axes: dict[str, dict[str, int]], size: dict[
 def _bytes(
     tensors: dict[str, Any], axes: dict[str, dict[str, int]], size: dict[str, int], batch: str | None, split: Split
 ) -> int:
-    """What a part takes in float64: its tensors, and for attention a score of each query and key of a sequence.
+    """What a part takes in float64: its tensors, and a score of each query and key of a sequence where there are such.
 
     A tensor that no cut makes smaller does not count, or weights of gigabytes would be read for every row by itself.
     """
@@ -132,6 +132,8 @@ def _bytes(
         queries, keys = list(tensors.values())[:2]
         rows = queries.numel() // max(size["D"], 1) // split.batch // split.kv // split.group  # of all query heads
         taken += rows * keys.numel() // max(size["D"] * size["Hkv"], 1) // max(size.get("B", 1), 1)
+    if {"Hi", "Tq", "Sk"} <= set(size):  # a product of each token, head and key of its request
+        taken += size["Tq"] // split.batch * size["Hi"] * size["Sk"]
     return 8 * taken
 
 
@@ -156,7 +158,7 @@ def _batch(op: Op, tensors: dict[str, Any], axes: dict[str, dict[str, int]], siz
     outputs = [n for n in (*op.mutated, *op.outnames) if n in tensors and tensors[n].dim() >= len(op.spec(n).axes)]
     batch = next((a for a in ("...", "B", "R", "Tq") if size.get(a) and all(n in axes[a] for n in outputs)), None)
     # Tokens of one request cannot be told from another's here.
-    return None if batch == "Tq" and {"R", "B+1"} & set(axes) else batch
+    return None if batch == "Tq" and ({"R", "B+1"} & set(axes) or size.get("Rk", 1) > 1) else batch
 
 
 def _double(value: Any) -> Any:

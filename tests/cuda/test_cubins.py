@@ -38,6 +38,7 @@ INSTRUCTIONS = {
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("sparse", "sm90"): ("HGMMA", "LDGSTS", "gsb0, 0x1"),
+    ("indexer", "sm90"): ("HGMMA", "UTMALDG"),
 }
 # Kernels that decode the next operand while products run: those then wait for all groups but one. Where ptxas makes
 # each product wait for the last (its warnings C7510 to C7513), the waits are for all.

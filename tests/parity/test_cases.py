@@ -69,7 +69,7 @@ def of(every: list[list], pair: tuple) -> itertools.product:
 
 def without(op: Op, feature: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The call with one feature left out. Grouped heads are not: each gets the KV head that a wrong division gives.
-    Scales in the 128x4 order are read as if that were the linear one."""
+    Scales in the 128x4 order are read as if that were the linear one, and of pages others than the table names."""
     values = dict(zip(op.argnames, args, strict=False)) | kwargs
     if feature == "gqa":
         axis = "Hkv"
@@ -77,6 +77,8 @@ def without(op: Op, feature: str, args: tuple, kwargs: dict) -> tuple[tuple, dic
             axes = [a.name for a in op.spec(name).axes]
             if axis in axes and values.get(name) is not None:
                 values[name] = values[name].flip(axes.index(axis))
+    if feature == "paged" and "block_table" in values:
+        values["k"] = values["k"].flip(0)
     if feature == "swizzled":  # the first of the same bytes, read as linear scales
         for scale, named in {"scale": "codes", "w13_scale": "w13", "w2_scale": "w2"}.items():
             if scale in values:

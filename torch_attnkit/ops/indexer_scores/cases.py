@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core.op import Kernel
+from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.formats import mxfp4
-from torch_attnkit.oracle import inputs
+from torch_attnkit.oracle import draws, inputs
 
 FORMATS = {16: "none", 8: "fp8", 4: "mxfp4"}
 
@@ -17,7 +19,9 @@ FORMATS = {16: "none", 8: "fp8", 4: "mxfp4"}
 PARITY = {
     "decode": dict(Tq=3, R=3, S=37, Hi=4, Qb=64, Ps=8, bits=16),
     "heads": dict(Tq=2, R=1, S=130, Hi=64, Qb=128, Ps=64, bits=16),
+    "tokens": dict(Tq=40, R=2, S=300, Hi=10, Qb=128, Ps=32, bits=16),
     "fp8": dict(Tq=10, R=2, S=65, Hi=3, Qb=128, Ps=16, bits=8),
+    "fp8_heads": dict(Tq=3, R=1, S=600, Hi=64, Qb=128, Ps=64, bits=8),
     "fp8_q_scale": dict(Tq=4, R=4, S=9, Hi=2, Qb=128, Ps=4, bits=8, q_scale=1),
     "mxfp4": dict(Tq=10, R=2, S=65, Hi=3, Qb=64, Ps=16, bits=4),
 }
@@ -26,10 +30,19 @@ DEGENERATE = {
     "no_entries": dict(Tq=2, R=2, S=0, Hi=2, Qb=32, Ps=4, bits=16),
     "empty": dict(Tq=0, R=2, S=8, Hi=2, Qb=32, Ps=4, bits=16),
 }
+EXTRAS = (
+    ("nan:q", "tokens", "all"),
+    ("nan:k", "tokens", "all"),
+    ("nan:weights", "heads"),
+    ("nan:q", "fp8"),
+    ("nan:k", "fp8", "paged"),
+    ("k_scale:255", "mxfp4"),
+    ("q_scale:0", "mxfp4"),
+)
 BENCH = {
     f"{FORMATS[bits]}-{t}-{r}x{s}": dict(Tq=t, R=r, S=s, Hi=64, Qb=min(bits, 8) * 16, Ps=64, bits=bits)
     for bits in FORMATS
-    for t, r, s in ((1, 1, 2048), (1, 1, 262144), (16, 16, 8192), (128, 128, 8192), (4096, 1, 32768))
+    for t, r, s in ((1, 1, 2048), (1, 1, 262144), (16, 16, 8192), (128, 128, 8192), (4096, 1, 32768), (1024, 1, 131072))
 }
 
 
@@ -69,6 +82,74 @@ def make(
         k_scale,
     )
     return args, dict(format=FORMATS[bits])
+
+
+def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+    k = d.kernel
+    format = next(name for name in FORMATS.values() if f"format must be {name!r}" in row.needs)
+    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), Qb=k.choice(row.dims["Qb"]), format=format)
+    facts |= dict(H=k.choice((1, 2, 3, 8, 17, 32, 64, 96, 128)), paged=int(k.random() < 0.5), ids=int(k.random() < 0.5))
+    facts |= dict(w32=int(k.random() < 0.5), q_scale=int(k.random() < 0.5))
+    R = d.pick((1, 1, 2, 3))
+    most = max(1, min(d.room.keys, d.room.terms // (facts["H"] * facts["Qb"] * R * 2)))
+    facts["Ps"], S = d.pick((1, 7, 16, 64)), d.size(min(most, 700))
+    S = -(-S // facts["Ps"]) * facts["Ps"] if facts["paged"] else S
+    T = d.pick((0, 1, 2, 3, 11)) if most < 200 else d.pick((1, 2, 5, 33))
+    facts |= dict(R=R, S=S, T=T if facts["ids"] else T * R)
+    facts |= dict(kv_len=d.ragged(min(facts["T"], 6), S), negative=int(d.sometimes(0.2)))
+    facts |= dict(hidden="nan" if d.sometimes(0.6) else "", nan=d.pick("qk") if d.sometimes(0.05) else "")
+    facts |= {"q.at": d.place(3), "k.at": d.place(3), "weights.at": d.place(2), "k_len.at": d.place(1)}
+    return facts | {"k_scale.at": d.place(3), "q_scale.at": d.place(3), "seed": d.call.randrange(1 << 30)}
+
+
+def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``negative``: every third scale is; ``hidden``: what keys, their scales and tables hold where nobody looks."""
+    T, R, S, H, Ps, form = (f[n] for n in ("T", "R", "S", "H", "Ps", "format"))
+    D = f["Qb"] * (2 if form == "mxfp4" else 1)
+    k_len = draws.counts(f["kv_len"], T, S)
+    assert k_len is not None
+    ids = inputs.integers(gen, 0, R - 1, T) if f["ids"] else None
+    owner = torch.arange(T) * R // max(T, 1) if ids is None else ids.long()
+    longest = torch.zeros(R, dtype=torch.int32).scatter_reduce(0, owner, k_len, "amax")  # (R,)
+    seen = torch.arange(S) < longest[:, None]  # (R, S)
+    table, shape = None, (R, S)
+    if f["paged"]:
+        Mp = S // Ps
+        shape = (R * Mp + 1, Ps)
+        table = inputs.block_table(gen, longest, Ps, shape[0], Mp)
+        by_page = torch.zeros(shape, dtype=torch.bool)
+        for r, m in (table >= 0).nonzero().tolist():
+            by_page[table[r, m]] = seen[r, m * Ps : (m + 1) * Ps]
+        seen = by_page
+    q, k = draws.numbers(gen, T, H, D), draws.numbers(gen, *shape, D)
+    if f["nan"] == "q" and q.numel():
+        q.view(-1, D)[0, 0] = torch.nan
+    if f["nan"] == "k" and bool(seen.any()):
+        k[tuple(seen.nonzero()[0])] = torch.nan
+    scales = []
+    for x in (q, k):
+        scale = 0.5 + torch.rand(*x.shape[:-1], 1, generator=gen)
+        scale.view(-1)[::3] *= -1 if f["negative"] else 1
+        scales.append(scale)
+    weights = (draws.numbers(gen, T, H) * (H * D) ** -0.5).to(DTYPES[f["dtype"]])
+    if form == "mxfp4":
+        (q, scales[0]), (k, scales[1]) = mxfp4.quantize(q), mxfp4.quantize(k)
+        if f["hidden"]:
+            scales[1][~seen] = 255
+    else:
+        k, scales[1] = (draws.hide(x, seen, f, name) for x, name in ((k, "k"), (scales[1], "k_scale")))
+        q, k = (draws.cast(x, "f8e4m3" if form == "fp8" else f["dtype"]) for x in (q, k))
+    args = (
+        q,
+        k,
+        weights.float() if form == "none" and f["w32"] else weights,
+        k_len,
+        ids,
+        table,
+        scales[0] if form == "mxfp4" or (form == "fp8" and f["q_scale"]) else None,
+        scales[1] if form != "none" else None,
+    )
+    return args, dict(format=form)
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:

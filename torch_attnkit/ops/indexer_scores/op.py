@@ -10,9 +10,10 @@ per 32.
 Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19348).
 """
 
-from torch_attnkit.core import Op
-from torch_attnkit.core.op import Call
+from torch_attnkit.core import Kernel, Op
+from torch_attnkit.core.op import Call, Predicate
 from torch_attnkit.core.spec import DTYPES, short
+from torch_attnkit.kernels.indexer.sm90 import plan as sm90
 
 _CODES = {"fp8": DTYPES["f8e4m3"], "mxfp4": DTYPES["u8"]}
 _SCALES = {"fp8": DTYPES["f32"], "mxfp4": DTYPES["u8"]}
@@ -29,6 +30,17 @@ def _dtypes(c: Call) -> bool:
             accepted = f"accepted with format {c.arg.format!r}: {short(dtype)}"
             raise TypeError(f"{c.op}: {name} is {short(tensor.dtype)}, {accepted}")
     return True
+
+
+def _needs(format: str) -> dict[str, Predicate]:
+    """What the kernels need besides."""
+    return {
+        f"format must be {format!r}": lambda c: c.arg.format == format,
+        f"Hi must be 1 to {sm90.MOST_HEADS}": lambda c: 1 <= c.dim["Hi"] <= sm90.MOST_HEADS,
+        "R must be 1 to 65535": lambda c: 1 <= c.dim["R"] < 2**16,
+        "fewer than 2^23 tokens": lambda c: c.dim["Tq"] < 2**23,
+        "fewer than 2^30 entries": lambda c: c.dim["S"] < 2**30,
+    }
 
 
 OP = Op(
@@ -71,4 +83,9 @@ OP = Op(
         "paged": lambda c: c.arg.block_table is not None,
         "request_ids": lambda c: c.arg.request_ids is not None,
     },
+    kernels=(
+        Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
+        Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
+        Kernel("sm90", "bf16 f16", {"Qb": sm90.DIMS["none"]}, "paged request_ids", _needs("none")),
+    ),
 )

@@ -7,7 +7,7 @@ device.
 Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19348).
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
 
 OP = Op(
     schema="indexer_topk(Tensor scores, Tensor? k_len=None, *, int topk) -> Tensor indices",
@@ -15,4 +15,15 @@ OP = Op(
     derive={"K": lambda c: c.arg.topk},
     where={"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features={"k_len": lambda c: c.arg.k_len is not None},
+    kernels=(
+        Kernel(
+            "cuda",
+            "f32 bf16 f16",
+            features="k_len",
+            needs={
+                "fewer than 2^28 rows": lambda c: c.dim["Tq"] < 2**28,
+                "fewer than 2^30 entries, and as many to choose": lambda c: max(c.dim["S"], c.dim["K"]) < 2**30,
+            },
+        ),
+    ),
 )

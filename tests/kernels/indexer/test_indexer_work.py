@@ -1,0 +1,99 @@
+"""The indexer's kernel on a simulated H200: what no caller should pass, negative scales, who looks at which key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit.formats import mxfp4
+from torch_attnkit.ops.indexer_scores.reference import reference
+from torch_attnkit.oracle import compare
+from torch_attnkit.sim import ptx
+
+pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.seconds(600)]
+
+op = torch.ops.attnkit.indexer_scores
+I32 = torch.iinfo(torch.int32)
+
+
+def simulated(*args, seed=0, **kwargs):
+    with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
+        return op(*args, **kwargs), launches
+
+
+def right(got, args, **kwargs):
+    wide = [*args[:2], args[2].double(), *args[3:]]
+    compare.check("scores", got, reference(*args, **kwargs), reference(*wide, **kwargs))
+
+
+def inputs(T=5, R=2, S=300, H=6, D=128, seed=0):
+    """q, k and weights, and lengths of which one ends in the second block of 256 keys, one is 0, and one is all."""
+    gen = torch.Generator().manual_seed(seed)
+    q, k, weights = (torch.randn(*shape, generator=gen) for shape in ((T, H, D), (R, S, D), (T, H)))
+    return q, k, weights, torch.tensor([270, 0, 10, S, 1][:T], dtype=torch.int32)
+
+
+def test_lengths_requests_and_pages_that_are_refused_on_the_cpu_lead_nowhere():
+    q, k, weights, _ = inputs()
+    q, pool = q.bfloat16(), torch.full((20, 30, 128), torch.nan).bfloat16()
+    k_len = torch.tensor([I32.max, I32.min, -1, 301, 300], dtype=torch.int32)
+    ids = torch.tensor([I32.max, 1, I32.min, -1, 1], dtype=torch.int32)
+    table = torch.arange(20, dtype=torch.int32).view(2, 10)
+    pool[table.long()] = k.unflatten(1, (10, 30)).bfloat16()
+    table[0, 3], table[0, 7], table[1, 0], table[1, 9] = -1, 20, I32.max, I32.min
+    for seed in (0, 1):
+        got, launches = simulated(q, pool, weights, k_len, ids, table, seed=seed)
+        assert len(launches) == 1
+        # Out of range means the nearest; a page that is not there holds zeros.
+        keys = k.bfloat16()
+        for r, page in ((0, 3), (0, 7), (1, 0), (1, 9)):
+            keys[r, 30 * page : 30 * page + 30] = 0
+        right(got, (q, keys, weights, k_len.clamp(0, 300), ids.clamp(0, 1)))
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_scales_may_be_negative(seed):
+    """relu(s x) is not s relu(x): k has the signs of its scales before the products, and so has q."""
+    q, k, weights, k_len = inputs(T=4)
+    gen = torch.Generator().manual_seed(1)
+    scale_q, scale_k = (torch.randn(*t.shape[:-1], 1, generator=gen) for t in (q, k))
+    args = (*(t.to(torch.float8_e4m3fn) for t in (q, k)), weights.bfloat16(), k_len, None, None, scale_q, scale_k)
+    right(simulated(*args, format="fp8", seed=seed)[0], args, format="fp8")
+
+
+def test_every_number_of_mxfp4_is_decoded():
+    """All codes under all scales, a key for each scale; token t looks at one code, or at minus it."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    k = torch.zeros(1, 256, 64, dtype=torch.uint8)
+    k[0, :, :8] = codes[::2] | codes[1::2] << 4
+    scale = torch.full((1, 256, 4), 127, dtype=torch.uint8)
+    scale[0, :, 0] = torch.arange(256)
+    unit = torch.zeros(32, 1, 128)
+    unit[torch.arange(16), 0, codes.long()] = 1.0
+    unit[16:] = -unit[:16]
+    q, q_scale = mxfp4.quantize(unit)
+    args = (q, k, torch.ones(32, 1), torch.full((32,), 256, dtype=torch.int32), None, None, q_scale, scale)
+    got, want = simulated(*args, format="mxfp4")[0], reference(*args, format="mxfp4")
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+def test_keys_that_no_token_of_the_block_sees_are_not_looked_at():
+    """Tokens see 270 keys at most; those behind them would lie in a page that is not there."""
+    q, k, weights, k_len = inputs(T=3, R=1, S=300)
+    table = torch.full((1, 10), I32.max, dtype=torch.int32)
+    table[0, :9] = torch.arange(9)
+    k = k[0, :270].unflatten(0, (9, 30)).bfloat16().contiguous()
+    args = (q.bfloat16(), k, weights, k_len, None, table)
+    right(simulated(*args)[0], args)
+
+
+def test_a_token_takes_few_instructions():
+    """64 heads of 128 against 256 keys, a block's start divided by 8 tokens. Seen: 2,674 of PTX."""
+    q, k, weights, _ = inputs(T=8, R=1, S=256, H=64)
+    lengths = torch.full((8,), 256, dtype=torch.int32)
+    _, launches = simulated(q.bfloat16(), k.bfloat16(), weights, lengths)
+    assert launches[0].counters["instructions"] <= 8 * 2_800

@@ -1,0 +1,32 @@
+"""How rows of scores are spread over blocks and threads."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from torch_attnkit.kernels.topk.plan import LANES, PER_THREAD, configure
+
+SMS = 132
+SIZES = (1, 31, 520, 2048, 8192, 20008, 32768, 65536, 262144, 300000, 1 << 20)
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_every_score_has_a_thread_and_a_bit(width):
+    for entries, rows in itertools.product(SIZES, (1, 32, 64, 4096)):
+        c = configure(entries, rows, width, SMS)
+        assert c.threads % LANES == 0 and c.threads <= 1024 and 2048 % c.threads == 0
+        assert c.width * c.vectors <= PER_THREAD and LANES % c.width == 0
+        assert c.resident == (c.cluster * c.warps * c.tile >= entries)
+        assert c.cluster == 1 or c.threads == 1024  # the blocks of a cluster sum two bins a thread
+
+
+def test_rows_up_to_262144_are_read_once():
+    assert [s for s in SIZES if not configure(s, 1, 4, SMS).resident] == [300000, 1 << 20]
+
+
+def test_few_long_rows_fill_the_machine_and_many_rows_have_small_blocks():
+    spread = lambda entries, rows: (lambda c: (c.cluster, c.threads))(configure(entries, rows, 4, SMS))
+    assert spread(65536, 1) == (8, 1024) and spread(65536, 32) == (4, 1024)
+    assert spread(8192, 64) == (1, 1024) and spread(8192, 4096) == (1, 256)

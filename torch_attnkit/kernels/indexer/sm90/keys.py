@@ -1,0 +1,169 @@
+"""Keys of an indexer from device memory to the first operand of ``wgmma``, decoded on the way. Imports cutlass.
+
+A step of a product takes 32 bytes of a row, 16 numbers of 16 bits: lane q of a quad has words q and q + 4. The lanes
+load 16 bytes each instead, of rows in any place, and exchange what they have loaded among themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint8, const_expr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from torch_attnkit.cuda import copies, l2
+from torch_attnkit.cuda.asm import asm
+from torch_attnkit.cuda.fp4 import permute_bytes
+from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.cuda.sm90.softmax import transpose_quads
+
+from .plan import Config
+
+QUAD = 4  # lanes that share a row
+_BYTES = 16  # of a row that a lane loads at a time
+_SIGNS = -0x7F7F7F80  # of four E4M3 codes
+_TWO_TO_126 = 0x7E807E80  # two bf16
+
+
+@dataclass
+class Keys(Fixed):
+    """What a lane has of 64 keys: the first operand, and of two rows their numbers and scales."""
+
+    rA: cute.Tensor
+    rows: list[Int32]
+    scales: list[Float32]
+
+
+class Tensors(Fixed):
+    """The arguments of the kernel that do not go by TMA."""
+
+    def __init__(self, *tensors: Any):
+        (self.mK, self.mWeight, self.mLength, self.mIds, self.mTable, self.mQScale, self.mKScale, self.mScores) = (
+            tensors
+        )
+
+
+@cute.jit
+def load(c: cutlass.Constexpr, t: Tensors, mma: cute.TiledMma, request: Int32, row: Int32, longest: Int32):
+    """Rows ``row`` and 8 below it of the request's keys; zeros from ``longest`` on."""
+    mine = mma.get_slice(cute.arch.thread_idx()[0] % 128)
+    rA = mine.make_fragment_A(mine.partition_shape_A((64, c.dim)))
+    words = cute.recast_tensor(rA, Int32)
+    lane = cute.arch.lane_idx() % QUAD
+    scales = []
+    for r in cutlass.range_constexpr(2):
+        place, entry, there = _place(c, t, request, row + 8 * r, longest)
+        scale = Float32(1)
+        if const_expr(c.k_scale):
+            if there:
+                scale = Float32(t.mKScale[place, entry, 0])
+        factors = []
+        if const_expr(c.stored == "mxfp4"):
+            factors = [_factor(t, place, entry, there, i) for i in range(QUAD)]
+        for i in cutlass.range_constexpr(c.row_bytes // (QUAD * _BYTES)):
+            rBytes = cute.make_rmem_tensor(_BYTES, Uint8)
+            rBytes.fill(0)
+            if there:
+                rPart = cute.recast_tensor(rBytes, t.mK.element_type)
+                at = t.mK[place, entry, None].iterator + (i * QUAD + lane) * cute.size(rPart)
+                _load(c, at, rPart)
+            loaded = cute.recast_tensor(rBytes, Int32)
+            loaded = [loaded[j] for j in range(4)]
+            if const_expr(c.stored == "f8e4m3"):
+                flip = cutlass.select_(scale < 0, Int32(_SIGNS), Int32(0))
+                loaded = [word ^ flip for word in loaded]
+            steps = _operands(c, loaded, factors)
+            for step in cutlass.range_constexpr(len(steps)):
+                for half in cutlass.range_constexpr(2):
+                    words[(0, r, half), 0, len(steps) * i + step] = steps[step][half]
+        scales.append(Float32(cutlass.select_(scale < 0, -scale, scale)))  # the keys have its sign
+    return Keys(rA, [row, row + 8], scales)
+
+
+@cute.jit
+def prefetch(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
+    """Bring a key that another block will load to the cache."""
+    place, entry, there = _place(c, t, request, row, longest)
+    if there:
+        at = t.mK[place, entry, None].iterator.toint()
+        for i in cutlass.range_constexpr(0, c.row_bytes, l2.LINE):
+            l2.prefetch(at + i)
+
+
+@cute.jit
+def _place(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
+    """Where a key is, and whether it may be looked at: whatever a table holds, nothing outside the tensor is."""
+    there = row < longest
+    place, entry = request, row
+    if const_expr(c.paged):
+        size = Int32(t.mK.shape[1])
+        place, entry = Int32(0), row % size
+        if there:
+            place = Int32(t.mTable[request, row // size])
+            there = (place >= 0) & (place < t.mK.shape[0])
+    return place, entry, there
+
+
+@cute.jit
+def _load(c: cutlass.Constexpr, at: Any, rPart: cute.Tensor):
+    """16 bytes, by loads as wide as all rows allow."""
+    count = const_expr(c.load // (rPart.element_type.width // 8))
+    for i in cutlass.range_constexpr(cute.size(rPart) // count):
+        copies.load(at + i * count, cute.local_tile(rPart, (count,), (i,)))
+
+
+@cute.jit
+def _factor(t: Tensors, place: Int32, entry: Int32, there: cutlass.Boolean, block: cutlass.Constexpr):
+    """The scale of a block of a row, 2^(byte - 127), twice as bf16; 255 is NaN, and that of 0 is subnormal."""
+    byte = Int32(127)
+    if there:
+        byte = Int32(t.mKScale[place, entry, block])
+    bits = cutlass.select_(byte == 0, Int32(0x40), byte << 7)
+    return cutlass.select_(byte == 255, Int32(0x7FC0), bits) * 0x10001
+
+
+def _operands(c: Config, loaded: list[Int32], factors: list[Int32]) -> list[tuple[Int32, Int32]]:
+    """16 bytes a lane to this lane's two words of each step of a product that they are for, in order."""
+    lane = cute.arch.lane_idx() % QUAD
+    if c.stored == c.dtype:
+        words = transpose_quads(loaded, lane)  # q and q + 4 of one step, then of the next
+        return [(words[0], words[1]), (words[2], words[3])]
+    if c.stored == "f8e4m3":
+        # Halves of words are pairs: each lane has a step's eight, of which lane q of the quad wants q and q + 4.
+        mixed = [permute_bytes(loaded[j // 2], loaded[j // 2 + 2], 0x7632 if j % 2 else 0x5410) for j in range(4)]
+        return [_of_e4m3(word) for word in transpose_quads(mixed, lane)]
+    # Bytes are pairs: each lane has two steps of eight, of which lane q wants q and q + 4 of both.
+    mixed = []
+    for j in range(4):
+        low = permute_bytes(loaded[0], loaded[1], 0x40 + 0x11 * j)  # bytes j and j + 4
+        high = permute_bytes(loaded[2], loaded[3], 0x40 + 0x11 * j)
+        mixed.append(permute_bytes(low, high, 0x5410))
+    steps = []
+    for word, factor in zip(transpose_quads(mixed, lane), factors, strict=True):
+        pairs = [_of_e2m1(word >> (8 * i), factor) for i in range(4)]
+        steps += [(pairs[0], pairs[1]), (pairs[2], pairs[3])]
+    return steps
+
+
+@dsl_user_op
+def _of_e4m3(codes: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
+    """Four E4M3 codes as two pairs of float16, which holds them exactly."""
+    text = (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+    )
+    return asm([Int32] * 2, [codes], text, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _of_e2m1(pair: Int32, factor: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two E2M1 codes, in bits 0..3 and 4..7, times their scale as bf16: exact, unless it is beyond bf16.
+
+    Moved to where a bf16 has its exponent's last bits, a code is its number times 2^-126.
+    """
+    both = (pair & 0xF) | ((pair & 0xF0) << 12)
+    bits = ((both & 0x00070007) << 6) | ((both & 0x00080008) << 12)
+    text = "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $2; mul.rn.bf16x2 $0, t, $3; }"
+    return asm(Int32, [Int32(x) for x in (bits, _TWO_TO_126, factor)], text, loc=loc, ip=ip)

@@ -1,0 +1,1 @@
+"""The largest entries of rows."""

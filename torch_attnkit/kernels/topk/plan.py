@@ -1,0 +1,61 @@
+"""How a top-k spreads its rows over blocks and threads. Imports no cutlass.
+
+A row belongs to a block or to a cluster of them. Each thread keeps up to ``PER_THREAD`` scores in registers, so a row
+of up to 262,144 crosses device memory once; a longer one is read anew, from the cache, for every pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PER_THREAD = 32  # scores of a thread: one bit each in a word
+_STREAMED = 16  # the same where they are read anew for every pass
+LANES = 32
+_MOST_THREADS, _MOST_BLOCKS = 1024, 8  # of a block, of a cluster
+_LEAST_THREADS = 256
+_SHARE = 8192  # scores of a block below which a row is not spread over more blocks
+_REGISTERS = 64  # of a thread that holds PER_THREAD scores
+_FILE = 1 << 16  # registers of a multiprocessor
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int  # elements of a load
+    vectors: int  # loads of a thread, at a time
+    threads: int
+    cluster: int  # blocks that share a row
+    resident: bool  # whether the threads of a row hold it in registers
+
+    @property
+    def warps(self) -> int:
+        return self.threads // LANES
+
+    @property
+    def tile(self) -> int:
+        """Scores that a warp works on at a time; they follow one another."""
+        return LANES * self.width * self.vectors
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a multiprocessor shall hold."""
+        return max(1, _FILE // (_REGISTERS * self.threads))
+
+
+def configure(entries: int, rows: int, width: int, sms: int) -> Config:
+    """The spread of rows of ``entries`` scores that loads of ``width`` elements can read."""
+    cluster = 1
+    while cluster < _MOST_BLOCKS and (
+        entries > cluster * _MOST_THREADS * PER_THREAD
+        or (2 * cluster * rows <= sms and entries >= 2 * cluster * _SHARE)
+    ):
+        cluster *= 2
+    share = -(-entries // cluster)  # of a block
+    threads = _MOST_THREADS
+    if cluster == 1:
+        # Few rows: a load for each thread. Many: small blocks, of which one computes while another waits for memory.
+        each = width if rows <= sms else PER_THREAD
+        threads = min(threads, max(_LEAST_THREADS, 1 << (-(-share // each) - 1).bit_length()))
+    vectors = max(1, -(-share // (threads * width)))
+    if vectors * width > PER_THREAD:
+        return Config(width, _STREAMED // width, threads, cluster, resident=False)
+    return Config(width, vectors, threads, cluster, resident=True)

@@ -1,0 +1,10 @@
+"""indexer_topk on Hopper and Blackwell: the kernel is the family ``kernels/topk``."""
+
+from __future__ import annotations
+
+from torch_attnkit.core.family import solved_by
+from torch_attnkit.kernels.topk.launch import launcher
+
+from .problem import operands, problem
+
+build = solved_by(launcher, problem, operands)
