@@ -25,9 +25,10 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     p = problem
     if p.tokens == 0 or p.heads == 0:
         return lambda operands: None
-    family = f"torch_attnkit.kernels.sparse.{target.arch}"
-    cut = importlib.import_module(f"{family}.plan").plan(p, driver.sm_count(p.device))
-    run = compile.launcher(target, p.device, f"{family}.kernel", dtype=short(p.dtype), **cut.sizes)
+    plan = importlib.import_module(f"torch_attnkit.kernels.sparse.{target.arch}.plan").plan
+    cut = plan(p, driver.sm_count(p.device))
+    kernel = f"torch_attnkit.kernels.sparse.{target.arch}.kernel"
+    run = compile.launcher(target, p.device, kernel, dtype=short(p.dtype), **cut.sizes)
     entries = p.entries if p.requests else 0
     numbers = (
         p.factor * LOG2_E, _LAG if p.normalize else 0.0, min(p.window, MOST), entries,
