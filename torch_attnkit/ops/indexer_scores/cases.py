@@ -88,14 +88,16 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     k = d.kernel
     format = next(name for name in FORMATS.values() if f"format must be {name!r}" in row.needs)
     facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), Qb=k.choice(row.dims["Qb"]), format=format)
-    facts |= dict(H=k.choice((1, 2, 3, 8, 17, 32, 64, 96, 128)), paged=int(k.random() < 0.5), ids=int(k.random() < 0.5))
+    facts |= dict(
+        H=k.choice((1, 2, 3, 8, 17, 32, 64, 96, 128)), paged=int(k.random() < 0.5), named=int(k.random() < 0.5)
+    )
     facts |= dict(w32=int(k.random() < 0.5), q_scale=int(k.random() < 0.5))
     R = d.pick((1, 1, 2, 3))
     most = max(1, min(d.room.keys, d.room.terms // (facts["H"] * facts["Qb"] * R * 2)))
     facts["Ps"], S = d.pick((1, 7, 16, 64)), d.size(min(most, 700))
     S = -(-S // facts["Ps"]) * facts["Ps"] if facts["paged"] else S
     T = d.pick((0, 1, 2, 3, 11)) if most < 200 else d.pick((1, 2, 5, 33))
-    facts |= dict(R=R, S=S, T=T if facts["ids"] else T * R)
+    facts |= dict(R=R, S=S, T=T if facts["named"] else T * R)
     facts |= dict(kv_len=d.ragged(min(facts["T"], 6), S), negative=int(d.sometimes(0.2)))
     facts |= dict(hidden="nan" if d.sometimes(0.6) else "", nan=d.pick("qk") if d.sometimes(0.05) else "")
     facts |= {"q.at": d.place(3), "k.at": d.place(3), "weights.at": d.place(2), "k_len.at": d.place(1)}
@@ -108,7 +110,7 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     D = f["Qb"] * (2 if form == "mxfp4" else 1)
     k_len = draws.counts(f["kv_len"], T, S)
     assert k_len is not None
-    ids = inputs.integers(gen, 0, R - 1, T) if f["ids"] else None
+    ids = inputs.integers(gen, 0, R - 1, T) if f["named"] else None
     owner = torch.arange(T) * R // max(T, 1) if ids is None else ids.long()
     longest = torch.zeros(R, dtype=torch.int32).scatter_reduce(0, owner, k_len, "amax")  # (R,)
     seen = torch.arange(S) < longest[:, None]  # (R, S)
