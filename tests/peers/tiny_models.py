@@ -13,6 +13,8 @@ import torch
 import transformers
 from torch import nn
 
+from torch_attnkit.integrations.transformers import routers
+
 _BASE = dict(vocab_size=128, hidden_size=64, num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 _DENSE = dict(intermediate_size=128, num_hidden_layers=2, num_key_value_heads=2, head_dim=16)
 _SOFTCAP = dict(query_pre_attn_scalar=16, sliding_window=8)
@@ -112,3 +114,13 @@ def modules(model: nn.Module, part: str) -> list[Any]:
 def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     """Token ids (batch, length) that no special token is among."""
     return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def frozen(model: Any) -> Any:
+    return model.requires_grad_(False)
+
+
+def with_our_routers(model: Any) -> Any:
+    for module in model.modules():
+        module.__class__ = routers.SWAPS.get(type(module), type(module))
+    return model
