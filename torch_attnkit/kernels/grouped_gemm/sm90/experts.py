@@ -28,6 +28,7 @@ from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
+from .codes import await_copies, copy_codes
 from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, SPAN, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
 from .factors import Factors, Lines, prefetch_biases
@@ -87,6 +88,16 @@ class Product:
                 cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
 
     @cute.jit
+    def copy_codes(
+        self, flags: Flags, weights: Matrices, ring: Ring, shared: Shared, tile: WorkTile, fills: Fills
+    ):
+        """The same where rows start or end between those places that TMA takes."""
+        for k in cutlass.range(fills.steps, unroll=1):
+            n = fills.first + k
+            full = ring.await_empty(n)
+            copy_codes(self.c, flags, weights, tile, k, shared.weights(ring.slot(n)), full)
+
+    @cute.jit
     def load_factors(
         self, flags: Flags, weights: Matrices, part: Int32, lines: Any, ring: Ring, shared: Shared, tile: WorkTile,
         fills: Fills,
@@ -127,7 +138,9 @@ class Experts:
     ):
         """``x``: (parts of tokens, whole stages), to be written, as ``Tensors.h`` is."""
         self.prepare.launch(tensors, x, scalars, prepare_blocks, stream)
-        up_loads, down_loads = (loads(p.c, *p.of(tensors, scalars)) for p in (self.up, self.down))
+        up_loads, down_loads = (
+            loads(p.c, *p.of(tensors, scalars)) if self.c.by_tma else None for p in (self.up, self.down)
+        )
         self.kernel(tensors, x, scalars, up_loads, down_loads).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
             preferred_smem_carveout=100, use_pdl=True,
@@ -138,7 +151,7 @@ class Experts:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         table = (
-            ("stages", self.c.stages, 3, CONSUMERS), ("announced", TILES, 1, 1 + self.c.factor_warps),
+            ("stages", self.c.stages, self.c.code_arrivals + 2, CONSUMERS), ("announced", TILES, 1, 1 + self.c.factor_warps),
             ("tiles", TILES, 1, CONSUMERS + 2), ("done", COMBINERS, CONSUMERS, 1),
         )  # fmt: skip
         made = rings(memory, warp, table)
@@ -147,8 +160,9 @@ class Experts:
         lines = Lines(self.c, memory, warp) if self.c.line_bytes else None
         sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
         if warp == CODES:
-            cpasync.prefetch_descriptor(up_loads.atom)
-            cpasync.prefetch_descriptor(down_loads.atom)
+            if const_expr(self.c.by_tma):
+                cpasync.prefetch_descriptor(up_loads.atom)
+                cpasync.prefetch_descriptor(down_loads.atom)
         ticket = Int32(0)
         if warp == SCHEDULER:  # before all else: every other role waits for it
             ticket = take(tensors)
@@ -164,8 +178,13 @@ class Experts:
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CODES:
-                codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
-                self._bring(tensors, tiles, *codes)
+                if const_expr(self.c.by_tma):
+                    codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
+                    self._bring(tensors, tiles, *codes)
+                else:
+                    copied = (partial(p.copy_codes, *p.of(tensors, scalars), ring, shared) for p, _ in products)
+                    self._bring(tensors, tiles, *copied)
+                    await_copies()
             elif warp == TOKENS:
                 self._load_tokens(tensors, x, rows.up, ring, tiles, shared)
             elif warp == SCHEDULER:
