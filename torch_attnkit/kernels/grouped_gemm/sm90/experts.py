@@ -1,7 +1,7 @@
 """Routed experts with FP4 weights for few tokens an expert on Hopper: weights are the first operand of ``mma.sync``.
 
     8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
-    1 warp         weights of a stage by TMA
+    1 warp         weights of a stage by TMA, or where it takes no such rows by cp.async (codes.py)
     1 warp         tokens of a stage, a bulk copy each, from rows that prepare.py made or that the first product left
     1 warp         takes work tiles, and knows them ahead (schedule.py)
     2 warps        say that a part of h is there; in the second product add up tokens' results
@@ -88,9 +88,7 @@ class Product:
                 cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
 
     @cute.jit
-    def copy_codes(
-        self, flags: Flags, weights: Matrices, ring: Ring, shared: Shared, tile: WorkTile, fills: Fills
-    ):
+    def copy_codes(self, flags: Flags, weights: Matrices, ring: Ring, shared: Shared, tile: WorkTile, fills: Fills):
         """The same where rows start or end between those places that TMA takes."""
         for k in cutlass.range(fills.steps, unroll=1):
             n = fills.first + k
@@ -151,7 +149,8 @@ class Experts:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         table = (
-            ("stages", self.c.stages, self.c.code_arrivals + 2, CONSUMERS), ("announced", TILES, 1, 1 + self.c.factor_warps),
+            ("stages", self.c.stages, self.c.code_arrivals + 2, CONSUMERS),
+            ("announced", TILES, 1, 1 + self.c.factor_warps),
             ("tiles", TILES, 1, CONSUMERS + 2), ("done", COMBINERS, CONSUMERS, 1),
         )  # fmt: skip
         made = rings(memory, warp, table)

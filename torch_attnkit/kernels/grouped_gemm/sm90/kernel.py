@@ -17,8 +17,8 @@ def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
     row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``experts``: room for so many; ``row_warps`` and ``code_alignment`` as in ``Config``; ``scale_vectors``: of both products the bytes of
-    scales that a load takes; ``by_warp``: whether slots are few enough for ``SortByWarp``."""
+    """``experts``: room for so many; ``row_warps`` and ``code_alignment`` as in ``Config``; ``scale_vectors``: of both
+    products the bytes of scales that a load takes; ``by_warp``: whether slots are few enough for ``SortByWarp``."""
     up, down = (
         Config(format, row_warps, dtype, activations, columns, paired, vector, code_alignment)
         for paired, vector in zip((True, False), scale_vectors, strict=True)
@@ -36,7 +36,9 @@ def trace_wgmma(
     """The same for many tokens an expert; ``token_widths`` and ``group`` as in ``WgmmaConfig``, ``warps``
     those that multiply."""
     up, down = (
-        WgmmaConfig(format, warps, dtype, activations, token_widths[-1], paired, vector, code_alignment, token_widths, group)
+        WgmmaConfig(
+            format, warps, dtype, activations, token_widths[-1], paired, vector, code_alignment, token_widths, group
+        )
         for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, code_alignment)

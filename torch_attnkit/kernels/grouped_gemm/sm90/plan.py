@@ -143,8 +143,7 @@ def _config(p: Problem, row_warps: int, columns: int) -> Config:
 
 
 def _code_alignment(p: Problem) -> int:
-    """8 if a row of NVFP4 has an odd number of blocks, so that it ends, and mostly the next one starts, in the middle of
-    16 bytes."""
+    """8 if a row of NVFP4 has an odd number of blocks: it ends, and mostly the next one starts, amid 16 bytes."""
     steps = (step for w in (p.up, p.down) for step in (w.columns // 2, w.row, w.expert))
     return math.gcd(CODE_ALIGNMENT, *steps)
 

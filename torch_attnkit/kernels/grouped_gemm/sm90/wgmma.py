@@ -1,6 +1,6 @@
 """Routed experts with FP4 weights for many tokens an expert on Hopper: weights are the first operand of ``wgmma``.
 
-    1 warp         weights of a stage by TMA
+    1 warp         weights of a stage by TMA, or where it takes no such rows by cp.async (codes.py)
     1 warp         tokens by TMA, from rows in the order of experts (permute.py)
     2 warps        scales of half of a stage's rows, turned into factors (factors.py)
     8 or 12 warps  warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
@@ -335,9 +335,7 @@ class Product:
                 n += 1
 
     @cute.jit
-    def _copy_codes(
-        self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, turns: Int32, slots: Slots
-    ):
+    def _copy_codes(self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, turns: Int32, slots: Slots):
         """The same where rows start or end between those places that TMA takes."""
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
