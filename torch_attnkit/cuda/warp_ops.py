@@ -98,13 +98,6 @@ def copy_4_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None,
 
 
 @dsl_user_op
-def copy_8_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """The same with 8 bytes."""
-    text = "cp.async.ca.shared.global [$0], [$1], 8, $2;"
-    asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
 def load_pair(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """4 bytes of device memory that nothing writes while the kernel runs."""
     return asm(Int32, [source], "ld.global.nc.b32 $0, [$1];", loc=loc, ip=ip)

@@ -3,11 +3,14 @@ warp copy 8 bytes each, to the places that TMA would have swizzled them to. Impo
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.asm import asm
 
 from .arguments import Flags, Matrices
 from .config import Config
@@ -17,6 +20,13 @@ from .shared import ROW_BYTES
 _EACH = 8  # bytes
 _LANES = ROW_BYTES // _EACH  # that have a row of a box
 _ABREAST = 32 // _LANES  # rows
+
+
+@dsl_user_op
+def _copy_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """8 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is 8."""
+    text = "cp.async.ca.shared.global [$0], [$1], 8, $2;"
+    asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
 
 
 @cute.jit
@@ -40,7 +50,7 @@ def copy_codes(
             row = cutlass.min(_row(c, flags, tile, local, rows), rows - 1)
             place = ((part // 2) ^ (local & 7)) * 16 + part % 2 * _EACH
             source = base + Int64(row) * codes.stride[1] + cutlass.min(column, nbytes - _EACH)
-            op.copy_8_async(boxes + (box * c.rows + local) * ROW_BYTES + place, source, valid)
+            _copy_async(boxes + (box * c.rows + local) * ROW_BYTES + place, source, valid)
     cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
 
