@@ -63,6 +63,10 @@ SHAPES = {
     "scales by a copy, slices of two warps": (
         7, dict(Tq=7, N=576, M=192, E=3, K=2, blk=32, act=3), torch.bfloat16, ("interleaved", "limit"),
     ),
+    "an odd number of blocks, slices of two warps": (
+        9, dict(Tq=3, N=528, M=304, E=5, K=2), torch.bfloat16, ("interleaved", "swizzled"),
+    ),
+    "an odd number of blocks, rounded": (1, dict(Tq=19, N=112, M=272, E=3, K=2, act=1), torch.float16, ("bias",)),
 }  # fmt: skip
 
 
@@ -161,6 +165,20 @@ def test_few_tokens_slice_k_and_work_tiles_are_as_wide_as_experts_have_tokens():
     assert plans[128].row_warps == 8
     assert [p.columns for p in plans.values()] == [8, 8, 8, 16, 32]
     assert plan(problem(900, torch.float16), 132).row_warps == 8
+
+
+def test_rows_of_codes_that_tma_does_not_take_are_those_that_start_or_end_at_odd_multiples_of_8_bytes():
+    up, down = problem(8).up, problem(8).down
+    odd = Weights(4096, 4080, 4096 * 2040, 2040, 4096 * 255, 255, 255)
+    apart = replace(odd, row=2048, expert=4096 * 2048)
+    many = 6000
+    for tokens in (8, many):
+        p = problem(tokens)
+        alignments = [
+            plan(replace(p, up=u, down=d), 132).code_alignment
+            for u, d in ((up, down), (odd, down), (up, odd), (apart, down), (replace(up, row=2056), down))
+        ]
+        assert alignments == [16, 8, 8, 8, 8]
 
 
 def test_rows_of_scales_that_straddle_words_come_together_where_that_costs_no_stage():

@@ -48,6 +48,8 @@ CASES = {
     "rounded to NVFP4": (dict(Tq=90, N=160, M=96, E=3, K=2, act=1), ("global_scale", "bias"), ragged, 2),
     "rounded to MXFP8": (dict(Tq=60, N=96, M=160, E=2, K=2, blk=32, act=3), ("interleaved",), as_drawn, 3),
     "rounded to MXFP4 by three warpgroups": (dict(Tq=90, N=96, M=224, E=2, K=1, blk=32, act=2), (), as_drawn, 4),
+    "an odd number of blocks": (dict(Tq=60, N=304, M=112, E=2, K=2), ("bias", "global_scale"), as_drawn, 2),
+    "an odd number of blocks, rounded": (dict(Tq=90, N=112, M=176, E=3, K=1, act=1), ("interleaved",), as_drawn, 1),
     "widths of many tokens": (dict(Tq=430, N=128, M=128, E=2, K=1), ("limit",), as_drawn, 4),
     "widths of some tokens": (dict(Tq=250, N=288, M=160, E=3, K=1, blk=32), ("swizzled",), as_drawn, 0),
     "sorted by several blocks": (dict(Tq=700, N=128, M=64, E=3, K=2), (), as_drawn, 2),

@@ -35,7 +35,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
             special = dict(trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
         return compile.launcher(
             target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
-            format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors, **special,
+            format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors,
+            code_alignment=plan.code_alignment, **special,
         )  # fmt: skip
 
     vectors = plan.scale_vectors
@@ -55,7 +56,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         o = operands
         one, count = workspace.get()
         x_rows, h_rows = room(torch.bfloat16, *plan.x_rows), room(torch.bfloat16, *plan.h_rows)
-        x, w13, w2 = map(_aligned, (o.x, o.w13, o.w2))
+        x, w13, w2 = _aligned(o.x), *(_aligned(w, plan.code_alignment) for w in (o.w13, o.w2))
         run = wide
         if o.w13_scale.data_ptr() % aligned[0] or o.w2_scale.data_ptr() % aligned[1]:
             if not narrow:
@@ -106,9 +107,9 @@ def _matrices(
     )
 
 
-def _aligned(t: torch.Tensor) -> torch.Tensor:
-    """A copy of what does not start, row by row, at multiples of 16 bytes. Weights' rows do; a view of them may begin
-    anywhere, and then costs a copy of all of them with every call."""
-    if t.data_ptr() & 15 or any(step * t.itemsize & 15 for step in t.stride()[:-1]):
+def _aligned(t: torch.Tensor, nbytes: int = 16) -> torch.Tensor:
+    """A copy of what does not start, row by row, at multiples of so many bytes. Weights' rows do; a view of them may
+    begin anywhere, and then costs a copy of all of them with every call."""
+    if t.data_ptr() % nbytes or any(step * t.itemsize % nbytes for step in t.stride()[:-1]):
         return t.clone(memory_format=torch.contiguous_format)
     return t

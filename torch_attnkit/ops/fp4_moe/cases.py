@@ -22,6 +22,7 @@ PARITY = {
     "many": dict(Tq=70, N=96, M=160, E=3, K=2, blk=32, act=0),
     "many_both": dict(Tq=70, N=160, M=96, E=3, K=2, blk=16, act=1),
     "long_both": dict(Tq=30, N=2112, M=64, E=2, K=1, blk=16, act=1),
+    "odd": dict(Tq=7, N=112, M=304, E=3, K=2, blk=16, act=0),
 }
 DEGENERATE = {
     "one": dict(Tq=1, N=32, M=32, E=1, K=1, blk=16, act=0),
@@ -146,10 +147,12 @@ def flops(dims: dict[str, int]) -> int:
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     k = d.kernel
-    act = k.choice((0, 0, 1, 2, 3))
-    sizes = (32, 64, 96, 128, 160, 256, 288, 544)
+    act, blk = k.choice((0, 0, 1, 2, 3)), k.choice((16, 32))
+    sizes: tuple[int, ...] = (32, 64, 96, 128, 160, 256, 288, 544)
+    if blk == 16 and act in (0, 1):
+        sizes += (16, 48, 112, 304, 528)
     facts: draws.Facts = dict(
-        dtype=k.choice(row.dtypes.split()), N=k.choice(sizes), M=k.choice(sizes), blk=k.choice((16, 32)), act=act,
+        dtype=k.choice(row.dtypes.split()), N=k.choice(sizes), M=k.choice(sizes), blk=blk, act=act,
         E=k.choice((1, 2, 3, 5, 8, 40)), ids=k.choice(("i32", "i32", "i64")), swizzled=k.choice((0, 0, 1)),
     )  # fmt: skip
     facts["K"] = min(facts["E"], d.pick((1, 1, 2, 3, 6)))

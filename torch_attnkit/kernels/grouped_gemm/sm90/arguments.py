@@ -57,15 +57,17 @@ class Scalars(NamedTuple):
     limit: Float32  # infinite without one
 
 
-def arguments(dtype: str, index_dtype: str) -> list[Any]:
-    """Stand-ins for ``Tensors``, ``Scalars``, the blocks of both products, and the stream."""
+def arguments(dtype: str, index_dtype: str, code_alignment: int) -> list[Any]:
+    """Stand-ins for ``Tensors``, ``Scalars``, the blocks of both products, and the stream; ``code_alignment`` as in
+    ``Config``."""
     size = fake.dim
 
     def vector(kind: str) -> Any:
         return fake.tensor(kind, (None,), (1,), align=4)
 
     def matrices() -> Matrices:
-        codes = fake.tensor("u8", (size(), size(16), size(16)), (size(16), size(16), 1))
+        a = code_alignment
+        codes = fake.tensor("u8", (size(), size(16), size(a)), (size(a), size(a), 1), align=a)
         scale = fake.tensor("u8", (None, None, None), align=1)
         return Matrices(codes, scale, fake.tensor(dtype, (None, None), align=2), vector("f32"), vector("f32"))
 

@@ -18,6 +18,7 @@ BOXES = 2  # of a stage that a consumer has: 32 KB of codes in all
 STRADDLING = 0  # rows of scales follow each other, and every other one begins in the middle of a word
 TOGETHER = -1  # the same, and those of a work tile come to shared memory by one copy or two
 MOST_BLOCKS = 96  # of such a row
+CODE_ALIGNMENT = 16  # of rows of codes, their starts and ends, that TMA takes
 ALIGNMENT = {STRADDLING: 4, TOGETHER: 16}  # of scales, in bytes; otherwise that of a load
 TILES = 4  # work tiles that are known ahead
 WARP_SLOTS = 64  # choices of experts at most that every block sorts for itself, by a warp
@@ -46,10 +47,26 @@ class Config:
     columns: int  # most tokens of a work tile
     paired: bool  # whether rows of a work tile are 8 of gate and 8 of up in turn
     scale_vector: int  # bytes of scales that one load may take, or STRADDLING, or TOGETHER
+    code_alignment: int  # bytes at whose multiples rows of codes start and end: CODE_ALIGNMENT, or 8
 
     @property
     def block(self) -> int:
         return BLOCK[self.format]
+
+    @property
+    def by_tma(self) -> bool:
+        """Whether codes come so; otherwise the lanes of a warp copy them."""
+        return self.code_alignment == CODE_ALIGNMENT
+
+    @property
+    def code_arrivals(self) -> int:
+        """At the mbarrier of a stage, of the warp that brings codes."""
+        return 1 if self.by_tma else 32
+
+    @property
+    def token_vector(self) -> int:
+        """Numbers of a row of x of which all or none are there."""
+        return 2 * self.code_alignment
 
     @property
     def parts(self) -> int:

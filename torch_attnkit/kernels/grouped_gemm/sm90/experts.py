@@ -1,7 +1,7 @@
 """Routed experts with FP4 weights for few tokens an expert on Hopper: weights are the first operand of ``mma.sync``.
 
     8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
-    1 warp         weights of a stage by TMA
+    1 warp         weights of a stage by TMA, or where it takes no such rows by cp.async (codes.py)
     1 warp         tokens of a stage, a bulk copy each, from rows that prepare.py made or that the first product left
     1 warp         takes work tiles, and knows them ahead (schedule.py)
     2 warps        say that a part of h is there; in the second product add up tokens' results
@@ -28,6 +28,7 @@ from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
+from .codes import await_copies, copy_codes
 from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, SPAN, TILES, TOKENS, WARPS, Config
 from .epilogue import Activation, Combine, raised
 from .factors import Factors, Lines, prefetch_biases
@@ -87,6 +88,14 @@ class Product:
                 cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
 
     @cute.jit
+    def copy_codes(self, flags: Flags, weights: Matrices, ring: Ring, shared: Shared, tile: WorkTile, fills: Fills):
+        """The same where rows start or end between those places that TMA takes."""
+        for k in cutlass.range(fills.steps, unroll=1):
+            n = fills.first + k
+            full = ring.await_empty(n)
+            copy_codes(self.c, flags, weights, tile, k, shared.weights(ring.slot(n)), full)
+
+    @cute.jit
     def load_factors(
         self, flags: Flags, weights: Matrices, part: Int32, lines: Any, ring: Ring, shared: Shared, tile: WorkTile,
         fills: Fills,
@@ -127,7 +136,9 @@ class Experts:
     ):
         """``x``: (parts of tokens, whole stages), to be written, as ``Tensors.h`` is."""
         self.prepare.launch(tensors, x, scalars, prepare_blocks, stream)
-        up_loads, down_loads = (loads(p.c, *p.of(tensors, scalars)) for p in (self.up, self.down))
+        up_loads, down_loads = (
+            loads(p.c, *p.of(tensors, scalars)) if self.c.by_tma else None for p in (self.up, self.down)
+        )
         self.kernel(tensors, x, scalars, up_loads, down_loads).launch(
             grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
             preferred_smem_carveout=100, use_pdl=True,
@@ -138,7 +149,8 @@ class Experts:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         table = (
-            ("stages", self.c.stages, 3, CONSUMERS), ("announced", TILES, 1, 1 + self.c.factor_warps),
+            ("stages", self.c.stages, self.c.code_arrivals + 2, CONSUMERS),
+            ("announced", TILES, 1, 1 + self.c.factor_warps),
             ("tiles", TILES, 1, CONSUMERS + 2), ("done", COMBINERS, CONSUMERS, 1),
         )  # fmt: skip
         made = rings(memory, warp, table)
@@ -147,8 +159,9 @@ class Experts:
         lines = Lines(self.c, memory, warp) if self.c.line_bytes else None
         sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
         if warp == CODES:
-            cpasync.prefetch_descriptor(up_loads.atom)
-            cpasync.prefetch_descriptor(down_loads.atom)
+            if const_expr(self.c.by_tma):
+                cpasync.prefetch_descriptor(up_loads.atom)
+                cpasync.prefetch_descriptor(down_loads.atom)
         ticket = Int32(0)
         if warp == SCHEDULER:  # before all else: every other role waits for it
             ticket = take(tensors)
@@ -164,8 +177,13 @@ class Experts:
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CODES:
-                codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
-                self._bring(tensors, tiles, *codes)
+                if const_expr(self.c.by_tma):
+                    codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
+                    self._bring(tensors, tiles, *codes)
+                else:
+                    copied = (partial(p.copy_codes, *p.of(tensors, scalars), ring, shared) for p, _ in products)
+                    self._bring(tensors, tiles, *copied)
+                    await_copies()
             elif warp == TOKENS:
                 self._load_tokens(tensors, x, rows.up, ring, tiles, shared)
             elif warp == SCHEDULER:

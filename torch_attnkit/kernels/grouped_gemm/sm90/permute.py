@@ -24,10 +24,11 @@ _ROUNDING_THREADS = 256  # which then have registers enough
 
 class Spans:
     """What a quad of lanes does with 128 numbers. ``rounded``: 32 float32 numbers of a row, and a global scale, to what
-    they are multiplied as; ``parts``: numbers of bf16 that each of them is the sum of."""
+    they are multiplied as; ``parts``: numbers of bf16 that each of them is the sum of; ``vector``: numbers of a row of
+    which all or none are there."""
 
-    def __init__(self, rounded: Any, parts: int = 1):
-        self.rounded, self.parts = rounded, parts
+    def __init__(self, rounded: Any, vector: int, parts: int = 1):
+        self.rounded, self.vector, self.parts = rounded, min(vector, EACH), parts
 
     @cute.jit
     def words(
@@ -39,8 +40,10 @@ class Spans:
         at = column + quarter * EACH
         rV = cute.make_rmem_tensor(EACH, source.element_type)
         rV.fill(0)
-        if inside & (at < Int32(source.shape[1])):
-            copies.load(source.iterator + (Int64(row) * source.stride[0] + at), rV)
+        for first in cutlass.range_constexpr(0, EACH, self.vector):
+            if inside & (at + first < Int32(source.shape[1])):
+                some = cute.make_tensor(rV.iterator + first, cute.make_layout(self.vector))
+                copies.load(source.iterator + (Int64(row) * source.stride[0] + at + first), some)
         if const_expr(self.rounded is not None):
             rX = cute.make_rmem_tensor(EACH, Float32)
             rX.store(rV.load().to(Float32))
@@ -73,9 +76,9 @@ class SortAndPermute:
     """When all blocks have sorted, each has a share of the tokens: every token's row is read once, ``rounded`` if
     products are of quantised numbers, and written for each of its experts."""
 
-    def __init__(self, columns: int, experts: int, rounded: Any):
+    def __init__(self, columns: int, experts: int, rounded: Any, vector: int):
         self.threads = _THREADS if rounded is None else _ROUNDING_THREADS
-        self.sort, self.spans = SortTogether(columns, experts, self.threads), Spans(rounded)
+        self.sort, self.spans = SortTogether(columns, experts, self.threads), Spans(rounded, vector)
 
     @cute.jit
     def launch(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, blocks: Int32, stream: Any):

@@ -13,6 +13,7 @@ from ..problem import BLOCK, Problem, Weights
 from .config import (
     ALIGNMENT,
     BOX,
+    CODE_ALIGNMENT,
     CONSUMERS,
     MOST_BLOCKS,
     MOST_COLUMNS,
@@ -66,6 +67,7 @@ class Plan:
     row_warps: int
     by_warp: bool  # slots are so few that every block sorts them for itself
     scale_vectors: tuple[int, int]
+    code_alignment: int  # as in ``Config``
 
     @property
     def scale_alignments(self) -> tuple[int, int]:
@@ -105,6 +107,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         row_warps=row_warps,
         by_warp=by_warp,
         scale_vectors=_few_vectors(p, c),
+        code_alignment=c.code_alignment,
     )
 
 
@@ -126,6 +129,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         row_warps=warps,
         by_warp=False,
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
+        code_alignment=_code_alignment(p),
     )
 
 
@@ -135,7 +139,13 @@ def _room_for(experts: int) -> int:
 
 def _config(p: Problem, row_warps: int, columns: int) -> Config:
     """Of the first product, which needs more shared memory beside its stages."""
-    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, True, 1)
+    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, True, 1, _code_alignment(p))
+
+
+def _code_alignment(p: Problem) -> int:
+    """8 if a row of NVFP4 has an odd number of blocks: it ends, and mostly the next one starts, amid 16 bytes."""
+    steps = (step for w in (p.up, p.down) for step in (w.columns // 2, w.row, w.expert))
+    return math.gcd(CODE_ALIGNMENT, *steps)
 
 
 def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:

@@ -25,7 +25,7 @@ class Prepare:
     def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
         self.sort = None if by_warp else Sort(up.columns, experts, threads=_THREADS)
         self.sorters = 0 if by_warp else 1  # blocks
-        self.spans, self.parts, self.rounded = Spans(rounded, up.parts), up.parts, rounded
+        self.spans, self.parts, self.rounded = Spans(rounded, up.token_vector, up.parts), up.parts, rounded
 
     @cute.jit
     def launch(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, blocks: Int32, stream: Any):

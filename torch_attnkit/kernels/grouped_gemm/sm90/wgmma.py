@@ -1,6 +1,6 @@
 """Routed experts with FP4 weights for many tokens an expert on Hopper: weights are the first operand of ``wgmma``.
 
-    1 warp         weights of a stage by TMA
+    1 warp         weights of a stage by TMA, or where it takes no such rows by cp.async (codes.py)
     1 warp         tokens by TMA, from rows in the order of experts (permute.py)
     2 warps        scales of half of a stage's rows, turned into factors (factors.py)
     8 or 12 warps  warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
@@ -28,6 +28,7 @@ from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from .arguments import Flags, Matrices, Scalars, Tensors
+from .codes import await_copies, copy_codes
 from .config import BOX, LOADERS, SCALERS, SPAN, TOKEN_BOX, WgmmaConfig
 from .epilogue import raised
 from .factors import Factors, prefetch_biases
@@ -250,7 +251,8 @@ class Product:
         stream: Any,
     ):  # fmt: skip
         self.kernel(
-            tensors, flags, weights, scalars, loads(self.c, flags, weights), self._token_loads(rows)
+            tensors, flags, weights, scalars, loads(self.c, flags, weights) if self.c.by_tma else None,
+            self._token_loads(rows),
         ).launch(
             grid=[blocks, 1, 1], block=[self.c.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
             preferred_smem_carveout=100, use_pdl=True,
@@ -274,7 +276,8 @@ class Product:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         slots = self._slots(warp)
         if warp == c.row_warps:
-            cpasync.prefetch_descriptor(codes.atom)
+            if const_expr(c.by_tma):
+                cpasync.prefetch_descriptor(codes.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if const_expr(c.paired):
@@ -289,7 +292,10 @@ class Product:
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[c.row_warps][0])
             if warp == c.row_warps:
-                self._load_codes(tensors, codes, share, turns, slots)
+                if const_expr(c.by_tma):
+                    self._load_codes(tensors, codes, share, turns, slots)
+                else:
+                    self._copy_codes(tensors, flags, weights, share, turns, slots)
             elif warp == c.row_warps + 1:
                 self._load_tokens(tensors, tokens, share, turns, slots)
             else:
@@ -300,7 +306,7 @@ class Product:
         c = self.c
         memory = cutlass.memory.SmemAllocator()
         table = (
-            ("weights", c.weight_stages, 1 + SCALERS, c.row_warps),
+            ("weights", c.weight_stages, c.code_arrivals + SCALERS, c.row_warps),
             ("tokens", c.token_stages, 1, c.row_warps),
         )
         named = rings(memory, warp, table)
@@ -327,6 +333,19 @@ class Product:
                 full = slots.weights.acquire(n, c.weight_bytes)
                 cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, slots.weights.slot(n)], tma_bar_ptr=full)
                 n += 1
+
+    @cute.jit
+    def _copy_codes(self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, turns: Int32, slots: Slots):
+        """The same where rows start or end between those places that TMA takes."""
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            for k in cutlass.range(weight_fills(self.c, turns), unroll=1):
+                full = slots.weights.await_empty(n)
+                box = slots.sW.iterator.toint() + slots.weights.slot(n) * self.c.weight_bytes
+                copy_codes(self.c, flags, weights, tile, k, box, full)
+                n += 1
+        await_copies()
 
     @cute.jit
     def _load_tokens(self, tensors: Tensors, loads: list[Loads], share: Work, turns: Int32, slots: Slots):
@@ -412,7 +431,7 @@ class ManyTokens:
     """The launches of a call."""
 
     def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int, rounded: Any):
-        self.begin = SortAndPermute(up.columns, experts, rounded)
+        self.begin = SortAndPermute(up.columns, experts, rounded, up.token_vector)
         self.up = Product(up, Permuted(up) if rounded is None else Rounded(up, rounded))
         self.down, self.total = Product(down, Results(down)), Total()
 
