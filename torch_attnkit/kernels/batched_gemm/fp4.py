@@ -126,7 +126,8 @@ class _Fp4GroupProducts:
             at += tile + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
         else:
             at += Int64(row) * mScale.stride[1] + block
-        return Int32(_place(Uint8, at)[0])
+        # A byte is extended without sign only to an unsigned number.
+        return Int32(Uint32(_place(Uint8, at)[0]))
 
     @cute.kernel
     def products(
