@@ -50,7 +50,7 @@ def _fp4(p: Fp4Problem, target: Target) -> Callable[[Operands], None]:
     run = compile.launcher(
         target,
         p.device,
-        "torch_attnkit.kernels.batched_gemm.fp4",
+        "torch_attnkit.kernels.batched_gemm.fp4_kernel",
         format=p.format,
         out_dtype=short(p.out_dtype),
         swizzled=swizzled,
@@ -91,4 +91,5 @@ def _aligned(t: torch.Tensor, fits: bool) -> torch.Tensor:
     """``t``, or a copy with zeros behind each row: rows of whole chunks, at multiples of one. Zeros add nothing."""
     if fits and t.data_ptr() % 16 == 0:
         return t
-    return torch.nn.functional.pad(t, (0, -t.shape[-1] % (16 // t.itemsize))).clone(memory_format=torch.contiguous_format)
+    lacking = -t.shape[-1] % (16 // t.itemsize)
+    return torch.nn.functional.pad(t, (0, lacking)).clone(memory_format=torch.contiguous_format)

@@ -41,7 +41,7 @@ def configure(tokens: int) -> Config:
 
 @dataclass(frozen=True)
 class Fp4Config:
-    """A CTA has ``columns`` tokens x ``FP4_ROWS`` results. A stage is weights' codes, then their factors, then tokens."""
+    """A CTA has ``columns`` tokens x ``FP4_ROWS`` results. A stage: codes of weights, their factors, tokens."""
 
     format: str
     columns: int

@@ -94,7 +94,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``format``: "" of numbers in the model dtype. ``globals``: which of two global scales there are, by their bits."""
+    """``format``: "" of numbers in the model dtype. ``globals``: the global scales that there are, as bits."""
     K, G = f["K"], f.get("G") or 1
     out = DTYPES[f["out"]] if f["out"] else None
     if format := f.get("format", ""):

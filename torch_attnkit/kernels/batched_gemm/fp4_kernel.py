@@ -1,6 +1,6 @@
 """Device side of the products of groups of FP4 numbers, in two launches.
 
-    prepare   o's codes and scales -> bf16 numbers, in the order in which weights are decoded; weights' scales -> factors
+    prepare   o's codes and scales -> bf16 numbers, in the order of decoding; weights' scales -> bf16 factors
     products  ring of cp.async: codes, factors, tokens -> codes decoded in registers -> mma.sync, float32 -> out
 
 A CTA has 64 rows of weights x ``columns`` tokens. A warp has 16 rows of one half of every stage, 128 numbers: weights
@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 
-from torch_attnkit.cuda import copies, fake, fp4
+from torch_attnkit.cuda import fake, fp4
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import LOWERED, both, both_of_two, decode, factors_of_e4m3, factors_of_e8m0
 from torch_attnkit.kernels.grouped_gemm.sm90.mainloop import load_words, row_of, store_floats
@@ -105,9 +105,7 @@ class _Fp4GroupProducts:
             _place(Int32, row + permuted(word * 8 + i) * 2)[0] = op.pack(BFloat16, low, high)
 
     @cute.jit
-    def factors(
-        self, mScale: cute.Tensor, mFactor: cute.Tensor, group: Int32, row: Int32, block: Int32, blocks: Int32
-    ):
+    def factors(self, mScale: cute.Tensor, mFactor: cute.Tensor, group: Int32, row: Int32, block: Int32, blocks: Int32):
         """Four factors of a row of weights."""
         bytes_ = Uint32(0)
         for i in cutlass.range_constexpr(4):
