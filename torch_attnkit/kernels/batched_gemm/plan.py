@@ -9,7 +9,7 @@ CHUNK = 8  # numbers of 16 bytes, what a thread copies at once
 BLOCK = {"nvfp4": 16, "mxfp4": 32}  # FP4 numbers under one scale
 FP4_STAGE = 256  # FP4 numbers of a row in one stage
 FP4_ROWS = 64  # rows of FP4 weights of a work tile
-_FP4_STAGES = {8: 8, 32: 6, 64: 4, 128: 3}  # by the tokens that a work tile may have
+_FP4_STAGES = {8: 8, 32: 6, 64: 4}  # by the tokens that a work tile may have; 128 spill registers
 
 
 @dataclass(frozen=True)
