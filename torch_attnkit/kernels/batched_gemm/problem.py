@@ -23,9 +23,29 @@ class Problem:
     weight: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Fp4Problem:
+    """The same of FP4 numbers, with a scale for every block of K of either side."""
+
+    device: torch.device
+    format: str  # nvfp4 or mxfp4
+    scale_layout: str
+    divisors: tuple[bool, bool]  # which of x and the weights have a global scale
+    out_dtype: torch.dtype
+    tokens: int
+    groups: int
+    k: int
+    n: int
+
+
 class Operands(NamedTuple):
-    """The tensors of one launch."""
+    """The tensors of one launch. FP4 numbers are pairs in bytes; their scales are linear as x and the weights are, or
+    each group's in the 128x4 layout."""
 
     x: torch.Tensor  # (T, G, K)
     weight: torch.Tensor  # (G, N, K)
     out: torch.Tensor  # (T, G, N), contiguous
+    x_scale: torch.Tensor | None = None
+    weight_scale: torch.Tensor | None = None
+    x_global: torch.Tensor | None = None  # ()
+    weight_global: torch.Tensor | None = None

@@ -17,6 +17,8 @@ PARITY = {
     "plain": dict(Tq=5, G=3, Kn=96, R=7, blk=0),
     "nvfp4": dict(Tq=5, G=3, Kn=80, R=10, blk=16),
     "mxfp4": dict(Tq=130, G=2, Kn=160, R=3, blk=32),
+    "nvfp4_stages": dict(Tq=40, G=2, Kn=2320, R=70, blk=16),
+    "mxfp4_few": dict(Tq=17, G=3, Kn=544, R=130, blk=32),
     "tiles": dict(Tq=150, G=2, Kn=208, R=264, blk=0),
     "few": dict(Tq=33, G=2, Kn=1040, R=100, blk=0),
     "cast": dict(Tq=4, G=2, Kn=64, R=5, blk=0, cast=1),
@@ -49,10 +51,18 @@ def make(
         return (o, (torch.randn(G, R, Kn, generator=gen) * max(Kn, 1) ** -0.5).to(dtype)), kwargs
     layout = kwargs["scale_layout"] = "128x4" if "swizzled" in features else "linear"
     go, gw = (fp4.global_scales(gen) if "global_scale" in features else None for _ in range(2))
-    o, o_scale = fp4.coded(gen, format, layout, (G, Tq, Kn), go)
-    wo_a, wo_scale = fp4.coded(gen, format, layout, (G, R, Kn), gw)
+    return _coded(gen, format, layout, (Tq, G, Kn, R), go, gw), kwargs
+
+
+def _coded(
+    gen: torch.Generator, format: str, layout: str, sizes: tuple[int, int, int, int], go: Any, gw: Any
+) -> tuple[Any, ...]:
+    """The tensors of an FP4 call of (Tq, G, K, R), with or without global scales."""
+    Tq, G, K, R = sizes
+    o, o_scale = fp4.coded(gen, format, layout, (G, Tq, K), go)
+    wo_a, wo_scale = fp4.coded(gen, format, layout, (G, R, K), gw)
     o_scale = o_scale.transpose(0, 1).contiguous() if layout == "linear" else o_scale
-    return (o.transpose(0, 1).contiguous(), wo_a, o_scale, wo_scale, go, gw), kwargs
+    return o.transpose(0, 1).contiguous(), wo_a, o_scale, wo_scale, go, gw
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
@@ -68,15 +78,30 @@ def flops(dims: dict[str, int]) -> int:
 
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    k = d.kernel
-    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), out=k.choice(("", *row.dtypes.split())))
-    facts |= dict(G=d.pick((1, 1, 2, 3, 8)), N=d.size(300), K=0 if d.sometimes(0.02) else d.size(600))
+    k, coded = d.kernel, "global_scale" in row.features
+    facts: draws.Facts = dict(G=d.pick((1, 1, 2, 3, 8)), N=d.size(300))
+    if coded:
+        facts |= dict(format=k.choice(("nvfp4", "mxfp4")), out=k.choice(row.dtypes.split()))
+        facts |= dict(swizzled=k.choice((0, 1)), globals=k.choice((0, 1, 2, 3)))
+    else:
+        facts |= dict(dtype=k.choice(row.dtypes.split()), out=k.choice(("", *row.dtypes.split())))
+    step = fp4.BLOCK[facts["format"]] if coded else 1
+    facts["K"] = 0 if d.sometimes(0.02) else step * d.size(600 // step)
     most = max(1, min(300, d.room.terms // (facts["G"] * facts["N"] * max(facts["K"], 64))))
     facts |= dict(T=0 if d.sometimes(0.02) else d.size(most), seed=d.call.randrange(1 << 30))
-    return facts | {"o.at": d.place(3, (0, 1)), "wo_a.at": d.place(3, (0,))}
+    facts |= {"o.at": d.place(3, (0, 1)), "wo_a.at": d.place(3, (0,))}
+    return facts | ({f"{name}.at": d.place(3) for name in ("o_scale", "wo_scale")} if coded else {})
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``format``: "" of numbers in the model dtype. ``globals``: the global scales that there are, as bits."""
     K, G = f["K"], f.get("G") or 1
+    out = DTYPES[f["out"]] if f["out"] else None
+    if format := f.get("format", ""):
+        layout = "128x4" if f["swizzled"] else "linear"
+        go, gw = (fp4.global_scales(gen) if f["globals"] & bit and format == "nvfp4" else None for bit in (1, 2))
+        return _coded(gen, format, layout, (f["T"], G, K, f["N"]), go, gw), dict(
+            format=format, scale_layout=layout, dtype=out
+        )
     o, wo_a = draws.numbers(gen, f["T"], G, K), draws.numbers(gen, G, f["N"], K) * max(K, 1) ** -0.5
-    return tuple(draws.cast(t, f["dtype"]) for t in (o, wo_a)), dict(dtype=DTYPES[f["out"]] if f["out"] else None)
+    return tuple(draws.cast(t, f["dtype"]) for t in (o, wo_a)), dict(dtype=out)

@@ -79,5 +79,17 @@ OP = Op(
                 "fewer than 2^22 tokens": lambda c: c.dim["Tq"] < 2**22,
             },
         ),
+        Kernel(
+            "sm90",
+            "bf16 f16",
+            features="swizzled global_scale",
+            needs={
+                "format must be 'nvfp4' or 'mxfp4'": lambda c: c.arg.format != "none",
+                "dtype must be bfloat16 or float16": lambda c: c.arg.dtype in (torch.bfloat16, torch.float16),
+                "fewer than 2^16 groups": lambda c: c.dim["G"] < 2**16,
+                "fewer than 2^22 tokens and rows of wo_a": lambda c: max(c.dim["Tq"], c.dim["R"]) < 2**22,
+                "fewer than 2^33 numbers in a group": lambda c: max(c.dim["Tq"], c.dim["R"]) * c.dim["Ko"] < 2**32,
+            },
+        ),
     ),
 )

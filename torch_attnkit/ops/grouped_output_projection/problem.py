@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 
 from torch_attnkit.core.op import Call
-from torch_attnkit.kernels.batched_gemm.problem import Operands, Problem
+from torch_attnkit.kernels.batched_gemm.problem import Fp4Problem, Operands, Problem
 
 
-def problem(call: Call) -> Problem:
+def problem(call: Call) -> Problem | Fp4Problem:
     a, dim = call.arg, call.dim
+    if a.format != "none":
+        return Fp4Problem(
+            call.device, a.format, a.scale_layout, (a.o_global is not None, a.wo_global is not None), a.dtype,
+            dim["Tq"], dim["G"], 2 * dim["Ko"], dim["R"],
+        )  # fmt: skip
     return Problem(
         call.device, a.o.dtype, a.dtype or a.o.dtype, dim["Tq"], dim["G"], dim["Ko"], dim["R"], _steps(a.o),
         _steps(a.wo_a),
@@ -21,4 +26,4 @@ def _steps(t: torch.Tensor) -> tuple[int, ...]:
 
 
 def operands(o, wo_a, o_scale, wo_scale, o_global, wo_global, format, scale_layout, dtype, out) -> Operands:
-    return Operands(o, wo_a, out)
+    return Operands(o, wo_a, out, o_scale, wo_scale, o_global, wo_global)

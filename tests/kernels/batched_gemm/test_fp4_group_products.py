@@ -1,0 +1,92 @@
+"""Products of groups of FP4 numbers in the simulator: borders of tiles, garbage beside the operands, NaN, exponents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit.formats import scale_layout
+from torch_attnkit.sim import ptx
+
+pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.seconds(300)]
+
+op = torch.ops.attnkit.grouped_output_projection
+ONE = {"nvfp4": 0x38, "mxfp4": 127}  # a scale of 1
+NAN = {"nvfp4": 0x7F, "mxfp4": 255}
+BLOCK = {"nvfp4": 16, "mxfp4": 32}
+SIGNS = torch.tensor([0, 2, 10], dtype=torch.uint8)  # codes of 0, 1 and -1, whose sums are exact
+
+
+def simulated(*args, **kwargs):
+    with torch_attnkit.simulate("sm90"), ptx.settings(check=True):
+        return op(*args, dtype=torch.bfloat16, **kwargs)
+
+
+def integers(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (..., K/2) of numbers (..., K)."""
+    which = torch.randint(0, 3, shape)
+    codes = SIGNS[which]
+    return codes[..., ::2] | codes[..., 1::2] << 4, torch.tensor([0.0, 1.0, -1.0])[which]
+
+
+def scales(format: str, *shape: int) -> torch.Tensor:
+    """Ones for rows (..., K)."""
+    return torch.full((*shape[:-1], shape[-1] // BLOCK[format]), ONE[format], dtype=torch.uint8)
+
+
+def beside_nan(t: torch.Tensor, format: str, before: int, after: int) -> torch.Tensor:
+    """Bytes in a buffer of NaN, or of codes of -6, so many before and after each row."""
+    buffer = torch.full((*(n + 1 for n in t.shape[:-1]), before + t.shape[-1] + after), NAN[format], dtype=torch.uint8)
+    view = buffer[tuple(slice(0, n) for n in t.shape[:-1])][..., before : before + t.shape[-1]]
+    return view.copy_(t)
+
+
+def want(o: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tgk,grk->tgr", o, w).bfloat16()
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("before", "after"), [(16, 0), (3, 2)])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 33, 65, 129])
+def test_tiles_have_borders_and_nothing_beyond_the_operands_is_read(tokens, before, after, format):
+    for k, n in ((96, 64), (288, 65), (2400, 3)):
+        (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
+        bytes_ = o, w, scales(format, tokens, 2, k), scales(format, 2, n, k)
+        got = simulated(*(beside_nan(t, format, before, after) for t in bytes_), format=format)
+        assert torch.equal(got, want(ov, wv))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_padding_of_128x4_scales_is_not_read(format):
+    tokens, n, k = 3, 5, 96 + BLOCK[format]
+    (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
+    padded = []
+    for rows in (tokens, n):
+        blocks = k // BLOCK[format]
+        whole = torch.full((2, *scale_layout.padded_shape(rows, blocks)), NAN[format], dtype=torch.uint8)
+        whole[:, :rows, :blocks] = ONE[format]
+        padded.append(scale_layout.to_128x4(whole))
+    assert torch.equal(simulated(o, w, *padded, format=format, scale_layout="128x4"), want(ov, wv))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_nan_stays_in_its_row_and_its_column(format):
+    (o, _), (w, _) = integers(20, 2, 64), integers(2, 12, 64)
+    so, sw = scales(format, 20, 2, 64), scales(format, 2, 12, 64)
+    so[3, 0, 1], sw[1, 7, 0] = NAN[format], NAN[format]
+    there = torch.zeros(20, 2, 12, dtype=torch.bool)
+    there[3, 0], there[:, 1, 7] = True, True
+    assert torch.equal(simulated(o, w, so, sw, format=format).isnan(), there)
+
+
+@pytest.mark.parametrize(("of_o", "of_w"), [(-127, 64), (60, -69), (-60, 64), (125, -69)])
+def test_exponents_of_mxfp4(of_o, of_w):
+    """Numbers of o have all exponents that float32 has, those of weights what ``cuda/fp4_weights.py`` says."""
+    (o, ov), (w, wv) = integers(4, 1, 64), integers(1, 9, 64)
+    so, sw = scales("mxfp4", 4, 1, 64) + of_o % 256, scales("mxfp4", 1, 9, 64) + of_w % 256
+    got = simulated(o, w, so, sw, format="mxfp4")
+    assert torch.equal(got, want(ov.double() * 2.0**of_o, wv.double() * 2.0**of_w))
