@@ -31,7 +31,9 @@ OFF = {
     "floor": {"rounding": "ceil"},
     "gptoss": {"swiglu": "silu"},
     "bias": {"bias": None, "bias13": None, "bias2": None},
-    "global_scale": dict.fromkeys(("global_scale", "w13_global", "w2_global", "x_global", "h_global")),
+    "global_scale": dict.fromkeys(
+        ("global_scale", "w13_global", "w2_global", "x_global", "h_global", "o_global", "wo_global")
+    ),
     "compressed": dict.fromkeys(("compressed_kv", "topk_indices", "compressed_len")),
     "topk": {"topk_indices": None},
 }
@@ -80,7 +82,8 @@ def without(op: Op, feature: str, args: tuple, kwargs: dict) -> tuple[tuple, dic
     if feature == "paged" and "block_table" in values:
         values["k"] = values["k"].flip(0)
     if feature == "swizzled":  # the first of the same bytes, read as linear scales
-        for scale, named in {"scale": "codes", "w13_scale": "w13", "w2_scale": "w2"}.items():
+        of = {"scale": "codes", "w13_scale": "w13", "w2_scale": "w2", "o_scale": "o", "wo_scale": "wo_a"}
+        for scale, named in of.items():
             if scale in values:
                 codes = values[named]
                 blocks = codes.shape[-1] * 2 // fp4.BLOCK[values.get("format") or op.name.split("_")[0]]
