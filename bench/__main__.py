@@ -43,7 +43,10 @@ def main(
         raise typer.Exit(mps.main(OPS[op], DTYPES[dtype], case, json_file, console))
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
-    record = facts() | {"command": f"python -m bench {' '.join(sys.argv[1:])}", "limits": timing.limits(), "lines": []}
+    given = " ".join(sys.argv[1:])
+    if json_file:  # where that file lay is nobody's concern
+        given = given.replace(str(json_file), json_file.name)
+    record = facts() | {"command": f"python -m bench {given}", "limits": timing.limits(), "lines": []}
     console.print(
         f"{op} on {record['device']}: torch {torch.__version__}, commit {record['commit']}; limits here: copy "
         f"{record['limits']['copy']:.2f} TB/s, bf16 8192^3 {record['limits']['bf16']:.0f} TFLOP/s"

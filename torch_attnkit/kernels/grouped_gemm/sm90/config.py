@@ -29,7 +29,9 @@ _PAD = 16  # bytes between tokens in shared memory: rows that are read at once b
 _MOST_STAGES = 4
 _MOST_TOKEN_STAGES = 12
 TOKEN_BOX = 64  # numbers of a token that TMA brings at a time to a ring of its own: 128 bytes, which it swizzles
-_NARROW = 96  # tokens of a work tile, up to which a stage of tokens has two boxes
+# Tokens of a work tile, up to which a turn of the loop has two spans. By count 212 instructions a span for 261 with 80
+# tokens; neither was timed beside the other.
+_NARROW = 96
 LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
 SCALERS = 2  # these others, each with a part of the rows
 _WEIGHT_ROOM = ((96, 120 * 1024), (160, 60 * 1024), (256, 40 * 1024))  # by the most tokens of a work tile
@@ -178,8 +180,8 @@ class WgmmaConfig(Config):
 
     @property
     def spans(self) -> int:
-        """That are multiplied from one branch to the next. Two cost fewer instructions, which is what narrow work tiles
-        wait for, and some products with zeros at the end of rows that are no multiple of both."""
+        """That are multiplied in a turn of the loop. Two cost fewer instructions, and products with zeros at the end of
+        rows of an odd number."""
         return 2 if self.columns <= _NARROW else 1
 
     @property
