@@ -3,7 +3,7 @@
 GPT-OSS-20B, a few of its layers and a small vocabulary: one decode step behind a static cache and a prefill, through
 ``attnkit_model`` with MXFP4 experts, beside the same model in transformers' own way: eager attention, and experts by
 grouped products on the bf16 numbers that the packed ones hold. Of DeepSeek-V4-Flash the MoE block alone: router,
-experts and shared expert. Its attention has no kernel here, and what its ops say is printed.
+experts and shared expert. Whether its attention runs is printed; ``bench.layers`` times it.
 
 Results come first: both are compared with the model in float32, row by row. The median row's error of ours must be at
 most ``_AS_GOOD`` times that of the other. A row for which rounding made a router choose another expert is far off, and
@@ -80,8 +80,10 @@ def deepseek_v4_config(**changes: Any) -> DeepseekV4Config:
 
 
 @torch.no_grad()
-def built(model_class: Any, settings: Any, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model in eval mode whose activations keep their size, its experts' weights the numbers of MXFP4."""
+def built(
+    model_class: Any, settings: Any, device: str, dtype: torch.dtype = torch.bfloat16, *, experts: str | None = "mxfp4"
+) -> Any:
+    """A model in eval mode whose activations keep their size; experts' weights are numbers of ``experts``."""
     torch.manual_seed(0)
     with torch.device(device):
         model = model_class._from_config(settings, dtype=dtype, attn_implementation="eager").eval()
@@ -99,12 +101,13 @@ def built(model_class: Any, settings: Any, device: str, dtype: torch.dtype = tor
         if hasattr(module, "tid2eid"):
             scores = torch.rand(settings.vocab_size, module.num_experts, device=device)
             module.tid2eid = scores.topk(module.top_k).indices
-    round_experts_to_fp4(model, "mxfp4")
+    if experts is not None:
+        round_experts_to_fp4(model, experts)
     return model.requires_grad_(False)
 
 
-def ours_of(theirs: Any) -> Any:
-    return attnkit_model(copy.deepcopy(theirs), experts="mxfp4")
+def ours_of(theirs: Any, experts: str | None = "mxfp4") -> Any:
+    return attnkit_model(copy.deepcopy(theirs), experts=experts)
 
 
 def exact_of(theirs: Any) -> Any:
@@ -258,15 +261,20 @@ def timed(case: Case, models: dict[str, Any]) -> str:
     return f"{words}; transformers' time / ours {us[1] / us[0]:.2f}"
 
 
-def shares(run: Run) -> str:
-    """The kernels that take most of the GPU's time in one call, each with its share."""
+def launched(run: Run) -> list[Any]:
+    """The kernels of one call as the profiler lists them, those that take most of the GPU's time first."""
     run()
     with torch.profiler.profile() as profiler:
         run()
         torch.cuda.synchronize()
     kernels = [e for e in profiler.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+    return sorted(kernels, key=lambda e: -e.self_device_time_total)
+
+
+def shares(run: Run) -> str:
+    """The kernels that take most of the GPU's time in one call, each with its share."""
+    kernels = launched(run)
     total = sum(e.self_device_time_total for e in kernels)
-    kernels.sort(key=lambda e: -e.self_device_time_total)
     largest = "; ".join(f"{e.self_device_time_total / total:.0%} {e.count} x {e.key[:60]}" for e in kernels[:8])
     return f"{total:.0f} us in {sum(e.count for e in kernels)} kernels: {largest}"
 
@@ -347,7 +355,7 @@ def compare_deepseek_v4(cases: Cases, profile: bool) -> int:
     ours, failures = ours_of(theirs), 0
     try:
         ours(torch.ones(1, 8, dtype=torch.long, device=ours.device))
-        say("DeepSeek-V4-Flash: its attention ran on the ops, but is not compared here")
+        say("DeepSeek-V4-Flash: its attention ran on the ops; bench.layers compares it")
     except UnsupportedError as refusal:
         say(f"DeepSeek-V4-Flash: not compared as a whole: {refusal}")
     for kind, a, b in zip(("hash router", "top-k router"), theirs.model.layers, ours.model.layers, strict=True):

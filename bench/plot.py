@@ -1,7 +1,8 @@
 """Charts of a bench result: ``python -m bench.plot RESULT.json OUT_FOLDER`` (needs matplotlib).
 
-``roofline.png`` places every case between the limits measured in its run; ``ratios.png`` and ``ratios_experts.png``
-show how long each peer takes in units of our time, one dot a peer and case, with a line at 1.
+``roofline.png`` places every case between the limits measured in its run; ``ratios.png``, ``ratios_experts.png`` and
+``ratios_dsv4.png`` show how long each peer takes in units of our time, one dot a peer and case, with a line at 1. A
+chart without a dot is not drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#d
 # Of everything with a colour of its own: past the last colour the next shape begins.
 _MARKS = [dict(color=color, marker=shape) for shape in "oDs^" for color in _COLORS]
 
-_EXPERTS = ("fp4_moe", "route_", "nvfp4_", "mxfp4_")  # beginnings of ops whose ratios have a chart of their own
+# Beginnings of the ops whose ratios have a chart of their own; what no chart names is in ratios.png.
+_CHARTS = {
+    "ratios_experts.png": ("fp4_moe", "route_", "nvfp4_", "mxfp4_"),
+    "ratios_dsv4.png": ("sparse_fmha", "indexer_", "kv_cache_", "inverse_rope_fp4", "grouped_output"),
+}
 
 
 def records(file: Path) -> list[dict[str, Any]]:
@@ -50,11 +55,12 @@ def roofline(found: list[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=140)
 
 
-def ratios(found: list[dict[str, Any]], file: Path) -> None:
+def ratios(found: list[dict[str, Any]], file: Path) -> bool:
+    """Whether there was anything to draw."""
     lines = [x for record in found for x in record["lines"] if any("ratio" in p for p in x["peers"].values())]
     names = list(dict.fromkeys(n for x in lines for n, p in x["peers"].items() if "ratio" in p))
     if not lines:
-        return
+        return False
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.19 * len(lines)), layout="constrained")
     for mark, name in zip(_MARKS, names, strict=False):
         at = [(x["peers"][name]["ratio"], row) for row, x in enumerate(lines) if "ratio" in x["peers"].get(name, {})]
@@ -70,16 +76,26 @@ def ratios(found: list[dict[str, Any]], file: Path) -> None:
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="lower right")
     figure.savefig(file, dpi=120)
+    plt.close(figure)
+    return True
+
+
+def charts(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The records of each chart of ratios."""
+    parts: dict[str, list[dict[str, Any]]] = {"ratios.png": [], **{name: [] for name in _CHARTS}}
+    for record in found:
+        op = record["lines"][0]["op"] if record["lines"] else ""
+        name = next((n for n, ops in _CHARTS.items() if op.startswith(ops)), "ratios.png")
+        parts[name].append(record)
+    return parts
 
 
 def main(result: str, folder: str) -> None:
     found, out = records(Path(result)), Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     roofline(found, out / "roofline.png")
-    experts = [r for r in found if r["lines"] and r["lines"][0]["op"].startswith(_EXPERTS)]
-    ratios([r for r in found if r not in experts], out / "ratios.png")
-    ratios(experts, out / "ratios_experts.png")
-    print(f"wrote roofline.png, ratios.png and ratios_experts.png to {out}")
+    drawn = [name for name, part in charts(found).items() if ratios(part, out / name)]
+    print(f"wrote {', '.join(['roofline.png', *drawn])} to {out}")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import torch
 from bench import peers, timing
 from bench.gate import gate, tensors_of
 from bench.inputs import Inputs
+from bench.same import difference
 from torch_attnkit.core.op import Op
 from torch_attnkit.parity import mutated
 
-_SAME = 2e-2  # relative norm of the difference up to which a peer is taken to compute the same
+_SAME = 2e-2  # difference up to which a peer is taken to compute the same
 
 
 def lines(
@@ -82,11 +83,9 @@ def _prepare(
         first = peer.adapt(op.name, before, kwargs)
         if first is None:
             return
-        theirs = tensors_of(first())[0]
-        mine = tensors_of(got)[0].reshape(theirs.shape)
-        off = float((theirs.float() - mine.float()).norm() / mine.float().norm())
+        off = difference(op.name, before, tensors_of(got)[0], tensors_of(first())[0])
         if not off <= _SAME:
-            missing[peer.name] = f"computes something else here (difference {off:.2g} of the norm)"
+            missing[peer.name] = f"computes something else here (difference {off:.2g})"
             return
         calls = [first, *(peer.adapt(op.name, a, kwargs) for a in sets[1:])]
         for each in calls:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch_attnkit import parity
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Call
 from torch_attnkit.oracle import attention, compare
+from torch_attnkit.parity import judge
 
 CASES = [
     (op, shape, features)
@@ -32,12 +35,14 @@ def terms(call: Call) -> int:
 
 
 def check_float32(op, shape: str, features: tuple[str, ...]) -> None:
-    """In float32 the reference is as close to float64 as sums of that many terms are."""
+    """In float32 the reference is as close to float64 as sums of that many terms are. What it models of tensor cores
+    that keep fewer bits is left out."""
     args, kwargs = parity.inputs(op, shape, torch.float32, features)
     call = parity.bound(op, args, kwargs)
     assert set(features) <= set(call.features), "cases.make must switch on what it is asked for"
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-    ref, ref64 = (parity.reference_of(op, args, kwargs, double=d) for d in (False, True))
+    with patch.object(judge, "narrow_products", contextlib.nullcontext):
+        ref, ref64 = (parity.reference_of(op, args, kwargs, double=d) for d in (False, True))
     parity.unchanged(op.name, op, before, args)
     for what, a, b in zip((*_mutated(op), *op.outnames), ref, ref64, strict=True):
         assert a.shape == b.shape
@@ -64,6 +69,10 @@ def check_one_rounding(op, shape: str, features: tuple[str, ...], dtype: torch.d
             module = op.module("reference")
             swiglu = module._swiglu
             patch.setattr(module, "_swiglu", lambda *a: swiglu(*a).to(dtype).float())
+        if op.name == "sparse_fmha_with_swa":  # its encoded keys stand for numbers in the model dtype
+            formats = op.module("reference").kv_cache
+            decode = formats.decode_rows
+            patch.setattr(formats, "decode_rows", lambda *a: decode(*a[:-1], dtype).float())
         ref32 = parity.reference_of(op, widened, wide, double=False)
     for what, a, b in zip((*_mutated(op), *op.outnames), ref, ref32, strict=True):
         if a.dtype.is_floating_point:

@@ -15,14 +15,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer: its file here, and whether CUDA graphs can capture its calls."""
+    """A peer: its file here, which function of it adapts, and whether CUDA graphs can capture its calls."""
 
     name: str
     file: str
     graphs: bool = True
+    by: str = "adapt"
 
     def adapt(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        return importlib.import_module(f"bench.peers.{self.file}").adapt(op, args, kwargs)
+        function = getattr(importlib.import_module(f"bench.peers.{self.file}"), self.by)
+        call: Callable[[], Any] | None = function(op, args, kwargs)
+        return call
 
 
 ALL = (
@@ -40,4 +43,14 @@ ALL = (
     Peer("Humming grouped", "humming_grouped"),
     Peer("triton_kernels", "triton_kernels_moe"),
     Peer("grouped_mm", "torch_grouped_mm"),
+    Peer("FlashMLA", "flashmla"),
+    Peer("DeepGEMM", "deepgemm"),
+    Peer("topk", "vllm_topk", by="torch_topk"),
+    Peer("vLLM cooperative", "vllm_topk", by="cooperative"),
+    Peer("vLLM persistent", "vllm_topk", by="persistent"),
+    Peer("vLLM per row", "vllm_topk", by="per_row"),
+    Peer("vLLM per row, decode", "vllm_topk", by="per_row_decode"),
+    Peer("vLLM cache", "vllm_cache"),
+    Peer("index", "torch_rows"),
+    Peer("cuBLAS", "torch_bmm"),
 )

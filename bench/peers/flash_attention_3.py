@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.peers import vllm_ops
+
 
 def _fwd() -> Any:
-    if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
-        spec = importlib.util.find_spec("vllm")
-        roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-        found = [p for root in roots for p in root.glob("vllm_flash_attn/_vllm_fa3_C*.so")]
-        if not found:
-            raise ImportError("vllm's _vllm_fa3_C is not installed")
-        torch.ops.load_library(str(found[0]))
-    return torch.ops._vllm_fa3_C.fwd.default
+    return vllm_ops.library("_vllm_fa3_C", "fwd", "vllm_flash_attn/_vllm_fa3_C*.so").fwd.default
 
 
 def _call(tensors: tuple[torch.Tensor, ...], **given: Any) -> Callable[[], torch.Tensor]:

@@ -1,9 +1,10 @@
 """``torch.compile`` of what a user without kernels would write: norms, merges and quantisers as their references,
-routers, rows of a cache, and products of groups.
+routers, rows of a cache, products of groups, and scores of an indexer in 16 bits.
 
 Attention references build the whole score matrix and check data on the host; nobody would run them compiled. A global
 scale of FP4 is checked on the host, too. So are the inputs of routers: theirs here are without the checks, and with
-``torch.topk``, which leaves the order of equal keys open. Rows of a cache are for slots that are all there.
+``torch.topk``, which leaves the order of equal keys open. Rows of a cache are for slots that are all there. Scores are
+products rounded to the model dtype, as torch's are, and only of so many that memory holds those of each head.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ OPS = (
     "gated_rmsnorm", "merge_partials", "nvfp4_quantize", "nvfp4_dequantize", "mxfp4_quantize", "mxfp4_dequantize",
     "inverse_rope_fp4",
 )  # fmt: skip
+_MOST = 1 << 30  # products of heads and entries
 Routed = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -79,10 +81,19 @@ def grouped_output_projection(
     return torch.einsum("tgk,grk->tgr", o, wo_a).to(dtype or o.dtype)
 
 
+def indexer_scores(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, k_len: torch.Tensor, *unused: None, format: str = "none"
+) -> torch.Tensor:
+    products = torch.bmm(q.view(len(k), -1, q.shape[2]), k.transpose(1, 2)).view(*q.shape[:2], -1)  # (Tq, Hi, S)
+    scores = (products.relu().float() * weights.float()[..., None]).sum(1)
+    return scores.masked_fill(torch.arange(k.shape[1], device=k.device) >= k_len[:, None], -torch.inf)
+
+
 OWN = {
     f.__name__: f
     for f in (
         route_softmax, route_sqrt_softplus, route_hash, kv_cache_write, kv_cache_gather, grouped_output_projection,
+        indexer_scores,
     )
 }  # fmt: skip
 
@@ -94,8 +105,16 @@ def _compiled(op: str) -> Callable[..., Any]:
     return torch.compile(plain, dynamic=False)
 
 
+def _scores_fit(args: tuple[Any, ...], format: str) -> bool:
+    """Whether q (Tq, Hi, D) and k (R, S, D) are numbers, one request after the other, with few enough products."""
+    q, k, others = args[0], args[1], args[4:]
+    return format == "none" and all(a is None for a in others) and q.shape[0] * q.shape[1] * k.shape[1] <= _MOST
+
+
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     if op == "grouped_output_projection" and kwargs["format"] != "none":
+        return None
+    if op == "indexer_scores" and not _scores_fit(args, kwargs["format"]):
         return None
     checked = "nvfp4" in op and any(isinstance(a, torch.Tensor) and a.dim() == 0 for a in args)
     return functools.partial(_compiled(op), *args, **kwargs) if op in (*OPS, *OWN) and not checked else None

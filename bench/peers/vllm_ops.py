@@ -1,6 +1,6 @@
-"""vLLM's operators for mixtures of experts (``_moe_C``), from the shared library by itself.
+"""vLLM's operators from its shared libraries by themselves.
 
-vllm's Python needs not be importable; of 0.26 on they stand in a library with torch's stable ABI.
+vllm's Python needs not be importable; of 0.26 on they stand in libraries with torch's stable ABI.
 """
 
 from __future__ import annotations
@@ -12,16 +12,38 @@ from typing import Any
 import torch
 
 
+def files(pattern: str, what: str) -> list[Path]:
+    """What of vllm's folders fits the glob ``pattern``. Raises ImportError, which names ``what``, if nothing does."""
+    spec = importlib.util.find_spec("vllm")
+    roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    found = [file for root in roots for file in sorted(root.glob(pattern))]
+    if not found:
+        raise ImportError(f"{what} is not installed")
+    return found
+
+
+def library(namespace: str, holds: str, pattern: str) -> Any:
+    """``torch.ops.<namespace>``, whose operator ``holds`` is in one of the libraries that ``pattern`` finds."""
+    found: Any = getattr(torch.ops, namespace)
+    if not hasattr(found, holds):
+        for file in files(pattern, f"vllm's {namespace}"):
+            torch.ops.load_library(str(file))
+    return found
+
+
 def moe() -> Any:
-    if not hasattr(torch.ops._moe_C, "topk_softmax"):
-        spec = importlib.util.find_spec("vllm")
-        roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-        found = [p for root in roots for p in sorted(root.glob("_moe_C*.so"))]
-        if not found:
-            raise ImportError("vllm's _moe_C is not installed")
-        for library in found:
-            torch.ops.load_library(str(library))
-    return torch.ops._moe_C
+    """Mixtures of experts."""
+    return library("_moe_C", "topk_softmax", "_moe_C*.so")
+
+
+def general() -> Any:
+    """What most of vllm takes, top-k among it."""
+    return library("_C", "persistent_topk", "_C_stable_libtorch*.so")
+
+
+def caches() -> Any:
+    """Caches, in the same library."""
+    return library("_C_cache_ops", "concat_and_cache_mla", "_C_stable_libtorch*.so")
 
 
 class Aligned:

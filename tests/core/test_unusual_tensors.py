@@ -265,6 +265,7 @@ def test_index_tensors_may_have_steps_between_their_elements(op):
                 assert bits(op, changed, run(*changed, **kwargs)) == want, f"{shape} {op.argnames[i]}"
 
 
+@pytest.mark.sample(3)
 @EACH
 def test_index_tensors_may_have_steps_on_devices(op, arch):
     args, kwargs, run = on_row(op, arch)

@@ -26,8 +26,8 @@ MAX_SHARED = 227 << 10
 # it is the same machine code, see ``test_a_b200_runs_what_is_compiled_for_the_family``.
 SIBLINGS = {"sm100": ("sm_103a",)}
 # What a kernel's products and copies must be in machine code, by name and arch: wgmma is HGMMA there, mma HMMA and
-# tcgen05.mma UTCHMMA, or UTCQMMA of 8 bits, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor memory
-# LDTM and STTM. Slower ways to do the same would compile as well.
+# tcgen05.mma UTCHMMA, of 8 bits QGMMA and UTCQMMA, a TMA load UTMALDG, cp.async LDGSTS, and loads and stores of tensor
+# memory LDTM and STTM. Slower ways to do the same would compile as well.
 PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM", "STTM")}
 INSTRUCTIONS = {
     **{(f"prefill_{kind}", arch): PREFILL[arch] for kind in ("dense", "packed", "cached") for arch in PREFILL},
@@ -36,13 +36,19 @@ INSTRUCTIONS = {
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
     ("decode_tcgen05", "sm100"): PREFILL["sm100"],
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
+    ("batched_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "UTMASTG", "gsb0, 0x1"),
+    ("batched_gemm_fp4_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
+    ("batched_gemm_fp4_few", "sm90"): ("HMMA", "UTMALDG"),
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("sparse", "sm90"): ("HGMMA", "LDGSTS", "gsb0, 0x1"),
     ("indexer", "sm90"): ("HGMMA", "UTMALDG"),
+    ("indexer_stream", "sm90"): ("HGMMA", "UTMALDG"),
+    ("indexer_select", "sm90"): ("HGMMA", "UTMALDG"),
 }
+OF_CODES = {"HGMMA": "QGMMA", "UTCHMMA": "UTCQMMA"}
 # Kernels that decode the next operand while products run: those then wait for all groups but one. Where ptxas makes
 # each product wait for the last (its warnings C7510 to C7513), the waits are for all.
-OVERLAPPED = ("grouped_gemm_wgmma",)
+OVERLAPPED = ("grouped_gemm_wgmma", "batched_gemm_fp4_wgmma")
 # Few kernels; those of the others are minutes of compiling.
 QUICK = (("norm", "sm90"),)
 FAMILIES = [
@@ -69,11 +75,16 @@ def requests(arch: str) -> list[compile.Request]:
     return list(dict.fromkeys((*warmup.requests(arch, covering=True), *warmup.requests(arch))))
 
 
+def multiplies_codes(request: compile.Request) -> bool:
+    """Whether products are of E4M3 numbers."""
+    return any("f8e4m3" in (value if isinstance(value, tuple) else (value,)) for _, value in request.signature)
+
+
 def covering(family: str, arch: str) -> list[compile.Request]:
     """Few requests that together hold every value of every signature entry, those of 8 bits by themselves."""
     chosen, seen = [], set()
     for request in requests(arch):
-        codes = ("dtype", "f8e4m3") in request.signature
+        codes = multiplies_codes(request)
         values = {(codes, k, repr(v)) for k, v in (*request.signature, ("trace", request.trace))}
         if request.family == family and not values <= seen:
             seen |= values
@@ -101,9 +112,9 @@ def is_fine(kernel: compile.Compiled, sass: str) -> None:
     request, ptx = kernel.request, kernel.ptx.read_text()
     assert sass
     assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
-    codes = ("dtype", "f8e4m3") in request.signature
+    codes = multiplies_codes(request)
     for word in INSTRUCTIONS.get((request.name, request.arch), ()):
-        word = "UTCQMMA" if codes and word == "UTCHMMA" else word
+        word = OF_CODES.get(word, word) if codes else word
         assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
     if request.name in OVERLAPPED:
         apart, together = (len(re.findall(rf"gsb0, 0x{pending}\b", sass)) for pending in (1, 0))
@@ -133,6 +144,7 @@ def fits(found: list[inspect.Resources], ptx: str, where: str) -> None:
         assert kernel.shared <= MAX_SHARED, f"{where}: {kernel}"
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 def test_a_family_is_what_its_gpus_get(tmp_path):
     """One PTX is for both GPUs, and its target alone sets it apart from what CuTeDSL makes for either."""
@@ -191,6 +203,16 @@ def test_vectors_are_16_bytes_wide_and_marked(tmp_path):
     """Loads and stores of aligned rows move 16 bytes an instruction; all but those of w leave the cache first."""
     (text,) = inspect.sass([compile.compile_into(norm("sm90"), tmp_path).library], "sm90")
     assert text.count("LDG.E.EF.128") == 2 * 4 and text.count("STG.E.EF.128") == 4 and text.count("LDG.E.128") == 4
+
+
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+@pytest.mark.parametrize(("dtype", "consumers"), [("f8e4m3", 3), ("bf16", 2)])
+def test_an_indexers_products_do_not_wait_for_each_other(dtype, consumers, tmp_path):
+    """64 heads: while one of two products is summed up, the other is under way."""
+    config = (dtype, dtype, "bf16", 64, 128, 8, False, False, False, dtype == "f8e4m3", 16, consumers, 2, 1)
+    request = compile.Request("sm90", "torch_attnkit.kernels.indexer.sm90.kernel", "trace", (("config", config),))
+    (text,) = inspect.sass([compile.compile_into(request, tmp_path).library], "sm90")
+    assert [len(re.findall(rf"gsb0, 0x{pending}\b", text)) for pending in (1, 0)] == [1, 1]
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")

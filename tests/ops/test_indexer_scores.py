@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_attnkit.formats import mxfp4
-from torch_attnkit.oracle import inputs
+from torch_attnkit.ops.indexer_scores.reference import reference
+from torch_attnkit.oracle import inputs, tensor_cores
+from torch_attnkit.oracle.attention import narrow_products
 
 op = torch.ops.attnkit.indexer_scores
 OWNER = [0, 0, 0, 1, 1, 1]  # of the six tokens of _plain, two requests
@@ -222,3 +224,51 @@ def test_formats_refuse_what_does_not_belong_to_them():
         op(q4, k4, weights, k_len, format="mxfp4", q_scale=scale_q, k_scale=scale_k)
     with pytest.raises(TypeError, match="indexer_scores: k is f8e4m3, accepted with format 'none': f32"):
         op(q, k8, weights, k_len)
+
+
+def _e4m3(*numbers):
+    return torch.tensor(numbers).to(torch.float8_e4m3fn)
+
+
+def test_tensor_cores_keep_14_bits_of_a_term_below_the_largest():
+    """A term that needs no more than 14 bits below the largest leading bit is kept, of others the rest is dropped, and
+    those of a later step are aligned to the sum so far."""
+    ones = torch.zeros(64).to(torch.float8_e4m3fn)
+    for first, second, at, want in (
+        (256.0, 2.0**-5, 1, 256 + 2.0**-5),  # 2^8 and 2^-5: 14 bits
+        (256.0, 2.0**-6, 1, 256.0),
+        (256.0, -(2.0**-6), 1, 256.0),  # towards zero
+        (256.0, 1.5 * 2.0**-5, 1, 256 + 2.0**-5),
+        (256.0, 2.0**-6, 40, 256.0),  # in the second step of 32
+        (0.25, 2.0**-9, 40, 0.25 + 2.0**-9),
+    ):
+        a, b = ones.clone(), ones.clone()
+        a[0], a[at] = first, second
+        b[0], b[at] = 1.0, 1.0
+        assert tensor_cores.products(a[None], b[None]).item() == want, (first, second, at)
+
+
+def test_tensor_cores_are_exact_on_small_integers_and_pass_nan_on():
+    gen = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-8, 9, (n, 128), generator=gen).float() for n in (3, 5))
+    codes = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    assert torch.equal(tensor_cores.products(*codes), a @ b.T)
+    a[1, 100] = torch.nan
+    got = tensor_cores.products(a.to(torch.float8_e4m3fn), codes[1])
+    assert got[1].isnan().all() and not got[::2].isnan().any()
+
+
+def test_the_reference_adds_up_in_14_bits_for_the_tolerance_alone():
+    gen = torch.Generator().manual_seed(0)
+    q, q_scale, qn = _rows(gen, "fp8", None, 2, 3, 64)
+    k, k_scale, kn = _rows(gen, "fp8", None, 1, 9, 64)
+    args = (q, k, torch.randn(2, 3, generator=gen), torch.tensor([9, 5], dtype=torch.int32), None, None)
+    wide = [*args[:2], args[2].double(), *args[3:]]
+    plain, exact = (reference(*each, q_scale, k_scale, "fp8").double() for each in (args, wide))
+    with narrow_products():
+        narrow, still = (reference(*each, q_scale, k_scale, "fp8").double() for each in (args, wide))
+    assert torch.equal(exact, still) and torch.equal(narrow.isinf(), exact.isinf())
+    errors = [(x - exact).masked_fill(exact.isinf(), 0).abs().max() for x in (plain, narrow)]
+    largest = exact.masked_fill(exact.isinf(), 0).abs().max()
+    assert errors[0] < 2**-20 * largest
+    assert 2**-16 * largest < errors[1] < 2**-9 * largest

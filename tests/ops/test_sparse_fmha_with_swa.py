@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_attnkit  # noqa: F401  defines torch.ops.attnkit
+from torch_attnkit.formats import kv_cache
 from torch_attnkit.ops.flash_attention.reference import reference as flash
 from torch_attnkit.ops.sparse_fmha_with_swa import reference as module
 
@@ -147,6 +148,68 @@ def test_entries_that_a_token_does_not_see_may_hold_nan():
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)) and not got[0].isnan().any()
 
 
+def in_pages(rows: torch.Tensor, page: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, S, D) in pages in random order, one of them nobody's, and their table; slots behind S hold NaN."""
+    requests, keys, size = rows.shape
+    M = -(-keys // page)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, M * page - keys), value=torch.nan)
+    order = torch.randperm(requests * M + 1, generator=gen)
+    cache = torch.full((requests * M + 1, page, size), torch.nan, dtype=rows.dtype)
+    cache[order[:-1]] = padded.view(requests * M, page, size)
+    return cache, order[:-1].view(requests, M).to(INT)
+
+
+@seeds
+@given(st.integers(0, 999), st.sampled_from([1, 2, 4, 9, 16]), st.booleans(), st.booleans(), st.booleans())
+def test_keys_in_pages_are_those_without(seed, page, listed, near, far):
+    args = case(seed)
+    args["topk_indices"] = args["topk_indices"] if listed else None
+    gen = torch.Generator().manual_seed(seed)
+    paged = dict(args)
+    if near:
+        paged["swa_kv"], paged["swa_block_table"] = in_pages(args["swa_kv"], page, gen)
+    if far:
+        paged["compressed_kv"], paged["compressed_block_table"] = in_pages(args["compressed_kv"], page, gen)
+    same(reference(**paged, window=3), reference(**args, window=3))
+
+
+def test_pages_at_which_nobody_looks_may_be_any_number():
+    args = case(9) | dict(request_ids=None, swa_end=torch.full((6,), 7, dtype=INT), compressed_len=None)
+    args["topk_indices"] = ints(1, -1, 4).expand(6, 3).contiguous()
+    gen = torch.Generator().manual_seed(1)
+    paged = dict(args)
+    paged["swa_kv"], paged["swa_block_table"] = in_pages(args["swa_kv"], 3, gen)
+    paged["compressed_kv"], paged["compressed_block_table"] = in_pages(args["compressed_kv"], 2, gen)
+    want = reference(**args, window=2)
+    paged["swa_block_table"][:, 0], paged["compressed_block_table"][:, 1] = -1, 99
+    paged["compressed_block_table"][:, 3] = -(2**31)
+    same(reference(**paged, window=2), want)
+    paged["swa_block_table"][1, 1] = 7
+    with pytest.raises(ValueError, match=r"swa_block_table\[1, 1\] is 7, accepted: 0 to 6"):
+        reference(**paged, window=2)
+    nowhere = paged | dict(swa_kv=torch.zeros(0, 3, D, dtype=torch.float64))
+    with pytest.raises(ValueError, match="swa_kv has no pages, accepted: a page for every key that a token sees"):
+        reference(**nowhere, window=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("format", "scale"), [("fp8", None), ("mxfp4", None), ("nvfp4", None), ("nvfp4", 700.0)])
+def test_encoded_rows_are_attended_as_if_they_were_decoded_first(format, scale, dtype):
+    args = case(10) | {
+        name: torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        for name, shape in (("q", (6, 3, 96)), ("swa_kv", (R, S, 96)), ("compressed_kv", (R, C, 96)))
+    }
+    scale = None if scale is None else torch.tensor(scale)
+    given, decoded = dict(args), dict(args)
+    for name in ("swa_kv", "compressed_kv"):
+        given[name] = kv_cache.encode_rows(args[name], format, 32, scale)
+        decoded[name] = kv_cache.decode_rows(given[name], format, 96, 32, scale, dtype)
+    got = op(**given, format=format, rope_dim=32, global_scale=scale)
+    want = op(**decoded)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert not torch.equal(got[0], op(**args)[0])
+
+
 def test_strides_do_not_matter_and_inputs_stay_as_they_are():
     args = case(7)
     strided = {
@@ -206,12 +269,66 @@ BAD = {
         TypeError,
         "topk_indices is i64, accepted: i32",
     ),
-    "mixed dtypes": (dict(swa_kv=torch.zeros(2, 9, 6).half()), TypeError, "swa_kv is f16, accepted: f32"),
+    "mixed dtypes": (dict(swa_kv=torch.zeros(2, 9, 6).half()), TypeError, "swa_kv is f16, accepted: u8, f32"),
     "another head size": (
         dict(compressed_kv=torch.zeros(2, 7, 5)),
         ValueError,
         "compressed_kv must be (R, C, D), got shape (2, 7, 5): D=5, but q has D=6",
     ),
+    "another number of requests": (
+        dict(compressed_kv=torch.zeros(3, 7, 6)),
+        ValueError,
+        "compressed_kv must be (R, C, D), got shape (3, 7, 6): R=3, but swa_kv has R=2",
+    ),
+    "a table of other requests": (
+        dict(swa_block_table=torch.zeros(3, 1, dtype=INT)),
+        ValueError,
+        "swa_block_table must be (R, Mw), got shape (3, 1): R=3, but compressed_kv has R=2",
+    ),
+    "a table without entries": (
+        dict(
+            compressed_kv=None,
+            topk_indices=None,
+            compressed_len=None,
+            compressed_block_table=torch.zeros(2, 1, dtype=INT),
+        ),
+        ValueError,
+        "compressed_block_table needs compressed_kv",
+    ),
+    "pages without slots": (
+        dict(swa_kv=torch.zeros(4, 0, 6), swa_block_table=torch.zeros(2, 1, dtype=INT)),
+        ValueError,
+        "pages must have room for a key",
+    ),
+    "bytes without a format": (
+        dict(swa_kv=torch.zeros(2, 9, 6, dtype=torch.uint8)),
+        TypeError,
+        "swa_kv is u8, accepted with format 'none': f32",
+    ),
+    "numbers with a format": (
+        dict(q=torch.zeros(6, 3, 64), swa_kv=torch.zeros(2, 9, 128), compressed_kv=torch.zeros(2, 7, 128))
+        | dict(format="fp8"),
+        TypeError,
+        "swa_kv is f32, accepted with format 'fp8': u8",
+    ),
+    "rows of another size": (
+        dict(q=torch.zeros(6, 3, 64), compressed_kv=None, topk_indices=None, compressed_len=None)
+        | dict(swa_kv=torch.zeros(2, 9, 127, dtype=torch.uint8), format="fp8"),
+        ValueError,
+        "the caches have rows of Rb=127, accepted with format 'fp8', D=64, rope_dim=64: 128",
+    ),
+    "channels that are no blocks": (
+        dict(compressed_kv=None, topk_indices=None, compressed_len=None)
+        | dict(swa_kv=torch.zeros(2, 9, 12, dtype=torch.uint8), format="fp8", rope_dim=0),
+        ValueError,
+        "D - rope_dim must be a multiple of the block of format, 64 for fp8",
+    ),
+    "a global scale of no format": (
+        dict(global_scale=torch.tensor(1.0)),
+        ValueError,
+        "global_scale is accepted with format 'nvfp4' only",
+    ),
+    "unknown format": (dict(format="fp4"), ValueError, "format is 'fp4', accepted: none, fp8, nvfp4, mxfp4"),
     "nan scale": (dict(scale=float("nan")), ValueError, "scale is nan"),
 }
 

@@ -350,6 +350,7 @@ MENDED = [
     ("sm100", "sdpa_multi", "T=6 S=242 causal=1 window=7 hidden=inf"),
     ("sm100", "sdpa_decode", "S=5 group=9 k_cache.at=off3+x1 q.at=off1"),
     ("sm90", "sparse_fmha_with_swa", "D=512 far=all C=600 T=30 q_by=300 kv_start=1"),
+    ("sm90", "sparse_fmha_with_swa", "D=512 far=all C=2500 normalize=0 nan=q T=1"),
     ("sm90", "inverse_rope_fp4", "T=2 o.at=x0"),
     ("sm90", "inverse_rope_fp4", "H=2 R2=1 o.at=gap+x1"),
     ("sm90", "inverse_rope_fp4", "T=2 R2=1 sin.at=pad5"),

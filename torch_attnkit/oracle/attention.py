@@ -35,6 +35,8 @@ def narrow_products() -> Iterator[None]:
 
     P is rounded at 2^8 P, whose largest value is 256 of E4M3's 448: a weight down to 2^-14 of the row's largest keeps 4
     bits, one below 2^-18 becomes 0. ``lse`` and ``row_sum`` are sums of P before it is rounded.
+
+    References of other products of E4M3 add them up as tensor cores do (``oracle/tensor_cores.py``).
     """
     token = _narrow.set(True)
     try:

@@ -1,7 +1,7 @@
 """When a result counts as right. The tolerance comes from the oracle, never from taste.
 
 ``ref64`` is the reference run in float64, ``ref`` the same reference in the tensors' own dtype, of which
-``attention.narrow_products`` says what it is where that has 8 bits. A float result passes
+``attention.narrow_products`` and ``tensor_cores`` say what it is where that has 8 bits. A float result passes
 when ``max|got - ref64| <= 2 * max|ref - ref64| + 4 * eps(dtype) * max|ref64|``, inf and nan stand at the same places
 as in ``ref``, and its direction is as close to ``ref64`` as the same bound implies. Everything else is exact.
 """

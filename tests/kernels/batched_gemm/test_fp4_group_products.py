@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import torch_attnkit
+from torch_attnkit.cuda import driver
 from torch_attnkit.formats import scale_layout
+from torch_attnkit.kernels.batched_gemm.sm90 import plan
 from torch_attnkit.sim import ptx
 
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
@@ -90,3 +92,35 @@ def test_exponents_of_mxfp4(of_o, of_w):
     so, sw = scales("mxfp4", 4, 1, 64) + of_o % 256, scales("mxfp4", 1, 9, 64) + of_w % 256
     got = simulated(o, w, so, sw, format="mxfp4")
     assert torch.equal(got, want(ov.double() * 2.0**of_o, wv.double() * 2.0**of_w))
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("rows", "slices"), plan.FEW_BLOCKS)
+@pytest.mark.parametrize("columns", plan.FEW_COLUMNS)
+def test_every_block_for_few_tokens(columns, rows, slices, monkeypatch):
+    """K ends amid a slice, tokens and rows amid a block; the ring goes round where a slice has five boxes."""
+    format = "nvfp4" if rows == 128 else "mxfp4"
+    k, n, tokens = 1056 if columns == 8 else 800, rows + 8, columns - 1
+    (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
+    block = plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), 1)
+    monkeypatch.setattr(plan, "few", lambda problem, sms: block)
+    got = simulated(o, w, scales(format, tokens, 2, k), scales(format, 2, n, k), format=format)
+    assert torch.equal(got, want(ov, wv))
+
+
+def test_few_tokens_are_those_whose_codes_tma_takes():
+    """Of NVFP4 a row may end amid 16 bytes: then codes are copied by lanes, and the product is by wgmma."""
+    (o, ov), (w, wv) = integers(3, 2, 80), integers(2, 40, 80)
+    got = simulated(o, w, scales("nvfp4", 3, 2, 80), scales("nvfp4", 2, 40, 80), format="nvfp4")
+    assert torch.equal(got, want(ov, wv))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("tokens", [40, 104, 208])
+def test_blocks_have_several_work_tiles(tokens, monkeypatch):
+    monkeypatch.setattr(driver, "sm_count", lambda device: 2)
+    (o, ov), (w, wv) = integers(2 * tokens + 3, 2, 160), integers(2, 130, 160)
+    t = len(o)
+    monkeypatch.setattr(plan, "FP4_WIDTHS", (tokens,))
+    got = simulated(o, w, scales("nvfp4", t, 2, 160), scales("nvfp4", 2, 130, 160), format="nvfp4")
+    assert torch.equal(got, want(ov, wv))

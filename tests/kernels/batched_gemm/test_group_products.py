@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import torch_attnkit
+from torch_attnkit.cuda import driver
+from torch_attnkit.kernels.batched_gemm.sm90 import plan
 from torch_attnkit.sim import ptx
 
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
@@ -55,3 +57,25 @@ def test_nan_stays_in_its_row_and_its_column():
     want = torch.zeros(20, 2, 12, dtype=torch.bool)
     want[3, 0], want[:, 1, 7] = True, True
     assert torch.equal(nan, want)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("sizes", plan.TILES)
+def test_every_tile_of_wgmma(sizes, pair, monkeypatch):
+    """Two tiles of tokens, the second cut; of the features an odd number; K ends amid a stage; blocks have several."""
+    tile = plan.Tile(*sizes, pair)
+    monkeypatch.setattr(plan, "tile", lambda problem, sms: tile)
+    monkeypatch.setattr(driver, "sm_count", lambda device: 2)
+    o, w = integers(tile.tokens + 9, 2, 200), integers(2, 2 * tile.features + 8, 200)
+    got = simulated(inside(o, 0, 8), inside(w, 8, 0))
+    assert torch.equal(got, torch.einsum("tgk,grk->tgr", o.float(), w.float()).bfloat16())
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_one_group_amid_others(at):
+    """An axis of one has any stride, and starts anywhere; TMA takes neither."""
+    o, w = integers(5, 2, 72), integers(2, 24, 72)
+    one = slice(at, at + 1)
+    got = simulated(inside(o, 0, 1)[:, one, :64], inside(w, 8, 8)[one, :, 4:68])
+    assert torch.equal(got, torch.einsum("tgk,grk->tgr", o[:, one, :64].float(), w[one, :, 4:68].float()).bfloat16())

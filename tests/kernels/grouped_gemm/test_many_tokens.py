@@ -38,6 +38,8 @@ def no_expert(indices: torch.Tensor) -> None:
 
 # Name: sizes, features, who chooses which expert, schedule.
 CASES = {
+    "widths of the fewest tokens": (dict(Tq=30, N=160, M=96, E=4, K=2, blk=32), (), as_drawn, 0),
+    "all of one expert, few in the mean": (dict(Tq=70, N=96, M=64, E=5, K=1), ("bias",), one_expert, 1),
     "widths of few tokens": (dict(Tq=70, N=256, M=128, E=4, K=2), (), as_drawn, 1),
     "all of one expert": (dict(Tq=150, N=128, M=64, E=4, K=1), (), one_expert, 2),
     "ragged": (dict(Tq=130, N=64, M=192, E=4, K=2), ("bias", "swizzled", "global_scale"), ragged, 3),

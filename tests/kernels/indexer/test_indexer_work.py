@@ -54,10 +54,12 @@ def test_lengths_requests_and_pages_that_are_refused_on_the_cpu_lead_nowhere():
         right(got, (q, keys, weights, k_len.clamp(0, 300), ids.clamp(0, 1)))
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_scales_may_be_negative(seed):
-    """relu(s x) is not s relu(x): k has the signs of its scales before the products, and so has q."""
-    q, k, weights, k_len = inputs(T=4)
+@pytest.mark.parametrize(("T", "seed"), [(4, 0), (4, 3), (12, 0), (12, 3)])
+def test_scales_may_be_negative(T, seed):
+    """relu(s x) is not s relu(x). Six tokens of a request go past keys in registers, which have the signs of their
+    scales; past two of them stream the keys, and products are scaled before they are rectified."""
+    q, k, weights, k_len = inputs(T=T)
+    k_len = k_len.repeat(3)[:T]
     gen = torch.Generator().manual_seed(1)
     scale_q, scale_k = (torch.randn(*t.shape[:-1], 1, generator=gen) for t in (q, k))
     args = (*(t.to(torch.float8_e4m3fn) for t in (q, k)), weights.bfloat16(), k_len, None, None, scale_q, scale_k)
@@ -91,9 +93,61 @@ def test_keys_that_no_token_of_the_block_sees_are_not_looked_at():
     right(simulated(*args)[0], args)
 
 
+def pages(k, page, gen, spare=3):
+    """Keys (R, S, D) in pages of a pool in random order, and the table."""
+    R, S, D = k.shape
+    table = torch.randperm(R * S // page + spare, generator=gen)[: R * S // page].view(R, -1).int()
+    pool = torch.full((R * S // page + spare, page, D), torch.nan, dtype=k.dtype)
+    pool[table.long()] = k.unflatten(1, (-1, page))
+    return pool, table
+
+
+@pytest.mark.parametrize(("tokens", "page", "seed"), [(1, 64, 0), (2, 192, 1), (4, 64, 2)])
+def test_keys_stream_past_few_tokens(tokens, page, seed):
+    """Requests of very different lengths, one of none: blocks begin and end in the middle of them, and what nobody sees
+    is shared out, too."""
+    R, S = 7, 1152
+    gen = torch.Generator().manual_seed(seed)
+    q, k, weights, _ = inputs(T=R * tokens, R=R, S=S)
+    pool, table = pages(k.bfloat16(), page, gen)
+    k_len = torch.tensor([S, 1, 0, 700, 128, 129, 1000], dtype=torch.int32).repeat_interleave(tokens)
+    k_len[1::tokens] = (k_len[1::tokens] - 70).clamp(0)
+    args = (q.bfloat16(), pool, weights, k_len, None, table)
+    got, launches = simulated(*args, seed=seed)
+    assert len(launches) == 1
+    right(got, args)
+
+
+def test_pages_and_lengths_that_are_refused_on_the_cpu_lead_nowhere_where_keys_stream():
+    gen = torch.Generator().manual_seed(0)
+    q, k, weights, _ = inputs(T=2, S=512)
+    pool, table = pages(k.bfloat16(), 64, gen)
+    k_len = torch.tensor([I32.max, I32.min], dtype=torch.int32)
+    table[0, 2], table[0, 5], table[1] = -1, I32.max, I32.min
+    got, _ = simulated(q.bfloat16(), pool, weights, k_len, None, table)
+    keys = k.bfloat16()
+    for page in (2, 5):
+        keys[0, 64 * page : 64 * page + 64] = 0
+    right(got, (q.bfloat16(), keys, weights, k_len.clamp(0, 512)))
+
+
+def test_keys_that_tma_cannot_read_do_not_stream():
+    """The same signature with keys at an address that is no multiple of 16 bytes."""
+    q, k, weights, k_len = inputs(T=2)
+    room = torch.zeros(k.numel() + 1, dtype=torch.bfloat16)
+    odd = room[1:].view_as(k).copy_(k)
+    args = (q.bfloat16(), k.bfloat16(), weights, k_len)
+    names = []
+    for keys in (args[1], odd):
+        got, (launch,) = simulated(args[0], keys, *args[2:])
+        names.append(launch.kernel)
+        right(got, args)
+    assert names[0] != names[1]
+
+
 def test_a_token_takes_few_instructions():
-    """64 heads of 128 against 256 keys, a block's start divided by 8 tokens. Seen: 2,674 of PTX."""
+    """64 heads of 128 against 256 keys, a block's start divided by 8 tokens. Seen: 2,442 of PTX."""
     q, k, weights, _ = inputs(T=8, R=1, S=256, H=64)
     lengths = torch.full((8,), 256, dtype=torch.int32)
     _, launches = simulated(q.bfloat16(), k.bfloat16(), weights, lengths)
-    assert launches[0].counters["instructions"] <= 8 * 2_800
+    assert launches[0].counters["instructions"] <= 8 * 2_550

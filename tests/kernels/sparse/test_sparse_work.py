@@ -6,12 +6,16 @@ import pytest
 import torch
 
 import torch_attnkit
+from torch_attnkit.formats import kv_cache
 from torch_attnkit.ops.sparse_fmha_with_swa.reference import reference
 from torch_attnkit.oracle.compare import check
 
 # Warnings of the compiler are its own affair.
 pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("default")]
-NAMES = "q swa_kv swa_end compressed_kv topk_indices compressed_len request_ids sink".split()
+NAMES = (
+    "q swa_kv swa_end compressed_kv topk_indices compressed_len request_ids sink swa_block_table"
+    " compressed_block_table global_scale"
+).split()
 WILD = (-(2**31), -2, -1, 1 << 20, 2**31 - 1)
 
 
@@ -59,7 +63,65 @@ def in_clusters() -> dict:
 
 def two_head_blocks() -> dict:
     """Of 512 columns, beyond what the multiprocessors have at once, without entries."""
-    return dict(q=normal(68, 66, 512), swa_kv=normal(1, 110, 512, seed=1), swa_end=between(0, 110, 68), window=100)
+    return dict(q=normal(68, 66, 512), swa_kv=normal(1, 1100, 512, seed=1), swa_end=between(0, 110, 68), window=100)
+
+
+def from_the_l2() -> dict:
+    """Of 512 columns, two turns for some multiprocessors, and keys that all tokens share: two to six tiles."""
+    return dict(
+        q=normal(134, 3, 512), swa_kv=normal(1, 110, 512, seed=1), swa_end=between(0, 110, 134), window=100,
+        compressed_kv=normal(1, 260, 512, seed=2), compressed_len=between(0, 260, 134, seed=1),
+        sink=normal(3, seed=4).float(),
+    )  # fmt: skip
+
+
+def in_pages(case: dict, page: int) -> dict:
+    """The same with both caches in pages, which lie in reverse order, of their requests in turn."""
+    moved = dict(case)
+    for cache, table in (("swa_kv", "swa_block_table"), ("compressed_kv", "compressed_block_table")):
+        R, keys, size = case[cache].shape
+        M = -(-keys // page)
+        rows = torch.nn.functional.pad(case[cache], (0, 0, 0, M * page - keys)).view(R, M, page, size)
+        moved[cache] = rows.transpose(0, 1).reshape(M * R, page, size).flip(0)
+        moved[table] = (M * R - 1 - torch.arange(M) * R - torch.arange(R)[:, None]).to(torch.int32)
+    return moved
+
+
+def encoded(case: dict, format: str) -> dict:
+    """The same with rows of a format, and of nvfp4 with a global scale."""
+    scale = torch.tensor(700.0) if format == "nvfp4" else None
+    caches = [name for name in ("swa_kv", "compressed_kv") if name in case]
+    rows = {name: kv_cache.encode_rows(case[name], format, 64, scale) for name in caches}
+    return case | rows | dict(global_scale=scale, format=format)
+
+
+def fp8_in_turn() -> dict:
+    """Tiles that are decoded while those of the work tile before are still multiplied."""
+    return encoded(in_turn(), "fp8")
+
+
+def fp8_in_a_cluster() -> dict:
+    return encoded(in_a_cluster(), "fp8")
+
+
+def nvfp4_pages_in_turn() -> dict:
+    """Without lengths a token would see the rest of its last page."""
+    return in_pages(encoded(in_turn(), "nvfp4"), 7)
+
+
+def mxfp4_pages_in_clusters() -> dict:
+    case = in_clusters()
+    return in_pages(encoded(case | dict(compressed_len=between(2500, 2500, 1)), "mxfp4"), 16)
+
+
+def pages_in_a_cluster() -> dict:
+    return in_pages(in_a_cluster(), 16)
+
+
+CASES = [
+    in_a_cluster, in_turn, two_head_blocks, from_the_l2, in_clusters, fp8_in_turn, fp8_in_a_cluster,
+    nvfp4_pages_in_turn, mxfp4_pages_in_clusters, pages_in_a_cluster,
+]  # fmt: skip
 
 
 def compare(given: dict, meant: dict, seed: int) -> None:
@@ -81,9 +143,9 @@ def compare(given: dict, meant: dict, seed: int) -> None:
             check(f"sparse_fmha_with_swa {name}", mine, low, high)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("case", [in_a_cluster, in_turn, two_head_blocks, in_clusters], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_work_is_cut_without_races(case, seed):
     compare(case(), case(), seed)
 
@@ -111,3 +173,24 @@ def test_wild_indices_name_no_keys(listed):
         chosen = given["topk_indices"]
         meant["topk_indices"] = torch.where((chosen >= 0) & (chosen < C), chosen, -1)
     compare(given, meant, seed=1)
+
+
+@pytest.mark.parametrize("format", ["none", "fp8"])
+def test_wild_tables_name_no_pages(format):
+    """A key in a page that is not there has no part in the result, and nothing is read for it."""
+    given = in_turn() | dict(request_ids=None, sink=None)
+    given |= {name: given[name][:23] for name in ("q", "swa_end", "compressed_len")}
+    given |= {name: given[name][:1] for name in ("swa_kv", "compressed_kv")}
+    given = in_pages(encoded(given, format) if format != "none" else given, 5)
+    T, C, far = 23, given["compressed_block_table"].shape[1] * 5, given["compressed_block_table"]
+    wild = torch.tensor(WILD, dtype=torch.int32)[torch.arange(far.shape[1]) % len(WILD)]
+    lost = torch.arange(far.shape[1]) % 3 == 1  # pages
+    entry = torch.arange(C, dtype=torch.int32).expand(T, C)
+    meant = given | dict(topk_indices=torch.where(lost[entry.long() // 5], -1, entry))
+    # Of the window the pages from the seventh on are lost, before which all windows then end.
+    short = dict(swa_end=given["swa_end"].clamp(max=35), window=35)
+    near = torch.where(torch.arange(given["swa_block_table"].shape[1]) < 7, given["swa_block_table"], -5)
+    compare(
+        given | short | dict(compressed_block_table=torch.where(lost, wild, far), swa_block_table=near),
+        meant | short, seed=1,
+    )  # fmt: skip

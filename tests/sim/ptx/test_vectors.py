@@ -34,9 +34,9 @@ def steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 # Rows of these ops are younger than the last recording and have none until the next (measurement H200).
 _YOUNGER = {
-    "fp4_moe", "grouped_output_projection", "indexer_scores", "indexer_topk", "inverse_rope_fp4", "kv_cache_gather",
-    "kv_cache_write", "mxfp4_dequantize", "mxfp4_quantize", "nvfp4_dequantize", "nvfp4_quantize", "route_hash",
-    "route_softmax", "route_sqrt_softplus", "sparse_fmha_with_swa",
+    "fp4_moe", "grouped_output_projection", "indexer_scores", "indexer_select", "indexer_topk", "inverse_rope_fp4",
+    "kv_cache_gather", "kv_cache_write", "mxfp4_dequantize", "mxfp4_quantize", "nvfp4_dequantize", "nvfp4_quantize",
+    "route_hash", "route_softmax", "route_sqrt_softplus", "sparse_fmha_with_swa",
 }  # fmt: skip
 
 

@@ -1,15 +1,19 @@
 """Outputs of the sm90 rows as an H200 gave them, small, for the simulator to be compared with.
 
 On a machine with a Hopper GPU, in the repository: ``python tests/sim/ptx/vectors.py`` writes tests/data/sm90/vectors.pt
-anew, in a minute or two. A kernel whose arithmetic changes on purpose needs that.
+anew, by as many processes as there are cores, since compiling is what takes time. A kernel whose arithmetic changes on
+purpose needs that.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import zlib
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ FILE = Path(__file__).resolve().parents[2] / "data/sm90/vectors.pt"
 SAMPLES = 128  # elements kept of each output, evenly spread
 SAME_ORDER = ("gated_rmsnorm", "merge_partials")  # no tensor cores: the order of every sum is the kernel's own
 OTHERS = 3  # cases of the other rows
+MOST_PROCESSES = 16  # that share the GPU
 
 
 @dataclass(frozen=True)
@@ -112,14 +117,16 @@ def tolerances(call: Call) -> list[float]:
     return found
 
 
+def recorded(call: Call) -> dict[str, Any]:
+    return {"call": asdict(call), "inputs": digest(call), "outputs": outputs(call, "cuda")}
+
+
 def record() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         sys.exit(f"vectors: needs a Hopper GPU, found {torch.cuda.get_device_name()}")
     calls = {c.id: call_of(c) for c in chosen()}
-    cases = {
-        name: {"call": asdict(call), "inputs": digest(call), "outputs": outputs(call, "cuda")}
-        for name, call in calls.items()
-    }
+    with ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), get_context("spawn")) as pool:
+        cases = dict(zip(calls, pool.map(recorded, calls.values()), strict=True))
     FILE.parent.mkdir(parents=True, exist_ok=True)
     torch.save(
         {

@@ -36,6 +36,9 @@ class Fp4Problem:
     groups: int
     k: int
     n: int
+    x: tuple[int, ...]  # bytes from one to the next along its axes before K, 0 for an axis of one
+    weight: tuple[int, ...]
+    weight_scale: tuple[int, ...]
 
 
 class Operands(NamedTuple):

@@ -13,13 +13,12 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint8, const_expr
+from cutlass import Int32, Uint8, const_expr
 
-from torch_attnkit.cuda import copies, fake, fp4
-from torch_attnkit.cuda.fp4_blocks import Reader
-from torch_attnkit.cuda.warp_ops import pack
+from torch_attnkit.cuda import copies, fake
 
 from . import rows
+from .decoder import Decoder
 from .plan import CELL, LANES, Config
 from .problem import Row
 
@@ -27,8 +26,7 @@ from .problem import Row
 class _Gatherer:
     def __init__(self, row: Row, dtype: Any, config: Config):
         self.row, self.layout, self.dtype, self.c = row, row.layout, dtype, config
-        self.bits = 8 if row.format == "fp8" else 4  # of a code
-        self.read = Reader(row.format, dtype)
+        self.decoder = Decoder(row, dtype)
 
     @cute.jit
     def __call__(
@@ -47,45 +45,28 @@ class _Gatherer:
     @cute.kernel
     def kernel(self, mNumbers: cute.Tensor, mCache: cute.Tensor, mSlot: cute.Tensor, mGlobal: cute.Tensor | None):
         c, dim, nope, layout = self.c, self.row.head_dim, self.row.nope_dim, self.layout
+        bits = const_expr(self.decoder.bits)
         row, inside, slot, found = rows.of_warp(mSlot, mCache, c.warps)
         source = mCache.iterator + slot * mCache.stride[0]
         target = mNumbers.iterator + row * mNumbers.stride[0]
         gs = None
         if const_expr(mGlobal is not None):
-            gs = self.read.divisor(copies.scalar(mGlobal.iterator))
+            gs = self.decoder.divisor(copies.scalar(mGlobal.iterator))
         for turn in cutlass.range(-(-dim // (LANES * CELL)), unroll=1):
             first = (turn * LANES + cute.arch.lane_idx()) * CELL
-            rCodes, rScale, rRope = (rows.zeros(n, Uint8) for n in (CELL * self.bits // 8, 1, 2 * CELL))
+            rCodes, rScale, rRope = (rows.zeros(n, Uint8) for n in (CELL * bits // 8, 1, 2 * CELL))
             if found:
                 if first < nope:
-                    rows.load(source, rCodes, c.codes, first * self.bits // 8, layout.rope)
+                    rows.load(source, rCodes, c.codes, first * bits // 8, layout.rope)
                     copies.load(source + (layout.scales + first // self.row.block), rScale)
                 else:
                     rows.load(source + layout.rope, rRope, c.rope, 2 * (first - nope), 2 * (dim - nope))
-            words = self.rope(rows.words_of(rRope))
+            words = self.decoder.rope(rows.words_of(rRope))
             if const_expr(nope > 0):
-                decoded = self.nope(rows.words_of(rCodes), Int32(rScale[0]), gs)
+                decoded = self.decoder.nope(rows.words_of(rCodes), Int32(rScale[0]), gs)
                 words = [cutlass.select_(first < nope, d, w) for d, w in zip(decoded, words, strict=True)]
             if inside:
                 rows.store(rows.fragment_of(words, self.dtype), target, c.width, first, dim)
-
-    def nope(self, codes: list[Any], byte: Any, gs: Any) -> list[Any]:
-        """The words of a cell's numbers from those of its codes and the scale byte of its block."""
-        if self.row.format != "fp8":
-            return self.read.numbers(codes, byte, gs)
-        scale = fp4.ue8m0_value(byte)
-        halves = (half for word in codes for half in (word, word >> 16))
-        return self.words([tuple(fp4.times(x, scale) for x in fp4.e4m3_values(half)) for half in halves])
-
-    def rope(self, pairs: list[Any]) -> list[Any]:
-        """The words of a cell's numbers from pairs in bfloat16, of which bfloat16 keeps every bit."""
-        return pairs if self.dtype is BFloat16 else self.words([fp4.floats(BFloat16, pair) for pair in pairs])
-
-    def words(self, pairs: list[Any]) -> list[Any]:
-        """Pairs of Float32 rounded to the dtype of the result."""
-        if self.dtype is Float32:
-            return [x.bitcast(Int32) for pair in pairs for x in pair]
-        return [pack(self.dtype, *pair) for pair in pairs]
 
 
 def trace(

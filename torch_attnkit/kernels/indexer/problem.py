@@ -30,6 +30,7 @@ class Problem:
     q: Layout
     q_scale_steps: tuple[int, ...]  # strides of the scales of q but the last
     k_steps: tuple[int, ...]  # strides of k but the last
+    page: int  # entries of a page; without pages of a request
     ids: bool  # whether tokens name their request
     paged: bool
     q_scale: bool

@@ -34,6 +34,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         p.factor * LOG2_E, _LAG if p.normalize else 0.0, min(p.window, MOST), entries,
         min(p.listed, MOST) if entries else 0, max(1, p.tokens // max(1, p.requests)),
         int(p.has_list), int(p.has_length), int(p.has_requests), int(p.has_sink), int(p.normalize),
+        p.requests, p.capacity,
         cut.head_blocks, cut.ctas, cut.groups, cut.together,
     )  # fmt: skip
 
@@ -41,18 +42,26 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
 
     def launch(operands: Operands) -> None:
         o = operands
-        q, near, far = (t if t is None or t.data_ptr() % 16 == 0 else _copy(t) for t in (o.q, o.near, o.far))
+        q = o.q if o.q.data_ptr() % 16 == 0 else _copy(o.q)
+        near, far = (t if t is None or t.data_ptr() % p.align == 0 else _copy(t) for t in (o.near, o.far))
         far = near if far is None else far
         chosen = o.end[:, None] if o.chosen is None else o.chosen
+        near_table, far_table = (chosen if t is None else t for t in (o.near_table, o.far_table))
         length, request = (o.end if t is None else t for t in (o.length, o.request))
         sink = o.lse[0] if o.sink is None else o.sink
         row_sum = o.lse if p.normalize else o.row_sum
         splits, count = (o.lse.view(-1), o.end) if workspace is None else workspace.get()
-        run((q, near, o.end, far, chosen, length, request, sink, o.out, o.lse, row_sum, splits, count), numbers)
+        global_scale = splits if o.global_scale is None else o.global_scale.view(1)
+        tensors = (
+            q, near, o.end, far, chosen, length, request, sink, near_table, far_table, global_scale, o.out, o.lse,
+            row_sum, splits, count,
+        )  # fmt: skip
+        run(tensors, numbers)
 
     return launch
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
-    """One that starts where the kernel reads, at a multiple of 16 bytes: the plan does not know where memory begins."""
+    """One that starts where the kernel reads, at a multiple of 16 bytes or of what its rows are aligned to: the plan
+    does not know where memory begins."""
     return t.clone(memory_format=torch.contiguous_format)

@@ -28,6 +28,12 @@ class Problem:
     has_sink: bool
     factor: float  # of a product of q and a key
     normalize: bool
+    near_paged: bool = False
+    far_paged: bool = False
+    format: str = "none"  # of rows, as formats/kv_cache.py has them
+    rope_dim: int = 0  # channels of an encoded row in bfloat16
+    align: int = 16  # bytes, at whose multiples the rows of the caches start
+    divided: bool = False  # whether numbers are divided by a global scale
 
     @property
     def keys(self) -> int:
@@ -39,13 +45,16 @@ class Operands(NamedTuple):
     """The tensors of one launch; None for those that a call does not have."""
 
     q: torch.Tensor  # (T, H, D)
-    near: torch.Tensor  # (R, S, D): the keys of windows
+    near: torch.Tensor  # (R, S, Rb), or in pages (N, P, Rb): the keys of windows
     end: torch.Tensor  # (T): where a token's window ends
-    far: torch.Tensor | None  # (R, C, D): the entries
+    far: torch.Tensor | None  # (R, C, Rb), or in pages (N, P, Rb): the entries
     chosen: torch.Tensor | None  # (T, K): a token's entries, -1 for none
     length: torch.Tensor | None  # (T): entries from this one on do not count
     request: torch.Tensor | None  # (T)
     sink: torch.Tensor | None  # (H)
+    near_table: torch.Tensor | None  # (R, M): the pages of a request's keys
+    far_table: torch.Tensor | None  # (R, M)
+    global_scale: torch.Tensor | None  # ()
     out: torch.Tensor  # (T, H, D)
     lse: torch.Tensor  # (T, H)
     row_sum: torch.Tensor  # (T, H), empty where the result is normalised

@@ -1,9 +1,10 @@
 """Device side of top-k: which scores of a row are among the K largest, by radix select, in ascending order of place.
 
-A warp has scores that follow one another, and so has a block of a cluster. Scores become keys, unsigned integers of
-which the smallest belongs to the largest score. Up to three times the block counts the keys of the interval in which
-the K-th smallest lies by their next 11 bits (a histogram in shared memory, summed over the cluster), and goes on with
-the bin that has it. Where a bin is wanted whole, as nearly always after 22 bits, no tie is left to break.
+A warp has scores that follow one another, and so has a block of a cluster. A score's key is an unsigned integer, the
+smaller the larger the score is. Up to three times the block counts the keys of the interval in which the K-th smallest
+lies by their next 11 bits (``bins.py``), and goes on with the bin that has it. Where a bin is wanted whole, as nearly
+always after 22 bits, no tie is left to break. Registers hold scores, not keys: Hopper has twice as many units for
+float32 additions as for integers, so that what can be said of numbers is not said of keys.
 
 Then each lane has a bit for each of its scores. Exchanged among lanes, these become words of 32 scores that follow
 one another, and counts of bits, summed over lanes, warps and blocks, are places in the output.
@@ -18,38 +19,33 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from torch_attnkit.cuda import copies, counters, fake, l2
-from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda import bits, copies, fake, l2
 from torch_attnkit.cuda.ring import Fixed
 
+from .bins import BITS, Bins, running_sum
 from .plan import LANES, Config
 
-_BITS = (11, 11, 10)  # of a key, that one pass decides
-_BINS = 2048
 _NONE = 0xFF800000  # the key of -inf, NaN and an entry that is not there: above all others, and the first of a bin
-# What a pass has found, in shared memory.
-_BIN, _BEFORE, _COUNT, _FACTS = 0, 1, 2, 4
+_PLUS = 0x7FFFFFFF  # the key of 0 and of no lesser number
+# Leading bits of a key that passes look at: numbers of 16 bits differ in 19 at most.
+_KEY_BITS = {16: 2 * BITS, 32: 32}
 
 
-def key(x: Float32) -> Uint32:
-    """An integer that is smaller the larger the number is, and the same for 0 and -0; ``_NONE`` for -inf and NaN."""
-    bits = cute.arch.fmax(x + Float32(0), -Float32.inf).bitcast(Int32)
-    return Uint32(bits ^ (~(bits >> 31) & 0x7FFFFFFF))
+def plain(x: Float32) -> Float32:
+    """The same number, 0 for -0 and -inf for NaN."""
+    return cute.arch.fmax(x + Float32(0), -Float32.inf)
+
+
+def number(key: Uint32) -> Float32:
+    """The number with this key. Keys are integers, the smaller the larger the number is: the bits of negative numbers,
+    and those of others inverted but for the sign. Applied to a number's bits, it gives the key's."""
+    word = Int32(key)
+    return (word ^ (~(word >> 31) & _PLUS)).bitcast(Float32)
 
 
 def ones(word: Uint32) -> Int32:
     """How many bits of a word are set."""
     return Int32(cute.arch.popc(word))
-
-
-@cute.jit
-def running_sum(value: Int32):
-    """The sum over this lane and those below it."""
-    lane = cute.arch.lane_idx()
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, 1 << step)
-        value += cutlass.select_(lane >= (1 << step), below, Int32(0))
-    return value
 
 
 def transposed(word: Uint32, width: int) -> Uint32:
@@ -68,8 +64,10 @@ def transposed(word: Uint32, width: int) -> Uint32:
 
 
 class _TopK(Fixed):
-    def __init__(self, config: Config):
-        self.c = config
+    def __init__(self, config: Config, width: int):
+        self.c, self.key_bits = config, _KEY_BITS[width]
+        self.passes = -(-self.key_bits // BITS)
+        self.bins = Bins(config, self.passes)
 
     @cute.jit
     def __call__(
@@ -96,8 +94,8 @@ class _TopK(Fixed):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         rank, row = block % c.cluster, block // c.cluster
-        length, topk = self.length(mScores, mLength, row), Int32(mIndices.shape[1])
         self.setup()
+        length, topk = self.length(mScores, mLength, row), Int32(mIndices.shape[1])
         scores = mScores.iterator + Int64(row) * mScores.stride[0]
         tiles = Int32(1)
         if const_expr(not c.resident):
@@ -105,30 +103,34 @@ class _TopK(Fixed):
             tiles = (length + (whole - 1)) // whole
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first = (rank * c.warps + warp) * (tiles * c.tile)
-        rKeys = cute.make_rmem_tensor(c.width * c.vectors, Uint32)
+        rScores = cute.make_rmem_tensor(c.width * c.vectors, Float32)
+        rFetched = copies.fragments(c.vectors, c.width, mScores.element_type)
         if const_expr(c.resident):
-            self.load(scores, length, first, rKeys)
+            self.fetch(scores, length, first, rFetched)
+        self.bins.clear()  # while scores are on their way
+        if const_expr(c.resident):
+            self.convert(rFetched, length, first, rScores)
+        if const_expr(c.cluster > 1):
+            cute.arch.cluster_wait()  # the other blocks' barriers stand
         if row + ahead < mScores.shape[0]:
             self.prefetch(mScores, mLength, row + ahead, rank)
 
-        # All below ``limit`` are chosen, and of those that equal it the first ``quota``.
-        limit, quota = Uint32(_NONE), Int32(0)
-        if length > topk:
-            limit, quota = self.select(scores, length, topk, first, tiles, rKeys)
-        kept = self.marks(rKeys, limit, quota) if const_expr(c.resident) else None
         part = (scores, length, first, tiles)
-        less, ties, all_less, all_ties = self.count(part, rKeys, kept, limit, quota, rank)
+        above, level, quota = Float32(-Float32.inf), Float32(0), Int32(0)
+        if length > topk:
+            above, level, quota = self.select(part, topk, rank, rScores)
+        limits = (above, level, quota)
+        kept = self.marks(rScores, limits) if const_expr(c.resident) else None
+        more, ties, all_more, all_ties = self.count(part, rScores, kept, limits, rank)
         gIndices = cute.make_tensor(mIndices.iterator + Int64(row) * topk, cute.make_layout(topk))
-        at = less + cutlass.min(ties, quota)
+        at = more + cutlass.min(ties, quota)
         for tile in cutlass.range(tiles, unroll=1):
             start = first + tile * c.tile
-            marks = self.marks_of(part, start, rKeys, kept, limit, quota)
+            marks = self.marks_of(part, start, rScores, kept, limits)
             at, ties = self.write(gIndices, marks, quota, start, at, ties)
-        chosen = all_less + cutlass.min(all_ties, quota)
+        chosen = all_more + cutlass.min(all_ties, quota)
         for i in cutlass.range(chosen + rank * c.threads + thread, topk, c.threads * c.cluster, unroll=1):
             gIndices[i] = Int32(-1)
-        if const_expr(c.cluster > 1):
-            cute.arch.cluster_wait()  # nobody reads this block's memory any more
 
     @cute.jit
     def length(self, mScores: cute.Tensor, mLength: cute.Tensor | None, row: Int32):
@@ -149,62 +151,57 @@ class _TopK(Fixed):
         for at in cutlass.range(first, self.length(mScores, mLength, row), step, unroll=1):
             l2.prefetch((scores + at).toint())
 
-    @cute.jit
-    def setup(self):
-        """Shared memory; its counters are zero after the next barrier."""
-        c = self.c
+    def setup(self) -> None:
+        """Shared memory."""
         allocator = cutlass.memory.SmemAllocator()
-        shapes = ((_BINS, len(_BITS)), (_FACTS, len(_BITS)), (LANES, 2 + len(_BITS)), (2, 1))
-        self.sCounts, self.sFacts, self.sWarps, self.sBlock = (
-            allocator.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=16) for shape in shapes
-        )
-        thread, _, _ = cute.arch.thread_idx()
-        for sZero in (self.sCounts, self.sFacts):
-            for i in cutlass.range(thread, cute.size(sZero) // 4, c.threads, unroll=1):
-                copies.store_words(sZero.iterator.toint() + 16 * i, [Int32(0)] * 4, cute.AddressSpace.smem)
-
-    def meet(self) -> None:
-        """A barrier of all threads that share the row."""
-        if self.c.cluster > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.barrier()
+        self.bins.setup(allocator)
+        self.sWarps = allocator.allocate_tensor(Int32, cute.make_layout((LANES, 2)), byte_alignment=16)
 
     @cute.jit
-    def load(self, scores: Any, length: Int32, start: Int32, rKeys: cute.Tensor):
-        """The keys of this lane's part of a tile that begins at ``start``."""
+    def fetch(self, scores: Any, length: Int32, start: Int32, rScores: Any):
+        """This lane's part of a tile that begins at ``start``: ``vectors`` loads."""
         c = self.c
         at = start + cute.arch.lane_idx() * c.width
-        rScores = copies.fragments(c.vectors, c.width, scores.value_type)
         for v in cutlass.range_constexpr(c.vectors):
             rScores[v].fill(0)
             if at + v * LANES * c.width < length:
                 copies.load(scores + (at + v * LANES * c.width), rScores[v])
-        for e in cutlass.range_constexpr(c.vectors * c.width):
-            rKeys[e] = key(rScores[e // c.width][e % c.width].to(Float32))
-        if start + c.tile > length:
-            for e in cutlass.range_constexpr(c.vectors * c.width):
-                if at + (e // c.width * LANES * c.width + e % c.width) >= length:
-                    rKeys[e] = Uint32(_NONE)
 
     @cute.jit
-    def select(self, scores: Any, length: Int32, topk: Int32, first: Int32, tiles: Int32, rKeys: cute.Tensor):
-        """The key up to which everything is chosen, and how many of those that equal it are, too."""
-        limit, quota = Uint32(_NONE), Int32(0)
+    def convert(self, rFetched: Any, length: Int32, start: Int32, rScores: cute.Tensor):
+        """What was fetched as plain numbers, -inf behind the length."""
+        c = self.c
+        for e in cutlass.range_constexpr(c.vectors * c.width):
+            rScores[e] = plain(rFetched[e // c.width][e % c.width].to(Float32))
+        if start + c.tile > length:
+            at = start + cute.arch.lane_idx() * c.width
+            for e in cutlass.range_constexpr(c.vectors * c.width):
+                if at + (e // c.width * LANES * c.width + e % c.width) >= length:
+                    rScores[e] = -Float32.inf
+
+    def load(self, scores: Any, length: Int32, start: Int32, rScores: cute.Tensor) -> None:
+        """This lane's part of a tile that begins at ``start``, as plain numbers."""
+        rFetched = copies.fragments(self.c.vectors, self.c.width, scores.value_type)
+        self.fetch(scores, length, start, rFetched)
+        self.convert(rFetched, length, start, rScores)
+
+    @cute.jit
+    def select(self, row: Any, topk: Int32, rank: Int32, rScores: cute.Tensor):
+        """What is chosen: all above one number, and of those that equal another so many, the first ones."""
+        scores, length, first, tiles = row
+        limit, quota = Uint32(_NONE), Int32(0)  # of keys: all below, and of those that equal it
         low = Uint32(0)  # of the interval in which the key is that was asked for
         need = topk  # its place among the keys of the interval
         open_ = Int32(1)
-        shift = const_expr(32)
         cute.arch.barrier()  # the counters are zero
-        for p in cutlass.range_constexpr(len(_BITS)):
-            shift = const_expr(shift - _BITS[p])
+        for p in cutlass.range_constexpr(self.passes):
+            shift = const_expr(max(0, 32 - BITS * (p + 1)))
             if open_ != 0:
                 for tile in cutlass.range(tiles, unroll=1):
                     if const_expr(not self.c.resident):
-                        self.load(scores, length, first + tile * self.c.tile, rKeys)
-                    self.tally(rKeys, p, shift, low)
-                found, before, count = self.find(p, need)
+                        self.load(scores, length, first + tile * self.c.tile, rScores)
+                    self.tally(rScores, p, shift, low)
+                found, before, count = self.bins.find(p, need, rank)
                 absent = cutlass.Boolean(False)
                 if const_expr(p == 0):
                     absent = found >= (_NONE >> shift)
@@ -216,57 +213,24 @@ class _TopK(Fixed):
                     limit, quota = low, need
                     if count == need:
                         limit, quota, open_ = low + (1 << shift), Int32(0), Int32(0)
-        return limit, quota
+        # A number that equals the limit has zeros in the bits that no pass looked at. -0, whose key no number has,
+        # stands for the number behind it, since it is not less than 0.
+        level = Int32(number(limit).bitcast(Int32) & -(1 << (32 - self.key_bits))).bitcast(Float32)
+        above = number(limit + cutlass.select_(limit == _PLUS + 1, Uint32(1), Uint32(0)))
+        return above, level, quota
 
     @cute.jit
-    def tally(self, rKeys: cute.Tensor, p: int, shift: int, low: Uint32):
-        """Count this lane's keys by bins of 2^shift; after the first pass those of the interval alone."""
-        first = self.sCounts[None, p].iterator.toint()
-        for e in cutlass.range_constexpr(cute.size(rKeys)):
-            beyond = rKeys[e] - low
-            counter = first + Int32(beyond >> shift) * 4
-            if const_expr(p == 0):
-                counters.count(counter)
-            else:
-                counters.count_if(counter, beyond < (1 << (shift + _BITS[p])))
-
-    @cute.jit
-    def find(self, p: int, need: Int32):
-        """The bin with the ``need``-th key, how many keys are below it and in it."""
-        c = self.c
-        self.meet()  # all keys of the row are counted
-        thread, _, _ = cute.arch.thread_idx()
-        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        each = const_expr(_BINS // c.threads)  # bins of a thread
-        rCounts = cute.make_rmem_tensor(each, Int32)
-        sMine = cute.local_tile(self.sCounts[None, p], (each,), (thread,))
-        if const_expr(c.cluster == 1):
-            cute.autovec_copy(sMine, rCounts)
-        else:
-            rCounts.fill(0)
-            for peer in cutlass.range_constexpr(c.cluster):
-                for i in cutlass.range_constexpr(0, each, 2):
-                    at = op.cluster_address(sMine.iterator.toint() + 4 * i, Int32(peer))
-                    low, high = counters.load_2_of_cluster(at)
-                    rCounts[i] += low
-                    rCounts[i + 1] += high
-        mine = Int32(0)
-        for i in cutlass.range_constexpr(each):
-            mine += rCounts[i]
-        upto = running_sum(mine)
-        if lane == LANES - 1:
-            self.sWarps[warp, 2 + p] = upto
-        cute.arch.barrier()
-        before = self.of_warps(2 + p, warp) + upto - mine
-        if (before < need) & (need <= before + mine):
-            for i in cutlass.range_constexpr(each):
-                if (before < need) & (need <= before + rCounts[i]):
-                    self.sFacts[_BIN, p] = thread * each + i
-                    self.sFacts[_BEFORE, p] = before
-                    self.sFacts[_COUNT, p] = rCounts[i]
-                before += rCounts[i]
-        cute.arch.barrier()
-        return self.sFacts[_BIN, p], self.sFacts[_BEFORE, p], self.sFacts[_COUNT, p]
+    def tally(self, rScores: cute.Tensor, p: int, shift: int, low: Uint32):
+        """Count this lane's scores: in the first pass by their leading bits, then by how far their keys are behind
+        ``low``."""
+        # The key of a positive number is the greatest less its bits: one multiplication and addition for either sign.
+        sign, origin = Int32(1), -Int32(low)
+        if low <= _PLUS:
+            sign, origin = Int32(-1), _PLUS - Int32(low)
+        for e in cutlass.range_constexpr(cute.size(rScores)):
+            word = rScores[e].bitcast(Int32)
+            beyond = Uint32(word) if const_expr(p == 0) else Uint32(word * sign + origin)
+            self.bins.count(p, beyond >> shift)
 
     @cute.jit
     def of_warps(self, what: int, warps: Int32):
@@ -277,52 +241,46 @@ class _TopK(Fixed):
         return cute.arch.warp_redux_sync(part, "add")
 
     @cute.jit
-    def marks(self, rKeys: cute.Tensor, limit: Uint32, quota: Int32):
-        """This lane's scores below the limit, and the ties, if any are wanted; bit e for score e."""
-        less, ties = Uint32(0), Uint32(0)
-        for e in cutlass.range_constexpr(cute.size(rKeys)):
-            less |= Uint32(cutlass.select_(rKeys[e] < limit, Uint32(1 << e), Uint32(0)))
+    def marks(self, rScores: cute.Tensor, limits: Any):
+        """Which of this lane's scores are above the limit, and the ties, if any are wanted; bit e for score e."""
+        above, level, quota = limits
+        more, ties = Int32(0), Uint32(0)
+        for i in cutlass.range_constexpr(cute.size(rScores)):
+            # The sign of a difference is the mark: a subtraction and a shift.
+            more = bits.shift_in(more, (above - rScores[cute.size(rScores) - 1 - i]).bitcast(Int32))
         if quota > 0:
-            for e in cutlass.range_constexpr(cute.size(rKeys)):
-                ties |= Uint32(cutlass.select_(rKeys[e] == limit, Uint32(1 << e), Uint32(0)))
-        return less, ties
+            for e in cutlass.range_constexpr(cute.size(rScores)):
+                ties |= Uint32(cutlass.select_(rScores[e] == level, Uint32(1 << e), Uint32(0)))
+        return Uint32(more), ties
 
-    def marks_of(self, row: Any, start: Int32, rKeys: cute.Tensor, kept: Any, limit: Uint32, quota: Int32) -> Any:
+    def marks_of(self, row: Any, start: Int32, rScores: cute.Tensor, kept: Any, limits: Any) -> Any:
         """The marks of the tile that begins at ``start``: what was kept, or from scores read anew."""
         if self.c.resident:
             return kept
-        self.load(*row[:2], start, rKeys)
-        return self.marks(rKeys, limit, quota)
+        self.load(*row[:2], start, rScores)
+        return self.marks(rScores, limits)
 
     @cute.jit
-    def count(self, row: Any, rKeys: cute.Tensor, kept: Any, limit: Uint32, quota: Int32, rank: Int32):
-        """Scores below the limit and ties: before this warp's part of the row, and in all of the row."""
+    def count(self, row: Any, rScores: cute.Tensor, kept: Any, limits: Any, rank: Int32):
+        """Scores above the limit and ties: before this warp's part of the row, and in all of the row."""
         c = self.c
         _, _, first, tiles = row
-        less, ties = Int32(0), Int32(0)
+        more, ties = Int32(0), Int32(0)
         for tile in cutlass.range(tiles, unroll=1):
-            marks = self.marks_of(row, first + tile * c.tile, rKeys, kept, limit, quota)
-            less += ones(marks[0])
+            marks = self.marks_of(row, first + tile * c.tile, rScores, kept, limits)
+            more += ones(marks[0])
             ties += ones(marks[1])
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        less, ties = (cute.arch.warp_redux_sync(n, "add") for n in (less, ties))
+        more, ties = (cute.arch.warp_redux_sync(n, "add") for n in (more, ties))
         if lane == 0:
-            self.sWarps[warp, 0], self.sWarps[warp, 1] = less, ties
+            self.sWarps[warp, 0], self.sWarps[warp, 1] = more, ties
         cute.arch.barrier()
         before = [self.of_warps(i, warp) for i in range(2)]
         whole = [self.of_warps(i, Int32(c.warps)) for i in range(2)]
         if const_expr(c.cluster > 1):
-            thread, _, _ = cute.arch.thread_idx()
-            if thread == 0:
-                self.sBlock[0, 0], self.sBlock[1, 0] = whole
-            self.meet()
-            peer = cutlass.min(lane, Int32(c.cluster - 1))
-            blocks = counters.load_2_of_cluster(op.cluster_address(self.sBlock.iterator.toint(), peer))
-            cute.arch.cluster_arrive()  # the last look at another block's memory
-            for i in cutlass.range_constexpr(2):
-                earlier = cutlass.select_(lane < rank, blocks[i], Int32(0))
-                before[i] += cute.arch.warp_redux_sync(earlier, "add")
-                whole[i] = cute.arch.warp_redux_sync(cutlass.select_(lane < c.cluster, blocks[i], Int32(0)), "add")
+            *earlier, whole_more, whole_ties = self.bins.totals(whole, rank)
+            before = [before[i] + earlier[i] for i in range(2)]
+            whole = [whole_more, whole_ties]
         return *before, *whole
 
     @cute.jit
@@ -366,4 +324,4 @@ def trace(arch: str, dtype: str, ragged: bool, config: tuple[int, ...]) -> tuple
         Int32(0),
         fake.stream(),
     ]
-    return _TopK(c), arguments
+    return _TopK(c, fake.dtype(dtype).width), arguments

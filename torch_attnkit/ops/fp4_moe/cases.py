@@ -21,7 +21,7 @@ PARITY = {
     "mxfp8": dict(Tq=6, N=64, M=32, E=3, K=2, blk=32, act=3),
     "many": dict(Tq=70, N=96, M=160, E=3, K=2, blk=32, act=0),
     "many_both": dict(Tq=70, N=160, M=96, E=3, K=2, blk=16, act=1),
-    "long_both": dict(Tq=30, N=2112, M=64, E=2, K=1, blk=16, act=1),
+    "long_both": dict(Tq=34, N=2112, M=64, E=3, K=1, blk=16, act=1),
     "odd": dict(Tq=7, N=112, M=304, E=3, K=2, blk=16, act=0),
 }
 DEGENERATE = {

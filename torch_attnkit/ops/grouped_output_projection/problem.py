@@ -13,7 +13,7 @@ def problem(call: Call) -> Problem | Fp4Problem:
     if a.format != "none":
         return Fp4Problem(
             call.device, a.format, a.scale_layout, (a.o_global is not None, a.wo_global is not None), a.dtype,
-            dim["Tq"], dim["G"], 2 * dim["Ko"], dim["R"],
+            dim["Tq"], dim["G"], 2 * dim["Ko"], dim["R"], _steps(a.o), _steps(a.wo_a), _steps(a.wo_scale),
         )  # fmt: skip
     return Problem(
         call.device, a.o.dtype, a.dtype or a.o.dtype, dim["Tq"], dim["G"], dim["Ko"], dim["R"], _steps(a.o),

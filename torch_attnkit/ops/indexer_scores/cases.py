@@ -39,11 +39,27 @@ EXTRAS = (
     ("k_scale:255", "mxfp4"),
     ("q_scale:0", "mxfp4"),
 )
-BENCH = {
-    f"{FORMATS[bits]}-{t}-{r}x{s}": dict(Tq=t, R=r, S=s, Hi=64, Qb=min(bits, 8) * 16, Ps=64, bits=bits)
-    for bits in FORMATS
-    for t, r, s in ((1, 1, 2048), (1, 1, 262144), (16, 16, 8192), (128, 128, 8192), (4096, 1, 32768), (1024, 1, 131072))
-}
+ALL, CAUSAL = 1, 2  # ``seen``: every token sees all entries; token t of T the first (t + 1) / T of them
+
+
+def _bench(bits: int, tokens: int, requests: int, entries: int, **more: int) -> tuple[str, dict[str, int]]:
+    """A line's name and sizes: an indexer of 64 heads of 128, all entries seen unless ``more`` says otherwise."""
+    words = [FORMATS[bits], str(tokens), f"{requests}x{entries}"]
+    words += [word for word, on in (("causal", more.get("seen") == CAUSAL), ("paged", more.get("paged"))) if on]
+    sizes = dict(Tq=tokens, R=requests, S=entries, Hi=64, Qb=min(bits, 8) * 16, Ps=64, bits=bits, seen=ALL)
+    return "-".join(words), sizes | more
+
+
+BENCH = dict(
+    [_bench(8, 4096, 1, 32768), _bench(8, 4096, 1, 32768, seen=CAUSAL), _bench(8, 1024, 1, 131072)]
+    + [_bench(8, n, n, s, paged=1) for s in (65536, 262144) for n in (1, 8, 32)]
+    + [_bench(8, 1, 1, 2048), _bench(8, 1, 1, 262144), _bench(8, 128, 128, 8192, paged=1)]
+    + [
+        _bench(bits, *sizes)
+        for bits in (16, 4)
+        for sizes in ((1, 1, 2048), (1, 1, 262144), (16, 16, 8192), (128, 128, 8192), (4096, 1, 32768))
+    ]
+)
 
 
 def _coded(
@@ -58,13 +74,22 @@ def _coded(
     return mxfp4.quantize(inputs.normal(gen, torch.float32, *shape[:-1], 2 * shape[-1]))
 
 
+def _lengths(gen: torch.Generator, dims: dict[str, int]) -> torch.Tensor:
+    Tq, S = dims["Tq"], dims["S"]
+    if dims.get("seen") == ALL:
+        return torch.full((Tq,), S, dtype=torch.int32)
+    if dims.get("seen") == CAUSAL:
+        return ((torch.arange(Tq) + 1) * S // Tq).to(torch.int32)
+    return inputs.lengths(gen, Tq, S)
+
+
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Tq, R, S, Hi, Qb, Ps, bits = (dims[n] for n in ("Tq", "R", "S", "Hi", "Qb", "Ps", "bits"))
     paged, Mp = "paged" in features, -(-S // Ps)
     Np = R * Mp + 1
-    k_len = inputs.lengths(gen, Tq, S)
+    k_len = _lengths(gen, dims)
     request_ids = inputs.integers(gen, 0, R - 1, Tq) if "request_ids" in features else None
     owner = torch.arange(Tq) * R // max(Tq, 1) if request_ids is None else request_ids.long()
     longest = torch.zeros(R, dtype=torch.int32).scatter_reduce(0, owner, k_len, "amax")  # (R,)
@@ -154,15 +179,23 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     return args, dict(format=form)
 
 
+def _seen(dims: dict[str, int]) -> int:
+    """Entries that the tokens of a bench case see, added up."""
+    if dims["seen"] == CAUSAL:
+        return sum((t + 1) * dims["S"] // dims["Tq"] for t in range(dims["Tq"]))
+    return dims["Tq"] * dims["S"]
+
+
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
-    """Read q, k, their scales and weights once, write the scores."""
+    """Read q, its weights, and what is seen of k with its scales once, write the scores; some token sees all of k."""
     Qb, bits = dims["Qb"], dims["bits"]
-    row = {16: Qb * dtype.itemsize, 8: Qb + 4, 4: Qb + Qb // 16}[bits]
-    rows = dims["Tq"] * dims["Hi"] + dims["R"] * dims["S"]
-    return rows * row + dims["Tq"] * (dims["Hi"] + dims["S"] + 1) * 4
+    q = {16: Qb * dtype.itemsize, 8: Qb, 4: Qb + Qb // 16}[bits]
+    k = q + (4 if bits == 8 else 0)
+    weight = 4 if bits == 16 else dtype.itemsize
+    return dims["Tq"] * (dims["Hi"] * (q + weight) + 4 + dims["S"] * 4) + dims["R"] * dims["S"] * k
 
 
 def flops(dims: dict[str, int]) -> int:
-    """One product over the numbers of a head for each head and entry, then relu, weight and sum."""
+    """One product over the numbers of a head for each head and entry that a token sees, then relu, weight and sum."""
     numbers = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
-    return dims["Tq"] * dims["S"] * dims["Hi"] * (2 * numbers + 3)
+    return _seen(dims) * dims["Hi"] * (2 * numbers + 3)

@@ -6,7 +6,7 @@ request_ids None: token t belongs to request ``t * R // Tq``. With ``block_table
 entries and S = Mp * Sk; only pages that some token of the request sees are looked at, and the table may hold
 anything behind them. ``format`` says what q and k are: "none" the model dtype; "fp8" E4M3 with a float32
 scale per row (k_scale, and q_scale unless it is folded into weights); "mxfp4" E2M1 pairs with a UE8M0 scale
-per 32.
+per 32. Kernels add up products of E4M3 as the tensor cores do, in 14 bits on Hopper; sums over heads are float32.
 Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19348).
 """
 

@@ -14,7 +14,7 @@ def problem(call: Call) -> Problem:
     q_scale_steps = a.q_scale.stride()[:-1] if four else ()
     return Problem(
         call.device, a.format, a.q.dtype, a.weights.dtype, T, R, S, H, D * (2 if four else 1), Layout.of(a.q),
-        q_scale_steps, a.k.stride()[:-1], *given,
+        q_scale_steps, a.k.stride()[:-1], call.dim["Sk"], *given,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_attnkit.formats import mxfp4
-from torch_attnkit.oracle import checks
+from torch_attnkit.oracle import checks, tensor_cores
 
 
 def _numbers(x: torch.Tensor, scale: torch.Tensor | None, format: str, acc: torch.dtype) -> torch.Tensor:
@@ -13,6 +13,32 @@ def _numbers(x: torch.Tensor, scale: torch.Tensor | None, format: str, acc: torc
     if scale is None:
         return x.to(acc)
     return mxfp4.dequantize(x, scale, acc) if format == "mxfp4" else x.to(acc) * scale.to(acc)
+
+
+def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """x[at]; float8 cannot be indexed by a tensor everywhere."""
+    return x.view(torch.uint8)[at].view(x.dtype) if x.dtype.itemsize == 1 else x[at]
+
+
+def _products(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    format: str,
+    acc: torch.dtype,
+) -> torch.Tensor:
+    """q (t, Hi, Qb) times k (n, Qb) in their format: (t, Hi, n).
+
+    Inside ``narrow_products`` those of E4M3 numbers are added up as tensor cores do, before their scales: what the
+    kernels are for takes eight bits, and sums of 14 (``oracle/tensor_cores.py``).
+    """
+    if format == "fp8" and acc == torch.float32 and tensor_cores.narrow_e4m3():
+        s = tensor_cores.products(q, k)
+        if q_scale is not None:
+            s = s * q_scale
+        return s if k_scale is None else s * k_scale[:, 0]
+    return torch.einsum("thd,nd->thn", _numbers(q, q_scale, format, acc), _numbers(k, k_scale, format, acc))
 
 
 def reference(
@@ -33,7 +59,7 @@ def reference(
     acc = torch.float64 if torch.float64 in (q.dtype, weights.dtype) else torch.float32
     token = torch.arange(Tq, device=q.device)
     owner = token * R // max(Tq, 1) if request_ids is None else request_ids  # (Tq,)
-    qn, w = _numbers(q, q_scale, format, acc), weights.to(acc)  # (Tq, Hi, Di), (Tq, Hi)
+    w = weights.to(acc)  # (Tq, Hi)
     scores = torch.full((Tq, S), -torch.inf, dtype=torch.float32, device=q.device)  # (Tq, S)
     for r in owner.unique().tolist():
         rows = (owner == r).nonzero()[:, 0]  # (t,)
@@ -44,12 +70,11 @@ def reference(
         else:
             pages = block_table[r, : -(-n // Sk) if n else 0].long()
             checks.in_range("indexer_scores", f"block_table[{r}]", pages, 0, Rk - 1)
-            kr = (
-                k.view(torch.uint8)[pages].view(k.dtype).flatten(0, 1)
-            )  # float8 cannot be indexed by a tensor everywhere
+            kr = _rows(k, pages).flatten(0, 1)
             kr_scale = None if k_scale is None else k_scale[pages].flatten(0, 1)
-        kn = _numbers(kr[:n], None if kr_scale is None else kr_scale[:n], format, acc)  # (n, Di)
-        s = torch.einsum("thd,nd->thn", qn[rows], kn).relu()
+        qr = _rows(q, rows)  # (t, Hi, Qb)
+        qr_scale, kr_scale = None if q_scale is None else q_scale[rows], None if kr_scale is None else kr_scale[:n]
+        s = _products(qr, qr_scale, kr[:n], kr_scale, format, acc).relu()  # (t, Hi, n)
         s = (s * w[rows, :, None]).sum(1)  # (t, n)
         unseen = torch.arange(n, device=q.device) >= length
         scores[rows, :n] = s.masked_fill(unseen, -torch.inf).to(torch.float32)

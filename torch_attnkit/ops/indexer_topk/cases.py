@@ -24,8 +24,9 @@ DEGENERATE = {
     "no_entries": dict(Tq=2, S=0, K=4, ties=0),
     "empty": dict(Tq=0, S=64, K=8, ties=0),
 }
+# f32: float32 scores whatever the model dtype, as indexer_scores writes them.
 BENCH = {
-    f"{t}x{s}-{k}": dict(Tq=t, S=s, K=k, ties=0)
+    f"{t}x{s}-{k}": dict(Tq=t, S=s, K=k, ties=0, f32=1)
     for t, s, k in (
         (1, 2048, 512),
         (1, 8192, 512),
@@ -41,10 +42,15 @@ BENCH = {
 }
 
 
+def _dtype(dims: dict[str, int], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the scores."""
+    return torch.float32 if dims.get("f32") else dtype
+
+
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    Tq, S = dims["Tq"], dims["S"]
+    Tq, S, dtype = dims["Tq"], dims["S"], _dtype(dims, dtype)
     scores = inputs.integers(gen, -2, 2, Tq, S).to(dtype) if dims["ties"] else inputs.normal(gen, dtype, Tq, S)
     if dims["ties"] == 2:
         scores[:, ::3], scores[:, ::4], scores[:, ::8] = -torch.inf, torch.nan, -torch.nan
@@ -54,7 +60,7 @@ def make(
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read the scores once, write the indices."""
-    return dims["Tq"] * (dims["S"] * dtype.itemsize + dims["K"] * 4)
+    return dims["Tq"] * (dims["S"] * _dtype(dims, dtype).itemsize + dims["K"] * 4)
 
 
 def flops(dims: dict[str, int]) -> int:

@@ -7,45 +7,76 @@ below ``compressed_len[t]``. One softmax runs over the union; ``sink`` joins its
 which request a token belongs to; without it the tokens come in R equal blocks. Returns out and the natural-log
 LSE, sink left out. With ``normalize=False`` out is the numerator ``sum_j exp(s_j - max) k_j`` and row_sum the
 denominator ``sum_j exp(s_j - max)``, for merge_partials; otherwise row_sum is empty.
-Source: DeepSeek-V4 (2026): window attention with compressed sparse (CSA) and heavily compressed (HCA) entries.
+
+Either cache may lie in pages: with ``swa_block_table`` or ``compressed_block_table`` key j of request r is in page
+``table[r, j // P]``, slot ``j % P``, of a cache of pages of P keys. Ends, lists and lengths go on counting the keys of
+the request, S or C of them, as many as its row of the table has slots. What a table holds for pages at which no token
+looks may be any value. Instead of numbers both caches may hold rows of kv_cache_write's ``format`` and ``rope_dim``,
+with ``global_scale`` if they were written with one: they are attended as if they were decoded to q's dtype first.
+Source: DeepSeek-V4 (2026): window attention with compressed sparse (CSA) and heavily compressed (HCA) entries. Pages:
+PagedAttention (arXiv 2309.06180). The fp8 row is FlashMLA's.
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
 from torch_attnkit.oracle import rules
 
+from . import caches
+
+_LEAST = sm90.LEAST_BYTES
 _SM90 = {
-    "every row of q, swa_kv and compressed_kv must start at a multiple of 16 bytes": lambda c: all(
-        stride * c.dtype.itemsize % 16 == 0
-        for rows in (c.arg.q, c.arg.swa_kv, c.arg.compressed_kv)
-        if rows is not None
-        for stride in rows.stride()[:-1]
+    "every row of q must start at a multiple of 16 bytes": lambda c: caches.aligned(c.arg.q, 16),
+    f"rows of numbers in the caches must start at multiples of 16 bytes, encoded ones at multiples of {_LEAST}": (
+        lambda c: all(caches.aligned(rows, 16 if c.arg.format == "none" else _LEAST) for rows in caches.given(c))
     ),
     "fewer than 2^31 tokens times heads": lambda c: c.dim["Tq"] * c.dim["Hq"] < 2**31,
+    "fewer than 2^31 keys of a request": lambda c: c.dim["S"] < 2**31 and c.dim["C"] < 2**31,
 }
 
 OP = Op(
     schema="sparse_fmha_with_swa(Tensor q, Tensor swa_kv, Tensor swa_end, Tensor? compressed_kv=None,"
-    " Tensor? topk_indices=None, Tensor? compressed_len=None, Tensor? request_ids=None, Tensor? sink=None, *,"
-    " float? scale=None, int window=128, bool normalize=True) -> (Tensor out, Tensor lse, Tensor row_sum)",
+    " Tensor? topk_indices=None, Tensor? compressed_len=None, Tensor? request_ids=None, Tensor? sink=None,"
+    " Tensor? swa_block_table=None, Tensor? compressed_block_table=None, Tensor? global_scale=None, *,"
+    " float? scale=None, int window=128, bool normalize=True, str format='none', int rope_dim=64)"
+    " -> (Tensor out, Tensor lse, Tensor row_sum)",
     dims={
         "q": "Tq Hq D",
-        "swa_kv": "R S D",
+        "swa_kv": "R S D:T|u8",
         "swa_end": "Tq:i32",
-        "compressed_kv": "R C D",
+        "compressed_kv": "R C D:T|u8",
         "topk_indices": "Tq K:i32",
         "compressed_len": "Tq:i32",
         "request_ids": "Tq:i32",
         "sink": "Hq:f32",
+        "swa_block_table": "R Mw:i32",
+        "compressed_block_table": "R Mc:i32",
+        "global_scale": ":f32",
         "out": "Tq Hq D",
         "lse": "Tq Hq:f32",
         "row_sum": "Tq Hq:f32",
     },
+    # Pages of P keys, rows of Rb bytes.
+    layouts={
+        "swa_kv": lambda c: caches.layout(c, "R S" if c.arg.swa_block_table is None else "Nw Pw"),
+        "compressed_kv": lambda c: caches.layout(c, "R C" if c.arg.compressed_block_table is None else "Nc Pc"),
+    },
+    derive={
+        "S": lambda c: c.dim["S"] if c.arg.swa_block_table is None else c.dim["Mw"] * c.dim["Pw"],
+        "C": caches.entries,
+        "fmt": lambda c: kv_cache.FORMATS.index(c.arg.format),  # 0 none, 1 fp8, 2 nvfp4, 3 mxfp4
+    },
+    choices={"format": kv_cache.FORMATS},
     where={
         "D must be at least 1": lambda c: c.dim["D"] > 0,
         "window must be at least 0": lambda c: c.arg.window >= 0,
         "topk_indices needs compressed_kv": lambda c: c.arg.topk_indices is None or c.arg.compressed_kv is not None,
         "compressed_len needs compressed_kv": lambda c: c.arg.compressed_len is None or c.arg.compressed_kv is not None,
+        "compressed_block_table needs compressed_kv": lambda c: (
+            c.arg.compressed_block_table is None or c.arg.compressed_kv is not None
+        ),
+        "pages must have room for a key": lambda c: c.dim.get("Pw", 1) > 0 and c.dim.get("Pc", 1) > 0,
+        **caches.RULES,
         "Tq must be a multiple of R when request_ids is not given": lambda c: (
             c.arg.request_ids is not None or c.dim["Tq"] == 0 or (c.dim["R"] > 0 and c.dim["Tq"] % c.dim["R"] == 0)
         ),
@@ -57,6 +88,8 @@ OP = Op(
         "topk": lambda c: c.arg.topk_indices is not None,
         "compressed_len": lambda c: c.arg.compressed_len is not None,
         "request_ids": lambda c: c.arg.request_ids is not None,
+        "swa_paged": lambda c: c.arg.swa_block_table is not None,
+        "compressed_paged": lambda c: c.arg.compressed_block_table is not None,
     }
     | rules.SINK
     | rules.UNNORMALIZED,
@@ -66,7 +99,7 @@ OP = Op(
             "sm90",
             sm90.DTYPES,
             {"D": tuple(sm90.TILES)},
-            "compressed topk compressed_len request_ids sink unnormalized",
+            "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
             _SM90,
         ),
     ),

@@ -7,10 +7,12 @@
     2 warps        say that a part of h is there; in the second product add up tokens' results
     3 warps        scales of a stage, turned into factors (factors.py)
 
-Both products are one launch, in which a block takes work tiles until none is left: all of the first product come before
-those of the second. All stages of a block stand in one ring, so the second product's weights are on their way while the
-first is still multiplied; only the warp that brings tokens waits for h. Where slots are few every block sorts them for
-itself (``by_warp``) and waits for x's rows alone.
+A product is a launch, in which a block takes work tiles until none is left. The second begins as blocks of the first
+leave, and its weights are on their way before h is there, for which only the warp that brings tokens waits. Where slots
+are few every block sorts them for itself (``by_warp``) and waits for x's rows alone.
+
+Both products can be one launch, too (``one_launch``): all work tiles of the first come before those of the second, and
+all stages of a block stand in one ring. It is faster, and is not used: see ``ONE_LAUNCH`` in plan.py.
 docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
@@ -122,10 +124,11 @@ class Product:
 
 
 class Experts:
-    """The launches of a call: ``prepare``'s, and one of both products, by roles."""
+    """The launches of a call: ``prepare``'s, and those of the products, by roles."""
 
-    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
+    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool, one_launch: bool):
         self.by_warp, self.prepare = by_warp, Prepare(up, down, experts, rounded, by_warp)
+        self.launches = ((UP, DOWN),) if one_launch else ((UP,), (DOWN,))
         self.up = Product(up, Activation(up, rounded), up.factor_warps)
         self.down = Product(down, Combine(down), up.factor_warps)
         self.c, self.mainloop = up, Mainloop(up)  # for both: their work tiles differ in the number of steps alone
@@ -139,13 +142,18 @@ class Experts:
         up_loads, down_loads = (
             loads(p.c, *p.of(tensors, scalars)) if self.c.by_tma else None for p in (self.up, self.down)
         )
-        self.kernel(tensors, x, scalars, up_loads, down_loads).launch(
-            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
-            preferred_smem_carveout=100, use_pdl=True,
-        )  # fmt: skip
+        for which in self.launches:
+            self.kernel(tensors, x, scalars, up_loads, down_loads, which).launch(
+                grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream, min_blocks_per_mp=1,
+                preferred_smem_carveout=100, use_pdl=True,
+            )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, up_loads: Loads, down_loads: Loads):
+    def kernel(
+        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, up_loads: Loads, down_loads: Loads,
+        which: cutlass.Constexpr,
+    ):  # fmt: skip
+        """``which``: the products of this launch. One that it has not has no tiles of rows."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         table = (
@@ -164,14 +172,15 @@ class Experts:
                 cpasync.prefetch_descriptor(down_loads.atom)
         ticket = Int32(0)
         if warp == SCHEDULER:  # before all else: every other role waits for it
-            ticket = take(tensors)
+            ticket = take(tensors, which[-1])
             if const_expr(self.by_warp):
                 sort.run(tensors)
         shared.clear_tokens()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         products = ((self.up, up_loads), (self.down, down_loads))
-        rows = RowTiles(self.up.row_tiles(tensors.up), self.down.row_tiles(tensors.down))
+        up_tiles = self.up.row_tiles(tensors.up) if UP in which else Int32(0)
+        rows = RowTiles(up_tiles, self.down.row_tiles(tensors.down) if DOWN in which else Int32(0))
         if warp < CONSUMERS:
             self._consume(tensors, scalars, ring, tiles, done, shared, warp)
         elif warp < CONSUMERS + 4:
@@ -185,11 +194,11 @@ class Experts:
                     self._bring(tensors, tiles, *copied)
                     await_copies()
             elif warp == TOKENS:
-                self._load_tokens(tensors, x, rows.up, ring, tiles, shared)
+                self._load_tokens(tensors, x, rows.up, ring, tiles, shared, which)
             elif warp == SCHEDULER:
-                self._schedule(tensors, scalars, rows, tiles, ticket, sort)
+                self._schedule(tensors, scalars, rows, tiles, ticket, sort, which)
             else:
-                self._combine(tensors, tiles, done, Int32(0))
+                self._combine(tensors, tiles, done, Int32(0), which)
         else:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
             if warp > SCHEDULER + COMBINERS:
@@ -200,21 +209,25 @@ class Experts:
                 if part < self.c.factor_warps:
                     self._bring(tensors, tiles, *factors)
             else:
-                self._combine(tensors, tiles, done, Int32(1))
+                self._combine(tensors, tiles, done, Int32(1), which)
 
     @cute.jit
-    def _schedule(self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: Tiles, taken: Int32, sort: Any):
+    def _schedule(
+        self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: Tiles, taken: Int32, sort: Any,
+        which: cutlass.Constexpr,
+    ):  # fmt: skip
         """``taken``: the first ticket; the next is always on its way. ``sort``: the block's own, where it has one."""
         lines, order = tensors.tiles, tensors.order
         if const_expr(sort is None):
-            cute.arch.griddepcontrol_wait()
+            if const_expr(UP in which):  # the second launch begins when the first has waited for them
+                cute.arch.griddepcontrol_wait()
         else:
             lines, order = sort.sTiles, sort.sOrder
         tickets = Tickets(rows, lines[0, 0])
         ticket, turn = cute.arch.shuffle_sync(taken, 0), Int32(0)
         product, line, tile = tickets.work(lines, ticket)
         while ticket < tickets.all:
-            taken = take(tensors)
+            taken = take(tensors, which[-1])
             tiles.announce(turn, tile, product, line)
             slot = Int32(0)
             if cute.arch.lane_idx() < tile.columns:
@@ -229,7 +242,7 @@ class Experts:
             tiles.publish(tensors, turn, slot, tile.columns, product, factor)
             product, line, tile = following
             turn += 1
-        end_tickets(tensors, tickets, ticket)
+        end_tickets(tensors, tickets, ticket, which[-1])
         for i in cutlass.range_constexpr(COMBINERS):  # each of which reads every other turn
             tiles.end(turn + i)
 
@@ -254,11 +267,14 @@ class Experts:
 
     @cute.jit
     def _load_tokens(
-        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: Tiles, shared: Shared
-    ):
+        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: Tiles, shared: Shared,
+        which: cutlass.Constexpr,
+    ):  # fmt: skip
         """A lane has a token, or a part of it, or two."""
         c = self.c
         cute.arch.griddepcontrol_wait()
+        # Only now may the second product's launch begin: what it then reads without waiting, the work tiles, is there.
+        cute.arch.griddepcontrol_launch_dependents()
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
@@ -279,8 +295,9 @@ class Experts:
                 starts.append(cutlass.select_(down, from_h, from_x))
             cute.arch.sync_warp()
             tiles.release(turn)
-            if down:
-                await_h(tensors, line_of_h, parts_of_h)
+            if const_expr(UP in which):
+                if down:
+                    await_h(tensors, line_of_h, parts_of_h)
             for k in cutlass.range(steps, unroll=1):
                 full = ring.acquire(n, count * (c.stage * 2))
                 cute.arch.sync_warp()  # announced before it begins
@@ -320,7 +337,7 @@ class Experts:
             product = tiles.wait(turn)
 
     @cute.jit
-    def _combine(self, tensors: Tensors, tiles: Tiles, done: Ring, first: Int32):
+    def _combine(self, tensors: Tensors, tiles: Tiles, done: Ring, first: Int32, which: cutlass.Constexpr):
         """What is left to do with every ``COMBINERS``-th work tile, while the next ones are multiplied."""
         turn = first
         product = tiles.wait(turn)
@@ -330,7 +347,8 @@ class Experts:
                 cute.arch.sync_warp()
                 tiles.release(turn)
                 done.wait(turn)
-                h_has_come(tensors, line)
+                if const_expr(DOWN in which):
+                    h_has_come(tensors, line)
                 done.release(turn)
             else:
                 self.down.epilogue.combine(tensors, tiles, done, turn)

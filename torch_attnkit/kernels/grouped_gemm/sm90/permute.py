@@ -49,9 +49,9 @@ class Spans:
             rX.store(rV.load().to(Float32))
             self.rounded(rX, global_scale)
             rV = rX
-        return [self._turned(words, quarter) for words in operands(rV, self.parts)]
+        return [self.turned(words, quarter) for words in operands(rV, self.parts)]
 
-    def _turned(self, words: list[Any], quarter: Int32) -> list[list[Int32]]:
+    def turned(self, words: list[Any], quarter: Int32) -> list[list[Int32]]:
         """Of a quad's words (w, q), of which each lane has all, those of a lane's q from all lanes, by w."""
         turned = []
         for w in range(4):

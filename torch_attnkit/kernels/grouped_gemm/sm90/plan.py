@@ -28,6 +28,10 @@ from .config import (
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
+# Both products of few tokens as one launch took 32.7 us for 36.9 with one token on an H200 (256 MXFP4 experts of 4096 x
+# 2048), 993 for 1036 with 256, and were wrong there in 3 of 22 runs of the bench: some results were off by up to 20 %,
+# as if a part of h had been read before it was written. The simulator finds neither a fault in that call nor a race.
+ONE_LAUNCH = False
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
 # 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
@@ -35,20 +39,20 @@ _ROOM = 1.5
 # What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach, when either
 # product was a launch: 172 us with 128 rows, 174 with 64, 195 with 32.
 _COST = {8: 1.0, 4: 1.02, 2: 1.15}
-# Tokens of an expert, from which on products are by wgmma. H200, the same experts: with 24 tokens an expert 1670 us by
-# wgmma, with 12 1321 by mma.sync. They were last timed beside each other before both became faster: 1956 by wgmma for
-# 2428 with 24, 1852 for 1632 with 12.
-_MANY = 24
+# Tokens of an expert, from which on products are by wgmma. H200, us by mma.sync and by wgmma: 128 MXFP4 experts of 2880
+# x 2880 with 8 tokens each 579, 677, with 16 774, 717; 256 of 4096 x 2048 with 6 tokens 1031, 1253, with 12 1281, 1268.
+_MANY = 12
 # Tokens that work tiles of wgmma have, steps over K in a group, and warps that multiply. Narrow work tiles are as fast
 # as codes are decoded, which more warps do better. H200, 128 MXFP4 experts of 2880 x 2880, top 4, 64 tokens each: 1141
 # us with 12 warps, narrow or middling, for 1197 and 1171 with 8, and 256 tokens each: 2892 with halves for 3078 with
 # wide; 256 MXFP4 experts of 4096 x 2048, top 6, 192 tokens each, with 8: 4672 us for 4794 from 160 on.
+_SLIM = (16, 24, 32, 64), 2, 12
 _NARROW = (32, 48, 64, 80), 2, 12
 _MIDDLING = (80, 96, 112, 128, 144), 1, 12
 _HALVES = (96, 120, 128, 136, 144), 1, 12
 _WIDE = (96, 128, 144, 160, 176, 192, 208, 224, 240), 1, 8
 # By the most tokens that an expert has in the mean. One of more than 240 tokens has two work tiles of 120 and more.
-_WGMMA = ((64, _NARROW), (128, _MIDDLING), (240, _WIDE), (288, _HALVES), (math.inf, _WIDE))
+_WGMMA = ((20, _SLIM), (64, _NARROW), (128, _MIDDLING), (240, _WIDE), (288, _HALVES), (math.inf, _WIDE))
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Plan:
     h_rows: tuple[int, int]
     row_warps: int
     by_warp: bool  # slots are so few that every block sorts them for itself
+    one_launch: bool  # of both products
     scale_vectors: tuple[int, int]
     code_alignment: int  # as in ``Config``
 
@@ -101,11 +106,12 @@ def plan(problem: Problem, sms: int) -> Plan:
             (not by_warp) + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
             min(sms, tiles * max(up_tiles, down_tiles)),
         ),
-        counters=(p.tokens + 1, down_tiles),
+        counters=(p.tokens + 1, max(down_tiles, 2)),
         x_rows=(p.tokens * c.parts, x_columns),
         h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
         by_warp=by_warp,
+        one_launch=ONE_LAUNCH,
         scale_vectors=_few_vectors(p, c),
         code_alignment=c.code_alignment,
     )
@@ -128,6 +134,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         h_rows=(p.slots, h_spans * SPAN),
         row_warps=warps,
         by_warp=False,
+        one_launch=False,
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
         code_alignment=_code_alignment(p),
     )
@@ -150,14 +157,18 @@ def _code_alignment(p: Problem) -> int:
 
 def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
     """Rows of a work tile, by the share of the multiprocessors that have work to the end; few rows load less well, and
-    many tokens leave no room for their stages. Blocks take work tiles one by one, those of the second product last."""
+    many tokens leave no room for their stages. Blocks take work tiles one by one; in one launch, those of the second
+    product last."""
 
     def idle(warps: int) -> float:
         c = _config(p, warps, columns)
-        up, down = (-(-w.columns // c.stage) for w in (p.up, p.down))  # stages of a work tile
-        stages = tiles * sum(-(-w.rows // c.rows) * n for w, n in ((p.up, up), (p.down, down)))
-        last = max(down, 1) * sms
-        return -(-stages // last) * last / max(stages, 1)
+        # Of either product, work tiles and the stages of each.
+        work = [(tiles * -(-w.rows // c.rows), -(-w.columns // c.stage)) for w in (p.up, p.down)]
+        stages = sum(count * each for count, each in work)
+        if ONE_LAUNCH:
+            last = max(work[-1][1], 1) * sms
+            return -(-stages // last) * last / max(stages, 1)
+        return sum(-(-count // sms) * sms * each for count, each in work) / max(stages, 1)
 
     # A work tile of the first product has whole blocks of features, where they are rounded.
     fewer = (4,) if p.activations != "none" else (4, 2)

@@ -70,9 +70,9 @@ class RowTiles(NamedTuple):
 
 
 class Tickets(NamedTuple):
-    """Work tiles as blocks take them, one by one: all of the first product, then all of the second, those of an expert
-    one after another. So whoever has one of the second knows that all of the first have been taken, by blocks that run:
-    it does not matter when, or whether, the other blocks begin."""
+    """Work tiles as blocks take them, one by one: all of the first product, then all of the second, of those that the
+    launch has; those of an expert one after another. So whoever has one of the second knows that all of the first have
+    been taken, by blocks that run: it does not matter when, or whether, the other blocks begin."""
 
     row_tiles: RowTiles
     token_tiles: Int32
@@ -91,33 +91,34 @@ class Tickets(NamedTuple):
         down = ticket >= self.ups
         rest = cutlass.select_(down, ticket - self.ups, ticket)
         each = cutlass.select_(down, self.row_tiles.down, self.row_tiles.up)
-        line = rest // each
+        line = rest // cutlass.max(each, 1)  # a launch of the first product alone, behind its last
         expert, first, columns = Int32(0), Int32(0), Int32(0)
         if ticket < self.all:
             expert, first, columns = lines[1 + line, 0], lines[1 + line, 1], lines[1 + line, 2]
         product = cutlass.select_(down, Int32(DOWN), Int32(UP))
-        return product, line, WorkTile(expert, first, columns, rest % each)
+        return product, line, WorkTile(expert, first, columns, rest - line * each)
 
 
-def _tickets(tensors: Tensors) -> cute.Pointer:
-    """How many work tiles were taken: a counter behind those of tokens."""
-    return tensors.count.iterator + Int32(tensors.indices.shape[0]) * tensors.count.stride[0]
+def _tickets(tensors: Tensors, launch: int) -> cute.Pointer:
+    """How many work tiles were taken: a counter for each launch, behind those of tokens, since blocks of the second may
+    begin before the last of the first has ended. ``launch``: its last product."""
+    return tensors.count.iterator + (Int32(tensors.indices.shape[0]) * tensors.count.stride[0] + launch)
 
 
 @cute.jit
-def take(tensors: Tensors):
+def take(tensors: Tensors, launch: cutlass.Constexpr):
     """A ticket, in lane 0, which nothing waits for until it is used."""
     ticket = Int32(0)
     if cute.arch.lane_idx() == 0:
-        ticket = cute.arch.atomic_add(_tickets(tensors), Int32(1), sem="relaxed", scope="gpu")
+        ticket = cute.arch.atomic_add(_tickets(tensors, launch), Int32(1), sem="relaxed", scope="gpu")
     return ticket
 
 
 @cute.jit
-def end_tickets(tensors: Tensors, tickets: Tickets, ticket: Int32):
+def end_tickets(tensors: Tensors, tickets: Tickets, ticket: Int32, launch: cutlass.Constexpr):
     """The last of all blocks to find none left sets the counter back."""
     if (cute.arch.lane_idx() == 0) & (ticket == tickets.all + cute.arch.grid_dim()[0] - 1):
-        cute.arch.atomic_add(_tickets(tensors), -(ticket + 1), sem="relaxed", scope="gpu")
+        cute.arch.atomic_add(_tickets(tensors, launch), -(ticket + 1), sem="relaxed", scope="gpu")
 
 
 def _parts_of_h(tensors: Tensors, line: Int32) -> Int64:

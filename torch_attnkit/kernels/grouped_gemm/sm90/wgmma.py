@@ -35,7 +35,7 @@ from .factors import Factors, prefetch_biases
 from .mainloop import load_words
 from .permute import SortAndPermute
 from .results import Permuted, Results, Rounded
-from .schedule import Work, WorkTile, work
+from .schedule import WorkTile, work
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
 from .total import Total
 
@@ -239,15 +239,17 @@ def tokens_layout(config: WgmmaConfig, tokens: int) -> cute.Layout:
 
 
 class Product:
-    """One product: its kernel, by roles."""
+    """One product: its kernel, by roles. ``work``: what tells a block its work tiles, of ``tensors``, of which only
+    it and ``results`` know what they are. Without ``paired`` it is called before what the launch before wrote is there.
+    """
 
-    def __init__(self, config: WgmmaConfig, results: Any):
-        self.c, self.results = config, results
+    def __init__(self, config: WgmmaConfig, results: Any, work: Any = work):
+        self.c, self.results, self.work = config, results, work
         self.mainloop, self.factors = Mainloop(config, results.row_step), Factors(config.scaler)
 
     @cute.jit
     def launch(
-        self, tensors: Tensors, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Scalars, blocks: Int32,
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, blocks: Int32,
         stream: Any,
     ):  # fmt: skip
         self.kernel(
@@ -269,9 +271,7 @@ class Product:
         return made
 
     @cute.kernel
-    def kernel(
-        self, tensors: Tensors, flags: Flags, weights: Matrices, scalars: Scalars, codes: Loads, tokens: list[Loads]
-    ):
+    def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: Loads, tokens: list[Loads]):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         slots = self._slots(warp)
@@ -284,7 +284,7 @@ class Product:
             # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        share = work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
+        share = self.work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
         turns = (Int32(weights.codes.shape[2]) * 2 + c.spans * SPAN - 1) // (c.spans * SPAN)
         if warp < c.row_warps:
             cute.arch.setmaxregister_increase(_REGISTERS[c.row_warps][1])
@@ -322,7 +322,7 @@ class Product:
         )
 
     @cute.jit
-    def _load_codes(self, tensors: Tensors, codes: Loads, share: Work, turns: Int32, slots: Slots):
+    def _load_codes(self, tensors: Any, codes: Loads, share: Any, turns: Int32, slots: Slots):
         c = self.c
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
@@ -335,7 +335,7 @@ class Product:
                 n += 1
 
     @cute.jit
-    def _copy_codes(self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, turns: Int32, slots: Slots):
+    def _copy_codes(self, tensors: Any, flags: Flags, weights: Matrices, share: Any, turns: Int32, slots: Slots):
         """The same where rows start or end between those places that TMA takes."""
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
@@ -348,7 +348,7 @@ class Product:
         await_copies()
 
     @cute.jit
-    def _load_tokens(self, tensors: Tensors, loads: list[Loads], share: Work, turns: Int32, slots: Slots):
+    def _load_tokens(self, tensors: Any, loads: list[Loads], share: Any, turns: Int32, slots: Slots):
         """Rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros: nobody looks at
         what they give."""
         c = self.c
@@ -375,7 +375,7 @@ class Product:
 
     @cute.jit
     def _load_factors(
-        self, tensors: Tensors, flags: Flags, weights: Matrices, share: Work, turns: Int32, slots: Slots, part: Int32
+        self, tensors: Any, flags: Flags, weights: Matrices, share: Any, turns: Int32, slots: Slots, part: Int32
     ):
         """A part of the rows of every stage."""
         lane = cute.arch.lane_idx()
@@ -399,7 +399,7 @@ class Product:
 
     @cute.jit
     def _consume(
-        self, tensors: Tensors, flags: Flags, weights: Matrices, scalars: Scalars, share: Work, turns: Int32,
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, turns: Int32,
         slots: Slots, warp: Int32,
     ):  # fmt: skip
         w = self.mainloop.consumer(slots, self.results.row(warp, cute.arch.lane_idx()))

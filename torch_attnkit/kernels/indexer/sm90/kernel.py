@@ -1,4 +1,5 @@
-"""What to compile for the indexer's scores on Hopper. Imports cutlass."""
+"""What to compile for the indexer's scores on Hopper: for tokens that stream past keys, and for keys that stream past
+tokens. Imports cutlass."""
 
 from __future__ import annotations
 
@@ -8,21 +9,24 @@ from cutlass import Int32
 
 from torch_attnkit.cuda import fake
 
-from .plan import Config
+from .plan import Config, SelectConfig, StreamConfig
 from .scores import Scores
+from .select import Select
+from .stream import Stream
 
 
 def trace(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     c = Config(*config)
     T, requests = fake.dim32(), fake.dim32()
     four = c.stored == "mxfp4"
-    stored = "u8" if four or c.stored == "f8e4m3" else c.stored  # not every torch hands E4M3 over
+    # Not every torch hands E4M3 over.
+    stored, product = ("u8" if name in ("mxfp4", "f8e4m3") else name for name in (c.stored, c.dtype))
     k_scale = None
     if four or c.k_scale:
         k_scale = fake.tensor("u8" if four else "f32", (fake.dim32(), fake.dim32(), None), align=1 if four else 4)
-    steps = (fake.dim(8), fake.dim(8), 1)
+    steps = (fake.dim(16 // c.itemsize), fake.dim(16 // c.itemsize), 1)
     arguments = [
-        fake.tensor(c.dtype, (T, c.heads, c.dim), steps),
+        fake.tensor(product, (T, c.heads, c.dim), steps),
         fake.tensor(stored, (fake.dim32(), fake.dim32(), None), align=c.load),
         fake.tensor(c.weights, (T, c.heads), align=fake.dtype(c.weights).width // 8),
         fake.tensor("i32", (T,), (None,), align=4),
@@ -35,3 +39,33 @@ def trace(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         fake.stream(),
     ]
     return Scores(c), arguments
+
+
+def trace_stream(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    c = StreamConfig(*config)
+    scores = fake.tensor("f32", (fake.dim32(), fake.dim32()), align=4)
+    return Stream(c), [*_streamed(c), scores, Int32(0), fake.stream()]
+
+
+def trace_select(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    c = SelectConfig(*config)
+    indices = fake.tensor("i32", (fake.dim32(), fake.dim32()), align=4)
+    workspace = tuple(fake.tensor("i32", (None,)) for _ in range(2))
+    return Select(c), [*_streamed(c), indices, workspace, (Int32(0), Int32(0)), fake.stream()]
+
+
+def _streamed(c: StreamConfig) -> list[Any]:
+    """What both kernels for few tokens read."""
+    T, requests = fake.dim32(), fake.dim32()
+    stored = "u8" if c.dtype == "f8e4m3" else c.dtype  # not every torch hands E4M3 over
+    step = 16 // c.itemsize  # TMA takes multiples of 16 bytes
+    rows = lambda *shape: fake.tensor(stored, (*shape, c.dim), (fake.dim(step), fake.dim(step), 1))
+    return [
+        rows(T, c.heads),
+        rows(fake.dim32(), fake.dim32()),
+        fake.tensor(c.weights, (T, c.heads), align=fake.dtype(c.weights).width // 8),
+        fake.tensor("i32", (T,), (None,), align=4),
+        fake.tensor("i32", (requests, fake.dim32()), align=4) if c.paged else None,
+        fake.tensor("f32", (T, c.heads, 1), align=4) if c.q_scale else None,
+        fake.tensor("f32", (fake.dim32(), fake.dim32(), 1), align=4) if c.k_scale else None,
+    ]

@@ -1,7 +1,7 @@
 """Keys of an indexer from device memory to the first operand of ``wgmma``, decoded on the way. Imports cutlass.
 
-A step of a product takes 32 bytes of a row, 16 numbers of 16 bits: lane q of a quad has words q and q + 4. The lanes
-load 16 bytes each instead, of rows in any place, and exchange what they have loaded among themselves.
+A step of a product takes 32 bytes of a row, 16 numbers of 16 bits or 32 of 8: lane q of a quad has words q and q + 4.
+The lanes load 16 bytes each instead, of rows in any place, and exchange what they have loaded among themselves.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _TWO_TO_126 = 0x7E807E80  # two bf16
 
 @dataclass
 class Keys(Fixed):
-    """What a lane has of 64 keys: the first operand, and of two rows their numbers and scales."""
+    """What a lane has of 64 keys: the first operand, and the sizes of the scales of its two rows."""
 
     rA: cute.Tensor
-    rows: list[Int32]
     scales: list[Float32]
 
 
@@ -46,41 +45,62 @@ class Tensors(Fixed):
         )
 
 
+@dataclass
+class Row:
+    """What a lane has loaded of a row."""
+
+    parts: list[cute.Tensor]  # 16 bytes each
+    scale: Float32
+    factors: list[Int32]
+
+
 @cute.jit
-def load(c: cutlass.Constexpr, t: Tensors, mma: cute.TiledMma, request: Int32, row: Int32, longest: Int32):
-    """Rows ``row`` and 8 below it of the request's keys; zeros from ``longest`` on."""
+def load(c: cutlass.Constexpr, t: Tensors, mma: cute.TiledMma, request: Int32, first: Int32, longest: Int32):
+    """The operands of a warpgroup's products: this lane's rows are ``first``, 8 below it, and so on from 64 on; zeros
+    from ``longest`` on. All that is loaded is on its way before any of it is looked at."""
+    rows = const_expr([64 * i + 8 * r for i in range(c.tiles) for r in range(2)])
+    loaded = [_row(c, t, request, first + row, longest) for row in rows]
+    return [operand(c, mma, loaded[2 * i : 2 * i + 2]) for i in range(c.tiles)]
+
+
+@cute.jit
+def _row(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
+    lane = cute.arch.lane_idx() % QUAD
+    place, entry, there = _place(c, t, request, row, longest)
+    scale = Float32(1)
+    if const_expr(c.k_scale):
+        if there:
+            scale = Float32(t.mKScale[place, entry, 0])
+    factors = []
+    if const_expr(c.stored == "mxfp4"):
+        factors = [_factor(t, place, entry, there, i) for i in range(QUAD)]
+    parts = [cute.make_rmem_tensor(_BYTES, Uint8) for _ in range(c.row_bytes // (QUAD * _BYTES))]
+    for i in cutlass.range_constexpr(len(parts)):
+        parts[i].fill(0)
+    if there:
+        for i in cutlass.range_constexpr(len(parts)):
+            rPart = cute.recast_tensor(parts[i], t.mK.element_type)
+            _load(c, t.mK[place, entry, None].iterator + (i * QUAD + lane) * cute.size(rPart), rPart)
+    return Row(parts, scale, factors)
+
+
+def operand(c: Config, mma: cute.TiledMma, rows: list[Row]) -> Keys:
+    """64 keys as the first operand, with the signs of their scales."""
     mine = mma.get_slice(cute.arch.thread_idx()[0] % 128)
     rA = mine.make_fragment_A(mine.partition_shape_A((64, c.dim)))
     words = cute.recast_tensor(rA, Int32)
-    lane = cute.arch.lane_idx() % QUAD
-    scales = []
-    for r in cutlass.range_constexpr(2):
-        place, entry, there = _place(c, t, request, row + 8 * r, longest)
-        scale = Float32(1)
-        if const_expr(c.k_scale):
-            if there:
-                scale = Float32(t.mKScale[place, entry, 0])
-        factors = []
-        if const_expr(c.stored == "mxfp4"):
-            factors = [_factor(t, place, entry, there, i) for i in range(QUAD)]
-        for i in cutlass.range_constexpr(c.row_bytes // (QUAD * _BYTES)):
-            rBytes = cute.make_rmem_tensor(_BYTES, Uint8)
-            rBytes.fill(0)
-            if there:
-                rPart = cute.recast_tensor(rBytes, t.mK.element_type)
-                at = t.mK[place, entry, None].iterator + (i * QUAD + lane) * cute.size(rPart)
-                _load(c, at, rPart)
-            loaded = cute.recast_tensor(rBytes, Int32)
+    for r, row in enumerate(rows):
+        for i, part in enumerate(row.parts):
+            loaded = cute.recast_tensor(part, Int32)
             loaded = [loaded[j] for j in range(4)]
-            if const_expr(c.stored == "f8e4m3"):
-                flip = cutlass.select_(scale < 0, Int32(_SIGNS), Int32(0))
+            if c.stored == "f8e4m3":
+                flip = cutlass.select_(row.scale < 0, Int32(_SIGNS), Int32(0))
                 loaded = [word ^ flip for word in loaded]
-            steps = _operands(c, loaded, factors)
-            for step in cutlass.range_constexpr(len(steps)):
-                for half in cutlass.range_constexpr(2):
-                    words[(0, r, half), 0, len(steps) * i + step] = steps[step][half]
-        scales.append(Float32(cutlass.select_(scale < 0, -scale, scale)))  # the keys have its sign
-    return Keys(rA, [row, row + 8], scales)
+            steps = _operands(c, loaded, row.factors)
+            for step, halves in enumerate(steps):
+                for half, word in enumerate(halves):
+                    words[(0, r, half), 0, len(steps) * i + step] = word
+    return Keys(rA, [cutlass.select_(row.scale < 0, -row.scale, row.scale) for row in rows])
 
 
 @cute.jit
@@ -131,10 +151,6 @@ def _operands(c: Config, loaded: list[Int32], factors: list[Int32]) -> list[tupl
     if c.stored == c.dtype:
         words = transpose_quads(loaded, lane)  # q and q + 4 of one step, then of the next
         return [(words[0], words[1]), (words[2], words[3])]
-    if c.stored == "f8e4m3":
-        # Halves of words are pairs: each lane has a step's eight, of which lane q of the quad wants q and q + 4.
-        mixed = [permute_bytes(loaded[j // 2], loaded[j // 2 + 2], 0x7632 if j % 2 else 0x5410) for j in range(4)]
-        return [_of_e4m3(word) for word in transpose_quads(mixed, lane)]
     # Bytes are pairs: each lane has two steps of eight, of which lane q wants q and q + 4 of both.
     mixed = []
     for j in range(4):
@@ -146,15 +162,6 @@ def _operands(c: Config, loaded: list[Int32], factors: list[Int32]) -> list[tupl
         pairs = [_of_e2m1(word >> (8 * i), factor) for i in range(4)]
         steps += [(pairs[0], pairs[1]), (pairs[2], pairs[3])]
     return steps
-
-
-@dsl_user_op
-def _of_e4m3(codes: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
-    """Four E4M3 codes as two pairs of float16, which holds them exactly."""
-    text = (
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-    )
-    return asm([Int32] * 2, [codes], text, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -12,10 +12,37 @@ from ..problem import Problem
 DIMS = {"none": (64, 128), "fp8": (64, 128), "mxfp4": (64,)}
 MOST_HEADS = 128  # an accumulator of 64 keys has half as many registers
 MOST_TOKENS = 256  # of a block: their numbers are in shared memory
-_CONSUMERS = 2  # warpgroups
 _ROWS = 64  # of a product
+_START = 2  # what a block's start takes, in tokens: 1 us where a token takes 0.8 (H200)
 _WIDE = 64  # heads of which two accumulators fit into registers
-_ROOM = 160 << 10  # bytes of shared memory for queries
+# Consumer warpgroups of a block, products of 64 keys of each, tokens of a product: for E4M3, whose keys have half as
+# many registers as others; with scales of q, which take as many as weights (with them (4, 1, 2) spills); for 16 bits;
+# and for more heads than those.
+OF_CODES = (3, 2, 1)
+OF_SCALED = (3, 2, 1)
+OTHERS = (2, 2, 1)
+OF_MANY_HEADS = (2, 1, 1)
+_ROOM = 160 << 10  # bytes of shared memory for queries, or for keys
+_HALF = 96 << 10  # the same for one of two blocks
+LEAST_STAGES = 4  # of each of two blocks
+
+# Few tokens: keys come by TMA in boxes, one for each consumer warpgroup.
+BOX = 64
+CONSUMERS = 2
+TILE = CONSUMERS * BOX
+MOST_REQUESTS = 1024  # every block adds up the tiles of all of them
+FEW = 4  # tokens of a request; more of them keep the tensor cores busy, and keys are then better in registers
+
+# Selection in the kernel for few tokens: counters of a pass, in groups, and what a token has of them in device memory.
+BITS = 11  # of a key, that one pass decides
+PASSES = 3
+BINS, GROUP = 1 << BITS, 64
+GROUPS = BINS // GROUP  # one a lane
+SUMS = BINS + GROUPS
+# Entries from which one kernel is faster than two; to be set by (measurement of both on an H200).
+SELECTS_FROM = 1
+LINE = 32  # numbers from one counter of arrivals to the next
+_SHARED = 227 << 10  # bytes of shared memory of a block
 
 
 @dataclass(frozen=True)
@@ -33,13 +60,9 @@ class Config:
     q_scale: bool
     k_scale: bool
     load: int  # bytes of a load of keys
-
-    consumers: int = _CONSUMERS
-
-    @property
-    def tiles(self) -> int:
-        """Products of a warpgroup, of which one is summed up while the other is computed, where registers allow."""
-        return 2 if self.columns <= _WIDE else 1
+    consumers: int  # warpgroups
+    tiles: int  # products of a warpgroup, of which one is summed up while the other is computed
+    together: int  # tokens of a product
 
     @property
     def row_bytes(self) -> int:
@@ -47,9 +70,18 @@ class Config:
         return self.dim * {"mxfp4": 1, "f8e4m3": 2}.get(self.stored, 4) // 2
 
     @property
+    def itemsize(self) -> int:
+        """Of an operand of products."""
+        return 1 if self.dtype == "f8e4m3" else 2
+
+    @property
     def columns(self) -> int:
-        """Heads, and as many more as make the columns of a product."""
-        return -(-self.heads // 8) * 8
+        """Of a token in a product."""
+        return columns(self.heads)
+
+    @property
+    def pitch(self) -> int:
+        return pitch(self.columns)
 
     @property
     def keys(self) -> int:
@@ -58,28 +90,151 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Consumers, and a warp that loads."""
-        return self.consumers * 128 + 32
+        """Consumers, and a warpgroup of which a warp loads and the others clear."""
+        return (self.consumers + 1) * 128
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's threads and of the others', of as many as the block is launched with."""
+        return {2: (232, 40), 3: (152, 56), 4: (112, 32)}[self.consumers]
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Of the kernel for few tokens; ``dtype`` is that of q, k and products, ``tokens`` is of a request."""
+
+    dtype: str
+    weights: str
+    heads: int
+    dim: int
+    tokens: int
+    stages: int
+    blocks: int  # that a multiprocessor has
+    paged: bool
+    q_scale: bool
+    k_scale: bool
+
+    loader: int = CONSUMERS * 4  # the first warp that loads
+
+    @property
+    def itemsize(self) -> int:
+        return 1 if self.dtype == "f8e4m3" else 2
+
+    @property
+    def columns(self) -> int:
+        return columns(self.heads)
+
+    @property
+    def pitch(self) -> int:
+        return pitch(self.columns)
+
+    @property
+    def threads(self) -> int:
+        """Consumers, and a warp each that loads keys, queries, and scales of keys if there are any."""
+        return (self.loader + 2 + self.k_scale) * 32
+
+
+@dataclass(frozen=True)
+class SelectConfig(StreamConfig):
+    """Of the kernel for few tokens of one request that selects, too; ``room`` is for scores of a token in a block."""
+
+    room: int = 0
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory, and some more."""
+        row, tokens = self.dim * self.itemsize, self.tokens
+        keys = self.stages * TILE * (row + 4)
+        queries = 2 * tokens * (self.columns * row + 32 * self.pitch)
+        return keys + queries + 8 * MOST_REQUESTS + 4 * tokens * (self.room + BINS) + (4 << 10)
+
+    @property
+    def sums(self) -> int:
+        """Numbers in device memory that blocks add to."""
+        return self.tokens * PASSES * SUMS
+
+
+def columns(heads: int) -> int:
+    """Heads, and as many more as make the columns of a product."""
+    return -(-heads // 8) * 8
+
+
+def pitch(columns: int) -> int:
+    """From the weights of a lane of a quad to those of the next: so much that nobody reads lies between them that the
+    four are in different banks."""
+    return (columns // 4 + 4) // 4 * 4
 
 
 def product_dtype(format: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of products, one that holds every number of the format.
+    """The dtype of products, one that holds every number of the format."""
+    return torch.bfloat16 if format == "mxfp4" else dtype
 
-    Not E4M3: sums of its products have about 14 bits on Hopper, and the op promises float32.
+
+def shape(heads: int, itemsize: int, q_scale: bool) -> tuple[int, int, int]:
+    """Consumer warpgroups of a block, products of 64 keys of each, tokens of a product."""
+    if columns(heads) > _WIDE:
+        return OF_MANY_HEADS
+    if itemsize > 1:
+        return OTHERS
+    return OF_SCALED if q_scale else OF_CODES
+
+
+def stages(heads: int, row_bytes: int, together: int = 1) -> int:
+    """Products whose queries, of so many bytes a head, are on the way or at work."""
+    return max(2, min(8, _ROOM // (together * columns(heads) * row_bytes)))
+
+
+def streams(problem: Problem) -> bool:
+    """Whether keys stream past queries: there are few tokens, and TMA can read the keys as they are."""
+    p = problem
+    few = not p.ids and p.requests <= MOST_REQUESTS and 0 < tokens_of_request(p) * columns(p.heads) <= FEW * _WIDE
+    tiles = p.requests * -(-p.entries // TILE)
+    boxes = not p.paged or p.page % BOX == 0
+    aligned = all(step > 0 and step * p.dtype.itemsize % 16 == 0 for step in p.k_steps)
+    return few and p.format != "mxfp4" and tokens_of_request(p) <= FEW and boxes and aligned and tiles < 1 << 30
+
+
+def selects(problem: Problem, stream: StreamConfig, blocks: int) -> SelectConfig | None:
+    """What the kernel that selects, too, is compiled for, if so many blocks hold all scores: those of one request."""
+    if problem.requests != 1 or problem.entries < SELECTS_FROM:
+        return None
+    share = -(-problem.entries // (TILE * blocks)) * TILE
+    room = 1 << (share - 1).bit_length()  # not a kernel for each length
+    fitting = SelectConfig(*astuple(stream), room)
+    return fitting if fitting.shared <= _SHARED else None
+
+
+def tokens_of_request(problem: Problem) -> int:
+    return problem.tokens // max(problem.requests, 1)
+
+
+def stream_stages(tokens: int, heads: int, row_bytes: int) -> int:
+    """Tiles of keys on the way or at work, a power of two, of a multiprocessor's only block."""
+    queries, tile = 2 * tokens * columns(heads) * row_bytes, TILE * row_bytes
+    return next(n for n in (8, 4, 2) if n == 2 or n * tile + queries <= _ROOM)
+
+
+def stream_cut(tokens: int, heads: int, row_bytes: int) -> tuple[int, int]:
+    """Tiles of keys as above, of each of the blocks of a multiprocessor; and how many these are.
+
+    Two where their accumulators fit and each has enough tiles: while one starts or ends, the other has loads on their
+    way.
     """
-    return {"fp8": torch.float16, "mxfp4": torch.bfloat16}.get(format, dtype)
-
-
-def stages(heads: int, dim: int) -> int:
-    """Tokens whose queries are on the way or at work."""
-    return max(2, min(8, _ROOM // (-(-heads // 8) * 8 * dim * 2)))
+    queries, tile = 2 * tokens * columns(heads) * row_bytes, TILE * row_bytes
+    if tokens * columns(heads) <= _WIDE and LEAST_STAGES * tile + queries <= _HALF:
+        return next((n for n in (8, 4) if n * tile + queries <= _HALF), LEAST_STAGES), 2
+    return stream_stages(tokens, heads, row_bytes), 1
 
 
 def tokens_of_block(problem: Problem, keys: int, sms: int) -> int:
-    """How many tokens of a request a block takes: as many as leave enough blocks to fill the machine several times."""
-    tokens = problem.tokens if problem.ids else problem.tokens // max(problem.requests, 1)
+    """How many tokens of a request a block takes.
+
+    More are fewer starts, fewer fill the machine more evenly: blocks that run at a time count as one more half.
+    """
+    tokens = problem.tokens if problem.ids else tokens_of_request(problem)
     tiles = -(-problem.entries // keys) * problem.requests
-    most = MOST_TOKENS
-    while most > 8 and tiles * -(-tokens // most) < 8 * sms:
-        most //= 2
-    return most
+
+    def time(each: int) -> float:
+        return (-(-tiles * -(-tokens // each) // sms) + 0.5) * (min(each, tokens) + _START)
+
+    return min((MOST_TOKENS >> i for i in range(6)), key=time)

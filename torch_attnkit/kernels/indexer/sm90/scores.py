@@ -1,17 +1,17 @@
 """Scores of cache entries for an indexer on Hopper: keys stay, tokens stream past them.
 
-    1 warp         queries of a token by TMA, and the weights of its heads, in a ring
-    2 warpgroups   128 keys each: products with all heads of a token, rectified, weighted and summed
+    1 warp              queries of a token or two by TMA, and the weights of their heads, in a ring
+    3 warps             -inf for tokens that see none of the block's keys
+    2 to 4 warpgroups   64 or 128 keys each: products with all heads of a token or two, rectified, weighted and summed
 
-A block takes 256 keys of a request and some of its tokens. Its keys are the first operand of ``wgmma`` and stay in
-registers, so they may lie anywhere, in pages or not, and be decoded on the way; the heads of a token are the second.
-A warpgroup has two products of 64 keys, and sums one up while the tensor cores work on the other, or on another
-warpgroup's. Nothing but scores is written. Imports cutlass.
+A block takes 256 or 384 keys of a request and some of its tokens. Its keys are the first operand of ``wgmma`` and stay
+in registers, so they may lie anywhere, in pages or not, and be decoded on the way; the heads of a token are the second.
+A warpgroup sums one product up while the tensor cores work on its other one, if it has two, or on another warpgroup's.
+Nothing but scores is written. Imports cutlass.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -23,11 +23,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from torch_attnkit.cuda import copies, fake
-from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
-from torch_attnkit.cuda.sm90 import softmax
 
-from .keys import QUAD, Keys, Tensors, load, prefetch
+from . import heads
+from .keys import QUAD, Tensors, load, prefetch
 from .plan import MOST_TOKENS, Config
 
 _LANES = 32
@@ -39,8 +38,9 @@ class Shared(Fixed):
     back."""
 
     ring: Ring
-    sQ: cute.Tensor  # (columns, D, stages)
-    sWeight: cute.Tensor  # (columns, stages)
+    sQ: cute.Tensor  # (columns, D, tokens of all stages)
+    sB: cute.Tensor  # the same as (columns of a product, D, stages)
+    weights: heads.Weights  # of all tokens of all stages
     sToken: cute.Tensor  # (MOST_TOKENS)
     sLength: cute.Tensor  # (MOST_TOKENS)
     sCount: cute.Tensor  # (3): tokens that see some keys, tokens that see none, the longest of the first
@@ -71,17 +71,13 @@ class Scores(Fixed):
         each = Int32(mQ.shape[0])  # tokens of a request
         if const_expr(mIds is None):
             each = each // requests
-        layout = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(
-                hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, c.dim), self.dtype
-            ),
-            (c.columns, c.dim, c.stages),
-            order=(0, 1, 2),
-        )
-        by_token = cute.make_tensor(mQ.iterator, cute.select(mQ.layout, mode=[1, 2, 0]))
+        # The same memory as TMA fills it and as products read it.
+        layout, product = self.layout(c.columns, c.stages * c.together), self.layout(c.columns * c.together, c.stages)
+        q = cute.recast_ptr(mQ.iterator, dtype=self.dtype)  # E4M3 comes as bytes
+        by_token = cute.make_tensor(q, cute.select(mQ.layout, mode=[1, 2, 0]))
         atom, rows = copies.tma_atom(by_token, layout)
         tensors = (mK, mWeight, mLength, mIds, mTable, mQScale, mKScale, mScores)
-        self.kernel(atom, rows, layout, tensors, (requests, each, *cut)).launch(
+        self.kernel(atom, rows, (layout, product), tensors, (requests, each, *cut)).launch(
             grid=(
                 (Int32(mScores.shape[1]) + (c.keys - 1)) // c.keys,
                 (each + cut[0] - 1) // cut[0],
@@ -93,12 +89,17 @@ class Scores(Fixed):
             preferred_smem_carveout=100,
         )
 
+    def layout(self, rows: int, stages: int) -> cute.ComposedLayout:
+        atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.c.dim)
+        shape = (rows, self.c.dim, stages)
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, self.dtype), shape, order=(0, 1, 2))
+
     @cute.kernel
     def kernel(
         self,
         atom: cute.CopyAtom,
         rows: cute.Tensor,
-        layout: cute.ComposedLayout,
+        layouts: tuple,
         tensors: tuple,
         sizes: tuple,
     ):
@@ -112,32 +113,38 @@ class Scores(Fixed):
         if const_expr(t.mIds is None):
             first, last = first + request * each, last + request * each
         start = tile * c.keys
-        shared = self.shared(layout, warp)
+        shared = self.shared(*layouts, warp)
         if warp == 0:
             self.sort_tokens(t, shared, request, requests, first, last, start)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         count = shared.sCount[0]
-        if warp == c.consumers * 4:
-            self.produce(t, shared, atom, rows, count)
+        if warp >= c.consumers * 4:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp == c.consumers * 4:
+                self.produce(t, shared, atom, rows, count)
+            else:
+                self.clear(t, shared, start)
         else:
-            self.clear(t, shared, start)
+            cute.arch.setmaxregister_increase(c.registers[0])
             if count > 0:
-                later = start + ahead * c.keys + cute.arch.thread_idx()[0]
-                for i in cutlass.range_constexpr(0, c.keys, c.consumers * 128):
-                    prefetch(c, t, request, later + i, shared.sCount[2])
+                thread = cute.arch.thread_idx()[0]
+                if thread < c.keys:
+                    prefetch(c, t, request, start + ahead * c.keys + thread, shared.sCount[2])
                 self.consume(t, shared, request, start, count)
 
     @cute.jit
-    def shared(self, layout: cute.ComposedLayout, warp: Int32):
+    def shared(self, layout: cute.ComposedLayout, product: cute.ComposedLayout, warp: Int32):
         c = self.c
         memory = cutlass.memory.SmemAllocator()
         ring = rings(memory, warp, (("q", c.stages, 1, c.consumers * 4),))["q"]
         vector = lambda kind, *shape: memory.allocate_tensor(kind, cute.make_layout(shape), byte_alignment=16)
+        sQ = memory.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
         return Shared(
             ring=ring,
-            sQ=memory.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner),
-            sWeight=vector(Float32, c.columns, c.stages),
+            sQ=sQ,
+            sB=cute.make_tensor(sQ.iterator, product.outer),
+            weights=heads.shared_weights(c, memory, c.stages * c.together),
             sToken=vector(Int32, MOST_TOKENS),
             sLength=vector(Int32, MOST_TOKENS),
             sCount=vector(Int32, 3),
@@ -152,13 +159,16 @@ class Scores(Fixed):
         below = (Int32(1) << lane) - 1
         entries = Int32(t.mScores.shape[1])
         some, none, longest = Int32(0), Int32(0), Int32(0)
-        for at in cutlass.range(first, last, _LANES, unroll=1):
-            token = cutlass.min(at + lane, last - 1)
-            mine = at + lane < last
-            length = cutlass.max(cutlass.min(Int32(t.mLength[token]), entries), Int32(0))
-            if const_expr(t.mIds is not None):
-                owner = cutlass.max(cutlass.min(Int32(t.mIds[token]), requests - 1), Int32(0))
-                mine = mine & (owner == request)
+        rounds = const_expr(MOST_TOKENS // _LANES)
+        rLength, rOwner = (cute.make_rmem_tensor(rounds, Int32) for _ in range(2))
+        for i in cutlass.range_constexpr(rounds):  # all on their way before the first is looked at
+            token = cutlass.min(first + i * _LANES + lane, last - 1)
+            rLength[i] = Int32(t.mLength[token])
+            rOwner[i] = request if const_expr(t.mIds is None) else Int32(t.mIds[token])
+        for i in cutlass.range_constexpr(rounds):
+            token = first + i * _LANES + lane
+            length = cutlass.max(cutlass.min(rLength[i], entries), Int32(0))
+            mine = (token < last) & (cutlass.max(cutlass.min(rOwner[i], requests - 1), Int32(0)) == request)
             sees = mine & (length > start)
             blind = mine & (length <= start)
             votes, others = cute.arch.vote_ballot_sync(sees), cute.arch.vote_ballot_sync(blind)
@@ -176,123 +186,99 @@ class Scores(Fixed):
 
     @cute.jit
     def clear(self, t: Tensors, shared: Shared, start: Int32):
-        """Consumers: -inf for the tokens that see none of the block's keys."""
+        """Three warps: -inf for the tokens that see none of the block's keys."""
         c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        end = cutlass.min(start + c.keys, Int32(t.mScores.shape[1]))
+        thread = cute.arch.thread_idx()[0] - (c.consumers * 128 + _LANES)
+        stop = cutlass.min(start + c.keys, Int32(t.mScores.shape[1]))
         for i in cutlass.range(shared.sCount[1], unroll=1):
             token = shared.sToken[MOST_TOKENS - 1 - i]
-            for j in cutlass.range(start + thread, end, c.consumers * 128, unroll=1):
-                t.mScores[token, j] = -Float32.inf
+            for entry in cutlass.range(start + thread, stop, 3 * _LANES, unroll=4):
+                t.mScores[token, entry] = -Float32.inf
 
     @cute.jit
     def produce(self, t: Tensors, shared: Shared, atom: cute.CopyAtom, rows: cute.Tensor, count: Int32):
         """One warp: queries and weights of the tokens, the weights a token ahead."""
         c = self.c
-        lane = cute.arch.lane_idx()
         ring = shared.ring
         tQs, tQg = copies.tma_partition(
             atom, 0, 1, shared.sQ, cute.local_tile(rows, (c.columns, c.dim), (0, 0, None))
-        )  # (box, stages), (box, tokens)
-        parts = const_expr((c.columns + _LANES - 1) // _LANES)
-        rWeight = cute.make_rmem_tensor(parts, Float32)
+        )  # (box, tokens of all stages), (box, tokens)
+        mine = [heads.of_lane(c) for _ in range(c.together)]
         if count > 0:
-            self.weigh(t, shared.sToken[0], rWeight)
-        for n in cutlass.range(count, unroll=1):
-            token, slot = shared.sToken[n], ring.slot(n)
+            for i in cutlass.range_constexpr(c.together):
+                heads.fetch(c, t, self.token(shared, i, count), mine[i])
+        for n in cutlass.range(self.products(count), unroll=1):
+            slot = ring.slot(n) * c.together
             full = ring.await_empty(n)
-            for i in cutlass.range_constexpr(parts):
-                head = lane + i * _LANES
-                if head < c.columns:
-                    shared.sWeight[head, slot] = rWeight[i]
+            for i in cutlass.range_constexpr(c.together):
+                heads.share(c, mine[i], shared.weights, slot + i)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, c.columns * c.dim * (self.dtype.width // 8))
-            cute.copy(atom, tQg[None, token], tQs[None, slot], tma_bar_ptr=full)
-            if n + 1 < count:
-                self.weigh(t, shared.sToken[n + 1], rWeight)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, c.together * c.columns * c.dim * c.itemsize)
+            for i in cutlass.range_constexpr(c.together):
+                token = self.token(shared, n * c.together + i, count)
+                cute.copy(atom, tQg[None, token], tQs[None, slot + i], tma_bar_ptr=full)
+            for i in cutlass.range_constexpr(c.together):
+                heads.fetch(c, t, self.token(shared, (n + 1) * c.together + i, count), mine[i])
 
-    @cute.jit
-    def weigh(self, t: Tensors, token: Int32, rWeight: cute.Tensor):
-        """The weights of a lane's heads, times the size of the scale of q; q has its sign."""
-        for i in cutlass.range_constexpr(cute.size(rWeight)):
-            head = cute.arch.lane_idx() + i * _LANES
-            rWeight[i] = Float32(0)
-            if head < self.c.heads:
-                weight = t.mWeight[token, head].to(Float32)
-                if const_expr(self.c.q_scale):
-                    weight = weight * cute.math.absf(Float32(t.mQScale[token, head, 0]))
-                rWeight[i] = weight
+    def products(self, count: Int32) -> Int32:
+        """For so many tokens."""
+        return (count + (self.c.together - 1)) // self.c.together
+
+    def token(self, shared: Shared, n: Int32, count: Int32) -> Int32:
+        """The n-th that sees some keys; behind the last it is that one again."""
+        return shared.sToken[cutlass.min(n, count - 1)]
 
     @cute.jit
     def consume(self, t: Tensors, shared: Shared, request: Int32, start: Int32, count: Int32):
-        """One warpgroup: the scores of 128 keys for every token that sees some of the block's."""
+        """One warpgroup: the scores of 64 or 128 keys for every token that sees some of the block's."""
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
+        tile = (64, c.together * c.columns)
         mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, c.columns),
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tile,
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
         mine = mma.get_slice(thread % 128)
-        tB = mine.make_fragment_B(mine.partition_B(shared.sQ))
+        tB = mine.make_fragment_B(mine.partition_B(shared.sB))
         row = thread // 32 % 4 * 16 + cute.arch.lane_idx() // QUAD + start + thread // 128 * (c.tiles * 64)
-        longest = shared.sCount[2]
-        keys = [load(c, t, mma, request, row + i * 64, longest) for i in range(c.tiles)]
-        for n in cutlass.range(count, unroll=1):
+        keys = load(c, t, mma, request, row, shared.sCount[2])
+        # Of the rows and tokens of its quad, whose sums are exchanged, these are the ones that a lane stores.
+        lane = cute.arch.lane_idx() % QUAD
+        row += (lane % 2) * 8 + (lane // 2 * 64 if const_expr(c.tiles == 2) else 0)
+        sets = const_expr(max(1, c.tiles * c.together // 2))  # of up to four sums
+        second = lane // 2 if const_expr(c.tiles < c.together) else Int32(0)
+        stores = (row < t.mScores.shape[1]) & (lane < 2 * c.tiles * c.together // sets)
+        scale = self.of_lane([s for k in keys for s in k.scales])
+        accs = [cute.make_rmem_tensor(mma.partition_shape_C(tile), Float32) for _ in keys]
+        for n in cutlass.range(self.products(count), unroll=1):
             shared.ring.wait(n)
             slot = shared.ring.slot(n)
-            sums = [self.multiply(mma, keys[i].rA, tB[None, None, None, slot]) for i in range(c.tiles)]
-            token, length = shared.sToken[n], shared.sLength[n]
-            rWeight = self.of_columns(shared.sWeight, slot)
             for i in cutlass.range_constexpr(c.tiles):
-                warpgroup.wait_group(c.tiles - 1 - i)
-                if const_expr(i == c.tiles - 1):
-                    shared.ring.release(n)
-                self.store(t, keys[i], sums[i], rWeight, token, length)
+                heads.multiply(mma, keys[i].rA, tB[None, None, None, slot], accs[i])
+            found = [[] for _ in range(c.together)]
+            weights = [None] * c.together
+            for i in cutlass.range_constexpr(c.tiles):
+                for j in cutlass.range_constexpr(c.together):
+                    if const_expr(i == 0):
+                        weights[j] = heads.of_columns(c, shared.weights, slot * c.together + j)
+                    if const_expr(j == 0):
+                        warpgroup.wait_group(c.tiles - 1 - i)
+                    if const_expr(i == c.tiles - 1 and j == c.together - 1):  # all weights are read, too
+                        shared.ring.release(n)
+                    found[j] += heads.sums(c, accs[i], weights[j], token=j)
+            found = [x for each in found for x in each]
+            for j in cutlass.range_constexpr(sets):
+                at = n * c.together + j + second
+                value = heads.over_quad(found[len(found) // sets * j :][: len(found) // sets]) * scale
+                if stores & (at < count):
+                    token, length = shared.sToken[at], shared.sLength[at]
+                    t.mScores[token, row] = cutlass.select_(row < length, value, -Float32.inf)
 
-    def multiply(self, mma: cute.TiledMma, rA: cute.Tensor, tB: cute.Tensor) -> cute.Tensor:
-        """Issue the products of 64 keys with a token's heads as one group of ``wgmma``, without waiting for it."""
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((64, self.c.columns)), Float32)
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
-        for k in range(cute.size(rA, mode=[2])):
-            cute.gemm(atom, acc, rA[None, None, k], tB[None, None, k], acc)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-        return acc
-
-    @cute.jit
-    def of_columns(self, sWeight: cute.Tensor, slot: Int32):
-        """The weights of this lane's columns, two of every eight."""
-        column = cute.arch.lane_idx() % QUAD * 2
-        rWeight = cute.make_rmem_tensor(self.c.columns // 4, Float32)
-        for i in cutlass.range_constexpr(self.c.columns // 4):
-            rWeight[i] = sWeight[i // 2 * 8 + i % 2 + column, slot]
-        return rWeight
-
-    @cute.jit
-    def store(self, t: Tensors, keys: Keys, acc: cute.Tensor, rWeight: cute.Tensor, token: Int32, length: Int32):
-        """The sums over heads of one product, to the scores of a token."""
+    def of_lane(self, values: list[Float32]) -> Float32:
+        """The one of two or four values that belongs to the row that this lane stores."""
         lane = cute.arch.lane_idx()
-        found = [s * keys.scales[r] for r, s in enumerate(self.sums(acc, rWeight))]
-        # Of the four lanes with the sums of two rows, two store one each.
-        second = lane % QUAD == 1
-        row = cutlass.select_(second, keys.rows[1], keys.rows[0])
-        value = cutlass.select_(second, found[1], found[0])
-        if (lane % QUAD < 2) & (row < t.mScores.shape[1]):
-            t.mScores[token, row] = cutlass.select_(row < length, value, -Float32.inf)
-
-    def sums(self, acc: cute.Tensor, rWeight: cute.Tensor) -> list[Float32]:
-        """Of this lane's two rows, in all lanes of the quad."""
-        c, found = self.c, []
-        for r in range(2):
-            parts = [Float32(0), Float32(0)]
-            for v, a in itertools.product(range(c.columns // 8), range(2)):
-                x = op.max_or_nan(acc[a + 2 * r + 4 * v], Float32(0))
-                if 8 * v + 8 > c.heads:  # a column without a head may be NaN
-                    column = cute.arch.lane_idx() % QUAD * 2 + (8 * v + a)
-                    x = cutlass.select_(column < c.heads, x, Float32(0))
-                parts[a] = op.fma(x, rWeight[2 * v + a], parts[a])
-            found.append(softmax.quad_sum(parts[0] + parts[1]))
-        return found
+        for step in (1, 2)[: len(values) // 2]:
+            upper = (lane & step) != 0
+            values = [cutlass.select_(upper, b, a) for a, b in zip(values[::2], values[1::2], strict=True)]
+        return values[0]

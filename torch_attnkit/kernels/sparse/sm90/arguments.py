@@ -8,19 +8,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_attnkit.cuda import fake
+from torch_attnkit.kernels.cache.problem import Row
 
 
 class Tensors(NamedTuple):
     """The tensors of a call; anything of the right type where ``Numbers`` says that there is none."""
 
     q: cute.Tensor  # (T, H, D)
-    near: cute.Tensor  # (R, S, D)
+    near: cute.Tensor  # (R, S, Rb), in pages (N, P, Rb)
     end: cute.Tensor  # (T)
-    far: cute.Tensor  # (R, C, D)
+    far: cute.Tensor  # (R, C, Rb), in pages (N, P, Rb)
     chosen: cute.Tensor  # (T, K)
     length: cute.Tensor  # (T)
     request: cute.Tensor  # (T)
     sink: cute.Tensor  # (H)
+    near_table: cute.Tensor  # (R, M)
+    far_table: cute.Tensor  # (R, M)
+    global_scale: cute.Tensor  # (1)
     out: cute.Tensor  # (T, H, D)
     lse: cute.Tensor  # (T, H)
     row_sum: cute.Tensor  # (T, H)
@@ -42,18 +46,28 @@ class Numbers(NamedTuple):
     has_requests: Int32
     has_sink: Int32
     normalize: Int32
+    requests: Int32
+    capacity: Int32  # window keys of a request
     head_blocks: Int32
     ctas: Int32
     groups: Int32
     together: Int32
 
 
-def arguments(dtype: str, dim: int) -> list[Any]:
+def arguments(dtype: str, dim: int, row: Row, align: int) -> list[Any]:
     """Stand-ins for what the host passes: ``Tensors``, ``Numbers`` and the stream."""
-    T, H, R = fake.dim(), fake.dim(), fake.dim()
+    T, H = fake.dim(), fake.dim()
 
-    def rows(first: Any, second: Any) -> Any:
-        return fake.tensor(dtype, (first, second, dim), (fake.dim(8), fake.dim(8), 1))
+    def heads() -> Any:
+        return fake.tensor(dtype, (T, H, dim), (fake.dim(8), fake.dim(8), 1))
+
+    def cache() -> Any:
+        kind = dtype if row.plain else "u8"
+        step = align // (2 if row.plain else 1)  # elements
+        return fake.tensor(kind, (None, None, row.size), (fake.dim(step), fake.dim(step), 1), align=align)
+
+    def matrix(length: Any) -> Any:
+        return fake.tensor("i32", (length, None), (None, None), align=4)
 
     def vector(kind: str, length: Any) -> Any:
         return fake.tensor(kind, (length,), (None,), align=4)
@@ -62,18 +76,21 @@ def arguments(dtype: str, dim: int) -> list[Any]:
         return fake.tensor("f32", (T, H), (None, 1), align=4)
 
     tensors = Tensors(
-        q=rows(T, H),
-        near=rows(R, None),
+        q=heads(),
+        near=cache(),
         end=vector("i32", T),
-        far=rows(R, None),
-        chosen=fake.tensor("i32", (T, None), (None, None), align=4),
+        far=cache(),
+        chosen=matrix(T),
         length=vector("i32", T),
         request=vector("i32", T),
         sink=vector("f32", H),
-        out=rows(T, H),
+        near_table=matrix(None),
+        far_table=matrix(None),
+        global_scale=vector("f32", None),
+        out=heads(),
         lse=by_head(),
         row_sum=by_head(),
         splits=fake.tensor("f32", (None,), (1,), align=4),
         count=vector("i32", None),
     )
-    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(13))), fake.stream()]
+    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(15))), fake.stream()]

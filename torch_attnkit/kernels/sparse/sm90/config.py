@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch_attnkit.kernels.cache.problem import Row
 from torch_attnkit.kernels.decode.config import CHUNK, Region, SplitLayout, itemsize
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS, WARPS, Ring
 
@@ -29,6 +30,7 @@ class Shared:
     partial: Region  # over query and ring: a CTA's normalised output, which the cluster merges
     stats: Region  # over the factors: its row_max and row_sum, (64, 2)
     masks: Region  # (stages, 4): which keys of a tile count
+    scales: Region  # (2, keys), of the encoded rows of a tile that is decoded and of one on its way
     info: Region  # how many tiles a work tile has; a flag
     barriers: Region
 
@@ -40,7 +42,9 @@ class Shared:
 @dataclass(frozen=True)
 class Config:
     """``merge``: several CTAs have a split of a work tile's keys each; else a CTA has one after another to itself.
-    ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory."""
+    ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory. ``paged``: whether the
+    keys of windows and the entries lie in pages. ``align``: bytes, at whose multiples rows start; ``divided``: the
+    numbers of encoded ones, by a global scale."""
 
     dtype: Any
     dim: int
@@ -48,6 +52,11 @@ class Config:
     stages: int
     merge: bool
     prefetch: bool
+    paged: tuple[bool, bool] = (False, False)
+    format: str = "none"
+    rope_dim: int = 0
+    align: int = CHUNK
+    divided: bool = False
 
     @property
     def threads(self) -> int:
@@ -60,6 +69,28 @@ class Config:
     @cached_property
     def ring(self) -> Ring:
         return Ring(self.dtype, self.keys, self.dim, HALVES, self.stages)
+
+    @property
+    def half_bytes(self) -> int:
+        """Half of the columns of a tile of keys."""
+        return self.ring.stage_bytes // HALVES
+
+    @property
+    def row(self) -> Row:
+        """Of the caches."""
+        return Row(self.format, self.dim, self.rope_dim)
+
+    @property
+    def scale_bytes(self) -> int:
+        """What follows the numbers of an encoded row: its scales, and zeros."""
+        return 0 if self.row.plain else self.row.layout.size - self.row.layout.scales
+
+    @property
+    def ahead(self) -> int:
+        """Halves of a tile's scores that are under way before the products for the output of the tile before. With two
+        tiles in memory, the tile before gives its place back while the other half is computed: what the scores after
+        the next wait for is its copy. With more, the softmax is beside those products."""
+        return 1 if self.stages == 2 else HALVES
 
     @property
     def p_bytes(self) -> int:
@@ -81,8 +112,8 @@ class Config:
         return [
             32 * (CONSUMERS if self.merge else LOADERS) + 1,
             CONSUMERS,
-            *[LOADERS * 33] * self.stages,
-            *[CONSUMERS] * self.stages,
+            *[LOADERS * (33 if self.row.plain else 1)] * (HALVES * self.stages),
+            *[CONSUMERS] * (HALVES * self.stages),
             *[WARPS] * (2 * HALVES),
         ]
 
@@ -99,9 +130,10 @@ class Config:
         partial = Region(0, HEADS * self.pitch)
         stats = Region(factors.offset, by_head)
         masks = Region(peaks.end, self.stages * LOADERS * 4)
-        info = Region(masks.end, 16)
+        scales = Region(masks.end, 2 * self.keys * self.scale_bytes)
+        info = Region(scales.end, 16)
         return Shared(
-            query, ring, probabilities, factors, maxima, sums, peaks, partial, stats, masks, info,
+            query, ring, probabilities, factors, maxima, sums, peaks, partial, stats, masks, scales, info,
             Region(info.end, len(self.arrivals) * 8),
         )  # fmt: skip
 

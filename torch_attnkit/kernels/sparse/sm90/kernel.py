@@ -22,6 +22,7 @@ from torch_attnkit.cuda import fake
 from torch_attnkit.kernels.decode.sm90.config import THREADS, WARPS
 
 from .arguments import Numbers, Tensors, arguments
+from .coded import CodedProducer
 from .config import HALVES, Config
 from .loads import Producer, load_query
 from .mainloop import Mainloop, Start
@@ -30,7 +31,8 @@ from .merge import Merge, sync_cluster
 from .results import Results
 from .schedule import work_tile, work_tiles
 
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread; 168 is the mean
+# Of a thread of the producer and of a consumer; 168 is the mean. Who decodes needs more than who copies.
+_REGISTERS, _CODED_REGISTERS = (56, 224), (72, 216)
 
 
 class Sparse:
@@ -38,7 +40,7 @@ class Sparse:
 
     def __init__(self, config: Config):
         self.c = config
-        self.producer = Producer(config)
+        self.producer = Producer(config) if config.row.plain else CodedProducer(config)
         self.mainloops = [Mainloop(config, half) for half in range(HALVES)]
         self.results = [Results(config, half) for half in range(HALVES)]
         self.merge = Merge(config)
@@ -62,21 +64,22 @@ class Sparse:
             meeting.begin()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        few, many = const_expr(_REGISTERS if c.row.plain else _CODED_REGISTERS)
         first, part = cute.arch.block_idx()[0], Int32(0)  # work tile, and which CTA of it this is
         if const_expr(c.merge):
             each = numbers.groups * numbers.ctas
             first, part = first // each, first % each
         if warp >= HALVES * WARPS:
-            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(few)
             self.producer.run(tensors, numbers, shared, meeting, first, part)
             if const_expr(c.merge):
                 sync_cluster()
                 sync_cluster()
         elif warp >= WARPS:
-            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(many)
             self._consume(1, tensors, numbers, shared, meeting, first, part)
         else:
-            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(many)
             self._consume(0, tensors, numbers, shared, meeting, first, part)
 
     @cute.jit
@@ -104,6 +107,6 @@ class Sparse:
 
 
 def trace(arch: str, *, dtype: str, dim: int, **sizes: Any) -> tuple[Any, list[Any]]:
-    """For rows of q and of the caches that start at multiples of 16 bytes."""
+    """For rows of q that start at multiples of 16 bytes, as those of the caches do that hold numbers."""
     config = Config(fake.dtype(dtype), dim, **sizes)
-    return Sparse(config), arguments(dtype, dim)
+    return Sparse(config), arguments(dtype, dim, config.row, config.align)

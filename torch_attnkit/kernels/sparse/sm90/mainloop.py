@@ -1,7 +1,7 @@
 """A consumer warpgroup: the scores of every second tile, and half of the columns of the output of all. Imports cutlass.
 
-    warpgroup 0   S0 softmax0 P0 O+=P0 |          S2 beside O+=P1, softmax2 P2 O+=P2 | ...
-    warpgroup 1              S1 beside O+=P0, softmax1 P1 O+=P1 |          S3 beside O+=P2, ...
+    warpgroup 0   S0 softmax0 P0 O+=P0 |       S2, O+=P1, S2 softmax2 P2 O+=P2 | ...
+    warpgroup 1         S1 S1 O+=P0 softmax1 P1 O+=P1 |       S3, O+=P2, S3 ...
 
 64 heads of 512 columns are too much for the registers of one warpgroup. A warpgroup has the probabilities of its own
 tiles in registers and leaves them in shared memory for the other, with the maxima and the factors of the output.
@@ -83,17 +83,17 @@ class Mainloop:
 
     @cute.jit
     def run(self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments, start: Start, tiles: Int32):
-        """A work tile; leaves its output, maxima and sums in registers."""
+        """A work tile, of two ``tiles`` at least; leaves its output, maxima and sums in registers."""
         w.rO.fill(0.0)
         w.rPeak.fill(-_INF)
         w.rMax.fill(-_INF)
         w.rSum.fill(0.0)
         if const_expr(self.half == 0):
-            self._own(numbers, shared, meeting, w, start, Int32(0), False)
-        for n in cutlass.range(2 - self.half, tiles, 2, unroll=1):
-            self._own(numbers, shared, meeting, w, start, n, True)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(meeting.query.empty)
+            self._own(numbers, shared, meeting, w, start, Int32(0), tiles, None)
+        else:  # the first tiles' scores are computed together, as nothing waits for their places yet
+            self._own(numbers, shared, meeting, w, start, Int32(1), tiles, HALVES)
+        for n in cutlass.range(2 + self.half, tiles, 2, unroll=1):
+            self._own(numbers, shared, meeting, w, start, n, tiles, self.c.ahead)
         if tiles % 2 == self.half:  # the last is the other's
             last = start.tile(tiles - 1, 1 - self.half)
             self._multiply_other(shared, meeting, w, last)
@@ -135,48 +135,60 @@ class Mainloop:
 
     @cute.jit
     def _own(
-        self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments, start: Start, n: Int32,
-        follows: cutlass.Constexpr,
+        self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments, start: Start, n: Int32, tiles: Int32,
+        ahead: cutlass.Constexpr,
     ):  # fmt: skip
-        """Tile n, which is this warpgroup's, and, where one ``follows`` another, the output of the tile before."""
+        """Tile n of ``tiles``, which is this warpgroup's, and the output of the tile before, for which products come
+        after those for ``ahead`` halves of the scores; None: there is no tile before."""
         tile, before = start.tile(n, self.half), start.tile(n - 1, 1 - self.half)
-        sums = self._issue_scores(meeting, w, tile.n)
-        if const_expr(follows):
+        rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, self.c.keys)), Float32)
+        for i in cutlass.range_constexpr(HALVES):
+            if const_expr(ahead == i):
+                self._multiply_other(shared, meeting, w, before)
+            self._multiply_keys(meeting, w, rS, tile.n, (self.half + i) % HALVES, clear=i == 0)  # as they come
+        if const_expr(ahead == HALVES):
             self._multiply_other(shared, meeting, w, before)
-        warpgroup.wait_group(1 if const_expr(follows) else 0)
-        rS = self._scores(numbers.scale, shared, meeting, sums, tile.n)
+        elif const_expr(ahead is not None):
+            warpgroup.wait_group(HALVES - ahead)
+            self._release_other(meeting, before)
+        warpgroup.wait_group(1 if const_expr(ahead == HALVES) else 0)
+        if n + 2 >= tiles:
+            self._release_query(meeting)
+        self._to_scores(numbers.scale, shared, meeting, rS, tile.n)
+        cute.arch.sync_warp()  # every lane has read the mask before one of them gives its place back
+        for half in cutlass.range_constexpr(HALVES):
+            meeting.tiles.release(tile.n * HALVES + half)
         scales = self._probabilities(numbers.lag, w, rS)
         self._hand_over(shared, meeting, w, rS, scales, tile)
-        if const_expr(follows):
+        if const_expr(ahead == HALVES):
             warpgroup.wait_group(0)
             self._release_other(meeting, before)
         self._rescale(w, scales)
         softmax.pack_into(w.rWords, rS, self.c.dtype)
         products.multiply(w.own_mma, w.rO, w.rP, self._values(meeting, w, tile.n), clear=False)
         warpgroup.wait_group(0)
-        meeting.tiles.release(tile.n)
+        meeting.tiles.release(tile.n * HALVES + self.half)
 
-    def _issue_scores(self, meeting: Meeting, w: Fragments, n: Int32) -> list[cute.Tensor]:
-        """A sum for each half of the columns: shorter chains of products, whose roundings are coarser than those of an
-        addition."""
-        c, sums = self.c, []
-        meeting.tiles.wait(n)
+    def _multiply_keys(
+        self, meeting: Meeting, w: Fragments, rS: cute.Tensor, n: Int32, half: int, *, clear: bool
+    ) -> None:
+        """Issue the products of Q with one half of the columns of tile n's keys."""
+        meeting.tiles.wait(n * HALVES + half)
         cute.arch.fence_view_async_shared()
-        for half in range(HALVES):
-            rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, c.keys)), Float32)
-            sK = w.tSrK[None, None, None, meeting.tiles.slot(n) * HALVES + half]
-            sums.append((rS, w.tSrQ[None, None, None, half], sK))
-        for rS, sQ, sK in sums:
-            products.multiply(w.qk_mma, rS, sQ, sK, clear=True)
-        return [rS for rS, _, _ in sums]
+        sK = w.tSrK[None, None, None, meeting.tiles.slot(n * HALVES + half)]
+        products.multiply(w.qk_mma, rS, w.tSrQ[None, None, None, half], sK, clear=clear)
+
+    def _release_query(self, meeting: Meeting) -> None:
+        """This warp has its last scores of the work tile."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(meeting.query.empty)
 
     @cute.jit
-    def _scores(self, scale: Float32, shared: Int32, meeting: Meeting, sums: list[cute.Tensor], n: Int32):
-        """Scores in powers of two, -inf where a key does not count."""
-        rS, rMore = sums
+    def _to_scores(self, scale: Float32, shared: Int32, meeting: Meeting, rS: cute.Tensor, n: Int32):
+        """Products to scores in powers of two, -inf where a key does not count."""
         for i in cutlass.range_constexpr(cute.size(rS)):
-            rS[i] = (rS[i] + rMore[i]) * scale
-        mask, stage = meeting.mask(shared), meeting.tiles.slot(n)
+            rS[i] = rS[i] * scale
+        mask, stage = meeting.mask(shared), meeting.tiles.slot(n * HALVES) // HALVES
         words = [mask[stage, i] for i in range(LOADERS)]
         if (words[0] & words[1] & words[2] & words[3]) != const_expr((1 << self.c.keys // LOADERS) - 1):
             quad = cute.arch.lane_idx() & 3
@@ -186,7 +198,6 @@ class Mainloop:
             for i in cutlass.range_constexpr(cute.size(rS)):
                 bit = mine[i % 2] & const_expr(1 << i // 4 * 2)
                 rS[i] = cutlass.select_(bit != 0, rS[i], Float32(-_INF))
-        return rS
 
     @cute.jit
     def _probabilities(self, lag: Float32, w: Fragments, rS: cute.Tensor):
@@ -256,9 +267,9 @@ class Mainloop:
             softmax.rescale(w.rO, scales)
 
     def _values(self, meeting: Meeting, w: Fragments, n: Int32) -> cute.Tensor:
-        return w.tOrV[None, None, None, meeting.tiles.slot(n) * HALVES + self.half]
+        return w.tOrV[None, None, None, meeting.tiles.slot(n * HALVES + self.half)]
 
     def _release_other(self, meeting: Meeting, tile: Tile) -> None:
         cute.arch.sync_warp()  # every lane has read its factors before one of them gives their place back
         meeting.probabilities[1 - self.half].release(tile.own)
-        meeting.tiles.release(tile.n)
+        meeting.tiles.release(tile.n * HALVES + self.half)

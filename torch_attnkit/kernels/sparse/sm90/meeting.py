@@ -23,7 +23,7 @@ class NamedBarrier(IntEnum):
 
 class Meeting(Fixed):
     """The mbarriers. Rings count from the kernel's start, through all work tiles: those of probabilities, one for each
-    warpgroup that makes them, its own tiles."""
+    warpgroup that makes them, its own tiles; that of keys the halves of their columns, two for each tile."""
 
     def __init__(self, config: Config, shared: Int32):
         c = self.c = config
@@ -31,8 +31,9 @@ class Meeting(Fixed):
             cutlass.Int64, c.shared.barriers.at(shared), cute.AddressSpace.smem, assumed_align=8
         )
         self.query = Ring(at, at + 1, 1)
-        self.tiles = Ring(at + 2, at + 2 + c.stages, c.stages)
-        at += 2 + 2 * c.stages
+        places = HALVES * c.stages
+        self.tiles = Ring(at + 2, at + 2 + places, places)
+        at += 2 + 2 * places
         self.probabilities = [Ring(at + half, at + HALVES + half, 1) for half in range(HALVES)]
 
     def begin(self) -> None:

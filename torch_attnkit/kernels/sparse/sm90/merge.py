@@ -92,7 +92,9 @@ class Merge:
                 for x in cutlass.range_constexpr(0, columns, 4):
                     op.store_4_floats(split + c.split.output_at(row, chunk * columns + x), sums[x : x + 4])
                 if chunk == 0:
-                    memory_ops.store_2_floats(split + c.split.stat_at(row), [row_max, row_sum])
+                    # ``join`` takes what stands beside a maximum of -inf for no keys; a row of NaN has keys.
+                    known = cutlass.select_(row_sum == row_sum, row_max, row_sum)
+                    memory_ops.store_2_floats(split + c.split.stat_at(row), [known, row_sum])
 
     @cute.jit
     def _store(

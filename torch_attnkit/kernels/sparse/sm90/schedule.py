@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.kernels.decode.sm90.config import HEADS
@@ -32,9 +32,10 @@ class WorkTile(NamedTuple):
 class Keys(NamedTuple):
     """The keys of a token, and those of them, [first, stop), that a CTA attends."""
 
-    near: Int64  # address of the window's first
+    near: Int64  # address of the window's first; of pages, of the request's row in the table
+    near_first: Int32  # which key of the request that is
     near_count: Int32
-    far: Int64  # address of the request's first entry
+    far: Int64  # address of the request's first entry, or of its row in the table
     far_count: Int32  # entries that are listed, or all
     limit: Int32  # entries from here on do not count
     first: Int32
@@ -65,29 +66,30 @@ def work_tile(tensors: Tensors, numbers: Numbers, index: Int32) -> WorkTile:
 
 
 @cute.jit
-def keys_of(tensors: Tensors, numbers: Numbers, token: Int32, part: Int32):
+def keys_of(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, token: Int32, part: Int32):
     """The keys of a token, of which CTA ``part`` of those that share it has a share."""
     n, zero = numbers, Int32(0)
     request = token // n.tokens_each
     if n.has_requests != 0:
         request = tensors.request[token]
-    size = Int32(tensors.near.shape[1])
-    end = cutlass.min(cutlass.max(tensors.end[token], zero), size)
+    end = cutlass.min(cutlass.max(tensors.end[token], zero), n.capacity)
     near = cutlass.min(n.window, end)
     limit = n.entries
     if n.has_length != 0:
         limit = cutlass.min(cutlass.max(tensors.length[token], zero), n.entries)
     far = cutlass.select_(n.has_list != 0, n.listed, limit)
-    known = Uint32(request) < Uint32(Int32(tensors.near.shape[0]))
+    known = Uint32(request) < Uint32(n.requests)
     near, far = cutlass.select_(known, near, zero), cutlass.select_(known, far, zero)
     request = cutlass.select_(known, request, zero)
     total = near + far
     share = share_of(numbers, total)
     first = cutlass.min(share * part, total)
+    near_paged, far_paged = config.paged
     return Keys(
-        _row(tensors.near, request, end - near),
+        _row(tensors.near_table, request, zero) if near_paged else _row(tensors.near, request, end - near),
+        end - near,
         near,
-        _row(tensors.far, request, zero),
+        _row(tensors.far_table if far_paged else tensors.far, request, zero),
         far,
         limit,
         first,
@@ -96,7 +98,7 @@ def keys_of(tensors: Tensors, numbers: Numbers, token: Int32, part: Int32):
 
 
 def _row(cache: cute.Tensor, request: Int32, key: Int32) -> Int64:
-    """Its address."""
+    """Its address, or that of a request's row in a table of pages."""
     size = cache.element_type.width // 8
     offset = Int64(cache.stride[0]) * request + Int64(cache.stride[1]) * key
     return cache.iterator.toint() + offset * size
@@ -113,7 +115,7 @@ class Guess(NamedTuple):
 def guess_of(tensors: Tensors, numbers: Numbers, token: Int32, part: Int32, key: Int32):
     """For a key counted from the CTA's first. Few tokens wait for every load, so these two go together: the window's
     end, and the list."""
-    near = cutlass.min(numbers.window, Int32(tensors.near.shape[1]))
+    near = cutlass.min(numbers.window, numbers.capacity)
     far, entry = share_of(numbers, near + numbers.listed) * part + key - near, Int32(0)
     if (numbers.has_list != 0) & (Uint32(far) < Uint32(numbers.listed)):
         entry = _listed(tensors, token, far)
@@ -151,11 +153,35 @@ def first_entry_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32,
     return entry
 
 
-def row_of(tensors: Tensors, keys: Keys, key: Int32, entry: Int32) -> Row:
+@cute.jit
+def row_of(config: cutlass.Constexpr, tensors: Tensors, keys: Keys, key: Int32, entry: Int32):
     """Where the token's key of that number is, in the window or among the entries; beyond the CTA's share none."""
-    size = tensors.near.element_type.width // 8
-    near = keys.near + Int64(tensors.near.stride[1]) * key * size
-    far = keys.far + Int64(tensors.far.stride[1]) * entry * size
+    near_paged, far_paged = config.paged
     is_near = key < keys.near_count
     counts = (key < keys.stop) & (is_near | (Uint32(entry) < Uint32(keys.limit)))
-    return Row(cutlass.select_(is_near, near, far), counts)
+    if const_expr(near_paged):
+        near = _paged(tensors.near, tensors.near_table, keys.near, keys.near_first + key, counts & is_near)
+    else:
+        near = _dense(tensors.near, keys.near, key, counts)
+    if const_expr(far_paged):
+        far = _paged(tensors.far, tensors.far_table, keys.far, entry, counts & (not is_near))
+    else:
+        far = _dense(tensors.far, keys.far, entry, counts)
+    return Row(cutlass.select_(is_near, near.address, far.address), cutlass.select_(is_near, near.counts, far.counts))
+
+
+def _dense(cache: cute.Tensor, first: Int64, key: Int32, counts: Boolean) -> Row:
+    return Row(first + Int64(cache.stride[1]) * key * (cache.element_type.width // 8), counts)
+
+
+@cute.jit
+def _paged(cache: cute.Tensor, table: cute.Tensor, pages: Int64, key: Int32, counts: Boolean):
+    """Key ``key`` of a request, whose row of the table is at ``pages``. A page that is not there has no keys."""
+    size = Uint32(Int32(cache.shape[1]))
+    number = Uint32(key) // size
+    page = Int32(-1)
+    if counts:
+        page = op.load_pair(pages + Int64(table.stride[1]) * Int64(number) * 4)
+    known = (page >= 0) & (page < cache.shape[0])
+    page = cutlass.select_(known, page, Int32(0))
+    return Row(_row(cache, page, Int32(Uint32(key) - number * size)), known)

@@ -1,0 +1,1 @@
+"""Products of groups on Blackwell: those by ``mma.sync`` alone."""

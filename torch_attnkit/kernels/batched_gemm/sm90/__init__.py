@@ -1,0 +1,1 @@
+"""Products of groups on Hopper: TMA loads and ``wgmma``."""

@@ -1,0 +1,403 @@
+"""Scores and selection in one kernel, for few tokens of one request on Hopper: scores never leave shared memory.
+
+    stream.py       each block's share of the keys -> scores in its shared memory
+    up to 3 passes  the block's counters of the next 11 bits -> added up in device memory; a warp for each token reads
+                    the sums, and finds the bin that has the K-th largest score
+    once            how many scores each block has chosen -> all other blocks -> places, in ascending order
+
+It is the radix select of ``kernels/topk``, by the same keys, but a row lies in all blocks of the launch. They wait for
+each other, so all of them run at the same time: the launch is cooperative. Only sums are exchanged: the result does not
+depend on who comes first.
+
+Sums say themselves when they are whole, for how many keys are counted is known: at first all, then those of the bin. So
+there are no barriers of all blocks, before which a block would wait until memory has what it has written. Sums are made
+zero while keys are on their way; counters of arrivals are zero before the launch and after it. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from torch_attnkit.cuda import copies, counters, memory_ops
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.ring import Fixed
+
+from ...topk.bins import lanes_below, running_sum
+from ...topk.kernel import number, ones, plain
+from .keys import Tensors
+from .plan import BINS, BITS, BOX, CONSUMERS, GROUP, GROUPS, LINE, PASSES, SUMS, TILE, SelectConfig
+from .stream import QUERIES, Stream
+
+_LANES = 32
+_THREADS = CONSUMERS * 128  # that select
+_WARPS = _THREADS // _LANES
+_BARRIER, _START = 1, 2  # of those threads; of them and the warp that waits for zeros
+_ZEROS, _LEFT = 0, LINE  # counters of arrivals: whose share of the sums is zero, and who needs no arrivals any more
+_NONE = 0xFF800000  # the key of -inf and NaN: above all others
+
+
+@cute.jit
+def fresh(at: cute.Pointer):
+    """What other blocks have made of a number."""
+    return cute.arch.load(at, Int32, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def add(to: cute.Pointer, number: Int32):
+    """Add to a number in device memory, without waiting for it."""
+    cute.arch.red(to, number, op="add", dtype=Int32, sem="relaxed", scope="gpu")
+
+
+def shift_of(p: int) -> int:
+    """Bits of a key behind those that a pass looks at."""
+    return max(0, 32 - BITS * (p + 1))
+
+
+def bins_of(p: int) -> int:
+    """Bins of a pass: the last one looks at the bits that are left."""
+    return 1 << min(BITS, 32 - BITS * p)
+
+
+@dataclass
+class Choice(Fixed):
+    """Of each token: its scores and counters in shared memory, and what the passes know.
+
+    ``sLimit``: of keys, all below it are chosen, and of those that equal it ``sQuota``, the first ones. While
+    ``sOpen`` is not 0, it is how many keys are in the interval that has the K-th, the limit is where it begins, and the
+    quota the place of the K-th in there.
+    """
+
+    sScores: cute.Tensor  # (room, tokens): of this block's keys
+    sCounts: cute.Tensor  # (BINS, tokens)
+    sLimit: cute.Tensor  # (tokens)
+    sQuota: cute.Tensor  # (tokens)
+    sOpen: cute.Tensor  # (tokens)
+    sChosen: cute.Tensor  # (2, warps, tokens): keys below the limit, and those that equal it
+    sBefore: cute.Tensor  # (2, tokens): the same in all blocks before this one
+    sAll: cute.Tensor  # (2, tokens)
+
+
+class Select(Stream):
+    c: SelectConfig
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (T, H, D)
+        mK: cute.Tensor,  # (1, S, D), or in pages
+        mWeight: cute.Tensor,  # (T, H)
+        mLength: cute.Tensor,  # (T,)
+        mTable: cute.Tensor | None,  # (1, M)
+        mQScale: cute.Tensor | None,  # (T, H, 1)
+        mKScale: cute.Tensor | None,  # (1, S, 1)
+        mIndices: cute.Tensor,  # (T, K), contiguous
+        workspace: tuple,  # (SUMS * PASSES * T + 2 * blocks * T) sums of passes, and what each block has chosen;
+        # (2 * LINE) counters of arrivals, zero
+        cut: tuple,  # entries, blocks
+        stream: cuda.CUstream,
+    ):
+        c = self.c
+        queries, keys = self.layout(c.columns, QUERIES * c.tokens), self.layout(BOX, c.stages * CONSUMERS)
+        atoms = (copies.tma_atom(self.rows(mQ), queries), copies.tma_atom(self.rows(mK), keys))
+        tensors = (mK, mWeight, mLength, None, mTable, mQScale, mKScale)
+        met, (entries, blocks) = (mIndices, *workspace), cut
+        self.kernel(*atoms[0], *atoms[1], queries, keys, tensors, met, entries).launch(
+            grid=(blocks, 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=c.blocks,
+            preferred_smem_carveout=100,
+            cooperative=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        q_rows: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k_rows: cute.Tensor,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        tensors: tuple,
+        met: tuple,
+        entries: Int32,
+    ):
+        c = self.c
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = self.shared(q_layout, k_layout, warp)
+        choice = self.choice()
+        row = cute.make_layout((c.tokens, entries), stride=(c.room, 1))
+        t = Tensors(*tensors, cute.make_tensor(choice.sScores.iterator, row))
+        cute.arch.mbarrier_init_fence()
+        guess = self.begin(t, shared, k_atom, q_atom, warp, Int32(1))
+        seen = self.share(shared, 0)
+        first = seen.begin * TILE
+        # Row ``first`` of a token's scores is the first that this block has.
+        t = Tensors(*tensors, cute.make_tensor(choice.sScores.iterator - first, row))
+        if warp == c.loader:
+            self.load_keys(t, shared, k_atom, k_rows, seen, guess)
+        elif warp == c.loader + 1:
+            self.load_queries(t, shared, q_atom, q_rows, seen)
+            self.make_zeros(met)
+        elif warp == c.loader + 2:
+            if const_expr(c.k_scale):  # else there is no such warp
+                self.load_tiles(t, shared, seen, guess, None)
+        else:
+            self.clear_counts(choice)
+            self.consume(t, shared, seen)
+            rows = cutlass.min(shared.sStart[1] * TILE, entries)  # of all blocks
+            self.choose(choice, met, rows, first, cutlass.min(seen.end * TILE, entries) - first)
+
+    def choice(self) -> Choice:
+        """Shared memory of the selection."""
+        memory, n = cutlass.memory.SmemAllocator(), self.c.tokens
+        ints = lambda *shape: memory.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=16)
+        scores = memory.allocate_tensor(Float32, cute.make_layout((self.c.room, n)), byte_alignment=16)
+        return Choice(
+            scores, ints(BINS, n), ints(n), ints(n), ints(n), ints(2, _WARPS, n), ints(2, n), ints(2, n)
+        )  # fmt: skip
+
+    @cute.jit
+    def clear_counts(self, choice: Choice):
+        """Counters are zero after the next barrier."""
+        thread, _, _ = cute.arch.thread_idx()
+        first = choice.sCounts.iterator.toint()
+        for i in cutlass.range(thread, BINS * self.c.tokens // 4, _THREADS, unroll=1):
+            copies.store_words(first + 16 * i, [Int32(0)] * 4, cute.AddressSpace.smem)
+
+    def barrier(self) -> None:
+        """Of the threads that select."""
+        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=_THREADS)
+
+    @cute.jit
+    def make_zeros(self, met: tuple):
+        """One warp, which has nothing else to do: this block's share of the sums, and a wait for all others."""
+        lane, block, blocks = cute.arch.lane_idx(), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        _, mSums, mArrivals = met
+        for i in cutlass.range(block * _LANES + lane, self.slot(self.c.tokens, 0), blocks * _LANES, unroll=1):
+            mSums[i] = Int32(0)
+        cute.arch.sync_warp()
+        if lane == 0:
+            here = (mArrivals.iterator + _ZEROS).toint()
+            op.add_acq_rel(here, Int32(1))
+            while memory_ops.load_acquire(here) < blocks:
+                pass
+        cute.arch.sync_warp()
+        self.start()
+
+    def start(self) -> None:
+        """Scores and zeros are there."""
+        cute.arch.barrier(barrier_id=_START, number_of_threads=_THREADS + _LANES)
+
+    @cute.jit
+    def choose(self, choice: Choice, met: tuple, rows: Int32, first: Int32, count: Int32):
+        """Threads of the consumers: select among the ``count`` scores of each token that this block has from ``first``
+        on, and those of all other blocks, ``rows`` in all."""
+        mIndices, mSums, mArrivals = met
+        thread, topk = cute.arch.thread_idx()[0], Int32(mIndices.shape[1])
+        if thread < self.c.tokens:
+            choice.sLimit[thread], choice.sQuota[thread], choice.sOpen[thread] = Int32(0), topk, rows
+            if rows == 0:
+                choice.sQuota[thread] = Int32(0)
+        self.start()
+        for p in cutlass.range_constexpr(PASSES):
+            still = Int32(0)  # the same in all blocks
+            for token in cutlass.range_constexpr(self.c.tokens):
+                still |= choice.sOpen[token]
+            if still != 0:
+                for token in cutlass.range_constexpr(self.c.tokens):
+                    if choice.sOpen[token] != 0:
+                        self.tally(choice, token, p, count)
+                self.barrier()
+                for token in cutlass.range_constexpr(self.c.tokens):
+                    if choice.sOpen[token] != 0:
+                        self.give(choice, mSums, token, p)
+                self.barrier()
+                warp = cute.arch.warp_idx()
+                for token in cutlass.range_constexpr(self.c.tokens):
+                    if warp == token:
+                        if choice.sOpen[token] != 0:
+                            self.find(choice, mSums, token, p)
+                self.barrier()
+        self.sum_up(choice, mSums, count)
+        self.totals(choice, mSums)
+        for token in cutlass.range_constexpr(self.c.tokens):
+            self.write(choice, mIndices, token, first, count)
+        self.leave(mArrivals)
+
+    def key(self, score: Float32) -> Uint32:
+        """An unsigned integer, the smaller the larger the score is."""
+        return Uint32(number(Uint32(plain(score).bitcast(Int32))).bitcast(Int32))
+
+    @cute.jit
+    def tally(self, choice: Choice, token: cutlass.Constexpr, p: cutlass.Constexpr, count: Int32):
+        """Count the keys of the interval by their next bits."""
+        low, counts = Uint32(choice.sLimit[token]), choice.sCounts[None, token].iterator.toint()
+        for i in cutlass.range(cute.arch.thread_idx()[0], count, _THREADS, unroll=1):
+            bin = (self.key(choice.sScores[i, token]) - low) >> shift_of(p)
+            if bin < Uint32(bins_of(p)):
+                counters.count(counts + Int32(bin) * 4)
+
+    @cute.jit
+    def give(self, choice: Choice, mSums: cute.Tensor, token: cutlass.Constexpr, p: cutlass.Constexpr):
+        """Add this block's counters and their groups' sums to those of all, and clear them."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        to = mSums.iterator + (token * PASSES + p) * SUMS
+        for i in cutlass.range_constexpr(GROUPS // _WARPS):
+            group = i * _WARPS + warp
+            total = Int32(0)
+            for half in cutlass.range_constexpr(GROUP // _LANES):
+                bin = group * GROUP + half * _LANES + lane
+                mine = choice.sCounts[bin, token]
+                if mine != 0:
+                    add(to + bin, mine)
+                    choice.sCounts[bin, token] = Int32(0)
+                total += mine
+            total = cute.arch.warp_redux_sync(total, "add")
+            if (lane == 0) & (total != 0):
+                add(to + (BINS + group), total)
+
+    @cute.jit
+    def leave(self, mArrivals: cute.Tensor):
+        """The last block to come here finds that nobody waits for arrivals, and leaves zeros."""
+        if cute.arch.thread_idx()[0] == 0:
+            left = op.add_acq_rel((mArrivals.iterator + _LEFT).toint(), Int32(1))
+            if left == cute.arch.grid_dim()[0] - 1:
+                mArrivals[_ZEROS], mArrivals[_LEFT] = Int32(0), Int32(0)
+
+    @cute.jit
+    def find(self, choice: Choice, mSums: cute.Tensor, token: cutlass.Constexpr, p: cutlass.Constexpr):
+        """One warp: the bin of the K-th key, by the sums of all blocks."""
+        lane, need, low = cute.arch.lane_idx(), choice.sQuota[token], Uint32(choice.sLimit[token])
+        sums = mSums.iterator + (token * PASSES + p) * SUMS
+        whole = choice.sOpen[token]
+        upto, total = self.whole(sums + (BINS + lane), None, whole)
+        group = cutlass.min(lanes_below(upto, need), Int32(_LANES - 1))
+        before = cute.arch.shuffle_sync(upto - total, group)
+        bins = group * GROUP + 2 * lane
+        within, one, two = self.whole(sums + bins, sums + (bins + 1), cute.arch.shuffle_sync(total, group))
+        within += before
+        found = lanes_below(within, need)  # 32: fewer than asked for
+        below = within - two  # the second bin
+        second = below < need
+        bin = bins + cutlass.select_(second, Int32(1), Int32(0))
+        start, inside = low + (Uint32(bin) << shift_of(p)), cutlass.select_(second, two, one)
+        need -= cutlass.select_(second, below, below - one)
+        if inside == need:  # the bin is wanted whole
+            start, need, inside = start + (1 << shift_of(p)), Int32(0), Int32(0)
+        if (found == _LANES) | (start >= Uint32(_NONE)):  # what counts is chosen, all of it
+            start, need, inside = Uint32(_NONE), Int32(0), Int32(0)
+        cute.arch.sync_warp()  # all lanes have read what one of them writes
+        if lane == cutlass.min(found, Int32(_LANES - 1)):
+            choice.sLimit[token], choice.sQuota[token], choice.sOpen[token] = Int32(start), need, inside
+
+    @cute.jit
+    def whole(self, one: cute.Pointer, two: cute.Pointer | None, all_: Int32):
+        """One warp: a number or two of each lane, once all of them add up to ``all_``; their running sum first."""
+        first, second = Int32(0), Int32(0)
+        there = all_ - 1
+        while there != all_:
+            first = fresh(one)
+            if const_expr(two is not None):
+                second = fresh(two)
+            there = cute.arch.warp_redux_sync(first + second, "add")
+        upto = running_sum(first + second)
+        if const_expr(two is None):
+            return upto, first
+        return upto, first, second
+
+    @cute.jit
+    def share_of_warp(self, count: Int32):
+        """This warp's scores of the block: [begin, end), that follow one another; begin is a multiple of 32."""
+        each = (count + (_THREADS - 1)) // _THREADS * _LANES
+        begin = cute.arch.warp_idx() * each
+        return begin, cutlass.min(begin + each, count)
+
+    @cute.jit
+    def marks(self, choice: Choice, token: cutlass.Constexpr, i: Int32, count: Int32):
+        """Of 32 keys from ``i`` on, which are below the limit, and which equal it."""
+        limit, at = Uint32(choice.sLimit[token]), i + cute.arch.lane_idx()
+        key = Uint32(0xFFFFFFFF)
+        if at < count:
+            key = self.key(choice.sScores[at, token])
+        vote = lambda which: Uint32(cute.arch.vote_ballot_sync(which))
+        return vote(key < limit), vote(key == limit)
+
+    @cute.jit
+    def sum_up(self, choice: Choice, mSums: cute.Tensor, count: Int32):
+        """What this block has chosen, for all blocks."""
+        thread, warp = cute.arch.thread_idx()[0], cute.arch.warp_idx()
+        begin, end = self.share_of_warp(count)
+        for token in cutlass.range_constexpr(self.c.tokens):
+            more, ties = Int32(0), Int32(0)
+            for i in cutlass.range(begin, end, _LANES, unroll=1):
+                marks = self.marks(choice, token, i, count)
+                more += ones(marks[0])
+                ties += ones(marks[1])
+            if cute.arch.lane_idx() == 0:
+                choice.sChosen[0, warp, token], choice.sChosen[1, warp, token] = more, ties
+        self.barrier()
+        if thread < 2 * self.c.tokens:
+            total = Int32(0)
+            for w in cutlass.range_constexpr(_WARPS):
+                total += choice.sChosen[thread % 2, w, thread // 2]
+            # 0 is what stands there before.
+            add(mSums.iterator + (self.slot(thread // 2, cute.arch.block_idx()[0]) + thread % 2), total + 1)
+
+    def slot(self, token: Any, block: Int32) -> Int32:
+        """Where a block leaves how many of a token's scores it has chosen."""
+        return self.c.sums + (token * cute.arch.grid_dim()[0] + block) * 2
+
+    @cute.jit
+    def totals(self, choice: Choice, mSums: cute.Tensor):
+        """What the blocks before this one, and all of them, have chosen."""
+        lane, warp, block = cute.arch.lane_idx(), cute.arch.warp_idx(), cute.arch.block_idx()[0]
+        for token in cutlass.range_constexpr(self.c.tokens):
+            if warp == token:
+                for what in cutlass.range_constexpr(2):
+                    before, whole = Int32(0), Int32(0)
+                    for i in cutlass.range(lane, cute.arch.grid_dim()[0], _LANES, unroll=1):
+                        given = Int32(-1)
+                        while given < 0:
+                            given = fresh(mSums.iterator + (self.slot(token, i) + what)) - 1
+                        whole += given
+                        before += cutlass.select_(i < block, given, Int32(0))
+                    before, whole = (cute.arch.warp_redux_sync(n, "add") for n in (before, whole))
+                    if lane == 0:
+                        choice.sBefore[what, token], choice.sAll[what, token] = before, whole
+        self.barrier()
+
+    @cute.jit
+    def write(
+        self, choice: Choice, mIndices: cute.Tensor, token: cutlass.Constexpr, first: Int32, count: Int32
+    ):  # fmt: skip
+        """The places of what this block has chosen for a token, and a part of the -1 behind all that are chosen."""
+        thread, lane, warp = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.warp_idx()
+        topk, quota = Int32(mIndices.shape[1]), choice.sQuota[token]
+        gIndices = cute.make_tensor(mIndices.iterator + Int64(token) * topk, cute.make_layout(topk))
+        more, ties = choice.sBefore[0, token], choice.sBefore[1, token]
+        for w in cutlass.range_constexpr(_WARPS - 1):
+            more += cutlass.select_(w < warp, choice.sChosen[0, w, token], Int32(0))
+            ties += cutlass.select_(w < warp, choice.sChosen[1, w, token], Int32(0))
+        at = more + cutlass.min(ties, quota)
+        begin, end = self.share_of_warp(count)
+        mine = Uint32(1) << Uint32(lane)
+        for i in cutlass.range(begin, end, _LANES, unroll=1):
+            below, equal = self.marks(choice, token, i, count)
+            tied = ((equal & mine) != 0) & (ties + ones(equal & (mine - 1)) < quota)
+            chosen = below | Uint32(cute.arch.vote_ballot_sync(tied))
+            if (chosen & mine) != 0:
+                gIndices[at + ones(chosen & (mine - 1))] = first + i + lane
+            at += ones(chosen)
+            ties += ones(equal)
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        chosen = choice.sAll[0, token] + cutlass.min(choice.sAll[1, token], quota)
+        for i in cutlass.range(chosen + block * _THREADS + thread, topk, blocks * _THREADS, unroll=1):
+            gIndices[i] = Int32(-1)

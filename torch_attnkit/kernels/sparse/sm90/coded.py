@@ -1,0 +1,234 @@
+"""The producer warpgroup where rows are encoded: bytes by ``cp.async``, decoded in the place where they are multiplied.
+
+    tile n       its codes -> into the 16 bytes of the numbers that they stand for; RoPE channels -> where they belong
+    tile n - 1   codes -> registers -> eight numbers, times their scale -> the same 16 bytes
+
+A thread decodes what it has copied itself, so nobody waits for anybody in between but for the scales, of which each
+has several readers in a warp. Bytes on their way need no memory of their own. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32, Int64, const_expr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.asm import asm
+from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.kernels.cache.decoder import Decoder
+from torch_attnkit.kernels.decode.config import CHUNK
+from torch_attnkit.kernels.decode.sm90.config import THREADS
+
+from .arguments import Tensors
+from .config import HALVES, LOADERS, Config
+from .loads import LANES, Producer, held_by
+from .meeting import Meeting
+from .schedule import Row
+
+_NUMBERS = 8  # of a chunk of 16 bytes
+_WORD = 4  # bytes
+_AT_ONCE = 4  # chunks of a lane whose codes are read before the first is decoded
+
+
+@dsl_user_op
+def _copy_8_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """8 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is 8."""
+    text = "cp.async.ca.shared.global [$0], [$1], 8, $2;"
+    asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _shared_byte(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    return asm(Int32, [address], "ld.shared.u8 $0, [$1];", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _shared_words(count: int, address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
+    """1, 2 or 4 aligned words of shared memory."""
+    words = ",".join(f"${i}" for i in range(count))
+    form = f"ld.shared.v{count}.b32 {{{words}}}" if count > 1 else "ld.shared.b32 $0"
+    return asm([Int32] * count, [address], f"{form}, [${count}];", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _shared_word_if(address: Int32, valid: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """A word of shared memory; ``valid`` 0 reads nothing and gives 0."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1]; }"
+    return asm(Int32, [address, valid], text, memory=True, loc=loc, ip=ip)
+
+
+_COPY = {4: op.copy_4_async, 8: _copy_8_async, 16: op.copy_16_async}
+
+
+class Codes(Fixed):
+    """What a lane has of a chunk: its words in shared memory, and the scale byte of its block. ``nope``: whether they
+    are codes, True or False where that is known beforehand of all lanes."""
+
+    def __init__(self, nope: Any, at: Int32, words: list[Any], byte: Int32):
+        self.nope, self.at, self.words, self.byte = nope, at, words, byte
+
+
+class CodedProducer(Producer):
+    """Keys and their warps are as ``Producer`` has them. Halves of a tile's columns come in their order, whoever
+    computes its scores, so that it is known beforehand which of them have codes."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        row = config.row
+        self.layout, self.decoder = row.layout, Decoder(row, config.dtype)
+        self.nope_chunks = row.nope_dim // _NUMBERS  # of a row
+        self.code_bytes = _NUMBERS * self.decoder.bits // 8  # of a chunk
+        # What one copy brings: rows start at any multiple of ``align``, and so do RoPE channels in them.
+        self.code_width = min(config.align, self.code_bytes)
+        self.rope_width = math.gcd(config.align, self.layout.rope)
+
+    def _divisor(self, tensors: Tensors) -> Any:
+        return self.decoder.divisor(tensors.global_scale[0]) if self.c.divided else None
+
+    @cute.jit
+    def _load_tile(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32):
+        """Send for the bytes of tile n of the work tile, and decode the tile before it, of whatever work tile that is:
+        those wait for it who still read that one's Q."""
+        n = filled + n
+        self._copy_tile(row, shared, meeting, n)
+        cute.arch.cp_async_wait_group(1)
+        if n > 0:
+            self._decode_tile(divisor, shared, meeting, n - 1)
+
+    def _finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
+        super()._finish(divisor, shared, meeting, filled)
+        self._decode_tile(divisor, shared, meeting, filled - 1)
+
+    @cute.jit
+    def _copy_tile(self, row: Row, shared: Int32, meeting: Meeting, n: Int32):
+        """Rows that do not count become zeros, which stand for zeros."""
+        warp, counts = cute.arch.thread_idx()[0] % THREADS // LANES, self._counts(row)
+        self._copy_scales(row.address, counts, self._scales(shared, n, warp))
+        for half in cutlass.range_constexpr(HALVES):
+            self._copy_half(row.address, counts, half, shared, meeting, n * HALVES + half)
+        if cute.arch.lane_idx() == 0:
+            self._set_mask(shared, meeting, n * HALVES, counts)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def _copy_half(
+        self, address: Int64, counts: Int32, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32
+    ):
+        """Half of the columns of this warp's rows, which is fill n of the ring."""
+        warp, lane = cute.arch.thread_idx()[0] % THREADS // LANES, cute.arch.lane_idx()
+        meeting.tiles.await_empty(n)
+        place = self._place(shared, meeting, n)
+        for i in cutlass.range_constexpr(self.rows // self.abreast):
+            mine = i * self.abreast + lane // self.chunks
+            source, there = held_by(mine, address), (counts >> mine) & 1
+            self._copy_chunk(half, self._chunk_at(place, mine * LOADERS + warp), source, there)
+
+    @cute.jit
+    def _copy_chunk(self, half: cutlass.Constexpr, to: Int32, source: Int64, there: Int32):
+        chunk = self._chunk(half)
+        if self._is_nope(half):
+            self._copy(to, source + chunk * self.code_bytes, self.code_bytes, self.code_width, there)
+        else:
+            rope = source + (self.layout.rope + (chunk - self.nope_chunks) * CHUNK)
+            self._copy(to, rope, CHUNK, self.rope_width, there)
+
+    def _chunk(self, half: int) -> Int32:
+        """Which of a row's chunks this lane has."""
+        return cute.arch.lane_idx() % self.chunks + half * self.chunks
+
+    def _is_nope(self, half: int) -> Any:
+        """Whether this lane's chunk has codes: known beforehand where all of a half's have, or none."""
+        if (half + 1) * self.chunks <= self.nope_chunks:
+            return True
+        return False if half * self.chunks >= self.nope_chunks else self._chunk(half) < self.nope_chunks
+
+    def _copy(self, to: Int32, source: Int64, nbytes: int, width: int, there: Int32) -> None:
+        for at in range(0, nbytes, width):
+            _COPY[width](to + at, source + at, there * width)
+
+    @cute.jit
+    def _copy_scales(self, address: Int64, counts: Int32, target: Int32):
+        """The scales of a warp's rows, of which the first's belong at ``target``, one word a lane."""
+        c = self.c
+        words = const_expr(c.scale_bytes // _WORD)
+        for first in cutlass.range_constexpr(0, self.rows * words, LANES):
+            index = first + cute.arch.lane_idx()
+            mine = cutlass.min(index // words, self.rows - 1)
+            word = index - mine * words
+            source = held_by(mine, address)
+            to = target + mine * (LOADERS * c.scale_bytes) + word * _WORD
+            if word < words:
+                op.copy_4_async(to, source + (self.layout.scales + word * _WORD), ((counts >> mine) & 1) * _WORD)
+
+    def _scales(self, shared: Int32, n: Int32, key: Int32) -> Int32:
+        """Where the scales of a key of tile n are."""
+        return self.c.shared.scales.at(shared) + ((n & 1) * self.c.keys + key) * self.c.scale_bytes
+
+    @cute.jit
+    def _decode_tile(self, divisor: Any, shared: Int32, meeting: Meeting, n: Int32):
+        """Make numbers of the codes of tile n, and give it to the consumers."""
+        cute.arch.sync_warp()  # the scales are there, which other lanes have copied
+        for half in cutlass.range_constexpr(HALVES):
+            self._decode_half(divisor, half, shared, meeting, n)
+
+    @cute.jit
+    def _decode_half(self, divisor: Any, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32):
+        warp, lane = cute.arch.thread_idx()[0] % THREADS // LANES, cute.arch.lane_idx()
+        fill = n * HALVES + half
+        place = self._place(shared, meeting, fill)
+        for first in cutlass.range(0, self.rows // self.abreast, _AT_ONCE, unroll=1):
+            held = []
+            for i in cutlass.range_constexpr(_AT_ONCE):
+                key = ((first + i) * self.abreast + lane // self.chunks) * LOADERS + warp
+                held.append(self._read(half, self._chunk_at(place, key), self._scales(shared, n, key)))
+            for codes in held:
+                self._decode(codes, divisor)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(meeting.tiles.full + meeting.tiles.slot(fill))
+
+    def _read(self, half: int, at: Int32, scales: Int32) -> Codes:
+        """A chunk's codes, or its pairs in bfloat16, and the byte of its scale: read by all lanes, whatever they have,
+        so that many are on their way."""
+        nope, words, byte = self._is_nope(half), [], Int32(0)
+        rope = nope is not True and self.c.dtype is not BFloat16  # pairs to convert
+        if nope is not False:
+            words = list(_shared_words(self.code_bytes // _WORD, at))
+        elif rope:
+            words = list(_shared_words(CHUNK // _WORD, at))
+        if nope is not False and rope:  # behind codes is nothing yet
+            pairs = cutlass.select_(nope, Int32(0), Int32(1))
+            words += [_shared_word_if(at + i, pairs) for i in range(self.code_bytes, CHUNK, _WORD)]
+        if nope is not False:
+            last = cutlass.min(self._chunk(half), self.nope_chunks - 1)
+            byte = _shared_byte(scales + last * _NUMBERS // self.c.row.block)
+        return Codes(nope, at, words, byte)
+
+    @cute.jit
+    def _decode(self, codes: Codes, divisor: Any):
+        """Leave the numbers of a chunk where its codes were. Pairs in bfloat16 may be the numbers themselves."""
+        words = codes.words
+        if const_expr(codes.nope is True):
+            self._store(codes.at, self._nope(codes, divisor))
+        elif const_expr(codes.nope is not False and len(words) == CHUNK // _WORD):
+            both = zip(self._nope(codes, divisor), self.decoder.rope(words), strict=True)
+            self._store(codes.at, [cutlass.select_(codes.nope, a, b) for a, b in both])
+        elif const_expr(codes.nope is not False):
+            numbers = self._nope(codes, divisor)
+            if codes.nope:
+                self._store(codes.at, numbers)
+        elif const_expr(len(words) > 0):
+            self._store(codes.at, self.decoder.rope(words))
+
+    def _nope(self, codes: Codes, divisor: Any) -> list[Any]:
+        return self.decoder.nope(codes.words[: self.code_bytes // _WORD], codes.byte, divisor)
+
+    def _store(self, at: Int32, words: list[Any]) -> None:
+        copies.store_words(at, words, cute.AddressSpace.smem)

@@ -1,0 +1,16 @@
+"""A call of indexer_select as a problem of the indexer's selection."""
+
+from __future__ import annotations
+
+from torch_attnkit.core.op import Call
+from torch_attnkit.kernels.indexer.select import Operands, Selection
+from torch_attnkit.ops.indexer_scores import problem as scores
+
+
+def problem(call: Call) -> Selection:
+    return Selection(scores.problem(call), call.dim["K"])
+
+
+def operands(q, k, weights, k_len, request_ids, block_table, q_scale, k_scale, format, topk, indices) -> Operands:
+    given = scores.operands(q, k, weights, k_len, request_ids, block_table, q_scale, k_scale, format, indices)
+    return Operands(given, indices)
