@@ -1,7 +1,8 @@
 """Models of the transformers library on the ops of this package.
 
 Importing this module registers "attnkit" as an attention implementation (``attn_implementation="attnkit"``) with its
-mask function, and as an experts implementation. Nothing else of transformers changes what it computes.
+mask function, and as an experts implementation, and lets ``from_pretrained`` keep experts that were published as MXFP4
+(GPT-OSS) in their bytes. Nothing else of transformers changes what it computes.
 ``attnkit_model`` goes further and replaces modules of one loaded model.
 
 Attention: any cache of transformers, left or right padding, packed sequences, sliding windows, sinks, softcap, beams,
@@ -14,7 +15,7 @@ attention implementation (BLOOM, GPT-J, Falcon, MPT, RoFormer, DeepSeek-V3.2 and
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import attention, experts, masks, own_classes
+from . import attention, checkpoints, experts, masks, own_classes
 from .experts import round_experts_to_fp4
 from .swaps import attnkit_model
 
@@ -27,6 +28,7 @@ def register() -> None:
     AttentionMaskInterface.register("attnkit", masks.mask)
     ALL_EXPERTS_FUNCTIONS.register("attnkit", experts.experts)
     own_classes.register()
+    checkpoints.register()
 
 
 register()
