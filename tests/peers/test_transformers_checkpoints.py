@@ -20,7 +20,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from tests.peers.tiny_models import build, tokens, with_our_routers
-from torch_attnkit.integrations.transformers import attnkit_model, checkpoints, experts
+from torch_attnkit.integrations.transformers import attnkit_model, experts, mxfp4
 
 AGREE = 1e-10
 # The blocks that a published checkpoint keeps in the model's dtype.
@@ -126,7 +126,7 @@ def test_models_without_our_experts_stay_with_transformers(folder, monkeypatch):
         asked.append(kwargs["device_map"])
         quantizer.quantization_config.dequantize = True
 
-    monkeypatch.setattr(checkpoints, "FAMILIES", ())
+    monkeypatch.setattr(mxfp4, "FAMILIES", ())
     monkeypatch.setattr(Mxfp4HfQuantizer, "validate_environment", asks)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert asked == [None]

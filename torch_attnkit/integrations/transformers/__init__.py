@@ -2,7 +2,7 @@
 
 Importing this module registers "attnkit" as an attention implementation (``attn_implementation="attnkit"``) with its
 mask function, and as an experts implementation, and lets ``from_pretrained`` keep experts that were published as MXFP4
-(GPT-OSS) in their bytes. Nothing else of transformers changes what it computes.
+(GPT-OSS) or by NVIDIA's Model Optimizer as NVFP4 in their bytes. Nothing else of transformers changes what it computes.
 ``attnkit_model`` goes further and replaces modules of one loaded model.
 
 Attention: any cache of transformers, left or right padding, packed sequences, sliding windows, sinks, softcap, beams,
@@ -15,7 +15,7 @@ attention implementation (BLOOM, GPT-J, Falcon, MPT, RoFormer, DeepSeek-V3.2 and
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import attention, checkpoints, experts, masks, own_classes
+from . import attention, experts, masks, modelopt, mxfp4, own_classes
 from .experts import round_experts_to_fp4
 from .swaps import attnkit_model
 
@@ -28,7 +28,8 @@ def register() -> None:
     AttentionMaskInterface.register("attnkit", masks.mask)
     ALL_EXPERTS_FUNCTIONS.register("attnkit", experts.experts)
     own_classes.register()
-    checkpoints.register()
+    mxfp4.register()
+    modelopt.register()
 
 
 register()

@@ -155,6 +155,24 @@ def pack(module: nn.Module, format: str) -> None:
             module.register_buffer(f"{name}_global", parts[2].view(torch.int32))  # (E,) the bits of a float32
 
 
+def hollow(module: Any, format: str) -> None:
+    """Replace the weights of an experts module by empty buffers of their packed form, on the weights' device.
+
+    For what loads a checkpoint of such weights. The module counts as initialised: the model's own initialisation would
+    look for the parameters that are gone.
+    """
+    for name in WEIGHTS:
+        weight = getattr(module, name)
+        experts, rows, columns = weight.transpose(1, 2).shape if module.is_transposed else weight.shape
+        delattr(module, name)
+        for part, width in (("packed", columns // 2), ("scale", columns // BLOCK[format])):
+            empty = torch.empty(experts, rows, width, dtype=torch.uint8, device=weight.device)
+            module.register_buffer(f"{name}_{part}", empty)
+        if format == "nvfp4":
+            module.register_buffer(f"{name}_global", torch.empty(experts, dtype=torch.int32, device=weight.device))
+    module._is_hf_initialized = True
+
+
 @torch.no_grad()
 def round_experts_to_fp4(model: nn.Module, format: str) -> nn.Module:
     """Round the expert weights of ``model``, in place, to the numbers that packing them to ``format`` would hold.

@@ -21,7 +21,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers import auto
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
-from .experts import BLOCK, FAMILIES, WEIGHTS
+from .experts import FAMILIES, WEIGHTS, hollow
 
 _BYTES = 16  # of codes under one scale, the last axis of published blocks
 
@@ -46,7 +46,7 @@ class Mxfp4Experts(Mxfp4HfQuantizer):
             super()._process_model_before_weight_loading(model, **kwargs)
             return
         for module in found:
-            _hollow(module)
+            hollow(module, "mxfp4")
 
     def _theirs(self) -> bool:
         return not self.pre_quantized or self.quantization_config.dequantize
@@ -76,19 +76,6 @@ class Mxfp4Experts(Mxfp4HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return self._keeps or super().is_compileable
-
-
-def _hollow(module: Any) -> None:
-    """Replace the weights of an experts module by empty buffers of their packed form, on the weights' device."""
-    for name in WEIGHTS:
-        weight = getattr(module, name)
-        experts, rows, columns = weight.transpose(1, 2).shape if module.is_transposed else weight.shape
-        delattr(module, name)
-        for part, width in (("packed", columns // 2), ("scale", columns // BLOCK["mxfp4"])):
-            empty = torch.empty(experts, rows, width, dtype=torch.uint8, device=weight.device)
-            module.register_buffer(f"{name}_{part}", empty)
-    # The model's own initialisation would look for the weights that are gone.
-    module._is_hf_initialized = True
 
 
 class Rows(ConversionOps):

@@ -1,0 +1,135 @@
+"""NVFP4 checkpoints in Model Optimizer's layout through ``from_pretrained``, against the numbers they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.peers.tiny_models import build, tokens, with_our_routers
+from torch_attnkit import UnsupportedError
+from torch_attnkit.integrations.transformers import attnkit_model, experts, modelopt
+
+AGREE = 1e-10
+IGNORE = ["lm_head", "*.gate", "*.shared_expert_gate", "model.layers.0.*_attn*", "*conv1d*", "*linear_attn*"]
+
+
+def _quantised(weight: torch.Tensor, largest: float) -> dict[str, torch.Tensor]:
+    """A published linear layer; ``largest``: of the numbers that its ``weight_scale_2`` was made for."""
+    scale_2 = torch.tensor(largest / (6 * 448), dtype=torch.float32)
+    codes, scale = torch.ops.attnkit.nvfp4_quantize(weight.float(), 1 / scale_2)
+    parts = {"weight": codes, "weight_scale": scale.view(torch.float8_e4m3fn), "weight_scale_2": scale_2}
+    return parts | {"input_scale": torch.tensor(0.5)}
+
+
+def _read(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    scale, inverse = parts["weight_scale"].view(torch.uint8), 1 / parts["weight_scale_2"]
+    return torch.ops.attnkit.nvfp4_dequantize(parts["weight"], scale, inverse, dtype=torch.float64)
+
+
+def publish(model: nn.Module, ignored: Any = ()) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(tensors of the file, the numbers that they stand for under the model's own names) of a Qwen3-Next model."""
+    file: dict[str, torch.Tensor] = {}
+    numbers = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for name, tensor in model.state_dict().items():
+        parent, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for e, weight in enumerate(tensor):
+                largest = float(weight.abs().max())
+                halves = [_quantised(half, largest) for half in weight.chunk(2)]
+                for half, parts in zip(("gate_proj", "up_proj"), halves, strict=True):
+                    file |= {f"{parent}.{e}.{half}.{key}": part for key, part in parts.items()}
+                numbers[name][e] = torch.cat([_read(parts) for parts in halves])
+        elif last == "down_proj":
+            for e, weight in enumerate(tensor):
+                parts = _quantised(weight, float(weight.abs().max()))
+                file |= {f"{parent}.{e}.down_proj.{key}": part for key, part in parts.items()}
+                numbers[name][e] = _read(parts)
+        elif parent in linears and last == "weight" and "self_attn" in parent and ".layers.0." not in parent:
+            parts = _quantised(tensor, float(tensor.abs().max()))
+            file |= {f"{parent}.{key}": part for key, part in parts.items()}
+            numbers[name] = _read(parts)
+        else:
+            file[name] = tensor
+    return {name: tensor.contiguous().clone() for name, tensor in file.items()}, numbers
+
+
+def write(folder: Path, config: Any, file: dict[str, torch.Tensor], **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    save_file(file, folder / "model.safetensors", metadata={"format": "pt"})
+    quantised = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": IGNORE} | changes
+    quantised |= {"producer": {"name": "modelopt", "version": "0.40"}}
+    described = config.to_dict() | {"architectures": ["Qwen3NextForCausalLM"], "quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, torch.Tensor]]:
+    """(folder, the model in the numbers of the file, its tensors)."""
+    model = build("qwen3_next")
+    file, numbers = publish(model)
+    folder = write(tmp_path_factory.mktemp("modelopt") / "tiny", model.config, file)
+    model = with_our_routers(model.double())
+    model.load_state_dict(numbers)
+    return folder, model, file
+
+
+def test_experts_hold_the_bits_of_the_file_and_logits_agree(made):
+    folder, eager, file = made
+    ours, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    prefix = "model.layers.1.mlp.experts"
+    held = ours.model.layers[1].mlp.experts
+    for e in range(held.num_experts):
+        halves = [file[f"{prefix}.{e}.{half}_proj.weight"] for half in ("gate", "up")]
+        assert torch.equal(held.gate_up_proj_packed[e], torch.cat(halves))
+        assert torch.equal(held.down_proj_scale[e], file[f"{prefix}.{e}.down_proj.weight_scale"].view(torch.uint8))
+    assert isinstance(ours.model.layers[3].self_attn.q_proj.weight, nn.Parameter)
+    with_our_routers(ours.eval().double())  # frequencies of positions, too
+    prompt = tokens(2, 16)
+    with torch.no_grad():
+        want, got = eager(prompt).logits, ours(prompt).logits
+        assert (got - want).abs().max() <= AGREE * want.abs().max()
+    swapped = attnkit_model(ours, experts="nvfp4")
+    steps = [m.generate(prompt, max_new_tokens=6, do_sample=False) for m in (eager, swapped)]
+    assert torch.equal(*steps)
+
+
+def test_one_scale_for_gate_and_up(made, tmp_path, caplog):
+    """transformers reports what a conversion raised, and raises an error of its own."""
+    _, eager, file = made
+    name = "model.layers.2.mlp.experts.3.up_proj.weight_scale_2"
+    folder = write(tmp_path / "two", eager.config, file | {name: file[name] * 2})
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert "weight_scale_2 of gate and up of expert 3 are" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quant_algo": "FP8"}, "quant_algo is 'FP8', accepted: 'NVFP4'"),
+        ({"ignore": ["*.layers.1.mlp.experts*"]}, "layers.1.mlp.experts is left in numbers"),
+    ],
+)
+def test_what_it_does_not_take_it_refuses(made, tmp_path, changes, words):
+    _, eager, file = made
+    with pytest.raises(UnsupportedError, match=words):
+        AutoModelForCausalLM.from_pretrained(write(tmp_path / "other", eager.config, file, **changes))
+
+
+def test_families_without_packed_experts_are_refused(made, tmp_path, monkeypatch):
+    folder, *_ = made
+    monkeypatch.setattr(modelopt, "FAMILIES", experts.FAMILIES[:1])
+    with pytest.raises(UnsupportedError, match="is Qwen3NextExperts, accepted: GptOssExperts"):
+        AutoModelForCausalLM.from_pretrained(folder)
