@@ -60,6 +60,7 @@ def test_an_exported_program_gives_the_same(program):
     _same(exported.module()(inputs), module(inputs))
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++")
 def test_a_program_compiled_ahead_of_time_gives_the_same(program, tmp_path):

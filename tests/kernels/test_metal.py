@@ -137,6 +137,7 @@ def test_causal_prefill_skips_the_tiles_above_the_diagonal():
     assert read == 2 * 64 * 2 * 128 * tiles * (tiles + 1) // 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 1), (torch.bfloat16, 4)])
 def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.dtype, width: int):
     """For macOS 14 (Metal 3.1) and later, and in threadgroup memory that every GPU has."""

@@ -365,6 +365,7 @@ SATURATED = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("arch", "op", "text"), MENDED + SATURATED, ids=lambda v: v.replace(" ", ","))
 def test_what_was_found_stays_mended(arch, op, text):
     needs(arch)

@@ -92,7 +92,7 @@ def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
 
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tokens, experts", [(7, 2), (33, 6)], ids=["sorted by warps", "sorted by a block"])
 @pytest.mark.parametrize("one_launch", [False, True])
 def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(
@@ -121,6 +121,7 @@ def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(
 
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_every_scale_and_code_is_decoded(simulated, format):
     """One token that picks a single number of each row: out is a table of what was decoded. Of MXFP4 the scales are

@@ -32,6 +32,7 @@ def _work(launches) -> dict[str, int]:
     return total
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_no_more_work_than_flash_attention_4(dim, causal):

@@ -126,6 +126,7 @@ def test_accepted(name: str):
     assert lint(body(RIGHT[name])) == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("header", ["DecodeAttention.h", "PrefillAttention.h"])
 def test_torchs_own_kernels_are_accepted(header: str):
     includes = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n"

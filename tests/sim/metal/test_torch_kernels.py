@@ -110,6 +110,7 @@ BARRIERS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("header", "number"), [(h, n) for h, b in BARRIERS.items() for n in range(len(b))])
 def test_a_deleted_barrier_is_noticed(header: str, number: int):
     """The mutation test: without any one of its barriers, a kernel fails in the checked mode."""

@@ -84,12 +84,14 @@ def test_what_survives_in_ours_is_redundant(ours):
     assert ours.caught(*named(ours, {"wgmma.fence 4", "wgmma.fence 5"}))
 
 
+@pytest.mark.proof
 def test_flash_attention_4(flash_attention_4):
     sample = flash_attention_4.removals[::3]
     expected = FLASH_ATTENTION_4.keys() & {r.name for r in sample}
     assert survivors(flash_attention_4, sample) == expected
 
 
+@pytest.mark.proof
 def test_what_survives_in_flash_attention_4_is_redundant(flash_attention_4):
     """All at once can go, but for one of each pair and a fence, and the results stay right under every schedule."""
     pairs = [{"mbarrier.try_wait 8", "mbarrier.try_wait 9"}, {"fence 1", "fence 2"}]

@@ -99,6 +99,7 @@ def test_forward(arch, name):
     compare(f"{arch} {name}", got, inputs, slack=exp2_error() if arch == "sm100" else 0.0, **how)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_learned_sink(arch):
     inputs, sink = qkv(256), torch.randn(2).bfloat16()
@@ -120,6 +121,7 @@ def test_split_kv():
     compare("split", (out,), inputs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_variable_lengths(arch):
     starts = [0, 100, 101, 256]
@@ -135,6 +137,7 @@ def test_variable_lengths(arch):
         compare(f"{arch} rows {a} to {b}", (out[None, a:b],), [t[None, a:b] for t in inputs], causal=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_paged_cache(arch):
     """Pages in any order; those of no sequence hold NaN."""
@@ -151,7 +154,7 @@ def test_paged_cache(arch):
     compare(f"{arch} paged", (out,), [q, *flat], causal=True, lengths=lengths)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.proof
 @pytest.mark.parametrize(("sizes", "causal"), [(dict(T=256), True), (dict(T=256, D=64, Hq=4, Hkv=2), False)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backward(arch, sizes, causal):
