@@ -18,6 +18,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
 from torch_attnkit.oracle import fp4
 
+_ALL = "swizzled gptoss limit interleaved bias global_scale"
 ACTIVATIONS = ("none", "nvfp4", "mxfp4", "mxfp8")
 
 _SM90 = {
@@ -96,5 +97,8 @@ OP = Op(
             g is not None for g in (c.arg.w13_global, c.arg.w2_global, c.arg.x_global, c.arg.h_global)
         ),
     },
-    kernels=(Kernel("sm90", "bf16 f16", {}, "swizzled gptoss limit interleaved bias global_scale", _SM90),),
+    kernels=(
+        Kernel("cpu", "bf16 f16 f32", {}, _ALL),
+        Kernel("sm90", "bf16 f16", {}, _ALL, _SM90),
+    ),
 )
