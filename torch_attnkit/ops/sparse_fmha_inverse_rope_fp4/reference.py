@@ -72,8 +72,8 @@ def check(
     ``found`` are what ``numbers`` gives in float64 and in the call's dtype, for this call and for others like it, by
     which only their errors count.
     """
-    codes, scale = got
     (exact, ref), *_ = found
+    codes, scale = (t.to(exact.device) for t in got)
     bound = max(fp4_results.tolerance(e, r, exact) for e, r in found)
     form, swizzled = kwargs.get("o_format", "nvfp4"), kwargs.get("scale_layout") == "128x4"
     if swizzled:
