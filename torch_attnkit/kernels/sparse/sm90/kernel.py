@@ -22,7 +22,7 @@ from torch_attnkit.cuda import fake
 from torch_attnkit.kernels.decode.sm90.config import THREADS, WARPS
 
 from .arguments import Numbers, Tensors, arguments
-from .coded import CodedProducer
+from .coded import CodedTiles
 from .config import HALVES, Config
 from .fp4_output import Fp4Output
 from .loads import Producer, load_query
@@ -30,6 +30,7 @@ from .mainloop import Mainloop, Start
 from .meeting import Meeting
 from .merge import Merge, sync_cluster
 from .output import Output
+from .plain import PlainTiles
 from .results import Results
 from .schedule import work_tile, work_tiles
 
@@ -42,7 +43,7 @@ class Sparse:
 
     def __init__(self, config: Config):
         self.c = config
-        self.producer = Producer(config) if config.row.plain else CodedProducer(config)
+        self.producer = Producer(config, PlainTiles(config) if config.row.plain else CodedTiles(config))
         self.mainloops = [Mainloop(config, half) for half in range(HALVES)]
         output = Output(config.dtype) if config.fp4 is None else Fp4Output(config)
         self.results = [Results(config, half, output) for half in range(HALVES)]

@@ -22,9 +22,9 @@ from torch_attnkit.kernels.decode.config import CHUNK
 from .arguments import Numbers, Tensors
 from .config import CONSUMER_THREADS, Config
 from .fp4_output import Fp4Output
-from .loads import LANES
 from .meeting import Meeting, meet
 from .output import Output, factor_of
+from .places import LANES
 from .plan import MOST_CTAS
 from .schedule import WorkTile
 
