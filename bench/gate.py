@@ -37,7 +37,8 @@ def gate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], got: Any, *, mos
 def _checked(
     op: Op, part: Part, values: dict[str, Any], outs: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> float:
-    reference = op.module("reference").reference
+    module = op.module("reference")
+    reference = getattr(module, "numbers", module.reference)  # codes are judged by what they stand for
 
     def results(convert: Callable[[Any], Any]) -> list[torch.Tensor]:
         chosen = {n: convert(part.of(n, v)) for n, v in values.items()}
@@ -47,6 +48,10 @@ def _checked(
     with narrow_products():
         low = results(lambda value: value)
     high = results(_double)
+    if hasattr(module, "numbers"):
+        mine = [part.of(name, out) for name, out in outs.items()]
+        cut = tuple(part.of(name, value) for name, value in values.items())
+        return float(module.check(f"{op.name}{part}", mine, list(zip(high, low, strict=True)), cut, kwargs))
     each = zip(outs.items(), low, high, strict=True)
     return max(check(f"{op.name} {name}{part}", part.of(name, out), r, r64) for (name, out), r, r64 in each)
 

@@ -21,8 +21,11 @@ from .guard import guarded_outputs, place
 from .places import Place
 
 
-def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool) -> tuple[torch.Tensor, ...]:
+def reference_of(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool, function: str = "reference"
+) -> tuple[torch.Tensor, ...]:
     """What the call writes in place and returns, by the reference; ``double`` runs it on the same numbers in float64.
+    Another ``function`` of the reference's module is called as it would be.
 
     In float64 are the model tensors, and what is returned in a chosen dtype. A tensor that is float32 by contract stays
     what it is: it holds the same numbers.
@@ -37,7 +40,7 @@ def reference_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, doubl
     if double and "dtype" in op.argnames:
         kwargs = kwargs | {"dtype": torch.float64}
     with contextlib.nullcontext() if double else narrow_products():
-        out = op.module("reference").reference(*copies, **kwargs)
+        out = getattr(op.module("reference"), function)(*copies, **kwargs)
     mutated = [copies[op.argnames.index(n)] for n in op.mutated]
     return (*mutated, *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out))
 
@@ -69,6 +72,9 @@ def judge(
     The tolerance is a multiple of the reference's own error. A call with few results shows that error in few places, by
     luck in none; ``alike`` are arguments of the same call with other numbers, and a result may be off by what the
     reference is off by on one of them, too.
+
+    Where results are codes of numbers that are computed, the reference's module has ``numbers``, what they are codes
+    of, and ``check``, which says whether they are right for numbers as exact as these.
     """
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in moved]
     device = next(a.device.type for a in moved if isinstance(a, torch.Tensor))
@@ -84,6 +90,11 @@ def judge(
         fence.check(name)
     got = [*mutated(op, moved), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
     unchanged(name, op, before, moved)
+    module = op.module("reference")
+    if hasattr(module, "numbers"):
+        of = functools.partial(reference_of, op, kwargs=kwargs, function="numbers")
+        found = [(of(each, double=True)[0], of(each, double=False)[0]) for each in (args, *alike)]
+        return float(module.check(name, got, found, args, kwargs))
     (exact, ref), *others = (
         [reference_of(op, each, kwargs, double=double) for double in (True, False)] for each in (args, *alike)
     )

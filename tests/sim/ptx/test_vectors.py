@@ -36,7 +36,8 @@ def steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 _YOUNGER = {
     "fp4_moe", "grouped_output_projection", "indexer_scores", "indexer_select", "indexer_topk", "inverse_rope_fp4",
     "kv_cache_gather", "kv_cache_write", "mxfp4_dequantize", "mxfp4_quantize", "nvfp4_dequantize", "nvfp4_quantize",
-    "route_hash", "route_softmax", "route_sqrt_softplus", "sparse_fmha_with_swa",
+    "route_hash", "route_softmax", "route_sqrt_softplus", "sparse_fmha_inverse_rope_fp4",
+    "sparse_fmha_with_swa",
 }  # fmt: skip
 
 

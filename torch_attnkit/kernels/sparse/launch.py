@@ -13,7 +13,7 @@ from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.workspace import Workspace
 
 from ..scores import LOG2_E, MOST
-from .problem import Operands, Problem
+from .problem import Codes, Numbers, Operands, Problem
 
 # Powers of two by which maxima grow before the output is rescaled: half of what float16 has above 1, so that sums of
 # probabilities are as exact as ever. Sums that are results belong to the maxima themselves.
@@ -39,6 +39,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     )  # fmt: skip
 
     workspace = Workspace(p.device, cut.floats, cut.counters) if cut.counters else None
+    stand_in = torch.empty(p.heads, dtype=torch.float32, device=p.device)  # for floats that a call does not have
 
     def launch(operands: Operands) -> None:
         o = operands
@@ -48,17 +49,23 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         chosen = o.end[:, None] if o.chosen is None else o.chosen
         near_table, far_table = (chosen if t is None else t for t in (o.near_table, o.far_table))
         length, request = (o.end if t is None else t for t in (o.length, o.request))
-        sink = o.lse[0] if o.sink is None else o.sink
-        row_sum = o.lse if p.normalize else o.row_sum
-        splits, count = (o.lse.view(-1), o.end) if workspace is None else workspace.get()
-        global_scale = splits if o.global_scale is None else o.global_scale.view(1)
+        sink = stand_in if o.sink is None else o.sink
+        splits, count = (stand_in, o.end) if workspace is None else workspace.get()
+        global_scale = stand_in if o.global_scale is None else o.global_scale.view(1)
         tensors = (
-            q, near, o.end, far, chosen, length, request, sink, near_table, far_table, global_scale, o.out, o.lse,
-            row_sum, splits, count,
+            q, near, o.end, far, chosen, length, request, sink, near_table, far_table, global_scale,
+            _results(o.results, p.normalize, stand_in), splits, count,
         )  # fmt: skip
         run(tensors, numbers)
 
     return launch
+
+
+def _results(results: Numbers | Codes, normalize: bool, stand_in: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As the kernel takes them."""
+    if isinstance(results, Codes):
+        return (*results[:-1], stand_in if results.global_scale is None else results.global_scale.view(1))
+    return (results.out, results.lse, results.lse if normalize else results.row_sum)
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,18 @@ import torch
 
 
 @dataclass(frozen=True)
+class Fp4:
+    """Results in FP4: rounded to the call's dtype, the last ``pairs`` of a head's pairs rotated back and rounded again,
+    and quantised in blocks along the head."""
+
+    format: str  # nvfp4 or mxfp4
+    pairs: int
+    angle_dtype: torch.dtype
+    swizzled: bool  # scales in the 128x4 layout
+    divided: bool  # whether there is a global scale
+
+
+@dataclass(frozen=True)
 class Problem:
     """Attention of tokens over keys that are values, too: the last ``window`` before each token's end, and entries."""
 
@@ -34,11 +46,30 @@ class Problem:
     rope_dim: int = 0  # channels of an encoded row in bfloat16
     align: int = 16  # bytes, at whose multiples the rows of the caches start
     divided: bool = False  # whether numbers are divided by a global scale
+    fp4: Fp4 | None = None  # results in FP4; they are normalised
 
     @property
     def keys(self) -> int:
         """Keys that a token has at most."""
         return min(self.window, self.capacity) + (min(self.listed, self.entries) if self.has_list else self.entries)
+
+
+class Numbers(NamedTuple):
+    """The tensors of results that are numbers."""
+
+    out: torch.Tensor  # (T, H, D)
+    lse: torch.Tensor  # (T, H)
+    row_sum: torch.Tensor  # (T, H), empty where the result is normalised
+
+
+class Codes(NamedTuple):
+    """The tensors of results in FP4."""
+
+    codes: torch.Tensor  # (T, H, D/2), contiguous
+    scale: torch.Tensor  # (T, H, D/block) or (groups, T padded to 128, columns), contiguous
+    cos: torch.Tensor  # (T, pairs)
+    sin: torch.Tensor  # (T, pairs)
+    global_scale: torch.Tensor | None  # ()
 
 
 class Operands(NamedTuple):
@@ -54,7 +85,5 @@ class Operands(NamedTuple):
     sink: torch.Tensor | None  # (H)
     near_table: torch.Tensor | None  # (R, M): the pages of a request's keys
     far_table: torch.Tensor | None  # (R, M)
-    global_scale: torch.Tensor | None  # ()
-    out: torch.Tensor  # (T, H, D)
-    lse: torch.Tensor  # (T, H)
-    row_sum: torch.Tensor  # (T, H), empty where the result is normalised
+    global_scale: torch.Tensor | None  # (), of encoded rows
+    results: Numbers | Codes

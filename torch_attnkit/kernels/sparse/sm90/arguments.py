@@ -11,6 +11,24 @@ from torch_attnkit.cuda import fake
 from torch_attnkit.kernels.cache.problem import Row
 
 
+class Heads(NamedTuple):
+    """Results that are numbers."""
+
+    out: cute.Tensor  # (T, H, D)
+    lse: cute.Tensor  # (T, H)
+    row_sum: cute.Tensor  # (T, H)
+
+
+class Codes(NamedTuple):
+    """Results in FP4, and what they are rotated and scaled by."""
+
+    codes: cute.Tensor  # (T, H, D/2), contiguous
+    scale: cute.Tensor  # (T, H, D/block) or (groups, padded T, columns), contiguous
+    cos: cute.Tensor  # (T, pairs)
+    sin: cute.Tensor  # (T, pairs)
+    global_scale: cute.Tensor  # (1)
+
+
 class Tensors(NamedTuple):
     """The tensors of a call; anything of the right type where ``Numbers`` says that there is none."""
 
@@ -24,10 +42,8 @@ class Tensors(NamedTuple):
     sink: cute.Tensor  # (H)
     near_table: cute.Tensor  # (R, M)
     far_table: cute.Tensor  # (R, M)
-    global_scale: cute.Tensor  # (1)
-    out: cute.Tensor  # (T, H, D)
-    lse: cute.Tensor  # (T, H)
-    row_sum: cute.Tensor  # (T, H)
+    global_scale: cute.Tensor  # (1), of encoded rows
+    results: Heads | Codes
     splits: cute.Tensor  # the workspace: partial results of clusters that share a work tile
     count: cute.Tensor  # (work tiles * 8), how many of them have come; zero before and after every launch
 
@@ -54,8 +70,9 @@ class Numbers(NamedTuple):
     together: Int32
 
 
-def arguments(dtype: str, dim: int, row: Row, align: int) -> list[Any]:
-    """Stand-ins for what the host passes: ``Tensors``, ``Numbers`` and the stream."""
+def arguments(dtype: str, dim: int, row: Row, align: int, angles: str | None) -> list[Any]:
+    """Stand-ins for what the host passes: ``Tensors``, ``Numbers`` and the stream. ``angles``: the dtype of cosines and
+    sines, where results are in FP4."""
     T, H = fake.dim(), fake.dim()
 
     def heads() -> Any:
@@ -75,6 +92,13 @@ def arguments(dtype: str, dim: int, row: Row, align: int) -> list[Any]:
     def by_head() -> Any:
         return fake.tensor("f32", (T, H), (None, 1), align=4)
 
+    def results() -> Heads | Codes:
+        if angles is None:
+            return Heads(heads(), by_head(), by_head())
+        cos, sin = (fake.tensor(angles, (T, None), (None, 1), align=fake.dtype(angles).width // 8) for _ in range(2))
+        codes, scale = (fake.tensor("u8", (None,) * 3, align=16) for _ in range(2))
+        return Codes(codes, scale, cos, sin, vector("f32", None))
+
     tensors = Tensors(
         q=heads(),
         near=cache(),
@@ -87,9 +111,7 @@ def arguments(dtype: str, dim: int, row: Row, align: int) -> list[Any]:
         near_table=matrix(None),
         far_table=matrix(None),
         global_scale=vector("f32", None),
-        out=heads(),
-        lse=by_head(),
-        row_sum=by_head(),
+        results=results(),
         splits=fake.tensor("f32", (None,), (1,), align=4),
         count=vector("i32", None),
     )

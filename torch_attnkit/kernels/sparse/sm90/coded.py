@@ -23,12 +23,11 @@ from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.kernels.cache.decoder import Decoder
 from torch_attnkit.kernels.decode.config import CHUNK
-from torch_attnkit.kernels.decode.sm90.config import THREADS
 
 from .arguments import Tensors
 from .config import HALVES, LOADERS, Config
-from .loads import LANES, Producer, held_by
 from .meeting import Meeting
+from .places import LANES, Places, held_by, warp_of_producer
 from .schedule import Row
 
 _NUMBERS = 8  # of a chunk of 16 bytes
@@ -74,12 +73,12 @@ class Codes(Fixed):
         self.nope, self.at, self.words, self.byte = nope, at, words, byte
 
 
-class CodedProducer(Producer):
-    """Keys and their warps are as ``Producer`` has them. Halves of a tile's columns come in their order, whoever
+class CodedTiles:
+    """How a producer fills the ring where rows are encoded. Halves of a tile's columns come in their order, whoever
     computes its scores, so that it is known beforehand which of them have codes."""
 
     def __init__(self, config: Config):
-        super().__init__(config)
+        self.c, self.places = config, Places(config)
         row = config.row
         self.layout, self.decoder = row.layout, Decoder(row, config.dtype)
         self.nope_chunks = row.nope_dim // _NUMBERS  # of a row
@@ -88,11 +87,11 @@ class CodedProducer(Producer):
         self.code_width = min(config.align, self.code_bytes)
         self.rope_width = math.gcd(config.align, self.layout.rope)
 
-    def _divisor(self, tensors: Tensors) -> Any:
+    def divisor(self, tensors: Tensors) -> Any:
         return self.decoder.divisor(tensors.global_scale[0]) if self.c.divided else None
 
     @cute.jit
-    def _load_tile(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32):
+    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32):
         """Send for the bytes of tile n of the work tile, and decode the tile before it, of whatever work tile that is:
         those wait for it who still read that one's Q."""
         n = filled + n
@@ -101,19 +100,21 @@ class CodedProducer(Producer):
         if n > 0:
             self._decode_tile(divisor, shared, meeting, n - 1)
 
-    def _finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
-        super()._finish(divisor, shared, meeting, filled)
+    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
+        """After the last of ``filled`` tiles."""
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
         self._decode_tile(divisor, shared, meeting, filled - 1)
 
     @cute.jit
     def _copy_tile(self, row: Row, shared: Int32, meeting: Meeting, n: Int32):
         """Rows that do not count become zeros, which stand for zeros."""
-        warp, counts = cute.arch.thread_idx()[0] % THREADS // LANES, self._counts(row)
+        warp, counts = warp_of_producer(), self.places.counts(row)
         self._copy_scales(row.address, counts, self._scales(shared, n, warp))
         for half in cutlass.range_constexpr(HALVES):
             self._copy_half(row.address, counts, half, shared, meeting, n * HALVES + half)
         if cute.arch.lane_idx() == 0:
-            self._set_mask(shared, meeting, n * HALVES, counts)
+            self.places.set_mask(shared, meeting, n * HALVES, counts)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -121,13 +122,13 @@ class CodedProducer(Producer):
         self, address: Int64, counts: Int32, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32
     ):
         """Half of the columns of this warp's rows, which is fill n of the ring."""
-        warp, lane = cute.arch.thread_idx()[0] % THREADS // LANES, cute.arch.lane_idx()
+        warp, lane = warp_of_producer(), cute.arch.lane_idx()
         meeting.tiles.await_empty(n)
-        place = self._place(shared, meeting, n)
-        for i in cutlass.range_constexpr(self.rows // self.abreast):
-            mine = i * self.abreast + lane // self.chunks
+        place = self.places.place(shared, meeting, n)
+        for i in cutlass.range_constexpr(self.places.rows // self.places.abreast):
+            mine = i * self.places.abreast + lane // self.places.chunks
             source, there = held_by(mine, address), (counts >> mine) & 1
-            self._copy_chunk(half, self._chunk_at(place, mine * LOADERS + warp), source, there)
+            self._copy_chunk(half, self.places.chunk_at(place, mine * LOADERS + warp), source, there)
 
     @cute.jit
     def _copy_chunk(self, half: cutlass.Constexpr, to: Int32, source: Int64, there: Int32):
@@ -140,13 +141,13 @@ class CodedProducer(Producer):
 
     def _chunk(self, half: int) -> Int32:
         """Which of a row's chunks this lane has."""
-        return cute.arch.lane_idx() % self.chunks + half * self.chunks
+        return cute.arch.lane_idx() % self.places.chunks + half * self.places.chunks
 
     def _is_nope(self, half: int) -> Any:
         """Whether this lane's chunk has codes: known beforehand where all of a half's have, or none."""
-        if (half + 1) * self.chunks <= self.nope_chunks:
+        if (half + 1) * self.places.chunks <= self.nope_chunks:
             return True
-        return False if half * self.chunks >= self.nope_chunks else self._chunk(half) < self.nope_chunks
+        return False if half * self.places.chunks >= self.nope_chunks else self._chunk(half) < self.nope_chunks
 
     def _copy(self, to: Int32, source: Int64, nbytes: int, width: int, there: Int32) -> None:
         for at in range(0, nbytes, width):
@@ -157,9 +158,9 @@ class CodedProducer(Producer):
         """The scales of a warp's rows, of which the first's belong at ``target``, one word a lane."""
         c = self.c
         words = const_expr(c.scale_bytes // _WORD)
-        for first in cutlass.range_constexpr(0, self.rows * words, LANES):
+        for first in cutlass.range_constexpr(0, self.places.rows * words, LANES):
             index = first + cute.arch.lane_idx()
-            mine = cutlass.min(index // words, self.rows - 1)
+            mine = cutlass.min(index // words, self.places.rows - 1)
             word = index - mine * words
             source = held_by(mine, address)
             to = target + mine * (LOADERS * c.scale_bytes) + word * _WORD
@@ -179,14 +180,14 @@ class CodedProducer(Producer):
 
     @cute.jit
     def _decode_half(self, divisor: Any, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32):
-        warp, lane = cute.arch.thread_idx()[0] % THREADS // LANES, cute.arch.lane_idx()
+        warp, lane = warp_of_producer(), cute.arch.lane_idx()
         fill = n * HALVES + half
-        place = self._place(shared, meeting, fill)
-        for first in cutlass.range(0, self.rows // self.abreast, _AT_ONCE, unroll=1):
+        place = self.places.place(shared, meeting, fill)
+        for first in cutlass.range(0, self.places.rows // self.places.abreast, _AT_ONCE, unroll=1):
             held = []
             for i in cutlass.range_constexpr(_AT_ONCE):
-                key = ((first + i) * self.abreast + lane // self.chunks) * LOADERS + warp
-                held.append(self._read(half, self._chunk_at(place, key), self._scales(shared, n, key)))
+                key = ((first + i) * self.places.abreast + lane // self.places.chunks) * LOADERS + warp
+                held.append(self._read(half, self.places.chunk_at(place, key), self._scales(shared, n, key)))
             for codes in held:
                 self._decode(codes, divisor)
         cute.arch.fence_view_async_shared()

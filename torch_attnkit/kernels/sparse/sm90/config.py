@@ -44,7 +44,7 @@ class Config:
     """``merge``: several CTAs have a split of a work tile's keys each; else a CTA has one after another to itself.
     ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory. ``paged``: whether the
     keys of windows and the entries lie in pages. ``align``: bytes, at whose multiples rows start; ``divided``: the
-    numbers of encoded ones, by a global scale."""
+    numbers of encoded ones, by a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name."""
 
     dtype: Any
     dim: int
@@ -57,6 +57,7 @@ class Config:
     rope_dim: int = 0
     align: int = CHUNK
     divided: bool = False
+    fp4: tuple[Any, ...] | None = None
 
     @property
     def threads(self) -> int:

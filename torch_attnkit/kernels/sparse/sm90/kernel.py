@@ -22,12 +22,15 @@ from torch_attnkit.cuda import fake
 from torch_attnkit.kernels.decode.sm90.config import THREADS, WARPS
 
 from .arguments import Numbers, Tensors, arguments
-from .coded import CodedProducer
+from .coded import CodedTiles
 from .config import HALVES, Config
+from .fp4_output import Fp4Output
 from .loads import Producer, load_query
 from .mainloop import Mainloop, Start
 from .meeting import Meeting
 from .merge import Merge, sync_cluster
+from .output import Output
+from .plain import PlainTiles
 from .results import Results
 from .schedule import work_tile, work_tiles
 
@@ -40,10 +43,11 @@ class Sparse:
 
     def __init__(self, config: Config):
         self.c = config
-        self.producer = Producer(config) if config.row.plain else CodedProducer(config)
+        self.producer = Producer(config, PlainTiles(config) if config.row.plain else CodedTiles(config))
         self.mainloops = [Mainloop(config, half) for half in range(HALVES)]
-        self.results = [Results(config, half) for half in range(HALVES)]
-        self.merge = Merge(config)
+        output = Output(config.dtype) if config.fp4 is None else Fp4Output(config)
+        self.results = [Results(config, half, output) for half in range(HALVES)]
+        self.merge = Merge(config, output)
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, stream: Any):
@@ -109,4 +113,5 @@ class Sparse:
 def trace(arch: str, *, dtype: str, dim: int, **sizes: Any) -> tuple[Any, list[Any]]:
     """For rows of q that start at multiples of 16 bytes, as those of the caches do that hold numbers."""
     config = Config(fake.dtype(dtype), dim, **sizes)
-    return Sparse(config), arguments(dtype, dim, config.row, config.align)
+    angles = None if config.fp4 is None else config.fp4[2]
+    return Sparse(config), arguments(dtype, dim, config.row, config.align, angles)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies, memory_ops
+from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite, join
 from torch_attnkit.cuda.warp_ops import exp2
@@ -21,8 +21,10 @@ from torch_attnkit.kernels.decode.config import CHUNK
 
 from .arguments import Numbers, Tensors
 from .config import CONSUMER_THREADS, Config
+from .fp4_output import Fp4Output
 from .meeting import Meeting, meet
-from .output import Output
+from .output import Output, factor_of
+from .places import LANES
 from .plan import MOST_CTAS
 from .schedule import WorkTile
 
@@ -33,8 +35,8 @@ _AT_ONCE = 4  # splits on their way
 class Merge:
     """For all consumers of a CTA; ``part`` says which CTA of the work tile it is."""
 
-    def __init__(self, config: Config):
-        self.c, self.output = config, Output(config.dtype)
+    def __init__(self, config: Config, output: Output | Fp4Output):
+        self.c, self.output = config, output
         self.chunks = config.dim * config.itemsize // CHUNK  # of a row
 
     @cute.jit
@@ -57,14 +59,24 @@ class Merge:
         thread = cute.arch.thread_idx()[0] % CONSUMER_THREADS
         return cute.arch.block_in_cluster_idx()[0] * CONSUMER_THREADS + thread
 
+    def _end(self, tile: WorkTile) -> Int32:
+        """Of all threads' chunks. Warps are whole, as some results are of several lanes."""
+        return (tile.heads * self.chunks + (LANES - 1)) // LANES * LANES
+
+    def _place(self, tile: WorkTile, index: Int32) -> tuple[Int32, Int32, Boolean]:
+        """The row and the number of chunk ``index``, and whether there is such a row; else it is the last."""
+        row = index // self.chunks
+        there = Boolean(True) if self.chunks % LANES == 0 else row < tile.heads
+        return cutlass.min(row, tile.heads - 1), index % self.chunks, there
+
     @cute.jit
     def _cluster(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, shared: Int32, split: Int64):
         """This CTA's share of the rows: the sum over the cluster, eight columns a thread; to ``split`` where there are
         more clusters."""
         c = self.c
         columns = const_expr(CHUNK // c.itemsize)
-        for index in cutlass.range(self._first(), tile.heads * self.chunks, numbers.ctas * CONSUMER_THREADS, unroll=1):
-            row, chunk = index // self.chunks, index % self.chunks
+        for index in cutlass.range(self._first(), self._end(tile), numbers.ctas * CONSUMER_THREADS, unroll=1):
+            row, chunk, mine = self._place(tile, index)
             there = [cutlass.select_(i < numbers.ctas, Int32(1), Int32(0)) for i in range(MOST_CTAS)]
             peers = [there[i] * i for i in range(MOST_CTAS)]
             stat_at, part_at = c.shared.stats.at(shared) + row * 8, shared + row * c.pitch + chunk * CHUNK
@@ -87,8 +99,8 @@ class Merge:
                     rPart[x] = parts[i][x]
                 sums = [sums[x] + weight * rValues[x].to(Float32) for x in range(columns)]
             if numbers.groups == 1:
-                self._store(tensors, numbers, tile, row, chunk, sums, row_max, row_sum)
-            else:
+                self._store(tensors, numbers, tile, row, mine, chunk, sums, row_max, row_sum)
+            elif mine:
                 for x in cutlass.range_constexpr(0, columns, 4):
                     op.store_4_floats(split + c.split.output_at(row, chunk * columns + x), sums[x : x + 4])
                 if chunk == 0:
@@ -98,15 +110,15 @@ class Merge:
 
     @cute.jit
     def _store(
-        self, tensors: Tensors, numbers: Numbers, tile: WorkTile, row: Int32, chunk: Int32, sums: list[Float32],
-        row_max: Float32, row_sum: Float32,
+        self, tensors: Tensors, numbers: Numbers, tile: WorkTile, row: Int32, there: Boolean, chunk: Int32,
+        sums: list[Float32], row_max: Float32, row_sum: Float32,
     ):  # fmt: skip
-        """Eight columns of a head's result."""
+        """Eight columns of a head's result, where it is ``there``."""
         head = tile.head + row
-        factor = self.output.factor(tensors, numbers, head, row_max, row_sum)
+        factor = factor_of(tensors, numbers, head, row_max, row_sum)
         words = [op.pack(self.c.dtype, sums[x] * factor, sums[x + 1] * factor) for x in range(0, len(sums), 2)]
-        copies.store_words(self.output.address(tensors, tile.token, head, chunk * len(sums)), words)
-        if chunk == 0:
+        self.output.store_chunk(tensors, tile, row, there, chunk, words)
+        if there & (chunk == 0):
             self.output.store_stats(tensors, numbers, tile.token, head, row_max, row_sum)
 
     @cute.jit
@@ -128,8 +140,8 @@ class Merge:
         """The sum over all clusters."""
         c = self.c
         columns, size = const_expr(CHUNK // c.itemsize), const_expr(c.split.nbytes)
-        for index in cutlass.range(self._first(), tile.heads * self.chunks, numbers.ctas * CONSUMER_THREADS, unroll=1):
-            row, chunk = index // self.chunks, index % self.chunks
+        for index in cutlass.range(self._first(), self._end(tile), numbers.ctas * CONSUMER_THREADS, unroll=1):
+            row, chunk, mine = self._place(tile, index)
             sums = [cute.make_rmem_tensor(4, Float32) for _ in range(columns // 4)]
             for rO in sums:
                 rO.fill(0.0)
@@ -148,7 +160,7 @@ class Merge:
                 for rO, new in zip(sums, news, strict=True):
                     row_max, row_sum = join(rO, old_max, old_sum, maxima, [s[1] for s in stats], new)
             values = [rO[x] for rO in sums for x in range(4)]
-            self._store(tensors, numbers, tile, row, chunk, values, row_max, row_sum)
+            self._store(tensors, numbers, tile, row, mine, chunk, values, row_max, row_sum)
 
 
 def sync_cluster() -> None:

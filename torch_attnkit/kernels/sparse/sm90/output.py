@@ -6,14 +6,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
+from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.warp_ops import LN_2, LOG2_E, exp2
 from torch_attnkit.kernels.decode.config import itemsize
 
 from .arguments import Numbers, Tensors
+from .schedule import WorkTile
 
 
 def inverse(row_sum: Float32, denominator: Float32) -> Float32:
@@ -21,28 +23,52 @@ def inverse(row_sum: Float32, denominator: Float32) -> Float32:
     return cutlass.select_(row_sum == 0.0, Float32(0.0), cute.arch.rcp_approx(denominator))
 
 
+@cute.jit
+def factor_of(tensors: Tensors, numbers: Numbers, head: Int32, row_max: Float32, row_sum: Float32):
+    """Of a numerator: 1 where it is the result, else what the sum, to which the sink belongs, divides by."""
+    denominator = row_sum
+    if numbers.has_sink != 0:
+        denominator += exp2(tensors.sink[head] * LOG2_E - finite(row_max))
+    return cutlass.select_(numbers.normalize != 0, inverse(row_sum, denominator), Float32(1.0))
+
+
 class Output:
-    """The results of heads; ``dtype`` is the call's."""
+    """The results of heads as numbers; ``dtype`` is the call's. ``spans``: how many times 32 columns are stored
+    together."""
+
+    spans = 1
 
     def __init__(self, dtype: Any):
         self.dtype = dtype
 
     @cute.jit
-    def factor(self, tensors: Tensors, numbers: Numbers, head: Int32, row_max: Float32, row_sum: Float32):
-        """Of a numerator: 1 where it is the result, else what the sum, to which the sink belongs, divides by."""
-        denominator = row_sum
-        if numbers.has_sink != 0:
-            denominator += exp2(tensors.sink[head] * LOG2_E - finite(row_max))
-        return cutlass.select_(numbers.normalize != 0, inverse(row_sum, denominator), Float32(1.0))
+    def store(
+        self, tensors: Tensors, tile: WorkTile, row: Int32, there: Boolean, column: cutlass.Constexpr,
+        words: list[list[Int32]],
+    ):  # fmt: skip
+        """Of a head, where it is ``there``, 32 columns from ``column`` on: this lane's eight of them."""
+        head = tile.head + cutlass.min(row, tile.heads - 1)
+        to = self._address(tensors, tile.token, head, column + (cute.arch.lane_idx() & 3) * 8)
+        if there:
+            copies.store_words(to, words[0])
 
-    def address(self, tensors: Tensors, token: Int32, head: Int32, column: Int32) -> Int64:
-        offset = Int64(tensors.out.stride[0]) * token + Int64(tensors.out.stride[1]) * head + column
-        return tensors.out.iterator.toint() + offset * itemsize(self.dtype)
+    @cute.jit
+    def store_chunk(
+        self, tensors: Tensors, tile: WorkTile, row: Int32, there: Boolean, chunk: Int32, words: list[Int32]
+    ):
+        """The same of eight columns, chunk number ``chunk``."""
+        if there:
+            copies.store_words(self._address(tensors, tile.token, tile.head + row, chunk * 8), words)
+
+    def _address(self, tensors: Tensors, token: Int32, head: Int32, column: Int32) -> Int64:
+        out = tensors.results.out
+        offset = Int64(out.stride[0]) * token + Int64(out.stride[1]) * head + column
+        return out.iterator.toint() + offset * itemsize(self.dtype)
 
     @cute.jit
     def store_stats(
         self, tensors: Tensors, numbers: Numbers, token: Int32, head: Int32, row_max: Float32, row_sum: Float32
     ):
-        tensors.lse[token, head] = (row_max + op.log2(row_sum)) * LN_2
+        tensors.results.lse[token, head] = (row_max + op.log2(row_sum)) * LN_2
         if numbers.normalize == 0:
-            tensors.row_sum[token, head] = row_sum
+            tensors.results.row_sum[token, head] = row_sum

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch_attnkit.core.spec import short
 from torch_attnkit.kernels.decode.config import SplitLayout
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
 
-from ..problem import Problem
+from ..problem import Fp4, Problem
 
 DTYPES = "bf16 f16"
 # D, a multiple of 128: keys of a tile, a multiple of 16 up to 64, and tiles in memory.
@@ -74,6 +75,14 @@ def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int) -> float
     return _START + rounds * (turn + keys) + merge
 
 
+def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
+    """As the kernel is compiled with it."""
+    if results is None:
+        return None
+    r = results
+    return (r.format, r.pairs, short(r.angle_dtype), r.swizzled, r.divided)
+
+
 def plan(problem: Problem, sms: int) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors."""
     head_blocks = -(-problem.heads // HEADS)
@@ -93,7 +102,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         # A row of the L2 is not asked for twice: the request takes as long as a copy.
         prefetch=plain and not shared and not cached,
         paged=(problem.near_paged, problem.far_paged), format=problem.format, rope_dim=problem.rope_dim,
-        align=problem.align, divided=problem.divided,
+        align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4),
     )  # fmt: skip
     floats = work * groups * SplitLayout(HEADS, problem.dim).floats if groups > 1 else 0
     counters = work * MOST_CTAS if groups > 1 else 0

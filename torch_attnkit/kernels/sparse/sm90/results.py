@@ -15,17 +15,18 @@ from torch_attnkit.kernels.decode.sm90 import products
 
 from .arguments import Numbers, Tensors
 from .config import Config
+from .fp4_output import Fp4Output
 from .mainloop import Fragments
 from .meeting import by_head, meet
-from .output import Output, inverse
+from .output import Output, factor_of, inverse
 from .schedule import WorkTile
 
 
 class Results:
     """The epilogue of a consumer warpgroup."""
 
-    def __init__(self, config: Config, half: int):
-        self.c, self.half, self.output = config, half, Output(config.dtype)
+    def __init__(self, config: Config, half: int, output: Output | Fp4Output):
+        self.c, self.half, self.output = config, half, output
 
     @cute.jit
     def store(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, shared: Int32, w: Fragments):
@@ -36,13 +37,11 @@ class Results:
         for r in cutlass.range_constexpr(2):
             row = products.first_row(w.thread) + 8 * r
             head = tile.head + cutlass.min(row, tile.heads - 1)
-            factor = self.output.factor(tensors, numbers, head, maxima[r], sums[r]) * factors[r]
-            there = row < tile.heads
-            out = self.output.address(tensors, tile.token, head, self.half * c.ring.part + (lane & 3) * 8)
-            for g in cutlass.range_constexpr(c.ring.part // 32):
-                words = self._words(w, g, r, factor)
-                if there:
-                    copies.store_words(out + g * (32 * c.itemsize), words)
+            factor = factor_of(tensors, numbers, head, maxima[r], sums[r]) * factors[r]
+            there, spans = row < tile.heads, const_expr(self.output.spans)
+            for g in cutlass.range_constexpr(0, c.ring.part // 32, spans):
+                words = [self._words(w, g + i, r, factor) for i in range(spans)]
+                self.output.store(tensors, tile, row, there, const_expr(self.half * c.ring.part + g * 32), words)
             if const_expr(self.half == 0):
                 if there & ((lane & 3) == 0):
                     self.output.store_stats(tensors, numbers, tile.token, head, maxima[r], sums[r])
