@@ -10,7 +10,7 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.oracle import draws, fp4
 
-from .op import ACTIVATIONS
+ACTIVATIONS = ("none", *fp4.BLOCK)  # by the position that the table calls act
 
 # blk and act as in op.py: 16 NVFP4 weights, 32 MXFP4; activations 0 none, 1 nvfp4, 2 mxfp4, 3 mxfp8.
 PARITY = {

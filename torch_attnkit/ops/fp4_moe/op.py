@@ -98,7 +98,7 @@ OP = Op(
         ),
     },
     kernels=(
-        Kernel("cpu", "bf16 f16 f32", {}, _ALL),
         Kernel("sm90", "bf16 f16", {}, _ALL, _SM90),
+        Kernel("cpu", "bf16 f16 f32", {}, _ALL),
     ),
 )
