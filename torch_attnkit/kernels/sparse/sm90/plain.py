@@ -45,15 +45,15 @@ class PlainTiles:
     @cute.jit
     def _load_half(self, address: Int64, counts: Int32, half: Int32, shared: Int32, meeting: Meeting, n: Int32):
         """Half of the columns of this warp's rows, which is fill n of the ring."""
-        warp, lane, at = warp_of_producer(), cute.arch.lane_idx(), self.places
-        column = (half * at.chunks + lane % at.chunks) * CHUNK
+        warp, lane = warp_of_producer(), cute.arch.lane_idx()
+        column = (half * self.places.chunks + lane % self.places.chunks) * CHUNK
         full = meeting.tiles.await_empty(n)
-        place = at.place(shared, meeting, n)
-        for i in cutlass.range_constexpr(at.rows // at.abreast):
-            mine = i * at.abreast + lane // at.chunks
-            to = at.chunk_at(place, mine * LOADERS + warp)
+        place = self.places.place(shared, meeting, n)
+        for i in cutlass.range_constexpr(self.places.rows // self.places.abreast):
+            mine = i * self.places.abreast + lane // self.places.chunks
+            to = self.places.chunk_at(place, mine * LOADERS + warp)
             op.copy_16_async(to, held_by(mine, address) + column, ((counts >> mine) & 1) * CHUNK)
         if lane == 0:
-            at.set_mask(shared, meeting, n, counts)
+            self.places.set_mask(shared, meeting, n, counts)
             cute.arch.mbarrier_arrive(full)
         cute.arch.cp_async_mbarrier_arrive_noinc(full)
