@@ -19,15 +19,13 @@ from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from ..asm import asm
+from .products import ROWS, descriptor
 
-ROWS = 128  # of the first operand, and of a tile of scales
 K = 64  # numbers of a product
 ROW_BYTES = 128  # of a swizzled row of codes
 ROW_NUMBERS = 2 * ROW_BYTES
 TILE_BYTES = 512  # of 128 rows' scales, four each
 TILE_COLUMNS = 4  # of tensor memory that it takes
-_VERSION = 1 << 46  # of matrix descriptors on Blackwell
-_SWIZZLE_128 = 2 << 61
 _E2M1 = 1  # in an instruction descriptor
 
 
@@ -65,21 +63,14 @@ FORMATS = {
 }
 
 
-def codes_descriptor(address: Int32) -> Int64:
-    """Of rows of codes that start at ``address``, a multiple of 1024; ``+ 2 * step`` is their product ``step``."""
-    groups = 8 * ROW_BYTES  # from eight rows to the next eight
-    return _descriptor(address, groups, _SWIZZLE_128)
-
-
 def scales_descriptor(address: Int32) -> Int64:
     """Of a tile of scales: 32 rows of 16 bytes, one behind another."""
-    return _descriptor(address, 8 * 16, 0)
+    return descriptor(address, TILE_BYTES // 32)
 
 
-def _descriptor(address: Int32, step: int, swizzle: int) -> Int64:
-    fixed = step >> 4 << 32 | _VERSION | swizzle
-    fixed -= (fixed >> 63) << 64  # as a signed number
-    return Int64((address & 0x3FFFF) >> 4) | Int64(fixed)
+def word_of_row(row: Int32) -> Int32:
+    """Where in a tile the scales of a row are, four bytes."""
+    return row % 32 * 16 + row // 32 * 4
 
 
 @dsl_user_op

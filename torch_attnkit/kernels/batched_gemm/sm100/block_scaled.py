@@ -28,6 +28,7 @@ from torch_attnkit.cuda.memory_ops import bulk_load
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import block_scaled as scaled
 from torch_attnkit.cuda.sm100 import tmem
+from torch_attnkit.cuda.sm100.products import NEXT_STEP, descriptor
 
 from .plan import ROWS, STEP_BYTES, Fp4Tile
 
@@ -229,7 +230,7 @@ class Fp4GroupProducts:
         c, n, steps = self.c, Int32(0), self._steps(numbers)
         late = const_expr(c.stages // 2)
         thread = op.thread_index() % ROWS
-        place = thread % 32 * 16 + thread // 32 * 4
+        place = scaled.word_of_row(thread)
         for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
             tile = work.tile(unit)
             for k in cutlass.range(steps, unroll=1):
@@ -263,7 +264,7 @@ class Fp4GroupProducts:
         row = cutlass.min(row, Int32(given.codes.shape[1]) - 1)
         source = scale.iterator.toint() + Int64(group) * scale.stride[0]
         if const_expr(self.swizzled):
-            source += Int64(row // ROWS) * (Int32(scale.shape[2]) * ROWS) + row % 32 * 16 + row % ROWS // 32 * 4
+            source += Int64(row // ROWS) * (Int32(scale.shape[2]) * ROWS) + scaled.word_of_row(row % ROWS)
         else:
             source += Int64(row) * scale.stride[1]
         step = const_expr(scaled.TILE_BYTES if self.swizzled else 4)
@@ -301,8 +302,8 @@ class Fp4GroupProducts:
         scale_at = slots.scale_at + slot * (parts * c.scale_bytes)
         # Tile by tile along K: of each the columns of the rows' scales, then those of the columns', side by side.
         scales = c.first_scales + slot * (parts * c.scale_columns)
-        rows = scaled.codes_descriptor(slots.sRows.iterator.toint() + slot * (ROWS * STEP_BYTES))
-        columns = scaled.codes_descriptor(slots.sColumns.iterator.toint() + slot * (c.columns * STEP_BYTES))
+        rows = descriptor(slots.sRows.iterator.toint() + slot * (ROWS * STEP_BYTES), STEP_BYTES)
+        columns = descriptor(slots.sColumns.iterator.toint() + slot * (c.columns * STEP_BYTES), STEP_BYTES)
         per_tile = const_expr(self.format.tile_numbers // scaled.K)
         for i in cutlass.range_constexpr(c.tiles):
             here = scales + i * (parts * scaled.TILE_COLUMNS)
@@ -315,8 +316,8 @@ class Fp4GroupProducts:
                 if left > step:
                     first = cutlass.select_(k == 0, Int32(0), Int32(1)) if const_expr(step == 0) else Int32(1)
                     scaled.multiply(
-                        self.format, self.format.instruction(c.columns, step), sums, rows + 2 * step,
-                        columns + 2 * step, here, here + scaled.TILE_COLUMNS, first,
+                        self.format, self.format.instruction(c.columns, step), sums, rows + NEXT_STEP * step,
+                        columns + NEXT_STEP * step, here, here + scaled.TILE_COLUMNS, first,
                     )  # fmt: skip
 
     @cute.jit
