@@ -262,9 +262,7 @@ class Scores(Fixed):
         if const_expr(c.four):
             with cute.arch.elect_one():
                 for tile in cutlass.range_constexpr(TILES):
-                    at = shared.key_scales_at + tile * block_scaled.TILE_BYTES
-                    to = scales + tile * block_scaled.TILE_COLUMNS
-                    block_scaled.copy_scales(to, block_scaled.scales_descriptor(at))
+                    _copy_scales(scales + tile * block_scaled.TILE_COLUMNS, shared.key_scales_at, tile)
         for n in cutlass.range(turns, unroll=1):
             slot = shared.queries.slot(n)
             shared.queries.wait(n)
@@ -272,8 +270,7 @@ class Scores(Fixed):
             query_scales = scales + (TILES + slot) * block_scaled.TILE_COLUMNS
             if const_expr(c.four):
                 with cute.arch.elect_one():
-                    at = shared.query_scales_at + slot * block_scaled.TILE_BYTES
-                    block_scaled.copy_scales(query_scales, block_scaled.scales_descriptor(at))
+                    _copy_scales(query_scales, shared.query_scales_at, slot)
             for tile in cutlass.range_constexpr(TILES):
                 ring = shared.of_tile(tile, c.buffers)
                 ring.await_empty(n)
@@ -373,3 +370,8 @@ class Scores(Fixed):
         found = cute.make_rmem_tensor(count, Float32)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), found)
         return found
+
+
+def _copy_scales(column: Int32, tiles: Int32, number: Any) -> None:
+    """One thread: a tile of scales of MXFP4 to tensor memory."""
+    block_scaled.copy_scales(column, block_scaled.scales_descriptor(tiles + number * block_scaled.TILE_BYTES))
