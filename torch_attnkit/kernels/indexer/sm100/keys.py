@@ -17,6 +17,7 @@ from torch_attnkit.cuda.sm100.products import swizzled
 from .plan import KEYS, ROWS, Config
 
 _CHUNK = 16  # bytes
+_NUMBERS = {1: Uint8, 2: Uint16}  # by bytes: what is loaded one by one
 
 
 class Tensors(Fixed):
@@ -59,7 +60,7 @@ def _copy(c: cutlass.Constexpr, to: Int32, source: Int64, there: cutlass.Boolean
         for i in cutlass.range_constexpr(0, _CHUNK, 4):
             op.copy_4_async(to + i, source + cutlass.select_(there, i, 0), cutlass.select_(there, Int32(4), Int32(0)))
     else:
-        kind = const_expr(Uint8 if c.load == 1 else Uint16)
+        kind = _NUMBERS[c.load]
         rChunk = cute.make_rmem_tensor(_CHUNK // c.load, kind)
         rChunk.fill(0)
         if there:

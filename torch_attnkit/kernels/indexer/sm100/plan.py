@@ -18,8 +18,10 @@ _WIDE = 128  # columns of a product at most
 _SWIZZLE = 128  # bytes of a row that are swizzled together
 _TENSOR_COLUMNS = 512
 _TILE_COLUMNS = 4  # of tensor memory: the scales of 128 rows of MXFP4
-_ROOM = 96 << 10  # bytes of shared memory for queries
-_HALF = 48 << 10  # the same in each of two blocks of a multiprocessor
+# Bytes of shared memory for keys and queries: of a block, and of each of two on a multiprocessor. With a thread's
+# numbers of 32 columns at once, two blocks would not have registers.
+_SHARED, _HALF = 208 << 10, 104 << 10
+_AT_ONCE = {1: 32, 2: 16}
 _MOST_STAGES = 8
 _START = 2  # what a block's start takes, in tokens: as on an H200
 
@@ -34,11 +36,23 @@ class Config:
     dim: int  # numbers
     together: int  # tokens of a product
     stages: int
+    buffers: int  # of sums of each tile
     ids: bool
     paged: bool
     q_scale: bool  # float32
     k_scale: bool
     load: int  # bytes of a load of keys
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor: while one starts, the other has work."""
+        fits = KEYS * self.row_bytes + self.stages * self.stage_bytes <= _HALF
+        return 2 if fits and 2 * self.tensor_columns <= _TENSOR_COLUMNS else 1
+
+    @property
+    def at_once(self) -> int:
+        """Columns of sums that a thread has in registers."""
+        return _AT_ONCE[self.blocks]
 
     @property
     def four(self) -> bool:
@@ -74,11 +88,6 @@ class Config:
         return self.wide * self.row_bytes
 
     @property
-    def buffers(self) -> int:
-        """Of sums of each tile."""
-        return 2 if 2 * TILES * self.wide <= _TENSOR_COLUMNS - self.scale_columns else 1
-
-    @property
     def scale_columns(self) -> int:
         """Of tensor memory for scales of MXFP4: of the keys, and of the queries of each stage."""
         return (TILES + self.stages) * _TILE_COLUMNS if self.four else 0
@@ -112,14 +121,19 @@ def row_bytes(stored: str, dim: int) -> int:
     return dim * {"mxfp4": 1, "f8e4m3": 2}.get(stored, 4) // 2
 
 
-def shape(problem: Problem, stored: str) -> tuple[int, int]:
-    """Tokens of a product, and its stages. Of two tokens it reads the keys half as often; one token alone, and MXFP4,
-    whose scales want room, have products of one, and blocks that leave tensor memory for another."""
+def shape(problem: Problem, stored: str) -> tuple[int, int, int]:
+    """Tokens of a product, its stages, and buffers of sums.
+
+    Of two tokens a product reads the keys half as often. One token of a request, and MXFP4, whose scales want room too,
+    have products of one. Of one token a block has one product: then there are two blocks on a multiprocessor, each with
+    half of tensor memory at most.
+    """
     p, many = problem, (problem.tokens if problem.ids else tokens_of_request(problem)) > 1
-    together = 2 if many and stored != "mxfp4" and 2 * columns(p.heads) <= _WIDE else 1
-    stage = together * columns(p.heads) * row_bytes(stored, p.dim)
-    room = _ROOM if together == 2 or columns(p.heads) > _WIDE // 2 else _HALF
-    return together, max(2, min(_MOST_STAGES, room // stage))
+    wide, row = columns(p.heads), row_bytes(stored, p.dim)
+    together = 2 if many and stored != "mxfp4" and 2 * wide <= _WIDE else 1
+    buffers = 2 if many and wide <= _WIDE // 2 else 1
+    room = (_SHARED if many or wide > _WIDE // 2 else _HALF) - KEYS * row
+    return together, max(2, min(_MOST_STAGES, room // (together * wide * row))), buffers
 
 
 def streams(problem: Problem) -> bool:

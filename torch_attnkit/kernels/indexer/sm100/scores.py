@@ -33,7 +33,6 @@ from .plan import KEYS, MOST_TOKENS, ROWS, TILES, Config
 from .tokens import Tokens
 
 _LANES = 32
-_AT_ONCE = 32  # columns of sums that a thread has in registers
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Scores(Fixed):
         tensors = (mK, mWeight, mLength, mIds, mTable, mQScale, mKScale, mScores)
         self.kernel(atom, rows, tensors, (requests, each, cut)).launch(
             grid=((Int32(mScores.shape[1]) + (KEYS - 1)) // KEYS, (each + cut - 1) // cut, requests),
-            block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100,
+            block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=c.blocks, preferred_smem_carveout=100,
         )  # fmt: skip
 
     def _swizzle(self) -> cute.Swizzle:
@@ -324,6 +323,7 @@ class Scores(Fixed):
         stores = row < Int32(t.mScores.shape[1])
         sign = cutlass.select_(scale < 0, Float32(-1), Float32(1))
         scale = scale * sign
+        signed = cute.arch.vote_any_sync(sign < 0)
         for n in cutlass.range(turns, unroll=1):
             slot = shared.queries.slot(n)
             shared.queries.wait(n)
@@ -333,7 +333,7 @@ class Scores(Fixed):
                 at = n * c.together + i
                 if at < count:
                     column = first + ring.slot(n) * c.wide + i * c.columns
-                    value = self._sum(shared, column, (slot * c.wide + i * c.columns) * 4, sign) * scale
+                    value = self._sum(shared, column, (slot * c.wide + i * c.columns) * 4, sign, signed) * scale
                     if stores:
                         token, length = shared.tokens.sToken[at], shared.tokens.sLength[at]
                         t.mScores[token, row] = cutlass.select_(row < length, value, -Float32.inf)
@@ -343,26 +343,33 @@ class Scores(Fixed):
             shared.queries.release(n)
 
     @cute.jit
-    def _sum(self, shared: Shared, column: Int32, place: Int32, sign: Float32):
+    def _sum(self, shared: Shared, column: Int32, place: Int32, sign: Float32, signed: cutlass.Boolean):
         """Of this thread's key over a token's heads; ``sign`` is that of the key's scale, which belongs into the
-        rectification."""
+        rectification, if one of the warp's keys has one that is not 1."""
         c = self.c
-        parts = [Float32(0) for _ in range(4)]
-        for head in cutlass.range_constexpr(0, c.columns, _AT_ONCE):
-            width = const_expr(min(_AT_ONCE, c.columns - head))
-            found = tmem.load(column + head, width)
+        parts = [(Float32(0), Float32(0)) for _ in range(2)]
+        for head in cutlass.range_constexpr(0, c.columns, c.at_once):
+            width = const_expr(min(c.at_once, c.columns - head))
+            loaded = tmem.load(column + head, width)
             weights = self._floats(shared.weights_at + place + head * 4, width)
+            rX = cute.make_rmem_tensor(width, Float32)
+            tmem.await_loads()
+            for j in cutlass.range_constexpr(width):
+                rX[j] = loaded[j]
             if const_expr(c.q_scale):
                 factors = self._floats(shared.factors_at + place + head * 4, width)
-            tmem.await_loads()
-            for j in cutlass.range_constexpr(min(width, c.heads - head)):
-                x = found[j]
-                if const_expr(c.q_scale):
-                    x = x * factors[j]
-                if const_expr(c.k_scale):
-                    x = x * sign
-                parts[j % 4] = op.fma(op.max_or_nan(x, Float32(0)), weights[j], parts[j % 4])
-        return (parts[0] + parts[1]) + (parts[2] + parts[3])
+                for j in cutlass.range_constexpr(0, width, 2):
+                    rX[j], rX[j + 1] = _times((rX[j], rX[j + 1]), (factors[j], factors[j + 1]))
+            if const_expr(c.k_scale):
+                if signed:
+                    for j in cutlass.range_constexpr(0, width, 2):
+                        rX[j], rX[j + 1] = _times((rX[j], rX[j + 1]), (sign, sign))
+            for j in cutlass.range_constexpr(0, min(width, c.heads - head), 2):
+                # Columns without a head are left out: they may be NaN.
+                pair = [op.max_or_nan(rX[j + x], Float32(0)) if head + j + x < c.heads else Float32(0) for x in (0, 1)]
+                parts[j // 2 % 2] = cute.arch.fma_packed_f32x2(tuple(pair), (weights[j], weights[j + 1]), parts[j // 2 % 2])
+        a, b = parts
+        return (a[0] + b[0]) + (a[1] + b[1])
 
     def _floats(self, at: Int32, count: int) -> cute.Tensor:
         """Neighbouring floats of shared memory, which all lanes read."""
@@ -370,6 +377,11 @@ class Scores(Fixed):
         found = cute.make_rmem_tensor(count, Float32)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), found)
         return found
+
+
+def _times(a: tuple[Float32, Float32], b: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
+    """Two products by one instruction."""
+    return cute.arch.mul_packed_f32x2(a, b)
 
 
 def _copy_scales(column: Int32, tiles: Int32, number: Any) -> None:
