@@ -9,8 +9,8 @@ import torch_attnkit
 from torch_attnkit.kernels.indexer.problem import Problem
 from torch_attnkit.kernels.indexer.sm100 import plan
 from torch_attnkit.kernels.prefill.problem import Layout
-from torch_attnkit.oracle import compare
 from torch_attnkit.ops.indexer_scores.reference import reference
+from torch_attnkit.oracle import compare
 from torch_attnkit.sim import ptx
 
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
@@ -50,7 +50,7 @@ def exact(T, H, D, S, dtype, seed=0, R=1):
 @pytest.mark.parametrize(("dtype", "D"), [(torch.bfloat16, 64), (torch.float16, 128), (E4M3, 64), (E4M3, 128)])
 @pytest.mark.parametrize("H", [1, 16, 33, 64, 65, 128])
 def test_every_product(H, dtype, D, T):
-    """Rows of 64, 128 and 256 bytes; one token or two of a product, an odd number of them; one buffer of sums or two."""
+    """Rows of 64, 128 and 256 bytes; one token or two of a product, odd numbers of them; one buffer of sums or two."""
     exact(T, H, D, 300, dtype, seed=T)
 
 

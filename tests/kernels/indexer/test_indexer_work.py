@@ -1,4 +1,4 @@
-"""The indexer's kernels on a simulated H200 and B200: what no caller should pass, negative scales, who looks at which key."""
+"""The indexer's kernels on a simulated H200 and B200: what no caller should pass, negative scales, who sees what."""
 
 from __future__ import annotations
 

@@ -44,8 +44,6 @@ def multiply(
     """Issue ``sums (+)= rows others`` for a step: 128 rows x ``columns``, a multiple of 16, to tensor memory."""
     kind, operand = _KINDS[dtype]
     instruction = _F32 | operand << 7 | operand << 10 | columns >> 3 << 17 | ROWS >> 4 << 24
-    text = (
-        f"{{ .reg .pred p; setp.ne.s32 p, $4, 0; tcgen05.mma.cta_group::1.kind::{kind} [$0], $1, $2, $3, p; }}"
-    )
+    text = f"{{ .reg .pred p; setp.ne.s32 p, $4, 0; tcgen05.mma.cta_group::1.kind::{kind} [$0], $1, $2, $3, p; }}"
     arguments = [Int32(sums), rows, others, Int32(instruction), Int32(accumulate)]
     asm(None, arguments, text, memory=True, loc=loc, ip=ip)

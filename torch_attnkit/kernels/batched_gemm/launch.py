@@ -26,7 +26,9 @@ def launcher(problem: Problem | Fp4Problem, target: Target) -> Callable[[Operand
     if p.k == 0:
         return _nothing
     if isinstance(p, Fp4Problem):
-        return importlib.import_module(f"torch_attnkit.kernels.batched_gemm.{target.arch}.launch").fp4(p, target)
+        arch = importlib.import_module(f"torch_attnkit.kernels.batched_gemm.{target.arch}.launch")
+        found: Callable[[Operands], None] = arch.fp4(p, target)
+        return found
     return _plain(p, target)
 
 

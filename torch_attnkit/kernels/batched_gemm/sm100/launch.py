@@ -13,8 +13,8 @@ from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
-from . import plan
 from ..problem import Fp4Problem, Operands
+from . import plan
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
 

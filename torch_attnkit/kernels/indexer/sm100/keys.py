@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm100 import block_scaled
 from torch_attnkit.cuda.sm100.products import swizzled
 
-from .plan import KEYS, ROWS, Config
+from ..entries import Tensors, find
+from .plan import KEYS, ROWS
 
 _CHUNK = 16  # bytes
 _NUMBERS = {1: Uint8, 2: Uint16}  # by bytes: what is loaded one by one
-
-
-class Tensors(Fixed):
-    """The arguments of the kernel that do not go by TMA."""
-
-    def __init__(self, *tensors: Any):
-        (self.mK, self.mWeight, self.mLength, self.mIds, self.mTable, self.mQScale, self.mKScale, self.mScores) = (
-            tensors
-        )
 
 
 @cute.jit
@@ -39,7 +28,7 @@ def load(c: cutlass.Constexpr, t: Tensors, request: Int32, start: Int32, longest
     in_box = const_expr(c.box_bytes // _CHUNK)
     for i in cutlass.range_constexpr(chunks):
         key = thread // chunks + i * (KEYS // chunks)
-        place, entry, there = find(c, t, request, start + key, longest)
+        place, entry, there = find(c.paged, t, request, start + key, longest)
         row = key % ROWS
         to = keys + key // ROWS * (ROWS * c.row_bytes) + chunk // in_box * (ROWS * c.box_bytes)
         to += swizzled(row, chunk % in_box, c.box_bytes)
@@ -76,7 +65,7 @@ def load_scale(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, lon
     """This thread's key's: the float32 scale; MXFP4's, a word, go to tiles in shared memory."""
     scale = Float32(1)
     if const_expr(c.k_scale or c.four):
-        place, entry, there = find(c, t, request, row, longest)
+        place, entry, there = find(c.paged, t, request, row, longest)
         word = Int32(0)
         if there:
             if const_expr(c.four):
@@ -95,17 +84,3 @@ def store_word(at: Int32, word: Int32) -> None:
     """To shared memory."""
     pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=4)
     cute.make_tensor(pointer, cute.make_layout(1))[0] = word
-
-
-@cute.jit
-def find(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
-    """Where a key is, and whether it may be looked at: whatever a table holds, nothing outside the tensor is."""
-    there = row < longest
-    place, entry = request, row
-    if const_expr(c.paged):
-        size = Int32(t.mK.shape[1])
-        place, entry = Int32(0), row % size
-        if there:
-            place = Int32(t.mTable[request, row // size])
-            there = (place >= 0) & (place < t.mK.shape[0])
-    return place, entry, there

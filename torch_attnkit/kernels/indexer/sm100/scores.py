@@ -2,8 +2,8 @@
 
     1 warp         queries of a token or two by TMA, the weights of their heads and the scales of q, in a ring
     1 warp         products: 128 keys with all heads of these tokens, to tensor memory
-    2 warpgroups   128 keys each: first they bring them; then a thread has a key, and adds its products up, rectified and
-                   weighted, out of tensor memory
+    2 warpgroups   128 keys each: first they bring them; then a thread has a key, and adds its products up out of tensor
+                   memory, rectified and weighted
     2 warps        -inf for tokens that see none of the block's keys
 
 A block takes 256 keys of a request and some of its tokens. Keys are the first operand of ``tcgen05.mma``, so heads lie
@@ -27,8 +27,8 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import block_scaled, products, tmem
 
+from ..entries import Tensors
 from . import keys, tokens
-from .keys import Tensors
 from .plan import KEYS, MOST_TOKENS, ROWS, TILES, Config
 from .tokens import Tokens
 
@@ -367,7 +367,8 @@ class Scores(Fixed):
             for j in cutlass.range_constexpr(0, min(width, c.heads - head), 2):
                 # Columns without a head are left out: they may be NaN.
                 pair = [op.max_or_nan(rX[j + x], Float32(0)) if head + j + x < c.heads else Float32(0) for x in (0, 1)]
-                parts[j // 2 % 2] = cute.arch.fma_packed_f32x2(tuple(pair), (weights[j], weights[j + 1]), parts[j // 2 % 2])
+                two = (weights[j], weights[j + 1])
+                parts[j // 2 % 2] = cute.arch.fma_packed_f32x2(tuple(pair), two, parts[j // 2 % 2])
         a, b = parts
         return (a[0] + b[0]) + (a[1] + b[1])
 
