@@ -57,7 +57,7 @@ def _together(
     p, (plan, host) = problem.scores, arch
     run = compile.launcher(
         target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", trace="trace_select",
-        config=astuple(config),
+        config=(*astuple(config.stream), config.room),
     )  # fmt: skip
     read = reader(p.q, p.dtype.itemsize)
     workspace = Workspace(p.device, config.sums + 2 * blocks * p.tokens, 2 * plan.LINE)
@@ -70,7 +70,7 @@ def _together(
             return others[0](o)
         sums, arrivals = workspace.get()
         meeting = sums.view(torch.int32), arrivals
-        run(*host.streamed(o.given, read(o.given.q), config), o.indices, meeting, (p.entries, blocks))
+        run(*host.streamed(o.given, read(o.given.q), config.stream), o.indices, meeting, (p.entries, blocks))
 
     return launch
 

@@ -14,9 +14,11 @@ _TENSOR_COLUMNS = 512
 _MOST_STAGES = 8
 _TILE_BYTES, _TILE_COLUMNS = 512, 4  # of four scales of 128 rows: in shared memory, and in tensor memory
 _TILES = {"nvfp4": 4, "mxfp4": 2}  # of a stage and 128 rows
-# Of a multiprocessor, by count: products of FP4 numbers in a clock, bytes that it gets from L2, and clocks that 32
-# columns of 128 results take to be stored.
-_PRODUCTS, _L2, _STORED = 16384, 40, 60
+# Of a multiprocessor, by count: products of FP4 numbers in a clock, and bytes that it gets from L2.
+_PRODUCTS, _L2 = 16384, 40
+# Instructions, and so clocks, that 32 columns of sums take to be stored: a thread has a token's neighbouring features
+# and stores them together, or a feature of several tokens and stores each by itself.
+_STORED = {True: 60, False: 160}
 
 
 def tile(problem: Problem, sms: int) -> None:
@@ -96,7 +98,7 @@ def fp4(problem: Fp4Problem, whole: bool, sms: int) -> Fp4Tile:
         tiles = p.groups * -(-rows // ROWS) * -(-columns // tile.columns)
         steps = -(-p.k // 64)
         work = steps * max(ROWS * tile.columns * 64 / _PRODUCTS, (ROWS + tile.columns) * 32 / _L2)
-        stored = tile.columns / 32 * _STORED
+        stored = tile.columns / 32 * _STORED[tile.tokens_are_rows]
         waves = -(-tiles // sms)
         return waves * (max(work, stored) if tile.buffers == 2 else work + stored)
 
