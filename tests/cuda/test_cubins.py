@@ -44,8 +44,12 @@ INSTRUCTIONS = {
     ("indexer", "sm90"): ("HGMMA", "UTMALDG"),
     ("indexer_stream", "sm90"): ("HGMMA", "UTMALDG"),
     ("indexer_select", "sm90"): ("HGMMA", "UTMALDG"),
+    # FP4 with block scales is UTCOMMA, a copy of scales to tensor memory UTCCP.
+    ("batched_gemm_fp4", "sm100"): ("UTCOMMA", "UTCCP", "UTMALDG", "LDTM"),
+    ("indexer", "sm100"): ("UTCHMMA", "UTMALDG", "LDTM"),
 }
 OF_CODES = {"HGMMA": "QGMMA", "UTCHMMA": "UTCQMMA"}
+OF_FP4 = {"UTCHMMA": "UTCOMMA"}  # of kernels whose numbers are MXFP4 and are multiplied so
 # Kernels that decode the next operand while products run: those then wait for all groups but one. Where ptxas makes
 # each product wait for the last (its warnings C7510 to C7513), the waits are for all.
 OVERLAPPED = ("grouped_gemm_wgmma", "batched_gemm_fp4_wgmma")
@@ -113,8 +117,9 @@ def is_fine(kernel: compile.Compiled, sass: str) -> None:
     assert sass
     assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
     codes = multiplies_codes(request)
+    four = any("mxfp4" in value for _, value in request.signature if isinstance(value, tuple))
     for word in INSTRUCTIONS.get((request.name, request.arch), ()):
-        word = OF_CODES.get(word, word) if codes else word
+        word = OF_CODES.get(word, word) if codes else OF_FP4.get(word, word) if four else word
         assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
     if request.name in OVERLAPPED:
         apart, together = (len(re.findall(rf"gsb0, 0x{pending}\b", sass)) for pending in (1, 0))

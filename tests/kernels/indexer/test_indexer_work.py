@@ -1,4 +1,4 @@
-"""The indexer's kernel on a simulated H200: what no caller should pass, negative scales, who looks at which key."""
+"""The indexer's kernels on a simulated H200 and B200: what no caller should pass, negative scales, who sees what."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ op = torch.ops.attnkit.indexer_scores
 I32 = torch.iinfo(torch.int32)
 
 
-def simulated(*args, seed=0, **kwargs):
-    with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
+ARCHS = pytest.mark.parametrize("arch", ["sm90", "sm100"])
+
+
+def simulated(*args, seed=0, arch="sm90", **kwargs):
+    with torch_attnkit.simulate(arch), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
         return op(*args, **kwargs), launches
 
 
@@ -36,7 +39,8 @@ def inputs(T=5, R=2, S=300, H=6, D=128, seed=0):
     return q, k, weights, torch.tensor([270, 0, 10, S, 1][:T], dtype=torch.int32)
 
 
-def test_lengths_requests_and_pages_that_are_refused_on_the_cpu_lead_nowhere():
+@ARCHS
+def test_lengths_requests_and_pages_that_are_refused_on_the_cpu_lead_nowhere(arch):
     q, k, weights, _ = inputs()
     q, pool = q.bfloat16(), torch.full((20, 30, 128), torch.nan).bfloat16()
     k_len = torch.tensor([I32.max, I32.min, -1, 301, 300], dtype=torch.int32)
@@ -45,7 +49,7 @@ def test_lengths_requests_and_pages_that_are_refused_on_the_cpu_lead_nowhere():
     pool[table.long()] = k.unflatten(1, (10, 30)).bfloat16()
     table[0, 3], table[0, 7], table[1, 0], table[1, 9] = -1, 20, I32.max, I32.min
     for seed in (0, 1):
-        got, launches = simulated(q, pool, weights, k_len, ids, table, seed=seed)
+        got, launches = simulated(q, pool, weights, k_len, ids, table, seed=seed, arch=arch)
         assert len(launches) == 1
         # Out of range means the nearest; a page that is not there holds zeros.
         keys = k.bfloat16()
@@ -54,8 +58,9 @@ def test_lengths_requests_and_pages_that_are_refused_on_the_cpu_lead_nowhere():
         right(got, (q, keys, weights, k_len.clamp(0, 300), ids.clamp(0, 1)))
 
 
+@ARCHS
 @pytest.mark.parametrize(("T", "seed"), [(4, 0), (4, 3), (12, 0), (12, 3)])
-def test_scales_may_be_negative(T, seed):
+def test_scales_may_be_negative(T, seed, arch):
     """relu(s x) is not s relu(x). Six tokens of a request go past keys in registers, which have the signs of their
     scales; past two of them stream the keys, and products are scaled before they are rectified."""
     q, k, weights, k_len = inputs(T=T)
@@ -63,10 +68,11 @@ def test_scales_may_be_negative(T, seed):
     gen = torch.Generator().manual_seed(1)
     scale_q, scale_k = (torch.randn(*t.shape[:-1], 1, generator=gen) for t in (q, k))
     args = (*(t.to(torch.float8_e4m3fn) for t in (q, k)), weights.bfloat16(), k_len, None, None, scale_q, scale_k)
-    right(simulated(*args, format="fp8", seed=seed)[0], args, format="fp8")
+    right(simulated(*args, format="fp8", seed=seed, arch=arch)[0], args, format="fp8")
 
 
-def test_every_number_of_mxfp4_is_decoded():
+@ARCHS
+def test_every_number_of_mxfp4_is_decoded(arch):
     """All codes under all scales, a key for each scale; token t looks at one code, or at minus it."""
     codes = torch.arange(16, dtype=torch.uint8)
     k = torch.zeros(1, 256, 64, dtype=torch.uint8)
@@ -78,19 +84,20 @@ def test_every_number_of_mxfp4_is_decoded():
     unit[16:] = -unit[:16]
     q, q_scale = mxfp4.quantize(unit)
     args = (q, k, torch.ones(32, 1), torch.full((32,), 256, dtype=torch.int32), None, None, q_scale, scale)
-    got, want = simulated(*args, format="mxfp4")[0], reference(*args, format="mxfp4")
+    got, want = simulated(*args, format="mxfp4", arch=arch)[0], reference(*args, format="mxfp4")
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
 
 
-def test_keys_that_no_token_of_the_block_sees_are_not_looked_at():
+@ARCHS
+def test_keys_that_no_token_of_the_block_sees_are_not_looked_at(arch):
     """Tokens see 270 keys at most; those behind them would lie in a page that is not there."""
     q, k, weights, k_len = inputs(T=3, R=1, S=300)
     table = torch.full((1, 10), I32.max, dtype=torch.int32)
     table[0, :9] = torch.arange(9)
     k = k[0, :270].unflatten(0, (9, 30)).bfloat16().contiguous()
     args = (q.bfloat16(), k, weights, k_len, None, table)
-    right(simulated(*args)[0], args)
+    right(simulated(*args, arch=arch)[0], args)
 
 
 def pages(k, page, gen, spare=3):

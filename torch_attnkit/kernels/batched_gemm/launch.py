@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any
 
 import torch
 
-from torch_attnkit.core import memory
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
@@ -28,7 +25,11 @@ def launcher(problem: Problem | Fp4Problem, target: Target) -> Callable[[Operand
         return lambda operands: None
     if p.k == 0:
         return _nothing
-    return _fp4(p, target) if isinstance(p, Fp4Problem) else _plain(p, target)
+    if isinstance(p, Fp4Problem):
+        arch = importlib.import_module(f"torch_attnkit.kernels.batched_gemm.{target.arch}.launch")
+        found: Callable[[Operands], None] = arch.fp4(p, target)
+        return found
+    return _plain(p, target)
 
 
 def _plain(p: Problem, target: Target) -> Callable[[Operands], None]:
@@ -62,65 +63,6 @@ def _by_mma_sync(p: Problem, target: Target) -> Callable[[Operands], None]:
         run(_aligned(o.x, x_fits), _aligned(o.weight, weight_fits), o.out)
 
     return launch
-
-
-def _fp4(p: Fp4Problem, target: Target) -> Callable[[Operands], None]:
-    """By few tokens' kernel or by ``wgmma``. Scales in the 128x4 layout are copied if they are not contiguous."""
-    sms = driver.sm_count(p.device)
-    plan = importlib.import_module(f"torch_attnkit.kernels.batched_gemm.{target.arch}.plan")
-    few, many = plan.few(p, sms), plan.fp4(p, sms)
-    swizzled, kind = p.scale_layout == "128x4", plan.scale_kind(p)
-    common = dict(
-        out_dtype=short(p.out_dtype), swizzled=swizzled, divisors=p.divisors, o_alignment=many.o_alignment,
-    )  # fmt: skip
-
-    def compiled(trace: str, **special: Any) -> Callable[..., None]:
-        kernel = f"torch_attnkit.kernels.batched_gemm.{target.arch}.kernel"
-        return compile.launcher(target, p.device, kernel, trace=trace, **common, **special)
-
-    def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return memory.empty(shape, dtype=dtype, device=p.device)
-
-    if few:
-        run = compiled("trace_fp4_few", config=astuple(few), even=p.n % 4 == 0)
-    else:
-        run = compiled(
-            "trace_fp4_wgmma", format=p.format, widths=many.widths, group=many.group, warps=many.warps,
-            code_alignment=many.code_alignment, scale_vector=many.scale_vector, even=p.n % 2 == 0,
-        )  # fmt: skip
-    # Whole multiples of 16 bytes come by TMA.
-    by_tma = reader(Layout((p.groups, p.n, p.k // 2), (*p.weight, 1)), 1)
-    read_weight = by_tma if many.code_alignment == 16 else functools.partial(_aligned_bytes, nbytes=many.code_alignment)
-
-    def launch(operands: Operands) -> None:
-        o = operands
-        assert o.x_scale is not None and o.weight_scale is not None
-        x_scale, weight_scale = (t.view(torch.uint8) for t in (o.x_scale, o.weight_scale))
-        if swizzled:
-            x_scale, weight_scale = x_scale.contiguous(), weight_scale.contiguous()
-        else:
-            x_scale = x_scale.transpose(0, 1)  # (G, T, K/block)
-        x, weight = _aligned_bytes(o.x, many.o_alignment), read_weight(o.weight)
-        factors = room(torch.float32, 2)
-        given = (factors[:1] if t is None else t.view(1) for t in (o.x_global, o.weight_global))
-        weights = weight, _aligned_bytes(weight_scale, many.scale_vector), factors.view(1, 2), factors, factors
-        if few:
-            run(x, x_scale, *given, weights, o.out)
-        else:
-            x_rows = room(torch.bfloat16, p.groups * p.tokens, many.x_columns)
-            numbers = kind, many.columns, many.prepare_blocks, many.blocks
-            run(x, x_scale, *given, weights, x_rows, factors, o.out, numbers)
-
-    return launch
-
-
-def _aligned_bytes(t: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """``t``, or a copy of it: rows that start at multiples of so many bytes."""
-    if t.data_ptr() % nbytes or any(
-        n > 1 and step % nbytes for n, step in zip(t.shape[:-1], t.stride()[:-1], strict=True)
-    ):
-        return t.clone(memory_format=torch.contiguous_format)
-    return t
 
 
 def _nothing(operands: Operands) -> None:

@@ -42,21 +42,22 @@ def launcher(problem: Selection, target: Target) -> Callable[[Operands], None]:
     p = problem.scores
     plan = importlib.import_module(f"torch_attnkit.kernels.indexer.{target.arch}.plan")
     if p.entries and plan.streams(p):
+        host = importlib.import_module(f"torch_attnkit.kernels.indexer.{target.arch}.launch")
         blocks = min(driver.sm_count(p.device), -(-p.entries // plan.TILE))
-        config = plan.selects(p, scores.stream_config(p, plan, alone=True), blocks)
+        config = plan.selects(p, host.stream_config(p, alone=True), blocks)
         if config is not None:
-            return _together(problem, plan, config, blocks, target)
+            return _together(problem, (plan, host), config, blocks, target)
     return _in_turn(problem, target)
 
 
 def _together(
-    problem: Selection, plan: ModuleType, config: Any, blocks: int, target: Target
+    problem: Selection, arch: tuple[ModuleType, ModuleType], config: Any, blocks: int, target: Target
 ) -> Callable[[Operands], None]:
     """One launch, in which scores stay in shared memory; keys whose address is none for TMA go the other way."""
-    p = problem.scores
+    p, (plan, host) = problem.scores, arch
     run = compile.launcher(
         target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", trace="trace_select",
-        config=astuple(config),
+        config=(*astuple(config.stream), config.room),
     )  # fmt: skip
     read = reader(p.q, p.dtype.itemsize)
     workspace = Workspace(p.device, config.sums + 2 * blocks * p.tokens, 2 * plan.LINE)
@@ -69,7 +70,7 @@ def _together(
             return others[0](o)
         sums, arrivals = workspace.get()
         meeting = sums.view(torch.int32), arrivals
-        run(*scores.streamed(o.given, read(o.given.q), config), o.indices, meeting, (p.entries, blocks))
+        run(*host.streamed(o.given, read(o.given.q), config.stream), o.indices, meeting, (p.entries, blocks))
 
     return launch
 

@@ -91,5 +91,17 @@ OP = Op(
                 "fewer than 2^33 numbers in a group": lambda c: max(c.dim["Tq"], c.dim["R"]) * c.dim["Ko"] < 2**32,
             },
         ),
+        Kernel(
+            "sm100",
+            "bf16 f16 f32",
+            features="swizzled global_scale",
+            needs={
+                "format must be 'nvfp4' or 'mxfp4'": lambda c: c.arg.format != "none",
+                "dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype != torch.float64,
+                "fewer than 2^16 groups": lambda c: c.dim["G"] < 2**16,
+                "fewer than 2^22 tokens and rows of wo_a": lambda c: max(c.dim["Tq"], c.dim["R"]) < 2**22,
+                "fewer than 2^33 numbers in a group": lambda c: max(c.dim["Tq"], c.dim["R"]) * c.dim["Ko"] < 2**32,
+            },
+        ),
     ),
 )

@@ -12,8 +12,9 @@ def problem(call: Call) -> Problem | Fp4Problem:
     a, dim = call.arg, call.dim
     if a.format != "none":
         return Fp4Problem(
-            call.device, a.format, a.scale_layout, (a.o_global is not None, a.wo_global is not None), a.dtype,
-            dim["Tq"], dim["G"], 2 * dim["Ko"], dim["R"], _steps(a.o), _steps(a.wo_a), _steps(a.wo_scale),
+            call.device, a.format, a.scale_layout, (a.o_global is not None, a.wo_global is not None),
+            a.dtype or torch.float32, dim["Tq"], dim["G"], 2 * dim["Ko"], dim["R"], _steps(a.o), _steps(a.wo_a),
+            _steps(a.wo_scale),
         )  # fmt: skip
     return Problem(
         call.device, a.o.dtype, a.dtype or a.o.dtype, dim["Tq"], dim["G"], dim["Ko"], dim["R"], _steps(a.o),

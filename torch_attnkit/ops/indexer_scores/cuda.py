@@ -1,4 +1,4 @@
-"""indexer_scores on Hopper: the kernel is the family ``kernels/indexer``."""
+"""indexer_scores on Hopper and Blackwell: the kernel is the family ``kernels/indexer``."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Predicate
 from torch_attnkit.core.spec import DTYPES, short
 from torch_attnkit.kernels.indexer.sm90 import plan as sm90
+from torch_attnkit.kernels.indexer.sm100 import plan as sm100
 
 _CODES = {"fp8": DTYPES["f8e4m3"], "mxfp4": DTYPES["u8"]}
 _SCALES = {"fp8": DTYPES["f32"], "mxfp4": DTYPES["u8"]}
@@ -87,5 +88,8 @@ OP = Op(
         Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
         Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
         Kernel("sm90", "bf16 f16", {"Qb": sm90.DIMS["none"]}, "paged request_ids", _needs("none")),
+        Kernel("sm100", "bf16 f16 f32", {"Qb": sm100.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
+        Kernel("sm100", "bf16 f16 f32", {"Qb": sm100.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
+        Kernel("sm100", "bf16 f16", {"Qb": sm100.DIMS["none"]}, "paged request_ids", _needs("none")),
     ),
 )

@@ -1,4 +1,4 @@
-"""indexer_select on Hopper: the kernels are the families ``kernels/indexer`` and ``kernels/topk``."""
+"""indexer_select on Hopper and Blackwell: the kernels are the families ``kernels/indexer`` and ``kernels/topk``."""
 
 from __future__ import annotations
 

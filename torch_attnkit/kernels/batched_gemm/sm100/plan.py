@@ -1,9 +1,105 @@
-"""What Blackwell has kernels of its own for. Imports no cutlass."""
+"""How products of groups of FP4 numbers are cut on Blackwell. Imports no cutlass."""
 
 from __future__ import annotations
 
-from ..problem import Problem
+from dataclasses import dataclass
+
+from ..problem import Fp4Problem, Problem
+
+ROWS = 128  # of a work tile's first operand: the lanes of tensor memory
+STEP_BYTES = 128  # of a row of codes in a stage: 256 numbers
+COLUMNS = (8, 16, 32, 64, 128, 256)  # that a work tile's second operand may have
+_SHARED = 224 << 10  # of a block, without barriers
+_TENSOR_COLUMNS = 512
+_MOST_STAGES = 8
+_TILE_BYTES, _TILE_COLUMNS = 512, 4  # of four scales of 128 rows: in shared memory, and in tensor memory
+_TILES = {"nvfp4": 4, "mxfp4": 2}  # of a stage and 128 rows
+# Of a multiprocessor, by count: products of FP4 numbers in a clock, and bytes that it gets from L2.
+_PRODUCTS, _L2 = 16384, 40
+# Instructions, and so clocks, that 32 columns of sums take to be stored: a thread has a token's neighbouring features
+# and stores them together, or a feature of several tokens and stores each by itself.
+_STORED = {True: 60, False: 160}
 
 
 def tile(problem: Problem, sms: int) -> None:
-    """Nothing: products are by ``mma.sync``, as ``../plan.py`` cuts them."""
+    """Nothing: products of 16-bit numbers are by ``mma.sync``, as ``../plan.py`` cuts them."""
+
+
+@dataclass(frozen=True)
+class Fp4Tile:
+    """A CTA has 128 rows x ``columns`` results at a time: rows are tokens or features, columns the others."""
+
+    format: str
+    columns: int
+    tokens_are_rows: bool
+    whole: bool  # scales are whole tiles of the 128x4 layout, which bulk copies bring
+    early: bool = True  # whether the launch begins while the one before it ends
+
+    @property
+    def column_tiles(self) -> int:
+        """Of 128 columns' scales."""
+        return -(-self.columns // ROWS)
+
+    @property
+    def tiles(self) -> int:
+        """Of scales along K, of a stage."""
+        return _TILES[self.format]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a stage's scales of 128 rows."""
+        return self.tiles * _TILE_BYTES
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a stage."""
+        return (ROWS + self.columns) * STEP_BYTES
+
+    @property
+    def buffers(self) -> int:
+        """Of sums in tensor memory: while one is stored, the other is added up."""
+        return 2 if 2 * self.columns <= _TENSOR_COLUMNS // 2 else 1
+
+    @property
+    def scale_columns(self) -> int:
+        """Of tensor memory, for 128 rows of a stage."""
+        return self.tiles * _TILE_COLUMNS
+
+    @property
+    def stages(self) -> int:
+        """As many as both memories hold: a stage has columns of tensor memory of its own for its scales."""
+        parts = 1 + self.column_tiles
+        shared = _SHARED // (self.code_bytes + parts * self.scale_bytes)
+        return min(_MOST_STAGES, shared, (_TENSOR_COLUMNS - self.first_scales) // (parts * self.scale_columns))
+
+    @property
+    def first_scales(self) -> int:
+        """The column of tensor memory behind the sums."""
+        return -(-self.buffers * self.columns // 32) * 32
+
+    @property
+    def threads(self) -> int:
+        """Four warps that store, one that loads, one that multiplies; two that rest, and four that bring scales."""
+        return 32 * (6 if self.whole else 12)
+
+
+def fp4(problem: Fp4Problem, whole: bool, sms: int) -> Fp4Tile:
+    """The work tile by which the machine is done first. Few tokens are columns, for columns may be few."""
+    p = problem
+
+    def made(tokens_are_rows: bool) -> list[Fp4Tile]:
+        others = p.n if tokens_are_rows else p.tokens
+        # A work tile whose columns are no multiple of 128 has all of them: the scales of 128 are copied together.
+        fitting = [c for c in COLUMNS if c % ROWS == 0 or c >= others]
+        return [Fp4Tile(p.format, c, tokens_are_rows, whole) for c in fitting]
+
+    def cost(tile: Fp4Tile) -> float:
+        rows, columns = (p.tokens, p.n) if tile.tokens_are_rows else (p.n, p.tokens)
+        tiles = p.groups * -(-rows // ROWS) * -(-columns // tile.columns)
+        steps = -(-p.k // 64)
+        work = steps * max(ROWS * tile.columns * 64 / _PRODUCTS, (ROWS + tile.columns) * 32 / _L2)
+        stored = tile.columns / 32 * _STORED[tile.tokens_are_rows]
+        waves = -(-tiles // sms)
+        return waves * (max(work, stored) if tile.buffers == 2 else work + stored)
+
+    return min(made(False) + made(True), key=cost)

@@ -19,7 +19,8 @@ from cutlass.cute.nvgpu import warpgroup
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 
-from .keys import QUAD, Tensors
+from ..entries import Tensors
+from .keys import QUAD
 
 _LANES = 32
 

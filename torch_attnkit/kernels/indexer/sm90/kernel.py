@@ -48,10 +48,11 @@ def trace_stream(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
 
 
 def trace_select(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    c = SelectConfig(*config)
+    *stream, room = config
+    c = SelectConfig(StreamConfig(*stream), room)
     indices = fake.tensor("i32", (fake.dim32(), fake.dim32()), align=4)
     workspace = tuple(fake.tensor("i32", (None,)) for _ in range(2))
-    return Select(c), [*_streamed(c), indices, workspace, (Int32(0), Int32(0)), fake.stream()]
+    return Select(c), [*_streamed(c.stream), indices, workspace, (Int32(0), Int32(0)), fake.stream()]
 
 
 def _streamed(c: StreamConfig) -> list[Any]:

@@ -20,6 +20,7 @@ from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90.softmax import transpose_quads
 
+from ..entries import Tensors, find
 from .plan import Config
 
 QUAD = 4  # lanes that share a row
@@ -34,15 +35,6 @@ class Keys(Fixed):
 
     rA: cute.Tensor
     scales: list[Float32]
-
-
-class Tensors(Fixed):
-    """The arguments of the kernel that do not go by TMA."""
-
-    def __init__(self, *tensors: Any):
-        (self.mK, self.mWeight, self.mLength, self.mIds, self.mTable, self.mQScale, self.mKScale, self.mScores) = (
-            tensors
-        )
 
 
 @dataclass
@@ -66,7 +58,7 @@ def load(c: cutlass.Constexpr, t: Tensors, mma: cute.TiledMma, request: Int32, f
 @cute.jit
 def _row(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
     lane = cute.arch.lane_idx() % QUAD
-    place, entry, there = _place(c, t, request, row, longest)
+    place, entry, there = find(c.paged, t, request, row, longest)
     scale = Float32(1)
     if const_expr(c.k_scale):
         if there:
@@ -106,25 +98,11 @@ def operand(c: Config, mma: cute.TiledMma, rows: list[Row]) -> Keys:
 @cute.jit
 def prefetch(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
     """Bring a key that another block will load to the cache."""
-    place, entry, there = _place(c, t, request, row, longest)
+    place, entry, there = find(c.paged, t, request, row, longest)
     if there:
         at = t.mK[place, entry, None].iterator.toint()
         for i in cutlass.range_constexpr(0, c.row_bytes, l2.LINE):
             l2.prefetch(at + i)
-
-
-@cute.jit
-def _place(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
-    """Where a key is, and whether it may be looked at: whatever a table holds, nothing outside the tensor is."""
-    there = row < longest
-    place, entry = request, row
-    if const_expr(c.paged):
-        size = Int32(t.mK.shape[1])
-        place, entry = Int32(0), row % size
-        if there:
-            place = Int32(t.mTable[request, row // size])
-            there = (place >= 0) & (place < t.mK.shape[0])
-    return place, entry, there
 
 
 @cute.jit

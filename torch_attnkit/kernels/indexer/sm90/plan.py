@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -135,17 +135,24 @@ class StreamConfig:
 
 
 @dataclass(frozen=True)
-class SelectConfig(StreamConfig):
-    """Of the kernel for few tokens of one request that selects, too; ``room`` is for scores of a token in a block."""
+class SelectConfig:
+    """Of the kernel for few tokens of one request that selects, too: how keys ``stream``, and the ``room`` for a token's
+    scores in a block."""
 
-    room: int = 0
+    stream: StreamConfig
+    room: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stream.tokens
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory, and some more."""
-        row, tokens = self.dim * self.itemsize, self.tokens
-        keys = self.stages * TILE * (row + 4)
-        queries = 2 * tokens * (self.columns * row + 32 * self.pitch)
+        c, tokens = self.stream, self.tokens
+        row = c.dim * c.itemsize
+        keys = c.stages * TILE * (row + 4)
+        queries = 2 * tokens * (c.columns * row + 32 * c.pitch)
         return keys + queries + 8 * MOST_REQUESTS + 4 * tokens * (self.room + BINS) + (4 << 10)
 
     @property
@@ -200,7 +207,7 @@ def selects(problem: Problem, stream: StreamConfig, blocks: int) -> SelectConfig
         return None
     share = -(-problem.entries // (TILE * blocks)) * TILE
     room = 1 << (share - 1).bit_length()  # not a kernel for each length
-    fitting = SelectConfig(*astuple(stream), room)
+    fitting = SelectConfig(stream, room)
     return fitting if fitting.shared <= _SHARED else None
 
 

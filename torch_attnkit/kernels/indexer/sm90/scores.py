@@ -25,8 +25,9 @@ from cutlass.tensor_utils import LayoutEnum
 from torch_attnkit.cuda import copies, fake
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
+from ..entries import Tensors
 from . import heads
-from .keys import QUAD, Tensors, load, prefetch
+from .keys import QUAD, load, prefetch
 from .plan import MOST_TOKENS, Config
 
 _LANES = 32

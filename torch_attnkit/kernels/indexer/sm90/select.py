@@ -30,7 +30,7 @@ from torch_attnkit.cuda.ring import Fixed
 
 from ...topk.bins import lanes_below, running_sum
 from ...topk.kernel import number, ones, plain
-from .keys import Tensors
+from ..entries import Tensors
 from .plan import BINS, BITS, BOX, CONSUMERS, GROUP, GROUPS, LINE, PASSES, SUMS, TILE, SelectConfig
 from .stream import QUERIES, Stream
 
@@ -83,8 +83,11 @@ class Choice(Fixed):
     sAll: cute.Tensor  # (2, tokens)
 
 
-class Select(Stream):
-    c: SelectConfig
+class Select(Fixed):
+    """``stream`` brings and scores keys; this has its launch, and what comes behind the scores."""
+
+    def __init__(self, config: SelectConfig):
+        self.c, self.stream = config, Stream(config.stream)
 
     @cute.jit
     def __call__(
@@ -102,9 +105,9 @@ class Select(Stream):
         cut: tuple,  # entries, blocks
         stream: cuda.CUstream,
     ):
-        c = self.c
-        queries, keys = self.layout(c.columns, QUERIES * c.tokens), self.layout(BOX, c.stages * CONSUMERS)
-        atoms = (copies.tma_atom(self.rows(mQ), queries), copies.tma_atom(self.rows(mK), keys))
+        c, part = self.c.stream, self.stream
+        queries, keys = part.layout(c.columns, QUERIES * c.tokens), part.layout(BOX, c.stages * CONSUMERS)
+        atoms = (copies.tma_atom(part.rows(mQ), queries), copies.tma_atom(part.rows(mK), keys))
         tensors = (mK, mWeight, mLength, None, mTable, mQScale, mKScale)
         met, (entries, blocks) = (mIndices, *workspace), cut
         self.kernel(*atoms[0], *atoms[1], queries, keys, tensors, met, entries).launch(
@@ -129,29 +132,29 @@ class Select(Stream):
         met: tuple,
         entries: Int32,
     ):
-        c = self.c
+        c, part = self.c.stream, self.stream
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = self.shared(q_layout, k_layout, warp)
+        shared = part.shared(q_layout, k_layout, warp)
         choice = self.choice()
-        row = cute.make_layout((c.tokens, entries), stride=(c.room, 1))
+        row = cute.make_layout((c.tokens, entries), stride=(self.c.room, 1))
         t = Tensors(*tensors, cute.make_tensor(choice.sScores.iterator, row))
         cute.arch.mbarrier_init_fence()
-        guess = self.begin(t, shared, k_atom, q_atom, warp, Int32(1))
-        seen = self.share(shared, 0)
+        guess = part.begin(t, shared, k_atom, q_atom, warp, Int32(1))
+        seen = part.share(shared, 0)
         first = seen.begin * TILE
         # Row ``first`` of a token's scores is the first that this block has.
         t = Tensors(*tensors, cute.make_tensor(choice.sScores.iterator - first, row))
         if warp == c.loader:
-            self.load_keys(t, shared, k_atom, k_rows, seen, guess)
+            part.load_keys(t, shared, k_atom, k_rows, seen, guess)
         elif warp == c.loader + 1:
-            self.load_queries(t, shared, q_atom, q_rows, seen)
+            part.load_queries(t, shared, q_atom, q_rows, seen)
             self.make_zeros(met)
         elif warp == c.loader + 2:
             if const_expr(c.k_scale):  # else there is no such warp
-                self.load_tiles(t, shared, seen, guess, None)
+                part.load_tiles(t, shared, seen, guess, None)
         else:
             self.clear_counts(choice)
-            self.consume(t, shared, seen)
+            part.consume(t, shared, seen)
             rows = cutlass.min(shared.sStart[1] * TILE, entries)  # of all blocks
             self.choose(choice, met, rows, first, cutlass.min(seen.end * TILE, entries) - first)
 

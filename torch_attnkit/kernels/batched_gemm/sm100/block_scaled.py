@@ -1,0 +1,370 @@
+"""Products of groups of FP4 numbers on Blackwell: ``tcgen05.mma`` with block scales of both operands.
+
+    1 warp    codes by TMA, a ring; scales that are whole tiles of the 128x4 layout by bulk copies, to the same stages
+    4 warps   other scales: four of a row by cp.async each, into tiles of that layout, zeros where there are none
+    1 warp    scales to tensor memory, products
+    4 warps   sums from tensor memory -> / global scales -> rounded -> out
+
+The first operand has the 128 rows of tensor memory, the second as many columns as a work tile has: few tokens are
+columns, of many tokens either. Blocks are persistent, and of up to 128 columns there are two buffers of sums, so one is
+stored while the other is added up. A stage has columns of tensor memory of its own for its scales. What lies beyond a
+tensor TMA reads as zeros; products behind K are left out, so that nothing behind the scales is multiplied.
+docs/kernels/batched_gemm.md has what limits it. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from torch_attnkit.cuda import copies, fp4
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.memory_ops import bulk_load
+from torch_attnkit.cuda.ring import Fixed, Ring, rings
+from torch_attnkit.cuda.sm100 import block_scaled as scaled
+from torch_attnkit.cuda.sm100 import tmem
+from torch_attnkit.cuda.sm100.products import NEXT_STEP, descriptor
+
+from .plan import ROWS, STEP_BYTES, Fp4Tile
+
+STORE_WARPS = 4
+_LOAD_WARP, _PRODUCT_WARP, _SCALE_WARP = 4, 5, 8  # the first of four
+_AT_ONCE = 16  # columns of sums that a thread has in registers
+
+
+class Coded(NamedTuple):
+    """An operand as it was given."""
+
+    codes: cute.Tensor  # (G, rows, K/2)
+    scale: cute.Tensor  # (G, rows, blocks), or each group's in the 128x4 layout
+
+
+class Access(NamedTuple):
+    atom: cute.CopyAtom
+    rows: cute.Tensor  # (rows, K/2, G), for TMA
+
+
+class WorkTile(NamedTuple):
+    group: Int32
+    row: Int32  # number of its tile of rows
+    column: Int32
+
+
+class Work(NamedTuple):
+    """A block's share: every so many tiles."""
+
+    first: Int32
+    step: Int32
+    all: Int32
+    rows: Int32  # tiles of a group
+    columns: Int32
+
+    def tile(self, unit: Int32) -> WorkTile:
+        rest = unit // self.rows
+        return WorkTile(rest // self.columns, unit % self.rows, rest % self.columns)
+
+
+@dataclass
+class Slots(Fixed):
+    """Shared memory, and rings: ``sums`` are buffers of tensor memory."""
+
+    codes: Ring
+    scales: Ring  # its empty barriers are not used: ``codes`` has the same stages
+    sums: Ring
+    sRows: cute.Tensor  # (128, bytes, stages)
+    sColumns: cute.Tensor  # (columns, bytes, stages)
+    scale_at: Int32  # of a stage the tiles of the rows, then those of the columns
+    base: cute.Pointer  # the allocator of tensor memory writes there
+
+
+class Fp4GroupProducts:
+    def __init__(self, tile: Fp4Tile, swizzled: bool, divisors: tuple[bool, bool], even: int):
+        self.c, self.format, self.swizzled, self.divisors = tile, scaled.FORMATS[tile.format], swizzled, divisors
+        self.even = even  # neighbouring results of a token that are stored at once
+
+    @cute.jit
+    def __call__(
+        self,
+        tokens: Coded,
+        features: Coded,
+        mTokenGlobal: cute.Tensor,  # (1)
+        mFeatureGlobal: cute.Tensor,  # (1)
+        mOut: cute.Tensor,  # (T, G, N), contiguous
+        sms: Int32,
+        stream: Any,
+    ):
+        c = self.c
+        rows, columns = (tokens, features) if const_expr(c.tokens_are_rows) else (features, tokens)
+        accesses = [self._access(t.codes, n) for t, n in ((rows, ROWS), (columns, c.columns))]
+        work = self._work(rows, columns)
+        self.kernel(rows, columns, *accesses, mTokenGlobal, mFeatureGlobal, mOut).launch(
+            grid=[cutlass.min(sms, work.all), 1, 1], block=[c.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
+            preferred_smem_carveout=100, use_pdl=c.early,
+        )  # fmt: skip
+
+    def _box(self, rows: int) -> cute.Layout:
+        return cute.make_layout((rows, STEP_BYTES), stride=(STEP_BYTES, 1))
+
+    def _access(self, codes: cute.Tensor, rows: int) -> Access:
+        by_row = cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=[1, 2, 0]))
+        tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, self._box(rows))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return Access(*cpasync.make_tiled_tma_atom(load, by_row, tile, (rows, STEP_BYTES)))
+
+    def _work(self, rows: Coded, columns: Coded) -> Work:
+        groups, n, _ = (Int32(size) for size in rows.codes.shape)
+        row_tiles = (n + (ROWS - 1)) // ROWS
+        column_tiles = (Int32(columns.codes.shape[1]) + (self.c.columns - 1)) // self.c.columns
+        return Work(Int32(0), Int32(1), groups * row_tiles * column_tiles, row_tiles, column_tiles)
+
+    @cute.kernel
+    def kernel(
+        self, rows: Coded, columns: Coded, row_access: Access, column_access: Access, mTokenGlobal: cute.Tensor,
+        mFeatureGlobal: cute.Tensor, mOut: cute.Tensor,
+    ):  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        slots = self._slots(warp)
+        if warp == _LOAD_WARP:
+            cpasync.prefetch_descriptor(row_access.atom)
+            cpasync.prefetch_descriptor(column_access.atom)
+        cute.arch.mbarrier_init_fence()
+        tmem.before_sync()
+        cute.arch.barrier()
+        tmem.after_sync()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        work = self._work(rows, columns)._replace(first=cute.arch.block_idx()[0], step=cute.arch.grid_dim()[0])
+        numbers = Int32(rows.codes.shape[2]) * 2
+        if warp < STORE_WARPS:
+            self._store(mTokenGlobal, mFeatureGlobal, mOut, work, slots, warp)
+        elif warp == _LOAD_WARP:
+            self._load(rows, columns, row_access, column_access, work, numbers, slots)
+        elif warp == _PRODUCT_WARP:
+            self._multiply(work, numbers, slots)
+        if const_expr(not self.c.whole):
+            if warp >= _SCALE_WARP:
+                self._bring_scales(rows, columns, work, numbers, slots)
+        tmem.before_sync()
+        cute.arch.barrier()
+        tmem.after_sync()
+        if warp == _PRODUCT_WARP:
+            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
+
+    @cute.jit
+    def _slots(self, warp: Int32):
+        c, memory = self.c, cutlass.memory.SmemAllocator()
+        table = ("codes", c.stages, 1, 1), ("scales", c.stages, 4, 1), ("sums", c.buffers, 1, STORE_WARPS)
+        made = rings(memory, warp, table)
+        base = memory.allocate(4, 4)
+        if warp == _PRODUCT_WARP:
+            cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32))
+
+        def staged(rows: int) -> cute.Tensor:
+            layout = cute.append(self._box(rows), cute.make_layout(c.stages, stride=rows * STEP_BYTES))
+            return memory.allocate_tensor(Uint8, layout, 1024, swizzle=cute.make_swizzle(3, 4, 3))
+
+        scale_at = memory.allocate(c.stages * (1 + c.column_tiles) * c.scale_bytes, 128).toint()
+        return Slots(**made, sRows=staged(ROWS), sColumns=staged(c.columns), scale_at=scale_at, base=base)
+
+    def _steps(self, numbers: Int32) -> Int32:
+        """Stages of a work tile."""
+        return (numbers + (scaled.ROW_NUMBERS - 1)) // scaled.ROW_NUMBERS
+
+    @cute.jit
+    def _load(
+        self, rows: Coded, columns: Coded, row_access: Access, column_access: Access, work: Work, numbers: Int32,
+        slots: Slots,
+    ):  # fmt: skip
+        c, n, steps = self.c, Int32(0), self._steps(numbers)
+        for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
+            tile = work.tile(unit)
+            gRows = cute.local_tile(row_access.rows[None, None, tile.group], (ROWS, STEP_BYTES), (tile.row, None))
+            gColumns = cute.local_tile(
+                column_access.rows[None, None, tile.group], (c.columns, STEP_BYTES), (tile.column, None)
+            )
+            tRs, tRg = copies.tma_partition(row_access.atom, 0, 1, slots.sRows, gRows)  # (box, stages), (box, steps)
+            tCs, tCg = copies.tma_partition(column_access.atom, 0, 1, slots.sColumns, gColumns)
+            for k in cutlass.range(steps, unroll=1):
+                slot = slots.codes.slot(n)
+                full = slots.codes.await_empty(n)
+                tiles = cutlass.min(numbers // self.format.tile_numbers - k * c.tiles, Int32(c.tiles))
+                nbytes = Int32(c.code_bytes)
+                if const_expr(c.whole):
+                    nbytes += tiles * ((1 + c.column_tiles) * scaled.TILE_BYTES)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
+                cute.copy(row_access.atom, tRg[None, k], tRs[None, slot], tma_bar_ptr=full)
+                cute.copy(column_access.atom, tCg[None, k], tCs[None, slot], tma_bar_ptr=full)
+                if const_expr(c.whole):
+                    with cute.arch.elect_one():
+                        self._bulk_scales(rows, columns, tile, k, tiles, slots, slot, full.toint())
+                n += 1
+
+    @cute.jit
+    def _bulk_scales(
+        self, rows: Coded, columns: Coded, tile: WorkTile, k: Int32, tiles: Int32, slots: Slots, slot: Int32,
+        full: Int32,
+    ):  # fmt: skip
+        """Tiles of a stage, which lie one behind another; of columns behind the last those of the last ones."""
+        c = self.c
+        to = slots.scale_at + slot * ((1 + c.column_tiles) * c.scale_bytes)
+        places = [(rows.scale, tile.row)]
+        places += [(columns.scale, tile.column * c.columns // ROWS + i) for i in range(c.column_tiles)]
+        for i in cutlass.range_constexpr(len(places)):
+            scale, row = places[i]
+            row = cutlass.min(row, Int32(scale.shape[1]) // ROWS - 1)
+            source = scale.iterator.toint() + Int64(tile.group) * scale.stride[0]
+            source += (Int64(row) * (Int32(scale.shape[2]) // 4) + k * c.tiles) * scaled.TILE_BYTES
+            bulk_load(to + i * c.scale_bytes, source, tiles * scaled.TILE_BYTES, full)
+
+    @cute.jit
+    def _bring_scales(self, rows: Coded, columns: Coded, work: Work, numbers: Int32, slots: Slots):
+        """A thread has a row of every 128, and four of its scales at a time. Half of the stages are on their way: of
+        the others, products may run and wait."""
+        c, n, steps = self.c, Int32(0), self._steps(numbers)
+        late = const_expr(c.stages // 2)
+        thread = op.thread_index() % ROWS
+        place = scaled.word_of_row(thread)
+        for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
+            tile = work.tile(unit)
+            for k in cutlass.range(steps, unroll=1):
+                slots.codes.await_empty(n)
+                to = slots.scale_at + slots.codes.slot(n) * ((1 + c.column_tiles) * c.scale_bytes) + place
+                self._words(rows, tile.group, tile.row * ROWS + thread, k, numbers, to)
+                for i in cutlass.range_constexpr(c.column_tiles):
+                    row = tile.column * c.columns + i * ROWS + thread
+                    self._words(columns, tile.group, row, k, numbers, to + (1 + i) * c.scale_bytes)
+                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(late)
+                if n >= late:
+                    self._arrive(slots.scales, n - late)
+                n += 1
+        cute.arch.cp_async_wait_group(0)
+        for i in cutlass.range(cutlass.max(n - late, Int32(0)), n, unroll=1):
+            self._arrive(slots.scales, i)
+
+    def _arrive(self, ring: Ring, n: Int32) -> None:
+        """This warp's scales of fill ``n`` are there, for the tensor cores' side of memory too."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(ring.full + ring.slot(n))
+
+    @cute.jit
+    def _words(self, given: Coded, group: Int32, row: Int32, k: Int32, numbers: Int32, to: Int32):
+        """A row's scales of a stage; zeros behind the last row and behind K."""
+        c, scale = self.c, given.scale
+        blocks = cutlass.select_(row < Int32(given.codes.shape[1]), numbers // self.format.block, Int32(0))
+        row = cutlass.min(row, Int32(given.codes.shape[1]) - 1)
+        source = scale.iterator.toint() + Int64(group) * scale.stride[0]
+        if const_expr(self.swizzled):
+            source += Int64(row // ROWS) * (Int32(scale.shape[2]) * ROWS) + scaled.word_of_row(row % ROWS)
+        else:
+            source += Int64(row) * scale.stride[1]
+        step = const_expr(scaled.TILE_BYTES if self.swizzled else 4)
+        for i in cutlass.range_constexpr(c.tiles):
+            word = k * c.tiles + i
+            left = cutlass.max(cutlass.min(blocks - word * 4, Int32(4)), Int32(0))
+            at = source + cutlass.select_(left > 0, word, Int32(0)) * step
+            op.copy_4_async(to + i * scaled.TILE_BYTES, at, left)
+
+    @cute.jit
+    def _multiply(self, work: Work, numbers: Int32, slots: Slots):
+        c, n, done, steps = self.c, Int32(0), Int32(0), self._steps(numbers)
+        products = (numbers + (scaled.K - 1)) // scaled.K
+        for _unit in cutlass.range(work.first, work.all, work.step, unroll=1):
+            slots.sums.await_empty(done)
+            tmem.after_sync()
+            sums = slots.sums.slot(done) * c.columns
+            for k in cutlass.range(steps, unroll=1):
+                slots.codes.wait(n)
+                if const_expr(not c.whole):
+                    slots.scales.wait(n)
+                tmem.after_sync()
+                with cute.arch.elect_one():
+                    self._stage(slots, slots.codes.slot(n), sums, products - k * (scaled.ROW_NUMBERS // scaled.K), k)
+                    tcgen05.commit(slots.codes.empty + slots.codes.slot(n))
+                n += 1
+            with cute.arch.elect_one():
+                tcgen05.commit(slots.sums.full + slots.sums.slot(done))
+            done += 1
+
+    @cute.jit
+    def _stage(self, slots: Slots, slot: Int32, sums: Int32, left: Int32, k: Int32):
+        """One thread: a stage's scales to tensor memory, and up to four products, of which there are ``left``."""
+        c, parts = self.c, const_expr(1 + self.c.column_tiles)
+        scale_at = slots.scale_at + slot * (parts * c.scale_bytes)
+        # Tile by tile along K: of each the columns of the rows' scales, then those of the columns', side by side.
+        scales = c.first_scales + slot * (parts * c.scale_columns)
+        rows = descriptor(slots.sRows.iterator.toint() + slot * (ROWS * STEP_BYTES), STEP_BYTES)
+        columns = descriptor(slots.sColumns.iterator.toint() + slot * (c.columns * STEP_BYTES), STEP_BYTES)
+        per_tile = const_expr(self.format.tile_numbers // scaled.K)
+        for i in cutlass.range_constexpr(c.tiles):
+            here = scales + i * (parts * scaled.TILE_COLUMNS)
+            if left > i * per_tile:
+                for part in cutlass.range_constexpr(parts):
+                    at = scale_at + part * c.scale_bytes + i * scaled.TILE_BYTES
+                    scaled.copy_scales(here + part * scaled.TILE_COLUMNS, scaled.scales_descriptor(at))
+            for j in cutlass.range_constexpr(per_tile):
+                step = const_expr(i * per_tile + j)
+                if left > step:
+                    first = cutlass.select_(k == 0, Int32(0), Int32(1)) if const_expr(step == 0) else Int32(1)
+                    scaled.multiply(
+                        self.format, self.format.instruction(c.columns, step), sums, rows + NEXT_STEP * step,
+                        columns + NEXT_STEP * step, here, here + scaled.TILE_COLUMNS, first,
+                    )  # fmt: skip
+
+    @cute.jit
+    def _store(
+        self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor, mOut: cute.Tensor, work: Work, slots: Slots,
+        warp: Int32,
+    ):  # fmt: skip
+        """A thread has a row's sums."""
+        c, done = self.c, Int32(0)
+        inverses = []
+        for given, divisor in zip(self.divisors, (mTokenGlobal, mFeatureGlobal), strict=True):
+            inverses += [fp4.divide(Float32(1), divisor[0])] if const_expr(given) else []
+        for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
+            tile = work.tile(unit)
+            slots.sums.wait(done)
+            tmem.after_sync()
+            row = tile.row * ROWS + op.thread_index() % ROWS
+            first = tmem.lanes(slots.sums.slot(done) * c.columns, warp)
+            count = const_expr(min(_AT_ONCE, c.columns))
+            for at in cutlass.range(0, c.columns, count, unroll=1):
+                values = tmem.load(first + at, count)
+                tmem.await_loads()
+                for inverse in inverses:
+                    values = [v * inverse for v in values]
+                results = [v.to(mOut.element_type) for v in values]
+                self._store_row(mOut, tile, row, tile.column * c.columns + at, results)
+            tmem.before_sync()
+            cute.arch.sync_warp()
+            slots.sums.release(done)
+            done += 1
+
+    @cute.jit
+    def _store_row(self, mOut: cute.Tensor, tile: WorkTile, row: Int32, column: Int32, results: list[Any]):
+        """Neighbouring columns of a row: a token's features, or a feature of several tokens."""
+        tokens, groups, n = (Int32(size) for size in mOut.shape)
+        if const_expr(self.c.tokens_are_rows):
+            out = mOut.iterator + ((Int64(row) * groups + tile.group) * n + column)
+            for i in cutlass.range_constexpr(0, len(results), self.even):
+                if (row < tokens) & (column + i < n):
+                    rOut = cute.make_rmem_tensor(self.even, mOut.element_type)
+                    for j in cutlass.range_constexpr(self.even):
+                        rOut[j] = results[i + j]
+                    copies.store(rOut, out + i)
+        else:
+            for i in cutlass.range_constexpr(len(results)):
+                if (row < n) & (column + i < tokens):
+                    out = mOut.iterator + ((Int64(column + i) * groups + tile.group) * n + row)
+                    rOut = cute.make_rmem_tensor(1, mOut.element_type)
+                    rOut[0] = results[i]
+                    copies.store(rOut, out)

@@ -1,0 +1,1 @@
+"""An indexer's scores on Blackwell."""

@@ -1,0 +1,122 @@
+"""Host side of the indexer's scores on Hopper. Imports no cutlass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from torch_attnkit.core.spec import short
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda import compile, driver
+
+from ...fp4.launch import dequantizer
+from ...fp4.problem import Dequantize, Dequantized
+from ...prefill.launch import reader
+from ..problem import Operands, Problem
+from . import plan
+
+
+def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
+    """What solves ``problem`` on ``target``."""
+    p = problem
+    return _streams(p, target) if plan.streams(p) else _blocks(p, target)
+
+
+def _streams(p: Problem, target: Target) -> Callable[[Operands], None]:
+    """Queries stay, keys stream past them by TMA; where their address is none for TMA, blocks of keys."""
+    config = stream_config(p, alone=False)
+    run = compile.launcher(
+        target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", trace="trace_stream",
+        config=astuple(config),
+    )  # fmt: skip
+    read = reader(p.q, p.dtype.itemsize)
+    blocks = min(config.blocks * driver.sm_count(p.device), p.requests * -(-p.entries // plan.TILE))
+    others: list[Callable[[Operands], None]] = []
+
+    def launch(o: Operands) -> None:
+        if o.k.data_ptr() % 16:
+            if not others:
+                others.append(_blocks(p, target))
+            return others[0](o)
+        run(*streamed(o, read(o.q), config), o.scores, blocks)
+
+    return launch
+
+
+def stream_config(p: Problem, alone: bool) -> Any:
+    """Of the kernels for few tokens; ``alone``: one whose blocks leave a multiprocessor no room for another."""
+    tokens = plan.tokens_of_request(p)
+    sizes = tokens, p.heads, p.dim * p.dtype.itemsize
+    cut = (plan.stream_stages(*sizes), 1) if alone else plan.stream_cut(*sizes)
+    return plan.StreamConfig(short(p.dtype), short(p.weights), p.heads, p.dim, tokens, *cut, p.paged, *_scaled(p))
+
+
+def streamed(o: Operands, q: torch.Tensor, config: Any) -> tuple[torch.Tensor | None, ...]:
+    """What the kernels for few tokens read."""
+    scales = o.q_scale if config.q_scale else None, o.k_scale
+    return q, _bytes(o.k), o.weights, o.k_len, o.table, *scales
+
+
+def _blocks(p: Problem, target: Target) -> Callable[[Operands], None]:
+    """Keys stay in blocks, tokens stream past them."""
+    dtype = plan.product_dtype(p.format, p.dtype)
+    stored = "mxfp4" if p.format == "mxfp4" else short(p.dtype)
+    scaled = _scaled(p)
+    shape = plan.shape(p.heads, dtype.itemsize, scaled[0])
+    stages = plan.stages(p.heads, p.dim * dtype.itemsize, shape[-1])
+    fixed = (stored, short(dtype), short(p.weights), p.heads, p.dim, stages, p.ids, p.paged)
+    sms = driver.sm_count(p.device)
+
+    def compiled(load: int) -> Callable[..., None]:
+        config = plan.Config(*fixed, *scaled, load, *shape)
+        tokens = plan.tokens_of_block(p, config.keys, sms)
+        run = compile.launcher(
+            target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", config=astuple(config)
+        )
+        return lambda *arguments: run(*arguments, (tokens, sms))
+
+    size = p.dtype.itemsize
+    widest = next(w for w in (16, 8, 4, 2, 1) if w <= size or all(s * size % w == 0 for s in p.k_steps))
+    wide, read = compiled(widest), _queries(p, dtype, target)
+    narrow: list[Callable[..., None]] = []
+
+    def launch(o: Operands) -> None:
+        aligned = not o.k.data_ptr() & (widest - 1)
+        if not aligned and not narrow:
+            narrow.append(compiled(size))
+        scales = (o.q_scale if scaled[0] else None, o.k_scale)
+        run = wide if aligned else narrow[0]
+        run(read(o), _bytes(o.k), o.weights, o.k_len, o.ids, o.table, *scales, o.scores)
+
+    return launch
+
+
+def _scaled(p: Problem) -> tuple[bool, bool]:
+    """Whether there are float32 scales of q, and of k."""
+    return p.format == "fp8" and p.q_scale, p.format == "fp8"
+
+
+def _bytes(k: torch.Tensor) -> torch.Tensor:
+    """E4M3 as bytes, which every torch can pass on."""
+    return k if k.dtype.itemsize > 1 else k.view(torch.uint8)
+
+
+def _queries(p: Problem, dtype: torch.dtype, target: Target) -> Callable[[Operands], torch.Tensor]:
+    """Brings q into the dtype of products, and into a layout that TMA reads."""
+    if dtype == p.dtype:
+        read = reader(p.q, dtype.itemsize)
+        return lambda o: read(o.q)
+    shape = (p.tokens, p.heads, p.dim)
+    steps = (p.q.strides[:-1], p.q_scale_steps)
+    decode = dequantizer(Dequantize("mxfp4", p.device, dtype, p.dim, shape[:-1], *steps, swizzled=False), target)
+
+    def decoded(o: Operands) -> torch.Tensor:
+        assert o.q_scale is not None
+        q = torch.empty(shape, dtype=dtype, device=o.q.device)
+        decode(Dequantized(o.q, o.q_scale, None, q))
+        return q
+
+    return decoded
