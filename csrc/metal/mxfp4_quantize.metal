@@ -3,6 +3,7 @@
 #include <metal_stdlib>
 using namespace metal;
 #include "attnkit/vectors.h"
+#include "attnkit/numbers.h"
 #include "attnkit/cells.h"
 #include "attnkit/e4m3.h"
 #include "attnkit/quantize.h"

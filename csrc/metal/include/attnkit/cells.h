@@ -1,56 +1,12 @@
-// A cell: eight neighbouring numbers of a row, which is a lane's share, as the bits of float32.
-//
-// Apple GPUs take subnormal float32 numbers for zero wherever they calculate with them. Formats with block scales keep
-// such numbers, so they are moved, compared and rounded as bits here. And no product is fused with a sum.
+// A cell: eight neighbouring numbers of a row, which is a lane's share, as the bits of float32 (attnkit/numbers.h).
 //
 // Defined by the host: WIDTH, 8 where rows of numbers start at multiples of eight elements and memory, else 1.
 
-#pragma METAL fp contract(off)
-
 constant constexpr int CELL = 8;
-constant constexpr uint MAGNITUDE = 0x7fffffffu;
-constant constexpr uint INFINITE = 0x7f800000u;  // magnitudes above it are NaN
-constant constexpr uint QUIET_NAN = 0x7fc00000u;
-constant constexpr uint LEAST_NORMAL = 0x00800000u;
-constant constexpr uint FRACTION = 0x007fffffu;
 
 struct Cell {
   uint of[CELL];
 };
-
-inline uint bits_of(float x) {
-  return as_type<uint>(x);
-}
-
-inline uint bits_of(half x) {
-  return as_type<uint>(float(x));
-}
-
-inline uint bits_of(bfloat x) {
-  return uint(as_type<ushort>(x)) << 16;
-}
-
-// bfloat's bits of a float's, to nearest, ties to even.
-inline uint bfloat_bits(uint x) {
-  const uint rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
-  return (x & MAGNITUDE) > INFINITE ? (x >> 16) | 0x40u : rounded;
-}
-
-inline uint half_bits(uint x) {
-  return as_type<ushort>(half(as_type<float>(x)));
-}
-
-inline void set(device float* to, uint x) {
-  *to = as_type<float>(x);
-}
-
-inline void set(device half* to, uint x) {
-  *to = half(as_type<float>(x));
-}
-
-inline void set(device bfloat* to, uint x) {
-  *to = as_type<bfloat>(ushort(bfloat_bits(x)));
-}
 
 // All eight at once, in loads and stores of 16 bytes.
 inline void load_whole(const device float* from, thread Cell& x) {

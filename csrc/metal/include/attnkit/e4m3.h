@@ -21,6 +21,6 @@ inline float e4m3_number(uint byte) {
   const uint magnitude = byte & 0x7fu;
   const float small = float(magnitude) * E4M3_STEP;
   const float a = magnitude < 8u ? small : as_type<float>((magnitude << 20) + E4M3_REBIAS);
-  const uint bits = magnitude == E4M3_NAN ? 0x7fc00000u : as_type<uint>(a);
+  const uint bits = magnitude == E4M3_NAN ? QUIET_NAN : as_type<uint>(a);
   return as_type<float>(bits | (byte & 0x80u) << 24);
 }

@@ -7,10 +7,6 @@ constant constexpr uint E2M1_NAN = 7u;  // NaN becomes +6
 constant constexpr int LIFT = 30;  // by which power of two cells of tiny numbers are raised
 constant constexpr uint UE8M0_NAN = 255u;
 
-inline float power_of_two(int power) {
-  return as_type<float>(uint(127 + power) << 23);
-}
-
 // The largest magnitude of a block, as bits; NaN does not count.
 template <int LANES>
 inline uint amax_of(thread const Cell& x) {
