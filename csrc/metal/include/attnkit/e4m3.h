@@ -24,3 +24,10 @@ inline float e4m3_number(uint byte) {
   const uint bits = magnitude == E4M3_NAN ? QUIET_NAN : as_type<uint>(a);
   return as_type<float>(bits | (byte & 0x80u) << 24);
 }
+
+constant constexpr float E4M3_FROM_HALF = 256.0f;  // how far apart the exponents of half and E4M3 begin
+
+// Bytes 0 and 2 of a word as halfs: their numbers over E4M3_FROM_HALF, but of NaN.
+inline half2 e4m3_halves(uint word) {
+  return as_type<half2>((word & 0x007f007fu) << 7 | (word & 0x00800080u) << 8);
+}

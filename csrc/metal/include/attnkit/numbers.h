@@ -28,10 +28,10 @@ inline uint bits_of(bfloat x) {
   return uint(as_type<ushort>(x)) << 16;
 }
 
-// bfloat's bits of a float's, to nearest, ties to even.
+// bfloat's bits of a float's, to nearest, ties to even; what was a bfloat stays what it is, NaN too.
 inline uint bfloat_bits(uint x) {
   const uint rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
-  return (x & MAGNITUDE) > INFINITE ? (x >> 16) | 0x40u : rounded;
+  return (x & MAGNITUDE) > INFINITE ? (x >> 16) | ((x & 0xffffu) != 0u ? 0x40u : 0u) : rounded;
 }
 
 inline uint half_bits(uint x) {

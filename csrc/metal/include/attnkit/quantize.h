@@ -182,8 +182,12 @@ inline void mxfp4_decode(uint codes, uint scale, thread Cell& x) {
 inline void mxfp8_decode(uint2 codes, uint scale, thread Cell& x) {
   float numbers[CELL];
   ATTNKIT_UNROLL
-  for (int i = 0; i < CELL; i++) {
-    numbers[i] = e4m3_number((codes[i / 4] >> (8 * (i % 4))) & 0xffu);
+  for (int i = 0; i < CELL / 2; i++) {
+    const uint word = codes[i / 2] >> (8 * (i % 2));
+    const half2 pair = e4m3_halves(word);
+    const int at = i / 2 * 4 + i % 2;
+    numbers[at] = (word & 0x7fu) == E4M3_NAN ? NAN : float(pair[0]) * E4M3_FROM_HALF;
+    numbers[at + 2] = (word >> 16 & 0x7fu) == E4M3_NAN ? NAN : float(pair[1]) * E4M3_FROM_HALF;
   }
   under_power(numbers, scale, x);
 }
