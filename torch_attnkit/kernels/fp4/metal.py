@@ -12,7 +12,7 @@ from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
 from torch_attnkit.mps.cells import CELL, WORD, even, launch_of_threads
 
-from .problem import BLOCK, Dequantize, Dequantized, Quantize, Quantized
+from .problem import BLOCK, Dequantize, Dequantized, Quantize, Quantized, Rotate, Rotated
 
 
 def quantizer(source: str, problem: Quantize, target: Target) -> Callable[[Quantized], None]:
@@ -72,6 +72,35 @@ def dequantizer(source: str, problem: Dequantize, target: Target) -> Callable[[D
     def launch(o: Dequantized) -> None:
         run = variant(CELL if even(o.x, (), CELL) else 1, even(o.codes, steps, WORD))
         run((o.codes, o.scale, 1.0 if o.global_scale is None else o.global_scale, o.x, shape))
+
+    return launch
+
+
+def rope_quantizer(source: str, problem: Rotate, target: Target) -> Callable[[Rotated], None]:
+    """What solves ``problem`` with ``csrc/metal/<source>.metal``."""
+    p, block = problem, BLOCK[problem.format]
+    if p.tokens * p.heads * p.k == 0:
+        return lambda operands: None
+    rows, columns = padded_shape(p.tokens, p.heads // p.groups * p.k // block)
+    cells = (p.groups * rows * columns * block if p.swizzled else p.tokens * p.heads * p.k) // CELL
+    shape = [cells, p.tokens, p.heads, p.heads // p.groups, rows, columns, *p.o, *p.angles]
+
+    angles = p.angle_dtype if p.pairs else p.dtype  # heads that are not rotated have none, and o takes their place
+
+    @functools.cache
+    def variant(width: int) -> metal.Launch:
+        built = library.load(
+            source, target, TYPE=p.dtype, ANGLE_TYPE=angles, BLOCK=block, DIM=p.k, PAIRS=p.pairs,
+            SWIZZLED=p.swizzled, WIDTH=width, WORDS=True,
+        )  # fmt: skip
+        return launch_of_threads(built, "quantize_heads", cells)
+
+    variant(CELL if all(step % CELL == 0 for step in p.o) else 1)
+
+    def launch(o: Rotated) -> None:
+        run = variant(CELL if even(o.o, p.o, CELL) else 1)
+        cos, sin = metal.bound(o.cos, o.o), metal.bound(o.sin, o.o)
+        run((o.o, cos, sin, 1.0 if o.global_scale is None else o.global_scale, o.codes, o.scale, shape))
 
     return launch
 
