@@ -40,8 +40,8 @@ def agrees(op: str, *args, **kwargs) -> None:
                 got = run(*args, **kwargs)
         finally:
             torch.set_flush_denormal(False)
-        pairs = zip((got,) if isinstance(got, torch.Tensor) else got, (want,) if isinstance(want, torch.Tensor) else want)
-        assert all(same(g, w) for g, w in pairs), f"flushed: {flushed}"
+        got, wanted = ((t,) if isinstance(t, torch.Tensor) else t for t in (got, want))
+        assert all(same(g, w) for g, w in zip(got, wanted, strict=True)), f"flushed: {flushed}"
 
 
 def test_a_simulated_machine_can_flush_subnormal_numbers():
@@ -93,7 +93,7 @@ def test_every_ratio_of_bfloat16_to_amax(format: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rounding", ["ceil", "floor"])
 def test_blocks_of_every_size_down_to_the_least_number(rounding: str, dtype: torch.dtype):
-    """2^-149 in float32, 2^-133 in bfloat16, to the largest; codes under scale bytes 0 to 2 are of subnormal numbers."""
+    """From 2^-149 in float32, 2^-133 in bfloat16; under scale bytes 0 to 2 subnormal numbers have codes."""
     powers = torch.arange(-149, 128).double().exp2()
     x = (powers[:, None] * torch.cat([torch.linspace(0, 1.99, 32), torch.linspace(-0.4, 0.1, 32)])).to(dtype)
     x[5, 3], x[-1, 40], x[-2, 0] = torch.nan, torch.inf, -torch.nan
@@ -102,7 +102,7 @@ def test_blocks_of_every_size_down_to_the_least_number(rounding: str, dtype: tor
 
 @pytest.mark.parametrize("gs", [nvfp4.GLOBAL_SCALE_MAX, 2.0**60, 1.0, 2.0**-60, 3e-20, 5e-36, 1e-36, 1e-40, 1.9e-41])
 def test_global_scales_of_every_size_on_blocks_of_every_size(gs: float):
-    """Beside an infinity the ratio of a global scale and a block's can be subnormal, and numbers near 2^128 have codes."""
+    """Beside an infinity the ratio of a global scale and a block's can be subnormal; numbers near 2^128 have codes."""
     powers = torch.arange(-149, 128).double().exp2()
     x = (powers[:, None] * torch.cat([torch.linspace(0, 1.99, 16), torch.linspace(-1.99, 0.1, 16)])).float()
     infinite = x.clone()
@@ -148,12 +148,40 @@ def test_scales_that_do_not_lie_together():
     agrees("nvfp4_dequantize", codes, room[:, 2:-3], scale_layout="128x4")
 
 
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+@pytest.mark.parametrize(("format", "dim", "pairs"), [("nvfp4", 48, 9), ("mxfp4", 96, 13), ("mxfp4", 64, 32)])
+def test_blocks_that_are_rotated_in_part_keep_the_rest(
+    format: str, dim: int, pairs: int, layout: str, dtype: torch.dtype
+):
+    """Infinities and NaN beside the pairs, tokens beside the border of a tile, heads in groups, room between rows."""
+    gen = torch.Generator().manual_seed(0)
+    o = fp4.spread(gen, dtype, 129, 3, dim + 8)[:, :, 5 : dim + 5]
+    o[0, 0, :3] = torch.tensor((torch.nan, torch.inf, -torch.inf))
+    angle = 6.28 * torch.rand(129, pairs, generator=gen)
+    gs = torch.tensor(731.37) if format == "nvfp4" else None
+    agrees("inverse_rope_fp4", o, angle.cos(), angle.sin(), gs, groups=3, format=format, scale_layout=layout)
+
+
+def test_pairs_are_not_fused():
+    """Where a cos + b sin cancels, a product that was not rounded would show: most codes of a block hang on that."""
+    gen = torch.Generator().manual_seed(1)
+    a, b = (1 + torch.rand(64, 2, 16, generator=gen) for _ in range(2))
+    angle = torch.atan2(-a, b)[:, 0]
+    o = torch.stack((a, b), -1).flatten(-2)
+    o[:, 1] = o[:, 0]
+    agrees("inverse_rope_fp4", o, angle.cos(), angle.sin(), format="mxfp4")
+
+
 def _sources() -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, swizzled in zip(DTYPES, (True, False, False), strict=True):
         flat = dict(TYPE=dtype, SWIZZLED=swizzled, FLAT=not swizzled, RANK=2)
         for format, block in BLOCK.items():
             yield f"{format}_quantize", flat | dict(BLOCK=block, DOWN=swizzled, WIDTH=8, WORDS=1)
-            yield f"{format}_dequantize", flat | dict(BLOCK=block, GLOBAL=swizzled, WIDTH=1, WORDS=0)
+            heads = dict(ANGLE_TYPE=torch.float32, DIM=64, PAIRS=5, WIDTH=8, WORDS=1)
+            yield "inverse_rope_fp4", flat | heads | dict(BLOCK=block)
+            yield f"{format}_dequantize", flat | dict(BLOCK=block, GLOBAL=swizzled, PITCHED=1, WIDTH=1, WORDS=0)
 
 
 @pytest.mark.proof

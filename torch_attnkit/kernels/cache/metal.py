@@ -62,11 +62,15 @@ def _launcher(source: str, p: Problem, target: Target, kernel: str) -> Callable[
         built = library.load(source, target, **defines, WIDTH=width, WORDS=words)
         return launch_of_threads(built, kernel, p.rows * metal.SIMD)
 
+    steps = (p.step, p.cache_step) if row.plain else (p.step,)
+    variant(CELL if all(step % CELL == 0 for step in steps) else 1, not row.plain and p.cache_step % WORD == 0)
+
     def launch(o: Operands) -> None:
-        wide = even(o.numbers, (p.step,), CELL) and (not row.plain or even(o.cache, (p.cache_step,), CELL))
+        step = o.numbers.stride(0) if p.rows > 1 else 0  # of a copy not the problem's
+        wide = even(o.numbers, (step,), CELL) and (not row.plain or even(o.cache, (p.cache_step,), CELL))
         run = variant(CELL if wide else 1, not row.plain and even(o.cache, (p.cache_step,), WORD))
         scale = 1.0 if o.global_scale is None else o.global_scale
-        shape = [p.rows, p.slots, p.step, p.cache_step]
+        shape = [p.rows, p.slots, step, p.cache_step]
         run((o.numbers, o.cache, o.slot, scale, shape))
 
     return launch

@@ -61,8 +61,8 @@ def dequantizer(source: str, problem: Dequantize, target: Target) -> Callable[[D
     @functools.cache
     def variant(width: int, words: bool) -> metal.Launch:
         built = library.load(
-            source, target, TYPE=p.dtype, BLOCK=block, GLOBAL=p.global_scale, SWIZZLED=p.swizzled, FLAT=flat,
-            RANK=len(axes), WIDTH=width, WORDS=words,
+            source, target, TYPE=p.dtype, BLOCK=block, GLOBAL=p.global_scale, SWIZZLED=p.swizzled,
+            PITCHED=pitch != columns, FLAT=flat, RANK=len(axes), WIDTH=width, WORDS=words,
         )  # fmt: skip
         return launch_of_threads(built, "dequantize_rows", cells)
 

@@ -4,7 +4,8 @@
 // Grid: a thread has a cell of eight codes, at least ``cells`` threads along x in threadgroups of any number of
 // simdgroups. With FLAT rows of codes, and of linear scales, lie one after the other.
 //
-// Defined by the host: TYPE, BLOCK (16 NVFP4, 32 MXFP4), GLOBAL, SWIZZLED, FLAT, RANK, WIDTH, WORDS.
+// Defined by the host: TYPE, BLOCK (16 NVFP4, 32 MXFP4), GLOBAL, SWIZZLED, PITCHED (that
+// matrix has room between its rows), FLAT, RANK, WIDTH, WORDS.
 
 struct Shape {
   long cells;
@@ -30,16 +31,20 @@ kernel void dequantize_rows(
   const uint row = unit / uint(shape.row_cells), at = unit % uint(shape.row_cells);
   place = long(at) * (CELL / 2);
   block = at / LANES;
-  long rest = row;
-  for (int axis = RANK - 1; axis >= 0; axis--) {
-    const long i = rest % shape.axes[axis].size;
-    rest /= shape.axes[axis].size;
+  uint rest = row;
+  for (int axis = RANK - 1; axis > 0; axis--) {
+    const uint i = rest % uint(shape.axes[axis].size);
+    rest /= uint(shape.axes[axis].size);
     place += i * shape.axes[axis].step;
     block += i * shape.axes[axis].scale_step;
   }
+  place += rest * shape.axes[0].step;
+  block += rest * shape.axes[0].scale_step;
 #if SWIZZLED
   block = place_128x4(row, at / LANES, shape.columns);
+#if PITCHED
   block = block / shape.columns * shape.pitch + block % shape.columns;
+#endif
 #endif
 #endif
 

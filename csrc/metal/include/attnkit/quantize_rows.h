@@ -31,11 +31,12 @@ kernel void quantize_rows(
   const bool padding = live && (row >= uint(shape.rows) || at >= uint(shape.blocks) * LANES);
   live = live && !padding;
   place = long(at) * CELL;
-  long rest = live ? row : 0;
-  for (int axis = RANK - 1; axis >= 0; axis--) {
-    place += rest % shape.axes[axis].size * shape.axes[axis].step;
-    rest /= shape.axes[axis].size;
+  uint rest = live ? row : 0;
+  for (int axis = RANK - 1; axis > 0; axis--) {
+    place += long(rest % uint(shape.axes[axis].size)) * shape.axes[axis].step;
+    rest /= uint(shape.axes[axis].size);
   }
+  place += rest * shape.axes[0].step;
   block = long(row) * shape.blocks + at / LANES;
 #if SWIZZLED
   block = place_128x4(row, at / LANES, shape.row_cells / LANES);
