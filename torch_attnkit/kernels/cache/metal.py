@@ -86,6 +86,6 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _span(t: torch.Tensor) -> tuple[int, int]:
     """First and past-the-end byte of a tensor in its storage."""
-    last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
-    first = t.storage_offset()
+    last = sum(int((size - 1) * step) for size, step in zip(t.shape, t.stride(), strict=True))
+    first = int(t.storage_offset())
     return first * t.itemsize, (first + last + 1) * t.itemsize
