@@ -3,8 +3,8 @@
 // layout for each run of ``group_heads`` heads, padded with zeros. cos and sin (tokens, PAIRS) of ANGLE_TYPE. Bound by
 // memory: o, codes and scales pass once.
 //
-// A pair is two products and their sum, not fused, then one rounding to TYPE. Channels before the pairs are not touched,
-// not even by a product with 1; of rotated ones a product or sum below 2^-126 may count as 0.
+// A pair is two products and their sum, not fused, then one rounding to TYPE. Channels before the pairs are not
+// touched, not even by a product with 1; of rotated ones a product or sum below 2^-126 may count as 0.
 //
 // Grid: a thread has a cell of eight channels, at least ``cells`` threads along x in threadgroups of any number of
 // simdgroups: the cells of all heads, or with SWIZZLED of all padded matrices.

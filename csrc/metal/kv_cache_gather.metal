@@ -1,5 +1,5 @@
-// Rows of a cache, decoded to numbers, in the order of ``slots``: attnkit/cache_rows.h states the shapes and the grid. A
-// slot that is none gives zeros.
+// Rows of a cache, decoded to numbers, in the order of ``slots``: attnkit/cache_rows.h states the shapes and the grid.
+// A slot that is none gives zeros.
 
 #include <metal_stdlib>
 using namespace metal;

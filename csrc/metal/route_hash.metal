@@ -1,6 +1,6 @@
-// The experts that a table names for tokens, weighted by sqrt(softplus(logit)). logits (rows, experts) of TYPE, ids (rows)
-// and table (entries, TOPK) of int or long; weights (rows, TOPK) float and indices (rows, TOPK) int. An id or an expert
-// that does not exist gives expert 0 with weight 0.
+// The experts that a table names for tokens, weighted by sqrt(softplus(logit)). logits (rows, experts) of TYPE, ids
+// (rows) and table (entries, TOPK) of int or long; weights (rows, TOPK) float and indices (rows, TOPK) int. An id or an
+// expert that does not exist gives expert 0 with weight 0.
 //
 // Grid: LANES neighbouring lanes have a row, 32 / LANES rows a simdgroup: at least ``rows`` * LANES threads along x in
 // threadgroups of any number of simdgroups.

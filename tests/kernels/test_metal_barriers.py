@@ -73,10 +73,10 @@ CASES = {
     "route_sqrt_softplus": Case("route_sqrt_softplus", range(0), lambda: (normal(5, 1100), normal(1100), 6)),
     "route_hash": Case("route_hash", range(0), lambda: (normal(5, 9), ints(0, 2, 1, 1, 0), ints(*range(9)).view(3, 3))),
     "kv_cache_write": Case(
-        "kv_cache_write", range(0), lambda: (normal(3, 192), codes(4, 264), ints(2, -1, 0), None, "fp8", 64)
+        "kv_cache_write", range(0), lambda: (normal(3, 192), codes(4, 260), ints(2, -1, 0), None, "fp8", 64)
     ),
     "kv_cache_gather": Case(
-        "kv_cache_gather", range(0), lambda: (codes(4, 264), ints(2, -1, 0, 2), None, "fp8", 192, 64)
+        "kv_cache_gather", range(0), lambda: (codes(4, 260), ints(2, -1, 0, 2), None, "fp8", 192, 64)
     ),
     "known_answer": Case("known_answer", range(1), lambda: ()),
 }

@@ -1,13 +1,13 @@
-// Rows of a key-value cache. Row i of numbers (rows, DIM) of TYPE belongs to row slots[i] of the cache, (slots,
-// DIM) of CACHE_TYPE or, encoded, (slots, bytes): NoPE codes, from ROPE_AT on the other channels as bfloat, from SCALES_AT
-// on a byte for every BLOCK NoPE channels, from END to SIZE zeros. Rows of either may lie apart.
+// Rows of a key-value cache. Row i of numbers (rows, DIM) of TYPE belongs to row slots[i] of the cache, (slots, DIM) of
+// CACHE_TYPE or, encoded, (slots, bytes): NoPE codes, from ROPE_AT on the other channels as bfloat, from SCALES_AT on a
+// byte for every BLOCK NoPE channels, from END to SIZE zeros. Rows of either may lie apart.
 //
 // A simdgroup has a row, a lane a cell of eight channels, which is all NoPE or all RoPE; 256 channels are a turn.
 // Grid: at least ``rows`` simdgroups along x, in threadgroups of any number of simdgroups.
 //
-// Defined by the host: TYPE, CACHE_TYPE (of rows of numbers), WIDE_SLOTS (long, not int), FORMAT (0 numbers, 1 E4M3 under
-// powers of two, 2 NVFP4, 3 MXFP4), GLOBAL, DIM, WIDTH, and of encoded rows NOPE, BLOCK, ROPE_AT, SCALES_AT, END, SIZE, and
-// WORDS: rows start at multiples of four bytes.
+// Defined by the host: TYPE, CACHE_TYPE (of rows of numbers), WIDE_SLOTS (long, not int), FORMAT (0 numbers, 1 E4M3
+// under powers of two, 2 NVFP4, 3 MXFP4), GLOBAL, DIM, WIDTH, and of encoded rows NOPE, BLOCK, ROPE_AT, SCALES_AT, END,
+// SIZE, and WORDS: rows start at multiples of four bytes.
 
 #if WIDE_SLOTS
 typedef long Slot;

@@ -1,5 +1,5 @@
-// Codes of E2M1 (..., K/2) under one scale byte for every BLOCK of them to numbers (..., K) of TYPE. The scales are linear
-// or one matrix of all rows in the 128x4 layout, whose rows may lie apart. Bound by memory.
+// Codes of E2M1 (..., K/2) under one scale byte for every BLOCK of them to numbers (..., K) of TYPE. The scales are
+// linear or one matrix of all rows in the 128x4 layout, whose rows may lie apart. Bound by memory.
 //
 // Grid: a thread has a cell of eight codes, at least ``cells`` threads along x in threadgroups of any number of
 // simdgroups. With FLAT rows of codes, and of linear scales, lie one after the other.

@@ -103,8 +103,9 @@ inline GlobalScale global_scale(uint bits) {
   GlobalScale g;
   g.bits = bits;
   g.raised = bits < (63u << 23) ? RAISED : 0;  // below 2^-64
-  const float small = bits < LEAST_NORMAL ? float(bits) * power_of_two(-100) : as_type<float>(bits) * power_of_two(RAISED);
-  g.value = g.raised != 0 ? small : as_type<float>(bits);
+  const float given = as_type<float>(bits), units = float(bits) * power_of_two(RAISED - 75) * power_of_two(-74);
+  const float raised = bits < LEAST_NORMAL ? units : given * power_of_two(RAISED);
+  g.value = g.raised != 0 ? raised : given;
   return g;
 }
 

@@ -10,8 +10,8 @@ constant constexpr float LOWEST = -87.0f;  // e^x is normal down to it
 constant constexpr float FAR = -17.0f;  // below it sqrt(log(1 + e^x)) is e^(x/2), but for 1e-8 of it
 constant constexpr float NOTHING = -104.0f;  // below it e^x is 0 in float32, and so is the score
 
-// e^x to about a rounding for x that is not positive, 0 below LOWEST: 2^n e^r, |r| up to half of log 2, by the series of
-// e^r to r^7, of which the rest is below 2^-27.
+// e^x to about a rounding for x that is not positive, 0 below LOWEST: 2^n e^r, |r| up to half of log 2, by the series
+// of e^r to r^7, of which the rest is below 2^-27.
 inline float exponential(float x) {
   constexpr float LN_2 = 0.693147182464599609375f, LN_2_REST = -1.904654299957767e-09f;
   const float a = max(x, LOWEST), n = rint(a * M_LOG2E_F);
