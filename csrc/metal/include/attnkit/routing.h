@@ -3,7 +3,7 @@
 //
 // A simdgroup has a row, lane l the experts l, l + 32 and so on, KEPT of them as keys in registers; with KEPT 0 the row
 // is read again for every choice. A round takes the largest key of all lanes and the lowest index that has it. Lane k
-// then weighs the expert of round k, k + 32 and so on; where there are more than 32, they wait in the outputs meanwhile.
+// then weighs the expert of round k, k + 32 and so on; of more than 32 choices, all wait in the outputs meanwhile.
 //
 // Grid: at least ``rows`` simdgroups along x, in threadgroups of any number of simdgroups.
 //
