@@ -68,7 +68,7 @@ kernel void quantize_heads(
     const device TYPE* o [[buffer(0)]],
     const device ANGLE_TYPE* cosines [[buffer(1)]],
     const device ANGLE_TYPE* sines [[buffer(2)]],
-    constant float& global [[buffer(3)]],
+    constant float& tensor_scale [[buffer(3)]],
     device uchar* codes [[buffer(4)]],
     device uchar* scales [[buffer(5)]],
     constant Shape& shape [[buffer(6)]],
@@ -97,7 +97,7 @@ kernel void quantize_heads(
   }
   uint scale;
 #if BLOCK == 16
-  const uint packed = nvfp4_encode(cell, global_scale(as_type<uint>(global)), scale);
+  const uint packed = nvfp4_encode(cell, global_scale(as_type<uint>(tensor_scale)), scale);
 #else
   const uint packed = mxfp4_encode(cell, false, scale);
 #endif

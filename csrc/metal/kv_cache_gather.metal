@@ -15,7 +15,7 @@ kernel void gather_rows(
     device TYPE* numbers [[buffer(0)]],
     const device Stored* cache [[buffer(1)]],
     const device Slot* slots [[buffer(2)]],
-    constant float& global [[buffer(3)]],
+    constant float& tensor_scale [[buffer(3)]],
     constant Shape& shape [[buffer(4)]],
     uint index [[thread_position_in_grid]]) {
   const long row = index / 32;
@@ -24,7 +24,7 @@ kernel void gather_rows(
   }
   const long slot = slot_of(slots, row, shape.slots);
   numbers += row * shape.step;
-  cache += max(slot, 0l) * shape.cache_step;
+  cache += (slot < 0 ? 0 : slot) * shape.cache_step;
   for (int first = int(index % 32) * CELL; first < DIM; first += TURN) {
     const int count = DIM - first;
     Cell cell;
@@ -36,7 +36,7 @@ kernel void gather_rows(
     } else {
 #if FORMAT
       if (first < NOPE) {
-        decode(cache, first, cell, global_scale(as_type<uint>(global)));
+        decode(cache, first, cell, global_scale(as_type<uint>(tensor_scale)));
       } else {
         load_rope(cache + ROPE_AT + 2 * (first - NOPE), count, cell);
       }

@@ -15,7 +15,7 @@ kernel void write_rows(
     const device TYPE* numbers [[buffer(0)]],
     device Stored* cache [[buffer(1)]],
     const device Slot* slots [[buffer(2)]],
-    constant float& global [[buffer(3)]],
+    constant float& tensor_scale [[buffer(3)]],
     constant Shape& shape [[buffer(4)]],
     uint index [[thread_position_in_grid]]) {
   const long row = index / 32;
@@ -35,7 +35,7 @@ kernel void write_rows(
       store_rope(cache + ROPE_AT + 2 * (first - NOPE), count, cell);
     }
     if (base < NOPE) {
-      encode(cache, first, cell, global_scale(as_type<uint>(global)));
+      encode(cache, first, cell, global_scale(as_type<uint>(tensor_scale)));
     }
 #else
     store(cache + first, count, cell);

@@ -18,7 +18,7 @@ struct Shape {
 kernel void dequantize_rows(
     const device uchar* codes [[buffer(0)]],
     const device uchar* scales [[buffer(1)]],
-    constant float& global [[buffer(2)]],
+    constant float& tensor_scale [[buffer(2)]],
     device TYPE* x [[buffer(3)]],
     constant Shape& shape [[buffer(4)]],
     uint unit [[thread_position_in_grid]]) {
@@ -52,7 +52,7 @@ kernel void dequantize_rows(
   const uint packed = load_word(codes + place), scale = scales[block];
 #if BLOCK == 16
 #if GLOBAL
-  nvfp4_decode(packed, scale, global_scale(as_type<uint>(global)), cell);
+  nvfp4_decode(packed, scale, global_scale(as_type<uint>(tensor_scale)), cell);
 #else
   nvfp4_decode(packed, scale, cell);
 #endif

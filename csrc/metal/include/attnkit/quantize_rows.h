@@ -16,7 +16,7 @@ struct Shape {
 
 kernel void quantize_rows(
     const device TYPE* x [[buffer(0)]],
-    constant float& global [[buffer(1)]],
+    constant float& tensor_scale [[buffer(1)]],
     device uchar* codes [[buffer(2)]],
     device uchar* scales [[buffer(3)]],
     constant Shape& shape [[buffer(4)]],
@@ -47,7 +47,7 @@ kernel void quantize_rows(
   load(x + (live ? place : 0), live ? CELL : 0, cell);
   uint scale;
 #if BLOCK == 16
-  const uint packed = nvfp4_encode(cell, global_scale(as_type<uint>(global)), scale);
+  const uint packed = nvfp4_encode(cell, global_scale(as_type<uint>(tensor_scale)), scale);
 #else
   const uint packed = mxfp4_encode(cell, DOWN, scale);
 #endif
