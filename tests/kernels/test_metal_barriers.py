@@ -29,6 +29,10 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def codes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class Case:
     """Runs kernels with several simdgroups and several tiles of keys: those with these ``barriers`` of the source."""
@@ -58,6 +62,21 @@ CASES = {
         "flash_attention_varlen",
         range(2),
         lambda: (normal(40, 2, 64), *2 * [normal(90, 1, 64)], ints(0, 40), ints(0, 90)),
+    ),
+    **{op: Case(op, range(0), lambda: (normal(3, 64),)) for op in ("nvfp4_quantize", "mxfp4_quantize")},
+    "nvfp4_dequantize": Case("nvfp4_dequantize", range(0), lambda: (codes(3, 32), codes(3, 4))),
+    "mxfp4_dequantize": Case("mxfp4_dequantize", range(0), lambda: (codes(3, 32), codes(3, 2))),
+    "inverse_rope_fp4": Case(
+        "inverse_rope_fp4", range(0), lambda: (normal(3, 2, 64), normal(3, 9), normal(3, 9), None, 2, "mxfp4", "128x4")
+    ),
+    "route_softmax": Case("route_softmax", range(0), lambda: (normal(5, 70), 40)),
+    "route_sqrt_softplus": Case("route_sqrt_softplus", range(0), lambda: (normal(5, 1100), normal(1100), 6)),
+    "route_hash": Case("route_hash", range(0), lambda: (normal(5, 9), ints(0, 2, 1, 1, 0), ints(*range(9)).view(3, 3))),
+    "kv_cache_write": Case(
+        "kv_cache_write", range(0), lambda: (normal(3, 192), codes(4, 260), ints(2, -1, 0), None, "fp8", 64)
+    ),
+    "kv_cache_gather": Case(
+        "kv_cache_gather", range(0), lambda: (codes(4, 260), ints(2, -1, 0, 2), None, "fp8", 192, 64)
     ),
     "known_answer": Case("known_answer", range(1), lambda: ()),
 }

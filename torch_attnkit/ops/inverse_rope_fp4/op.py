@@ -64,5 +64,16 @@ OP = Op(
                 ),
             },
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="swizzled global_scale",
+            needs={
+                "cos and sin must be of one dtype": lambda c: c.arg.cos.dtype == c.arg.sin.dtype,
+                "fewer than 2^29 scales, with the padding of the 128x4 layout": lambda c: (
+                    max(math.prod(_padded(c)) * c.arg.groups, c.dim["Tq"] * c.dim["Hq"] * c.dim["Ds"]) < 2**29
+                ),
+            },
+        ),
     ),
 )

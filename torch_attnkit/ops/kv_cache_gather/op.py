@@ -45,5 +45,14 @@ OP = Op(
                 "fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31,
             },
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="global_scale",
+            needs={
+                "dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype in (None, *_OUT),
+                "at most 2^26 rows": lambda c: c.dim["R"] <= 2**26,
+            },
+        ),
     ),
 )

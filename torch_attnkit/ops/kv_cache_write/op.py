@@ -30,5 +30,11 @@ OP = Op(
             features="global_scale",
             needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="global_scale",
+            needs={"at most 2^26 rows": lambda c: c.dim["R"] <= 2**26},
+        ),
     ),
 )

@@ -35,5 +35,11 @@ OP = Op(
             features="swizzled global_scale",
             needs={"fewer than 2^33 numbers": lambda c: math.prod(c.batch) * c.dim["K"] < 2**33},
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="swizzled global_scale",
+            needs={"fewer than 2^33 numbers": lambda c: math.prod(c.batch) * c.dim["K"] < 2**33},
+        ),
     ),
 )

@@ -36,5 +36,15 @@ OP = Op(
                 )
             },
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="swizzled global_scale",
+            needs={
+                "fewer than 2^29 scales, with the padding of the 128x4 layout": lambda c: (
+                    math.prod(padded_shape(math.prod(c.batch), c.dim["K"] // 16)) < 2**29
+                )
+            },
+        ),
     ),
 )

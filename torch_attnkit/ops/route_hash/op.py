@@ -28,5 +28,11 @@ OP = Op(
             features="renormalize",
             needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="renormalize",
+            needs={"at most 2^26 rows": lambda c: c.dim["R"] <= 2**26},
+        ),
     ),
 )

@@ -26,5 +26,11 @@ OP = Op(
             features="softmax_first renormalize",
             needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="softmax_first renormalize",
+            needs={"at most 2^26 rows": lambda c: c.dim["R"] <= 2**26},
+        ),
     ),
 )

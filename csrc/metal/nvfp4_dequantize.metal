@@ -1,0 +1,11 @@
+// E2M1 under an E4M3 scale for every 16 numbers to numbers: attnkit/dequantize_rows.h states the shapes and the grid.
+
+#include <metal_stdlib>
+using namespace metal;
+#include "attnkit/vectors.h"
+#include "attnkit/numbers.h"
+#include "attnkit/cells.h"
+#include "attnkit/e4m3.h"
+#include "attnkit/quantize.h"
+#include "attnkit/block_scales.h"
+#include "attnkit/dequantize_rows.h"
