@@ -325,7 +325,8 @@ class Fp4GroupProducts:
 
     @cute.jit
     def _stage(self, slots: Slots, slot: Int32, sums: Int32, left: Int32, k: Int32):
-        """One thread: a stage's scales to tensor memory, and up to four products, of which there are ``left``."""
+        """One thread: scales of the block's ``k``-th stage to tensor memory, and up to four products, of the ``left``
+        ones."""
         c, parts = self.c, const_expr(1 + self.c.column_tiles)
         scale_at = slots.scale_at + slot * (parts * c.scale_bytes)
         # Tile by tile along K: of each the columns of the rows' scales, then those of the columns', side by side.
