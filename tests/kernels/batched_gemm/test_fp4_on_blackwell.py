@@ -9,6 +9,7 @@ import torch
 import torch_attnkit
 from torch_attnkit.cuda import driver
 from torch_attnkit.formats import scale_layout
+from torch_attnkit.kernels.batched_gemm.problem import Fp4Problem
 from torch_attnkit.kernels.batched_gemm.sm100 import plan
 from torch_attnkit.sim import ptx
 
@@ -121,6 +122,28 @@ def test_every_work_tile(columns, tokens_are_rows, layout, monkeypatch):
     few, many = columns + 3 if columns % 128 == 0 else columns - 1, 140
     tokens, n = (many, few) if tokens_are_rows else (few, many)
     is_right(tokens, 2, 1280, n, format, layout, seed=3)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+@pytest.mark.parametrize("columns", [8, 16, 32, 64])
+@pytest.mark.parametrize("k", [1056, 2560])
+def test_slices_of_k(k, columns, layout, monkeypatch):
+    """Both blocks of a cluster have stages, the second of K = 1056 fewer, and its ring goes round with 2560."""
+    format = "nvfp4" if columns % 32 else "mxfp4"
+    made = lambda p, whole, sms: plan.Fp4Tile(p.format, columns, False, whole, 2)
+    monkeypatch.setattr(plan, "fp4", made)
+    is_right(columns - 1, 2, k, 140, format, layout, seed=columns)
+
+
+def test_few_work_tiles_are_cut():
+    """8 groups of 1024 rows are 64 work tiles; of 16 groups there are enough."""
+    for groups, slices in ((8, 2), (16, 1)):
+        steps = (0, 0), (0, 0), (0, 0)
+        given = Fp4Problem(
+            torch.device("cpu"), "nvfp4", "128x4", (False, False), torch.bfloat16, 1, groups, 4096, 1024, *steps
+        )
+        assert plan.fp4(given, True, 148).slices == slices
 
 
 def test_rings_fit_into_both_memories():

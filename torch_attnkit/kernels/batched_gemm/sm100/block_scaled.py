@@ -7,7 +7,8 @@
 
 The first operand has the 128 rows of tensor memory, the second as many columns as a work tile has: few tokens are
 columns, of many tokens either. Blocks are persistent, and of up to 128 columns there are two buffers of sums, so one is
-stored while the other is added up. A stage has columns of tensor memory of its own for its scales. What lies beyond a
+stored while the other is added up; where work tiles are few, K is in slices, a block of a cluster each, and the cluster
+adds up their sums. A stage has columns of tensor memory of its own for its scales. What lies beyond a
 tensor TMA reads as zeros; products behind K are left out, so that nothing behind the scales is multiplied.
 docs/kernels/batched_gemm.md has what limits it. Imports cutlass.
 """
@@ -79,6 +80,7 @@ class Slots(Fixed):
     sRows: cute.Tensor  # (128, bytes, stages)
     sColumns: cute.Tensor  # (columns, bytes, stages)
     scale_at: Int32  # of a stage the tiles of the rows, then those of the columns
+    sums_at: Int32  # of a cluster's block: float32 (columns, 128)
     base: cute.Pointer  # the allocator of tensor memory writes there
 
 
@@ -102,9 +104,10 @@ class Fp4GroupProducts:
         rows, columns = (tokens, features) if const_expr(c.tokens_are_rows) else (features, tokens)
         accesses = [self._access(t.codes, n) for t, n in ((rows, ROWS), (columns, c.columns))]
         work = self._work(rows, columns)
+        clusters = cutlass.min(sms, work.all) if const_expr(c.slices == 1) else work.all
         self.kernel(rows, columns, *accesses, mTokenGlobal, mFeatureGlobal, mOut).launch(
-            grid=[cutlass.min(sms, work.all), 1, 1], block=[c.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
-            preferred_smem_carveout=100, use_pdl=c.early,
+            grid=[clusters * c.slices, 1, 1], block=[c.threads, 1, 1], cluster=[c.slices, 1, 1], stream=stream,
+            min_blocks_per_mp=1, preferred_smem_carveout=100, use_pdl=c.early,
         )  # fmt: skip
 
     def _box(self, rows: int) -> cute.Layout:
@@ -138,10 +141,14 @@ class Fp4GroupProducts:
         tmem.after_sync()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        work = self._work(rows, columns)._replace(first=cute.arch.block_idx()[0], step=cute.arch.grid_dim()[0])
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        work = self._work(rows, columns)._replace(first=block // self.c.slices, step=blocks // self.c.slices)
         numbers = Int32(rows.codes.shape[2]) * 2
         if warp < STORE_WARPS:
-            self._store(mTokenGlobal, mFeatureGlobal, mOut, work, slots, warp)
+            if const_expr(self.c.slices > 1):
+                self._leave(slots, warp)
+            else:
+                self._store(mTokenGlobal, mFeatureGlobal, mOut, work, slots, warp)
         elif warp == _LOAD_WARP:
             self._load(rows, columns, row_access, column_access, work, numbers, slots)
         elif warp == _PRODUCT_WARP:
@@ -150,11 +157,22 @@ class Fp4GroupProducts:
             if warp >= _SCALE_WARP:
                 self._bring_scales(rows, columns, work, numbers, slots)
         tmem.before_sync()
-        cute.arch.barrier()
+        self._meet()
         tmem.after_sync()
+        if const_expr(self.c.slices > 1):
+            self._total(mTokenGlobal, mFeatureGlobal, mOut, work.tile(work.first), slots)
+            self._meet()  # none may leave while the other reads its memory
         if warp == _PRODUCT_WARP:
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
+
+    def _meet(self) -> None:
+        """All threads of the cluster."""
+        if const_expr(self.c.slices > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier()
 
     @cute.jit
     def _slots(self, warp: Int32):
@@ -170,18 +188,26 @@ class Fp4GroupProducts:
             return memory.allocate_tensor(Uint8, layout, 1024, swizzle=cute.make_swizzle(3, 4, 3))
 
         scale_at = memory.allocate(c.stages * (1 + c.column_tiles) * c.scale_bytes, 128).toint()
-        return Slots(**made, sRows=staged(ROWS), sColumns=staged(c.columns), scale_at=scale_at, base=base)
+        sums_at = memory.allocate(max(c.sum_bytes, 16), 16).toint()
+        return Slots(
+            **made, sRows=staged(ROWS), sColumns=staged(c.columns), scale_at=scale_at, sums_at=sums_at, base=base
+        )
 
-    def _steps(self, numbers: Int32) -> Int32:
-        """Stages of a work tile."""
-        return (numbers + (scaled.ROW_NUMBERS - 1)) // scaled.ROW_NUMBERS
+    def _steps(self, numbers: Int32) -> tuple[Int32, Int32]:
+        """The stages of a work tile, by number along K, or those of the block's slice: first and end."""
+        steps = (numbers + (scaled.ROW_NUMBERS - 1)) // scaled.ROW_NUMBERS
+        if const_expr(self.c.slices == 1):
+            return Int32(0), steps
+        each = (steps + (self.c.slices - 1)) // self.c.slices
+        first = cute.arch.block_idx()[0] % self.c.slices * each
+        return first, cutlass.min(first + each, steps)
 
     @cute.jit
     def _load(
         self, rows: Coded, columns: Coded, row_access: Access, column_access: Access, work: Work, numbers: Int32,
         slots: Slots,
     ):  # fmt: skip
-        c, n, steps = self.c, Int32(0), self._steps(numbers)
+        c, n, (first, end) = self.c, Int32(0), self._steps(numbers)
         for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
             tile = work.tile(unit)
             gRows = cute.local_tile(row_access.rows[None, None, tile.group], (ROWS, STEP_BYTES), (tile.row, None))
@@ -190,7 +216,7 @@ class Fp4GroupProducts:
             )
             tRs, tRg = copies.tma_partition(row_access.atom, 0, 1, slots.sRows, gRows)  # (box, stages), (box, steps)
             tCs, tCg = copies.tma_partition(column_access.atom, 0, 1, slots.sColumns, gColumns)
-            for k in cutlass.range(steps, unroll=1):
+            for k in cutlass.range(first, end, unroll=1):
                 slot = slots.codes.slot(n)
                 full = slots.codes.await_empty(n)
                 tiles = cutlass.min(numbers // self.format.tile_numbers - k * c.tiles, Int32(c.tiles))
@@ -227,13 +253,13 @@ class Fp4GroupProducts:
     def _bring_scales(self, rows: Coded, columns: Coded, work: Work, numbers: Int32, slots: Slots):
         """A thread has a row of every 128, and four of its scales at a time. Half of the stages are on their way: of
         the others, products may run and wait."""
-        c, n, steps = self.c, Int32(0), self._steps(numbers)
+        c, n, (first, end) = self.c, Int32(0), self._steps(numbers)
         late = const_expr(c.stages // 2)
         thread = op.thread_index() % ROWS
         place = scaled.word_of_row(thread)
         for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
             tile = work.tile(unit)
-            for k in cutlass.range(steps, unroll=1):
+            for k in cutlass.range(first, end, unroll=1):
                 slots.codes.await_empty(n)
                 to = slots.scale_at + slots.codes.slot(n) * ((1 + c.column_tiles) * c.scale_bytes) + place
                 self._words(rows, tile.group, tile.row * ROWS + thread, k, numbers, to)
@@ -276,19 +302,21 @@ class Fp4GroupProducts:
 
     @cute.jit
     def _multiply(self, work: Work, numbers: Int32, slots: Slots):
-        c, n, done, steps = self.c, Int32(0), Int32(0), self._steps(numbers)
+        c, n, done, (first, end) = self.c, Int32(0), Int32(0), self._steps(numbers)
         products = (numbers + (scaled.K - 1)) // scaled.K
         for _unit in cutlass.range(work.first, work.all, work.step, unroll=1):
             slots.sums.await_empty(done)
             tmem.after_sync()
             sums = slots.sums.slot(done) * c.columns
-            for k in cutlass.range(steps, unroll=1):
+            for k in cutlass.range(first, end, unroll=1):
                 slots.codes.wait(n)
                 if const_expr(not c.whole):
                     slots.scales.wait(n)
                 tmem.after_sync()
                 with cute.arch.elect_one():
-                    self._stage(slots, slots.codes.slot(n), sums, products - k * (scaled.ROW_NUMBERS // scaled.K), k)
+                    self._stage(
+                        slots, slots.codes.slot(n), sums, products - k * (scaled.ROW_NUMBERS // scaled.K), k - first
+                    )
                     tcgen05.commit(slots.codes.empty + slots.codes.slot(n))
                 n += 1
             with cute.arch.elect_one():
@@ -297,7 +325,8 @@ class Fp4GroupProducts:
 
     @cute.jit
     def _stage(self, slots: Slots, slot: Int32, sums: Int32, left: Int32, k: Int32):
-        """One thread: a stage's scales to tensor memory, and up to four products, of which there are ``left``."""
+        """One thread: scales of the block's ``k``-th stage to tensor memory, and up to four products, of the ``left``
+        ones."""
         c, parts = self.c, const_expr(1 + self.c.column_tiles)
         scale_at = slots.scale_at + slot * (parts * c.scale_bytes)
         # Tile by tile along K: of each the columns of the rows' scales, then those of the columns', side by side.
@@ -327,9 +356,7 @@ class Fp4GroupProducts:
     ):  # fmt: skip
         """A thread has a row's sums."""
         c, done = self.c, Int32(0)
-        inverses = []
-        for given, divisor in zip(self.divisors, (mTokenGlobal, mFeatureGlobal), strict=True):
-            inverses += [fp4.divide(Float32(1), divisor[0])] if const_expr(given) else []
+        inverses = self._inverses(mTokenGlobal, mFeatureGlobal)
         for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
             tile = work.tile(unit)
             slots.sums.wait(done)
@@ -348,6 +375,56 @@ class Fp4GroupProducts:
             cute.arch.sync_warp()
             slots.sums.release(done)
             done += 1
+
+    @cute.jit
+    def _leave(self, slots: Slots, warp: Int32):
+        """Of a slice: a row's sums where the cluster's blocks read them."""
+        c = self.c
+        slots.sums.wait(Int32(0))
+        tmem.after_sync()
+        count = const_expr(min(_AT_ONCE, c.columns))
+        row_at = slots.sums_at + op.thread_index() % ROWS * 4
+        for at in cutlass.range(0, c.columns, count, unroll=1):
+            values = tmem.load(tmem.lanes(at, warp), count)
+            tmem.await_loads()
+            for i in cutlass.range_constexpr(count):
+                pointer = cute.make_ptr(
+                    Float32, row_at + (at + i) * (ROWS * 4), cute.AddressSpace.smem, assumed_align=4
+                )
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = values[i]
+
+    @cute.jit
+    def _total(
+        self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor, mOut: cute.Tensor, tile: WorkTile, slots: Slots
+    ):
+        """This block's share of the columns, which are tokens: sums of all slices, four neighbouring features a
+        thread."""
+        c, (tokens, groups, n) = self.c, (Int32(size) for size in mOut.shape)
+        share, fours = const_expr(c.columns // c.slices), const_expr(ROWS // 4)
+        inverses = self._inverses(mTokenGlobal, mFeatureGlobal)
+        width = const_expr(min(self.even, 4))
+        for unit in cutlass.range(op.thread_index(), share * fours, c.threads, unroll=1):
+            column, row = cute.arch.block_idx()[0] % c.slices * share + unit // fours, unit % fours * 4
+            at = slots.sums_at + (column * ROWS + row) * 4
+            parts = [op.load_cluster_floats(4, op.cluster_address(at, Int32(i)), Int32(1)) for i in range(c.slices)]
+            token, feature = tile.column * c.columns + column, tile.row * ROWS + row
+            out = mOut.iterator + ((Int64(token) * groups + tile.group) * n + feature)
+            for i in cutlass.range_constexpr(0, 4, width):
+                if (token < tokens) & (feature + i < n):
+                    rOut = cute.make_rmem_tensor(width, mOut.element_type)
+                    for j in cutlass.range_constexpr(width):
+                        value = parts[0][i + j]
+                        for part in parts[1:]:
+                            value = value + part[i + j]
+                        for inverse in inverses:
+                            value = value * inverse
+                        rOut[j] = value.to(mOut.element_type)
+                    copies.store(rOut, out + i)
+
+    def _inverses(self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor) -> list[Float32]:
+        """What sums are multiplied by for global scales."""
+        given = zip(self.divisors, (mTokenGlobal, mFeatureGlobal), strict=True)
+        return [fp4.divide(Float32(1), divisor[0]) for there, divisor in given if there]
 
     @cute.jit
     def _store_row(self, mOut: cute.Tensor, tile: WorkTile, row: Int32, column: Int32, results: list[Any]):

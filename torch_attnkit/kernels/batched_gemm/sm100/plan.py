@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem import Fp4Problem, Problem
 
@@ -19,6 +19,9 @@ _PRODUCTS, _L2 = 16384, 40
 # Instructions, and so clocks, that 32 columns of sums take to be stored: a thread has a token's neighbouring features
 # and stores them together, or a feature of several tokens and stores each by itself.
 _STORED = {True: 60, False: 160}
+# Slices of K that there may be, of up to so many columns; and clocks for a cluster to start, meet and read its sums: a
+# microsecond, as on Hopper.
+_SLICES, _MOST_SLICED, _MEETING = 2, 64, 1900
 
 
 def tile(problem: Problem, sms: int) -> None:
@@ -33,6 +36,7 @@ class Fp4Tile:
     columns: int
     tokens_are_rows: bool
     whole: bool  # scales are whole tiles of the 128x4 layout, which bulk copies bring
+    slices: int = 1  # of K: blocks of a cluster, which have one work tile and add up their sums
     early: bool = True  # whether the launch begins while the one before it ends
 
     @property
@@ -69,8 +73,13 @@ class Fp4Tile:
     def stages(self) -> int:
         """As many as both memories hold: a stage has columns of tensor memory of its own for its scales."""
         parts = 1 + self.column_tiles
-        shared = _SHARED // (self.code_bytes + parts * self.scale_bytes)
+        shared = (_SHARED - self.sum_bytes) // (self.code_bytes + parts * self.scale_bytes)
         return min(_MOST_STAGES, shared, (_TENSOR_COLUMNS - self.first_scales) // (parts * self.scale_columns))
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of shared memory, by which the blocks of a cluster read each other's sums."""
+        return ROWS * self.columns * 4 if self.slices > 1 else 0
 
     @property
     def first_scales(self) -> int:
@@ -91,15 +100,25 @@ def fp4(problem: Fp4Problem, whole: bool, sms: int) -> Fp4Tile:
         others = p.n if tokens_are_rows else p.tokens
         # A work tile whose columns are no multiple of 128 has all of them: the scales of 128 are copied together.
         fitting = [c for c in COLUMNS if c % ROWS == 0 or c >= others]
-        return [Fp4Tile(p.format, c, tokens_are_rows, whole) for c in fitting]
+        found = [Fp4Tile(p.format, c, tokens_are_rows, whole) for c in fitting]
+        if not tokens_are_rows and p.k > 2 * STEP_BYTES * _SLICES:
+            few = [t for t in found if t.columns <= _MOST_SLICED and _tiles(p, t) * _SLICES <= sms]
+            found += [replace(t, slices=_SLICES) for t in few]
+        return found
 
     def cost(tile: Fp4Tile) -> float:
-        rows, columns = (p.tokens, p.n) if tile.tokens_are_rows else (p.n, p.tokens)
-        tiles = p.groups * -(-rows // ROWS) * -(-columns // tile.columns)
-        steps = -(-p.k // 64)
+        tiles = _tiles(p, tile)
+        steps = -(-p.k // (64 * tile.slices))
         work = steps * max(ROWS * tile.columns * 64 / _PRODUCTS, (ROWS + tile.columns) * 32 / _L2)
         stored = tile.columns / 32 * _STORED[tile.tokens_are_rows]
         waves = -(-tiles // sms)
-        return waves * (max(work, stored) if tile.buffers == 2 else work + stored)
+        meeting = _MEETING if tile.slices > 1 else 0
+        return waves * (max(work, stored) if tile.buffers == 2 else work + stored) + meeting
 
     return min(made(False) + made(True), key=cost)
+
+
+def _tiles(p: Fp4Problem, tile: Fp4Tile) -> int:
+    """Work tiles."""
+    rows, columns = (p.tokens, p.n) if tile.tokens_are_rows else (p.n, p.tokens)
+    return p.groups * -(-rows // ROWS) * -(-columns // tile.columns)

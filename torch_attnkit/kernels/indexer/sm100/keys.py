@@ -11,7 +11,7 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.sm100 import block_scaled
 from torch_attnkit.cuda.sm100.products import swizzled
 
-from ..entries import Tensors, find
+from ..pages import Tensors, find
 from .plan import KEYS, ROWS
 
 _CHUNK = 16  # bytes

@@ -27,7 +27,7 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import block_scaled, products, tmem
 
-from ..entries import Tensors
+from ..pages import Tensors
 from . import keys, tokens
 from .plan import KEYS, MOST_TOKENS, ROWS, TILES, Config
 from .tokens import Tokens

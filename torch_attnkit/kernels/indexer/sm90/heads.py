@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 
-from ..entries import Tensors
+from ..pages import Tensors
 from .keys import QUAD
 
 _LANES = 32

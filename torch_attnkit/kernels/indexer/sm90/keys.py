@@ -20,7 +20,7 @@ from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90.softmax import transpose_quads
 
-from ..entries import Tensors, find
+from ..pages import Tensors, find
 from .plan import Config
 
 QUAD = 4  # lanes that share a row

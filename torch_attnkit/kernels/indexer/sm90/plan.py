@@ -136,8 +136,8 @@ class StreamConfig:
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """Of the kernel for few tokens of one request that selects, too: how keys ``stream``, and the ``room`` for a token's
-    scores in a block."""
+    """Of the kernel for few tokens of one request that selects, too: how keys ``stream``, and the ``room`` for a
+    token's scores in a block."""
 
     stream: StreamConfig
     room: int

@@ -25,7 +25,7 @@ from cutlass.tensor_utils import LayoutEnum
 from torch_attnkit.cuda import copies, fake
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
-from ..entries import Tensors
+from ..pages import Tensors
 from . import heads
 from .keys import QUAD, load, prefetch
 from .plan import MOST_TOKENS, Config

@@ -30,7 +30,7 @@ from torch_attnkit.cuda.ring import Fixed
 
 from ...topk.bins import lanes_below, running_sum
 from ...topk.kernel import number, ones, plain
-from ..entries import Tensors
+from ..pages import Tensors
 from .plan import BINS, BITS, BOX, CONSUMERS, GROUP, GROUPS, LINE, PASSES, SUMS, TILE, SelectConfig
 from .stream import QUERIES, Stream
 

@@ -27,7 +27,7 @@ from torch_attnkit.cuda import copies, fake, l2
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
-from ..entries import Tensors
+from ..pages import Tensors
 from . import heads
 from .keys import QUAD
 from .plan import BOX, CONSUMERS, MOST_REQUESTS, TILE, StreamConfig
