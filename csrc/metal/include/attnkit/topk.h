@@ -193,7 +193,6 @@ inline Choice choose(
     } else if (pass == PASSES - 1) {
       return Choice{last, wanted};
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // ``found`` has been read
   }
   return Choice{HIDDEN, 0u};
 }
@@ -250,7 +249,6 @@ inline Choice choose(
   }
   below = simd_sum(below);
   equal = simd_sum(equal);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the sums of the last pass have been read
   if (lane == 0) {
     sums[simd] = below;
     sums[SIMDS + simd] = equal;
