@@ -20,10 +20,11 @@ from torch_attnkit.mps import library
 from .problem import Operands, Problem
 
 DTYPES = "bf16 f16 f32"
-# Head sizes: of 128 columns, each simdgroup has a slice, of 64 all of them.
-DIMS = (64, 128, 256, 512)
+# Head sizes: multiples of the 128 columns that a simdgroup has.
+DIMS, _SLICE = (128, 256, 512), 128
 MOST = 1 << 30  # of windows and lists: sums of two stay in 32 bits
-_MOST_HEADS = 32  # of a threadgroup: with 512 columns Q' and O' of 32 heads are half of a core's registers
+# Heads of a threadgroup: Q' and O' of 32 heads with 512 columns are half of a core's registers.
+_MOST_HEADS, _MOST_COLUMNS = 64, 32 * 512
 _TILE_BYTES = 16384  # of the rows of a tile; what else there is fits beside them into 32 KB
 _MOST_KEYS = 32  # of a tile
 _LEAST_KEYS = 128  # of a split, so that its partial result is a smaller part of what it reads
@@ -66,22 +67,22 @@ def keys_of(dim: int, itemsize: int) -> int:
 
 def simdgroups(dim: int, heads: int) -> int:
     """Of a threadgroup with so many heads, a multiple of 8."""
-    return heads // 8 * max(1, dim // 128)
+    return heads // 8 * (dim // _SLICE)
 
 
 def threadgroup_bytes(dim: int, itemsize: int, heads: int, keys: int) -> int:
     """Threadgroup memory of ``sparse_rows``: a tile's rows, its places and the next one's, sums of columns."""
-    sums = simdgroups(dim, heads) * keys // 8 * 32 if dim > 128 else 1
+    sums = simdgroups(dim, heads) * keys // 8 * 32 if dim > _SLICE else 1
     return keys * (dim * itemsize + 32) + 2 * keys * 8 + sums * 8
 
 
-def heads_of(heads: int, tokens: int) -> int:
+def heads_of(dim: int, heads: int, tokens: int) -> int:
     """Heads of a threadgroup, a multiple of 8: fewer where there are few tokens, because threadgroups share keys by a
     cache, and partial results by memory."""
-    most = _MOST_HEADS
+    most = min(_MOST_HEADS, _MOST_COLUMNS // dim)
     while most > 16 and tokens * -(-heads // most) < _ENOUGH:
         most //= 2
-    return min(most, -(-heads // 8) * 8 if heads <= 16 else most)
+    return min(most, -(-heads // 8) * 8)
 
 
 def splits_of(keys: int, groups: int) -> int:
@@ -107,7 +108,7 @@ def launcher(source: str, problem: Problem, layout: Layout, target: Target) -> C
         ]  # fmt: skip
 
     def variant(width: int) -> metal.Launch:
-        heads = heads_of(p.heads, p.tokens)
+        heads = heads_of(p.dim, p.heads, p.tokens)
         while True:
             groups = -(-p.heads // heads)
             splits = splits_of(p.keys, groups * p.tokens)

@@ -8,6 +8,7 @@ be most of the row, one threadgroup reads the row anew for every pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -40,8 +41,10 @@ def _nothing(operands: Operands) -> None:
     operands.indices.fill_(-1)
 
 
-def launcher(source: str, problem: Problem, target: Target) -> Callable[[Operands], None]:
-    """What solves ``problem`` with the kernel of ``csrc/metal/<source>.metal``."""
+def launcher(
+    source: str, problem: Problem, target: Target, *, defines: dict[str, Any] | None = None
+) -> Callable[[Operands], None]:
+    """What solves ``problem`` with the kernel of ``csrc/metal/<source>.metal``, specialised by ``defines``, too."""
     p = problem
     if p.rows == 0:
         return lambda operands: None
@@ -57,8 +60,9 @@ def launcher(source: str, problem: Problem, target: Target) -> Callable[[Operand
             kept = 0 if kept > KEPT else max(kept, 1)
             simds = simds if kept else min(_STREAMING, most)
             built = library.load(
-                source, target, TYPE=p.dtype, SIMDS=simds, KEPT=kept, LISTED=listed, RAGGED=p.ragged
-            )
+                source, target, TYPE=p.dtype, SIMDS=simds, KEPT=kept, LISTED=listed, RAGGED=p.ragged,
+                **(defines or {}),
+            )  # fmt: skip
             limit = power_below(metal.most_simdgroups(built, KERNEL))
             if simds <= limit:
                 break

@@ -23,9 +23,15 @@ inline float e2m1_number(uint code) {
   return (code & 8u) != 0u ? -x : x;
 }
 
-// x * 2^(byte - 127), which is NaN for 255. By two powers, because 2^-127 is no normal float; exact where the result is.
+// Two numbers whose product is 2^(byte - 127), because 2^-127 is no normal float; NaN for 255.
+inline float2 powers_of(uint byte) {
+  const uint first = byte / 2u;
+  const float x = as_type<float>((first + 64u) << 23);
+  return float2(byte == 255u ? NAN : x, as_type<float>((byte - first + 63u) << 23));
+}
+
+// x * 2^(byte - 127), exact where the result is.
 inline float times_power(float x, uint byte) {
-  const uint half_of = byte / 2u;
-  const float y = x * as_type<float>((half_of + 64u) << 23) * as_type<float>((byte - half_of + 63u) << 23);
-  return byte == 255u ? NAN : y;
+  const float2 powers = powers_of(byte);
+  return x * powers.x * powers.y;
 }
