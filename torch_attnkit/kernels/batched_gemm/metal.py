@@ -75,9 +75,8 @@ def launcher(
         sizes = (math.prod(scale_layout.padded_shape(m, p.k // _BLOCK[format])) for m in (p.tokens, p.n))
         x_size, weight_size = sizes
         scales = Scales((0, x_size), (weight_size, 0))
-    shape = [
-        p.tokens, p.groups, p.k, p.n, *p.x, *p.weight, *scales.x, *scales.weight,
-    ]  # fmt: skip
+    shape = [p.tokens, p.groups, p.k, p.n, *p.x, *p.weight, *scales.x, *scales.weight]
+    one = torch.ones(1, dtype=torch.float32, device=p.device)  # in the slot of a divisor that a call does not have
 
     def variant(width: int) -> metal.Launch:
         simds = _SIMDGROUPS
@@ -98,8 +97,9 @@ def launcher(
     run = metal.by_alignment(variant, (p.k, *p.x, *p.weight))
 
     def launch(o: Operands) -> None:
-        x_scale, weight_scale = (_scale(t, swizzled) if coded else o.x for t in (o.x_scale, o.weight_scale))
-        divisors = [o.out if t is None else t for t in (o.x_global, o.weight_global)]
+        unused = o.out.view(torch.uint8)  # in the slots of what a call does not have
+        x_scale, weight_scale = (_scale(t, swizzled) if coded else unused for t in (o.x_scale, o.weight_scale))
+        divisors = [one if t is None else t for t in (o.x_global, o.weight_global)]
         run((o.x, o.weight), (o.x, o.weight, x_scale, weight_scale, *divisors, o.out))
 
     return launch
