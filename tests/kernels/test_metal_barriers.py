@@ -59,6 +59,31 @@ CASES = {
         range(2),
         lambda: (normal(40, 2, 64), *2 * [normal(90, 1, 64)], ints(0, 40), ints(0, 90)),
     ),
+    "indexer_topk": Case("indexer_topk", range(5), lambda: (normal(2, 300), None, 7)),
+    "indexer_scores": Case(
+        "indexer_scores",
+        range(1),
+        lambda: (normal(2, 70, 64).half(), normal(1, 90, 64).half(), normal(2, 70), ints(90, 80)),
+    ),
+    "indexer_select": Case(
+        "indexer_select",
+        range(6),
+        lambda: (
+            normal(2, 70, 64).half(),
+            normal(1, 300, 64).half(),
+            normal(2, 70),
+            ints(300, 280),
+            *4 * [None],
+            "none",
+            7,
+        ),
+    ),
+    "sparse_fmha_with_swa": Case(
+        "sparse_fmha_with_swa", range(3), lambda: (normal(1, 9, 256), normal(1, 50, 256), ints(40))
+    ),
+    "grouped_output_projection": Case(
+        "grouped_output_projection", range(1), lambda: (normal(9, 2, 300).half(), normal(2, 40, 300).half())
+    ),
     "known_answer": Case("known_answer", range(1), lambda: ()),
 }
 

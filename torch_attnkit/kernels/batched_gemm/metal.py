@@ -55,9 +55,7 @@ def threadgroup_bytes(cut: Cut) -> int:
     return 2 * 8 * cut.columns * _CHUNK * 2
 
 
-def launcher(
-    source: str, problem: Problem | Fp4Problem, scales: Scales, target: Target
-) -> Callable[[Operands], None]:
+def launcher(source: str, problem: Problem | Fp4Problem, scales: Scales, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` with the kernel of ``csrc/metal/<source>.metal``."""
     p = problem
     coded = isinstance(p, Fp4Problem)

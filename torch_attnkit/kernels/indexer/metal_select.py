@@ -14,9 +14,7 @@ from . import metal as scores
 from .select import Operands, Selection
 
 
-def launcher(
-    source: str, problem: Selection, steps: scores.Steps, target: Target
-) -> Callable[[Operands], None]:
+def launcher(source: str, problem: Selection, steps: scores.Steps, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` with the kernels of ``csrc/metal/<source>.metal``."""
     p = problem.scores
     score = scores.launcher(source, p, steps, target, defines=dict(CHOOSES=False))

@@ -6,7 +6,6 @@ cache has to hold no more than its keys. Few tokens split their keys, and a seco
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ DIMS, _SLICE = (128, 256, 512), 128
 MOST = 1 << 30  # of windows and lists: sums of two stay in 32 bits
 # Heads of a threadgroup: Q' and O' of 32 heads with 512 columns are half of a core's registers.
 _MOST_HEADS, _MOST_COLUMNS = 64, 32 * 512
-_TILE_BYTES = 16384  # of the rows of a tile; what else there is fits beside them into 32 KB
+_MOST_BYTES = 32768  # of threadgroup memory, on every Apple GPU
 _MOST_KEYS = 32  # of a tile
 _LEAST_KEYS = 128  # of a split, so that its partial result is a smaller part of what it reads
 _ENOUGH = 96  # threadgroups that keep the largest chips busy: 80 cores with one or two each
@@ -60,11 +59,6 @@ class Layout:
     list_row: int
 
 
-def keys_of(dim: int, itemsize: int) -> int:
-    """Keys of a tile: a multiple of 8 whose rows have room."""
-    return min(_MOST_KEYS, _TILE_BYTES // (dim * itemsize) // 8 * 8)
-
-
 def simdgroups(dim: int, heads: int) -> int:
     """Of a threadgroup with so many heads, a multiple of 8."""
     return heads // 8 * (dim // _SLICE)
@@ -72,8 +66,14 @@ def simdgroups(dim: int, heads: int) -> int:
 
 def threadgroup_bytes(dim: int, itemsize: int, heads: int, keys: int) -> int:
     """Threadgroup memory of ``sparse_rows``: a tile's rows, its places and the next one's, sums of columns."""
-    sums = simdgroups(dim, heads) * keys // 8 * 32 if dim > _SLICE else 1
+    sums = simdgroups(dim, heads) * keys // 8 * 32 if dim > _SLICE else 0
     return keys * (dim * itemsize + 32) + 2 * keys * 8 + sums * 8
+
+
+def keys_of(dim: int, itemsize: int, heads: int) -> int:
+    """Keys of a tile: a multiple of 8 for which there is room."""
+    fits = lambda keys: threadgroup_bytes(dim, itemsize, heads, keys) <= _MOST_BYTES
+    return next(keys for keys in range(_MOST_KEYS, 0, -8) if fits(keys))
 
 
 def heads_of(dim: int, heads: int, tokens: int) -> int:
@@ -96,7 +96,6 @@ def launcher(source: str, problem: Problem, layout: Layout, target: Target) -> C
     if p.tokens * p.heads == 0:
         return lambda operands: None
     fp = kv_cache.FORMATS.index(p.format)
-    keys = keys_of(p.dim, p.dtype.itemsize)
     entries, capacity = (n if p.requests else 0 for n in (p.entries, p.capacity))
     rows = p.tokens * p.heads
 
@@ -110,7 +109,7 @@ def launcher(source: str, problem: Problem, layout: Layout, target: Target) -> C
     def variant(width: int) -> metal.Launch:
         heads = heads_of(p.dim, p.heads, p.tokens)
         while True:
-            groups = -(-p.heads // heads)
+            groups, keys = -(-p.heads // heads), keys_of(p.dim, p.dtype.itemsize, heads)
             splits = splits_of(p.keys, groups * p.tokens)
             built = library.load(
                 source, target, TYPE=p.dtype, OUT_TYPE=torch.float32 if splits > 1 else p.dtype, DIM=p.dim,

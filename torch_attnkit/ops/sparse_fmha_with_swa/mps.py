@@ -16,7 +16,8 @@ from .problem import operands, problem
 def build(call: Call, target: Target) -> Callable[..., None]:
     a = call.arg
     layout = metal.Layout(
-        *a.q.stride()[:2],
+        q_token=a.q.stride(0),
+        q_head=a.q.stride(1),
         near=_cache(a.swa_kv, a.swa_block_table),
         far=_cache(a.compressed_kv, a.compressed_block_table),
         list_row=0 if a.topk_indices is None else a.topk_indices.stride(0),
@@ -28,6 +29,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 def _cache(rows: torch.Tensor | None, table: torch.Tensor | None) -> metal.Cache:
     if rows is None:
         return metal.Cache(0, 0)
+    first, key, _ = rows.stride()
     if table is None:
-        return metal.Cache(*rows.stride()[:2])
-    return metal.Cache(*rows.stride()[:2], rows.shape[1], rows.shape[0], table.stride(0))
+        return metal.Cache(first, key)
+    return metal.Cache(first, key, rows.shape[1], rows.shape[0], table.stride(0))
