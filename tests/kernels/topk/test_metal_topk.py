@@ -78,6 +78,27 @@ def test_a_length_leaves_out_what_lies_behind_it():
     assert report.buffers["scores"] == (130 * 4, 0)
 
 
+def test_parts_fill_the_machine_and_leave_much_fewer_to_choose_among():
+    assert [topk.part_of(n, 1, 512) for n in (16384, 16385, 65536, 1 << 20)] == [16384, 8192, 4096, 8192]
+    assert [topk.part_of(n, 4096, 512) for n in (16384, 65536)] == [16384, 16384]
+    assert topk.part_of(17000, 1, 9000) == 17000 and topk.part_of(65536, 1, 1024) == 8192
+    for entries in (16385, 70000, 1 << 20, 1 << 29):
+        for rows in (1, 100):
+            for chosen in (1, 512, 2048, 5000):
+                part = topk.part_of(entries, rows, chosen)
+                assert part == entries or (part <= 16384 and -(-entries // part) * chosen * 8 <= entries)
+
+
+@pytest.mark.proof
+def test_a_list_of_the_best_of_many_parts_is_cut_into_parts_again():
+    x = torch.randint(-300, 300, (1, 70000), generator=torch.Generator().manual_seed(0)).float()
+    got, reports = simulated(x, topk=511)
+    assert len(reports) == 2 and torch.equal(got, op(x, topk=511))
+    x = x.repeat(1, 4)
+    got, reports = simulated(x, torch.tensor([250001], dtype=torch.int32), topk=511)
+    assert len(reports) == 3 and torch.equal(got, op(x, torch.tensor([250001], dtype=torch.int32), topk=511))
+
+
 @pytest.mark.parametrize("most", [1, 4, 32])
 @pytest.mark.parametrize("entries", [1, 130, 520, 16384, 16385])
 def test_every_score_has_a_thread(entries: int, most: int):

@@ -1,8 +1,8 @@
 """Top-k on Metal, ``attnkit/topk.h``: how rows are cut into threadgroups.
 
-A row that the registers of a threadgroup hold is read once. A longer one is cut into parts that they hold: a first
-launch leaves the K best of each, a second one chooses among these. Where the K best are most of a part, or a part would
-be most of the row, one threadgroup reads the row anew for every pass.
+A row that the registers of a threadgroup hold is read once. A longer one is cut into parts that they hold: a launch
+leaves the K best of each, another one chooses among these, in parts again if there are many. Where the K best would be
+most of a part, one threadgroup reads the row anew for every pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ DTYPES = "bf16 f16 f32"
 KERNEL = "topk_rows"
 KEPT = 16  # scores of a thread that its registers hold beside what it computes with
 _LEAST_SIMDGROUPS, _MOST_SIMDGROUPS = 4, 32  # powers of two: threads that share 2048 counters evenly
-_SHRINKS = 4  # a list of the best of all parts is at most this part of the row
+_HELD = metal.SIMD * _MOST_SIMDGROUPS * KEPT  # scores that the registers of a threadgroup hold
+_LEAST_PART = 2048  # scores, a simdgroup or more: less than that is not worth a launch
+_ENOUGH = 128  # threadgroups that keep the largest chips busy: 80 cores with one or two each
+_SHRINKS = 8  # of so many entries of a row one is left on a list, or fewer
 _STREAMING = 32  # simdgroups of a row that is read anew for every pass
 
 
@@ -30,6 +33,15 @@ def simdgroups(entries: int, most: int) -> int:
     """Of a threadgroup whose registers shall hold so many scores, if they can; a power of two."""
     wanted = -(-entries // (metal.SIMD * KEPT))
     return min(max(_LEAST_SIMDGROUPS, 1 << max(0, wanted - 1).bit_length()), most)
+
+
+def part_of(entries: int, rows: int, topk: int) -> int:
+    """Entries of a threadgroup: all, unless parts that registers hold leave much fewer to choose among."""
+    shrinks = lambda part: -(-entries // part) * topk * _SHRINKS <= entries
+    part = _HELD
+    while part > _LEAST_PART and rows * -(-entries // part) < _ENOUGH and shrinks(part // 2):
+        part //= 2
+    return part if entries > _HELD and shrinks(part) else entries
 
 
 def power_below(n: int) -> int:
@@ -71,25 +83,19 @@ def launcher(
         shape = [entries, p.topk, part, p.step, p.entries]
         return metal.launcher(built, KERNEL, (p.rows, parts, 1), simds * metal.SIMD), shape, parts
 
-    part = metal.SIMD * KEPT * _MOST_SIMDGROUPS
-    parts = -(-p.entries // part)
-    if parts * p.topk * _SHRINKS > p.entries:
-        part = max(p.entries, 1)  # one part: the row
-    first, shape, parts = stage(p.entries, part, listed=False)
-    if parts == 1:
-
-        def whole(o: Operands) -> None:
-            length = metal.bound(o.length, o.indices)
-            first((o.scores, length, o.indices, o.indices, shape))
-
-        return whole
-    listed = parts * p.topk
-    second, second_shape, _ = stage(listed, listed, listed=True)
+    entries, stages = p.entries, []
+    while (part := part_of(entries, p.rows, p.topk)) < entries:
+        stages.append(stage(entries, part, listed=bool(stages)))
+        entries = stages[-1][2] * p.topk
+    stages.append(stage(entries, entries, listed=bool(stages)))
 
     def launch(o: Operands) -> None:
-        length = metal.bound(o.length, o.indices)
-        best = torch.empty(p.rows, listed, dtype=torch.int32, device=o.indices.device)  # (T, parts * K)
-        first((o.scores, length, o.indices, best, shape))
-        second((o.scores, length, best, o.indices, second_shape))
+        length, found = metal.bound(o.length, o.indices), o.indices
+        for i, (choose, shape, parts) in enumerate(stages):
+            out = o.indices
+            if i < len(stages) - 1:
+                out = torch.empty(p.rows, parts * p.topk, dtype=torch.int32, device=out.device)  # (T, parts * K)
+            choose((o.scores, length, found, out, shape))
+            found = out
 
     return launch
