@@ -14,7 +14,6 @@ from torch_attnkit import paths
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import known_answer, library
-from torch_attnkit.parity import reference_of
 from torch_attnkit.sim import metal
 
 pytestmark = pytest.mark.simulator
@@ -101,9 +100,6 @@ def run(case: Case) -> None:
         call = op.bind(values)
         outs = [torch.empty(shape, dtype=dtype) for shape, dtype in op.outputs(call)]
         op.module("mps").build(call, METAL)(*values, *outs)
-    # Atomic operations are no race, whoever comes first.
-    if outs[0].dtype == torch.int32 and not torch.equal(outs[0], reference_of(op, values, {}, double=False)[0]):
-        raise metal.SimulationError("wrong places")
 
 
 @pytest.mark.parametrize("source", sorted(p.stem for p in (paths.csrc() / "metal").glob("*.metal")))
@@ -128,5 +124,6 @@ def test_a_missing_barrier_is_seen(name: str, index: int, monkeypatch: pytest.Mo
         return text[: place.start()] + ";" + text[place.end() :]
 
     monkeypatch.setattr(library, "source", without)
-    with pytest.raises(metal.SimulationError, match="race|no thread of this threadgroup has written|wrong places"):
+    # Counters that are added up by atomic operations are no race, but with wrong ones places are chosen past the K-th.
+    with pytest.raises(metal.SimulationError, match="race|no thread of this threadgroup has written|out of bounds"):
         run(CASES[name])
