@@ -40,7 +40,7 @@ def test_tiles_have_borders_and_nothing_beyond_the_operands_is_read(tokens: int)
         assert torch.equal(got, torch.einsum("tgk,grk->tgr", o.float(), w.float()).bfloat16())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.proof
 @pytest.mark.parametrize(("before", "after", "k"), [(0, 0, 27), (1, 2, 64), (8, 5, 64), (4, 4, 1)])
 def test_rows_that_no_vector_can_read(before: int, after: int, k: int):
     o, w = integers(5, 3, k), integers(3, 10, k)

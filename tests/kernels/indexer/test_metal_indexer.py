@@ -33,6 +33,7 @@ def inputs(T: int = 5, R: int = 2, S: int = 300, H: int = 6, D: int = 64):
     return q, k, weights, torch.tensor([270, 0, 10, S, 1][:T], dtype=torch.int32)
 
 
+@pytest.mark.proof
 def test_lengths_requests_and_pages_that_are_refused_on_the_cpu_lead_nowhere():
     q, k, weights, _ = inputs()
     q, pool = q.bfloat16(), torch.full((20, 30, 64), torch.nan).bfloat16()
@@ -49,6 +50,7 @@ def test_lengths_requests_and_pages_that_are_refused_on_the_cpu_lead_nowhere():
     right(got, (q, keys, weights, k_len.clamp(0, 300), ids.clamp(0, 1)))
 
 
+@pytest.mark.proof
 def test_scales_may_be_negative():
     """relu(s x) is not s relu(x)."""
     q, k, weights, k_len = inputs(T=4)

@@ -58,6 +58,7 @@ def test_indices_that_lie_are_no_keys():
     compare(given, meant)
 
 
+@pytest.mark.proof
 def test_pages_that_are_not_there_have_no_keys():
     q, near, far = normal(2, 3, 128), normal(4, 6, 128, seed=1), normal(5, 8, 128, seed=2)
     table = ints(4, 7, 2, -3, 1, 2**31 - 1, 0, -(2**31)).view(2, 4)
@@ -87,6 +88,7 @@ def test_keys_of_all_heads_come_from_memory_once():
     assert report.device_bytes <= 1.9 * least
 
 
+@pytest.mark.proof
 def test_rows_that_do_not_count_are_not_read():
     far = normal(1, 40, 128, seed=2)
     with torch_attnkit.simulate("metal"), metal.counting() as reports:

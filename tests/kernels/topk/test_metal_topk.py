@@ -36,6 +36,7 @@ def rows(entries: int) -> torch.Tensor:
     return x
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("entries", "topk", "launches"),
     [
@@ -51,6 +52,7 @@ def test_ties_go_to_the_lowest_index(entries: int, topk: int, launches: int):
     assert len(reports) == launches and torch.equal(got, op(x, k_len, topk=topk))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_of_16_bits_differ_in_all_of_them(dtype: torch.dtype):
     """Every number there is, of which two passes must tell the one before from the one behind the limit."""
@@ -65,6 +67,7 @@ def test_lengths_that_lie_stay_inside():
     assert got.tolist() == [[16, 17, 18, 19], [-1] * 4, [-1] * 4]
 
 
+@pytest.mark.proof
 def test_a_row_that_registers_hold_and_the_parts_of_a_longer_one_are_read_once():
     for entries, launches in ((4000, 1), (40000, 2)):
         x = torch.randn(1, entries, generator=torch.Generator().manual_seed(0))
@@ -72,6 +75,7 @@ def test_a_row_that_registers_hold_and_the_parts_of_a_longer_one_are_read_once()
         assert len(reports) == launches and reports[0].buffers["scores"] == (x.nbytes, 0)
 
 
+@pytest.mark.proof
 def test_a_length_leaves_out_what_lies_behind_it():
     x = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
     _, (report,) = simulated(x, torch.tensor([100, 30], dtype=torch.int32), topk=50)
