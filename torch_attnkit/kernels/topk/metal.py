@@ -83,7 +83,8 @@ def launcher(
         shape = [entries, p.topk, part, p.step, p.entries]
         return metal.launcher(built, KERNEL, (p.rows, parts, 1), simds * metal.SIMD), shape, parts
 
-    entries, stages = p.entries, []
+    entries = p.entries
+    stages: list[tuple[metal.Launch, list[int], int]] = []
     while (part := part_of(entries, p.rows, p.topk)) < entries:
         stages.append(stage(entries, part, listed=bool(stages)))
         entries = stages[-1][2] * p.topk
