@@ -11,7 +11,7 @@ Source: the grouped output projection of DeepSeek-V4 (arXiv 2606.19348).
 import torch
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.core.op import Call
+from torch_attnkit.core.op import Call, Predicate
 from torch_attnkit.core.spec import short
 from torch_attnkit.oracle import fp4
 
@@ -25,6 +25,12 @@ def _dtypes(c: Call) -> bool:
             raise TypeError(f"{c.op}: {name} is {short(dtype)}, {accepted}")
     return fp4.scale_dtypes("o_scale", "wo_scale")(c)
 
+
+_METAL: dict[str, Predicate] = {
+    "fewer than 2^16 groups": lambda c: c.dim["G"] < 2**16,
+    "fewer than 2^22 tokens and rows of wo_a": lambda c: max(c.dim["Tq"], c.dim["R"]) < 2**22,
+    "fewer than 2^30 numbers in a row": lambda c: c.dim["Ko"] < 2**29,
+}
 
 OP = Op(
     schema="grouped_output_projection(Tensor o, Tensor wo_a, Tensor? o_scale=None, Tensor? wo_scale=None,"
@@ -102,6 +108,25 @@ OP = Op(
                 "fewer than 2^22 tokens and rows of wo_a": lambda c: max(c.dim["Tq"], c.dim["R"]) < 2**22,
                 "fewer than 2^33 numbers in a group": lambda c: max(c.dim["Tq"], c.dim["R"]) * c.dim["Ko"] < 2**32,
             },
+        ),
+        Kernel(
+            "mps",
+            "bf16 f16",
+            needs={
+                "format must be 'none'": lambda c: c.arg.format == "none",
+                "dtype must be bfloat16 or float16": lambda c: c.arg.dtype in (None, torch.bfloat16, torch.float16),
+            }
+            | _METAL,
+        ),
+        Kernel(
+            "mps",
+            "bf16 f16",
+            features="swizzled global_scale",
+            needs={
+                "format must be 'nvfp4' or 'mxfp4'": lambda c: c.arg.format != "none",
+                "dtype must be bfloat16 or float16": lambda c: c.arg.dtype in (torch.bfloat16, torch.float16),
+            }
+            | _METAL,
         ),
     ),
 )

@@ -13,6 +13,7 @@ Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Predicate
 from torch_attnkit.core.spec import DTYPES, short
+from torch_attnkit.kernels.indexer import metal
 from torch_attnkit.kernels.indexer.sm90 import plan as sm90
 from torch_attnkit.kernels.indexer.sm100 import plan as sm100
 
@@ -91,5 +92,8 @@ OP = Op(
         Kernel("sm100", "bf16 f16 f32", {"Qb": sm100.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
         Kernel("sm100", "bf16 f16 f32", {"Qb": sm100.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
         Kernel("sm100", "bf16 f16", {"Qb": sm100.DIMS["none"]}, "paged request_ids", _needs("none")),
+        Kernel("mps", "bf16 f16 f32", {"Qb": metal.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
+        Kernel("mps", "bf16 f16 f32", {"Qb": metal.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
+        Kernel("mps", "bf16 f16", {"Qb": metal.DIMS["none"]}, "paged request_ids", _needs("none")),
     ),
 )

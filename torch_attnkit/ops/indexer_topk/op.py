@@ -25,5 +25,14 @@ OP = Op(
                 "fewer than 2^30 entries, and as many to choose": lambda c: max(c.dim["S"], c.dim["K"]) < 2**30,
             },
         ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            features="k_len",
+            needs={
+                "fewer than 2^22 rows": lambda c: c.dim["Tq"] < 2**22,
+                "fewer than 2^30 entries, and as many to choose": lambda c: max(c.dim["S"], c.dim["K"]) < 2**30,
+            },
+        ),
     ),
 )

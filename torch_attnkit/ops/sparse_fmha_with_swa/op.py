@@ -19,6 +19,7 @@ PagedAttention (arXiv 2309.06180). The fp8 row is FlashMLA's.
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels.sparse import metal
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
 from torch_attnkit.oracle import rules
 
@@ -101,6 +102,16 @@ OP = Op(
             {"D": tuple(sm90.TILES)},
             "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
             _SM90,
+        ),
+        Kernel(
+            "mps",
+            metal.DTYPES,
+            {"D": metal.DIMS},
+            "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
+            {
+                "fewer than 2^31 tokens times heads": lambda c: c.dim["Tq"] * c.dim["Hq"] < 2**31,
+                "fewer than 2^30 keys of a request": lambda c: max(c.dim["S"], c.dim["C"]) < 2**30,
+            },
         ),
     ),
 )

@@ -1,0 +1,517 @@
+// Attention of tokens that each have keys of their own: sparse_rows, and sparse_merge for its partial results.
+//
+// Keys are values, and all heads share them. A threadgroup has a token, up to HEADS of its heads and a share of its
+// keys; it brings KEYS rows at a time to threadgroup memory, where they serve both products. Each head tile of 8 belongs
+// to PARTS simdgroups, which have SLICE columns each: of Q' and of O' in registers, and of the rows in both products.
+//
+//   S' (keys, heads) = K Q'      each simdgroup adds up its columns; the sums of PARTS simdgroups meet in memory
+//   O' (dims, heads) = V' S'     the weights, which all PARTS have, never leave their lanes
+//
+// The token's keys are those of its window and then its entries. Which they are is looked up a tile ahead. A row that
+// does not count is not read: it stands as zeros, with a score of -inf.
+//
+// Grid: x tiles of HEADS heads, y splits of the keys, z tokens; 32 * SIMDS threads in a threadgroup, no other number.
+// sparse_merge: a simdgroup for every 128 elements of a row, of any number of simdgroups.
+//
+// Defined by the host: TYPE, OUT_TYPE (float where there are splits), DIM (a multiple of 128), HEADS, KEYS (multiples
+// of 8), WIDTH, LISTED, NEAR_PAGED, FAR_PAGED, and FORMAT, ROPE and DIVIDED of attnkit/coded_rows.h.
+// WIDTH 4 needs steps and offsets of the caches to be multiples of 4 elements.
+
+#if FORMAT == 0
+typedef TYPE RowType;
+#else
+typedef uchar RowType;
+#endif
+constant constexpr int SLICE = 128;
+constant constexpr int PARTS = DIM / SLICE;
+constant constexpr int HEAD_TILES = HEADS / 8;
+constant constexpr int SIMDS = HEAD_TILES * PARTS;
+constant constexpr int THREADS = 32 * SIMDS;
+constant constexpr int BLOCKS = KEYS / 8;
+constant constexpr int FRAGMENTS = SLICE / 8;
+constant constexpr int SUMS = PARTS > 1 ? SIMDS * BLOCKS * 32 : 1;
+constant constexpr int RUN = 4;  // neighbouring dims of V that a lane reads
+// 32 bytes more than a row: then the rows of a fragment lie in different banks.
+constant constexpr int STEP = DIM + 32 / sizeof(TYPE);
+
+struct CacheShape {
+  long first;  // elements from one request, or page, to the next
+  long key;
+  long page;  // keys of a page
+  long pages;
+  long table_row;
+};
+
+struct SparseShape {
+  long heads;
+  long requests;
+  long each;  // tokens of a request, where they do not name theirs
+  long capacity;  // window keys of a request
+  long window;
+  long entries;  // of a request
+  long listed;
+  long list_row;
+  long q_token;
+  long q_head;
+  long splits;
+  long has_length;
+  long has_requests;
+  long has_sink;
+  long normalize;
+  CacheShape near;
+  CacheShape far;
+};
+
+// What a token attends: ``near`` keys from ``first`` on, then entries.
+struct Keys {
+  int request;
+  int first;
+  int near;
+  int limit;  // entries from this one on do not count
+  int count;
+  const device int* list;
+};
+
+inline Keys keys_of(
+    const device int* end,
+    const device int* chosen,
+    const device int* length,
+    const device int* requests,
+    constant SparseShape& shape,
+    int token) {
+  Keys keys;
+  keys.request = shape.has_requests != 0 ? requests[token] : token / int(shape.each);
+  const bool there = keys.request >= 0 && keys.request < int(shape.requests);
+  const int last = clamp(end[token], 0, int(shape.capacity));
+  keys.near = there ? min(last, int(shape.window)) : 0;
+  keys.first = last - keys.near;
+  const int entries = there ? int(shape.entries) : 0;
+  keys.limit = shape.has_length != 0 ? clamp(length[token], 0, entries) : entries;
+#if LISTED
+  keys.list = chosen + token * shape.list_row;
+  keys.count = keys.near + (keys.limit > 0 ? int(shape.listed) : 0);
+#else
+  keys.list = nullptr;
+  keys.count = keys.near + keys.limit;
+#endif
+  return keys;
+}
+
+// Where key ``key`` of a request lies in a cache, in elements; -1 where its page is not one.
+inline long offset_of(constant CacheShape& cache, const device int* table, int request, int key, bool paged) {
+  if (!paged) {
+    return request * cache.first + key * cache.key;
+  }
+  const int size = int(cache.page);
+  const int page = table[request * cache.table_row + key / size];
+  return page >= 0 && page < int(cache.pages) ? page * cache.first + (key % size) * cache.key : -1;
+}
+
+// Twice the offset of key number i of the token, and 1 more if it is an entry; -1 if it does not count.
+inline long place_of(
+    thread const Keys& keys,
+    const device int* near_table,
+    const device int* far_table,
+    constant SparseShape& shape,
+    int i) {
+  if (i < keys.near) {
+    const long at = offset_of(shape.near, near_table, keys.request, keys.first + i, NEAR_PAGED);
+    return at < 0 ? -1 : 2 * at;
+  }
+  int entry = i - keys.near;
+#if LISTED
+  entry = keys.list[entry];
+#endif
+  if (entry < 0 || entry >= keys.limit) {
+    return -1;
+  }
+  const long at = offset_of(shape.far, far_table, keys.request, entry, FAR_PAGED);
+  return at < 0 ? -1 : 2 * at + 1;
+}
+
+struct Member {
+  Lane at;  // its place in fragments
+  int lane;
+  int simd;
+
+  int index() const {
+    return simd * 32 + lane;
+  }
+
+  int tile() const {
+    return simd / PARTS;
+  }
+
+  int part() const {
+    return simd % PARTS;
+  }
+};
+
+// Threadgroup memory.
+struct Shared {
+  threadgroup TYPE* rows;  // (KEYS, STEP)
+  threadgroup long* places;  // (2, KEYS): of the tile at hand, and of the next
+  threadgroup float2* sums;  // (SIMDS, BLOCKS, 32): S' of a simdgroup's columns
+};
+
+inline void look_up(
+    thread const Shared& shared,
+    thread const Keys& keys,
+    const device int* near_table,
+    const device int* far_table,
+    constant SparseShape& shape,
+    int i0,
+    int end,
+    int turn,
+    thread const Member& me) {
+  for (int i = me.index(); i < KEYS; i += THREADS) {
+    shared.places[turn * KEYS + i] = i0 + i < end ? place_of(keys, near_table, far_table, shape, i0 + i) : -1;
+  }
+}
+
+#if FORMAT == 0
+constant constexpr int UNIT = WIDTH;  // numbers that a thread copies at a time
+
+inline void copy_numbers(const device TYPE* row, int d, float divisor, threadgroup TYPE* to) {
+#if WIDTH == 4
+  typedef vec<TYPE, 4> Vector;
+  *reinterpret_cast<threadgroup Vector*>(to) = *reinterpret_cast<const device Vector*>(row + d);
+#else
+  to[0] = row[d];
+#endif
+}
+#else
+constant constexpr int UNIT = CODED_UNIT;
+
+inline void copy_numbers(const device uchar* row, int d, float divisor, threadgroup TYPE* to) {
+  decode_numbers(row, d, divisor, to);
+}
+#endif
+
+// The rows of a tile, decoded; zeros for those that do not count, because 0 * nan is nan.
+inline void copy_rows(
+    const device RowType* near,
+    const device RowType* far,
+    thread const Shared& shared,
+    int turn,
+    float divisor,
+    thread const Member& me) {
+  for (int i = me.index() * UNIT; i < KEYS * DIM; i += THREADS * UNIT) {
+    const int row = i / DIM, d = i % DIM;
+    const long place = shared.places[turn * KEYS + row];
+    threadgroup TYPE* to = shared.rows + row * STEP + d;
+    if (place < 0) {
+      ATTNKIT_UNROLL
+      for (int n = 0; n < UNIT; n++) {
+        to[n] = TYPE(0.0f);
+      }
+    } else {
+      copy_numbers((place % 2 != 0 ? far : near) + place / 2, d, divisor, to);
+    }
+  }
+}
+
+// Q' of this simdgroup's heads and columns. The columns are permuted so that the lane that holds columns c, c + 1 of two
+// neighbouring fragments of K reads four neighbouring elements.
+struct Query {
+  vec<TYPE, 2> of[FRAGMENTS];
+};
+
+inline Query load_q(const device TYPE* q, constant SparseShape& shape, int head0, thread const Member& me) {
+  Query query;
+  ATTNKIT_UNROLL
+  for (int e = 0; e < 2; e++) {
+    const int head = head0 + me.at.col + e;
+    const bool live = head < int(shape.heads);
+    const device TYPE* from = q + (live ? head : 0) * shape.q_head + me.part() * SLICE;
+    ATTNKIT_UNROLL
+    for (int f = 0; f < FRAGMENTS; f++) {
+      const int d = (f / 2) * 16 + (me.at.row / 2) * 4 + (f % 2) * 2 + me.at.row % 2;
+      query.of[f][e] = live ? from[d] : TYPE(0.0f);
+    }
+  }
+  return query;
+}
+
+inline float4 read_tile(const threadgroup TYPE* from) {
+  const vec<TYPE, 4> x = *reinterpret_cast<const threadgroup vec<TYPE, 4>*>(from);
+  return float4(float(x[0]), float(x[1]), float(x[2]), float(x[3]));
+}
+
+struct Scores {
+  float2 of[BLOCKS];  // of key 8 * block + row, and heads col and col + 1 of the tile
+};
+
+// S' = K Q' of this simdgroup's columns. Sums over 64 dims each are short chains, which round less.
+inline Scores multiply_keys(thread const Shared& shared, thread const Query& q, thread const Member& me) {
+  Scores s;
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    const threadgroup TYPE* row = shared.rows + (block * 8 + me.at.row) * STEP + me.part() * SLICE + 2 * me.at.col;
+    s.of[block] = float2(0.0f);
+    ATTNKIT_UNROLL
+    for (int d0 = 0; d0 < SLICE; d0 += 64) {
+      float2 even = float2(0.0f), odd = float2(0.0f);
+      ATTNKIT_UNROLL
+      for (int d = d0; d < d0 + 64; d += 16) {
+        const float4 x = read_tile(row + d);
+        const vec<TYPE, 2> qa = q.of[d / 8], qb = q.of[d / 8 + 1];
+        multiply_add(even, x.xy, float2(float(qa[0]), float(qa[1])));
+        multiply_add(odd, x.zw, float2(float(qb[0]), float(qb[1])));
+      }
+      s.of[block] += even + odd;
+    }
+  }
+  return s;
+}
+
+// The sums of all columns, from those of the PARTS simdgroups of a head tile, in one order for all of them.
+inline void add_parts(thread Scores& s, thread const Shared& shared, thread const Member& me) {
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    shared.sums[(me.simd * BLOCKS + block) * 32 + me.lane] = s.of[block];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    s.of[block] = float2(0.0f);
+    ATTNKIT_UNROLL
+    for (int part = 0; part < PARTS; part++) {
+      s.of[block] += shared.sums[((me.tile() * PARTS + part) * BLOCKS + block) * 32 + me.lane];
+    }
+  }
+}
+
+// The online softmax of a simdgroup's heads. One that has seen no key has row_max -inf and row_sum 0.
+struct HeadState {
+  float2 row_max;
+  float2 row_sum;  // of the keys that this lane holds: the lanes of a head are joined at the end
+  float2 o[FRAGMENTS];  // O', to be divided by the whole row_sum
+};
+
+// A step of it: products become scores, scores weights.
+inline void softmax_step(
+    thread HeadState& state, thread Scores& s, thread const Shared& shared, int turn, float scale, Lane at) {
+  float2 row_max = float2(-INFINITY);
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    const bool counts = shared.places[turn * KEYS + block * 8 + at.row] >= 0;
+    s.of[block] = counts ? s.of[block] * scale : float2(-INFINITY);
+    row_max = max(row_max, s.of[block]);
+  }
+  row_max = max(state.row_max, column_max(row_max));
+  const float2 base = safe_max(row_max);
+  if (simd_any(row_max.x != state.row_max.x || row_max.y != state.row_max.y)) {
+    const float2 factor = exp(state.row_max - base);
+    state.row_sum *= factor;
+    ATTNKIT_UNROLL
+    for (int f = 0; f < FRAGMENTS; f++) {
+      state.o[f] *= factor;
+    }
+  }
+  state.row_max = row_max;
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    s.of[block] = exp(s.of[block] - base);
+    state.row_sum += s.of[block];
+  }
+}
+
+// O' += V' S'. Of 8 * RUN dims, fragment f holds dims RUN * row + f.
+inline void multiply_values(
+    thread HeadState& state, thread const Scores& weights, thread const Shared& shared, thread const Member& me) {
+  ATTNKIT_UNROLL
+  for (int block = 0; block < BLOCKS; block++) {
+    const threadgroup TYPE* row =
+        shared.rows + (block * 8 + me.at.col) * STEP + me.part() * SLICE + RUN * me.at.row;
+    ATTNKIT_UNROLL
+    for (int d = 0; d < SLICE; d += 8 * RUN) {
+      const float4 x = read_tile(row + d), y = read_tile(row + STEP + d);
+      ATTNKIT_UNROLL
+      for (int f = 0; f < RUN; f++) {
+        multiply_add(state.o[d / 8 + f], float2(x[f], y[f]), weights.of[block]);
+      }
+    }
+  }
+}
+
+// What becomes of a row's sums: its log-sum-exp, and the number that divides its elements.
+struct Result {
+  float lse;
+  float divisor;
+};
+
+// The sink joins the denominator only; a row that saw nothing gives 0 and -inf.
+inline Result result_of(float row_max, float row_sum, const device float* sink, bool normalize) {
+  Result result;
+  result.lse = row_sum == 0.0f ? -INFINITY : row_max + log(row_sum);
+  float denominator = row_sum;
+  if (sink != nullptr && row_max != -INFINITY) {
+    denominator += exp(sink[0] - row_max);
+  }
+  result.divisor = denominator == 0.0f || !normalize ? 1.0f : denominator;
+  return result;
+}
+
+struct Outputs {
+  device OUT_TYPE* out;  // of a split: numerators
+  device float* lse;  // of a split: row_max
+  device float* row_sum;
+  const device float* sink;
+};
+
+// One rounding at the store; a split leaves numerators, maxima and sums.
+inline void store(
+    thread HeadState& state,
+    thread const Outputs& to,
+    constant SparseShape& shape,
+    long row0,
+    int head0,
+    thread const Member& me) {
+  state.row_sum = column_sum(state.row_sum);
+  const bool whole = shape.splits == 1;
+  ATTNKIT_UNROLL
+  for (int e = 0; e < 2; e++) {
+    const int head = head0 + me.at.col + e;
+    if (head < int(shape.heads)) {
+      const float row_max = state.row_max[e], row_sum = state.row_sum[e];
+      const bool divided = whole && shape.normalize != 0;
+      const device float* sink = whole && shape.has_sink != 0 ? to.sink + head : nullptr;
+      const Result result = result_of(row_max, row_sum, sink, divided);
+      if (me.at.row == 0 && me.part() == 0) {
+        to.lse[row0 + head] = whole ? result.lse : row_max;
+        if (!divided) {
+          to.row_sum[row0 + head] = row_sum;
+        }
+      }
+      device OUT_TYPE* out = to.out + (row0 + head) * DIM + me.part() * SLICE + RUN * me.at.row;
+      ATTNKIT_UNROLL
+      for (int d = 0; d < SLICE; d += 8 * RUN) {
+        vec<OUT_TYPE, RUN> run;
+        ATTNKIT_UNROLL
+        for (int f = 0; f < RUN; f++) {
+          run[f] = OUT_TYPE(state.o[d / 8 + f][e] / result.divisor);
+        }
+        *reinterpret_cast<device vec<OUT_TYPE, RUN>*>(out + d) = run;
+      }
+    }
+  }
+}
+
+[[kernel, max_total_threads_per_threadgroup(32 * SIMDS)]] void sparse_rows(
+    const device TYPE* q [[buffer(0)]],  // (T, H, DIM)
+    const device RowType* near [[buffer(1)]],
+    const device int* end [[buffer(2)]],  // (T)
+    const device RowType* far [[buffer(3)]],
+    const device int* chosen [[buffer(4)]],  // (T, K)
+    const device int* length [[buffer(5)]],  // (T)
+    const device int* requests [[buffer(6)]],  // (T)
+    const device float* sink [[buffer(7)]],  // (H)
+    const device int* near_table [[buffer(8)]],
+    const device int* far_table [[buffer(9)]],
+    const device float* divisor [[buffer(10)]],  // (): of NVFP4 numbers
+    device OUT_TYPE* out [[buffer(11)]],  // (splits, T, H, DIM)
+    device float* lse [[buffer(12)]],  // (splits, T, H)
+    device float* row_sum [[buffer(13)]],
+    constant SparseShape& shape [[buffer(14)]],
+    constant float& scale [[buffer(15)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup TYPE rows[KEYS * STEP];
+  threadgroup long places[2 * KEYS];
+  threadgroup float2 sums[SUMS];
+  const Shared shared = {rows, places, sums};
+  const Member me = {fragment_lane(lane), int(lane), int(simd)};
+  const int token = int(group.z), head0 = int(group.x) * HEADS + me.tile() * 8;
+  const float slope = scale, divided_by = DIVIDED ? divisor[0] : 1.0f;  // read once, not in every step
+
+  const Keys keys = keys_of(end, chosen, length, requests, shape, token);
+  const int steps = int(shape.splits) * KEYS;
+  const int share = (keys.count + steps - 1) / steps * KEYS;
+  const int begin = int(group.y) * share, behind = min(keys.count, begin + share);
+  look_up(shared, keys, near_table, far_table, shape, begin, behind, 0, me);
+  const Query query = load_q(q + token * shape.q_token, shape, head0, me);
+
+  HeadState state;
+  state.row_max = float2(-INFINITY);
+  state.row_sum = float2(0.0f);
+  ATTNKIT_UNROLL
+  for (int f = 0; f < FRAGMENTS; f++) {
+    state.o[f] = float2(0.0f);
+  }
+  for (int i0 = begin, turn = 0; i0 < behind; i0 += KEYS, turn = 1 - turn) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been used, the places of this one are there
+    copy_rows(near, far, shared, turn, divided_by, me);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    look_up(shared, keys, near_table, far_table, shape, i0 + KEYS, behind, 1 - turn, me);
+    Scores s = multiply_keys(shared, query, me);
+    if (PARTS > 1) {
+      add_parts(s, shared, me);
+    }
+    softmax_step(state, s, shared, turn, slope, me.at);
+    multiply_values(state, s, shared, me);
+  }
+  const Outputs to = {out, lse, row_sum, sink};
+  store(state, to, shape, (long(group.y) * groups.z + token) * shape.heads, head0, me);
+}
+
+struct SparseMerge {
+  long splits;
+  long rows;  // tokens * heads
+  long heads;
+  long has_sink;
+  long normalize;
+};
+
+kernel void sparse_merge(
+    const device float* parts [[buffer(0)]],  // (splits, rows, DIM): numerators
+    const device float* max_parts [[buffer(1)]],  // (splits, rows)
+    const device float* sum_parts [[buffer(2)]],
+    const device float* sink [[buffer(3)]],
+    device TYPE* out [[buffer(4)]],
+    device float* lse [[buffer(5)]],
+    device float* row_sum [[buffer(6)]],
+    constant SparseMerge& shape [[buffer(7)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simds [[simdgroups_per_threadgroup]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int spans = (DIM + 127) / 128;  // a lane has four neighbouring elements
+  const long item = long(group) * simds + simd;
+  const long row = item / spans;
+  if (row >= shape.rows) {
+    return;
+  }
+  const int splits = int(shape.splits), d = int(item % spans) * 128 + int(lane) * 4;
+  float row_max = -INFINITY;
+  for (int split = int(lane); split < splits; split += 32) {
+    row_max = max(row_max, max_parts[split * shape.rows + row]);
+  }
+  row_max = simd_max(row_max);
+  const float base = safe_max(row_max);
+  float sum = 0.0f;
+  float4 merged = float4(0.0f);
+  for (int split = 0; split < splits; split++) {
+    const long at = split * shape.rows + row;
+    const float factor = exp(max_parts[at] - base);
+    sum += factor * sum_parts[at];
+    if (d < DIM) {
+      float4 x;
+      read(parts + at * DIM + d, x);
+      merged += factor * x;
+    }
+  }
+  const device float* joins = shape.has_sink != 0 ? sink + row % shape.heads : nullptr;
+  const Result result = result_of(row_max, sum, joins, shape.normalize != 0);
+  if (d < DIM) {
+    write(out + row * DIM + d, merged / result.divisor);
+  }
+  if (d == 0) {
+    lse[row] = result.lse;
+    if (shape.normalize == 0) {
+      row_sum[row] = sum;
+    }
+  }
+}
