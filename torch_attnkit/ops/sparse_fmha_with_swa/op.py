@@ -20,6 +20,7 @@ PagedAttention (arXiv 2309.06180). The fp8 row is FlashMLA's.
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
+from torch_attnkit.kernels.sparse.sm100 import plan as sm100
 from torch_attnkit.oracle import rules
 
 from . import caches
@@ -101,6 +102,13 @@ OP = Op(
             {"D": tuple(sm90.TILES)},
             "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
             _SM90,
+        ),
+        Kernel(
+            "sm100",
+            sm100.DTYPES,
+            {"D": sm100.HEADS},
+            "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
+            _SM90 | {"the caches must hold numbers, not rows of a format": lambda c: c.arg.format == "none"},
         ),
     ),
 )
