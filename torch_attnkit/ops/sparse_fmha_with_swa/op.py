@@ -108,7 +108,7 @@ OP = Op(
             sm100.DTYPES,
             {"D": sm100.HEADS},
             "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
-            _SM90 | {"the caches must hold numbers, not rows of a format": lambda c: c.arg.format == "none"},
+            _SM90,
         ),
     ),
 )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
@@ -24,7 +23,8 @@ from torch_attnkit.kernels.decode.sm100.roles import Products
 from torch_attnkit.kernels.decode.sm100.tcgen05 import ProductWarp, meet_cluster
 
 from ..sm90.arguments import Numbers, Tensors, arguments
-from .config import LOAD_WARP, PRODUCT_WARP, SOFTMAX_WARPS, THREADS, Config
+from .coded import CodedProducer
+from .config import LOAD_WARP, PRODUCT_WARP, THREADS, Config
 from .loads import Producer
 from .memory import Layouts, Memory, allocate, products_of
 from .place import Place, place_of, tiles_of
@@ -40,7 +40,8 @@ class Sparse:
 
     def __init__(self, config: Config):
         self.c = config
-        self.producer, self.products = Producer(config), ProductWarp(config.mma)
+        self.producer = Producer(config) if config.row.plain else CodedProducer(config)
+        self.products = ProductWarp(config.mma)
         self.softmax = SoftmaxWarps(config)
         self.results = Results(config, self.softmax)
 

@@ -118,17 +118,17 @@ class Producer:
     def _stage(self, m: Memory, fill: Int32) -> Int32:
         return m.ring_at + m.ring.slot(fill) * self.c.mma.stage_bytes
 
-    def _mine(self, place: Place, i: int) -> Int32:
+    def _mine(self, place: Place, i: Any) -> Int32:
         """Of the keys that a warp copies at once those of step i: which of the warp's lanes has this lane's."""
         return place.side * _EACH + i * self.abreast + cute.arch.lane_idx() // self.chunks
 
-    def _key(self, place: Place, i: int) -> Int32:
+    def _key(self, place: Place, i: Any) -> Int32:
         """Which row of the tile that is."""
-        first = i * self.abreast  # of a lane's row, what is known beforehand
+        first = i * self.abreast  # known beforehand where steps are unrolled
         rest = place.side * _HALF + self._warp() * _EACH + cute.arch.lane_idx() // self.chunks
         return rest + (first // _EACH * _HALF + first % _EACH)
 
-    def _chunk_at(self, stage: Int32, place: Place, i: int) -> Int32:
+    def _chunk_at(self, stage: Int32, place: Place, i: Any) -> Int32:
         """Where this lane's chunk of step i is in a stage, whose blocks of columns have a line a key."""
         chunk, key = cute.arch.lane_idx() % self.chunks, self._key(place, i)
         block = stage + chunk // self.line * (KEYS * self.c.mma.row_bytes)
@@ -139,10 +139,15 @@ class Producer:
         """Give tile n to the products, and to the other side, when ``after`` parts more have been sent for."""
         for p in cutlass.range_constexpr(self.parts):
             cute.arch.cp_async_wait_group(self.parts - 1 - p + after)
-            self._finish_part(place, divisor, m, p, n * self.parts + p)
+            self._decode_part(place, divisor, m, p, n)
+            self._finish_part(place, m, n * self.parts + p)
+
+    def _decode_part(self, place: Place, divisor: Any, m: Memory, p: int, n: Int32) -> None:
+        """What has come are numbers."""
 
     @cute.jit
-    def _finish_part(self, place: Place, divisor: Any, m: Memory, p: cutlass.Constexpr, fill: Int32):
+    def _finish_part(self, place: Place, m: Memory, fill: Int32):
+        """This warp's keys of a part are in its own ring."""
         c = self.c
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()

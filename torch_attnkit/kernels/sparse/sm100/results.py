@@ -1,10 +1,12 @@
-"""What the softmax's warpgroups do with O' when the last key is through. Imports cutlass.
+"""What the softmax's warpgroups do with O' when the last key is through.
 
     one CTA a work tile    tensor memory -> registers -> the result
     several                O', float32, over the ring -> the cluster's CTAs add up a share of the heads each over
                            distributed shared memory -> the result, or where clusters share a work tile a split in
                            device memory; the CTAs with the same share count themselves, and the last to come adds up
                            the splits, in their order
+
+Imports cutlass.
 """
 
 from __future__ import annotations
@@ -192,8 +194,6 @@ class Results:
                 at = [first + Int64(cutlass.min(n + i, numbers.groups - 1)) * size for i in range(_AT_ONCE)]
                 stats = [op.load_2_floats(a + c.split.stat_at(row)) for a in at]
                 news = [op.load_4_floats(a + c.split.output_at(row, vector * 4)) for a in at]
-                maxima = [
-                    cutlass.select_(n + i < numbers.groups, s[0], Float32(-_INF)) for i, s in enumerate(stats)
-                ]
+                maxima = [cutlass.select_(n + i < numbers.groups, s[0], Float32(-_INF)) for i, s in enumerate(stats)]
                 row_max, row_sum = join(rO, row_max, row_sum, maxima, [s[1] for s in stats], news)
             self._store(tensors, numbers, place, row, vector, rO, row_max, row_sum)
