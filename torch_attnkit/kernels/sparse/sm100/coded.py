@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies, shared_ops
+from torch_attnkit.cuda import copies, word_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.kernels.cache.decoder import Decoder
 from torch_attnkit.kernels.decode.config import CHUNK
@@ -26,14 +26,14 @@ from ..sm90.arguments import Tensors
 from ..sm90.loads import held_by
 from ..sm90.schedule import Row
 from .config import LANES, LOADERS, Config
-from .loads import Producer
+from .loads import Peer, Producer
 from .memory import Memory
 from .place import Place
 
 _NUMBERS = 8  # of a chunk of 16 bytes
 _WORD = 4  # bytes
 _AT_ONCE = 4  # chunks of a lane whose codes are read before the first is decoded
-_COPY = {4: op.copy_4_async, 8: shared_ops.copy_8_async, 16: op.copy_16_async}
+_COPY = {4: op.copy_4_async, 8: word_ops.copy_8_async, 16: op.copy_16_async}
 
 
 class CodedProducer(Producer):
@@ -48,7 +48,6 @@ class CodedProducer(Producer):
         # What one copy brings: rows start at any multiple of ``align``, and so do RoPE channels in them.
         self.code_width = min(config.align, self.code_bytes)
         self.rope_width = math.gcd(config.align, self.layout.rope)
-        self.steps = config.own_keys // self.abreast  # of a warp, through a part of its keys
 
     def _divisor(self, tensors: Tensors) -> Any:
         return self.decoder.divisor(tensors.global_scale[0]) if self.c.divided else None
@@ -58,13 +57,10 @@ class CodedProducer(Producer):
         """Rows that do not count become zeros, which stand for zeros."""
         counts = cute.arch.vote_ballot_sync(row.counts)
         for p in cutlass.range_constexpr(self.parts):
-            fill = n * self.parts + p
-            m.ring.await_empty(fill)
+            self._await_part(counts, m, p, n)
             if const_expr(p == 0):
-                if cute.arch.lane_idx() == 0:
-                    m.sMask[self._warp(), n % self.c.masks] = counts
                 self._copy_scales(row.address, counts, place, self._scales(m, n))
-            stage = self._stage(m, fill)
+            stage = self._stage(m, n * self.parts + p)
             for i in cutlass.range(self.steps, unroll=4):
                 mine = self._mine(place, i)
                 source, there = held_by(mine, row.address), (counts >> mine) & 1
@@ -115,7 +111,7 @@ class CodedProducer(Producer):
                 op.copy_4_async(to, source + (self.layout.scales + word * _WORD), ((counts >> mine) & 1) * _WORD)
 
     @cute.jit
-    def _decode_part(self, place: Place, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
+    def _decode_part(self, peer: Peer, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
         """Make numbers of the codes of a part."""
         if const_expr(p == 0):
             cute.arch.sync_warp()  # the scales are there, which other lanes have copied
@@ -124,7 +120,7 @@ class CodedProducer(Producer):
             held = []
             for i in cutlass.range_constexpr(_AT_ONCE):
                 key = (first + i) * self.abreast + cute.arch.lane_idx() // self.chunks  # of the warp's own
-                at = self._chunk_at(stage, place, first + i)
+                at = self._chunk_at(stage, peer.place, first + i)
                 held.append((at, *self._read(p, at, scales + key * self.c.scale_bytes)))
             for at, words, byte in held:
                 self._decode(p, at, words, byte, divisor)
@@ -136,13 +132,13 @@ class CodedProducer(Producer):
         rope = nope is not True and self.c.dtype is not BFloat16  # pairs to convert
         if nope is not False:
             last = cutlass.min(self._chunk(p), self.nope_chunks - 1)
-            byte = shared_ops.load_byte(scales + last * _NUMBERS // self.c.row.block)
-            words = list(shared_ops.load_words(self.code_bytes // _WORD, at))
+            byte = word_ops.load_byte(scales + last * _NUMBERS // self.c.row.block)
+            words = list(word_ops.load_words(self.code_bytes // _WORD, at))
         elif rope:
-            words = list(shared_ops.load_words(CHUNK // _WORD, at))
+            words = list(word_ops.load_words(CHUNK // _WORD, at))
         if nope is not False and rope:  # behind codes is nothing yet
             pairs = cutlass.select_(nope, Int32(0), Int32(1))
-            words += [shared_ops.load_word_if(at + i, pairs) for i in range(self.code_bytes, CHUNK, _WORD)]
+            words += [word_ops.load_word_if(at + i, pairs) for i in range(self.code_bytes, CHUNK, _WORD)]
         return words, byte
 
     @cute.jit

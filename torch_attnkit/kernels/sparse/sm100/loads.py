@@ -10,13 +10,14 @@ keys are read once. Which keys count both look up for themselves, for it is a wo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda import word_ops
 from torch_attnkit.cuda.sm100.peers import send
 from torch_attnkit.kernels.decode.config import CHUNK
 
@@ -36,6 +37,15 @@ def mask_of(key: Any) -> tuple[Any, Any]:
     return key % _HALF // _EACH, key // _HALF * _EACH + key % _EACH
 
 
+class Peer(NamedTuple):
+    """The other side, and what of a tile is this one's."""
+
+    place: Place
+    ring_at: Any  # addresses of the cluster
+    full_at: Any
+    own_at: Any  # bytes to the first of this warp's own keys in a block of columns
+
+
 class Producer:
     """Four warps. Of encoded rows ``CodedProducer`` loads and finishes parts in its own way."""
 
@@ -45,6 +55,7 @@ class Producer:
         self.chunks = c.mma.part * c.itemsize // CHUNK  # of a row of a part
         self.abreast = LANES // self.chunks  # such rows that a warp copies at once
         self.line = c.mma.row_bytes // CHUNK  # chunks of a row of a block of columns
+        self.steps = c.own_keys // self.abreast  # of a warp, through its keys of a part
 
     @cute.jit
     def run(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
@@ -56,27 +67,38 @@ class Producer:
         key = keys.first + self._row()
         row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, place.token, key, guess))
         tiles = cute.arch.make_warp_uniform((keys.stop - keys.first + (KEYS - 1)) // KEYS)
+        peer = self._peer(place, m)
         cute.arch.cluster_wait()
         for n in cutlass.range(tiles, unroll=1):
-            row = self._step(tensors, numbers, keys, place, row, divisor, m, n)
+            row = self._step(tensors, numbers, keys, peer, row, divisor, m, n)
         if const_expr(c.mma.ahead):
             if tiles > 0:
-                self._finish_tile(place, divisor, m, tiles - 1, 0)
+                self._finish_tile(peer, divisor, m, tiles - 1, 0)
 
     @cute.jit
     def _step(
-        self, tensors: Tensors, numbers: Numbers, keys: Keys, place: Place, row: Row, divisor: Any, m: Memory, n: Int32
+        self, tensors: Tensors, numbers: Numbers, keys: Keys, peer: Peer, row: Row, divisor: Any, m: Memory, n: Int32
     ):
         """Send for tile n, and give away what has come; returns this lane's row of the next."""
         c = self.c
         key = keys.first + (n + 1) * KEYS + self._row()
-        entry = entry_of(tensors, numbers, keys, place.token, key)  # on its way while tile n is loaded
-        self._load_tile(row, place, m, n)
+        entry = entry_of(tensors, numbers, keys, peer.place.token, key)  # on its way while tile n is loaded
+        self._load_tile(row, peer.place, m, n)
         if const_expr(not c.mma.ahead):
-            self._finish_tile(place, divisor, m, n, 0)
+            self._finish_tile(peer, divisor, m, n, 0)
         elif n > 0:
-            self._finish_tile(place, divisor, m, n - 1, self.parts)
+            self._finish_tile(peer, divisor, m, n - 1, self.parts)
         return row_of(c, tensors, keys, key, entry)
+
+    def _peer(self, place: Place, m: Memory) -> Peer:
+        c = self.c
+        if c.sides == 1:
+            return Peer(place, 0, 0, 0)
+        rank = place.split * c.sides + (1 - place.side)
+        return Peer(
+            place, op.cluster_address(m.ring_at, rank), op.cluster_address(m.ring.full.toint(), rank),
+            (place.side * _HALF + self._warp() * _EACH) * c.mma.row_bytes,
+        )  # fmt: skip
 
     def _warp(self) -> Int32:
         return cute.arch.warp_idx() % LOADERS
@@ -94,26 +116,30 @@ class Producer:
     def _load_tile(self, row: Row, place: Place, m: Memory, n: Int32):
         """Rows that do not count become zeros."""
         counts = cute.arch.vote_ballot_sync(row.counts)
-        for p in cutlass.range(self.parts, unroll=1):
+        column = cute.arch.lane_idx() % self.chunks * CHUNK
+        mine = [self._mine(place, i) for i in range(self.steps)]
+        sources = [held_by(x, row.address) + column for x in mine]
+        # Steps by how far they turn the swizzle: what is beside that is known beforehand.
+        turn = const_expr(8 // self.abreast)
+        firsts = [self._chunk_at(Int32(0), place, i) for i in range(min(turn, self.steps))]
+        for p in cutlass.range_constexpr(self.parts):
             fill = n * self.parts + p
-            m.ring.await_empty(fill)
-            if p == 0:
-                if cute.arch.lane_idx() == 0:
-                    m.sMask[self._warp(), n % self.c.masks] = counts
-            self._load_part(row.address, counts, place, m, p, fill)
+            self._await_part(counts, m, p, n)
+            stage = self._stage(m, fill)
+            starts = [stage + first for first in firsts]
+            for i in cutlass.range_constexpr(self.steps):
+                target_at = (self._first_key(i) - self._first_key(i % turn)) * self.c.mma.row_bytes
+                valid = ((counts >> mine[i]) & 1) * CHUNK
+                word_ops.copy_16_async_at(starts[i % turn], target_at, sources[i], p * self.chunks * CHUNK, valid)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def _load_part(self, address: Int64, counts: Int32, place: Place, m: Memory, p: Int32, fill: Int32):
-        """This warp's own keys of a part of a tile's columns."""
-        lane = cute.arch.lane_idx()
-        column = (p * self.chunks + lane % self.chunks) * CHUNK
-        stage = self._stage(m, fill)
-        for i in cutlass.range_constexpr(self.c.own_keys // self.abreast):
-            mine = self._mine(place, i)
-            op.copy_16_async(
-                self._chunk_at(stage, place, i), held_by(mine, address) + column, ((counts >> mine) & 1) * CHUNK
-            )
+    def _await_part(self, counts: Int32, m: Memory, p: cutlass.Constexpr, n: Int32):
+        """Until a part has a place; a tile's mask has one with the first."""
+        m.ring.await_empty(n * self.parts + p)
+        if const_expr(p == 0):
+            if cute.arch.lane_idx() == 0:
+                m.sMask[self._warp(), n % self.c.masks] = counts
 
     def _stage(self, m: Memory, fill: Int32) -> Int32:
         return m.ring_at + m.ring.slot(fill) * self.c.mma.stage_bytes
@@ -124,9 +150,13 @@ class Producer:
 
     def _key(self, place: Place, i: Any) -> Int32:
         """Which row of the tile that is."""
-        first = i * self.abreast  # known beforehand where steps are unrolled
         rest = place.side * _HALF + self._warp() * _EACH + cute.arch.lane_idx() // self.chunks
-        return rest + (first // _EACH * _HALF + first % _EACH)
+        return rest + self._first_key(i)
+
+    def _first_key(self, i: Any) -> Any:
+        """Of step i: known beforehand where steps are unrolled."""
+        first = i * self.abreast
+        return first // _EACH * _HALF + first % _EACH
 
     def _chunk_at(self, stage: Int32, place: Place, i: Any) -> Int32:
         """Where this lane's chunk of step i is in a stage, whose blocks of columns have a line a key."""
@@ -135,29 +165,29 @@ class Producer:
         return block + key * self.c.mma.row_bytes + ((chunk % self.line) ^ (key & 7)) * CHUNK
 
     @cute.jit
-    def _finish_tile(self, place: Place, divisor: Any, m: Memory, n: Int32, after: cutlass.Constexpr):
+    def _finish_tile(self, peer: Peer, divisor: Any, m: Memory, n: Int32, after: cutlass.Constexpr):
         """Give tile n to the products, and to the other side, when ``after`` parts more have been sent for."""
         for p in cutlass.range_constexpr(self.parts):
             cute.arch.cp_async_wait_group(self.parts - 1 - p + after)
-            self._decode_part(place, divisor, m, p, n)
-            self._finish_part(place, m, n * self.parts + p)
+            self._decode_part(peer, divisor, m, p, n)
+            self._finish_part(peer, m, n * self.parts + p)
 
-    def _decode_part(self, place: Place, divisor: Any, m: Memory, p: int, n: Int32) -> None:
+    def _decode_part(self, peer: Peer, divisor: Any, m: Memory, p: int, n: Int32) -> None:
         """What has come are numbers."""
 
     @cute.jit
-    def _finish_part(self, place: Place, m: Memory, fill: Int32):
+    def _finish_part(self, peer: Peer, m: Memory, fill: Int32):
         """This warp's keys of a part are in its own ring."""
         c = self.c
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        full, nbytes = m.ring.full + m.ring.slot(fill), const_expr(_EACH * c.mma.row_bytes)
+        slot, nbytes, boxes = m.ring.slot(fill), const_expr(_EACH * c.mma.row_bytes), c.mma.part // c.mma.columns
         with cute.arch.elect_one():
             if const_expr(c.sides == 1):
-                cute.arch.mbarrier_arrive(full)
+                cute.arch.mbarrier_arrive(m.ring.full + slot)
             else:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, c.mma.part // c.mma.columns * nbytes)
-                peer = place.split * c.sides + (1 - place.side)
-                at = self._stage(m, fill) + (place.side * _HALF + self._warp() * _EACH) * c.mma.row_bytes
-                for x in cutlass.range_constexpr(c.mma.part // c.mma.columns):
-                    send(at + x * (KEYS * c.mma.row_bytes), peer, nbytes, full.toint())
+                cute.arch.mbarrier_arrive_and_expect_tx(m.ring.full + slot, boxes * nbytes)
+                at = slot * c.mma.stage_bytes + peer.own_at
+                for x in cutlass.range_constexpr(boxes):
+                    to = at + x * (KEYS * c.mma.row_bytes)
+                    send(peer.ring_at + to, m.ring_at + to, nbytes, peer.full_at + slot * 8)

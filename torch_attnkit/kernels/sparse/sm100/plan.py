@@ -49,7 +49,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     work = problem.tokens * head_blocks
     cuts = [
         (ctas, groups)
-        for ctas in range(1, MOST_CTAS // sides + 1)
+        for ctas in range(1, max(1, min(MOST_CTAS, sms) // sides) + 1)
         for groups in range(1, max(1, sms // (ctas * sides) // work) + 1)
     ]
     ctas, groups = min(cuts, key=lambda cut: cost(problem, work, *cut, sms))

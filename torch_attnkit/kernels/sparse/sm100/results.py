@@ -15,8 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import memory_ops
+from torch_attnkit.cuda import memory_ops, word_ops
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.partials import finite, join
 from torch_attnkit.cuda.sm100 import tmem
 from torch_attnkit.cuda.warp_ops import exp2
@@ -26,9 +27,11 @@ from ..sm90.output import Output
 from .config import LANES, MOST_CTAS, SOFTMAX_THREADS, SOFTMAX_WARPS, Config
 from .memory import Memory
 from .place import Place
-from .softmax_warps import SoftmaxWarps, meet
+from .softmax_warps import SoftmaxWarps, four, meet
 
 _INF = float("inf")
+# Of two words, the lower or the upper half of either, that of the lane with the lower column first.
+_LOWER_HALVES, _UPPER_HALVES = 0x5410, 0x3276
 _AT_ONCE = 4  # partial results of a row that a thread has on their way
 
 
@@ -42,9 +45,10 @@ class Results:
 
     @cute.jit
     def store(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory, tiles: Int32):
-        """The result, by the one CTA that has it: a thread has a column, a warp 32 next to one another."""
+        """The result, by the one CTA that has it. A thread has a column of all heads; with its neighbour it exchanges
+        one of every two heads for the neighbour's column of the other, so that it stores pairs."""
         c, own = self.c, self.softmax.own
-        thread = cute.arch.thread_idx()[0]
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         meet()
         if thread < place.heads:
             row_max, row_sum = m.sStat[thread * 2], m.sStat[thread * 2 + 1]
@@ -52,18 +56,23 @@ class Results:
             m.sFactor[thread] = self.output.factor(tensors, numbers, head, row_max, row_sum)
             self.output.store_stats(tensors, numbers, place.token, head, row_max, row_sum)
         meet()
-        h0 = self.softmax.first_head()
-        column = cute.arch.warp_idx() % 4 * LANES + cute.arch.lane_idx()
+        h0, odd = self.softmax.first_head(), lane & 1
+        # The heads that this thread stores are every second, of those that there are.
+        head, there = place.head + h0 + odd, place.heads - h0 - odd
+        column = cute.arch.warp_idx() % 4 * LANES + lane - odd
+        out = self.output.address(tensors, place.token, head, column)
+        by_two = Int64(tensors.out.stride[1]) * (2 * c.itemsize)
+        bytes_of = cutlass.select_(odd != 0, Int32(_UPPER_HALVES), Int32(_LOWER_HALVES))
+        factors = [four(m.sFactor, h0 + h) for h in range(0, own, 4)]
         for p in cutlass.range(c.mma.parts, unroll=1):
-            rO = self._columns(p, h0, tiles)
-            start = self.output.address(tensors, place.token, place.head + h0, p * c.mma.part + column)
-            out = cute.make_tensor(
-                cute.make_ptr(c.dtype, start, cute.AddressSpace.gmem, assumed_align=c.itemsize),
-                cute.make_layout(own, stride=tensors.out.stride[1]),
-            )
-            for h in cutlass.range_constexpr(own):
-                if h0 + h < place.heads:
-                    out[h] = (rO[h] * m.sFactor[h0 + h]).to(c.dtype)
+            rO, target = self._columns(p, h0, tiles), out + p * (c.mma.part * c.itemsize)
+            for h in cutlass.range_constexpr(0, own, 2):
+                fours = factors[h // 4]
+                pair = cute.arch.mul_packed_f32x2((rO[h], rO[h + 1]), (fours[h % 4], fours[h % 4 + 1]))
+                word = op.pack(c.dtype, *pair)
+                word = permute_bytes(word, cute.arch.shuffle_sync_bfly(word, 1), bytes_of)
+                word_ops.store_word_if(target, word, there, h)
+                target += by_two
 
     @cute.jit
     def leave(self, m: Memory, tiles: Int32):

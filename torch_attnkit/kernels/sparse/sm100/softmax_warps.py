@@ -41,7 +41,7 @@ def _thread() -> Int32:
     return cute.arch.thread_idx()[0]
 
 
-def _four(tensor: cute.Tensor, at: Int32) -> cute.Tensor:
+def four(tensor: cute.Tensor, at: Int32) -> cute.Tensor:
     """Four numbers of shared memory, from the ``at``-th on, in registers."""
     got = cute.make_rmem_tensor(4, Float32)
     pointer = cute.make_ptr(Float32, (tensor.iterator + at).toint(), cute.AddressSpace.smem, assumed_align=16)
@@ -67,10 +67,13 @@ class SoftmaxWarps:
         start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * place.token * c.itemsize
         chunk = _thread() % chunks
         source, column = start + by_head * place.head + chunk * CHUNK, chunk // line * (c.heads * c.mma.row_bytes)
-        for row in cutlass.range(_thread() // chunks, c.heads, SOFTMAX_THREADS // chunks, unroll=1):
+        first, abreast = _thread() // chunks, const_expr(SOFTMAX_THREADS // chunks)
+        source += by_head * first
+        for at in cutlass.range_constexpr(0, c.heads, abreast):
+            row = first + at
             to = m.query_at + column + row * c.mma.row_bytes + ((chunk % line) ^ (row & 7)) * CHUNK
-            valid = cutlass.select_(row < place.heads, Int32(CHUNK), Int32(0))
-            op.copy_16_async(to, source + by_head * cutlass.min(row, place.heads - 1), valid)
+            op.copy_16_async(to, source, cutlass.select_(row < place.heads, Int32(CHUNK), Int32(0)))
+            source += by_head * abreast
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -104,8 +107,8 @@ class SoftmaxWarps:
             self._leave_probabilities(m, words, h0)
         self._leave_across(m, [rSum[h] for h in range(own)], operator.add, h0)
         if _thread() < c.heads:
-            four = _four(m.sWarps, _thread() * 4)
-            row_sum = (four[0] + four[1]) + (four[2] + four[3])
+            some = four(m.sWarps, _thread() * 4)
+            row_sum = (some[0] + some[1]) + (some[2] + some[3])
             m.sStat[_thread() * 2] = cutlass.select_(row_sum == 0.0, Float32(-_INF), -m.sShift[_thread()])
             m.sStat[_thread() * 2 + 1] = row_sum
         if tiles > 0:
@@ -125,15 +128,16 @@ class SoftmaxWarps:
         tmem.await_loads()
         tmem.before_sync()
         rS = cute.make_rmem_tensor(own, Float32)
-        for h, value in enumerate(softmax.rescaled(got, scale)):
-            rS[h] = value
         for h in cutlass.range_constexpr(0, own, 4):
-            shift = _four(m.sShift, h0 + h)
+            shift = four(m.sShift, h0 + h)
             for x in cutlass.range_constexpr(0, 4, 2):
-                pair = cute.arch.add_packed_f32x2((rS[h + x], rS[h + x + 1]), (shift[x], shift[x + 1]))
-                rS[h + x], rS[h + x + 1] = pair
-        if (mask >> bit) & 1 == 0:
-            rS.fill(-_INF)
+                rS[h + x], rS[h + x + 1] = cute.arch.fma_packed_f32x2(
+                    (got[h + x], got[h + x + 1]), (scale, scale), (shift[x], shift[x + 1])
+                )
+        counts = (mask >> bit) & 1 != 0
+        if not cute.arch.vote_all_sync(counts):
+            for h in cutlass.range_constexpr(own):
+                rS[h] = cutlass.select_(counts, rS[h], Float32(-_INF))
         return rS
 
     @cute.jit
@@ -145,8 +149,8 @@ class SoftmaxWarps:
         c, own = self.c, self.own
         self._leave_across(m, [rS[h] for h in range(own)], cute.arch.fmax, h0)
         if _thread() < c.heads:
-            four = _four(m.sWarps, _thread() * 4)
-            row_max = cute.arch.fmax(cute.arch.fmax(four[0], four[1]), cute.arch.fmax(four[2], four[3]))
+            some = four(m.sWarps, _thread() * 4)
+            row_max = cute.arch.fmax(cute.arch.fmax(some[0], some[1]), cute.arch.fmax(some[2], some[3]))
             first = (pending != 0) & (row_max > -_INF)
             change = cutlass.select_((row_max > lag) | first, -row_max, Float32(0.0))
             m.sShift[_thread()] = m.sShift[_thread()] + change
@@ -156,7 +160,7 @@ class SoftmaxWarps:
             pending = cutlass.select_(first, Int32(0), pending)
         meet()
         for h in cutlass.range_constexpr(0, own, 4):
-            change = _four(m.sChange, h0 + h)
+            change = four(m.sChange, h0 + h)
             for x in cutlass.range_constexpr(4):
                 rS[h + x] = rS[h + x] + change[x]
         if n > 0:
@@ -167,12 +171,12 @@ class SoftmaxWarps:
                 address = tmem.lanes(c.mma.tensor_memory.output + at // own * c.heads + h, cute.arch.warp_idx())
                 values = tmem.load(address, _AT_ONCE)
                 tmem.await_loads()
-                factors = [_four(m.sFactor, h + x) for x in range(0, _AT_ONCE, 4)]
+                factors = [four(m.sFactor, h + x) for x in range(0, _AT_ONCE, 4)]
                 tmem.store(address, [v * factors[x // 4][x % 4] for x, v in enumerate(values)])
             tmem.await_stores()
             tmem.before_sync()
             for h in cutlass.range_constexpr(0, own, 4):
-                factor = _four(m.sFactor, h0 + h)
+                factor = four(m.sFactor, h0 + h)
                 for x in cutlass.range_constexpr(4):
                     rSum[h + x] = rSum[h + x] * factor[x]
         return pending

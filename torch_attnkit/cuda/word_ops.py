@@ -1,5 +1,5 @@
-"""Bytes and words of shared memory by address, and the copy of 8 bytes to it. Device addresses are Int64, shared ones
-Int32. Imports cutlass."""
+"""Bytes and words by address, and copies with offsets that are known beforehand. Device addresses are Int64, shared
+ones Int32. Imports cutlass."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ from .asm import asm
 def copy_8_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """8 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is 8."""
     text = "cp.async.ca.shared.global [$0], [$1], 8, $2;"
+    asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_16_async_at(
+    shared: Int32, target_at: int, source: Int64, source_at: int, valid: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """16 bytes of device memory to shared memory, each address with an offset; ``valid`` 0 writes zeros and reads
+    nothing, else it is 16."""
+    text = f"cp.async.cg.shared.global.L2::128B [$0+{target_at}], [$1+{source_at}], 16, $2;"
     asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
 
 
@@ -36,3 +46,10 @@ def load_word_if(address: Int32, valid: Int32, *, loc: Any = None, ip: Any = Non
     """A word; ``valid`` 0 reads nothing and gives 0."""
     text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1]; }"
     return asm(Int32, [address, valid], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_word_if(target: Int64, word: Int32, count: Int32, at: int, *, loc: Any = None, ip: Any = None) -> None:
+    """A word to device memory where ``at`` is below ``count``."""
+    text = f"{{ .reg .pred p; setp.gt.s32 p, $2, {at}; @p st.global.b32 [$0], $1; }}"
+    asm(None, [target, word, count], text, memory=True, loc=loc, ip=ip)
