@@ -50,11 +50,13 @@ class Results:
         c, own = self.c, self.softmax.own
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         meet()
-        if thread < place.heads:
-            row_max, row_sum = m.sStat[thread * 2], m.sStat[thread * 2 + 1]
-            head = place.head + thread
-            m.sFactor[thread] = self.output.factor(tensors, numbers, head, row_max, row_sum)
-            self.output.store_stats(tensors, numbers, place.token, head, row_max, row_sum)
+        if thread < c.heads:
+            head, factor = place.head + thread, Float32(0.0)
+            if thread < place.heads:
+                row_max, row_sum = m.sStat[thread * 2], m.sStat[thread * 2 + 1]
+                factor = self.output.factor(tensors, numbers, head, row_max, row_sum)
+                self.output.store_stats(tensors, numbers, place.token, head, row_max, row_sum)
+            m.sFactor[thread] = factor
         meet()
         h0, odd = self.softmax.first_head(), lane & 1
         # The heads that this thread stores are every second, of those that there are.
