@@ -1,7 +1,7 @@
 """Attention of tokens that each have keys of their own on Blackwell; keys are values, too, and shared by all heads.
 
     producer      4 warps: keys of a tile row by row, by cp.async, half of them for the other side (loads.py)
-    products      1 warp: S' = K Q', O' += V' P', tcgen05, both in tensor memory (decode's)
+    products      1 warp: S' = K Q', O' += V' P', tcgen05, both in tensor memory (products.py)
     softmax       2 warpgroups: S' -> P' in shared memory; O' *= factor when a maximum moved far (softmax_warps.py)
     results       the same: the result, or what the CTAs that share a token's keys join (results.py)
 
@@ -15,19 +15,19 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 
 from torch_attnkit.cuda import fake
 from torch_attnkit.cuda.sm100 import tmem
-from torch_attnkit.kernels.decode.sm100.roles import Products
-from torch_attnkit.kernels.decode.sm100.tcgen05 import ProductWarp, meet_cluster
+from torch_attnkit.kernels.decode.sm100.tcgen05 import meet_cluster
 
 from ..sm90.arguments import Numbers, Tensors, arguments
 from .coded import CodedProducer
 from .config import LOAD_WARP, PRODUCT_WARP, THREADS, Config
 from .loads import Producer
-from .memory import Layouts, Memory, allocate, products_of
+from .memory import Memory, allocate
 from .place import Place, place_of, tiles_of
+from .products import ProductWarp
 from .results import Results
 from .softmax_warps import SoftmaxWarps
 
@@ -41,24 +41,23 @@ class Sparse:
     def __init__(self, config: Config):
         self.c = config
         self.producer = Producer(config) if config.row.plain else CodedProducer(config)
-        self.products = ProductWarp(config.mma)
+        self.products = ProductWarp(config)
         self.softmax = SoftmaxWarps(config)
         self.results = Results(config, self.softmax)
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, stream: Any):
-        products, layouts = products_of(self.c.mma)
         ctas = numbers.ctas * self.c.sides
-        self.kernel(tensors, numbers, products, layouts).launch(
+        self.kernel(tensors, numbers).launch(
             grid=[numbers.together * numbers.groups * ctas, 1, 1], block=[THREADS, 1, 1], cluster=[ctas, 1, 1],
             stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, numbers: Numbers, products: Products, layouts: Layouts):
+    def kernel(self, tensors: Tensors, numbers: Numbers):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        m = allocate(c, layouts, warp)
+        m = allocate(c, warp)
         cute.arch.mbarrier_init_fence()
         tmem.before_sync()
         cute.arch.cluster_arrive()
@@ -73,7 +72,7 @@ class Sparse:
             cute.arch.cluster_wait()
             tmem.after_sync()
             if warp == PRODUCT_WARP:
-                self.products.run(products, place, m, Int32(0), tiles, Int32(0))
+                self.products.run(place, m, tiles)
             self._leave(m)
         else:
             cute.arch.setmaxregister_increase(_SOFTMAX_REGISTERS)
@@ -98,7 +97,7 @@ class Sparse:
             meet_cluster()
             self.results.merge(tensors, numbers, place, m)
         else:
-            self.results.store(tensors, numbers, place, m, tiles)
+            self.results.store(tensors, numbers, place, m)
             tmem.before_sync()
         meet_cluster()  # no CTA may leave while another reads its memory
 

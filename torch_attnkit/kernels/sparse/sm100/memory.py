@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.utils import blackwell_helpers as blackwell
 
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.sm100 import tmem
-from torch_attnkit.kernels.decode.sm100.config import KEYS, Tcgen05Config
-from torch_attnkit.kernels.decode.sm100.roles import Products
 
 from .config import LOADERS, PRODUCT_WARP, SOFTMAX_WARPS, Config
-
-
-class Layouts(NamedTuple):
-    """Of shared memory, stages last. K and V are the same bytes."""
-
-    q: cute.ComposedLayout  # ((N, 16), 1, part / 16, parts)
-    k: cute.ComposedLayout  # ((128, 16), 1, part / 16, stages)
-    v: cute.ComposedLayout  # ((part, 16), 1, 128 / 16, stages)
-    p: cute.ComposedLayout  # ((N, 16), 1, 128 / 16, 1)
-
-
-def products_of(c: Tcgen05Config) -> tuple[Products, Layouts]:
-    """S' = K Q' and O' += V' P', and their operands in shared memory."""
-    K, MN, one = OperandMajorMode.K, OperandMajorMode.MN, tcgen05.CtaGroup.ONE
-    tiler_qk, tiler_pv = (KEYS, c.heads, c.part), (c.part, c.heads, KEYS)
-    qk = blackwell.make_trivial_tiled_mma(c.dtype, c.dtype, K, K, Float32, one, tiler_qk[:2])
-    pv = blackwell.make_trivial_tiled_mma(c.dtype, c.dtype, MN, MN, Float32, one, tiler_pv[:2])
-    layouts = Layouts(
-        blackwell.make_smem_layout_b(qk, tiler_qk, c.dtype, c.parts),
-        blackwell.make_smem_layout_a(qk, tiler_qk, c.dtype, c.stages),
-        blackwell.make_smem_layout_a(pv, tiler_pv, c.dtype, c.stages),
-        blackwell.make_smem_layout_b(pv, tiler_pv, c.dtype, 1),
-    )
-    return Products(qk, pv), layouts
 
 
 @dataclass
@@ -59,10 +31,6 @@ class Memory(Fixed):
     p_at: Int32
     ring_at: Int32
     scales_at: Int32
-    sQ: cute.Tensor
-    sK: cute.Tensor
-    sV: cute.Tensor
-    sP: cute.Tensor
     sMask: cute.Tensor  # (4, tiles): a bit for each of a producer warp's keys, whether it counts
     # statistics of the softmax
     sShift: cute.Tensor  # (heads), what is added to a head's scores, in powers of two
@@ -75,18 +43,13 @@ class Memory(Fixed):
 
 
 @cute.jit
-def allocate(config: cutlass.Constexpr, layouts: Layouts, warp: Int32):
+def allocate(config: cutlass.Constexpr, warp: Int32):
     """Lay out shared memory, set up the barriers and take tensor memory; the caller meets the cluster then."""
     c: Config = config
     mma = c.mma
     memory = cutlass.memory.SmemAllocator()
     large = memory.allocate(c.scales.end, 1024).toint()
     regions = mma.shared
-    query_at, p_at, ring_at = (r.at(large) for r in (regions.query, regions.probabilities, regions.ring))
-
-    def staged(at: Int32, layout: cute.ComposedLayout) -> cute.Tensor:
-        pointer = cute.make_ptr(c.dtype, at, cute.AddressSpace.smem, assumed_align=1024)
-        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=c.dtype), layout.outer)
 
     def numbers(kind: Any, shape: Any) -> cute.Tensor:
         return memory.allocate_tensor(kind, cute.make_layout(shape), 16)
@@ -111,14 +74,10 @@ def allocate(config: cutlass.Constexpr, layouts: Layouts, warp: Int32):
         **single,
         ring=ring,
         flag_at=flag_at,
-        query_at=query_at,
-        p_at=p_at,
-        ring_at=ring_at,
+        query_at=regions.query.at(large),
+        p_at=regions.probabilities.at(large),
+        ring_at=regions.ring.at(large),
         scales_at=c.scales.at(large),
-        sQ=staged(query_at, layouts.q),
-        sK=staged(ring_at, layouts.k),
-        sV=staged(ring_at, layouts.v),
-        sP=staged(p_at, layouts.p),
         sMask=numbers(Int32, (LOADERS, c.masks)),
         sShift=numbers(Float32, c.heads),
         sChange=numbers(Float32, c.heads),

@@ -44,7 +44,7 @@ class Results:
         self.step = config.dim // 4  # vectors of four columns of a row
 
     @cute.jit
-    def store(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory, tiles: Int32):
+    def store(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
         """The result, by the one CTA that has it. A thread has a column of all heads; with its neighbour it exchanges
         one of every two heads for the neighbour's column of the other, so that it stores pairs."""
         c, own = self.c, self.softmax.own
@@ -67,7 +67,7 @@ class Results:
         bytes_of = cutlass.select_(odd != 0, Int32(_UPPER_HALVES), Int32(_LOWER_HALVES))
         factors = [four(m.sFactor, h0 + h) for h in range(0, own, 4)]
         for p in cutlass.range(c.mma.parts, unroll=1):
-            rO, target = self._columns(p, h0, tiles), out + p * (c.mma.part * c.itemsize)
+            rO, target = self._columns(p, h0), out + p * (c.mma.part * c.itemsize)
             for h in cutlass.range_constexpr(0, own, 2):
                 fours = factors[h // 4]
                 pair = cute.arch.mul_packed_f32x2((rO[h], rO[h + 1]), (fours[h % 4], fours[h % 4 + 1]))
@@ -78,7 +78,7 @@ class Results:
 
     @cute.jit
     def leave(self, m: Memory, tiles: Int32):
-        """O' in shared memory, for the cluster; zeros if the CTA had no tile."""
+        """O' in shared memory, for the cluster."""
         c, own = self.c, self.softmax.own
         if const_expr(c.sides > 1):
             # The other side has read all that this one sent: places are free on both.
@@ -87,23 +87,17 @@ class Results:
         h0 = self.softmax.first_head()
         column = cute.arch.warp_idx() % 4 * LANES + cute.arch.lane_idx()
         for p in cutlass.range(c.mma.parts, unroll=1):
-            rO = self._columns(p, h0, tiles)
+            rO = self._columns(p, h0)
             for h in cutlass.range_constexpr(own):
                 m.sO[(h0 + h) * c.dim + p * c.mma.part + column] = rO[h]
 
-    @cute.jit
-    def _columns(self, p: Int32, h0: Int32, tiles: Int32):
+    def _columns(self, p: Int32, h0: Int32) -> list[Float32]:
         """This thread's column of part p, for the warpgroup's heads."""
-        c, own = self.c, self.softmax.own
-        rO = cute.make_rmem_tensor(own, Float32)
-        rO.fill(0.0)
-        if tiles > 0:
-            at = tmem.lanes(c.mma.tensor_memory.output + p * c.heads + h0, cute.arch.warp_idx())
-            values = tmem.load(at, own)
-            tmem.await_loads()
-            for h in cutlass.range_constexpr(own):
-                rO[h] = values[h]
-        return rO
+        c = self.c
+        at = tmem.lanes(c.mma.tensor_memory.output + p * c.heads + h0, cute.arch.warp_idx())
+        got = tmem.load(at, self.softmax.own)
+        tmem.await_loads()
+        return got
 
     @cute.jit
     def merge(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):

@@ -86,7 +86,7 @@ class SoftmaxWarps:
 
     @cute.jit
     def run(self, numbers: Numbers, m: Memory, tiles: Int32):
-        """All tiles; leaves maxima and sums in shared memory, and O' where it is."""
+        """All tiles; leaves maxima and sums in shared memory, and O' where it is, zeros if there was no tile."""
         c, own = self.c, self.own
         h0 = self.first_head()
         if _thread() < c.heads:
@@ -95,8 +95,9 @@ class SoftmaxWarps:
         rSum = cute.make_rmem_tensor(own, Float32)
         rSum.fill(0.0)
         pending = cutlass.select_(_thread() < c.heads, Int32(1), Int32(0))  # whether this thread's head has no maximum
+        word, bit = mask_of(_thread() % KEYS)
         for n in cutlass.range(tiles, unroll=1):
-            rS = self._scores(numbers.scale, m, n, h0)
+            rS = self._scores(numbers.scale, m, word, bit, n, h0)
             peak = softmax.row_max([rS[h] for h in range(own)], -Float32.inf)
             moves = Int32((peak > numbers.lag) | (pending != 0))
             if op.any_of_threads(moves, int(NamedBarrier.SOFTMAX), SOFTMAX_THREADS) != 0:
@@ -114,14 +115,19 @@ class SoftmaxWarps:
         if tiles > 0:
             cute.arch.mbarrier_wait(m.output, (tiles - 1) & 1)
             tmem.after_sync()
+        else:
+            for p in cutlass.range(c.mma.parts, unroll=1):
+                at = tmem.lanes(c.mma.tensor_memory.output + p * c.heads + h0, cute.arch.warp_idx())
+                tmem.store(at, [Float32(0.0)] * own)
+            tmem.await_stores()
 
     @cute.jit
-    def _scores(self, scale: Float32, m: Memory, n: Int32, h0: Int32):
-        """This thread's key's scores in powers of two, less what is subtracted; -inf where the key does not count."""
+    def _scores(self, scale: Float32, m: Memory, word: Int32, bit: Int32, n: Int32, h0: Int32):
+        """This thread's key's scores in powers of two, less what is subtracted; -inf where the key does not count,
+        as ``bit`` of ``word`` says."""
         c, own = self.c, self.own
         m.ring.wait(n * c.mma.parts)  # with a tile's first part comes its mask
-        word, bit = mask_of(_thread() % KEYS)
-        mask = m.sMask[word, n % c.masks]
+        mask = m.sMask[word, n % c.masks if const_expr(c.masks > 1) else 0]
         cute.arch.mbarrier_wait(m.scores + (n & 1), (n >> 1) & 1)
         tmem.after_sync()
         got = tmem.load(tmem.lanes(c.mma.tensor_memory.scores(n & 1) + h0, cute.arch.warp_idx()), own)
