@@ -37,6 +37,12 @@ def mask_of(key: Any) -> tuple[Any, Any]:
     return key % _HALF // _EACH, key // _HALF * _EACH + key % _EACH
 
 
+def _bit_as_chunk(bits: Int32, at: int) -> Int32:
+    """The bytes of a chunk where bit ``at`` is set, else 0."""
+    shift = at - (CHUNK.bit_length() - 1)
+    return (bits >> shift if shift >= 0 else bits << -shift) & CHUNK
+
+
 class Peer(NamedTuple):
     """The other side, and what of a tile is this one's."""
 
@@ -119,6 +125,7 @@ class Producer:
         column = cute.arch.lane_idx() % self.chunks * CHUNK
         mine = [self._mine(place, i) for i in range(self.steps)]
         sources = [held_by(x, row.address) + column for x in mine]
+        ahead = counts >> mine[0]  # from this lane's first row on
         # Steps by how far they turn the swizzle: what is beside that is known beforehand.
         turn = const_expr(8 // self.abreast)
         firsts = [self._chunk_at(Int32(0), place, i) for i in range(min(turn, self.steps))]
@@ -129,7 +136,7 @@ class Producer:
             starts = [stage + first for first in firsts]
             for i in cutlass.range_constexpr(self.steps):
                 target_at = (self._first_key(i) - self._first_key(i % turn)) * self.c.mma.row_bytes
-                valid = ((counts >> mine[i]) & 1) * CHUNK
+                valid = _bit_as_chunk(ahead, i * self.abreast)
                 word_ops.copy_16_async_at(starts[i % turn], target_at, sources[i], p * self.chunks * CHUNK, valid)
             cute.arch.cp_async_commit_group()
 
@@ -188,6 +195,6 @@ class Producer:
             else:
                 cute.arch.mbarrier_arrive_and_expect_tx(m.ring.full + slot, boxes * nbytes)
                 at = slot * c.mma.stage_bytes + peer.own_at
+                to, own, full = peer.ring_at + at, m.ring_at + at, peer.full_at + slot * 8
                 for x in cutlass.range_constexpr(boxes):
-                    to = at + x * (KEYS * c.mma.row_bytes)
-                    send(peer.ring_at + to, m.ring_at + to, nbytes, peer.full_at + slot * 8)
+                    send(to, own, x * (KEYS * c.mma.row_bytes), nbytes, full)
