@@ -179,8 +179,8 @@ def test_maxima_begin_with_the_first_key_and_grow(sign, multiprocessors, monkeyp
 @pytest.mark.seconds(600)
 def test_work_beside_flash_attention_4(monkeypatch):
     """DeepSeek-V4-Pro's 128 heads and 1152 keys of a token, by two CTAs in both. Its scheduler that steals work is off:
-    it arrives at the cluster's barrier twice without a wait. Seen: 0.56 of its bytes, and of its warp instructions
-    1.09, or 1.03 without the moves that pack registers."""
+    it arrives at the cluster's barrier twice without a wait. Seen: 0.53 of its bytes and 0.994 of its warp
+    instructions."""
     pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")
     from flash_attn.cute import flash_fwd_mla_sm100
 
@@ -203,8 +203,8 @@ def test_work_beside_flash_attention_4(monkeypatch):
     mine, other = ours[0].counters, theirs[0].counters
     assert sum(mine["flops"].values()) == sum(other["flops"].values())
     read = [sum(c[name] for name in ("cp_async", "tma_read", "global_read")) for c in (mine, other)]
-    assert read[0] <= 0.6 * read[1]
-    assert mine["instructions"] <= 1.10 * other["instructions"]
+    assert read[0] <= 0.55 * read[1]
+    assert mine["instructions"] <= other["instructions"]
 
 
 @pytest.mark.sample(4)

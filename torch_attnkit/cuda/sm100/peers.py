@@ -15,8 +15,8 @@ def send(
     target: Int32, source: Int32, at: int, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:
     """A thread's copy of ``nbytes``, a multiple of 16, of its CTA's shared memory, ``at`` bytes behind both addresses.
-    ``target`` and ``barrier``, an mbarrier that counts them, are addresses of the cluster, of the same CTA. What generic
-    stores left at ``source`` needs a proxy fence before."""
+    ``target`` and ``barrier``, an mbarrier that counts them, are addresses of the cluster, of the same CTA. What
+    generic stores left at ``source`` needs a proxy fence before."""
     text = (
         f"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0+{at}], [$1+{at}], {nbytes}, [$2];"
     )

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import copies, word_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.sm100 import softmax, tmem
 from torch_attnkit.cuda.warp_ops import exp2
@@ -69,10 +69,11 @@ class SoftmaxWarps:
         source, column = start + by_head * place.head + chunk * CHUNK, chunk // line * (c.heads * c.mma.row_bytes)
         first, abreast = _thread() // chunks, const_expr(SOFTMAX_THREADS // chunks)
         source += by_head * first
+        # ``at`` is a multiple of ``abreast``, so that its bits add up to the row's without a carry.
+        target, turned = m.query_at + column + first * c.mma.row_bytes, (chunk % line) ^ (first & 7)
         for at in cutlass.range_constexpr(0, c.heads, abreast):
-            row = first + at
-            to = m.query_at + column + row * c.mma.row_bytes + ((chunk % line) ^ (row & 7)) * CHUNK
-            op.copy_16_async(to, source, cutlass.select_(row < place.heads, Int32(CHUNK), Int32(0)))
+            valid = cutlass.select_(first + at < place.heads, Int32(CHUNK), Int32(0))
+            word_ops.copy_16_async_at(target + (turned ^ (at & 7)) * CHUNK, at * c.mma.row_bytes, source, 0, valid)
             source += by_head * abreast
         cute.arch.cp_async_commit_group()
 
