@@ -12,10 +12,12 @@ from .asm import asm
 
 
 @dsl_user_op
-def copy_8_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """8 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is 8."""
-    text = "cp.async.ca.shared.global [$0], [$1], 8, $2;"
-    asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
+def copy_async(nbytes: int, shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """4, 8 or 16 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is
+    ``nbytes``."""
+    kind = "cg" if nbytes == 16 else "ca"
+    text = f"cp.async.{kind}.shared.global [$0], [$1], {nbytes}, $2;"
+    asm(None, [Int32(shared), Int64(source), Int32(valid)], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -30,22 +32,27 @@ def copy_16_async_at(
 
 @dsl_user_op
 def load_byte(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    return asm(Int32, [address], "ld.shared.u8 $0, [$1];", memory=True, loc=loc, ip=ip)
+    """A byte of shared memory."""
+    return asm(Int32, [Int32(address)], "ld.shared.u8 $0, [$1];", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def load_words(count: int, address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
-    """1, 2 or 4 aligned words."""
-    words = ",".join(f"${i}" for i in range(count))
-    form = f"ld.shared.v{count}.b32 {{{words}}}" if count > 1 else "ld.shared.b32 $0"
-    return asm([Int32] * count, [address], f"{form}, [${count}];", memory=True, loc=loc, ip=ip)
+    """2 or 4 aligned words of shared memory, or one."""
+    vector = f".v{count}" if count > 1 else ""
+    names = [f"${i}" for i in range(count)]
+    into = f"{{{', '.join(names)}}}" if count > 1 else names[0]
+    text = f"ld.shared{vector}.b32 {into}, [${count}];"
+    return asm([Int32] * count, [Int32(address)], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def load_word_if(address: Int32, valid: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """A word; ``valid`` 0 reads nothing and gives 0."""
-    text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1]; }"
-    return asm(Int32, [address, valid], text, memory=True, loc=loc, ip=ip)
+def load_words_if(count: int, address: Int32, valid: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
+    """Words of shared memory; ``valid`` 0 reads nothing and gives zeros, without a branch."""
+    zeros = "".join(f"mov.b32 ${i}, 0; " for i in range(count))
+    loads = "".join(f"@p ld.shared.b32 ${i}, [${count} + {4 * i}]; " for i in range(count))
+    text = f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros}{loads}}}"
+    return asm([Int32] * count, [Int32(address), Int32(valid)], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -33,7 +33,6 @@ from .place import Place
 _NUMBERS = 8  # of a chunk of 16 bytes
 _WORD = 4  # bytes
 _AT_ONCE = 4  # chunks of a lane whose codes are read before the first is decoded
-_COPY = {4: op.copy_4_async, 8: word_ops.copy_8_async, 16: op.copy_16_async}
 
 
 class CodedProducer(Producer):
@@ -41,13 +40,13 @@ class CodedProducer(Producer):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        row = config.row
-        self.layout, self.decoder = row.layout, Decoder(row, config.dtype)
-        self.nope_chunks = row.nope_dim // _NUMBERS  # of a row
-        self.code_bytes = _NUMBERS * self.decoder.bits // 8  # of a chunk
-        # What one copy brings: rows start at any multiple of ``align``, and so do RoPE channels in them.
-        self.code_width = min(config.align, self.code_bytes)
-        self.rope_width = math.gcd(config.align, self.layout.rope)
+        self.layout = config.row.layout
+        self.decoder = Decoder(config.row, config.dtype)
+        self.nope_chunks = config.row.nope_dim // _NUMBERS  # of a row
+        self.code_bytes = self.decoder.bits * _NUMBERS // 8  # of a chunk
+        # Rows start at any multiple of ``align``, and so do RoPE channels in them: as much does one copy bring.
+        self.code_width = min(self.code_bytes, config.align)
+        self.rope_width = math.gcd(self.layout.rope, config.align)
 
     def _divisor(self, tensors: Tensors) -> Any:
         return self.decoder.divisor(tensors.global_scale[0]) if self.c.divided else None
@@ -88,7 +87,7 @@ class CodedProducer(Producer):
 
     def _copy(self, to: Int32, source: Int64, nbytes: int, width: int, there: Int32) -> None:
         for at in range(0, nbytes, width):
-            _COPY[width](to + at, source + at, there * width)
+            word_ops.copy_async(width, to + at, source + at, there * width)
 
     def _scales(self, m: Memory, n: Int32) -> Int32:
         """Where the scales of this warp's own keys of tile n are."""
@@ -138,7 +137,7 @@ class CodedProducer(Producer):
             words = list(word_ops.load_words(CHUNK // _WORD, at))
         if nope is not False and rope:  # behind codes is nothing yet
             pairs = cutlass.select_(nope, Int32(0), Int32(1))
-            words += [word_ops.load_word_if(at + i, pairs) for i in range(self.code_bytes, CHUNK, _WORD)]
+            words += word_ops.load_words_if((CHUNK - self.code_bytes) // _WORD, at + self.code_bytes, pairs)
         return words, byte
 
     @cute.jit
