@@ -41,6 +41,7 @@ INSTRUCTIONS = {
     ("batched_gemm_fp4_few", "sm90"): ("HMMA", "UTMALDG"),
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("sparse", "sm90"): ("HGMMA", "LDGSTS", "gsb0, 0x1"),
+    ("sparse", "sm100"): ("UTCHMMA", "LDGSTS", "LDTM", "STTM"),
     ("indexer", "sm90"): ("HGMMA", "UTMALDG"),
     ("indexer_stream", "sm90"): ("HGMMA", "UTMALDG"),
     ("indexer_select", "sm90"): ("HGMMA", "UTMALDG"),

@@ -1,4 +1,4 @@
-"""How work is cut on an H200: all at the same time where it fits, and every key by one CTA."""
+"""How work is cut on an H200 and on a B200: all at the same time where it fits, and every key by one CTA."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
 from torch_attnkit.kernels.sparse.problem import Problem
 from torch_attnkit.kernels.sparse.sm90.config import Config
 from torch_attnkit.kernels.sparse.sm90.plan import ALIGNED, CODED_TILES, REUSED_TILES, TILES, plan, share
+from torch_attnkit.kernels.sparse.sm100 import config as blackwell
+from torch_attnkit.kernels.sparse.sm100.plan import HEADS, heads_of
+from torch_attnkit.kernels.sparse.sm100.plan import plan as blackwell_plan
 
-SMS = 132
+SMS, BLACKWELL_SMS = 132, 148
 ONE = Problem(
     torch.bfloat16, torch.device("cpu"), tokens=1, heads=64, dim=512, requests=1, capacity=256, window=128,
     entries=8192, listed=512, has_list=True, has_length=False, has_requests=False, has_sink=True, factor=1.0,
@@ -75,3 +78,49 @@ def test_rows_are_decoded_without_a_prefetch_that_they_may_start_too_oddly_for()
     many = plan(dataclasses.replace(ONE, tokens=128, requests=128), SMS)
     coded = plan(dataclasses.replace(ONE, tokens=128, requests=128, format="fp8", rope_dim=64, align=8), SMS)
     assert many.sizes["prefetch"] and not coded.sizes["prefetch"] and coded.sizes["align"] == 8
+
+
+@pytest.mark.parametrize("heads", [1, 17, 64, 65, 130])
+@pytest.mark.parametrize("tokens", [1, 37, 74, 75, 4096])
+@pytest.mark.parametrize("listed", [0, 512, 8192])
+def test_a_b200_has_room_for_all_that_share_a_token(tokens, heads, listed):
+    problem = dataclasses.replace(ONE, tokens=tokens, heads=heads, listed=listed)
+    cut, (each, sides) = blackwell_plan(problem, BLACKWELL_SMS), heads_of(heads)
+    assert heads <= cut.head_blocks * each * sides < heads + each * sides and cut.ctas * sides <= blackwell.MOST_CTAS
+    assert cut.together == tokens * cut.head_blocks and cut.sizes["merge"] == (cut.ctas * cut.groups > 1)
+    assert cut.groups == 1 or cut.together * cut.groups * cut.ctas * sides <= BLACKWELL_SMS
+    parts = cut.ctas * cut.groups
+    keys = share(problem.keys, parts)
+    assert keys % ALIGNED == 0 and keys * parts >= problem.keys
+    assert (cut.floats > 0) == (cut.counters > 0) == (cut.groups > 1)
+    assert cut.floats == (cut.groups > 1) * cut.together * cut.groups * sides * each * (512 + 2)
+
+
+def test_one_token_has_many_multiprocessors_of_a_b200_and_many_tokens_one_each():
+    wide = dataclasses.replace(ONE, heads=128, listed=1024)
+    few, many = (
+        blackwell_plan(wide, BLACKWELL_SMS),
+        blackwell_plan(dataclasses.replace(wide, tokens=512), BLACKWELL_SMS),
+    )
+    assert few.ctas == 4 and few.groups > 1 and many.ctas == many.groups == 1 and not many.sizes["merge"]
+    assert blackwell_plan(wide, 1).ctas == blackwell_plan(wide, 1).groups == 1
+
+
+@pytest.mark.parametrize("dim", HEADS)
+@pytest.mark.parametrize(("heads", "sides"), [(16, 1), (32, 1), (64, 1), (64, 2)])
+@pytest.mark.parametrize("format", kv_cache.FORMATS)
+def test_shared_and_tensor_memory_of_a_b200_fit(dim, heads, sides, format):
+    config = blackwell.Config(
+        type("Bits", (), {"width": 16}),
+        dim,
+        heads,
+        sides,
+        merge=True,
+        format=format,
+        rope_dim=0 if format == "none" else 64,
+    )
+    assert config.scales.end + 4096 <= 227 << 10 and config.mma.tensor_memory.columns <= 512
+    # A tile at least, and a mask for every tile that the ring may have a part of.
+    assert config.mma.stages >= config.mma.parts and config.masks * config.mma.parts >= config.mma.stages
+    assert config.mma.shared.results.end <= config.mma.shared.nbytes and config.scales.offset % 16 == 0
+    assert config.own_keys * sides * blackwell.LOADERS == blackwell.KEYS

@@ -21,12 +21,13 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.sparse import metal
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
+from torch_attnkit.kernels.sparse.sm100 import plan as sm100
 from torch_attnkit.oracle import rules
 
 from . import caches
 
 _LEAST = sm90.LEAST_BYTES
-_SM90 = {
+_ROWS = {
     "every row of q must start at a multiple of 16 bytes": lambda c: caches.aligned(c.arg.q, 16),
     f"rows of numbers in the caches must start at multiples of 16 bytes, encoded ones at multiples of {_LEAST}": (
         lambda c: all(caches.aligned(rows, 16 if c.arg.format == "none" else _LEAST) for rows in caches.given(c))
@@ -101,7 +102,14 @@ OP = Op(
             sm90.DTYPES,
             {"D": tuple(sm90.TILES)},
             "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
-            _SM90,
+            _ROWS,
+        ),
+        Kernel(
+            "sm100",
+            sm100.DTYPES,
+            {"D": sm100.HEADS},
+            "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
+            _ROWS,
         ),
         Kernel(
             "mps",

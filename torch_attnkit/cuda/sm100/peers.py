@@ -1,0 +1,23 @@
+"""Bytes from one CTA's shared memory to another's of its cluster, without registers. Imports cutlass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32
+from cutlass.cutlass_dsl import dsl_user_op
+
+from ..asm import asm
+
+
+@dsl_user_op
+def send(
+    target: Int32, source: Int32, at: int, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """A thread's copy of ``nbytes``, a multiple of 16, of its CTA's shared memory, ``at`` bytes behind both addresses.
+    ``target`` and ``barrier``, an mbarrier that counts them, are addresses of the cluster, of the same CTA. What
+    generic stores left at ``source`` needs a proxy fence before."""
+    text = (
+        f"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0+{at}], [$1+{at}], {nbytes}, [$2];"
+    )
+    asm(None, [Int32(target), Int32(source), Int32(barrier)], text, memory=True, loc=loc, ip=ip)
