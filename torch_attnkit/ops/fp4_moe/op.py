@@ -15,6 +15,7 @@ Source: the experts of DeepSeek-V4 (arXiv 2606.19348), GPT-OSS (OpenAI, 2025) an
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.grouped_gemm import metal
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
 from torch_attnkit.oracle import fp4
 
@@ -27,6 +28,7 @@ _SM90 = {
     f"E must be at most {sm90.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm90.MOST_EXPERTS,
 }
 
+_ALL = "swizzled gptoss limit interleaved bias global_scale"
 
 OP = Op(
     schema="fp4_moe(Tensor x, Tensor weights, Tensor indices, Tensor w13, Tensor w13_scale, Tensor w2,"
@@ -96,5 +98,8 @@ OP = Op(
             g is not None for g in (c.arg.w13_global, c.arg.w2_global, c.arg.x_global, c.arg.h_global)
         ),
     },
-    kernels=(Kernel("sm90", "bf16 f16", {}, "swizzled gptoss limit interleaved bias global_scale", _SM90),),
+    kernels=(
+        Kernel("sm90", "bf16 f16", {}, _ALL, _SM90),
+        Kernel("mps", metal.DTYPES, {}, _ALL),
+    ),
 )

@@ -1,0 +1,164 @@
+"""Grouped products on Metal: which kernels take a call, their tiles, the workspace, the launches.
+
+Few tokens: up, down, combine (``attnkit/few_tokens.h``); every threadgroup finds an expert's slots by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_attnkit.core import memory
+from torch_attnkit.core.target import Target
+from torch_attnkit.mps import launch as metal
+from torch_attnkit.mps import library
+
+from .problem import BLOCK, Operands, Problem, Weights
+
+DTYPES = "bf16 f16 f32"
+_ACTIVATIONS = {"none": 0, "nvfp4": 1, "mxfp4": 2, "mxfp8": 3}
+_LINEAR, _CONTIGUOUS, _PADDED = range(3)  # SCALES of the kernels
+
+# Few tokens. Tiles of so many passes of 8 simdgroups are 64 features and 96 rows: a token is then 3 to 4 percent of the
+# bytes that a tile reads of weights, and 45 x 4 and 30 x 4 threadgroups of a token of GPT-OSS fill 40 cores.
+_FEW_TOKENS = 16
+_FEW_SLOTS = 512  # MOST_SLOTS of the kernels
+_UP_PASSES, _DOWN_PASSES = 4, 3
+_SIMDGROUPS = (8, 4)
+_ROWS = 4  # of a simdgroup at a time
+_STEP = 1024  # numbers of a row that a simdgroup takes in a step
+_STAGE_BYTES = 24576  # of tokens in threadgroup memory; 32 KB are a threadgroup's, and sums and slots take up to 4
+_COMBINE = 256  # threads of experts_combine
+
+
+def launcher(source: str, problem: Problem, target: Target) -> Callable[[Operands], None]:
+    """What solves ``problem`` with ``csrc/metal/<source>.metal``."""
+    p = problem
+    if p.tokens == 0 or p.hidden == 0:
+        return lambda operands: None
+    if p.slots == 0 or p.experts == 0:
+        return lambda operands: _nothing(operands)
+    solve = _few(source, p, target)
+
+    def launch(o: Operands) -> None:
+        solve(o, _shape(p, o), _alignment(p, o))
+
+    return launch
+
+
+def _nothing(operands: Operands) -> None:
+    """The result where no token has a choice."""
+    operands.out.zero_()
+
+
+def _defines(p: Problem, codes: int) -> dict[str, Any]:
+    """What all kernels of a problem share; ``codes``: alignment of rows of codes in bytes."""
+    padded = any(w.scale_row != w.scale_columns for w in (p.up, p.down))
+    scales = _LINEAR if p.scale_layout == "linear" else _PADDED if padded else _CONTIGUOUS
+    return dict(
+        TYPE=p.dtype, SEEN=seen(p), INDEX_BYTES=p.index_dtype.itemsize, BLOCK=BLOCK[p.format],
+        ACT=_ACTIVATIONS[p.activations], GPTOSS=p.swiglu == "gptoss", INTERLEAVED=p.interleaved, SCALES=scales,
+        CODES=codes,
+    )  # fmt: skip
+
+
+def seen(p: Problem) -> torch.dtype:
+    """What products see of tokens. A rounded activation has at most six significant bits."""
+    return p.dtype if p.activations == "none" else torch.bfloat16
+
+
+def _alignment(p: Problem, o: Operands) -> int:
+    """Bytes at whose multiples all rows of codes begin and end, as far as the kernels care: 16, 8 or 1."""
+    steps = [n for w in (p.up, p.down) for n in (w.expert, w.row, w.columns // 2)]
+    shared = math.gcd(16, *steps, o.w13.storage_offset(), o.w2.storage_offset())
+    return shared if shared in (8, 16) else 1
+
+
+def _shape(p: Problem, o: Operands) -> list[int]:
+    """ExpertShape of the kernels."""
+    return [
+        p.tokens, p.top_k, p.experts, p.hidden, p.intermediate, o.x.stride(0), o.weights.stride(0), *o.indices.stride(),
+        *_weights(p.up, o.bias13, o.w13_global, o.x_global), *_weights(p.down, o.bias2, o.w2_global, o.h_global),
+    ]  # fmt: skip
+
+
+def _weights(
+    w: Weights, bias: torch.Tensor | None, divisor: torch.Tensor | None, activation: torch.Tensor | None
+) -> tuple[int, ...]:
+    """ExpertWeights of the kernels."""
+    step = -1 if bias is None else bias.stride(0)
+    flags = int(divisor is not None), int(activation is not None)
+    return w.expert, w.row, w.scale_expert, w.scale_row, w.scale_columns, step, *flags
+
+
+class _Given(NamedTuple):
+    """Arguments of a product that follow each other: codes, scales, their global number, biases, the tokens' globals."""
+
+    up: tuple[torch.Tensor, ...]
+    down: tuple[torch.Tensor, ...]
+
+
+def _given(o: Operands) -> _Given:
+    """``weights`` and ``x`` stand in for what is missing: a kernel never looks there."""
+    bound = lambda t: metal.bound(t, o.weights)
+    one = lambda t: o.weights if t is None else t.view(1)
+    scales = lambda t: t if t.dtype is torch.uint8 else t.view(torch.uint8)
+    h_global = one(o.h_global)
+    return _Given(
+        (bound(o.w13), bound(scales(o.w13_scale)), bound(o.w13_global), metal.bound(o.bias13, o.x), one(o.x_global), h_global),
+        (bound(o.w2), bound(scales(o.w2_scale)), bound(o.w2_global), metal.bound(o.bias2, o.x), h_global),
+    )
+
+
+Solve = Callable[[Operands, list[int], int], None]
+
+
+def _combiner(built: library.Library, p: Problem) -> metal.Launch:
+    return metal.launcher(built, "experts_combine", (-(-p.hidden // _COMBINE), p.tokens, 1), _COMBINE)
+
+
+def few_stage(p: Problem, together: int) -> int:
+    """Numbers of a token that a threadgroup holds, of ``together`` tokens at once."""
+    room = _STAGE_BYTES // (together * seen(p).itemsize * _STEP)
+    return max(1, min(room, -(-max(p.hidden, p.intermediate) // _STEP))) * _STEP
+
+
+def _few(source: str, p: Problem, target: Target) -> Solve:
+    together = 1 if p.tokens == 1 else 2 if p.tokens == 2 else 4
+    kernels = ("experts_few_up", "experts_few_down")
+
+    def build(codes: int) -> tuple[metal.Launch, ...]:
+        for simds in _SIMDGROUPS:
+            built = library.load(
+                source, target, **_defines(p, codes), MANY=0, TOKENS=together, STAGE=few_stage(p, together),
+                SIMDS=simds, UP_PASSES=_UP_PASSES, DOWN_PASSES=_DOWN_PASSES, MOST_SLOTS=_FEW_SLOTS,
+            )  # fmt: skip
+            if simds <= min(metal.most_simdgroups(built, kernel) for kernel in kernels):
+                break
+        features, rows = _UP_PASSES * simds * _ROWS // 2, _DOWN_PASSES * simds * _ROWS
+        tiles = -(-p.intermediate // features), -(-p.hidden // rows)
+        grids = ((n, p.slots, 1) for n in tiles)
+        products = (metal.launcher(built, k, g, simds * metal.SIMD) for k, g in zip(kernels, grids, strict=True))
+        return *products, _combiner(built, p)
+
+    variants: dict[int, tuple[metal.Launch, ...]] = {}
+
+    def solve(o: Operands, shape: list[int], codes: int) -> None:
+        if codes not in variants:
+            variants[codes] = build(codes)
+        up, down, combine = variants[codes]
+        given = _given(o)
+        h = memory.empty((p.slots, max(p.intermediate, 1)), dtype=seen(p), device=o.x.device)
+        parts = memory.empty((p.slots, p.hidden), dtype=torch.float32, device=o.x.device)
+        up((o.x, o.indices, *given.up, h, shape, *_numbers(p)))
+        down((h, o.weights, o.indices, *given.down, parts, shape))
+        combine((o.indices, parts, o.out, shape))
+
+    return solve
+
+
+def _numbers(p: Problem) -> tuple[float, float]:
+    return float(p.alpha), math.inf if p.limit is None else float(p.limit)
