@@ -1,6 +1,7 @@
 """Grouped products on Metal: which kernels take a call, their tiles, the workspace, the launches.
 
 Few tokens: up, down, combine (``attnkit/few_tokens.h``); every threadgroup finds an expert's slots by itself.
+Many tokens: sort, x rounded if it is to be, up, down, combine (``attnkit/many_tokens.h``).
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ _LINEAR, _CONTIGUOUS, _PADDED = range(3)  # SCALES of the kernels
 # Few tokens. Tiles of so many passes of 8 simdgroups are 64 features and 96 rows: a token is then 3 to 4 percent of the
 # bytes that a tile reads of weights, and 45 x 4 and 30 x 4 threadgroups of a token of GPT-OSS fill 40 cores.
 _FEW_TOKENS = 16
+_FEWEST = 4  # tokens that few_tokens.h takes whatever they share
 _FEW_SLOTS = 512  # MOST_SLOTS of the kernels
 _UP_PASSES, _DOWN_PASSES = 4, 3
 _SIMDGROUPS = (8, 4)
 _ROWS = 4  # of a simdgroup at a time
 _STEP = 1024  # numbers of a row that a simdgroup takes in a step
 _STAGE_BYTES = 24576  # of tokens in threadgroup memory; 32 KB are a threadgroup's, and sums and slots take up to 4
-_COMBINE = 256  # threads of experts_combine
+_COMBINE = 256  # threads of experts_combine and experts_round
+# Many tokens: tiles of 32, or of 16 where experts have fewer than 32 on average.
+_TILE_ROWS, _TILE_FEATURES = 64, 32
+_MANY_SIMDGROUPS = 4
 
 
 def launcher(source: str, problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -41,12 +46,17 @@ def launcher(source: str, problem: Problem, target: Target) -> Callable[[Operand
         return lambda operands: None
     if p.slots == 0 or p.experts == 0:
         return lambda operands: _nothing(operands)
-    solve = _few(source, p, target)
+    solve = (_few if few(p) else _many)(source, p, target)
 
     def launch(o: Operands) -> None:
         solve(o, _shape(p, o), _alignment(p, o))
 
     return launch
+
+
+def few(p: Problem) -> bool:
+    """Whether weights are read once for up to four tokens of an expert, not once for a tile of them."""
+    return p.slots <= _FEW_SLOTS and (p.tokens <= _FEWEST or p.tokens <= _FEW_TOKENS and p.slots <= 8 * p.experts)
 
 
 def _nothing(operands: Operands) -> None:
@@ -155,6 +165,52 @@ def _few(source: str, p: Problem, target: Target) -> Solve:
         parts = memory.empty((p.slots, p.hidden), dtype=torch.float32, device=o.x.device)
         up((o.x, o.indices, *given.up, h, shape, *_numbers(p)))
         down((h, o.weights, o.indices, *given.down, parts, shape))
+        combine((o.indices, parts, o.out, shape))
+
+    return solve
+
+
+def tile_tokens(p: Problem) -> int:
+    return 32 if p.slots >= 32 * p.experts else 16
+
+
+def _many(source: str, p: Problem, target: Target) -> Solve:
+    tokens = tile_tokens(p)
+    tiles = p.slots // tokens + p.experts
+    rounds = p.activations != "none"
+
+    def build(codes: int, width: int) -> tuple[metal.Launch, ...]:
+        built = library.load(
+            source, target, **_defines(p, codes), MANY=1, TILE_TOKENS=tokens, WIDTH=width,
+        )  # fmt: skip
+        threads = _MANY_SIMDGROUPS * metal.SIMD
+        grids = {
+            "experts_sort": (-(-p.experts // _MANY_SIMDGROUPS), 1, 1),
+            "experts_many_up": (-(-p.intermediate // _TILE_FEATURES), tiles, 1),
+            "experts_many_down": (-(-p.hidden // _TILE_ROWS), tiles, 1),
+        }
+        sort, up, down = (metal.launcher(built, kernel, grid, threads) for kernel, grid in grids.items())
+        rounder = metal.launcher(built, "experts_round", (-(-p.hidden // _COMBINE), p.tokens, 1), _COMBINE)
+        return sort, rounder, up, down, _combiner(built, p)
+
+    variants: dict[tuple[int, int], tuple[metal.Launch, ...]] = {}
+
+    def solve(o: Operands, shape: list[int], codes: int) -> None:
+        even = rounds or (o.x.stride(0) % metal.VECTOR == 0 and o.x.storage_offset() % metal.VECTOR == 0)
+        key = codes, metal.VECTOR if even else 1
+        if key not in variants:
+            variants[key] = build(*key)
+        sort, rounder, up, down, combine = variants[key]
+        given, room = _given(o), lambda dtype, *sizes: memory.empty(sizes, dtype=dtype, device=o.x.device)
+        order, table = room(torch.int32, p.slots), room(torch.int32, tiles, 4)
+        h, parts = room(seen(p), p.slots, max(p.intermediate, 1)), room(torch.float32, p.slots, p.hidden)
+        sort((o.indices, order, table, shape))
+        x = o.x
+        if rounds:
+            x = room(seen(p), p.tokens, p.hidden)
+            rounder((o.x, given.up[4], x, shape))
+        up((x, order, table, *given.up, h, shape, *_numbers(p)))
+        down((h, order, table, o.weights, *given.down, parts, shape))
         combine((o.indices, parts, o.out, shape))
 
     return solve
