@@ -23,12 +23,14 @@ DTYPES = "bf16 f16 f32"
 _ACTIVATIONS = {"none": 0, "nvfp4": 1, "mxfp4": 2, "mxfp8": 3}
 _LINEAR, _CONTIGUOUS, _PADDED = range(3)  # SCALES of the kernels
 
-# Few tokens. Tiles of so many passes of 8 simdgroups are 64 features and 96 rows: a token is then 3 to 4 percent of the
-# bytes that a tile reads of weights, and 45 x 4 and 30 x 4 threadgroups of a token of GPT-OSS fill 40 cores.
+# Few tokens. Passes of 8 simdgroups over a tile, up and down: tiles of 64 features and 96 rows for one token, which is
+# then 3 to 4 percent of the bytes that a tile reads of weights, and GPT-OSS has 45 x 4 and 30 x 4 threadgroups for 40
+# cores; more tokens meet more experts, and tiles are 96 features and 160 rows. Counted, bytes / least possible of
+# GPT-OSS-20B with 4 tokens: 1.060 with the smaller tiles.
 _FEW_TOKENS = 16
 _FEWEST = 4  # tokens that few_tokens.h takes whatever they share
 _FEW_SLOTS = 512  # MOST_SLOTS of the kernels
-_UP_PASSES, _DOWN_PASSES = 4, 3
+_PASSES, _PASSES_TOGETHER = (4, 3), (6, 5)
 _SIMDGROUPS = (8, 4)
 _ROWS = 4  # of a simdgroup at a time
 _STEP = 1024  # numbers of a row that a simdgroup takes in a step
@@ -142,13 +144,14 @@ def _few(source: str, p: Problem, target: Target) -> Solve:
 
     def build(codes: int) -> tuple[metal.Launch, ...]:
         for simds in _SIMDGROUPS:
+            up, down = (n * _SIMDGROUPS[0] // simds for n in (_PASSES if together == 1 else _PASSES_TOGETHER))
             built = library.load(
                 source, target, **_defines(p, codes), MANY=0, TOKENS=together, STAGE=few_stage(p, together),
-                SIMDS=simds, UP_PASSES=_UP_PASSES, DOWN_PASSES=_DOWN_PASSES, MOST_SLOTS=_FEW_SLOTS,
+                SIMDS=simds, UP_PASSES=up, DOWN_PASSES=down, MOST_SLOTS=_FEW_SLOTS,
             )  # fmt: skip
             if simds <= min(metal.most_simdgroups(built, kernel) for kernel in kernels):
                 break
-        features, rows = _UP_PASSES * simds * _ROWS // 2, _DOWN_PASSES * simds * _ROWS
+        features, rows = up * simds * _ROWS // 2, down * simds * _ROWS
         tiles = -(-p.intermediate // features), -(-p.hidden // rows)
         grids = ((n, p.slots, 1) for n in tiles)
         products = (metal.launcher(built, k, g, simds * metal.SIMD) for k, g in zip(kernels, grids, strict=True))

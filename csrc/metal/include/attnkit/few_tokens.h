@@ -11,8 +11,8 @@
 //
 // Grid: x tiles of features or rows, y slots (at most MOST_SLOTS); SIMDS simdgroups in a threadgroup, no other number.
 //
-// Defined by the host: TOKENS (1, 2 or 4), STAGE (a multiple of 1024), SIMDS (a multiple of 4), UP_PASSES (even),
-// DOWN_PASSES, MOST_SLOTS and what attnkit/experts.h needs.
+// Defined by the host: TOKENS (1, 2 or 4), STAGE (a multiple of 1024), SIMDS, UP_PASSES (FEATURES must be a multiple of
+// 32), DOWN_PASSES, MOST_SLOTS and what attnkit/experts.h needs.
 
 constant constexpr int THREADS = 32 * SIMDS;
 constant constexpr int ROWS = 4;  // of a simdgroup at a time
@@ -98,13 +98,15 @@ inline void stage_token(
   }
 }
 
-// sum[r][t] += rows times tokens, over a lane's blocks of a stage.
+// sum[r][t] += rows times tokens, over a lane's blocks of a stage. Where there are four sums for three ``staged`` tokens,
+// the last is a copy.
 template <int COUNT>
 inline void multiply_rows(
     thread float (&sum)[ROWS][COUNT],
     thread const Matrix& m,
     thread const MatrixRow (&row)[ROWS],
     const threadgroup SEEN* tile,
+    int staged,
     int first,
     int count,
     int lane) {
@@ -131,8 +133,9 @@ inline void multiply_rows(
         float low[COUNT][4], high[COUNT][4];
         ATTNKIT_UNROLL
         for (int t = 0; t < COUNT; t++) {
-          const Vector a = *reinterpret_cast<const threadgroup Vector*>(x + t * STAGE + word * 256);
-          const Vector c = *reinterpret_cast<const threadgroup Vector*>(x + t * STAGE + word * 256 + 128);
+          const threadgroup SEEN* from = x + (COUNT < 3 ? t : min(t, staged - 1)) * STAGE + word * 256;
+          const Vector a = *reinterpret_cast<const threadgroup Vector*>(from);
+          const Vector c = *reinterpret_cast<const threadgroup Vector*>(from + 128);
           ATTNKIT_UNROLL
           for (int j = 0; j < 4; j++) {
             low[t][j] = float(a[j]);
@@ -165,8 +168,8 @@ inline void multiply_rows(
   }
 }
 
-// sums[row * COUNT + t] of a tile of rows: products with the tokens of COUNT slots from ``member`` on, of which those
-// behind the last are copies of it. A token is a row of ``from``, one for every ``shared`` slots.
+// sums[row * COUNT + t] of a tile of rows: products with the tokens of up to COUNT slots from ``member`` on. A token is a
+// row of ``from``, one for every ``shared`` slots.
 template <typename In, bool ROUND, int COUNT, int PASSES>
 inline void tile_products(
     const device In* from,
@@ -180,12 +183,12 @@ inline void tile_products(
     threadgroup SEEN* tile,
     threadgroup float* sums,
     int thread_index) {
-  const int lane = thread_index % 32, simd = thread_index / 32;
+  const int lane = thread_index % 32, simd = thread_index / 32, staged = min(COUNT, members.count - member);
   for (int first = 0; first == 0 || first < m.columns; first += STAGE) {
     const int count = min(STAGE, m.columns - first);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last stage has been used
-    for (int t = 0; t < COUNT; t++) {
-      const int slot = members.slots[min(member + t, members.count - 1)];
+    for (int t = 0; t < staged; t++) {
+      const int slot = members.slots[member + t];
       stage_token<In, ROUND>(from + slot / shared * step + first, tile + t * STAGE, count, global, thread_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -201,7 +204,7 @@ inline void tile_products(
           sum[r][t] = 0.0f;
         }
       }
-      multiply_rows<COUNT>(sum, m, row, tile, first, count, lane);
+      multiply_rows<COUNT>(sum, m, row, tile, staged, first, count, lane);
       float mine = 0.0f;
       ATTNKIT_UNROLL
       for (int i = 0; i < ROWS * COUNT; i++) {
