@@ -107,22 +107,31 @@ def _weights(
 
 
 class _Given(NamedTuple):
-    """Arguments of a product that follow each other: codes, scales, their global number, biases, the tokens' globals."""
+    """Arguments that follow each other: codes, scales, their global number, biases, the global numbers of tokens."""
 
     up: tuple[torch.Tensor, ...]
     down: tuple[torch.Tensor, ...]
 
 
 def _given(o: Operands) -> _Given:
+    h_global = _one(o, o.h_global)
+    up = _matrices(o, o.w13, o.w13_scale, o.w13_global, o.bias13)
+    down = _matrices(o, o.w2, o.w2_scale, o.w2_global, o.bias2)
+    return _Given((*up, _one(o, o.x_global), h_global), (*down, h_global))
+
+
+def _matrices(
+    o: Operands, codes: torch.Tensor, scale: torch.Tensor, divisor: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
     """``weights`` and ``x`` stand in for what is missing: a kernel never looks there."""
-    bound = lambda t: metal.bound(t, o.weights)
-    one = lambda t: o.weights if t is None else t.view(1)
-    scales = lambda t: t if t.dtype is torch.uint8 else t.view(torch.uint8)
-    h_global = one(o.h_global)
-    return _Given(
-        (bound(o.w13), bound(scales(o.w13_scale)), bound(o.w13_global), metal.bound(o.bias13, o.x), one(o.x_global), h_global),
-        (bound(o.w2), bound(scales(o.w2_scale)), bound(o.w2_global), metal.bound(o.bias2, o.x), h_global),
-    )
+    scale_bytes = scale if scale.dtype is torch.uint8 else scale.view(torch.uint8)
+    floats = metal.bound(divisor, o.weights)
+    return metal.bound(codes, o.weights), metal.bound(scale_bytes, o.weights), floats, metal.bound(bias, o.x)
+
+
+def _one(o: Operands, number: torch.Tensor | None) -> torch.Tensor:
+    """A number in a tensor of one axis: without axes it would be bound as its value."""
+    return o.weights if number is None else number.view(1)
 
 
 Solve = Callable[[Operands, list[int], int], None]
