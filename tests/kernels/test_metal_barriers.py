@@ -47,6 +47,18 @@ def marks(name: str) -> tuple[Any, ...]:
     return (pytest.mark.proof,) if CASES[name].proof else ()
 
 
+def experts(tokens: int, hidden: int, features: int) -> tuple[Any, ...]:
+    """fp4_moe with rounded activations: all experts have tokens, and as many of them as fill more than one tile."""
+    gen = torch.Generator().manual_seed(0)
+    ones = lambda *shape: torch.full(shape, 0x38, dtype=torch.uint8)  # scales of one
+    codes = lambda *shape: torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8)
+    w13, w2 = codes(2, 2 * features, hidden // 2), codes(2, hidden, features // 2)
+    scales = ones(2, 2 * features, hidden // 16), ones(2, hidden, features // 16)
+    chosen = torch.tensor([[0, 1]], dtype=torch.int32).repeat(tokens, 1)
+    given = (normal(tokens, hidden), normal(tokens, 2), chosen, w13, scales[0], w2, scales[1])
+    return *given, *[None] * 6, "nvfp4", "nvfp4"
+
+
 CASES = {
     "gated_rmsnorm": Case("gated_rmsnorm", range(1), lambda: (normal(2, 2000), normal(2, 2000), normal(2000))),
     "merge_partials": Case("merge_partials", range(0), lambda: (normal(3, 2, 4, 64), normal(3, 2, 4))),
@@ -108,6 +120,9 @@ CASES = {
         lambda: (normal(9, 2, 300).half(), normal(2, 40, 300).half()),
         proof=True,
     ),
+    ),
+    "fp4_moe of many tokens": Case("fp4_moe", range(3), lambda: experts(40, 64, 32)),
+    "fp4_moe": Case("fp4_moe", range(3, 7), lambda: experts(3, 4160, 32)),
     "known_answer": Case("known_answer", range(1), lambda: ()),
 }
 

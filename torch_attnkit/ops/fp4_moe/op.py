@@ -15,6 +15,7 @@ Source: the experts of DeepSeek-V4 (arXiv 2606.19348), GPT-OSS (OpenAI, 2025) an
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.grouped_gemm import metal
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
 from torch_attnkit.oracle import fp4
 
@@ -28,6 +29,7 @@ _SM90 = {
     f"E must be at most {sm90.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm90.MOST_EXPERTS,
 }
 
+_ALL = "swizzled gptoss limit interleaved bias global_scale"
 
 OP = Op(
     schema="fp4_moe(Tensor x, Tensor weights, Tensor indices, Tensor w13, Tensor w13_scale, Tensor w2,"
@@ -100,5 +102,6 @@ OP = Op(
     kernels=(
         Kernel("sm90", "bf16 f16", {}, _ALL, _SM90),
         Kernel("cpu", "bf16 f16 f32", {}, _ALL),
+        Kernel("mps", metal.DTYPES, {}, _ALL),
     ),
 )

@@ -1,0 +1,375 @@
+// Routed experts of many tokens, bound by products: experts_sort, experts_round, experts_many_up, experts_many_down.
+//
+// Slots are sorted by expert, and tiles of up to TILE_TOKENS of them, each of one expert, go down a list: expert e's
+// begin at (slots of experts before e) / TILE_TOKENS + e, which leaves room for every expert's last, partly filled tile;
+// what is left over is empty. So an expert knows its part of both lists from the indices alone, and no atomics are
+// needed: the order is the same in every run.
+//
+// A work tile is TILE_TOKENS tokens by 64 rows of weights (32 features, gate and up). Threads bring 32 numbers of each
+// to threadgroup memory, weights decoded and scaled to bfloat, which holds them exactly; 4 simdgroups multiply
+//
+//   C (tokens, rows) = X (tokens, k) W' (k, rows)
+//
+// in float. k is taken in the order 4 k' + j by product j, so that a lane's numbers for four products are neighbours.
+//
+//   experts_sort        order of slots, list of tiles        grid: ceil(experts / 4) threadgroups of 128 threads
+//   experts_round       x rounded as activations says        grid: ceil(N / 256), tokens; 256 threads
+//   experts_many_up     h[slot] = swiglu(w13 x), rounded     grid: ceil(M / 32), tiles; 128 threads
+//   experts_many_down   parts[slot] = weight (w2 h + bias)   grid: ceil(N / 64), tiles; 128 threads
+//
+// Defined by the host: TILE_TOKENS (16 or 32), WIDTH (of reads of x: 4, or 1 where its rows are not aligned) and what
+// attnkit/experts.h needs.
+
+constant constexpr int SIMDS = 4;
+constant constexpr int THREADS = 32 * SIMDS;
+constant constexpr int TILE_ROWS = 64;  // of weights
+constant constexpr int TILE_FEATURES = TILE_ROWS / 2;
+constant constexpr int TILE_K = 32;
+constant constexpr int TOKEN_SIMDS = TILE_TOKENS / 16;  // simdgroups side by side along tokens; each has 16 of them
+constant constexpr int ROW_SIMDS = SIMDS / TOKEN_SIMDS;
+constant constexpr int TOKEN_BLOCKS = 2;  // 8x8 blocks of a simdgroup
+constant constexpr int ROW_BLOCKS = TILE_ROWS / 8 / ROW_SIMDS;
+constant constexpr int SIMD_ROWS = ROW_BLOCKS * 8;
+// 16 bytes more than a row: then the rows of a fragment lie in different banks.
+constant constexpr int STEP_X = TILE_K + 16 / sizeof(SEEN);
+constant constexpr int STEP_W = TILE_K / 2 + 4;  // words of two weights
+
+[[kernel, max_total_threads_per_threadgroup(128)]] void experts_sort(
+    const device INDEX* indices [[buffer(0)]],
+    device int* order [[buffer(1)]],
+    device int4* tiles [[buffer(2)]],
+    constant ExpertShape& shape [[buffer(3)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int expert = int(group * SIMDS + simd), experts = int(shape.experts);
+  const int slots = int(shape.tokens * shape.choices);
+  if (expert >= experts) {
+    return;
+  }
+  int before = 0, count = 0;
+  for (int slot = int(lane); slot < slots; slot += 32) {
+    const int other = expert_of(indices, shape, slot);
+    before += other >= 0 && other < expert ? 1 : 0;
+    count += other == expert ? 1 : 0;
+  }
+  before = simd_sum(before);
+  count = simd_sum(count);
+  int at = before;
+  for (int first = 0; first < slots; first += 32) {
+    const int slot = first + int(lane);
+    const int same = slot < slots && expert_of(indices, shape, min(slot, slots - 1)) == expert ? 1 : 0;
+    const int rank = at + simd_prefix_exclusive_sum(same);
+    if (same != 0) {
+      order[rank] = slot;
+    }
+    at += simd_sum(same);
+  }
+  const int tile0 = before / TILE_TOKENS + expert;
+  const int tile1 = expert == experts - 1 ? slots / TILE_TOKENS + experts
+                                          : (before + count) / TILE_TOKENS + expert + 1;
+  for (int tile = tile0 + int(lane); tile < tile1; tile += 32) {
+    const int done = (tile - tile0) * TILE_TOKENS;
+    tiles[tile] = int4(expert, before + done, clamp(count - done, 0, TILE_TOKENS), 0);
+  }
+}
+
+[[kernel, max_total_threads_per_threadgroup(256)]] void experts_round(
+    const device TYPE* x [[buffer(0)]],
+    const device float* x_global [[buffer(1)]],
+    device SEEN* to [[buffer(2)]],
+    constant ExpertShape& shape [[buffer(3)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 thread_index [[thread_position_in_threadgroup]]) {
+  const int n = int(group.x * 256 + thread_index.x), token = int(group.y);
+  const bool live = n < shape.hidden;
+  const float global = shape.up.has_act_global != 0 ? x_global[0] : 1.0f;
+  const float value = rounded(live ? float(x[token * shape.x_step + n]) : 0.0f, global);
+  if (live) {
+    to[token * shape.hidden + n] = SEEN(value);
+  }
+}
+
+// Two numbers that bfloat holds, in a word.
+inline uint packed(float low, float high) {
+  return as_type<uint>(low) >> 16 | (as_type<uint>(high) & 0xffff0000u);
+}
+
+inline float4 unpacked(uint2 words) {
+  return float4(
+      as_type<float>(words.x << 16),
+      as_type<float>(words.x & 0xffff0000u),
+      as_type<float>(words.y << 16),
+      as_type<float>(words.y & 0xffff0000u));
+}
+
+// Sixteen weights from ``column`` on, decoded and scaled, to threadgroup memory; zeros behind the last column.
+inline void stage_weights(thread const Matrix& m, thread const MatrixRow& row, int column, threadgroup uint* to) {
+  if (column >= m.columns) {
+    ATTNKIT_UNROLL
+    for (int w = 0; w < 8; w++) {
+      to[w] = 0u;
+    }
+    return;
+  }
+  const uint2 words = read_eight(row.codes + column / 2);
+  const Factor factor = factor_of(scale_byte(m, row, column / BLOCK));
+  ATTNKIT_UNROLL
+  for (int w = 0; w < 2; w++) {
+    const Codes8 codes = decode(words[w]);
+    float4 low, high;
+    ATTNKIT_UNROLL
+    for (int j = 0; j < 4; j++) {
+      low[j] = float(codes.pairs[j].x);
+      high[j] = float(codes.pairs[j].y);
+    }
+    low *= factor.main;
+    high *= factor.main;
+    if (factor.rest != 1.0f) {
+      low *= factor.rest;
+      high *= factor.rest;
+    }
+    to[4 * w] = packed(low[0], low[1]);
+    to[4 * w + 1] = packed(low[2], low[3]);
+    to[4 * w + 2] = packed(high[0], high[1]);
+    to[4 * w + 3] = packed(high[2], high[3]);
+  }
+}
+
+inline vec<SEEN, 4> read_four(const device SEEN* from) {
+#if WIDTH == 4
+  return *reinterpret_cast<const device vec<SEEN, 4>*>(from);
+#else
+  vec<SEEN, 4> x;
+  ATTNKIT_UNROLL
+  for (int i = 0; i < 4; i++) {
+    x[i] = from[i];
+  }
+  return x;
+#endif
+}
+
+// The sums of a simdgroup: of 16 tokens and SIMD_ROWS rows.
+struct Sums {
+  float2 of[TOKEN_BLOCKS][ROW_BLOCKS];
+};
+
+// All of K for a work tile. ``weight_row`` is what this thread stages of every step, ``tokens`` the rows of the slots
+// whose numbers it brings, null where there is none.
+inline Sums tile_products(
+    thread const Matrix& m,
+    thread const MatrixRow& weight_row,
+    thread const device SEEN* (&tokens)[TOKEN_SIMDS],
+    threadgroup SEEN* tile_x,
+    threadgroup uint* tile_w,
+    int thread_index,
+    Lane at) {
+  typedef vec<SEEN, 4> Vector;
+  Sums sums;
+  ATTNKIT_UNROLL
+  for (int a = 0; a < TOKEN_BLOCKS; a++) {
+    ATTNKIT_UNROLL
+    for (int b = 0; b < ROW_BLOCKS; b++) {
+      sums.of[a][b] = float2(0.0f);
+    }
+  }
+  const int simd = thread_index / 32;
+  const threadgroup SEEN* x = tile_x + (simd % TOKEN_SIMDS * 16 + at.row) * STEP_X + 4 * at.col;
+  const threadgroup uint* w = tile_w + (simd / TOKEN_SIMDS * SIMD_ROWS + at.col) * STEP_W + 2 * at.row;
+  const int x_column = thread_index % 8 * 4, w_column = thread_index % 2 * 16;
+  for (int k0 = 0; k0 < m.columns; k0 += TILE_K) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last step has been multiplied
+    ATTNKIT_UNROLL
+    for (int i = 0; i < TOKEN_SIMDS; i++) {
+      const bool there = tokens[i] != nullptr && k0 + x_column < m.columns;
+      Vector values = Vector(SEEN(0.0f));
+      if (there) {
+        values = read_four(tokens[i] + k0 + x_column);
+      }
+      *reinterpret_cast<threadgroup Vector*>(tile_x + (thread_index / 8 + 16 * i) * STEP_X + x_column) = values;
+    }
+    stage_weights(m, weight_row, k0 + w_column, tile_w + thread_index / 2 * STEP_W + w_column / 2);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float2 xs[TOKEN_BLOCKS][4];  // of product j, this lane's two k
+    ATTNKIT_UNROLL
+    for (int a = 0; a < TOKEN_BLOCKS; a++) {
+      const Vector first = *reinterpret_cast<const threadgroup Vector*>(x + a * 8 * STEP_X);
+      const Vector second = *reinterpret_cast<const threadgroup Vector*>(x + a * 8 * STEP_X + 4);
+      ATTNKIT_UNROLL
+      for (int j = 0; j < 4; j++) {
+        xs[a][j] = float2(float(first[j]), float(second[j]));
+      }
+    }
+    ATTNKIT_UNROLL
+    for (int b = 0; b < ROW_BLOCKS; b++) {
+      const threadgroup uint* from = w + b * 8 * STEP_W;
+      const float4 even = unpacked(*reinterpret_cast<const threadgroup uint2*>(from));
+      const float4 odd = unpacked(*reinterpret_cast<const threadgroup uint2*>(from + STEP_W));
+      ATTNKIT_UNROLL
+      for (int j = 0; j < 4; j++) {
+        ATTNKIT_UNROLL
+        for (int a = 0; a < TOKEN_BLOCKS; a++) {
+          multiply_add(sums.of[a][b], xs[a][j], float2(even[j], odd[j]));
+        }
+      }
+    }
+  }
+  return sums;
+}
+
+[[kernel, max_total_threads_per_threadgroup(128)]] void experts_many_up(
+    const device SEEN* x [[buffer(0)]],  // (tokens, N), rounded
+    const device int* order [[buffer(1)]],
+    const device int4* tiles [[buffer(2)]],
+    const device uchar* w13 [[buffer(3)]],
+    const device uchar* w13_scale [[buffer(4)]],
+    const device float* w13_global [[buffer(5)]],
+    const device TYPE* bias13 [[buffer(6)]],
+    const device float* x_global [[buffer(7)]],
+    const device float* h_global [[buffer(8)]],
+    device SEEN* h [[buffer(9)]],
+    constant ExpertShape& shape [[buffer(10)]],
+    constant float& alpha [[buffer(11)]],
+    constant float& limit [[buffer(12)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup SEEN tile_x[TILE_TOKENS * STEP_X];
+  threadgroup uint tile_w[TILE_ROWS * STEP_W];
+#if ACT != 0
+  threadgroup float tile_h[TILE_TOKENS * TILE_FEATURES];
+#endif
+  const int4 work = tiles[group.y];
+  const int e = work.x, first = work.y, count = work.z;
+  if (count == 0) {
+    return;
+  }
+  const Lane at = fragment_lane(lane);
+  const int thread_index = int(simd * 32 + lane), features = int(shape.features);
+  const int feature0 = int(group.x) * TILE_FEATURES, choices = int(shape.choices);
+  const Matrix m = matrix_of(w13, w13_scale, shape.up, e, int(shape.hidden));
+  // Of the rows of a simdgroup the first half are gates, the others the ups of the same features.
+  const int row = thread_index / 2, half_rows = SIMD_ROWS / 2;
+  const int mine = min(feature0 + row / SIMD_ROWS * half_rows + row % half_rows, features - 1);
+  const bool is_up = row % SIMD_ROWS >= half_rows;
+  const MatrixRow weight_row = row_of(m, is_up ? up_row(mine, features) : gate_row(mine, features));
+  const device SEEN* tokens[TOKEN_SIMDS];
+  ATTNKIT_UNROLL
+  for (int i = 0; i < TOKEN_SIMDS; i++) {
+    const int t = thread_index / 8 + 16 * i;
+    tokens[i] = t < count ? x + order[first + t] / choices * (ACT == 0 ? shape.x_step : shape.hidden) : nullptr;
+  }
+  const Sums sums = tile_products(m, weight_row, tokens, tile_x, tile_w, thread_index, at);
+
+  const float act_global = shape.up.has_act_global != 0 ? x_global[0] : 1.0f;
+  const float global = shape.up.has_global != 0 ? w13_global[e] : 1.0f;
+  const float slope = alpha, bound = limit;
+  ATTNKIT_UNROLL
+  for (int b = 0; b < ROW_BLOCKS / 2; b++) {
+    const int f = int(simd) / TOKEN_SIMDS * half_rows + b * 8 + at.col;  // and the next
+    float2 gate_bias = float2(0.0f), up_bias = float2(0.0f);
+    if (shape.up.bias >= 0) {
+      ATTNKIT_UNROLL
+      for (int i = 0; i < 2; i++) {
+        const int feature = min(feature0 + f + i, features - 1);
+        gate_bias[i] = float(bias13[e * shape.up.bias + gate_row(feature, features)]);
+        up_bias[i] = float(bias13[e * shape.up.bias + up_row(feature, features)]);
+      }
+    }
+    ATTNKIT_UNROLL
+    for (int a = 0; a < TOKEN_BLOCKS; a++) {
+      const int t = int(simd) % TOKEN_SIMDS * 16 + a * 8 + at.row;
+      const float2 gate = sums.of[a][b], up = sums.of[a][b + ROW_BLOCKS / 2];
+      float2 made;
+      ATTNKIT_UNROLL
+      for (int i = 0; i < 2; i++) {
+        const float g = divided(gate[i], global, act_global) + gate_bias[i];
+        made[i] = swiglu(g, divided(up[i], global, act_global) + up_bias[i], slope, bound);
+      }
+#if ACT == 0
+      if (t < count && feature0 + f < features) {
+        vec<SEEN, 2> stored;
+        stored[0] = SEEN(made[0]);
+        stored[1] = SEEN(made[1]);
+        *reinterpret_cast<device vec<SEEN, 2>*>(h + order[first + t] * shape.features + feature0 + f) = stored;
+      }
+#else
+      tile_h[t * TILE_FEATURES + f] = feature0 + f < features ? made[0] : 0.0f;
+      tile_h[t * TILE_FEATURES + f + 1] = feature0 + f < features ? made[1] : 0.0f;
+#endif
+    }
+  }
+#if ACT != 0
+  // Lanes have the features of a token, which are rounded together.
+  const float divisor = shape.down.has_act_global != 0 ? h_global[0] : 1.0f;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int t = int(simd); t < TILE_TOKENS; t += SIMDS) {
+    const float value = rounded(tile_h[t * TILE_FEATURES + int(lane)], divisor);
+    if (t < count && feature0 + int(lane) < features) {
+      h[order[first + t] * shape.features + feature0 + int(lane)] = SEEN(value);
+    }
+  }
+#endif
+}
+
+[[kernel, max_total_threads_per_threadgroup(128)]] void experts_many_down(
+    const device SEEN* h [[buffer(0)]],
+    const device int* order [[buffer(1)]],
+    const device int4* tiles [[buffer(2)]],
+    const device float* weights [[buffer(3)]],
+    const device uchar* w2 [[buffer(4)]],
+    const device uchar* w2_scale [[buffer(5)]],
+    const device float* w2_global [[buffer(6)]],
+    const device TYPE* bias2 [[buffer(7)]],
+    const device float* h_global [[buffer(8)]],
+    device float* parts [[buffer(9)]],
+    constant ExpertShape& shape [[buffer(10)]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup SEEN tile_x[TILE_TOKENS * STEP_X];
+  threadgroup uint tile_w[TILE_ROWS * STEP_W];
+  const int4 work = tiles[group.y];
+  const int e = work.x, first = work.y, count = work.z;
+  if (count == 0) {
+    return;
+  }
+  const Lane at = fragment_lane(lane);
+  const int thread_index = int(simd * 32 + lane), hidden = int(shape.hidden), choices = int(shape.choices);
+  const int row0 = int(group.x) * TILE_ROWS;
+  const Matrix m = matrix_of(w2, w2_scale, shape.down, e, int(shape.features));
+  const MatrixRow weight_row = row_of(m, min(row0 + thread_index / 2, hidden - 1));
+  const device SEEN* tokens[TOKEN_SIMDS];
+  ATTNKIT_UNROLL
+  for (int i = 0; i < TOKEN_SIMDS; i++) {
+    const int t = thread_index / 8 + 16 * i;
+    tokens[i] = t < count ? h + order[first + t] * shape.features : nullptr;
+  }
+  const Sums sums = tile_products(m, weight_row, tokens, tile_x, tile_w, thread_index, at);
+
+  const float act_global = shape.down.has_act_global != 0 ? h_global[0] : 1.0f;
+  const float global = shape.down.has_global != 0 ? w2_global[e] : 1.0f;
+  ATTNKIT_UNROLL
+  for (int a = 0; a < TOKEN_BLOCKS; a++) {
+    const int t = int(simd) % TOKEN_SIMDS * 16 + a * 8 + at.row;
+    if (t < count) {
+      const int slot = order[first + t];
+      const float weight = weights[slot / choices * shape.weight_step + slot % choices];
+      ATTNKIT_UNROLL
+      for (int b = 0; b < ROW_BLOCKS; b++) {
+        const int n = row0 + int(simd) / TOKEN_SIMDS * SIMD_ROWS + b * 8 + at.col;
+        if (n < hidden) {
+          float2 y;
+          ATTNKIT_UNROLL
+          for (int i = 0; i < 2; i++) {
+            y[i] = divided(sums.of[a][b][i], global, act_global);
+            if (shape.down.bias >= 0) {
+              y[i] += float(bias2[e * shape.down.bias + n + i]);
+            }
+          }
+          *reinterpret_cast<device float2*>(parts + slot * shape.hidden + n) = y * weight;
+        }
+      }
+    }
+  }
+}
