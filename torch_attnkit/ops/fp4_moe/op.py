@@ -16,6 +16,7 @@ Source: the experts of DeepSeek-V4 (arXiv 2606.19348), GPT-OSS (OpenAI, 2025) an
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
+from torch_attnkit.kernels.grouped_gemm.sm100 import plan as sm100
 from torch_attnkit.oracle import fp4
 
 ACTIVATIONS = ("none", "nvfp4", "mxfp4", "mxfp8")
@@ -25,6 +26,16 @@ _SM90 = {
         step % 8 == 0 for w in (c.arg.w13, c.arg.w2) for step in w.stride()[:2]
     ),
     f"E must be at most {sm90.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm90.MOST_EXPERTS,
+}
+_SM100 = {
+    "activations must be 'nvfp4' with format 'nvfp4', or 'mxfp4' with 'mxfp4'": lambda c: (
+        sm100.PRODUCTS.get(c.arg.activations) == c.arg.format
+    ),
+    "N and M must be multiples of 32": lambda c: c.dim["N"] % 32 == 0 and c.dim["M"] % 32 == 0,
+    "rows and experts of w13 and w2 must start at multiples of 16 bytes": lambda c: all(
+        step % 16 == 0 for w in (c.arg.w13, c.arg.w2) for step in w.stride()[:2]
+    ),
+    f"E must be at most {sm100.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm100.MOST_EXPERTS,
 }
 
 
@@ -96,5 +107,8 @@ OP = Op(
             g is not None for g in (c.arg.w13_global, c.arg.w2_global, c.arg.x_global, c.arg.h_global)
         ),
     },
-    kernels=(Kernel("sm90", "bf16 f16", {}, "swizzled gptoss limit interleaved bias global_scale", _SM90),),
+    kernels=(
+        Kernel("sm90", "bf16 f16", {}, "swizzled gptoss limit interleaved bias global_scale", _SM90),
+        Kernel("sm100", "bf16 f16", {}, "swizzled gptoss limit interleaved bias global_scale", _SM100),
+    ),
 )

@@ -1,0 +1,71 @@
+"""What the kernels of Blackwell are compiled for, their warps and memories. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problem import BLOCK
+
+TOKENS = 128  # of a work tile, the lanes of tensor memory
+WEIGHT_ROWS = 128  # of a work tile, the columns of a product
+FEATURES = WEIGHT_ROWS // 2  # of h, of a work tile of the first product: so many gate and so many up rows
+STAGE = 256  # numbers of a row in a stage: 128 bytes of codes, which TMA swizzles
+ROW_BYTES = STAGE // 2
+STEP = 64  # numbers of a row that a product takes
+TOKEN_BOX = 32  # rows that TMA brings at a time: of those that a work tile does not have, at most 31
+# Warps: results, which each reach 32 lanes of tensor memory; scales, a row of tokens and one of weights a lane; then one
+# each that multiplies, that brings weights, and that brings tokens.
+RESULT_WARPS = 4
+SCALE_WARPS = 4
+PRODUCT_WARP = RESULT_WARPS + SCALE_WARPS
+WEIGHT_WARP, TOKEN_WARP = PRODUCT_WARP + 1, PRODUCT_WARP + 2
+THREADS = 32 * (TOKEN_WARP + 1)
+STAGES = 6
+SUMS = 2  # buffers of sums in tensor memory: one is stored while the other is multiplied
+ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
+BLOCKS_AHEAD = 4  # stages whose scales a warp has on their way
+
+
+@dataclass(frozen=True)
+class Config:
+    """One product. ``paired``: rows of a work tile are ``FEATURES`` of gate and as many of up."""
+
+    format: str
+    paired: bool
+    scale_vector: int  # bytes of scales that one load may take
+
+    @property
+    def block(self) -> int:
+        return BLOCK[self.format]
+
+    @property
+    def scales(self) -> int:
+        """Of a row in a stage."""
+        return STAGE // self.block
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of 128 rows in a stage."""
+        return 128 * self.scales
+
+    @property
+    def each(self) -> int:
+        """How many rows further on a work tile's next begins, of gate and of up."""
+        return FEATURES if self.paired else WEIGHT_ROWS
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A row of quantised numbers in the workspace: codes, whole products' worth of them, then their scales, whole
+    stages' worth. What is behind the last number is zero as far as a product reads."""
+
+    columns: int  # numbers
+    block: int
+
+    @property
+    def code_bytes(self) -> int:
+        return -(-self.columns // STEP) * STEP // 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.code_bytes + -(-self.columns // STAGE) * max(STAGE // self.block, 16)

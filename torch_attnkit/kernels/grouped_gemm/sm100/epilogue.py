@@ -1,0 +1,140 @@
+"""What becomes of a work tile's sums: h, quantised for the second product, or tokens' results. Imports cutlass.
+
+A lane of the four warps has a token, whose sums are a row of tensor memory: the features of a block stand in one thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.sm100 import tmem
+
+from ...norm.kernel import sigmoid
+from ..problem import BLOCK
+from ..sm90.arguments import Flags, Matrices, Scalars, Tensors, global_scale_of
+from ..sm90.schedule import WorkTile
+from .config import FEATURES, RESULT_WARPS, STEP, WEIGHT_ROWS, Config
+from .quantise import quantised
+from .scales import weight_row
+
+_AT_ONCE = 32  # features of a result that a thread has on their way
+
+
+@cute.jit
+def factor_of(flags: Flags, weights: Matrices, expert: Int32) -> Float32:
+    """What sums have to be multiplied by: global scales divide."""
+    divisor = Float32(1.0)
+    if flags.divisor != 0:
+        divisor = weights.divisor[expert]
+    if flags.activation != 0:
+        divisor *= weights.activation[0]
+    return Float32(1.0) / divisor
+
+
+@cute.jit
+def bring_biases(
+    config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, sBias: cute.Tensor, thread: Int32
+):
+    """Of the work tile's rows, zeros without; all threads that have results meet before they are read."""
+    bias = Float32(0.0)
+    if flags.bias != 0:
+        bias = Float32(weights.bias[tile.expert, weight_row(config, flags, weights, tile, thread)])
+    meet()  # all have read the last work tile's
+    sBias[thread] = bias
+    meet()
+
+
+def meet() -> None:
+    """The threads that have results."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=32 * RESULT_WARPS)
+
+
+def biases(sBias: cute.Tensor, first: int, count: int) -> cute.Tensor:
+    """Neighbouring ones, by loads of four."""
+    r = cute.make_rmem_tensor(count, Float32)
+    cute.autovec_copy(cute.make_tensor(sBias.iterator + first, cute.make_layout(count)), r)
+    return r
+
+
+class Activation:
+    """h = swiglu(gate, up) of a work tile, quantised as ``config.Rows`` has rows."""
+
+    def __init__(self, activations: str):
+        self.activations = activations
+
+    @cute.jit
+    def run(
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        warp: Int32,
+    ):  # fmt: skip
+        """``sums``: the columns of tensor memory, as this warp reaches them."""
+        block = const_expr(BLOCK[self.activations])
+        features = Int32(tensors.up.codes.shape[1]) // 2
+        token = warp * 32 + cute.arch.lane_idx()
+        if warp * 32 < tile.columns:
+            codes, scales = [], []
+            global_scale = global_scale_of(scalars.down, tensors.down)
+            for first in cutlass.range_constexpr(0, FEATURES, block):
+                gate, up = (tmem.load(sums + part * FEATURES + first, block) for part in range(2))
+                b_gate, b_up = (biases(sBias, part * FEATURES + first, block) for part in range(2))
+                tmem.await_loads()
+                h = []
+                for i in cutlass.range_constexpr(block):
+                    both = op.fma(gate[i], factor, b_gate[i]), op.fma(up[i], factor, b_up[i])
+                    h.append(swiglu(scalars, *both))
+                result = quantised(self.activations, h, global_scale)
+                codes += result.codes
+                inside = tile.row * FEATURES + first < features
+                scales.append(cutlass.select_(inside, result.scales[0], Int32(0)))
+            if token < tile.columns:
+                row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
+                for i in cutlass.range_constexpr(0, len(codes), 4):
+                    copies.store_words(row + tile.row * (FEATURES // 2) + 4 * i, codes[i : i + 4])
+                behind = (features + STEP - 1) // STEP * (STEP // 2)
+                self._store_scales(row + behind + tile.row * (FEATURES // block), scales)
+
+    def _store_scales(self, address: Int64, scales: list[Int32]) -> None:
+        kind = {2: Uint16, 4: Uint32}[len(scales)]
+        word = scales[0]
+        for i, byte in enumerate(scales[1:], 1):
+            word = word | (byte << (8 * i))
+        target = cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=len(scales))
+        cute.make_tensor(target, cute.make_layout(1))[0] = kind(word)
+
+
+def swiglu(scalars: Scalars, gate: Float32, up: Float32) -> Float32:
+    limit = scalars.limit  # comparisons with NaN are false, so that it stays
+    gate = cutlass.select_(gate > limit, limit, gate)
+    up = cutlass.select_(up > limit, limit, cutlass.select_(up < -limit, -limit, up))
+    slope = cutlass.select_(scalars.gptoss != 0, scalars.alpha, Float32(1.0))
+    more = cutlass.select_(scalars.gptoss != 0, Float32(1.0), Float32(0.0))
+    return gate * sigmoid(slope * gate) * (up + more)
+
+
+class Results:
+    """y of a work tile, in float32 and in the order of ``h``; a launch of its own adds tokens' up (``sm90/total.py``)."""
+
+    @cute.jit
+    def run(
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        warp: Int32,
+    ):  # fmt: skip
+        features = Int32(tensors.down.codes.shape[1])
+        token = warp * 32 + cute.arch.lane_idx()
+        if warp * 32 < tile.columns:
+            row = Int64(tile.first + token) * tensors.partial.stride[0] * 4
+            for first in cutlass.range_constexpr(0, WEIGHT_ROWS, _AT_ONCE):
+                y = tmem.load(sums + first, _AT_ONCE)
+                bias = biases(sBias, first, _AT_ONCE)
+                tmem.await_loads()
+                feature = tile.row * WEIGHT_ROWS + first
+                if (token < tile.columns) & (feature < features):
+                    at = tensors.partial.iterator.toint() + row + feature * 4
+                    for i in cutlass.range_constexpr(0, _AT_ONCE, 4):
+                        op.store_4_floats(at + 4 * i, [op.fma(y[j], factor, bias[j]) for j in range(i, i + 4)])

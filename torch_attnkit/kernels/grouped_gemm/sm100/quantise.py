@@ -1,0 +1,35 @@
+"""Numbers of a row as E2M1 codes under block scales, bit for bit as ``formats/`` defines them. Imports cutlass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cutlass import Float32, Int32
+
+from torch_attnkit.cuda import fp4
+from torch_attnkit.cuda.sm100 import block_scaled
+
+from ..problem import BLOCK
+
+
+class Quantised(NamedTuple):
+    codes: list[Int32]  # eight a word
+    scales: list[Int32]  # a byte each
+
+
+def quantised(format: str, numbers: list[Any], global_scale: Float32) -> Quantised:
+    """Whole blocks of a row."""
+    block, codes, scales = BLOCK[format], [], []
+    for first in range(0, len(numbers), block):
+        some = numbers[first : first + block]
+        top = fp4.amax(some)
+        if format == "nvfp4":
+            byte, scale = fp4.nvfp4_scale(top, global_scale)
+            factor = fp4.nvfp4_factor(scale, global_scale)
+        else:
+            byte, _ = fp4.mxfp4_scale(top)
+            factor = fp4.ue8m0_reciprocal(byte)
+        scaled = [fp4.times(x, factor) for x in some]
+        codes += [block_scaled.e2m1_pairs(scaled[i : i + 8]) for i in range(0, block, 8)]
+        scales.append(byte)
+    return Quantised(codes, scales)
