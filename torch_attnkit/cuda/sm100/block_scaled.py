@@ -62,7 +62,7 @@ class Product:
 
     @property
     def kind(self) -> str:
-        return "mxf4nvf4.block_scale.scale_vec::4X" if self.block == 16 else "mxf4.block_scale.scale_vec::2X"
+        return "mxf4nvf4.block_scale.block16" if self.block == 16 else "mxf4.block_scale.block32"
 
 
 def _descriptor(address: Int32, group_bytes: int, swizzle: int) -> Int64:
