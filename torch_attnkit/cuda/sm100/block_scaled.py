@@ -28,7 +28,7 @@ TILE_BYTES = 512  # of a tile of scales
 TILE_COLUMNS = 4  # of a tile of scales in tensor memory
 _STEP_BYTES = STEP // 2
 _E2M1 = 1  # of the instruction descriptor, for both kinds
-_SWIZZLE_128B, _SWIZZLE_NONE = 2, 0  # of a matrix descriptor
+SWIZZLE_128B, SWIZZLE_NONE = 2, 0  # of a matrix descriptor
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Product:
         return "mxf4nvf4.block_scale.block16" if self.block == 16 else "mxf4.block_scale.block32"
 
 
-def _descriptor(address: Int32, group_bytes: int, swizzle: int) -> Int64:
+def matrix(address: Int32, group_bytes: int, swizzle: int) -> Int64:
     """A matrix whose rows follow each other in groups of 8, ``group_bytes`` apart."""
     fixed = 1 << 16 | group_bytes >> 4 << 32 | 1 << 46 | swizzle << 61
     return Int64((Int32(address) >> 4) & 0x3FFF) | Int64(fixed)
@@ -73,7 +73,7 @@ def _descriptor(address: Int32, group_bytes: int, swizzle: int) -> Int64:
 
 def operand(address: Int32, step: int) -> Int64:
     """The numbers of a step of a stage at ``address``, a multiple of 1024."""
-    return _descriptor(address + step * _STEP_BYTES, 8 * ROW_BYTES, _SWIZZLE_128B)
+    return matrix(address + step * _STEP_BYTES, 8 * ROW_BYTES, SWIZZLE_128B)
 
 
 @dsl_user_op
@@ -84,7 +84,7 @@ def _copy(tensor: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> N
 
 def copy_scales(tensor: Int32, shared: Int32) -> None:
     """A tile of scales from shared to tensor memory, for the products that follow. By one thread."""
-    _copy(tensor, _descriptor(shared, 8 * 16, _SWIZZLE_NONE))
+    _copy(tensor, matrix(shared, 8 * 16, SWIZZLE_NONE))
 
 
 @dsl_user_op

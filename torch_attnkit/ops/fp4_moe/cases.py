@@ -148,8 +148,6 @@ def flops(dims: dict[str, int]) -> int:
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     k = d.kernel
     act, blk = k.choice((0, 0, 1, 2, 3)), k.choice((16, 32))
-    if row.on == "sm100":
-        act, blk = k.choice(((1, 16), (2, 32)))
     sizes: tuple[int, ...] = (32, 64, 96, 128, 160, 256, 288, 544)
     if blk == 16 and act in (0, 1):
         sizes += (16, 48, 112, 304, 528)

@@ -28,9 +28,6 @@ _SM90 = {
     f"E must be at most {sm90.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm90.MOST_EXPERTS,
 }
 _SM100 = {
-    "activations must be 'nvfp4' with format 'nvfp4', or 'mxfp4' with 'mxfp4'": lambda c: (
-        sm100.PRODUCTS.get(c.arg.activations) == c.arg.format
-    ),
     "N and M must be multiples of 32": lambda c: c.dim["N"] % 32 == 0 and c.dim["M"] % 32 == 0,
     "rows and experts of w13 and w2 must start at multiples of 16 bytes": lambda c: all(
         step % 16 == 0 for w in (c.arg.w13, c.arg.w2) for step in w.stride()[:2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..problem import BLOCK
 
@@ -24,6 +25,17 @@ STAGES = 6
 SUMS = 2  # buffers of sums in tensor memory: one is stored while the other is multiplied
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
 BLOCKS_AHEAD = 4  # stages whose scales a warp has on their way
+
+
+def by_scale(format: str, activations: str) -> bool:
+    """Whether tensor cores multiply tokens' codes with weights' codes, under scales of one kind and block."""
+    return format == activations
+
+
+def parts(dtype: str, activations: str) -> int:
+    """Numbers of bf16 that each of a token's is the sum of, where weights are decoded: float16 has eleven bits, unless it
+    is rounded to what codes stand for."""
+    return 2 if dtype == "f16" and activations == "none" else 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,17 @@ class Config:
         """How many rows further on a work tile's next begins, of gate and of up."""
         return FEATURES if self.paired else WEIGHT_ROWS
 
+    @property
+    def box(self) -> Any:
+        """Rows of a work tile; those of gate and up as (FEATURES, 2)."""
+        return (FEATURES, 2) if self.paired else WEIGHT_ROWS
+
+    @property
+    def box_layout(self) -> tuple[Any, Any]:
+        """Shape and steps of a stage's codes."""
+        steps = (ROW_BYTES, FEATURES * ROW_BYTES) if self.paired else ROW_BYTES
+        return (self.box, ROW_BYTES), (steps, 1)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -69,3 +92,29 @@ class Rows:
     @property
     def nbytes(self) -> int:
         return self.code_bytes + -(-self.columns // STAGE) * max(STAGE // self.block, 16)
+
+
+SPAN = 128  # numbers of a row that a group of warps decodes at a time, and that a stage of tokens has
+SPANS = STAGE // SPAN
+DECODE_WARPS = 4 * SPANS  # of a group four, which each reach 32 lanes; every group has a span of a stage
+DECODED_PRODUCT_WARP = RESULT_WARPS + DECODE_WARPS
+DECODED_WEIGHT_WARP, DECODED_TOKEN_WARP = DECODED_PRODUCT_WARP + 1, DECODED_PRODUCT_WARP + 2
+DECODED_THREADS = 32 * (DECODED_TOKEN_WARP + 1)
+TOKEN_STAGES = 4
+WEIGHT_STAGES = 4
+DECODED_STAGES = 4
+SPAN_COLUMNS = SPAN // 2  # of tensor memory, of a decoded span
+CHUNK = 32  # tokens whose sums meet in shared memory at a time
+PITCH = WEIGHT_ROWS + 4  # words from a token's sums to the next: rows that are read at once begin in other banks
+
+
+@dataclass(frozen=True)
+class DecodedConfig(Config):
+    """One product of decoded weights. ``parts``: numbers of bf16 that each of a token's is the sum of."""
+
+    activations: str
+    parts: int
+
+    @property
+    def span_scales(self) -> int:
+        return SPAN // self.block

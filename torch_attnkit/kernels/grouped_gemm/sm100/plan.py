@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..problem import BLOCK, CONTIGUOUS, Problem, Weights
-from .config import ROW_ALIGNMENT, STAGE, STEP, TOKENS, WEIGHT_ROWS, Rows
+from torch_attnkit.core.spec import short
+
+from ..problem import BLOCK, Problem, Weights
+from .config import ROW_ALIGNMENT, SPAN, STAGE, STEP, TOKENS, WEIGHT_ROWS, Rows, by_scale, parts
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
-# Formats of weights by that of the tokens whose products with them the tensor cores know under both scales.
-PRODUCTS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4"}
 _LEAST_EXPERTS = 1 << 10
 _PREPARE_UNITS = 256  # of 32 numbers, that a block of the first launch has at least
 
 
 @dataclass(frozen=True)
 class Plan:
-    """As ``launch.py`` asks. x and h are rows of bytes, whose tensors are of 16-bit numbers."""
+    """As ``launch.py`` asks. x and h are tensors of 16-bit numbers, whatever their rows hold."""
 
     experts: int  # room for so many
     tiles: int  # at most, of tokens
@@ -43,15 +43,18 @@ def plan(problem: Problem, sms: int) -> Plan:
     p = problem
     tiles = p.slots // TOKENS + min(p.experts, p.slots)
     units = [tiles * -(-w.rows // WEIGHT_ROWS) for w in (p.up, p.down)]
-    up, down = (Rows(w.columns, BLOCK[p.activations]) for w in (p.up, p.down))
     spans = p.tokens * -(-p.hidden // STEP) * (STEP // 32)
+    if by_scale(p.format, p.activations):
+        rows = [Rows(w.columns, BLOCK[p.format]).nbytes // 2 for w in (p.up, p.down)]
+    else:
+        rows = [parts(short(p.dtype), p.activations) * w.columns for w in (p.up, p.down)]
     return Plan(
         experts=max(_LEAST_EXPERTS, 1 << (p.experts - 1).bit_length()),
         tiles=tiles,
         blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *(min(sms, max(most, 1)) for most in units)),
         counters=(1, 3 + p.experts),
-        x_rows=(p.slots, up.nbytes // 2),
-        h_rows=(p.slots, down.nbytes // 2),
+        x_rows=(p.slots, rows[0]),
+        h_rows=(p.slots, rows[1]),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
     )
 
@@ -61,7 +64,5 @@ def _vector(p: Problem, weights: Weights) -> int:
     steps = weights.scale_row, weights.scale_expert
     if p.scale_layout != "linear":
         return math.gcd(4, *steps)
-    return math.gcd(STAGE // BLOCK[p.format], weights.columns // BLOCK[p.format], *steps)
-
-
-assert CONTIGUOUS != 0
+    numbers = STAGE if by_scale(p.format, p.activations) else SPAN
+    return math.gcd(numbers // BLOCK[p.format], weights.columns // BLOCK[p.format], *steps)

@@ -29,7 +29,6 @@ from torch_attnkit.cuda.sm100 import block_scaled, tmem
 from ..sm90.arguments import Flags, Matrices
 from ..sm90.schedule import work
 from .config import (
-    FEATURES,
     PRODUCT_WARP,
     RESULT_WARPS,
     ROW_BYTES,
@@ -73,8 +72,29 @@ class Shared(Fixed):
     sBias: cute.Tensor  # (rows of a work tile)
 
 
-def _swizzled(layout: cute.Layout) -> Any:
+def swizzled(layout: cute.Layout) -> Any:
+    """128 bytes of a row, as TMA and the products have them."""
     return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
+
+
+def weight_loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
+    """Codes of a product's weights, a stage at a time."""
+    codes = weights.codes
+    experts, rows, nbytes = codes.shape
+    expert_step, row_step, _ = codes.stride
+    shape, steps = rows, row_step
+    if config.paired:
+        # From a gate row to the next, and to its up row.
+        turns = flags.interleaved != 0
+        steps = (
+            cute.assume(cutlass.select_(turns, 2 * row_step, row_step), divby=16),
+            cute.assume(cutlass.select_(turns, row_step, rows // 2 * row_step), divby=16),
+        )
+        shape = (rows // 2, 2)
+    layout = cute.make_layout((shape, nbytes, experts), stride=(steps, 1, expert_step))
+    box, box_steps = config.box_layout
+    tensor, tile = cute.make_tensor(codes.iterator, layout), swizzled(cute.make_layout(box, stride=box_steps))
+    return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
 
 
 class Product:
@@ -83,9 +103,6 @@ class Product:
     def __init__(self, config: Config, results: Any):
         self.c, self.results, self.scales = config, results, Scales(config)
         self.product = block_scaled.Product(config.block, WEIGHT_ROWS)
-        self.box = (FEATURES, 2) if config.paired else WEIGHT_ROWS
-        steps = (ROW_BYTES, FEATURES * ROW_BYTES) if config.paired else ROW_BYTES
-        self.box_layout = (self.box, ROW_BYTES), (steps, 1)
 
     @cute.jit
     def launch(
@@ -94,32 +111,14 @@ class Product:
     ):  # fmt: skip
         """``rows``: x or h, as ``config.Rows`` has them."""
         self.kernel(
-            tensors, flags, weights, rows, scalars, self._weight_loads(flags, weights), self._token_loads(weights, rows)
+            tensors, flags, weights, rows, scalars, weight_loads(self.c, flags, weights), self._token_loads(weights, rows)
         ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
-
-    def _weight_loads(self, flags: Flags, weights: Matrices) -> Loads:
-        codes = weights.codes
-        experts, rows, nbytes = codes.shape
-        expert_step, row_step, _ = codes.stride
-        shape, steps = rows, row_step
-        if self.c.paired:
-            # From a gate row to the next, and to its up row.
-            turns = flags.interleaved != 0
-            steps = (
-                cute.assume(cutlass.select_(turns, 2 * row_step, row_step), divby=16),
-                cute.assume(cutlass.select_(turns, row_step, rows // 2 * row_step), divby=16),
-            )
-            shape = (rows // 2, 2)
-        layout = cute.make_layout((shape, nbytes, experts), stride=(steps, 1, expert_step))
-        tensor, (box, box_steps) = cute.make_tensor(codes.iterator, layout), self.box_layout
-        tile = _swizzled(cute.make_layout(box, stride=box_steps))
-        return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
         slots, step = rows.shape[0], rows.stride[0]
         layout = cute.make_layout((slots, weights.codes.shape[2]), stride=(cute.assume(2 * step, divby=16), 1))
         tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
-        tile = _swizzled(cute.make_layout((TOKEN_BOX, ROW_BYTES), stride=(ROW_BYTES, 1)))
+        tile = swizzled(cute.make_layout((TOKEN_BOX, ROW_BYTES), stride=(ROW_BYTES, 1)))
         op = cpasync.CopyBulkTensorTileG2SOp()
         return Loads(*cpasync.make_tiled_tma_atom(op, tensor, tile, (TOKEN_BOX, ROW_BYTES)))
 
@@ -142,9 +141,8 @@ class Product:
             # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        # Of gate and up a work tile has half of its rows each.
         share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
-        if const_expr(self.c.paired):
-            share = work(tensors, (Int32(weights.codes.shape[1]) // 2 + FEATURES - 1) // FEATURES)
         columns = Int32(weights.codes.shape[2]) * 2
         turns = (columns + STAGE - 1) // STAGE
         if warp < RESULT_WARPS:
@@ -182,7 +180,7 @@ class Product:
         boxes = cute.make_layout(
             (TOKEN_BOX, ROW_BYTES, _BOXES * STAGES), stride=(ROW_BYTES, 1, _BOX_BYTES)
         )
-        box, steps = self.box_layout
+        box, steps = self.c.box_layout
         weights = cute.append(cute.make_layout(box, stride=steps), cute.make_layout(STAGES, stride=_OPERAND_BYTES))
         s = Shared(
             stages=named["stages"],
@@ -204,7 +202,7 @@ class Product:
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
-            gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.box, ROW_BYTES), (None, None))
+            gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
             for k in cutlass.range(turns, unroll=1):
                 full = s.stages.acquire(n, _OPERAND_BYTES)

@@ -21,7 +21,7 @@ from .config import BLOCKS_AHEAD, FEATURES, SCALE_WARPS, STAGE, STEP, WEIGHT_ROW
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """One row of a lane, for ``Factors``, which reads rows of scales of either layout."""
 
     scales: int
@@ -35,7 +35,7 @@ class Scales:
     have get zeros, and those of weights beyond the last the last one's: nobody looks at what they give."""
 
     def __init__(self, config: Config):
-        self.c, self.weights = config, Factors(_Row(config.scales, config.block, config.scale_vector))
+        self.c, self.weights = config, Factors(Row(config.scales, config.block, config.scale_vector))
         self.words = config.scales // 4
 
     @cute.jit
@@ -51,7 +51,7 @@ class Scales:
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
-            start = self._start(flags, weights, tile, row)
+            start = row_scales(c, flags, weights, tile, row)
             line = rows.iterator.toint() + Int64(tile.first + row) * rows.stride[0] * 2 + codes
             for first in cutlass.range(0, turns, BLOCKS_AHEAD, unroll=1):
                 of_tokens = copies.fragments(BLOCKS_AHEAD, self.words, Uint32)
@@ -82,14 +82,15 @@ class Scales:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full)
 
-    @cute.jit
-    def _start(self, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32):
-        """Where the scales of a row of the work tile begin, in tiles of 128x4 from those of its expert on."""
-        line, scale = weight_row(self.c, flags, weights, tile, row), weights.scale
-        start = Int64(line // 128) * (Int32(scale.shape[2]) * 128) + line % 32 * 16 + line % 128 // 32 * 4
-        if flags.swizzled == 0:
-            start = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0] + Int64(line) * scale.stride[1]
-        return start
+
+@cute.jit
+def row_scales(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32):
+    """Where the scales of a row of the work tile begin, in tiles of 128x4 from those of its expert on."""
+    line, scale = weight_row(config, flags, weights, tile, row), weights.scale
+    start = Int64(line // 128) * (Int32(scale.shape[2]) * 128) + line % 32 * 16 + line % 128 // 32 * 4
+    if flags.swizzled == 0:
+        start = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0] + Int64(line) * scale.stride[1]
+    return start
 
 
 def weight_row(config: Config, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32) -> Int32:
