@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
@@ -24,6 +24,8 @@ from .quantise import quantised
 from .scales import weight_row
 
 _AT_ONCE = 32  # features of a result that a thread has on their way
+_TOGETHER = 32  # and of h: whole blocks
+_SUMS = 16  # of these so many at a time: gate and up of more, and their biases, would leave too few registers
 
 
 @cute.jit
@@ -55,10 +57,11 @@ def meet() -> None:
     cute.arch.barrier(barrier_id=1, number_of_threads=32 * RESULT_WARPS)
 
 
-def biases(sBias: cute.Tensor, first: int, count: int) -> cute.Tensor:
+def biases(sBias: cute.Tensor, first: Int32, count: int) -> cute.Tensor:
     """Neighbouring ones, by loads of four."""
     r = cute.make_rmem_tensor(count, Float32)
-    cute.autovec_copy(cute.make_tensor(sBias.iterator + first, cute.make_layout(count)), r)
+    at = cute.make_ptr(Float32, sBias.iterator.toint() + first * 4, cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(count)), r)
     return r
 
 
@@ -78,29 +81,32 @@ class Activation:
         features = Int32(tensors.up.codes.shape[1]) // 2
         token = warp * 32 + cute.arch.lane_idx()
         if warp * 32 < tile.columns:
-            codes, scales = [], []
+            row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
+            behind = (features + STEP - 1) // STEP * (STEP // 2)
             global_scale = global_scale_of(scalars.down, tensors.down)
-            for first in cutlass.range_constexpr(0, FEATURES, block):
-                gate, up = (tmem.load(sums + part * FEATURES + first, block) for part in range(2))
-                b_gate, b_up = (biases(sBias, part * FEATURES + first, block) for part in range(2))
-                tmem.await_loads()
+            for first in cutlass.range(0, FEATURES, _TOGETHER, unroll=1):
                 h = []
-                for i in cutlass.range_constexpr(block):
-                    both = op.fma(gate[i], factor, b_gate[i]), op.fma(up[i], factor, b_up[i])
-                    h.append(swiglu(scalars, *both))
+                for some in cutlass.range_constexpr(0, _TOGETHER, _SUMS):
+                    h += self._features(scalars, factor, sums + first + some, sBias, first + some)
                 result = quantised(self.activations, h, global_scale)
-                codes += result.codes
-                inside = tile.row * FEATURES + first < features
-                scales.append(cutlass.select_(inside, result.scales[0], Int32(0)))
-            if token < tile.columns:
-                row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
-                for i in cutlass.range_constexpr(0, len(codes), 4):
-                    copies.store_words(row + tile.row * (FEATURES // 2) + 4 * i, codes[i : i + 4])
-                behind = (features + STEP - 1) // STEP * (STEP // 2)
-                self._store_scales(row + behind + tile.row * (FEATURES // block), scales)
+                feature = tile.row * FEATURES + first
+                if token < tile.columns:
+                    copies.store_words(row + feature // 2, result.codes)
+                    scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
+                    self._store_scales(row + behind + feature // block, scales)
+
+    def _features(
+        self, scalars: Scalars, factor: Float32, sums: Int32, sBias: cute.Tensor, first: Int32
+    ) -> list[Float32]:
+        """Of a thread's token."""
+        gate, up = (tmem.load(sums + part * FEATURES, _SUMS) for part in range(2))
+        b_gate, b_up = (biases(sBias, part * FEATURES + first, _SUMS) for part in range(2))
+        tmem.await_loads()
+        both = ((op.fma(gate[i], factor, b_gate[i]), op.fma(up[i], factor, b_up[i])) for i in range(_SUMS))
+        return [swiglu(scalars, *pair) for pair in both]
 
     def _store_scales(self, address: Int64, scales: list[Int32]) -> None:
-        kind = {2: Uint16, 4: Uint32}[len(scales)]
+        kind = {1: Uint8, 2: Uint16}[len(scales)]
         word = scales[0]
         for i, byte in enumerate(scales[1:], 1):
             word = word | (byte << (8 * i))
