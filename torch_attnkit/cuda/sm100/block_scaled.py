@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from ..asm import asm
@@ -71,9 +71,9 @@ def matrix(address: Int32, group_bytes: int, swizzle: int) -> Int64:
     return Int64((Int32(address) >> 4) & 0x3FFF) | Int64(fixed)
 
 
-def operand(address: Int32, step: int) -> Int64:
-    """The numbers of a step of a stage at ``address``, a multiple of 1024."""
-    return matrix(address + step * _STEP_BYTES, 8 * ROW_BYTES, SWIZZLE_128B)
+def operand(address: Int32) -> Int64:
+    """The numbers of a stage at ``address``, a multiple of 1024."""
+    return matrix(address, 8 * ROW_BYTES, SWIZZLE_128B)
 
 
 @dsl_user_op
@@ -82,9 +82,19 @@ def _copy(tensor: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> N
     asm(None, [Int32(tensor), Int64(source)], text, memory=True, loc=loc, ip=ip)
 
 
-def copy_scales(tensor: Int32, shared: Int32) -> None:
+def scale_tile(address: Int32) -> Int64:
+    """A tile of scales in shared memory; further ones are ``advanced``."""
+    return matrix(address, 8 * 16, SWIZZLE_NONE)
+
+
+def advanced(matrix: Int64, nbytes: Any) -> Int64:
+    """The same, so many bytes further on: a multiple of 16 within shared memory, which leaves other fields alone."""
+    return matrix + Int64(nbytes // 16 if isinstance(nbytes, int) else Int32(nbytes) >> 4)
+
+
+def copy_scales(tensor: Int32, tile: Int64) -> None:
     """A tile of scales from shared to tensor memory, for the products that follow. By one thread."""
-    _copy(tensor, matrix(shared, 8 * 16, SWIZZLE_NONE))
+    _copy(tensor, tile)
 
 
 @dsl_user_op
@@ -101,15 +111,15 @@ def _multiply(
 
 
 def multiply(
-    product: Product, step: int, d: Int32, a: Int32, b: Int32, scale_a: Int32, scale_b: Int32, accumulate: Int32
+    product: Product, step: int, d: Int32, a: Int64, b: Int64, scale_a: Int32, scale_b: Int32, accumulate: Int32
 ) -> None:
-    """A step of a stage. ``a``, ``b``: the stage's numbers in shared memory; ``scale_a``, ``scale_b``: the first columns
+    """A step of a stage. ``a``, ``b``: ``operand`` of its numbers; ``scale_a``, ``scale_b``: the first columns
     of the stage's scales; ``accumulate`` 0 forgets what is in ``d``. By one thread."""
     tile, byte = product.place(step)
     word = product.instruction(step)
     word -= (word >> 31) << 32
     at = [Int32(s + tile * TILE_COLUMNS) | Int32((byte << 30) - ((byte >> 1) << 32)) for s in (scale_a, scale_b)]
-    _multiply(product.kind, d, operand(a, step), operand(b, step), Int32(word), *at, accumulate)
+    _multiply(product.kind, d, *(advanced(m, step * _STEP_BYTES) for m in (a, b)), Int32(word), *at, accumulate)
 
 
 @dsl_user_op
@@ -118,3 +128,16 @@ def e2m1_pairs(values: list[Any], *, loc: Any = None, ip: Any = None) -> Int32:
     parts = "".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, ${2 * i + 2}, ${2 * i + 1}; " for i in range(4))
     text = f"{{ .reg .b8 b0, b1, b2, b3; {parts}mov.b32 $0, {{b0, b1, b2, b3}}; }}"
     return asm(Int32, list(values), text, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _larger(top: Float32, a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    return asm(Float32, [Float32(top), Float32(a), Float32(b)], "max.abs.f32 $0, $1, $2, $3;", loc=loc, ip=ip)
+
+
+def amax(values: list[Any]) -> Float32:
+    """The largest magnitude of an even count of numbers. NaN is skipped; nothing but NaN gives 0."""
+    top = Float32(0)
+    for i in range(0, len(values), 2):
+        top = _larger(top, values[i], values[i + 1])
+    return top

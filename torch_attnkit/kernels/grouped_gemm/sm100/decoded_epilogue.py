@@ -18,7 +18,8 @@ from ..sm90.rounding import ROUNDED
 from ..sm90.rows import split
 from ..sm90.schedule import WorkTile
 from .config import CHUNK, FEATURES, PITCH, RESULT_WARPS, WEIGHT_ROWS, DecodedConfig
-from .epilogue import meet, swiglu
+from .epilogue import meet
+from .swiglu import swiglu
 
 _SHARED_BYTES = CHUNK * PITCH * 4  # of sums on their way from rows to tokens
 
@@ -54,8 +55,8 @@ class DecodedActivation(Fixed):
                 gate, up = (cute.make_rmem_tensor(each, Float32) for _ in range(2))
                 cute.autovec_copy(self._words(at, each), gate)
                 cute.autovec_copy(self._words(at + FEATURES * 4, each), up)
-                for i in cutlass.range_constexpr(each):
-                    gate[i] = swiglu(scalars, gate[i], up[i])
+                for i in cutlass.range_constexpr(0, each, 2):
+                    gate[i], gate[i + 1] = swiglu(scalars, (gate[i], gate[i + 1]), (up[i], up[i + 1]), False)
                 if const_expr(self.rounded is not None):
                     self.rounded(gate, global_scale)
                 self._store(tensors, tile.first + first + lane, feature, features, gate)

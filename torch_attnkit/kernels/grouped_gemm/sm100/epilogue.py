@@ -15,13 +15,13 @@ from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.sm100 import tmem
 
-from ...norm.kernel import sigmoid
 from ..problem import BLOCK
 from ..sm90.arguments import Flags, Matrices, Scalars, Tensors, global_scale_of
 from ..sm90.schedule import WorkTile
 from .config import FEATURES, RESULT_WARPS, STEP, WEIGHT_ROWS, Config
 from .quantise import quantised
 from .scales import weight_row
+from .swiglu import Pair, plain, swiglu, twice
 
 _AT_ONCE = 32  # features of a result that a thread has on their way
 _TOGETHER = 32  # and of h: whole blocks
@@ -65,6 +65,14 @@ def biases(sBias: cute.Tensor, first: Int32, count: int) -> cute.Tensor:
     return r
 
 
+def completed(some: list[Float32], factor: Float32, bias: cute.Tensor) -> list[Pair]:
+    """Sums to numbers, two and two."""
+    pairs = range(0, len(some), 2)
+    return [
+        cute.arch.fma_packed_f32x2((some[i], some[i + 1]), twice(factor), (bias[i], bias[i + 1])) for i in pairs
+    ]
+
+
 class Activation:
     """h = swiglu(gate, up) of a work tile, quantised as ``config.Rows`` has rows."""
 
@@ -77,33 +85,45 @@ class Activation:
         warp: Int32,
     ):  # fmt: skip
         """``sums``: the columns of tensor memory, as this warp reaches them."""
-        block = const_expr(BLOCK[self.activations])
-        features = Int32(tensors.up.codes.shape[1]) // 2
         token = warp * 32 + cute.arch.lane_idx()
         if warp * 32 < tile.columns:
-            row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
-            behind = (features + STEP - 1) // STEP * (STEP // 2)
-            global_scale = global_scale_of(scalars.down, tensors.down)
-            for first in cutlass.range(0, FEATURES, _TOGETHER, unroll=1):
-                h = []
-                for some in cutlass.range_constexpr(0, _TOGETHER, _SUMS):
-                    h += self._features(scalars, factor, sums + first + some, sBias, first + some)
-                result = quantised(self.activations, h, global_scale)
-                feature = tile.row * FEATURES + first
-                if token < tile.columns:
-                    copies.store_words(row + feature // 2, result.codes)
-                    scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
-                    self._store_scales(row + behind + feature // block, scales)
+            if plain(scalars):
+                self._blocks(tensors, scalars, tile, factor, sums, sBias, token, True)
+            else:
+                self._blocks(tensors, scalars, tile, factor, sums, sBias, token, False)
+
+    @cute.jit
+    def _blocks(
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        token: Int32, simple: cutlass.Constexpr,
+    ):  # fmt: skip
+        block = const_expr(BLOCK[self.activations])
+        features = Int32(tensors.up.codes.shape[1]) // 2
+        row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
+        behind = (features + STEP - 1) // STEP * (STEP // 2)
+        global_scale = global_scale_of(scalars.down, tensors.down)
+        for first in cutlass.range(0, FEATURES, _TOGETHER, unroll=1):
+            h = []
+            for some in cutlass.range_constexpr(0, _TOGETHER, _SUMS):
+                h += self._features(scalars, factor, sums + first + some, sBias, first + some, simple)
+            result = quantised(self.activations, h, global_scale)
+            feature = tile.row * FEATURES + first
+            if token < tile.columns:
+                copies.store_words(row + feature // 2, result.codes)
+                scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
+                self._store_scales(row + behind + feature // block, scales)
 
     def _features(
-        self, scalars: Scalars, factor: Float32, sums: Int32, sBias: cute.Tensor, first: Int32
+        self, scalars: Scalars, factor: Float32, sums: Int32, sBias: cute.Tensor, first: Int32, simple: bool
     ) -> list[Float32]:
         """Of a thread's token."""
-        gate, up = (tmem.load(sums + part * FEATURES, _SUMS) for part in range(2))
-        b_gate, b_up = (biases(sBias, part * FEATURES + first, _SUMS) for part in range(2))
-        tmem.await_loads()
-        both = ((op.fma(gate[i], factor, b_gate[i]), op.fma(up[i], factor, b_up[i])) for i in range(_SUMS))
-        return [swiglu(scalars, *pair) for pair in both]
+        parts = []
+        for part in range(2):
+            some = tmem.load(sums + part * FEATURES, _SUMS)
+            bias = biases(sBias, part * FEATURES + first, _SUMS)
+            tmem.await_loads()
+            parts.append(completed(some, factor, bias))
+        return [h for gate, up in zip(*parts, strict=True) for h in swiglu(scalars, gate, up, simple)]
 
     def _store_scales(self, address: Int64, scales: list[Int32]) -> None:
         kind = {1: Uint8, 2: Uint16}[len(scales)]
@@ -112,15 +132,6 @@ class Activation:
             word = word | (byte << (8 * i))
         target = cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=len(scales))
         cute.make_tensor(target, cute.make_layout(1))[0] = kind(word)
-
-
-def swiglu(scalars: Scalars, gate: Float32, up: Float32) -> Float32:
-    limit = scalars.limit  # comparisons with NaN are false, so that it stays
-    gate = cutlass.select_(gate > limit, limit, gate)
-    up = cutlass.select_(up > limit, limit, cutlass.select_(up < -limit, -limit, up))
-    slope = cutlass.select_(scalars.gptoss != 0, scalars.alpha, Float32(1.0))
-    more = cutlass.select_(scalars.gptoss != 0, Float32(1.0), Float32(0.0))
-    return gate * sigmoid(slope * gate) * (up + more)
 
 
 class Results:
@@ -142,5 +153,6 @@ class Results:
                 feature = tile.row * WEIGHT_ROWS + first
                 if (token < tile.columns) & (feature < features):
                     at = tensors.partial.iterator.toint() + row + feature * 4
+                    pairs = completed(y, factor, bias)
                     for i in cutlass.range_constexpr(0, _AT_ONCE, 4):
-                        op.store_4_floats(at + 4 * i, [op.fma(y[j], factor, bias[j]) for j in range(i, i + 4)])
+                        op.store_4_floats(at + 4 * i, [*pairs[i // 2], *pairs[i // 2 + 1]])

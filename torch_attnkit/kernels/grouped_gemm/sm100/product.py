@@ -182,7 +182,7 @@ class Product:
         )
         box, steps = self.c.box_layout
         weights = cute.append(cute.make_layout(box, stride=steps), cute.make_layout(STAGES, stride=_OPERAND_BYTES))
-        s = Shared(
+        return Shared(
             stages=named["stages"],
             sums=named["sums"],
             sX=memory.allocate_tensor(Uint8, boxes, 1024, swizzle=swizzle),
@@ -190,12 +190,6 @@ class Product:
             scales=memory.allocate(STAGES * 2 * self.c.scale_bytes, 128).toint(),
             sBias=memory.allocate_tensor(Float32, cute.make_layout(WEIGHT_ROWS), 16),
         )
-        # Rows of tokens that a work tile does not have are multiplied, and must not be left to chance.
-        first = s.sX.iterator.toint()
-        for at in cutlass.range(cute.arch.thread_idx()[0] * 16, STAGES * _OPERAND_BYTES, THREADS * 16, unroll=1):
-            copies.store_words(first + at, [Int32(0)] * 4, cute.AddressSpace.smem)
-        cute.arch.fence_view_async_shared()
-        return s
 
     @cute.jit
     def _load_weights(self, tensors: Any, codes: Loads, share: Any, turns: Int32, s: Shared):
@@ -211,7 +205,8 @@ class Product:
 
     @cute.jit
     def _load_tokens(self, tensors: Any, tokens: Loads, share: Any, turns: Int32, s: Shared):
-        """Of a box, rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros."""
+        """Of a box, rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros; boxes
+        that a work tile does not have are whatever they were. Nobody looks at what their lanes of sums hold."""
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
@@ -231,7 +226,8 @@ class Product:
         """Copies and products of tensor memory run in the order in which one thread issues them."""
         p, each = self.product, const_expr(self.product.scale_columns)
         scales = const_expr(SUMS * WEIGHT_ROWS)  # the first column of the tokens' scales, then come the weights'
-        x, w = s.sX.iterator.toint(), s.sW.iterator.toint()
+        x, w = (block_scaled.operand(t.iterator.toint()) for t in (s.sX, s.sW))
+        tiles = block_scaled.scale_tile(s.scales)
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             done = s.sums.await_empty(turn)
@@ -240,17 +236,17 @@ class Product:
             for k in cutlass.range(turns, unroll=1):
                 s.stages.wait(n)
                 slot = s.stages.slot(n)
-                at = s.scales + slot * (2 * self.c.scale_bytes)
+                at = block_scaled.advanced(tiles, slot * (2 * self.c.scale_bytes))
+                a, b = (block_scaled.advanced(m, slot * _OPERAND_BYTES) for m in (x, w))
                 with cute.arch.elect_one():
                     for j in cutlass.range_constexpr(2 * p.tiles):
-                        block_scaled.copy_scales(
-                            Int32(scales + j * block_scaled.TILE_COLUMNS), at + j * block_scaled.TILE_BYTES
-                        )
+                        tile = block_scaled.advanced(at, j * block_scaled.TILE_BYTES)
+                        block_scaled.copy_scales(Int32(scales + j * block_scaled.TILE_COLUMNS), tile)
                     for step in cutlass.range_constexpr(STAGE // STEP):
                         if (step == 0) | (k * STAGE + step * STEP < columns):
                             block_scaled.multiply(
-                                p, step, d, x + slot * _OPERAND_BYTES, w + slot * _OPERAND_BYTES, Int32(scales),
-                                Int32(scales + each), cutlass.select_(k + step > 0, Int32(1), Int32(0)),
+                                p, step, d, a, b, Int32(scales), Int32(scales + each),
+                                cutlass.select_(k + step > 0, Int32(1), Int32(0)),
                             )  # fmt: skip
                     tcgen05.commit(s.stages.empty + slot)
                 n += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_attnkit.cuda import fp4
@@ -22,14 +23,16 @@ def quantised(format: str, numbers: list[Any], global_scale: Float32) -> Quantis
     block, codes, scales = BLOCK[format], [], []
     for first in range(0, len(numbers), block):
         some = numbers[first : first + block]
-        top = fp4.amax(some)
+        top = block_scaled.amax(some)
         if format == "nvfp4":
             byte, scale = fp4.nvfp4_scale(top, global_scale)
             factor = fp4.nvfp4_factor(scale, global_scale)
         else:
             byte, _ = fp4.mxfp4_scale(top)
             factor = fp4.ue8m0_reciprocal(byte)
-        scaled = [fp4.times(x, factor) for x in some]
+        scaled: list[Any] = []
+        for i in range(0, block, 2):
+            scaled += cute.arch.mul_packed_f32x2((some[i], some[i + 1]), (factor, factor))
         codes += [block_scaled.e2m1_pairs(scaled[i : i + 8]) for i in range(0, block, 8)]
         scales.append(byte)
     return Quantised(codes, scales)
