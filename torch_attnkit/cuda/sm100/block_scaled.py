@@ -5,9 +5,9 @@
     D (128 lanes, N columns)   float32 sums in tensor memory
 
 A tile of scales is 512 bytes: those of row r are the word at ``r % 32 * 16 + r // 32 * 4``, as the 128x4 layout of
-``formats/scale_layout.py`` has them. In tensor memory it takes four columns. One product takes 64 numbers of a row: four
-scales of 16 numbers, or two of 32, which are half a word. Source: PTX ISA 9.7.16.4 (descriptors), 9.7.16.10.7 (scales).
-Imports cutlass.
+``formats/scale_layout.py`` has them. In tensor memory it takes four columns. One product takes 64 numbers of a row:
+four scales of 16 numbers, or two of 32, which are half a word. Source: PTX ISA 9.7.16.4 (descriptors), 9.7.16.10.7
+(scales). Imports cutlass.
 """
 
 from __future__ import annotations

@@ -37,9 +37,7 @@ def instruction(rows: Int32) -> Int32:
 def _multiply(
     d: Int32, a: Int32, b: Int64, instruction: Int32, accumulate: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:
-    text = (
-        "{ .reg .pred p; setp.ne.b32 p, $4, 0; tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], $2, $3, p; }"
-    )
+    text = "{ .reg .pred p; setp.ne.b32 p, $4, 0; tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], $2, $3, p; }"
     values = [Int32(d), Int32(a), Int64(b), Int32(instruction), Int32(accumulate)]
     asm(None, values, text, memory=True, loc=loc, ip=ip)
 

@@ -14,8 +14,8 @@ STAGE = 256  # numbers of a row in a stage: 128 bytes of codes, which TMA swizzl
 ROW_BYTES = STAGE // 2
 STEP = 64  # numbers of a row that a product takes
 TOKEN_BOX = 32  # rows that TMA brings at a time: of those that a work tile does not have, at most 31
-# Warps: results, which each reach 32 lanes of tensor memory; scales, a row of tokens and one of weights a lane; then one
-# each that multiplies, that brings weights, and that brings tokens.
+# Warps: results, which each reach 32 lanes of tensor memory; scales, a row of tokens and one of weights a lane; then
+# one each that multiplies, that brings weights, and that brings tokens.
 RESULT_WARPS = 4
 SCALE_WARPS = 4
 PRODUCT_WARP = RESULT_WARPS + SCALE_WARPS
@@ -24,7 +24,7 @@ THREADS = 32 * (TOKEN_WARP + 1)
 STAGES = 6
 SUMS = 2  # buffers of sums in tensor memory: one is stored while the other is multiplied
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
-BLOCKS_AHEAD = 4  # stages whose scales a warp has on their way
+STAGES_AHEAD = 4  # stages whose scales a warp has on their way
 
 
 def by_scale(format: str, activations: str) -> bool:
@@ -33,8 +33,8 @@ def by_scale(format: str, activations: str) -> bool:
 
 
 def parts(dtype: str, activations: str) -> int:
-    """Numbers of bf16 that each of a token's is the sum of, where weights are decoded: float16 has eleven bits, unless it
-    is rounded to what codes stand for."""
+    """Numbers of bf16 that each of a token's is the sum of, where weights are decoded: float16 has eleven bits, unless
+    it is rounded to what codes stand for."""
     return 2 if dtype == "f16" and activations == "none" else 1
 
 
@@ -59,11 +59,6 @@ class Config:
     def scale_bytes(self) -> int:
         """Of 128 rows in a stage."""
         return 128 * self.scales
-
-    @property
-    def each(self) -> int:
-        """How many rows further on a work tile's next begins, of gate and of up."""
-        return FEATURES if self.paired else WEIGHT_ROWS
 
     @property
     def box(self) -> Any:

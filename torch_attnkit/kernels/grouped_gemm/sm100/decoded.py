@@ -36,7 +36,6 @@ from ..sm90.factors import Factors
 from ..sm90.mainloop import load_words
 from ..sm90.schedule import work
 from .config import (
-    BLOCKS_AHEAD,
     CHUNK,
     DECODED_PRODUCT_WARP,
     DECODED_STAGES,
@@ -48,6 +47,7 @@ from .config import (
     SPAN,
     SPAN_COLUMNS,
     SPANS,
+    STAGES_AHEAD,
     SUMS,
     TOKEN_BOX,
     TOKEN_STAGES,
@@ -97,9 +97,7 @@ class DecodedProduct:
         """``rows``: x or h, (slots, parts of numbers)."""
         self.kernel(
             tensors, flags, weights, scalars, weight_loads(self.c, flags, weights), self._token_loads(weights, rows)
-        ).launch(
-            grid=[blocks, 1, 1], block=[DECODED_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        ).launch(grid=[blocks, 1, 1], block=[DECODED_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
         """(slots, numbers, parts)."""
@@ -225,12 +223,12 @@ class DecodedProduct:
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             start = row_scales(self.c, flags, weights, tile, row)
-            for first in cutlass.range(0, turns, BLOCKS_AHEAD, unroll=1):
+            for first in cutlass.range(0, turns, STAGES_AHEAD, unroll=1):
                 ahead = []
-                for i in cutlass.range_constexpr(BLOCKS_AHEAD):
+                for i in cutlass.range_constexpr(STAGES_AHEAD):
                     span = cutlass.min((first + i) * SPANS + group, spans - 1)
                     ahead += self.factors.read(flags, weights, tile, [start], span)
-                for i in cutlass.range_constexpr(BLOCKS_AHEAD):
+                for i in cutlass.range_constexpr(STAGES_AHEAD):
                     span = (first + i) * SPANS + group
                     if first + i < turns:
                         s.weights.wait(n + first + i)
@@ -307,9 +305,7 @@ class DecodedProduct:
                 tcgen05.commit(done)
 
     @cute.jit
-    def _results(
-        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: Shared, warp: Int32
-    ):
+    def _results(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: Shared, warp: Int32):
         row = warp * 32 + cute.arch.lane_idx()
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)

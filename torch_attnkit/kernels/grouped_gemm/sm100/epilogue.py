@@ -1,11 +1,9 @@
 """What becomes of a work tile's sums: h, quantised for the second product, or tokens' results. Imports cutlass.
 
-A lane of the four warps has a token, whose sums are a row of tensor memory: the features of a block stand in one thread.
+A lane of the four warps has a token, whose sums are a row of tensor memory: a block's features stand in one thread.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -18,7 +16,7 @@ from torch_attnkit.cuda.sm100 import tmem
 from ..problem import BLOCK
 from ..sm90.arguments import Flags, Matrices, Scalars, Tensors, global_scale_of
 from ..sm90.schedule import WorkTile
-from .config import FEATURES, RESULT_WARPS, STEP, WEIGHT_ROWS, Config
+from .config import FEATURES, RESULT_WARPS, STEP, WEIGHT_ROWS
 from .quantise import quantised
 from .scales import weight_row
 from .swiglu import Pair, plain, swiglu, twice
@@ -68,9 +66,7 @@ def biases(sBias: cute.Tensor, first: Int32, count: int) -> cute.Tensor:
 def completed(some: list[Float32], factor: Float32, bias: cute.Tensor) -> list[Pair]:
     """Sums to numbers, two and two."""
     pairs = range(0, len(some), 2)
-    return [
-        cute.arch.fma_packed_f32x2((some[i], some[i + 1]), twice(factor), (bias[i], bias[i + 1])) for i in pairs
-    ]
+    return [cute.arch.fma_packed_f32x2((some[i], some[i + 1]), twice(factor), (bias[i], bias[i + 1])) for i in pairs]
 
 
 class Activation:
@@ -135,7 +131,7 @@ class Activation:
 
 
 class Results:
-    """y of a work tile, in float32 and in the order of ``h``; a launch of its own adds tokens' up (``sm90/total.py``)."""
+    """y of a work tile, in float32 and in the order of ``h``; a launch of its own adds tokens' up."""
 
     @cute.jit
     def run(

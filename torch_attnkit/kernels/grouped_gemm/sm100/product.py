@@ -111,7 +111,13 @@ class Product:
     ):  # fmt: skip
         """``rows``: x or h, as ``config.Rows`` has them."""
         self.kernel(
-            tensors, flags, weights, rows, scalars, weight_loads(self.c, flags, weights), self._token_loads(weights, rows)
+            tensors,
+            flags,
+            weights,
+            rows,
+            scalars,
+            weight_loads(self.c, flags, weights),
+            self._token_loads(weights, rows),
         ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
@@ -150,9 +156,7 @@ class Product:
         elif warp < PRODUCT_WARP:
             if const_expr(not self.c.paired):
                 cute.arch.griddepcontrol_wait()
-            self.scales.run(
-                tensors, flags, weights, rows, share, turns, s.stages, s.scales, warp - RESULT_WARPS
-            )
+            self.scales.run(tensors, flags, weights, rows, share, turns, s.stages, s.scales, warp - RESULT_WARPS)
         elif warp == PRODUCT_WARP:
             self._multiply(share, columns, turns, s)
         elif warp == WEIGHT_WARP:
@@ -177,9 +181,7 @@ class Product:
         if warp == PRODUCT_WARP:
             cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32))
         swizzle = cute.make_swizzle(3, 4, 3)
-        boxes = cute.make_layout(
-            (TOKEN_BOX, ROW_BYTES, _BOXES * STAGES), stride=(ROW_BYTES, 1, _BOX_BYTES)
-        )
+        boxes = cute.make_layout((TOKEN_BOX, ROW_BYTES, _BOXES * STAGES), stride=(ROW_BYTES, 1, _BOX_BYTES))
         box, steps = self.c.box_layout
         weights = cute.append(cute.make_layout(box, stride=steps), cute.make_layout(STAGES, stride=_OPERAND_BYTES))
         return Shared(
@@ -254,9 +256,7 @@ class Product:
                 tcgen05.commit(done)
 
     @cute.jit
-    def _results(
-        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: Shared, warp: Int32
-    ):
+    def _results(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: Shared, warp: Int32):
         thread = warp * 32 + cute.arch.lane_idx()
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)

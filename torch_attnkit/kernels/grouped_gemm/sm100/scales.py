@@ -17,7 +17,7 @@ from torch_attnkit.cuda.sm100 import block_scaled
 from ..sm90.arguments import Flags, Matrices
 from ..sm90.factors import Factors
 from ..sm90.schedule import WorkTile
-from .config import BLOCKS_AHEAD, FEATURES, SCALE_WARPS, STAGE, STEP, WEIGHT_ROWS, Config
+from .config import FEATURES, SCALE_WARPS, STAGE, STAGES_AHEAD, STEP, WEIGHT_ROWS, Config
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class Scales:
             tile = share.tile(tensors, turn)
             start = row_scales(c, flags, weights, tile, row)
             line = rows.iterator.toint() + Int64(tile.first + row) * rows.stride[0] * 2 + codes
-            for first in cutlass.range(0, turns, BLOCKS_AHEAD, unroll=1):
-                of_tokens = copies.fragments(BLOCKS_AHEAD, self.words, Uint32)
+            for first in cutlass.range(0, turns, STAGES_AHEAD, unroll=1):
+                of_tokens = copies.fragments(STAGES_AHEAD, self.words, Uint32)
                 of_weights = []
-                for i in cutlass.range_constexpr(BLOCKS_AHEAD):
+                for i in cutlass.range_constexpr(STAGES_AHEAD):
                     k = cutlass.min(first + i, turns - 1)
                     of_weights += self.weights.read(flags, weights, tile, [start], k)
                     of_tokens[i].fill(0)
                     if row < tile.columns:
                         source = cute.make_ptr(Uint32, line + k * c.scales, cute.AddressSpace.gmem, assumed_align=8)
                         copies.load(source, of_tokens[i])
-                for i in cutlass.range_constexpr(BLOCKS_AHEAD):
+                for i in cutlass.range_constexpr(STAGES_AHEAD):
                     if first + i < turns:
                         self._store(of_tokens[i], of_weights[i], ring, n + first + i, place)
             n += turns
