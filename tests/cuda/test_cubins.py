@@ -35,6 +35,7 @@ INSTRUCTIONS = {
     ("decode_wgmma", "sm90"): ("HGMMA", "LDGSTS"),
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
     ("decode_tcgen05", "sm100"): PREFILL["sm100"],
+    ("grouped_gemm", "sm100"): ("UTMALDG", "LDTM"),
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
     ("batched_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "UTMASTG", "gsb0, 0x1"),
     ("batched_gemm_fp4_wgmma", "sm90"): ("HGMMA", "UTMALDG"),

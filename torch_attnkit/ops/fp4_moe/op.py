@@ -17,6 +17,7 @@ Source: the experts of DeepSeek-V4 (arXiv 2606.19348), GPT-OSS (OpenAI, 2025) an
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.grouped_gemm import metal
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
+from torch_attnkit.kernels.grouped_gemm.sm100 import plan as sm100
 from torch_attnkit.oracle import fp4
 
 _ALL = "swizzled gptoss limit interleaved bias global_scale"
@@ -28,8 +29,13 @@ _SM90 = {
     ),
     f"E must be at most {sm90.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm90.MOST_EXPERTS,
 }
-
-_ALL = "swizzled gptoss limit interleaved bias global_scale"
+_SM100 = {
+    "N and M must be multiples of 32": lambda c: c.dim["N"] % 32 == 0 and c.dim["M"] % 32 == 0,
+    "rows and experts of w13 and w2 must start at multiples of 16 bytes": lambda c: all(
+        step % 16 == 0 for w in (c.arg.w13, c.arg.w2) for step in w.stride()[:2]
+    ),
+    f"E must be at most {sm100.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm100.MOST_EXPERTS,
+}
 
 OP = Op(
     schema="fp4_moe(Tensor x, Tensor weights, Tensor indices, Tensor w13, Tensor w13_scale, Tensor w2,"
@@ -103,5 +109,6 @@ OP = Op(
         Kernel("sm90", "bf16 f16", {}, _ALL, _SM90),
         Kernel("cpu", "bf16 f16 f32", {}, _ALL),
         Kernel("mps", metal.DTYPES, {}, _ALL),
+        Kernel("sm100", "bf16 f16", {}, _ALL, _SM100),
     ),
 )

@@ -1,0 +1,167 @@
+"""Routed experts on Blackwell, checked as they run: block-scaled products, and products of decoded weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit.core import dispatch
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.cuda import driver
+from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
+from torch_attnkit.kernels.grouped_gemm.sm100.config import TOKENS, Rows, by_scale, parts
+from torch_attnkit.kernels.grouped_gemm.sm100.plan import plan
+from torch_attnkit.ops.fp4_moe import cases
+from torch_attnkit.oracle.compare import check
+
+NONE, NVFP4, MXFP4, MXFP8 = range(4)  # activations
+
+
+@pytest.fixture
+def simulated():
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    return pytest.importorskip("torch_attnkit.sim.ptx")
+
+
+@pytest.fixture
+def multiprocessors(monkeypatch):
+    """Plans are made for so many: with few, a block has several work tiles, and its rings and sums go round."""
+
+    def chosen(count: int) -> None:
+        monkeypatch.setattr(driver, "_SIMULATED_SMS", count)
+        driver.sm_count.cache_clear()
+        dispatch._PLANS["fp4_moe"].clear()
+
+    yield chosen
+    driver.sm_count.cache_clear()
+    dispatch._PLANS["fp4_moe"].clear()
+
+
+def as_drawn(indices: torch.Tensor) -> None:
+    """Of a tenth of the choices there is no expert."""
+
+
+def ragged(indices: torch.Tensor) -> None:
+    """Three experts have tokens: most, one, and 33; some tokens have none."""
+    indices.fill_(-1)
+    indices[: len(indices) * 3 // 4, 0] = 1
+    indices[0, 1] = 0
+    indices[-40:-7, 1] = 2
+
+
+def no_expert(indices: torch.Tensor) -> None:
+    indices.fill_(-1)
+
+
+# Name: multiprocessors, sizes, dtype, features, who chooses which expert, schedule.
+B, H = torch.bfloat16, torch.float16
+CASES = {
+    "NVFP4, several work tiles": (2, dict(Tq=150, N=288, M=160, E=4, K=2, blk=16, act=NVFP4), B, ("bias",), ragged, 1),
+    "decoded, several work tiles": (2, dict(Tq=150, N=288, M=160, E=4, K=2, blk=16, act=NONE), B, ("bias",), ragged, 2),
+    "MXFP4, several work tiles": (
+        1, dict(Tq=60, N=1056, M=96, E=3, K=2, blk=32, act=MXFP4), H, ("gptoss", "limit", "bias"), as_drawn, 3,
+    ),
+    "float16 as two numbers": (
+        1, dict(Tq=40, N=544, M=288, E=2, K=2, blk=32, act=NONE), H, ("gptoss", "interleaved"), as_drawn, 4,
+    ),
+    "MXFP8 of NVFP4 weights": (
+        3, dict(Tq=70, N=160, M=288, E=2, K=1, blk=16, act=MXFP8), B, ("global_scale", "swizzled"), as_drawn, 0,
+    ),
+    "more tokens of an expert than a work tile": (
+        4, dict(Tq=300, N=96, M=64, E=2, K=1, blk=16, act=NVFP4), B, ("global_scale", "swizzled"), as_drawn, 5,
+    ),
+    "more tokens than a work tile, decoded": (
+        4, dict(Tq=300, N=96, M=64, E=2, K=1, blk=32, act=NONE), B, (), as_drawn, 5,
+    ),
+    "no expert": (9, dict(Tq=50, N=64, M=32, E=2, K=1, blk=16, act=NVFP4), B, (), no_expert, 0),
+}  # fmt: skip
+
+
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
+@pytest.mark.sample(8)
+@pytest.mark.seconds(300)
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_the_reference(name, simulated, multiprocessors):
+    sms, dims, dtype, features, choose, seed = CASES[name]
+    multiprocessors(sms)
+    args, kwargs = cases.make(dims, dtype, features, torch.Generator().manual_seed(len(name)))
+    choose(args[2])
+    with torch_attnkit.simulate("sm100"), simulated.settings(check=True, seed=seed), simulated.counting() as launches:
+        got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
+    assert len(launches) == 4  # sorting, both products, totals
+    kind = "mxf4nvf4" if dims["blk"] == 16 else "mxf4"
+    kind = kind if by_scale(kwargs["format"], kwargs["activations"]) else "f16"
+    assert all(set(launch.counters["flops"]) <= {kind} for launch in launches)
+    reference = OPS["fp4_moe"].module("reference").reference
+    double = [a.double() if isinstance(a, torch.Tensor) and a.dtype in (B, H) else a for a in args]
+    check(f"fp4_moe {name}", got, reference(*args, **kwargs), reference(*double, **kwargs))
+
+
+@pytest.mark.proof
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("act", [NVFP4, NONE])
+def test_nothing_depends_on_the_schedule_or_the_neighbours(act, simulated):
+    """Slots of an expert are in any order; a token's result has the same bits whatever else is in its work tile."""
+    dims = dict(Tq=40, N=96, M=96, E=3, K=2, blk=16, act=act)
+    args, kwargs = cases.make(dims, B, ("bias",), torch.Generator().manual_seed(1))
+    found = []
+    for seed in (0, 3, 7):
+        with torch_attnkit.simulate("sm100"), simulated.settings(seed=seed):
+            found.append(torch.ops.attnkit.fp4_moe(*args, **kwargs))
+    with torch_attnkit.simulate("sm100"):
+        half = torch.ops.attnkit.fp4_moe(args[0][20:], args[1][20:], args[2][20:], *args[3:], **kwargs)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert torch.equal(found[0][20:], half)
+
+
+@pytest.mark.proof
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
+def test_nan_in_a_token_reaches_no_other(simulated):
+    """Lanes and columns that belong to no token of a work tile hold anything; here also NaN under a scale."""
+    dims = dict(Tq=34, N=96, M=96, E=2, K=1, blk=16, act=NVFP4)
+    args, kwargs = cases.make(dims, B, ("limit",), torch.Generator().manual_seed(1))
+    args[0][7, 5], args[0][9, 40] = torch.nan, torch.inf
+    args[4][1, 3, 2] = 0x7F  # a weight's scale that is NaN
+    with torch_attnkit.simulate("sm100"):
+        got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
+    reference = OPS["fp4_moe"].module("reference").reference
+    double = [a.double() if isinstance(a, torch.Tensor) and a.dtype is B else a for a in args]
+    check("fp4_moe with NaN", got, reference(*args, **kwargs), reference(*double, **kwargs))
+
+
+def problem(tokens: int, format: str, activations: str, experts: int = 64) -> Problem:
+    scales = {"nvfp4": 16, "mxfp4": 32}[format]
+    up, down = (Weights(r, n, r * n // 2, n // 2, r * n // scales, n // scales, n // scales)
+                for r, n in ((1920, 2880), (2880, 960)))  # fmt: skip
+    return Problem(
+        torch.device("cpu"), torch.bfloat16, torch.int32, tokens, 4, experts, up, down, format, activations, "silu",
+        1.702, None, False, "linear",
+    )  # fmt: skip
+
+
+def test_the_workspace_does_not_grow_with_experts_times_tokens():
+    for activations in ("nvfp4", "none"):
+        few, many = (plan(problem(4096, "nvfp4", activations, experts), 148) for experts in (8, 256))
+        assert few.x_rows == many.x_rows and few.h_rows == many.h_rows and few.x_rows[0] == 4 * 4096
+        assert many.tiles - few.tiles == 256 - 8 and few.tiles == 4 * 4096 // TOKENS + 8
+    # Codes and scales of a row, padded to whole products and stages.
+    assert Rows(2880, 16).nbytes == 1440 + 12 * 16 and Rows(96, 32).code_bytes == 64
+    assert plan(problem(1, "mxfp4", "mxfp4"), 148).x_rows == (4, (1440 + 12 * 16) // 2)
+    assert plan(problem(1, "mxfp4", "none"), 148).x_rows == (4, 2880)
+
+
+def test_loads_of_scales_are_as_wide_as_rows_allow():
+    assert plan(problem(8, "nvfp4", "nvfp4"), 148).scale_vectors == (4, 4)  # 180 and 60 bytes a row
+    assert plan(problem(8, "mxfp4", "none"), 148).scale_vectors == (2, 2)  # 90 and 30
+
+
+def test_which_products_are_of_codes():
+    formats = ("nvfp4", "mxfp4")
+    assert [(f, a) for f in formats for a in ("none", *formats, "mxfp8") if by_scale(f, a)] == [
+        ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"),
+    ]  # fmt: skip
+    assert parts("f16", "none") == 2 and parts("f16", "mxfp8") == parts("bf16", "none") == 1

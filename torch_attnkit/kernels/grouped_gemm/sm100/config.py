@@ -1,0 +1,115 @@
+"""What the kernels of Blackwell are compiled for, their warps and memories. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..problem import BLOCK
+
+TOKENS = 128  # of a work tile, the lanes of tensor memory
+WEIGHT_ROWS = 128  # of a work tile, the columns of a product
+FEATURES = WEIGHT_ROWS // 2  # of h, of a work tile of the first product: so many gate and so many up rows
+STAGE = 256  # numbers of a row in a stage: 128 bytes of codes, which TMA swizzles
+ROW_BYTES = STAGE // 2
+STEP = 64  # numbers of a row that a product takes
+TOKEN_BOX = 32  # rows that TMA brings at a time: of those that a work tile does not have, at most 31
+# Warps: results, which each reach 32 lanes of tensor memory; scales, a row of tokens and one of weights a lane; then
+# one each that multiplies, that brings weights, and that brings tokens.
+RESULT_WARPS = 4
+SCALE_WARPS = 4
+PRODUCT_WARP = RESULT_WARPS + SCALE_WARPS
+WEIGHT_WARP, TOKEN_WARP = PRODUCT_WARP + 1, PRODUCT_WARP + 2
+THREADS = 32 * (TOKEN_WARP + 1)
+STAGES = 6
+SUMS = 2  # buffers of sums in tensor memory: one is stored while the other is multiplied
+ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
+STAGES_AHEAD = 4  # stages whose scales a warp has on their way
+
+
+def by_scale(format: str, activations: str) -> bool:
+    """Whether tensor cores multiply tokens' codes with weights' codes, under scales of one kind and block."""
+    return format == activations
+
+
+def parts(dtype: str, activations: str) -> int:
+    """Numbers of bf16 that each of a token's is the sum of, where weights are decoded: float16 has eleven bits, unless
+    it is rounded to what codes stand for."""
+    return 2 if dtype == "f16" and activations == "none" else 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """One product. ``paired``: rows of a work tile are ``FEATURES`` of gate and as many of up."""
+
+    format: str
+    paired: bool
+    scale_vector: int  # bytes of scales that one load may take
+
+    @property
+    def block(self) -> int:
+        return BLOCK[self.format]
+
+    @property
+    def scales(self) -> int:
+        """Of a row in a stage."""
+        return STAGE // self.block
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of 128 rows in a stage."""
+        return 128 * self.scales
+
+    @property
+    def box(self) -> Any:
+        """Rows of a work tile; those of gate and up as (FEATURES, 2)."""
+        return (FEATURES, 2) if self.paired else WEIGHT_ROWS
+
+    @property
+    def box_layout(self) -> tuple[Any, Any]:
+        """Shape and steps of a stage's codes."""
+        steps = (ROW_BYTES, FEATURES * ROW_BYTES) if self.paired else ROW_BYTES
+        return (self.box, ROW_BYTES), (steps, 1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A row of quantised numbers in the workspace: codes, whole products' worth of them, then their scales, whole
+    stages' worth. What is behind the last number is zero as far as a product reads."""
+
+    columns: int  # numbers
+    block: int
+
+    @property
+    def code_bytes(self) -> int:
+        return -(-self.columns // STEP) * STEP // 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.code_bytes + -(-self.columns // STAGE) * max(STAGE // self.block, 16)
+
+
+SPAN = 128  # numbers of a row that a group of warps decodes at a time, and that a stage of tokens has
+SPANS = STAGE // SPAN
+DECODE_WARPS = 4 * SPANS  # of a group four, which each reach 32 lanes; every group has a span of a stage
+DECODED_PRODUCT_WARP = RESULT_WARPS + DECODE_WARPS
+DECODED_WEIGHT_WARP, DECODED_TOKEN_WARP = DECODED_PRODUCT_WARP + 1, DECODED_PRODUCT_WARP + 2
+DECODED_THREADS = 32 * (DECODED_TOKEN_WARP + 1)
+TOKEN_STAGES = 4
+WEIGHT_STAGES = 4
+DECODED_STAGES = 4
+SPAN_COLUMNS = SPAN // 2  # of tensor memory, of a decoded span
+CHUNK = 32  # tokens whose sums meet in shared memory at a time
+PITCH = WEIGHT_ROWS + 4  # words from a token's sums to the next: rows that are read at once begin in other banks
+
+
+@dataclass(frozen=True)
+class DecodedConfig(Config):
+    """One product of decoded weights. ``parts``: numbers of bf16 that each of a token's is the sum of."""
+
+    activations: str
+    parts: int
+
+    @property
+    def span_scales(self) -> int:
+        return SPAN // self.block

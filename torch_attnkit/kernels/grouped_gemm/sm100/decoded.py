@@ -1,0 +1,325 @@
+"""One product of routed experts on Blackwell for tokens of 16 bits: weights are decoded on the way.
+
+    1 warp    weights of a stage by TMA, 256 numbers of 128 rows; of the second product before h is there
+    8 warps   two groups, each with half of a stage: a row a lane, decoded to bf16, to tensor memory
+    1 warp    tokens by TMA, 32 rows at a time, as many as the work tile has
+    1 warp    multiplies: weights' rows are the lanes of tensor memory, tokens the columns, as many as there are
+    4 warps   what becomes of the sums (decoded_epilogue.py), while the next work tile is multiplied
+
+Weights and their decoding are those of ``cuda/fp4_weights.py``; rows of tokens are in its order of numbers. A number of
+float16 is the sum of two of bf16, and multiplied in two parts. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda.fp4_weights import (
+    LOWERED,
+    both_of_two,
+    decode,
+    factors_of_e4m3,
+    factors_of_e8m0,
+)
+from torch_attnkit.cuda.ring import Fixed, Ring, rings
+from torch_attnkit.cuda.sm100 import decoded_product, tmem
+
+from ..sm90.arguments import Flags, Matrices
+from ..sm90.factors import Factors
+from ..sm90.mainloop import load_words
+from ..sm90.schedule import work
+from .config import (
+    CHUNK,
+    DECODED_PRODUCT_WARP,
+    DECODED_STAGES,
+    DECODED_THREADS,
+    DECODED_TOKEN_WARP,
+    DECODED_WEIGHT_WARP,
+    RESULT_WARPS,
+    ROW_BYTES,
+    SPAN,
+    SPAN_COLUMNS,
+    SPANS,
+    STAGES_AHEAD,
+    SUMS,
+    TOKEN_BOX,
+    TOKEN_STAGES,
+    TOKENS,
+    WEIGHT_ROWS,
+    WEIGHT_STAGES,
+    DecodedConfig,
+)
+from .epilogue import factor_of
+from .product import Loads, swizzled, weight_loads
+from .scales import Row, row_scales, weight_row
+
+_STAGE_BYTES = WEIGHT_ROWS * ROW_BYTES
+_BOX_BYTES = TOKEN_BOX * ROW_BYTES
+_ROW_BOXES = TOKENS // TOKEN_BOX
+_SPAN_BOXES = SPAN // decoded_product.BOX
+_DECODED = SUMS * TOKENS  # the first column of decoded weights
+_CHUNK = 32  # numbers of 16 bytes of codes
+
+
+@dataclass
+class Shared(Fixed):
+    """A block's shared memory, and the rings of tensor memory."""
+
+    weights: Ring
+    tokens: Ring
+    decoded: Ring
+    sums: Ring
+    sX: cute.Tensor  # (TOKEN_BOX, numbers, boxes of all stages)
+    sW: cute.Tensor  # (rows, bytes, stages)
+    results: Int32  # address of what ``results`` needs
+
+
+class DecodedProduct:
+    """The kernel, by roles. ``results``: what becomes of the sums."""
+
+    def __init__(self, config: DecodedConfig, results: Any):
+        self.c, self.results = config, results
+        self.factors = Factors(Row(config.span_scales, config.block, config.scale_vector))
+        self.lowered = 2.0 ** LOWERED[config.format]
+
+    @cute.jit
+    def launch(
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, blocks: Int32,
+        stream: Any,
+    ):  # fmt: skip
+        """``rows``: x or h, (slots, parts of numbers)."""
+        self.kernel(
+            tensors, flags, weights, scalars, weight_loads(self.c, flags, weights), self._token_loads(weights, rows)
+        ).launch(grid=[blocks, 1, 1], block=[DECODED_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
+
+    def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
+        """(slots, numbers, parts)."""
+        columns = weights.codes.shape[2] * 2
+        layout = cute.make_layout(
+            (rows.shape[0], columns, self.c.parts), stride=(rows.stride[0], 1, cute.assume(columns, divby=32))
+        )
+        tensor, box = cute.make_tensor(rows.iterator, layout), (TOKEN_BOX, decoded_product.BOX)
+        tile = swizzled(cute.make_layout(box, stride=(decoded_product.BOX, 1)))
+        return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
+
+    @cute.kernel
+    def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: Loads, tokens: Loads):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        s = self._shared(warp)
+        if warp == DECODED_WEIGHT_WARP:
+            cpasync.prefetch_descriptor(codes.atom)
+        if warp == DECODED_TOKEN_WARP:
+            cpasync.prefetch_descriptor(tokens.atom)
+        cute.arch.mbarrier_init_fence()
+        tmem.before_sync()
+        cute.arch.barrier()
+        tmem.after_sync()
+        if const_expr(self.c.paired):
+            # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
+            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        # Of gate and up a work tile has half of its rows each.
+        share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
+        columns = Int32(weights.codes.shape[2]) * 2
+        spans = (columns + SPAN - 1) // SPAN
+        if warp < RESULT_WARPS:
+            self._results(tensors, flags, weights, scalars, share, s, warp)
+        elif warp < DECODED_PRODUCT_WARP:
+            self._decode(tensors, flags, weights, share, spans, s, warp - RESULT_WARPS)
+        elif warp == DECODED_PRODUCT_WARP:
+            self._multiply(tensors, share, columns, spans, s)
+        elif warp == DECODED_WEIGHT_WARP:
+            self._load_weights(tensors, codes, share, (spans + SPANS - 1) // SPANS, s)
+        else:
+            if const_expr(not self.c.paired):
+                cute.arch.griddepcontrol_wait()
+            self._load_tokens(tensors, tokens, share, spans, s)
+        tmem.before_sync()
+        cute.arch.barrier()
+        tmem.after_sync()
+        if warp == DECODED_PRODUCT_WARP:
+            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
+
+    @cute.jit
+    def _shared(self, warp: Int32):
+        memory = cutlass.memory.SmemAllocator()
+        table = (
+            ("weights", WEIGHT_STAGES, 1, 4 * SPANS),
+            ("tokens", TOKEN_STAGES, 1, 1),
+            ("decoded", DECODED_STAGES, 4, 1),
+            ("sums", SUMS, 1, RESULT_WARPS),
+        )
+        named = rings(memory, warp, table)
+        base = memory.allocate(4, 4)
+        if warp == DECODED_PRODUCT_WARP:
+            cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32))
+        swizzle = cute.make_swizzle(3, 4, 3)
+        box = decoded_product.BOX
+        boxes = cute.make_layout(
+            (TOKEN_BOX, box, TOKEN_STAGES * _SPAN_BOXES * _ROW_BOXES), stride=(box, 1, TOKEN_BOX * box)
+        )
+        shape, steps = self.c.box_layout
+        stages = cute.make_layout(WEIGHT_STAGES, stride=_STAGE_BYTES)
+        s = Shared(
+            **named,
+            sX=memory.allocate_tensor(BFloat16, boxes, 1024, swizzle=swizzle),
+            sW=memory.allocate_tensor(
+                Uint8, cute.append(cute.make_layout(shape, stride=steps), stages), 1024, swizzle=swizzle
+            ),
+            results=memory.allocate(max(self.results.shared_bytes, 16), 128).toint(),
+        )
+        return s
+
+    @cute.jit
+    def _load_weights(self, tensors: Any, codes: Loads, share: Any, turns: Int32, s: Shared):
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
+            tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
+            for k in cutlass.range(turns, unroll=1):
+                full = s.weights.acquire(n, _STAGE_BYTES)
+                cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, s.weights.slot(n)], tma_bar_ptr=full)
+                n += 1
+
+    @cute.jit
+    def _load_tokens(self, tensors: Any, tokens: Loads, share: Any, spans: Int32, s: Shared):
+        """Of a box, rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros."""
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            rows = cute.domain_offset((tile.first, 0, 0), tokens.rows)
+            gX = cute.local_tile(rows, (TOKEN_BOX, decoded_product.BOX), (None, None, None))
+            tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
+            boxes = (tile.columns + TOKEN_BOX - 1) // TOKEN_BOX
+            for k in cutlass.range(spans, unroll=1):
+                for part in cutlass.range_constexpr(self.c.parts):
+                    full = s.tokens.acquire(n, boxes * (_BOX_BYTES * _SPAN_BOXES))
+                    for j in cutlass.range_constexpr(_SPAN_BOXES):
+                        for box in cutlass.range(boxes, unroll=1):
+                            to = (s.tokens.slot(n) * _SPAN_BOXES + j) * _ROW_BOXES + box
+                            source = tXg[None, box, k * _SPAN_BOXES + j, part]
+                            cute.copy(tokens.atom, source, tXs[None, to], tma_bar_ptr=full)
+                    n += 1
+
+    @cute.jit
+    def _decode(
+        self, tensors: Any, flags: Flags, weights: Matrices, share: Any, spans: Int32, s: Shared, warp: Int32
+    ):  # fmt: skip
+        """A warp of a group: of every stage the group's span, if there is one."""
+        group, row = warp // 4, warp % 4 * 32 + cute.arch.lane_idx()
+        codes = s.sW.iterator.toint() + row * ROW_BYTES
+        columns = tmem.lanes(Int32(_DECODED), warp)
+        turns = (spans + SPANS - 1) // SPANS
+        n, m = Int32(0), Int32(0)  # stages and spans of work tiles before
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            start = row_scales(self.c, flags, weights, tile, row)
+            for first in cutlass.range(0, turns, STAGES_AHEAD, unroll=1):
+                ahead = []
+                for i in cutlass.range_constexpr(STAGES_AHEAD):
+                    span = cutlass.min((first + i) * SPANS + group, spans - 1)
+                    ahead += self.factors.read(flags, weights, tile, [start], span)
+                for i in cutlass.range_constexpr(STAGES_AHEAD):
+                    span = (first + i) * SPANS + group
+                    if first + i < turns:
+                        s.weights.wait(n + first + i)
+                        if span < spans:
+                            at = codes + s.weights.slot(n + first + i) * _STAGE_BYTES
+                            self._decode_span(ahead[i], at, row, group, columns, s, m + span)
+                        cute.arch.sync_warp()
+                        s.weights.release(n + first + i)
+            n += turns
+            m += spans
+
+    @cute.jit
+    def _decode_span(
+        self, scales: cute.Tensor, codes: Int32, row: Int32, group: Int32, columns: Int32, s: Shared, fill: Int32
+    ):  # fmt: skip
+        """``codes``: of a stage's row."""
+        factors = []
+        for j in cutlass.range_constexpr(self.c.span_scales // 4):
+            factors += self._factors(scales[j])
+        full = s.decoded.await_empty(fill)
+        tmem.after_sync()
+        target = columns + s.decoded.slot(fill) * SPAN_COLUMNS
+        for chunk in cutlass.range_constexpr(SPAN // _CHUNK):
+            words = load_words(codes + ((group * (SPAN // _CHUNK) + chunk) ^ (row & 7)) * 16, 4)
+            pairs = []
+            for w in cutlass.range_constexpr(4):
+                pairs += decode(words[w], factors[(chunk * _CHUNK + w * 8) // self.c.block])
+            tmem.store(target + chunk * (_CHUNK // 2), [Int32(p) for p in pairs])
+        tmem.await_stores()
+        tmem.before_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(full)
+
+    def _factors(self, word: Uint32) -> list[Uint32]:
+        """Of four scales, each in both halves of a word."""
+        halves = factors_of_e4m3(word) if self.c.format == "nvfp4" else factors_of_e8m0(word)
+        return [factor for half in halves for factor in both_of_two(half)]
+
+    @cute.jit
+    def _multiply(self, tensors: Any, share: Any, columns: Int32, spans: Int32, s: Shared):
+        x = s.sX.iterator.toint()
+        steps = const_expr(SPAN // decoded_product.STEP)
+        box_steps = const_expr(decoded_product.BOX // decoded_product.STEP)
+        n, m = Int32(0), Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            rows = cute.arch.make_warp_uniform(share.tile(tensors, turn).columns)
+            # All that is read together must have been multiplied.
+            instruction = decoded_product.instruction((rows + CHUNK - 1) // CHUNK * CHUNK)
+            done = s.sums.await_empty(turn)
+            tmem.after_sync()
+            d = s.sums.slot(turn) * TOKENS
+            for k in cutlass.range(spans, unroll=1):
+                s.decoded.wait(m)
+                a = Int32(_DECODED) + s.decoded.slot(m) * SPAN_COLUMNS
+                for part in cutlass.range_constexpr(self.c.parts):
+                    s.tokens.wait(n)
+                    tmem.after_sync()
+                    slot = s.tokens.slot(n)
+                    with cute.arch.elect_one():
+                        for step in cutlass.range_constexpr(steps):
+                            if (step == 0) | (k * SPAN + step * decoded_product.STEP < columns):
+                                box = x + (slot * _SPAN_BOXES + step // box_steps) * (_ROW_BOXES * _BOX_BYTES)
+                                decoded_product.multiply(
+                                    d, a + step * (decoded_product.STEP // 2), box, step % box_steps, instruction,
+                                    cutlass.select_(k + step + part > 0, Int32(1), Int32(0)),
+                                )  # fmt: skip
+                        tcgen05.commit(s.tokens.empty + slot)
+                    n += 1
+                with cute.arch.elect_one():
+                    tcgen05.commit(s.decoded.empty + s.decoded.slot(m))
+                m += 1
+            with cute.arch.elect_one():
+                tcgen05.commit(done)
+
+    @cute.jit
+    def _results(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: Shared, warp: Int32):
+        row = warp * 32 + cute.arch.lane_idx()
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            factor = factor_of(flags, weights, tile.expert) * self.lowered
+            bias = Float32(0.0)
+            if flags.bias != 0:
+                bias = Float32(weights.bias[tile.expert, weight_row(self.c, flags, weights, tile, row)])
+            s.sums.wait(turn)
+            tmem.after_sync()
+            sums = tmem.lanes(s.sums.slot(turn) * TOKENS, warp)
+            self.results.run(tensors, scalars, tile, factor, bias, sums, s.results, warp)
+            tmem.before_sync()
+            cute.arch.sync_warp()
+            s.sums.release(turn)
+
+
+assert CHUNK % decoded_product.LEAST_ROWS == 0 and CHUNK % TOKEN_BOX == 0

@@ -1,0 +1,154 @@
+"""What becomes of a work tile's sums: h, quantised for the second product, or tokens' results. Imports cutlass.
+
+A lane of the four warps has a token, whose sums are a row of tensor memory: a block's features stand in one thread.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.sm100 import tmem
+
+from ..problem import BLOCK
+from ..sm90.arguments import Flags, Matrices, Scalars, Tensors, global_scale_of
+from ..sm90.schedule import WorkTile
+from .config import FEATURES, RESULT_WARPS, STEP, WEIGHT_ROWS
+from .quantise import quantised
+from .scales import weight_row
+from .swiglu import Pair, plain, swiglu, twice
+
+_AT_ONCE = 32  # features of a result that a thread has on their way
+_TOGETHER = 32  # and of h: whole blocks
+_SUMS = 16  # of these so many at a time: gate and up of more, and their biases, would leave too few registers
+
+
+@cute.jit
+def factor_of(flags: Flags, weights: Matrices, expert: Int32) -> Float32:
+    """What sums have to be multiplied by: global scales divide."""
+    divisor = Float32(1.0)
+    if flags.divisor != 0:
+        divisor = weights.divisor[expert]
+    if flags.activation != 0:
+        divisor *= weights.activation[0]
+    return Float32(1.0) / divisor
+
+
+@cute.jit
+def bring_biases(
+    config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, sBias: cute.Tensor, thread: Int32
+):
+    """Of the work tile's rows, zeros without; all threads that have results meet before they are read."""
+    bias = Float32(0.0)
+    if flags.bias != 0:
+        bias = Float32(weights.bias[tile.expert, weight_row(config, flags, weights, tile, thread)])
+    meet()  # all have read the last work tile's
+    sBias[thread] = bias
+    meet()
+
+
+def meet() -> None:
+    """The threads that have results."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=32 * RESULT_WARPS)
+
+
+def biases(sBias: cute.Tensor, first: Int32, count: int) -> cute.Tensor:
+    """Neighbouring ones, by loads of four."""
+    r = cute.make_rmem_tensor(count, Float32)
+    at = cute.make_ptr(Float32, sBias.iterator.toint() + first * 4, cute.AddressSpace.smem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(count)), r)
+    return r
+
+
+def completed(some: list[Float32], factor: Float32, bias: cute.Tensor) -> list[Pair]:
+    """Sums to numbers, two and two."""
+    pairs = range(0, len(some), 2)
+    return [cute.arch.fma_packed_f32x2((some[i], some[i + 1]), twice(factor), (bias[i], bias[i + 1])) for i in pairs]
+
+
+class Activation:
+    """h = swiglu(gate, up) of a work tile, quantised as ``config.Rows`` has rows."""
+
+    def __init__(self, activations: str):
+        self.activations = activations
+
+    @cute.jit
+    def run(
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        warp: Int32,
+    ):  # fmt: skip
+        """``sums``: the columns of tensor memory, as this warp reaches them."""
+        token = warp * 32 + cute.arch.lane_idx()
+        if warp * 32 < tile.columns:
+            if plain(scalars):
+                self._blocks(tensors, scalars, tile, factor, sums, sBias, token, True)
+            else:
+                self._blocks(tensors, scalars, tile, factor, sums, sBias, token, False)
+
+    @cute.jit
+    def _blocks(
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        token: Int32, simple: cutlass.Constexpr,
+    ):  # fmt: skip
+        block = const_expr(BLOCK[self.activations])
+        features = Int32(tensors.up.codes.shape[1]) // 2
+        row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
+        behind = (features + STEP - 1) // STEP * (STEP // 2)
+        global_scale = global_scale_of(scalars.down, tensors.down)
+        for first in cutlass.range(0, FEATURES, _TOGETHER, unroll=1):
+            h = []
+            for some in cutlass.range_constexpr(0, _TOGETHER, _SUMS):
+                h += self._features(scalars, factor, sums + first + some, sBias, first + some, simple)
+            result = quantised(self.activations, h, global_scale)
+            feature = tile.row * FEATURES + first
+            if token < tile.columns:
+                copies.store_words(row + feature // 2, result.codes)
+                scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
+                self._store_scales(row + behind + feature // block, scales)
+
+    def _features(
+        self, scalars: Scalars, factor: Float32, sums: Int32, sBias: cute.Tensor, first: Int32, simple: bool
+    ) -> list[Float32]:
+        """Of a thread's token."""
+        parts = []
+        for part in range(2):
+            some = tmem.load(sums + part * FEATURES, _SUMS)
+            bias = biases(sBias, part * FEATURES + first, _SUMS)
+            tmem.await_loads()
+            parts.append(completed(some, factor, bias))
+        return [h for gate, up in zip(*parts, strict=True) for h in swiglu(scalars, gate, up, simple)]
+
+    def _store_scales(self, address: Int64, scales: list[Int32]) -> None:
+        kind = {1: Uint8, 2: Uint16}[len(scales)]
+        word = scales[0]
+        for i, byte in enumerate(scales[1:], 1):
+            word = word | (byte << (8 * i))
+        target = cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=len(scales))
+        cute.make_tensor(target, cute.make_layout(1))[0] = kind(word)
+
+
+class Results:
+    """y of a work tile, in float32 and in the order of ``h``; a launch of its own adds tokens' up."""
+
+    @cute.jit
+    def run(
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        warp: Int32,
+    ):  # fmt: skip
+        features = Int32(tensors.down.codes.shape[1])
+        token = warp * 32 + cute.arch.lane_idx()
+        if warp * 32 < tile.columns:
+            row = Int64(tile.first + token) * tensors.partial.stride[0] * 4
+            for first in cutlass.range_constexpr(0, WEIGHT_ROWS, _AT_ONCE):
+                y = tmem.load(sums + first, _AT_ONCE)
+                bias = biases(sBias, first, _AT_ONCE)
+                tmem.await_loads()
+                feature = tile.row * WEIGHT_ROWS + first
+                if (token < tile.columns) & (feature < features):
+                    at = tensors.partial.iterator.toint() + row + feature * 4
+                    pairs = completed(y, factor, bias)
+                    for i in cutlass.range_constexpr(0, _AT_ONCE, 4):
+                        op.store_4_floats(at + 4 * i, [*pairs[i // 2], *pairs[i // 2 + 1]])

@@ -1,0 +1,66 @@
+"""What to compile for routed experts on Blackwell. Imports cutlass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from torch_attnkit.cuda import fake
+
+from ..sm90.arguments import Scalars, Tensors, arguments
+from ..sm90.total import Total
+from .config import Config, DecodedConfig, by_scale, parts
+from .decoded import DecodedProduct
+from .decoded_epilogue import DecodedActivation, DecodedResults
+from .decoded_prepare import SortAndPermute
+from .epilogue import Activation, Results
+from .prepare import SortAndQuantise
+from .product import Product
+
+
+class Experts:
+    """The launches of a call: one that sorts, both products, and sums over a token's experts."""
+
+    def __init__(self, begin: Any, up: Any, down: Any):
+        self.begin, self.up, self.down, self.total = begin, up, down, Total()
+
+    @cute.jit
+    def __call__(
+        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
+        down_blocks: Int32, stream: Any,
+    ):  # fmt: skip
+        """``x``: (slots, 16-bit numbers), to be written, as ``Tensors.h`` is."""
+        self.begin.launch(tensors, x, scalars, sort_blocks, stream)
+        self.up.launch(tensors, scalars.up, tensors.up, x, scalars, up_blocks, stream)
+        self.down.launch(tensors, scalars.down, tensors.down, tensors.h, scalars, down_blocks, stream)
+        self.total.launch(tensors, stream)
+
+
+def trace(
+    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
+    row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool, one_launch: bool,
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """``experts``: room for so many; ``scale_vectors``: of both products the bytes of scales that a load takes. The
+    others are what ``plan.py`` always says."""
+    if by_scale(format, activations):
+        up, down = (Config(format, paired, vector) for paired, vector in zip((True, False), scale_vectors, strict=True))
+        made = Experts(
+            SortAndQuantise(activations, experts), Product(up, Activation(activations)), Product(down, Results())
+        )
+    else:
+        count = parts(dtype, activations)
+        up, down = (
+            DecodedConfig(format, paired, vector, activations, count)
+            for paired, vector in zip((True, False), scale_vectors, strict=True)
+        )
+        made = Experts(
+            SortAndPermute(activations, experts, count),
+            DecodedProduct(up, DecodedActivation(up)),
+            DecodedProduct(down, DecodedResults()),
+        )
+    tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, code_alignment)
+    x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
+    return made, [tensors, x, scalars, cutlass.Int32(0), up_blocks, down_blocks, stream]

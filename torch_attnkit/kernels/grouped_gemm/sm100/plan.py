@@ -1,0 +1,68 @@
+"""How routed experts are cut on Blackwell. Imports no cutlass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch_attnkit.core.spec import short
+
+from ..problem import BLOCK, Problem, Weights
+from .config import ROW_ALIGNMENT, SPAN, STAGE, STEP, TOKENS, WEIGHT_ROWS, Rows, by_scale, parts
+
+MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
+_LEAST_EXPERTS = 1 << 10
+_PREPARE_UNITS = 256  # of 32 numbers, that a block of the first launch has at least
+
+
+@dataclass(frozen=True)
+class Plan:
+    """As ``launch.py`` asks. x and h are tensors of 16-bit numbers, whatever their rows hold."""
+
+    experts: int  # room for so many
+    tiles: int  # at most, of tokens
+    blocks: tuple[int, int, int]  # of the launches that sort, of the first and of the second product
+    counters: tuple[int, int]
+    x_rows: tuple[int, int]
+    h_rows: tuple[int, int]
+    scale_vectors: tuple[int, int]
+    code_alignment: int = ROW_ALIGNMENT
+    columns: int = TOKENS
+    row_warps: int = WEIGHT_ROWS // 16
+    by_warp: bool = False
+    one_launch: bool = False
+    token_widths: tuple[int, ...] = ()
+    group: int = 0
+
+    @property
+    def scale_alignments(self) -> tuple[int, int]:
+        return self.scale_vectors
+
+
+def plan(problem: Problem, sms: int) -> Plan:
+    p = problem
+    tiles = p.slots // TOKENS + min(p.experts, p.slots)
+    units = [tiles * -(-w.rows // WEIGHT_ROWS) for w in (p.up, p.down)]
+    spans = p.tokens * -(-p.hidden // STEP) * (STEP // 32)
+    if by_scale(p.format, p.activations):
+        rows = [Rows(w.columns, BLOCK[p.format]).nbytes // 2 for w in (p.up, p.down)]
+    else:
+        rows = [parts(short(p.dtype), p.activations) * w.columns for w in (p.up, p.down)]
+    return Plan(
+        experts=max(_LEAST_EXPERTS, 1 << (p.experts - 1).bit_length()),
+        tiles=tiles,
+        blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *(min(sms, max(most, 1)) for most in units)),
+        counters=(1, 3 + p.experts),
+        x_rows=(p.slots, rows[0]),
+        h_rows=(p.slots, rows[1]),
+        scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
+    )
+
+
+def _vector(p: Problem, weights: Weights) -> int:
+    """Bytes of scales that start and end where a load of so many can."""
+    steps = weights.scale_row, weights.scale_expert
+    if p.scale_layout != "linear":
+        return math.gcd(4, *steps)
+    numbers = STAGE if by_scale(p.format, p.activations) else SPAN
+    return math.gcd(numbers // BLOCK[p.format], weights.columns // BLOCK[p.format], *steps)

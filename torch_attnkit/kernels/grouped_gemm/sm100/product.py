@@ -1,0 +1,271 @@
+"""One product of routed experts on Blackwell: E2M1 tokens times E2M1 weights, both under block scales.
+
+    4 warps   scales of a stage, of 128 tokens and 128 rows of weights (scales.py)
+    1 warp    weights of a stage by TMA; of the second product before h is there
+    1 warp    tokens by TMA, 32 rows at a time, as many as the work tile has
+    1 warp    copies a stage's scales to tensor memory, multiplies, and says when either is over
+    4 warps   what becomes of the sums (epilogue.py), while the next work tile is multiplied into the other buffer
+
+Tokens are the lanes of tensor memory, so that a thread has neighbouring features of one token: a block of h is
+quantised without another thread. Blocks take every so many-th work tile; those of an expert's tokens follow each other.
+Rows of gate and rows of up are halves of a work tile, whether they are halves of the weights or interleaved: only the
+steps of the tensor map differ. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda.ring import Fixed, Ring, rings
+from torch_attnkit.cuda.sm100 import scaled_stage, tmem
+
+from ..sm90.arguments import Flags, Matrices
+from ..sm90.schedule import work
+from .config import (
+    PRODUCT_WARP,
+    RESULT_WARPS,
+    ROW_BYTES,
+    SCALE_WARPS,
+    STAGE,
+    STAGES,
+    STEP,
+    SUMS,
+    THREADS,
+    TOKEN_BOX,
+    TOKEN_WARP,
+    TOKENS,
+    WEIGHT_ROWS,
+    WEIGHT_WARP,
+    Config,
+)
+from .epilogue import bring_biases, factor_of
+from .scales import Scales
+
+_OPERAND_BYTES = TOKENS * ROW_BYTES  # of a stage, of tokens as of weights
+_BOX_BYTES = TOKEN_BOX * ROW_BYTES
+_BOXES = TOKENS // TOKEN_BOX
+
+
+class Loads(NamedTuple):
+    """Codes for TMA."""
+
+    atom: cute.CopyAtom
+    rows: cute.Tensor  # (rows, bytes) of tokens; (rows, bytes, E) of weights, rows of gate and up as (M, 2)
+
+
+@dataclass
+class Shared(Fixed):
+    """A block's shared memory: a ring of stages, and sums' barriers."""
+
+    stages: Ring
+    sums: Ring
+    sX: cute.Tensor  # (TOKEN_BOX, bytes, boxes of all stages)
+    sW: cute.Tensor  # (rows, bytes, stages)
+    scales: Int32  # address of (stage, tokens or weights)
+    sBias: cute.Tensor  # (rows of a work tile)
+
+
+def swizzled(layout: cute.Layout) -> Any:
+    """128 bytes of a row, as TMA and the products have them."""
+    return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
+
+
+def weight_loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
+    """Codes of a product's weights, a stage at a time."""
+    codes = weights.codes
+    experts, rows, nbytes = codes.shape
+    expert_step, row_step, _ = codes.stride
+    shape, steps = rows, row_step
+    if config.paired:
+        # From a gate row to the next, and to its up row.
+        turns = flags.interleaved != 0
+        steps = (
+            cute.assume(cutlass.select_(turns, 2 * row_step, row_step), divby=16),
+            cute.assume(cutlass.select_(turns, row_step, rows // 2 * row_step), divby=16),
+        )
+        shape = (rows // 2, 2)
+    layout = cute.make_layout((shape, nbytes, experts), stride=(steps, 1, expert_step))
+    box, box_steps = config.box_layout
+    tensor, tile = cute.make_tensor(codes.iterator, layout), swizzled(cute.make_layout(box, stride=box_steps))
+    return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
+
+
+class Product:
+    """The kernel, by roles. ``results``: what becomes of the sums."""
+
+    def __init__(self, config: Config, results: Any):
+        self.c, self.results, self.scales = config, results, Scales(config)
+        self.product = scaled_stage.Product(config.block, WEIGHT_ROWS)
+
+    @cute.jit
+    def launch(
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, blocks: Int32,
+        stream: Any,
+    ):  # fmt: skip
+        """``rows``: x or h, as ``config.Rows`` has them."""
+        self.kernel(
+            tensors,
+            flags,
+            weights,
+            rows,
+            scalars,
+            weight_loads(self.c, flags, weights),
+            self._token_loads(weights, rows),
+        ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
+
+    def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
+        slots, step = rows.shape[0], rows.stride[0]
+        layout = cute.make_layout((slots, weights.codes.shape[2]), stride=(cute.assume(2 * step, divby=16), 1))
+        tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
+        tile = swizzled(cute.make_layout((TOKEN_BOX, ROW_BYTES), stride=(ROW_BYTES, 1)))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return Loads(*cpasync.make_tiled_tma_atom(op, tensor, tile, (TOKEN_BOX, ROW_BYTES)))
+
+    @cute.kernel
+    def kernel(
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, codes: Loads,
+        tokens: Loads,
+    ):  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        s = self._shared(warp)
+        if warp == WEIGHT_WARP:
+            cpasync.prefetch_descriptor(codes.atom)
+        if warp == TOKEN_WARP:
+            cpasync.prefetch_descriptor(tokens.atom)
+        cute.arch.mbarrier_init_fence()
+        tmem.before_sync()
+        cute.arch.barrier()
+        tmem.after_sync()
+        if const_expr(self.c.paired):
+            # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
+            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        # Of gate and up a work tile has half of its rows each.
+        share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
+        columns = Int32(weights.codes.shape[2]) * 2
+        turns = (columns + STAGE - 1) // STAGE
+        if warp < RESULT_WARPS:
+            self._results(tensors, flags, weights, scalars, share, s, warp)
+        elif warp < PRODUCT_WARP:
+            if const_expr(not self.c.paired):
+                cute.arch.griddepcontrol_wait()
+            self.scales.run(tensors, flags, weights, rows, share, turns, s.stages, s.scales, warp - RESULT_WARPS)
+        elif warp == PRODUCT_WARP:
+            self._multiply(share, columns, turns, s)
+        elif warp == WEIGHT_WARP:
+            self._load_weights(tensors, codes, share, turns, s)
+        else:
+            if const_expr(not self.c.paired):
+                cute.arch.griddepcontrol_wait()
+            self._load_tokens(tensors, tokens, share, turns, s)
+        tmem.before_sync()
+        cute.arch.barrier()
+        tmem.after_sync()
+        if warp == PRODUCT_WARP:
+            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
+
+    @cute.jit
+    def _shared(self, warp: Int32):
+        memory = cutlass.memory.SmemAllocator()
+        table = (("stages", STAGES, 2 + SCALE_WARPS, 1), ("sums", SUMS, 1, RESULT_WARPS))
+        named = rings(memory, warp, table)
+        base = memory.allocate(4, 4)
+        if warp == PRODUCT_WARP:
+            cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32))
+        swizzle = cute.make_swizzle(3, 4, 3)
+        boxes = cute.make_layout((TOKEN_BOX, ROW_BYTES, _BOXES * STAGES), stride=(ROW_BYTES, 1, _BOX_BYTES))
+        box, steps = self.c.box_layout
+        weights = cute.append(cute.make_layout(box, stride=steps), cute.make_layout(STAGES, stride=_OPERAND_BYTES))
+        return Shared(
+            stages=named["stages"],
+            sums=named["sums"],
+            sX=memory.allocate_tensor(Uint8, boxes, 1024, swizzle=swizzle),
+            sW=memory.allocate_tensor(Uint8, weights, 1024, swizzle=swizzle),
+            scales=memory.allocate(STAGES * 2 * self.c.scale_bytes, 128).toint(),
+            sBias=memory.allocate_tensor(Float32, cute.make_layout(WEIGHT_ROWS), 16),
+        )
+
+    @cute.jit
+    def _load_weights(self, tensors: Any, codes: Loads, share: Any, turns: Int32, s: Shared):
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
+            tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
+            for k in cutlass.range(turns, unroll=1):
+                full = s.stages.acquire(n, _OPERAND_BYTES)
+                cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, s.stages.slot(n)], tma_bar_ptr=full)
+                n += 1
+
+    @cute.jit
+    def _load_tokens(self, tensors: Any, tokens: Loads, share: Any, turns: Int32, s: Shared):
+        """Of a box, rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros; boxes
+        that a work tile does not have are whatever they were. Nobody looks at what their lanes of sums hold."""
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            rows = cute.domain_offset((tile.first, 0), tokens.rows)
+            gX = cute.local_tile(rows, (TOKEN_BOX, ROW_BYTES), (None, None))
+            tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
+            boxes = (tile.columns + TOKEN_BOX - 1) // TOKEN_BOX
+            for k in cutlass.range(turns, unroll=1):
+                full = s.stages.acquire(n, boxes * _BOX_BYTES)
+                for box in cutlass.range(boxes, unroll=1):
+                    to = s.stages.slot(n) * _BOXES + box
+                    cute.copy(tokens.atom, tXg[None, box, k], tXs[None, to], tma_bar_ptr=full)
+                n += 1
+
+    @cute.jit
+    def _multiply(self, share: Any, columns: Int32, turns: Int32, s: Shared):
+        """Copies and products of tensor memory run in the order in which one thread issues them."""
+        p, each = self.product, const_expr(self.product.scale_columns)
+        scales = const_expr(SUMS * WEIGHT_ROWS)  # the first column of the tokens' scales, then come the weights'
+        x, w = (scaled_stage.operand(t.iterator.toint()) for t in (s.sX, s.sW))
+        tiles = scaled_stage.scale_tile(s.scales)
+        n = Int32(0)
+        for turn in cutlass.range(share.count, unroll=1):
+            done = s.sums.await_empty(turn)
+            tmem.after_sync()
+            d = s.sums.slot(turn) * WEIGHT_ROWS
+            for k in cutlass.range(turns, unroll=1):
+                s.stages.wait(n)
+                slot = s.stages.slot(n)
+                at = scaled_stage.advanced(tiles, slot * (2 * self.c.scale_bytes))
+                a, b = (scaled_stage.advanced(m, slot * _OPERAND_BYTES) for m in (x, w))
+                with cute.arch.elect_one():
+                    for j in cutlass.range_constexpr(2 * p.tiles):
+                        tile = scaled_stage.advanced(at, j * scaled_stage.TILE_BYTES)
+                        scaled_stage.copy_scales(Int32(scales + j * scaled_stage.TILE_COLUMNS), tile)
+                    for step in cutlass.range_constexpr(STAGE // STEP):
+                        if (step == 0) | (k * STAGE + step * STEP < columns):
+                            scaled_stage.multiply(
+                                p, step, d, a, b, Int32(scales), Int32(scales + each),
+                                cutlass.select_(k + step > 0, Int32(1), Int32(0)),
+                            )  # fmt: skip
+                    tcgen05.commit(s.stages.empty + slot)
+                n += 1
+            with cute.arch.elect_one():
+                tcgen05.commit(done)
+
+    @cute.jit
+    def _results(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: Shared, warp: Int32):
+        thread = warp * 32 + cute.arch.lane_idx()
+        for turn in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, turn)
+            factor = factor_of(flags, weights, tile.expert)
+            bring_biases(self.c, flags, weights, tile, s.sBias, thread)
+            s.sums.wait(turn)
+            tmem.after_sync()
+            sums = tmem.lanes(s.sums.slot(turn) * WEIGHT_ROWS, warp)
+            self.results.run(tensors, scalars, tile, factor, sums, s.sBias, warp)
+            tmem.before_sync()
+            cute.arch.sync_warp()
+            s.sums.release(turn)
