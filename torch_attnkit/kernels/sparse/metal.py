@@ -16,7 +16,7 @@ from torch_attnkit.formats import kv_cache
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
 
-from .problem import Operands, Problem
+from .problem import Numbers, Operands, Problem
 
 DTYPES = "bf16 f16 f32"
 # Head sizes: multiples of the 128 columns that a simdgroup has.
@@ -149,13 +149,15 @@ def launcher(source: str, problem: Problem, layout: Layout, target: Target) -> C
     run = metal.by_alignment(variant, (layout.near.first, layout.near.key, layout.far.first, layout.far.key))
 
     def launch(o: Operands) -> None:
-        near = metal.bound(o.near, o.out.view(torch.uint8) if fp else o.q)
-        far, sink = metal.bound(o.far, near), metal.bound(o.sink, o.lse)
+        results = o.results
+        assert isinstance(results, Numbers)
+        near = metal.bound(o.near, results.out.view(torch.uint8) if fp else o.q)
+        far, sink = metal.bound(o.far, near), metal.bound(o.sink, results.lse)
         chosen, length, request, near_table, far_table = (
             metal.bound(t, o.end) for t in (o.chosen, o.length, o.request, o.near_table, o.far_table)
         )
-        divisor, row_sum = metal.bound(o.global_scale, o.lse), metal.bound(o.row_sum, o.lse)
+        divisor, row_sum = metal.bound(o.global_scale, results.lse), metal.bound(results.row_sum, results.lse)
         inputs = (o.q, near, o.end, far, chosen, length, request, sink, near_table, far_table, divisor)
-        run((near, far, o.out), (inputs, sink, o.out, o.lse, row_sum))
+        run((near, far, results.out), (inputs, sink, results.out, results.lse, row_sum))
 
     return launch
