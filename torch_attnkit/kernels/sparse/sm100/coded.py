@@ -23,7 +23,7 @@ from torch_attnkit.kernels.cache.decoder import Decoder
 from torch_attnkit.kernels.decode.config import CHUNK
 
 from ..sm90.arguments import Tensors
-from ..sm90.loads import held_by
+from ..sm90.places import held_by
 from ..sm90.schedule import Row
 from .config import LANES, LOADERS, Config
 from .loads import Peer, Producer

@@ -112,4 +112,4 @@ class Sparse:
 def trace(arch: str, *, dtype: str, dim: int, **sizes: Any) -> tuple[Any, list[Any]]:
     """For rows of q that start at multiples of 16 bytes, as those of the caches do that hold numbers."""
     config = Config(fake.dtype(dtype), dim, **sizes)
-    return Sparse(config), arguments(dtype, dim, config.row, config.align)
+    return Sparse(config), arguments(dtype, dim, config.row, config.align, angles=None)

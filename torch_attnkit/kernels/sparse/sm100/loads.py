@@ -22,7 +22,7 @@ from torch_attnkit.cuda.sm100.peers import send
 from torch_attnkit.kernels.decode.config import CHUNK
 
 from ..sm90.arguments import Numbers, Tensors
-from ..sm90.loads import held_by
+from ..sm90.places import held_by
 from ..sm90.schedule import Keys, Row, entry_of, first_entry_of, guess_of, keys_of, row_of
 from .config import KEYS, LANES, LOADERS, Config
 from .memory import Memory

@@ -23,7 +23,7 @@ from torch_attnkit.cuda.sm100 import tmem
 from torch_attnkit.cuda.warp_ops import exp2
 
 from ..sm90.arguments import Numbers, Tensors
-from ..sm90.output import Output
+from ..sm90.output import Output, factor_of
 from .config import LANES, MOST_CTAS, SOFTMAX_THREADS, SOFTMAX_WARPS, Config
 from .memory import Memory
 from .place import Place
@@ -33,6 +33,13 @@ _INF = float("inf")
 # Of two words, the lower or the upper half of either, that of the lane with the lower column first.
 _LOWER_HALVES, _UPPER_HALVES = 0x5410, 0x3276
 _AT_ONCE = 4  # partial results of a row that a thread has on their way
+
+
+def address_of(config: Config, tensors: Tensors, token: Int32, head: Int32, column: Int32) -> Int64:
+    """Of a head's number in the result."""
+    out = tensors.results.out
+    offset = Int64(out.stride[0]) * token + Int64(out.stride[1]) * head + column
+    return out.iterator.toint() + offset * config.itemsize
 
 
 class Results:
@@ -54,7 +61,7 @@ class Results:
             head, factor = place.head + thread, Float32(0.0)
             if thread < place.heads:
                 row_max, row_sum = m.sStat[thread * 2], m.sStat[thread * 2 + 1]
-                factor = self.output.factor(tensors, numbers, head, row_max, row_sum)
+                factor = factor_of(tensors, numbers, head, row_max, row_sum)
                 self.output.store_stats(tensors, numbers, place.token, head, row_max, row_sum)
             m.sFactor[thread] = factor
         meet()
@@ -62,8 +69,8 @@ class Results:
         # The heads that this thread stores are every second, of those that there are.
         head, there = place.head + h0 + odd, place.heads - h0 - odd
         column = cute.arch.warp_idx() % 4 * LANES + lane - odd
-        out = self.output.address(tensors, place.token, head, column)
-        by_two = Int64(tensors.out.stride[1]) * (2 * c.itemsize)
+        out = address_of(self.c, tensors, place.token, head, column)
+        by_two = Int64(tensors.results.out.stride[1]) * (2 * c.itemsize)
         bytes_of = cutlass.select_(odd != 0, Int32(_UPPER_HALVES), Int32(_LOWER_HALVES))
         factors = [four(m.sFactor, h0 + h) for h in range(0, own, 4)]
         for p in cutlass.range(c.mma.parts, unroll=1):
@@ -159,9 +166,9 @@ class Results:
     ):  # fmt: skip
         """Four columns of a head's result."""
         head = place.head + row
-        factor = self.output.factor(tensors, numbers, head, row_max, row_sum)
+        factor = factor_of(tensors, numbers, head, row_max, row_sum)
         low, high = (op.pack(self.c.dtype, rO[x] * factor, rO[x + 1] * factor) for x in (0, 2))
-        op.store_2_pairs(self.output.address(tensors, place.token, head, vector * 4), low, high)
+        op.store_2_pairs(address_of(self.c, tensors, place.token, head, vector * 4), low, high)
         if vector == 0:
             self.output.store_stats(tensors, numbers, place.token, head, row_max, row_sum)
 
