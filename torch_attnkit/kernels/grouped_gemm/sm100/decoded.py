@@ -57,7 +57,7 @@ from .config import (
     DecodedConfig,
 )
 from .epilogue import factor_of
-from .product import Loads, swizzled, weight_loads
+from .product import Loads, begin, swizzled, weight_loads
 from .scales import Row, row_scales, weight_row
 
 _STAGE_BYTES = WEIGHT_ROWS * ROW_BYTES
@@ -117,14 +117,7 @@ class DecodedProduct:
             cpasync.prefetch_descriptor(codes.atom)
         if warp == DECODED_TOKEN_WARP:
             cpasync.prefetch_descriptor(tokens.atom)
-        cute.arch.mbarrier_init_fence()
-        tmem.before_sync()
-        cute.arch.barrier()
-        tmem.after_sync()
-        if const_expr(self.c.paired):
-            # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
-            cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        begin(self.c)
         # Of gate and up a work tile has half of its rows each.
         share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
         columns = Int32(weights.codes.shape[2]) * 2

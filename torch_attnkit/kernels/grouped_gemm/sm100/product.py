@@ -97,6 +97,19 @@ def weight_loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
     return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
 
 
+@cute.jit
+def begin(config: cutlass.Constexpr):
+    """All threads, once barriers and tensor memory are set up."""
+    cute.arch.mbarrier_init_fence()
+    tmem.before_sync()
+    cute.arch.barrier()
+    tmem.after_sync()
+    if const_expr(config.paired):
+        # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
+        cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+
+
 class Product:
     """The kernel, by roles. ``results``: what becomes of the sums."""
 
@@ -139,14 +152,7 @@ class Product:
             cpasync.prefetch_descriptor(codes.atom)
         if warp == TOKEN_WARP:
             cpasync.prefetch_descriptor(tokens.atom)
-        cute.arch.mbarrier_init_fence()
-        tmem.before_sync()
-        cute.arch.barrier()
-        tmem.after_sync()
-        if const_expr(self.c.paired):
-            # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
-            cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        begin(self.c)
         # Of gate and up a work tile has half of its rows each.
         share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
         columns = Int32(weights.codes.shape[2]) * 2
