@@ -45,8 +45,10 @@ class Config:
 
     @property
     def blocks(self) -> int:
-        """Of a multiprocessor: while one starts, the other has work."""
+        """Of a multiprocessor: while one starts, the other has work. Keys that are loaded by less than 16 bytes, and
+        scales of q, take more registers than half of all: 64 heads spilled 8 bytes."""
         fits = KEYS * self.row_bytes + self.stages * self.stage_bytes <= _HALF
+        fits = fits and self.load >= 16 and not self.q_scale
         return 2 if fits and 2 * self.tensor_columns <= _TENSOR_COLUMNS else 1
 
     @property
