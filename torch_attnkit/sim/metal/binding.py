@@ -207,17 +207,21 @@ def _check_values(kernel: str, f: Formal, t: torch.Tensor, value: Any) -> None:
 
 
 def bind(
-    kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts: Any, errors: tuple[int, torch.Tensor] | None
-) -> list[Bound]:
+    kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts: Any,
+    errors: tuple[int, torch.Tensor] | None, foreign: bool = False,
+) -> list[Bound]:  # fmt: skip
     """Slots for a call's arguments; argument i goes to buffer(i), and every declared slot must be given.
 
-    ``errors`` are the slot and the memory of the error buffer, which replaces what was bound there.
+    ``errors`` are the slot and the memory of the error buffer, which replaces what was bound there. In a ``foreign``
+    library None leaves a slot out, of a parameter that is optional or of no parameter at all.
     """
     if len(args) > MAX_BUFFERS:
         raise ValueError(f"{kernel}: {len(args)} arguments, Metal has {MAX_BUFFERS} buffer slots")
-    by_slot = {f.parameter.slot: f for f in formals if f.kind in (1, 2)}
+    by_slot = {f.parameter.slot: f for f in formals if f.kind in (1, 2) and f.parameter.slot < MAX_BUFFERS}
     out: list[Bound] = []
     for i, value in enumerate(args):
+        if foreign and value is None:
+            continue
         cast = cast_of(arg_casts, i)
         if i not in by_slot:
             kind = type(value).__name__
@@ -228,14 +232,14 @@ def bind(
             out += _tensors(kernel, by_slot[i], value)
         else:
             out.append(_inline(kernel, by_slot[i], value, cast))
-    given = set(range(len(args)))
+    given = {i for i, value in enumerate(args) if not (foreign and value is None)}
     if errors is not None:
         slot, memory = errors
         if slot not in by_slot:
             raise ValueError(f"{kernel}: error_buf_idx is {slot}, but there is no buffer({slot})")
         out = [b for b in out if b.slot != slot] + [_tensor(kernel, by_slot[slot], memory)]
         given.add(slot)
-    missing = [f.text for slot, f in sorted(by_slot.items()) if slot not in given]
+    missing = [f.text for slot, f in sorted(by_slot.items()) if slot not in given and not f.parameter.optional]
     if missing:
         raise ValueError(
             f"{kernel}: nothing is bound to {', '.join(missing)}; Metal would keep an earlier launch's binding"

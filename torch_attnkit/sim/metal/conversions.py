@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .errors import refuse
-from .source import closing, line_of, tokens
+from .tokens import closing, line_of, tokens
 
 FILE = "unit.cpp"
 BEGINS, ENDS = "msl_user_begins", "msl_user_ends"  # declared before and behind the user's text
