@@ -60,9 +60,13 @@ _BEGIN = (
 )
 _END = f'\n#pragma clang attribute pop\n# 1 "entry"\ntypedef int {conversions.ENDS};\n'
 _SOURCES = ("tokens.py", "constants.py", "classes.py", "source.py", "conversions.py", "pointers.py", "repair.py", "instrument.py", "compiler.py")
-_UNROLLED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t][^\n]*\bunroll\w*[ \t]*\(?[^\n)]*[A-Za-z_]\w*[^\n]*$", re.M)
+# The preprocessor leaves macros in pragmas alone, and they are gone when the compiler meets one: it is shown another line.
+_UNROLLED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+((?:clang[ \t]+loop[ \t]+)?unroll[^\n]*?)[ \t]*(?://[^\n]*)?$", re.M)
+_MARKED = re.compile(r"msl_pragma\b(.*?)\bmsl_pragma_end\b", re.S)
+# Of Apple's standard library, which MLX passes to its internals (include/msl_internals.h).
+_MATH_MODES = [(f"__METAL_{mode}_MATH__", "0") for mode in ("MAYBE_FAST", "FAST", "PRECISE")]
 _TREE = ["-fsyntax-only", "-Xclang", "-ast-dump"]
-_ROUNDS = 5  # of rewriting conversions: what one replaces can bring another to light, as in casts inside of casts
+_ROUNDS = 8  # of rewriting conversions: what one replaces can bring another to light, as in casts inside of casts
 
 
 @dataclass(frozen=True)
@@ -182,32 +186,12 @@ class Host:
 
 def preprocess(text: str, version: int, cwd: Path, host: Host | None = None) -> str:
     """The source with macros expanded; the standard headers are built in and so are blanked."""
-    (cwd / USER_FILE).write_text(_STANDARD.sub("", text))
+    (cwd / USER_FILE).write_text(_UNROLLED.sub(r"msl_pragma \1 msl_pragma_end", _STANDARD.sub("", text)))
     macros = [f"-D__METAL_VERSION__={version}", "-D__METAL__=1", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1"]
-    macros += [f"-D{name}={value}" for name, value in host.macros] if host else []
+    macros += [f"-D{name}={value}" for name, value in (*_MATH_MODES, *host.macros)] if host else []
     flags = ["-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc", "-w", "-include", str(include() / "msl_macros.h")]
     out = _run(["clang", *flags, *macros, USER_FILE], cwd)[0]
-    if _UNROLLED.search(out):  # what such a line names may be a macro, which the preprocessor leaves alone there
-        out = _pragmas(_run(["clang", *flags, "-dD", *macros, USER_FILE], cwd)[0])
-    return out
-
-
-def _pragmas(text: str) -> str:
-    """The preprocessed text, macros in the counts of ``#pragma unroll`` replaced by what they were defined as there."""
-    known: dict[str, str] = {}
-    out = []
-    for line in text.split("\n"):
-        if match := re.match(r"#define (\w+)(?: (.*))?$", line):
-            known[match[1]] = match[2] or ""
-        elif match := re.match(r"#undef (\w+)", line):
-            known.pop(match[1], None)
-        if re.match(r"#(?:define|undef) ", line):
-            line = ""
-        elif _UNROLLED.match(line):
-            for _ in range(_ROUNDS):  # a macro may name another one
-                line = re.sub(r"(?<!#)\b[A-Za-z_]\w*", lambda m: known.get(m[0], m[0]), line)
-        out.append(line)
-    return "\n".join(out)
+    return _MARKED.sub(lambda m: f"#pragma {' '.join(m[1].split())}", out)
 
 
 def _launcher(unit: source.Unit, entry: source.Entry, number: int | None = None) -> str:
@@ -233,6 +217,8 @@ def _arguments(unit: source.Unit, text: str, tail: str, flags: Sequence[str], cw
     """clang's, for a program that is written to its file."""
     (cwd / conversions.FILE).write_text(_BEGIN + text + _END + tail)
     common = ["-x", "c++", *_target(), *_LANGUAGE, *_WARNINGS, "-I", str(include())]
+    if unit.foreign:
+        common.append("-DMSL_FOREIGN")
     if not any(f.startswith("-DMSL_CONSTANT") for f in flags):
         flags = [*flags, *constants.macros(unit.constants, {})]
     return ["clang", *common, *flags, conversions.FILE]
@@ -289,7 +275,8 @@ def front_end(unit: source.Unit, version: int, work: Path) -> str:
 
 def _read_unit(path: Path) -> source.Unit:
     d = json.loads(path.read_text())
-    unit = source.Unit(d["text"], {}, [source.Entry(**e) for e in d["entries"]], d["variables"])
+    entries = [source.Entry(**e) for e in d["entries"]]
+    unit = source.Unit(d["text"], {}, entries, d["variables"], foreign=d["foreign"])
     for name, k in d["declarations"].items():
         parameters = tuple(source.Parameter(**p) for p in k["parameters"])
         unit.declarations[name] = source.Declaration(name, k["template"], k["limit"], parameters)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from . import constants
+from . import classes, constants
 from .constants import Constant
 from .errors import refuse
 from .tokens import after, attributes, before, closing, line_of, newlines, plain, split, tokens
@@ -91,6 +91,7 @@ class Unit:
     entries: list[Entry] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
     constants: dict[int, Constant] = field(default_factory=dict)
+    foreign: bool = False
 
 
 def _first_extent(ts: Sequence[str]) -> int:
@@ -140,7 +141,7 @@ class Rewriter:
 
     def __init__(self, text: str, foreign: bool, kernels: Sequence[str] | None) -> None:
         self.ts, self.foreign, self.kernels = tokens(text), foreign, kernels
-        self.unit = Unit("")
+        self.unit = Unit("", foreign=foreign)
         self.edits: list[tuple[int, int, str]] = []
         self.bodies: list[tuple[int, int]] = []
         self.instances: list[tuple[str | None, str]] = []
@@ -153,6 +154,8 @@ class Rewriter:
             self.edits += edits
         for begin, end, _ in attributes(self.ts):
             self.edits.append((begin, end, newlines(self.ts[begin:end])))
+        self.edits += classes.methods(self.ts)
+        self._array_parameters()
         self._threadgroup_variables()
         self._expressions()
         strings = self._strings()
@@ -214,11 +217,13 @@ class Rewriter:
             expression = plain(rest[closing(rest, after(rest, k)) + 1 :])
         else:
             depth = 0
+            stop = len(rest)  # the name may stand alone behind a type that was given a name
             for e in range(after(rest, k), len(rest)):
                 depth += (rest[e] == "<") - (rest[e] == ">")
                 if rest[e] == "(" and depth == 0:
+                    stop = e
                     break
-            expression = plain(rest[k + 1 : e])
+            expression = plain(rest[k + 1 : stop])
         self.instances.append((host, expression))
         self.edits.append((i, end + 1, newlines(ts[i : end + 1])))
         return end + 1
@@ -255,10 +260,13 @@ class Rewriter:
 
     def _attributes_before(self, i: int) -> int:
         while ts_end := before(self.ts, i):
-            begin = next((b for b, e, _ in attributes(self.ts[: ts_end + 1]) if e == ts_end + 1), None)
-            if begin is None:
+            if self.ts[ts_end] != "]" or self.ts[ts_end - 1] != "]":
                 return i
-            i = begin
+            depth = 0
+            for i in range(ts_end, -1, -1):
+                depth += (self.ts[i] == "]") - (self.ts[i] == "[")
+                if depth == 0:
+                    break
         return i
 
     def _check_attributes(self) -> None:
@@ -271,6 +279,20 @@ class Rewriter:
                     constant = "function_constant" in name
                     what = "compile_shader has no function constants" if constant else f"unknown attribute {name!r}"
                     raise refuse(what, line_of(self.ts, begin))
+
+    def _array_parameters(self) -> None:
+        """``constant int x[2]`` as a parameter is a pointer, which C++ allows arrays without address spaces alone."""
+        ts, parens = self.ts, 0
+        for i, t in enumerate(ts):
+            parens += (t == "(") - (t == ")")
+            if t not in ("device", "constant", "threadgroup") or not parens:
+                continue
+            k = after(ts, i)
+            while re.match(r"[\w<>:]", ts[k]):
+                k = after(ts, k)
+            if ts[k] == "[" and ts[k + 1] != "[" and ts[end := after(ts, closing(ts, k))] in (",", ")"):
+                name = before(ts, k)
+                self.edits += [(name, name, "*"), (k, before(ts, end) + 1, "")]
 
     def _threadgroup_variables(self) -> None:
         """``threadgroup float x[64];`` in a kernel becomes a reference into the running threadgroup's memory."""
@@ -342,6 +364,8 @@ class Rewriter:
                 end = closing(ts, j)
                 if not {"*", "&"} & set(ts[j:end]):
                     self.edits.append((i, i + 1, "msl::cast"))
+            elif ts[before(ts, self._qualified(i))] == "operator":
+                continue  # a conversion of a class to it
             elif t == "vec" and i + 1 < len(ts) and ts[after(ts, i)] == "<":
                 end = closing(ts, after(ts, i))
                 kind = "".join(ts[i : end + 1])

@@ -56,8 +56,10 @@ def line_of(ts: Sequence[str], i: int) -> int:
     """The line of a token in the user's source, from the markers that the preprocessor left."""
     line = 1
     for t in ts[:i]:
-        marker = re.match(r"#(?:line)? (\d+) \"", t)
-        line = int(marker[1]) - 1 if marker else line + t.count("\n")
+        if t[0] == "#" and (marker := re.match(r"#(?:line)? (\d+) \"", t)):
+            line = int(marker[1]) - 1
+        else:
+            line += t.count("\n")
     return line
 
 

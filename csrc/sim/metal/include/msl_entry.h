@@ -1,8 +1,12 @@
 // From the machine's context to a kernel's parameters, and what the host may know about them.
 #pragma once
 #pragma GCC system_header
-#include "msl_math.h"
+#include "msl_copy.h"
+#include "msl_matrix.h"
 #include "msl_simd.h"
+#ifdef MSL_FOREIGN
+#include "msl_internals.h"
+#endif
 
 namespace msl {
 struct context {

@@ -67,6 +67,25 @@ MSL_INLINE float ldexp(float x, int e) {
   return x * as_type<float>((uint)(e + 127) << 23);
 }
 MSL_INLINE half ldexp(half x, int e) { return (half)ldexp((float)x, e); }
+MSL_UNARY(tanpi, msl_math(22, x, 0) / msl_math(23, x, 0))
+MSL_INLINE float frexp(float x, thread int& e) {
+  uint bits = as_type<uint>(x);
+  bool tiny = (bits & 0x7f800000) == 0 && (bits << 1) != 0;
+  if (tiny) bits = as_type<uint>(x * 0x1p32f);
+  bool kept = (bits << 1) == 0 || (bits & 0x7f800000) == 0x7f800000;  // zero, infinite, NaN
+  e = kept ? 0 : (int)(bits >> 23 & 255) - 126 - (tiny ? 32 : 0);
+  return kept ? x : as_type<float>((bits & 0x807fffff) | 0x3f000000);
+}
+MSL_INLINE half frexp(half x, thread int& e) { return (half)frexp((float)x, e); }
+#define MSL_NEXT(T, S, U)                                                                 \
+  MSL_INLINE T nextafter(T x, T y) {                                                     \
+    if (x != x) return x;                                                                \
+    if (y != y || x == y) return y;                                                      \
+    S bits = as_type<S>(x);                                                              \
+    if (x == 0) return as_type<T>((S)(y > 0 ? 1 : (U)1 << (sizeof(U) * 8 - 1) | 1));     \
+    return as_type<T>((S)((x < y) == (x > 0) ? bits + 1 : bits - 1));                    \
+  }
+MSL_NEXT(float, int, uint) MSL_NEXT(half, short, ushort)
 MSL_INLINE float sincos(float x, thread float& c) { c = cos(x); return sin(x); }
 
 // min, max and clamp: one overload a type, so that mixed arguments are ambiguous as they are in Metal.

@@ -70,6 +70,16 @@ MSL_SHUFFLE(simd_shuffle_rotate_up, 22)
     return r;                                                                                                        \
   }
 MSL_FILL(simd_shuffle_and_fill_down, 12) MSL_FILL(simd_shuffle_and_fill_up, 13)
+// In groups of `modulo` lanes each.
+#define MSL_FILL_MODULO(name, towards, inside)                                                                       \
+  template <class T> MSL_INLINE T name(T x, T fill, ushort delta, ushort modulo) {                                   \
+    uint lane = msl_lane(), l = lane % modulo;                                                                       \
+    ushort from = (ushort)(lane - l + (l + (towards)) % modulo);                                                     \
+    T mine = simd_shuffle(x, from), other = simd_shuffle(fill, from);                                                \
+    return inside ? mine : other;                                                                                    \
+  }
+MSL_FILL_MODULO(simd_shuffle_and_fill_down, delta, l + delta < modulo)
+MSL_FILL_MODULO(simd_shuffle_and_fill_up, modulo - delta, l >= delta)
 template <class T> MSL_INLINE T simd_broadcast_first(T x) {
   MSL_SIMD_TYPE(T, simd_broadcast_first);
   T r;
@@ -198,7 +208,7 @@ template <class T, int Columns, int Rows> struct simdgroup_matrix {
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-template <class T, int C, int R> MSL_INLINE simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T v) {
+template <class T, int C, int R = C> MSL_INLINE simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T v) {
   simdgroup_matrix<T, C, R> m;
   m.elements = (vec<T, 2>)v;
   return m;
