@@ -213,7 +213,7 @@ def bind(
     """Slots for a call's arguments; argument i goes to buffer(i), and every declared slot must be given.
 
     ``errors`` are the slot and the memory of the error buffer, which replaces what was bound there. In a ``foreign``
-    library None leaves a slot out, of a parameter that is optional or of no parameter at all.
+    library None leaves a slot empty: a hole among the numbers, or a buffer that the kernel does not touch this time.
     """
     if len(args) > MAX_BUFFERS:
         raise ValueError(f"{kernel}: {len(args)} arguments, Metal has {MAX_BUFFERS} buffer slots")
@@ -232,7 +232,7 @@ def bind(
             out += _tensors(kernel, by_slot[i], value)
         else:
             out.append(_inline(kernel, by_slot[i], value, cast))
-    given = {i for i, value in enumerate(args) if not (foreign and value is None)}
+    given = set(range(len(args)))
     if errors is not None:
         slot, memory = errors
         if slot not in by_slot:

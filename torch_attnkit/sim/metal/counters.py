@@ -49,9 +49,6 @@ class Report:
     flops: int
     matrix_flops: int
     special: int
-    integer: int
-    conversions: int
-    choices: int
     barriers: int
     simdgroup_barriers: int
     collectives: int
@@ -62,6 +59,9 @@ class Report:
     memory_read: int
     memory_written: int
     lines: tuple[Line, ...] = field(repr=False)
+    integer: int = 0
+    conversions: int = 0
+    choices: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -90,7 +90,8 @@ class Report:
                 before = buffers.get(device[slot], (0, 0))
                 buffers[device[slot]] = (before[0] + read, before[1] + written)
         constant = sum(read for slot, (read, _) in c["buffers"].items() if slot not in device)
-        same = ("flops", "special", "integer", "conversions", "choices", "barriers", "simdgroup_barriers", "collectives", "divergent", "atomics",
+        same = ("flops", "special", "integer", "conversions", "choices", "barriers", "simdgroup_barriers",
+                "collectives", "divergent", "atomics",
                 "threadgroup_read", "threadgroup_written", "memory_read", "memory_written")  # fmt: skip
         counts = {n: c[n] for n in same}
         return Report(

@@ -270,8 +270,8 @@ class Kernel:
 
 def _names(formals: Sequence[Formal], bound: Sequence[Bound]) -> dict[int, str]:
     """Names of the device parameters by slot. Traffic goes by address: those of one tensor are counted as one."""
-    device = {f.parameter.slot: f.parameter.name for f in formals if f.space == 1}
     place = {b.slot: (b.address, b.bytes) for b in bound}
+    device = {f.parameter.slot: f.parameter.name for f in formals if f.space == 1 and f.parameter.slot in place}
     names = {f.parameter.slot: f.parameter.name for f in formals}
     device |= {b.slot: f"{names[b.slot // LISTED - 1]}[{b.slot % LISTED}]" for b in bound if b.slot >= LISTED}
     return {slot: "=".join(n for s, n in device.items() if place[s] == place[slot]) for slot in device}
