@@ -1,7 +1,7 @@
-"""What others' Metal kernels for experts with MXFP4 weights do, counted in the simulator: MLX, llama.cpp's ggml, gpt-oss.
+"""Others' Metal kernels for experts with MXFP4 weights, counted in the simulator: MLX, llama.cpp's ggml, gpt-oss.
 
-Their sources are read from checkouts and run as they are; nothing of them is in this repository. Each result is compared
-with the product in float64 before its counts are printed. A count is no time.
+Their sources are read from checkouts and run as they are; nothing of them is in this repository. Each result is
+compared with the product in float64 before its counts are printed. A count is no time.
 
     python -m bench.peers.metal_moe --checkouts FOLDER           # FOLDER/mlx, FOLDER/ggml, FOLDER/gpt-oss
     python -m bench.peers.metal_moe --own --tokens 4             # fp4_moe of this package on the same layer
@@ -77,7 +77,9 @@ def product(E: int, N: int, K: int, T: int, top: int, seed: int = 0) -> Product:
     )  # fmt: skip
 
 
-def _launch(kernel: Any, args: Sequence[Any], groups: tuple[int, int, int], group: tuple[int, int, int], **more: Any) -> None:
+def _launch(
+    kernel: Any, args: Sequence[Any], groups: tuple[int, int, int], group: tuple[int, int, int], **more: Any
+) -> None:
     threads = tuple(n * size for n, size in zip(groups, group, strict=True))
     kernel(*args, threads=threads, group_size=group, **more)
 
@@ -114,7 +116,8 @@ def mlx_gather_qmv(root: Path, p: Product) -> torch.Tensor:
     args = [
         p.codes, p.scale, None, p.x.bfloat16(), tokens, p.ids.reshape(-1), y, _int(p.K), _int(p.N),
         _int(1), _int(p.T, 1, p.K), _long(p.K, p.K, 1),
-        _int(1), _int(p.E, p.N, p.K // 8), _long(p.N * p.K // 8, p.K // 8, 1), _long(p.N * p.K // _BLOCK, p.K // _BLOCK, 1),
+        _int(1), _int(p.E, p.N, p.K // 8), _long(p.N * p.K // 8, p.K // 8, 1),
+        _long(p.N * p.K // _BLOCK, p.K // _BLOCK, 1),
         _int(1), _int(p.T * p.top), _long(1), _long(1),
     ]  # fmt: skip
     _launch(getattr(_mlx(root, (name,)), name), args, (1, -(-p.N // 8), p.T * p.top), (32, 2, 1))
@@ -197,8 +200,12 @@ def _gpt_oss(root: Path) -> metal.Library:
 
 
 def _gpt_oss_weights(p: Product) -> tuple[torch.Tensor, int, list[torch.Tensor]]:
-    """An expert's codes, scales and bias lie behind each other: all of it, bytes of an expert, and where each begins."""
-    parts = [p.codes.view(p.E, -1), (p.scale + _GPT_OSS_SCALE).view(p.E, -1), torch.zeros(p.E, 2 * p.N, dtype=torch.uint8)]
+    """An expert's codes, scales and bias lie behind each other: all of it, bytes of an expert, where each begins."""
+    parts = [
+        p.codes.view(p.E, -1),
+        (p.scale + _GPT_OSS_SCALE).view(p.E, -1),
+        torch.zeros(p.E, 2 * p.N, dtype=torch.uint8),
+    ]
     size = -(-sum(t.shape[1] for t in parts) // 16) * 16
     whole = torch.zeros(p.E * size, dtype=torch.uint8)
     begin, views = 0, []
@@ -241,7 +248,7 @@ def gpt_oss_dense(root: Path, p: Product) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """``error`` is of the largest result: the kernel's own formats allow it. ``fewest`` and ``most`` tokens it is for."""
+    """A kernel that takes ``many`` tokens or few; ``error`` of the largest result is what its own formats allow."""
 
     name: str
     checkout: str
@@ -289,8 +296,10 @@ def _judge(name: str, got: torch.Tensor, expected: torch.Tensor, most: float) ->
 
 
 def own_layer(p: Product) -> tuple[list[metal.Report], int]:
-    """Counters of fp4_moe, of a layer whose up product has 2 N rows and K columns and whose down product has K rows and N
-    columns, and how often it multiplies a weight."""
+    """Counters of fp4_moe on a layer of two products, and how often it multiplies a weight.
+
+    The up product has 2 N rows and K columns, the down product K rows and N columns.
+    """
     from torch_attnkit import simulate
 
     g = torch.Generator().manual_seed(1)
@@ -359,7 +368,9 @@ def main() -> None:
         if why := missing(given.checkouts, y):
             print(f"{y.name}: skipped, {why}")
             continue
-        rows[f"{y.name} ({_commit(given.checkouts / y.checkout)})"] = _rows(counted(y, given.checkouts, p), p.uses, touched)
+        rows[f"{y.name} ({_commit(given.checkouts / y.checkout)})"] = _rows(
+            counted(y, given.checkouts, p), p.uses, touched
+        )
     print(f"{p.E} experts of {p.N} x {p.K}, {p.T} tokens, {p.top} each; counted in the simulator")
     for line in table(rows) if rows else ():
         print(line)

@@ -1,9 +1,9 @@
 """Objects of classes in device, constant and threadgroup memory, which Metal copies and calls as any other.
 
-In clang's C++ the copy of a class is made from thread memory alone, and a method is called on objects there alone. Which
-expressions lie elsewhere is known to the compiler, so its errors say where the text is to be rewritten: what is read
-becomes ``msl::value(x)``, what is assigned ``msl::place(x) = ...`` (``include/msl_copy.h``). Methods that are written
-once for each address space, as Metal asks, become one, which is called on a copy.
+In clang's C++ the copy of a class is made from thread memory alone, and a method is called on objects there alone.
+Which expressions lie elsewhere is known to the compiler, so its errors say where the text is to be rewritten: what is
+read becomes ``msl::value(x)``, what is assigned ``msl::place(x) = ...`` (``include/msl_copy.h``). Methods that are
+written once for each address space, as Metal asks, become one, which is called on a copy.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ _CALLED = re.compile(
     re.M,
 )
 _INDEXED = re.compile(
-    _AT + rf"(?:no viable overloaded operator\[\] for type|type) '({_ELSEWHERE})'(?: does not provide a subscript.*)?", re.M
+    _AT + rf"(?:no viable overloaded operator\[\] for type|type) '({_ELSEWHERE})'(?: does not provide a subscript.*)?",
+    re.M,
 )
 _OPERANDS = re.compile(_AT + rf"invalid operands to binary expression \(.*{_ELSEWHERE}.*\)", re.M)
 _PACKED = re.compile(
-    _AT + r"(?:cannot convert between vector and non-scalar values|invalid operands to binary expression) \(.*packed_.*\)",
+    _AT
+    + r"(?:cannot convert between vector and non-scalar values|invalid operands to binary expression) \(.*packed_.*\)",
     re.M,
 )
 _RANGE = re.compile(r"\{(\d+):(\d+)-(\d+):(\d+)\}")
@@ -101,7 +103,7 @@ def _of_class(ts: Sequence[str], opening: int, end: int) -> Iterator[tuple[int, 
     known: dict[str, tuple[str, bool]] = {}  # signature: the rest of the method, whether it is kept as it stands
     found = list(_qualified(ts, opening, end))
     own = {signature for signature, space, *_ in found if space in ("", "thread")}
-    for signature, space, at, begin, stop in found:
+    for signature, space, at, _, stop in found:
         if space in ("", "thread"):
             known[signature] = plain(ts[at + 1 : stop]), True
     for signature, space, at, begin, stop in found:

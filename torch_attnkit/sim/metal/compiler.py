@@ -59,8 +59,19 @@ _BEGIN = (
     f"typedef int {conversions.BEGINS};\n"
 )
 _END = f'\n#pragma clang attribute pop\n# 1 "entry"\ntypedef int {conversions.ENDS};\n'
-_SOURCES = ("tokens.py", "constants.py", "classes.py", "source.py", "conversions.py", "pointers.py", "repair.py", "instrument.py", "compiler.py")
-# The preprocessor leaves macros in pragmas alone, and they are gone when the compiler meets one: it is shown another line.
+_SOURCES = (
+    "tokens.py",
+    "constants.py",
+    "classes.py",
+    "source.py",
+    "conversions.py",
+    "pointers.py",
+    "repair.py",
+    "instrument.py",
+    "compiler.py",
+)
+# The preprocessor leaves macros in pragmas alone, and when the compiler meets one they are gone: it is shown another
+# line in its place.
 _UNROLLED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+((?:clang[ \t]+loop[ \t]+)?unroll[^\n]*?)[ \t]*(?://[^\n]*)?$", re.M)
 _MARKED = re.compile(r"msl_pragma\b(.*?)\bmsl_pragma_end\b", re.S)
 # Of Apple's standard library, which MLX passes to its internals (include/msl_internals.h).

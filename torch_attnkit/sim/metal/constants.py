@@ -1,8 +1,8 @@
 """Function constants: values that a source leaves open and that are given when one of its kernels is made.
 
-``torch.mps.compile_shader`` has no way to give them, other runtimes have (Metal Shading Language, "Function Constants").
-A constant becomes one of C++ whose value is a macro, in words that no constant expression may hold: an array cannot have
-it as its extent, nor a template as its argument.
+``torch.mps.compile_shader`` has no way to give them, other runtimes have (Metal Shading Language, "Function
+Constants"). A constant becomes one of C++ whose value is a macro, in words that no constant expression may hold: an
+array cannot have it as its extent, nor a template as its argument.
 """
 
 from __future__ import annotations
@@ -78,5 +78,8 @@ def macros(constants: Mapping[int, Constant], values: Mapping[int, Value]) -> li
             text = f"({c.type})__builtin_bit_cast(float,(unsigned)(unsigned long)(void*){bits}ul)"
         else:
             text = f"({c.type})(long)(void*){int(value)}l"
-        flags += [f"-DMSL_CONSTANT_{number}=({text})", f"-DMSL_DEFINED_{number}={'true' if number in values else 'false'}"]
+        flags += [
+            f"-DMSL_CONSTANT_{number}=({text})",
+            f"-DMSL_DEFINED_{number}={'true' if number in values else 'false'}",
+        ]
     return flags

@@ -26,7 +26,7 @@ _COMPARED = re.compile(
     rf"(?:{_VECTOR}(?: contains-errors)? '(?:<|>|<=|>=|==|!=|&&|\|\|)'|{_VECTOR}(?: contains-errors)? prefix '!')"
 )
 # A pointer to a vector may end in the vector's attribute, too.
-_REINTERPRETED = re.compile(r"[^*]' <BitCast>(?<!\* __attribute__\(\(ext_vector_type\(\d\)\)\)' <BitCast>)")
+_REINTERPRETED = re.compile(r"(?<!\*)(?<!\* __attribute__\(\(ext_vector_type\(\d\)\)\))'[^']* <BitCast>")
 _BOOLS_IN_MEMORY = re.compile(r"\bbool __attribute__\(\(address_space\(\d\)\)\) __attribute__\(\(ext_vector_type")
 _OTHER_SIZE = re.compile(
     rf"^{re.escape(FILE)}:\d+:\d+:\{{(\d+):(\d+)-(\d+):(\d+)\}}.*: error: "

@@ -37,10 +37,10 @@ class Report:
     ``buffers`` has (bytes read, bytes written) by device parameter, ``constant_read`` the bytes read from constant
     ones. ``flops`` are additions, subtractions, multiplications and divisions outside the matrix units (a fused
     multiply-add is two), ``matrix_flops`` those inside, ``special`` calls of sqrt, exp, log and the like. ``integer``
-    are arithmetic, logic and shifts of integers up to 32 bits (those of 64 are addresses), ``conversions`` those from or
-    to a floating format, ``choices`` comparisons and selections; all by component, of the optimised program. ``barriers``
-    counts those of threadgroups, ``collectives`` the operations of simdgroups. ``memory_read`` and ``memory_written``
-    are bytes that pass a cache of ``Settings.cache`` bytes (``csrc/sim/metal/traffic.cpp`` states the model).
+    are arithmetic, logic and shifts of integers up to 32 bits (those of 64 are addresses), ``conversions`` those from
+    or to a floating format, ``choices`` comparisons and selections; all by component, of the program that clang has
+    optimised for the CPU. ``barriers`` counts those of threadgroups, ``collectives`` the operations of simdgroups.
+    ``memory_read`` and ``memory_written`` are bytes that pass a cache of ``Settings.cache`` bytes (``csrc/sim/metal/traffic.cpp`` states the model).
     """
 
     kernel: str

@@ -26,6 +26,7 @@ from .fresh import Tracker
 
 MAX_THREADGROUP_BYTES = 32768
 MODES = ("fast", "checked", "counting")
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 _machine_lock = threading.Lock()  # there is one machine
 
 
@@ -116,7 +117,7 @@ class _Loaded:
 class Kernel:
     """A kernel of a library. Call it as ``torch.mps`` kernels are called, with CPU tensors."""
 
-    def __init__(self, library: Library, entry: source.Entry, values: Mapping[int, Value] = MappingProxyType({})) -> None:
+    def __init__(self, library: Library, entry: source.Entry, values: Mapping[int, Value] = _NOTHING) -> None:
         self._library, self._entry = library, entry
         self._values = tuple(sorted(values.items()))
         self._loaded: dict[compiler.Variant, _Loaded] = {}
@@ -165,7 +166,7 @@ class Kernel:
         group_size: int | Sequence[int] | None = None,
         arg_casts: str | dict[int, str] | None = None,
         error_buf_idx: int | None = None,
-        threadgroup: Mapping[int, int] = MappingProxyType({}),
+        threadgroup: Mapping[int, int] = _NOTHING,
     ) -> None:
         """Run the kernel on ``threads`` threads in all; see ``torch.mps.compile_shader``.
 
@@ -224,7 +225,7 @@ class Kernel:
             )
         for index, size in threadgroup.items():
             if size <= 0 or size % 16:
-                raise ValueError(f"{self._entry.host}: threadgroup({index}) of {size} bytes: Metal takes multiples of 16")
+                raise ValueError(f"{self._entry.host}: threadgroup({index}) of {size} bytes, not a multiple of 16")
         return [(names.get(i, ""), threadgroup.get(i, 0)) for i in range(max(names, default=-1) + 1)]
 
     def _run(
@@ -331,7 +332,7 @@ def compile_shader(source: str) -> Library:
 
 
 def compile_foreign(
-    source: str, folders: Sequence[str] = (), macros: Mapping[str, str] = MappingProxyType({}),
+    source: str, folders: Sequence[str] = (), macros: Mapping[str, str] = _NOTHING,
     kernels: Sequence[str] = (),
 ) -> Library:  # fmt: skip
     """A library of a source that another runtime than ``torch.mps`` compiles and launches.

@@ -50,8 +50,8 @@ THREADGROUP = 200  # slot of [[threadgroup(0)]]
 class Parameter:
     """A kernel parameter: its declaration, and the buffer slot or the number of the grid value it receives.
 
-    A slot from ``THREADGROUP`` on is threadgroup memory that the launch gives. An ``optional`` one belongs to a function
-    constant, and may be left unbound.
+    A slot from ``THREADGROUP`` on is threadgroup memory that the launch gives. An ``optional`` one belongs to a
+    function constant, and may be left unbound.
     """
 
     text: str

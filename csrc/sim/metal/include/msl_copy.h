@@ -3,6 +3,14 @@
 #pragma GCC system_header
 #include "msl_types.h"
 
+#ifdef MSL_CHECKED
+// Padding has no value, and is copied as well: nothing of a copy counts as unset.
+extern "C" void msl_array_access(const void* p, size_t bytes, int write, int site);
+#define MSL_ALL_WRITTEN(r) msl_array_access(&r, sizeof r, 1, -1)
+#else
+#define MSL_ALL_WRITTEN(r)
+#endif
+
 namespace msl {
 // The widest type that an object of some alignment can be copied in.
 template <int Align> struct unit { typedef uint4 type; };
@@ -37,6 +45,7 @@ template <class T> MSL_INLINE T& place(T& x) { return x; }
     MSL_INLINE void operator=(T x) const {                                                 \
       typedef bytes<T> raw;                                                                \
       raw r = __builtin_bit_cast(raw, x);                                                  \
+      MSL_ALL_WRITTEN(r);                                                                  \
       space typename raw::word* p = (space typename raw::word*)to;                         \
       for (size_t i = 0; i < sizeof(T) / sizeof(typename raw::word); i++) p[i] = r.words[i]; \
     }                                                                                      \

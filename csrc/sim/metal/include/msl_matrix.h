@@ -13,8 +13,11 @@ template <class T, int C, int R> struct matrix {
 
   matrix() = default;
   MSL_INLINE explicit matrix(T diagonal) {
-    for (int c = 0; c < C; c++)
-      for (int r = 0; r < R; r++) columns[c][r] = c == r ? diagonal : T(0);
+    for (int c = 0; c < C; c++) {
+      column v;
+      for (int r = 0; r < R; r++) v[r] = c == r ? diagonal : T(0);
+      columns[c] = v;
+    }
   }
   template <class... V, enable_if_t<sizeof...(V) == C && C * R != C && ((msl::shape<V>::count == R) && ...), bool> = true>
   MSL_INLINE explicit matrix(V... v) {
@@ -24,8 +27,11 @@ template <class T, int C, int R> struct matrix {
   template <class... V, enable_if_t<sizeof...(V) == C * R && ((msl::shape<V>::count == 1) && ...), bool> = true>
   MSL_INLINE explicit matrix(V... v) {
     T given[C * R] = {(T)v...};
-    for (int c = 0; c < C; c++)
-      for (int r = 0; r < R; r++) columns[c][r] = given[c * R + r];
+    for (int c = 0; c < C; c++) {
+      column v;  // whole: a column that is set component by component is read before
+      for (int r = 0; r < R; r++) v[r] = given[c * R + r];
+      columns[c] = v;
+    }
   }
   template <class U> MSL_INLINE explicit matrix(matrix<U, C, R> m) {
     for (int c = 0; c < C; c++) columns[c] = msl::make<column>(m.columns[c]);
@@ -73,8 +79,11 @@ template <class T, int N> MSL_INLINE thread matrix<T, N, N>& operator*=(thread m
 // Metal Shading Language, "Matrix Functions".
 template <class T, int C, int R> MSL_INLINE matrix<T, R, C> transpose(matrix<T, C, R> a) {
   matrix<T, R, C> r;
-  for (int c = 0; c < C; c++)
-    for (int k = 0; k < R; k++) r.columns[k][c] = a.columns[c][k];
+  for (int k = 0; k < R; k++) {
+    vec<T, C> v;
+    for (int c = 0; c < C; c++) v[c] = a.columns[c][k];
+    r.columns[k] = v;
+  }
   return r;
 }
 template <class T> MSL_INLINE T determinant(matrix<T, 2, 2> a) { return a[0][0] * a[1][1] - a[1][0] * a[0][1]; }
@@ -82,9 +91,12 @@ template <class T, int N> MSL_INLINE T determinant(matrix<T, N, N> a) {
   T sum = 0;
   for (int k = 0; k < N; k++) {
     matrix<T, N - 1, N - 1> minor;
-    for (int c = 1; c < N; c++)
+    for (int c = 1; c < N; c++) {
+      vec<T, N - 1> v;
       for (int r = 0, to = 0; r < N; r++)
-        if (r != k) minor.columns[c - 1][to++] = a.columns[c][r];
+        if (r != k) v[to++] = a.columns[c][r];
+      minor.columns[c - 1] = v;
+    }
     T term = a.columns[0][k] * determinant(minor);
     sum = k % 2 ? sum - term : sum + term;
   }
