@@ -51,7 +51,7 @@ CLASSES = """struct P {
   int get() const thread { return a; }
   int get() const device { return a; }
   int get() const threadgroup { return a; }
-  explicit operator float() const { return a; }
+  explicit operator float() const device { return a; }
 };
 P twice(P p) { p.a *= 2; return p; }
 template <typename T> T second(const device T* p) { return p[1]; }
@@ -87,6 +87,26 @@ def test_a_copy_of_a_class_is_checked_like_any_access():
     with pytest.raises(metal.SimulationError, match="data race in threadgroup variable t"):
         one("threadgroup P t[1];\nt[0] = P{int(i), {0, 0, 0}};\no[i] = t[0].a;", torch.zeros(1), torch.zeros(64), 64,
             head=CLASSES)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["o[0] = p->plain();", "q->set(3);", "o[0] = float(c->a);\no[1] = c->get();", "o[0] = c[0];"],
+    ids=["no method for device", "a method that sets", "no method for constant", "no operator for constant"],
+)
+def test_methods_are_called_where_they_are_for(use: str):
+    head = """struct S {
+  int a;
+  int plain() const { return a; }
+  int get() const device { return a; }
+  void set(int b) device { a = b; }
+  operator float() const device { return a; }
+};
+"""
+    body = "const device S* p = (const device S*)x; device S* q = (device S*)o; constant S* c = nullptr;\n"
+    assert one(f"{body} o[0] = p->get() + float(*p);", torch.tensor([3], dtype=torch.int32), torch.zeros(1), head=head) == 6
+    with pytest.raises(SyntaxError):
+        one(body + use, torch.zeros(1), torch.zeros(1), head=head)
 
 
 def test_methods_that_differ_in_more_than_the_address_space_are_refused():

@@ -9,7 +9,8 @@ written once for each address space, as Metal asks, become one, which is called 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from .errors import refuse
 from .tokens import after, before, closing, is_blank, line_of, plain
@@ -21,11 +22,13 @@ _AT = r"^[^\s:]+:\d+:\d+:((?:\{\d+:\d+-\d+:\d+\})+): error: "
 _COPY = re.compile(_AT + r"no matching constructor for initialization of .*((?:\n(?!\S+: error:).*)*)", re.M)
 _ASSIGNED = re.compile(_AT + r"no viable overloaded '=' *((?:\n(?!\S+: error:).*)*)", re.M)
 _CONVERTED = re.compile(
-    _AT + rf"(?:no viable conversion from|no matching conversion for [\w -]+ from|cannot convert) '{_ELSEWHERE}'", re.M
+    _AT + rf"(?:no viable conversion from|no matching conversion for [\w -]+ from|cannot convert) '({_ELSEWHERE})'"
+    r"(?: \(aka '[^']*'\))? to '([^']*)'",
+    re.M,
 )
 _CALLED = re.compile(
-    _AT + rf"(?:'this' argument to member function '.*' has type '{_ELSEWHERE}'"
-    rf"|cannot initialize object parameter of type '.*' with an expression of type '{_ELSEWHERE}')",
+    _AT + rf"(?:'this' argument to member function '.*' has type '({_ELSEWHERE})'"
+    rf"|cannot initialize object parameter of type '.*' with an expression of type '({_ELSEWHERE})')",
     re.M,
 )
 _INDEXED = re.compile(
@@ -38,14 +41,32 @@ _PACKED = re.compile(
     + r"(?:cannot convert between vector and non-scalar values|invalid operands to binary expression) \(.*packed_.*\)",
     re.M,
 )
+_NUMBER = re.compile(  # or a vector
+    r"(?:const )?(?:(?:unsigned|signed) \w+|_Float16|__bf16|bool|size_t|b?float|half|u?(?:int|short|char|long)[234]?"
+    r"|(?:b?float|half)[234]|u?int\d+_t)\b.*"
+)
 _RANGE = re.compile(r"\{(\d+):(\d+)-(\d+):(\d+)\}")
 
 Place = tuple[int, int, int, int]  # line and column of the begin, of what is behind the end
 Edit = tuple[Place, str, str]  # what is enclosed, and the texts before and behind it
 
 
-def copies(messages: str) -> Iterator[Edit]:
-    """Edits that an error of the compiler asks for, in places of the text that it was given."""
+@dataclass(frozen=True)
+class Methods:
+    """The methods that a source has for objects outside thread memory: "device get", "constant operator"."""
+
+    names: frozenset[str]
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether a method is there for an object of the type ``kind``, as clang writes it."""
+        if "packed_" in kind:  # of the prelude, in every address space
+            return True
+        spaces = (s for n, s in enumerate(_SPACES, 1) if re.search(rf"\b{s}\b|address_space\({n}\)", kind))
+        return any(f"{space} {name}" in self.names for space in spaces)
+
+
+def copies(messages: str, text: Callable[[Place], str], methods: Methods) -> Iterator[Edit]:
+    """Edits that an error of the compiler asks for; ``text`` gives what stands behind a place."""
     for m in _COPY.finditer(messages):
         if "address space" in m[2]:
             yield from _values(m[1])
@@ -54,21 +75,26 @@ def copies(messages: str) -> Iterator[Edit]:
         if "address space" in m[2] and len(places) == 2:
             yield places[0], "msl::place(", ")"
             yield places[1], "msl::value(", ")"
-    for pattern in (_CONVERTED, _OPERANDS):
-        for m in pattern.finditer(messages):
-            yield from _values(m[1])
+    for m in _CONVERTED.finditer(messages):
+        known = not _NUMBER.fullmatch(m[3]) or methods.has(m[2], "operator")
+        yield from ((place, "msl::value(" if known else "msl::held(", ")") for place in _places(m[1]))
+    for m in _OPERANDS.finditer(messages):
+        yield from _values(m[1])
     for m in _PACKED.finditer(messages):
         for place in _places(m[1]):
             yield place, "msl::unpacked(", ")"
     for m in _CALLED.finditer(messages):
-        yield _places(m[1])[0], "msl::value(", ")"
+        place = _places(m[1])[0]
+        name = re.match(r"(?:\.|->)\s*(\w+)", text(place))
+        if name and methods.has(m[2] or m[3], name[1]):
+            yield place, "msl::object(", ")"
     for m in _INDEXED.finditer(messages):
         kind = m[2]
         parts = "columns" if re.search(r"\bmatrix<|\d+x\d\b", kind) else "all" if "packed_" in kind else ""
         if parts:
             yield _places(m[1])[0], "(", f").{parts}"
-        else:
-            yield _places(m[1])[0], "msl::value(", ")"
+        elif methods.has(kind, "operator"):
+            yield _places(m[1])[0], "msl::object(", ")"
 
 
 def _places(ranges: str) -> list[Place]:
@@ -80,11 +106,14 @@ def _values(ranges: str) -> Iterator[Edit]:
         yield place, "msl::value(", ")"
 
 
-def methods(ts: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Edits that leave one of the methods that differ in their address space alone, without it."""
+def methods(ts: Sequence[str]) -> tuple[list[str], list[tuple[int, int, str]]]:
+    """Names as in Methods, and edits that leave one of the methods that differ in their address space alone."""
+    names: list[str] = []
+    edits: list[tuple[int, int, str]] = []
     for i, t in enumerate(ts):
         if t in ("struct", "class") and (body := _body(ts, i)) is not None:
-            yield from _of_class(ts, body, closing(ts, body))
+            edits += _of_class(ts, body, closing(ts, body), names)
+    return sorted(set(names)), edits
 
 
 def _body(ts: Sequence[str], i: int) -> int | None:
@@ -99,7 +128,7 @@ def _body(ts: Sequence[str], i: int) -> int | None:
     return None
 
 
-def _of_class(ts: Sequence[str], opening: int, end: int) -> Iterator[tuple[int, int, str]]:
+def _of_class(ts: Sequence[str], opening: int, end: int, names: list[str]) -> Iterator[tuple[int, int, str]]:
     known: dict[str, tuple[str, bool]] = {}  # signature: the rest of the method, whether it is kept as it stands
     found = list(_qualified(ts, opening, end))
     own = {signature for signature, space, *_ in found if space in ("", "thread")}
@@ -110,6 +139,8 @@ def _of_class(ts: Sequence[str], opening: int, end: int) -> Iterator[tuple[int, 
         if space in ("", "thread"):
             continue
         rest = plain(ts[at + 1 : stop])
+        name = re.search(r"\boperator\b|\w+(?= ?\()", signature)
+        names.append(f"{space} {name[0] if name else ''}")
         if signature not in known:
             known[signature] = rest, False
             yield at, at + 1, ""

@@ -23,7 +23,7 @@ from torch_attnkit.core import config
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.paths import csrc
 
-from . import constants, conversions, source
+from . import classes, constants, conversions, source
 from .errors import refuse
 from .instrument import USER_FILE, Site, instrument
 from .repair import repaired
@@ -250,6 +250,7 @@ def translate(preprocessed: str, cwd: Path, host: Host | None = None) -> source.
     """The program of a source, once it compiles and converts vectors as Metal does; else raises SyntaxError."""
     unit = source.rewrite(preprocessed, host is not None, host.kernels if host and host.kernels else None)
     tail = _instances(unit)
+    methods = classes.Methods(frozenset(unit.methods))
     for _ in range(_ROUNDS):
         failed: SyntaxError | None = None
         try:
@@ -260,7 +261,7 @@ def translate(preprocessed: str, cwd: Path, host: Host | None = None) -> source.
         # Again, with places as they are in the text, and all errors: a comparison is no bool4 before it is rewritten.
         flags = [*_TREE, "-ferror-limit=0", "-fdiagnostics-print-source-range-info"]
         done = _called(_arguments(unit, conversions.flat(unit.text), tail, flags, cwd), cwd)
-        text = conversions.rewritten(unit.text, _BEGIN.count("\n"), done.stdout, done.stderr)
+        text = conversions.rewritten(unit.text, _BEGIN.count("\n"), done.stdout, done.stderr, methods)
         if text == unit.text:
             raise failed or refuse("a vector is reinterpreted in a function of the simulator's own")
         unit.text = text

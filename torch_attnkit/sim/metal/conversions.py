@@ -157,7 +157,7 @@ def _refused(text: _Text, original: str, found: _Found) -> SyntaxError:
     return refuse(words[found.kind], line_of(ts, len(ts)))
 
 
-def rewritten(original: str, skipped: int, dump: str, messages: str) -> str:
+def rewritten(original: str, skipped: int, dump: str, messages: str, methods: classes.Methods) -> str:
     """The user's text with what clang understood otherwise than Metal written out; as it was if there is nothing.
 
     ``dump`` and ``messages`` are clang's about the flat text behind ``skipped`` other lines. Raises SyntaxError where
@@ -170,7 +170,8 @@ def rewritten(original: str, skipped: int, dump: str, messages: str) -> str:
         if found.kind == "memory" or (found.kind == "cast" and found.node not in _CASTS):
             raise _refused(text, original, found)
         edits += _edits(text, found)
-    for edit in sorted(set(classes.copies(messages)), key=lambda e: (e[0][:2], (-e[0][2], -e[0][3]))):
+    behind = lambda place: text.text[text.offset(*place[2:]) :][:80]
+    for edit in sorted(set(classes.copies(messages, behind, methods)), key=lambda e: (e[0][:2], (-e[0][2], -e[0][3]))):
         edits += _copied(text, edit)
     return _applied(original, text, edits)
 

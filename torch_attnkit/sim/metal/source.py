@@ -92,6 +92,7 @@ class Unit:
     variables: list[str] = field(default_factory=list)
     constants: dict[int, Constant] = field(default_factory=dict)
     foreign: bool = False
+    methods: list[str] = field(default_factory=list)  # as in classes.Methods
 
 
 def _first_extent(ts: Sequence[str]) -> int:
@@ -154,7 +155,8 @@ class Rewriter:
             self.edits += edits
         for begin, end, _ in attributes(self.ts):
             self.edits.append((begin, end, newlines(self.ts[begin:end])))
-        self.edits += classes.methods(self.ts)
+        self.unit.methods, edits = classes.methods(self.ts)
+        self.edits += edits
         self._array_parameters()
         self._threadgroup_variables()
         self._expressions()

@@ -37,6 +37,19 @@ template <class T> MSL_INLINE T&& value(T&& x) { return (T&&)x; }
   }
 MSL_VALUE(device) MSL_VALUE(const device) MSL_VALUE(constant) MSL_VALUE(threadgroup) MSL_VALUE(const threadgroup)
 
+// The value as no other type than its own: an element of an aggregate, not what the class converts to.
+template <class T> struct held_value {
+  T it;
+  MSL_INLINE operator T() const { return it; }
+};
+template <class T> MSL_INLINE auto held(T&& x) {
+  auto v = value(x);
+  return held_value<decltype(v)>{v};
+}
+
+// The object that a method is called on: constant, so that none changes a copy for the object.
+template <class T> MSL_INLINE auto object(T&& x) -> const __remove_reference_t(decltype(value(x))) { return value(x); }
+
 // What stands to the left of =, wherever the object lies.
 template <class T> MSL_INLINE T& place(T& x) { return x; }
 #define MSL_PLACE(space, name)                                                             \
