@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from torch_attnkit.sim import metal
-from torch_attnkit.sim.metal.lint import lint
 
 pytestmark = pytest.mark.simulator
 HEAD = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n"
@@ -39,6 +38,7 @@ def test_a_scalar_beside_a_vector_is_spread():
     assert torch.equal(one(body, v, torch.zeros(32)).view(8, 4), torch.stack(expected))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("call", ["max(half4(1), float4(1))", "fma(float4(1), float3(1), float4(1))", "max(v, 2u)"])
 def test_vectors_of_two_kinds_have_no_overload(call: str):
     with pytest.raises(SyntaxError, match=r"no matching function|ambiguous"):
@@ -89,6 +89,7 @@ def test_a_copy_of_a_class_is_checked_like_any_access():
             head=CLASSES)  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "use",
     ["o[0] = p->plain();", "q->set(3);", "o[0] = float(c->a);\no[1] = c->get();", "o[0] = c[0];"],
@@ -104,7 +105,10 @@ def test_methods_are_called_where_they_are_for(use: str):
 };
 """
     body = "const device S* p = (const device S*)x; device S* q = (device S*)o; constant S* c = nullptr;\n"
-    assert one(f"{body} o[0] = p->get() + float(*p);", torch.tensor([3], dtype=torch.int32), torch.zeros(1), head=head) == 6
+    assert (
+        one(f"{body} o[0] = p->get() + float(*p);", torch.tensor([3], dtype=torch.int32), torch.zeros(1), head=head)
+        == 6
+    )
     with pytest.raises(SyntaxError):
         one(body + use, torch.zeros(1), torch.zeros(1), head=head)
 
@@ -176,7 +180,8 @@ def test_atomics_of_64_bits():
     out = torch.tensor([4, 1 << 50])
     metal.compile_shader(text).k(x, out, threads=4)
     assert out.tolist() == [1 << 62, 3]
-    assert [f.message for f in lint(text.replace("device atomic_ulong", "threadgroup atomic_ulong"))]
+    with pytest.raises(SyntaxError, match="no matching function"):
+        metal.compile_shader(text.replace("device atomic_ulong", "device atomic_int"))
 
 
 def test_quads():
@@ -222,6 +227,7 @@ float row(device const float* const x) {
     assert got.tolist() == [20, 5]
 
 
+@pytest.mark.proof
 def test_functions_that_were_missing():
     x = torch.tensor([0.7, -3.5, 1e-40, 65536.0])
     body = """int e; o[i] = frexp(x[i], e); o[4 + i] = e; o[8 + i] = nextafter(x[i], 0.0f);
@@ -235,6 +241,7 @@ def test_functions_that_were_missing():
     torch.testing.assert_close(got[4, :2], torch.tan(x[:2].double() / 8 * torch.pi).float())
 
 
+@pytest.mark.proof
 def test_filling_shuffles_within_groups_of_lanes():
     x = torch.arange(32.0)
     body = (

@@ -57,6 +57,7 @@ def test_function_constants_are_given_to_a_function():
         lib.function("k", {9: 1})
 
 
+@pytest.mark.proof
 def test_a_buffer_that_is_not_bound_is_no_memory():
     kernel = metal.compile_foreign(CONSTANTS).function("k", {8: True})
     with metal.settings(mode="checked"), pytest.raises(metal.SimulationError, match="read of 4 bytes out of bounds"):
@@ -158,6 +159,7 @@ def test_lockstep_is_asked_for():
         without(x, out)
 
 
+@pytest.mark.proof
 def test_names_inside_apples_library_are_for_others_alone():
     text = (
         HEAD
