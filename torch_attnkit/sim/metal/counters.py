@@ -40,7 +40,8 @@ class Report:
     are arithmetic, logic and shifts of integers up to 32 bits (those of 64 are addresses), ``conversions`` those from
     or to a floating format, ``choices`` comparisons and selections; all by component, of the program that clang has
     optimised for the CPU. ``barriers`` counts those of threadgroups, ``collectives`` the operations of simdgroups.
-    ``memory_read`` and ``memory_written`` are bytes that pass a cache of ``Settings.cache`` bytes (``csrc/sim/metal/traffic.cpp`` states the model).
+    ``memory_read`` and ``memory_written`` are bytes that pass a cache of ``Settings.cache`` bytes
+    (``csrc/sim/metal/traffic.cpp`` states the model).
     """
 
     kernel: str
