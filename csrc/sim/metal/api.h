@@ -13,7 +13,7 @@ struct Api {
   void (*access)(const void* p, unsigned info, int site);
   void (*range)(const void* p, size_t bytes, unsigned info, int site);
   void (*trap)(int kind, int site);
-  void (*work)(int flops, int special);
+  void (*work)(int flops, int special, int integer, int conversions, int choices);
   void* (*variable)(int id);
   unsigned (*lane)();
   float (*math)(int function, float x, float y);
@@ -43,6 +43,6 @@ void array_copy(const void* to, const void* from, size_t bytes);
 constexpr unsigned kInfoWrite = 1u << 16;
 constexpr int kInfoSpace = 17, kInfoAlign = 20, kInfoVariable = 24;  // the variable: its number and one, 0 if unknown
 // Kinds of msl_trap, beside clang's own of a sanitizer.
-enum Trap { kTrapIndex = 18, kTrapTransposed = 100, kTrapTurns, kTrapDivision, kTrapOverflow, kTrapUnset };
+enum Trap { kTrapIndex = 18, kTrapTurns = 101, kTrapDivision, kTrapOverflow, kTrapUnset, kTrapAssert };
 
 }  // namespace sim

@@ -16,6 +16,12 @@ const char* const kOpNames[] = {
     "simd_shuffle_rotate_up", "simd_broadcast_first", "simd_is_first", "simd_prefix_inclusive_product",
     "simd_prefix_exclusive_product", "simd_active_threads_mask", "quad_shuffle", "simdgroup_load or simdgroup_store"};
 
+std::string op_name(int op) {
+  if (op < kQuads) return kOpNames[op];
+  std::string name = kOpNames[op - kQuads];  // simd_sum: quad_sum
+  return "quad" + name.substr(name.find('_'));
+}
+
 namespace {
 
 bool on(uint32_t mask, int lane) { return mask >> lane & 1; }
@@ -81,7 +87,7 @@ void by_type(Fiber* lanes, uint32_t mask, const Post& p) {
     case kU16: return F<uint16_t>::run(lanes, mask, p.op, p.count);
     case kI8: return F<int8_t>::run(lanes, mask, p.op, p.count);
     case kU8: return F<uint8_t>::run(lanes, mask, p.op, p.count);
-    default: fail(p.site, format("%s has no overload for this type", kOpNames[p.op]));
+    default: fail(p.site, format("%s has no overload for this type", op_name(p.op).c_str()));
   }
 }
 template <class T>
@@ -127,7 +133,7 @@ void vote(Fiber* lanes, uint32_t mask, const Post& p) {
 void shuffle(Fiber* lanes, uint32_t mask, const Post& p) {
   constexpr int kMaxBytes = 128;
   size_t bytes = size_t(p.count);
-  if (bytes > kMaxBytes) fail(p.site, format("%s of %zu bytes", kOpNames[p.op], bytes));
+  if (bytes > kMaxBytes) fail(p.site, format("%s of %zu bytes", op_name(p.op).c_str(), bytes));
   char value[kLanes][kMaxBytes];
   for (int i = 0; i < kLanes; i++)
     if (on(mask, i)) std::memcpy(value[i], lanes[i].post.in, bytes);
@@ -155,17 +161,17 @@ void shuffle(Fiber* lanes, uint32_t mask, const Post& p) {
       Fiber* other = lanes + (from & 31);
       if (!on(mask, from & 31))
         fail_as(me, p.site,
-                  format("%s takes the filling value of lane %d, which is not active", kOpNames[p.op], from & 31));
+                  format("%s takes the filling value of lane %d, which is not active", op_name(p.op).c_str(), from & 31));
       std::memcpy(me->post.out, other->post.fill, bytes);
     } else if (from >= 0 && from < kLanes && on(mask, from)) {
       std::memcpy(me->post.out, value[from], bytes);
     } else if (drifts) {
       std::memset(me->post.out, 0xff, bytes);  // unspecified in Metal: NaN, so that a use of it shows
     } else if (from < 0 || from >= kLanes) {
-      fail_as(me, p.site, format("%s: lane %d reads lane %d, outside the simdgroup", kOpNames[p.op], i, from));
+      fail_as(me, p.site, format("%s: lane %d reads lane %d, outside the simdgroup", op_name(p.op).c_str(), i, from));
     } else {
       fail_as(me, p.site, format("%s: lane %d reads lane %d, which is not active (active lanes: 0x%08x)",
-                                 kOpNames[p.op], i, from, mask));
+                                 op_name(p.op).c_str(), i, from, mask));
     }
   }
 }
@@ -186,13 +192,13 @@ bool unset(const void* p, int type, int i) {
 
 void matrix(Fiber* lanes, uint32_t mask, const Post& p) {
   if (mask != 0xffffffffu)
-    fail(p.site, format("%s needs all 32 lanes, active are 0x%08x", kOpNames[p.op], mask));
+    fail(p.site, format("%s needs all 32 lanes, active are 0x%08x", op_name(p.op).c_str(), mask));
   float m[4][8][8];
   for (int k = 1; k < 4; k++)
     for (int lane = 0; lane < kLanes; lane++)
       for (int e = 0; e < 2; e++) {
         if (unset(lanes[lane].post.matrix[k], p.types[k], e))
-          fail_as(lanes + lane, p.site, format("%s of a matrix that nobody has set: operand %d", kOpNames[p.op], k));
+          fail_as(lanes + lane, p.site, format("%s of a matrix that nobody has set: operand %d", op_name(p.op).c_str(), k));
         m[k][matrix_row(lane)][matrix_column(lane) + e] = element(lanes[lane].post.matrix[k], p.types[k], e);
       }
   for (int r = 0; r < 8; r++)
@@ -212,18 +218,7 @@ void matrix(Fiber* lanes, uint32_t mask, const Post& p) {
   counters.matrix++;
 }
 
-}  // namespace
-
-void evaluate(int simdgroup, uint32_t mask) {
-  Fiber* lanes = fibers + simdgroup * kLanes;
-  const Post& p = lanes[__builtin_ctz(mask)].post;
-  if (p.op == kMatrixMemory) {  // here only to see that all lanes have come: each moves its own part
-    if (mask != 0xffffffffu)
-      fail(p.site, format("%s needs all 32 lanes, active are 0x%08x", kOpNames[p.op], mask));
-    return;
-  }
-  if (options.counting) log_flush(simdgroup);
-  counters.collectives++;
+void evaluate_lanes(int simdgroup, Fiber* lanes, uint32_t mask, const Post& p) {
   switch (p.op) {
     case kSum: case kProduct: case kMax: case kMin: return by_type<Reduce>(lanes, mask, p);
     case kInclusiveSum: case kExclusiveSum: case kInclusiveProduct: case kExclusiveProduct:
@@ -240,6 +235,29 @@ void evaluate(int simdgroup, uint32_t mask) {
       return;
     }
     default: return shuffle(lanes, mask, p);
+  }
+}
+
+}  // namespace
+
+void evaluate(int simdgroup, uint32_t mask) {
+  Fiber* lanes = fibers + simdgroup * kLanes;
+  const Post& p = lanes[__builtin_ctz(mask)].post;
+  if (p.op == kMatrixMemory) {  // here only to see that all lanes have come: each moves its own part
+    if (mask != 0xffffffffu)
+      fail(p.site, format("%s needs all 32 lanes, active are 0x%08x", op_name(p.op).c_str(), mask));
+    return;
+  }
+  if (options.counting) log_flush(simdgroup);
+  counters.collectives++;
+  if (options.lockstep) simdgroups[simdgroup].fenced[1] = ++now;
+  if (p.op < kQuads) return evaluate_lanes(simdgroup, lanes, mask, p);
+  for (int quad = 0; quad < kLanes; quad += 4) {
+    uint32_t mine = mask & 15u << quad;
+    if (!mine) continue;
+    for (int i = quad; i < quad + 4; i++)
+      if (on(mine, i)) lanes[i].post.op &= kQuads - 1;
+    evaluate_lanes(simdgroup, lanes, mine, lanes[__builtin_ctz(mine)].post);
   }
 }
 

@@ -315,6 +315,7 @@ Outcome launch(Launch& l) {
         if (s.index == index) std::memcpy(copies[i].data() + offset, &s.begin, sizeof s.begin);
   for (size_t i = 0; i < copies.size(); i++)
     if (!l.regions[i].writable) copies[i].protect();
+  for (int t = 0; t < kMaxThreads; t++) std::memset(fibers[t].context.buffer, 0, sizeof fibers[t].context.buffer);
   for (int t = 0; t < kMaxThreads; t++)
     for (auto& s : slots)
       if (s.index < kListed) fibers[t].context.buffer[s.index] = s.begin;

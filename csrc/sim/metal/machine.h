@@ -31,7 +31,9 @@ enum Op {
   kRotateDown, kRotateUp, kBroadcastFirst, kIsFirst, kInclusiveProduct, kExclusiveProduct, kActiveMask,
   kQuadShuffle, kMatrixMemory
 };
+constexpr int kQuads = 64;  // added to an operation that each quad does for itself
 extern const char* const kOpNames[];
+std::string op_name(int op);
 enum Type { kF32, kF16, kBF16, kI32, kU32, kI16, kU16, kI8, kU8, kI64, kU64, kBool };
 constexpr int kTypeSize[] = {4, 2, 2, 4, 4, 2, 2, 1, 1, 8, 8, 1};
 
@@ -68,6 +70,7 @@ struct Simdgroup {
 
 struct Options {
   bool checked = false, counting = false, strict = false;
+  bool lockstep = false;  // operations of simdgroups order threadgroup memory
   int64_t turns = 0;  // of loops in one threadgroup
   size_t cache = 0;  // bytes of the modelled cache between the GPU and memory
 };
@@ -97,7 +100,7 @@ struct ThreadgroupVariable {
 
 struct Counters {
   uint64_t switches = 0, collectives = 0, divergent = 0, barriers = 0, simdgroup_barriers = 0, matrix = 0, atomics = 0;
-  uint64_t flops = 0, special = 0, threadgroup_read = 0, threadgroup_written = 0;
+  uint64_t flops = 0, special = 0, integer = 0, conversions = 0, choices = 0, threadgroup_read = 0, threadgroup_written = 0;
   uint64_t memory_read = 0, memory_written = 0;  // past the modelled cache
 };
 

@@ -53,21 +53,23 @@ void atomic(int op, int type, int space, void* object, const void* value, void* 
 void trap(int kind, int site) {
   switch (kind) {
     case kTrapIndex: fail(site, "array index out of bounds");
-    case kTrapTransposed:
-      fail(site, "simdgroup_load or simdgroup_store with transpose and an origin: Metal does not say what that means");
     case kTrapTurns:
       fail(site, format("still running after %lld turns of loops in one threadgroup: an endless loop?",
                         (long long)options.turns));
     case kTrapDivision: fail(site, "division of an integer by zero");
     case kTrapOverflow: fail(site, "division of the smallest integer by -1");
     case kTrapUnset: fail(site, "simdgroup_store of a matrix that nobody has set");
+    case kTrapAssert: fail(site, "an assertion does not hold");
     default: fail(site, format("undefined behaviour (kind %d)", kind));
   }
 }
 
-void work(int flops, int special) {
+void work(int flops, int special, int integer, int conversions, int choices) {
   counters.flops += flops;
   counters.special += special;
+  counters.integer += integer;
+  counters.conversions += conversions;
+  counters.choices += choices;
 }
 
 void* variable(int id) { return arena + variables[id].offset; }
@@ -186,6 +188,7 @@ py::tuple run(const Kernel& kernel, Three grid, Three threads, const std::vector
   l.options.strict = how["strict"].cast<bool>();
   l.options.turns = how["turns"].cast<int64_t>();
   l.options.cache = how["cache"].cast<size_t>();
+  l.options.lockstep = how["lockstep"].cast<bool>();
   Outcome o;
   {
     py::gil_scoped_release release;
@@ -205,6 +208,9 @@ py::dict last_counters() {
   d["atomics"] = counters.atomics;
   d["flops"] = counters.flops;
   d["special"] = counters.special;
+  d["integer"] = counters.integer;
+  d["conversions"] = counters.conversions;
+  d["choices"] = counters.choices;
   d["threadgroup_read"] = counters.threadgroup_read;
   d["threadgroup_written"] = counters.threadgroup_written;
   d["memory_read"] = counters.memory_read;

@@ -53,13 +53,13 @@ void refuse_divergence(Fiber* lanes, uint32_t mask, uint32_t others) {
     if (lanes[__builtin_ctz(m)].state != kDone) waiting |= 1u << __builtin_ctz(m);
   if (!waiting)
     fail_as(here, here->post.site, format("%s runs on the lanes 0x%08x only, while lanes 0x%08x have returned",
-                                          kOpNames[here->post.op], mask, others));
+                                          op_name(here->post.op).c_str(), mask, others));
   others = waiting;
   Fiber* there = lanes + __builtin_ctz(others);
-  const char* what = there->state == kAtBarrier ? "threadgroup_barrier" : kOpNames[there->post.op];
+  std::string what = there->state == kAtBarrier ? "threadgroup_barrier" : op_name(there->post.op);
   fail_as(here, here->post.site,
-          format("%s runs on the lanes 0x%08x only, while lanes 0x%08x are at %s", kOpNames[here->post.op], mask,
-                 others, what) +
+          format("%s runs on the lanes 0x%08x only, while lanes 0x%08x are at %s", op_name(here->post.op).c_str(), mask,
+                 others, what.c_str()) +
               at(there->state == kAtBarrier ? there->site : there->post.site));
 }
 

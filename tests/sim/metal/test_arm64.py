@@ -34,7 +34,7 @@ def test_kernels_compile_for_arm64(name: str, mode: str, monkeypatch: pytest.Mon
         text = compiler.embed(library.source(*SOURCES[name]))
         unit = compiler.check(text, 320)
         for entry in unit.entries:
-            built = compiler.build(text, unit, entry, mode, 320)
+            built = compiler.build(text, unit, entry, compiler.Variant(mode), 320)
             head = built.path.read_bytes()[:20]
             assert head[:4] == b"\x7fELF" and int.from_bytes(head[18:20], "little") == ELF_ARM64
     finally:

@@ -140,10 +140,10 @@ WRONG: dict[str, tuple[str, str | None, str | None]] = {
         r"simdgroup matrix multiplication needs all 32 lanes, active are 0x0000ffff at line 7 ",
         "needs all 32 lanes",
     ),
-    "transposed load with an origin": (
-        "simdgroup_float8x8 a;\nsimdgroup_load(a, x, 8, ulong2(1, 0), true);",
-        r"simdgroup_load or simdgroup_store with transpose and an origin: .* at line 7 ",
-        "with transpose and an origin",
+    "an assertion that does not hold": (
+        "assert(x[i] < 5);",
+        r"an assertion does not hold at line 6 \(assert\(x\[i\] < 5\);\) .*thread 5 ",
+        "an assertion does not hold",
     ),
     "misaligned vector": (
         "device const float4* p = (device const float4*)(x + 1);\no[i] = p[i & 7].x + p[i & 7].y;",

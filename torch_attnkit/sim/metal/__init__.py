@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from .counters import Line, Report
 from .errors import SimulationError
-from .library import Kernel, Library, Settings, compile_shader, counting, require, settings
+from .library import Kernel, Library, Settings, compile_foreign, compile_shader, counting, require, settings
 
 __all__ = [
-    "Kernel", "Library", "Line", "Report", "Settings", "SimulationError", "compile_shader", "counting", "require",
-    "settings",
+    "Kernel", "Library", "Line", "Report", "Settings", "SimulationError", "compile_foreign", "compile_shader",
+    "counting", "require", "settings",
 ]  # fmt: skip

@@ -207,17 +207,21 @@ def _check_values(kernel: str, f: Formal, t: torch.Tensor, value: Any) -> None:
 
 
 def bind(
-    kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts: Any, errors: tuple[int, torch.Tensor] | None
-) -> list[Bound]:
+    kernel: str, formals: Sequence[Formal], args: Sequence[Any], arg_casts: Any,
+    errors: tuple[int, torch.Tensor] | None, foreign: bool = False,
+) -> list[Bound]:  # fmt: skip
     """Slots for a call's arguments; argument i goes to buffer(i), and every declared slot must be given.
 
-    ``errors`` are the slot and the memory of the error buffer, which replaces what was bound there.
+    ``errors`` are the slot and the memory of the error buffer, which replaces what was bound there. In a ``foreign``
+    library None leaves a slot empty: a hole among the numbers, or a buffer that the kernel does not touch this time.
     """
     if len(args) > MAX_BUFFERS:
         raise ValueError(f"{kernel}: {len(args)} arguments, Metal has {MAX_BUFFERS} buffer slots")
-    by_slot = {f.parameter.slot: f for f in formals if f.kind in (1, 2)}
+    by_slot = {f.parameter.slot: f for f in formals if f.kind in (1, 2) and f.parameter.slot < MAX_BUFFERS}
     out: list[Bound] = []
     for i, value in enumerate(args):
+        if foreign and value is None:
+            continue
         cast = cast_of(arg_casts, i)
         if i not in by_slot:
             kind = type(value).__name__
@@ -235,7 +239,7 @@ def bind(
             raise ValueError(f"{kernel}: error_buf_idx is {slot}, but there is no buffer({slot})")
         out = [b for b in out if b.slot != slot] + [_tensor(kernel, by_slot[slot], memory)]
         given.add(slot)
-    missing = [f.text for slot, f in sorted(by_slot.items()) if slot not in given]
+    missing = [f.text for slot, f in sorted(by_slot.items()) if slot not in given and not f.parameter.optional]
     if missing:
         raise ValueError(
             f"{kernel}: nothing is bound to {', '.join(missing)}; Metal would keep an earlier launch's binding"

@@ -23,7 +23,7 @@ from torch_attnkit.core import config
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.paths import csrc
 
-from . import conversions, source
+from . import classes, constants, conversions, source
 from .errors import refuse
 from .instrument import USER_FILE, Site, instrument
 from .repair import repaired
@@ -59,9 +59,25 @@ _BEGIN = (
     f"typedef int {conversions.BEGINS};\n"
 )
 _END = f'\n#pragma clang attribute pop\n# 1 "entry"\ntypedef int {conversions.ENDS};\n'
-_SOURCES = ("source.py", "conversions.py", "pointers.py", "repair.py", "instrument.py", "compiler.py")
+_SOURCES = (
+    "tokens.py",
+    "constants.py",
+    "classes.py",
+    "source.py",
+    "conversions.py",
+    "pointers.py",
+    "repair.py",
+    "instrument.py",
+    "compiler.py",
+)
+# The preprocessor leaves macros in pragmas alone, and when the compiler meets one they are gone: it is shown another
+# line in its place.
+_UNROLLED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+((?:clang[ \t]+loop[ \t]+)?unroll[^\n]*?)[ \t]*(?://[^\n]*)?$", re.M)
+_MARKED = re.compile(r"msl_pragma\b(.*?)\bmsl_pragma_end\b", re.S)
+# Of Apple's standard library, which MLX passes to its internals (include/msl_internals.h).
+_MATH_MODES = [(f"__METAL_{mode}_MATH__", "0") for mode in ("MAYBE_FAST", "FAST", "PRECISE")]
 _TREE = ["-fsyntax-only", "-Xclang", "-ast-dump"]
-_ROUNDS = 5  # of rewriting conversions: what one replaces can bring another to light, as in casts inside of casts
+_ROUNDS = 8  # of rewriting conversions: what one replaces can bring another to light, as in casts inside of casts
 
 
 @dataclass(frozen=True)
@@ -167,19 +183,34 @@ def _keep(work: Path, *names: str) -> None:
             path.unlink()
 
 
-def preprocess(text: str, version: int, cwd: Path) -> str:
+@dataclass(frozen=True)
+class Host:
+    """What another runtime than ``torch.mps`` says to its compiler about a source.
+
+    ``folders`` hold its headers, ``macros`` are defined before it, and of its kernels only ``kernels`` are wanted.
+    """
+
+    folders: tuple[str, ...] = ()
+    macros: tuple[tuple[str, str], ...] = ()
+    kernels: tuple[str, ...] = ()
+
+
+def preprocess(text: str, version: int, cwd: Path, host: Host | None = None) -> str:
     """The source with macros expanded; the standard headers are built in and so are blanked."""
-    (cwd / USER_FILE).write_text(_STANDARD.sub("", text))
+    (cwd / USER_FILE).write_text(_UNROLLED.sub(r"msl_pragma \1 msl_pragma_end", _STANDARD.sub("", text)))
     macros = [f"-D__METAL_VERSION__={version}", "-D__METAL__=1", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1"]
+    macros += [f"-D{name}={value}" for name, value in (*_MATH_MODES, *host.macros)] if host else []
     flags = ["-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc", "-w", "-include", str(include() / "msl_macros.h")]
-    return _run(["clang", *flags, *macros, USER_FILE], cwd)[0]
+    out = _run(["clang", *flags, *macros, USER_FILE], cwd)[0]
+    return _MARKED.sub(lambda m: f"#pragma {' '.join(m[1].split())}", out)
 
 
 def _launcher(unit: source.Unit, entry: source.Entry, number: int | None = None) -> str:
     """The functions that the machine looks for, or with a ``number`` only what makes clang instantiate the kernel."""
     d = unit.declarations[entry.kernel]
-    slots = "".join(f", {p.slot}" for p in d.parameters)
-    kind = f"msl::entry<&{entry.expression}{slots}>"
+    first = source.THREADGROUP + len(unit.variables)  # what a launch gives is numbered after the variables
+    slots = [p.slot if p.slot < source.THREADGROUP else p.slot - source.THREADGROUP + first for p in d.parameters]
+    kind = f"msl::entry<&{entry.expression}{''.join(f', {n}' for n in slots)}>"
     if number is not None:
         return f"void msl_check_{number}(const msl::context* c) {{ {kind}::run(c); }}\n"
     limit = "1024"
@@ -193,15 +224,19 @@ def _launcher(unit: source.Unit, entry: source.Entry, number: int | None = None)
     )
 
 
-def _arguments(text: str, tail: str, flags: Sequence[str], cwd: Path) -> list[str]:
+def _arguments(unit: source.Unit, text: str, tail: str, flags: Sequence[str], cwd: Path) -> list[str]:
     """clang's, for a program that is written to its file."""
     (cwd / conversions.FILE).write_text(_BEGIN + text + _END + tail)
     common = ["-x", "c++", *_target(), *_LANGUAGE, *_WARNINGS, "-I", str(include())]
+    if unit.foreign:
+        common.append("-DMSL_FOREIGN")
+    if not any(f.startswith("-DMSL_CONSTANT") for f in flags):
+        flags = [*flags, *constants.macros(unit.constants, {})]
     return ["clang", *common, *flags, conversions.FILE]
 
 
 def _compile(unit: source.Unit, tail: str, flags: Sequence[str], cwd: Path) -> str:
-    out, messages = _run(_arguments(unit.text, tail, flags, cwd), cwd)
+    out, messages = _run(_arguments(unit, unit.text, tail, flags, cwd), cwd)
     if found := _TO_BFLOAT.search(messages):
         raise SyntaxError(f"{found[1]}: error: {found[2]}: Metal has none to bfloat, write bfloat(x)")
     return out
@@ -211,10 +246,11 @@ def _instances(unit: source.Unit) -> str:
     return "".join(_launcher(unit, e, n) for n, e in enumerate(unit.entries))
 
 
-def translate(preprocessed: str, cwd: Path) -> source.Unit:
+def translate(preprocessed: str, cwd: Path, host: Host | None = None) -> source.Unit:
     """The program of a source, once it compiles and converts vectors as Metal does; else raises SyntaxError."""
-    unit = source.rewrite(preprocessed)
+    unit = source.rewrite(preprocessed, host is not None, host.kernels if host and host.kernels else None)
     tail = _instances(unit)
+    methods = classes.Methods(frozenset(unit.methods))
     for _ in range(_ROUNDS):
         failed: SyntaxError | None = None
         try:
@@ -224,19 +260,19 @@ def translate(preprocessed: str, cwd: Path) -> source.Unit:
             failed = error
         # Again, with places as they are in the text, and all errors: a comparison is no bool4 before it is rewritten.
         flags = [*_TREE, "-ferror-limit=0", "-fdiagnostics-print-source-range-info"]
-        done = _called(_arguments(conversions.flat(unit.text), tail, flags, cwd), cwd)
-        text = conversions.rewritten(unit.text, _BEGIN.count("\n"), done.stdout, done.stderr)
+        done = _called(_arguments(unit, conversions.flat(unit.text), tail, flags, cwd), cwd)
+        text = conversions.rewritten(unit.text, _BEGIN.count("\n"), done.stdout, done.stderr, methods)
         if text == unit.text:
             raise failed or refuse("a vector is reinterpreted in a function of the simulator's own")
         unit.text = text
     raise refuse(f"vectors are still reinterpreted after {_ROUNDS} rounds of writing conversions out")
 
 
-def check(text: str, version: int) -> source.Unit:
+def check(text: str, version: int, host: Host | None = None) -> source.Unit:
     """The kernels of a source. Raises SyntaxError, as ``torch.mps`` does, if any of them does not compile."""
-    with _cached(f"check\0{version}\0{text}") as (final, work):
+    with _cached(f"check\0{version}\0{host}\0{text}") as (final, work):
         if work is not None:
-            unit = translate(preprocess(text, version, work), work)
+            unit = translate(preprocess(text, version, work, host), work, host)
             (work / "unit.json").write_text(json.dumps(asdict(unit)))
             _keep(work, "unit.json")
     return _read_unit(final / "unit.json")
@@ -251,10 +287,12 @@ def front_end(unit: source.Unit, version: int, work: Path) -> str:
 
 def _read_unit(path: Path) -> source.Unit:
     d = json.loads(path.read_text())
-    unit = source.Unit(d["text"], {}, [source.Entry(**e) for e in d["entries"]], d["variables"])
+    entries = [source.Entry(**e) for e in d["entries"]]
+    unit = source.Unit(d["text"], {}, entries, d["variables"], foreign=d["foreign"])
     for name, k in d["declarations"].items():
         parameters = tuple(source.Parameter(**p) for p in k["parameters"])
         unit.declarations[name] = source.Declaration(name, k["template"], k["limit"], parameters)
+    unit.constants = {int(number): constants.Constant(**c) for number, c in d["constants"].items()}
     return unit
 
 
@@ -269,14 +307,27 @@ def _layout(sizes: dict[int, tuple[int, int]], names: list[str]) -> tuple[list[V
     return out, used
 
 
-def build(text: str, unit: source.Unit, entry: source.Entry, mode: str, version: int) -> Built:
-    """One kernel as a shared object. ``mode`` is fast, checked or counting."""
-    with _cached(f"build\0{mode}\0{version}\0{entry.host}\0{text}") as (final, work):
+@dataclass(frozen=True)
+class Variant:
+    """How a kernel is built: ``mode`` is fast, checked or counting, ``lockstep`` that of Settings, ``values`` those of
+    function constants by index."""
+
+    mode: str
+    lockstep: bool = False
+    values: tuple[tuple[int, constants.Value], ...] = ()
+
+
+def build(text: str, unit: source.Unit, entry: source.Entry, how: Variant, version: int) -> Built:
+    """One kernel as a shared object."""
+    mode = how.mode
+    with _cached(f"build\0{how}\0{version}\0{entry}\0{unit.text}\0{text}") as (final, work):
         if work is not None:
             front = ["-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
+            front += constants.macros(unit.constants, dict(how.values))
             if mode != "fast":
                 front.append("-DMSL_CHECKED")
-            ir = repaired(_compile(unit, _launcher(unit, entry), front, work), checked=mode != "fast")
+            ir = _compile(unit, _launcher(unit, entry), front, work)
+            ir = repaired(ir, checked=mode != "fast", lockstep=how.lockstep)
             (work / "front.ll").write_text(ir)
             # Kernels are long and launches short: what better code would save, compiling it costs twice over.
             level = ["-O1", *([] if mode == "fast" else ["-fno-vectorize", "-fno-slp-vectorize"])]
@@ -315,11 +366,18 @@ def _link(work: Path) -> None:
         _run(["cc", *_target()[:2], *lookup, "-o", "kernel.so", "kernel.o", _stub()], work)
 
 
-def embed(text: str) -> str:
-    """The source with torch's own headers in place, as ``torch.mps.compile_shader`` prepares it."""
+def embed(text: str, host: Host | None = None) -> str:
+    """The source with torch's own headers in place, as ``torch.mps.compile_shader`` prepares it.
+
+    For another host the headers are those of its folders, and what is not ASCII, in comments, does not matter.
+    """
     import torch
     from torch.utils._cpp_embed_headers import _embed_headers
 
+    if host is not None:
+        folders = [Path(f) for f in host.folders]
+        whole = _embed_headers([line + "\n" for line in text.split("\n")], folders, set())
+        return whole.encode("ascii", "replace").decode()
     if not text.isascii():
         at = next(i for i, c in enumerate(text) if not c.isascii())
         line = text.count("\n", 0, at) + 1

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from . import classes
 from .errors import refuse
-from .source import closing, line_of, tokens
+from .tokens import closing, line_of, tokens
 
 FILE = "unit.cpp"
 BEGINS, ENDS = "msl_user_begins", "msl_user_ends"  # declared before and behind the user's text
@@ -24,7 +25,8 @@ _VECTOR = r"'[^'\n]*ext_vector_type\(\d+\)\)\)(?: const)?'"
 _COMPARED = re.compile(
     rf"(?:{_VECTOR}(?: contains-errors)? '(?:<|>|<=|>=|==|!=|&&|\|\|)'|{_VECTOR}(?: contains-errors)? prefix '!')"
 )
-_REINTERPRETED = re.compile(r"[^*]'[^']* <BitCast>")
+# A pointer to a vector may end in the vector's attribute, too.
+_REINTERPRETED = re.compile(r"(?<!\*)(?<!\* __attribute__\(\(ext_vector_type\(\d\)\)\))'[^']* <BitCast>")
 _BOOLS_IN_MEMORY = re.compile(r"\bbool __attribute__\(\(address_space\(\d\)\)\) __attribute__\(\(ext_vector_type")
 _OTHER_SIZE = re.compile(
     rf"^{re.escape(FILE)}:\d+:\d+:\{{(\d+):(\d+)-(\d+):(\d+)\}}.*: error: "
@@ -155,7 +157,7 @@ def _refused(text: _Text, original: str, found: _Found) -> SyntaxError:
     return refuse(words[found.kind], line_of(ts, len(ts)))
 
 
-def rewritten(original: str, skipped: int, dump: str, messages: str) -> str:
+def rewritten(original: str, skipped: int, dump: str, messages: str, methods: classes.Methods) -> str:
     """The user's text with what clang understood otherwise than Metal written out; as it was if there is nothing.
 
     ``dump`` and ``messages`` are clang's about the flat text behind ``skipped`` other lines. Raises SyntaxError where
@@ -168,7 +170,26 @@ def rewritten(original: str, skipped: int, dump: str, messages: str) -> str:
         if found.kind == "memory" or (found.kind == "cast" and found.node not in _CASTS):
             raise _refused(text, original, found)
         edits += _edits(text, found)
+    behind = lambda place: text.text[text.offset(*place[2:]) :][:80]
+    for edit in sorted(set(classes.copies(messages, behind, methods)), key=lambda e: (e[0][:2], (-e[0][2], -e[0][3]))):
+        edits += _copied(text, edit)
     return _applied(original, text, edits)
+
+
+def _copied(text: _Text, edit: classes.Edit) -> Iterator[tuple[int, int, str]]:
+    """What stands around an object that lies in another address space, unless it stands there already."""
+    place, opening, close = edit
+    begin, end = text.offset(*place[:2]), text.offset(*place[2:])
+    inside = text.text[begin:end]
+    if inside.startswith((opening, "{")) or text.text[:begin].endswith(opening):
+        return
+    arrow = text.text[end:].startswith("->")
+    if arrow:
+        yield begin, begin, f"{opening}*("
+        yield end, end + 2, f")){close[1:]}."
+    else:
+        yield begin, begin, opening
+        yield end, end, close
 
 
 def _applied(original: str, text: _Text, edits: list[tuple[int, int, str]]) -> str:

@@ -36,9 +36,12 @@ class Report:
 
     ``buffers`` has (bytes read, bytes written) by device parameter, ``constant_read`` the bytes read from constant
     ones. ``flops`` are additions, subtractions, multiplications and divisions outside the matrix units (a fused
-    multiply-add is two), ``matrix_flops`` those inside, ``special`` calls of sqrt, exp, log and the like. ``barriers``
-    counts those of threadgroups, ``collectives`` the operations of simdgroups. ``memory_read`` and ``memory_written``
-    are bytes that pass a cache of ``Settings.cache`` bytes (``csrc/sim/metal/traffic.cpp`` states the model).
+    multiply-add is two), ``matrix_flops`` those inside, ``special`` calls of sqrt, exp, log and the like. ``integer``
+    are arithmetic, logic and shifts of integers up to 32 bits (those of 64 are addresses), ``conversions`` those from
+    or to a floating format, ``choices`` comparisons and selections; all by component, of the program that clang has
+    optimised for the CPU. ``barriers`` counts those of threadgroups, ``collectives`` the operations of simdgroups.
+    ``memory_read`` and ``memory_written`` are bytes that pass a cache of ``Settings.cache`` bytes
+    (``csrc/sim/metal/traffic.cpp`` states the model).
     """
 
     kernel: str
@@ -57,6 +60,9 @@ class Report:
     memory_read: int
     memory_written: int
     lines: tuple[Line, ...] = field(repr=False)
+    integer: int = 0
+    conversions: int = 0
+    choices: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -85,7 +91,8 @@ class Report:
                 before = buffers.get(device[slot], (0, 0))
                 buffers[device[slot]] = (before[0] + read, before[1] + written)
         constant = sum(read for slot, (read, _) in c["buffers"].items() if slot not in device)
-        same = ("flops", "special", "barriers", "simdgroup_barriers", "collectives", "divergent", "atomics",
+        same = ("flops", "special", "integer", "conversions", "choices", "barriers", "simdgroup_barriers",
+                "collectives", "divergent", "atomics",
                 "threadgroup_read", "threadgroup_written", "memory_read", "memory_written")  # fmt: skip
         counts = {n: c[n] for n in same}
         return Report(

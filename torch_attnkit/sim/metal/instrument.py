@@ -30,6 +30,17 @@ _ARITHMETIC = re.compile(
 )
 _FUSED = re.compile(r"call .*@llvm\.(?:fma|fmuladd)\.(?:v(\d+))?")
 _SPECIAL = re.compile(r"call .*@(?:msl_math\(|llvm\.sqrt\.(?:v(\d+))?)")
+# Of 64 bits are addresses, which no arithmetic unit that a kernel's author thinks of works out: they do not count.
+_INTEGER = re.compile(
+    r"= (?:add|sub|mul|udiv|sdiv|urem|srem|shl|lshr|ashr|and|or|xor) (?:(?:nuw|nsw|exact|disjoint) )*"
+    r"(?:<(\d+) x )?i(?:8|16|32)\b"
+    r"|call .*@llvm\.(?:[us]min|[us]max|abs|fsh[lr]|ctpop|ctlz|cttz|bitreverse|bswap)\.(?:v(\d+))?i(?:8|16|32)\b"
+)
+_CONVERSION = re.compile(
+    r"= (?:fptrunc|fpext|fptoui|fptosi|uitofp|sitofp) (?:(?:fast|nnan|ninf|nsz|arcp|contract|afn|reassoc|nneg) )*"
+    r"(?:<(\d+) x )?\w"
+)
+_CHOICE = re.compile(r"= (?:icmp|fcmp|select) [^%<]*(?:<(\d+) x )?")
 _END_OF_BLOCK = re.compile(r"^\s+(?:br|ret|switch|unreachable)\b")
 _LABEL = re.compile(r"^([\w.$-]+):")
 _TARGET = re.compile(r"label %([\w.$-]+)")
@@ -43,7 +54,7 @@ _DECLARATIONS = {
     "msl_within": "void @msl_within(ptr addrspace(2), ptr addrspace(2), i64, i32, i32)",
     "msl_array_access": "void @msl_array_access(ptr, i64, i32, i32)",
     "msl_array_copy": "void @msl_array_copy(ptr, ptr, i64)",
-    "msl_work": "void @msl_work(i32, i32) memory(inaccessiblemem: readwrite)",
+    "msl_work": "void @msl_work(i32, i32, i32, i32, i32) memory(inaccessiblemem: readwrite)",
     **{f"msl_access{n}": f"void @msl_access{n}(ptr addrspace({n}), i32, i32)" for n in (1, 2, 3)},
     **{f"msl_range{n}": f"void @msl_range{n}(ptr addrspace({n}), i64, i32, i32)" for n in (1, 2, 3)},
 }
@@ -120,6 +131,18 @@ def _keeps_rest(line: str, name: str) -> bool:
     return bool(re.search(rf"= shufflevector <[^>]*> (?:{name}, <[^>]*> %|%\S+ <[^>]*> {name},)", line))
 
 
+# What counts as work, and how often: flops, special functions, integers, conversions, choices.
+_WORK = ((_ARITHMETIC, 1), (_FUSED, 2), (_SPECIAL, 1), (_INTEGER, 1), (_CONVERSION, 1), (_CHOICE, 1))
+_KINDS = (0, 0, 1, 2, 3, 4)
+
+
+class _Work:
+    """Of one block, by kind."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (max(_KINDS) + 1)
+
+
 class _Pass:
     def __init__(self, text: str, checked: bool, counting: bool) -> None:
         self.lines = text.split("\n")
@@ -140,12 +163,12 @@ class _Pass:
     def run(self) -> Instrumented:
         sites = sorted({s for s in map(self._site_of, self.lines) if s is not None})
         self.marks = {s: n for n, s in enumerate(sites)}
-        flops = special = 0
+        work = _Work()
         for number, line in enumerate(self.lines):
             if line.startswith("define "):
                 self._function(number)
             if self.counting:
-                flops, special = self._count(line, flops, special)
+                self._count(line, work)
             if number in self.loops:
                 self._call("msl_turn", f"i32 {self.marks[self._site_of(line) or ()]}")
             self._line(line)
@@ -269,18 +292,17 @@ class _Pass:
                 if tracked:
                     self._call("msl_array_access", f"ptr {name}, i64 {size}, i32 {write}, i32 {site}")
 
-    def _count(self, line: str, flops: int, special: int) -> tuple[int, int]:
-        if match := _ARITHMETIC.search(line):
-            flops += int(match[1] or 1)
-        elif match := _FUSED.search(line):
-            flops += 2 * int(match[1] or 1)
-        elif match := _SPECIAL.search(line):
-            special += int(match[1] or 1)
-        elif _END_OF_BLOCK.match(line):
-            if flops or special:
-                self._call("msl_work", f"i32 {flops}, i32 {special}")
-            return 0, 0
-        return flops, special
+    def _count(self, line: str, work: _Work) -> None:
+        """Adds to what the block does; where it ends, it is told to the machine."""
+        if _END_OF_BLOCK.match(line):
+            if any(work.counts):
+                self._call("msl_work", ", ".join(f"i32 {n}" for n in work.counts))
+            work.counts = [0] * len(work.counts)
+            return
+        for kind, (pattern, each) in enumerate(_WORK):
+            if match := pattern.search(line):
+                work.counts[_KINDS[kind]] += each * int(next((g for g in match.groups() if g), 1))
+                return
 
 
 def instrument(text: str, checked: bool, counting: bool) -> Instrumented:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import compiler, source
-from .source import after, before, closing, is_blank, line_of
+from .tokens import after, before, closing, is_blank, line_of, tokens
 
 VERSIONS = (310, 320, 400)  # macOS 14, 15 and 26, as torch.mps chooses
 _C17, _LAMBDA = 400, 320  # the versions that brought C++17 and lambdas
@@ -48,7 +48,7 @@ class Finding:
 
 class _Linter:
     def __init__(self, text: str, version: int) -> None:
-        self.ts, self.version = source.tokens(text), version
+        self.ts, self.version = tokens(text), version
         self.types = _STANDARD_TYPES | set(re.findall(r"\b(?:typename|class|struct)\s+(\w+)", text))
         self.types |= set(re.findall(r"\busing\s+(\w+)\s*=", text)) | set(
             re.findall(r"\btypedef\b[^;]*?(\w+)\s*;", text)

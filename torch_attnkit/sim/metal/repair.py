@@ -28,8 +28,8 @@ _DECLARED = {
 }
 
 
-def repaired(text: str, checked: bool) -> str:
-    """What the front end emitted, ready for the optimiser."""
+def repaired(text: str, checked: bool, lockstep: bool = False) -> str:
+    """What the front end emitted, ready for the optimiser; under ``lockstep`` exchanges of lanes order memory."""
 
     def bit(match: re.Match[str]) -> str:
         head, value, tail = match.groups()
@@ -50,7 +50,8 @@ def repaired(text: str, checked: bool) -> str:
         kept = match[1].replace("ptr noundef", "ptr noundef captures(none)")
         return f"{kept} memory(argmem: readwrite, inaccessiblemem: readwrite)"
 
-    text = _EXCHANGE.sub(exchange, text)
+    if not lockstep:
+        text = _EXCHANGE.sub(exchange, text)
     text = re.sub(r"^define .*$", internal, text, flags=re.M)
     text = _BOOL_ELEMENT.sub(bit, text)
     text = "\n".join(_divisions(_arrays(text) if checked else text, checked))

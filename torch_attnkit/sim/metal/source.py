@@ -7,10 +7,13 @@ user wrote. Everything that is not recognised is left for the compiler to refuse
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from . import classes, constants
+from .constants import Constant
 from .errors import refuse
+from .tokens import after, attributes, before, closing, line_of, newlines, plain, split, tokens
 
 GRID_VALUES = {
     "thread_position_in_grid": 100,
@@ -35,23 +38,25 @@ _ATTRIBUTES = {
     *GRID_VALUES, "kernel", "host_name", "buffer", "max_total_threads_per_threadgroup", "maybe_unused", "likely",
     "unlikely", "fallthrough", "nodiscard", "clang",
 }  # fmt: skip
-_TOKEN = re.compile(
-    r"""\#[^\n]*|\s+|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[A-Za-z_]\w*
-    |0[xX][\da-fA-F.]+(?:[pP][+-]?\d+)?\w*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\w*|::|->|<<|&&|\|\||.""",
-    re.S | re.X,
-)
+_LAUNCH_ATTRIBUTES = {"function_constant", "threadgroup"}  # what torch.mps cannot give, and other runtimes can
 SCALARS = ("float", "half", "bfloat", "int", "uint", "short", "ushort", "char", "uchar", "long", "ulong", "bool")
 VECTORS = {f"{s}{n}" for s in SCALARS for n in (2, 3, 4)}
 _FLOAT = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+")
-_OPEN, _CLOSE = "([{", ")]}"
+THREADGROUP = 200  # slot of [[threadgroup(0)]]: memory whose size the launch says
+THREADGROUP = 200  # slot of [[threadgroup(0)]]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A kernel parameter: its declaration, and the buffer slot or the number of the grid value it receives."""
+    """A kernel parameter: its declaration, and the buffer slot or the number of the grid value it receives.
+
+    A slot from ``THREADGROUP`` on is threadgroup memory that the launch gives. An ``optional`` one belongs to a
+    function constant, and may be left unbound.
+    """
 
     text: str
     slot: int
+    optional: bool = False
 
     @property
     def name(self) -> str:
@@ -79,76 +84,15 @@ class Entry:
 
 @dataclass
 class Unit:
-    """A rewritten source, its kernels, and the names of its threadgroup variables by number."""
+    """A rewritten source, its kernels, the names of its threadgroup variables by number, its function constants."""
 
     text: str
     declarations: dict[str, Declaration] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
-
-
-def tokens(text: str) -> list[str]:
-    return _TOKEN.findall(text)
-
-
-def is_blank(token: str) -> bool:
-    return token.isspace() or token[0] == "#" or token.startswith(("//", "/*"))
-
-
-def after(ts: Sequence[str], i: int) -> int:
-    """Index of the next token with a meaning."""
-    i += 1
-    while i < len(ts) and is_blank(ts[i]):
-        i += 1
-    return i
-
-
-def before(ts: Sequence[str], i: int) -> int:
-    i -= 1
-    while i >= 0 and is_blank(ts[i]):
-        i -= 1
-    return i
-
-
-def closing(ts: Sequence[str], i: int) -> int:
-    """Index of the bracket that closes the one at ``i``; angle brackets are only followed if one is asked for."""
-    pair, depth = {"(": ")", "[": "]", "{": "}", "<": ">"}[ts[i]], 0
-    for k in range(i, len(ts)):
-        if ts[k] == ts[i]:
-            depth += 1
-        elif ts[k] == pair:
-            depth -= 1
-            if depth == 0:
-                return k
-        elif ts[i] == "<" and ts[k] in "([{":
-            continue
-    raise refuse(f"unbalanced {ts[i]}", line_of(ts, i))
-
-
-def line_of(ts: Sequence[str], i: int) -> int:
-    """The line of a token in the user's source, from the markers that the preprocessor left."""
-    line = 1
-    for t in ts[:i]:
-        marker = re.match(r"#(?:line)? (\d+) \"", t)
-        line = int(marker[1]) - 1 if marker else line + t.count("\n")
-    return line
-
-
-def split(ts: Sequence[str], by: str = ",") -> list[list[str]]:
-    """Tokens between top-level separators, with angle brackets counted as brackets."""
-    parts: list[list[str]] = [[]]
-    depth = 0
-    for t in ts:
-        depth += (t in "([{<") - (t in ")]}>") if len(t) == 1 else 0
-        if t == by and depth == 0:
-            parts.append([])
-        else:
-            parts[-1].append(t)
-    return parts
-
-
-def plain(ts: Sequence[str]) -> str:
-    return " ".join("".join(" " if is_blank(t) else t for t in ts).split())
+    constants: dict[int, Constant] = field(default_factory=dict)
+    foreign: bool = False
+    methods: list[str] = field(default_factory=list)  # as in classes.Methods
 
 
 def _first_extent(ts: Sequence[str]) -> int:
@@ -161,22 +105,7 @@ def _first_extent(ts: Sequence[str]) -> int:
     return len(ts)
 
 
-def _newlines(ts: Sequence[str]) -> str:
-    return "\n" * sum(t.count("\n") for t in ts)
-
-
-def attributes(ts: Sequence[str]) -> Iterator[tuple[int, int, list[str]]]:
-    """(begin, end, names with arguments) of every [[...]]."""
-    i = 0
-    while i + 1 < len(ts):
-        if ts[i] == "[" and ts[i + 1] == "[":
-            end = closing(ts, i)
-            yield i, end + 1, [plain(p) for p in split(ts[i + 2 : end - 1])]
-            i = end
-        i += 1
-
-
-def _parameters(ts: Sequence[str], line: int, kernel: str) -> tuple[Parameter, ...]:
+def _parameters(ts: Sequence[str], line: int, kernel: str, foreign: bool) -> tuple[Parameter, ...]:
     out: list[Parameter] = []
     for part in split(ts):
         if plain(part) in ("", "void"):
@@ -184,12 +113,17 @@ def _parameters(ts: Sequence[str], line: int, kernel: str) -> tuple[Parameter, .
         names = [n for _, _, group in attributes(part) for n in group]
         inside = {k for b, e, _ in attributes(part) for k in range(b, e)}
         text = plain([t for k, t in enumerate(part) if k not in inside])
-        out.append(Parameter(text, _slot(names, text, out, line, kernel)))
+        optional = foreign and any(n.startswith("function_constant") for n in names)
+        if optional:
+            names = [n for n in names if not n.startswith("function_constant")]
+        out.append(Parameter(text, _slot(names, text, out, line, kernel, foreign), optional))
     return tuple(out)
 
 
-def _slot(names: list[str], text: str, earlier: list[Parameter], line: int, kernel: str) -> int:
+def _slot(names: list[str], text: str, earlier: list[Parameter], line: int, kernel: str, foreign: bool) -> int:
     for name in names:
+        if foreign and (match := re.fullmatch(r"threadgroup ?\( ?(\d+) ?\)", name)):
+            return THREADGROUP + int(match[1])
         if match := re.fullmatch(r"buffer ?\( ?(\d+) ?\)", name):
             return int(match[1])
         if name in GRID_VALUES:
@@ -206,9 +140,9 @@ def _slot(names: list[str], text: str, earlier: list[Parameter], line: int, kern
 class Rewriter:
     """One pass over the tokens of a preprocessed source."""
 
-    def __init__(self, text: str) -> None:
-        self.ts = tokens(text)
-        self.unit = Unit("")
+    def __init__(self, text: str, foreign: bool, kernels: Sequence[str] | None) -> None:
+        self.ts, self.foreign, self.kernels = tokens(text), foreign, kernels
+        self.unit = Unit("", foreign=foreign)
         self.edits: list[tuple[int, int, str]] = []
         self.bodies: list[tuple[int, int]] = []
         self.instances: list[tuple[str | None, str]] = []
@@ -216,8 +150,14 @@ class Rewriter:
     def run(self) -> Unit:
         self._functions()
         self._check_attributes()
+        if self.foreign:
+            self.unit.constants, edits = constants.declared(self.ts)
+            self.edits += edits
         for begin, end, _ in attributes(self.ts):
-            self.edits.append((begin, end, _newlines(self.ts[begin:end])))
+            self.edits.append((begin, end, newlines(self.ts[begin:end])))
+        self.unit.methods, edits = classes.methods(self.ts)
+        self.edits += edits
+        self._array_parameters()
         self._threadgroup_variables()
         self._expressions()
         strings = self._strings()
@@ -229,6 +169,8 @@ class Rewriter:
                 self.unit.entries.append(Entry(host or plain(tokens(expression)), expression, name[0]))
         used = {e.kernel for e in self.unit.entries}
         self.unit.entries += [Entry(n, n, n) for n, d in known.items() if n not in used and not d.template]
+        if self.kernels is not None:
+            self.unit.entries = [e for e in self.unit.entries if e.host in self.kernels]
         return self.unit
 
     def _edited(self) -> str:
@@ -277,13 +219,15 @@ class Rewriter:
             expression = plain(rest[closing(rest, after(rest, k)) + 1 :])
         else:
             depth = 0
+            stop = len(rest)  # the name may stand alone behind a type that was given a name
             for e in range(after(rest, k), len(rest)):
                 depth += (rest[e] == "<") - (rest[e] == ">")
                 if rest[e] == "(" and depth == 0:
+                    stop = e
                     break
-            expression = plain(rest[k + 1 : e])
+            expression = plain(rest[k + 1 : stop])
         self.instances.append((host, expression))
-        self.edits.append((i, end + 1, _newlines(ts[i : end + 1])))
+        self.edits.append((i, end + 1, newlines(ts[i : end + 1])))
         return end + 1
 
     def _kernel(self, i: int, header: tuple[int, int] | None) -> int:
@@ -302,7 +246,9 @@ class Rewriter:
         if result != "void":
             raise refuse(f"kernel {name} must return void, not {result}", line)
         template = plain(ts[slice(*header)]) if header else ""
-        self.unit.declarations[name] = Declaration(name, template, limit, _parameters(ts[k + 1 : end], line, name))
+        self.unit.declarations[name] = Declaration(
+            name, template, limit, _parameters(ts[k + 1 : end], line, name, self.foreign)
+        )
         at = header[0] if header else i
         if limit:
             head = template or "template <int = 0>"
@@ -316,20 +262,39 @@ class Rewriter:
 
     def _attributes_before(self, i: int) -> int:
         while ts_end := before(self.ts, i):
-            begin = next((b for b, e, _ in attributes(self.ts[: ts_end + 1]) if e == ts_end + 1), None)
-            if begin is None:
+            if self.ts[ts_end] != "]" or self.ts[ts_end - 1] != "]":
                 return i
-            i = begin
+            depth = 0
+            for i in range(ts_end, -1, -1):
+                depth += (self.ts[i] == "]") - (self.ts[i] == "[")
+                if depth == 0:
+                    break
         return i
 
     def _check_attributes(self) -> None:
         for begin, _, names in attributes(self.ts):
             for name in names:
                 word = re.match(r"\w*", name)
+                if self.foreign and word and word[0] in _LAUNCH_ATTRIBUTES:
+                    continue
                 if not word or word[0] not in _ATTRIBUTES:
                     constant = "function_constant" in name
                     what = "compile_shader has no function constants" if constant else f"unknown attribute {name!r}"
                     raise refuse(what, line_of(self.ts, begin))
+
+    def _array_parameters(self) -> None:
+        """``constant int x[2]`` as a parameter is a pointer, which C++ allows arrays without address spaces alone."""
+        ts, parens = self.ts, 0
+        for i, t in enumerate(ts):
+            parens += (t == "(") - (t == ")")
+            if t not in ("device", "constant", "threadgroup") or not parens:
+                continue
+            k = after(ts, i)
+            while re.match(r"[\w<>:]", ts[k]):
+                k = after(ts, k)
+            if ts[k] == "[" and ts[k + 1] != "[" and ts[end := after(ts, closing(ts, k))] in (",", ")"):
+                name = before(ts, k)
+                self.edits += [(name, name, "*"), (k, before(ts, end) + 1, "")]
 
     def _threadgroup_variables(self) -> None:
         """``threadgroup float x[64];`` in a kernel becomes a reference into the running threadgroup's memory."""
@@ -383,7 +348,7 @@ class Rewriter:
             alias = f"msl_variable_{number}"
             out.append(f"typedef {kind} {alias} {extent};")
             out.append(f"threadgroup {alias}& {name} = MSL_THREADGROUP({alias}, {number});")
-        return " ".join(out) + _newlines(declaration)
+        return " ".join(out) + newlines(declaration)
 
     def _aliases(self) -> set[str]:
         text = plain(self.ts)
@@ -401,6 +366,8 @@ class Rewriter:
                 end = closing(ts, j)
                 if not {"*", "&"} & set(ts[j:end]):
                     self.edits.append((i, i + 1, "msl::cast"))
+            elif ts[before(ts, self._qualified(i))] == "operator":
+                continue  # a conversion of a class to it
             elif t == "vec" and i + 1 < len(ts) and ts[after(ts, i)] == "<":
                 end = closing(ts, after(ts, i))
                 kind = "".join(ts[i : end + 1])
@@ -489,6 +456,10 @@ class Rewriter:
             self.edits.append((i, i + 1, f"((half){t[:-1]}f)"))
 
 
-def rewrite(preprocessed: str) -> Unit:
-    """C++ for a Metal source whose macros have been expanded. Raises SyntaxError where Metal's rules are broken."""
-    return Rewriter(preprocessed).run()
+def rewrite(preprocessed: str, foreign: bool = False, kernels: Sequence[str] | None = None) -> Unit:
+    """C++ for a Metal source whose macros have been expanded. Raises SyntaxError where Metal's rules are broken.
+
+    A ``foreign`` source may ask for function constants and threadgroup memory of a launch; of ``kernels`` only those
+    that are named become entries.
+    """
+    return Rewriter(preprocessed, foreign, kernels).run()

@@ -1,8 +1,12 @@
 // From the machine's context to a kernel's parameters, and what the host may know about them.
 #pragma once
 #pragma GCC system_header
-#include "msl_math.h"
+#include "msl_copy.h"
+#include "msl_matrix.h"
 #include "msl_simd.h"
+#ifdef MSL_FOREIGN
+#include "msl_internals.h"
+#endif
 
 namespace msl {
 struct context {
@@ -45,6 +49,15 @@ template <class T> struct parameter<T*> {
   static constexpr description describe() { return describe_pointee<T>(1); }
   static MSL_INLINE T* get(const context* c, int k) { return (T*)c->buffer[k]; }
 };
+template <class P, int Slot> struct argument {
+  static MSL_INLINE P get(const context* c) { return parameter<P>::get(c, Slot); }
+};
+// Threadgroup memory that the launch gives: its slots begin at 200, and go on with the numbers of variables.
+template <class P, int Slot> struct launched {
+  static MSL_INLINE P get(const context*) { return (P)(ulong)msl_variable(Slot - 200, 0, 16); }
+};
+template <bool> struct choose { template <class P, int Slot> using type = argument<P, Slot>; };
+template <> struct choose<true> { template <class P, int Slot> using type = launched<P, Slot>; };
 template <class T> struct parameter<T&> {
   static constexpr description describe() { return describe_pointee<T>(2); }
   static MSL_INLINE T& get(const context* c, int k) { return *(T*)c->buffer[k]; }
@@ -52,7 +65,7 @@ template <class T> struct parameter<T&> {
 
 template <auto F, int... Slots> struct entry;
 template <class... P, void (*F)(P...), int... Slots> struct entry<F, Slots...> {
-  static MSL_INLINE void run(const context* c) { F(parameter<P>::get(c, Slots)...); }
+  static MSL_INLINE void run(const context* c) { F(choose<(Slots >= 200)>::template type<P, Slots>::get(c)...); }
   static constexpr int count = sizeof...(P);
   static constexpr description descriptions[sizeof...(P) + 1] = {parameter<P>::describe()..., {}};
 };

@@ -5,6 +5,8 @@
 #define INFINITY (msl::infinity())
 #define NAN (msl::nan())
 #define HUGE_VALF (msl::infinity())
+#define MAXFLOAT FLT_MAX
+#define MAXHALF HALF_MAX
 #define FLT_MAX 3.40282346638528859811704183484516925e+38f
 #define FLT_MIN 1.17549435082228750796873653722224568e-38f
 #define FLT_EPSILON 1.1920928955078125e-07f
@@ -39,3 +41,5 @@
 #define M_2_SQRTPI_F 1.12837916709551257389615890312154517f
 #define M_SQRT2_F 1.41421356237309504880168872420969808f
 #define M_SQRT1_2_F 0.707106781186547524400844362104849039f
+// <metal_assert>: what does not hold is an error of the launch, at its line.
+#define assert(...) ((__VA_ARGS__) ? (void)0 : msl_trap(105, -1))

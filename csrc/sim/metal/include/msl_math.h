@@ -21,19 +21,23 @@ namespace metal {
     for (int i = 0; i < N; i++) r[i] = name((half)v[i]);                                 \
     return r;                                                                            \
   }
+// One overload a type and size and no template: a scalar beside a vector is then spread over it, as in Metal, where each
+// overload is a function of its own (Metal Shading Language, "Implicit Conversions of Scalar to Vector", "Math Functions").
+#define MSL_SIZES(M, T, ...) M(T, 2, __VA_ARGS__) M(T, 3, __VA_ARGS__) M(T, 4, __VA_ARGS__)
+#define MSL_BINARY_OF(T, N, name)                                                        \
+  MSL_INLINE T##N name(T##N a, T##N b) {                                                 \
+    for (int i = 0; i < N; i++) a[i] = name((T)a[i], (T)b[i]);                           \
+    return a;                                                                            \
+  }
+#define MSL_TERNARY_OF(T, N, name)                                                       \
+  MSL_INLINE T##N name(T##N a, T##N b, T##N c) {                                         \
+    for (int i = 0; i < N; i++) a[i] = name((T)a[i], (T)b[i], (T)c[i]);                  \
+    return a;                                                                            \
+  }
 #define MSL_BINARY(name, expression)                                                     \
   MSL_INLINE float name(float x, float y) { return expression; }                         \
   MSL_INLINE half name(half g, half h) { float x = g, y = h; return (half)(expression); } \
-  template <int N> MSL_INLINE vec<float, N> name(vec<float, N> a, vec<float, N> b) {     \
-    vec<float, N> r;                                                                     \
-    for (int i = 0; i < N; i++) r[i] = name((float)a[i], (float)b[i]);                   \
-    return r;                                                                            \
-  }                                                                                      \
-  template <int N> MSL_INLINE vec<half, N> name(vec<half, N> a, vec<half, N> b) {        \
-    vec<half, N> r;                                                                      \
-    for (int i = 0; i < N; i++) r[i] = name((half)a[i], (half)b[i]);                     \
-    return r;                                                                            \
-  }
+  MSL_SIZES(MSL_BINARY_OF, float, name) MSL_SIZES(MSL_BINARY_OF, half, name)
 MSL_UNARY(exp, msl_math(0, x, 0)) MSL_UNARY(exp2, msl_math(1, x, 0)) MSL_UNARY(exp10, msl_math(2, x, 0))
 MSL_UNARY(log, msl_math(3, x, 0)) MSL_UNARY(log2, msl_math(4, x, 0)) MSL_UNARY(log10, msl_math(5, x, 0))
 MSL_UNARY(sin, msl_math(6, x, 0)) MSL_UNARY(cos, msl_math(7, x, 0)) MSL_UNARY(tan, msl_math(8, x, 0))
@@ -55,10 +59,7 @@ MSL_BINARY(fdim, (x > y ? x - y : 0.0f)) MSL_BINARY(step, (y < x ? 0.0f : 1.0f))
 
 MSL_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 MSL_INLINE half fma(half a, half b, half c) { return __builtin_fmaf16(a, b, c); }
-template <class T, int N> MSL_INLINE vec<T, N> fma(vec<T, N> a, vec<T, N> b, vec<T, N> c) {
-  for (int i = 0; i < N; i++) c[i] = fma((T)a[i], (T)b[i], (T)c[i]);
-  return c;
-}
+MSL_SIZES(MSL_TERNARY_OF, float, fma) MSL_SIZES(MSL_TERNARY_OF, half, fma)
 MSL_INLINE float ldexp(float x, int e) {
   e = e < -300 ? -300 : e > 300 ? 300 : e;
   for (; e > 127; e -= 127) x *= 0x1p127f;
@@ -66,6 +67,25 @@ MSL_INLINE float ldexp(float x, int e) {
   return x * as_type<float>((uint)(e + 127) << 23);
 }
 MSL_INLINE half ldexp(half x, int e) { return (half)ldexp((float)x, e); }
+MSL_UNARY(tanpi, msl_math(22, x, 0) / msl_math(23, x, 0))
+MSL_INLINE float frexp(float x, thread int& e) {
+  uint bits = as_type<uint>(x);
+  bool tiny = (bits & 0x7f800000) == 0 && (bits << 1) != 0;
+  if (tiny) bits = as_type<uint>(x * 0x1p32f);
+  bool kept = (bits << 1) == 0 || (bits & 0x7f800000) == 0x7f800000;  // zero, infinite, NaN
+  e = kept ? 0 : (int)(bits >> 23 & 255) - 126 - (tiny ? 32 : 0);
+  return kept ? x : as_type<float>((bits & 0x807fffff) | 0x3f000000);
+}
+MSL_INLINE half frexp(half x, thread int& e) { return (half)frexp((float)x, e); }
+#define MSL_NEXT(T, S, U)                                                                 \
+  MSL_INLINE T nextafter(T x, T y) {                                                     \
+    if (x != x) return x;                                                                \
+    if (y != y || x == y) return y;                                                      \
+    S bits = as_type<S>(x);                                                              \
+    if (x == 0) return as_type<T>((S)(y > 0 ? 1 : (U)1 << (sizeof(U) * 8 - 1) | 1));     \
+    return as_type<T>((S)((x < y) == (x > 0) ? bits + 1 : bits - 1));                    \
+  }
+MSL_NEXT(float, int, uint) MSL_NEXT(half, short, ushort)
 MSL_INLINE float sincos(float x, thread float& c) { c = cos(x); return sin(x); }
 
 // min, max and clamp: one overload a type, so that mixed arguments are ambiguous as they are in Metal.
@@ -82,25 +102,24 @@ MSL_INLINE float sincos(float x, thread float& c) { c = cos(x); return sin(x); }
 MSL_FLOAT_ORDER(float) MSL_FLOAT_ORDER(half) MSL_INT_ORDER(int) MSL_INT_ORDER(uint) MSL_INT_ORDER(short)
 MSL_INT_ORDER(ushort) MSL_INT_ORDER(char) MSL_INT_ORDER(uchar) MSL_INT_ORDER(long) MSL_INT_ORDER(ulong)
 MSL_INLINE constexpr bfloat select(bfloat a, bfloat b, bool c) { return c ? b : a; }
-template <class T, int N> MSL_INLINE vec<T, N> max(vec<T, N> a, vec<T, N> b) {
-  for (int i = 0; i < N; i++) a[i] = max((T)a[i], (T)b[i]);
-  return a;
-}
-template <class T, int N> MSL_INLINE vec<T, N> min(vec<T, N> a, vec<T, N> b) {
-  for (int i = 0; i < N; i++) a[i] = min((T)a[i], (T)b[i]);
-  return a;
-}
-template <class T, int N> MSL_INLINE vec<T, N> clamp(vec<T, N> x, vec<T, N> low, vec<T, N> high) { return min(max(x, low), high); }
-template <class T, int N> MSL_INLINE vec<T, N> clamp(vec<T, N> x, T low, T high) { return clamp(x, (vec<T, N>)low, (vec<T, N>)high); }
+#define MSL_SELECT_OF(T, N, name)                                                                \
+  MSL_INLINE T##N select(T##N a, T##N b, bool##N c) {                                            \
+    for (int i = 0; i < N; i++) a[i] = c.all[i] ? b[i] : a[i];                                   \
+    return a;                                                                                    \
+  }
+#define MSL_ORDER_OF(T)                                                                          \
+  MSL_SIZES(MSL_BINARY_OF, T, max) MSL_SIZES(MSL_BINARY_OF, T, min)                              \
+  MSL_SIZES(MSL_TERNARY_OF, T, max3) MSL_SIZES(MSL_TERNARY_OF, T, min3)                          \
+  MSL_SIZES(MSL_TERNARY_OF, T, median3) MSL_SIZES(MSL_TERNARY_OF, T, clamp)                      \
+  MSL_SIZES(MSL_SELECT_OF, T, select)
+MSL_ORDER_OF(float) MSL_ORDER_OF(half) MSL_ORDER_OF(int) MSL_ORDER_OF(uint) MSL_ORDER_OF(short)
+MSL_ORDER_OF(ushort) MSL_ORDER_OF(char) MSL_ORDER_OF(uchar) MSL_ORDER_OF(long) MSL_ORDER_OF(ulong)
+MSL_SIZES(MSL_SELECT_OF, bfloat, select)
 template <class T, class M, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, vec<T, N> b, vec<M, N> c) {
   for (int i = 0; i < N; i++) a[i] = c[i] ? b[i] : a[i];
   return a;
 }
 #define MSL_CHOICE(N)                                                                                                \
-  template <class T> MSL_INLINE vec<T, N> select(vec<T, N> a, vec<T, N> b, bool##N c) {                               \
-    for (int i = 0; i < N; i++) a[i] = c.all[i] ? b[i] : a[i];                                                       \
-    return a;                                                                                                        \
-  }                                                                                                                  \
   MSL_INLINE bool any(bool##N v) { bool r = false; for (int i = 0; i < N; i++) r |= v.all[i]; return r; }             \
   MSL_INLINE bool all(bool##N v) { bool r = true; for (int i = 0; i < N; i++) r &= v.all[i]; return r; }
 MSL_CHOICE(2) MSL_CHOICE(3) MSL_CHOICE(4)
@@ -132,8 +151,16 @@ template <class T> MSL_INLINE only_float<T> signbit(T x) { return __builtin_sign
 template <class T> MSL_INLINE only_float<T> isunordered(T a, T b) { return a != a || b != b; }
 template <class T> MSL_INLINE only_float<T> isordered(T a, T b) { return a == a && b == b; }
 
-template <class T> MSL_INLINE enable_if_t<is_floating_point_v<msl::element<T>>, T> mix(T a, T b, T t) { return a + (b - a) * t; }
-template <class T, int N> MSL_INLINE vec<T, N> mix(vec<T, N> a, vec<T, N> b, T t) { return a + (b - a) * t; }
+#define MSL_MIX_OF(T, N, name) MSL_INLINE T##N mix(T##N a, T##N b, T##N t) { return a + (b - a) * t; }
+MSL_INLINE float mix(float a, float b, float t) { return a + (b - a) * t; }
+MSL_INLINE half mix(half a, half b, half t) { return a + (b - a) * t; }
+MSL_SIZES(MSL_MIX_OF, float, mix) MSL_SIZES(MSL_MIX_OF, half, mix)
+MSL_INLINE float smoothstep(float low, float high, float x) {
+  x = saturate((x - low) / (high - low));
+  return x * x * (3.0f - 2.0f * x);
+}
+MSL_INLINE half smoothstep(half low, half high, half x) { return (half)smoothstep((float)low, (float)high, (float)x); }
+MSL_SIZES(MSL_TERNARY_OF, float, smoothstep) MSL_SIZES(MSL_TERNARY_OF, half, smoothstep)
 template <class T, int N> MSL_INLINE enable_if_t<is_floating_point_v<T>, T> dot(vec<T, N> a, vec<T, N> b) {
   T r = a[0] * b[0];
   for (int i = 1; i < N; i++) r = r + a[i] * b[i];

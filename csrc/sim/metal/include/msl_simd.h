@@ -70,6 +70,16 @@ MSL_SHUFFLE(simd_shuffle_rotate_up, 22)
     return r;                                                                                                        \
   }
 MSL_FILL(simd_shuffle_and_fill_down, 12) MSL_FILL(simd_shuffle_and_fill_up, 13)
+// In groups of `modulo` lanes each.
+#define MSL_FILL_MODULO(name, towards, inside)                                                                       \
+  template <class T> MSL_INLINE T name(T x, T fill, ushort delta, ushort modulo) {                                   \
+    uint lane = msl_lane(), l = lane % modulo;                                                                       \
+    ushort from = (ushort)(lane - l + (l + (towards)) % modulo);                                                     \
+    T mine = simd_shuffle(x, from), other = simd_shuffle(fill, from);                                                \
+    return inside ? mine : other;                                                                                    \
+  }
+MSL_FILL_MODULO(simd_shuffle_and_fill_down, delta, l + delta < modulo)
+MSL_FILL_MODULO(simd_shuffle_and_fill_up, modulo - delta, l >= delta)
 template <class T> MSL_INLINE T simd_broadcast_first(T x) {
   MSL_SIMD_TYPE(T, simd_broadcast_first);
   T r;
@@ -93,6 +103,29 @@ class simd_vote {
 MSL_INLINE simd_vote simd_ballot(bool x) { ulong r; msl_simd(18, 11, 1, &x, &r, 0, nullptr, -1); return simd_vote(r); }
 MSL_INLINE simd_vote simd_active_threads_mask() { bool x = true; ulong r; msl_simd(27, 11, 1, &x, &r, 0, nullptr, -1); return simd_vote(r); }
 
+// Of the four lanes of a quad (Metal Shading Language, "Quad-group Functions"): operations numbered as those of
+// simdgroups, with a bit that keeps quads apart. A lane of another quad cannot be named, so shuffles say which they mean.
+#define MSL_QUADS 64
+#define MSL_QUAD_REDUCTION(name, op)                                                                                 \
+  template <class T> MSL_INLINE T name(T x) {                                                                        \
+    MSL_SIMD_TYPE(T, name);                                                                                          \
+    T r;                                                                                                             \
+    msl_simd(op | MSL_QUADS, msl::shape<T>::code, msl::shape<T>::count, &x, &r, 0, nullptr, -1);                      \
+    return r;                                                                                                        \
+  }
+MSL_QUAD_REDUCTION(quad_sum, 0) MSL_QUAD_REDUCTION(quad_product, 1) MSL_QUAD_REDUCTION(quad_max, 2)
+MSL_QUAD_REDUCTION(quad_min, 3) MSL_QUAD_REDUCTION(quad_prefix_inclusive_sum, 14)
+MSL_QUAD_REDUCTION(quad_prefix_exclusive_sum, 15) MSL_QUAD_REDUCTION(quad_prefix_inclusive_product, 25)
+MSL_QUAD_REDUCTION(quad_prefix_exclusive_product, 26)
+#define MSL_QUAD_BITWISE(name, op)                                                                                   \
+  template <class T> MSL_INLINE T name(T x) {                                                                        \
+    static_assert(!is_floating_point_v<msl::element<T>>, #name " takes integers");                                   \
+    MSL_SIMD_TYPE(T, name);                                                                                          \
+    T r;                                                                                                             \
+    msl_simd(op | MSL_QUADS, msl::shape<T>::code, msl::shape<T>::count, &x, &r, 0, nullptr, -1);                      \
+    return r;                                                                                                        \
+  }
+MSL_QUAD_BITWISE(quad_and, 4) MSL_QUAD_BITWISE(quad_or, 5) MSL_QUAD_BITWISE(quad_xor, 6)
 #define MSL_QUAD(name, lane)                                                                                         \
   template <class T> MSL_INLINE T name(T x, ushort a) {                                                              \
     MSL_SIMD_TYPE(T, name);                                                                                          \
@@ -102,9 +135,55 @@ MSL_INLINE simd_vote simd_active_threads_mask() { bool x = true; ulong r; msl_si
     return r;                                                                                                        \
   }
 MSL_QUAD(quad_shuffle_xor, l ^ a) MSL_QUAD(quad_shuffle, a) MSL_QUAD(quad_broadcast, a)
-template <class T> MSL_INLINE T quad_sum(T x) {
-  x = x + quad_shuffle_xor(x, (ushort)1);
-  return x + quad_shuffle_xor(x, (ushort)2);
+MSL_QUAD(quad_shuffle_rotate_down, l + a) MSL_QUAD(quad_shuffle_rotate_up, l - a)
+// From past the quad's end comes what Metal does not specify: a lane past the simdgroup's is the same to the machine.
+#define MSL_QUAD_DRIFT(name, op, inside)                                                                             \
+  template <class T> MSL_INLINE T name(T x, ushort delta) {                                                          \
+    MSL_SIMD_TYPE(T, name);                                                                                          \
+    T r;                                                                                                             \
+    uint l = msl_lane() & 3;                                                                                         \
+    msl_simd(op, 0, sizeof(T), &x, &r, inside ? delta : 64, nullptr, -1);                                             \
+    return r;                                                                                                        \
+  }
+MSL_QUAD_DRIFT(quad_shuffle_down, 9, l + delta < 4) MSL_QUAD_DRIFT(quad_shuffle_up, 10, l >= delta)
+#define MSL_QUAD_FILL(name, rotate, inside)                                                                          \
+  template <class T> MSL_INLINE T name(T x, T fill, ushort delta) {                                                  \
+    T mine = rotate(x, delta), other = rotate(fill, delta);                                                          \
+    uint l = msl_lane() & 3;                                                                                         \
+    return inside ? mine : other;                                                                                    \
+  }
+MSL_QUAD_FILL(quad_shuffle_and_fill_down, quad_shuffle_rotate_down, l + delta < 4)
+MSL_QUAD_FILL(quad_shuffle_and_fill_up, quad_shuffle_rotate_up, l >= delta)
+template <class T> MSL_INLINE T quad_broadcast_first(T x) {
+  MSL_SIMD_TYPE(T, quad_broadcast_first);
+  T r;
+  msl_simd(23 | MSL_QUADS, 0, sizeof(T), &x, &r, 0, nullptr, -1);
+  return r;
+}
+class quad_vote {
+ public:
+  typedef ushort vote_t;
+  explicit constexpr quad_vote(vote_t v = 0) : vote(v) {}
+  explicit constexpr operator vote_t() const { return vote; }
+  constexpr bool all() const { return vote == 15; }
+  constexpr bool any() const { return vote != 0; }
+
+ private:
+  vote_t vote;
+};
+MSL_INLINE bool quad_all(bool x) { bool r; msl_simd(16 | MSL_QUADS, 11, 1, &x, &r, 0, nullptr, -1); return r; }
+MSL_INLINE bool quad_any(bool x) { bool r; msl_simd(17 | MSL_QUADS, 11, 1, &x, &r, 0, nullptr, -1); return r; }
+MSL_INLINE bool quad_is_first() { bool x = true, r; msl_simd(24 | MSL_QUADS, 11, 1, &x, &r, 0, nullptr, -1); return r; }
+MSL_INLINE quad_vote quad_ballot(bool x) {
+  ulong r;
+  msl_simd(18 | MSL_QUADS, 11, 1, &x, &r, 0, nullptr, -1);
+  return quad_vote((ushort)(r >> (msl_lane() & ~3u)));
+}
+MSL_INLINE quad_vote quad_active_threads_mask() {
+  bool x = true;
+  ulong r;
+  msl_simd(27 | MSL_QUADS, 11, 1, &x, &r, 0, nullptr, -1);
+  return quad_vote((ushort)(r >> (msl_lane() & ~3u)));
 }
 
 // A lane holds two neighbours of a row: the layout that thread_elements() has on every Apple GPU so far.
@@ -129,7 +208,7 @@ template <class T, int Columns, int Rows> struct simdgroup_matrix {
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-template <class T, int C, int R> MSL_INLINE simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T v) {
+template <class T, int C, int R = C> MSL_INLINE simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T v) {
   simdgroup_matrix<T, C, R> m;
   m.elements = (vec<T, 2>)v;
   return m;
@@ -151,14 +230,14 @@ MSL_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread s
   zero.elements = (vec<D, 2>)(D)0;
   simdgroup_multiply_accumulate(d, a, b, zero);
 }
-// With a transposed matrix the meaning of an origin is not documented, so that combination is refused.
+// An origin is a place in memory, (column, row), also of a matrix that is transposed on its way: kernels of gpt-oss, whose
+// results have been compared on Apple GPUs, load so (moematmul.metal).
 #define MSL_MATRIX_MEMORY(space)                                                                                     \
   template <class T> MSL_INLINE void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const space T* p, ulong stride = 8, \
                                                     ulong2 origin = (ulong2)0ul, bool transpose = false) {           \
     MSL_ALL_LANES();                                                                                                 \
-    if (transpose && (origin.x || origin.y)) msl_trap(100, -1);                                                      \
     ulong r = m.row(), c = m.column();                                                                               \
-    if (!transpose) p += origin.y * stride + origin.x;                                                               \
+    p += origin.y * stride + origin.x;                                                               \
     m.elements[0] = transpose ? p[c * stride + r] : p[r * stride + c];                                               \
     m.elements[1] = transpose ? p[(c + 1) * stride + r] : p[r * stride + c + 1];                                     \
   }                                                                                                                  \
@@ -166,9 +245,8 @@ MSL_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread s
                                                      ulong2 origin = (ulong2)0ul, bool transpose = false) {          \
     MSL_ALL_LANES();                                                                                                 \
     MSL_ALL_SET(m);                                                                                                  \
-    if (transpose && (origin.x || origin.y)) msl_trap(100, -1);                                                      \
     ulong r = m.row(), c = m.column();                                                                               \
-    if (!transpose) p += origin.y * stride + origin.x;                                                               \
+    p += origin.y * stride + origin.x;                                                               \
     (transpose ? p[c * stride + r] : p[r * stride + c]) = m.elements[0];                                             \
     (transpose ? p[(c + 1) * stride + r] : p[r * stride + c + 1]) = m.elements[1];                                   \
   }
@@ -227,4 +305,11 @@ typedef atomic<ulong> atomic_ulong;
   MSL_FETCH(space, number, atomic_fetch_and_explicit, 8, MSL_WORD)                                                   \
   MSL_FETCH(space, number, atomic_fetch_xor_explicit, 9, MSL_WORD)
 MSL_ATOMIC(device, 1) MSL_ATOMIC(threadgroup, 3)
+// Metal Shading Language, "Atomic Modify Functions (64 Bits)": in device memory, without a result.
+#define MSL_MODIFY(name, op)                                                                                         \
+  MSL_INLINE void name(volatile device atomic_ulong* p, ulong operand, memory_order) {                               \
+    ulong old;                                                                                                       \
+    msl_atomic(op, msl::scalar<ulong>::code, 1, (void*)&p->value, &operand, &old, -1);                                \
+  }
+MSL_MODIFY(atomic_max_explicit, 5) MSL_MODIFY(atomic_min_explicit, 6)
 }  // namespace metal

@@ -9,7 +9,7 @@ struct msl_table {
   void (*access)(const void*, unsigned, int);
   void (*range)(const void*, msl_size, unsigned, int);
   void (*trap)(int, int);
-  void (*work)(int, int);
+  void (*work)(int, int, int, int, int);
   void* (*variable)(int);
   unsigned (*lane)();
   float (*math)(int, float, float);
@@ -52,7 +52,9 @@ void msl_range1(const void* p, msl_size n, unsigned info, int site) { msl_api->r
 void msl_range2(const void* p, msl_size n, unsigned info, int site) { msl_api->range(p, n, info, site); }
 void msl_range3(const void* p, msl_size n, unsigned info, int site) { msl_api->range(p, n, info, site); }
 void msl_trap(int kind, int site) { msl_api->trap(kind, site); }
-void msl_work(int flops, int special) { msl_api->work(flops, special); }
+void msl_work(int flops, int special, int integer, int conversions, int choices) {
+  msl_api->work(flops, special, integer, conversions, choices);
+}
 void* msl_variable(int id, msl_size, msl_size) { return msl_api->variable(id); }
 unsigned msl_lane() { return msl_api->lane(); }
 float msl_math(int function, float x, float y) { return msl_api->math(function, x, y); }

@@ -36,7 +36,7 @@ typedef long intptr_t;
   typedef T T##4 __attribute__((ext_vector_type(4)));
 MSL_VECTORS(float) MSL_VECTORS(half) MSL_VECTORS(bfloat) MSL_VECTORS(int) MSL_VECTORS(uint) MSL_VECTORS(short)
 MSL_VECTORS(ushort) MSL_VECTORS(char) MSL_VECTORS(uchar) MSL_VECTORS(long) MSL_VECTORS(ulong)
-// Vectors without padding; those of three components have no counterpart here.
+// Vectors without padding; those of three components are in msl_matrix.h.
 #define MSL_PACKED(T)                                                             \
   typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(sizeof(T)))); \
   typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(sizeof(T))));
@@ -120,6 +120,8 @@ template <> constexpr bool is_ext<bool2> = false;
 template <> constexpr bool is_ext<bool3> = false;
 template <> constexpr bool is_ext<bool4> = false;
 
+template <class T> constexpr bool is_packed = false;  // packed_float3 and the like
+
 // float4(a.xy, b, c): components from left to right.
 template <class V, class A>
 MSL_INLINE void put(V& v, int& i, A a) {
@@ -135,7 +137,12 @@ MSL_INLINE V make(A a) {
     // Neither of two formats of 16 bits widens to the other, which is how clang would convert them.
     constexpr bool apart = (int)shape<A>::code + (int)shape<V>::code == 3 && (int)shape<A>::code * (int)shape<V>::code == 2;
     if constexpr (apart) return make<V>(__builtin_convertvector(a, metal::vec<float, shape<V>::count>));
-    else if constexpr (is_ext<V> && is_ext<A>) return __builtin_convertvector(a, V);
+    else if constexpr (is_packed<A>) {
+      V v;
+      int i = 0;
+      put(v, i, a);
+      return v;
+    } else if constexpr (is_ext<V> && is_ext<A>) return __builtin_convertvector(a, V);
     else return (V)a;
   }
 }
@@ -156,7 +163,10 @@ MSL_INLINE constexpr T cast(A a) {
   if constexpr (shape<T>::count > 1) return make<T>(a);
   else {
     static_assert(shape<A>::count == 1, "a scalar from a vector");
-    return static_cast<T>(a);
+    // Between the two formats of 16 bits clang has no cast.
+    constexpr bool apart = (int)shape<A>::code + (int)shape<T>::code == 3 && (int)shape<A>::code * (int)shape<T>::code == 2;
+    if constexpr (apart) return static_cast<T>(static_cast<float>(a));
+    else return static_cast<T>(a);
   }
 }
 }  // namespace msl
@@ -197,7 +207,6 @@ template <bool B, class T = void> using enable_if_t = typename enable_if<B, T>::
 template <bool B, class T, class F> struct conditional { typedef T type; };
 template <class T, class F> struct conditional<false, T, F> { typedef F type; };
 template <bool B, class T, class F> using conditional_t = typename conditional<B, T, F>::type;
-template <class...> using void_t = void;
 // Address spaces are qualifiers, too, but these leave them alone.
 template <class T> struct remove_const { typedef T type; };
 template <class T> struct remove_const<const T> { typedef T type; };
@@ -206,6 +215,11 @@ template <class T> struct remove_volatile { typedef T type; };
 template <class T> struct remove_volatile<volatile T> { typedef T type; };
 template <class T> struct remove_cv { typedef remove_const_t<typename remove_volatile<T>::type> type; };
 template <class T> using remove_cv_t = typename remove_cv<T>::type;
+template <class T> struct remove_addrspace { typedef T type; };
+template <class T> struct remove_addrspace<device T> { typedef T type; };
+template <class T> struct remove_addrspace<__attribute__((address_space(2))) T> { typedef T type; };
+template <class T> struct remove_addrspace<threadgroup T> { typedef T type; };
+template <class T> using remove_addrspace_t = typename remove_addrspace<T>::type;
 template <class T> struct remove_reference { typedef __remove_reference_t(T) type; };
 template <class T> using remove_reference_t = typename remove_reference<T>::type;
 template <class T> struct is_integral : bool_constant<__is_integral(T)> {};
