@@ -33,10 +33,9 @@ def factor_of(tensors: Tensors, numbers: Numbers, head: Int32, row_max: Float32,
 
 
 class Output:
-    """The results of heads as numbers; ``dtype`` is the call's. ``spans``: how many times 32 columns are stored
-    together."""
+    """The results of heads as numbers; ``dtype`` is the call's. ``run``: how many neighbouring columns a lane has."""
 
-    spans = 1
+    run = 8
 
     def __init__(self, dtype: Any):
         self.dtype = dtype
@@ -44,13 +43,13 @@ class Output:
     @cute.jit
     def store(
         self, tensors: Tensors, tile: WorkTile, row: Int32, there: Boolean, column: cutlass.Constexpr,
-        words: list[list[Int32]],
+        words: list[Int32],
     ):  # fmt: skip
-        """Of a head, where it is ``there``, 32 columns from ``column`` on: this lane's eight of them."""
+        """Of a head, where it is ``there``, four lanes' columns from ``column`` on: this lane's ``run``."""
         head = tile.head + cutlass.min(row, tile.heads - 1)
         to = self._address(tensors, tile.token, head, column + (cute.arch.lane_idx() & 3) * 8)
         if there:
-            copies.store_words(to, words[0])
+            copies.store_words(to, words)
 
     @cute.jit
     def store_chunk(

@@ -38,10 +38,11 @@ class Results:
             row = products.first_row(w.thread) + 8 * r
             head = tile.head + cutlass.min(row, tile.heads - 1)
             factor = factor_of(tensors, numbers, head, maxima[r], sums[r]) * factors[r]
-            there, spans = row < tile.heads, const_expr(self.output.spans)
-            for g in cutlass.range_constexpr(0, c.ring.part // 32, spans):
-                words = [self._words(w, g + i, r, factor) for i in range(spans)]
-                self.output.store(tensors, tile, row, there, const_expr(self.half * c.ring.part + g * 32), words)
+            there, run = row < tile.heads, const_expr(self.output.run)
+            for g in cutlass.range_constexpr(c.ring.part // (4 * run)):
+                words = [self._words(w, g * run // 2 + i, run // 8, r, factor) for i in range(run // 8)]
+                column = const_expr(self.half * c.ring.part + g * 4 * run)
+                self.output.store(tensors, tile, row, there, column, [word for four in words for word in four])
             if const_expr(self.half == 0):
                 if there & ((lane & 3) == 0):
                     self.output.store_stats(tensors, numbers, tile.token, head, maxima[r], sums[r])
@@ -57,7 +58,7 @@ class Results:
             factor = inverse(sums[r], sums[r]) * factors[r]
             at = shared + row * c.pitch + (self.half * c.ring.part + (lane & 3) * 8) * c.itemsize
             for g in cutlass.range_constexpr(c.ring.part // 32):
-                words = self._words(w, g, r, factor)
+                words = self._words(w, 4 * g, 1, r, factor)
                 if row < tile.heads:
                     copies.store_words(at + g * (32 * c.itemsize), words, cute.AddressSpace.smem)
             if const_expr(self.half == 0):
@@ -82,8 +83,11 @@ class Results:
         return maxima, sums, factors
 
     @cute.jit
-    def _words(self, w: Fragments, g: cutlass.Constexpr, r: cutlass.Constexpr, factor: Float32):
-        """16 bytes of a row: of 32 columns, lane q of four has the q-th 8."""
-        pairs = [16 * g + 4 * j + 2 * r for j in range(4)]
+    def _words(
+        self, w: Fragments, first: cutlass.Constexpr, step: cutlass.Constexpr, r: cutlass.Constexpr, factor: Float32
+    ):  # fmt: skip
+        """16 bytes of a row: of the groups of 8 columns ``first``, ``first + step`` and so on lane q of four has the
+        q-th."""
+        pairs = [4 * (first + j * step) + 2 * r for j in range(4)]
         words = [op.pack(self.c.dtype, w.rO[i] * factor, w.rO[i + 1] * factor) for i in pairs]
         return softmax.transpose_quads(words, w.thread & 3)
