@@ -103,7 +103,14 @@ def test_the_kernels_themselves_are_clean(name: str):
     run(CASES[name])
 
 
-@pytest.mark.parametrize(("name", "index"), [(name, i) for name, c in CASES.items() for i in c.barriers])
+MISSING = [  # those of the experts, the largest kernels, are compiled by make proof alone
+    pytest.param(name, i, marks=[pytest.mark.proof] if c.source == "fp4_moe" else [])
+    for name, c in CASES.items()
+    for i in c.barriers
+]
+
+
+@pytest.mark.parametrize(("name", "index"), MISSING)
 def test_a_missing_barrier_is_seen(name: str, index: int, monkeypatch: pytest.MonkeyPatch):
     original = library.source
 
