@@ -95,6 +95,7 @@ def test_every_code_under_every_scale_is_exact(block: int):
     assert got[0x7F if block == 16 else 0xFF].isnan().all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("act", ["nvfp4", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("divisor", [1.0, 600.0])
 def test_activations_are_rounded_as_their_formats_round(act: str, divisor: float):
@@ -120,6 +121,7 @@ def test_activations_are_rounded_as_their_formats_round(act: str, divisor: float
     torch.testing.assert_close(out.bfloat16().float(), out, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_scales_at_both_ends_of_their_format(tokens: int):
     """2^-127 and NaN of E8M0; the least subnormal and NaN of E4M3. h is large, so that results are normal."""
@@ -138,6 +140,7 @@ def test_scales_at_both_ends_of_their_format(tokens: int):
         assert hit.any()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_indices_that_lie_are_no_experts(tokens: int):
     """A reference refuses them; a kernel takes them as -1, and looks at nothing of theirs."""
@@ -151,6 +154,7 @@ def test_indices_that_lie_are_no_experts(tokens: int):
     assert (run(call | dict(indices=lies))[0] == 0).all()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("act", [0, 1])
 def test_a_token_that_is_nan_spoils_no_other(tokens: int, act: int):
@@ -172,6 +176,7 @@ def odd(t: torch.Tensor, offset: int, room: int) -> torch.Tensor:
     return buffer.as_strided(t.shape, (*steps, 1), offset).copy_(t)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize(("offset", "room"), [(1, 1), (8, 8), (16, 16)])
 @pytest.mark.parametrize("features", [("bias",), ("swizzled", "interleaved", "global_scale")])
@@ -191,6 +196,7 @@ def _problem(call: dict[str, Any]) -> Any:
     return problem(OP.bind(tuple(call.get(n, OP.defaults.get(n)) for n in OP.argnames)))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("tokens", [1, FEW, MANY])
 def test_no_features_and_no_experts(tokens: int):
     """h of no numbers leaves biases; nobody's experts leave zeros, whatever lies in the workspace."""
@@ -201,6 +207,7 @@ def test_no_features_and_no_experts(tokens: int):
     assert (compare(call) == 0).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_few_tokens_read_weights_once(tokens: int):
     """Tokens that share an expert share its bytes, in three launches; an expert of nobody is not read."""
@@ -235,6 +242,7 @@ def test_many_tokens_multiply_little_but_their_tiles():
     assert reports[1].buffers["w13"] == (4 * 2 * 64 * 128 // 2, 0)  # a tile's weights once for 32 tokens
 
 
+@pytest.mark.proof
 def test_a_call_gives_the_same_bits_whatever_order_experts_have():
     """Tokens are sorted by index, and a token's parts are added in the order of its choices."""
     for tokens in (FEW, MANY):
@@ -248,6 +256,7 @@ def test_a_call_gives_the_same_bits_whatever_order_experts_have():
         assert torch.equal(run(call), run(other))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("many", [0, 1])
 def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.dtype, many: int):

@@ -21,7 +21,7 @@ constant constexpr int FEATURES = UP_PASSES * SIMDS * ROWS / 2;  // of a tile of
 constant constexpr int DOWN_ROWS = DOWN_PASSES * SIMDS * ROWS;
 constant constexpr int MOST_ROWS = 2 * FEATURES > DOWN_ROWS ? 2 * FEATURES : DOWN_ROWS;
 
-// The slots of an expert, in threadgroup memory.
+// The slots of an expert, in threadgroup memory, where their number follows the last that there may be.
 struct Members {
   threadgroup int* slots;
   int count;  // 0: another threadgroup has them
@@ -32,7 +32,6 @@ inline Members members_of(
     const device INDEX* indices,
     constant ExpertShape& shape,
     threadgroup int* slots,
-    threadgroup int* found,
     int slot,
     int simd,
     int lane) {
@@ -58,11 +57,11 @@ inline Members members_of(
     }
     before = simd_sum(before);
     if (lane == 0) {
-      found[0] = before == 0 ? count : 0;
+      slots[MOST_SLOTS] = before == 0 ? count : 0;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  members.count = found[0];
+  members.count = slots[MOST_SLOTS];
   return members;
 }
 
@@ -293,9 +292,8 @@ inline void few_up(
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup SEEN tile[TOKENS * STAGE];
   threadgroup float sums[MOST_ROWS * TOKENS];
-  threadgroup int slots[MOST_SLOTS];
-  threadgroup int found[1];
-  const Members members = members_of(indices, shape, slots, found, int(group.y), int(simd), int(lane));
+  threadgroup int slots[MOST_SLOTS + 1];
+  const Members members = members_of(indices, shape, slots, int(group.y), int(simd), int(lane));
   const int feature0 = int(group.x) * FEATURES, thread_index = int(simd * 32 + lane);
   const Matrix m = matrix_of(w13, w13_scale, shape.up, max(members.expert, 0), int(shape.hidden));
   UpTensors of;
@@ -383,9 +381,8 @@ inline void few_down(
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup SEEN tile[TOKENS * STAGE];
   threadgroup float sums[MOST_ROWS * TOKENS];
-  threadgroup int slots[MOST_SLOTS];
-  threadgroup int found[1];
-  const Members members = members_of(indices, shape, slots, found, int(group.y), int(simd), int(lane));
+  threadgroup int slots[MOST_SLOTS + 1];
+  const Members members = members_of(indices, shape, slots, int(group.y), int(simd), int(lane));
   const int row0 = int(group.x) * DOWN_ROWS, thread_index = int(simd * 32 + lane);
   const Matrix m = matrix_of(w2, w2_scale, shape.down, max(members.expert, 0), int(shape.features));
   DownTensors of;
