@@ -105,14 +105,12 @@ def test_experts_hold_the_bits_of_the_file_and_logits_agree(made):
     assert torch.equal(*steps)
 
 
-def test_one_scale_for_gate_and_up(made, tmp_path, caplog):
-    """transformers reports what a conversion raised, and raises an error of its own."""
-    _, eager, file = made
-    name = "model.layers.2.mlp.experts.3.up_proj.weight_scale_2"
-    folder = write(tmp_path / "two", eager.config, file | {name: file[name] * 2})
-    with pytest.raises(RuntimeError, match="conversion of the weights"):
-        AutoModelForCausalLM.from_pretrained(folder)
-    assert "weight_scale_2 of gate and up of expert 3 are" in caplog.text
+def test_one_scale_for_gate_and_up():
+    """transformers reports what a conversion raises while it loads, and raises an error of its own."""
+    scales = {"gate": [torch.tensor(0.5), torch.tensor(0.25)], "up": [torch.tensor(0.5), torch.tensor(0.125)]}
+    words = r"weight_scale_2 of gate and up of expert 1 are 0.25 and 0.125, accepted: equal ones"
+    with pytest.raises(UnsupportedError, match=words):
+        modelopt.GlobalScales(None).convert(scales, full_layer_name="experts.gate_up_proj_global")
 
 
 @pytest.mark.parametrize(

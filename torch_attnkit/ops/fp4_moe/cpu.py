@@ -25,14 +25,14 @@ _NUMBERS = 1 << 20  # of weights read back at a time: 4 MB; fewer are slower, in
 
 def _pairs() -> torch.Tensor:
     """(256,) the two float32 numbers of every byte, low nibble first, as one int64."""
-    byte = torch.arange(256, dtype=torch.uint8)
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu")
     pairs = torch.stack((e2m1.decode(byte & 15), e2m1.decode(byte >> 4)), 1)  # (256, 2)
     return pairs.view(torch.int64).flatten()
 
 
 def _scales(format: str) -> torch.Tensor:
     """(256,) the float32 number of every scale byte."""
-    byte = torch.arange(256, dtype=torch.uint8)
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu")
     return fp8.e4m3_decode(byte) if format == "nvfp4" else fp8.ue8m0_decode(byte)
 
 
@@ -61,7 +61,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         step = rows if at_once else max(1, _NUMBERS // columns)  # rows of one expert
         for first in range(0, len(bounds), max(at_once, 1)):
             some = bounds[first : first + max(at_once, 1)]
-            experts = torch.tensor([e for e, *_ in some])
+            experts = torch.tensor([e for e, *_ in some], device=codes.device)
             own = None if one is None else one[experts]
             for at in range(0, rows, step):
                 part = slice(at, min(at + step, rows))
@@ -82,7 +82,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         chosen = o.indices.flatten().long()  # (Tq * K,)
         order = chosen.argsort(stable=True)
         order = order[int((chosen < 0).sum()) :]  # (n,) slots with an expert, by expert
-        parts = torch.zeros(*o.indices.shape, N)  # (Tq, K, N)
+        parts = torch.zeros(*o.indices.shape, N, dtype=torch.float32, device=o.x.device)  # (Tq, K, N)
         if len(order) > 0:
             ends = chosen[order].bincount(minlength=E).cumsum(0).tolist()
             bounds = [(e, a, b) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a < b]
@@ -96,7 +96,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             y = products(h, bounds, o.w2, s2, o.w2_global, o.bias2)  # (n, N)
             parts.view(-1, N)[order] = y.mul_(o.weights.flatten()[order, None])
         # In the order of k, whatever the order of experts.
-        out = torch.zeros(o.x.shape)
+        out = torch.zeros(o.x.shape, dtype=torch.float32, device=o.x.device)
         for k in range(K):
             out += parts[:, k]
         o.out.copy_(out)
