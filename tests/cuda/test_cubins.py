@@ -55,6 +55,8 @@ OF_FP4 = {"UTCHMMA": "UTCOMMA"}  # of kernels whose numbers are MXFP4 and are mu
 # Kernels that decode the next operand while products run: those then wait for all groups but one. Where ptxas makes
 # each product wait for the last (its warnings C7510 to C7513), the waits are for all.
 OVERLAPPED = ("grouped_gemm_wgmma", "batched_gemm_fp4_wgmma")
+# Kernels whose consumers load stages to registers: what they load must have come before others may overwrite it.
+LOADED = ("grouped_gemm", "batched_gemm_fp4_few")
 # Few kernels; those of the others are minutes of compiling.
 QUICK = (("norm", "sm90"),)
 FAMILIES = [
@@ -112,6 +114,9 @@ def are_fine(requests: list[compile.Request], arch: str) -> None:
     kernels = [compile.get(request) for request in requests]
     for kernel, sass in zip(kernels, inspect.sass([kernel.library for kernel in kernels], arch), strict=True):
         is_fine(kernel, sass)
+        if kernel.request.name in LOADED and arch == "sm90":
+            code = b"".join(map(inspect.code, inspect.cubins(kernel.library)))
+            assert not inspect.overtaken(sass, code), kernel.request
 
 
 def is_fine(kernel: compile.Compiled, sass: str) -> None:

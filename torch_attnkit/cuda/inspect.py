@@ -158,6 +158,28 @@ def sass(libraries: Sequence[Path], arch: str) -> list[str]:
     return ["\n".join(itertools.islice(rest, len(code) // _INSTRUCTION)) for code in codes]
 
 
+def overtaken(sass: str, machine_code: bytes) -> list[str]:
+    """Arrivals at mbarriers, as lines of a disassembly, which loads of shared memory may still be on their way when
+    they are made: no instruction up to there waits for what these load, and no fence stands between.
+
+    ptxas counts on both being carried out in order. On an H200 they were not, and whoever waited for the arrival
+    overwrote what was about to be loaded. What an instruction waits for, and what it announces, are bits 116 to 121 and
+    110 to 112 of it. Instructions are taken in the order in which they stand, branches as if they were not taken.
+    """
+    found, loads = [], set()
+    for i, line in enumerate(sass.splitlines()):
+        bits = int.from_bytes(machine_code[i * _INSTRUCTION : (i + 1) * _INSTRUCTION], "little")
+        loads = {b for b in loads if not bits >> 116 + b & 1}
+        text = line.partition("*/")[2].split(";")[0].strip()
+        if re.match(r"(FENCE\.VIEW\.ASYNC|MEMBAR|EXIT|BRA|RET)\b", text):
+            loads = set()
+        elif re.match(r"(@!?U?P\d )? *LDS", text) and (announced := bits >> 110 & 7) != 7:
+            loads.add(announced)
+        elif "SYNCS.ARRIVE" in text and loads:
+            found.append(line.strip())
+    return found
+
+
 def code(cubin: bytes) -> bytes:
     """The executable sections of an ELF image, one after the other."""
     sections = ELFFile(io.BytesIO(cubin)).iter_sections()

@@ -13,7 +13,6 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.formats import e2m1, fp8
 from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
-from torch_attnkit.kernels.grouped_gemm.sm90 import plan as plans
 from torch_attnkit.kernels.grouped_gemm.sm90.config import STRADDLING, TOGETHER
 from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
@@ -86,7 +85,8 @@ def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
         simulated.counting() as launches,
     ):
         got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
-    assert len(launches) == 3  # the sort, and both products
+    # Rows of x, with the sort unless slots are few; and the products, of few slots together.
+    assert len(launches) == (2 if dims["Tq"] * dims["K"] <= WARP_SLOTS else 3)
     judged(name, args, kwargs, got)
 
 
@@ -94,13 +94,11 @@ def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("tokens, experts", [(7, 2), (33, 6)], ids=["sorted by warps", "sorted by a block"])
-@pytest.mark.parametrize("one_launch", [False, True])
 def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(
-    simulated, multiprocessors, monkeypatch, tokens, experts, one_launch
+    simulated, multiprocessors, tokens, experts
 ):
     """Blocks come in another order with every seed, slots lie in another order in their experts, and counters must be
     back at zero."""
-    monkeypatch.setattr(plans, "ONE_LAUNCH", one_launch)
     multiprocessors(5)
     gen = torch.Generator().manual_seed(3)
     dims = dict(Tq=tokens, N=160, M=64, E=experts, K=2, blk=16, act=0)

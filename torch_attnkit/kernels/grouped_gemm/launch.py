@@ -30,9 +30,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     kernel = f"torch_attnkit.kernels.grouped_gemm.{target.arch}.kernel"
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
-        special: dict[str, Any] = dict(
-            columns=plan.columns, row_warps=plan.row_warps, by_warp=plan.by_warp, one_launch=plan.one_launch
-        )
+        special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps, by_warp=plan.by_warp)
         if plan.token_widths:
             special = dict(trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
         return compile.launcher(

@@ -41,7 +41,7 @@ class Experts:
 
 def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
-    row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool, one_launch: bool,
+    row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """``experts``: room for so many; ``scale_vectors``: of both products the bytes of scales that a load takes. The
     others are what ``plan.py`` always says."""

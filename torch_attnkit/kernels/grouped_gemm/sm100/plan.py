@@ -30,7 +30,6 @@ class Plan:
     columns: int = TOKENS
     row_warps: int = WEIGHT_ROWS // 16
     by_warp: bool = False
-    one_launch: bool = False
     token_widths: tuple[int, ...] = ()
     group: int = 0
 

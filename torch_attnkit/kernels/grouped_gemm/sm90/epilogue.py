@@ -161,7 +161,6 @@ class Combine:
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
         tile, token, choices = tiles.tile(turn), tiles.slot(turn, lane) // top_k, tiles.choices(turn, lane)
-        cute.arch.sync_warp()
         tiles.release(turn)
         done.wait(turn)
         whole = Int32(0)

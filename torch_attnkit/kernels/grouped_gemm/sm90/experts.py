@@ -8,11 +8,10 @@
     3 warps        scales of a stage, turned into factors (factors.py)
 
 A product is a launch, in which a block takes work tiles until none is left. The second begins as blocks of the first
-leave, and its weights are on their way before h is there, for which only the warp that brings tokens waits. Where slots
-are few every block sorts them for itself (``by_warp``) and waits for x's rows alone.
+leave, and its weights are on their way before h is there, for which only the warp that brings tokens waits.
 
-Both products can be one launch, too (``one_launch``): all work tiles of the first come before those of the second, and
-all stages of a block stand in one ring. It is faster, and is not used: see ``ONE_LAUNCH`` in plan.py.
+Where slots are few (``by_warp``) every block sorts them for itself and waits for x's rows alone, and both products are
+one launch: all work tiles of the first come before those of the second, all stages of a block stand in one ring.
 docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
 """
 
@@ -126,9 +125,9 @@ class Product:
 class Experts:
     """The launches of a call: ``prepare``'s, and those of the products, by roles."""
 
-    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool, one_launch: bool):
+    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
         self.by_warp, self.prepare = by_warp, Prepare(up, down, experts, rounded, by_warp)
-        self.launches = ((UP, DOWN),) if one_launch else ((UP,), (DOWN,))
+        self.launches = ((UP, DOWN),) if by_warp else ((UP,), (DOWN,))
         self.up = Product(up, Activation(up, rounded), up.factor_warps)
         self.down = Product(down, Combine(down), up.factor_warps)
         self.c, self.mainloop = up, Mainloop(up)  # for both: their work tiles differ in the number of steps alone
@@ -254,7 +253,6 @@ class Experts:
         product = tiles.await_announced(turn)
         while product != NONE:
             tile = tiles.tile(turn)
-            cute.arch.sync_warp()
             tiles.release_announced(turn)
             if product == UP:
                 up(tile, Fills(turn, n, up_steps))
@@ -293,7 +291,6 @@ class Experts:
                 from_x = x.iterator.toint() + Int64(of_x) * x.stride[0] * 2
                 from_h = tensors.h.iterator.toint() + Int64(of_h) * tensors.h.stride[0] * 2
                 starts.append(cutlass.select_(down, from_h, from_x))
-            cute.arch.sync_warp()
             tiles.release(turn)
             if const_expr(UP in which):
                 if down:
@@ -327,7 +324,6 @@ class Experts:
                 self.up.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
             else:
                 self.down.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
-            cute.arch.sync_warp()
             tiles.release(turn)
             full = done.await_empty(turn)
             with cute.arch.elect_one():
@@ -344,7 +340,6 @@ class Experts:
         while product != NONE:
             if product == UP:
                 line = tiles.line(turn)
-                cute.arch.sync_warp()
                 tiles.release(turn)
                 done.wait(turn)
                 if const_expr(DOWN in which):

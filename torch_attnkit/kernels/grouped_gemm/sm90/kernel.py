@@ -15,18 +15,17 @@ from .wgmma import ManyTokens
 
 def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
-    row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool, one_launch: bool,
+    row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """``experts``: room for so many; ``row_warps`` and ``code_alignment`` as in ``Config``; ``scale_vectors``: of both
-    products the bytes of scales that a load takes; ``by_warp``: whether slots are few enough for ``SortByWarp``;
-    ``one_launch``: of both products."""
+    products the bytes of scales that a load takes; ``by_warp``: whether slots are few enough for ``SortByWarp``."""
     up, down = (
         Config(format, row_warps, dtype, activations, columns, paired, vector, code_alignment)
         for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
     tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype, code_alignment)
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
-    made = Experts(up, down, experts, ROUNDED[activations], by_warp, one_launch)
+    made = Experts(up, down, experts, ROUNDED[activations], by_warp)
     return made, [tensors, x, scalars, prepare_blocks, blocks, stream]
 
 

@@ -28,10 +28,6 @@ from .config import (
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
-# Both products of few tokens as one launch took 32.7 us for 36.9 with one token on an H200 (256 MXFP4 experts of 4096 x
-# 2048), 993 for 1036 with 256, and were wrong there in 3 of 22 runs of the bench: some results were off by up to 20 %,
-# as if a part of h had been read before it was written. The simulator finds neither a fault in that call nor a race.
-ONE_LAUNCH = False
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
 # 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
@@ -69,8 +65,7 @@ class Plan:
     x_rows: tuple[int, int]  # shape of x as the first product wants it, and so on
     h_rows: tuple[int, int]
     row_warps: int
-    by_warp: bool  # slots are so few that every block sorts them for itself
-    one_launch: bool  # of both products
+    by_warp: bool  # slots are so few that every block sorts them for itself, and both products are one launch
     scale_vectors: tuple[int, int]
     code_alignment: int  # as in ``Config``
 
@@ -111,7 +106,6 @@ def plan(problem: Problem, sms: int) -> Plan:
         h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
         by_warp=by_warp,
-        one_launch=ONE_LAUNCH,
         scale_vectors=_few_vectors(p, c),
         code_alignment=c.code_alignment,
     )
@@ -134,7 +128,6 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         h_rows=(p.slots, h_spans * SPAN),
         row_warps=warps,
         by_warp=False,
-        one_launch=False,
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
         code_alignment=_code_alignment(p),
     )
@@ -165,7 +158,7 @@ def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
         # Of either product, work tiles and the stages of each.
         work = [(tiles * -(-w.rows // c.rows), -(-w.columns // c.stage)) for w in (p.up, p.down)]
         stages = sum(count * each for count, each in work)
-        if ONE_LAUNCH:
+        if p.slots <= WARP_SLOTS:
             last = max(work[-1][1], 1) * sms
             return -(-stages // last) * last / max(stages, 1)
         return sum(-(-count // sms) * sms * each for count, each in work) / max(stages, 1)

@@ -202,20 +202,27 @@ class Tiles(Fixed):
             cute.arch.mbarrier_arrive(self.ring.full + self.ring.slot(turn))
 
     def await_announced(self, turn: Int32) -> Int32:
-        """The product; readers call ``release_announced``."""
+        """The product; a warp that has read calls ``release_announced``."""
         self.announced.wait(turn)
         return self._word(turn, _PRODUCT)
 
     def wait(self, turn: Int32) -> Int32:
-        """The product; readers call ``release``."""
+        """The product; a warp that has read calls ``release``."""
         self.ring.wait(turn)
         return self._word(turn, _PRODUCT)
 
     def release_announced(self, turn: Int32) -> None:
+        self._read()
         self.announced.release(turn)
 
     def release(self, turn: Int32) -> None:
+        self._read()
         self.ring.release(turn)
+
+    def _read(self) -> None:
+        """A warp's words are there, which an arrival alone would not wait for (``Mainloop``)."""
+        cute.arch.fence_acq_rel_cta()
+        cute.arch.sync_warp()
 
     def _word(self, turn: Int32, i: int) -> Int32:
         """Known to be the same in all lanes, it takes none of their registers."""
