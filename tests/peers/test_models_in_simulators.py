@@ -1,0 +1,161 @@
+"""Whole models of transformers in the simulators: a prompt and decoded tokens, every call of ours on a kernel.
+
+In float16, and behind prompts of which no token is nearly a tie, so that equal tokens are owed. In bfloat16 eager
+attention itself chooses another token than float64 behind every third prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import torch_attnkit
+from tests.peers.tiny_models import build, frozen, tokens, with_our_routers
+from torch_attnkit import Target, UnsupportedError
+from torch_attnkit.core.target import SIMULATED
+from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
+from torch_attnkit.parity.guard import guarded_outputs
+from torch_attnkit.parity.places import Place, simulators
+
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("default"), pytest.mark.seconds(600)]
+ROWS, LENGTH, NEW = 2, 21, 4  # longer than the windows, with more compressed entries than an indexer chooses
+SCHEDULE = 1  # of the PTX simulator: hostile
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is built and run, and how often each op is called: by attnkit_model, for the prompt, for a decoded token.
+
+    The first token comes with the prompt.
+    """
+
+    sizes: dict[str, Any]  # of the config: head sizes that every architecture has a row for
+    experts: str
+    prompt: int  # seed of its token ids
+    packing: dict[str, int]
+    prefill: dict[str, int]
+    step: dict[str, int]
+
+    def calls(self) -> Counter[str]:
+        steps = {op: n * (NEW - 1) for op, n in self.step.items()}
+        return Counter(self.packing) + Counter(self.prefill) + Counter(steps)
+
+
+_GPT_OSS = {"route_softmax": 2, "fp4_moe": 2}
+_QWEN = {"gated_rmsnorm": 1, "route_softmax": 2, "fp4_moe": 2}
+_V4 = {
+    "sparse_fmha_with_swa": 4, "grouped_output_projection": 4, "indexer_scores": 2, "indexer_topk": 2,
+    "route_hash": 2, "route_sqrt_softplus": 2, "fp4_moe": 4,
+}  # fmt: skip
+# Two matrices of each expert of each layer are packed.
+MODELS = {
+    "gpt_oss": Model(
+        dict(head_dim=32), "mxfp4", 15, {"mxfp4_quantize": 2 * 4 * 2}, _GPT_OSS | {"flash_attention": 2},
+        _GPT_OSS | {"sdpa_decode": 2},
+    ),
+    "qwen3_5_moe": Model(
+        dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]), "nvfp4", 18,
+        {"nvfp4_quantize": 2 * 8 * 2}, _QWEN | {"flash_attention": 1}, _QWEN | {"sdpa_decode": 1},
+    ),
+    "deepseek_v4": Model(
+        dict(head_dim=128, index_head_dim=64), "mxfp4", 17, {"mxfp4_quantize": 2 * 4 * 4}, _V4, _V4,
+    ),
+}  # fmt: skip
+
+
+def generate(model: Any, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (B, NEW) behind the prompt, chosen greedily, and logits (B, NEW, vocabulary)."""
+    ids = tokens(ROWS, LENGTH, prompt)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    return out.sequences[:, LENGTH:], torch.stack(out.logits, 1).double()
+
+
+def eager(family: str) -> Any:
+    """transformers' own code, but for routers, on experts that FP4 holds: float16 has these numbers, too."""
+    wanted = MODELS[family]
+    model = round_experts_to_fp4(build(family, **wanted.sizes).half(), wanted.experts)
+    return frozen(with_our_routers(model))
+
+
+def all_on(target: Target, calls: Counter[tuple[str, str]]) -> None:
+    """Fails, and says which, if an op ran anywhere but on a kernel of ``target``."""
+    elsewhere = sorted(f"{op} on {where}" for op, where in calls if where != str(target))
+    assert calls and not elsewhere, f"not on {target}: {', '.join(elsewhere) or 'nothing ran at all'}"
+
+
+def in_simulator(family: str, arch: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``generate`` returns, of a model that is packed and run in the simulator. Outputs of ops begin as NaN."""
+    wanted, target = MODELS[family], Target(arch, simulated=True)
+    with ExitStack() as stack:
+        stack.enter_context(torch_attnkit.simulate(arch))
+        stack.enter_context(Place("cpu", "", target).watching(SCHEDULE))
+        outputs = stack.enter_context(guarded_outputs())
+        ran = stack.enter_context(torch_attnkit.record())  # inside: a checked Metal run hides ops from what is outside
+        model = attnkit_model(build(family, **wanted.sizes).half(), experts=wanted.experts)
+        got = generate(frozen(model), wanted.prompt)
+    all_on(target, ran.calls)
+    assert Counter({op: n for (op, _), n in ran.calls.items()}) == wanted.calls()
+    for output in outputs:
+        output.check(f"{family} on {target}")
+    return got
+
+
+def compare(family: str, got: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Tokens equal to eager's, and logits as close to float64 as parity asks of an op."""
+    ours, logits = got
+    theirs, their_logits = generate(eager(family), MODELS[family].prompt)
+    _, exact = generate(eager(family).double(), MODELS[family].prompt)
+    error, best = float((their_logits - exact).abs().max()), exact.topk(2).values
+    assert float((best[..., 0] - best[..., 1]).min()) > 8 * error, "the prompt has a token that roundings may change"
+    assert torch.equal(ours, theirs)
+    assert float((logits - exact).abs().max()) <= 2 * error
+
+
+def needs(arch: str) -> None:
+    if missing := simulators()[arch]:
+        pytest.skip(missing)
+    if arch != "metal":
+        pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
+
+
+CHEAPEST = ("gpt_oss", "metal")  # clang takes it 5 s the first time, CuTeDSL a minute
+PAIRS = [
+    pytest.param(family, arch, marks=[] if (family, arch) == CHEAPEST else pytest.mark.proof)
+    for family in MODELS
+    for arch in SIMULATED
+]
+
+
+@pytest.mark.parametrize(("family", "arch"), PAIRS)
+def test_a_model_decodes_in_a_checked_simulator_as_eager_does(family, arch):
+    """Bounds, races, uninitialised memory, a hostile schedule: on what a model hands over, cache and all."""
+    needs(arch)
+    compare(family, in_simulator(family, arch))
+
+
+def test_what_runs_on_the_reference_is_noticed():
+    """The same model outside the simulator, and under another architecture's name."""
+    with torch_attnkit.record() as ran:
+        generate(frozen(attnkit_model(build("gpt_oss", head_dim=32).half(), experts="mxfp4")), 15)
+    with pytest.raises(AssertionError, match=r"not on metal \(simulated\): .*sdpa_decode on reference"):
+        all_on(Target("metal", simulated=True), ran.calls)
+    with pytest.raises(AssertionError, match="nothing ran at all"):
+        all_on(Target("metal", simulated=True), Counter())
+
+
+def test_a_size_without_a_kernel_is_refused_and_does_not_fall_back():
+    needs("metal")
+    model = frozen(attnkit_model(build("gpt_oss", head_dim=16).half(), experts="mxfp4"))
+    with (
+        torch_attnkit.simulate("metal"),
+        pytest.raises(UnsupportedError, match=r"flash_attention on metal \(simulated\): mps: D=16 not in"),
+    ):
+        generate(model, 15)
