@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from torch_attnkit import cli, report
+from torch_attnkit import Target, UnsupportedError, cli, report
+from torch_attnkit.core import seams
 from torch_attnkit.core.dispatch import OPS
 
 ROOT = Path(__file__).parent.parent
@@ -85,9 +87,38 @@ def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch)
 def test_demo_runs_every_model_and_agrees_with_eager(run):
     result = run("demo", "--tokens", "3", "--sentences", "12")
     assert result.exit_code == 0, result.output
-    assert result.output.count("equal to eager") == 4 and "DIFFERS" not in result.output
+    assert result.output.count("equal to eager") == 5 and "DIFFERS" not in result.output
     for op in ("flash_attention", "sdpa_decode", "fp4_moe", "gated_rmsnorm", "sparse_fmha_with_swa", "route_hash"):
         assert f"{op} " in result.output
+    on_metal = result.output.partition("GPT-OSS, random weights, mxfp4 experts, on the kernels of metal (simulated)")[2]
+    assert "6 layers, calls on kernels: 54 of 54" in on_metal and "tokens equal: 6 of 6" in on_metal
+    assert on_metal.count(" calls on metal (simulated)") == 4 and "tokens/s" not in on_metal
+
+
+def test_demo_goes_on_without_a_simulator_and_says_so(run, monkeypatch):
+    from torch_attnkit.demo import models
+
+    def missing(arch):
+        raise UnsupportedError(f"no simulator for {arch}")
+
+    monkeypatch.setattr(seams, "require_simulator", missing)
+    monkeypatch.setattr(models, "ARCHITECTURES", {})
+    result = run("demo", "--sentences", "2")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("equal to eager") == 1
+    assert "left out, GPT-OSS on metal kernels in the simulator: no simulator for metal" in result.output
+
+
+def test_a_simulated_model_is_right_only_if_every_call_ran_on_a_kernel():
+    from torch_attnkit.demo import decoders
+
+    calls = Counter({("sdpa_decode", "metal (simulated)"): 3})
+    numbers = dict(per_second=1.0, eager_per_second=1.0, tokens=4, tokens_equal=4, logit_difference=0, logit_scale=1)
+    metal = Target("metal", simulated=True)
+    result = decoders.DecoderResult("GPT-OSS", "mxfp4", 6, metal, calls=calls, **numbers)
+    assert result.right
+    calls["fp4_moe", "reference"] += 1
+    assert not result.right
 
 
 def test_demo_says_what_it_needs(run, monkeypatch):

@@ -1,7 +1,8 @@
 """``make demo``: real architectures running on the ops, each next to transformers' own eager code.
 
 A pretrained encoder embeds sentences of this project's documentation; three decoder architectures with random weights
-generate tokens. Every line compares with eager and says which ops ran and on what.
+generate tokens, one of them also on the Metal kernels, in their simulator. Every line compares with eager and says
+which ops ran and on what.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from torch_attnkit.core import UnsupportedError, seams
+
 if TYPE_CHECKING:  # these import transformers
     from torch_attnkit.demo.decoders import DecoderResult
     from torch_attnkit.demo.encoder import EncoderResult
+
+# What also runs in a simulator: the cheapest, for clang compiles in seconds, and so few tokens that these are all.
+SIMULATED, ARCH, SIMULATED_TOKENS = "GPT-OSS", "metal", 4
 
 
 def run(console: Console, *, tokens: int, sentences: int) -> int:
@@ -43,15 +49,33 @@ def run(console: Console, *, tokens: int, sentences: int) -> int:
         task = progress.add_task("all-MiniLM-L6-v2: sentences (ops, eager, float64)", total=3 * len(texts))
         encoded = encoder.run(texts, functools.partial(progress.advance, task))
         decoded = []
-        for name in ARCHITECTURES:
+        missing = _missing_simulator()
+        runs: list[tuple[str, int, str | None]] = [(name, tokens, None) for name in ARCHITECTURES]
+        if not missing:
+            runs.append((SIMULATED, min(tokens, SIMULATED_TOKENS), ARCH))
+        for name, new, arch in runs:
             # Two prompts of the same length: DeepSeek-V4's reference code does not support padded prompts.
             prompt = dict(tokenizer(texts[:2], max_length=24, truncation=True, padding=True, return_tensors="pt"))
             shortest = int(prompt["attention_mask"].sum(-1).min())
             prompt = {k: prompt[k][:, :shortest] for k in ("input_ids", "attention_mask")}
-            task = progress.add_task(f"{name}: tokens (eager, ops)", total=2 * tokens)
-            decoded.append(decoders.run(name, prompt, tokens, functools.partial(progress.advance, task)))
+            ops = "ops" if arch is None else f"{arch} kernels, simulated"
+            task = progress.add_task(f"{name}: tokens (eager, {ops})", total=2 * new)
+            decoded.append(decoders.run(name, prompt, new, functools.partial(progress.advance, task), arch))
     _report(console, encoded, decoded)
+    if missing:
+        console.print(
+            f"\nleft out, {SIMULATED} on {ARCH} kernels in the simulator: {missing}", markup=False, soft_wrap=True
+        )
     return (not encoded.right) + sum(not r.right for r in decoded)
+
+
+def _missing_simulator() -> str:
+    """What the simulator of ARCH lacks here, an empty word if nothing."""
+    try:
+        seams.require_simulator(ARCH)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def _report(console: Console, encoded: EncoderResult, decoded: list[DecoderResult]) -> None:
@@ -76,10 +100,15 @@ def _report(console: Console, encoded: EncoderResult, decoded: list[DecoderResul
     block(title, encoded.right, lines, encoded.calls)
     for r in decoded:
         lines = [
-            f"{r.per_second:.1f} tokens/s with the ops, {r.eager_per_second:.1f} with eager",
             f"tokens equal: {r.tokens_equal} of {r.tokens}",
             f"largest logit difference: {r.logit_difference:.1e} (logits reach {r.logit_scale:.1f})",
         ]
-        block(f"{r.name}, random weights, {r.experts} experts", r.right, lines, r.calls)
+        title = f"{r.name}, random weights, {r.experts} experts"
+        if r.target is None:
+            lines.insert(0, f"{r.per_second:.1f} tokens/s with the ops, {r.eager_per_second:.1f} with eager")
+        else:  # a simulator's time says nothing
+            title += f", on the kernels of {r.target}"
+            lines.insert(0, f"{r.layers} layers, calls on kernels: {r.on_kernels} of {r.calls.total()}")
+        block(title, r.right, lines, r.calls)
     threads = torch.get_num_threads()
     console.print(f"\ntorch {torch.__version__}, {threads} thread; speeds are of this run on this machine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import torch_attnkit
+from torch_attnkit import Target
 from torch_attnkit.demo.models import ARCHITECTURES, build
 from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
 
@@ -22,6 +24,8 @@ class DecoderResult:
 
     name: str
     experts: str
+    layers: int
+    target: Target | None  # whose kernels ran in its simulator; None: whatever runs on a CPU
     per_second: float
     eager_per_second: float
     tokens: int
@@ -31,8 +35,18 @@ class DecoderResult:
     calls: Counter[tuple[str, str]]
 
     @property
+    def on_kernels(self) -> int:
+        """Calls that ran on kernels of the target."""
+        return sum(n for (_, where), n in self.calls.items() if where == str(self.target))
+
+    @property
     def right(self) -> bool:
-        """All tokens equal, and logits that differ by what float32 loses in two different orders of summation."""
+        """All tokens equal, and logits that differ by what float32 loses in two different orders of summation.
+
+        In a simulator also: every call on a kernel of the target.
+        """
+        if self.target is not None and not 0 < self.on_kernels == self.calls.total():
+            return False
         return self.tokens_equal == self.tokens and self.logit_difference <= 1e-3 * self.logit_scale
 
 
@@ -63,21 +77,27 @@ def _generate(model: Any, prompt: dict[str, torch.Tensor], tokens: int, advance:
 
 
 @torch.no_grad()
-def run(name: str, prompt: dict[str, torch.Tensor], tokens: int, advance: Callable[[int], None]) -> DecoderResult:
+def run(
+    name: str, prompt: dict[str, torch.Tensor], tokens: int, advance: Callable[[int], None], arch: str | None = None
+) -> DecoderResult:
     """Generate ``tokens`` greedily after ``prompt`` with both; ``advance(1)`` is called for every token of either.
 
-    Expert weights are rounded to FP4 in both models: packed for the ops, as ordinary numbers for eager.
+    Expert weights are rounded to FP4 in both models: packed for the ops, as ordinary numbers for eager. With ``arch``
+    the ops run on the kernels of that architecture, in its simulator.
     """
     experts = ARCHITECTURES[name][1]
     eager = round_experts_to_fp4(build(name), experts)
     want, want_logits, eager_seconds = _generate(eager, prompt, tokens, advance)
     del eager
     model = attnkit_model(build(name), experts=experts)
-    with torch_attnkit.record() as ran:
+    simulated = contextlib.nullcontext() if arch is None else torch_attnkit.simulate(arch)
+    with simulated as target, torch_attnkit.record() as ran:
         got, logits, seconds = _generate(model, prompt, tokens, advance)
     return DecoderResult(
         name=name,
         experts=experts,
+        layers=model.config.num_hidden_layers,
+        target=target,
         per_second=got.numel() / seconds,
         eager_per_second=got.numel() / eager_seconds,
         tokens=got.numel(),
