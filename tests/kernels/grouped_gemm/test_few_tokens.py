@@ -13,7 +13,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.formats import e2m1, fp8
 from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
-from torch_attnkit.kernels.grouped_gemm.sm90.config import STRADDLING, TOGETHER
+from torch_attnkit.kernels.grouped_gemm.sm90.config import STRADDLING, TOGETHER, WARP_SLOTS
 from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check
@@ -94,9 +94,7 @@ def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("tokens, experts", [(7, 2), (33, 6)], ids=["sorted by warps", "sorted by a block"])
-def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(
-    simulated, multiprocessors, tokens, experts
-):
+def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(simulated, multiprocessors, tokens, experts):
     """Blocks come in another order with every seed, slots lie in another order in their experts, and counters must be
     back at zero."""
     multiprocessors(5)

@@ -32,18 +32,8 @@ def steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(a.isnan() | b.isnan(), torch.where(a.isnan() & b.isnan(), 0, 1 << 40), apart)
 
 
-# Rows of these ops are younger than the last recording and have none until the next (measurement H200).
-_YOUNGER = {
-    "fp4_moe", "grouped_output_projection", "indexer_scores", "indexer_select", "indexer_topk", "inverse_rope_fp4",
-    "kv_cache_gather", "kv_cache_write", "mxfp4_dequantize", "mxfp4_quantize", "nvfp4_dequantize", "nvfp4_quantize",
-    "route_hash", "route_softmax", "route_sqrt_softplus", "sparse_fmha_inverse_rope_fp4",
-    "sparse_fmha_with_swa",
-}  # fmt: skip
-
-
 def test_every_row_is_recorded():
     rows = {(name, i) for name, op in OPS.items() for i, row in enumerate(op.kernels) if "sm90" in row.archs}
-    rows = {(name, i) for name, i in rows if name not in _YOUNGER}
     assert {(call.op, vectors.row_of(call)) for call in CALLS.values()} == rows, (
         "record again on an H200: python tests/sim/ptx/vectors.py"
     )

@@ -80,6 +80,10 @@ class Mainloop:
 
     def __init__(self, config: Config, half: int):
         self.c, self.half = config, half
+        # Whether the halves of the columns have sums of their own. A product rounds its sum towards zero in every step,
+        # and many steps of numbers of 11 bits show: with one sum 10 of 1,212 cases on an H200, all of float16, had a
+        # row_sum or lse off by up to 1.4 times what is allowed; with two 0.89 times at most.
+        self.apart = config.dtype is cutlass.Float16
 
     @cute.jit
     def run(self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments, start: Start, tiles: Int32):
@@ -141,11 +145,13 @@ class Mainloop:
         """Tile n of ``tiles``, which is this warpgroup's, and the output of the tile before, for which products come
         after those for ``ahead`` halves of the scores; None: there is no tile before."""
         tile, before = start.tile(n, self.half), start.tile(n - 1, 1 - self.half)
-        rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, self.c.keys)), Float32)
+        rS, rMore = (cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, self.c.keys)), Float32) for _ in range(2))
+        sums = (rS, rMore if const_expr(self.apart) else rS)
         for i in cutlass.range_constexpr(HALVES):
             if const_expr(ahead == i):
                 self._multiply_other(shared, meeting, w, before)
-            self._multiply_keys(meeting, w, rS, tile.n, (self.half + i) % HALVES, clear=i == 0)  # as they come
+            first = const_expr(i == 0 or self.apart)
+            self._multiply_keys(meeting, w, sums[i], tile.n, (self.half + i) % HALVES, clear=first)  # as they come
         if const_expr(ahead == HALVES):
             self._multiply_other(shared, meeting, w, before)
         elif const_expr(ahead is not None):
@@ -154,6 +160,9 @@ class Mainloop:
         warpgroup.wait_group(1 if const_expr(ahead == HALVES) else 0)
         if n + 2 >= tiles:
             self._release_query(meeting)
+        if const_expr(self.apart):
+            for i in cutlass.range_constexpr(cute.size(rS)):
+                rS[i] = rS[i] + rMore[i]
         self._to_scores(numbers.scale, shared, meeting, rS, tile.n)
         cute.arch.sync_warp()  # every lane has read the mask before one of them gives its place back
         for half in cutlass.range_constexpr(HALVES):
