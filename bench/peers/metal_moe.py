@@ -22,6 +22,7 @@ import torch
 
 from torch_attnkit.core import config
 from torch_attnkit.sim import metal
+from torch_attnkit.sim.metal import roofline
 
 FOLDERS = {"mlx": "mlx/backend/metal/kernels", "ggml": "src/ggml-metal", "gpt-oss": "gpt_oss/metal/source"}
 _BLOCK = 32  # numbers under one scale
@@ -374,6 +375,12 @@ def main() -> None:
     print(f"{p.E} experts of {p.N} x {p.K}, {p.T} tokens, {p.top} each; counted in the simulator")
     for line in table(rows) if rows else ():
         print(line)
+    if given.own:
+        print(roofline.line(reports))
+        least = 3 * touched * (1 / 2 + 1 / _BLOCK)  # bytes of the weights that are reached
+        for chip in roofline.CHIPS:
+            ratio = roofline.least(reports, chip)[0] / (least / (chip.memory * 1e3))
+            print(f"modelled, not measured: {chip.name} {ratio:.3f} of the time that its memory takes for the weights")
 
 
 if __name__ == "__main__":

@@ -172,3 +172,18 @@ def test_a_size_without_a_kernel_is_refused_and_does_not_fall_back():
         pytest.raises(UnsupportedError, match=r"flash_attention on metal \(simulated\): mps: D=16 not in"),
     ):
         generate(model, small)
+
+
+def test_a_decode_step_of_gpt_oss_is_five_launches_a_layer_on_metal():
+    """Attention, the router, and up, down and the combination of the experts."""
+    needs("metal")
+    from torch_attnkit.sim import metal
+
+    wanted = MODELS["gpt_oss"]
+    model, ids = ours(wanted), tokens(ROWS, LENGTH, wanted.prompt)
+    with torch_attnkit.simulate("metal"):
+        out = model(ids, use_cache=True)
+        with metal.counting() as launches:
+            model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+    layer = ["decode_rows", "route_rows", "experts_few_up", "experts_few_down", "experts_combine"]
+    assert [launch.kernel for launch in launches] == layer * model.config.num_hidden_layers
