@@ -17,7 +17,7 @@ from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from ..asm import asm
-from .scaled_stage import SWIZZLE_128B, matrix
+from .products import descriptor
 
 STEP = 16  # numbers of a row that a product takes
 LEAST_ROWS = 16  # of B, which come in multiples of that
@@ -44,5 +44,4 @@ def _multiply(
 
 def multiply(d: Int32, a: Int32, box: Int32, step: int, instruction: Int32, accumulate: Int32) -> None:
     """A step of a box. ``a``: the step's first column; ``accumulate`` 0 forgets what is in ``d``. By one thread."""
-    b = matrix(box + step * STEP * 2, 8 * ROW_BYTES, SWIZZLE_128B)
-    _multiply(d, a, b, instruction, accumulate)
+    _multiply(d, a, descriptor(box + step * STEP * 2, ROW_BYTES), instruction, accumulate)

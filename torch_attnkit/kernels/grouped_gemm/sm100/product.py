@@ -24,7 +24,8 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
-from torch_attnkit.cuda.sm100 import scaled_stage, tmem
+from torch_attnkit.cuda.sm100 import block_scaled, tmem
+from torch_attnkit.cuda.sm100.products import NEXT_STEP, descriptor
 
 from ..sm90.arguments import Flags, Matrices
 from ..sm90.schedule import work
@@ -115,7 +116,7 @@ class Product:
 
     def __init__(self, config: Config, results: Any):
         self.c, self.results, self.scales = config, results, Scales(config)
-        self.product = scaled_stage.Product(config.block, WEIGHT_ROWS)
+        self.format = block_scaled.FORMATS[config.format]
 
     @cute.jit
     def launch(
@@ -232,10 +233,10 @@ class Product:
     @cute.jit
     def _multiply(self, share: Any, columns: Int32, turns: Int32, s: Shared):
         """Copies and products of tensor memory run in the order in which one thread issues them."""
-        p, each = self.product, const_expr(self.product.scale_columns)
-        scales = const_expr(SUMS * WEIGHT_ROWS)  # the first column of the tokens' scales, then come the weights'
-        x, w = (scaled_stage.operand(t.iterator.toint()) for t in (s.sX, s.sW))
-        tiles = scaled_stage.scale_tile(s.scales)
+        f, tile_columns = self.format, const_expr(block_scaled.TILE_COLUMNS)
+        # The first columns of the tokens' scales and of the weights'.
+        of_tokens = const_expr(SUMS * WEIGHT_ROWS)
+        of_weights = const_expr(of_tokens + f.tiles * tile_columns)
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             done = s.sums.await_empty(turn)
@@ -244,16 +245,18 @@ class Product:
             for k in cutlass.range(turns, unroll=1):
                 s.stages.wait(n)
                 slot = s.stages.slot(n)
-                at = scaled_stage.advanced(tiles, slot * (2 * self.c.scale_bytes))
-                a, b = (scaled_stage.advanced(m, slot * _OPERAND_BYTES) for m in (x, w))
+                at = s.scales + slot * (2 * self.c.scale_bytes)
+                x, w = (descriptor(t.iterator.toint() + slot * _OPERAND_BYTES, ROW_BYTES) for t in (s.sX, s.sW))
                 with cute.arch.elect_one():
-                    for j in cutlass.range_constexpr(2 * p.tiles):
-                        tile = scaled_stage.advanced(at, j * scaled_stage.TILE_BYTES)
-                        scaled_stage.copy_scales(Int32(scales + j * scaled_stage.TILE_COLUMNS), tile)
+                    for j in cutlass.range_constexpr(2 * f.tiles):
+                        tile = block_scaled.scales_descriptor(at + j * block_scaled.TILE_BYTES)
+                        block_scaled.copy_scales(Int32(of_tokens + j * tile_columns), tile)
                     for step in cutlass.range_constexpr(STAGE // STEP):
                         if (step == 0) | (k * STAGE + step * STEP < columns):
-                            scaled_stage.multiply(
-                                p, step, d, a, b, Int32(scales), Int32(scales + each),
+                            column = const_expr(step * STEP // f.tile_numbers * tile_columns)
+                            block_scaled.multiply(
+                                f, f.instruction(WEIGHT_ROWS, step), d, x + NEXT_STEP * step, w + NEXT_STEP * step,
+                                Int32(of_tokens + column), Int32(of_weights + column),
                                 cutlass.select_(k + step > 0, Int32(1), Int32(0)),
                             )  # fmt: skip
                     tcgen05.commit(s.stages.empty + slot)

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_attnkit.cuda import fp4
-from torch_attnkit.cuda.sm100 import scaled_stage
+from torch_attnkit.cuda.sm100.e2m1 import amax, e2m1_pairs
 
 from ..problem import BLOCK
 
@@ -23,7 +23,7 @@ def quantised(format: str, numbers: list[Any], global_scale: Float32) -> Quantis
     block, codes, scales = BLOCK[format], [], []
     for first in range(0, len(numbers), block):
         some = numbers[first : first + block]
-        top = scaled_stage.amax(some)
+        top = amax(some)
         if format == "nvfp4":
             byte, scale = fp4.nvfp4_scale(top, global_scale)
             factor = fp4.nvfp4_factor(scale, global_scale)
@@ -33,6 +33,6 @@ def quantised(format: str, numbers: list[Any], global_scale: Float32) -> Quantis
         scaled: list[Any] = []
         for i in range(0, block, 2):
             scaled += cute.arch.mul_packed_f32x2((some[i], some[i + 1]), (factor, factor))
-        codes += [scaled_stage.e2m1_pairs(scaled[i : i + 8]) for i in range(0, block, 8)]
+        codes += [e2m1_pairs(scaled[i : i + 8]) for i in range(0, block, 8)]
         scales.append(byte)
     return Quantised(codes, scales)

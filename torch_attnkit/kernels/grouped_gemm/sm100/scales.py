@@ -1,4 +1,4 @@
-"""Scales of a stage, from rows of either layout to the tiles that tensor memory takes (``cuda/sm100/scaled_stage.py``).
+"""Scales of a stage, from rows of either layout to the tiles that tensor memory takes (``cuda/sm100/block_scaled.py``).
 Imports cutlass."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Ring
-from torch_attnkit.cuda.sm100 import scaled_stage
+from torch_attnkit.cuda.sm100 import block_scaled
 
 from ..sm90.arguments import Flags, Matrices
 from ..sm90.factors import Factors
@@ -74,7 +74,7 @@ class Scales:
         at = place + ring.slot(fill) * (2 * self.c.scale_bytes)
         for words, begin in ((tokens, 0), (weights, self.c.scale_bytes)):
             for j in range(self.words):
-                to = at + begin + j * scaled_stage.TILE_BYTES
+                to = at + begin + j * block_scaled.TILE_BYTES
                 pointer = cute.make_ptr(Uint32, to, cute.AddressSpace.smem, assumed_align=4)
                 cute.make_tensor(pointer, cute.make_layout(1))[0] = words[j]
         cute.arch.fence_view_async_shared()
