@@ -14,7 +14,7 @@ help:
 	@echo "make proof    everything: all parity cases, all kernels, random signatures (an hour or more)"
 	@echo "make lint     ruff and mypy alone"
 	@echo "make demo     a real model through the operators, on this machine"
-	@echo "make support  SUPPORT.md, written anew from the table"
+	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
 	@echo "make clean    remove everything that was built"
 
 venv: $(VENV)/built
@@ -57,6 +57,7 @@ demo: venv
 
 support: venv
 	$(BIN)/python -m torch_attnkit support --write SUPPORT.md
+	$(BIN)/python -m torch_attnkit docs --write docs/ops
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

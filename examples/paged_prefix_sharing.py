@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-import torch_attnkit  # noqa: F401  defines torch.ops.attnkit.*
+import torch_attnkit  # defines torch.ops.attnkit.*
 
 ops = torch.ops.attnkit
 

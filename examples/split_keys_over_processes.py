@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import torch_attnkit  # noqa: F401  defines torch.ops.attnkit.*
+import torch_attnkit  # defines torch.ops.attnkit.*
 
 ops = torch.ops.attnkit
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import torch_attnkit
 from torch_attnkit import cli, report
 from torch_attnkit.core.dispatch import OPS
 
@@ -36,6 +37,26 @@ def test_support_prints_writes_and_checks(run, tmp_path):
     file.write_text("old")
     result = run("support", "--check", str(file))
     assert result.exit_code == 1 and "is stale" in result.output
+
+
+def test_docs_writes_pages_and_tells_which_are_stale(run, tmp_path):
+    assert run("docs").exit_code == 2
+    folder = tmp_path / "ops"
+    assert run("docs", "--check", str(folder)).exit_code == 1
+    assert run("docs", "--write", str(folder)).exit_code == 0
+    assert sorted(f.stem for f in folder.iterdir()) == sorted([*OPS, "index"])
+    assert run("docs", "--check", str(folder)).exit_code == 0
+    (folder / "gone.md").write_text("an op that is no more")
+    (folder / "sdpa_multi.md").write_text("old")
+    result = run("docs", "--check", str(folder))
+    assert result.exit_code == 1 and "is stale (gone.md, sdpa_multi.md)" in result.output
+    assert run("docs", "--write", str(folder)).exit_code == 0 and not (folder / "gone.md").exists()
+
+
+def test_describe_prints_the_contract(run):
+    assert run("describe", "sdpa_decode").output == torch_attnkit.describe("sdpa_decode")
+    result = run("describe", "nonsense")
+    assert result.exit_code == 2 and "no op 'nonsense'" in result.output
 
 
 @pytest.mark.parametrize("op", OPS)

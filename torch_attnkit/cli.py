@@ -94,6 +94,43 @@ def support(
         print(text)
 
 
+@app.command()
+def describe(op: Annotated[str, typer.Argument(help="Name of an op, for example sdpa_decode.")]) -> None:
+    """An op's contract, its arguments, and what the kernels of each architecture take."""
+    print(torch_attnkit.describe(_known(op)), end="")
+
+
+@app.command()
+def docs(
+    write: Annotated[Path | None, typer.Option(help="Write a page an op to this folder.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Exit with 1 if the pages in this folder are not current.")] = None,
+) -> None:
+    """The pages of docs/ops, from the table, the ops' examples and the bench's baselines. It needs a checkout."""
+    from torch_attnkit.manual import pages
+
+    folder = write or check
+    if folder is None:
+        raise typer.BadParameter("nothing to do: --write FOLDER or --check FOLDER")
+    current = pages()
+    found = {f.name: f.read_text("utf-8") for f in folder.glob("*.md")} if folder.is_dir() else {}
+    if check:
+        if wrong := sorted(n for n in current.keys() | found.keys() if current.get(n) != found.get(n)):
+            console.print(f"{folder} is stale ({', '.join(wrong)}); run: python -m torch_attnkit docs --write {folder}")
+            raise typer.Exit(1)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in found.keys() - current.keys():  # of an op that is no more
+        (folder / name).unlink()
+    for name, text in current.items():
+        (folder / name).write_text(text, "utf-8")
+
+
+def _known(op: str) -> str:
+    if op not in OPS:
+        raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
+    return op
+
+
 def _meta_arguments(op: str, words: list[str]) -> tuple[list[Any], dict[str, Any], torch.dtype]:
     """Axis sizes (``B=2``), scalars (``window=128``), ``dtype=bf16`` and names of optional tensors to pass."""
     record = OPS[op]
@@ -142,9 +179,7 @@ def explain(
 
     Example: explain sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128 sink window=128
     """
-    if op not in OPS:
-        raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
-    tensors, scalars, _ = _meta_arguments(op, shapes)
+    tensors, scalars, _ = _meta_arguments(_known(op), shapes)
     arch = target or next((a for _, _, a in reversed(devices()) if a in ("cpu", *SIMULATED)), "cpu")
     print(torch_attnkit.explain(op, *tensors, target=arch, **scalars))
 
