@@ -11,6 +11,7 @@ import torch
 
 import torch_attnkit
 from torch_attnkit import manual
+from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.dispatch import OPS
 
 ROOT = Path(__file__).parent.parent
@@ -39,11 +40,16 @@ def test_a_page_has_all_that_the_table_has(op):
 
 
 def test_rows_that_differ_in_anything_but_sizes_are_told_apart():
-    op = OPS["grouped_output_projection"]
-    plain, packed = manual.limits(op, "sm90")
-    assert "without swizzled, global_scale" in plain and "format must be 'none'" in plain
-    assert "without" not in packed and "fewer than 2^33 numbers in a group" in packed
-    assert manual.limits(OPS["sparse_fmha_inverse_rope_fp4"], "metal") == []
+    needs = {"N must be even": lambda c: c.dim["N"] % 2 == 0}
+    rows = [Kernel("sm90", "bf16 f16", {"N": (n,), "M": (m,)}, "scaled") for n, m in ((16, 16), (32, 16))]
+    rows += [Kernel("cuda", "bf16", {"N": (4, 8)}, "", needs), Kernel("mps", "f32", features="scaled biased")]
+    op = Op("toy(Tensor x) -> Tensor out", {}, tuple(rows), features=dict.fromkeys(("scaled", "biased"), bool))
+    assert manual.limits(op, "sm90") == [
+        "bf16, f16; (N, M) (16, 16), (32, 16); without biased",
+        "bf16; N 4, 8; without scaled, biased; N must be even",
+    ]
+    assert manual.limits(op, "sm100") == ["bf16; N 4, 8; without scaled, biased; N must be even"]
+    assert manual.limits(op, "metal") == ["f32; any sizes"] and manual.limits(op, "cpu") == []
 
 
 def test_shapes_that_depend_on_an_argument_are_found():
