@@ -100,3 +100,11 @@ def test_links_of_the_documentation_lead_somewhere():
             if "://" not in target:
                 assert (page.parent / target).resolve().exists(), f"{page.name}: {target}"
     assert len(pages) > len(OPS)
+
+
+def test_the_first_page_leads_to_every_family_and_example():
+    index = (ROOT / "docs" / "index.md").read_text("utf-8")
+    for page in (ROOT / "docs" / "kernels").glob("*.md"):
+        assert f"(kernels/{page.name})" in index
+    for script in (ROOT / "examples").glob("*.py"):
+        assert f"`{script.name}`" in index

@@ -83,6 +83,9 @@ def test_first_accepting_row_wins_and_refusal_lists_every_reason():
     with pytest.raises(UnsupportedError) as error:
         dispatch.resolve(TOY, bind(x=(6,), codes=(4, 3)), sm100)
     assert str(error.value) == "toy on sm100 (simulated): cuda: N=6 not in {4}"
+    answers = ["a: N=6 not in {4}", "a: no", "a: N=6 not in {8, 4}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
+    said = ["a: N=6 not in {4, 8}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
+    assert dispatch.once(answers) == said
     with pytest.raises(UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm100, sm90\)"):
         dispatch.resolve(TOY, bind(), target.Target("metal"))
     assert dispatch.resolve(TOY, bind(), target.Target("cpu")) is None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
-from .dispatch import OPS, resolve
+from .dispatch import OPS, once, resolve
 from .errors import UnsupportedError
 from .op import Call, Kernel, Op
 from .target import SIMULATED, Target, target_of
-
-_ACCEPTED = re.compile(r"(.+ not in) \{(.*)\}")  # the words of ``Kernel.refusal`` about a dtype or a size
 
 
 def support(arch: str | None = None) -> list[tuple[Op, int, Kernel, str]]:
@@ -45,7 +42,7 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     shapes = (f"{n} {s} {d}" for n, (s, d) in zip(record.outnames, record.outputs(call), strict=True))
     lines.append(f"returns  {'; '.join(shapes) or 'nothing (writes in place)'}")
     where = Target(target or "cpu") if target or call.device.type == "meta" else target_of(call.device)
-    lines += [f"row      {line}" for line in _answers(record, call, where)]
+    lines += [f"row      {line}" for line in once(_answers(record, call, where))]
     try:
         chosen = resolve(record, call, where)
         file = f"{record.package.replace('.', '/')}/{chosen.file if chosen else 'reference'}.py"
@@ -57,14 +54,8 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
 
 
 def _answers(op: Op, call: Call, where: Target) -> Iterator[str]:
-    """What the rows say, each thing once: of rows that name what they accept of one axis, all that they accept."""
-    said: dict[str, list[str]] = {}  # what is said, without the accepted values -> these
+    """What each row says."""
     for row in op.kernels:
         asked = where.arch in row.archs
         why = row.refusal(call) if asked else f"serves {', '.join(row.archs)}, not {where.arch}"
-        words = f"{row.on}: {why or 'accepts'}"
-        named = _ACCEPTED.fullmatch(words) if asked else None
-        accepted = said.setdefault(named[1] if named else words, [])
-        accepted += [v for v in (named[2].split(", ") if named else ()) if v not in accepted]
-    for words, values in said.items():
-        yield f"{words} {{{', '.join(values)}}}" if values else words
+        yield f"{row.on}: {why or 'accepts'}"
