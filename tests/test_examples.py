@@ -18,14 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
     "deepseek_v4_layer": "the projection in NVFP4 is off by",
     "find_a_race": "mended, checked runs that are right: 9 of 9",
+    "find_a_race_in_metal": "with the barrier, checked, the sum is right: True",
     "generate_with_transformers": "all 24 tokens are those of transformers' own code",
     "paged_prefix_sharing": "14 pages of 16 keys are in use, 20 without sharing",
     "mxfp4_checkpoint": "the experts hold the bytes of the file: True",
     "split_keys_over_processes": "process 1 attended [32, 9, 0] keys",
 }
-LONG = ("mxfp4_checkpoint", "split_keys_over_processes")
+LONG = ("find_a_race_in_metal", "mxfp4_checkpoint", "split_keys_over_processes")
 NEEDS = {
     "find_a_race": ("cutlass", "torch_attnkit.sim._ptx"),  # CuTeDSL exists for Linux alone
+    "find_a_race_in_metal": ("ziglang", "torch_attnkit.sim._metal"),
     "generate_with_transformers": ("transformers",),
     "mxfp4_checkpoint": ("transformers",),
 }
