@@ -39,8 +39,8 @@ kernels have been seen right, and on what. The same in a terminal:
 
 """
 _LEGEND = f"""\
-T is the dtype of the model, one of {_MODEL}. The same letter is the same size wherever it stands; `K/2` is a size
-that was divided, `B+1` one that was increased, `...` any number of batch axes.
+T is the dtype of the model, one of {_MODEL}. The same letter is the same size wherever it stands;
+`K/2` is a size that was divided, `B+1` one that was increased, `...` any number of batch axes.
 """
 _RULES = "A call raises `ValueError` unless these hold:\n"
 _REFUSALS = """
