@@ -37,6 +37,8 @@ def test_a_page_has_all_that_the_table_has(op):
             for sizes in row.dims.values():
                 assert {str(n) for n in sizes} <= set(re.findall(r"\d+", said))
     assert "Nothing is in `bench/baselines`" in text
+    example = Path(op.module("op").__file__).with_name("example.py").read_text("utf-8")
+    assert f"```python\n{example}```\n" in manual.page(op, [])
 
 
 def test_rows_that_differ_in_anything_but_sizes_are_told_apart():

@@ -42,6 +42,7 @@ _LEGEND = f"""\
 T is the dtype of the model, one of {_MODEL}. The same letter is the same size wherever it stands;
 `K/2` is a size that was divided, `B+1` one that was increased, `...` any number of batch axes.
 """
+_EXAMPLE = "<example>"  # its place, while a page is put together
 _RULES = "A call raises `ValueError` unless these hold:\n"
 _REFUSALS = """
 It raises `TypeError` for a dtype that is not listed above and `ValueError` for shapes that do not fit each other. On a
@@ -245,7 +246,7 @@ def page(op: Op, baselines: list[dict[str, Any]]) -> str:
     if op.outnames:
         parts += ["", _row("output", "is"), "|---|---|", *(_row(f"`{a.name}`", a.what) for a in outputs(op))]
     parts += ["", *(f"- {line}" for line in other_shapes(op))]
-    parts += ["\n## Example\n", "```python", _example(op) + "```\n", "## What runs where\n"]
+    parts += ["\n## Example\n", f"```python\n{_EXAMPLE}```\n", "## What runs where\n"]
     for arch, name in ARCHS.items():
         parts += [f"**{name}**\n", *(f"- {line}" for line in _runs(op, arch)), ""]
     parts += ["A word behind *without* is a feature of the call that the kernel refuses. `SUPPORT.md` says of each row"]
@@ -259,7 +260,8 @@ def page(op: Op, baselines: list[dict[str, Any]]) -> str:
     parts += ["\nOn a GPU it raises `UnsupportedError`, with the reason of every row, where no row takes it."]
     parts += ["There is no backward: a gradient that would have to flow through the op raises.\n"]
     parts += ["## Speed\n", *(list(_speed(op, baselines)) or ["Nothing is in `bench/baselines`."])]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)) + "\n"
+    # The example keeps its own empty lines.
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).replace(_EXAMPLE, _example(op)) + "\n"
 
 
 def _example(op: Op) -> str:
