@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
 SIM_SOURCES := $(shell find csrc/sim -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help venv test proof lint demo support clean
+.PHONY: help venv test proof lint demo support docs clean
 
 help:
 	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
@@ -14,7 +14,8 @@ help:
 	@echo "make proof    everything: all parity cases, all kernels, random signatures (an hour or more)"
 	@echo "make lint     ruff and mypy alone"
 	@echo "make demo     a real model through the operators, on this machine"
-	@echo "make support  SUPPORT.md, written anew from the table"
+	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
+	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make clean    remove everything that was built"
 
 venv: $(VENV)/built
@@ -57,6 +58,19 @@ demo: venv
 
 support: venv
 	$(BIN)/python -m torch_attnkit support --write SUPPORT.md
+	$(BIN)/python -m torch_attnkit docs --write docs/ops
+
+# In an environment of its own: the pages are committed, and nothing but mkdocs is needed to build them.
+DOCS_VENV := build/docs-venv
+$(DOCS_VENV)/installed: pyproject.toml constraints.txt
+	rm -rf $(DOCS_VENV)
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/wanted
+	$(DOCS_VENV)/bin/python -m pip -qq --disable-pip-version-check install -c constraints.txt -r $(DOCS_VENV)/wanted
+	@touch $@
+
+docs: $(DOCS_VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -31,7 +31,7 @@ setup(
     packages=[*find_packages(include=["torch_attnkit", "torch_attnkit.*"]), "torch_attnkit.csrc"],
     package_dir={"torch_attnkit.csrc": "csrc"},
     package_data={
-        "torch_attnkit": ["evidence/*.json"],
+        "torch_attnkit": ["py.typed", "evidence/*.json"],
         "torch_attnkit.csrc": ["README.md", "metal/**/*", "sim/metal/include/*"],
     },
     ext_modules=[simulator(f) for f in FOLDERS],

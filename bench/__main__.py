@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import torch_attnkit
 from bench import mps, run, timing
@@ -100,7 +100,10 @@ def describe(line: dict[str, Any]) -> str:
 def table(op: str, lines: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(n for line in lines for n, p in line.get("peers", {}).items() if "us" in p))
     columns = ("case", "us", "eager us", "host us", "rate", "of limit", "error / tol", *(f"vs {n}" for n in names))
-    out = Table(*columns, title=f"{op}: CUDA graph, median; ratios are the peer's time / ours")
+    out = Table(
+        *(Column(c, overflow="fold") for c in columns),
+        title=f"{op}: CUDA graph, median; ratios are the peer's time / ours",
+    )
     for line in lines:
         if "error" in line:
             out.add_row(line["case"], "-", "-", "-", "-", "wrong", *("-" for _ in names), style="red")

@@ -6,11 +6,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from torch_attnkit import Target, UnsupportedError, cli, report
-from torch_attnkit.core import seams
+import torch_attnkit
+from bench.__main__ import table
+from torch_attnkit import UnsupportedError, cli, report
+from torch_attnkit.core import Target, seams, support
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.parity import command, random_run
+from torch_attnkit.parity.places import Place
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,12 +26,55 @@ def run(monkeypatch):
     return lambda *words: CliRunner().invoke(cli.app, words)
 
 
+def fits(output: str) -> bool:
+    """Whether 80 columns hold it, with nothing cut off, and with every table's last column there."""
+    return "\N{HORIZONTAL ELLIPSIS}" not in output and max(map(len, output.splitlines())) <= 80
+
+
 def test_info_names_devices_what_is_missing_and_how_to_get_it(run, monkeypatch):
     monkeypatch.setattr(cli, "_version", lambda package: None)
     result = run("info")
     assert result.exit_code == 0
     for words in ("cpu", "metal", "sm90", "sm100", "pip install 'torch_attnkit[cuda]'", "torch_attnkit[models]"):
         assert words in result.output
+
+
+def test_tables_fit_80_columns(run, monkeypatch, capsys):
+    monkeypatch.setattr(cli.console, "_width", 80)
+    monkeypatch.setattr(cli, "_version", lambda package: None)
+    monkeypatch.setattr(cli.config, "cache_dir", lambda: Path("/cache"))
+    result = run("info")
+    joined = "".join(result.output.split())  # a long word goes on in the next line
+    assert fits(result.output) and "torch_attnkit[" in joined and "kernelsinthetable" in joined
+
+    longest = max(OPS, key=len)
+    place = Place("cpu", "CPU", Target("sm90", simulated=True))
+    rows = [row for row in support.support("sm90") if row[0].name == longest]
+    monkeypatch.setattr(command, "console", Console(width=80))
+    monkeypatch.setattr(command, "runs_of", lambda place, row: [])
+    command.run_rows(place, rows)
+    output = capsys.readouterr().out
+    assert fits(output) and "tolerance" in output and f"{longest}/sm90"[:20] in output
+
+    Console(width=80).print(random_run._table(Target("sm100", simulated=True), (longest,), []))
+    assert fits(output := capsys.readouterr().out) and longest in output
+
+    peers = {name: {"us": 1.0, "ratio": 1.25} for name in ("cuDNN", "FA2", "FA3", "FA4")}
+    numbers = dict(us=12345.6, us_eager=12345.6, us_host=12345.6, rate="4.13 TB/s", fraction=1.0)
+    line = numbers | dict(case="causal-gptoss-full-4x4096", error_of_tolerance=0.5, peers=peers)
+    Console(width=80).print(table("flash_attention", [line]))
+    assert fits(output := capsys.readouterr().out) and output.count("1.25") == len(peers)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain_fits_80_columns_and_says_a_reason_once(run, op):
+    axes = sorted({a.name for n in OPS[op].tensors for a in OPS[op].spec(n).axes if a.name})
+    required = [f"{n}={OPS[op].choices.get(n, ('2',))[0]}" for n in OPS[op].argnames
+                if n not in OPS[op].defaults and n not in OPS[op].tensors]  # fmt: skip
+    for target in ("metal", "sm90"):
+        output = run("explain", op, *(f"{a}=16" for a in axes), *required, "--target", target).output
+        rows = [line for line in output.splitlines() if line.startswith("row ")]
+        assert fits(output) and len(set(rows)) == len(rows)
 
 
 def test_support_prints_writes_and_checks(run, tmp_path):
@@ -38,6 +86,26 @@ def test_support_prints_writes_and_checks(run, tmp_path):
     file.write_text("old")
     result = run("support", "--check", str(file))
     assert result.exit_code == 1 and "is stale" in result.output
+
+
+def test_docs_writes_pages_and_tells_which_are_stale(run, tmp_path):
+    assert run("docs").exit_code == 2
+    folder = tmp_path / "ops"
+    assert run("docs", "--check", str(folder)).exit_code == 1
+    assert run("docs", "--write", str(folder)).exit_code == 0
+    assert sorted(f.stem for f in folder.iterdir()) == sorted([*OPS, "index"])
+    assert run("docs", "--check", str(folder)).exit_code == 0
+    (folder / "gone.md").write_text("an op that is no more")
+    (folder / "sdpa_multi.md").write_text("old")
+    result = run("docs", "--check", str(folder))
+    assert result.exit_code == 1 and "is stale (gone.md, sdpa_multi.md)" in result.output
+    assert run("docs", "--write", str(folder)).exit_code == 0 and not (folder / "gone.md").exists()
+
+
+def test_describe_prints_the_contract(run):
+    assert run("describe", "sdpa_decode").output == torch_attnkit.describe("sdpa_decode")
+    result = run("describe", "nonsense")
+    assert result.exit_code == 2 and "no op 'nonsense'" in result.output
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -63,11 +131,29 @@ def test_explain_passes_scalars_and_optional_tensors(run):
         (("nonsense", "B=1"), "no op 'nonsense'"),
         (("sdpa_decode", "B=1"), "q needs the size of Hq, D"),
         (("sdpa_decode", "Q=1"), "'Q=1' is no axis"),
+        (("sdpa_decode", "B=1", "--target", "sm80"), "target is 'sm80', accepted: cpu, metal, sm90, sm100"),
     ],
 )
 def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
     result = run("explain", *words)
     assert result.exit_code == 2 and expected in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("describe", "nonsense"), "no op 'nonsense'"),
+        (("parity", "--op", "nonsense"), "no op 'nonsense'"),
+        (("parity", "--target", "sm80"), "arch is 'sm80', accepted: cpu, metal, sm90, sm100"),
+        (("warmup", "--target", "sm90", "--op", "nonsense"), "no op 'nonsense'"),
+        (("sim", "metal", "--counters", "--op", "nonsense"), "no op 'nonsense'"),
+        (("sim", "ptx", "--counters", "--op", "nonsense"), "no op 'nonsense'"),
+        (("sim", "ptx", "--check", "--arch", "sm80"), "arch is 'sm80', accepted: sm90, sm100"),
+    ],
+)
+def test_unknown_ops_and_targets_exit_with_2(run, words, expected):
+    result = run(*words)
+    assert result.exit_code == 2 and expected in " ".join(result.output.split()), result.output
 
 
 def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch):

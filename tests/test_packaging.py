@@ -99,7 +99,11 @@ def test_a_plain_install_needs_torch_and_a_command_line(wheel: Path):
     fields = Parser().parsestr(metadata.read_text())
     plain = [r for r in fields.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert {re.match(r"[\w-]+", r)[0] for r in plain} == {"torch", "typer", "rich"}
-    assert set(fields.get_all("Provides-Extra")) == {"cuda", "sim", "models", "dev"}
+    assert set(fields.get_all("Provides-Extra")) == {"cuda", "sim", "models", "docs", "dev"}
+    assert any(re.match(r"torch<[\d.]+,>=|torch>=[\d.]+,<", r) for r in plain), "torch has an upper bound"
+    (scripts,) = wheel.glob("*.dist-info/entry_points.txt")
+    assert "torch-attnkit = torch_attnkit.cli:app" in scripts.read_text()
+    assert (wheel / "torch_attnkit/py.typed").is_file()
     assert fields["Version"] == torch_attnkit.__version__ and fields["License-Expression"] == "Apache-2.0"
 
 

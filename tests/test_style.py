@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("torch_attnkit", "csrc", "tests", "bench")
+FOLDERS = ("torch_attnkit", "csrc", "tests", "bench", "examples")
 SUFFIXES = (".py", ".cpp", ".h", ".metal")
 TOOLKITS = ("core", "formats", "oracle", "mps", "cuda", "sim")
 FAMILIES = "torch_attnkit/kernels/"

@@ -3,21 +3,31 @@
 Importing the package defines ``torch.ops.attnkit.*`` and nothing else: it patches nothing and compiles nothing.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
-from torch_attnkit import backends
+import torch
+
+from torch_attnkit import backends, flops
 from torch_attnkit.core import Target, UnsupportedError, dispatch, simulate
 from torch_attnkit.core.support import explain, support
 
 if TYPE_CHECKING:
+    from torch_attnkit.manual import describe
     from torch_attnkit.trace import record
 
 __version__ = "0.1.0"
 
 backends.register()
 _LIBRARY = dispatch.load("torch_attnkit.ops")
+for _op in dispatch.OPS.values():  # help(torch.ops.attnkit.sdpa_decode)
+    getattr(torch.ops.attnkit, _op.name).__doc__ = (
+        f"{sys.modules[_op.package + '.op'].__doc__ or ''}\n{_op.schema}\n\n"
+        f"torch_attnkit.describe({_op.name!r}) has shapes, dtypes, limits and where an example is."
+    )
+flops.register_when_imported()
 
-__all__ = ["Target", "UnsupportedError", "explain", "record", "simulate", "support"]
+__all__ = ["Target", "UnsupportedError", "describe", "explain", "record", "simulate", "support"]
 
 
 def __getattr__(name: str) -> object:
@@ -25,4 +35,8 @@ def __getattr__(name: str) -> object:
         from torch_attnkit.trace import record
 
         return record
+    if name == "describe":  # pulls in what reads evidence
+        from torch_attnkit.manual import describe
+
+        return describe
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

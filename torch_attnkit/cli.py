@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import torch_attnkit
 from torch_attnkit.core import UnsupportedError, config
@@ -25,6 +26,7 @@ from torch_attnkit.parity.places import devices, simulators
 from torch_attnkit.sim.metal.cli import app as sim
 from torch_attnkit.sim.ptx.cli import ptx
 
+_WIDTH = 80  # columns of the narrowest terminal that what is printed is made for
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 sim.command()(ptx)
 app.add_typer(sim, name="sim")
@@ -39,17 +41,22 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _table(*columns: str) -> Table:
+    """A table that breaks a long word in a narrow terminal, where rich would cut it off."""
+    return Table(*(Column(name, overflow="fold") for name in columns))
+
+
 @app.command()
 def info() -> None:
     """Devices and their arch, what is usable, what is missing, and the command that installs it."""
     console.print(
         f"torch_attnkit {torch_attnkit.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     )
-    table = Table("device", "name", "arch")
+    table = _table("device", "name", "arch")
     for row in devices():
         table.add_row(*row)
     console.print(table)
-    table = Table("arch", "hardware here", "simulator", "kernels in the table")
+    table = _table("arch", "hardware here", "simulator", "kernels in the table")
     here, missing = {arch for _, _, arch in devices()}, simulators()
     for arch in ("cpu", *SIMULATED):
         simulator = "-" if arch == "cpu" else "no" if missing[arch] else "yes"
@@ -59,7 +66,7 @@ def info() -> None:
     for arch, why in missing.items():
         if why:
             console.print(f"{arch} is not simulated here: {escape(why)}", soft_wrap=True)
-    table = Table("needed for", "package", "installed", "install with")
+    table = _table("needed for", "package", "installed", "install with")
     wanted = (  # None: an extra would pull in what the package's model file does not need
         ("CUDA kernels", "nvidia-cutlass-dsl", "cuda"),
         ("CUDA kernels", "apache-tvm-ffi", "cuda"),
@@ -92,6 +99,43 @@ def support(
             raise typer.Exit(1)
     else:
         print(text)
+
+
+@app.command()
+def describe(op: Annotated[str, typer.Argument(help="Name of an op, for example sdpa_decode.")]) -> None:
+    """An op's contract, its arguments, and what the kernels of each architecture take."""
+    print(torch_attnkit.describe(_known(op)), end="")
+
+
+@app.command()
+def docs(
+    write: Annotated[Path | None, typer.Option(help="Write a page an op to this folder.")] = None,
+    check: Annotated[Path | None, typer.Option(help="Exit with 1 if the pages in this folder are not current.")] = None,
+) -> None:
+    """The pages of docs/ops, from the table, the ops' examples and the bench's baselines. It needs a checkout."""
+    from torch_attnkit.manual import pages
+
+    folder = write or check
+    if folder is None:
+        raise typer.BadParameter("nothing to do: --write FOLDER or --check FOLDER")
+    current = pages()
+    found = {f.name: f.read_text("utf-8") for f in folder.glob("*.md")} if folder.is_dir() else {}
+    if check:
+        if wrong := sorted(n for n in current.keys() | found.keys() if current.get(n) != found.get(n)):
+            console.print(f"{folder} is stale ({', '.join(wrong)}); run: python -m torch_attnkit docs --write {folder}")
+            raise typer.Exit(1)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in found.keys() - current.keys():  # of an op that is no more
+        (folder / name).unlink()
+    for name, text in current.items():
+        (folder / name).write_text(text, "utf-8")
+
+
+def _known(op: str) -> str:
+    if op not in OPS:
+        raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
+    return op
 
 
 def _meta_arguments(op: str, words: list[str]) -> tuple[list[Any], dict[str, Any], torch.dtype]:
@@ -142,11 +186,13 @@ def explain(
 
     Example: explain sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128 sink window=128
     """
-    if op not in OPS:
-        raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
-    tensors, scalars, _ = _meta_arguments(op, shapes)
-    arch = target or next((a for _, _, a in reversed(devices()) if a in ("cpu", *SIMULATED)), "cpu")
-    print(torch_attnkit.explain(op, *tensors, target=arch, **scalars))
+    known = ("cpu", *SIMULATED)
+    if target is not None and target not in known:
+        raise typer.BadParameter(f"target is {target!r}, accepted: {', '.join(known)}")
+    tensors, scalars, _ = _meta_arguments(_known(op), shapes)
+    arch = target or next((a for _, _, a in reversed(devices()) if a in known), "cpu")
+    for line in torch_attnkit.explain(op, *tensors, target=arch, **scalars).splitlines():
+        print(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False))
 
 
 @app.command()

@@ -83,6 +83,9 @@ def test_first_accepting_row_wins_and_refusal_lists_every_reason():
     with pytest.raises(UnsupportedError) as error:
         dispatch.resolve(TOY, bind(x=(6,), codes=(4, 3)), sm100)
     assert str(error.value) == "toy on sm100 (simulated): cuda: N=6 not in {4}"
+    answers = ["a: N=6 not in {4}", "a: no", "a: N=6 not in {8, 4}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
+    said = ["a: N=6 not in {4, 8}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
+    assert dispatch.once(answers) == said
     with pytest.raises(UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm100, sm90\)"):
         dispatch.resolve(TOY, bind(), target.Target("metal"))
     assert dispatch.resolve(TOY, bind(), target.Target("cpu")) is None
@@ -224,11 +227,24 @@ def test_functorch_and_subclasses_take_the_general_path():
         assert torch.equal(got, torch.ops.attnkit.sdpa_decode(x, k, v, n)[0])
 
 
-def test_explain_tells_rows_and_reasons():
+def test_explain_tells_rows_and_reasons(monkeypatch):
     q, k, v, n = (t.to("meta") for t in decode_args())
     text = torch_attnkit.explain("sdpa_decode", q, k, v, n, window=2, target="cpu")
     assert "features: gqa, window" in text and "ops/sdpa_decode/reference.py on cpu" in text
     assert "refused: ValueError: sdpa_decode: k_cache must be" in torch_attnkit.explain("sdpa_decode", q, k[0], v, n)
+    wide = [t.new_empty(*t.shape[:-1], 100, dtype=torch.bfloat16) for t in (q, k, v)]
+    text = torch_attnkit.explain("sdpa_decode", *wide, n, target="sm90").splitlines()
+    rows = [row for row in dispatch.OPS["sdpa_decode"].kernels if row.on == "sm90" and "bf16" in row.dtypes.split()]
+    accepted = ", ".join(dict.fromkeys(str(size) for row in rows for size in row.dims["D"]))
+    assert text.count(f"row      sm90: D=100 not in {{{accepted}}}") == 1
+    assert [line for line in text if "sm100" in line] == ["row      sm100: serves sm100, not sm90"]
+    assert text[-1] == "refused: UnsupportedError: no row of sm90 takes it"
+    monkeypatch.setitem(dispatch.OPS, "toy", TOY)
+    toy = torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.uint8)
+    text = torch_attnkit.explain("toy", *toy, target="metal")
+    assert text.endswith("refused: UnsupportedError: toy on metal: no kernel yet (there are kernels for: sm100, sm90)")
+    with pytest.raises(ValueError, match="explain: target is 'sm80', accepted: cpu, metal, sm90, sm100"):
+        torch_attnkit.explain("sdpa_decode", q, k, v, n, target="sm80")
     with pytest.raises(ValueError, match="explain: no op 'nope'"):
         torch_attnkit.explain("nope")
     with pytest.raises(ValueError, match="sdpa_decode has no argument wndow"):

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from .target import Target, simulated_arch, target_of
 OPS: dict[str, Op] = {}
 PLAN_KEYS: dict[str, Callable[..., Any]] = {}
 _PLANS: dict[str, dict[Any, Plan]] = {}
+_ACCEPTED = re.compile(r"(.+ not in) \{(.*)\}")  # the words of ``Kernel.refusal`` about a dtype or a size
 _MAX_PLANS = 4096  # per op; a signature per sequence length would grow without bound
 _DEVICES = ("CPU", "CUDA", "MPS")
 # Where torch sends tensors that are not dense in inference mode, which goes past the Autograd key.
@@ -64,7 +66,17 @@ def resolve(op: Op, call: Call, target: Target) -> Kernel | None:
         return None
     have = sorted({arch for row in op.kernels for arch in row.archs} - {"cpu"})
     reasons = reasons or [f"no kernel yet (there are kernels for: {', '.join(have) or 'no device'})"]
-    raise UnsupportedError(f"{op.name} on {target}: {'; '.join(reasons)}")
+    raise UnsupportedError(f"{op.name} on {target}: {'; '.join(once(reasons))}")
+
+
+def once(answers: Iterable[str]) -> list[str]:
+    """What rows say, each thing once: of rows that name what they accept of one axis, all that they accept."""
+    said: dict[str, list[str]] = {}  # an answer without the values that it accepts -> these
+    for answer in answers:
+        named = _ACCEPTED.fullmatch(answer)
+        values = said.setdefault(named[1] if named else answer, [])
+        values += [v for v in (named[2].split(", ") if named else ()) if v not in values]
+    return [f"{words} {{{', '.join(values)}}}" if values else words for words, values in said.items()]
 
 
 def _returned(outs: list[torch.Tensor]) -> Any:

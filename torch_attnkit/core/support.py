@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from .dispatch import OPS, resolve
+from .dispatch import OPS, once, resolve
 from .errors import UnsupportedError
-from .op import Kernel, Op
-from .target import Target, target_of
+from .op import Call, Kernel, Op
+from .target import SIMULATED, Target, target_of
 
 
 def support(arch: str | None = None) -> list[tuple[Op, int, Kernel, str]]:
@@ -20,9 +21,13 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     """What ``torch.ops.attnkit.<op>(*args, **kwargs)`` would do, step by step, without running it.
 
     Tensors may be on the ``meta`` device; ``target`` names another arch to ask about (cpu, metal, sm90, sm100).
+    Rows that refuse for one reason are told of in one line. Raises ValueError for an op, an argument or a target that
+    there is not.
     """
     if op not in OPS:
         raise ValueError(f"explain: no op {op!r}; there are {', '.join(OPS)}")
+    if target not in (None, "cpu", *SIMULATED):
+        raise ValueError(f"explain: target is {target!r}, accepted: {', '.join(('cpu', *SIMULATED))}")
     record = OPS[op]
     values = tuple(args) + tuple(kwargs.pop(n, record.defaults.get(n)) for n in record.argnames[len(args) :])
     if kwargs:
@@ -37,13 +42,20 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     shapes = (f"{n} {s} {d}" for n, (s, d) in zip(record.outnames, record.outputs(call), strict=True))
     lines.append(f"returns  {'; '.join(shapes) or 'nothing (writes in place)'}")
     where = Target(target or "cpu") if target or call.device.type == "meta" else target_of(call.device)
-    for row in record.kernels:
-        why = row.refusal(call) if where.arch in row.archs else f"serves {', '.join(row.archs)}, not {where.arch}"
-        lines.append(f"row      {row.on}: {why or 'accepts'}")
+    lines += [f"row      {line}" for line in once(_answers(record, call, where))]
     try:
         chosen = resolve(record, call, where)
         file = f"{record.package.replace('.', '/')}/{chosen.file if chosen else 'reference'}.py"
         lines.append(f"runs     {file} on {where}")
     except UnsupportedError as error:
-        lines.append(f"refused: {error}")
+        asked = any(where.arch in row.archs for row in record.kernels)
+        lines.append(f"refused: UnsupportedError: {f'no row of {where} takes it' if asked else error}")
     return "\n".join(lines)
+
+
+def _answers(op: Op, call: Call, where: Target) -> Iterator[str]:
+    """What each row says."""
+    for row in op.kernels:
+        asked = where.arch in row.archs
+        why = row.refusal(call) if asked else f"serves {', '.join(row.archs)}, not {where.arch}"
+        yield f"{row.on}: {why or 'accepts'}"

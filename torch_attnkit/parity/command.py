@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 import torch_attnkit
 from torch_attnkit.core import Target
@@ -31,6 +31,7 @@ from .places import Place, here, simulators
 
 console = Console()
 KNOWN = ("cpu", *SIMULATED)
+ERROR = "largest error\n/ tolerance"  # of a table that fits 80 columns, whatever the names of its rows
 SHOWN = 5  # failures of a row that are printed
 MOST = 4000  # cases of a sample at most, however many rows the table gets
 Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the place
@@ -149,7 +150,7 @@ def run_rows(
     if share < 1:
         share = min(share, MOST / max(1, sum(map(len, todo))))
         todo = [_sampled(runs, share=share, seed=seed) for runs in todo]
-    table = Table("row", "cases", "refused", "failed", "largest error / tolerance", title=str(place))
+    table = Table(Column("row", overflow="fold"), "cases", "refused", "failed", ERROR, title=str(place))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     flat = [run for runs in todo for run in runs]
     found: list[tuple[Outcome, dict[str, Any]]] = []

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from torch_attnkit.core import Target
 
@@ -86,7 +86,8 @@ def accepted(source: Source, device: str, count: int, each: Callable[..., Iterat
 
 
 def _table(target: Target, ops: tuple[str, ...], results: list[Result]) -> Table:
-    table = Table("op", "right", "wrong", "refused", "largest error / tolerance", title=f"random signatures, {target}")
+    columns = (Column("op", overflow="fold"), "right", "wrong", "refused", "largest error\n/ tolerance")
+    table = Table(*columns, title=f"random signatures, {target}")
     for op in ops:
         own = [r for r in results if r.signature.op == op]
         kinds = collections.Counter(r.kind for r in own)

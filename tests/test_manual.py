@@ -1,0 +1,112 @@
+"""The pages of docs/ops say what the table says, and so do ``describe`` and ``help``."""
+
+from __future__ import annotations
+
+import pydoc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit import manual
+from torch_attnkit.core import Kernel, Op
+from torch_attnkit.core.dispatch import OPS
+
+ROOT = Path(__file__).parent.parent
+ARCHS = ("cpu", "metal", "sm90", "sm100")
+
+
+def test_pages_are_fresh():
+    found = {f.name: f.read_text("utf-8") for f in (ROOT / "docs" / "ops").glob("*.md")}
+    assert found == manual.pages(), "run: make support"
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_page_has_all_that_the_table_has(op):
+    text = " ".join(manual.page(op, []).split())
+    for name in op.dims:
+        assert f"| `{name}` |" in text
+    for words in (*op.where, *(need for row in op.kernels for need in row.needs)):
+        assert words in text
+    for arch in ARCHS:
+        said = " ".join(manual.limits(op, arch))
+        for row in (r for r in op.kernels if arch in r.archs):
+            assert set(re.findall(r"\w+", row.dtypes)) <= set(re.findall(r"\w+", said))
+            for sizes in row.dims.values():
+                assert {str(n) for n in sizes} <= set(re.findall(r"\d+", said))
+    assert "Nothing is in `bench/baselines`" in text
+    example = Path(op.module("op").__file__).with_name("example.py").read_text("utf-8")
+    assert f"```python\n{example}```\n" in manual.page(op, [])
+
+
+def test_rows_that_differ_in_anything_but_sizes_are_told_apart():
+    needs = {"N must be even": lambda c: c.dim["N"] % 2 == 0}
+    rows = [Kernel("sm90", "bf16 f16", {"N": (n,), "M": (m,)}, "scaled") for n, m in ((16, 16), (32, 16))]
+    rows += [Kernel("cuda", "bf16", {"N": (4, 8)}, "", needs), Kernel("mps", "f32", features="scaled biased")]
+    op = Op("toy(Tensor x) -> Tensor out", {}, tuple(rows), features=dict.fromkeys(("scaled", "biased"), bool))
+    assert manual.limits(op, "sm90") == [
+        "bf16, f16; (N, M) (16, 16), (32, 16); without biased",
+        "bf16; N 4, 8; without scaled, biased; N must be even",
+    ]
+    assert manual.limits(op, "sm100") == ["bf16; N 4, 8; without scaled, biased; N must be even"]
+    assert manual.limits(op, "metal") == ["f32; any sizes"] and manual.limits(op, "cpu") == []
+
+
+def test_shapes_that_depend_on_an_argument_are_found():
+    assert manual.other_shapes(OPS["sdpa_decode"]) == ["`out` is (B, Hq, Dv) bf16 with q in f8e4m3"]
+    assert "`scale` is (Ms, Ks) u8 or f8e4m3 with scale_layout '128x4'" in manual.other_shapes(OPS["nvfp4_dequantize"])
+    assert "`swa_kv` is (Nw, Pw, D) with swa_block_table" in manual.other_shapes(OPS["sparse_fmha_with_swa"])
+
+
+def test_speed_is_what_the_baselines_say():
+    line = dict(case="no-such-case", dtype="bfloat16", us=12.34, rate="1.00 TB/s", fraction=0.25, peers={}, missing={})
+    other = line | dict(case="1x1024", us=None, peers={"A": {"ratio": 1.5}, "B": {"us": 1}}, run={"commit": "def+"})
+    record = dict(
+        device="A GPU", driver="1\n1", date="2026-01-01", commit="abc", versions={"torch": "9"}, lines=[line, other]
+    )
+    text = manual.page(OPS["sdpa_decode"], [{"sdpa_decode": record}])
+    assert "A GPU, driver 1, 2026-01-01: torch 9." in text
+    assert "| no-such-case | a case that the bench has no more | bf16 | 12.3 | 1.00 TB/s | 0.25 | - | `abc` |" in text
+    assert "| 1x1024 | B 1, Hq 32, Hkv 8, S 1024, D 128, Dv 128 | bf16 | wrong |" in text
+    assert "| A 1.50 | `def+` |" in text
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_describe_fits_80_columns_and_help_has_the_contract(op):
+    text = torch_attnkit.describe(op)
+    assert max(map(len, text.splitlines())) <= 80
+    for name in OPS[op].argnames:
+        assert f"\n  {name}: " in text
+    packet = getattr(torch.ops.attnkit, op)
+    assert packet.__doc__.startswith(f"{op}: ") and OPS[op].schema in packet.__doc__
+    assert packet.__doc__.splitlines()[0] in pydoc.render_doc(packet)
+
+
+def test_describe_refuses_unknown_ops():
+    with pytest.raises(ValueError, match="describe: no op 'nonsense'; there are flash_attention"):
+        torch_attnkit.describe("nonsense")
+
+
+def test_outside_a_checkout_there_are_no_pages(monkeypatch, tmp_path):
+    monkeypatch.setattr(manual.paths, "package", lambda: tmp_path / "torch_attnkit")
+    with pytest.raises(FileNotFoundError, match="accepted: a checkout"):
+        manual.pages()
+
+
+def test_links_of_the_documentation_lead_somewhere():
+    pages = [*(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).resolve().exists(), f"{page.name}: {target}"
+    assert len(pages) > len(OPS)
+
+
+def test_the_first_page_leads_to_every_family_and_example():
+    index = (ROOT / "docs" / "index.md").read_text("utf-8")
+    for page in (ROOT / "docs" / "kernels").glob("*.md"):
+        assert f"(kernels/{page.name})" in index
+    for script in (ROOT / "examples").glob("*.py"):
+        assert f"`{script.name}`" in index

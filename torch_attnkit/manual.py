@@ -1,0 +1,280 @@
+"""An op's contract in words: ``describe``, and the pages of docs/ops, which ``make support`` writes from the table.
+
+Everything comes from its one home: what an op does from the docstring of its ``op.py``, shapes, dtypes, limits and
+refusals from the table, the example from its ``example.py``, speed from ``bench/baselines``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torch_attnkit import paths
+from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.op import Call, Kernel, Op
+from torch_attnkit.core.spec import DTYPES, MODEL_DTYPES, Spec, parse, short
+from torch_attnkit.report import ARCHS
+
+_WIDTH = 80
+_MODEL = ", ".join(map(short, MODEL_DTYPES))
+_LETTERS = {"T": "T", "T8": "T or f8e4m3", "@dtype": "`dtype`, else T"}
+_GENERATED = "<!-- Generated from the table: python -m torch_attnkit docs --write docs/ops -->\n"
+_INDEX = f"""\
+{_GENERATED}
+# The ops
+
+What each of them computes is its contract; `torch_attnkit/ops/<op>/reference.py` is the definition in plain PyTorch.
+Every op runs on the CPU. On a GPU a kernel runs or the call is refused, with the reason; `SUPPORT.md` says which
+kernels have been seen right, and on what. The same in a terminal:
+
+    python -m torch_attnkit describe sdpa_decode
+    python -m torch_attnkit explain sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128 --target sm90
+
+"""
+_LEGEND = f"""\
+T is the dtype of the model, one of {_MODEL}. The same letter is the same size wherever it stands;
+`K/2` is a size that was divided, `B+1` one that was increased, `...` any number of batch axes.
+"""
+_EXAMPLE = "<example>"  # its place, while a page is put together
+_RULES = "A call raises `ValueError` unless these hold:\n"
+_REFUSALS = """
+It raises `TypeError` for a dtype that is not listed above and `ValueError` for shapes that do not fit each other. On a
+GPU it raises `UnsupportedError`, with the reason of every row, where no row takes it. There is no backward: a gradient
+that would have to flow through the op raises.
+"""
+_MEASURED = """\
+Medians of calls in a CUDA graph, inputs colder than the L2; each case was compared with its reference before it was
+timed. *Of the limit* is the part of what a copy moves, or a large product computes, in the same run. A peer's number is
+its time in units of ours. *Commit* is what ran, with a `+` where it had changes that were not committed: kernels may
+have changed since.
+"""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument or an output as a reader wants it: shape and dtypes of a tensor, type of a scalar."""
+
+    name: str
+    what: str
+    default: str  # "" if it must be given
+
+
+def _dtypes(spec: Spec) -> str:
+    return " or ".join(_LETTERS.get(d, d) for d in spec.dtypes)
+
+
+def _tensor(spec: Spec) -> str:
+    axes = ", ".join((["..."] if spec.batch else []) + [str(a) for a in spec.axes])
+    return f"({axes},)" if len(spec.axes) == 1 and not spec.batch else f"({axes})"
+
+
+def _value(value: Any) -> str:
+    return repr(value) if not isinstance(value, float) else f"{value:g}"
+
+
+def arguments(op: Op) -> list[Argument]:
+    """The arguments in the order of the schema."""
+    found = []
+    for a in op.parsed.arguments:
+        default = _value(op.defaults[a.name]) if a.name in op.defaults else ""
+        if a.name in op.tensors:
+            spec = op.spec(a.name)
+            written = ", written to" if a.name in op.mutated else ""
+            found.append(Argument(a.name, f"{_tensor(spec)} {_dtypes(spec)}{written}", default))
+        else:
+            kind = str(a.type).removesuffix("?").replace("Optional[", "").rstrip("]")
+            choices = ", ".join(map(repr, op.choices.get(a.name, ())))
+            # The parser of schemas knows a dtype as an int.
+            kind = "torch.dtype" if a.name == "dtype" else f"one of {choices}" if choices else kind
+            found.append(Argument(a.name, kind, default))
+    return found
+
+
+def outputs(op: Op) -> list[Argument]:
+    """The outputs in the order of the schema."""
+    empty = {name: "; empty unless it is asked for" for name in op.unless}
+    specs = ((name, op.spec(name)) for name in op.outnames)
+    return [Argument(n, f"{_tensor(s)} {_dtypes(s)}{empty.get(n, '')}", "") for n, s in specs]
+
+
+def other_shapes(op: Op) -> list[str]:
+    """Tensors that have other axes or dtypes with some argument, found by asking ``layouts`` with one at a time."""
+    plain = {n: op.choices[n][0] if n in op.choices else op.defaults.get(n) for n in op.argnames}
+    changes: list[tuple[str, dict[str, Any]]]
+    changes = [(f"{n} {value!r}", {n: value}) for n, values in op.choices.items() for value in values]
+    changes += [(n, {n: torch.empty(0)}) for n in op.tensors if n not in (*op.layouts, *op.mutated)]
+
+    def call(changed: dict[str, Any], dtype: torch.dtype = torch.float32) -> Call:
+        return Call(op.name, {}, SimpleNamespace(**plain | changed), dtype, (), torch.device("cpu"))
+
+    calls = [(words, call(changed)) for words, changed in changes]
+    calls.append(("q in f8e4m3", call({}, DTYPES["f8e4m3"])))
+    found: dict[str, list[str]] = {}
+    for name, layout in op.layouts.items():
+        usual = layout(call({})) or op.dims[name]
+        for words, asked in calls:
+            if (text := layout(asked)) not in (None, usual):
+                spec = parse(str(text))
+                dtypes = f" {_dtypes(spec)}" if ":" in str(text) else ""
+                found.setdefault(f"`{name}` is {_tensor(spec)}{dtypes}", []).append(words)
+    return [f"{what} with {' or '.join(words)}" for what, words in found.items()]
+
+
+def _sizes(rows: list[Kernel]) -> str:
+    """The sizes that rows which differ in nothing else take."""
+    axes = tuple(rows[0].dims)
+    if not axes:
+        return "any sizes"
+    if len(axes) == 1:
+        return f"{axes[0]} {', '.join(str(n) for row in rows for n in row.dims[axes[0]])}"
+    if all(len(row.dims[a]) == 1 for row in rows for a in axes):
+        pairs = ", ".join(f"({', '.join(str(row.dims[a][0]) for a in axes)})" for row in rows)
+        return f"({', '.join(axes)}) {pairs}"
+    each = ("; ".join(f"{a} {', '.join(map(str, row.dims[a]))}" for a in axes) for row in rows)
+    return " or ".join(each)
+
+
+def limits(op: Op, arch: str) -> list[str]:
+    """What the kernels of an architecture take, a sentence for rows that differ in sizes alone."""
+    alike: dict[tuple[Any, ...], list[Kernel]] = {}
+    for row in (r for r in op.kernels if arch in r.archs):
+        alike.setdefault((row.dtypes, tuple(row.dims), row.features, tuple(row.needs)), []).append(row)
+    found = []
+    for rows in alike.values():
+        row = rows[0]
+        without = [f for f in op.features if f not in row.features.split()]
+        words = [row.dtypes.replace(" ", ", "), _sizes(rows)]
+        words += [f"without {', '.join(without)}"] if without else []
+        words += list(row.needs)
+        found.append("; ".join(words))
+    return found
+
+
+def _contract(op: Op) -> str:
+    """The docstring of op.py, its source a paragraph of its own."""
+    return (op.module("op").__doc__ or "").strip().replace("\nSource:", "\n\nSource:")
+
+
+def _runs(op: Op, arch: str) -> list[str]:
+    """``limits``, and what happens to a call that no row takes."""
+    if arch == "cpu":
+        return [*limits(op, arch), "everything else: the reference" if limits(op, arch) else "the reference"]
+    return limits(op, arch) or ["no kernel: a call raises UnsupportedError"]
+
+
+def _block(head: str, lines: list[str]) -> Iterator[str]:
+    if lines:
+        yield f"\n{head}"
+        for line in lines:
+            yield from textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="      ")
+
+
+def describe(op: str) -> str:
+    """What an op computes, its arguments, what each architecture's kernels take, and an example, in 80 columns.
+
+    Raises ValueError for a name that no op has.
+    """
+    if op not in OPS:
+        raise ValueError(f"describe: no op {op!r}; there are {', '.join(OPS)}")
+    record = OPS[op]
+    lines = [textwrap.fill(part, _WIDTH) for part in re.split(r"\n\s*\n", _contract(record))]
+    parts = ["\n\n".join(lines)]
+    given = [f"{a.name}: {a.what}" + (f" (default {a.default})" if a.default else "") for a in arguments(record)]
+    parts += _block("Arguments", given)
+    parts += _block("Returns", [f"{a.name}: {a.what}" for a in outputs(record)])
+    parts += _block("Other shapes", [line.replace("`", "") for line in other_shapes(record)])
+    parts += _block("A call is refused unless", list(record.where))
+    for arch, name in ARCHS.items():
+        parts += _block(name, _runs(record, arch))
+    parts += _block("Example", [f"torch_attnkit/ops/{op}/example.py"])
+    return "\n".join(parts) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |"
+
+
+def _families(op: Op) -> list[str]:
+    """The kernel families that the op's adapters ask and that have a page."""
+    folder, pages = paths.package() / "ops" / op.name, paths.package().parent / "docs" / "kernels"
+    texts = (f.read_text("utf-8") for name in ("problem", "cuda", "mps") for f in folder.glob(f"{name}.py"))
+    named = {family for text in texts for family in re.findall(r"torch_attnkit\.kernels\.(\w+)", text)}
+    named |= {family for family in re.findall(r"torch_attnkit\.kernels\.(\w+)", (folder / "op.py").read_text("utf-8"))}
+    return sorted(family for family in named if (pages / f"{family}.md").exists())
+
+
+def _case(op: Op, name: str) -> str:
+    sizes = op.module("cases").BENCH.get(name)
+    return ", ".join(f"{k} {v}" for k, v in sizes.items()) if sizes else "a case that the bench has no more"
+
+
+def _speed(op: Op, baselines: list[dict[str, Any]]) -> Iterator[str]:
+    for ops in baselines:
+        if (record := ops.get(op.name)) is None:
+            continue
+        versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items() if k != "torch_attnkit")
+        driver = record["driver"].splitlines()[0]
+        yield f"{record['device']}, driver {driver}, {record['date']}: {versions}.\n"
+        yield _MEASURED
+        yield _row("case", "sizes", "dtype", "us", "rate", "of the limit", "peers", "commit")
+        yield "|---" * 8 + "|"
+        for line in record["lines"]:
+            peers = ", ".join(f"{name} {p['ratio']:.2f}" for name, p in line["peers"].items() if p.get("ratio"))
+            commit = line.get("run", record).get("commit", record["commit"])
+            yield _row(
+                line["case"], _case(op, line["case"]), short(getattr(torch, line["dtype"])),
+                f"{line['us']:.1f}" if line["us"] else "wrong",
+                line["rate"], f"{line['fraction']:.2f}", peers or "-", f"`{commit}`",
+            )  # fmt: skip
+        yield f"\nTo repeat it: `python -m bench {op.name} --peers`."
+
+
+def page(op: Op, baselines: list[dict[str, Any]]) -> str:
+    """The Markdown of an op's page."""
+    contract = _contract(op).removeprefix(f"{op.name}: ")
+    parts = [_GENERATED, f"# {op.name}\n", contract[0].upper() + contract[1:] + "\n"]
+    parts += ["```\n" + textwrap.fill(op.schema, 100, subsequent_indent="    ") + "\n```\n", "## Arguments\n", _LEGEND]
+    parts += [_row("argument", "is", "default"), "|---|---|---|"]
+    parts += [_row(f"`{a.name}`", a.what, f"`{a.default}`" if a.default else "must be given") for a in arguments(op)]
+    if op.outnames:
+        parts += ["", _row("output", "is"), "|---|---|", *(_row(f"`{a.name}`", a.what) for a in outputs(op))]
+    parts += ["", *(f"- {line}" for line in other_shapes(op))]
+    parts += ["\n## Example\n", f"```python\n{_EXAMPLE}```\n", "## What runs where\n"]
+    for arch, name in ARCHS.items():
+        parts += [f"**{name}**\n", *(f"- {line}" for line in _runs(op, arch)), ""]
+    parts += ["A word behind *without* is a feature of the call that the kernel refuses. `SUPPORT.md` says of each row"]
+    parts += ["on what evidence it stands.\n"]
+    parts += [f"How it is done: {', '.join(f'[{f}](../kernels/{f}.md)' for f in _families(op))}.\n"]
+    parts += [
+        "## Refusals\n",
+        "A call raises `TypeError` for a dtype that is not listed above, `ValueError` for shapes",
+    ]
+    parts += ["that do not fit each other, and unless these hold:\n", *(f"- {rule}" for rule in op.where)]
+    parts += ["\nOn a GPU it raises `UnsupportedError`, with the reason of every row, where no row takes it."]
+    parts += ["There is no backward: a gradient that would have to flow through the op raises.\n"]
+    parts += ["## Speed\n", *(list(_speed(op, baselines)) or ["Nothing is in `bench/baselines`."])]
+    # The example keeps its own empty lines.
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).replace(_EXAMPLE, _example(op)) + "\n"
+
+
+def _example(op: Op) -> str:
+    return (paths.package() / "ops" / op.name / "example.py").read_text("utf-8")
+
+
+def pages() -> dict[str, str]:
+    """File name to text of docs/ops. Raises FileNotFoundError outside a checkout, where there are no baselines."""
+    folder = paths.package().parent / "bench" / "baselines"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"docs: there is no {folder}; accepted: a checkout, which has the baselines")
+    baselines = [json.loads(file.read_text("utf-8"))["ops"] for file in sorted(folder.glob("*.json"))]
+    found = {f"{name}.md": page(op, baselines) for name, op in OPS.items()}
+    first = {name: _contract(op).split("\n")[0].removeprefix(f"{name}: ") for name, op in OPS.items()}
+    index = "\n".join(["| op | |", "|---|---|", *(f"| [`{n}`]({n}.md) | {words} |" for n, words in first.items())])
+    return found | {"index.md": _INDEX + index + "\n"}
