@@ -112,4 +112,5 @@ class Sparse:
 def trace(arch: str, *, dtype: str, dim: int, **sizes: Any) -> tuple[Any, list[Any]]:
     """For rows of q that start at multiples of 16 bytes, as those of the caches do that hold numbers."""
     config = Config(fake.dtype(dtype), dim, **sizes)
-    return Sparse(config), arguments(dtype, dim, config.row, config.align, angles=None)
+    angles = None if config.fp4 is None else config.fp4[2]
+    return Sparse(config), arguments(dtype, dim, config.row, config.align, angles)

@@ -1,0 +1,98 @@
+"""Where results go in FP4: columns of O' to blocks of a head, and these to codes and scales. Imports cutlass.
+
+    tensor memory -> times a head's factor, rounded -> shared memory, 32 columns of a warp's heads -> a block or a part
+    of one to a lane -> (rotated back, rounded) -> amax, scale, codes -> device memory
+
+A warp has the same 32 columns of all heads of its warpgroup, a column a lane. Where the probabilities were, of which the
+last product is through, each warp has 64 bytes a head for itself, so that it waits for no other; 16-byte chunks are
+swizzled, that neither stores nor loads collide in banks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from torch_attnkit.cuda import word_ops
+from torch_attnkit.kernels.decode.config import CHUNK
+
+from ..fp4_rows import Fp4Rows
+from ..sm90.arguments import Tensors
+from .columns import columns_of, factors_of, halves_of, pair_of
+from .config import LANES, Config
+from .memory import Memory
+from .place import Place
+
+_NUMBERS = 8  # of a chunk
+_PITCH = LANES * 2  # bytes of a head's 32 columns
+_CHUNKS = _PITCH // CHUNK
+
+
+class Fp4Output:
+    """``width``: columns of a head that a thread has when results are merged. ``run``: those that it has of tensor
+    memory: a block where there are heads enough, so that its scale is worked out once."""
+
+    width = _NUMBERS
+
+    def __init__(self, config: Config):
+        self.c, self.rows = config, Fp4Rows(config.dtype, config.dim, config.fp4)
+        self.run = min(self.rows.block, max(_NUMBERS, config.mma.own))
+
+    def store_stats(self, *_: Any) -> None:
+        """Codes have no sums beside them."""
+
+    @cute.jit
+    def store(self, tensors: Tensors, place: Place, m: Memory, h0: Int32):
+        """Of tensor memory, times factors in shared memory: a warpgroup's heads from ``h0`` on, 32 columns a warp."""
+        c, own = self.c, self.c.mma.own
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        staged = m.p_at + warp * (own * _PITCH)
+        # Word ``lane // 2`` of every second head; heads h and h + 1 have their chunks in the same order.
+        mine = staged + (lane & 1) * _PITCH + ((lane >> 1) & 3) * 4
+        starts = [mine + ((lane >> 3) ^ turn) * CHUNK for turn in range(_CHUNKS)]
+        halves, factors = halves_of(lane), factors_of(c, m, h0)
+        for p in cutlass.range(c.mma.parts, unroll=1):
+            rO, column = columns_of(c, p, h0), p * c.mma.part + warp % 4 * LANES
+            for h in cutlass.range_constexpr(0, own, 2):
+                _store_word(starts[h // 2 % _CHUNKS] + h * _PITCH, pair_of(c, rO, factors, h, halves))
+            cute.arch.sync_warp()
+            for first in cutlass.range(0, own * LANES // self.run, LANES, unroll=1):
+                self._store_run(tensors, place, h0, column, staged, first + lane)
+            cute.arch.sync_warp()  # the next part goes where this one was read
+
+    @cute.jit
+    def _store_run(self, tensors: Tensors, place: Place, h0: Int32, column: Int32, staged: Int32, index: Int32):
+        """Run number ``index`` of a warp's heads, of which each has 32 columns from ``column`` on."""
+        each = const_expr(LANES // self.run)  # of a head
+        row, at = index // each, index % each * (self.run // _NUMBERS)  # the run's first chunk
+        words = []
+        for i in cutlass.range_constexpr(self.run // _NUMBERS):
+            words += word_ops.load_words(4, staged + row * _PITCH + ((at + i) ^ ((row >> 1) & 3)) * CHUNK)
+        there = h0 + row < place.heads
+        head = place.head + h0 + row
+        self.store_words(tensors, place.token, head, there, column + at * _NUMBERS, words)
+
+    @cute.jit
+    def store_words(
+        self, tensors: Tensors, token: Int32, head: Int32, there: Boolean, column: Int32, words: list[Int32]
+    ):
+        """A lane's columns of a head from ``column`` on, where it is ``there``, the next lane those that follow in its
+        block. All lanes of a warp call."""
+        held = cute.make_rmem_tensor(len(words), Int32)
+        for i in cutlass.range_constexpr(len(words)):
+            held[i] = words[i]
+        if const_expr(self.rows.pairs > 0):
+            if column + const_expr(2 * len(words)) > self.rows.still:
+                turned = self.rows.turned_back(tensors.results, token, column, words)
+                for i in cutlass.range_constexpr(len(words)):
+                    held[i] = turned[i]
+        self.rows.store(tensors.results, token, head, there, column, [held[i] for i in range(len(words))])
+
+
+def _store_word(address: Int32, word: Int32) -> None:
+    """To shared memory."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = word
