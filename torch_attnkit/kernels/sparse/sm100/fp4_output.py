@@ -3,9 +3,9 @@
     tensor memory -> times a head's factor, rounded -> shared memory, 32 columns of a warp's heads -> a block or a part
     of one to a lane -> (rotated back, rounded) -> amax, scale, codes -> device memory
 
-A warp has the same 32 columns of all heads of its warpgroup, a column a lane. Where the probabilities were, of which the
-last product is through, each warp has 64 bytes a head for itself, so that it waits for no other; 16-byte chunks are
-swizzled, that neither stores nor loads collide in banks.
+A warp has the same 32 columns of all heads of its warpgroup, a column a lane. Where the probabilities were, of which
+the last product is through, each warp has 64 bytes a head for itself, so that it waits for no other; their chunks of 16
+bytes are swizzled, so that neither stores nor loads collide in banks.
 """
 
 from __future__ import annotations
