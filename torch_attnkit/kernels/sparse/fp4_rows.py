@@ -2,13 +2,15 @@
 
     words -> (RoPE channels: rotated back, rounded) -> amax over the lanes of a block -> scale byte, codes
 
-Bits are those of ``inverse_rope_fp4``: the arithmetic is that of ``cuda/rope.py`` and ``cuda/fp4_blocks.py``. Which
-numbers a thread has is its caller's affair: 8, 16 or 32 neighbouring columns of a head, a block or a part of one, whose
-other parts its neighbours have. Hopper's kernel has an epilogue of its own (``sm90/fp4_output.py``).
+Bits are those of ``inverse_rope_fp4``: rounding is that of ``cuda/rope.py`` and ``cuda/fp4.py``. Which numbers a
+thread has is its caller's affair: 8, 16 or 32 neighbouring columns of a head, a block or a part of one, whose other
+parts its neighbours have; and so is what makes codes of them. Hopper's kernel has an epilogue of its own
+(``sm90/fp4_output.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -17,7 +19,6 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from torch_attnkit.cuda import fp4, rope
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.fp4_blocks import Quantizer
 from torch_attnkit.formats.scale_layout import TILE_K, TILE_M
 from torch_attnkit.kernels.fp4 import rows
 from torch_attnkit.kernels.fp4.problem import BLOCK
@@ -29,10 +30,11 @@ _ROWS = 32  # of a tile's, which follow one another 16 bytes apart
 
 
 class Fp4Rows:
-    """``fp4``: the fields of a problem's ``Fp4``; numbers come as words, two of ``dtype`` each."""
+    """``fp4``: the fields of a problem's ``Fp4``; numbers come as words, two of ``dtype`` each. ``quantizer``: of a
+    format and of how many lanes have a block what gives codes and a scale byte, as ``cuda/sm100/fp4_blocks.py`` has."""
 
-    def __init__(self, dtype: Any, dim: int, fp4: tuple[Any, ...]):
-        self.dtype, self.dim = dtype, dim
+    def __init__(self, dtype: Any, dim: int, fp4: tuple[Any, ...], quantizer: Callable[[str, int], Any]):
+        self.dtype, self.dim, self.quantizer = dtype, dim, quantizer
         self.format, self.pairs, _, self.swizzled, self.divided = fp4
         self.block = BLOCK[self.format]
         self.kb = dim // self.block  # blocks of a head
@@ -50,16 +52,20 @@ class Fp4Rows:
             turned.append(cutlass.select_(first + i >= 0, new, words[i]))
         return turned
 
+    def global_scale(self, results: Codes) -> Any:
+        """What numbers are multiplied by before they are quantised, or None."""
+        return results.global_scale[0] if self.divided else None
+
     @cute.jit
-    def store(self, results: Codes, token: Int32, head: Int32, there: Boolean, column: Int32, words: list[Int32]):
+    def store(
+        self, results: Codes, token: Int32, head: Int32, there: Boolean, column: Int32, words: list[Int32],
+        global_scale: Any,
+    ):  # fmt: skip
         """The codes of a lane's columns of a head from ``column`` on, where the head is ``there``, and the scale of
         their block, by its first lane. All lanes of a warp call."""
-        global_scale = None
-        if const_expr(self.divided):
-            global_scale = results.global_scale[0]
         lanes = const_expr(self.block // (2 * len(words)))
         x = [number for word in words for number in fp4.floats(self.dtype, word)]
-        codes, byte = Quantizer(self.format, lanes=lanes)(x, words, self.dtype, global_scale)
+        codes, byte = self.quantizer(self.format, lanes)(x, global_scale)
         if there:
             row = Int64(token) * Int32(results.codes.shape[1]) + head
             to = results.codes.iterator.toint() + row * (self.dim // 2) + (column >> 1)

@@ -18,9 +18,9 @@ from .place import Place
 
 
 class NumberOutput:
-    """``width``: columns of a head that a thread has when results are merged."""
+    """``run``: columns of a head that a thread has when results are merged."""
 
-    width = 4
+    run = 4
 
     def __init__(self, config: Config):
         self.c, self.stats = config, Output(config.dtype)
@@ -43,12 +43,13 @@ class NumberOutput:
                 word_ops.store_word_if(target, pair_of(c, rO, factors, h, halves), there, h)
                 target += by_two
 
+    def vectors(self, run: Int32) -> list[Int32]:
+        """Which fours of a head's columns a thread adds up to store run number ``run``."""
+        return [run]
+
     @cute.jit
-    def store_words(
-        self, tensors: Tensors, token: Int32, head: Int32, there: Boolean, column: Int32, words: list[Int32]
-    ):
-        """Four columns of a head."""
-        op.store_2_pairs(self._address(tensors, token, head, column), words[0], words[1])
+    def store_run(self, tensors: Tensors, token: Int32, head: Int32, there: Boolean, run: Int32, words: list[Int32]):
+        op.store_2_pairs(self._address(tensors, token, head, run * self.run), words[0], words[1])
 
     def store_stats(
         self, tensors: Tensors, numbers: Numbers, token: Int32, head: Int32, row_max: Float32, row_sum: Float32

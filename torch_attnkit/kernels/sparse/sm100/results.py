@@ -41,8 +41,9 @@ class Results:
         self.c, self.softmax = config, softmax
         self.output = NumberOutput(config) if config.fp4 is None else Fp4Output(config)
         self.splits = MOST_CTAS // config.sides  # at most, of a cluster
-        self.width = self.output.width  # columns that a thread has of what is merged, a multiple of four: a vector
-        self.step = config.dim // self.width  # vectors of a row
+        # Of what is merged a thread has a run of columns at a time, and warps go through runs whole.
+        self.runs = config.dim // self.output.run  # of a row
+        self.whole = self.runs % LANES == 0
 
     @cute.jit
     def store(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
@@ -108,49 +109,42 @@ class Results:
             weights = [exp2(x - finite(row_max)) for x in maxima]
             for i in cutlass.range_constexpr(self.splits):
                 row_sum += weights[i] * stats[i][1]
-            for index in cutlass.range(lane, const_expr(-(-self.step // LANES) * LANES), LANES, unroll=1):
-                vector, mine = self._vector(index)
-                o_at = m.sO.iterator.toint() + (row * c.dim + vector * self.width) * 4
-                rO = cute.make_rmem_tensor(self.width, Float32)
+            for index in cutlass.range(lane, const_expr(-(-self.runs // LANES) * LANES), LANES, unroll=1):
+                run, mine = (index, Boolean(True)) if self.whole else (index % self.runs, index < self.runs)
+                vectors = self.output.vectors(run)
+                o_at = [m.sO.iterator.toint() + (row * c.dim + v * 4) * 4 for v in vectors]
+                rO = cute.make_rmem_tensor(4 * len(vectors), Float32)
                 rO.fill(0.0)
                 for first in cutlass.range_constexpr(0, self.splits, _AT_ONCE):
                     if place.splits > first:
                         for i in cutlass.range_constexpr(first, min(first + _AT_ONCE, self.splits)):
-                            for v in cutlass.range_constexpr(0, self.width, 4):
-                                peer_at = op.cluster_address(o_at + v * 4, peers[i])
-                                new = op.load_cluster_floats(4, peer_at, there[i])
-                                for x in cutlass.range_constexpr(4):
-                                    rO[v + x] = rO[v + x] + weights[i] * new[x]
+                            for v in cutlass.range_constexpr(len(vectors)):
+                                new = op.load_cluster_floats(4, op.cluster_address(o_at[v], peers[i]), there[i])
+                                for x in cutlass.range_constexpr(4 * v, 4 * v + 4):
+                                    rO[x] = rO[x] + weights[i] * new[x - 4 * v]
+                columns = [rO[x] for x in range(4 * len(vectors))]
                 if numbers.groups == 1:
-                    columns = [rO[x] for x in range(self.width)]
-                    self._store(tensors, numbers, place, row, mine, vector, columns, row_max, row_sum)
+                    self._store(tensors, numbers, place, row, mine, run, columns, row_max, row_sum)
                 elif mine:
-                    for v in cutlass.range_constexpr(0, self.width, 4):
-                        at = split + c.split.output_at(row, vector * self.width + v)
-                        op.store_4_floats(at, [rO[v + x] for x in range(4)])
-                    if vector == 0:
+                    for v in cutlass.range_constexpr(len(vectors)):
+                        at = split + c.split.output_at(row, vectors[v] * 4)
+                        op.store_4_floats(at, columns[4 * v : 4 * v + 4])
+                    if run == 0:
                         # ``join`` takes what stands beside a maximum of -inf for no keys; a row of NaN has keys.
                         known = cutlass.select_(row_sum == row_sum, row_max, row_sum)
                         memory_ops.store_2_floats(split + c.split.stat_at(row), [known, row_sum])
 
-    def _vector(self, index: Int32) -> tuple[Int32, Boolean]:
-        """Which vector of a row a lane has, and whether it is its own: warps go through rows whole, as some results are
-        of several lanes, and lanes beyond a short row repeat its last."""
-        if self.step % LANES == 0:
-            return index, Boolean(True)
-        return cutlass.min(index, self.step - 1), index < self.step
-
     @cute.jit
     def _store(
-        self, tensors: Tensors, numbers: Numbers, place: Place, row: Int32, there: Boolean, vector: Int32,
+        self, tensors: Tensors, numbers: Numbers, place: Place, row: Int32, there: Boolean, run: Int32,
         columns: list[Float32], row_max: Float32, row_sum: Float32,
     ):  # fmt: skip
-        """A vector of a head's result, where it is ``there``."""
+        """What a thread has of a head's result, where that is ``there``."""
         head = place.head + row
         factor = factor_of(tensors, numbers, head, row_max, row_sum)
-        words = [op.pack(self.c.dtype, *(y * factor for y in columns[x : x + 2])) for x in range(0, self.width, 2)]
-        self.output.store_words(tensors, place.token, head, there, vector * self.width, words)
-        if there & (vector == 0):
+        words = [op.pack(self.c.dtype, *(y * factor for y in columns[x : x + 2])) for x in range(0, len(columns), 2)]
+        self.output.store_run(tensors, place.token, head, there, run, words)
+        if there & (run == 0):
             self.output.store_stats(tensors, numbers, place.token, head, row_max, row_sum)
 
     @cute.jit
@@ -178,8 +172,9 @@ class Results:
         size = const_expr(c.split.nbytes)
         thread = cute.arch.thread_idx()[0]
         for index in cutlass.range(thread, self._end(place), SOFTMAX_THREADS, unroll=1):
-            row, vector, mine = self._row_and_vector(place, index)
-            sums = [cute.make_rmem_tensor(4, Float32) for _ in range(self.width // 4)]
+            row, run, mine = self._row_and_run(place, index)
+            vectors = self.output.vectors(run)
+            sums = [cute.make_rmem_tensor(4, Float32) for _ in vectors]
             for rO in sums:
                 rO.fill(0.0)
             row_max, row_sum = Float32(-_INF), Float32(0.0)
@@ -187,25 +182,22 @@ class Results:
                 # Beyond the last they repeat it.
                 at = [first + Int64(cutlass.min(n + i, numbers.groups - 1)) * size for i in range(_AT_ONCE)]
                 stats = [op.load_2_floats(a + c.split.stat_at(row)) for a in at]
-                news = [
-                    [op.load_4_floats(a + c.split.output_at(row, vector * self.width + 4 * v)) for a in at]
-                    for v in range(self.width // 4)
-                ]
+                news = [[op.load_4_floats(a + c.split.output_at(row, v * 4)) for a in at] for v in vectors]
                 maxima = [cutlass.select_(n + i < numbers.groups, s[0], Float32(-_INF)) for i, s in enumerate(stats)]
                 old_max, old_sum = row_max, row_sum
                 for rO, new in zip(sums, news, strict=True):
                     row_max, row_sum = join(rO, old_max, old_sum, maxima, [s[1] for s in stats], new)
             columns = [rO[x] for rO in sums for x in range(4)]
-            self._store(tensors, numbers, place, row, mine, vector, columns, row_max, row_sum)
+            self._store(tensors, numbers, place, row, mine, run, columns, row_max, row_sum)
 
     def _end(self, place: Place) -> Int32:
-        """Of the vectors of this CTA's rows, in whole warps."""
-        vectors = place.rows * self.step
-        return vectors if self.step % LANES == 0 else (vectors + (LANES - 1)) // LANES * LANES
+        """Of the runs of this CTA's rows, in whole warps: some results are of several lanes."""
+        runs = place.rows * self.runs
+        return runs if self.whole else (runs + (LANES - 1)) // LANES * LANES
 
-    def _row_and_vector(self, place: Place, index: Int32) -> tuple[Int32, Int32, Boolean]:
-        """Where vector ``index`` of this CTA's rows is, and whether there is such a row; else it is the last."""
-        row, vector = index // self.step, index % self.step
-        if self.step % LANES == 0:
-            return place.row + row, vector, Boolean(True)
-        return place.row + cutlass.min(row, place.rows - 1), vector, row < place.rows
+    def _row_and_run(self, place: Place, index: Int32) -> tuple[Int32, Int32, Boolean]:
+        """Where run ``index`` of this CTA's rows is, and whether there is such a row; else it is the last."""
+        row, run = index // self.runs, index % self.runs
+        if self.whole:
+            return place.row + row, run, Boolean(True)
+        return place.row + cutlass.min(row, place.rows - 1), run, row < place.rows
