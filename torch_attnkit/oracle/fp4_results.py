@@ -5,7 +5,7 @@ as ``compare.py`` allows, and some lie at the border of two codes or of two scal
 reference's codes. Each number may be anything within the tolerance of what it is in float64. Quantising is monotone:
 amax of a block then lies between two numbers, its scale between theirs, and under the scale that was found each code
 between those of the least and the largest number that it may stand for. What lies outside is wrong. A number that may
-be zero may be one of either sign, as wherever numbers are compared: a sum of zeros has the sign that its order gives it.
+be zero may have either sign, as wherever numbers are compared: that of a sum of zeros depends on its order.
 """
 
 from __future__ import annotations
