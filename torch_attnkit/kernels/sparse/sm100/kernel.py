@@ -31,8 +31,8 @@ from .products import ProductWarp
 from .results import Results
 from .softmax_warps import SoftmaxWarps
 
-# Of a thread of the softmax, the products and the producer; 128 is the mean. The epilogue for
-# codes is larger: with the first split, and with most others, ptxas spills a word or two of kernels that merge at D 512.
+# Of a thread of the softmax, the products and the producer; 128 is the mean. The epilogue for codes is larger: with the
+# first split, and with most others, ptxas spills a word or two of kernels that merge at D 512.
 _REGISTERS, _FP4_REGISTERS = (184, 56, 88), (168, 72, 104)
 
 
