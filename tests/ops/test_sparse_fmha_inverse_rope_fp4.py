@@ -128,6 +128,36 @@ def test_a_code_may_be_its_neighbour_only_at_their_border():
     assert not any(passes(*wrong) for wrong in ((3, 4, 4), (6, 4, 4), (4, 4, 5), (4, 4, 3), (4, 4, 12)))
 
 
+def test_a_zero_may_have_either_sign_and_a_number_may_not():
+    """Attention's zeros have the signs of sums: where keys are zeros of both signs, or a sink takes all."""
+    exact = torch.zeros(1, 16, dtype=torch.float64)
+    scale = torch.zeros(1, 1, dtype=torch.uint8)
+    for code in (0, 8):
+        fp4_results.check(
+            "it",
+            e2m1.pack(torch.full((1, 16), code, dtype=torch.uint8)),
+            scale,
+            exact,
+            exact.float(),
+            0.0,
+            "nvfp4",
+            None,
+        )
+    with pytest.raises(AssertionError, match="codes"):
+        fp4_results.check(
+            "it", e2m1.pack(torch.full((1, 16), 9, dtype=torch.uint8)), scale, exact, exact.float(), 0.0, "nvfp4", None
+        )
+    exact[0, 0], scale[0, 0] = 6.0, 0x38  # a scale of 1
+    exact[0, 1] = 1e-3  # beyond the bound from zero, whose code is that of a positive zero alone
+    for code, right in ((0, True), (8, False)):
+        codes = e2m1.pack(torch.tensor([[7, code] + [8] * 14], dtype=torch.uint8))
+        if right:
+            fp4_results.check("it", codes, scale, exact, exact.float(), 1e-4, "nvfp4", None)
+        else:
+            with pytest.raises(AssertionError, match="codes"):
+                fp4_results.check("it", codes, scale, exact, exact.float(), 1e-4, "nvfp4", None)
+
+
 def test_nan_has_the_code_of_six_and_no_part_in_a_scale():
     exact = torch.linspace(-1, 1, 32, dtype=torch.float64)[None]
     exact[0, 3] = torch.nan

@@ -354,6 +354,7 @@ MENDED = [
     ("sm90", "inverse_rope_fp4", "T=2 o.at=x0"),
     ("sm90", "inverse_rope_fp4", "H=2 R2=1 o.at=gap+x1"),
     ("sm90", "inverse_rope_fp4", "T=2 R2=1 sin.at=pad5"),
+    ("sm100", "sparse_fmha_inverse_rope_fp4", "D=128 S=9 window=1 sink=high format=nvfp4 rope=0 gs=1.0 R2=32 blk=16"),
 ]
 
 

@@ -4,7 +4,8 @@ Codes are exact for the numbers they stand for, but a kernel's numbers differ fr
 as ``compare.py`` allows, and some lie at the border of two codes or of two scales. So nothing is compared with the
 reference's codes. Each number may be anything within the tolerance of what it is in float64. Quantising is monotone:
 amax of a block then lies between two numbers, its scale between theirs, and under the scale that was found each code
-between those of the least and the largest number that it may stand for. What lies outside is wrong.
+between those of the least and the largest number that it may stand for. What lies outside is wrong. A number that may
+be zero may have either sign, as wherever numbers are compared: that of a sum of zeros depends on its order.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def check(
     _between(f"{name} o_scale", scale.int(), least.int(), most.int())
     r = _factor(scale, format, global_scale).repeat_interleave(BLOCK[format], -1)  # (..., K)
     low, high = (_order(e2m1.encode((exact + by).float() * r)) for by in (-bound, bound))
+    zero = exact.abs() <= bound
+    low, high = torch.where(zero, low.clamp(max=-1), low), torch.where(zero, high.clamp(min=0), high)
     found = e2m1.unpack(codes)
     nan = exact.isnan()
     if bool((found[nan] != 7).any()):

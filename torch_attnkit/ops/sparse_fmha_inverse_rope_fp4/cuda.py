@@ -1,4 +1,4 @@
-"""sparse_fmha_inverse_rope_fp4 on Hopper: the kernels are the family ``kernels/sparse``."""
+"""sparse_fmha_inverse_rope_fp4 on Hopper and Blackwell: the kernels are the family ``kernels/sparse``."""
 
 from __future__ import annotations
 

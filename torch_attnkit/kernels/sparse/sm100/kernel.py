@@ -31,15 +31,16 @@ from .products import ProductWarp
 from .results import Results
 from .softmax_warps import SoftmaxWarps
 
-# Of a thread of the softmax, the products and the producer; 128 is the mean.
-_SOFTMAX_REGISTERS, _PRODUCT_REGISTERS, _LOAD_REGISTERS = 184, 56, 88
+# Of a thread of the softmax, the products and the producer; 128 is the mean. The epilogue for codes is larger: with the
+# first split, and with most others, ptxas spills a word or two of kernels that merge at D 512.
+_REGISTERS, _FP4_REGISTERS = (184, 56, 88), (168, 72, 104)
 
 
 class Sparse:
     """The kernel: a work tile for a cluster, by three roles of warps."""
 
     def __init__(self, config: Config):
-        self.c = config
+        self.c, self.registers = config, _REGISTERS if config.fp4 is None else _FP4_REGISTERS
         self.producer = Producer(config) if config.row.plain else CodedProducer(config)
         self.products = ProductWarp(config)
         self.softmax = SoftmaxWarps(config)
@@ -62,12 +63,13 @@ class Sparse:
         tmem.before_sync()
         cute.arch.cluster_arrive()
         place = place_of(c, tensors, numbers)
+        softmax, products, loads = const_expr(self.registers)
         if warp >= LOAD_WARP:
-            cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(loads)
             self.producer.run(tensors, numbers, place, m)
             self._leave(m)
         elif warp >= PRODUCT_WARP:
-            cute.arch.setmaxregister_decrease(_PRODUCT_REGISTERS)
+            cute.arch.setmaxregister_decrease(products)
             tiles = tiles_of(c, tensors, numbers, place)
             cute.arch.cluster_wait()
             tmem.after_sync()
@@ -75,7 +77,7 @@ class Sparse:
                 self.products.run(place, m, tiles)
             self._leave(m)
         else:
-            cute.arch.setmaxregister_increase(_SOFTMAX_REGISTERS)
+            cute.arch.setmaxregister_increase(softmax)
             self._attend(tensors, numbers, place, m)
         tmem.after_sync()
         if warp == PRODUCT_WARP:
@@ -112,4 +114,5 @@ class Sparse:
 def trace(arch: str, *, dtype: str, dim: int, **sizes: Any) -> tuple[Any, list[Any]]:
     """For rows of q that start at multiples of 16 bytes, as those of the caches do that hold numbers."""
     config = Config(fake.dtype(dtype), dim, **sizes)
-    return Sparse(config), arguments(dtype, dim, config.row, config.align, angles=None)
+    angles = None if config.fp4 is None else config.fp4[2]
+    return Sparse(config), arguments(dtype, dim, config.row, config.align, angles)

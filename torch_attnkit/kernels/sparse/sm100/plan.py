@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch_attnkit.core.spec import short
 from torch_attnkit.kernels.decode.config import SplitLayout
 
-from ..problem import Problem
+from ..problem import Fp4, Problem
 from ..sm90.plan import LEAST_BYTES, Plan, share
 from .config import KEYS, MOST_CTAS, MOST_HEADS, MOST_SIDES
 
@@ -41,6 +44,14 @@ def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int) -> float
     return _START + rounds * turn + merge
 
 
+def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
+    """As the kernel is compiled with it."""
+    if results is None:
+        return None
+    r = results
+    return (r.format, r.pairs, short(r.angle_dtype), r.swizzled, r.divided)
+
+
 def plan(problem: Problem, sms: int) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors. A *work tile* is a token with the heads of one CTA or of both
     sides; ``ctas`` are those of a cluster that share the keys of a side."""
@@ -56,7 +67,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     sizes = dict(
         dim=problem.dim, heads=heads, sides=sides, merge=ctas * groups > 1,
         paged=(problem.near_paged, problem.far_paged), format=problem.format, rope_dim=problem.rope_dim,
-        align=problem.align, divided=problem.divided,
+        align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4),
     )  # fmt: skip
     floats = work * groups * sides * SplitLayout(heads, problem.dim).floats if groups > 1 else 0
     counters = work * MOST_CTAS if groups > 1 else 0

@@ -1,6 +1,6 @@
 """What the softmax's warpgroups do with O' when the last key is through.
 
-    one CTA a work tile    tensor memory -> registers -> the result
+    one CTA a work tile    tensor memory -> registers -> the result (number_output.py, fp4_output.py)
     several                O', float32, over the ring -> the cluster's CTAs add up a share of the heads each over
                            distributed shared memory -> the result, or where clusters share a work tile a split in
                            device memory; the CTAs with the same share count themselves, and the last to come adds up
@@ -13,49 +13,42 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import memory_ops, word_ops
+from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.partials import finite, join
-from torch_attnkit.cuda.sm100 import tmem
 from torch_attnkit.cuda.warp_ops import exp2
 
 from ..sm90.arguments import Numbers, Tensors
-from ..sm90.output import Output, factor_of
+from ..sm90.output import factor_of
+from .columns import columns_of
 from .config import LANES, MOST_CTAS, SOFTMAX_THREADS, SOFTMAX_WARPS, Config
+from .fp4_output import Fp4Output
 from .memory import Memory
+from .number_output import NumberOutput
 from .place import Place
-from .softmax_warps import SoftmaxWarps, four, meet
+from .softmax_warps import SoftmaxWarps, meet
 
 _INF = float("inf")
-# Of two words, the lower or the upper half of either, that of the lane with the lower column first.
-_LOWER_HALVES, _UPPER_HALVES = 0x5410, 0x3276
 _AT_ONCE = 4  # partial results of a row that a thread has on their way
-
-
-def address_of(config: Config, tensors: Tensors, token: Int32, head: Int32, column: Int32) -> Int64:
-    """Of a head's number in the result."""
-    out = tensors.results.out
-    offset = Int64(out.stride[0]) * token + Int64(out.stride[1]) * head + column
-    return out.iterator.toint() + offset * config.itemsize
 
 
 class Results:
     """The epilogue of the softmax's warpgroups; O' is in tensor memory, maxima and sums in shared."""
 
     def __init__(self, config: Config, softmax: SoftmaxWarps):
-        self.c, self.softmax, self.output = config, softmax, Output(config.dtype)
+        self.c, self.softmax = config, softmax
+        self.output = NumberOutput(config) if config.fp4 is None else Fp4Output(config)
         self.splits = MOST_CTAS // config.sides  # at most, of a cluster
-        self.step = config.dim // 4  # vectors of four columns of a row
+        # Of what is merged a thread has a run of columns at a time, and warps go through runs whole.
+        self.runs = config.dim // self.output.run  # of a row
+        self.whole = self.runs % LANES == 0
 
     @cute.jit
     def store(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
-        """The result, by the one CTA that has it. A thread has a column of all heads; with its neighbour it exchanges
-        one of every two heads for the neighbour's column of the other, so that it stores pairs."""
-        c, own = self.c, self.softmax.own
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        """The result, by the one CTA that has it."""
+        c, thread = self.c, cute.arch.thread_idx()[0]
         meet()
         if thread < c.heads:
             head, factor = place.head + thread, Float32(0.0)
@@ -65,23 +58,7 @@ class Results:
                 self.output.store_stats(tensors, numbers, place.token, head, row_max, row_sum)
             m.sFactor[thread] = factor
         meet()
-        h0, odd = self.softmax.first_head(), lane & 1
-        # The heads that this thread stores are every second, of those that there are.
-        head, there = place.head + h0 + odd, place.heads - h0 - odd
-        column = cute.arch.warp_idx() % 4 * LANES + lane - odd
-        out = address_of(self.c, tensors, place.token, head, column)
-        by_two = Int64(tensors.results.out.stride[1]) * (2 * c.itemsize)
-        bytes_of = cutlass.select_(odd != 0, Int32(_UPPER_HALVES), Int32(_LOWER_HALVES))
-        factors = [four(m.sFactor, h0 + h) for h in range(0, own, 4)]
-        for p in cutlass.range(c.mma.parts, unroll=1):
-            rO, target = self._columns(p, h0), out + p * (c.mma.part * c.itemsize)
-            for h in cutlass.range_constexpr(0, own, 2):
-                fours = factors[h // 4]
-                pair = cute.arch.mul_packed_f32x2((rO[h], rO[h + 1]), (fours[h % 4], fours[h % 4 + 1]))
-                word = op.pack(c.dtype, *pair)
-                word = permute_bytes(word, cute.arch.shuffle_sync_bfly(word, 1), bytes_of)
-                word_ops.store_word_if(target, word, there, h)
-                target += by_two
+        self.output.store(tensors, place, m, self.softmax.first_head())
 
     @cute.jit
     def leave(self, m: Memory, tiles: Int32):
@@ -94,17 +71,9 @@ class Results:
         h0 = self.softmax.first_head()
         column = cute.arch.warp_idx() % 4 * LANES + cute.arch.lane_idx()
         for p in cutlass.range(c.mma.parts, unroll=1):
-            rO = self._columns(p, h0)
+            rO = columns_of(c, p, h0)
             for h in cutlass.range_constexpr(own):
                 m.sO[(h0 + h) * c.dim + p * c.mma.part + column] = rO[h]
-
-    def _columns(self, p: Int32, h0: Int32) -> list[Float32]:
-        """This thread's column of part p, for the warpgroup's heads."""
-        c = self.c
-        at = tmem.lanes(c.mma.tensor_memory.output + p * c.heads + h0, cute.arch.warp_idx())
-        got = tmem.load(at, self.softmax.own)
-        tmem.await_loads()
-        return got
 
     @cute.jit
     def merge(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
@@ -140,36 +109,42 @@ class Results:
             weights = [exp2(x - finite(row_max)) for x in maxima]
             for i in cutlass.range_constexpr(self.splits):
                 row_sum += weights[i] * stats[i][1]
-            for vector in cutlass.range(lane, self.step, LANES, unroll=1):
-                o_at = m.sO.iterator.toint() + (row * c.dim + vector * 4) * 4
-                rO = cute.make_rmem_tensor(4, Float32)
+            for index in cutlass.range(lane, const_expr(-(-self.runs // LANES) * LANES), LANES, unroll=1):
+                run, mine = (index, Boolean(True)) if self.whole else (index % self.runs, index < self.runs)
+                vectors = self.output.vectors(run)
+                o_at = [m.sO.iterator.toint() + (row * c.dim + v * 4) * 4 for v in vectors]
+                rO = cute.make_rmem_tensor(4 * len(vectors), Float32)
                 rO.fill(0.0)
                 for first in cutlass.range_constexpr(0, self.splits, _AT_ONCE):
                     if place.splits > first:
                         for i in cutlass.range_constexpr(first, min(first + _AT_ONCE, self.splits)):
-                            new = op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), there[i])
-                            for x in cutlass.range_constexpr(4):
-                                rO[x] = rO[x] + weights[i] * new[x]
+                            for v in cutlass.range_constexpr(len(vectors)):
+                                new = op.load_cluster_floats(4, op.cluster_address(o_at[v], peers[i]), there[i])
+                                for x in cutlass.range_constexpr(4 * v, 4 * v + 4):
+                                    rO[x] = rO[x] + weights[i] * new[x - 4 * v]
+                columns = [rO[x] for x in range(4 * len(vectors))]
                 if numbers.groups == 1:
-                    self._store(tensors, numbers, place, row, vector, rO, row_max, row_sum)
-                else:
-                    op.store_4_floats(split + c.split.output_at(row, vector * 4), [rO[x] for x in range(4)])
-                    if vector == 0:
+                    self._store(tensors, numbers, place, row, mine, run, columns, row_max, row_sum)
+                elif mine:
+                    for v in cutlass.range_constexpr(len(vectors)):
+                        at = split + c.split.output_at(row, vectors[v] * 4)
+                        op.store_4_floats(at, columns[4 * v : 4 * v + 4])
+                    if run == 0:
                         # ``join`` takes what stands beside a maximum of -inf for no keys; a row of NaN has keys.
                         known = cutlass.select_(row_sum == row_sum, row_max, row_sum)
                         memory_ops.store_2_floats(split + c.split.stat_at(row), [known, row_sum])
 
     @cute.jit
     def _store(
-        self, tensors: Tensors, numbers: Numbers, place: Place, row: Int32, vector: Int32, rO: cute.Tensor,
-        row_max: Float32, row_sum: Float32,
+        self, tensors: Tensors, numbers: Numbers, place: Place, row: Int32, there: Boolean, run: Int32,
+        columns: list[Float32], row_max: Float32, row_sum: Float32,
     ):  # fmt: skip
-        """Four columns of a head's result."""
+        """What a thread has of a head's result, where that is ``there``."""
         head = place.head + row
         factor = factor_of(tensors, numbers, head, row_max, row_sum)
-        low, high = (op.pack(self.c.dtype, rO[x] * factor, rO[x + 1] * factor) for x in (0, 2))
-        op.store_2_pairs(address_of(self.c, tensors, place.token, head, vector * 4), low, high)
-        if vector == 0:
+        words = [op.pack(self.c.dtype, *(y * factor for y in columns[x : x + 2])) for x in range(0, len(columns), 2)]
+        self.output.store_run(tensors, place.token, head, there, run, words)
+        if there & (run == 0):
             self.output.store_stats(tensors, numbers, place.token, head, row_max, row_sum)
 
     @cute.jit
@@ -196,16 +171,33 @@ class Results:
         c = self.c
         size = const_expr(c.split.nbytes)
         thread = cute.arch.thread_idx()[0]
-        for index in cutlass.range(thread, place.rows * self.step, SOFTMAX_THREADS, unroll=1):
-            row, vector = place.row + index // self.step, index % self.step
-            rO = cute.make_rmem_tensor(4, Float32)
-            rO.fill(0.0)
+        for index in cutlass.range(thread, self._end(place), SOFTMAX_THREADS, unroll=1):
+            row, run, mine = self._row_and_run(place, index)
+            vectors = self.output.vectors(run)
+            sums = [cute.make_rmem_tensor(4, Float32) for _ in vectors]
+            for rO in sums:
+                rO.fill(0.0)
             row_max, row_sum = Float32(-_INF), Float32(0.0)
             for n in cutlass.range(0, numbers.groups, _AT_ONCE, unroll=1):
                 # Beyond the last they repeat it.
                 at = [first + Int64(cutlass.min(n + i, numbers.groups - 1)) * size for i in range(_AT_ONCE)]
                 stats = [op.load_2_floats(a + c.split.stat_at(row)) for a in at]
-                news = [op.load_4_floats(a + c.split.output_at(row, vector * 4)) for a in at]
+                news = [[op.load_4_floats(a + c.split.output_at(row, v * 4)) for a in at] for v in vectors]
                 maxima = [cutlass.select_(n + i < numbers.groups, s[0], Float32(-_INF)) for i, s in enumerate(stats)]
-                row_max, row_sum = join(rO, row_max, row_sum, maxima, [s[1] for s in stats], news)
-            self._store(tensors, numbers, place, row, vector, rO, row_max, row_sum)
+                old_max, old_sum = row_max, row_sum
+                for rO, new in zip(sums, news, strict=True):
+                    row_max, row_sum = join(rO, old_max, old_sum, maxima, [s[1] for s in stats], new)
+            columns = [rO[x] for rO in sums for x in range(4)]
+            self._store(tensors, numbers, place, row, mine, run, columns, row_max, row_sum)
+
+    def _end(self, place: Place) -> Int32:
+        """Of the runs of this CTA's rows, in whole warps: some results are of several lanes."""
+        runs = place.rows * self.runs
+        return runs if self.whole else (runs + (LANES - 1)) // LANES * LANES
+
+    def _row_and_run(self, place: Place, index: Int32) -> tuple[Int32, Int32, Boolean]:
+        """Where run ``index`` of this CTA's rows is, and whether there is such a row; else it is the last."""
+        row, run = index // self.runs, index % self.runs
+        if self.whole:
+            return place.row + row, run, Boolean(True)
+        return place.row + cutlass.min(row, place.rows - 1), run, row < place.rows
