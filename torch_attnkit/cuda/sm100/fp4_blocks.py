@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from .. import fp4
-from .scaled_stage import amax, e2m1_pairs
+from .e2m1 import amax, e2m1_pairs
 
 _AT_ONCE = 8  # numbers, whose codes are a word
 
