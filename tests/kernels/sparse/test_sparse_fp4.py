@@ -131,3 +131,51 @@ def test_attention_to_output_projection_is_two_launches(format):
             want = project(*A.inverse_rope_fp4(out, *turned.values(), o_global, format=format, **how))
     assert len(fused) == 2 and len(apart) == 3
     assert torch.equal(got, want) and got.unique().numel() > 50
+
+
+def test_a_decode_step_of_a_layer_s_attention_is_five_launches():
+    """On Blackwell, from the new key's row in its page to the output projection: the row, the indexer's scores, its
+    choice, attention to codes, and their products. By the ops one by one it is the same, to the bit, in six."""
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    ptx = pytest.importorskip("torch_attnkit.sim.ptx")
+    requests, heads, dim, page, groups, rank = 2, 4, 128, 16, 2, 24
+    pages, entries = normal(4, page, dim), normal(requests, 40, dim, seed=1)
+    tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    past = torch.tensor([20, 27], dtype=torch.int32)  # keys that are there before this step
+    slot = tables[torch.arange(requests), past // page].long() * page + past % page
+    new, turned = normal(requests, dim, seed=2), angles(requests, 32)
+    of_indexer = normal(requests, 4, 64, seed=3), normal(requests, 40, 64, seed=4), torch.rand(requests, 4)
+    seen, request_ids = torch.tensor([31, 40], dtype=torch.int32), torch.arange(requests, dtype=torch.int32)
+    weight, scales = A.mxfp4_quantize(normal(groups * rank, heads // groups * dim, seed=5).float())
+    scales = torch.stack([to_128x4(s) for s in scales.view(groups, rank, -1)])
+    how = dict(groups=groups, scale_layout="128x4")
+
+    def step(fused: bool) -> torch.Tensor:
+        cache = pages.clone()
+        A.kv_cache_write(new, cache.view(-1, dim), slot)
+        if fused:
+            chosen = A.indexer_select(*of_indexer, seen, request_ids, topk=8)
+        else:
+            chosen = A.indexer_topk(A.indexer_scores(*of_indexer, seen, request_ids), seen, topk=8)
+        attended = dict(
+            q=normal(requests, heads, dim, seed=6), swa_kv=cache, swa_end=past + 1, compressed_kv=entries,
+            topk_indices=chosen, compressed_len=seen, request_ids=request_ids, swa_block_table=tables, window=16,
+        )  # fmt: skip
+        if fused:
+            codes, scale = A.sparse_fmha_inverse_rope_fp4(**attended, **turned, o_format="mxfp4", **how)
+        else:
+            out = A.sparse_fmha_with_swa(**attended)[0]
+            codes, scale = A.inverse_rope_fp4(out, *turned.values(), format="mxfp4", **how)
+        codes = codes.view(requests, groups, -1)
+        return A.grouped_output_projection(
+            codes, weight.view(groups, rank, -1), scale, scales, format="mxfp4", scale_layout="128x4",
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+
+    with torch_attnkit.simulate("sm100"), ptx.settings(check=True, seed=1):
+        with ptx.counting() as fused:
+            got = step(True)
+        with ptx.counting() as apart:
+            want = step(False)
+    assert (len(fused), len(apart)) == (5, 6)
+    assert torch.equal(got, want) and got.unique().numel() > 50
