@@ -13,8 +13,9 @@
 // Grid: x tiles of HEADS heads, y splits of the keys, z tokens; 32 * SIMDS threads in a threadgroup, no other number.
 // sparse_merge: a simdgroup for every 128 elements of a row, of any number of simdgroups.
 //
-// Defined by the host: TYPE, OUT_TYPE (float where there are splits), DIM (a multiple of 128), HEADS, KEYS (multiples
-// of 8), WIDTH, LISTED, NEAR_PAGED, FAR_PAGED, and FORMAT, ROPE and DIVIDED of attnkit/coded_rows.h.
+// Defined by the host: TYPE, OUT_TYPE (float where there are splits), DIM, SLICE (a multiple of 64 that divides DIM),
+// HEADS, KEYS (multiples of 8), WIDTH, LISTED, NEAR_PAGED, FAR_PAGED, and FORMAT, ROPE and DIVIDED of
+// attnkit/coded_rows.h.
 // WIDTH 4 needs steps and offsets of the caches to be multiples of 4 elements.
 
 #if FORMAT == 0
@@ -22,7 +23,6 @@ typedef TYPE RowType;
 #else
 typedef uchar RowType;
 #endif
-constant constexpr int SLICE = 128;
 constant constexpr int PARTS = DIM / SLICE;
 constant constexpr int HEAD_TILES = HEADS / 8;
 constant constexpr int SIMDS = HEAD_TILES * PARTS;
