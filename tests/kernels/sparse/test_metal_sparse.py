@@ -83,7 +83,7 @@ def test_pages_that_are_not_there_have_no_keys():
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("fmt", "heads", "most"), [(0, 64, 1.05), (1, 64, 1.05), (0, 128, 1.85)])
+@pytest.mark.parametrize(("fmt", "heads", "most"), [(0, 64, 1.05), (1, 64, 1.1), (0, 128, 1.85)])
 def test_keys_of_64_heads_are_loaded_once(fmt: int, heads: int, most: float):
     """Device bytes to least bytes, by loads, where tokens fill 40 cores; 128 heads are two threadgroups."""
     dims = dict(Tq=40, Hq=heads, R=40, S=128, C=80, K=80, D=512, window=128, compressed=1, topk=1, sink=1, fmt=fmt)

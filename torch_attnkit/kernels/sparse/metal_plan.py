@@ -59,7 +59,7 @@ def simdgroups(dim: int, heads: int, columns: int) -> int:
 
 def threadgroup_bytes(dim: int, itemsize: int, heads: int, columns: int, keys: int) -> int:
     """Threadgroup memory of ``sparse_rows``: a tile's rows, its places and the next one's, sums of columns."""
-    sums = simdgroups(dim, heads, columns) * keys // 8 * 32 if dim > columns else 1
+    sums = simdgroups(dim, heads, columns) * keys // 8 * 32 if dim > columns else 0
     return keys * (dim * itemsize + 32) + 2 * keys * 8 + sums * 8
 
 
