@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -92,6 +93,27 @@ def test_keys_of_64_heads_are_loaded_once(fmt: int, heads: int, most: float):
         op(*args, **kwargs)
     (report,) = reports
     assert report.device_bytes <= most * cases.bytes(dims, torch.bfloat16)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("sink", [False, True])
+def test_more_splits_than_lanes_are_merged(sink: bool, monkeypatch: pytest.MonkeyPatch):
+    """Of 40 the last has fewer keys, and those of one in the middle do not count."""
+    keys, cut = 32 * 40, metal_plan.plan
+    monkeypatch.setattr(sparse, "plan", lambda *given: dataclasses.replace(cut(*given), splits=40))
+    q, near, far = normal(1, 3, 128), normal(1, 8, 128, seed=1), normal(1, keys, 128, seed=2)
+    chosen = torch.arange(keys - 20, dtype=torch.int32)[None]
+    chosen[:, 32 * 20 : 32 * 22] = -1
+    given = dict(q=q, swa_kv=near, swa_end=ints(8), compressed_kv=far, topk_indices=chosen, window=8, normalize=sink)
+    if sink:
+        given["sink"] = torch.tensor([0.5, -torch.inf, 9.0])
+    with torch_attnkit.simulate("metal"), metal.counting() as reports:
+        op(**given)
+    attend, merge = reports
+    assert attend.buffers["out"][1] == 40 * 3 * 128 * 4
+    # Statistics of a split are read once by each of two passes, not by every lane.
+    assert merge.buffers["max_parts"][0] == 2 * merge.buffers["sum_parts"][0] == 2 * attend.buffers["lse"][1]
+    compare(given, given)
 
 
 @pytest.mark.proof

@@ -485,6 +485,7 @@ kernel void sparse_merge(
     return;
   }
   const int splits = int(shape.splits), d = int(item % spans) * 128 + int(lane) * 4;
+  // Of every 32 splits a lane reads the statistics of one, once; the others get its factor from it.
   float row_max = -INFINITY;
   for (int split = int(lane); split < splits; split += 32) {
     row_max = max(row_max, max_parts[split * shape.rows + row]);
@@ -493,16 +494,24 @@ kernel void sparse_merge(
   const float base = safe_max(row_max);
   float sum = 0.0f;
   float4 merged = float4(0.0f);
-  for (int split = 0; split < splits; split++) {
-    const long at = split * shape.rows + row;
-    const float factor = exp(max_parts[at] - base);
-    sum += factor * sum_parts[at];
-    if (d < DIM) {
-      float4 x;
-      read(parts + at * DIM + d, x);
-      merged += factor * x;
+  for (int split0 = 0; split0 < splits; split0 += 32) {
+    const int mine = split0 + int(lane);
+    float factor = 0.0f;
+    if (mine < splits) {
+      const long at = mine * shape.rows + row;
+      factor = exp(max_parts[at] - base);
+      sum += factor * sum_parts[at];
+    }
+    for (int i = 0; i < min(32, splits - split0); i++) {
+      const float weight = simd_shuffle(factor, ushort(i));
+      if (d < DIM) {
+        float4 x;
+        read(parts + ((split0 + i) * shape.rows + row) * DIM + d, x);
+        merged += weight * x;
+      }
     }
   }
+  sum = simd_sum(sum);
   const device float* joins = shape.has_sink != 0 ? sink + row % shape.heads : nullptr;
   const Result result = result_of(row_max, sum, joins, shape.normalize != 0);
   if (d < DIM) {
