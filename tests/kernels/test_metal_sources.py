@@ -14,8 +14,8 @@ from torch_attnkit.sim.metal.lint import lint
 pytestmark = [pytest.mark.simulator, pytest.mark.proof]
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SPARSE = dict(
-    TYPE=BF16, OUT_TYPE=BF16, DIM=512, HEADS=32, KEYS=16, WIDTH=4, LISTED=1, NEAR_PAGED=1, FAR_PAGED=1, FORMAT=0,
-    ROPE=0, DIVIDED=0,
+    TYPE=BF16, OUT_TYPE=BF16, DIM=512, HEADS=32, SLICE=128, KEYS=16, WIDTH=4, LISTED=1, NEAR_PAGED=1, FAR_PAGED=1,
+    FORMAT=0, ROPE=0, DIVIDED=0,
 )  # fmt: skip
 SCORES = dict(FORMAT=0, TYPE=BF16, W_TYPE=F32, DIM=128, BLOCKS=2, SIMDS=8, WIDTH=4, PAGED=1, NAMED=1, Q_SCALED=0)
 TOPK = dict(TYPE=BF16, SIMDS=4, KEPT=4, LISTED=0, RAGGED=1)
@@ -24,6 +24,7 @@ PRODUCT = dict(
 )
 SOURCES: list[tuple[str, dict[str, Any]]] = [
     ("sparse_fmha_with_swa", SPARSE),
+    ("sparse_fmha_with_swa", SPARSE | dict(HEADS=64, SLICE=256)),
     ("sparse_fmha_with_swa", SPARSE | dict(TYPE=F32, OUT_TYPE=F32, KEYS=8, WIDTH=1, LISTED=0, NEAR_PAGED=0)),
     ("sparse_fmha_with_swa", SPARSE | dict(FORMAT=1, ROPE=64)),
     ("sparse_fmha_with_swa", SPARSE | dict(FORMAT=2, ROPE=64, WIDTH=1, DIVIDED=1)),

@@ -1,7 +1,7 @@
-"""Sparse attention on Metal, ``attnkit/sparse.h``: how heads and keys are cut into threadgroups.
+"""Sparse attention on Metal, ``attnkit/sparse.h``: the host side.
 
-Up to 32 heads of a token share what a threadgroup reads of a key; those of the same token follow one another, so that a
-cache has to hold no more than its keys. Few tokens split their keys, and a second launch merges them.
+``metal_plan.py`` says how heads and keys are cut into threadgroups; a token whose keys are split has a second launch,
+which merges them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,15 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
+from torch_attnkit.mps.cores import cores_of
 
+from .metal_plan import plan
 from .problem import Numbers, Operands, Problem
 
 DTYPES = "bf16 f16 f32"
 # Head sizes: multiples of the 128 columns that a simdgroup has.
-DIMS, _SLICE = (128, 256, 512), 128
+DIMS = (128, 256, 512)
 MOST = 1 << 30  # of windows and lists: sums of two stay in 32 bits
-# Heads of a threadgroup: Q' and O' of 32 heads with 512 columns are half of a core's registers.
-_MOST_HEADS, _MOST_COLUMNS = 64, 32 * 512
-_MOST_BYTES = 32768  # of threadgroup memory, on every Apple GPU
-_MOST_KEYS = 32  # of a tile
-_LEAST_KEYS = 128  # of a split, so that its partial result is a smaller part of what it reads
-_ENOUGH = 96  # threadgroups that keep the largest chips busy: 80 cores with one or two each
-_MOST_SPLITS = 64
 _SPAN = 128  # elements of a row that a simdgroup merges
 _MERGE_SIMDGROUPS = 4
 
@@ -59,37 +54,6 @@ class Layout:
     list_row: int
 
 
-def simdgroups(dim: int, heads: int) -> int:
-    """Of a threadgroup with so many heads, a multiple of 8."""
-    return heads // 8 * (dim // _SLICE)
-
-
-def threadgroup_bytes(dim: int, itemsize: int, heads: int, keys: int) -> int:
-    """Threadgroup memory of ``sparse_rows``: a tile's rows, its places and the next one's, sums of columns."""
-    sums = simdgroups(dim, heads) * keys // 8 * 32 if dim > _SLICE else 0
-    return keys * (dim * itemsize + 32) + 2 * keys * 8 + sums * 8
-
-
-def keys_of(dim: int, itemsize: int, heads: int) -> int:
-    """Keys of a tile: a multiple of 8 for which there is room."""
-    fits = lambda keys: threadgroup_bytes(dim, itemsize, heads, keys) <= _MOST_BYTES
-    return next(keys for keys in range(_MOST_KEYS, 0, -8) if fits(keys))
-
-
-def heads_of(dim: int, heads: int, tokens: int) -> int:
-    """Heads of a threadgroup, a multiple of 8: fewer where there are few tokens, because threadgroups share keys by a
-    cache, and partial results by memory."""
-    most = min(_MOST_HEADS, _MOST_COLUMNS // dim)
-    while most > 16 and tokens * -(-heads // most) < _ENOUGH:
-        most //= 2
-    return min(most, -(-heads // 8) * 8)
-
-
-def splits_of(keys: int, groups: int) -> int:
-    """How many threadgroups share a token's keys, where ``groups`` have the heads of all tokens."""
-    return max(1, min(keys // _LEAST_KEYS, -(-_ENOUGH // max(groups, 1)), _MOST_SPLITS))
-
-
 def launcher(source: str, problem: Problem, layout: Layout, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` with the kernels of ``csrc/metal/<source>.metal``."""
     p = problem
@@ -97,7 +61,7 @@ def launcher(source: str, problem: Problem, layout: Layout, target: Target) -> C
         return lambda operands: None
     fp = kv_cache.FORMATS.index(p.format)
     entries, capacity = (n if p.requests else 0 for n in (p.entries, p.capacity))
-    rows = p.tokens * p.heads
+    rows, cores = p.tokens * p.heads, cores_of(target)
 
     def shape(splits: int) -> list[int]:
         return [
@@ -107,23 +71,22 @@ def launcher(source: str, problem: Problem, layout: Layout, target: Target) -> C
         ]  # fmt: skip
 
     def variant(width: int) -> metal.Launch:
-        heads = heads_of(p.dim, p.heads, p.tokens)
+        cut = plan(p, cores)
         while True:
-            groups, keys = -(-p.heads // heads), keys_of(p.dim, p.dtype.itemsize, heads)
-            splits = splits_of(p.keys, groups * p.tokens)
             built = library.load(
-                source, target, TYPE=p.dtype, OUT_TYPE=torch.float32 if splits > 1 else p.dtype, DIM=p.dim,
-                HEADS=heads, KEYS=keys, WIDTH=width, LISTED=p.has_list, NEAR_PAGED=p.near_paged,
-                FAR_PAGED=p.far_paged, FORMAT=fp, ROPE=p.rope_dim if fp else 0, DIVIDED=p.divided,
+                source, target, TYPE=p.dtype, OUT_TYPE=torch.float32 if cut.splits > 1 else p.dtype, DIM=p.dim,
+                HEADS=cut.heads, SLICE=cut.slice, KEYS=cut.keys, WIDTH=width, LISTED=p.has_list,
+                NEAR_PAGED=p.near_paged, FAR_PAGED=p.far_paged, FORMAT=fp, ROPE=p.rope_dim if fp else 0,
+                DIVIDED=p.divided,
             )  # fmt: skip
-            simds = simdgroups(p.dim, heads)
+            simds, splits = cut.simdgroups(p.dim), cut.splits
             limit = metal.most_simdgroups(built, "sparse_rows")
             if simds <= limit:
                 break
-            if heads == 8:
+            if cut.heads == 8:
                 raise RuntimeError(f"{source}: the pipeline runs {limit} simdgroups, 8 heads need {simds}")
-            heads = max(8, heads // 2)
-        attend = metal.launcher(built, "sparse_rows", (groups, splits, p.tokens), simds * metal.SIMD)
+            cut = plan(p, cores, max(8, cut.heads // 2))
+        attend = metal.launcher(built, "sparse_rows", (cut.groups, splits, p.tokens), simds * metal.SIMD)
         numbers = (shape(splits), p.factor)
         if splits == 1:
 

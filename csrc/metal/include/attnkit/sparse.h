@@ -13,8 +13,9 @@
 // Grid: x tiles of HEADS heads, y splits of the keys, z tokens; 32 * SIMDS threads in a threadgroup, no other number.
 // sparse_merge: a simdgroup for every 128 elements of a row, of any number of simdgroups.
 //
-// Defined by the host: TYPE, OUT_TYPE (float where there are splits), DIM (a multiple of 128), HEADS, KEYS (multiples
-// of 8), WIDTH, LISTED, NEAR_PAGED, FAR_PAGED, and FORMAT, ROPE and DIVIDED of attnkit/coded_rows.h.
+// Defined by the host: TYPE, OUT_TYPE (float where there are splits), DIM, SLICE (a multiple of 64 that divides DIM),
+// HEADS, KEYS (multiples of 8), WIDTH, LISTED, NEAR_PAGED, FAR_PAGED, and FORMAT, ROPE and DIVIDED of
+// attnkit/coded_rows.h.
 // WIDTH 4 needs steps and offsets of the caches to be multiples of 4 elements.
 
 #if FORMAT == 0
@@ -22,7 +23,6 @@ typedef TYPE RowType;
 #else
 typedef uchar RowType;
 #endif
-constant constexpr int SLICE = 128;
 constant constexpr int PARTS = DIM / SLICE;
 constant constexpr int HEAD_TILES = HEADS / 8;
 constant constexpr int SIMDS = HEAD_TILES * PARTS;
@@ -485,6 +485,7 @@ kernel void sparse_merge(
     return;
   }
   const int splits = int(shape.splits), d = int(item % spans) * 128 + int(lane) * 4;
+  // Of every 32 splits a lane reads the statistics of one, once; the others get its factor from it.
   float row_max = -INFINITY;
   for (int split = int(lane); split < splits; split += 32) {
     row_max = max(row_max, max_parts[split * shape.rows + row]);
@@ -493,16 +494,24 @@ kernel void sparse_merge(
   const float base = safe_max(row_max);
   float sum = 0.0f;
   float4 merged = float4(0.0f);
-  for (int split = 0; split < splits; split++) {
-    const long at = split * shape.rows + row;
-    const float factor = exp(max_parts[at] - base);
-    sum += factor * sum_parts[at];
-    if (d < DIM) {
-      float4 x;
-      read(parts + at * DIM + d, x);
-      merged += factor * x;
+  for (int split0 = 0; split0 < splits; split0 += 32) {
+    const int mine = split0 + int(lane);
+    float factor = 0.0f;
+    if (mine < splits) {
+      const long at = mine * shape.rows + row;
+      factor = exp(max_parts[at] - base);
+      sum += factor * sum_parts[at];
+    }
+    for (int i = 0; i < min(32, splits - split0); i++) {
+      const float weight = simd_shuffle(factor, ushort(i));
+      if (d < DIM) {
+        float4 x;
+        read(parts + ((split0 + i) * shape.rows + row) * DIM + d, x);
+        merged += weight * x;
+      }
     }
   }
+  sum = simd_sum(sum);
   const device float* joins = shape.has_sink != 0 ? sink + row % shape.heads : nullptr;
   const Result result = result_of(row_max, sum, joins, shape.normalize != 0);
   if (d < DIM) {
