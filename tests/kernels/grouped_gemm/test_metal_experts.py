@@ -237,7 +237,7 @@ def test_many_tokens_multiply_little_but_their_tiles():
     assert [r.kernel for r in reports] == names
     products = reports[1:3]
     assert sum(r.matrix_flops for r in products) == 2 * 128 * 3 * 128 * 64
-    tiles = 2 * 2 * (64 // 32 * (128 // 32) + 128 // 64 * (64 // 32))  # steps over K of 4 tiles of 32 tokens
+    tiles = 2 * 2 * (64 // 64 * (128 // 32) + 128 // 128 * (64 // 32))  # steps over K of 4 tiles of 32 tokens
     assert sum(r.barriers for r in products) == 2 * tiles
     assert reports[1].buffers["w13"] == (4 * 2 * 64 * 128 // 2, 0)  # a tile's weights once for 32 tokens
 
