@@ -264,6 +264,21 @@ inline Sums tile_products(
   return sums;
 }
 
+// Slots order[first], ... order[first + count - 1] of an expert; none where the list has room left over.
+struct WorkTile {
+  int expert;
+  int first;
+  int count;
+};
+
+inline WorkTile work_tile(int4 entry) {
+  WorkTile work;
+  work.expert = entry.x;
+  work.first = entry.y;
+  work.count = entry.z;
+  return work;
+}
+
 [[kernel, max_total_threads_per_threadgroup(128)]] void experts_many_up(
     const device SEEN* x [[buffer(0)]],  // (tokens, N), rounded
     const device int* order [[buffer(1)]],
@@ -283,28 +298,27 @@ inline Sums tile_products(
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup SEEN tile_x[TILE_TOKENS * STEP_X];
   threadgroup uint4 tile_w[TILE_ROWS * STEP_W];
-  const int4 work = tiles[group.y];
-  const int e = work.x, first = work.y, count = work.z;
-  if (count == 0) {
+  const WorkTile work = work_tile(tiles[group.y]);
+  if (work.count == 0) {
     return;
   }
   const Lane at = fragment_lane(lane);
   const int thread_index = int(simd * 32 + lane), features = int(shape.features);
   const int feature0 = int(group.x) * TILE_FEATURES, choices = int(shape.choices);
-  const Matrix m = matrix_of(w13, w13_scale, shape.up, e, int(shape.hidden));
+  const Matrix m = matrix_of(w13, w13_scale, shape.up, work.expert, int(shape.hidden));
   // Of the rows of a simdgroup the first half are gates, the others the ups of the same features.
   const int mine = min(feature0 + int(simd) * SIMD_FEATURES + int(lane) % SIMD_FEATURES, features - 1);
   const bool is_up = int(lane) >= SIMD_FEATURES;
   const MatrixRow weight_row = row_of(m, is_up ? up_row(mine, features) : gate_row(mine, features));
   const int row = thread_index / TOKEN_THREADS;
   const device SEEN* token = nullptr;
-  if (row < count) {
-    token = x + order[first + row] / choices * (ACT == 0 ? shape.x_step : shape.hidden);
+  if (row < work.count) {
+    token = x + order[work.first + row] / choices * (ACT == 0 ? shape.x_step : shape.hidden);
   }
   const Sums sums = tile_products(m, weight_row, token, tile_x, tile_w, thread_index, at);
 
   const float act_global = shape.up.has_act_global != 0 ? x_global[0] : 1.0f;
-  const float global = shape.up.has_global != 0 ? w13_global[e] : 1.0f;
+  const float global = shape.up.has_global != 0 ? w13_global[work.expert] : 1.0f;
   const float slope = alpha, bound = limit;
 #if ACT != 0
   // Features to round lie where weights were, once all of these have been multiplied.
@@ -319,8 +333,8 @@ inline Sums tile_products(
       ATTNKIT_UNROLL
       for (int i = 0; i < 2; i++) {
         const int feature = min(feature0 + f + i, features - 1);
-        gate_bias[i] = float(bias13[e * shape.up.bias + gate_row(feature, features)]);
-        up_bias[i] = float(bias13[e * shape.up.bias + up_row(feature, features)]);
+        gate_bias[i] = float(bias13[work.expert * shape.up.bias + gate_row(feature, features)]);
+        up_bias[i] = float(bias13[work.expert * shape.up.bias + up_row(feature, features)]);
       }
     }
     ATTNKIT_UNROLL
@@ -334,11 +348,11 @@ inline Sums tile_products(
         made[i] = swiglu(g, divided(up[i], global, act_global) + up_bias[i], slope, bound);
       }
 #if ACT == 0
-      if (t < count && feature0 + f < features) {
+      if (t < work.count && feature0 + f < features) {
         vec<SEEN, 2> stored;
         stored[0] = SEEN(made[0]);
         stored[1] = SEEN(made[1]);
-        *reinterpret_cast<device vec<SEEN, 2>*>(h + order[first + t] * shape.features + feature0 + f) = stored;
+        *reinterpret_cast<device vec<SEEN, 2>*>(h + order[work.first + t] * shape.features + feature0 + f) = stored;
       }
 #else
       tile_h[t * TILE_FEATURES + f] = feature0 + f < features ? made[0] : 0.0f;
@@ -353,8 +367,8 @@ inline Sums tile_products(
   for (int i = thread_index; i < TILE_TOKENS * TILE_FEATURES; i += THREADS) {
     const int t = i / TILE_FEATURES, feature = feature0 + i % TILE_FEATURES;
     const float value = rounded(tile_h[i], divisor);
-    if (t < count && feature < features) {
-      h[order[first + t] * shape.features + feature] = SEEN(value);
+    if (t < work.count && feature < features) {
+      h[order[work.first + t] * shape.features + feature] = SEEN(value);
     }
   }
 #endif
@@ -377,27 +391,26 @@ inline Sums tile_products(
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup SEEN tile_x[TILE_TOKENS * STEP_X];
   threadgroup uint4 tile_w[TILE_ROWS * STEP_W];
-  const int4 work = tiles[group.y];
-  const int e = work.x, first = work.y, count = work.z;
-  if (count == 0) {
+  const int thread_index = int(simd * 32 + lane), hidden = int(shape.hidden), choices = int(shape.choices);
+  const WorkTile work = work_tile(tiles[group.y]);
+  if (work.count == 0) {
     return;
   }
   const Lane at = fragment_lane(lane);
-  const int thread_index = int(simd * 32 + lane), hidden = int(shape.hidden), choices = int(shape.choices);
   const int row0 = int(group.x) * TILE_ROWS;
-  const Matrix m = matrix_of(w2, w2_scale, shape.down, e, int(shape.features));
+  const Matrix m = matrix_of(w2, w2_scale, shape.down, work.expert, int(shape.features));
   const MatrixRow weight_row = row_of(m, min(row0 + thread_index, hidden - 1));
   const int row = thread_index / TOKEN_THREADS;
-  const device SEEN* token = row < count ? h + order[first + row] * shape.features : nullptr;
+  const device SEEN* token = row < work.count ? h + order[work.first + row] * shape.features : nullptr;
   const Sums sums = tile_products(m, weight_row, token, tile_x, tile_w, thread_index, at);
 
   const float act_global = shape.down.has_act_global != 0 ? h_global[0] : 1.0f;
-  const float global = shape.down.has_global != 0 ? w2_global[e] : 1.0f;
+  const float global = shape.down.has_global != 0 ? w2_global[work.expert] : 1.0f;
   ATTNKIT_UNROLL
   for (int a = 0; a < TOKEN_BLOCKS; a++) {
     const int t = a * 8 + at.row;
-    if (t < count) {
-      const int slot = order[first + t];
+    if (t < work.count) {
+      const int slot = order[work.first + t];
       const float weight = weights[slot / choices * shape.weight_step + slot % choices];
       ATTNKIT_UNROLL
       for (int b = 0; b < ROW_BLOCKS; b++) {
@@ -408,7 +421,7 @@ inline Sums tile_products(
           for (int i = 0; i < 2; i++) {
             y[i] = divided(sums.of[a][b][i], global, act_global);
             if (shape.down.bias >= 0) {
-              y[i] += float(bias2[e * shape.down.bias + n + i]);
+              y[i] += float(bias2[work.expert * shape.down.bias + n + i]);
             }
           }
           *reinterpret_cast<device float2*>(parts + slot * shape.hidden + n) = y * weight;
