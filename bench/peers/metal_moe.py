@@ -4,7 +4,7 @@ Their sources are read from checkouts and run as they are; nothing of them is in
 compared with the product in float64 before its counts are printed. A count is no time.
 
     python -m bench.peers.metal_moe --checkouts FOLDER           # FOLDER/mlx, FOLDER/ggml, FOLDER/gpt-oss
-    python -m bench.peers.metal_moe --own --tokens 4             # fp4_moe of this package on the same layer
+    python -m bench.peers.metal_moe --own --tokens 4             # fp4_moe of this package: a layer, and each product
 """
 
 from __future__ import annotations
@@ -317,6 +317,18 @@ def own_layer(p: Product) -> tuple[list[metal.Report], int]:
     return reports, 3 * p.uses
 
 
+def own_products(p: Product) -> dict[str, tuple[list[metal.Report], int]]:
+    """The two products of fp4_moe, each of K columns as a product of others has, and their uses.
+
+    The up product has 2 N rows, and with it is counted what sorts and rounds; the down product N rows, and with it is
+    counted the sum over a token's experts.
+    """
+    up, _ = own_layer(p)
+    down, _ = own_layer(product(p.E, p.K, p.N, p.T, p.top))
+    begin = lambda reports: next(i for i, r in enumerate(reports) if r.kernel.endswith("_down"))
+    return {"up": (up[: begin(up)], 2 * p.uses), "down": (down[begin(down) :], p.uses)}
+
+
 def _rows(reports: Sequence[metal.Report], uses: int, weights: int) -> dict[str, str]:
     """What the launches did, a use of a weight where that is the measure."""
     total = lambda name: sum(getattr(r, name) for r in reports)
@@ -363,6 +375,8 @@ def main() -> None:
     if given.own:
         reports, uses = own_layer(p)
         rows["fp4_moe, both products"] = _rows(reports, uses, 3 * touched)
+        for name, (reports, uses) in own_products(p).items():
+            rows[f"fp4_moe, {name}"] = _rows(reports, uses, uses // p.uses * touched)
     for y in YARDSTICKS if not given.own else ():
         if given.only not in y.name or y.many != (p.T >= 32):
             continue

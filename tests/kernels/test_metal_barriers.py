@@ -120,8 +120,8 @@ CASES = {
         lambda: (normal(9, 2, 300).half(), normal(2, 40, 300).half()),
         proof=True,
     ),
-    "fp4_moe of many tokens": Case("fp4_moe", range(3), lambda: experts(40, 64, 32), proof=True),
-    "fp4_moe": Case("fp4_moe", range(3, 7), lambda: experts(3, 4160, 32), proof=True),
+    "fp4_moe of many tokens": Case("fp4_moe", range(4), lambda: experts(40, 64, 32), proof=True),
+    "fp4_moe": Case("fp4_moe", range(4, 8), lambda: experts(3, 4160, 32), proof=True),
     "known_answer": Case("known_answer", range(1), lambda: ()),
 }
 

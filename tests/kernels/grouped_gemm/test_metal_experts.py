@@ -66,6 +66,19 @@ kernel void decoded(device float* out [[buffer(0)]], uint i [[thread_position_in
   out[i * 2] = scaled(float(codes.pairs[i % 4].x), factor);
   out[i * 2 + 1] = scaled(float(codes.pairs[i % 4].y), factor);
 }
+kernel void multiplied(device uint* out [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  uint words[BLOCK / 8];
+  uint4 made[BLOCK / 8];
+  for (int w = 0; w < BLOCK / 8; w++) {
+    words[w] = w % 2 == 0 ? 0x76543210u : 0xfedcba98u;
+  }
+  bfloat_block(words, i, made);
+  for (int w = 0; w < 2; w++) {
+    for (int j = 0; j < 4; j++) {
+      out[i * 8 + w * 4 + j] = made[w][j];
+    }
+  }
+}
 kernel void quantised(
     const device float* x [[buffer(0)]],
     device float* out [[buffer(1)]],
@@ -85,12 +98,25 @@ def alone(**defines: int) -> Any:
 def test_every_code_under_every_scale_is_exact(block: int):
     out = torch.full((256, 2, 4, 2), torch.nan)  # scale byte, sign, i, codes i and i + 4
     alone(BLOCK=block, ACT=0).decoded(out, threads=2048, group_size=256)
+    check_numbers(out, block)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_every_weight_of_many_tokens_is_exact(block: int):
+    """In bfloat, which holds them all; of E8M0 most by integers, the ends by factors."""
+    out = torch.full((256, 2, 4, 2), torch.nan, dtype=torch.bfloat16)
+    alone(BLOCK=block, ACT=0).multiplied(out.view(torch.int32), threads=256, group_size=256)
+    check_numbers(out.float(), block)
+
+
+def check_numbers(out: torch.Tensor, block: int) -> None:
     got = out.transpose(-1, -2).reshape(256, 16)
     scale = torch.arange(256, dtype=torch.uint8)[:, None]
     codes = torch.arange(16, dtype=torch.uint8).repeat(256, block // 16)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     numbers = nvfp4.dequantize(packed, scale) if block == 16 else mxfp4.dequantize(packed, scale)
     torch.testing.assert_close(got, numbers[:, :16], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(got.signbit() | got.isnan(), numbers[:, :16].signbit() | got.isnan())
     assert got[0].abs().max() == (0 if block == 16 else 6 * 2.0**-127)
     assert got[0x7F if block == 16 else 0xFF].isnan().all()
 
@@ -237,9 +263,14 @@ def test_many_tokens_multiply_little_but_their_tiles():
     assert [r.kernel for r in reports] == names
     products = reports[1:3]
     assert sum(r.matrix_flops for r in products) == 2 * 128 * 3 * 128 * 64
-    tiles = 2 * 2 * (64 // 32 * (128 // 32) + 128 // 64 * (64 // 32))  # steps over K of 4 tiles of 32 tokens
+    tiles = 2 * 2 * (64 // 64 * (128 // 32) + 128 // 128 * (64 // 32))  # steps over K of 4 tiles of 32 tokens
     assert sum(r.barriers for r in products) == 2 * tiles
     assert reports[1].buffers["w13"] == (4 * 2 * 64 * 128 // 2, 0)  # a tile's weights once for 32 tokens
+    # Weights are made by integers: floats are left for divisors, SwiGLU and routing weights.
+    assert sum(r.flops for r in products) <= 128 * (12 * 64 + 4 * 128)
+    # Each simdgroup reads all tokens of a step and its own weights, in bfloat; both are written once.
+    step = 2 * 32 * (4 * (32 + 32) + 32 + 128)
+    assert sum(r.threadgroup_read + r.threadgroup_written for r in products) == tiles * step
 
 
 @pytest.mark.proof

@@ -37,7 +37,7 @@ _STEP = 1024  # numbers of a row that a simdgroup takes in a step
 _STAGE_BYTES = 24576  # of tokens in threadgroup memory; 32 KB are a threadgroup's, and sums and slots take up to 4
 _COMBINE = 256  # threads of experts_combine and experts_round
 # Many tokens: tiles of 32, or of 16 where experts have fewer than 32 on average.
-_TILE_ROWS, _TILE_FEATURES = 64, 32
+_TILE_ROWS, _TILE_FEATURES = 128, 64
 _MANY_SIMDGROUPS = 4
 
 

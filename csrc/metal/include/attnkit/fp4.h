@@ -56,6 +56,67 @@ inline float scaled(float sum, thread const Factor& factor) {
 #endif
 }
 
+// Two numbers that bfloat holds, in a word.
+inline uint packed(float low, float high) {
+  return as_type<uint>(low) >> 16 | (as_type<uint>(high) & 0xffff0000u);
+}
+
+// The numbers i and i + 4 of a word as two bfloat, times their scale.
+inline uint4 scaled_pairs(uint word, thread const Factor& factor) {
+  const Codes8 codes = decode(word);
+  uint4 pairs;
+  ATTNKIT_UNROLL
+  for (int i = 0; i < 4; i++) {
+    float low = float(codes.pairs[i].x) * factor.main, high = float(codes.pairs[i].y) * factor.main;
+#if BLOCK == 32
+    low *= factor.rest;
+    high *= factor.rest;
+#endif
+    pairs[i] = packed(low, high);
+  }
+  return pairs;
+}
+
+#if BLOCK == 32
+// The same by integers alone, where all numbers of a scale are normal: from ``unit``, the exponent of 0.5 under that
+// scale as bfloat has it. A code's exponent and mantissa are added to it. 0.5 has no leading one, so its mantissa is
+// taken away before; of 0 nothing is added.
+inline uint4 normal_pairs(uint word, uint unit) {
+  const uint ones = 0x11111111u;
+  const uint upper = word >> 1 | word >> 2;  // bit 0 of a nibble: the number is 1 or more
+  const uint some = (word | upper) & ones;  // is not 0
+  const uint kept = word & (upper | ~ones);
+  uint4 pairs;
+  ATTNKIT_UNROLL
+  for (int i = 0; i < 4; i++) {
+    const uint moved = i < 2 ? kept << (6 - 4 * i) : kept >> (4 * i - 6);  // exponent and mantissa to bits 6..8
+    // The addition carries the sign from bit 9 to bit 15.
+    const uint fields = ((moved & 0x03c003c0u) + 0x7e007e00u) & 0x81c081c0u;
+    pairs[i] = fields + (some >> (4 * i) & 0x00010001u) * unit;
+  }
+  return pairs;
+}
+#endif
+
+// A block's numbers as bfloat, times the scale of ``byte``: of each word the pairs i and i + 4.
+inline void bfloat_block(thread const uint (&words)[BLOCK / 8], uint byte, thread uint4 (&made)[BLOCK / 8]) {
+#if BLOCK == 32
+  // 0.5 is normal from byte 2 on, 6 up to byte 252.
+  if (byte - 2u <= 250u) {
+    ATTNKIT_UNROLL
+    for (int w = 0; w < BLOCK / 8; w++) {
+      made[w] = normal_pairs(words[w], (byte - 1u) << 7);
+    }
+    return;
+  }
+#endif
+  const Factor factor = factor_of(byte);
+  ATTNKIT_UNROLL
+  for (int w = 0; w < BLOCK / 8; w++) {
+    made[w] = scaled_pairs(words[w], factor);
+  }
+}
+
 // To the nearest E2M1 number, ties to even, at most 6; NaN is 6.
 inline float nearest_e2m1(float x) {
   const float a = fabs(x);
