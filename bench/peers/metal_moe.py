@@ -373,8 +373,8 @@ def main() -> None:
     rows: dict[str, dict[str, str]] = {}
     touched = len(p.ids.unique()) * p.N * p.K
     if given.own:
-        reports, uses = own_layer(p)
-        rows["fp4_moe, both products"] = _rows(reports, uses, 3 * touched)
+        layer, uses = own_layer(p)
+        rows["fp4_moe, both products"] = _rows(layer, uses, 3 * touched)
         for name, (reports, uses) in own_products(p).items():
             rows[f"fp4_moe, {name}"] = _rows(reports, uses, uses // p.uses * touched)
     for y in YARDSTICKS if not given.own else ():
@@ -390,10 +390,10 @@ def main() -> None:
     for line in table(rows) if rows else ():
         print(line)
     if given.own:
-        print(roofline.line(reports))
+        print(roofline.line(layer))
         least = 3 * touched * (1 / 2 + 1 / _BLOCK)  # bytes of the weights that are reached
         for chip in roofline.CHIPS:
-            ratio = roofline.least(reports, chip)[0] / (least / (chip.memory * 1e3))
+            ratio = roofline.least(layer, chip)[0] / (least / (chip.memory * 1e3))
             print(f"modelled, not measured: {chip.name} {ratio:.3f} of the time that its memory takes for the weights")
 
 
