@@ -55,8 +55,9 @@ OF_FP4 = {"UTCHMMA": "UTCOMMA"}  # of kernels whose numbers are MXFP4 and are mu
 # Kernels that decode the next operand while products run: those then wait for all groups but one. Where ptxas makes
 # each product wait for the last (its warnings C7510 to C7513), the waits are for all.
 OVERLAPPED = ("grouped_gemm_wgmma", "batched_gemm_fp4_wgmma")
-# Kernels whose consumers load stages to registers: what they load must have come before others may overwrite it.
-LOADED = ("grouped_gemm", "batched_gemm_fp4_few")
+# Kernels whose consumers load all of a stage to registers: it must have come before others may overwrite it. Of
+# batched_gemm_fp4_few the tokens, which are loaded last, are never overwritten.
+LOADED = ("grouped_gemm",)
 # Few kernels; those of the others are minutes of compiling.
 QUICK = (("norm", "sm90"),)
 FAMILIES = [
