@@ -120,7 +120,7 @@ def test_the_second_call_is_recorded_and_the_third_repeated(toy):
 
 
 def test_nothing_is_taken_for_the_same_that_differs(toy):
-    """Sizes, scalars, what is left out, and what Python decides at the launch: alignment, and which arguments are one."""
+    """Sizes, scalars, what is left out; and what the launch decides: alignment, and which arguments are one."""
     calls = [
         (numbers(4, 8), numbers(4, 8), {}),
         (numbers(4, 8), numbers(4, 8), dict(factor=3.0)),

@@ -1,8 +1,8 @@
 """The optional C++ half of a call (``csrc/dispatch``): which build is there, what it is given, and when it is off.
 
-Schemas, checks, plans and simulators are Python. Where the extension is there, the kernels that torch's dispatcher calls
-for CUDA tensors are C++: they look a call up by its whole signature, and repeat the launches that Python made for an
-earlier call. Without it, or for a call that cannot be repeated, Python does what it has always done.
+Schemas, checks, plans and simulators are Python. Where the extension is there, the kernels that torch's dispatcher
+calls for CUDA tensors are C++: they look a call up by its whole signature, and repeat the launches that Python made for
+an earlier call. Without it, or for a call that cannot be repeated, Python does what it has always done.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def _use() -> None:
 
     ffi = ctypes.CDLL(str(tvm_ffi.libinfo.find_libtvm_ffi()))
     cuda = driver = None
-    if torch.version.cuda:
+    if torch.version.cuda and torch._C._cuda_getDeviceCount():
         cuda = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
         driver = ctypes.CDLL("libcuda.so.1")
     assert native.extension is not None
