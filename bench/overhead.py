@@ -1,15 +1,16 @@
-"""What a planned call costs the host: ``python -m bench.overhead``.
+"""What a planned call costs the host: ``python -m bench.overhead [--peers]``.
 
 Without a GPU it times ``torch.ops.attnkit.sdpa_decode`` with a kernel that does nothing next to a bare
 ``torch.library.custom_op`` of the same signature, scales aside, that checks nothing and allocates the same outputs. On
 a GPU it times real calls of several ops, by C++ (``csrc/dispatch``) where that is built and by Python alone, next to
-``torch.add`` and to FlashInfer's ``run()`` where that is installed. The contenders alternate, and the fastest of many
-short repeats counts, so that a busy machine disturbs none more than another.
+``torch.add`` and, with ``--peers``, to FlashInfer's ``run()`` where that is installed. The contenders alternate, and
+the fastest of many short repeats counts, so that a busy machine disturbs none more than another.
 """
 
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -95,7 +96,7 @@ def without_a_gpu() -> None:
         print(f"{mode:16}{t['attnkit']:10.2f}{t['custom_op']:12.2f}{t['two empties']:14.2f}{ratio:22.2f}")
 
 
-def line(name: str, case: str) -> None:
+def line(name: str, case: str, peers: bool) -> None:
     """Host microseconds of one call: by C++, by Python alone, ``torch.add`` of small tensors, and a peer."""
     op = dispatch.OPS[name]
     table = dict(op.module("cases").BENCH)
@@ -107,7 +108,7 @@ def line(name: str, case: str) -> None:
         "torch.add": lambda: torch.add(small, small),
     }
     try:
-        peer = flashinfer_peer.adapt(name, args, kwargs)
+        peer = flashinfer_peer.adapt(name, args, kwargs) if peers else None
     except (ImportError, RuntimeError) as error:  # not installed, or not to be built here
         print(f"    no FlashInfer: {str(error)[:100]}")
         peer = None
@@ -133,7 +134,7 @@ def main() -> None:
         return without_a_gpu()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, host: {native.word}; microseconds a call")
     for name, case in LINES:
-        line(name, case)
+        line(name, case, "--peers" in sys.argv)
 
 
 if __name__ == "__main__":
