@@ -171,6 +171,10 @@ class _Places:
 
     def _place(self, t: torch.Tensor) -> tuple[Any, int, int]:
         storage = _storage(t)
+        for source, held in zip((self.source.PARTS, self.source.COUNTERS), self.room or (), strict=False):
+            if storage == _storage(held):  # first: the workspace may have grown during this call
+                self.needs_room = True
+                return source, 0, _distance(held, t)
         if storage in self.watch.made and storage not in self.owned:
             self.owned[storage] = self.source.SCRATCH, len(self.scratch), self.watch.made[storage]
             self.scratch.append(self.watch.made[storage])
@@ -179,10 +183,6 @@ class _Places:
             return source, index, _distance(root, t)
         if sharing := [(i, a) for i, a in self.inputs if _storage(a) == storage]:
             return self._input(t, sharing)
-        for source, held in zip((self.source.PARTS, self.source.COUNTERS), self.room or (), strict=False):
-            if storage == _storage(held):
-                self.needs_room = True
-                return source, 0, _distance(held, t)
         return self.source.CONSTANT, 0, 0
 
     def _input(self, t: torch.Tensor, sharing: list[tuple[int, torch.Tensor]]) -> tuple[Any, int, int]:
