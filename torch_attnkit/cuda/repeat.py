@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attnkit.core import native
 
@@ -101,7 +101,7 @@ def watched(launch: Callable[..., None]) -> Callable[..., None]:
         if watch is None:
             return launch(*args)
         watch.launches.append((launch, args))
-        with _disable_current_modes():
+        with torch._C._DisableTorchDispatch():
             launch(*args)
 
     return run
