@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Packages whose CuTeDSL kernels run in the PTX simulator's tests; CuTeDSL is for Linux alone.
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
-SIM_SOURCES := $(shell find csrc/sim -name '*.cpp' -o -name '*.h' 2>/dev/null)
+CPP_SOURCES := $(shell find csrc/sim csrc/dispatch -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .PHONY: help venv test proof lint demo support docs clean
 
@@ -33,7 +33,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 # A change of C++ sources only rebuilds the extensions.
-$(VENV)/built: $(VENV)/installed setup.py $(SIM_SOURCES)
+$(VENV)/built: $(VENV)/installed setup.py $(CPP_SOURCES)
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -1,5 +1,7 @@
-"""What pyproject.toml cannot say: csrc/ in the wheel, and one C++ extension for each folder of csrc/sim/."""
+"""What pyproject.toml cannot say: csrc/ in the wheel, one C++ extension for each folder of csrc/sim/, and csrc/dispatch
+for the torch that is installed."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -26,6 +28,41 @@ def simulator(folder: Path) -> Pybind11Extension:
     )
 
 
+def dispatch(folder: Path) -> list[Pybind11Extension]:
+    """csrc/dispatch as torch_attnkit.core._dispatch_<minor version of torch>; nothing where it cannot be built.
+
+    It is an option: without it eager calls are planned and launched by Python alone.
+    """
+    missing = [name for name in ("torch", "tvm_ffi") if importlib.util.find_spec(name) is None]
+    sources = sorted(p.as_posix() for p in folder.glob("*.cpp"))
+    if sys.platform != "linux" or missing or not sources:
+        print(f"csrc/dispatch is not built: it needs Linux, torch and apache-tvm-ffi (missing: {missing or 'none'})")
+        return []
+    import torch
+    import tvm_ffi.libinfo
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    major, minor = torch.__version__.split(".")[:2]
+    return [
+        Pybind11Extension(
+            f"torch_attnkit.core._dispatch_{major}_{minor}",
+            sources,
+            include_dirs=[
+                *include_paths(),
+                tvm_ffi.libinfo.find_include_path(),
+                tvm_ffi.libinfo.find_dlpack_include_path(),
+            ],
+            library_dirs=library_paths(),
+            libraries=["c10", "torch_cpu", "torch_python"],
+            define_macros=[("_GLIBCXX_USE_CXX11_ABI", str(int(torch._C._GLIBCXX_USE_CXX11_ABI)))],
+            depends=sorted(p.as_posix() for p in folder.glob("*.h")),
+            cxx_std=20 if (int(major), int(minor)) >= (2, 12) else 17,  # what its headers need
+            extra_compile_args=["-O2"],
+            optional=True,
+        )
+    ]
+
+
 ParallelCompile(default=0).install()
 setup(
     packages=[*find_packages(include=["torch_attnkit", "torch_attnkit.*"]), "torch_attnkit.csrc"],
@@ -34,5 +71,5 @@ setup(
         "torch_attnkit": ["py.typed", "evidence/*.json"],
         "torch_attnkit.csrc": ["README.md", "metal/**/*", "sim/metal/include/*"],
     },
-    ext_modules=[simulator(f) for f in FOLDERS],
+    ext_modules=[*(simulator(f) for f in FOLDERS), *dispatch(Path("csrc/dispatch"))],
 )

@@ -1,13 +1,16 @@
-"""What a planned call costs before its kernel: ``python bench/overhead.py``.
+"""What a planned call costs the host: ``python -m bench.overhead [--peers]``.
 
-Times ``torch.ops.attnkit.sdpa_decode`` with a kernel that does nothing next to a bare ``torch.library.custom_op`` of
-the same signature, scales aside, that checks nothing and allocates the same outputs, in one run. The two alternate, and
-the fastest of many short repeats counts, so that a busy machine disturbs neither more than the other.
+Without a GPU it times ``torch.ops.attnkit.sdpa_decode`` with a kernel that does nothing next to a bare
+``torch.library.custom_op`` of the same signature, scales aside, that checks nothing and allocates the same outputs. On
+a GPU it times real calls of several ops, by C++ (``csrc/dispatch``) where that is built and by Python alone, next to
+``torch.add`` and, with ``--peers``, to FlashInfer's ``run()`` where that is installed. The contenders alternate, and
+the fastest of many short repeats counts, so that a busy machine disturbs none more than another.
 """
 
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +18,26 @@ from typing import Any
 import torch
 
 import torch_attnkit  # noqa: F401  defines the ops
-from torch_attnkit.core import dispatch
+from bench import timing
+from bench.inputs import Inputs
+from bench.peers import flashinfer_peer
+from torch_attnkit.core import dispatch, native
 
 OUT, LSE = (2, 8, 128), (2, 8)
+LINES = (  # of a decode step: short kernels, which the host must keep ahead of
+    ("sdpa_decode", "1x1024"),
+    ("sdpa_decode", "16x8192"),
+    ("sdpa_decode_paged", "1x8192-page64"),
+    ("sdpa_decode_paged", "16x8192-page16"),
+    ("sdpa_decode", "mla-16h-1x8192"),
+    ("sdpa_decode", "mla-128h-16x8192"),
+    ("gated_rmsnorm", "qwen3_next-1"),
+    ("route_sqrt_softplus", "256-1"),
+    ("route_softmax", "gptoss-1"),
+    ("nvfp4_quantize", "1x7168"),
+    ("kv_cache_write", ""),
+)
+MODES = (("grad", torch.enable_grad), ("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode))
 
 
 @torch.library.custom_op("attnkit_overhead::bare", mutates_args=())
@@ -49,7 +69,7 @@ def microseconds(calls: dict[str, Callable[[], Any]], repeats: int = 60, n: int 
     return best
 
 
-def main() -> None:
+def without_a_gpu() -> None:
     torch.set_num_threads(1)
     q, kv = torch.randn(2, 8, 128), torch.randn(2, 2, 40, 128)
     args = (q, kv, kv.clone(), torch.tensor([40, 17], dtype=torch.int32))
@@ -69,15 +89,52 @@ def main() -> None:
     }
     print(f"torch {torch.__version__}, {platform.machine()}, microseconds a call")
     print(f"{'mode':16}{'attnkit':>10}{'custom_op':>12}{'two empties':>14}{'attnkit / custom_op':>22}")
-    for mode, context in (
-        ("grad", torch.enable_grad),
-        ("no_grad", torch.no_grad),
-        ("inference_mode", torch.inference_mode),
-    ):
+    for mode, context in MODES:
         with context():
             t = microseconds(calls)
         ratio = t["attnkit"] / t["custom_op"]
         print(f"{mode:16}{t['attnkit']:10.2f}{t['custom_op']:12.2f}{t['two empties']:14.2f}{ratio:22.2f}")
+
+
+def line(name: str, case: str, peers: bool) -> None:
+    """Host microseconds of one call: by C++, by Python alone, ``torch.add`` of small tensors, and a peer."""
+    op = dispatch.OPS[name]
+    table = dict(op.module("cases").BENCH)
+    args, kwargs = Inputs(op, torch.bfloat16).first(table[case or next(iter(table))])
+    call = getattr(torch.ops.attnkit, name)
+    small = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], Any]] = {
+        "C++": lambda: call(*args, **kwargs),
+        "torch.add": lambda: torch.add(small, small),
+    }
+    try:
+        peer = flashinfer_peer.adapt(name, args, kwargs) if peers else None
+    except (ImportError, RuntimeError) as error:  # not installed, or not to be built here
+        print(f"    no FlashInfer: {str(error)[:100]}")
+        peer = None
+    if peer is not None:
+        calls["FlashInfer"] = peer
+    before = native.extension.repeated(f"attnkit::{name}") if native.extension else 0
+    for mode, context in (MODES[0], MODES[2]):
+        with context():
+            for _ in range(3):
+                calls["C++"]()
+            times = dict(zip(calls, timing.host([[c] for c in calls.values()]), strict=True))
+            with native.off():
+                times["Python"] = timing.host([[calls["C++"]]])[0]
+        ours = times["C++"]
+        found = "".join(f"{n} {t:7.2f}   " for n, t in times.items())
+        print(f"{name:22}{case:20}{mode:16}{found}{ours / times['torch.add']:6.2f} of torch.add", flush=True)
+    if native.extension and native.extension.repeated(f"attnkit::{name}") == before:
+        print(f"    not by C++: {dispatch.UNREPEATED.get(name)}")
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        return without_a_gpu()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, host: {native.word}; microseconds a call")
+    for name, case in LINES:
+        line(name, case, "--peers" in sys.argv)
 
 
 if __name__ == "__main__":

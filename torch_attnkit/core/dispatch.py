@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from . import native
 from .errors import UnsupportedError
 from .memory import empty
 from .numerics import exact
@@ -25,7 +26,7 @@ from .target import Target, simulated_arch, target_of
 
 OPS: dict[str, Op] = {}
 PLAN_KEYS: dict[str, Callable[..., Any]] = {}
-_PLANS: dict[str, dict[Any, Plan]] = {}
+_PLANS: dict[str, native.Plans] = {}
 _ACCEPTED = re.compile(r"(.+ not in) \{(.*)\}")  # the words of ``Kernel.refusal`` about a dtype or a size
 _MAX_PLANS = 4096  # per op; a signature per sequence length would grow without bound
 _DEVICES = ("CPU", "CUDA", "MPS")
@@ -124,10 +125,12 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
 
 
 class Entries(NamedTuple):
-    """The generated functions of an op: by dispatch key, and the plan key alone."""
+    """The generated functions of an op: by dispatch key, the plan key alone, and what C++ asks, for the CPU and for
+    devices: (key of a call, run by its plan), which take arguments by position."""
 
     by_key: dict[str, Callable[..., Any]]
     plan_key: Callable[..., Any]
+    asked: dict[str, tuple[Callable[..., Any], Callable[..., Any]]]
 
 
 def _source(op: Op) -> str:
@@ -176,14 +179,21 @@ def {name}_autograd(keys, {given}):
         if keys.raw_repr() not in plain or fwd._current_level >= 0 or (grad_enabled() and ({grads})):
             return below(({args},))
         key = {key}
-{missing}{bumps}{launch}"""
+{missing}{bumps}{launch}
+def {name}_key({args}):
+    return {key}
+
+def {name}_run({args}):
+    try:
+        key = {key}
+{missing}{launch}"""
     return source
 
 
 def _compile(op: Op) -> Entries:
     """The functions that torch calls. Those of the Autograd key go straight on only if nothing lies between it and the
     backend, which their key set tells: no subclass, no mode, no functorch transform, no negated view, no gradient."""
-    plans = _PLANS.setdefault(op.name, {})
+    plans = _PLANS.setdefault(op.name, native.Plans())
 
     def miss(key: Any, args: tuple[Any, ...]) -> Plan:
         plan = make_plan(op, args)
@@ -201,7 +211,36 @@ def _compile(op: Op) -> Entries:
     by_key = {d: scope["cpu" if d == "CPU" else "device"] for d in _DEVICES}
     by_key["Autograd"] = scope["autograd"]  # of what is not on one of these devices
     by_key |= {f"Autograd{d}": scope["cpu_autograd" if d == "CPU" else "device_autograd"] for d in _DEVICES}
-    return Entries(by_key, scope["plan_key"])
+    asked = {name: (scope[f"{name}_key"], scope[f"{name}_run"]) for name in ("cpu", "device")}
+    return Entries(by_key, scope["plan_key"], asked)
+
+
+UNREPEATED: dict[str, str] = {}  # why calls of an op stayed in Python, the last reason
+
+
+def register_native(op: Op, space: str, device: str, entries: Entries) -> None:
+    """Let C++ run the calls of ``space``'s op of this name on a device: at its key and at its Autograd key."""
+    assert native.extension is not None
+    key_of, direct = entries.asked["cpu" if device == "CPU" else "device"]
+    plans = _PLANS[op.name]
+
+    def missed(*args: Any) -> tuple[Any, Any]:
+        """The result of a call that C++ does not know, and what repeats it, None to be asked again, or False."""
+        plan = plans.get(key_of(*args)) if allocate is empty else None
+        if plan is None:
+            return direct(*args), None
+        if plan.where in ("reference", "cpu"):
+            return plan.launch(*args), False
+        result, recipe, why = native.recorder().record(plan.launch, args)
+        if why:
+            UNREPEATED[op.name] = why
+        return result, recipe
+
+    native.extension.register(
+        space, op.name, device, _keys(device), _MAX_PLANS, direct, lambda *args: _below_autograd(op, args), missed,
+        simulated_arch if device == "CPU" else None, lambda device: native.recorder().room(device),
+    )  # fmt: skip
+    plans.repeated.append(f"{space}::{op.name}")
 
 
 def _bump_version(tensor: torch.Tensor) -> None:
@@ -291,9 +330,13 @@ def load(package: str) -> torch.library.Library:
         entries = _compile(op)
         PLAN_KEYS[name] = entries.plan_key
         for key, function in entries.by_key.items():
+            if native.extension is not None and key.endswith("CUDA"):
+                continue
             lib.impl(name, function, key, with_keyset=key.startswith("Autograd") and key != "Autograd")
         for key in _NOT_DENSE:
             lib.impl(name, _refuse(op), key)
+        if native.extension is not None:
+            register_native(op, NAMESPACE, "CUDA", entries)
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=lib)
         OPS[name] = op
     return lib

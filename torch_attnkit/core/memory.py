@@ -18,8 +18,9 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.empty`` for a shape that comes again."""
-    if _quick is not None and device.type == "cuda" and torch._C._cuda_getDevice() == device.index:
+    """``torch.empty`` for a shape that comes again; where a dispatch mode is active, through it."""
+    quick = _quick is not None and device.type == "cuda" and torch._C._cuda_getDevice() == device.index
+    if quick and not torch._C._len_torch_dispatch_stack():
         made: torch.Tensor = _quick(shape, _contiguous(shape), dtype)
         return made
     return torch.empty(shape, dtype=dtype, device=device)

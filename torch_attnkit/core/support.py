@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from . import native
 from .dispatch import OPS, once, resolve
 from .errors import UnsupportedError
 from .op import Call, Kernel, Op
-from .target import SIMULATED, Target, target_of
+from .target import SIMULATED, WHERE, Target, target_of
 
 
 def support(arch: str | None = None) -> list[tuple[Op, int, Kernel, str]]:
@@ -47,6 +48,8 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
         chosen = resolve(record, call, where)
         file = f"{record.package.replace('.', '/')}/{chosen.file if chosen else 'reference'}.py"
         lines.append(f"runs     {file} on {where}")
+        if where.arch in WHERE["cuda"][1] and not where.simulated:
+            lines.append(f"host     {native.word}: eager calls of a signature that has run before")
     except UnsupportedError as error:
         asked = any(where.arch in row.archs for row in record.kernels)
         lines.append(f"refused: UnsupportedError: {f'no row of {where} takes it' if asked else error}")

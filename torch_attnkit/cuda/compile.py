@@ -34,6 +34,8 @@ from torch_attnkit.core import config, seams
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 
+from . import repeat
+
 INSTALL = "pip install 'torch_attnkit[cuda]'"
 # A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
 GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100f"}
@@ -105,7 +107,7 @@ def launcher(
     if _requested is not None:
         _requested.append(request)
         return lambda *args: None
-    launch = seams.backend(target.arch, target.simulated).load(get(request), target.arch)
+    launch = repeat.watched(seams.backend(target.arch, target.simulated).load(get(request), target.arch))
     return launch if target.simulated or torch.cuda.device_count() < 2 else on_device(device, launch)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_attnkit.core import dispatch
+from torch_attnkit.core import dispatch, native
 
 LAYOUTS = ("contiguous", "embedded")
 _GUARD = 256  # elements on either side of an output
@@ -55,7 +55,7 @@ class Fence:
 
 @contextlib.contextmanager
 def guarded_outputs() -> Iterator[list[Fence]]:
-    """Every output that an op allocates inside this block is poisoned and fenced."""
+    """Every output that an op allocates inside this block is poisoned and fenced; C++ would allocate its own."""
     fences: list[Fence] = []
     original = dispatch.allocate
 
@@ -69,6 +69,7 @@ def guarded_outputs() -> Iterator[list[Fence]]:
 
     dispatch.allocate = allocate
     try:
-        yield fences
+        with native.off():
+            yield fences
     finally:
         dispatch.allocate = original

@@ -1,0 +1,89 @@
+"""The optional C++ half of a call (``csrc/dispatch``): which build is there, what it is given, and when it is off.
+
+Schemas, checks, plans and simulators are Python. Where the extension is there, the kernels that torch's dispatcher
+calls for CUDA tensors are C++: they look a call up by its whole signature, and repeat the launches that Python made for
+an earlier call. Without it, or for a call that cannot be repeated, Python does what it has always done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_PREFIX = "_dispatch_"
+
+
+def _name(version: str) -> str:
+    """The extension's name for a version of torch: C++ classes change from one minor version to the next, so one is
+    built for each, and the name is read before any symbol is."""
+    major, minor = version.split(".")[:2]
+    return f"{_PREFIX}{major}_{minor}"
+
+
+def _load(folder: Path, version: str) -> tuple[ModuleType | None, str]:
+    """The extension in ``folder`` for a version of torch, and a word for explain(): what runs, or why it does not."""
+    name = _name(version)
+    found = sorted({p.name.split(".")[0] for p in folder.glob(f"{_PREFIX}*") if p.suffix in (".so", ".pyd")})
+    if not found:
+        return None, "Python (csrc/dispatch is not built)"
+    if name not in found:
+        built = ", ".join(f.removeprefix(_PREFIX).replace("_", ".") for f in found)
+        why = f"csrc/dispatch is built for torch {built}, and this is {version}; install torch_attnkit anew"
+    else:
+        try:
+            return importlib.import_module(f".{name}", __package__), "C++ (csrc/dispatch)"
+        except ImportError as error:
+            why = f"csrc/dispatch does not load: {error}"
+    warnings.warn(f"torch_attnkit: eager calls stay in Python: {why}", RuntimeWarning, stacklevel=2)
+    return None, f"Python ({why})"
+
+
+extension, word = _load(Path(__file__).parent, torch.__version__)
+_find_recorder: Callable[[], Any] | None = None
+
+
+def register_recorder(find: Callable[[], Any]) -> None:
+    """Name the module that records launches, which ``core`` does not know: ``torch_attnkit.cuda.repeat``."""
+    global _find_recorder
+    _find_recorder = find
+
+
+@functools.cache
+def recorder() -> Any:
+    """That module, imported by the first call that needs it."""
+    assert _find_recorder is not None
+    return _find_recorder()
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Inside this block Python runs every call of the process, as it does without the extension."""
+    if extension is not None:
+        extension.switch_off(True)
+    try:
+        yield
+    finally:
+        if extension is not None:
+            extension.switch_off(False)
+
+
+class Plans(dict[Any, Any]):
+    """The plans of an op that Python has made. Who clears them clears what C++ made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.repeated: list[str] = []  # names of the registered ops whose calls C++ repeats
+
+    def clear(self) -> None:
+        super().clear()
+        for name in self.repeated:
+            assert extension is not None
+            extension.clear(name)
