@@ -204,7 +204,7 @@ class Experts:
         up_tiles = self.up.row_tiles(tensors.up) if UP in which else Int32(0)
         rows = RowTiles(up_tiles, self.down.row_tiles(tensors.down) if DOWN in which else Int32(0))
         if warp < CONSUMERS:
-            self._consume(tensors, scalars, ring, tiles, done, views, warp)
+            self._consume(tensors, scalars, ring, tiles, done, views, warp, which)
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CODES:
@@ -213,13 +213,13 @@ class Experts:
                         [partial(p.load_codes, its, ring, view) for p, its in zip(pair, all_loads, strict=True)]
                         for pair, view in zip(self.products, views, strict=True)
                     ]
-                    self._bring(tensors, tiles, codes)
+                    self._bring(tensors, tiles, codes, which)
                 else:
                     copied = [
                         [partial(p.copy_codes, *p.of(tensors, scalars), ring, view) for p in pair]
                         for pair, view in zip(self.products, views, strict=True)
                     ]
-                    self._bring(tensors, tiles, copied)
+                    self._bring(tensors, tiles, copied, which)
                     await_copies()
             elif warp == TOKENS:
                 self._load_tokens(tensors, x, rows.up, ring, tiles, views, which)
@@ -236,7 +236,7 @@ class Experts:
                     for pair, view in zip(self.products, views, strict=True)
                 ]
                 if part < self.c.factor_warps:
-                    self._bring(tensors, tiles, factors)
+                    self._bring(tensors, tiles, factors, which)
             else:
                 self._combine(tensors, tiles, done, Int32(1), which)
 
@@ -283,7 +283,7 @@ class Experts:
             tiles.end(turn + i)
 
     @cute.jit
-    def _bring(self, tensors: Tensors, tiles: Tiles, roles: cutlass.Constexpr):
+    def _bring(self, tensors: Tensors, tiles: Tiles, roles: cutlass.Constexpr, which: cutlass.Constexpr):
         """What a warp that brings weights does: ``roles`` of narrow and of wide work tiles, as soon as one is
         announced; of either kind those of the first product and of the second."""
         n, turn = Int32(0), Int32(0)
@@ -292,28 +292,32 @@ class Experts:
             tile = tiles.tile(turn)
             tiles.release_announced(turn)
             if const_expr(self.wide is None):
-                n = self._bring_one(tensors, tile, product, turn, n, 0, roles[0])
+                n = self._bring_one(tensors, tile, product, turn, n, 0, roles[0], which)
             else:
                 if tile.columns > self.c.columns:
-                    n = self._bring_one(tensors, tile, product, turn, n, 1, roles[1])
+                    n = self._bring_one(tensors, tile, product, turn, n, 1, roles[1], which)
                 else:
-                    n = self._bring_one(tensors, tile, product, turn, n, 0, roles[0])
+                    n = self._bring_one(tensors, tile, product, turn, n, 0, roles[0], which)
             turn += 1
             product = tiles.await_announced(turn)
 
     @cute.jit
     def _bring_one(
         self, tensors: Tensors, tile: WorkTile, product: Int32, turn: Int32, n: Int32, kind: cutlass.Constexpr,
-        roles: cutlass.Constexpr,
+        roles: cutlass.Constexpr, which: cutlass.Constexpr,
     ):  # fmt: skip
         """The fill behind the work tile's."""
-        up_steps, down_steps = self._steps(tensors, kind)
-        if product == UP:
-            roles[0](tile, Fills(turn, n, up_steps))
-            n += up_steps
+        steps = self._steps(tensors, kind)
+        if const_expr(len(which) == 1):
+            roles[which[0]](tile, Fills(turn, n, steps[which[0]]))
+            n += steps[which[0]]
         else:
-            roles[1](tile, Fills(turn, n, down_steps))
-            n += down_steps
+            if product == UP:
+                roles[UP](tile, Fills(turn, n, steps[UP]))
+                n += steps[UP]
+            else:
+                roles[DOWN](tile, Fills(turn, n, steps[DOWN]))
+                n += steps[DOWN]
         return n
 
     def _steps(self, tensors: Tensors, kind: int) -> tuple[Int32, Int32]:
@@ -413,7 +417,7 @@ class Experts:
     @cute.jit
     def _consume(
         self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, done: Ring, views: list[Shared],
-        warp: Int32,
+        warp: Int32, which: cutlass.Constexpr,
     ):  # fmt: skip
         sums = [mainloop.sums() for mainloop in self.mainloops]
         n, turn = Int32(0), Int32(0)
@@ -421,15 +425,17 @@ class Experts:
         while product != NONE:
             tile = tiles.tile(turn)
             if const_expr(self.wide is None):
-                n = self._multiply(tensors, scalars, sums[0], tile, product, turn, n, ring, tiles, views[0], warp, 0)
+                n = self._multiply(
+                    tensors, scalars, sums[0], tile, product, turn, n, ring, tiles, views[0], warp, 0, which
+                )
             else:
                 if tile.columns > self.c.columns:
                     n = self._multiply(
-                        tensors, scalars, sums[1], tile, product, turn, n, ring, tiles, views[1], warp, 1
+                        tensors, scalars, sums[1], tile, product, turn, n, ring, tiles, views[1], warp, 1, which
                     )
                 else:
                     n = self._multiply(
-                        tensors, scalars, sums[0], tile, product, turn, n, ring, tiles, views[0], warp, 0
+                        tensors, scalars, sums[0], tile, product, turn, n, ring, tiles, views[0], warp, 0, which
                     )
             tiles.release(turn)
             full = done.await_empty(turn)
@@ -442,6 +448,7 @@ class Experts:
     def _multiply(
         self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, product: Int32, turn: Int32,
         n: Int32, ring: Ring, tiles: Tiles, shared: Shared, warp: Int32, kind: cutlass.Constexpr,
+        which: cutlass.Constexpr,
     ):  # fmt: skip
         """A work tile of a kind, and what becomes of its sums. The fill behind its last."""
         (up, down), mainloop = self.products[kind], self.mainloops[kind]
@@ -450,10 +457,14 @@ class Experts:
         mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp)
         if const_expr(kind == 0):
             mainloop.join_slices(rSum, shared, warp)
-        if product == UP:
-            up.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
+        if const_expr(len(which) == 1):
+            only = const_expr((up, down)[which[0]])
+            only.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
         else:
-            down.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
+            if product == UP:
+                up.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
+            else:
+                down.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
         each = const_expr(up.c.stage // SPAN)
         return n + (spans + each - 1) // each
 
