@@ -13,9 +13,8 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.formats import e2m1, fp8
 from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
-from torch_attnkit.kernels.grouped_gemm.sm90.config import _SHARED, CONSUMERS, STRADDLING, TOGETHER, WARP_SLOTS, Config
+from torch_attnkit.kernels.grouped_gemm.sm90.config import STRADDLING, TOGETHER, WARP_SLOTS
 from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
-from torch_attnkit.kernels.grouped_gemm.sm90.wide import stage_bytes, wide_columns, widened
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check
 
@@ -89,67 +88,6 @@ def test_results_are_those_of_the_reference(simulated, multiprocessors, name):
     # Rows of x, with the sort unless slots are few; and the products, of few slots together.
     assert len(launches) == (2 if dims["Tq"] * dims["K"] <= WARP_SLOTS else 3)
     judged(name, args, kwargs, got)
-
-
-def hot(indices: torch.Tensor) -> None:
-    """One expert has all tokens, which are more than a wide work tile takes, one some, one a single token."""
-    indices.fill_(-1)
-    indices[:, 0] = 1
-    indices[::4, 1] = 0
-    indices[3, 1] = 4
-
-
-# Multiprocessors, sizes, dtype, features. Spans are odd in number, or even.
-HOT = {
-    "NVFP4": (2, dict(Tq=70, N=288, M=160, E=24, K=2), torch.bfloat16, ("bias",)),
-    "MXFP4, scales by two copies": (3, dict(Tq=70, N=576, M=192, E=24, K=2, blk=32), torch.bfloat16, ()),
-    "rounded": (2, dict(Tq=40, N=288, M=160, E=12, K=2, act=1), torch.bfloat16, ("limit",)),
-    "float16 as two numbers": (2, dict(Tq=40, N=160, M=96, E=24, K=2), torch.float16, ("gptoss",)),
-    "an odd number of blocks": (1, dict(Tq=36, N=112, M=80, E=24, K=2), torch.bfloat16, ("interleaved",)),
-}  # fmt: skip
-
-
-@pytest.mark.simulator
-@pytest.mark.filterwarnings("default")
-@pytest.mark.sample(1)
-@pytest.mark.seconds(300)
-@pytest.mark.parametrize("name", HOT)
-def test_experts_with_more_tokens_than_most_have_wide_work_tiles(simulated, multiprocessors, name):
-    """Stages change their layout from work tile to work tile, whoever takes them and in whatever order."""
-    count, dims, dtype, features = HOT[name]
-    multiprocessors(count)
-    args, kwargs = cases.make(dict(blk=16, act=0) | dims, dtype, features, torch.Generator().manual_seed(len(name)))
-    hot(args[2])
-    results = []
-    for seed in range(2):
-        few = dict(processors=seed + 1, limit=_ENDLESS)
-        with (
-            torch_attnkit.simulate("sm90"),
-            simulated.settings(check=True, seed=seed, **few),
-            simulated.counting() as launches,
-        ):
-            results.append(torch.ops.attnkit.fp4_moe(*args, **kwargs))
-        assert len(launches) == 3
-    assert torch.equal(*results)
-    judged(name, args, kwargs, results[0])
-
-
-@pytest.mark.parametrize("activations", ["none", "nvfp4"])
-@pytest.mark.parametrize("vector", [16, TOGETHER])
-@pytest.mark.parametrize("source", ["bf16", "f16"])
-@pytest.mark.parametrize("columns", [8, 16, 32])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_wide_work_tiles_cost_no_stage(format, columns, source, vector, activations):
-    config = Config(format, CONSUMERS, source, activations, columns, True, vector, 16)
-    most = wide_columns(config)
-    if (columns, source, vector, activations) == (8, "bf16", 16, "none"):
-        assert most == 64
-    if most:
-        wide = widened(config, most)
-        beside = max(config.result_bytes, wide.result_bytes) + config.line_bytes
-        assert most > columns and config.stages * stage_bytes(config, wide) + beside <= _SHARED
-        assert 2 * wide.stage == config.stage and (vector < 0 or wide.scales % wide.scale_vector == 0)
-    assert wide_columns(replace(config, row_warps=4)) == 0  # slices of K would have none of half a stage
 
 
 @pytest.mark.simulator

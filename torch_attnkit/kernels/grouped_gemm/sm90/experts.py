@@ -10,9 +10,6 @@
 A product is a launch, in which a block takes work tiles until none is left. The second begins as blocks of the first
 leave, and its weights are on their way before h is there, for which only the warp that brings tokens waits.
 
-An expert with more tokens than a work tile mostly has room for has wide ones (wide_tiles.py), whose stages are of half
-of K. Every role looks at a work tile's tokens to see of which kind it is.
-
 Where slots are few (``by_warp``) every block sorts them for itself and waits for x's rows alone, and both products are
 one launch: all work tiles of the first come before those of the second, all stages of a block stand in one ring.
 docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
@@ -41,8 +38,6 @@ from .prepare import Prepare
 from .routing import SortByWarp
 from .schedule import DOWN, NONE, UP, RowTiles, Tickets, Tiles, WorkTile, await_h, end_tickets, h_has_come, take
 from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
-from .wide import WideConfig
-from .wide_tiles import CombineTogether, Stages, View, WideMainloop
 
 # Of a thread in the warpgroups behind the consumers, which keep their 128: scales take most.
 _REGISTERS = (96, 160)
@@ -128,32 +123,14 @@ class Product:
 
 
 class Experts:
-    """The launches of a call: ``prepare``'s, and those of the products, by roles. ``wide``: both products of wide work
-    tiles, if there are such."""
+    """The launches of a call: ``prepare``'s, and those of the products, by roles."""
 
-    def __init__(
-        self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool,
-        wide: tuple[WideConfig, WideConfig] | None,
-    ):  # fmt: skip
-        self.by_warp, self.wide = by_warp, wide
-        self.prepare = Prepare(up, down, experts, rounded, by_warp, wide[0].columns if wide else 0)
+    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
+        self.by_warp, self.prepare = by_warp, Prepare(up, down, experts, rounded, by_warp)
         self.launches = ((UP, DOWN),) if by_warp else ((UP,), (DOWN,))
-        # Of narrow work tiles, then of wide ones: up, down.
-        self.products = [
-            (Product(up, Activation(up, rounded), up.factor_warps), Product(down, Combine(down), up.factor_warps))
-        ]
-        self.mainloops: list[Mainloop] = [Mainloop(up)]  # for both: work tiles differ in the number of steps alone
-        if wide:
-            wide_up, wide_down = wide
-            self.products.append(
-                (
-                    Product(wide_up, Activation(wide_up, rounded), up.factor_warps),
-                    Product(wide_down, CombineTogether(wide_down), up.factor_warps),
-                )
-            )
-            self.mainloops.append(WideMainloop(wide_up))
-        self.up, self.down = self.products[0]
-        self.c = up
+        self.up = Product(up, Activation(up, rounded), up.factor_warps)
+        self.down = Product(down, Combine(down), up.factor_warps)
+        self.c, self.mainloop = up, Mainloop(up)  # for both: their work tiles differ in the number of steps alone
 
     @cute.jit
     def __call__(
@@ -185,7 +162,7 @@ class Experts:
         )  # fmt: skip
         made = rings(memory, warp, table)
         ring, done, tiles = made["stages"], made["done"], Tiles(made["announced"], made["tiles"], memory)
-        views = self._views(memory)
+        shared = Shared(self.c, memory)
         lines = Lines(self.c, memory, warp) if self.c.line_bytes else None
         sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
         if warp == CODES:
@@ -197,32 +174,26 @@ class Experts:
             ticket = take(tensors, which[-1])
             if const_expr(self.by_warp):
                 sort.run(tensors)
-        views[0].clear_tokens()
+        shared.clear_tokens()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        all_loads = (up_loads, down_loads)
+        products = ((self.up, up_loads), (self.down, down_loads))
         up_tiles = self.up.row_tiles(tensors.up) if UP in which else Int32(0)
         rows = RowTiles(up_tiles, self.down.row_tiles(tensors.down) if DOWN in which else Int32(0))
         if warp < CONSUMERS:
-            self._consume(tensors, scalars, ring, tiles, done, views, warp, which)
+            self._consume(tensors, scalars, ring, tiles, done, shared, warp)
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == CODES:
                 if const_expr(self.c.by_tma):
-                    codes = [
-                        [partial(p.load_codes, its, ring, view) for p, its in zip(pair, all_loads, strict=True)]
-                        for pair, view in zip(self.products, views, strict=True)
-                    ]
-                    self._bring(tensors, tiles, codes, which)
+                    codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
+                    self._bring(tensors, tiles, *codes)
                 else:
-                    copied = [
-                        [partial(p.copy_codes, *p.of(tensors, scalars), ring, view) for p in pair]
-                        for pair, view in zip(self.products, views, strict=True)
-                    ]
-                    self._bring(tensors, tiles, copied, which)
+                    copied = (partial(p.copy_codes, *p.of(tensors, scalars), ring, shared) for p, _ in products)
+                    self._bring(tensors, tiles, *copied)
                     await_copies()
             elif warp == TOKENS:
-                self._load_tokens(tensors, x, rows.up, ring, tiles, views, which)
+                self._load_tokens(tensors, x, rows.up, ring, tiles, shared, which)
             elif warp == SCHEDULER:
                 self._schedule(tensors, scalars, rows, tiles, ticket, sort, which)
             else:
@@ -231,21 +202,13 @@ class Experts:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
             if warp > SCHEDULER + COMBINERS:
                 part = warp - SCHEDULER - COMBINERS - 1
-                factors = [
-                    [partial(p.load_factors, *p.of(tensors, scalars), part, lines, ring, view) for p in pair]
-                    for pair, view in zip(self.products, views, strict=True)
-                ]
+                factors = (
+                    partial(p.load_factors, *p.of(tensors, scalars), part, lines, ring, shared) for p, _ in products
+                )
                 if part < self.c.factor_warps:
-                    self._bring(tensors, tiles, factors, which)
+                    self._bring(tensors, tiles, *factors)
             else:
                 self._combine(tensors, tiles, done, Int32(1), which)
-
-    def _views(self, memory: Any) -> list[Shared]:
-        """What the stages of narrow work tiles hold, and of wide ones."""
-        if self.wide is None:
-            return [Shared(self.c, memory)]
-        stages = Stages(self.c, self.wide[0], memory)
-        return [View(config, stages) for config in (self.c, self.wide[0])]
 
     @cute.jit
     def _schedule(
@@ -283,190 +246,91 @@ class Experts:
             tiles.end(turn + i)
 
     @cute.jit
-    def _bring(self, tensors: Tensors, tiles: Tiles, roles: cutlass.Constexpr, which: cutlass.Constexpr):
-        """What a warp that brings weights does: ``roles`` of narrow and of wide work tiles, as soon as one is
-        announced; of either kind those of the first product and of the second."""
+    def _bring(self, tensors: Tensors, tiles: Tiles, up: cutlass.Constexpr, down: cutlass.Constexpr):
+        """What a warp that brings weights does: ``up`` or ``down`` with a work tile as soon as it is announced."""
+        up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
         n, turn = Int32(0), Int32(0)
         product = tiles.await_announced(turn)
         while product != NONE:
             tile = tiles.tile(turn)
             tiles.release_announced(turn)
-            if const_expr(self.wide is None):
-                n = self._bring_one(tensors, tile, product, turn, n, 0, roles[0], which)
+            if product == UP:
+                up(tile, Fills(turn, n, up_steps))
+                n += up_steps
             else:
-                if tile.columns > self.c.columns:
-                    n = self._bring_one(tensors, tile, product, turn, n, 1, roles[1], which)
-                else:
-                    n = self._bring_one(tensors, tile, product, turn, n, 0, roles[0], which)
+                down(tile, Fills(turn, n, down_steps))
+                n += down_steps
             turn += 1
             product = tiles.await_announced(turn)
 
     @cute.jit
-    def _bring_one(
-        self, tensors: Tensors, tile: WorkTile, product: Int32, turn: Int32, n: Int32, kind: cutlass.Constexpr,
-        roles: cutlass.Constexpr, which: cutlass.Constexpr,
-    ):  # fmt: skip
-        """The fill behind the work tile's."""
-        steps = self._steps(tensors, kind)
-        if const_expr(len(which) == 1):
-            roles[which[0]](tile, Fills(turn, n, steps[which[0]]))
-            n += steps[which[0]]
-        else:
-            if product == UP:
-                roles[UP](tile, Fills(turn, n, steps[UP]))
-                n += steps[UP]
-            else:
-                roles[DOWN](tile, Fills(turn, n, steps[DOWN]))
-                n += steps[DOWN]
-        return n
-
-    def _steps(self, tensors: Tensors, kind: int) -> tuple[Int32, Int32]:
-        """Stages of a work tile of a kind, of both products."""
-        up, down = self.products[kind]
-        return up.steps(tensors.up), down.steps(tensors.down)
-
-    @cute.jit
     def _load_tokens(
-        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: Tiles, views: list[Shared],
+        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: Tiles, shared: Shared,
         which: cutlass.Constexpr,
     ):  # fmt: skip
+        """A lane has a token, or a part of it, or two."""
+        c = self.c
         cute.arch.griddepcontrol_wait()
         # Only now may the second product's launch begin: what it then reads without waiting, the work tiles, is there.
         cute.arch.griddepcontrol_launch_dependents()
+        lane = cute.arch.lane_idx()
+        top_k = Int32(tensors.indices.shape[1])
+        up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
         n, turn = Int32(0), Int32(0)
         product = tiles.wait(turn)
         while product != NONE:
-            if const_expr(self.wide is None):
-                n = self._load_narrow(tensors, x, parts_of_h, ring, tiles, turn, product == DOWN, n, views[0], which)
-            else:
-                if tiles.tile(turn).columns > self.c.columns:
-                    n = self._load_wide(tensors, x, ring, tiles, turn, product == DOWN, n, views[1])
-                else:
-                    n = self._load_narrow(
-                        tensors, x, parts_of_h, ring, tiles, turn, product == DOWN, n, views[0], which
-                    )
+            tile, line_of_h = tiles.tile(turn), tiles.line(turn)
+            down = product == DOWN
+            steps = cutlass.select_(down, down_steps, up_steps)
+            count = tile.columns * c.parts
+            starts = []
+            for start in cutlass.range_constexpr(0, c.columns * c.parts, 32):
+                line = start + lane
+                of_x = tiles.slot(turn, line // c.parts) // top_k * c.parts + line % c.parts
+                of_h = tile.first * c.parts + line
+                from_x = x.iterator.toint() + Int64(of_x) * x.stride[0] * 2
+                from_h = tensors.h.iterator.toint() + Int64(of_h) * tensors.h.stride[0] * 2
+                starts.append(cutlass.select_(down, from_h, from_x))
+            tiles.release(turn)
+            if const_expr(UP in which):
+                if down:
+                    await_h(tensors, line_of_h, parts_of_h)
+            for k in cutlass.range(steps, unroll=1):
+                full = ring.acquire(n, count * (c.stage * 2))
+                cute.arch.sync_warp()  # announced before it begins
+                for i in cutlass.range_constexpr(len(starts)):
+                    line = 32 * i + lane
+                    if line < count:
+                        to = shared.tokens(ring.slot(n)) + line * c.token_row_bytes
+                        memory_ops.bulk_load(to, starts[i] + Int64(k) * (c.stage * 2), Int32(c.stage * 2), full.toint())
+                n += 1
             turn += 1
             product = tiles.wait(turn)
 
     @cute.jit
-    def _load_narrow(
-        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: Tiles, turn: Int32,
-        down: cutlass.Boolean, n: Int32, shared: Shared, which: cutlass.Constexpr,
-    ):  # fmt: skip
-        """The tokens of a work tile, of which a lane has one, or a part of it, or two. The fill behind its last."""
-        c, lane, top_k = self.c, cute.arch.lane_idx(), Int32(tensors.indices.shape[1])
-        tile, line_of_h = tiles.tile(turn), tiles.line(turn)
-        starts = []
-        for start in cutlass.range_constexpr(0, c.columns * c.parts, 32):
-            line = start + lane
-            slot = tiles.slot(turn, line // c.parts)
-            starts.append(self._row(tensors, x, tile, down, slot // top_k, line))
-        tiles.release(turn)
-        if const_expr(UP in which):
-            if down:
-                await_h(tensors, line_of_h, parts_of_h)
-        return self._load_rows(tensors, starts, tile, down, n, ring, shared, 0)
-
-    @cute.jit
-    def _load_wide(
-        self, tensors: Tensors, x: cute.Tensor, ring: Ring, tiles: Tiles, turn: Int32, down: cutlass.Boolean,
-        n: Int32, shared: Shared,
-    ):  # fmt: skip
-        """The same of a wide one, of whose slots the scheduler tells only some."""
-        c, lane, top_k = self.wide[0], cute.arch.lane_idx(), Int32(tensors.indices.shape[1])
-        tile = tiles.tile(turn)
-        tiles.release(turn)
-        starts = []
-        for start in cutlass.range_constexpr(0, c.columns * c.parts, 32):
-            line = start + lane
-            column = cutlass.min(line // c.parts, tile.columns - 1)
-            slot = tensors.order[tile.first + column]
-            starts.append(self._row(tensors, x, tile, down, slot // top_k, line))
-        return self._load_rows(tensors, starts, tile, down, n, ring, shared, 1)
-
-    def _row(
-        self, tensors: Tensors, x: cute.Tensor, tile: WorkTile, down: cutlass.Boolean, token: Int32, line: Int32
-    ) -> Int64:
-        """Where the line, a token or a part of it, begins: of x by its token, of h by its place."""
-        parts = self.c.parts
-        of_x = token * parts + line % parts
-        of_h = tile.first * parts + line
-        from_x = x.iterator.toint() + Int64(of_x) * x.stride[0] * 2
-        from_h = tensors.h.iterator.toint() + Int64(of_h) * tensors.h.stride[0] * 2
-        return cutlass.select_(down, from_h, from_x)
-
-    @cute.jit
-    def _load_rows(
-        self, tensors: Tensors, starts: list[Int64], tile: WorkTile, down: cutlass.Boolean, n: Int32, ring: Ring,
-        shared: Shared, kind: cutlass.Constexpr,
-    ):  # fmt: skip
-        c, lane = self.products[kind][0].c, cute.arch.lane_idx()
-        up_steps, down_steps = self._steps(tensors, kind)
-        count = tile.columns * c.parts
-        for k in cutlass.range(cutlass.select_(down, down_steps, up_steps), unroll=1):
-            full = ring.acquire(n, count * (c.stage * 2))
-            cute.arch.sync_warp()  # announced before it begins
-            for i in cutlass.range_constexpr(len(starts)):
-                line = 32 * i + lane
-                if line < count:
-                    to = shared.tokens(ring.slot(n)) + line * c.token_row_bytes
-                    memory_ops.bulk_load(to, starts[i] + Int64(k) * (c.stage * 2), Int32(c.stage * 2), full.toint())
-            n += 1
-        return n
-
-    @cute.jit
     def _consume(
-        self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, done: Ring, views: list[Shared],
-        warp: Int32, which: cutlass.Constexpr,
-    ):  # fmt: skip
-        sums = [mainloop.sums() for mainloop in self.mainloops]
+        self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, done: Ring, shared: Shared, warp: Int32
+    ):
+        rSum = self.mainloop.sums()
+        up_spans, down_spans = self.up.spans(tensors.up), self.down.spans(tensors.down)
         n, turn = Int32(0), Int32(0)
         product = tiles.wait(turn)
         while product != NONE:
             tile = tiles.tile(turn)
-            if const_expr(self.wide is None):
-                n = self._multiply(
-                    tensors, scalars, sums[0], tile, product, turn, n, ring, tiles, views[0], warp, 0, which
-                )
+            spans = cutlass.select_(product == UP, up_spans, down_spans)
+            self.mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp)
+            self.mainloop.join_slices(rSum, shared, warp)
+            if product == UP:
+                self.up.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
             else:
-                if tile.columns > self.c.columns:
-                    n = self._multiply(
-                        tensors, scalars, sums[1], tile, product, turn, n, ring, tiles, views[1], warp, 1, which
-                    )
-                else:
-                    n = self._multiply(
-                        tensors, scalars, sums[0], tile, product, turn, n, ring, tiles, views[0], warp, 0, which
-                    )
+                self.down.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
             tiles.release(turn)
             full = done.await_empty(turn)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)
+            n += (spans + self.c.stage // SPAN - 1) // (self.c.stage // SPAN)
             turn += 1
             product = tiles.wait(turn)
-
-    @cute.jit
-    def _multiply(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, product: Int32, turn: Int32,
-        n: Int32, ring: Ring, tiles: Tiles, shared: Shared, warp: Int32, kind: cutlass.Constexpr,
-        which: cutlass.Constexpr,
-    ):  # fmt: skip
-        """A work tile of a kind, and what becomes of its sums. The fill behind its last."""
-        (up, down), mainloop = self.products[kind], self.mainloops[kind]
-        up_spans, down_spans = up.spans(tensors.up), down.spans(tensors.down)
-        spans = cutlass.select_(product == UP, up_spans, down_spans)
-        mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp)
-        if const_expr(kind == 0):
-            mainloop.join_slices(rSum, shared, warp)
-        if const_expr(len(which) == 1):
-            only = const_expr((up, down)[which[0]])
-            only.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
-        else:
-            if product == UP:
-                up.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
-            else:
-                down.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
-        each = const_expr(up.c.stage // SPAN)
-        return n + (spans + each - 1) // each
 
     @cute.jit
     def _combine(self, tensors: Tensors, tiles: Tiles, done: Ring, first: Int32, which: cutlass.Constexpr):
@@ -482,11 +346,6 @@ class Experts:
                     h_has_come(tensors, line)
                 done.release(turn)
             else:
-                if tiles.tile(turn).columns > self.c.columns:  # consumers have done it
-                    tiles.release(turn)
-                    done.wait(turn)
-                    done.release(turn)
-                else:
-                    self.down.epilogue.combine(tensors, tiles, done, turn)
+                self.down.epilogue.combine(tensors, tiles, done, turn)
             turn += COMBINERS
             product = tiles.wait(turn)

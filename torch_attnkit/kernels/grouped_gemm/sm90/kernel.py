@@ -11,7 +11,6 @@ from .config import Config, WgmmaConfig
 from .experts import Experts
 from .rounding import ROUNDED
 from .wgmma import ManyTokens
-from .wide import wide_columns, widened
 
 
 def trace(
@@ -26,9 +25,7 @@ def trace(
     )
     tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype, code_alignment)
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
-    columns_of_wide = 0 if by_warp else wide_columns(up)
-    wide = (widened(up, columns_of_wide), widened(down, columns_of_wide)) if columns_of_wide else None
-    made = Experts(up, down, experts, ROUNDED[activations], by_warp, wide)
+    made = Experts(up, down, experts, ROUNDED[activations], by_warp)
     return made, [tensors, x, scalars, prepare_blocks, blocks, stream]
 
 

@@ -17,18 +17,13 @@ from .arguments import Scalars, Tensors, chosen, global_scale_of
 from .config import SPAN, Config
 from .permute import Spans, share_of_quads
 from .routing import Sort
-from .wide_tiles import SortByCount
 
 _THREADS = 256  # which have registers enough to round
 
 
 class Prepare:
-    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool, wide: int):
-        """``wide``: most tokens of a wide work tile, 0 if there are none."""
-        self.sort: Sort | None = None
-        if not by_warp:
-            sort = (up.columns, experts, _THREADS)
-            self.sort = SortByCount(wide, *sort) if wide else Sort(*sort)
+    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
+        self.sort = None if by_warp else Sort(up.columns, experts, threads=_THREADS)
         self.sorters = 0 if by_warp else 1  # blocks
         self.spans, self.parts, self.rounded = Spans(rounded, up.token_vector, up.parts), up.parts, rounded
 
