@@ -8,11 +8,15 @@ import pytest
 import torch
 
 import torch_attnkit
+from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.cuda import driver
 from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
 from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check
+
+_ENDLESS = 4_000_000  # instructions of a launch that is caught in a loop
 
 
 def as_drawn(indices: torch.Tensor) -> None:
@@ -72,7 +76,7 @@ def test_results_are_those_of_the_reference(name):
     choose(args[2])
     with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
         got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
-    assert len(launches) == 4  # sorting, both products, totals: x and h are rounded on the way
+    assert len(launches) == 3  # sorting and both products: x and h are rounded on the way, totals behind the second
     reference = OPS["fp4_moe"].module("reference").reference
     double = [a.double() if isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 else a for a in args]
     check(f"fp4_moe {name}", got, reference(*args, **kwargs), reference(*double, **kwargs))
@@ -96,6 +100,34 @@ def test_an_infinite_number_stays_where_it_is():
     want = reference(*args, **kwargs)
     assert bool(want.isfinite().all())
     check("fp4_moe infinite", got, want, reference(*double, **kwargs))
+
+
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("processors", [1, 2, 5])
+def test_no_block_waits_for_one_that_has_yet_to_begin(monkeypatch, processors):
+    """Totals are shared by those blocks that find all others begun; the last one does, if no other. Counters are back
+    at zero for the next call, and sums do not depend on who adds them up."""
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    ptx = pytest.importorskip("torch_attnkit.sim.ptx")
+    monkeypatch.setattr(driver, "_SIMULATED_SMS", 5)
+    driver.sm_count.cache_clear()
+    dispatch._PLANS["fp4_moe"].clear()
+    gen = torch.Generator().manual_seed(1)
+    args, kwargs = cases.make(dict(Tq=60, N=288, M=96, E=3, K=2, blk=16, act=0), torch.bfloat16, ("bias",), gen)
+    args[2][5] = -1  # a token without experts, whatever its weights
+    args[1][5] = torch.nan
+    results = []
+    for seed in range(2):
+        with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=seed, processors=processors, limit=_ENDLESS):
+            results.append(torch.ops.attnkit.fp4_moe(*args, **kwargs))
+    driver.sm_count.cache_clear()
+    dispatch._PLANS["fp4_moe"].clear()
+    assert torch.equal(*results) and not results[0][5].any()
+    reference = OPS["fp4_moe"].module("reference").reference
+    double = [a.double() if isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 else a for a in args]
+    check("fp4_moe totals", results[0], reference(*args, **kwargs), reference(*double, **kwargs))
 
 
 def problem(tokens: int, **changes) -> Problem:

@@ -37,7 +37,7 @@ from .permute import SortAndPermute
 from .results import Permuted, Results, Rounded
 from .schedule import WorkTile, work
 from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
-from .total import Total
+from .totals import Totals
 
 _THREADS = 128  # of a warpgroup
 _STEP = 16  # numbers of a row that one ``wgmma`` takes
@@ -241,10 +241,11 @@ def tokens_layout(config: WgmmaConfig, tokens: int) -> cute.Layout:
 class Product:
     """One product: its kernel, by roles. ``work``: what tells a block its work tiles, of ``tensors``, of which only
     it and ``results`` know what they are. Without ``paired`` it is called before what the launch before wrote is there.
+    ``totals``: what consumers do behind their last work tile.
     """
 
-    def __init__(self, config: WgmmaConfig, results: Any, work: Any = work):
-        self.c, self.results, self.work = config, results, work
+    def __init__(self, config: WgmmaConfig, results: Any, work: Any = work, totals: Totals | None = None):
+        self.c, self.results, self.work, self.totals = config, results, work, totals
         self.mainloop, self.factors = Mainloop(config, results.row_step), Factors(config.scaler)
 
     @cute.jit
@@ -274,7 +275,9 @@ class Product:
     def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: Loads, tokens: list[Loads]):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        slots = self._slots(warp)
+        memory = cutlass.memory.SmemAllocator()
+        slots = self._slots(memory, warp)
+        shares = self.totals.share(memory) if self.totals else None
         if warp == c.row_warps:
             if const_expr(c.by_tma):
                 cpasync.prefetch_descriptor(codes.atom)
@@ -288,7 +291,12 @@ class Product:
         turns = (Int32(weights.codes.shape[2]) * 2 + c.spans * SPAN - 1) // (c.spans * SPAN)
         if warp < c.row_warps:
             cute.arch.setmaxregister_increase(_REGISTERS[c.row_warps][1])
+            if const_expr(self.totals is not None):
+                if cute.arch.thread_idx()[0] == 0:
+                    self.totals.begin(tensors)
             self._consume(tensors, flags, weights, scalars, share, turns, slots, warp)
+            if const_expr(self.totals is not None):
+                self.totals.run(tensors, shares, warp)
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[c.row_warps][0])
             if warp == c.row_warps:
@@ -302,9 +310,8 @@ class Product:
                 self._load_factors(tensors, flags, weights, share, turns, slots, warp - c.row_warps - 2)
 
     @cute.jit
-    def _slots(self, warp: Int32):
+    def _slots(self, memory: Any, warp: Int32):
         c = self.c
-        memory = cutlass.memory.SmemAllocator()
         table = (
             ("weights", c.weight_stages, c.code_arrivals + SCALERS, c.row_warps),
             ("tokens", c.token_stages, 1, c.row_warps),
@@ -433,7 +440,7 @@ class ManyTokens:
     def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int, rounded: Any):
         self.begin = SortAndPermute(up.columns, experts, rounded, up.token_vector)
         self.up = Product(up, Permuted(up) if rounded is None else Rounded(up, rounded))
-        self.down, self.total = Product(down, Results(down)), Total()
+        self.down = Product(down, Results(down), totals=Totals(down.row_warps))
 
     @cute.jit
     def __call__(
@@ -444,7 +451,6 @@ class ManyTokens:
         self.begin.launch(tensors, x, scalars, sort_blocks, stream)
         self.up.launch(tensors, scalars.up, tensors.up, x, scalars, up_blocks, stream)
         self.down.launch(tensors, scalars.down, tensors.down, tensors.h, scalars, down_blocks, stream)
-        self.total.launch(tensors, stream)
 
 
 assert _SETS == 2 and LOADERS == 2 + SCALERS
