@@ -75,7 +75,8 @@ def _check(model: PreTrainedModel, attentions: list[Any], experts: list[Any], pa
         sizes["num_key_value_heads"] = config.num_key_value_heads
     else:
         sizes["o_groups"] = config.o_groups
-    sizes |= {"the number of experts": m.gate_up_proj_packed.shape[0] for m in experts}
+    if experts:
+        sizes["the number of experts"] = experts[0].gate_up_proj_packed.shape[0]
     for name, size in sizes.items():
         if size % parts:
             raise ValueError(f"shard_model: {name} is {size}, accepted for {parts} processes: a multiple of {parts}")
