@@ -41,6 +41,7 @@ CALLS: dict[str, list[tuple[dict[str, int], str]]] = {
         (EXPERTS, "swizzled"),
     ],
     "gated_rmsnorm": [(dict(R=4, H=8, N=33, y32=1, w32=0), "")],
+    "gated_rmsnorm_backward": [(dict(R=4, H=8, N=33, y32=1, w32=0), "")],
     "grouped_output_projection": [
         (dict(Tq=8, G=4, Kn=96, R=12, blk=0), ""),
         (dict(Tq=8, G=4, Kn=96, R=12, blk=16), "swizzled global_scale"),

@@ -97,6 +97,7 @@ class Op:
     exclusive: tuple[tuple[str, ...], ...] = ()  # features of which a call has at most one
     shards: tuple[Shards, ...] = ()
     whole: str = ""  # why no axis can be cut, where ``shards`` is empty
+    backward: str = ""  # the op of the gradients: takes those of the outputs before the arguments, gives the tensors'
     package: str = ""
 
     @cached_property
