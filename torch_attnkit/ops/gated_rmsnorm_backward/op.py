@@ -10,7 +10,7 @@ Source: the derivative of ``gated_rmsnorm``; RMSNorm (arXiv 1910.07467).
 
 import math
 
-from torch_attnkit.core import Call, Op
+from torch_attnkit.core import Call, Kernel, Op
 from torch_attnkit.core.op import Predicate, Shards
 
 
@@ -41,4 +41,5 @@ OP = Op(
         "eps must be positive": lambda c: c.arg.eps > 0,
     },
     shards=(Shards("...", sums="dw"),),
+    kernels=(Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: _rows(c) < 2**31}),),
 )
