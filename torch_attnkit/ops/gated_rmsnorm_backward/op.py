@@ -41,5 +41,8 @@ OP = Op(
         "eps must be positive": lambda c: c.arg.eps > 0,
     },
     shards=(Shards("...", sums="dw"),),
-    kernels=(Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: _rows(c) < 2**31}),),
+    kernels=(
+        Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: _rows(c) < 2**31}),
+        Kernel("mps", "bf16 f16 f32", needs={"N must be below 2^31": lambda c: c.dim["N"] < 2**31}),
+    ),
 )
