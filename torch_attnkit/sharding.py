@@ -76,7 +76,7 @@ def rule(op: Op) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
 def ways_of(op: Op, call: Call, parts: tuple[int, ...]) -> Iterator[tuple[set[str], Cuts]]:
     """Of each way to cut a call into as many equal parts as each of ``parts`` says: what is summed, and what is cut."""
     for shards in op.shards:
-        if shards.when(call):
+        if all(ok(call) for ok in shards.needs.values()):
             for axes in _axes(shards, call):
                 cuts = {name: _cut(op, call, name, axes) for name in (*op.tensors, *op.outnames)}
                 if _equal(op, call, cuts, parts):

@@ -54,6 +54,11 @@ inline Products products(Wide g, Wide z, Wide w) {
   return made;
 }
 
+// h - u mean(h u). Of a row of one element that is h (1 - u^2), of which rounding would leave nothing: it is h eps r^2.
+inline Wide centred(Wide h, Wide u, float mean, int n, float eps, float scale) {
+  return n == 1 ? h * (eps * scale * scale) : h - u * mean;
+}
+
 [[kernel, max_total_threads_per_threadgroup(32 * ROWS * SIMDS)]] void gated_rmsnorm_backward(
     const device Z_TYPE* grads [[buffer(0)]],
     const device Y_TYPE* ys [[buffer(1)]],
@@ -140,7 +145,7 @@ inline Products products(Wide g, Wide z, Wide w) {
           read(w + at, weight);
           const Products made = products(g, x, weight);
           const Wide u = a * scale;
-          write(dy + row * shape.n + at, scale * (made.h - u * mean));
+          write(dy + row * shape.n + at, scale * centred(made.h, u, mean, n, eps, scale));
           write(dz + row * shape.n + at, made.slope * u);
           kept[i] += made.share * u;
         }
@@ -153,7 +158,7 @@ inline Products products(Wide g, Wide z, Wide w) {
         read(w + at, weight);
         const Products made = products(g, x, weight);
         const Wide u = a * scale;
-        write(dy + row * shape.n + at, scale * (made.h - u * mean));
+        write(dy + row * shape.n + at, scale * centred(made.h, u, mean, n, eps, scale));
         write(dz + row * shape.n + at, made.slope * u);
         read(mine + at, share);
         write(mine + at, share + made.share * u);

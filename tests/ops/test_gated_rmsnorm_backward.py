@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import torch_attnkit
+from torch_attnkit import simulate
 from torch_attnkit.ops.gated_rmsnorm.reference import reference as forward
 
 ops = torch.ops.attnkit
@@ -64,6 +66,22 @@ def test_there_is_no_second_derivative_and_no_transform():
         match="gated_rmsnorm: y requires a gradient, but the op has a backward for torch.autograd alone",
     ):
         torch.func.grad(lambda y: ops.gated_rmsnorm(y, z.detach(), w.detach()).sum())(y.detach())
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("arch", ["metal", pytest.param("sm90", marks=pytest.mark.proof)])
+def test_autograd_calls_the_kernel_and_the_same_call_gives_the_same_bits(arch):
+    shapes = ((70, 3, 40), (70, 3, 40), (40,))  # more rows than are worked on side by side
+    found = []
+    for _ in range(2):
+        gen = torch.Generator().manual_seed(1)
+        given = [torch.randn(s, generator=gen).requires_grad_() for s in shapes]
+        with simulate(arch), torch_attnkit.record() as ran:
+            ops.gated_rmsnorm(*given).square().sum().backward()
+        where = f"{arch} (simulated)"
+        assert set(ran.calls) == {("gated_rmsnorm", where), ("gated_rmsnorm_backward", where)}
+        found.append([t.grad for t in given])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class Block(nn.Module):

@@ -220,7 +220,12 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"{ctx.op} has no backward; call it under torch.no_grad() or torch.inference_mode()")
+        tensors = zip(OPS[ctx.op].argnames, ctx.needs_input_grad[2:], strict=False)
+        names = ", ".join(name for name, needed in tensors if needed)
+        raise NotImplementedError(
+            f"{ctx.op} has no backward, and a gradient of {names} is asked for; call it under torch.no_grad() or "
+            "torch.inference_mode(), or detach these; to train, compute this step with PyTorch's own operators"
+        )
 
 
 class _Differentiable(torch.autograd.Function):

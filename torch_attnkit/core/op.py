@@ -77,7 +77,7 @@ class Shards:
     """
 
     axes: str
-    when: Predicate = lambda c: True
+    needs: dict[str, Predicate] = field(default_factory=dict)  # in words -> what must hold
     sums: str = ""
 
 

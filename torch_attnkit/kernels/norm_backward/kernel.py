@@ -89,6 +89,19 @@ class _Rows:
         gate, weighted = rGate.load(), g * rW.load().to(Float32)
         return weighted * gate, weighted * rSlope.load(), g * gate
 
+    @cute.jit
+    def centred(self, h: Any, u: Any, mean: Float32, n: Int32, eps: Float32, rstd: Float32):
+        """h - u mean(h u) of one vector. Of a row of one element that is h (1 - u^2), of which rounding would leave
+        nothing: it is h eps rstd^2."""
+        left = h - u * mean
+        if const_expr(self.c.width == 1 and self.c.vectors == 1):
+            rLeft = cute.make_rmem_tensor(1, Float32)
+            rLeft.store(left)
+            if n == 1:
+                rLeft.store(h * (eps * rstd * rstd))
+            left = rLeft.load()
+        return left
+
 
 class _Resident(_Rows):
     """A row is read once, into registers."""
@@ -154,7 +167,7 @@ class _Resident(_Rows):
                 rShare[v].store(rShare[v].load() + rP[v].load() * u)
                 if row < rows and (even or col[v] < n):
                     rDY, rDZ = (cute.make_rmem_tensor(c.width, m.element_type) for m in (mDY, mDZ))
-                    rDY.store(((rH[v].load() - u * mean) * rstd).to(mDY.element_type))
+                    rDY.store((self.centred(rH[v].load(), u, mean, n, eps, rstd) * rstd).to(mDY.element_type))
                     rDZ.store((rD[v].load() * u).to(mDZ.element_type))
                     copies.store(rDY, mDY.iterator + start + col[v])
                     copies.store(rDZ, mDZ.iterator + start + col[v])
@@ -232,7 +245,7 @@ class _Stream(_Rows):
                     copies.load(start + col, r)
                 u = rY.load().to(Float32) * rstd
                 h, d, p = self.products(rG, rZ, rW)
-                rDY.store(((h - u * mean) * rstd).to(mDY.element_type))
+                rDY.store((self.centred(h, u, mean, n, eps, rstd) * rstd).to(mDY.element_type))
                 rDZ.store((d * u).to(mDZ.element_type))
                 copies.store(rDY, mDY.iterator + Int64(row) * n + col)
                 copies.store(rDZ, mDZ.iterator + Int64(row) * n + col)

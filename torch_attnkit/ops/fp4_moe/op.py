@@ -109,7 +109,9 @@ OP = Op(
     # Rows of w13 by the pairs of gate and up; experts are cut by ``integrations.distributed.ep_moe``.
     shards=(
         Shards("Tq"),
-        Shards("M2 M Ms", when=lambda c: c.arg.interleaved and shards.linear(c), sums="out bias2"),
+        Shards(
+            "M2 M Ms", needs=shards.LINEAR | {"interleaved rows of w13": lambda c: c.arg.interleaved}, sums="out bias2"
+        ),
     ),
     kernels=(
         Kernel("sm90", "bf16 f16", {}, _ALL, _SM90),

@@ -9,14 +9,21 @@ Source: the derivative of ``gated_rmsnorm``; RMSNorm (arXiv 1910.07467).
 """
 
 import math
+from collections.abc import Callable
 
 from torch_attnkit.core import Call, Kernel, Op
-from torch_attnkit.core.op import Predicate, Shards
+from torch_attnkit.core.op import Shards
+from torch_attnkit.core.spec import short
 
 
-def _like(name: str, spec: str) -> Predicate:
-    """A gradient has the dtype of its tensor: float32 where that is, whatever T is."""
-    return lambda c: f"{spec}:f32" if getattr(c.arg, name).dtype.itemsize == 4 else None
+def _like(name: str, spec: str) -> Callable[[Call], str | None]:
+    """An entry of ``layouts``: a gradient has the dtype of its tensor, where that is not T."""
+
+    def layout(c: Call) -> str | None:
+        tensor = getattr(c.arg, name)
+        return None if tensor is None or tensor.dtype == c.dtype else f"{spec}:{short(tensor.dtype)}"
+
+    return layout
 
 
 def _rows(c: Call) -> int:

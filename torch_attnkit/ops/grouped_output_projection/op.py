@@ -76,8 +76,8 @@ OP = Op(
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.o_global is not None or c.arg.wo_global is not None},
     shards=(
         Shards("G"),
-        Shards("Tq", when=shards.linear),
-        Shards("R", when=shards.linear),
+        Shards("Tq", needs=shards.LINEAR),
+        Shards("R", needs=shards.LINEAR),
     ),
     kernels=(
         Kernel(

@@ -52,7 +52,7 @@ OP = Op(
         ),
     },
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.global_scale is not None},
-    shards=(Shards("Tq", when=shards.linear), Shards("Hq", when=shards.linear)),
+    shards=(Shards("Tq", needs=shards.LINEAR), Shards("Hq", needs=shards.LINEAR)),
     kernels=(
         Kernel(
             "cuda",
