@@ -10,7 +10,8 @@ torch.ops.attnkit.gated_rmsnorm(y, z, w).square().sum().backward()
 
 out = torch.ops.attnkit.gated_rmsnorm(y.detach(), z.detach(), w.detach())
 dy, dz, dw = torch.ops.attnkit.gated_rmsnorm_backward(2 * out, y.detach(), z.detach(), w.detach())
-assert torch.equal(y.grad, dy) and torch.equal(z.grad, dz) and torch.equal(w.grad, dw)
+for tensor, gradient in zip((y, z, w), (dy, dz, dw), strict=True):
+    assert tensor.grad is not None and torch.equal(tensor.grad, gradient)
 
 want = (w * y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * torch.nn.functional.silu(z)).square().sum()
 for got, one in zip((dy, dz, dw), torch.autograd.grad(want, (y, z, w)), strict=True):
