@@ -84,6 +84,18 @@ def test_autograd_calls_the_kernel_and_the_same_call_gives_the_same_bits(arch):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.simulator
+@pytest.mark.parametrize("arch", ["metal", pytest.param("sm90", marks=pytest.mark.proof)])
+def test_of_one_element_is_left_what_eps_leaves(arch):
+    """h - u mean(h u) is h (1 - u^2), h eps / (y^2 + eps): a difference in float32 would be a million times as large."""
+    grad, y, z, w = (torch.rand(s, generator=torch.Generator().manual_seed(5)) + 0.5 for s in ((9, 1),) * 3 + ((1,),))
+    with simulate(arch):
+        dy, _, _ = ops.gated_rmsnorm_backward(grad, y, z, w, eps=1e-12)
+    h = (grad * w * nn.functional.silu(z)).double()
+    want = h * 1e-12 * (y.double().square() + 1e-12) ** -1.5
+    torch.testing.assert_close(dy.double(), want, rtol=1e-5, atol=0)
+
+
 class Block(nn.Module):
     """A linear attention's way out, small: a state that decays, its gated norm, and a projection."""
 
