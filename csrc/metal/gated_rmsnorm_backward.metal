@@ -16,10 +16,10 @@
 using namespace metal;
 #include "attnkit/vectors.h"
 
-#if WIDTH == 4
-typedef float4 Wide;
-#else
+#if WIDTH == 1
 typedef float Wide;
+#else
+typedef float4 Wide;
 #endif
 
 struct Axis {
@@ -36,6 +36,13 @@ struct Shape {
   Axis axes[RANK];  // the batch axes, outermost first
 };
 
+// One row of each input.
+struct Row {
+  const device Z_TYPE* grad;
+  const device Y_TYPE* y;
+  const device Z_TYPE* z;
+};
+
 // What a vector of grad, z and w makes of the gradients: of u, of z over u, and of w over u.
 struct Products {
   Wide h;
@@ -43,7 +50,11 @@ struct Products {
   Wide share;
 };
 
-inline Products products(Wide g, Wide z, Wide w) {
+inline Products products(Row row, const device W_TYPE* weights, int at) {
+  Wide g, z, w;
+  read(row.grad + at, g);
+  read(row.z + at, z);
+  read(weights + at, w);
   const Wide s = 1.0f / (1.0f + exp(-z));
   const Wide other = 1.0f / (1.0f + exp(z));
   const Wide gate = z * s;
@@ -57,6 +68,18 @@ inline Products products(Wide g, Wide z, Wide w) {
 // h - u mean(h u). Of a row of one element that is h (1 - u^2), of which rounding would leave nothing: it is h eps r^2.
 inline Wide centred(Wide h, Wide u, float mean, int n, float eps, float scale) {
   return n == 1 ? h * (eps * scale * scale) : h - u * mean;
+}
+
+// Stores dy and dz of one vector of a row; returns the row's share of dw.
+inline Wide finished(Row in, const device W_TYPE* w, int at, int n, float eps, float scale, float mean,
+                     device Y_TYPE* to_y, device Z_TYPE* to_z) {
+  Wide a;
+  read(in.y + at, a);
+  const Products made = products(in, w, at);
+  const Wide u = a * scale;
+  write(to_y + at, scale * centred(made.h, u, mean, n, eps, scale));
+  write(to_z + at, made.slope * u);
+  return made.share * u;
 }
 
 [[kernel, max_total_threads_per_threadgroup(32 * ROWS * SIMDS)]] void gated_rmsnorm_backward(
@@ -93,29 +116,24 @@ inline Wide centred(Wide h, Wide u, float mean, int n, float eps, float scale) {
   for (long start = long(group) * ROWS; start < shape.rows; start += shape.parts * ROWS) {
     const long row = start + slot;
     const bool live = row < shape.rows;
-    const device Z_TYPE* grad = grads;
-    const device Y_TYPE* y = ys;
-    const device Z_TYPE* z = zs;
+    Row in = {grads, ys, zs};
     long rest = live ? row : 0;
     for (int axis = RANK - 1; axis >= 0; axis--) {
       const long at = rest % shape.axes[axis].size;
       rest /= shape.axes[axis].size;
-      grad += at * shape.axes[axis].grad_step;
-      y += at * shape.axes[axis].y_step;
-      z += at * shape.axes[axis].z_step;
+      in.grad += at * shape.axes[axis].grad_step;
+      in.y += at * shape.axes[axis].y_step;
+      in.z += at * shape.axes[axis].z_step;
     }
 
     float square = 0.0f;
     float dot = 0.0f;
     if (live) {
       for (int at = first; at < n; at += stride) {
-        Wide a, g, x, weight;
-        read(y + at, a);
-        read(grad + at, g);
-        read(z + at, x);
-        read(w + at, weight);
+        Wide a;
+        read(in.y + at, a);
         square += sum_of(a * a);
-        dot += sum_of(products(g, x, weight).h * a);
+        dot += sum_of(products(in, w, at).h * a);
       }
     }
     square = simd_sum(square);
@@ -134,34 +152,19 @@ inline Wide centred(Wide h, Wide u, float mean, int n, float eps, float scale) {
     const float scale = rsqrt(square / float(n) + eps);
     const float mean = dot / float(n) * scale;  // of h u
     if (live) {
+      device Y_TYPE* to_y = dy + row * shape.n;
+      device Z_TYPE* to_z = dz + row * shape.n;
       ATTNKIT_UNROLL
       for (int i = 0; i < KEPT; i++) {
         const int at = first + i * stride;
         if (at < n) {
-          Wide a, g, x, weight;
-          read(y + at, a);
-          read(grad + at, g);
-          read(z + at, x);
-          read(w + at, weight);
-          const Products made = products(g, x, weight);
-          const Wide u = a * scale;
-          write(dy + row * shape.n + at, scale * centred(made.h, u, mean, n, eps, scale));
-          write(dz + row * shape.n + at, made.slope * u);
-          kept[i] += made.share * u;
+          kept[i] += finished(in, w, at, n, eps, scale, mean, to_y, to_z);
         }
       }
       for (int at = first + KEPT * stride; at < n; at += stride) {
-        Wide a, g, x, weight, share;
-        read(y + at, a);
-        read(grad + at, g);
-        read(z + at, x);
-        read(w + at, weight);
-        const Products made = products(g, x, weight);
-        const Wide u = a * scale;
-        write(dy + row * shape.n + at, scale * centred(made.h, u, mean, n, eps, scale));
-        write(dz + row * shape.n + at, made.slope * u);
+        Wide share;
         read(mine + at, share);
-        write(mine + at, share + made.share * u);
+        write(mine + at, share + finished(in, w, at, n, eps, scale, mean, to_y, to_z));
       }
     }
   }

@@ -87,7 +87,7 @@ def test_autograd_calls_the_kernel_and_the_same_call_gives_the_same_bits(arch):
 @pytest.mark.simulator
 @pytest.mark.parametrize("arch", ["metal", pytest.param("sm90", marks=pytest.mark.proof)])
 def test_of_one_element_is_left_what_eps_leaves(arch):
-    """h - u mean(h u) is h (1 - u^2), h eps / (y^2 + eps): a difference in float32 would be a million times as large."""
+    """h - u mean(h u) is h (1 - u^2), h eps / (y^2 + eps); a difference of float32 is off by a million times that."""
     grad, y, z, w = (torch.rand(s, generator=torch.Generator().manual_seed(5)) + 0.5 for s in ((9, 1),) * 3 + ((1,),))
     with simulate(arch):
         dy, _, _ = ops.gated_rmsnorm_backward(grad, y, z, w, eps=1e-12)

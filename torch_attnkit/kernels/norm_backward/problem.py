@@ -14,11 +14,11 @@ class Problem:
     """Gradients of ``w * y * rsqrt(mean(y^2) + eps) * silu(z)``, of rows of ``n`` elements."""
 
     device: torch.device
+    n: int
+    batch: tuple[int, ...]  # sizes of the axes before N
     y_dtype: torch.dtype  # of y and dy
     dtype: torch.dtype  # of grad, z and dz
     w_dtype: torch.dtype  # of w and dw
-    n: int
-    batch: tuple[int, ...]  # sizes of the axes before N
     grad: tuple[int, ...]  # element strides of these axes
     y: tuple[int, ...]
     z: tuple[int, ...]
