@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_attnkit import backends, flops
+from torch_attnkit import backends, flops, sharding
 from torch_attnkit.core import Target, UnsupportedError, dispatch, simulate
 from torch_attnkit.core.support import explain, support
 
@@ -26,6 +26,7 @@ for _op in dispatch.OPS.values():  # help(torch.ops.attnkit.sdpa_decode)
         f"torch_attnkit.describe({_op.name!r}) has shapes, dtypes, limits and where an example is."
     )
 flops.register_when_imported()
+sharding.register_when_imported()
 
 __all__ = ["Target", "UnsupportedError", "describe", "explain", "record", "simulate", "support"]
 

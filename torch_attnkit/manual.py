@@ -210,6 +210,25 @@ def _families(op: Op) -> list[str]:
     return sorted(family for family in named if (pages / f"{family}.md").exists())
 
 
+def _gradients(op: Op) -> str:
+    if op.backward:
+        return f"Gradients flow to its tensors through [`{op.backward}`]({op.backward}.md)."
+    return "There is no backward: a gradient that would have to flow through the op raises."
+
+
+def _shared(op: Op) -> Iterator[str]:
+    """Along which axes processes may share a call."""
+    if op.whole:
+        yield f"Nothing can be cut: {op.whole}."
+        return
+    yield "[DTensors](../several_gpus.md) may be cut, in equal parts that the op takes, along\n"
+    for shards in op.shards:
+        outs = [name for name in shards.sums.split() if name in op.outnames]
+        sums = f"; {', '.join(f'`{name}`' for name in outs)} then holds sums" if outs else ""
+        needs = f": with {', '.join(shards.needs)}" if shards.needs else ""
+        yield f"- `{shards.axes}`{needs}{sums}"
+
+
 def _case(op: Op, name: str) -> str:
     sizes = op.module("cases").BENCH.get(name)
     return ", ".join(f"{k} {v}" for k, v in sizes.items()) if sizes else "a case that the bench has no more"
@@ -258,7 +277,7 @@ def page(op: Op, baselines: list[dict[str, Any]]) -> str:
     ]
     parts += ["that do not fit each other, and unless these hold:\n", *(f"- {rule}" for rule in op.where)]
     parts += ["\nOn a GPU it raises `UnsupportedError`, with the reason of every row, where no row takes it."]
-    parts += ["There is no backward: a gradient that would have to flow through the op raises.\n"]
+    parts += [_gradients(op) + "\n", "## Several processes\n", *_shared(op), ""]
     parts += ["## Speed\n", *(list(_speed(op, baselines)) or ["Nothing is in `bench/baselines`."])]
     # The example keeps its own empty lines.
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).replace(_EXAMPLE, _example(op)) + "\n"

@@ -139,7 +139,7 @@ def test_vmap_maps_over_the_op_below_a_gradient_too(op):
     out = leaves(mapped(torch.stack([args[i], args[i]]).requires_grad_()))
     for got, want in zip(out, leaves(run(*args, **kwargs)), strict=True):
         assert torch.equal(got[1].nan_to_num(), want.nan_to_num()) if got.is_floating_point() else True
-        if got.requires_grad and got.numel():
+        if got.requires_grad and got.numel() and not op.backward:
             with pytest.raises(NotImplementedError, match=f"{op.name} has no backward"):
                 got.sum().backward(retain_graph=True)
 

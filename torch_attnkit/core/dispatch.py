@@ -259,7 +259,30 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"{ctx.op} has no backward; call it under torch.no_grad() or torch.inference_mode()")
+        tensors = zip(OPS[ctx.op].argnames, ctx.needs_input_grad[2:], strict=False)
+        names = ", ".join(name for name, needed in tensors if needed)
+        raise NotImplementedError(
+            f"{ctx.op} has no backward, and a gradient of {names} is asked for; call it under torch.no_grad() or "
+            "torch.inference_mode(), or detach these; to train, compute this step with PyTorch's own operators"
+        )
+
+
+class _Differentiable(torch.autograd.Function):
+    """Runs an op below Autograd, and in the backward the op that the table names for it, of which there is no other."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, kwargs: dict[str, Any], *args: Any) -> Any:
+        ctx.op, ctx.kwargs = op, kwargs
+        ctx.save_for_backward(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.attnkit, op.name).default(*args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        dense = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)  # a sum's gradient is one number, expanded
+        found = getattr(torch.ops.attnkit, ctx.op.backward).default(*dense, *ctx.saved_tensors, **ctx.kwargs)
+        wanted = ctx.needs_input_grad[2:]
+        return (None, None, *(g if needed else None for g, needed in zip(found, wanted, strict=True)))
 
 
 def _below_autograd(op: Op, values: tuple[Any, ...]) -> Any:
@@ -270,6 +293,8 @@ def _below_autograd(op: Op, values: tuple[Any, ...]) -> Any:
             raise ValueError(f"{op.name}: {name} is a negated view, accepted: a tensor whose memory holds its values")
     args, kwargs = values[: op.positional], dict(list(zip(op.argnames, values, strict=True))[op.positional :])
     if _differentiated(op, given):
+        if op.backward:
+            return _Differentiable.apply(op, kwargs, *args)
         return _ForwardOnly.apply(op.name, kwargs, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return getattr(torch.ops.attnkit, op.name).default(*args, **kwargs)
@@ -285,10 +310,13 @@ def _differentiated(op: Op, given: list[tuple[str, torch.Tensor]]) -> bool:
                 )
     grads = [n for n, tensor in given if tensor.requires_grad] if torch.is_grad_enabled() else []
     # Transforms such as torch.func.grad know no function whose backward raises.
-    why = "writes in place and has" if op.mutated else "has" if torch._C._are_functorch_transforms_active() else ""
-    if grads and why:
+    transformed = torch._C._are_functorch_transforms_active()
+    if grads and (op.mutated or transformed):
+        why = "writes in place and has no backward" if op.mutated else "has no backward"
+        if op.backward:
+            why = "has a backward for torch.autograd alone, not for transforms of torch.func"
         raise NotImplementedError(
-            f"{op.name}: {grads[0]} requires a gradient, but the op {why} no backward; "
+            f"{op.name}: {grads[0]} requires a gradient, but the op {why}; "
             "call it under torch.no_grad() or torch.inference_mode()"
         )
     return bool(grads)

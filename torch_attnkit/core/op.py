@@ -68,6 +68,20 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Shards:
+    """A way to share one call among processes: which axes are cut into equal parts, together.
+
+    ``axes`` are names of ``dims``, ``...`` is each of the batch axes by itself; tensors without them are whole
+    everywhere. Every process then has its part of each output that has one of the axes, and of the outputs in ``sums``
+    a summand; what of the inputs would be added once by each process stands there too, and is divided among them.
+    """
+
+    axes: str
+    needs: dict[str, Predicate] = field(default_factory=dict)  # in words -> what must hold
+    sums: str = ""
+
+
+@dataclass(frozen=True)
 class Op:
     """An op as data. ``CONTRIBUTING.md`` explains the fields by example."""
 
@@ -81,6 +95,9 @@ class Op:
     layouts: dict[str, Callable[[Call], str | None]] = field(default_factory=dict)  # tensor -> dims by the arguments
     features: dict[str, Predicate] = field(default_factory=dict)
     exclusive: tuple[tuple[str, ...], ...] = ()  # features of which a call has at most one
+    shards: tuple[Shards, ...] = ()
+    whole: str = ""  # why no axis can be cut, where ``shards`` is empty
+    backward: str = ""  # the op of the gradients: takes those of the outputs before the arguments, gives the tensors'
     package: str = ""
 
     @cached_property

@@ -67,15 +67,7 @@ def judge(
     kwargs: dict[str, Any],
     alike: Iterable[tuple[Any, ...]] = (),
 ) -> float:
-    """Call the op with ``moved``, which are ``args`` on the device, and compare with the reference on ``args``.
-
-    The tolerance is a multiple of the reference's own error. A call with few results shows that error in few places, by
-    luck in none; ``alike`` are arguments of the same call with other numbers, and a result may be off by what the
-    reference is off by on one of them, too.
-
-    Where results are codes of numbers that are computed, the reference's module has ``numbers``, what they are codes
-    of, and ``check``, which says whether they are right for numbers as exact as these.
-    """
+    """Call the op with ``moved``, which are ``args`` on the device, and compare with the reference on ``args``."""
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in moved]
     device = next(a.device.type for a in moved if isinstance(a, torch.Tensor))
     with contextlib.ExitStack() as stack:
@@ -90,6 +82,26 @@ def judge(
         fence.check(name)
     got = [*mutated(op, moved), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
     unchanged(name, op, before, moved)
+    return verdict(name, op, got, args, kwargs, alike)
+
+
+def verdict(
+    name: str,
+    op: Op,
+    got: list[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    alike: Iterable[tuple[Any, ...]] = (),
+) -> float:
+    """Compare ``got``, what the call wrote in place and returned, with the reference on ``args``.
+
+    The tolerance is a multiple of the reference's own error. A call with few results shows that error in few places, by
+    luck in none; ``alike`` are arguments of the same call with other numbers, and a result may be off by what the
+    reference is off by on one of them, too.
+
+    Where results are codes of numbers that are computed, the reference's module has ``numbers``, what they are codes
+    of, and ``check``, which says whether they are right for numbers as exact as these.
+    """
     module = op.module("reference")
     if hasattr(module, "numbers"):
         of = functools.partial(reference_of, op, kwargs=kwargs, function="numbers")

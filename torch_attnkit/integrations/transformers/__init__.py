@@ -3,7 +3,7 @@
 Importing this module registers "attnkit" as an attention implementation (``attn_implementation="attnkit"``) with its
 mask function, and as an experts implementation, and lets ``from_pretrained`` keep experts that were published as MXFP4
 (GPT-OSS) or by NVIDIA's Model Optimizer as NVFP4 in their bytes. Nothing else of transformers changes what it computes.
-``attnkit_model`` goes further and replaces modules of one loaded model.
+``attnkit_model`` goes further and replaces modules of one loaded model, and ``shard_model`` shares it among processes.
 
 Attention: any cache of transformers, left or right padding, packed sequences, sliding windows, sinks, softcap, beams,
 ``torch.compile`` of a decode step. DeepSeek-V4 needs ``attnkit_model``. What the ops cannot express raises
@@ -17,9 +17,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from . import attention, experts, masks, modelopt, mxfp4, own_classes
 from .experts import round_experts_to_fp4
+from .parallel import shard_model
 from .swaps import attnkit_model
 
-__all__ = ["attnkit_model", "register", "round_experts_to_fp4"]
+__all__ = ["attnkit_model", "register", "round_experts_to_fp4", "shard_model"]
 
 
 def register() -> None:

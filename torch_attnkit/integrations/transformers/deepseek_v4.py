@@ -76,7 +76,7 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
             scale=self.scaling, window=self.sliding_window,
         )[0].view(B, T, self.num_heads, self.head_dim)  # fmt: skip
         out = apply_rotary_pos_emb(out, cos, -sin, unsqueeze_dim=2)  # (B, T, Hq, D)
-        groups = self.config.o_groups
+        groups = self.o_a_proj.n_groups
         weight = self.o_a_proj.weight.view(groups, -1, self.o_a_proj.in_features)  # (G, R, Ko)
         low = ops.grouped_output_projection(out.reshape(B * T, groups, -1), weight)  # (Tq, G, R)
         return self.o_b_proj(low.reshape(B, T, -1)), None

@@ -10,6 +10,8 @@ and is exact in bfloat16, so that rounded ordinary parameters (round_experts_to_
 kept as the bits of a float32, which ``model.to(dtype)`` leaves alone. MXFP4 is quantised with "ceil", under which
 weights that were MXFP4 before (GPT-OSS as published) come out as they went in.
 
+With ``attnkit_group`` (shard_model) a module holds the experts of one process of that group, and the processes add up.
+
 Activations stay in the model dtype, or fp4_moe quantises them itself: ``attnkit_activations`` of a packed module is the
 op's argument of that name.
 """
@@ -17,6 +19,7 @@ op's argument of that name.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts
 
 from torch_attnkit.core import UnsupportedError
 from torch_attnkit.formats import nvfp4
+from torch_attnkit.integrations import distributed
 
 ops = torch.ops.attnkit
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
@@ -55,7 +59,9 @@ def experts(
         top_k_index = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
     bits = [getattr(module, f"{name}_global", None) for name in WEIGHTS]
     alpha = getattr(module, "alpha", None)
-    return ops.fp4_moe(
+    group = getattr(module, "attnkit_group", None)
+    run = ops.fp4_moe if group is None else partial(distributed.ep_moe, group=group)
+    return run(
         hidden_states,
         top_k_weights.float(),
         top_k_index,

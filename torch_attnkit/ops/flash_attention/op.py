@@ -16,7 +16,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules
+from torch_attnkit.oracle import rules, shards
 
 _ALL = "gqa sink kv_len kv_start causal window sink_tokens softcap unnormalized"
 
@@ -51,6 +51,7 @@ OP = Op(
     | rules.UNNORMALIZED
     | rules.SCALES,
     exclusive=rules.SINK_OR_PARTIAL,
+    shards=shards.ATTENTION + shards.QUERIES,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", {}, "gqa sink kv_len kv_start causal window sink_tokens"),
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _ALL),

@@ -12,7 +12,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules
+from torch_attnkit.oracle import rules, shards
 
 _ALL = "gqa sink causal window sink_tokens softcap unnormalized"
 
@@ -47,6 +47,7 @@ OP = Op(
     unless={"row_sum": lambda c: c.arg.normalize},
     features=rules.GQA | rules.SINK | rules.CAUSAL | rules.WINDOW | rules.UNNORMALIZED | rules.SCALES,
     exclusive=rules.SINK_OR_PARTIAL,
+    shards=shards.HEADS,
     kernels=(
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _ALL),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL),

@@ -15,10 +15,11 @@ Source: the experts of DeepSeek-V4 (arXiv 2606.19348), GPT-OSS (OpenAI, 2025) an
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.core.op import Shards
 from torch_attnkit.kernels.grouped_gemm import metal
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
 from torch_attnkit.kernels.grouped_gemm.sm100 import plan as sm100
-from torch_attnkit.oracle import fp4
+from torch_attnkit.oracle import fp4, shards
 
 _ALL = "swizzled gptoss limit interleaved bias global_scale"
 ACTIVATIONS = ("none", "nvfp4", "mxfp4", "mxfp8")
@@ -105,6 +106,13 @@ OP = Op(
             g is not None for g in (c.arg.w13_global, c.arg.w2_global, c.arg.x_global, c.arg.h_global)
         ),
     },
+    # Rows of w13 by the pairs of gate and up; experts are cut by ``integrations.distributed.ep_moe``.
+    shards=(
+        Shards("Tq"),
+        Shards(
+            "M2 M Ms", needs=shards.LINEAR | {"interleaved rows of w13": lambda c: c.arg.interleaved}, sums="out bias2"
+        ),
+    ),
     kernels=(
         Kernel("sm90", "bf16 f16", {}, _ALL, _SM90),
         Kernel("cpu", "bf16 f16 f32", {}, _ALL),

@@ -9,6 +9,7 @@ Source: MetalTile ``gated_rmsnorm``; the output norm of Gated DeltaNet (arXiv 24
 import math
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.core.op import Shards
 
 OP = Op(
     schema="gated_rmsnorm(Tensor y, Tensor z, Tensor w, *, float eps=1e-6) -> Tensor out",
@@ -17,6 +18,8 @@ OP = Op(
         "N must be at least 1": lambda c: c.dim["N"] > 0,
         "eps must be positive": lambda c: c.arg.eps > 0,
     },
+    shards=(Shards("..."),),
+    backward="gated_rmsnorm_backward",
     kernels=(
         Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: math.prod(c.batch) < 2**31}),
         Kernel("mps", "bf16 f16 f32", needs={"fewer than 2^27 rows": lambda c: math.prod(c.batch) < 2**27}),

@@ -11,9 +11,9 @@ Source: the grouped output projection of DeepSeek-V4 (arXiv 2606.19348).
 import torch
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.core.op import Call, Predicate
+from torch_attnkit.core.op import Call, Predicate, Shards
 from torch_attnkit.core.spec import short
-from torch_attnkit.oracle import fp4
+from torch_attnkit.oracle import fp4, shards
 
 
 def _dtypes(c: Call) -> bool:
@@ -74,6 +74,11 @@ OP = Op(
     }
     | fp4.DTYPE,
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.o_global is not None or c.arg.wo_global is not None},
+    shards=(
+        Shards("G"),
+        Shards("Tq", needs=shards.LINEAR),
+        Shards("R", needs=shards.LINEAR),
+    ),
     kernels=(
         Kernel(
             "cuda",

@@ -11,11 +11,12 @@ Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19
 """
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.core.op import Call, Predicate
+from torch_attnkit.core.op import Call, Predicate, Shards
 from torch_attnkit.core.spec import DTYPES, short
 from torch_attnkit.kernels.indexer import metal
 from torch_attnkit.kernels.indexer.sm90 import plan as sm90
 from torch_attnkit.kernels.indexer.sm100 import plan as sm100
+from torch_attnkit.oracle import shards
 
 _CODES = {"fp8": DTYPES["f8e4m3"], "mxfp4": DTYPES["u8"]}
 _SCALES = {"fp8": DTYPES["f32"], "mxfp4": DTYPES["u8"]}
@@ -85,6 +86,7 @@ OP = Op(
         "paged": lambda c: c.arg.block_table is not None,
         "request_ids": lambda c: c.arg.request_ids is not None,
     },
+    shards=(*shards.INDEXER, Shards("Hi", sums="scores")),
     kernels=(
         Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
         Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from torch_attnkit.core import Op
 from torch_attnkit.ops.indexer_scores.op import OP as SCORES
+from torch_attnkit.oracle import shards
 
 _NEEDS = {"fewer than 2^30 entries to choose": lambda c: c.dim["K"] < 2**30}
 
@@ -29,5 +30,6 @@ OP = Op(
     choices=SCORES.choices,
     where=SCORES.where | {"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features=SCORES.features,
+    shards=shards.INDEXER,
     kernels=tuple(replace(row, needs=row.needs | _NEEDS) for row in SCORES.kernels),
 )

@@ -8,6 +8,7 @@ Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.core.op import Shards
 
 OP = Op(
     schema="indexer_topk(Tensor scores, Tensor? k_len=None, *, int topk) -> Tensor indices",
@@ -15,6 +16,7 @@ OP = Op(
     derive={"K": lambda c: c.arg.topk},
     where={"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features={"k_len": lambda c: c.arg.k_len is not None},
+    shards=(Shards("Tq"),),
     kernels=(
         Kernel(
             "cuda",

@@ -11,9 +11,9 @@ Source: the output projection of DeepSeek-V4 (arXiv 2606.19348); RoFormer (arXiv
 import math
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.core.op import Call
+from torch_attnkit.core.op import Call, Shards
 from torch_attnkit.formats.scale_layout import padded_shape
-from torch_attnkit.oracle import fp4
+from torch_attnkit.oracle import fp4, shards
 
 
 def _padded(c: Call) -> tuple[int, int]:
@@ -52,6 +52,7 @@ OP = Op(
         ),
     },
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.global_scale is not None},
+    shards=(Shards("Tq", needs=shards.LINEAR), Shards("Hq", needs=shards.LINEAR)),
     kernels=(
         Kernel(
             "cuda",

@@ -13,6 +13,7 @@ Source: the caches of DeepSeek-V4 (arXiv 2606.19348); the fp8 row is FlashMLA's.
 import torch
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.core.op import Shards
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.oracle import cache_rows, fp4
 
@@ -35,6 +36,7 @@ OP = Op(
     }
     | fp4.DTYPE,
     features={"global_scale": lambda c: c.arg.global_scale is not None},
+    shards=(Shards("R"),),
     kernels=(
         Kernel(
             "cuda",

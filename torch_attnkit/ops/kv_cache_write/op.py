@@ -23,6 +23,7 @@ OP = Op(
         "rows of cache must not overlap": lambda c: c.dim["Nc"] <= 1 or c.arg.cache.stride(0) >= c.dim["Rb"],
     },
     features={"global_scale": lambda c: c.arg.global_scale is not None},
+    whole="every process that holds the cache has to write every row of it; give each its own cache, or whole rows",
     kernels=(
         Kernel(
             "cuda",

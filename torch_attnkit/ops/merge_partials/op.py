@@ -11,6 +11,7 @@ states).
 import torch
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.core.op import Shards
 from torch_attnkit.oracle import rules
 
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,6 +33,7 @@ OP = Op(
         "row_sum": lambda c: c.arg.row_sum is not None,
         "dtype": lambda c: c.arg.dtype not in (None, c.dtype),
     },
+    shards=(Shards("R"), Shards("H")),
     kernels=(
         Kernel(
             "cuda",

@@ -11,7 +11,7 @@ import math
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
-from torch_attnkit.oracle import fp4
+from torch_attnkit.oracle import fp4, shards
 
 OP = Op(
     schema="mxfp4_dequantize(Tensor codes, Tensor scale, *, str scale_layout='linear', ScalarType? dtype=None)"
@@ -28,6 +28,7 @@ OP = Op(
     | fp4.DTYPE,
     choices={"scale_layout": fp4.LAYOUTS},
     features=fp4.SWIZZLED,
+    shards=shards.BLOCKS,
     kernels=(
         Kernel(
             "cuda",

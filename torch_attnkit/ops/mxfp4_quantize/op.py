@@ -13,7 +13,7 @@ import math
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import fp8
 from torch_attnkit.formats.scale_layout import padded_shape
-from torch_attnkit.oracle import fp4
+from torch_attnkit.oracle import fp4, shards
 
 OP = Op(
     schema="mxfp4_quantize(Tensor x, *, str scale_layout='linear', str rounding='ceil')"
@@ -27,6 +27,7 @@ OP = Op(
     where={"K, the last axis of x, must be a multiple of 32": lambda c: c.dim["K"] % 32 == 0},
     choices={"scale_layout": fp4.LAYOUTS, "rounding": fp8.ROUNDINGS},
     features=fp4.SWIZZLED | {"floor": lambda c: c.arg.rounding == "floor"},
+    shards=shards.BLOCKS,
     kernels=(
         Kernel(
             "cuda",

@@ -11,7 +11,7 @@ import math
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
-from torch_attnkit.oracle import fp4
+from torch_attnkit.oracle import fp4, shards
 
 OP = Op(
     schema="nvfp4_dequantize(Tensor codes, Tensor scale, Tensor? global_scale=None, *, str scale_layout='linear',"
@@ -28,6 +28,7 @@ OP = Op(
     | fp4.DTYPE,
     choices={"scale_layout": fp4.LAYOUTS},
     features=fp4.SWIZZLED | {"global_scale": lambda c: c.arg.global_scale is not None},
+    shards=shards.BLOCKS,
     kernels=(
         Kernel(
             "cuda",

@@ -8,6 +8,7 @@ Source: the hash router of DeepSeek-V4's first layers (arXiv 2606.19348); Hash L
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.oracle import shards
 
 OP = Op(
     schema="route_hash(Tensor logits, Tensor token_ids, Tensor tid2eid, *, float route_scale=1.0,"
@@ -21,6 +22,7 @@ OP = Op(
     },
     where={"K must be at least 1": lambda c: c.dim["K"] > 0},
     features={"renormalize": lambda c: c.arg.renormalize},
+    shards=shards.ROUTES,
     kernels=(
         Kernel(
             "cuda",

@@ -8,6 +8,7 @@ Source: the routers of GPT-OSS (arXiv 2508.10925) and Qwen3 (arXiv 2505.09388).
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.oracle import shards
 
 OP = Op(
     schema="route_softmax(Tensor logits, *, int topk, bool softmax_first=False, bool renormalize=False,"
@@ -19,6 +20,7 @@ OP = Op(
         "softmax_first": lambda c: c.arg.softmax_first,
         "renormalize": lambda c: c.arg.renormalize,
     },
+    shards=shards.ROUTES,
     kernels=(
         Kernel(
             "cuda",

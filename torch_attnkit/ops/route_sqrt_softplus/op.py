@@ -8,6 +8,7 @@ Source: the top-k router of DeepSeek-V4 (arXiv 2606.19348); the selection bias, 
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.oracle import shards
 
 OP = Op(
     schema="route_sqrt_softplus(Tensor logits, Tensor? bias=None, *, int topk, float route_scale=1.0,"
@@ -19,6 +20,7 @@ OP = Op(
         "bias": lambda c: c.arg.bias is not None,
         "renormalize": lambda c: c.arg.renormalize,
     },
+    shards=shards.ROUTES,
     kernels=(
         Kernel(
             "cuda",

@@ -13,7 +13,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.decode import metal
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
-from torch_attnkit.oracle import rules
+from torch_attnkit.oracle import rules, shards
 
 # cp.async copies 16 bytes at a time.
 _ROWS = rules.CACHE_ROWS | {
@@ -47,6 +47,7 @@ OP = Op(
     layouts={"out": rules.wide("B Hq Dv")},
     where=rules.HEADS | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0} | rules.SCORES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW | rules.SCALES,
+    shards=shards.ATTENTION,
     kernels=(
         *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _ROWS),
         *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _ROWS),

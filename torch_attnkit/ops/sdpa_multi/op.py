@@ -14,7 +14,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules
+from torch_attnkit.oracle import rules, shards
 
 _FEATURES = "gqa sink kv_start bidirectional window sink_tokens softcap"
 
@@ -44,6 +44,8 @@ OP = Op(
     | {"bidirectional": lambda c: not c.arg.causal}
     | rules.WINDOW
     | rules.SCALES,
+    # Not by T: where kv_len is less than T, the first queries stand before all keys and see none.
+    shards=shards.ATTENTION,
     kernels=(
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES),

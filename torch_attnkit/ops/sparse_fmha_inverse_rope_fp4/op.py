@@ -22,7 +22,7 @@ from torch_attnkit.core import Op
 from torch_attnkit.core.op import Call
 from torch_attnkit.ops.inverse_rope_fp4.op import OP as ROPE
 from torch_attnkit.ops.sparse_fmha_with_swa.op import OP as ATTENTION
-from torch_attnkit.oracle import fp4, rules
+from torch_attnkit.oracle import fp4, rules, shards
 
 
 def _scales(c: Call) -> int:
@@ -63,6 +63,7 @@ OP = Op(
     features={name: on for name, on in ATTENTION.features.items() if name not in _WITHOUT}
     | fp4.SWIZZLED
     | {"o_global": lambda c: c.arg.o_global is not None},
+    shards=shards.with_linear_scales(shards.SPARSE),
     kernels=tuple(
         replace(
             row,

@@ -22,7 +22,7 @@ from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.sparse import metal
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
 from torch_attnkit.kernels.sparse.sm100 import plan as sm100
-from torch_attnkit.oracle import rules
+from torch_attnkit.oracle import rules, shards
 
 from . import caches
 
@@ -96,6 +96,7 @@ OP = Op(
     | rules.SINK
     | rules.UNNORMALIZED,
     exclusive=rules.SINK_OR_PARTIAL,
+    shards=shards.SPARSE,
     kernels=(
         Kernel(
             "sm90",

@@ -1,0 +1,1 @@
+"""Gradients of RMS norms of rows."""
