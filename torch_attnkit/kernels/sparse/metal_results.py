@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.kernels.fp4.problem import BLOCK
 from torch_attnkit.mps import launch as metal
