@@ -18,6 +18,7 @@ OP = Op(
         "eps must be positive": lambda c: c.arg.eps > 0,
     },
     kernels=(
+        Kernel("cpu", "f32 f16 bf16"),
         Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: math.prod(c.batch) < 2**31}),
         Kernel("mps", "bf16 f16 f32", needs={"fewer than 2^27 rows": lambda c: math.prod(c.batch) < 2**27}),
     ),

@@ -20,6 +20,7 @@ OP = Op(
         "renormalize": lambda c: c.arg.renormalize,
     },
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="bias renormalize"),
         Kernel(
             "cuda",
             "bf16 f16 f32",
