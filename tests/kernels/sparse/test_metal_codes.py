@@ -22,7 +22,9 @@ CASES = [
     pytest.param(40, dict(Hq=9, D=128, blk=16), BF16, ("swizzled", "o_global", "sink"), id="split"),
     pytest.param(2, dict(Hq=9, D=128, blk=32), F16, ("sink",), id="only the last is split"),
     pytest.param(1, dict(Hq=60, D=512, blk=32), BF16, ("swizzled",), id="wide simdgroups", marks=pytest.mark.proof),
-    pytest.param(1, dict(Hq=60, D=512, blk=16, fmt=2, gs=1), F16, ("o_global",), id="coded rows", marks=pytest.mark.proof),
+    pytest.param(
+        1, dict(Hq=60, D=512, blk=16, fmt=2, gs=1), F16, ("o_global",), id="coded rows", marks=pytest.mark.proof
+    ),
     pytest.param(40, dict(Hq=6, D=256, blk=32, R2=128), F32, ("swizzled",), id="all pairs", marks=pytest.mark.proof),
     pytest.param(40, dict(Hq=12, D=512, blk=16, R2=0), BF16, ("sink",), id="no pairs", marks=pytest.mark.proof),
 ]
