@@ -22,6 +22,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Op
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import report
+from torch_attnkit.parity import mutated
 from torch_attnkit.warmup import bench_inputs
 
 # What is timed of a model, by op and case: as it decodes for one user and for a few, and as it reads a prompt.
@@ -126,8 +127,8 @@ def _line(op: Op, dims: dict[str, int], dtype: torch.dtype, device: str, stream:
     try:
         given, kwargs = bench_inputs(op, dims, dtype, torch.Generator().manual_seed(0))
         args = tuple(_to(a, device) for a in given)
-        got = call(*args, **kwargs)
-        mine = tuple(t.cpu() for t in gate.tensors_of(got))
+        got = (*mutated(op, args), *gate.tensors_of(call(*args, **kwargs)))
+        mine = tuple(t.cpu() for t in got)
         error = gate.gate(op, given, kwargs, mine, most=_PARTS)  # on the CPU: Apple GPUs have no float64
     except (AssertionError, NotImplementedError, RuntimeError, ValueError, TypeError) as failure:
         return {"error": f"{type(failure).__name__}: {failure}"}
