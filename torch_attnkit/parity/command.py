@@ -55,7 +55,6 @@ def parity(
     seed: Annotated[str, typer.Option(help="What draws the sample, or the random signatures.")] = "0",
     simulated: Annotated[bool, typer.Option("--simulated", help="In simulators alone, hardware or not.")] = False,
     report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
-    minutes: Annotated[float, typer.Option(help="On a Mac: of cases, shared by all rows.", min=0.01)] = MINUTES,
     jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.")] = 1,
 ) -> None:
     """Run the parity cases of every row that this machine can run, on its hardware and in the simulators it has."""
@@ -70,7 +69,7 @@ def parity(
     for place in places:
         rows = [r for r in _rows(place, stale=stale, sample=sample) if op in (None, r[0].name)]
         if place.device == "mps":
-            failures += _on_mac(place, rows, report, minutes)
+            failures += _on_mac(place, rows, report)
         else:
             kept = stale if record is None else record
             found = run_rows(place, rows, jobs=jobs, share=sample, seed=seed, record=kept)
@@ -245,7 +244,7 @@ def _outcome(row: Row, results: list[float | str | None]) -> tuple[Outcome, dict
     return one, {"error_of_tolerance": worst, "messages": wrong[:20]}
 
 
-def _on_mac(place: Place, rows: list[Row], file: Path | None, minutes: float) -> int:
+def _on_mac(place: Place, rows: list[Row], file: Path | None) -> int:
     """The same on an Apple GPU, which must get a known answer right first, with a report file. Returns the failures."""
     from torch_attnkit.mps import report as mac
 
@@ -255,7 +254,7 @@ def _on_mac(place: Place, rows: list[Row], file: Path | None, minutes: float) ->
         console.print(f"[red]{escape(why)}[/red]")
     else:
         place = Place("mps", str(found["machine"]["gpu"]), place.target)
-        outcomes = run_for(place, rows, minutes)
+        outcomes = run_for(place, rows, MINUTES)
         console.print(_table(place, outcomes))
         found["parity"] = [
             {
