@@ -101,40 +101,31 @@ inline void store_codes(
   }
 }
 
+// What is read comes first, as in attnkit/sparse_numbers.h.
 [[kernel, max_total_threads_per_threadgroup(32 * SIMDS)]] void sparse_rows(
-    const device TYPE* q [[buffer(0)]],  // (T, H, DIM)
-    const device RowType* near [[buffer(1)]],
-    const device int* end [[buffer(2)]],  // (T)
-    const device RowType* far [[buffer(3)]],
-    const device int* chosen [[buffer(4)]],  // (T, K)
-    const device int* length [[buffer(5)]],  // (T)
-    const device int* requests [[buffer(6)]],  // (T)
-    const device float* sink [[buffer(7)]],  // (H)
-    const device int* near_table [[buffer(8)]],
-    const device int* far_table [[buffer(9)]],
-    const device float* divisor [[buffer(10)]],  // (): of NVFP4 numbers
-    constant SparseShape& shape [[buffer(11)]],
-    constant float& scale [[buffer(12)]],
-    device TYPE* parts [[buffer(13)]],  // (splits, rest, H, DIM)
-    device float* max_parts [[buffer(14)]],  // (splits, rest, H)
-    device float* sum_parts [[buffer(15)]],
-    device uchar* codes [[buffer(16)]],
-    device uchar* scales [[buffer(17)]],
-    const device ANGLE_TYPE* cosines [[buffer(18)]],
-    const device ANGLE_TYPE* sines [[buffer(19)]],
-    constant float& tensor_scale [[buffer(20)]],
-    constant CodesShape& results [[buffer(21)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint simd [[simdgroup_index_in_threadgroup]],
+    const device TYPE* q [[buffer(0)]], const device RowType* near [[buffer(1)]],
+    const device int* end [[buffer(2)]], const device RowType* far [[buffer(3)]],
+    const device int* chosen [[buffer(4)]], const device int* length [[buffer(5)]],
+    const device int* requests [[buffer(6)]], const device float* sink [[buffer(7)]],
+    const device int* near_table [[buffer(8)]], const device int* far_table [[buffer(9)]],
+    const device float* divisor [[buffer(10)]], constant SparseShape& shape [[buffer(11)]],
+    constant float& scale [[buffer(12)]], device TYPE* parts [[buffer(13)]],
+    device float* max_parts [[buffer(14)]], device float* sum_parts [[buffer(15)]],
+    device uchar* codes [[buffer(16)]], device uchar* scales [[buffer(17)]],
+    const device ANGLE_TYPE* cosines [[buffer(18)]], const device ANGLE_TYPE* sines [[buffer(19)]],
+    constant float& tensor_scale [[buffer(20)]], constant CodesShape& results [[buffer(21)]],
+    uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup TYPE rows[KEYS * STEP];
   threadgroup long places[2 * KEYS];
   threadgroup float2 sums[SUMS];
   const Shared shared = {rows, places, sums};
   const Member me = {fragment_lane(lane), int(lane), int(simd)};
-  const Inputs in = {q, near, far, near_table, far_table, DIVIDED ? divisor[0] : 1.0f, scale};
+  const Inputs in = {
+      q, near, far, near_table, far_table, DIVIDED ? divisor[0] : 1.0f, scale};
   const Task task = task_of(group, shape, me);
-  const Keys keys = keys_of(end, chosen, length, requests, shape, task.token);
+  const Keys keys =
+      keys_of(end, chosen, length, requests, shape, task.token);
   HeadState state;
   attend(state, in, keys, shared, shape, task, me);
   if (task.splits > 1) {
@@ -165,11 +156,11 @@ kernel void sparse_merge(
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int SPANS = (DIM + SPAN - 1) / SPAN;
-  const long item = long(group) * simds + simd;
-  const long row = item / SPANS, to = shape.first + row;
+  const long item = long(group) * simds + simd, row = item / SPANS;
   if (row >= shape.rows) {
     return;
   }
+  const long to = shape.first + row;
   const int d = int(item % SPANS) * SPAN + int(lane) * CELL;
   const Merged<2> merged = merge_parts<2>(parts, max_parts, sum_parts, shape, row, d, int(lane));
   const device float* joins = shape.has_sink != 0 ? sink + row % shape.heads : nullptr;
