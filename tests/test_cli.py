@@ -200,7 +200,9 @@ def test_a_simulated_model_is_right_only_if_every_call_ran_on_a_kernel():
     from torch_attnkit.demo import decoders
 
     calls = Counter({("sdpa_decode", "metal (simulated)"): 3})
-    numbers = dict(per_second=1.0, eager_per_second=1.0, slower={}, tokens=4, tokens_equal=4, logit_difference=0, logit_scale=1)
+    numbers = dict(
+        per_second=1.0, eager_per_second=1.0, slower={}, tokens=4, tokens_equal=4, logit_difference=0, logit_scale=1
+    )
     metal = Target("metal", simulated=True)
     result = decoders.DecoderResult("GPT-OSS", "mxfp4", 6, metal, calls=calls, **numbers)
     assert result.right

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
-# Names of modules, by what they are called in a report. Attention has its projections, which are the same on both sides.
+# Names of modules, by what a report calls them. Attention has its projections, which are the same on both sides.
 PARTS = {"attention": ("self_attn",), "experts": ("experts",), "routers": ("router", "gate"), "gated norms": ("norm",)}
 _GATED = "linear_attn"  # only there is a norm one of ours
 
