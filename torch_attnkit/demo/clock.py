@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 # Names of modules, by what a report calls them. Attention has its projections, which are the same on both sides.
@@ -15,7 +16,7 @@ class ModuleClock:
     """Seconds of this thread inside of the parts of ``model``, from its construction on."""
 
     def __init__(self, model: Any) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._begun: list[float] = []
         for name, module in model.named_modules():
             *parents, last = name.split(".")
@@ -34,6 +35,6 @@ class ModuleClock:
         return end
 
 
-def ratios(ours: Counter[str], eager: Counter[str]) -> dict[str, float]:
+def ratios(ours: Mapping[str, float], eager: Mapping[str, float]) -> dict[str, float]:
     """Our seconds over eager's, for the parts that both have."""
-    return {part: ours[part] / eager[part] for part in PARTS if ours[part] and eager[part]}
+    return {part: ours[part] / eager[part] for part in PARTS if ours.get(part) and eager.get(part)}
