@@ -29,7 +29,7 @@ console = Console(width=200 if not sys.stdout.isatty() else None)
 
 
 def main(
-    op: Annotated[str, typer.Argument(help="Name of an op.")],
+    op: Annotated[str, typer.Argument(help="Name of an op; on a Mac also gpt-oss-20b or deepseek-v4-flash.")],
     peers: Annotated[bool, typer.Option(help="Time everything else that computes the same, in the same run.")] = False,
     case: Annotated[str, typer.Option(help="Only the cases whose name contains this.")] = "",
     dtype: Annotated[str, typer.Option(help="Model dtype: bf16, f16, f32 or f8e4m3.")] = "bf16",
@@ -37,6 +37,10 @@ def main(
     baseline: Annotated[bool, typer.Option(help="Put the result into bench/baselines/<device>.json.")] = False,
 ) -> None:
     """Time one op on this machine's GPU: parity first, cold inputs, CUDA graph and eager, medians."""
+    if op in mps.MODELS:
+        if not torch.backends.mps.is_available():
+            raise typer.BadParameter(f"{op} is timed on a Mac, accepted here: an op")
+        raise typer.Exit(mps.model(op, DTYPES[dtype], json_file, console))
     if op not in OPS:
         raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
     if torch.backends.mps.is_available():

@@ -18,11 +18,32 @@ from rich.table import Table
 
 from bench import gate
 from bench.peers import sdpa_mps
+from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Op
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import report
+from torch_attnkit.parity import mutated
 from torch_attnkit.warmup import bench_inputs
 
+# What is timed of a model, by op and case: as it decodes for one user and for a few, and as it reads a prompt.
+MODELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt-oss-20b": {
+        "sdpa_decode": ("gptoss-1x8192",),
+        "route_softmax": ("gptoss20b-1", "gptoss20b-512"),
+        "fp4_moe": ("gptoss20b-1", "gptoss20b-4", "gptoss20b-512"),
+    },
+    "deepseek-v4-flash": {
+        "route_hash": ("256-1",),
+        "route_sqrt_softplus": ("256-1",),
+        "fp4_moe": ("deepseek_v4-mxfp4-1", "deepseek_v4-mxfp4-8", "deepseek_v4-mxfp4-512"),
+        "indexer_select": ("fp8-1-1x65536",),
+        "sparse_fmha_with_swa": ("csa-64h-1", "csa-64h-8", "csa-64h-32", "hca-64h-1x8320", "fp8-64h-1"),
+        "sparse_fmha_inverse_rope_fp4": ("csa-64h-1-nvfp4", "csa-64h-32-nvfp4"),
+        "grouped_output_projection": ("none-8-1", "nvfp4-8-1", "nvfp4-8-128"),
+        "kv_cache_write": ("fp8-1",),
+        "kv_cache_gather": ("fp8-640",),
+    },
+}  # fmt: skip
 Calls = list[Callable[[], Any]]
 _CACHE = 96 << 20  # bytes; no Apple chip is known to have a larger cache before its memory
 _PARTS = 6  # of a large case that the gate looks at, which is slow on a CPU
@@ -61,24 +82,41 @@ def main(
     target: Target | None = None, stream: Stream | None = None,
 ) -> int:  # fmt: skip
     """Time one op, print a table, write the report; the number of cases that were wrong, 1 for a broken GPU."""
-    found = report.begin(target or Target("metal"), device)
+    each = [(op, [name for name in op.module("cases").BENCH if case in name])]
+    return _timed(op.name, each, dtype, file, console, device, target, stream)
+
+
+def model(
+    name: str, dtype: torch.dtype, file: Path | None, console: Console, *, device: str = "mps",
+    target: Target | None = None, stream: Stream | None = None,
+) -> int:  # fmt: skip
+    """The same of what ``MODELS`` names for a model, with one report."""
+    each = [(OPS[op], list(cases)) for op, cases in MODELS[name].items()]
+    return _timed(name, each, dtype, file, console, device, target, stream)
+
+
+def _timed(
+    name: str, each: list[tuple[Op, list[str]]], dtype: torch.dtype, file: Path | None, console: Console, device: str,
+    target: Target | None, stream: Stream | None,
+) -> int:  # fmt: skip
+    found = report.begin(target or Target("metal"), device, "bench")
     why = report.trusted(found)
     if why:
         console.print(why, style="red", markup=False)
     else:
-        found["bench"] = list(lines(op, dtype, case, device, stream or Mps()))
-        console.print(table(op.name, found["bench"]))
-    console.print(report.write(found, file or report.default_file(f"bench-{op.name}")), soft_wrap=True)
+        found["bench"] = []
+        for op, names in each:
+            found["bench"] += (mine := list(lines(op, dtype, names, device, stream or Mps())))
+            console.print(table(op.name, mine))
+    console.print(report.write(found, file or report.default_file(f"bench-{name}")), soft_wrap=True)
     return 1 if why else sum("error" in line for line in found["bench"])
 
 
-def lines(op: Op, dtype: torch.dtype, only: str, device: str, stream: Stream) -> Iterator[dict[str, Any]]:
+def lines(op: Op, dtype: torch.dtype, names: list[str], device: str, stream: Stream) -> Iterator[dict[str, Any]]:
     """One record for each case; without a time it says why: ``error`` or ``skipped``."""
-    for name, dims in op.module("cases").BENCH.items():
-        if only in name:
-            yield {"op": op.name, "case": name, "dtype": str(dtype).removeprefix("torch.")} | _line(
-                op, dims, dtype, device, stream
-            )
+    for name in names:
+        line = _line(op, op.module("cases").BENCH[name], dtype, device, stream)
+        yield {"op": op.name, "case": name, "dtype": str(dtype).removeprefix("torch.")} | line
 
 
 def _line(op: Op, dims: dict[str, int], dtype: torch.dtype, device: str, stream: Stream) -> dict[str, Any]:
@@ -89,8 +127,8 @@ def _line(op: Op, dims: dict[str, int], dtype: torch.dtype, device: str, stream:
     try:
         given, kwargs = bench_inputs(op, dims, dtype, torch.Generator().manual_seed(0))
         args = tuple(_to(a, device) for a in given)
-        got = call(*args, **kwargs)
-        mine = tuple(t.cpu() for t in gate.tensors_of(got))
+        got = (*mutated(op, args), *gate.tensors_of(call(*args, **kwargs)))
+        mine = tuple(t.cpu() for t in got)
         error = gate.gate(op, given, kwargs, mine, most=_PARTS)  # on the CPU: Apple GPUs have no float64
     except (AssertionError, NotImplementedError, RuntimeError, ValueError, TypeError) as failure:
         return {"error": f"{type(failure).__name__}: {failure}"}
@@ -114,7 +152,7 @@ def _sets(nbytes: int, stream: Stream) -> int:
 
 
 def _peer(op: Op, sets: list[Any], kwargs: dict[str, Any]) -> tuple[str, Calls | None]:
-    """PyTorch's attention kernels, or for an op without attention its reference in eager PyTorch."""
+    """PyTorch's attention kernels, eager PyTorch for what is a few lines of it, and None for all else."""
     if op.name in ("gated_rmsnorm", "merge_partials"):
         reference = op.module("reference").reference
         return "PyTorch eager", [functools.partial(reference, *a, **kwargs) for a in sets]

@@ -174,6 +174,7 @@ def test_demo_runs_every_model_and_agrees_with_eager(run):
     result = run("demo", "--tokens", "3", "--sentences", "12")
     assert result.exit_code == 0, result.output
     assert result.output.count("equal to eager") == 5 and "DIFFERS" not in result.output
+    assert result.output.count("time over eager's: attention ") == 3 and ", gated norms " in result.output
     for op in ("flash_attention", "sdpa_decode", "fp4_moe", "gated_rmsnorm", "sparse_fmha_with_swa", "route_hash"):
         assert f"{op} " in result.output
     on_metal = result.output.partition("GPT-OSS, random weights, mxfp4 experts, on the kernels of metal (simulated)")[2]
@@ -199,7 +200,9 @@ def test_a_simulated_model_is_right_only_if_every_call_ran_on_a_kernel():
     from torch_attnkit.demo import decoders
 
     calls = Counter({("sdpa_decode", "metal (simulated)"): 3})
-    numbers = dict(per_second=1.0, eager_per_second=1.0, tokens=4, tokens_equal=4, logit_difference=0, logit_scale=1)
+    numbers = dict(
+        per_second=1.0, eager_per_second=1.0, slower={}, tokens=4, tokens_equal=4, logit_difference=0, logit_scale=1
+    )
     metal = Target("metal", simulated=True)
     result = decoders.DecoderResult("GPT-OSS", "mxfp4", 6, metal, calls=calls, **numbers)
     assert result.right

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """A call on the op's own inputs, or None where it would compute something else (masks, sinks, lengths)."""
-    if kwargs.get("window", -1) >= 0 or kwargs.get("softcap"):
+    if op not in ("sdpa_decode", "flash_attention") or kwargs.get("window", -1) >= 0 or kwargs.get("softcap"):
         return None
     q, k, v = args[:3]
     scale, causal = kwargs.get("scale"), False

@@ -5,5 +5,6 @@
 using namespace metal;
 #include "attnkit/vectors.h"
 #include "attnkit/fragment.h"
+#include "attnkit/e4m3.h"
 #include "attnkit/row_codes.h"
 #include "attnkit/indexer.h"

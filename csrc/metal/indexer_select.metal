@@ -8,6 +8,7 @@ using namespace metal;
 #include "attnkit/topk.h"
 #else
 #include "attnkit/fragment.h"
+#include "attnkit/e4m3.h"
 #include "attnkit/row_codes.h"
 #include "attnkit/indexer.h"
 #endif

@@ -3,9 +3,6 @@
 // layout for each run of ``group_heads`` heads, padded with zeros. cos and sin (tokens, PAIRS) of ANGLE_TYPE. Bound by
 // memory: o, codes and scales pass once.
 //
-// A pair is two products and their sum, not fused, then one rounding to TYPE. Channels before the pairs are not
-// touched, not even by a product with 1; of rotated ones a product or sum below 2^-126 may count as 0.
-//
 // Grid: a thread has a cell of eight channels, at least ``cells`` threads along x in threadgroups of any number of
 // simdgroups: the cells of all heads, or with SWIZZLED of all padded matrices.
 //
@@ -19,6 +16,7 @@ using namespace metal;
 #include "attnkit/e4m3.h"
 #include "attnkit/quantize.h"
 #include "attnkit/block_scales.h"
+#include "attnkit/rotate.h"
 
 struct Shape {
   long cells;
@@ -35,34 +33,6 @@ struct Shape {
 
 constant constexpr int LANES = BLOCK / CELL;
 constant constexpr int HEAD_CELLS = DIM / CELL;
-
-inline uint rounded_to(float, uint bits) {
-  return bits;
-}
-
-inline uint rounded_to(half, uint bits) {
-  return bits_of(half(as_type<float>(bits)));
-}
-
-inline uint rounded_to(bfloat, uint bits) {
-  return bfloat_bits(bits) << 16;
-}
-
-// (a, b) becomes (a cos + b sin, b cos - a sin).
-inline void rotate_back(
-    thread Cell& x, int first, const device ANGLE_TYPE* cosines, const device ANGLE_TYPE* sines) {
-  constexpr int STILL = DIM - 2 * PAIRS;
-  ATTNKIT_UNROLL
-  for (int i = 0; i < CELL; i += 2) {
-    const int pair = (first + i - STILL) / 2;
-    if (first + i >= STILL) {
-      const float a = as_type<float>(x.of[i]), b = as_type<float>(x.of[i + 1]);
-      const float c = as_type<float>(bits_of(cosines[pair])), s = as_type<float>(bits_of(sines[pair]));
-      x.of[i] = rounded_to(TYPE(0.0f), as_type<uint>(a * c + b * s));
-      x.of[i + 1] = rounded_to(TYPE(0.0f), as_type<uint>(b * c - a * s));
-    }
-  }
-}
 
 kernel void quantize_heads(
     const device TYPE* o [[buffer(0)]],
@@ -92,14 +62,14 @@ kernel void quantize_heads(
   const int first = int(cell_index) * CELL;
   Cell cell;
   load(o + (live ? token * shape.token_step + head * shape.head_step + first : 0), live ? CELL : 0, cell);
-  if (live && first + CELL > DIM - 2 * PAIRS) {
+  if (live && first + CELL > STILL) {
     rotate_back(cell, first, cosines + token * shape.cos_step, sines + token * shape.sin_step);
   }
   uint scale;
 #if BLOCK == 16
-  const uint packed = nvfp4_encode(cell, global_scale(as_type<uint>(tensor_scale)), scale);
+  const uint packed = nvfp4_encode(cell, block_amax<LANES>(cell), global_scale(as_type<uint>(tensor_scale)), scale);
 #else
-  const uint packed = mxfp4_encode(cell, false, scale);
+  const uint packed = mxfp4_encode(cell, block_amax<LANES>(cell), false, scale);
 #endif
   if (live) {
     store_word(codes + ((long(token) * heads + head) * HEAD_CELLS + cell_index) * (CELL / 2), packed);

@@ -1,5 +1,5 @@
 // What a GPU must compute before anything else that it computes is worth a look: threadgroup memory behind a barrier,
-// exchange between lanes, 8x8 products, rounding to half and bfloat, 64-bit arguments. Virtual GPUs have got each of
+// exchange between lanes, 8x8 products in float and bfloat, rounding to half and bfloat, 64-bit arguments. Virtual GPUs have got each of
 // these wrong, without an error. x (n) float, out (ANSWERS, n) float; n = 128 * threadgroups.
 //
 // Grid: any number of threadgroups along x, of 4 simdgroups each.
@@ -45,4 +45,19 @@ struct Known {
   out[7 * n + i] = float(bfloat(mine * scale));
   out[8 * n + i] = float(shape.large / (i + 1) % 1000);
   out[9 * n + i] = exp(mine * scale);
+
+  // The same product of bfloat operands, into float: all of a and b are small integers, which bfloat has.
+  simdgroup_matrix<bfloat, 8, 8> narrow_a, narrow_b;
+  simdgroup_matrix<float, 8, 8> wide;
+  narrow_a.thread_elements()[0] = bfloat(row + 2.0f * col);
+  narrow_a.thread_elements()[1] = bfloat(row + 2.0f * col + 2.0f);
+  narrow_b.thread_elements()[0] = bfloat(3.0f * row - col);
+  narrow_b.thread_elements()[1] = bfloat(3.0f * row - col - 1.0f);
+  wide.thread_elements()[0] = mine;
+  wide.thread_elements()[1] = -mine;
+  simdgroup_multiply_accumulate(wide, narrow_a, narrow_b, wide);
+  out[10 * n + i] = wide.thread_elements()[0];
+  out[11 * n + i] = wide.thread_elements()[1];
+  const bfloat small = bfloat(mine * scale);
+  out[12 * n + i] = float(small) * float(small) + mine;
 }

@@ -6,6 +6,8 @@ using namespace metal;
 #include "attnkit/vectors.h"
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
+#include "attnkit/e4m3.h"
 #include "attnkit/row_codes.h"
 #include "attnkit/coded_rows.h"
 #include "attnkit/sparse.h"
+#include "attnkit/sparse_numbers.h"

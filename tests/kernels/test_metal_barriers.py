@@ -114,6 +114,12 @@ CASES = {
     "sparse_fmha_with_swa": Case(
         "sparse_fmha_with_swa", range(3), lambda: (normal(1, 9, 256), normal(1, 50, 256), ints(40)), proof=True
     ),
+    "sparse_fmha_inverse_rope_fp4": Case(
+        "sparse_fmha_inverse_rope_fp4",
+        range(3),
+        lambda: (normal(1, 9, 256), normal(1, 50, 256), ints(40), normal(1, 20), normal(1, 20)),
+        proof=True,
+    ),
     "grouped_output_projection": Case(
         "grouped_output_projection",
         range(1),

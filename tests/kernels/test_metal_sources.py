@@ -14,9 +14,10 @@ from torch_attnkit.sim.metal.lint import lint
 pytestmark = [pytest.mark.simulator, pytest.mark.proof]
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SPARSE = dict(
-    TYPE=BF16, OUT_TYPE=BF16, DIM=512, HEADS=32, SLICE=128, KEYS=16, WIDTH=4, LISTED=1, NEAR_PAGED=1, FAR_PAGED=1,
+    TYPE=BF16, DIM=512, HEADS=32, SLICE=128, KEYS=16, WIDTH=4, LISTED=1, NEAR_PAGED=1, FAR_PAGED=1,
     FORMAT=0, ROPE=0, DIVIDED=0,
 )  # fmt: skip
+CODES = SPARSE | dict(BLOCK=16, PAIRS=32, ANGLE_TYPE=F32, SWIZZLED=0, WORDS=1)
 SCORES = dict(FORMAT=0, TYPE=BF16, W_TYPE=F32, DIM=128, BLOCKS=2, SIMDS=8, WIDTH=4, PAGED=1, NAMED=1, Q_SCALED=0)
 TOPK = dict(TYPE=BF16, SIMDS=4, KEPT=4, LISTED=0, RAGGED=1)
 PRODUCT = dict(
@@ -25,10 +26,14 @@ PRODUCT = dict(
 SOURCES: list[tuple[str, dict[str, Any]]] = [
     ("sparse_fmha_with_swa", SPARSE),
     ("sparse_fmha_with_swa", SPARSE | dict(HEADS=64, SLICE=256)),
-    ("sparse_fmha_with_swa", SPARSE | dict(TYPE=F32, OUT_TYPE=F32, KEYS=8, WIDTH=1, LISTED=0, NEAR_PAGED=0)),
+    ("sparse_fmha_with_swa", SPARSE | dict(TYPE=F32, KEYS=8, WIDTH=1, LISTED=0, NEAR_PAGED=0)),
     ("sparse_fmha_with_swa", SPARSE | dict(FORMAT=1, ROPE=64)),
     ("sparse_fmha_with_swa", SPARSE | dict(FORMAT=2, ROPE=64, WIDTH=1, DIVIDED=1)),
     ("sparse_fmha_with_swa", SPARSE | dict(FORMAT=3, ROPE=0, TYPE=F16)),
+    ("sparse_fmha_inverse_rope_fp4", CODES),
+    ("sparse_fmha_inverse_rope_fp4", CODES | dict(HEADS=64, SLICE=256, BLOCK=32, ANGLE_TYPE=BF16, SWIZZLED=1)),
+    ("sparse_fmha_inverse_rope_fp4", CODES | dict(TYPE=F32, KEYS=8, WIDTH=1, PAIRS=0, SWIZZLED=1)),
+    ("sparse_fmha_inverse_rope_fp4", CODES | dict(FORMAT=2, ROPE=64, DIVIDED=1, TYPE=F16, ANGLE_TYPE=F16, PAIRS=256)),
     ("indexer_scores", SCORES),
     ("indexer_scores", SCORES | dict(FORMAT=1, TYPE=F16, W_TYPE=BF16, Q_SCALED=1, NAMED=0)),
     ("indexer_scores", SCORES | dict(FORMAT=2, WIDTH=1, PAGED=0)),

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from bench import mps as bench
 from torch_attnkit import cli, parity, simulate
 from torch_attnkit.core import dispatch
+from torch_attnkit.core.support import support
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import known_answer, library, report
 from torch_attnkit.parity import command, judge, places
@@ -41,6 +42,9 @@ BROKEN = {
     "rounding to bfloat": ("float(bfloat(mine * scale))", "float(half(mine * scale))"),
     "64-bit arguments": ("shape.large / (i + 1)", "long(int(shape.large)) / (i + 1)"),
     "exp": ("exp(mine * scale)", "exp(mine * scale) * 1.00001f"),
+    "8x8 product of bfloat, even columns": ("out[10 * n + i] = wide.thread_elements()[0]", "out[10 * n + i] = mine"),
+    "8x8 product of bfloat, odd columns": ("out[11 * n + i] = wide.thread_elements()[1]", "out[11 * n + i] = mine"),
+    "product of bfloat numbers in float": ("float(small) * float(small) + mine", "float(small * small) + mine"),
 }
 
 
@@ -114,14 +118,14 @@ def mac(gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(command, "here", lambda archs: [places.Place("mps", "Apple M1", Target("metal"))])
     monkeypatch.setattr(command, "simulators", dict)
     monkeypatch.setattr(judge, "run", run)
-    monkeypatch.setattr(command, "runs_of", lambda place, row: runs_of(place, row)[:3])
+    monkeypatch.setattr(command, "covering_first", lambda place, row: covering_first(place, row)[:3])
     wrong = known_answer.wrong
     monkeypatch.setattr(known_answer, "wrong", lambda target, device: wrong(target, "cpu"))
     monkeypatch.setattr(report, "sysctl", lambda name: {"hw.model": "MacBookPro17,1"}.get(name, "unknown"))
     return tmp_path
 
 
-runs_of = command.runs_of
+covering_first = command.covering_first
 
 
 def test_parity_on_a_mac_writes_a_report(mac: Path, gpu):
@@ -134,7 +138,29 @@ def test_parity_on_a_mac_writes_a_report(mac: Path, gpu):
     assert found["machine"]["versions"]["torch"] == torch.__version__ and found["format"] == report.FORMAT
     (row,) = found["parity"]
     assert row["row"].startswith("gated_rmsnorm/mps") and (row["passed"], row["failed"]) == (3, 0)
-    assert 0 < row["error_of_tolerance"] <= 1 and row["messages"] == []
+    assert 0 < row["error_of_tolerance"] <= 1 and row["messages"] == [] and row["left_out"] == 0
+    assert '"parity on ' in result.output.replace("\n", " ") and "docs/mac.md" in result.output.replace("\n", " ")
+
+
+def test_every_row_of_a_report_has_its_share_of_the_time(mac: Path, gpu, monkeypatch: pytest.MonkeyPatch):
+    """A case takes five minutes here: each row has one, and a report that says how many had no time."""
+    gpu(metal)
+    now = iter(range(0, 10**6, 300))
+    monkeypatch.setattr(command.time, "monotonic", lambda: next(now))
+    with simulate("metal"):
+        result = CliRunner().invoke(cli.app, ["parity", "--op", "grouped_output_projection", "--report", "here.json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads((mac / "here.json").read_text())["parity"]
+    assert [(row["passed"] + row["refused"], row["left_out"]) for row in found] == [(1, 2), (1, 2)]
+
+
+def test_a_report_begins_with_the_cases_that_a_simulator_runs():
+    op, index, kernel, arch = next(r for r in support("metal") if r[0].name == "sdpa_decode")
+    place = places.Place("mps", "Apple M1", Target("metal"))
+    found = covering_first(place, (op, index, kernel, arch))
+    first = parity.cases(op, index, arch, covering=True)
+    assert [run[0] for run in found[: 2 * len(first) : 2]] == first
+    assert {run[0] for run in found} == {*parity.cases(op, index, arch), *first}
 
 
 def test_parity_on_a_broken_gpu_runs_no_case(mac: Path, gpu):
@@ -190,6 +216,20 @@ def test_the_bench_on_a_broken_gpu_times_nothing(gpu, tmp_path: Path):
     op, console = dispatch.OPS["gated_rmsnorm"], Console(record=True)
     failed = bench.main(op, torch.float16, "", tmp_path / "b.json", console, device="cpu", stream=Clock())
     assert failed == 1 and "bench" not in json.loads((tmp_path / "b.json").read_text())
+
+
+def test_the_cases_of_a_model_are_in_one_report(gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for cases in bench.MODELS.values():
+        assert all(set(names) <= dispatch.OPS[op].module("cases").BENCH.keys() for op, names in cases.items())
+    monkeypatch.setitem(bench.MODELS, "small", {"route_softmax": ("gptoss20b-1",), "kv_cache_write": ("fp8-1",)})
+    monkeypatch.setattr(bench, "_MOST_SETS", 2)
+    how = dict(device="cpu", target=METAL, stream=Clock())
+    with simulate("metal"):
+        assert bench.model("small", torch.bfloat16, tmp_path / "b.json", Console(record=True), **how) == 0
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert [(line["op"], line["us"]["ours"] > 0) for line in found["bench"]] == [
+        ("route_softmax", True), ("kv_cache_write", True),
+    ]  # fmt: skip
 
 
 def test_a_wrong_result_gets_no_time(gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

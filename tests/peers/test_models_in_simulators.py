@@ -157,7 +157,7 @@ def test_what_runs_on_the_reference_is_noticed():
     """The same model outside the simulator, and no model at all."""
     with torch_attnkit.record() as ran:
         generate(ours(MODELS["gpt_oss"]), MODELS["gpt_oss"])
-    with pytest.raises(AssertionError, match=r"not on metal \(simulated\): .*sdpa_decode on reference"):
+    with pytest.raises(AssertionError, match=r"not on metal \(simulated\): .*sdpa_decode on cpu"):
         all_on(Target("metal", simulated=True), ran.calls)
     with pytest.raises(AssertionError, match="nothing ran at all"):
         all_on(Target("metal", simulated=True), Counter())

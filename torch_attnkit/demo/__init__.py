@@ -106,6 +106,7 @@ def _report(console: Console, encoded: EncoderResult, decoded: list[DecoderResul
         title = f"{r.name}, random weights, {r.experts} experts"
         if r.target is None:
             lines.insert(0, f"{r.per_second:.1f} tokens/s with the ops, {r.eager_per_second:.1f} with eager")
+            lines.insert(1, "time over eager's: " + ", ".join(f"{part} {x:.2f}" for part, x in r.slower.items()))
         else:  # a simulator's time says nothing
             title += f", on the kernels of {r.target}"
             lines.insert(0, f"{r.layers} layers, calls on kernels: {r.on_kernels} of {r.calls.total()}")

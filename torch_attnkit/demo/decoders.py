@@ -14,6 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import torch_attnkit
 from torch_attnkit import Target
+from torch_attnkit.demo import clock
 from torch_attnkit.demo.models import ARCHITECTURES, build
 from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
 
@@ -28,6 +29,7 @@ class DecoderResult:
     target: Target | None  # whose kernels ran in its simulator; None: whatever runs on a CPU
     per_second: float
     eager_per_second: float
+    slower: dict[str, float]  # time with the ops over eager's, of the parts of the model that have ops
     tokens: int
     tokens_equal: int
     logit_difference: float
@@ -87,9 +89,11 @@ def run(
     """
     experts = ARCHITECTURES[name][1]
     eager = round_experts_to_fp4(build(name), experts)
+    eager_clock = clock.ModuleClock(eager)
     want, want_logits, eager_seconds = _generate(eager, prompt, tokens, advance)
     del eager
     model = attnkit_model(build(name), experts=experts)
+    our_clock = clock.ModuleClock(model)
     simulated = contextlib.nullcontext() if arch is None else torch_attnkit.simulate(arch)
     with simulated as target, torch_attnkit.record() as ran:
         got, logits, seconds = _generate(model, prompt, tokens, advance)
@@ -100,6 +104,7 @@ def run(
         target=target,
         per_second=got.numel() / seconds,
         eager_per_second=got.numel() / eager_seconds,
+        slower=clock.ratios(our_clock.seconds, eager_clock.seconds),
         tokens=got.numel(),
         tokens_equal=int((got == want).sum()),
         logit_difference=float((logits - want_logits).abs().max()),

@@ -20,6 +20,7 @@ _EXP_ERROR = 1e-6
 ANSWERS = (
     "threadgroup memory behind a barrier", "simd_sum", "simd_max", "simd_shuffle_xor", "8x8 product, even columns",
     "8x8 product, odd columns", "rounding to half", "rounding to bfloat", "64-bit arguments", "exp",
+    "8x8 product of bfloat, even columns", "8x8 product of bfloat, odd columns", "product of bfloat numbers in float",
 )  # fmt: skip
 
 
@@ -38,10 +39,13 @@ def expected(x: torch.Tensor) -> torch.Tensor:
     by = torch.arange(1, _GROUPS + 1).repeat_interleave(_THREADS // 32)[:, None]
     scaled = x * torch.tensor(_SCALE, dtype=torch.float32)
     large = torch.tensor(_LARGE) // torch.arange(1, len(x) + 1) % 1000
+    product, narrow = (a @ b)[row, col], scaled.bfloat16().float()
+    odd_product = (a @ b)[row, col + 1]
     rows = [
         groups.flip(1), simds.sum(1, keepdim=True).expand(-1, 32), simds.amax(1, keepdim=True).expand(-1, 32),
-        simds[:, lane ^ 5], by * (a @ b)[row, col] + simds, by * (a @ b)[row, col + 1] - simds,
+        simds[:, lane ^ 5], by * product + simds, by * odd_product - simds,
         scaled.half(), scaled.bfloat16(), large, scaled.double().exp(),
+        product + simds, odd_product - simds, narrow.square() + x,
     ]  # fmt: skip
     return torch.stack([r.reshape(-1).double() for r in rows])
 

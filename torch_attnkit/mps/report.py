@@ -20,7 +20,7 @@ from torch_attnkit.core.target import Target
 
 from . import known_answer
 
-FORMAT = 1
+FORMAT = 2
 
 
 def sysctl(name: str) -> str:
@@ -48,10 +48,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def begin(target: Target, device: str) -> dict[str, Any]:
-    """A report with everything that is known before the first case has run."""
+def begin(target: Target, device: str, what: str) -> dict[str, Any]:
+    """A report on ``what``, "parity" or "bench", with everything that is known before the first case has run."""
     return {
         "format": FORMAT,
+        "what": what,
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", "-m", Path(sys.argv[0]).parent.name, *sys.argv[1:]]),
         "target": str(target),
@@ -72,7 +73,11 @@ def trusted(report: dict[str, Any]) -> str:
 def write(report: dict[str, Any], file: Path) -> str:
     """Write the file; returns what to tell its user."""
     file.write_text(json.dumps(report, indent=1) + "\n")
-    return f"wrote {file}: please send it in, whatever it says"
+    gpu, macos = report["machine"]["gpu"], report["machine"]["macos"]
+    return (
+        f"wrote {file}: please send it in, whatever it says. Attach it to an issue of this project, titled"
+        f' "{report["what"]} on {gpu}, macOS {macos}"; docs/mac.md says what is in it and which other files help'
+    )
 
 
 def default_file(what: str) -> Path:

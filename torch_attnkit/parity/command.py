@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -33,6 +34,7 @@ console = Console()
 KNOWN = ("cpu", *SIMULATED)
 ERROR = "largest error\n/ tolerance"  # of a table that fits 80 columns, whatever the names of its rows
 SHOWN = 5  # failures of a row that are printed
+MINUTES = 8.0  # that cases may take on a Mac, so that the report is there within ten
 MOST = 4000  # cases of a sample at most, however many rows the table gets
 Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the place
 
@@ -150,7 +152,6 @@ def run_rows(
     if share < 1:
         share = min(share, MOST / max(1, sum(map(len, todo))))
         todo = [_sampled(runs, share=share, seed=seed) for runs in todo]
-    table = Table(Column("row", overflow="fold"), "cases", "refused", "failed", ERROR, title=str(place))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     flat = [run for runs in todo for run in runs]
     found: list[tuple[Outcome, dict[str, Any]]] = []
@@ -163,20 +164,24 @@ def run_rows(
             for _ in runs:
                 mine.append(next(results))
                 progress.advance(task)
-            wrong = [r for r in mine if isinstance(r, str)]
-            worst = max((r for r in mine if isinstance(r, float)), default=0.0)
-            one = Outcome(row, len(mine) - mine.count(None) - len(wrong), mine.count(None), len(wrong))
-            found.append((one, {"error_of_tolerance": worst, "messages": wrong[:20]}))
-            name = f"{row[0].name}/{row[2].on}"
-            table.add_row(name, str(len(mine)), str(one.refused), str(one.failed), f"{worst:.2f}")
-            for message in wrong[:SHOWN]:
-                console.print(f"[red]{escape(message)}[/red]", soft_wrap=True)
+            found.append(_outcome(row, mine))
             if record:
-                keep(place, [one])
-    console.print(table)
+                keep(place, [found[-1][0]])
+    console.print(_table(place, found))
     if record:
         console.print("recorded; run: python -m torch_attnkit support --write SUPPORT.md", soft_wrap=True)
     return found
+
+
+def _table(place: Place, found: list[tuple[Outcome, dict[str, Any]]]) -> Table:
+    """A line for each row; what failed is printed before."""
+    table = Table(Column("row", overflow="fold"), "cases", "refused", "failed", ERROR, title=str(place))
+    for one, more in found:
+        for message in more["messages"][:SHOWN]:
+            console.print(f"[red]{escape(message)}[/red]", soft_wrap=True)
+        name, ran = f"{one.row[0].name}/{one.row[2].on}", one.passed + one.refused + one.failed
+        table.add_row(name, str(ran), str(one.refused), str(one.failed), f"{more['error_of_tolerance']:.2f}")
+    return table
 
 
 def keep(place: Place, outcomes: list[Outcome]) -> None:
@@ -200,17 +205,57 @@ def _versions(place: Place) -> dict[str, str]:
     return found
 
 
+def covering_first(place: Place, row: Row) -> list[Run]:
+    """Every case of a row in both layouts: first those in which every two facts meet that can, then the others."""
+    op, index, _, arch = row
+    first = cases(op, index, arch, covering=True)
+    others = list(dict.fromkeys(cases(op, index, arch)).keys() - set(first))
+    others.sort(key=lambda case: case.id)
+    Random("report").shuffle(others)
+    return [(c, place.device, layout, 0) for c in first + others for layout in LAYOUTS]
+
+
+def run_for(place: Place, rows: list[Row], minutes: float) -> list[tuple[Outcome, dict[str, Any]]]:
+    """As many cases of every row as there is time for, which rows share evenly; what one leaves is for those behind it.
+
+    A row gets one case, however little time is left. Of the cases that had no time the number is ``left_out``.
+    """
+    found, end = [], time.monotonic() + 60 * minutes
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task(str(place), total=len(rows))
+        for n, row in enumerate(rows):
+            begin, runs = time.monotonic(), covering_first(place, row)
+            until, results = begin + (end - begin) / (len(rows) - n), []
+            for run in runs:
+                results.append(outcome(place, *run))
+                if time.monotonic() > until:
+                    break
+            found.append(_outcome(row, results))
+            found[-1][1].update(left_out=len(runs) - len(results), seconds=round(time.monotonic() - begin, 1))
+            progress.advance(task)
+    return found
+
+
+def _outcome(row: Row, results: list[float | str | None]) -> tuple[Outcome, dict[str, Any]]:
+    """What the results of a row's cases come to: errors by tolerance, messages of failures, None for refused cases."""
+    wrong = [r for r in results if isinstance(r, str)]
+    worst = max((r for r in results if isinstance(r, float)), default=0.0)
+    one = Outcome(row, len(results) - results.count(None) - len(wrong), results.count(None), len(wrong))
+    return one, {"error_of_tolerance": worst, "messages": wrong[:20]}
+
+
 def _on_mac(place: Place, rows: list[Row], file: Path | None) -> int:
     """The same on an Apple GPU, which must get a known answer right first, with a report file. Returns the failures."""
     from torch_attnkit.mps import report as mac
 
-    found = mac.begin(Target("metal"), "mps")
+    found = mac.begin(Target("metal"), "mps", "parity")
     why = mac.trusted(found)
     if why:
         console.print(f"[red]{escape(why)}[/red]")
     else:
         place = Place("mps", str(found["machine"]["gpu"]), place.target)
-        outcomes = run_rows(place, rows)
+        outcomes = run_for(place, rows, MINUTES)
+        console.print(_table(place, outcomes))
         found["parity"] = [
             {
                 "row": evidence.words(o.row[0].name, o.row[2]),

@@ -2,7 +2,8 @@
 
 A threadgroup reads its keys once for all of its heads, so the fewest bytes are loaded where it has all heads and all
 keys. Few tokens are then fewer threadgroups than there are cores: so heads, and after them keys, are spread over more
-threadgroups where the busiest core would otherwise work much longer. Times are modelled, and only compared.
+threadgroups where the busiest core would otherwise work much longer. Of more tokens than cores it is only the last
+ones, those that would not fill the cores once more, whose keys are split. Times are modelled, and only compared.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ _LEAST_KEYS = 128  # of a split, so that its partial result is a smaller part of
 _MOST_SPLITS = 64
 # Of a core in a cycle (Philip Turner, metal-benchmarks): operations in float, and bytes from the GPU's cache.
 _FLOPS, _BYTES = 256, 32
-_SLACK = 1.25  # of the shortest modelled time, for fewer bytes: 128 tokens are 4 turns of 40 cores instead of 3.2
+_SLACK = 1.3  # of the shortest modelled time, for fewer bytes: 128 tokens are 4 turns of 40 cores instead of 3.2
 
 
 @dataclass(frozen=True, order=True)
 class Cut:
-    """A token's work in threadgroups: ``groups`` of ``heads`` heads by ``splits`` of the keys."""
+    """A token's work in threadgroups: ``groups`` of ``heads`` heads, by ``splits`` of the keys but for the first
+    ``whole`` tokens."""
 
     groups: int
     heads: int  # a multiple of 8
     slice: int  # columns of a simdgroup
     keys: int  # of a tile
     splits: int
+    whole: int
 
     def simdgroups(self, dim: int) -> int:
         return simdgroups(dim, self.heads, self.slice)
@@ -87,34 +90,47 @@ def heads_of(dim: int, itemsize: int, heads: int, most: int) -> Iterator[tuple[i
             yield groups, each
 
 
-def cuts(problem: Problem, most: int) -> Iterator[Cut]:
+def cuts(problem: Problem, cores: int, most: int) -> Iterator[Cut]:
     """Every way to cut ``problem`` into threadgroups of at most ``most`` heads."""
     p, itemsize = problem, problem.dtype.itemsize
     for groups, heads in heads_of(p.dim, itemsize, p.heads, most):
         columns, keys = slice_of(p.dim, heads, itemsize), keys_of(p.dim, itemsize, heads)
-        for splits in range(1, max(1, min(p.keys // _LEAST_KEYS, _MOST_SPLITS)) + 1):
-            yield Cut(groups, heads, columns, keys, splits)
+        yield Cut(groups, heads, columns, keys, 1, p.tokens)
+        full = p.tokens * groups // cores * cores // groups  # tokens that fill the cores a whole number of times
+        for splits in range(2, min(p.keys // _LEAST_KEYS, _MOST_SPLITS) + 1):
+            for whole in sorted({0, full} - {p.tokens}):
+                yield Cut(groups, heads, columns, keys, splits, whole)
+
+
+def token_loads(problem: Problem, cut: Cut, splits: int) -> int:
+    """Bytes that the threadgroups of a token with so many splits load and store, and those of merging them."""
+    p, itemsize = problem, problem.dtype.itemsize
+    row = kv_cache.row_bytes(p.format, p.dim, p.rope_dim) * (itemsize if p.format == "none" else 1)
+    numbers = p.heads * p.dim * itemsize  # of a token's q, its result, and what a split leaves
+    parts = 0 if splits == 1 else 2 * splits * (numbers + p.heads * 2 * torch.float32.itemsize)
+    return cut.groups * p.keys * row + (splits + 1) * numbers + parts
 
 
 def loads(problem: Problem, cut: Cut) -> int:
-    """Bytes that a token's threadgroups load and store, and those of merging its splits."""
-    p, itemsize = problem, problem.dtype.itemsize
-    row = kv_cache.row_bytes(p.format, p.dim, p.rope_dim) * (itemsize if p.format == "none" else 1)
-    numbers = p.heads * p.dim  # of a token's q, and of its result
-    parts = 0 if cut.splits == 1 else 2 * cut.splits * numbers * torch.float32.itemsize
-    return cut.groups * p.keys * row + (cut.splits + 1) * numbers * itemsize + parts
+    """The same of all tokens."""
+    rest = problem.tokens - cut.whole
+    return cut.whole * token_loads(problem, cut, 1) + rest * token_loads(problem, cut, cut.splits)
 
 
 def cycles(problem: Problem, cut: Cut, cores: int) -> float:
-    """Cycles of the core that has the most to do: two products of two operations a term, then what they load."""
-    p, each = problem, cut.groups * cut.splits
-    turns = -(-p.tokens * each // cores)  # threadgroups of that core
-    share = -(-p.keys // (cut.splits * cut.keys)) * cut.keys
-    return turns * (4 * cut.heads * share * p.dim / _FLOPS + loads(p, cut) / each / _BYTES)
+    """Cycles of the core that has the most to do: two products of two operations a term, then what they load. Tokens
+    whose keys are split follow the others."""
+    p, total = problem, 0.0
+    for tokens, splits in ((cut.whole, 1), (p.tokens - cut.whole, cut.splits)):
+        each = cut.groups * splits
+        turns = -(-tokens * each // cores)  # threadgroups of that core
+        share = -(-p.keys // (splits * cut.keys)) * cut.keys
+        total += turns * (4 * cut.heads * share * p.dim / _FLOPS + token_loads(p, cut, splits) / each / _BYTES)
+    return total
 
 
 def plan(problem: Problem, cores: int, most: int = _MOST_HEADS) -> Cut:
     """The cut that loads the fewest bytes, of those whose modelled time is at most ``_SLACK`` of the shortest."""
-    found = [(cycles(problem, cut, cores), loads(problem, cut), cut) for cut in cuts(problem, most)]
+    found = [(cycles(problem, cut, cores), loads(problem, cut), cut) for cut in cuts(problem, cores, most)]
     limit = _SLACK * min(found)[0]
     return min((bytes, time, cut) for time, bytes, cut in found if time <= limit)[2]

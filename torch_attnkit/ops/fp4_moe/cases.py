@@ -50,6 +50,8 @@ _QUANTISED = {
 BENCH = {
     case: dims for name in _MODELS for case, dims in (_PLAIN | _SKEWED | _QUANTISED).items() if case.startswith(name)
 }
+# GPT-OSS-20B, which fits where 120B, the "gptoss" above, does not.
+BENCH |= {f"gptoss20b-{tokens}": _PLAIN["gptoss-1"] | dict(Tq=tokens, E=32) for tokens in (1, 4, 512)}
 LAYER = ("N", "M", "E", "blk", "bias")  # sizes that the weights of a bench case depend on
 
 

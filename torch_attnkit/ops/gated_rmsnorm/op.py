@@ -21,6 +21,7 @@ OP = Op(
     shards=(Shards("..."),),
     backward="gated_rmsnorm_backward",
     kernels=(
+        Kernel("cpu", "f32 f16 bf16"),
         Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: math.prod(c.batch) < 2**31}),
         Kernel("mps", "bf16 f16 f32", needs={"fewer than 2^27 rows": lambda c: math.prod(c.batch) < 2**27}),
     ),

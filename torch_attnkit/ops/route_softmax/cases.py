@@ -28,6 +28,7 @@ BENCH = {
     for name, e, k, qwen in (("gptoss", 128, 4, 0), ("qwen3", 128, 8, 1), ("qwen3_next", 512, 10, 1))
     for r in (1, 64, 1024, 8192)
 }
+BENCH |= {f"gptoss20b-{r}": BENCH["gptoss-1"] | dict(R=r, E=32) for r in (1, 512)}
 
 
 def make(

@@ -22,6 +22,7 @@ OP = Op(
     },
     shards=shards.ROUTES,
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="bias renormalize"),
         Kernel(
             "cuda",
             "bf16 f16 f32",

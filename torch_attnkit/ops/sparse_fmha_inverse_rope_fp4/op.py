@@ -71,6 +71,5 @@ OP = Op(
             needs=row.needs | _NEEDS,
         )
         for row in ATTENTION.kernels
-        if row.on in ("sm90", "sm100")
     ),
 )

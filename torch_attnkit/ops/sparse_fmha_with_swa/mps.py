@@ -9,21 +9,25 @@ import torch
 from torch_attnkit.core.op import Call
 from torch_attnkit.core.target import Target
 from torch_attnkit.kernels.sparse import metal
+from torch_attnkit.kernels.sparse.metal_results import Numbers
 
 from .problem import operands, problem
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
+    run = metal.launcher("sparse_fmha_with_swa", problem(call), layout(call), Numbers(), target)
+    return lambda *arguments: run(operands(*arguments))
+
+
+def layout(call: Call) -> metal.Layout:
     a = call.arg
-    layout = metal.Layout(
+    return metal.Layout(
         q_token=a.q.stride(0),
         q_head=a.q.stride(1),
         near=_cache(a.swa_kv, a.swa_block_table),
         far=_cache(a.compressed_kv, a.compressed_block_table),
         list_row=0 if a.topk_indices is None else a.topk_indices.stride(0),
     )
-    run = metal.launcher("sparse_fmha_with_swa", problem(call), layout, target)
-    return lambda *arguments: run(operands(*arguments))
 
 
 def _cache(rows: torch.Tensor | None, table: torch.Tensor | None) -> metal.Cache:

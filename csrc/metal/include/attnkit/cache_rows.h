@@ -47,9 +47,9 @@ inline void encode(device uchar* row, int first, thread Cell& x, GlobalScale g) 
   }
 #else
 #if FORMAT == 2
-  const uint codes = nvfp4_encode(x, g, scale);
+  const uint codes = nvfp4_encode(x, block_amax<BLOCK / CELL>(x), g, scale);
 #else
-  const uint codes = mxfp4_encode(x, false, scale);
+  const uint codes = mxfp4_encode(x, block_amax<BLOCK / CELL>(x), false, scale);
 #endif
   if (first < NOPE) {
     store_word(row + first / 2, codes);

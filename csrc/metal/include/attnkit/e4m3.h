@@ -19,10 +19,8 @@ inline uint e4m3_of(float a) {
 // What a byte stands for, exactly.
 inline float e4m3_number(uint byte) {
   const uint magnitude = byte & 0x7fu;
-  const float small = float(magnitude) * E4M3_STEP;
-  const float a = magnitude < 8u ? small : as_type<float>((magnitude << 20) + E4M3_REBIAS);
-  const uint bits = magnitude == E4M3_NAN ? QUIET_NAN : as_type<uint>(a);
-  return as_type<float>(bits | (byte & 0x80u) << 24);
+  const float a = magnitude < 8u ? float(magnitude) * E4M3_STEP : as_type<float>((magnitude << 20) + E4M3_REBIAS);
+  return magnitude == E4M3_NAN ? NAN : (byte & 0x80u) != 0u ? -a : a;
 }
 
 constant constexpr float E4M3_FROM_HALF = 256.0f;  // how far apart the exponents of half and E4M3 begin

@@ -7,8 +7,7 @@ constant constexpr uint E2M1_NAN = 7u;  // NaN becomes +6
 constant constexpr int LIFT = 30;  // by which power of two cells of tiny numbers are raised
 constant constexpr uint UE8M0_NAN = 255u;
 
-// The largest magnitude of a block, as bits; NaN does not count.
-template <int LANES>
+// The largest magnitude of a cell, as bits; NaN does not count.
 inline uint amax_of(thread const Cell& x) {
   uint top = 0u;
   ATTNKIT_UNROLL
@@ -16,6 +15,13 @@ inline uint amax_of(thread const Cell& x) {
     const uint a = x.of[i] & MAGNITUDE;
     top = max(top, a > INFINITE ? 0u : a);
   }
+  return top;
+}
+
+// Of a block, whose cells neighbouring lanes have.
+template <int LANES>
+inline uint block_amax(thread const Cell& x) {
+  uint top = amax_of(x);
   ATTNKIT_UNROLL
   for (int step = 1; step < LANES; step *= 2) {
     top = max(top, simd_shuffle_xor(top, ushort(step)));
@@ -60,9 +66,9 @@ inline uint ue8m0_of(uint top, uint limit_exponent, uint limit_fraction, bool do
   return exponent > limit_exponent ? exponent - limit_exponent : 0u;
 }
 
-// A cell of MXFP4; 6 is 1.5 * 2^2.
-inline uint mxfp4_encode(thread Cell& x, bool down, thread uint& scale) {
-  scale = ue8m0_of(amax_of<4>(x), 2u, 0x400000u, down);
+// A cell of MXFP4, of a block whose largest magnitude is ``top``; 6 is 1.5 * 2^2.
+inline uint mxfp4_encode(thread Cell& x, uint top, bool down, thread uint& scale) {
+  scale = ue8m0_of(top, 2u, 0x400000u, down);
   int power = 127 - int(scale);
   if (scale < 3u) {  // only here do numbers below 2^-126 have codes
     times_power(x, LIFT);
@@ -73,7 +79,7 @@ inline uint mxfp4_encode(thread Cell& x, bool down, thread uint& scale) {
 
 // A cell of E4M3 under a power of two, eight lanes a block; 448 is 1.75 * 2^8.
 inline uint2 mxfp8_encode(thread Cell& x, thread uint& scale) {
-  scale = ue8m0_of(amax_of<8>(x), 8u, 0x600000u, false);
+  scale = ue8m0_of(block_amax<8>(x), 8u, 0x600000u, false);
   int power = 127 - int(scale);
   if (scale < 11u) {
     times_power(x, LIFT);
@@ -119,10 +125,10 @@ inline float subnormal_ratio(GlobalScale g, float sf) {
   return float(uint(whole) + (up ? 1u : 0u)) * power_of_two(RAISED - 149);
 }
 
-// A cell of NVFP4. Where float32 would be subnormal on the way to the scale, the scale is 0.
-inline uint nvfp4_encode(thread Cell& x, GlobalScale g, thread uint& scale) {
-  const float top = as_type<float>(amax_of<2>(x));
-  scale = e4m3_of(top / 6.0f * g.value * power_of_two(-g.raised));
+// A cell of NVFP4, of a block whose largest magnitude is ``top``. Where float32 would be subnormal on the way to the
+// scale, the scale is 0.
+inline uint nvfp4_encode(thread Cell& x, uint top, GlobalScale g, thread uint& scale) {
+  scale = e4m3_of(as_type<float>(top) / 6.0f * g.value * power_of_two(-g.raised));
   const float sf = e4m3_number(scale);
   float by = scale == 0u ? 0.0f : g.value / sf;
   if (g.raised != 0 && scale != 0u) {

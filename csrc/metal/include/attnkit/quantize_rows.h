@@ -47,9 +47,9 @@ kernel void quantize_rows(
   load(x + (live ? place : 0), live ? CELL : 0, cell);
   uint scale;
 #if BLOCK == 16
-  const uint packed = nvfp4_encode(cell, global_scale(as_type<uint>(tensor_scale)), scale);
+  const uint packed = nvfp4_encode(cell, block_amax<LANES>(cell), global_scale(as_type<uint>(tensor_scale)), scale);
 #else
-  const uint packed = mxfp4_encode(cell, DOWN, scale);
+  const uint packed = mxfp4_encode(cell, block_amax<LANES>(cell), DOWN, scale);
 #endif
 
   if (live) {

@@ -10,13 +10,6 @@ inline uint read_word(const device uchar* from) {
 #endif
 }
 
-inline float e4m3_number(uint byte) {
-  const uint size = byte & 127u;
-  // 2^-9 is the unit of numbers without a leading one, and 120 the difference of the exponents' biases.
-  const float x = size < 8u ? float(size) * 0x1p-9f : as_type<float>((size << 20) + (120u << 23));
-  return size == 127u ? NAN : (byte & 128u) != 0u ? -x : x;
-}
-
 // The numbers are halves of 0, 1, 2, 3, 4, 6, 8 and 12.
 inline float e2m1_number(uint code) {
   const float x = float((0xc8643210u >> (4u * (code & 7u))) & 15u) * 0.5f;

@@ -1,8 +1,8 @@
-// Attention of tokens that each have keys of their own: sparse_rows, and sparse_merge for its partial results.
-//
-// Keys are values, and all heads share them. A threadgroup has a token, up to HEADS of its heads and a share of its
-// keys; it brings KEYS rows at a time to threadgroup memory, where they serve both products. Each head tile of 8 belongs
-// to PARTS simdgroups, which have SLICE columns each: of Q' and of O' in registers, and of the rows in both products.
+// Attention of tokens that each have keys of their own: what sparse_rows and sparse_merge do but for their results, which
+// attnkit/sparse_numbers.h or attnkit/sparse_codes.h stores. A threadgroup has a token, up to HEADS of its heads and a
+// share of its keys; it brings KEYS rows at a time to threadgroup memory, where they serve both products. Each head tile
+// of 8 belongs to PARTS simdgroups, which have SLICE columns each: of Q' and of O' in registers, and of the rows in both
+// products.
 //
 //   S' (keys, heads) = K Q'      each simdgroup adds up its columns; the sums of PARTS simdgroups meet in memory
 //   O' (dims, heads) = V' S'     the weights, which all PARTS have, never leave their lanes
@@ -10,12 +10,15 @@
 // The token's keys are those of its window and then its entries. Which they are is looked up a tile ahead. A row that
 // does not count is not read: it stands as zeros, with a score of -inf.
 //
-// Grid: x tiles of HEADS heads, y splits of the keys, z tokens; 32 * SIMDS threads in a threadgroup, no other number.
-// sparse_merge: a simdgroup for every 128 elements of a row, of any number of simdgroups.
+// The first ``whole`` tokens have a threadgroup for all of their keys, which stores results. The keys of the others are
+// split; each split leaves a part, its output over its sum, rounded to TYPE, with maximum and sum in float.
 //
-// Defined by the host: TYPE, OUT_TYPE (float where there are splits), DIM, SLICE (a multiple of 64 that divides DIM),
-// HEADS, KEYS (multiples of 8), WIDTH, LISTED, NEAR_PAGED, FAR_PAGED, and FORMAT, ROPE and DIVIDED of
-// attnkit/coded_rows.h.
+// Grid: x tiles of HEADS heads, y the whole tokens and then the splits of the others, z 1; 32 * SIMDS threads in a
+// threadgroup, no other number. sparse_merge: a simdgroup for every SPAN elements of a row whose keys are split, of any
+// number of simdgroups.
+//
+// Defined by the host: TYPE, DIM, SLICE (a multiple of 64 that divides DIM), HEADS, KEYS (multiples of 8), WIDTH, LISTED,
+// NEAR_PAGED, FAR_PAGED, and FORMAT, ROPE and DIVIDED of attnkit/coded_rows.h.
 // WIDTH 4 needs steps and offsets of the caches to be multiples of 4 elements.
 
 #if FORMAT == 0
@@ -53,7 +56,9 @@ struct SparseShape {
   long list_row;
   long q_token;
   long q_head;
-  long splits;
+  long whole;  // tokens whose keys are not split
+  long rest;  // the others
+  long splits;  // of the keys of each of these
   long has_length;
   long has_requests;
   long has_sink;
@@ -353,88 +358,50 @@ inline Result result_of(float row_max, float row_sum, const device float* sink, 
   return result;
 }
 
-struct Outputs {
-  device OUT_TYPE* out;  // of a split: numerators
-  device float* lse;  // of a split: row_max
-  device float* row_sum;
-  const device float* sink;
+// What a threadgroup does: a share of the keys of a token, and heads from ``head0`` on, which are this simdgroup's.
+struct Task {
+  int token;
+  int split;
+  int splits;
+  int head0;
 };
 
-// One rounding at the store; a split leaves numerators, maxima and sums.
-inline void store(
-    thread HeadState& state,
-    thread const Outputs& to,
-    constant SparseShape& shape,
-    long row0,
-    int head0,
-    thread const Member& me) {
-  state.row_sum = column_sum(state.row_sum);
-  const bool whole = shape.splits == 1;
-  ATTNKIT_UNROLL
-  for (int e = 0; e < 2; e++) {
-    const int head = head0 + me.at.col + e;
-    if (head < int(shape.heads)) {
-      const float row_max = state.row_max[e], row_sum = state.row_sum[e];
-      const bool divided = whole && shape.normalize != 0;
-      const device float* sink = whole && shape.has_sink != 0 ? to.sink + head : nullptr;
-      const Result result = result_of(row_max, row_sum, sink, divided);
-      if (me.at.row == 0 && me.part() == 0) {
-        to.lse[row0 + head] = whole ? result.lse : row_max;
-        if (!divided) {
-          to.row_sum[row0 + head] = row_sum;
-        }
-      }
-      device OUT_TYPE* out = to.out + (row0 + head) * DIM + me.part() * SLICE + RUN * me.at.row;
-      ATTNKIT_UNROLL
-      for (int d = 0; d < SLICE; d += 8 * RUN) {
-        vec<OUT_TYPE, RUN> run;
-        ATTNKIT_UNROLL
-        for (int f = 0; f < RUN; f++) {
-          run[f] = OUT_TYPE(state.o[d / 8 + f][e] / result.divisor);
-        }
-        *reinterpret_cast<device vec<OUT_TYPE, RUN>*>(out + d) = run;
-      }
-    }
-  }
+inline Task task_of(uint3 group, constant SparseShape& shape, thread const Member& me) {
+  Task task;
+  const int turn = int(group.y) - int(shape.whole);
+  task.splits = turn < 0 ? 1 : int(shape.splits);
+  task.token = turn < 0 ? int(group.y) : int(shape.whole) + turn / task.splits;
+  task.split = turn < 0 ? 0 : turn % task.splits;
+  task.head0 = int(group.x) * HEADS + me.tile() * 8;
+  return task;
 }
 
-[[kernel, max_total_threads_per_threadgroup(32 * SIMDS)]] void sparse_rows(
-    const device TYPE* q [[buffer(0)]],  // (T, H, DIM)
-    const device RowType* near [[buffer(1)]],
-    const device int* end [[buffer(2)]],  // (T)
-    const device RowType* far [[buffer(3)]],
-    const device int* chosen [[buffer(4)]],  // (T, K)
-    const device int* length [[buffer(5)]],  // (T)
-    const device int* requests [[buffer(6)]],  // (T)
-    const device float* sink [[buffer(7)]],  // (H)
-    const device int* near_table [[buffer(8)]],
-    const device int* far_table [[buffer(9)]],
-    const device float* divisor [[buffer(10)]],  // (): of NVFP4 numbers
-    device OUT_TYPE* out [[buffer(11)]],  // (splits, T, H, DIM)
-    device float* lse [[buffer(12)]],  // (splits, T, H)
-    device float* row_sum [[buffer(13)]],
-    constant SparseShape& shape [[buffer(14)]],
-    constant float& scale [[buffer(15)]],
-    uint3 group [[threadgroup_position_in_grid]],
-    uint3 groups [[threadgroups_per_grid]],
-    uint simd [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup TYPE rows[KEYS * STEP];
-  threadgroup long places[2 * KEYS];
-  threadgroup float2 sums[SUMS];
-  const Shared shared = {rows, places, sums};
-  const Member me = {fragment_lane(lane), int(lane), int(simd)};
-  const int token = int(group.z), head0 = int(group.x) * HEADS + me.tile() * 8;
-  const float slope = scale, divided_by = DIVIDED ? divisor[0] : 1.0f;  // read once, not in every step
+// Everything that is read.
+struct Inputs {
+  const device TYPE* q;
+  const device RowType* near;
+  const device RowType* far;
+  const device int* near_table;
+  const device int* far_table;
+  float divided_by;
+  float scale;
+};
 
-  const Keys keys = keys_of(end, chosen, length, requests, shape, token);
-  const int steps = int(shape.splits) * KEYS;
+// The sums of a task's keys, of all lanes of a head.
+inline void attend(
+    thread HeadState& state,
+    thread const Inputs& in,
+    thread const Keys& keys,
+    thread const Shared& shared,
+    constant SparseShape& shape,
+    thread const Task& task,
+    thread const Member& me) {
+  const int steps = task.splits * KEYS;
   const int share = (keys.count + steps - 1) / steps * KEYS;
-  const int begin = int(group.y) * share, behind = min(keys.count, begin + share);
-  look_up(shared, keys, near_table, far_table, shape, begin, behind, 0, me);
-  const Query query = load_q(q + token * shape.q_token, shape, head0, me);
+  const int begin = task.split * share, behind = min(keys.count, begin + share);
+  look_up(shared, keys, in.near_table, in.far_table, shape, begin, behind, 0, me);
+  const Query query = load_q(in.q + task.token * shape.q_token, shape, task.head0, me);
 
-  HeadState state;
   state.row_max = float2(-INFINITY);
   state.row_sum = float2(0.0f);
   ATTNKIT_UNROLL
@@ -443,84 +410,123 @@ inline void store(
   }
   for (int i0 = begin, turn = 0; i0 < behind; i0 += KEYS, turn = 1 - turn) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been used, the places of this one are there
-    copy_rows(near, far, shared, turn, divided_by, me);
+    copy_rows(in.near, in.far, shared, turn, in.divided_by, me);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    look_up(shared, keys, near_table, far_table, shape, i0 + KEYS, behind, 1 - turn, me);
+    look_up(shared, keys, in.near_table, in.far_table, shape, i0 + KEYS, behind, 1 - turn, me);
     Scores s = multiply_keys(shared, query, me);
     if (PARTS > 1) {
       add_parts(s, shared, me);
     }
-    softmax_step(state, s, shared, turn, slope, me.at);
+    softmax_step(state, s, shared, turn, in.scale, me.at);
     multiply_values(state, s, shared, me);
   }
-  const Outputs to = {out, lse, row_sum, sink};
-  store(state, to, shape, (long(group.y) * groups.z + token) * shape.heads, head0, me);
+  state.row_sum = column_sum(state.row_sum);
+}
+
+// A head's elements of this simdgroup's columns, divided and rounded once.
+inline void store_row(
+    device TYPE* out, thread const HeadState& state, int e, float divisor, thread const Member& me) {
+  device TYPE* to = out + me.part() * SLICE + RUN * me.at.row;
+  ATTNKIT_UNROLL
+  for (int d = 0; d < SLICE; d += 8 * RUN) {
+    vec<TYPE, RUN> run;
+    ATTNKIT_UNROLL
+    for (int f = 0; f < RUN; f++) {
+      run[f] = TYPE(state.o[d / 8 + f][e] / divisor);
+    }
+    *reinterpret_cast<device vec<TYPE, RUN>*>(to + d) = run;
+  }
+}
+
+// What splits leave: (splits, rest, H) rows.
+struct Parts {
+  device TYPE* out;
+  device float* row_max;
+  device float* row_sum;
+};
+
+inline void store_part(
+    thread const HeadState& state,
+    thread const Parts& to,
+    constant SparseShape& shape,
+    thread const Task& task,
+    thread const Member& me) {
+  const long row0 = (task.split * shape.rest + task.token - shape.whole) * shape.heads;
+  ATTNKIT_UNROLL
+  for (int e = 0; e < 2; e++) {
+    const long head = task.head0 + me.at.col + e;
+    if (head < shape.heads) {
+      const float row_sum = state.row_sum[e];
+      if (me.at.row == 0 && me.part() == 0) {
+        to.row_max[row0 + head] = state.row_max[e];
+        to.row_sum[row0 + head] = row_sum;
+      }
+      store_row(to.out + (row0 + head) * DIM, state, e, row_sum == 0.0f ? 1.0f : row_sum, me);
+    }
+  }
 }
 
 struct SparseMerge {
   long splits;
-  long rows;  // tokens * heads
+  long rows;  // tokens whose keys are split, times heads
+  long first;  // which row of the results is the first of these
   long heads;
   long has_sink;
   long normalize;
 };
 
-kernel void sparse_merge(
-    const device float* parts [[buffer(0)]],  // (splits, rows, DIM): numerators
-    const device float* max_parts [[buffer(1)]],  // (splits, rows)
-    const device float* sum_parts [[buffer(2)]],
-    const device float* sink [[buffer(3)]],
-    device TYPE* out [[buffer(4)]],
-    device float* lse [[buffer(5)]],
-    device float* row_sum [[buffer(6)]],
-    constant SparseMerge& shape [[buffer(7)]],
-    uint group [[threadgroup_position_in_grid]],
-    uint simds [[simdgroups_per_threadgroup]],
-    uint simd [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  const int spans = (DIM + 127) / 128;  // a lane has four neighbouring elements
-  const long item = long(group) * simds + simd;
-  const long row = item / spans;
-  if (row >= shape.rows) {
-    return;
+// RUNS runs of four neighbouring elements of a row, from ``d`` on, and the row's maximum and sum.
+template <int RUNS>
+struct Merged {
+  float4 of[RUNS];
+  float row_max;
+  float row_sum;
+};
+
+template <int RUNS>
+inline Merged<RUNS> merge_parts(
+    const device TYPE* parts,
+    const device float* max_parts,
+    const device float* sum_parts,
+    constant SparseMerge& shape,
+    long row,
+    int d,
+    int lane) {
+  const int splits = int(shape.splits);
+  // Of every 32 splits a lane reads the statistics of one, once; the others get its weight from it.
+  Merged<RUNS> merged;
+  merged.row_max = -INFINITY;
+  for (int split = lane; split < splits; split += 32) {
+    merged.row_max = max(merged.row_max, max_parts[split * shape.rows + row]);
   }
-  const int splits = int(shape.splits), d = int(item % spans) * 128 + int(lane) * 4;
-  // Of every 32 splits a lane reads the statistics of one, once; the others get its factor from it.
-  float row_max = -INFINITY;
-  for (int split = int(lane); split < splits; split += 32) {
-    row_max = max(row_max, max_parts[split * shape.rows + row]);
-  }
-  row_max = simd_max(row_max);
-  const float base = safe_max(row_max);
+  merged.row_max = simd_max(merged.row_max);
+  const float base = safe_max(merged.row_max);
   float sum = 0.0f;
-  float4 merged = float4(0.0f);
+  ATTNKIT_UNROLL
+  for (int run = 0; run < RUNS; run++) {
+    merged.of[run] = float4(0.0f);
+  }
   for (int split0 = 0; split0 < splits; split0 += 32) {
-    const int mine = split0 + int(lane);
-    float factor = 0.0f;
+    const int mine = split0 + lane;
+    float weight = 0.0f;
     if (mine < splits) {
       const long at = mine * shape.rows + row;
-      factor = exp(max_parts[at] - base);
-      sum += factor * sum_parts[at];
+      weight = exp(max_parts[at] - base) * sum_parts[at];
+      sum += weight;
     }
     for (int i = 0; i < min(32, splits - split0); i++) {
-      const float weight = simd_shuffle(factor, ushort(i));
+      const float its = simd_shuffle(weight, ushort(i));
       if (d < DIM) {
-        float4 x;
-        read(parts + ((split0 + i) * shape.rows + row) * DIM + d, x);
-        merged += weight * x;
+        const device TYPE* part = parts + ((split0 + i) * shape.rows + row) * DIM + d;
+        ATTNKIT_UNROLL
+        for (int run = 0; run < RUNS; run++) {
+          float4 x;
+          read(part + 4 * run, x);
+          merged.of[run] = fma(float4(its), x, merged.of[run]);
+        }
       }
     }
   }
-  sum = simd_sum(sum);
-  const device float* joins = shape.has_sink != 0 ? sink + row % shape.heads : nullptr;
-  const Result result = result_of(row_max, sum, joins, shape.normalize != 0);
-  if (d < DIM) {
-    write(out + row * DIM + d, merged / result.divisor);
-  }
-  if (d == 0) {
-    lse[row] = result.lse;
-    if (shape.normalize == 0) {
-      row_sum[row] = sum;
-    }
-  }
+  merged.row_sum = simd_sum(sum);
+  return merged;
 }
