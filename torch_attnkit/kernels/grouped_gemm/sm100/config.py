@@ -21,10 +21,19 @@ SCALE_WARPS = 4
 PRODUCT_WARP = RESULT_WARPS + SCALE_WARPS
 WEIGHT_WARP, TOKEN_WARP = PRODUCT_WARP + 1, PRODUCT_WARP + 2
 THREADS = 32 * (TOKEN_WARP + 1)
-STAGES = 6
-SUMS = 2  # buffers of sums in tensor memory: one is stored while the other is multiplied
+# By row tiles of a work tile: stages that fit shared memory, and buffers of a row tile's sums in tensor memory: of one
+# row tile one is stored while the next is multiplied; of two the next two begin when the first of the last is stored.
+STAGES = {1: 6, 2: 4}
+BUFFERS = {1: 2, 2: 3}
+SUMS = 2  # buffers where weights are decoded
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
 STAGES_AHEAD = 4  # stages whose scales a warp has on their way
+MARK_WORDS = 4  # that a row of h has of its token, see ``totals.py``
+
+
+def mark_bytes(hidden: int, row_tiles: int) -> int:
+    """Behind the numbers of a row of h: of its token, and counters of results, one for each work tile's features."""
+    return -(-(MARK_WORDS + -(-hidden // (WEIGHT_ROWS * row_tiles))) // 4) * 16
 
 
 def by_scale(format: str, activations: str) -> bool:
@@ -40,11 +49,12 @@ def parts(dtype: str, activations: str) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """One product. ``paired``: rows of a work tile are ``FEATURES`` of gate and as many of up."""
+    """One product. ``paired``: rows of a row tile are ``FEATURES`` of gate and as many of up."""
 
     format: str
     paired: bool
     scale_vector: int  # bytes of scales that one load may take
+    row_tiles: int = 1  # of a work tile: more of them share its tokens
 
     @property
     def block(self) -> int:
@@ -61,8 +71,18 @@ class Config:
         return 128 * self.scales
 
     @property
+    def rows(self) -> int:
+        """Of weights, of a work tile."""
+        return WEIGHT_ROWS * self.row_tiles
+
+    @property
+    def stage_scales(self) -> int:
+        """Bytes of a stage's scales: of tokens, then of each row tile."""
+        return (1 + self.row_tiles) * self.scale_bytes
+
+    @property
     def box(self) -> Any:
-        """Rows of a work tile; those of gate and up as (FEATURES, 2)."""
+        """Rows of a row tile; those of gate and up as (FEATURES, 2)."""
         return (FEATURES, 2) if self.paired else WEIGHT_ROWS
 
     @property
@@ -107,8 +127,8 @@ PITCH = WEIGHT_ROWS + 4  # words from a token's sums to the next: rows that are 
 class DecodedConfig(Config):
     """One product of decoded weights. ``parts``: numbers of bf16 that each of a token's is the sum of."""
 
-    activations: str
-    parts: int
+    activations: str = "none"
+    parts: int = 1
 
     @property
     def span_scales(self) -> int:

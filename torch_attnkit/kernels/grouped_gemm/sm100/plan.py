@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from torch_attnkit.core.spec import short
 
 from ..problem import BLOCK, Problem, Weights
-from .config import ROW_ALIGNMENT, SPAN, STAGE, STEP, TOKENS, WEIGHT_ROWS, Rows, by_scale, parts
+from .config import ROW_ALIGNMENT, SPAN, STAGE, STEP, TOKENS, WEIGHT_ROWS, Rows, by_scale, mark_bytes, parts
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
+_MANY = 64  # tokens of an expert from which on work tiles have two row tiles
 _PREPARE_UNITS = 256  # of 32 numbers, that a block of the first launch has at least
 
 
@@ -41,7 +42,8 @@ class Plan:
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
     tiles = p.slots // TOKENS + min(p.experts, p.slots)
-    units = [tiles * -(-w.rows // WEIGHT_ROWS) for w in (p.up, p.down)]
+    row_tiles = 2 if by_scale(p.format, p.activations) and p.slots >= _MANY * p.experts else 1
+    units = [tiles * -(-w.rows // (WEIGHT_ROWS * row_tiles)) for w in (p.up, p.down)]
     spans = p.tokens * -(-p.hidden // STEP) * (STEP // 32)
     if by_scale(p.format, p.activations):
         rows = [Rows(w.columns, BLOCK[p.format]).nbytes // 2 for w in (p.up, p.down)]
@@ -53,8 +55,9 @@ def plan(problem: Problem, sms: int) -> Plan:
         blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *(min(sms, max(most, 1)) for most in units)),
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, rows[0]),
-        h_rows=(p.slots, rows[1]),
+        h_rows=(p.slots, rows[1] + mark_bytes(p.hidden, row_tiles) // 2),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
+        row_warps=WEIGHT_ROWS * row_tiles // 16,
     )
 
 
