@@ -10,9 +10,11 @@ from ..problem import BLOCK
 TOKENS = 128  # of a work tile, the lanes of tensor memory
 WEIGHT_ROWS = 128  # of a work tile, the columns of a product
 FEATURES = WEIGHT_ROWS // 2  # of h, of a work tile of the first product: so many gate and so many up rows
-STAGE = 256  # numbers of a row in a stage: 128 bytes of codes, which TMA swizzles
-ROW_BYTES = STAGE // 2
-STEP = 64  # numbers of a row that a product takes
+ROW_BYTES = 128  # of a row in a stage, which TMA swizzles
+STAGE = 2 * ROW_BYTES  # numbers of them, if all are codes
+STEP_BYTES = 32  # of a row, that a product takes
+BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}  # of a token's number that is multiplied under a scale
+TOKEN_BLOCK = {**BLOCK, "mxfp8": 32}  # numbers of a token under one scale
 TOKEN_BOX = 32  # rows that TMA brings at a time: of those that a work tile does not have, at most 31
 # Warps: results, which each reach 32 lanes of tensor memory; scales, a row of tokens and one of weights a lane; then
 # one each that multiplies, that brings weights, and that brings tokens.
@@ -27,6 +29,7 @@ STAGES = {1: 6, 2: 4}
 BUFFERS = {1: 2, 2: 3}
 SUMS = 2  # buffers where weights are decoded
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
+UNPACKED_ALIGNMENT = 32  # if it makes bytes of codes, of 128 numbers at a time
 STAGES_AHEAD = 4  # stages whose scales a warp has on their way
 MARK_WORDS = 4  # that a row of h has of its token, see ``totals.py``
 
@@ -37,8 +40,8 @@ def mark_bytes(hidden: int, row_tiles: int) -> int:
 
 
 def by_scale(format: str, activations: str) -> bool:
-    """Whether tensor cores multiply tokens' codes with weights' codes, under scales of one kind and block."""
-    return format == activations
+    """Whether tensor cores can multiply tokens' numbers with weights' codes, under scales of one kind and block."""
+    return format == activations or (format, activations) == ("mxfp4", "mxfp8")
 
 
 def parts(dtype: str, activations: str) -> int:
@@ -54,6 +57,7 @@ class Config:
     format: str
     paired: bool
     scale_vector: int  # bytes of scales that one load may take
+    activations: str
     row_tiles: int = 1  # of a work tile: more of them share its tokens
 
     @property
@@ -63,7 +67,22 @@ class Config:
     @property
     def scales(self) -> int:
         """Of a row in a stage."""
-        return STAGE // self.block
+        return self.stage // self.block
+
+    @property
+    def stage(self) -> int:
+        """Numbers of a row in a stage."""
+        return ROW_BYTES * 8 // BITS[self.activations]
+
+    @property
+    def step(self) -> int:
+        """Numbers of a row that a product takes."""
+        return STEP_BYTES * 8 // BITS[self.activations]
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether TMA makes bytes of weights' codes, beside tokens that have bytes."""
+        return self.activations == "mxfp8"
 
     @property
     def scale_bytes(self) -> int:
@@ -97,16 +116,18 @@ class Rows:
     """A row of quantised numbers in the workspace: codes, whole products' worth of them, then their scales, whole
     stages' worth. What is behind the last number is zero as far as a product reads."""
 
-    columns: int  # numbers
-    block: int
+    columns: Any  # numbers
+    activations: str
 
     @property
-    def code_bytes(self) -> int:
-        return -(-self.columns // STEP) * STEP // 2
+    def code_bytes(self) -> Any:
+        return (self.columns * BITS[self.activations] // 8 + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
 
     @property
     def nbytes(self) -> int:
-        return self.code_bytes + -(-self.columns // STAGE) * max(STAGE // self.block, 16)
+        stage = ROW_BYTES * 8 // BITS[self.activations]
+        scales = -(-self.columns // stage) * (stage // TOKEN_BLOCK[self.activations])
+        return int(self.code_bytes + -(-scales // 16) * 16)
 
 
 SPAN = 128  # numbers of a row that a group of warps decodes at a time, and that a stage of tokens has
@@ -127,8 +148,15 @@ PITCH = WEIGHT_ROWS + 4  # words from a token's sums to the next: rows that are 
 class DecodedConfig(Config):
     """One product of decoded weights. ``parts``: numbers of bf16 that each of a token's is the sum of."""
 
-    activations: str = "none"
     parts: int = 1
+
+    @property
+    def stage(self) -> int:
+        return STAGE
+
+    @property
+    def unpacked(self) -> bool:
+        return False
 
     @property
     def span_scales(self) -> int:

@@ -12,10 +12,9 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.sm100 import tmem
 
-from ..problem import BLOCK
 from ..sm90.arguments import Flags, Matrices, Scalars, Tensors, global_scale_of
 from ..sm90.schedule import WorkTile
-from .config import FEATURES, RESULT_WARPS, STEP, WEIGHT_ROWS
+from .config import BITS, FEATURES, RESULT_WARPS, TOKEN_BLOCK, WEIGHT_ROWS, Rows
 from .quantise import quantised
 from .scales import weight_row
 from .swiglu import Pair, plain, swiglu, twice
@@ -93,10 +92,10 @@ class Activation:
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
         token: Int32, simple: cutlass.Constexpr,
     ):  # fmt: skip
-        block = const_expr(BLOCK[self.activations])
+        block, bits = const_expr(TOKEN_BLOCK[self.activations]), const_expr(BITS[self.activations])
         features = Int32(tensors.up.codes.shape[1]) // 2
         row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
-        behind = (features + STEP - 1) // STEP * (STEP // 2)
+        behind = Rows(features, self.activations).code_bytes
         global_scale = global_scale_of(scalars.down, tensors.down)
         for first in cutlass.range(0, FEATURES, _TOGETHER, unroll=1):
             h = []
@@ -105,7 +104,8 @@ class Activation:
             result = quantised(self.activations, h, global_scale)
             feature = tile.row * FEATURES + first
             if token < tile.columns:
-                copies.store_words(row + feature // 2, result.codes)
+                for i in cutlass.range_constexpr(0, len(result.codes), 4):
+                    copies.store_words(row + feature * bits // 8 + 4 * i, result.codes[i : i + 4])
                 scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
                 self._store_scales(row + behind + feature // block, scales)
 

@@ -1,4 +1,4 @@
-"""One product of routed experts on Blackwell: E2M1 tokens times E2M1 weights, both under block scales.
+"""One product of routed experts on Blackwell: E2M1 or E4M3 tokens times E2M1 weights, both under block scales.
 
     4 warps   scales of a stage, of 128 tokens and 128 or 256 rows of weights (scales.py)
     1 warp    weights of a stage by TMA; of the second product before h is there
@@ -19,25 +19,25 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8, const_expr
+from cutlass import Float4E2M1FN, Float32, Int8, Int32, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import block_scaled, tmem
+from torch_attnkit.cuda.sm100.block_scaled_fp8 import Fp8ByFp4
 from torch_attnkit.cuda.sm100.products import NEXT_STEP, descriptor
 
 from ..sm90.arguments import Flags, Matrices
 from ..sm90.schedule import work
 from .config import (
+    BITS,
     BUFFERS,
     PRODUCT_WARP,
     RESULT_WARPS,
     ROW_BYTES,
     SCALE_WARPS,
-    STAGE,
     STAGES,
-    STEP,
     THREADS,
     TOKEN_BOX,
     TOKEN_WARP,
@@ -94,8 +94,12 @@ def weight_loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
         shape = (rows // 2, 2)
     layout = cute.make_layout((shape, nbytes, experts), stride=(steps, 1, expert_step))
     box, box_steps = config.box_layout
-    tensor, tile = cute.make_tensor(codes.iterator, layout), swizzled(cute.make_layout(box, stride=box_steps))
-    return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
+    tile, op = swizzled(cute.make_layout(box, stride=box_steps)), cpasync.CopyBulkTensorTileG2SOp()
+    if config.unpacked:
+        pointer = cute.recast_ptr(codes.iterator, dtype=Float4E2M1FN)
+        numbers = cute.make_tensor(pointer, cute.recast_layout(4, 8, layout))
+        return Loads(*cpasync.make_tiled_tma_atom(op, numbers, tile, box, internal_type=Int8))
+    return Loads(*cpasync.make_tiled_tma_atom(op, cute.make_tensor(codes.iterator, layout), tile, box))
 
 
 @cute.jit
@@ -117,7 +121,10 @@ class Product:
     def __init__(self, config: Config, results: Any):
         self.c, self.results, self.scales = config, results, Scales(config)
         self.stages, self.buffers = STAGES[config.row_tiles], BUFFERS[config.row_tiles]
-        self.format = block_scaled.FORMATS[config.format]
+        self.format = Fp8ByFp4() if config.unpacked else block_scaled.FORMATS[config.format]
+        self.kind = Int8 if config.unpacked else Uint8  # of weights in shared memory
+        # TMA counts what it reads.
+        self.weight_bytes = _OPERAND_BYTES * 4 // BITS[config.activations]
 
     @cute.jit
     def launch(
@@ -137,7 +144,8 @@ class Product:
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
         slots, step = rows.shape[0], rows.stride[0]
-        layout = cute.make_layout((slots, weights.codes.shape[2]), stride=(cute.assume(2 * step, divby=16), 1))
+        nbytes = weights.codes.shape[2] * 2 * BITS[self.c.activations] // 8
+        layout = cute.make_layout((slots, nbytes), stride=(cute.assume(2 * step, divby=16), 1))
         tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
         tile = swizzled(cute.make_layout((TOKEN_BOX, ROW_BYTES), stride=(ROW_BYTES, 1)))
         op = cpasync.CopyBulkTensorTileG2SOp()
@@ -159,7 +167,7 @@ class Product:
         row_tiles = (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS
         share = work(tensors, (row_tiles + self.c.row_tiles - 1) // self.c.row_tiles)
         columns = Int32(weights.codes.shape[2]) * 2
-        turns = (columns + STAGE - 1) // STAGE
+        turns = (columns + self.c.stage - 1) // self.c.stage
         if warp < RESULT_WARPS:
             self._results(tensors, flags, weights, scalars, share, row_tiles, s, warp)
         elif warp < PRODUCT_WARP:
@@ -198,7 +206,7 @@ class Product:
             stages=named["stages"],
             sums=named["sums"],
             sX=memory.allocate_tensor(Uint8, boxes, 1024, swizzle=swizzle),
-            sW=memory.allocate_tensor(Uint8, weights, 1024, swizzle=swizzle),
+            sW=memory.allocate_tensor(self.kind, weights, 1024, swizzle=swizzle),
             scales=memory.allocate(self.stages * self.c.stage_scales, 128).toint(),
             sBias=memory.allocate_tensor(Float32, cute.make_layout(WEIGHT_ROWS), 16),
         )
@@ -216,7 +224,7 @@ class Product:
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
             present = self._present(tile.row, row_tiles)
             for k in cutlass.range(turns, unroll=1):
-                full = s.stages.acquire(n, present * _OPERAND_BYTES)
+                full = s.stages.acquire(n, present * self.weight_bytes)
                 for i in cutlass.range_constexpr(self.c.row_tiles):
                     if (i == 0) | (i < present):
                         to = s.stages.slot(n) * self.c.row_tiles + i
@@ -270,9 +278,9 @@ class Product:
                             rows = s.sW.iterator.toint() + (slot * self.c.row_tiles + i) * _OPERAND_BYTES
                             w, d = descriptor(rows, ROW_BYTES), s.sums.slot(m + i) * WEIGHT_ROWS
                             of_weights = const_expr(of_tokens + (1 + i) * columns_each)
-                            for step in cutlass.range_constexpr(STAGE // STEP):
-                                if (step == 0) | (k * STAGE + step * STEP < columns):
-                                    column = const_expr(step * STEP // f.tile_numbers * tile_columns)
+                            for step in cutlass.range_constexpr(self.c.stage // self.c.step):
+                                if (step == 0) | (k * self.c.stage + step * self.c.step < columns):
+                                    column = const_expr(step * self.c.step // f.tile_numbers * tile_columns)
                                     block_scaled.multiply(
                                         f, f.instruction(WEIGHT_ROWS, step), d, x + NEXT_STEP * step,
                                         w + NEXT_STEP * step, Int32(of_tokens + column), Int32(of_weights + column),

@@ -17,7 +17,7 @@ from torch_attnkit.cuda.sm100 import block_scaled
 from ..sm90.arguments import Flags, Matrices
 from ..sm90.factors import Factors
 from ..sm90.schedule import WorkTile
-from .config import FEATURES, SCALE_WARPS, STAGE, STAGES_AHEAD, STEP, WEIGHT_ROWS, Config
+from .config import FEATURES, SCALE_WARPS, STAGES_AHEAD, WEIGHT_ROWS, Config, Rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Scales:
         c, lane = self.c, cute.arch.lane_idx()
         row = part * 32 + lane
         place = shared + lane * 16 + part * 4
-        codes = (Int32(weights.codes.shape[2]) * 2 + STEP - 1) // STEP * (STEP // 2)
+        codes = Rows(Int32(weights.codes.shape[2]) * 2, c.activations).code_bytes
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
@@ -63,7 +63,7 @@ class Scales:
                         of_tokens[i].fill(0)
                         if row < tile.columns:
                             at = line + (first + i) * c.scales
-                            source = cute.make_ptr(Uint32, at, cute.AddressSpace.gmem, assumed_align=8)
+                            source = cute.make_ptr(Uint32, at, cute.AddressSpace.gmem, assumed_align=min(c.scales, 8))
                             copies.load(source, of_tokens[i])
                 for i in cutlass.range_constexpr(STAGES_AHEAD):
                     if first + i < turns:
@@ -115,4 +115,4 @@ def weight_row(config: Config, flags: Flags, weights: Matrices, tile: WorkTile, 
     return cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * (rows // 2))
 
 
-assert SCALE_WARPS * 32 == WEIGHT_ROWS and STAGE % STEP == 0
+assert SCALE_WARPS * 32 == WEIGHT_ROWS
