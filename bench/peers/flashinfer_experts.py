@@ -8,8 +8,8 @@ FlashInfer only these files are imported, from a folder, and nothing of them is 
 
 NVFP4 by NVFP4, every expert with as many tokens. Both results are compared with the reference before counts are
 printed. Theirs begin with tokens that are quantised and slots that are sorted and padded to tiles of 128, so our first
-launch, which does both, stands in a line of its own; our sums over a token's experts are counted, as theirs are. A count
-is no time.
+launch, which does both, stands in a line of its own; our sums over a token's experts are counted, as theirs are. Theirs
+are added to the output in bf16, in any order. A count is no time.
 """
 
 from __future__ import annotations
