@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import torch_attnkit
-from bench.peers import flashinfer_experts
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
@@ -167,8 +166,8 @@ def test_nan_in_a_token_reaches_no_other(simulated):
     check("fp4_moe with NaN", got, reference(*args, **kwargs), reference(*double, **kwargs))
 
 
-# Tokens of each of 8 experts: tensor operations, bytes by TMA and warp instructions of FlashInfer 0.7.2's two kernels, as
-# ``python -m bench.peers.flashinfer_experts`` counts them.
+# Tokens of each of 8 experts: tensor operations, bytes by TMA and warp instructions of FlashInfer 0.7.2's two kernels,
+# as ``python -m bench.peers.flashinfer_experts`` counts them.
 FLASHINFER = {1: (805306368, 2359296, 393952), 128: (805306368, 2359296, 428608)}
 
 
@@ -177,6 +176,8 @@ FLASHINFER = {1: (805306368, 2359296, 393952), 128: (805306368, 2359296, 428608)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("each", FLASHINFER)
 def test_no_more_work_than_flashinfer(each, simulated):
+    from bench.peers import flashinfer_experts
+
     launches = flashinfer_experts.own(flashinfer_experts.layer(8, each, 4, 512, 256))
     ours = flashinfer_experts.counts(launches[1:])
     operations, copied, instructions = FLASHINFER[each]
