@@ -8,8 +8,8 @@ FlashInfer only these files are imported, from a folder, and nothing of them is 
 
 NVFP4 by NVFP4, every expert with as many tokens. Both results are compared with the reference before counts are
 printed. Theirs begin with tokens that are quantised and slots that are sorted and padded to tiles of 128, so our first
-launch, which does both, stands in a line of its own; our sums over a token's experts are counted, as theirs are. A count
-is no time.
+launch, which does both, stands in a line of its own; our sums over a token's experts are counted, as theirs are. Theirs
+are added to the output in bf16, in any order. A count is no time.
 """
 
 from __future__ import annotations
@@ -162,36 +162,30 @@ def theirs(classes: tuple[Any, Any], p: Layer, tactic: Tactic) -> list[ptx.Launc
 
     @cute.jit
     def run_up(
-        a: Any, b: Any, a_scale: Any, b_scale: Any, c: Any,
-        c_scale: Any, alpha: Any, owner: Any, limit: Any, slot: Any,
-        count: Any, norm: Any, stream: Any,
-    ):  # fmt: skip
+        a: Any, b: Any, a_scale: Any, b_scale: Any, c: Any, c_scale: Any, alpha: Any, tiles: Any, norm: Any, stream: Any
+    ):
         up.wrapper(
             of(a, Float4E2M1FN), of(b, Float4E2M1FN), of(a_scale, Float8E4M3FN), of(b_scale, Float8E4M3FN),
-            of(c, Float4E2M1FN), of(c_scale, Float8E4M3FN), alpha.iterator, owner.iterator, limit.iterator,
-            slot.iterator, count.iterator, norm.iterator, None, Int64(tokens), Int64(slots), Int64(both),
-            Int64(hidden), Int64(experts), tactic.rows, block, clusters, stream,
+            of(c, Float4E2M1FN), of(c_scale, Float8E4M3FN), alpha.iterator, *(t.iterator for t in tiles),
+            norm.iterator, None, Int64(tokens), Int64(slots), Int64(both), Int64(hidden), Int64(experts),
+            tactic.rows, block, clusters, stream,
         )  # fmt: skip
 
     @cute.jit
-    def run_down(
-        a: Any, b: Any, a_scale: Any, b_scale: Any, c: Any,
-        alpha: Any, owner: Any, limit: Any, slot: Any, count: Any,
-        factor: Any, stream: Any,
-    ):  # fmt: skip
+    def run_down(a: Any, b: Any, a_scale: Any, b_scale: Any, c: Any, alpha: Any, tiles: Any, factor: Any, stream: Any):
         down.wrapper(
             of(a, Float4E2M1FN), of(b, Float4E2M1FN), of(a_scale, Float8E4M3FN), of(b_scale, Float8E4M3FN),
-            c.iterator, alpha.iterator, owner.iterator, limit.iterator, slot.iterator, count.iterator,
-            factor.iterator, None, Int64(slots), Int64(hidden), Int64(both // 2), Int64(experts), Int64(tokens),
-            Int64(top_k), tactic.rows, block, clusters, stream,
+            c.iterator, alpha.iterator, *(t.iterator for t in tiles), factor.iterator, None, Int64(slots),
+            Int64(hidden), Int64(both // 2), Int64(experts), Int64(tokens), Int64(top_k), tactic.rows, block, clusters,
+            stream,
         )  # fmt: skip
 
-    common = (t["owner"], t["limit"], t["slots"], t["count"])
+    tiles = (t["owner"], t["limit"], t["slots"], t["count"])
     first = (
         codes, _in_turn(w13), scale.view(torch.uint8), scale_layout.to_128x4(_in_turn(s13)), h, h_scale,
-        1 / (x_global * g13), *common, h_global.view(1),
+        1 / (x_global * g13), tiles, h_global.view(1),
     )  # fmt: skip
-    second = (h, w2, h_scale, scale_layout.to_128x4(s2), out, 1 / (h_global * g2), *common, weights)
+    second = (h, w2, h_scale, scale_layout.to_128x4(s2), out, 1 / (h_global * g2), tiles, weights)
     with ptx.counting() as launches:
         for function, tensors in ((run_up, first), (run_down, second)):
             stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

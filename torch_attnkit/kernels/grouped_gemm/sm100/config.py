@@ -23,8 +23,8 @@ SCALE_WARPS = 4
 PRODUCT_WARP = RESULT_WARPS + SCALE_WARPS
 WEIGHT_WARP, TOKEN_WARP = PRODUCT_WARP + 1, PRODUCT_WARP + 2
 THREADS = 32 * (TOKEN_WARP + 1)
-# By row tiles of a work tile: stages that fit shared memory, and buffers of a row tile's sums in tensor memory: of one
-# row tile one is stored while the next is multiplied; of two the next two begin when the first of the last is stored.
+# By row tiles of a work tile: stages that fit shared memory, and buffers of a row tile's sums in tensor memory. Of one
+# row tile, one is stored while the next is multiplied; of two, the next two begin when the first of the last is stored.
 STAGES = {1: 6, 2: 4}
 BUFFERS = {1: 2, 2: 3}
 SUMS = 2  # buffers where weights are decoded

@@ -134,7 +134,7 @@ class Activation:
 
 
 class Results:
-    """y of a row tile, in float32 and in the order of ``h``; behind a work tile's last, what is complete is added up."""
+    """y of a row tile, in float32 and in the order of ``h``; behind a work tile's last row tile, tokens' sums."""
 
     def __init__(self, totals: Totals):
         self.totals = totals

@@ -42,8 +42,8 @@ def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
     row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``experts``: room for so many; ``row_warps``: 16 rows each of a work tile; ``scale_vectors``: of both products the
-    bytes of scales that a load takes; ``code_alignment``: whether TMA may make bytes of codes. The others are what
+    """``experts``: room for so many; ``row_warps``: 16 rows each of a work tile; ``scale_vectors``: of both products
+    the bytes of scales that a load takes; ``code_alignment``: whether TMA may make bytes of codes. The others are what
     ``plan.py`` always says."""
     totals = Totals(16 * row_warps)
     if by_scale(format, activations) and (activations != "mxfp8" or code_alignment == UNPACKED_ALIGNMENT):

@@ -7,9 +7,10 @@
     4 warps   what becomes of the sums (epilogue.py), while the next work tile is multiplied into the other buffer
 
 Tokens are the lanes of tensor memory, so that a thread has neighbouring features of one token: a block of h is
-quantised without another thread. Of many tokens a work tile has two row tiles, which share what is loaded of tokens. Blocks take every so many-th work tile; those of an expert's tokens follow each other.
-Rows of gate and rows of up are halves of a row tile, whether they are halves of the weights or interleaved: only the
-steps of the tensor map differ. Imports cutlass.
+quantised without another thread. Of many tokens a work tile has two row tiles, which share what is loaded of tokens.
+Blocks take every so many-th work tile; those of an expert's tokens follow each other. Rows of gate and rows of up are
+halves of a row tile, whether they are halves of the weights or interleaved: only the steps of the tensor map differ.
+Imports cutlass.
 """
 
 from __future__ import annotations

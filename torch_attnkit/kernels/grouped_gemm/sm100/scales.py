@@ -31,8 +31,9 @@ class Row:
 
 
 class Scales:
-    """``SCALE_WARPS`` warps: a lane has a row of tokens and one of each row tile of weights. Rows of tokens that a work tile does not
-    have get zeros, and those of weights beyond the last the last one's: nobody looks at what they give."""
+    """``SCALE_WARPS`` warps: a lane has a row of tokens and one of each row tile of weights. Rows of tokens that a work
+    tile does not have get zeros, and those of weights beyond the last the last one's: nobody looks at what they
+    give."""
 
     def __init__(self, config: Config):
         self.c = config

@@ -1,4 +1,4 @@
-"""Tokens' results from those of their experts, weighted and added up in the order of the choices, by the second product.
+"""Tokens' results from those of their experts, weighted and added up in the order of choices, by the second product.
 
 Behind the numbers of a row of h stand words of its token, which the first launch writes: which token it is, of how many
 choices, and which of its rows counts the results that have come. Who brings the last of some features adds them up, so
