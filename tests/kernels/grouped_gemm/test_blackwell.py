@@ -74,6 +74,15 @@ CASES = {
     "more tokens than a work tile, decoded": (
         4, dict(Tq=300, N=96, M=64, E=2, K=1, blk=32, act=NONE), B, (), as_drawn, 5,
     ),
+    "MXFP8, two row tiles": (
+        2, dict(Tq=150, N=384, M=256, E=3, K=2, blk=32, act=MXFP8), B, ("gptoss", "interleaved", "swizzled"), ragged, 6,
+    ),
+    "MXFP4, an odd row tile behind pairs": (
+        2, dict(Tq=200, N=320, M=192, E=2, K=2, blk=32, act=MXFP4), B, ("bias",), as_drawn, 7,
+    ),
+    "more choices than a warp has lanes": (
+        2, dict(Tq=5, N=64, M=32, E=40, K=37, blk=16, act=NVFP4), B, (), as_drawn, 8,
+    ),
     "no expert": (9, dict(Tq=50, N=64, M=32, E=2, K=1, blk=16, act=NVFP4), B, (), no_expert, 0),
 }  # fmt: skip
 
@@ -90,8 +99,8 @@ def test_results_are_those_of_the_reference(name, simulated, multiprocessors):
     choose(args[2])
     with torch_attnkit.simulate("sm100"), simulated.settings(check=True, seed=seed), simulated.counting() as launches:
         got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
-    assert len(launches) == 4  # sorting, both products, totals
-    kind = "mxf4nvf4" if dims["blk"] == 16 else "mxf4"
+    assert len(launches) == 3  # sorting, both products
+    kind = {"nvfp4": "mxf4nvf4", "mxfp4": "mxf4", "mxfp8": "mxf8f6f4"}.get(kwargs["activations"])
     kind = kind if by_scale(kwargs["format"], kwargs["activations"]) else "f16"
     assert all(set(launch.counters["flops"]) <= {kind} for launch in launches)
     reference = OPS["fp4_moe"].module("reference").reference
@@ -120,6 +129,30 @@ def test_nothing_depends_on_the_schedule_or_the_neighbours(act, simulated):
 @pytest.mark.proof
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("activations", ["mxfp4", "mxfp8"])
+def test_what_both_products_are_given_is_quantised_bit_for_bit(activations, simulated):
+    """Weights that select, and a gate of 128, whose sigmoid is 1: every number on the way is exact, so the result is x
+    quantised twice, in blocks of every magnitude."""
+    T, N = 130, 128
+    g = torch.Generator().manual_seed(5)
+    x = (
+        torch.randn(T, N, generator=g) * 2.0 ** torch.randint(-60, 60, (T, 4), generator=g).repeat_interleave(32, 1)
+    ).bfloat16()
+    one = torch.zeros(1, N, N // 2, dtype=torch.uint8)
+    one[0, range(N), torch.arange(N) // 2] = torch.tensor([0x02, 0x20], dtype=torch.uint8).repeat(N // 2)
+    w13 = torch.cat([torch.zeros_like(one), one], 1)
+    scales = [torch.full((1, rows, N // 32), 127, dtype=torch.uint8) for rows in (2 * N, N)]
+    bias = torch.cat([torch.full((N,), 128.0), torch.zeros(N)]).bfloat16()[None]
+    args = (x, torch.ones(T, 1), torch.zeros(T, 1, dtype=torch.int32), w13, scales[0], one, scales[1], None, None, bias)
+    words = {"format": "mxfp4", "activations": activations}
+    with torch_attnkit.simulate("sm100"):
+        got = torch.ops.attnkit.fp4_moe(*args, **words)
+    assert torch.equal(got, OPS["fp4_moe"].module("reference").reference(*args, **words)) and got.count_nonzero() > T
+
+
+@pytest.mark.proof
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
 def test_nan_in_a_token_reaches_no_other(simulated):
     """Lanes and columns that belong to no token of a work tile hold anything; here also NaN under a scale."""
     dims = dict(Tq=34, N=96, M=96, E=2, K=1, blk=16, act=NVFP4)
@@ -131,6 +164,25 @@ def test_nan_in_a_token_reaches_no_other(simulated):
     reference = OPS["fp4_moe"].module("reference").reference
     double = [a.double() if isinstance(a, torch.Tensor) and a.dtype is B else a for a in args]
     check("fp4_moe with NaN", got, reference(*args, **kwargs), reference(*double, **kwargs))
+
+
+# Tokens of each of 8 experts: tensor operations, bytes by TMA and warp instructions of FlashInfer 0.7.2's two kernels,
+# as ``python -m bench.peers.flashinfer_experts`` counts them.
+FLASHINFER = {1: (805306368, 2359296, 393952), 128: (805306368, 2359296, 428608)}
+
+
+@pytest.mark.proof
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("each", FLASHINFER)
+def test_no_more_work_than_flashinfer(each, simulated):
+    from bench.peers import flashinfer_experts
+
+    launches = flashinfer_experts.own(flashinfer_experts.layer(8, each, 4, 512, 256))
+    ours = flashinfer_experts.counts(launches[1:])
+    operations, copied, instructions = FLASHINFER[each]
+    assert ours["tensor operations"] <= operations and ours["TMA read"] <= copied
+    assert ours["instructions"] <= 1.05 * instructions
 
 
 def problem(tokens: int, format: str, activations: str, experts: int = 64) -> Problem:
@@ -148,9 +200,11 @@ def test_the_workspace_does_not_grow_with_experts_times_tokens():
         few, many = (plan(problem(4096, "nvfp4", activations, experts), 148) for experts in (8, 256))
         assert few.x_rows == many.x_rows and few.h_rows == many.h_rows and few.x_rows[0] == 4 * 4096
         assert many.tiles - few.tiles == 256 - 8 and few.tiles == 4 * 4096 // TOKENS + 8
-    # Codes and scales of a row, padded to whole products and stages.
-    assert Rows(2880, 16).nbytes == 1440 + 12 * 16 and Rows(96, 32).code_bytes == 64
-    assert plan(problem(1, "mxfp4", "mxfp4"), 148).x_rows == (4, (1440 + 12 * 16) // 2)
+    # Codes and scales of a row, padded to whole products and stages; behind those of h words and counters of a token.
+    assert Rows(2880, "nvfp4").nbytes == 1440 + 12 * 16 and Rows(96, "mxfp4").code_bytes == 64
+    assert Rows(256, "mxfp8").nbytes == 256 + 16
+    assert few.h_rows[1] == 960 + (16 + 4 * 24) // 2
+    assert plan(problem(1, "mxfp4", "mxfp4"), 148).x_rows == (4, (1440 + 12 * 8) // 2)
     assert plan(problem(1, "mxfp4", "none"), 148).x_rows == (4, 2880)
 
 
@@ -162,6 +216,7 @@ def test_loads_of_scales_are_as_wide_as_rows_allow():
 def test_which_products_are_of_codes():
     formats = ("nvfp4", "mxfp4")
     assert [(f, a) for f in formats for a in ("none", *formats, "mxfp8") if by_scale(f, a)] == [
-        ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"),
+        ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "mxfp8"),
     ]  # fmt: skip
+    assert plan(problem(8, "mxfp4", "mxfp8"), 148).code_alignment == 16  # 2880 numbers are no multiple of 128
     assert parts("f16", "none") == 2 and parts("f16", "mxfp8") == parts("bf16", "none") == 1

@@ -10,9 +10,11 @@ from ..problem import BLOCK
 TOKENS = 128  # of a work tile, the lanes of tensor memory
 WEIGHT_ROWS = 128  # of a work tile, the columns of a product
 FEATURES = WEIGHT_ROWS // 2  # of h, of a work tile of the first product: so many gate and so many up rows
-STAGE = 256  # numbers of a row in a stage: 128 bytes of codes, which TMA swizzles
-ROW_BYTES = STAGE // 2
-STEP = 64  # numbers of a row that a product takes
+ROW_BYTES = 128  # of a row in a stage, which TMA swizzles
+STAGE = 2 * ROW_BYTES  # numbers of them, if all are codes
+STEP_BYTES = 32  # of a row, that a product takes
+BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}  # of a token's number that is multiplied under a scale
+TOKEN_BLOCK = {**BLOCK, "mxfp8": 32}  # numbers of a token under one scale
 TOKEN_BOX = 32  # rows that TMA brings at a time: of those that a work tile does not have, at most 31
 # Warps: results, which each reach 32 lanes of tensor memory; scales, a row of tokens and one of weights a lane; then
 # one each that multiplies, that brings weights, and that brings tokens.
@@ -21,15 +23,25 @@ SCALE_WARPS = 4
 PRODUCT_WARP = RESULT_WARPS + SCALE_WARPS
 WEIGHT_WARP, TOKEN_WARP = PRODUCT_WARP + 1, PRODUCT_WARP + 2
 THREADS = 32 * (TOKEN_WARP + 1)
-STAGES = 6
-SUMS = 2  # buffers of sums in tensor memory: one is stored while the other is multiplied
+# By row tiles of a work tile: stages that fit shared memory, and buffers of a row tile's sums in tensor memory. Of one
+# row tile, one is stored while the next is multiplied; of two, the next two begin when the first of the last is stored.
+STAGES = {1: 6, 2: 4}
+BUFFERS = {1: 2, 2: 3}
+SUMS = 2  # buffers where weights are decoded
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
+UNPACKED_ALIGNMENT = 32  # if it makes bytes of codes, of 128 numbers at a time
 STAGES_AHEAD = 4  # stages whose scales a warp has on their way
+MARK_WORDS = 4  # that a row of h has of its token, see ``totals.py``
+
+
+def mark_bytes(hidden: int, row_tiles: int) -> int:
+    """Behind the numbers of a row of h: of its token, and counters of results, one for each work tile's features."""
+    return -(-(MARK_WORDS + -(-hidden // (WEIGHT_ROWS * row_tiles))) // 4) * 16
 
 
 def by_scale(format: str, activations: str) -> bool:
-    """Whether tensor cores multiply tokens' codes with weights' codes, under scales of one kind and block."""
-    return format == activations
+    """Whether tensor cores can multiply tokens' numbers with weights' codes, under scales of one kind and block."""
+    return format == activations or (format, activations) == ("mxfp4", "mxfp8")
 
 
 def parts(dtype: str, activations: str) -> int:
@@ -40,11 +52,13 @@ def parts(dtype: str, activations: str) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """One product. ``paired``: rows of a work tile are ``FEATURES`` of gate and as many of up."""
+    """One product. ``paired``: rows of a row tile are ``FEATURES`` of gate and as many of up."""
 
     format: str
     paired: bool
     scale_vector: int  # bytes of scales that one load may take
+    activations: str
+    row_tiles: int = 1  # of a work tile: more of them share its tokens
 
     @property
     def block(self) -> int:
@@ -53,7 +67,22 @@ class Config:
     @property
     def scales(self) -> int:
         """Of a row in a stage."""
-        return STAGE // self.block
+        return self.stage // self.block
+
+    @property
+    def stage(self) -> int:
+        """Numbers of a row in a stage."""
+        return ROW_BYTES * 8 // BITS[self.activations]
+
+    @property
+    def step(self) -> int:
+        """Numbers of a row that a product takes."""
+        return STEP_BYTES * 8 // BITS[self.activations]
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether TMA makes bytes of weights' codes, beside tokens that have bytes."""
+        return self.activations == "mxfp8"
 
     @property
     def scale_bytes(self) -> int:
@@ -61,8 +90,18 @@ class Config:
         return 128 * self.scales
 
     @property
+    def rows(self) -> int:
+        """Of weights, of a work tile."""
+        return WEIGHT_ROWS * self.row_tiles
+
+    @property
+    def stage_scales(self) -> int:
+        """Bytes of a stage's scales: of tokens, then of each row tile."""
+        return (1 + self.row_tiles) * self.scale_bytes
+
+    @property
     def box(self) -> Any:
-        """Rows of a work tile; those of gate and up as (FEATURES, 2)."""
+        """Rows of a row tile; those of gate and up as (FEATURES, 2)."""
         return (FEATURES, 2) if self.paired else WEIGHT_ROWS
 
     @property
@@ -77,16 +116,18 @@ class Rows:
     """A row of quantised numbers in the workspace: codes, whole products' worth of them, then their scales, whole
     stages' worth. What is behind the last number is zero as far as a product reads."""
 
-    columns: int  # numbers
-    block: int
+    columns: Any  # numbers
+    activations: str
 
     @property
-    def code_bytes(self) -> int:
-        return -(-self.columns // STEP) * STEP // 2
+    def code_bytes(self) -> Any:
+        return (self.columns * BITS[self.activations] // 8 + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
 
     @property
     def nbytes(self) -> int:
-        return self.code_bytes + -(-self.columns // STAGE) * max(STAGE // self.block, 16)
+        stage = ROW_BYTES * 8 // BITS[self.activations]
+        scales = -(-self.columns // stage) * (stage // TOKEN_BLOCK[self.activations])
+        return int(self.code_bytes + -(-scales // 16) * 16)
 
 
 SPAN = 128  # numbers of a row that a group of warps decodes at a time, and that a stage of tokens has
@@ -107,8 +148,15 @@ PITCH = WEIGHT_ROWS + 4  # words from a token's sums to the next: rows that are 
 class DecodedConfig(Config):
     """One product of decoded weights. ``parts``: numbers of bf16 that each of a token's is the sum of."""
 
-    activations: str
-    parts: int
+    parts: int = 1
+
+    @property
+    def stage(self) -> int:
+        return STAGE
+
+    @property
+    def unpacked(self) -> bool:
+        return False
 
     @property
     def span_scales(self) -> int:

@@ -18,6 +18,7 @@ from ..sm90.schedule import WorkTile
 from .config import CHUNK, FEATURES, PITCH, RESULT_WARPS, WEIGHT_ROWS, DecodedConfig
 from .epilogue import meet
 from .swiglu import swiglu
+from .totals import Totals
 
 _SHARED_BYTES = CHUNK * PITCH * 4  # of sums on their way from rows to tokens
 
@@ -78,9 +79,12 @@ class DecodedActivation(Fixed):
 
 
 class DecodedResults:
-    """y of a work tile, in float32 and in the order of ``h``; a launch of its own adds tokens' up."""
+    """y of a work tile, in float32 and in the order of ``h``; then what is complete is added up."""
 
     shared_bytes = 0
+
+    def __init__(self, totals: Totals):
+        self.totals = totals
 
     @cute.jit
     def run(
@@ -97,3 +101,5 @@ class DecodedResults:
             for i in cutlass.range_constexpr(CHUNK):
                 if inside & (first + i < tile.columns):
                     op.store_float(at + Int64(first + i) * step, op.fma(some[i], factor, bias))
+        meet()  # a token's features are those of all warps
+        self.totals.run(tensors, tile, warp)

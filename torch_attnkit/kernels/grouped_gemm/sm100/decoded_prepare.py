@@ -16,6 +16,7 @@ from ..sm90.rounding import ROUNDED
 from ..sm90.routing import SortTogether
 from ..sm90.rows import operands
 from .config import TOKENS
+from .totals import Marks
 
 _THREADS = 256  # which have registers enough to round
 _UNIT = 32  # numbers of a row that a thread has
@@ -26,9 +27,10 @@ class SortAndPermute:
     """When all blocks have sorted, each has a share of the tokens: every token's row is read once and written for each
     of its experts. Of every 8 numbers i and i + 4 are neighbours, as codes of weights are decoded."""
 
-    def __init__(self, activations: str, experts: int, parts: int):
+    def __init__(self, activations: str, experts: int, parts: int, result_rows: int):
         self.rounded, self.parts = ROUNDED[activations], parts
         self.sort = SortTogether(TOKENS, experts, _THREADS)
+        self.marks = Marks(result_rows, self.sort)
 
     @cute.jit
     def launch(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, blocks: Int32, stream: Any):
@@ -37,6 +39,7 @@ class SortAndPermute:
     @cute.kernel
     def kernel(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars):
         sFirst = self.sort.run(tensors, cutlass.memory.SmemAllocator())
+        self.marks.write(tensors, sFirst)
         self._permute(tensors, x, scalars, sFirst)
         self.sort.end(tensors)
 
@@ -57,12 +60,15 @@ class SortAndPermute:
                 rX.store(rV.load().to(Float32))
                 self.rounded(rX, global_scale)
                 rV = rX
-            parts = operands(rV, self.parts)
+            parts, home = operands(rV, self.parts), Int32(-1)
             for k in cutlass.range(top_k, unroll=1):
                 place = self.sort.place(tensors, sFirst, token * top_k + k)
                 if place >= 0:
+                    home = place
                     row = x.iterator.toint() + (Int64(place) * x.stride[0] + column) * 2
                     for part in cutlass.range_constexpr(self.parts):
                         at = row + part * Int32(tensors.x.shape[1]) * 2
                         for i in cutlass.range_constexpr(0, _UNIT // 2, 4):
                             copies.store_words(at + 4 * i, [Int32(w) for w in parts[part][i : i + 4]])
+            if home < 0:
+                self.marks.clear(tensors, token, column, _UNIT)

@@ -10,16 +10,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr
 
 from torch_attnkit.cuda import copies
-from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.sm100 import tmem
 
-from ..problem import BLOCK
 from ..sm90.arguments import Flags, Matrices, Scalars, Tensors, global_scale_of
 from ..sm90.schedule import WorkTile
-from .config import FEATURES, RESULT_WARPS, STEP, WEIGHT_ROWS
+from .config import BITS, FEATURES, RESULT_WARPS, TOKEN_BLOCK, WEIGHT_ROWS, Rows
 from .quantise import quantised
 from .scales import weight_row
 from .swiglu import Pair, plain, swiglu, twice
+from .totals import Totals
 
 _AT_ONCE = 32  # features of a result that a thread has on their way
 _TOGETHER = 32  # and of h: whole blocks
@@ -41,11 +40,11 @@ def factor_of(flags: Flags, weights: Matrices, expert: Int32) -> Float32:
 def bring_biases(
     config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, sBias: cute.Tensor, thread: Int32
 ):
-    """Of the work tile's rows, zeros without; all threads that have results meet before they are read."""
+    """Of the row tile's rows, zeros without; all threads that have results meet before they are read."""
     bias = Float32(0.0)
     if flags.bias != 0:
         bias = Float32(weights.bias[tile.expert, weight_row(config, flags, weights, tile, thread)])
-    meet()  # all have read the last work tile's
+    meet()  # all have read the last row tile's
     sBias[thread] = bias
     meet()
 
@@ -70,7 +69,7 @@ def completed(some: list[Float32], factor: Float32, bias: cute.Tensor) -> list[P
 
 
 class Activation:
-    """h = swiglu(gate, up) of a work tile, quantised as ``config.Rows`` has rows."""
+    """h = swiglu(gate, up) of a row tile, quantised as ``config.Rows`` has rows."""
 
     def __init__(self, activations: str):
         self.activations = activations
@@ -93,10 +92,10 @@ class Activation:
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
         token: Int32, simple: cutlass.Constexpr,
     ):  # fmt: skip
-        block = const_expr(BLOCK[self.activations])
+        block, bits = const_expr(TOKEN_BLOCK[self.activations]), const_expr(BITS[self.activations])
         features = Int32(tensors.up.codes.shape[1]) // 2
         row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
-        behind = (features + STEP - 1) // STEP * (STEP // 2)
+        behind = Rows(features, self.activations).code_bytes
         global_scale = global_scale_of(scalars.down, tensors.down)
         for first in cutlass.range(0, FEATURES, _TOGETHER, unroll=1):
             h = []
@@ -105,9 +104,13 @@ class Activation:
             result = quantised(self.activations, h, global_scale)
             feature = tile.row * FEATURES + first
             if token < tile.columns:
-                copies.store_words(row + feature // 2, result.codes)
+                for i in cutlass.range_constexpr(0, len(result.codes), 4):
+                    copies.store_words(row + feature * bits // 8 + 4 * i, result.codes[i : i + 4])
                 scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
                 self._store_scales(row + behind + feature // block, scales)
+
+    def end(self, tensors: Tensors, tile: WorkTile, warp: Int32) -> None:
+        """Nothing is left to do."""
 
     def _features(
         self, scalars: Scalars, factor: Float32, sums: Int32, sBias: cute.Tensor, first: Int32, simple: bool
@@ -131,7 +134,13 @@ class Activation:
 
 
 class Results:
-    """y of a work tile, in float32 and in the order of ``h``; a launch of its own adds tokens' up."""
+    """y of a row tile, in float32 and in the order of ``h``; behind a work tile's last row tile, tokens' sums."""
+
+    def __init__(self, totals: Totals):
+        self.totals = totals
+
+    def end(self, tensors: Tensors, tile: WorkTile, warp: Int32) -> None:
+        self.totals.run(tensors, tile, warp)
 
     @cute.jit
     def run(
@@ -148,7 +157,8 @@ class Results:
                 tmem.await_loads()
                 feature = tile.row * WEIGHT_ROWS + first
                 if (token < tile.columns) & (feature < features):
+                    rY = cute.make_rmem_tensor(_AT_ONCE, Float32)
+                    for i, pair in enumerate(completed(y, factor, bias)):
+                        rY[2 * i], rY[2 * i + 1] = pair
                     at = tensors.partial.iterator.toint() + row + feature * 4
-                    pairs = completed(y, factor, bias)
-                    for i in cutlass.range_constexpr(0, _AT_ONCE, 4):
-                        op.store_4_floats(at + 4 * i, [*pairs[i // 2], *pairs[i // 2 + 1]])
+                    copies.store(rY, cute.make_ptr(Float32, at, cute.AddressSpace.gmem, assumed_align=16))

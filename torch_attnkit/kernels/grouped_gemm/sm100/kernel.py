@@ -11,21 +11,21 @@ from cutlass import Int32
 from torch_attnkit.cuda import fake
 
 from ..sm90.arguments import Scalars, Tensors, arguments
-from ..sm90.total import Total
-from .config import Config, DecodedConfig, by_scale, parts
+from .config import UNPACKED_ALIGNMENT, WEIGHT_ROWS, Config, DecodedConfig, by_scale, parts
 from .decoded import DecodedProduct
 from .decoded_epilogue import DecodedActivation, DecodedResults
 from .decoded_prepare import SortAndPermute
 from .epilogue import Activation, Results
 from .prepare import SortAndQuantise
 from .product import Product
+from .totals import Totals
 
 
 class Experts:
-    """The launches of a call: one that sorts, both products, and sums over a token's experts."""
+    """The launches of a call: one that sorts, and both products."""
 
     def __init__(self, begin: Any, up: Any, down: Any):
-        self.begin, self.up, self.down, self.total = begin, up, down, Total()
+        self.begin, self.up, self.down = begin, up, down
 
     @cute.jit
     def __call__(
@@ -36,30 +36,36 @@ class Experts:
         self.begin.launch(tensors, x, scalars, sort_blocks, stream)
         self.up.launch(tensors, scalars.up, tensors.up, x, scalars, up_blocks, stream)
         self.down.launch(tensors, scalars.down, tensors.down, tensors.h, scalars, down_blocks, stream)
-        self.total.launch(tensors, stream)
 
 
 def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
     row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``experts``: room for so many; ``scale_vectors``: of both products the bytes of scales that a load takes. The
-    others are what ``plan.py`` always says."""
-    if by_scale(format, activations):
-        up, down = (Config(format, paired, vector) for paired, vector in zip((True, False), scale_vectors, strict=True))
+    """``experts``: room for so many; ``row_warps``: 16 rows each of a work tile; ``scale_vectors``: of both products
+    the bytes of scales that a load takes; ``code_alignment``: whether TMA may make bytes of codes. The others are what
+    ``plan.py`` always says."""
+    totals = Totals(16 * row_warps)
+    if by_scale(format, activations) and (activations != "mxfp8" or code_alignment == UNPACKED_ALIGNMENT):
+        up, down = (
+            Config(format, paired, vector, activations, 16 * row_warps // WEIGHT_ROWS)
+            for paired, vector in zip((True, False), scale_vectors, strict=True)
+        )
         made = Experts(
-            SortAndQuantise(activations, experts), Product(up, Activation(activations)), Product(down, Results())
+            SortAndQuantise(activations, experts, totals.rows),
+            Product(up, Activation(activations)),
+            Product(down, Results(totals)),
         )
     else:
         count = parts(dtype, activations)
         up, down = (
-            DecodedConfig(format, paired, vector, activations, count)
+            DecodedConfig(format, paired, vector, activations, parts=count)
             for paired, vector in zip((True, False), scale_vectors, strict=True)
         )
         made = Experts(
-            SortAndPermute(activations, experts, count),
+            SortAndPermute(activations, experts, count, totals.rows),
             DecodedProduct(up, DecodedActivation(up)),
-            DecodedProduct(down, DecodedResults()),
+            DecodedProduct(down, DecodedResults(totals)),
         )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, code_alignment)
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))

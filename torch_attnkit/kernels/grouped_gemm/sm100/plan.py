@@ -8,10 +8,23 @@ from dataclasses import dataclass
 from torch_attnkit.core.spec import short
 
 from ..problem import BLOCK, Problem, Weights
-from .config import ROW_ALIGNMENT, SPAN, STAGE, STEP, TOKENS, WEIGHT_ROWS, Rows, by_scale, parts
+from .config import (
+    BITS,
+    ROW_ALIGNMENT,
+    ROW_BYTES,
+    SPAN,
+    TOKENS,
+    UNPACKED_ALIGNMENT,
+    WEIGHT_ROWS,
+    Rows,
+    by_scale,
+    mark_bytes,
+    parts,
+)
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
+_MANY = 64  # tokens of an expert from which on work tiles have two row tiles
 _PREPARE_UNITS = 256  # of 32 numbers, that a block of the first launch has at least
 
 
@@ -40,11 +53,13 @@ class Plan:
 
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
+    codes = _by_scale(p)
     tiles = p.slots // TOKENS + min(p.experts, p.slots)
-    units = [tiles * -(-w.rows // WEIGHT_ROWS) for w in (p.up, p.down)]
-    spans = p.tokens * -(-p.hidden // STEP) * (STEP // 32)
-    if by_scale(p.format, p.activations):
-        rows = [Rows(w.columns, BLOCK[p.format]).nbytes // 2 for w in (p.up, p.down)]
+    row_tiles = 2 if codes and p.slots >= _MANY * p.experts else 1
+    units = [tiles * -(-w.rows // (WEIGHT_ROWS * row_tiles)) for w in (p.up, p.down)]
+    spans = p.tokens * -(-p.hidden // 32)
+    if codes:
+        rows = [Rows(w.columns, p.activations).nbytes // 2 for w in (p.up, p.down)]
     else:
         rows = [parts(short(p.dtype), p.activations) * w.columns for w in (p.up, p.down)]
     return Plan(
@@ -53,9 +68,19 @@ def plan(problem: Problem, sms: int) -> Plan:
         blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *(min(sms, max(most, 1)) for most in units)),
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, rows[0]),
-        h_rows=(p.slots, rows[1]),
+        h_rows=(p.slots, rows[1] + mark_bytes(p.hidden, row_tiles) // 2),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
+        code_alignment=UNPACKED_ALIGNMENT if codes and p.activations == "mxfp8" else ROW_ALIGNMENT,
+        row_warps=WEIGHT_ROWS * row_tiles // 16,
     )
+
+
+def _by_scale(p: Problem) -> bool:
+    """Of tokens of bytes if TMA makes bytes of codes, too: it takes 128 at a time."""
+    if p.activations != "mxfp8":
+        return by_scale(p.format, p.activations)
+    fits = all(w.columns % 128 == w.row % 32 == w.expert % 32 == 0 for w in (p.up, p.down))
+    return fits and by_scale(p.format, p.activations)
 
 
 def _vector(p: Problem, weights: Weights) -> int:
@@ -63,5 +88,5 @@ def _vector(p: Problem, weights: Weights) -> int:
     steps = weights.scale_row, weights.scale_expert
     if p.scale_layout != "linear":
         return math.gcd(4, *steps)
-    numbers = STAGE if by_scale(p.format, p.activations) else SPAN
+    numbers = ROW_BYTES * 8 // BITS[p.activations] if _by_scale(p) else SPAN
     return math.gcd(numbers // BLOCK[p.format], weights.columns // BLOCK[p.format], *steps)

@@ -11,11 +11,11 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 
 from torch_attnkit.cuda import copies
 
-from ..problem import BLOCK
 from ..sm90.arguments import Scalars, Tensors, global_scale_of
 from ..sm90.routing import SortTogether
-from .config import STEP, TOKENS
+from .config import BITS, TOKEN_BLOCK, TOKENS, Rows
 from .quantise import Quantised, quantised
+from .totals import Marks
 
 _THREADS = 256  # which have registers enough to quantise
 _UNIT = 32  # numbers of a row that a thread has
@@ -26,9 +26,10 @@ class SortAndQuantise:
     """When all blocks have sorted, each has a share of the tokens: every token's row is read once, quantised, and
     written for each of its experts."""
 
-    def __init__(self, activations: str, experts: int):
+    def __init__(self, activations: str, experts: int, result_rows: int):
         self.activations = activations
         self.sort = SortTogether(TOKENS, experts, _THREADS)
+        self.marks = Marks(result_rows, self.sort)
 
     @cute.jit
     def launch(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, blocks: Int32, stream: Any):
@@ -37,6 +38,7 @@ class SortAndQuantise:
     @cute.kernel
     def kernel(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars):
         sFirst = self.sort.run(tensors, cutlass.memory.SmemAllocator())
+        self.marks.write(tensors, sFirst)
         self._quantise(tensors, x, scalars, sFirst)
         self.sort.end(tensors)
 
@@ -44,8 +46,8 @@ class SortAndQuantise:
     def _quantise(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, sFirst: cute.Tensor):
         """Units of a token by neighbouring threads. Behind a row's last number come zeros up to a whole product."""
         tokens, columns = Int32(tensors.x.shape[0]), Int32(tensors.x.shape[1])
-        products = (columns + STEP - 1) // STEP
-        each = products * (STEP // _UNIT)
+        nbytes = Rows(columns, self.activations).code_bytes
+        each = nbytes * 8 // (BITS[self.activations] * _UNIT)
         global_scale = global_scale_of(scalars.up, tensors.up)
         first = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
         for unit in cutlass.range(first, tokens * each, cute.arch.grid_dim()[0] * _THREADS, unroll=1):
@@ -59,21 +61,26 @@ class SortAndQuantise:
                     copies.load(tensors.x.iterator + at, some)
             rX = rV.load().to(Float32)
             result = quantised(self.activations, [rX[i] for i in range(_UNIT)], global_scale)
-            self._store(tensors, x, result, token, column, products * (STEP // 2), sFirst)
+            place = self._store(tensors, x, result, token, column, nbytes, sFirst)
+            if (place < 0) & (column < columns):
+                self.marks.clear(tensors, token, column, _UNIT)
 
     @cute.jit
     def _store(
         self, tensors: Tensors, x: cute.Tensor, result: Quantised, token: Int32, column: Int32, code_bytes: Int32,
         sFirst: cute.Tensor,
     ):  # fmt: skip
-        """Into the rows of all places of a token."""
-        block = const_expr(BLOCK[self.activations])
+        """Into the rows of all places of a token. Returns one of them, -1 if there is none."""
+        home, block, bits = Int32(-1), const_expr(TOKEN_BLOCK[self.activations]), const_expr(BITS[self.activations])
         top_k = Int32(tensors.indices.shape[1])
         for k in cutlass.range(top_k, unroll=1):
             place = self.sort.place(tensors, sFirst, token * top_k + k)
             if place >= 0:
+                home = place
                 row = x.iterator.toint() + Int64(place) * x.stride[0] * 2
-                copies.store_words(row + column // 2, result.codes)
+                for i in cutlass.range_constexpr(0, len(result.codes), 4):
+                    copies.store_words(row + column * bits // 8 + 4 * i, result.codes[i : i + 4])
                 for i in cutlass.range_constexpr(_UNIT // block):
                     at = cute.make_ptr(Uint8, row + code_bytes + column // block + i, cute.AddressSpace.gmem)
                     cute.make_tensor(at, cute.make_layout(1))[0] = Uint8(result.scales[i])
+        return home

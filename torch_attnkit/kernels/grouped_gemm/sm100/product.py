@@ -1,15 +1,16 @@
-"""One product of routed experts on Blackwell: E2M1 tokens times E2M1 weights, both under block scales.
+"""One product of routed experts on Blackwell: E2M1 or E4M3 tokens times E2M1 weights, both under block scales.
 
-    4 warps   scales of a stage, of 128 tokens and 128 rows of weights (scales.py)
+    4 warps   scales of a stage, of 128 tokens and 128 or 256 rows of weights (scales.py)
     1 warp    weights of a stage by TMA; of the second product before h is there
     1 warp    tokens by TMA, 32 rows at a time, as many as the work tile has
     1 warp    copies a stage's scales to tensor memory, multiplies, and says when either is over
     4 warps   what becomes of the sums (epilogue.py), while the next work tile is multiplied into the other buffer
 
 Tokens are the lanes of tensor memory, so that a thread has neighbouring features of one token: a block of h is
-quantised without another thread. Blocks take every so many-th work tile; those of an expert's tokens follow each other.
-Rows of gate and rows of up are halves of a work tile, whether they are halves of the weights or interleaved: only the
-steps of the tensor map differ. Imports cutlass.
+quantised without another thread. Of many tokens a work tile has two row tiles, which share what is loaded of tokens.
+Blocks take every so many-th work tile; those of an expert's tokens follow each other. Rows of gate and rows of up are
+halves of a row tile, whether they are halves of the weights or interleaved: only the steps of the tensor map differ.
+Imports cutlass.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8, const_expr
+from cutlass import Float4E2M1FN, Float32, Int8, Int32, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import block_scaled, tmem
+from torch_attnkit.cuda.sm100.block_scaled_fp8 import Fp8ByFp4
 from torch_attnkit.cuda.sm100.products import NEXT_STEP, descriptor
 
 from ..sm90.arguments import Flags, Matrices
 from ..sm90.schedule import work
 from .config import (
+    BITS,
+    BUFFERS,
     PRODUCT_WARP,
     RESULT_WARPS,
     ROW_BYTES,
     SCALE_WARPS,
-    STAGE,
     STAGES,
-    STEP,
-    SUMS,
     THREADS,
     TOKEN_BOX,
     TOKEN_WARP,
@@ -47,7 +48,7 @@ from .config import (
     Config,
 )
 from .epilogue import bring_biases, factor_of
-from .scales import Scales
+from .scales import Scales, row_tile
 
 _OPERAND_BYTES = TOKENS * ROW_BYTES  # of a stage, of tokens as of weights
 _BOX_BYTES = TOKEN_BOX * ROW_BYTES
@@ -68,9 +69,9 @@ class Shared(Fixed):
     stages: Ring
     sums: Ring
     sX: cute.Tensor  # (TOKEN_BOX, bytes, boxes of all stages)
-    sW: cute.Tensor  # (rows, bytes, stages)
-    scales: Int32  # address of (stage, tokens or weights)
-    sBias: cute.Tensor  # (rows of a work tile)
+    sW: cute.Tensor  # (rows, bytes, row tiles of all stages)
+    scales: Int32  # address of (stage, tokens or row tile of weights)
+    sBias: cute.Tensor  # (rows of a row tile)
 
 
 def swizzled(layout: cute.Layout) -> Any:
@@ -94,8 +95,12 @@ def weight_loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
         shape = (rows // 2, 2)
     layout = cute.make_layout((shape, nbytes, experts), stride=(steps, 1, expert_step))
     box, box_steps = config.box_layout
-    tensor, tile = cute.make_tensor(codes.iterator, layout), swizzled(cute.make_layout(box, stride=box_steps))
-    return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
+    tile, op = swizzled(cute.make_layout(box, stride=box_steps)), cpasync.CopyBulkTensorTileG2SOp()
+    if config.unpacked:
+        pointer = cute.recast_ptr(codes.iterator, dtype=Float4E2M1FN)
+        numbers = cute.make_tensor(pointer, cute.recast_layout(4, 8, layout))
+        return Loads(*cpasync.make_tiled_tma_atom(op, numbers, tile, box, internal_type=Int8))
+    return Loads(*cpasync.make_tiled_tma_atom(op, cute.make_tensor(codes.iterator, layout), tile, box))
 
 
 @cute.jit
@@ -116,7 +121,11 @@ class Product:
 
     def __init__(self, config: Config, results: Any):
         self.c, self.results, self.scales = config, results, Scales(config)
-        self.format = block_scaled.FORMATS[config.format]
+        self.stages, self.buffers = STAGES[config.row_tiles], BUFFERS[config.row_tiles]
+        self.format = Fp8ByFp4() if config.unpacked else block_scaled.FORMATS[config.format]
+        self.kind = Int8 if config.unpacked else Uint8  # of weights in shared memory
+        # TMA counts what it reads.
+        self.weight_bytes = _OPERAND_BYTES * 4 // BITS[config.activations]
 
     @cute.jit
     def launch(
@@ -136,7 +145,8 @@ class Product:
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
         slots, step = rows.shape[0], rows.stride[0]
-        layout = cute.make_layout((slots, weights.codes.shape[2]), stride=(cute.assume(2 * step, divby=16), 1))
+        nbytes = weights.codes.shape[2] * 2 * BITS[self.c.activations] // 8
+        layout = cute.make_layout((slots, nbytes), stride=(cute.assume(2 * step, divby=16), 1))
         tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
         tile = swizzled(cute.make_layout((TOKEN_BOX, ROW_BYTES), stride=(ROW_BYTES, 1)))
         op = cpasync.CopyBulkTensorTileG2SOp()
@@ -155,19 +165,20 @@ class Product:
             cpasync.prefetch_descriptor(tokens.atom)
         begin(self.c)
         # Of gate and up a work tile has half of its rows each.
-        share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
+        row_tiles = (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS
+        share = work(tensors, (row_tiles + self.c.row_tiles - 1) // self.c.row_tiles)
         columns = Int32(weights.codes.shape[2]) * 2
-        turns = (columns + STAGE - 1) // STAGE
+        turns = (columns + self.c.stage - 1) // self.c.stage
         if warp < RESULT_WARPS:
-            self._results(tensors, flags, weights, scalars, share, s, warp)
+            self._results(tensors, flags, weights, scalars, share, row_tiles, s, warp)
         elif warp < PRODUCT_WARP:
             if const_expr(not self.c.paired):
                 cute.arch.griddepcontrol_wait()
             self.scales.run(tensors, flags, weights, rows, share, turns, s.stages, s.scales, warp - RESULT_WARPS)
         elif warp == PRODUCT_WARP:
-            self._multiply(share, columns, turns, s)
+            self._multiply(share, row_tiles, columns, turns, s)
         elif warp == WEIGHT_WARP:
-            self._load_weights(tensors, codes, share, turns, s)
+            self._load_weights(tensors, codes, share, row_tiles, turns, s)
         else:
             if const_expr(not self.c.paired):
                 cute.arch.griddepcontrol_wait()
@@ -182,34 +193,44 @@ class Product:
     @cute.jit
     def _shared(self, warp: Int32):
         memory = cutlass.memory.SmemAllocator()
-        table = (("stages", STAGES, 2 + SCALE_WARPS, 1), ("sums", SUMS, 1, RESULT_WARPS))
+        table = (("stages", self.stages, 2 + SCALE_WARPS, 1), ("sums", self.buffers, 1, RESULT_WARPS))
         named = rings(memory, warp, table)
         base = memory.allocate(4, 4)
         if warp == PRODUCT_WARP:
             cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32))
         swizzle = cute.make_swizzle(3, 4, 3)
-        boxes = cute.make_layout((TOKEN_BOX, ROW_BYTES, _BOXES * STAGES), stride=(ROW_BYTES, 1, _BOX_BYTES))
+        boxes = cute.make_layout((TOKEN_BOX, ROW_BYTES, _BOXES * self.stages), stride=(ROW_BYTES, 1, _BOX_BYTES))
         box, steps = self.c.box_layout
-        weights = cute.append(cute.make_layout(box, stride=steps), cute.make_layout(STAGES, stride=_OPERAND_BYTES))
+        of_stages = cute.make_layout(self.stages * self.c.row_tiles, stride=_OPERAND_BYTES)
+        weights = cute.append(cute.make_layout(box, stride=steps), of_stages)
         return Shared(
             stages=named["stages"],
             sums=named["sums"],
             sX=memory.allocate_tensor(Uint8, boxes, 1024, swizzle=swizzle),
-            sW=memory.allocate_tensor(Uint8, weights, 1024, swizzle=swizzle),
-            scales=memory.allocate(STAGES * 2 * self.c.scale_bytes, 128).toint(),
+            sW=memory.allocate_tensor(self.kind, weights, 1024, swizzle=swizzle),
+            scales=memory.allocate(self.stages * self.c.stage_scales, 128).toint(),
             sBias=memory.allocate_tensor(Float32, cute.make_layout(WEIGHT_ROWS), 16),
         )
 
+    def _present(self, row: Int32, row_tiles: Int32) -> Int32:
+        """Row tiles of a work tile, of an expert's."""
+        return cutlass.min(row_tiles - row * self.c.row_tiles, self.c.row_tiles)
+
     @cute.jit
-    def _load_weights(self, tensors: Any, codes: Loads, share: Any, turns: Int32, s: Shared):
+    def _load_weights(self, tensors: Any, codes: Loads, share: Any, row_tiles: Int32, turns: Int32, s: Shared):
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
+            present = self._present(tile.row, row_tiles)
             for k in cutlass.range(turns, unroll=1):
-                full = s.stages.acquire(n, _OPERAND_BYTES)
-                cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, s.stages.slot(n)], tma_bar_ptr=full)
+                full = s.stages.acquire(n, present * self.weight_bytes)
+                for i in cutlass.range_constexpr(self.c.row_tiles):
+                    if (i == 0) | (i < present):
+                        to = s.stages.slot(n) * self.c.row_tiles + i
+                        source = tWg[None, tile.row * self.c.row_tiles + i, k]
+                        cute.copy(codes.atom, source, tWs[None, to], tma_bar_ptr=full)
                 n += 1
 
     @cute.jit
@@ -231,50 +252,67 @@ class Product:
                 n += 1
 
     @cute.jit
-    def _multiply(self, share: Any, columns: Int32, turns: Int32, s: Shared):
+    def _multiply(self, share: Any, row_tiles: Int32, columns: Int32, turns: Int32, s: Shared):
         """Copies and products of tensor memory run in the order in which one thread issues them."""
         f, tile_columns = self.format, const_expr(block_scaled.TILE_COLUMNS)
-        # The first columns of the tokens' scales and of the weights'.
-        of_tokens = const_expr(SUMS * WEIGHT_ROWS)
-        of_weights = const_expr(of_tokens + f.tiles * tile_columns)
-        n = Int32(0)
+        # The first column of scales: of tokens, then of each row tile of weights.
+        of_tokens, columns_each = const_expr(self.buffers * WEIGHT_ROWS), const_expr(f.tiles * tile_columns)
+        n, m = Int32(0), Int32(0)  # stages and row tiles of work tiles before
         for turn in cutlass.range(share.count, unroll=1):
-            done = s.sums.await_empty(turn)
+            row = (share.block + turn * share.blocks) % share.row_tiles
+            present = self._present(row, row_tiles)
+            for i in cutlass.range_constexpr(self.c.row_tiles):
+                if (i == 0) | (i < present):
+                    s.sums.await_empty(m + i)
             tmem.after_sync()
-            d = s.sums.slot(turn) * WEIGHT_ROWS
             for k in cutlass.range(turns, unroll=1):
                 s.stages.wait(n)
                 slot = s.stages.slot(n)
-                at = s.scales + slot * (2 * self.c.scale_bytes)
-                x, w = (descriptor(t.iterator.toint() + slot * _OPERAND_BYTES, ROW_BYTES) for t in (s.sX, s.sW))
+                at = s.scales + slot * self.c.stage_scales
+                x = descriptor(s.sX.iterator.toint() + slot * _OPERAND_BYTES, ROW_BYTES)
                 with cute.arch.elect_one():
-                    for j in cutlass.range_constexpr(2 * f.tiles):
+                    for j in cutlass.range_constexpr((1 + self.c.row_tiles) * f.tiles):
                         tile = block_scaled.scales_descriptor(at + j * block_scaled.TILE_BYTES)
                         block_scaled.copy_scales(Int32(of_tokens + j * tile_columns), tile)
-                    for step in cutlass.range_constexpr(STAGE // STEP):
-                        if (step == 0) | (k * STAGE + step * STEP < columns):
-                            column = const_expr(step * STEP // f.tile_numbers * tile_columns)
-                            block_scaled.multiply(
-                                f, f.instruction(WEIGHT_ROWS, step), d, x + NEXT_STEP * step, w + NEXT_STEP * step,
-                                Int32(of_tokens + column), Int32(of_weights + column),
-                                cutlass.select_(k + step > 0, Int32(1), Int32(0)),
-                            )  # fmt: skip
+                    for i in cutlass.range_constexpr(self.c.row_tiles):
+                        if (i == 0) | (i < present):
+                            rows = s.sW.iterator.toint() + (slot * self.c.row_tiles + i) * _OPERAND_BYTES
+                            w, d = descriptor(rows, ROW_BYTES), s.sums.slot(m + i) * WEIGHT_ROWS
+                            of_weights = const_expr(of_tokens + (1 + i) * columns_each)
+                            for step in cutlass.range_constexpr(self.c.stage // self.c.step):
+                                if (step == 0) | (k * self.c.stage + step * self.c.step < columns):
+                                    column = const_expr(step * self.c.step // f.tile_numbers * tile_columns)
+                                    block_scaled.multiply(
+                                        f, f.instruction(WEIGHT_ROWS, step), d, x + NEXT_STEP * step,
+                                        w + NEXT_STEP * step, Int32(of_tokens + column), Int32(of_weights + column),
+                                        cutlass.select_(k + step > 0, Int32(1), Int32(0)),
+                                    )  # fmt: skip
                     tcgen05.commit(s.stages.empty + slot)
                 n += 1
             with cute.arch.elect_one():
-                tcgen05.commit(done)
+                for i in cutlass.range_constexpr(self.c.row_tiles):
+                    if (i == 0) | (i < present):
+                        tcgen05.commit(s.sums.full + s.sums.slot(m + i))
+            m += present
 
     @cute.jit
-    def _results(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: Shared, warp: Int32):
-        thread = warp * 32 + cute.arch.lane_idx()
+    def _results(
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, row_tiles: Int32, s: Shared,
+        warp: Int32,
+    ):  # fmt: skip
+        thread, m = warp * 32 + cute.arch.lane_idx(), Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             factor = factor_of(flags, weights, tile.expert)
-            bring_biases(self.c, flags, weights, tile, s.sBias, thread)
-            s.sums.wait(turn)
-            tmem.after_sync()
-            sums = tmem.lanes(s.sums.slot(turn) * WEIGHT_ROWS, warp)
-            self.results.run(tensors, scalars, tile, factor, sums, s.sBias, warp)
-            tmem.before_sync()
-            cute.arch.sync_warp()
-            s.sums.release(turn)
+            for i in cutlass.range(self._present(tile.row, row_tiles), unroll=1):
+                some = row_tile(self.c, tile, i)
+                bring_biases(self.c, flags, weights, some, s.sBias, thread)
+                s.sums.wait(m)
+                tmem.after_sync()
+                sums = tmem.lanes(s.sums.slot(m) * WEIGHT_ROWS, warp)
+                self.results.run(tensors, scalars, some, factor, sums, s.sBias, warp)
+                tmem.before_sync()
+                cute.arch.sync_warp()
+                s.sums.release(m)
+                m += 1
+            self.results.end(tensors, tile, warp)

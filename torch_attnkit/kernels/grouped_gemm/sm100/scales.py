@@ -17,12 +17,12 @@ from torch_attnkit.cuda.sm100 import block_scaled
 from ..sm90.arguments import Flags, Matrices
 from ..sm90.factors import Factors
 from ..sm90.schedule import WorkTile
-from .config import FEATURES, SCALE_WARPS, STAGE, STAGES_AHEAD, STEP, WEIGHT_ROWS, Config
+from .config import FEATURES, SCALE_WARPS, STAGES_AHEAD, WEIGHT_ROWS, Config, Rows
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a lane, for ``Factors``, which reads rows of scales of either layout."""
+    """Rows of a lane, 32 of them in a warp, for ``Factors``, which reads rows of scales of either layout."""
 
     scales: int
     block: int
@@ -31,11 +31,13 @@ class Row:
 
 
 class Scales:
-    """``SCALE_WARPS`` warps: a lane has a row of tokens and one of weights. Rows of tokens that a work tile does not
-    have get zeros, and those of weights beyond the last the last one's: nobody looks at what they give."""
+    """``SCALE_WARPS`` warps: a lane has a row of tokens and one of each row tile of weights. Rows of tokens that a work
+    tile does not have get zeros, and those of weights beyond the last the last one's: nobody looks at what they
+    give."""
 
     def __init__(self, config: Config):
-        self.c, self.weights = config, Factors(Row(config.scales, config.block, config.scale_vector))
+        self.c = config
+        self.weights = Factors(Row(config.scales, config.block, config.scale_vector, 32 * config.row_tiles))
         self.words = config.scales // 4
 
     @cute.jit
@@ -47,34 +49,41 @@ class Scales:
         c, lane = self.c, cute.arch.lane_idx()
         row = part * 32 + lane
         place = shared + lane * 16 + part * 4
-        codes = (Int32(weights.codes.shape[2]) * 2 + STEP - 1) // STEP * (STEP // 2)
+        codes = Rows(Int32(weights.codes.shape[2]) * 2, c.activations).code_bytes
         n = Int32(0)
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
-            start = row_scales(c, flags, weights, tile, row)
+            starts = [row_scales(c, flags, weights, row_tile(c, tile, i), row) for i in range(c.row_tiles)]
             line = rows.iterator.toint() + Int64(tile.first + row) * rows.stride[0] * 2 + codes
             for first in cutlass.range(0, turns, STAGES_AHEAD, unroll=1):
                 of_tokens = copies.fragments(STAGES_AHEAD, self.words, Uint32)
-                of_weights = []
+                of_weights = [copies.fragments(c.row_tiles, self.words, Uint32) for _ in range(STAGES_AHEAD)]
                 for i in cutlass.range_constexpr(STAGES_AHEAD):
-                    k = cutlass.min(first + i, turns - 1)
-                    of_weights += self.weights.read(flags, weights, tile, [start], k)
-                    of_tokens[i].fill(0)
-                    if row < tile.columns:
-                        source = cute.make_ptr(Uint32, line + k * c.scales, cute.AddressSpace.gmem, assumed_align=8)
-                        copies.load(source, of_tokens[i])
+                    if first + i < turns:
+                        self._read(flags, weights, tile, starts, first + i, of_weights[i])
+                        of_tokens[i].fill(0)
+                        if row < tile.columns:
+                            at = line + (first + i) * c.scales
+                            source = cute.make_ptr(Uint32, at, cute.AddressSpace.gmem, assumed_align=min(c.scales, 8))
+                            copies.load(source, of_tokens[i])
                 for i in cutlass.range_constexpr(STAGES_AHEAD):
                     if first + i < turns:
                         self._store(of_tokens[i], of_weights[i], ring, n + first + i, place)
             n += turns
 
+    def _read(
+        self, flags: Flags, weights: Matrices, tile: WorkTile, starts: list[Any], k: Int32, rS: list[cute.Tensor]
+    ) -> None:
+        for target, words in zip(rS, self.weights.read(flags, weights, tile, starts, k), strict=True):
+            target.store(words.load())
+
     @cute.jit
-    def _store(self, tokens: cute.Tensor, weights: cute.Tensor, ring: Ring, fill: Int32, place: Int32):
+    def _store(self, tokens: cute.Tensor, weights: list[cute.Tensor], ring: Ring, fill: Int32, place: Int32):
         full = ring.await_empty(fill)
-        at = place + ring.slot(fill) * (2 * self.c.scale_bytes)
-        for words, begin in ((tokens, 0), (weights, self.c.scale_bytes)):
+        at = place + ring.slot(fill) * self.c.stage_scales
+        for i, words in enumerate([tokens, *weights]):
             for j in range(self.words):
-                to = at + begin + j * block_scaled.TILE_BYTES
+                to = at + i * self.c.scale_bytes + j * block_scaled.TILE_BYTES
                 pointer = cute.make_ptr(Uint32, to, cute.AddressSpace.smem, assumed_align=4)
                 cute.make_tensor(pointer, cute.make_layout(1))[0] = words[j]
         cute.arch.fence_view_async_shared()
@@ -83,9 +92,14 @@ class Scales:
             cute.arch.mbarrier_arrive(full)
 
 
+def row_tile(config: Config, tile: WorkTile, i: int | Int32) -> WorkTile:
+    """The i-th of a work tile, which may lie beyond the last row."""
+    return tile._replace(row=tile.row * config.row_tiles + i)
+
+
 @cute.jit
 def row_scales(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32):
-    """Where the scales of a row of the work tile begin, in tiles of 128x4 from those of its expert on."""
+    """Where the scales of a row of the row tile begin, in tiles of 128x4 from those of its expert on."""
     line, scale = weight_row(config, flags, weights, tile, row), weights.scale
     start = Int64(line // 128) * (Int32(scale.shape[2]) * 128) + line % 32 * 16 + line % 128 // 32 * 4
     if flags.swizzled == 0:
@@ -94,7 +108,7 @@ def row_scales(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile:
 
 
 def weight_row(config: Config, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32) -> Int32:
-    """Which row of an expert's weights is a work tile's ``row``; the last one for those beyond it."""
+    """Which row of an expert's weights is a row tile's ``row``; the last one for those beyond it."""
     rows = Int32(weights.codes.shape[1])
     if const_expr(not config.paired):
         return cutlass.min(tile.row * WEIGHT_ROWS + row, rows - 1)
@@ -102,4 +116,4 @@ def weight_row(config: Config, flags: Flags, weights: Matrices, tile: WorkTile, 
     return cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * (rows // 2))
 
 
-assert SCALE_WARPS * 32 == WEIGHT_ROWS and STAGE % STEP == 0
+assert SCALE_WARPS * 32 == WEIGHT_ROWS

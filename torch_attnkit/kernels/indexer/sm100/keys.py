@@ -15,6 +15,7 @@ from ..pages import Tensors, find
 from .plan import KEYS, ROWS
 
 _CHUNK = 16  # bytes
+_AT_ONCE = 8  # rows whose chunks a thread asks for without a branch between them
 _NUMBERS = {1: Uint8, 2: Uint16}  # by bytes: what is loaded one by one
 
 
@@ -26,7 +27,8 @@ def load(c: cutlass.Constexpr, t: Tensors, request: Int32, start: Int32, longest
     chunks = const_expr(c.row_bytes // _CHUNK)
     chunk = thread % chunks
     in_box = const_expr(c.box_bytes // _CHUNK)
-    for i in cutlass.range_constexpr(chunks):
+    # Addresses of 16 rows at a time would take more registers than half of a multiprocessor's blocks have.
+    for i in cutlass.range(chunks, unroll=_AT_ONCE):
         key = thread // chunks + i * (KEYS // chunks)
         place, entry, there = find(c.paged, t, request, start + key, longest)
         row = key % ROWS

@@ -1,0 +1,35 @@
+"""E4M3 numbers times E2M1 numbers under block scales on Blackwell: ``tcgen05.mma`` of kind mxf8f6f4.
+
+As ``block_scaled.py``, with numbers of a byte: a row of 128 bytes has 128 of them. E2M1 numbers lie in the middle of
+their bytes, to which TMA unpacks them (PTX ISA, "Packing formats used in Tensor Memory and Shared Memory"). A product
+multiplies 32 numbers of K under one UE8M0 scale of a tile. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .block_scaled import ROW_BYTES, Format
+from .products import ROWS
+
+K = 32  # numbers of a product
+_E4M3, _E2M1 = 0, 5  # in an instruction descriptor
+
+
+@dataclass(frozen=True)
+class Fp8ByFp4(Format):
+    """Rows of E4M3, columns of E2M1."""
+
+    kind: str = "mxf8f6f4.block_scale.block32"
+    block: int = 32
+    e8m0: bool = True
+
+    @property
+    def tiles(self) -> int:
+        return ROW_BYTES // self.tile_numbers
+
+    def instruction(self, columns: int, step: int) -> int:
+        return (
+            step << 4 | _E4M3 << 7 | _E2M1 << 10 | columns >> 3 << 17 | int(self.e8m0) << 23 | ROWS >> 7 << 27
+            | step << 29
+        )  # fmt: skip
