@@ -244,37 +244,56 @@ class Scores(Fixed):
         tB = mine.make_fragment_B(mine.partition_B(shared.sB))
         row = thread // 32 % 4 * 16 + cute.arch.lane_idx() // QUAD + start + thread // 128 * (c.tiles * 64)
         keys = load(c, t, mma, request, row, shared.sCount[2])
-        # Of the rows and tokens of its quad, whose sums are exchanged, these are the ones that a lane stores.
-        lane = cute.arch.lane_idx() % QUAD
-        row += (lane % 2) * 8 + (lane // 2 * 64 if const_expr(c.tiles == 2) else 0)
-        sets = const_expr(max(1, c.tiles * c.together // 2))  # of up to four sums
-        second = lane // 2 if const_expr(c.tiles < c.together) else Int32(0)
-        stores = (row < t.mScores.shape[1]) & (lane < 2 * c.tiles * c.together // sets)
-        scale = self.of_lane([s for k in keys for s in k.scales])
         accs = [cute.make_rmem_tensor(mma.partition_shape_C(tile), Float32) for _ in keys]
+        scale = self.of_lane([s for k in keys for s in k.scales])
+        found = cute.make_rmem_tensor(2 * c.tiles * c.together, Float32)  # sums of this lane
+        values = cute.make_rmem_tensor(max(1, c.tiles * c.together // 2), Float32)  # scores that this lane stores
+        found.fill(0)
+        values.fill(0)
         for n in cutlass.range(self.products(count), unroll=1):
             shared.ring.wait(n)
             slot = shared.ring.slot(n)
             for i in cutlass.range_constexpr(c.tiles):
                 heads.multiply(mma, keys[i].rA, tB[None, None, None, slot], accs[i])
-            found = [[] for _ in range(c.together)]
+            # Under these products sums of the last turn become scores. Branches keep this where it stands: without
+            # them ptxas waits for both products before it sums the first up.
+            if n > 0:
+                self.meet(found, values, scale)
             weights = [None] * c.together
             for i in cutlass.range_constexpr(c.tiles):
                 for j in cutlass.range_constexpr(c.together):
                     if const_expr(i == 0):
                         weights[j] = heads.of_columns(c, shared.weights, slot * c.together + j)
                     if const_expr(j == 0):
+                        if const_expr(i == c.tiles - 1):
+                            self.store(t, shared, row, n - 1, count, values)
                         warpgroup.wait_group(c.tiles - 1 - i)
                     if const_expr(i == c.tiles - 1 and j == c.together - 1):  # all weights are read, too
                         shared.ring.release(n)
-                    found[j] += heads.sums(c, accs[i], weights[j], token=j)
-            found = [x for each in found for x in each]
-            for j in cutlass.range_constexpr(sets):
-                at = n * c.together + j + second
-                value = heads.over_quad(found[len(found) // sets * j :][: len(found) // sets]) * scale
-                if stores & (at < count):
-                    token, length = shared.sToken[at], shared.sLength[at]
-                    t.mScores[token, row] = cutlass.select_(row < length, value, -Float32.inf)
+                    for r, value in enumerate(heads.sums(c, accs[i], weights[j], token=j)):
+                        found[2 * (j * c.tiles + i) + r] = value
+        self.meet(found, values, scale)
+        self.store(t, shared, row, self.products(count) - 1, count, values)
+
+    def meet(self, found: cute.Tensor, values: cute.Tensor, scale: Float32) -> None:
+        """A lane's sums and those of its quad to the scores that it stores."""
+        each = cute.size(found) // cute.size(values)
+        for j in range(cute.size(values)):
+            values[j] = heads.over_quad([found[each * j + i] for i in range(each)]) * scale
+
+    @cute.jit
+    def store(self, t: Tensors, shared: Shared, row: Int32, n: Int32, count: Int32, values: cute.Tensor):
+        """Scores of the tokens of product ``n``; of -1 none. ``row`` is the first of a lane's quad."""
+        c = self.c
+        lane = cute.arch.lane_idx() % QUAD
+        row += (lane % 2) * 8 + (lane // 2 * 64 if const_expr(c.tiles == 2) else 0)
+        second = lane // 2 if const_expr(c.tiles < c.together) else Int32(0)
+        stores = (row < t.mScores.shape[1]) & (lane < 2 * c.tiles * c.together // cute.size(values)) & (n >= 0)
+        for j in cutlass.range_constexpr(cute.size(values)):
+            at = n * c.together + j + second
+            if stores & (at < count):
+                token, length = shared.sToken[at], shared.sLength[at]
+                t.mScores[token, row] = cutlass.select_(row < length, values[j], -Float32.inf)
 
     def of_lane(self, values: list[Float32]) -> Float32:
         """The one of two or four values that belongs to the row that this lane stores."""
