@@ -13,7 +13,10 @@ from torch_attnkit.ops.sparse_fmha_with_swa import problem as attention
 def problem(call: Call) -> Problem:
     a = call.arg
     attended = replace(call, arg=SimpleNamespace(**vars(a), normalize=True))
-    fp4 = Fp4(a.o_format, call.dim["R2"], a.cos.dtype, a.scale_layout == "128x4", a.o_global is not None)
+    angles = tuple(t.stride(0) if len(t) > 1 else 0 for t in (a.cos, a.sin))
+    fp4 = Fp4(
+        a.o_format, call.dim["R2"], a.cos.dtype, a.scale_layout == "128x4", a.o_global is not None, a.groups, angles
+    )  # fmt: skip
     return replace(attention.problem(attended), fp4=fp4)
 
 
