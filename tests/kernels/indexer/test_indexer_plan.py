@@ -35,10 +35,9 @@ def problem(tokens=1, requests=1, entries=65536, heads=64, **more):
         (False, dict(page=32)),  # a box of keys would be of two pages
         (True, dict(page=100, paged=False)),
         (False, dict(ids=True)),
-        (True, dict(format="mxfp4", dtype=torch.uint8, k_steps=(4096, 64), k_scale_steps=(256, 4))),
-        (False, dict(format="mxfp4", dtype=torch.uint8, k_steps=(4096, 64), k_scale_steps=(320, 5))),
-        (True, dict(format="mxfp4", dtype=torch.uint8, k_scale_steps=(256, 4), tokens=96, requests=32)),
-        (False, dict(format="mxfp4", dtype=torch.uint8, k_scale_steps=(256, 4), tokens=128, requests=32)),
+        (True, dict(format="mxfp4", dtype=torch.uint8, k_steps=(4096, 64))),
+        (True, dict(format="mxfp4", dtype=torch.uint8, tokens=96, requests=32)),
+        (False, dict(format="mxfp4", dtype=torch.uint8, tokens=128, requests=32)),
         (True, dict(format="none", dtype=torch.bfloat16)),
         (False, dict(k_steps=(8448, 132))),  # TMA takes multiples of 16 bytes
         (True, dict(k_steps=(8448, 128))),

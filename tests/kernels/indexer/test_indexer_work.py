@@ -144,17 +144,17 @@ def test_keys_of_mxfp4_are_decoded_as_they_stream(tokens, page, seed):
 
 
 def test_scales_that_are_not_copied_by_four_do_not_stream():
-    """The same signature with scales at an odd address."""
+    """At an odd address, or with odd steps."""
     q, k, weights, k_len = inputs(T=2)
     (q, q_scale), (k, k_scale) = mxfp4.quantize(q), mxfp4.quantize(k)
     room = torch.zeros(k_scale.numel() + 1, dtype=torch.uint8)
-    names = []
-    for scale in (k_scale, room[1:].view_as(k_scale).copy_(k_scale)):
+    wide, names = torch.nn.functional.pad(k_scale, (0, 1))[..., :4], []
+    for scale in (k_scale, room[1:].view_as(k_scale).copy_(k_scale), wide):
         args = (q, k, weights, k_len, None, None, q_scale, scale)
         got, launches = simulated(*args, format="mxfp4")
         names.append(launches[-1].kernel)
         right(got, args, format="mxfp4")
-    assert names[0] != names[1]
+    assert names[0] != names[1] == names[2]
 
 
 def test_pages_and_lengths_that_are_refused_on_the_cpu_lead_nowhere_where_keys_stream():

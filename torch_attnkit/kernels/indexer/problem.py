@@ -34,7 +34,6 @@ class Problem:
     ids: bool  # whether tokens name their request
     paged: bool
     q_scale: bool
-    k_scale_steps: tuple[int, ...] = ()  # of MXFP4, strides of the scales of k but the last
 
 
 class Operands(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -13,10 +12,8 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.workspace import Workspace
 
-from ..fp4.launch import rope_quantizer
-from ..fp4.problem import Rotate, Rotated
 from ..scores import LOG2_E, MOST
-from .problem import Codes, Fp4, Numbers, Operands, Problem
+from .problem import Codes, Numbers, Operands, Problem
 
 # Powers of two by which maxima grow before the output is rescaled: half of what float16 has above 1, so that sums of
 # probabilities are as exact as ever. Sums that are results belong to the maxima themselves.
@@ -28,10 +25,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     p = problem
     if p.tokens == 0 or p.heads == 0:
         return lambda operands: None
-    arch = importlib.import_module(f"torch_attnkit.kernels.sparse.{target.arch}.plan")
-    cut = arch.plan(p, driver.sm_count(p.device))
-    if p.fp4 is not None and arch.quantises_apart(cut):
-        return _in_turn(p, p.fp4, target)
+    plan = importlib.import_module(f"torch_attnkit.kernels.sparse.{target.arch}.plan").plan
+    cut = plan(p, driver.sm_count(p.device))
     kernel = f"torch_attnkit.kernels.sparse.{target.arch}.kernel"
     run = compile.launcher(target, p.device, kernel, dtype=short(p.dtype), **cut.sizes)
     entries = p.entries if p.requests else 0
@@ -62,28 +57,6 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
             _results(o.results, p.normalize, stand_in), splits, count,
         )  # fmt: skip
         run(tensors, numbers)
-
-    return launch
-
-
-def _in_turn(problem: Problem, results: Fp4, target: Target) -> Callable[[Operands], None]:
-    """Numbers into memory of the call's own, and a launch behind that rotates and quantises them."""
-    p, r = problem, results
-    attend = launcher(replace(p, fp4=None), target)
-    steps = tuple(step if size > 1 else 0 for size, step in ((p.tokens, p.heads * p.dim), (p.heads, p.dim)))
-    rotate = Rotate(
-        r.format, p.device, p.dtype, r.angle_dtype, p.tokens, p.heads, p.dim, r.pairs, steps, r.angles, r.groups,
-        r.swizzled, r.divided,
-    )  # fmt: skip
-    quantise = rope_quantizer(rotate, target)
-
-    def launch(operands: Operands) -> None:
-        codes = operands.results
-        assert isinstance(codes, Codes)
-        out = torch.empty(p.tokens, p.heads, p.dim, dtype=p.dtype, device=codes.codes.device)  # (T, H, D)
-        lse = torch.empty(p.tokens, p.heads, dtype=torch.float32, device=out.device)  # (T, H)
-        attend(operands._replace(results=Numbers(out, lse, lse)))
-        quantise(Rotated(out, codes.cos, codes.sin, codes.global_scale, codes.codes, codes.scale))
 
     return launch
 

@@ -18,8 +18,6 @@ class Fp4:
     angle_dtype: torch.dtype
     swizzled: bool  # scales in the 128x4 layout
     divided: bool  # whether there is a global scale
-    groups: int  # of heads, each with a matrix of scales in the 128x4 layout
-    angles: tuple[int, ...]  # element strides of cos and of sin before the last axis, 0 for an axis of one
 
 
 @dataclass(frozen=True)

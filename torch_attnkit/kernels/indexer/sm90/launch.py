@@ -60,9 +60,12 @@ def stream_config(p: Problem, alone: bool) -> Any:
 
 
 def streamable(o: Operands, config: Any) -> bool:
-    """Whether keys are where TMA takes them, and scales of blocks where a copy of four does."""
-    scales = o.k_scale if config.stored == "mxfp4" else None
-    return o.k.data_ptr() % 16 == 0 and (scales is None or scales.data_ptr() % 4 == 0)
+    """Whether keys are where TMA takes them, and scales of blocks where copies of four do."""
+    places = [o.k.data_ptr() % 16]
+    if config.stored == "mxfp4":
+        assert o.k_scale is not None
+        places += [o.k_scale.data_ptr() % 4, *(step % 4 for step in o.k_scale.stride()[:-1])]
+    return not any(places)
 
 
 def streamed(o: Operands, q: torch.Tensor, config: Any) -> tuple[torch.Tensor | None, ...]:

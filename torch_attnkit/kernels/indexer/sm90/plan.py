@@ -214,7 +214,6 @@ def streams(problem: Problem) -> bool:
     tiles = p.requests * -(-p.entries // TILE)
     boxes = not p.paged or p.page % BOX == 0
     aligned = all(step > 0 and step * p.dtype.itemsize % 16 == 0 for step in p.k_steps)
-    aligned &= all(step % 4 == 0 for step in p.k_scale_steps)
     return few and tokens_of_request(p) <= FEW and boxes and aligned and tiles < 1 << 30
 
 

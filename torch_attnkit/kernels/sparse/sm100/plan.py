@@ -52,11 +52,6 @@ def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
     return (r.format, r.pairs, short(r.angle_dtype), r.swizzled, r.divided)
 
 
-def quantises_apart(cut: Plan) -> bool:
-    """Whether results in FP4 are numbers first, which another launch quantises."""
-    return False
-
-
 def plan(problem: Problem, sms: int) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors. A *work tile* is a token with the heads of one CTA or of both
     sides; ``ctas`` are those of a cluster that share the keys of a side."""

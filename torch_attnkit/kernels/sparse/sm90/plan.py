@@ -83,15 +83,6 @@ def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
     return (r.format, r.pairs, short(r.angle_dtype), r.swizzled, r.divided)
 
 
-def quantises_apart(cut: Plan) -> bool:
-    """Whether results in FP4 are numbers first, which another launch quantises.
-
-    Where a CTA has a work tile to itself, its consumers alone work on codes, and their tensor cores rest: on an H200
-    17,000 cycles of each work tile, in MXFP4 13,000. Where CTAs share one, each has a share of its rows.
-    """
-    return not cut.sizes["merge"]
-
-
 def plan(problem: Problem, sms: int) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors."""
     head_blocks = -(-problem.heads // HEADS)
