@@ -35,6 +35,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="Model dtype: bf16, f16, f32 or f8e4m3.")] = "bf16",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
     baseline: Annotated[bool, typer.Option(help="Put the result into bench/baselines/<device>.json.")] = False,
+    prepare: Annotated[
+        bool, typer.Option(help="Time nothing: let ours and all peers compile; some of these may run side by side.")
+    ] = False,
 ) -> None:
     """Time one op on this machine's GPU: parity first, cold inputs, CUDA graph and eager, medians."""
     if op in mps.MODELS:
@@ -47,6 +50,10 @@ def main(
         raise typer.Exit(mps.main(OPS[op], DTYPES[dtype], case, json_file, console))
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
+    if prepare:
+        for name, failed in run.prepare(OPS[op], DTYPES[dtype], case):
+            console.print(f"{op} {name}: {failed or 'ready'}", soft_wrap=True, highlight=False, markup=False)
+        return
     given = " ".join(sys.argv[1:])
     if json_file:  # where that file lay is nobody's concern
         given = given.replace(str(json_file), json_file.name)

@@ -32,6 +32,30 @@ def lines(
             torch.cuda.empty_cache()
 
 
+def prepare(op: Op, dtype: torch.dtype, only: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Make each case's call of ours and of every peer once, so that all is compiled: its name, and what failed."""
+    inputs, call = Inputs(op, dtype), getattr(torch.ops.attnkit, op.name)
+    for name, dims in inputs.cases.BENCH.items():
+        if only not in name:
+            continue
+        failed: dict[str, str] = {}
+        args, kwargs = inputs.first(dims)
+        try:
+            call(*args, **kwargs)
+        except Exception as failure:
+            failed["ours"] = _words(failure)
+        for peer in peers.ALL:
+            try:
+                if (run := peer.adapt(op.name, args, kwargs)) is not None:
+                    run()
+            except Exception as failure:
+                failed[peer.name] = _words(failure)
+        torch.cuda.synchronize()
+        del args
+        torch.cuda.empty_cache()
+        yield name, failed
+
+
 def _line(inputs: Inputs, dims: dict[str, int], limits: dict[str, float], with_peers: bool) -> dict[str, Any]:
     op, cases = inputs.op, inputs.cases
     call = getattr(torch.ops.attnkit, op.name)

@@ -1,8 +1,8 @@
 """How far a peer's results are from ours, as one number that is 0 where both computed the same.
 
-Most results are compared as they are, by the norm of their difference. Two ops leave a peer free to answer otherwise:
+Most results are compared as they are, by the norm of their difference. Three ops leave a peer free to answer otherwise:
 where indexer_scores has -inf a peer that is told the lengths need not write, and entries that indexer_topk chooses may
-come in any order and, where scores are equal, be others.
+come in any order and, where scores are equal, be others. indexer_select shows no scores, so entries themselves count.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 
 
 def difference(op: str, args: tuple[Any, ...], mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Relative to the norm of ours, but of choices the share of rows that are wrong."""
+    """Relative to the norm of ours, but of choices the share of rows, or of entries, that are wrong."""
     mine = mine.reshape(theirs.shape)
     if op == "indexer_topk":
         return _wrong_rows(args[0], mine, theirs)
+    if op == "indexer_select":
+        return _not_chosen(mine, theirs)
     if op == "indexer_scores":
         seen = mine.isfinite()
         mine, theirs = mine[seen], theirs[seen]
@@ -31,6 +33,14 @@ def _wrong_rows(scores: torch.Tensor, mine: torch.Tensor, theirs: torch.Tensor) 
     wrong |= ((chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)).any(-1)
     wrong |= (_values(scores, mine) != _values(scores, theirs)).any(-1)
     return float(wrong.float().mean()) if len(wrong) else 0.0
+
+
+def _not_chosen(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of the entries that ``mine`` (Tq, K) chooses the share that ``theirs`` (Tq, K) does not."""
+    theirs = theirs.sort(-1).values
+    place = torch.searchsorted(theirs, mine.to(theirs.dtype)).clamp(max=theirs.shape[1] - 1)
+    missed = (theirs.gather(-1, place) != mine) & (mine >= 0)
+    return float(missed.sum() / (mine >= 0).sum().clamp(min=1))
 
 
 def _values(scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

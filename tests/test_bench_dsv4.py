@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import peers, run
+from bench.inputs import Inputs
 from bench.peers import deepgemm, flashmla, torch_bmm, torch_compile, torch_rows, vllm_cache, vllm_ops, vllm_topk
 from bench.same import difference
 from torch_attnkit import parity
@@ -209,6 +210,19 @@ def test_choices_are_compared_as_sets_of_scores(by, ties, features, general):
     assert by == "torch_topk" or getattr(vllm_topk, by)("indexer_topk", short, kwargs) is None
 
 
+@pytest.mark.parametrize("tokens", (3, 33))
+def test_a_selection_in_two_launches_chooses_the_same_entries(tokens, deep_gemm, general):
+    dims = dict(Tq=tokens, R=tokens, S=1024, Hi=64, Qb=128, Ps=64, bits=8, K=512, full=1)
+    args, kwargs, wanted = made("indexer_select", dims, ("paged",))
+    got = deepgemm.select("indexer_select", args, kwargs)()
+    assert difference("indexer_select", args, wanted, got) < 5e-3  # but for ties
+    wrong = got.clone()
+    wrong[0] = torch.where(torch.isin(torch.arange(1024), wanted[0]), -1, torch.arange(1024))[-512:].int()
+    assert difference("indexer_select", args, wanted, wrong) > 0.3 / tokens
+    assert deepgemm.select("indexer_scores", args, kwargs) is None
+    assert deepgemm.select("indexer_select", args, kwargs | dict(format="mxfp4")) is None
+
+
 def concat_and_cache(kv, rope, cache, slot, kind, scale):
     assert slot.dtype == torch.int64 and cache.shape[1] == 1 and kind == "auto"
     kept = slot >= 0
@@ -254,6 +268,22 @@ def test_a_peer_that_is_not_there_says_so(monkeypatch):
     for (name, (args, kwargs, _)), op in zip(calls.items(), NAMES, strict=False):
         with pytest.raises(ImportError, match="is not installed"):
             next(p for p in peers.ALL if p.name == name).adapt(op, args, kwargs)
+
+
+def test_everything_is_called_once_before_it_is_timed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(run, "Inputs", lambda op, dtype: Inputs(op, dtype, "cpu"))
+    called = []
+
+    class Fake(peers.Peer):
+        def adapt(self, op, args, kwargs):
+            if self.name == "absent":
+                raise ImportError("it is not installed")
+            return None if self.name == "other" else lambda: called.append(len(args[0]))
+
+    monkeypatch.setattr(peers, "ALL", tuple(Fake(name, "") for name in ("right", "other", "absent")))
+    found = dict(run.prepare(OPS["indexer_topk"], torch.bfloat16, "1x2048"))
+    assert found == {"1x2048-512": {"absent": "ImportError: it is not installed"}} and called == [1]
 
 
 def test_a_peer_is_timed_if_it_computed_the_same_and_else_it_is_said_why(monkeypatch):

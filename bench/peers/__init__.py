@@ -45,6 +45,7 @@ ALL = (
     Peer("grouped_mm", "torch_grouped_mm"),
     Peer("FlashMLA", "flashmla"),
     Peer("DeepGEMM", "deepgemm"),
+    Peer("DeepGEMM, vLLM", "deepgemm", by="select"),
     Peer("topk", "vllm_topk", by="torch_topk"),
     Peer("vLLM cooperative", "vllm_topk", by="cooperative"),
     Peer("vLLM persistent", "vllm_topk", by="persistent"),

@@ -2,7 +2,8 @@
 
 It comes with vLLM and compiles with nvcc on first use (``DG_JIT_CACHE_DIR`` keeps what it made). Keys in pages, weights
 in float32 with the scales of q in them, and the schedule of a decode step are made outside of the timing. It does not
-write -inf behind a row's entries, as vLLM does not ask for it.
+write -inf behind a row's entries, as vLLM does not ask for it. ``select`` is both launches of a decode step: these
+scores, and vLLM's choice of the largest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.peers import vllm_ops
+from bench.peers import vllm_ops, vllm_topk
 
 _PAGE = 64  # entries
 
@@ -39,6 +40,16 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
     if requests < tokens:
         return _of_one_request(q, k[0], k_scale[0, :, 0].contiguous(), weights, k_len)
     return _of_pages(q, *pages(k, k_scale, table), weights, k_len)
+
+
+def select(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], torch.Tensor] | None:
+    if op != "indexer_select":
+        return None
+    scores, tokens = adapt("indexer_scores", args, kwargs), len(args[0])
+    if scores is None:
+        return None
+    choose = vllm_topk.shared(vllm_topk.of_few(tokens), args[3], kwargs["topk"])
+    return lambda: choose(scores())
 
 
 def _of_one_request(

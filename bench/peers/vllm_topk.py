@@ -29,6 +29,11 @@ def torch_topk(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     return lambda: scores.topk(kwargs["topk"], sorted=False).indices
 
 
+def of_few(rows: int) -> str:
+    """What vLLM takes for so many rows of a decode step."""
+    return "cooperative_topk" if rows <= _COOPERATIVE else "persistent_topk"
+
+
 def cooperative(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if op != "indexer_topk" or args[0].stride(0) % 4 or len(args[0]) > _COOPERATIVE:
         return None
@@ -67,18 +72,24 @@ def per_row_decode(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 
 
 def _shared(name: str, args: tuple[Any, ...], topk: int) -> Call:
-    """The kernels in which thread blocks share a row through a workspace."""
     if args[0].dtype != torch.float32 or topk not in _SIZES:
         return None
-    scores, lengths, out = _given(args, topk)
-    run = getattr(vllm_ops.general(), name)
-    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=scores.device)
+    scores, lengths, _ = _given(args, topk)
+    choose = shared(name, lengths, topk)
+    return lambda: choose(scores)
 
-    def call() -> torch.Tensor:
+
+def shared(name: str, lengths: torch.Tensor, topk: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The kernels in which thread blocks share a row through a workspace, for scores (Tq, S) in float32."""
+    run = getattr(vllm_ops.general(), name)
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=lengths.device)
+    out = torch.full((len(lengths), topk), -1, dtype=torch.int32, device=lengths.device)
+
+    def choose(scores: torch.Tensor) -> torch.Tensor:
         run(scores, lengths, out, workspace, topk, scores.shape[1])
         return out
 
-    return call
+    return choose
 
 
 def _given(args: tuple[Any, ...], topk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,10 +2,10 @@
 
     python tests/cuda/sanitize.py [OP ...]
 
-Runs every row of the ops under ``compute-sanitizer`` (memcheck), a process for each op, and prints the errors it
-counted; exits with 1 if there were any. The inputs are those of the parity cases, with every integer tensor replaced by
-hostile values: below zero, past the end, and as large as 32 bits allow. The results are not looked at. Each tensor is
-an allocation of its own, so that the tool sees a step past any of them.
+Compiles what they need, then runs every row of the ops under ``compute-sanitizer`` (memcheck), a process for each op,
+and prints the errors it counted; exits with 1 if there were any. The inputs are those of the parity cases, with every
+integer tensor replaced by hostile values: below zero, past the end, and as large as 32 bits allow. The results are not
+looked at. Each tensor is an allocation of its own, so that the tool sees a step past any of them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from torch_attnkit import parity
+from torch_attnkit.core import config
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.op import Call, Kernel
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda import compile
+from torch_attnkit.warmup import fill
 
-TOGETHER = 4  # processes
+TOGETHER = 5  # processes
 HOSTILE = (-(2**31), -1, 0, 1, 7, 1 << 20, 2**31 - 1)
 
 
@@ -31,31 +39,47 @@ def hostile(value: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
     return torch.where(torch.rand(value.shape, generator=gen) < 0.5, value, other)
 
 
-def run(name: str) -> int:
-    """All calls of an op; how many there were."""
-    op, calls = OPS[name], 0
+def calls_of(name: str) -> Iterator[tuple[Kernel, Call, tuple[Any, ...], dict[str, Any]]]:
+    """The parity cases of an op on its rows for sm90, without features and with as many as go together."""
+    op = OPS[name]
     for index, row in enumerate(op.kernels):
         if "sm90" not in row.archs:
             continue
-        gen = torch.Generator().manual_seed(0)
         most = [(), *parity.together(op, tuple(row.features.split()))]
         for case in parity.cases(op, index, "sm90"):
             if case.dtype != row.dtypes.split()[0] or case.features not in most:
                 continue
             args, kwargs = parity.arguments(case)
-            if row.refusal(parity.bound(op, args, kwargs)):
-                continue
-            moved = [
-                a if not isinstance(a, torch.Tensor) else (a if a.is_floating_point() else hostile(a, gen)).cuda()
-                for a in args
-            ]
-            ways = [moved]
-            if name.startswith("sdpa_decode") and moved[1].shape == moved[2].shape:
-                ways.append([*moved[:2], moved[1], *moved[3:]])  # one tensor for both caches has kernels of its own
-            for each in ways:
-                getattr(torch.ops.attnkit, name)(*each, **kwargs)
-                torch.cuda.synchronize()
-                calls += 1
+            if not row.refusal(call := parity.bound(op, args, kwargs)):
+                yield row, call, args, kwargs
+
+
+def kernels(names: list[str]) -> list[compile.Request]:
+    """What these calls need compiled, but for those with one tensor for both caches."""
+    found: dict[compile.Request, None] = {}
+    for name in names:
+        for row, call, _, _ in calls_of(name):
+            with compile.recording() as asked:
+                OPS[name].module(row.file).build(call, Target("sm90"))
+            found |= dict.fromkeys(asked)
+    return list(found)
+
+
+def run(name: str) -> int:
+    """All calls of an op; how many there were."""
+    calls, gen = 0, torch.Generator().manual_seed(0)
+    for _, _, args, kwargs in calls_of(name):
+        moved = [
+            a if not isinstance(a, torch.Tensor) else (a if a.is_floating_point() else hostile(a, gen)).cuda()
+            for a in args
+        ]
+        ways = [moved]
+        if name.startswith("sdpa_decode") and moved[1].shape == moved[2].shape:
+            ways.append([*moved[:2], moved[1], *moved[3:]])  # one tensor for both caches has kernels of its own
+        for each in ways:
+            getattr(torch.ops.attnkit, name)(*each, **kwargs)
+            torch.cuda.synchronize()
+            calls += 1
     return calls
 
 
@@ -75,7 +99,7 @@ def sanitized(name: str) -> tuple[int, str]:
 
 def main(names: list[str]) -> int:
     names = names or [name for name, op in OPS.items() if any("sm90" in row.archs for row in op.kernels)]
-    bad = 0
+    bad = fill(kernels(names), config.cache_dir() / "cuda", Console())
     with ThreadPoolExecutor(TOGETHER) as pool:
         for name, (errors, words) in zip(names, pool.map(sanitized, names), strict=True):
             print(f"{name}: {errors} errors, {words}", flush=True)

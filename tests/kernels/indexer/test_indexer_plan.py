@@ -35,7 +35,9 @@ def problem(tokens=1, requests=1, entries=65536, heads=64, **more):
         (False, dict(page=32)),  # a box of keys would be of two pages
         (True, dict(page=100, paged=False)),
         (False, dict(ids=True)),
-        (False, dict(format="mxfp4", dtype=torch.uint8)),
+        (True, dict(format="mxfp4", dtype=torch.uint8, k_steps=(4096, 64))),
+        (True, dict(format="mxfp4", dtype=torch.uint8, tokens=96, requests=32)),
+        (False, dict(format="mxfp4", dtype=torch.uint8, tokens=128, requests=32)),
         (True, dict(format="none", dtype=torch.bfloat16)),
         (False, dict(k_steps=(8448, 132))),  # TMA takes multiples of 16 bytes
         (True, dict(k_steps=(8448, 128))),
@@ -95,7 +97,7 @@ def test_scores_stay_in_shared_memory_where_there_is_room(tokens, requests, entr
     given = problem(tokens, requests, entries)
     each = plan.tokens_of_request(given)
     stages = plan.stream_stages(each, given.heads, given.dim)
-    stream = plan.StreamConfig("f8e4m3", "bf16", given.heads, given.dim, each, stages, 1, True, False, True)
+    stream = plan.StreamConfig("f8e4m3", "f8e4m3", "bf16", given.heads, given.dim, each, stages, 1, True, False, True)
     blocks = min(SMS, -(-entries // plan.TILE))
     found = plan.selects(given, stream, blocks)
     assert (found.room if found else 0) == room

@@ -104,7 +104,8 @@ def pages(k, page, gen, spare=3):
     """Keys (R, S, D) in pages of a pool in random order, and the table."""
     R, S, D = k.shape
     table = torch.randperm(R * S // page + spare, generator=gen)[: R * S // page].view(R, -1).int()
-    pool = torch.full((R * S // page + spare, page, D), torch.nan, dtype=k.dtype)
+    nowhere = torch.nan if k.is_floating_point() else 0xFF
+    pool = torch.full((R * S // page + spare, page, D), nowhere, dtype=k.dtype)
     pool[table.long()] = k.unflatten(1, (-1, page))
     return pool, table
 
@@ -123,6 +124,37 @@ def test_keys_stream_past_few_tokens(tokens, page, seed):
     got, launches = simulated(*args, seed=seed)
     assert len(launches) == 1
     right(got, args)
+
+
+@pytest.mark.parametrize(("tokens", "page", "seed"), [(1, 64, 0), (3, 128, 1)])
+def test_keys_of_mxfp4_are_decoded_as_they_stream(tokens, page, seed):
+    """q by a launch of its own, before."""
+    R, S = 5, 640
+    gen = torch.Generator().manual_seed(seed)
+    q, k, weights, _ = inputs(T=R * tokens, R=R, S=S)
+    k_len = torch.tensor([S, 1, 0, 300, 129], dtype=torch.int32).repeat_interleave(tokens)
+    (q, q_scale), (k, k_scale) = mxfp4.quantize(q), mxfp4.quantize(k)
+    codes, table = pages(k, page, gen)
+    scales = torch.full((*codes.shape[:2], 4), 0xFF, dtype=torch.uint8)  # NaN
+    scales[table.long()] = k_scale.unflatten(1, (-1, page))
+    args = (q, codes, weights, k_len, None, table, q_scale, scales)
+    got, launches = simulated(*args, format="mxfp4", seed=seed)
+    assert len(launches) == 2
+    right(got, args, format="mxfp4")
+
+
+def test_scales_that_are_not_copied_by_four_do_not_stream():
+    """At an odd address, or with odd steps."""
+    q, k, weights, k_len = inputs(T=2)
+    (q, q_scale), (k, k_scale) = mxfp4.quantize(q), mxfp4.quantize(k)
+    room = torch.zeros(k_scale.numel() + 1, dtype=torch.uint8)
+    wide, names = torch.nn.functional.pad(k_scale, (0, 1))[..., :4], []
+    for scale in (k_scale, room[1:].view_as(k_scale).copy_(k_scale), wide):
+        args = (q, k, weights, k_len, None, None, q_scale, scale)
+        got, launches = simulated(*args, format="mxfp4")
+        names.append(launches[-1].kernel)
+        right(got, args, format="mxfp4")
+    assert names[0] != names[1] == names[2]
 
 
 def test_pages_and_lengths_that_are_refused_on_the_cpu_lead_nowhere_where_keys_stream():

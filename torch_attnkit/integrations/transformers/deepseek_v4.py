@@ -1,12 +1,13 @@
 """DeepSeek-V4's attention on sparse_fmha_with_swa, indexer_scores, indexer_topk and grouped_output_projection.
 
-Only the attention's forward is replaced. Projections, norms, rotations and the cache layers stay the model's own, and
-compressed entries are pooled here as the model pools them, since its compressors return them inside a dense bias.
+Only the attention's forward is replaced. Projections, weighted norms and the cache layers stay the model's own.
+Compressed entries are pooled here as the model pools them, since its compressors return them inside a dense bias.
+Rotations give the model's numbers, in place: of a head's 512 channels the model copies 448 that stay as they are.
 
 Differences to the replaced forward: of compressed entries with equal scores at the border of the top-k the lowest index
-is chosen. Left-padded rows follow it exactly, which is not what the same row gives without padding: the model pools
-padding tokens into compressed entries, and a decode step of a heavily compressed layer sees every entry whatever the
-positions say.
+is chosen, and the norm of q's heads rounds numbers of 16 bits once, not thrice. Left-padded rows follow it exactly, and
+that is not what the same row gives without padding: the model pools padding tokens into compressed entries, and a
+decode step of a heavily compressed layer sees every entry whatever the positions say.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import rms_norm
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4CSACompressor,
     DeepseekV4GroupedLinear,
     DeepseekV4HCACompressor,
-    apply_rotary_pos_emb,
+    DeepseekV4UnweightedRMSNorm,
 )
 
 from torch_attnkit.core import UnsupportedError
@@ -58,12 +60,12 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
             )
         masks.refuse_weights(kwargs)
         B, T, _ = hidden_states.shape
-        cos, sin = position_embeddings[self.rope_layer_type]
+        angles = _angles(*position_embeddings[self.rope_layer_type])
         q_low = self.q_a_norm(self.q_a_proj(hidden_states))  # (B, T, low rank)
-        q = self.q_b_norm(self.q_b_proj(q_low).view(B, T, self.num_heads, self.head_dim))  # (B, T, Hq, D)
-        q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2).flatten(0, 1)  # (Tq, Hq, D)
-        kv = self.kv_norm(self.kv_proj(hidden_states))[:, None]  # (B, 1, T, D)
-        kv = apply_rotary_pos_emb(kv, cos, sin)
+        q = _normed(self.q_b_norm, self.q_b_proj(q_low).view(B, T, self.num_heads, self.head_dim))  # (B, T, Hq, D)
+        q = _rotated(q, angles).flatten(0, 1)  # (Tq, Hq, D)
+        kv = self.kv_norm(self.kv_proj(hidden_states))  # (B, T, D)
+        kv = _rotated(kv[:, :, None], angles).transpose(1, 2)  # (B, 1, T, D)
         state = None
         if past_key_values is not None:
             kv = past_key_values.update(kv, kv, self.layer_idx)[0]  # (B, 1, S, D), S: the window behind, and T
@@ -75,11 +77,35 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
             q, swa_kv, swa_end, compressed, chosen, visible, None, self.sinks.float(),
             scale=self.scaling, window=self.sliding_window,
         )[0].view(B, T, self.num_heads, self.head_dim)  # fmt: skip
-        out = apply_rotary_pos_emb(out, cos, -sin, unsqueeze_dim=2)  # (B, T, Hq, D)
+        out = _rotated(out, angles, back=True)  # (B, T, Hq, D)
         groups = self.o_a_proj.n_groups
         weight = self.o_a_proj.weight.view(groups, -1, self.o_a_proj.in_features)  # (G, R, Ko)
         low = ops.grouped_output_projection(out.reshape(B * T, groups, -1), weight)  # (Tq, G, R)
         return self.o_b_proj(low.reshape(B, T, -1)), None
+
+
+def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """``norm`` of x (..., D), of 16 bits by one launch where the model takes seven."""
+    if type(norm) is DeepseekV4UnweightedRMSNorm and x.dtype.itemsize == 2:
+        return rms_norm(x, x.shape[-1:], eps=norm.eps)
+    return norm(x)
+
+
+def _angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of cos and sin (B, T, R): what the two channels of a pair are multiplied with, and what with each other."""
+    cos, sin = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (cos, sin))
+    return cos[:, :, None, :, None], torch.stack((-sin, sin), -1)[:, :, None]  # (B, T, 1, R, 1), (B, T, 1, R, 2)
+
+
+def _rotated(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], back: bool = False) -> torch.Tensor:
+    """``apply_rotary_pos_emb`` of x (B, T, heads, D), to the bit, in x itself unless a gradient goes through it."""
+    cos, sin = angles
+    x = x.clone() if x.requires_grad else x
+    pairs = x[..., -2 * cos.shape[-2] :].unflatten(-1, (-1, 2))  # (B, T, heads, R, 2)
+    held = pairs.float() if pairs.dtype == torch.float64 else pairs  # products make float32 of 16 bits
+    straight, crossed = held * cos, held.flip(-1) * sin
+    pairs.copy_(straight.sub_(crossed) if back else straight.add_(crossed))
+    return x
 
 
 def _start(
@@ -140,7 +166,7 @@ def _compressed(
     indexer = compressor.indexer
     cos, sin = indexer.rotary_emb(hidden, position_ids=position_ids, layer_type=indexer.rope_layer_type)
     q = indexer.q_b_proj(q_low).view(B, T, indexer.num_heads, indexer.head_dim)  # (B, T, Hi, Di)
-    q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2).flatten(0, 1)  # (Tq, Hi, Di)
+    q = _rotated(q, _angles(cos, sin)).flatten(0, 1)  # (Tq, Hi, Di)
     scorer = indexer.scorer
     # Both scales are positive, so that they may move from the scores into the weights.
     weights = scorer.weights_proj(hidden).flatten(0, 1).float() * (scorer.weights_scaling * scorer.softmax_scale)
@@ -170,7 +196,7 @@ def _entries(block: Any, hidden: torch.Tensor, state: Any, name: str) -> torch.T
         new = block.kv_norm((values * share).sum(2))  # (B, n, D)
         position = first + rate * torch.arange(n, device=new.device)  # (n,)
         cos, sin = block.rotary_emb(new, position_ids=position[None], layer_type=block.rope_layer_type)
-        new = apply_rotary_pos_emb(new[:, None], cos, sin)[:, 0]
+        new = _rotated(new[:, :, None], _angles(cos, sin))[:, :, 0]
     return new if state is None else state.update_compressor_states(name, new)
 
 

@@ -14,7 +14,6 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.workspace import Workspace
 
-from ..prefill.launch import reader
 from ..topk import launch as topk
 from ..topk import problem as rows
 from . import launch as scores
@@ -59,18 +58,18 @@ def _together(
         target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", trace="trace_select",
         config=(*astuple(config.stream), config.room),
     )  # fmt: skip
-    read = reader(p.q, p.dtype.itemsize)
+    read = host.queries(p, target)
     workspace = Workspace(p.device, config.sums + 2 * blocks * p.tokens, 2 * plan.LINE)
     others: list[Callable[[Operands], None]] = []
 
     def launch(o: Operands) -> None:
-        if o.given.k.data_ptr() % 16:
+        if not host.streamable(o.given, config.stream):
             if not others:
                 others.append(_in_turn(problem, target))
             return others[0](o)
         sums, arrivals = workspace.get()
         meeting = sums.view(torch.int32), arrivals
-        run(*host.streamed(o.given, read(o.given.q), config.stream), o.indices, meeting, (p.entries, blocks))
+        run(*host.streamed(o.given, read(o.given), config.stream), o.indices, meeting, (p.entries, blocks))
 
     return launch
 

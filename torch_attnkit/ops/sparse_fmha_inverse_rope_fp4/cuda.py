@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_attnkit.core.family import solved_by
-from torch_attnkit.kernels.sparse.launch import launcher
+from torch_attnkit.kernels.sparse.quantised import launcher
 
 from .problem import operands, problem
 

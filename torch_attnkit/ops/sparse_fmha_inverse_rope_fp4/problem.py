@@ -6,15 +6,24 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from torch_attnkit.core.op import Call
-from torch_attnkit.kernels.sparse.problem import Codes, Fp4, Operands, Problem
+from torch_attnkit.kernels.fp4.problem import Rotate
+from torch_attnkit.kernels.sparse.problem import Codes, Fp4, Operands
+from torch_attnkit.kernels.sparse.quantised import Quantised
 from torch_attnkit.ops.sparse_fmha_with_swa import problem as attention
 
 
-def problem(call: Call) -> Problem:
-    a = call.arg
+def problem(call: Call) -> Quantised:
+    a, dim = call.arg, call.dim
     attended = replace(call, arg=SimpleNamespace(**vars(a), normalize=True))
-    fp4 = Fp4(a.o_format, call.dim["R2"], a.cos.dtype, a.scale_layout == "128x4", a.o_global is not None)
-    return replace(attention.problem(attended), fp4=fp4)
+    swizzled, divided = a.scale_layout == "128x4", a.o_global is not None
+    fp4 = Fp4(a.o_format, dim["R2"], a.cos.dtype, swizzled, divided)
+    sizes = dim["Tq"], dim["Hq"], dim["D"], dim["R2"]
+    o = tuple(step if size > 1 else 0 for size, step in ((dim["Tq"], dim["Hq"] * dim["D"]), (dim["Hq"], dim["D"])))
+    angles = tuple(t.stride(0) if len(t) > 1 else 0 for t in (a.cos, a.sin))
+    rotated = Rotate(
+        a.o_format, call.device, a.q.dtype, a.cos.dtype, *sizes, o, angles, a.groups, swizzled, divided
+    )  # fmt: skip
+    return Quantised(replace(attention.problem(attended), fp4=fp4), rotated)
 
 
 def operands(

@@ -58,15 +58,24 @@ def trace_select(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
 def _streamed(c: StreamConfig) -> list[Any]:
     """What both kernels for few tokens read."""
     T, requests = fake.dim32(), fake.dim32()
-    stored = "u8" if c.dtype == "f8e4m3" else c.dtype  # not every torch hands E4M3 over
-    step = 16 // c.itemsize  # TMA takes multiples of 16 bytes
-    rows = lambda *shape: fake.tensor(stored, (*shape, c.dim), (fake.dim(step), fake.dim(step), 1))
+
+    def rows(name: str, row_bytes: int, *shape: Any) -> Any:
+        name = "u8" if name in ("mxfp4", "f8e4m3") else name  # not every torch hands E4M3 over
+        size = fake.dtype(name).width // 8
+        step = 16 // size  # TMA takes multiples of 16 bytes
+        return fake.tensor(name, (*shape, row_bytes // size), (fake.dim(step), fake.dim(step), 1))
+
+    scale = None
+    if c.scales:
+        four = c.stored == "mxfp4"
+        steps = (fake.dim(4), fake.dim(4), 1) if four else None
+        scale = fake.tensor("u8" if four else "f32", (fake.dim32(), fake.dim32(), 4 if four else 1), steps, align=4)
     return [
-        rows(T, c.heads),
-        rows(fake.dim32(), fake.dim32()),
+        rows(c.dtype, c.dim * c.itemsize, T, c.heads),
+        rows(c.stored, c.row_bytes, fake.dim32(), fake.dim32()),
         fake.tensor(c.weights, (T, c.heads), align=fake.dtype(c.weights).width // 8),
         fake.tensor("i32", (T,), (None,), align=4),
         fake.tensor("i32", (requests, fake.dim32()), align=4) if c.paged else None,
         fake.tensor("f32", (T, c.heads, 1), align=4) if c.q_scale else None,
-        fake.tensor("f32", (fake.dim32(), fake.dim32(), 1), align=4) if c.k_scale else None,
+        scale,
     ]

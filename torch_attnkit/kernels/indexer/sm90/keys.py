@@ -21,7 +21,6 @@ from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90.softmax import transpose_quads
 
 from ..pages import Tensors, find
-from .plan import Config
 
 QUAD = 4  # lanes that share a row
 _BYTES = 16  # of a row that a lane loads at a time
@@ -65,7 +64,7 @@ def _row(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: 
             scale = Float32(t.mKScale[place, entry, 0])
     factors = []
     if const_expr(c.stored == "mxfp4"):
-        factors = [_factor(t, place, entry, there, i) for i in range(QUAD)]
+        factors = [_block_factor(t, place, entry, there, i) for i in range(QUAD)]
     parts = [cute.make_rmem_tensor(_BYTES, Uint8) for _ in range(c.row_bytes // (QUAD * _BYTES))]
     for i in cutlass.range_constexpr(len(parts)):
         parts[i].fill(0)
@@ -76,7 +75,16 @@ def _row(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: 
     return Row(parts, scale, factors)
 
 
-def operand(c: Config, mma: cute.TiledMma, rows: list[Row]) -> Keys:
+def from_shared(row: cute.Tensor, scales: Int32) -> Row:
+    """What a lane has of a row of MXFP4 in shared memory, with its four scales."""
+    part = cute.make_rmem_tensor(_BYTES, Uint8)
+    lane = cute.arch.lane_idx() % QUAD
+    source = cute.make_ptr(Uint8, row.iterator.toint() + lane * _BYTES, cute.AddressSpace.smem, assumed_align=_BYTES)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(_BYTES)), part)
+    return Row([part], Float32(1), [_factor(scales >> (8 * i) & 0xFF) for i in range(QUAD)])
+
+
+def operand(c: Any, mma: cute.TiledMma, rows: list[Row]) -> Keys:
     """64 keys as the first operand, with the signs of their scales."""
     mine = mma.get_slice(cute.arch.thread_idx()[0] % 128)
     rA = mine.make_fragment_A(mine.partition_shape_A((64, c.dim)))
@@ -114,16 +122,21 @@ def _load(c: cutlass.Constexpr, at: Any, rPart: cute.Tensor):
 
 
 @cute.jit
-def _factor(t: Tensors, place: Int32, entry: Int32, there: cutlass.Boolean, block: cutlass.Constexpr):
-    """The scale of a block of a row, 2^(byte - 127), twice as bf16; 255 is NaN, and that of 0 is subnormal."""
+def _block_factor(t: Tensors, place: Int32, entry: Int32, there: cutlass.Boolean, block: cutlass.Constexpr):
+    """The scale of a block of a row."""
     byte = Int32(127)
     if there:
         byte = Int32(t.mKScale[place, entry, block])
+    return _factor(byte)
+
+
+def _factor(byte: Int32) -> Int32:
+    """2^(byte - 127), twice as bf16; 255 is NaN, and that of 0 is subnormal."""
     bits = cutlass.select_(byte == 0, Int32(0x40), byte << 7)
     return cutlass.select_(byte == 255, Int32(0x7FC0), bits) * 0x10001
 
 
-def _operands(c: Config, loaded: list[Int32], factors: list[Int32]) -> list[tuple[Int32, Int32]]:
+def _operands(c: Any, loaded: list[Int32], factors: list[Int32]) -> list[tuple[Int32, Int32]]:
     """16 bytes a lane to this lane's two words of each step of a product that they are for, in order."""
     lane = cute.arch.lane_idx() % QUAD
     if c.stored == c.dtype:

@@ -32,38 +32,52 @@ def _streams(p: Problem, target: Target) -> Callable[[Operands], None]:
         target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", trace="trace_stream",
         config=astuple(config),
     )  # fmt: skip
-    read = reader(p.q, p.dtype.itemsize)
+    read = queries(p, target)
     blocks = min(config.blocks * driver.sm_count(p.device), p.requests * -(-p.entries // plan.TILE))
     others: list[Callable[[Operands], None]] = []
 
     def launch(o: Operands) -> None:
-        if o.k.data_ptr() % 16:
+        if not streamable(o, config):
             if not others:
                 others.append(_blocks(p, target))
             return others[0](o)
-        run(*streamed(o, read(o.q), config), o.scores, blocks)
+        run(*streamed(o, read(o), config), o.scores, blocks)
 
     return launch
 
 
 def stream_config(p: Problem, alone: bool) -> Any:
     """Of the kernels for few tokens; ``alone``: one whose blocks leave a multiprocessor no room for another."""
-    tokens = plan.tokens_of_request(p)
-    sizes = tokens, p.heads, p.dim * p.dtype.itemsize
-    cut = (plan.stream_stages(*sizes), 1) if alone else plan.stream_cut(*sizes)
-    return plan.StreamConfig(short(p.dtype), short(p.weights), p.heads, p.dim, tokens, *cut, p.paged, *_scaled(p))
+    tokens, dtype, stored = plan.tokens_of_request(p), plan.product_dtype(p.format, p.dtype), _stored(p)
+    sizes = tokens, p.heads, p.dim * dtype.itemsize
+    # Registers of keys that are decoded leave no room for another block.
+    if alone or stored == "mxfp4":
+        cut = plan.stream_stages(*sizes, plan.row_bytes(stored, p.dim)), 1
+    else:
+        cut = plan.stream_cut(*sizes)
+    types = stored, short(dtype), short(p.weights)
+    return plan.StreamConfig(*types, p.heads, p.dim, tokens, *cut, p.paged, *_scaled(p))
+
+
+def streamable(o: Operands, config: Any) -> bool:
+    """Whether keys are where TMA takes them, and scales of blocks where copies of four do."""
+    places = [o.k.data_ptr() % 16]
+    if config.stored == "mxfp4":
+        assert o.k_scale is not None
+        places += [o.k_scale.data_ptr() % 4, *(step % 4 for step in o.k_scale.stride()[:-1])]
+    return not any(places)
 
 
 def streamed(o: Operands, q: torch.Tensor, config: Any) -> tuple[torch.Tensor | None, ...]:
     """What the kernels for few tokens read."""
-    scales = o.q_scale if config.q_scale else None, o.k_scale
+    scales = o.q_scale if config.q_scale else None, o.k_scale if config.scales else None
     return q, _bytes(o.k), o.weights, o.k_len, o.table, *scales
 
 
 def _blocks(p: Problem, target: Target) -> Callable[[Operands], None]:
     """Keys stay in blocks, tokens stream past them."""
     dtype = plan.product_dtype(p.format, p.dtype)
-    stored = "mxfp4" if p.format == "mxfp4" else short(p.dtype)
+    stored = _stored(p)
     scaled = _scaled(p)
     shape = plan.shape(p.heads, dtype.itemsize, scaled[0])
     stages = plan.stages(p.heads, p.dim * dtype.itemsize, shape[-1])
@@ -80,7 +94,7 @@ def _blocks(p: Problem, target: Target) -> Callable[[Operands], None]:
 
     size = p.dtype.itemsize
     widest = next(w for w in (16, 8, 4, 2, 1) if w <= size or all(s * size % w == 0 for s in p.k_steps))
-    wide, read = compiled(widest), _queries(p, dtype, target)
+    wide, read = compiled(widest), queries(p, target)
     narrow: list[Callable[..., None]] = []
 
     def launch(o: Operands) -> None:
@@ -94,6 +108,11 @@ def _blocks(p: Problem, target: Target) -> Callable[[Operands], None]:
     return launch
 
 
+def _stored(p: Problem) -> str:
+    """What keys are in memory."""
+    return "mxfp4" if p.format == "mxfp4" else short(p.dtype)
+
+
 def _scaled(p: Problem) -> tuple[bool, bool]:
     """Whether there are float32 scales of q, and of k."""
     return p.format == "fp8" and p.q_scale, p.format == "fp8"
@@ -104,8 +123,9 @@ def _bytes(k: torch.Tensor) -> torch.Tensor:
     return k if k.dtype.itemsize > 1 else k.view(torch.uint8)
 
 
-def _queries(p: Problem, dtype: torch.dtype, target: Target) -> Callable[[Operands], torch.Tensor]:
+def queries(p: Problem, target: Target) -> Callable[[Operands], torch.Tensor]:
     """Brings q into the dtype of products, and into a layout that TMA reads."""
+    dtype = plan.product_dtype(p.format, p.dtype)
     if dtype == p.dtype:
         read = reader(p.q, dtype.itemsize)
         return lambda o: read(o.q)

@@ -13,12 +13,14 @@ DIMS = {"none": (64, 128), "fp8": (64, 128), "mxfp4": (64,)}
 MOST_HEADS = 128  # an accumulator of 64 keys has half as many registers
 MOST_TOKENS = 256  # of a block: their numbers are in shared memory
 _ROWS = 64  # of a product
-_START = 2  # what a block's start takes, in tokens: 1 us where a token takes 0.8 (H200)
+# What a block's start takes, in tokens, by what an H200 prefers: blocks of 256 tokens were up to 2 % faster than of 128
+# where these fill it more evenly, for who still works gets the power of who has nothing left to do.
+_START = 8
 _WIDE = 64  # heads of which two accumulators fit into registers
 # Consumer warpgroups of a block, products of 64 keys of each, tokens of a product: for E4M3, whose keys have half as
 # many registers as others; with scales of q, which take as many as weights (with them (4, 1, 2) spills); for 16 bits;
 # and for more heads than those.
-OF_CODES = (3, 2, 1)
+OF_CODES = (4, 1, 2)
 OF_SCALED = (3, 2, 1)
 OTHERS = (2, 2, 1)
 OF_MANY_HEADS = (2, 1, 1)
@@ -32,6 +34,7 @@ CONSUMERS = 2
 TILE = CONSUMERS * BOX
 MOST_REQUESTS = 1024  # every block adds up the tiles of all of them
 FEW = 4  # tokens of a request; more of them keep the tensor cores busy, and keys are then better in registers
+FEW_DECODED = 3  # the same of keys that are decoded on the way: with sums of a fourth registers spill
 
 # Selection in the kernel for few tokens: counters of a pass, in groups, and what a token has of them in device memory.
 BITS = 11  # of a key, that one pass decides
@@ -67,7 +70,7 @@ class Config:
     @property
     def row_bytes(self) -> int:
         """Of a key in memory."""
-        return self.dim * {"mxfp4": 1, "f8e4m3": 2}.get(self.stored, 4) // 2
+        return row_bytes(self.stored, self.dim)
 
     @property
     def itemsize(self) -> int:
@@ -101,8 +104,9 @@ class Config:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Of the kernel for few tokens; ``dtype`` is that of q, k and products, ``tokens`` is of a request."""
+    """Of the kernel for few tokens, ``tokens`` of a request. ``stored`` and ``dtype`` as above."""
 
+    stored: str
     dtype: str
     weights: str
     heads: int
@@ -117,8 +121,17 @@ class StreamConfig:
     loader: int = CONSUMERS * 4  # the first warp that loads
 
     @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.stored, self.dim)
+
+    @property
     def itemsize(self) -> int:
         return 1 if self.dtype == "f8e4m3" else 2
+
+    @property
+    def scales(self) -> bool:
+        """Whether a key has four bytes of scales: one in float32, or those of four blocks."""
+        return self.k_scale or self.stored == "mxfp4"
 
     @property
     def columns(self) -> int:
@@ -131,7 +144,7 @@ class StreamConfig:
     @property
     def threads(self) -> int:
         """Consumers, and a warp each that loads keys, queries, and scales of keys if there are any."""
-        return (self.loader + 2 + self.k_scale) * 32
+        return (self.loader + 2 + self.scales) * 32
 
 
 @dataclass(frozen=True)
@@ -150,15 +163,19 @@ class SelectConfig:
     def shared(self) -> int:
         """Bytes of shared memory, and some more."""
         c, tokens = self.stream, self.tokens
-        row = c.dim * c.itemsize
-        keys = c.stages * TILE * (row + 4)
-        queries = 2 * tokens * (c.columns * row + 32 * c.pitch)
+        keys = c.stages * TILE * (c.row_bytes + 4)
+        queries = 2 * tokens * (c.columns * c.dim * c.itemsize + 32 * c.pitch)
         return keys + queries + 8 * MOST_REQUESTS + 4 * tokens * (self.room + BINS) + (4 << 10)
 
     @property
     def sums(self) -> int:
         """Numbers in device memory that blocks add to."""
         return self.tokens * PASSES * SUMS
+
+
+def row_bytes(stored: str, dim: int) -> int:
+    """Of so many numbers of a key in memory."""
+    return dim * {"mxfp4": 1, "f8e4m3": 2}.get(stored, 4) // 2
 
 
 def columns(heads: int) -> int:
@@ -194,11 +211,12 @@ def stages(heads: int, row_bytes: int, together: int = 1) -> int:
 def streams(problem: Problem) -> bool:
     """Whether keys stream past queries: there are few tokens, and TMA can read the keys as they are."""
     p = problem
-    few = not p.ids and p.requests <= MOST_REQUESTS and 0 < tokens_of_request(p) * columns(p.heads) <= FEW * _WIDE
+    most = (FEW_DECODED if p.format == "mxfp4" else FEW) * _WIDE  # columns of sums
+    few = not p.ids and p.requests <= MOST_REQUESTS and 0 < tokens_of_request(p) * columns(p.heads) <= most
     tiles = p.requests * -(-p.entries // TILE)
     boxes = not p.paged or p.page % BOX == 0
     aligned = all(step > 0 and step * p.dtype.itemsize % 16 == 0 for step in p.k_steps)
-    return few and p.format != "mxfp4" and tokens_of_request(p) <= FEW and boxes and aligned and tiles < 1 << 30
+    return few and tokens_of_request(p) <= FEW and boxes and aligned and tiles < 1 << 30
 
 
 def selects(problem: Problem, stream: StreamConfig, blocks: int) -> SelectConfig | None:
@@ -215,9 +233,10 @@ def tokens_of_request(problem: Problem) -> int:
     return problem.tokens // max(problem.requests, 1)
 
 
-def stream_stages(tokens: int, heads: int, row_bytes: int) -> int:
-    """Tiles of keys on the way or at work, a power of two, of a multiprocessor's only block."""
-    queries, tile = 2 * tokens * columns(heads) * row_bytes, TILE * row_bytes
+def stream_stages(tokens: int, heads: int, row_bytes: int, key_bytes: int = 0) -> int:
+    """Tiles of keys on the way or at work, a power of two, of a multiprocessor's only block. ``row_bytes`` are of a
+    head of q, and of a key where that has no ``key_bytes`` of its own."""
+    queries, tile = 2 * tokens * columns(heads) * row_bytes, TILE * (key_bytes or row_bytes)
     return next(n for n in (8, 4, 2) if n == 2 or n * tile + queries <= _ROOM)
 
 

@@ -1,7 +1,7 @@
 """Scores of cache entries for an indexer on Hopper: keys stay, tokens stream past them.
 
     1 warp              queries of a token or two by TMA, and the weights of their heads, in a ring
-    3 warps             -inf for tokens that see none of the block's keys
+    3 warps             -inf for tokens that see none of another block's keys
     2 to 4 warpgroups   64 or 128 keys each: products with all heads of a token or two, rectified, weighted and summed
 
 A block takes 256 or 384 keys of a request and some of its tokens. Its keys are the first operand of ``wgmma`` and stay
@@ -18,7 +18,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -35,8 +35,7 @@ _LANES = 32
 
 @dataclass
 class Shared(Fixed):
-    """The ring of queries, and the block's tokens: those that see some of its keys from the front, the others from the
-    back."""
+    """The ring of queries, and those of the block's tokens that see some of its keys."""
 
     ring: Ring
     sQ: cute.Tensor  # (columns, D, tokens of all stages)
@@ -44,7 +43,7 @@ class Shared(Fixed):
     weights: heads.Weights  # of all tokens of all stages
     sToken: cute.Tensor  # (MOST_TOKENS)
     sLength: cute.Tensor  # (MOST_TOKENS)
-    sCount: cute.Tensor  # (3): tokens that see some keys, tokens that see none, the longest of the first
+    sCount: cute.Tensor  # (2): how many these are, the longest of them
 
 
 class Scores(Fixed):
@@ -109,14 +108,11 @@ class Scores(Fixed):
         requests, each, tokens, ahead = sizes
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile, part, request = cute.arch.block_idx()
-        first = part * tokens  # of this block's tokens
-        last = cutlass.min(first + tokens, each)
-        if const_expr(t.mIds is None):
-            first, last = first + request * each, last + request * each
+        tiles, parts, _ = cute.arch.grid_dim()
         start = tile * c.keys
         shared = self.shared(*layouts, warp)
         if warp == 0:
-            self.sort_tokens(t, shared, request, requests, first, last, start)
+            self.sort_tokens(t, shared, request, requests, self.span(t, request, part, tokens, each), start)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         count = shared.sCount[0]
@@ -124,14 +120,15 @@ class Scores(Fixed):
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp == c.consumers * 4:
                 self.produce(t, shared, atom, rows, count)
-            else:
-                self.clear(t, shared, start)
+            else:  # of the block opposite: where tokens see keys up to themselves, it is empty if this one is full
+                span = self.span(t, request, parts - 1 - part, tokens, each)
+                self.clear(t, request, requests, span, (tiles - 1 - tile) * c.keys)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             if count > 0:
                 thread = cute.arch.thread_idx()[0]
                 if thread < c.keys:
-                    prefetch(c, t, request, start + ahead * c.keys + thread, shared.sCount[2])
+                    prefetch(c, t, request, start + ahead * c.keys + thread, shared.sCount[1])
                 self.consume(t, shared, request, start, count)
 
     @cute.jit
@@ -148,53 +145,65 @@ class Scores(Fixed):
             weights=heads.shared_weights(c, memory, c.stages * c.together),
             sToken=vector(Int32, MOST_TOKENS),
             sLength=vector(Int32, MOST_TOKENS),
-            sCount=vector(Int32, 3),
+            sCount=vector(Int32, 2),
         )
 
     @cute.jit
-    def sort_tokens(
-        self, t: Tensors, shared: Shared, request: Int32, requests: Int32, first: Int32, last: Int32, start: Int32
-    ):
+    def span(self, t: Tensors, request: Int32, part: Int32, tokens: Int32, each: Int32):
+        """The first of a block's tokens, and the one behind the last."""
+        first = part * tokens
+        last = cutlass.min(first + tokens, each)
+        if const_expr(t.mIds is None):
+            first, last = first + request * each, last + request * each
+        return first, last
+
+    @cute.jit
+    def seen(self, t: Tensors, request: Int32, requests: Int32, token: Int32, last: Int32):
+        """How many entries a token sees, of none behind ``last`` any; whether it is the request's."""
+        held = cutlass.min(token, last - 1)
+        owner = request if const_expr(t.mIds is None) else Int32(t.mIds[held])
+        mine = (token < last) & (cutlass.max(cutlass.min(owner, requests - 1), Int32(0)) == request)
+        return cutlass.max(cutlass.min(Int32(t.mLength[held]), Int32(t.mScores.shape[1])), Int32(0)), mine
+
+    @cute.jit
+    def sort_tokens(self, t: Tensors, shared: Shared, request: Int32, requests: Int32, span: tuple, start: Int32):
         """One warp: which tokens of the request see keys of this block, and up to where."""
         lane = cute.arch.lane_idx()
         below = (Int32(1) << lane) - 1
-        entries = Int32(t.mScores.shape[1])
-        some, none, longest = Int32(0), Int32(0), Int32(0)
+        first, last = span
+        some, longest = Int32(0), Int32(0)
         rounds = const_expr(MOST_TOKENS // _LANES)
-        rLength, rOwner = (cute.make_rmem_tensor(rounds, Int32) for _ in range(2))
+        rLength, rMine = cute.make_rmem_tensor(rounds, Int32), cute.make_rmem_tensor(rounds, Boolean)
         for i in cutlass.range_constexpr(rounds):  # all on their way before the first is looked at
-            token = cutlass.min(first + i * _LANES + lane, last - 1)
-            rLength[i] = Int32(t.mLength[token])
-            rOwner[i] = request if const_expr(t.mIds is None) else Int32(t.mIds[token])
+            rLength[i], rMine[i] = self.seen(t, request, requests, first + i * _LANES + lane, last)
         for i in cutlass.range_constexpr(rounds):
-            token = first + i * _LANES + lane
-            length = cutlass.max(cutlass.min(rLength[i], entries), Int32(0))
-            mine = (token < last) & (cutlass.max(cutlass.min(rOwner[i], requests - 1), Int32(0)) == request)
-            sees = mine & (length > start)
-            blind = mine & (length <= start)
-            votes, others = cute.arch.vote_ballot_sync(sees), cute.arch.vote_ballot_sync(blind)
+            sees = rMine[i] & (rLength[i] > start)
+            votes = cute.arch.vote_ballot_sync(sees)
             if sees:
                 place = some + Int32(cute.arch.popc(votes & below))
-                shared.sToken[place], shared.sLength[place] = token, length
-                longest = cutlass.max(longest, length)
-            if blind:
-                shared.sToken[MOST_TOKENS - 1 - none - Int32(cute.arch.popc(others & below))] = token
+                shared.sToken[place], shared.sLength[place] = first + i * _LANES + lane, rLength[i]
+                longest = cutlass.max(longest, rLength[i])
             some += Int32(cute.arch.popc(votes))
-            none += Int32(cute.arch.popc(others))
         longest = cute.arch.warp_redux_sync(longest, "max")
         if lane == 0:
-            shared.sCount[0], shared.sCount[1], shared.sCount[2] = some, none, longest
+            shared.sCount[0], shared.sCount[1] = some, longest
 
     @cute.jit
-    def clear(self, t: Tensors, shared: Shared, start: Int32):
-        """Three warps: -inf for the tokens that see none of the block's keys."""
+    def clear(self, t: Tensors, request: Int32, requests: Int32, span: tuple, start: Int32):
+        """Three warps: -inf for the tokens that see none of a block's keys, which begin at ``start``."""
         c = self.c
+        lane = cute.arch.lane_idx()
         thread = cute.arch.thread_idx()[0] - (c.consumers * 128 + _LANES)
         stop = cutlass.min(start + c.keys, Int32(t.mScores.shape[1]))
-        for i in cutlass.range(shared.sCount[1], unroll=1):
-            token = shared.sToken[MOST_TOKENS - 1 - i]
-            for entry in cutlass.range(start + thread, stop, 3 * _LANES, unroll=4):
-                t.mScores[token, entry] = -Float32.inf
+        first, last = span
+        for base in cutlass.range(first, last, _LANES, unroll=1):
+            length, mine = self.seen(t, request, requests, base + lane, last)
+            blind = cute.arch.vote_ballot_sync(mine & (length <= start))
+            while blind != 0:
+                token = base + Int32(cute.arch.popc(~blind & (blind - 1)))
+                blind = blind & (blind - 1)
+                for entry in cutlass.range(start + thread, stop, 3 * _LANES, unroll=4):
+                    t.mScores[token, entry] = -Float32.inf
 
     @cute.jit
     def produce(self, t: Tensors, shared: Shared, atom: cute.CopyAtom, rows: cute.Tensor, count: Int32):
@@ -243,38 +252,57 @@ class Scores(Fixed):
         mine = mma.get_slice(thread % 128)
         tB = mine.make_fragment_B(mine.partition_B(shared.sB))
         row = thread // 32 % 4 * 16 + cute.arch.lane_idx() // QUAD + start + thread // 128 * (c.tiles * 64)
-        keys = load(c, t, mma, request, row, shared.sCount[2])
-        # Of the rows and tokens of its quad, whose sums are exchanged, these are the ones that a lane stores.
-        lane = cute.arch.lane_idx() % QUAD
-        row += (lane % 2) * 8 + (lane // 2 * 64 if const_expr(c.tiles == 2) else 0)
-        sets = const_expr(max(1, c.tiles * c.together // 2))  # of up to four sums
-        second = lane // 2 if const_expr(c.tiles < c.together) else Int32(0)
-        stores = (row < t.mScores.shape[1]) & (lane < 2 * c.tiles * c.together // sets)
-        scale = self.of_lane([s for k in keys for s in k.scales])
+        keys = load(c, t, mma, request, row, shared.sCount[1])
         accs = [cute.make_rmem_tensor(mma.partition_shape_C(tile), Float32) for _ in keys]
+        scale = self.of_lane([s for k in keys for s in k.scales])
+        found = cute.make_rmem_tensor(2 * c.tiles * c.together, Float32)  # sums of this lane
+        values = cute.make_rmem_tensor(max(1, c.tiles * c.together // 2), Float32)  # scores that this lane stores
+        found.fill(0)
+        values.fill(0)
         for n in cutlass.range(self.products(count), unroll=1):
             shared.ring.wait(n)
             slot = shared.ring.slot(n)
             for i in cutlass.range_constexpr(c.tiles):
                 heads.multiply(mma, keys[i].rA, tB[None, None, None, slot], accs[i])
-            found = [[] for _ in range(c.together)]
+            # Under these products sums of the last turn become scores. Branches keep this where it stands: without
+            # them ptxas waits for both products before it sums the first up.
+            if n > 0:
+                self.meet(found, values, scale)
             weights = [None] * c.together
             for i in cutlass.range_constexpr(c.tiles):
                 for j in cutlass.range_constexpr(c.together):
                     if const_expr(i == 0):
                         weights[j] = heads.of_columns(c, shared.weights, slot * c.together + j)
                     if const_expr(j == 0):
+                        if const_expr(i == c.tiles - 1):
+                            self.store(t, shared, row, n - 1, count, values)
                         warpgroup.wait_group(c.tiles - 1 - i)
                     if const_expr(i == c.tiles - 1 and j == c.together - 1):  # all weights are read, too
                         shared.ring.release(n)
-                    found[j] += heads.sums(c, accs[i], weights[j], token=j)
-            found = [x for each in found for x in each]
-            for j in cutlass.range_constexpr(sets):
-                at = n * c.together + j + second
-                value = heads.over_quad(found[len(found) // sets * j :][: len(found) // sets]) * scale
-                if stores & (at < count):
-                    token, length = shared.sToken[at], shared.sLength[at]
-                    t.mScores[token, row] = cutlass.select_(row < length, value, -Float32.inf)
+                    for r, value in enumerate(heads.sums(c, accs[i], weights[j], token=j)):
+                        found[2 * (j * c.tiles + i) + r] = value
+        self.meet(found, values, scale)
+        self.store(t, shared, row, self.products(count) - 1, count, values)
+
+    def meet(self, found: cute.Tensor, values: cute.Tensor, scale: Float32) -> None:
+        """A lane's sums and those of its quad to the scores that it stores."""
+        each = cute.size(found) // cute.size(values)
+        for j in range(cute.size(values)):
+            values[j] = heads.over_quad([found[each * j + i] for i in range(each)]) * scale
+
+    @cute.jit
+    def store(self, t: Tensors, shared: Shared, row: Int32, n: Int32, count: Int32, values: cute.Tensor):
+        """Scores of the tokens of product ``n``; of -1 none. ``row`` is the first of a lane's quad."""
+        c = self.c
+        lane = cute.arch.lane_idx() % QUAD
+        row += (lane % 2) * 8 + (lane // 2 * 64 if const_expr(c.tiles == 2) else 0)
+        second = lane // 2 if const_expr(c.tiles < c.together) else Int32(0)
+        stores = (row < t.mScores.shape[1]) & (lane < 2 * c.tiles * c.together // cute.size(values)) & (n >= 0)
+        for j in cutlass.range_constexpr(cute.size(values)):
+            at = n * c.together + j + second
+            if stores & (at < count):
+                token, length = shared.sToken[at], shared.sLength[at]
+                t.mScores[token, row] = cutlass.select_(row < length, values[j], -Float32.inf)
 
     def of_lane(self, values: list[Float32]) -> Float32:
         """The one of two or four values that belongs to the row that this lane stores."""

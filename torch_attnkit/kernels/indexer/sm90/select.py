@@ -31,8 +31,8 @@ from torch_attnkit.cuda.ring import Fixed
 from ...topk.bins import lanes_below, running_sum
 from ...topk.kernel import number, ones, plain
 from ..pages import Tensors
-from .plan import BINS, BITS, BOX, CONSUMERS, GROUP, GROUPS, LINE, PASSES, SUMS, TILE, SelectConfig
-from .stream import QUERIES, Stream
+from .plan import BINS, BITS, CONSUMERS, GROUP, GROUPS, LINE, PASSES, SUMS, TILE, SelectConfig
+from .stream import Stream
 
 _LANES = 32
 _THREADS = CONSUMERS * 128  # that select
@@ -106,8 +106,7 @@ class Select(Fixed):
         stream: cuda.CUstream,
     ):
         c, part = self.c.stream, self.stream
-        queries, keys = part.layout(c.columns, QUERIES * c.tokens), part.layout(BOX, c.stages * CONSUMERS)
-        atoms = (copies.tma_atom(part.rows(mQ), queries), copies.tma_atom(part.rows(mK), keys))
+        queries, keys, atoms = part.by_tma(mQ, mK)
         tensors = (mK, mWeight, mLength, None, mTable, mQScale, mKScale)
         met, (entries, blocks) = (mIndices, *workspace), cut
         self.kernel(*atoms[0], *atoms[1], queries, keys, tensors, met, entries).launch(
@@ -150,7 +149,7 @@ class Select(Fixed):
             part.load_queries(t, shared, q_atom, q_rows, seen)
             self.make_zeros(met)
         elif warp == c.loader + 2:
-            if const_expr(c.k_scale):  # else there is no such warp
+            if const_expr(c.scales):  # else there is no such warp
                 part.load_tiles(t, shared, seen, guess, None)
         else:
             self.clear_counts(choice)

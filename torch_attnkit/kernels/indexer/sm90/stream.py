@@ -14,12 +14,13 @@ first keys are on their way. Imports cutlass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -29,7 +30,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from ..pages import Tensors
 from . import heads
-from .keys import QUAD
+from .keys import QUAD, from_shared, operand
 from .plan import BOX, CONSUMERS, MOST_REQUESTS, TILE, StreamConfig
 
 _LANES = 32
@@ -43,8 +44,8 @@ class Shared(Fixed):
 
     keys: Ring
     queries: Ring
-    sK: cute.Tensor  # (BOX, D, boxes of all stages)
-    sScale: cute.Tensor | None  # (TILE, stages)
+    sK: cute.Tensor  # (BOX, elements of a key, boxes of all stages)
+    sScale: cute.Tensor | None  # (TILE, stages), four bytes a key
     sQ: cute.Tensor  # (columns, D, tokens of all stages)
     weights: heads.Weights  # of all tokens of all stages
     sStart: cute.Tensor  # (MOST_REQUESTS + 1)
@@ -76,25 +77,26 @@ class Stream(Fixed):
     def __init__(self, config: StreamConfig):
         self.c = config
         self.dtype = fake.dtype(config.dtype)
+        self.decodes = config.stored != config.dtype
+        self.stored = Uint8 if self.decodes else self.dtype
 
     @cute.jit
     def __call__(
         self,
         mQ: cute.Tensor,  # (T, H, D)
-        mK: cute.Tensor,  # (R, S, D), or in pages
+        mK: cute.Tensor,  # (R, S, elements of a key), or in pages
         mWeight: cute.Tensor,  # (T, H)
         mLength: cute.Tensor,  # (T,)
         mTable: cute.Tensor | None,  # (R, M)
         mQScale: cute.Tensor | None,  # (T, H, 1)
-        mKScale: cute.Tensor | None,  # (R, S, 1)
+        mKScale: cute.Tensor | None,  # (R, S, 1), of MXFP4 (R, S, D/32)
         mScores: cute.Tensor,  # (T, S), contiguous
         blocks: Int32,
         stream: cuda.CUstream,
     ):
         c = self.c
         requests = Int32(mK.shape[0] if const_expr(mTable is None) else mTable.shape[0])
-        queries, keys = self.layout(c.columns, QUERIES * c.tokens), self.layout(BOX, c.stages * CONSUMERS)
-        atoms = (copies.tma_atom(self.rows(mQ), queries), copies.tma_atom(self.rows(mK), keys))
+        queries, keys, atoms = self.by_tma(mQ, mK)
         tensors = (mK, mWeight, mLength, None, mTable, mQScale, mKScale, mScores)
         self.kernel(*atoms[0], *atoms[1], queries, keys, tensors, requests).launch(
             grid=(blocks, 1, 1),
@@ -104,14 +106,26 @@ class Stream(Fixed):
             preferred_smem_carveout=100,
         )
 
+    def by_tma(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
+        """Where queries and keys lie in shared memory, and the copies that bring them."""
+        c = self.c
+        queries, keys = self.layout(c.columns, QUERIES * c.tokens), self.layout(BOX, c.stages * CONSUMERS)
+        if self.decodes:  # read by threads, a row after the other
+            keys = cute.make_layout(
+                (BOX, c.row_bytes, c.stages * CONSUMERS), stride=(c.row_bytes, 1, BOX * c.row_bytes)
+            )
+            keys = cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, keys)
+        rows = self.rows(mQ, self.dtype), self.rows(mK, self.stored)
+        return queries, keys, [copies.tma_atom(t, at) for t, at in zip(rows, (queries, keys), strict=True)]
+
     def layout(self, rows: int, stages: int) -> cute.ComposedLayout:
         atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.c.dim)
         shape = (rows, self.c.dim, stages)
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, self.dtype), shape, order=(0, 1, 2))
 
-    def rows(self, t: cute.Tensor) -> cute.Tensor:
+    def rows(self, t: cute.Tensor, dtype: Any) -> cute.Tensor:
         """As TMA takes it, its first axis last; E4M3 comes as bytes."""
-        return cute.make_tensor(cute.recast_ptr(t.iterator, dtype=self.dtype), cute.select(t.layout, mode=[1, 2, 0]))
+        return cute.make_tensor(cute.recast_ptr(t.iterator, dtype=dtype), cute.select(t.layout, mode=[1, 2, 0]))
 
     @cute.kernel
     def kernel(
@@ -137,7 +151,7 @@ class Stream(Fixed):
         elif warp == c.loader + 1:
             self.load_queries(t, shared, q_atom, q_rows, seen)
         elif warp == c.loader + 2:
-            if const_expr(c.k_scale):  # else there is no such warp
+            if const_expr(c.scales):  # else there is no such warp
                 self.load_tiles(t, shared, seen, guess, None)
         else:
             self.clear(t, shared, self.share(shared, 1))
@@ -147,15 +161,15 @@ class Stream(Fixed):
     def shared(self, q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, warp: Int32):
         c = self.c
         memory = cutlass.memory.SmemAllocator()
-        arrivals = const_expr(1 + (_LANES if c.k_scale else 0))
+        arrivals = const_expr(1 + (_LANES if c.scales else 0))
         table = (("keys", c.stages, arrivals, CONSUMERS * 4), ("queries", QUERIES, 1, CONSUMERS * 4))
         named = rings(memory, warp - 1, table)  # warp 1 initialises them, for everybody waits for warp 0's lengths
         vector = lambda kind, *shape: memory.allocate_tensor(kind, cute.make_layout(shape), byte_alignment=16)
         return Shared(
             keys=named["keys"],
             queries=named["queries"],
-            sK=memory.allocate_tensor(self.dtype, k_layout.outer, 1024, swizzle=k_layout.inner),
-            sScale=vector(Float32, TILE, c.stages) if const_expr(c.k_scale) else None,
+            sK=memory.allocate_tensor(self.stored, k_layout.outer, 1024, swizzle=k_layout.inner),
+            sScale=vector(Float32 if c.k_scale else Int32, TILE, c.stages) if const_expr(c.scales) else None,
             sQ=memory.allocate_tensor(self.dtype, q_layout.outer, 1024, swizzle=q_layout.inner),
             weights=heads.shared_weights(c, memory, QUERIES * c.tokens),
             sStart=vector(Int32, MOST_REQUESTS + 1),
@@ -271,7 +285,7 @@ class Stream(Fixed):
     @cute.jit
     def load_keys(self, t: Tensors, shared: Shared, atom: cute.CopyAtom, rows: cute.Tensor, share: Share, guess: Guess):
         """One warp: the block's tiles of keys, as many ahead as the ring has stages."""
-        boxes = cute.local_tile(rows, (BOX, self.c.dim), (None, 0, None))
+        boxes = cute.local_tile(rows, (BOX, self.c.row_bytes * 8 // self.stored.width), (None, 0, None))
         # (box, boxes of all stages), (box, boxes of a place, places)
         self.load_tiles(t, shared, share, guess, (atom, *copies.tma_partition(atom, 0, 1, shared.sK, boxes)))
 
@@ -295,7 +309,7 @@ class Stream(Fixed):
                 places = [[cute.arch.shuffle_sync(x, box + i) for x in (place, entry)] for i in range(CONSUMERS)]
                 if const_expr(keys is not None):
                     atom, tKs, tKg = keys
-                    full = ring.acquire(n, TILE * c.dim * c.itemsize)
+                    full = ring.acquire(n, TILE * c.row_bytes)
                     for i in cutlass.range_constexpr(CONSUMERS):
                         source = tKg[None, places[i][1] // BOX, places[i][0]]
                         cute.copy(atom, source, tKs[None, slot * CONSUMERS + i], tma_bar_ptr=full)
@@ -380,11 +394,13 @@ class Stream(Fixed):
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
         mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, c.columns)
-        )
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, c.columns),
+            warpgroup.OperandSource.RMEM if self.decodes else warpgroup.OperandSource.SMEM,
+        )  # fmt: skip
         group = cute.arch.make_warp_uniform(thread // 128)
         mine = mma.get_slice(thread % 128)
-        tA, tB = mine.make_fragment_A(mine.partition_A(shared.sK)), mine.make_fragment_B(mine.partition_B(shared.sQ))
+        tB = mine.make_fragment_B(mine.partition_B(shared.sQ))
+        tA = None if const_expr(self.decodes) else mine.make_fragment_A(mine.partition_A(shared.sK))
         accs = [cute.make_rmem_tensor(mma.partition_shape_C((64, c.columns)), Float32) for _ in range(c.tokens)]
         lane = cute.arch.lane_idx() % QUAD
         key = group * BOX + thread // 32 % 4 * 16 + cute.arch.lane_idx() // QUAD  # and 8 below it
@@ -399,9 +415,17 @@ class Stream(Fixed):
                 n = tile - share.begin
                 slot = shared.keys.slot(n)
                 shared.keys.wait(n)
+                place = slot * CONSUMERS + group
+                if const_expr(self.decodes):
+                    rows = [
+                        from_shared(shared.sK[key - group * BOX + 8 * r, None, place], shared.sScale[key + 8 * r, slot])
+                        for r in range(2)
+                    ]
+                    tA_tile = operand(c, mma, rows).rA
+                else:
+                    tA_tile = tA[None, None, None, place]
                 for i in cutlass.range_constexpr(c.tokens):
-                    tB_token = tB[None, None, None, stage + i]
-                    heads.multiply(mma, tA[None, None, None, slot * CONSUMERS + group], tB_token, accs[i])
+                    heads.multiply(mma, tA_tile, tB[None, None, None, stage + i], accs[i])
                 factors = None
                 if const_expr(c.k_scale):
                     factors = [shared.sScale[key + 8 * r, slot] for r in range(2)]
