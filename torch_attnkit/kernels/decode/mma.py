@@ -12,6 +12,7 @@ eight rows of a tile then lie in different banks. docs/kernels/decode.md has wha
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -26,6 +27,7 @@ from . import pages
 from .arguments import Scalars, Tensors
 from .combine import Combine, result_tensors
 from .config import CHUNK, MmaConfig
+from .elements import Fragment, elements
 from .schedule import Decode, Visible, WorkTile, tile_bounds
 
 _INF = float("inf")
@@ -44,7 +46,7 @@ class Source(NamedTuple):
 
 
 class Loader:
-    """A warp's copies by ``cp.async`` from the caches and of Q."""
+    """A warp's copies by ``cp.async`` from the caches."""
 
     def __init__(self, config: MmaConfig):
         self.c = config
@@ -93,77 +95,58 @@ class Loader:
         if const_expr(sources is None):
             # Made anew for each tile: beside O in 128 registers there is no room to keep them.
             sources = self.sources(tensors, tile._replace(kv_head=op.fresh(tile.kv_head)))
-        one_page = const_expr(c.page > 0 and c.page % c.keys == 0)
-        any_page = const_expr(c.page > 0 and not one_page)
+        # Keys of a tile that lie in one page, wherever it begins.
+        together = const_expr(math.gcd(c.page, c.keys))
         for which in cutlass.range_constexpr(2):
             cache, dim, pitch = (
                 (tensors.k, c.dim, c.pitch) if const_expr(which == 0) else (tensors.v, c.dim_v, c.pitch_v)
             )
-            row_bytes = sources[which].row_bytes
+            at, row_bytes = sources[which]
             first_row, first_chunk = self._chunk(dim, 0)
             to = stage + first_row * pitch + first_chunk * CHUNK + const_expr(which * c.keys * c.pitch)
-            at = sources[which].at
             if const_expr(c.page == 0):
                 at += row_bytes * first
-            elif const_expr(one_page):
-                at += Int64(cache.stride[0]) * c.itemsize * page + row_bytes * (first % c.page)
             chunks = const_expr(self._chunks(dim))
             aligned = const_expr(32 % chunks == 0 or chunks % 32 == 0)
             step = const_expr(max(1, 32 // chunks))
+            # Whether all rows of a copy lie in one page.
+            shared_page = const_expr(c.page > 0 and aligned and together % step == 0)
+            begin, there = at, Boolean(True)
             for i in cutlass.range_constexpr(-(-c.keys * chunks // 32)):
                 row, chunk = self._chunk(dim, i)
-                target, source = to, at
+                down = const_expr(i * step if chunks <= 32 else i // (chunks // 32))
+                right = const_expr(0 if chunks <= 32 else i % (chunks // 32) * 32 * CHUNK)
+                if const_expr(shared_page and down % together == 0 and right == 0):
+                    mine = page if const_expr(together == c.keys) else cute.arch.shuffle_sync(page, down)
+                    begin = at + Int64(cache.stride[0]) * c.itemsize * mine
+                    begin += row_bytes * ((first + down) % c.page - down)
+                    there = mine >= 0
+                target, source = to, begin
                 if const_expr(aligned):
-                    down, right = (
-                        const_expr(i * step if chunks <= 32 else i // (chunks // 32)),
-                        const_expr(0 if chunks <= 32 else i % (chunks // 32) * 32 * CHUNK),
-                    )
                     target += down * pitch + right
                     source += row_bytes * down + right
                 else:
                     target += (row - first_row) * pitch + (chunk - first_chunk) * CHUNK
                     source += row_bytes * (row - first_row) + (chunk - first_chunk) * CHUNK
                 good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
-                if const_expr(any_page):
-                    mine = cute.arch.shuffle_sync(page, row)
+                if const_expr(shared_page):
+                    good = good & there
+                elif const_expr(c.page > 0):
+                    mine = cute.arch.shuffle_sync(page, row) if const_expr(together < c.keys) else page
                     source += Int64(cache.stride[0]) * c.itemsize * mine + row_bytes * ((first + row) % c.page - row)
                     good = good & (mine >= 0)
-                elif const_expr(one_page):
-                    good = good & (page >= 0)
                 valid = cutlass.select_(good, Int32(CHUNK), Int32(0))
                 if const_expr((i + 1) * 32 <= c.keys * chunks):
                     op.copy_16_async(target, source, valid)
                 elif i * 32 + cute.arch.lane_idx() < c.keys * chunks:
                     op.copy_16_async(target, source, valid)
 
-    @cute.jit
-    def query(self, tensors: Tensors, tile: WorkTile, shared: Int32):
-        """Q as the right side of a product; the heads that pad a group repeat its last."""
-        c = self.c
-        lane = cute.arch.lane_idx()
-        if const_expr(c.shared.query.nbytes == 0):
-            rQ = cute.make_rmem_tensor(cute.make_layout((2, c.dim // 16, c.heads // 8)), Int32)
-        else:
-            at = c.shared.query.at(shared) + cute.arch.warp_idx() * (c.shared.query.nbytes // c.warps) + lane * 8
-            rQ = cute.make_tensor(
-                cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8),
-                cute.make_layout((2, c.dim // 16, c.heads // 8), stride=(1, 64, 4 * c.dim)),
-            )
-        for n in cutlass.range_constexpr(c.heads // 8):
-            head = tile.head + cutlass.min(n * 8 + lane // 4, tile.heads - 1)
-            row = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * tile.b * c.itemsize
-            row += Int64(tensors.q.stride[1]) * head * c.itemsize + (lane & 3) * 4
-            for k in cutlass.range_constexpr(c.dim // 16):
-                rQ[0, k, n] = op.load_pair(row + k * 32)
-                rQ[1, k, n] = op.load_pair(row + k * 32 + 16)
-        return rQ
-
 
 class Mainloop:
     """A warp's tiles of a work tile: every ``warps``-th."""
 
     def __init__(self, config: MmaConfig):
-        self.c, self.loader = config, Loader(config)
+        self.c, self.loader, self.elements = config, Loader(config), elements(config)
 
     @cute.jit
     def run(self, tensors: Tensors, loads: None, scalars: Scalars, keys: Visible, tile: WorkTile, shared: Int32):
@@ -181,7 +164,8 @@ class Mainloop:
             t += c.warps
 
         n_tiles = const_expr(c.heads // 8)
-        rQ = self.loader.query(tensors, tile, shared)  # (2, D / 16, heads / 8) pairs
+        rQ = self.elements.query(tensors, tile, shared)  # (2, D / 16, heads / 8) pairs
+        factors = self.elements.factors(tensors, scalars, tile, rQ)
         rO = cute.make_rmem_tensor(cute.make_layout((4, c.dim_v // 16, n_tiles)), Float32)
         rMax = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)
         rSum = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)
@@ -200,7 +184,7 @@ class Mainloop:
                 self.loader.load(tensors, keys, tile, sources, t, ring + write)
             cute.arch.cp_async_commit_group()
             first, low, high = tile_bounds(keys, t - (c.stages - 1) * c.warps, c.keys)
-            rS = self._scores(scalars, rQ, ring + read + k_lane, first, low, high)
+            rS = self._scores(scalars, factors, rQ, ring + read + k_lane, first, low, high)
             rV = self._load_values(ring + read + v_lane, 0)
             rP = self._softmax(rS, rO, rMax, rSum)
             self._add_values(rP, rO, rV, ring + read + v_lane)
@@ -211,11 +195,14 @@ class Mainloop:
             write = cutlass.select_(write == c.stages * c.stage_bytes, Int32(0), write)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        self._leave_result(tile, shared, rO, rMax, rSum)
+        self._leave_result(tensors, tile, shared, rO, rMax, rSum)
         cute.arch.barrier()
 
     @cute.jit
-    def _scores(self, scalars: Scalars, rQ: cute.Tensor, sK: Int32, first: Int32, low: Int32, high: Int32):
+    def _scores(
+        self, scalars: Scalars, factors: list[list[Float32]], rQ: cute.Tensor, sK: Int32, first: Int32, low: Int32,
+        high: Int32,
+    ):  # fmt: skip
         """K Q' of a tile in powers of two, -inf where a key does not count.
 
         In two or four sums: shorter chains of products, and of the tensor cores' roundings, which are coarser than
@@ -227,28 +214,21 @@ class Mainloop:
         rS = cute.make_rmem_tensor(cute.make_layout((4, m_tiles, n_tiles)), Float32)
         rSum = cute.make_rmem_tensor(cute.make_layout((4, chains, m_tiles, n_tiles)), Float32)
         rSum.fill(0.0)
-        for k0 in cutlass.range_constexpr(0, c.dim // 16, c.at_once):
-            steps = const_expr(range(k0, min(k0 + c.at_once, c.dim // 16)))
+        count = const_expr(c.dim // 16 // self.elements.blocks)
+        for k0 in cutlass.range_constexpr(0, count, c.at_once):
+            steps = const_expr(range(k0, min(k0 + c.at_once, count)))
             rK = [[op.ldmatrix_x4(sK + m * 16 * c.pitch + k * 32) for m in range(m_tiles)] for k in steps]
             for k in cutlass.range_constexpr(steps.start, steps.stop):
-                j = const_expr(k % chains)
                 for m in cutlass.range_constexpr(m_tiles):
-                    for n in cutlass.range_constexpr(n_tiles):
-                        new = op.mma_m16n8k16(
-                            c.dtype,
-                            rK[k - k0][m],
-                            (rQ[0, k, n], rQ[1, k, n]),
-                            tuple(rSum[i, j, m, n] for i in range(4)),
-                        )
-                        for i in cutlass.range_constexpr(4):
-                            rSum[i, j, m, n] = new[i]
+                    for i, rBlock in enumerate(self.elements.keys(rK[k - k0][m])):
+                        self._multiply_block(rBlock, rQ, rSum, k * self.elements.blocks + i, m)
         for n in cutlass.range_constexpr(n_tiles):
             for m in cutlass.range_constexpr(m_tiles):
                 for i in cutlass.range_constexpr(4):
                     both = rSum[i, 0, m, n] + rSum[i, 1, m, n]
                     if const_expr(chains == 4):
                         both += rSum[i, 2, m, n] + rSum[i, 3, m, n]
-                    rS[i, m, n] = both * scalars.scale
+                    rS[i, m, n] = both * factors[n][i % 2]
         if scalars.cap > 0:
             for x in cutlass.range_constexpr(cute.size(rS)):
                 rS[x] = scalars.cap * tanh(rS[x])
@@ -263,6 +243,15 @@ class Mainloop:
                             old = rS[half * 2 + x, m, n]
                             rS[half * 2 + x, m, n] = cutlass.select_(good, old, Float32(-_INF))
         return rS
+
+    def _multiply_block(self, rBlock: Fragment, rQ: cute.Tensor, rSum: cute.Tensor, k: int, m: int) -> None:
+        """Add the products of columns ``16 k`` to ``16 k + 15`` to one of the sums."""
+        j = k % rSum.shape[1]
+        for n in range(self.c.heads // 8):
+            old = tuple(rSum[i, j, m, n] for i in range(4))
+            new = op.mma_m16n8k16(self.elements.dtype, rBlock, (rQ[0, k, n], rQ[1, k, n]), old)
+            for i in range(4):
+                rSum[i, j, m, n] = new[i]
 
     @cute.jit
     def _softmax(self, rS: cute.Tensor, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor):
@@ -291,46 +280,61 @@ class Mainloop:
                         rO[2 + x, d, n] = rO[2 + x, d, n] * weight
         rP = cute.make_rmem_tensor(cute.make_layout((2, m_tiles, n_tiles)), Int32)
         for n in cutlass.range_constexpr(n_tiles):
-            low, high = finite(rMax[0, n]), finite(rMax[1, n])
+            low, high = (self._subtracted(rMax[x, n]) for x in range(2))
             for m in cutlass.range_constexpr(m_tiles):
                 for half in cutlass.range_constexpr(2):
                     p0 = exp2(rS[half * 2, m, n] - low)
                     p1 = exp2(rS[half * 2 + 1, m, n] - high)
                     rSum[0, n] = rSum[0, n] + p0
                     rSum[1, n] = rSum[1, n] + p1
-                    rP[half, m, n] = op.transpose_8x8(op.pack(c.dtype, p0, p1))
+                    rP[half, m, n] = op.transpose_8x8(op.pack(self.elements.dtype, p0, p1))
         return rP
 
+    def _subtracted(self, row_max: Float32) -> Float32:
+        return finite(row_max) - self.elements.raised if self.elements.raised else finite(row_max)
+
     def _load_values(self, sV: Int32, first: int) -> list[list[tuple[Int32, ...]]]:
-        """V' of up to ``at_once`` column blocks, from column block ``first`` on."""
+        """V' of up to ``at_once`` steps along its columns, from step ``first`` on."""
         c = self.c
         m_tiles = c.keys // 16
-        blocks = range(first, min(first + c.at_once, c.dim_v // 16))
+        steps = range(first, min(first + c.at_once, c.dim_v // 16 // self.elements.blocks))
         return [
-            [op.ldmatrix_x4(sV + m * 16 * c.pitch_v + d * 32, transposed=True) for m in range(m_tiles)] for d in blocks
+            [op.ldmatrix_x4(sV + m * 16 * c.pitch_v + d * 32, transposed=True) for m in range(m_tiles)] for d in steps
         ]
 
     @cute.jit
     def _add_values(self, rP: cute.Tensor, rO: cute.Tensor, rV: list[list[tuple[Int32, ...]]], sV: Int32):
         """O' += V' P'; the first values are in registers."""
         c = self.c
-        per = const_expr(c.at_once)
-        for d0 in cutlass.range_constexpr(0, c.dim_v // 16, per):
+        per, count = const_expr(c.at_once), const_expr(c.dim_v // 16 // self.elements.blocks)
+        for d0 in cutlass.range_constexpr(0, count, per):
             rSome = rV if const_expr(d0 == 0) else self._load_values(sV, d0)
-            for d in cutlass.range_constexpr(d0, min(d0 + per, c.dim_v // 16)):
+            for d in cutlass.range_constexpr(d0, min(d0 + per, count)):
                 for m in cutlass.range_constexpr(c.keys // 16):
-                    for n in cutlass.range_constexpr(c.heads // 8):
-                        new = op.mma_m16n8k16(
-                            c.dtype, rSome[d - d0][m], (rP[0, m, n], rP[1, m, n]), tuple(rO[i, d, n] for i in range(4))
-                        )
-                        for i in cutlass.range_constexpr(4):
-                            rO[i, d, n] = new[i]
+                    for i, rBlock in enumerate(self.elements.values(rSome[d - d0][m])):
+                        self._add_block(rBlock, rP, rO, d * self.elements.blocks + i, m)
+
+    def _add_block(self, rBlock: Fragment, rP: cute.Tensor, rO: cute.Tensor, d: int, m: int) -> None:
+        """Add the products of 16 keys and columns to O'."""
+        for n in range(self.c.heads // 8):
+            old = tuple(rO[i, d, n] for i in range(4))
+            new = op.mma_m16n8k16(self.elements.dtype, rBlock, (rP[0, m, n], rP[1, m, n]), old)
+            for i in range(4):
+                rO[i, d, n] = new[i]
 
     @cute.jit
-    def _leave_result(self, tile: WorkTile, shared: Int32, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor):
+    def _leave_result(
+        self, tensors: Tensors, tile: WorkTile, shared: Int32, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor
+    ):
         c = self.c
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         sO, sStat = result_tensors(c.shared.results, shared)
+        weight = self.elements.weight(tensors, tile)
+        if const_expr(weight is not None):
+            for x in cutlass.range_constexpr(cute.size(rO)):
+                rO[x] = rO[x] * weight
+            for x in cutlass.range_constexpr(cute.size(rSum)):
+                rSum[x] = rSum[x] * const_expr(2.0**-self.elements.raised)
         for n in cutlass.range_constexpr(c.heads // 8):
             for x in cutlass.range_constexpr(2):
                 row_sum = rSum[x, n]
@@ -342,5 +346,5 @@ class Mainloop:
                         sStat[warp, head, 0] = rMax[x, n]
                         sStat[warp, head, 1] = row_sum
                     for d in cutlass.range_constexpr(c.dim_v // 16):
-                        sO[warp, head, d * 16 + lane // 4] = rO[x, d, n]
-                        sO[warp, head, d * 16 + lane // 4 + 8] = rO[2 + x, d, n]
+                        sO[warp, head, self.elements.column(d, 0)] = rO[x, d, n]
+                        sO[warp, head, self.elements.column(d, 1)] = rO[2 + x, d, n]

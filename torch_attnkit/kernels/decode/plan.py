@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from .config import FLAG_BYTES, RESERVED, SHARED, MmaConfig, SplitLayout
 from .problem import Problem
 
+# Heads (D, Dv) of caches of E4M3 that ``mma.py`` has: multiples of 32, and no more columns than Q has registers for.
+OVER_CODES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 FEW = 8  # query heads that ``mma.py`` has at once
 SHORT = 512  # keys of a group that one block attends alone
 # Bytes of keys and values for every SM, from which on one block on it with longer tiles is faster: H200, 32/8 heads,
@@ -49,13 +51,16 @@ class Plan:
 def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     """For ``mma.py``, where a group sees at most ``keys_of_cache`` keys.
 
-    Over pages tiles keep to 16 keys, which lie in one page of 16. docs/kernels/decode.md has the times.
+    Over pages tiles of 16-bit elements keep to 16 keys, which lie in one page of 16. docs/kernels/decode.md has the
+    times.
     """
-    dim, dim_v, group = problem.dim, problem.dim_v, problem.group
-    itemsize, groups = problem.dtype.itemsize, problem.batch * problem.kv_heads
+    dim, dim_v, group, codes = problem.dim, problem.dim_v, problem.group, problem.codes
+    itemsize, groups = problem.itemsize, problem.batch * problem.kv_heads
     heads = 8 if group <= 8 or max(dim, dim_v) > 128 else 16
-    keys = 32 if dim + dim_v <= 128 else 16
-    config = MmaConfig(Bits(8 * itemsize), dim, dim_v, heads, keys, warps=1, stages=1)
+    keys = 32 if (dim + dim_v) * itemsize <= 256 else 16
+    config = MmaConfig(
+        Bits(8 * problem.dtype.itemsize), dim, dim_v, heads, keys, warps=1, stages=1, page=problem.page, codes=codes
+    )
     stage = config.stage_bytes
     room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
     warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= room)
@@ -64,8 +69,8 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     whole = keys_of_cache <= SHORT
     if whole:
         stages = 2
-        per_sm = min(SHARED // (warps * stages * stage + RESERVED + FLAG_BYTES), 4 if heads == 8 else 2)
-    elif not problem.page and dim == dim_v == 128 and groups * keys_of_cache * (dim + dim_v) * itemsize >= sms * _LONG:
+        per_sm = replace(config, warps=warps, stages=stages).blocks_per_sm
+    elif not problem.page and not codes and _is_long(problem, keys_of_cache, sms):
         keys, per_sm = 32, 1
         stages = (SHARED - RESERVED - FLAG_BYTES) // (warps * replace(config, keys=keys).stage_bytes)
     blocks, head_blocks, least = sms * per_sm, -(-group // heads), 1 if whole else 2 * warps
@@ -75,6 +80,7 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     return Plan(
         "trace_mma",
         paged(problem)
+        | (dict(codes=True) if codes else {})
         | dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine),
         head_blocks,
         1,
@@ -85,6 +91,12 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
         2 * blocks * SplitLayout(heads, dim_v).floats,
         blocks,
     )
+
+
+def _is_long(problem: Problem, keys: int, sms: int) -> bool:
+    """Whether there is so much to read that one block on an SM with longer tiles is faster."""
+    nbytes = problem.batch * problem.kv_heads * keys * (problem.dim + problem.dim_v) * problem.itemsize
+    return problem.dim == problem.dim_v == 128 and nbytes >= sms * _LONG
 
 
 def paged(problem: Problem) -> dict[str, int]:

@@ -17,9 +17,9 @@ from .tcgen05 import DecodeTcgen05
 
 
 def trace_mma(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:
-    """Hopper's kernel, for few query heads a KV head."""
+    """Hopper's kernel, for few query heads a KV head, and for 16-bit queries over E4M3."""
     config = MmaConfig(fake.dtype(dtype), **sizes)
-    return decode_mma(config), arguments(dtype, config, fake.dim32)
+    return decode_mma(config), arguments(dtype, config, fake.dim32, config.scales, config.codes)
 
 
 def trace_tcgen05(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:

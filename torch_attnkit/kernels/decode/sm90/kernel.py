@@ -18,9 +18,9 @@ from .wgmma import decode_wgmma
 
 
 def trace_mma(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:
-    """For up to 8 query heads a KV head."""
+    """For up to 8 query heads a KV head, and for caches of E4M3."""
     config = MmaConfig(fake.dtype(dtype), **sizes)
-    return decode_mma(config), arguments(dtype, config, fake.dim)
+    return decode_mma(config), arguments(dtype, config, fake.dim, config.scales, config.codes)
 
 
 def trace_wgmma(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:
