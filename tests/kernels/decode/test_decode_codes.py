@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_attnkit
-from torch_attnkit.kernels.decode.plan import OVER_CODES
+from torch_attnkit.kernels.decode.codes import HEADS
 from torch_attnkit.oracle.compare import check
 
 pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
@@ -80,7 +80,7 @@ def test_e4m3_queries_are_the_same_numbers():
     torch.testing.assert_close(out.float(), want.float(), rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("dims", [OVER_CODES[0], *OVER_CODES[4:]], ids=str)
+@pytest.mark.parametrize("dims", [HEADS[0], *HEADS[4:]], ids=str)
 def test_pages_of_one_key_or_of_many(dims):
     """The same keys wherever they lie: the same bits."""
     q, k, v, length = _inputs(*dims, keys=96)

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torch_attnkit.kernels.decode import codes
 from torch_attnkit.kernels.decode.config import MmaConfig
-from torch_attnkit.kernels.decode.plan import OVER_CODES, Plan
+from torch_attnkit.kernels.decode.plan import Plan
 from torch_attnkit.kernels.decode.problem import Problem, Strides
 from torch_attnkit.kernels.decode.sm90 import plan as hopper
 from torch_attnkit.kernels.decode.sm90.config import MlaConfig, WgmmaConfig
@@ -52,7 +53,7 @@ def test_a_plan_fits(dim, dim_v):
         assert p.head_blocks % p.abreast == 0 and p.blocks % p.abreast <= p.blocks // 16
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), OVER_CODES)
+@pytest.mark.parametrize(("dim", "dim_v"), codes.HEADS)
 @pytest.mark.parametrize("module", [hopper, blackwell])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_plan_over_codes_fits(dim, dim_v, module, size):
@@ -64,8 +65,8 @@ def test_a_plan_over_codes_fits(dim, dim_v, module, size):
             assert module.plan(found, SMS).trace == "trace_tcgen05"
             continue
         p = module.plan(found, SMS)
-        config, per_sm = MmaConfig(SimpleNamespace(width=8 * size), **p.sizes), p.blocks // SMS
-        assert p.trace == "trace_mma" and config.codes and config.stages >= 2 and config.itemsize == 1
+        config, per_sm = codes.CodesConfig(SimpleNamespace(width=8 * size), **p.sizes), p.blocks // SMS
+        assert p.trace == "trace_codes" and config.stages >= 2 and config.itemsize == 1
         assert per_sm <= config.blocks_per_sm and per_sm * (config.shared_bytes + 1024) <= SHARED, p
         assert p.head_blocks * config.heads >= group > (p.head_blocks - 1) * config.heads
         # A warp looks the pages of a tile's keys up with a lane each.

@@ -87,29 +87,25 @@ def out_dtype(dtype: Any) -> Any:
     return cutlass.BFloat16 if dtype.width == 8 else dtype
 
 
-def arguments(
-    dtype: str, config: Heads, size: Callable[[], Any], scales: tuple[bool, ...] = (), codes: bool = False
-) -> list[Any]:
+def arguments(dtype: str, config: Heads, size: Callable[[], Any], scales: tuple[bool, ...] = ()) -> list[Any]:
     """Stand-ins for what the host passes: ``Tensors``, ``Numbers``, the number of blocks, and the stream.
 
-    ``size`` makes the sizes of the caches, and ``scales`` says which there are. E4M3, which with ``codes`` the caches
-    are whatever q is, comes as bytes, since not every torch hands it over.
+    ``size`` makes the sizes of the caches, and ``scales`` says which there are. E4M3 comes as bytes, since not every
+    torch hands it over.
     """
     B, Hq, Hkv, keys = size(), fake.dim(), size(), size()  # keys of a sequence, or pages
     stored, result = ("u8", "bf16") if dtype == "f8e4m3" else (dtype, dtype)
-    kept = "u8" if codes else stored
-    step = 16 if kept == "u8" else 128 // config.dtype.width  # elements of 16 bytes
-    word = 32 // config.dtype.width  # of q, elements of 4 bytes
+    step = 128 // config.dtype.width  # elements of 16 bytes
 
     def vector(kind: str, length: Any) -> Any:
         return fake.tensor(kind, (length,), (None,), align=4)
 
     def cache(dim: int) -> Any:
         shape = (keys, config.page, Hkv, dim) if config.page else (B, Hkv, keys, dim)
-        return fake.tensor(kept, shape, (*(fake.dim(step) for _ in range(3)), 1))
+        return fake.tensor(stored, shape, (*(fake.dim(step) for _ in range(3)), 1))
 
     tensors = Tensors(
-        q=fake.tensor(stored, (B, Hq, config.dim), (fake.dim(word), fake.dim(word), 1), align=4),
+        q=fake.tensor(stored, (B, Hq, config.dim), (fake.dim(step // 4), fake.dim(step // 4), 1), align=4),
         k=cache(config.dim),
         v=cache(config.dim_v),
         table=fake.tensor("i32", (B, None), align=4) if config.page else None,

@@ -102,10 +102,7 @@ class MmaShared:
 
 @dataclass(frozen=True)
 class MmaConfig:
-    """What ``mma.py`` is compiled for. ``page``: keys of a page, 0 for a cache without pages.
-
-    ``dtype`` is that of q and, without ``codes``, of the caches; with these they are E4M3.
-    """
+    """What ``mma.py`` is compiled for. ``page``: keys of a page, 0 for a cache without pages."""
 
     dtype: Any
     dim: int
@@ -116,8 +113,6 @@ class MmaConfig:
     stages: int
     page: int = 0
     combine: bool = False  # whether a second kernel combines splits, else the block that brings the last
-    codes: bool = False
-    scales: tuple[bool, ...] = ()  # which of q's, k's and v's there are; (): none
 
     abreast = False  # whether ``Scalars.abreast`` can be more than 1
 
@@ -127,8 +122,7 @@ class MmaConfig:
 
     @property
     def itemsize(self) -> int:
-        """Of the caches."""
-        return 1 if self.codes else itemsize(self.dtype)
+        return itemsize(self.dtype)
 
     @property
     def pitch(self) -> int:
@@ -150,7 +144,7 @@ class MmaConfig:
         in_registers = self.dim <= 256
         query = Region(
             max(ring.nbytes, results.nbytes),
-            0 if in_registers else self.warps * self.heads * self.dim * 2,
+            0 if in_registers else self.warps * self.heads * self.dim * self.itemsize,
         )
         return MmaShared(ring, results, query, Region(query.end, FLAG_BYTES))
 
@@ -161,12 +155,12 @@ class MmaConfig:
     @property
     def blocks_per_sm(self) -> int:
         """As shared memory and, with 128 or 255 registers a thread, the register file allow."""
-        threads = 512 if self.heads == 8 and self.page != 1 else 256
+        threads = 512 if self.heads == 8 else 256
         return max(1, min(fit(self.shared_bytes), threads // self.threads))
 
     @property
     def at_once(self) -> int:
-        """Steps of 32 bytes along a tile's rows that are on the way from shared memory at once."""
+        """Blocks of 16 columns of a tile that are on the way from shared memory at once."""
         return (8 if self.dim <= 256 else 2) // (self.keys // 16)
 
     @property

@@ -8,17 +8,20 @@ columns a lane has two neighbours where it has two that are 8 apart of 16-bit el
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
+from torch_attnkit.cuda import fake
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 
-from .arguments import Scalars, Tensors
+from .arguments import Scalars, Tensors, arguments
+from .codes import CodesConfig
 from .config import MmaConfig, itemsize
 from .schedule import WorkTile
 
@@ -32,7 +35,28 @@ _BIAS = 127  # of a float's exponent
 
 
 def elements(config: MmaConfig) -> Plain | Codes:
-    return Codes(config) if config.codes else Plain(config)
+    return Codes(config) if isinstance(config, CodesConfig) else Plain(config)
+
+
+class _Caches(NamedTuple):
+    """Of a config what decides the types of a kernel's arguments, as if q were E4M3, too."""
+
+    dtype: Any
+    dim: int
+    dim_v: int
+    page: int
+
+
+def over_codes(dtype: str, config: CodesConfig, size: Callable[[], Any]) -> list[Any]:
+    """Stand-ins for what the host passes, see ``arguments``: caches of E4M3, q of ``dtype``."""
+    caches = _Caches(cutlass.Float8E4M3FN, config.dim, config.dim_v, config.page)
+    tensors, *rest = arguments("f8e4m3", caches, size, config.scales)
+    if dtype != "f8e4m3":
+        rows, word = tensors.lse.shape, 32 // config.dtype.width  # (B, Hq), and elements of 4 bytes
+        q = fake.tensor(dtype, (*rows, config.dim), (fake.dim(word), fake.dim(word), 1), align=4)
+        out = fake.tensor(dtype, (*rows, config.dim_v), (fake.dim(8), fake.dim(8), 1))
+        tensors = tensors._replace(q=q, out=out)
+    return [tensors, *rest]
 
 
 class Plain:
@@ -85,7 +109,7 @@ class Codes:
     raised = _RAISED
     dtype = cutlass.Float16
 
-    def __init__(self, config: MmaConfig):
+    def __init__(self, config: CodesConfig):
         self.c = config
 
     def keys(self, words: Fragment) -> list[Fragment]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from .codes import CodesConfig
 from .config import FLAG_BYTES, RESERVED, SHARED, MmaConfig, SplitLayout
 from .problem import Problem
 
-# Heads (D, Dv) of caches of E4M3 that ``mma.py`` has: multiples of 32, and no more columns than Q has registers for.
-OVER_CODES = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 FEW = 8  # query heads that ``mma.py`` has at once
 SHORT = 512  # keys of a group that one block attends alone
 # Bytes of keys and values for every SM, from which on one block on it with longer tiles is faster: H200, 32/8 heads,
@@ -58,9 +57,8 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     itemsize, groups = problem.itemsize, problem.batch * problem.kv_heads
     heads = 8 if group <= 8 or max(dim, dim_v) > 128 else 16
     keys = 32 if (dim + dim_v) * itemsize <= 256 else 16
-    config = MmaConfig(
-        Bits(8 * problem.dtype.itemsize), dim, dim_v, heads, keys, warps=1, stages=1, page=problem.page, codes=codes
-    )
+    dtype, kind = Bits(8 * problem.dtype.itemsize), CodesConfig if codes else MmaConfig
+    config = kind(dtype, dim, dim_v, heads, keys, warps=1, stages=1, page=problem.page)
     stage = config.stage_bytes
     room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
     warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= room)
@@ -78,9 +76,8 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     splits = 1 if whole else splits_of(blocks, work, -(-keys_of_cache // keys), least)
     combine = combines(min(group, heads), dim_v, 32 * warps, splits)
     return Plan(
-        "trace_mma",
+        "trace_codes" if codes else "trace_mma",
         paged(problem)
-        | (dict(codes=True) if codes else {})
         | dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine),
         head_blocks,
         1,

@@ -10,8 +10,7 @@ Source: MetalTile ``sdpa_decode``; scales as FlashAttention-3 (arXiv 2407.08608)
 """
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.kernels.decode import metal
-from torch_attnkit.kernels.decode.plan import OVER_CODES
+from torch_attnkit.kernels.decode import codes, metal
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
 from torch_attnkit.oracle import rules
@@ -49,8 +48,8 @@ OP = Op(
         *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _ROWS | rules.SAME_DTYPE),
         *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _ROWS | rules.SAME_DTYPE),
         *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, _OF_CODES, _ROWS),
-        *rules.of_codes("sm90", sm90.OVER_CODES, OVER_CODES, _OF_CODES, _ROWS, rules.EIGHT_BITS),
-        *rules.of_codes("sm100", sm100.DTYPES, OVER_CODES, _OF_CODES, _ROWS, rules.EIGHT_BITS),
+        *rules.of_codes("sm90", sm90.OVER_CODES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS),
+        *rules.of_codes("sm100", sm100.DTYPES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V) | rules.SAME_DTYPE),
     ),
 )

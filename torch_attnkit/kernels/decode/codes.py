@@ -1,0 +1,27 @@
+"""What ``mma.py`` is compiled for over caches of E4M3. Imports no cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import MmaConfig, fit
+
+# Heads (D, Dv): multiples of 32, and no more columns than Q has registers for.
+HEADS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+
+
+@dataclass(frozen=True)
+class CodesConfig(MmaConfig):
+    """``dtype`` is that of q."""
+
+    scales: tuple[bool, ...] = ()  # which of q's, k's and v's there are; (): none
+
+    @property
+    def itemsize(self) -> int:
+        return 1
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As shared memory and the register file allow; pages of one key take more than 128 registers a thread."""
+        threads = 512 if self.heads == 8 and self.page != 1 else 256
+        return max(1, min(fit(self.shared_bytes), threads // self.threads))
