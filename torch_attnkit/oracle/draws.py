@@ -28,7 +28,7 @@ DEFAULTS: Facts = dict(
     M=1, act=0, blk=16, swizzled=0, routes="", missing=0, gptoss=0, limit=0.0, alpha=1.702, interleaved=0, biases=0,
     globals=0, P=1, R=1, H=1, out="", row_sum=0, lse_by=1, N=1, rank=0, A=1, C=1, y32=0, w32=0, eps=1e-6, y_by=1,
     z_by=1, E=1, K=1, V=1, bias="", over_all=0, renormalize=0, by=1, steps=0, off="", route_scale=1.0, ids="i32",
-    table="i32", bits=0,
+    table="i32",
 )  # fmt: skip
 SINKS = {"plain": (), "high": (1e4,), "low": (-1e4,), "never": (-torch.inf,), "mixed": (-torch.inf, 1e4, -1e4, 0.5)}
 _BORDERS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -133,7 +133,7 @@ def attention(d: Draw, row: Kernel, groups: Sequence[int]) -> tuple[Facts, set[s
         dtype=k.choice(row.dtypes.split()), D=dim, Dv=k.choice(_value_dims(row, dim)),
         group=k.choice(groups) if "gqa" in features else 1,
         scales=k.choice(("q", "k", "v", "qk", "qkv", "qkv")) if "scales" in on else "",
-        causal=int("causal" in on), normalize=int("unnormalized" not in on), bits=row.dims.get("bits", (0,))[0],
+        causal=int("causal" in on), normalize=int("unnormalized" not in on),
     )  # fmt: skip
     return facts, on
 
@@ -182,11 +182,6 @@ def numbers(gen: torch.Generator, *shape: int) -> torch.Tensor:
     return ((a + b) + (c - 1.5)) * 2
 
 
-def stored(facts: Facts) -> str:
-    """The dtype of keys and values: E4M3 if these have 8 bits, else that of q."""
-    return "f8e4m3" if facts["bits"] == 8 else str(facts["dtype"])
-
-
 def cast(t: torch.Tensor, dtype: str) -> torch.Tensor:
     """``t`` in a dtype of the table, inside what it holds; E4M3 has no infinity."""
     return (t.clamp(-448, 448) if dtype == "f8e4m3" else t).to(DTYPES[dtype])
@@ -223,8 +218,8 @@ def qkv(
     if facts["nan"] == "k" and bool(seen.any()):
         k[tuple(seen.nonzero()[0])] = torch.nan
     k, v = (hide(t, seen, facts, name) for t, name in zip((k, v), names, strict=True))
-    k, v = (cast(t, stored(facts)) for t in (k, v))
-    return cast(q, facts["dtype"]), k, v
+    q, k, v = (cast(t, facts["dtype"]) for t in (q, k, v))
+    return q, k, v
 
 
 def sink(facts: Facts, gen: torch.Generator, heads: int) -> torch.Tensor | None:

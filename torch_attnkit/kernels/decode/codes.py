@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from .config import MmaConfig, fit
 
-# Heads (D, Dv): multiples of 32, and no more columns than Q has registers for.
-HEADS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+# Heads (D, Dv): multiples of 32 could be, up to 256, as many columns as Q has registers for.
+HEADS = ((64, 64), (128, 128), (256, 256))
 
 
 @dataclass(frozen=True)
 class CodesConfig(MmaConfig):
-    """``dtype`` is that of q."""
+    """``dtype`` is that of q. A soft cap is compiled in: branches around it would be a quarter of the instructions."""
 
+    capped: bool = False
     scales: tuple[bool, ...] = ()  # which of q's, k's and v's there are; (): none
 
     @property

@@ -64,6 +64,7 @@ class Plain:
 
     blocks = 1  # of a step
     raised = 0  # power of two that probabilities are multiplied by
+    capped = None  # whether scores are; None: the launch says
 
     def __init__(self, config: MmaConfig):
         self.c, self.dtype = config, config.dtype
@@ -110,7 +111,7 @@ class Codes:
     dtype = cutlass.Float16
 
     def __init__(self, config: CodesConfig):
-        self.c = config
+        self.c, self.capped = config, config.capped
 
     def keys(self, words: Fragment) -> list[Fragment]:
         """Two blocks of columns, which ``ldmatrix`` brings one after the other, 8 keys and 8 more of each."""

@@ -81,6 +81,17 @@ class Loader:
             return Int32(i // (chunks // 32)), lane + i % (chunks // 32) * 32
         return (i * 32 + lane) // chunks, (i * 32 + lane) % chunks
 
+    def _together(self) -> int:
+        """Keys of a tile that lie in one page wherever it begins: all, or so many that a copy's rows do, else 0."""
+        c = self.c
+        found = math.gcd(c.page, c.keys)
+        if found == c.keys:
+            return found
+        for chunks in (self._chunks(c.dim), self._chunks(c.dim_v)):
+            whole_rows = 32 % chunks == 0 or chunks % 32 == 0
+            found = found if whole_rows and found % max(1, 32 // chunks) == 0 else 0
+        return found
+
     @cute.jit
     def load(
         self, tensors: Tensors, keys: Visible, tile: WorkTile, sources: list[Source] | None, t: Int32, stage: Int32
@@ -88,15 +99,15 @@ class Loader:
         """Start the copy of tile t; rows that do not count become zeros, whatever the cache holds there."""
         c = self.c
         first, low, high = tile_bounds(keys, t, c.keys)
+        page, together = Int32(0), const_expr(self._together())
+        if const_expr(c.page != 0 and 0 < together < c.keys):
+            page = pages.of_boxes(tensors, tile.b, first, low, high, together, c.keys // together, c.page)
         low, high = low - first, high - first
-        page = Int32(0)
-        if const_expr(c.page != 0):
+        if const_expr(c.page != 0 and not 0 < together < c.keys):
             page = pages.of_keys(tensors, tile.b, first, low, high, c.keys, c.page)
         if const_expr(sources is None):
             # Made anew for each tile: beside O in 128 registers there is no room to keep them.
             sources = self.sources(tensors, tile._replace(kv_head=op.fresh(tile.kv_head)))
-        # Keys of a tile that lie in one page, wherever it begins.
-        together = const_expr(math.gcd(c.page, c.keys))
         for which in cutlass.range_constexpr(2):
             cache, dim, pitch = (
                 (tensors.k, c.dim, c.pitch) if const_expr(which == 0) else (tensors.v, c.dim_v, c.pitch_v)
@@ -109,17 +120,19 @@ class Loader:
             chunks = const_expr(self._chunks(dim))
             aligned = const_expr(32 % chunks == 0 or chunks % 32 == 0)
             step = const_expr(max(1, 32 // chunks))
-            # Whether all rows of a copy lie in one page.
-            shared_page = const_expr(c.page > 0 and aligned and together % step == 0)
             begin, there = at, Boolean(True)
             for i in cutlass.range_constexpr(-(-c.keys * chunks // 32)):
                 row, chunk = self._chunk(dim, i)
                 down = const_expr(i * step if chunks <= 32 else i // (chunks // 32))
                 right = const_expr(0 if chunks <= 32 else i % (chunks // 32) * 32 * CHUNK)
-                if const_expr(shared_page and down % together == 0 and right == 0):
-                    mine = page if const_expr(together == c.keys) else cute.arch.shuffle_sync(page, down)
+                another = const_expr(i == 0 if together == c.keys else right == 0 and down % max(together, 1) == 0)
+                if const_expr(c.page > 0 and together > 0 and another):
+                    mine = page
+                    if const_expr(together < c.keys):
+                        mine = cute.arch.shuffle_sync(page, down // together)
                     begin = at + Int64(cache.stride[0]) * c.itemsize * mine
-                    begin += row_bytes * ((first + down) % c.page - down)
+                    start = const_expr(0 if together == c.keys else down)
+                    begin += row_bytes * ((first + start) % c.page - start)
                     there = mine >= 0
                 target, source = to, begin
                 if const_expr(aligned):
@@ -129,10 +142,10 @@ class Loader:
                     target += (row - first_row) * pitch + (chunk - first_chunk) * CHUNK
                     source += row_bytes * (row - first_row) + (chunk - first_chunk) * CHUNK
                 good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
-                if const_expr(shared_page):
+                if const_expr(c.page > 0 and together > 0):
                     good = good & there
                 elif const_expr(c.page > 0):
-                    mine = cute.arch.shuffle_sync(page, row) if const_expr(together < c.keys) else page
+                    mine = cute.arch.shuffle_sync(page, row)
                     source += Int64(cache.stride[0]) * c.itemsize * mine + row_bytes * ((first + row) % c.page - row)
                     good = good & (mine >= 0)
                 valid = cutlass.select_(good, Int32(CHUNK), Int32(0))
@@ -229,9 +242,11 @@ class Mainloop:
                     if const_expr(chains == 4):
                         both += rSum[i, 2, m, n] + rSum[i, 3, m, n]
                     rS[i, m, n] = both * factors[n][i % 2]
-        if scalars.cap > 0:
-            for x in cutlass.range_constexpr(cute.size(rS)):
-                rS[x] = scalars.cap * tanh(rS[x])
+        if const_expr(self.elements.capped is None):
+            if scalars.cap > 0:
+                self._cap(scalars, rS)
+        elif const_expr(self.elements.capped):
+            self._cap(scalars, rS)
         row = first + cute.arch.lane_idx() // 4
         if (low > first) | (high < first + c.keys):
             for m in cutlass.range_constexpr(m_tiles):
@@ -243,6 +258,10 @@ class Mainloop:
                             old = rS[half * 2 + x, m, n]
                             rS[half * 2 + x, m, n] = cutlass.select_(good, old, Float32(-_INF))
         return rS
+
+    def _cap(self, scalars: Scalars, rS: cute.Tensor) -> None:
+        for x in range(cute.size(rS)):
+            rS[x] = scalars.cap * tanh(rS[x])
 
     def _multiply_block(self, rBlock: Fragment, rQ: cute.Tensor, rSum: cute.Tensor, k: int, m: int) -> None:
         """Add the products of columns ``16 k`` to ``16 k + 15`` to one of the sums."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 
 # Lengths beside the borders of tiles of 16 to 128 keys, and beside the 512 keys up to which one block attends a group.
@@ -101,12 +101,13 @@ def flops(dims: dict[str, int]) -> int:
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
+    facts |= cache_draws.bits(row)
     S = d.size(d.room.keys * 4 if d.sometimes(0.1) else d.room.keys)
     S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, 1))
     facts |= dict(S=S) | draws.batch(d, facts, 1, S) | draws.scores(d, facts, on, S)
     facts["kv_len"] = d.ragged(facts["B"], S)
     facts["kv_start"] = d.ragged(facts["B"], S) if "kv_start" in on else ""
-    step = draws.aligned(row, draws.stored(facts))
+    step = draws.aligned(row, cache_draws.stored(facts))
     facts["q.at"] = d.place(3, (0, 1), min(step, 4))
     facts |= {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
     return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
@@ -124,6 +125,6 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
         window=f["window"], sink_tokens=f["sink_tokens"],
     )  # fmt: skip
     seen = keep.expand(B, Hkv, S)
-    q, k, v = draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen, ("k_cache", "v_cache"))
+    q, k, v = cache_draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
     return (q, k, k if f["same"] else v, kv_len, *rest), scores

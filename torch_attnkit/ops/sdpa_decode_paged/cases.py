@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 
 # Lengths as in sdpa_decode, S where the last page is not to be full.
@@ -104,15 +104,17 @@ def flops(dims: dict[str, int]) -> int:
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
-    sixteens = any(why.startswith("Ps ") for why in row.needs)
-    Ps = d.kernel.choice((16, 16, 32, 48, 64, 128) if sixteens else (1, 5, 8, 13, 16, 64, 100))
+    facts |= cache_draws.bits(row)
+    pages = next((why for why in row.needs if why.startswith("Ps ")), "")
+    ones = (1,) if "be 1 or" in pages else ()
+    Ps = d.kernel.choice((*ones, 16, 16, 32, 48, 64, 128) if pages else (1, 5, 8, 13, 16, 64, 100))
     Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.room.keys, draws.most_keys(d, facts, 1)) // Ps))
     facts |= dict(Ps=Ps, Mp=Mp) | draws.batch(d, facts, 1, Mp * Ps) | draws.scores(d, facts, on, Mp * Ps)
     facts["kv_len"] = d.ragged(facts["B"], Mp * Ps)
     facts["kv_start"] = d.ragged(facts["B"], Mp * Ps) if "kv_start" in on else ""
     facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))
     facts["unused"] = d.pick((-1, 2**31 - 1))
-    step = draws.aligned(row, draws.stored(facts))
+    step = draws.aligned(row, cache_draws.stored(facts))
     facts |= {"q.at": d.place(3, (0, 1), min(step, 4)), "block_table.at": d.place(2)}
     facts |= {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
     return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
@@ -144,6 +146,6 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     b, key = keep.nonzero(as_tuple=True)
     seen = torch.zeros(Np, Ps, Hkv, dtype=torch.bool)
     seen[table[b, key // Ps].long(), key % Ps] = True
-    q, k, v = draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen, ("k_cache", "v_cache"))
+    q, k, v = cache_draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
     return (q, k, k if f["same"] else v, table, kv_len, *rest), draws.score_arguments(f)
