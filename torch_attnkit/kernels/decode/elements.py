@@ -63,7 +63,6 @@ class Plain:
     """Elements of 16 bits."""
 
     blocks = 1  # of a step
-    raised = 0  # power of two that probabilities are multiplied by
     capped = None  # whether scores are; None: the launch says
 
     def __init__(self, config: MmaConfig):
@@ -74,6 +73,10 @@ class Plain:
 
     def values(self, words: Fragment) -> list[Fragment]:
         return [words]
+
+    def pair(self, p0: Float32, p1: Float32) -> Int32:
+        """Two probabilities for a product with V."""
+        return op.pack(self.dtype, p0, p1)
 
     def column(self, block: int, half: int) -> Int32:
         """The column of V that this lane has of a block."""
@@ -107,7 +110,6 @@ class Codes:
     """E4M3 codes under scales; the products are of float16, which has every code and, scaled, bfloat16's queries."""
 
     blocks = 2
-    raised = _RAISED
     dtype = cutlass.Float16
 
     def __init__(self, config: CodesConfig):
@@ -127,6 +129,9 @@ class Codes:
         for first, second in ((words[0], words[2]), (words[1], words[3])):
             found.append((*_columns(first), *_columns(second)))
         return found
+
+    def pair(self, p0: Float32, p1: Float32) -> Int32:
+        return op.pack(self.dtype, p0 * 2.0**_RAISED, p1 * 2.0**_RAISED)
 
     def column(self, block: int, half: int) -> Int32:
         return block * 16 + cute.arch.lane_idx() // 4 * 2 + half

@@ -299,18 +299,15 @@ class Mainloop:
                         rO[2 + x, d, n] = rO[2 + x, d, n] * weight
         rP = cute.make_rmem_tensor(cute.make_layout((2, m_tiles, n_tiles)), Int32)
         for n in cutlass.range_constexpr(n_tiles):
-            low, high = (self._subtracted(rMax[x, n]) for x in range(2))
+            low, high = finite(rMax[0, n]), finite(rMax[1, n])
             for m in cutlass.range_constexpr(m_tiles):
                 for half in cutlass.range_constexpr(2):
                     p0 = exp2(rS[half * 2, m, n] - low)
                     p1 = exp2(rS[half * 2 + 1, m, n] - high)
                     rSum[0, n] = rSum[0, n] + p0
                     rSum[1, n] = rSum[1, n] + p1
-                    rP[half, m, n] = op.transpose_8x8(op.pack(self.elements.dtype, p0, p1))
+                    rP[half, m, n] = op.transpose_8x8(self.elements.pair(p0, p1))
         return rP
-
-    def _subtracted(self, row_max: Float32) -> Float32:
-        return finite(row_max) - self.elements.raised if self.elements.raised else finite(row_max)
 
     def _load_values(self, sV: Int32, first: int) -> list[list[tuple[Int32, ...]]]:
         """V' of up to ``at_once`` steps along its columns, from step ``first`` on."""
@@ -352,8 +349,6 @@ class Mainloop:
         if const_expr(weight is not None):
             for x in cutlass.range_constexpr(cute.size(rO)):
                 rO[x] = rO[x] * weight
-            for x in cutlass.range_constexpr(cute.size(rSum)):
-                rSum[x] = rSum[x] * const_expr(2.0**-self.elements.raised)
         for n in cutlass.range_constexpr(c.heads // 8):
             for x in cutlass.range_constexpr(2):
                 row_sum = rSum[x, n]
