@@ -59,7 +59,7 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         q, k, v, *others = args
         table = others.pop(0).clamp(min=0) if paged else None
         kv_len, sink, kv_start = (*others, None, None)[:3]
-        if kv_start is not None:
+        if kv_start is not None or q.dtype != k.dtype:
             return None
         if not paged:  # one page a sequence
             k, v = (t.transpose(1, 2) for t in (k, v))

@@ -20,26 +20,46 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         states, scores = out.transpose(0, 1).contiguous(), (lse.transpose(0, 1) * 1.4426950408889634).contiguous()
         return lambda: flashinfer.merge_states(states, scores)[0]
     if op == "sdpa_decode":
-        return _latent(args, kwargs)
+        return _latent(args, kwargs) or _contiguous(args, kwargs)
     if op != "sdpa_decode_paged":
         return None
     q, k, v, table, kv_len, sink, kv_start = (*args, None, None)[:7]
     if sink is not None or kv_start is not None or kwargs.get("sink_tokens"):
         return None
+    return _planned(q, (k, v), table, kv_len, "NHD", k.shape[1], k.shape[2], kwargs)
+
+
+def _contiguous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """A contiguous cache of E4M3 as pages of 16 keys whose heads are far apart."""
+    q, k, v, kv_len, *rest = args
+    B, Hkv, S, D = k.shape
+    plain = not any(isinstance(x, torch.Tensor) for x in rest) and not kwargs.get("sink_tokens")
+    if k.dtype == q.dtype or S % 16 or v.shape != k.shape or not (k.is_contiguous() and v.is_contiguous() and plain):
+        return None
+    pages, by_sequence = ((B - 1) * Hkv + 1) * (S // 16), Hkv * S // 16
+    caches = tuple(t.as_strided((pages, Hkv, 16, D), (16 * D, S * D, D, 1)) for t in (k, v))
+    first = torch.arange(0, B * by_sequence, by_sequence, dtype=torch.int32, device=q.device)  # (B,)
+    table = first[:, None] + torch.arange(S // 16, dtype=torch.int32, device=q.device)  # (B, S / 16)
+    return _planned(q, caches, table, kv_len, "HND", 16, Hkv, kwargs)
+
+
+def _planned(
+    q: torch.Tensor, caches: tuple[torch.Tensor, ...], table: torch.Tensor, kv_len: torch.Tensor, layout: str,
+    page: int, kv_heads: int, kwargs: dict[str, Any],
+) -> Callable[[], Any]:  # fmt: skip
     import flashinfer
 
-    page = k.shape[1]
     pages = (kv_len + page - 1) // page
     indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)])
     indices = torch.cat([table[b, :n] for b, n in enumerate(pages.tolist())])
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, layout, use_tensor_cores=True)
     wrapper.plan(
-        indptr, indices, (kv_len - 1) % page + 1, q.shape[1], k.shape[2], q.shape[2], page,
-        q_data_type=q.dtype, kv_data_type=k.dtype, sm_scale=kwargs.get("scale"),
+        indptr, indices, (kv_len - 1) % page + 1, q.shape[1], kv_heads, q.shape[2], page,
+        q_data_type=q.dtype, kv_data_type=caches[0].dtype, sm_scale=kwargs.get("scale"),
         window_left=kwargs.get("window", -1) - 1 if kwargs.get("window", -1) >= 0 else -1,
     )  # fmt: skip
-    return lambda: wrapper.run(q, (k, v))
+    return lambda: wrapper.run(q, caches)
 
 
 def _latent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

@@ -96,6 +96,58 @@ def test_a_decode_step_equals_the_last_query_of_a_block(paged):
         torch.testing.assert_close(g, w[:, 0])
 
 
+def _decode(q, k, v, scales, *, paged: bool = False, scale: float | None = None):
+    """A step of q (B, Hq, D) over the keys (B, S, Hkv, D) of three lengths or two, in pages of 1 where asked for."""
+    length = torch.tensor([k.shape[1], 6, 0][: len(q)], dtype=torch.int32)
+    options = dict(window=5, sink_tokens=1, softcap=3.0, scale=scale)
+    if paged:
+        table = torch.arange(k.shape[0] * k.shape[1], dtype=torch.int32).flip(0).view(k.shape[:2])
+        pages = (torch.empty_like(t).flatten(0, 1)[:, None] for t in (k, v))
+        pages = [p.copy_(t.flatten(0, 1).flip(0)[:, None]) for p, t in zip(pages, (k, v), strict=True)]
+        return torch.ops.attnkit.sdpa_decode_paged(q, *pages, table, length, None, None, *scales, **options)
+    caches = [t.transpose(1, 2).contiguous() for t in (k, v)]
+    return torch.ops.attnkit.sdpa_decode(q, *caches, length, None, None, *scales, **options)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_wide_queries_over_codes_mean_the_numbers(dtype, paged):
+    """And results have the queries' dtype."""
+    (q, k, v), scales = _codes(B=3)
+    q = (q[:, -1].double() * 1.01).to(dtype)
+    out, lse = _decode(q, k, v, scales, paged=paged)
+    want, want_lse = _decode(q.double(), k.double(), v.double(), scales, paged=paged)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(lse.double(), want_lse.double())
+
+
+def test_caches_of_one_dtype_that_is_the_queries_or_e4m3():
+    (q, k, v), scales = _codes()
+    for q_dtype, k_dtype, v_dtype, words in (
+        (torch.bfloat16, E4M3, torch.bfloat16, "sdpa_decode: v_cache is bf16, accepted: f8e4m3, the dtype of k_cache"),
+        (torch.bfloat16, torch.bfloat16, E4M3, "sdpa_decode: v_cache is f8e4m3, accepted: bf16, the dtype of k_cache"),
+        (torch.bfloat16, torch.float16, torch.float16, "sdpa_decode: k_cache is f16, accepted: f8e4m3, bf16"),
+        (E4M3, torch.bfloat16, torch.bfloat16, "sdpa_decode: k_cache is bf16, accepted: f8e4m3"),
+        (torch.bfloat16, torch.float8_e5m2, torch.float8_e5m2, "sdpa_decode: k_cache is f8e5m2, accepted: f8e4m3"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            _decode(q[:, -1].to(q_dtype), k.to(k_dtype), v.to(v_dtype), scales)
+
+
+def test_kernels_over_caches_of_the_queries_dtype_say_so():
+    (q, k, v), _ = _codes(D=64)
+    with (
+        torch_attnkit.simulate("metal"),
+        pytest.raises(UnsupportedError, match="mps: the caches must have the dtype of q"),
+    ):
+        _decode(q[:, -1].bfloat16(), k, v, (None,) * 3)
+    (q, k, v), _ = _codes(D=80)
+    why = r"sm90: D=80 not in \{[\d, ]+\}; sm90: the caches must have the dtype of q"
+    with torch_attnkit.simulate("sm90"), pytest.raises(UnsupportedError, match=why):
+        _decode(q[:, -1].bfloat16(), k, v, (None,) * 3)
+
+
 def test_only_the_tolerance_rounds_probabilities():
     """The reference itself keeps them; under ``narrow_products`` each errs by at most 2^-4 of itself."""
     (q, k, v), _ = _codes(T=40)
@@ -144,11 +196,14 @@ def test_kernels_without_codes_or_scales_refuse_them():
 
 def test_decode_kernels_refuse_other_head_dims_of_codes():
     q, cache, length = (
-        torch.ones(1, 4, 96).to(E4M3),
-        torch.ones(1, 1, 16, 96).to(E4M3),
+        torch.ones(1, 4, 80).to(E4M3),
+        torch.ones(1, 1, 16, 80).to(E4M3),
         torch.ones(1, dtype=torch.int32),
     )
-    for arch, why in (("sm100", r"D=96 not in \{64, 128, 256, 512\}"), ("sm90", r"dtype f8e4m3 not in \{bf16, f16\}")):
+    for arch, why in (
+        ("sm100", r"D=80 not in \{64, 128, 256, 512\}"),
+        ("sm90", r"D=80 not in \{64, 128, 256\}"),
+    ):
         with torch_attnkit.simulate(arch), pytest.raises(UnsupportedError, match=f"{arch}: .*{why}"):
             torch.ops.attnkit.sdpa_decode(q, cache, cache, length)
 
@@ -168,3 +223,11 @@ def test_torch_takes_codes(scaled):
     step = torch.compile(lambda *a: op(*a)[0] * 2, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(step(*args), op(*args)[0] * 2)
+
+
+def test_torch_takes_wide_queries_over_codes():
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    (q, k, v), scales = _codes()
+    caches = (t.transpose(1, 2).contiguous() for t in (k, v))
+    args = (q[:, -1].bfloat16(), *caches, torch.tensor([9, 6], dtype=torch.int32), None, None, *scales)
+    torch.library.opcheck(torch.ops.attnkit.sdpa_decode.default, args, test_utils=tests)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch_attnkit.core.op import Call, Kernel
-from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.core.spec import DTYPES, short
 
 HEADS = {
     "Hq must be a multiple of Hkv": lambda c: c.dim["Hkv"] > 0 and c.dim["Hq"] % c.dim["Hkv"] == 0,
@@ -33,6 +33,17 @@ def wide(spec: str) -> Callable[[Call], str | None]:
     return lambda c: f"{spec}:bf16" if c.dtype == DTYPES["f8e4m3"] else None
 
 
+def _one_dtype(c: Call) -> bool:
+    """Raises TypeError, as the table does for a dtype of no tensor."""
+    k, v = c.arg.k_cache.dtype, c.arg.v_cache.dtype
+    if k != v:
+        raise TypeError(f"{c.op}: v_cache is {short(v)}, accepted: {short(k)}, the dtype of k_cache")
+    return True
+
+
+CACHES = {"k_cache and v_cache must have one dtype": _one_dtype}
+
+
 def value_dim(most: int) -> dict[str, Callable[[Any], bool]]:
     """What a kernel needs whose values are cut into runs of 16 elements."""
     return {f"Dv must be a multiple of 16 up to {most}": lambda c: 0 < c.dim["Dv"] <= most and c.dim["Dv"] % 16 == 0}
@@ -41,11 +52,13 @@ def value_dim(most: int) -> dict[str, Callable[[Any], bool]]:
 # cp.async and TMA read 16 bytes at a time, and nobody wants a copy of a cache.
 CACHE_ROWS = {
     "every row of the caches must start at a multiple of 16 bytes": lambda c: all(
-        stride * c.dtype.itemsize % 16 == 0
+        stride * cache.dtype.itemsize % 16 == 0
         for cache in (c.arg.k_cache, c.arg.v_cache)
         for stride in cache.stride()[:-1]
     ),
 }
+# Of kernels whose caches have q's dtype.
+SAME_DTYPE = {"the caches must have the dtype of q": lambda c: c.arg.k_cache.dtype == c.dtype}
 SAME_DIM = {"Dv must equal D": lambda c: c.dim["Dv"] == c.dim["D"]}
 GQA = {"gqa": lambda c: c.dim["Hq"] != c.dim["Hkv"]}
 SINK = {"sink": lambda c: c.arg.sink is not None}
@@ -58,6 +71,9 @@ WINDOW = {
 CAUSAL = {"causal": lambda c: c.arg.causal}
 UNNORMALIZED = {"unnormalized": lambda c: not c.arg.normalize}
 SCALES = {"scales": lambda c: any(s is not None for s in (c.arg.q_scale, c.arg.k_scale, c.arg.v_scale))}
+# Bits of an element of the caches, which E4M3 may have beside any query.
+BITS = {"bits": lambda c: 8 * c.arg.k_cache.dtype.itemsize}
+EIGHT_BITS: dict[str, tuple[int, ...]] = {"bits": (8,)}
 SINK_OR_PARTIAL = (("sink", "unnormalized"),)  # exclusive, see PARTIAL
 
 
@@ -69,9 +85,14 @@ def by_head(
 
 
 def of_codes(
-    on: str, dtypes: str, heads: Iterable[tuple[int, int]], features: str, needs: dict[str, Any] | None = None
-) -> tuple[Kernel, ...]:
-    """The rows for E4M3, which differ in nothing but their head sizes: one for those with D = Dv."""
-    same, needs = tuple(d for d, dv in heads if d == dv), needs or {}
+    on: str, dtypes: str, heads: Iterable[tuple[int, int]], features: str, needs: dict[str, Any] | None = None,
+    sizes: dict[str, tuple[int, ...]] | None = None,
+) -> tuple[Kernel, ...]:  # fmt: skip
+    """The rows for E4M3, which differ in nothing but their head sizes: one for those with D = Dv. ``sizes`` are more of
+    what all of them accept."""
+    same, needs, sizes = tuple(d for d, dv in heads if d == dv), needs or {}, sizes or {}
     other = tuple(pair for pair in heads if pair[0] != pair[1])
-    return (Kernel(on, dtypes, {"D": same}, features, needs | SAME_DIM), *by_head(on, dtypes, other, features, needs))
+    return (
+        Kernel(on, dtypes, {"D": same} | sizes, features, needs | SAME_DIM),
+        *(Kernel(on, dtypes, {"D": (d,), "Dv": (dv,)} | sizes, features, needs) for d, dv in other),
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from torch_attnkit.kernels.decode import codes
 from torch_attnkit.kernels.decode.config import MmaConfig
 from torch_attnkit.kernels.decode.plan import Plan
 from torch_attnkit.kernels.decode.problem import Problem, Strides
@@ -49,6 +51,26 @@ def test_a_plan_fits(dim, dim_v):
         assert bool(p.combine_blocks) == config.combine and p.combine_blocks <= SMS
         assert p.head_blocks * config.heads >= group > (p.head_blocks - 1) * config.heads
         assert p.head_blocks % p.abreast == 0 and p.blocks % p.abreast <= p.blocks // 16
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), codes.HEADS)
+@pytest.mark.parametrize("module", [hopper, blackwell])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_plan_over_codes_fits(dim, dim_v, module, size):
+    """E4M3 queries of Blackwell have a kernel of their own."""
+    sizes = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 1, 16, 64))
+    for group, most_keys, groups, page in sizes:
+        found = replace(problem(dim, dim_v, group, most_keys, groups, page, size), codes=True)
+        if size == 1 and module is blackwell and module.HEADS[dim, dim_v]:
+            assert module.plan(found, SMS).trace == "trace_tcgen05"
+            continue
+        p = module.plan(found, SMS)
+        config, per_sm = codes.CodesConfig(SimpleNamespace(width=8 * size), **p.sizes), p.blocks // SMS
+        assert p.trace == "trace_codes" and config.stages >= 2 and config.itemsize == 1
+        assert per_sm <= config.blocks_per_sm and per_sm * (config.shared_bytes + 1024) <= SHARED, p
+        assert p.head_blocks * config.heads >= group > (p.head_blocks - 1) * config.heads
+        # A warp looks the pages of a tile's keys up with a lane each.
+        assert config.keys <= 32 or not page
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` on ``target``."""
     if problem.batch == 0:
         return lambda operands: None
-    scores, codes, scaled = problem.scores, problem.dtype.itemsize == 1, any(problem.scales)
+    scores, scaled = problem.scores, any(problem.scales)
     plan = importlib.import_module(f"torch_attnkit.kernels.decode.{target.arch}.plan").plan
 
     def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
@@ -45,8 +45,9 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     def launch(operands: Operands) -> None:
         parts, count = workspace.get()
         q, k, v = operands.q, operands.k, operands.v
-        if codes:
-            q, k, v = (t.view(torch.uint8) for t in (q, k, v))
+        if problem.codes:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
+            q = q.view(torch.uint8) if q.element_size() == 1 else q
         if (k.data_ptr() | v.data_ptr()) & 15 or q.data_ptr() & 3:
             q, k, v = _aligned(q, k, v)
         p, run = one if one is not two and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() else two

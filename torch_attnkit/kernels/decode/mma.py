@@ -12,6 +12,7 @@ eight rows of a tile then lie in different banks. docs/kernels/decode.md has wha
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -26,6 +27,7 @@ from . import pages
 from .arguments import Scalars, Tensors
 from .combine import Combine, result_tensors
 from .config import CHUNK, MmaConfig
+from .elements import Fragment, elements
 from .schedule import Decode, Visible, WorkTile, tile_bounds
 
 _INF = float("inf")
@@ -44,7 +46,7 @@ class Source(NamedTuple):
 
 
 class Loader:
-    """A warp's copies by ``cp.async`` from the caches and of Q."""
+    """A warp's copies by ``cp.async`` from the caches."""
 
     def __init__(self, config: MmaConfig):
         self.c = config
@@ -79,6 +81,17 @@ class Loader:
             return Int32(i // (chunks // 32)), lane + i % (chunks // 32) * 32
         return (i * 32 + lane) // chunks, (i * 32 + lane) % chunks
 
+    def _together(self) -> int:
+        """Keys of a tile that lie in one page wherever it begins: all, or so many that a copy's rows do, else 0."""
+        c = self.c
+        found = math.gcd(c.page, c.keys)
+        if found == c.keys:
+            return found
+        for chunks in (self._chunks(c.dim), self._chunks(c.dim_v)):
+            whole_rows = 32 % chunks == 0 or chunks % 32 == 0
+            found = found if whole_rows and found % max(1, 32 // chunks) == 0 else 0
+        return found
+
     @cute.jit
     def load(
         self, tensors: Tensors, keys: Visible, tile: WorkTile, sources: list[Source] | None, t: Int32, stage: Int32
@@ -86,84 +99,67 @@ class Loader:
         """Start the copy of tile t; rows that do not count become zeros, whatever the cache holds there."""
         c = self.c
         first, low, high = tile_bounds(keys, t, c.keys)
+        page, together = Int32(0), const_expr(self._together())
+        if const_expr(c.page != 0 and 0 < together < c.keys):
+            page = pages.of_boxes(tensors, tile.b, first, low, high, together, c.keys // together, c.page)
         low, high = low - first, high - first
-        page = Int32(0)
-        if const_expr(c.page != 0):
+        if const_expr(c.page != 0 and not 0 < together < c.keys):
             page = pages.of_keys(tensors, tile.b, first, low, high, c.keys, c.page)
         if const_expr(sources is None):
             # Made anew for each tile: beside O in 128 registers there is no room to keep them.
             sources = self.sources(tensors, tile._replace(kv_head=op.fresh(tile.kv_head)))
-        one_page = const_expr(c.page > 0 and c.page % c.keys == 0)
-        any_page = const_expr(c.page > 0 and not one_page)
         for which in cutlass.range_constexpr(2):
             cache, dim, pitch = (
                 (tensors.k, c.dim, c.pitch) if const_expr(which == 0) else (tensors.v, c.dim_v, c.pitch_v)
             )
-            row_bytes = sources[which].row_bytes
+            at, row_bytes = sources[which]
             first_row, first_chunk = self._chunk(dim, 0)
             to = stage + first_row * pitch + first_chunk * CHUNK + const_expr(which * c.keys * c.pitch)
-            at = sources[which].at
             if const_expr(c.page == 0):
                 at += row_bytes * first
-            elif const_expr(one_page):
-                at += Int64(cache.stride[0]) * c.itemsize * page + row_bytes * (first % c.page)
             chunks = const_expr(self._chunks(dim))
             aligned = const_expr(32 % chunks == 0 or chunks % 32 == 0)
             step = const_expr(max(1, 32 // chunks))
+            begin, there = at, Boolean(True)
             for i in cutlass.range_constexpr(-(-c.keys * chunks // 32)):
                 row, chunk = self._chunk(dim, i)
-                target, source = to, at
+                down = const_expr(i * step if chunks <= 32 else i // (chunks // 32))
+                right = const_expr(0 if chunks <= 32 else i % (chunks // 32) * 32 * CHUNK)
+                another = const_expr(i == 0 if together == c.keys else right == 0 and down % max(together, 1) == 0)
+                if const_expr(c.page > 0 and together > 0 and another):
+                    mine = page
+                    if const_expr(together < c.keys):
+                        mine = cute.arch.shuffle_sync(page, down // together)
+                    begin = at + Int64(cache.stride[0]) * c.itemsize * mine
+                    start = const_expr(0 if together == c.keys else down)
+                    begin += row_bytes * ((first + start) % c.page - start)
+                    there = mine >= 0
+                target, source = to, begin
                 if const_expr(aligned):
-                    down, right = (
-                        const_expr(i * step if chunks <= 32 else i // (chunks // 32)),
-                        const_expr(0 if chunks <= 32 else i % (chunks // 32) * 32 * CHUNK),
-                    )
                     target += down * pitch + right
                     source += row_bytes * down + right
                 else:
                     target += (row - first_row) * pitch + (chunk - first_chunk) * CHUNK
                     source += row_bytes * (row - first_row) + (chunk - first_chunk) * CHUNK
                 good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
-                if const_expr(any_page):
+                if const_expr(c.page > 0 and together > 0):
+                    good = good & there
+                elif const_expr(c.page > 0):
                     mine = cute.arch.shuffle_sync(page, row)
                     source += Int64(cache.stride[0]) * c.itemsize * mine + row_bytes * ((first + row) % c.page - row)
                     good = good & (mine >= 0)
-                elif const_expr(one_page):
-                    good = good & (page >= 0)
                 valid = cutlass.select_(good, Int32(CHUNK), Int32(0))
                 if const_expr((i + 1) * 32 <= c.keys * chunks):
                     op.copy_16_async(target, source, valid)
                 elif i * 32 + cute.arch.lane_idx() < c.keys * chunks:
                     op.copy_16_async(target, source, valid)
 
-    @cute.jit
-    def query(self, tensors: Tensors, tile: WorkTile, shared: Int32):
-        """Q as the right side of a product; the heads that pad a group repeat its last."""
-        c = self.c
-        lane = cute.arch.lane_idx()
-        if const_expr(c.shared.query.nbytes == 0):
-            rQ = cute.make_rmem_tensor(cute.make_layout((2, c.dim // 16, c.heads // 8)), Int32)
-        else:
-            at = c.shared.query.at(shared) + cute.arch.warp_idx() * (c.shared.query.nbytes // c.warps) + lane * 8
-            rQ = cute.make_tensor(
-                cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8),
-                cute.make_layout((2, c.dim // 16, c.heads // 8), stride=(1, 64, 4 * c.dim)),
-            )
-        for n in cutlass.range_constexpr(c.heads // 8):
-            head = tile.head + cutlass.min(n * 8 + lane // 4, tile.heads - 1)
-            row = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * tile.b * c.itemsize
-            row += Int64(tensors.q.stride[1]) * head * c.itemsize + (lane & 3) * 4
-            for k in cutlass.range_constexpr(c.dim // 16):
-                rQ[0, k, n] = op.load_pair(row + k * 32)
-                rQ[1, k, n] = op.load_pair(row + k * 32 + 16)
-        return rQ
-
 
 class Mainloop:
     """A warp's tiles of a work tile: every ``warps``-th."""
 
     def __init__(self, config: MmaConfig):
-        self.c, self.loader = config, Loader(config)
+        self.c, self.loader, self.elements = config, Loader(config), elements(config)
 
     @cute.jit
     def run(self, tensors: Tensors, loads: None, scalars: Scalars, keys: Visible, tile: WorkTile, shared: Int32):
@@ -181,7 +177,8 @@ class Mainloop:
             t += c.warps
 
         n_tiles = const_expr(c.heads // 8)
-        rQ = self.loader.query(tensors, tile, shared)  # (2, D / 16, heads / 8) pairs
+        rQ = self.elements.query(tensors, tile, shared)  # (2, D / 16, heads / 8) pairs
+        factors = self.elements.factors(tensors, scalars, tile, rQ)
         rO = cute.make_rmem_tensor(cute.make_layout((4, c.dim_v // 16, n_tiles)), Float32)
         rMax = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)
         rSum = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)
@@ -200,7 +197,7 @@ class Mainloop:
                 self.loader.load(tensors, keys, tile, sources, t, ring + write)
             cute.arch.cp_async_commit_group()
             first, low, high = tile_bounds(keys, t - (c.stages - 1) * c.warps, c.keys)
-            rS = self._scores(scalars, rQ, ring + read + k_lane, first, low, high)
+            rS = self._scores(scalars, factors, rQ, ring + read + k_lane, first, low, high)
             rV = self._load_values(ring + read + v_lane, 0)
             rP = self._softmax(rS, rO, rMax, rSum)
             self._add_values(rP, rO, rV, ring + read + v_lane)
@@ -211,11 +208,14 @@ class Mainloop:
             write = cutlass.select_(write == c.stages * c.stage_bytes, Int32(0), write)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        self._leave_result(tile, shared, rO, rMax, rSum)
+        self._leave_result(tensors, tile, shared, rO, rMax, rSum)
         cute.arch.barrier()
 
     @cute.jit
-    def _scores(self, scalars: Scalars, rQ: cute.Tensor, sK: Int32, first: Int32, low: Int32, high: Int32):
+    def _scores(
+        self, scalars: Scalars, factors: list[list[Float32]], rQ: cute.Tensor, sK: Int32, first: Int32, low: Int32,
+        high: Int32,
+    ):  # fmt: skip
         """K Q' of a tile in powers of two, -inf where a key does not count.
 
         In two or four sums: shorter chains of products, and of the tensor cores' roundings, which are coarser than
@@ -227,31 +227,26 @@ class Mainloop:
         rS = cute.make_rmem_tensor(cute.make_layout((4, m_tiles, n_tiles)), Float32)
         rSum = cute.make_rmem_tensor(cute.make_layout((4, chains, m_tiles, n_tiles)), Float32)
         rSum.fill(0.0)
-        for k0 in cutlass.range_constexpr(0, c.dim // 16, c.at_once):
-            steps = const_expr(range(k0, min(k0 + c.at_once, c.dim // 16)))
+        count = const_expr(c.dim // 16 // self.elements.blocks)
+        for k0 in cutlass.range_constexpr(0, count, c.at_once):
+            steps = const_expr(range(k0, min(k0 + c.at_once, count)))
             rK = [[op.ldmatrix_x4(sK + m * 16 * c.pitch + k * 32) for m in range(m_tiles)] for k in steps]
             for k in cutlass.range_constexpr(steps.start, steps.stop):
-                j = const_expr(k % chains)
                 for m in cutlass.range_constexpr(m_tiles):
-                    for n in cutlass.range_constexpr(n_tiles):
-                        new = op.mma_m16n8k16(
-                            c.dtype,
-                            rK[k - k0][m],
-                            (rQ[0, k, n], rQ[1, k, n]),
-                            tuple(rSum[i, j, m, n] for i in range(4)),
-                        )
-                        for i in cutlass.range_constexpr(4):
-                            rSum[i, j, m, n] = new[i]
+                    for i, rBlock in enumerate(self.elements.keys(rK[k - k0][m])):
+                        self._multiply_block(rBlock, rQ, rSum, k * self.elements.blocks + i, m)
         for n in cutlass.range_constexpr(n_tiles):
             for m in cutlass.range_constexpr(m_tiles):
                 for i in cutlass.range_constexpr(4):
                     both = rSum[i, 0, m, n] + rSum[i, 1, m, n]
                     if const_expr(chains == 4):
                         both += rSum[i, 2, m, n] + rSum[i, 3, m, n]
-                    rS[i, m, n] = both * scalars.scale
-        if scalars.cap > 0:
-            for x in cutlass.range_constexpr(cute.size(rS)):
-                rS[x] = scalars.cap * tanh(rS[x])
+                    rS[i, m, n] = both * factors[n][i % 2]
+        if const_expr(self.elements.capped is None):
+            if scalars.cap > 0:
+                self._cap(scalars, rS)
+        elif const_expr(self.elements.capped):
+            self._cap(scalars, rS)
         row = first + cute.arch.lane_idx() // 4
         if (low > first) | (high < first + c.keys):
             for m in cutlass.range_constexpr(m_tiles):
@@ -263,6 +258,19 @@ class Mainloop:
                             old = rS[half * 2 + x, m, n]
                             rS[half * 2 + x, m, n] = cutlass.select_(good, old, Float32(-_INF))
         return rS
+
+    def _cap(self, scalars: Scalars, rS: cute.Tensor) -> None:
+        for x in range(cute.size(rS)):
+            rS[x] = scalars.cap * tanh(rS[x])
+
+    def _multiply_block(self, rBlock: Fragment, rQ: cute.Tensor, rSum: cute.Tensor, k: int, m: int) -> None:
+        """Add the products of columns ``16 k`` to ``16 k + 15`` to one of the sums."""
+        j = k % rSum.shape[1]
+        for n in range(self.c.heads // 8):
+            old = tuple(rSum[i, j, m, n] for i in range(4))
+            new = op.mma_m16n8k16(self.elements.dtype, rBlock, (rQ[0, k, n], rQ[1, k, n]), old)
+            for i in range(4):
+                rSum[i, j, m, n] = new[i]
 
     @cute.jit
     def _softmax(self, rS: cute.Tensor, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor):
@@ -298,39 +306,49 @@ class Mainloop:
                     p1 = exp2(rS[half * 2 + 1, m, n] - high)
                     rSum[0, n] = rSum[0, n] + p0
                     rSum[1, n] = rSum[1, n] + p1
-                    rP[half, m, n] = op.transpose_8x8(op.pack(c.dtype, p0, p1))
+                    rP[half, m, n] = op.transpose_8x8(self.elements.pair(p0, p1))
         return rP
 
     def _load_values(self, sV: Int32, first: int) -> list[list[tuple[Int32, ...]]]:
-        """V' of up to ``at_once`` column blocks, from column block ``first`` on."""
+        """V' of up to ``at_once`` steps along its columns, from step ``first`` on."""
         c = self.c
         m_tiles = c.keys // 16
-        blocks = range(first, min(first + c.at_once, c.dim_v // 16))
+        steps = range(first, min(first + c.at_once, c.dim_v // 16 // self.elements.blocks))
         return [
-            [op.ldmatrix_x4(sV + m * 16 * c.pitch_v + d * 32, transposed=True) for m in range(m_tiles)] for d in blocks
+            [op.ldmatrix_x4(sV + m * 16 * c.pitch_v + d * 32, transposed=True) for m in range(m_tiles)] for d in steps
         ]
 
     @cute.jit
     def _add_values(self, rP: cute.Tensor, rO: cute.Tensor, rV: list[list[tuple[Int32, ...]]], sV: Int32):
         """O' += V' P'; the first values are in registers."""
         c = self.c
-        per = const_expr(c.at_once)
-        for d0 in cutlass.range_constexpr(0, c.dim_v // 16, per):
+        per, count = const_expr(c.at_once), const_expr(c.dim_v // 16 // self.elements.blocks)
+        for d0 in cutlass.range_constexpr(0, count, per):
             rSome = rV if const_expr(d0 == 0) else self._load_values(sV, d0)
-            for d in cutlass.range_constexpr(d0, min(d0 + per, c.dim_v // 16)):
+            for d in cutlass.range_constexpr(d0, min(d0 + per, count)):
                 for m in cutlass.range_constexpr(c.keys // 16):
-                    for n in cutlass.range_constexpr(c.heads // 8):
-                        new = op.mma_m16n8k16(
-                            c.dtype, rSome[d - d0][m], (rP[0, m, n], rP[1, m, n]), tuple(rO[i, d, n] for i in range(4))
-                        )
-                        for i in cutlass.range_constexpr(4):
-                            rO[i, d, n] = new[i]
+                    for i, rBlock in enumerate(self.elements.values(rSome[d - d0][m])):
+                        self._add_block(rBlock, rP, rO, d * self.elements.blocks + i, m)
+
+    def _add_block(self, rBlock: Fragment, rP: cute.Tensor, rO: cute.Tensor, d: int, m: int) -> None:
+        """Add the products of 16 keys and columns to O'."""
+        for n in range(self.c.heads // 8):
+            old = tuple(rO[i, d, n] for i in range(4))
+            new = op.mma_m16n8k16(self.elements.dtype, rBlock, (rP[0, m, n], rP[1, m, n]), old)
+            for i in range(4):
+                rO[i, d, n] = new[i]
 
     @cute.jit
-    def _leave_result(self, tile: WorkTile, shared: Int32, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor):
+    def _leave_result(
+        self, tensors: Tensors, tile: WorkTile, shared: Int32, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor
+    ):
         c = self.c
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         sO, sStat = result_tensors(c.shared.results, shared)
+        weight = self.elements.weight(tensors, tile)
+        if const_expr(weight is not None):
+            for x in cutlass.range_constexpr(cute.size(rO)):
+                rO[x] = rO[x] * weight
         for n in cutlass.range_constexpr(c.heads // 8):
             for x in cutlass.range_constexpr(2):
                 row_sum = rSum[x, n]
@@ -342,5 +360,5 @@ class Mainloop:
                         sStat[warp, head, 0] = rMax[x, n]
                         sStat[warp, head, 1] = row_sum
                     for d in cutlass.range_constexpr(c.dim_v // 16):
-                        sO[warp, head, d * 16 + lane // 4] = rO[x, d, n]
-                        sO[warp, head, d * 16 + lane // 4 + 8] = rO[2 + x, d, n]
+                        sO[warp, head, self.elements.column(d, 0)] = rO[x, d, n]
+                        sO[warp, head, self.elements.column(d, 1)] = rO[2 + x, d, n]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from .codes import CodesConfig
 from .config import FLAG_BYTES, RESERVED, SHARED, MmaConfig, SplitLayout
 from .problem import Problem
 
@@ -13,6 +14,9 @@ SHORT = 512  # keys of a group that one block attends alone
 # Bytes of keys and values for every SM, from which on one block on it with longer tiles is faster: H200, 32/8 heads,
 # D 128, 1x8192 15.9 for 17.5 us.
 _LONG = 200 << 10
+# The same of codes, there with twice the warps; less is cut finer, into tiles of 16 keys: H200, 32/8 heads, D 128,
+# 1x8192 13.9 us with 8 warps, 14.8 with two blocks of 4 and 15.6 with tiles of 16 keys; 1x1024 10.3, 9.0 and 7.9.
+_LONG_CODES = 64 << 10
 _PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory busy
 # Waits for memory from which on a second kernel combines faster than the block that brings the last split: H200, 16/2
 # heads, D 256, 1x8192, 16 for 64 us.
@@ -49,13 +53,15 @@ class Plan:
 def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     """For ``mma.py``, where a group sees at most ``keys_of_cache`` keys.
 
-    Over pages tiles keep to 16 keys, which lie in one page of 16. docs/kernels/decode.md has the times.
+    Over pages tiles of 16-bit elements keep to 16 keys, which lie in one page of 16. docs/kernels/decode.md has the
+    times.
     """
-    dim, dim_v, group = problem.dim, problem.dim_v, problem.group
-    itemsize, groups = problem.dtype.itemsize, problem.batch * problem.kv_heads
+    dim, dim_v, group, codes = problem.dim, problem.dim_v, problem.group, problem.codes
+    itemsize, groups = problem.itemsize, problem.batch * problem.kv_heads
     heads = 8 if group <= 8 or max(dim, dim_v) > 128 else 16
-    keys = 32 if dim + dim_v <= 128 else 16
-    config = MmaConfig(Bits(8 * itemsize), dim, dim_v, heads, keys, warps=1, stages=1)
+    keys = 32 if (dim + dim_v) * itemsize <= 256 else 16
+    dtype, kind = Bits(8 * problem.dtype.itemsize), CodesConfig if codes else MmaConfig
+    config = kind(dtype, dim, dim_v, heads, keys, warps=1, stages=1, page=problem.page)
     stage = config.stage_bytes
     room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
     warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= room)
@@ -64,8 +70,10 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     whole = keys_of_cache <= SHORT
     if whole:
         stages = 2
-        per_sm = min(SHARED // (warps * stages * stage + RESERVED + FLAG_BYTES), 4 if heads == 8 else 2)
-    elif not problem.page and dim == dim_v == 128 and groups * keys_of_cache * (dim + dim_v) * itemsize >= sms * _LONG:
+        per_sm = replace(config, warps=warps, stages=stages).blocks_per_sm
+    elif codes:
+        keys, warps, stages, per_sm = _cut_codes(config, _bytes(problem, keys_of_cache) // sms)
+    elif _is_long(problem, keys_of_cache, sms):
         keys, per_sm = 32, 1
         stages = (SHARED - RESERVED - FLAG_BYTES) // (warps * replace(config, keys=keys).stage_bytes)
     blocks, head_blocks, least = sms * per_sm, -(-group // heads), 1 if whole else 2 * warps
@@ -73,8 +81,9 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     splits = 1 if whole else splits_of(blocks, work, -(-keys_of_cache // keys), least)
     combine = combines(min(group, heads), dim_v, 32 * warps, splits)
     return Plan(
-        "trace_mma",
+        "trace_codes" if codes else "trace_mma",
         paged(problem)
+        | (dict(capped=problem.scores.capped) if codes else {})
         | dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine),
         head_blocks,
         1,
@@ -85,6 +94,26 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
         2 * blocks * SplitLayout(heads, dim_v).floats,
         blocks,
     )
+
+
+def _cut_codes(config: MmaConfig, nbytes: int) -> tuple[int, int, int, int]:
+    """Keys of a tile, warps, stages, and blocks on an SM that has ``nbytes`` of codes to read."""
+    if nbytes < _LONG_CODES:
+        room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
+        return 16, 4, min(room // (4 * replace(config, keys=16).stage_bytes), 6), _PER_SM
+    # Of 64 columns a tile has half of the bytes, and not half of the instructions.
+    warps = 12 if config.dim == 64 and config.heads == 8 else 8
+    return config.keys, warps, (SHARED - RESERVED - FLAG_BYTES) // (warps * config.stage_bytes), 1
+
+
+def _is_long(problem: Problem, keys: int, sms: int) -> bool:
+    """Whether there is so much to read that one block on an SM with longer tiles is faster."""
+    return not problem.page and problem.dim == problem.dim_v == 128 and _bytes(problem, keys) >= sms * _LONG
+
+
+def _bytes(problem: Problem, keys: int) -> int:
+    """Of keys and values."""
+    return problem.batch * problem.kv_heads * keys * (problem.dim + problem.dim_v) * problem.itemsize
 
 
 def paged(problem: Problem) -> dict[str, int]:

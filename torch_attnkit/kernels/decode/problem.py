@@ -44,11 +44,17 @@ class Problem:
     sink: bool = False  # whether there are such tensors
     kv_start: bool = False
     scales: tuple[bool, bool, bool] = (False, False, False)  # of q, k and v
+    codes: bool = False  # whether the caches are E4M3
 
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the caches."""
+        return 1 if self.codes else self.dtype.itemsize
 
     @property
     def rows_of_cache(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 
 # Lengths beside the borders of tiles of 16 to 128 keys, and beside the 512 keys up to which one block attends a group.
@@ -27,11 +27,9 @@ DEGENERATE = {
 }
 EXTRAS = inputs.DECODE_EXTRAS
 _OWN = 16  # query heads when each has a KV head of its own: more are only more of the same
+_STEPS = ((1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192))  # sequences, and keys of each
 BENCH = (
-    {
-        f"{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128)
-        for b, s in ((1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192))
-    }
+    {f"{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128) for b, s in _STEPS}
     | {"ragged-64x8192": dict(B=64, Hq=32, Hkv=8, S=8192, D=128, Dv=128, ragged=1)}
     | {f"gptoss-{b}x8192": dict(B=b, Hq=64, Hkv=8, S=8192, D=64, Dv=64, window=128, sink=1) for b in (1, 16, 128)}
     | {f"D256-{b}x8192": dict(B=b, Hq=16, Hkv=8, S=8192, D=256, Dv=256) for b in (1, 16, 128)}
@@ -42,6 +40,8 @@ BENCH = (
         for h in (16, 64, 128)
         for b in (1, 16, 128)
     }
+    | {f"e4m3-{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128, bits=8) for b, s in _STEPS}
+    | {f"e4m3-D{d}-16x8192": dict(B=16, Hq=4096 // d, Hkv=8, S=8192, D=d, Dv=d, bits=8) for d in (64, 256)}
 )
 
 
@@ -51,10 +51,11 @@ def make(
     B, S = dims["B"], dims["S"]
     Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
     kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
+    stored = torch.float8_e4m3fn if dims.get("bits") == 8 else dtype
     args = (
         inputs.normal(gen, dtype, B, Hq, dims["D"]),
-        inputs.normal(gen, dtype, B, Hkv, S, dims["D"]),
-        inputs.normal(gen, dtype, B, Hkv, S, dims["Dv"]),
+        inputs.normal(gen, stored, B, Hkv, S, dims["D"]),
+        inputs.normal(gen, stored, B, Hkv, S, dims["Dv"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
         inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None,
@@ -89,7 +90,7 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q and the visible K and V once, write out and lse."""
     tokens = _seen(dims) * dims["Hkv"] * (dims["D"] + (0 if dims.get("same") else dims["Dv"]))
     heads = dims["B"] * dims["Hq"]
-    inside = (tokens + heads * dims["D"]) * dtype.itemsize
+    inside = tokens * (1 if dims.get("bits") == 8 else dtype.itemsize) + heads * dims["D"] * dtype.itemsize
     return inside + heads * dims["Dv"] * max(2, dtype.itemsize) + heads * 4
 
 
@@ -100,12 +101,13 @@ def flops(dims: dict[str, int]) -> int:
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
+    facts |= cache_draws.bits(row)
     S = d.size(d.room.keys * 4 if d.sometimes(0.1) else d.room.keys)
     S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, 1))
     facts |= dict(S=S) | draws.batch(d, facts, 1, S) | draws.scores(d, facts, on, S)
     facts["kv_len"] = d.ragged(facts["B"], S)
     facts["kv_start"] = d.ragged(facts["B"], S) if "kv_start" in on else ""
-    step = draws.aligned(row, facts["dtype"])
+    step = draws.aligned(row, cache_draws.stored(facts))
     facts["q.at"] = d.place(3, (0, 1), min(step, 4))
     facts |= {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
     return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
@@ -123,6 +125,6 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
         window=f["window"], sink_tokens=f["sink_tokens"],
     )  # fmt: skip
     seen = keep.expand(B, Hkv, S)
-    q, k, v = draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen, ("k_cache", "v_cache"))
+    q, k, v = cache_draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
     return (q, k, k if f["same"] else v, kv_len, *rest), scores

@@ -5,12 +5,13 @@ last ``window`` and the first ``sink_tokens``. Grouped heads share a KV head; a 
 the denominator only. Returns out and the natural-log LSE (sink left out), so that partial results can be merged.
 q and the caches stand for themselves times ``q_scale``, ``k_scale`` and ``v_scale``, one positive number for each
 sequence and KV head (None: 1).
+Caches have the dtype of q or are E4M3; out has that of q, bfloat16 where that is E4M3.
 Source: MetalTile ``sdpa_decode``; scales as FlashAttention-3 (arXiv 2407.08608) has them; sinks as in GPT-OSS
 (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.kernels.decode import metal
+from torch_attnkit.kernels.decode import codes, metal
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
@@ -21,6 +22,7 @@ _ROWS = rules.CACHE_ROWS | {
     ),
 }
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
+_OF_CODES = f"{_FEATURES} scales"
 
 OP = Op(
     schema="sdpa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"
@@ -28,8 +30,8 @@ OP = Op(
     " float? scale=None, int window=-1, int sink_tokens=0, float softcap=0.0) -> (Tensor out, Tensor lse)",
     dims={
         "q": "B Hq D:T8",
-        "k_cache": "B Hkv S D:T8",
-        "v_cache": "B Hkv S Dv:T8",
+        "k_cache": "B Hkv S D:T8|f8e4m3",
+        "v_cache": "B Hkv S Dv:T8|f8e4m3",
         "kv_len": "B:i32",
         "sink": "Hq:f32",
         "kv_start": "B:i32",
@@ -40,14 +42,17 @@ OP = Op(
         "lse": "B Hq:f32",
     },
     layouts={"out": rules.wide("B Hq Dv")},
-    where=rules.HEADS | rules.SCORES,
+    derive=rules.BITS,
+    where=rules.HEADS | rules.SCORES | rules.CACHES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW | rules.SCALES,
     shards=shards.ATTENTION,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start window softcap"),
-        *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _ROWS),
-        *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _ROWS),
-        *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, f"{_FEATURES} scales", _ROWS),
-        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
+        *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _ROWS | rules.SAME_DTYPE),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _ROWS | rules.SAME_DTYPE),
+        *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, _OF_CODES, _ROWS),
+        *rules.of_codes("sm90", sm90.OVER_CODES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS),
+        *rules.of_codes("sm100", sm100.DTYPES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V) | rules.SAME_DTYPE),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 
 # Lengths as in sdpa_decode, S where the last page is not to be full.
@@ -41,6 +41,9 @@ BENCH = {
 } | {
     f"{name}-{b}x8192-page{p}": dict(B=b, Np=b * 8192 // p, Ps=p, Mp=8192 // p, **model)
     for name, model in _MODELS.items() for b in (1, 16, 128) for p in (16, 64)
+} | {
+    f"e4m3-{b}x{s}-page{p}": dict(B=b, Hq=32, Hkv=8, Np=b * s // p, Ps=p, Mp=s // p, D=128, Dv=128, bits=8)
+    for b, s in ((1, 1024), (1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192)) for p in (16, 64)
 }  # fmt: skip
 
 
@@ -51,10 +54,11 @@ def make(
     Np, Ps, S = dims["Np"], dims["Ps"], dims.get("S", dims["Mp"] * dims["Ps"])
     Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
     kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
+    stored = torch.float8_e4m3fn if dims.get("bits") == 8 else dtype
     args = (
         inputs.normal(gen, dtype, B, Hq, D),
-        inputs.normal(gen, dtype, Np, Ps, Hkv, D),
-        inputs.normal(gen, dtype, Np, Ps, Hkv, Dv),
+        inputs.normal(gen, stored, Np, Ps, Hkv, D),
+        inputs.normal(gen, stored, Np, Ps, Hkv, Dv),
         inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
@@ -67,10 +71,11 @@ def make(
 def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Full caches whose pages lie in random order."""
     B, Np, Ps, Mp, Hkv = (dims[axis] for axis in ("B", "Np", "Ps", "Mp", "Hkv"))
+    stored = torch.float8_e4m3fn if dims.get("bits") == 8 else dtype
     args = (
         inputs.normal(gen, dtype, B, dims["Hq"], dims["D"]),
-        inputs.normal(gen, dtype, Np, Ps, Hkv, dims["D"]),
-        inputs.normal(gen, dtype, Np, Ps, Hkv, dims["Dv"]),
+        inputs.normal(gen, stored, Np, Ps, Hkv, dims["D"]),
+        inputs.normal(gen, stored, Np, Ps, Hkv, dims["Dv"]),
         torch.randperm(Np, generator=gen).to(torch.int32)[: B * Mp].view(B, Mp),
         torch.tensor([Mp * Ps] * B, dtype=torch.int32),
         inputs.normal(gen, torch.float32, dims["Hq"]) if "sink" in dims else None,
@@ -88,7 +93,7 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q, the page table and every visible key and value once, write out and lse."""
     tokens = _seen(dims) * dims["Hkv"] * (dims["D"] + dims["Dv"])
     heads = dims["B"] * dims["Hq"]
-    inside = (tokens + heads * dims["D"]) * dtype.itemsize
+    inside = tokens * (1 if dims.get("bits") == 8 else dtype.itemsize) + heads * dims["D"] * dtype.itemsize
     return inside + heads * dims["Dv"] * max(2, dtype.itemsize) + (heads + dims["B"] * (dims["Mp"] + 1)) * 4
 
 
@@ -99,15 +104,17 @@ def flops(dims: dict[str, int]) -> int:
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
-    sixteens = any(why.startswith("Ps ") for why in row.needs)
-    Ps = d.kernel.choice((16, 16, 32, 48, 64, 128) if sixteens else (1, 5, 8, 13, 16, 64, 100))
+    facts |= cache_draws.bits(row)
+    pages = next((why for why in row.needs if why.startswith("Ps ")), "")
+    ones = (1,) if "be 1 or" in pages else ()
+    Ps = d.kernel.choice((*ones, 16, 16, 32, 48, 64, 128) if pages else (1, 5, 8, 13, 16, 64, 100))
     Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.room.keys, draws.most_keys(d, facts, 1)) // Ps))
     facts |= dict(Ps=Ps, Mp=Mp) | draws.batch(d, facts, 1, Mp * Ps) | draws.scores(d, facts, on, Mp * Ps)
     facts["kv_len"] = d.ragged(facts["B"], Mp * Ps)
     facts["kv_start"] = d.ragged(facts["B"], Mp * Ps) if "kv_start" in on else ""
     facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))
     facts["unused"] = d.pick((-1, 2**31 - 1))
-    step = draws.aligned(row, facts["dtype"])
+    step = draws.aligned(row, cache_draws.stored(facts))
     facts |= {"q.at": d.place(3, (0, 1), min(step, 4)), "block_table.at": d.place(2)}
     facts |= {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
     return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
@@ -139,6 +146,6 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     b, key = keep.nonzero(as_tuple=True)
     seen = torch.zeros(Np, Ps, Hkv, dtype=torch.bool)
     seen[table[b, key // Ps].long(), key % Ps] = True
-    q, k, v = draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen, ("k_cache", "v_cache"))
+    q, k, v = cache_draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
     return (q, k, k if f["same"] else v, table, kv_len, *rest), draws.score_arguments(f)

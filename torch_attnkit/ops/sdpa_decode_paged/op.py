@@ -6,24 +6,27 @@ the contract of sdpa_decode: the query sits at ``kv_len - 1`` and attends [kv_st
 last ``window`` and the first ``sink_tokens``; ``sink`` joins the denominator only; out and the natural-log
 LSE (sink left out) are returned. q and the pages stand for themselves times ``q_scale``, ``k_scale`` and
 ``v_scale``, one positive number for each sequence and KV head (None: 1).
+Caches have the dtype of q or are E4M3; out has that of q, bfloat16 where that is E4M3.
 Source: PagedAttention (arXiv 2309.06180); scales as FlashAttention-3 (arXiv 2407.08608) has them.
 """
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.kernels.decode import metal
+from torch_attnkit.kernels.decode import codes, metal
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
 
 # cp.async copies 16 bytes at a time.
 _ROWS = rules.CACHE_ROWS | {
-    # Pages of one key or an odd number of them cost registers that spill.
-    "Ps must be a multiple of 16": lambda c: c.dim["Ps"] % 16 == 0,
     "every row of q must start at a multiple of 4 bytes": lambda c: all(
         s * c.dtype.itemsize % 4 == 0 for s in c.arg.q.stride()[:-1]
     ),
 }
+# Pages of an odd number of keys cost registers that spill, and those of one key where elements have 16 bits.
+_PAGES = {"Ps must be a multiple of 16": lambda c: c.dim["Ps"] % 16 == 0}
+_PAGES_OF_CODES = {"Ps must be 1 or a multiple of 16": lambda c: c.dim["Ps"] == 1 or c.dim["Ps"] % 16 == 0}
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
+_OF_CODES = f"{_FEATURES} scales"
 
 OP = Op(
     schema="sdpa_decode_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor kv_len,"
@@ -32,8 +35,8 @@ OP = Op(
     " -> (Tensor out, Tensor lse)",
     dims={
         "q": "B Hq D:T8",
-        "k_cache": "Np Ps Hkv D:T8",
-        "v_cache": "Np Ps Hkv Dv:T8",
+        "k_cache": "Np Ps Hkv D:T8|f8e4m3",
+        "v_cache": "Np Ps Hkv Dv:T8|f8e4m3",
         "block_table": "B Mp:i32",
         "kv_len": "B:i32",
         "sink": "Hq:f32",
@@ -45,13 +48,16 @@ OP = Op(
         "lse": "B Hq:f32",
     },
     layouts={"out": rules.wide("B Hq Dv")},
-    where=rules.HEADS | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0} | rules.SCORES,
+    derive=rules.BITS,
+    where=rules.HEADS | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0} | rules.SCORES | rules.CACHES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW | rules.SCALES,
     shards=shards.ATTENTION,
     kernels=(
-        *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _ROWS),
-        *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _ROWS),
-        *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, f"{_FEATURES} scales", _ROWS),
-        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
+        *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _ROWS | _PAGES | rules.SAME_DTYPE),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _ROWS | _PAGES | rules.SAME_DTYPE),
+        *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, _OF_CODES, _ROWS | _PAGES),
+        *rules.of_codes("sm90", sm90.OVER_CODES, codes.HEADS, _OF_CODES, _ROWS | _PAGES_OF_CODES, rules.EIGHT_BITS),
+        *rules.of_codes("sm100", sm100.DTYPES, codes.HEADS, _OF_CODES, _ROWS | _PAGES_OF_CODES, rules.EIGHT_BITS),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V) | rules.SAME_DTYPE),
     ),
 )

@@ -10,7 +10,9 @@ from typing import Any
 from torch_attnkit.cuda import fake
 
 from ..arguments import arguments
+from ..codes import CodesConfig
 from ..config import MmaConfig
+from ..elements import over_codes
 from ..mma import decode_mma
 from .config import Tcgen05Config
 from .tcgen05 import DecodeTcgen05
@@ -20,6 +22,12 @@ def trace_mma(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:
     """Hopper's kernel, for few query heads a KV head."""
     config = MmaConfig(fake.dtype(dtype), **sizes)
     return decode_mma(config), arguments(dtype, config, fake.dim32)
+
+
+def trace_codes(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:
+    """The same for 16-bit queries over E4M3."""
+    config = CodesConfig(fake.dtype(dtype), **sizes)
+    return decode_mma(config), over_codes(dtype, config, fake.dim32)
 
 
 def trace_tcgen05(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:

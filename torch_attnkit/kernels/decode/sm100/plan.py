@@ -7,7 +7,7 @@ from ..plan import FEW, Bits, Plan, mma, paged
 from ..problem import Problem
 from .config import CLUSTER, KEYS, Tcgen05Config
 
-DTYPES, CODES = "bf16 f16", "f8e4m3"  # codes have ``tcgen05.py`` alone
+DTYPES, CODES = "bf16 f16", "f8e4m3"  # of q and the caches; codes have ``tcgen05.py`` alone
 # (D, Dv): multiples of 16; and whether ``tcgen05.py`` has it, which can be where both are 64 or the same multiple of
 # 128. Then it takes more than 8 query heads, E4M3, and 512 columns, for which ``mma.py`` needs a second launch.
 HEADS = {
@@ -32,6 +32,8 @@ def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
     docs/kernels/decode.md has the counts by which the kernels were set apart.
     """
     keys = problem.scores.most_keys(problem.capacity)
+    if problem.codes and problem.dtype.itemsize > 1:
+        return mma(problem, keys, sms)
     many = problem.group > FEW or problem.dtype.itemsize == 1 or problem.dim == 512
     if HEADS[problem.dim, problem.dim_v] and many:
         return _clusters(problem, keys, sms, same)

@@ -10,7 +10,9 @@ from typing import Any
 from torch_attnkit.cuda import fake
 
 from ..arguments import arguments
+from ..codes import CodesConfig
 from ..config import MmaConfig
+from ..elements import over_codes
 from ..mma import decode_mma
 from .config import MlaConfig, WgmmaConfig
 from .mla import DecodeMla
@@ -21,6 +23,12 @@ def trace_mma(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:
     """For up to 8 query heads a KV head."""
     config = MmaConfig(fake.dtype(dtype), **sizes)
     return decode_mma(config), arguments(dtype, config, fake.dim)
+
+
+def trace_codes(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:
+    """For caches of E4M3."""
+    config = CodesConfig(fake.dtype(dtype), **sizes)
+    return decode_mma(config), over_codes(dtype, config, fake.dim)
 
 
 def trace_wgmma(arch: str, *, dtype: str, **sizes: Any) -> tuple[Any, list[Any]]:

@@ -10,7 +10,7 @@ from ..problem import Problem
 from .config import HEADS as ROWS
 from .config import THREADS, WgmmaConfig
 
-DTYPES = "bf16 f16"
+DTYPES, OVER_CODES = "bf16 f16", "bf16 f16 f8e4m3"  # of q, over caches of the same dtype and of E4M3
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
     """
     head = HEADS[problem.dim, problem.dim_v]
     keys = problem.scores.most_keys(problem.capacity)
-    if head.tile is not None and (problem.group > FEW or _is_much(head, problem, keys, sms)):
+    if not problem.codes and head.tile is not None and (problem.group > FEW or _is_much(head, problem, keys, sms)):
         return _rows_of_heads(head.tile, problem, keys, sms, same)
     return mma(problem, keys, sms)
 
