@@ -12,33 +12,35 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
-# Pages that are boxes of TMA and pages that are gathered; one tile of rows, several, and enough for pairs of CTAs.
+# Pages that hold boxes of TMA and pages that are gathered; a tile of rows, several, and enough for pairs of CTAs. Pages
+# of one size are compiled for once; random signatures have others.
 PARITY = {
-    "mixed": dict(B=4, L=37, S=150, Hq=8, Hkv=2, Np=40, Ps=16, Mp=10, D=64, Dv=64),
-    "chunks": dict(B=2, L=70, S=200, Hq=8, Hkv=2, Np=9, Ps=64, Mp=4, D=64, Dv=64, full=1),
+    "mixed": dict(B=4, L=37, S=150, Hq=8, Hkv=2, Np=15, Ps=48, Mp=4, D=64, Dv=64),
+    "chunk": dict(B=1, L=50, S=200, Hq=64, Hkv=1, Np=6, Ps=48, Mp=5, D=64, Dv=64),
     "gather": dict(B=3, L=5, S=130, Hq=6, Hkv=2, Np=400, Ps=1, Mp=130, D=64, Dv=64, tail=3),
     "steps": dict(B=3, L=1, S=300, Hq=8, Hkv=2, Np=24, Ps=48, Mp=7, D=64, Dv=32),
 }
 # unseen=1: lengths of 0.
 DEGENERATE = {
-    "one": dict(B=1, L=1, S=1, Hq=4, Hkv=1, Np=1, Ps=16, Mp=1, D=64, Dv=64),
-    "no-queries": dict(B=2, L=0, S=20, Hq=4, Hkv=2, Np=4, Ps=16, Mp=2, D=64, Dv=64),
-    "only-tail": dict(B=2, L=0, S=20, Hq=4, Hkv=2, Np=4, Ps=16, Mp=2, D=64, Dv=64, tail=3),
-    "no-pages": dict(B=2, L=3, S=0, Hq=4, Hkv=2, Np=0, Ps=16, Mp=0, D=64, Dv=64),
-    "empty": dict(B=0, L=0, S=0, Hq=4, Hkv=2, Np=3, Ps=16, Mp=2, D=64, Dv=64),
-    "short-cache": dict(B=2, L=9, S=4, Hq=2, Hkv=1, Np=2, Ps=16, Mp=1, D=64, Dv=64),
-    "unseen": dict(B=4, L=3, S=60, Hq=4, Hkv=4, Np=16, Ps=16, Mp=4, D=64, Dv=64, unseen=1),
+    "one": dict(B=1, L=1, S=1, Hq=4, Hkv=1, Np=1, Ps=48, Mp=1, D=64, Dv=64),
+    "no-queries": dict(B=2, L=0, S=20, Hq=4, Hkv=2, Np=4, Ps=48, Mp=2, D=64, Dv=64),
+    "only-tail": dict(B=2, L=0, S=20, Hq=4, Hkv=2, Np=4, Ps=48, Mp=2, D=64, Dv=64, tail=3),
+    "no-pages": dict(B=2, L=3, S=0, Hq=4, Hkv=2, Np=0, Ps=48, Mp=0, D=64, Dv=64),
+    "empty": dict(B=0, L=0, S=0, Hq=4, Hkv=2, Np=3, Ps=48, Mp=2, D=64, Dv=64),
+    "short-cache": dict(B=2, L=9, S=4, Hq=2, Hkv=1, Np=2, Ps=48, Mp=1, D=64, Dv=64),
+    "unseen": dict(B=4, L=3, S=60, Hq=4, Hkv=4, Np=16, Ps=48, Mp=2, D=64, Dv=64, unseen=1),
 }
 # Values of NaN: see flash_attention.
 EXTRAS = (
     ("nan:q", "mixed", "all"),
     ("nan:k_cache", "mixed", "all"),
-    ("nan:v_cache", "mixed", "window"),
+    ("nan:v_cache", "mixed", "bidirectional"),
     ("nan:v_cache", "gather", "bidirectional"),
     ("nan:sink", "mixed", "sink"),
     ("sink:-inf", "gather", "all"),
     ("sink:inf", "mixed", "sink"),
 )
+_OWN = 8  # query heads when each has a KV head of its own: more are only more of the same
 _MIXED = dict(B=64, L=512, S=8192, Hq=32, Hkv=8, D=128, Dv=128)
 _STEPS = dict(B=64, L=1, S=8192, Hq=32, Hkv=8, D=128, Dv=128)
 BENCH = {
@@ -54,11 +56,11 @@ def _offsets(length: torch.Tensor) -> torch.Tensor:
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    B, L, S, Hq = dims["B"], dims["L"], dims["S"], dims["Hq"]
+    B, L, S = dims["B"], dims["L"], dims["S"]
     Np, Ps = dims["Np"], dims["Ps"]
-    Hkv = dims["Hkv"] if "gqa" in features else Hq
+    Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
     kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
-    len_q = torch.full_like(kv_len, L) if dims.get("full") else inputs.lengths(gen, B, L).flip(0)
+    len_q = inputs.lengths(gen, B, L).flip(0)
     args = (
         inputs.normal(gen, dtype, int(len_q.sum()) + dims.get("tail", 0), Hq, dims["D"]),
         inputs.normal(gen, dtype, Np, Ps, Hkv, dims["D"]),

@@ -1,4 +1,4 @@
-"""flash_attention_paged: blocks of queries of any length, one for each sequence, over a KV cache that is stored in pages.
+"""flash_attention_paged: a block of queries of any length for each sequence, over a KV cache that is stored in pages.
 
 Sequence b has the query tokens [cu_seqlens_q[b], cu_seqlens_q[b+1]) and ``kv_len[b]`` keys, its own block among them:
 query r of a block of T has position ``kv_len - T + r``. One call thereby takes a mixed batch: prompts and chunks of

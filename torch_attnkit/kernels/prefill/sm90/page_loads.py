@@ -17,13 +17,11 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.kernels.decode import pages
 
-from .mainloop import Stages
 from .multi_blocks import WorkTile
 from .paged_types import Config, Inputs
 
 _LANES = 32
 _CHUNK = 16  # bytes of a copy
-_ROWS = 32  # keys of a warp, or fewer, if its share of a tile is smaller
 
 
 class Loads(NamedTuple):
@@ -44,24 +42,22 @@ class CopiedRing(Ring):
 
 
 class Boxes(Fixed):
-    """One warp; of a pair each CTA loads half of a tile's boxes, for both."""
+    """Each warp has a share of a tile's boxes, so that small ones do not wait for one warp's issue; of a pair each CTA
+    loads half of them, for both."""
 
     def __init__(self, config: Config):
         self.c = config
-        self.count = config.tile_n // config.box  # of a tile, for each of its runs of columns
-        self.parts = 2 if config.pair else 1
+        self.count = config.boxes  # of a tile, for each of its runs of columns
 
     def loads(self, ins: Inputs) -> Loads:
         c = self.c
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.pair else cpasync.CopyBulkTensorTileG2SOp()
+        copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.pair else cpasync.CopyBulkTensorTileG2SOp()
         atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, c.box_columns)
-        box = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(atom, c.dtype), (c.box, c.box_columns), order=(0, 1)
-        )
+        box = cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, c.dtype), (c.box, c.box_columns), order=(0, 1))
         made = []
-        for pages in (ins.k, ins.v):
-            rows = cute.make_tensor(pages.iterator, cute.select(pages.layout, mode=[1, 3, 2, 0]))
-            made += cpasync.make_tiled_tma_atom(op, rows, box, (c.box, c.box_columns))
+        for cache in (ins.k, ins.v):
+            rows = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+            made += cpasync.make_tiled_tma_atom(copy, rows, box, (c.box, c.box_columns))
         return Loads(*made)
 
     def prefetch(self, loads: Loads) -> None:
@@ -72,9 +68,7 @@ class Boxes(Fixed):
     def places(self, ins: Inputs, tile: WorkTile, b: Int32, block: Int32):
         """Lane l: the page of the l-th box of a block."""
         seq = tile.seq
-        return pages.of_boxes(
-            ins, b, block * self.c.tile_n, seq.start, seq.end, self.c.box, self.count, self.c.page
-        )
+        return pages.of_boxes(ins, b, block * self.c.tile_n, seq.start, seq.end, self.c.box, self.count, self.c.page)
 
     @cute.jit
     def load(
@@ -84,13 +78,19 @@ class Boxes(Fixed):
         """Block ``block`` as fill n of a ring; ``source`` is the atom and the tensor of K or of V."""
         c, (atom, rows) = self.c, source
         runs = const_expr(dim // c.box_columns)
-        full = ring.acquire(n, c.tile_n * dim * c.dtype.width // 8)
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // _LANES)
+        full = ring.await_empty(n)
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, c.tile_n * dim * c.dtype.width // 8)
         sBoxes = self._boxes(stage, runs)
-        rank = cute.arch.block_in_cluster_idx()[0] if c.pair else Int32(0)
+        part = warp
+        if const_expr(c.pair):
+            part += cute.arch.block_in_cluster_idx()[0] * c.loader_warps
         mask = {"mcast_mask": cutlass.Int16(3)} if c.pair else {}
-        each = const_expr(self.count // self.parts)
+        each = const_expr(self.count // c.ctas // c.loader_warps)
         for i in cutlass.range_constexpr(each):
-            box = rank * each + i
+            box = part * each + i
             row = (block * c.tile_n + box * c.box) % c.page // c.box
             page = cute.arch.shuffle_sync(places, box)
             for run in cutlass.range_constexpr(runs):
@@ -116,7 +116,7 @@ class CopiedRows(Fixed):
 
     def __init__(self, config: Config):
         self.c = config
-        self.rows = config.tile_n // (config.loaders // _LANES)  # of a warp
+        self.rows = config.tile_n // config.loader_warps  # of a warp
 
     def loads(self, ins: Inputs) -> Loads:
         return Loads(ins.k.iterator, ins.k, ins.v.iterator, ins.v)
@@ -160,7 +160,7 @@ class CopiedRows(Fixed):
         cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + ring.slot(n))
 
     def _offset(self, row: Int32, chunk: Int32, dim: int) -> Int32:
-        """Where 16 bytes of a row stand in a stage: runs of columns one after another, their chunks swizzled by rows."""
+        """Where 16 bytes of a row are in a stage: runs of columns one after another, their chunks swizzled by rows."""
         columns = 64 if dim % 64 == 0 else 32
         run_bytes = columns * (self.c.dtype.width // 8)  # 128 or 64: 8 or 4 chunks
         each = run_bytes // _CHUNK

@@ -38,10 +38,10 @@ def _sequence_of(offsets: cute.Tensor, group: Int32, slot: Int32, span: cutlass.
 
 @cute.jit
 def work_tile(c: cutlass.Constexpr, ins, scalars, rules: MaskRules, span: cutlass.Constexpr):
-    """What this CTA computes, ``None`` rows of it where its slot stays empty; later rows of a sequence come first.
+    """What this CTA computes, the number of its sequence, and whether the slot of this cluster holds a tile at all.
 
-    Offsets and lengths outside of the tensors are cut off. What lies behind the last sequence is one without keys.
-    Returns the tile and whether there is one for this cluster.
+    Later rows of a sequence come first: they see more keys. Offsets and lengths outside of the tensors are cut off.
+    What lies behind the last sequence is one without keys.
     """
     rank, index = cute.arch.block_in_cluster_idx()[0], Uint32(cute.arch.cluster_idx()[0])
     heads = Uint32(ins.k.shape[2])

@@ -27,8 +27,10 @@ from .page_loads import Boxes, CopiedRing, CopiedRows, Loads
 from .paged_blocks import slots, work_tile
 from .paged_types import Config, Inputs, Rows
 
-# Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor).
-_REGISTERS = {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)}
+# Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor): where
+# TMA loads, and where threads do, whose addresses need more.
+_REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240)}
+_REGISTERS_OF_ROWS = {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)}
 
 
 def _sequence(t: cute.Tensor, q0: Int32) -> cute.Tensor:
@@ -43,7 +45,8 @@ class PagedMulti:
     def __init__(self, config: Config):
         self.c, self.mainloop, self.multi = config, Mainloop(config), Multi(config)
         self.keys = Boxes(config) if config.box else CopiedRows(config)
-        self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
+        registers = _REGISTERS if config.box else _REGISTERS_OF_ROWS
+        self.regs_load, self.regs_mma = registers[config.consumers, config.per_sm]
         self.span = config.tile_m * (2 if config.pair else 1)  # rows of a cluster
 
     @cute.jit
@@ -93,7 +96,7 @@ class PagedMulti:
         if there:
             if warp < 4:
                 cute.arch.setmaxregister_decrease(self.regs_load)
-                if warp < c.loaders // 32:
+                if warp < c.loader_warps:
                     self.produce(loads, ins, tile, sequence, smem)
                 self._idle_through_combine(scalars)
             else:
@@ -117,7 +120,7 @@ class PagedMulti:
     def _shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
         arrivals = 4 * c.consumers * (2 if c.pair else 1)
-        full = 1 if c.box else c.loaders
+        full = 1 if c.box else 32 * c.loader_warps
         found = rings(memory, warp, (("k", c.stages, full, arrivals), ("v", c.stages, full, arrivals)))
         kind = Ring if c.box else CopiedRing
         both = (kind(r.full, r.empty, c.stages, c.pair) for r in found.values())

@@ -14,6 +14,9 @@ from .multi_plan import Tiles
 
 _LEAST_BOX = 8  # keys: what 128 bytes of shared memory are swizzled by. Smaller boxes are rows, which threads copy.
 _MOST_BOX = 128
+# Tiles of rows of a sequence from which on pairs of CTAs pay: they are 2 % faster (docs/kernels/prefill.md), but the
+# last of them is half empty more often, which is half a tile of each sequence, modelled.
+_PAIRED = 24
 _MOST_CTAS = 8  # of a cluster; every GPU takes so many
 
 
@@ -40,8 +43,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     sequences = max(1, p.batch)
     rows = max(1, min(p.longest, -(-p.queries // sequences))) * p.group
     tiles = choice.few if p.longest * p.group <= choice.few.tile_m else choice.many
-    # A pair needs keys that both have, by TMA; one whose second tile is mostly empty leaves a multiprocessor idle.
-    if rows > choice.pair.tile_m and tiles is choice.many and box_of(problem.page, choice.pair):
+    # A pair needs keys that both have, by TMA.
+    if rows > _PAIRED * choice.pair.tile_m and tiles is choice.many and box_of(problem.page, choice.pair):
         return Plan(choice.pair, 2, box_of(problem.page, choice.pair))
     row_tiles, groups = -(-rows // tiles.tile_m), sequences * p.kv_heads
     seen = p.scores.most_keys(problem.longest_keys, p.longest)

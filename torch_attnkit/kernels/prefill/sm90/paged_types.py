@@ -21,9 +21,19 @@ class Config(multi_types.Config):
     box: int = 0  # keys that TMA loads at once; 0: threads copy rows
 
     @property
-    def loaders(self) -> int:
-        """Threads that load keys."""
-        return 32 if self.box else 128
+    def ctas(self) -> int:
+        """That load each block together."""
+        return 2 if self.pair else 1
+
+    @property
+    def boxes(self) -> int:
+        """Of a block of keys, for each of its runs of columns."""
+        return self.tile_n // self.box
+
+    @property
+    def loader_warps(self) -> int:
+        """Of the producer's warpgroup, those that load keys."""
+        return min(4, self.boxes // self.ctas) if self.box else 4
 
     @property
     def box_columns(self) -> int:
