@@ -15,7 +15,7 @@ from torch_attnkit.oracle.attention import visible
 # Pages that hold boxes of TMA and pages that are gathered; a tile of rows, several, and enough for pairs of CTAs. Pages
 # of one size are compiled for once; random signatures have others.
 PARITY = {
-    "mixed": dict(B=4, L=37, S=150, Hq=8, Hkv=2, Np=15, Ps=48, Mp=4, D=64, Dv=64),
+    "mixed": dict(B=4, L=37, S=150, Hq=8, Hkv=2, Np=13, Ps=48, Mp=4, D=64, Dv=64),
     "chunk": dict(B=1, L=50, S=200, Hq=64, Hkv=1, Np=6, Ps=48, Mp=5, D=64, Dv=64),
     "gather": dict(B=3, L=5, S=130, Hq=6, Hkv=2, Np=400, Ps=1, Mp=130, D=64, Dv=64, tail=3),
     "steps": dict(B=3, L=1, S=300, Hq=8, Hkv=2, Np=24, Ps=48, Mp=7, D=64, Dv=32),
@@ -28,12 +28,13 @@ DEGENERATE = {
     "no-pages": dict(B=2, L=3, S=0, Hq=4, Hkv=2, Np=0, Ps=48, Mp=0, D=64, Dv=64),
     "empty": dict(B=0, L=0, S=0, Hq=4, Hkv=2, Np=3, Ps=48, Mp=2, D=64, Dv=64),
     "short-cache": dict(B=2, L=9, S=4, Hq=2, Hkv=1, Np=2, Ps=48, Mp=1, D=64, Dv=64),
-    "unseen": dict(B=4, L=3, S=60, Hq=4, Hkv=4, Np=16, Ps=48, Mp=2, D=64, Dv=64, unseen=1),
+    "unseen": dict(B=4, L=3, S=60, Hq=4, Hkv=2, Np=16, Ps=48, Mp=2, D=64, Dv=64, unseen=1),
 }
 # Values of NaN: see flash_attention.
 EXTRAS = (
     ("nan:q", "mixed", "all"),
     ("nan:k_cache", "mixed", "all"),
+    ("nan:k_cache", "chunk", "bidirectional"),
     ("nan:v_cache", "mixed", "bidirectional"),
     ("nan:v_cache", "gather", "bidirectional"),
     ("nan:sink", "mixed", "sink"),
