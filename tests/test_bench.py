@@ -22,6 +22,7 @@ CALLS = [
     ("sdpa_decode", "ragged", ("gqa", "kv_start", "window", "scales")),
     ("sdpa_decode_paged", "ragged", ("gqa",)),
     ("sdpa_multi", "ragged", ("gqa", "softcap")),
+    ("flash_attention_paged", "gather", ("gqa",)),
     ("merge_partials", "odd", ("sink", "row_sum")),
     ("gated_rmsnorm", "heads", ()),
 ]

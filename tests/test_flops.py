@@ -35,6 +35,7 @@ BENCHED = {
         dict(B=3, S=20, window=7, sink=1, **_ATTENTION),
     ],
     "sdpa_decode_paged": [dict(B=2, Np=6, Ps=4, Mp=3, window=7, **_ATTENTION)],
+    "flash_attention_paged": [dict(B=5, L=t, S=12, Ps=4, **_ATTENTION) for t in (1, 7)],
     "sdpa_multi": [dict(B=2, T=4, S=20, causal=c, **_ATTENTION) for c in (0, 1)],
     "fp4_moe": [dict(Tq=5, N=64, M=32, E=4, K=2, blk=16, act=0)],
     "grouped_output_projection": [dict(Tq=5, G=2, Kn=64, R=8, blk=blk) for blk in (0, 16, 32)],

@@ -17,7 +17,7 @@ DESIGNED = """
     sdpa_decode sdpa_decode_paged sdpa_multi flash_attention flash_attention_varlen merge_partials sparse_fmha_with_swa
     gated_rmsnorm route_sqrt_softplus route_hash route_softmax nvfp4_quantize nvfp4_dequantize mxfp4_quantize
     mxfp4_dequantize fp4_moe inverse_rope_fp4 grouped_output_projection kv_cache_write kv_cache_gather indexer_scores
-    indexer_topk indexer_select sparse_fmha_inverse_rope_fp4 gated_rmsnorm_backward
+    indexer_topk indexer_select sparse_fmha_inverse_rope_fp4 gated_rmsnorm_backward flash_attention_paged
 """.split()
 
 

@@ -34,7 +34,7 @@ def _offsets(batch: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    window, causal = kwargs.get("window", -1), bool(kwargs.get("causal", op.startswith("sdpa")))
+    window, causal = kwargs.get("window", -1), bool(kwargs.get("causal", op.startswith("sdpa") or op.endswith("paged")))
     if kwargs.get("sink_tokens") or not kwargs.get("normalize", True):
         return None
     shared: dict[str, Any] = dict(is_causal=causal, softcap=kwargs.get("softcap", 0.0))
@@ -69,6 +69,12 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         shared |= dict(cu_seqlens_q=_offsets(len(q), queries, q.device), max_seqlen_q=queries)
         shared |= dict(seqused_k=kv_len, page_table=table)
         shared |= dict(max_seqlen_k=table.shape[1] * k.shape[1])
+    elif op == "flash_attention_paged":
+        q, k, v, cu_q, table, kv_len, sink = (*args, None)[:7]
+        longest = int((cu_q[1:] - cu_q[:-1]).max()), int(kv_len.max())
+        tensors = (q, k, v)
+        shared |= dict(cu_seqlens_q=cu_q, seqused_k=kv_len)
+        shared |= dict(page_table=table, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
     else:
         return None
     call = _call(tensors, s_aux=None if sink is None else sink.to(torch.bfloat16), **shared)

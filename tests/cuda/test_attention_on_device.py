@@ -19,7 +19,10 @@ pytestmark = [
         reason="needs an NVIDIA GPU with compute capability 9.0",
     ),
 ]
-NAMES = ("sdpa_decode", "sdpa_decode_paged", "sdpa_multi", "flash_attention", "flash_attention_varlen")
+NAMES = (
+    "sdpa_decode", "sdpa_decode_paged", "sdpa_multi", "flash_attention", "flash_attention_varlen",
+    "flash_attention_paged",
+)  # fmt: skip
 DECODE = NAMES[:2]
 PAGE = 16
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -45,6 +48,11 @@ def made(name: str, seed: int = 0, device: str = "cuda") -> tuple[list[Any], dic
     elif name == "sdpa_multi":
         q, k, v = (4, 24, 16, 128), (4, 2, 700, 128), (4, 2, 700, 128)
         rest = [ints(700, 30, 512, 24, device=device)]
+    elif name == "flash_attention_paged":
+        q, k, v = (300, 16, 128), (180, PAGE, 2, 128), (180, PAGE, 2, 128)
+        order = torch.randperm(176, generator=torch.Generator().manual_seed(seed))
+        rest = [ints(0, 1, 201, 201, 300, device=device), order.to(device, torch.int32).view(4, 44)]
+        rest.append(ints(700, 300, 512, 99, device=device))
     elif name == "flash_attention":
         q, k, v = (2, 200, 8, 128), (2, 300, 2, 128), (2, 300, 2, 128)
         rest = [None, ints(300, 217, device=device)]
@@ -61,6 +69,7 @@ def other_lengths(name: str) -> dict[int, torch.Tensor]:
         "sdpa_decode": {3: ints(1, 700, 0, 77)},
         "sdpa_decode_paged": {4: ints(1, 700, 0, 77)},
         "sdpa_multi": {3: ints(25, 700, 24, 77)},
+        "flash_attention_paged": {3: ints(0, 100, 101, 300, 300), 5: ints(100, 700, 200, 0)},
         "flash_attention": {4: ints(150, 300)},
         "flash_attention_varlen": {3: ints(0, 250, 300), 4: ints(0, 300, 310)},
     }[name]
@@ -181,6 +190,12 @@ def far(name: str, group: int) -> tuple[list[Any], slice, list[Any]]:
         table = torch.stack([torch.arange(40), torch.arange(pages - 40, pages)]).to("cuda", torch.int32)
         last = table[1:] - (pages - 40)
         return [q, k, v, table, ints(640, 630)], slice(1, 2), [q[1:], k[-40:], v[-40:], last, ints(630)]
+    if name == "flash_attention_paged":
+        pages = many // PAGE
+        q, k, v = normal(50, heads * group, dim), *(fill(pages, PAGE, heads, dim) for _ in "kv")
+        table = torch.stack([torch.arange(40), torch.arange(pages - 40, pages)]).to("cuda", torch.int32)
+        alone = [q[20:], k[-40:], v[-40:], ints(0, 30), table[1:] - (pages - 40), ints(630)]
+        return [q, k, v, ints(0, 20, 50), table, ints(640, 630)], slice(20, None), alone
     if name == "flash_attention":
         q, k, v = normal(batch, 4, heads, dim), *(fill(batch, length, heads, dim) for _ in "kv")
         return [q, k, v], slice(-1, None), [q[-1:], k[-1:], v[-1:]]

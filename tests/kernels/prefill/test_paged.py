@@ -1,0 +1,160 @@
+"""Blocks of queries over pages on Hopper: tiles, clusters and boxes by plan, and what the kernel makes of any page."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit.core import dispatch
+from torch_attnkit.kernels.prefill.paged import Problem
+from torch_attnkit.kernels.prefill.problem import Layout
+from torch_attnkit.kernels.prefill.problem import Problem as Attention
+from torch_attnkit.kernels.prefill.sm90 import paged_plan
+from torch_attnkit.kernels.prefill.sm90.multi_plan import TILES
+from torch_attnkit.kernels.scores import Scores
+from torch_attnkit.oracle.compare import check
+
+H200 = 132  # multiprocessors
+NOWHERE = Layout((), ())
+NAME = "flash_attention_paged"
+
+
+def problem(sequences: int, tokens: int, longest: int, keys: int, page: int = 16, heads: int = 8) -> Problem:
+    """``heads`` KV heads with four query heads each, D 128."""
+    sizes = (sequences, tokens, keys, 4 * heads, heads, 128, 128, Scores(128), NOWHERE, NOWHERE, NOWHERE)
+    attention = Attention(
+        torch.bfloat16, torch.device("cpu"), *sizes, causal=True, packed=True, cached=True, longest=longest
+    )
+    return Problem(attention, page, 1000, keys)
+
+
+def test_rows_decide_on_tiles():
+    tiles = TILES[128, 128]
+    assert paged_plan.plan(problem(64, 64, 1, 8192), H200).tiles == tiles.few
+    assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200) == (tiles.many, 1, 16)
+    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192), H200) == (tiles.pair, 2, 16)
+    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192, page=1), H200) == (tiles.many, 1, 0)  # nothing to multicast
+
+
+def test_few_sequences_share_their_keys_among_ctas():
+    assert paged_plan.plan(problem(1, 1, 1, 8192), H200).ctas == 8
+    assert paged_plan.plan(problem(1, 1, 1, 64), H200).ctas == 1  # one block
+    assert paged_plan.plan(problem(128, 128, 1, 8192), H200).ctas == 1
+
+
+@pytest.mark.parametrize("page", [1, 7, 8, 16, 24, 48, 64, 100, 128, 256, 544])
+def test_boxes_divide_pages_and_tiles(page):
+    for choice in TILES.values():
+        for tiles in choice:
+            box = paged_plan.box_of(page, tiles)
+            assert box == 0 or (page % box == 0 and (tiles.tile_n // (1 + tiles.pair)) % box == 0 and box % 8 == 0)
+            assert (box > 0) == (page % 8 == 0)
+
+
+simulated = [
+    pytest.mark.simulator,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.seconds(600),
+    pytest.mark.sample(8),
+]
+
+
+def _made(page: int, len_q: tuple[int, ...], kv_len: tuple[int, ...], heads: int, kv_heads: int, dim: int = 64) -> list:
+    """Pages in random order, keys and values as halves of one tensor (Np, Hkv, Ps, 2 D), as vLLM has them. Slots past
+    a length hold NaN."""
+    gen = torch.Generator().manual_seed(page)
+    used = [-(-n // page) for n in kv_len]
+    table = torch.full((len(kv_len), max(used) + 1), 2**31 - 1, dtype=torch.int32)
+    order = torch.randperm(sum(used) + 1, generator=gen).int()
+    both = torch.randn(len(order), kv_heads, page, 2 * dim, generator=gen).bfloat16()
+    for b, (n, keys) in enumerate(zip(used, kv_len, strict=True)):
+        table[b, :n] = order[sum(used[:b]) :][:n]
+        if keys % page:
+            both[table[b, n - 1], :, keys % page :] = torch.nan
+    q = torch.randn(sum(len_q) + 1, heads, dim, generator=gen).bfloat16()
+    offsets = torch.tensor([0, *len_q], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    halves = both.transpose(1, 2).split(dim, -1)  # (Np, Ps, Hkv, D) twice
+    return [q, *halves, offsets, table, torch.tensor(kv_len, dtype=torch.int32), torch.randn(heads, generator=gen)]
+
+
+def _agrees(args: list, **kwargs) -> None:
+    """With the reference, as parity has it."""
+    reference = dispatch.OPS[NAME].module("reference").reference
+    got = getattr(torch.ops.attnkit, NAME)(*args, **kwargs)
+    double = [a.double() if isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16 else a for a in args]
+    for name, *three in zip(("out", "lse"), got, reference(*args, **kwargs), reference(*double, **kwargs), strict=True):
+        check(name, *three)
+
+
+@pytest.fixture
+def ptx():
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
+    from torch_attnkit.sim import ptx
+
+    dispatch._PLANS[NAME].clear()
+    with torch_attnkit.simulate("sm90"):
+        yield ptx
+    dispatch._PLANS[NAME].clear()
+
+
+class TestSimulated:
+    pytestmark = simulated
+
+    @pytest.mark.parametrize("page", [1, 5, 16, 24, 64, 128, 256])
+    def test_pages_of_any_size_where_they_lie(self, ptx, page):
+        """A chunk, a token, a sequence without queries, one shorter than its block, and drafts."""
+        args = _made(page, (40, 1, 0, 9, 3), (300, 131, 20, 4, 257), 8, 2)
+        with ptx.settings(check=True, seed=page % 4), ptx.counting() as launches:
+            _agrees(args)
+            _agrees(args, window=70, sink_tokens=5)
+        assert len(launches) == 2
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    def test_pairs_of_tiles(self, ptx, monkeypatch, seed):
+        """Both of a pair, and one whose second tile has no rows."""
+        monkeypatch.setattr(paged_plan, "_PAIRED", 0)
+        args = _made(16, (70, 20), (210, 140), 8, 2)
+        with ptx.settings(check=True, seed=seed), ptx.counting() as launches:
+            _agrees(args)
+        assert launches[0].grid[0] % 2 == 0
+
+    @pytest.mark.parametrize(("page", "ctas"), [(16, 3), (1, 2), (16, 8)])
+    def test_keys_of_a_tile_shared_by_ctas(self, ptx, monkeypatch, page, ctas):
+        made = paged_plan.plan
+        monkeypatch.setattr(paged_plan, "plan", lambda p, sms: made(p, sms)._replace(ctas=ctas))
+        with ptx.settings(check=True, seed=ctas):
+            _agrees(_made(page, (2, 1, 4), (500, 64, 3), 8, 2), softcap=20.0)
+
+    def test_lengths_and_offsets_change_under_one_plan(self, ptx):
+        args = _made(16, (40, 1, 9), (300, 131, 64), 8, 2)
+        args[1], args[2] = (t.nan_to_num() for t in args[1:3])
+        with ptx.settings(check=True, seed=1):
+            for offsets, lengths in (((0, 1, 2, 50), (300, 100, 60)), ((0, 0, 50, 50), (0, 131, 1))):
+                args[3], args[5] = (torch.tensor(x, dtype=torch.int32) for x in (offsets, lengths))
+                _agrees(args)
+        assert len(dispatch._PLANS[NAME]) == 1
+
+    @pytest.mark.parametrize("page", [1, 16])
+    def test_nothing_is_read_that_is_not_there(self, ptx, page):
+        """Offsets, lengths and tables that no caller should pass: the simulator refuses every access out of bounds."""
+        args = _made(page, (40, 1, 9), (300, 131, 64), 8, 2)
+        wild = torch.tensor([-(2**31), -1, 0, 7, 1 << 20, 2**31 - 1], dtype=torch.int32)
+        with ptx.settings(check=True, seed=1):
+            for seed in range(3):
+                gen = torch.Generator().manual_seed(seed)
+                for at in (3, 4, 5):
+                    values = wild[torch.randint(len(wild), args[at].shape, generator=gen)]
+                    half = torch.rand(args[at].shape, generator=gen) < 0.5
+                    args[at] = torch.where(half, values, args[at])
+                getattr(torch.ops.attnkit, NAME)(*args)
+
+
+def test_the_problem_says_all_that_a_plan_asks():
+    """A shorter hint plans fewer CTAs for a tile, and nothing else changes."""
+    p = problem(1, 1, 1, 8192)
+    short = dataclasses.replace(p, longest_keys=64)
+    assert paged_plan.plan(short, H200) == paged_plan.plan(p, H200)._replace(ctas=1)

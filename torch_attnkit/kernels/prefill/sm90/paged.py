@@ -1,0 +1,51 @@
+"""Host side of ``paged_multi.py``: blocks of queries over pages on Hopper. Imports no cutlass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_attnkit.core.spec import short
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda import compile, driver
+
+from ...scores import MOST
+from ..launch import query_reader, reader, scalars
+from ..paged import Operands, Problem
+from . import paged_plan
+
+
+def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
+    """What solves ``problem``."""
+    p, scores = problem.attention, problem.attention.scores
+    if p.queries * p.heads == 0:
+        return lambda operands: None
+    plan = paged_plan.plan(problem, driver.sm_count(p.device))
+    run = compile.launcher(
+        target, p.device, "torch_attnkit.kernels.prefill.sm90.paged_kernel", trace="trace_paged",
+        dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, page=problem.page, box=plan.box,
+        **plan.tiles._asdict(),
+    )  # fmt: skip
+    read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
+    numbers = _scalars(problem, plan.ctas)
+    unread = torch.empty(1, dtype=torch.float32, device=p.device)
+    nothing = min(p.batch, p.keys, problem.pages) == 0
+
+    def launch(o: Operands) -> None:
+        if nothing:
+            o.out.zero_()
+            o.lse.fill_(-torch.inf)
+            return
+        sink = unread if o.sink is None else o.sink
+        run((read_q(o.q), read_k(o.k), read_v(o.v), o.cu_q, o.table, o.kv_len, sink), (o.out, o.lse), numbers)
+
+    return launch
+
+
+def _scalars(problem: Problem, ctas: int) -> tuple[Any, ...]:
+    """The kernel's Scalars."""
+    p = problem.attention
+    window, sinks = p.scores.bounds if p.scores.window >= 0 else (MOST, 0)
+    return (*scalars(p.scores, 0, 0)[:2], window, sinks, int(p.causal), int(p.sink), 0, ctas)

@@ -1,0 +1,146 @@
+"""Softmax attention of blocks of queries of any length over a cache in pages on Hopper.
+
+    producer  --K and V, a ring each, from pages-->  shared memory  -->  1 or 2 consumer warpgroups, 64 rows each
+
+The consumers, and the clusters and pairs that they form, are ``multi.py``'s: the rows of a tile are all query heads of
+a KV head for as many queries as fit, so that a single token reads its keys once, and a long prompt fills tiles. What is
+different is where a tile's rows are, which a CTA finds by the offsets (``paged_blocks.py``), and where its keys are
+(``page_loads.py``). A CTA has one work tile: how long a sequence is only the device knows, and the order in which CTAs
+begin evens out what they have to do.
+
+Tile letters: M rows, N keys.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from torch_attnkit.cuda.ring import Ring, rings
+
+from .mainloop import WARPGROUP, Mainloop, Stages
+from .multi import Multi, SharedMemory
+from .multi_blocks import MaskRules, WorkTile
+from .multi_types import Layouts, Outputs, Scalars
+from .page_loads import Boxes, CopiedRing, CopiedRows, Loads
+from .paged_blocks import slots, work_tile
+from .paged_types import Config, Inputs, Rows
+
+# Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor): where
+# TMA loads, and where threads do, whose addresses need more.
+_REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240)}
+_REGISTERS_OF_ROWS = {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)}
+
+
+def _sequence(t: cute.Tensor, q0: Int32) -> cute.Tensor:
+    """A packed tensor from row ``q0`` on, with an axis for the batch in front."""
+    moved = cute.domain_offset((q0, *(0 for _ in t.shape[1:])), t)
+    return cute.make_tensor(moved.iterator, cute.prepend(moved.layout, cute.make_layout(1, stride=0)))
+
+
+class PagedMulti:
+    """The kernel: one work tile a CTA, a producer, and the consumers of ``Multi``."""
+
+    def __init__(self, config: Config):
+        self.c, self.mainloop, self.multi = config, Mainloop(config), Multi(config)
+        self.keys = Boxes(config) if config.box else CopiedRows(config)
+        registers = _REGISTERS if config.box else _REGISTERS_OF_ROWS
+        self.regs_load, self.regs_mma = registers[config.consumers, config.per_sm]
+        self.span = config.tile_m * (2 if config.pair else 1)  # rows of a cluster
+
+    @cute.jit
+    def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
+        c = self.c
+        layouts = Layouts(
+            self.mainloop.layout((c.tile_m, c.dim, 1)),
+            self.mainloop.layout((c.tile_n, c.dim, c.stages)),
+            self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
+        )
+        qk_mma, pv_mma = self.mainloop.mmas()
+        heads = Int32(ins.k.shape[2])
+        group = Int32(ins.q.shape[1]) // heads
+        tiles = slots(Int32(ins.q.shape[0]), group, Int32(ins.cu_q.shape[0]), self.span) * heads
+        self.kernel(self.keys.loads(ins), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
+            grid=[tiles * scalars.ctas, 1, 1],
+            block=[WARPGROUP + c.threads, 1, 1],
+            cluster=[scalars.ctas, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=c.per_sm,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        loads: Loads,
+        ins: Inputs,
+        outs: Outputs,
+        scalars: Scalars,
+        layouts: Layouts,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+    ):
+        c = self.c
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = self._shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
+        if warp == 0:
+            self.keys.prefetch(loads)
+        rules = MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
+        tile, sequence, there = work_tile(c, ins, scalars, rules, self.span)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(c.pair):
+            self._sync_cluster()  # neither CTA may write to the other before its barriers stand
+        else:
+            cute.arch.sync_threads()
+        if there:
+            if warp < 4:
+                cute.arch.setmaxregister_decrease(self.regs_load)
+                if warp < c.loader_warps:
+                    self.produce(loads, ins, tile, sequence, smem)
+                self._idle_through_combine(scalars)
+            else:
+                cute.arch.setmaxregister_increase(self.regs_mma)
+                q0 = tile.seq.q0
+                rows, results = Rows(_sequence(ins.q, q0), ins.sink), Outputs(*(_sequence(t, q0) for t in outs))
+                self.multi.consume(rows, results, scalars, tile, smem, qk_mma, pv_mma)
+
+    def _sync_cluster(self) -> None:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def _idle_through_combine(self, scalars: Scalars):
+        """The producer's part where consumers synchronise the cluster."""
+        if scalars.ctas > 1:
+            self._sync_cluster()
+            if const_expr(not self.c.pair):
+                self._sync_cluster()
+
+    def _shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
+        c = self.c
+        arrivals = 4 * c.consumers * (2 if c.pair else 1)
+        full = 1 if c.box else 32 * c.loader_warps
+        found = rings(memory, warp, (("k", c.stages, full, arrivals), ("v", c.stages, full, arrivals)))
+        kind = Ring if c.box else CopiedRing
+        both = (kind(r.full, r.empty, c.stages, c.pair) for r in found.values())
+        once = Ring(None, None, 1)  # Q, which nobody loads twice
+        return SharedMemory(Stages(once, *both, *self.mainloop.operands(memory, layouts)))
+
+    @cute.jit
+    def produce(self, loads: Loads, ins: Inputs, tile: WorkTile, sequence: Int32, smem: SharedMemory):
+        """Every warp that loads: the blocks of K and of V, V one behind K, pages looked up a block ahead."""
+        c, stages, keys = self.c, smem.stages, self.keys
+        k, v = (loads.k_atom, loads.k), (loads.v_atom, loads.v)
+        count = tile.stop - tile.first
+        places = keys.places(ins, tile, sequence, tile.block(tile.first))
+        before = places
+        for n in cutlass.range(0, count + 1, unroll=1):
+            block = tile.block(tile.first + n)
+            following = keys.places(ins, tile, sequence, tile.block(tile.first + n + 1))
+            if n < count:
+                keys.load(k, stages.ring_k, stages.sK, c.dim, tile, places, block, n)
+            if n > 0:
+                block = tile.block(tile.first + n - 1)
+                keys.load(v, stages.ring_v, stages.sV, c.dim_v, tile, before, block, n - 1)
+            before, places = places, following

@@ -1,0 +1,54 @@
+"""Host side of the kernel for blocks of queries over pages: tiles, clusters, and how keys are loaded.
+
+Knows sizes alone. Imports no cutlass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..paged import Problem
+from . import multi_plan
+from .multi_plan import Tiles
+
+_LEAST_BOX = 8  # keys: what 128 bytes of shared memory are swizzled by. Smaller boxes are rows, which threads copy.
+_MOST_BOX = 128
+# Tiles of rows of a sequence from which on pairs of CTAs pay: they are 2 % faster (docs/kernels/prefill.md), but the
+# last of them is half empty more often, which is half a tile of each sequence, modelled.
+_PAIRED = 24
+_MOST_CTAS = 8  # of a cluster; every GPU takes so many
+
+
+class Plan(NamedTuple):
+    tiles: Tiles
+    ctas: int  # of a cluster
+    box: int  # keys that TMA loads at once, of one page; 0: every thread copies 16 bytes of a row at a time
+
+
+def box_of(page: int, tiles: Tiles) -> int:
+    """Boxes divide a page and a tile, of which each CTA of a pair loads its half."""
+    box = math.gcd(page, tiles.tile_n // (2 if tiles.pair else 1), _MOST_BOX)
+    return box if box >= _LEAST_BOX else 0
+
+
+def plan(problem: Problem, sms: int) -> Plan:
+    """The tiles of ``problem`` on ``sms`` multiprocessors; a tile's rows are queries times a KV head's query heads.
+
+    How long which sequence is only the device knows. Blocks of queries count as equally long, which decides between
+    tiles, and sequences as long as the longest, which decides on clusters.
+    """
+    p = problem.attention
+    choice = multi_plan.TILES[p.dim, p.dim_v]
+    sequences = max(1, p.batch)
+    rows = max(1, min(p.longest, -(-p.queries // sequences))) * p.group
+    tiles = choice.few if p.longest * p.group <= choice.few.tile_m else choice.many
+    # A pair needs keys that both have, by TMA.
+    if rows > _PAIRED * choice.pair.tile_m and tiles is choice.many and box_of(problem.page, choice.pair):
+        return Plan(choice.pair, 2, box_of(problem.page, choice.pair))
+    row_tiles, groups = -(-rows // tiles.tile_m), sequences * p.kv_heads
+    seen = p.scores.most_keys(problem.longest_keys, p.longest)
+    steps, dims = max(1, -(-seen // tiles.tile_n)), p.dim + p.dim_v
+    most = min(_MOST_CTAS, steps)
+    ctas = min(range(1, most + 1), key=lambda n: multi_plan.cost(tiles, n, row_tiles, groups, steps, dims, sms))
+    return Plan(tiles, ctas, box_of(problem.page, tiles))

@@ -1,0 +1,46 @@
+"""flash_attention_paged: a block of queries of any length for each sequence, over a KV cache that is stored in pages.
+
+Sequence b has the query tokens [cu_seqlens_q[b], cu_seqlens_q[b+1]) and ``kv_len[b]`` keys, its own block among them:
+query r of a block of T has position ``kv_len - T + r``. One call thereby takes a mixed batch: prompts and chunks of
+them, suffixes behind a shared prefix, drafts to verify, and single tokens. Key j lies in page ``block_table[b, j //
+Ps]``, slot ``j % Ps``; entries of pages at or past the length are ignored and may hold any value. With ``causal`` a
+query sees the keys up to its own position, otherwise all ``kv_len``; ``window`` and ``sink_tokens`` narrow both;
+``sink`` joins the denominator only. A query at a negative position (a block longer than its sequence) and tokens past
+the last offset give out 0 and lse -inf. Returns out and the natural-log LSE, sink left out. ``max_seqlen_q`` and
+``max_seqlen_k`` are hints for the launch (-1: unknown); they bound the lengths.
+Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); sinks as in GPT-OSS (OpenAI, 2025) and
+StreamingLLM (arXiv 2309.17453).
+"""
+
+from torch_attnkit.core import Op
+from torch_attnkit.kernels.prefill.sm90 import plan as sm90
+from torch_attnkit.oracle import rules, shards
+
+_FEATURES = "gqa sink bidirectional window sink_tokens softcap"
+
+OP = Op(
+    schema="flash_attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens_q, Tensor block_table,"
+    " Tensor kv_len, Tensor? sink=None, *, float? scale=None, bool causal=True, int window=-1, int sink_tokens=0,"
+    " float softcap=0.0, int max_seqlen_q=-1, int max_seqlen_k=-1) -> (Tensor out, Tensor lse)",
+    dims={
+        "q": "Tq Hq D",
+        "k_cache": "Np Ps Hkv D",
+        "v_cache": "Np Ps Hkv Dv",
+        "cu_seqlens_q": "B+1:i32",
+        "block_table": "B Mp:i32",
+        "kv_len": "B:i32",
+        "sink": "Hq:f32",
+        "out": "Tq Hq Dv",
+        "lse": "Tq Hq:f32",
+    },
+    where=rules.HEADS
+    | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0}
+    | rules.SCORES
+    | {
+        "max_seqlen_q must be -1 (unknown) or at least 0": lambda c: c.arg.max_seqlen_q >= -1,
+        "max_seqlen_k must be -1 (unknown) or at least 0": lambda c: c.arg.max_seqlen_k >= -1,
+    },
+    features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW,
+    shards=shards.HEADS,
+    kernels=(*rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),),
+)

@@ -1,0 +1,35 @@
+"""A call of flash_attention_paged as a problem of the prefill kernels."""
+
+from __future__ import annotations
+
+from torch_attnkit.core.op import Call
+from torch_attnkit.kernels.prefill import problem as blocks
+from torch_attnkit.kernels.prefill.paged import Operands, Problem
+from torch_attnkit.kernels.scores import Scores
+
+
+def problem(call: Call) -> Problem:
+    a, d = call.arg, call.dim
+    most = d["Mp"] * d["Ps"]
+    attention = blocks.Problem(
+        call.dtype, call.device, d["B"], d["Tq"], most, d["Hq"], d["Hkv"], d["D"], d["Dv"],
+        q=blocks.Layout.of(a.q),
+        k=blocks.Layout.of(a.k_cache),
+        v=blocks.Layout.of(a.v_cache),
+        packed=True,
+        cached=True,
+        longest=min(a.max_seqlen_q, d["Tq"]) if a.max_seqlen_q >= 0 else d["Tq"],
+        kv_len=True,
+        scores=Scores.of(d["D"], a),
+        causal=a.causal,
+        sink=a.sink is not None,
+    )  # fmt: skip
+    longest = min(a.max_seqlen_k, most) if a.max_seqlen_k >= 0 else most
+    return Problem(attention, d["Ps"], d["Np"], longest)
+
+
+def operands(
+    q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink,
+    scale, causal, window, sink_tokens, softcap, max_seqlen_q, max_seqlen_k, out, lse,
+) -> Operands:  # fmt: skip
+    return Operands(q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink, out, lse)
