@@ -14,7 +14,7 @@ from .problem import operands, problem
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    a, p = call.arg, problem(call)
+    a, p = call.arg, problem(call).attended
     results = Codes(p, a.cos.stride(0), a.sin.stride(0), a.groups)
     run = metal.launcher("sparse_fmha_inverse_rope_fp4", p, layout(call), results, target)
     return lambda *arguments: run(operands(*arguments))
