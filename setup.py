@@ -43,9 +43,10 @@ def dispatch(folder: Path) -> list[Pybind11Extension]:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     major, minor = torch.__version__.split(".")[:2]
+    name = f"_dispatch_{major}_{minor}"
     return [
         Pybind11Extension(
-            f"torch_attnkit.core._dispatch_{major}_{minor}",
+            f"torch_attnkit.core.{name}",
             sources,
             include_dirs=[
                 *include_paths(),
@@ -54,7 +55,10 @@ def dispatch(folder: Path) -> list[Pybind11Extension]:
             ],
             library_dirs=library_paths(),
             libraries=["c10", "torch_cpu", "torch_python"],
-            define_macros=[("_GLIBCXX_USE_CXX11_ABI", str(int(torch._C._GLIBCXX_USE_CXX11_ABI)))],
+            define_macros=[
+                ("TORCH_EXTENSION_NAME", name),
+                ("_GLIBCXX_USE_CXX11_ABI", str(int(torch._C._GLIBCXX_USE_CXX11_ABI))),
+            ],
             depends=sorted(p.as_posix() for p in folder.glob("*.h")),
             cxx_std=20 if (int(major), int(minor)) >= (2, 12) else 17,  # what its headers need
             extra_compile_args=["-O2"],
