@@ -36,6 +36,14 @@ def _sequence_of(offsets: cute.Tensor, group: Int32, slot: Int32, span: cutlass.
     return low, slot - (cutlass.max(Int32(offsets[low]), 0) * group // span + low)
 
 
+def _share(steps: Int32, rank: Int32, ctas: Int32) -> tuple[Int32, Int32]:
+    """The blocks of keys of a cluster's CTA: where they do not divide evenly, the first ones have one more."""
+    each = Int32(Uint32(steps) // Uint32(ctas))
+    extra = steps - each * ctas
+    first = rank * each + cutlass.min(rank, extra)
+    return first, first + each + cutlass.select_(rank < extra, Int32(1), Int32(0))
+
+
 @cute.jit
 def work_tile(c: cutlass.Constexpr, ins, scalars, rules: MaskRules, span: cutlass.Constexpr):
     """What this CTA computes, the number of its sequence, and whether the slot of this cluster holds a tile at all.
@@ -73,9 +81,6 @@ def work_tile(c: cutlass.Constexpr, ins, scalars, rules: MaskRules, span: cutlas
         token += more
         left -= rank * c.tile_m
     else:
-        each = Int32(Uint32(blocks.steps) // Uint32(scalars.ctas))
-        extra = blocks.steps - each * scalars.ctas
-        first = rank * each + cutlass.min(rank, extra)
-        stop = first + each + cutlass.select_(rank < extra, Int32(1), Int32(0))
+        first, stop = _share(blocks.steps, rank, scalars.ctas)
     rows = cutlass.min(left, c.tile_m)
     return WorkTile(Int32(0), kv_head, group, inverse, token, rest, rows, seq, blocks, first, stop), b, there

@@ -90,7 +90,7 @@ class PagedMulti:
         tile, sequence, there = work_tile(c, ins, scalars, rules, self.span)
         cute.arch.mbarrier_init_fence()
         if const_expr(c.pair):
-            self._sync_cluster()  # neither CTA may write to the other before its barriers stand
+            self.multi._sync_cluster()  # neither CTA may write to the other before its barriers stand
         else:
             cute.arch.sync_threads()
         if there:
@@ -98,24 +98,12 @@ class PagedMulti:
                 cute.arch.setmaxregister_decrease(self.regs_load)
                 if warp < c.loader_warps:
                     self.produce(loads, ins, tile, sequence, smem)
-                self._idle_through_combine(scalars)
+                self.multi._idle_through_combine(scalars)
             else:
                 cute.arch.setmaxregister_increase(self.regs_mma)
                 q0 = tile.seq.q0
                 rows, results = Rows(_sequence(ins.q, q0), ins.sink), Outputs(*(_sequence(t, q0) for t in outs))
                 self.multi.consume(rows, results, scalars, tile, smem, qk_mma, pv_mma)
-
-    def _sync_cluster(self) -> None:
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    @cute.jit
-    def _idle_through_combine(self, scalars: Scalars):
-        """The producer's part where consumers synchronise the cluster."""
-        if scalars.ctas > 1:
-            self._sync_cluster()
-            if const_expr(not self.c.pair):
-                self._sync_cluster()
 
     def _shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
