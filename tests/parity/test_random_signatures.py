@@ -47,7 +47,7 @@ def test_every_op_with_a_kernel_draws():
 # What a user's call of these ops may look like, and in how many of 500 signatures at least.
 ABOUT = (
     "flash_attention", "flash_attention_varlen", "gated_rmsnorm", "merge_partials", "sdpa_decode", "sdpa_decode_paged",
-    "sdpa_multi", "flash_attention_paged",
+    "sdpa_multi",
 )  # fmt: skip
 PROPERTIES = {
     "expanded batch or heads": (40, lambda f: any(".at" in n and "x" in v for n, v in f.items())),
