@@ -31,6 +31,10 @@ CALLS: dict[str, list[tuple[dict[str, int], str]]] = {
         (dict(B=4, T=12, S=16, **HEADS), "gqa kv_len unnormalized"),
         (dict(B=4, T=12, S=16, **HEADS | dict(Hkv=1)), "gqa sink"),
     ],
+    "flash_attention_paged": [
+        (dict(B=3, L=9, S=40, Np=16, Ps=8, Mp=5, **HEADS), "gqa sink causal window"),
+        (dict(B=3, L=9, S=40, Np=16, Ps=8, Mp=5, **HEADS | dict(Hkv=1)), "gqa sink"),
+    ],
     "flash_attention_varlen": [
         (dict(B=3, L=9, **HEADS), "gqa sink causal window"),
         (dict(B=3, L=9, **HEADS | dict(Hkv=1)), "gqa unnormalized"),

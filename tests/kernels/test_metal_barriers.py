@@ -61,6 +61,10 @@ def experts(tokens: int, hidden: int, features: int) -> tuple[Any, ...]:
 
 CASES = {
     "gated_rmsnorm": Case("gated_rmsnorm", range(1), lambda: (normal(2, 2000), normal(2, 2000), normal(2000))),
+    # One row shared by several simdgroups, and the sums of its columns.
+    "gated_rmsnorm_backward": Case(
+        "gated_rmsnorm_backward", range(2), lambda: (*3 * [normal(300, 2000)], normal(2000)), proof=True
+    ),
     "merge_partials": Case("merge_partials", range(0), lambda: (normal(3, 2, 4, 64), normal(3, 2, 4))),
     "sdpa_decode": Case("sdpa_decode", range(3), lambda: (normal(1, 4, 64), *2 * [normal(1, 1, 200, 64)], ints(200))),
     "sdpa_decode_paged": Case(

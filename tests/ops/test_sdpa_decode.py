@@ -127,7 +127,7 @@ BAD = {
     "mixed dtypes": (
         dict(k_cache=torch.zeros(3, 2, 11, 6, dtype=torch.bfloat16)),
         TypeError,
-        "k_cache is bf16, accepted: f32",
+        "k_cache is bf16, accepted: f8e4m3, f32",
     ),
     "wrong rank": (dict(q=torch.zeros(3, 6)), ValueError, "q must be (B, Hq, D), got shape (3, 6)"),
     "strided last axis": (
