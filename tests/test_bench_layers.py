@@ -70,6 +70,7 @@ def test_pieces_are_the_whole_and_both_can_be_repeated(kind, case, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", layers.KINDS)
 def test_ours_is_judged_right_and_a_wrong_one_wrong(kind, monkeypatch):
     monkeypatch.setattr(layers, "_PIECE", 16)
@@ -125,6 +126,7 @@ def test_what_does_not_fit_runs_in_pieces(monkeypatch):
 
 @pytest.mark.seconds(240)
 @torch.no_grad()
+@pytest.mark.proof
 def test_the_kernels_of_the_layers_are_found_without_their_weights():
     cases = list(layers._cases("1,128", 4096, 131072))
     assert [c.name for c in cases][2:] == ["prefill, 1 x 4096 tokens", "prefill, 1 x 4096 tokens, behind 131072"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -67,8 +68,9 @@ def calls(op):
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_every_op_gives_the_same_bits_in_every_state(op):
-    for name, args, kwargs in calls(op):
+def test_every_op_gives_the_same_bits_in_every_state(op, pytestconfig):
+    every = 1 if pytestconfig.getoption("--proof") else 5
+    for name, args, kwargs in itertools.islice(calls(op), 0, None, every):
         plain = run(op, args, kwargs)
         for state, enter in STATES.items():
             with enter():

@@ -60,7 +60,7 @@ OVERLAPPED = ("grouped_gemm_wgmma", "batched_gemm_fp4_wgmma")
 # batched_gemm_fp4_few the tokens, which are loaded last, are never overwritten.
 LOADED = ("grouped_gemm",)
 # Few kernels; those of the others are minutes of compiling.
-QUICK = (("norm", "sm90"),)
+QUICK = (("merge", "sm90"),)
 FAMILIES = [
     pytest.param(folder.name, arch, marks=[] if (folder.name, arch) in QUICK else [pytest.mark.proof])
     for arch in compile.GPU_ARCH

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from torch_attnkit import parity
+from torch_attnkit import digest, parity
 from torch_attnkit.core import Target
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Kernel, Op
@@ -152,12 +152,23 @@ def by_turns(columns, accepted, dear):
     return [tuple(c[i % len(c)] for c in columns) for i in range(longest)]
 
 
-def test_columns_in_turns_are_no_covering_array(monkeypatch):
+def test_columns_in_turns_are_no_covering_array(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
     op, index, arch = next(row for row in ROWS if (row[0].name, row[2]) == ("flash_attention", "sm90"))
     monkeypatch.setattr(parity_case, "covering_array", by_turns)
     assert missing(op, index, arch)
     with pytest.raises(AssertionError):
         test_every_feature_set_meets_shapes_with_something_to_see(op, index, arch)
+
+
+def test_what_was_chosen_is_remembered_until_its_sources_change(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+    op, index, arch = next(row for row in ROWS if (row[0].name, row[2]) == ("gated_rmsnorm", "sm90"))
+    found = parity.cases(op, index, arch, covering=True)
+    monkeypatch.setattr(parity_case, "covering_array", by_turns)
+    assert parity.cases(op, index, arch, covering=True) == found
+    monkeypatch.setattr(digest, "of_modules", lambda *names: "others")
+    assert parity.cases(op, index, arch, covering=True) != found
 
 
 def test_an_array_is_small_and_keeps_to_what_is_accepted():

@@ -19,6 +19,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Call, Op
 from torch_attnkit.core.spec import DTYPES
 
+from .chosen import remembered
 from .covering import covering as covering_array
 from .extra import spoiled, touches
 from .undrawn import Undrawn
@@ -86,8 +87,12 @@ def cases(op: Op, index: int, arch: str, *, covering: bool = False) -> list[Case
         found = list(map(made, itertools.product(*columns)))
         extra = [made((d, s, *rest)) for d, s in itertools.product(dtypes, sizes) for rest in _extras(op, names)]
         return found + extra
-    found = list(map(made, covering_array(columns, lambda choice: accepted(made(choice)), _COMPILED)))
-    return found + list(_reused(found, [made((dtypes[0], sizes[0], *rest)) for rest in _extras(op, names)]))
+
+    def few() -> list[Case]:
+        found = list(map(made, covering_array(columns, lambda choice: accepted(made(choice)), _COMPILED)))
+        return found + list(_reused(found, [made((dtypes[0], sizes[0], *rest)) for rest in _extras(op, names)]))
+
+    return [made(choice) for choice in remembered(f"{op.name}-{index}-{arch}", op, few)]
 
 
 def _extras(op: Op, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
