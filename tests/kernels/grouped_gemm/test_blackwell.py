@@ -50,6 +50,12 @@ def ragged(indices: torch.Tensor) -> None:
     indices[-40:-7, 1] = 2
 
 
+def few_of_one(indices: torch.Tensor) -> None:
+    """Of the first expert 9, fewer than a CTA of a pair takes; all others are of the second."""
+    indices.fill_(1)
+    indices[::64] = 0
+
+
 def no_expert(indices: torch.Tensor) -> None:
     indices.fill_(-1)
 
@@ -80,6 +86,17 @@ CASES = {
     "MXFP4, an odd row tile behind pairs": (
         2, dict(Tq=200, N=320, M=192, E=2, K=2, blk=32, act=MXFP4), B, ("bias",), as_drawn, 7,
     ),
+    "pairs of CTAs, several work tiles": (
+        5, dict(Tq=420, N=288, M=160, E=3, K=2, blk=16, act=NVFP4), B, ("bias", "global_scale"), ragged, 1,
+    ),
+    "pairs, an odd row tile": (
+        2, dict(Tq=300, N=544, M=96, E=1, K=1, blk=32, act=MXFP4), H, ("gptoss", "limit", "bias", "interleaved"),
+        as_drawn, 9,
+    ),
+    "pairs, MXFP8, of one CTA no tokens": (
+        4, dict(Tq=530, N=128, M=256, E=2, K=1, blk=32, act=MXFP8), B, ("gptoss", "interleaved", "swizzled"),
+        few_of_one, 3,
+    ),
     "more choices than a warp has lanes": (
         2, dict(Tq=5, N=64, M=32, E=40, K=37, blk=16, act=NVFP4), B, (), as_drawn, 8,
     ),
@@ -100,6 +117,8 @@ def test_results_are_those_of_the_reference(name, simulated, multiprocessors):
     with torch_attnkit.simulate("sm100"), simulated.settings(check=True, seed=seed), simulated.counting() as launches:
         got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
     assert len(launches) == 3  # sorting, both products
+    clusters = [(1, 1, 1), *[(2, 1, 1) if name.startswith("pairs") else (1, 1, 1)] * 2]
+    assert [launch.cluster for launch in launches] == clusters
     kind = {"nvfp4": "mxf4nvf4", "mxfp4": "mxf4", "mxfp8": "mxf8f6f4"}.get(kwargs["activations"])
     kind = kind if by_scale(kwargs["format"], kwargs["activations"]) else "f16"
     assert all(set(launch.counters["flops"]) <= {kind} for launch in launches)

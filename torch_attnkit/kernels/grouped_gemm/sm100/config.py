@@ -26,6 +26,7 @@ THREADS = 32 * (TOKEN_WARP + 1)
 # By row tiles of a work tile: stages that fit shared memory, and buffers of a row tile's sums in tensor memory. Of one
 # row tile, one is stored while the next is multiplied; of two, the next two begin when the first of the last is stored.
 STAGES = {1: 6, 2: 4}
+PAIR = 2  # CTAs that multiply a work tile of many tokens together
 BUFFERS = {1: 2, 2: 3}
 SUMS = 2  # buffers where weights are decoded
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
@@ -59,6 +60,7 @@ class Config:
     scale_vector: int  # bytes of scales that one load may take
     activations: str
     row_tiles: int = 1  # of a work tile: more of them share its tokens
+    ctas: int = 1  # of a work tile, with ``TOKENS`` each; each loads its part of a row tile's rows for all
 
     @property
     def block(self) -> int:
@@ -101,8 +103,8 @@ class Config:
 
     @property
     def box(self) -> Any:
-        """Rows of a row tile; those of gate and up as (FEATURES, 2)."""
-        return (FEATURES, 2) if self.paired else WEIGHT_ROWS
+        """Rows of a row tile that a CTA loads; those of gate and up as (FEATURES, 2), of which each of two has one."""
+        return (FEATURES, 2 // self.ctas) if self.paired else WEIGHT_ROWS // self.ctas
 
     @property
     def box_layout(self) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from torch_attnkit.core.spec import short
 from ..problem import BLOCK, Problem, Weights
 from .config import (
     BITS,
+    PAIR,
     ROW_ALIGNMENT,
     ROW_BYTES,
     SPAN,
@@ -25,6 +26,7 @@ from .config import (
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
 _MANY = 64  # tokens of an expert from which on work tiles have two row tiles
+_PAIRS = 256  # and from which on pairs of CTAs multiply them: fewer leave lanes of the pair empty
 _PREPARE_UNITS = 256  # of 32 numbers, that a block of the first launch has at least
 
 
@@ -54,8 +56,9 @@ class Plan:
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
     codes = _by_scale(p)
-    tiles = p.slots // TOKENS + min(p.experts, p.slots)
     row_tiles = 2 if codes and p.slots >= _MANY * p.experts else 1
+    ctas = PAIR if codes and p.slots >= _PAIRS * p.experts and sms >= PAIR else 1
+    tiles = p.slots // (ctas * TOKENS) + min(p.experts, p.slots)
     units = [tiles * -(-w.rows // (WEIGHT_ROWS * row_tiles)) for w in (p.up, p.down)]
     spans = p.tokens * -(-p.hidden // 32)
     if codes:
@@ -65,12 +68,13 @@ def plan(problem: Problem, sms: int) -> Plan:
     return Plan(
         experts=max(_LEAST_EXPERTS, 1 << (p.experts - 1).bit_length()),
         tiles=tiles,
-        blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *(min(sms, max(most, 1)) for most in units)),
+        blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *(ctas * min(sms // ctas, max(most, 1)) for most in units)),
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, rows[0]),
         h_rows=(p.slots, rows[1] + mark_bytes(p.hidden, row_tiles) // 2),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
         code_alignment=UNPACKED_ALIGNMENT if codes and p.activations == "mxfp8" else ROW_ALIGNMENT,
+        columns=ctas * TOKENS,
         row_warps=WEIGHT_ROWS * row_tiles // 16,
     )
 

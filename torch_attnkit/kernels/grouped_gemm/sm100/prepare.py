@@ -13,7 +13,7 @@ from torch_attnkit.cuda import copies
 
 from ..sm90.arguments import Scalars, Tensors, global_scale_of
 from ..sm90.routing import SortTogether
-from .config import BITS, TOKEN_BLOCK, TOKENS, Rows
+from .config import BITS, TOKEN_BLOCK, Rows
 from .quantise import Quantised, quantised
 from .totals import Marks
 
@@ -26,9 +26,10 @@ class SortAndQuantise:
     """When all blocks have sorted, each has a share of the tokens: every token's row is read once, quantised, and
     written for each of its experts."""
 
-    def __init__(self, activations: str, experts: int, result_rows: int):
+    def __init__(self, activations: str, experts: int, result_rows: int, tokens: int):
+        """``tokens``: of a work tile."""
         self.activations = activations
-        self.sort = SortTogether(TOKENS, experts, _THREADS)
+        self.sort = SortTogether(tokens, experts, _THREADS)
         self.marks = Marks(result_rows, self.sort)
 
     @cute.jit

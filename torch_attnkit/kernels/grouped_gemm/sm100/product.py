@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float4E2M1FN, Float32, Int8, Int32, Uint8, const_expr
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
@@ -30,7 +30,6 @@ from torch_attnkit.cuda.sm100.block_scaled_fp8 import Fp8ByFp4
 from torch_attnkit.cuda.sm100.products import NEXT_STEP, descriptor
 
 from ..sm90.arguments import Flags, Matrices
-from ..sm90.schedule import work
 from .config import (
     BITS,
     BUFFERS,
@@ -48,6 +47,7 @@ from .config import (
     Config,
 )
 from .epilogue import bring_biases, factor_of
+from .pairs import Group, share
 from .scales import Scales, row_tile
 
 _OPERAND_BYTES = TOKENS * ROW_BYTES  # of a stage, of tokens as of weights
@@ -95,7 +95,7 @@ def weight_loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
         shape = (rows // 2, 2)
     layout = cute.make_layout((shape, nbytes, experts), stride=(steps, 1, expert_step))
     box, box_steps = config.box_layout
-    tile, op = swizzled(cute.make_layout(box, stride=box_steps)), cpasync.CopyBulkTensorTileG2SOp()
+    tile, op = swizzled(cute.make_layout(box, stride=box_steps)), Group(config.ctas).load()
     if config.unpacked:
         pointer = cute.recast_ptr(codes.iterator, dtype=Float4E2M1FN)
         numbers = cute.make_tensor(pointer, cute.recast_layout(4, 8, layout))
@@ -108,7 +108,7 @@ def begin(config: cutlass.Constexpr):
     """All threads, once barriers and tensor memory are set up."""
     cute.arch.mbarrier_init_fence()
     tmem.before_sync()
-    cute.arch.barrier()
+    Group(config.ctas).meet()
     tmem.after_sync()
     if const_expr(config.paired):
         # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
@@ -120,12 +120,13 @@ class Product:
     """The kernel, by roles. ``results``: what becomes of the sums."""
 
     def __init__(self, config: Config, results: Any):
-        self.c, self.results, self.scales = config, results, Scales(config)
+        self.c, self.results, self.scales, self.group = config, results, Scales(config), Group(config.ctas)
         self.stages, self.buffers = STAGES[config.row_tiles], BUFFERS[config.row_tiles]
         self.format = Fp8ByFp4() if config.unpacked else block_scaled.FORMATS[config.format]
         self.kind = Int8 if config.unpacked else Uint8  # of weights in shared memory
+        self.row_tile_bytes = _OPERAND_BYTES // config.ctas  # of weights, of a stage
         # TMA counts what it reads.
-        self.weight_bytes = _OPERAND_BYTES * 4 // BITS[config.activations]
+        self.weight_bytes = self.row_tile_bytes * 4 // BITS[config.activations]
 
     @cute.jit
     def launch(
@@ -141,7 +142,10 @@ class Product:
             scalars,
             weight_loads(self.c, flags, weights),
             self._token_loads(weights, rows),
-        ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
+        ).launch(
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], cluster=[self.c.ctas, 1, 1], stream=stream,
+            min_blocks_per_mp=1, use_pdl=True,
+        )  # fmt: skip
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
         slots, step = rows.shape[0], rows.stride[0]
@@ -149,8 +153,7 @@ class Product:
         layout = cute.make_layout((slots, nbytes), stride=(cute.assume(2 * step, divby=16), 1))
         tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
         tile = swizzled(cute.make_layout((TOKEN_BOX, ROW_BYTES), stride=(ROW_BYTES, 1)))
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        return Loads(*cpasync.make_tiled_tma_atom(op, tensor, tile, (TOKEN_BOX, ROW_BYTES)))
+        return Loads(*cpasync.make_tiled_tma_atom(self.group.load(), tensor, tile, (TOKEN_BOX, ROW_BYTES)))
 
     @cute.kernel
     def kernel(
@@ -166,42 +169,44 @@ class Product:
         begin(self.c)
         # Of gate and up a work tile has half of its rows each.
         row_tiles = (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS
-        share = work(tensors, (row_tiles + self.c.row_tiles - 1) // self.c.row_tiles)
+        part = share(self.c.ctas, tensors, (row_tiles + self.c.row_tiles - 1) // self.c.row_tiles)
         columns = Int32(weights.codes.shape[2]) * 2
         turns = (columns + self.c.stage - 1) // self.c.stage
         if warp < RESULT_WARPS:
-            self._results(tensors, flags, weights, scalars, share, row_tiles, s, warp)
+            self._results(tensors, flags, weights, scalars, part, row_tiles, s, warp)
         elif warp < PRODUCT_WARP:
             if const_expr(not self.c.paired):
                 cute.arch.griddepcontrol_wait()
-            self.scales.run(tensors, flags, weights, rows, share, turns, s.stages, s.scales, warp - RESULT_WARPS)
+            self.scales.run(tensors, flags, weights, rows, part, turns, s.stages, s.scales, warp - RESULT_WARPS)
         elif warp == PRODUCT_WARP:
-            self._multiply(share, row_tiles, columns, turns, s)
+            if part.rank == 0:
+                self._multiply(part, row_tiles, columns, turns, s)
         elif warp == WEIGHT_WARP:
-            self._load_weights(tensors, codes, share, row_tiles, turns, s)
+            self._load_weights(tensors, codes, part, row_tiles, turns, s)
         else:
             if const_expr(not self.c.paired):
                 cute.arch.griddepcontrol_wait()
-            self._load_tokens(tensors, tokens, share, turns, s)
+            self._load_tokens(tensors, tokens, part, turns, s)
         tmem.before_sync()
-        cute.arch.barrier()
+        self.group.meet()
         tmem.after_sync()
         if warp == PRODUCT_WARP:
-            cute.arch.relinquish_tmem_alloc_permit()
-            cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.group.two)
+            cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS, is_two_cta=self.group.two)
 
     @cute.jit
     def _shared(self, warp: Int32):
         memory = cutlass.memory.SmemAllocator()
-        table = (("stages", self.stages, 2 + SCALE_WARPS, 1), ("sums", self.buffers, 1, RESULT_WARPS))
+        ctas = self.c.ctas
+        table = (("stages", self.stages, ctas * (2 + SCALE_WARPS), 1), ("sums", self.buffers, 1, ctas * RESULT_WARPS))
         named = rings(memory, warp, table)
         base = memory.allocate(4, 4)
         if warp == PRODUCT_WARP:
-            cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32))
+            cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32), is_two_cta=self.group.two)
         swizzle = cute.make_swizzle(3, 4, 3)
         boxes = cute.make_layout((TOKEN_BOX, ROW_BYTES, _BOXES * self.stages), stride=(ROW_BYTES, 1, _BOX_BYTES))
         box, steps = self.c.box_layout
-        of_stages = cute.make_layout(self.stages * self.c.row_tiles, stride=_OPERAND_BYTES)
+        of_stages = cute.make_layout(self.stages * self.c.row_tiles, stride=self.row_tile_bytes)
         weights = cute.append(cute.make_layout(box, stride=steps), of_stages)
         return Shared(
             stages=named["stages"],
@@ -216,6 +221,12 @@ class Product:
         """Row tiles of a work tile, of an expert's."""
         return cutlass.min(row_tiles - row * self.c.row_tiles, self.c.row_tiles)
 
+    def _box(self, share: Any, row_tile: Int32) -> Any:
+        """Of a row tile what a CTA loads."""
+        if self.c.ctas == 1:
+            return row_tile
+        return (row_tile, share.rank) if self.c.paired else row_tile * self.c.ctas + share.rank
+
     @cute.jit
     def _load_weights(self, tensors: Any, codes: Loads, share: Any, row_tiles: Int32, turns: Int32, s: Shared):
         n = Int32(0)
@@ -225,11 +236,12 @@ class Product:
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
             present = self._present(tile.row, row_tiles)
             for k in cutlass.range(turns, unroll=1):
-                full = s.stages.acquire(n, present * self.weight_bytes)
+                full = s.stages.await_empty(n)
+                self.group.announce(full, present * self.weight_bytes)
                 for i in cutlass.range_constexpr(self.c.row_tiles):
                     if (i == 0) | (i < present):
                         to = s.stages.slot(n) * self.c.row_tiles + i
-                        source = tWg[None, tile.row * self.c.row_tiles + i, k]
+                        source = tWg[None, self._box(share, tile.row * self.c.row_tiles + i), k]
                         cute.copy(codes.atom, source, tWs[None, to], tma_bar_ptr=full)
                 n += 1
 
@@ -245,7 +257,8 @@ class Product:
             tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
             boxes = (tile.columns + TOKEN_BOX - 1) // TOKEN_BOX
             for k in cutlass.range(turns, unroll=1):
-                full = s.stages.acquire(n, boxes * _BOX_BYTES)
+                full = s.stages.await_empty(n)
+                self.group.announce(full, boxes * _BOX_BYTES)
                 for box in cutlass.range(boxes, unroll=1):
                     to = s.stages.slot(n) * _BOXES + box
                     cute.copy(tokens.atom, tXg[None, box, k], tXs[None, to], tma_bar_ptr=full)
@@ -259,8 +272,7 @@ class Product:
         of_tokens, columns_each = const_expr(self.buffers * WEIGHT_ROWS), const_expr(f.tiles * tile_columns)
         n, m = Int32(0), Int32(0)  # stages and row tiles of work tiles before
         for turn in cutlass.range(share.count, unroll=1):
-            row = (share.block + turn * share.blocks) % share.row_tiles
-            present = self._present(row, row_tiles)
+            present = self._present(share.row(turn), row_tiles)
             for i in cutlass.range_constexpr(self.c.row_tiles):
                 if (i == 0) | (i < present):
                     s.sums.await_empty(m + i)
@@ -273,26 +285,26 @@ class Product:
                 with cute.arch.elect_one():
                     for j in cutlass.range_constexpr((1 + self.c.row_tiles) * f.tiles):
                         tile = block_scaled.scales_descriptor(at + j * block_scaled.TILE_BYTES)
-                        block_scaled.copy_scales(Int32(of_tokens + j * tile_columns), tile)
+                        self.group.products.copy_scales(Int32(of_tokens + j * tile_columns), tile)
                     for i in cutlass.range_constexpr(self.c.row_tiles):
                         if (i == 0) | (i < present):
-                            rows = s.sW.iterator.toint() + (slot * self.c.row_tiles + i) * _OPERAND_BYTES
+                            rows = s.sW.iterator.toint() + (slot * self.c.row_tiles + i) * self.row_tile_bytes
                             w, d = descriptor(rows, ROW_BYTES), s.sums.slot(m + i) * WEIGHT_ROWS
                             of_weights = const_expr(of_tokens + (1 + i) * columns_each)
                             for step in cutlass.range_constexpr(self.c.stage // self.c.step):
                                 if (step == 0) | (k * self.c.stage + step * self.c.step < columns):
                                     column = const_expr(step * self.c.step // f.tile_numbers * tile_columns)
-                                    block_scaled.multiply(
+                                    self.group.products.multiply(
                                         f, f.instruction(WEIGHT_ROWS, step), d, x + NEXT_STEP * step,
                                         w + NEXT_STEP * step, Int32(of_tokens + column), Int32(of_weights + column),
                                         cutlass.select_(k + step > 0, Int32(1), Int32(0)),
                                     )  # fmt: skip
-                    tcgen05.commit(s.stages.empty + slot)
+                    self.group.commit(s.stages.empty + slot)
                 n += 1
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.c.row_tiles):
                     if (i == 0) | (i < present):
-                        tcgen05.commit(s.sums.full + s.sums.slot(m + i))
+                        self.group.commit(s.sums.full + s.sums.slot(m + i))
             m += present
 
     @cute.jit
@@ -313,6 +325,7 @@ class Product:
                 self.results.run(tensors, scalars, some, factor, sums, s.sBias, warp)
                 tmem.before_sync()
                 cute.arch.sync_warp()
-                s.sums.release(m)
+                with cute.arch.elect_one():
+                    self.group.arrive(s.sums.empty + s.sums.slot(m))
                 m += 1
             self.results.end(tensors, tile, warp)

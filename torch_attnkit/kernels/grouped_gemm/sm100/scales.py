@@ -18,6 +18,7 @@ from ..sm90.arguments import Flags, Matrices
 from ..sm90.factors import Factors
 from ..sm90.schedule import WorkTile
 from .config import FEATURES, SCALE_WARPS, STAGES_AHEAD, WEIGHT_ROWS, Config, Rows
+from .pairs import Group
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Scales:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(full)
+            Group(self.c.ctas).arrive(full)
 
 
 def row_tile(config: Config, tile: WorkTile, i: int | Int32) -> WorkTile:
