@@ -123,7 +123,7 @@ class Rows:
 
     @property
     def code_bytes(self) -> Any:
-        return (self.columns * BITS[self.activations] // 8 + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        return ((self.columns * BITS[self.activations] >> 3) + STEP_BYTES - 1) & -STEP_BYTES
 
     @property
     def nbytes(self) -> int:

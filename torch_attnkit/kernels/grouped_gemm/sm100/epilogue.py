@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.sm100 import tmem
@@ -93,7 +93,7 @@ class Activation:
         token: Int32, simple: cutlass.Constexpr,
     ):  # fmt: skip
         block, bits = const_expr(TOKEN_BLOCK[self.activations]), const_expr(BITS[self.activations])
-        features = Int32(tensors.up.codes.shape[1]) // 2
+        features = Int32(tensors.up.codes.shape[1]) >> 1
         row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
         behind = Rows(features, self.activations).code_bytes
         global_scale = global_scale_of(scalars.down, tensors.down)
@@ -105,9 +105,9 @@ class Activation:
             feature = tile.row * FEATURES + first
             if token < tile.columns:
                 for i in cutlass.range_constexpr(0, len(result.codes), 4):
-                    copies.store_words(row + feature * bits // 8 + 4 * i, result.codes[i : i + 4])
+                    copies.store_words(row + (feature * bits >> 3) + 4 * i, result.codes[i : i + 4])
                 scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
-                self._store_scales(row + behind + feature // block, scales)
+                self._store_scales(row + behind + Int32(Uint32(feature) // block), scales)
 
     def end(self, tensors: Tensors, tile: WorkTile, warp: Int32) -> None:
         """Nothing is left to do."""
@@ -161,4 +161,5 @@ class Results:
                     for i, pair in enumerate(completed(y, factor, bias)):
                         rY[2 * i], rY[2 * i + 1] = pair
                     at = tensors.partial.iterator.toint() + row + feature * 4
-                    copies.store(rY, cute.make_ptr(Float32, at, cute.AddressSpace.gmem, assumed_align=16))
+                    target = cute.make_ptr(Float32, at, cute.AddressSpace.gmem, assumed_align=32)
+                    cute.autovec_copy(rY, cute.make_tensor(target, cute.make_layout(_AT_ONCE)))

@@ -8,47 +8,59 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Uint32, const_expr
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from torch_attnkit.cuda.sm100 import block_scaled, block_scaled_pairs
 
 from ..sm90.arguments import Tensors
-from ..sm90.schedule import Work, WorkTile
+from ..sm90.schedule import WorkTile
 from .config import TOKENS
 
 _BOTH = 3  # CTAs of a pair, in a mask
 
 
+def parts(count: Int32, each: int) -> Int32:
+    """How many of ``each``, a power of two, hold ``count``: a shift, where a division looks at signs."""
+    return (count + (each - 1)) >> (each.bit_length() - 1)
+
+
 class Share(NamedTuple):
-    """A CTA's part of a pair's work tiles."""
+    """The work tiles of a CTA, or of a pair: every ``blocks``-th, of which those of an expert follow each other. Numbers
+    without a sign are divided by fewer instructions."""
 
-    rank: Int32
-    work: Work
-
-    @property
-    def count(self) -> Int32:
-        return self.work.count
+    block: Uint32
+    blocks: Uint32
+    row_tiles: Uint32
+    count: Int32
+    rank: Int32  # of the CTA in its pair
 
     def row(self, turn: Int32) -> Int32:
         """As in the work tile."""
-        return (self.work.block + turn * self.work.blocks) % self.work.row_tiles
+        return Int32(self._unit(turn) % self.row_tiles)
 
     def tile(self, tensors: Tensors, turn: Int32) -> WorkTile:
-        """The tokens that are this CTA's, perhaps none."""
-        tile = self.work.tile(tensors, turn)
+        """With the tokens that are this CTA's, perhaps none."""
+        unit = self._unit(turn)
+        tokens = unit // self.row_tiles
+        expert, first, columns = (tensors.tiles[Int32(tokens) + 1, i] for i in range(3))
         before = self.rank * TOKENS
-        columns = cutlass.max(cutlass.min(tile.columns - before, TOKENS), Int32(0))
-        return tile._replace(first=tile.first + before, columns=columns)
+        mine = cutlass.max(cutlass.min(columns - before, TOKENS), Int32(0))
+        return WorkTile(expert, first + before, mine, Int32(unit - tokens * self.row_tiles))
+
+    def _unit(self, turn: Int32) -> Uint32:
+        return self.block + Uint32(turn) * self.blocks
 
 
 def share(ctas: int, tensors: Tensors, row_tiles: Int32) -> Share:
-    block, blocks = cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
-    units = tensors.tiles[0, 0] * row_tiles
-    count = cutlass.max((units - block + blocks - 1) // blocks, Int32(0))
-    rank = cute.arch.block_idx()[0] % ctas if ctas > 1 else Int32(0)
-    return Share(rank, Work(block, blocks, row_tiles, count))
+    rank, block, blocks = Int32(0), *(Uint32(x) for x in (cute.arch.block_idx()[0], cute.arch.grid_dim()[0]))
+    if ctas > 1:
+        rank, block, blocks = Int32(block % ctas), block // ctas, blocks // ctas
+    units = Uint32(tensors.tiles[0, 0] * row_tiles)
+    # Blocks that have none are fewer than all.
+    count = (units + (blocks - 1) - block) // blocks
+    return Share(block, blocks, Uint32(row_tiles), Int32(count), rank)
 
 
 class Group:

@@ -58,7 +58,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     codes = _by_scale(p)
     row_tiles = 2 if codes and p.slots >= _MANY * p.experts else 1
     ctas = PAIR if codes and p.slots >= _PAIRS * p.experts and sms >= PAIR else 1
-    tiles = p.slots // (ctas * TOKENS) + min(p.experts, p.slots)
+    some = min(p.experts, p.slots)  # experts that have tokens, of which one is a tile, too
+    tiles = (p.slots - some) // (ctas * TOKENS) + some
     units = [tiles * -(-w.rows // (WEIGHT_ROWS * row_tiles)) for w in (p.up, p.down)]
     spans = p.tokens * -(-p.hidden // 32)
     if codes:

@@ -47,7 +47,7 @@ from .config import (
     Config,
 )
 from .epilogue import bring_biases, factor_of
-from .pairs import Group, share
+from .pairs import Group, parts, share
 from .scales import Scales, row_tile
 
 _OPERAND_BYTES = TOKENS * ROW_BYTES  # of a stage, of tokens as of weights
@@ -168,10 +168,10 @@ class Product:
             cpasync.prefetch_descriptor(tokens.atom)
         begin(self.c)
         # Of gate and up a work tile has half of its rows each.
-        row_tiles = (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS
-        part = share(self.c.ctas, tensors, (row_tiles + self.c.row_tiles - 1) // self.c.row_tiles)
+        row_tiles = parts(Int32(weights.codes.shape[1]), WEIGHT_ROWS)
+        part = share(self.c.ctas, tensors, parts(row_tiles, self.c.row_tiles))
         columns = Int32(weights.codes.shape[2]) * 2
-        turns = (columns + self.c.stage - 1) // self.c.stage
+        turns = parts(columns, self.c.stage)
         if warp < RESULT_WARPS:
             self._results(tensors, flags, weights, scalars, part, row_tiles, s, warp)
         elif warp < PRODUCT_WARP:
@@ -255,7 +255,7 @@ class Product:
             rows = cute.domain_offset((tile.first, 0), tokens.rows)
             gX = cute.local_tile(rows, (TOKEN_BOX, ROW_BYTES), (None, None))
             tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
-            boxes = (tile.columns + TOKEN_BOX - 1) // TOKEN_BOX
+            boxes = parts(tile.columns, TOKEN_BOX)
             for k in cutlass.range(turns, unroll=1):
                 full = s.stages.await_empty(n)
                 self.group.announce(full, boxes * _BOX_BYTES)

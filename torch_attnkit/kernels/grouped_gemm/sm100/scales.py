@@ -102,7 +102,7 @@ def row_tile(config: Config, tile: WorkTile, i: int | Int32) -> WorkTile:
 def row_scales(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32):
     """Where the scales of a row of the row tile begin, in tiles of 128x4 from those of its expert on."""
     line, scale = weight_row(config, flags, weights, tile, row), weights.scale
-    start = Int64(line // 128) * (Int32(scale.shape[2]) * 128) + line % 32 * 16 + line % 128 // 32 * 4
+    start = Int64(line >> 7) * (Int32(scale.shape[2]) * 128) + ((line & 31) << 4) + ((line >> 5 & 3) << 2)
     if flags.swizzled == 0:
         start = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0] + Int64(line) * scale.stride[1]
     return start
@@ -113,8 +113,9 @@ def weight_row(config: Config, flags: Flags, weights: Matrices, tile: WorkTile, 
     rows = Int32(weights.codes.shape[1])
     if const_expr(not config.paired):
         return cutlass.min(tile.row * WEIGHT_ROWS + row, rows - 1)
-    feature, up = cutlass.min(tile.row * FEATURES + row % FEATURES, rows // 2 - 1), row // FEATURES
-    return cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * (rows // 2))
+    half, up = rows >> 1, cutlass.select_(row >= FEATURES, Int32(1), Int32(0))
+    feature = cutlass.min(tile.row * FEATURES + row - up * FEATURES, half - 1)
+    return cutlass.select_(flags.interleaved != 0, feature * 2 + up, feature + up * half)
 
 
 assert SCALE_WARPS * 32 == WEIGHT_ROWS
