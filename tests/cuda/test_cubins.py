@@ -205,6 +205,23 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
     are_fine(asked[:1], "sm100")
 
 
+@pytest.mark.proof
+@pytest.mark.seconds(600)
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+@pytest.mark.parametrize("tokens", [64, 256])
+@pytest.mark.parametrize(("block", "act"), [(16, 1), (32, 2), (32, 3)])
+def test_experts_of_many_tokens_fit(block, act, tokens):
+    """Of clusters: neighbours that share tokens, and pairs of CTAs; cases of parity have too few tokens for both."""
+    op, dims = OPS["fp4_moe"], dict(Tq=tokens, N=512, M=256, E=1, K=1, blk=block, act=act)
+    args, kwargs = op.module("cases").make(dims, torch.bfloat16, ("bias",), torch.Generator().manual_seed(0))
+    with compile.recording() as asked:
+        op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm100"))
+    (request,) = asked
+    signature = dict(request.signature)
+    assert (signature["row_warps"], signature["columns"]) == (32, 128 if tokens < 256 else 256)
+    are_fine(asked, "sm100")
+
+
 def norm(arch: str) -> compile.Request:
     """A kernel of gated_rmsnorm with wide vectors."""
     return compile.Request(

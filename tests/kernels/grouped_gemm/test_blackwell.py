@@ -50,6 +50,12 @@ def ragged(indices: torch.Tensor) -> None:
     indices[-40:-7, 1] = 2
 
 
+def everyone(indices: torch.Tensor) -> None:
+    """All choices are there, of five experts the same number or nearly."""
+    each = torch.arange(indices.numel(), dtype=indices.dtype) % 5
+    indices.copy_(each.view(indices.shape))
+
+
 def few_of_one(indices: torch.Tensor) -> None:
     """Of the first expert 9, fewer than a CTA of a pair takes; all others are of the second."""
     indices.fill_(1)
@@ -97,11 +103,25 @@ CASES = {
         4, dict(Tq=530, N=128, M=256, E=2, K=1, blk=32, act=MXFP8), B, ("gptoss", "interleaved", "swizzled"),
         few_of_one, 3,
     ),
+    "pairs, all choices": (
+        16, dict(Tq=260, N=192, M=128, E=5, K=5, blk=16, act=NVFP4), B, (), everyone, 0,
+    ),
     "more choices than a warp has lanes": (
         2, dict(Tq=5, N=64, M=32, E=40, K=37, blk=16, act=NVFP4), B, (), as_drawn, 8,
     ),
     "no expert": (9, dict(Tq=50, N=64, M=32, E=2, K=1, blk=16, act=NVFP4), B, (), no_expert, 0),
 }  # fmt: skip
+
+# Of the products; pairs, neighbours that share their tokens, or both.
+CLUSTERS = {
+    "NVFP4, several work tiles": 2,
+    "MXFP8, two row tiles": 2,
+    "MXFP4, an odd row tile behind pairs": 2,
+    "pairs of CTAs, several work tiles": 4,
+    "pairs, an odd row tile": 2,
+    "pairs, MXFP8, of one CTA no tokens": 2,
+    "pairs, all choices": 2,
+}
 
 
 @pytest.mark.simulator
@@ -117,8 +137,7 @@ def test_results_are_those_of_the_reference(name, simulated, multiprocessors):
     with torch_attnkit.simulate("sm100"), simulated.settings(check=True, seed=seed), simulated.counting() as launches:
         got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
     assert len(launches) == 3  # sorting, both products
-    clusters = [(1, 1, 1), *[(2, 1, 1) if name.startswith("pairs") else (1, 1, 1)] * 2]
-    assert [launch.cluster for launch in launches] == clusters
+    assert [launch.cluster[0] for launch in launches] == [1, *[CLUSTERS.get(name, 1)] * 2]
     kind = {"nvfp4": "mxf4nvf4", "mxfp4": "mxf4", "mxfp8": "mxf8f6f4"}.get(kwargs["activations"])
     kind = kind if by_scale(kwargs["format"], kwargs["activations"]) else "f16"
     assert all(set(launch.counters["flops"]) <= {kind} for launch in launches)
@@ -218,7 +237,7 @@ def test_the_workspace_does_not_grow_with_experts_times_tokens():
     for activations in ("nvfp4", "none"):
         few, many = (plan(problem(4096, "nvfp4", activations, experts), 148) for experts in (8, 256))
         assert few.x_rows == many.x_rows and few.h_rows == many.h_rows and few.x_rows[0] == 4 * 4096
-        assert many.tiles - few.tiles == 256 - 8 and few.tiles == 4 * 4096 // TOKENS + 8
+        assert many.tiles == (4 * 4096 - 256) // TOKENS + 256 and few.tiles == (4 * 4096 - 8) // few.columns + 8
     # Codes and scales of a row, padded to whole products and stages; behind those of h words and counters of a token.
     assert Rows(2880, "nvfp4").nbytes == 1440 + 12 * 16 and Rows(96, "mxfp4").code_bytes == 64
     assert Rows(256, "mxfp8").nbytes == 256 + 16

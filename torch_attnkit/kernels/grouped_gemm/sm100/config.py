@@ -26,7 +26,9 @@ THREADS = 32 * (TOKEN_WARP + 1)
 # By row tiles of a work tile: stages that fit shared memory, and buffers of a row tile's sums in tensor memory. Of one
 # row tile, one is stored while the next is multiplied; of two, the next two begin when the first of the last is stored.
 STAGES = {1: 6, 2: 4}
+MOST_ROW_TILES = max(STAGES)
 PAIR = 2  # CTAs that multiply a work tile of many tokens together
+NEIGHBOURS = 2  # work tiles that share loads of tokens
 BUFFERS = {1: 2, 2: 3}
 SUMS = 2  # buffers where weights are decoded
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
@@ -61,6 +63,7 @@ class Config:
     activations: str
     row_tiles: int = 1  # of a work tile: more of them share its tokens
     ctas: int = 1  # of a work tile, with ``TOKENS`` each; each loads its part of a row tile's rows for all
+    neighbours: int = 1  # work tiles of the same tokens, which come to all of them at once
 
     @property
     def block(self) -> int:

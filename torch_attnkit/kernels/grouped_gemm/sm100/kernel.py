@@ -11,7 +11,7 @@ from cutlass import Int32
 from torch_attnkit.cuda import fake
 
 from ..sm90.arguments import Scalars, Tensors, arguments
-from .config import TOKENS, UNPACKED_ALIGNMENT, WEIGHT_ROWS, Config, DecodedConfig, by_scale, parts
+from .config import MOST_ROW_TILES, TOKENS, UNPACKED_ALIGNMENT, WEIGHT_ROWS, Config, DecodedConfig, by_scale, parts
 from .decoded import DecodedProduct
 from .decoded_epilogue import DecodedActivation, DecodedResults
 from .decoded_prepare import SortAndPermute
@@ -42,13 +42,15 @@ def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
     row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``columns``: tokens of a work tile; ``experts``: room for so many; ``row_warps``: 16 rows each of a work tile;
-    ``scale_vectors``: of both products the bytes of scales that a load takes; ``code_alignment``: whether TMA may make
-    bytes of codes. The others are what ``plan.py`` always says."""
-    totals = Totals(16 * row_warps)
+    """``columns``: tokens of a work tile; ``experts``: room for so many; ``row_warps``: 16 rows each of a work tile,
+    or of two that are neighbours; ``scale_vectors``: of both products the bytes of scales that a load takes;
+    ``code_alignment``: whether TMA may make bytes of codes. The others are what ``plan.py`` always says."""
+    neighbours = max(1, 16 * row_warps // (MOST_ROW_TILES * WEIGHT_ROWS))
+    rows = 16 * row_warps // neighbours
+    totals = Totals(rows)
     if by_scale(format, activations) and (activations != "mxfp8" or code_alignment == UNPACKED_ALIGNMENT):
         up, down = (
-            Config(format, paired, vector, activations, 16 * row_warps // WEIGHT_ROWS, columns // TOKENS)
+            Config(format, paired, vector, activations, rows // WEIGHT_ROWS, columns // TOKENS, neighbours)
             for paired, vector in zip((True, False), scale_vectors, strict=True)
         )
         made = Experts(

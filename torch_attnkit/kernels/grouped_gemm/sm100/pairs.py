@@ -1,9 +1,14 @@
-"""What is different where two CTAs multiply a work tile of twice as many tokens: each has half of the tokens, and their
-sums, and loads half of the rows of every row tile of weights. The first one multiplies for both. Imports cutlass.
+"""CTAs of a cluster, which load for each other.
+
+Two CTAs may multiply a work tile of twice as many tokens: each has half of the tokens, and their sums, and loads half
+of the rows of every row tile of weights. The first of the pair multiplies for both. And two work tiles that are
+neighbours, other rows of weights times the same tokens, may run at once, of which each loads half of the tokens for
+both. Imports cutlass.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -12,13 +17,19 @@ from cutlass import Int32, Uint32, const_expr
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm100 import block_scaled, block_scaled_pairs
 
 from ..sm90.arguments import Tensors
 from ..sm90.schedule import WorkTile
 from .config import TOKENS
 
-_BOTH = 3  # CTAs of a pair, in a mask
+
+class Place(NamedTuple):
+    """Of a CTA in its cluster."""
+
+    rank: Int32  # in its pair
+    neighbour: Int32  # whose work tile it has
 
 
 def parts(count: Int32, each: int) -> Int32:
@@ -26,59 +37,76 @@ def parts(count: Int32, each: int) -> Int32:
     return (count + (each - 1)) >> (each.bit_length() - 1)
 
 
-class Share(NamedTuple):
-    """The work tiles of a CTA, or of a pair: every ``blocks``-th, of which those of an expert follow each other. Numbers
-    without a sign are divided by fewer instructions."""
+@dataclass
+class Share(Fixed):
+    """The work tiles of a CTA: every so many-th of those, one or two, that a cluster multiplies at a time. Those of an
+    expert follow each other. Numbers without a sign are divided by fewer instructions."""
 
     block: Uint32
     blocks: Uint32
     row_tiles: Uint32
     count: Int32
-    rank: Int32  # of the CTA in its pair
+    place: Place
+    neighbours: int
 
     def row(self, turn: Int32) -> Int32:
         """As in the work tile."""
-        return Int32(self._unit(turn) % self.row_tiles)
+        return self._row(self._unit(turn) % self.row_tiles)
 
     def tile(self, tensors: Tensors, turn: Int32) -> WorkTile:
         """With the tokens that are this CTA's, perhaps none."""
         unit = self._unit(turn)
         tokens = unit // self.row_tiles
         expert, first, columns = (tensors.tiles[Int32(tokens) + 1, i] for i in range(3))
-        before = self.rank * TOKENS
+        before = self.place.rank * TOKENS
         mine = cutlass.max(cutlass.min(columns - before, TOKENS), Int32(0))
-        return WorkTile(expert, first + before, mine, Int32(unit - tokens * self.row_tiles))
+        return WorkTile(expert, first + before, mine, self._row(unit - tokens * self.row_tiles))
+
+    def _row(self, row: Uint32) -> Int32:
+        return Int32(row) * self.neighbours + self.place.neighbour
 
     def _unit(self, turn: Int32) -> Uint32:
         return self.block + Uint32(turn) * self.blocks
 
 
-def share(ctas: int, tensors: Tensors, row_tiles: Int32) -> Share:
-    rank, block, blocks = Int32(0), *(Uint32(x) for x in (cute.arch.block_idx()[0], cute.arch.grid_dim()[0]))
-    if ctas > 1:
-        rank, block, blocks = Int32(block % ctas), block // ctas, blocks // ctas
-    units = Uint32(tensors.tiles[0, 0] * row_tiles)
-    # Blocks that have none are fewer than all.
-    count = (units + (blocks - 1) - block) // blocks
-    return Share(block, blocks, Uint32(row_tiles), Int32(count), rank)
-
-
 class Group:
-    """``ctas`` that multiply together, one or two: how they meet, and which instructions they take."""
+    """CTAs of a cluster: how they meet, and which instructions they take."""
 
-    def __init__(self, ctas: int):
-        self.ctas, self.two = ctas, ctas > 1
+    def __init__(self, ctas: int, neighbours: int):
+        self.ctas, self.neighbours, self.size, self.two = ctas, neighbours, ctas * neighbours, ctas > 1
         self.group = tcgen05.CtaGroup.TWO if self.two else tcgen05.CtaGroup.ONE
         self.products = block_scaled_pairs if self.two else block_scaled
 
-    def load(self) -> Any:
-        """TMA to a CTA's own memory, which the first one's barrier hears of."""
+    def place(self) -> Place:
+        """Of this CTA."""
+        at = cute.arch.block_idx()[0] & (self.size - 1)
+        return Place(at & (self.ctas - 1), at >> (self.ctas - 1))
+
+    def share(self, tensors: Tensors, row_tiles: Int32) -> Share:
+        """``row_tiles``: of an expert's weights, those of a work tile counted as one."""
+        block, blocks = (Uint32(x) // self.size for x in (cute.arch.block_idx()[0], cute.arch.grid_dim()[0]))
+        each = Uint32(row_tiles) // self.neighbours
+        units = Uint32(tensors.tiles[0, 0]) * each
+        # Blocks that have none are fewer than all.
+        count = (units + (blocks - 1) - block) // blocks
+        return Share(block, blocks, each, Int32(count), self.place(), self.neighbours)
+
+    def load(self, shared: bool = False) -> Any:
+        """TMA to a CTA's own memory, or to that of neighbours, too; the first one's barrier of a pair hears of it."""
+        if shared and self.neighbours > 1:
+            return cpasync.CopyBulkTensorTileG2SMulticastOp(self.group)
         return cpasync.CopyBulkTensorTileG2SOp(self.group)
+
+    def to_neighbours(self) -> dict[str, Any]:
+        """What such a load takes."""
+        if self.neighbours == 1:
+            return {}
+        return {"mcast_mask": cutlass.Int16((1 | 1 << self.ctas) << self.place().rank)}
 
     @cute.jit
     def meet(self):
         """All threads."""
-        if const_expr(self.two):
+        if const_expr(self.size > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
@@ -86,26 +114,33 @@ class Group:
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
-        """A thread, on the first CTA's barrier."""
+        """A thread, on the barrier of its pair's first CTA."""
         if const_expr(self.two):
-            cute.arch.mbarrier_arrive(barrier, Int32(0), scope=nvvm.MemScopeKind.CLUSTER)
+            cute.arch.mbarrier_arrive(barrier, self._first(), scope=nvvm.MemScopeKind.CLUSTER)
         else:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def announce(self, barrier: cute.Pointer, nbytes: Int32):
-        """A warp: so many bytes will come to this CTA, of which the first one's barrier hears."""
+        """A warp: so many bytes will come to this CTA."""
         with cute.arch.elect_one():
             if const_expr(self.two):
                 scope = nvvm.MemScopeKind.CLUSTER
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes, Int32(0), scope=scope)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes, self._first(), scope=scope)
             else:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes)
 
     @cute.jit
-    def commit(self, barrier: cute.Pointer):
-        """The thread that multiplies: arrive at every CTA's barrier when the products so far are done."""
-        if const_expr(self.two):
-            tcgen05.commit(barrier, cutlass.Int16(_BOTH), self.group)
+    def commit(self, barrier: cute.Pointer, to_all: cutlass.Constexpr):
+        """The thread that multiplies: arrive at the barriers of its pair's CTAs, or of all CTAs, when the products so
+        far are done."""
+        if const_expr(to_all and self.size > 1):
+            tcgen05.commit(barrier, cutlass.Int16((1 << self.size) - 1), self.group)
+        elif const_expr(self.two):
+            tcgen05.commit(barrier, cutlass.Int16(3 << self._first()), self.group)
         else:
             tcgen05.commit(barrier)
+
+    def _first(self) -> Int32:
+        """The first CTA of the pair."""
+        return self.place().neighbour * self.ctas

@@ -10,6 +10,8 @@ from torch_attnkit.core.spec import short
 from ..problem import BLOCK, Problem, Weights
 from .config import (
     BITS,
+    MOST_ROW_TILES,
+    NEIGHBOURS,
     PAIR,
     ROW_ALIGNMENT,
     ROW_BYTES,
@@ -60,7 +62,11 @@ def plan(problem: Problem, sms: int) -> Plan:
     ctas = PAIR if codes and p.slots >= _PAIRS * p.experts and sms >= PAIR else 1
     some = min(p.experts, p.slots)  # experts that have tokens, of which one is a tile, too
     tiles = (p.slots - some) // (ctas * TOKENS) + some
-    units = [tiles * -(-w.rows // (WEIGHT_ROWS * row_tiles)) for w in (p.up, p.down)]
+    groups = [-(-w.rows // (WEIGHT_ROWS * row_tiles)) for w in (p.up, p.down)]  # of row tiles
+    shares = row_tiles == MOST_ROW_TILES and all(n % NEIGHBOURS == 0 for n in groups) and sms >= ctas * NEIGHBOURS
+    neighbours = NEIGHBOURS if shares else 1
+    cluster = ctas * neighbours
+    launched = [cluster * min(sms // cluster, max(tiles * n // neighbours, 1)) for n in groups]
     spans = p.tokens * -(-p.hidden // 32)
     if codes:
         rows = [Rows(w.columns, p.activations).nbytes // 2 for w in (p.up, p.down)]
@@ -69,14 +75,14 @@ def plan(problem: Problem, sms: int) -> Plan:
     return Plan(
         experts=max(_LEAST_EXPERTS, 1 << (p.experts - 1).bit_length()),
         tiles=tiles,
-        blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *(ctas * min(sms // ctas, max(most, 1)) for most in units)),
+        blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *launched),
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, rows[0]),
         h_rows=(p.slots, rows[1] + mark_bytes(p.hidden, row_tiles) // 2),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
         code_alignment=UNPACKED_ALIGNMENT if codes and p.activations == "mxfp8" else ROW_ALIGNMENT,
         columns=ctas * TOKENS,
-        row_warps=WEIGHT_ROWS * row_tiles // 16,
+        row_warps=WEIGHT_ROWS * row_tiles * neighbours // 16,
     )
 
 

@@ -47,7 +47,7 @@ from .config import (
     Config,
 )
 from .epilogue import bring_biases, factor_of
-from .pairs import Group, parts, share
+from .pairs import Group, parts
 from .scales import Scales, row_tile
 
 _OPERAND_BYTES = TOKENS * ROW_BYTES  # of a stage, of tokens as of weights
@@ -95,7 +95,7 @@ def weight_loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
         shape = (rows // 2, 2)
     layout = cute.make_layout((shape, nbytes, experts), stride=(steps, 1, expert_step))
     box, box_steps = config.box_layout
-    tile, op = swizzled(cute.make_layout(box, stride=box_steps)), Group(config.ctas).load()
+    tile, op = swizzled(cute.make_layout(box, stride=box_steps)), Group(config.ctas, config.neighbours).load()
     if config.unpacked:
         pointer = cute.recast_ptr(codes.iterator, dtype=Float4E2M1FN)
         numbers = cute.make_tensor(pointer, cute.recast_layout(4, 8, layout))
@@ -108,7 +108,7 @@ def begin(config: cutlass.Constexpr):
     """All threads, once barriers and tensor memory are set up."""
     cute.arch.mbarrier_init_fence()
     tmem.before_sync()
-    Group(config.ctas).meet()
+    Group(config.ctas, config.neighbours).meet()
     tmem.after_sync()
     if const_expr(config.paired):
         # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
@@ -120,7 +120,8 @@ class Product:
     """The kernel, by roles. ``results``: what becomes of the sums."""
 
     def __init__(self, config: Config, results: Any):
-        self.c, self.results, self.scales, self.group = config, results, Scales(config), Group(config.ctas)
+        self.c, self.results, self.scales = config, results, Scales(config)
+        self.group = Group(config.ctas, config.neighbours)
         self.stages, self.buffers = STAGES[config.row_tiles], BUFFERS[config.row_tiles]
         self.format = Fp8ByFp4() if config.unpacked else block_scaled.FORMATS[config.format]
         self.kind = Int8 if config.unpacked else Uint8  # of weights in shared memory
@@ -143,7 +144,7 @@ class Product:
             weight_loads(self.c, flags, weights),
             self._token_loads(weights, rows),
         ).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], cluster=[self.c.ctas, 1, 1], stream=stream,
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], cluster=[self.group.size, 1, 1], stream=stream,
             min_blocks_per_mp=1, use_pdl=True,
         )  # fmt: skip
 
@@ -153,7 +154,7 @@ class Product:
         layout = cute.make_layout((slots, nbytes), stride=(cute.assume(2 * step, divby=16), 1))
         tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
         tile = swizzled(cute.make_layout((TOKEN_BOX, ROW_BYTES), stride=(ROW_BYTES, 1)))
-        return Loads(*cpasync.make_tiled_tma_atom(self.group.load(), tensor, tile, (TOKEN_BOX, ROW_BYTES)))
+        return Loads(*cpasync.make_tiled_tma_atom(self.group.load(True), tensor, tile, (TOKEN_BOX, ROW_BYTES)))
 
     @cute.kernel
     def kernel(
@@ -169,7 +170,7 @@ class Product:
         begin(self.c)
         # Of gate and up a work tile has half of its rows each.
         row_tiles = parts(Int32(weights.codes.shape[1]), WEIGHT_ROWS)
-        part = share(self.c.ctas, tensors, parts(row_tiles, self.c.row_tiles))
+        part = self.group.share(tensors, parts(row_tiles, self.c.row_tiles))
         columns = Int32(weights.codes.shape[2]) * 2
         turns = parts(columns, self.c.stage)
         if warp < RESULT_WARPS:
@@ -179,7 +180,7 @@ class Product:
                 cute.arch.griddepcontrol_wait()
             self.scales.run(tensors, flags, weights, rows, part, turns, s.stages, s.scales, warp - RESULT_WARPS)
         elif warp == PRODUCT_WARP:
-            if part.rank == 0:
+            if part.place.rank == 0:
                 self._multiply(part, row_tiles, columns, turns, s)
         elif warp == WEIGHT_WARP:
             self._load_weights(tensors, codes, part, row_tiles, turns, s)
@@ -197,8 +198,11 @@ class Product:
     @cute.jit
     def _shared(self, warp: Int32):
         memory = cutlass.memory.SmemAllocator()
-        ctas = self.c.ctas
-        table = (("stages", self.stages, ctas * (2 + SCALE_WARPS), 1), ("sums", self.buffers, 1, ctas * RESULT_WARPS))
+        ctas, neighbours = self.c.ctas, self.c.neighbours
+        table = (
+            ("stages", self.stages, ctas * (2 + SCALE_WARPS), neighbours),
+            ("sums", self.buffers, 1, ctas * RESULT_WARPS),
+        )
         named = rings(memory, warp, table)
         base = memory.allocate(4, 4)
         if warp == PRODUCT_WARP:
@@ -225,7 +229,7 @@ class Product:
         """Of a row tile what a CTA loads."""
         if self.c.ctas == 1:
             return row_tile
-        return (row_tile, share.rank) if self.c.paired else row_tile * self.c.ctas + share.rank
+        return (row_tile, share.place.rank) if self.c.paired else row_tile * self.c.ctas + share.place.rank
 
     @cute.jit
     def _load_weights(self, tensors: Any, codes: Loads, share: Any, row_tiles: Int32, turns: Int32, s: Shared):
@@ -256,12 +260,13 @@ class Product:
             gX = cute.local_tile(rows, (TOKEN_BOX, ROW_BYTES), (None, None))
             tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
             boxes = parts(tile.columns, TOKEN_BOX)
+            mask = self.group.to_neighbours()
             for k in cutlass.range(turns, unroll=1):
                 full = s.stages.await_empty(n)
                 self.group.announce(full, boxes * _BOX_BYTES)
-                for box in cutlass.range(boxes, unroll=1):
+                for box in cutlass.range(share.place.neighbour, boxes, self.c.neighbours, unroll=1):
                     to = s.stages.slot(n) * _BOXES + box
-                    cute.copy(tokens.atom, tXg[None, box, k], tXs[None, to], tma_bar_ptr=full)
+                    cute.copy(tokens.atom, tXg[None, box, k], tXs[None, to], tma_bar_ptr=full, **mask)
                 n += 1
 
     @cute.jit
@@ -299,12 +304,12 @@ class Product:
                                         w + NEXT_STEP * step, Int32(of_tokens + column), Int32(of_weights + column),
                                         cutlass.select_(k + step > 0, Int32(1), Int32(0)),
                                     )  # fmt: skip
-                    self.group.commit(s.stages.empty + slot)
+                    self.group.commit(s.stages.empty + slot, True)
                 n += 1
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.c.row_tiles):
                     if (i == 0) | (i < present):
-                        self.group.commit(s.sums.full + s.sums.slot(m + i))
+                        self.group.commit(s.sums.full + s.sums.slot(m + i), False)
             m += present
 
     @cute.jit
