@@ -246,6 +246,13 @@ def test_the_workspace_does_not_grow_with_experts_times_tokens():
     assert plan(problem(1, "mxfp4", "none"), 148).x_rows == (4, 2880)
 
 
+def test_clusters_of_four_leave_room():
+    """Of many tokens; 128 multiprocessors of 148 are taken, so that no cluster waits for another to end."""
+    pairs, single = (plan(problem(tokens, "nvfp4", "nvfp4"), 148) for tokens in (64 * 256 // 4, 64 * 64 // 4))
+    assert (pairs.columns, pairs.row_warps, pairs.blocks[1:]) == (256, 32, (128, 128))
+    assert (single.columns, single.row_warps, single.blocks[1:]) == (128, 32, (148, 148))
+
+
 def test_loads_of_scales_are_as_wide_as_rows_allow():
     assert plan(problem(8, "nvfp4", "nvfp4"), 148).scale_vectors == (4, 4)  # 180 and 60 bytes a row
     assert plan(problem(8, "mxfp4", "none"), 148).scale_vectors == (2, 2)  # 90 and 30
