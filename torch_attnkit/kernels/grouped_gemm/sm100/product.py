@@ -248,6 +248,10 @@ class Product:
                         source = tWg[None, self._box(share, tile.row * self.c.row_tiles + i), k]
                         cute.copy(codes.atom, source, tWs[None, to], tma_bar_ptr=full)
                 n += 1
+        if const_expr(self.group.size > 1):
+            # What the last products' commits tell this CTA must find it still there.
+            for i in cutlass.range_constexpr(self.stages):
+                s.stages.await_empty(n + i)
 
     @cute.jit
     def _load_tokens(self, tensors: Any, tokens: Loads, share: Any, turns: Int32, s: Shared):
