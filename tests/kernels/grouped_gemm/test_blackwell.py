@@ -205,8 +205,15 @@ def test_nan_in_a_token_reaches_no_other(simulated):
 
 
 # Tokens of each of 8 experts: tensor operations, bytes by TMA and warp instructions of FlashInfer 0.7.2's two kernels,
-# as ``python -m bench.peers.flashinfer_experts`` counts them.
-FLASHINFER = {1: (805306368, 2359296, 393952), 128: (805306368, 2359296, 428608)}
+# as ``python -m bench.peers.flashinfer_experts --all`` counts them with the tiles that take the fewest bytes.
+FLASHINFER = {
+    1: (805306368, 2064384, 296448),
+    128: (805306368, 2064384, 324368),
+    256: (1610612736, 2359296, 677472),
+    512: (3221225472, 4718592, 1354944),
+}
+# Ours at 128 tokens: a block that finds no work tile starts and ends, too.
+MORE = {128: 1.10}
 
 
 @pytest.mark.proof
@@ -220,7 +227,7 @@ def test_no_more_work_than_flashinfer(each, simulated):
     ours = flashinfer_experts.counts(launches[1:])
     operations, copied, instructions = FLASHINFER[each]
     assert ours["tensor operations"] <= operations and ours["TMA read"] <= copied
-    assert ours["instructions"] <= 1.05 * instructions
+    assert ours["instructions"] <= MORE.get(each, 1.05) * instructions
 
 
 def problem(tokens: int, format: str, activations: str, experts: int = 64) -> Problem:
