@@ -99,6 +99,15 @@ OP = Op(
     shards=shards.SPARSE,
     kernels=(
         Kernel(
+            "cpu",
+            "f32 f16 bf16",
+            {},
+            "compressed topk compressed_len request_ids sink",
+            {
+                "format must be 'none'": lambda c: c.arg.format == "none",
+            },
+        ),
+        Kernel(
             "sm90",
             sm90.DTYPES,
             {"D": tuple(sm90.TILES)},
