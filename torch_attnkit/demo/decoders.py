@@ -81,10 +81,10 @@ def _generate(model: Any, prompt: dict[str, torch.Tensor], tokens: int, advance:
 def _timed(
     model: Any, prompt: dict[str, torch.Tensor], tokens: int, advance: Callable[[int], None]
 ) -> tuple[float, Mapping[str, float]]:
-    """Seconds that a model takes that has generated before, and those of its parts."""
+    """Seconds that a model takes that has generated before, and those of its parts in a step."""
     parts = clock.ModuleClock(model)
     _, _, seconds = _generate(model, prompt, tokens, advance)
-    return seconds, parts.seconds
+    return seconds, parts.step()
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """sparse_fmha_with_swa on the CPU: a token's keys gathered once, and two products of PyTorch's own.
 
 The definition gathers with two indices, masks whatever the call sees, and sums by einsum. Here masks are made only
-where a token sees less than its window and its list. Scores that are not finite go to the definition, and so does
-what is refused.
+where a token sees less than its window and its list. The definition takes what is left: encoded rows, pages, partial
+results, tokens without a key in their window, scores that are not finite, and what is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     all_entries = torch.arange(C, dtype=torch.int32, device="cpu")  # (C,)
     listed = call.dim["K"] if call.arg.topk_indices is not None else C
     owner = torch.arange(Tq, device="cpu") * R // max(Tq, 1)  # (Tq,)
+    plain = call.arg.format == "none" and call.arg.normalize and min(Tq, W, R) > 0
+    plain = plain and call.arg.swa_block_table is None and call.arg.compressed_block_table is None
     step = max(1, _GATHERED // max(1, (W + listed) * D))
 
     def within(t: torch.Tensor | None, least: int, most: int) -> bool:
@@ -40,7 +42,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def taken(o: Operands) -> bool:
         """Whether the call is one without errors, and with a key for every token."""
-        if min(Tq, W, R) == 0 or not within(o.end, 1, S) or not within(o.length, 0, C):
+        if not within(o.end, 1, S) or not within(o.length, 0, C):
             return False
         if o.chosen is not None and o.chosen.numel():
             order = o.chosen.sort(1).values  # (Tq, K)
@@ -54,9 +56,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         size, (per_request, per_key, _) = cache.shape[1], cache.stride()
         key = key if seen is None else key.where(seen, 0)
         if per_request == size * per_key:  # as one list of rows
-            found = (
-                cache.flatten(0, 1).index_select(0, (key + request[:, None] * size).view(-1)).unflatten(0, key.shape)
-            )
+            at = (key + request[:, None] * size).view(-1)
+            found: torch.Tensor = cache.flatten(0, 1).index_select(0, at).view(*key.shape, -1)
         else:
             found = cache[request[:, None], key]
         found = found.float()
@@ -90,17 +91,19 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         return torch.bmm(s.sub_(lse[..., None]).exp_(), kv), lse
 
     def launch(*arguments: Any) -> None:
-        o = operands(*arguments)
+        o, results = operands(*arguments), arguments[-3:]
         found = []
-        if taken(o):
+        if plain and taken(o):
             found = [(t, *attend(o, t)) for t in (slice(first, first + step) for first in range(0, Tq, step))]
+        # A sum of numbers of which one is infinite or NaN is, too.
         if not found or not all(math.isfinite(float(lse.sum())) for _, _, lse in found):
-            out, lse, _ = reference(*arguments[:-3])
-            found = [(slice(None), out, lse)]
-        elif o.sink is not None:  # it joins the denominator only
-            found = [(t, out.mul_((lse - o.sink).sigmoid_()[..., None]), lse) for t, out, lse in found]
+            for result, numbers in zip(results, reference(*arguments[:-3]), strict=True):
+                result.copy_(numbers)
+            return
         for t, out, lse in found:
-            o.results.out[t] = out
-            o.results.lse[t] = lse
+            if o.sink is not None:  # it joins the denominator only
+                out.mul_((lse - o.sink).sigmoid_()[..., None])
+            results[0][t] = out
+            results[1][t] = lse
 
     return launch

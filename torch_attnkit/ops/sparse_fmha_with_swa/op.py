@@ -101,11 +101,8 @@ OP = Op(
         Kernel(
             "cpu",
             "f32 f16 bf16",
-            {},
-            "compressed topk compressed_len request_ids sink",
-            {
-                "format must be 'none'": lambda c: c.arg.format == "none",
-            },
+            {"D": metal.DIMS},
+            "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
         ),
         Kernel(
             "sm90",
