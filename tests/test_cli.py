@@ -122,7 +122,7 @@ def test_explain_takes_every_op(run, op):
 def test_explain_passes_scalars_and_optional_tensors(run):
     shape = "B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128".split()
     result = run("explain", "sdpa_decode", *shape, "sink", "window=128", "--target", "cpu")
-    assert "features: gqa, sink, window" in result.output and "reference.py on cpu" in result.output
+    assert "features: gqa, sink, window" in result.output and "sdpa_decode/cpu.py on cpu" in result.output
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_functorch_and_subclasses_take_the_general_path():
 def test_explain_tells_rows_and_reasons(monkeypatch):
     q, k, v, n = (t.to("meta") for t in decode_args())
     text = torch_attnkit.explain("sdpa_decode", q, k, v, n, window=2, target="cpu")
-    assert "features: gqa, window" in text and "ops/sdpa_decode/reference.py on cpu" in text
+    assert "features: gqa, window" in text and "ops/sdpa_decode/cpu.py on cpu" in text
     assert "refused: ValueError: sdpa_decode: k_cache must be" in torch_attnkit.explain("sdpa_decode", q, k[0], v, n)
     wide = [t.new_empty(*t.shape[:-1], 100, dtype=torch.bfloat16) for t in (q, k, v)]
     text = torch_attnkit.explain("sdpa_decode", *wide, n, target="sm90").splitlines()
