@@ -59,7 +59,7 @@ def run(console: Console, *, tokens: int, sentences: int) -> int:
             shortest = int(prompt["attention_mask"].sum(-1).min())
             prompt = {k: prompt[k][:, :shortest] for k in ("input_ids", "attention_mask")}
             ops = "ops" if arch is None else f"{arch} kernels, simulated"
-            task = progress.add_task(f"{name}: tokens (eager, {ops})", total=2 * new)
+            task = progress.add_task(f"{name}: tokens (eager, {ops})", total=(2 if arch else 4) * new)
             decoded.append(decoders.run(name, prompt, new, functools.partial(progress.advance, task), arch))
     _report(console, encoded, decoded)
     if missing:

@@ -205,6 +205,17 @@ def test_keys_of_tokens_that_fill_the_cores_are_read_once_and_of_the_others_litt
     assert found[1] < 3.9
 
 
+@pytest.mark.parametrize(("tokens", "longer"), [(1, 11), (4, 7), (8, 3.5), (16, 1.9), (28, 1.2)])
+def test_least_bytes_of_few_tokens_would_take_much_longer(tokens: int, longer: float):
+    """No cut of 64 heads and 640 keys within 1.3 of the least bytes has a time near that of the plan, modelled."""
+    p = problem(tokens=tokens)
+    least = tokens * (p.keys + 2 * p.heads) * p.dim * p.dtype.itemsize
+    frugal = [cut for cut in metal_plan.cuts(p, 40, 128) if metal_plan.loads(p, cut) <= 1.3 * least]
+    assert frugal
+    planned = metal_plan.cycles(p, metal_plan.plan(p, cores=40), 40)
+    assert min(metal_plan.cycles(p, cut, 40) for cut in frugal) >= longer * planned
+
+
 def test_a_pipeline_that_runs_fewer_simdgroups_gets_fewer_heads():
     p = problem()
     assert [metal_plan.plan(p, 40, most).heads for most in (128, 32, 16, 8)] == [64, 32, 16, 8]

@@ -3,12 +3,15 @@
 The definition takes a code apart by arithmetic, thirty times what the product with a few tokens costs. Here two bytes
 pick all four of their numbers from a table, as 64 bits, and a scale its number from another, some at a time. Slots are
 sorted by expert, and only products go expert by expert. What activations are rounded to, and the gated unit, are the
-definition's. Nothing that was read back is kept: weights may be written to between two calls.
+definition's. Nothing that was read back is kept: weights may be written to between two calls, also where no version
+counts it, and whoever keeps FP4 weights wants their memory. Only the room that they are read back into is kept.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,6 +45,31 @@ def _scales(format: str) -> torch.Tensor:
     return fp8.e4m3_decode(byte) if format == "nvfp4" else fp8.ue8m0_decode(byte)
 
 
+class _Room(threading.local):
+    """Where a thread reads weights back, 7 MB: what is asked for anew at this size often comes from the system page by
+    page, at up to ten times the cost of what is written to it."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):  # what inference mode makes cannot be written to outside of it
+            self.kept = self.made(_NUMBERS)
+
+    @staticmethod
+    def made(numbers: int) -> tuple[torch.Tensor, ...]:
+        """Room for so many weights: words of two bytes, the quads that they pick, and their numbers."""
+        sizes = (numbers // 4, torch.int32), (numbers // 4, torch.int64), (numbers, torch.float32)
+        return tuple(torch.empty(size, dtype=dtype, device="cpu") for size, dtype in sizes)
+
+    def of(self, numbers: int) -> tuple[torch.Tensor, ...]:
+        """The same for ``numbers`` weights, until the next call; of a row that is longer than all, its own."""
+        if numbers > _NUMBERS:
+            return self.made(numbers)
+        words, quads, floats = self.kept
+        return words[: numbers // 4], quads[: numbers // 4], floats[:numbers]
+
+
+_room = _Room()
+
+
 class Slots(NamedTuple):
     """The chosen experts, sorted: of every slot (n,), and those that have slots (e,), with how many each."""
 
@@ -58,12 +86,15 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     def read(codes: torch.Tensor, scale: torch.Tensor, one: torch.Tensor | None) -> torch.Tensor:
         """Codes (e, R, C/2) under scales (e, R, C/block) and a global scale (e,) or None: the numbers (e, R, C)."""
         count, rows, half = codes.shape
-        words = codes.view(torch.uint16).view(-1).int()
-        numbers = quads.index_select(0, words).view(torch.float16).float()
-        factors = table.index_select(0, scale.reshape(-1).int())
+        words, found, numbers = _room.of(count * rows * half * 2)
+        words.copy_(codes.view(torch.uint16).view(-1))
+        torch.index_select(quads, 0, words, out=found)
+        numbers.copy_(found.view(torch.float16))
+        factors = table.index_select(0, scale.view(-1).int())
         if one is not None:
-            factors = (factors.view(count, -1) / one[:, None]).flatten()
-        return numbers.view(-1, block).mul_(factors[:, None]).view(count, rows, 2 * half)
+            factors = (factors.view(count, -1) / one[:, None]).view(-1)
+        numbers.view(-1, block).mul_(factors[:, None])
+        return numbers.view(count, rows, 2 * half)
 
     def products(
         x: torch.Tensor, slots: Slots, codes: torch.Tensor, scale: torch.Tensor, one: torch.Tensor | None,
@@ -78,7 +109,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         for first in range(0, len(tokens), max(at_once, 1)):
             some = slice(first, first + max(at_once, 1))
             experts = slots.experts[some]
-            own = None if one is None else one[experts]
+            own = None if one is None else one.index_select(0, experts)
             for at in range(0, rows, step):
                 part = slice(at, min(at + step, rows))
                 # Not codes[experts, part], which copies byte by byte.
@@ -87,23 +118,25 @@ def build(call: Call, target: Target) -> Callable[..., None]:
                     torch.mm(token, weight, out=result if step == rows else result[:, part])
         return out if bias is None else out.add_(bias.index_select(0, slots.expert))
 
+    def sorted_slots(indices: torch.Tensor) -> tuple[torch.Tensor, Slots]:
+        """Which slots have an expert, sorted by it (n,), and their experts."""
+        chosen = indices.flatten().tolist()  # (Tq * K,): few numbers, for which each call of PyTorch costs more
+        if chosen and not -1 <= min(chosen) <= max(chosen) < E:
+            checks.in_range(call.op, "indices", indices, -1, E - 1)
+        order = sorted((slot for slot, e in enumerate(chosen) if e >= 0), key=chosen.__getitem__)
+        expert = [chosen[slot] for slot in order]
+        counts = Counter(expert)  # in the order of its first occurrences
+        at, of, experts = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (order, expert, list(counts)))
+        return at, Slots(of, experts, list(counts.values()))
+
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
-        chosen = o.indices.flatten()  # (Tq * K,)
-        least, most = (int(n) for n in chosen.aminmax()) if len(chosen) else (0, 0)
-        if least < -1 or most >= E:
-            checks.in_range(call.op, "indices", o.indices, -1, E - 1)
+        order, slots = sorted_slots(o.indices)
         fp4.check_global(
             call.op, w13_global=o.w13_global, w2_global=o.w2_global, x_global=o.x_global, h_global=o.h_global
         )
-        expert, order = chosen.sort(stable=True)
-        if least < 0:
-            unused = int((chosen < 0).sum())
-            expert, order = expert[unused:], order[unused:]
         parts = torch.zeros(*o.indices.shape, N, dtype=torch.float32, device=o.x.device)  # (Tq, K, N)
         if len(order) > 0:
-            experts, counts = expert.unique_consecutive(return_counts=True)
-            slots = Slots(expert, experts, counts.tolist())
             s13 = fp4.load_scale(o.w13_scale, a.scale_layout, M2, N // block)  # (E, 2M, N/block)
             s2 = fp4.load_scale(o.w2_scale, a.scale_layout, N, M // block)  # (E, N, M/block)
             tokens = fp4.round_trip(o.x, a.activations, o.x_global, torch.float32)  # (Tq, N)
@@ -115,9 +148,9 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             y = products(h, slots, o.w2, s2, o.w2_global, o.bias2)  # (n, N)
             parts.view(-1, N).index_copy_(0, order, y.mul_(o.weights.flatten().index_select(0, order)[:, None]))
         # In the order of k, whatever the order of experts.
-        out = torch.zeros(o.x.shape, dtype=torch.float32, device=o.x.device)
-        for part in parts.unbind(1):
-            out += part
+        out = parts[:, 0] if K else parts.sum(1)
+        for k in range(1, K):
+            out += parts[:, k]
         o.out.copy_(out)
 
     return launch

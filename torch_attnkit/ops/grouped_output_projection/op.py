@@ -81,6 +81,14 @@ OP = Op(
     ),
     kernels=(
         Kernel(
+            "cpu",
+            "f32 f16 bf16",
+            needs={
+                "format must be 'none'": lambda c: c.arg.format == "none",
+                "dtype must be float32, float16 or bfloat16": lambda c: c.arg.dtype != torch.float64,
+            },
+        ),
+        Kernel(
             "cuda",
             "bf16 f16",
             needs={

@@ -112,9 +112,13 @@ def make(
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     k = d.kernel
     format = next(name for name in FORMATS.values() if f"format must be {name!r}" in row.needs)
-    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), Qb=k.choice(row.dims["Qb"]), format=format)
+    facts: draws.Facts = dict(
+        dtype=k.choice(row.dtypes.split()), Qb=k.choice(row.dims.get("Qb", (17, 32, 64, 128))), format=format
+    )
     facts |= dict(
-        H=k.choice((1, 2, 3, 8, 17, 32, 64, 96, 128)), paged=int(k.random() < 0.5), named=int(k.random() < 0.5)
+        H=k.choice((1, 2, 3, 8, 17, 32, 64, 96, 128)),
+        paged=int(k.random() < 0.5 and "paged" in row.features),
+        named=int(k.random() < 0.5 and "request_ids" in row.features),
     )
     facts |= dict(w32=int(k.random() < 0.5), q_scale=int(k.random() < 0.5))
     R = d.pick((1, 1, 2, 3))

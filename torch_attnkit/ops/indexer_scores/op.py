@@ -88,6 +88,13 @@ OP = Op(
     },
     shards=(*shards.INDEXER, Shards("Hi", sums="scores")),
     kernels=(
+        Kernel(
+            "cpu",
+            "f32 f16 bf16",
+            needs={
+                "format must be 'none'": lambda c: c.arg.format == "none",
+            },
+        ),
         Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
         Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
         Kernel("sm90", "bf16 f16", {"Qb": sm90.DIMS["none"]}, "paged request_ids", _needs("none")),

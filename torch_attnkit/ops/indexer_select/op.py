@@ -31,5 +31,5 @@ OP = Op(
     where=SCORES.where | {"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features=SCORES.features,
     shards=shards.INDEXER,
-    kernels=tuple(replace(row, needs=row.needs | _NEEDS) for row in SCORES.kernels),
+    kernels=tuple(replace(row, needs=row.needs | _NEEDS) for row in SCORES.kernels if row.on != "cpu"),
 )

@@ -18,6 +18,7 @@ OP = Op(
     features={"k_len": lambda c: c.arg.k_len is not None},
     shards=(Shards("Tq"),),
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="k_len"),
         Kernel(
             "cuda",
             "f32 bf16 f16",

@@ -24,6 +24,7 @@ OP = Op(
     features={"renormalize": lambda c: c.arg.renormalize},
     shards=shards.ROUTES,
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="renormalize"),
         Kernel(
             "cuda",
             "bf16 f16 f32",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from torch_attnkit.core import Call, Target
-from torch_attnkit.kernels.routing.cpu import largest_of
-from torch_attnkit.oracle import routing
+from torch_attnkit.kernels.routing.cpu import ranked, store
 
 from .problem import operands
 from .reference import reference
@@ -15,20 +17,26 @@ from .reference import reference
 
 def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
+    usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
+    # Over the sum of the chosen, a softmax of all experts is that of the chosen.
+    over_all = a.softmax_first and not a.renormalize
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
         x = o.logits.float()  # (R, E)
-        index = largest_of(x, k)  # (R, K)
-        if a.softmax_first:
-            p = x.softmax(1).gather(1, index)  # (R, K)
-        else:
-            p = x.gather(1, index).softmax(1)
-        p = routing.scaled(p, a.renormalize, a.route_scale)
-        # What is refused, and rows of nothing but -inf: each leaves NaN here, or an infinite scale does.
-        if not bool(p.isfinite().all()):
-            p, index = reference(o.logits, k, a.softmax_first, a.renormalize, a.route_scale)
-        o.weights.copy_(p)
+        found = ranked(x, k) if usual else None
+        if found is None:  # among them what is refused
+            weights, indices = reference(o.logits, k, a.softmax_first, a.renormalize, a.route_scale)
+            o.weights.copy_(weights)
+            o.indices.copy_(indices)
+            return
+        top, index = found  # (R, K) each
         o.indices.copy_(index)
+        if over_all:
+            store(x.softmax(1).gather(1, index), False, a.route_scale, o.weights)
+            return
+        torch.softmax(top, 1, out=o.weights)
+        if a.route_scale != 1:
+            o.weights.mul_(a.route_scale)
 
     return launch

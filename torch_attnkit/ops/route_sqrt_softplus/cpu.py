@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from torch_attnkit.core import Call, Target
-from torch_attnkit.kernels.routing.cpu import largest_of
-from torch_attnkit.oracle import routing
+from torch_attnkit.kernels.routing.cpu import ranked, sqrt_softplus, store
 
 from .problem import operands
 from .reference import reference
@@ -15,18 +15,19 @@ from .reference import reference
 
 def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
+    usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
-        s = routing.sqrt_softplus(o.logits)  # (R, E)
-        steered = s if o.bias is None else s + o.bias
-        # NaN, which is refused, and infinite logits and biases leave something here that is not finite.
-        if bool(steered.isfinite().all()):
-            index = largest_of(steered, k)  # (R, K)
-            p = routing.scaled(s.gather(1, index), a.renormalize, a.route_scale)
-        else:
-            p, index = reference(o.logits, o.bias, k, a.route_scale, a.renormalize)
-        o.weights.copy_(p)
+        s = sqrt_softplus(o.logits)  # (R, E)
+        found = ranked(s if o.bias is None else s + o.bias, k) if usual else None
+        if found is None:  # among them what is refused
+            weights, indices = reference(o.logits, o.bias, k, a.route_scale, a.renormalize)
+            o.weights.copy_(weights)
+            o.indices.copy_(indices)
+            return
+        top, index = found  # (R, K) each
         o.indices.copy_(index)
+        store(top if o.bias is None else s.gather(1, index), a.renormalize, a.route_scale, o.weights)
 
     return launch

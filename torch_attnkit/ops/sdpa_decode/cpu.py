@@ -6,6 +6,7 @@ not finite, goes to the definition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,21 +24,25 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     window, softcap = call.arg.window, call.arg.softcap
     scale = D**-0.5 if call.arg.scale is None else call.arg.scale
 
-    def seen(kv_len: torch.Tensor, kv_start: torch.Tensor | None) -> list[tuple[slice, slice]]:
-        """Which sequences see which keys."""
-        starts = [0] * B if kv_start is None else kv_start.tolist()
+    def ranges(name: str, given: torch.Tensor) -> list[int]:
+        found: list[int] = given.tolist()
+        if found and not 0 <= min(found) <= max(found) <= S:
+            checks.in_range(call.op, name, given, 0, S)
+        return found
+
+    def seen(kv_len: torch.Tensor, kv_start: torch.Tensor | None) -> list[tuple[slice | None, slice]]:
+        """Which sequences see which keys; None stands for all of them."""
+        ends, starts = ranges("kv_len", kv_len), [0] * B if kv_start is None else ranges("kv_start", kv_start)
         found = [
-            (max(start, end - window) if window >= 0 else start, end)
-            for start, end in zip(starts, kv_len.tolist(), strict=True)
+            (max(start, end - window) if window >= 0 else start, end) for start, end in zip(starts, ends, strict=True)
         ]
-        same = found[1:] == found[:-1]
-        return [
-            (slice(None) if same else slice(b, b + 1), slice(*keys)) for b, keys in enumerate(found[: 1 if same else B])
-        ]
+        if found[1:] == found[:-1]:
+            return [(None, slice(*keys)) for keys in found[:1]]
+        return [(slice(b, b + 1), slice(*keys)) for b, keys in enumerate(found)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q (b, Hq, D) over k (b, Hkv, s, D) and v: out (b, Hq, Dv) and lse (b, Hq), in float32."""
-        s = (q.float() * scale).unflatten(1, (Hkv, G)) @ k.float().mT  # (b, Hkv, G, s)
+        s = (q.float() * scale).reshape(-1, Hkv, G, D) @ k.float().mT  # (b, Hkv, G, s)
         if softcap > 0:
             s = softcap * (s / softcap).tanh_()
         lse = s.logsumexp(-1)  # (b, Hkv, G)
@@ -45,21 +50,20 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
-        checks.in_range(call.op, "kv_len", o.kv_len, 0, S)
-        checks.in_range(call.op, "kv_start", o.kv_start, 0, S)
-        parts = seen(o.kv_len, o.kv_start) if o.out.numel() else []
-        found = [
-            (rows, *attend(o.q[rows], o.k[rows, :, keys], o.v[rows, :, keys]))
-            for rows, keys in parts
-            if keys.start < keys.stop
-        ]
-        if len(found) < len(parts) or not all(bool(lse.isfinite().all()) for _, _, lse in found):
+        parts = seen(o.kv_len, o.kv_start)
+        found = []
+        for rows, keys in parts if o.out.numel() else []:
+            if keys.start < keys.stop:
+                q, k, v = (t if rows is None else t[rows] for t in (o.q, o.k, o.v))
+                found.append((rows, *attend(q, k[:, :, keys], v[:, :, keys])))
+        # A sum of numbers of which one is infinite or NaN is, too.
+        if len(found) < len(parts) or not all(math.isfinite(float(lse.sum())) for _, _, lse in found):
             out, lse = reference(*arguments[:-2])
-            found = [(slice(None), out, lse)]
+            found = [(None, out, lse)]
         elif o.sink is not None:  # it joins the denominator only
-            found = [(rows, out * (lse - o.sink).sigmoid_()[..., None], lse) for rows, out, lse in found]
+            found = [(rows, out.mul_((lse - o.sink).sigmoid_()[..., None]), lse) for rows, out, lse in found]
         for rows, out, lse in found:
-            o.out[rows] = out
-            o.lse[rows] = lse
+            (o.out if rows is None else o.out[rows]).copy_(out)
+            (o.lse if rows is None else o.lse[rows]).copy_(lse)
 
     return launch

@@ -71,5 +71,6 @@ OP = Op(
             needs=row.needs | _NEEDS,
         )
         for row in ATTENTION.kernels
+        if row.on != "cpu"
     ),
 )

@@ -99,6 +99,12 @@ OP = Op(
     shards=shards.SPARSE,
     kernels=(
         Kernel(
+            "cpu",
+            "f32 f16 bf16",
+            {"D": metal.DIMS},
+            "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
+        ),
+        Kernel(
             "sm90",
             sm90.DTYPES,
             {"D": tuple(sm90.TILES)},

@@ -1,0 +1,38 @@
+"""route_hash on the CPU: a row of the table, and the scores of its experts, in few calls of PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch_attnkit.core import Call, Target
+from torch_attnkit.kernels.routing.cpu import sqrt_softplus, store
+
+from .problem import operands
+from .reference import reference
+
+
+def build(call: Call, target: Target) -> Callable[..., None]:
+    a, (E, V) = call.arg, (call.dim[axis] for axis in "EV")
+    usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
+
+    def launch(*arguments: Any) -> None:
+        o = operands(*arguments)
+        # A sum tells of NaN and +inf, which are refused; of -inf, too, and the definition takes that.
+        if usual and math.isfinite(float(o.logits.sum())) and _within(o.token_ids, V):
+            index = o.table.index_select(0, o.token_ids)  # (R, K)
+            if _within(index, E):
+                o.indices.copy_(index)
+                store(sqrt_softplus(o.logits).gather(1, index.long()), a.renormalize, a.route_scale, o.weights)
+                return
+        weights, indices = reference(o.logits, o.token_ids, o.table, a.route_scale, a.renormalize)
+        o.weights.copy_(weights)
+        o.indices.copy_(indices)
+
+    return launch
+
+
+def _within(t: Any, end: int) -> bool:
+    least, most = t.aminmax()
+    return int(least) >= 0 and int(most) < end
