@@ -14,4 +14,5 @@ using namespace metal;
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
 #include "attnkit/rows.h"
+#include "attnkit/pages.h"
 #include "attnkit/decode.h"

@@ -152,6 +152,7 @@ def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.
         "sdpa_multi": [rows | dict(MANY=0), tiles | dict(MANY=1, IN_CACHE=1)],
         "flash_attention": [tiles],
         "flash_attention_varlen": [tiles],
+        "flash_attention_paged": [tiles | dict(IN_CACHE=1)],
     }
     for op, variants in sources.items():
         for defines in variants:
@@ -198,6 +199,9 @@ def _sized(op: str, dtype: torch.dtype, dim: int, dim_v: int, shared: int) -> di
     """Arguments of an attention op that have sizes and nothing else."""
     of = lambda *shape: torch.empty(*shape, dtype=dtype, device="meta")
     counts = lambda *shape: torch.empty(*shape, dtype=torch.int32, device="meta")
+    if op == "flash_attention_paged":
+        caches = dict(k_cache=of(20, 16, 1, dim), v_cache=of(20, 16, 1, dim_v))
+        return dict(q=of(40, shared, dim), cu_seqlens_q=counts(2), block_table=counts(1, 20), kv_len=counts(1)) | caches
     if op.startswith("flash"):
         batch = () if op.endswith("varlen") else (1,)
         given = dict(q=of(*batch, 40, shared, dim), k=of(*batch, 40, 1, dim), v=of(*batch, 40, 1, dim_v))

@@ -12,7 +12,8 @@ Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); 
 StreamingLLM (arXiv 2309.17453).
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import plan as sm90
 from torch_attnkit.oracle import rules, shards
 
@@ -42,5 +43,8 @@ OP = Op(
     },
     features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW,
     shards=shards.HEADS,
-    kernels=(*rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),),
+    kernels=(
+        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
+    ),
 )

@@ -157,11 +157,9 @@ struct Cache {
   long k_key;
   long v_key;
 #if PAGED
-  const device int* table;  // pages of the sequence
+  Pages pages;
   long k_page;
   long v_page;
-  int page_keys;
-  int last_page;
 #endif
 };
 
@@ -177,11 +175,11 @@ inline Cache cache_of(
   cache.k_key = shape.steps.k_key;
   cache.v_key = shape.steps.v_key;
 #if PAGED
-  cache.table = table + tile.b * shape.table_row;
+  cache.pages.table = table + tile.b * shape.table_row;
+  cache.pages.keys = int(shape.page);
+  cache.pages.last = int(shape.pages) - 1;
   cache.k_page = shape.steps.k_batch;
   cache.v_page = shape.steps.v_batch;
-  cache.page_keys = int(shape.page);
-  cache.last_page = int(shape.pages) - 1;
 #else
   cache.k += tile.b * shape.steps.k_batch;
   cache.v += tile.b * shape.steps.v_batch;
@@ -199,23 +197,20 @@ struct KeyOffsets {
 inline KeyOffsets key_offsets(thread const Cache& cache, thread const WorkTile& tile, int i0, thread const Member& me) {
   KeyOffsets offsets;
 #if PAGED
-  const int key = tile.keys.key(min(i0 + me.lane % KEYS, tile.end - 1));
-  const int page = clamp(cache.table[key / cache.page_keys], 0, cache.last_page), slot = key % cache.page_keys;
+  const Place place = place_of(cache.pages, tile.keys.key(min(i0 + me.lane % KEYS, tile.end - 1)));
 #endif
   ATTNKIT_UNROLL
   for (int block = 0; block < BLOCKS; block++) {
     const int i_k = block * 8 + me.at.row, i_v = block * 8 + me.at.col;
 #if PAGED
-    offsets.k[block] =
-        simd_shuffle(page, ushort(i_k)) * cache.k_page + simd_shuffle(slot, ushort(i_k)) * cache.k_key;
+    offsets.k[block] = offset_of(place, i_k, cache.k_page, cache.k_key);
 #else
     offsets.k[block] = tile.keys.key(i0 + i_k) * cache.k_key;
 #endif
     ATTNKIT_UNROLL
     for (int e = 0; e < 2; e++) {
 #if PAGED
-      offsets.v[block][e] =
-          simd_shuffle(page, ushort(i_v + e)) * cache.v_page + simd_shuffle(slot, ushort(i_v + e)) * cache.v_key;
+      offsets.v[block][e] = offset_of(place, i_v + e, cache.v_page, cache.v_key);
 #else
       offsets.v[block][e] = tile.keys.key(i0 + i_v + e) * cache.v_key;
 #endif
