@@ -18,5 +18,7 @@ using namespace metal;
 #include "attnkit/prefill.h"
 #else
 #include "attnkit/merge.h"
+#include "attnkit/e4m3.h"
+#include "attnkit/elements.h"
 #include "attnkit/decode.h"
 #endif
