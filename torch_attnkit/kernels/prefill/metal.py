@@ -111,7 +111,7 @@ def _kernel(
 def _query_steps(problem: Problem) -> tuple[int, int, int]:
     """Strides of q as PrefillShape has them: of sequence, token and head."""
     first, second, *third = problem.q.strides[:-1]
-    return (first, second, *third) if third else (0, first, second)
+    return (first, second, *third) if third else (0, first, second)  # type: ignore[return-value]
 
 
 def _key_steps(layout: Layout, problem: Problem) -> tuple[int, int, int]:
