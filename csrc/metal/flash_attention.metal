@@ -7,6 +7,7 @@
 // grid, which is exact: another number of simdgroups would leave rows out.
 
 #define VARLEN 0
+#define PAGED 0
 
 #include <metal_stdlib>
 using namespace metal;
@@ -14,4 +15,5 @@ using namespace metal;
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
 #include "attnkit/rows.h"
+#include "attnkit/pages.h"
 #include "attnkit/prefill.h"

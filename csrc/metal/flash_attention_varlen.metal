@@ -7,6 +7,7 @@
 // many tiles in x as the longest sequence needs; where it turns out longer, the threadgroups take several.
 
 #define VARLEN 1
+#define PAGED 0
 
 #include <metal_stdlib>
 using namespace metal;
@@ -14,4 +15,5 @@ using namespace metal;
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
 #include "attnkit/rows.h"
+#include "attnkit/pages.h"
 #include "attnkit/prefill.h"

@@ -14,4 +14,7 @@ using namespace metal;
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
 #include "attnkit/rows.h"
+#include "attnkit/pages.h"
+#include "attnkit/e4m3.h"
+#include "attnkit/elements.h"
 #include "attnkit/decode.h"

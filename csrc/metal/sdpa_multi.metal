@@ -11,11 +11,14 @@ using namespace metal;
 #include "attnkit/fragment.h"
 #include "attnkit/visible.h"
 #include "attnkit/rows.h"
+#include "attnkit/pages.h"
+#define PAGED 0
 #if MANY
 #define VARLEN 0
 #include "attnkit/prefill.h"
 #else
-#define PAGED 0
 #include "attnkit/merge.h"
+#include "attnkit/e4m3.h"
+#include "attnkit/elements.h"
 #include "attnkit/decode.h"
 #endif

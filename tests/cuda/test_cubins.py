@@ -32,6 +32,7 @@ PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM",
 INSTRUCTIONS = {
     **{(f"prefill_{kind}", arch): PREFILL[arch] for kind in ("dense", "packed", "cached") for arch in PREFILL},
     ("prefill_paged", "sm90"): ("HGMMA",),  # and TMA's loads, or cp.async's of small pages
+    ("prefill_paged", "sm100"): PREFILL["sm100"],
     **{("decode_mma", arch): ("HMMA", "LDGSTS") for arch in PREFILL},
     ("decode_wgmma", "sm90"): ("HGMMA", "LDGSTS"),
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),

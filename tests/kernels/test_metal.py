@@ -142,16 +142,17 @@ def test_causal_prefill_skips_the_tiles_above_the_diagonal():
 def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.dtype, width: int):
     """For macOS 14 (Metal 3.1) and later, and in threadgroup memory that every GPU has."""
     norm = dict(Y_TYPE=torch.float32, Z_TYPE=dtype, W_TYPE=dtype, WIDTH=width, ROWS=1, SIMDS=2, KEPT=2, RANK=2)
-    rows = dict(TYPE=dtype, OUT_TYPE=dtype, MERGED_TYPE=dtype, DIM=64, DIM_V=80, TILES=2, WIDTH=width)
+    rows = dict(TYPE=dtype, OUT_TYPE=dtype, MERGED_TYPE=dtype, DIM=64, DIM_V=80, TILES=2, WIDTH=width, CODES=0)
     tiles = dict(TYPE=dtype, DIM=64, DIM_V=80, TILES=2, SIMDS=4, KEYS=16, WIDTH=width, IN_CACHE=0)
     sources = {
         "gated_rmsnorm": [norm],
         "merge_partials": [dict(IN_TYPE=dtype, OUT_TYPE=torch.float16, WIDTH=width)],
-        "sdpa_decode": [rows],
-        "sdpa_decode_paged": [rows],
+        "sdpa_decode": [rows, rows | dict(CODES=1)],
+        "sdpa_decode_paged": [rows, rows | dict(CODES=1)],
         "sdpa_multi": [rows | dict(MANY=0), tiles | dict(MANY=1, IN_CACHE=1)],
         "flash_attention": [tiles],
         "flash_attention_varlen": [tiles],
+        "flash_attention_paged": [tiles | dict(IN_CACHE=1)],
     }
     for op, variants in sources.items():
         for defines in variants:
@@ -198,6 +199,9 @@ def _sized(op: str, dtype: torch.dtype, dim: int, dim_v: int, shared: int) -> di
     """Arguments of an attention op that have sizes and nothing else."""
     of = lambda *shape: torch.empty(*shape, dtype=dtype, device="meta")
     counts = lambda *shape: torch.empty(*shape, dtype=torch.int32, device="meta")
+    if op == "flash_attention_paged":
+        caches = dict(k_cache=of(20, 16, 1, dim), v_cache=of(20, 16, 1, dim_v))
+        return dict(q=of(40, shared, dim), cu_seqlens_q=counts(2), block_table=counts(1, 20), kv_len=counts(1)) | caches
     if op.startswith("flash"):
         batch = () if op.endswith("varlen") else (1,)
         given = dict(q=of(*batch, 40, shared, dim), k=of(*batch, 40, 1, dim), v=of(*batch, 40, 1, dim_v))
@@ -215,7 +219,9 @@ def _memory(defines: dict[str, Any]) -> int:
     return decode.threadgroup_bytes(dim, dim_v, defines["TILES"])
 
 
-ATTENTION = [op.name for op, _, _, _ in support("metal") if "D" in op.kernels[-1].dims and "Dv" in str(op.dims)]
+ATTENTION = dict.fromkeys(
+    op.name for op, _, _, _ in support("metal") if "D" in op.kernels[-1].dims and "Dv" in str(op.dims)
+)
 
 
 @pytest.mark.parametrize("op", ATTENTION)
@@ -255,7 +261,7 @@ def test_every_size_that_a_row_accepts_fits_in_threadgroup_memory(op: str, monke
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_host_knows_how_much_memory_a_threadgroup_takes(op: str, kernel: str, defines: Any, dtype: torch.dtype):
-    given = dict(TYPE=dtype, OUT_TYPE=dtype, MERGED_TYPE=dtype, SIMDS=2, WIDTH=4, IN_CACHE=0) | defines
+    given = dict(TYPE=dtype, OUT_TYPE=dtype, MERGED_TYPE=dtype, SIMDS=2, WIDTH=4, IN_CACHE=0, CODES=0) | defines
     compiled = metal.compile_shader(library.source(op, given))
     assert getattr(compiled, kernel).static_thread_group_memory_length == _memory(given)
 

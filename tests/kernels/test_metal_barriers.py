@@ -84,6 +84,11 @@ CASES = {
         range(2),
         lambda: (normal(40, 2, 64), *2 * [normal(90, 1, 64)], ints(0, 40), ints(0, 90)),
     ),
+    "flash_attention_paged": Case(
+        "flash_attention_paged",
+        range(2),
+        lambda: (normal(40, 2, 64), *2 * [normal(6, 16, 1, 64)], ints(0, 40), ints(4, 2, 0, 5, 1, 3)[None], ints(90)),
+    ),
     **{op: Case(op, range(0), lambda: (normal(3, 64),)) for op in ("nvfp4_quantize", "mxfp4_quantize")},
     "nvfp4_dequantize": Case("nvfp4_dequantize", range(0), lambda: (codes(3, 32), codes(3, 4))),
     "mxfp4_dequantize": Case("mxfp4_dequantize", range(0), lambda: (codes(3, 32), codes(3, 2))),

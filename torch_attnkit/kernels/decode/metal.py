@@ -1,7 +1,7 @@
 """Decode on Metal, ``attnkit/decode.h``: how rows and keys are cut into threadgroups.
 
 A threadgroup serves all query heads of a KV head for a share of its keys; over pages its lanes look the pages of the
-next keys up for each other. Bound by memory.
+next keys up for each other. E4M3 becomes half as it is read. Bound by memory.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def launcher(
     shape = [
         p.batch, p.queries, p.group, p.kv_heads, capacity, splits, int(p.causal), *scores.bounds,
         int(p.sink and splits == 1), int(p.kv_start), *steps, p.page, p.pages, p.table_row,
+        *map(int, p.scales),
     ]  # fmt: skip
     numbers = (shape, scores.slope, scores.softcap)
     merged = p.batch * p.queries * p.heads
@@ -71,7 +72,7 @@ def launcher(
     def variant(width: int) -> metal.Launch:
         built = library.load(
             source, target, TYPE=p.dtype, OUT_TYPE=stored, MERGED_TYPE=p.dtype, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles,
-            WIDTH=width, **(defines or {}),
+            WIDTH=width, CODES=p.codes, **(defines or {}),
         )  # fmt: skip
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_rows"))
         grid = (columns, splits, p.batch * p.kv_heads)
@@ -99,9 +100,15 @@ def launcher(
     run = metal.by_alignment(variant, steps)
 
     def launch(o: Operands) -> None:
-        k, v, sink = metal.bound(o.k, o.q), metal.bound(o.v, o.q), metal.bound(o.sink, o.lse)
+        k, v, sink = metal.bound(_bytes(o.k), o.q), metal.bound(_bytes(o.v), o.q), metal.bound(o.sink, o.lse)
         table, start = metal.bound(o.table, o.kv_len), metal.bound(o.kv_start, o.kv_len)
-        inputs = (o.q, k, v, table, o.kv_len, sink, start)  # as decode_rows declares them
+        scales = (metal.bound(None if s is None else s.contiguous(), o.lse) for s in o.scales)
+        inputs = (o.q, k, v, table, o.kv_len, sink, start, *scales)  # as decode_rows declares them
         run((o.q, k, v), (inputs, sink, o.out, o.lse))
 
     return launch
+
+
+def _bytes(cache: torch.Tensor) -> torch.Tensor:
+    """E4M3 as bytes, which every torch can pass on."""
+    return cache if cache.dtype.itemsize > 1 else cache.view(torch.uint8)

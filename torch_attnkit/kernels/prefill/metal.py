@@ -1,19 +1,20 @@
 """Prefill on Metal, ``attnkit/prefill.h``: 8x8 matrix products and softmax in float, in tiles of up to 128 rows.
 
 The query heads of a KV head share a tile, and so do K and V; threadgroups of packed sequences find theirs by the
-offsets.
+offsets, and over pages their lanes look the pages of the next keys up for each other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
 
+from . import paged
 from .problem import Layout, Operands, Problem
 
 DTYPES = "bf16 f16 f32"
@@ -34,20 +35,50 @@ def keys_of(dim: int, dim_v: int, itemsize: int) -> int:
     return next((n for n in (32, 24, 16) if fits(n)), 8)
 
 
+class Pages(NamedTuple):
+    """Of a cache; all 0 where the keys of a sequence lie together."""
+
+    page: int = 0  # keys of a page
+    pages: int = 0
+    table_row: int = 0  # elements from row to row of the block table
+
+
 def launcher(
     source: str, problem: Problem, target: Target, *, defines: dict[str, Any] | None = None
 ) -> Callable[[Operands], None]:
     """What solves ``problem`` with the kernel of ``csrc/metal/<source>.metal``, specialised by ``defines``, too."""
+    run = _kernel(source, problem, target, Pages(), defines or {})
+
+    def launch(o: Operands) -> None:
+        first, second = (o.cu_q, o.cu_k) if problem.packed else (o.kv_len, o.kv_start)
+        run((o.q, o.k, o.v, o.sink, first, second, None, o.out, o.lse, o.row_sum))
+
+    return launch
+
+
+def paged_launcher(
+    source: str, problem: paged.Problem, target: Target, *, table_row: int
+) -> Callable[[paged.Operands], None]:
+    """The same for blocks of queries over pages; the rows of the block table are ``table_row`` elements apart."""
+    run = _kernel(source, problem.attention, target, Pages(problem.page, problem.pages, table_row), {})
+    return lambda o: run((o.q, o.k, o.v, o.sink, o.cu_q, o.kv_len, o.table, o.out, o.lse, None))
+
+
+def _kernel(
+    source: str, problem: Problem, target: Target, pages: Pages, defines: dict[str, Any]
+) -> Callable[[tuple[Any, ...]], None]:
+    """What runs ``prefill_rows`` on its tensors, in the order in which it declares them; None for absent ones."""
     p, scores = problem, problem.scores
     if math.prod(p.q.shape[:-1]) * p.dim_v == 0:
-        return lambda operands: None
+        return lambda tensors: None
+    capacity = 0 if pages.page and pages.pages == 0 else p.keys
     rows = p.longest * p.group  # of the longest sequence and one KV head
     tiles = 2 if max(p.dim, p.dim_v) <= 128 else 1
     keys = keys_of(p.dim, p.dim_v, p.dtype.itemsize)
-    steps = (*_steps(p.q, p), *_steps(p.k, p, p.cached), *_steps(p.v, p, p.cached))
+    steps = (*_query_steps(p), *_key_steps(p.k, p), *_key_steps(p.v, p))
     shape = [
-        p.queries, p.keys, p.group, p.batch, int(p.causal), *scores.bounds, int(p.sink), int(p.kv_len), int(p.kv_start),
-        int(p.normalize), *steps,
+        p.queries, capacity, p.group, p.batch, int(p.causal), *scores.bounds, int(p.sink), int(p.kv_len),
+        int(p.kv_start), int(p.normalize), *steps, *pages,
     ]  # fmt: skip
 
     def variant(width: int) -> metal.Launch:
@@ -55,7 +86,7 @@ def launcher(
         while True:
             built = library.load(
                 source, target, TYPE=p.dtype, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles, SIMDS=simds, KEYS=keys,
-                WIDTH=width, IN_CACHE=p.cached, **(defines or {}),
+                WIDTH=width, IN_CACHE=p.cached, **defines,
             )  # fmt: skip
             limit = metal.most_simdgroups(built, "prefill_rows")
             if simds <= limit:
@@ -67,20 +98,27 @@ def launcher(
 
     run = metal.by_alignment(variant, steps)
 
-    def launch(o: Operands) -> None:
-        first, second = (o.cu_q, o.cu_k) if p.packed else (o.kv_len, o.kv_start)
-        k, v, sink = metal.bound(o.k, o.q), metal.bound(o.v, o.q), metal.bound(o.sink, o.lse)
-        ints = (metal.bound(first, o.lse), metal.bound(second, o.lse))
-        sums = metal.bound(o.row_sum, o.lse)
-        run((o.q, k, v, o.out), (o.q, k, v, sink, *ints, o.out, o.lse, sums, shape, scores.slope, scores.softcap))
+    def launch(tensors: tuple[Any, ...]) -> None:
+        q, k, v, sink, first, second, table, out, lse, row_sum = tensors
+        k, v, sink = metal.bound(k, q), metal.bound(v, q), metal.bound(sink, lse)
+        ints = (metal.bound(t, lse) for t in (first, second, table))
+        sums = metal.bound(row_sum, lse)
+        run((q, k, v, out), (q, k, v, sink, *ints, out, lse, sums, shape, scores.slope, scores.softcap))
 
     return launch
 
 
-def _steps(layout: Layout, problem: Problem, cache: bool = False) -> tuple[int, int, int]:
-    """Strides as PrefillShape has them: q's of sequence, token and head, k's and v's of sequence, head and token."""
-    if problem.packed:
+def _query_steps(problem: Problem) -> tuple[int, int, int]:
+    """Strides of q as PrefillShape has them: of sequence, token and head."""
+    first, second, *third = problem.q.strides[:-1]
+    return (first, second, *third) if third else (0, first, second)  # type: ignore[return-value]
+
+
+def _key_steps(layout: Layout, problem: Problem) -> tuple[int, int, int]:
+    """Strides of k or v: of sequence (or page), head and token."""
+    if problem.packed and not problem.cached:
         token, head, _ = layout.strides
-        return (0, token, head) if layout is problem.q else (0, head, token)
+        return 0, head, token
     sequence, first, second, _ = layout.strides
-    return (sequence, first, second) if layout is problem.q or cache else (sequence, second, first)
+    heads_first = problem.cached and not problem.packed
+    return (sequence, first, second) if heads_first else (sequence, second, first)

@@ -50,6 +50,9 @@ BENCH = {
 } | {"64x1..512x1..8192-page1": dict(_MIXED, Ps=1)}  # fmt: skip
 
 
+_PAGES = (16, 16, 16, 32, 48, 64, 64, 128, 256)  # keys, as random signatures draw them
+
+
 def _offsets(length: torch.Tensor) -> torch.Tensor:
     return torch.cat([length.new_zeros(1), length.cumsum(0, dtype=torch.int32)])  # (B + 1,)
 
@@ -119,7 +122,8 @@ def flops(dims: dict[str, int]) -> int:
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 6, 8, 16))
-    Ps = d.kernel.choice((1, 1, 5, 16, 16, 16, 32, 48, 64, 64, 128, 256))
+    boxes = any(why.startswith("Ps ") for why in row.needs)
+    Ps = d.kernel.choice((8, 24, *_PAGES) if boxes else (1, 1, 5, *_PAGES))
     T = d.size(min(d.room.keys, 300))
     Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.room.keys, draws.most_keys(d, facts, T)) // Ps))
     facts |= dict(Ps=Ps, Mp=Mp, T=T, causal=int("bidirectional" not in on))

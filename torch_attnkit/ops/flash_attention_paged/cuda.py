@@ -1,4 +1,4 @@
-"""flash_attention_paged on Hopper: the kernel is of the family ``kernels/prefill``."""
+"""flash_attention_paged on Hopper and Blackwell: the kernels are of the family ``kernels/prefill``."""
 
 from __future__ import annotations
 

@@ -12,10 +12,17 @@ Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); 
 StreamingLLM (arXiv 2309.17453).
 """
 
-from torch_attnkit.core import Op
+from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import plan as sm90
+from torch_attnkit.kernels.prefill.sm100 import paged_plan
+from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
 
+# TMA brings them in boxes that lie in one page.
+_BOXES = {
+    f"Ps must be a multiple of {paged_plan.LEAST_BOX}": lambda c: c.dim["Ps"] % paged_plan.LEAST_BOX == 0,
+}
 _FEATURES = "gqa sink bidirectional window sink_tokens softcap"
 
 OP = Op(
@@ -42,5 +49,9 @@ OP = Op(
     },
     features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW,
     shards=shards.HEADS,
-    kernels=(*rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),),
+    kernels=(
+        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
+        *rules.by_head("sm100", sm100.DTYPES, paged_plan.HEADS, _FEATURES, rules.CACHE_ROWS | _BOXES),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
+    ),
 )

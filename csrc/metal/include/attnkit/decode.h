@@ -14,7 +14,8 @@
 // stores a partial result, and decode_merge must follow.
 //
 // Defined by the host: TYPE of q and the cache, OUT_TYPE of what is stored (float if splits > 1), DIM, DIM_V, TILES,
-// WIDTH, PAGED (DIM, DIM_V, TILES: attnkit/rows.h). WIDTH 4 needs every step and offset to be a multiple of 4.
+// WIDTH, PAGED, CODES (the cache is E4M3; DIM, DIM_V, TILES: attnkit/rows.h). WIDTH 4 needs every step and offset to be
+// a multiple of 4.
 
 constant constexpr int KEYS = 16;  // of a simdgroup's step
 constant constexpr int BLOCKS = KEYS / 8;
@@ -39,45 +40,26 @@ struct DecodeShape {
   long page;  // keys of a page
   long pages;
   long table_row;
+  long has_q_scale;
+  long has_k_scale;
+  long has_v_scale;
 };
 
-template <typename T>
-inline void read_run(const device T* from, bool live, thread float* to) {
-  ATTNKIT_UNROLL
-  for (int i = 0; i < RUN; i++) {
-    to[i] = 0.0f;
-  }
-  if (!live) {
-    return;
-  }
-#if WIDTH == 4
-  if (RUN == 4) {
-    float4 x;
-    read(from, x);
-    ATTNKIT_UNROLL
-    for (int i = 0; i < RUN; i++) {
-      to[i] = x[i];
-    }
-    return;
-  }
-#endif
-  ATTNKIT_UNROLL
-  for (int i = 0; i < RUN; i++) {
-    to[i] = float(from[i]);
-  }
+inline float4 read_four(const device Stored* from, bool live) {
+  return live ? stored_four(from) : float4(0.0f);
 }
 
-template <typename T>
-inline float4 read_four(const device T* from, bool live) {
+inline void read_run(const device Stored* from, bool live, thread float* to) {
   float4 x = float4(0.0f);
-  if (live) {
-#if WIDTH == 4
-    read(from, x);
-#else
-    x = float4(float(from[0]), float(from[1]), float(from[2]), float(from[3]));
-#endif
+  if (RUN == 4) {
+    x = read_four(from, live);
+  } else if (live) {
+    x.xy = stored_two(from);
   }
-  return x;
+  ATTNKIT_UNROLL
+  for (int i = 0; i < RUN; i++) {
+    to[i] = x[i];
+  }
 }
 
 // A thread of the threadgroup.
@@ -152,22 +134,20 @@ inline WorkTile work_tile(
 
 // The part of the cache that a threadgroup reads: steps are in elements.
 struct Cache {
-  const device TYPE* k;  // of the sequence, or of page 0
-  const device TYPE* v;
+  const device Stored* k;  // of the sequence, or of page 0
+  const device Stored* v;
   long k_key;
   long v_key;
 #if PAGED
-  const device int* table;  // pages of the sequence
+  Pages pages;
   long k_page;
   long v_page;
-  int page_keys;
-  int last_page;
 #endif
 };
 
 inline Cache cache_of(
-    const device TYPE* k,
-    const device TYPE* v,
+    const device Stored* k,
+    const device Stored* v,
     const device int* table,
     constant DecodeShape& shape,
     thread const WorkTile& tile) {
@@ -177,11 +157,11 @@ inline Cache cache_of(
   cache.k_key = shape.steps.k_key;
   cache.v_key = shape.steps.v_key;
 #if PAGED
-  cache.table = table + tile.b * shape.table_row;
+  cache.pages.table = table + tile.b * shape.table_row;
+  cache.pages.keys = int(shape.page);
+  cache.pages.last = int(shape.pages) - 1;
   cache.k_page = shape.steps.k_batch;
   cache.v_page = shape.steps.v_batch;
-  cache.page_keys = int(shape.page);
-  cache.last_page = int(shape.pages) - 1;
 #else
   cache.k += tile.b * shape.steps.k_batch;
   cache.v += tile.b * shape.steps.v_batch;
@@ -199,23 +179,20 @@ struct KeyOffsets {
 inline KeyOffsets key_offsets(thread const Cache& cache, thread const WorkTile& tile, int i0, thread const Member& me) {
   KeyOffsets offsets;
 #if PAGED
-  const int key = tile.keys.key(min(i0 + me.lane % KEYS, tile.end - 1));
-  const int page = clamp(cache.table[key / cache.page_keys], 0, cache.last_page), slot = key % cache.page_keys;
+  const Place place = place_of(cache.pages, tile.keys.key(min(i0 + me.lane % KEYS, tile.end - 1)));
 #endif
   ATTNKIT_UNROLL
   for (int block = 0; block < BLOCKS; block++) {
     const int i_k = block * 8 + me.at.row, i_v = block * 8 + me.at.col;
 #if PAGED
-    offsets.k[block] =
-        simd_shuffle(page, ushort(i_k)) * cache.k_page + simd_shuffle(slot, ushort(i_k)) * cache.k_key;
+    offsets.k[block] = offset_of(place, i_k, cache.k_page, cache.k_key);
 #else
     offsets.k[block] = tile.keys.key(i0 + i_k) * cache.k_key;
 #endif
     ATTNKIT_UNROLL
     for (int e = 0; e < 2; e++) {
 #if PAGED
-      offsets.v[block][e] =
-          simd_shuffle(page, ushort(i_v + e)) * cache.v_page + simd_shuffle(slot, ushort(i_v + e)) * cache.v_key;
+      offsets.v[block][e] = offset_of(place, i_v + e, cache.v_page, cache.v_key);
 #else
       offsets.v[block][e] = tile.keys.key(i0 + i_v + e) * cache.v_key;
 #endif
@@ -373,11 +350,13 @@ inline void combine(thread const RowState& rows, thread const Shared& shared, bo
   }
 }
 
-// One rounding at the store. The sink joins the denominator only; a row that saw nothing gives 0 and -inf.
+// One rounding at the store. The sink joins the denominator only; a row that saw nothing gives 0 and -inf. ``unit`` is
+// what the values are to be multiplied by.
 inline void store(
     device OUT_TYPE* out,
     device float* lse,
     const device float* sink,
+    float unit,
     thread const Shared& shared,
     constant DecodeShape& shape,
     thread const WorkTile& tile,
@@ -401,24 +380,27 @@ inline void store(
       if (shape.has_sink != 0 && row_max != -INFINITY) {
         denominator += exp(sink[head] - row_max);
       }
-      out[to_row * DIM_V + d] = OUT_TYPE(denominator == 0.0f ? 0.0f : shared.o[i] / denominator);
+      out[to_row * DIM_V + d] = OUT_TYPE(denominator == 0.0f ? 0.0f : shared.o[i] / denominator * unit);
     }
   }
 }
 
 [[kernel, max_total_threads_per_threadgroup(32 * MOST_SIMDGROUPS)]] void decode_rows(
     const device TYPE* q [[buffer(0)]],
-    const device TYPE* k [[buffer(1)]],
-    const device TYPE* v [[buffer(2)]],
+    const device Stored* k [[buffer(1)]],
+    const device Stored* v [[buffer(2)]],
     const device int* table [[buffer(3)]],
     const device int* kv_len [[buffer(4)]],
     const device float* sink [[buffer(5)]],
     const device int* kv_start [[buffer(6)]],
-    device OUT_TYPE* out [[buffer(7)]],
-    device float* lse [[buffer(8)]],
-    constant DecodeShape& shape [[buffer(9)]],
-    constant float& scale [[buffer(10)]],
-    constant float& cap [[buffer(11)]],
+    const device float* q_scale [[buffer(7)]],  // (B, Hkv), and the two below
+    const device float* k_scale [[buffer(8)]],
+    const device float* v_scale [[buffer(9)]],
+    device OUT_TYPE* out [[buffer(10)]],
+    device float* lse [[buffer(11)]],
+    constant DecodeShape& shape [[buffer(12)]],
+    constant float& scale [[buffer(13)]],
+    constant float& cap [[buffer(14)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint simds [[simdgroups_per_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
@@ -431,7 +413,13 @@ inline void store(
   const WorkTile tile = work_tile(kv_len, kv_start, shape, group);
   const Cache cache = cache_of(k, v, table, shape, tile);
   const RowMasks sees = row_masks(tile.sequence, tile.row0, me.at);
-  const float slope = scale, softcap = cap;  // read once, not in every step
+  const float softcap = cap;  // read once, not in every step
+  float slope = scale * STORED_UNIT, unit = STORED_UNIT;
+#if CODES
+  const int at_scale = tile.b * int(shape.kv_heads) + tile.kv_head;
+  slope *= (shape.has_q_scale != 0 ? q_scale[at_scale] : 1.0f) * (shape.has_k_scale != 0 ? k_scale[at_scale] : 1.0f);
+  unit *= shape.has_v_scale != 0 ? v_scale[at_scale] : 1.0f;
+#endif
 
   load_q(q, shared, shape, tile, me);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -453,7 +441,7 @@ inline void store(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  store(out, lse, sink, shared, shape, tile, me);
+  store(out, lse, sink, unit, shared, shape, tile, me);
 }
 
 struct DecodeMerge {

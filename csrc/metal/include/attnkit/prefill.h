@@ -10,9 +10,10 @@
 // Grid: x tiles of ROWS rows (the last first, they are the longest under causal), y KV heads, z batch, and with VARLEN
 // one more in z for the tokens past the last sequence; SIMDS simdgroups in a threadgroup, no other number.
 //
-// Defined by the host: TYPE, DIM, DIM_V, TILES (attnkit/rows.h), SIMDS, KEYS (a multiple of 8), WIDTH, VARLEN, IN_CACHE
-// (the queries are the last keys of the cache: positions count from kv_len, and a negative one sees nothing).
-// WIDTH 4 needs every step and offset to be a multiple of 4.
+// Defined by the host: TYPE, DIM, DIM_V, TILES (attnkit/rows.h), SIMDS, KEYS (8, 16, 24 or 32), WIDTH, VARLEN, IN_CACHE
+// (the queries are the last keys of the cache: positions count from kv_len, and a negative one sees nothing), PAGED
+// (with VARLEN: the keys of a sequence lie in pages, and kv_len counts them). WIDTH 4 needs every step and offset to be a
+// multiple of 4.
 
 constant constexpr int BLOCKS = KEYS / 8;
 constant constexpr int ROWS = 8 * TILES * SIMDS;
@@ -36,6 +37,9 @@ struct PrefillShape {
   long has_start;
   long normalize;
   Steps steps;
+  long page;  // keys of a page
+  long pages;
+  long table_row;
 };
 
 // Neighbouring elements from device to threadgroup memory; zeros where there is no key, because 0 * nan is nan.
@@ -85,8 +89,11 @@ inline WorkTile work_tile(thread const Sequence& s, int row0, int simd) {
 struct Head {
   Sequence sequence;
   const device TYPE* q;
-  const device TYPE* k;
+  const device TYPE* k;  // its first key, or page 0
   const device TYPE* v;
+#if PAGED
+  Pages pages;
+#endif
   long token0;
   int kv_head;
 };
@@ -97,6 +104,7 @@ inline Head head_of(
     const device TYPE* v,
     const device int* first_ints,
     const device int* second_ints,
+    const device int* table,
     constant PrefillShape& shape,
     uint3 group) {
   Head head;
@@ -111,16 +119,24 @@ inline Head head_of(
   const int queries = int(shape.queries), keys = int(shape.keys);
 #if VARLEN
   const int last = int(shape.batch);
-  const int q0 = clamp(first_ints[min(b, last)], 0, queries), k0 = clamp(second_ints[min(b, last)], 0, keys);
+  const int q0 = clamp(first_ints[min(b, last)], 0, queries);
   const bool tail = b == last;  // tokens that belong to no sequence
   s.queries = (tail ? queries : clamp(first_ints[b + 1], q0, queries)) - q0;
   s.first = 0;
+#if PAGED
+  s.end = tail ? 0 : clamp(second_ints[b], 0, keys);
+  head.pages.table = table + b * shape.table_row;
+  head.pages.keys = int(shape.page);
+  head.pages.last = int(shape.pages) - 1;
+#else
+  const int k0 = clamp(second_ints[min(b, last)], 0, keys);
   s.end = tail ? 0 : clamp(second_ints[b + 1], k0, keys) - k0;
+  k += k0 * shape.steps.k_key;
+  v += k0 * shape.steps.v_key;
+#endif
   s.position0 = s.end - s.queries;
   head.token0 = q0;
   q += q0 * shape.steps.q_token;
-  k += k0 * shape.steps.k_key;
-  v += k0 * shape.steps.v_key;
 #else
   s.queries = queries;
   s.first = shape.has_start != 0 ? clamp(second_ints[b], 0, keys) : 0;
@@ -163,14 +179,48 @@ inline QueryTile load_q(thread const Head& head, constant PrefillShape& shape, i
   return q;
 }
 
-// Rows of ROW elements of K or V to threadgroup memory, those of the keys i0 .. i0 + KEYS - 1 of the walk.
+// The keys i0 .. i0 + KEYS - 1 of the walk; those from ``count`` on are not there.
+struct KeyTile {
+  Walk keys;
+  int i0;
+#if PAGED
+  Place place;  // lane l looks key l up for all of the simdgroup
+#endif
+
+  bool live(int row) const {
+    return i0 + row < keys.count;
+  }
+};
+
+inline KeyTile key_tile(thread const Head& head, thread const Walk& keys, int i0, int lane) {
+  KeyTile tile;
+  tile.keys = keys;
+  tile.i0 = i0;
+#if PAGED
+  tile.place = place_of(head.pages, keys.key(min(i0 + min(lane, KEYS - 1), keys.count - 1)));
+#endif
+  return tile;
+}
+
+// Rows of ROW elements of K or V to threadgroup memory. The simdgroups' shares are whole: KEYS * ROW are a multiple of
+// 128 elements.
 template <int ROW, int STEP>
 inline void copy_keys(
-    const device TYPE* from, long key_step, threadgroup TYPE* to, thread const Walk& keys, int i0, int thread_index) {
+    const device TYPE* from,
+    long page_step,
+    long key_step,
+    threadgroup TYPE* to,
+    thread const KeyTile& tile,
+    int thread_index) {
   for (int i = thread_index * WIDTH; i < KEYS * ROW; i += THREADS * WIDTH) {
     const int row = i / ROW, d = i % ROW;
-    const bool live = i0 + row < keys.count;
-    copy_vector(from + (live ? keys.key(i0 + row) : 0) * key_step + d, to + row * STEP + d, live);
+    const bool live = tile.live(row);
+#if PAGED
+    const long offset = offset_of(tile.place, row, page_step, key_step);
+#else
+    const long offset = (live ? tile.keys.key(tile.i0 + row) : 0) * key_step;
+#endif
+    copy_vector(from + offset + d, to + row * STEP + d, live);
   }
 }
 
@@ -318,13 +368,14 @@ inline void store(
     const device TYPE* v [[buffer(2)]],
     const device float* sink [[buffer(3)]],
     const device int* first_ints [[buffer(4)]],  // kv_len, or cu_seqlens_q
-    const device int* second_ints [[buffer(5)]],  // kv_start, or cu_seqlens_k
-    device TYPE* out [[buffer(6)]],
-    device float* lse [[buffer(7)]],
-    device float* row_sum [[buffer(8)]],
-    constant PrefillShape& shape [[buffer(9)]],
-    constant float& scale [[buffer(10)]],
-    constant float& cap [[buffer(11)]],
+    const device int* second_ints [[buffer(5)]],  // kv_start, or cu_seqlens_k, or of pages kv_len
+    const device int* table [[buffer(6)]],
+    device TYPE* out [[buffer(7)]],
+    device float* lse [[buffer(8)]],
+    device float* row_sum [[buffer(9)]],
+    constant PrefillShape& shape [[buffer(10)]],
+    constant float& scale [[buffer(11)]],
+    constant float& cap [[buffer(12)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
     uint simd [[simdgroup_index_in_threadgroup]],
@@ -333,9 +384,11 @@ inline void store(
   threadgroup TYPE tile_v[KEYS * STEP_V];
   const Lane at = fragment_lane(lane);
   const int thread_index = int(simd * 32 + lane);
-  const Head head = head_of(q, k, v, first_ints, second_ints, shape, group);
+  const Head head = head_of(q, k, v, first_ints, second_ints, table, shape, group);
   const int tiles = (head.sequence.rows + ROWS - 1) / ROWS;
-  const long k_key = shape.steps.k_key, v_key = shape.steps.v_key;  // these four are read once, not in every step
+  // Read once, not in every step.
+  const long k_key = shape.steps.k_key, v_key = shape.steps.v_key;
+  const long k_page = shape.steps.k_batch, v_page = shape.steps.v_batch;
   const float slope = scale, softcap = cap;
 
   // One tile a threadgroup, unless there are more tiles than the host expected.
@@ -346,9 +399,10 @@ inline void store(
     RowState rows;
     clear(rows);
     for (int i0 = 0; i0 < tile.keys.count; i0 += KEYS) {
+      const KeyTile keys = key_tile(head, tile.keys, i0, int(lane));
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been used
-      copy_keys<DIM, STEP_K>(head.k, k_key, tile_k, tile.keys, i0, thread_index);
-      copy_keys<DIM_V, STEP_V>(head.v, v_key, tile_v, tile.keys, i0, thread_index);
+      copy_keys<DIM, STEP_K>(head.k, k_page, k_key, tile_k, keys, thread_index);
+      copy_keys<DIM_V, STEP_V>(head.v, v_page, v_key, tile_v, keys, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const Step step = step_of(tile, head.sequence.rows, i0);
       if (step.skipped) {

@@ -1,0 +1,45 @@
+"""Host side of blocks of queries over pages on Blackwell. Imports no cutlass.
+
+The kernel is that of packed sequences; its loading warp finds keys by the block table (``paged_load.py``). CTAs work
+alone: pairs would load halves of boxes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda import compile, driver
+
+from ..launch import query_reader, reader, scalars
+from ..paged import Operands, Problem
+from . import paged_plan, plan
+
+
+def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
+    """What solves ``problem``, whose pages hold whole boxes."""
+    p = problem.attention
+    if p.queries * p.heads == 0:
+        return lambda operands: None
+    # One tile in flight where no sequence has rows for two.
+    chosen = plan.signature(dataclasses.replace(p, queries=min(p.queries, p.longest)))
+    box = paged_plan.box_of(problem.page, (p.dim, p.dim_v))
+    run = compile.launcher(
+        target, p.device, "torch_attnkit.kernels.prefill.sm100.paged_kernel", trace="trace_paged",
+        **chosen | dict(pair=False, page=problem.page, box=box),
+    )  # fmt: skip
+    read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
+    numbers = scalars(p.scores, 1, driver.sm_count(p.device))
+    nothing = min(p.batch, p.keys, problem.pages) == 0
+
+    def launch(o: Operands) -> None:
+        if nothing:
+            o.out.zero_()
+            o.lse.fill_(-math.inf)
+            return
+        ins = (read_q(o.q), read_k(o.k), read_v(o.v), o.sink, o.cu_q, (o.kv_len, o.table), None)
+        run(ins, (o.out, o.lse, None), numbers)
+
+    return launch

@@ -1,0 +1,67 @@
+"""What the Blackwell kernel for blocks of queries over pages is compiled for and given. Imports cutlass."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from torch_attnkit.cuda import fake
+
+from ..types import Inputs, Outputs, Scalars
+from .types import OneCta
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCta(OneCta):
+    """A CTA that computes its tiles alone, over keys in pages."""
+
+    page: int  # keys
+    box: int  # keys of a page that TMA loads at once
+
+    @property
+    def boxes(self) -> int:
+        """Of a block of keys, for each of its runs of columns."""
+        return self.tile_n // self.box
+
+    @property
+    def box_columns(self) -> int:
+        """Of a box: what a row of the swizzled layout has, 128 or 64 bytes."""
+        return 64 if self.dim % 64 == 0 and self.dim_v % 64 == 0 else 32
+
+
+class Ends(NamedTuple):
+    """``high`` of Inputs, whose k and v are pages (Np, Ps, Hkv, D) and (Np, Ps, Hkv, Dv)."""
+
+    kv_len: cute.Tensor  # (B)
+    table: cute.Tensor  # (B, Mp)
+
+
+class Pages(NamedTuple):
+    """What a look-up reads."""
+
+    k: cute.Tensor  # (Np, Ps, Hkv, D)
+    table: cute.Tensor  # (B, Mp)
+
+
+def arguments(dtype: str, config: PagedCta) -> list[Any]:
+    """Stand-ins for what the host passes: ``Inputs``, ``Outputs``, ``Scalars`` and the stream."""
+    T, B, count, Np, Hq, Hkv = (fake.dim32() for _ in range(6))
+
+    def rows(*shape: Any) -> Any:
+        return fake.tensor(dtype, shape, (*(fake.dim(8) for _ in shape[1:]), 1))
+
+    def vector(kind: str, size: Any) -> Any:
+        return fake.tensor(kind, (size,), (None,), align=4)
+
+    ins = Inputs(
+        rows(T, Hq, config.dim),
+        rows(Np, config.page, Hkv, config.dim),
+        rows(Np, config.page, Hkv, config.dim_v),
+        vector("f32", Hq) if config.sink else None,
+        vector("i32", count),
+        Ends(vector("i32", B), fake.tensor("i32", (B, None), align=4)),
+        None,
+    )
+    outs = Outputs(rows(T, Hq, config.dim_v), fake.tensor("f32", (T, Hq), align=4), None)
+    return [ins, outs, Scalars(Float32(0), Float32(0), *(Int32(0) for _ in range(4))), fake.stream()]
