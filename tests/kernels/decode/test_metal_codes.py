@@ -71,6 +71,7 @@ def test_a_nan_of_k_is_one(code: int):
     assert out.isnan().all() and lse.isnan().all()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("given", [g for g in itertools.product((False, True), repeat=3) if any(g)])
 def test_scales_belong_to_a_sequence_and_a_head(given: tuple[bool, ...]):
     """Each alone and together, of rows that lie apart."""
@@ -84,6 +85,7 @@ def test_scales_belong_to_a_sequence_and_a_head(given: tuple[bool, ...]):
             check(name, *three)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shared", [4, 16])
 def test_a_key_is_read_once_in_half_the_bytes(shared: int):
     """For at most 3.1 operations on integers a code more, for all heads that share it."""

@@ -78,6 +78,7 @@ def test_rows_that_no_vector_can_read(offset: int):
         agree((q, *(room[..., offset:].copy_(t) if n == at else t for n, t in ((1, k), (2, v))), *rest))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("len_q", "kv_len"), [((60, 40, 1), (60, 200, 90)), ((1, 1), (130, 70))])
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_the_work_is_that_of_packed_keys(page: int, len_q: tuple[int, ...], kv_len: tuple[int, ...]):
