@@ -1,7 +1,7 @@
 """Which of transformers' language models run on the ops, found by trying: ``python -m tests.peers.families``.
 
-Every class that AutoModelForCausalLM knows, and those of AutoModelForSeq2SeqLM that read text, is built small with
-random weights, with eager attention and with "attnkit", and both are asked the same things (``CASES``). "attnkit" answers
+Every class that AutoModelForCausalLM and AutoModelForSeq2SeqLM know, and a few encoders, are built small with random
+weights, with eager attention and with "attnkit", and both are asked the same things (``CASES``). "attnkit" answers
 as eager attention does, or refuses with an UnsupportedError; what must not be is an answer of another kind. ``--write
 docs/models.md`` makes the page of the documentation.
 """
@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch_attnkit import UnsupportedError
 from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
 
 AGREE = 1e-5  # of the largest logit, in float32
-MOST_PARAMETERS = 30_000_000
+MOST_PARAMETERS = 100_000_000
 REPLACED = ("DeepseekV4ForCausalLM",)  # by attnkit_model
 # Of these a config gets what its class has; other names, layers and sizes keep their defaults.
 _SMALL = dict(
@@ -48,19 +48,27 @@ _SMALL = dict(
 )  # fmt: skip
 # What a class needs besides, or instead.
 _MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_expand=2, mamba_d_state=16, mamba_n_groups=1)
+_GEMMA4 = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=128, global_head_dim=16)
 PARTICULAR: dict[str, dict[str, Any]] = {
-    "BambaForCausalLM": _MAMBA | dict(layer_types=["mamba", "attention"]),
+    "BambaForCausalLM": _MAMBA | dict(attn_layer_indices=[1]),
     "CpmAntForCausalLM": dict(dim_head=8, prompt_length=4, prompt_types=4, segment_types=4),
     "DeepseekV4ForCausalLM": FAMILIES["deepseek_v4"][2],
     "Gemma3nForCausalLM": dict(
-        num_hidden_layers=4, num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=128,
-        laurel_rank=4, layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=128,
+        laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
     ),
-    "Gemma4ForCausalLM": dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=128, global_head_dim=16),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4TextConfig": _GEMMA4,
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]], window_size=4),
     "GraniteMoeHybridForCausalLM": _MAMBA | dict(layer_types=["mamba", "attention"]),
     "JambaForCausalLM": dict(attn_layer_period=2, attn_layer_offset=0),
     "Lfm2MoeForCausalLM": dict(layer_types=["conv", "full_attention"]),
+    "KimiLinearForCausalLM": dict(num_experts_per_token=2, num_experts_per_tok=2, num_expert_group=1),
     "LongcatFlashForCausalLM": dict(expert_ffn_hidden_size=32, ffn_hidden_size=64, zero_expert_num=2, moe_topk=2),
     "Mamba2ForCausalLM": dict(num_heads=8),
     "MusicgenForCausalLM": dict(num_codebooks=1),
@@ -75,17 +83,30 @@ PARTICULAR: dict[str, dict[str, Any]] = {
         num_hidden_layers=3, layer_types=["mamba", "hybrid", "hybrid"], mamba_expand=2, n_mamba_heads=2
     ),
     "Zamba2ForCausalLM": dict(
-        num_hidden_layers=3, layer_types=["mamba", "hybrid", "hybrid"], mamba_d_state=16, n_mamba_heads=8,
-        mamba_headdim=8, mamba_ngroups=1,
+        num_hidden_layers=3,
+        layer_types=["mamba", "hybrid", "hybrid"],
+        mamba_d_state=16,
+        n_mamba_heads=8,
+        mamba_headdim=8,
+        mamba_ngroups=1,
     ),
     "ZayaForCausalLM": dict(num_experts_per_tok=1),
 }
 
 
+# Encoders, of which there are more.
+ENCODERS = (
+    "AlbertModel", "BertModel", "ConvBertModel", "DebertaV2Model", "DistilBertModel", "ElectraModel", "FunnelModel",
+    "IBertModel", "LayoutLMModel", "LongformerModel", "MegatronBertModel", "ModernBertModel", "MPNetModel",
+    "NystromformerModel", "RemBertModel", "RobertaModel", "RoFormerModel", "SqueezeBertModel", "XLMRobertaModel",
+)  # fmt: skip
+
+
 def candidates() -> list[str]:
     """The classes that are tried, by name."""
-    causal, pairs = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    return [name for name in dict.fromkeys((*causal.values(), *pairs.values())) if isinstance(name, str)]
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    pairs = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
+    return [name for name in dict.fromkeys((*causal, *pairs, *ENCODERS)) if isinstance(name, str)]
 
 
 def _fields(config_class: Any) -> dict[str, Any]:
@@ -142,14 +163,11 @@ def ours(name: str) -> Any:
     return build(name, "attnkit")
 
 
-def padding(name: str) -> torch.Tensor:
+def padding(model: Any) -> torch.Tensor:
     """(2, 12): padding to the left of a prompt, to the right of what an encoder reads."""
     mask = torch.ones(2, 12, dtype=torch.long)
-    if "ForCausalLM" in name or "LMHead" in name:
-        mask[1, :4] = 0
-    else:
-        mask[1, 8:] = 0
-    return mask
+    mask[1, :4] = 0
+    return mask.flip(1) if model.config.is_encoder_decoder or type(model).__name__ in ENCODERS else mask
 
 
 @torch.no_grad()
@@ -189,14 +207,14 @@ def _packed(model: Any) -> torch.Tensor:
 
 _WHOLE = torch.ones(2, 12, dtype=torch.long)
 # What both are asked.
-CASES: dict[str, Callable[[str, Any], torch.Tensor]] = {
-    "prompt": lambda name, model: forward(model, None),
-    "padded prompt": lambda name, model: forward(model, padding(name)),
-    "generation": lambda name, model: generate(model, _WHOLE, 6),
-    "padded generation": lambda name, model: generate(model, padding(name), 6),
-    "static cache": lambda name, model: generate(model, padding(name), 6, cache_implementation="static"),
-    "prompt behind a cache": lambda name, model: _in_chunks(model),
-    "packed sequences": lambda name, model: _packed(model),
+CASES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "prompt": lambda model: forward(model, None),
+    "padded prompt": lambda model: forward(model, padding(model)),
+    "generation": lambda model: generate(model, _WHOLE, 6),
+    "padded generation": lambda model: generate(model, padding(model), 6),
+    "static cache": lambda model: generate(model, padding(model), 6, cache_implementation="static"),
+    "prompt behind a cache": lambda model: _in_chunks(model),
+    "packed sequences": lambda model: _packed(model),
 }
 DECODER_ALONE = ("prompt behind a cache", "packed sequences")
 
@@ -257,17 +275,17 @@ def attempt(name: str) -> Tried:
         if case in DECODER_ALONE and eager.config.is_encoder_decoder:
             continue
         try:
-            theirs = ask(name, eager)
+            theirs = ask(eager)
             if not bool(theirs.isfinite().all()):
                 raise ValueError("eager attention is not finite")
         except Exception as error:
             tried.error = tried.error or _one_line(error)
             continue
 
-        def answer(ask: Callable[[str, Any], torch.Tensor] = ask) -> torch.Tensor:
+        def answer(ask: Callable[[Any], torch.Tensor] = ask) -> torch.Tensor:
             if isinstance(model, Exception):
                 raise model
-            return ask(name, model)
+            return ask(model)
 
         tried.cases[case] = _compare(theirs, answer, tried.ops)
     if "prompt" in tried.cases and any(hasattr(module, "is_transposed") for module in eager.modules()):
@@ -289,3 +307,110 @@ def _packed_experts(name: str, ops: set[str]) -> str:
     except UnsupportedError as error:
         return f"refused: {error}"
     return _compare(theirs, answer, ops)
+
+
+_HEAD = """\
+<!-- Generated: python -m tests.peers.families --write docs/models.md -->
+# Which models run
+
+Every class that `AutoModelForCausalLM` and `AutoModelForSeq2SeqLM` of transformers {version} know, and {encoders}
+encoders, built small with random weights in float32, on a CPU, with eager attention and with
+`attn_implementation="attnkit"` (`attnkit_model` for {replaced}). Both were asked for {cases}.
+
+**{tried} classes answered under eager attention. Of these {ran} ran on the ops with its answers, to {agree:g} of the
+largest logit; {refused} were refused; {own} have no attention that the setting reaches and are as before; {wrong} were
+wrong without a word.**
+
+What is refused raises `torch_attnkit.UnsupportedError`; `attn_implementation="eager"` always is a way out, and the
+words tell others. Equal is equal on a CPU. A GPU besides refuses sizes of heads that it has no kernel for:
+[sdpa_decode](ops/sdpa_decode.md) and [flash_attention](ops/flash_attention.md) say which there are.
+
+## Run on the ops
+
+"all" is everything that the class has under eager attention. "FP4" says whether `attnkit_model(model, experts="mxfp4")`
+runs its experts with `fp4_moe`, compared with the same experts of rounded weights.
+
+| class | equal | refused, see below | FP4 |
+|---|---|---|---|
+"""
+
+
+def _words(found: str) -> str:
+    """A refusal without what differs from model to model."""
+    found = found.removeprefix("refused: ")
+    found = re.sub(
+        r"mask: [\w-]+ takes the mask for a tensor \(\w+\)", "mask: MODEL takes the mask for a tensor", found
+    )
+    found = re.sub(r"attention: \w+ chooses", "attention: MODEL chooses", found)
+    return re.sub(r"(read|recurrences of) recurrent_gemma", r"\1 MODEL", re.sub(r"\w+: model\.[\w.]+ ", "", found))
+
+
+def page(results: list[Tried]) -> str:
+    """docs/models.md of what was tried."""
+    asked = [t for t in results if t.cases]
+    ran = [t for t in asked if t.ops and "equal" in t.cases.values()]
+    refused = [t for t in asked if "equal" not in t.cases.values()]
+    own = [t for t in asked if t not in ran and t not in refused]
+    numbers: dict[str, int] = {}
+
+    def number(found: str) -> int:
+        return numbers.setdefault(_words(found), len(numbers) + 1)
+
+    lines = []
+    for t in sorted(ran, key=lambda t: t.name.lower()):
+        equal = [case for case, found in t.cases.items() if found == "equal"]
+        others: dict[int, list[str]] = defaultdict(list)
+        for case, found in t.cases.items():
+            if found != "equal":
+                others[number(found)].append(case)
+        told = "; ".join(f"{', '.join(cases)} ({n})" for n, cases in others.items())
+        experts = {"": "", "equal": "equal"}.get(t.experts) or (f"refused ({number(t.experts)})" if t.experts else "")
+        lines.append(f"| {t.name} | {'all' if len(equal) == len(t.cases) else ', '.join(equal)} | {told} | {experts} |")
+    groups: dict[int, list[str]] = defaultdict(list)
+    for t in sorted(refused, key=lambda t: t.name.lower()):
+        for n in dict.fromkeys(number(found) for found in t.cases.values()):
+            groups[n].append(t.name)
+    lines += ["", "## Refused altogether", "", "| because | classes |", "|---|---|"]
+    lines += [f"| ({n}) | {', '.join(names)} |" for n, names in sorted(groups.items())]
+    lines += ["", "## The words", ""]
+    lines += [f"{n}. {words}" for words, n in numbers.items()]
+    lines += ["", "## Attention that no setting of transformers reaches, or none", ""]
+    lines += ["As before, with no op in it: " + ", ".join(sorted((t.name for t in own), key=str.lower)) + "."]
+    lines += [
+        "",
+        "## Not tried",
+        "",
+        "What transformers said while the class was built small, or asked in eager attention.",
+        "",
+    ]
+    lines += ["| class | why |", "|---|---|"]
+    lines += [f"| {t.name} | {t.error.replace('|', ' ')} |" for t in results if not t.cases]
+    head = _HEAD.format(
+        version=transformers.__version__, encoders=len(ENCODERS), replaced=", ".join(REPLACED),
+        cases=f"{len(CASES)} things ({', '.join(CASES)})", tried=len(asked), ran=len(ran), agree=AGREE,
+        refused=len(refused), own=len(own), wrong=sum(bool(t.wrong) for t in asked),
+    )  # fmt: skip
+    return head + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="class names; all of them without")
+    parser.add_argument("--write", type=Path, help="where the page goes")
+    arguments = parser.parse_args()
+    # What the models say of their own configs.
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    results = []
+    for name in arguments.names or candidates():
+        results.append(attempt(name))
+        told = ", ".join(f"{case} {found}" for case, found in results[-1].cases.items() if found != "equal")
+        print(f"{name}: {told or results[-1].error or 'equal'}", file=sys.stderr)
+    if arguments.write is not None:
+        arguments.write.write_text(page(results), "utf-8")
+    if found := {t.name: t.wrong for t in results if t.wrong}:
+        sys.exit(f"wrong: {found}")
+
+
+if __name__ == "__main__":
+    main()

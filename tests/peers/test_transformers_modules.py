@@ -14,13 +14,14 @@ from functools import cache
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import torch_attnkit
+from tests.peers.families import AGREE as AGREE_F32
+from tests.peers.families import build as build_family
 from tests.peers.tiny_models import DECODERS, FAMILIES, build, frozen, modules, tokens, with_our_routers
 from torch_attnkit import UnsupportedError
 from torch_attnkit.formats import fp8
@@ -531,9 +532,7 @@ def test_what_is_no_transformers_model_is_refused():
 
 @pytest.mark.parametrize("call", [lambda m, f: attnkit_model(m, experts=f), round_experts_to_fp4])
 def test_models_and_formats_without_packing_are_refused(call):
-    with pytest.raises(
-        ValueError, match="LlamaForCausalLM has no experts modules, accepted: models with GptOssExperts"
-    ):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts modules, accepted: .* ExpertsInterface"):
         call(build("llama"), "mxfp4")
     with pytest.raises(ValueError, match="format is 'fp8', accepted: 'nvfp4', 'mxfp4'"):
         call(build("gpt_oss"), "fp8")
@@ -555,15 +554,43 @@ def test_activations_that_fp4_moe_has_not_are_refused():
     assert modules(model, "Experts")[0].attnkit_activations == "none"
 
 
-def test_experts_of_another_family_are_refused():
-    config = transformers.MixtralConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=2,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(UnsupportedError, match="is MixtralExperts, accepted: GptOssExperts"):
+@formats
+@pytest.mark.parametrize(
+    "family", ["Mixtral", "Qwen3Moe", "Glm4Moe", "MiniMax", "MiniMaxM2", "MiniMaxM3VL", "DeepseekV3"]
+)
+def test_experts_of_other_families_generate_what_rounded_ones_do(family, format):
+    rounded, ours = (build_family(f"{family}ForCausalLM", "eager") for _ in range(2))
+    round_experts_to_fp4(rounded, format)
+    held = len(modules(ours, "Experts"))
+    attnkit_model(ours, experts=format)
+    assert held == next(n for name, n in ours.attnkit_swapped.items() if name.endswith("Experts"))
+    assert all(not list(m.parameters()) for m in modules(ours, "Experts"))
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    theirs = generate(rounded, ids, mask, 4)
+    with torch_attnkit.record() as recorded:
+        got = generate(ours, ids, mask, 4)
+    assert torch.equal(theirs[0], got[0])
+    assert float((theirs[1] - got[1]).abs().max()) <= AGREE_F32 * float(theirs[1].abs().max())
+    assert "fp4_moe" in {op for op, _ in recorded.calls}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NemotronHForCausalLM", r"\(NemotronHExperts\): has_gate is False, accepted: True; leave experts=None"),
+        (
+            "Inkling2ForCausalLM",
+            r"Inkling2Experts\._apply_gate multiplies gate and up, accepted: silu\(gate\) \* up .*=None",
+        ),
+    ],
+)
+def test_experts_that_fp4_moe_has_not_are_refused(name, words):
+    model = build_family(name, "eager")
+    with pytest.raises(UnsupportedError, match=words):
         attnkit_model(model, experts="mxfp4")
-    assert attnkit_model(model).attnkit_swapped == {}
+    assert model.config._attn_implementation == "eager"
 
 
 def test_packing_twice_in_two_formats_is_refused():

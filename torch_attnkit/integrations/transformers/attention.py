@@ -145,6 +145,7 @@ def _packed(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Sequences behind one another in each row, whatever the number of rows: (B, T, Hq, Dv)."""
+    key, value = key[:, :, : mask.layout.q_end], value[:, :, : mask.layout.q_end]  # a static cache has more
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # (B * T, H, D)
     cu = mask.cu_seqlens  # (n + 1,)
     out = ops.flash_attention_varlen(q, k, v, cu, cu, sink, causal=mask.layout.causal, **options)[0]  # (B * T, Hq, Dv)

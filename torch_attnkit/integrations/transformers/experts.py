@@ -43,7 +43,7 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 class _Gate(NamedTuple):
-    """What fp4_moe computes of gate and up: its ``swiglu``, and the module's attributes with its ``alpha`` and ``limit``."""
+    """What fp4_moe computes of gate and up: its ``swiglu``, and which attributes of the module are alpha and limit."""
 
     swiglu: str
     alpha: str | None = None
