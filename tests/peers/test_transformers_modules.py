@@ -20,9 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import torch_attnkit
-from tests.peers.families import AGREE as AGREE_F32
-from tests.peers.families import CASES
-from tests.peers.families import build as build_family
 from tests.peers.tiny_models import DECODERS, FAMILIES, build, frozen, modules, tokens, with_our_routers
 from torch_attnkit import UnsupportedError
 from torch_attnkit.formats import fp8
@@ -208,39 +205,6 @@ def test_a_hash_router_needs_token_ids():
 def test_another_scoring_function_is_refused():
     with pytest.raises(UnsupportedError, match=r"DeepseekV4\w+Router: scoring_func is \w+, accepted: 'sqrtsoftplus'"):
         attnkit_model(build("deepseek_v4", scoring_func="sigmoid"))
-
-
-# DeepSeek-V3's attention.
-
-
-def test_deepseek_v3_decodes_over_its_latents_as_eager_does():
-    """What the cache holds is expanded for prompts alone."""
-    eager, ours = (build_family("DeepseekV3ForCausalLM", "eager") for _ in range(2))
-    attnkit_model(ours)
-    assert ours.attnkit_swapped == {"DeepseekV3Attention": 2}
-    for case, ask in CASES.items():
-        theirs, got = ask(eager), ask(ours)
-        assert float((theirs - got).abs().max()) <= AGREE_F32 * float(theirs.abs().max()), case
-    ids, filled, expanded = tokens(2, 9), DynamicCache(config=ours.config), []
-    for module in modules(ours, "DeepseekV3Attention"):
-        projection = module.kv_b_proj
-        projection.forward = lambda x, run=projection.forward: expanded.append(x.shape) or run(x)
-    ours(ids[:, :8], past_key_values=filled)
-    assert len(expanded) == 2
-    ours(ids[:, 8:], past_key_values=filled)
-    assert len(expanded) == 2, "a decode step expanded its cache"
-
-
-def test_deepseek_v3_expands_where_decode_has_no_row_or_the_projection_is_no_plain_one():
-    module = modules(attnkit_model(build_family("DeepseekV3ForCausalLM", "eager")), "DeepseekV3Attention")[0]
-    cpu = torch.device("cpu")
-    assert module._absorbs(cpu, 576, 512)
-    for target in ("sm90", "sm100", "metal"):
-        with torch_attnkit.simulate(target):
-            assert not module._absorbs(cpu, 576, 512)
-            assert module._absorbs(cpu, 512, 512)
-    module.kv_b_proj.register_forward_hook(lambda *_: None)
-    assert not module._absorbs(cpu, 576, 512)
 
 
 # DeepSeek-V4's attention.
@@ -586,45 +550,6 @@ def test_activations_that_fp4_moe_has_not_are_refused():
     with pytest.raises(UnsupportedError, match=words):
         attnkit_model(model, experts="nvfp4", activations="mxfp8")
     assert modules(model, "Experts")[0].attnkit_activations == "none"
-
-
-@formats
-@pytest.mark.parametrize(
-    "family", ["Mixtral", "Qwen3Moe", "Glm4Moe", "MiniMax", "MiniMaxM2", "MiniMaxM3VL", "DeepseekV3"]
-)
-def test_experts_of_other_families_generate_what_rounded_ones_do(family, format):
-    rounded, ours = (build_family(f"{family}ForCausalLM", "eager") for _ in range(2))
-    round_experts_to_fp4(rounded, format)
-    held = len(modules(ours, "Experts"))
-    attnkit_model(ours, experts=format)
-    assert held == next(n for name, n in ours.attnkit_swapped.items() if name.endswith("Experts"))
-    assert all(not list(m.parameters()) for m in modules(ours, "Experts"))
-    ids = tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    theirs = generate(rounded, ids, mask, 4)
-    with torch_attnkit.record() as recorded:
-        got = generate(ours, ids, mask, 4)
-    assert torch.equal(theirs[0], got[0])
-    assert float((theirs[1] - got[1]).abs().max()) <= AGREE_F32 * float(theirs[1].abs().max())
-    assert "fp4_moe" in {op for op, _ in recorded.calls}
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("NemotronHForCausalLM", r"\(NemotronHExperts\): has_gate is False, accepted: True; leave experts=None"),
-        (
-            "Inkling2ForCausalLM",
-            r"Inkling2Experts\._apply_gate multiplies gate and up, accepted: silu\(gate\) \* up .*=None",
-        ),
-    ],
-)
-def test_experts_that_fp4_moe_has_not_are_refused(name, words):
-    model = build_family(name, "eager")
-    with pytest.raises(UnsupportedError, match=words):
-        attnkit_model(model, experts="mxfp4")
-    assert model.config._attn_implementation == "eager"
 
 
 def test_packing_twice_in_two_formats_is_refused():
