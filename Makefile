@@ -86,12 +86,15 @@ $(WHEEL_VENV)/installed: pyproject.toml constraints.txt
 
 ZIG = $(abspath $(WHEEL_VENV))/bin/python -m ziglang
 TARGET := -target x86_64-linux-gnu.2.28 -fno-sanitize=undefined
+# Objects stay in build/wheel, apart from those of `make venv`, which another compiler made.
 wheel: $(WHEEL_VENV)/installed
-	rm -rf build/wheel build/lib* build/temp* build/bdist*
+	rm -rf build/wheel/lib* build/wheel/raw
+	printf '[build]\nbuild_base = build/wheel\n' > $(WHEEL_VENV)/build.cfg
+	DIST_EXTRA_CONFIG="$(abspath $(WHEEL_VENV))/build.cfg" \
 	CC="$(ZIG) cc $(TARGET)" CXX="$(ZIG) c++ $(TARGET)" LDSHARED="$(ZIG) cc $(TARGET) -shared" \
 	LDCXXSHARED="$(ZIG) c++ $(TARGET) -shared" \
-	$(WHEEL_VENV)/bin/python -m pip -q --disable-pip-version-check wheel --no-deps --no-build-isolation -w build/wheel .
-	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --plat $(PLATFORM) -w dist build/wheel/*.whl
+	$(WHEEL_VENV)/bin/python -m pip -q --disable-pip-version-check wheel --no-deps --no-build-isolation -w build/wheel/raw .
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist build/wheel/raw/*.whl
 	$(WHEEL_VENV)/bin/twine check --strict dist/*$(PLATFORM)*.whl
 	$(PYTHON) tests/fresh.py dist/*$(PLATFORM)*.whl
 
