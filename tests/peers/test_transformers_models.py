@@ -74,7 +74,7 @@ def test_a_wrong_mask_is_found(fault, monkeypatch):
 
     monkeypatch.setattr(masks, "described", broken)
     monkeypatch.setattr("torch_attnkit.integrations.transformers.attention._agree", lambda *_: None)
-    wrong = attempt("MistralForCausalLM").wrong
+    wrong = attempt("LlamaForCausalLM" if fault == "no padding" else "MistralForCausalLM").wrong  # windowed is Mistral
     expected = {
         "no padding": {"padded prompt", "padded generation", "static cache"},
         "no causality": {"prompt", "padded prompt", "prompt behind a cache", "packed sequences"},
