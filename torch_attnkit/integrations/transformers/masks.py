@@ -173,7 +173,7 @@ def mask(
             )
     layout = Layout(causal, window, q_length, kv_length, known)
     if chunks is not None and q_length == 1:
-        begin = _chunk_of(q_offset, chunks, device) - kv_offset  # (B,)
+        begin = (_chunk_of(q_offset, chunks, device) - kv_offset).clamp(min=0)  # (B,)
         start = begin if start is None else torch.maximum(start, begin)
     elif chunks is not None and not (isinstance(q_offset, int) and q_offset + q_length <= chunks.size):
         if known is None or q_offset != 0 or kv_offset != 0:
@@ -190,7 +190,7 @@ def mask(
 def _chunk_of(position: int | torch.Tensor, chunks: _Chunked, device: torch.device | str) -> torch.Tensor:
     """Where the chunk of the token at ``position`` begins in each sequence: int32 (B,)."""
     left = chunks.padding.to(device)  # (B,)
-    return (left + (position - left) // chunks.size * chunks.size).clamp(min=0).to(torch.int32)
+    return (left + (position - left) // chunks.size * chunks.size).to(torch.int32)
 
 
 def _ends(q_end: int | torch.Tensor, batch: int, device: torch.device | str) -> torch.Tensor:
