@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
 CPP_SOURCES := $(shell find csrc/sim csrc/dispatch -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help venv test proof lint demo support docs clean
+.PHONY: help venv test proof lint demo support docs wheel clean
 
 help:
 	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
@@ -16,6 +16,7 @@ help:
 	@echo "make demo     a real model through the operators, on this machine"
 	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
 	@echo "make docs     the documentation as a site, in build/site"
+	@echo "make wheel    a wheel for Linux with both simulators in dist/, tried in an environment without a compiler"
 	@echo "make clean    remove everything that was built"
 
 venv: $(VENV)/built
@@ -71,6 +72,31 @@ $(DOCS_VENV)/installed: pyproject.toml constraints.txt
 
 docs: $(DOCS_VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+
+# In an environment of its own too, without torch, so that csrc/dispatch stays out. zig links with the C library of the
+# platform's name, whatever this machine has; its C++ library is linked in.
+WHEEL_VENV := build/wheel-venv
+PLATFORM := manylinux_2_28_x86_64
+$(WHEEL_VENV)/installed: pyproject.toml constraints.txt
+	rm -rf $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["wheel"], sep="\n")' > $(WHEEL_VENV)/wanted
+	$(WHEEL_VENV)/bin/python -m pip -qq --disable-pip-version-check install -c constraints.txt -r $(WHEEL_VENV)/wanted
+	@touch $@
+
+ZIG = $(abspath $(WHEEL_VENV))/bin/python -m ziglang
+TARGET := -target x86_64-linux-gnu.2.28 -fno-sanitize=undefined
+# Objects stay in build/wheel, apart from those of `make venv`, which another compiler made.
+wheel: $(WHEEL_VENV)/installed
+	rm -rf build/wheel/lib* build/wheel/raw
+	printf '[build]\nbuild_base = build/wheel\n' > $(WHEEL_VENV)/build.cfg
+	DIST_EXTRA_CONFIG="$(abspath $(WHEEL_VENV))/build.cfg" \
+	CC="$(ZIG) cc $(TARGET)" CXX="$(ZIG) c++ $(TARGET)" LDSHARED="$(ZIG) cc $(TARGET) -shared" \
+	LDCXXSHARED="$(ZIG) c++ $(TARGET) -shared" \
+	$(WHEEL_VENV)/bin/python -m pip -q --disable-pip-version-check wheel --no-deps --no-build-isolation -w build/wheel/raw .
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist build/wheel/raw/*.whl
+	$(WHEEL_VENV)/bin/twine check --strict dist/*$(PLATFORM)*.whl
+	$(PYTHON) tests/fresh.py dist/*$(PLATFORM)*.whl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,8 +1,10 @@
-"""What pyproject.toml cannot say: csrc/ in the wheel, one C++ extension for each folder of csrc/sim/, and csrc/dispatch
-for the torch that is installed."""
+"""What pyproject.toml cannot say: csrc/ in the wheel, one C++ extension for each folder of csrc/sim/, csrc/dispatch for
+the torch that is installed, and the README as a package index shows it."""
 
 import importlib.util
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
@@ -67,8 +69,28 @@ def dispatch(folder: Path) -> list[Pybind11Extension]:
     ]
 
 
+def long_description() -> str:
+    """The README without addresses that only a checkout can follow.
+
+    They become those of the repository, if [project.urls] names one; else pictures are left out, and links are their
+    words.
+    """
+    text = Path("README.md").read_text("utf-8")
+    urls = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"].get("urls", {})
+
+    def absolute(found: re.Match[str]) -> str:
+        picture, words, path = found.groups()
+        if "Repository" in urls:
+            return f"{picture}[{words}]({urls['Repository']}/{'raw' if picture else 'blob'}/HEAD/{path})"
+        return "" if picture else words
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!https?://)([^)]+)\)", absolute, text)
+
+
 ParallelCompile(default=0).install()
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     packages=[*find_packages(include=["torch_attnkit", "torch_attnkit.*"]), "torch_attnkit.csrc"],
     package_dir={"torch_attnkit.csrc": "csrc"},
     package_data={

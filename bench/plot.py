@@ -1,8 +1,8 @@
 """Charts of a bench result: ``python -m bench.plot RESULT.json OUT_FOLDER`` (needs matplotlib).
 
-``roofline.png`` places every case between the limits measured in its run; ``ratios.png``, ``ratios_experts.png`` and
-``ratios_dsv4.png`` show how long each peer takes in units of our time, one dot a peer and case, with a line at 1. A
-chart without a dot is not drawn.
+``overview.png`` has a small chart for each op: the fastest peer's time in units of ours, one dot a case, with a line at
+1. ``roofline.png`` places every case between the limits measured in its run; ``ratios.png``, ``ratios_experts.png`` and
+``ratios_dsv4.png`` show every peer, one dot a peer and case. A chart without a dot is not drawn.
 """
 
 from __future__ import annotations
@@ -55,6 +55,32 @@ def roofline(found: list[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=140)
 
 
+def overview(found: list[dict[str, Any]], file: Path) -> None:
+    """Small enough for the first screen of the README."""
+    parts = []
+    for record in found:
+        peers = ([p["ratio"] for p in x["peers"].values() if "ratio" in p] for x in record["lines"])
+        best = sorted(min(ratios) for ratios in peers if ratios)
+        if best:
+            parts.append((record["lines"][0]["op"], best))
+    columns = 5
+    rows = -(-len(parts) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(10, 0.2 + 0.72 * rows), sharex=True, layout="constrained")
+    for axes in grid.flat[len(parts) :]:
+        axes.set_visible(False)
+    for axes, (op, best) in zip(grid.flat, parts, strict=False):
+        axes.scatter(np.clip(best, 0.4, 6), np.linspace(0, 1, len(best)), s=7, color=_COLORS[0], zorder=3)
+        axes.axvline(1, color="black", linewidth=0.9)
+        axes.set(xscale="log", xlim=(0.38, 6.3), ylim=(-0.25, 1.25), yticks=[])
+        axes.set_title(op, fontsize=7.5, pad=2)
+        axes.set_xticks((0.5, 1, 2, 5), ("0.5", "1", "2", "5"), fontsize=6.5)
+        axes.minorticks_off()
+        axes.grid(True, axis="x", alpha=0.3)
+    figure.supxlabel(f"{found[0]['device']}: the fastest peer's time / ours, one dot a case", fontsize=8)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
 def ratios(found: list[dict[str, Any]], file: Path) -> bool:
     """Whether there was anything to draw."""
     lines = [x for record in found for x in record["lines"] if any("ratio" in p for p in x["peers"].values())]
@@ -93,9 +119,10 @@ def charts(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def main(result: str, folder: str) -> None:
     found, out = records(Path(result)), Path(folder)
     out.mkdir(parents=True, exist_ok=True)
+    overview(found, out / "overview.png")
     roofline(found, out / "roofline.png")
     drawn = [name for name, part in charts(found).items() if ratios(part, out / name)]
-    print(f"wrote {', '.join(['roofline.png', *drawn])} to {out}")
+    print(f"wrote {', '.join(['overview.png', 'roofline.png', *drawn])} to {out}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -99,12 +100,33 @@ def test_a_plain_install_needs_torch_and_a_command_line(wheel: Path):
     fields = Parser().parsestr(metadata.read_text())
     plain = [r for r in fields.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert {re.match(r"[\w-]+", r)[0] for r in plain} == {"torch", "typer", "rich"}
-    assert set(fields.get_all("Provides-Extra")) == {"cuda", "sim", "models", "docs", "dev"}
+    assert set(fields.get_all("Provides-Extra")) == {"cuda", "sim", "models", "docs", "wheel", "dev"}
     assert any(re.match(r"torch<[\d.]+,>=|torch>=[\d.]+,<", r) for r in plain), "torch has an upper bound"
     (scripts,) = wheel.glob("*.dist-info/entry_points.txt")
     assert "torch-attnkit = torch_attnkit.cli:app" in scripts.read_text()
     assert (wheel / "torch_attnkit/py.typed").is_file()
     assert fields["Version"] == torch_attnkit.__version__ and fields["License-Expression"] == "Apache-2.0"
+
+
+def test_a_package_index_shows_no_address_that_only_a_checkout_has(wheel: Path):
+    """No [project.urls] names a repository yet: no picture, and links are their words."""
+    (metadata,) = wheel.glob("*.dist-info/METADATA")
+    message = Parser().parsestr(metadata.read_text())
+    text = message.get_payload()
+    assert message["Description-Content-Type"] == "text/markdown"
+    assert text.startswith("# torch_attnkit") and "ROADMAP.md says" in text
+    assert all(url.startswith("http") for url in re.findall(r"\]\(([^)]+)\)", text)) and "![" not in text
+
+
+def test_on_macos_no_extra_asks_for_what_only_linux_has():
+    from packaging.requirements import Requirement
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    mac = {"sys_platform": "darwin", "platform_system": "Darwin", "extra": ""}
+    linux_alone = {"nvidia-cutlass-dsl", "apache-tvm-ffi", "pyelftools", "triton"}
+    for name in ("cuda", "sim", "models", "dev"):
+        wanted = (Requirement(r) for r in extras[name])
+        assert not linux_alone & {r.name for r in wanted if r.marker is None or r.marker.evaluate(mac)}, name
 
 
 def test_the_checkout_finds_its_own_sources():

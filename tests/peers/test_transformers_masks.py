@@ -74,10 +74,20 @@ def test_an_addition_to_the_mask_is_refused_by_name(joined):
         masks.mask(1, 4, 4, mask_function=function)
 
 
-def test_chunks_are_refused():
-    function = transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-    with pytest.raises(UnsupportedError, match="is not supported"):
-        masks.mask(1, 8, 8, mask_function=function)
+def test_chunks_of_a_prompt_are_packed_sequences_and_a_decode_step_begins_at_its_own():
+    """Two rows, the second behind three tokens of padding, which are in chunks that no valid token is in."""
+    padding = torch.tensor([0, 3])
+    function = transformers.masking_utils.chunked_causal_mask_function(4, padding)
+    found = masks.mask(2, 10, 10, mask_function=function)
+    assert found.layout.causal and found.cu_seqlens.tolist() == [0, 4, 8, 10, 13, 17, 20]
+    for position, starts in ((8, [8, 7]), (10, [8, 7]), (11, [8, 11]), (12, [12, 11])):
+        step = masks.mask(2, 1, position + 1, q_offset=position, mask_function=function)
+        assert step.start.tolist() == starts and step.length.tolist() == [position + 1] * 2
+        behind = masks.mask(2, 1, 5, q_offset=position, kv_offset=position - 4, mask_function=function)
+        assert behind.start.tolist() == [start - (position - 4) for start in starts]
+    assert masks.mask(2, 3, 4, q_offset=1, mask_function=function).cu_seqlens is None  # inside the first chunk
+    with pytest.raises(UnsupportedError, match="3 queries behind a cache, in chunks of 4 .* accepted: a prompt"):
+        masks.mask(2, 3, 5, q_offset=2, mask_function=function)
 
 
 # The descriptor in the hands of others.

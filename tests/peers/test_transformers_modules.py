@@ -14,7 +14,6 @@ from functools import cache
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -531,9 +530,7 @@ def test_what_is_no_transformers_model_is_refused():
 
 @pytest.mark.parametrize("call", [lambda m, f: attnkit_model(m, experts=f), round_experts_to_fp4])
 def test_models_and_formats_without_packing_are_refused(call):
-    with pytest.raises(
-        ValueError, match="LlamaForCausalLM has no experts modules, accepted: models with GptOssExperts"
-    ):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts modules, accepted: .* ExpertsInterface"):
         call(build("llama"), "mxfp4")
     with pytest.raises(ValueError, match="format is 'fp8', accepted: 'nvfp4', 'mxfp4'"):
         call(build("gpt_oss"), "fp8")
@@ -553,17 +550,6 @@ def test_activations_that_fp4_moe_has_not_are_refused():
     with pytest.raises(UnsupportedError, match=words):
         attnkit_model(model, experts="nvfp4", activations="mxfp8")
     assert modules(model, "Experts")[0].attnkit_activations == "none"
-
-
-def test_experts_of_another_family_are_refused():
-    config = transformers.MixtralConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=2,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(UnsupportedError, match="is MixtralExperts, accepted: GptOssExperts"):
-        attnkit_model(model, experts="mxfp4")
-    assert attnkit_model(model).attnkit_swapped == {}
 
 
 def test_packing_twice_in_two_formats_is_refused():

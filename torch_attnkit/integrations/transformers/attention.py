@@ -60,6 +60,9 @@ def attention(
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"attnkit attention: {name} is given, accepted: None; {ADVICE}")
     masks.refuse_weights(kwargs)
+    back = None
+    if (latents := getattr(module, "attnkit_keys", None)) is not None:  # mla.py
+        query, key, value, back = latents(query, key, value)
     T, S = query.shape[2], key.shape[2]
     if attention_mask is None:
         mask = Descriptor(_unmasked(module, is_causal, sliding_window, T, S))
@@ -76,7 +79,8 @@ def attention(
             "attnkit attention: cu_seq_lens_q says that sequences are packed, but the mask was made for one sequence a"
             " row; accepted: position_ids that restart, no attention_mask and use_cache=False"
         )
-    return _ranges(query, key, value, sink, mask, options), None
+    out = _ranges(query, key, value, sink, mask, options)
+    return out if back is None else back(out), None
 
 
 def _unmasked(module: nn.Module, is_causal: bool | None, window: int | None, queries: int, keys: int) -> Layout:
@@ -145,6 +149,7 @@ def _packed(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Sequences behind one another in each row, whatever the number of rows: (B, T, Hq, Dv)."""
+    key, value = key[:, :, : mask.layout.q_end], value[:, :, : mask.layout.q_end]  # a static cache has more
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # (B * T, H, D)
     cu = mask.cu_seqlens  # (n + 1,)
     out = ops.flash_attention_varlen(q, k, v, cu, cu, sink, causal=mask.layout.causal, **options)[0]  # (B * T, Hq, Dv)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,8 +37,39 @@ from torch_attnkit.integrations import distributed
 ops = torch.ops.attnkit
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
 ACTIVATIONS = {"none": 1, "nvfp4": 16, "mxfp4": 32, "mxfp8": 32}  # numbers under one scale
+# Whose FP4 checkpoints are loaded as they are (mxfp4.py, modelopt.py); packed are all that _gate knows.
 FAMILIES = (GptOssExperts, Qwen3_5MoeExperts, Qwen3NextExperts, DeepseekV4Experts)
 WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+class _Gate(NamedTuple):
+    """What fp4_moe computes of gate and up: its ``swiglu``, and which attributes of the module are alpha and limit."""
+
+    swiglu: str
+    alpha: str | None = None
+    limit: str | None = None
+
+
+# Every experts class of transformers has a method that multiplies gate and up; a subclass that keeps it computes the
+# same. Most have the library's own, act_fn(gate) * up.
+_GATES = {
+    "_default_apply_gate": _Gate("silu"),
+    "BeamExperts._apply_gate": _Gate("silu"),
+    "DeepseekV4Experts._apply_gate": _Gate("silu", limit="limit"),
+    "Glm5NextTextExperts._apply_gate": _Gate("silu", limit="swiglu_limit"),
+    "GptOssExperts._apply_gate": _Gate("gptoss", alpha="alpha", limit="limit"),
+    "HYV4Experts._apply_gate": _Gate("silu", limit="swiglu_limit"),
+    "MiniMaxM3VLExperts._apply_gate": _Gate("gptoss", alpha="swiglu_alpha", limit="swiglu_limit"),
+    "OpenAIPrivacyFilterExperts._apply_gate": _Gate("gptoss", alpha="alpha", limit="limit"),
+}
+
+
+def _gate(module: nn.Module) -> _Gate | None:
+    """What ``module`` computes between its two products, if fp4_moe has it."""
+    method = getattr(type(module), "_apply_gate", None)
+    if method is None or not method.__module__.startswith("transformers."):
+        return None
+    return _GATES.get(method.__qualname__)
 
 
 def experts(
@@ -58,7 +89,8 @@ def experts(
     if module._is_expert_parallel:  # experts of other ranks carry the number behind the last expert
         top_k_index = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
     bits = [getattr(module, f"{name}_global", None) for name in WEIGHTS]
-    alpha = getattr(module, "alpha", None)
+    gate = _gate(module)
+    assert gate is not None  # experts_of has looked
     group = getattr(module, "attnkit_group", None)
     run = ops.fp4_moe if group is None else partial(distributed.ep_moe, group=group)
     return run(
@@ -74,9 +106,9 @@ def experts(
         module.down_proj_bias if module.has_bias else None,
         format=format,
         activations=getattr(module, "attnkit_activations", "none"),
-        swiglu="silu" if alpha is None else "gptoss",
-        alpha=1.0 if alpha is None else float(alpha),
-        limit=getattr(module, "limit", None),
+        swiglu=gate.swiglu,
+        alpha=1.0 if gate.alpha is None else float(getattr(module, gate.alpha)),
+        limit=None if gate.limit is None else getattr(module, gate.limit),
         interleaved=not module.is_concatenated,
     )
 
@@ -93,7 +125,7 @@ def experts_of(model: nn.Module, op: str, format: str, activations: str = "none"
 
     Raises:
         ValueError: an unknown format, no experts module, or a module that is packed to the other format.
-        UnsupportedError: a family, an activation or sizes that fp4_moe has nothing for.
+        UnsupportedError: experts without a gate, a gate, an activation or sizes that fp4_moe has nothing for.
     """
     for what, value, known in (("format", format, BLOCK), ("activations", activations, ACTIVATIONS)):
         if value not in known:
@@ -102,19 +134,32 @@ def experts_of(model: nn.Module, op: str, format: str, activations: str = "none"
     for name, module in model.named_modules():
         if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):  # set by transformers
             continue
-        if not isinstance(module, FAMILIES):
-            accepted = ", ".join(family.__name__ for family in FAMILIES)
-            raise UnsupportedError(f"{op}: {name} is {type(module).__name__}, accepted: {accepted}")
+        _check_computes(module, f"{op}: {name} ({type(module).__name__})")
         _check_quantizable(module, f"{op}: {name}", format, activations)
         found.append(module)
     if not found:
-        accepted = ", ".join(family.__name__ for family in FAMILIES)
-        raise ValueError(f"{op}: {type(model).__name__} has no experts modules, accepted: models with {accepted}")
+        raise ValueError(
+            f"{op}: {type(model).__name__} has no experts modules, accepted: models whose experts go through"
+            " transformers' ExpertsInterface"
+        )
     return found
 
 
+def _check_computes(module: Any, what: str) -> None:
+    """Two products with a gate between them that fp4_moe has, and nothing else."""
+    way = "; leave experts=None, and they stay the model's own"
+    for name, accepted in (("has_gate", True), ("has_post_expert_norm", False)):
+        if getattr(module, name) != accepted:
+            raise UnsupportedError(f"{what}: {name} is {not accepted}, accepted: {accepted}{way}")
+    if _gate(module) is None:
+        raise UnsupportedError(
+            f"{what}: {type(module)._apply_gate.__qualname__} multiplies gate and up, accepted: silu(gate) * up and"
+            f" (up + 1) * gate * sigmoid(alpha * gate), with a limit or without{way}"
+        )
+
+
 def _check_quantizable(module: nn.Module, what: str, format: str, activations: str) -> None:
-    activation = getattr(module, "act_fn", None)
+    activation = getattr(module, "act_fn", None)  # without one the gate names its function itself
     if activation is not None and not isinstance(activation, nn.SiLU | SiLUActivation):
         raise UnsupportedError(f"{what}: act_fn is {type(activation).__name__}, accepted: silu")
     block = max(BLOCK[format], ACTIVATIONS[activations])

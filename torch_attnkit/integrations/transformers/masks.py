@@ -3,8 +3,8 @@
 The ops take ranges, so a mask is a Descriptor with ``[kv_start, kv_len]`` per sequence, in the coordinates of the keys
 that the layer hands to its attention. ``kv_len`` of a causal mask is the position behind the newest query; of a
 bidirectional one, the end of the valid keys. Packed sequences (position_ids that restart) become ``cu_seqlens`` over
-the flattened batch. There is always a descriptor: a model that does its own arithmetic would take None for
-permission to see everything.
+the flattened batch, and so do a prompt's chunks (Llama 4); of a decode step ``kv_start`` is where its chunk begins.
+There is always a descriptor: a model that does its own arithmetic would take None for permission to see everything.
 
 Everything else raises UnsupportedError: the ops cannot express it, and a dense fallback would hide that. Looking at a
 2-D attention_mask costs one device synchronisation per mask and forward, whatever the number of layers. Inside a
@@ -21,6 +21,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_overlay,
     packed_sequence_mask_function,
     remap_positions_for_packed_sequence,
     sliding_window_bidirectional_overlay,
@@ -48,11 +49,19 @@ class _Packed(NamedTuple):
     sequences: torch.Tensor  # (B, T): the sequence each token of a row belongs to
 
 
+class _Chunked(NamedTuple):
+    """Causal attention inside chunks of ``size`` tokens, of which the first begins behind ``padding`` (B,)."""
+
+    size: int
+    padding: torch.Tensor
+
+
 # transformers hands a mask over as a function. Its code object tells which one it is, and its closure what it was made
 # with; a name would not tell two inner functions apart.
 _AND = and_masks(causal_mask_function).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
+_CHUNK = chunked_overlay(1, torch.empty(0)).__code__
 _SAME_SEQUENCE = packed_sequence_mask_function(torch.empty(0)).__code__
 _OWN_POSITIONS = remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
 
@@ -89,8 +98,10 @@ def _plain(function: Callable[..., Any]) -> tuple[bool, int] | None:
     return None
 
 
-def _pattern(function: Callable[..., Any]) -> tuple[bool, int] | _Packed | None:
+def _pattern(function: Callable[..., Any]) -> tuple[bool, int] | _Packed | _Chunked | None:
     parts = _parts(function)
+    if parts is not None and parts[1] is _CHUNK and parts[2] is causal_mask_function:
+        return _Chunked(int(_closure(parts[0], "chunk_size")), _closure(parts[0], "left_padding"))
     if parts is not None and parts[1] is _SAME_SEQUENCE and parts[3] is _OWN_POSITIONS:
         inner = _plain(_closure(parts[2], "mask_function"))
         return None if inner is None else _Packed(*inner, _closure(parts[0], "packed_sequence_mask"))
@@ -125,7 +136,7 @@ def mask(
 
     Raises:
         UnsupportedError: the mask is not one that the ops can express (holes between valid tokens, a custom mask
-            function, blocks, chunks), or the newest token of a decode step is masked.
+            function, blocks, chunks of a prompt behind a cache), or the newest token of a decode step is masked.
         ValueError: attention_mask has another number of axes than two, or covers none of the keys.
     """
     if isinstance(attention_mask, Descriptor):  # generate() makes the masks of a static cache before the forward
@@ -133,7 +144,7 @@ def mask(
     model = getattr(kwargs.get("config"), "model_type", None)
     tracing = torch.compiler.is_compiling()
     if use_vmap:
-        found: tuple[bool, int] | _Packed | None = None
+        found: tuple[bool, int] | _Packed | _Chunked | None = None
     else:
         found = _traced_pattern(kwargs) if tracing else _pattern(mask_function)
     if found is None:
@@ -144,8 +155,9 @@ def mask(
         T = found.sequences.shape[1]
         layout = Layout(found.causal, found.window, T, T, T)
         return Descriptor(layout, cu_seqlens=_cu_seqlens(found.sequences), model=model)
-    causal, window = found
     q_end = q_offset + q_length - kv_offset
+    chunks = found if isinstance(found, _Chunked) else None
+    causal, window = (True, -1) if isinstance(found, _Chunked) else found
     if window >= 0 and not causal and not (isinstance(q_end, int) and q_end == kv_length):
         raise UnsupportedError(f"attnkit mask: a bidirectional window over {kv_length} keys that end at {q_end}")
     # Of one query no shape depends on the position, nor of a prompt that the host can cut the keys for.
@@ -160,7 +172,25 @@ def mask(
                 f" {model} read, accepted: sequences that begin at the first token; {ADVICE}"
             )
     layout = Layout(causal, window, q_length, kv_length, known)
+    if chunks is not None and q_length == 1:
+        begin = (_chunk_of(q_offset, chunks, device) - kv_offset).clamp(min=0)  # (B,)
+        start = begin if start is None else torch.maximum(start, begin)
+    elif chunks is not None and not (isinstance(q_offset, int) and q_offset + q_length <= chunks.size):
+        if known is None or q_offset != 0 or kv_offset != 0:
+            raise UnsupportedError(
+                f"attnkit mask: {q_length} queries behind a cache, in chunks of {chunks.size} tokens, accepted: a"
+                f" prompt with nothing before it, or one query a sequence; {ADVICE}"
+            )
+        positions = torch.arange(q_length, device=chunks.padding.device)  # (T,)
+        sequences = (positions - chunks.padding[:, None]) // chunks.size  # (B, T), padding in chunks of its own
+        return Descriptor(layout, cu_seqlens=_cu_seqlens(sequences), model=model)
     return Descriptor(layout, start, ends if causal else stop, model=model)
+
+
+def _chunk_of(position: int | torch.Tensor, chunks: _Chunked, device: torch.device | str) -> torch.Tensor:
+    """Where the chunk of the token at ``position`` begins in each sequence: int32 (B,)."""
+    left = chunks.padding.to(device)  # (B,)
+    return (left + (position - left) // chunks.size * chunks.size).to(torch.int32)
 
 
 def _ends(q_end: int | torch.Tensor, batch: int, device: torch.device | str) -> torch.Tensor:

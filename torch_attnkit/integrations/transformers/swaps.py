@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from torch_attnkit.core import UnsupportedError
 
-from . import deepseek_v4, norms, routers
+from . import deepseek_v4, mla, norms, routers
 from .experts import experts_of, pack, packed_format
 
-SWAPS: dict[type, type] = {**norms.SWAPS, **routers.SWAPS, **deepseek_v4.SWAPS}
+SWAPS: dict[type, type] = {**norms.SWAPS, **routers.SWAPS, **deepseek_v4.SWAPS, **mla.SWAPS}
 _ORIGINAL = {swapped: original for original, swapped in SWAPS.items()}
 
 
@@ -21,10 +21,11 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
     """Run ``model`` on the ops of this package. Works in place and returns ``model``.
 
     Sets the attention implementation to "attnkit" and gives gated RMS norms (Qwen3.5, Qwen3-Next), routers (GPT-OSS,
-    Qwen, DeepSeek-V4) and DeepSeek-V4's attention a subclass of their class, which keeps parameters, state_dict,
-    hooks, isinstance and pickling as they are. ``experts`` "nvfp4" or "mxfp4" packs the expert weights of GPT-OSS,
-    Qwen and DeepSeek-V4 to FP4, deletes the original parameters and sets the experts implementation to "attnkit";
-    a device without quantisation kernels takes a model that was packed on the CPU and then moved. ``activations``
+    Qwen, DeepSeek-V4) and the attention of DeepSeek-V3 and V4 a subclass of their class, which keeps parameters,
+    state_dict, hooks, isinstance and pickling as they are. ``experts`` "nvfp4" or "mxfp4" packs expert weights that
+    transformers runs by its ExpertsInterface, gated by SwiGLU or GPT-OSS' gate (Mixtral, Qwen, GLM, MiniMax, DeepSeek
+    and others), to FP4, deletes the original parameters and sets the experts implementation to "attnkit"; a device
+    without quantisation kernels takes a model that was packed on the CPU and then moved. ``activations``
     "nvfp4", "mxfp4" or "mxfp8": the experts round what they multiply the weights with to that format, inside fp4_moe;
     "none" leaves it in the model dtype.
 
