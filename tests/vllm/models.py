@@ -36,5 +36,5 @@ def save(name: str, folder: Path) -> None:
             if path.endswith("sinks"):
                 torch.nn.init.normal_(weight, mean=1.0)
             elif weight.dim() > 1:
-                torch.nn.init.normal_(weight, std=1.0 if "embed" in path else 1.5 * weight.shape[-1] ** -0.5)
+                torch.nn.init.normal_(weight, std=0.05 if "embed" in path else 2.0 * weight.shape[-1] ** -0.5)
     model.save_pretrained(folder)
