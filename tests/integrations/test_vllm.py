@@ -10,6 +10,7 @@ import importlib
 import logging
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -21,6 +22,7 @@ from torch_attnkit import UnsupportedError
 from torch_attnkit.core import Target
 from torch_attnkit.integrations import vllm as plugin
 from torch_attnkit.integrations.vllm import cpu, steps
+from torch_attnkit.oracle.compare import check
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN = float("nan")
@@ -146,7 +148,9 @@ def test_the_hopper_kernels_take_views_of_the_cache(past, new):
     batch = Batch(past, new, dim=64, dtype=torch.bfloat16)
     with torch_attnkit.simulate("sm90"):
         out = steps.attend(layer_of(batch), batch.step, batch.q, batch.cache, None, decodes=True)
-    torch.testing.assert_close(out, batch.expected(), rtol=2**-7, atol=2**-7)
+    expected = batch.expected()
+    batch.q, batch.k, batch.v = batch.q.double(), [k.double() for k in batch.k], [v.double() for v in batch.v]
+    check("out", out, expected, batch.expected())
 
 
 def test_the_table_says_which_layers_run():
@@ -164,8 +168,8 @@ def test_the_table_says_which_layers_run():
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The few names of vLLM that ``register`` and ``accept_custom`` use, in modules of their own."""
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The few names of vLLM that ``register`` uses, in modules of their own."""
     overrides: dict[enum.Enum, str] = {}
     refused: list[str] = []
 
@@ -190,18 +194,31 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             return f"theirs for {selected_backend}, {num_heads} heads"
 
     registry = dict(AttentionBackendEnum=AttentionBackendEnum, register_backend=overrides.__setitem__)
+    quantizations: dict[str, type] = {}
+
+    def register_quantization_config(name):
+        return lambda config: quantizations.setdefault(name, config)
+
+    layers = "vllm.model_executor.layers"
     contents = {
         "vllm": dict(__version__="0.32.0+cpu"),
         "vllm.platforms": dict(current_platform=CpuPlatform()),
         "vllm.platforms.cpu": dict(CpuPlatform=CpuPlatform),
         "vllm.v1.attention.backends.registry": registry,
+        f"{layers}.quantization": dict(register_quantization_config=register_quantization_config),
+        f"{layers}.quantization.base_config": dict(QuantizationConfig=object),
     }
-    packages = ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends")
+    packages = ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.model_executor", layers)
     for name, values in (contents | {p: {} for p in packages}).items():
         module = ModuleType(name)
         module.__dict__.update(values, __path__=[])
         monkeypatch.setitem(sys.modules, name, module)
-    return SimpleNamespace(overrides=overrides, refused=refused, choice=AttentionBackendEnum, cpu=CpuPlatform)
+    monkeypatch.delitem(sys.modules, f"{plugin.__name__}.quantization", raising=False)
+    monkeypatch.delattr(plugin, "quantization", raising=False)
+    yield SimpleNamespace(
+        overrides=overrides, refused=refused, choice=AttentionBackendEnum, cpu=CpuPlatform, quantizations=quantizations
+    )
+    sys.modules.pop(f"{plugin.__name__}.quantization", None)
 
 
 def test_registering_makes_custom_ours_and_again_changes_nothing(vllm):
@@ -216,6 +233,18 @@ def test_registering_makes_custom_ours_and_again_changes_nothing(vllm):
     with pytest.raises(ValueError, match="CUSTOM is not valid .*no such head size"):
         vllm.cpu.get_attn_backend_cls(vllm.choice.CUSTOM, config)
     assert "CPU_ATTN" in vllm.cpu.get_attn_backend_cls(vllm.choice.CPU_ATTN, config)
+
+
+def test_mxfp4_experts_are_ours_only_where_they_are_asked_for(vllm):
+    plugin.register()
+    ((name, config),) = vllm.quantizations.items()
+    model, published = SimpleNamespace(model_type="gpt_oss"), {"quant_method": "mxfp4"}
+    assert config.override_quantization_method(published, name, hf_config=model) == name == "attnkit_mxfp4"
+    for others in (
+        (published, None, model), (published, "mxfp4", model), ({"quant_method": "fp8"}, name, model),
+        (published, name, SimpleNamespace(model_type="llama")), (None, name, None),
+    ):  # fmt: skip
+        assert config.override_quantization_method(*others) is None
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.320.1", "1.0"])

@@ -1,4 +1,4 @@
-"""Continuous batching of transformers on our ops: tokens of a model's own generate(), one prompt at a time, in eager."""
+"""Continuous batching of transformers on our ops: the tokens of a model's own generate() in eager, prompt by prompt."""
 
 from __future__ import annotations
 

@@ -27,10 +27,15 @@ def main(folder: str, backend: str, result: str) -> None:
     longest = max(prompts, key=len)
     later = [longest[:n] + torch.randint(3, 500, (n // 8,), generator=gen).tolist() for n in (64, 100, 150, 190)]
     steps.ops = ran = Counted()
+    quantization = None
+    if "quantization_config" in json.loads(Path(folder, "config.json").read_text()):
+        from torch_attnkit.integrations.vllm import experts
+
+        experts.ops, quantization = ran, "attnkit_mxfp4"
     llm = LLM(
-        model=folder, attention_config={"backend": backend}, skip_tokenizer_init=True, enforce_eager=True,
-        dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=STEP, block_size=PAGE,
-        enable_chunked_prefill=True, enable_prefix_caching=True, seed=0,
+        model=folder, attention_config={"backend": backend}, quantization=quantization, skip_tokenizer_init=True,
+        enforce_eager=True, dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=STEP,
+        block_size=PAGE, enable_chunked_prefill=True, enable_prefix_caching=True, seed=0,
     )  # fmt: skip
     rounds = [generate(llm, prompts), generate(llm, later)]
     Path(result).write_text(json.dumps({"rounds": rounds, "calls": ran.calls}))

@@ -47,8 +47,8 @@ def attention(
 
     Raises:
         UnsupportedError: dropout, output_attentions, a dense mask, a bias or a choice of keys besides the mask, a cache
-            that is not generate_batch's, a window or causality other than the mask's, a causal call without a mask, or a DeepseekV4Attention
-            that attnkit_model has not replaced.
+            that is not generate_batch's, a window or causality other than the mask's, a causal call without a mask, or
+            a DeepseekV4Attention that attnkit_model has not replaced.
     """
     if type(module).__name__ == "DeepseekV4Attention":
         raise UnsupportedError(

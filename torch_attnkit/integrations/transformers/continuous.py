@@ -2,7 +2,8 @@
 
 Layers with full attention run over the pages as they lie: ``sdpa_decode_paged`` where every request has one token, else
 ``flash_attention_paged``. Layers with a window keep a ring of keys, which no block table describes: the cache gathers
-them, and ``flash_attention_varlen`` runs on what it returns, as on a batch of whole prompts. No call waits for the device.
+them, and ``flash_attention_varlen`` runs on what it returns, as on a batch of whole prompts. No call waits for the
+device.
 Source: transformers/generation/continuous_batching (5.23).
 """
 
@@ -20,8 +21,8 @@ _choose = ContinuousBatchingManager.switch_to_cb_friendly_attn
 
 
 def register() -> None:
-    """Let the manager take a model whose attention is "attnkit". It knows a list of names, and whatever is a "flash"."""
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = _keep_ours  # type: ignore[method-assign]
+    """Let the manager take a model whose attention is "attnkit". It knows two names, and whatever has "flash" in it."""
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = _keep_ours
 
 
 def _keep_ours(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -46,8 +47,8 @@ def over_pages(
     ``causal`` is what the mask says, ``options`` are scale, window and softcap of the ops.
 
     Raises:
-        UnsupportedError: the mask is not causal, the cache is not a PagedAttentionCache, or the batch has block tables, which transformers makes
-            for two versions of flash-attn alone.
+        UnsupportedError: the mask is not causal, the cache is not a PagedAttentionCache, or the batch has block tables,
+            which transformers makes for two versions of flash-attn alone.
     """
     cache = batch["cache"]
     if not isinstance(cache, PagedAttentionCache):

@@ -1,11 +1,12 @@
-"""vLLM on the ops of this package: a plugin that makes an attention backend known to it.
+"""vLLM on the ops of this package: a plugin that makes an attention backend and experts known to it.
 
-``pip install torch_attnkit`` beside vLLM is all: the entry point ``vllm.general_plugins`` has every process of vLLM call
-``register``, and ``--attention-backend CUSTOM`` asks for the backend. Who asks for nothing gets what vLLM would have
-taken anyway. Attention then runs ``flash_attention_paged`` and ``sdpa_decode_paged`` over views of vLLM's own cache.
+``pip install torch_attnkit`` beside vLLM is all: the entry point ``vllm.general_plugins`` has every process of vLLM
+call ``register``. ``--attention-backend CUSTOM`` then asks for attention by ``flash_attention_paged`` and
+``sdpa_decode_paged`` over views of vLLM's own cache, and ``--quantization attnkit_mxfp4`` for the experts of GPT-OSS by
+``fp4_moe``. Who asks for nothing gets what vLLM would have taken anyway.
 
-vLLM promises no stability of these interfaces: the plugin is for the versions of ``VERSIONS``, in another it says so and
-registers nothing.
+vLLM promises no stability of these interfaces: the plugin is for the versions of ``VERSIONS``, in another it says so
+and registers nothing.
 Source: vLLM's documentation of plugins, ``vllm/v1/attention/backend.py`` of 0.32.
 """
 
@@ -13,27 +14,31 @@ from __future__ import annotations
 
 import logging
 
-VERSIONS = ("0.32",)  # minor versions whose interfaces the backend was written for and tests/vllm has run with
+# Minor versions whose interfaces the plugin follows. ``make vllm`` has run it in them.
+VERSIONS = ("0.32",)
 BACKEND = "torch_attnkit.integrations.vllm.backend.AttnkitBackend"
 logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose handlers print it
 
 
 def register() -> None:
-    """Make the backend known to vLLM as CUSTOM. vLLM calls it in each of its processes; again changes nothing.
+    """Make the backend known to vLLM as CUSTOM, and ``quantization.NAME``. vLLM calls it in each of its processes.
 
-    Warns and does nothing where vLLM's version is another, or another plugin has taken CUSTOM.
+    Calling it again changes nothing. Warns and does nothing where vLLM's version is another, or another plugin has taken CUSTOM.
     """
     if (word := unfit()) is not None:
-        logger.warning("torch_attnkit: no attention backend is registered: %s", word)
+        logger.warning("torch_attnkit: nothing is registered with vLLM: %s", word)
         return
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
-        logger.warning("torch_attnkit: no attention backend is registered: CUSTOM is already %s", custom.get_path())
+        logger.warning("torch_attnkit: nothing is registered with vLLM: CUSTOM is already %s", custom.get_path())
         return
     register_backend(custom, BACKEND)
+    from . import quantization
+
+    quantization.register()
     if current_platform.is_cpu():
         from . import cpu
 

@@ -26,7 +26,7 @@ from torch_attnkit.core.target import target_of
 from . import steps
 
 # What the table has no word for, by the name of the argument of an attention layer. What it has words for, it refuses.
-_FOREIGN = {"alibi_slopes": "ALiBi", "use_alibi_sqrt": "ALiBi", "chunk_lookback": "attention in chunks"}
+_FOREIGN = {"alibi_slopes": "ALiBi", "use_alibi_sqrt": "ALiBi", "chunk_lookback": "chunks that look back"}
 
 
 class AttnkitBackend(AttentionBackend):
@@ -181,7 +181,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
             UnsupportedError: output_scale or output_block_scale, an output in 8 or 4 bits.
         """
         if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError("attnkit for vLLM: output_scale is given, accepted: None (an output of 16 or 32 bits)")
+            raise UnsupportedError("attnkit for vLLM: output_scale is given, accepted: None (16 or 32 bits out)")
         if attn_metadata is None:
             return output.zero_()
         n = attn_metadata.tokens
@@ -204,7 +204,7 @@ def cache_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtype:
     words = {None: dtype, "auto": dtype, "float16": torch.float16, "bfloat16": torch.bfloat16}
     if kv_cache_dtype not in words:
         raise UnsupportedError(
-            f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: 'auto', 'float16', 'bfloat16'; of the two"
-            f" ops {steps.SINGLE} alone takes caches of 8 bits"
+            f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: 'auto', 'float16', 'bfloat16'; of the"
+            f" two ops {steps.SINGLE} alone takes caches of 8 bits"
         )
     return words[kv_cache_dtype]

@@ -1,7 +1,7 @@
-"""One step of vLLM as calls of the paged ops: views of its cache, what is written to it, and what attends. No vLLM here.
+"""A step of vLLM as calls of the paged ops: views of its cache, what is written to it, and what attends. No vLLM here.
 
-vLLM stores keys and values side by side: a layer's cache is (Np, Hkv, Ps, 2D), in the layout LBNHC with the tokens of a
-page outside its heads in memory. Both halves are the ops' (Np, Ps, Hkv, D) as views, and a token is one row of
+vLLM stores keys and values side by side: a layer's cache is (Np, Hkv, Ps, 2D), in the layout LBNHC with the tokens of
+a page outside its heads in memory. Both halves are the ops' (Np, Ps, Hkv, D) as views, and a token is one row of
 ``Hkv * 2D`` numbers, which ``kv_cache_write`` writes by vLLM's slots as they are.
 """
 
@@ -44,9 +44,9 @@ class Layer:
 class Step:
     """The batch of a step, for every layer of a cache group: B requests with ``tokens`` query tokens in all.
 
-    ``cu_seqlens_q`` (B+1,), ``block_table`` (B, Mp) and ``kv_len`` (B,) are int32 and stay on the device. A request that
-    pads the batch has no query. ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths: powers of two, so that a plan
-    serves more than the one step.
+    ``cu_seqlens_q`` (B+1,), ``block_table`` (B, Mp) and ``kv_len`` (B,) are int32 and stay on the device. A request
+    that pads the batch has no query. ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths: powers of two, so that a
+    plan serves more than the one step.
     """
 
     tokens: int
@@ -96,8 +96,8 @@ def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots:
         rows = by_token.view(-1, by_token.shape[2] * by_token.shape[3])  # (Np * Ps, Hkv * 2D)
     except RuntimeError:
         raise UnsupportedError(
-            f"attnkit for vLLM: kv_cache {tuple(kv_cache.shape)} has strides {kv_cache.stride()}, accepted: pages behind"
-            " one another whose tokens stand outside the heads (the layout LBNHC)"
+            f"attnkit for vLLM: kv_cache {tuple(kv_cache.shape)} has strides {kv_cache.stride()}, accepted: pages"
+            " behind one another whose tokens stand outside the heads (the layout LBNHC)"
         ) from None
     n = slots.shape[0]
     ops.kv_cache_write(torch.cat((key[:n], value[:n]), -1).flatten(1), rows, slots)
