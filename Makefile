@@ -16,7 +16,7 @@ help:
 	@echo "make demo     a real model through the operators, on this machine"
 	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
 	@echo "make docs     the documentation as a site, in build/site"
-	@echo "make vllm     vLLM on our attention backend beside its own, on a CPU (3.5 GB of packages, then 5 minutes)"
+	@echo "make vllm     vLLM on our attention backend beside its own, on a CPU (3.5 GB of packages, then a few minutes)"
 	@echo "make clean    remove everything that was built"
 
 venv: $(VENV)/built

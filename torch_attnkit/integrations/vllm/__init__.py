@@ -23,7 +23,8 @@ logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose hand
 def register() -> None:
     """Make the backend known to vLLM as CUSTOM, and ``quantization.NAME``. vLLM calls it in each of its processes.
 
-    Calling it again changes nothing. Warns and does nothing where vLLM's version is another, or another plugin has taken CUSTOM.
+    Calling it again changes nothing. Warns and does nothing where vLLM's version is another, or another plugin has
+    taken CUSTOM.
     """
     if (word := unfit()) is not None:
         logger.warning("torch_attnkit: nothing is registered with vLLM: %s", word)
