@@ -1,7 +1,8 @@
-"""python generate.py FOLDER BACKEND RESULT: what vLLM generates from the checkpoint in FOLDER, as JSON in RESULT.
+"""python generate.py FOLDER BACKEND RESULT OPTIONS: what vLLM generates from the checkpoint in FOLDER, in RESULT.
 
 Four requests at once whose prompts are longer than a step (chunked prefill), then four that begin like the longest of
-them (prefix cache): tokens, log-probabilities, how many prompt tokens the cache had, and which ops of ours ran.
+them (prefix cache). RESULT is JSON: tokens, log-probabilities, how many prompt tokens the cache had, and which ops of
+ours ran in this process. OPTIONS are further arguments of LLM, as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STEP, PAGE = 64, 32
 LENGTHS = (17, 40, 190, 33)
 
 
-def main(folder: str, backend: str, result: str) -> None:
+def main(folder: str, backend: str, result: str, options: str) -> None:
     gen = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 500, (n,), generator=gen).tolist() for n in LENGTHS]
     longest = max(prompts, key=len)
@@ -36,6 +37,7 @@ def main(folder: str, backend: str, result: str) -> None:
         model=folder, attention_config={"backend": backend}, quantization=quantization, skip_tokenizer_init=True,
         enforce_eager=True, dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=STEP,
         block_size=PAGE, enable_chunked_prefill=True, enable_prefix_caching=True, seed=0,
+        **json.loads(options),
     )  # fmt: skip
     rounds = [generate(llm, prompts), generate(llm, later)]
     Path(result).write_text(json.dumps({"rounds": rounds, "calls": ran.calls}))

@@ -26,25 +26,34 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
 NAN = float("nan")
+# Beside one process: how the weights of the last model are shared by two.
+SHARED = {
+    "heads and rows of experts in two processes": {"tensor_parallel_size": 2},
+    "heads and experts in two processes": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
 OPS = {"kv_cache_write", "flash_attention_paged", "sdpa_decode_paged"}
 
 
 def main(names: list[str]) -> int:
     failed = False
     for name in names or models.CONFIGS:
+        packed = name.endswith("mxfp4")
         with tempfile.TemporaryDirectory() as folder:
-            places = zip(models.save(name, Path(folder)), ("CPU_ATTN", "CUSTOM"), strict=True)
-            theirs, ours = (generated(place, backend) for place, backend in places)
-        wrong = differences(theirs, ours, OPS | {"fp4_moe"} if name.endswith("mxfp4") else OPS)
-        failed |= bool(wrong)
-        print(f"{name}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
+            dense, checkpoint = models.save(name, Path(folder))
+            theirs = generated(dense, "CPU_ATTN")
+            for words, options in {name: {}, **(SHARED if packed else {})}.items():
+                ours = generated(checkpoint, "CUSTOM", **options)
+                ops = set() if options else OPS | {"fp4_moe"} if packed else OPS  # workers count for themselves
+                wrong = differences(theirs, ours, ops)
+                failed |= bool(wrong)
+                print(f"{words}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
     return int(failed)
 
 
-def generated(folder: Path, backend: str) -> dict[str, Any]:
+def generated(folder: Path, backend: str, **options: Any) -> dict[str, Any]:
     """What generate.py says of the checkpoint in ``folder``; its output is shown if it fails."""
     result = folder / f"{backend}.json"
-    command = [sys.executable, str(HERE / "generate.py"), str(folder), backend, str(result)]
+    command = [sys.executable, str(HERE / "generate.py"), str(folder), backend, str(result), json.dumps(options)]
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{backend}: generate.py ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
