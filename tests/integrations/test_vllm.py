@@ -262,6 +262,13 @@ def test_a_backend_that_another_plugin_registered_stays(vllm, caplog):
     assert vllm.overrides == {vllm.choice.CUSTOM: "another.Backend"} and "already another.Backend" in caplog.text
 
 
+def test_a_vllm_that_lacks_what_is_needed_is_told_of(vllm, caplog):
+    del sys.modules["vllm.v1.attention.backends.registry"].register_backend
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert not vllm.overrides and not vllm.quantizations and "cannot import name 'register_backend'" in caplog.text
+
+
 def test_without_vllm_registering_only_warns(monkeypatch: pytest.MonkeyPatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with caplog.at_level(logging.WARNING):

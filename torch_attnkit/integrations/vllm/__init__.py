@@ -23,26 +23,27 @@ logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose hand
 def register() -> None:
     """Make the backend known to vLLM as CUSTOM, and ``quantization.NAME``. vLLM calls it in each of its processes.
 
-    Calling it again changes nothing. Warns and does nothing where vLLM's version is another, or another plugin has
-    taken CUSTOM.
+    Calling it again changes nothing. Warns and does nothing where vLLM's version is another or lacks what is needed,
+    and where another plugin has taken CUSTOM: whoever starts vLLM may not have asked for us.
     """
     if (word := unfit()) is not None:
         logger.warning("torch_attnkit: nothing is registered with vLLM: %s", word)
         return
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+        from . import cpu, quantization
+    except ImportError as error:
+        logger.warning("torch_attnkit: nothing is registered with vLLM: %s", error)
+        return
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
         logger.warning("torch_attnkit: nothing is registered with vLLM: CUSTOM is already %s", custom.get_path())
         return
     register_backend(custom, BACKEND)
-    from . import quantization
-
     quantization.register()
     if current_platform.is_cpu():
-        from . import cpu
-
         cpu.accept_custom()
 
 

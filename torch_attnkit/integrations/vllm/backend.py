@@ -184,6 +184,8 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
             raise UnsupportedError("attnkit for vLLM: output_scale is given, accepted: None (16 or 32 bits out)")
         if attn_metadata is None:
             return output.zero_()
+        if self.sink is None:  # weights were not loaded by a loader that tells of it
+            self.process_weights_after_loading(query.dtype)
         n = attn_metadata.tokens
         out = steps.attend(self.layer, attn_metadata, query[:n], kv_cache, self.sink, decodes=self.decodes)
         output[:n].copy_(out)
