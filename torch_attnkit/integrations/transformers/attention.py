@@ -2,7 +2,8 @@
 
 One query per sequence runs sdpa_decode on the cache as it is, more run flash_attention on the keys up to the newest
 query, and a block of queries at a position that only the device knows (a static cache) runs sdpa_multi. Packed
-sequences run flash_attention_varlen. No call waits for the device.
+sequences run flash_attention_varlen, and batches of generate_batch what ``continuous`` says. No call waits for the
+device.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import nn
 
 from torch_attnkit.core import UnsupportedError
 
-from . import masks
+from . import continuous, masks
 from .descriptor import ADVICE, Descriptor, Layout
 
 ops = torch.ops.attnkit
-# What the eager attention of some model reads and the ops have not: biases, paged caches, keys chosen one by one, a
-# sink for each token.
-_FOREIGN = ("position_bias", "cache", "indices", "block_indices", "sinks")
+# What the eager attention of some model reads and the ops have not: biases, keys chosen one by one, a sink for each
+# token.
+_FOREIGN = ("position_bias", "indices", "block_indices", "sinks")
 
 
 def attention(
@@ -45,9 +46,9 @@ def attention(
     have no backward.
 
     Raises:
-        UnsupportedError: dropout, output_attentions, a dense mask, a bias or a choice of keys besides the mask, a paged
-            cache, a window or causality other than the mask's, a causal call without a mask, or a DeepseekV4Attention
-            that attnkit_model has not replaced.
+        UnsupportedError: dropout, output_attentions, a dense mask, a bias or a choice of keys besides the mask, a cache
+            that is not generate_batch's, a window or causality other than the mask's, a causal call without a mask, or
+            a DeepseekV4Attention that attnkit_model has not replaced.
     """
     if type(module).__name__ == "DeepseekV4Attention":
         raise UnsupportedError(
@@ -72,6 +73,9 @@ def attention(
     options: dict[str, Any] = dict(scale=scaling, window=mask.layout.window, softcap=softcap or 0.0)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     sink = None if s_aux is None else s_aux.float()  # (Hq,)
+    if kwargs.get("cache") is not None:
+        layer = getattr(module, "layer_idx", 0)
+        return continuous.over_pages(layer, query, key, value, sink, mask.layout.causal, options, kwargs), None
     if mask.cu_seqlens is not None:
         return _packed(query, key, value, sink, mask, options), None
     if kwargs.get("cu_seq_lens_q") is not None:

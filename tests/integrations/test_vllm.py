@@ -1,0 +1,285 @@
+"""The vLLM plugin as far as it goes without vLLM: views of its cache, steps as calls, refusals, and registering.
+
+``make vllm`` runs vLLM itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import logging
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import torch_attnkit
+from torch_attnkit import UnsupportedError
+from torch_attnkit.core import Target
+from torch_attnkit.integrations import vllm as plugin
+from torch_attnkit.integrations.vllm import cpu, steps
+from torch_attnkit.oracle.compare import check
+
+ROOT = Path(__file__).resolve().parents[2]
+NAN = float("nan")
+
+
+def empty_cache(pages: int, heads: int, page: int, dim: int, dtype=torch.float32) -> torch.Tensor:
+    """A layer's cache as vLLM allocates it in the layout LBNHC, logically (Np, Hkv, Ps, 2D), full of NaN."""
+    return torch.full((pages, page, heads, 2 * dim), NAN, dtype=dtype).transpose(1, 2)
+
+
+class Batch:
+    """Requests with ``past`` and ``new`` tokens, their keys and values, and pages in any order."""
+
+    def __init__(self, past: list[int], new: list[int], *, heads=(4, 2), page=16, dim=32, dtype=torch.float32):
+        self.lengths, self.new, self.page = [p + n for p, n in zip(past, new, strict=True)], new, page
+        self.table = torch.full((len(new), 1 + max(self.lengths) // page), 10**6, dtype=torch.int32)
+        free = iter(torch.randperm(3 + self.table.numel()).tolist())
+        for row, n in zip(self.table, self.lengths, strict=True):
+            for j in range(-(-n // page)):
+                row[j] = next(free)
+        self.cache = empty_cache(3 + self.table.numel(), heads[1], page, dim, dtype)
+        self.k, self.v = ([torch.randn(n, heads[1], dim).to(dtype) for n in self.lengths] for _ in "kv")
+        self.q = torch.randn(sum(new), heads[0], dim).to(dtype)
+        for b, n in enumerate(past):
+            steps.store(self.k[b][:n], self.v[b][:n], self.cache, self.slots(b, 0, n))
+        steps.store(
+            torch.cat([k[n:] for k, n in zip(self.k, past, strict=True)]),
+            torch.cat([v[n:] for v, n in zip(self.v, past, strict=True)]),
+            self.cache,
+            torch.cat([self.slots(b, n, self.lengths[b]) for b, n in enumerate(past)]),
+        )
+        offsets = torch.tensor([0, *new], dtype=torch.int32).cumsum(0)
+        self.step = steps.Step.of(
+            sum(new), offsets, self.table, torch.tensor(self.lengths, dtype=torch.int32), max(new), max(self.lengths)
+        )
+
+    def slots(self, b: int, first: int, last: int) -> torch.Tensor:
+        key = torch.arange(first, last)
+        return self.table[b, key // self.page].long() * self.page + key % self.page
+
+    def expected(self, sink=None, **options) -> torch.Tensor:
+        """Each request alone, over its keys without pages."""
+        queries = zip(self.q.split(self.new), self.k, self.v, strict=True)
+        return torch.cat([
+            torch.ops.attnkit.flash_attention(q[None], k[None], v[None], sink, causal=True, **options)[0][0]
+            for q, k, v in queries
+        ])  # fmt: skip
+
+
+def layer_of(batch: Batch, **more) -> steps.Layer:
+    k, _ = steps.halves(batch.cache)
+    return steps.Layer(batch.q.shape[1], k.shape[2], k.shape[3], batch.q.dtype, k.dtype, batch.page, **more)
+
+
+def test_a_token_goes_where_its_slot_says_and_nowhere_else():
+    cache = empty_cache(5, 2, 16, 8)
+    key, value = torch.randn(2, 6, 2, 8)
+    slots = torch.tensor([79, 3, -1, 16, 40])  # the sixth token pads the batch
+    steps.store(key, value, cache, slots)
+    k, v = steps.halves(cache)
+    assert k.shape == (5, 16, 2, 8) and k.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert torch.equal(k[slot // 16, slot % 16], key[t]) and torch.equal(v[slot // 16, slot % 16], value[t])
+    assert int(cache.isfinite().sum()) == 4 * 2 * 16
+
+
+def test_another_layout_is_refused_with_its_strides():
+    cache = torch.zeros(5, 2, 16, 16)  # heads outside tokens
+    with pytest.raises(UnsupportedError, match=r"strides \(512, 256, 16, 1\), accepted: .*LBNHC"):
+        steps.store(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), cache, torch.zeros(1, dtype=torch.int64))
+    assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    "past, new",
+    [([0, 0], [17, 40]), ([30, 9, 0, 64], [20, 1, 5, 1]), ([30, 9, 0], [1, 1, 1])],
+    ids=["prompts", "mixed", "single tokens"],
+)
+@pytest.mark.parametrize("more", [{}, {"window": 7, "softcap": 3.0, "scale": 0.5}])
+def test_a_step_equals_each_request_alone(past, new, more):
+    batch = Batch(past, new)
+    sink = torch.randn(4)
+    layer = layer_of(batch, sink=True, **more)
+    with torch_attnkit.record() as ran:
+        out = steps.attend(layer, batch.step, batch.q, batch.cache, sink, decodes=True)
+    assert [name for name, _ in ran.calls] == ["sdpa_decode_paged" if max(new) == 1 else "flash_attention_paged"]
+    expected = batch.expected(sink, **layer.options)
+    torch.testing.assert_close(out, expected)
+    again = steps.attend(layer, batch.step, batch.q, batch.cache, sink, decodes=False)
+    torch.testing.assert_close(again, expected)
+
+
+def test_what_pads_a_batch_has_no_result_and_reads_nothing():
+    """vLLM's tensors are longer than the batch, and a request that pads it has no query and a length of 0."""
+    batch = Batch([30, 9], [1, 1])
+    table = torch.cat([batch.table, torch.full_like(batch.table, -7)])
+    for offsets, tokens in ([0, 1, 2, 2], 2), ([0, 1, 2, 2], 3):
+        step = steps.Step.of(tokens, torch.tensor(offsets), table, torch.tensor([31, 10, 0, 0]), 1, 500)
+        assert step.kv_len.tolist() == [31, 10, 0] and step.block_table.shape[0] == 3
+        assert step.single == (tokens == 3)
+        q = torch.cat([batch.q, batch.q[:1]])[:tokens]
+        out = steps.attend(layer_of(batch), step, q, batch.cache, None, decodes=True)
+        torch.testing.assert_close(out[:2], batch.expected())
+        assert not out[2:].any()
+
+
+def test_lengths_are_bounded_by_powers_of_two_so_that_a_plan_serves_many_steps():
+    one = torch.zeros(1, dtype=torch.int32)
+    found = {
+        steps.Step.of(1, torch.tensor([0, 1]), one[None], one, longest, longest).max_seqlen_k
+        for longest in range(513, 1025)
+    }
+    assert found == {1024}
+    assert steps.Step.of(1, torch.tensor([0, 1]), one[None], one, 1, 1).single
+    assert not steps.Step.of(2, torch.tensor([0, 2]), one[None], one, 2, 2).single
+
+
+@pytest.mark.simulator
+@pytest.mark.proof
+@pytest.mark.parametrize("past, new", [([30, 9], [20, 1]), ([30, 9], [1, 1])], ids=["mixed", "single tokens"])
+def test_the_hopper_kernels_take_views_of_the_cache(past, new):
+    batch = Batch(past, new, dim=64, dtype=torch.bfloat16)
+    with torch_attnkit.simulate("sm90"):
+        out = steps.attend(layer_of(batch), batch.step, batch.q, batch.cache, None, decodes=True)
+    expected = batch.expected()
+    batch.q, batch.k, batch.v = batch.q.double(), [k.double() for k in batch.k], [v.double() for v in batch.v]
+    check("out", out, expected, batch.expected())
+
+
+def test_the_table_says_which_layers_run():
+    def word(op=steps.MIXED, on="sm90", **changes):
+        given = dict(heads=8, kv_heads=1, dim=128, dtype=torch.bfloat16, cache_dtype=torch.bfloat16, page=16) | changes
+        return steps.refusal(op, steps.Layer(**given), Target(on))
+
+    assert word() is None and word(op=steps.SINGLE) is None
+    assert word(window=128, softcap=30.0, sink=True, dim=64) is None
+    assert "D=80" in word(dim=80) and "sm90" in word(dim=80)
+    assert "f32" in word(dtype=torch.float32, cache_dtype=torch.float32)
+    assert "f8e4m3" in word(cache_dtype=torch.float8_e4m3fn)
+    assert "Ps must be a multiple of 16" in word(op=steps.SINGLE, page=8)
+    assert word(on="cpu", dim=80, dtype=torch.float32, cache_dtype=torch.float32) is None
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The few names of vLLM that ``register`` uses, in modules of their own."""
+    overrides: dict[enum.Enum, str] = {}
+    refused: list[str] = []
+
+    class AttentionBackendEnum(enum.Enum):
+        CPU_ATTN, CUSTOM = "theirs", None
+
+        def is_overridden(self):
+            return self in overrides
+
+        def get_path(self):
+            return overrides.get(self, self.value)
+
+        def get_class(self):
+            return SimpleNamespace(validate_configuration=lambda **config: refused)
+
+    class CpuPlatform:
+        def is_cpu(self):
+            return True
+
+        @classmethod
+        def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+            return f"theirs for {selected_backend}, {num_heads} heads"
+
+    registry = dict(AttentionBackendEnum=AttentionBackendEnum, register_backend=overrides.__setitem__)
+    quantizations: dict[str, type] = {}
+
+    def register_quantization_config(name):
+        return lambda config: quantizations.setdefault(name, config)
+
+    layers = "vllm.model_executor.layers"
+    contents = {
+        "vllm": dict(__version__="0.32.0+cpu"),
+        "vllm.platforms": dict(current_platform=CpuPlatform()),
+        "vllm.platforms.cpu": dict(CpuPlatform=CpuPlatform),
+        "vllm.v1.attention.backends.registry": registry,
+        f"{layers}.quantization": dict(register_quantization_config=register_quantization_config),
+        f"{layers}.quantization.base_config": dict(QuantizationConfig=object),
+    }
+    packages = ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.model_executor", layers)
+    for name, values in (contents | {p: {} for p in packages}).items():
+        module = ModuleType(name)
+        module.__dict__.update(values, __path__=[])
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, f"{plugin.__name__}.quantization", raising=False)
+    monkeypatch.delattr(plugin, "quantization", raising=False)
+    yield SimpleNamespace(
+        overrides=overrides, refused=refused, choice=AttentionBackendEnum, cpu=CpuPlatform, quantizations=quantizations
+    )
+    sys.modules.pop(f"{plugin.__name__}.quantization", None)
+
+
+def test_registering_makes_custom_ours_and_again_changes_nothing(vllm):
+    for _ in range(2):
+        plugin.register()
+    assert vllm.overrides == {vllm.choice.CUSTOM: plugin.BACKEND}
+    config = SimpleNamespace(_asdict=lambda: dict(head_size=64))
+    assert vllm.cpu.get_attn_backend_cls(vllm.choice.CUSTOM, config) == plugin.BACKEND
+    theirs = vllm.cpu.get_attn_backend_cls(None, config, 4)
+    assert theirs == "theirs for None, 4 heads"
+    vllm.refused.append("no such head size")
+    with pytest.raises(ValueError, match="CUSTOM is not valid .*no such head size"):
+        vllm.cpu.get_attn_backend_cls(vllm.choice.CUSTOM, config)
+    assert "CPU_ATTN" in vllm.cpu.get_attn_backend_cls(vllm.choice.CPU_ATTN, config)
+
+
+def test_mxfp4_experts_are_ours_only_where_they_are_asked_for(vllm):
+    plugin.register()
+    ((name, config),) = vllm.quantizations.items()
+    model, published = SimpleNamespace(model_type="gpt_oss"), {"quant_method": "mxfp4"}
+    assert config.override_quantization_method(published, name, hf_config=model) == name == "attnkit_mxfp4"
+    for others in (
+        (published, None, model), (published, "mxfp4", model), ({"quant_method": "fp8"}, name, model),
+        (published, name, SimpleNamespace(model_type="llama")), (None, name, None),
+    ):  # fmt: skip
+        assert config.override_quantization_method(*others) is None
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.320.1", "1.0"])
+def test_another_version_of_vllm_is_told_of_and_left_alone(vllm, version, caplog):
+    sys.modules["vllm"].__version__ = version
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert not vllm.overrides and f"vLLM is {version}, accepted: 0.32" in caplog.text
+
+
+def test_a_backend_that_another_plugin_registered_stays(vllm, caplog):
+    vllm.overrides[vllm.choice.CUSTOM] = "another.Backend"
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert vllm.overrides == {vllm.choice.CUSTOM: "another.Backend"} and "already another.Backend" in caplog.text
+
+
+def test_a_vllm_that_lacks_what_is_needed_is_told_of(vllm, caplog):
+    del sys.modules["vllm.v1.attention.backends.registry"].register_backend
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert not vllm.overrides and not vllm.quantizations and "cannot import name 'register_backend'" in caplog.text
+
+
+def test_without_vllm_registering_only_warns(monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "vLLM cannot be imported" in caplog.text
+
+
+def test_the_entry_point_names_register_and_the_backend_stands_where_it_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["torch_attnkit"].partition(":")
+    assert getattr(importlib.import_module(module), name) is plugin.register
+    path, _, backend = plugin.BACKEND.rpartition(".")
+    assert f"class {backend}(" in (ROOT / f"{path.replace('.', '/')}.py").read_text()
+    assert cpu.__name__.startswith(plugin.__name__)

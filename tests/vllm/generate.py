@@ -1,0 +1,72 @@
+"""python generate.py FOLDER BACKEND RESULT OPTIONS: what vLLM generates from the checkpoint in FOLDER, in RESULT.
+
+Four requests at once whose prompts are longer than a step (chunked prefill), then four that begin like the longest of
+them (prefix cache). RESULT is JSON: tokens, log-probabilities, how many prompt tokens the cache had, and which ops of
+ours ran in this process. OPTIONS are further arguments of LLM, as JSON.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+
+from torch_attnkit.integrations.vllm import steps
+
+STEP, PAGE = 64, 32
+LENGTHS = (17, 40, 190, 33)
+
+
+def main(folder: str, backend: str, result: str, options: str) -> None:
+    gen = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 500, (n,), generator=gen).tolist() for n in LENGTHS]
+    longest = max(prompts, key=len)
+    later = [longest[:n] + torch.randint(3, 500, (n // 8,), generator=gen).tolist() for n in (64, 100, 150, 190)]
+    steps.ops = ran = Counted()
+    quantization = None
+    if "quantization_config" in json.loads(Path(folder, "config.json").read_text()):
+        from torch_attnkit.integrations.vllm import experts
+
+        experts.ops, quantization = ran, "attnkit_mxfp4"
+    llm = LLM(
+        model=folder, attention_config={"backend": backend}, quantization=quantization, skip_tokenizer_init=True,
+        enforce_eager=True, dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=STEP,
+        block_size=PAGE, enable_chunked_prefill=True, enable_prefix_caching=True, seed=0,
+        **json.loads(options),
+    )  # fmt: skip
+    rounds = [generate(llm, prompts), generate(llm, later)]
+    Path(result).write_text(json.dumps({"rounds": rounds, "calls": ran.calls}))
+
+
+class Counted:
+    """torch.ops.attnkit, whose calls are counted. torch_attnkit.record sees none of them: to a dispatch mode vLLM's
+    attention is one operator."""
+
+    def __init__(self) -> None:
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(torch.ops.attnkit, name)
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5, detokenize=False)
+    found = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
+    return [
+        {
+            "tokens": list(request.outputs[0].token_ids),
+            "logprobs": [{str(t): p.logprob for t, p in place.items()} for place in request.outputs[0].logprobs],
+            "cached": request.num_cached_tokens,
+        }
+        for request in found
+    ]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

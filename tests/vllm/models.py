@@ -1,0 +1,73 @@
+"""Tiny checkpoints with random weights, large enough that attention decides which token comes next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import torch_attnkit  # noqa: F401  defines torch.ops.attnkit.*
+
+_SIZES = dict(
+    vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
+)  # fmt: skip
+_WINDOW = 24  # shorter than the prompts, and no multiple of a page
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA2 = dict(
+    sliding_window=_WINDOW, layer_types=_SLIDING, attn_logit_softcapping=5.0, final_logit_softcapping=30.0,
+    query_pre_attn_scalar=32,
+)  # fmt: skip
+_GPT_OSS = dict(sliding_window=_WINDOW, layer_types=_SLIDING, num_local_experts=4, num_experts_per_tok=2)
+CONFIGS = {
+    "llama": ("Llama", _SIZES),
+    "gemma2": ("Gemma2", _SIZES | _GEMMA2),
+    "gpt_oss": ("GptOss", _SIZES | _GPT_OSS),
+    "gpt_oss_mxfp4": ("GptOss", _SIZES | _GPT_OSS),
+}
+
+
+@torch.no_grad()
+def save(name: str, folder: Path) -> tuple[Path, Path]:
+    """The checkpoint ``name`` in float32, the same weights each time: where it lies for vLLM's own way and for ours.
+
+    These differ for MXFP4 experts, whose kernels in vLLM need a CPU with AMX: vLLM has the same numbers in float32.
+    """
+    family, sizes = CONFIGS[name]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    for path, weight in model.named_parameters():
+        if path.endswith("sinks"):
+            torch.nn.init.normal_(weight, mean=1.0)
+        elif weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.05 if "embed" in path else 2.0 * weight.shape[-1] ** -0.5)
+    theirs, ours = folder / "dense", folder / "mxfp4"
+    if not name.endswith("mxfp4"):
+        model.save_pretrained(theirs)
+        return theirs, theirs
+    publish(model, ours)
+    model.save_pretrained(theirs)
+    return theirs, ours
+
+
+def publish(model: Any, folder: Path) -> None:
+    """The model with its experts as GPT-OSS publishes them, blocks of 16 bytes (32 numbers) and a scale each; in the
+    model they become the same numbers. Biases are bfloat16 in both: vLLM keeps no others beside MXFP4."""
+    packed: dict[str, torch.Tensor] = {}
+    for path, weight in model.named_parameters():
+        if path.endswith("proj_bias"):
+            weight.copy_(weight.bfloat16())
+        elif path.endswith(("gate_up_proj", "down_proj")):  # (E, K, N): scales run along K, which lies last in the file
+            codes, scale = torch.ops.attnkit.mxfp4_quantize(weight.transpose(1, 2).contiguous())
+            weight.copy_(torch.ops.attnkit.mxfp4_dequantize(codes, scale, dtype=torch.float32).transpose(1, 2))
+            packed |= {f"{path}_blocks": codes.unflatten(2, (-1, 16)), f"{path}_scales": scale}
+    folder.mkdir()
+    rest = {path: weight.contiguous() for path, weight in model.state_dict().items() if f"{path}_blocks" not in packed}
+    save_file(rest | packed, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"architectures": [type(model).__name__], "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | said))

@@ -1,0 +1,59 @@
+"""vLLM on the ops of this package: a plugin that makes an attention backend and experts known to it.
+
+``pip install torch_attnkit`` beside vLLM is all: the entry point ``vllm.general_plugins`` has every process of vLLM
+call ``register``. ``--attention-backend CUSTOM`` then asks for attention by ``flash_attention_paged`` and
+``sdpa_decode_paged`` over views of vLLM's own cache, and ``--quantization attnkit_mxfp4`` for the experts of GPT-OSS by
+``fp4_moe``. Who asks for nothing gets what vLLM would have taken anyway.
+
+vLLM promises no stability of these interfaces: the plugin is for the versions of ``VERSIONS``, in another it says so
+and registers nothing.
+Source: vLLM's documentation of plugins, ``vllm/v1/attention/backend.py`` of 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+
+# Minor versions whose interfaces the plugin follows. ``make vllm`` has run it in them.
+VERSIONS = ("0.32",)
+BACKEND = "torch_attnkit.integrations.vllm.backend.AttnkitBackend"
+logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose handlers print it
+
+
+def register() -> None:
+    """Make the backend known to vLLM as CUSTOM, and ``quantization.NAME``. vLLM calls it in each of its processes.
+
+    Calling it again changes nothing. Warns and does nothing where vLLM's version is another or lacks what is needed,
+    and where another plugin has taken CUSTOM: whoever starts vLLM may not have asked for us.
+    """
+    if (word := unfit()) is not None:
+        logger.warning("torch_attnkit: nothing is registered with vLLM: %s", word)
+        return
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        from . import cpu, quantization
+    except ImportError as error:
+        logger.warning("torch_attnkit: nothing is registered with vLLM: %s", error)
+        return
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != BACKEND:
+        logger.warning("torch_attnkit: nothing is registered with vLLM: CUSTOM is already %s", custom.get_path())
+        return
+    register_backend(custom, BACKEND)
+    quantization.register()
+    if current_platform.is_cpu():
+        cpu.accept_custom()
+
+
+def unfit() -> str | None:
+    """Why the plugin is not for the vLLM that is installed; None where it is."""
+    try:
+        import vllm
+    except ImportError as error:
+        return f"vLLM cannot be imported: {error}"
+    found = getattr(vllm, "__version__", "of no version")
+    if any(found == version or found.startswith(f"{version}.") for version in VERSIONS):
+        return None
+    return f"vLLM is {found}, accepted: {', '.join(VERSIONS)}"

@@ -1,0 +1,144 @@
+"""A step of vLLM as calls of the paged ops: views of its cache, what is written to it, and what attends. No vLLM here.
+
+vLLM stores keys and values side by side: a layer's cache is (Np, Hkv, Ps, 2D), in the layout LBNHC with the tokens of
+a page outside its heads in memory. Both halves are the ops' (Np, Ps, Hkv, D) as views, and a token is one row of
+``Hkv * 2D`` numbers, which ``kv_cache_write`` writes by vLLM's slots as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_attnkit.core import Target, UnsupportedError
+from torch_attnkit.core.dispatch import OPS, resolve
+
+ops = torch.ops.attnkit
+MIXED, SINGLE = "flash_attention_paged", "sdpa_decode_paged"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What an attention layer asks of the ops in every step. ``window`` is the number of keys that a query sees, -1 all
+    of them; ``softcap`` 0 is off; ``page`` is the number of keys of a page."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    page: int
+    scale: float | None = None
+    window: int = -1
+    softcap: float = 0.0
+    sink: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(scale=self.scale, window=self.window, softcap=self.softcap)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The batch of a step, for every layer of a cache group: B requests with ``tokens`` query tokens in all.
+
+    ``cu_seqlens_q`` (B+1,), ``block_table`` (B, Mp) and ``kv_len`` (B,) are int32 and stay on the device. A request
+    that pads the batch has no query. ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths: powers of two, so that a
+    plan serves more than the one step.
+    """
+
+    tokens: int
+    cu_seqlens_q: torch.Tensor
+    block_table: torch.Tensor
+    kv_len: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(
+        cls, tokens: int, cu_seqlens_q: torch.Tensor, block_table: torch.Tensor, kv_len: torch.Tensor,
+        longest_q: int, longest_k: int,
+    ) -> Step:  # fmt: skip
+        """A step from vLLM's metadata, whose tensors may be longer than the batch."""
+        requests = cu_seqlens_q.shape[0] - 1
+        return cls(
+            tokens, cu_seqlens_q.int(), block_table[:requests].int(), kv_len[:requests].int(),
+            _power_of_two(longest_q), _power_of_two(longest_k),
+        )  # fmt: skip
+
+    @property
+    def single(self) -> bool:
+        """Whether every request has one query token."""
+        return self.max_seqlen_q == 1 and self.tokens == self.kv_len.shape[0]
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer's cache (Np, Hkv, Ps, 2D): two views (Np, Ps, Hkv, D)."""
+    k, v = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return k, v
+
+
+def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the tokens' key and value (T, Hkv, D) into the cache (Np, Hkv, Ps, 2D): token t goes to page ``slots[t] //
+    Ps``, place ``slots[t] % Ps``; slots (at most T,) of -1 are skipped, and tokens past the last slot.
+
+    Raises:
+        UnsupportedError: a cache whose tokens are no rows of one stride.
+    """
+    by_token = kv_cache.transpose(1, 2)  # (Np, Ps, Hkv, 2D)
+    try:
+        rows = by_token.view(-1, by_token.shape[2] * by_token.shape[3])  # (Np * Ps, Hkv * 2D)
+    except RuntimeError:
+        raise UnsupportedError(
+            f"attnkit for vLLM: kv_cache {tuple(kv_cache.shape)} has strides {kv_cache.stride()}, accepted: pages"
+            " behind one another whose tokens stand outside the heads (the layout LBNHC)"
+        ) from None
+    n = slots.shape[0]
+    ops.kv_cache_write(torch.cat((key[:n], value[:n]), -1).flatten(1), rows, slots)
+
+
+def attend(
+    layer: Layer, step: Step, q: torch.Tensor, kv_cache: torch.Tensor, sink: torch.Tensor | None, *, decodes: bool
+) -> torch.Tensor:
+    """Attention of the step's queries (Tq, Hq, D) over the cache, their own keys in it: (Tq, Hq, D). Causal.
+
+    ``sink`` is (Hq,) float32. ``decodes`` allows ``sdpa_decode_paged`` where every request has one token.
+    """
+    k, v = halves(kv_cache)
+    if decodes and step.single:
+        return ops.sdpa_decode_paged(q, k, v, step.block_table, step.kv_len, sink, **layer.options)[0]
+    return ops.flash_attention_paged(
+        q, k, v, step.cu_seqlens_q, step.block_table, step.kv_len, sink,
+        max_seqlen_q=step.max_seqlen_q, max_seqlen_k=step.max_seqlen_k, **layer.options,
+    )[0]  # fmt: skip
+
+
+def refusal(op: str, layer: Layer, target: Target) -> str | None:
+    """Why no row of ``op`` on ``target`` takes the layer; None where one does, or its definition runs (a CPU)."""
+    meta = torch.device("meta")
+    kv_cache = torch.empty(2, layer.page, layer.kv_heads, 2 * layer.dim, dtype=layer.cache_dtype, device=meta)
+    k, v = halves(kv_cache.transpose(1, 2))
+    lengths = torch.empty(2, dtype=torch.int32, device=meta)
+    given = dict(
+        q=torch.empty(2, layer.heads, layer.dim, dtype=layer.dtype, device=meta),
+        k_cache=k,
+        v_cache=v,
+        block_table=torch.empty(2, 1, dtype=torch.int32, device=meta),
+        kv_len=lengths,
+        sink=torch.empty(layer.heads, device=meta) if layer.sink else None,
+        cu_seqlens_q=torch.empty(3, dtype=torch.int32, device=meta),
+        **layer.options,
+    )
+    record = OPS[op]
+    try:
+        call = record.bind(tuple(given.get(name, record.defaults.get(name)) for name in record.argnames))
+        resolve(record, call, target)
+    except (TypeError, ValueError, UnsupportedError) as error:
+        return str(error)
+    return None
