@@ -212,8 +212,8 @@ FLASHINFER = {
     256: (1610612736, 2359296, 677472),
     512: (3221225472, 4718592, 1354944),
 }
-# Ours at 128 tokens: a block that finds no work tile starts and ends, too.
-MORE = {128: 1.10}
+# Where ours are more than 1.05 of these: blocks that find no work tile start and end, too.
+MORE = {128: 1.11, 256: 1.06}
 
 
 @pytest.mark.proof
