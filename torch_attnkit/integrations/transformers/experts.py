@@ -89,8 +89,7 @@ def experts(
     if module._is_expert_parallel:  # experts of other ranks carry the number behind the last expert
         top_k_index = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
     bits = [getattr(module, f"{name}_global", None) for name in WEIGHTS]
-    gate = _gate(module)
-    assert gate is not None  # experts_of has looked
+    gate = module.attnkit_gate
     group = getattr(module, "attnkit_group", None)
     run = ops.fp4_moe if group is None else partial(distributed.ep_moe, group=group)
     return run(
@@ -197,6 +196,7 @@ def _quantize(weight: torch.Tensor, format: str) -> tuple[torch.Tensor, ...]:
 
 def pack(module: nn.Module, format: str) -> None:
     """Replace the weights of an experts module by their packed form."""
+    module.attnkit_gate = _gate(module)  # type: ignore[assignment]  # once: a graph cannot look it up
     for name in WEIGHTS:
         parts = [torch.stack(part) for part in zip(*(_quantize(w, format) for w in _rows(module, name)), strict=True)]
         delattr(module, name)
@@ -221,6 +221,7 @@ def hollow(module: Any, format: str) -> None:
             module.register_buffer(f"{name}_{part}", empty)
         if format == "nvfp4":
             module.register_buffer(f"{name}_global", torch.empty(experts, dtype=torch.int32, device=weight.device))
+    module.attnkit_gate = _gate(module)
     module._is_hf_initialized = True
 
 
