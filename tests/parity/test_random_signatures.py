@@ -74,7 +74,7 @@ PROPERTIES = {
     "more queries than keys": (15, lambda f: f["T"] > f["S"]),
     "long": (10, lambda f: f["S"] > 500),
     "shared pages": (10, lambda f: f["pages"] in ("shared", "one")),
-    "one tensor for both caches": (5, lambda f: f["same"]),
+    "one tensor for both caches": (3, lambda f: f["same"]),
     "hostile schedules": (300, lambda f: f["schedule"] > 0),
 }
 _OF_ONE_ARCH = {"Dv is not D": "metal", "hostile schedules": "sm90"}
