@@ -106,9 +106,9 @@ def covering(family: str, arch: str) -> list[compile.Request]:
 @pytest.mark.seconds(600)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 @pytest.mark.parametrize(("family", "arch"), FAMILIES)
-def test_a_family_compiles_and_fits(family, arch):
+def test_a_family_compiles_and_fits(family, arch, pytestconfig):
     """From the compile cache, so that what a parity case has run in the simulator is not compiled again."""
-    found = covering(family, arch)
+    found = covering(family, arch)[: None if pytestconfig.getoption("--proof") else 4]
     assert found
     are_fine(found, arch)
 

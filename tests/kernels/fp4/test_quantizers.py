@@ -45,6 +45,7 @@ def plans(request, monkeypatch):
         torch_attnkit.core.dispatch._PLANS[op].clear()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gs", [None, 1.0, 731.37, 1 / 3, nvfp4.GLOBAL_SCALE_MAX, 2.0**-126])
 def test_every_code_under_every_nvfp4_scale(gs, dtype):
@@ -60,6 +61,7 @@ def test_every_code_under_every_mxfp4_scale(dtype):
     _agrees("mxfp4_dequantize", codes, scale, dtype=dtype)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_plans_and_all_edges(plans, dtype, layout):

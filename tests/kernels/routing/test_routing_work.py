@@ -25,6 +25,7 @@ def simulated(name, *args, **kwargs):
     return out, launches[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize(("experts", "topk"), SPREADS)
 @pytest.mark.parametrize("name", ["route_softmax", "route_sqrt_softplus"])
@@ -43,6 +44,7 @@ def test_ties_go_to_the_lowest_index(name, experts, topk, dtype):
     assert bool((weights[:6].sum(-1) - 1).abs().max() <= 16 * EPS) and bool((weights[6] == 0).all())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("experts", "topk"), SPREADS)
 @pytest.mark.parametrize("bad", [0x7FC0, -64, 0x7F80], ids=["nan", "-nan", "inf"])  # bf16
 @pytest.mark.parametrize("name", ["route_softmax", "route_sqrt_softplus"])
