@@ -52,7 +52,7 @@ def test_a_class_is_as_eager_has_it_or_refused_with_a_way_out(name):
 def test_the_page_is_what_trying_gives():
     found = page([attempt(name) for name in candidates()])
     assert found == PAGE.read_text("utf-8"), "run: python -m tests.peers.families --write docs/models.md"
-    asked, wrong = (int(re.search(rf"(\d+) {what}", found)[1]) for what in ("classes answered", "were wrong"))
+    asked, wrong = (int(re.search(rf"(\d+)\s+{what}", found)[1]) for what in (r"classes\s+answered", r"were\s+wrong"))
     assert asked >= 60 and wrong == 0
 
 
