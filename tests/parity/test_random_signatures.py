@@ -74,7 +74,7 @@ PROPERTIES = {
     "more queries than keys": (15, lambda f: f["T"] > f["S"]),
     "long": (10, lambda f: f["S"] > 500),
     "shared pages": (10, lambda f: f["pages"] in ("shared", "one")),
-    "one tensor for both caches": (3, lambda f: f["same"]),
+    "one tensor for both caches": (5, lambda f: f["same"]),
     "hostile schedules": (300, lambda f: f["schedule"] > 0),
 }
 _OF_ONE_ARCH = {"Dv is not D": "metal", "hostile schedules": "sm90"}
@@ -82,7 +82,7 @@ _OF_ONE_ARCH = {"Dv is not D": "metal", "hostile schedules": "sm90"}
 
 @pytest.fixture(scope="module")
 def facts():
-    return {arch: [source(arch, *ABOUT).draw(i).given() for i in range(500)] for arch in ARCHS[1:]}
+    return {arch: [source(arch, *ABOUT).draw(i).given() for i in range(600)] for arch in ARCHS[1:]}
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
