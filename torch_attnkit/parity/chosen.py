@@ -24,10 +24,13 @@ def remembered(name: str, op: Op, find: Callable[[], Sequence[Case]]) -> list[tu
     It is looked up in ``cache_dir()/cases``, under a digest of all that the choice depends on.
     """
     sources = digest.of_modules(f"{op.package}.op", f"{op.package}.cases", "torch_attnkit.parity.case")
-    folder = config.private(config.cache_dir() / "cases")
-    path = folder / f"{name}-{digest.of(sources, torch.__version__)}.json"
+    path = config.cache_dir() / "cases" / f"{name}-{digest.of(sources, torch.__version__)}.json"
+    try:
+        folder = config.private(path.parent)
+    except OSError:  # nowhere to remember it, or not this user's alone to write
+        return _found(find)
     if not path.exists():
-        found = [(c.dtype, c.dims, c.features, c.shape, c.extra) for c in find()]
+        found = _found(find)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             json.dump(found, file)
         os.replace(file.name, path)
@@ -35,3 +38,7 @@ def remembered(name: str, op: Op, find: Callable[[], Sequence[Case]]) -> list[tu
         (dtype, tuple((axis, size) for axis, size in dims), tuple(features), shape, extra)
         for dtype, dims, features, shape, extra in json.loads(path.read_text())
     ]
+
+
+def _found(find: Callable[[], Sequence[Case]]) -> list[tuple[Any, ...]]:
+    return [(c.dtype, c.dims, c.features, c.shape, c.extra) for c in find()]

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from torch_attnkit.sim._ptx import PtxError
 
 from . import exact
 from .exact import BF16, F16, F32, F64, Format
@@ -297,6 +298,35 @@ def test_ue8m0() -> None:
         0x7FFF_7F00,
         0x0080_0040,
     ]
+
+
+def test_from_fixed_point() -> None:
+    """.s2f6: two's complement in units of 2^-6 (5.2.4), converted exactly and then multiplied by a power of two."""
+    code = np.arange(256).repeat(5).astype(np.uint16)
+    scale = np.tile([0, 127, 133, 254, 255], 256).astype(np.uint16)
+    a, s = code << 8 | code[::-1], scale << 8 | scale[::-1]
+    value = code.astype(np.uint8).view(np.int8) / 64.0
+
+    def wanted(v: np.ndarray, finite: bool, relu: bool) -> np.ndarray:
+        largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+        v = np.clip(v, -largest, largest) if finite else v
+        v = np.where(v <= 0, 0.0, v) if relu else v
+        half = v.astype(np.float32).astype(ml_dtypes.bfloat16)
+        assert (half.astype(np.float64) == v)[np.isfinite(v) & (np.abs(v) <= largest)].all()  # nothing was rounded
+        half = np.where(np.isnan(v), 0x7FFF, half.view(np.uint16)).astype(np.uint32)
+        return half << 16 | half[::-1]
+
+    with np.errstate(all="ignore"):
+        scaled = np.where(scale == 255, np.nan, value * 2.0 ** (scale.astype(np.float64) - 127))
+        for finite in (False, True):
+            for relu in (False, True):
+                name = f"cvt.rn{'.satfinite' * finite}{'.relu' * relu}"
+                got = per_lane(f"{name}.scaled::n2::ue8m0.bf16x2.s2f6x2 {{d}}, {{0}}, {{1}}", a, s, out=np.uint32)
+                assert got.tolist() == wanted(scaled, finite, relu).tolist()
+                got = per_lane(f"{name}.bf16x2.s2f6x2 {{d}}, {{0}}", a, out=np.uint32)
+                assert got.tolist() == wanted(value, finite, relu).tolist()
+    with pytest.raises(PtxError, match="'.s2f6x2' is not supported on .target 'sm_100f'"):
+        run("cvt.rn.bf16x2.s2f6x2 %r0, %h0;", target="sm_100f")
 
 
 @pytest.mark.parametrize("t", ["u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2"])

@@ -61,6 +61,42 @@ def test_the_gpu_answers_for_its_arch():
             assert torch.zeros(1).is_cuda and torch.zeros(1).device.type == "cpu"
 
 
+def test_addresses_of_tensors_that_were_made_visible():
+    """Pointers say nothing of their tensors; a kernel that wants two blocks a multiprocessor; a stream of its own."""
+    import cutlass.cute as cute
+
+    @cute.kernel
+    def kernel(x, y):
+        i = cute.arch.thread_idx()[0]
+        cute.make_tensor(y, cute.make_layout(64))[i] = cute.make_tensor(x, cute.make_layout(64))[i] + 1.0
+
+    @cute.jit
+    def host(x, y):
+        kernel(x, y).launch(grid=[1, 1, 1], block=[64, 1, 1], min_blocks_per_mp=2)
+
+    x, y = torch.arange(64.0), torch.zeros(64)
+    with ptx.device("sm100"):
+        pointers = [cute.runtime.make_ptr(cutlass.Float32, t.data_ptr(), cute.AddressSpace.gmem) for t in (x, y)]
+        function = cute.compile(host, *pointers)
+        with pytest.raises(Exception, match="reads 4 bytes at global address"):
+            function(*pointers)
+        assert not y.any()
+        with ptx.visible(x, y), torch.cuda.stream(torch.cuda.Stream()):
+            function(*pointers)
+    assert torch.equal(y, x + 1)
+
+
+def test_the_driver_answers_what_it_knows():
+    from cutlass.base_dsl.runtime import cuda
+
+    names = cuda.cuda.CUdevice_attribute
+    with ptx.device("sm90"):
+        assert cuda.get_device_attribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) == 9
+        assert cuda.get_device_attribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR) == 228 << 10
+        with pytest.raises(NotImplementedError, match="does not know CU_DEVICE_ATTRIBUTE_CLOCK_RATE"):
+            cuda.get_device_attribute(names.CU_DEVICE_ATTRIBUTE_CLOCK_RATE)
+
+
 def test_wrong_words_are_refused():
     with pytest.raises(ValueError, match="device: got 'sm80', accepted: sm90, sm100"), ptx.device("sm80"):
         pass

@@ -181,7 +181,7 @@ def test_a_load_with_a_reduction(operation, dtype):
   st.global.b32 [%d21], %w32;
 """
     out = np.zeros(128, np.uint32)
-    run_with_all_threads(body, values, out)
+    run_with_all_threads(body, values, out, target="sm_103a")
     typed = values.view({"u32": np.uint32, "s32": np.int32, "f32": np.float32}[dtype])
     if "abs" in operation:
         typed = np.abs(typed)
@@ -393,6 +393,7 @@ SYNTAX = {
     "tcgen05.mma.cta_group::1.kind::f16.collector::b0::fill [%r0], %d0, %d0, %r0, %p0;": "unknown .collector",
     "tcgen05.mma.cta_group::1.kind::i8 [%r0], %d0, %d0, %r0, %p0, 1;": "operands",
     "tcgen05.frobnicate.sync.aligned;": "one of",
+    "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%r1, %r2}, %r3, [%r0];": "not supported on .target 'sm_100a'",
 }
 
 
@@ -400,3 +401,53 @@ SYNTAX = {
 def test_unknown_forms_are_refused(text):
     with pytest.raises(PtxError, match=SYNTAX[text]):
         alone(text)
+
+
+@pytest.mark.parametrize(
+    "feature, operands, instead",
+    [
+        ("kind::i8", "%p0", "kind::f16"),
+        ("kind::mxf8f6f4.block_scale.scale_vec::1X", "[%r0], [%r0], %p0", "block32"),
+        ("kind::mxf4.block_scale.scale_vec::2X", "[%r0], [%r0], %p0", "block32"),
+        ("kind::mxf4nvf4.block_scale.scale_vec::4X", "[%r0], [%r0], %p0", "block16"),
+    ],
+)
+def test_what_one_gpu_has_and_its_family_has_not(feature, operands, instead):
+    """As ptxas refuses it: Feature '.scale_vec::4X' not supported on .target 'sm_100f'."""
+    text = f"bra END; tcgen05.mma.cta_group::1.{feature} [%r0], %d0, %d0, %r0, {operands}; END:"
+    alone(text)
+    name = feature.split(".")[-1]
+    with pytest.raises(PtxError, match=f"'.{name}' is not supported on .target 'sm_100f'"):
+        alone(text, target="sm_100f")
+    alone(text.replace(name, instead), target="sm_100f")
+
+
+def test_lanes_of_another_warp_are_a_finding_of_checked_runs():
+    """PTX ISA 9.7.16.8.1. Waived, the quarter is the warp's own: both warps name lane 32, and each writes its own."""
+    body = """
+  .reg .b32 %a<4>;
+  .shared .align 4 .b32 slot;
+  setp.lt.u32 %p2, %tid, 32;
+  @%p2 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [slot], 32;
+  bar.sync 0;
+  ld.shared.b32 %a0, [slot];
+  add.u32 %a1, %a0, 2097152;
+  @!%p2 tcgen05.st.sync.aligned.32x32b.x1.b32 [%a1], {%tid};
+  tcgen05.wait::st.sync.aligned;
+  shr.u32 %a2, %tid, 5; shl.b32 %a2, %a2, 21; add.u32 %a2, %a2, %a0;
+  @!%p2 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%a2];
+  tcgen05.wait::ld.sync.aligned;
+  mad.wide.u32 %d1, %tid, 4, %in0;
+  @!%p2 st.global.b32 [%d1], %r1;
+  bar.sync 0;
+  @%p2 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %a0, 32;
+"""
+    out = np.zeros(128, np.uint32)
+    with pytest.raises(PtxError, match="lane 32 is not among those of this warp"):
+        run(body, out, block=128)
+    found = run(body, out, block=128, check=True).reports
+    assert len(found) == 1 and found[0].startswith("tcgen05.ld or .st in lanes of another warp (PTX ISA 9.7.16.8.1")
+    assert "lane 32, column 0" in found[0]
+    found = run(body, out, block=128, check=True, waive=["foreign_lanes"]).reports
+    assert found[0] == "note: waived: foreign_lanes (seen 2 times)"
+    assert (out[32:] == np.arange(32, 128)).all()

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 NAME = "attnkit_mxfp4"
+_FRONT = "AttnkitMxfp4 is what vLLM finds by name; the configuration that from_config makes answers this"
 
 
 class AttnkitMxfp4(QuantizationConfig):
@@ -41,14 +42,14 @@ class AttnkitMxfp4(QuantizationConfig):
         return NAME
 
     def get_supported_act_dtypes(self) -> list[Any]:
-        raise NotImplementedError("of what from_config makes")
+        raise NotImplementedError(_FRONT)
 
     @classmethod
     def get_min_capability(cls) -> int:
-        raise NotImplementedError("of what from_config makes")
+        raise NotImplementedError(_FRONT)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        raise NotImplementedError("of what from_config makes")
+        raise NotImplementedError(_FRONT)
 
 
 def register() -> None:

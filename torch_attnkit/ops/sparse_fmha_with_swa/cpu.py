@@ -80,8 +80,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
                     seen &= far < o.length[t, None]
                 seen = None if bool(seen.all()) else seen
             if seen is not None or unseen is not None:
-                near_hidden = torch.zeros(near.shape, dtype=torch.bool) if unseen is None else unseen
-                far_hidden = torch.zeros(far.shape, dtype=torch.bool) if seen is None else ~seen
+                near_hidden = torch.zeros_like(near, dtype=torch.bool) if unseen is None else unseen
+                far_hidden = torch.zeros_like(far, dtype=torch.bool) if seen is None else ~seen
                 unseen = torch.cat((near_hidden, far_hidden), 1)  # (t, W + K)
             kv = torch.cat((kv, rows(o.far, request, far, seen)), 1)  # (t, W + K, D)
         s = torch.bmm(o.q[t].float() * scale, kv.mT)  # (t, Hq, W + K)

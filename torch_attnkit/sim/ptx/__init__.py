@@ -11,12 +11,13 @@ from typing import Any
 
 from . import launch, library
 from .gpu import GPUS, cute_tensors, device
+from .memory import visible
 from .runtime import require
 from .settings import Launch, Settings, counting, settings
 
 __all__ = [
     "GPUS", "CheckError", "Launch", "PtxDeadlock", "PtxError", "Settings", "compile", "counting", "device", "load",
-    "require", "run", "settings",
+    "require", "run", "settings", "visible",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,12 +83,17 @@ def _torch(gpu: Gpu) -> Patches:
         shared_memory_per_block_optin=227 << 10, shared_memory_per_multiprocessor=228 << 10,
         regs_per_multiprocessor=65536,
     )  # fmt: skip
-    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cpu"), synchronize=lambda: None)
+    stream = SimpleNamespace(
+        cuda_stream=0, device=torch.device("cpu"), synchronize=lambda: None, query=lambda: True,
+        wait_stream=lambda other: None, wait_event=lambda event: None,
+    )  # fmt: skip
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "current_stream": lambda device=None: stream,
+        "Stream": lambda device=None, priority=0: stream,  # a launch has ended when it returns: one is like another
+        "stream": lambda stream: nullcontext(),
         "synchronize": lambda device=None: None,
         "get_device_name": lambda device=None: gpu.name,
         "get_device_capability": lambda device=None: gpu.capability,
@@ -106,6 +111,7 @@ def _compiler(gpu: Gpu, work: str) -> Patches:
     from cutlass._mlir._mlir_libs._cutlass_ir import _execution_engine
     from cutlass.base_dsl import compiler, dsl, env_manager
     from cutlass.base_dsl.export.external_binary_module import ExternalBinaryModule
+    from cutlass.base_dsl.runtime import cuda as driver
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
     from cutlass.utils.hardware_info import HardwareInfo
 
@@ -131,6 +137,7 @@ def _compiler(gpu: Gpu, work: str) -> Patches:
     load = CudaDialectJitCompiledFunction._load_cuda_library
     # The handles are the simulator's: the real runtime, which would unload them, must not see them.
     yield CudaDialectJitCompiledFunction, "_load_cuda_library", lambda function: [] if load(function) else []
+    yield driver, "get_device_attribute", _attribute(gpu)
     yield HardwareInfo, "__init__", lambda info, device_id=0: None
     yield HardwareInfo, "get_device_multiprocessor_count", lambda info: gpu.processors
     yield HardwareInfo, "get_l2_cache_size_in_bytes", lambda info: gpu.l2
@@ -138,6 +145,25 @@ def _compiler(gpu: Gpu, work: str) -> Patches:
     # Packages keep compiled functions on disk by the compiler's version: those for a simulated GPU go to a place apart.
     yield cutlass, "__version__", f"{cutlass.__version__}+simulated.{gpu.target.replace('_', '')}"
     yield cutlass.cute.runtime, "load_module", _loading(cutlass.cute.runtime.load_module)
+
+
+def _attribute(gpu: Gpu) -> Callable[..., int]:
+    """The driver's answers about a device, by the names that the driver gives its questions."""
+    known = {
+        "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": 228 << 10,
+        "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 227 << 10,
+        "MULTIPROCESSOR_COUNT": gpu.processors,
+        "COMPUTE_CAPABILITY_MAJOR": gpu.capability[0],
+        "COMPUTE_CAPABILITY_MINOR": gpu.capability[1],
+    }
+
+    def answered(attribute: Any, device_id: int = 0) -> int:
+        name = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
+        if name not in known:
+            raise NotImplementedError(f"the simulated GPU does not know {attribute.name}; accepted: {', '.join(known)}")
+        return known[name]
+
+    return answered
 
 
 def _registering(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,8 @@ _lasting: list[weakref.ref[Any]] = []  # holders of tensors that stay visible as
 
 @contextmanager
 def visible(*tensors: torch.Tensor) -> Iterator[None]:
-    """Kernels may also touch the storages of ``tensors`` inside this block."""
+    """Kernels may also touch the storages of ``tensors`` inside this block: those of which host code passes addresses,
+    as ``cute.runtime.make_ptr(dtype, tensor.data_ptr(), ...)`` does."""
     token = _current.set(_current.get() + tensors)
     try:
         yield

@@ -58,6 +58,11 @@ Meeting& Checker::State::meeting(Meeting*& of, ClusterState& cluster) {
 
 // --- a warp's own accesses to tensor memory: the lanes of the warp make them together
 
+void Checker::foreign_lanes(const Context& c, unsigned lane, unsigned column) {
+  const uint64_t at = lane * kTmemColumns + column;
+  state_->report(Finding::foreign_lanes, Space::tensor, actor_of(c), c.cta.checked, 0, at);
+}
+
 void Checker::tensor(const Context& c, Cta& owner, unsigned lane, unsigned lanes, unsigned column, unsigned columns,
                      bool write) {
   state_->settle(&c);

@@ -54,6 +54,8 @@ class Checker {
               bool release, bool write = true, Reach = Reach::gpu);
   // tcgen05.ld / tcgen05.st of this warp: a block of tensor memory.
   void tensor(const Context&, Cta& owner, unsigned lane, unsigned lanes, unsigned column, unsigned columns, bool write);
+  // They name a lane that is not among those of this warp; its own quarter's is used.
+  void foreign_lanes(const Context&, unsigned lane, unsigned column);
   // An asynchronous operation's.
   // Starts with what the issuing lane knows; kWarp: with what all lanes of the warp know together.
   AsyncRef issue(const Context&, unsigned lane);

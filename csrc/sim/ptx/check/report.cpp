@@ -12,7 +12,8 @@ constexpr size_t kMostReports = 500;  // of different pairs; a broken kernel can
 constexpr const char* kNames[kFindings] = {
     "read_after_write", "write_after_read", "write_after_write", "proxy_fence", "map_fence", "uninitialised", "exited",
     "in_flight", "barrier_init", "barrier_visible", "registers_unfenced", "registers_pending", "barrier_overwritten",
-    "not_started", "not_constant", "setmaxnreg", "same_value", "operand_uninitialised", "tensor_fence", "lingering"};
+    "not_started", "not_constant", "setmaxnreg", "foreign_lanes", "same_value", "operand_uninitialised", "tensor_fence",
+    "lingering"};
 
 const char* headline(Finding f) {
   switch (f) {
@@ -34,6 +35,9 @@ const char* headline(Finding f) {
     case Finding::not_started: return "access to the memory of a CTA that is not known to have started";
     case Finding::not_constant: return "ld.global.nc of data that the kernel has written";
     case Finding::setmaxnreg: return "setmaxnreg by a part of a warpgroup";
+    case Finding::foreign_lanes:
+      return "tcgen05.ld or .st in lanes of another warp (PTX ISA 9.7.16.8.1: \"a lane of the Tensor Memory can be "
+             "accessed by a single warp in the warpgroup\")";
     case Finding::same_value: return "note: data race that writes the value that is there";
     case Finding::operand_uninitialised: return "note: the tensor cores read uninitialised memory";
     case Finding::lingering:

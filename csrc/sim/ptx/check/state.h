@@ -142,6 +142,7 @@ enum class Finding : uint8_t {
   not_started,
   not_constant,
   setmaxnreg,
+  foreign_lanes,
   same_value,
   operand_uninitialised,
   tensor_fence,

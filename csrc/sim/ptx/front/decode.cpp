@@ -206,6 +206,12 @@ void Decoder::count(size_t least, size_t most) const {
          (most > least ? " to " + std::to_string(most) : ""));
 }
 
+void Decoder::not_for_a_family(const std::string& feature) const {
+  const std::string& target = program.module->target;
+  if (!target.empty() && target.back() == 'f')
+    fail("'" + feature + "' is not supported on .target '" + target + "', only on one GPU's own, such as sm_100a");
+}
+
 Slot Decoder::constant(uint64_t bits, unsigned bytes) {
   return preset(program, Preset{Preset::constant, bits, "", bytes == 8 ? 8u : 4u});
 }

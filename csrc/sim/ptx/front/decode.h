@@ -94,6 +94,8 @@ class Decoder {
   Slot address(const Operand& memory, Op& op, unsigned& bytes);
   const Operand& operand(size_t i) const;                             // fails when there are fewer
   void count(size_t least, size_t most) const;
+  // Refuses what one GPU has and its family has not: under .target sm_100f and its like ptxas does not know it.
+  void not_for_a_family(const std::string& feature) const;
   Slot constant(uint64_t bits, unsigned bytes);
 };
 

@@ -34,15 +34,19 @@ uint32_t cell_of(const std::string& shape, unsigned t, unsigned j) {
   return lane * kTmemColumns + column;
 }
 
-// The first cell of a warp's block. A warp reaches the 32 lanes of its rank in the warpgroup (9.7.16.8.1). Programs
-// that run on the hardware give lane 0 from all four warps, so the upper lane bits must come from the warp; other lanes
-// of foreign quarters are refused.
+// The first cell of a warp's block. PTX ISA 9.7.16.8.1 "Access restrictions": warp i of a warpgroup reaches lanes 32 i
+// to 32 i + 31 and no other. NVIDIA's examples, which run on the hardware, give lane 0 from all four warps: the upper
+// bits of the lane seem to come from the warp. So lane 0 is the first of the warp's own; with another foreign lane only
+// a checked run goes on, in the warp's own quarter, and reports it.
 TensorPlace own_place(Context& c, const Transfer& r, const char* what) {
   TensorPlace p = tensor_place(uniform_address(c, r.place, what));
   const unsigned quarter = c.warp.id % 4;
-  if (p.lane >= kTmemLanes || (p.lane / 32 != quarter && p.lane / 32 != 0))
+  const bool foreign = p.lane / 32 != quarter && p.lane / 32 != 0;
+  if (p.lane >= kTmemLanes || (foreign && c.check == nullptr))
     c.fail(std::string(what) + ": lane " + std::to_string(p.lane) + " is not among those of this warp, " +
-           std::to_string(32 * quarter) + " .. " + std::to_string(32 * quarter + 31));
+           std::to_string(32 * quarter) + " .. " + std::to_string(32 * quarter + 31) +
+           " (PTX ISA 9.7.16.8.1: \"a lane of the Tensor Memory can be accessed by a single warp in the warpgroup\")");
+  if (foreign) c.check->foreign_lanes(c, p.lane, p.column);
   if (p.lane % 32 % r.lanes)
     c.fail(std::string(what) + ": lane " + std::to_string(p.lane) + " has to be a multiple of " +
            std::to_string(r.lanes));
@@ -169,6 +173,9 @@ void decode_transfer(Decoder& d, Op& op, Modifiers& m, bool load) {
   const unsigned count = static_cast<unsigned>(std::stoul(times.substr(1)));
   const unsigned n = count * (shape == "16x128b" ? 2 : shape == "16x256b" ? 4 : 1);
   if (n > 128) d.fail("." + times + " is too many for ." + shape + ": 128 registers at most");
+  // ptxas knows it under sm_103a and sm_103f.
+  if (reduce && d.program.module->target.compare(0, 6, "sm_100") == 0)
+    d.fail("'tcgen05.ld.red' is not supported on .target '" + d.program.module->target + "'");
   if (reduce && (count < 2 || (shape != "32x32b" && !r.halves) || r.packed))
     d.fail("tcgen05.ld.red takes .32x32b or .16x32bx2, .x2 or more");
   const size_t operands = 2 + (r.halves ? 1 : 0) + (reduce ? 1 : 0);

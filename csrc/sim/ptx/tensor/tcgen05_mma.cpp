@@ -152,6 +152,7 @@ unsigned decode_block(Decoder& d, Modifiers& m, MmaKind kind) {
   const std::string size =
       m.take_optional({"scale_vec::1X", "scale_vec::2X", "scale_vec::4X", "block16", "block32"}, "");
   const bool one = kind == MmaKind::mxf8f6f4;
+  if (size.compare(0, 5, "scale") == 0) d.not_for_a_family("." + size);  // block16 and block32 name the same
   if (size.empty() && kind == MmaKind::mxf4nvf4) d.fail(".kind::mxf4nvf4 needs a scale vector size");
   if (size.empty() || size == "block32" || size == (one ? "scale_vec::1X" : "scale_vec::2X")) return 32;
   if (kind == MmaKind::mxf4nvf4 && (size == "block16" || size == "scale_vec::4X")) return 16;
@@ -189,6 +190,7 @@ void decode_tensor_mma(Decoder& d, Op& op, Modifiers& m) {
   if (m.take("ashift")) d.fail(".ashift is not supported");
   r.pair = take_pair(d, m);
   r.kind = take_kind(d, m, r.name);
+  if (r.kind == MmaKind::i8) d.not_for_a_family(".kind::i8");
   if (scaled(r.kind)) r.block = decode_block(d, m, r.kind);
   take_collector(d, m, r.stationary);
   if (r.stationary && (r.pair || r.block)) d.fail(".ws is for .cta_group::1 without block scaling");

@@ -1,5 +1,5 @@
-// cvt to and from two or four values in a register: f16x2, bf16x2, tf32, and the 8, 6 and 4-bit formats (PTX
-// ISA 9.7.9.21); cvt.pack (9.7.9.22).
+// cvt to and from two or four values in a register: f16x2, bf16x2, tf32, the 8, 6 and 4-bit formats, and from fixed
+// point (PTX ISA 9.7.9.21); cvt.pack (9.7.9.22).
 #include "units/convert.h"
 #include "units/float_math.h"
 
@@ -7,7 +7,7 @@ namespace ptx {
 
 namespace {
 
-enum class Kind : uint8_t { f32, f16x2, bf16x2, tf32, small, ue8m0 };
+enum class Kind : uint8_t { f32, f16x2, bf16x2, tf32, small, ue8m0, s2f6 };
 
 struct Packed {
   Kind to = Kind::f32, from = Kind::f32;
@@ -15,6 +15,7 @@ struct Packed {
   unsigned width = 8, count = 2;  // bits that an element of the small side takes, elements
   Round round = Round::nearest_even;
   bool relu = false, satfinite = false, random = false;
+  bool scaled = false;            // two ue8m0 in a second operand
 };
 
 bool small_format(const std::string& name, Packed& k) {
@@ -78,6 +79,21 @@ Step convert_two(Context& c, const Op& op) {
   return Step::next;
 }
 
+// PTX ISA 5.2.4: .s2f6 is an 8-bit two's complement integer in units of 2^-6.
+double decode_s2f6(uint32_t code) { return static_cast<int8_t>(code) / 64.0; }
+
+// .bf16x2.s2f6x2: each value is exact in bf16, and so is its product with a power of two, or it is beyond bf16's range.
+Step convert_fixed(Context& c, const Op& op) {
+  const Packed& k = *static_cast<const Packed*>(op.extra.get());
+  const uint32_t *a = c.warp.v32(op.s[0]).x, *scales = k.scaled ? c.warp.v32(op.s[1]).x : nullptr;
+  each_lane(c.mask, c.warp.v32(op.d[0]).x, [&](unsigned l) {
+    const uint32_t scale = scales != nullptr ? scales[l] : 0x7f7f;
+    return half_code(k, decode_s2f6(a[l] >> 8) * decode_ue8m0(scale >> 8)) << 16 |
+           half_code(k, decode_s2f6(a[l]) * decode_ue8m0(scale));
+  });
+  return Step::next;
+}
+
 // .f16x2.f32 and .bf16x2.f32 with .rn, as kernels use them.
 template <bool bf16, bool clamp>
 PTX_CLONES Step pack_halves(Context& c, const Op& op) {
@@ -120,12 +136,13 @@ Kind kind_of(Decoder& d, const std::string& name, Packed& k) {
   if (name == "bf16x2") return Kind::bf16x2;
   if (name == "tf32") return Kind::tf32;
   if (name == "ue8m0x2") return Kind::ue8m0;
+  if (name == "s2f6x2") return Kind::s2f6;
   if (small_format(name, k)) return Kind::small;
   d.fail("'." + name + "' is no type of cvt");
 }
 
 unsigned bytes_of_side(const Packed& k, Kind side) {
-  if (side == Kind::ue8m0) return 2;
+  if (side == Kind::ue8m0 || side == Kind::s2f6) return 2;
   if (side != Kind::small) return 4;
   return k.width * k.count / 8;
 }
@@ -135,7 +152,7 @@ void check_pair(const Decoder& d, const Packed& k) {
   bool ok = false;
   switch (k.to) {
     case Kind::f16x2: ok = k.from == Kind::f32 || k.from == Kind::small; break;
-    case Kind::bf16x2: ok = k.from == Kind::f32 || k.from == Kind::ue8m0; break;
+    case Kind::bf16x2: ok = k.from == Kind::f32 || k.from == Kind::ue8m0 || k.from == Kind::s2f6; break;
     case Kind::tf32: ok = k.from == Kind::f32; break;
     case Kind::small: ok = (k.from == Kind::f32 || half) && k.count == 2; break;
     case Kind::ue8m0: ok = k.from == Kind::f32 || k.from == Kind::bf16x2; break;
@@ -145,6 +162,7 @@ void check_pair(const Decoder& d, const Packed& k) {
   if (k.to == Kind::small && !k.satfinite) d.fail("'.satfinite' is required");
   if (k.satfinite && (k.from == Kind::small || k.from == Kind::ue8m0))
     d.fail("'.satfinite' is not for this conversion");
+  if (k.scaled && k.from != Kind::s2f6) d.fail("'.scaled::n2::ue8m0' is not for this conversion");
   if (k.relu && (k.to == Kind::ue8m0 || k.from == Kind::ue8m0)) d.fail("'.relu' is not for this conversion");
 }
 
@@ -176,15 +194,17 @@ void decode_packed_cvt(Decoder& d, Op& op) {
   take_rounding(d, m, *k);
   k->relu = m.take("relu");
   k->satfinite = m.take("satfinite");
+  k->scaled = m.take("scaled::n2::ue8m0");
   m.done();
   check_pair(d, *k);
-  const size_t sources = k->from == Kind::f32 && k->to != Kind::tf32 ? 2 : 1;
+  if (k->from == Kind::s2f6) d.not_for_a_family(".s2f6x2");
+  const size_t sources = (k->from == Kind::f32 && k->to != Kind::tf32) || k->scaled ? 2 : 1;
   d.count(sources + 1, sources + 1);
   // .e2m1x2 lives in a .b8 register, which is as wide here as a .b16 one.
   op.d[0] = d.destination(d.operand(0), std::max(2u, bytes_of_side(*k, k->to)));
   for (size_t i = 0; i < sources; i++) op.s[i] = d.source(d.operand(i + 1), std::max(2u, bytes_of_side(*k, k->from)));
   op.extra = k;
-  op.run = k->to == Kind::tf32 ? convert_tf32 : convert_two;
+  op.run = k->to == Kind::tf32 ? convert_tf32 : k->from == Kind::s2f6 ? convert_fixed : convert_two;
   if (k->from != Kind::f32 || k->round != Round::nearest_even || k->satfinite) return;
   if (k->to == Kind::bf16x2) op.run = k->relu ? pack_halves<true, true> : pack_halves<true, false>;
   if (k->to == Kind::f16x2) op.run = k->relu ? pack_halves<false, true> : pack_halves<false, false>;
