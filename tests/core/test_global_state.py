@@ -78,21 +78,6 @@ def test_every_op_gives_the_same_bits_in_every_state(op, pytestconfig):
             assert all(map(same, got, plain)), f"{name}: {state}"
 
 
-@pytest.mark.parametrize("hidden", ["window", "list"])
-def test_masks_of_one_part_of_the_keys_are_made_on_the_cpu(hidden):
-    q, swa, far = (torch.randn(shape) for shape in ((2, 4, 64), (1, 8, 64), (1, 8, 64)))
-    end = torch.tensor([2 if hidden == "window" else 6, 6], dtype=torch.int32)
-    listed = torch.tensor([[0, -1 if hidden == "list" else 3], [1, 2]], dtype=torch.int32)
-
-    def call():
-        return torch.ops.attnkit.sparse_fmha_with_swa(q, swa, end, far, listed, window=4)
-
-    plain = call()
-    with torch.device("meta"):
-        got = call()
-    assert all(map(same, got, plain))
-
-
 @pytest.mark.parametrize("arch", ["metal", "sm90", "sm100"])
 def test_default_dtype_and_autocast_change_no_simulated_kernel(arch):
     from torch_attnkit.core import simulate
