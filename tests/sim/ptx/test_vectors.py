@@ -32,23 +32,13 @@ def steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(a.isnan() | b.isnan(), torch.where(a.isnan() & b.isnan(), 0, 1 << 40), apart)
 
 
-# Rows made since an H200 was recorded last: the next record has them.
-UNSEEN = {"flash_attention_paged", "gated_rmsnorm_backward"}
-
-
-def unseen(op: str, row: int) -> bool:
-    """Whether that row has no record: those ops have none, nor has decode over caches of E4M3."""
-    return op in UNSEEN or (op.startswith("sdpa_decode") and OPS[op].kernels[row].dims.get("bits") == (8,))
-
-
 def test_every_row_is_recorded():
     giving = {name: op for name, op in OPS.items() if not op.mutated}  # others return nothing
     rows = {(name, i) for name, op in giving.items() for i, row in enumerate(op.kernels) if "sm90" in row.archs}
-    rows -= {row for row in rows if unseen(*row)}
     assert {(call.op, vectors.row_of(call)) for call in CALLS.values()} == rows, (
         "record again on an H200: python tests/sim/ptx/vectors.py"
     )
-    assert vectors.FILE.stat().st_size < 300_000
+    assert vectors.FILE.stat().st_size < 350_000
 
 
 @pytest.mark.sample(32)
