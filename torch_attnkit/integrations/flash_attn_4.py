@@ -1,9 +1,8 @@
 """Attention with gradients: flash_attention's kernels forward, those of flash-attn-4 backward.
 
 The op itself has no backward. What flash-attn-4 needs for one is out and the natural-log LSE, which are what the op
-returns. Its backward is an interface that it calls private: it has been run with flash-attn-4 4.0.0b36, in the PTX
-simulator, for Hopper and Blackwell; on a GPU nobody has run the two together yet. ``pip install flash-attn-4`` once it
-is needed.
+returns. Its backward is an interface that it calls private: it has been run with flash-attn-4 4.0.0b36, on an H200
+and, for Hopper and Blackwell, in the PTX simulator. ``pip install flash-attn-4`` once it is needed.
 Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2; FlashAttention-4.
 """
 

@@ -158,14 +158,12 @@ def batch(d: Draw, facts: Facts, queries: int, keys: int) -> Facts:
 
 def scores(d: Draw, facts: Facts, on: set[str], keys: int) -> Facts:
     """Run-time values of what the features switch on, and of what every kernel takes."""
-    # What is stored has 24 bits, or a cap has made large scores small, which leaves of them what cancelled: a tolerance
-    # that comes from a handful of results then knows too little of sums whose terms are far larger.
+    # What is stored has 24 bits, or a cap has made large scores small, which leaves of them what cancelled.
     exact = facts["dtype"] == "f32" or "softcap" in on
-    scales = (0.1, 0.25, 0.05, 0.0, -0.1) if "softcap" in on else (0.1, 0.25, 1.0, 0.0, -0.1)
     window = (0, 1, 2, 3, 7, 16, 33, keys // 3, keys // 2, max(0, keys - 1), keys, keys + 1, *_HUGE)
     sinks = (1, 2, 3, 5, 17, keys // 2, keys, *_HUGE[1:])
     return dict(
-        scale=d.pick(scales) if d.sometimes(0.3) else "",
+        scale=d.pick((0.1, 0.25, 1.0, 0.0, -0.1)) if d.sometimes(0.3) else "",
         window=d.pick(window) if "window" in on else -1,
         sink_tokens=max(1, d.pick(sinks)) if "sink_tokens" in on else 0,
         softcap=d.pick((2.0, 15.0, 30.0, 50.0)) if "softcap" in on else 0.0,
