@@ -35,8 +35,10 @@ def terms(call: Call) -> int:
 
 
 def largest(op, what: str, exact: torch.Tensor, args: tuple) -> torch.Tensor:
-    """The largest number in the sums that the result is made of: its own largest, unless they cancel. They do in dy of a
-    row of one element, which is h r - h r (y r)^2 with h = grad w silu(z): y r is 1 but for epsilon."""
+    """The largest number in the sums that the result is made of: its own largest, unless they cancel.
+
+    They do in dy of a row of one element: h r - h r (y r)^2 with h = grad w silu(z), where y r is 1 but for epsilon.
+    """
     if (op.name, what) != ("gated_rmsnorm_backward", "dy") or args[1].shape[-1] > 1:
         return exact.abs().max()
     grad, y, z, w = (a.double() for a in args)
