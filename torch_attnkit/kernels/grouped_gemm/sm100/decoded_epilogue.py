@@ -102,4 +102,4 @@ class DecodedResults:
                 if inside & (first + i < tile.columns):
                     op.store_float(at + Int64(first + i) * step, op.fma(some[i], factor, bias))
         meet()  # a token's features are those of all warps
-        self.totals.run(tensors, tile, warp)
+        self.totals.run(tensors, scalars, tile, warp)

@@ -47,12 +47,12 @@ def trace(
     ``code_alignment``: whether TMA may make bytes of codes. The others are what ``plan.py`` always says."""
     neighbours = max(1, 16 * row_warps // (MOST_ROW_TILES * WEIGHT_ROWS))
     rows = 16 * row_warps // neighbours
-    totals = Totals(rows)
     if by_scale(format, activations) and (activations != "mxfp8" or code_alignment == UNPACKED_ALIGNMENT):
         up, down = (
             Config(format, paired, vector, activations, rows // WEIGHT_ROWS, columns // TOKENS, neighbours)
             for paired, vector in zip((True, False), scale_vectors, strict=True)
         )
+        totals = Totals(rows, completed=False)
         made = Experts(
             SortAndQuantise(activations, experts, totals.rows, columns),
             Product(up, Activation(activations)),
@@ -64,6 +64,7 @@ def trace(
             DecodedConfig(format, paired, vector, activations, parts=count)
             for paired, vector in zip((True, False), scale_vectors, strict=True)
         )
+        totals = Totals(rows, completed=True)
         made = Experts(
             SortAndPermute(activations, experts, count, totals.rows),
             DecodedProduct(up, DecodedActivation(up)),

@@ -110,10 +110,14 @@ def begin(config: cutlass.Constexpr):
     tmem.before_sync()
     Group(config.ctas, config.neighbours).meet()
     tmem.after_sync()
-    if const_expr(config.paired):
-        # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
-        cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
+
+
+def await_work_tiles(config: Config) -> None:
+    """Before anything else: the host knows only how many there may be, and blocks without one set nothing up. The second
+    product begins when all blocks of the first have ended, or waited here and begun."""
+    if config.paired:
+        cute.arch.griddepcontrol_wait()
 
 
 class Product:
@@ -161,6 +165,18 @@ class Product:
         self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, codes: Loads,
         tokens: Loads,
     ):  # fmt: skip
+        await_work_tiles(self.c)
+        # Of gate and up a work tile has half of its rows each.
+        row_tiles = parts(Int32(weights.codes.shape[1]), WEIGHT_ROWS)
+        share = self.group.share(tensors, parts(row_tiles, self.c.row_tiles))
+        if share.count > 0:
+            self._roles(tensors, flags, weights, rows, scalars, codes, tokens, share, row_tiles)
+
+    @cute.jit
+    def _roles(
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, codes: Loads,
+        tokens: Loads, part: Any, row_tiles: Int32,
+    ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         s = self._shared(warp)
         if warp == WEIGHT_WARP:
@@ -168,9 +184,6 @@ class Product:
         if warp == TOKEN_WARP:
             cpasync.prefetch_descriptor(tokens.atom)
         begin(self.c)
-        # Of gate and up a work tile has half of its rows each.
-        row_tiles = parts(Int32(weights.codes.shape[1]), WEIGHT_ROWS)
-        part = self.group.share(tensors, parts(row_tiles, self.c.row_tiles))
         columns = Int32(weights.codes.shape[2]) * 2
         turns = parts(columns, self.c.stage)
         if warp < RESULT_WARPS:
@@ -327,7 +340,8 @@ class Product:
             factor = factor_of(flags, weights, tile.expert)
             for i in cutlass.range(self._present(tile.row, row_tiles), unroll=1):
                 some = row_tile(self.c, tile, i)
-                bring_biases(self.c, flags, weights, some, s.sBias, thread)
+                if not self.results.plain(scalars):
+                    bring_biases(self.c, flags, weights, some, s.sBias, thread)
                 s.sums.wait(m)
                 tmem.after_sync()
                 sums = tmem.lanes(s.sums.slot(m) * WEIGHT_ROWS, warp)
@@ -337,4 +351,4 @@ class Product:
                 with cute.arch.elect_one():
                     self.group.arrive(s.sums.empty + s.sums.slot(m))
                 m += 1
-            self.results.end(tensors, tile, warp)
+            self.results.end(tensors, scalars, tile, warp)
