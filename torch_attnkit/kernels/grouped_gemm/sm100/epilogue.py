@@ -76,6 +76,8 @@ def completed(some: list[Float32], factor: Float32, bias: cute.Tensor | None) ->
 class Activation:
     """h = swiglu(gate, up) of a row tile, quantised as ``config.Rows`` has rows."""
 
+    shared_bytes = 0
+
     def __init__(self, activations: str):
         self.activations = activations
 
@@ -85,16 +87,16 @@ class Activation:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, s: Any,
         warp: Int32,
     ):  # fmt: skip
         """``sums``: the columns of tensor memory, as this warp reaches them."""
         token = warp * 32 + cute.arch.lane_idx()
         if warp * 32 < tile.columns:
             if self.plain(scalars):
-                self._blocks(tensors, scalars, tile, factor, sums, sBias, token, True)
+                self._blocks(tensors, scalars, tile, factor, sums, s.sBias, token, True)
             else:
-                self._blocks(tensors, scalars, tile, factor, sums, sBias, token, False)
+                self._blocks(tensors, scalars, tile, factor, sums, s.sBias, token, False)
 
     @cute.jit
     def _blocks(
@@ -146,6 +148,8 @@ class Results:
     """y of a row tile, in float32 and in the order of ``h``; behind a work tile's last row tile, tokens' sums. Without
     biases it is left to these to multiply by an expert's factor, together with the choice's weight."""
 
+    shared_bytes = 0
+
     def __init__(self, totals: Totals):
         self.totals = totals
 
@@ -157,15 +161,15 @@ class Results:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, s: Any,
         warp: Int32,
     ):  # fmt: skip
         token = warp * 32 + cute.arch.lane_idx()
         if warp * 32 < tile.columns:
             if self.plain(scalars):
-                self._store(tensors, tile, factor, sums, sBias, token, True)
+                self._store(tensors, tile, factor, sums, s.sBias, token, True)
             else:
-                self._store(tensors, tile, factor, sums, sBias, token, False)
+                self._store(tensors, tile, factor, sums, s.sBias, token, False)
 
     @cute.jit
     def _store(

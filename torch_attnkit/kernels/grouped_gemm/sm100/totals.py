@@ -17,7 +17,7 @@ from torch_attnkit.cuda import warp_ops as op
 from ..sm90.arguments import Flags, Scalars, Tensors, chosen
 from ..sm90.routing import SortTogether
 from ..sm90.schedule import WorkTile
-from .config import MARK_WORDS
+from .config import MARK_WORDS, RESULT_WARPS
 from .pairs import parts
 
 _CHOICES_AT_ONCE = 4  # whose results are on their way
@@ -70,17 +70,19 @@ class Marks:
 
 class Totals:
     """In the second product. ``rows``: features of a work tile; ``completed``: whether results are, or lack their
-    expert's factor as long as there are no biases."""
+    expert's factor as long as there are no biases; ``any_warp``: whether warps have met and can see all results, or
+    each those of 32 tokens."""
 
-    def __init__(self, rows: int, completed: bool):
+    def __init__(self, rows: int, completed: bool, any_warp: bool):
         self.rows, self.each = rows, rows // 32  # neighbouring features of a lane
-        self.completed = completed
+        self.completed, self.any_warp = completed, any_warp
 
     @cute.jit
     def run(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32):
         """A lane says that its token's features are in ``partial``, which it can see. Of those that are the last, the
         warp adds up one token after another."""
-        mine, token, home, last = warp * 32 + cute.arch.lane_idx(), Int32(0), Int32(0), Int32(0)
+        token, home, last, lane = Int32(0), Int32(0), Int32(0), cute.arch.lane_idx()
+        mine = lane * RESULT_WARPS + warp if const_expr(self.any_warp) else warp * 32 + lane
         top_k, there = Int32(tensors.indices.shape[1]), Int32(tensors.indices.shape[1])
         if mine < tile.columns:
             words = cute.make_rmem_tensor(MARK_WORDS, Int32)
@@ -92,8 +94,8 @@ class Totals:
         left, whole = cute.arch.vote_ballot_sync(last != 0), cute.arch.vote_all_sync(there == top_k)
         cute.arch.sync_warp()  # what a lane has acquired, all may read
         while left != 0:
-            lane = cute.arch.popc(~left & (left - 1))
-            some, row = cute.arch.shuffle_sync(token, lane), cute.arch.shuffle_sync(home, lane)
+            which = cute.arch.popc(~left & (left - 1))
+            some, row = cute.arch.shuffle_sync(token, which), cute.arch.shuffle_sync(home, which)
             self._add_up(tensors, scalars, some, row, tile.row * self.rows, whole)
             left = left & (left - 1)
 
