@@ -7,8 +7,8 @@
     4 warps   what becomes of the sums (epilogue.py), while the next work tile is multiplied into the other buffer
 
 Tokens are the lanes of tensor memory, so that a thread has neighbouring features of one token: a block of h is
-quantised without another thread. Of few, weights are the lanes and tokens the columns, as many as there are, to a multiple
-of eight (column_epilogue.py). Of many tokens a work tile has two row tiles, which share what is loaded of tokens.
+quantised without another thread. Of few, weights are the lanes and tokens the columns, as many as there are, to a
+multiple of eight (column_epilogue.py). Of many a work tile has two row tiles, which share what is loaded of tokens.
 Blocks take every so many-th work tile; those of an expert's tokens follow each other. Rows of gate and rows of up are
 halves of a row tile, whether they are halves of the weights or interleaved: only the steps of the tensor map differ.
 Imports cutlass.
@@ -334,7 +334,7 @@ class Product:
             m += present
 
     def _product(self, step: int, sums: Int32, tokens: Any, weights: Any, width: Int32, more: Any) -> None:
-        """``tokens`` and ``weights``: a descriptor of codes, and the column of their scales; ``more``: sums are there."""
+        """``tokens`` and ``weights``: descriptor of codes and column of scales; ``more``: sums are there."""
         f, accumulate = self.format, cutlass.select_(more, Int32(1), Int32(0))
         (rows, row_scales), (columns, column_scales) = (weights, tokens) if self.c.few else (tokens, weights)
         instruction = f.instruction(0, step) | width >> 3 << 17 if self.c.few else f.instruction(WEIGHT_ROWS, step)
