@@ -15,7 +15,7 @@ pytestmark = pytest.mark.simulator
 E4M3 = torch.float8_e4m3fn
 ALL = torch.arange(256, dtype=torch.uint8)
 NUMBERS = torch.where(ALL & 0x7F == 0x7F, 0, ALL)  # NaN left out, which all sums would be
-OPS = ("flash_attention", "flash_attention_varlen")
+OPS = ("flash_attention", "flash_attention_varlen", "sdpa_multi")
 
 
 def arguments(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int = 0) -> tuple[Any, ...]:
