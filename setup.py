@@ -30,6 +30,24 @@ def simulator(folder: Path) -> Pybind11Extension:
     )
 
 
+def cpu(folder: Path) -> list[Pybind11Extension]:
+    """csrc/cpu as torch_attnkit.cpu._kernels, an option: without it rows of the CPU are PyTorch's operators alone."""
+    sources = sorted(p.as_posix() for p in folder.glob("*.cpp"))
+    if not sources:
+        return []
+    return [
+        Pybind11Extension(
+            "torch_attnkit.cpu._kernels",
+            sources,
+            depends=sorted(p.as_posix() for p in folder.glob("*.h")),
+            cxx_std=17,
+            # NaN and infinities stay as they are. What is given up is errno, and traps, which nobody sets.
+            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
+            optional=True,
+        )
+    ]
+
+
 def dispatch(folder: Path) -> list[Pybind11Extension]:
     """csrc/dispatch as torch_attnkit.core._dispatch_<minor version of torch>; nothing where it cannot be built.
 
@@ -97,5 +115,5 @@ setup(
         "torch_attnkit": ["py.typed", "evidence/*.json"],
         "torch_attnkit.csrc": ["README.md", "metal/**/*", "sim/metal/include/*"],
     },
-    ext_modules=[*(simulator(f) for f in FOLDERS), *dispatch(Path("csrc/dispatch"))],
+    ext_modules=[*(simulator(f) for f in FOLDERS), *cpu(Path("csrc/cpu")), *dispatch(Path("csrc/dispatch"))],
 )

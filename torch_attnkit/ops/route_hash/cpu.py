@@ -1,4 +1,5 @@
-"""route_hash on the CPU: a row of the table, and the scores of its experts, in few calls of PyTorch."""
+"""route_hash on the CPU: a row of the table, and the scores of its experts, for few rows in one pass (csrc/cpu), else in
+few calls of PyTorch."""
 
 from __future__ import annotations
 
@@ -6,19 +7,30 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.kernels.routing.cpu import sqrt_softplus, store
+from torch_attnkit.kernels.routing.cpu import in_one, sqrt_softplus, store
 
 from .problem import operands
 from .reference import reference
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    a, (E, V) = call.arg, (call.dim[axis] for axis in "EV")
+    a, (R, E, V, K) = call.arg, (call.dim[axis] for axis in "REVK")
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
+    steps = a.logits.stride(0), a.tid2eid.stride(0)
+    wide = a.token_ids.dtype == torch.int64, a.tid2eid.dtype == torch.int64
+    native = usual and in_one(a.logits)
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
+        if native and cpu.kernels.route_hash(
+            o.logits.data_ptr(), steps[0], o.token_ids.data_ptr(), wide[0], o.table.data_ptr(), wide[1], steps[1],
+            R, E, V, K, a.renormalize, a.route_scale, o.weights.data_ptr(), o.indices.data_ptr(),
+        ):  # fmt: skip
+            return
         # A sum tells of NaN and +inf, which are refused; of -inf, too, and the definition takes that.
         if usual and math.isfinite(float(o.logits.sum())) and _within(o.token_ids, V):
             index = o.table.index_select(0, o.token_ids)  # (R, K)

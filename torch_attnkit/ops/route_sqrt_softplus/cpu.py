@@ -1,4 +1,5 @@
-"""route_sqrt_softplus on the CPU: PyTorch's own selection; the definition sorts all experts."""
+"""route_sqrt_softplus on the CPU: one pass over few rows (csrc/cpu), else PyTorch's own selection; the definition sorts
+all experts."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.kernels.routing.cpu import ranked, sqrt_softplus, store
+from torch_attnkit.kernels.routing.cpu import in_one, ranked, sqrt_softplus, store
 
 from .problem import operands
 from .reference import reference
@@ -16,9 +18,16 @@ from .reference import reference
 def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
+    (R, E), step = a.logits.shape, a.logits.stride(0)
+    native = usual and in_one(a.logits)
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
+        if native and cpu.kernels.route_sqrt_softplus(
+            o.logits.data_ptr(), step, cpu.address(o.bias), R, E, k, a.renormalize, a.route_scale,
+            o.weights.data_ptr(), o.indices.data_ptr(),
+        ):  # fmt: skip
+            return
         s = sqrt_softplus(o.logits)  # (R, E)
         found = ranked(s if o.bias is None else s + o.bias, k) if usual else None
         if found is None:  # among them what is refused
