@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
+from torch_attnkit.core.numerics import calls_no_torch
 
 _FEW = 1 << 15  # numbers that one thread is through with in 40 us, when PyTorch's three calls have just begun
 
@@ -20,6 +21,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     native = cpu.kernels is not None and 0 < rows * N <= _FEW
     native = native and all(t.dtype == torch.float32 and t.is_contiguous() for t in (a.y, a.z, a.w))
 
+    @calls_no_torch
     def in_one(y: torch.Tensor, z: torch.Tensor, w: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         cpu.kernels.gated_rmsnorm(y.data_ptr(), z.data_ptr(), w.data_ptr(), out.data_ptr(), rows, N, eps)
 

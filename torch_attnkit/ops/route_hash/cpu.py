@@ -11,6 +11,7 @@ import torch
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
+from torch_attnkit.core.numerics import calls_no_torch, exact
 from torch_attnkit.kernels.routing.cpu import in_one, sqrt_softplus, store
 
 from .problem import operands
@@ -22,15 +23,9 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
     steps = a.logits.stride(0), a.tid2eid.stride(0)
     wide = a.token_ids.dtype == torch.int64, a.tid2eid.dtype == torch.int64
-    native = usual and in_one(a.logits)
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
-        if native and cpu.kernels.route_hash(
-            o.logits.data_ptr(), steps[0], o.token_ids.data_ptr(), wide[0], o.table.data_ptr(), wide[1], steps[1],
-            R, E, V, K, a.renormalize, a.route_scale, o.weights.data_ptr(), o.indices.data_ptr(),
-        ):  # fmt: skip
-            return
         # A sum tells of NaN and +inf, which are refused; of -inf, too, and the definition takes that.
         if usual and math.isfinite(float(o.logits.sum())) and _within(o.token_ids, V):
             index = o.table.index_select(0, o.token_ids)  # (R, K)
@@ -42,7 +37,19 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         o.weights.copy_(weights)
         o.indices.copy_(indices)
 
-    return launch
+    if not (usual and in_one(a.logits)):
+        return launch
+    kernel, many = cpu.kernels.route_hash, exact(launch)
+
+    @calls_no_torch
+    def few(logits, token_ids, tid2eid, route_scale, renormalize, weights, indices) -> None:
+        if not kernel(
+            logits.data_ptr(), steps[0], token_ids.data_ptr(), wide[0], tid2eid.data_ptr(), wide[1], steps[1],
+            R, E, V, K, renormalize, route_scale, weights.data_ptr(), indices.data_ptr(),
+        ):  # fmt: skip
+            many(logits, token_ids, tid2eid, route_scale, renormalize, weights, indices)
+
+    return few
 
 
 def _within(t: Any, end: int) -> bool:

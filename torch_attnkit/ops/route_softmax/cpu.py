@@ -11,6 +11,7 @@ import torch
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
+from torch_attnkit.core.numerics import calls_no_torch, exact
 from torch_attnkit.kernels.routing.cpu import in_one, ranked, store
 
 from .problem import operands
@@ -21,17 +22,11 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
     (R, E), step = a.logits.shape, a.logits.stride(0)
-    native = usual and in_one(a.logits)
     # Over the sum of the chosen, a softmax of all experts is that of the chosen.
     over_all = a.softmax_first and not a.renormalize
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
-        if native and cpu.kernels.route_softmax(
-            o.logits.data_ptr(), step, R, E, k, a.softmax_first, a.renormalize, a.route_scale,
-            o.weights.data_ptr(), o.indices.data_ptr(),
-        ):  # fmt: skip
-            return
         x = o.logits.float()  # (R, E)
         found = ranked(x, k) if usual else None
         if found is None:  # among them what is refused
@@ -48,4 +43,16 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         if a.route_scale != 1:
             o.weights.mul_(a.route_scale)
 
-    return launch
+    if not (usual and in_one(a.logits)):
+        return launch
+    kernel, many = cpu.kernels.route_softmax, exact(launch)
+
+    @calls_no_torch
+    def few(logits, topk, softmax_first, renormalize, route_scale, weights, indices) -> None:
+        if not kernel(
+            logits.data_ptr(), step, R, E, k, softmax_first, renormalize, route_scale,
+            weights.data_ptr(), indices.data_ptr(),
+        ):  # fmt: skip
+            many(logits, topk, softmax_first, renormalize, route_scale, weights, indices)
+
+    return few

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
+from torch_attnkit.core.numerics import calls_no_torch, exact
 from torch_attnkit.kernels.routing.cpu import in_one, ranked, sqrt_softplus, store
 
 from .problem import operands
@@ -19,15 +20,9 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
     (R, E), step = a.logits.shape, a.logits.stride(0)
-    native = usual and in_one(a.logits)
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
-        if native and cpu.kernels.route_sqrt_softplus(
-            o.logits.data_ptr(), step, cpu.address(o.bias), R, E, k, a.renormalize, a.route_scale,
-            o.weights.data_ptr(), o.indices.data_ptr(),
-        ):  # fmt: skip
-            return
         s = sqrt_softplus(o.logits)  # (R, E)
         found = ranked(s if o.bias is None else s + o.bias, k) if usual else None
         if found is None:  # among them what is refused
@@ -39,4 +34,16 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         o.indices.copy_(index)
         store(top if o.bias is None else s.gather(1, index), a.renormalize, a.route_scale, o.weights)
 
-    return launch
+    if not (usual and in_one(a.logits)):
+        return launch
+    kernel, many = cpu.kernels.route_sqrt_softplus, exact(launch)
+
+    @calls_no_torch
+    def few(logits, bias, topk, route_scale, renormalize, weights, indices) -> None:
+        if not kernel(
+            logits.data_ptr(), step, cpu.address(bias), R, E, k, renormalize, route_scale,
+            weights.data_ptr(), indices.data_ptr(),
+        ):  # fmt: skip
+            many(logits, bias, topk, route_scale, renormalize, weights, indices)
+
+    return few
