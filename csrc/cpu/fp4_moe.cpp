@@ -47,23 +47,29 @@ ATTNKIT_INSIDE void read(const uint8_t* codes, const uint8_t* scales, const floa
   }
 }
 
+// Where a thread reads a row back (columns).
+struct Row {
+  std::vector<int8_t> twice;
+  std::vector<float> numbers;
+};
+
 // Rows [begin, end) of the i-th expert times its slots' x (slots, columns): into out (slots, rows).
 ATTNKIT_KERNEL void multiply(const Matrices& m, const Experts& experts, const Slots& slots, size_t i, int64_t begin,
-                             int64_t end, const float* x, float* out) {
+                             int64_t end, const float* x, float* out, Row& room) {
+  int8_t* twice = room.twice.data();
+  float* numbers = room.numbers.data();
   const int64_t e = slots.experts[i];
   const float over = m.global ? m.global[e] : 1.0f;
-  std::vector<float> numbers(m.columns);
-  std::vector<int8_t> twice(m.columns);
   for (int64_t row = begin; row < end; row++) {
     const uint8_t* codes = m.codes + e * m.codes_expert + row * m.codes_row;
     const uint8_t* scales = m.scales + e * m.scales_expert + row * m.scales_row;
     if (experts.block == 32)
-      read(codes, scales, experts.scale_of, over, 32, m.columns, twice.data(), numbers.data());
+      read(codes, scales, experts.scale_of, over, 32, m.columns, twice, numbers);
     else
-      read(codes, scales, experts.scale_of, over, 16, m.columns, twice.data(), numbers.data());
+      read(codes, scales, experts.scale_of, over, 16, m.columns, twice, numbers);
     const float bias = m.bias ? m.bias[e * m.rows + row] : 0.0f;
     for (int64_t s = slots.first[i]; s < slots.first[i + 1]; s++)
-      out[s * m.rows + row] = dot(numbers.data(), x + s * m.columns, m.columns) + bias;
+      out[s * m.rows + row] = dot(numbers, x + s * m.columns, m.columns) + bias;
   }
 }
 
@@ -72,9 +78,10 @@ void products(const Matrices& m, const Experts& experts, const Slots& slots, con
   const int64_t total = int64_t(slots.experts.size()) * m.rows;
   const int64_t parts = std::clamp<int64_t>(total * m.columns / kWorthAThread, 1, threads);
   const auto part = [&](int64_t p) {
+    Row room{std::vector<int8_t>(m.columns), std::vector<float>(m.columns)};
     for (int64_t at = total * p / parts, end = total * (p + 1) / parts; at < end;) {
       const int64_t i = at / m.rows, row = at % m.rows, rows = std::min(m.rows - row, end - at);
-      multiply(m, experts, slots, size_t(i), row, row + rows, x, out);
+      multiply(m, experts, slots, size_t(i), row, row + rows, x, out, room);
       at += rows;
     }
   };
