@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: csrc/ in the wheel, one C++ extension for each folder of csrc/sim/, csrc/dispatch for
-the torch that is installed, and the README as a package index shows it."""
+"""What pyproject.toml cannot say: csrc/ in the wheel, one C++ extension for each folder of csrc/sim/, one for csrc/cpu,
+csrc/dispatch for the torch that is installed, and the README as a package index shows it."""
 
 import importlib.util
 import re

@@ -46,12 +46,19 @@ ATTNKIT_INSIDE float sum(const float* lanes) {
 }
 
 ATTNKIT_INSIDE float dot(const float* a, const float* b, int64_t n) {
+#ifdef __clang__  // which leaves the lanes below in memory
+#pragma clang fp reassociate(on)
+  float total = 0;
+  for (int64_t i = 0; i < n; i++) total += a[i] * b[i];
+  return total;
+#else
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
     for (int64_t j = 0; j < kLanes; j++) lanes[j] += a[i + j] * b[i + j];
   for (int64_t j = 0; i < n; i++, j++) lanes[j] += a[i] * b[i];
   return sum(lanes);
+#endif
 }
 
 }  // namespace attnkit

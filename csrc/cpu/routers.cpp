@@ -34,9 +34,9 @@ void largest(const float* x, int64_t E, int64_t K, int32_t* index) {
 
 // Scores of the chosen (K), in place: over their sum if asked, then scaled.
 void scale(float* chosen, int64_t K, bool renormalize, float route_scale) {
-  float total = kTiny;
+  double total = kTiny;
   for (int64_t k = 0; k < K; k++) total += chosen[k];
-  for (int64_t k = 0; k < K; k++) chosen[k] = (renormalize ? chosen[k] / total : chosen[k]) * route_scale;
+  for (int64_t k = 0; k < K; k++) chosen[k] = (renormalize ? chosen[k] / float(total) : chosen[k]) * route_scale;
 }
 
 }  // namespace
@@ -47,13 +47,13 @@ bool route_softmax(const float* logits, int64_t step, int64_t R, int64_t E, int6
     if (!accepted(logits, E)) return false;
     largest(logits, E, K, indices);
     const float top = logits[indices[0]] == -kInfinity ? 0.0f : logits[indices[0]];
-    float total = 0;
+    double total = 0;  // one number after another: float32 would lose a bit in some hundred
     for (int64_t k = 0; k < K; k++) total += weights[k] = std::exp(logits[indices[k]] - top);
     if (over_all) {
       total = 0;
       for (int64_t e = 0; e < E; e++) total += std::exp(logits[e] - top);
     }
-    for (int64_t k = 0; k < K; k++) weights[k] /= total == 0 ? 1.0f : total;
+    for (int64_t k = 0; k < K; k++) weights[k] /= total == 0 ? 1.0f : float(total);
     scale(weights, K, renormalize, route_scale);
   }
   return true;

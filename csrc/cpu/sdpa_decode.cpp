@@ -15,7 +15,8 @@ namespace {
 // weights (n) is room to work in.
 ATTNKIT_KERNEL float attend(const Decode& d, const float* q, const float* k, const float* v, int64_t n, float* weights,
                             float* out) {
-  float top = -std::numeric_limits<float>::infinity(), total = 0;
+  float top = -std::numeric_limits<float>::infinity();
+  double all = 0;
   for (int64_t i = 0; i < n; i++) {
     float score = dot(q, k + i * d.k[2], d.D);
     if (d.softcap > 0) score = d.softcap * std::tanh(score / d.softcap);
@@ -23,7 +24,8 @@ ATTNKIT_KERNEL float attend(const Decode& d, const float* q, const float* k, con
     top = score > top ? score : top;
   }
   for (int64_t i = 0; i < n; i++) weights[i] = exp_of(weights[i] - top);
-  for (int64_t i = 0; i < n; i++) total += weights[i];
+  for (int64_t i = 0; i < n; i++) all += weights[i];
+  const auto total = float(all);
   std::fill_n(out, d.Dv, 0.0f);
   for (int64_t i = 0; i < n; i++)
     for (int64_t j = 0; j < d.Dv; j++) out[j] += weights[i] * v[i * d.v[2] + j];
