@@ -22,6 +22,7 @@ KERNELS = {
     "route_softmax": "route_softmax",
     "route_sqrt_softplus": "route_sqrt_softplus",
     "sdpa_decode": "Decode",
+    "sparse_fmha_with_swa": "Sparse",
 }
 built = pytest.mark.skipif(cpu.kernels is None, reason="csrc/cpu is not built")
 
@@ -66,6 +67,13 @@ def experts(tokens=2, n=64, m=32, count=4, k=2, dtype=torch.float32):
     return [x, torch.rand(tokens, k, generator=gen), indices, w13, s13, w2, s2]
 
 
+def sparse(chosen, end=(8, 3)):
+    """Two tokens of two requests: a window of 8 keys, and of 4 entries those that are chosen."""
+    gen = torch.Generator().manual_seed(0)
+    q, near, far = (torch.randn(*shape, generator=gen) for shape in ((2, 4, 128), (2, 8, 128), (2, 4, 128)))
+    return q, near, torch.tensor(end, dtype=torch.int32), far, torch.tensor(chosen, dtype=torch.int32)
+
+
 def calls():
     """A small call of each op, by its name."""
     logits, x = torch.randn(2, 8), torch.randn(2, 4, 16)
@@ -77,6 +85,7 @@ def calls():
         "route_softmax": lambda: ops.route_softmax(logits, topk=2),
         "route_sqrt_softplus": lambda: ops.route_sqrt_softplus(logits, topk=2),
         "sdpa_decode": lambda: ops.sdpa_decode(x, cache, cache, torch.tensor([8, 3], dtype=torch.int32)),
+        "sparse_fmha_with_swa": lambda: ops.sparse_fmha_with_swa(*sparse([[2, 0], [-1, 1]])),
     }
 
 
@@ -133,12 +142,15 @@ def refused():
         ("route_hash", lambda: ops.route_hash(torch.zeros(1, 4), torch.tensor([-1]), table), r"token_ids\[0\] is -1"),
         ("route_hash", lambda: ops.route_hash(torch.zeros(1, 1), torch.tensor([0]), table), r"tid2eid.* is 1"),
         ("sdpa_decode", lambda: ops.sdpa_decode(q, cache, cache, torch.tensor([5], dtype=torch.int32)), "kv_len"),
+        ("sparse_fmha_with_swa", lambda: ops.sparse_fmha_with_swa(*sparse([[0, 1], [3, 3]])), "more than once"),
+        ("sparse_fmha_with_swa", lambda: ops.sparse_fmha_with_swa(*sparse([[0, 1], [3, 4]])), "topk_indices"),
+        ("sparse_fmha_with_swa", lambda: ops.sparse_fmha_with_swa(*sparse([[0, 1], [3, 2]], (9, 1))), "swa_end"),
         ("fp4_moe", lambda: ops.fp4_moe(*far, format="mxfp4"), "indices"),
         ("fp4_moe", lambda: ops.fp4_moe(*nvfp4, w2_global=scale), r"w2_global\[3\] is -1"),
     )
 
 
-@pytest.mark.parametrize("at", range(10))
+@pytest.mark.parametrize("at", range(13))
 def test_what_they_do_not_take_is_refused_in_the_words_of_the_definition(at):
     name, call, words = refused()[at]
     with pytest.raises(ValueError, match=rf"{name}: .*{words}"):
@@ -176,15 +188,14 @@ def test_the_gated_unit_is_rounded_as_the_dtype_rounds(dtype, bits):
     for row in range(32):
         down[0, row, row // 2] = 2 << 4 * (row % 2)
     ones = torch.full((1, 64, 1), 127, dtype=torch.uint8)
-    got = torch.cat([
-        ops.fp4_moe(x[t : t + 1], torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), code, ones, down, ones[:, :32],
-                    format="mxfp4")
-        for t in range(64)
-    ])  # fmt: skip
+    weight, first = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+    matrices = code, ones, down, ones[:, :32]
+    got = torch.cat([ops.fp4_moe(row[None], weight, first, *matrices, format="mxfp4") for row in x])
     gate = x[:, :1].double()
     want = (gate / (1 + (-gate).exp()) * x.double()).to(dtype)
     off = (got.double() - want.double()).abs()
-    step = torch.exp2(want.double().abs().clamp(min=2.0**-14 if dtype == torch.float16 else 1e-38).log2().floor() - bits + 1)
+    least = 2.0**-14 if dtype == torch.float16 else 1e-38  # below it steps get no smaller
+    step = torch.exp2(want.double().abs().clamp(min=least).log2().floor() - bits + 1)
     assert bool((off <= step).all()) and float((off > 0).double().mean()) < 0.01  # a tie that float32 just misses
 
 

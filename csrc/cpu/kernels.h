@@ -60,4 +60,16 @@ struct Decode {
 bool sdpa_decode(const Decode& d, const float* q, const float* k, const float* v, const int32_t* kv_len,
                  const int32_t* kv_start, const float* sink, float* out, float* lse);
 
+struct Sparse {
+  int64_t Tq, Hq, D, R, S, C, K, window;
+  float scale;
+  int64_t q[2], near[2], far[2], chosen;  // steps of q (Tq, Hq), of both caches (R, S or C), of the lists (Tq)
+};
+
+// q, out (Tq, Hq, D), near (R, S, D), end (Tq); far (R, C, D), chosen (Tq, K), length, request_ids (Tq), sink (Hq), these
+// or null; lse (Tq, Hq).
+bool sparse_fmha_with_swa(const Sparse& s, const float* q, const float* near, const int32_t* end, const float* far,
+                          const int32_t* chosen, const int32_t* length, const int32_t* request_ids, const float* sink,
+                          float* out, float* lse);
+
 }  // namespace attnkit

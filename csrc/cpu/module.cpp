@@ -83,6 +83,23 @@ PYBIND11_MODULE(_kernels, m) {
                                at<float>(out), at<float>(lse));
           },
           Without());
+  py::class_<Sparse>(m, "Sparse")
+      .def(py::init([](std::array<int64_t, 7> sizes, int64_t window, float scale, std::array<int64_t, 2> q,
+                       std::array<int64_t, 2> near, std::array<int64_t, 2> far, int64_t chosen) {
+             const auto [Tq, Hq, D, R, S, C, K] = sizes;
+             return Sparse{Tq, Hq, D, R, S, C, K, window, scale, {q[0], q[1]}, {near[0], near[1]}, {far[0], far[1]}, chosen};
+           }),
+           py::arg("sizes"), py::kw_only(), py::arg("window"), py::arg("scale"), py::arg("q"), py::arg("near"),
+           py::arg("far"), py::arg("chosen"))
+      .def(
+          "__call__",
+          [](const Sparse& s, Address q, Address near, Address end, Address far, Address chosen, Address length,
+             Address request_ids, Address sink, Address out, Address lse) {
+            using Index = const int32_t;
+            return sparse_fmha_with_swa(s, at(q), at(near), at<Index>(end), at(far), at<Index>(chosen), at<Index>(length),
+                                        at<Index>(request_ids), at(sink), at<float>(out), at<float>(lse));
+          },
+          Without());
   py::class_<Matrices>(m, "Matrices")
       .def(py::init(&matrices), py::arg("rows"), py::arg("columns"), py::kw_only(), py::arg("codes"), py::arg("scales"));
   py::class_<Experts>(m, "Experts")

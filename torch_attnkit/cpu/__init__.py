@@ -22,9 +22,7 @@ def _load() -> Any:
         return importlib.import_module(_NAME)
     except ImportError as error:
         if error.name != _NAME or not isinstance(error, ModuleNotFoundError):  # it is there
-            warnings.warn(
-                f"torch_attnkit: rows of the CPU are PyTorch's alone: {error}", RuntimeWarning, stacklevel=2
-            )
+            warnings.warn(f"torch_attnkit: rows of the CPU are PyTorch's alone: {error}", RuntimeWarning, stacklevel=2)
         return None
 
 

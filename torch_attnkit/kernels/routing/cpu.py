@@ -1,4 +1,5 @@
-"""What routers do on the CPU, many rows at a time: the largest entries, by PyTorch's own selection where it leaves no choice.
+"""What routers do on the CPU: which calls are C++'s (csrc/cpu), and for the others the largest entries of rows, by
+PyTorch's own selection where it leaves no choice.
 
 Routers have few numbers: what they cost is the number of calls of PyTorch, of which a Python list is one.
 """

@@ -1,5 +1,5 @@
-"""fp4_moe on the CPU, in float32: few tokens by a kernel of our own (csrc/cpu); for many, weights read back by one look-up
-of two bytes, products by PyTorch's own kernels.
+"""fp4_moe on the CPU, in float32: few tokens by a kernel of our own (csrc/cpu); for many, weights read back by one
+look-up of two bytes, products by PyTorch's own kernels.
 
 The definition takes a code apart by arithmetic, thirty times what the product with a few tokens costs. Here two bytes
 pick all four of their numbers from a table, as 64 bits, and a scale its number from another, some at a time. Slots are
@@ -109,11 +109,8 @@ def _of_few(call: Call) -> Callable[..., None]:
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
         out = o.out if o.out.dtype == torch.float32 else torch.empty(T, N, dtype=torch.float32, device="cpu")
-        x, weights, indices, bias13, bias2 = (
-            None if t is None else t.to(dtype).contiguous()
-            for t, dtype in ((o.x, torch.float32), (o.weights, torch.float32), (o.indices, o.indices.dtype),
-                             (o.bias13, torch.float32), (o.bias2, torch.float32))
-        )  # fmt: skip
+        x, weights, indices = o.x.float().contiguous(), o.weights.contiguous(), o.indices.contiguous()
+        bias13, bias2 = (None if t is None else t.float().contiguous() for t in (o.bias13, o.bias2))
         s13, s2 = o.w13_scale, o.w2_scale
         if not linear:
             s13, s2 = fp4.load_scale(s13, "128x4", M2, N // block), fp4.load_scale(s2, "128x4", N, M // block)

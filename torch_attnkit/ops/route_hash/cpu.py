@@ -1,5 +1,5 @@
-"""route_hash on the CPU: a row of the table, and the scores of its experts, for few rows in one pass (csrc/cpu), else in
-few calls of PyTorch."""
+"""route_hash on the CPU: a row of the table, and the scores of its experts, for few rows in one pass (csrc/cpu), else
+in few calls of PyTorch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     kernel, many = cpu.kernels.route_hash, exact(launch)
 
     @calls_no_torch
-    def few(logits, token_ids, tid2eid, route_scale, renormalize, weights, indices) -> None:
+    def few(
+        logits: torch.Tensor, token_ids: torch.Tensor, tid2eid: torch.Tensor, route_scale: float, renormalize: bool,
+        weights: torch.Tensor, indices: torch.Tensor,
+    ) -> None:  # fmt: skip
         if not kernel(
             logits.data_ptr(), steps[0], token_ids.data_ptr(), wide[0], tid2eid.data_ptr(), wide[1], steps[1],
             R, E, V, K, renormalize, route_scale, weights.data_ptr(), indices.data_ptr(),

@@ -48,7 +48,10 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     kernel, many = cpu.kernels.route_softmax, exact(launch)
 
     @calls_no_torch
-    def few(logits, topk, softmax_first, renormalize, route_scale, weights, indices) -> None:
+    def few(
+        logits: torch.Tensor, topk: int, softmax_first: bool, renormalize: bool, route_scale: float,
+        weights: torch.Tensor, indices: torch.Tensor,
+    ) -> None:  # fmt: skip
         if not kernel(
             logits.data_ptr(), step, R, E, k, softmax_first, renormalize, route_scale,
             weights.data_ptr(), indices.data_ptr(),

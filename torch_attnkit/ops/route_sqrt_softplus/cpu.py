@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
 from torch_attnkit.core.numerics import calls_no_torch, exact
@@ -39,7 +41,10 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     kernel, many = cpu.kernels.route_sqrt_softplus, exact(launch)
 
     @calls_no_torch
-    def few(logits, bias, topk, route_scale, renormalize, weights, indices) -> None:
+    def few(
+        logits: torch.Tensor, bias: torch.Tensor | None, topk: int, route_scale: float, renormalize: bool,
+        weights: torch.Tensor, indices: torch.Tensor,
+    ) -> None:  # fmt: skip
         if not kernel(
             logits.data_ptr(), step, cpu.address(bias), R, E, k, renormalize, route_scale,
             weights.data_ptr(), indices.data_ptr(),

@@ -1,5 +1,5 @@
-"""sdpa_decode on the CPU: one pass over few keys (csrc/cpu), else two products of PyTorch's own with the keys that count;
-the definition scores and masks all.
+"""sdpa_decode on the CPU: one pass over few keys (csrc/cpu), else two products of PyTorch's own with the keys that
+count; the definition scores and masks all.
 
 Sequences that see the same keys go through together. A call in which a sequence has no keys, or with scores that are
 not finite, goes to the definition.
