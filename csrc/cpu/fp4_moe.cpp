@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -86,7 +87,13 @@ void products(const Matrices& m, const Experts& experts, const Slots& slots, con
     }
   };
   std::vector<std::thread> others;
-  for (int64_t p = 1; p < parts; p++) others.emplace_back(part, p);
+  for (int64_t p = 1; p < parts; p++) {
+    try {
+      others.emplace_back(part, p);
+    } catch (const std::system_error&) {  // the system has no more threads to give
+      part(p);
+    }
+  }
   part(0);
   for (auto& other : others) other.join();
 }

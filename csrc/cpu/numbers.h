@@ -5,7 +5,7 @@
 
 // One binary for every x86-64: a kernel is compiled once more for processors with AVX2, and chosen when it loads.
 // It makes no objects: clang forgets constructors that nothing else asks for.
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__GLIBC__)
 #define ATTNKIT_KERNEL __attribute__((target_clones("avx2", "default")))
 #else
 #define ATTNKIT_KERNEL
