@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Packages whose CuTeDSL kernels run in the PTX simulator's tests; CuTeDSL is for Linux alone.
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
-CPP_SOURCES := $(shell find csrc/sim csrc/dispatch -name '*.cpp' -o -name '*.h' 2>/dev/null)
+CPP_SOURCES := $(shell find csrc/sim csrc/cpu csrc/dispatch -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .PHONY: help venv test proof lint demo support docs wheel vllm clean
 

@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: csrc/ in the wheel, one C++ extension for each folder of csrc/sim/, csrc/dispatch for
-the torch that is installed, and the README as a package index shows it."""
+"""What pyproject.toml cannot say: csrc/ in the wheel, one C++ extension for each folder of csrc/sim/, one for csrc/cpu,
+csrc/dispatch for the torch that is installed, and the README as a package index shows it."""
 
 import importlib.util
 import re
@@ -28,6 +28,24 @@ def simulator(folder: Path) -> Pybind11Extension:
         # No contraction: on arm64 a * b + c would be fused, and a simulator gives the same bits everywhere.
         extra_compile_args=["-O2", "-ffp-contract=off"],
     )
+
+
+def cpu(folder: Path) -> list[Pybind11Extension]:
+    """csrc/cpu as torch_attnkit.cpu._kernels, an option: without it rows of the CPU are PyTorch's operators alone."""
+    sources = sorted(p.as_posix() for p in folder.glob("*.cpp"))
+    if not sources:
+        return []
+    return [
+        Pybind11Extension(
+            "torch_attnkit.cpu._kernels",
+            sources,
+            depends=sorted(p.as_posix() for p in folder.glob("*.h")),
+            cxx_std=17,
+            # NaN and infinities stay as they are. What is given up is errno, and traps, which nobody sets.
+            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
+            optional=True,
+        )
+    ]
 
 
 def dispatch(folder: Path) -> list[Pybind11Extension]:
@@ -97,5 +115,5 @@ setup(
         "torch_attnkit": ["py.typed", "evidence/*.json"],
         "torch_attnkit.csrc": ["README.md", "metal/**/*", "sim/metal/include/*"],
     },
-    ext_modules=[*(simulator(f) for f in FOLDERS), *dispatch(Path("csrc/dispatch"))],
+    ext_modules=[*(simulator(f) for f in FOLDERS), *cpu(Path("csrc/cpu")), *dispatch(Path("csrc/dispatch"))],
 )

@@ -1,8 +1,8 @@
 """A wheel in an environment of its own: ``python tests/fresh.py WHEEL``; without WHEEL, where it is installed already.
 
 With a wheel it makes a virtual environment, installs the wheel and what it requires, and starts itself there with a
-PATH that has no compiler. Then the README's first example runs, both simulators' C++ parts are imported, and what was
-installed beside torch and what torch requires is counted: less than MOST bytes.
+PATH that has no compiler. Then the README's first example runs, the C++ parts of both simulators and of the CPU are
+imported, and what was installed beside torch and what torch requires is counted: less than MOST bytes.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def check() -> None:
     sizes = {name: _size(name) for name in _closure("torch-attnkit") - _closure("torch")}
     assert sum(sizes.values()) < MOST, sizes
     exec(compile(example(), "README.md", "exec"), {})
-    parts = ["_metal"] + ["_ptx", "_ptx_runtime"] * (sys.platform == "linux")
+    parts = ["sim._metal", "cpu._kernels"] + ["sim._ptx", "sim._ptx_runtime"] * (sys.platform == "linux")
     for part in parts:
-        module = importlib.import_module(f"torch_attnkit.sim.{part}")
+        module = importlib.import_module(f"torch_attnkit.{part}")
         assert ROOT not in Path(module.__file__).parents, "the checkout's, not the wheel's"
     told = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sorted(sizes.items()))
     print(f"the README's example ran; {', '.join(parts)}; beside torch {told}")

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("torch_attnkit", "csrc", "tests", "bench", "examples")
 SUFFIXES = (".py", ".cpp", ".h", ".metal")
-TOOLKITS = ("core", "formats", "oracle", "mps", "cuda", "sim")
+TOOLKITS = ("core", "formats", "oracle", "mps", "cuda", "cpu", "sim")
 FAMILIES = "torch_attnkit/kernels/"
 MAX_FILE, MAX_FUNCTION, MAX_TRACED, MAX_ARGUMENTS, WINDOW = 600, 100, 150, 12, 8
 MARK = "todo".upper()  # so that this file may stand under its own rule

@@ -88,6 +88,13 @@ def of_metal(op: str) -> str:
 
 
 @functools.cache
+def of_cpu() -> str:
+    """The digest of the CPU's kernels in C++."""
+    files = sorted(p for p in (paths.csrc() / "cpu").glob("*") if p.suffix in (".cpp", ".h"))
+    return of(*(f"{path.name}\n{_without_comments(path.read_text(encoding='ascii'))}" for path in files))
+
+
+@functools.cache
 def of_simulator(name: str) -> str:
     """The digest of a simulator, ``metal`` or ``ptx``: its Python and its C++."""
     home = paths.csrc() / "sim"

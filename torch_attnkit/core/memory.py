@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 # What the code that torch.compile makes calls: a third of torch.empty's time, for it parses nothing and knows only the
 # current device.
 _quick: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_quick_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -24,3 +26,15 @@ def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
         made: torch.Tensor = _quick(shape, _contiguous(shape), dtype)
         return made
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def on_cpu(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> Callable[[], list[torch.Tensor]] | None:
+    """``empty`` for all of these (shape, dtype) on the CPU, made ready; None where torch has no quick way."""
+    ready = [(shape, _contiguous(shape), dtype) for shape, dtype in outputs]
+
+    def empties() -> list[torch.Tensor]:
+        if torch._C._len_torch_dispatch_stack():
+            return [torch.empty(shape, dtype=dtype, device="cpu") for shape, _, dtype in ready]
+        return [_quick_cpu(shape, strides, dtype) for shape, strides, dtype in ready]
+
+    return empties if _quick_cpu is not None else None

@@ -71,6 +71,8 @@ def digest_of(op: str, index: int, target: Target) -> str:
     ]
     if target.arch == "metal":
         parts.append(digest.of_metal(op))
+    if "torch_attnkit.cpu" in digest.reach(f"{record.package}.{row.file}", arch=target.arch):
+        parts.append(digest.of_cpu())
     if target.simulated:
         parts.append(digest.of_simulator("metal" if target.arch == "metal" else "ptx"))
     return digest.of(*parts)

@@ -1,4 +1,5 @@
-"""What routers do on the CPU: the largest entries of rows, by PyTorch's own selection where it leaves no choice.
+"""What routers do on the CPU: which calls are C++'s (csrc/cpu), and for the others the largest entries of rows, by
+PyTorch's own selection where it leaves no choice.
 
 Routers have few numbers: what they cost is the number of calls of PyTorch, of which a Python list is one.
 """
@@ -10,9 +11,17 @@ from itertools import pairwise
 
 import torch
 
+from torch_attnkit import cpu
 from torch_attnkit.oracle.routing import TINY
 
 _FEW = 1024  # numbers that Python looks at in less time than three calls of PyTorch
+
+_FEW_LOGITS = 4096  # for which one pass in scalar code takes 40 us
+
+
+def in_one(logits: torch.Tensor) -> bool:
+    """Whether the C++ kernels take these logits (R, E)."""
+    return cpu.kernels is not None and logits.dtype == torch.float32 and logits.numel() <= _FEW_LOGITS
 
 
 def ranked(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:

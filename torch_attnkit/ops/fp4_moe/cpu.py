@@ -1,4 +1,5 @@
-"""fp4_moe on the CPU: weights read back by one look-up of two bytes, products by PyTorch's own kernels, in float32.
+"""fp4_moe on the CPU, in float32: few tokens by a kernel of our own (csrc/cpu); for many, weights read back by one
+look-up of two bytes, products by PyTorch's own kernels.
 
 The definition takes a code apart by arithmetic, thirty times what the product with a few tokens costs. Here two bytes
 pick all four of their numbers from a table, as 64 bits, and a scale its number from another, some at a time. Slots are
@@ -17,14 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.formats import e2m1, fp8
+from torch_attnkit.formats import e2m1, fp8, nvfp4
 from torch_attnkit.oracle import checks, fp4
 
 from .problem import operands
 from .reference import _swiglu
 
 _NUMBERS = 1 << 20  # of weights read back at a time: 4 MB; fewer are slower, in calls of PyTorch
+_FEW = 4  # slots an expert, on average: each multiplies the weights in cache anew, and a product of many does not
+_ROUNDING = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the gated unit, as csrc/cpu counts them
 
 
 @functools.cache
@@ -39,6 +43,7 @@ def _quads() -> torch.Tensor:
     return numbers.half().view(-1, 4).view(torch.int64).flatten()
 
 
+@functools.cache
 def _scales(format: str) -> torch.Tensor:
     """(256,) the float32 number of every scale byte."""
     byte = torch.arange(256, dtype=torch.uint8, device="cpu")
@@ -79,6 +84,51 @@ class Slots(NamedTuple):
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
+    few = 0 < call.dim["Tq"] * call.dim["K"] <= _FEW * call.dim["E"]
+    if few and cpu.kernels is not None and call.arg.activations == "none":
+        return _of_few(call)
+    return _of_many(call)
+
+
+def _of_few(call: Call) -> Callable[..., None]:
+    a, T, E, K, N = call.arg, *(call.dim[axis] for axis in ("Tq", "E", "K", "N"))
+    M2, M, block, table = call.dim["M2"], call.dim["M2"] // 2, fp4.BLOCK[a.format], _scales(a.format)
+    linear, wide = a.scale_layout == "linear", a.indices.dtype == torch.int64
+
+    def matrices(codes: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -> Any:
+        steps = scale.stride()[:2] if linear else (rows * columns // block, columns // block)
+        return cpu.kernels.Matrices(rows, columns, codes=codes.stride()[:2], scales=steps)
+
+    kernel = cpu.kernels.Experts(
+        matrices(a.w13, a.w13_scale, M2, N), matrices(a.w2, a.w2_scale, N, M),
+        scale_of=table.data_ptr(), block=block, most_global=nvfp4.GLOBAL_SCALE_MAX,
+        gptoss=a.swiglu == "gptoss", interleaved=a.interleaved, alpha=a.alpha, limit=a.limit,
+        rounding=_ROUNDING[a.x.dtype],
+    )  # fmt: skip
+
+    def launch(*arguments: Any) -> None:
+        o = operands(*arguments)
+        out = o.out if o.out.dtype == torch.float32 else torch.empty(T, N, dtype=torch.float32, device="cpu")
+        x, weights, indices = o.x.float().contiguous(), o.weights.contiguous(), o.indices.contiguous()
+        bias13, bias2 = (None if t is None else t.float().contiguous() for t in (o.bias13, o.bias2))
+        s13, s2 = o.w13_scale, o.w2_scale
+        if not linear:
+            s13, s2 = fp4.load_scale(s13, "128x4", M2, N // block), fp4.load_scale(s2, "128x4", N, M // block)
+        took = kernel(
+            [cpu.address(t) for t in (o.w13, s13, o.w13_global, bias13)],
+            [cpu.address(t) for t in (o.w2, s2, o.w2_global, bias2)],
+            x.data_ptr(), weights.data_ptr(), indices.data_ptr(), wide, out.data_ptr(), T, K, E,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if not took:
+            _of_many(call)(*arguments)
+        elif out is not o.out:
+            o.out.copy_(out)
+
+    return launch
+
+
+def _of_many(call: Call) -> Callable[..., None]:
     a, E, N, K = call.arg, call.dim["E"], call.dim["N"], call.dim["K"]
     M2, M, block = call.dim["M2"], call.dim["M2"] // 2, fp4.BLOCK[call.arg.format]
     quads, table = _quads(), _scales(a.format)

@@ -1,4 +1,5 @@
-"""route_hash on the CPU: a row of the table, and the scores of its experts, in few calls of PyTorch."""
+"""route_hash on the CPU: a row of the table, and the scores of its experts, for few rows in one pass (csrc/cpu), else
+in few calls of PyTorch."""
 
 from __future__ import annotations
 
@@ -6,16 +7,22 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.kernels.routing.cpu import sqrt_softplus, store
+from torch_attnkit.core.numerics import calls_no_torch, exact
+from torch_attnkit.kernels.routing.cpu import in_one, sqrt_softplus, store
 
 from .problem import operands
 from .reference import reference
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    a, (E, V) = call.arg, (call.dim[axis] for axis in "EV")
+    a, (R, E, V, K) = call.arg, (call.dim[axis] for axis in "REVK")
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
+    steps = a.logits.stride(0), a.tid2eid.stride(0)
+    wide = a.token_ids.dtype == torch.int64, a.tid2eid.dtype == torch.int64
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
@@ -30,7 +37,22 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         o.weights.copy_(weights)
         o.indices.copy_(indices)
 
-    return launch
+    if not (usual and in_one(a.logits)):
+        return launch
+    kernel, many = cpu.kernels.route_hash, exact(launch)
+
+    @calls_no_torch
+    def few(
+        logits: torch.Tensor, token_ids: torch.Tensor, tid2eid: torch.Tensor, route_scale: float, renormalize: bool,
+        weights: torch.Tensor, indices: torch.Tensor,
+    ) -> None:  # fmt: skip
+        if not kernel(
+            logits.data_ptr(), steps[0], token_ids.data_ptr(), wide[0], tid2eid.data_ptr(), wide[1], steps[1],
+            R, E, V, K, renormalize, route_scale, weights.data_ptr(), indices.data_ptr(),
+        ):  # fmt: skip
+            many(logits, token_ids, tid2eid, route_scale, renormalize, weights, indices)
+
+    return few
 
 
 def _within(t: Any, end: int) -> bool:

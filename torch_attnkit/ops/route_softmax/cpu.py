@@ -1,4 +1,5 @@
-"""route_softmax on the CPU: PyTorch's own selection and softmax; the definition sorts all experts."""
+"""route_softmax on the CPU: one pass over few rows (csrc/cpu), else PyTorch's own selection and softmax; the definition
+sorts all experts."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from typing import Any
 
 import torch
 
+from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.kernels.routing.cpu import ranked, store
+from torch_attnkit.core.numerics import calls_no_torch, exact
+from torch_attnkit.kernels.routing.cpu import in_one, ranked, store
 
 from .problem import operands
 from .reference import reference
@@ -18,6 +21,7 @@ from .reference import reference
 def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
+    (R, E), step = a.logits.shape, a.logits.stride(0)
     # Over the sum of the chosen, a softmax of all experts is that of the chosen.
     over_all = a.softmax_first and not a.renormalize
 
@@ -39,4 +43,19 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         if a.route_scale != 1:
             o.weights.mul_(a.route_scale)
 
-    return launch
+    if not (usual and in_one(a.logits)):
+        return launch
+    kernel, many = cpu.kernels.route_softmax, exact(launch)
+
+    @calls_no_torch
+    def few(
+        logits: torch.Tensor, topk: int, softmax_first: bool, renormalize: bool, route_scale: float,
+        weights: torch.Tensor, indices: torch.Tensor,
+    ) -> None:  # fmt: skip
+        if not kernel(
+            logits.data_ptr(), step, R, E, k, softmax_first, renormalize, route_scale,
+            weights.data_ptr(), indices.data_ptr(),
+        ):  # fmt: skip
+            many(logits, topk, softmax_first, renormalize, route_scale, weights, indices)
+
+    return few

@@ -1,4 +1,5 @@
-"""route_sqrt_softplus on the CPU: PyTorch's own selection; the definition sorts all experts."""
+"""route_sqrt_softplus on the CPU: one pass over few rows (csrc/cpu), else PyTorch's own selection; the definition sorts
+all experts."""
 
 from __future__ import annotations
 
@@ -6,8 +7,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.kernels.routing.cpu import ranked, sqrt_softplus, store
+from torch_attnkit.core.numerics import calls_no_torch, exact
+from torch_attnkit.kernels.routing.cpu import in_one, ranked, sqrt_softplus, store
 
 from .problem import operands
 from .reference import reference
@@ -16,6 +21,7 @@ from .reference import reference
 def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
+    (R, E), step = a.logits.shape, a.logits.stride(0)
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
@@ -30,4 +36,19 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         o.indices.copy_(index)
         store(top if o.bias is None else s.gather(1, index), a.renormalize, a.route_scale, o.weights)
 
-    return launch
+    if not (usual and in_one(a.logits)):
+        return launch
+    kernel, many = cpu.kernels.route_sqrt_softplus, exact(launch)
+
+    @calls_no_torch
+    def few(
+        logits: torch.Tensor, bias: torch.Tensor | None, topk: int, route_scale: float, renormalize: bool,
+        weights: torch.Tensor, indices: torch.Tensor,
+    ) -> None:  # fmt: skip
+        if not kernel(
+            logits.data_ptr(), step, cpu.address(bias), R, E, k, renormalize, route_scale,
+            weights.data_ptr(), indices.data_ptr(),
+        ):  # fmt: skip
+            many(logits, bias, topk, route_scale, renormalize, weights, indices)
+
+    return few

@@ -1,4 +1,5 @@
-"""sdpa_decode on the CPU: two products of PyTorch's own with the keys that count; the definition scores and masks all.
+"""sdpa_decode on the CPU: one pass over few keys (csrc/cpu), else two products of PyTorch's own with the keys that
+count; the definition scores and masks all.
 
 Sequences that see the same keys go through together. A call in which a sequence has no keys, or with scores that are
 not finite, goes to the definition.
@@ -12,17 +13,28 @@ from typing import Any
 
 import torch
 
+from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
 from torch_attnkit.oracle import checks
 
 from .problem import operands
 from .reference import reference
 
+_FEW = 1 << 20  # numbers that one thread multiplies in 0.1 ms
+
 
 def build(call: Call, target: Target) -> Callable[..., None]:
     B, Hkv, S, D, G = (*(call.dim[axis] for axis in ("B", "Hkv", "S", "D")), call.dim["Hq"] // call.dim["Hkv"])
     window, softcap = call.arg.window, call.arg.softcap
     scale = D**-0.5 if call.arg.scale is None else call.arg.scale
+    a = call.arg
+    native = None
+    few = 0 < B * call.dim["Hq"] * S * (D + call.dim["Dv"]) <= _FEW and call.dim["Dv"] > 0
+    if cpu.kernels is not None and few and all(t.dtype == torch.float32 for t in (a.q, a.k_cache, a.v_cache)):
+        native = cpu.kernels.Decode(
+            [B, call.dim["Hq"], Hkv, S, D, call.dim["Dv"]], window=window, scale=scale, softcap=softcap,
+            q=a.q.stride()[:2], k=a.k_cache.stride()[:3], v=a.v_cache.stride()[:3],
+        )  # fmt: skip
 
     def ranges(name: str, given: torch.Tensor) -> list[int]:
         found: list[int] = given.tolist()
@@ -50,6 +62,11 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
+        if native is not None and native(
+            o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), o.kv_len.data_ptr(), cpu.address(o.kv_start),
+            cpu.address(o.sink), o.out.data_ptr(), o.lse.data_ptr(),
+        ):  # fmt: skip
+            return
         parts = seen(o.kv_len, o.kv_start)
         found = []
         for rows, keys in parts if o.out.numel() else []:

@@ -1,4 +1,5 @@
-"""sparse_fmha_with_swa on the CPU: a token's keys gathered once, and two products of PyTorch's own.
+"""sparse_fmha_with_swa on the CPU: few keys in C++ (csrc/cpu), else a token's keys gathered once, and two products of
+PyTorch's own.
 
 The definition gathers with two indices, masks whatever the call sees, and sums by einsum. Here masks are made only
 where a token sees less than its window and its list. The definition takes what is left: encoded rows, pages, partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
 from torch_attnkit.kernels.sparse.problem import Operands
 
@@ -20,6 +22,8 @@ from .problem import operands
 from .reference import reference
 
 _GATHERED = 1 << 22  # numbers of keys at a time
+
+_FEW = 1 << 20  # numbers that one thread multiplies in 0.1 ms
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
@@ -32,6 +36,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     owner = torch.arange(Tq, device="cpu") * R // max(Tq, 1)  # (Tq,)
     plain = call.arg.format == "none" and call.arg.normalize and min(Tq, W, R) > 0
     plain = plain and call.arg.swa_block_table is None and call.arg.compressed_block_table is None
+    few = Tq * call.dim["Hq"] * (W + listed) * D <= _FEW
+    native = _of_few(call, scale, W) if plain and few else None
     step = max(1, _GATHERED // max(1, (W + listed) * D))
 
     def within(t: torch.Tensor | None, least: int, most: int) -> bool:
@@ -92,6 +98,12 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def launch(*arguments: Any) -> None:
         o, results = operands(*arguments), arguments[-3:]
+        if native is not None and native(
+            o.q.data_ptr(), o.near.data_ptr(), o.end.data_ptr(), cpu.address(o.far), cpu.address(o.chosen),
+            cpu.address(o.length), cpu.address(o.request), cpu.address(o.sink), results[0].data_ptr(),
+            results[1].data_ptr(),
+        ):  # fmt: skip
+            return
         found = []
         if plain and taken(o):
             found = [(t, *attend(o, t)) for t in (slice(first, first + step) for first in range(0, Tq, step))]
@@ -107,3 +119,17 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             results[1][t] = lse
 
     return launch
+
+
+def _of_few(call: Call, scale: float, window: int) -> Any:
+    """The kernel in C++, None where there is none or the call is not in float32."""
+    a, far = call.arg, call.arg.compressed_kv
+    if cpu.kernels is None or any(t.dtype != torch.float32 for t in (a.q, a.swa_kv, far) if t is not None):
+        return None
+    listed = a.topk_indices
+    sizes = [call.dim.get(axis, 0) for axis in ("Tq", "Hq", "D", "R", "S", "C")]
+    return cpu.kernels.Sparse(
+        [*sizes, 0 if listed is None else listed.shape[1]], window=window, scale=scale, q=a.q.stride()[:2],
+        near=a.swa_kv.stride()[:2], far=(0, 0) if far is None else far.stride()[:2],
+        chosen=0 if listed is None else listed.stride(0),
+    )  # fmt: skip
