@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-// One binary for every x86-64: a kernel is compiled once more for processors with AVX2, and chosen when it loads.
-// It makes no objects: clang forgets constructors that nothing else asks for.
-#if defined(__x86_64__) && defined(__GLIBC__)
+// One binary for every x86-64: GCC compiles a kernel once more for processors with AVX2 and chooses when it loads. Clang
+// would ask its runtime which processor it is, and the one that zig links into wheels has no answer.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
 #define ATTNKIT_KERNEL __attribute__((target_clones("avx2", "default")))
 #else
 #define ATTNKIT_KERNEL
