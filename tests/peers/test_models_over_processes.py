@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import gloo
+from tests import processes
 from tests.peers.tiny_models import build, frozen, tokens
 from torch_attnkit import UnsupportedError
 
@@ -62,7 +62,7 @@ def refused(rank: int) -> None:
 )
 @pytest.mark.proof
 def test_two_processes_generate_the_tokens_of_one(family: str, format: str):
-    results = gloo.run(WORLD, work, family, format)
+    results = processes.run(WORLD, work, family, format)
     for found in results:
         (alone, logits), (shared, logits_shared) = found["alone"], found["shared"]
         assert torch.equal(alone, shared)
@@ -74,4 +74,4 @@ def test_two_processes_generate_the_tokens_of_one(family: str, format: str):
 
 @pytest.mark.proof
 def test_what_cannot_be_shared_is_refused():
-    gloo.run(WORLD, refused)
+    processes.run(WORLD, refused)

@@ -1,4 +1,4 @@
-"""Several processes on this machine, joined by gloo: what a test does on many GPUs, on a CPU."""
+"""Several processes on this machine: on its GPUs, one each, joined by NCCL, or on its CPU, joined by gloo."""
 
 from __future__ import annotations
 
@@ -13,18 +13,29 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
     """What ``function(rank, *args)`` gave in each of ``world`` processes; raises what one of them raised."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, (world, folder, function, args), nprocs=world)
+        mp.spawn(_work, (world, folder, backend, function, args), nprocs=world)
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)]
 
 
-def _work(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _work(
+    rank: int, world: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    mine = torch.device("cuda", rank) if backend == "nccl" else None
+    if mine is not None:
+        torch.cuda.set_device(mine)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, device_id=mine)
     torch.save(function(rank, *args), Path(folder) / str(rank))
     dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Where the tensors of this process lie."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def attempted(function: Callable[..., Any], *args: Any) -> str:
