@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests import processes
+from tests.parity.test_random_signatures import needs
 from torch_attnkit import sharding
+from torch_attnkit.core import simulate
 from torch_attnkit.core.dispatch import OPS, resolve
 from torch_attnkit.core.op import Call, Op
 from torch_attnkit.core.spec import DTYPES
@@ -181,7 +183,11 @@ def everything(rank: int, world: int, names: list[str]) -> dict[str, tuple[set[s
 
 
 def judged(world: int, names: list[str], backend: str = "gloo") -> None:
-    for found in processes.run(world, everything, world, names, backend=backend):
+    met_everywhere(processes.run(world, everything, world, names, backend=backend), names)
+
+
+def met_everywhere(results: list[dict[str, tuple[set[str], str]]], names: list[str]) -> None:
+    for found in results:
         wrong = [text for _, text in found.values() if text]
         assert not wrong, wrong[0]
         for name in names:
@@ -219,6 +225,19 @@ def test_ops_on_two_processes():
 @pytest.mark.proof
 def test_ops_on_four_processes():
     judged(4, list(CALLS))
+
+
+def simulated(rank: int, arch: str, names: list[str]) -> dict[str, tuple[set[str], str]]:
+    with simulate(arch):
+        return everything(rank, 2, names)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_ops_on_two_processes_by_the_kernels_of_gpus(arch: str):
+    needs(arch)
+    names = [n for n in CALLS if any(arch in row.archs for row in OPS[n].kernels)]
+    met_everywhere(processes.run(2, simulated, arch, names), names)
 
 
 def _offered(name: str, index: int, *parts: int, **changes: int) -> list[set[str]]:

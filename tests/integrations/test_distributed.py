@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import processes
+from tests.parity.test_random_signatures import needs
+from torch_attnkit.core import simulate
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.integrations import distributed
 from torch_attnkit.oracle.compare import check
@@ -213,3 +215,16 @@ def test_what_gpus_are_asked_for():
         assert [n for n in found["replicated"] if n.startswith("all")] == ["allreduce_"]
         assert [n for n in found["own"] if n.startswith("all")] == ["alltoall_base_"] * 4  # counts, x, routes, back
         assert not waits & {name for each in found.values() for name in each}
+
+
+def simulated(rank: int, arch: str) -> dict[str, str]:
+    with simulate(arch):
+        return everything(rank, 2, KERNELS)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_kernels_in_simulators_give_what_one_process_gives(arch: str):
+    """As on two GPUs but for what joins them: views of what was gathered go straight into a kernel, and so on."""
+    needs(arch)
+    succeeded(processes.run(2, simulated, arch))
