@@ -11,7 +11,7 @@ process, and for one GPU that of the fastest; the median over rounds is reported
 is many times larger than the caches. Bytes are what a process sends to others in a call: an all-gather sends its part
 to each, an all-reduce 2 (P - 1) / P of its tensor, as rings do.
 
-``--gloo`` judges the same calls at tiny sizes on a CPU, and times nothing.
+``--gloo`` judges the same calls at tiny sizes on a CPU, and times nothing. ``--prepare sm90`` compiles on any machine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import timing
 from bench.__main__ import console, facts
 from bench.gate import gate
 from bench.inputs import Inputs
+from torch_attnkit.core import config
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.target import target_of
+from torch_attnkit.cuda.compile import GPU_ARCH
 from torch_attnkit.integrations.distributed import cp_decode, ep_moe
+from torch_attnkit.warmup import asked_by, fill
 
 _ROUNDS = 16
 _ROUND_SECONDS = 5e-3  # of a round at least: processes begin some microseconds apart
@@ -49,11 +54,15 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Shared:
-    """A call of an op by one process, and the same by all: ``whole`` makes of a share what ``one`` returns."""
+    """A call of an op by one process, and the same by all: ``whole`` makes of a share what ``one`` returns.
+
+    ``mine`` are arguments of the op with the keys or experts of this process.
+    """
 
     size: str
     op: str
     args: tuple[Any, ...]
+    mine: tuple[Any, ...]
     kwargs: dict[str, Any]
     all: Call
     whole: Callable[[Any], Any]
@@ -84,9 +93,9 @@ def decode(here: Here, inputs: dict[str, Inputs]) -> Shared:
     dims = tiny if here.small else given.cases.BENCH["1x131072"]
     args, kwargs = given.first(dims)
     q, k, v, kv_len = args[:4]
-    mine = here.part(k, 2), here.part(v, 2)  # (1, Hkv, S / P, D) each
-    call = lambda: cp_decode(q, *mine, kv_len)
-    return Shared(f"{dims['S']} keys", "sdpa_decode", args, kwargs, call, lambda out: out)
+    mine = (q, here.part(k, 2), here.part(v, 2), kv_len)  # keys and values (1, Hkv, S / P, D)
+    call = lambda: cp_decode(*mine)
+    return Shared(f"{dims['S']} keys", "sdpa_decode", args, mine, kwargs, call, lambda out: out)
 
 
 def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shared]:
@@ -97,11 +106,11 @@ def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shar
         tiny = dict(Tq=count // 16, N=64, M=64, E=4 * here.world, K=3, blk=16, act=0, limit=10)
         dims = tiny if here.small else given.cases.BENCH[f"deepseek_v4-nvfp4-{count}"]
         args, kwargs = given.first(dims)
-        mine = [here.part(t) for t in args[3:]]  # (E / P, ...) each
+        mine = (*args[:3], *(here.part(t) for t in args[3:]))  # weights (E / P, ...) each
         size = f"{dims['Tq']} tokens"
         if tokens == "replicated":
-            call = lambda: ep_moe(*args[:3], *mine, **kwargs)
-            return Shared(f"{size}, all everywhere", "fp4_moe", args, kwargs, call, lambda out: out)
+            call = lambda: ep_moe(*mine, **kwargs)
+            return Shared(f"{size}, all everywhere", "fp4_moe", args, mine, kwargs, call, lambda out: out)
         own = [here.part(t) for t in args[:3]]  # (Tq / P, ...) each
 
         def gathered(out: torch.Tensor) -> torch.Tensor:
@@ -109,8 +118,8 @@ def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shar
             dist.all_gather(parts, out)
             return torch.cat(parts)
 
-        call = lambda: ep_moe(*own, *mine, tokens="own", **kwargs)
-        return Shared(f"{size}, one's own", "fp4_moe", args, kwargs, call, gathered, waits=True)
+        call = lambda: ep_moe(*own, *mine[3:], tokens="own", **kwargs)
+        return Shared(f"{size}, one's own", "fp4_moe", args, mine, kwargs, call, gathered, waits=True)
 
     return make
 
@@ -122,6 +131,20 @@ LINES: dict[str, Callable[[Here, dict[str, Inputs]], Shared]] = {
     "experts-8192": experts(8192, "replicated"),
     "experts-8192-own": experts(8192, "own"),
 }
+
+
+def kernels(arch: str, world: int) -> list[Any]:
+    """What the lines ask to be compiled, found on tensors without data; of own tokens, as many as there are in all."""
+    here = Here(torch.device("cpu"), 0, world, small=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), asked_by(arch) as asked:
+        inputs = {op: Inputs(OPS[op], torch.bfloat16, "cpu") for op in ("sdpa_decode", "fp4_moe")}
+        for make in LINES.values():
+            shared = make(here, inputs)
+            out = shared.one()
+            getattr(torch.ops.attnkit, shared.op)(*shared.mine, **shared.kwargs)
+            if shared.op == "sdpa_decode":
+                torch.ops.attnkit.merge_partials(*(torch.stack([o] * world) for o in out))
+    return list(asked.kernels)
 
 
 class Sent(TorchDispatchMode):
@@ -287,8 +310,14 @@ def main(
     processes: Annotated[int, typer.Option(help="One a GPU; by default all GPUs, with --gloo two.")] = 0,
     case: Annotated[str, typer.Option(help="Only the lines whose name contains this.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    prepare: Annotated[str, typer.Option(help="Compile for this architecture, and no more: needs no GPU.")] = "",
 ) -> None:
     """Calls shared among GPUs beside one GPU: results first, then times and the bytes that are sent."""
+    if prepare:
+        if prepare not in GPU_ARCH:
+            say(f"bench.several_gpus: --prepare is {prepare!r}, accepted: {', '.join(GPU_ARCH)}")
+            raise typer.Exit(2)
+        raise typer.Exit(bool(fill(kernels(prepare, processes or 2), config.cache_dir() / "cuda", console)))
     gpus = torch.cuda.device_count()
     world = processes or (2 if gloo else gpus)
     if world < 2 or not (gloo or world <= gpus):
@@ -308,6 +337,8 @@ def main(
         record |= facts() | {"gpus": world, "nccl": nccl, "peer_access": torch.cuda.can_device_access_peer(0, 1)}
         direct = "" if record["peer_access"] else ", which cannot read each other's memory"
         say(f"{world} x {record['device']}{direct}: torch {torch.__version__}, NCCL {nccl}, commit {record['commit']}")
+        arch = target_of(torch.device("cuda", 0)).arch
+        fill(kernels(arch, world), config.cache_dir() / "cuda", console)  # side by side, before processes want them
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (world, folder, "gloo" if gloo else "nccl", case), nprocs=world)
         record["lines"] = json.loads(Path(folder, "lines").read_text())

@@ -22,18 +22,27 @@ WORLD = 2
 def test_a_machine_without_two_gpus_is_told_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(typer.Exit) as left:
-        several_gpus.main(gloo=False, processes=0, case="", json_file=None)
+        several_gpus.main(gloo=False, processes=0, case="", json_file=None, prepare="")
     assert left.value.exit_code == 2
     assert "found 1 CUDA GPUs for 2 processes, accepted: two or more" in capsys.readouterr().out
     with pytest.raises(typer.Exit) as left:
-        several_gpus.main(gloo=True, processes=0, case="prefill", json_file=None)
+        several_gpus.main(gloo=True, processes=0, case="prefill", json_file=None, prepare="")
     assert left.value.exit_code == 2
     assert "no line has 'prefill' in its name, accepted: decode;" in capsys.readouterr().out
 
 
+def test_what_is_compiled_is_known_without_a_gpu():
+    """At real sizes, on tensors without data: so every call of the lines also has a row on both."""
+    for arch in ("sm90", "sm100"):
+        asked = " ".join(map(str, several_gpus.kernels(arch, WORLD)))
+        assert all(
+            name in asked for name in (f"decode_{'wgmma' if arch == 'sm90' else 'mma'}", "merge", "grouped_gemm")
+        )
+
+
 def test_results_over_gloo_and_the_bytes_that_are_sent(tmp_path):
     with pytest.raises(typer.Exit) as left:
-        several_gpus.main(gloo=True, processes=WORLD, case="", json_file=tmp_path / "record")
+        several_gpus.main(gloo=True, processes=WORLD, case="", json_file=tmp_path / "record", prepare="")
     lines = {line["case"]: line for line in json.loads((tmp_path / "record").read_text())["lines"]}
     assert left.value.exit_code == 0 and list(lines) == list(several_gpus.LINES)
     for line in lines.values():
