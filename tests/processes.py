@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+_PATIENCE = datetime.timedelta(minutes=5)  # of a collective: the other process may be compiling a kernel
 
 
 def run(world: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
@@ -27,8 +30,9 @@ def _work(
     mine = torch.device("cuda", rank) if backend == "nccl" else None
     if mine is not None:
         torch.cuda.set_device(mine)
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, device_id=mine)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=_PATIENCE, device_id=mine
+    )
     torch.save(function(rank, *args), Path(folder) / str(rank))
     dist.destroy_process_group()
 
