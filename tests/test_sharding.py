@@ -10,21 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests import gloo
+from tests import processes
+from tests.parity.test_random_signatures import needs
 from torch_attnkit import sharding
-from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core import simulate
+from torch_attnkit.core.dispatch import OPS, resolve
 from torch_attnkit.core.op import Call, Op
 from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.core.target import Target
 from torch_attnkit.parity.case import bound
 from torch_attnkit.parity.judge import verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = dict(Hq=8, Hkv=4, D=32, Dv=32)
-SPARSE = dict(Tq=24, Hq=4, R=4, S=40, C=12, K=5, D=64, window=8, Ps=5)
+PAGED = dict(Hq=8, Hkv=4, D=64, Dv=64)
+SPARSE = dict(Tq=24, Hq=4, R=4, S=40, C=12, K=5, D=128, window=8, Ps=5)
 FUSED = SPARSE | dict(R2=16, groups=1, blk=16)
 INDEXER = dict(Tq=8, R=4, S=40, Hi=4, Qb=64, Ps=8, bits=16)
 EXPERTS = dict(Tq=8, N=64, M=128, E=4, K=2, blk=16, act=0)
-# op: (sizes, features) of calls that can be cut in four; all ways of every op are met.
+# op: (sizes, features) of calls that can be cut in four; all ways of every op are met. Rows of GPUs take them.
 CALLS: dict[str, list[tuple[dict[str, int], str]]] = {
     "flash_attention": [
         (dict(B=4, T=12, S=16, **HEADS), "gqa sink kv_len kv_start causal window"),
@@ -69,8 +73,8 @@ CALLS: dict[str, list[tuple[dict[str, int], str]]] = {
         (dict(B=4, S=40, **HEADS | dict(Hkv=1)), "gqa sink softcap"),
     ],
     "sdpa_decode_paged": [
-        (dict(B=4, Np=16, Ps=8, Mp=5, S=40, **HEADS), "gqa sink kv_start window"),
-        (dict(B=4, Np=16, Ps=8, Mp=5, S=40, **HEADS | dict(Hkv=1)), "gqa sink"),
+        (dict(B=4, Np=16, Ps=16, Mp=3, S=40, **PAGED), "gqa sink kv_start window"),
+        (dict(B=4, Np=16, Ps=16, Mp=3, S=40, **PAGED | dict(Hkv=1)), "gqa sink"),
     ],
     "sdpa_multi": [
         (dict(B=4, T=8, S=40, **HEADS), "gqa sink kv_start window"),
@@ -91,7 +95,7 @@ def made(op: Op, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of one of CALLS; the same in every process."""
     sizes, features = CALLS[op.name][index]
     gen = torch.Generator().manual_seed(7)
-    dtype = DTYPES["f32" if op.name.startswith(("indexer", "merge")) else "bf16"]
+    dtype = DTYPES["f32" if op.name in ("indexer_topk", "merge_partials") else "bf16"]
     args, kwargs = op.module("cases").make(sizes, dtype, tuple(features.split()), gen)
     return args, kwargs
 
@@ -111,14 +115,17 @@ def shared(op: Op, index: int, world: int) -> set[str]:
     """Every way to cut one call, on processes of this group: judged as a kernel would be. The axes that were cut."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (world,))
+    device = processes.device()
+    mesh = init_device_mesh(device.type, (world,))
     args, kwargs = made(op, index)
     met = set()
     for axes, sums, cuts in [("", set(), {}), *ways(op, bound(op, args, kwargs), world)]:
         place = lambda n, cuts=cuts: Replicate() if cuts.get(n) is None else Shard(cuts[n])
         name = f"{op.name} {index} {axes!r}"
         given = [
-            distribute_tensor(a.clone(), mesh, [place(n)]) if isinstance(a, torch.Tensor) else a
+            distribute_tensor(a.to(device, copy=True), mesh, [place(n)], src_data_rank=None)
+            if isinstance(a, torch.Tensor)
+            else a
             for n, a in zip(op.argnames, args, strict=False)
         ]
         out = getattr(torch.ops.attnkit, op.name)(*given, **kwargs)
@@ -129,10 +136,20 @@ def shared(op: Op, index: int, world: int) -> set[str]:
             assert o.placements == (want,), f"{name}: {n} is {o.placements}, the rule says {want}"
             if cuts.get(n) is not None:
                 assert o.to_local().shape[cuts[n]] * world == o.shape[cuts[n]], f"{name}: {n}"
-        whole = [given[op.argnames.index(n)] for n in op.mutated] + outs
-        verdict(name, op, [o.full_tensor() for o in whole], args, kwargs)
+        got = [given[op.argnames.index(n)] for n in op.mutated] + outs
+        verdict(name, op, [whole(o).cpu() for o in got], args, kwargs)
         met.add(axes)
     return met
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A DTensor, gathered; numbers of a byte as bytes, for NCCL does not know all of them."""
+    from torch.distributed.tensor import DTensor
+
+    if tensor.dtype.itemsize > 1:
+        return tensor.full_tensor()
+    local = tensor.to_local().view(torch.uint8)
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements).full_tensor().view(tensor.dtype)
 
 
 def _all_calls(op: Op, world: int, met: set[str]) -> None:
@@ -144,9 +161,10 @@ def _refusal(world: int) -> None:
     """kv_cache_write takes no rows that are shared: what it wrote to a copy would be lost."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (world,))
-    rows = [distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.ones(4, 8), torch.arange(4))]
-    cache = distribute_tensor(torch.zeros(4, 8), mesh, [Replicate()])
+    device = processes.device()
+    mesh = init_device_mesh(device.type, (world,))
+    rows = [distribute_tensor(t.to(device), mesh, [Shard(0)]) for t in (torch.ones(4, 8), torch.arange(4))]
+    cache = distribute_tensor(torch.zeros(4, 8, device=device), mesh, [Replicate()])
     said = r"kv_cache_write: kv is \(Shard\(dim=0\),\), accepted: Replicate\(\), since every process"
     with pytest.raises(RuntimeError, match=said):
         torch.ops.attnkit.kv_cache_write(rows[0], cache, rows[1])
@@ -154,18 +172,22 @@ def _refusal(world: int) -> None:
 
 def everything(rank: int, world: int, names: list[str]) -> dict[str, tuple[set[str], str]]:
     """Of each op: the axes that were cut, and what went wrong."""
-    found = {"": (set[str](), gloo.attempted(_refusal, world))}
+    found = {"": (set[str](), processes.attempted(_refusal, world))}
     for name in names:
         met: set[str] = set()
-        wrong = gloo.attempted(_all_calls, OPS[name], world, met)
+        wrong = processes.attempted(_all_calls, OPS[name], world, met)
         found[name] = (met, wrong)
         if wrong:
             break  # the other processes may have gone on, or not
     return found
 
 
-def judged(world: int, names: list[str]) -> None:
-    for found in gloo.run(world, everything, world, names):
+def judged(world: int, names: list[str], backend: str = "gloo") -> None:
+    met_everywhere(processes.run(world, everything, world, names, backend=backend), names)
+
+
+def met_everywhere(results: list[dict[str, tuple[set[str], str]]], names: list[str]) -> None:
+    for found in results:
         wrong = [text for _, text in found.values() if text]
         assert not wrong, wrong[0]
         for name in names:
@@ -183,6 +205,19 @@ def test_every_op_says_how_it_is_shared_or_why_not():
     assert set(CALLS) == set(OPS)
 
 
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+@pytest.mark.parametrize("name", [n for n in CALLS if any("sm90" in row.archs for row in OPS[n].kernels)])
+def test_calls_and_their_parts_are_ones_that_gpus_take(name: str, arch: str):
+    """What runs on GPUs (tests/cuda/test_several_gpus.py) has a row, found without a GPU: it raises otherwise."""
+    op = OPS[name]
+    for index in range(len(CALLS[name])):
+        args, kwargs = made(op, index)
+        for _, _, cuts in [("", set(), {}), *ways(op, bound(op, args, kwargs), 2)]:
+            part = lambda n, a, cuts=cuts: sharding._part(a, cuts.get(n), 2)
+            local = tuple(part(n, a) for n, a in zip(op.argnames, args, strict=False))
+            resolve(op, bound(op, local, kwargs), Target(arch))
+
+
 def test_ops_on_two_processes():
     judged(2, list(CALLS))
 
@@ -190,6 +225,19 @@ def test_ops_on_two_processes():
 @pytest.mark.proof
 def test_ops_on_four_processes():
     judged(4, list(CALLS))
+
+
+def simulated(rank: int, arch: str, names: list[str]) -> dict[str, tuple[set[str], str]]:
+    with simulate(arch):
+        return everything(rank, 2, names)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_ops_on_two_processes_by_the_kernels_of_gpus(arch: str):
+    needs(arch)
+    names = [n for n in CALLS if any(arch in row.archs for row in OPS[n].kernels)]
+    met_everywhere(processes.run(2, simulated, arch, names), names)
 
 
 def _offered(name: str, index: int, *parts: int, **changes: int) -> list[set[str]]:

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import gloo
+from tests import processes
+from tests.parity.test_random_signatures import needs
+from torch_attnkit.core import simulate
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.integrations import distributed
 from torch_attnkit.oracle.compare import check
 from torch_attnkit.parity.judge import reference_of
+from torch_attnkit.warmup import asked_by
 
 ops = torch.ops.attnkit
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Head sizes of keys and of values, and the dtype of cases that ask for float32."""
+
+    D: int
+    Dv: int
+    F32: torch.dtype
+
+
+ODD, KERNELS = Sizes(16, 13, F32), Sizes(64, 64, BF16)  # for the references, and what rows of GPUs take
+
+
+def here(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if t is None else t.to(processes.device()) for t in tensors]
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -26,65 +49,77 @@ def judged(op: str, got: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict
     """Against one process, by the oracle: ``got`` are the outputs that the function has of the op's."""
     exact, ref = (reference_of(OPS[op], args, kwargs, double=double) for double in (True, False))
     for name, g, e, r in zip(OPS[op].outnames, got, exact, ref, strict=False):
-        check(f"{op} {name}", g, r, e)
+        check(f"{op} {name}", g.cpu(), r, e)
 
 
-def prefill(world: int, dtype: torch.dtype, **options: Any) -> None:
-    B, T, Hq, Hkv, D = 2, 32, 4, 2, 16
-    q, k, v = (normal(i, B, T, h, D, dtype=dtype) for i, h in enumerate((Hq, Hkv, Hkv)))
-    sink = normal(3, Hq, dtype=torch.float32)
+def prefill(world: int, sizes: Sizes, dtype: torch.dtype, **options: Any) -> None:
+    B, T, Hq, Hkv = 2, 32, 4, 2
+    dtype = sizes.F32 if dtype == F32 else dtype
+    q, k, v = (normal(i, B, T, h, sizes.D, dtype=dtype) for i, h in enumerate((Hq, Hkv, Hkv)))
+    sink = normal(3, Hq, dtype=F32)
     lengths = [torch.tensor(n, dtype=torch.int32) for n in ((32, 21), (0, 5))]
-    local = [distributed.head_tail(x) for x in (q, k, v)]
-    out, lse = distributed.cp_prefill(*local, sink, *lengths, **options)
+    local = [distributed.head_tail(x) for x in here(q, k, v)]
+    out, lse = distributed.cp_prefill(*local, *here(sink, *lengths), **options)
     whole = [distributed.from_head_tail(x) for x in (out, lse)]
     judged("flash_attention", whole, (q, k, v, sink, *lengths), dict(causal=True, **options))
 
 
-def decode(world: int, dtype: torch.dtype, lengths: tuple[int, ...], start: bool, **options: Any) -> None:
-    B, S, Hq, Hkv, D, Dv = len(lengths), 32, 4, 2, 16, 13
+def decode(
+    world: int, sizes: Sizes, dtype: torch.dtype, lengths: tuple[int, ...], start: bool, S: int = 32, **options: Any
+) -> None:
+    B, Hq, Hkv = len(lengths), 4, 2
+    dtype = sizes.F32 if dtype == F32 else dtype
     q, k, v = (
-        normal(0, B, Hq, D, dtype=dtype),
-        normal(1, B, Hkv, S, D, dtype=dtype),
-        normal(2, B, Hkv, S, Dv, dtype=dtype),
+        normal(0, B, Hq, sizes.D, dtype=dtype),
+        normal(1, B, Hkv, S, sizes.D, dtype=dtype),
+        normal(2, B, Hkv, S, sizes.Dv, dtype=dtype),
     )
-    sink, kv_len = normal(3, Hq, dtype=torch.float32), torch.tensor(lengths, dtype=torch.int32)
+    sink, kv_len = normal(3, Hq, dtype=F32), torch.tensor(lengths, dtype=torch.int32)
     kv_start = (kv_len // 3) if start else None
     mine = slice(dist.get_rank() * S // world, (dist.get_rank() + 1) * S // world)
-    got = distributed.cp_decode(q, k[:, :, mine], v[:, :, mine], kv_len, sink, kv_start, **options)
+    got = distributed.cp_decode(*here(q, k[:, :, mine], v[:, :, mine], kv_len, sink, kv_start), **options)
     judged("sdpa_decode", list(got), (q, k, v, kv_len, sink, kv_start), options)
 
 
-def experts(world: int, tokens: str, count: int, **changes: Any) -> None:
+def experts(world: int, sizes: Sizes, tokens: str, count: int, **changes: Any) -> None:
     """``count`` tokens in all; of "own" ones rank 0 has two more than the others, and some ask one process alone."""
-    sizes = dict(Tq=count, N=64, M=64, E=8, K=3, blk=16, act=0) | changes
-    op = OPS["fp4_moe"]
-    args, kwargs = op.module("cases").make(
-        sizes, torch.bfloat16, ("gptoss", "limit", "bias", "global_scale"), torch.Generator().manual_seed(1)
-    )
-    x, weights, indices, *rest = args
-    rank, local = dist.get_rank(), sizes["E"] // world
-    each = op.argnames[3:]
-    cut = lambda n, t: t[rank * local : (rank + 1) * local] if t is not None and n[1:] != "_global" else t
-    own = [cut(n, t) for n, t in zip(each, rest, strict=False)]
+    args, kwargs = routed(count, **changes)
+    mine = local_experts(world, args)
     if tokens == "replicated":
-        got = distributed.ep_moe(x, weights, indices, *own, **kwargs)
+        got = distributed.ep_moe(*here(*mine), **kwargs)
     else:
+        rank = dist.get_rank()
         ends = [count - (world - 1 - r) * max((count - 2) // world, 0) for r in range(world)]
         begin, end = [0, *ends][rank], ends[rank]
-        part = distributed.ep_moe(*(t[begin:end] for t in (x, weights, indices)), *own, tokens="own", **kwargs)
-        padded = torch.zeros(count, *part.shape[1:], dtype=part.dtype)
+        own = (t[begin:end] for t in mine[:3])
+        part = distributed.ep_moe(*here(*own, *mine[3:]), tokens="own", **kwargs)
+        padded = part.new_zeros(count, *part.shape[1:])
         padded[begin:end] = part
         dist.all_reduce(padded)  # the others have zeros there
         got = padded
     judged("fp4_moe", [got], args, kwargs)
 
 
-F32, BF16 = torch.float32, torch.bfloat16
+def routed(count: int, **changes: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``count`` tokens and eight experts, whole."""
+    dims = dict(Tq=count, N=64, M=64, E=8, K=3, blk=16, act=0) | changes
+    features = ("gptoss", "limit", "bias", "global_scale")
+    args, kwargs = OPS["fp4_moe"].module("cases").make(dims, BF16, features, torch.Generator().manual_seed(1))
+    return args, kwargs
+
+
+def local_experts(world: int, args: tuple[Any, ...]) -> list[Any]:
+    """The arguments of fp4_moe with the experts of this process alone."""
+    cut = lambda n, t: t if t is None or n[1:] == "_global" else t.chunk(world)[dist.get_rank()]
+    return [*args[:3], *(cut(n, t) for n, t in zip(OPS["fp4_moe"].argnames[3:], args[3:], strict=False))]
+
+
 CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = {
     "prefill": (prefill, (BF16,), {}),
     "prefill window": (prefill, (F32,), dict(window=6, sink_tokens=2)),
     "prefill window of nothing": (prefill, (BF16,), dict(window=0, softcap=3.0)),
     "decode": (decode, (BF16, (32, 17, 3, 0), False), {}),
+    "decode of many keys": (decode, (BF16, (2048, 1300, 700), False), dict(S=2048)),
     "decode scale": (decode, (F32, (32, 17, 3), False), dict(scale=0.5)),
     "decode window": (decode, (F32, (32, 17, 3, 0), True), dict(window=7)),
     "decode window over all": (decode, (BF16, (32, 9), False), dict(window=2**31)),
@@ -99,16 +134,20 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = 
 }  # fmt: skip
 
 
-def everything(rank: int, world: int) -> dict[str, str]:
+def everything(rank: int, world: int, sizes: Sizes, *archs: str) -> dict[str, str]:
+    """What went wrong in each case, in this process. Rows of each of ``archs`` have to take every call of an op."""
     found = {}
     for name, (function, args, options) in CASES.items():
-        found[name] = gloo.attempted(lambda f=function, a=args, o=options: f(world, *a, **o))
-    found["refusals"] = gloo.attempted(refusals)
+        with contextlib.ExitStack() as stack:
+            for arch in archs:
+                stack.enter_context(asked_by(arch))
+            found[name] = processes.attempted(lambda f=function, a=args, o=options: f(world, sizes, *a, **o))
+    found["refusals"] = processes.attempted(refusals)
     return found
 
 
 def refusals() -> None:
-    q = torch.zeros(1, 3, 2, 8)
+    q = torch.zeros(1, 3, 2, 8, device=processes.device())
     with pytest.raises(ValueError, match="cp_prefill: q has 3 and k 3 tokens, accepted"):
         distributed.cp_prefill(q, q, q)
     with pytest.raises(ValueError, match="head_tail: axis 1 of x has 3 tokens, accepted: a multiple of"):
@@ -119,8 +158,73 @@ def refusals() -> None:
         distributed.ep_moe(*[torch.zeros(1)] * 7, tokens="mine")
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
-def test_processes_give_what_one_gives(world: int):
-    for rank, found in enumerate(gloo.run(world, everything, world)):
+def succeeded(results: list[dict[str, str]]) -> None:
+    for rank, found in enumerate(results):
         for name, wrong in found.items():
             assert not wrong, f"{name}, process {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
+def test_processes_give_what_one_gives(world: int):
+    succeeded(processes.run(world, everything, world, ODD))
+
+
+class Issued(TorchDispatchMode):
+    """The calls in this block that are more than another view of a tensor, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def issued() -> dict[str, list[str]]:
+    q, k, v = (normal(i, *shape) for i, shape in enumerate(((2, 4, 16), (2, 2, 8, 16), (2, 2, 8, 16))))
+    args, kwargs = routed(8)
+    mine = local_experts(2, args)
+    calls = {
+        "decode": lambda: distributed.cp_decode(q, k, v, torch.tensor([16, 3], dtype=torch.int32)),
+        "replicated": lambda: distributed.ep_moe(*mine, **kwargs),
+        "own": lambda: distributed.ep_moe(*mine, tokens="own", **kwargs),
+    }
+    found = {}
+    for name, call in calls.items():
+        with Issued() as mode:
+            call()
+        found[name] = mode.names
+    return found
+
+
+def for_gpus(rank: int) -> tuple[dict[str, str], dict[str, list[str]]]:
+    return everything(rank, 2, KERNELS, "sm90", "sm100"), issued()
+
+
+def test_what_gpus_are_asked_for():
+    """Without a GPU: each call of the cases that run there (tests/cuda/test_several_gpus.py) has a row, and a shared
+    step issues little. What stands beside the attention of a decode step costs as much as thousands of keys."""
+    wrong, names = zip(*processes.run(2, for_gpus), strict=True)
+    succeeded(list(wrong))
+    waits = {"nonzero", "item", "_local_scalar_dense", "masked_select"}
+    for found in names:
+        local = ["sub", "clamp", "sdpa_decode"]
+        assert found["decode"] == [*local, "cat", "_allgather_base_", "merge_partials"], found["decode"]
+        assert [n for n in found["replicated"] if n.startswith("all")] == ["allreduce_"]
+        assert [n for n in found["own"] if n.startswith("all")] == ["alltoall_base_"] * 4  # counts, x, routes, back
+        assert not waits & {name for each in found.values() for name in each}
+
+
+def simulated(rank: int, arch: str) -> dict[str, str]:
+    with simulate(arch):
+        return everything(rank, 2, KERNELS)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_kernels_in_simulators_give_what_one_process_gives(arch: str):
+    """As on two GPUs but for what joins them: views of what was gathered go straight into a kernel, and so on."""
+    needs(arch)
+    succeeded(processes.run(2, simulated, arch))

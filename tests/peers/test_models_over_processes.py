@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests import gloo
+from tests import processes
 from tests.peers.tiny_models import build, frozen, tokens
 from torch_attnkit import UnsupportedError
 
@@ -21,6 +23,19 @@ def generated(model) -> tuple[torch.Tensor, torch.Tensor]:
         return model.generate(prompt, max_new_tokens=NEW, do_sample=False), model(prompt).logits
 
 
+class SentDtypes(TorchDispatchMode):
+    """The dtypes of what collectives in this block move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.dtypes |= {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
 def work(rank: int, family: str, format: str) -> dict[str, object]:
     from torch.distributed.tensor import init_device_mesh
 
@@ -31,12 +46,13 @@ def work(rank: int, family: str, format: str) -> dict[str, object]:
     alone = generated(model)
     whole = sum(t.numel() for t in model.state_dict().values())
     mesh = init_device_mesh("cpu", (WORLD,))
-    shard_model(model, mesh)
+    with SentDtypes() as sent:
+        shard_model(model, mesh)
     with pytest.raises(UnsupportedError, match="shared among processes already"):
         shard_model(model, mesh)
     local = lambda t: t.to_local() if hasattr(t, "to_local") else t
     kept = sum(local(t).numel() for t in model.state_dict().values())
-    return dict(alone=alone, shared=generated(model), kept=kept / whole)
+    return dict(alone=alone, shared=generated(model), kept=kept / whole, sent=sent.dtypes)
 
 
 def refused(rank: int) -> None:
@@ -62,16 +78,17 @@ def refused(rank: int) -> None:
 )
 @pytest.mark.proof
 def test_two_processes_generate_the_tokens_of_one(family: str, format: str):
-    results = gloo.run(WORLD, work, family, format)
+    results = processes.run(WORLD, work, family, format)
     for found in results:
         (alone, logits), (shared, logits_shared) = found["alone"], found["shared"]
         assert torch.equal(alone, shared)
         assert (logits - logits_shared).abs().max() <= AGREE * logits.abs().max()
         assert len(alone[:, 8:].unique()) > 3, "a model that says one thing shows nothing"
         assert found["kept"] < 0.85
+        assert all(dtype.itemsize > 1 for dtype in found["sent"]), "NCCL does not know every dtype of scales"
     assert torch.equal(results[0]["shared"][0], results[1]["shared"][0])
 
 
 @pytest.mark.proof
 def test_what_cannot_be_shared_is_refused():
-    gloo.run(WORLD, refused)
+    processes.run(WORLD, refused)

@@ -18,6 +18,7 @@ Sources: Llama 3 (arXiv 2407.21783), whose context parallelism gathers K and V; 
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch_attnkit.core import UnsupportedError
 ops = torch.ops.attnkit
 Group = dist.ProcessGroup | None
 TOKENS = ("replicated", "own")
+_ALIGNED = 16  # bytes: enough for any dtype, and what kernels read at once
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
@@ -157,7 +159,8 @@ def cp_decode(
             end = torch.minimum(first + min(sink_tokens, 2**30), start)
             parts.append(attended(first, torch.minimum(end, kv_len)))
     parts.append(attended(start, kv_len))
-    out, lse = (torch.stack(each) for each in zip(*parts, strict=True))  # (1 or 2, B, Hq, Dv), (1 or 2, B, Hq)
+    # (1 or 2, B, Hq, Dv), (1 or 2, B, Hq); one part is not copied: a launch is much of what sharing a step costs
+    out, lse = (torch.stack(each) if len(each) > 1 else each[0][None] for each in zip(*parts, strict=True))
     out, lse = _gathered_together(out, lse, group=group)  # (P, 1 or 2, ...)
     merged: tuple[torch.Tensor, torch.Tensor] = ops.merge_partials(out.flatten(0, 1), lse.flatten(0, 1), sink)
     return merged
@@ -208,13 +211,18 @@ def ep_moe(
     world = dist.get_world_size(group)
     rank = torch.arange(world, device=x.device)[:, None, None]
     wanted = ((indices >= 0) & (indices // count == rank)).any(-1)  # (P, Tq) the tokens that go to each process
-    target, token = wanted.nonzero(as_tuple=True)  # (sent,) in the order of ranks; waits for the device
     sent = wanted.sum(1)  # (P,)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    there, back = sent.tolist(), received.tolist()
-    given = [_exchanged(t[token], there, back, group) for t in (x, weights, indices)]
-    made = _exchanged(mine(*given), back, there, group)  # (sent, N)
+    there, back = torch.stack((sent, received)).tolist()  # the one wait for the device
+    token = torch.nonzero_static(wanted, size=sum(there))[:, 1]  # (sent,) in the order of ranks
+    rows = _exchanged(x[token], there, back, group)  # (received, N)
+    # Weights and experts of a token are few bytes, and travel together.
+    routes = torch.cat([t.contiguous().view(torch.uint8) for t in (weights, indices)], 1)  # (Tq, bytes)
+    ends = [weights.shape[1] * weights.itemsize, indices.shape[1] * indices.itemsize]
+    parts = _exchanged(routes[token], there, back, group).split(ends, 1)
+    given = [part.contiguous().view(t.dtype) for part, t in zip(parts, (weights, indices), strict=True)]
+    made = _exchanged(mine(rows, *given), back, there, group)  # (sent, N)
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for rows, part in zip(token.split(there), made.split(there), strict=True):
         out.index_add_(0, rows, part.to(out.dtype))  # a token is there once: the order of sums is that of ranks
@@ -236,12 +244,17 @@ def _gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _gathered_together(*tensors: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """``_gathered`` of several tensors by one collective, whose latency is what a decode step pays for."""
-    flat = [F.pad(b, (0, -b.numel() % 16)) for b in map(_bytes, tensors)]  # 16: any dtype, and kernels' alignment
-    parts = _gathered(torch.cat(flat), group).split([b.numel() for b in flat], 1)
+    """``_gathered`` of several tensors by one collective, whose latency is what a decode step pays for. What comes back
+    are views of what was gathered, dense but for the axis of processes."""
+    flat = [_bytes(t) for t in tensors]
+    flat = [F.pad(b, (0, -b.numel() % _ALIGNED)) if b.numel() % _ALIGNED else b for b in flat]
+    all_bytes = _gathered(torch.cat(flat), group)  # (P, bytes)
+    starts = itertools.accumulate((b.numel() for b in flat), initial=0)
     return [
-        part[:, : t.numel() * t.itemsize].contiguous().view(t.dtype).view(-1, *t.shape)
-        for part, t in zip(parts, tensors, strict=True)
+        all_bytes.view(t.dtype).narrow(1, start // t.itemsize, t.numel()).view(-1, *t.shape)
+        if t.numel()
+        else t.new_empty(len(all_bytes), *t.shape)
+        for t, start in zip(tensors, starts, strict=False)
     ]
 
 
