@@ -89,7 +89,7 @@ ZIG = $(abspath $(WHEEL_VENV))/bin/python -m ziglang
 TARGET := -target x86_64-linux-gnu.2.28 -fno-sanitize=undefined
 # Objects stay in build/wheel, apart from those of `make venv`, which another compiler made.
 wheel: $(WHEEL_VENV)/installed
-	rm -rf build/wheel/lib* build/wheel/raw
+	rm -rf build/wheel/lib* build/wheel/raw dist/*$(PLATFORM)*.whl
 	printf '[build]\nbuild_base = build/wheel\n' > $(WHEEL_VENV)/build.cfg
 	DIST_EXTRA_CONFIG="$(abspath $(WHEEL_VENV))/build.cfg" \
 	CC="$(ZIG) cc $(TARGET)" CXX="$(ZIG) c++ $(TARGET)" LDSHARED="$(ZIG) cc $(TARGET) -shared" \
