@@ -16,4 +16,6 @@ using namespace metal;
 #include "attnkit/visible.h"
 #include "attnkit/rows.h"
 #include "attnkit/pages.h"
+#include "attnkit/e4m3.h"
+#include "attnkit/elements.h"
 #include "attnkit/prefill.h"

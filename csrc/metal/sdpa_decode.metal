@@ -1,7 +1,8 @@
 // out = softmax(scale * q K') V for one query token per sequence against a KV cache, and its natural-log LSE.
 // q (B, Hq, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) of TYPE, kv_len (B) int, sink (Hq) float, kv_start (B) int; out
 // (B, Hq, Dv), lse (B, Hq) float, or with more than one split (splits, B, Hq, Dv) and (splits, B, Hq), both float. With
-// CODES k and v are bytes of E4M3, and q, k and v stand for themselves times a scale (B, Hkv) float each, where given.
+// CODES k and v are bytes of E4M3, with TYPE uchar q too, and q, k and v stand for themselves times a scale (B, Hkv)
+// float each, where given.
 //
 // decode_rows: the threads of one threadgroup serve all query heads of a KV head, for a share of its keys; see
 // attnkit/decode.h for the grid. decode_merge: a simdgroup for every 128 elements of a row of out.

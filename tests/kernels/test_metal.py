@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.metal_calls import METAL, compare, ints, normal, run
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.core.support import support
@@ -16,34 +17,11 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.kernels.decode import metal as decode
 from torch_attnkit.kernels.prefill import metal as prefill
 from torch_attnkit.mps import launch, library
-from torch_attnkit.oracle.compare import check
-from torch_attnkit.parity import poison, reference_of
+from torch_attnkit.parity import poison
 from torch_attnkit.sim import metal
 from torch_attnkit.sim.metal.lint import lint
 
 pytestmark = pytest.mark.simulator
-METAL = Target("metal", simulated=True)
-
-
-def run(name: str, args: tuple[Any, ...], **kwargs: Any) -> list[torch.Tensor]:
-    """The op's Metal kernel on CPU tensors, with poisoned outputs."""
-    op = dispatch.OPS[name]
-    values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
-    call = op.bind(values)
-    outs = [poison(shape, dtype, "cpu") for shape, dtype in op.outputs(call)]
-    op.module("mps").build(call, METAL)(*values, *outs)
-    return outs
-
-
-def compare(name: str, args: tuple[Any, ...], **kwargs: Any) -> None:
-    op = dispatch.OPS[name]
-    refs = (reference_of(op, args, kwargs, double=d) for d in (False, True))
-    for out, got, ref, ref64 in zip(op.outnames, run(name, args, **kwargs), *refs, strict=True):
-        check(f"{name} {out}", got, ref, ref64)
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def odd(t: torch.Tensor, offset: int = 1, room: int = 1) -> torch.Tensor:
@@ -51,10 +29,6 @@ def odd(t: torch.Tensor, offset: int = 1, room: int = 1) -> torch.Tensor:
     buffer = poison((t[..., 0].numel() * (t.shape[-1] + room) + offset,), t.dtype, "cpu")
     steps = [t.stride(i) // t.shape[-1] * (t.shape[-1] + room) for i in range(t.dim() - 1)]
     return buffer.as_strided(t.shape, (*steps, 1), offset).copy_(t)
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -143,15 +117,17 @@ def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.
     """For macOS 14 (Metal 3.1) and later, and in threadgroup memory that every GPU has."""
     norm = dict(Y_TYPE=torch.float32, Z_TYPE=dtype, W_TYPE=dtype, WIDTH=width, ROWS=1, SIMDS=2, KEPT=2, RANK=2)
     rows = dict(TYPE=dtype, OUT_TYPE=dtype, MERGED_TYPE=dtype, DIM=64, DIM_V=80, TILES=2, WIDTH=width, CODES=0)
-    tiles = dict(TYPE=dtype, DIM=64, DIM_V=80, TILES=2, SIMDS=4, KEYS=16, WIDTH=width, IN_CACHE=0)
+    tiles = dict(TYPE=dtype, OUT_TYPE=dtype, CODES=0, DIM=64, DIM_V=80, TILES=2, SIMDS=4, KEYS=16, WIDTH=width)
+    tiles |= dict(IN_CACHE=0)
+    codes = dict(TYPE=torch.float8_e4m3fn, OUT_TYPE=torch.bfloat16, CODES=1)
     sources = {
         "gated_rmsnorm": [norm],
         "merge_partials": [dict(IN_TYPE=dtype, OUT_TYPE=torch.float16, WIDTH=width)],
-        "sdpa_decode": [rows, rows | dict(CODES=1)],
-        "sdpa_decode_paged": [rows, rows | dict(CODES=1)],
-        "sdpa_multi": [rows | dict(MANY=0), tiles | dict(MANY=1, IN_CACHE=1)],
-        "flash_attention": [tiles],
-        "flash_attention_varlen": [tiles],
+        "sdpa_decode": [rows, rows | dict(CODES=1), rows | codes],
+        "sdpa_decode_paged": [rows, rows | dict(CODES=1), rows | codes],
+        "sdpa_multi": [rows | dict(MANY=0), tiles | dict(MANY=1, IN_CACHE=1), tiles | codes | dict(MANY=1, IN_CACHE=1)],
+        "flash_attention": [tiles, tiles | codes],
+        "flash_attention_varlen": [tiles, tiles | codes],
         "flash_attention_paged": [tiles | dict(IN_CACHE=1)],
     }
     for op, variants in sources.items():
@@ -215,7 +191,7 @@ def _sized(op: str, dtype: torch.dtype, dim: int, dim_v: int, shared: int) -> di
 def _memory(defines: dict[str, Any]) -> int:
     dim, dim_v = defines["DIM"], defines["DIM_V"]
     if "KEYS" in defines:
-        return prefill.threadgroup_bytes(dim, dim_v, defines["TYPE"].itemsize, defines["KEYS"])
+        return prefill.threadgroup_bytes(dim, dim_v, prefill.held_bytes(defines["TYPE"]), defines["KEYS"])
     return decode.threadgroup_bytes(dim, dim_v, defines["TILES"])
 
 
@@ -259,9 +235,11 @@ def test_every_size_that_a_row_accepts_fits_in_threadgroup_memory(op: str, monke
         ("flash_attention", "prefill_rows", dict(DIM=64, DIM_V=80, TILES=2, KEYS=24)),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
 def test_the_host_knows_how_much_memory_a_threadgroup_takes(op: str, kernel: str, defines: Any, dtype: torch.dtype):
-    given = dict(TYPE=dtype, OUT_TYPE=dtype, MERGED_TYPE=dtype, SIMDS=2, WIDTH=4, IN_CACHE=0, CODES=0) | defines
+    codes = dtype == torch.float8_e4m3fn
+    stored = torch.bfloat16 if codes else dtype
+    given = dict(TYPE=dtype, OUT_TYPE=stored, MERGED_TYPE=stored, SIMDS=2, WIDTH=4, IN_CACHE=0, CODES=codes) | defines
     compiled = metal.compile_shader(library.source(op, given))
     assert getattr(compiled, kernel).static_thread_group_memory_length == _memory(given)
 

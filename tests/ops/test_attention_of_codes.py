@@ -183,8 +183,8 @@ def test_kernels_without_codes_or_scales_refuse_them():
     ):
         op(*qkv)
     wide = [t.bfloat16() for t in qkv]
-    for arch in ("sm90", "sm100"):
-        with torch_attnkit.simulate(arch), pytest.raises(UnsupportedError, match=f"{arch}: no support for: .*scales"):
+    for arch, row in (("metal", "mps"), ("sm90", "sm90"), ("sm100", "sm100")):
+        with torch_attnkit.simulate(arch), pytest.raises(UnsupportedError, match=f"{row}: no support for: .*scales"):
             op(*wide, None, None, None, *scales)
 
 

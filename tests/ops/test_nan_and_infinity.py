@@ -208,14 +208,18 @@ def test_attention_on_the_cpu_in_parts(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("given", [g for g in INPUTS if g != "scores"])
-@pytest.mark.parametrize(("op", "shape"), [(op, shapes[0]) for op, shapes in SHAPES.items()])
-def test_attention_of_codes(op: str, shape: tuple[int, int], given: str, monkeypatch: pytest.MonkeyPatch):
-    """E4M3, which has nan and no infinities, on the one arch that takes it."""
-    _needs("sm100")
+@pytest.mark.parametrize(
+    ("op", "shape", "arch"),
+    [(op, s, "metal") for op, shapes in SHAPES.items() for s in shapes]
+    + [(op, shapes[0], "sm100") for op, shapes in SHAPES.items()],
+)
+def test_attention_of_codes(op: str, shape: tuple[int, int], arch: str, given: str, monkeypatch: pytest.MonkeyPatch):
+    """E4M3, which has nan and no infinities, on the archs that take it everywhere."""
+    _needs(arch)
     monkeypatch.setattr(f"{__name__}.VALUES", (NAN, 2.0, NAN))
     call = Attention(op, *shape, E4M3)
     INPUTS[given](call)
-    compare(op, "sm100", call.args)
+    compare(op, arch, call.args)
 
 
 # By the number of partials: on CUDA a few are loaded at once, many are shared by groups of threads.

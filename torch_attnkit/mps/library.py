@@ -18,7 +18,7 @@ from torch_attnkit import paths
 from torch_attnkit.core import seams
 from torch_attnkit.core.target import Target
 
-TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
+TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat", torch.float8_e4m3fn: "uchar"}
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+[<"](attnkit/[\w./-]+)[>"].*\n?', re.M)
 _KERNEL = re.compile(r"(?:\bkernel|\[\[\s*kernel\b[^\]]*\]\])\s+void\s+(\w+)\s*\(([^{;]*)\)\s*\{")
 _SLOT = re.compile(r"\[\[\s*buffer\(\s*(\d+)\s*\)\s*\]\]")

@@ -7,29 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.metal_calls import METAL, compare, offsets, run
 from torch_attnkit.core import dispatch
-from torch_attnkit.core.target import Target
 from torch_attnkit.oracle.compare import check
 from torch_attnkit.parity import poison, reference_of
 from torch_attnkit.sim import metal
 
 pytestmark = pytest.mark.simulator
-METAL = Target("metal", simulated=True)
 NAME = "flash_attention_paged"
-
-
-def run(name: str, args: tuple[Any, ...], **kwargs: Any) -> list[torch.Tensor]:
-    """The op's Metal kernel on CPU tensors, with poisoned outputs."""
-    op = dispatch.OPS[name]
-    values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
-    call = op.bind(values)
-    outs = [poison(shape, dtype, "cpu") for shape, dtype in op.outputs(call)]
-    op.module("mps").build(call, METAL)(*values, *outs)
-    return outs
-
-
-def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)  # (B + 1,)
 
 
 def made(page: int, len_q: tuple[int, ...], kv_len: tuple[int, ...], dim: int = 64) -> tuple[tuple[Any, ...], ...]:
@@ -54,19 +39,13 @@ def made(page: int, len_q: tuple[int, ...], kv_len: tuple[int, ...], dim: int = 
     return paged, (q, *keys.split(dim, -1), offsets(len_q), offsets(kv_len))
 
 
-def agree(args: tuple[Any, ...], **kwargs: Any) -> None:
-    refs = (reference_of(dispatch.OPS[NAME], args, kwargs, double=d) for d in (False, True))
-    for name, *three in zip(("out", "lse"), run(NAME, args, **kwargs), *refs, strict=True):
-        check(name, *three)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("page", [1, 5, 16, 24, 64, 100, 256])
 def test_pages_of_any_size_where_they_lie(page: int):
     """A chunk, a token, a sequence without queries, one shorter than its block, and drafts; then without hints."""
     args, _ = made(page, (40, 1, 0, 9, 3), (300, 131, 20, 4, 257))
-    agree(args, max_seqlen_q=40, max_seqlen_k=300)
-    agree(args, window=70, sink_tokens=5, softcap=20.0, causal=False)
+    compare(NAME, args, max_seqlen_q=40, max_seqlen_k=300)
+    compare(NAME, args, window=70, sink_tokens=5, softcap=20.0, causal=False)
 
 
 @pytest.mark.parametrize("offset", [1, 4])
@@ -75,7 +54,7 @@ def test_rows_that_no_vector_can_read(offset: int):
     (q, k, v, *rest), _ = made(16, (9, 1), (70, 33))
     for at in (1, 2):
         room = torch.full((k.shape[0], 16, 2, 64 + offset), torch.nan, dtype=torch.float16)
-        agree((q, *(room[..., offset:].copy_(t) if n == at else t for n, t in ((1, k), (2, v))), *rest))
+        compare(NAME, (q, *(room[..., offset:].copy_(t) if n == at else t for n, t in ((1, k), (2, v))), *rest))
 
 
 @pytest.mark.sample(4)

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.simulator
 ELF_ARM64 = 183  # e_machine
 SOURCES = {
     "decode": ("sdpa_decode", dict(TYPE=torch.bfloat16, OUT_TYPE=torch.float32, MERGED_TYPE=torch.bfloat16, DIM=64,
-                                   DIM_V=64, TILES=2, WIDTH=4)),
-    "prefill": ("flash_attention", dict(TYPE=torch.float16, DIM=64, DIM_V=64, TILES=2, SIMDS=4, KEYS=16, WIDTH=4,
-                                        IN_CACHE=0)),
+                                   DIM_V=64, TILES=2, WIDTH=4, CODES=0)),
+    "prefill": ("flash_attention", dict(TYPE=torch.float16, OUT_TYPE=torch.float16, CODES=0, DIM=64, DIM_V=64, TILES=2,
+                                        SIMDS=4, KEYS=16, WIDTH=4, IN_CACHE=0)),
 }  # fmt: skip
 
 

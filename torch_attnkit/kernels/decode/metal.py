@@ -1,7 +1,7 @@
 """Decode on Metal, ``attnkit/decode.h``: how rows and keys are cut into threadgroups.
 
 A threadgroup serves all query heads of a KV head for a share of its keys; over pages its lanes look the pages of the
-next keys up for each other. E4M3 becomes half as it is read. Bound by memory.
+next keys up for each other. E4M3 becomes half as it is read; of E4M3 queries out is bf16. Bound by memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
+from torch_attnkit.mps.codes import as_bytes
 
 from .problem import Operands, Problem
 
-DTYPES = "bf16 f16 f32"
+DTYPES, OVER_CODES = "bf16 f16 f32", "bf16 f16 f32 f8e4m3"  # of q, over caches of the same dtype and of E4M3
 # Head dims: multiples of 16, the dims that a step of the scores takes.
 DIMS, MOST_DIM_V = (32, 64, 80, 96, 128, 192, 256, 512), 512
 _SIMDGROUPS = 4  # of a threadgroup; each takes 16 keys a step
@@ -67,11 +68,12 @@ def launcher(
     numbers = (shape, scores.slope, scores.softcap)
     merged = p.batch * p.queries * p.heads
     merge_shape = [splits, merged, p.heads, int(p.sink)]
-    stored = torch.float32 if splits > 1 else p.dtype
+    result = p.dtype if p.dtype.itemsize > 1 else torch.bfloat16
+    stored = torch.float32 if splits > 1 else result
 
     def variant(width: int) -> metal.Launch:
         built = library.load(
-            source, target, TYPE=p.dtype, OUT_TYPE=stored, MERGED_TYPE=p.dtype, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles,
+            source, target, TYPE=p.dtype, OUT_TYPE=stored, MERGED_TYPE=result, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles,
             WIDTH=width, CODES=p.codes, **(defines or {}),
         )  # fmt: skip
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_rows"))
@@ -100,15 +102,11 @@ def launcher(
     run = metal.by_alignment(variant, steps)
 
     def launch(o: Operands) -> None:
-        k, v, sink = metal.bound(_bytes(o.k), o.q), metal.bound(_bytes(o.v), o.q), metal.bound(o.sink, o.lse)
+        q = as_bytes(o.q)
+        k, v, sink = metal.bound(as_bytes(o.k), q), metal.bound(as_bytes(o.v), q), metal.bound(o.sink, o.lse)
         table, start = metal.bound(o.table, o.kv_len), metal.bound(o.kv_start, o.kv_len)
         scales = (metal.bound(None if s is None else s.contiguous(), o.lse) for s in o.scales)
-        inputs = (o.q, k, v, table, o.kv_len, sink, start, *scales)  # as decode_rows declares them
-        run((o.q, k, v), (inputs, sink, o.out, o.lse))
+        inputs = (q, k, v, table, o.kv_len, sink, start, *scales)  # as decode_rows declares them
+        run((q, k, v), (inputs, sink, o.out, o.lse))
 
     return launch
-
-
-def _bytes(cache: torch.Tensor) -> torch.Tensor:
-    """E4M3 as bytes, which every torch can pass on."""
-    return cache if cache.dtype.itemsize > 1 else cache.view(torch.uint8)

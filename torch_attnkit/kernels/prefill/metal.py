@@ -1,7 +1,7 @@
 """Prefill on Metal, ``attnkit/prefill.h``: 8x8 matrix products and softmax in float, in tiles of up to 128 rows.
 
 The query heads of a KV head share a tile, and so do K and V; threadgroups of packed sequences find theirs by the
-offsets, and over pages their lanes look the pages of the next keys up for each other.
+offsets, and over pages their lanes look the pages of the next keys up for each other. E4M3 becomes half as it is read.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
+from torch_attnkit.mps.codes import as_bytes
 
 from . import paged
 from .problem import Layout, Operands, Problem
 
-DTYPES = "bf16 f16 f32"
+DTYPES, CODES = "bf16 f16 f32", "f8e4m3"
 # Head dims: multiples of 16, the dims that a step of the scores takes.
 DIMS, MOST_DIM_V = (32, 64, 80, 96, 128, 192, 256), 256
 _THREADGROUP_BYTES = 16384  # of the tiles of K and V, so that two threadgroups of 32 KB fit side by side
@@ -27,6 +30,11 @@ _MOST_SIMDGROUPS = 8
 def threadgroup_bytes(dim: int, dim_v: int, itemsize: int, keys: int) -> int:
     """Threadgroup memory of ``prefill_rows``: K and V of a tile, with 32 bytes more a row each."""
     return keys * ((dim + dim_v) * itemsize + 64)
+
+
+def held_bytes(dtype: torch.dtype) -> int:
+    """Of an element of K and V in threadgroup memory, where E4M3 is half."""
+    return max(dtype.itemsize, 2)
 
 
 def keys_of(dim: int, dim_v: int, itemsize: int) -> int:
@@ -51,7 +59,7 @@ def launcher(
 
     def launch(o: Operands) -> None:
         first, second = (o.cu_q, o.cu_k) if problem.packed else (o.kv_len, o.kv_start)
-        run((o.q, o.k, o.v, o.sink, first, second, None, o.out, o.lse, o.row_sum))
+        run((o.q, o.k, o.v, o.sink, first, second, None, *o.scales, o.out, o.lse, o.row_sum))
 
     return launch
 
@@ -61,7 +69,7 @@ def paged_launcher(
 ) -> Callable[[paged.Operands], None]:
     """The same for blocks of queries over pages; the rows of the block table are ``table_row`` elements apart."""
     run = _kernel(source, problem.attention, target, Pages(problem.page, problem.pages, table_row), {})
-    return lambda o: run((o.q, o.k, o.v, o.sink, o.cu_q, o.kv_len, o.table, o.out, o.lse, None))
+    return lambda o: run((o.q, o.k, o.v, o.sink, o.cu_q, o.kv_len, o.table, None, None, None, o.out, o.lse, None))
 
 
 def _kernel(
@@ -74,19 +82,20 @@ def _kernel(
     capacity = 0 if pages.page and pages.pages == 0 else p.keys
     rows = p.longest * p.group  # of the longest sequence and one KV head
     tiles = 2 if max(p.dim, p.dim_v) <= 128 else 1
-    keys = keys_of(p.dim, p.dim_v, p.dtype.itemsize)
+    codes = p.dtype.itemsize == 1
+    keys = keys_of(p.dim, p.dim_v, held_bytes(p.dtype))
     steps = (*_query_steps(p), *_key_steps(p.k, p), *_key_steps(p.v, p))
     shape = [
         p.queries, capacity, p.group, p.batch, int(p.causal), *scores.bounds, int(p.sink), int(p.kv_len),
-        int(p.kv_start), int(p.normalize), *steps, *pages,
+        int(p.kv_start), int(p.normalize), *steps, *pages, *map(int, p.scales),
     ]  # fmt: skip
 
     def variant(width: int) -> metal.Launch:
         simds = max(1, min(_MOST_SIMDGROUPS, -(-rows // (8 * tiles))))
         while True:
             built = library.load(
-                source, target, TYPE=p.dtype, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles, SIMDS=simds, KEYS=keys,
-                WIDTH=width, IN_CACHE=p.cached, **defines,
+                source, target, TYPE=p.dtype, OUT_TYPE=p.out_dtype, CODES=codes, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles,
+                SIMDS=simds, KEYS=keys, WIDTH=width, IN_CACHE=p.cached, **defines,
             )  # fmt: skip
             limit = metal.most_simdgroups(built, "prefill_rows")
             if simds <= limit:
@@ -99,11 +108,13 @@ def _kernel(
     run = metal.by_alignment(variant, steps)
 
     def launch(tensors: tuple[Any, ...]) -> None:
-        q, k, v, sink, first, second, table, out, lse, row_sum = tensors
+        *qkv, sink, first, second, table, q_scale, k_scale, v_scale, out, lse, row_sum = tensors
+        q, k, v = map(as_bytes, qkv)
         k, v, sink = metal.bound(k, q), metal.bound(v, q), metal.bound(sink, lse)
         ints = (metal.bound(t, lse) for t in (first, second, table))
+        scales = (metal.bound(None if s is None else s.contiguous(), lse) for s in (q_scale, k_scale, v_scale))
         sums = metal.bound(row_sum, lse)
-        run((q, k, v, out), (q, k, v, sink, *ints, out, lse, sums, shape, scores.slope, scores.softcap))
+        run((q, k, v, out), (q, k, v, sink, *ints, *scales, out, lse, sums, shape, scores.slope, scores.softcap))
 
     return launch
 

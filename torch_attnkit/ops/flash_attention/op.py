@@ -59,6 +59,7 @@ OP = Op(
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales"),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, rules.value_dim(metal.MOST_DIM_V)),
+        Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_ALL} scales", rules.value_dim(metal.MOST_DIM_V)),
         *(Kernel("sm90", halves_plan.DTYPES, {"D": (d,), "Dv": (dv,)}, _ALL, by="wide") for d, dv in halves_plan.TILES),
     ),
 )

@@ -54,6 +54,8 @@ OP = Op(
         *rules.of_codes("sm90", sm90.OVER_CODES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS),
         *rules.of_codes("sm100", sm100.DTYPES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V) | rules.SAME_DTYPE),
-        Kernel("mps", metal.DTYPES, {"D": metal.DIMS} | rules.EIGHT_BITS, _OF_CODES, rules.value_dim(metal.MOST_DIM_V)),
+        Kernel(
+            "mps", metal.OVER_CODES, {"D": metal.DIMS} | rules.EIGHT_BITS, _OF_CODES, rules.value_dim(metal.MOST_DIM_V)
+        ),
     ),
 )

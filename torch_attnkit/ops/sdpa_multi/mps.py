@@ -31,7 +31,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         q=steps.Strides(q[0], q[1], q[2]),
         k=steps.Strides(k[0], k[2], k[1]),
         v=steps.Strides(v[0], v[2], v[1]),
-        queries=p.queries, causal=p.causal, sink=p.sink, kv_start=p.kv_start,
+        queries=p.queries, causal=p.causal, sink=p.sink, kv_start=p.kv_start, scales=p.scales,
+        codes=p.dtype.itemsize == 1,
     )  # fmt: skip
     step = decode.launcher(call.op, few, target, defines=dict(MANY=False))
 

@@ -51,5 +51,6 @@ OP = Op(
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales"),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
+        Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_FEATURES} scales", rules.value_dim(metal.MOST_DIM_V)),
     ),
 )

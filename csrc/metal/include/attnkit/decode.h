@@ -13,9 +13,9 @@
 // simdgroups of a threadgroup take its keys in turns and meet once, at the end. With splits > 1 each threadgroup
 // stores a partial result, and decode_merge must follow.
 //
-// Defined by the host: TYPE of q and the cache, OUT_TYPE of what is stored (float if splits > 1), DIM, DIM_V, TILES,
-// WIDTH, PAGED, CODES (the cache is E4M3; DIM, DIM_V, TILES: attnkit/rows.h). WIDTH 4 needs every step and offset to be
-// a multiple of 4.
+// Defined by the host: TYPE of q and the cache, OUT_TYPE of what is stored (float if splits > 1), DIM, DIM_V, TILES
+// (attnkit/rows.h), WIDTH, PAGED, CODES (the cache is E4M3: attnkit/elements.h). WIDTH 4 needs every step and offset to
+// be a multiple of 4.
 
 constant constexpr int KEYS = 16;  // of a simdgroup's step
 constant constexpr int BLOCKS = KEYS / 8;
@@ -218,8 +218,8 @@ inline void load_q(
     for (int e = 0; e < 2; e++) {
       const int row = tile.row0 + (i / (32 * PARTS_Q)) * 8 + at.col + e;
       const bool live = row < tile.sequence.rows;
-      to[2 * i + e] =
-          live ? float(q[(row / heads) * shape.steps.q_token + (row % heads) * shape.steps.q_head + d]) : 0.0f;
+      const long from = (row / heads) * shape.steps.q_token + (row % heads) * shape.steps.q_head + d;
+      to[2 * i + e] = live ? float(decoded(q[from])) : 0.0f;
     }
   }
 }

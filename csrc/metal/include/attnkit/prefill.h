@@ -10,16 +10,16 @@
 // Grid: x tiles of ROWS rows (the last first, they are the longest under causal), y KV heads, z batch, and with VARLEN
 // one more in z for the tokens past the last sequence; SIMDS simdgroups in a threadgroup, no other number.
 //
-// Defined by the host: TYPE, DIM, DIM_V, TILES (attnkit/rows.h), SIMDS, KEYS (8, 16, 24 or 32), WIDTH, VARLEN, IN_CACHE
-// (the queries are the last keys of the cache: positions count from kv_len, and a negative one sees nothing), PAGED
-// (with VARLEN: the keys of a sequence lie in pages, and kv_len counts them). WIDTH 4 needs every step and offset to be a
-// multiple of 4.
+// Defined by the host: TYPE of q, k and v, OUT_TYPE, CODES (q, k and v are E4M3: attnkit/elements.h), DIM, DIM_V, TILES
+// (attnkit/rows.h), SIMDS, KEYS (8, 16, 24 or 32), WIDTH, VARLEN, IN_CACHE (the queries are the last keys of the cache:
+// positions count from kv_len, and a negative one sees nothing), PAGED (with VARLEN: the keys of a sequence lie in pages,
+// and kv_len counts them). WIDTH 4 needs every step and offset to be a multiple of 4.
 
 constant constexpr int BLOCKS = KEYS / 8;
 constant constexpr int ROWS = 8 * TILES * SIMDS;
 constant constexpr int THREADS = 32 * SIMDS;
 // 32 bytes more than a row: then the rows of a fragment lie in different banks.
-constant constexpr int PAD = 32 / sizeof(TYPE);
+constant constexpr int PAD = 32 / sizeof(Held);
 constant constexpr int STEP_K = DIM + PAD;
 constant constexpr int STEP_V = DIM_V + PAD;
 typedef ScoreTile<BLOCKS> Scores;
@@ -40,22 +40,20 @@ struct PrefillShape {
   long page;  // keys of a page
   long pages;
   long table_row;
+  long has_q_scale;
+  long has_k_scale;
+  long has_v_scale;
 };
 
 // Neighbouring elements from device to threadgroup memory; zeros where there is no key, because 0 * nan is nan.
-inline void copy_vector(const device TYPE* from, threadgroup TYPE* to, bool live) {
-#if WIDTH == 4
-  typedef vec<TYPE, 4> Vector;
-  const Vector none = Vector(TYPE(0.0f));
-  *reinterpret_cast<threadgroup Vector*>(to) = live ? *reinterpret_cast<const device Vector*>(from) : none;
-#else
-  to[0] = live ? from[0] : TYPE(0.0f);
-#endif
+inline void copy_vector(const device Stored* from, threadgroup Held* to, bool live) {
+  const HeldVector none = HeldVector(Held(0.0f));
+  *reinterpret_cast<threadgroup HeldVector*>(to) = live ? held(from) : none;
 }
 
 template <int N>
-inline void read_tile(const threadgroup TYPE* from, thread float* to) {
-  typedef vec<TYPE, N> Vector;
+inline void read_tile(const threadgroup Held* from, thread float* to) {
+  typedef vec<Held, N> Vector;
   const Vector x = *reinterpret_cast<const threadgroup Vector*>(from);
   ATTNKIT_UNROLL
   for (int i = 0; i < N; i++) {
@@ -89,8 +87,8 @@ inline WorkTile work_tile(thread const Sequence& s, int row0, int simd) {
 struct Head {
   Sequence sequence;
   const device TYPE* q;
-  const device TYPE* k;  // its first key, or page 0
-  const device TYPE* v;
+  const device Stored* k;  // its first key, or page 0
+  const device Stored* v;
 #if PAGED
   Pages pages;
 #endif
@@ -100,8 +98,8 @@ struct Head {
 
 inline Head head_of(
     const device TYPE* q,
-    const device TYPE* k,
-    const device TYPE* v,
+    const device Stored* k,
+    const device Stored* v,
     const device int* first_ints,
     const device int* second_ints,
     const device int* table,
@@ -157,7 +155,7 @@ inline Head head_of(
 
 // Q' of this simdgroup's rows, in registers.
 struct QueryTile {
-  vec<TYPE, 2> of[TILES][PARTS_Q];
+  vec<Held, 2> of[TILES][PARTS_Q];
 };
 
 inline QueryTile load_q(thread const Head& head, constant PrefillShape& shape, int simd_row0, Lane at) {
@@ -172,7 +170,7 @@ inline QueryTile load_q(thread const Head& head, constant PrefillShape& shape, i
       const device TYPE* from = head.q + (row / heads) * shape.steps.q_token + (row % heads) * shape.steps.q_head;
       ATTNKIT_UNROLL
       for (int part = 0; part < PARTS_Q; part++) {
-        q.of[n][part][e] = live ? from[dim_of_part(part, at)] : TYPE(0.0f);
+        q.of[n][part][e] = live ? decoded(from[dim_of_part(part, at)]) : Held(0.0f);
       }
     }
   }
@@ -206,10 +204,10 @@ inline KeyTile key_tile(thread const Head& head, thread const Walk& keys, int i0
 // 128 elements.
 template <int ROW, int STEP>
 inline void copy_keys(
-    const device TYPE* from,
+    const device Stored* from,
     long page_step,
     long key_step,
-    threadgroup TYPE* to,
+    threadgroup Held* to,
     thread const KeyTile& tile,
     int thread_index) {
   for (int i = thread_index * WIDTH; i < KEYS * ROW; i += THREADS * WIDTH) {
@@ -243,7 +241,7 @@ inline Step step_of(thread const WorkTile& tile, int rows, int i0) {
 }
 
 // S' = K Q'. The sums over 64 dims each are short chains, which round less and do not wait for each other.
-inline Scores multiply_keys(const threadgroup TYPE* tile_k, thread const QueryTile& q, Lane at) {
+inline Scores multiply_keys(const threadgroup Held* tile_k, thread const QueryTile& q, Lane at) {
   Scores s;
   clear(s);
   ATTNKIT_UNROLL
@@ -260,7 +258,7 @@ inline Scores multiply_keys(const threadgroup TYPE* tile_k, thread const QueryTi
       read_tile<4>(tile_k + (block * 8 + at.row) * STEP_K + d + 2 * at.col, x);
       ATTNKIT_UNROLL
       for (int n = 0; n < TILES; n++) {
-        const vec<TYPE, 2> qa = q.of[n][d / 8], qb = q.of[n][d / 8 + 1];
+        const vec<Held, 2> qa = q.of[n][d / 8], qb = q.of[n][d / 8 + 1];
         multiply_add(even[n], float2(x[0], x[1]), float2(float(qa[0]), float(qa[1])));
         multiply_add(odd[n], float2(x[2], x[3]), float2(float(qb[0]), float(qb[1])));
       }
@@ -299,13 +297,13 @@ inline void softmax_step(
 
 // O' += V' S'.
 inline void multiply_values(
-    thread RowState& rows, thread const Scores& weights, const threadgroup TYPE* tile_v, Lane at) {
+    thread RowState& rows, thread const Scores& weights, const threadgroup Held* tile_v, Lane at) {
   ATTNKIT_UNROLL
   for (int block = 0; block < BLOCKS; block++) {
     ATTNKIT_UNROLL
     for (int d = 0; d < DIM_V; d += 8 * RUN) {
       ValueRun x;
-      const threadgroup TYPE* from = tile_v + (block * 8 + at.col) * STEP_V + d + RUN * at.row;
+      const threadgroup Held* from = tile_v + (block * 8 + at.col) * STEP_V + d + RUN * at.row;
       read_tile<RUN>(from, x.of[0]);
       read_tile<RUN>(from + STEP_V, x.of[1]);
       add_values(rows, weights, block, d, x);
@@ -313,12 +311,14 @@ inline void multiply_values(
   }
 }
 
-// One rounding at the store. The sink joins the denominator only; a row that saw nothing gives 0 and -inf.
+// One rounding at the store. The sink joins the denominator only; a row that saw nothing gives 0 and -inf. ``unit`` is
+// what the values of codes are to be multiplied by.
 inline void store(
-    device TYPE* out,
+    device OUT_TYPE* out,
     device float* lse,
     device float* row_sum,
     const device float* sink,
+    float unit,
     constant PrefillShape& shape,
     thread const Head& head,
     thread RowState& rows,
@@ -349,13 +349,14 @@ inline void store(
         const float divisor = denominator == 0.0f || shape.normalize == 0 ? 1.0f : denominator;
         ATTNKIT_UNROLL
         for (int d = 0; d < DIM_V; d += 8 * RUN) {
-          device TYPE* to = out + to_row * DIM_V + d + RUN * at.row;
-          vec<TYPE, RUN> run;
+          device OUT_TYPE* to = out + to_row * DIM_V + d + RUN * at.row;
+          vec<OUT_TYPE, RUN> run;
           ATTNKIT_UNROLL
           for (int f = 0; f < RUN; f++) {
-            run[f] = TYPE(rows.o[n][d / 8 + f][e] / divisor);
+            const float x = rows.o[n][d / 8 + f][e] / divisor;
+            run[f] = OUT_TYPE(CODES ? x * unit : x);
           }
-          *reinterpret_cast<device vec<TYPE, RUN>*>(to) = run;
+          *reinterpret_cast<device vec<OUT_TYPE, RUN>*>(to) = run;
         }
       }
     }
@@ -364,24 +365,27 @@ inline void store(
 
 [[kernel, max_total_threads_per_threadgroup(32 * SIMDS)]] void prefill_rows(
     const device TYPE* q [[buffer(0)]],
-    const device TYPE* k [[buffer(1)]],
-    const device TYPE* v [[buffer(2)]],
+    const device Stored* k [[buffer(1)]],
+    const device Stored* v [[buffer(2)]],
     const device float* sink [[buffer(3)]],
     const device int* first_ints [[buffer(4)]],  // kv_len, or cu_seqlens_q
     const device int* second_ints [[buffer(5)]],  // kv_start, or cu_seqlens_k, or of pages kv_len
     const device int* table [[buffer(6)]],
-    device TYPE* out [[buffer(7)]],
-    device float* lse [[buffer(8)]],
-    device float* row_sum [[buffer(9)]],
-    constant PrefillShape& shape [[buffer(10)]],
-    constant float& scale [[buffer(11)]],
-    constant float& cap [[buffer(12)]],
+    const device float* q_scale [[buffer(7)]],  // (B, Hkv), and the two below
+    const device float* k_scale [[buffer(8)]],
+    const device float* v_scale [[buffer(9)]],
+    device OUT_TYPE* out [[buffer(10)]],
+    device float* lse [[buffer(11)]],
+    device float* row_sum [[buffer(12)]],
+    constant PrefillShape& shape [[buffer(13)]],
+    constant float& scale [[buffer(14)]],
+    constant float& cap [[buffer(15)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup TYPE tile_k[KEYS * STEP_K];
-  threadgroup TYPE tile_v[KEYS * STEP_V];
+  threadgroup Held tile_k[KEYS * STEP_K];
+  threadgroup Held tile_v[KEYS * STEP_V];
   const Lane at = fragment_lane(lane);
   const int thread_index = int(simd * 32 + lane);
   const Head head = head_of(q, k, v, first_ints, second_ints, table, shape, group);
@@ -389,7 +393,16 @@ inline void store(
   // Read once, not in every step.
   const long k_key = shape.steps.k_key, v_key = shape.steps.v_key;
   const long k_page = shape.steps.k_batch, v_page = shape.steps.v_batch;
-  const float slope = scale, softcap = cap;
+  const float softcap = cap;
+  float slope = scale, unit = STORED_UNIT;
+#if CODES
+  slope *= STORED_UNIT;
+  if (int(group.z) < int(shape.batch)) {  // tokens that belong to no sequence have no scales
+    const int at_scale = int(group.z) * int(groups.y) + head.kv_head;
+    slope *= (shape.has_q_scale != 0 ? q_scale[at_scale] : 1.0f) * (shape.has_k_scale != 0 ? k_scale[at_scale] : 1.0f);
+    unit *= shape.has_v_scale != 0 ? v_scale[at_scale] : 1.0f;
+  }
+#endif
 
   // One tile a threadgroup, unless there are more tiles than the host expected.
   for (int count = int(group.x); count < tiles; count += int(groups.x)) {
@@ -412,6 +425,6 @@ inline void store(
       softmax_step(rows, s, sees, tile.keys, i0, step.masked, slope, softcap, at);
       multiply_values(rows, s, tile_v, at);
     }
-    store(out, lse, row_sum, sink, shape, head, rows, tile.simd_row0, head.sequence.heads * int(groups.y), at);
+    store(out, lse, row_sum, sink, unit, shape, head, rows, tile.simd_row0, head.sequence.heads * int(groups.y), at);
   }
 }

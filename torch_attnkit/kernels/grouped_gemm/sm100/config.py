@@ -16,6 +16,8 @@ STEP_BYTES = 32  # of a row, that a product takes
 BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}  # of a token's number that is multiplied under a scale
 TOKEN_BLOCK = {**BLOCK, "mxfp8": 32}  # numbers of a token under one scale
 TOKEN_BOX = 32  # rows that TMA brings at a time: of those that a work tile does not have, at most 31
+FEW_TOKENS = 64  # of a work tile at most whose tokens are columns
+COLUMN_STEP = 8  # in multiples of which a product has columns: of tokens as many as TMA brings at a time
 # Warps: results, which each reach 32 lanes of tensor memory; scales, a row of tokens and one of weights a lane; then
 # one each that multiplies, that brings weights, and that brings tokens.
 RESULT_WARPS = 4
@@ -26,6 +28,7 @@ THREADS = 32 * (TOKEN_WARP + 1)
 # By row tiles of a work tile: stages that fit shared memory, and buffers of a row tile's sums in tensor memory. Of one
 # row tile, one is stored while the next is multiplied; of two, the next two begin when the first of the last is stored.
 STAGES = {1: 6, 2: 4}
+FEW_STAGES = 7  # where tokens are columns
 MOST_ROW_TILES = max(STAGES)
 PAIR = 2  # CTAs that multiply a work tile of many tokens together
 NEIGHBOURS = 2  # work tiles that share loads of tokens
@@ -64,6 +67,21 @@ class Config:
     row_tiles: int = 1  # of a work tile: more of them share its tokens
     ctas: int = 1  # of a work tile, with ``TOKENS`` each; each loads its part of a row tile's rows for all
     neighbours: int = 1  # work tiles of the same tokens, which come to all of them at once
+    tokens: int = TOKENS  # of a CTA's work tile at most
+
+    @property
+    def few(self) -> bool:
+        """Whether tokens are a product's columns, as many as there are, and weights its rows."""
+        return self.tokens < TOKENS
+
+    @property
+    def token_box(self) -> int:
+        """Rows of tokens that TMA brings at a time."""
+        return COLUMN_STEP if self.few else TOKEN_BOX
+
+    @property
+    def stages(self) -> int:
+        return FEW_STAGES if self.few else STAGES[self.row_tiles]
 
     @property
     def block(self) -> int:

@@ -57,7 +57,7 @@ from .config import (
     DecodedConfig,
 )
 from .epilogue import factor_of
-from .product import Loads, begin, swizzled, weight_loads
+from .product import Loads, await_work_tiles, begin, swizzled, weight_loads
 from .scales import Row, row_scales, weight_row
 
 _STAGE_BYTES = WEIGHT_ROWS * ROW_BYTES
@@ -111,6 +111,16 @@ class DecodedProduct:
 
     @cute.kernel
     def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: Loads, tokens: Loads):
+        await_work_tiles(self.c)
+        # Of gate and up a work tile has half of its rows each.
+        share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
+        if share.count > 0:
+            self._roles(tensors, flags, weights, scalars, codes, tokens, share)
+
+    @cute.jit
+    def _roles(
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: Loads, tokens: Loads, share: Any
+    ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         s = self._shared(warp)
         if warp == DECODED_WEIGHT_WARP:
@@ -118,8 +128,6 @@ class DecodedProduct:
         if warp == DECODED_TOKEN_WARP:
             cpasync.prefetch_descriptor(tokens.atom)
         begin(self.c)
-        # Of gate and up a work tile has half of its rows each.
-        share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
         columns = Int32(weights.codes.shape[2]) * 2
         spans = (columns + SPAN - 1) // SPAN
         if warp < RESULT_WARPS:

@@ -101,5 +101,5 @@ class DecodedResults:
             for i in cutlass.range_constexpr(CHUNK):
                 if inside & (first + i < tile.columns):
                     op.store_float(at + Int64(first + i) * step, op.fma(some[i], factor, bias))
-        meet()  # a token's features are those of all warps
-        self.totals.run(tensors, tile, warp)
+        meet()  # a token's features are those of all warps, and its sums any one's
+        self.totals.run(tensors, scalars, tile, warp)

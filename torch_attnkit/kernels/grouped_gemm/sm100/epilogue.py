@@ -5,6 +5,8 @@ A lane of the four warps has a token, whose sums are a row of tensor memory: a b
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
@@ -62,30 +64,39 @@ def biases(sBias: cute.Tensor, first: Int32, count: int) -> cute.Tensor:
     return r
 
 
-def completed(some: list[Float32], factor: Float32, bias: cute.Tensor) -> list[Pair]:
+def completed(some: list[Float32], factor: Float32, bias: cute.Tensor | None) -> list[Pair]:
     """Sums to numbers, two and two."""
-    pairs = range(0, len(some), 2)
-    return [cute.arch.fma_packed_f32x2((some[i], some[i + 1]), twice(factor), (bias[i], bias[i + 1])) for i in pairs]
+    sums = [(some[i], some[i + 1]) for i in range(0, len(some), 2)]
+    if bias is None:
+        return [cute.arch.mul_packed_f32x2(pair, twice(factor)) for pair in sums]
+    of = [(bias[i], bias[i + 1]) for i in range(0, len(some), 2)]
+    return [cute.arch.fma_packed_f32x2(pair, twice(factor), b) for pair, b in zip(sums, of, strict=True)]
 
 
 class Activation:
     """h = swiglu(gate, up) of a row tile, quantised as ``config.Rows`` has rows."""
 
+    shared_bytes = 0
+
     def __init__(self, activations: str):
         self.activations = activations
 
+    def plain(self, scalars: Scalars) -> Any:
+        """Whether sums take nothing but a factor, gate * sigmoid(gate) * up."""
+        return plain(scalars) & (scalars.up.bias == 0)
+
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, s: Any,
         warp: Int32,
     ):  # fmt: skip
         """``sums``: the columns of tensor memory, as this warp reaches them."""
         token = warp * 32 + cute.arch.lane_idx()
         if warp * 32 < tile.columns:
-            if plain(scalars):
-                self._blocks(tensors, scalars, tile, factor, sums, sBias, token, True)
+            if self.plain(scalars):
+                self._blocks(tensors, scalars, tile, factor, sums, s.sBias, token, True)
             else:
-                self._blocks(tensors, scalars, tile, factor, sums, sBias, token, False)
+                self._blocks(tensors, scalars, tile, factor, sums, s.sBias, token, False)
 
     @cute.jit
     def _blocks(
@@ -109,7 +120,7 @@ class Activation:
                 scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
                 self._store_scales(row + behind + Int32(Uint32(feature) // block), scales)
 
-    def end(self, tensors: Tensors, tile: WorkTile, warp: Int32) -> None:
+    def end(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32) -> None:
         """Nothing is left to do."""
 
     def _features(
@@ -119,7 +130,7 @@ class Activation:
         parts = []
         for part in range(2):
             some = tmem.load(sums + part * FEATURES, _SUMS)
-            bias = biases(sBias, part * FEATURES + first, _SUMS)
+            bias = None if simple else biases(sBias, part * FEATURES + first, _SUMS)
             tmem.await_loads()
             parts.append(completed(some, factor, bias))
         return [h for gate, up in zip(*parts, strict=True) for h in swiglu(scalars, gate, up, simple)]
@@ -134,32 +145,52 @@ class Activation:
 
 
 class Results:
-    """y of a row tile, in float32 and in the order of ``h``; behind a work tile's last row tile, tokens' sums."""
+    """y of a row tile, in float32 and in the order of ``h``; behind a work tile's last row tile, tokens' sums. Without
+    biases it is left to these to multiply by an expert's factor, together with the choice's weight."""
+
+    shared_bytes = 0
 
     def __init__(self, totals: Totals):
         self.totals = totals
 
-    def end(self, tensors: Tensors, tile: WorkTile, warp: Int32) -> None:
-        self.totals.run(tensors, tile, warp)
+    def plain(self, scalars: Scalars) -> Any:
+        return scalars.down.bias == 0
+
+    def end(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32) -> None:
+        self.totals.run(tensors, scalars, tile, warp)
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor,
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, factor: Float32, sums: Int32, s: Any,
         warp: Int32,
     ):  # fmt: skip
-        features = Int32(tensors.down.codes.shape[1])
         token = warp * 32 + cute.arch.lane_idx()
         if warp * 32 < tile.columns:
-            row = Int64(tile.first + token) * tensors.partial.stride[0] * 4
-            for first in cutlass.range_constexpr(0, WEIGHT_ROWS, _AT_ONCE):
-                y = tmem.load(sums + first, _AT_ONCE)
-                bias = biases(sBias, first, _AT_ONCE)
-                tmem.await_loads()
-                feature = tile.row * WEIGHT_ROWS + first
-                if (token < tile.columns) & (feature < features):
-                    rY = cute.make_rmem_tensor(_AT_ONCE, Float32)
+            if self.plain(scalars):
+                self._store(tensors, tile, factor, sums, s.sBias, token, True)
+            else:
+                self._store(tensors, tile, factor, sums, s.sBias, token, False)
+
+    @cute.jit
+    def _store(
+        self, tensors: Tensors, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor, token: Int32,
+        simple: cutlass.Constexpr,
+    ):  # fmt: skip
+        features = Int32(tensors.down.codes.shape[1])
+        row = Int64(tile.first + token) * tensors.partial.stride[0] * 4
+        for first in cutlass.range_constexpr(0, WEIGHT_ROWS, _AT_ONCE):
+            y = tmem.load(sums + first, _AT_ONCE)
+            bias = None if const_expr(simple) else biases(sBias, first, _AT_ONCE)
+            tmem.await_loads()
+            feature = tile.row * WEIGHT_ROWS + first
+            if (token < tile.columns) & (feature < features):
+                rY = cute.make_rmem_tensor(_AT_ONCE, Float32)
+                if const_expr(simple):
+                    for i in cutlass.range_constexpr(_AT_ONCE):
+                        rY[i] = y[i]
+                else:
                     for i, pair in enumerate(completed(y, factor, bias)):
                         rY[2 * i], rY[2 * i + 1] = pair
-                    at = tensors.partial.iterator.toint() + row + feature * 4
-                    target = cute.make_ptr(Float32, at, cute.AddressSpace.gmem, assumed_align=32)
-                    cute.autovec_copy(rY, cute.make_tensor(target, cute.make_layout(_AT_ONCE)))
+                at = tensors.partial.iterator.toint() + row + feature * 4
+                target = cute.make_ptr(Float32, at, cute.AddressSpace.gmem, assumed_align=32)
+                cute.autovec_copy(rY, cute.make_tensor(target, cute.make_layout(_AT_ONCE)))

@@ -11,6 +11,7 @@ from cutlass import Int32
 from torch_attnkit.cuda import fake
 
 from ..sm90.arguments import Scalars, Tensors, arguments
+from .column_epilogue import ColumnActivation, ColumnResults
 from .config import MOST_ROW_TILES, TOKENS, UNPACKED_ALIGNMENT, WEIGHT_ROWS, Config, DecodedConfig, by_scale, parts
 from .decoded import DecodedProduct
 from .decoded_epilogue import DecodedActivation, DecodedResults
@@ -47,16 +48,17 @@ def trace(
     ``code_alignment``: whether TMA may make bytes of codes. The others are what ``plan.py`` always says."""
     neighbours = max(1, 16 * row_warps // (MOST_ROW_TILES * WEIGHT_ROWS))
     rows = 16 * row_warps // neighbours
-    totals = Totals(rows)
     if by_scale(format, activations) and (activations != "mxfp8" or code_alignment == UNPACKED_ALIGNMENT):
+        ctas, tokens = max(columns // TOKENS, 1), min(columns, TOKENS)
         up, down = (
-            Config(format, paired, vector, activations, rows // WEIGHT_ROWS, columns // TOKENS, neighbours)
+            Config(format, paired, vector, activations, rows // WEIGHT_ROWS, ctas, neighbours, tokens)
             for paired, vector in zip((True, False), scale_vectors, strict=True)
         )
+        totals = Totals(rows, completed=False, any_warp=up.few)
         made = Experts(
             SortAndQuantise(activations, experts, totals.rows, columns),
-            Product(up, Activation(activations)),
-            Product(down, Results(totals)),
+            Product(up, ColumnActivation(activations) if up.few else Activation(activations)),
+            Product(down, ColumnResults(totals) if down.few else Results(totals)),
         )
     else:
         count = parts(dtype, activations)
@@ -64,6 +66,7 @@ def trace(
             DecodedConfig(format, paired, vector, activations, parts=count)
             for paired, vector in zip((True, False), scale_vectors, strict=True)
         )
+        totals = Totals(rows, completed=True, any_warp=True)
         made = Experts(
             SortAndPermute(activations, experts, count, totals.rows),
             DecodedProduct(up, DecodedActivation(up)),

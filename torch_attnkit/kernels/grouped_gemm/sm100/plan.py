@@ -10,6 +10,7 @@ from torch_attnkit.core.spec import short
 from ..problem import BLOCK, Problem, Weights
 from .config import (
     BITS,
+    FEW_TOKENS,
     MOST_ROW_TILES,
     NEIGHBOURS,
     PAIR,
@@ -27,6 +28,7 @@ from .config import (
 
 MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
 _LEAST_EXPERTS = 1 << 10
+_FEW = 16  # tokens of an expert up to which they are the columns of products, beside the rows of weights
 _MANY = 64  # tokens of an expert from which on work tiles have two row tiles
 _PAIRS = 256  # and from which on pairs of CTAs multiply them: fewer leave lanes of the pair empty
 _PREPARE_UNITS = 256  # of 32 numbers, that a block of the first launch has at least
@@ -60,8 +62,10 @@ def plan(problem: Problem, sms: int) -> Plan:
     codes = _by_scale(p)
     row_tiles = 2 if codes and p.slots >= _MANY * p.experts else 1
     ctas = PAIR if codes and p.slots >= _PAIRS * p.experts and sms >= PAIR else 1
+    few = codes and p.slots <= _FEW * p.experts
+    columns = FEW_TOKENS if few else ctas * TOKENS
     some = min(p.experts, p.slots)  # experts that have tokens, of which one is a tile, too
-    tiles = (p.slots - some) // (ctas * TOKENS) + some
+    tiles = (p.slots - some) // columns + some
     groups = [-(-w.rows // (WEIGHT_ROWS * row_tiles)) for w in (p.up, p.down)]  # of row tiles
     shares = row_tiles == MOST_ROW_TILES and all(n % NEIGHBOURS == 0 for n in groups) and sms >= ctas * NEIGHBOURS
     neighbours = NEIGHBOURS if shares else 1
@@ -80,7 +84,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         h_rows=(p.slots, rows[1] + mark_bytes(p.hidden, row_tiles) // 2),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
         code_alignment=UNPACKED_ALIGNMENT if codes and p.activations == "mxfp8" else ROW_ALIGNMENT,
-        columns=ctas * TOKENS,
+        columns=columns,
         row_warps=WEIGHT_ROWS * row_tiles * neighbours // 16,
     )
 

@@ -2,12 +2,13 @@
 
     4 warps   scales of a stage, of 128 tokens and 128 or 256 rows of weights (scales.py)
     1 warp    weights of a stage by TMA; of the second product before h is there
-    1 warp    tokens by TMA, 32 rows at a time, as many as the work tile has
+    1 warp    tokens by TMA, 32 or 8 rows at a time, as many as the work tile has
     1 warp    copies a stage's scales to tensor memory, multiplies, and says when either is over
     4 warps   what becomes of the sums (epilogue.py), while the next work tile is multiplied into the other buffer
 
 Tokens are the lanes of tensor memory, so that a thread has neighbouring features of one token: a block of h is
-quantised without another thread. Of many tokens a work tile has two row tiles, which share what is loaded of tokens.
+quantised without another thread. Of few, weights are the lanes and tokens the columns, as many as there are, to a
+multiple of eight (column_epilogue.py). Of many a work tile has two row tiles, which share what is loaded of tokens.
 Blocks take every so many-th work tile; those of an expert's tokens follow each other. Rows of gate and rows of up are
 halves of a row tile, whether they are halves of the weights or interleaved: only the steps of the tensor map differ.
 Imports cutlass.
@@ -26,22 +27,20 @@ from cutlass.cute.nvgpu import cpasync
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import block_scaled, tmem
-from torch_attnkit.cuda.sm100.block_scaled_fp8 import Fp8ByFp4
+from torch_attnkit.cuda.sm100.block_scaled_fp8 import Fp4ByFp8, Fp8ByFp4
 from torch_attnkit.cuda.sm100.products import NEXT_STEP, descriptor
 
 from ..sm90.arguments import Flags, Matrices
 from .config import (
     BITS,
     BUFFERS,
+    COLUMN_STEP,
     PRODUCT_WARP,
     RESULT_WARPS,
     ROW_BYTES,
     SCALE_WARPS,
-    STAGES,
     THREADS,
-    TOKEN_BOX,
     TOKEN_WARP,
-    TOKENS,
     WEIGHT_ROWS,
     WEIGHT_WARP,
     Config,
@@ -49,10 +48,6 @@ from .config import (
 from .epilogue import bring_biases, factor_of
 from .pairs import Group, parts
 from .scales import Scales, row_tile
-
-_OPERAND_BYTES = TOKENS * ROW_BYTES  # of a stage, of tokens as of weights
-_BOX_BYTES = TOKEN_BOX * ROW_BYTES
-_BOXES = TOKENS // TOKEN_BOX
 
 
 class Loads(NamedTuple):
@@ -68,10 +63,11 @@ class Shared(Fixed):
 
     stages: Ring
     sums: Ring
-    sX: cute.Tensor  # (TOKEN_BOX, bytes, boxes of all stages)
+    sX: cute.Tensor  # (rows of a box, bytes, boxes of all stages)
     sW: cute.Tensor  # (rows, bytes, row tiles of all stages)
     scales: Int32  # address of (stage, tokens or row tile of weights)
     sBias: cute.Tensor  # (rows of a row tile)
+    results: Int32  # address of what ``results`` needs
 
 
 def swizzled(layout: cute.Layout) -> Any:
@@ -110,10 +106,14 @@ def begin(config: cutlass.Constexpr):
     tmem.before_sync()
     Group(config.ctas, config.neighbours).meet()
     tmem.after_sync()
-    if const_expr(config.paired):
-        # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
-        cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
+
+
+def await_work_tiles(config: Config) -> None:
+    """Before anything else: the host knows only how many there may be, and blocks without one set nothing up. The
+    second product begins when all blocks of the first have ended, or waited here and begun."""
+    if config.paired:
+        cute.arch.griddepcontrol_wait()
 
 
 class Product:
@@ -122,10 +122,12 @@ class Product:
     def __init__(self, config: Config, results: Any):
         self.c, self.results, self.scales = config, results, Scales(config)
         self.group = Group(config.ctas, config.neighbours)
-        self.stages, self.buffers = STAGES[config.row_tiles], BUFFERS[config.row_tiles]
-        self.format = Fp8ByFp4() if config.unpacked else block_scaled.FORMATS[config.format]
+        self.stages, self.buffers = config.stages, BUFFERS[config.row_tiles]
+        of_bytes = Fp4ByFp8() if config.few else Fp8ByFp4()
+        self.format = of_bytes if config.unpacked else block_scaled.FORMATS[config.format]
         self.kind = Int8 if config.unpacked else Uint8  # of weights in shared memory
-        self.row_tile_bytes = _OPERAND_BYTES // config.ctas  # of weights, of a stage
+        self.row_tile_bytes = WEIGHT_ROWS * ROW_BYTES // config.ctas  # of weights, of a stage
+        self.box_bytes, self.boxes = config.token_box * ROW_BYTES, config.tokens // config.token_box  # of tokens
         # TMA counts what it reads.
         self.weight_bytes = self.row_tile_bytes * 4 // BITS[config.activations]
 
@@ -153,13 +155,26 @@ class Product:
         nbytes = weights.codes.shape[2] * 2 * BITS[self.c.activations] // 8
         layout = cute.make_layout((slots, nbytes), stride=(cute.assume(2 * step, divby=16), 1))
         tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
-        tile = swizzled(cute.make_layout((TOKEN_BOX, ROW_BYTES), stride=(ROW_BYTES, 1)))
-        return Loads(*cpasync.make_tiled_tma_atom(self.group.load(True), tensor, tile, (TOKEN_BOX, ROW_BYTES)))
+        box = (self.c.token_box, ROW_BYTES)
+        tile = swizzled(cute.make_layout(box, stride=(ROW_BYTES, 1)))
+        return Loads(*cpasync.make_tiled_tma_atom(self.group.load(True), tensor, tile, box))
 
     @cute.kernel
     def kernel(
         self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, codes: Loads,
         tokens: Loads,
+    ):  # fmt: skip
+        await_work_tiles(self.c)
+        # Of gate and up a work tile has half of its rows each.
+        row_tiles = parts(Int32(weights.codes.shape[1]), WEIGHT_ROWS)
+        share = self.group.share(tensors, parts(row_tiles, self.c.row_tiles))
+        if share.count > 0:
+            self._roles(tensors, flags, weights, rows, scalars, codes, tokens, share, row_tiles)
+
+    @cute.jit
+    def _roles(
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, codes: Loads,
+        tokens: Loads, part: Any, row_tiles: Int32,
     ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         s = self._shared(warp)
@@ -168,9 +183,6 @@ class Product:
         if warp == TOKEN_WARP:
             cpasync.prefetch_descriptor(tokens.atom)
         begin(self.c)
-        # Of gate and up a work tile has half of its rows each.
-        row_tiles = parts(Int32(weights.codes.shape[1]), WEIGHT_ROWS)
-        part = self.group.share(tensors, parts(row_tiles, self.c.row_tiles))
         columns = Int32(weights.codes.shape[2]) * 2
         turns = parts(columns, self.c.stage)
         if warp < RESULT_WARPS:
@@ -181,7 +193,7 @@ class Product:
             self.scales.run(tensors, flags, weights, rows, part, turns, s.stages, s.scales, warp - RESULT_WARPS)
         elif warp == PRODUCT_WARP:
             if part.place.rank == 0:
-                self._multiply(part, row_tiles, columns, turns, s)
+                self._multiply(tensors, part, row_tiles, columns, turns, s)
         elif warp == WEIGHT_WARP:
             self._load_weights(tensors, codes, part, row_tiles, turns, s)
         else:
@@ -208,7 +220,9 @@ class Product:
         if warp == PRODUCT_WARP:
             cute.arch.alloc_tmem(tmem.COLUMNS, cute.recast_ptr(base, dtype=Int32), is_two_cta=self.group.two)
         swizzle = cute.make_swizzle(3, 4, 3)
-        boxes = cute.make_layout((TOKEN_BOX, ROW_BYTES, _BOXES * self.stages), stride=(ROW_BYTES, 1, _BOX_BYTES))
+        boxes = cute.make_layout(
+            (self.c.token_box, ROW_BYTES, self.boxes * self.stages), stride=(ROW_BYTES, 1, self.box_bytes)
+        )
         box, steps = self.c.box_layout
         of_stages = cute.make_layout(self.stages * self.c.row_tiles, stride=self.row_tile_bytes)
         weights = cute.append(cute.make_layout(box, stride=steps), of_stages)
@@ -219,6 +233,7 @@ class Product:
             sW=memory.allocate_tensor(self.kind, weights, 1024, swizzle=swizzle),
             scales=memory.allocate(self.stages * self.c.stage_scales, 128).toint(),
             sBias=memory.allocate_tensor(Float32, cute.make_layout(WEIGHT_ROWS), 16),
+            results=memory.allocate(max(self.results.shared_bytes, 16), 16).toint(),
         )
 
     def _present(self, row: Int32, row_tiles: Int32) -> Int32:
@@ -261,26 +276,30 @@ class Product:
         for turn in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, turn)
             rows = cute.domain_offset((tile.first, 0), tokens.rows)
-            gX = cute.local_tile(rows, (TOKEN_BOX, ROW_BYTES), (None, None))
+            gX = cute.local_tile(rows, (self.c.token_box, ROW_BYTES), (None, None))
             tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
-            boxes = parts(tile.columns, TOKEN_BOX)
+            boxes = parts(tile.columns, self.c.token_box)
             mask = self.group.to_neighbours()
             for k in cutlass.range(turns, unroll=1):
                 full = s.stages.await_empty(n)
-                self.group.announce(full, boxes * _BOX_BYTES)
+                self.group.announce(full, boxes * self.box_bytes)
                 for box in cutlass.range(share.place.neighbour, boxes, self.c.neighbours, unroll=1):
-                    to = s.stages.slot(n) * _BOXES + box
+                    to = s.stages.slot(n) * self.boxes + box
                     cute.copy(tokens.atom, tXg[None, box, k], tXs[None, to], tma_bar_ptr=full, **mask)
                 n += 1
 
     @cute.jit
-    def _multiply(self, share: Any, row_tiles: Int32, columns: Int32, turns: Int32, s: Shared):
+    def _multiply(self, tensors: Any, share: Any, row_tiles: Int32, columns: Int32, turns: Int32, s: Shared):
         """Copies and products of tensor memory run in the order in which one thread issues them."""
         f, tile_columns = self.format, const_expr(block_scaled.TILE_COLUMNS)
         # The first column of scales: of tokens, then of each row tile of weights.
         of_tokens, columns_each = const_expr(self.buffers * WEIGHT_ROWS), const_expr(f.tiles * tile_columns)
         n, m = Int32(0), Int32(0)  # stages and row tiles of work tiles before
         for turn in cutlass.range(share.count, unroll=1):
+            width = Int32(WEIGHT_ROWS)  # columns of a product
+            if const_expr(self.c.few):
+                tokens = cute.arch.make_warp_uniform(share.tile(tensors, turn).columns)
+                width = parts(tokens, COLUMN_STEP) * COLUMN_STEP
             present = self._present(share.row(turn), row_tiles)
             for i in cutlass.range_constexpr(self.c.row_tiles):
                 if (i == 0) | (i < present):
@@ -290,7 +309,7 @@ class Product:
                 s.stages.wait(n)
                 slot = s.stages.slot(n)
                 at = s.scales + slot * self.c.stage_scales
-                x = descriptor(s.sX.iterator.toint() + slot * _OPERAND_BYTES, ROW_BYTES)
+                x = descriptor(s.sX.iterator.toint() + slot * (self.boxes * self.box_bytes), ROW_BYTES)
                 with cute.arch.elect_one():
                     for j in cutlass.range_constexpr((1 + self.c.row_tiles) * f.tiles):
                         tile = block_scaled.scales_descriptor(at + j * block_scaled.TILE_BYTES)
@@ -303,11 +322,9 @@ class Product:
                             for step in cutlass.range_constexpr(self.c.stage // self.c.step):
                                 if (step == 0) | (k * self.c.stage + step * self.c.step < columns):
                                     column = const_expr(step * self.c.step // f.tile_numbers * tile_columns)
-                                    self.group.products.multiply(
-                                        f, f.instruction(WEIGHT_ROWS, step), d, x + NEXT_STEP * step,
-                                        w + NEXT_STEP * step, Int32(of_tokens + column), Int32(of_weights + column),
-                                        cutlass.select_(k + step > 0, Int32(1), Int32(0)),
-                                    )  # fmt: skip
+                                    of_x = x + NEXT_STEP * step, Int32(of_tokens + column)
+                                    of_w = w + NEXT_STEP * step, Int32(of_weights + column)
+                                    self._product(step, d, of_x, of_w, width, k + step > 0)
                     self.group.commit(s.stages.empty + slot, True)
                 n += 1
             with cute.arch.elect_one():
@@ -315,6 +332,13 @@ class Product:
                     if (i == 0) | (i < present):
                         self.group.commit(s.sums.full + s.sums.slot(m + i), False)
             m += present
+
+    def _product(self, step: int, sums: Int32, tokens: Any, weights: Any, width: Int32, more: Any) -> None:
+        """``tokens`` and ``weights``: descriptor of codes and column of scales; ``more``: sums are there."""
+        f, accumulate = self.format, cutlass.select_(more, Int32(1), Int32(0))
+        (rows, row_scales), (columns, column_scales) = (weights, tokens) if self.c.few else (tokens, weights)
+        instruction = f.instruction(0, step) | width >> 3 << 17 if self.c.few else f.instruction(WEIGHT_ROWS, step)
+        self.group.products.multiply(f, instruction, sums, rows, columns, row_scales, column_scales, accumulate)
 
     @cute.jit
     def _results(
@@ -327,14 +351,15 @@ class Product:
             factor = factor_of(flags, weights, tile.expert)
             for i in cutlass.range(self._present(tile.row, row_tiles), unroll=1):
                 some = row_tile(self.c, tile, i)
-                bring_biases(self.c, flags, weights, some, s.sBias, thread)
+                if not self.results.plain(scalars):
+                    bring_biases(self.c, flags, weights, some, s.sBias, thread)
                 s.sums.wait(m)
                 tmem.after_sync()
                 sums = tmem.lanes(s.sums.slot(m) * WEIGHT_ROWS, warp)
-                self.results.run(tensors, scalars, some, factor, sums, s.sBias, warp)
+                self.results.run(tensors, scalars, some, factor, sums, s, warp)
                 tmem.before_sync()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     self.group.arrive(s.sums.empty + s.sums.slot(m))
                 m += 1
-            self.results.end(tensors, tile, warp)
+            self.results.end(tensors, scalars, tile, warp)

@@ -14,10 +14,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 
-from ..sm90.arguments import Tensors
+from ..sm90.arguments import Flags, Scalars, Tensors, chosen
 from ..sm90.routing import SortTogether
 from ..sm90.schedule import WorkTile
-from .config import MARK_WORDS
+from .config import MARK_WORDS, RESULT_WARPS
 from .pairs import parts
 
 _CHOICES_AT_ONCE = 4  # whose results are on their way
@@ -69,16 +69,20 @@ class Marks:
 
 
 class Totals:
-    """In the second product. ``rows``: features of a work tile."""
+    """In the second product. ``rows``: features of a work tile; ``completed``: whether results are, or lack their
+    expert's factor as long as there are no biases; ``any_warp``: whether warps have met and can see all results, or
+    each those of 32 tokens."""
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int, completed: bool, any_warp: bool):
         self.rows, self.each = rows, rows // 32  # neighbouring features of a lane
+        self.completed, self.any_warp = completed, any_warp
 
     @cute.jit
-    def run(self, tensors: Tensors, tile: WorkTile, warp: Int32):
+    def run(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32):
         """A lane says that its token's features are in ``partial``, which it can see. Of those that are the last, the
         warp adds up one token after another."""
-        mine, token, home, last = warp * 32 + cute.arch.lane_idx(), Int32(0), Int32(0), Int32(0)
+        token, home, last, lane = Int32(0), Int32(0), Int32(0), cute.arch.lane_idx()
+        mine = lane * RESULT_WARPS + warp if const_expr(self.any_warp) else warp * 32 + lane
         top_k, there = Int32(tensors.indices.shape[1]), Int32(tensors.indices.shape[1])
         if mine < tile.columns:
             words = cute.make_rmem_tensor(MARK_WORDS, Int32)
@@ -90,13 +94,15 @@ class Totals:
         left, whole = cute.arch.vote_ballot_sync(last != 0), cute.arch.vote_all_sync(there == top_k)
         cute.arch.sync_warp()  # what a lane has acquired, all may read
         while left != 0:
-            lane = cute.arch.popc(~left & (left - 1))
-            some, row = cute.arch.shuffle_sync(token, lane), cute.arch.shuffle_sync(home, lane)
-            self._add_up(tensors, some, row, tile.row * self.rows, whole)
+            which = cute.arch.popc(~left & (left - 1))
+            some, row = cute.arch.shuffle_sync(token, which), cute.arch.shuffle_sync(home, which)
+            self._add_up(tensors, scalars, some, row, tile.row * self.rows, whole)
             left = left & (left - 1)
 
     @cute.jit
-    def _add_up(self, tensors: Tensors, token: Int32, home: Int32, first: Int32, whole: cutlass.Boolean):
+    def _add_up(
+        self, tensors: Tensors, scalars: Scalars, token: Int32, home: Int32, first: Int32, whole: cutlass.Boolean
+    ):  # fmt: skip
         """``home``: one of the token's rows, which is read in the place of those that are not there; ``whole``: all
         are."""
         lane, top_k, size = cute.arch.lane_idx(), Int32(tensors.indices.shape[1]), Int32(tensors.out.shape[1])
@@ -109,6 +115,8 @@ class Totals:
             if some + lane < top_k:
                 place = tensors.order[token * top_k + some + lane]
                 weight = tensors.weights[token, some + lane]
+                if const_expr(not self.completed):
+                    weight *= self._factor(tensors, scalars.down, token, some + lane)
             count = cutlass.min(top_k - some, 32)
             for i in cutlass.range(0, count, _CHOICES_AT_ONCE, unroll=1):
                 if whole & (i + _CHOICES_AT_ONCE <= count):
@@ -119,6 +127,17 @@ class Totals:
             at = tensors.out.iterator.toint() + (Int64(token) * tensors.out.stride[0] + feature) * 2
             kind = tensors.out.element_type
             copies.store_words(at, [op.pack(kind, sums[i], sums[i + 1]) for i in range(0, self.each, 2)])
+
+    @cute.jit
+    def _factor(self, tensors: Tensors, flags: Flags, token: Int32, k: Int32) -> Float32:
+        """Of the results of a choice."""
+        divisor = Float32(1.0)
+        if flags.bias == 0:
+            if flags.divisor != 0:
+                divisor = tensors.down.divisor[cutlass.max(chosen(tensors, token, k), Int32(0))]
+            if flags.activation != 0:
+                divisor *= tensors.down.activation[0]
+        return Float32(1.0) / divisor
 
     @cute.jit
     def _add(
