@@ -37,11 +37,10 @@ _MESSAGES = 2  # under way
 
 
 class Barrier(enum.IntEnum):
-    """Named barriers. 0 is the whole CTA's."""
+    """Named barriers. 0 is the whole CTA's, where both consumers meet is ``mainloop.Barrier``'s."""
 
     FULL = 1  # + message % 2: the second consumer may read it
     EMPTY = 3  # + message % 2: the first consumer may write the next but one
-    CONSUMERS = 5  # both consumers are here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +197,7 @@ class Mainloop(Fixed):
             softmax.pack_into(w.rP_pairs, rS, self.c.dtype)
             self._send(w)
         if const_expr(self.c.padded):
-            self._clear_rows(w, mask, n, block)
+            self.common._clear_rows(w, mask, n, block)
 
     @cute.jit
     def next_block(self, w: Consumer, mask: Mask, fill: Int32, n: Int32, block: Int32, edge: cutlass.Constexpr):
@@ -225,7 +224,7 @@ class Mainloop(Fixed):
         else:
             self._receive(w, n - 1)
         if const_expr(self.c.padded and edge != ""):
-            self._clear_rows(w, mask, n, block)
+            self.common._clear_rows(w, mask, n, block)
 
     @cute.jit
     def last_product(self, w: Consumer, n: Int32):
@@ -318,28 +317,6 @@ class Mainloop(Fixed):
 
     def factors(self, w: Consumer, slot: Int32) -> list[Float32]:
         return [w.exchange.sFactor[w.row + 8 * r, slot] for r in range(2)]
-
-    @cute.jit
-    def _clear_rows(self, w: Consumer, mask: Mask, n: Int32, block: Int32):
-        """Write 0 over the rows of V's block at which nobody looks, before the tensor cores read them.
-
-        Both consumers share the work and wait: neither may read what the other has yet to write, though it be zeros.
-        """
-        c = self.c
-        low, high = block * c.tile_n, (block + 1) * c.tile_n
-        unseen = mask.unseen()
-        if unseen.overlap(low, high):
-            w.stages.ring_v.wait(n)
-            slot = w.stages.ring_v.slot(n)
-            zeros = cute.make_rmem_tensor(8, c.dtype)
-            zeros.fill(0.0)
-            chunks, threads = c.dim_v // 8, WARPGROUP * _CONSUMERS
-            for i in cutlass.range(cute.arch.thread_idx()[0] - WARPGROUP, c.tile_n * chunks, threads, unroll=1):
-                if unseen.hold(low + i // chunks):
-                    row = w.stages.sV[i // chunks, None, slot]
-                    cute.autovec_copy(zeros, cute.local_tile(row, (8,), (i % chunks,)))
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=int(Barrier.CONSUMERS), number_of_threads=threads)
 
 
 class Epilogue(Fixed):

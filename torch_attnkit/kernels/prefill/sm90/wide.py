@@ -20,15 +20,14 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         target, p.device, "torch_attnkit.kernels.prefill.sm90.halves_kernel",
         trace="trace_packed" if p.packed else "trace_dense", **signature, **lengths,
     )  # fmt: skip
-    heads = 1 if p.packed else section(p, plan.sharers(p, signature))
-    start = reading(run, p, scalars(p.scores, heads, driver.sm_count(p.device)))
-    nothing = min(p.batch, p.keys) == 0 if p.packed else p.keys == 0
+    together = 1 if p.packed else section(p, plan.sharers(p, signature))
+    start = reading(run, p, scalars(p.scores, together, driver.sm_count(p.device)))
+    nothing = p.keys == 0 or (p.packed and p.batch == 0)
 
     def launch(operands: Operands) -> None:
-        if operands.lse.numel() == 0:
-            return
         if nothing:
-            return nothing_attended(operands)
-        start(operands)
+            nothing_attended(operands)
+        elif operands.lse.numel():
+            start(operands)
 
     return launch
