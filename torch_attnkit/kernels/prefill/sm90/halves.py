@@ -378,4 +378,6 @@ class Epilogue(Fixed):
         else:
             slot = loop.await_message(w, Barrier.FULL)
             w.scales[0], w.scales[1] = loop.factors(w, slot)
+            # Nothing else up to the arrival needs them, which must not overtake these loads (``inspect.overtaken``).
+            cute.arch.fence_view_async_shared()
             loop.pass_message(w, Barrier.EMPTY)
