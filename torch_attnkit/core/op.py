@@ -44,11 +44,12 @@ class Kernel:
     dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     features: str = ""
     needs: dict[str, Predicate] = field(default_factory=dict)  # reason for the refusal -> what must hold
+    by: str = ""  # the file of the op's folder that takes its calls, where it is not the one for ``on``
 
     @property
     def file(self) -> str:
         """The file of the op's folder that takes its calls."""
-        return WHERE[self.on][0]
+        return self.by or WHERE[self.on][0]
 
     @property
     def archs(self) -> tuple[str, ...]:
