@@ -33,7 +33,7 @@ def _logits(router: Any, hidden_states: torch.Tensor, bias: torch.Tensor | None 
 def _routed(router: Any, logits: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> Routed:
     feeds = getattr(router, "attnkit_feeds", None)
     # Behind the property: a config looks names up in Python, at a tenth of a router's time on a CPU.
-    if feeds is not None and object.__getattribute__(feeds, "_experts_implementation_internal") == "attnkit":
+    if feeds is not None and feeds.__dict__["_experts_implementation_internal"] == "attnkit":
         return logits, weights, indices
     return logits, weights.to(logits.dtype), indices.long()
 
