@@ -79,7 +79,7 @@ def dispatch(folder: Path) -> list[Pybind11Extension]:
                 ("TORCH_EXTENSION_NAME", name),
                 ("_GLIBCXX_USE_CXX11_ABI", str(int(torch._C._GLIBCXX_USE_CXX11_ABI))),
             ],
-            depends=sorted(p.as_posix() for p in folder.glob("*.h")),
+            depends=[*sorted(p.as_posix() for p in folder.glob("*.h")), "csrc/cpu/ready.h"],
             cxx_std=20 if (int(major), int(minor)) >= (2, 12) else 17,  # what its headers need
             extra_compile_args=["-O2"],
             optional=True,

@@ -114,7 +114,7 @@ def line(name: str, case: str, peers: bool) -> None:
         peer = None
     if peer is not None:
         calls["FlashInfer"] = peer
-    before = native.extension.repeated(f"attnkit::{name}") if native.extension else 0
+    before = native.extension.repeated(f"attnkit::{name}", "CUDA") if native.extension else 0
     for mode, context in (MODES[0], MODES[2]):
         with context():
             for _ in range(3):
@@ -125,7 +125,7 @@ def line(name: str, case: str, peers: bool) -> None:
         ours = times["C++"]
         found = "".join(f"{n} {t:7.2f}   " for n, t in times.items())
         print(f"{name:22}{case:20}{mode:16}{found}{ours / times['torch.add']:6.2f} of torch.add", flush=True)
-    if native.extension and native.extension.repeated(f"attnkit::{name}") == before:
+    if native.extension and native.extension.repeated(f"attnkit::{name}", "CUDA") == before:
         print(f"    not by C++: {dispatch.UNREPEATED.get(name)}")
 
 

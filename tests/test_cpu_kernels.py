@@ -17,10 +17,10 @@ from torch_attnkit.formats import fp8
 ops = torch.ops.attnkit
 KERNELS = {
     "fp4_moe": "Experts",
-    "gated_rmsnorm": "gated_rmsnorm",
-    "route_hash": "route_hash",
-    "route_softmax": "route_softmax",
-    "route_sqrt_softplus": "route_sqrt_softplus",
+    "gated_rmsnorm": "Norm",
+    "route_hash": "HashRouter",
+    "route_softmax": "SoftmaxRouter",
+    "route_sqrt_softplus": "SqrtSoftplusRouter",
     "sdpa_decode": "Decode",
     "sparse_fmha_with_swa": "Sparse",
 }

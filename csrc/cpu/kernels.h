@@ -1,5 +1,6 @@
 // The kernels, as torch_attnkit/cpu calls them: addresses of float32 tensors whose last axis is contiguous, sizes, and
 // steps from row to row in elements. Those that return bool say whether they took the call; if not, outputs hold anything.
+// What follows from a call's signature is a struct, so that all calls of one need nothing but addresses.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,39 @@ struct Integers {
   }
 };
 
-void gated_rmsnorm(const float* y, const float* z, const float* w, float* out, int64_t rows, int64_t N, float eps);
+struct Norm {
+  int64_t rows, N;
+  float eps;
+};
 
-bool route_softmax(const float* logits, int64_t step, int64_t R, int64_t E, int64_t K, bool over_all, bool renormalize,
-                   float route_scale, float* weights, int32_t* indices);
-bool route_sqrt_softplus(const float* logits, int64_t step, const float* bias, int64_t R, int64_t E, int64_t K,
-                         bool renormalize, float route_scale, float* weights, int32_t* indices);
-bool route_hash(const float* logits, int64_t step, Integers ids, Integers table, int64_t table_step, int64_t R, int64_t E,
-                int64_t V, int64_t K, bool renormalize, float route_scale, float* weights, int32_t* indices);
+// y, z, out (rows, N), w (N).
+void gated_rmsnorm(const Norm& n, const float* y, const float* z, const float* w, float* out);
+
+struct SoftmaxRouter {
+  int64_t R, E, K, step;  // from row to row of the logits
+  bool over_all, renormalize;
+  float route_scale;
+};
+
+struct SqrtSoftplusRouter {
+  int64_t R, E, K, step;
+  bool renormalize;
+  float route_scale;
+};
+
+struct HashRouter {
+  int64_t R, E, V, K, step, table_step;
+  bool wide_ids, wide_table;  // in 64 bits
+  bool renormalize;
+  float route_scale;
+};
+
+// logits (R, E), bias (E) or null, ids (R), table (V, K); weights, indices (R, K).
+bool route_softmax(const SoftmaxRouter& r, const float* logits, float* weights, int32_t* indices);
+bool route_sqrt_softplus(const SqrtSoftplusRouter& r, const float* logits, const float* bias, float* weights,
+                         int32_t* indices);
+bool route_hash(const HashRouter& r, const float* logits, const void* ids, const void* table, float* weights,
+                int32_t* indices);
 
 // FP4 matrices of all experts, linear scales.
 struct Matrices {

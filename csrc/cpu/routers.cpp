@@ -41,53 +41,53 @@ void scale(float* chosen, int64_t K, bool renormalize, float route_scale) {
 
 }  // namespace
 
-bool route_softmax(const float* logits, int64_t step, int64_t R, int64_t E, int64_t K, bool over_all, bool renormalize,
-                   float route_scale, float* weights, int32_t* indices) {
-  for (int64_t r = 0; r < R; r++, logits += step, weights += K, indices += K) {
-    if (!accepted(logits, E)) return false;
-    largest(logits, E, K, indices);
+bool route_softmax(const SoftmaxRouter& r, const float* logits, float* weights, int32_t* indices) {
+  for (int64_t row = 0; row < r.R; row++, logits += r.step, weights += r.K, indices += r.K) {
+    if (!accepted(logits, r.E)) return false;
+    largest(logits, r.E, r.K, indices);
     const float top = logits[indices[0]] == -kInfinity ? 0.0f : logits[indices[0]];
     double total = 0;  // one number after another: float32 would lose a bit in some hundred
-    for (int64_t k = 0; k < K; k++) total += weights[k] = std::exp(logits[indices[k]] - top);
-    if (over_all) {
+    for (int64_t k = 0; k < r.K; k++) total += weights[k] = std::exp(logits[indices[k]] - top);
+    if (r.over_all) {
       total = 0;
-      for (int64_t e = 0; e < E; e++) total += std::exp(logits[e] - top);
+      for (int64_t e = 0; e < r.E; e++) total += std::exp(logits[e] - top);
     }
-    for (int64_t k = 0; k < K; k++) weights[k] /= total == 0 ? 1.0f : float(total);
-    scale(weights, K, renormalize, route_scale);
+    for (int64_t k = 0; k < r.K; k++) weights[k] /= total == 0 ? 1.0f : float(total);
+    scale(weights, r.K, r.renormalize, r.route_scale);
   }
   return true;
 }
 
-bool route_sqrt_softplus(const float* logits, int64_t step, const float* bias, int64_t R, int64_t E, int64_t K,
-                         bool renormalize, float route_scale, float* weights, int32_t* indices) {
-  std::vector<float> score(E), ranked(bias ? E : 0);
-  for (int64_t r = 0; r < R; r++, logits += step, weights += K, indices += K) {
-    if (!accepted(logits, E)) return false;
-    for (int64_t e = 0; e < E; e++) score[e] = sqrt_softplus(logits[e]);
-    for (int64_t e = 0; bias && e < E; e++) {
+bool route_sqrt_softplus(const SqrtSoftplusRouter& r, const float* logits, const float* bias, float* weights,
+                         int32_t* indices) {
+  std::vector<float> score(r.E), ranked(bias ? r.E : 0);
+  for (int64_t row = 0; row < r.R; row++, logits += r.step, weights += r.K, indices += r.K) {
+    if (!accepted(logits, r.E)) return false;
+    for (int64_t e = 0; e < r.E; e++) score[e] = sqrt_softplus(logits[e]);
+    for (int64_t e = 0; bias && e < r.E; e++) {
       if (std::isnan(bias[e])) return false;
       ranked[e] = score[e] + bias[e];
     }
-    largest(bias ? ranked.data() : score.data(), E, K, indices);
-    for (int64_t k = 0; k < K; k++) weights[k] = score[indices[k]];
-    scale(weights, K, renormalize, route_scale);
+    largest(bias ? ranked.data() : score.data(), r.E, r.K, indices);
+    for (int64_t k = 0; k < r.K; k++) weights[k] = score[indices[k]];
+    scale(weights, r.K, r.renormalize, r.route_scale);
   }
   return true;
 }
 
-bool route_hash(const float* logits, int64_t step, Integers ids, Integers table, int64_t table_step, int64_t R, int64_t E,
-                int64_t V, int64_t K, bool renormalize, float route_scale, float* weights, int32_t* indices) {
-  for (int64_t r = 0; r < R; r++, logits += step, weights += K, indices += K) {
-    const int64_t id = ids[r];
-    if (!accepted(logits, E) || id < 0 || id >= V) return false;
-    for (int64_t k = 0; k < K; k++) {
-      const int64_t e = table[id * table_step + k];
-      if (e < 0 || e >= E) return false;
+bool route_hash(const HashRouter& r, const float* logits, const void* ids, const void* table, float* weights,
+                int32_t* indices) {
+  const Integers token{ids, r.wide_ids}, expert{table, r.wide_table};
+  for (int64_t row = 0; row < r.R; row++, logits += r.step, weights += r.K, indices += r.K) {
+    const int64_t id = token[row];
+    if (!accepted(logits, r.E) || id < 0 || id >= r.V) return false;
+    for (int64_t k = 0; k < r.K; k++) {
+      const int64_t e = expert[id * r.table_step + k];
+      if (e < 0 || e >= r.E) return false;
       indices[k] = int32_t(e);
       weights[k] = sqrt_softplus(logits[e]);
     }
-    scale(weights, K, renormalize, route_scale);
+    scale(weights, r.K, r.renormalize, r.route_scale);
   }
   return true;
 }

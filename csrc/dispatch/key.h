@@ -27,12 +27,12 @@ struct Key {
       fits = false;
   }
 
-  // Sizes and strides, dtype, device, and of the address what a kernel may be chosen by.
-  void put(const at::Tensor& t) {
+  // Sizes and strides, dtype, device, and of the address what a kernel may be chosen by: its remainder by ``alignment``.
+  void put(const at::Tensor& t, uint64_t alignment) {
     const at::TensorImpl& i = *t.unsafeGetTensorImpl();
     const auto sizes = i.sizes(), strides = i.strides();
     const auto device = i.device();
-    const auto low = reinterpret_cast<uintptr_t>(i.data()) % kAlignment;
+    const auto low = reinterpret_cast<uintptr_t>(i.data()) % alignment;
     put(sizes.size() << 40 | uint64_t(uint8_t(i.dtype().toScalarType())) << 24 | uint64_t(uint8_t(device.type())) << 16 |
         uint64_t(uint8_t(device.index())) << 8 | low);
     for (int64_t s : sizes) put(uint64_t(s));

@@ -12,7 +12,7 @@ using namespace attnkit;
 namespace {
 
 // Kernels stay registered until the process ends, and may be called while it does.
-auto& ops = *new std::map<std::string, std::shared_ptr<Op>>;
+auto& ops = *new std::map<std::pair<std::string, std::string>, std::shared_ptr<Op>>;  // by full name and device
 auto& libraries = *new std::map<std::pair<std::string, c10::DispatchKey>, std::unique_ptr<torch::Library>>;
 
 void implement(const std::string& space, const std::string& name, const std::string& key, const std::shared_ptr<Op>& op) {
@@ -43,15 +43,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("offset", &Place::offset);
   m.def(
       "register",
-      [](const std::string& space, const std::string& name, const std::string& device, uint64_t plain, size_t most,
-         py::object direct, py::object general, py::object missed, py::object setting, py::object room) {
+      [](const std::string& space, const std::string& name, const std::string& device, uint64_t plain, bool host,
+         size_t most, py::object direct, py::object general, py::object missed, py::object setting, py::object room) {
         const std::string full = space + "::" + name;
         const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "");
-        auto op = std::make_shared<Op>(handle.schema(), plain, most, Answers{direct, general, missed, setting, room});
+        auto op = std::make_shared<Op>(handle.schema(), plain, host, most, Answers{direct, general, missed, setting, room});
         new std::shared_ptr<Op>(op);  // its Python objects are never released: the interpreter may be gone
         implement(space, name, device, op);
         implement(space, name, "Autograd" + device, op);
-        ops[full] = op;
+        ops[{full, device}] = op;
       },
       "Register the kernels of an op for a device, CUDA or CPU, and for the device's Autograd key.");
   m.def(
@@ -68,8 +68,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("offer_room", [](int device, uintptr_t stream, at::Tensor parts, at::Tensor counters) {
     offer_room(device, stream, {std::move(parts), std::move(counters)});
   });
-  m.def("clear", [](const std::string& full) { ops.at(full)->clear(); }, "Forget an op's plans.");
-  m.def("size", [](const std::string& full) { return ops.at(full)->size(); }, "How many signatures are known.");
-  m.def("repeated", [](const std::string& full) { return ops.at(full)->repeated(); }, "Calls that needed no Python.");
+  using Name = const std::string&;
+  m.def("clear", [](Name full, Name device) { ops.at({full, device})->clear(); }, "Forget an op's plans.");
+  m.def("size", [](Name full, Name device) { return ops.at({full, device})->size(); }, "How many signatures are known.");
+  m.def("repeated", [](Name full, Name device) { return ops.at({full, device})->repeated(); },
+        "Calls that needed no Python.");
+  m.def("ask_for_setting", [] { asks_for_setting = true; }, "From now on settings are looked up, call by call.");
   m.def("switch_off", [](bool off) { switched_off += off ? 1 : -1; }, "Python runs every call until as many are on.");
 }

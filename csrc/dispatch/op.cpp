@@ -13,6 +13,7 @@ using torch::jit::Stack;
 namespace attnkit {
 
 std::atomic<int> switched_off{0};
+std::atomic<bool> asks_for_setting{false};
 
 namespace {
 
@@ -26,10 +27,11 @@ std::pair<const char*, const char*> extent(const at::Tensor& t) {
 
 }  // namespace
 
-Op::Op(const c10::FunctionSchema& schema, uint64_t plain, size_t most, Answers answers)
+Op::Op(const c10::FunctionSchema& schema, uint64_t plain, bool host, size_t most, Answers answers)
     : count_(schema.arguments().size()),
       returns_(schema.returns().size()),
       plain_(plain),
+      host_(host),
       most_(most),
       answers_(std::move(answers)) {
   for (size_t i = 0; i < count_; i++) {
@@ -37,6 +39,7 @@ Op::Op(const c10::FunctionSchema& schema, uint64_t plain, size_t most, Answers a
     if (a.alias_info() && a.alias_info()->isWrite()) mutated_.push_back(i);
     auto type = a.real_type();
     if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+    if (type->kind() == c10::TypeKind::TensorType) tensors_.push_back(i);
     dtypes_.push_back(type->kind() == c10::TypeKind::ScalarTypeType);
   }
 }
@@ -65,10 +68,11 @@ void Op::call(c10::DispatchKeySet keys, Stack* stack, bool autograd) {
   const uint64_t hash = key.hash();
   const auto entry = find(key, hash);
   if (!entry) return miss(key, hash, stack);
-  if (!entry->plan) return python(answers_.direct, stack);
+  if (!entry->plan && !entry->host) return python(answers_.direct, stack);
 
   Tensors outputs;
-  const Ran ran = entry->plan->run(given.data(), outputs);
+  const Ran ran = entry->plan ? entry->plan->run(given.data(), outputs)
+                  : entry->host->run(given.data(), outputs) ? Ran::kYes : Ran::kRefused;
   if (ran == Ran::kYes) {
     repeated_.fetch_add(1, std::memory_order_relaxed);
     torch::jit::drop(*stack, count_);
@@ -84,14 +88,22 @@ void Op::call(c10::DispatchKeySet keys, Stack* stack, bool autograd) {
   }
 }
 
+// The simulated arch that a call on CPU tensors belongs to. False: it is Python's.
+bool Op::put_setting(Key& key) const {
+  std::string arch;
+  if (asks_for_setting.load(std::memory_order_relaxed) && !answers_.setting.is_none()) {
+    py::gil_scoped_acquire gil;
+    const py::object setting = answers_.setting();
+    if (!setting.is_none()) arch = setting.cast<std::string>();
+  }
+  key.put(arch);
+  return arch.empty() || !host_;
+}
+
 // The words of a call. False: its plan would hold for no other call, or it has an argument of no known kind.
 bool Op::put(const Stack& stack, Given& given, Key& key) const {
   const size_t first = stack.size() - count_;
-  if (!answers_.setting.is_none()) {
-    py::gil_scoped_acquire gil;
-    const py::object setting = answers_.setting();
-    key.put(setting.is_none() ? std::string() : setting.cast<std::string>());
-  }
+  if (!put_setting(key)) return false;
   for (size_t i : mutated_) given[i]->unsafeGetTensorImpl()->mutable_data();  // a lazy copy is made now, not later
   for (size_t i = 0; i < count_; i++) {
     if (!given[i]) {
@@ -99,9 +111,9 @@ bool Op::put(const Stack& stack, Given& given, Key& key) const {
       continue;
     }
     // Which argument begins at the same address: a kernel may read the two as one.
-    size_t twin = 0;
+    size_t twin = host_ ? i : 0;
     while (twin < i && !(given[twin] && address(*given[twin]) == address(*given[i]))) twin++;
-    key.put(uint64_t(twin)), key.put(*given[i]);
+    key.put(uint64_t(twin)), key.put(*given[i], host_ ? 1 : kAlignment);
   }
   return key.fits && !overlap(given);
 }
@@ -152,7 +164,10 @@ void Op::miss(const Key& key, uint64_t hash, Stack* stack) {
   const auto [result, recipe] = py::object(answers_.missed(*arguments(*stack))).cast<std::pair<py::object, py::object>>();
   if (!recipe.is_none()) {
     auto entry = std::make_shared<Entry>();
-    if (!recipe.is(py::bool_(false))) {
+    if (host_ && !recipe.is(py::bool_(false))) {
+      const auto [kernel, outputs] = recipe.cast<std::pair<py::object, std::vector<at::Tensor>>>();
+      entry->host = std::make_unique<HostPlan>(kernel, outputs, tensors_);
+    } else if (!recipe.is(py::bool_(false))) {
       entry->plan = std::make_unique<Plan>(recipe);
       entry->plan->prove();
     }

@@ -42,7 +42,7 @@ struct Room {
 };
 
 using Tensors = c10::SmallVector<at::Tensor, 4>;
-enum class Ran { kYes, kCapturing, kNewStream };
+enum class Ran { kYes, kRefused, kCapturing, kNewStream };
 
 class Plan {
  public:

@@ -46,7 +46,7 @@ def same(got, want):
 
 
 def repeated(op):
-    return native.extension.repeated(f"attnkit::{op.name}")
+    return native.extension.repeated(f"attnkit::{op.name}", "CUDA")
 
 
 @pytest.mark.seconds(1200)
@@ -123,11 +123,11 @@ def test_captured_calls_without_a_workspace():
         want = quantize(x)
     for _ in range(3):
         same(quantize(x), want)
-    before = native.extension.repeated("attnkit::nvfp4_quantize")
+    before = native.extension.repeated("attnkit::nvfp4_quantize", "CUDA")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = quantize(x)
-    assert native.extension.repeated("attnkit::nvfp4_quantize") == before + 1
+    assert native.extension.repeated("attnkit::nvfp4_quantize", "CUDA") == before + 1
     graph.replay()
     same(got, want)
 

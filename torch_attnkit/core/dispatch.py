@@ -48,10 +48,12 @@ allocate: Callable[..., torch.Tensor] = empty  # parity replaces it to poison an
 
 
 class Plan(NamedTuple):
-    """What one signature resolved to: the callable, and a word for what it runs on."""
+    """What one signature resolved to: the callable, a word for what it runs on, and on the CPU a kernel that is all of
+    it (``native.ready``)."""
 
     launch: Callable[..., Any]
     where: str
+    ready: Any = None
 
 
 def resolve(op: Op, call: Call, target: Target) -> Kernel | None:
@@ -113,6 +115,7 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     # Strides are part of the signature, so that calls without such tensors do not look for them.
     pack = any(steps(a) for a in args if isinstance(a, torch.Tensor))
     launch = op.module(row.file).build(op.bind(_packed(op, args)) if pack else call, target)
+    ready = None if pack else getattr(launch, "ready", None)
     launch = exact(launch) if target.arch == "cpu" else launch
     outputs, device = op.outputs(call), call.device
     quick = on_cpu(outputs) if target.arch == "cpu" else None
@@ -125,7 +128,7 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
         launch(*args, *outs)
         return _returned(outs)
 
-    return Plan((lambda *args: run(*_packed(op, args))) if pack else run, str(target))
+    return Plan((lambda *args: run(*_packed(op, args))) if pack else run, str(target), ready)
 
 
 class Entries(NamedTuple):
@@ -222,8 +225,18 @@ def _compile(op: Op) -> Entries:
 UNREPEATED: dict[str, str] = {}  # why calls of an op stayed in Python, the last reason
 
 
-def register_native(op: Op, space: str, device: str, entries: Entries) -> None:
-    """Let C++ run the calls of ``space``'s op of this name on a device: at its key and at its Autograd key."""
+def native_devices(op: Op) -> list[str]:
+    """The devices whose calls C++ may repeat: on the CPU those of an op with a row there."""
+    if native.extension is None:
+        return []
+    return ["CUDA", "CPU"] if any("cpu" in row.archs for row in op.kernels) else ["CUDA"]
+
+
+def register_native(op: Op, space: str, device: str, entries: Entries, *, host: bool = False) -> None:
+    """Let C++ run the calls of ``space``'s op of this name on a device: at its key and at its Autograd key.
+
+    With ``host`` it repeats kernels of the CPU, and leaves what is simulated to Python. Tests do without.
+    """
     assert native.extension is not None
     key_of, direct = entries.asked["cpu" if device == "CPU" else "device"]
     plans = _PLANS[op.name]
@@ -233,6 +246,9 @@ def register_native(op: Op, space: str, device: str, entries: Entries) -> None:
         plan = plans.get(key_of(*args)) if allocate is empty else None
         if plan is None:
             return direct(*args), None
+        if host:
+            result = plan.launch(*args)
+            return result, plan.ready is not None and (plan.ready, result if isinstance(result, tuple) else (result,))
         if plan.where in ("reference", "cpu"):
             return plan.launch(*args), False
         result, recipe, why = native.recorder().record(plan.launch, args)
@@ -241,10 +257,10 @@ def register_native(op: Op, space: str, device: str, entries: Entries) -> None:
         return result, recipe
 
     native.extension.register(
-        space, op.name, device, _keys(device), _MAX_PLANS, direct, lambda *args: _below_autograd(op, args), missed,
-        simulated_arch if device == "CPU" else None, lambda device: native.recorder().room(device),
+        space, op.name, device, _keys(device), host, _MAX_PLANS, direct, lambda *args: _below_autograd(op, args),
+        missed, simulated_arch if device == "CPU" else None, lambda device: native.recorder().room(device),
     )  # fmt: skip
-    plans.repeated.append(f"{space}::{op.name}")
+    plans.repeated.append((f"{space}::{op.name}", device))
 
 
 def _bump_version(tensor: torch.Tensor) -> None:
@@ -361,14 +377,15 @@ def load(package: str) -> torch.library.Library:
         lib.define(op.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         entries = _compile(op)
         PLAN_KEYS[name] = entries.plan_key
+        by_cpp = native_devices(op)
         for key, function in entries.by_key.items():
-            if native.extension is not None and key.endswith("CUDA"):
+            if key.removeprefix("Autograd") in by_cpp:
                 continue
             lib.impl(name, function, key, with_keyset=key.startswith("Autograd") and key != "Autograd")
         for key in _NOT_DENSE:
             lib.impl(name, _refuse(op), key)
-        if native.extension is not None:
-            register_native(op, NAMESPACE, "CUDA", entries)
+        for device in by_cpp:
+            register_native(op, NAMESPACE, device, entries, host=device == "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=lib)
         OPS[name] = op
     return lib

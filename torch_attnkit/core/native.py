@@ -1,8 +1,9 @@
 """The optional C++ half of a call (``csrc/dispatch``): which build is there, what it is given, and when it is off.
 
 Schemas, checks, plans and simulators are Python. Where the extension is there, the kernels that torch's dispatcher
-calls for CUDA tensors are C++: they look a call up by its whole signature, and repeat the launches that Python made for
-an earlier call. Without it, or for a call that cannot be repeated, Python does what it has always done.
+calls for CUDA tensors, and for the CPU's where an op has a row there, are C++: they look a call up by its whole
+signature, and repeat the launches that Python made for an earlier call. Without it, or for a call that cannot be
+repeated, Python does what it has always done.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from .numerics import calls_no_torch
 
 _PREFIX = "_dispatch_"
 
@@ -63,6 +66,25 @@ def recorder() -> Any:
     return _find_recorder()
 
 
+def ready(kernel: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Mark a launch function of the CPU: it calls ``kernel`` (``csrc/cpu``), and nothing else if that takes the call.
+
+    ``kernel.ready`` tells whom C++ calls for it: ``csrc/cpu/ready.h``.
+    """
+
+    def mark(launch: Callable[..., None]) -> Callable[..., None]:
+        launch.ready = kernel  # type: ignore[attr-defined]
+        return calls_no_torch(launch)
+
+    return mark
+
+
+def simulating() -> None:
+    """Some of this process's calls on the CPU go to a simulator from now on: C++ asks each where it belongs."""
+    if extension is not None:
+        extension.ask_for_setting()
+
+
 @contextlib.contextmanager
 def off() -> Iterator[None]:
     """Inside this block Python runs every call of the process, as it does without the extension."""
@@ -80,10 +102,10 @@ class Plans(dict[Any, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.repeated: list[str] = []  # names of the registered ops whose calls C++ repeats
+        self.repeated: list[tuple[str, str]] = []  # names and devices of the registered ops whose calls C++ repeats
 
     def clear(self) -> None:
         super().clear()
         for name in self.repeated:
             assert extension is not None
-            extension.clear(name)
+            extension.clear(*name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import config, seams
+from . import config, native, seams
 from .errors import UnsupportedError
 
 # What a row of the table says it runs on, a device or one of its architectures: (the op's file, architectures).
@@ -38,6 +38,8 @@ class Target:
 
 _active: ContextVar[str | None] = ContextVar("attnkit_simulated_arch", default=config.simulated_arch(SIMULATED))
 simulated_arch = _active.get
+if simulated_arch() is not None:  # by the environment
+    native.simulating()
 
 
 @contextlib.contextmanager
@@ -50,6 +52,7 @@ def simulate(arch: str) -> Iterator[Target]:
     if arch not in SIMULATED:
         raise ValueError(f"simulate: got {arch!r}, accepted: {', '.join(SIMULATED)}")
     seams.require_simulator(arch)
+    native.simulating()
     token = _active.set(arch)
     try:
         yield Target(arch, simulated=True)

@@ -11,7 +11,8 @@ import torch
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.core.numerics import calls_no_torch, exact
+from torch_attnkit.core.native import ready
+from torch_attnkit.core.numerics import exact
 from torch_attnkit.kernels.routing.cpu import in_one, sqrt_softplus, store
 
 from .problem import operands
@@ -19,10 +20,8 @@ from .reference import reference
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    a, (R, E, V, K) = call.arg, (call.dim[axis] for axis in "REVK")
+    a, V, E = call.arg, call.dim["V"], call.dim["E"]
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
-    steps = a.logits.stride(0), a.tid2eid.stride(0)
-    wide = a.token_ids.dtype == torch.int64, a.tid2eid.dtype == torch.int64
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
@@ -39,17 +38,21 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     if not (usual and in_one(a.logits)):
         return launch
-    kernel, many = cpu.kernels.route_hash, exact(launch)
+    kernel = cpu.kernels.HashRouter(
+        [call.dim[axis] for axis in "REVK"], steps=[a.logits.stride(0), a.tid2eid.stride(0)],
+        wide=[t.dtype == torch.int64 for t in (a.token_ids, a.tid2eid)], renormalize=a.renormalize,
+        route_scale=a.route_scale,
+    )  # fmt: skip
+    many = exact(launch)
 
-    @calls_no_torch
+    @ready(kernel)
     def few(
         logits: torch.Tensor, token_ids: torch.Tensor, tid2eid: torch.Tensor, route_scale: float, renormalize: bool,
         weights: torch.Tensor, indices: torch.Tensor,
     ) -> None:  # fmt: skip
         if not kernel(
-            logits.data_ptr(), steps[0], token_ids.data_ptr(), wide[0], tid2eid.data_ptr(), wide[1], steps[1],
-            R, E, V, K, renormalize, route_scale, weights.data_ptr(), indices.data_ptr(),
-        ):  # fmt: skip
+            logits.data_ptr(), token_ids.data_ptr(), tid2eid.data_ptr(), weights.data_ptr(), indices.data_ptr()
+        ):
             many(logits, token_ids, tid2eid, route_scale, renormalize, weights, indices)
 
     return few

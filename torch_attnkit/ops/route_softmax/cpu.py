@@ -11,7 +11,8 @@ import torch
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.core.numerics import calls_no_torch, exact
+from torch_attnkit.core.native import ready
+from torch_attnkit.core.numerics import exact
 from torch_attnkit.kernels.routing.cpu import in_one, ranked, store
 
 from .problem import operands
@@ -21,7 +22,6 @@ from .reference import reference
 def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
-    (R, E), step = a.logits.shape, a.logits.stride(0)
     # Over the sum of the chosen, a softmax of all experts is that of the chosen.
     over_all = a.softmax_first and not a.renormalize
 
@@ -45,17 +45,18 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     if not (usual and in_one(a.logits)):
         return launch
-    kernel, many = cpu.kernels.route_softmax, exact(launch)
+    kernel = cpu.kernels.SoftmaxRouter(
+        [*a.logits.shape, k], step=a.logits.stride(0), over_all=a.softmax_first, renormalize=a.renormalize,
+        route_scale=a.route_scale,
+    )  # fmt: skip
+    many = exact(launch)
 
-    @calls_no_torch
+    @ready(kernel)
     def few(
         logits: torch.Tensor, topk: int, softmax_first: bool, renormalize: bool, route_scale: float,
         weights: torch.Tensor, indices: torch.Tensor,
     ) -> None:  # fmt: skip
-        if not kernel(
-            logits.data_ptr(), step, R, E, k, softmax_first, renormalize, route_scale,
-            weights.data_ptr(), indices.data_ptr(),
-        ):  # fmt: skip
+        if not kernel(logits.data_ptr(), weights.data_ptr(), indices.data_ptr()):
             many(logits, topk, softmax_first, renormalize, route_scale, weights, indices)
 
     return few

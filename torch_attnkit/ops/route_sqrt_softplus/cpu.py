@@ -11,7 +11,8 @@ import torch
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
-from torch_attnkit.core.numerics import calls_no_torch, exact
+from torch_attnkit.core.native import ready
+from torch_attnkit.core.numerics import exact
 from torch_attnkit.kernels.routing.cpu import in_one, ranked, sqrt_softplus, store
 
 from .problem import operands
@@ -21,7 +22,6 @@ from .reference import reference
 def build(call: Call, target: Target) -> Callable[..., None]:
     k, a = call.dim["K"], call.arg
     usual = math.isfinite(a.route_scale) and call.dim["R"] > 0
-    (R, E), step = a.logits.shape, a.logits.stride(0)
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
@@ -38,17 +38,17 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     if not (usual and in_one(a.logits)):
         return launch
-    kernel, many = cpu.kernels.route_sqrt_softplus, exact(launch)
+    kernel = cpu.kernels.SqrtSoftplusRouter(
+        [*a.logits.shape, k], step=a.logits.stride(0), renormalize=a.renormalize, route_scale=a.route_scale
+    )
+    many = exact(launch)
 
-    @calls_no_torch
+    @ready(kernel)
     def few(
         logits: torch.Tensor, bias: torch.Tensor | None, topk: int, route_scale: float, renormalize: bool,
         weights: torch.Tensor, indices: torch.Tensor,
     ) -> None:  # fmt: skip
-        if not kernel(
-            logits.data_ptr(), step, cpu.address(bias), R, E, k, renormalize, route_scale,
-            weights.data_ptr(), indices.data_ptr(),
-        ):  # fmt: skip
+        if not kernel(logits.data_ptr(), cpu.address(bias), weights.data_ptr(), indices.data_ptr()):
             many(logits, bias, topk, route_scale, renormalize, weights, indices)
 
     return few

@@ -15,6 +15,8 @@ import torch
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
+from torch_attnkit.core.native import ready
+from torch_attnkit.core.numerics import exact
 from torch_attnkit.oracle import checks
 
 from .problem import operands
@@ -28,13 +30,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     window, softcap = call.arg.window, call.arg.softcap
     scale = D**-0.5 if call.arg.scale is None else call.arg.scale
     a = call.arg
-    native = None
     few = 0 < B * call.dim["Hq"] * S * (D + call.dim["Dv"]) <= _FEW and call.dim["Dv"] > 0
-    if cpu.kernels is not None and few and all(t.dtype == torch.float32 for t in (a.q, a.k_cache, a.v_cache)):
-        native = cpu.kernels.Decode(
-            [B, call.dim["Hq"], Hkv, S, D, call.dim["Dv"]], window=window, scale=scale, softcap=softcap,
-            q=a.q.stride()[:2], k=a.k_cache.stride()[:3], v=a.v_cache.stride()[:3],
-        )  # fmt: skip
 
     def ranges(name: str, given: torch.Tensor) -> list[int]:
         found: list[int] = given.tolist()
@@ -62,11 +58,6 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
-        if native is not None and native(
-            o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), o.kv_len.data_ptr(), cpu.address(o.kv_start),
-            cpu.address(o.sink), o.out.data_ptr(), o.lse.data_ptr(),
-        ):  # fmt: skip
-            return
         parts = seen(o.kv_len, o.kv_start)
         found = []
         for rows, keys in parts if o.out.numel() else []:
@@ -83,4 +74,21 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             (o.out if rows is None else o.out[rows]).copy_(out)
             (o.lse if rows is None else o.lse[rows]).copy_(lse)
 
-    return launch
+    if cpu.kernels is None or not few or any(t.dtype != torch.float32 for t in (a.q, a.k_cache, a.v_cache)):
+        return launch
+    kernel = cpu.kernels.Decode(
+        [B, call.dim["Hq"], Hkv, S, D, call.dim["Dv"]], window=window, scale=scale, softcap=softcap,
+        q=a.q.stride()[:2], k=a.k_cache.stride()[:3], v=a.v_cache.stride()[:3],
+    )  # fmt: skip
+    many = exact(launch)
+
+    @ready(kernel)
+    def in_one(*arguments: Any) -> None:
+        o = operands(*arguments)
+        if not kernel(
+            o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), o.kv_len.data_ptr(), cpu.address(o.sink),
+            cpu.address(o.kv_start), 0, 0, 0, o.out.data_ptr(), o.lse.data_ptr(),
+        ):  # fmt: skip
+            many(*arguments)
+
+    return in_one

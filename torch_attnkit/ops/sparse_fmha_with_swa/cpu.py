@@ -16,6 +16,8 @@ import torch
 
 from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
+from torch_attnkit.core.native import ready
+from torch_attnkit.core.numerics import exact
 from torch_attnkit.kernels.sparse.problem import Operands
 
 from .problem import operands
@@ -37,7 +39,6 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     plain = call.arg.format == "none" and call.arg.normalize and min(Tq, W, R) > 0
     plain = plain and call.arg.swa_block_table is None and call.arg.compressed_block_table is None
     few = Tq * call.dim["Hq"] * (W + listed) * D <= _FEW
-    native = _of_few(call, scale, W) if plain and few else None
     step = max(1, _GATHERED // max(1, (W + listed) * D))
 
     def within(t: torch.Tensor | None, least: int, most: int) -> bool:
@@ -98,12 +99,6 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def launch(*arguments: Any) -> None:
         o, results = operands(*arguments), arguments[-3:]
-        if native is not None and native(
-            o.q.data_ptr(), o.near.data_ptr(), o.end.data_ptr(), cpu.address(o.far), cpu.address(o.chosen),
-            cpu.address(o.length), cpu.address(o.request), cpu.address(o.sink), results[0].data_ptr(),
-            results[1].data_ptr(),
-        ):  # fmt: skip
-            return
         found = []
         if plain and taken(o):
             found = [(t, *attend(o, t)) for t in (slice(first, first + step) for first in range(0, Tq, step))]
@@ -118,18 +113,30 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             results[0][t] = out
             results[1][t] = lse
 
-    return launch
+    caches = (call.arg.q, call.arg.swa_kv, call.arg.compressed_kv)
+    if cpu.kernels is None or not (plain and few) or any(t.dtype != torch.float32 for t in caches if t is not None):
+        return launch
+    return _of_few(call, scale, W, exact(launch))
 
 
-def _of_few(call: Call, scale: float, window: int) -> Any:
-    """The kernel in C++, None where there is none or the call is not in float32."""
-    a, far = call.arg, call.arg.compressed_kv
-    if cpu.kernels is None or any(t.dtype != torch.float32 for t in (a.q, a.swa_kv, far) if t is not None):
-        return None
-    listed = a.topk_indices
+def _of_few(call: Call, scale: float, window: int, many: Callable[..., None]) -> Callable[..., None]:
+    """A launch in C++, and by ``many`` where that does not take the call."""
+    a, far, listed = call.arg, call.arg.compressed_kv, call.arg.topk_indices
     sizes = [call.dim.get(axis, 0) for axis in ("Tq", "Hq", "D", "R", "S", "C")]
-    return cpu.kernels.Sparse(
+    kernel = cpu.kernels.Sparse(
         [*sizes, 0 if listed is None else listed.shape[1]], window=window, scale=scale, q=a.q.stride()[:2],
         near=a.swa_kv.stride()[:2], far=(0, 0) if far is None else far.stride()[:2],
         chosen=0 if listed is None else listed.stride(0),
     )  # fmt: skip
+
+    @ready(kernel)
+    def launch(*arguments: Any) -> None:
+        o, (out, lse, row_sum) = operands(*arguments), arguments[-3:]
+        if not kernel(
+            o.q.data_ptr(), o.near.data_ptr(), o.end.data_ptr(), cpu.address(o.far), cpu.address(o.chosen),
+            cpu.address(o.length), cpu.address(o.request), cpu.address(o.sink), 0, 0, 0, out.data_ptr(),
+            lse.data_ptr(), row_sum.data_ptr(),
+        ):  # fmt: skip
+            many(*arguments)
+
+    return launch
