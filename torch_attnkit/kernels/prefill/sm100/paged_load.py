@@ -1,7 +1,7 @@
 """The loading warp of Blackwell's prefill over pages. Imports cutlass.
 
 It takes the place of ``load.py``'s; all other warps are those of packed sequences, which know no pages: stages of K and
-V hold blocks of keys as if they had come at once (``paged_keys.py``).
+V hold blocks of keys, or pieces of them, as if they had come at once (``paged_copies.py``).
 """
 
 from typing import Any
@@ -11,16 +11,14 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed
 
-from ..blocks import KeyBlocks, TileScheduler, packed, tile_of_round
+from ..blocks import TileScheduler, packed, tile_of_round
 from ..types import Inputs, Outputs, Scalars
 from .load import Load
-from .paged_keys import Boxes, Piece, Rows
 from .paged_types import Paging
 from .scheduler import Scheduler
-from .types import ROWS, Config, Layouts, Loads, Mmas, OneCta, SharedMemory, WorkTile
+from .types import Config, Layouts, Loads, Mmas, SharedMemory, WorkTile
 
 
 class PagedLoad(Fixed):
@@ -85,58 +83,3 @@ class PagedLoad(Fixed):
         end = cutlass.max(cutlass.min(Int32(ins.high.kv_len[cutlass.min(b, sequences - 1)]), most), Int32(0))
         end = cutlass.select_(b < sequences, end, Int32(0))
         return WorkTile(row, head, b, seq.q0, seq.tokens, end - seq.tokens, Int32(0), end, Int32(0), Int32(1))
-
-
-def heads_of_q(c: Config, loads: Loads, tile: WorkTile) -> cute.Tensor:
-    """A work tile's head of Q, from its sequence's first token on: (T, D), or ((group, T), D)."""
-    first = (tile.q0 if c.group == 1 else (0, tile.q0), 0)
-    return cute.domain_offset(first, loads.q[None, None, tile.head])
-
-
-def kv_head_of(c: Config, ins: Inputs, tile: WorkTile) -> Int32:
-    return tile.head // (Int32(ins.q.shape[1]) // Int32(ins.k.shape[2]) // c.group)
-
-
-class OneCtaCopies(Fixed):
-    """For ``one_cta.py``: a stage is a block."""
-
-    def __init__(self, config: OneCta, keys: Boxes | Rows):
-        self.c, self.keys = config, keys
-
-    @cute.jit
-    def load_tile(
-        self,
-        loads: Loads,
-        ins: Inputs,
-        mmas: Mmas,
-        smem: SharedMemory,
-        tile: WorkTile,
-        visit: KeyBlocks,
-        fills: Int32,
-        n: Int32,
-    ):
-        """The queries of a work tile, then K and V of its blocks, V one behind K, pages looked up a block ahead."""
-        c, keys, rings = self.c, self.keys, smem.rings
-        kv_head = kv_head_of(c, ins, tile)
-        whole_k, whole_v = Piece(c.tile_n, c.dim, 0, 0), Piece(c.tile_n, c.dim_v, 0, 0)
-        gQ = mmas.qk.get_slice(0).partition_A(cute.local_tile(heads_of_q(c, loads, tile), (ROWS, c.dim), (None, 0)))
-        tQsQ, tQgQ = copies.tma_partition(loads.q_atom, 0, 1, smem.sQ, gQ, 3)
-        places = keys.places(ins, tile, visit.block(Int32(0)))
-        for t in cutlass.range_constexpr(c.tiles):
-            cute.arch.mbarrier_wait(rings.q.empty + t, (fills & 1) ^ 1)
-            full = rings.q.full + t
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, c.nbytes(ROWS, c.dim))
-            cute.copy(loads.q_atom, tQgQ[None, tile.row * c.tiles + t], tQsQ[None, t], tma_bar_ptr=full)
-        before = places
-        for i in cutlass.range(0, visit.steps + 1, unroll=1):
-            following = keys.places(ins, tile, visit.block(i + 1))
-            if i < visit.steps:
-                full = rings.k.acquire(n + i, c.nbytes(c.tile_n, c.dim))
-                k, slot = (loads.k_atom, loads.k), rings.k.slot(n + i)
-                keys.fill(k, smem.sK, slot, full, whole_k, kv_head, places, visit.block(i))
-            if i > 0:
-                full = rings.v.acquire(n + i - 1, c.nbytes(c.tile_n, c.dim_v))
-                v, slot = (loads.v_atom, loads.v), rings.v.slot(n + i - 1)
-                keys.fill(v, smem.sV, slot, full, whole_v, kv_head, before, visit.block(i - 1))
-            before, places = places, following

@@ -7,8 +7,7 @@ import math
 from ..problem import Layout
 from . import plan
 
-# Of one CTA; two CTAs, of D 512, have pieces of blocks in their stages.
-HEADS = tuple(heads for heads, tiles in plan.TILES.items() if tiles.ctas == 1)
+HEADS = tuple(plan.TILES)
 # Keys that a box has at least: what 128 bytes of shared memory are swizzled by.
 LEAST_BOX = 8
 # What numbers of rows are counted in.
@@ -16,8 +15,8 @@ _MOST_ROWS = 2**31 - 1
 
 
 def box_of(page: int, heads: tuple[int, int]) -> int:
-    """Keys that TMA loads at once: boxes divide a page and a block. 0: rows are gathered."""
-    box = math.gcd(page, plan.TILES[heads].tile_n)
+    """Keys that TMA loads at once: boxes divide a page and a CTA's share of a block. 0: rows are gathered."""
+    box = math.gcd(page, plan.TILES[heads].tile_n // plan.TILES[heads].ctas)
     return box if box >= LEAST_BOX else 0
 
 
