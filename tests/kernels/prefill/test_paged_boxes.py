@@ -50,22 +50,22 @@ def test_more_rows_than_numbers():
     assert paged_plan.rows_of(Layout((2**28, 1, 7, 64), (448, 8, 64, 1))) == (7 * 2**28, 64)
 
 
-def _made(page: int, len_q: tuple[int, ...], kv_len: tuple[int, ...], heads: int = 8) -> list:
+def _made(page: int, len_q: tuple[int, ...], kv_len: tuple[int, ...], heads: int = 8, dim: int = 64) -> list:
     """Pages in random order, two KV heads, keys and values as halves of one tensor (Np, Hkv, Ps, 2 D), as vLLM has
     them. Slots past a length hold NaN, as do tokens past the last offset."""
     gen = torch.Generator().manual_seed(page)
     used = [-(-n // page) for n in kv_len]
     table = torch.full((len(kv_len), max(used) + 1), 2**31 - 1, dtype=torch.int32)
     order = torch.randperm(sum(used) + 1, generator=gen).int()
-    both = torch.randn(len(order), 2, page, 128, generator=gen).bfloat16()
+    both = torch.randn(len(order), 2, page, 2 * dim, generator=gen).bfloat16()
     for b, (n, keys) in enumerate(zip(used, kv_len, strict=True)):
         table[b, :n] = order[sum(used[:b]) :][:n]
         if keys % page:
             both[table[b, n - 1], :, keys % page :] = torch.nan
-    q = torch.randn(sum(len_q) + 1, heads, 64, generator=gen).bfloat16()
+    q = torch.randn(sum(len_q) + 1, heads, dim, generator=gen).bfloat16()
     q[-1] = torch.nan
     offsets = torch.tensor([0, *len_q], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    halves = both.transpose(1, 2).split(64, -1)  # (Np, Ps, Hkv, D) twice
+    halves = both.transpose(1, 2).split(dim, -1)  # (Np, Ps, Hkv, D) twice
     return [q, *halves, offsets, table, torch.tensor(kv_len, dtype=torch.int32)]
 
 
@@ -116,6 +116,13 @@ class TestSimulated:
         with ptx.settings(check=True, seed=1):
             _agrees(_made(page, (40, 9), (100, 131), heads=12))
 
+    @pytest.mark.sample(1)
+    @pytest.mark.parametrize("page", [1, 16, 8, 64])
+    def test_two_ctas_load_pieces(self, ptx, page):
+        """Heads of 512: of K each CTA loads half the keys of a piece, of V half the columns."""
+        with ptx.settings(check=True, seed=page % 5):
+            _agrees(_made(page, (40, 1, 0, 9, 3), (300, 131, 20, 4, 257), dim=512))
+
     @pytest.mark.proof
     def test_rows_that_overlap(self, ptx):
         """Pages and heads that lie no multiple of a row apart: rows that are gathered then begin within each other."""
@@ -158,11 +165,12 @@ class TestSimulated:
                 getattr(torch.ops.attnkit, NAME)(*args)
 
     @pytest.mark.proof
-    @pytest.mark.parametrize("page", [64, 1])
-    def test_the_work_is_that_of_packed_keys(self, ptx, page):
+    @pytest.mark.parametrize(("page", "dim"), [(64, 64), (1, 64), (1, 128), (64, 512), (1, 512)])
+    def test_the_work_is_that_of_packed_keys(self, ptx, page, dim):
         """The same products as over the same keys packed, the same bits, and no more bytes of TMA: boxes end where a
         sequence's pages do, blocks of packed keys with the next one's. Rows are gathered four at a time."""
-        args = _made(page, (60, 40, 1), (60, 200, 90))
+        # Few rows at 512: packed sequences of more have two pairs of CTAs on neighbouring tiles, which share loads.
+        args = _made(page, (60, 40, 1), (60, 200, 90), 2 if dim == 512 else 8, dim)
         args[:3] = (t.nan_to_num() for t in args[:3])
         q, k, v, ends, table, lengths = args
         rows = [table[b, torch.arange(n) // page].long() * page + torch.arange(n) % page for b, n in enumerate(lengths)]
@@ -175,4 +183,4 @@ class TestSimulated:
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
         pages, plain = (launch.counters for launch in launches)
         assert pages["flops"] == plain["flops"] and pages["tma_read"] <= plain["tma_read"]
-        assert page > 1 or pages["instructions"] < 1.2 * plain["instructions"]
+        assert pages["instructions"] < {64: 1.05, 1: 1.5}[page] * plain["instructions"]
