@@ -19,9 +19,11 @@ from torch_attnkit.kernels.prefill.sm100 import paged_plan
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
 
-# TMA brings them in boxes that lie in one page.
-_BOXES = {
-    f"Ps must be a multiple of {paged_plan.LEAST_BOX}": lambda c: c.dim["Ps"] % paged_plan.LEAST_BOX == 0,
+# Rows that TMA gathers have numbers of 31 bits.
+_ROWS = {
+    f"Np * Ps * Hkv must be below 2^31 where Ps is no multiple of {paged_plan.LEAST_BOX}": lambda c: (
+        c.dim["Ps"] % paged_plan.LEAST_BOX == 0 or c.dim["Np"] * c.dim["Ps"] * c.dim["Hkv"] < 2**31
+    ),
 }
 _FEATURES = "gqa sink bidirectional window sink_tokens softcap"
 
@@ -51,7 +53,7 @@ OP = Op(
     shards=shards.HEADS,
     kernels=(
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
-        *rules.by_head("sm100", sm100.DTYPES, paged_plan.HEADS, _FEATURES, rules.CACHE_ROWS | _BOXES),
+        *rules.by_head("sm100", sm100.DTYPES, paged_plan.HEADS, _FEATURES, rules.CACHE_ROWS | _ROWS),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
     ),
 )

@@ -1,7 +1,7 @@
 """Host side of blocks of queries over pages on Blackwell. Imports no cutlass.
 
-The kernel is that of packed sequences; its loading warp finds keys by the block table (``paged_load.py``). CTAs work
-alone: pairs would load halves of boxes.
+The kernel is that of packed sequences; its loading warp finds keys by the block table (``paged_load.py``): in boxes
+where pages hold some, or row by row. CTAs work alone: pairs would load halves of boxes.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import torch
+
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
 from ..launch import query_reader, reader, scalars
 from ..paged import Operands, Problem
+from ..problem import Layout
 from . import paged_plan, plan
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
-    """What solves ``problem``, whose pages hold whole boxes."""
+    """What solves ``problem``, whose pages may have any size."""
     p = problem.attention
     if p.queries * p.heads == 0:
         return lambda operands: None
@@ -39,7 +42,20 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
             o.out.zero_()
             o.lse.fill_(-math.inf)
             return
-        ins = (read_q(o.q), read_k(o.k), read_v(o.v), o.sink, o.cu_q, (o.kv_len, o.table), None)
+        k, v = read_k(o.k), read_v(o.v)
+        rows = None if box else (_rows(k), _rows(v))
+        ins = (read_q(o.q), k, v, o.sink, o.cu_q, (o.kv_len, o.table, rows), None)
         run(ins, (o.out, o.lse, None), numbers)
 
     return launch
+
+
+def _rows(cache: torch.Tensor) -> torch.Tensor:
+    """Pages (Np, Ps, Hkv, D) as the rows that TMA gathers: a view."""
+    found = paged_plan.rows_of(Layout.of(cache))
+    if found is None:  # without the gaps there are fewer
+        cache = torch.empty(cache.shape, dtype=cache.dtype, device=cache.device).copy_(cache)
+        found = paged_plan.rows_of(Layout.of(cache))
+    assert found is not None
+    rows, step = found
+    return cache.as_strided((rows, cache.shape[-1]), (step, 1))

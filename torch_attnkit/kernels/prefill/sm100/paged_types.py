@@ -9,25 +9,27 @@ from cutlass import Float32, Int32
 from torch_attnkit.cuda import fake
 
 from ..types import Inputs, Outputs, Scalars
-from .types import OneCta
+from .types import Config
+
+_GATHERED = 8  # rows of a box that are gathered: what 128 bytes of shared memory are swizzled by
 
 
-@dataclass(frozen=True, kw_only=True)
-class PagedCta(OneCta):
-    """A CTA that computes its tiles alone, over keys in pages."""
+@dataclass(frozen=True)
+class Paging:
+    """How keys lie in pages and come to shared memory, fixed at compile time."""
 
     page: int  # keys
-    box: int  # keys of a page that TMA loads at once
+    box: int  # keys of a page that TMA loads at once; 0: rows are gathered, four at a time
 
     @property
-    def boxes(self) -> int:
-        """Of a block of keys, for each of its runs of columns."""
-        return self.tile_n // self.box
+    def rows(self) -> int:
+        """Keys of a box, gathered or not."""
+        return self.box or _GATHERED
 
-    @property
-    def box_columns(self) -> int:
-        """Of a box: what a row of the swizzled layout has, 128 or 64 bytes."""
-        return 64 if self.dim % 64 == 0 and self.dim_v % 64 == 0 else 32
+
+def box_columns(c: Config) -> int:
+    """Of a box: what a row of the swizzled layout has, 128 or 64 bytes."""
+    return 64 if c.dim % 64 == 0 and c.dim_v % 64 == 0 else 32
 
 
 class Ends(NamedTuple):
@@ -35,6 +37,7 @@ class Ends(NamedTuple):
 
     kv_len: cute.Tensor  # (B)
     table: cute.Tensor  # (B, Mp)
+    rows: Any  # where rows are gathered, of k and v (R, D) and (R, Dv): every row that is at a multiple of one distance
 
 
 class Pages(NamedTuple):
@@ -44,7 +47,7 @@ class Pages(NamedTuple):
     table: cute.Tensor  # (B, Mp)
 
 
-def arguments(dtype: str, config: PagedCta) -> list[Any]:
+def arguments(dtype: str, config: Config, paging: Paging) -> list[Any]:
     """Stand-ins for what the host passes: ``Inputs``, ``Outputs``, ``Scalars`` and the stream."""
     T, B, count, Np, Hq, Hkv = (fake.dim32() for _ in range(6))
 
@@ -54,13 +57,14 @@ def arguments(dtype: str, config: PagedCta) -> list[Any]:
     def vector(kind: str, size: Any) -> Any:
         return fake.tensor(kind, (size,), (None,), align=4)
 
+    gathered = None if paging.box else tuple(rows(fake.dim32(), dim) for dim in (config.dim, config.dim_v))
     ins = Inputs(
         rows(T, Hq, config.dim),
-        rows(Np, config.page, Hkv, config.dim),
-        rows(Np, config.page, Hkv, config.dim_v),
+        rows(Np, paging.page, Hkv, config.dim),
+        rows(Np, paging.page, Hkv, config.dim_v),
         vector("f32", Hq) if config.sink else None,
         vector("i32", count),
-        Ends(vector("i32", B), fake.tensor("i32", (B, None), align=4)),
+        Ends(vector("i32", B), fake.tensor("i32", (B, None), align=4), gathered),
         None,
     )
     outs = Outputs(rows(T, Hq, config.dim_v), fake.tensor("f32", (T, Hq), align=4), None)
