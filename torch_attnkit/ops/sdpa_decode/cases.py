@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
+from torch_attnkit.kernels.decode import latent
 from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 
@@ -110,11 +111,12 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     step = draws.aligned(row, cache_draws.stored(facts))
     facts["q.at"] = d.place(3, (0, 1), min(step, 4))
     facts |= {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
-    return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
+    share = 0.5 if (facts["D"], facts["Dv"]) in latent.HEADS else 0.2 if facts["D"] == facts["Dv"] else 0.0
+    return facts | dict(same=int(d.sometimes(share)))
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With ``same`` one tensor is keys and values."""
+    """With ``same`` one tensor is keys and, in its first Dv columns, values."""
     B, S, Hkv, Hq = f["B"], f["S"], f["Hkv"], f["Hkv"] * f["group"]
     kv_len = draws.counts(f["kv_len"] or str(S), B, S)
     kv_start = draws.counts(f["kv_start"], B, S)
@@ -127,4 +129,4 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     seen = keep.expand(B, Hkv, S)
     q, k, v = cache_draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
-    return (q, k, k if f["same"] else v, kv_len, *rest), scores
+    return (q, k, k[..., : f["Dv"]] if f["same"] else v, kv_len, *rest), scores
