@@ -66,6 +66,7 @@ OP = Op(
         *(Kernel("sm100", sm100.DTYPES, head, _FEATURES, _ROWS | _PAGES | rules.SAME_DTYPE, by="latent") for head in _LATENTS),
         *(Kernel("mps", metal.DTYPES, head, _FEATURES, rules.SAME_DTYPE) for head in _LATENTS),
         *(Kernel("mps", metal.OVER_CODES, head | rules.EIGHT_BITS, _OF_CODES) for head in _LATENTS),
+        *(Kernel("sm90", sm90.DTYPES, head, _FEATURES, _ROWS | _PAGES | rules.SAME_DTYPE, by="latent") for head in _LATENTS),
         *(Kernel("sm100", sm100.CODES, head, _OF_CODES, _ROWS | _PAGES, by="latent") for head in _LATENTS),
     ),
 )
