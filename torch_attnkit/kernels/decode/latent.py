@@ -28,6 +28,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` on ``target``."""
     if problem.batch == 0:
         return lambda operands: None
+    if problem.rows_of_cache == 0:
+        return _nothing_attended
     scores, scaled = problem.scores, any(problem.scales)
     arch = importlib.import_module(f"torch_attnkit.kernels.decode.{target.arch}.latent_plan")
 
@@ -38,25 +40,19 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run = compile.launcher(target, problem.device, kernel, trace=p.trace, dtype=short(problem.dtype), **signature)
         return p, run
 
-    two = compiled(False)
-    # Not of a cache without rows, whose every load by TMA is an illegal instruction.
-    one = compiled(True) if problem.rows_of_cache > 0 else two
+    one, two = compiled(True), compiled(False)
     floats, counters = (max(getattr(p, name) for p, _ in (one, two)) for name in ("floats", "counters"))
     workspace = Workspace(problem.device, floats, counters)
     # Into powers of two, before the cap or behind it.
     factors = (scores.slope, scores.softcap * LOG2_E) if scores.capped else (scores.factor * LOG2_E, 0.0)
     numbers = (*factors, *scores.bounds, int(problem.sink), int(problem.kv_start))
-    no_pages = problem.page > 0 and problem.pages == 0
 
     def launch(operands: Operands) -> None:
         parts, count = workspace.get()
         (q, k, v), same = _aligned(operands)
         p, run = one if same else two
-        table = operands.table
-        if no_pages and table is not None:
-            table = table[:, :0]  # so that no length, however wrong, makes a kernel look for keys
         tensors = (
-            q, k, v, table, operands.kv_len, parts if operands.sink is None else operands.sink,
+            q, k, v, operands.table, operands.kv_len, parts if operands.sink is None else operands.sink,
             operands.kv_len if operands.kv_start is None else operands.kv_start, operands.out, operands.lse, parts,
             count, operands.scales if scaled else None,
         )  # fmt: skip
@@ -64,6 +60,12 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run(tensors, (*numbers, *cut), p.blocks)
 
     return launch
+
+
+def _nothing_attended(operands: Operands) -> None:
+    """Of a cache without rows, whatever the lengths say: every load of one by TMA is an illegal instruction."""
+    operands.out.zero_()
+    operands.lse.fill_(-torch.inf)
 
 
 def _aligned(operands: Operands) -> tuple[_Tensors, bool]:

@@ -10,6 +10,8 @@ Imports cutlass.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
@@ -21,11 +23,34 @@ from torch_attnkit.cuda.sm90 import softmax
 from .. import pages
 from ..arguments import Scalars, Tensors
 from ..config import CHUNK
-from ..schedule import Visible, WorkTile, tile_bounds
+from ..schedule import Persistent, Visible, WorkTile, tile_bounds
 from . import mla, products
 from .config import HEADS, ROW_BYTES, THREADS, WARPS
 from .latent_config import LatentConfig
 from .mla import Loads, Meeting, NamedBarrier, ScoreFragments, ValueFragments, by_head, load_query
+
+
+class BothRows(NamedTuple):
+    """``Loads.rows`` where the values are another tensor than the keys."""
+
+    keys: cute.Tensor
+    values: Loads
+
+
+def latent_kernel(config: LatentConfig) -> mla.DecodeMla:
+    """``mla.py``'s kernel with the roles below; of two tensors it is given both."""
+    kernel = mla.DecodeMla(config)
+    kernel.scores = Persistent(config, mla.Mainloop(config, ScoreWarpgroup(config)), kernel.epilogue)
+    kernel.values = Persistent(config, mla.Mainloop(config, ValueWarpgroup(config)), kernel.epilogue)
+    if not config.same:
+        one = kernel._loads
+
+        def both(tensors: Tensors) -> Loads:
+            keys, values = one(tensors), one(tensors._replace(k=tensors.v))
+            return Loads(keys.atom, BothRows(keys.rows, values))
+
+        kernel._loads = both
+    return kernel
 
 
 class ScoreWarpgroup(mla.ScoreWarpgroup):
@@ -112,20 +137,21 @@ class ValueWarpgroup:
         mine = mma.get_slice(thread)
         sP = products.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, c.keys, c.p_stages))
         ring = c.shared.ring.at(shared)
-        sKeys = products.staged(c.dtype, ring, (c.keys, c.dim, c.stages))
+        values = ring + c.values_offset
+        sV = products.staged(c.dtype, values, (c.keys, c.value_columns, c.stages))
         by_columns = cute.make_layout(
             (c.own, c.keys, (c.value_warpgroups, c.stages)),
-            stride=(c.keys, 1, (c.keys * c.own, c.keys * c.dim)),
-        )  # fmt: skip
-        boxes = c.stages * c.dim // c.box_columns * c.boxes
+            stride=(c.keys, 1, (c.keys * c.own, c.keys * c.value_columns)),
+        )
+        boxes = c.ring_bytes // (c.box * ROW_BYTES)
         return ValueFragments(
             thread=thread,
             half=half,
-            ring=ring,
+            ring=values,
             sBoxes=products.staged(c.dtype, ring, (c.box, c.box_columns, boxes)),
             mma=mma,
             tOrP=mine.make_fragment_A(mine.partition_A(sP)),
-            tOrV=mine.make_fragment_B(mine.partition_B(cute.composition(sKeys, by_columns))),
+            tOrV=mine.make_fragment_B(mine.partition_B(cute.composition(sV, by_columns))),
             rO=cute.make_rmem_tensor(mine.partition_shape_C((HEADS, c.own)), Float32),
         )
 
@@ -143,26 +169,34 @@ class ValueWarpgroup:
         if const_expr(c.page):
             page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
         stage = meeting.tiles.slot(n)
-        columns = const_expr(c.dim_v // c.box_columns)
+        columns, wide = const_expr(c.dim_v // c.box_columns), const_expr(c.dim // c.box_columns)  # in blocks of 64
         column = w.half * (columns // c.value_warpgroups) + cute.arch.make_warp_uniform(w.thread // 32)
         full = meeting.tiles.full + stage
-        boxes = cutlass.select_(column == 0, Int32(2), Int32(1))  # of 64 columns
+        cache = loads.rows if const_expr(c.same) else loads.rows.keys
+        of_keys = cutlass.select_(column == 0, Int32(2), Int32(1))
+        blocks = of_keys + const_expr(0 if c.same else 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, boxes * (c.keys * c.box_columns * c.itemsize))
-        for x in cutlass.range(boxes, unroll=1):
-            at = column + x * columns
-            for b in cutlass.range_constexpr(c.boxes):
-                row, last = first // c.box + b, tile.b
-                if const_expr(c.page):
-                    row = (first + b * c.box) % c.page // c.box
-                    last = cute.arch.shuffle_sync(page, b)
-                gBox = cute.local_tile(loads.rows[None, None, tile.kv_head, last], (c.box, c.box_columns), (row, at))
-                to = (stage * (c.dim // c.box_columns) + at) * c.boxes + b
-                sBox, gBox = cpasync.tma_partition(
-                    loads.atom, 0, cute.make_layout(1), cute.group_modes(w.sBoxes[None, None, to], 0, 2),
-                    cute.group_modes(gBox, 0, 2),
-                )  # fmt: skip
-                cute.copy(loads.atom, gBox, sBox, tma_bar_ptr=full)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, blocks * (c.keys * c.box_columns * c.itemsize))
+        for b in cutlass.range_constexpr(c.boxes):
+            row, last = first // c.box + b, tile.b
+            if const_expr(c.page):
+                row = (first + b * c.box) % c.page // c.box
+                last = cute.arch.shuffle_sync(page, b)
+            for x in cutlass.range(of_keys, unroll=1):
+                at = column + x * columns
+                gBox = cute.local_tile(cache[None, None, tile.kv_head, last], (c.box, c.box_columns), (row, at))
+                self._load_box(loads.atom, gBox, w.sBoxes[None, None, (stage * wide + at) * c.boxes + b], full)
+            if const_expr(not c.same):
+                rows = loads.rows.values.rows[None, None, tile.kv_head, last]
+                gBox = cute.local_tile(rows, (c.box, c.box_columns), (row, column))
+                to = (c.stages * wide + stage * columns + column) * c.boxes + b
+                self._load_box(loads.rows.values.atom, gBox, w.sBoxes[None, None, to], full)
+
+    def _load_box(self, atom: cute.CopyAtom, gBox: cute.Tensor, sBox: cute.Tensor, full: cute.Pointer) -> None:
+        sBox, gBox = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(sBox, 0, 2), cute.group_modes(gBox, 0, 2)
+        )
+        cute.copy(atom, gBox, sBox, tma_bar_ptr=full)
 
     @cute.jit
     def _clear(self, w: ValueFragments, stage: Int32, low: Int32, high: Int32):
@@ -170,7 +204,7 @@ class ValueWarpgroup:
         holds there may be infinite. The scores have been read."""
         c = self.c
         lane = w.thread & 31
-        at = w.ring + stage * c.ring.stage_bytes + w.half * const_expr(c.keys * c.own * c.itemsize)
+        at = w.ring + stage * const_expr(c.keys * c.value_columns * c.itemsize) + w.half * const_expr(c.keys * c.own * c.itemsize)
         for i in cutlass.range_constexpr(c.keys // WARPS):
             row = i * WARPS + w.thread // 32
             if (row < low) | (row >= high):

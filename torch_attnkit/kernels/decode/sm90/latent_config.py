@@ -15,7 +15,8 @@ from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaShared, Ring
 class LatentConfig:
     """What is fixed at compile time: 576 columns, of which the first 512 are values, and 32 keys a tile.
 
-    ``halves`` is ``mla.py``'s name for the parts of the columns that a product takes at once: nine of 64.
+    ``same``: one tensor has both, else a stage of the ring is a tile of K and one of V, which lie in rings one after the
+    other. ``halves`` is ``mla.py``'s name for the parts of the columns that a product takes at once: nine of 64.
     """
 
     dtype: Any
@@ -24,6 +25,7 @@ class LatentConfig:
     keys: int
     stages: int
     page: int = 0
+    same: bool = True
     combine: bool = False
 
     heads = HEADS
@@ -44,6 +46,21 @@ class LatentConfig:
     @cached_property
     def ring(self) -> Ring:
         return Ring(self.dtype, self.keys, self.dim, self.halves, self.stages)
+
+    @property
+    def value_columns(self) -> int:
+        """Of a row of the ring that has the values."""
+        return self.dim if self.same else self.dim_v
+
+    @property
+    def values_offset(self) -> int:
+        """Bytes from the ring to that which has the values."""
+        return 0 if self.same else self.stages * self.ring.stage_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of both."""
+        return self.values_offset + self.stages * self.keys * self.value_columns * self.itemsize
 
     @property
     def own(self) -> int:
@@ -85,7 +102,7 @@ class LatentConfig:
     @cached_property
     def shared(self) -> MlaShared:
         query = Region(0, self.heads * self.dim * self.itemsize)
-        ring = Region(query.end, self.stages * self.ring.stage_bytes)
+        ring = Region(query.end, self.ring_bytes)
         probabilities = Region(ring.end, self.p_stages * self.p_bytes)
         factors = Region(probabilities.end, self.heads * self.p_stages * 4)
         maxima = Region(factors.end, self.heads * self.score_warpgroups * 4)
