@@ -41,6 +41,11 @@ BENCH = (
         for h in (16, 64, 128)
         for b in (1, 16, 128)
     }
+    | {
+        f"latents-{h}h-{b}x8192": dict(B=b, Hq=h, Hkv=1, S=8192, D=576, Dv=512, same=1)
+        for h in (16, 64, 128)
+        for b in (1, 16, 128)
+    }
     | {f"e4m3-{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128, bits=8) for b, s in _STEPS}
     | {f"e4m3-D{d}-16x8192": dict(B=16, Hq=4096 // d, Hkv=8, S=8192, D=d, Dv=d, bits=8) for d in (64, 256)}
 )
@@ -68,10 +73,13 @@ def make(
 def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Full caches, or with ``ragged`` the lengths of a batch in service, evenly spread over 1..S.
 
-    With ``same`` one tensor is keys and values, as the latent vectors of MLA are once its projections are absorbed.
+    With ``same`` one tensor is keys and, in its first Dv columns, values, as the latent vectors of MLA are once its
+    projections are absorbed.
     """
     args, kwargs = make(dims, dtype, ("gqa",) + ("sink",) * dims.get("sink", 0), gen)
-    v = args[1] if dims.get("same") else args[2]
+    k, v = args[1:3]
+    if dims.get("same"):
+        v = k if dims["Dv"] == dims["D"] else k[..., : dims["Dv"]]
     return (*args[:2], v, torch.tensor(_lengths(dims), dtype=torch.int32), *args[4:]), kwargs | dict(
         window=dims.get("window", -1)
     )

@@ -23,6 +23,7 @@ _ROWS = rules.CACHE_ROWS | {
 }
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
 _OF_CODES = f"{_FEATURES} scales"
+_16_BITS = _ROWS | rules.SAME_DTYPE
 _LATENTS = tuple({"D": (d,), "Dv": (dv,)} for d, dv in latent.HEADS)
 
 OP = Op(
@@ -58,10 +59,10 @@ OP = Op(
         Kernel(
             "mps", metal.OVER_CODES, {"D": metal.DIMS} | rules.EIGHT_BITS, _OF_CODES, rules.value_dim(metal.MOST_DIM_V)
         ),
-        *(Kernel("sm100", sm100.DTYPES, head, _FEATURES, _ROWS | rules.SAME_DTYPE, by="latent") for head in _LATENTS),
+        *(Kernel("sm100", sm100.DTYPES, head, _FEATURES, _16_BITS, by="latent") for head in _LATENTS),
         *(Kernel("mps", metal.DTYPES, head, _FEATURES, rules.SAME_DTYPE) for head in _LATENTS),
         *(Kernel("mps", metal.OVER_CODES, head | rules.EIGHT_BITS, _OF_CODES) for head in _LATENTS),
-        *(Kernel("sm90", sm90.DTYPES, head, _FEATURES, _ROWS | rules.SAME_DTYPE, by="latent") for head in _LATENTS),
+        *(Kernel("sm90", sm90.DTYPES, head, _FEATURES, _16_BITS, by="latent") for head in _LATENTS),
         *(Kernel("sm100", sm100.CODES, head, _OF_CODES, _ROWS, by="latent") for head in _LATENTS),
     ),
 )

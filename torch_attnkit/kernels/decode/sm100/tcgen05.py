@@ -4,8 +4,8 @@
     softmax, two warpgroups: S' -> P' in shared memory, O' *= factor when a maximum moved far; then O -> the cluster
 
 Keys are the 128 rows of a product and query heads its columns, so 16 heads cost no more than they are, and up to 64 of
-them leave room in tensor memory for 512 columns of output: O' takes a row a column of V, Dv / 128 times the heads. V' is
-the ring's stage read along the other axis, so a tensor that is both caches is loaded once.
+them leave room in tensor memory for 512 columns of output: O' takes a row a column of V, Dv / 128 times the heads. V'
+is the ring's stage read along the other axis, so a tensor that is both caches is loaded once.
 
 A cluster works on one work tile. Its CTAs are up to two ``sides``, which have 64 heads each and the same keys, half of
 which each loads for both by TMA multicast: 128 heads read the keys once. (Of 576 columns, whose tile leaves no room for

@@ -204,7 +204,11 @@ class ValueWarpgroup:
         holds there may be infinite. The scores have been read."""
         c = self.c
         lane = w.thread & 31
-        at = w.ring + stage * const_expr(c.keys * c.value_columns * c.itemsize) + w.half * const_expr(c.keys * c.own * c.itemsize)
+        at = (
+            w.ring
+            + stage * const_expr(c.keys * c.value_columns * c.itemsize)
+            + w.half * const_expr(c.keys * c.own * c.itemsize)
+        )
         for i in cutlass.range_constexpr(c.keys // WARPS):
             row = i * WARPS + w.thread // 32
             if (row < low) | (row >= high):

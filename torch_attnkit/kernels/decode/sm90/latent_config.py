@@ -15,8 +15,8 @@ from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaShared, Ring
 class LatentConfig:
     """What is fixed at compile time: 576 columns, of which the first 512 are values, and 32 keys a tile.
 
-    ``same``: one tensor has both, else a stage of the ring is a tile of K and one of V, which lie in rings one after the
-    other. ``halves`` is ``mla.py``'s name for the parts of the columns that a product takes at once: nine of 64.
+    ``same``: one tensor has both, else a stage is a tile of K and one of V, which lie in rings one after the other.
+    ``halves`` is ``mla.py``'s name for the parts of the columns that a product takes at once: nine of 64.
     """
 
     dtype: Any
