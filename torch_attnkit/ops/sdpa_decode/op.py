@@ -24,7 +24,7 @@ _ROWS = rules.CACHE_ROWS | {
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
 _OF_CODES = f"{_FEATURES} scales"
 _16_BITS = _ROWS | rules.SAME_DTYPE
-_LATENTS = tuple({"D": (d,), "Dv": (dv,)} for d, dv in latent.HEADS)
+_LATENTS: list[dict[str, tuple[int, ...]]] = [{"D": (d,), "Dv": (dv,)} for d, dv in latent.HEADS]
 
 OP = Op(
     schema="sdpa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"

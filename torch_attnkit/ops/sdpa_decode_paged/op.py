@@ -28,7 +28,7 @@ _PAGES_OF_CODES = {"Ps must be 1 or a multiple of 16": lambda c: c.dim["Ps"] == 
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
 _OF_CODES = f"{_FEATURES} scales"
 _16_BITS = _ROWS | _PAGES | rules.SAME_DTYPE
-_LATENTS = tuple({"D": (d,), "Dv": (dv,)} for d, dv in latent.HEADS)
+_LATENTS: list[dict[str, tuple[int, ...]]] = [{"D": (d,), "Dv": (dv,)} for d, dv in latent.HEADS]
 
 OP = Op(
     schema="sdpa_decode_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor kv_len,"
