@@ -10,24 +10,23 @@ Imports cutlass.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda.sm90 import softmax
 
 from .. import pages
-from ..arguments import Scalars, Tensors
-from ..config import CHUNK
+from ..arguments import Tensors
 from ..schedule import Persistent, Visible, WorkTile, tile_bounds
 from . import mla, products
-from .config import HEADS, ROW_BYTES, THREADS, WARPS
+from .config import HEADS, ROW_BYTES
 from .latent_config import LatentConfig
-from .mla import Loads, Meeting, NamedBarrier, ScoreFragments, ValueFragments, by_head, load_query
+from .mla import Loads, Meeting, ScoreFragments, ValueFragments
 
 
 class BothRows(NamedTuple):
@@ -41,7 +40,7 @@ def latent_kernel(config: LatentConfig) -> mla.DecodeMla:
     """``mla.py``'s kernel with the roles below; of two tensors it is given both."""
     kernel = mla.DecodeMla(config)
     kernel.scores = Persistent(config, mla.Mainloop(config, ScoreWarpgroup(config)), kernel.epilogue)
-    kernel.values = Persistent(config, mla.Mainloop(config, ValueWarpgroup(config)), kernel.epilogue)
+    kernel.values = Persistent(config, mla.Mainloop(config, ValueWarpgroup(config.of_values)), kernel.epilogue)
     if not config.same:
         one = kernel._loads
 
@@ -80,80 +79,23 @@ class ScoreWarpgroup(mla.ScoreWarpgroup):
                 sP[r, (row // 2 & 3) ^ i] = softmax.pack(rS[4 * i + 2 * r], rS[4 * i + 2 * r + 1], self.c.dtype)
 
 
-class ValueWarpgroup:
-    """A half of the values' columns, loaded and multiplied."""
-
-    def __init__(self, config: LatentConfig):
-        self.c = config
-
-    @cute.jit
-    def run(
-        self, tensors: Tensors, loads: Loads, scalars: Scalars, keys: Visible, tile: WorkTile, shared: Int32,
-        meeting: Meeting, group: Int32,
-    ):  # fmt: skip
-        c = self.c
-        w = self._fragments(shared, group - c.score_warpgroups)
-        count = tile.stop - tile.first
-        # The first tile and Q before the others, or they come last, when the ring has long been full.
-        if count > 0:
-            self._load(tensors, loads, keys, tile, w, meeting, Int32(0))
-        load_query(c, tensors, tile, shared, meeting)
-        for n in cutlass.range(1, cutlass.min(count, c.stages), unroll=1):
-            self._load(tensors, loads, keys, tile, w, meeting, n)
-        w.rO.fill(0.0)
-        row, sFactor = products.first_row(w.thread), by_head(c.shared.factors, shared, c.p_stages)
-        for n in cutlass.range(count, unroll=1):
-            p_stage, stage = meeting.probabilities.slot(n), meeting.tiles.slot(n)
-            meeting.probabilities.wait(n)
-            scales = (sFactor[row, p_stage], sFactor[row + 8, p_stage])
-            if cute.arch.vote_any_sync((scales[0] != 1.0) | (scales[1] != 1.0)):
-                softmax.rescale(w.rO, scales)
-            meeting.tiles.wait(n)
-            first, low, high = tile_bounds(keys, tile.first + n, c.keys)
-            if (low > first) | (high < first + c.keys):
-                self._clear(w, stage, low - first, high - first)
-            sP, sV = w.tOrP[None, None, None, p_stage], w.tOrV[None, None, None, (w.half, stage)]
-            products.multiply(w.mma, w.rO, sP, sV, clear=False)
-            warpgroup.wait_group(0)
-            cute.arch.sync_warp()  # every lane has read its factors before one of them gives their place back
-            meeting.probabilities.release(n)
-            if n + c.stages < count:
-                self._barrier(w)
-                self._load(tensors, loads, keys, tile, w, meeting, n + c.stages)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.barrier()
-        if w.thread // 32 * 16 < tile.heads:  # of a warp's 16 rows
-            products.leave_columns(c.shared.results, shared, w.rO, w.thread, w.half, c.own)
-
-    def _barrier(self, w: ValueFragments) -> None:
-        """Of this warpgroup."""
-        cute.arch.barrier(barrier_id=int(NamedBarrier.VALUES) + w.half, number_of_threads=THREADS)
+class ValueWarpgroup(mla.ValueWarpgroup):
+    """A half of the values' columns, loaded and multiplied; they lie otherwise."""
 
     def _fragments(self, shared: Int32, half: Int32) -> ValueFragments:
-        c, K, MN = self.c, OperandMajorMode.K, OperandMajorMode.MN
-        thread = cute.arch.thread_idx()[0] % THREADS
-        # 128 columns an instruction, as in ``mla.py``.
-        mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, K, MN, Float32, (1, 1, 1), (HEADS, 128))
-        mine = mma.get_slice(thread)
+        c, w = self.c, super()._fragments(shared, half)
+        mine, ring = w.mma.get_slice(w.thread), c.shared.ring.at(shared)
+        w.ring = ring + c.values_offset
+        w.sBoxes = products.staged(c.dtype, ring, (c.box, c.box_columns, c.ring_bytes // (c.box * ROW_BYTES)))
         sP = products.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, c.keys, c.p_stages))
-        ring = c.shared.ring.at(shared)
-        values = ring + c.values_offset
-        sV = products.staged(c.dtype, values, (c.keys, c.value_columns, c.stages))
+        w.tOrP = mine.make_fragment_A(mine.partition_A(sP))
+        sV = products.staged(c.dtype, w.ring, (c.keys, c.value_columns, c.stages))
         by_columns = cute.make_layout(
-            (c.own, c.keys, (c.value_warpgroups, c.stages)),
-            stride=(c.keys, 1, (c.keys * c.own, c.keys * c.value_columns)),
+            (c.ring.part, c.keys, (c.halves, c.stages)),
+            stride=(c.keys, 1, (c.keys * c.ring.part, c.keys * c.value_columns)),
         )
-        boxes = c.ring_bytes // (c.box * ROW_BYTES)
-        return ValueFragments(
-            thread=thread,
-            half=half,
-            ring=values,
-            sBoxes=products.staged(c.dtype, ring, (c.box, c.box_columns, boxes)),
-            mma=mma,
-            tOrP=mine.make_fragment_A(mine.partition_A(sP)),
-            tOrV=mine.make_fragment_B(mine.partition_B(cute.composition(sV, by_columns))),
-            rO=cute.make_rmem_tensor(mine.partition_shape_C((HEADS, c.own)), Float32),
-        )
+        w.tOrV = mine.make_fragment_B(mine.partition_B(cute.composition(sV, by_columns)))
+        return w
 
     @cute.jit
     def _load(
@@ -170,7 +112,7 @@ class ValueWarpgroup:
             page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
         stage = meeting.tiles.slot(n)
         columns, wide = const_expr(c.dim_v // c.box_columns), const_expr(c.dim // c.box_columns)  # in blocks of 64
-        column = w.half * (columns // c.value_warpgroups) + cute.arch.make_warp_uniform(w.thread // 32)
+        column = w.half * (columns // c.halves) + cute.arch.make_warp_uniform(w.thread // 32)
         full = meeting.tiles.full + stage
         cache = loads.rows if const_expr(c.same) else loads.rows.keys
         of_keys = cutlass.select_(column == 0, Int32(2), Int32(1))
@@ -198,24 +140,8 @@ class ValueWarpgroup:
         )
         cute.copy(atom, gBox, sBox, tma_bar_ptr=full)
 
-    @cute.jit
-    def _clear(self, w: ValueFragments, stage: Int32, low: Int32, high: Int32):
-        """Zeros for this half of the columns in the rows that do not count: their weight is zero, but what the cache
-        holds there may be infinite. The scores have been read."""
+    def _clear(self, w: ValueFragments, stage: Int32, low: Int32, high: Int32) -> None:
+        """Of a stage that has other columns, too."""
         c = self.c
-        lane = w.thread & 31
-        at = (
-            w.ring
-            + stage * const_expr(c.keys * c.value_columns * c.itemsize)
-            + w.half * const_expr(c.keys * c.own * c.itemsize)
-        )
-        for i in cutlass.range_constexpr(c.keys // WARPS):
-            row = i * WARPS + w.thread // 32
-            if (row < low) | (row >= high):
-                chunk = cute.make_ptr(
-                    Int32, at + (lane // 8) * (c.keys * ROW_BYTES) + row * ROW_BYTES + lane % 8 * CHUNK,
-                    cute.AddressSpace.smem, assumed_align=CHUNK,
-                )  # fmt: skip
-                cute.make_tensor(chunk, cute.make_layout(CHUNK // 4)).fill(0)
-        cute.arch.fence_view_async_shared()
-        self._barrier(w)
+        others = c.keys * (c.value_columns - c.dim_v) * c.itemsize
+        super()._clear(replace(w, ring=w.ring + stage * others), stage, low, high)

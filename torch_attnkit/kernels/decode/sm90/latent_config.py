@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ..config import FLAG_BYTES, Region, Results, SplitLayout, fit, itemsize
-from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaShared, Ring
+from .config import HEADS, ROW_BYTES, MlaConfig, MlaShared, Ring
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class LatentConfig:
     """What is fixed at compile time: 576 columns, of which the first 512 are values, and 32 keys a tile.
 
     ``same``: one tensor has both, else a stage is a tile of K and one of V, which lie in rings one after the other.
-    ``halves`` is ``mla.py``'s name for the parts of the columns that a product takes at once: nine of 64.
+    ``columns`` are those that a role multiplies, in ``halves`` parts (``mla.py``'s name): the scores have all, in
+    blocks of 64, the values theirs, a half a warpgroup.
     """
 
     dtype: Any
@@ -27,25 +28,40 @@ class LatentConfig:
     page: int = 0
     same: bool = True
     combine: bool = False
+    columns: int = 576
+    halves: int = 9
 
     heads = HEADS
     abreast = True
-    halves = 9
-    value_warpgroups = 2  # with a half of the values' columns each
-    score_warpgroups = 2  # tiles in turn
-    p_stages = 2  # buffers of probabilities
+    score_warpgroups = MlaConfig.score_warpgroups
+    p_stages = MlaConfig.p_stages
+
+    @property
+    def of_values(self) -> LatentConfig:
+        """As the value warpgroups have it."""
+        return replace(self, columns=self.dim_v, halves=MlaConfig.halves)
+
+    @property
+    def _roles(self) -> MlaConfig:
+        """The warpgroups and how they meet are those of ``mla.py``."""
+        return MlaConfig(self.dtype, self.dim, self.keys, self.stages)
+
+    @property
+    def threads(self) -> int:
+        return self._roles.threads
+
+    @property
+    def arrivals(self) -> list[int]:
+        return self._roles.arrivals
 
     @property
     def itemsize(self) -> int:
         return itemsize(self.dtype)
 
-    @property
-    def threads(self) -> int:
-        return THREADS * (self.score_warpgroups + self.value_warpgroups)
-
     @cached_property
     def ring(self) -> Ring:
-        return Ring(self.dtype, self.keys, self.dim, self.halves, self.stages)
+        """Of the role's columns; beside them a stage may have others."""
+        return Ring(self.dtype, self.keys, self.columns, self.halves, self.stages)
 
     @property
     def value_columns(self) -> int:
@@ -55,17 +71,12 @@ class LatentConfig:
     @property
     def values_offset(self) -> int:
         """Bytes from the ring to that which has the values."""
-        return 0 if self.same else self.stages * self.ring.stage_bytes
+        return 0 if self.same else self.stages * self.keys * self.dim * self.itemsize
 
     @property
     def ring_bytes(self) -> int:
         """Of both."""
         return self.values_offset + self.stages * self.keys * self.value_columns * self.itemsize
-
-    @property
-    def own(self) -> int:
-        """Columns of a value warpgroup."""
-        return self.dim_v // self.value_warpgroups
 
     @property
     def box_columns(self) -> int:
@@ -87,30 +98,23 @@ class LatentConfig:
         """Probabilities of a tile, rows of as many bytes as they have: 64."""
         return self.heads * self.keys * self.itemsize
 
-    @property
-    def arrivals(self) -> list[int]:
-        """How many arrivals complete a phase of each mbarrier, in the order of ``mla.py``'s ``Meeting``."""
-        values = WARPS * self.value_warpgroups
-        return [
-            self.threads,
-            *[values] * self.stages,
-            *[WARPS] * self.p_stages,
-            *[values] * self.p_stages,
-            *[WARPS] * self.score_warpgroups,
-        ]
-
     @cached_property
     def shared(self) -> MlaShared:
-        query = Region(0, self.heads * self.dim * self.itemsize)
-        ring = Region(query.end, self.ring_bytes)
-        probabilities = Region(ring.end, self.p_stages * self.p_bytes)
-        factors = Region(probabilities.end, self.heads * self.p_stages * 4)
-        maxima = Region(factors.end, self.heads * self.score_warpgroups * 4)
-        last = Region(maxima.end, self.heads * 2 * 4)
-        barriers = Region(last.end, len(self.arrivals) * 8)
+        sizes = dict(
+            query=self.heads * self.dim * self.itemsize,
+            ring=self.ring_bytes,
+            probabilities=self.p_stages * self.p_bytes,
+            factors=self.heads * self.p_stages * 4,
+            maxima=self.heads * self.score_warpgroups * 4,
+            last=self.heads * 2 * 4,
+            barriers=len(self.arrivals) * 8,
+        )
+        regions, end = {}, 0
+        for name, nbytes in sizes.items():
+            regions[name] = Region(end, nbytes)
+            end += nbytes
         results = Results(1, self.heads, self.dim_v)
-        flag = Region(max(barriers.end, results.nbytes), FLAG_BYTES)
-        return MlaShared(query, ring, probabilities, factors, maxima, last, barriers, results, flag)
+        return MlaShared(**regions, results=results, flag=Region(max(end, results.nbytes), FLAG_BYTES))
 
     @property
     def shared_bytes(self) -> int:
@@ -118,8 +122,8 @@ class LatentConfig:
 
     @property
     def blocks_per_sm(self) -> int:
-        """As shared memory and the register file allow."""
-        return max(1, min(fit(self.shared_bytes), 256 // self.threads))
+        """As shared memory allows: one."""
+        return max(1, fit(self.shared_bytes))
 
     @property
     def split(self) -> SplitLayout:
