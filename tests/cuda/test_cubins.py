@@ -36,6 +36,7 @@ INSTRUCTIONS = {
     **{("decode_mma", arch): ("HMMA", "LDGSTS") for arch in PREFILL},
     ("decode_wgmma", "sm90"): ("HGMMA", "LDGSTS"),
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
+    ("decode_latent", "sm90"): ("HGMMA", "UTMALDG"),
     ("decode_tcgen05", "sm100"): PREFILL["sm100"],
     ("grouped_gemm", "sm100"): ("UTMALDG", "LDTM"),
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG"),

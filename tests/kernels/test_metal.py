@@ -195,9 +195,7 @@ def _memory(defines: dict[str, Any]) -> int:
     return decode.threadgroup_bytes(dim, dim_v, defines["TILES"])
 
 
-ATTENTION = dict.fromkeys(
-    op.name for op, _, _, _ in support("metal") if "D" in op.kernels[-1].dims and "Dv" in str(op.dims)
-)
+ATTENTION = dict.fromkeys(op.name for op, _, row, _ in support("metal") if "D" in row.dims and "Dv" in str(op.dims))
 
 
 @pytest.mark.parametrize("op", ATTENTION)

@@ -65,6 +65,10 @@ MODELS = {
         "qwen3_5_moe", dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]), "nvfp4", 18,
         {"nvfp4_quantize": 2 * 8 * 2}, _QWEN | {"flash_attention": 1}, _QWEN | {"sdpa_decode": 1},
     ),
+    "deepseek_v3": Model(
+        "deepseek_v3", {}, "mxfp4", 13, {"mxfp4_quantize": 2 * 4}, {"flash_attention": 2, "fp4_moe": 1},
+        {"sdpa_decode": 2, "fp4_moe": 1},
+    ),
     "deepseek_v4": Model(
         "deepseek_v4", dict(head_dim=128, index_head_dim=64, swiglu_limit=1.0), "mxfp4", 32,
         {"mxfp4_quantize": 2 * 4 * 4}, _V4, _V4,

@@ -42,11 +42,11 @@ def test_deepseek_v3_decodes_over_its_latents_as_eager_does():
 def test_deepseek_v3_expands_where_decode_has_no_row_or_the_projection_is_no_plain_one():
     module = modules(attnkit_model(build("DeepseekV3ForCausalLM", "eager")), "DeepseekV3Attention")[0]
     cpu = torch.device("cpu")
-    assert module._absorbs(cpu, 576, 512)
+    assert module._absorbs(cpu, 576, 512) and module._absorbs(cpu, 288, 256)
     for target in ("sm90", "sm100", "metal"):
         with torch_attnkit.simulate(target):
-            assert not module._absorbs(cpu, 576, 512)
-            assert module._absorbs(cpu, 512, 512)
+            assert module._absorbs(cpu, 576, 512)
+            assert not module._absorbs(cpu, 288, 256)
     module.kv_b_proj.register_forward_hook(lambda *_: None)
     assert not module._absorbs(cpu, 576, 512)
 

@@ -45,6 +45,14 @@ _V4 = dict(
     num_nextn_predict_layers=0, max_position_embeddings=4096,
 )  # fmt: skip
 
+# The heads of the real model: latents of 512 and 64 numbers, prompts of 192 and 128.
+_V3 = dict(
+    intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2, num_key_value_heads=4, n_routed_experts=4,
+    num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=32,
+    kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=4096,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)  # fmt: skip
+
 # family: model class, config class, arguments of the config
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _DENSE),
@@ -68,6 +76,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
              cls_token_id=1, sep_token_id=2),
     ),
 }  # fmt: skip
+# Of which test_transformers_families.py has the attention, and whole models run in the simulators alone.
+SIMULATED = {"deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _V3)}
 ENCODERS = ("bert", "modernbert")
 DECODERS = tuple(name for name in FAMILIES if name not in ENCODERS)
 
@@ -75,7 +85,7 @@ DECODERS = tuple(name for name in FAMILIES if name not in ENCODERS)
 @torch.no_grad()
 def build(name: str, attention: str = "eager", **changes: Any) -> Any:
     """A float32 model of one family in eval mode, the same for the same arguments. ``changes``: config fields."""
-    model_class, config_class, arguments = FAMILIES[name]
+    model_class, config_class, arguments = (FAMILIES | SIMULATED)[name]
     config = getattr(transformers, config_class)(**{**_BASE, **arguments, **changes})
     config._attn_implementation = attention
     config._experts_implementation = "eager"

@@ -93,14 +93,18 @@ def build(chosen: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments, on the CPU, every tensor where its facts put it."""
     op, facts = OPS[chosen.op], chosen.given()
     args, kwargs = op.module("cases").drawn(facts, torch.Generator().manual_seed(facts["seed"]))
-    placed: dict[int, torch.Tensor] = {}  # a tensor that is two arguments stays one
+    placed: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor that is two arguments, or of one a part, stays so
 
     def at(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if id(value) not in placed:
-            placed[id(value)] = lay(value, facts.get(f"{name}.at", ""))
-        return placed[id(value)]
+        for whole, there in placed:
+            if value is whole:
+                return there
+            if value._base is whole and (value.data_ptr(), value.stride()) == (whole.data_ptr(), whole.stride()):
+                return there[..., : value.shape[-1]]
+        placed.append((value, lay(value, facts.get(f"{name}.at", ""))))
+        return placed[-1][1]
 
     return tuple(at(name, value) for name, value in zip(op.argnames, args, strict=False)), kwargs
 

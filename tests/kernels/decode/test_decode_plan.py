@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_attnkit.kernels.decode import codes
+from torch_attnkit.kernels.decode import codes, latent
 from torch_attnkit.kernels.decode.config import MmaConfig
 from torch_attnkit.kernels.decode.plan import Plan
 from torch_attnkit.kernels.decode.problem import Problem, Strides
+from torch_attnkit.kernels.decode.sm90 import latent_plan as hopper_latents
 from torch_attnkit.kernels.decode.sm90 import plan as hopper
 from torch_attnkit.kernels.decode.sm90.config import MlaConfig, WgmmaConfig
+from torch_attnkit.kernels.decode.sm90.latent_config import LatentConfig
+from torch_attnkit.kernels.decode.sm100 import latent_plan as blackwell_latents
 from torch_attnkit.kernels.decode.sm100 import plan as blackwell
 from torch_attnkit.kernels.decode.sm100.config import Tcgen05Config
 from torch_attnkit.kernels.scores import Scores
@@ -105,8 +108,11 @@ def test_keys_that_are_values_have_a_kernel():
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["E4M3", "16-bit"])
-@pytest.mark.parametrize("dim", [64, 128, 256, 512])
-def test_a_blackwell_plan_for_many_heads_fits(dim, size):
+@pytest.mark.parametrize(
+    ("module", "dim", "dim_v"),
+    [*((blackwell, dim, dim) for dim in (64, 128, 256, 512)), *((blackwell_latents, *head) for head in latent.HEADS)],
+)
+def test_a_blackwell_plan_for_many_heads_fits(module, dim, dim_v, size):
     for group, most_keys, groups, page in itertools.product(
         (9, 16, 17, 64, 65, 128, 129, *((1, 8) if size == 1 else ())),
         (0, 1, 128, 1152, 131072),
@@ -114,7 +120,7 @@ def test_a_blackwell_plan_for_many_heads_fits(dim, size):
         (0, 16, 48, 256),
     ):
         for same in (False, True):
-            p = blackwell.plan(problem(dim, dim, group, most_keys, groups, page, size), B200_SMS, same=same)
+            p = module.plan(problem(dim, dim_v, group, most_keys, groups, page, size), B200_SMS, same=same)
             assert p.trace == "trace_tcgen05"
             config = Tcgen05Config(SimpleNamespace(width=8 * size), **p.sizes)
             ctas = config.sides * p.combine_blocks
@@ -130,6 +136,21 @@ def test_a_blackwell_plan_for_many_heads_fits(dim, size):
         assert not p.whole or (
             p.least_tiles == 1 and most_keys <= 128 * p.combine_blocks and p.blocks <= groups * p.head_blocks
         )
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), latent.HEADS)
+def test_a_hopper_plan_for_latents_fits(dim, dim_v):
+    for group, most_keys, groups, page in itertools.product(
+        (1, 8, 16, 64, 65, 128, 129), (1, 128, 513, 131072), (1, 8, 1024), (0, 16, 48, 64)
+    ):
+        for same in (False, True):
+            p = hopper_latents.plan(problem(dim, dim_v, group, most_keys, groups, page), SMS, same=same)
+            config = LatentConfig(SimpleNamespace(width=16), **p.sizes)
+            assert config.threads == 512 and config.shared_bytes <= SHARED - 1024 and config.blocks_per_sm == 1
+            assert all(region.offset % 1024 == 0 for region in (config.shared.ring, config.shared.probabilities))
+            assert page % config.box == 0 and config.box * config.boxes == config.keys and p.blocks == SMS
+            assert p.head_blocks * config.heads >= group > (p.head_blocks - 1) * config.heads
+            assert p.floats >= 2 * p.blocks * config.split.floats and p.counters >= p.blocks
 
 
 @pytest.mark.parametrize(

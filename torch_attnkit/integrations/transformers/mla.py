@@ -5,8 +5,9 @@ decode step expands all of them to keys and values of every head. Here the query
 latents instead, so that sdpa_decode has one KV head of D = ``kv_lora_rank + qk_rope_head_dim`` (576) whose values are
 the first ``kv_lora_rank`` (512) of its columns, and the result is taken back. Prompts are expanded as the model does.
 
-It is done where sdpa_decode takes such heads: on a CPU. No GPU's row has D 576, and there a decode step expands too,
-to heads of 192 and 128. A projection that is no plain Linear, quantised or with an adapter, is left to itself as well.
+It is done where sdpa_decode takes such heads: on a CPU all, on GPUs those of the released models, 576 over 512.
+Elsewhere a decode step expands, too. A projection that is no plain Linear, quantised or with an adapter, is left to
+itself as well.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.2.
 """

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
+from torch_attnkit.kernels.decode import latent
 from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 
@@ -40,6 +41,11 @@ BENCH = (
         for h in (16, 64, 128)
         for b in (1, 16, 128)
     }
+    | {
+        f"latents-{h}h-{b}x8192": dict(B=b, Hq=h, Hkv=1, S=8192, D=576, Dv=512, same=1)
+        for h in (16, 64, 128)
+        for b in (1, 16, 128)
+    }
     | {f"e4m3-{b}x{s}": dict(B=b, Hq=32, Hkv=8, S=s, D=128, Dv=128, bits=8) for b, s in _STEPS}
     | {f"e4m3-D{d}-16x8192": dict(B=16, Hq=4096 // d, Hkv=8, S=8192, D=d, Dv=d, bits=8) for d in (64, 256)}
 )
@@ -67,10 +73,13 @@ def make(
 def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Full caches, or with ``ragged`` the lengths of a batch in service, evenly spread over 1..S.
 
-    With ``same`` one tensor is keys and values, as the latent vectors of MLA are once its projections are absorbed.
+    With ``same`` one tensor is keys and, in its first Dv columns, values, as the latent vectors of MLA are once its
+    projections are absorbed.
     """
     args, kwargs = make(dims, dtype, ("gqa",) + ("sink",) * dims.get("sink", 0), gen)
-    v = args[1] if dims.get("same") else args[2]
+    k, v = args[1:3]
+    if dims.get("same"):
+        v = k if dims["Dv"] == dims["D"] else k[..., : dims["Dv"]]
     return (*args[:2], v, torch.tensor(_lengths(dims), dtype=torch.int32), *args[4:]), kwargs | dict(
         window=dims.get("window", -1)
     )
@@ -110,11 +119,12 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     step = draws.aligned(row, cache_draws.stored(facts))
     facts["q.at"] = d.place(3, (0, 1), min(step, 4))
     facts |= {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
-    return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
+    share = 0.5 if (facts["D"], facts["Dv"]) in latent.HEADS else 0.2 if facts["D"] == facts["Dv"] else 0.0
+    return facts | dict(same=int(d.sometimes(share)))
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With ``same`` one tensor is keys and values."""
+    """With ``same`` one tensor is keys and, in its first Dv columns, values."""
     B, S, Hkv, Hq = f["B"], f["S"], f["Hkv"], f["Hkv"] * f["group"]
     kv_len = draws.counts(f["kv_len"] or str(S), B, S)
     kv_start = draws.counts(f["kv_start"], B, S)
@@ -127,4 +137,4 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     seen = keep.expand(B, Hkv, S)
     q, k, v = cache_draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
-    return (q, k, k if f["same"] else v, kv_len, *rest), scores
+    return (q, k, k[..., : f["Dv"]] if f["same"] else v, kv_len, *rest), scores

@@ -11,7 +11,7 @@ Source: MetalTile ``sdpa_decode``; scales as FlashAttention-3 (arXiv 2407.08608)
 """
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.kernels.decode import codes, metal
+from torch_attnkit.kernels.decode import codes, latent, metal
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
@@ -23,6 +23,8 @@ _ROWS = rules.CACHE_ROWS | {
 }
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
 _OF_CODES = f"{_FEATURES} scales"
+_16_BITS = _ROWS | rules.SAME_DTYPE
+_LATENTS: list[dict[str, tuple[int, ...]]] = [{"D": (d,), "Dv": (dv,)} for d, dv in latent.HEADS]
 
 OP = Op(
     schema="sdpa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, Tensor? sink=None,"
@@ -57,5 +59,10 @@ OP = Op(
         Kernel(
             "mps", metal.OVER_CODES, {"D": metal.DIMS} | rules.EIGHT_BITS, _OF_CODES, rules.value_dim(metal.MOST_DIM_V)
         ),
+        *(Kernel("sm100", sm100.DTYPES, head, _FEATURES, _16_BITS, by="latent") for head in _LATENTS),
+        *(Kernel("mps", metal.DTYPES, head, _FEATURES, rules.SAME_DTYPE) for head in _LATENTS),
+        *(Kernel("mps", metal.OVER_CODES, head | rules.EIGHT_BITS, _OF_CODES) for head in _LATENTS),
+        *(Kernel("sm90", sm90.DTYPES, head, _FEATURES, _16_BITS, by="latent") for head in _LATENTS),
+        *(Kernel("sm100", sm100.CODES, head, _OF_CODES, _ROWS, by="latent") for head in _LATENTS),
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
+from torch_attnkit.kernels.decode import latent
 from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 
@@ -117,7 +118,8 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     step = draws.aligned(row, cache_draws.stored(facts))
     facts |= {"q.at": d.place(3, (0, 1), min(step, 4)), "block_table.at": d.place(2)}
     facts |= {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
-    return facts | dict(same=int(facts["D"] == facts["Dv"] and d.sometimes(0.2)))
+    share = 0.5 if (facts["D"], facts["Dv"]) in latent.HEADS else 0.2 if facts["D"] == facts["Dv"] else 0.0
+    return facts | dict(same=int(d.sometimes(share)))
 
 
 def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -148,4 +150,4 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     seen[table[b, key // Ps].long(), key % Ps] = True
     q, k, v = cache_draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
-    return (q, k, k if f["same"] else v, table, kv_len, *rest), draws.score_arguments(f)
+    return (q, k, k[..., : f["Dv"]] if f["same"] else v, table, kv_len, *rest), draws.score_arguments(f)

@@ -11,7 +11,7 @@ Source: PagedAttention (arXiv 2309.06180); scales as FlashAttention-3 (arXiv 240
 """
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.kernels.decode import codes, metal
+from torch_attnkit.kernels.decode import codes, latent, metal
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
@@ -27,6 +27,8 @@ _PAGES = {"Ps must be a multiple of 16": lambda c: c.dim["Ps"] % 16 == 0}
 _PAGES_OF_CODES = {"Ps must be 1 or a multiple of 16": lambda c: c.dim["Ps"] == 1 or c.dim["Ps"] % 16 == 0}
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
 _OF_CODES = f"{_FEATURES} scales"
+_16_BITS = _ROWS | _PAGES | rules.SAME_DTYPE
+_LATENTS: list[dict[str, tuple[int, ...]]] = [{"D": (d,), "Dv": (dv,)} for d, dv in latent.HEADS]
 
 OP = Op(
     schema="sdpa_decode_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor kv_len,"
@@ -62,5 +64,10 @@ OP = Op(
         Kernel(
             "mps", metal.OVER_CODES, {"D": metal.DIMS} | rules.EIGHT_BITS, _OF_CODES, rules.value_dim(metal.MOST_DIM_V)
         ),
+        *(Kernel("sm100", sm100.DTYPES, head, _FEATURES, _16_BITS, by="latent") for head in _LATENTS),
+        *(Kernel("mps", metal.DTYPES, head, _FEATURES, rules.SAME_DTYPE) for head in _LATENTS),
+        *(Kernel("mps", metal.OVER_CODES, head | rules.EIGHT_BITS, _OF_CODES) for head in _LATENTS),
+        *(Kernel("sm90", sm90.DTYPES, head, _FEATURES, _16_BITS, by="latent") for head in _LATENTS),
+        *(Kernel("sm100", sm100.CODES, head, _OF_CODES, _ROWS | _PAGES, by="latent") for head in _LATENTS),
     ),
 )

@@ -30,7 +30,7 @@ class Shared:
     query: Region
     probabilities: Region
     ring: Region  # (stages, keys, columns)
-    results: Region  # over the ring, when a work tile is through: O (heads, D), fp32
+    results: Region  # over the ring, when a work tile is through: O (heads, Dv), fp32
     nbytes: int
 
 
@@ -55,16 +55,18 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class Tcgen05Config:
-    """What is fixed at compile time. D and Dv are equal, 64 or a multiple of 128; ``page``: keys of a page, or 0.
+    """What is fixed at compile time. Dv is 64 or a multiple of 128, D the same or more; ``page``: keys of a page, or 0.
 
     A tile of keys lies in shared memory as ``parts`` stages of the ring, each with ``part`` columns of all its keys; so
-    does a tile of values, unless V is K (``same``). Elements are bf16, fp16 or E4M3, of which P is one, too.
+    does a tile of values as ``value_parts``, unless V is K, or K's first columns (``same``). Columns that the last part
+    of K has beyond D are zeros, and so are Q's. Elements are bf16, fp16 or E4M3, of which P is one, too.
     """
 
     dtype: Any
     dim: int
+    dim_v: int
     heads: int  # query heads of a CTA: 16, 32 or 64; fewer are padded
-    sides: int  # CTAs that share keys, each with other heads: 1 or 2
+    sides: int  # CTAs that share keys, each with other heads: 1, 2 or 4
     stages: int
     page: int = 0
     same: bool = False
@@ -80,22 +82,27 @@ class Tcgen05Config:
         return self.itemsize == 1
 
     @property
-    def dim_v(self) -> int:
-        return self.dim
-
-    @property
     def part(self) -> int:
         """Columns of a stage, which are the rows of a product with V'."""
-        return min(self.dim, KEYS)
+        return min(self.dim_v, KEYS)
 
     @property
     def parts(self) -> int:
-        return self.dim // self.part
+        return -(-self.dim // self.part)
+
+    @property
+    def value_parts(self) -> int:
+        return self.dim_v // self.part
+
+    @property
+    def width(self) -> int:
+        """Columns of Q and K in shared memory."""
+        return self.parts * self.part
 
     @property
     def fills(self) -> int:
         """Stages that a tile fills, of K and V together."""
-        return self.parts * (1 if self.same else 2)
+        return self.parts + (0 if self.same else self.value_parts)
 
     @property
     def columns(self) -> int:
@@ -134,16 +141,16 @@ class Tcgen05Config:
 
     @cached_property
     def shared(self) -> Shared:
-        query = Region(0, self.heads * self.dim * self.itemsize)
+        query = Region(0, self.heads * self.width * self.itemsize)
         probabilities = Region(query.end, self.heads * KEYS * self.itemsize)
         ring = Region(probabilities.end, self.stages * self.stage_bytes)
-        results = Region(ring.offset, self.heads * self.dim * 4)
+        results = Region(ring.offset, self.heads * self.dim_v * 4)
         return Shared(query, probabilities, ring, results, max(ring.end, results.end))
 
     @cached_property
     def tensor_memory(self) -> TensorMemory:
-        return TensorMemory(self.heads, self.parts)
+        return TensorMemory(self.heads, self.value_parts)
 
     @property
     def split(self) -> SplitLayout:
-        return SplitLayout(self.heads, self.dim)
+        return SplitLayout(self.heads, self.dim_v)

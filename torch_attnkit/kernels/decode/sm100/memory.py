@@ -73,7 +73,7 @@ class Memory(Fixed):
     sWarps: cute.Tensor  # (heads * 4), maxima or sums of the four warps
     # results, which the cluster reads
     sStat: cute.Tensor  # (heads * 2), a work tile's row_max and row_sum
-    sO: cute.Tensor  # (heads * D)
+    sO: cute.Tensor  # (heads * Dv)
 
 
 @cute.jit
@@ -135,5 +135,5 @@ def allocate(config: cutlass.Constexpr, layouts: Layouts, warp: Int32):
         sFactor=floats(c.heads),
         sWarps=floats(c.heads * 4),
         sStat=floats(c.heads * 2),
-        sO=cute.make_tensor(rows, cute.make_layout(c.heads * c.dim)),
+        sO=cute.make_tensor(rows, cute.make_layout(c.heads * c.dim_v)),
     )

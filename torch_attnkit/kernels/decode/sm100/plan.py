@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config import SHARED, SplitLayout
 from ..plan import FEW, Bits, Plan, mma, paged
 from ..problem import Problem
@@ -22,7 +24,9 @@ HEADS = {
 }
 OF_CODES = tuple(head for head, here in HEADS.items() if here)
 _SMALL = 4 * 1024  # of shared memory, of which statistics and barriers take less than this
-_MOST_HEADS = 64  # of a CTA
+_HEADS = (64, 32, 16)  # of a CTA
+_SIDES = (1, 2, 4)  # of a cluster
+_MOST_HEADS = 128  # of a cluster
 _AT_ONCE = 8  # buffers on the way, 128 or 256 KB: more than memory's latency needs
 
 
@@ -36,38 +40,47 @@ def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
         return mma(problem, keys, sms)
     many = problem.group > FEW or problem.dtype.itemsize == 1 or problem.dim == 512
     if HEADS[problem.dim, problem.dim_v] and many:
-        return _clusters(problem, keys, sms, same)
+        return clusters(problem, keys, sms, same)
     return mma(problem, keys, sms)
 
 
-def _clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
-    """``blocks`` are clusters, ``combine_blocks`` the CTAs of one that share the keys of a side.
+def clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
+    """For ``tcgen05.py``. ``blocks`` are clusters, ``combine_blocks`` the CTAs of one that share the keys of a side.
 
     These are as many as the chip has room for if every group has a cluster, but no more than there are tiles.
     """
-    dim, group, itemsize = problem.dim, problem.group, problem.dtype.itemsize
-    heads = next(n for n in (16, 32, _MOST_HEADS) if n >= min(group, _MOST_HEADS))
-    sides = 2 if group > _MOST_HEADS else 1
+    group, itemsize = problem.group, problem.dtype.itemsize
+
+    def of(heads: int, sides: int = 1) -> Tcgen05Config:
+        """With as many stages as there is room for."""
+        config = Tcgen05Config(Bits(8 * itemsize), problem.dim, problem.dim_v, heads, sides, stages=0, same=same)
+        room = SHARED - _SMALL - config.shared.ring.offset
+        return replace(config, stages=min(room // config.stage_bytes, _AT_ONCE * 2 // itemsize))
+
+    most = next(n for n in _HEADS if of(n).stages >= of(n).parts)
+    heads = next(n for n in reversed(_HEADS) if n >= min(group, most))
+    most_sides = _MOST_HEADS // heads
+    sides = next(n for n in _SIDES if n * heads >= group or n == most_sides)
     head_blocks = -(-group // (heads * sides))
-    config = Tcgen05Config(Bits(8 * itemsize), dim, heads, sides, stages=0)
-    room = SHARED - _SMALL - config.shared.ring.offset
     tiles, work = -(-most_keys // KEYS), max(problem.batch * problem.kv_heads * head_blocks, 1)
     splits = 1
     while splits * sides < CLUSTER and 2 * splits * sides * work <= sms and splits < tiles:
         splits *= 2
     whole = tiles <= splits
     least = 1 if whole else max(splits * 3 // 4, 1)
-    clusters = min(sms // (splits * sides), work if whole else max(work * tiles // least, 1))
-    stages = min(room // config.stage_bytes, _AT_ONCE * 2 // itemsize)
+    blocks = min(sms // (splits * sides), work if whole else max(work * tiles // least, 1))
+    sizes = dict(
+        dim=problem.dim, dim_v=problem.dim_v, heads=heads, sides=sides, stages=of(heads, sides).stages, same=same
+    )
     return Plan(
         "trace_tcgen05",
-        paged(problem) | dict(dim=dim, heads=heads, sides=sides, stages=stages, same=same),
+        paged(problem) | sizes,
         head_blocks,
         1,
         whole,
         least,
-        clusters,
+        blocks,
         splits,
-        2 * clusters * sides * SplitLayout(heads, dim).floats,
-        clusters * sides * splits,
+        2 * blocks * sides * SplitLayout(heads, problem.dim_v).floats,
+        blocks * sides * splits,
     )

@@ -91,9 +91,9 @@ class Next(NamedTuple):
 # work tile, which has tile i.
 def key_fill(config: Tcgen05Config, n: Int32, i: Int32) -> Int32:
     c = config
-    return c.parts * (n + i) if c.same else c.parts * (2 * n + cutlass.max(2 * i - 1, 0))
+    return c.parts * (n + i) if c.same else c.parts * (n + i) + c.value_parts * (n + cutlass.max(i - 1, 0))
 
 
 def value_fill(config: Tcgen05Config, n: Int32, i: Int32, tiles: Int32) -> Int32:
     c = config
-    return c.parts * (n + i) if c.same else c.parts * (2 * n + cutlass.min(2 * i + 2, 2 * tiles - 1))
+    return c.parts * (n + i) if c.same else c.parts * (n + cutlass.min(i + 2, tiles)) + c.value_parts * (n + i)

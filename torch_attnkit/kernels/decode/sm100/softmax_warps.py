@@ -156,13 +156,14 @@ class SoftmaxWarps:
     def _copy_query(self, start: Int64, by_head: Int64, tile: CtaTile, m: Memory, size: cutlass.Constexpr):
         """In copies of ``size`` bytes; the 16-byte chunks of a row lie where a swizzle as wide as the row has them."""
         c = self.c
-        copies, width = const_expr(c.dim * c.itemsize // size), const_expr(c.row_bytes)  # copies of a row
-        thread = thread_index()
-        at = thread % copies * size
-        column = m.query_at + at // width * (c.heads * width) + at % 16
-        for row in cutlass.range(thread // copies, c.heads, SOFTMAX_THREADS // copies, unroll=1):
-            target = column + row * width + ((at // 16) ^ (row * width // 128)) % (width // 16) * 16
+        copies, width = const_expr(c.width * c.itemsize // size), const_expr(c.row_bytes)  # copies of a row
+        for index in cutlass.range(thread_index(), c.heads * copies, SOFTMAX_THREADS, unroll=1):
+            row, at = index // copies, index % copies * size
+            target = m.query_at + at // width * (c.heads * width) + at % 16
+            target += row * width + ((at // 16) ^ (row * width // 128)) % (width // 16) * 16
             good = row < tile.heads
+            if const_expr(c.width > c.dim):
+                good = good & (at < c.dim * c.itemsize)
             if const_expr(size == 16):
                 op.copy_16_async(target, start + by_head * row + at, cutlass.select_(good, Int32(16), Int32(0)))
             else:
@@ -222,7 +223,7 @@ class SoftmaxWarps:
         if i > 0:
             cute.arch.mbarrier_wait(m.output, (n - 1) & 1)
             tmem.after_sync()
-            for at in cutlass.range(0, c.parts * c.own, _AT_ONCE, unroll=1):
+            for at in cutlass.range(0, c.value_parts * c.own, _AT_ONCE, unroll=1):
                 h = h0 + at % c.own
                 address = tmem.lanes(c.tensor_memory.output + at // c.own * c.heads + h, warp)
                 values = tmem.load(address, _AT_ONCE)
@@ -282,7 +283,7 @@ class SoftmaxWarps:
         if const_expr(not c.same):
             cute.arch.mbarrier_wait(m.values, (n + i) & 1)
         if (key < low) | (key >= high):
-            for p in cutlass.range(c.parts, unroll=1):
+            for p in cutlass.range(c.value_parts, unroll=1):
                 at = m.ring_at + m.ring.slot(fill + p) * c.stage_bytes + key * c.row_bytes
                 own = const_expr(c.part * c.itemsize // 2)  # bytes, half of a box or a box
                 at += half * const_expr(own if c.part == c.columns else KEYS * c.row_bytes)
@@ -308,7 +309,7 @@ class SoftmaxWarps:
         if tiles > 0:
             cute.arch.mbarrier_wait(m.output, (n + tiles - 1) & 1)
             tmem.after_sync()
-        for p in cutlass.range(c.parts, unroll=1):
+        for p in cutlass.range(c.value_parts, unroll=1):
             rO = cute.make_rmem_tensor(c.own, Float32)
             rO.fill(0.0)
             if tiles > 0:
@@ -318,5 +319,5 @@ class SoftmaxWarps:
                     rO[h] = values[h] * unit if c.codes else values[h]
             if (thread_index() & 31) < lanes:
                 for h in cutlass.range_constexpr(c.own):
-                    m.sO[(h0 + h) * c.dim + p * c.part + column] = rO[h]
+                    m.sO[(h0 + h) * c.dim_v + p * c.part + column] = rO[h]
         tmem.before_sync()

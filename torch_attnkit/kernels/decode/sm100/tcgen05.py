@@ -4,11 +4,12 @@
     softmax, two warpgroups: S' -> P' in shared memory, O' *= factor when a maximum moved far; then O -> the cluster
 
 Keys are the 128 rows of a product and query heads its columns, so 16 heads cost no more than they are, and up to 64 of
-them leave room in tensor memory for 512 columns of output: O' takes a row a column of V, D / 128 times the heads. V' is
-the ring's stage read along the other axis, so a tensor that is both caches is loaded once.
+them leave room in tensor memory for 512 columns of output: O' takes a row a column of V, Dv / 128 times the heads. V'
+is the ring's stage read along the other axis, so a tensor that is both caches is loaded once.
 
 A cluster works on one work tile. Its CTAs are up to two ``sides``, which have 64 heads each and the same keys, half of
-which each loads for both by TMA multicast: 128 heads read the keys once. And they are ``splits`` shares of the work
+which each loads for both by TMA multicast: 128 heads read the keys once. (Of 576 columns, whose tile leaves no room for
+64 heads, up to four, with 32 heads and a quarter of the keys each.) And they are ``splits`` shares of the work
 tile's keys, of which a batch too small to fill the chip gets several; these are combined through the cluster's shared
 memory, every CTA some of the heads. What is left to combine, where clusters share a group, has thereby as many CTAs to
 do it as a cluster has, each with those that have the same heads in other clusters: one launch, always.
@@ -164,6 +165,11 @@ def meet_cluster() -> None:
     cute.arch.cluster_wait()
 
 
+def sides_of(config: Tcgen05Config, at: Cta) -> cutlass.Int16:
+    """The CTAs of the cluster that have this one's share of the keys, as a mask."""
+    return cutlass.Int16(((1 << config.sides) - 1) << (at.split * config.sides))
+
+
 def cta_tile(
     config: Tcgen05Config, scalars: Scalars, keys: Visible, at: Cta, sequence: Int32, group: Int32, first: Int32,
     units: Int32,
@@ -198,27 +204,27 @@ class Loader:
         more = const_expr(0 if c.same else 1)
         for i in cutlass.range(tile.tiles + more, unroll=1):
             if i < tile.tiles:
-                self._load_tile(tensors, loads.k_atom, loads.k, keys, tile, at, m, i, key_fill(c, n, i))
+                self._load_tile(tensors, loads.k_atom, loads.k, keys, tile, at, m, i, key_fill(c, n, i), c.parts)
             if const_expr(not c.same):
                 if i > 0:
                     fill = value_fill(c, n, i - 1, tile.tiles)
-                    self._load_tile(tensors, loads.v_atom, loads.v, keys, tile, at, m, i - 1, fill)
+                    self._load_tile(tensors, loads.v_atom, loads.v, keys, tile, at, m, i - 1, fill, c.value_parts)
 
     @cute.jit
     def _load_tile(
         self, tensors: Tensors, atom: cute.CopyAtom, cache: cute.Tensor, keys: Visible, tile: CtaTile, at: Cta,
-        m: Memory, i: Int32, fill: Int32,
+        m: Memory, i: Int32, fill: Int32, parts: cutlass.Constexpr,
     ):  # fmt: skip
-        """This CTA's half of a tile, or all, to whom it belongs."""
+        """This CTA's share of a tile, or all, to whom it belongs; TMA gives zeros beyond the cache's columns."""
         c = self.c
         first, low, high = tile_bounds(keys, tile.first + i * tile.step, KEYS)
-        mask = {"mcast_mask": cutlass.Int16(3 << (at.split * 2))} if c.sides > 1 else {}
+        mask = {"mcast_mask": sides_of(c, at)} if c.sides > 1 else {}
         own = const_expr(c.boxes // c.sides)
         begin = at.side * own  # the first box
         page = Int32(0)
         if const_expr(c.page):
             page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
-        for p in cutlass.range(c.parts, unroll=1):
+        for p in cutlass.range(parts, unroll=1):
             full = m.ring.acquire(fill + p, c.stage_bytes)
             for b in cutlass.range(own, unroll=1):
                 box = begin + b
@@ -273,6 +279,9 @@ class ProductWarp:
             self._product(products.scores, tS, tSrK[None, None, None, slot], tSrQ[None, None, None, p], p > 0)
             if const_expr(not c.same):
                 self._release(m.ring, slot, at)
+            elif const_expr(c.parts > c.value_parts):
+                if p >= c.value_parts:
+                    self._release(m.ring, slot, at)
         with cute.arch.elect_one():
             tcgen05.commit(m.scores + ((n + i) & 1))
 
@@ -285,13 +294,13 @@ class ProductWarp:
         shape = pv.make_fragment_C(products.output.partition_shape_C((c.part, c.heads))).layout
         fill = value_fill(c, n, i, tiles)
         if const_expr(not c.same):
-            for p in cutlass.range(c.parts, unroll=1):
+            for p in cutlass.range(c.value_parts, unroll=1):
                 m.ring.wait(fill + p)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(m.values)
         cute.arch.mbarrier_wait(m.probabilities, (n + i) & 1)
         tmem.after_sync()
-        for p in cutlass.range(c.parts, unroll=1):
+        for p in cutlass.range(c.value_parts, unroll=1):
             slot = m.ring.slot(fill + p)
             tO = cute.make_tensor(tmem.pointer(Float32, c.tensor_memory.output + p * c.heads), shape)
             self._product(products.output, tO, tOrV[None, None, None, slot], tOrP[None, None, None, 0], i > 0)
@@ -300,9 +309,9 @@ class ProductWarp:
             tcgen05.commit(m.output)
 
     def _release(self, ring: Ring, slot: Int32, at: Cta) -> None:
-        """Once the products so far are done; on both sides, for either fills half of a stage on both."""
+        """Once the products so far are done; on all sides, for each fills its share of a stage on all."""
         with cute.arch.elect_one():
-            tcgen05.commit(ring.empty + slot, cutlass.Int16(3 << (at.split * 2)) if self.c.sides > 1 else None)
+            tcgen05.commit(ring.empty + slot, sides_of(self.c, at) if self.c.sides > 1 else None)
 
     def _product(
         self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Boolean
@@ -331,7 +340,7 @@ class ClusterEpilogue:
         tile, at, following = m.tile.get(), m.cta.get(), m.next.get()
         slot = Int64(at.cluster * 2 + following.odd)
         split = own_workspace(c, tensors, at).splits.iterator.toint() + slot * c.split.nbytes
-        lanes = const_expr(min(c.dim // 4, 32))  # that have a row
+        lanes = const_expr(min(c.dim_v // 4, 32))  # that have a row
         thread = thread_index()
         for r in cutlass.range(thread // lanes, tile.rows, THREADS // lanes, unroll=1):
             row = tile.row + r
@@ -346,9 +355,9 @@ class ClusterEpilogue:
             row_max = functools.reduce(cute.arch.fmax, maxima)
             weights = [exp2(x - finite(row_max)) for x in maxima]
             row_sum = functools.reduce(operator.add, [w * x[1] for w, x in zip(weights, stats, strict=True)])
-            for x in cutlass.range(0, c.dim, lanes * 4, unroll=1):
+            for x in cutlass.range(0, c.dim_v, lanes * 4, unroll=1):
                 column = x + thread % lanes * 4
-                o_at = m.sO.iterator.toint() + (row * c.dim + column) * 4
+                o_at = m.sO.iterator.toint() + (row * c.dim_v + column) * 4
                 rO = cute.make_rmem_tensor(4, Float32)
                 rO.fill(0.0)
                 for first in cutlass.range_constexpr(0, len(peers), _AT_ONCE):
@@ -379,7 +388,7 @@ class ClusterEpilogue:
     def _rows(self, tensors: Tensors, scalars: Scalars, tile: CtaTile, slot: Int32, rest: Int32, more: Int32):
         """Of all clusters' splits of a group, this CTA's rows."""
         c = self.c
-        vectors = const_expr(c.dim // 4)
+        vectors = const_expr(c.dim_v // 4)
         for index in cutlass.range(thread_index(), tile.rows * vectors, THREADS, unroll=1):
             row, column = tile.row + index // vectors, index % vectors * 4
             rO, row_max, row_sum = self.splits.add(tensors, row, column, slot, rest, more, 1, Int32(-1), 1)

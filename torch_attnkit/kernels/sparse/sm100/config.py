@@ -53,10 +53,10 @@ class Config:
     @cached_property
     def mma(self) -> Tcgen05Config:
         """Products, tensor memory and the large parts of shared memory are those of decode where V is K."""
-        bare = Tcgen05Config(self.dtype, self.dim, self.heads, self.sides, stages=0, same=True)
+        bare = Tcgen05Config(self.dtype, self.dim, self.dim, self.heads, self.sides, stages=0, same=True)
         room = SHARED - _SMALL - bare.shared.ring.offset - 2 * KEYS * self.scale_bytes // self.sides
         stages = min(room // bare.stage_bytes, _TILES_AHEAD * bare.parts)
-        return Tcgen05Config(self.dtype, self.dim, self.heads, self.sides, stages, same=True)
+        return Tcgen05Config(self.dtype, self.dim, self.dim, self.heads, self.sides, stages, same=True)
 
     @property
     def itemsize(self) -> int:

@@ -1,0 +1,83 @@
+"""Heads of latents on NVIDIA GPUs: MLA, absorbed, whose values are the first columns of its keys. Imports no cutlass.
+
+The latents of one cache are keys and values, read once; of two caches each is read. Which it is can change from call to
+call. Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.2.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+
+from torch_attnkit.core.spec import short
+from torch_attnkit.core.target import Target
+from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda.workspace import Workspace
+
+from ..scores import LOG2_E
+from .plan import Plan
+from .problem import Operands, Problem
+
+HEADS = ((576, 512),)  # (D, Dv)
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
+    """What solves ``problem`` on ``target``."""
+    if problem.batch == 0:
+        return lambda operands: None
+    if problem.rows_of_cache == 0:
+        return _nothing_attended
+    scores, scaled = problem.scores, any(problem.scales)
+    arch = importlib.import_module(f"torch_attnkit.kernels.decode.{target.arch}.latent_plan")
+
+    def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
+        p: Plan = arch.plan(problem, driver.sm_count(problem.device), same=same)
+        signature = p.sizes | (dict(scales=problem.scales) if scaled else {})
+        kernel = f"torch_attnkit.kernels.decode.{target.arch}.latent_kernel"
+        run = compile.launcher(target, problem.device, kernel, trace=p.trace, dtype=short(problem.dtype), **signature)
+        return p, run
+
+    one, two = compiled(True), compiled(False)
+    floats, counters = (max(getattr(p, name) for p, _ in (one, two)) for name in ("floats", "counters"))
+    workspace = Workspace(problem.device, floats, counters)
+    # Into powers of two, before the cap or behind it.
+    factors = (scores.slope, scores.softcap * LOG2_E) if scores.capped else (scores.factor * LOG2_E, 0.0)
+    numbers = (*factors, *scores.bounds, int(problem.sink), int(problem.kv_start))
+
+    def launch(operands: Operands) -> None:
+        parts, count = workspace.get()
+        (q, k, v), same = _aligned(operands)
+        p, run = one if same else two
+        tensors = (
+            q, k, v, operands.table, operands.kv_len, parts if operands.sink is None else operands.sink,
+            operands.kv_len if operands.kv_start is None else operands.kv_start, operands.out, operands.lse, parts,
+            count, operands.scales if scaled else None,
+        )  # fmt: skip
+        cut = (p.head_blocks, int(p.whole), p.abreast, p.least_tiles, p.combine_blocks)
+        run(tensors, (*numbers, *cut), p.blocks)
+
+    return launch
+
+
+def _nothing_attended(operands: Operands) -> None:
+    """Of a cache without rows, whatever the lengths say: every load of one by TMA is an illegal instruction."""
+    operands.out.zero_()
+    operands.lse.fill_(-torch.inf)
+
+
+def _aligned(operands: Operands) -> tuple[_Tensors, bool]:
+    """q, k and v, and whether v is k's first columns: copies of those that start where the kernels do not read.
+
+    Caches are read 16 bytes at a time, q 4; the plan knows strides, but not where memory begins. E4M3 goes as bytes.
+    """
+    q, k, v = (t.view(torch.uint8) if t.element_size() == 1 else t for t in operands[:3])
+    kept = torch.contiguous_format
+    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+    if k.data_ptr() & 15:
+        k = k.clone(memory_format=kept)
+        v = k[..., : v.shape[-1]] if same else v
+    v = v.clone(memory_format=kept) if v.data_ptr() & 15 else v
+    return ((q.clone(memory_format=kept) if q.data_ptr() & 3 else q), k, v), same
