@@ -62,6 +62,9 @@ class Producer:
         self.abreast = LANES // self.chunks  # such rows that a warp copies at once
         self.line = c.mma.row_bytes // CHUNK  # chunks of a row of a block of columns
         self.steps = c.own_keys // self.abreast  # of a warp, through its keys of a part
+        # Where scores are made a tile ahead: parts of the next tile that are sent for before a tile's are given away.
+        # Its scores come before the output of the tile before gives places back, so it must not wait for one of those.
+        self.before = min(self.parts, c.mma.stages - 2 * self.parts)
 
     @cute.jit
     def run(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
@@ -89,11 +92,12 @@ class Producer:
         c = self.c
         key = keys.first + (n + 1) * KEYS + self._row()
         entry = entry_of(tensors, numbers, keys, peer.place.token, key)  # on its way while tile n is loaded
-        self._load_tile(row, peer.place, m, n)
+        self._load_tile(row, peer, divisor, m, n)
         if const_expr(not c.mma.ahead):
             self._finish_tile(peer, divisor, m, n, 0)
-        elif n > 0:
-            self._finish_tile(peer, divisor, m, n - 1, self.parts)
+        elif const_expr(self.before == self.parts):
+            if n > 0:
+                self._finish_tile(peer, divisor, m, n - 1, self.parts)
         return row_of(c, tensors, keys, key, entry)
 
     def _peer(self, place: Place, m: Memory) -> Peer:
@@ -119,10 +123,11 @@ class Producer:
         return None
 
     @cute.jit
-    def _load_tile(self, row: Row, place: Place, m: Memory, n: Int32):
+    def _load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
         """Rows that do not count become zeros."""
         counts = cute.arch.vote_ballot_sync(row.counts)
         column = cute.arch.lane_idx() % self.chunks * CHUNK
+        place = peer.place
         mine = [self._mine(place, i) for i in range(self.steps)]
         sources = [held_by(x, row.address) + column for x in mine]
         ahead = counts >> mine[0]  # from this lane's first row on
@@ -131,7 +136,7 @@ class Producer:
         firsts = [self._chunk_at(Int32(0), place, i) for i in range(min(turn, self.steps))]
         for p in cutlass.range_constexpr(self.parts):
             fill = n * self.parts + p
-            self._await_part(counts, m, p, n)
+            self._await_part(counts, peer, divisor, m, p, n)
             stage = self._stage(m, fill)
             starts = [stage + first for first in firsts]
             for i in cutlass.range_constexpr(self.steps):
@@ -141,8 +146,11 @@ class Producer:
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def _await_part(self, counts: Int32, m: Memory, p: cutlass.Constexpr, n: Int32):
+    def _await_part(self, counts: Int32, peer: Peer, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
         """Until a part has a place; a tile's mask has one with the first."""
+        if const_expr(self.c.mma.ahead and p == self.before):
+            if n > 0:
+                self._finish_tile(peer, divisor, m, n - 1, p)
         m.ring.await_empty(n * self.parts + p)
         if const_expr(p == 0):
             if cute.arch.lane_idx() == 0:
