@@ -43,6 +43,17 @@ def _bit_as_chunk(bits: Int32, at: int) -> Int32:
     return (bits >> shift if shift >= 0 else bits << -shift) & CHUNK
 
 
+def own_warp() -> Int32:
+    """Which of the producer's this is."""
+    return cute.arch.warp_idx() % LOADERS
+
+
+def own_row() -> Int32:
+    """This lane's of a tile."""
+    lane = cute.arch.lane_idx()
+    return lane // _EACH * _HALF + own_warp() * _EACH + lane % _EACH
+
+
 class Peer(NamedTuple):
     """The other side, and what of a tile is this one's."""
 
@@ -70,19 +81,19 @@ class Producer:
     def run(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
         """All tiles of the CTA's share of a work tile. Meets the cluster once the first keys are looked up."""
         c = self.c
-        guess = guess_of(tensors, numbers, place.token, place.part, self._row())
+        guess = guess_of(tensors, numbers, place.token, place.part, own_row())
         keys = keys_of(c, tensors, numbers, place.token, place.part)
         divisor = self._divisor(tensors)
-        key = keys.first + self._row()
+        key = keys.first + own_row()
         row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, place.token, key, guess))
         tiles = cute.arch.make_warp_uniform((keys.stop - keys.first + (KEYS - 1)) // KEYS)
-        peer = self._peer(place, m)
+        peer = self.peer_of(place, m)
         cute.arch.cluster_wait()
         for n in cutlass.range(tiles, unroll=1):
             row = self._step(tensors, numbers, keys, peer, row, divisor, m, n)
         if const_expr(c.mma.ahead):
             if tiles > 0:
-                self._finish_tile(peer, divisor, m, tiles - 1, 0)
+                self.finish_tile(peer, divisor, m, tiles - 1, 0)
 
     @cute.jit
     def _step(
@@ -90,40 +101,37 @@ class Producer:
     ):
         """Send for tile n, and give away what has come; returns this lane's row of the next."""
         c = self.c
-        key = keys.first + (n + 1) * KEYS + self._row()
+        key = keys.first + (n + 1) * KEYS + own_row()
         entry = entry_of(tensors, numbers, keys, peer.place.token, key)  # on its way while tile n is loaded
-        self._load_tile(row, peer, divisor, m, n)
-        if const_expr(not c.mma.ahead):
-            self._finish_tile(peer, divisor, m, n, 0)
-        elif const_expr(self.before == self.parts):
-            if n > 0:
-                self._finish_tile(peer, divisor, m, n - 1, self.parts)
+        self.load_tile(row, peer, divisor, m, n)
+        self.finish_after(peer, divisor, m, n)
         return row_of(c, tensors, keys, key, entry)
 
-    def _peer(self, place: Place, m: Memory) -> Peer:
+    @cute.jit
+    def finish_after(self, peer: Peer, divisor: Any, m: Memory, n: Int32):
+        """What is to be given away when all of tile n has been sent for."""
+        if const_expr(not self.c.mma.ahead):
+            self.finish_tile(peer, divisor, m, n, 0)
+        elif const_expr(self.before == self.parts):
+            if n > 0:
+                self.finish_tile(peer, divisor, m, n - 1, self.parts)
+
+    def peer_of(self, place: Place, m: Memory) -> Peer:
         c = self.c
         if c.sides == 1:
             return Peer(place, 0, 0, 0)
         rank = place.split * c.sides + (1 - place.side)
         return Peer(
             place, op.cluster_address(m.ring_at, rank), op.cluster_address(m.ring.full.toint(), rank),
-            (place.side * _HALF + self._warp() * _EACH) * c.mma.row_bytes,
+            (place.side * _HALF + own_warp() * _EACH) * c.mma.row_bytes,
         )  # fmt: skip
-
-    def _warp(self) -> Int32:
-        return cute.arch.warp_idx() % LOADERS
-
-    def _row(self) -> Int32:
-        """This lane's of a tile."""
-        lane = cute.arch.lane_idx()
-        return lane // _EACH * _HALF + self._warp() * _EACH + lane % _EACH
 
     def _divisor(self, tensors: Tensors) -> Any:
         """What the numbers of encoded rows are divided by, or None."""
         return None
 
     @cute.jit
-    def _load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
+    def load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
         """Rows that do not count become zeros."""
         counts = cute.arch.vote_ballot_sync(row.counts)
         column = cute.arch.lane_idx() % self.chunks * CHUNK
@@ -136,8 +144,8 @@ class Producer:
         firsts = [self._chunk_at(Int32(0), place, i) for i in range(min(turn, self.steps))]
         for p in cutlass.range_constexpr(self.parts):
             fill = n * self.parts + p
-            self._await_part(counts, peer, divisor, m, p, n)
-            stage = self._stage(m, fill)
+            self.await_part(counts, peer, divisor, m, p, n)
+            stage = self.stage(m, fill)
             starts = [stage + first for first in firsts]
             for i in cutlass.range_constexpr(self.steps):
                 target_at = (self._first_key(i) - self._first_key(i % turn)) * self.c.mma.row_bytes
@@ -146,17 +154,17 @@ class Producer:
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def _await_part(self, counts: Int32, peer: Peer, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
+    def await_part(self, counts: Int32, peer: Peer, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
         """Until a part has a place; a tile's mask has one with the first."""
         if const_expr(self.c.mma.ahead and p == self.before):
             if n > 0:
-                self._finish_tile(peer, divisor, m, n - 1, p)
+                self.finish_tile(peer, divisor, m, n - 1, p)
         m.ring.await_empty(n * self.parts + p)
         if const_expr(p == 0):
             if cute.arch.lane_idx() == 0:
-                m.sMask[self._warp(), n % self.c.masks] = counts
+                m.sMask[own_warp(), n % self.c.masks] = counts
 
-    def _stage(self, m: Memory, fill: Int32) -> Int32:
+    def stage(self, m: Memory, fill: Int32) -> Int32:
         return m.ring_at + m.ring.slot(fill) * self.c.mma.stage_bytes
 
     def _mine(self, place: Place, i: Any) -> Int32:
@@ -165,7 +173,7 @@ class Producer:
 
     def _key(self, place: Place, i: Any) -> Int32:
         """Which row of the tile that is."""
-        rest = place.side * _HALF + self._warp() * _EACH + cute.arch.lane_idx() // self.chunks
+        rest = place.side * _HALF + own_warp() * _EACH + cute.arch.lane_idx() // self.chunks
         return rest + self._first_key(i)
 
     def _first_key(self, i: Any) -> Any:
@@ -180,7 +188,7 @@ class Producer:
         return block + key * self.c.mma.row_bytes + ((chunk % self.line) ^ (key & 7)) * CHUNK
 
     @cute.jit
-    def _finish_tile(self, peer: Peer, divisor: Any, m: Memory, n: Int32, after: cutlass.Constexpr):
+    def finish_tile(self, peer: Peer, divisor: Any, m: Memory, n: Int32, after: cutlass.Constexpr):
         """Give tile n to the products, and to the other side, when ``after`` parts more have been sent for."""
         for p in cutlass.range_constexpr(self.parts):
             cute.arch.cp_async_wait_group(self.parts - 1 - p + after)

@@ -11,6 +11,7 @@ from cutlass import Int32, Uint32, const_expr
 from ..sm90.arguments import Numbers, Tensors
 from ..sm90.schedule import keys_of
 from .config import KEYS, Config
+from .row_numbers import Matrices, row_keys_of
 
 
 class Place(NamedTuple):
@@ -48,7 +49,10 @@ def place_of(config: Config, tensors: Tensors, numbers: Numbers) -> Place:
     return Place(work, token, head, heads, side, split, numbers.ctas, group, row, rows)
 
 
-def tiles_of(config: Config, tensors: Tensors, numbers: Numbers, place: Place) -> Int32:
+def tiles_of(config: Config, tensors: Tensors, numbers: Numbers, matrices: Matrices | None, place: Place) -> Int32:
     """Of the CTA's share of the keys."""
-    keys = keys_of(config, tensors, numbers, place.token, place.part)
+    if const_expr(config.numbered):
+        keys = row_keys_of(config, tensors, numbers, matrices, place.token, place.part).keys
+    else:
+        keys = keys_of(config, tensors, numbers, place.token, place.part)
     return cute.arch.make_warp_uniform((keys.stop - keys.first + (KEYS - 1)) // KEYS)
