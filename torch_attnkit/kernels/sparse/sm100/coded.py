@@ -26,9 +26,9 @@ from ..sm90.arguments import Tensors
 from ..sm90.places import held_by
 from ..sm90.schedule import Row
 from .config import LANES, LOADERS, Config
-from .loads import Peer, Producer, own_warp
+from .loads import Peer, Producer
 from .memory import Memory
-from .place import Place
+from .place import Place, own_warp
 
 _NUMBERS = 8  # of a chunk of 16 bytes
 _WORD = 4  # bytes
@@ -52,14 +52,14 @@ class CodedProducer(Producer):
         return self.decoder.divisor(tensors.global_scale[0]) if self.c.divided else None
 
     @cute.jit
-    def load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
+    def _load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
         """Rows that do not count become zeros, which stand for zeros."""
         counts = cute.arch.vote_ballot_sync(row.counts)
         for p in cutlass.range_constexpr(self.parts):
-            self.await_part(counts, peer, divisor, m, p, n)
+            self._await_part(counts, peer, divisor, m, p, n)
             if const_expr(p == 0):
                 self._copy_scales(row.address, counts, peer.place, self._scales(m, n))
-            stage = self.stage(m, n * self.parts + p)
+            stage = self._stage(m, n * self.parts + p)
             for i in cutlass.range(self.steps, unroll=4):
                 mine = self._mine(peer.place, i)
                 source, there = held_by(mine, row.address), (counts >> mine) & 1
@@ -114,7 +114,7 @@ class CodedProducer(Producer):
         """Make numbers of the codes of a part."""
         if const_expr(p == 0):
             cute.arch.sync_warp()  # the scales are there, which other lanes have copied
-        stage, scales = self.stage(m, n * self.parts + p), self._scales(m, n)
+        stage, scales = self._stage(m, n * self.parts + p), self._scales(m, n)
         for first in cutlass.range(0, self.steps, _AT_ONCE, unroll=1):
             held = []
             for i in cutlass.range_constexpr(_AT_ONCE):

@@ -80,6 +80,16 @@ class Config:
         return LANES // self.sides
 
     @property
+    def grouped(self) -> bool:
+        """Whether windows are padded, so that keys of a group are all of the window or all entries."""
+        return self.numbered and self.sides > 1
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Of a part: the first columns of its blocks, and where these are in a stage."""
+        return [(x * self.mma.columns, x * KEYS * self.mma.row_bytes) for x in range(self.mma.part // self.mma.columns)]
+
+    @property
     def masks(self) -> int:
         """Tiles whose masks are kept: as many as the ring may have parts of."""
         return -(-self.mma.stages // self.mma.parts)

@@ -19,9 +19,8 @@ from torch_attnkit.cuda.sm100 import row_copies
 from ..sm90.arguments import Numbers, Tensors
 from ..sm90.schedule import entry_of, first_entry_of
 from .config import KEYS, LANES, LOADERS, Config
-from .loads import own_row, own_warp
 from .memory import Memory
-from .place import Place
+from .place import Place, own_row, own_warp
 from .row_numbers import GROUP, Matrices, RowKeys, groups_of, guess_of, row_keys_of, row_of
 
 _HALF = KEYS // 2
@@ -34,8 +33,6 @@ class GatheredProducer:
     def __init__(self, config: Config):
         c = self.c = config
         self.share = c.mma.stage_bytes // LOADERS  # bytes of a part that one warp of either side sends for
-        # Of a part: blocks of columns, and where they are in a stage.
-        self.blocks = [(x * c.mma.columns, x * KEYS * c.mma.row_bytes) for x in range(c.mma.part // c.mma.columns)]
 
     @cute.jit
     def run(self, tensors: Tensors, numbers: Numbers, matrices: Matrices, place: Place, m: Memory):
@@ -81,7 +78,7 @@ class GatheredProducer:
                     m.sMask[own_warp(), n % c.masks] = groups.counts
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.share)
                 at = m.ring_at + m.ring.slot(fill) * c.mma.stage_bytes + in_tile * c.mma.row_bytes
-                blocks = [(p * c.mma.part + column, to) for column, to in self.blocks]
+                blocks = [(p * c.mma.part + column, to) for column, to in c.blocks]
                 if boxed:
                     row_copies.load_rows(at, boxes, first, full.toint(), blocks, ctas)
                 else:

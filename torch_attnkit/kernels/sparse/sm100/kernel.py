@@ -1,8 +1,8 @@
 """Attention of tokens that each have keys of their own on Blackwell; keys are values, too, and shared by all heads.
 
     producer      4 warps: keys of a tile row by row, by cp.async, half of them for the other side (loads.py); where all
-                  rows of a cache have one distance by TMA, for both sides at once (gathered.py), or those of one side
-                  that follow one another (boxed.py)
+                  rows of a cache have one distance by TMA: for both sides at once (gathered.py), of one side tiles
+                  whose keys follow one another (boxed.py)
     products      1 warp: S' = K Q', O' += V' P', tcgen05, both in tensor memory (products.py)
     softmax       2 warpgroups: S' -> P' in shared memory; O' *= factor when a maximum moved far (softmax_warps.py)
     results       the same: the result, or what the CTAs that share a token's keys join (results.py)
@@ -24,7 +24,6 @@ from torch_attnkit.cuda.sm100 import tmem
 from torch_attnkit.kernels.decode.sm100.tcgen05 import meet_cluster
 
 from ..sm90.arguments import Numbers, Tensors, arguments
-from .boxed import BoxedProducer
 from .coded import CodedProducer
 from .config import LOAD_WARP, PRODUCT_WARP, THREADS, Config
 from .gathered import GatheredProducer
@@ -46,10 +45,8 @@ class Sparse:
 
     def __init__(self, config: Config):
         self.c, self.registers = config, _REGISTERS if config.fp4 is None else _FP4_REGISTERS
-        if config.numbered:
-            self.producer = GatheredProducer(config) if config.sides > 1 else BoxedProducer(config)
-        else:
-            self.producer = Producer(config) if config.row.plain else CodedProducer(config)
+        loads = GatheredProducer if config.grouped else Producer if config.row.plain else CodedProducer
+        self.producer = loads(config)
         self.products = ProductWarp(config)
         self.softmax = SoftmaxWarps(config)
         self.results = Results(config, self.softmax)
@@ -75,10 +72,7 @@ class Sparse:
         softmax, products, loads = const_expr(self.registers)
         if warp >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(loads)
-            if const_expr(c.numbered):
-                self.producer.run(tensors, numbers, rows, place, m)
-            else:
-                self.producer.run(tensors, numbers, place, m)
+            self.producer.run(tensors, numbers, rows, place, m)
             self._leave(m)
         elif warp >= PRODUCT_WARP:
             cute.arch.setmaxregister_decrease(products)

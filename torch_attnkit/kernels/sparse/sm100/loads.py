@@ -24,9 +24,11 @@ from torch_attnkit.kernels.decode.config import CHUNK
 from ..sm90.arguments import Numbers, Tensors
 from ..sm90.places import held_by
 from ..sm90.schedule import Keys, Row, entry_of, first_entry_of, guess_of, keys_of, row_of
+from .boxed import Whole, WholeTiles
 from .config import KEYS, LANES, LOADERS, Config
 from .memory import Memory
-from .place import Place
+from .place import Place, own_row, own_warp
+from .row_numbers import Matrices
 
 _HALF = KEYS // 2  # rows of a tile, of which a warp has 16 next to one another
 _EACH = _HALF // LOADERS
@@ -43,17 +45,6 @@ def _bit_as_chunk(bits: Int32, at: int) -> Int32:
     return (bits >> shift if shift >= 0 else bits << -shift) & CHUNK
 
 
-def own_warp() -> Int32:
-    """Which of the producer's this is."""
-    return cute.arch.warp_idx() % LOADERS
-
-
-def own_row() -> Int32:
-    """This lane's of a tile."""
-    lane = cute.arch.lane_idx()
-    return lane // _EACH * _HALF + own_warp() * _EACH + lane % _EACH
-
-
 class Peer(NamedTuple):
     """The other side, and what of a tile is this one's."""
 
@@ -68,6 +59,7 @@ class Producer:
 
     def __init__(self, config: Config):
         c = self.c = config
+        self.whole = WholeTiles(config) if config.numbered else None
         self.parts = c.mma.parts
         self.chunks = c.mma.part * c.itemsize // CHUNK  # of a row of a part
         self.abreast = LANES // self.chunks  # such rows that a warp copies at once
@@ -78,7 +70,7 @@ class Producer:
         self.before = min(self.parts, c.mma.stages - 2 * self.parts)
 
     @cute.jit
-    def run(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
+    def run(self, tensors: Tensors, numbers: Numbers, matrices: Matrices | None, place: Place, m: Memory):
         """All tiles of the CTA's share of a work tile. Meets the cluster once the first keys are looked up."""
         c = self.c
         guess = guess_of(tensors, numbers, place.token, place.part, own_row())
@@ -87,36 +79,56 @@ class Producer:
         key = keys.first + own_row()
         row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, place.token, key, guess))
         tiles = cute.arch.make_warp_uniform((keys.stop - keys.first + (KEYS - 1)) // KEYS)
-        peer = self.peer_of(place, m)
+        peer = self._peer(place, m)
+        whole = None
+        if const_expr(self.whole is not None):
+            whole = self.whole.of(tensors, numbers, matrices, keys, place.token)
         cute.arch.cluster_wait()
         for n in cutlass.range(tiles, unroll=1):
-            row = self._step(tensors, numbers, keys, peer, row, divisor, m, n)
+            row = self._step(tensors, numbers, keys, whole, peer, row, divisor, m, n)
         if const_expr(c.mma.ahead):
             if tiles > 0:
-                self.finish_tile(peer, divisor, m, tiles - 1, 0)
+                self._finish_tile(peer, divisor, m, tiles - 1, 0)
 
     @cute.jit
     def _step(
-        self, tensors: Tensors, numbers: Numbers, keys: Keys, peer: Peer, row: Row, divisor: Any, m: Memory, n: Int32
-    ):
+        self, tensors: Tensors, numbers: Numbers, keys: Keys, whole: Whole | None, peer: Peer, row: Row, divisor: Any,
+        m: Memory, n: Int32,
+    ):  # fmt: skip
         """Send for tile n, and give away what has come; returns this lane's row of the next."""
         c = self.c
         key = keys.first + (n + 1) * KEYS + own_row()
         entry = entry_of(tensors, numbers, keys, peer.place.token, key)  # on its way while tile n is loaded
-        self.load_tile(row, peer, divisor, m, n)
-        self.finish_after(peer, divisor, m, n)
+        if const_expr(self.whole is None):
+            self._load_tile(row, peer, divisor, m, n)
+            self._finish_after(peer, divisor, m, n)
+        else:
+            if whole.has(n):
+                self._load_boxes(whole, peer, divisor, m, n)
+                self._finish_after(peer, divisor, m, n)
+            else:  # the same twice, so that the second need not work out anew which places these are
+                self._load_tile(row, peer, divisor, m, n)
+                self._finish_after(peer, divisor, m, n)
         return row_of(c, tensors, keys, key, entry)
 
     @cute.jit
-    def finish_after(self, peer: Peer, divisor: Any, m: Memory, n: Int32):
-        """What is to be given away when all of tile n has been sent for."""
+    def _finish_after(self, peer: Peer, divisor: Any, m: Memory, n: Int32):
+        """Give away what is due when all of tile n has been sent for."""
         if const_expr(not self.c.mma.ahead):
-            self.finish_tile(peer, divisor, m, n, 0)
+            self._finish_tile(peer, divisor, m, n, 0)
         elif const_expr(self.before == self.parts):
             if n > 0:
-                self.finish_tile(peer, divisor, m, n - 1, self.parts)
+                self._finish_tile(peer, divisor, m, n - 1, self.parts)
 
-    def peer_of(self, place: Place, m: Memory) -> Peer:
+    @cute.jit
+    def _load_boxes(self, whole: Whole, peer: Peer, divisor: Any, m: Memory, n: Int32):
+        """All keys count. No row is copied: groups of ``cp.async`` are empty, and parts given away as ever."""
+        for p in cutlass.range_constexpr(self.parts):
+            self._await_part(Int32(-1), peer, divisor, m, p, n)
+            self.whole.load(whole, m, n, p)
+            cute.arch.cp_async_commit_group()
+
+    def _peer(self, place: Place, m: Memory) -> Peer:
         c = self.c
         if c.sides == 1:
             return Peer(place, 0, 0, 0)
@@ -131,7 +143,7 @@ class Producer:
         return None
 
     @cute.jit
-    def load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
+    def _load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
         """Rows that do not count become zeros."""
         counts = cute.arch.vote_ballot_sync(row.counts)
         column = cute.arch.lane_idx() % self.chunks * CHUNK
@@ -144,8 +156,8 @@ class Producer:
         firsts = [self._chunk_at(Int32(0), place, i) for i in range(min(turn, self.steps))]
         for p in cutlass.range_constexpr(self.parts):
             fill = n * self.parts + p
-            self.await_part(counts, peer, divisor, m, p, n)
-            stage = self.stage(m, fill)
+            self._await_part(counts, peer, divisor, m, p, n)
+            stage = self._stage(m, fill)
             starts = [stage + first for first in firsts]
             for i in cutlass.range_constexpr(self.steps):
                 target_at = (self._first_key(i) - self._first_key(i % turn)) * self.c.mma.row_bytes
@@ -154,17 +166,17 @@ class Producer:
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def await_part(self, counts: Int32, peer: Peer, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
+    def _await_part(self, counts: Int32, peer: Peer, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
         """Until a part has a place; a tile's mask has one with the first."""
         if const_expr(self.c.mma.ahead and p == self.before):
             if n > 0:
-                self.finish_tile(peer, divisor, m, n - 1, p)
+                self._finish_tile(peer, divisor, m, n - 1, p)
         m.ring.await_empty(n * self.parts + p)
         if const_expr(p == 0):
             if cute.arch.lane_idx() == 0:
                 m.sMask[own_warp(), n % self.c.masks] = counts
 
-    def stage(self, m: Memory, fill: Int32) -> Int32:
+    def _stage(self, m: Memory, fill: Int32) -> Int32:
         return m.ring_at + m.ring.slot(fill) * self.c.mma.stage_bytes
 
     def _mine(self, place: Place, i: Any) -> Int32:
@@ -188,7 +200,7 @@ class Producer:
         return block + key * self.c.mma.row_bytes + ((chunk % self.line) ^ (key & 7)) * CHUNK
 
     @cute.jit
-    def finish_tile(self, peer: Peer, divisor: Any, m: Memory, n: Int32, after: cutlass.Constexpr):
+    def _finish_tile(self, peer: Peer, divisor: Any, m: Memory, n: Int32, after: cutlass.Constexpr):
         """Give tile n to the products, and to the other side, when ``after`` parts more have been sent for."""
         for p in cutlass.range_constexpr(self.parts):
             cute.arch.cp_async_wait_group(self.parts - 1 - p + after)

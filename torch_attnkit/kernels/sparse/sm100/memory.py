@@ -81,7 +81,7 @@ def allocate(config: cutlass.Constexpr, warp: Int32):
         p_at=regions.probabilities.at(large),
         ring_at=regions.ring.at(large),
         scales_at=c.scales.at(large),
-        sRow=numbers(Int32, (LANES if c.numbered and c.sides > 1 else 1, LOADERS)),
+        sRow=numbers(Int32, (LANES if c.grouped else 1, LOADERS)),
         sMask=numbers(Int32, (LOADERS, c.masks)),
         sShift=numbers(Float32, c.heads),
         sChange=numbers(Float32, c.heads),

@@ -29,7 +29,7 @@ _ALL = (1 << GROUP) - 1  # a bit for each
 class Matrix(NamedTuple):
     """A cache as TMA has it."""
 
-    boxes: Any  # the atom for a group of rows
+    boxes: Any  # the atom for a warp's rows of a tile
     gathers: Any  # for single ones; None where cp.async brings these
     apart: Int32  # rows from one request, or page, to the next
 
@@ -58,8 +58,8 @@ def _matrix(config: Config, cache: cute.Tensor) -> Matrix:
     rows = (cache.shape[0] - 1) * apart + cache.shape[1]
     layout = cute.make_layout((rows, config.dim), stride=(cache.stride[1], 1))
     matrix = cute.make_tensor(cache.iterator, layout)
-    gathers = tensor_map(matrix, 1) if config.sides > 1 else None
-    return Matrix(tensor_map(matrix, GROUP), gathers, Int32(apart))
+    gathers = tensor_map(matrix, 1) if config.grouped else None
+    return Matrix(tensor_map(matrix, config.own_keys), gathers, Int32(apart))
 
 
 def _padded(keys: Int32) -> Int32:
@@ -68,13 +68,19 @@ def _padded(keys: Int32) -> Int32:
 
 
 @cute.jit
-def row_keys_of(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, m: Matrices, token: Int32, part: Int32):
-    """The keys of a token, of which CTA ``part`` of those that share it has a share."""
-    all_keys = schedule.keys_of(config, tensors, numbers, token, Int32(0))
+def request_of(tensors: Tensors, numbers: Numbers, token: Int32):
+    """A token's, or any where it is not there."""
     request = token // numbers.tokens_each
     if numbers.has_requests != 0:
         request = tensors.request[token]
-    request = cutlass.select_(Uint32(request) < Uint32(numbers.requests), request, Int32(0))
+    return cutlass.select_(Uint32(request) < Uint32(numbers.requests), request, Int32(0))
+
+
+@cute.jit
+def row_keys_of(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, m: Matrices, token: Int32, part: Int32):
+    """The keys of a token, of which CTA ``part`` of those that share it has a share."""
+    all_keys = schedule.keys_of(config, tensors, numbers, token, Int32(0))
+    request = request_of(tensors, numbers, token)
     near = _padded(all_keys.near_count)
     total = near + all_keys.far_count
     share = schedule.share_of(numbers, total)
