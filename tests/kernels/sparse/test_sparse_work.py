@@ -96,6 +96,18 @@ def encoded(case: dict, format: str) -> dict:
     return case | rows | dict(global_scale=scale, format=format)
 
 
+def uneven(case: dict) -> dict:
+    """The same with requests, or pages, half a row farther apart."""
+    moved = dict(case)
+    for cache in ("swa_kv", "compressed_kv"):
+        if cache in case:
+            R, keys, D = case[cache].shape
+            apart = keys * D + D // 2
+            memory = torch.zeros(R * apart, dtype=case[cache].dtype)
+            moved[cache] = memory.as_strided((R, keys, D), (apart, D, 1)).copy_(case[cache])
+    return moved
+
+
 def fp8_in_turn() -> dict:
     """Tiles that are decoded while those of the work tile before are still multiplied."""
     return encoded(in_turn(), "fp8")
@@ -173,6 +185,26 @@ def late_keys(sign: float) -> dict:
 def test_maxima_begin_with_the_first_key_and_grow(sign, multiprocessors, monkeypatch):
     monkeypatch.setattr(driver, "sm_count", lambda device: multiprocessors)
     compare(late_keys(sign), late_keys(sign), 1, "sm100")
+
+
+def four_tiles(heads: int) -> dict:
+    """Of 256 columns, of which two tiles and a part of a third fit in memory beside 64 heads."""
+    return dict(
+        q=normal(1, heads, 256), swa_kv=normal(2, 130, 256, seed=1), swa_end=between(120, 120, 1), window=100,
+        compressed_kv=normal(2, 700, 256, seed=2), topk_indices=lists(1, 700, 400), sink=normal(heads, seed=4).float(),
+        request_ids=between(1, 1, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("heads", [40, 70])
+@pytest.mark.parametrize("format", ["none", "fp8", "nvfp4"])
+def test_tiles_that_nearly_fit_three_times(format, heads, seed, monkeypatch):
+    """A producer must not wait for a tile's place before it has given away the tile ahead of it."""
+    monkeypatch.setattr(driver, "sm_count", lambda device: 2 if heads > 64 else 1)
+    case = uneven(four_tiles(heads)) if format == "none" else encoded(four_tiles(heads), format)
+    compare(case, case, seed, "sm100")
 
 
 @pytest.mark.proof

@@ -117,6 +117,7 @@ OP = Op(
             {"D": sm100.HEADS},
             "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
             _ROWS,
+            by="blackwell",
         ),
         Kernel(
             "mps",

@@ -28,7 +28,7 @@ from ..sm90.schedule import Row
 from .config import LANES, LOADERS, Config
 from .loads import Peer, Producer
 from .memory import Memory
-from .place import Place
+from .place import Place, own_warp
 
 _NUMBERS = 8  # of a chunk of 16 bytes
 _WORD = 4  # bytes
@@ -52,18 +52,18 @@ class CodedProducer(Producer):
         return self.decoder.divisor(tensors.global_scale[0]) if self.c.divided else None
 
     @cute.jit
-    def _load_tile(self, row: Row, place: Place, m: Memory, n: Int32):
+    def _load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
         """Rows that do not count become zeros, which stand for zeros."""
         counts = cute.arch.vote_ballot_sync(row.counts)
         for p in cutlass.range_constexpr(self.parts):
-            self._await_part(counts, m, p, n)
+            self._await_part(counts, peer, divisor, m, p, n)
             if const_expr(p == 0):
-                self._copy_scales(row.address, counts, place, self._scales(m, n))
+                self._copy_scales(row.address, counts, peer.place, self._scales(m, n))
             stage = self._stage(m, n * self.parts + p)
             for i in cutlass.range(self.steps, unroll=4):
-                mine = self._mine(place, i)
+                mine = self._mine(peer.place, i)
                 source, there = held_by(mine, row.address), (counts >> mine) & 1
-                self._copy_chunk(p, self._chunk_at(stage, place, i), source, there)
+                self._copy_chunk(p, self._chunk_at(stage, peer.place, i), source, there)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -92,7 +92,7 @@ class CodedProducer(Producer):
     def _scales(self, m: Memory, n: Int32) -> Int32:
         """Where the scales of this warp's own keys of tile n are."""
         keys = self.c.own_keys
-        return m.scales_at + ((n & 1) * LOADERS + self._warp()) * (keys * self.c.scale_bytes)
+        return m.scales_at + ((n & 1) * LOADERS + own_warp()) * (keys * self.c.scale_bytes)
 
     @cute.jit
     def _copy_scales(self, address: Int64, counts: Int32, place: Place, target: Int32):

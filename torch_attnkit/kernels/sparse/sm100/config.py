@@ -36,7 +36,8 @@ class Config:
     """``heads``: of a CTA, 16, 32 or 64; fewer are padded. ``sides``: CTAs that share keys, each with other heads, 1 or
     2. ``merge``: several CTAs have a share of a token's keys each. ``paged``: whether the keys of windows and the
     entries lie in pages. ``align``: bytes, at whose multiples rows start; ``divided``: the numbers of encoded ones, by
-    a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name."""
+    a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name. ``numbered``: TMA finds rows by
+    their numbers."""
 
     dtype: Any
     dim: int
@@ -49,6 +50,7 @@ class Config:
     align: int = CHUNK
     divided: bool = False
     fp4: tuple[Any, ...] | None = None
+    numbered: bool = False
 
     @cached_property
     def mma(self) -> Tcgen05Config:
@@ -76,6 +78,16 @@ class Config:
     def own_keys(self) -> int:
         """Of a tile, those that one warp of the producer copies."""
         return LANES // self.sides
+
+    @property
+    def grouped(self) -> bool:
+        """Whether windows are padded, so that keys of a group are all of the window or all entries."""
+        return self.numbered and self.sides > 1
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Of a part: the first columns of its blocks, and where these are in a stage."""
+        return [(x * self.mma.columns, x * KEYS * self.mma.row_bytes) for x in range(self.mma.part // self.mma.columns)]
 
     @property
     def masks(self) -> int:

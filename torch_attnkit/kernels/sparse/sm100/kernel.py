@@ -1,6 +1,8 @@
 """Attention of tokens that each have keys of their own on Blackwell; keys are values, too, and shared by all heads.
 
-    producer      4 warps: keys of a tile row by row, by cp.async, half of them for the other side (loads.py)
+    producer      4 warps: keys of a tile row by row, by cp.async, half of them for the other side (loads.py); where all
+                  rows of a cache have one distance by TMA: for both sides at once (gathered.py), of one side tiles
+                  whose keys follow one another (boxed.py)
     products      1 warp: S' = K Q', O' += V' P', tcgen05, both in tensor memory (products.py)
     softmax       2 warpgroups: S' -> P' in shared memory; O' *= factor when a maximum moved far (softmax_warps.py)
     results       the same: the result, or what the CTAs that share a token's keys join (results.py)
@@ -24,11 +26,13 @@ from torch_attnkit.kernels.decode.sm100.tcgen05 import meet_cluster
 from ..sm90.arguments import Numbers, Tensors, arguments
 from .coded import CodedProducer
 from .config import LOAD_WARP, PRODUCT_WARP, THREADS, Config
+from .gathered import GatheredProducer
 from .loads import Producer
 from .memory import Memory, allocate
 from .place import Place, place_of, tiles_of
 from .products import ProductWarp
 from .results import Results
+from .row_numbers import Matrices, matrices
 from .softmax_warps import SoftmaxWarps
 
 # Of a thread of the softmax, the products and the producer; 128 is the mean. The epilogue for codes is larger: with the
@@ -41,7 +45,8 @@ class Sparse:
 
     def __init__(self, config: Config):
         self.c, self.registers = config, _REGISTERS if config.fp4 is None else _FP4_REGISTERS
-        self.producer = Producer(config) if config.row.plain else CodedProducer(config)
+        loads = GatheredProducer if config.grouped else Producer if config.row.plain else CodedProducer
+        self.producer = loads(config)
         self.products = ProductWarp(config)
         self.softmax = SoftmaxWarps(config)
         self.results = Results(config, self.softmax)
@@ -49,13 +54,14 @@ class Sparse:
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, stream: Any):
         ctas = numbers.ctas * self.c.sides
-        self.kernel(tensors, numbers).launch(
+        rows = matrices(self.c, tensors) if const_expr(self.c.numbered) else None
+        self.kernel(tensors, numbers, rows).launch(
             grid=[numbers.together * numbers.groups * ctas, 1, 1], block=[THREADS, 1, 1], cluster=[ctas, 1, 1],
             stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, numbers: Numbers):
+    def kernel(self, tensors: Tensors, numbers: Numbers, rows: Matrices | None):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         m = allocate(c, warp)
@@ -66,11 +72,11 @@ class Sparse:
         softmax, products, loads = const_expr(self.registers)
         if warp >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(loads)
-            self.producer.run(tensors, numbers, place, m)
+            self.producer.run(tensors, numbers, rows, place, m)
             self._leave(m)
         elif warp >= PRODUCT_WARP:
             cute.arch.setmaxregister_decrease(products)
-            tiles = tiles_of(c, tensors, numbers, place)
+            tiles = tiles_of(c, tensors, numbers, rows, place)
             cute.arch.cluster_wait()
             tmem.after_sync()
             if warp == PRODUCT_WARP:
@@ -78,17 +84,17 @@ class Sparse:
             self._leave(m)
         else:
             cute.arch.setmaxregister_increase(softmax)
-            self._attend(tensors, numbers, place, m)
+            self._attend(tensors, numbers, rows, place, m)
         tmem.after_sync()
         if warp == PRODUCT_WARP:
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
 
     @cute.jit
-    def _attend(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
+    def _attend(self, tensors: Tensors, numbers: Numbers, rows: Matrices | None, place: Place, m: Memory):
         """Softmax and results."""
         self.softmax.load_query(tensors, place, m)
-        tiles = tiles_of(self.c, tensors, numbers, place)
+        tiles = tiles_of(self.c, tensors, numbers, rows, place)
         cute.arch.cluster_wait()
         tmem.after_sync()
         self.softmax.give_query(m)

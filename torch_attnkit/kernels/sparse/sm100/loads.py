@@ -24,9 +24,11 @@ from torch_attnkit.kernels.decode.config import CHUNK
 from ..sm90.arguments import Numbers, Tensors
 from ..sm90.places import held_by
 from ..sm90.schedule import Keys, Row, entry_of, first_entry_of, guess_of, keys_of, row_of
+from .boxed import Whole, WholeTiles
 from .config import KEYS, LANES, LOADERS, Config
 from .memory import Memory
-from .place import Place
+from .place import Place, own_row, own_warp
+from .row_numbers import Matrices
 
 _HALF = KEYS // 2  # rows of a tile, of which a warp has 16 next to one another
 _EACH = _HALF // LOADERS
@@ -57,44 +59,74 @@ class Producer:
 
     def __init__(self, config: Config):
         c = self.c = config
+        self.whole = WholeTiles(config) if config.numbered else None
         self.parts = c.mma.parts
         self.chunks = c.mma.part * c.itemsize // CHUNK  # of a row of a part
         self.abreast = LANES // self.chunks  # such rows that a warp copies at once
         self.line = c.mma.row_bytes // CHUNK  # chunks of a row of a block of columns
         self.steps = c.own_keys // self.abreast  # of a warp, through its keys of a part
+        # Where scores are made a tile ahead: parts of the next tile that are sent for before a tile's are given away.
+        # Its scores come before the output of the tile before gives places back, so it must not wait for one of those.
+        self.before = min(self.parts, c.mma.stages - 2 * self.parts)
 
     @cute.jit
-    def run(self, tensors: Tensors, numbers: Numbers, place: Place, m: Memory):
+    def run(self, tensors: Tensors, numbers: Numbers, matrices: Matrices | None, place: Place, m: Memory):
         """All tiles of the CTA's share of a work tile. Meets the cluster once the first keys are looked up."""
         c = self.c
-        guess = guess_of(tensors, numbers, place.token, place.part, self._row())
+        guess = guess_of(tensors, numbers, place.token, place.part, own_row())
         keys = keys_of(c, tensors, numbers, place.token, place.part)
         divisor = self._divisor(tensors)
-        key = keys.first + self._row()
+        key = keys.first + own_row()
         row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, place.token, key, guess))
         tiles = cute.arch.make_warp_uniform((keys.stop - keys.first + (KEYS - 1)) // KEYS)
         peer = self._peer(place, m)
+        whole = None
+        if const_expr(self.whole is not None):
+            whole = self.whole.of(tensors, numbers, matrices, keys, place.token)
         cute.arch.cluster_wait()
         for n in cutlass.range(tiles, unroll=1):
-            row = self._step(tensors, numbers, keys, peer, row, divisor, m, n)
+            row = self._step(tensors, numbers, keys, whole, peer, row, divisor, m, n)
         if const_expr(c.mma.ahead):
             if tiles > 0:
                 self._finish_tile(peer, divisor, m, tiles - 1, 0)
 
     @cute.jit
     def _step(
-        self, tensors: Tensors, numbers: Numbers, keys: Keys, peer: Peer, row: Row, divisor: Any, m: Memory, n: Int32
-    ):
+        self, tensors: Tensors, numbers: Numbers, keys: Keys, whole: Whole | None, peer: Peer, row: Row, divisor: Any,
+        m: Memory, n: Int32,
+    ):  # fmt: skip
         """Send for tile n, and give away what has come; returns this lane's row of the next."""
         c = self.c
-        key = keys.first + (n + 1) * KEYS + self._row()
+        key = keys.first + (n + 1) * KEYS + own_row()
         entry = entry_of(tensors, numbers, keys, peer.place.token, key)  # on its way while tile n is loaded
-        self._load_tile(row, peer.place, m, n)
-        if const_expr(not c.mma.ahead):
-            self._finish_tile(peer, divisor, m, n, 0)
-        elif n > 0:
-            self._finish_tile(peer, divisor, m, n - 1, self.parts)
+        if const_expr(self.whole is None):
+            self._load_tile(row, peer, divisor, m, n)
+            self._finish_after(peer, divisor, m, n)
+        else:
+            if whole.has(n):
+                self._load_boxes(whole, peer, divisor, m, n)
+                self._finish_after(peer, divisor, m, n)
+            else:  # the same twice, so that the second need not work out anew which places these are
+                self._load_tile(row, peer, divisor, m, n)
+                self._finish_after(peer, divisor, m, n)
         return row_of(c, tensors, keys, key, entry)
+
+    @cute.jit
+    def _finish_after(self, peer: Peer, divisor: Any, m: Memory, n: Int32):
+        """Give away what is due when all of tile n has been sent for."""
+        if const_expr(not self.c.mma.ahead):
+            self._finish_tile(peer, divisor, m, n, 0)
+        elif const_expr(self.before == self.parts):
+            if n > 0:
+                self._finish_tile(peer, divisor, m, n - 1, self.parts)
+
+    @cute.jit
+    def _load_boxes(self, whole: Whole, peer: Peer, divisor: Any, m: Memory, n: Int32):
+        """All keys count. No row is copied: groups of ``cp.async`` are empty, and parts given away as ever."""
+        for p in cutlass.range_constexpr(self.parts):
+            self._await_part(Int32(-1), peer, divisor, m, p, n)
+            self.whole.load(whole, m, n, p)
+            cute.arch.cp_async_commit_group()
 
     def _peer(self, place: Place, m: Memory) -> Peer:
         c = self.c
@@ -103,26 +135,19 @@ class Producer:
         rank = place.split * c.sides + (1 - place.side)
         return Peer(
             place, op.cluster_address(m.ring_at, rank), op.cluster_address(m.ring.full.toint(), rank),
-            (place.side * _HALF + self._warp() * _EACH) * c.mma.row_bytes,
+            (place.side * _HALF + own_warp() * _EACH) * c.mma.row_bytes,
         )  # fmt: skip
-
-    def _warp(self) -> Int32:
-        return cute.arch.warp_idx() % LOADERS
-
-    def _row(self) -> Int32:
-        """This lane's of a tile."""
-        lane = cute.arch.lane_idx()
-        return lane // _EACH * _HALF + self._warp() * _EACH + lane % _EACH
 
     def _divisor(self, tensors: Tensors) -> Any:
         """What the numbers of encoded rows are divided by, or None."""
         return None
 
     @cute.jit
-    def _load_tile(self, row: Row, place: Place, m: Memory, n: Int32):
+    def _load_tile(self, row: Row, peer: Peer, divisor: Any, m: Memory, n: Int32):
         """Rows that do not count become zeros."""
         counts = cute.arch.vote_ballot_sync(row.counts)
         column = cute.arch.lane_idx() % self.chunks * CHUNK
+        place = peer.place
         mine = [self._mine(place, i) for i in range(self.steps)]
         sources = [held_by(x, row.address) + column for x in mine]
         ahead = counts >> mine[0]  # from this lane's first row on
@@ -131,7 +156,7 @@ class Producer:
         firsts = [self._chunk_at(Int32(0), place, i) for i in range(min(turn, self.steps))]
         for p in cutlass.range_constexpr(self.parts):
             fill = n * self.parts + p
-            self._await_part(counts, m, p, n)
+            self._await_part(counts, peer, divisor, m, p, n)
             stage = self._stage(m, fill)
             starts = [stage + first for first in firsts]
             for i in cutlass.range_constexpr(self.steps):
@@ -141,12 +166,15 @@ class Producer:
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def _await_part(self, counts: Int32, m: Memory, p: cutlass.Constexpr, n: Int32):
+    def _await_part(self, counts: Int32, peer: Peer, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
         """Until a part has a place; a tile's mask has one with the first."""
+        if const_expr(self.c.mma.ahead and p == self.before):
+            if n > 0:
+                self._finish_tile(peer, divisor, m, n - 1, p)
         m.ring.await_empty(n * self.parts + p)
         if const_expr(p == 0):
             if cute.arch.lane_idx() == 0:
-                m.sMask[self._warp(), n % self.c.masks] = counts
+                m.sMask[own_warp(), n % self.c.masks] = counts
 
     def _stage(self, m: Memory, fill: Int32) -> Int32:
         return m.ring_at + m.ring.slot(fill) * self.c.mma.stage_bytes
@@ -157,7 +185,7 @@ class Producer:
 
     def _key(self, place: Place, i: Any) -> Int32:
         """Which row of the tile that is."""
-        rest = place.side * _HALF + self._warp() * _EACH + cute.arch.lane_idx() // self.chunks
+        rest = place.side * _HALF + own_warp() * _EACH + cute.arch.lane_idx() // self.chunks
         return rest + self._first_key(i)
 
     def _first_key(self, i: Any) -> Any:

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.sm100 import tmem
 
-from .config import LOADERS, PRODUCT_WARP, SOFTMAX_WARPS, Config
+from .config import LANES, LOADERS, PRODUCT_WARP, SOFTMAX_WARPS, Config
 
 
 @dataclass
@@ -31,6 +31,9 @@ class Memory(Fixed):
     p_at: Int32
     ring_at: Int32
     scales_at: Int32
+    sRow: (
+        cute.Tensor
+    )  # (32, 4): numbers of the rows of a tile, by lane and warp of the producer, where TMA gathers them
     sMask: cute.Tensor  # (4, tiles): a bit for each of a producer warp's keys, whether it counts
     # statistics of the softmax
     sShift: cute.Tensor  # (heads), what is added to a head's scores, in powers of two
@@ -78,6 +81,7 @@ def allocate(config: cutlass.Constexpr, warp: Int32):
         p_at=regions.probabilities.at(large),
         ring_at=regions.ring.at(large),
         scales_at=c.scales.at(large),
+        sRow=numbers(Int32, (LANES if c.grouped else 1, LOADERS)),
         sMask=numbers(Int32, (LOADERS, c.masks)),
         sShift=numbers(Float32, c.heads),
         sChange=numbers(Float32, c.heads),

@@ -10,7 +10,8 @@ from cutlass import Int32, Uint32, const_expr
 
 from ..sm90.arguments import Numbers, Tensors
 from ..sm90.schedule import keys_of
-from .config import KEYS, Config
+from .config import KEYS, LANES, LOADERS, Config
+from .row_numbers import Matrices, row_keys_of
 
 
 class Place(NamedTuple):
@@ -48,7 +49,21 @@ def place_of(config: Config, tensors: Tensors, numbers: Numbers) -> Place:
     return Place(work, token, head, heads, side, split, numbers.ctas, group, row, rows)
 
 
-def tiles_of(config: Config, tensors: Tensors, numbers: Numbers, place: Place) -> Int32:
+def own_warp() -> Int32:
+    """Which of the producer's this is."""
+    return cute.arch.warp_idx() % LOADERS
+
+
+def own_row() -> Int32:
+    """Which of a tile a lane of the producer has."""
+    lane, each = cute.arch.lane_idx(), LANES // 2
+    return lane // each * (KEYS // 2) + own_warp() * each + lane % each
+
+
+def tiles_of(config: Config, tensors: Tensors, numbers: Numbers, matrices: Matrices | None, place: Place) -> Int32:
     """Of the CTA's share of the keys."""
-    keys = keys_of(config, tensors, numbers, place.token, place.part)
+    if const_expr(config.grouped):
+        keys = row_keys_of(config, tensors, numbers, matrices, place.token, place.part).keys
+    else:
+        keys = keys_of(config, tensors, numbers, place.token, place.part)
     return cute.arch.make_warp_uniform((keys.stop - keys.first + (KEYS - 1)) // KEYS)

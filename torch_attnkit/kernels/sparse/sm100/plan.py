@@ -10,6 +10,7 @@ from torch_attnkit.kernels.decode.config import SplitLayout
 from ..problem import Fp4, Problem
 from ..sm90.plan import LEAST_BYTES, Plan, share
 from .config import KEYS, MOST_CTAS, MOST_HEADS, MOST_SIDES
+from .problem import Located
 
 __all__ = ["DTYPES", "HEADS", "LEAST_BYTES", "plan"]
 
@@ -68,6 +69,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         dim=problem.dim, heads=heads, sides=sides, merge=ctas * groups > 1,
         paged=(problem.near_paged, problem.far_paged), format=problem.format, rope_dim=problem.rope_dim,
         align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4),
+        numbered=isinstance(problem, Located) and problem.even,
     )  # fmt: skip
     floats = work * groups * sides * SplitLayout(heads, problem.dim).floats if groups > 1 else 0
     counters = work * MOST_CTAS if groups > 1 else 0
