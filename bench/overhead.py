@@ -1,7 +1,8 @@
 """What a planned call costs the host: ``python -m bench.overhead [--peers]``.
 
 Without a GPU it times ``torch.ops.attnkit.sdpa_decode`` with a kernel that does nothing next to a bare
-``torch.library.custom_op`` of the same signature, scales aside, that checks nothing and allocates the same outputs. On
+``torch.library.custom_op`` of the same signature, scales aside, that checks nothing and allocates the same outputs, and
+small calls of the CPU's own kernels, by C++ where ``csrc/dispatch`` is built and by Python alone. On
 a GPU it times real calls of several ops, by C++ (``csrc/dispatch``) where that is built and by Python alone, next to
 ``torch.add`` and, with ``--peers``, to FlashInfer's ``run()`` where that is installed. The contenders alternate, and
 the fastest of many short repeats counts, so that a busy machine disturbs none more than another.
@@ -69,8 +70,32 @@ def microseconds(calls: dict[str, Callable[[], Any]], repeats: int = 60, n: int 
     return best
 
 
+def on_the_cpu() -> None:
+    """Small calls that ``csrc/cpu`` serves where it is built, by C++ and by Python, and what PyTorch routes by."""
+    logits, y, w = torch.randn(2, 8), torch.randn(2, 8, 64), torch.ones(64)
+    cache, lengths = torch.randn(2, 2, 40, 64), torch.tensor([40, 17], dtype=torch.int32)
+    ids, table = torch.tensor([0, 1]), torch.tensor([[0, 1], [2, 3]])
+    ops = torch.ops.attnkit
+    calls: dict[str, Callable[[], Any]] = {
+        "topk, softmax": lambda: torch.softmax(torch.topk(logits, 4)[0], 1),
+        "route_softmax": lambda: ops.route_softmax(logits, topk=4),
+        "route_sqrt_softplus": lambda: ops.route_sqrt_softplus(logits, topk=4),
+        "route_hash": lambda: ops.route_hash(logits, ids, table),
+        "gated_rmsnorm": lambda: ops.gated_rmsnorm(y, y, w),
+        "sdpa_decode": lambda: ops.sdpa_decode(y, cache, cache, lengths),
+    }
+    with torch.no_grad():
+        found = microseconds(calls, n=100)
+        with native.off():
+            python = microseconds(calls, n=100)
+    print(f"torch.no_grad, eager calls by {native.word}, and with that off")
+    for name in calls:
+        print(f"{name:22}{found[name]:10.2f}{python[name]:10.2f}")
+
+
 def without_a_gpu() -> None:
     torch.set_num_threads(1)
+    on_the_cpu()
     q, kv = torch.randn(2, 8, 128), torch.randn(2, 2, 40, 128)
     args = (q, kv, kv.clone(), torch.tensor([40, 17], dtype=torch.int32))
     op, other = torch.ops.attnkit.sdpa_decode, torch.ops.attnkit_overhead.bare
