@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from torch_attnkit.cuda import word_ops
 from torch_attnkit.cuda.sm100 import row_copies
@@ -32,6 +32,8 @@ class GatheredProducer:
 
     def __init__(self, config: Config):
         c = self.c = config
+        # Where pages are looked up, too, numbers of rows for parts side by side do not stay in registers.
+        self.unroll = 1 if any(c.paged) else c.mma.parts
         self.share = c.mma.stage_bytes // LOADERS  # bytes of a part that one warp of either side sends for
 
     @cute.jit
@@ -71,10 +73,10 @@ class GatheredProducer:
                 for a, b in zip(matrices.near[:2], matrices.far[:2], strict=True)
             )
             ctas = Int32(3) << place.split * 2
-            for p in cutlass.range_constexpr(c.mma.parts):
+            for p in cutlass.range(c.mma.parts, unroll=self.unroll):
                 fill = n * c.mma.parts + p
                 full = m.ring.await_empty(fill)
-                if const_expr(p == 0):
+                if p == 0:
                     m.sMask[own_warp(), n % c.masks] = groups.counts
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.share)
                 at = m.ring_at + m.ring.slot(fill) * c.mma.stage_bytes + in_tile * c.mma.row_bytes

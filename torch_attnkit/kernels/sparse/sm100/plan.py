@@ -65,11 +65,12 @@ def plan(problem: Problem, sms: int) -> Plan:
         for groups in range(1, max(1, sms // (ctas * sides) // work) + 1)
     ]
     ctas, groups = min(cuts, key=lambda cut: cost(problem, work, *cut, sms))
+    paged = problem.near_paged, problem.far_paged  # of both, one side finds no tiles for boxes
     sizes = dict(
         dim=problem.dim, heads=heads, sides=sides, merge=ctas * groups > 1,
-        paged=(problem.near_paged, problem.far_paged), format=problem.format, rope_dim=problem.rope_dim,
+        paged=paged, format=problem.format, rope_dim=problem.rope_dim,
         align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4),
-        numbered=isinstance(problem, Located) and problem.even,
+        numbered=isinstance(problem, Located) and problem.even and (sides > 1 or not all(paged)),
     )  # fmt: skip
     floats = work * groups * sides * SplitLayout(heads, problem.dim).floats if groups > 1 else 0
     counters = work * MOST_CTAS if groups > 1 else 0
