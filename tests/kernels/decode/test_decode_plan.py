@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_attnkit.kernels.decode import codes, latent
+from torch_attnkit.kernels.decode import codes
 from torch_attnkit.kernels.decode.config import MmaConfig
 from torch_attnkit.kernels.decode.plan import Plan
-from torch_attnkit.kernels.decode.problem import Problem, Strides
+from torch_attnkit.kernels.decode.problem import LATENTS, Problem, Strides
 from torch_attnkit.kernels.decode.sm90 import latent_plan as hopper_latents
 from torch_attnkit.kernels.decode.sm90 import plan as hopper
 from torch_attnkit.kernels.decode.sm90.config import MlaConfig, WgmmaConfig
@@ -110,7 +110,7 @@ def test_keys_that_are_values_have_a_kernel():
 @pytest.mark.parametrize("size", [1, 2], ids=["E4M3", "16-bit"])
 @pytest.mark.parametrize(
     ("module", "dim", "dim_v"),
-    [*((blackwell, dim, dim) for dim in (64, 128, 256, 512)), *((blackwell_latents, *head) for head in latent.HEADS)],
+    [*((blackwell, dim, dim) for dim in (64, 128, 256, 512)), *((blackwell_latents, *head) for head in LATENTS)],
 )
 def test_a_blackwell_plan_for_many_heads_fits(module, dim, dim_v, size):
     for group, most_keys, groups, page in itertools.product(
@@ -138,7 +138,7 @@ def test_a_blackwell_plan_for_many_heads_fits(module, dim, dim_v, size):
         )
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), latent.HEADS)
+@pytest.mark.parametrize(("dim", "dim_v"), LATENTS)
 def test_a_hopper_plan_for_latents_fits(dim, dim_v):
     for group, most_keys, groups, page in itertools.product(
         (1, 8, 16, 64, 65, 128, 129), (1, 128, 513, 131072), (1, 8, 1024), (0, 16, 48, 64)

@@ -9,6 +9,10 @@ import torch
 
 from ..scores import Scores
 
+# (D, Dv) of heads of latents, which have plans and kernels of their own: MLA, absorbed, whose values are the first
+# columns of its keys. Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.2.
+LATENTS = ((576, 512),)
+
 Scales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 

@@ -27,9 +27,9 @@ DEGENERATE = {
 }
 # Values of NaN: see flash_attention.
 EXTRAS = (
-    ("nan:q", "ragged", "all"),
-    ("nan:k", "tail", "all"),
-    ("nan:v", "tail"),
+    ("nan:q", "prefill", "all"),
+    ("nan:k", "ragged", "all"),
+    ("nan:v", "ragged"),
     ("nan:v", "ragged", "softcap"),
     ("nan:sink", "ragged", "sink"),
     ("sink:-inf", "tail", "all"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.kernels.decode import latent
+from torch_attnkit.kernels.decode.problem import LATENTS
 from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 
@@ -119,7 +119,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     step = draws.aligned(row, cache_draws.stored(facts))
     facts["q.at"] = d.place(3, (0, 1), min(step, 4))
     facts |= {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
-    share = 0.5 if (facts["D"], facts["Dv"]) in latent.HEADS else 0.2 if facts["D"] == facts["Dv"] else 0.0
+    share = 0.5 if (facts["D"], facts["Dv"]) in LATENTS else 0.2 if facts["D"] == facts["Dv"] else 0.0
     return facts | dict(same=int(d.sometimes(share)))
 
 

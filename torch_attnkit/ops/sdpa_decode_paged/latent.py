@@ -1,11 +1,11 @@
-"""sdpa_decode_paged over latents on Hopper and Blackwell, by a launcher of its own in the family ``kernels/decode``."""
+"""sdpa_decode_paged over latents on Hopper and Blackwell, which parity judges as one tensor, too."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch_attnkit.core.family import solved_by
-from torch_attnkit.kernels.decode.latent import launcher
+from torch_attnkit.kernels.decode.launch import launcher
 
 from .problem import operands, problem
 

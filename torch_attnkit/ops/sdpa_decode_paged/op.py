@@ -11,7 +11,8 @@ Source: PagedAttention (arXiv 2309.06180); scales as FlashAttention-3 (arXiv 240
 """
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.kernels.decode import codes, latent, metal
+from torch_attnkit.kernels.decode import codes, metal
+from torch_attnkit.kernels.decode.problem import LATENTS
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
@@ -28,7 +29,7 @@ _PAGES_OF_CODES = {"Ps must be 1 or a multiple of 16": lambda c: c.dim["Ps"] == 
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
 _OF_CODES = f"{_FEATURES} scales"
 _16_BITS = _ROWS | _PAGES | rules.SAME_DTYPE
-_LATENTS: list[dict[str, tuple[int, ...]]] = [{"D": (d,), "Dv": (dv,)} for d, dv in latent.HEADS]
+_LATENTS: list[dict[str, tuple[int, ...]]] = [{"D": (d,), "Dv": (dv,)} for d, dv in LATENTS]
 
 OP = Op(
     schema="sdpa_decode_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor kv_len,"
