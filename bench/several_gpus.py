@@ -9,7 +9,8 @@ are timed, taking turns, as CUDA graphs where a graph can hold them: own tokens 
 the host issues the calls. A round starts behind a barrier and lasts milliseconds; its time is that of the slowest
 process, and for one GPU that of the fastest; the median over rounds is reported. One set of inputs is enough, for it
 is many times larger than the caches. Bytes are what a process sends to others in a call: an all-gather sends its part
-to each, an all-reduce 2 (P - 1) / P of its tensor, as rings do.
+to each, an all-reduce 2 (P - 1) / P of its tensor, as rings do. "A share alone" is the op on a process's keys or
+experts without anything sent: what it leaves of the time of all is what sharing costs.
 
 ``--gloo`` judges the same calls at tiny sizes on a CPU, and times nothing. ``--prepare sm90`` compiles on any machine.
 """
@@ -56,7 +57,8 @@ Call = Callable[[], Any]
 class Shared:
     """A call of an op by one process, and the same by all: ``whole`` makes of a share what ``one`` returns.
 
-    ``mine`` are arguments of the op with the keys or experts of this process.
+    ``mine`` are arguments of the op with the keys or experts of this process, ``share`` is what the op does of the work
+    with them, and sends nothing.
     """
 
     size: str
@@ -65,6 +67,7 @@ class Shared:
     mine: tuple[Any, ...]
     kwargs: dict[str, Any]
     all: Call
+    share: Call
     whole: Callable[[Any], Any]
     waits: bool = False  # for the device: no graph holds it
 
@@ -95,7 +98,9 @@ def decode(here: Here, inputs: dict[str, Inputs]) -> Shared:
     q, k, v, kv_len = args[:4]
     mine = (q, here.part(k, 2), here.part(v, 2), kv_len)  # keys and values (1, Hkv, S / P, D)
     call = lambda: cp_decode(*mine)
-    return Shared(f"{dims['S']} keys", "sdpa_decode", args, mine, kwargs, call, lambda out: out)
+    length = (kv_len - here.rank * mine[1].shape[2]).clamp(0, mine[1].shape[2])  # of the keys here
+    share = lambda: torch.ops.attnkit.sdpa_decode(*mine[:3], length, **kwargs)
+    return Shared(f"{dims['S']} keys", "sdpa_decode", args, mine, kwargs, call, share, lambda out: out)
 
 
 def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shared]:
@@ -107,10 +112,13 @@ def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shar
         dims = tiny if here.small else given.cases.BENCH[f"deepseek_v4-nvfp4-{count}"]
         args, kwargs = given.first(dims)
         mine = (*args[:3], *(here.part(t) for t in args[3:]))  # weights (E / P, ...) each
-        size = f"{dims['Tq']} tokens"
+        size, held = f"{dims['Tq']} tokens", mine[3].shape[0]
+        local = torch.where(args[2] // held == here.rank, args[2] % held, -1)
+        # Of own tokens this is the same work, though of tokens that lie with others.
+        share = lambda: torch.ops.attnkit.fp4_moe(*args[:2], local, *mine[3:], **kwargs)
         if tokens == "replicated":
             call = lambda: ep_moe(*mine, **kwargs)
-            return Shared(f"{size}, all everywhere", "fp4_moe", args, mine, kwargs, call, lambda out: out)
+            return Shared(f"{size}, all everywhere", "fp4_moe", args, mine, kwargs, call, share, lambda out: out)
         own = [here.part(t) for t in args[:3]]  # (Tq / P, ...) each
 
         def gathered(out: torch.Tensor) -> torch.Tensor:
@@ -119,7 +127,7 @@ def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shar
             return torch.cat(parts)
 
         call = lambda: ep_moe(*own, *mine[3:], tokens="own", **kwargs)
-        return Shared(f"{size}, one's own", "fp4_moe", args, mine, kwargs, call, gathered, waits=True)
+        return Shared(f"{size}, one's own", "fp4_moe", args, mine, kwargs, call, share, gathered, waits=True)
 
     return make
 
@@ -194,13 +202,17 @@ def line(name: str, here: Here, inputs: dict[str, Inputs]) -> dict[str, Any]:
 
 
 def timed(shared: Shared, here: Here) -> dict[str, Any]:
-    """Microseconds a call by one GPU and by all, and how each was issued."""
-    ways = {"one": _captured(shared.one, True, here), "all": _captured(shared.all, not shared.waits, here)}
+    """Microseconds a call by one GPU, by all, and of a process's share alone, and how each was issued."""
+    ways = {
+        "one": _captured(shared.one, True, here),
+        "all": _captured(shared.all, not shared.waits, here),
+        "share": _captured(shared.share, True, here),
+    }
     runs = [_longer(run, here) for run, _ in ways.values()]
     took: list[list[float]] = []
     for turn in range(_ROUNDS):
-        row = [0.0, 0.0]
-        for i in ((0, 1), (1, 0))[turn % 2]:
+        row = [0.0] * len(runs)
+        for i in (range(len(runs)), reversed(range(len(runs))))[turn % 2]:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             dist.barrier()
@@ -210,14 +222,14 @@ def timed(shared: Shared, here: Here) -> dict[str, Any]:
             torch.cuda.synchronize()
             row[i] = before.elapsed_time(after) * 1e3 / runs[i].calls
         took.append(row)
-    mine = torch.tensor(took, dtype=torch.float64, device=here.device)  # (rounds, 2)
+    mine = torch.tensor(took, dtype=torch.float64, device=here.device)  # (rounds, 3)
     parts = [torch.empty_like(mine) for _ in range(here.world)]
     dist.all_gather(parts, mine)
-    each = torch.stack(parts).cpu()  # (P, rounds, 2)
+    each = torch.stack(parts).cpu()  # (P, rounds, 3)
     one = min(statistics.median(p) for p in each[:, :, 0].tolist())
-    all_gpus = statistics.median(each[:, :, 1].amax(0).tolist())
+    all_gpus, share = (statistics.median(each[:, :, i].amax(0).tolist()) for i in (1, 2))
     issued = {f"issued_{who}": words for who, (_, words) in ways.items()}
-    return {"us_one": one, "us_all": all_gpus, "ratio": one / all_gpus, **issued}
+    return {"us_one": one, "us_all": all_gpus, "us_share": share, "ratio": one / all_gpus, **issued}
 
 
 def _captured(call: Call, may: bool, here: Here) -> tuple[timing.Run, str]:
@@ -271,7 +283,7 @@ def words(found: dict[str, Any]) -> str:
         return said
     return (
         f"{said}; one GPU {found['us_one']:.1f} us ({found['issued_one']}), {count} GPUs {found['us_all']:.1f} us"
-        f" ({found['issued_all']}): {found['ratio']:.2f} x"
+        f" ({found['issued_all']}): {found['ratio']:.2f} x; a share alone {found['us_share']:.1f} us"
     )
 
 

@@ -1,4 +1,4 @@
-"""Latents as keys and values: which of two kernels a launch takes is for its tensors to say, not for its signature."""
+"""Values that are columns of keys: which kernel a launch takes is for its tensors to say, not for its signature."""
 
 import pytest
 import torch
@@ -42,3 +42,16 @@ def test_one_tensor_and_two_of_the_same_strides_share_a_plan(name, arch):
             right(name, getattr(torch.ops.attnkit, name)(*args), args)
             plans.append(plan_of(name, *args))
     assert all(plan is plans[0] for plan in plans)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_values_of_fewer_columns_that_begin_where_no_kernel_reads(arch):
+    """Keys of 192 columns, of which the first 128 are the values, once aligned and once not: copied together."""
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    buffer = normal(2 * 2 * 80 * 192 + 4, seed=1)
+    with torch_attnkit.simulate(arch):
+        for begin in (0, 4):
+            k = buffer[begin : begin + 2 * 2 * 80 * 192].view(2, 2, 80, 192)
+            args = [normal(2, 4, 192), k, k[..., :128], torch.tensor([80, 37], dtype=torch.int32)]
+            right("sdpa_decode", torch.ops.attnkit.sdpa_decode(*args), args)
