@@ -36,7 +36,7 @@ EXTRAS = (
     ("nan:k_cache", "mixed", "all"),
     ("nan:k_cache", "chunk", "bidirectional"),
     ("nan:v_cache", "mixed", "bidirectional"),
-    ("nan:v_cache", "gather", "bidirectional"),
+    ("nan:v_cache", "chunk", "bidirectional"),
     ("nan:sink", "mixed", "sink"),
     ("sink:-inf", "gather", "all"),
     ("sink:inf", "mixed", "sink"),
