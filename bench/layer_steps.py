@@ -19,6 +19,7 @@ each by itself, take turns with the other side's, each on so many inputs that it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -309,7 +310,16 @@ class Row:
     def __str__(self) -> str:
         (a, b), (m, n) = self.us, self.launches
         times = f"ours {a:.1f} us in {m} launches, composed {b:.1f} us in {n}; composed / ours {b / a:.2f}"
-        return f"{' + '.join(self.steps)}: {times}{self.note}"
+        return f"{self.name_of_steps}: {times}{self.note}"
+
+    @property
+    def name_of_steps(self) -> str:
+        return " + ".join(self.steps)
+
+    @property
+    def cell(self) -> str:
+        a, b = self.us
+        return f"{a:.1f} / {b:.1f}, {b / a:.2f}{self.note}"
 
 
 def timed(shape: Shape, given: Inputs, v: Verdict) -> Iterator[Row]:
@@ -370,11 +380,16 @@ def compare(shape: Shape, title: str) -> tuple[int, list[Row]]:
 
 
 def table(rows: list[Row]) -> Table:
-    columns = ("layer", "steps", "ours us", "launches", "composed us", "launches", "composed / ours")
-    out = Table(*(Column(c, overflow="fold") for c in columns), title="CUDA graphs, cold inputs, in turns, medians")
-    for row in rows:
-        (a, b), (m, n) = row.us, row.launches
-        out.add_row(row.name, " + ".join(row.steps), f"{a:.1f}", m, f"{b:.1f}", n, f"{b / a:.2f}{row.note}")
+    """A line for each call: all steps that both sides have, and some of them by themselves."""
+    groups = ("choose + attend", "write", "choose", "attend")
+    title = "us, ours / composed, and composed / ours: CUDA graphs, cold inputs, in turns, medians"
+    names = ("layer", "steps together", "all", "launches", *groups)
+    out = Table(*(Column(n, overflow="fold") for n in names), title=title)
+    for name, found in itertools.groupby(rows, lambda row: row.name):
+        first, *others = found
+        cells = {row.name_of_steps: row.cell for row in (first, *others)}
+        launches = " / ".join(first.launches)
+        out.add_row(name, first.name_of_steps, first.cell, launches, *(cells.get(group, "") for group in groups))
     return out
 
 

@@ -264,13 +264,12 @@ def eager(wanted: dict[str, DeepseekV4Config], cases: list[Attention], profile: 
     return failures
 
 
-def composed(shapes: dict[str, list[Shape]], seconds: float) -> int:
-    """Steps of layers beside the kernels that serve them, decode steps first; how many are wrong or failed."""
+def composed(calls: list[tuple[str, Shape]], seconds: float) -> int:
+    """Steps of layers beside the kernels that serve them; how many are wrong or failed."""
     failures, rows, start = 0, [], time.perf_counter()
-    calls = [(title, shape) for title, each in shapes.items() for shape in each]
-    for title, shape in sorted(calls, key=lambda call: not call[1].decode):
+    for title, shape in calls:
         if seconds and time.perf_counter() - start > seconds:
-            say(f"  {title}, {shape.name}: not begun, {seconds} s are over")
+            say(f"  {title}, {shape.name}: not begun, {seconds:.0f} s are over")
             continue
         wrong, found = layer_steps.compare(shape, title)
         failures, rows = failures + wrong, rows + found
@@ -297,21 +296,23 @@ def main(
     start, record = time.perf_counter(), facts()
     say(f"{record['device']}: torch {torch.__version__}, commit {record['commit']}")
     cases = list(_cases(batches, tokens, context))
-    named = {f"DeepSeek-V4-{s}, {k}": (k, layer_config(s, k)) for s in sizes.split(",") for k in kinds.split(",")}
-    layers = {title: settings for title, (_, settings) in named.items()}
-    shapes = {
-        title: [shape_of(settings, kind, c.batch, c.tokens, c.context) for c in cases]
-        for title, (kind, settings) in named.items()
-    }
+    sized, each = sizes.split(","), kinds.split(",")
+    layers = {f"DeepSeek-V4-{s}, {k}": layer_config(s, k) for s in sized for k in each}
+    calls = [
+        (title := f"DeepSeek-V4-{s}, {k}", shape_of(layers[title], k, c.batch, c.tokens, c.context))
+        for s in sized
+        for c in cases
+        for k in each
+    ]
     arch, folder, failures = target_of(torch.device("cuda")).arch, config.cache_dir() / "cuda", 0
     with models.part("compiling") as failed:
         needed = kernels(list(layers.values()), cases, arch) if with_eager else []
-        needed += layer_steps.kernels([s for each in shapes.values() for s in each], arch) if peers else []
+        needed += layer_steps.kernels([shape for _, shape in calls], arch) if peers else []
         failures += fill(needed, folder, models.console, jobs)
     failures += len(failed)
     parts: dict[str, Callable[[], int]] = {
         "beside transformers": lambda: eager(layers, cases, profile) if with_eager else 0,
-        "beside the composed layer": lambda: composed(shapes, seconds) if peers else 0,
+        "beside the composed layer": lambda: composed(calls, seconds) if peers else 0,
     }
     for name, part in parts.items():
         with models.part(name) as failed:

@@ -206,17 +206,19 @@ def test_steps_are_timed_on_both_sides_and_printed(kernels, monkeypatch, capsys)
     monkeypatch.setattr(models.console, "_width", 500)
     kernels.flash.sparse_decode_fwd = fails
     title, kept = "DeepSeek-V4-Flash, csa", sparse_decode
-    assert layers.composed({title: [shape]}, 0) == 0
+    assert layers.composed([(title, shape)], 0) == 0
     words = capsys.readouterr().out
     assert "attend of the composed layer is missing: RuntimeError: no kernel image" in words
     assert "write + choose: ours 20.0 us in 5 launches, composed 20.0 us in 5; composed / ours 1.00" in words
     kernels.flash.sparse_decode_fwd = kept
-    assert layers.composed({title: [shape]}, 0) == 0
+    assert layers.composed([(title, shape)], 0) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith(f"{title}, {shape.name}: right: q and rows off")
     groups = ["write + choose + attend", "choose + attend", "write", "choose", "attend"]
     assert [line.split(":")[0] for line in lines[1:6]] == groups
-    assert sum(line.startswith(f"│ {title}, {shape.name}") for line in lines) == len(groups)
+    row = next(line for line in lines if line.startswith(f"│ {title}, {shape.name}"))
+    cells = [cell.strip() for cell in row.strip("│").split("│")][1:]
+    assert cells == [groups[0], "20.0 / 20.0, 1.00", "5 / 5", "20.0 / 20.0, 1.00", *["30.0 / 30.0, 1.00"] * 3]
 
 
 def test_a_call_fits_what_the_kernels_take():
