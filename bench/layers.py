@@ -290,7 +290,7 @@ def main(
     peers: Annotated[bool, typer.Option(help="Beside FlashMLA, DeepGEMM and vLLM, composed by hand.")] = False,
     seconds: Annotated[float, typer.Option(help="After which none of the latter is begun; 0: all are.")] = 0,
 ) -> None:
-    """A layer's attention on the ops and in transformers' own way: results beside float32, then times."""
+    """A layer's attention on the ops and as others run it: results beside float32 or float64, then times."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
     start, record = time.perf_counter(), facts()
@@ -308,7 +308,7 @@ def main(
     with models.part("compiling") as failed:
         needed = kernels(list(layers.values()), cases, arch) if with_eager else []
         needed += layer_steps.kernels([shape for _, shape in calls], arch) if peers else []
-        failures += fill(needed, folder, models.console, jobs)
+        failures += fill(list(dict.fromkeys(needed)), folder, models.console, jobs)
     failures += len(failed)
     parts: dict[str, Callable[[], int]] = {
         "beside transformers": lambda: eager(layers, cases, profile) if with_eager else 0,
