@@ -12,13 +12,16 @@ directly, and are set back before each call, which costs nothing: the library's 
 to none. The position is one at which no entry gets complete, as in 3 of 4 steps, since the library then copies the
 whole cache. Eager attention repeats keys for each head; where that does not fit into memory, its results and its time
 are those of pieces behind one another, sequence by sequence, and the line says so.
+
+``--peers`` adds the steps of the attention that FlashMLA, DeepGEMM and vLLM have kernels for, beside these kernels
+(``bench.layer_steps``); with ``--no-eager`` they are all there is.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -28,17 +31,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from bench import models, timing
+from bench import layer_steps, models, timing
 from bench.__main__ import facts
+from bench.layer_inputs import KINDS, Shape, shape_of
 from bench.models import Run, say
 from torch_attnkit.core import config
 from torch_attnkit.core.target import target_of
 from torch_attnkit.integrations.transformers import attnkit_model
 from torch_attnkit.warmup import asked_by, fill
 
-KINDS = {
-    "window": "sliding_attention", "csa": "compressed_sparse_attention", "hca": "heavily_compressed_attention",
-}  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "flash": {},
     "pro": dict(hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, o_groups=16, index_topk=1024),
@@ -252,6 +253,30 @@ def _cases(batches: str, tokens: int, context: int) -> Iterator[Attention]:
         yield Attention(1, tokens, context)
 
 
+def eager(wanted: dict[str, DeepseekV4Config], cases: list[Attention], profile: bool) -> int:
+    """Whole layers beside transformers' own attention; how many cases are wrong or failed."""
+    failures = 0
+    for title, settings in wanted.items():
+        with models.part(title) as failed:
+            failures += compare(title, built(settings, "cuda"), cases, profile)
+        failures += len(failed)
+        torch.cuda.empty_cache()
+    return failures
+
+
+def composed(calls: list[tuple[str, Shape]], seconds: float) -> int:
+    """Steps of layers beside the kernels that serve them; how many are wrong or failed."""
+    failures, rows, start = 0, [], time.perf_counter()
+    for title, shape in calls:
+        if seconds and time.perf_counter() - start > seconds:
+            say(f"  {title}, {shape.name}: not begun, {seconds:.0f} s are over")
+            continue
+        wrong, found = layer_steps.compare(shape, title)
+        failures, rows = failures + wrong, rows + found
+    models.console.print(layer_steps.table(rows))
+    return failures
+
+
 @torch.no_grad()
 def main(
     sizes: Annotated[str, typer.Option(help=f"Of {', '.join(SIZES)}.")] = "flash,pro",
@@ -261,24 +286,39 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens that the caches hold.")] = 131072,
     profile: Annotated[bool, typer.Option(help="Also say which kernels the time of a call goes to.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that compile; by default one a core.")] = 0,
+    with_eager: Annotated[bool, typer.Option("--eager/--no-eager", help="Beside transformers' own attention.")] = True,
+    peers: Annotated[bool, typer.Option(help="Beside FlashMLA, DeepGEMM and vLLM, composed by hand.")] = False,
+    seconds: Annotated[float, typer.Option(help="After which none of the latter is begun; 0: all are.")] = 0,
 ) -> None:
-    """A layer's attention on the ops and in transformers' own way: results beside float32, then times."""
+    """A layer's attention on the ops and as others run it: results beside float32 or float64, then times."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
     start, record = time.perf_counter(), facts()
     say(f"{record['device']}: torch {torch.__version__}, commit {record['commit']}")
     cases = list(_cases(batches, tokens, context))
-    wanted = {f"DeepSeek-V4-{s}, {k}": layer_config(s, k) for s in sizes.split(",") for k in kinds.split(",")}
+    sized, each = sizes.split(","), kinds.split(",")
+    layers = {f"DeepSeek-V4-{s}, {k}": layer_config(s, k) for s in sized for k in each}
+    calls = [
+        (title := f"DeepSeek-V4-{s}, {k}", shape_of(layers[title], k, c.batch, c.tokens, c.context))
+        for s in sized
+        for c in cases
+        for k in each
+    ]
     arch, folder, failures = target_of(torch.device("cuda")).arch, config.cache_dir() / "cuda", 0
     with models.part("compiling") as failed:
-        failures += fill(kernels(list(wanted.values()), cases, arch), folder, models.console, jobs)
+        needed = kernels(list(layers.values()), cases, arch) if with_eager else []
+        needed += layer_steps.kernels([shape for _, shape in calls], arch) if peers else []
+        failures += fill(list(dict.fromkeys(needed)), folder, models.console, jobs)
     failures += len(failed)
-    for title, settings in wanted.items():
-        with models.part(title) as failed:
-            failures += compare(title, built(settings, "cuda"), cases, profile)
+    parts: dict[str, Callable[[], int]] = {
+        "beside transformers": lambda: eager(layers, cases, profile) if with_eager else 0,
+        "beside the composed layer": lambda: composed(calls, seconds) if peers else 0,
+    }
+    for name, part in parts.items():
+        with models.part(name) as failed:
+            failures += part()
         failures += len(failed)
-        torch.cuda.empty_cache()
-        say(f"{time.perf_counter() - start:.0f} s, {failures} failures")
+        say(f"{name}: {time.perf_counter() - start:.0f} s, {failures} failures")
     raise typer.Exit(bool(failures))
 
 

@@ -67,7 +67,7 @@ def sparse_decode(q, kv, index, seen, sink, plan, splits, *more):
 @pytest.fixture
 def flash_mla(monkeypatch):
     library = SimpleNamespace(sparse_prefill_fwd=sparse_prefill, sparse_decode_fwd=sparse_decode)
-    monkeypatch.setattr(flashmla, "_library", lambda: library)
+    monkeypatch.setattr(flashmla, "library", lambda: library)
 
 
 FEATURES = [

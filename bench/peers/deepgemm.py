@@ -39,7 +39,7 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
     weights = weights.float() if q_scale is None else weights.float() * q_scale[..., 0]  # (Tq, Hi)
     if requests < tokens:
         return _of_one_request(q, k[0], k_scale[0, :, 0].contiguous(), weights, k_len)
-    return _of_pages(q, *pages(k, k_scale, table), weights, k_len)
+    return of_pages(q, *pages(k, k_scale, table), weights, k_len)
 
 
 def select(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], torch.Tensor] | None:
@@ -59,7 +59,7 @@ def _of_one_request(
     return lambda: run(q, (k, k_scale), weights, first, k_len, False)
 
 
-def _of_pages(
+def of_pages(
     q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, weights: torch.Tensor, k_len: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     deep_gemm, lengths = library(), k_len[:, None].contiguous()  # (R, 1)

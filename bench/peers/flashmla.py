@@ -18,7 +18,7 @@ from bench.peers import vllm_ops
 
 _DIM = 512
 _HEADS = (64, 128)
-_PREFILL_STEP, _DECODE_STEP = 128, 64  # lists have multiples of so many places
+PREFILL_STEP, _DECODE_STEP = 128, 64  # lists have multiples of so many places
 _PAGE = 64  # rows of the FP8 cache; a page has all their codes, 576 bytes a row, before all scales, 8 a row
 _ROPE = 64  # channels
 _ROW, _CODES = 584, 576  # bytes
@@ -73,7 +73,7 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
     return run(args, lists(args, kwargs.get("window", 128)), _DIM**-0.5 if scale is None else scale)
 
 
-def _library() -> Any:
+def library() -> Any:
     return vllm_ops.library("_flashmla_C", "sparse_prefill_fwd", "_flashmla_C*.so")
 
 
@@ -81,10 +81,10 @@ def _prefill(args: tuple[Any, ...], seen: Lists, scale: float) -> Callable[[], t
     near, *far = seen.index
     first = len(seen.caches[0].rows)  # the entries' rows come behind
     index = torch.cat((near, *(torch.where(i < 0, -1, i + first) for i in far)), 1)
-    index, count = packed(index, _PREFILL_STEP)
+    index, count = packed(index, PREFILL_STEP)
     kv = torch.cat([cache.rows for cache in seen.caches])[:, None]
     (q, sink), heads = _heads(args), args[0].shape[1]
-    run, out = _library().sparse_prefill_fwd, torch.empty_like(q)
+    run, out = library().sparse_prefill_fwd, torch.empty_like(q)
 
     def call() -> torch.Tensor:
         run(q, kv, index[:, None], scale, _DIM, sink, count, out)
@@ -100,7 +100,7 @@ def _decode(args: tuple[Any, ...], seen: Lists, scale: float) -> Callable[[], to
         index, count = packed(index, _DECODE_STEP)
         given[:] = paged(cache.rows), index[:, None], count
     (q, sink), heads = _heads(args), args[0].shape[1]
-    run, out = _library().sparse_decode_fwd, torch.empty_like(q)[:, None]
+    run, out = library().sparse_decode_fwd, torch.empty_like(q)[:, None]
 
     def with_plan(plan: Any, splits: Any) -> Any:
         return run(q[:, None], *near, sink, plan, splits, *far, _DIM, scale, out)
