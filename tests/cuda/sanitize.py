@@ -68,7 +68,7 @@ def kernels(names: list[str]) -> list[compile.Request]:
 def run(name: str) -> int:
     """All calls of an op; how many there were."""
     calls, gen = 0, torch.Generator().manual_seed(0)
-    for _, _, args, kwargs in calls_of(name):
+    for row, _, args, kwargs in calls_of(name):
         moved = [
             a if not isinstance(a, torch.Tensor) else (a if a.is_floating_point() else hostile(a, gen)).cuda()
             for a in args
@@ -76,6 +76,8 @@ def run(name: str) -> int:
         ways = [moved]
         if name.startswith("sdpa_decode") and moved[1].shape == moved[2].shape:
             ways.append([*moved[:2], moved[1], *moved[3:]])  # one tensor for both caches has kernels of its own
+        elif shared := getattr(OPS[name].module(row.file), "shared", None):
+            ways.append(shared(moved))
         for each in ways:
             getattr(torch.ops.attnkit, name)(*each, **kwargs)
             torch.cuda.synchronize()
