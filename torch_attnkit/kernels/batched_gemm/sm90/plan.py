@@ -35,6 +35,11 @@ _FEW_MEETING = 300
 # Of all multiprocessors those that clusters of 4 fill. 128 blocks of an H200 took as long as twice their work in
 # clusters of 2, so they were no one wave.
 _FILLED_BY_4 = 0.9
+# us of an H200, by which few tokens go to one kernel or the other: what a call takes at least, and for a box's row that
+# is decoded, and multiplied with a column; by ``wgmma`` at least, and for a clock of each number of K. Fitted to 1 and
+# 32 tokens (``wgmma``: 32 and 128) of 8 and 16 groups of 1024 x 4096.
+_FEW_LEAST, _FEW_DECODED, _FEW_MULTIPLIED = 4.0, 0.0046, 0.00013
+_FP4_LEAST, _FP4_CLOCK = 10.9, 0.184 / 4096
 # Of FP4 weights by ``wgmma``: warps that multiply, tokens of a work tile.
 _FP4_WARPS = 8
 FP4_WIDTHS = tuple(range(32, 256, 16))
@@ -178,7 +183,8 @@ class Few:
 
 
 def few(problem: Fp4Problem, sms: int) -> Few | None:
-    """For so few tokens that a slice's fit into shared memory; codes must start and end where TMA takes them."""
+    """For so few tokens that a slice's fit into shared memory, unless ``wgmma`` has done them sooner; codes must start
+    and end where TMA takes them."""
     p = problem
     columns = next((c for c in FEW_COLUMNS if c >= p.tokens), None)
     if columns is None or _code_alignment(p.k, p.weight) != CODE_ALIGNMENT or p.weight_scale[-1] > _MOST_SCALE_STEP:
@@ -196,7 +202,12 @@ def few(problem: Fp4Problem, sms: int) -> Few | None:
         waves = -(-(-(-p.n // few.rows) * p.groups * few.slices) // filled)
         return waves * few.boxes * (few.rows + columns) + _FEW_MEETING * (few.slices > 1), -few.rows
 
-    return min((few for few in made if few.stages >= min(2, few.boxes)), key=cost, default=None)
+    best = min((few for few in made if few.stages >= min(2, few.boxes)), key=cost, default=None)
+    if best is None:
+        return None
+    taken = _FEW_LEAST + cost(best)[0] * (_FEW_DECODED + _FEW_MULTIPLIED * columns)
+    by_wgmma = _FP4_LEAST + _FP4_CLOCK * p.k * min(_fp4_clocks(p, sms, width) for width in FP4_WIDTHS)
+    return best if taken <= by_wgmma else None
 
 
 @dataclass(frozen=True)
@@ -216,13 +227,8 @@ class Fp4Plan:
 
 
 def fp4(problem: Fp4Problem, sms: int) -> Fp4Plan:
-    p = problem
-    rows = -(-p.n // (WARP_ROWS * _FP4_WARPS)) * p.groups  # tiles
-
-    def cost(width: int) -> int:
-        return -(-rows * -(-p.tokens // width) // sms) * (max(width, _FP4_STEP) + _FP4_BETWEEN)
-
-    width = min(FP4_WIDTHS, key=cost)
+    p, rows = problem, _fp4_rows(problem)
+    width = min(FP4_WIDTHS, key=lambda width: _fp4_clocks(p, sms, width))
     tiles = -(-p.tokens // width)
     columns = -(-p.tokens // (8 * tiles)) * 8  # of all work tiles about as many
     spans = -(-p.k // SPAN)
@@ -238,6 +244,16 @@ def fp4(problem: Fp4Problem, sms: int) -> Fp4Plan:
         prepare_blocks=min(_PREPARE_BLOCKS * sms, -(-p.tokens * p.groups * spans // 64)),
         blocks=min(sms, rows * tiles),
     )
+
+
+def _fp4_rows(p: Fp4Problem) -> int:
+    """Tiles of rows of all groups."""
+    return -(-p.n // (WARP_ROWS * _FP4_WARPS)) * p.groups
+
+
+def _fp4_clocks(p: Fp4Problem, sms: int, width: int) -> int:
+    """Of a step over K, of all work tiles of a multiprocessor, which have up to ``width`` tokens."""
+    return -(-_fp4_rows(p) * -(-p.tokens // width) // sms) * (max(width, _FP4_STEP) + _FP4_BETWEEN)
 
 
 def scale_kind(problem: Fp4Problem) -> int:
