@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from torch_attnkit.cuda import copies, fp4
+from torch_attnkit.cuda import copies, fp4, l2
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.fp4_weights import LOWERED, both, both_of_two, decode, factors_of_e4m3, factors_of_e8m0
@@ -73,7 +73,7 @@ class Fp4FewTokens:
         tiles = (Int32(mOut.shape[2]) + (c.rows - 1)) // c.rows
         self.kernel(mO, mScale, mOGlobal, mWeightGlobal, weights, self._loads(weights.codes), mOut).launch(
             grid=[c.slices * tiles, Int32(mOut.shape[1]), 1], block=[c.threads, 1, 1], cluster=[c.slices, 1, 1],
-            stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100, use_pdl=c.early,
+            stream=stream, min_blocks_per_mp=c.resident, preferred_smem_carveout=100, use_pdl=c.early,
         )  # fmt: skip
 
     def _box(self) -> cute.Layout:
@@ -101,11 +101,15 @@ class Fp4FewTokens:
         boxes = cutlass.min(cutlass.max(boxes, Int32(0)), Int32(c.boxes))
         if warp == 0:
             cpasync.prefetch_descriptor(loads.atom)
+        if const_expr(c.prefetch):
+            self._prefetch(weights, tile, first)
+        self._clear(shared)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(c.resident == 1):
+            cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        rSum = cute.make_rmem_tensor(cute.make_layout((4, c.columns // 8, c.warp_tiles)), Float32)
+        rSum = self._sums()
         rSum.fill(0.0)
         self._multiply(rSum, mO, mScale, weights, loads, tile, first, boxes, shared, warp)
         cute.arch.barrier()  # sums stand where tokens stood
@@ -114,6 +118,49 @@ class Fp4FewTokens:
         self._total(mOGlobal, mWeightGlobal, mOut, tile, slice_, shared.tokens)
         if const_expr(c.slices > 1):
             self._meet()  # none may leave while others read its memory
+
+    @cute.jit
+    def _prefetch(self, weights: Matrices, tile: WorkTile, first: Int32):
+        """The block's codes and scales to L2, where they are what the launch before leaves, whenever it does so: a row
+        a thread."""
+        c, codes, scale = self.c, weights.codes, weights.scale
+        thread = cute.arch.thread_idx()[0]
+        at, nbytes = first * ROW_BYTES, Int32(codes.shape[2])
+        row = cutlass.min(tile.row * c.rows + thread % c.rows, Int32(codes.shape[1]) - 1)
+        if thread < c.rows:
+            if at < nbytes:
+                start = codes.iterator.toint() + Int64(tile.expert) * codes.stride[0] + Int64(row) * codes.stride[1]
+                count = cutlass.min(nbytes - at, Int32(c.boxes * ROW_BYTES))
+                l2.prefetch_bulk(start + at, count)
+        elif thread < 2 * c.rows:
+            base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
+            each = const_expr(c.boxes * BOX // self.block)  # scales of a row
+            if const_expr(self.tokens.swizzled):
+                # A tile of four scales of 128 rows is 512 bytes.
+                tiles = const_expr(each // 4)
+                part = base + (Int64(row // 128) * Int32(scale.shape[2]) * 128 + first * (BOX // self.block) * 128)
+                for i in cutlass.range_constexpr(-(-tiles * 4 // c.rows)):
+                    line = i * c.rows + thread % c.rows
+                    if first * (BOX // self.block) + line < Int32(scale.shape[2]):
+                        if line < tiles * 4:
+                            l2.prefetch(part + line * 128)
+            else:
+                begin = first * (BOX // self.block)
+                last = cutlass.min(begin + each, nbytes * 2 // self.block) - 1
+                for i in cutlass.range_constexpr(each // 128 + 1):
+                    place = cutlass.min(begin + i * 128, last)
+                    if place >= begin:
+                        l2.prefetch(base + Int64(row) * scale.stride[1] + place)
+
+    def _sums(self) -> cute.Tensor:
+        return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, self.c.warp_tiles)), Float32)
+
+    def _clear(self, shared: Shared) -> None:
+        """Shared memory that must hold zeros before tokens come."""
+
+    def _raised(self) -> float:
+        """What sums are multiplied by."""
+        return 2.0 ** LOWERED[self.c.format]
 
     def _meet(self) -> None:
         """All threads of the cluster."""
@@ -137,7 +184,7 @@ class Fp4FewTokens:
         return Shared(
             ring=Ring(full, empty, c.stages),
             sW=memory.allocate_tensor(Uint8, boxes, 1024, swizzle=cute.make_swizzle(3, 4, 3)),
-            tokens=memory.allocate(c.fixed_bytes, 128).toint(),
+            tokens=memory.allocate(c.fixed_bytes, 128 if c.kind == "sync" else 1024).toint(),
         )
 
     def _ring(self, shared: Shared, team: Any) -> Ring:
@@ -171,6 +218,8 @@ class Fp4FewTokens:
         if loading:
             for k in cutlass.range(part, cutlass.min(boxes, Int32(c.stages)), c.parts, unroll=1):
                 self._load(loads, tile, team, first, k, shared)
+        if const_expr(c.resident > 1):  # whose blocks then bring their own weights nearer
+            cute.arch.griddepcontrol_launch_dependents()
         starts = self._starts(weights, tile, row_warp)
         rNext = self._scales_ahead(weights, starts, first, part, boxes)
         self._bring_tokens(mO, mScale, tile, first, boxes, shared, warp)
@@ -349,7 +398,7 @@ class Fp4FewTokens:
                 y = parts[0][j]
                 for part in parts[1:]:
                     y = y + part[j]
-                y = y * Float32(2.0 ** LOWERED[c.format])
+                y = y * Float32(self._raised())
                 for given, divisor in zip(self.divisors, (mOGlobal, mWeightGlobal), strict=True):
                     y = fp4.divide(y, divisor[0]) if const_expr(given) else y
                 results.append(y.to(mOut.element_type))

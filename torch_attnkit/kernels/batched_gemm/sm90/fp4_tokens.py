@@ -67,13 +67,17 @@ class Tokens(Fixed):
 
     def permuted(self, rCodes: cute.Tensor, scales: list[Int32], quarter: Int32) -> list[list[Int32]]:
         """What ``read`` gave as bf16, in the order of decoding."""
+        return self.spans.turned(self.numbers(rCodes, scales), quarter)
+
+    def numbers(self, rCodes: cute.Tensor, scales: list[Int32]) -> list[Int32]:
+        """The same as this lane has them: words (w, q) that belong to lane q."""
         scales = [fp4.e4m3_values(s)[0] if self.format == "nvfp4" else fp4.ue8m0_value(s) for s in scales]
         words = []
         for w in range(_EACH // 8):
             for pair in decode(rCodes[w], Uint32(_TWO_TO_126)):
                 numbers = (fp4.times(x, scales[w * 8 // self.block]) for x in fp4.floats(BFloat16, Int32(pair)))
                 words.append(op.pack(BFloat16, *numbers))
-        return self.spans.turned(words, quarter)
+        return words
 
     def _scale(self, mScale: cute.Tensor, group: Int32, row: Int32, block: Int32) -> Int32:
         """A scale's byte."""

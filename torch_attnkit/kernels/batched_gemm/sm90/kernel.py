@@ -12,6 +12,7 @@ from ...grouped_gemm.sm90.arguments import Matrices
 from ...grouped_gemm.sm90.config import CODE_ALIGNMENT, WgmmaConfig
 from ..plan import CHUNK
 from .fp4_few import Fp4FewTokens
+from .fp4_few_wgmma import Fp4FewByWgmma
 from .fp4_tokens import Tokens
 from .fp4_wgmma import Fp4GroupProducts
 from .plan import Few, Tile
@@ -47,7 +48,8 @@ def trace_fp4_few(
     """``config``: a ``Few``."""
     few = Few(*config)
     out = fake.tensor(out_dtype, (None, None, None), align=8 if even else 2)
-    made = Fp4FewTokens(few, Tokens(few.format, swizzled, o_alignment), divisors, even)
+    kernel = Fp4FewTokens if few.kind == "sync" else Fp4FewByWgmma
+    made = kernel(few, Tokens(few.format, swizzled, o_alignment), divisors, even)
     return made, [*_coded(o_alignment, CODE_ALIGNMENT), out, fake.stream()]
 
 

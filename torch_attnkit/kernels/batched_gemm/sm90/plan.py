@@ -127,11 +127,24 @@ class Few:
     boxes: int
     scale_vector: int
     early: bool = True  # whether the launch begins while the one before it ends
+    # "sync": bf16 by ``mma.sync``; "bf16": the same by ``wgmma``; "codes": codes as E4M3 by ``wgmma``, of 1, 2, 4 or 8
+    # tokens
+    kind: str = "sync"
+    most_warps: int = 0  # 0: as many as ``sync`` has
+    resident: int = 1  # blocks for which a multiprocessor has room
+    prefetch: bool = False  # whether weights are brought to L2 before the launch before has ended
+    held: int = 0  # tokens of "sync" that there are at most, 0: as many as columns
 
     @property
     def warp_tiles(self) -> int:
         """Of 16 rows of a warp. Of many tokens, what is read of them serves two."""
-        return 2 if self.rows == 256 or self.columns == 32 else 1
+        return 2 if self.kind == "sync" and (self.rows == 256 or self.columns == 32) else 1
+
+    @property
+    def mma_columns(self) -> int:
+        """Of a product by ``wgmma``. Of codes, every quarter of a span has columns of its own: a pair for two tokens,
+        or for both blocks of one."""
+        return 8 * -(-self.columns // 2) if self.kind == "codes" else self.columns
 
     @property
     def row_warps(self) -> int:
@@ -141,7 +154,7 @@ class Few:
     @property
     def parts(self) -> int:
         """Warps of the same rows, which take boxes in turns."""
-        return min(_FEW_WARPS[self.columns] // self.row_warps, self.boxes)
+        return min((self.most_warps or _FEW_WARPS[self.columns]) // self.row_warps, self.boxes)
 
     @property
     def warps(self) -> int:
@@ -174,12 +187,23 @@ class Few:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the ring: tokens, and later sums."""
-        return self.columns * max(self.row_bytes, self.parts * self.sum_pitch * 4)
+        sums = self.columns * self.parts * self.sum_pitch * 4
+        if self.kind == "codes":
+            return max(self.code_bytes + self.boxes * FP4_BOX // BLOCK[self.format] * self.columns * 4, sums)
+        if self.kind == "bf16":
+            return max(self.columns * self.boxes * FP4_BOX * 2, sums)
+        return max((self.held or self.columns) * self.row_bytes, sums)
+
+    @property
+    def code_bytes(self) -> int:
+        """Of the tokens' codes."""
+        return self.mma_columns * self.boxes * FP4_BOX
 
     @property
     def stages(self) -> int:
         """All boxes, if there is room, so that all are on their way from the start."""
-        return min(self.boxes, (_SHARED - self.fixed_bytes) // (self.rows * FP4_BOX // 2))
+        room = _SHARED // self.resident - (1 << 10) * (self.kind != "sync") - self.fixed_bytes
+        return min(self.boxes, room // (self.rows * FP4_BOX // 2))
 
 
 def few(problem: Fp4Problem, sms: int) -> Few | None:

@@ -1,0 +1,346 @@
+"""Products of groups of FP4 numbers for few tokens on Hopper by ``wgmma``: weights are its first operand, in registers.
+
+    bf16   weights decoded to bf16, as ``fp4_few.py`` does, times tokens in bf16
+    codes  codes of either side as E4M3, exact, so that decoding is two masks for four numbers; scales are for the sums
+
+A sum of codes must be of one block of either side. A lane's 16 bytes of a row of weights are numbers of its own blocks,
+so every quarter of 128 numbers has columns of its own, which hold zeros in the other lanes' places: a pair of columns
+for each two tokens, or of one token for the first and the second NVFP4 block of a lane. What a lane receives are then
+the sums of its own blocks. E4M3 products of E2M1 numbers add up exactly, for there are few, 36 the largest and 1/4 the
+smallest. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from torch_attnkit.cuda import copies, fp4
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.fp4 import permute_bytes
+from torch_attnkit.cuda.fp4_weights import LOWERED, decode
+
+from ...grouped_gemm.sm90.arguments import Matrices
+from ...grouped_gemm.sm90.config import BOX, SPAN
+from ...grouped_gemm.sm90.mainloop import load_words, row_of
+from ...grouped_gemm.sm90.schedule import WorkTile
+from ...grouped_gemm.sm90.shared import ROW_BYTES, Loads
+from .fp4_few import Fp4FewTokens, Shared, _copy
+from .fp4_tokens import Tokens
+from .plan import FEW_BOX_ROWS, Few
+
+_SPANS = BOX // SPAN  # of a box
+_ROW = 128  # bytes of a column's row of shared memory, within which chunks of 16 are swizzled
+_TOGETHER = 4  # words of a token that a thread loads before it stores one
+_WORDS = SPAN // 8  # of a span
+_SIGNS, _REST = 0x80808080, 0x1C1C1C1C  # of E4M3, where E2M1's exponent and mantissa give the number times 2^-6
+_LOWERED = {"nvfp4": 12, "mxfp4": 63}  # powers of two by which sums of codes are too small
+
+
+def _e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
+    """Codes 0, 2, 4, 6 and 1, 3, 5, 7 of a word as E4M3 numbers, 2^-6 of theirs."""
+    low = ((word << 4) & Uint32(_SIGNS)) | ((word << 2) & Uint32(_REST))
+    return low, (word & Uint32(_SIGNS)) | ((word >> 2) & Uint32(_REST))
+
+
+class Fp4FewByWgmma(Fp4FewTokens):
+    def __init__(self, config: Few, tokens: Tokens, divisors: tuple[bool, bool], even: bool):
+        super().__init__(config, tokens, divisors, even)
+        self.codes = config.kind == "codes"
+        self.element = Float8E4M3FN if self.codes else BFloat16
+        self.each = 32 // self.block if self.codes else 0  # blocks of a lane's 32 numbers
+        # Whether both blocks of a lane are multiplied together, into columns of their own, as those of one token are.
+        self.together = self.each == 1 or config.columns == 1
+        self.sets = 1 if self.together else 2  # of sums of a span
+
+    def _mma(self) -> cute.TiledMma:
+        return hopper.make_trivial_tiled_mma(
+            self.element, self.element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1),
+            (64, self.c.mma_columns), warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    def _columns(self, tokens: Int32) -> cute.Tensor:
+        """(columns, numbers of 128 bytes, rows of all of the slice) in shared memory."""
+        numbers = _ROW * 8 // self.element.width
+        rows = self.c.boxes * BOX // numbers
+        layout = cute.make_layout(
+            ((8, self.c.mma_columns // 8), (numbers, 1), rows),
+            stride=((numbers, 8 * numbers), (1, 0), self.c.mma_columns * numbers),
+        )  # fmt: skip
+        pointer = cute.make_ptr(self.element, tokens, cute.AddressSpace.smem, assumed_align=1024)
+        return cute.make_tensor(cute.recast_ptr(pointer, cute.make_swizzle(3, 4, 3), dtype=self.element), layout)
+
+    def _sums(self) -> cute.Tensor:
+        if self.codes:
+            return cute.make_rmem_tensor(cute.make_layout((2, self.c.columns)), Float32)  # of a lane's rows
+        return cute.make_rmem_tensor(self._mma().partition_shape_C((64, self.c.columns)), Float32)
+
+    def _raised(self) -> float:
+        return 2.0 ** (_LOWERED if self.codes else LOWERED)[self.c.format]
+
+    @cute.jit
+    def _clear(self, shared: Shared):
+        if const_expr(self.codes):
+            zeros = [Int32(0)] * 4
+            for at in cutlass.range(cute.arch.thread_idx()[0] * 16, self.c.code_bytes, self.c.threads * 16, unroll=1):
+                copies.store_words(shared.tokens + at, zeros, cute.AddressSpace.smem)
+
+    @cute.jit
+    def _multiply(
+        self, rSum: cute.Tensor, mO: cute.Tensor, mScale: cute.Tensor, weights: Matrices, loads: Loads, tile: WorkTile,
+        first: Int32, boxes: Int32, shared: Shared, warp: Int32,
+    ):  # fmt: skip
+        c = self.c
+        warps_of_team = const_expr(c.row_warps // c.teams)
+        part, row_warp = warp // c.row_warps, warp % c.row_warps
+        team = row_warp // warps_of_team
+        ring = self._ring(shared, team)
+        loading = row_warp % warps_of_team == 0
+        if loading:
+            for k in cutlass.range(part, cutlass.min(boxes, Int32(c.stages)), c.parts, unroll=1):
+                self._load(loads, tile, team, first, k, shared)
+        if const_expr(c.resident > 1):  # whose blocks then bring their own weights nearer
+            cute.arch.griddepcontrol_launch_dependents()
+        starts = self._starts(weights, tile, row_warp)
+        rNext = self._scales_ahead(weights, starts, first, part, boxes)
+        if const_expr(self.codes):
+            self._bring_codes(mO, mScale, tile, first, boxes, shared)
+        else:
+            self._bring_numbers(mO, mScale, tile, first, boxes, shared, warp)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier()
+        mma = self._mma()
+        sX = self._columns(shared.tokens)
+        tB = mma.make_fragment_B(mma.get_slice(cute.arch.thread_idx()[0] % 128).partition_B(sX))
+        rA = [mma.make_fragment_A(mma.partition_shape_A((64, 4 * (32 if self.codes else 16)))) for _ in range(2)]
+        local = row_warp % warps_of_team * 16 + row_of(cute.arch.lane_idx())
+        for some in cutlass.range(part, boxes, c.ahead * c.parts, unroll=1):
+            rScale = [cute.make_rmem_tensor_like(r) for r in rNext]
+            _copy(rNext, rScale)
+            _copy(self._scales_ahead(weights, starts, first, some + c.ahead * c.parts, boxes), rNext)
+            for i in cutlass.range_constexpr(c.ahead):
+                k = some + i * c.parts
+                if k < boxes:
+                    ring.wait(k)
+                    box = shared.sW.iterator.toint() + (team * c.stages + ring.slot(k)) * (FEW_BOX_ROWS * ROW_BYTES)
+                    rMine = rScale[2 * i : 2 * i + 2]
+                    if const_expr(self.codes):
+                        self._box_of_codes(rSum, rA, tB, rMine, box, local, k, shared)
+                    else:
+                        self._box_of_numbers(rSum, rA, tB, rMine, box, local, k)
+                    cute.arch.sync_warp()
+                    if const_expr(c.stages < c.boxes):
+                        ring.release(k)
+                        if loading & (k + c.stages < boxes):
+                            self._load(loads, tile, team, first, k + c.stages, shared)
+
+    def _words(self, box: Int32, local: Int32, span: int) -> list[cute.Tensor]:
+        """The lane's codes of a span of both rows."""
+        at = box + local * ROW_BYTES + ((cute.arch.lane_idx() % 4 + span * 4) ^ (local & 7)) * 16
+        return [load_words(at + 8 * r * ROW_BYTES, 4) for r in range(2)]
+
+    @cute.jit
+    def _box_of_numbers(
+        self, rSum: cute.Tensor, rA: list[cute.Tensor], tB: cute.Tensor, rScale: list[cute.Tensor],
+        box: Int32, local: Int32, k: Int32,
+    ):  # fmt: skip
+        mma = self._mma()
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        for span in cutlass.range_constexpr(_SPANS):
+            words = self._words(box, local, span)
+            factors = self._factors(rScale[0], rScale[1], span, cute.arch.lane_idx() % 4)
+            for half in cutlass.range_constexpr(2):
+                if const_expr(span > 0):  # what was multiplied from these registers
+                    warpgroup.wait_group(1)
+                rWords = cute.recast_tensor(rA[half], Uint32)
+                for word in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        pairs = decode(words[r][2 * half + word], factors[r][half])
+                        for i in cutlass.range_constexpr(4):
+                            rWords[(0, r, i % 2), 0, 2 * word + i // 2] = pairs[i]
+                warpgroup.fence()
+                for i in cutlass.range_constexpr(4):
+                    rB = tB[None, None, i, (k * _SPANS + span) * 2 + half]
+                    cute.gemm(mma, rSum, rA[half][None, None, i], rB, rSum)
+                warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def _box_of_codes(
+        self, rSum: cute.Tensor, rA: list[cute.Tensor], tB: cute.Tensor, rScale: list[cute.Tensor],
+        box: Int32, local: Int32, k: Int32, shared: Shared,
+    ):  # fmt: skip
+        mma = self._mma()
+        shape = mma.partition_shape_C((64, self.c.mma_columns))
+        rPart = [[cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)] for _ in range(_SPANS)]
+        for span in cutlass.range_constexpr(_SPANS):
+            words = self._words(box, local, span)
+            rWords = cute.recast_tensor(rA[span], Uint32)
+            for word in cutlass.range_constexpr(4):
+                for r in cutlass.range_constexpr(2):
+                    rWords[(0, r, 0), 0, word], rWords[(0, r, 1), 0, word] = _e4m3(words[r][word])
+            warpgroup.fence()
+            for word in cutlass.range_constexpr(4):
+                mma.set(warpgroup.Field.ACCUMULATE, word % (4 // self.sets) != 0)
+                rC = rPart[span][word // 2 if self.sets == 2 else 0]
+                cute.gemm(mma, rC, rA[span][None, None, word], tB[None, None, word, k * _SPANS + span], rC)
+            warpgroup.commit_group()
+        for span in cutlass.range_constexpr(_SPANS):
+            warpgroup.wait_group(_SPANS - 1 - span)
+            self._fold(rSum, rPart[span], rScale, span, k * _SPANS + span, shared)
+
+    def _fold(
+        self, rSum: cute.Tensor, rPart: list[cute.Tensor], rScale: list[cute.Tensor], span: int, place: Int32,
+        shared: Shared,
+    ) -> None:  # fmt: skip
+        """A span's sums of the lane's blocks, times their scales of both sides."""
+        c, quarter = self.c, cute.arch.lane_idx() % 4
+        count = self.each * c.columns
+        at = shared.tokens + c.code_bytes + (place * 4 + quarter) * (count * 4)
+        tokens = load_words(at, count, Float32)
+        weights = self._weight_scales(rScale[0], rScale[1], span, quarter)
+        for block in range(self.each):
+            for t in range(c.columns):
+                column, group = (block, 0) if c.columns == 1 and self.each == 2 else (t % 2, t // 2)
+                for r in range(2):
+                    x = rPart[0 if self.sets == 1 else block][column + 2 * r + 4 * group]
+                    rSum[r, t] = op.fma(x, tokens[block * c.columns + t] * weights[r][block], rSum[r, t])
+
+    def _weight_scales(self, r0: cute.Tensor, r1: cute.Tensor, span: int, quarter: Int32) -> list[list[Float32]]:
+        """Of both rows the scales of the lane's blocks."""
+        if self.c.format == "nvfp4":
+            selector = cutlass.select_(quarter % 2 == 0, Int32(0x5410), Int32(0x7632))
+            four = permute_bytes(Int32(r0[span]), Int32(r1[span]), selector)
+            return [list(fp4.e4m3_values(four)), list(fp4.e4m3_values(four >> 16))]
+        two = permute_bytes(Int32(r0[span]), Int32(r1[span]), quarter * 0x11 + 0x40)
+        values = (fp4.ue8m0_value(byte) for byte in (two & 0xFF, two >> 8 & 0xFF))
+        return [[value * Float32(2.0 ** (12 - _LOWERED["mxfp4"]))] for value in values]
+
+    @cute.jit
+    def _bring_codes(
+        self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32, shared: Shared
+    ):
+        """A thread has words of eight codes, and scales, which it loads before it stores a word."""
+        c, thread = self.c, cute.arch.thread_idx()[0]
+        scales = self._token_scales(mScale, tile, first, Int32(mO.shape[2]) * 2 // self.block)
+        words = boxes * (_SPANS * _WORDS)
+        units = words * tile.columns
+        together = const_expr(min(_TOGETHER, -(-c.boxes * _SPANS * _WORDS * c.columns // c.threads)))
+        for start in cutlass.range(thread, units, c.threads * together, unroll=1):
+            found = []
+            for i in cutlass.range_constexpr(together):
+                unit = start + i * c.threads
+                place = first * (_SPANS * _WORDS) + unit % words
+                found.append(self._code_word(mO, tile.expert, unit // words, place, unit < units))
+            for i in cutlass.range_constexpr(together):
+                unit = start + i * c.threads
+                if unit < units:
+                    self._store_codes(shared, unit // words, unit % words, found[i])
+        for i in cutlass.range_constexpr(len(scales)):
+            unit = thread + i * c.threads
+            if unit < boxes * (BOX // self.block) * c.columns:
+                pointer = cute.make_ptr(
+                    Float32, shared.tokens + c.code_bytes + unit * 4, cute.AddressSpace.smem, assumed_align=4
+                )  # fmt: skip
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = scales[i]
+
+    @cute.jit
+    def _token_scales(self, mScale: cute.Tensor, tile: WorkTile, first: Int32, blocks: Int32):
+        """This thread's of the slice's scales, block by block of all tokens: numbers, zeros where there are none."""
+        c, per_box, scales = self.c, BOX // self.block, []
+        for i in cutlass.range_constexpr(-(-c.boxes * per_box * c.columns // c.threads)):
+            unit = cute.arch.thread_idx()[0] + i * c.threads
+            token, block = unit % c.columns, first * per_box + unit // c.columns
+            found = (token < tile.columns) & (block < blocks)
+            byte = self._scale_byte(mScale, tile.expert, token, block, found)
+            value = fp4.e4m3_values(byte)[0] if const_expr(c.format == "nvfp4") else fp4.ue8m0_value(byte)
+            scales.append(cutlass.select_(found, value, Float32(0.0)))
+        return scales
+
+    @cute.jit
+    def _code_word(self, mO: cute.Tensor, group: Int32, token: Int32, word: Int32, inside: cutlass.Boolean) -> Uint32:
+        found = Uint32(0)
+        if inside & (word * 4 < Int32(mO.shape[2])):
+            row = mO.iterator.toint() + Int64(token) * mO.stride[0] + Int64(group) * mO.stride[1]
+            pointer = cute.make_ptr(Uint32, row + word * 4, cute.AddressSpace.gmem, assumed_align=4)
+            found = Uint32(copies.scalar(pointer))
+        return found
+
+    @cute.jit
+    def _scale_byte(
+        self, mScale: cute.Tensor, group: Int32, token: Int32, block: Int32, inside: cutlass.Boolean
+    ) -> Int32:
+        found = Int32(0)
+        if inside:
+            found = self.tokens._scale(mScale, group, token, block)
+        return found
+
+    def _store_codes(self, shared: Shared, token: Int32, word: Int32, codes: Uint32) -> None:
+        """A token's word, in the columns of its lanes."""
+        span, quarter, w = word // _WORDS, word % _WORDS // 4, word % 4
+        if self.c.columns == 1 and self.each == 2:
+            pair, column = Int32(0), 2 * quarter + w // 2
+        else:
+            pair, column = token // 2, 2 * quarter + token % 2
+        at = shared.tokens + span * (self.c.mma_columns * _ROW) + pair * (8 * _ROW) + column * _ROW + quarter * 4
+        for i, four in enumerate(_e4m3(codes)):
+            pointer = cute.make_ptr(
+                Uint32, at + ((2 * w + i) ^ column) * 16, cute.AddressSpace.smem, assumed_align=4
+            )  # fmt: skip
+            cute.make_tensor(pointer, cute.make_layout(1))[0] = four
+
+    @cute.jit
+    def _bring_numbers(
+        self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32, shared: Shared,
+        warp: Int32,
+    ):  # fmt: skip
+        """A quad of lanes has a span of a token at a time, neighbours those of neighbouring tokens; each lane stores
+        its words where they belong."""
+        c, lane = self.c, cute.arch.lane_idx()
+        quarter = lane % 4
+        units = boxes * _SPANS * tile.columns
+        step = const_expr(c.warps * 8)
+        together = const_expr(min(_TOGETHER, -(-c.boxes * _SPANS * c.columns // step)))
+        for start in cutlass.range(warp * 8 + lane // 4, units, step * together, unroll=1):
+            found = []
+            for i in cutlass.range_constexpr(together):
+                unit = start + i * step
+                place = first * _SPANS + unit // tile.columns
+                token = unit % tile.columns
+                found.append(self.tokens.read(mO, mScale, tile.expert, token, place, unit < units, quarter))
+            for i in cutlass.range_constexpr(together):
+                unit = start + i * step
+                if unit < units:
+                    token, words = unit % tile.columns, self.tokens.numbers(*found[i])
+                    at = shared.tokens + unit // tile.columns * (c.columns * 2 * _ROW) + token // 8 * (8 * _ROW)
+                    at += token % 8 * _ROW + quarter * 4
+                    for w in cutlass.range_constexpr(16):
+                        place = at + w // 8 * (c.columns * _ROW) + ((w % 8) ^ (token % 8)) * 16
+                        pointer = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4)
+                        cute.make_tensor(pointer, cute.make_layout(1))[0] = words[w]
+
+    @cute.jit
+    def _leave(self, rSum: cute.Tensor, sums: Int32, warp: Int32):
+        c, lane = self.c, cute.arch.lane_idx()
+        row = warp % c.row_warps * 16 + row_of(lane)
+        at = sums + (warp // c.row_warps * c.columns * c.sum_pitch + row) * 4
+        if const_expr(self.codes):
+            for t in cutlass.range_constexpr(c.columns):
+                for r in cutlass.range_constexpr(2):
+                    total = rSum[r, t]
+                    for distance in cutlass.range_constexpr(1, 3):
+                        total = total + cute.arch.shuffle_sync_bfly(total, distance)
+                    if lane % 4 == (2 * t + r) % 4:
+                        self._put(at + (t * c.sum_pitch + 8 * r) * 4, total)
+        else:
+            at += lane % 4 * 2 * c.sum_pitch * 4
+            for g in cutlass.range_constexpr(c.columns // 8):
+                for x in cutlass.range_constexpr(4):
+                    self._put(at + ((8 * g + x % 2) * c.sum_pitch + x // 2 * 8) * 4, rSum[4 * g + x])
+
+    def _put(self, place: Int32, value: Float32) -> None:
+        pointer = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=4)
+        cute.make_tensor(pointer, cute.make_layout(1))[0] = value
