@@ -19,9 +19,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda import copies, fp4, l2
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.fp4_weights import LOWERED, both, both_of_two, decode, factors_of_e4m3, factors_of_e8m0
 from torch_attnkit.cuda.ring import Fixed, Ring
@@ -39,6 +41,13 @@ _SPANS = BOX // SPAN  # of a box
 _EACH = 4  # results that a thread adds up and stores together
 _QUADS = 8  # of a warp, each with a span of a token
 _TOGETHER = 4  # spans that a quad loads before it decodes one
+
+
+@dsl_user_op
+def _prefetch_bulk(source: Int64, nbytes: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """A thread's bytes of device memory to L2, from a multiple of 16 on and as many as a multiple of 16."""
+    text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
+    asm(None, [Int64(source), Int32(nbytes)], text, memory=True, loc=loc, ip=ip)
 
 
 @dataclass
@@ -101,9 +110,8 @@ class Fp4FewTokens:
         boxes = cutlass.min(cutlass.max(boxes, Int32(0)), Int32(c.boxes))
         if warp == 0:
             cpasync.prefetch_descriptor(loads.atom)
-        if const_expr(c.prefetch):
+        if const_expr(c.prefetch > 0):
             self._prefetch(weights, tile, first)
-        self._clear(shared)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if const_expr(c.resident == 1):
@@ -130,8 +138,8 @@ class Fp4FewTokens:
         if thread < c.rows:
             if at < nbytes:
                 start = codes.iterator.toint() + Int64(tile.expert) * codes.stride[0] + Int64(row) * codes.stride[1]
-                count = cutlass.min(nbytes - at, Int32(c.boxes * ROW_BYTES))
-                l2.prefetch_bulk(start + at, count)
+                count = cutlass.min(nbytes - at, Int32(min(c.boxes, c.prefetch) * ROW_BYTES))
+                _prefetch_bulk(start + at, count)
         elif thread < 2 * c.rows:
             base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
             each = const_expr(c.boxes * BOX // self.block)  # scales of a row
@@ -155,9 +163,6 @@ class Fp4FewTokens:
     def _sums(self) -> cute.Tensor:
         return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, self.c.warp_tiles)), Float32)
 
-    def _clear(self, shared: Shared) -> None:
-        """Shared memory that must hold zeros before tokens come."""
-
     def _raised(self) -> float:
         """What sums are multiplied by."""
         return 2.0 ** LOWERED[self.c.format]
@@ -175,11 +180,10 @@ class Fp4FewTokens:
         c, memory = self.c, cutlass.memory.SmemAllocator()
         places = const_expr(c.stages * c.teams)
         full, empty = (memory.allocate_array(cutlass.Int64, places) for _ in range(2))
-        if warp == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(places):
-                    cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, c.row_warps // c.teams)
+        thread = cute.arch.thread_idx()[0]
+        if thread < places:
+            cute.arch.mbarrier_init(full + thread, 1)
+            cute.arch.mbarrier_init(empty + thread, c.row_warps // c.teams)
         boxes = cute.append(self._box(), cute.make_layout(places, stride=FEW_BOX_ROWS * ROW_BYTES))
         return Shared(
             ring=Ring(full, empty, c.stages),
@@ -389,10 +393,13 @@ class Fp4FewTokens:
             token, row = unit // fours, (slice_ * fours + unit % fours) * _EACH
             at = sums + (token * c.sum_pitch + row) * 4
             places = [at + part * (c.columns * c.sum_pitch * 4) for part in range(c.parts)]
-            parts = [
-                op.load_cluster_floats(4, op.cluster_address(place, Int32(i)), Int32(1))
-                for i in range(c.slices) for place in places
-            ]  # fmt: skip
+            if const_expr(c.slices == 1):
+                parts = [load_words(place, 4, Float32) for place in places]
+            else:
+                parts = [
+                    op.load_cluster_floats(4, op.cluster_address(place, Int32(i)), Int32(1))
+                    for i in range(c.slices) for place in places
+                ]  # fmt: skip
             results = []
             for j in cutlass.range_constexpr(_EACH):
                 y = parts[0][j]

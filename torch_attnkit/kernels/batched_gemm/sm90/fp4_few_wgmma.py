@@ -55,6 +55,8 @@ class Fp4FewByWgmma(Fp4FewTokens):
         # Whether both blocks of a lane are multiplied together, into columns of their own, as those of one token are.
         self.together = self.each == 1 or config.columns == 1
         self.sets = 1 if self.together else 2  # of sums of a span
+        # Spans that are multiplied at a time: one, where threads have registers for no more.
+        self.flying = 1 if config.threads * config.resident > 512 or self.sets * config.mma_columns > 32 else 2
 
     def _mma(self) -> cute.TiledMma:
         return hopper.make_trivial_tiled_mma(
@@ -83,10 +85,12 @@ class Fp4FewByWgmma(Fp4FewTokens):
 
     @cute.jit
     def _clear(self, shared: Shared):
-        if const_expr(self.codes):
-            zeros = [Int32(0)] * 4
-            for at in cutlass.range(cute.arch.thread_idx()[0] * 16, self.c.code_bytes, self.c.threads * 16, unroll=1):
-                copies.store_words(shared.tokens + at, zeros, cute.AddressSpace.smem)
+        """Zeros where other lanes have codes."""
+        zeros, chunks = [Int32(0)] * 4, const_expr(self.c.code_bytes // 16)
+        for i in cutlass.range_constexpr(-(-chunks // self.c.threads)):
+            chunk = cute.arch.thread_idx()[0] + i * self.c.threads
+            if chunk < chunks:
+                copies.store_words(shared.tokens + chunk * 16, zeros, cute.AddressSpace.smem)
 
     @cute.jit
     def _multiply(
@@ -99,6 +103,8 @@ class Fp4FewByWgmma(Fp4FewTokens):
         team = row_warp // warps_of_team
         ring = self._ring(shared, team)
         loading = row_warp % warps_of_team == 0
+        if const_expr(self.codes):
+            words, scales = self._read_codes(mO, mScale, tile, first)
         if loading:
             for k in cutlass.range(part, cutlass.min(boxes, Int32(c.stages)), c.parts, unroll=1):
                 self._load(loads, tile, team, first, k, shared)
@@ -107,7 +113,9 @@ class Fp4FewByWgmma(Fp4FewTokens):
         starts = self._starts(weights, tile, row_warp)
         rNext = self._scales_ahead(weights, starts, first, part, boxes)
         if const_expr(self.codes):
-            self._bring_codes(mO, mScale, tile, first, boxes, shared)
+            self._clear(shared)
+            cute.arch.barrier()
+            self._store_read(words, scales, shared)
         else:
             self._bring_numbers(mO, mScale, tile, first, boxes, shared, warp)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -136,6 +144,8 @@ class Fp4FewByWgmma(Fp4FewTokens):
                         ring.release(k)
                         if loading & (k + c.stages < boxes):
                             self._load(loads, tile, team, first, k + c.stages, shared)
+        if const_expr(not self.codes):
+            warpgroup.wait_group(0)
 
     def _words(self, box: Int32, local: Int32, span: int) -> list[cute.Tensor]:
         """The lane's codes of a span of both rows."""
@@ -153,8 +163,7 @@ class Fp4FewByWgmma(Fp4FewTokens):
             words = self._words(box, local, span)
             factors = self._factors(rScale[0], rScale[1], span, cute.arch.lane_idx() % 4)
             for half in cutlass.range_constexpr(2):
-                if const_expr(span > 0):  # what was multiplied from these registers
-                    warpgroup.wait_group(1)
+                warpgroup.wait_group(1)  # what was multiplied from these registers
                 rWords = cute.recast_tensor(rA[half], Uint32)
                 for word in cutlass.range_constexpr(2):
                     for r in cutlass.range_constexpr(2):
@@ -166,7 +175,6 @@ class Fp4FewByWgmma(Fp4FewTokens):
                     rB = tB[None, None, i, (k * _SPANS + span) * 2 + half]
                     cute.gemm(mma, rSum, rA[half][None, None, i], rB, rSum)
                 warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     @cute.jit
     def _box_of_codes(
@@ -175,22 +183,26 @@ class Fp4FewByWgmma(Fp4FewTokens):
     ):  # fmt: skip
         mma = self._mma()
         shape = mma.partition_shape_C((64, self.c.mma_columns))
-        rPart = [[cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)] for _ in range(_SPANS)]
+        rPart = [[cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)] for _ in range(self.flying)]
         for span in cutlass.range_constexpr(_SPANS):
-            words = self._words(box, local, span)
-            rWords = cute.recast_tensor(rA[span], Uint32)
+            words, turn = self._words(box, local, span), const_expr(span % self.flying)
+            rWords = cute.recast_tensor(rA[turn], Uint32)
             for word in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
                     rWords[(0, r, 0), 0, word], rWords[(0, r, 1), 0, word] = _e4m3(words[r][word])
             warpgroup.fence()
             for word in cutlass.range_constexpr(4):
                 mma.set(warpgroup.Field.ACCUMULATE, word % (4 // self.sets) != 0)
-                rC = rPart[span][word // 2 if self.sets == 2 else 0]
-                cute.gemm(mma, rC, rA[span][None, None, word], tB[None, None, word, k * _SPANS + span], rC)
+                rC = rPart[turn][word // 2 if self.sets == 2 else 0]
+                cute.gemm(mma, rC, rA[turn][None, None, word], tB[None, None, word, k * _SPANS + span], rC)
             warpgroup.commit_group()
-        for span in cutlass.range_constexpr(_SPANS):
-            warpgroup.wait_group(_SPANS - 1 - span)
-            self._fold(rSum, rPart[span], rScale, span, k * _SPANS + span, shared)
+            if const_expr(self.flying == 1):
+                warpgroup.wait_group(0)
+                self._fold(rSum, rPart[0], rScale, span, k * _SPANS + span, shared)
+        if const_expr(self.flying > 1):
+            for span in cutlass.range_constexpr(_SPANS):
+                warpgroup.wait_group(_SPANS - 1 - span)
+                self._fold(rSum, rPart[span], rScale, span, k * _SPANS + span, shared)
 
     def _fold(
         self, rSum: cute.Tensor, rPart: list[cute.Tensor], rScale: list[cute.Tensor], span: int, place: Int32,
@@ -220,32 +232,29 @@ class Fp4FewByWgmma(Fp4FewTokens):
         return [[value * Float32(2.0 ** (12 - _LOWERED["mxfp4"]))] for value in values]
 
     @cute.jit
-    def _bring_codes(
-        self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32, shared: Shared
-    ):
-        """A thread has words of eight codes, and scales, which it loads before it stores a word."""
-        c, thread = self.c, cute.arch.thread_idx()[0]
-        scales = self._token_scales(mScale, tile, first, Int32(mO.shape[2]) * 2 // self.block)
-        words = boxes * (_SPANS * _WORDS)
-        units = words * tile.columns
-        together = const_expr(min(_TOGETHER, -(-c.boxes * _SPANS * _WORDS * c.columns // c.threads)))
-        for start in cutlass.range(thread, units, c.threads * together, unroll=1):
-            found = []
-            for i in cutlass.range_constexpr(together):
-                unit = start + i * c.threads
-                place = first * (_SPANS * _WORDS) + unit % words
-                found.append(self._code_word(mO, tile.expert, unit // words, place, unit < units))
-            for i in cutlass.range_constexpr(together):
-                unit = start + i * c.threads
-                if unit < units:
-                    self._store_codes(shared, unit // words, unit % words, found[i])
+    def _read_codes(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32):
+        """This thread's words of eight codes of the slice, and its scales; zeros where there are none."""
+        c, count = self.c, self.c.boxes * _SPANS * _WORDS  # of a token
+        words = []
+        for i in cutlass.range_constexpr(-(-count * c.columns // c.threads)):
+            unit = cute.arch.thread_idx()[0] + i * c.threads
+            inside = unit // count < tile.columns
+            words.append(
+                self._code_word(mO, tile.expert, unit // count, first * (_SPANS * _WORDS) + unit % count, inside)
+            )
+        return words, self._token_scales(mScale, tile, first, Int32(mO.shape[2]) * 2 // self.block)
+
+    @cute.jit
+    def _store_read(self, words: list[Uint32], scales: list[Float32], shared: Shared):
+        c, count = self.c, self.c.boxes * _SPANS * _WORDS
+        for i in cutlass.range_constexpr(len(words)):
+            unit = cute.arch.thread_idx()[0] + i * c.threads
+            if unit < count * c.columns:
+                self._store_codes(shared, unit // count, unit % count, words[i])
         for i in cutlass.range_constexpr(len(scales)):
-            unit = thread + i * c.threads
-            if unit < boxes * (BOX // self.block) * c.columns:
-                pointer = cute.make_ptr(
-                    Float32, shared.tokens + c.code_bytes + unit * 4, cute.AddressSpace.smem, assumed_align=4
-                )  # fmt: skip
-                cute.make_tensor(pointer, cute.make_layout(1))[0] = scales[i]
+            unit = cute.arch.thread_idx()[0] + i * c.threads
+            if unit < c.boxes * (BOX // self.block) * c.columns:
+                self._put(shared.tokens + c.code_bytes + unit * 4, scales[i])
 
     @cute.jit
     def _token_scales(self, mScale: cute.Tensor, tile: WorkTile, first: Int32, blocks: Int32):

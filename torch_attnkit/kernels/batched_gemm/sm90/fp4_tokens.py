@@ -5,12 +5,16 @@ Codes times scales have at most six significant bits, so bf16 holds them, whatev
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint8, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda import copies, fp4
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.fp4_weights import decode
 from torch_attnkit.cuda.ring import Fixed
 
@@ -20,6 +24,12 @@ from ...grouped_gemm.sm90.permute import Spans
 
 _TWO_TO_126 = 0x7E807E80  # in bf16, twice: by which codes become their numbers
 _EACH = 32  # numbers of a row that a lane has
+
+
+@dsl_user_op
+def _multiply(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two products of bf16, rounded to nearest."""
+    return asm(Uint32, [a, b], "mul.rn.bf16x2 $0, $1, $2;", loc=loc, ip=ip)
 
 
 class Tokens(Fixed):
@@ -71,12 +81,12 @@ class Tokens(Fixed):
 
     def numbers(self, rCodes: cute.Tensor, scales: list[Int32]) -> list[Int32]:
         """The same as this lane has them: words (w, q) that belong to lane q."""
-        scales = [fp4.e4m3_values(s)[0] if self.format == "nvfp4" else fp4.ue8m0_value(s) for s in scales]
+        values = [fp4.e4m3_values(s)[0] if self.format == "nvfp4" else fp4.ue8m0_value(s) for s in scales]
+        pairs = [Uint32(op.pack(BFloat16, x, x)) for x in values]
         words = []
         for w in range(_EACH // 8):
             for pair in decode(rCodes[w], Uint32(_TWO_TO_126)):
-                numbers = (fp4.times(x, scales[w * 8 // self.block]) for x in fp4.floats(BFloat16, Int32(pair)))
-                words.append(op.pack(BFloat16, *numbers))
+                words.append(Int32(_multiply(pair, pairs[w * 8 // self.block])))
         return words
 
     def _scale(self, mScale: cute.Tensor, group: Int32, row: Int32, block: Int32) -> Int32:

@@ -42,6 +42,7 @@ def fp4(p: Fp4Problem, target: Target) -> Callable[[Operands], None]:
         run = compiled(
             "trace_fp4_wgmma", format=p.format, widths=many.widths, group=many.group, warps=many.warps,
             code_alignment=many.code_alignment, scale_vector=many.scale_vector, even=p.n % 2 == 0,
+            early=plan.FP4_EARLY,
         )  # fmt: skip
     # Whole multiples of 16 bytes come by TMA.
     by_tma = reader(Layout((p.groups, p.n, p.k // 2), (*p.weight, 1)), 1)

@@ -46,6 +46,7 @@ FP4_WIDTHS = tuple(range(32, 256, 16))
 # Tokens of a work tile up to which two steps over K are multiplied together; clocks that a step takes at least, for so
 # long codes are decoded, and more for what is done between products. Counted on grouped_gemm's figures.
 _FP4_NARROW, _FP4_STEP, _FP4_BETWEEN = 80, 45, 20
+FP4_EARLY = False  # whether the first of both launches begins while the one before it ends
 _PREPARE_BLOCKS = 8  # of a multiprocessor
 
 
@@ -132,8 +133,9 @@ class Few:
     kind: str = "sync"
     most_warps: int = 0  # 0: as many as ``sync`` has
     resident: int = 1  # blocks for which a multiprocessor has room
-    prefetch: bool = False  # whether weights are brought to L2 before the launch before has ended
+    prefetch: int = 0  # boxes of a slice that are brought to L2 before the launch before has ended
     held: int = 0  # tokens of "sync" that there are at most, 0: as many as columns
+    most_ahead: int = 2  # boxes of a warp whose scales are loaded together
 
     @property
     def warp_tiles(self) -> int:
@@ -163,7 +165,7 @@ class Few:
     @property
     def ahead(self) -> int:
         """Boxes of a warp whose scales are loaded together."""
-        return 2 // self.warp_tiles
+        return max(1, self.most_ahead // self.warp_tiles)
 
     @property
     def teams(self) -> int:
