@@ -12,6 +12,8 @@ smallest. Imports cutlass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
@@ -34,7 +36,6 @@ from .plan import FEW_BOX_ROWS, Few
 
 _SPANS = BOX // SPAN  # of a box
 _ROW = 128  # bytes of a column's row of shared memory, within which chunks of 16 are swizzled
-_TOGETHER = 4  # words of a token that a thread loads before it stores one
 _WORDS = SPAN // 8  # of a span
 _SIGNS, _REST = 0x80808080, 0x1C1C1C1C  # of E4M3, where E2M1's exponent and mantissa give the number times 2^-6
 _LOWERED = {"nvfp4": 12, "mxfp4": 63}  # powers of two by which sums of codes are too small
@@ -103,11 +104,13 @@ class Fp4FewByWgmma(Fp4FewTokens):
         team = row_warp // warps_of_team
         ring = self._ring(shared, team)
         loading = row_warp % warps_of_team == 0
-        if const_expr(self.codes):
-            words, scales = self._read_codes(mO, mScale, tile, first)
         if loading:
             for k in cutlass.range(part, cutlass.min(boxes, Int32(c.stages)), c.parts, unroll=1):
                 self._load(loads, tile, team, first, k, shared)
+        if const_expr(self.codes):
+            words, scales = self._read_codes(mO, mScale, tile, first)
+        else:
+            found = self._read_numbers(mO, mScale, tile, first, warp)
         if const_expr(c.resident > 1):  # whose blocks then bring their own weights nearer
             cute.arch.griddepcontrol_launch_dependents()
         starts = self._starts(weights, tile, row_warp)
@@ -117,7 +120,7 @@ class Fp4FewByWgmma(Fp4FewTokens):
             cute.arch.barrier()
             self._store_read(words, scales, shared)
         else:
-            self._bring_numbers(mO, mScale, tile, first, boxes, shared, warp)
+            self._store_numbers(found, shared, warp)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier()
         mma = self._mma()
@@ -296,40 +299,38 @@ class Fp4FewByWgmma(Fp4FewTokens):
             pair, column = token // 2, 2 * quarter + token % 2
         at = shared.tokens + span * (self.c.mma_columns * _ROW) + pair * (8 * _ROW) + column * _ROW + quarter * 4
         for i, four in enumerate(_e4m3(codes)):
-            pointer = cute.make_ptr(
-                Uint32, at + ((2 * w + i) ^ column) * 16, cute.AddressSpace.smem, assumed_align=4
-            )  # fmt: skip
-            cute.make_tensor(pointer, cute.make_layout(1))[0] = four
+            self._put(at + ((2 * w + i) ^ column) * 16, four, Uint32)
+
+    def _units(self, warp: Int32) -> list[tuple[Int32, Int32]]:
+        """A quad of lanes has a span of a token at a time, neighbours those of neighbouring tokens: those and spans."""
+        c, first = self.c, warp * 8 + cute.arch.lane_idx() // 4
+        units = (first + i * c.warps * 8 for i in range(-(-c.boxes * _SPANS * c.columns // (c.warps * 8))))
+        return [(unit % c.columns, unit // c.columns) for unit in units]
+
+    def _read_numbers(
+        self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, warp: Int32
+    ) -> list[tuple[cute.Tensor, list[Int32]]]:
+        quarter = cute.arch.lane_idx() % 4
+        return [
+            self.tokens.read(
+                mO, mScale, tile.expert, token, first * _SPANS + span,
+                (token < tile.columns) & (span < self.c.boxes * _SPANS), quarter,
+            )
+            for token, span in self._units(warp)
+        ]  # fmt: skip
 
     @cute.jit
-    def _bring_numbers(
-        self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32, shared: Shared,
-        warp: Int32,
-    ):  # fmt: skip
-        """A quad of lanes has a span of a token at a time, neighbours those of neighbouring tokens; each lane stores
-        its words where they belong."""
-        c, lane = self.c, cute.arch.lane_idx()
-        quarter = lane % 4
-        units = boxes * _SPANS * tile.columns
-        step = const_expr(c.warps * 8)
-        together = const_expr(min(_TOGETHER, -(-c.boxes * _SPANS * c.columns // step)))
-        for start in cutlass.range(warp * 8 + lane // 4, units, step * together, unroll=1):
-            found = []
-            for i in cutlass.range_constexpr(together):
-                unit = start + i * step
-                place = first * _SPANS + unit // tile.columns
-                token = unit % tile.columns
-                found.append(self.tokens.read(mO, mScale, tile.expert, token, place, unit < units, quarter))
-            for i in cutlass.range_constexpr(together):
-                unit = start + i * step
-                if unit < units:
-                    token, words = unit % tile.columns, self.tokens.numbers(*found[i])
-                    at = shared.tokens + unit // tile.columns * (c.columns * 2 * _ROW) + token // 8 * (8 * _ROW)
-                    at += token % 8 * _ROW + quarter * 4
-                    for w in cutlass.range_constexpr(16):
-                        place = at + w // 8 * (c.columns * _ROW) + ((w % 8) ^ (token % 8)) * 16
-                        pointer = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4)
-                        cute.make_tensor(pointer, cute.make_layout(1))[0] = words[w]
+    def _store_numbers(self, found: list[tuple[cute.Tensor, list[Int32]]], shared: Shared, warp: Int32):
+        """Each lane stores its words where they belong. Columns behind the last token are zeros."""
+        c, units = self.c, self._units(warp)
+        for i in cutlass.range_constexpr(len(units)):
+            token, span = units[i]
+            if span < c.boxes * _SPANS:
+                words = self.tokens.numbers(*found[i])
+                at = shared.tokens + span * (c.columns * 2 * _ROW) + token // 8 * (8 * _ROW) + token % 8 * _ROW
+                for w in cutlass.range_constexpr(16):
+                    place = at + w // 8 * (c.columns * _ROW) + ((w % 8) ^ (token % 8)) * 16
+                    self._put(place + cute.arch.lane_idx() % 4 * 4, words[w], Int32)
 
     @cute.jit
     def _leave(self, rSum: cute.Tensor, sums: Int32, warp: Int32):
@@ -350,6 +351,7 @@ class Fp4FewByWgmma(Fp4FewTokens):
                 for x in cutlass.range_constexpr(4):
                     self._put(at + ((8 * g + x % 2) * c.sum_pitch + x // 2 * 8) * 4, rSum[4 * g + x])
 
-    def _put(self, place: Int32, value: Float32) -> None:
-        pointer = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=4)
+    def _put(self, place: Int32, value: Any, kind: Any = Float32) -> None:
+        """A word to shared memory."""
+        pointer = cute.make_ptr(kind, place, cute.AddressSpace.smem, assumed_align=4)
         cute.make_tensor(pointer, cute.make_layout(1))[0] = value
