@@ -121,6 +121,35 @@ def test_few_tokens_go_to_the_kernel_that_was_faster(groups, tokens, few):
     assert (plan.few(p, 132) is not None) == few
 
 
+KINDS = [
+    (1, 64, 1, dict(kind="codes")), (1, 64, 1, dict(kind="codes", resident=2, most_ahead=1, prefetch=1)),
+    (2, 64, 2, dict(kind="codes", most_ahead=4)), (2, 128, 1, dict(kind="codes", resident=2, most_warps=8)),
+    (4, 128, 1, dict(kind="codes", prefetch=3)), (8, 64, 1, dict(kind="codes")), (8, 256, 2, dict(kind="codes")),
+    (8, 64, 1, dict(kind="bf16")), (16, 128, 2, dict(kind="bf16", prefetch=2)), (32, 256, 2, dict(kind="bf16")),
+]  # fmt: skip
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+@pytest.mark.parametrize(("columns", "rows", "slices", "kind"), KINDS)
+def test_every_way_to_multiply_few_tokens(columns, rows, slices, kind, layout, format, monkeypatch):
+    """By ``wgmma``, of numbers and of codes. Scales of all blocks differ; K ends amid a box, rows amid a block."""
+    k, n, tokens = 1056, rows + 8, columns - columns // 4
+    (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
+    given = []
+    for values in (ov.transpose(0, 1), wv):
+        exponents = torch.randint(-2, 3, (*values.shape[:-1], k // BLOCK[format]))
+        values *= (2.0**exponents).repeat_interleave(BLOCK[format], -1)
+        given.append((ONE[format] + exponents * (8 if format == "nvfp4" else 1)).to(torch.uint8))
+    so, sw = (scale_layout.to_128x4(s) for s in given) if layout == "128x4" else (given[0].transpose(0, 1), given[1])
+    options = dict(most_warps=16) | kind
+    block = plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), 1 if layout == "linear" else 4, **options)
+    monkeypatch.setattr(plan, "few", lambda problem, sms: block)
+    got = simulated(o, w, so, sw, format=format, scale_layout=layout)
+    assert torch.equal(got, want(ov, wv))
+
+
 def test_few_tokens_are_those_whose_codes_tma_takes():
     """Of NVFP4 a row may end amid 16 bytes: then codes are copied by lanes, and the product is by wgmma."""
     (o, ov), (w, wv) = integers(3, 2, 80), integers(2, 40, 80)

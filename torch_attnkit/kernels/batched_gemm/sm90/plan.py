@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ...grouped_gemm.problem import BLOCK, CONTIGUOUS, LINEAR
 from ...grouped_gemm.sm90.config import BOX as FP4_BOX
@@ -23,7 +24,9 @@ _PRODUCTS, _NUMBERS = 2048, 20
 
 _LEAST_CODE_ALIGNMENT = 8  # bytes: of a row of FP4 codes that starts anywhere a copy is made
 FEW_BOX_ROWS = 64  # of FP4 weights that TMA brings at a time, for few tokens
-FEW_COLUMNS = (8, 16, 32)  # tokens of such a product
+# Tokens of such a product at most, and what multiplies them (``Few``).
+FEW_KINDS: dict[int, dict[str, Any]] = {8: {}, 16: {}, 32: {}}
+FEW_COLUMNS = tuple(FEW_KINDS)
 # Warps of a block by columns: four a scheduler, for decoding is long chains of instructions, or three, where 128
 # registers a thread would spill.
 _FEW_WARPS = {8: 16, 16: 16, 32: 12}
@@ -212,12 +215,12 @@ def few(problem: Fp4Problem, sms: int) -> Few | None:
     """For so few tokens that a slice's fit into shared memory, unless ``wgmma`` has done them sooner; codes must start
     and end where TMA takes them."""
     p = problem
-    columns = next((c for c in FEW_COLUMNS if c >= p.tokens), None)
+    columns = next((c for c in FEW_KINDS if c >= p.tokens), None)
     if columns is None or _code_alignment(p.k, p.weight) != CODE_ALIGNMENT or p.weight_scale[-1] > _MOST_SCALE_STEP:
         return None
     boxes = -(-p.k // FP4_BOX)
     made = (
-        Few(p.format, columns, rows, slices, -(-boxes // slices), _scale_vector(p))
+        Few(p.format, columns, rows, slices, -(-boxes // slices), _scale_vector(p), **FEW_KINDS[columns])
         for rows, slices in FEW_BLOCKS if slices <= boxes
     )  # fmt: skip
 
@@ -225,7 +228,7 @@ def few(problem: Fp4Problem, sms: int) -> Few | None:
         """Numbers that a multiprocessor decodes, its tokens' among them, and what meeting costs; of equals, large
         blocks."""
         filled = int(sms * _FILLED_BY_4) if few.slices == 4 else sms
-        waves = -(-(-(-p.n // few.rows) * p.groups * few.slices) // filled)
+        waves = -(-(-(-p.n // few.rows) * p.groups * few.slices) // (filled * few.resident)) * few.resident
         return waves * few.boxes * (few.rows + columns) + _FEW_MEETING * (few.slices > 1), -few.rows
 
     best = min((few for few in made if few.stages >= min(2, few.boxes)), key=cost, default=None)
