@@ -103,7 +103,7 @@ def test_every_block_for_few_tokens(columns, rows, slices, monkeypatch):
     format = "nvfp4" if rows == 128 else "mxfp4"
     k, n, tokens = 1056 if columns == 8 else 800, rows + 8, columns - 1
     (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
-    block = plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), 1)
+    block = plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), 1, **plan.FEW_KINDS[columns])
     monkeypatch.setattr(plan, "few", lambda problem, sms: block)
     got = simulated(o, w, scales(format, tokens, 2, k), scales(format, 2, n, k), format=format)
     assert torch.equal(got, want(ov, wv))
