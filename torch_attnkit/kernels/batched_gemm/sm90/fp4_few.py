@@ -224,11 +224,15 @@ class Fp4FewTokens:
                 self._load(loads, tile, team, first, k, shared)
         if const_expr(c.resident > 1):  # whose blocks then bring their own weights nearer
             cute.arch.griddepcontrol_launch_dependents()
+        asked = self._ask(mO, mScale, tile, first, warp)
         starts = self._starts(weights, tile, row_warp)
         rNext = self._scales_ahead(weights, starts, first, part, boxes)
-        self._bring_tokens(mO, mScale, tile, first, boxes, shared, warp)
+        if const_expr(asked is None):
+            self._bring_tokens(mO, mScale, tile, first, boxes, shared, warp)
+        else:
+            self._take(asked, shared, warp)
         cute.arch.barrier()
-        rows = self._token_rows(tile.columns)
+        operands = self._operands(shared, tile.columns)
         local = row_warp % warps_of_team * (16 * c.warp_tiles) + row_of(cute.arch.lane_idx())
         for some in cutlass.range(part, boxes, c.ahead * c.parts, unroll=1):
             rScale = [cute.make_rmem_tensor_like(r) for r in rNext]
@@ -240,13 +244,33 @@ class Fp4FewTokens:
                     ring.wait(k)
                     box = shared.sW.iterator.toint() + (team * c.stages + ring.slot(k)) * (FEW_BOX_ROWS * ROW_BYTES)
                     rMine = rScale[i * 2 * c.warp_tiles : (i + 1) * 2 * c.warp_tiles]
-                    for span in cutlass.range_constexpr(_SPANS):
-                        self._span(rSum, rMine, box, local, span, shared.tokens + k * (BOX * 2), rows)
+                    self._box_of(rSum, rMine, operands, box, local, k, shared)
                     cute.arch.sync_warp()
                     if const_expr(c.stages < c.boxes):
                         ring.release(k)
                         if loading & (k + c.stages < boxes):
                             self._load(loads, tile, team, first, k + c.stages, shared)
+        self._end()
+
+    def _ask(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, warp: Int32) -> Any:
+        """What this thread has of the tokens, on its way to registers; None: that takes a loop."""
+        return None
+
+    def _end(self) -> None:
+        """Behind the last box."""
+
+    def _operands(self, shared: Shared, count: Int32) -> Any:
+        """What a box is multiplied with: where the lane finds its tokens."""
+        return self._token_rows(count)
+
+    @cute.jit
+    def _box_of(
+        self, rSum: cute.Tensor, rScale: list[cute.Tensor], operands: Any, box: Int32, local: Int32, k: Int32,
+        shared: Shared,
+    ):  # fmt: skip
+        """The slice's ``k``-th box, which is there. ``local``: the lane's first row of it."""
+        for span in cutlass.range_constexpr(_SPANS):
+            self._span(rSum, rScale, box, local, span, shared.tokens + k * (BOX * 2), operands)
 
     @cute.jit
     def _starts(self, weights: Matrices, tile: WorkTile, row_warp: Int32) -> tuple[Int64, list[Int32]]:

@@ -25,14 +25,13 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.fp4_weights import LOWERED, decode
 
-from ...grouped_gemm.sm90.arguments import Matrices
 from ...grouped_gemm.sm90.config import BOX, SPAN
 from ...grouped_gemm.sm90.mainloop import load_words, row_of
 from ...grouped_gemm.sm90.schedule import WorkTile
-from ...grouped_gemm.sm90.shared import ROW_BYTES, Loads
-from .fp4_few import Fp4FewTokens, Shared, _copy
+from ...grouped_gemm.sm90.shared import ROW_BYTES
+from .fp4_few import Fp4FewTokens, Shared
 from .fp4_tokens import Tokens
-from .plan import FEW_BOX_ROWS, Few
+from .plan import Few
 
 _SPANS = BOX // SPAN  # of a box
 _ROW = 128  # bytes of a column's row of shared memory, within which chunks of 16 are swizzled
@@ -93,61 +92,40 @@ class Fp4FewByWgmma(Fp4FewTokens):
             if chunk < chunks:
                 copies.store_words(shared.tokens + chunk * 16, zeros, cute.AddressSpace.smem)
 
-    @cute.jit
-    def _multiply(
-        self, rSum: cute.Tensor, mO: cute.Tensor, mScale: cute.Tensor, weights: Matrices, loads: Loads, tile: WorkTile,
-        first: Int32, boxes: Int32, shared: Shared, warp: Int32,
-    ):  # fmt: skip
-        c = self.c
-        warps_of_team = const_expr(c.row_warps // c.teams)
-        part, row_warp = warp // c.row_warps, warp % c.row_warps
-        team = row_warp // warps_of_team
-        ring = self._ring(shared, team)
-        loading = row_warp % warps_of_team == 0
-        if loading:
-            for k in cutlass.range(part, cutlass.min(boxes, Int32(c.stages)), c.parts, unroll=1):
-                self._load(loads, tile, team, first, k, shared)
-        if const_expr(self.codes):
-            words, scales = self._read_codes(mO, mScale, tile, first)
-        else:
-            found = self._read_numbers(mO, mScale, tile, first, warp)
-        if const_expr(c.resident > 1):  # whose blocks then bring their own weights nearer
-            cute.arch.griddepcontrol_launch_dependents()
-        starts = self._starts(weights, tile, row_warp)
-        rNext = self._scales_ahead(weights, starts, first, part, boxes)
-        if const_expr(self.codes):
+    def _ask(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, warp: Int32) -> Any:
+        read = self._read_codes if self.codes else self._read_numbers
+        return read(mO, mScale, tile, first, warp)
+
+    def _take(self, asked: Any, shared: Shared, warp: Int32) -> None:
+        """The tokens to shared memory, in the order and at the places of products."""
+        if self.codes:
             self._clear(shared)
             cute.arch.barrier()
-            self._store_read(words, scales, shared)
+            self._store_read(*asked, shared)
         else:
-            self._store_numbers(found, shared, warp)
+            self._store_numbers(asked, shared, warp)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier()
+
+    def _operands(self, shared: Shared, count: Int32) -> Any:
+        """Registers for decoded weights, and the tokens."""
         mma = self._mma()
-        sX = self._columns(shared.tokens)
-        tB = mma.make_fragment_B(mma.get_slice(cute.arch.thread_idx()[0] % 128).partition_B(sX))
-        rA = [mma.make_fragment_A(mma.partition_shape_A((64, 4 * (32 if self.codes else 16)))) for _ in range(2)]
-        local = row_warp % warps_of_team * 16 + row_of(cute.arch.lane_idx())
-        for some in cutlass.range(part, boxes, c.ahead * c.parts, unroll=1):
-            rScale = [cute.make_rmem_tensor_like(r) for r in rNext]
-            _copy(rNext, rScale)
-            _copy(self._scales_ahead(weights, starts, first, some + c.ahead * c.parts, boxes), rNext)
-            for i in cutlass.range_constexpr(c.ahead):
-                k = some + i * c.parts
-                if k < boxes:
-                    ring.wait(k)
-                    box = shared.sW.iterator.toint() + (team * c.stages + ring.slot(k)) * (FEW_BOX_ROWS * ROW_BYTES)
-                    rMine = rScale[2 * i : 2 * i + 2]
-                    if const_expr(self.codes):
-                        self._box_of_codes(rSum, rA, tB, rMine, box, local, k, shared)
-                    else:
-                        self._box_of_numbers(rSum, rA, tB, rMine, box, local, k)
-                    cute.arch.sync_warp()
-                    if const_expr(c.stages < c.boxes):
-                        ring.release(k)
-                        if loading & (k + c.stages < boxes):
-                            self._load(loads, tile, team, first, k + c.stages, shared)
-        if const_expr(not self.codes):
+        part = mma.get_slice(cute.arch.thread_idx()[0] % 128).partition_B(self._columns(shared.tokens))
+        shape = mma.partition_shape_A((64, 4 * (32 if self.codes else 16)))
+        return [mma.make_fragment_A(shape) for _ in range(2)], mma.make_fragment_B(part)
+
+    @cute.jit
+    def _box_of(
+        self, rSum: cute.Tensor, rScale: list[cute.Tensor], operands: Any, box: Int32, local: Int32, k: Int32,
+        shared: Shared,
+    ):  # fmt: skip
+        rA, tB = operands
+        if const_expr(self.codes):
+            self._box_of_codes(rSum, rA, tB, rScale, box, local, k, shared)
+        else:
+            self._box_of_numbers(rSum, rA, tB, rScale, box, local, k)
+
+    def _end(self) -> None:
+        if not self.codes:
             warpgroup.wait_group(0)
 
     def _words(self, box: Int32, local: Int32, span: int) -> list[cute.Tensor]:
@@ -235,7 +213,7 @@ class Fp4FewByWgmma(Fp4FewTokens):
         return [[value * Float32(2.0 ** (12 - _LOWERED["mxfp4"]))] for value in values]
 
     @cute.jit
-    def _read_codes(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32):
+    def _read_codes(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, warp: Int32):
         """This thread's words of eight codes of the slice, and its scales; zeros where there are none."""
         c, count = self.c, self.c.boxes * _SPANS * _WORDS  # of a token
         words = []

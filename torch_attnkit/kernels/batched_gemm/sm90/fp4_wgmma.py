@@ -107,10 +107,10 @@ class Rounded(Results):
 class Fp4GroupProducts:
     """``divisors``: which of o and the weights have a global scale."""
 
-    def __init__(
-        self, config: WgmmaConfig, tokens: Tokens, divisors: tuple[bool, bool], even: bool, early: bool = False
-    ):
-        self.c, self.tokens, self.divisors, self.early = config, tokens, divisors, early
+    early = False  # whether ``prepare`` begins while the launch before it ends
+
+    def __init__(self, config: WgmmaConfig, tokens: Tokens, divisors: tuple[bool, bool], even: bool):
+        self.c, self.tokens, self.divisors = config, tokens, divisors
         self.product = Product(config, Rounded(config, even), work)
 
     @cute.jit

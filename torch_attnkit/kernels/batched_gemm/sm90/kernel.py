@@ -32,14 +32,20 @@ def trace_wgmma(arch: str, dtypes: tuple[str, str], config: tuple[Any, ...]) -> 
 def trace_fp4_wgmma(
     arch: str, *, format: str, out_dtype: str, swizzled: bool, divisors: tuple[bool, bool], widths: tuple[int, ...],
     group: int, warps: int, code_alignment: int, scale_vector: int, o_alignment: int, even: bool,
-    early: bool = False,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """As ``Fp4Plan`` has them; ``swizzled``: scales are in the 128x4 layout."""
     config = WgmmaConfig(format, warps, "bf16", "none", widths[-1], False, scale_vector, code_alignment, widths, group)
     x, factor = fake.tensor("bf16", (None, None), (fake.dim(8), 1)), fake.tensor("f32", (None,), (1,), align=4)
     out = fake.tensor(out_dtype, (None, None, None), align=4 if even else 2)
-    made = Fp4GroupProducts(config, Tokens(format, swizzled, o_alignment), divisors, even, early)
+    made = Fp4GroupProducts(config, Tokens(format, swizzled, o_alignment), divisors, even)
     return made, [*_coded(o_alignment, code_alignment), x, factor, out, (Int32(0),) * 4, fake.stream()]
+
+
+def trace_fp4_wgmma_early(arch: str, **signature: Any) -> tuple[Any, list[Any]]:
+    """The same, whose first launch begins while the one before it ends."""
+    made, arguments = trace_fp4_wgmma(arch, **signature)
+    made.early = True
+    return made, arguments
 
 
 def trace_fp4_few(

@@ -39,10 +39,10 @@ def fp4(p: Fp4Problem, target: Target) -> Callable[[Operands], None]:
     if few:
         run = compiled("trace_fp4_few", config=astuple(few), even=p.n % 4 == 0)
     else:
+        trace = "trace_fp4_wgmma_early" if plan.FP4_EARLY else "trace_fp4_wgmma"
         run = compiled(
-            "trace_fp4_wgmma", format=p.format, widths=many.widths, group=many.group, warps=many.warps,
+            trace, format=p.format, widths=many.widths, group=many.group, warps=many.warps,
             code_alignment=many.code_alignment, scale_vector=many.scale_vector, even=p.n % 2 == 0,
-            early=plan.FP4_EARLY,
         )  # fmt: skip
     # Whole multiples of 16 bytes come by TMA.
     by_tma = reader(Layout((p.groups, p.n, p.k // 2), (*p.weight, 1)), 1)
