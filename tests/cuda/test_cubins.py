@@ -43,6 +43,7 @@ INSTRUCTIONS = {
     ("batched_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "UTMASTG", "gsb0, 0x1"),
     ("batched_gemm_fp4_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
     ("batched_gemm_fp4_few", "sm90"): ("HMMA", "UTMALDG"),
+    ("batched_gemm_fp4_few_codes", "sm90"): ("QGMMA", "UTMALDG"),
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("sparse", "sm90"): ("HGMMA", "LDGSTS", "gsb0, 0x1"),
     ("sparse", "sm100"): ("UTCHMMA", "LDGSTS", "LDTM", "STTM"),

@@ -54,7 +54,7 @@ def want(o: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(("before", "after"), [(16, 0), (3, 2)])
-@pytest.mark.parametrize("tokens", [1, 8, 9, 33, 65, 129])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 33, 65, 129])
 def test_tiles_have_borders_and_nothing_beyond_the_operands_is_read(tokens, before, after, format):
     for k, n in ((96, 64), (288, 65), (2400, 3)):
         (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
@@ -76,36 +76,103 @@ def test_padding_of_128x4_scales_is_not_read(format):
     assert torch.equal(simulated(o, w, *padded, format=format, scale_layout="128x4"), want(ov, wv))
 
 
+@pytest.mark.parametrize("tokens", [4, 20])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_nan_stays_in_its_row_and_its_column(format):
-    (o, _), (w, _) = integers(20, 2, 64), integers(2, 12, 64)
-    so, sw = scales(format, 20, 2, 64), scales(format, 2, 12, 64)
+def test_nan_stays_in_its_row_and_its_column(format, tokens):
+    (o, _), (w, _) = integers(tokens, 2, 64), integers(2, 12, 64)
+    so, sw = scales(format, tokens, 2, 64), scales(format, 2, 12, 64)
     so[3, 0, 1], sw[1, 7, 0] = NAN[format], NAN[format]
-    there = torch.zeros(20, 2, 12, dtype=torch.bool)
+    there = torch.zeros(tokens, 2, 12, dtype=torch.bool)
     there[3, 0], there[:, 1, 7] = True, True
     assert torch.equal(simulated(o, w, so, sw, format=format).isnan(), there)
 
 
+@pytest.mark.parametrize("tokens", [4, 8])
 @pytest.mark.parametrize(("of_o", "of_w"), [(-127, 64), (60, -69), (-60, 64), (125, -69)])
-def test_exponents_of_mxfp4(of_o, of_w):
+def test_exponents_of_mxfp4(of_o, of_w, tokens):
     """Numbers of o have all exponents that float32 has, those of weights what ``cuda/fp4_weights.py`` says."""
-    (o, ov), (w, wv) = integers(4, 1, 64), integers(1, 9, 64)
-    so, sw = scales("mxfp4", 4, 1, 64) + of_o % 256, scales("mxfp4", 1, 9, 64) + of_w % 256
+    (o, ov), (w, wv) = integers(tokens, 1, 64), integers(1, 9, 64)
+    so, sw = scales("mxfp4", tokens, 1, 64) + of_o % 256, scales("mxfp4", 1, 9, 64) + of_w % 256
     got = simulated(o, w, so, sw, format="mxfp4")
     assert torch.equal(got, want(ov.double() * 2.0**of_o, wv.double() * 2.0**of_w))
 
 
+def test_largest_scales_of_blocks_whose_sum_is_zero():
+    """Codes are multiplied before scales, of which no two together are beyond float32."""
+    o = torch.full((2, 1, 32), 0x22, dtype=torch.uint8)
+    w = torch.full((1, 5, 32), 0xA2, dtype=torch.uint8)
+    got = simulated(o, w, scales("mxfp4", 2, 1, 64) + 127, scales("mxfp4", 1, 5, 64) + 64, format="mxfp4")
+    assert torch.equal(got, torch.zeros(2, 1, 5, dtype=torch.bfloat16))
+
+
+def block_of(format: str, columns: int, rows: int, slices: int, k: int, vector: int = 1) -> plan.Few:
+    return plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), vector)
+
+
+BLOCKS = [(columns, *block) for columns, blocks in plan.FEW_BLOCKS.items() for block in blocks]
+
+
 @pytest.mark.sample(6)
-@pytest.mark.parametrize(("rows", "slices"), plan.FEW_BLOCKS)
-@pytest.mark.parametrize("columns", plan.FEW_COLUMNS)
+@pytest.mark.parametrize(("columns", "rows", "slices"), BLOCKS)
 def test_every_block_for_few_tokens(columns, rows, slices, monkeypatch):
     """K ends amid a slice, tokens and rows amid a block; the ring goes round where a slice has five boxes."""
-    format = "nvfp4" if rows == 128 else "mxfp4"
-    k, n, tokens = 1056 if columns == 8 else 800, rows + 8, columns - 1
+    format = "nvfp4" if rows == 128 or columns == 2 else "mxfp4"
+    k, n, tokens = 1056 if columns == 8 else 800, rows + 8, max(columns - 1, 1)
     (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
-    block = plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), 1, **plan.FEW_KINDS[columns])
+    block = block_of(format, columns, rows, slices, k)
     monkeypatch.setattr(plan, "few", lambda problem, sms: block)
     got = simulated(o, w, scales(format, tokens, 2, k), scales(format, 2, n, k), format=format)
+    assert torch.equal(got, want(ov, wv))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("columns", "rows", "slices", "boxes"),
+    [(1, 64, 1, 16), (2, 64, 1, 16), (4, 64, 1, 16), (4, 64, 2, 10), (8, 64, 1, 22), (8, 128, 1, 12), (32, 64, 1, 10)],
+)
+def test_rings_go_round_in_any_order(columns, rows, slices, boxes, seed, monkeypatch):
+    """On hardware boxes come in any order, and a part may be ahead of the others."""
+    k = boxes * 256 * slices - 32
+    block = block_of("nvfp4", columns, rows, slices, k)
+    assert block.parts <= block.stages < block.boxes
+    (o, ov), (w, wv) = integers(columns, 1, k), integers(1, rows, k)
+    monkeypatch.setattr(plan, "few", lambda problem, sms: block)
+    given = o, w, scales("nvfp4", columns, 1, k), scales("nvfp4", 1, rows, k)
+    with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=seed):
+        got = op(*given, dtype=torch.bfloat16, format="nvfp4")
+    assert torch.equal(got, want(ov, wv))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_a_box_of_a_ring_is_always_of_the_same_part(format):
+    """And blocks fit on a multiprocessor, which has 228 KB, 1 KB of which every block takes."""
+    for columns, rows, slices in BLOCKS:
+        for k in range(256, 32768, 256):
+            block = block_of(format, columns, rows, slices, k)
+            assert block.stages == block.boxes or block.stages % block.parts == 0
+            if block.stages > 0:
+                ring = block.stages * block.teams * (64 * 128 + 16)
+                assert block.resident * (ring + block.fixed_bytes + 2048) <= 228 << 10
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+@pytest.mark.parametrize(("columns", "slices"), [(1, 1), (1, 2), (2, 1), (4, 1), (4, 4), (8, 1)])
+def test_scales_of_few_tokens(columns, slices, layout, format, monkeypatch):
+    """Those of all blocks differ; K ends amid a box, rows amid a block."""
+    k, n, tokens = 1056, 72, columns - columns // 4
+    (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
+    given = []
+    for values in (ov.transpose(0, 1), wv):
+        exponents = torch.randint(-2, 3, (*values.shape[:-1], k // BLOCK[format]))
+        values *= (2.0**exponents).repeat_interleave(BLOCK[format], -1)
+        given.append((ONE[format] + exponents * (8 if format == "nvfp4" else 1)).to(torch.uint8))
+    so, sw = (scale_layout.to_128x4(s) for s in given) if layout == "128x4" else (given[0].transpose(0, 1), given[1])
+    block = block_of(format, columns, 64, slices, k, 1 if layout == "linear" else 4)
+    monkeypatch.setattr(plan, "few", lambda problem, sms: block)
+    got = simulated(o, w, so, sw, format=format, scale_layout=layout)
     assert torch.equal(got, want(ov, wv))
 
 
@@ -119,35 +186,6 @@ def test_few_tokens_go_to_the_kernel_that_was_faster(groups, tokens, few):
     sizes = torch.bfloat16, tokens, groups, k, n
     p = Fp4Problem(torch.device("cuda"), "nvfp4", "linear", (False, False), *sizes, *steps)
     assert (plan.few(p, 132) is not None) == few
-
-
-KINDS = [
-    (1, 64, 1, dict(kind="codes")), (1, 64, 1, dict(kind="codes", resident=2, most_ahead=1, prefetch=1)),
-    (2, 64, 2, dict(kind="codes", most_ahead=4)), (2, 128, 1, dict(kind="codes", resident=2, most_warps=8)),
-    (4, 128, 1, dict(kind="codes", prefetch=3)), (8, 64, 1, dict(kind="codes")), (8, 256, 2, dict(kind="codes")),
-    (8, 64, 1, dict(kind="bf16")), (16, 128, 2, dict(kind="bf16", prefetch=2)), (32, 256, 2, dict(kind="bf16")),
-]  # fmt: skip
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("layout", ["linear", "128x4"])
-@pytest.mark.parametrize(("columns", "rows", "slices", "kind"), KINDS)
-def test_every_way_to_multiply_few_tokens(columns, rows, slices, kind, layout, format, monkeypatch):
-    """By ``wgmma``, of numbers and of codes. Scales of all blocks differ; K ends amid a box, rows amid a block."""
-    k, n, tokens = 1056, rows + 8, columns - columns // 4
-    (o, ov), (w, wv) = integers(tokens, 2, k), integers(2, n, k)
-    given = []
-    for values in (ov.transpose(0, 1), wv):
-        exponents = torch.randint(-2, 3, (*values.shape[:-1], k // BLOCK[format]))
-        values *= (2.0**exponents).repeat_interleave(BLOCK[format], -1)
-        given.append((ONE[format] + exponents * (8 if format == "nvfp4" else 1)).to(torch.uint8))
-    so, sw = (scale_layout.to_128x4(s) for s in given) if layout == "128x4" else (given[0].transpose(0, 1), given[1])
-    options = dict(most_warps=16) | kind
-    block = plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), 1 if layout == "linear" else 4, **options)
-    monkeypatch.setattr(plan, "few", lambda problem, sms: block)
-    got = simulated(o, w, so, sw, format=format, scale_layout=layout)
-    assert torch.equal(got, want(ov, wv))
 
 
 def test_few_tokens_are_those_whose_codes_tma_takes():

@@ -19,11 +19,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda import copies, fp4, l2
+from torch_attnkit.cuda import copies, fp4
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.fp4_weights import LOWERED, both, both_of_two, decode, factors_of_e4m3, factors_of_e8m0
 from torch_attnkit.cuda.ring import Fixed, Ring
@@ -41,13 +39,6 @@ _SPANS = BOX // SPAN  # of a box
 _EACH = 4  # results that a thread adds up and stores together
 _QUADS = 8  # of a warp, each with a span of a token
 _TOGETHER = 4  # spans that a quad loads before it decodes one
-
-
-@dsl_user_op
-def _prefetch_bulk(source: Int64, nbytes: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """A thread's bytes of device memory to L2, from a multiple of 16 on and as many as a multiple of 16."""
-    text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
-    asm(None, [Int64(source), Int32(nbytes)], text, memory=True, loc=loc, ip=ip)
 
 
 @dataclass
@@ -110,8 +101,7 @@ class Fp4FewTokens:
         boxes = cutlass.min(cutlass.max(boxes, Int32(0)), Int32(c.boxes))
         if warp == 0:
             cpasync.prefetch_descriptor(loads.atom)
-        if const_expr(c.prefetch > 0):
-            self._prefetch(weights, tile, first)
+        self._bring_near(weights, tile, first)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if const_expr(c.resident == 1):
@@ -127,44 +117,15 @@ class Fp4FewTokens:
         if const_expr(c.slices > 1):
             self._meet()  # none may leave while others read its memory
 
-    @cute.jit
-    def _prefetch(self, weights: Matrices, tile: WorkTile, first: Int32):
-        """The block's codes and scales to L2, where they are what the launch before leaves, whenever it does so: a row
-        a thread."""
-        c, codes, scale = self.c, weights.codes, weights.scale
-        thread = cute.arch.thread_idx()[0]
-        at, nbytes = first * ROW_BYTES, Int32(codes.shape[2])
-        row = cutlass.min(tile.row * c.rows + thread % c.rows, Int32(codes.shape[1]) - 1)
-        if thread < c.rows:
-            if at < nbytes:
-                start = codes.iterator.toint() + Int64(tile.expert) * codes.stride[0] + Int64(row) * codes.stride[1]
-                count = cutlass.min(nbytes - at, Int32(min(c.boxes, c.prefetch) * ROW_BYTES))
-                _prefetch_bulk(start + at, count)
-        elif thread < 2 * c.rows:
-            base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
-            each = const_expr(c.boxes * BOX // self.block)  # scales of a row
-            if const_expr(self.tokens.swizzled):
-                # A tile of four scales of 128 rows is 512 bytes.
-                tiles = const_expr(each // 4)
-                part = base + (Int64(row // 128) * Int32(scale.shape[2]) * 128 + first * (BOX // self.block) * 128)
-                for i in cutlass.range_constexpr(-(-tiles * 4 // c.rows)):
-                    line = i * c.rows + thread % c.rows
-                    if first * (BOX // self.block) + line < Int32(scale.shape[2]):
-                        if line < tiles * 4:
-                            l2.prefetch(part + line * 128)
-            else:
-                begin = first * (BOX // self.block)
-                last = cutlass.min(begin + each, nbytes * 2 // self.block) - 1
-                for i in cutlass.range_constexpr(each // 128 + 1):
-                    place = cutlass.min(begin + i * 128, last)
-                    if place >= begin:
-                        l2.prefetch(base + Int64(row) * scale.stride[1] + place)
+    def _bring_near(self, weights: Matrices, tile: WorkTile, first: Int32) -> None:
+        """What is worth bringing to L2 while the launch before ends."""
 
     def _sums(self) -> cute.Tensor:
+        """This thread's, of its warp's boxes."""
         return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, self.c.warp_tiles)), Float32)
 
     def _raised(self) -> float:
-        """What sums are multiplied by."""
+        """What sums are multiplied by in the end."""
         return 2.0 ** LOWERED[self.c.format]
 
     def _meet(self) -> None:
@@ -188,7 +149,7 @@ class Fp4FewTokens:
         return Shared(
             ring=Ring(full, empty, c.stages),
             sW=memory.allocate_tensor(Uint8, boxes, 1024, swizzle=cute.make_swizzle(3, 4, 3)),
-            tokens=memory.allocate(c.fixed_bytes, 128 if c.kind == "sync" else 1024).toint(),
+            tokens=memory.allocate(c.fixed_bytes, 1024).toint(),
         )
 
     def _ring(self, shared: Shared, team: Any) -> Ring:
@@ -222,15 +183,12 @@ class Fp4FewTokens:
         if loading:
             for k in cutlass.range(part, cutlass.min(boxes, Int32(c.stages)), c.parts, unroll=1):
                 self._load(loads, tile, team, first, k, shared)
-        if const_expr(c.resident > 1):  # whose blocks then bring their own weights nearer
+        if const_expr(c.resident > 1):  # whose blocks start beside this one, and bring their own weights nearer
             cute.arch.griddepcontrol_launch_dependents()
-        asked = self._ask(mO, mScale, tile, first, warp)
+        asked = self._ask(mO, mScale, tile, first)
         starts = self._starts(weights, tile, row_warp)
         rNext = self._scales_ahead(weights, starts, first, part, boxes)
-        if const_expr(asked is None):
-            self._bring_tokens(mO, mScale, tile, first, boxes, shared, warp)
-        else:
-            self._take(asked, shared, warp)
+        self._take(asked, mO, mScale, tile, first, boxes, shared, warp)
         cute.arch.barrier()
         operands = self._operands(shared, tile.columns)
         local = row_warp % warps_of_team * (16 * c.warp_tiles) + row_of(cute.arch.lane_idx())
@@ -244,27 +202,51 @@ class Fp4FewTokens:
                     ring.wait(k)
                     box = shared.sW.iterator.toint() + (team * c.stages + ring.slot(k)) * (FEW_BOX_ROWS * ROW_BYTES)
                     rMine = rScale[i * 2 * c.warp_tiles : (i + 1) * 2 * c.warp_tiles]
-                    self._box_of(rSum, rMine, operands, box, local, k, shared)
+                    self._multiply_box(rSum, rMine, operands, box, local, k, shared)
                     cute.arch.sync_warp()
                     if const_expr(c.stages < c.boxes):
                         ring.release(k)
                         if loading & (k + c.stages < boxes):
                             self._load(loads, tile, team, first, k + c.stages, shared)
-        self._end()
 
-    def _ask(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, warp: Int32) -> Any:
-        """What this thread has of the tokens, on its way to registers; None: that takes a loop."""
-        return None
-
-    def _end(self) -> None:
-        """Behind the last box."""
-
-    def _operands(self, shared: Shared, count: Int32) -> Any:
-        """What a box is multiplied with: where the lane finds its tokens."""
-        return self._token_rows(count)
+    def _ask(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32) -> Any:
+        """What this thread has of the tokens, if it has registers for all of that: on its way there."""
 
     @cute.jit
-    def _box_of(
+    def _take(
+        self, asked: Any, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32,
+        shared: Shared, warp: Int32,
+    ):  # fmt: skip
+        """All tokens of the slice to shared memory. A quad of lanes has a span of a token at a time, and loads several
+        before it decodes the first. There are ``tile.columns`` tokens."""
+        c, lane = self.c, cute.arch.lane_idx()
+        spans = boxes * _SPANS
+        units = spans * tile.columns
+        together = const_expr(min(_TOGETHER, -(-c.boxes * _SPANS * c.columns // (c.warps * _QUADS))))
+        for start in cutlass.range(warp * _QUADS, units, c.warps * _QUADS * together, unroll=1):
+            found = []
+            for i in cutlass.range_constexpr(together):
+                unit = start + i * (c.warps * _QUADS) + lane // 4
+                place = first * _SPANS + unit % spans
+                found.append(self.tokens.read(mO, mScale, tile.expert, unit // spans, place, unit < units, lane % 4))
+            for i in cutlass.range_constexpr(together):
+                if start + i * (c.warps * _QUADS) < units:
+                    words = self.tokens.permuted(*found[i], lane % 4)
+                    unit = start + i * (c.warps * _QUADS) + lane // 4
+                    if unit < units:
+                        at = shared.tokens + unit // spans * c.row_bytes + unit % spans * (SPAN * 2) + lane % 4 * 16
+                        for w in cutlass.range_constexpr(4):
+                            copies.store_words(at + 64 * w, words[w], cute.AddressSpace.smem)
+
+    def _operands(self, shared: Shared, count: Int32) -> Any:
+        """What boxes are multiplied with. Here, where the lane reads of every 8 tokens, from the numbers on that are
+        multiplied. Columns behind the last token repeat it: nobody stores their sums."""
+        lane = cute.arch.lane_idx()
+        tokens = (cutlass.min(lane % 8 + 8 * g, count - 1) for g in range(self.c.columns // 8))
+        return [token * self.c.row_bytes + lane // 8 * 16 for token in tokens]
+
+    @cute.jit
+    def _multiply_box(
         self, rSum: cute.Tensor, rScale: list[cute.Tensor], operands: Any, box: Int32, local: Int32, k: Int32,
         shared: Shared,
     ):  # fmt: skip
@@ -323,39 +305,6 @@ class Fp4FewTokens:
         if const_expr(swizzled):
             found = cutlass.select_(left >= 4, found, found & ((Uint32(1) << Uint32(8 * (left & 3))) - 1))
         return found
-
-    @cute.jit
-    def _bring_tokens(
-        self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32, shared: Shared,
-        warp: Int32,
-    ):  # fmt: skip
-        """A quad of lanes has a span of a token at a time, and loads several before it decodes the first. There
-        are ``tile.columns`` tokens."""
-        c, lane = self.c, cute.arch.lane_idx()
-        spans = boxes * _SPANS
-        units = spans * tile.columns
-        together = const_expr(min(_TOGETHER, -(-c.boxes * _SPANS * c.columns // (c.warps * _QUADS))))
-        for start in cutlass.range(warp * _QUADS, units, c.warps * _QUADS * together, unroll=1):
-            found = []
-            for i in cutlass.range_constexpr(together):
-                unit = start + i * (c.warps * _QUADS) + lane // 4
-                place = first * _SPANS + unit % spans
-                found.append(self.tokens.read(mO, mScale, tile.expert, unit // spans, place, unit < units, lane % 4))
-            for i in cutlass.range_constexpr(together):
-                if start + i * (c.warps * _QUADS) < units:
-                    words = self.tokens.permuted(*found[i], lane % 4)
-                    unit = start + i * (c.warps * _QUADS) + lane // 4
-                    if unit < units:
-                        at = shared.tokens + unit // spans * c.row_bytes + unit % spans * (SPAN * 2) + lane % 4 * 16
-                        for w in cutlass.range_constexpr(4):
-                            copies.store_words(at + 64 * w, words[w], cute.AddressSpace.smem)
-
-    def _token_rows(self, count: Int32) -> list[Int32]:
-        """Where the lane reads of every 8 tokens, from the numbers on that are multiplied. Columns behind the last
-        token repeat it: nobody stores their sums."""
-        lane = cute.arch.lane_idx()
-        tokens = (cutlass.min(lane % 8 + 8 * g, count - 1) for g in range(self.c.columns // 8))
-        return [token * self.c.row_bytes + lane // 8 * 16 for token in tokens]
 
     @cute.jit
     def _span(

@@ -71,25 +71,21 @@ class Tokens(Fixed):
         for i in cutlass.range_constexpr(_EACH // self.block):
             byte = Int32(0)
             if inside & (block + i < nbytes * 2 // self.block):
-                byte = self._scale(mScale, group, token, block + i)
+                byte = self.scale(mScale, group, token, block + i)
             scales.append(byte)
         return rCodes, scales
 
     def permuted(self, rCodes: cute.Tensor, scales: list[Int32], quarter: Int32) -> list[list[Int32]]:
         """What ``read`` gave as bf16, in the order of decoding."""
-        return self.spans.turned(self.numbers(rCodes, scales), quarter)
-
-    def numbers(self, rCodes: cute.Tensor, scales: list[Int32]) -> list[Int32]:
-        """The same as this lane has them: words (w, q) that belong to lane q."""
         values = [fp4.e4m3_values(s)[0] if self.format == "nvfp4" else fp4.ue8m0_value(s) for s in scales]
         pairs = [Uint32(op.pack(BFloat16, x, x)) for x in values]
         words = []
         for w in range(_EACH // 8):
             for pair in decode(rCodes[w], Uint32(_TWO_TO_126)):
                 words.append(Int32(_multiply(pair, pairs[w * 8 // self.block])))
-        return words
+        return self.spans.turned(words, quarter)
 
-    def _scale(self, mScale: cute.Tensor, group: Int32, row: Int32, block: Int32) -> Int32:
+    def scale(self, mScale: cute.Tensor, group: Int32, row: Int32, block: Int32) -> Int32:
         """A scale's byte."""
         at = mScale.iterator.toint() + Int64(group) * mScale.stride[0]
         if self.swizzled:

@@ -107,8 +107,6 @@ class Rounded(Results):
 class Fp4GroupProducts:
     """``divisors``: which of o and the weights have a global scale."""
 
-    early = False  # whether ``prepare`` begins while the launch before it ends
-
     def __init__(self, config: WgmmaConfig, tokens: Tokens, divisors: tuple[bool, bool], even: bool):
         self.c, self.tokens, self.divisors = config, tokens, divisors
         self.product = Product(config, Rounded(config, even), work)
@@ -131,8 +129,8 @@ class Fp4GroupProducts:
         tile, and blocks of either launch."""
         kind, columns, prepare_blocks, blocks = numbers
         self.prepare(mO, mScale, mOGlobal, mWeightGlobal, mX, mFactor).launch(
-            grid=[prepare_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream, use_pdl=self.early,
-        )  # fmt: skip
+            grid=[prepare_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream
+        )
         no = Int32(0)
         flags = Flags(no, no, no, kind, no)
         self.product.launch(Tensors(mOut, mFactor, columns), flags, weights, mX, None, blocks, stream)
@@ -143,8 +141,6 @@ class Fp4GroupProducts:
         mFactor: cute.Tensor,
     ):  # fmt: skip
         """A quad of lanes has a span of a token at a time."""
-        if const_expr(self.early):
-            cute.arch.griddepcontrol_wait()  # before products begin: they read weights without waiting
         cute.arch.griddepcontrol_launch_dependents()
         lane, tokens, spans = cute.arch.lane_idx(), Int32(mO.shape[0]), Int32(mX.shape[1]) // SPAN
         units = Int32(mX.shape[0]) * spans

@@ -12,7 +12,7 @@ from ...grouped_gemm.sm90.arguments import Matrices
 from ...grouped_gemm.sm90.config import CODE_ALIGNMENT, WgmmaConfig
 from ..plan import CHUNK
 from .fp4_few import Fp4FewTokens
-from .fp4_few_wgmma import Fp4FewByWgmma
+from .fp4_few_codes import Fp4FewCodes
 from .fp4_tokens import Tokens
 from .fp4_wgmma import Fp4GroupProducts
 from .plan import Few, Tile
@@ -41,21 +41,21 @@ def trace_fp4_wgmma(
     return made, [*_coded(o_alignment, code_alignment), x, factor, out, (Int32(0),) * 4, fake.stream()]
 
 
-def trace_fp4_wgmma_early(arch: str, **signature: Any) -> tuple[Any, list[Any]]:
-    """The same, whose first launch begins while the one before it ends."""
-    made, arguments = trace_fp4_wgmma(arch, **signature)
-    made.early = True
-    return made, arguments
+def trace_fp4_few(arch: str, **signature: Any) -> tuple[Any, list[Any]]:
+    return _few(Fp4FewTokens, **signature)
 
 
-def trace_fp4_few(
-    arch: str, *, out_dtype: str, swizzled: bool, divisors: tuple[bool, bool], config: tuple[Any, ...],
-    o_alignment: int, even: bool,
+def trace_fp4_few_codes(arch: str, **signature: Any) -> tuple[Any, list[Any]]:
+    return _few(Fp4FewCodes, **signature)
+
+
+def _few(
+    kernel: type[Fp4FewTokens], *, out_dtype: str, swizzled: bool, divisors: tuple[bool, bool],
+    config: tuple[Any, ...], o_alignment: int, even: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """``config``: a ``Few``."""
     few = Few(*config)
     out = fake.tensor(out_dtype, (None, None, None), align=8 if even else 2)
-    kernel = Fp4FewTokens if few.kind == "sync" else Fp4FewByWgmma
     made = kernel(few, Tokens(few.format, swizzled, o_alignment), divisors, even)
     return made, [*_coded(o_alignment, CODE_ALIGNMENT), out, fake.stream()]
 

@@ -37,11 +37,11 @@ def fp4(p: Fp4Problem, target: Target) -> Callable[[Operands], None]:
         return memory.empty(shape, dtype=dtype, device=p.device)
 
     if few:
-        run = compiled("trace_fp4_few", config=astuple(few), even=p.n % 4 == 0)
+        trace = "trace_fp4_few_codes" if few.codes else "trace_fp4_few"
+        run = compiled(trace, config=astuple(few), even=p.n % 4 == 0)
     else:
-        trace = "trace_fp4_wgmma_early" if plan.FP4_EARLY else "trace_fp4_wgmma"
         run = compiled(
-            trace, format=p.format, widths=many.widths, group=many.group, warps=many.warps,
+            "trace_fp4_wgmma", format=p.format, widths=many.widths, group=many.group, warps=many.warps,
             code_alignment=many.code_alignment, scale_vector=many.scale_vector, even=p.n % 2 == 0,
         )  # fmt: skip
     # Whole multiples of 16 bytes come by TMA.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from ...grouped_gemm.problem import BLOCK, CONTIGUOUS, LINEAR
 from ...grouped_gemm.sm90.config import BOX as FP4_BOX
@@ -13,7 +12,7 @@ from ..plan import CHUNK
 from ..problem import Fp4Problem, Problem
 
 WARPGROUP_ROWS = 64  # features of a warpgroup that multiplies
-_SHARED = 226 << 10  # of a block, without barriers
+_SHARED, _BARRIERS = 226 << 10, 1 << 10  # of a block, and beside that
 _MOST_STAGES = 16
 # Features and tokens of the work tiles that there are, and K of them in a stage.
 TILES = (
@@ -24,14 +23,15 @@ _PRODUCTS, _NUMBERS = 2048, 20
 
 _LEAST_CODE_ALIGNMENT = 8  # bytes: of a row of FP4 codes that starts anywhere a copy is made
 FEW_BOX_ROWS = 64  # of FP4 weights that TMA brings at a time, for few tokens
-# Tokens of such a product at most, and what multiplies them (``Few``).
-FEW_KINDS: dict[int, dict[str, Any]] = {8: {}, 16: {}, 32: {}}
-FEW_COLUMNS = tuple(FEW_KINDS)
+FEW_COLUMNS = (1, 2, 4, 8, 16, 32)  # tokens of such a product
+_FEW_CODES = 4  # tokens up to which codes are multiplied, and scaled later
 # Warps of a block by columns: four a scheduler, for decoding is long chains of instructions, or three, where 128
 # registers a thread would spill.
-_FEW_WARPS = {8: 16, 16: 16, 32: 12}
-# Rows of a block, and slices of K, a block each.
-FEW_BLOCKS = ((64, 1), (64, 2), (64, 4), (128, 1), (128, 2), (128, 4), (256, 2), (256, 4))
+_FEW_WARPS = {1: 16, 2: 16, 4: 16, 8: 16, 16: 16, 32: 12}
+# Rows of a block, and slices of K, a block each. Of codes a multiprocessor has two blocks of 64 rows at a time.
+_FEW_CODES_BLOCKS = ((64, 1), (64, 2), (64, 4))
+_FEW_NUMBERS_BLOCKS = (*_FEW_CODES_BLOCKS, (128, 1), (128, 2), (128, 4), (256, 2), (256, 4))
+FEW_BLOCKS = {c: _FEW_CODES_BLOCKS if c <= _FEW_CODES else _FEW_NUMBERS_BLOCKS for c in FEW_COLUMNS}
 _MOST_SCALE_STEP = 1 << 22  # bytes from a row's scales to the next's: places in a block have 32 bits
 # What slices cost, in boxes' rows that are decoded: a microsecond for clusters to start, meet and read each other.
 _FEW_MEETING = 300
@@ -49,7 +49,6 @@ FP4_WIDTHS = tuple(range(32, 256, 16))
 # Tokens of a work tile up to which two steps over K are multiplied together; clocks that a step takes at least, for so
 # long codes are decoded, and more for what is done between products. Counted on grouped_gemm's figures.
 _FP4_NARROW, _FP4_STEP, _FP4_BETWEEN = 80, 45, 20
-FP4_EARLY = False  # whether the first of both launches begins while the one before it ends
 _PREPARE_BLOCKS = 8  # of a multiprocessor
 
 
@@ -131,25 +130,27 @@ class Few:
     boxes: int
     scale_vector: int
     early: bool = True  # whether the launch begins while the one before it ends
-    # "sync": bf16 by ``mma.sync``; "bf16": the same by ``wgmma``; "codes": codes as E4M3 by ``wgmma``, of 1, 2, 4 or 8
-    # tokens
-    kind: str = "sync"
-    most_warps: int = 0  # 0: as many as ``sync`` has
-    resident: int = 1  # blocks for which a multiprocessor has room
-    prefetch: int = 0  # boxes of a slice that are brought to L2 before the launch before has ended
-    held: int = 0  # tokens of "sync" that there are at most, 0: as many as columns
-    most_ahead: int = 2  # boxes of a warp whose scales are loaded together
+
+    @property
+    def codes(self) -> bool:
+        """Whether codes are multiplied, by ``wgmma``; else numbers in bf16 are, by ``mma.sync``."""
+        return self.columns <= _FEW_CODES
+
+    @property
+    def resident(self) -> int:
+        """Blocks for which a multiprocessor has room."""
+        return 2 if self.codes else 1
 
     @property
     def warp_tiles(self) -> int:
         """Of 16 rows of a warp. Of many tokens, what is read of them serves two."""
-        return 2 if self.kind == "sync" and (self.rows == 256 or self.columns == 32) else 1
+        return 2 if self.rows == 256 or self.columns == 32 else 1
 
     @property
-    def mma_columns(self) -> int:
-        """Of a product by ``wgmma``. Of codes, every quarter of a span has columns of its own: a pair for two tokens,
-        or for both blocks of one."""
-        return 8 * -(-self.columns // 2) if self.kind == "codes" else self.columns
+    def code_columns(self) -> int:
+        """Of a product of codes. Every quarter of a span has columns of its own: a pair for two tokens, or for both
+        blocks of one."""
+        return 8 * -(-self.columns // 2)
 
     @property
     def row_warps(self) -> int:
@@ -159,7 +160,7 @@ class Few:
     @property
     def parts(self) -> int:
         """Warps of the same rows, which take boxes in turns."""
-        return min((self.most_warps or _FEW_WARPS[self.columns]) // self.row_warps, self.boxes)
+        return min(_FEW_WARPS[self.columns] // self.row_warps, self.boxes)
 
     @property
     def warps(self) -> int:
@@ -168,7 +169,7 @@ class Few:
     @property
     def ahead(self) -> int:
         """Boxes of a warp whose scales are loaded together."""
-        return max(1, self.most_ahead // self.warp_tiles)
+        return 2 // self.warp_tiles // self.resident
 
     @property
     def teams(self) -> int:
@@ -192,43 +193,47 @@ class Few:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the ring: tokens, and later sums."""
-        sums = self.columns * self.parts * self.sum_pitch * 4
-        if self.kind == "codes":
-            return max(self.code_bytes + self.boxes * FP4_BOX // BLOCK[self.format] * self.columns * 4, sums)
-        if self.kind == "bf16":
-            return max(self.columns * self.boxes * FP4_BOX * 2, sums)
-        return max((self.held or self.columns) * self.row_bytes, sums)
+        tokens = self.code_bytes + self.scales * 4 if self.codes else self.columns * self.row_bytes
+        return max(tokens, self.columns * self.parts * self.sum_pitch * 4)
 
     @property
     def code_bytes(self) -> int:
-        """Of the tokens' codes."""
-        return self.mma_columns * self.boxes * FP4_BOX
+        """Of the tokens' codes, which are E4M3 by then."""
+        return self.code_columns * self.boxes * FP4_BOX
+
+    @property
+    def scales(self) -> int:
+        """Of the tokens, which are float32 by then."""
+        return self.columns * self.boxes * FP4_BOX // BLOCK[self.format]
 
     @property
     def stages(self) -> int:
-        """All boxes, if there is room, so that all are on their way from the start."""
-        room = _SHARED // self.resident - (1 << 10) * (self.kind != "sync") - self.fixed_bytes
-        return min(self.boxes, room // (self.rows * FP4_BOX // 2))
+        """All boxes, if there is room, so that all are on their way from the start; else as many for each part. A part
+        that took the stage of another's box could take that box for its own: a barrier tells the phase before last
+        from this one by nothing."""
+        room = _SHARED - self.fixed_bytes if self.resident == 1 else _SHARED // 2 - _BARRIERS - self.fixed_bytes
+        found = room // (self.rows * FP4_BOX // 2)
+        return self.boxes if found >= self.boxes else found // self.parts * self.parts
 
 
 def few(problem: Fp4Problem, sms: int) -> Few | None:
     """For so few tokens that a slice's fit into shared memory, unless ``wgmma`` has done them sooner; codes must start
     and end where TMA takes them."""
     p = problem
-    columns = next((c for c in FEW_KINDS if c >= p.tokens), None)
+    columns = next((c for c in FEW_COLUMNS if c >= p.tokens), None)
     if columns is None or _code_alignment(p.k, p.weight) != CODE_ALIGNMENT or p.weight_scale[-1] > _MOST_SCALE_STEP:
         return None
     boxes = -(-p.k // FP4_BOX)
     made = (
-        Few(p.format, columns, rows, slices, -(-boxes // slices), _scale_vector(p), **FEW_KINDS[columns])
-        for rows, slices in FEW_BLOCKS if slices <= boxes
+        Few(p.format, columns, rows, slices, -(-boxes // slices), _scale_vector(p))
+        for rows, slices in FEW_BLOCKS[columns] if slices <= boxes
     )  # fmt: skip
 
     def cost(few: Few) -> tuple[int, int]:
         """Numbers that a multiprocessor decodes, its tokens' among them, and what meeting costs; of equals, large
         blocks."""
         filled = int(sms * _FILLED_BY_4) if few.slices == 4 else sms
-        waves = -(-(-(-p.n // few.rows) * p.groups * few.slices) // (filled * few.resident)) * few.resident
+        waves = -(-(-(-p.n // few.rows) * p.groups * few.slices) // filled)
         return waves * few.boxes * (few.rows + columns) + _FEW_MEETING * (few.slices > 1), -few.rows
 
     best = min((few for few in made if few.stages >= min(2, few.boxes)), key=cost, default=None)
