@@ -25,9 +25,9 @@ _LEAST_CODE_ALIGNMENT = 8  # bytes: of a row of FP4 codes that starts anywhere a
 FEW_BOX_ROWS = 64  # of FP4 weights that TMA brings at a time, for few tokens
 FEW_COLUMNS = (1, 2, 4, 8, 16, 32)  # tokens of such a product
 _FEW_CODES = 4  # tokens up to which codes are multiplied, and scaled later
-# Warps of a block by columns: four a scheduler, for decoding is long chains of instructions, or three, where 128
-# registers a thread would spill.
-_FEW_WARPS = {1: 16, 2: 16, 4: 16, 8: 16, 16: 16, 32: 12}
+# Warps of a block by columns: four a scheduler, for decoding is long chains of instructions, or fewer, where threads
+# have too few registers: 128 for 32 columns, and of two blocks 64 for 4.
+_FEW_WARPS = {1: 16, 2: 16, 4: 8, 8: 16, 16: 16, 32: 12}
 # Rows of a block, and slices of K, a block each. Of codes a multiprocessor has two blocks of 64 rows at a time.
 _FEW_CODES_BLOCKS = ((64, 1), (64, 2), (64, 4))
 _FEW_NUMBERS_BLOCKS = (*_FEW_CODES_BLOCKS, (128, 1), (128, 2), (128, 4), (256, 2), (256, 4))
