@@ -17,8 +17,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import copies, fake, reduce, rope
-from torch_attnkit.kernels.fp4.rows import pieces, quotient, store_byte
 from torch_attnkit.kernels.fp4.rows import load as load_whole
+from torch_attnkit.kernels.fp4.rows import pieces, quotient, store_byte
 
 from . import rows
 from .plan import CELL, LANES
@@ -215,8 +215,8 @@ def trace(
     align: int,
     config: tuple[int, ...],
 ) -> tuple[Any, list[Any]]:
-    """``row``: format, head_dim, rope_dim; ``dtypes`` of q and kv, of the cache, of the slots and of the angles; rows of
-    the cache start at multiples of ``align`` bytes."""
+    """``row``: format, head_dim, rope_dim; ``dtypes`` of q and kv, of the cache, of the slots and of the angles; the
+    cache's rows start at multiples of ``align`` bytes."""
     c, r, tokens = Config(*config), Row(*row), fake.dim()
     size = fake.dtype(dtypes[0]).width // 8
     angle_align = c.angles * fake.dtype(dtypes[3]).width // 8

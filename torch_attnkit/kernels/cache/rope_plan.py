@@ -12,11 +12,10 @@ from . import plan
 from .rope_problem import VECTOR, RopeProblem
 
 _WARPS = 4
-# Chosen, not measured. Up to so many heads of all tokens a multiprocessor each has a warp to itself, which is what its
-# warps take at once; up to so many, two share one. More on their way in a warp bring nothing where nothing waits.
-_ALONE, _TWO = 32, 128
+# Chosen, not measured: up to so many heads of all tokens a multiprocessor each has a warp to itself, which is about what
+# a multiprocessor has room for; of more, so many share one.
+_ALONE, _SHARE = 32, 2
 _SPREAD = 4  # warps of a multiprocessor up to which each is a CTA of its own, so that they spread over many
-_REGISTERS = 64  # of a thread for the channels of its heads
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,7 @@ def groups(p: RopeProblem, heads: int) -> int:
 
 def spread(p: RopeProblem, sms: int) -> Config:
     """Where nothing is known of addresses."""
-    rows = p.keys.rows * p.heads
-    each = vectors(p.keys.row.head_dim) * VECTOR * p.keys.dtype.itemsize // 4  # registers of a head
-    wanted = 1 if rows <= _ALONE * sms else 2 if rows <= _TWO * sms else 4
-    heads = max(1, min(wanted, _REGISTERS // each, p.heads))
+    heads = 1 if p.keys.rows * p.heads <= _ALONE * sms or p.heads < _SHARE else _SHARE
     warps = p.keys.rows * (groups(p, heads) + 1)
     return Config(1 if warps <= _SPREAD * sms else _WARPS, heads)
 

@@ -18,7 +18,7 @@ PARITY = {
     "nvfp4": dict(Tq=5, Hq=5, D=112, Nc=9, rope=32, fmt=2, t_angles=1),
     "mxfp4": dict(Tq=4, Hq=4, D=512, Nc=9, rope=64, fmt=3, long=1),
     "wide": dict(Tq=3, Hq=2, D=1024, Nc=4, rope=512, fmt=0),
-    "many": dict(Tq=530, Hq=33, D=16, Nc=600, rope=0, fmt=0),
+    "many": dict(Tq=150, Hq=33, D=16, Nc=160, rope=0, fmt=0),
 }
 DEGENERATE = {
     "one": dict(Tq=1, Hq=1, D=8, Nc=1, rope=8, fmt=0),

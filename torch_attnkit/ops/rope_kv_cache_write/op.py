@@ -1,10 +1,10 @@
 """rope_kv_cache_write: q's heads normed and rotated; rows of keys, rotated and encoded, into the slots of a cache.
 
-Each head of q is divided by its root mean square over D, ``q * rsqrt(mean(q^2) + eps)``, without a weight; then its last
-``rope_dim`` channels are rotated, interleaved pairs (a, b) to (a cos - b sin, b cos + a sin). Both in float32, rounded
-once to the result, (Tq, Hq, D). Rows of kv are rotated likewise, rounded to their dtype, and written as kv_cache_write
-does: row t to row ``slot[t]`` of ``cache``, in place; slot -1 is skipped, and no slot may appear twice. Row, ``format``,
-``rope_dim`` and ``global_scale`` are what they are there. What lies between rows of the cache is not touched.
+Each head of q is divided by its root mean square over D, ``q * rsqrt(mean(q^2) + eps)``, without a weight; then its
+last ``rope_dim`` channels are rotated, interleaved pairs (a, b) to (a cos - b sin, b cos + a sin). Both in float32,
+rounded once to the result, (Tq, Hq, D). Rows of kv are rotated likewise, rounded to their dtype, and written as
+kv_cache_write does: row t to row ``slot[t]`` of ``cache``, in place; slot -1 is skipped, and no slot may appear twice.
+Rows of the cache, ``format``, ``rope_dim`` and ``global_scale`` are as there; nothing between rows is touched.
 Source: the attention of DeepSeek-V4 (arXiv 2606.19348); RMSNorm (arXiv 1910.07467); RoFormer (arXiv 2104.09864).
 """
 
@@ -50,7 +50,7 @@ OP = Op(
         "rows of cache must not overlap": lambda c: c.dim["Nc"] <= 1 or c.arg.cache.stride(0) >= c.dim["Rb"],
     },
     features={"global_scale": lambda c: c.arg.global_scale is not None},
-    whole="every process that holds the cache has to write every row of it; give each its own cache, and its heads of q",
+    whole="every process that holds the cache has to write every row of it; give each its own cache, and some heads",
     kernels=(
         Kernel(
             "cuda",
