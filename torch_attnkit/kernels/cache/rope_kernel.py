@@ -49,14 +49,13 @@ class _RopeWriter:
         mSin: cute.Tensor,  # (T, R2)
         mGlobal: cute.Tensor | None,  # ()
         mOut: cute.Tensor,  # (T, H, D), contiguous
-        groups: Int32,  # of heads that share a warp, in a token
-        reciprocal: tuple,  # of groups
+        where: tuple,  # groups of heads that share a warp, in a token; the reciprocal of that number
         eps: Float32,
         stream: cuda.CUstream,
     ):
         warps = self.c.warps
-        heads = (Int32(mQ.shape[0]) * groups + (warps - 1)) // warps
-        self.kernel(mQ, mKv, mCache, mSlot, mCos, mSin, mGlobal, mOut, groups, reciprocal, eps).launch(
+        heads = (Int32(mQ.shape[0]) * where[0] + (warps - 1)) // warps
+        self.kernel(mQ, mKv, mCache, mSlot, mCos, mSin, mGlobal, mOut, where, eps).launch(
             grid=(rows.blocks(mSlot, warps) + heads, 1, 1), block=(LANES * warps, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -71,8 +70,7 @@ class _RopeWriter:
         mSin: cute.Tensor,
         mGlobal: cute.Tensor | None,
         mOut: cute.Tensor,
-        groups: Int32,
-        reciprocal: tuple,
+        where: tuple,
         eps: Float32,
     ):
         cute.arch.griddepcontrol_launch_dependents()
@@ -85,6 +83,7 @@ class _RopeWriter:
             else:
                 self.encode_key(mKv, mCache, mSlot, mCos, mSin, mGlobal)
         else:
+            groups, reciprocal = where
             item = (block - keys) * self.c.warps + cute.arch.warp_idx()
             if item < Int32(mQ.shape[0]) * groups:
                 token = quotient(item, reciprocal)
@@ -228,8 +227,7 @@ def trace(
         *(fake.tensor(dtypes[3], (tokens, None), align=angle_align) for _ in range(2)),
         fake.tensor("f32", (), align=4) if global_scale else None,
         fake.tensor(dtypes[0], (tokens, None, r.head_dim), align=16),
-        Int32(0),
-        (Int64(0), Int32(0)),
+        (Int32(0), (Int64(0), Int32(0))),
         Float32(0),
         fake.stream(),
     ]

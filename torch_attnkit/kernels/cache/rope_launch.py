@@ -56,7 +56,7 @@ def launcher(problem: RopeProblem, target: Target) -> Callable[[RopeOperands], N
                 narrow.append(compiled(rope_plan.Config(config.warps, config.heads), 1))
             run = narrow[0]
         *tensors, eps = o
-        run(*tensors, *where, eps)
+        run(*tensors, where, eps)
 
     return launch
 
