@@ -13,7 +13,7 @@ def problem(call: Call) -> RopeProblem:
     a, dim = call.arg, call.dim
     keys = Problem(
         Row(a.format, dim["D"], a.rope_dim if a.format != "none" else 0), call.device, a.kv.dtype, a.cache.dtype,
-        a.slot.dtype, dim["Tq"], dim["Nc"], *_steps(a.kv), *_steps(a.cache), a.global_scale is not None,
+        a.slot.dtype, dim["Tq"], dim["Nc"], _steps(a.kv)[0], _steps(a.cache)[0], a.global_scale is not None,
     )  # fmt: skip
     return RopeProblem(keys, dim["Hq"], dim["R2"], a.cos.dtype, _steps(a.q), _steps(a.cos) + _steps(a.sin))
 
