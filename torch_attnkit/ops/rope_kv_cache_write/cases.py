@@ -26,7 +26,7 @@ DEGENERATE = {
     "no_slots": dict(Tq=2, Hq=3, D=16, Nc=0, rope=16, fmt=0),
     "empty": dict(Tq=0, Hq=2, D=64, Nc=4, rope=16, fmt=2),
 }
-EXTRAS = (("nan:q", "plain"), ("q:inf", "fp8"), ("nan:q", "mxfp4"))
+EXTRAS = tuple((f"nan:{name}", "plain") for name in ("q", "kv", "cache", "cos", "sin"))
 # A layer of DeepSeek-V4-Flash (64 heads) and of Pro (128).
 BENCH = {
     f"{name}-{t}x{h}": dict(Tq=t, Hq=h, D=512, Nc=max(2 * t, 64), rope=64, fmt=fmt, full=1)
