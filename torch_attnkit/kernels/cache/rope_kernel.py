@@ -99,6 +99,7 @@ class _RopeWriter:
         turns, each = const_expr(self.vectors), const_expr(c.heads)
         col = [v * _TURN + cute.arch.lane_idx() * VECTOR for v in range(turns)]
         rX = [copies.fragments(turns, VECTOR, mQ.element_type) for _ in range(each)]
+        angles = [self.angles(mCos, mSin, token, col[v], VECTOR, v * _TURN) for v in range(turns)]
         source = mQ.iterator + Int64(token) * mQ.stride[0]
         for h in cutlass.range_constexpr(each):
             # A head beyond the last one is the last one once more, which no load has to ask for.
@@ -109,7 +110,6 @@ class _RopeWriter:
                 else:
                     rX[h][v].fill(0)
                     rows.load(head, rX[h][v], c.q, col[v], dim)
-        angles = [self.angles(mCos, mSin, token, col[v], VECTOR, v * _TURN) for v in range(turns)]
         total = reduce.RowSum(LANES, LANES)
         factors = []
         for h in cutlass.range_constexpr(each):
