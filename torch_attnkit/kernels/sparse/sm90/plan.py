@@ -26,6 +26,10 @@ CODED_TILES = {128: (64, 6), 256: (64, 4), 512: (32, 4)}
 LEAST_BYTES = 4  # at whose multiples rows of an encoded format start: the shortest copy that cp.async makes
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
+SIDES = 2  # CTAs of a cluster that have the same keys and other heads, where rows are decoded once for both
+# Tokens from which on two CTAs that have two head blocks of a token decode half of its rows each: as many fill an H200
+# without a split of their keys. Modelled, not measured.
+PAIRED_TOKENS = 48
 # Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and shared, of a
 # cluster's merge, of a key of 512 columns, of joining clusters through device memory, of each of them, and of each
 # megabyte that they leave and read there.
@@ -38,8 +42,8 @@ class Plan:
     """What the kernel is compiled with, and how its launch is cut.
 
     A *work tile* is a token with up to 64 of its heads, of which it has ``head_blocks``. ``groups`` clusters of
-    ``ctas`` CTAs share its keys, and ``together`` work tiles are attended at a time. The last two are sizes of the
-    workspace.
+    ``ctas`` CTAs share its keys, and ``together`` work tiles are attended at a time; where two head blocks share their
+    rows (``sides`` in ``sizes``), a cluster is of both. The last two are sizes of the workspace.
     """
 
     sizes: dict[str, Any]
@@ -63,9 +67,15 @@ def reused(problem: Problem) -> bool:
     return nbytes <= _L2_BYTES and problem.tokens * problem.keys >= _REUSED * rows
 
 
-def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int) -> float:
+def sides_of(problem: Problem, head_blocks: int, sms: int) -> int:
+    """CTAs of a cluster that decode each row once for all of them."""
+    shared = problem.format != "none" and head_blocks % SIDES == 0 and sms >= SIDES
+    return SIDES if shared and problem.tokens >= PAIRED_TOKENS else 1
+
+
+def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int, sides: int = 1) -> float:
     """Microseconds, roughly, of ``work`` work tiles by so many clusters each of so many CTAs."""
-    rounds = -(-work * groups // max(1, at_once(ctas, sms, 1)))
+    rounds = -(-work // sides * groups // max(1, at_once(ctas * sides, sms, 1)))
     turn = _TURN if ctas * groups == 1 else _SHARED_TURN
     keys = share(problem.keys, ctas * groups) * _KEY * problem.dim / 512
     merge = _MERGE if ctas > 1 else 0.0
@@ -86,13 +96,13 @@ def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
 def plan(problem: Problem, sms: int) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors."""
     head_blocks = -(-problem.heads // HEADS)
-    work = problem.tokens * head_blocks
+    work, sides = problem.tokens * head_blocks, sides_of(problem, head_blocks, sms)
     cuts = [
         (ctas, groups)
-        for ctas in range(1, MOST_CTAS + 1)
-        for groups in range(1, max(1, at_once(ctas, sms, 1) // work) + 1)
+        for ctas in range(1, MOST_CTAS // sides + 1)
+        for groups in range(1, max(1, at_once(ctas * sides, sms, 1) // (work // sides)) + 1)
     ]
-    ctas, groups = min(cuts, key=lambda cut: cost(problem, work, *cut, sms))
+    ctas, groups = min(cuts, key=lambda cut: cost(problem, work, *cut, sms, sides))
     shared = ctas * groups > 1
     plain = problem.format == "none"
     cached = plain and not shared and reused(problem)
@@ -102,8 +112,9 @@ def plan(problem: Problem, sms: int) -> Plan:
         # A row of the L2 is not asked for twice: the request takes as long as a copy.
         prefetch=plain and not shared and not cached,
         paged=(problem.near_paged, problem.far_paged), format=problem.format, rope_dim=problem.rope_dim,
-        align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4),
+        align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4), sides=sides,
     )  # fmt: skip
     floats = work * groups * SplitLayout(HEADS, problem.dim).floats if groups > 1 else 0
     counters = work * MOST_CTAS if groups > 1 else 0
-    return Plan(sizes, head_blocks, ctas, groups, work if shared else min(work, sms), floats, counters)
+    together = work if shared else min(work, sms // sides * sides)
+    return Plan(sizes, head_blocks, ctas, groups, together, floats, counters)
