@@ -107,6 +107,7 @@ class Sparse:
             meeting.query.wait(item)
             # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
             tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])
+            cute.arch.sync_warp()  # every lane has read it before one of them gives Q's place back
             self.mainloops[half].run(numbers, shared, meeting, w, start, tiles)
             if const_expr(self.c.merge):
                 self.results[half].leave(tile, shared, w)
