@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_attnkit.core.spec import short
 from torch_attnkit.kernels.decode.config import SplitLayout
@@ -27,8 +27,8 @@ LEAST_BYTES = 4  # at whose multiples rows of an encoded format start: the short
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
 SIDES = 2  # CTAs of a cluster that have the same keys and other heads, where rows are decoded once for both
-# Tokens from which on two CTAs that have two head blocks of a token decode half of its rows each: as many fill an H200
-# without a split of their keys. Modelled, not measured.
+# Tokens from which on they are, if there are two head blocks: as many pairs as do not leave most of an H200 idle, each
+# with all keys of a token. Modelled, not measured.
 PAIRED_TOKENS = 48
 # Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and shared, of a
 # cluster's merge, of a key of 512 columns, of joining clusters through device memory, of each of them, and of each
@@ -41,9 +41,9 @@ _JOIN, _SPLIT, _MEGABYTE = 2.0, 0.15, 0.7
 class Plan:
     """What the kernel is compiled with, and how its launch is cut.
 
-    A *work tile* is a token with up to 64 of its heads, of which it has ``head_blocks``. ``groups`` clusters of
-    ``ctas`` CTAs share its keys, and ``together`` work tiles are attended at a time; where two head blocks share their
-    rows (``sides`` in ``sizes``), a cluster is of both. The last two are sizes of the workspace.
+    A *work tile* is a token with up to 64 of its heads, of which it has ``head_blocks``. ``groups`` clusters with
+    ``ctas`` CTAs for it share its keys, and ``together`` work tiles are attended at a time. The last two are sizes of
+    the workspace.
     """
 
     sizes: dict[str, Any]
@@ -53,6 +53,14 @@ class Plan:
     together: int
     floats: int
     counters: int
+
+
+class Cut(NamedTuple):
+    """``groups`` clusters of ``ctas`` CTAs for each of ``sides`` work tiles, which are in one cluster."""
+
+    ctas: int
+    groups: int
+    sides: int
 
 
 def share(keys: int, ctas: int) -> int:
@@ -67,14 +75,9 @@ def reused(problem: Problem) -> bool:
     return nbytes <= _L2_BYTES and problem.tokens * problem.keys >= _REUSED * rows
 
 
-def sides_of(problem: Problem, head_blocks: int, sms: int) -> int:
-    """CTAs of a cluster that decode each row once for all of them."""
-    shared = problem.format != "none" and head_blocks % SIDES == 0 and sms >= SIDES
-    return SIDES if shared and problem.tokens >= PAIRED_TOKENS else 1
-
-
-def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int, sides: int = 1) -> float:
-    """Microseconds, roughly, of ``work`` work tiles by so many clusters each of so many CTAs."""
+def cost(problem: Problem, work: int, sms: int, cut: Cut) -> float:
+    """Microseconds, roughly, of ``work`` work tiles."""
+    ctas, groups, sides = cut
     rounds = -(-work // sides * groups // max(1, at_once(ctas * sides, sms, 1)))
     turn = _TURN if ctas * groups == 1 else _SHARED_TURN
     keys = share(problem.keys, ctas * groups) * _KEY * problem.dim / 512
@@ -96,15 +99,16 @@ def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
 def plan(problem: Problem, sms: int) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors."""
     head_blocks = -(-problem.heads // HEADS)
-    work, sides = problem.tokens * head_blocks, sides_of(problem, head_blocks, sms)
+    work, plain = problem.tokens * head_blocks, problem.format == "none"
+    paired = not plain and head_blocks % SIDES == 0 and problem.tokens >= PAIRED_TOKENS and sms >= SIDES
+    sides = SIDES if paired else 1
     cuts = [
-        (ctas, groups)
+        Cut(ctas, groups, sides)
         for ctas in range(1, MOST_CTAS // sides + 1)
-        for groups in range(1, max(1, at_once(ctas * sides, sms, 1) // (work // sides)) + 1)
+        for groups in range(1, max(1, at_once(ctas * sides, sms, 1) * sides // work) + 1)
     ]
-    ctas, groups = min(cuts, key=lambda cut: cost(problem, work, *cut, sms, sides))
+    ctas, groups, _ = min(cuts, key=lambda cut: cost(problem, work, sms, cut))
     shared = ctas * groups > 1
-    plain = problem.format == "none"
     cached = plain and not shared and reused(problem)
     keys, stages = (CODED_TILES if not plain else REUSED_TILES if cached else TILES)[problem.dim]
     sizes = dict(
