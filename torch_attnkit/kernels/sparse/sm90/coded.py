@@ -99,10 +99,13 @@ class CodedTiles:
         """Send for the bytes of tile n of the work tile, and decode the tile before it, of whatever work tile that is:
         those wait for it who still read that one's Q."""
         n = filled + n
-        self._copy_tile(row, shared, meeting, n)
-        cute.arch.cp_async_wait_group(1)
+        if const_expr(not self.c.tight):
+            self._copy_tile(row, shared, meeting, n)
+        cute.arch.cp_async_wait_group(0 if const_expr(self.c.tight) else 1)
         if n > 0:
             self._decode_tile(divisor, shared, meeting, n - 1)
+        if const_expr(self.c.tight):
+            self._copy_tile(row, shared, meeting, n)
 
     def finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
         """After the last of ``filled`` tiles."""
@@ -114,9 +117,10 @@ class CodedTiles:
     def _copy_tile(self, row: Row, shared: Int32, meeting: Meeting, n: Int32):
         """Rows that do not count become zeros, which stand for zeros."""
         warp, counts = warp_of_producer(), self.places.counts(row)
-        self._copy_scales(row.address, counts, self._scales(shared, n, warp))
+        address, own = self.delivery.own(row.address, counts)
+        self._copy_scales(address, own, self._scales(shared, n, warp))
         for half in cutlass.range_constexpr(HALVES):
-            self._copy_half(row.address, counts, half, shared, meeting, n * HALVES + half)
+            self._copy_half(address, own, half, shared, meeting, n * HALVES + half)
         if cute.arch.lane_idx() == 0:
             self.places.set_mask(shared, meeting, n * HALVES, counts)
         cute.arch.cp_async_commit_group()
@@ -125,13 +129,12 @@ class CodedTiles:
     def _copy_half(
         self, address: Int64, counts: Int32, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32
     ):
-        """Half of the columns of this warp's rows, which is fill n of the ring."""
+        """Half of the columns of this warp's own rows, which is fill n of the ring."""
         warp, lane = warp_of_producer(), cute.arch.lane_idx()
         meeting.tiles.await_empty(n)
-        place = self.places.place(shared, meeting, n)
-        first = self.delivery.first() + lane // self.places.chunks
+        place = self.delivery.place(self.places.place(shared, meeting, n))
         for i in cutlass.range_constexpr(self.steps):
-            mine = first + i * self.places.abreast
+            mine = i * self.places.abreast + lane // self.places.chunks
             source, there = held_by(mine, address), (counts >> mine) & 1
             self._copy_chunk(half, self.places.chunk_at(place, mine * LOADERS + warp), source, there)
 
@@ -160,22 +163,22 @@ class CodedTiles:
 
     @cute.jit
     def _copy_scales(self, address: Int64, counts: Int32, target: Int32):
-        """The scales of the rows of a warp that are decoded here, one word a lane; at ``target`` belong those of its
-        first row."""
+        """The scales of a warp's own rows, of which the first's belong at ``target``, one word a lane."""
         c, rows = self.c, const_expr(self.delivery.rows)
         words = const_expr(c.scale_bytes // _WORD)
         for first in cutlass.range_constexpr(0, rows * words, LANES):
             index = first + cute.arch.lane_idx()
-            own = cutlass.min(index // words, rows - 1)
-            mine, word = self.delivery.first() + own, index - own * words
+            mine = cutlass.min(index // words, rows - 1)
+            word = index - mine * words
             source = held_by(mine, address)
             to = target + mine * (LOADERS * c.scale_bytes) + word * _WORD
             if word < words:
                 op.copy_4_async(to, source + (self.layout.scales + word * _WORD), ((counts >> mine) & 1) * _WORD)
 
     def _scales(self, shared: Int32, n: Int32, key: Int32) -> Int32:
-        """Where the scales of a key of tile n are."""
-        return self.c.shared.scales.at(shared) + ((n & 1) * self.c.keys + key) * self.c.scale_bytes
+        """Where the scales of a key of tile n are, of those that are decoded here."""
+        own = self.c.keys // self.c.sides
+        return self.c.shared.scales.at(shared) + ((n & 1) * own + key) * self.c.scale_bytes
 
     @cute.jit
     def _decode_tile(self, divisor: Any, shared: Int32, meeting: Meeting, n: Int32):
@@ -188,13 +191,13 @@ class CodedTiles:
     def _decode_half(self, divisor: Any, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32):
         warp, lane = warp_of_producer(), cute.arch.lane_idx()
         fill = n * HALVES + half
-        place = self.places.place(shared, meeting, fill)
+        place = self.delivery.place(self.places.place(shared, meeting, fill))
         full = meeting.tiles.full + meeting.tiles.slot(fill)
-        away, row = self.delivery.away(full), self.delivery.first() + lane // self.places.chunks
+        away = self.delivery.away(full)
         for first in cutlass.range(0, self.steps, self.at_once, unroll=1):
             held = []
             for i in cutlass.range_constexpr(self.at_once):
-                key = ((first + i) * self.places.abreast + row) * LOADERS + warp
+                key = ((first + i) * self.places.abreast + lane // self.places.chunks) * LOADERS + warp
                 held.append(self._read(half, self.places.chunk_at(place, key), self._scales(shared, n, key)))
             for codes in held:
                 self._decode(codes, divisor, away)

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.sm90.peers import store_16_async
+from torch_attnkit.kernels.decode.sm90.config import ROW_BYTES
 
 from .config import LOADERS, Config
 from .meeting import other_side
+from .places import held_by
 from .plan import SIDES
 
 
@@ -34,17 +35,24 @@ class Away(NamedTuple):
 
 
 class Alone:
-    """``rows`` of a tile for a warp, from its row ``first`` on; RoPE channels stay where copies bring them."""
+    """``rows`` of a tile are a warp's own: all that it has. RoPE channels stay where copies bring them."""
 
     moves = False
 
     def __init__(self, config: Config):
         self.rows = config.keys // LOADERS
 
-    def first(self) -> Int32:
-        return Int32(0)
+    def own(self, address: Int64, counts: Int32) -> tuple[Int64, Int32]:
+        """Addresses of the warp's own rows, one a lane, and which of them count, a bit for each: the first row's come
+        first."""
+        return address, counts
+
+    def place(self, place: Int32) -> Int32:
+        """Where the first of the own rows is in half a tile."""
+        return place
 
     def away(self, full: cute.Pointer) -> None:
+        """What ``store`` has to know about half a tile."""
         return None
 
     def store(self, at: Int32, words: list[Any], away: None) -> None:
@@ -65,8 +73,13 @@ class Shared:
         self.rows = config.keys // (LOADERS * SIDES)
         self.nbytes = self.rows * config.ring.part * config.itemsize  # of half a tile, from a warp
 
-    def first(self) -> Int32:
-        return cute.arch.block_in_cluster_idx()[0] % SIDES * self.rows
+    def own(self, address: Int64, counts: Int32) -> tuple[Int64, Int32]:
+        first = self._first()
+        return held_by(cute.arch.lane_idx() + first, address), counts >> first
+
+    def place(self, place: Int32) -> Int32:
+        """A multiple of eight rows behind the tile's, so that chunks are swizzled alike."""
+        return place + self._first() * (LOADERS * ROW_BYTES)
 
     def away(self, full: cute.Pointer) -> Away:
         here = full.toint()
@@ -80,3 +93,7 @@ class Shared:
     def give(self, full: cute.Pointer) -> None:
         """The same warp of the other side sends as much as this one."""
         cute.arch.mbarrier_arrive_and_expect_tx(full, self.nbytes)
+
+    def _first(self) -> Int32:
+        """The first of a warp's own rows."""
+        return cute.arch.block_in_cluster_idx()[0] % SIDES * self.rows
