@@ -1,7 +1,7 @@
 """Which rows of a tile a CTA decodes, and where their numbers go. Imports cutlass.
 
     Alone    all of them, for its own products
-    Shared   half of them, for its own products and for those of the other side: the CTA of its cluster that has the same
+    Shared   half of them, for its own products and those of the other side: the CTA of its cluster that has the same
              keys and other heads. The other half comes from there.
 
 Both sides' rings turn together: a place is free when the consumers of both have read it, and full when this CTA's half
