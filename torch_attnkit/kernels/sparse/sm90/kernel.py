@@ -56,7 +56,7 @@ class Sparse:
         self.kernel(tensors, numbers).launch(
             grid=[numbers.together * numbers.groups * numbers.ctas, 1, 1], block=[c.threads, 1, 1],
             cluster=[numbers.ctas * c.sides, 1, 1],
-            smem=c.shared_bytes, stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100,
+            smem=c.shared_bytes, stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -72,6 +72,9 @@ class Sparse:
             sync_cluster()
         else:
             cute.arch.barrier()
+        # The launch began while the one before it ended, and lets the next begin likewise: all memory waits for that.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         few, many = const_expr(_REGISTERS if c.row.plain else _CODED_REGISTERS)
         first, part = cute.arch.block_idx()[0], Int32(0)  # work tile, and which CTA of it this is
         if const_expr(c.merge):
