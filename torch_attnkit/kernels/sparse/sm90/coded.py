@@ -99,13 +99,10 @@ class CodedTiles:
         """Send for the bytes of tile n of the work tile, and decode the tile before it, of whatever work tile that is:
         those wait for it who still read that one's Q."""
         n = filled + n
-        if const_expr(not self.c.tight):
-            self._copy_tile(row, shared, meeting, n)
-        cute.arch.cp_async_wait_group(0 if const_expr(self.c.tight) else 1)
+        self._copy_tile(row, shared, meeting, n)
+        cute.arch.cp_async_wait_group(1)
         if n > 0:
             self._decode_tile(divisor, shared, meeting, n - 1)
-        if const_expr(self.c.tight):
-            self._copy_tile(row, shared, meeting, n)
 
     def finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
         """After the last of ``filled`` tiles."""

@@ -96,12 +96,6 @@ class Config:
         return 1 if self.stages == 2 else HALVES
 
     @property
-    def tight(self) -> bool:
-        """Whether an encoded tile is decoded before the next one's bytes are sent for. With three places these wait
-        until the softmax of the tile in between is through, and the consumers would wait with them."""
-        return self.stages == 3
-
-    @property
     def p_bytes(self) -> int:
         """Probabilities of a tile."""
         return HEADS * ROW_BYTES

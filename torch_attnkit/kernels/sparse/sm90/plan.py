@@ -27,13 +27,13 @@ LEAST_BYTES = 4  # at whose multiples rows of an encoded format start: the short
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
 SIDES = 2  # CTAs of a cluster that have the same keys and other heads, where rows are decoded once for both
-# Tokens from which on they are, if there are two head blocks: as many pairs as do not leave most of an H200 idle, each
-# with all keys of a token. Modelled, not measured.
+# Tokens from which on they are, if there are two head blocks: as many pairs as do not leave most of the GPU idle, each
+# with all keys of a token. On an H100, FP8 rows, 128 heads, 1152 keys: 64 tokens 62 us for 69, 32 tokens 57 for 45.
 PAIRED_TOKENS = 48
 # Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and shared, of a
-# cluster's merge, of a key of 512 columns, of joining clusters through device memory, of each of them, and of each
-# megabyte that they leave and read there.
-_START, _TURN, _SHARED_TURN, _MERGE, _KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45
+# cluster's merge, of a key of 512 columns, as it is and encoded, of joining clusters through device memory, of each of
+# them, and of each megabyte that they leave and read there.
+_START, _TURN, _SHARED_TURN, _MERGE, _KEY, _CODED_KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45, 1 / 18
 _JOIN, _SPLIT, _MEGABYTE = 2.0, 0.15, 0.7
 
 
@@ -80,12 +80,15 @@ def cost(problem: Problem, work: int, sms: int, cut: Cut) -> float:
     ctas, groups, sides = cut
     rounds = -(-work // sides * groups // max(1, at_once(ctas * sides, sms, 1)))
     turn = _TURN if ctas * groups == 1 else _SHARED_TURN
-    keys = share(problem.keys, ctas * groups) * _KEY * problem.dim / 512
+    keys = share(problem.keys, ctas * groups) * _KEY
+    if problem.format != "none":  # whole tiles, of which either warpgroup has one
+        tile = CODED_TILES[problem.dim][0]
+        keys = max(2, -(-share(problem.keys, ctas * groups) // tile)) * tile * _CODED_KEY
     merge = _MERGE if ctas > 1 else 0.0
     if groups > 1:
         left = work * groups * SplitLayout(min(problem.heads, HEADS), problem.dim).nbytes * 1e-6
         merge += _JOIN + _SPLIT * groups + _MEGABYTE * left
-    return _START + rounds * (turn + keys) + merge
+    return _START + rounds * (turn + keys * problem.dim / 512) + merge
 
 
 def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
