@@ -14,6 +14,7 @@ from torch_attnkit import parity, paths, warmup
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, inspect
+from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.prefill.sm100 import split_plan
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
@@ -205,6 +206,28 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
         op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm100"))
     assert [r.trace for r in asked] == ["trace_cached", "trace"] and dict(asked[0].signature)["split"]
     are_fine(asked[:1], "sm100")
+
+
+@pytest.mark.proof
+@pytest.mark.seconds(600)
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+@pytest.mark.parametrize("tokens", [67, 128])
+@pytest.mark.parametrize("format", kv_cache.FORMATS[1:])
+def test_encoded_rows_that_two_head_blocks_share_fit(format, tokens):
+    """With keys in pages and without; of 67 tokens CTAs share the keys as well. What is stored for the other CTA is
+    STAS in machine code."""
+    op, fmt = OPS["sparse_fmha_with_swa"], kv_cache.FORMATS.index(format)
+    sizes = dict(Tq=tokens, Hq=128, R=1, S=256, C=1024, K=1024, D=512, window=128, fmt=fmt, Ps=64)
+    for features in ("compressed topk", "compressed topk swa_paged compressed_paged"):
+        args, kwargs = op.module("cases").make(sizes, torch.bfloat16, tuple(features.split()), torch.Generator())
+        with compile.recording() as asked:
+            op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm90"))
+        (request,) = asked
+        signature = dict(request.signature)
+        assert signature["sides"] == 2 and signature["merge"] == (tokens == 67)
+        are_fine(asked, "sm90")
+        (sass,) = inspect.sass([compile.get(request).library], "sm90")
+        assert re.search(r"\bSTAS\b", sass)
 
 
 @pytest.mark.proof
