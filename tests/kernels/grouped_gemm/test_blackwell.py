@@ -318,7 +318,7 @@ def test_a_product_shares_what_it_can():
     have other tokens, if an expert has tiles enough."""
     given = problem(64 * 512 // 4, "nvfp4", "nvfp4")
     odd = Weights(1280, 960, 1280 * 480, 480, 1280 * 60, 60, 60)  # 5 times two row tiles
-    both, other = plan(given, 148), plan(replace(given, hidden=1280, down=odd), 148)
+    both, other = plan(given, 148), plan(replace(given, down=odd), 148)
     assert (both.columns, both.row_warps) == ((256,) * 3, (32, 32))
     assert (other.columns, other.row_warps, other.blocks[1:]) == ((256, 256, 512), (32, 16), (128, 128))
     fewer = plan(replace(given, tokens=64 * 511 // 4, down=odd), 148)
