@@ -233,17 +233,18 @@ def test_encoded_rows_that_two_head_blocks_share_fit(format, tokens):
 @pytest.mark.proof
 @pytest.mark.seconds(600)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-@pytest.mark.parametrize("tokens", [64, 256])
+@pytest.mark.parametrize(("tokens", "hidden"), [(64, 512), (256, 512), (512, 256)])
 @pytest.mark.parametrize(("block", "act"), [(16, 1), (32, 2), (32, 3)])
-def test_experts_of_many_tokens_fit(block, act, tokens):
-    """Of clusters: neighbours that share tokens, and pairs of CTAs; cases of parity have too few tokens for both."""
-    op, dims = OPS["fp4_moe"], dict(Tq=tokens, N=512, M=256, E=1, K=1, blk=block, act=act)
+def test_experts_of_many_tokens_fit(block, act, tokens, hidden):
+    """Of clusters: neighbours that share tokens, or weights, and pairs of CTAs; cases of parity have too few tokens."""
+    op, dims = OPS["fp4_moe"], dict(Tq=tokens, N=hidden, M=256, E=1, K=1, blk=block, act=act)
     args, kwargs = op.module("cases").make(dims, torch.bfloat16, ("bias",), torch.Generator().manual_seed(0))
     with compile.recording() as asked:
         op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm100"))
     (request,) = asked
     signature = dict(request.signature)
-    assert (signature["row_warps"], signature["columns"]) == (32, 128 if tokens < 256 else 256)
+    columns = {64: (128,) * 3, 256: (256,) * 3, 512: (256, 256, 512)}[tokens]
+    assert (signature["row_warps"], signature["columns"]) == ((32, 32 if hidden == 512 else 16), columns)
     are_fine(asked, "sm100")
 
 
