@@ -2,13 +2,13 @@
 
 | step | computes | on the ops |
 |---|---|---|
-| write | q normed and rotated, keys rotated, their rows in the window's cache | torch, and ``kv_cache_write`` |
+| write | q normed and rotated, keys rotated, their rows in the window's cache | ``rope_kv_cache_write`` |
 | choose | the entries that each token attends, of layers with an indexer | ``indexer_select`` |
 | attend | attention over window and entries | ``sparse_fmha_with_swa`` |
 
-Norm and rotations are those of ``attnkit_model``. ``peers/composed_layer.py`` composes the same of vLLM's, DeepGEMM's
-and FlashMLA's kernels. Outside of both: projections, norms of their results, rotation and quantisation of the indexer's
-q, the compressor (no entry gets complete), the rotation back and the output projections.
+``peers/composed_layer.py`` composes the same of vLLM's, DeepGEMM's and FlashMLA's kernels. Outside of both:
+projections, norms of their results, rotation and quantisation of the indexer's q, the compressor (no entry gets
+complete), the rotation back and the output projections.
 
 Results come first. q and rows are compared with float64; choices are exact up to ties, since scores are; attention of
 ours, over what the steps before gave, keeps the tolerance of parity; and what all steps of a side give together is at
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import rms_norm
 
 from bench import models, run, timing
 from bench.layer_inputs import PAGE, Inputs, Shape, made
@@ -35,7 +34,6 @@ from bench.peers import composed_layer
 from bench.same import difference
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.formats import kv_cache, rope
-from torch_attnkit.integrations.transformers import deepseek_v4
 from torch_attnkit.oracle.compare import check
 from torch_attnkit.parity.judge import reference_of
 from torch_attnkit.warmup import asked_by
@@ -51,8 +49,7 @@ class Ours:
     def __init__(self, shape: Shape, given: Inputs) -> None:
         self.shape, self.given = shape, given
         half = shape.rope // 2
-        cos, sin = given.angles[given.position].split((half, half), 1)  # what the model makes once for all layers
-        self.angles = deepseek_v4._angles(cos[None], sin[None])
+        self.angles = given.angles[given.position].split((half, half), 1)  # what the model makes once for all layers
         self.near, self.near_table = self._paged(given.near)
         self.far, self.far_table = (None, None) if given.far is None else self._paged(given.far)
         self.index_k, self.index_table = self._paged(given.index_k)
@@ -62,9 +59,9 @@ class Ours:
     def write(self) -> torch.Tensor:
         """q (T, H, D), normed and rotated; a row of each new key into the cache."""
         g, s = self.given, self.shape
-        q = deepseek_v4._rotated(rms_norm(g.q, (s.dim,), eps=_EPS)[None], self.angles)[0]
-        kv = deepseek_v4._rotated(g.kv[None, :, None], self.angles)[0, :, 0]
-        ops.kv_cache_write(kv, g.near.flatten(0, 1), g.slot, format=s.format, rope_dim=s.rope)
+        rows = g.near.flatten(0, 1)
+        kwargs = dict(eps=_EPS, format=s.format, rope_dim=s.rope)
+        q: torch.Tensor = ops.rope_kv_cache_write(g.q, g.kv, rows, g.slot, *self.angles, **kwargs)
         return q
 
     def choose(self) -> torch.Tensor:
@@ -134,8 +131,8 @@ def together(side: Side, steps: tuple[str, ...], before: Before) -> Callable[[],
 
 
 def sides(shape: Shape, given: Inputs) -> tuple[Ours, Side]:
-    """Both on the same numbers; ours rotates keys in place."""
-    return Ours(shape, given), composed_layer.adapt(shape, replace(given, kv=given.kv.clone()))
+    """Both on the same numbers."""
+    return Ours(shape, given), composed_layer.adapt(shape, given)
 
 
 # Judging.
@@ -236,7 +233,7 @@ class Verdict:
 
 
 def judged(shape: Shape, given: Inputs) -> Verdict:
-    """Both sides on the same numbers, of which keys are rotated and rows written thereafter."""
+    """Both sides on the same numbers, of which rows are written thereafter."""
     exact, (ours, theirs) = Exact(shape, given), sides(shape, given)
     v = Verdict(Before(ours.write(), ours.choose() if shape.chooses else None))
     q, chosen = v.before.q, v.before.chosen

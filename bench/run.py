@@ -107,7 +107,8 @@ def _prepare(
         first = peer.adapt(op.name, before, kwargs)
         if first is None:
             return
-        off = difference(op.name, before, tensors_of(got)[0], tensors_of(first())[0])
+        result = len(op.mutated) if op.outnames else 0  # what is returned, where an op writes besides
+        off = difference(op.name, before, tensors_of(got)[result], tensors_of(first())[0])
         if not off <= _SAME:
             missing[peer.name] = f"computes something else here (difference {off:.2g})"
             return

@@ -19,12 +19,12 @@ NAMES = ("sparse_fmha_with_swa", "indexer_scores", "indexer_topk", "kv_cache_wri
 
 
 def made(name, dims, features=(), dtype=torch.bfloat16):
-    """Arguments of a call, and what the reference makes of them; ``dims`` are changes of a parity case."""
-    cases = OPS[name].module("cases")
+    """Arguments of a call, and what the reference makes of them, or returns; ``dims`` are changes of a parity case."""
+    op, cases = OPS[name], OPS[name].module("cases")
     base = next(iter(cases.PARITY.values()))
     args, kwargs = cases.make(base | dims, dtype, features, torch.Generator().manual_seed(0))
-    results = parity.reference_of(OPS[name], args, kwargs, double=False)
-    return args, kwargs, results[0]
+    results = parity.reference_of(op, args, kwargs, double=False)
+    return args, kwargs, results[len(op.mutated) if op.outnames else 0]
 
 
 def attended(q, kv, index, seen, scale, sink):

@@ -11,8 +11,10 @@ import torch
 import torch_attnkit
 from bench import layer_inputs, layer_steps, layers, models, run, timing
 from bench.layer_inputs import Shape, made, shape_of
-from bench.peers import deepgemm, flashmla, vllm_ops
+from bench.peers import deepgemm, flashmla, vllm_cache, vllm_ops
+from bench.same import difference
 from tests.test_bench_dsv4 import chosen, mqa_logits, paged_mqa_logits, sparse_decode, sparse_prefill
+from tests.test_bench_dsv4 import made as call_of
 from torch_attnkit.formats import kv_cache, rope
 
 DECODE = dict(kind="csa", batch=3, tokens=1, context=256, rate=4, topk=20)
@@ -99,6 +101,17 @@ def test_both_sides_take_the_same_steps(shape, kernels):
     steps = ("write", "choose", "attend") if shape.chooses else ("write", "attend")
     assert v.steps(shape) == steps and set(v.found) == {*steps, "all"}
     assert all(len(offs) == 2 for offs in v.found.values())  # of either side
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fmt", [0, 1])
+def test_the_op_of_the_first_step_has_the_fused_kernel_for_a_peer(fmt, kernels):
+    sizes = dict(Tq=5, Hq=2, D=512, Nc=128, rope=64, full=1)
+    args, kwargs, wanted = call_of("rope_kv_cache_write", sizes | dict(fmt=fmt))
+    call = vllm_cache.adapt("rope_kv_cache_write", args, kwargs)
+    assert difference("rope_kv_cache_write", args, wanted, call()) < 1e-2
+    assert vllm_cache.adapt("rope_kv_cache_write", args, kwargs | dict(format="nvfp4")) is None
+    assert vllm_cache.adapt("rope_kv_cache_write", (args[0].half(), *args[1:]), kwargs) is None
 
 
 def elsewhere(q, kv, cache, slot, *others):

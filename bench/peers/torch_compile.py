@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.formats import kv_cache
+from torch_attnkit.formats import kv_cache, rope
 
 OPS = (
     "gated_rmsnorm", "merge_partials", "nvfp4_quantize", "nvfp4_dequantize", "mxfp4_quantize", "mxfp4_dequantize",
@@ -65,6 +65,15 @@ def kv_cache_write(
     return cache
 
 
+def rope_kv_cache_write(
+    q: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, slot: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    global_scale: torch.Tensor | None = None, eps: float = 1e-6, format: str = "none", rope_dim: int = 64,
+) -> torch.Tensor:  # fmt: skip
+    kv_cache_write(rope.apply(kv, cos, sin, interleaved=True), cache, slot, global_scale, format, rope_dim)
+    x = q.float() * (q.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return rope.apply(x, cos[:, None], sin[:, None], interleaved=True).to(q.dtype)
+
+
 def kv_cache_gather(
     cache: torch.Tensor, slot: torch.Tensor, global_scale: torch.Tensor | None = None, format: str = "none",
     head_dim: int = 0, rope_dim: int = 64, dtype: torch.dtype | None = None,
@@ -92,8 +101,8 @@ def indexer_scores(
 OWN = {
     f.__name__: f
     for f in (
-        route_softmax, route_sqrt_softplus, route_hash, kv_cache_write, kv_cache_gather, grouped_output_projection,
-        indexer_scores,
+        route_softmax, route_sqrt_softplus, route_hash, kv_cache_write, rope_kv_cache_write, kv_cache_gather,
+        grouped_output_projection, indexer_scores,
     )
 }  # fmt: skip
 

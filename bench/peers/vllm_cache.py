@@ -1,8 +1,8 @@
-"""vLLM's kernels for rows of latent caches (``_C_cache_ops``), rows of numbers only.
+"""vLLM's kernels for rows of latent caches, of numbers (``_C_cache_ops``), and for DeepSeek-V4's rows (``_C``).
 
-Its encoded rows are others: those of ``fp8_ds_mla`` have 656 bytes under float32 scales, and DeepSeek-V4's 584 bytes
-are written together with norms and rotations of all query heads, with the scales of 64 rows behind their codes.
-Neither is what kv_cache_write and kv_cache_gather compute.
+The former's encoded rows are others: those of ``fp8_ds_mla`` have 656 bytes under float32 scales. The latter, in
+bfloat16 or in 584 bytes, are written together with norms and rotations of all query heads, as rope_kv_cache_write does;
+but the scales of 64 rows stand behind their codes, so what is compared is q.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import torch
 from bench.peers import vllm_ops
 
 _ROPE = 64  # channels, which its kernel takes from a tensor of their own
+_DIM, _PAGE, _PAGE_BYTES = 512, 64, 65 * 576  # of DeepSeek-V4's rows
 
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    if op == "rope_kv_cache_write":
+        return _rope_write(args, kwargs)
     if op not in ("kv_cache_write", "kv_cache_gather") or kwargs["format"] != "none":
         return None
     return _write(*args[:3]) if op == "kv_cache_write" else _gather(*args[:2], kwargs.get("dtype"))
@@ -30,6 +33,28 @@ def _write(kv: torch.Tensor, cache: torch.Tensor, slot: torch.Tensor) -> Callabl
     def call() -> torch.Tensor:
         run(*parts, pages, slot, "auto", scale)
         return cache
+
+    return call
+
+
+def _rope_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], torch.Tensor] | None:
+    """With a cache of its own, in pages; of bfloat16 rows q is normed in place."""
+    q, kv, cache, slot, cos, sin, _ = args
+    format, eps = kwargs["format"], kwargs["eps"]
+    if format not in ("none", "fp8") or q.dtype != torch.bfloat16 or (q.shape[2], kwargs["rope_dim"]) != (_DIM, _ROPE):
+        return None
+    library, slot, position = vllm_ops.general(), slot.long(), torch.arange(len(q), device=q.device)
+    angles, pages = torch.cat((cos, sin), 1).float(), -(-len(cache) // _PAGE)
+    if format == "fp8":
+        run = library.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+        rows = cache.new_zeros(pages, _PAGE_BYTES)[:, : _PAGE * cache.shape[1]]
+        return lambda: run(q, kv, rows, slot, position, angles, q.shape[1], eps, _PAGE)
+    run, own = library.fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert, q.clone()
+    rows = cache.new_zeros(pages, _PAGE, _DIM)
+
+    def call() -> torch.Tensor:
+        run(own, kv, rows, slot, position, angles, eps, _PAGE)
+        return own
 
     return call
 

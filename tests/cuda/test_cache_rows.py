@@ -68,3 +68,50 @@ def test_heads_of_more_than_2_to_the_31_numbers(layout):
         assert torch.equal(codes[part].cpu(), want[0])
         if layout == "linear":
             assert torch.equal(scale[part].cpu(), want[1])
+
+
+def normed_and_rotated(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    exact = torch.nn.functional.rms_norm(q.double(), q.shape[-1:], eps=1e-6)
+    return rope.apply(exact, cos[:, None].double(), sin[:, None].double(), interleaved=True)
+
+
+@pytest.mark.parametrize("format", ["none", "fp8"])
+def test_heads_and_keys_are_read_behind_the_kernels_that_made_them(format):
+    """The launch begins early and waits: in a chain of calls, captured, each reads what the one before it wrote."""
+    q, kv, angle = normal(33, 64, 512), normal(33, 512), 6 * torch.rand(33, 32, device="cuda")
+    cache = torch.zeros(40, 512, dtype=torch.bfloat16, device="cuda")
+    cache = cache if format == "none" else torch.zeros(40, 584, dtype=torch.uint8, device="cuda")
+    cos, sin, slot = angle.cos(), angle.sin(), torch.randperm(40, device="cuda")[:33]
+    run = lambda q, kv: A.rope_kv_cache_write(q, kv, cache, slot, cos, sin, format=format)
+    step = lambda: run(run(run(q * 2, kv), kv), kv * 2)
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    q.copy_(normal(33, 64, 512))
+    kv.copy_(normal(33, 512))
+    for _ in range(20):
+        cache.zero_()
+        graph.replay()
+    rows = rope.apply(2 * kv.cpu(), cos.cpu(), sin.cpu(), interleaved=True)
+    want = rows if format == "none" else kv_cache.encode_rows(rows, format, 64)
+    assert torch.equal(cache[slot].cpu(), want)
+    once, twice = (lambda x: normed_and_rotated(x, cos, sin).bfloat16()), normed_and_rotated
+    assert float((out.double() - twice(once(once(q * 2)), cos, sin)).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("format", ["none", "fp8"])
+def test_heads_of_more_than_2_to_the_31_numbers_are_normed(format):
+    tokens, heads = (1 << 31) // (64 * 512) + 3, 64
+    q = torch.empty(tokens, heads, 512, dtype=torch.bfloat16, device="cuda").uniform_(-2, 2)
+    kv, angle = normal(tokens, 512), 6 * torch.rand(tokens, 32, device="cuda")
+    cache = torch.zeros_like(kv) if format == "none" else torch.zeros(tokens, 584, dtype=torch.uint8, device="cuda")
+    slot = torch.arange(tokens, device="cuda").flip(0)
+    out = A.rope_kv_cache_write(q, kv, cache, slot, angle.cos(), angle.sin(), format=format)
+    for part in (slice(0, 2), slice(tokens - 2, tokens)):
+        cos, sin = angle[part].cos(), angle[part].sin()
+        exact = normed_and_rotated(q[part], cos, sin)
+        assert float((out[part].double() - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
+        rows = rope.apply(kv[part].cpu(), cos.cpu(), sin.cpu(), interleaved=True)
+        want = rows if format == "none" else kv_cache.encode_rows(rows, format, 64)
+        assert torch.equal(cache[slot[part]].cpu(), want)

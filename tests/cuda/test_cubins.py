@@ -14,6 +14,7 @@ from torch_attnkit import parity, paths, warmup
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, inspect
+from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.prefill.sm100 import split_plan
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
@@ -211,17 +212,40 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
 @pytest.mark.proof
 @pytest.mark.seconds(600)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-@pytest.mark.parametrize("tokens", [64, 256])
+@pytest.mark.parametrize("tokens", [67, 128])
+@pytest.mark.parametrize("format", kv_cache.FORMATS[1:])
+def test_encoded_rows_that_two_head_blocks_share_fit(format, tokens):
+    """With keys in pages and without; of 67 tokens CTAs share the keys as well. What is stored for the other CTA is
+    STAS in machine code."""
+    op, fmt = OPS["sparse_fmha_with_swa"], kv_cache.FORMATS.index(format)
+    sizes = dict(Tq=tokens, Hq=128, R=1, S=256, C=1024, K=1024, D=512, window=128, fmt=fmt, Ps=64)
+    for features in ("compressed topk", "compressed topk swa_paged compressed_paged"):
+        args, kwargs = op.module("cases").make(sizes, torch.bfloat16, tuple(features.split()), torch.Generator())
+        with compile.recording() as asked:
+            op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm90"))
+        (request,) = asked
+        signature = dict(request.signature)
+        assert signature["sides"] == 2 and signature["merge"] == (tokens == 67)
+        are_fine(asked, "sm90")
+        (sass,) = inspect.sass([compile.get(request).library], "sm90")
+        assert re.search(r"\bSTAS\b", sass)
+
+
+@pytest.mark.proof
+@pytest.mark.seconds(600)
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+@pytest.mark.parametrize(("tokens", "hidden"), [(64, 512), (256, 512), (512, 256)])
 @pytest.mark.parametrize(("block", "act"), [(16, 1), (32, 2), (32, 3)])
-def test_experts_of_many_tokens_fit(block, act, tokens):
-    """Of clusters: neighbours that share tokens, and pairs of CTAs; cases of parity have too few tokens for both."""
-    op, dims = OPS["fp4_moe"], dict(Tq=tokens, N=512, M=256, E=1, K=1, blk=block, act=act)
+def test_experts_of_many_tokens_fit(block, act, tokens, hidden):
+    """Of clusters: neighbours that share tokens, or weights, and pairs of CTAs; cases of parity have too few tokens."""
+    op, dims = OPS["fp4_moe"], dict(Tq=tokens, N=hidden, M=256, E=1, K=1, blk=block, act=act)
     args, kwargs = op.module("cases").make(dims, torch.bfloat16, ("bias",), torch.Generator().manual_seed(0))
     with compile.recording() as asked:
         op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm100"))
     (request,) = asked
     signature = dict(request.signature)
-    assert (signature["row_warps"], signature["columns"]) == (32, 128 if tokens < 256 else 256)
+    columns = {64: (128,) * 3, 256: (256,) * 3, 512: (256, 256, 512)}[tokens]
+    assert (signature["row_warps"], signature["columns"]) == ((32, 32 if hidden == 512 else 16), columns)
     are_fine(asked, "sm100")
 
 

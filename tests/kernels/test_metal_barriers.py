@@ -104,6 +104,14 @@ CASES = {
     "kv_cache_gather": Case(
         "kv_cache_gather", range(0), lambda: (codes(4, 260), ints(2, -1, 0, 2), None, "fp8", 192, 64)
     ),
+    "rope_kv_cache_write": Case(
+        "rope_kv_cache_write",
+        range(0),
+        lambda: (
+            *(normal(3, 2, 192), normal(3, 192), codes(4, 260), ints(2, -1, 0), normal(3, 32), normal(3, 32)),
+            *(None, 1e-6, "fp8", 64),
+        ),
+    ),
     "indexer_topk": Case("indexer_topk", range(5), lambda: (normal(2, 300), None, 7), proof=True),
     "indexer_scores": Case(
         "indexer_scores",

@@ -52,7 +52,8 @@ class Model:
 _GPT_OSS = {"route_softmax": 2, "fp4_moe": 2}
 _QWEN = {"gated_rmsnorm": 1, "route_softmax": 2, "fp4_moe": 2}
 _V4 = {
-    "sparse_fmha_with_swa": 4, "grouped_output_projection": 4, "indexer_scores": 2, "indexer_topk": 2,
+    "rope_kv_cache_write": 4, "sparse_fmha_with_swa": 4, "grouped_output_projection": 4, "indexer_scores": 2,
+    "indexer_topk": 2,
     "route_hash": 2, "route_sqrt_softplus": 2, "fp4_moe": 4,
 }  # fmt: skip
 # Two matrices of each expert of each layer are packed.

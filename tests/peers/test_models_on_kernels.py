@@ -11,7 +11,8 @@ from torch_attnkit.integrations.transformers import attnkit_model, round_experts
 # Sizes that the kernels have, and the families of kernels that a pass takes, as they stand in the names of launches.
 MODELS = {
     "deepseek_v4": (
-        dict(head_dim=128, index_head_dim=64), {"sparse", "indexer", "topk", "routing", "batched_gemm", "grouped_gemm"},
+        dict(head_dim=128, index_head_dim=64),
+        {"cache", "sparse", "indexer", "topk", "routing", "batched_gemm", "grouped_gemm"},
     ),
     "gpt_oss": (dict(head_dim=64), {"prefill", "routing", "grouped_gemm"}),
 }  # fmt: skip

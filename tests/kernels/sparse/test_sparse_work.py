@@ -239,6 +239,45 @@ def test_work_beside_flash_attention_4(monkeypatch):
     assert mine["instructions"] <= 0.96 * other["instructions"]
 
 
+def ends_of_lists(format: str) -> dict:
+    """Tokens whose list of 600 ends early: behind a hole, after 257 entries, the first, none, and none that is known.
+    Three begin, whose lists nobody looks through."""
+    T, C, K = 8, 700, 600
+    named = torch.tensor([600, 0, 600, 300, 257, 1, 0, 600])
+    chosen = torch.where(torch.arange(K) < named[:, None], lists(T, C, K), -1)
+    chosen[3, 40:298] = -1
+    chosen[7] = C + 3
+    given = dict(
+        q=normal(T, 5, 128), swa_kv=normal(1, 30, 128, seed=1), swa_end=between(20, 30, T), window=20,
+        compressed_kv=normal(1, C, 128, seed=2), topk_indices=chosen.to(torch.int32), sink=normal(5, seed=4).float(),
+    )  # fmt: skip
+    return given if format == "none" else encoded(given, format)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("format", ["none", "fp8"])
+def test_ends_of_lists_that_name_nothing(format, seed, monkeypatch):
+    monkeypatch.setattr(driver, "sm_count", lambda device: 3)
+    given = ends_of_lists(format)
+    compare(given, given | dict(topk_indices=given["topk_indices"].where(given["topk_indices"] < 700, -1)), seed)
+
+
+def test_ends_of_lists_cost_nothing(monkeypatch):
+    ptx = pytest.importorskip("torch_attnkit.sim.ptx")
+    monkeypatch.setattr(driver, "sm_count", lambda device: 3)
+    given = ends_of_lists("none")
+    full = given | dict(topk_indices=lists(8, 700, 600))
+    done = []
+    for case in (given, full):
+        with torch_attnkit.simulate("sm90"), ptx.counting() as launches:
+            torch.ops.attnkit.sparse_fmha_with_swa(*(case.get(name) for name in NAMES), window=20)
+        (launch,) = launches
+        done.append(sum(launch.counters["flops"].values()))
+    # Of 64 keys a tile: three tokens have 10 tiles, two 5, three the 2 that are the least; with full lists each has 10.
+    assert done[0] * 80 == done[1] * 46
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 @pytest.mark.parametrize("listed", [True, False])

@@ -1,13 +1,16 @@
-"""DeepSeek-V4's attention on sparse_fmha_with_swa, indexer_scores, indexer_topk and grouped_output_projection.
+"""DeepSeek-V4's attention on rope_kv_cache_write, sparse_fmha_with_swa, the indexer's ops and
+grouped_output_projection.
 
 Only the attention's forward is replaced. Projections, weighted norms and the cache layers stay the model's own.
 Compressed entries are pooled here as the model pools them, since its compressors return them inside a dense bias.
-Rotations give the model's numbers, in place: of a head's 512 channels the model copies 448 that stay as they are.
+Rotations by torch give the model's numbers, in place: of a head's 512 channels the model copies 448 that stay as they
+are. On a CPU, and where a gradient is wanted, norm and rotation of q and keys are torch's, too.
 
 Differences to the replaced forward: of compressed entries with equal scores at the border of the top-k the lowest index
-is chosen, and the norm of q's heads rounds numbers of 16 bits once, not thrice. Left-padded rows follow it exactly, and
-that is not what the same row gives without padding: the model pools padding tokens into compressed entries, and a
-decode step of a heavily compressed layer sees every entry whatever the positions say.
+is chosen, and the norm of q's heads rounds numbers of 16 bits once, not thrice, by rope_kv_cache_write with their
+rotation. Left-padded rows follow it exactly, and that is not what the same row gives without padding: the model pools
+padding tokens into compressed entries, and a decode step of a heavily compressed layer sees every entry whatever the
+positions say.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from torch_attnkit.core import UnsupportedError
+from torch_attnkit.core.target import target_of
 
 from . import masks
 from .descriptor import ADVICE, Descriptor
@@ -60,12 +64,16 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
             )
         masks.refuse_weights(kwargs)
         B, T, _ = hidden_states.shape
-        angles = _angles(*position_embeddings[self.rope_layer_type])
+        cos, sin = position_embeddings[self.rope_layer_type]  # (1 or B, T, R)
+        angles = _angles(cos, sin)
         q_low = self.q_a_norm(self.q_a_proj(hidden_states))  # (B, T, low rank)
-        q = _normed(self.q_b_norm, self.q_b_proj(q_low).view(B, T, self.num_heads, self.head_dim))  # (B, T, Hq, D)
-        q = _rotated(q, angles).flatten(0, 1)  # (Tq, Hq, D)
+        q = self.q_b_proj(q_low).view(B, T, self.num_heads, self.head_dim)  # (B, T, Hq, D)
         kv = self.kv_norm(self.kv_proj(hidden_states))  # (B, T, D)
-        kv = _rotated(kv[:, :, None], angles).transpose(1, 2)  # (B, 1, T, D)
+        if _kernel_takes(self.q_b_norm, q, kv, cos):
+            q, kv = _in_one_launch(q, kv, cos, sin, self.q_b_norm.eps)
+        else:
+            q, kv = _rotated(_normed(self.q_b_norm, q), angles), _rotated(kv[:, :, None], angles)[:, :, 0]
+        q, kv = q.flatten(0, 1), kv[:, None]  # (Tq, Hq, D), (B, 1, T, D)
         state = None
         if past_key_values is not None:
             kv = past_key_values.update(kv, kv, self.layer_idx)[0]  # (B, 1, S, D), S: the window behind, and T
@@ -82,6 +90,30 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
         weight = self.o_a_proj.weight.view(groups, -1, self.o_a_proj.in_features)  # (G, R, Ko)
         low = ops.grouped_output_projection(out.reshape(B * T, groups, -1), weight)  # (Tq, G, R)
         return self.o_b_proj(low.reshape(B, T, -1)), None
+
+
+def _kernel_takes(norm: Any, q: torch.Tensor, kv: torch.Tensor, cos: torch.Tensor) -> bool:
+    """Whether rope_kv_cache_write has a kernel for q (B, T, Hq, D) and kv (B, T, D); it has no gradients."""
+    if q.device.type == "cpu" and (torch.compiler.is_compiling() or target_of(q.device).arch == "cpu"):
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad):
+        return False
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 1024 and cos.shape[-1] % 4 == 0
+    dtypes = q.dtype == kv.dtype and q.dtype != torch.float64 and cos.dtype in (q.dtype, torch.float32)
+    return type(norm) is DeepseekV4UnweightedRMSNorm and fits and dtypes
+
+
+def _in_one_launch(
+    q: torch.Tensor, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, T, Hq, D) normed and rotated, and kv (B, T, D) rotated: rows of a cache that holds nothing else."""
+    B, T, D = kv.shape
+    keys, slot = kv.new_empty(B * T, D), torch.arange(B * T, dtype=torch.int32, device=kv.device)
+    cos, sin = (t.expand(B, -1, -1).flatten(0, 1) for t in (cos, sin))  # (B * T, R)
+    q_out = ops.rope_kv_cache_write(
+        q.flatten(0, 1), kv.flatten(0, 1), keys, slot, cos, sin, eps=eps, rope_dim=2 * cos.shape[1]
+    )
+    return q_out.view(q.shape), keys.view(B, T, D)
 
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:

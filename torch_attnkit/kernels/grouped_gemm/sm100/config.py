@@ -31,7 +31,7 @@ STAGES = {1: 6, 2: 4}
 FEW_STAGES = 7  # where tokens are columns
 MOST_ROW_TILES = max(STAGES)
 PAIR = 2  # CTAs that multiply a work tile of many tokens together
-NEIGHBOURS = 2  # work tiles that share loads of tokens
+NEIGHBOURS = 2  # work tiles that share loads
 BUFFERS = {1: 2, 2: 3}
 SUMS = 2  # buffers where weights are decoded
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
@@ -66,7 +66,8 @@ class Config:
     activations: str
     row_tiles: int = 1  # of a work tile: more of them share its tokens
     ctas: int = 1  # of a work tile, with ``TOKENS`` each; each loads its part of a row tile's rows for all
-    neighbours: int = 1  # work tiles of the same tokens, which come to all of them at once
+    neighbours: int = 1  # work tiles that run at once
+    shared: str = "tokens"  # what comes to all of them at once: or "weights", if they are of one expert
     tokens: int = TOKENS  # of a CTA's work tile at most
 
     @property

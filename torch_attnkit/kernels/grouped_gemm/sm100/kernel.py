@@ -40,23 +40,28 @@ class Experts:
 
 
 def trace(
-    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
-    row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
+    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: tuple[int, int, int],
+    experts: int, row_warps: tuple[int, int], scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``columns``: tokens of a work tile; ``experts``: room for so many; ``row_warps``: 16 rows each of a work tile,
-    or of two that are neighbours; ``scale_vectors``: of both products the bytes of scales that a load takes;
-    ``code_alignment``: whether TMA may make bytes of codes. The others are what ``plan.py`` always says."""
-    neighbours = max(1, 16 * row_warps // (MOST_ROW_TILES * WEIGHT_ROWS))
-    rows = 16 * row_warps // neighbours
+    """``columns``: tokens of a work tile, and in the first and the second product of one or of two that are neighbours;
+    ``experts``: room for so many; ``row_warps``: 16 rows each, of both products, of a work tile or of two that are
+    neighbours; ``scale_vectors``: of both products the bytes of scales that a load takes; ``code_alignment``: whether
+    TMA may make bytes of codes. The others are what ``plan.py`` always says."""
+    each, *together = columns
+    row_tiles = min(16 * min(row_warps) // WEIGHT_ROWS, MOST_ROW_TILES)
+    rows = row_tiles * WEIGHT_ROWS
     if by_scale(format, activations) and (activations != "mxfp8" or code_alignment == UNPACKED_ALIGNMENT):
-        ctas, tokens = max(columns // TOKENS, 1), min(columns, TOKENS)
+        ctas, tokens = max(each // TOKENS, 1), min(each, TOKENS)
         up, down = (
-            Config(format, paired, vector, activations, rows // WEIGHT_ROWS, ctas, neighbours, tokens)
-            for paired, vector in zip((True, False), scale_vectors, strict=True)
-        )
+            Config(
+                format, paired, vector, activations, row_tiles, ctas, 16 * warps // rows * (count // each),
+                "weights" if count > each else "tokens", tokens,
+            )
+            for paired, vector, warps, count in zip((True, False), scale_vectors, row_warps, together, strict=True)
+        )  # fmt: skip
         totals = Totals(rows, completed=False, any_warp=up.few)
         made = Experts(
-            SortAndQuantise(activations, experts, totals.rows, columns),
+            SortAndQuantise(activations, experts, totals.rows, each),
             Product(up, ColumnActivation(activations) if up.few else Activation(activations)),
             Product(down, ColumnResults(totals) if down.few else Results(totals)),
         )

@@ -2,8 +2,9 @@
 
 Two CTAs may multiply a work tile of twice as many tokens: each has half of the tokens, and their sums, and loads half
 of the rows of every row tile of weights. The first of the pair multiplies for both. And two work tiles that are
-neighbours, other rows of weights times the same tokens, may run at once, of which each loads half of the tokens for
-both. Imports cutlass.
+neighbours may run at once: other rows of weights times the same tokens, of which each loads half for both; or the same
+rows times other tokens, of which each loads half of the weights for both, if one expert has these tokens. Imports
+cutlass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch_attnkit.cuda.sm100 import block_scaled, block_scaled_pairs
 
 from ..sm90.arguments import Tensors
 from ..sm90.schedule import WorkTile
-from .config import TOKENS
+from .config import TOKENS, Config
 
 
 class Place(NamedTuple):
@@ -44,10 +45,11 @@ class Share(Fixed):
 
     block: Uint32
     blocks: Uint32
-    row_tiles: Uint32
+    row_tiles: Uint32  # of which a cluster has one, or neighbours
     count: Int32
     place: Place
-    neighbours: int
+    rows: int  # row tiles, of those, that neighbours have
+    tokens: int  # tiles of tokens that they have
 
     def row(self, turn: Int32) -> Int32:
         """As in the work tile."""
@@ -57,13 +59,29 @@ class Share(Fixed):
         """With the tokens that are this CTA's, perhaps none."""
         unit = self._unit(turn)
         tokens = unit // self.row_tiles
-        expert, first, columns = (tensors.tiles[Int32(tokens) + 1, i] for i in range(3))
+        line, beyond = Int32(tokens) + 1, False
+        if self.tokens > 1:
+            line, beyond = self._line(tensors, tokens, self.place.neighbour)
+        expert, first, columns = (tensors.tiles[line, i] for i in range(3))
         before = self.place.rank * TOKENS
         mine = cutlass.max(cutlass.min(columns - before, TOKENS), Int32(0))
+        if self.tokens > 1:
+            mine = cutlass.select_(beyond, Int32(0), mine)
         return WorkTile(expert, first + before, mine, self._row(unit - tokens * self.row_tiles))
 
+    def apart(self, tensors: Tensors, turn: Int32) -> cutlass.Boolean:
+        """Whether neighbours that might share weights have tokens of two experts."""
+        tokens = self._unit(turn) // self.row_tiles
+        a, b = (tensors.tiles[self._line(tensors, tokens, Int32(i))[0], 0] for i in range(2))
+        return a != b
+
+    def _line(self, tensors: Tensors, tokens: Uint32, neighbour: Int32) -> tuple[Int32, cutlass.Boolean]:
+        """Of ``tiles``; behind the last work tile a neighbour has its line, but no tokens."""
+        line = Int32(tokens) * self.tokens + neighbour + 1
+        return cutlass.min(line, tensors.tiles[0, 0]), line > tensors.tiles[0, 0]
+
     def _row(self, row: Uint32) -> Int32:
-        return Int32(row) * self.neighbours + self.place.neighbour
+        return Int32(row) * self.rows + (self.place.neighbour if self.rows > 1 else 0)
 
     def _unit(self, turn: Int32) -> Uint32:
         return self.block + Uint32(turn) * self.blocks
@@ -72,8 +90,9 @@ class Share(Fixed):
 class Group:
     """CTAs of a cluster: how they meet, and which instructions they take."""
 
-    def __init__(self, ctas: int, neighbours: int):
-        self.ctas, self.neighbours, self.size, self.two = ctas, neighbours, ctas * neighbours, ctas > 1
+    def __init__(self, config: Config):
+        self.ctas, self.neighbours, self.shared = config.ctas, config.neighbours, config.shared
+        self.size, self.two = self.ctas * self.neighbours, self.ctas > 1
         self.group = tcgen05.CtaGroup.TWO if self.two else tcgen05.CtaGroup.ONE
         self.products = block_scaled_pairs if self.two else block_scaled
 
@@ -85,23 +104,32 @@ class Group:
     def share(self, tensors: Tensors, row_tiles: Int32) -> Share:
         """``row_tiles``: of an expert's weights, those of a work tile counted as one."""
         block, blocks = (Uint32(x) // self.size for x in (cute.arch.block_idx()[0], cute.arch.grid_dim()[0]))
-        each = Uint32(row_tiles) // self.neighbours
-        units = Uint32(tensors.tiles[0, 0]) * each
+        rows, tokens = (self.neighbours if self.shares(what) else 1 for what in ("tokens", "weights"))
+        each = Uint32(row_tiles) // rows
+        units = Uint32(parts(tensors.tiles[0, 0], tokens)) * each
         # Blocks that have none are fewer than all.
         count = (units + (blocks - 1) - block) // blocks
-        return Share(block, blocks, each, Int32(count), self.place(), self.neighbours)
+        return Share(block, blocks, each, Int32(count), self.place(), rows, tokens)
 
-    def load(self, shared: bool = False) -> Any:
+    def shares(self, what: str) -> bool:
+        """Whether neighbours do: "tokens" or "weights"."""
+        return self.neighbours > 1 and self.shared == what
+
+    def load(self, what: str) -> Any:
         """TMA to a CTA's own memory, or to that of neighbours, too; the first one's barrier of a pair hears of it."""
-        if shared and self.neighbours > 1:
+        if self.shares(what):
             return cpasync.CopyBulkTensorTileG2SMulticastOp(self.group)
         return cpasync.CopyBulkTensorTileG2SOp(self.group)
 
-    def to_neighbours(self) -> dict[str, Any]:
-        """What such a load takes."""
-        if self.neighbours == 1:
+    def to_neighbours(self, what: str, apart: Any = False) -> dict[str, Any]:
+        """What such a load takes; one that is ``apart`` comes to this CTA alone."""
+        if not self.shares(what):
             return {}
-        return {"mcast_mask": cutlass.Int16((1 | 1 << self.ctas) << self.place().rank)}
+        place = self.place()
+        mask = Int32(1 | 1 << self.ctas) << place.rank
+        if apart is not False:
+            mask = cutlass.select_(apart, Int32(1) << (place.neighbour * self.ctas + place.rank), mask)
+        return {"mcast_mask": cutlass.Int16(mask)}
 
     @cute.jit
     def meet(self):

@@ -46,8 +46,8 @@ class Plan:
     h_rows: tuple[int, int]
     scale_vectors: tuple[int, int]
     code_alignment: int = ROW_ALIGNMENT
-    columns: int = TOKENS
-    row_warps: int = WEIGHT_ROWS // 16
+    columns: tuple[int, int, int] = (TOKENS,) * 3  # of a work tile; of those of neighbours, of both products
+    row_warps: tuple[int, int] = (WEIGHT_ROWS // 16,) * 2  # of both, those of neighbours together
     by_warp: bool = False
     token_widths: tuple[int, ...] = ()
     group: int = 0
@@ -67,9 +67,15 @@ def plan(problem: Problem, sms: int) -> Plan:
     some = min(p.experts, p.slots)  # experts that have tokens, of which one is a tile, too
     tiles = (p.slots - some) // columns + some
     groups = [-(-w.rows // (WEIGHT_ROWS * row_tiles)) for w in (p.up, p.down)]  # of row tiles
-    shares = row_tiles == MOST_ROW_TILES and all(n % NEIGHBOURS == 0 for n in groups) and sms >= ctas * NEIGHBOURS
-    neighbours = NEIGHBOURS if shares else 1
-    launched = [_blocks(sms, ctas * neighbours, tiles * n // neighbours) for n in groups]
+    may = row_tiles == MOST_ROW_TILES and sms >= ctas * NEIGHBOURS
+    several = p.slots >= NEIGHBOURS * columns * p.experts  # tiles of tokens an expert
+    # Of neighbours either has other rows of weights, or other tokens.
+    other_rows = [NEIGHBOURS if may and n % NEIGHBOURS == 0 else 1 for n in groups]
+    other_tokens = [NEIGHBOURS if may and several and rows == 1 else 1 for rows in other_rows]
+    launched = [
+        _blocks(sms, ctas * a * b, -(-tiles // b) * (n // a))
+        for n, a, b in zip(groups, other_rows, other_tokens, strict=True)
+    ]
     spans = p.tokens * -(-p.hidden // 32)
     if codes:
         rows = [Rows(w.columns, p.activations).nbytes // 2 for w in (p.up, p.down)]
@@ -84,8 +90,8 @@ def plan(problem: Problem, sms: int) -> Plan:
         h_rows=(p.slots, rows[1] + mark_bytes(p.hidden, row_tiles) // 2),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
         code_alignment=UNPACKED_ALIGNMENT if codes and p.activations == "mxfp8" else ROW_ALIGNMENT,
-        columns=columns,
-        row_warps=WEIGHT_ROWS * row_tiles * neighbours // 16,
+        columns=(columns, *(columns * n for n in other_tokens)),
+        row_warps=tuple(WEIGHT_ROWS * row_tiles * n // 16 for n in other_rows),
     )
 
 

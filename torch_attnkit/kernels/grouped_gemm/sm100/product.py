@@ -91,7 +91,7 @@ def weight_loads(config: Config, flags: Flags, weights: Matrices) -> Loads:
         shape = (rows // 2, 2)
     layout = cute.make_layout((shape, nbytes, experts), stride=(steps, 1, expert_step))
     box, box_steps = config.box_layout
-    tile, op = swizzled(cute.make_layout(box, stride=box_steps)), Group(config.ctas, config.neighbours).load()
+    tile, op = swizzled(cute.make_layout(box, stride=box_steps)), Group(config).load("weights")
     if config.unpacked:
         pointer = cute.recast_ptr(codes.iterator, dtype=Float4E2M1FN)
         numbers = cute.make_tensor(pointer, cute.recast_layout(4, 8, layout))
@@ -104,7 +104,7 @@ def begin(config: cutlass.Constexpr):
     """All threads, once barriers and tensor memory are set up."""
     cute.arch.mbarrier_init_fence()
     tmem.before_sync()
-    Group(config.ctas, config.neighbours).meet()
+    Group(config).meet()
     tmem.after_sync()
     cute.arch.griddepcontrol_launch_dependents()
 
@@ -121,7 +121,7 @@ class Product:
 
     def __init__(self, config: Config, results: Any):
         self.c, self.results, self.scales = config, results, Scales(config)
-        self.group = Group(config.ctas, config.neighbours)
+        self.group = Group(config)
         self.stages, self.buffers = config.stages, BUFFERS[config.row_tiles]
         of_bytes = Fp4ByFp8() if config.few else Fp8ByFp4()
         self.format = of_bytes if config.unpacked else block_scaled.FORMATS[config.format]
@@ -157,7 +157,7 @@ class Product:
         tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
         box = (self.c.token_box, ROW_BYTES)
         tile = swizzled(cute.make_layout(box, stride=(ROW_BYTES, 1)))
-        return Loads(*cpasync.make_tiled_tma_atom(self.group.load(True), tensor, tile, box))
+        return Loads(*cpasync.make_tiled_tma_atom(self.group.load("tokens"), tensor, tile, box))
 
     @cute.kernel
     def kernel(
@@ -254,14 +254,19 @@ class Product:
             gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
             present = self._present(tile.row, row_tiles)
+            apart = share.apart(tensors, turn) if const_expr(self.group.shares("weights")) else False
+            mask = self.group.to_neighbours("weights", apart)
             for k in cutlass.range(turns, unroll=1):
                 full = s.stages.await_empty(n)
                 self.group.announce(full, present * self.weight_bytes)
                 for i in cutlass.range_constexpr(self.c.row_tiles):
-                    if (i == 0) | (i < present):
+                    mine = (i == 0) | (i < present)
+                    if const_expr(self.group.shares("weights")):
+                        mine = mine & (apart | ((k + i) & 1 == share.place.neighbour))
+                    if mine:
                         to = s.stages.slot(n) * self.c.row_tiles + i
                         source = tWg[None, self._box(share, tile.row * self.c.row_tiles + i), k]
-                        cute.copy(codes.atom, source, tWs[None, to], tma_bar_ptr=full)
+                        cute.copy(codes.atom, source, tWs[None, to], tma_bar_ptr=full, **mask)
                 n += 1
         if const_expr(self.group.size > 1):
             # What the last products' commits tell this CTA must find it still there.
@@ -279,11 +284,13 @@ class Product:
             gX = cute.local_tile(rows, (self.c.token_box, ROW_BYTES), (None, None))
             tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
             boxes = parts(tile.columns, self.c.token_box)
-            mask = self.group.to_neighbours()
+            mask = self.group.to_neighbours("tokens")
+            # Of shared ones each neighbour brings every so many-th.
+            first, step = (share.place.neighbour, self.c.neighbours) if self.group.shares("tokens") else (Int32(0), 1)
             for k in cutlass.range(turns, unroll=1):
                 full = s.stages.await_empty(n)
                 self.group.announce(full, boxes * self.box_bytes)
-                for box in cutlass.range(share.place.neighbour, boxes, self.c.neighbours, unroll=1):
+                for box in cutlass.range(first, boxes, step, unroll=1):
                     to = s.stages.slot(n) * self.boxes + box
                     cute.copy(tokens.atom, tXg[None, box, k], tXs[None, to], tma_bar_ptr=full, **mask)
                 n += 1

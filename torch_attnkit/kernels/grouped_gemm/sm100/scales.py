@@ -90,7 +90,7 @@ class Scales:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            Group(self.c.ctas, self.c.neighbours).arrive(full)
+            Group(self.c).arrive(full)
 
 
 def row_tile(config: Config, tile: WorkTile, i: int | Int32) -> WorkTile:

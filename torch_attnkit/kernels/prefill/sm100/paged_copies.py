@@ -125,7 +125,7 @@ class TwoCtaCopies(Fixed):
             k = n * c.k_pieces + part
             full = ring.await_empty(k)
             self._expect(full, c.nbytes(half, c.piece), rank)
-            piece = Piece(half, c.piece, rank * half, part * c.piece)
+            piece = Piece(half, c.piece, rank * half, part * c.piece, True)
             self.keys.fill((loads.k_atom, loads.k), smem.sK, ring.slot(k), full, piece, kv_head, places, block)
 
     @cute.jit

@@ -17,7 +17,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed
-from torch_attnkit.cuda.sm100 import gather
+from torch_attnkit.cuda.sm100 import row_copies
 from torch_attnkit.kernels.decode import pages
 
 from ..types import Inputs
@@ -34,6 +34,7 @@ class Piece(NamedTuple):
     columns: int
     first_key: Any  # of the block
     first_column: Any
+    pair: bool = False  # whether the barrier of a pair's first CTA counts its bytes
 
 
 class _Stages(Fixed):
@@ -50,7 +51,7 @@ class _Stages(Fixed):
 
     def boxes(self, stage: cute.Tensor, piece: Piece) -> cute.Tensor:
         """(keys, columns, boxes), those of a run of columns together."""
-        c, rows = self.c, self.paging.rows
+        c, rows = self.c, self.paging.box
         count = piece.keys // rows * (piece.columns // self.columns) * c.stages
         layout = self.layout((rows, self.columns, count))
         pointer = cute.make_ptr(c.dtype, stage.iterator.toint(), cute.AddressSpace.smem, assumed_align=1024)
@@ -66,7 +67,7 @@ class Boxes(Fixed):
     def atoms(self, ins: Inputs) -> list[Any]:
         """TMA of a box of K's and of V's pages: (Ps, D, Hkv, Np)."""
         made: list[Any] = []
-        box = (self.paging.rows, self.stages.columns)
+        box = (self.paging.box, self.stages.columns)
         for cache, group in ((ins.k, self.c.cta_group), (ins.v, CtaGroup.ONE)):
             rows = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
             copy = cpasync.CopyBulkTensorTileG2SOp(group)
@@ -77,8 +78,8 @@ class Boxes(Fixed):
     def places(self, ins: Inputs, tile: WorkTile, block: Int32):
         """What lanes know of a block."""
         c, p, found = self.c, self.paging, Pages(ins.k, ins.high.table)
-        first, count = block * c.tile_n, const_expr(c.tile_n // p.rows)
-        return pages.of_boxes(found, tile.batch, first, tile.start, tile.end, p.rows, count, p.page)
+        first, count = block * c.tile_n, const_expr(c.tile_n // p.box)
+        return pages.of_boxes(found, tile.batch, first, tile.start, tile.end, p.box, count, p.page)
 
     @cute.jit
     def fill(
@@ -88,24 +89,23 @@ class Boxes(Fixed):
         """A slot of the stages; ``source`` is the atom and the tensor of K or of V."""
         c, p, columns = self.c, self.paging, const_expr(self.stages.columns)
         atom, rows = source
-        runs, count = const_expr(piece.columns // columns), const_expr(piece.keys // p.rows)
+        runs, count = const_expr(piece.columns // columns), const_expr(piece.keys // p.box)
         sBoxes = self.stages.boxes(stage, piece)
         for i in cutlass.range_constexpr(count):
-            box = piece.first_key // p.rows + i
-            row = (block * c.tile_n + box * p.rows) % p.page // p.rows
+            box = piece.first_key // p.box + i
+            row = (block * c.tile_n + box * p.box) % p.page // p.box
             page = cute.arch.shuffle_sync(places, box)
             for run in cutlass.range_constexpr(runs):
                 at = (row, piece.first_column // columns + run)
-                gBox = cute.local_tile(rows[None, None, kv_head, page], (p.rows, columns), at)
+                gBox = cute.local_tile(rows[None, None, kv_head, page], (p.box, columns), at)
                 sBox = sBoxes[None, None, (slot * runs + run) * count + i]
                 to, source_of = copies.tma_partition(atom, 0, 1, sBox, gBox)
                 cute.copy(atom, source_of, to, tma_bar_ptr=full)
 
 
-class GatheredRows(NamedTuple):
-    """The rows of a cache as TMA gathers them, and how many rows apart pages, keys and heads are."""
+class Steps(NamedTuple):
+    """How many of the rows that TMA gathers apart pages, keys and heads of a cache are."""
 
-    coordinates: cute.Tensor  # (R, D)
     by_page: Int32
     by_key: Int32
     by_head: Int32
@@ -115,15 +115,14 @@ class Rows(Fixed):
     """Any four rows of a cache at once. Lane l knows the pages of keys l, l + 32, ... of a block."""
 
     def __init__(self, config: Config, paging: Paging):
-        self.c, self.paging, self.stages = config, paging, _Stages(config, paging)
+        self.c, self.paging, self.columns = config, paging, box_columns(config)
+        self.line = self.columns * config.dtype.width // 8  # bytes of a row in a run
 
     def atoms(self, ins: Inputs) -> list[Any]:
         made: list[Any] = []
-        box = (self.paging.rows, self.stages.columns)
-        for cache, rows, group in zip((ins.k, ins.v), ins.high.rows, (self.c.cta_group, CtaGroup.ONE), strict=True):
-            atom, coordinates = gather.atom(rows, self.stages.layout(box), box, group)
+        for cache, rows in zip((ins.k, ins.v), ins.high.rows, strict=True):
             steps = (Int32(cache.stride[axis] // rows.stride[0]) for axis in range(3))
-            made += (atom, GatheredRows(coordinates, *steps))
+            made += (row_copies.tensor_map(rows, 1, self.line), Steps(*steps))
         return made
 
     @cute.jit
@@ -142,11 +141,13 @@ class Rows(Fixed):
         self, source: tuple, stage: cute.Tensor, slot: Int32, full: cute.Pointer, piece: Piece,
         kv_head: Int32, places: tuple, block: Int32,
     ):  # fmt: skip
-        """A slot of the stages; ``source`` is the atom and the ``GatheredRows`` of K or of V."""
-        c, p, columns = self.c, self.paging, const_expr(self.stages.columns)
+        """A slot of the stages; ``source`` is the atom and the ``Steps`` of K or of V."""
+        c, p, columns = self.c, self.paging, const_expr(self.columns)
         atom, cache = source
-        runs, count, each = const_expr(piece.columns // columns), const_expr(piece.keys // p.rows), _LANES // p.rows
-        sBoxes = self.stages.boxes(stage, piece)
+        runs = const_expr(piece.columns // columns)
+        stage_bytes, run_bytes = const_expr(runs * piece.keys * self.line), const_expr(piece.keys * self.line)
+        begin = stage.iterator.toint() + slot * stage_bytes
+        blocks = [(piece.first_column + run * columns, run * run_bytes) for run in range(runs)]
         for part in cutlass.range_constexpr(piece.keys // _LANES):
             # Lane l: which row of the cache key l of these 32 is.
             first = piece.first_key + part * _LANES
@@ -154,12 +155,10 @@ class Rows(Fixed):
             key = (block * c.tile_n + first + cute.arch.lane_idx()) % p.page
             row = page * cache.by_page + key * cache.by_key + kv_head * cache.by_head
             row = cutlass.select_(page >= 0, row, Int32(-1))
-            for i in cutlass.range(each, unroll=1):
-                wanted = [cute.arch.shuffle_sync(row, i * p.rows + j) for j in range(p.rows)]
-                for run in cutlass.range_constexpr(runs):
-                    sBox = sBoxes[None, None, (slot * runs + run) * count + part * each + i]
-                    column = piece.first_column // columns + run
-                    gather.load(atom, cache.coordinates, wanted, column, sBox, full)
+            wanted = [cute.arch.shuffle_sync(row, i) for i in range(_LANES)]
+            at, rows = begin + part * _LANES * self.line, row_copies.address_of(atom)
+            with cute.arch.elect_one():
+                row_copies.gather_rows(at, rows, wanted, full.toint(), blocks, line=self.line, pair=piece.pair)
 
 
 def _chosen(values: tuple, at: Any) -> Int32:

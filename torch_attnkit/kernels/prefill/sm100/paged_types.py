@@ -11,8 +11,6 @@ from torch_attnkit.cuda import fake
 from ..types import Inputs, Outputs, Scalars
 from .types import Config
 
-_GATHERED = 8  # rows of a box that are gathered: what 128 bytes of shared memory are swizzled by
-
 
 @dataclass(frozen=True)
 class Paging:
@@ -20,11 +18,6 @@ class Paging:
 
     page: int  # keys
     box: int  # keys of a page that TMA loads at once; 0: rows are gathered, four at a time
-
-    @property
-    def rows(self) -> int:
-        """Keys of a box, gathered or not."""
-        return self.box or _GATHERED
 
 
 def box_columns(c: Config) -> int:

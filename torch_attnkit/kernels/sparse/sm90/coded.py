@@ -17,7 +17,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed
@@ -26,13 +25,15 @@ from torch_attnkit.kernels.decode.config import CHUNK
 
 from .arguments import Tensors
 from .config import HALVES, LOADERS, Config
+from .delivery import Alone, Away, Shared
 from .meeting import Meeting
 from .places import LANES, Places, held_by, warp_of_producer
+from .plan import SIDES
 from .schedule import Row
 
 _NUMBERS = 8  # of a chunk of 16 bytes
 _WORD = 4  # bytes
-_AT_ONCE = 4  # chunks of a lane whose codes are read before the first is decoded
+_AT_ONCE = 4  # chunks of a lane at most whose codes are read before the first is decoded
 
 
 @dsl_user_op
@@ -79,6 +80,9 @@ class CodedTiles:
 
     def __init__(self, config: Config):
         self.c, self.places = config, Places(config)
+        self.delivery = Shared(config) if config.sides == SIDES else Alone(config)
+        self.steps = self.delivery.rows // self.places.abreast  # chunks of a lane in half a tile
+        self.at_once = max(n for n in range(1, _AT_ONCE + 1) if self.steps % n == 0)
         row = config.row
         self.layout, self.decoder = row.layout, Decoder(row, config.dtype)
         self.nope_chunks = row.nope_dim // _NUMBERS  # of a row
@@ -110,9 +114,10 @@ class CodedTiles:
     def _copy_tile(self, row: Row, shared: Int32, meeting: Meeting, n: Int32):
         """Rows that do not count become zeros, which stand for zeros."""
         warp, counts = warp_of_producer(), self.places.counts(row)
-        self._copy_scales(row.address, counts, self._scales(shared, n, warp))
+        address, own = self.delivery.own(row.address, counts)
+        self._copy_scales(address, own, self._scales(shared, n, warp))
         for half in cutlass.range_constexpr(HALVES):
-            self._copy_half(row.address, counts, half, shared, meeting, n * HALVES + half)
+            self._copy_half(address, own, half, shared, meeting, n * HALVES + half)
         if cute.arch.lane_idx() == 0:
             self.places.set_mask(shared, meeting, n * HALVES, counts)
         cute.arch.cp_async_commit_group()
@@ -121,11 +126,11 @@ class CodedTiles:
     def _copy_half(
         self, address: Int64, counts: Int32, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32
     ):
-        """Half of the columns of this warp's rows, which is fill n of the ring."""
+        """Half of the columns of this warp's own rows, which is fill n of the ring."""
         warp, lane = warp_of_producer(), cute.arch.lane_idx()
         meeting.tiles.await_empty(n)
-        place = self.places.place(shared, meeting, n)
-        for i in cutlass.range_constexpr(self.places.rows // self.places.abreast):
+        place = self.delivery.place(self.places.place(shared, meeting, n))
+        for i in cutlass.range_constexpr(self.steps):
             mine = i * self.places.abreast + lane // self.places.chunks
             source, there = held_by(mine, address), (counts >> mine) & 1
             self._copy_chunk(half, self.places.chunk_at(place, mine * LOADERS + warp), source, there)
@@ -155,12 +160,12 @@ class CodedTiles:
 
     @cute.jit
     def _copy_scales(self, address: Int64, counts: Int32, target: Int32):
-        """The scales of a warp's rows, of which the first's belong at ``target``, one word a lane."""
-        c = self.c
+        """The scales of a warp's own rows, of which the first's belong at ``target``, one word a lane."""
+        c, rows = self.c, const_expr(self.delivery.rows)
         words = const_expr(c.scale_bytes // _WORD)
-        for first in cutlass.range_constexpr(0, self.places.rows * words, LANES):
+        for first in cutlass.range_constexpr(0, rows * words, LANES):
             index = first + cute.arch.lane_idx()
-            mine = cutlass.min(index // words, self.places.rows - 1)
+            mine = cutlass.min(index // words, rows - 1)
             word = index - mine * words
             source = held_by(mine, address)
             to = target + mine * (LOADERS * c.scale_bytes) + word * _WORD
@@ -168,8 +173,9 @@ class CodedTiles:
                 op.copy_4_async(to, source + (self.layout.scales + word * _WORD), ((counts >> mine) & 1) * _WORD)
 
     def _scales(self, shared: Int32, n: Int32, key: Int32) -> Int32:
-        """Where the scales of a key of tile n are."""
-        return self.c.shared.scales.at(shared) + ((n & 1) * self.c.keys + key) * self.c.scale_bytes
+        """Where the scales of a key of tile n are, of those that are decoded here."""
+        own = self.c.keys // self.c.sides
+        return self.c.shared.scales.at(shared) + ((n & 1) * own + key) * self.c.scale_bytes
 
     @cute.jit
     def _decode_tile(self, divisor: Any, shared: Int32, meeting: Meeting, n: Int32):
@@ -182,24 +188,27 @@ class CodedTiles:
     def _decode_half(self, divisor: Any, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32):
         warp, lane = warp_of_producer(), cute.arch.lane_idx()
         fill = n * HALVES + half
-        place = self.places.place(shared, meeting, fill)
-        for first in cutlass.range(0, self.places.rows // self.places.abreast, _AT_ONCE, unroll=1):
+        place = self.delivery.place(self.places.place(shared, meeting, fill))
+        full = meeting.tiles.full + meeting.tiles.slot(fill)
+        away = self.delivery.away(full)
+        for first in cutlass.range(0, self.steps, self.at_once, unroll=1):
             held = []
-            for i in cutlass.range_constexpr(_AT_ONCE):
+            for i in cutlass.range_constexpr(self.at_once):
                 key = ((first + i) * self.places.abreast + lane // self.places.chunks) * LOADERS + warp
                 held.append(self._read(half, self.places.chunk_at(place, key), self._scales(shared, n, key)))
             for codes in held:
-                self._decode(codes, divisor)
+                self._decode(codes, divisor, away)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(meeting.tiles.full + meeting.tiles.slot(fill))
+            self.delivery.give(full)
 
     def _read(self, half: int, at: Int32, scales: Int32) -> Codes:
         """A chunk's codes, or its pairs in bfloat16, and the byte of its scale: read by all lanes, whatever they have,
         so that many are on their way."""
         nope, words, byte = self._is_nope(half), [], Int32(0)
-        rope = nope is not True and self.c.dtype is not BFloat16  # pairs to convert
+        # Pairs to convert or to send.
+        rope = nope is not True and (self.c.dtype is not BFloat16 or self.delivery.moves)
         if nope is not False:
             words = list(_shared_words(self.code_bytes // _WORD, at))
         elif rope:
@@ -213,23 +222,20 @@ class CodedTiles:
         return Codes(nope, at, words, byte)
 
     @cute.jit
-    def _decode(self, codes: Codes, divisor: Any):
+    def _decode(self, codes: Codes, divisor: Any, away: Away | None):
         """Leave the numbers of a chunk where its codes were. Pairs in bfloat16 may be the numbers themselves."""
         words = codes.words
         if const_expr(codes.nope is True):
-            self._store(codes.at, self._nope(codes, divisor))
+            self.delivery.store(codes.at, self._nope(codes, divisor), away)
         elif const_expr(codes.nope is not False and len(words) == CHUNK // _WORD):
             both = zip(self._nope(codes, divisor), self.decoder.rope(words), strict=True)
-            self._store(codes.at, [cutlass.select_(codes.nope, a, b) for a, b in both])
+            self.delivery.store(codes.at, [cutlass.select_(codes.nope, a, b) for a, b in both], away)
         elif const_expr(codes.nope is not False):
             numbers = self._nope(codes, divisor)
             if codes.nope:
-                self._store(codes.at, numbers)
+                self.delivery.store(codes.at, numbers, away)
         elif const_expr(len(words) > 0):
-            self._store(codes.at, self.decoder.rope(words))
+            self.delivery.store(codes.at, self.decoder.rope(words), away)
 
     def _nope(self, codes: Codes, divisor: Any) -> list[Any]:
         return self.decoder.nope(codes.words[: self.code_bytes // _WORD], codes.byte, divisor)
-
-    def _store(self, at: Int32, words: list[Any]) -> None:
-        copies.store_words(at, words, cute.AddressSpace.smem)

@@ -30,7 +30,7 @@ class Shared:
     partial: Region  # over query and ring: a CTA's normalised output, which the cluster merges
     stats: Region  # over the factors: its row_max and row_sum, (64, 2)
     masks: Region  # (stages, 4): which keys of a tile count
-    scales: Region  # (2, keys), of the encoded rows of a tile that is decoded and of one on its way
+    scales: Region  # (2, keys that are decoded here), of a tile that is decoded and of one on its way
     info: Region  # how many tiles a work tile has; a flag
     barriers: Region
 
@@ -44,7 +44,8 @@ class Config:
     """``merge``: several CTAs have a split of a work tile's keys each; else a CTA has one after another to itself.
     ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory. ``paged``: whether the
     keys of windows and the entries lie in pages. ``align``: bytes, at whose multiples rows start; ``divided``: the
-    numbers of encoded ones, by a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name."""
+    numbers of encoded ones, by a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name.
+    ``sides``: 2 where neighbouring CTAs have two head blocks of a token and decode half of its rows each, else 1."""
 
     dtype: Any
     dim: int
@@ -58,6 +59,7 @@ class Config:
     align: int = CHUNK
     divided: bool = False
     fp4: tuple[Any, ...] | None = None
+    sides: int = 1
 
     @property
     def threads(self) -> int:
@@ -114,7 +116,7 @@ class Config:
             32 * (CONSUMERS if self.merge else LOADERS) + 1,
             CONSUMERS,
             *[LOADERS * (33 if self.row.plain else 1)] * (HALVES * self.stages),
-            *[CONSUMERS] * (HALVES * self.stages),
+            *[CONSUMERS * self.sides] * (HALVES * self.stages),
             *[WARPS] * (2 * HALVES),
         ]
 
@@ -131,7 +133,7 @@ class Config:
         partial = Region(0, HEADS * self.pitch)
         stats = Region(factors.offset, by_head)
         masks = Region(peaks.end, self.stages * LOADERS * 4)
-        scales = Region(masks.end, 2 * self.keys * self.scale_bytes)
+        scales = Region(masks.end, 2 * (self.keys // self.sides) * self.scale_bytes)
         info = Region(scales.end, 16)
         return Shared(
             query, ring, probabilities, factors, maxima, sums, peaks, partial, stats, masks, scales, info,

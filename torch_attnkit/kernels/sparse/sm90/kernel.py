@@ -27,10 +27,11 @@ from .config import HALVES, Config
 from .fp4_output import Fp4Output
 from .loads import Producer, load_query
 from .mainloop import Mainloop, Start
-from .meeting import Meeting
-from .merge import Merge, sync_cluster
+from .meeting import Meeting, sync_cluster
+from .merge import Merge
 from .output import Output
 from .plain import PlainTiles
+from .plan import SIDES
 from .results import Results
 from .schedule import work_tile, work_tiles
 
@@ -54,8 +55,8 @@ class Sparse:
         c = self.c
         self.kernel(tensors, numbers).launch(
             grid=[numbers.together * numbers.groups * numbers.ctas, 1, 1], block=[c.threads, 1, 1],
-            cluster=[numbers.ctas, 1, 1],
-            smem=c.shared_bytes, stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100,
+            cluster=[numbers.ctas * c.sides, 1, 1],
+            smem=c.shared_bytes, stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -67,17 +68,26 @@ class Sparse:
         if cute.arch.thread_idx()[0] == 0:
             meeting.begin()
         cute.arch.mbarrier_init_fence()
-        cute.arch.barrier()
+        if const_expr(c.sides == SIDES):
+            sync_cluster()
+        else:
+            cute.arch.barrier()
+        # The launch began while the one before it ended, and lets the next begin likewise: all memory waits for that.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         few, many = const_expr(_REGISTERS if c.row.plain else _CODED_REGISTERS)
         first, part = cute.arch.block_idx()[0], Int32(0)  # work tile, and which CTA of it this is
         if const_expr(c.merge):
             each = numbers.groups * numbers.ctas
-            first, part = first // each, first % each
+            side, first = first % c.sides, first // c.sides
+            first, part = first // each * c.sides + side, first % each
         if warp >= HALVES * WARPS:
             cute.arch.setmaxregister_decrease(few)
             self.producer.run(tensors, numbers, shared, meeting, first, part)
             if const_expr(c.merge):
                 sync_cluster()
+                sync_cluster()
+            elif const_expr(c.sides == SIDES):
                 sync_cluster()
         elif warp >= WARPS:
             cute.arch.setmaxregister_increase(many)
@@ -100,6 +110,7 @@ class Sparse:
             meeting.query.wait(item)
             # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
             tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])
+            cute.arch.sync_warp()  # every lane has read it before one of them gives Q's place back
             self.mainloops[half].run(numbers, shared, meeting, w, start, tiles)
             if const_expr(self.c.merge):
                 self.results[half].leave(tile, shared, w)
@@ -108,6 +119,8 @@ class Sparse:
                 self.results[half].store(tensors, numbers, tile, shared, w)
             start = start.after(tiles)
             item += 1
+        if const_expr(self.c.sides == SIDES and not self.c.merge):
+            sync_cluster()  # no CTA may leave while the other side still tells it which places are free
 
 
 def trace(arch: str, *, dtype: str, dim: int, **sizes: Any) -> tuple[Any, list[Any]]:

@@ -20,7 +20,19 @@ from .config import Config
 from .meeting import Meeting
 from .places import COLUMN_CHUNKS, Places
 from .plain import PlainTiles
-from .schedule import Keys, Row, WorkTile, entry_of, first_entry_of, guess_of, keys_of, row_of, work_tile, work_tiles
+from .schedule import (
+    Keys,
+    Row,
+    WorkTile,
+    entry_of,
+    first_entry_of,
+    guess_of,
+    keys_of,
+    row_of,
+    without_end,
+    work_tile,
+    work_tiles,
+)
 
 
 @cute.jit
@@ -66,6 +78,10 @@ class Producer:
             tile = work_tile(tensors, numbers, index)
             guess = guess_of(tensors, numbers, tile.token, part, self.places.key(Int32(0)))
             keys = keys_of(c, tensors, numbers, tile.token, part)
+            # Behind other work tiles, whose tiles are still multiplied while the list is read.
+            if const_expr(not c.merge):
+                if index >= numbers.together:
+                    keys = without_end(tensors, numbers, keys, tile.token)
             tiles = keys.tiles(c.keys)
             key = keys.first + self.places.key(Int32(0))
             row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))

@@ -13,12 +13,22 @@ from torch_attnkit.kernels.decode.config import Region
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 
 from .config import CONSUMER_THREADS, HALVES, LOADERS, Config
+from .plan import SIDES
 
 
 class NamedBarrier(IntEnum):
     """Of a CTA; 0 is that of all threads."""
 
     CONSUMERS = 1
+
+
+class SharedRing(Ring):
+    """One whose buffers are filled by both sides, half and half, and emptied when consumers of both have read them."""
+
+    def release(self, n: Int32) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + self.slot(n))
+            cute.arch.mbarrier_arrive(self.empty + self.slot(n), other_side())
 
 
 class Meeting(Fixed):
@@ -32,7 +42,7 @@ class Meeting(Fixed):
         )
         self.query = Ring(at, at + 1, 1)
         places = HALVES * c.stages
-        self.tiles = Ring(at + 2, at + 2 + places, places)
+        self.tiles = (SharedRing if c.sides == SIDES else Ring)(at + 2, at + 2 + places, places)
         at += 2 + 2 * places
         self.probabilities = [Ring(at + half, at + HALVES + half, 1) for half in range(HALVES)]
 
@@ -51,9 +61,20 @@ class Meeting(Fixed):
         return cute.make_tensor(pointer, cute.make_layout(2))
 
 
+def other_side() -> Int32:
+    """Which CTA of the cluster has the same keys and other heads."""
+    return cute.arch.block_in_cluster_idx()[0] ^ 1
+
+
 def meet() -> None:
     """All consumers."""
     cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=CONSUMER_THREADS)
+
+
+def sync_cluster() -> None:
+    """All threads of a cluster meet; what they wrote to shared memory is there for the others."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
 
 
 def by_head(region: Region, shared: Int32) -> cute.Tensor:

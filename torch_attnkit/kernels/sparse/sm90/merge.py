@@ -22,7 +22,7 @@ from torch_attnkit.kernels.decode.config import CHUNK
 from .arguments import Numbers, Tensors
 from .config import CONSUMER_THREADS, Config
 from .fp4_output import Fp4Output
-from .meeting import Meeting, meet
+from .meeting import Meeting, meet, sync_cluster
 from .output import Output, factor_of
 from .places import LANES
 from .plan import MOST_CTAS
@@ -38,6 +38,7 @@ class Merge:
     def __init__(self, config: Config, output: Output | Fp4Output):
         self.c, self.output = config, output
         self.chunks = config.dim * config.itemsize // CHUNK  # of a row
+        self.most = MOST_CTAS // config.sides
 
     @cute.jit
     def run(
@@ -57,7 +58,15 @@ class Merge:
     def _first(self) -> Int32:
         """The first of this thread's chunks; those of its CTA are the same in every cluster."""
         thread = cute.arch.thread_idx()[0] % CONSUMER_THREADS
-        return cute.arch.block_in_cluster_idx()[0] * CONSUMER_THREADS + thread
+        return self._rank() * CONSUMER_THREADS + thread
+
+    def _rank(self) -> Int32:
+        """Which of the CTAs of a cluster with the same heads this is."""
+        return cute.arch.block_in_cluster_idx()[0] // self.c.sides
+
+    def _peer(self, rank: Int32) -> Int32:
+        """The CTA of the cluster with the same heads and that rank."""
+        return rank * self.c.sides + cute.arch.block_in_cluster_idx()[0] % self.c.sides
 
     def _end(self, tile: WorkTile) -> Int32:
         """Of all threads' chunks. Warps are whole, as some results are of several lanes."""
@@ -77,22 +86,22 @@ class Merge:
         columns = const_expr(CHUNK // c.itemsize)
         for index in cutlass.range(self._first(), self._end(tile), numbers.ctas * CONSUMER_THREADS, unroll=1):
             row, chunk, mine = self._place(tile, index)
-            there = [cutlass.select_(i < numbers.ctas, Int32(1), Int32(0)) for i in range(MOST_CTAS)]
-            peers = [there[i] * i for i in range(MOST_CTAS)]
+            there = [cutlass.select_(i < numbers.ctas, Int32(1), Int32(0)) for i in range(self.most)]
+            peers = [self._peer(there[i] * i) for i in range(self.most)]
             stat_at, part_at = c.shared.stats.at(shared) + row * 8, shared + row * c.pitch + chunk * CHUNK
             # All loads are on their way before the first is used.
             stats, parts = (
-                [op.load_cluster_floats(n, op.cluster_address(at, peers[i]), there[i]) for i in range(MOST_CTAS)]
+                [op.load_cluster_floats(n, op.cluster_address(at, peers[i]), there[i]) for i in range(self.most)]
                 for n, at in ((2, stat_at), (4, part_at))
             )
-            maxima = [cutlass.select_(there[i] != 0, stats[i][0], Float32(-_INF)) for i in range(MOST_CTAS)]
+            maxima = [cutlass.select_(there[i] != 0, stats[i][0], Float32(-_INF)) for i in range(self.most)]
             row_max, row_sum = Float32(-_INF), Float32(0.0)
-            for i in cutlass.range_constexpr(MOST_CTAS):
+            for i in cutlass.range_constexpr(self.most):
                 row_max = cute.arch.fmax(row_max, maxima[i])
             sums = [Float32(0.0)] * columns
             rPart = cute.make_rmem_tensor(4, Float32)
             rValues = cute.recast_tensor(rPart, c.dtype)
-            for i in cutlass.range_constexpr(MOST_CTAS):
+            for i in cutlass.range_constexpr(self.most):
                 weight = exp2(maxima[i] - finite(row_max)) * stats[i][1]
                 row_sum += weight
                 for x in cutlass.range_constexpr(4):
@@ -127,7 +136,7 @@ class Merge:
         count, info = tensors.count, meeting.info(shared)
         meet()  # orders the stores of all threads before the release of the addition
         if cute.arch.thread_idx()[0] % CONSUMER_THREADS == 0:
-            at = index * MOST_CTAS + cute.arch.block_in_cluster_idx()[0]
+            at = index * MOST_CTAS + self._rank()
             arrived = op.add_acq_rel(count.iterator.toint() + Int64(at) * 4, Int32(1))
             last = arrived == numbers.groups - 1
             if last:
@@ -161,9 +170,3 @@ class Merge:
                     row_max, row_sum = join(rO, old_max, old_sum, maxima, [s[1] for s in stats], new)
             values = [rO[x] for rO in sums for x in range(4)]
             self._store(tensors, numbers, tile, row, mine, chunk, values, row_max, row_sum)
-
-
-def sync_cluster() -> None:
-    """All threads of a cluster meet; what they wrote to shared memory is there for the others."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()

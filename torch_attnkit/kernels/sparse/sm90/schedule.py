@@ -20,6 +20,9 @@ from torch_attnkit.kernels.decode.sm90.config import HEADS
 from .arguments import Numbers, Tensors
 from .plan import ALIGNED
 
+WARP = 32
+_LOOKED_AT = 8  # entries of a list by each lane at once
+
 
 class WorkTile(NamedTuple):
     """Up to 64 heads of a token."""
@@ -95,6 +98,28 @@ def keys_of(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, token
         first,
         cutlass.min(first + share, total),
     )
+
+
+@cute.jit
+def without_end(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32):
+    """The same keys but for the end of the list, if no entry is named there: lists of a prefill's first tokens are
+    mostly such. A warp looks, from the end, at as many as its loads bring at once."""
+    last, rest = Int32(-1), cutlass.select_(numbers.has_list != 0, keys.far_count, Int32(0))
+    while (last < 0) & (rest > 0):
+        first = cutlass.max(rest - _LOOKED_AT * WARP, Int32(0))
+        for i in cutlass.range_constexpr(_LOOKED_AT):
+            n = first + i * WARP + cute.arch.lane_idx()
+            entry = _listed(tensors, token, cutlass.min(n, rest - 1))
+            last = cutlass.select_((n < rest) & (Uint32(entry) < Uint32(keys.limit)), n, last)
+        last = cute.arch.warp_redux_sync(last, "max")
+        rest = first
+    stop = keys.stop
+    if numbers.has_list != 0:
+        stop = keys.near_count + last + 1
+    return Keys(
+        keys.near, keys.near_first, keys.near_count, keys.far, keys.far_count, keys.limit, keys.first,
+        cutlass.min(stop, keys.stop),
+    )  # fmt: skip
 
 
 def _row(cache: cute.Tensor, request: Int32, key: Int32) -> Int64:
