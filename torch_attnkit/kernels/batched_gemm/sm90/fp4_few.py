@@ -7,7 +7,8 @@ The blocks of a cluster have the same rows and a slice of K each, whose tokens s
 rows take its boxes in turns. All sums meet in shared memory: every block adds up some of the rows, in a fixed order. A
 lane reads the scales of its rows itself, ahead. No warp does nothing but load: of 16 warps a thread has 128
 registers, of 17 it has 96. What decoding gives is ``cuda/fp4_weights.py``, in the order of
-``grouped_gemm/sm90/rows.py``. docs/kernels/batched_gemm.md has what limits it. Imports cutlass.
+``grouped_gemm/sm90/rows.py``. ``fp4_few_codes.py`` has what is otherwise for up to 4 tokens;
+docs/kernels/batched_gemm.md has what limits it. Imports cutlass.
 """
 
 from __future__ import annotations

@@ -208,9 +208,9 @@ class Few:
 
     @property
     def stages(self) -> int:
-        """All boxes, if there is room, so that all are on their way from the start; else as many for each part. A part
-        that took the stage of another's box could take that box for its own: a barrier tells the phase before last
-        from this one by nothing."""
+        """All boxes, if there is room, so that all are on their way from the start; else as many for each part, so that
+        a stage is always of the same one. Another part may be a round behind, and of its barrier every other phase has
+        the same parity: one would take the other's box for its own."""
         room = _SHARED - self.fixed_bytes if self.resident == 1 else _SHARED // 2 - _BARRIERS - self.fixed_bytes
         found = room // (self.rows * FP4_BOX // 2)
         return self.boxes if found >= self.boxes else found // self.parts * self.parts
