@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Int32, Int64
+from cutlass import Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from .asm import asm
@@ -16,10 +16,3 @@ LINE = 128  # bytes
 def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
     """Bring a line of device memory there."""
     asm(None, [Int64(source)], "prefetch.global.L2 [$0];", memory=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def prefetch_bulk(source: Int64, nbytes: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """The same of a thread's bytes, from a multiple of 16 on and as many as a multiple of 16."""
-    text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
-    asm(None, [Int64(source), Int32(nbytes)], text, memory=True, loc=loc, ip=ip)

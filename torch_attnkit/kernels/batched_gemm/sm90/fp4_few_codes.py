@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from torch_attnkit.cuda import copies, fp4, l2
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4 import permute_bytes
+from torch_attnkit.cuda.sm90.bulk_prefetch import prefetch_bulk
 
 from ...grouped_gemm.sm90.arguments import Matrices
 from ...grouped_gemm.sm90.config import BOX, SPAN
@@ -93,7 +94,7 @@ class Fp4FewCodes(Fp4FewTokens):
         if thread < c.rows:
             if begin < nbytes:
                 start = codes.iterator.toint() + Int64(tile.expert) * codes.stride[0] + Int64(row) * codes.stride[1]
-                l2.prefetch_bulk(start + begin, cutlass.min(nbytes - begin, Int32(ROW_BYTES)))
+                prefetch_bulk(start + begin, cutlass.min(nbytes - begin, Int32(ROW_BYTES)))
         elif thread < 2 * c.rows:
             base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
             begin = first * (BOX // self.block)
