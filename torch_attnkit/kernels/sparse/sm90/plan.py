@@ -31,9 +31,11 @@ SIDES = 2  # CTAs of a cluster that have the same keys and other heads, where ro
 # with all keys of a token. On an H100, FP8 rows, 128 heads, 1152 keys: 64 tokens 62 us for 69, 32 tokens 57 for 45.
 PAIRED_TOKENS = 48
 # Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and shared, of a
-# cluster's merge, of a key of 512 columns, as it is and encoded, of joining clusters through device memory, of each of
-# them, and of each megabyte that they leave and read there.
-_START, _TURN, _SHARED_TURN, _MERGE, _KEY, _CODED_KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45, 1 / 18
+# cluster's merge, of a key of 512 columns, of joining clusters through device memory, of each of them, and of each
+# megabyte that they leave and read there.
+_START, _TURN, _SHARED_TURN, _MERGE, _KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45
+# Of encoded rows, as an H100 took them (docs/kernels/sparse.md): a key, and a merge, of which each CTA has a share.
+_CODED_KEY, _CODED_MERGE, _CODED_SHARE = 1 / 18, 0.5, 12.0
 _JOIN, _SPLIT, _MEGABYTE = 2.0, 0.15, 0.7
 
 
@@ -80,11 +82,12 @@ def cost(problem: Problem, work: int, sms: int, cut: Cut) -> float:
     ctas, groups, sides = cut
     rounds = -(-work // sides * groups // max(1, at_once(ctas * sides, sms, 1)))
     turn = _TURN if ctas * groups == 1 else _SHARED_TURN
-    keys = share(problem.keys, ctas * groups) * _KEY
+    keys, merge = share(problem.keys, ctas * groups) * _KEY, _MERGE
     if problem.format != "none":  # whole tiles, of which either warpgroup has one
         tile = CODED_TILES[problem.dim][0]
         keys = max(2, -(-share(problem.keys, ctas * groups) // tile)) * tile * _CODED_KEY
-    merge = _MERGE if ctas > 1 else 0.0
+        merge = _CODED_MERGE + _CODED_SHARE / ctas
+    merge = merge if ctas > 1 else 0.0
     if groups > 1:
         left = work * groups * SplitLayout(min(problem.heads, HEADS), problem.dim).nbytes * 1e-6
         merge += _JOIN + _SPLIT * groups + _MEGABYTE * left
