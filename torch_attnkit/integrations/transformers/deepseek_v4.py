@@ -29,6 +29,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from torch_attnkit.core import UnsupportedError
 from torch_attnkit.core.target import target_of
+from torch_attnkit.kernels.cache.rope_problem import MOST_CHANNELS, VECTOR
 
 from . import masks
 from .descriptor import ADVICE, Descriptor
@@ -98,7 +99,8 @@ def _kernel_takes(norm: Any, q: torch.Tensor, kv: torch.Tensor, cos: torch.Tenso
         return False
     if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad):
         return False
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 1024 and cos.shape[-1] % 4 == 0
+    D, rope_dim = q.shape[-1], 2 * cos.shape[-1]
+    fits = D % VECTOR == 0 and D <= MOST_CHANNELS and rope_dim % VECTOR == 0
     dtypes = q.dtype == kv.dtype and q.dtype != torch.float64 and cos.dtype in (q.dtype, torch.float32)
     return type(norm) is DeepseekV4UnweightedRMSNorm and fits and dtypes
 
