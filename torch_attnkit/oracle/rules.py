@@ -86,13 +86,13 @@ def by_head(
 
 def of_codes(
     on: str, dtypes: str, heads: Iterable[tuple[int, int]], features: str, needs: dict[str, Any] | None = None,
-    sizes: dict[str, tuple[int, ...]] | None = None,
+    sizes: dict[str, tuple[int, ...]] | None = None, by: str = "",
 ) -> tuple[Kernel, ...]:  # fmt: skip
     """The rows for E4M3, which differ in nothing but their head sizes: one for those with D = Dv. ``sizes`` are more of
-    what all of them accept."""
+    what all of them accept, ``by`` is the file that has them, if it is not the usual one."""
     same, needs, sizes = tuple(d for d, dv in heads if d == dv), needs or {}, sizes or {}
     other = tuple(pair for pair in heads if pair[0] != pair[1])
     return (
-        Kernel(on, dtypes, {"D": same} | sizes, features, needs | SAME_DIM),
-        *(Kernel(on, dtypes, {"D": (d,), "Dv": (dv,)} | sizes, features, needs) for d, dv in other),
+        Kernel(on, dtypes, {"D": same} | sizes, features, needs | SAME_DIM, by=by),
+        *(Kernel(on, dtypes, {"D": (d,), "Dv": (dv,)} | sizes, features, needs, by=by) for d, dv in other),
     )

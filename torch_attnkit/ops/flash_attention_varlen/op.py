@@ -10,6 +10,7 @@ in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.prefill import metal
+from torch_attnkit.kernels.prefill.sm90 import codes_plan as sm90_codes
 from torch_attnkit.kernels.prefill.sm90 import halves_plan
 from torch_attnkit.kernels.prefill.sm90 import plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
@@ -56,5 +57,6 @@ OP = Op(
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, rules.value_dim(metal.MOST_DIM_V)),
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_ALL} scales", rules.value_dim(metal.MOST_DIM_V)),
         *(Kernel("sm90", halves_plan.DTYPES, {"D": (d,), "Dv": (dv,)}, _ALL, by="wide") for d, dv in halves_plan.TILES),
+        *rules.of_codes("sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_ALL} scales", by="codes"),
     ),
 )

@@ -12,6 +12,7 @@ from torch_attnkit.cuda.warp_ops import exp2
 
 from ..types import Inputs, Outputs
 from .mainloop import Consumer
+from .scales import scale_of
 from .types import Config, OutputRows
 
 
@@ -30,6 +31,8 @@ class Epilogue(Fixed):
         factors = []
         for r in cutlass.range_constexpr(2):
             row_max = cutlass.select_(w.row_max[r] == -Float32.inf, Float32(0.0), w.row_max[r]) * w.scalars.scale_log2
+            if const_expr(c.lift):
+                row_max -= Float32(c.lift)
             lse = (row_max + cute.math.log2(sums[r], fastmath=True)) * Float32(op.LN_2)
             lse = cutlass.select_(sums[r] == 0.0, -Float32.inf, lse)
             weight = sums[r]
@@ -40,14 +43,18 @@ class Epilogue(Fixed):
             if (w.lane % 4 == 0) & (token < at.tokens):
                 outs.lse[self._index(at, token)] = lse
                 if const_expr(not c.normalize):
-                    outs.row_sum[self._index(at, token)] = sums[r]
-        if const_expr(c.normalize):
+                    outs.row_sum[self._index(at, token)] = sums[r] * Float32(2.0**-c.lift)
+        if const_expr(not c.normalize):
+            factors = [Float32(2.0**-c.lift) for _ in factors]
+        if const_expr(len(c.scales) > 0 and c.scales[2]):
+            factors = [factor * scale_of(c, ins, ins.scales[2], at) for factor in factors]
+        if const_expr(c.normalize or c.lift):
             softmax.rescale(w.rO, factors)
         for r in cutlass.range_constexpr(2):
             token = at.row + 8 * r
             for g in cutlass.range_constexpr(c.dim_v // 32):
                 pairs = [(16 * g + 4 * j + 2 * r) for j in range(4)]
-                words = [op.pack(c.dtype, w.rO[i], w.rO[i + 1]) for i in pairs]
+                words = [op.pack(c.out_dtype, w.rO[i], w.rO[i + 1]) for i in pairs]
                 words = softmax.transpose_quads(words, w.lane % 4)
                 if token < at.tokens:
                     column = 32 * g + w.lane % 4 * 8

@@ -11,6 +11,7 @@ their keys: each loads half of every block by TMA multicast.
 Tile letters: M queries, N keys.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import cutlass
@@ -26,6 +27,7 @@ from ..blocks import Sequence, TileScheduler, UnseenKeys, dense, key_blocks_of, 
 from ..types import Inputs, Outputs, Scalars
 from .epilogue import Epilogue
 from .mainloop import WARPGROUP, Consumer, Mainloop, Stages
+from .scales import scaled
 from .types import NOTE, Config, Layouts, Loads, OutputRows, WorkTile
 
 # Registers per thread of the producer's and the consumers' warpgroups, by the number of consumers: 64 K in all.
@@ -75,12 +77,30 @@ class Mask(Fixed):
         return unseen_keys(self.c, self.seq, self.w.scalars)
 
 
+class Values(Fixed):
+    """V as it lies in memory, a key's columns together, and in shared memory alike."""
+
+    def __init__(self, config: Config, mainloop: Mainloop):
+        c = self.c = config
+        self.tile, self.whole = (c.tile_n, c.dim_v), (None, 0)  # a block, and all blocks of a head
+        self.layout = lambda: mainloop.layout((c.tile_n, c.dim_v, c.stages))
+
+    def view(self, v: cute.Tensor) -> cute.Tensor:
+        """(S, Dv, Hkv, B); packed: (S, Dv, Hkv)"""
+        return cute.make_tensor(v.iterator, cute.select(v.layout, mode=[0, 2, 1] if self.c.varlen else [1, 3, 2, 0]))
+
+    def of_sequence(self, v_head: cute.Tensor, k0: Int32, number: Int32) -> cute.Tensor:
+        """A head of a packed sequence, the ``number``-th, whose keys begin at ``k0``."""
+        return cute.domain_offset((k0, 0), v_head)
+
+
 class Prefill:
     """The kernel: a scheduler of persistent CTAs, a producer, and consumers with a mainloop and an epilogue."""
 
     def __init__(self, config: Config):
         self.c = config
         self.mainloop, self.epilogue = Mainloop(config), Epilogue(config)
+        self.values = Values(config, self.mainloop)
         self.regs_load, self.regs_mma = _REGISTERS[config.consumers]
 
     @cute.jit
@@ -95,13 +115,14 @@ class Prefill:
         layouts = Layouts(
             self.mainloop.layout((c.tile_m, c.dim, c.q_stages)),
             self.mainloop.layout((c.tile_n, c.dim, c.stages)),
-            self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
+            self.values.layout(),
         )
         modes = [0, 2, 1] if c.varlen else [1, 3, 2, 0]
         token_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))
-        atoms = []
-        for tensor, layout, ctas in ((ins.q, layouts.q, 1), (ins.k, layouts.k, c.ctas), (ins.v, layouts.v, c.ctas)):
-            atoms += copies.tma_atom(token_first(tensor), layout, ctas)
+        q, k, v = (self._numbers(t) for t in (ins.q, ins.k, ins.v))
+        atoms = [*copies.tma_atom(token_first(q), layouts.q, 1)]
+        for view, layout in ((token_first(k), layouts.k), (self.values.view(v), layouts.v)):
+            atoms += copies.tma_atom(view, layout, c.ctas)
         qk_mma, pv_mma = self.mainloop.mmas()
         scheduler = self._scheduler(ins, scalars)
         self.kernel(Loads(*atoms), ins, outs, scalars, scheduler, layouts, qk_mma, pv_mma).launch(
@@ -142,6 +163,10 @@ class Prefill:
         if const_expr(c.pair):
             self._sync_cluster()  # neither CTA may leave while the other still writes to its memory
 
+    def _numbers(self, t: cute.Tensor) -> cute.Tensor:
+        """E4M3 comes as bytes."""
+        return t if self.c.dtype.width > 8 else cute.make_tensor(cute.recast_ptr(t.iterator, dtype=self.c.dtype), t.layout)
+
     def _shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
         rings = self.mainloop.rings(memory, warp, ((c.q_stages, False), (c.stages, c.pair), (c.stages, c.pair)))
@@ -180,15 +205,15 @@ class Prefill:
         mask = {"mcast_mask": cutlass.Int16(3)} if c.pair else {}
         while tile < scheduler.num_tiles():
             if const_expr(c.varlen):
-                slot, head, batch = tile // scheduler.heads, tile % scheduler.heads, Int32(0)
+                slot, head = tile // scheduler.heads, tile % scheduler.heads
                 if const_expr(c.causal):
                     slot = scheduler.rows - 1 - slot
                 sizes = (Int32(ins.q.shape[0]), Int32(ins.k.shape[0]))
-                row, _, k0, seq = packed((ins.low, ins.high), *sizes, slot, c.tile_m)
+                row, batch, k0, seq = packed((ins.low, ins.high), *sizes, slot, c.tile_m)
                 head = head * c.ctas + rank
                 q_head = cute.domain_offset((seq.q0, 0), loads.q[None, None, head])
                 k_head = cute.domain_offset((k0, 0), loads.k[None, None, head // group])
-                v_head = cute.domain_offset((k0, 0), loads.v[None, None, head // group])
+                v_head = self.values.of_sequence(loads.v[None, None, head // group], k0, batch)
             else:
                 row, head, batch = scheduler.work_tile(tile, c.uneven)
                 seq = dense(c, ins, batch)
@@ -198,7 +223,7 @@ class Prefill:
             gQ = cute.local_tile(q_head, (c.tile_m, c.dim), (row, 0))
             tQsQ, tQgQ = copies.tma_partition(loads.q_atom, 0, 1, stages.sQ, gQ)
             gK = cute.local_tile(k_head, (c.tile_n, c.dim), (None, 0))  # (N, D, blocks)
-            gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
+            gV = cute.local_tile(v_head, self.values.tile, self.values.whole)
             tKsK, tKgK = copies.tma_partition(loads.k_atom, rank, c.ctas, stages.sK, gK)  # (box, stages), (box, blocks)
             tVsV, tVgV = copies.tma_partition(loads.v_atom, rank, c.ctas, stages.sV, gV)
             if (row >= 0) & (row * c.tile_m < seq.tokens):
@@ -246,22 +271,23 @@ class Prefill:
             tile = WorkTile.of([row, *rest])
             seq = tile.seq
             visit = key_blocks_of(c, seq, row * c.tile_m, c.tile_m, scalars)
-            mask = Mask(w, c, seq, seq.shift + row * c.tile_m)
-            self.mainloop.first_block(w, mask, fill, n, visit.block(Int32(0)))
+            here = dataclasses.replace(w, scalars=scaled(c, ins, scalars, tile))
+            mask = Mask(here, c, seq, seq.shift + row * c.tile_m)
+            self.mainloop.first_block(here, mask, fill, n, visit.block(Int32(0)))
             if const_expr(c.causal or c.window):
                 for i in cutlass.range(1, visit.full, unroll=1):
-                    self.mainloop.next_block(w, mask, fill, n + i, visit.block(i), edge="both")
+                    self.mainloop.next_block(here, mask, fill, n + i, visit.block(i), edge="both")
             for i in cutlass.range(visit.full, visit.full_end, unroll=1):
-                self.mainloop.next_block(w, mask, fill, n + i, visit.block(i), edge="")
+                self.mainloop.next_block(here, mask, fill, n + i, visit.block(i), edge="")
             if const_expr(c.kv_start or c.window):
                 for i in cutlass.range(visit.full_end, visit.steps, unroll=1):
-                    self.mainloop.next_block(w, mask, fill, n + i, visit.block(i), edge="left")
+                    self.mainloop.next_block(here, mask, fill, n + i, visit.block(i), edge="left")
             cute.arch.sync_warp()  # all lanes have read the tile's note, for which one of them arrives
             ring_q.release(fill)
             n += visit.steps
-            self.mainloop.last_product(w, n - 1)
+            self.mainloop.last_product(here, n - 1)
             rows = OutputRows(tile.batch, tile.head, seq.q0, row * c.tile_m + w.row, seq.tokens)
-            self.epilogue.store(w, ins, outs, rows)
+            self.epilogue.store(here, ins, outs, rows)
             fill += 1
             ring_q.wait(fill)
             row = cute.arch.make_warp_uniform(sTile[0, ring_q.slot(fill)])

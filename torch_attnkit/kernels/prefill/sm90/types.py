@@ -1,10 +1,10 @@
 """What a prefill kernel is compiled for, and the groups of arguments that its functions pass on."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import BFloat16, Int32
 
 from ..blocks import Sequence
 from ..types import Features
@@ -30,6 +30,17 @@ class Config(Features):
         """Of a cluster."""
         return 2 if self.pair else 1
 
+    @property
+    def out_dtype(self) -> Any:
+        """Of E4M3 inputs bf16."""
+        return self.dtype if self.dtype.width > 8 else BFloat16
+
+    @property
+    def lift(self) -> int:
+        """Probabilities, their sums and the output so far are 2^lift times what they stand for: rounded to E4M3,
+        whose largest number is 448, more small ones remain."""
+        return 0 if self.dtype.width > 8 else 8
+
 
 class Loads(NamedTuple):
     """The three TMA atoms and the tensors of coordinates that go with them."""
@@ -39,7 +50,7 @@ class Loads(NamedTuple):
     k_atom: cute.CopyAtom
     k: cute.Tensor  # (S, D, Hkv, B); packed: (S, D, Hkv)
     v_atom: cute.CopyAtom
-    v: cute.Tensor  # (S, Dv, Hkv, B); packed: (S, Dv, Hkv)
+    v: cute.Tensor  # (S, Dv, Hkv, B); packed: (S, Dv, Hkv); of E4M3 Dv before S
 
 
 class WorkTile(NamedTuple):

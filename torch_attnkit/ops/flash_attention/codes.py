@@ -1,0 +1,10 @@
+"""flash_attention on Hopper over E4M3, by kernels of their own in the family ``kernels/prefill``."""
+
+from __future__ import annotations
+
+from torch_attnkit.core.family import solved_by
+from torch_attnkit.kernels.prefill.sm90.codes_launch import launcher
+
+from .problem import operands, problem
+
+build = solved_by(launcher, problem, operands)
