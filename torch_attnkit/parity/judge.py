@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.core import UnsupportedError, dispatch, simulate
+from torch_attnkit.core import Target, UnsupportedError, dispatch, simulate
 from torch_attnkit.core.op import Op
 from torch_attnkit.oracle.attention import narrow_products
 from torch_attnkit.oracle.compare import check
@@ -20,12 +20,15 @@ from .case import Case, arguments, bound
 from .guard import guarded_outputs, place
 from .places import Place
 
+Arithmetic = Callable[[], contextlib.AbstractContextManager[Any]]
+
 
 def reference_of(
-    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool, function: str = "reference"
-) -> tuple[torch.Tensor, ...]:
-    """What the call writes in place and returns, by the reference; ``double`` runs it on the same numbers in float64.
-    Another ``function`` of the reference's module is called as it would be.
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], *, double: bool, function: str = "reference",
+    arithmetic: Arithmetic = contextlib.nullcontext,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """What the call writes in place and returns, by the reference; ``double`` runs it on the same numbers in float64,
+    else it runs inside ``arithmetic``. Another ``function`` of the reference's module is called as it would be.
 
     In float64 are the model tensors, and what is returned in a chosen dtype. A tensor that is float32 by contract stays
     what it is: it holds the same numbers.
@@ -39,7 +42,10 @@ def reference_of(
     copies = [convert(name, value) for name, value in zip(op.argnames, args, strict=False)]
     if double and "dtype" in op.argnames:
         kwargs = kwargs | {"dtype": torch.float64}
-    with contextlib.nullcontext() if double else narrow_products():
+    with contextlib.ExitStack() as stack:
+        if not double:
+            stack.enter_context(narrow_products())
+            stack.enter_context(arithmetic())
         out = getattr(op.module("reference"), function)(*copies, **kwargs)
     mutated = [copies[op.argnames.index(n)] for n in op.mutated]
     return (*mutated, *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out))
@@ -88,7 +94,14 @@ def judge(
         fence.check(name)
     got = [*mutated(op, moved), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
     unchanged(name, op, before, moved)
-    return verdict(name, op, got, args, kwargs, alike)
+    return verdict(name, op, got, args, kwargs, alike, arithmetic_of(op, arch, args, kwargs))
+
+
+def arithmetic_of(op: Op, arch: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arithmetic:
+    """What the reference runs in where a kernel's sums are not float32's: the file of its row says so."""
+    row = dispatch.resolve(op, bound(op, args, kwargs), Target(arch))
+    none: Arithmetic = contextlib.nullcontext
+    return none if row is None else getattr(op.module(row.file), "arithmetic", none)
 
 
 def verdict(
@@ -98,6 +111,7 @@ def verdict(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     alike: Iterable[tuple[Any, ...]] = (),
+    arithmetic: Arithmetic = contextlib.nullcontext,
 ) -> float:
     """Compare ``got``, what the call wrote in place and returned, with the reference on ``args``.
 
@@ -110,11 +124,12 @@ def verdict(
     """
     module = op.module("reference")
     if hasattr(module, "numbers"):
-        of = functools.partial(reference_of, op, kwargs=kwargs, function="numbers")
+        of = functools.partial(reference_of, op, kwargs=kwargs, function="numbers", arithmetic=arithmetic)
         found = [(of(each, double=True)[0], of(each, double=False)[0]) for each in (args, *alike)]
         return float(module.check(name, got, found, args, kwargs))
     (exact, ref), *others = (
-        [reference_of(op, each, kwargs, double=double) for double in (True, False)] for each in (args, *alike)
+        [reference_of(op, each, kwargs, double=double, arithmetic=arithmetic) for double in (True, False)]
+        for each in (args, *alike)
     )
     lucks = [[(r.double() - e).nan_to_num(0, 0, 0) for e, r in zip(*other, strict=True)] for other in others]
     names = [f"{name} {n}" for n in (*op.mutated, *op.outnames)]
