@@ -12,6 +12,7 @@ Source: MetalTile ``sdpa_multi``; scales as FlashAttention-3 (arXiv 2407.08608) 
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.prefill import metal
+from torch_attnkit.kernels.prefill.sm90 import codes_plan as sm90_codes
 from torch_attnkit.kernels.prefill.sm90 import plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
@@ -52,5 +53,6 @@ OP = Op(
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales"),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_FEATURES} scales", rules.value_dim(metal.MOST_DIM_V)),
+        *rules.of_codes("sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_FEATURES} scales", by="codes"),
     ),
 )
