@@ -18,10 +18,10 @@ _PROMOTED = 128  # keys whose sum is the tensor cores'; sums of these are float3
 class TensorCoreSums(TorchFunctionMode):
     """Inside, ``attention.attend`` adds products up as Hopper's tensor cores do, those of E4M3 numbers.
 
-    The other oracles of E4M3 have exact sums in float32, as Blackwell's are; with Hopper's a score is off by up to 2^-13
-    of its largest terms, and so is ``lse``. Where a kernel adds several blocks of keys up in float32, as
-    ``kernels/prefill/sm90/codes.py`` does up to 128 columns, so does this; with more columns it is nearer than the
-    kernel may be, which then is what sums of the same blocks by tensor cores are: within two roundings of P for each.
+    The other oracles of E4M3 have exact sums, as Blackwell has them in float32. With Hopper's a score is off by up to
+    2^-13 of its largest terms, and so is ``lse``. Where a kernel adds blocks of keys up in float32, as
+    ``kernels/prefill/sm90/codes.py`` does up to 128 columns, so does this; where it does not, its sums may be off by
+    more than these, which P's rounding hides.
     """
 
     def __torch_function__(

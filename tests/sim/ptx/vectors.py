@@ -2,7 +2,7 @@
 
 On a machine with a Hopper GPU, in the repository: ``python tests/sim/ptx/vectors.py`` writes tests/data/sm90/vectors.pt
 anew, by as many processes as there are cores, since compiling is what takes time. A kernel whose arithmetic changes on
-purpose needs that.
+purpose needs that; ``--new`` adds the rows that it lacks.
 """
 
 from __future__ import annotations
@@ -107,9 +107,11 @@ def outputs(call: Call, device: str) -> list[torch.Tensor]:
 def tolerances(call: Call) -> list[float]:
     """What oracle/compare.py allows each output: indices and codes are exact."""
     args, kwargs = arguments(call)
-    pairs = zip(*(parity.reference_of(OPS[call.op], args, kwargs, double=d) for d in (False, True)), strict=True)
+    op = OPS[call.op]
+    sums = parity.arithmetic_of(op, "sm90", args, kwargs)
+    pairs = zip(*(parity.reference_of(op, args, kwargs, double=d, arithmetic=sums) for d in (False, True)), strict=True)
     found = []
-    for (_, dtype), (ref, ref64) in zip(OPS[call.op].outputs(bound(call)), pairs, strict=True):
+    for (_, dtype), (ref, ref64) in zip(op.outputs(bound(call)), pairs, strict=True):
         if not dtype.is_floating_point:
             found.append(0.0)
             continue
@@ -124,12 +126,16 @@ def recorded(call: Call) -> dict[str, Any]:
     return {"call": asdict(call), "inputs": digest(call), "outputs": outputs(call, "cuda")}
 
 
-def record() -> None:
+def record(*, new: bool) -> None:
+    """``new``: only rows of which nothing is recorded yet."""
     if torch.cuda.get_device_capability() != (9, 0):
         sys.exit(f"vectors: needs a Hopper GPU, found {torch.cuda.get_device_name()}")
     calls = {c.id: call_of(c) for c in chosen()}
+    before = torch.load(FILE, weights_only=True)["cases"] if new else {}
+    rows = {(old["call"]["op"], row_of(Call(**old["call"]))) for old in before.values()}
+    calls = {name: call for name, call in calls.items() if (call.op, row_of(call)) not in rows}
     with ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), get_context("spawn")) as pool:
-        cases = dict(zip(calls, pool.map(recorded, calls.values()), strict=True))
+        cases = before | dict(zip(calls, pool.map(recorded, calls.values()), strict=True))
     FILE.parent.mkdir(parents=True, exist_ok=True)
     torch.save(
         {
@@ -143,4 +149,4 @@ def record() -> None:
 
 
 if __name__ == "__main__":
-    record()
+    record(new=sys.argv[1:] == ["--new"])

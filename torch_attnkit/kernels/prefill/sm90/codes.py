@@ -4,8 +4,9 @@ Products of bytes take both operands along K, so V's block lies as (Dv, N) in sh
 (``transposed.py`` wrote it so). A step takes 32 keys, of which a lane of the first operand has two runs of four, while
 it has four pairs of scores, as accumulators lie. V's keys are in the order of these pairs, so P needs no shuffle.
 
-Tensor cores keep 14 bits of such a sum (``oracle/tensor_cores.py``). With ``promote`` they add up one block of keys, and
-the output of all blocks is added up in float32: the factor that its rescaling takes is that of an fma. Imports cutlass.
+Tensor cores keep 14 bits of such a sum (``oracle/tensor_cores.py``). With ``promote`` they add up one block of keys,
+and the output of all blocks is added up in float32: the factor that its rescaling takes is that of an fma. Imports
+cutlass.
 """
 
 from __future__ import annotations
@@ -60,26 +61,16 @@ class Mainloop(Fixed):
         """The consumer that ``thread`` of all consumers' belongs to."""
         c = self.c
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        qk, pv = qk_mma.get_slice(group * WARPGROUP), pv_mma.get_slice(group * WARPGROUP)
-        rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
-        return Consumer(
-            warpgroup=group,
-            row=(thread // 32) * 16 + cute.arch.lane_idx() // 4,
-            lane=cute.arch.lane_idx(),
-            stages=stages,
-            qk_mma=qk_mma,
-            pv_mma=pv_mma,
-            tSrQ=qk.make_fragment_A(qk.partition_A(stages.sQ)),
-            tSrK=qk.make_fragment_B(qk.partition_B(stages.sK)),
-            tOrV=pv.make_fragment_B(pv.partition_B(stages.sV)),
-            rP=rP,
-            rP_pairs=cute.recast_tensor(rP, Int32),  # of four
-            rO=cute.make_rmem_tensor(pv.partition_shape_C((c.tile_m, c.dim_v)), Float32),
-            row_max=cute.make_rmem_tensor(2, Float32),
-            row_sum=cute.make_rmem_tensor(2, Float32),
-            scales=cute.make_rmem_tensor(2, Float32),
-            scalars=scalars,
-        )
+        qk, pv = (mma.get_slice(group * WARPGROUP) for mma in (qk_mma, pv_mma))
+        tSrQ = qk.make_fragment_A(qk.partition_A(stages.sQ))  # (mma, M, D, q_stages)
+        tSrK = qk.make_fragment_B(qk.partition_B(stages.sK))  # (mma, N, D, stages)
+        tOrV = pv.make_fragment_B(pv.partition_B(stages.sV))  # (mma, Dv, N, stages)
+        rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))  # (mma, M, N)
+        rO = cute.make_rmem_tensor(pv.partition_shape_C((c.tile_m, c.dim_v)), Float32)  # (mma, M, Dv)
+        lane, statistics = cute.arch.lane_idx(), [cute.make_rmem_tensor(2, Float32) for _ in range(3)]
+        row = thread // 32 * 16 + lane // 4
+        words = cute.recast_tensor(rP, Int32)  # of four numbers of P
+        return Consumer(group, row, lane, stages, qk_mma, pv_mma, tSrQ, tSrK, tOrV, rP, words, rO, *statistics, scalars)
 
     @cute.jit
     def first_block(self, w: Consumer, mask: Mask, fill: Int32, n: Int32, block: Int32):

@@ -50,7 +50,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         q, k, v = read_q(o.q), read_k(o.k), read_v(o.v)
         values = torch.empty(shape, dtype=torch.uint8, device=p.device)  # (B, Hkv, Dv, S'); packed (Hkv, Dv, S')
         transpose((q, k, v, None, low, high, None), values, numbers)
-        run((q, k, values, o.sink, low, high, o.scales if scaled else None), (o.out, o.lse, None if p.normalize else o.row_sum), numbers)
+        ins = (q, k, values, o.sink, low, high, o.scales if scaled else None)
+        run(ins, (o.out, o.lse, None if p.normalize else o.row_sum), numbers)
 
     return launch
 

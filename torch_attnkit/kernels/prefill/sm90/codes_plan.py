@@ -12,11 +12,11 @@ from .plan import Choice, Tiles
 
 CODES = "f8e4m3"
 _PROMOTED = 128  # columns up to which a thread has registers for the output and a block's share of it
-# On an H100 80GB, docs/kernels/prefill.md has what lost: 4 % over M 128; as fast as N 160 in one more register.
+# On an H100 80GB; docs/kernels/prefill.md has the times. 7 % over M 128 and over N 96.
 _D64 = Tiles(192, 128, 4)
-# 3 % over pairs, 5 % over no turns (causal), 8 % over N 96.
+# 2 % over pairs, 9 % over no turns (causal), 5 to 7 % over N 96.
 _D128 = Tiles(128, 128, 4)
-# 4 % over turns, 6 % over CTAs alone, 10 % over N 96.
+# 4 % over turns, 7 % over CTAs alone, 9 to 12 % over N 96.
 _D256 = Tiles(128, 128, 2, 1, turns=False, pair=True)
 # With a window and sink tokens the mask needs more registers than 128 keys leave, and so does a soft cap.
 _WINDOW = Tiles(128, 96, 4)

@@ -11,8 +11,8 @@ from torch_attnkit.cuda.sm90 import softmax
 from torch_attnkit.cuda.warp_ops import exp2
 
 from ..types import Inputs, Outputs
+from . import scales
 from .mainloop import Consumer
-from .scales import scale_of
 from .types import Config, OutputRows
 
 
@@ -46,8 +46,8 @@ class Epilogue(Fixed):
                     outs.row_sum[self._index(at, token)] = sums[r] * Float32(2.0**-c.lift)
         if const_expr(not c.normalize):
             factors = [Float32(2.0**-c.lift) for _ in factors]
-        if const_expr(len(c.scales) > 0 and c.scales[2]):
-            factors = [factor * scale_of(c, ins, ins.scales[2], at) for factor in factors]
+        if const_expr(scales.given(c, scales.V)):
+            factors = [factor * scales.factor(c, ins, at, scales.V) for factor in factors]
         if const_expr(c.normalize or c.lift):
             softmax.rescale(w.rO, factors)
         for r in cutlass.range_constexpr(2):

@@ -165,7 +165,9 @@ class Prefill:
 
     def _numbers(self, t: cute.Tensor) -> cute.Tensor:
         """E4M3 comes as bytes."""
-        return t if self.c.dtype.width > 8 else cute.make_tensor(cute.recast_ptr(t.iterator, dtype=self.c.dtype), t.layout)
+        return (
+            t if self.c.dtype.width > 8 else cute.make_tensor(cute.recast_ptr(t.iterator, dtype=self.c.dtype), t.layout)
+        )
 
     def _shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c

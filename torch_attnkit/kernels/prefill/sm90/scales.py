@@ -3,26 +3,35 @@
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..types import Inputs, Scalars
 
+Q, K, V = range(3)  # in ``Inputs.scales``
 
-def scaled(c: Any, ins: Inputs, scalars: Scalars, tile: Any) -> Scalars:
-    """The scalars of a work tile's scores, which are products of codes: with the scales of q and k."""
-    if const_expr(not any(c.scales[:2])):
+
+def given(c: Any, *which: int) -> bool:
+    """Whether a kernel's Config has any of these scales."""
+    return any(c.scales[i : i + 1] == (True,) for i in which)
+
+
+def factor(c: Any, ins: Inputs, at: Any, *which: int) -> Float32:
+    """The product of these scales for the sequence and query head of a work tile or of its rows.
+
+    What lies behind the last packed sequence has that one's.
+    """
+    by = Float32(1.0)
+    for i in which:
+        if const_expr(given(c, i)):
+            table = ins.scales[i]  # (sequences, Hkv)
+            heads_of_one = Int32(ins.q.shape[-2]) // Int32(table.shape[1])
+            by *= Float32(table[cutlass.min(at.batch, Int32(table.shape[0]) - 1), at.head // heads_of_one])
+    return by
+
+
+def scaled(c: Any, ins: Inputs, scalars: Scalars, at: Any) -> Scalars:
+    """The scalars of a work tile's scores, which are products of what q and k hold: with their scales."""
+    if const_expr(not given(c, Q, K)):
         return scalars
-    both = Float32(1.0)
-    for scale in ins.scales[:2]:
-        if const_expr(scale is not None):
-            both *= scale_of(c, ins, scale, tile)
-    if const_expr(c.softcap):
-        return scalars._replace(cap_slope=scalars.cap_slope * both)
-    return scalars._replace(scale_log2=scalars.scale_log2 * both)
-
-
-def scale_of(c: Any, ins: Inputs, scale: cute.Tensor, tile: Any) -> Float32:
-    """A work tile's entry of a scale (sequences, Hkv); of what lies behind the last sequence the last one's."""
-    group = Int32(ins.q.shape[1 if c.varlen else 2]) // Int32(scale.shape[1])
-    return Float32(scale[cutlass.min(tile.batch, Int32(scale.shape[0]) - 1), tile.head // group])
+    name = "cap_slope" if c.softcap else "scale_log2"
+    return scalars._replace(**{name: getattr(scalars, name) * factor(c, ins, at, Q, K)})

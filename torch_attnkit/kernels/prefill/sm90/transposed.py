@@ -66,9 +66,7 @@ class Transpose(Fixed):
             column, place = i % quads, i // quads  # four columns, four places of neighbouring keys
             # Places 4 to 7 are the other half of a lane's keys of 32, see the docstring of ``codes.py``.
             near = place // 8 * 32 + place // 4 % 2 * 16 + place % 4 * 2
-            words = [
-                self._word(ins, unseen, (batch, head, column), k0, first + near + key) for key in (0, 1, 8, 9)
-            ]
+            words = [self._word(ins, unseen, (batch, head, column), k0, first + near + key) for key in (0, 1, 8, 9)]
             for j, word in enumerate(transposed(words)):
                 sWords[place, 4 * column + j] = word
         cute.arch.sync_threads()
