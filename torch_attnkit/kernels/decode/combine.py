@@ -216,6 +216,12 @@ class Combine:
     ) -> None:  # fmt: skip
         self.last.run(tensors, scalars, cut, tile, shared, start, tiles)
 
+    def begin(self, shared: Int32) -> None:
+        pass
+
+    def end(self, tensors: Tensors, scalars: Scalars, shared: Int32) -> None:
+        pass
+
     @cute.jit
     def _rows(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, slot: Int32, rest: Int32, more: Int32):
         """The result of a group from its splits."""
@@ -248,7 +254,7 @@ class Combine:
         """
         c = self.c
         smem = cutlass.memory.SmemAllocator()
-        vectors, teams = const_expr(c.dim_v // 4), const_expr(_teams(c.dim_v))
+        vectors, teams = const_expr(c.dim_v // 4), const_expr(teams_of(c.dim_v))
         sO = smem.allocate_tensor(Float32, cute.make_layout((4, vectors, teams)), 16)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2, teams)), 16)
         kv_heads, abreast = kv_heads_of(tensors, c.page), abreast_of(c, scalars)
@@ -289,7 +295,7 @@ class Combine:
     ):  # fmt: skip
         """Heads [head, end) of a group; its splits as in ``Splits.add``."""
         c = self.c
-        vectors, teams = const_expr(c.dim_v // 4), const_expr(_teams(c.dim_v))
+        vectors, teams = const_expr(c.dim_v // 4), const_expr(teams_of(c.dim_v))
         thread = cute.arch.thread_idx()[0]
         team, vector = thread // vectors, thread % vectors
         per = Int32(1)  # teams of a row
@@ -325,5 +331,5 @@ class Combine:
             cute.arch.barrier()
 
 
-def _teams(dim_v: int) -> int:
+def teams_of(dim_v: int) -> int:
     return min(THREADS // (dim_v // 4), 16)

@@ -210,7 +210,7 @@ class Config(Protocol):
     @property
     def blocks_per_sm(self) -> int: ...
     @property
-    def combine(self) -> bool: ...  # whether a second kernel combines splits, else the block that brings the last
+    def combine(self) -> bool: ...  # whether a second kernel combines splits, else blocks of this one
 
 
 class Mainloop(Protocol):
@@ -234,6 +234,12 @@ class Epilogue(Protocol):
         tiles: Int32,
     ) -> None:  # fmt: skip
         """After ``finish``, for a split of the group that has units [start, start + tiles): the last combines all."""
+
+    def begin(self, shared: Int32) -> None:
+        """Before a block's first work tile."""
+
+    def end(self, tensors: Tensors, scalars: Scalars, shared: Int32) -> None:
+        """Behind its last."""
 
 
 def abreast_of(config: Config, scalars: Scalars) -> Int32 | int:
@@ -261,8 +267,7 @@ class Persistent:
         if mine >= cut.blocks:
             at = stop
         sequence, before = sequence_of(lengths, groups, at, c.keys)
-        if const_expr(c.combine):
-            cute.arch.griddepcontrol_launch_dependents()  # its blocks then wait where this kernel's have left
+        self.epilogue.begin(shared)
         slot = block * 2  # of a block's first work tile; of those after it only the last can be a split
         while at < stop:
             keys = visible(lengths, sequence, c.keys)
@@ -288,6 +293,7 @@ class Persistent:
             if at == before + keys.units * groups:
                 before = at
                 sequence += 1
+        self.epilogue.end(tensors, scalars, shared)
 
 
 class Decode:
@@ -305,6 +311,7 @@ class Decode:
 
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
+        follow()
         self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c))
 
 
@@ -312,8 +319,15 @@ def launch(kernel: Any, config: Config, blocks: Int32, stream: Any) -> None:
     """``blocks`` persistent blocks of a kernel that has its arguments."""
     kernel.launch(
         grid=[blocks, 1, 1], block=[config.threads, 1, 1], smem=config.shared_bytes, stream=stream,
-        min_blocks_per_mp=config.blocks_per_sm, preferred_smem_carveout=100,
+        min_blocks_per_mp=config.blocks_per_sm, preferred_smem_carveout=100, use_pdl=True,
     )  # fmt: skip
+
+
+def follow() -> None:
+    """The launch began while the one before it ended, and lets the next begin likewise, such as a second kernel, whose
+    blocks then wait where this one's have left: all memory waits for that."""
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
 
 
 def allocate(config: Config) -> Int32:

@@ -13,6 +13,8 @@ HEADS = 64  # rows of a product
 THREADS = 128  # of a warpgroup
 WARPS = 4  # of a warpgroup
 ROW_BYTES = 128  # of operands in shared memory
+COUNTERS = 2  # of a group that ``together.py`` joins: blocks that have come, and blocks that wait no longer
+PENDING_BYTES = 64  # two groups of which a block has a split
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,15 @@ class MlaShared:
     last: Region  # row_max and row_sum of the second score warpgroup: (heads, 2)
     barriers: Region
     results: Results  # over all of these, when they have been read
-    flag: Region
+    pending: Region  # what ``together.py`` keeps of a block's splits
+
+    @property
+    def flag(self) -> Region:
+        return self.pending
 
     @property
     def nbytes(self) -> int:
-        return self.flag.end
+        return self.pending.end
 
 
 @dataclass(frozen=True)
@@ -140,8 +146,8 @@ class MlaConfig:
     stages: int
     page: int = 0
     same: bool = True  # V is K, always
-    combine: bool = False
 
+    combine = False  # blocks of the same launch do
     heads = HEADS
     abreast = True
     halves = 2  # of the columns, a value warpgroup each
@@ -206,8 +212,8 @@ class MlaConfig:
         last = Region(maxima.end, self.heads * 2 * 4)
         barriers = Region(last.end, len(self.arrivals) * 8)
         results = Results(1, HEADS, self.dim)
-        flag = Region(max(barriers.end, results.nbytes), FLAG_BYTES)
-        return MlaShared(query, ring, probabilities, factors, maxima, last, barriers, results, flag)
+        pending = Region(max(barriers.end, results.nbytes), PENDING_BYTES)
+        return MlaShared(query, ring, probabilities, factors, maxima, last, barriers, results, pending)
 
     @property
     def shared_bytes(self) -> int:

@@ -36,11 +36,11 @@ from torch_attnkit.cuda.warp_ops import exp2
 
 from .. import pages
 from ..arguments import Numbers, Scalars, Tensors, scalars_of
-from ..combine import Combine
 from ..config import CHUNK, Region
-from ..schedule import Lengths, Persistent, Visible, WorkTile, allocate, launch, lengths_of, tile_bounds
+from ..schedule import Lengths, Persistent, Visible, WorkTile, allocate, follow, launch, lengths_of, tile_bounds
 from . import products
 from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaConfig
+from .together import Together
 
 _INF = float("inf")
 _SCORE_REGISTERS = 88  # of a thread; 128 is the mean
@@ -66,7 +66,7 @@ class DecodeMla:
 
     def __init__(self, config: MlaConfig):
         self.c = config
-        self.epilogue = Combine(config)
+        self.epilogue = Together(config)
         self.scores = Persistent(config, Mainloop(config, ScoreWarpgroup(config)), self.epilogue)
         self.values = Persistent(config, Mainloop(config, ValueWarpgroup(config)), self.epilogue)
 
@@ -75,7 +75,6 @@ class DecodeMla:
         c = self.c
         lengths, scalars = lengths_of(tensors, numbers, c.page), scalars_of(tensors, numbers, c.page)
         launch(self.kernel(tensors, self._loads(tensors), lengths, scalars), c, blocks, stream)
-        self.epilogue.launch(tensors, lengths, scalars, blocks, numbers.combine_blocks, stream)
 
     def _loads(self, tensors: Tensors) -> Loads:
         c, cache = self.c, tensors.k
@@ -90,6 +89,7 @@ class DecodeMla:
     @cute.kernel
     def kernel(self, tensors: Tensors, loads: Loads, lengths: Lengths, scalars: Scalars):
         c = self.c
+        follow()
         shared = allocate(c)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < c.score_warpgroups * WARPS:
