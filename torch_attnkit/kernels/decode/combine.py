@@ -25,7 +25,7 @@ from .config import Region, Results, SplitLayout, itemsize
 from .schedule import Lengths, Partition, WorkTile, abreast_of, partition, units_before, visible
 
 THREADS = 512  # of a block of the second kernel
-_AT_ONCE = 8  # splits that a thread has on the way while it combines
+AT_ONCE = 8  # splits that a thread has on the way while it combines
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
 
@@ -176,7 +176,7 @@ class Combine:
 
     def __init__(self, config: Config):
         self.c = config
-        self.output, self.splits = Output(config.dtype), Splits(config.split, _AT_ONCE)
+        self.output, self.splits = Output(config.dtype), Splits(config.split, AT_ONCE)
         self.last = LastBlock(config.shared.flag, self._abreast, self._rows)
 
     def _abreast(self, scalars: Scalars) -> Int32 | int:
@@ -300,7 +300,7 @@ class Combine:
         team, vector = thread // vectors, thread % vectors
         per = Int32(1)  # teams of a row
         for _ in cutlass.range_constexpr(teams.bit_length() - 1):
-            per = cutlass.select_((per * _AT_ONCE <= more) & (per < teams), per * 2, per)
+            per = cutlass.select_((per * AT_ONCE <= more) & (per < teams), per * 2, per)
         for first in cutlass.range(head, end, teams // per, unroll=1):
             row = first + team // per
             if (team < teams) & (row < end):

@@ -21,7 +21,7 @@ from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 
 from ..arguments import Scalars, Tensors
-from ..combine import THREADS, Combine, Config, teams_of
+from ..combine import AT_ONCE, THREADS, Combine, Config, teams_of
 from ..schedule import Partition, WorkTile
 from .config import COUNTERS
 
@@ -136,16 +136,28 @@ class Together(Combine):
     @cute.jit
     def _join(self, tensors: Tensors, scalars: Scalars, shared: Int32, sPending: cute.Tensor):
         """A share of a group's rows, from the splits in the workspace to the result."""
-        c = self.c
+        vectors, many = const_expr(self.c.dim_v // 4), const_expr(teams_of(self.c.dim_v))
         share, blocks, heads = sPending[Pending.SHARE], sPending[Pending.BLOCKS], sPending[Pending.HEADS]
         block, abreast = sPending[Pending.FIRST], self._abreast(scalars)
         tile = WorkTile(sPending[Pending.B], Int32(0), sPending[Pending.HEAD], heads, Int32(0), Int32(0))
-        begin, end = share * heads // blocks, (share + 1) * heads // blocks
-        if share < 0:
-            begin, end = Int32(0), cutlass.select_(share == ALL, heads, Int32(0))
-        smem = cute.make_ptr(cutlass.Float32, shared, cute.AddressSpace.smem, assumed_align=16)
-        vectors, many = const_expr(c.dim_v // 4), const_expr(teams_of(c.dim_v))
-        sO = cute.make_tensor(smem, cute.make_layout((4, vectors, many)))
-        sStat = cute.make_tensor(smem + 4 * vectors * many, cute.make_layout((2, many)))
         slot, rest = block * 2 + sPending[Pending.EARLY], (block + abreast) * 2
-        self._heads_by_teams(tensors, scalars, tile, begin, end, slot, rest, blocks - 1, sO, sStat)
+        if blocks <= AT_ONCE:
+            begin, end = self._share(share, blocks, heads * vectors)
+            for index in cutlass.range(begin + cute.arch.thread_idx()[0], end, THREADS, unroll=1):
+                head, column = index // vectors, index % vectors * 4
+                rO, row_max, row_sum = self.splits.add(
+                    tensors, head, column, slot, rest, blocks - 1, abreast, Int32(-1), 1
+                )
+                self.output.store(tensors, scalars, tile, head, column, [rO[x] for x in range(4)], row_max, row_sum)
+        else:
+            begin, end = self._share(share, blocks, heads)
+            smem = cute.make_ptr(cutlass.Float32, shared, cute.AddressSpace.smem, assumed_align=16)
+            sO = cute.make_tensor(smem, cute.make_layout((4, vectors, many)))
+            sStat = cute.make_tensor(smem + 4 * vectors * many, cute.make_layout((2, many)))
+            self._heads_by_teams(tensors, scalars, tile, begin, end, slot, rest, blocks - 1, sO, sStat)
+
+    def _share(self, share: Int32, blocks: Int32, count: Int32) -> tuple[Int32, Int32]:
+        """Which of ``count`` things this block joins."""
+        begin, end = share * count // blocks, (share + 1) * count // blocks
+        none = cutlass.select_(share == ALL, count, Int32(0))
+        return cutlass.select_(share < 0, Int32(0), begin), cutlass.select_(share < 0, none, end)
