@@ -32,6 +32,12 @@ def swap_if(target: Int64, expected: Int32, value: Int32, *, loc: Any = None, ip
 
 
 @dsl_user_op
+def store_word(target: Int64, word: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """4 aligned bytes to device memory."""
+    asm(None, [Int64(target), Int32(word)], "st.global.b32 [$0], $1;", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def arrive_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Arrive at an mbarrier of this block where ``condition`` is not 0, without a branch: between products of ``wgmma``
     a branch may make them wait for each other."""

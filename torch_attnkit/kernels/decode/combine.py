@@ -25,7 +25,7 @@ from .config import Region, Results, SplitLayout, itemsize
 from .schedule import Lengths, Partition, WorkTile, abreast_of, partition, units_before, visible
 
 THREADS = 512  # of a block of the second kernel
-AT_ONCE = 8  # splits that a thread has on the way while it combines
+_AT_ONCE = 8  # splits that a thread has on the way while it combines
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
 
@@ -176,7 +176,7 @@ class Combine:
 
     def __init__(self, config: Config):
         self.c = config
-        self.output, self.splits = Output(config.dtype), Splits(config.split, AT_ONCE)
+        self.output, self.splits = Output(config.dtype), Splits(config.split, _AT_ONCE)
         self.last = LastBlock(config.shared.flag, self._abreast, self._rows)
 
     def _abreast(self, scalars: Scalars) -> Int32 | int:
@@ -254,7 +254,7 @@ class Combine:
         """
         c = self.c
         smem = cutlass.memory.SmemAllocator()
-        vectors, teams = const_expr(c.dim_v // 4), const_expr(teams_of(c.dim_v))
+        vectors, teams = const_expr(c.dim_v // 4), const_expr(_teams(c.dim_v))
         sO = smem.allocate_tensor(Float32, cute.make_layout((4, vectors, teams)), 16)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2, teams)), 16)
         kv_heads, abreast = kv_heads_of(tensors, c.page), abreast_of(c, scalars)
@@ -278,7 +278,7 @@ class Combine:
             if first_block != last_block:
                 head = head_block * c.heads
                 heads = cutlass.min(scalars.group - head, c.heads)
-                tile = WorkTile(sequence, kv_head, kv_head * scalars.group + head, heads, Int32(0), Int32(0))
+                tile = WorkTile(sequence, kv_head, kv_head * scalars.group + head, heads, *[Int32(0)] * 3)
                 # A block's first work tile has its even slot; only the first block can have begun before the group.
                 slot = (first_block * abreast + head_block % abreast) * 2
                 rest = slot + 2 * abreast
@@ -295,12 +295,12 @@ class Combine:
     ):  # fmt: skip
         """Heads [head, end) of a group; its splits as in ``Splits.add``."""
         c = self.c
-        vectors, teams = const_expr(c.dim_v // 4), const_expr(teams_of(c.dim_v))
+        vectors, teams = const_expr(c.dim_v // 4), const_expr(_teams(c.dim_v))
         thread = cute.arch.thread_idx()[0]
         team, vector = thread // vectors, thread % vectors
         per = Int32(1)  # teams of a row
         for _ in cutlass.range_constexpr(teams.bit_length() - 1):
-            per = cutlass.select_((per * AT_ONCE <= more) & (per < teams), per * 2, per)
+            per = cutlass.select_((per * _AT_ONCE <= more) & (per < teams), per * 2, per)
         for first in cutlass.range(head, end, teams // per, unroll=1):
             row = first + team // per
             if (team < teams) & (row < end):
@@ -331,5 +331,5 @@ class Combine:
             cute.arch.barrier()
 
 
-def teams_of(dim_v: int) -> int:
+def _teams(dim_v: int) -> int:
     return min(THREADS // (dim_v // 4), 16)

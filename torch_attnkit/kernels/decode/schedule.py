@@ -44,6 +44,7 @@ class WorkTile(NamedTuple):
     heads: Int32  # of them
     first: Int32  # tile
     stop: Int32
+    slot: Int32  # of the workspace, for a split; -1: all tiles of its group
 
 
 class Visible(NamedTuple):
@@ -282,7 +283,8 @@ class Persistent:
             kv_head, head_block = group // each, group % each * abreast + block % abreast
             head = head_block * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
-            tile = WorkTile(sequence, kv_head, kv_head * scalars.group + head, heads, first, last)
+            head += kv_head * scalars.group
+            tile = WorkTile(sequence, kv_head, head, heads, first, last, cutlass.select_(whole, Int32(-1), slot))
             self.mainloop.run(tensors, loads, scalars, keys, tile, shared)
             self.epilogue.finish(tensors, scalars, tile, shared, whole, slot)
             if const_expr(c.combine):

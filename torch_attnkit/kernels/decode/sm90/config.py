@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..config import FLAG_BYTES, Region, Results, SplitLayout, fit, itemsize
+from ..config import CHUNK, FLAG_BYTES, Region, Results, SplitLayout, fit, itemsize
 
 HEADS = 64  # rows of a product
 THREADS = 128  # of a warpgroup
@@ -122,14 +122,9 @@ class MlaShared:
     probabilities: Region  # (stages of P, 64 heads), as the second product reads them: rows of 128 bytes
     factors: Region  # of the output: (heads, stages of P)
     maxima: Region  # (heads, score warpgroups)
-    last: Region  # row_max and row_sum of the second score warpgroup: (heads, 2)
+    last: Region  # row_max and row_sum of the second score warpgroup, then of both: (heads, 2)
     barriers: Region
-    results: Results  # over all of these, when they have been read
     pending: Region  # what ``together.py`` keeps of a block's splits
-
-    @property
-    def flag(self) -> Region:
-        return self.pending
 
     @property
     def nbytes(self) -> int:
@@ -211,9 +206,8 @@ class MlaConfig:
         maxima = Region(factors.end, self.heads * self.score_warpgroups * 4)
         last = Region(maxima.end, self.heads * 2 * 4)
         barriers = Region(last.end, len(self.arrivals) * 8)
-        results = Results(1, HEADS, self.dim)
-        pending = Region(max(barriers.end, results.nbytes), PENDING_BYTES)
-        return MlaShared(query, ring, probabilities, factors, maxima, last, barriers, results, pending)
+        pending = Region(-(-barriers.end // CHUNK) * CHUNK, PENDING_BYTES)
+        return MlaShared(query, ring, probabilities, factors, maxima, last, barriers, pending)
 
     @property
     def shared_bytes(self) -> int:

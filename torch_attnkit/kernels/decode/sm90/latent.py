@@ -39,8 +39,8 @@ class BothRows(NamedTuple):
 def latent_kernel(config: LatentConfig) -> mla.DecodeMla:
     """``mla.py``'s kernel with the roles below; of two tensors it is given both."""
     kernel = mla.DecodeMla(config)
-    kernel.scores = Persistent(config, mla.Mainloop(config, ScoreWarpgroup(config)), kernel.epilogue)
-    kernel.values = Persistent(config, mla.Mainloop(config, ValueWarpgroup(config.of_values)), kernel.epilogue)
+    kernel.scores = Persistent(config, mla.Mainloop(config, ScoreWarpgroup(config, kernel.epilogue)), kernel.epilogue)
+    kernel.values = Persistent(config, mla.Mainloop(config, ValueWarpgroup(config.of_values, kernel.epilogue)), kernel.epilogue)
     if not config.same:
         one = kernel._loads
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..config import Region, Results, SplitLayout, fit, itemsize
+from ..config import CHUNK, Region, SplitLayout, fit, itemsize
 from .config import HEADS, PENDING_BYTES, ROW_BYTES, MlaConfig, MlaShared, Ring
 
 
@@ -113,8 +113,7 @@ class LatentConfig:
         for name, nbytes in sizes.items():
             regions[name] = Region(end, nbytes)
             end += nbytes
-        results = Results(1, self.heads, self.dim_v)
-        return MlaShared(**regions, results=results, pending=Region(max(end, results.nbytes), PENDING_BYTES))
+        return MlaShared(**regions, pending=Region(-(-end // CHUNK) * CHUNK, PENDING_BYTES))
 
     @property
     def shared_bytes(self) -> int:

@@ -52,6 +52,7 @@ class NamedBarrier(IntEnum):
     """Of a block; 0 is that of all threads."""
 
     VALUES = 1  # of the first value warpgroup, the second has the next
+    SCORES = 3  # of both score warpgroups
 
 
 class Loads(NamedTuple):
@@ -67,8 +68,8 @@ class DecodeMla:
     def __init__(self, config: MlaConfig):
         self.c = config
         self.epilogue = Together(config)
-        self.scores = Persistent(config, Mainloop(config, ScoreWarpgroup(config)), self.epilogue)
-        self.values = Persistent(config, Mainloop(config, ValueWarpgroup(config)), self.epilogue)
+        self.scores = Persistent(config, Mainloop(config, ScoreWarpgroup(config, self.epilogue)), self.epilogue)
+        self.values = Persistent(config, Mainloop(config, ValueWarpgroup(config, self.epilogue)), self.epilogue)
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, blocks: Int32, stream: Any):
@@ -187,8 +188,8 @@ class ScoreFragments(Fixed):
 class ScoreWarpgroup:
     """Probabilities of every second tile."""
 
-    def __init__(self, config: MlaConfig):
-        self.c = config
+    def __init__(self, config: MlaConfig, epilogue: Together):
+        self.c, self.epilogue = config, epilogue
 
     @cute.jit
     def run(
@@ -211,6 +212,10 @@ class ScoreWarpgroup:
             scales = self._probabilities(w, meeting, shared, rS, n)
             self._hand_over(w, meeting, shared, rS, scales, n)
         self._join_sums(w, shared, group)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        if group == 0:
+            self.epilogue.leave_sums(tensors, tile, w.rMax, w.rSum, w.thread)
 
     def _fragments(self, shared: Int32) -> ScoreFragments:
         c, K = self.c, OperandMajorMode.K
@@ -305,7 +310,7 @@ class ScoreWarpgroup:
 
     @cute.jit
     def _join_sums(self, w: ScoreFragments, shared: Int32, group: Int32):
-        """The sums of both warpgroups, in step with the last maxima, to where the result goes."""
+        """The sums of both warpgroups, in step with the last maxima: to the first one, and for the values."""
         c = self.c
         row, lane = products.first_row(w.thread), w.thread & 31
         sLast = by_head(c.shared.last, shared, 2)  # row_max and row_sum
@@ -315,17 +320,19 @@ class ScoreWarpgroup:
                 if (lane & 3) == 0:
                     sLast[row + 8 * r, 0] = w.rMax[r]
                     sLast[row + 8 * r, 1] = row_sum
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.barrier()
+        cute.arch.barrier(barrier_id=int(NamedBarrier.SCORES), number_of_threads=c.score_warpgroups * THREADS)
         if group == 0:
             for r in cutlass.range_constexpr(2):
                 other = sLast[row + 8 * r, 0]
                 row_max = cute.arch.fmax(w.rMax[r], other)
                 more = sLast[row + 8 * r, 1] * exp2(other - finite(row_max))
-                w.rSum[r] = w.rSum[r] * exp2(w.rMax[r] - finite(row_max))
-                w.rSum[r] += cutlass.select_((lane & 3) == 0, more, Float32(0.0))  # the four lanes' sums are added
+                w.rSum[r] = products.lanes_sum(w.rSum[r]) * exp2(w.rMax[r] - finite(row_max)) + more
                 w.rMax[r] = row_max
-            products.leave_sums(c.shared.results, shared, w.rMax, w.rSum, w.thread)
+            cute.arch.sync_warp()
+            if (lane & 3) == 0:
+                for r in cutlass.range_constexpr(2):
+                    sLast[row + 8 * r, 0] = w.rMax[r]
+                    sLast[row + 8 * r, 1] = w.rSum[r]
 
 
 @dataclass
@@ -345,8 +352,8 @@ class ValueFragments(Fixed):
 class ValueWarpgroup:
     """A half of the columns, loaded and multiplied."""
 
-    def __init__(self, config: MlaConfig):
-        self.c = config
+    def __init__(self, config: MlaConfig, epilogue: Together):
+        self.c, self.epilogue = config, epilogue
 
     @cute.jit
     def run(
@@ -384,8 +391,8 @@ class ValueWarpgroup:
                 self._load(tensors, loads, keys, tile, w, meeting, n + c.stages)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        if w.thread // 32 * 16 < tile.heads:  # of a warp's 16 rows
-            products.leave_columns(c.shared.results, shared, w.rO, w.thread, w.half, c.ring.part)
+        sums = by_head(c.shared.last, shared, 2)
+        self.epilogue.leave_columns(tensors, scalars, tile, w.rO, sums, w.thread, w.half)
 
     def _barrier(self, w: ValueFragments) -> None:
         """Of this warpgroup."""
