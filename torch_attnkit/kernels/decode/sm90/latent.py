@@ -22,7 +22,7 @@ from torch_attnkit.cuda.sm90 import softmax
 
 from .. import pages
 from ..arguments import Tensors
-from ..schedule import Persistent, Visible, WorkTile, tile_bounds
+from ..schedule import Visible, WorkTile, tile_bounds
 from . import mla, products
 from .config import HEADS, ROW_BYTES
 from .latent_config import LatentConfig
@@ -39,8 +39,9 @@ class BothRows(NamedTuple):
 def latent_kernel(config: LatentConfig) -> mla.DecodeMla:
     """``mla.py``'s kernel with the roles below; of two tensors it is given both."""
     kernel = mla.DecodeMla(config)
-    kernel.scores = Persistent(config, mla.Mainloop(config, ScoreWarpgroup(config, kernel.epilogue)), kernel.epilogue)
-    kernel.values = Persistent(config, mla.Mainloop(config, ValueWarpgroup(config.of_values, kernel.epilogue)), kernel.epilogue)
+    scores, values = kernel.scores.epilogue, kernel.values.epilogue
+    kernel.scores = kernel.role(ScoreWarpgroup(config, scores))
+    kernel.values = kernel.role(ValueWarpgroup(config.of_values, values))
     if not config.same:
         one = kernel._loads
 

@@ -43,7 +43,7 @@ from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaConfig
 from .together import Together
 
 _INF = float("inf")
-_SCORE_REGISTERS = 88  # of a thread; 128 is the mean
+_SCORE_REGISTERS = 88  # of a thread; ``REGISTERS`` is the mean
 _VALUE_REGISTERS = 168  # 128 of which hold the output
 _P_KEYS = 64  # columns of a buffer of probabilities, of which as many are used as a tile has keys
 
@@ -67,9 +67,12 @@ class DecodeMla:
 
     def __init__(self, config: MlaConfig):
         self.c = config
-        self.epilogue = Together(config)
-        self.scores = Persistent(config, Mainloop(config, ScoreWarpgroup(config, self.epilogue)), self.epilogue)
-        self.values = Persistent(config, Mainloop(config, ValueWarpgroup(config, self.epilogue)), self.epilogue)
+        self.scores = self.role(ScoreWarpgroup(config, Together(config, _SCORE_REGISTERS)))
+        self.values = self.role(ValueWarpgroup(config, Together(config, _VALUE_REGISTERS)))
+
+    def role(self, role: Role) -> Persistent:
+        """The work tiles of a block for warpgroups of one role."""
+        return Persistent(self.c, Mainloop(self.c, role), role.epilogue)
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, blocks: Int32, stream: Any):
@@ -128,6 +131,8 @@ class Meeting(Fixed):
 
 class Role(Protocol):
     """What a warpgroup does with a work tile; ``group`` is its number in the block."""
+
+    epilogue: Together
 
     def run(
         self, tensors: Tensors, loads: Loads, scalars: Scalars, keys: Visible, tile: WorkTile, shared: Int32,

@@ -37,6 +37,7 @@ _PATIENCE = 1 << 12  # looks at it, each the way to the second-level cache and b
 _NONE, _ALL = -1, -2  # shares of a group
 _AT_ONCE = 8  # splits that a thread has on the way
 _VECTOR = 16  # bytes
+REGISTERS = 128  # of a thread: the mean, which all have while they join
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
 
@@ -66,8 +67,9 @@ class Part(NamedTuple):
 class Together:
     """Of a kernel whose value warpgroups have a half of the columns each, for 64 heads."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, registers: int):
         self.c: MlaConfig = config
+        self.registers = registers  # of a thread of the role
 
     def launch(
         self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32, combine_blocks: Int32, stream: Any
@@ -148,8 +150,12 @@ class Together:
     @cute.jit
     def end(self, tensors: Tensors, scalars: Scalars, shared: Int32):
         """Its shares of the groups to which the block brought splits."""
-        cute.arch.barrier()
-        for which in cutlass.range_constexpr(2):
+        if const_expr(self.registers > REGISTERS):
+            cute.arch.setmaxregister_decrease(REGISTERS)
+        cute.arch.barrier()  # before it all warps of the other role have taken theirs, and given them back
+        if const_expr(self.registers < REGISTERS):
+            cute.arch.setmaxregister_increase(REGISTERS)
+        for which in cutlass.range(2, unroll=1):
             sPending = self._pending(shared, which)
             if sPending[Pending.BLOCKS] > 0:
                 counters, left = self._counters(tensors, sPending[Pending.FIRST]), Int32(0)
@@ -222,23 +228,25 @@ class Together:
             row, part = products.first_row(lane), self._nothing()
             self._add(tensors, sPending, part, column * WARPGROUP + lane, row, team, each, blocks, scalars.abreast)
             if each > 1:
-                part = self._add_teams(shared, part, thread, together, each)
+                self._add_teams(shared, part, thread, together, each)
+            maxima, sums = [part.maxima[r] for r in range(2)], [part.sums[r] for r in range(2)]
+            scales = [self._factor(tensors, scalars, tile, row + 8 * r, maxima[r], sums[r]) for r in range(2)]
+            values = [part.columns[x] * scales[x // 2] for x in range(4)]
             if there & (team == 0):
-                scales = [
-                    self._factor(tensors, scalars, tile, row + 8 * r, part.maxima[r], part.sums[r]) for r in range(2)
-                ]
-                values = [part.columns[x] * scales[x // 2] for x in range(4)]
                 self._store(tensors, tile, row, column * 8 + (lane & 3) * 2, values)
-                if (column == 0) & ((lane & 3) == 0):
-                    for r in cutlass.range_constexpr(2):
-                        self._store_lse(tensors, tile, row + 8 * r, part.maxima[r], part.sums[r])
+            if there & (team == 0) & (column == 0) & ((lane & 3) == 0):
+                for r in cutlass.range_constexpr(2):
+                    self._store_lse(tensors, tile, row + 8 * r, maxima[r], sums[r])
 
     def _nothing(self) -> Part:
         part = Part(*(cute.make_rmem_tensor(n, Float32) for n in (4, 2, 2)))
+        self._clear(part)
+        return part
+
+    def _clear(self, part: Part) -> None:
         part.columns.fill(0.0)
         part.maxima.fill(-_INF)
         part.sums.fill(0.0)
-        return part
 
     @cute.jit
     def _add(
@@ -279,21 +287,20 @@ class Together:
 
     @cute.jit
     def _add_teams(self, shared: Int32, part: Part, thread: Int32, together: Int32, each: Int32):
-        """What ``each`` threads have, ``together`` apart, added up by all of them."""
+        """To a part that of others: ``each`` threads have some, ``together`` apart, and all of them add these up."""
         words = cute.make_ptr(Float32, shared, cute.AddressSpace.smem, assumed_align=16)
         sParts = cute.make_tensor(words, cute.make_layout((8, self.c.threads), stride=(self.c.threads, 1)))
         mine = [part.columns[x] for x in range(4)] + [t[r] for t in (part.maxima, part.sums) for r in range(2)]
         for x in cutlass.range_constexpr(8):
             sParts[x, thread] = mine[x]
         cute.arch.barrier()
-        whole = self._nothing()
+        self._clear(part)
         for i in cutlass.range(each, unroll=1):
             at = i * together + thread % together
             for r in cutlass.range_constexpr(2):
                 columns = [sParts[2 * r + x, at] for x in range(2)]
-                self._add_rows(whole, r, [sParts[4 + r, at]], [sParts[6 + r, at]], [columns])
+                self._add_rows(part, r, [sParts[4 + r, at]], [sParts[6 + r, at]], [columns])
         cute.arch.barrier()
-        return whole
 
     @cute.jit
     def _factor(
