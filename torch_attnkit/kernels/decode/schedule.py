@@ -220,10 +220,8 @@ class Mainloop(Protocol):
 
 
 class Epilogue(Protocol):
-    def launch(
-        self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32, combine_blocks: Int32, stream: Any
-    ) -> None:
-        """The second kernel, where there is one."""
+    def begin(self, shared: Int32) -> None:
+        """Before a block's first work tile."""
 
     def finish(
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Int32, whole: Boolean, slot: Int32
@@ -234,13 +232,19 @@ class Epilogue(Protocol):
         self, tensors: Tensors, scalars: Scalars, cut: Partition, tile: WorkTile, shared: Int32, start: Int32,
         tiles: Int32,
     ) -> None:  # fmt: skip
-        """After ``finish``, for a split of the group that has units [start, start + tiles): the last combines all."""
-
-    def begin(self, shared: Int32) -> None:
-        """Before a block's first work tile."""
+        """After ``finish``, for a split of the group that has units [start, start + tiles)."""
 
     def end(self, tensors: Tensors, scalars: Scalars, shared: Int32) -> None:
-        """Behind its last."""
+        """Behind a block's last work tile."""
+
+
+class LaunchedEpilogue(Epilogue, Protocol):
+    """One that may have a kernel of its own."""
+
+    def launch(
+        self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32, combine_blocks: Int32, stream: Any
+    ) -> None:
+        """This kernel, where there is one."""
 
 
 def abreast_of(config: Config, scalars: Scalars) -> Int32 | int:
@@ -301,7 +305,7 @@ class Persistent:
 class Decode:
     """A kernel of persistent blocks, for both kinds of cache: scheduler, mainloop, which loads by itself, epilogue."""
 
-    def __init__(self, config: Config, mainloop: Mainloop, epilogue: Epilogue):
+    def __init__(self, config: Config, mainloop: Mainloop, epilogue: LaunchedEpilogue):
         self.c, self.epilogue = config, epilogue
         self.scheduler = Persistent(config, mainloop, epilogue)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ..config import FLAG_BYTES, RESERVED, SHARED, SplitLayout
 from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
 from ..problem import Problem
-from .config import HEADS as ROWS
 from .config import COUNTERS, THREADS, WgmmaConfig
+from .config import HEADS as ROWS
 
 DTYPES, OVER_CODES = "bf16 f16", "bf16 f16 f8e4m3"  # of q, over caches of the same dtype and of E4M3
 

@@ -27,7 +27,7 @@ from torch_attnkit.cuda.warp_ops import exp2
 from ...scores import LOG2_E
 from ..arguments import Scalars, Tensors, out_dtype
 from ..config import itemsize
-from ..schedule import Lengths, Partition, WorkTile
+from ..schedule import Partition, WorkTile
 from . import products
 from .config import COUNTERS, MlaConfig
 from .config import THREADS as WARPGROUP
@@ -70,11 +70,6 @@ class Together:
     def __init__(self, config: Any, registers: int):
         self.c: MlaConfig = config
         self.registers = registers  # of a thread of the role
-
-    def launch(
-        self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32, combine_blocks: Int32, stream: Any
-    ) -> None:
-        """There is no second kernel."""
 
     def begin(self, shared: Int32) -> None:
         for which in range(2):
