@@ -24,20 +24,6 @@ def load_acquire(source: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
-def swap_if(target: Int64, expected: Int32, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """What stood at ``target``, where ``value`` stands then if it was ``expected``; orders device memory among the
-    blocks that meet there."""
-    text = "atom.global.gpu.acq_rel.cas.b32 $0, [$1], $2, $3;"
-    return asm(Int32, [Int64(target), Int32(expected), Int32(value)], text, memory=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def store_word(target: Int64, word: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """4 aligned bytes to device memory."""
-    asm(None, [Int64(target), Int32(word)], "st.global.b32 [$0], $1;", memory=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
 def arrive_if(barrier: Int32, condition: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Arrive at an mbarrier of this block where ``condition`` is not 0, without a branch: between products of ``wgmma``
     a branch may make them wait for each other."""

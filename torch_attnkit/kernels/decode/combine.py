@@ -216,12 +216,6 @@ class Combine:
     ) -> None:  # fmt: skip
         self.last.run(tensors, scalars, cut, tile, shared, start, tiles)
 
-    def begin(self, shared: Int32) -> None:
-        """Nothing: splits are counted as they come."""
-
-    def end(self, tensors: Tensors, scalars: Scalars, shared: Int32) -> None:
-        """Nothing: ``join_splits`` or the second kernel has done it."""
-
     @cute.jit
     def _rows(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, slot: Int32, rest: Int32, more: Int32):
         """The result of a group from its splits."""

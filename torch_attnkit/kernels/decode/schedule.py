@@ -80,6 +80,16 @@ class Partition(NamedTuple):
         return block
 
 
+class Run(NamedTuple):
+    """The units of work [at, stop) of a block."""
+
+    cut: Partition
+    at: Int32
+    stop: Int32
+    sequence: Int32  # of unit ``at``
+    before: Int32  # units before that sequence
+
+
 def lengths_of(tensors: Tensors, numbers: Numbers, page: int) -> Lengths:
     n = numbers
     size = Int32(tensors.table.shape[1]) * page if page else Int32(tensors.k.shape[2])
@@ -220,9 +230,6 @@ class Mainloop(Protocol):
 
 
 class Epilogue(Protocol):
-    def begin(self, shared: Int32) -> None:
-        """Before a block's first work tile."""
-
     def finish(
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Int32, whole: Boolean, slot: Int32
     ) -> None:
@@ -233,9 +240,6 @@ class Epilogue(Protocol):
         tiles: Int32,
     ) -> None:  # fmt: skip
         """After ``finish``, for a split of the group that has units [start, start + tiles)."""
-
-    def end(self, tensors: Tensors, scalars: Scalars, shared: Int32) -> None:
-        """Behind a block's last work tile."""
 
 
 class LaunchedEpilogue(Epilogue, Protocol):
@@ -259,20 +263,27 @@ class Persistent:
         self.c, self.mainloop, self.epilogue = config, mainloop, epilogue
 
     @cute.jit
-    def run(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars, shared: Int32):
-        """``loads`` is what the mainloop's loader was given by the host, if it loads by TMA."""
+    def find(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
+        """This block's run."""
         c = self.c
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        kv_heads = kv_heads_of(tensors, c.page)
         abreast = abreast_of(c, scalars)
-        groups = kv_heads * (scalars.head_blocks // abreast)
+        groups = kv_heads_of(tensors, c.page) * (scalars.head_blocks // abreast)
         cut = partition(lengths, groups, blocks // abreast, scalars.least_tiles, c.keys)
         mine = block // abreast
         at, stop = cut.start(mine), cut.start(mine + 1)
         if mine >= cut.blocks:
             at = stop
         sequence, before = sequence_of(lengths, groups, at, c.keys)
-        self.epilogue.begin(shared)
+        return Run(cut, at, stop, sequence, before)
+
+    @cute.jit
+    def run(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars, shared: Int32, found: Run):
+        """``loads`` is what the mainloop's loader was given by the host, if it loads by TMA."""
+        c = self.c
+        block, abreast = cute.arch.block_idx()[0], abreast_of(c, scalars)
+        groups = kv_heads_of(tensors, c.page) * (scalars.head_blocks // abreast)
+        cut, at, stop, sequence, before = found
         slot = block * 2  # of a block's first work tile; of those after it only the last can be a split
         while at < stop:
             keys = visible(lengths, sequence, c.keys)
@@ -299,7 +310,6 @@ class Persistent:
             if at == before + keys.units * groups:
                 before = at
                 sequence += 1
-        self.epilogue.end(tensors, scalars, shared)
 
 
 class Decode:
@@ -318,7 +328,8 @@ class Decode:
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
         follow()
-        self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c))
+        found = self.scheduler.find(tensors, lengths, scalars)
+        self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c), found)
 
 
 def launch(kernel: Any, config: Config, blocks: Int32, stream: Any) -> None:

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from torch_attnkit.cuda import joining
 from torch_attnkit.cuda.sm90 import softmax
 
 from .. import pages
@@ -39,9 +40,8 @@ class BothRows(NamedTuple):
 def latent_kernel(config: LatentConfig) -> mla.DecodeMla:
     """``mla.py``'s kernel with the roles below; of two tensors it is given both."""
     kernel = mla.DecodeMla(config)
-    scores, values = kernel.scores.epilogue, kernel.values.epilogue
-    kernel.scores = kernel.role(ScoreWarpgroup(config, scores))
-    kernel.values = kernel.role(ValueWarpgroup(config.of_values, values))
+    kernel.scores = kernel.role(ScoreWarpgroup(config, kernel.epilogue))
+    kernel.values = kernel.role(ValueWarpgroup(config.of_values, kernel.epilogue))
     if not config.same:
         one = kernel._loads
 
@@ -139,7 +139,7 @@ class ValueWarpgroup(mla.ValueWarpgroup):
         sBox, gBox = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(sBox, 0, 2), cute.group_modes(gBox, 0, 2)
         )
-        cute.copy(atom, gBox, sBox, tma_bar_ptr=full)
+        cute.copy(atom, gBox, sBox, tma_bar_ptr=full, cache_policy=joining.read_once())
 
     def _clear(self, w: ValueFragments, stage: Int32, low: Int32, high: Int32) -> None:
         """Of a stage that has other columns, too."""

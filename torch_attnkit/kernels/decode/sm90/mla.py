@@ -27,6 +27,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from torch_attnkit.cuda import joining
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
@@ -43,7 +44,8 @@ from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaConfig
 from .together import Together
 
 _INF = float("inf")
-_SCORE_REGISTERS = 88  # of a thread; ``REGISTERS`` is the mean
+_REGISTERS = 128  # of a thread: the mean
+_SCORE_REGISTERS = 88
 _VALUE_REGISTERS = 168  # 128 of which hold the output
 _P_KEYS = 64  # columns of a buffer of probabilities, of which as many are used as a tile has keys
 
@@ -67,12 +69,13 @@ class DecodeMla:
 
     def __init__(self, config: MlaConfig):
         self.c = config
-        self.scores = self.role(ScoreWarpgroup(config, Together(config, _SCORE_REGISTERS)))
-        self.values = self.role(ValueWarpgroup(config, Together(config, _VALUE_REGISTERS)))
+        self.epilogue = Together(config)
+        self.scores = self.role(ScoreWarpgroup(config, self.epilogue))
+        self.values = self.role(ValueWarpgroup(config, self.epilogue))
 
     def role(self, role: Role) -> Persistent:
         """The work tiles of a block for warpgroups of one role."""
-        return Persistent(self.c, Mainloop(self.c, role), role.epilogue)
+        return Persistent(self.c, Mainloop(self.c, role), self.epilogue)
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, blocks: Int32, stream: Any):
@@ -96,14 +99,22 @@ class DecodeMla:
         follow()
         shared = allocate(c)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == c.score_warpgroups * WARPS:
+            cpasync.prefetch_descriptor(loads.atom)
+        # Code that both roles have is read from memory once.
+        self.epilogue.begin(shared)
+        found = self.scores.find(tensors, lengths, scalars)
         if warp < c.score_warpgroups * WARPS:
             cute.arch.setmaxregister_decrease(_SCORE_REGISTERS)
-            self.scores.run(tensors, loads, lengths, scalars, shared)
+            self.scores.run(tensors, loads, lengths, scalars, shared, found)
+            cute.arch.barrier()  # before it all warps of the other role have taken their registers and given them back
+            cute.arch.setmaxregister_increase(_REGISTERS)
         else:
-            if warp == c.score_warpgroups * WARPS:
-                cpasync.prefetch_descriptor(loads.atom)
             cute.arch.setmaxregister_increase(_VALUE_REGISTERS)
-            self.values.run(tensors, loads, lengths, scalars, shared)
+            self.values.run(tensors, loads, lengths, scalars, shared, found)
+            cute.arch.setmaxregister_decrease(_REGISTERS)
+            cute.arch.barrier()
+        self.epilogue.end(tensors, scalars, shared)
 
 
 class Meeting(Fixed):
@@ -131,8 +142,6 @@ class Meeting(Fixed):
 
 class Role(Protocol):
     """What a warpgroup does with a work tile; ``group`` is its number in the block."""
-
-    epilogue: Together
 
     def run(
         self, tensors: Tensors, loads: Loads, scalars: Scalars, keys: Visible, tile: WorkTile, shared: Int32,
@@ -454,7 +463,7 @@ class ValueWarpgroup:
                 loads.atom, 0, cute.make_layout(1), cute.group_modes(w.sBoxes[None, None, to], 0, 2),
                 cute.group_modes(gBox, 0, 2),
             )  # fmt: skip
-            cute.copy(loads.atom, gBox, sBox, tma_bar_ptr=full)
+            cute.copy(loads.atom, gBox, sBox, tma_bar_ptr=full, cache_policy=joining.read_once())
 
     @cute.jit
     def _clear(self, w: ValueFragments, stage: Int32, low: Int32, high: Int32):

@@ -13,13 +13,13 @@ cutlass.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import memory_ops
+from torch_attnkit.cuda import joining, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.warp_ops import exp2
@@ -29,15 +29,13 @@ from ..arguments import Scalars, Tensors, out_dtype
 from ..config import itemsize
 from ..schedule import Partition, WorkTile
 from . import products
-from .config import COUNTERS, MlaConfig
-from .config import THREADS as WARPGROUP
+from .config import COUNTERS, HEADS, MlaConfig
 
 _GAVE_UP = 1 << 16  # in the first counter, for a block that waits no longer
 _PATIENCE = 1 << 12  # looks at it, each the way to the second-level cache and back: milliseconds in all
 _NONE, _ALL = -1, -2  # shares of a group
 _AT_ONCE = 8  # splits that a thread has on the way
-_VECTOR = 16  # bytes
-REGISTERS = 128  # of a thread: the mean, which all have while they join
+_VECTOR = 16  # bytes: four numbers as a lane has them, two neighbours of a row, and of the row 8 below it
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
 
@@ -55,21 +53,11 @@ class Pending(IntEnum):
     SHARE = 7  # which this block joins, one of as many as blocks
 
 
-class Part(NamedTuple):
-    """Four numbers of a result, as a lane of ``wgmma`` has them: two neighbouring columns of a row, and of the row 8
-    below it; and what belongs to these rows."""
-
-    columns: cute.Tensor  # (4)
-    maxima: cute.Tensor  # (2)
-    sums: cute.Tensor  # (2)
-
-
 class Together:
     """Of a kernel whose value warpgroups have a half of the columns each, for 64 heads."""
 
-    def __init__(self, config: Any, registers: int):
+    def __init__(self, config: Any):
         self.c: MlaConfig = config
-        self.registers = registers  # of a thread of the role
 
     def begin(self, shared: Int32) -> None:
         for which in range(2):
@@ -97,9 +85,10 @@ class Together:
                     values = [rO[4 * j + x] * scales[x // 2] for x in range(4)]
                     self._store(tensors, tile, row, (half * parts + j) * 8 + (thread & 3) * 2, values)
             else:
-                at = self._split(tensors, tile.slot) + (half * (parts * WARPGROUP) + thread) * _VECTOR
+                lanes = _lanes(tile.heads)
+                at = self._split(tensors, tile.slot) + (half * parts * lanes + thread) * _VECTOR
                 for j in cutlass.range_constexpr(parts):
-                    op.store_4_floats(at + j * (WARPGROUP * _VECTOR), [rO[4 * j + x] for x in range(4)])
+                    op.store_4_floats(at + j * (lanes * _VECTOR), [rO[4 * j + x] for x in range(4)])
 
     @cute.jit
     def leave_sums(
@@ -144,12 +133,7 @@ class Together:
 
     @cute.jit
     def end(self, tensors: Tensors, scalars: Scalars, shared: Int32):
-        """Its shares of the groups to which the block brought splits."""
-        if const_expr(self.registers > REGISTERS):
-            cute.arch.setmaxregister_decrease(REGISTERS)
-        cute.arch.barrier()  # before it all warps of the other role have taken theirs, and given them back
-        if const_expr(self.registers < REGISTERS):
-            cute.arch.setmaxregister_increase(REGISTERS)
+        """Its shares of the groups to which the block brought splits, once all threads have met."""
         for which in cutlass.range(2, unroll=1):
             sPending = self._pending(shared, which)
             if sPending[Pending.BLOCKS] > 0:
@@ -189,7 +173,7 @@ class Together:
                 looks += 1
                 if (looks >= _PATIENCE) & (seen % _GAVE_UP < blocks):
                     # Whoever comes last will know, unless all have come meanwhile.
-                    if memory_ops.swap_if(counters, seen, seen + _GAVE_UP) == seen:
+                    if joining.swap_if(counters, seen, seen + _GAVE_UP) == seen:
                         share = Int32(_NONE)
             if seen >= _GAVE_UP:
                 share = Int32(_NONE)
@@ -197,105 +181,90 @@ class Together:
 
     @cute.jit
     def _join(self, tensors: Tensors, scalars: Scalars, shared: Int32, sPending: cute.Tensor):
-        """A share of a group, from the splits in the workspace to the result.
-
-        A thread adds up a part of all splits; where these are many, several threads some of them each.
-        """
+        """A share of a group, from the splits in the workspace to the result: all of it is on the way to shared memory,
+        which nobody else uses any more, while the weights of the splits are worked out."""
         c = self.c
         share, blocks, heads = sPending[Pending.SHARE], sPending[Pending.BLOCKS], sPending[Pending.HEADS]
+        block, early = sPending[Pending.FIRST], sPending[Pending.EARLY]
         tile = WorkTile(sPending[Pending.B], Int32(0), sPending[Pending.HEAD], heads, *[Int32(0)] * 3)
-        lanes = (heads + 15) // 16 * 32  # of a warpgroup, that have heads
+        lanes = _lanes(heads)
         count = const_expr(c.dim_v // 8) * lanes
-        begin, end = share * count // blocks, (share + 1) * count // blocks
+        chunk = (count + blocks - 1) // blocks
+        begin, end = share * chunk, cutlass.min(share * chunk + chunk, count)
         if share < 0:
             begin, end = Int32(0), cutlass.select_(share == _ALL, count, Int32(0))
-        thread, each = cute.arch.thread_idx()[0], Int32(1)
-        for _ in cutlass.range_constexpr((c.threads // 32).bit_length() - 1):
-            more = (each * _AT_ONCE < blocks) & (2 * each * (end - begin) <= c.threads)
-            each = cutlass.select_(more, each * 2, each)
-        together = c.threads // each
-        team = thread // together
-        for first in cutlass.range(begin, end, together, unroll=1):
-            index = first + thread % together
-            there = index < end
-            index = cutlass.min(index, end - 1)
-            lane, column = index % lanes, index // lanes
-            row, part = products.first_row(lane), self._nothing()
-            self._add(tensors, sPending, part, column * WARPGROUP + lane, row, team, each, blocks, scalars.abreast)
-            if each > 1:
-                self._add_teams(shared, part, thread, together, each)
-            maxima, sums = [part.maxima[r] for r in range(2)], [part.sums[r] for r in range(2)]
-            scales = [self._factor(tensors, scalars, tile, row + 8 * r, maxima[r], sums[r]) for r in range(2)]
-            values = [part.columns[x] * scales[x // 2] for x in range(4)]
-            if there & (team == 0):
-                self._store(tensors, tile, row, column * 8 + (lane & 3) * 2, values)
-            if there & (team == 0) & (column == 0) & ((lane & 3) == 0):
-                for r in cutlass.range_constexpr(2):
-                    self._store_lse(tensors, tile, row + 8 * r, maxima[r], sums[r])
+        thread = cute.arch.thread_idx()[0]
+        weights = shared + chunk * blocks * _VECTOR
+        sWeights = self._floats(weights, (HEADS, blocks))
+        for first in cutlass.range(begin, end, chunk, unroll=1):
+            many = cutlass.min(chunk, end - first)
+            split, vector = thread // many, thread % many
+            down, right = c.threads // many, c.threads % many
+            while split < blocks:
+                slot = (block + split * scalars.abreast) * 2 + cutlass.select_(split == 0, early, Int32(0))
+                source = self._split(tensors, slot) + (first + vector) * _VECTOR
+                op.copy_16_async(shared + (split * many + vector) * _VECTOR, source, Int32(_VECTOR))
+                split, vector = split + down, vector + right
+                if vector >= many:
+                    split, vector = split + 1, vector - many
+            cute.arch.cp_async_commit_group()
+            self._weigh(tensors, scalars, tile, sPending, sWeights, first == 0)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier()
+            for index in cutlass.range(thread, many, c.threads, unroll=1):
+                lane, column = (first + index) % lanes, (first + index) // lanes
+                row = products.first_row(lane)
+                sums = [Float32(0.0)] * 4
+                for n in cutlass.range(blocks, unroll=4):
+                    part = self._floats(shared + (n * many + index) * _VECTOR, 4)
+                    both = [sWeights[row + 8 * r, n] for r in range(2)]
+                    sums = [sums[x] + both[x // 2] * part[x] for x in range(4)]
+                self._store(tensors, tile, row, column * 8 + (lane & 3) * 2, sums)
+            cute.arch.barrier()
 
-    def _nothing(self) -> Part:
-        part = Part(*(cute.make_rmem_tensor(n, Float32) for n in (4, 2, 2)))
-        self._clear(part)
-        return part
-
-    def _clear(self, part: Part) -> None:
-        part.columns.fill(0.0)
-        part.maxima.fill(-_INF)
-        part.sums.fill(0.0)
+    def _floats(self, address: Int32, shape: Any) -> cute.Tensor:
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(shape))
 
     @cute.jit
-    def _add(
-        self, tensors: Tensors, sPending: cute.Tensor, part: Part, vector: Int32, row: Int32, begin: Int32,
-        step: Int32, splits: Int32, abreast: Int32,
+    def _weigh(
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, sPending: cute.Tensor, sWeights: cute.Tensor,
+        with_lse: Boolean,
     ):  # fmt: skip
-        """Splits begin, begin + step ..., of which the first are on the way before one is used; beyond the last they
-        repeat it."""
-        block, early = sPending[Pending.FIRST], sPending[Pending.EARLY]
-        for first in cutlass.range(begin, splits, _AT_ONCE * step, unroll=1):
-            at = []
+        """What the numerators of each split count in the result, by eight lanes a row."""
+        block, early, splits = sPending[Pending.FIRST], sPending[Pending.EARLY], sPending[Pending.BLOCKS]
+        row, lane = cute.arch.thread_idx()[0] // 8, cute.arch.thread_idx()[0] % 8
+        row_max, row_sum = Float32(-_INF), Float32(0.0)
+        for first in cutlass.range(lane, splits, 8 * _AT_ONCE, unroll=1):
+            stats = []
             for i in cutlass.range_constexpr(_AT_ONCE):
-                n = cutlass.min(first + i * step, splits - 1)
-                at.append(self._split(tensors, (block + n * abreast) * 2 + cutlass.select_(n == 0, early, Int32(0))))
-            news = [op.load_4_floats(a + vector * _VECTOR) for a in at]
-            stats = [[op.load_2_floats(a + self.c.split.stat_at(row + 8 * r)) for a in at] for r in range(2)]
-            for r in cutlass.range_constexpr(2):
-                known = [first + i * step < splits for i in range(_AT_ONCE)]
-                maxima = [cutlass.select_(k, s[0], Float32(-_INF)) for k, s in zip(known, stats[r], strict=True)]
-                columns = [new[2 * r : 2 * r + 2] for new in news]
-                self._add_rows(part, r, maxima, [s[1] for s in stats[r]], columns)
-
-    def _add_rows(self, part: Part, r: int, maxima: list, sums: list, columns: list) -> None:
-        """Of one of the two rows: more maxima, sums, and pairs of columns; a maximum of -inf says that there is
-        nothing, whatever stands beside it."""
-        old = new = part.maxima[r]
-        for m in maxima:
-            new = cute.arch.fmax(new, m)
-        weight = exp2(old - finite(new))
-        total, pair = part.sums[r] * weight, [part.columns[2 * r + x] * weight for x in range(2)]
-        for m, s, values in zip(maxima, sums, columns, strict=True):
-            nothing, weight = m == -Float32.inf, exp2(m - finite(new))
-            total += weight * cutlass.select_(nothing, Float32(0.0), s)
-            pair = [pair[x] + weight * cutlass.select_(nothing, Float32(0.0), values[x]) for x in range(2)]
-        part.maxima[r], part.sums[r] = new, total
-        for x in range(2):
-            part.columns[2 * r + x] = pair[x]
-
-    @cute.jit
-    def _add_teams(self, shared: Int32, part: Part, thread: Int32, together: Int32, each: Int32):
-        """To a part that of others: ``each`` threads have some, ``together`` apart, and all of them add these up."""
-        words = cute.make_ptr(Float32, shared, cute.AddressSpace.smem, assumed_align=16)
-        sParts = cute.make_tensor(words, cute.make_layout((8, self.c.threads), stride=(self.c.threads, 1)))
-        mine = [part.columns[x] for x in range(4)] + [t[r] for t in (part.maxima, part.sums) for r in range(2)]
-        for x in cutlass.range_constexpr(8):
-            sParts[x, thread] = mine[x]
-        cute.arch.barrier()
-        self._clear(part)
-        for i in cutlass.range(each, unroll=1):
-            at = i * together + thread % together
-            for r in cutlass.range_constexpr(2):
-                columns = [sParts[2 * r + x, at] for x in range(2)]
-                self._add_rows(part, r, [sParts[4 + r, at]], [sParts[6 + r, at]], [columns])
-        cute.arch.barrier()
+                n = cutlass.min(first + 8 * i, splits - 1)
+                slot = (block + n * scalars.abreast) * 2 + cutlass.select_(n == 0, early, Int32(0))
+                stats.append(op.load_2_floats(self._split(tensors, slot) + self.c.split.stat_at(row)))
+            old = row_max
+            maxima = []
+            for i in cutlass.range_constexpr(_AT_ONCE):
+                known = first + 8 * i < splits
+                maxima.append(cutlass.select_(known, stats[i][0], Float32(-_INF)))
+                row_max = cute.arch.fmax(row_max, maxima[i])
+                if known:
+                    sWeights[row, first + 8 * i] = maxima[i]
+            row_sum = row_sum * exp2(old - finite(row_max))
+            for i in cutlass.range_constexpr(_AT_ONCE):
+                some = exp2(maxima[i] - finite(row_max)) * stats[i][1]
+                row_sum += cutlass.select_(maxima[i] == -Float32.inf, Float32(0.0), some)
+        for distance in (1, 2, 4):
+            other = cute.arch.shuffle_sync_bfly(row_max, distance)
+            more = cute.arch.shuffle_sync_bfly(row_sum, distance)
+            most = cute.arch.fmax(row_max, other)
+            # In the same order in both lanes.
+            mine, theirs = row_sum * exp2(row_max - finite(most)), more * exp2(other - finite(most))
+            row_max, row_sum = most, mine + theirs
+        factor = self._factor(tensors, scalars, tile, row, row_max, row_sum)
+        for n in cutlass.range(lane, splits, 8, unroll=1):
+            sWeights[row, n] = exp2(sWeights[row, n] - finite(row_max)) * factor
+        if with_lse & (lane == 0):
+            self._store_lse(tensors, tile, row, row_max, row_sum)
 
     @cute.jit
     def _factor(
@@ -317,9 +286,14 @@ class Together:
                 h = tile.head + row + 8 * r
                 out = Int64(tensors.out.stride[0]) * tile.b + tensors.out.stride[1] * h + column
                 word = op.pack(dtype, values[2 * r], values[2 * r + 1])
-                memory_ops.store_word(tensors.out.iterator.toint() + out * size, word)
+                joining.store_word(tensors.out.iterator.toint() + out * size, word)
 
     @cute.jit
     def _store_lse(self, tensors: Tensors, tile: WorkTile, row: Int32, row_max: Float32, row_sum: Float32):
         if row < tile.heads:
             tensors.lse[tile.b, tile.head + row] = (row_max + op.log2(row_sum)) * _LN_2
+
+
+def _lanes(heads: Int32) -> Int32:
+    """Of a warpgroup, in the warps that have heads."""
+    return (heads + 15) // 16 * 32
