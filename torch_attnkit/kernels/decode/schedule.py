@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Uint32, const_expr
 
 from .arguments import Numbers, Scalars, Tensors, kv_heads_of, scalars_of
 
@@ -59,6 +59,11 @@ class Visible(NamedTuple):
     units: Int32  # of work
 
 
+def quotient(a: Int32, b: Int32 | int) -> Int32:
+    """Of numbers that are not negative: ``//`` rounds down whatever the signs, in twice the instructions."""
+    return a if isinstance(b, int) and b == 1 else Int32(Uint32(a) // Uint32(b))
+
+
 class Partition(NamedTuple):
     """How ``total`` units of work are cut among ``blocks`` blocks: block i starts at i * total / blocks."""
 
@@ -68,7 +73,7 @@ class Partition(NamedTuple):
     extra: Int32  # and what is left
 
     def start(self, block: Int32) -> Int32:
-        return block * self.each + block * self.extra // self.blocks
+        return block * self.each + quotient(block * self.extra, self.blocks)
 
     def owner(self, unit: Int32) -> Int32:
         """The block that has a unit: a guess in floats, which is off by one at most, put right."""
@@ -109,9 +114,9 @@ def visible(lengths: Lengths, b: Int32, tile: cutlass.Constexpr):
     if lengths.window >= 0:
         low = cutlass.max(start, end - lengths.window)
         sinks_end = cutlass.max(start, cutlass.min(start + lengths.sink_tokens, cutlass.min(low, end)))
-    sink_tiles = (sinks_end + (tile - 1)) // tile - start // tile
+    sink_tiles = quotient(sinks_end + (tile - 1), tile) - quotient(start, tile)
     sink_tiles = cutlass.select_(sinks_end > start, sink_tiles, zero)
-    near = (end + (tile - 1)) // tile - low // tile
+    near = quotient(end + (tile - 1), tile) - quotient(low, tile)
     near = cutlass.select_(end > low, near, zero)
     tiles = cutlass.max(sink_tiles + near, 1)
     units = cutlass.select_(lengths.whole != 0, Int32(1), tiles)
@@ -121,7 +126,8 @@ def visible(lengths: Lengths, b: Int32, tile: cutlass.Constexpr):
 def tile_bounds(keys: Visible, t: Int32, tile: int) -> tuple[Int32, Int32, Int32]:
     """Tile ``t``: its first key, and the bounds [low, high) of the keys that count."""
     near = t >= keys.sink_tiles
-    first = cutlass.select_(near, keys.low // tile + t - keys.sink_tiles, keys.start // tile + t) * tile
+    tiles = cutlass.select_(near, quotient(keys.low, tile) - keys.sink_tiles, quotient(keys.start, tile)) + t
+    first = tiles * tile
     return first, cutlass.select_(near, keys.low, keys.start), cutlass.select_(near, keys.end, keys.sinks_end)
 
 
@@ -147,16 +153,16 @@ def partition(lengths: Lengths, heads: Int32, blocks: Int32, least_tiles: Int32,
             units += cute.arch.shuffle_sync_bfly(units, 1 << step)
             longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << step))
     total = units * heads
-    blocks = cutlass.max(cutlass.min(blocks, total // least_tiles), 1)
+    blocks = cutlass.max(cutlass.min(blocks, quotient(total, least_tiles)), 1)
     if units == longest * lengths.batch:
         groups = heads * lengths.batch
-        even = blocks // groups * groups
+        even = quotient(blocks, groups) * groups
         if groups > blocks:
-            rounds = (groups + blocks - 1) // blocks
-            even = (groups + rounds - 1) // rounds
+            rounds = quotient(groups + blocks - 1, blocks)
+            even = quotient(groups + rounds - 1, rounds)
         if even * 16 >= blocks * 15:
             blocks = even
-    each = total // blocks
+    each = quotient(total, blocks)
     return Partition(total, blocks, each, total - each * blocks)
 
 
@@ -166,7 +172,7 @@ def sequence_of(lengths: Lengths, heads: Int32, wanted: Int32, tile: cutlass.Con
     lane = cute.arch.lane_idx()
     sequence, before, passed, first, found = Int32(0), Int32(0), Int32(0), Int32(0), lengths.whole
     if lengths.whole != 0:
-        sequence = wanted // heads
+        sequence = quotient(wanted, heads)
         before = sequence * heads
     while (found == 0) & (first < lengths.batch):
         b = first + lane
@@ -268,9 +274,9 @@ class Persistent:
         c = self.c
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         abreast = abreast_of(c, scalars)
-        groups = kv_heads_of(tensors, c.page) * (scalars.head_blocks // abreast)
-        cut = partition(lengths, groups, blocks // abreast, scalars.least_tiles, c.keys)
-        mine = block // abreast
+        groups = kv_heads_of(tensors, c.page) * quotient(scalars.head_blocks, abreast)
+        cut = partition(lengths, groups, quotient(blocks, abreast), scalars.least_tiles, c.keys)
+        mine = quotient(block, abreast)
         at, stop = cut.start(mine), cut.start(mine + 1)
         if mine >= cut.blocks:
             at = stop
@@ -282,20 +288,21 @@ class Persistent:
         """``loads`` is what the mainloop's loader was given by the host, if it loads by TMA."""
         c = self.c
         block, abreast = cute.arch.block_idx()[0], abreast_of(c, scalars)
-        groups = kv_heads_of(tensors, c.page) * (scalars.head_blocks // abreast)
+        groups = kv_heads_of(tensors, c.page) * quotient(scalars.head_blocks, abreast)
         cut, at, stop, sequence, before = found
         slot = block * 2  # of a block's first work tile; of those after it only the last can be a split
         while at < stop:
             keys = visible(lengths, sequence, c.keys)
-            group = (at - before) // keys.units
+            group = quotient(at - before, keys.units)
             group_start = before + group * keys.units
             first = at - group_start
             last = cutlass.min(keys.units, first + stop - at)
             at += last - first
             whole = last - first == keys.units
             last = cutlass.select_(whole, keys.tiles, last)
-            each = scalars.head_blocks // abreast
-            kv_head, head_block = group // each, group % each * abreast + block % abreast
+            each = quotient(scalars.head_blocks, abreast)
+            kv_head = quotient(group, each)
+            head_block = (group - kv_head * each) * abreast + block - quotient(block, abreast) * abreast
             head = head_block * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
             head += kv_head * scalars.group
