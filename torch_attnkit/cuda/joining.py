@@ -25,7 +25,25 @@ def store_word(target: Int64, word: Int32, *, loc: Any = None, ip: Any = None) -
 
 
 @dsl_user_op
-def read_once(*, loc: Any = None, ip: Any = None) -> Int64:
-    """The cache policy of what nobody reads again: it leaves the second-level cache first, and what was written there
-    to be read soon stays."""
-    return asm(Int64, [], "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", loc=loc, ip=ip)
+def add_relaxed(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """What stood at ``target`` before ``value`` was added; orders nothing, so nothing waits for it."""
+    text = "atom.global.gpu.relaxed.add.s32 $0, [$1], $2;"
+    return asm(Int32, [Int64(target), Int32(value)], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_relaxed(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """A number that other blocks look at, too."""
+    asm(None, [Int64(target), Int32(value)], "st.relaxed.gpu.global.s32 [$0], $1;", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def read_once(condition: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
+    """A cache policy for what nobody reads again: where ``condition`` is not 0 it leaves the second-level cache first,
+    and what was written there to be read soon stays."""
+    text = (
+        "{ .reg .pred p; .reg .b64 first, other; setp.ne.s32 p, $1, 0; "
+        "createpolicy.fractional.L2::evict_first.b64 first, 1.0; "
+        "createpolicy.fractional.L2::evict_normal.b64 other, 1.0; selp.b64 $0, first, other, p; }"
+    )
+    return asm(Int64, [Int32(condition)], text, loc=loc, ip=ip)

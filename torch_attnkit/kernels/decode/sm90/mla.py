@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -115,6 +115,11 @@ class DecodeMla:
             cute.arch.setmaxregister_decrease(_REGISTERS)
             cute.arch.barrier()
         self.epilogue.end(tensors, scalars, shared)
+
+
+def cache_policy(tile: WorkTile) -> Int64:
+    """Of keys: splits are to stay in the second-level cache until they are joined, or memory has them to write, too."""
+    return joining.read_once(cutlass.select_(tile.slot < 0, Int32(0), Int32(1)))
 
 
 class Meeting(Fixed):
@@ -449,7 +454,7 @@ class ValueWarpgroup:
             page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
         stage = meeting.tiles.slot(n)
         column = w.half * (c.ring.part // c.box_columns) + cute.arch.make_warp_uniform(w.thread // 32)
-        full = meeting.tiles.full + stage
+        full, policy = meeting.tiles.full + stage, cache_policy(tile)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, c.keys * c.box_columns * c.itemsize)
         for b in cutlass.range_constexpr(c.boxes):
@@ -463,7 +468,7 @@ class ValueWarpgroup:
                 loads.atom, 0, cute.make_layout(1), cute.group_modes(w.sBoxes[None, None, to], 0, 2),
                 cute.group_modes(gBox, 0, 2),
             )  # fmt: skip
-            cute.copy(loads.atom, gBox, sBox, tma_bar_ptr=full, cache_policy=joining.read_once())
+            cute.copy(loads.atom, gBox, sBox, tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
     def _clear(self, w: ValueFragments, stage: Int32, low: Int32, high: Int32):

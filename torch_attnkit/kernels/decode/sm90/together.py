@@ -34,7 +34,8 @@ from .config import COUNTERS, HEADS, MlaConfig
 _GAVE_UP = 1 << 16  # in the first counter, for a block that waits no longer
 _PATIENCE = 1 << 12  # looks at it, each the way to the second-level cache and back: milliseconds in all
 _NONE, _ALL = -1, -2  # shares of a group
-_AT_ONCE = 8  # splits that a thread has on the way
+_LANES = 8  # that a row has
+_AT_ONCE = 8  # splits of which a lane has the sums on the way
 _VECTOR = 16  # bytes: four numbers as a lane has them, two neighbours of a row, and of the row 8 below it
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
@@ -140,13 +141,14 @@ class Together:
                 counters, left = self._counters(tensors, sPending[Pending.FIRST]), Int32(0)
                 if cute.arch.thread_idx()[0] == 0:
                     sPending[Pending.SHARE] = self._wait(counters, sPending)
-                    left = op.add_acq_rel(counters + 4, Int32(1))
                 cute.arch.barrier()
+                if cute.arch.thread_idx()[0] == 0:
+                    left = joining.add_relaxed(counters + 4, Int32(1))
                 self._join(tensors, scalars, shared, sPending)
                 if cute.arch.thread_idx()[0] == 0:
                     if left == sPending[Pending.BLOCKS] - 1:  # nobody looks at the counters any more
                         for i in cutlass.range_constexpr(COUNTERS):
-                            tensors.count[sPending[Pending.FIRST] * COUNTERS + i] = Int32(0)
+                            joining.store_relaxed(counters + 4 * i, Int32(0))
 
     def _pending(self, shared: Int32, which: Int32 | int) -> cute.Tensor:
         at = self.c.shared.pending.at(shared) + which * (4 * len(Pending))
@@ -198,6 +200,7 @@ class Together:
         sWeights = self._floats(weights, (HEADS, blocks))
         for first in cutlass.range(begin, end, chunk, unroll=1):
             many = cutlass.min(chunk, end - first)
+            stats = self._stats(tensors, scalars, sPending, Int32(0))  # ahead of the others, which are many
             split, vector = thread // many, thread % many
             down, right = c.threads // many, c.threads % many
             while split < blocks:
@@ -208,7 +211,7 @@ class Together:
                 if vector >= many:
                     split, vector = split + 1, vector - many
             cute.arch.cp_async_commit_group()
-            self._weigh(tensors, scalars, tile, sPending, sWeights, first == 0)
+            self._weigh(tensors, scalars, tile, sPending, sWeights, stats, first == 0)
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
             for index in cutlass.range(thread, many, c.threads, unroll=1):
@@ -226,33 +229,51 @@ class Together:
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout(shape))
 
+    def _stats(self, tensors: Tensors, scalars: Scalars, sPending: cute.Tensor, first: Int32) -> list:
+        """Maxima and sums of a lane's row in its splits from ``first`` on; beyond the last they repeat it."""
+        block, early, splits = sPending[Pending.FIRST], sPending[Pending.EARLY], sPending[Pending.BLOCKS]
+        row, lane = cute.arch.thread_idx()[0] // _LANES, cute.arch.thread_idx()[0] % _LANES
+        stats = []
+        for i in range(_AT_ONCE):
+            n = cutlass.min(first + lane + _LANES * i, splits - 1)
+            slot = (block + n * scalars.abreast) * 2 + cutlass.select_(n == 0, early, Int32(0))
+            stats.append(op.load_2_floats(self._split(tensors, slot) + self.c.split.stat_at(row)))
+        return stats
+
+    @cute.jit
+    def _count_in(
+        self, sums: cute.Tensor, sWeights: cute.Tensor, splits: Int32, row: Int32, first: Int32, stats: list
+    ):  # fmt: skip
+        """More splits, to a lane's maximum and sum; the maxima to where the weights will be."""
+        old, maxima = sums[0], []
+        for i in cutlass.range_constexpr(_AT_ONCE):
+            known = first + _LANES * i < splits
+            maxima.append(cutlass.select_(known, stats[i][0], Float32(-_INF)))
+            sums[0] = cute.arch.fmax(sums[0], maxima[i])
+            if known:
+                sWeights[row, first + _LANES * i] = maxima[i]
+        safe = finite(sums[0])
+        sums[1] = sums[1] * exp2(old - safe)
+        for i in cutlass.range_constexpr(_AT_ONCE):
+            some = exp2(maxima[i] - safe) * stats[i][1]
+            sums[1] = sums[1] + cutlass.select_(maxima[i] == -Float32.inf, Float32(0.0), some)
+
     @cute.jit
     def _weigh(
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, sPending: cute.Tensor, sWeights: cute.Tensor,
-        with_lse: Boolean,
+        stats: list, with_lse: Boolean,
     ):  # fmt: skip
-        """What the numerators of each split count in the result, by eight lanes a row."""
-        block, early, splits = sPending[Pending.FIRST], sPending[Pending.EARLY], sPending[Pending.BLOCKS]
-        row, lane = cute.arch.thread_idx()[0] // 8, cute.arch.thread_idx()[0] % 8
-        row_max, row_sum = Float32(-_INF), Float32(0.0)
-        for first in cutlass.range(lane, splits, 8 * _AT_ONCE, unroll=1):
-            stats = []
-            for i in cutlass.range_constexpr(_AT_ONCE):
-                n = cutlass.min(first + 8 * i, splits - 1)
-                slot = (block + n * scalars.abreast) * 2 + cutlass.select_(n == 0, early, Int32(0))
-                stats.append(op.load_2_floats(self._split(tensors, slot) + self.c.split.stat_at(row)))
-            old = row_max
-            maxima = []
-            for i in cutlass.range_constexpr(_AT_ONCE):
-                known = first + 8 * i < splits
-                maxima.append(cutlass.select_(known, stats[i][0], Float32(-_INF)))
-                row_max = cute.arch.fmax(row_max, maxima[i])
-                if known:
-                    sWeights[row, first + 8 * i] = maxima[i]
-            row_sum = row_sum * exp2(old - finite(row_max))
-            for i in cutlass.range_constexpr(_AT_ONCE):
-                some = exp2(maxima[i] - finite(row_max)) * stats[i][1]
-                row_sum += cutlass.select_(maxima[i] == -Float32.inf, Float32(0.0), some)
+        """What the numerators of each split count in the result, by eight lanes a row; ``stats`` are those of the first
+        splits."""
+        splits = sPending[Pending.BLOCKS]
+        row, lane = cute.arch.thread_idx()[0] // _LANES, cute.arch.thread_idx()[0] % _LANES
+        sums = cute.make_rmem_tensor(2, Float32)
+        sums[0], sums[1] = Float32(-_INF), Float32(0.0)
+        self._count_in(sums, sWeights, splits, row, lane, stats)
+        for first in cutlass.range(_LANES * _AT_ONCE, splits, _LANES * _AT_ONCE, unroll=1):
+            more = self._stats(tensors, scalars, sPending, first)
+            self._count_in(sums, sWeights, splits, row, first + lane, more)
+        row_max, row_sum = sums[0], sums[1]
         for distance in (1, 2, 4):
             other = cute.arch.shuffle_sync_bfly(row_max, distance)
             more = cute.arch.shuffle_sync_bfly(row_sum, distance)
@@ -261,7 +282,7 @@ class Together:
             mine, theirs = row_sum * exp2(row_max - finite(most)), more * exp2(other - finite(most))
             row_max, row_sum = most, mine + theirs
         factor = self._factor(tensors, scalars, tile, row, row_max, row_sum)
-        for n in cutlass.range(lane, splits, 8, unroll=1):
+        for n in cutlass.range(lane, splits, _LANES, unroll=1):
             sWeights[row, n] = exp2(sWeights[row, n] - finite(row_max)) * factor
         if with_lse & (lane == 0):
             self._store_lse(tensors, tile, row, row_max, row_sum)
