@@ -181,9 +181,9 @@ def test_long_pages_have_tiles_of_32_keys(monkeypatch):
     """As long caches without pages."""
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
     ptx = pytest.importorskip("torch_attnkit.sim.ptx")
-    assert shared_plan.mma(problem(128, 128, 4, 8192, 8, page=64), SMS).sizes["keys"] == 32
-    assert shared_plan.mma(problem(128, 128, 4, 8192, 8, page=16), SMS).sizes["keys"] == 16
-    assert shared_plan.mma(problem(128, 128, 4, 8192, 1024, page=64), SMS).sizes["keys"] == 16
+    assert hopper.plan(problem(128, 128, 4, 8192, 8, page=64), SMS).sizes["keys"] == 32
+    assert hopper.plan(problem(128, 128, 4, 8192, 8, page=16), SMS).sizes["keys"] == 16
+    assert hopper.plan(problem(128, 128, 4, 8192, 1024, page=64), SMS).sizes["keys"] == 16
     monkeypatch.setattr(shared_plan, "_LONG", 0)
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(s, generator=gen).bfloat16() for s in ((2, 8, 128), (20, 64, 2, 128), (20, 64, 2, 128)))
