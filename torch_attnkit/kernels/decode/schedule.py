@@ -334,8 +334,10 @@ class Decode:
 
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
-        follow()
+        cute.arch.griddepcontrol_wait()  # the launch may have begun before the one ahead of it was over
         found = self.scheduler.find(tensors, lengths, scalars)
+        if const_expr(self.c.combine):
+            cute.arch.griddepcontrol_launch_dependents()  # its blocks then wait where this kernel's have left
         self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c), found)
 
 
@@ -345,13 +347,6 @@ def launch(kernel: Any, config: Config, blocks: Int32, stream: Any) -> None:
         grid=[blocks, 1, 1], block=[config.threads, 1, 1], smem=config.shared_bytes, stream=stream,
         min_blocks_per_mp=config.blocks_per_sm, preferred_smem_carveout=100, use_pdl=True,
     )  # fmt: skip
-
-
-def follow() -> None:
-    """The launch began while the one before it ended, and lets the next begin likewise, such as a second kernel, whose
-    blocks then wait where this one's have left: all memory waits for that."""
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.griddepcontrol_wait()
 
 
 def allocate(config: Config) -> Int32:

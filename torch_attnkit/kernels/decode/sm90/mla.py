@@ -38,7 +38,7 @@ from torch_attnkit.cuda.warp_ops import exp2
 from .. import pages
 from ..arguments import Numbers, Scalars, Tensors, scalars_of
 from ..config import CHUNK, Region
-from ..schedule import Lengths, Persistent, Visible, WorkTile, allocate, follow, launch, lengths_of, tile_bounds
+from ..schedule import Lengths, Persistent, Visible, WorkTile, allocate, launch, lengths_of, tile_bounds
 from . import products
 from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaConfig
 from .together import Together
@@ -96,7 +96,7 @@ class DecodeMla:
     @cute.kernel
     def kernel(self, tensors: Tensors, loads: Loads, lengths: Lengths, scalars: Scalars):
         c = self.c
-        follow()
+        cute.arch.griddepcontrol_wait()  # the launch may have begun before the one ahead of it was over
         shared = allocate(c)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == c.score_warpgroups * WARPS:
