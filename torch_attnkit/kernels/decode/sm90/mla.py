@@ -169,7 +169,7 @@ class Mainloop:
         if cute.arch.thread_idx()[0] == 0:
             meeting.begin()
         cute.arch.mbarrier_init_fence()
-        cute.arch.fence_view_async_shared()  # the last work tile's result was where tiles arrive now
+        cute.arch.fence_view_async_shared()  # rows that the last work tile cleared are where tiles arrive now
         cute.arch.barrier()
         self.role.run(tensors, loads, scalars, keys, tile, shared, meeting, group)
         if cute.arch.thread_idx()[0] == 0:

@@ -34,7 +34,7 @@ from .config import COUNTERS, HEADS, MlaConfig
 _GAVE_UP = 1 << 16  # in the first counter, for a block that waits no longer
 _PATIENCE = 1 << 12  # looks at it, each the way to the second-level cache and back: milliseconds in all
 _NONE, _ALL = -1, -2  # shares of a group
-_LANES = 8  # that a row has
+_LANES = 8  # that a row has while splits are weighed
 _AT_ONCE = 8  # splits of which a lane has the sums on the way
 _VECTOR = 16  # bytes: four numbers as a lane has them, two neighbours of a row, and of the row 8 below it
 _INF = float("inf")
@@ -51,7 +51,7 @@ class Pending(IntEnum):
     B = 4
     HEAD = 5
     HEADS = 6
-    SHARE = 7  # which this block joins, one of as many as blocks
+    SHARE = 7  # which this block joins: one of as many as blocks, or what ``_ALL`` and ``_NONE`` say
 
 
 class Together:
@@ -61,6 +61,7 @@ class Together:
         self.c: MlaConfig = config
 
     def begin(self, shared: Int32) -> None:
+        """Before a block's first work tile: no group waits for it."""
         for which in range(2):
             self._no_group(self._pending(shared, which))
 
@@ -278,9 +279,8 @@ class Together:
             other = cute.arch.shuffle_sync_bfly(row_max, distance)
             more = cute.arch.shuffle_sync_bfly(row_sum, distance)
             most = cute.arch.fmax(row_max, other)
-            # In the same order in both lanes.
             mine, theirs = row_sum * exp2(row_max - finite(most)), more * exp2(other - finite(most))
-            row_max, row_sum = most, mine + theirs
+            row_max, row_sum = most, mine + theirs  # the same bits in both lanes
         factor = self._factor(tensors, scalars, tile, row, row_max, row_sum)
         for n in cutlass.range(lane, splits, _LANES, unroll=1):
             sWeights[row, n] = exp2(sWeights[row, n] - finite(row_max)) * factor
