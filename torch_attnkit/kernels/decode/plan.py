@@ -14,8 +14,8 @@ SHORT = 512  # keys of a group that one block attends alone
 # Bytes of keys and values for every SM, from which on one block on it with longer tiles is faster: H200, 32/8 heads,
 # D 128, 1x8192 15.9 for 17.5 us.
 _LONG = 200 << 10
-# Over pages, if these have 32 keys or a multiple, and up to this: H100, pages of 64, 1x8192 18.3 for 20.9 us, 2x8192 29.3
-# for 30.9, 4x8192 52.8 for 53.4, 8x8192 99.6 for 99.1 and 128x8192 1480 for 1463.
+# Over pages, if these have 32 keys or a multiple, and up to this: H100, pages of 64, 1x8192 18.3 for 20.9 us, 2x8192
+# 29.3 for 30.9, 4x8192 52.8 for 53.4, 8x8192 99.6 for 99.1 and 128x8192 1480 for 1463.
 _LONG_PAGES = 3 << 19
 # The same of codes, there with twice the warps; less is cut finer, into tiles of 16 keys: H200, 32/8 heads, D 128,
 # 1x8192 13.9 us with 8 warps, 14.8 with two blocks of 4 and 15.6 with tiles of 16 keys; 1x1024 10.3, 9.0 and 7.9.
