@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import torch_attnkit
+from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.kernels.decode import codes
+from torch_attnkit.kernels.decode import plan as shared_plan
 from torch_attnkit.kernels.decode.config import MmaConfig
 from torch_attnkit.kernels.decode.plan import Plan
 from torch_attnkit.kernels.decode.problem import LATENTS, Problem, Strides
@@ -21,6 +24,7 @@ from torch_attnkit.kernels.decode.sm100 import latent_plan as blackwell_latents
 from torch_attnkit.kernels.decode.sm100 import plan as blackwell
 from torch_attnkit.kernels.decode.sm100.config import Tcgen05Config
 from torch_attnkit.kernels.scores import Scores
+from torch_attnkit.oracle.compare import check
 
 SMS, SHARED = 132, 228 << 10  # multiprocessors of an H200, and bytes of shared memory of each
 B200_SMS, TENSOR_COLUMNS, CLUSTER = 148, 512, 8  # CTAs of a cluster that any GPU can place
@@ -170,3 +174,24 @@ def test_the_choices_for_blackwell(dim, dim_v, group, keys, groups, trace, sides
     assert (p.trace, p.sizes.get("sides")) == (trace, sides)
     if sides:
         assert (sides * p.combine_blocks, p.blocks) == (ctas, clusters)
+
+
+@pytest.mark.simulator
+def test_long_pages_have_tiles_of_32_keys(monkeypatch):
+    """As long caches without pages."""
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    ptx = pytest.importorskip("torch_attnkit.sim.ptx")
+    assert hopper.plan(problem(128, 128, 4, 8192, 8, page=64), SMS).sizes["keys"] == 32
+    assert hopper.plan(problem(128, 128, 4, 8192, 8, page=16), SMS).sizes["keys"] == 16
+    assert hopper.plan(problem(128, 128, 4, 8192, 1024, page=64), SMS).sizes["keys"] == 16
+    monkeypatch.setattr(shared_plan, "_LONG", 0)
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(s, generator=gen).bfloat16() for s in ((2, 8, 128), (20, 64, 2, 128), (20, 64, 2, 128)))
+    table, kv_len = torch.randperm(20, generator=gen).to(torch.int32).view(2, 10), torch.tensor([630, 77]).int()
+    with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=1):
+        got = torch.ops.attnkit.sdpa_decode_paged(q, k, v, table, kv_len)
+    reference = OPS["sdpa_decode_paged"].module("reference").reference
+    low = reference(q, k, v, table, kv_len)
+    high = reference(q.double(), k.double(), v.double(), table, kv_len)
+    for mine, a, b in zip(got, low, high, strict=True):
+        check("pages", mine, a, b)

@@ -34,6 +34,12 @@ def two_chunks() -> tuple[str, list, dict]:
     return "sdpa_decode", [normal(3, 100, 512), k, k, ints(900, 0, 333)], dict(softcap=5.0, window=500, sink_tokens=9)
 
 
+def long() -> tuple[str, list, dict]:
+    """So many splits that several threads add up some of them each."""
+    k = normal(2, 1, 2500, 512, seed=1)
+    return "sdpa_decode", [normal(2, 24, 512), k, k, ints(2500, 333), normal(24, seed=2).float()], {}
+
+
 def short() -> tuple[str, list, dict]:
     """No sequence is cut."""
     k = normal(2, 1, 70, 512, seed=1)
@@ -87,7 +93,7 @@ def no_pages() -> tuple[str, list, dict]:
     return "sdpa_decode_paged", [normal(2, 16, 512), k, k, ints(0, 0).view(2, 1), ints(0, 0)], {}
 
 
-CASES = [contiguous, two_chunks, short, paged, pages_16, pages_48, pages_64, windows, no_keys, no_pages]
+CASES = [contiguous, two_chunks, long, short, paged, pages_16, pages_48, pages_64, windows, no_keys, no_pages]
 
 
 @pytest.mark.sample(8)
@@ -105,6 +111,21 @@ def test_one_tensor_is_keys_and_values(case):
         ("out", "lse"), got, reference(*clean, **kwargs), reference(*double, **kwargs), strict=True
     ):
         check(f"{name} {what}", mine, low, high)
+
+
+@pytest.mark.parametrize("case", [two_chunks, long], ids=lambda case: case.__name__)
+def test_splits_are_joined_by_whoever_runs(case):
+    """In the same order: where blocks do not run at once, the last joins what the others gave up waiting for."""
+    pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
+    ptx = pytest.importorskip("torch_attnkit.sim.ptx")
+    name, args, kwargs = case()
+    call = getattr(torch.ops.attnkit, name)
+    found = []
+    for processors in (132, 132, 40, 1):
+        with torch_attnkit.simulate("sm90"), ptx.settings(seed=1 + len(found), processors=processors):
+            found.append(call(*args, **kwargs))
+    for one in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], one, strict=True))
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])

@@ -272,7 +272,7 @@ class Combine:
             if first_block != last_block:
                 head = head_block * c.heads
                 heads = cutlass.min(scalars.group - head, c.heads)
-                tile = WorkTile(sequence, kv_head, kv_head * scalars.group + head, heads, Int32(0), Int32(0))
+                tile = WorkTile(sequence, kv_head, kv_head * scalars.group + head, heads, *[Int32(0)] * 3)
                 # A block's first work tile has its even slot; only the first block can have begun before the group.
                 slot = (first_block * abreast + head_block % abreast) * 2
                 rest = slot + 2 * abreast

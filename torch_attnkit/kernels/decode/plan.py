@@ -14,6 +14,9 @@ SHORT = 512  # keys of a group that one block attends alone
 # Bytes of keys and values for every SM, from which on one block on it with longer tiles is faster: H200, 32/8 heads,
 # D 128, 1x8192 15.9 for 17.5 us.
 _LONG = 200 << 10
+# Over pages, if these have 32 keys or a multiple, and up to this: H100, pages of 64, 1x8192 18.3 for 20.9 us, 2x8192
+# 29.3 for 30.9, 4x8192 52.8 for 53.4, 8x8192 99.6 for 99.1 and 128x8192 1480 for 1463.
+_LONG_PAGES = 3 << 19
 # The same of codes, there with twice the warps; less is cut finer, into tiles of 16 keys: H200, 32/8 heads, D 128,
 # 1x8192 13.9 us with 8 warps, 14.8 with two blocks of 4 and 15.6 with tiles of 16 keys; 1x1024 10.3, 9.0 and 7.9.
 _LONG_CODES = 64 << 10
@@ -53,8 +56,7 @@ class Plan:
 def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     """For ``mma.py``, where a group sees at most ``keys_of_cache`` keys.
 
-    Over pages tiles of 16-bit elements keep to 16 keys, which lie in one page of 16. docs/kernels/decode.md has the
-    times.
+    docs/kernels/decode.md has the times.
     """
     dim, dim_v, group, codes = problem.dim, problem.dim_v, problem.group, problem.codes
     itemsize, groups = problem.itemsize, problem.batch * problem.kv_heads
@@ -107,8 +109,13 @@ def _cut_codes(config: MmaConfig, nbytes: int) -> tuple[int, int, int, int]:
 
 
 def _is_long(problem: Problem, keys: int, sms: int) -> bool:
-    """Whether there is so much to read that one block on an SM with longer tiles is faster."""
-    return not problem.page and problem.dim == problem.dim_v == 128 and _bytes(problem, keys) >= sms * _LONG
+    """Whether there is so much to read that one block on an SM with longer tiles is faster; they lie in one page."""
+    if problem.dim != 128 or problem.dim_v != 128:
+        return False
+    nbytes = _bytes(problem, keys)
+    if problem.page:
+        return problem.page % 32 == 0 and sms * _LONG <= nbytes < sms * _LONG_PAGES
+    return nbytes >= sms * _LONG
 
 
 def _bytes(problem: Problem, keys: int) -> int:

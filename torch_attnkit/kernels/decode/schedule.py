@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Uint32, const_expr
 
 from .arguments import Numbers, Scalars, Tensors, kv_heads_of, scalars_of
 
@@ -44,6 +44,7 @@ class WorkTile(NamedTuple):
     heads: Int32  # of them
     first: Int32  # tile
     stop: Int32
+    slot: Int32  # of the workspace, for a split; -1: all tiles of its group
 
 
 class Visible(NamedTuple):
@@ -58,6 +59,11 @@ class Visible(NamedTuple):
     units: Int32  # of work
 
 
+def quotient(a: Int32, b: Int32 | int) -> Int32:
+    """Of numbers that are not negative: ``//`` rounds down whatever the signs, in twice the instructions."""
+    return a if isinstance(b, int) and b == 1 else Int32(Uint32(a) // Uint32(b))
+
+
 class Partition(NamedTuple):
     """How ``total`` units of work are cut among ``blocks`` blocks: block i starts at i * total / blocks."""
 
@@ -67,7 +73,7 @@ class Partition(NamedTuple):
     extra: Int32  # and what is left
 
     def start(self, block: Int32) -> Int32:
-        return block * self.each + block * self.extra // self.blocks
+        return block * self.each + quotient(block * self.extra, self.blocks)
 
     def owner(self, unit: Int32) -> Int32:
         """The block that has a unit: a guess in floats, which is off by one at most, put right."""
@@ -77,6 +83,16 @@ class Partition(NamedTuple):
         for _ in range(2):
             block += cutlass.select_(self.start(block + 1) <= unit, Int32(1), Int32(0))
         return block
+
+
+class Run(NamedTuple):
+    """The units of work [at, stop) of a block."""
+
+    cut: Partition
+    at: Int32
+    stop: Int32
+    sequence: Int32  # of unit ``at``
+    before: Int32  # units before that sequence
 
 
 def lengths_of(tensors: Tensors, numbers: Numbers, page: int) -> Lengths:
@@ -98,9 +114,9 @@ def visible(lengths: Lengths, b: Int32, tile: cutlass.Constexpr):
     if lengths.window >= 0:
         low = cutlass.max(start, end - lengths.window)
         sinks_end = cutlass.max(start, cutlass.min(start + lengths.sink_tokens, cutlass.min(low, end)))
-    sink_tiles = (sinks_end + (tile - 1)) // tile - start // tile
+    sink_tiles = quotient(sinks_end + (tile - 1), tile) - quotient(start, tile)
     sink_tiles = cutlass.select_(sinks_end > start, sink_tiles, zero)
-    near = (end + (tile - 1)) // tile - low // tile
+    near = quotient(end + (tile - 1), tile) - quotient(low, tile)
     near = cutlass.select_(end > low, near, zero)
     tiles = cutlass.max(sink_tiles + near, 1)
     units = cutlass.select_(lengths.whole != 0, Int32(1), tiles)
@@ -110,7 +126,8 @@ def visible(lengths: Lengths, b: Int32, tile: cutlass.Constexpr):
 def tile_bounds(keys: Visible, t: Int32, tile: int) -> tuple[Int32, Int32, Int32]:
     """Tile ``t``: its first key, and the bounds [low, high) of the keys that count."""
     near = t >= keys.sink_tiles
-    first = cutlass.select_(near, keys.low // tile + t - keys.sink_tiles, keys.start // tile + t) * tile
+    tiles = cutlass.select_(near, quotient(keys.low, tile) - keys.sink_tiles, quotient(keys.start, tile)) + t
+    first = tiles * tile
     return first, cutlass.select_(near, keys.low, keys.start), cutlass.select_(near, keys.end, keys.sinks_end)
 
 
@@ -136,16 +153,16 @@ def partition(lengths: Lengths, heads: Int32, blocks: Int32, least_tiles: Int32,
             units += cute.arch.shuffle_sync_bfly(units, 1 << step)
             longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << step))
     total = units * heads
-    blocks = cutlass.max(cutlass.min(blocks, total // least_tiles), 1)
+    blocks = cutlass.max(cutlass.min(blocks, quotient(total, least_tiles)), 1)
     if units == longest * lengths.batch:
         groups = heads * lengths.batch
-        even = blocks // groups * groups
+        even = quotient(blocks, groups) * groups
         if groups > blocks:
-            rounds = (groups + blocks - 1) // blocks
-            even = (groups + rounds - 1) // rounds
+            rounds = quotient(groups + blocks - 1, blocks)
+            even = quotient(groups + rounds - 1, rounds)
         if even * 16 >= blocks * 15:
             blocks = even
-    each = total // blocks
+    each = quotient(total, blocks)
     return Partition(total, blocks, each, total - each * blocks)
 
 
@@ -155,7 +172,7 @@ def sequence_of(lengths: Lengths, heads: Int32, wanted: Int32, tile: cutlass.Con
     lane = cute.arch.lane_idx()
     sequence, before, passed, first, found = Int32(0), Int32(0), Int32(0), Int32(0), lengths.whole
     if lengths.whole != 0:
-        sequence = wanted // heads
+        sequence = quotient(wanted, heads)
         before = sequence * heads
     while (found == 0) & (first < lengths.batch):
         b = first + lane
@@ -210,7 +227,7 @@ class Config(Protocol):
     @property
     def blocks_per_sm(self) -> int: ...
     @property
-    def combine(self) -> bool: ...  # whether a second kernel combines splits, else the block that brings the last
+    def combine(self) -> bool: ...  # whether a second kernel combines splits, else blocks of this one
 
 
 class Mainloop(Protocol):
@@ -219,11 +236,6 @@ class Mainloop(Protocol):
 
 
 class Epilogue(Protocol):
-    def launch(
-        self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32, combine_blocks: Int32, stream: Any
-    ) -> None:
-        """The second kernel, where there is one."""
-
     def finish(
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Int32, whole: Boolean, slot: Int32
     ) -> None:
@@ -233,7 +245,16 @@ class Epilogue(Protocol):
         self, tensors: Tensors, scalars: Scalars, cut: Partition, tile: WorkTile, shared: Int32, start: Int32,
         tiles: Int32,
     ) -> None:  # fmt: skip
-        """After ``finish``, for a split of the group that has units [start, start + tiles): the last combines all."""
+        """After ``finish``, for a split of the group that has units [start, start + tiles)."""
+
+
+class LaunchedEpilogue(Epilogue, Protocol):
+    """One that may have a kernel of its own."""
+
+    def launch(
+        self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32, combine_blocks: Int32, stream: Any
+    ) -> None:
+        """This kernel, where there is one."""
 
 
 def abreast_of(config: Config, scalars: Scalars) -> Int32 | int:
@@ -248,36 +269,44 @@ class Persistent:
         self.c, self.mainloop, self.epilogue = config, mainloop, epilogue
 
     @cute.jit
-    def run(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars, shared: Int32):
-        """``loads`` is what the mainloop's loader was given by the host, if it loads by TMA."""
+    def find(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
+        """This block's run."""
         c = self.c
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        kv_heads = kv_heads_of(tensors, c.page)
         abreast = abreast_of(c, scalars)
-        groups = kv_heads * (scalars.head_blocks // abreast)
-        cut = partition(lengths, groups, blocks // abreast, scalars.least_tiles, c.keys)
-        mine = block // abreast
+        groups = kv_heads_of(tensors, c.page) * quotient(scalars.head_blocks, abreast)
+        cut = partition(lengths, groups, quotient(blocks, abreast), scalars.least_tiles, c.keys)
+        mine = quotient(block, abreast)
         at, stop = cut.start(mine), cut.start(mine + 1)
         if mine >= cut.blocks:
             at = stop
         sequence, before = sequence_of(lengths, groups, at, c.keys)
-        if const_expr(c.combine):
-            cute.arch.griddepcontrol_launch_dependents()  # its blocks then wait where this kernel's have left
+        return Run(cut, at, stop, sequence, before)
+
+    @cute.jit
+    def run(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars, shared: Int32, found: Run):
+        """``loads`` is what the mainloop's loader was given by the host, if it loads by TMA."""
+        c = self.c
+        block, abreast = cute.arch.block_idx()[0], abreast_of(c, scalars)
+        groups = kv_heads_of(tensors, c.page) * quotient(scalars.head_blocks, abreast)
+        cut, at, stop, sequence, before = found
         slot = block * 2  # of a block's first work tile; of those after it only the last can be a split
         while at < stop:
             keys = visible(lengths, sequence, c.keys)
-            group = (at - before) // keys.units
+            group = quotient(at - before, keys.units)
             group_start = before + group * keys.units
             first = at - group_start
             last = cutlass.min(keys.units, first + stop - at)
             at += last - first
             whole = last - first == keys.units
             last = cutlass.select_(whole, keys.tiles, last)
-            each = scalars.head_blocks // abreast
-            kv_head, head_block = group // each, group % each * abreast + block % abreast
+            each = quotient(scalars.head_blocks, abreast)
+            kv_head = quotient(group, each)
+            head_block = (group - kv_head * each) * abreast + block - quotient(block, abreast) * abreast
             head = head_block * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
-            tile = WorkTile(sequence, kv_head, kv_head * scalars.group + head, heads, first, last)
+            head += kv_head * scalars.group
+            tile = WorkTile(sequence, kv_head, head, heads, first, last, cutlass.select_(whole, Int32(-1), slot))
             self.mainloop.run(tensors, loads, scalars, keys, tile, shared)
             self.epilogue.finish(tensors, scalars, tile, shared, whole, slot)
             if const_expr(c.combine):
@@ -293,7 +322,7 @@ class Persistent:
 class Decode:
     """A kernel of persistent blocks, for both kinds of cache: scheduler, mainloop, which loads by itself, epilogue."""
 
-    def __init__(self, config: Config, mainloop: Mainloop, epilogue: Epilogue):
+    def __init__(self, config: Config, mainloop: Mainloop, epilogue: LaunchedEpilogue):
         self.c, self.epilogue = config, epilogue
         self.scheduler = Persistent(config, mainloop, epilogue)
 
@@ -305,14 +334,18 @@ class Decode:
 
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
-        self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c))
+        cute.arch.griddepcontrol_wait()  # the launch may have begun before the one ahead of it was over
+        found = self.scheduler.find(tensors, lengths, scalars)
+        if const_expr(self.c.combine):
+            cute.arch.griddepcontrol_launch_dependents()  # its blocks then wait where this kernel's have left
+        self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c), found)
 
 
 def launch(kernel: Any, config: Config, blocks: Int32, stream: Any) -> None:
     """``blocks`` persistent blocks of a kernel that has its arguments."""
     kernel.launch(
         grid=[blocks, 1, 1], block=[config.threads, 1, 1], smem=config.shared_bytes, stream=stream,
-        min_blocks_per_mp=config.blocks_per_sm, preferred_smem_carveout=100,
+        min_blocks_per_mp=config.blocks_per_sm, preferred_smem_carveout=100, use_pdl=True,
     )  # fmt: skip
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..config import FLAG_BYTES, Region, Results, SplitLayout, fit, itemsize
+from ..config import CHUNK, FLAG_BYTES, Region, Results, SplitLayout, fit, itemsize
 
 HEADS = 64  # rows of a product
 THREADS = 128  # of a warpgroup
 WARPS = 4  # of a warpgroup
 ROW_BYTES = 128  # of operands in shared memory
+COUNTERS = 2  # of a group that ``together.py`` joins: blocks that have come, and blocks that wait no longer
+PENDING_BYTES = 64  # two groups of which a block has a split
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,13 @@ class MlaShared:
     probabilities: Region  # (stages of P, 64 heads), as the second product reads them: rows of 128 bytes
     factors: Region  # of the output: (heads, stages of P)
     maxima: Region  # (heads, score warpgroups)
-    last: Region  # row_max and row_sum of the second score warpgroup: (heads, 2)
+    last: Region  # row_max and row_sum of the second score warpgroup, then of both: (heads, 2)
     barriers: Region
-    results: Results  # over all of these, when they have been read
-    flag: Region
+    pending: Region  # what ``together.py`` keeps of a block's splits
 
     @property
     def nbytes(self) -> int:
-        return self.flag.end
+        return self.pending.end
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,8 @@ class MlaConfig:
     stages: int
     page: int = 0
     same: bool = True  # V is K, always
-    combine: bool = False
 
+    combine = False  # blocks of the same launch do
     heads = HEADS
     abreast = True
     halves = 2  # of the columns, a value warpgroup each
@@ -205,9 +206,8 @@ class MlaConfig:
         maxima = Region(factors.end, self.heads * self.score_warpgroups * 4)
         last = Region(maxima.end, self.heads * 2 * 4)
         barriers = Region(last.end, len(self.arrivals) * 8)
-        results = Results(1, HEADS, self.dim)
-        flag = Region(max(barriers.end, results.nbytes), FLAG_BYTES)
-        return MlaShared(query, ring, probabilities, factors, maxima, last, barriers, results, flag)
+        pending = Region(-(-barriers.end // CHUNK) * CHUNK, PENDING_BYTES)
+        return MlaShared(query, ring, probabilities, factors, maxima, last, barriers, pending)
 
     @property
     def shared_bytes(self) -> int:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda.sm90 import softmax
 
 from .. import pages
 from ..arguments import Tensors
-from ..schedule import Persistent, Visible, WorkTile, tile_bounds
+from ..schedule import Visible, WorkTile, tile_bounds
 from . import mla, products
 from .config import HEADS, ROW_BYTES
 from .latent_config import LatentConfig
@@ -39,8 +39,8 @@ class BothRows(NamedTuple):
 def latent_kernel(config: LatentConfig) -> mla.DecodeMla:
     """``mla.py``'s kernel with the roles below; of two tensors it is given both."""
     kernel = mla.DecodeMla(config)
-    kernel.scores = Persistent(config, mla.Mainloop(config, ScoreWarpgroup(config)), kernel.epilogue)
-    kernel.values = Persistent(config, mla.Mainloop(config, ValueWarpgroup(config.of_values)), kernel.epilogue)
+    kernel.scores = kernel.role(ScoreWarpgroup(config, kernel.epilogue))
+    kernel.values = kernel.role(ValueWarpgroup(config.of_values, kernel.epilogue))
     if not config.same:
         one = kernel._loads
 
@@ -113,7 +113,7 @@ class ValueWarpgroup(mla.ValueWarpgroup):
         stage = meeting.tiles.slot(n)
         columns, wide = const_expr(c.dim_v // c.box_columns), const_expr(c.dim // c.box_columns)  # in blocks of 64
         column = w.half * (columns // c.halves) + cute.arch.make_warp_uniform(w.thread // 32)
-        full = meeting.tiles.full + stage
+        full, policy = meeting.tiles.full + stage, mla.cache_policy(tile)
         cache = loads.rows if const_expr(c.same) else loads.rows.keys
         of_keys = cutlass.select_(column == 0, Int32(2), Int32(1))
         blocks = of_keys + const_expr(0 if c.same else 1)
@@ -127,18 +127,20 @@ class ValueWarpgroup(mla.ValueWarpgroup):
             for x in cutlass.range(of_keys, unroll=1):
                 at = column + x * columns
                 gBox = cute.local_tile(cache[None, None, tile.kv_head, last], (c.box, c.box_columns), (row, at))
-                self._load_box(loads.atom, gBox, w.sBoxes[None, None, (stage * wide + at) * c.boxes + b], full)
+                self._load_box(loads.atom, gBox, w.sBoxes[None, None, (stage * wide + at) * c.boxes + b], full, policy)
             if const_expr(not c.same):
                 rows = loads.rows.values.rows[None, None, tile.kv_head, last]
                 gBox = cute.local_tile(rows, (c.box, c.box_columns), (row, column))
                 to = (c.stages * wide + stage * columns + column) * c.boxes + b
-                self._load_box(loads.rows.values.atom, gBox, w.sBoxes[None, None, to], full)
+                self._load_box(loads.rows.values.atom, gBox, w.sBoxes[None, None, to], full, policy)
 
-    def _load_box(self, atom: cute.CopyAtom, gBox: cute.Tensor, sBox: cute.Tensor, full: cute.Pointer) -> None:
+    def _load_box(
+        self, atom: cute.CopyAtom, gBox: cute.Tensor, sBox: cute.Tensor, full: cute.Pointer, policy: Int64
+    ) -> None:
         sBox, gBox = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(sBox, 0, 2), cute.group_modes(gBox, 0, 2)
         )
-        cute.copy(atom, gBox, sBox, tma_bar_ptr=full)
+        cute.copy(atom, gBox, sBox, tma_bar_ptr=full, cache_policy=policy)
 
     def _clear(self, w: ValueFragments, stage: Int32, low: Int32, high: Int32) -> None:
         """Of a stage that has other columns, too."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..config import FLAG_BYTES, Region, Results, SplitLayout, fit, itemsize
-from .config import HEADS, ROW_BYTES, MlaConfig, MlaShared, Ring
+from ..config import CHUNK, Region, SplitLayout, fit, itemsize
+from .config import HEADS, PENDING_BYTES, ROW_BYTES, MlaConfig, MlaShared, Ring
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class LatentConfig:
     stages: int
     page: int = 0
     same: bool = True
-    combine: bool = False
     columns: int = 576
     halves: int = 9
 
+    combine = False  # blocks of the same launch do
     heads = HEADS
     abreast = True
     score_warpgroups = MlaConfig.score_warpgroups
@@ -113,8 +113,7 @@ class LatentConfig:
         for name, nbytes in sizes.items():
             regions[name] = Region(end, nbytes)
             end += nbytes
-        results = Results(1, self.heads, self.dim_v)
-        return MlaShared(**regions, results=results, flag=Region(max(end, results.nbytes), FLAG_BYTES))
+        return MlaShared(**regions, pending=Region(-(-end // CHUNK) * CHUNK, PENDING_BYTES))
 
     @property
     def shared_bytes(self) -> int:

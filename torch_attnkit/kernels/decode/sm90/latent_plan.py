@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..config import SplitLayout
-from ..plan import SHORT, Plan, combines, paged, splits_of
+from ..plan import SHORT, Plan, paged
 from ..problem import Problem
+from .config import COUNTERS
 from .config import HEADS as ROWS
-from .config import THREADS
 
 # Keys of a tile, and tiles in memory. Beside Q and P there is room for 128 keys: two tiles of 64, whose scores in two
 # sums are 64 of a thread's 88 registers, or two of 48, of which one is loaded when it is wanted, or these. Of tiles of
@@ -25,19 +25,16 @@ def plan(problem: Problem, sms: int, *, same: bool) -> Plan:
     head_blocks, least = -(-group // ROWS), 1 if whole else _LEAST // _KEYS
     # All head blocks of a KV head go along its keys at the same time, if that idles no more than a 16th of the blocks.
     abreast = head_blocks if sms // head_blocks * head_blocks * 16 >= sms * 15 else 1
-    work = problem.batch * problem.kv_heads * head_blocks
-    splits = 1 if whole else splits_of(sms // abreast, work // abreast, -(-most_keys // _KEYS), least)
-    combine = combines(min(group, ROWS), dim_v, 4 * THREADS, splits)
     stages = _STAGES if same else _STAGES_APART
     return Plan(
         "trace_latent",
-        paged(problem) | dict(dim=problem.dim, dim_v=dim_v, keys=_KEYS, stages=stages, same=same, combine=combine),
+        paged(problem) | dict(dim=problem.dim, dim_v=dim_v, keys=_KEYS, stages=stages, same=same),
         head_blocks,
         abreast,
         whole,
         least,
         sms,
-        min(work * min(group, ROWS), sms) if combine else 0,
+        0,
         2 * sms * SplitLayout(ROWS, dim_v).floats,
-        sms,
+        COUNTERS * sms,
     )

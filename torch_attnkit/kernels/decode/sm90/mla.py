@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from torch_attnkit.cuda import joining
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
@@ -36,14 +37,15 @@ from torch_attnkit.cuda.warp_ops import exp2
 
 from .. import pages
 from ..arguments import Numbers, Scalars, Tensors, scalars_of
-from ..combine import Combine
 from ..config import CHUNK, Region
 from ..schedule import Lengths, Persistent, Visible, WorkTile, allocate, launch, lengths_of, tile_bounds
 from . import products
 from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaConfig
+from .together import Together
 
 _INF = float("inf")
-_SCORE_REGISTERS = 88  # of a thread; 128 is the mean
+_REGISTERS = 128  # of a thread: the mean
+_SCORE_REGISTERS = 88
 _VALUE_REGISTERS = 168  # 128 of which hold the output
 _P_KEYS = 64  # columns of a buffer of probabilities, of which as many are used as a tile has keys
 
@@ -52,6 +54,7 @@ class NamedBarrier(IntEnum):
     """Of a block; 0 is that of all threads."""
 
     VALUES = 1  # of the first value warpgroup, the second has the next
+    SCORES = 3  # of both score warpgroups
 
 
 class Loads(NamedTuple):
@@ -66,16 +69,19 @@ class DecodeMla:
 
     def __init__(self, config: MlaConfig):
         self.c = config
-        self.epilogue = Combine(config)
-        self.scores = Persistent(config, Mainloop(config, ScoreWarpgroup(config)), self.epilogue)
-        self.values = Persistent(config, Mainloop(config, ValueWarpgroup(config)), self.epilogue)
+        self.epilogue = Together(config)
+        self.scores = self.role(ScoreWarpgroup(config, self.epilogue))
+        self.values = self.role(ValueWarpgroup(config, self.epilogue))
+
+    def role(self, role: Role) -> Persistent:
+        """The work tiles of a block for warpgroups of one role."""
+        return Persistent(self.c, Mainloop(self.c, role), self.epilogue)
 
     @cute.jit
     def __call__(self, tensors: Tensors, numbers: Numbers, blocks: Int32, stream: Any):
         c = self.c
         lengths, scalars = lengths_of(tensors, numbers, c.page), scalars_of(tensors, numbers, c.page)
         launch(self.kernel(tensors, self._loads(tensors), lengths, scalars), c, blocks, stream)
-        self.epilogue.launch(tensors, lengths, scalars, blocks, numbers.combine_blocks, stream)
 
     def _loads(self, tensors: Tensors) -> Loads:
         c, cache = self.c, tensors.k
@@ -90,16 +96,30 @@ class DecodeMla:
     @cute.kernel
     def kernel(self, tensors: Tensors, loads: Loads, lengths: Lengths, scalars: Scalars):
         c = self.c
+        cute.arch.griddepcontrol_wait()  # the launch may have begun before the one ahead of it was over
         shared = allocate(c)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == c.score_warpgroups * WARPS:
+            cpasync.prefetch_descriptor(loads.atom)
+        # Code that both roles have is read from memory once.
+        self.epilogue.begin(shared)
+        found = self.scores.find(tensors, lengths, scalars)
         if warp < c.score_warpgroups * WARPS:
             cute.arch.setmaxregister_decrease(_SCORE_REGISTERS)
-            self.scores.run(tensors, loads, lengths, scalars, shared)
+            self.scores.run(tensors, loads, lengths, scalars, shared, found)
+            cute.arch.barrier()  # before it all warps of the other role have taken their registers and given them back
+            cute.arch.setmaxregister_increase(_REGISTERS)
         else:
-            if warp == c.score_warpgroups * WARPS:
-                cpasync.prefetch_descriptor(loads.atom)
             cute.arch.setmaxregister_increase(_VALUE_REGISTERS)
-            self.values.run(tensors, loads, lengths, scalars, shared)
+            self.values.run(tensors, loads, lengths, scalars, shared, found)
+            cute.arch.setmaxregister_decrease(_REGISTERS)
+            cute.arch.barrier()
+        self.epilogue.end(tensors, scalars, shared)
+
+
+def cache_policy(tile: WorkTile) -> Int64:
+    """Of keys: splits are to stay in the second-level cache until they are joined, or memory has them to write, too."""
+    return joining.read_once(cutlass.select_(tile.slot < 0, Int32(0), Int32(1)))
 
 
 class Meeting(Fixed):
@@ -149,7 +169,7 @@ class Mainloop:
         if cute.arch.thread_idx()[0] == 0:
             meeting.begin()
         cute.arch.mbarrier_init_fence()
-        cute.arch.fence_view_async_shared()  # the last work tile's result was where tiles arrive now
+        cute.arch.fence_view_async_shared()  # rows that the last work tile cleared are where tiles arrive now
         cute.arch.barrier()
         self.role.run(tensors, loads, scalars, keys, tile, shared, meeting, group)
         if cute.arch.thread_idx()[0] == 0:
@@ -187,8 +207,8 @@ class ScoreFragments(Fixed):
 class ScoreWarpgroup:
     """Probabilities of every second tile."""
 
-    def __init__(self, config: MlaConfig):
-        self.c = config
+    def __init__(self, config: MlaConfig, epilogue: Together):
+        self.c, self.epilogue = config, epilogue
 
     @cute.jit
     def run(
@@ -211,6 +231,10 @@ class ScoreWarpgroup:
             scales = self._probabilities(w, meeting, shared, rS, n)
             self._hand_over(w, meeting, shared, rS, scales, n)
         self._join_sums(w, shared, group)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        if group == 0:
+            self.epilogue.leave_sums(tensors, tile, w.rMax, w.rSum, w.thread)
 
     def _fragments(self, shared: Int32) -> ScoreFragments:
         c, K = self.c, OperandMajorMode.K
@@ -305,7 +329,7 @@ class ScoreWarpgroup:
 
     @cute.jit
     def _join_sums(self, w: ScoreFragments, shared: Int32, group: Int32):
-        """The sums of both warpgroups, in step with the last maxima, to where the result goes."""
+        """The sums of both warpgroups, in step with the last maxima: to the first one, and for the values."""
         c = self.c
         row, lane = products.first_row(w.thread), w.thread & 31
         sLast = by_head(c.shared.last, shared, 2)  # row_max and row_sum
@@ -315,17 +339,19 @@ class ScoreWarpgroup:
                 if (lane & 3) == 0:
                     sLast[row + 8 * r, 0] = w.rMax[r]
                     sLast[row + 8 * r, 1] = row_sum
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.barrier()
+        cute.arch.barrier(barrier_id=int(NamedBarrier.SCORES), number_of_threads=c.score_warpgroups * THREADS)
         if group == 0:
             for r in cutlass.range_constexpr(2):
                 other = sLast[row + 8 * r, 0]
                 row_max = cute.arch.fmax(w.rMax[r], other)
                 more = sLast[row + 8 * r, 1] * exp2(other - finite(row_max))
-                w.rSum[r] = w.rSum[r] * exp2(w.rMax[r] - finite(row_max))
-                w.rSum[r] += cutlass.select_((lane & 3) == 0, more, Float32(0.0))  # the four lanes' sums are added
+                w.rSum[r] = products.lanes_sum(w.rSum[r]) * exp2(w.rMax[r] - finite(row_max)) + more
                 w.rMax[r] = row_max
-            products.leave_sums(c.shared.results, shared, w.rMax, w.rSum, w.thread)
+            cute.arch.sync_warp()
+            if (lane & 3) == 0:
+                for r in cutlass.range_constexpr(2):
+                    sLast[row + 8 * r, 0] = w.rMax[r]
+                    sLast[row + 8 * r, 1] = w.rSum[r]
 
 
 @dataclass
@@ -345,8 +371,8 @@ class ValueFragments(Fixed):
 class ValueWarpgroup:
     """A half of the columns, loaded and multiplied."""
 
-    def __init__(self, config: MlaConfig):
-        self.c = config
+    def __init__(self, config: MlaConfig, epilogue: Together):
+        self.c, self.epilogue = config, epilogue
 
     @cute.jit
     def run(
@@ -384,8 +410,8 @@ class ValueWarpgroup:
                 self._load(tensors, loads, keys, tile, w, meeting, n + c.stages)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        if w.thread // 32 * 16 < tile.heads:  # of a warp's 16 rows
-            products.leave_columns(c.shared.results, shared, w.rO, w.thread, w.half, c.ring.part)
+        sums = by_head(c.shared.last, shared, 2)
+        self.epilogue.leave_columns(tensors, scalars, tile, w.rO, sums, w.thread, w.half)
 
     def _barrier(self, w: ValueFragments) -> None:
         """Of this warpgroup."""
@@ -428,7 +454,7 @@ class ValueWarpgroup:
             page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
         stage = meeting.tiles.slot(n)
         column = w.half * (c.ring.part // c.box_columns) + cute.arch.make_warp_uniform(w.thread // 32)
-        full = meeting.tiles.full + stage
+        full, policy = meeting.tiles.full + stage, cache_policy(tile)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, c.keys * c.box_columns * c.itemsize)
         for b in cutlass.range_constexpr(c.boxes):
@@ -442,7 +468,7 @@ class ValueWarpgroup:
                 loads.atom, 0, cute.make_layout(1), cute.group_modes(w.sBoxes[None, None, to], 0, 2),
                 cute.group_modes(gBox, 0, 2),
             )  # fmt: skip
-            cute.copy(loads.atom, gBox, sBox, tma_bar_ptr=full)
+            cute.copy(loads.atom, gBox, sBox, tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
     def _clear(self, w: ValueFragments, stage: Int32, low: Int32, high: Int32):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ..config import FLAG_BYTES, RESERVED, SHARED, SplitLayout
 from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
 from ..problem import Problem
+from .config import COUNTERS, THREADS, WgmmaConfig
 from .config import HEADS as ROWS
-from .config import THREADS, WgmmaConfig
 
 DTYPES, OVER_CODES = "bf16 f16", "bf16 f16 f8e4m3"  # of q, over caches of the same dtype and of E4M3
 
@@ -78,11 +78,14 @@ def _rows_of_heads(tile: tuple[int, int], problem: Problem, most_keys: int, sms:
     stages = _MLA[1] if latent else min(room // config.ring.stage_bytes, 8)
     blocks, head_blocks, least = sms * per_sm, -(-group // ROWS), 1 if whole else -(-_LEAST // keys)
     work, abreast = groups * head_blocks, _abreast(blocks, head_blocks)
-    splits = 1 if whole else splits_of(blocks // abreast, work // abreast, -(-most_keys // keys), least)
-    combine = combines(min(group, ROWS), dim, THREADS * config.halves, splits)
+    sizes, combine = paged(problem) | dict(dim=dim, keys=keys, stages=stages, same=same), False
+    if not latent:
+        splits = 1 if whole else splits_of(blocks // abreast, work // abreast, -(-most_keys // keys), least)
+        combine = combines(min(group, ROWS), dim, THREADS * config.halves, splits)
+        sizes["combine"] = combine
     return Plan(
         "trace_mla" if latent else "trace_wgmma",
-        paged(problem) | dict(dim=dim, keys=keys, stages=stages, combine=combine, same=same),
+        sizes,
         head_blocks,
         abreast,
         whole,
@@ -90,7 +93,7 @@ def _rows_of_heads(tile: tuple[int, int], problem: Problem, most_keys: int, sms:
         blocks,
         min(work * min(group, ROWS), sms) if combine else 0,
         2 * blocks * SplitLayout(ROWS, dim).floats,
-        blocks,
+        COUNTERS * blocks if latent else blocks,
     )
 
 

@@ -1,0 +1,49 @@
+"""Accesses to device memory by which blocks of one launch join what they have. Addresses are Int64. Imports cutlass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, Int64
+from cutlass.cutlass_dsl import dsl_user_op
+
+from .asm import asm
+
+
+@dsl_user_op
+def swap_if(target: Int64, expected: Int32, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """What stood at ``target``, where ``value`` stands then if it was ``expected``; orders device memory among the
+    blocks that meet there."""
+    text = "atom.global.gpu.acq_rel.cas.b32 $0, [$1], $2, $3;"
+    return asm(Int32, [Int64(target), Int32(expected), Int32(value)], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_word(target: Int64, word: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """4 aligned bytes."""
+    asm(None, [Int64(target), Int32(word)], "st.global.b32 [$0], $1;", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def add_relaxed(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """What stood at ``target`` before ``value`` was added; orders nothing, so nothing waits for it."""
+    text = "atom.global.gpu.relaxed.add.s32 $0, [$1], $2;"
+    return asm(Int32, [Int64(target), Int32(value)], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_relaxed(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """A number that other blocks look at, too."""
+    asm(None, [Int64(target), Int32(value)], "st.relaxed.gpu.global.s32 [$0], $1;", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def read_once(condition: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
+    """A cache policy for what nobody reads again: where ``condition`` is not 0 it leaves the second-level cache first,
+    and what was written there to be read soon stays."""
+    text = (
+        "{ .reg .pred p; .reg .b64 first, other; setp.ne.s32 p, $1, 0; "
+        "createpolicy.fractional.L2::evict_first.b64 first, 1.0; "
+        "createpolicy.fractional.L2::evict_normal.b64 other, 1.0; selp.b64 $0, first, other, p; }"
+    )
+    return asm(Int64, [Int32(condition)], text, loc=loc, ip=ip)
