@@ -56,7 +56,8 @@ def test_keys_that_many_tokens_share_are_not_asked_for_ahead():
 @pytest.mark.parametrize(("merge", "tiles"), [(False, TILES), (True, TILES), (False, REUSED_TILES)])
 def test_shared_memory_fits(dim, merge, tiles):
     config = Config(type("Bits", (), {"width": 16}), dim, *tiles[dim], merge=merge, prefetch=False)
-    assert config.shared_bytes <= 227 << 10 and config.shared.partial.end <= config.shared.ring.end
+    assert config.shared_bytes <= 227 << 10 and config.shared.inbox.end <= config.shared.query.end
+    assert config.shared.own.end <= config.shared.ring.end
     assert config.keys % 16 == 0 and config.keys <= 64
 
 
@@ -66,7 +67,8 @@ def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format):
     config = Config(
         type("Bits", (), {"width": 16}), dim, *CODED_TILES[dim], merge=True, prefetch=False, format=format, rope_dim=64
     )
-    assert config.shared_bytes <= 227 << 10 and config.shared.partial.end <= config.shared.ring.end
+    assert config.shared_bytes <= 227 << 10 and config.shared.inbox.end <= config.shared.query.end
+    assert config.shared.own.end <= config.shared.ring.end
     assert config.shared.barriers.offset % 8 == 0 and config.shared.scales.offset % 16 == 0
     # One on its way, one that is decoded or read, and one whose output waits for the scores of the next.
     assert config.stages >= 3

@@ -10,6 +10,8 @@ from torch_attnkit.kernels.cache.problem import Row
 from torch_attnkit.kernels.decode.config import CHUNK, Region, SplitLayout, itemsize
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS, WARPS, Ring
 
+from .plan import MOST_CTAS
+
 HALVES = 2  # of the columns of the output, a consumer warpgroup each; their tiles alternate, too
 LOADERS = WARPS  # warps
 CONSUMERS = HALVES * WARPS  # warps
@@ -27,8 +29,8 @@ class Shared:
     maxima: Region  # (64, 2 tiles), as subtracted
     sums: Region  # (64, 2 warpgroups)
     peaks: Region  # the same
-    partial: Region  # over query and ring: a CTA's normalised output, which the cluster merges
-    stats: Region  # over the factors: its row_max and row_sum, (64, 2)
+    inbox: Region  # over query: rows that other CTAs of the cluster have sent
+    own: Region  # over the ring: those that this CTA has itself of what it adds up
     masks: Region  # (stages, 4): which keys of a tile count
     scales: Region  # (2, keys that are decoded here), of a tile that is decoded and of one on its way
     info: Region  # how many tiles a work tile has; a flag
@@ -102,7 +104,8 @@ class Config:
 
     @property
     def pitch(self) -> int:
-        """Bytes of a row of a partial result: a chunk more than it has, so that eight rows do not collide in banks."""
+        """Bytes of a row of a partial result: behind its output a chunk with its maximum and sum, by which eight rows do
+        not collide in banks, either."""
         return self.dim * self.itemsize + CHUNK
 
     @property
@@ -111,13 +114,15 @@ class Config:
 
     @property
     def arrivals(self) -> list[int]:
-        """How many arrivals complete a phase of each mbarrier, in the order of ``Meeting``."""
+        """How many arrivals complete a phase of each mbarrier, in the order of ``Meeting``; of the last one the launch
+        says it, where CTAs meet."""
         return [
             32 * (CONSUMERS if self.merge else LOADERS) + 1,
             CONSUMERS,
             *[LOADERS * (33 if self.row.plain else 1)] * (HALVES * self.stages),
             *[CONSUMERS * self.sides] * (HALVES * self.stages),
             *[WARPS] * (2 * HALVES),
+            *[1] * self.merge,
         ]
 
     @cached_property
@@ -130,14 +135,15 @@ class Config:
         maxima = Region(factors.end, by_head)
         sums = Region(maxima.end, by_head)
         peaks = Region(sums.end, by_head)
-        partial = Region(0, HEADS * self.pitch)
-        stats = Region(factors.offset, by_head)
+        sent = max((ctas - 1) * -(-HEADS // ctas) for ctas in range(1, MOST_CTAS + 1))
+        inbox = Region(query.offset, sent * self.pitch)
+        own = Region(ring.offset, HEADS * self.pitch)
         masks = Region(peaks.end, self.stages * LOADERS * 4)
         scales = Region(masks.end, 2 * (self.keys // self.sides) * self.scale_bytes)
         info = Region(scales.end, 16)
         return Shared(
-            query, ring, probabilities, factors, maxima, sums, peaks, partial, stats, masks, scales, info,
-            Region(info.end, len(self.arrivals) * 8),
+            query, ring, probabilities, factors, maxima, sums, peaks, inbox, own, masks, scales, info,
+            Region(info.end, (len(self.arrivals) + self.merge) * 8),
         )  # fmt: skip
 
     @property

@@ -3,8 +3,8 @@
     producer warpgroup     Q, and the keys of a tile, row by row, by cp.async
     2 consumer warpgroups  scores of their tiles -> online softmax -> P -> half of the output's columns (mainloop.py)
     one CTA a token        persistent: the next token's keys are on their way while this one's result is stored
-    or several             they share the keys; what they have meets in distributed shared memory, and what several
-                           clusters have in device memory (merge.py)
+    or several             they share the keys; what they have goes to the one of them that has a row to add up, and what
+                           several clusters have to device memory (merge.py)
 
 Up to 64 heads of a token are the rows of a product; fewer are padded. docs/kernels/sparse.md has what limits it.
 Imports cutlass.
@@ -25,6 +25,7 @@ from .arguments import Numbers, Tensors, arguments
 from .coded import CodedTiles
 from .config import HALVES, Config
 from .fp4_output import Fp4Output
+from .inbox import Inbox
 from .loads import Producer, load_query
 from .mainloop import Mainloop, Start
 from .meeting import Meeting, sync_cluster
@@ -66,12 +67,14 @@ class Sparse:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         meeting = Meeting(c, shared)
         if cute.arch.thread_idx()[0] == 0:
-            meeting.begin()
+            meeting.begin(numbers.ctas)
         cute.arch.mbarrier_init_fence()
         if const_expr(c.sides == SIDES):
             sync_cluster()
         else:
             cute.arch.barrier()
+        if const_expr(c.merge):
+            cute.arch.cluster_arrive_relaxed()  # ``tell_read`` waits for the others
         # The launch began while the one before it ended, and lets the next begin likewise: all memory waits for that.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -85,9 +88,8 @@ class Sparse:
             cute.arch.setmaxregister_decrease(few)
             self.producer.run(tensors, numbers, shared, meeting, first, part)
             if const_expr(c.merge):
-                sync_cluster()
-                sync_cluster()
-            elif const_expr(c.sides == SIDES):
+                cute.arch.cluster_wait()
+            if const_expr(c.sides == SIDES):
                 sync_cluster()
         elif warp >= WARPS:
             cute.arch.setmaxregister_increase(many)
@@ -113,13 +115,14 @@ class Sparse:
             cute.arch.sync_warp()  # every lane has read it before one of them gives Q's place back
             self.mainloops[half].run(numbers, shared, meeting, w, start, tiles)
             if const_expr(self.c.merge):
-                self.results[half].leave(tile, shared, w)
-                self.merge.run(tensors, numbers, tile, index, part, shared, meeting)
+                inbox = Inbox(self.c, numbers, shared)
+                self.results[half].send(tile, shared, meeting, inbox, w)
+                self.merge.run(tensors, numbers, tile, index, part, inbox, shared, meeting)
             else:
                 self.results[half].store(tensors, numbers, tile, shared, w)
             start = start.after(tiles)
             item += 1
-        if const_expr(self.c.sides == SIDES and not self.c.merge):
+        if const_expr(self.c.sides == SIDES):
             sync_cluster()  # no CTA may leave while the other side still tells it which places are free
 
 

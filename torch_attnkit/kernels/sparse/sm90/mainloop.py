@@ -159,7 +159,7 @@ class Mainloop:
             self._release_other(meeting, before)
         warpgroup.wait_group(1 if const_expr(ahead == HALVES) else 0)
         if n + 2 >= tiles:
-            self._release_query(meeting)
+            self._release_query(numbers, meeting)
         if const_expr(self.apart):
             for i in cutlass.range_constexpr(cute.size(rS)):
                 rS[i] = rS[i] + rMore[i]
@@ -187,10 +187,13 @@ class Mainloop:
         sK = w.tSrK[None, None, None, meeting.tiles.slot(n * HALVES + half)]
         products.multiply(w.qk_mma, rS, w.tSrQ[None, None, None, half], sK, clear=clear)
 
-    def _release_query(self, meeting: Meeting) -> None:
+    def _release_query(self, numbers: Numbers, meeting: Meeting) -> None:
         """This warp has its last scores of the work tile."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(meeting.query.empty)
+        if self.c.merge:  # the only one
+            meeting.tell_read(numbers.ctas)
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(meeting.query.empty)
 
     @cute.jit
     def _to_scores(self, scale: Float32, shared: Int32, meeting: Meeting, rS: cute.Tensor, n: Int32):

@@ -1,7 +1,7 @@
 """How the CTAs that share a work tile's keys join what they have. Imports cutlass.
 
-    each CTA       its output, normalised and rounded to the call's dtype as P was, in its shared memory
-    each cluster   a CTA adds up its share of the rows over distributed shared memory -> result, or a split in float32
+    each CTA       its output, normalised and rounded to the call's dtype as P was, to those that add up its rows
+    each cluster   a CTA adds up its share of the rows, which have come (inbox.py) -> result, or a split in float32
     the clusters   the CTAs with the same share count themselves: the last adds up the splits, in their order
 
 Normalised, a sum of many keys does not leave the range of float16.
@@ -22,7 +22,8 @@ from torch_attnkit.kernels.decode.config import CHUNK
 from .arguments import Numbers, Tensors
 from .config import CONSUMER_THREADS, Config
 from .fp4_output import Fp4Output
-from .meeting import Meeting, meet, sync_cluster
+from .inbox import Inbox
+from .meeting import Meeting, meet
 from .output import Output, factor_of
 from .places import LANES
 from .plan import MOST_CTAS
@@ -42,57 +43,51 @@ class Merge:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, numbers: Numbers, tile: WorkTile, index: Int32, part: Int32, shared: Int32,
+        self, tensors: Tensors, numbers: Numbers, tile: WorkTile, index: Int32, part: Int32, inbox: Inbox, shared: Int32,
         meeting: Meeting,
     ):  # fmt: skip
-        """Work tile number ``index``, of which every consumer has left its columns."""
+        """Work tile number ``index``, of which every consumer has sent its columns."""
         first = tensors.splits.iterator.toint() + Int64(index * numbers.groups) * self.c.split.nbytes
-        sync_cluster()
-        self._cluster(tensors, numbers, tile, shared, first + Int64(part // numbers.ctas) * self.c.split.nbytes)
-        sync_cluster()  # no CTA may leave while another reads its memory
+        if cute.arch.thread_idx()[0] == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(meeting.come, inbox.expected(tile))
+        meet()  # the own rows are there
+        cute.arch.mbarrier_wait(meeting.come, 0)
+        self._cluster(tensors, numbers, tile, inbox, first + Int64(part // numbers.ctas) * self.c.split.nbytes)
         if numbers.groups > 1:
-            self._count(tensors, numbers, index, shared, meeting)
+            self._count(tensors, numbers, index, inbox, shared, meeting)
             if meeting.info(shared)[1] != 0:
-                self._splits(tensors, numbers, tile, first)
+                self._splits(tensors, numbers, tile, inbox, first)
 
     def _first(self) -> Int32:
-        """The first of this thread's chunks; those of its CTA are the same in every cluster."""
-        thread = cute.arch.thread_idx()[0] % CONSUMER_THREADS
-        return self._rank() * CONSUMER_THREADS + thread
+        """The first of this thread's chunks among those of the CTA's rows, of which it has the same in every cluster."""
+        return cute.arch.thread_idx()[0] % CONSUMER_THREADS
 
-    def _rank(self) -> Int32:
-        """Which of the CTAs of a cluster with the same heads this is."""
-        return cute.arch.block_in_cluster_idx()[0] // self.c.sides
-
-    def _peer(self, rank: Int32) -> Int32:
-        """The CTA of the cluster with the same heads and that rank."""
-        return rank * self.c.sides + cute.arch.block_in_cluster_idx()[0] % self.c.sides
-
-    def _end(self, tile: WorkTile) -> Int32:
+    def _end(self, inbox: Inbox, tile: WorkTile) -> Int32:
         """Of all threads' chunks. Warps are whole, as some results are of several lanes."""
-        return (tile.heads * self.chunks + (LANES - 1)) // LANES * LANES
+        return (inbox.rows(tile) * self.chunks + (LANES - 1)) // LANES * LANES
 
-    def _place(self, tile: WorkTile, index: Int32) -> tuple[Int32, Int32, Boolean]:
-        """The row and the number of chunk ``index``, and whether there is such a row; else it is the last."""
-        row = index // self.chunks
-        there = Boolean(True) if self.chunks % LANES == 0 else row < tile.heads
-        return cutlass.min(row, tile.heads - 1), index % self.chunks, there
+    def _place(self, inbox: Inbox, tile: WorkTile, index: Int32) -> tuple[Int32, Int32, Boolean]:
+        """The number among the CTA's rows and that of chunk ``index`` in it, and whether there is such a row; else it
+        is the last."""
+        number, rows = index // self.chunks, inbox.rows(tile)
+        there = Boolean(True) if self.chunks % LANES == 0 else number < rows
+        return cutlass.min(number, rows - 1), index % self.chunks, there
 
     @cute.jit
-    def _cluster(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, shared: Int32, split: Int64):
+    def _cluster(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, inbox: Inbox, split: Int64):
         """This CTA's share of the rows: the sum over the cluster, eight columns a thread; to ``split`` where there are
         more clusters."""
         c = self.c
         columns = const_expr(CHUNK // c.itemsize)
-        for index in cutlass.range(self._first(), self._end(tile), numbers.ctas * CONSUMER_THREADS, unroll=1):
-            row, chunk, mine = self._place(tile, index)
+        for index in cutlass.range(self._first(), self._end(inbox, tile), CONSUMER_THREADS, unroll=1):
+            number, chunk, mine = self._place(inbox, tile, index)
+            row = inbox.row(number)
             there = [cutlass.select_(i < numbers.ctas, Int32(1), Int32(0)) for i in range(self.most)]
-            peers = [self._peer(there[i] * i) for i in range(self.most)]
-            stat_at, part_at = c.shared.stats.at(shared) + row * 8, shared + row * c.pitch + chunk * CHUNK
+            found = [inbox.found(there[i] * i, number) for i in range(self.most)]
             # All loads are on their way before the first is used.
             stats, parts = (
-                [op.load_cluster_floats(n, op.cluster_address(at, peers[i]), there[i]) for i in range(self.most)]
-                for n, at in ((2, stat_at), (4, part_at))
+                [op.load_shared_floats(n, found[i] + at, there[i]) for i in range(self.most)]
+                for n, at in ((2, c.dim * c.itemsize), (4, chunk * CHUNK))
             )
             maxima = [cutlass.select_(there[i] != 0, stats[i][0], Float32(-_INF)) for i in range(self.most)]
             row_max, row_sum = Float32(-_INF), Float32(0.0)
@@ -131,12 +126,14 @@ class Merge:
             self.output.store_stats(tensors, numbers, tile.token, head, row_max, row_sum)
 
     @cute.jit
-    def _count(self, tensors: Tensors, numbers: Numbers, index: Int32, shared: Int32, meeting: Meeting):
+    def _count(
+        self, tensors: Tensors, numbers: Numbers, index: Int32, inbox: Inbox, shared: Int32, meeting: Meeting
+    ):
         """Leave in shared memory whether the other clusters' splits of this CTA's rows are all there."""
         count, info = tensors.count, meeting.info(shared)
         meet()  # orders the stores of all threads before the release of the addition
         if cute.arch.thread_idx()[0] % CONSUMER_THREADS == 0:
-            at = index * MOST_CTAS + self._rank()
+            at = index * MOST_CTAS + inbox.rank
             arrived = op.add_acq_rel(count.iterator.toint() + Int64(at) * 4, Int32(1))
             last = arrived == numbers.groups - 1
             if last:
@@ -145,12 +142,13 @@ class Merge:
         meet()
 
     @cute.jit
-    def _splits(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, first: Int64):
+    def _splits(self, tensors: Tensors, numbers: Numbers, tile: WorkTile, inbox: Inbox, first: Int64):
         """The sum over all clusters."""
         c = self.c
         columns, size = const_expr(CHUNK // c.itemsize), const_expr(c.split.nbytes)
-        for index in cutlass.range(self._first(), self._end(tile), numbers.ctas * CONSUMER_THREADS, unroll=1):
-            row, chunk, mine = self._place(tile, index)
+        for index in cutlass.range(self._first(), self._end(inbox, tile), CONSUMER_THREADS, unroll=1):
+            number, chunk, mine = self._place(inbox, tile, index)
+            row = inbox.row(number)
             sums = [cute.make_rmem_tensor(4, Float32) for _ in range(columns // 4)]
             for rO in sums:
                 rO.fill(0.0)

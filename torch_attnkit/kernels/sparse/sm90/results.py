@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.sm90 import softmax
@@ -16,8 +15,9 @@ from torch_attnkit.kernels.decode.sm90 import products
 from .arguments import Numbers, Tensors
 from .config import Config
 from .fp4_output import Fp4Output
+from .inbox import Inbox
 from .mainloop import Fragments
-from .meeting import by_head, meet
+from .meeting import Meeting, by_head, meet
 from .output import Output, factor_of, inverse
 from .schedule import WorkTile
 
@@ -48,22 +48,24 @@ class Results:
                     self.output.store_stats(tensors, numbers, tile.token, head, maxima[r], sums[r])
 
     @cute.jit
-    def leave(self, tile: WorkTile, shared: Int32, w: Fragments):
-        """This warpgroup's columns of a partial result where the cluster finds them."""
+    def send(self, tile: WorkTile, shared: Int32, meeting: Meeting, inbox: Inbox, w: Fragments):
+        """This warpgroup's columns of a partial result to the CTAs of the cluster that add up its rows."""
         c = self.c
         maxima, sums, factors = self._sums(shared, w)
-        lane, sStats = w.thread & 31, by_head(c.shared.stats, shared)
+        meeting.await_read()
+        lane = w.thread & 31
         for r in cutlass.range_constexpr(2):
             row = products.first_row(w.thread) + 8 * r
-            factor = inverse(sums[r], sums[r]) * factors[r]
-            at = shared + row * c.pitch + (self.half * c.ring.part + (lane & 3) * 8) * c.itemsize
+            factor, place = inverse(sums[r], sums[r]) * factors[r], inbox.place(meeting, row)
+            column = (self.half * c.ring.part + (lane & 3) * 8) * c.itemsize
             for g in cutlass.range_constexpr(c.ring.part // 32):
                 words = self._words(w, 4 * g, 1, r, factor)
                 if row < tile.heads:
-                    copies.store_words(at + g * (32 * c.itemsize), words, cute.AddressSpace.smem)
+                    place.store(column + g * (32 * c.itemsize), words)
             if const_expr(self.half == 0):
-                if (lane & 3) == 0:
-                    sStats[row, 0], sStats[row, 1] = maxima[r], sums[r]
+                if (row < tile.heads) & ((lane & 3) == 0):
+                    stats = [maxima[r].bitcast(Int32), sums[r].bitcast(Int32), Int32(0), Int32(0)]
+                    place.store(const_expr(c.dim * c.itemsize), stats)
 
     @cute.jit
     def _sums(self, shared: Int32, w: Fragments):
