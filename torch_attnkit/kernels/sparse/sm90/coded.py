@@ -95,29 +95,33 @@ class CodedTiles:
         return self.decoder.divisor(tensors.global_scale[0]) if self.c.divided else None
 
     @cute.jit
-    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32):
-        """Send for the bytes of tile n of the work tile, and decode the tile before it, of whatever work tile that is:
-        those wait for it who still read that one's Q."""
-        n = filled + n
-        self._copy_tile(row, shared, meeting, n)
+    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32, before: Int32):
+        """Send for the bytes of tile n of the work tile, and decode the one that was sent for ``before``, of whatever
+        work tile that is, -1 for none: those wait for it who still read that one's Q."""
+        self._copy_tile(row, shared, meeting, filled + n)
         cute.arch.cp_async_wait_group(1)
-        if n > 0:
-            self._decode_tile(divisor, shared, meeting, n - 1)
+        if before >= 0:
+            self._decode_tile(divisor, shared, meeting, before)
 
-    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
-        """After the last of ``filled`` tiles."""
+    def bring(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, n: Int32) -> None:
+        """Tile n, at once."""
+        self._copy_tile(row, shared, meeting, n)
+        self.finish(divisor, shared, meeting, n)
+
+    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, last: Int32) -> None:
+        """Decode tile ``last``, behind which nothing was sent for."""
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
-        self._decode_tile(divisor, shared, meeting, filled - 1)
+        self._decode_tile(divisor, shared, meeting, last)
 
     @cute.jit
     def _copy_tile(self, row: Row, shared: Int32, meeting: Meeting, n: Int32):
         """Rows that do not count become zeros, which stand for zeros."""
         warp, counts = warp_of_producer(), self.places.counts(row)
         address, own = self.delivery.own(row.address, counts)
-        self._copy_scales(address, own, self._scales(shared, n, warp))
         for half in cutlass.range_constexpr(HALVES):
             self._copy_half(address, own, half, shared, meeting, n * HALVES + half)
+        self._copy_scales(address, own, self._scales(shared, meeting, n, warp))
         if cute.arch.lane_idx() == 0:
             self.places.set_mask(shared, meeting, n * HALVES, counts)
         cute.arch.cp_async_commit_group()
@@ -172,10 +176,10 @@ class CodedTiles:
             if word < words:
                 op.copy_4_async(to, source + (self.layout.scales + word * _WORD), ((counts >> mine) & 1) * _WORD)
 
-    def _scales(self, shared: Int32, n: Int32, key: Int32) -> Int32:
+    def _scales(self, shared: Int32, meeting: Meeting, n: Int32, key: Int32) -> Int32:
         """Where the scales of a key of tile n are, of those that are decoded here."""
-        own = self.c.keys // self.c.sides
-        return self.c.shared.scales.at(shared) + ((n & 1) * own + key) * self.c.scale_bytes
+        own, stage = self.c.keys // self.c.sides, meeting.tiles.slot(n * HALVES) // HALVES
+        return self.c.shared.scales.at(shared) + (stage * own + key) * self.c.scale_bytes
 
     @cute.jit
     def _decode_tile(self, divisor: Any, shared: Int32, meeting: Meeting, n: Int32):
@@ -195,7 +199,7 @@ class CodedTiles:
             held = []
             for i in cutlass.range_constexpr(self.at_once):
                 key = ((first + i) * self.places.abreast + lane // self.places.chunks) * LOADERS + warp
-                held.append(self._read(half, self.places.chunk_at(place, key), self._scales(shared, n, key)))
+                held.append(self._read(half, self.places.chunk_at(place, key), self._scales(shared, meeting, n, key)))
             for codes in held:
                 self._decode(codes, divisor, away)
         cute.arch.fence_view_async_shared()

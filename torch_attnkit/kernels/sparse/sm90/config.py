@@ -32,7 +32,7 @@ class Shared:
     inbox: Region  # over query: rows that other CTAs of the cluster have sent
     own: Region  # over the ring: those that this CTA has itself of what it adds up
     masks: Region  # (stages, 4): which keys of a tile count
-    scales: Region  # (2, keys that are decoded here), of a tile that is decoded and of one on its way
+    scales: Region  # (stages, keys that are decoded here)
     info: Region  # how many tiles a work tile has; a flag
     barriers: Region
 
@@ -91,6 +91,12 @@ class Config:
         return 0 if self.row.plain else self.row.layout.size - self.row.layout.scales
 
     @property
+    def first_tiles(self) -> int:
+        """Tiles at the start of a CTA, each of which a warpgroup brings: where rows are decoded, which takes longer than
+        their way, consumers help as long as they have nothing to multiply."""
+        return 1 if self.row.plain else 1 + HALVES
+
+    @property
     def ahead(self) -> int:
         """Halves of a tile's scores that are under way before the products for the output of the tile before. With two
         tiles in memory, the tile before gives its place back while the other half is computed: what the scores after
@@ -139,7 +145,7 @@ class Config:
         inbox = Region(query.offset, sent * self.pitch)
         own = Region(ring.offset, HEADS * self.pitch)
         masks = Region(peaks.end, self.stages * LOADERS * 4)
-        scales = Region(masks.end, 2 * (self.keys // self.sides) * self.scale_bytes)
+        scales = Region(masks.end, self.stages * (self.keys // self.sides) * self.scale_bytes)
         info = Region(scales.end, 16)
         return Shared(
             query, ring, probabilities, factors, maxima, sums, peaks, inbox, own, masks, scales, info,

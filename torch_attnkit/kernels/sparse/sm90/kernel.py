@@ -109,6 +109,9 @@ class Sparse:
             tile = work_tile(tensors, numbers, index)
             if const_expr(self.c.merge):  # each CTA has but one, so nobody is early
                 load_query(self.c, tensors, tile, shared, meeting, THREADS * HALVES)
+            if const_expr(self.c.first_tiles > 1):
+                if item == 0:
+                    self.producer.bring_early(half + 1, tensors, numbers, tile, part, shared, meeting)
             meeting.query.wait(item)
             # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
             tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])

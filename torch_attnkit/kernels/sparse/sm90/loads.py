@@ -72,7 +72,7 @@ class Producer:
     @cute.jit
     def run(self, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting, first: Int32, part: Int32):
         c = self.c
-        filled, item = Int32(0), Int32(0)  # tiles and work tiles so far
+        filled, item, last = Int32(0), Int32(0), Int32(-1)  # tiles and work tiles so far, and the last that is from here
         divisor = self.tiles.divisor(tensors)
         for index in cutlass.range(first, work_tiles(tensors, numbers), numbers.together, unroll=1):
             tile = work_tile(tensors, numbers, index)
@@ -82,18 +82,41 @@ class Producer:
             if const_expr(not c.merge):
                 if index >= numbers.together:
                     keys = without_end(tensors, numbers, keys, tile.token)
-            tiles = keys.tiles(c.keys)
+            tiles, second = keys.tiles(c.keys), Int32(1)
+            if item == 0:
+                second = Int32(c.first_tiles)
             key = keys.first + self.places.key(Int32(0))
             row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))
             # The first keys have a place before Q has: that is read until the last scores of the work tile before.
-            row = self._step(tensors, numbers, keys, tile, row, divisor, shared, meeting, Int32(0), filled)
+            row = self._step(
+                tensors, numbers, keys, tile, row, divisor, shared, meeting, Int32(0), second, filled, last
+            )
+            last = filled
             self._begin(tensors, tile, tiles, shared, meeting, item)
             self._prefetch_query(tensors, numbers, index + numbers.together)
-            for n in cutlass.range(1, tiles, unroll=1):
-                row = self._step(tensors, numbers, keys, tile, row, divisor, shared, meeting, n, filled)
+            for n in cutlass.range(second, tiles, unroll=1):
+                row = self._step(
+                    tensors, numbers, keys, tile, row, divisor, shared, meeting, n, n + 1, filled, last
+                )
+                last = filled + n
             filled += tiles
             item += 1
-        self.tiles.finish(divisor, shared, meeting, filled)
+        self.tiles.finish(divisor, shared, meeting, last)
+
+    @cute.jit
+    def bring_early(
+        self, n: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32, shared: Int32,
+        meeting: Meeting,
+    ):  # fmt: skip
+        """Tile n of a CTA's first work tile, by consumers, which have nothing to multiply yet."""
+        c, at = self.c, self.places.key(Int32(n))
+        divisor = self.tiles.divisor(tensors)
+        guess = guess_of(tensors, numbers, tile.token, part, at)
+        keys = keys_of(c, tensors, numbers, tile.token, part)
+        key = keys.first + at
+        row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))
+        if n < keys.tiles(c.keys):
+            self.tiles.bring(row, divisor, shared, meeting, Int32(n))
 
     @cute.jit
     def _begin(self, tensors: Tensors, tile: WorkTile, tiles: Int32, shared: Int32, meeting: Meeting, item: Int32):
@@ -108,15 +131,15 @@ class Producer:
     @cute.jit
     def _step(
         self, tensors: Tensors, numbers: Numbers, keys: Keys, tile: WorkTile, row: Row, divisor: Any, shared: Int32,
-        meeting: Meeting, n: Int32, filled: Int32,
+        meeting: Meeting, n: Int32, following: Int32, filled: Int32, last: Int32,
     ):  # fmt: skip
-        """Load tile n of the work tile, before which ``filled`` came; returns this lane's row of the next."""
-        key = keys.first + self.places.key(n + 1)
+        """Load tile n of the work tile, before which ``filled`` came; returns this lane's row of tile ``following``."""
+        key = keys.first + self.places.key(following)
         entry = entry_of(tensors, numbers, keys, tile.token, key)  # on its way while tile n is loaded
-        self.tiles.load(row, divisor, shared, meeting, filled, n)
-        following = row_of(self.c, tensors, keys, key, entry)
-        self._prefetch(following)
-        return following
+        self.tiles.load(row, divisor, shared, meeting, filled, n, last)
+        row = row_of(self.c, tensors, keys, key, entry)
+        self._prefetch(row)
+        return row
 
     @cute.jit
     def _prefetch_query(self, tensors: Tensors, numbers: Numbers, index: Int32):

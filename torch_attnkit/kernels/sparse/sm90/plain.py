@@ -29,7 +29,7 @@ class PlainTiles:
         return None
 
     @cute.jit
-    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32):
+    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32, before: Int32):
         """Tile n of the work tile, before which ``filled`` came; rows that do not count become zeros. The columns of
         the warpgroup that computes its scores come first, since that one gives their place back first."""
         counts = self.places.counts(row)
@@ -37,8 +37,8 @@ class PlainTiles:
             half = (n + i) % HALVES
             self._load_half(row.address, counts, half, shared, meeting, (filled + n) * HALVES + half)
 
-    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
-        """After the last of ``filled`` tiles."""
+    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, last: Int32) -> None:
+        """After tile ``last``."""
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
