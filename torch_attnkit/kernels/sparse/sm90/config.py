@@ -92,8 +92,8 @@ class Config:
 
     @property
     def first_tiles(self) -> int:
-        """Tiles at the start of a CTA, each of which a warpgroup brings: where rows are decoded, which takes longer than
-        their way, consumers help as long as they have nothing to multiply."""
+        """Tiles at the start of a CTA, each of which a warpgroup brings: where rows are decoded, consumers help as long
+        as they have nothing to multiply."""
         return 1 if self.row.plain else 1 + HALVES
 
     @property
@@ -110,8 +110,8 @@ class Config:
 
     @property
     def pitch(self) -> int:
-        """Bytes of a row of a partial result: behind its output a chunk with its maximum and sum, by which eight rows do
-        not collide in banks, either."""
+        """Bytes of a row of a partial result: behind its output a chunk with its maximum and sum, by which eight rows
+        do not collide in banks, either."""
         return self.dim * self.itemsize + CHUNK
 
     @property

@@ -3,8 +3,8 @@
     producer warpgroup     Q, and the keys of a tile, row by row, by cp.async
     2 consumer warpgroups  scores of their tiles -> online softmax -> P -> half of the output's columns (mainloop.py)
     one CTA a token        persistent: the next token's keys are on their way while this one's result is stored
-    or several             they share the keys; what they have goes to the one of them that has a row to add up, and what
-                           several clusters have to device memory (merge.py)
+    or several             they share the keys; each adds up a share of the rows, which the others send to it, and those
+                           of several clusters meet in device memory (merge.py)
 
 Up to 64 heads of a token are the rows of a product; fewer are padded. docs/kernels/sparse.md has what limits it.
 Imports cutlass.

@@ -72,7 +72,11 @@ class Producer:
     @cute.jit
     def run(self, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting, first: Int32, part: Int32):
         c = self.c
-        filled, item, last = Int32(0), Int32(0), Int32(-1)  # tiles and work tiles so far, and the last that is from here
+        filled, item, last = (
+            Int32(0),
+            Int32(0),
+            Int32(-1),
+        )  # tiles and work tiles so far, and the last that is from here
         divisor = self.tiles.divisor(tensors)
         for index in cutlass.range(first, work_tiles(tensors, numbers), numbers.together, unroll=1):
             tile = work_tile(tensors, numbers, index)
@@ -95,9 +99,7 @@ class Producer:
             self._begin(tensors, tile, tiles, shared, meeting, item)
             self._prefetch_query(tensors, numbers, index + numbers.together)
             for n in cutlass.range(second, tiles, unroll=1):
-                row = self._step(
-                    tensors, numbers, keys, tile, row, divisor, shared, meeting, n, n + 1, filled, last
-                )
+                row = self._step(tensors, numbers, keys, tile, row, divisor, shared, meeting, n, n + 1, filled, last)
                 last = filled + n
             filled += tiles
             item += 1

@@ -43,8 +43,8 @@ class Merge:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, numbers: Numbers, tile: WorkTile, index: Int32, part: Int32, inbox: Inbox, shared: Int32,
-        meeting: Meeting,
+        self, tensors: Tensors, numbers: Numbers, tile: WorkTile, index: Int32, part: Int32, inbox: Inbox,
+        shared: Int32, meeting: Meeting,
     ):  # fmt: skip
         """Work tile number ``index``, of which every consumer has sent its columns."""
         first = tensors.splits.iterator.toint() + Int64(index * numbers.groups) * self.c.split.nbytes
@@ -59,7 +59,7 @@ class Merge:
                 self._splits(tensors, numbers, tile, inbox, first)
 
     def _first(self) -> Int32:
-        """The first of this thread's chunks among those of the CTA's rows, of which it has the same in every cluster."""
+        """The first of this thread's chunks of the CTA's rows, which are the same in every cluster."""
         return cute.arch.thread_idx()[0] % CONSUMER_THREADS
 
     def _end(self, inbox: Inbox, tile: WorkTile) -> Int32:
@@ -126,9 +126,7 @@ class Merge:
             self.output.store_stats(tensors, numbers, tile.token, head, row_max, row_sum)
 
     @cute.jit
-    def _count(
-        self, tensors: Tensors, numbers: Numbers, index: Int32, inbox: Inbox, shared: Int32, meeting: Meeting
-    ):
+    def _count(self, tensors: Tensors, numbers: Numbers, index: Int32, inbox: Inbox, shared: Int32, meeting: Meeting):
         """Leave in shared memory whether the other clusters' splits of this CTA's rows are all there."""
         count, info = tensors.count, meeting.info(shared)
         meet()  # orders the stores of all threads before the release of the addition
