@@ -25,7 +25,7 @@ from torch_attnkit.kernels.decode.config import CHUNK
 
 from .arguments import Tensors
 from .config import HALVES, LOADERS, Config
-from .delivery import Alone, Away, Shared
+from .delivery import Alone, Away, Shared, Thirds
 from .meeting import Meeting
 from .places import LANES, Places, held_by, warp_of_producer
 from .plan import SIDES
@@ -80,7 +80,7 @@ class CodedTiles:
 
     def __init__(self, config: Config):
         self.c, self.places = config, Places(config)
-        self.delivery = Shared(config) if config.sides == SIDES else Alone(config)
+        self.delivery = Shared(config) if config.sides == SIDES else Thirds(config) if config.once else Alone(config)
         self.steps = self.delivery.rows // self.places.abreast  # chunks of a lane in half a tile
         self.at_once = max(n for n in range(1, _AT_ONCE + 1) if self.steps % n == 0)
         row = config.row
@@ -122,7 +122,7 @@ class CodedTiles:
         for half in cutlass.range_constexpr(HALVES):
             self._copy_half(address, own, half, shared, meeting, n * HALVES + half)
         self._copy_scales(address, own, self._scales(shared, meeting, n, warp))
-        if cute.arch.lane_idx() == 0:
+        if (cute.arch.lane_idx() == 0) & self.delivery.masks():
             self.places.set_mask(shared, meeting, n * HALVES, counts)
         cute.arch.cp_async_commit_group()
 
@@ -179,7 +179,7 @@ class CodedTiles:
     def _scales(self, shared: Int32, meeting: Meeting, n: Int32, key: Int32) -> Int32:
         """Where the scales of a key of tile n are, of those that are decoded here."""
         own, stage = self.c.keys // self.c.sides, meeting.tiles.slot(n * HALVES) // HALVES
-        return self.c.shared.scales.at(shared) + (stage * own + key) * self.c.scale_bytes
+        return self.c.shared.scales.at(shared) + (stage * own + self.delivery.scale(key)) * self.c.scale_bytes
 
     @cute.jit
     def _decode_tile(self, divisor: Any, shared: Int32, meeting: Meeting, n: Int32):

@@ -47,7 +47,8 @@ class Config:
     ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory. ``paged``: whether the
     keys of windows and the entries lie in pages. ``align``: bytes, at whose multiples rows start; ``divided``: the
     numbers of encoded ones, by a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name.
-    ``sides``: 2 where neighbouring CTAs have two head blocks of a token and decode half of its rows each, else 1."""
+    ``sides``: 2 where neighbouring CTAs have two head blocks of a token and decode half of its rows each, else 1.
+    ``once``: a CTA has a tile of keys, all of its share."""
 
     dtype: Any
     dim: int
@@ -62,6 +63,7 @@ class Config:
     divided: bool = False
     fp4: tuple[Any, ...] | None = None
     sides: int = 1
+    once: bool = False
 
     @property
     def threads(self) -> int:
@@ -94,7 +96,12 @@ class Config:
     def first_tiles(self) -> int:
         """Tiles at the start of a CTA, each of which a warpgroup brings: where rows are decoded, consumers help as long
         as they have nothing to multiply."""
-        return 1 if self.row.plain else 1 + HALVES
+        return 1 if self.row.plain or self.once else 1 + HALVES
+
+    @property
+    def decoders(self) -> int:
+        """Warpgroups that decode a tile, a share of its rows each."""
+        return 1 + HALVES if self.once and not self.row.plain else 1
 
     @property
     def ahead(self) -> int:
@@ -125,7 +132,7 @@ class Config:
         return [
             32 * (CONSUMERS if self.merge else LOADERS) + 1,
             CONSUMERS,
-            *[LOADERS * (33 if self.row.plain else 1)] * (HALVES * self.stages),
+            *[LOADERS * (33 if self.row.plain else self.decoders)] * (HALVES * self.stages),
             *[CONSUMERS * self.sides] * (HALVES * self.stages),
             *[WARPS] * (2 * HALVES),
             *[1] * self.merge,
@@ -133,17 +140,17 @@ class Config:
 
     @cached_property
     def shared(self) -> Shared:
-        by_head = HEADS * 2 * 4
+        by_head = 0 if self.once else HEADS * 2 * 4
         query = Region(0, HEADS * self.dim * self.itemsize)
         ring = Region(query.end, self.stages * self.ring.stage_bytes)
-        probabilities = Region(ring.end, HALVES * self.p_bytes)
+        probabilities = Region(ring.end, 0 if self.once else HALVES * self.p_bytes)
         factors = Region(probabilities.end, by_head)
         maxima = Region(factors.end, by_head)
         sums = Region(maxima.end, by_head)
         peaks = Region(sums.end, by_head)
         sent = max((ctas - 1) * -(-HEADS // ctas) for ctas in range(1, MOST_CTAS + 1))
         inbox = Region(query.offset, sent * self.pitch)
-        own = Region(ring.offset, HEADS * self.pitch)
+        own = Region(ring.offset, (HEADS // 2 if self.once else HEADS) * self.pitch)  # one of two CTAs, at least
         masks = Region(peaks.end, self.stages * LOADERS * 4)
         scales = Region(masks.end, self.stages * (self.keys // self.sides) * self.scale_bytes)
         info = Region(scales.end, 16)

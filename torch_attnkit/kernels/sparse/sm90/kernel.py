@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from torch_attnkit.cuda import fake
 from torch_attnkit.kernels.decode.sm90.config import THREADS, WARPS
@@ -30,6 +30,7 @@ from .loads import Producer, load_query
 from .mainloop import Mainloop, Start
 from .meeting import Meeting, sync_cluster
 from .merge import Merge
+from .once import Once
 from .output import Output
 from .plain import PlainTiles
 from .plan import SIDES
@@ -46,7 +47,7 @@ class Sparse:
     def __init__(self, config: Config):
         self.c = config
         self.producer = Producer(config, PlainTiles(config) if config.row.plain else CodedTiles(config))
-        self.mainloops = [Mainloop(config, half) for half in range(HALVES)]
+        self.mainloops = [(Once if config.once else Mainloop)(config, half) for half in range(HALVES)]
         output = Output(config.dtype) if config.fp4 is None else Fp4Output(config)
         self.results = [Results(config, half, output) for half in range(HALVES)]
         self.merge = Merge(config, output)
@@ -93,10 +94,28 @@ class Sparse:
                 sync_cluster()
         elif warp >= WARPS:
             cute.arch.setmaxregister_increase(many)
-            self._consume(1, tensors, numbers, shared, meeting, first, part)
+            self._consumer(1, tensors, numbers, shared, meeting, first, part)
         else:
             cute.arch.setmaxregister_increase(many)
-            self._consume(0, tensors, numbers, shared, meeting, first, part)
+            self._consumer(0, tensors, numbers, shared, meeting, first, part)
+
+    def _consumer(self, half: int, *arguments: Any) -> None:
+        (self._consume_once if self.c.once else self._consume)(half, *arguments)
+
+    @cute.jit
+    def _consume_once(
+        self, half: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting,
+        index: Int32, part: Int32,
+    ):  # fmt: skip
+        """The only work tile of a CTA, all keys of its share at once."""
+        w, tile = self.mainloops[half].fragments(shared), work_tile(tensors, numbers, index)
+        self.mainloops[half].send_for_query(tensors, tile, shared)
+        if const_expr(self.c.decoders > 1):
+            self.producer.bring_early(0, tensors, numbers, tile, part, shared, meeting)
+        maxima, sums = self.mainloops[half].run(numbers, shared, meeting, w)
+        inbox = Inbox(self.c, numbers, shared)
+        self.results[half].send_sums(tile, meeting, inbox, w, (maxima, sums, [Float32(1.0)] * 2))
+        self.merge.run(tensors, numbers, tile, index, part, inbox, shared, meeting)
 
     @cute.jit
     def _consume(

@@ -86,9 +86,10 @@ class Producer:
             if const_expr(not c.merge):
                 if index >= numbers.together:
                     keys = without_end(tensors, numbers, keys, tile.token)
-            tiles, second = keys.tiles(c.keys), Int32(1)
-            if item == 0:
-                second = Int32(c.first_tiles)
+            tiles, second = Int32(1) if const_expr(c.once) else keys.tiles(c.keys), Int32(1)
+            if const_expr(c.first_tiles > 1):
+                if item == 0:
+                    second = Int32(c.first_tiles)
             key = keys.first + self.places.key(Int32(0))
             row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))
             # The first keys have a place before Q has: that is read until the last scores of the work tile before.
@@ -110,7 +111,7 @@ class Producer:
         self, n: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32, shared: Int32,
         meeting: Meeting,
     ):  # fmt: skip
-        """Tile n of a CTA's first work tile, by consumers, which have nothing to multiply yet."""
+        """Tile n of a CTA's first work tile, or their share of it, by consumers, which have nothing to multiply yet."""
         c, at = self.c, self.places.key(Int32(n))
         divisor = self.tiles.divisor(tensors)
         guess = guess_of(tensors, numbers, tile.token, part, at)

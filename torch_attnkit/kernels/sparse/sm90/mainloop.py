@@ -26,7 +26,8 @@ from torch_attnkit.kernels.decode.sm90 import products
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
 from .arguments import Numbers
-from .config import HALVES, LOADERS, Config
+from .config import HALVES, Config
+from .masks import to_scores
 from .meeting import Meeting, by_head
 
 _INF = float("inf")
@@ -163,7 +164,8 @@ class Mainloop:
         if const_expr(self.apart):
             for i in cutlass.range_constexpr(cute.size(rS)):
                 rS[i] = rS[i] + rMore[i]
-        self._to_scores(numbers.scale, shared, meeting, rS, tile.n)
+        stage = meeting.tiles.slot(tile.n * HALVES) // HALVES
+        to_scores(self.c, numbers.scale, meeting.mask(shared), stage, rS)
         cute.arch.sync_warp()  # every lane has read the mask before one of them gives its place back
         for half in cutlass.range_constexpr(HALVES):
             meeting.tiles.release(tile.n * HALVES + half)
@@ -194,22 +196,6 @@ class Mainloop:
         else:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(meeting.query.empty)
-
-    @cute.jit
-    def _to_scores(self, scale: Float32, shared: Int32, meeting: Meeting, rS: cute.Tensor, n: Int32):
-        """Products to scores in powers of two, -inf where a key does not count."""
-        for i in cutlass.range_constexpr(cute.size(rS)):
-            rS[i] = rS[i] * scale
-        mask, stage = meeting.mask(shared), meeting.tiles.slot(n * HALVES) // HALVES
-        words = [mask[stage, i] for i in range(LOADERS)]
-        if (words[0] & words[1] & words[2] & words[3]) != const_expr((1 << self.c.keys // LOADERS) - 1):
-            quad = cute.arch.lane_idx() & 3
-            odd = (quad & 1) != 0
-            # Of its two neighbouring columns, whether they count: bit 2 i for those of the i-th 8 columns.
-            mine = [cutlass.select_(odd, words[b + 2], words[b]) >> (quad // 2) for b in range(2)]
-            for i in cutlass.range_constexpr(cute.size(rS)):
-                bit = mine[i % 2] & const_expr(1 << i // 4 * 2)
-                rS[i] = cutlass.select_(bit != 0, rS[i], Float32(-_INF))
 
     @cute.jit
     def _probabilities(self, lag: Float32, w: Fragments, rS: cute.Tensor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -50,8 +52,12 @@ class Results:
     @cute.jit
     def send(self, tile: WorkTile, shared: Int32, meeting: Meeting, inbox: Inbox, w: Fragments):
         """This warpgroup's columns of a partial result to the CTAs of the cluster that add up its rows."""
-        c = self.c
-        maxima, sums, factors = self._sums(shared, w)
+        self.send_sums(tile, meeting, inbox, w, self._sums(shared, w))
+
+    @cute.jit
+    def send_sums(self, tile: WorkTile, meeting: Meeting, inbox: Inbox, w: Any, known: Any):
+        """The same, whose maxima and sums are ``known``, and the factors that bring the output there."""
+        c, (maxima, sums, factors) = self.c, known
         meeting.await_read()
         lane = w.thread & 31
         for r in cutlass.range_constexpr(2):
@@ -86,7 +92,7 @@ class Results:
 
     @cute.jit
     def _words(
-        self, w: Fragments, first: cutlass.Constexpr, step: cutlass.Constexpr, r: cutlass.Constexpr, factor: Float32
+        self, w: Any, first: cutlass.Constexpr, step: cutlass.Constexpr, r: cutlass.Constexpr, factor: Float32
     ):  # fmt: skip
         """16 bytes of a row: of the groups of 8 columns ``first``, ``first + step`` and so on lane q of four has the
         q-th."""

@@ -1,0 +1,183 @@
+"""A consumer warpgroup where all keys of a CTA are in shared memory at once. Imports cutlass.
+
+    warpgroup 0   Q, columns 0 to D/2 -> registers | its part of S | S -> P | O, columns 0 to D/2
+    warpgroup 1   Q, columns D/2 to D              | its part of S | S -> P | O, columns D/2 to D
+
+With few tokens time is what waits for one another. So both have the same probabilities, each adds up its columns' part
+of the scores from registers and leaves it in shared memory for the other, once, and multiplies columns that nobody
+else reads; there is one softmax, and no output yet while there are scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.warp_ops import exp2
+from torch_attnkit.kernels.decode.config import CHUNK
+from torch_attnkit.kernels.decode.sm90 import products
+from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
+
+from .arguments import Numbers, Tensors
+from .config import HALVES, Config
+from .masks import to_scores
+from .meeting import Meeting, meet
+from .places import COLUMN_CHUNKS, LANES
+from .schedule import WorkTile
+
+_INF = float("inf")
+
+
+class NamedBarrier(IntEnum):
+    """Of a CTA, beside those of ``meeting.py``: that of warpgroup 0, and behind it that of warpgroup 1."""
+
+    WARPGROUP = 2
+
+
+@dataclass
+class Fragments(Fixed):
+    """A warpgroup's slices of the operands, and its accumulators."""
+
+    thread: Int32  # of the warpgroup
+    qk_mma: cute.TiledMma  # Q from registers
+    own_mma: cute.TiledMma  # P from registers
+    rQ: cute.Tensor  # (64, part) as a left side
+    rQWords: cute.Tensor  # the same in pairs
+    tSrK: cute.Tensor  # (1, 1, part / 16, halves)
+    tOrV: cute.Tensor  # (1, 1, N / 16, halves)
+    rP: cute.Tensor  # (64, N) as a left side
+    rWords: cute.Tensor  # the same in pairs
+    rO: cute.Tensor  # (64, part)
+
+
+class Once:
+    """``half``, 0 or 1: which warpgroup this is, and which of the columns it has."""
+
+    def __init__(self, config: Config, half: int):
+        self.c, self.half = config, half
+        self.query_bytes = HEADS * config.ring.part * config.itemsize  # of Q, half of the columns
+
+    def fragments(self, shared: Int32) -> Fragments:
+        c, K, MN = self.c, OperandMajorMode.K, OperandMajorMode.MN
+        thread, registers = cute.arch.thread_idx()[0] % THREADS, warpgroup.OperandSource.RMEM
+        qk_mma, own_mma = (
+            hopper.make_trivial_tiled_mma(c.dtype, c.dtype, K, major, Float32, (1, 1, 1), (HEADS, columns), registers)
+            for major, columns in ((K, c.keys), (MN, c.ring.part))
+        )
+        sKV = products.keys_by_columns(c.ring, c.shared.ring.at(shared))
+        qk, own = qk_mma.get_slice(thread), own_mma.get_slice(thread)
+        rQ = qk.make_fragment_A(qk.partition_shape_A((HEADS, c.ring.part)))
+        rP = own.make_fragment_A(own.partition_shape_A((HEADS, c.keys)))
+        return Fragments(
+            thread=thread,
+            qk_mma=qk_mma,
+            own_mma=own_mma,
+            rQ=rQ,
+            rQWords=cute.recast_tensor(rQ, Int32),
+            tSrK=qk.make_fragment_B(qk.partition_B(sKV)),
+            tOrV=own.make_fragment_B(own.partition_B(products.columns_by_keys(c.ring, sKV))),
+            rP=rP,
+            rWords=cute.recast_tensor(rP, Int32),
+            rO=cute.make_rmem_tensor(own.partition_shape_C((HEADS, c.ring.part)), Float32),
+        )
+
+    @cute.jit
+    def send_for_query(self, tensors: Tensors, tile: WorkTile, shared: Int32):
+        """This warpgroup's columns of Q to shared memory; rows beyond the work tile's heads become zeros."""
+        c = self.c
+        chunks = const_expr(c.ring.part * c.itemsize // CHUNK)
+        thread, q = cute.arch.thread_idx()[0] % THREADS, tensors.q
+        chunk, row_bytes = thread % chunks, Int64(q.stride[1]) * c.itemsize
+        source = q.iterator.toint() + Int64(q.stride[0]) * tile.token * c.itemsize + row_bytes * tile.head
+        source += self.half * (c.ring.part * c.itemsize) + chunk * CHUNK
+        target = self._query(shared) + chunk // COLUMN_CHUNKS * (HEADS * ROW_BYTES)
+        for i in cutlass.range(HEADS * chunks // THREADS, unroll=4):
+            head = i * (THREADS // chunks) + thread // chunks
+            valid = cutlass.select_(head < tile.heads, Int32(CHUNK), Int32(0))
+            to = target + head * ROW_BYTES + ((chunk % COLUMN_CHUNKS) ^ (head & 7)) * CHUNK
+            op.copy_16_async(to, source + row_bytes * cutlass.min(head, tile.heads - 1), valid)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def run(self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments):
+        """Leaves the output in registers; returns maxima and sums of the lane's two rows."""
+        c = self.c
+        self._read_query(shared, w)
+        meeting.tiles.wait(Int32(self.half))
+        cute.arch.fence_view_async_shared()
+        rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, c.keys)), Float32)
+        products.multiply(w.qk_mma, rS, w.rQ, w.tSrK[None, None, None, self.half], clear=True)
+        warpgroup.wait_group(0)
+        self._exchange(shared, w.thread, rS)
+        meeting.tell_read(numbers.ctas)
+        to_scores(c, numbers.scale, meeting.mask(shared), Int32(0), rS)
+        maxima, sums = self._probabilities(rS)
+        softmax.pack_into(w.rWords, rS, c.dtype)
+        products.multiply(w.own_mma, w.rO, w.rP, w.tOrV[None, None, None, self.half], clear=True)
+        sums = [products.lanes_sum(x) for x in sums]
+        warpgroup.wait_group(0)
+        meet()  # neither reads the ring any more
+        return maxima, sums
+
+    def _query(self, shared: Int32) -> Int32:
+        """Where this warpgroup's columns of Q are, and then its part of the scores."""
+        return self.c.shared.query.at(shared) + self.half * self.query_bytes
+
+    @cute.jit
+    def _read_query(self, shared: Int32, w: Fragments):
+        """From shared memory to registers, when all threads' copies have come."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier(barrier_id=int(NamedBarrier.WARPGROUP) + self.half, number_of_threads=THREADS)
+        lane = cute.arch.lane_idx()
+        row = w.thread // LANES * 16 + lane % 16
+        at = self._query(shared) + row * ROW_BYTES
+        for k in cutlass.range_constexpr(self.c.ring.part // 16):
+            chunk = 2 * k % COLUMN_CHUNKS + lane // 16
+            block = const_expr(2 * k // COLUMN_CHUNKS * (HEADS * ROW_BYTES))
+            words = op.ldmatrix_x4(at + block + (chunk ^ (row & 7)) * CHUNK)
+            for j in cutlass.range_constexpr(4):
+                w.rQWords[4 * k + j] = words[j]
+        # Nobody writes there before all warps have read it.
+        cute.arch.barrier(barrier_id=int(NamedBarrier.WARPGROUP) + self.half, number_of_threads=THREADS)
+
+    @cute.jit
+    def _exchange(self, shared: Int32, thread: Int32, rS: cute.Tensor):
+        """Add the other warpgroup's part of the scores, over Q: 16 bytes of each thread follow one another."""
+        rWords, each = cute.recast_tensor(rS, Int32), const_expr(THREADS * CHUNK)
+        at = self._query(shared) + thread * CHUNK
+        for i in cutlass.range_constexpr(cute.size(rS) // 4):
+            words = [rWords[4 * i + x] for x in range(4)]
+            copies.store_words(at + i * each, words, cute.AddressSpace.smem)
+        meet()
+        at += const_expr((1 - 2 * self.half) * self.query_bytes)
+        for i in cutlass.range_constexpr(cute.size(rS) // 4):
+            other = op.load_shared_floats(4, at + i * each, Int32(1))
+            for x in cutlass.range_constexpr(4):
+                rS[4 * i + x] = rS[4 * i + x] + other[x]
+        cute.arch.sync_warp()  # every lane has read it before one of them says so
+
+    @cute.jit
+    def _probabilities(self, rS: cute.Tensor):
+        """Scores to probabilities in place; returns maxima, and this lane's share of the sums."""
+        maxima, sums = [], []
+        for r in cutlass.range_constexpr(2):
+            top = softmax.peak(rS, r)
+            base, parts = finite(top), [Float32(0.0), Float32(0.0)]
+            for i in cutlass.range_constexpr(2 * r, cute.size(rS), 4):
+                for x in cutlass.range_constexpr(2):
+                    rS[i + x] = exp2(rS[i + x] - base)
+                    parts[x] = parts[x] + rS[i + x]
+            maxima.append(top)
+            sums.append(parts[0] + parts[1])
+        return maxima, sums
