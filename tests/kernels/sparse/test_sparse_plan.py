@@ -11,7 +11,17 @@ from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
 from torch_attnkit.kernels.sparse.problem import Problem
 from torch_attnkit.kernels.sparse.sm90.config import Config
-from torch_attnkit.kernels.sparse.sm90.plan import ALIGNED, CODED_TILES, REUSED_TILES, TILES, plan, share
+from torch_attnkit.kernels.sparse.sm90.plan import (
+    ALIGNED,
+    CODED_ONCE_KEYS,
+    CODED_TILES,
+    ONCE_DIM,
+    ONCE_KEYS,
+    REUSED_TILES,
+    TILES,
+    plan,
+    share,
+)
 from torch_attnkit.kernels.sparse.sm100 import config as blackwell
 from torch_attnkit.kernels.sparse.sm100.plan import HEADS, heads_of
 from torch_attnkit.kernels.sparse.sm100.plan import plan as blackwell_plan
@@ -74,6 +84,40 @@ def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format):
     assert config.stages >= 3
     # Of half a tile's columns a lane has four chunks at a time, of which a row has dim // 16.
     assert config.keys // 4 * (dim // 16) % (4 * 32) == 0
+
+
+@pytest.mark.parametrize(("format", "keys"), [("none", n) for n in ONCE_KEYS] + [("fp8", n) for n in CODED_ONCE_KEYS])
+def test_shared_memory_fits_where_keys_are_there_at_once(format, keys):
+    config = Config(
+        type("Bits", (), {"width": 16}), ONCE_DIM, keys, 1, merge=True, prefetch=False, format=format,
+        rope_dim=0 if format == "none" else 64, once=True,
+    )  # fmt: skip
+    shared = config.shared
+    assert (
+        config.shared_bytes <= 227 << 10 and shared.inbox.end <= shared.query.end and shared.own.end <= shared.ring.end
+    )
+    # Either warpgroup's part of the scores is where its columns of Q were; a mask has a bit for each row of a warp.
+    assert keys * 64 * 4 <= shared.query.nbytes // 2 and keys // 4 < 32
+    # A warpgroup decodes a multiple of eight rows, of which a lane has so many chunks that it reads four at a time.
+    assert keys // config.decoders % 8 == 0 and keys // 4 // config.decoders % 4 == 0 or format == "none"
+
+
+@pytest.mark.parametrize("format", ["none", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 32, 33, 128])
+@pytest.mark.parametrize("listed", [0, 100, 512, 1024, 8192])
+def test_a_tile_that_is_there_at_once_has_all_keys_of_a_cta(format, tokens, listed):
+    """A list may have more places than there are entries."""
+    problem = dataclasses.replace(
+        ONE, tokens=tokens, listed=listed, entries=300, format=format, rope_dim=64 * (format != "none")
+    )
+    cut = plan(problem, SMS)
+    keys, stages, once = (cut.sizes[name] for name in ("keys", "stages", "once"))
+    assert not once or (stages == 1 and cut.ctas > 1 and keys * cut.ctas * cut.groups >= 128 + listed)
+
+
+def test_few_keys_of_a_cta_are_there_at_once():
+    sizes = plan(ONE, SMS).sizes
+    assert sizes["once"] and sizes["keys"] == 80 and not plan(dataclasses.replace(ONE, dim=256), SMS).sizes["once"]
 
 
 def test_rows_are_decoded_without_a_prefetch_that_they_may_start_too_oddly_for():

@@ -30,7 +30,7 @@ from torch_attnkit.kernels.decode.sm90 import products
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
 from .arguments import Numbers, Tensors
-from .config import HALVES, Config
+from .config import Config
 from .masks import to_scores
 from .meeting import Meeting, meet
 from .places import COLUMN_CHUNKS, LANES
