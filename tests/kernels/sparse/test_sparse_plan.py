@@ -13,10 +13,10 @@ from torch_attnkit.kernels.sparse.problem import Problem
 from torch_attnkit.kernels.sparse.sm90.config import Config
 from torch_attnkit.kernels.sparse.sm90.plan import (
     ALIGNED,
-    CODED_ONCE_KEYS,
+    CODED_ONCE_TILES,
     CODED_TILES,
     ONCE_DIM,
-    ONCE_KEYS,
+    ONCE_TILES,
     REUSED_TILES,
     TILES,
     plan,
@@ -86,10 +86,13 @@ def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format):
     assert config.keys // 4 * (dim // 16) % (4 * 32) == 0
 
 
-@pytest.mark.parametrize(("format", "keys"), [("none", n) for n in ONCE_KEYS] + [("fp8", n) for n in CODED_ONCE_KEYS])
-def test_shared_memory_fits_where_keys_are_there_at_once(format, keys):
+@pytest.mark.parametrize(
+    ("format", "tiles"), [("none", t) for t in ONCE_TILES] + [("fp8", t) for t in CODED_ONCE_TILES]
+)
+def test_shared_memory_fits_where_keys_are_there_at_once(format, tiles):
+    keys, stages = tiles
     config = Config(
-        type("Bits", (), {"width": 16}), ONCE_DIM, keys, 1, merge=True, prefetch=False, format=format,
+        type("Bits", (), {"width": 16}), ONCE_DIM, keys, stages, merge=True, prefetch=False, format=format,
         rope_dim=0 if format == "none" else 64, once=True,
     )  # fmt: skip
     shared = config.shared
@@ -112,7 +115,7 @@ def test_a_tile_that_is_there_at_once_has_all_keys_of_a_cta(format, tokens, list
     )
     cut = plan(problem, SMS)
     keys, stages, once = (cut.sizes[name] for name in ("keys", "stages", "once"))
-    assert not once or (stages == 1 and cut.ctas > 1 and keys * cut.ctas * cut.groups >= 128 + listed)
+    assert not once or (cut.ctas > 1 and keys * stages * cut.ctas * cut.groups >= 128 + listed)
 
 
 def test_few_keys_of_a_cta_are_there_at_once():

@@ -48,7 +48,7 @@ class Config:
     keys of windows and the entries lie in pages. ``align``: bytes, at whose multiples rows start; ``divided``: the
     numbers of encoded ones, by a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name.
     ``sides``: 2 where neighbouring CTAs have two head blocks of a token and decode half of its rows each, else 1.
-    ``once``: a CTA has a tile of keys, all of its share."""
+    ``once``: a CTA's share of the keys are its ``stages`` tiles."""
 
     dtype: Any
     dim: int

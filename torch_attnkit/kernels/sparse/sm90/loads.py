@@ -86,7 +86,7 @@ class Producer:
             if const_expr(not c.merge):
                 if index >= numbers.together:
                     keys = without_end(tensors, numbers, keys, tile.token)
-            tiles, second = Int32(1) if const_expr(c.once) else keys.tiles(c.keys), Int32(1)
+            tiles, second = Int32(c.stages) if const_expr(c.once) else keys.tiles(c.keys), Int32(1)
             if const_expr(c.first_tiles > 1):
                 if item == 0:
                     second = Int32(c.first_tiles)

@@ -30,7 +30,7 @@ from torch_attnkit.kernels.decode.sm90 import products
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
 from .arguments import Numbers, Tensors
-from .config import Config
+from .config import HALVES, Config
 from .masks import to_scores
 from .meeting import Meeting, meet
 from .places import COLUMN_CHUNKS, LANES
@@ -54,10 +54,9 @@ class Fragments(Fixed):
     own_mma: cute.TiledMma  # P from registers
     rQ: cute.Tensor  # (64, part) as a left side
     rQWords: cute.Tensor  # the same in pairs
-    tSrK: cute.Tensor  # (1, 1, part / 16, halves)
-    tOrV: cute.Tensor  # (1, 1, N / 16, halves)
-    rP: cute.Tensor  # (64, N) as a left side
-    rWords: cute.Tensor  # the same in pairs
+    tSrK: cute.Tensor  # (1, 1, part / 16, stages * halves)
+    tOrV: cute.Tensor  # (1, 1, N / 16, stages * halves)
+    rP: list[cute.Tensor]  # of each tile (64, N) as a left side
     rO: cute.Tensor  # (64, part)
 
 
@@ -78,7 +77,6 @@ class Once:
         sKV = products.keys_by_columns(c.ring, c.shared.ring.at(shared))
         qk, own = qk_mma.get_slice(thread), own_mma.get_slice(thread)
         rQ = qk.make_fragment_A(qk.partition_shape_A((HEADS, c.ring.part)))
-        rP = own.make_fragment_A(own.partition_shape_A((HEADS, c.keys)))
         return Fragments(
             thread=thread,
             qk_mma=qk_mma,
@@ -87,8 +85,7 @@ class Once:
             rQWords=cute.recast_tensor(rQ, Int32),
             tSrK=qk.make_fragment_B(qk.partition_B(sKV)),
             tOrV=own.make_fragment_B(own.partition_B(products.columns_by_keys(c.ring, sKV))),
-            rP=rP,
-            rWords=cute.recast_tensor(rP, Int32),
+            rP=[own.make_fragment_A(own.partition_shape_A((HEADS, c.keys))) for _ in range(c.stages)],
             rO=cute.make_rmem_tensor(own.partition_shape_C((HEADS, c.ring.part)), Float32),
         )
 
@@ -113,18 +110,24 @@ class Once:
     def run(self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments):
         """Leaves the output in registers; returns maxima and sums of the lane's two rows."""
         c = self.c
+        scores = [cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, c.keys)), Float32) for _ in range(c.stages)]
         self._read_query(shared, w)
-        meeting.tiles.wait(Int32(self.half))
-        cute.arch.fence_view_async_shared()
-        rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, c.keys)), Float32)
-        products.multiply(w.qk_mma, rS, w.rQ, w.tSrK[None, None, None, self.half], clear=True)
-        warpgroup.wait_group(0)
-        self._exchange(shared, w.thread, rS)
+        for n, rS in enumerate(scores):
+            meeting.tiles.wait(Int32(n * HALVES + self.half))
+            cute.arch.fence_view_async_shared()
+            products.multiply(w.qk_mma, rS, w.rQ, w.tSrK[None, None, None, n * HALVES + self.half], clear=True)
+        for n, rS in enumerate(scores):
+            warpgroup.wait_group(c.stages - 1 - n)
+            if n > 0:
+                meet()  # the other one has read the tile before
+            self._exchange(shared, w.thread, rS)
         meeting.tell_read(numbers.ctas)
-        to_scores(c, numbers.scale, meeting.mask(shared), Int32(0), rS)
-        maxima, sums = self._probabilities(rS)
-        softmax.pack_into(w.rWords, rS, c.dtype)
-        products.multiply(w.own_mma, w.rO, w.rP, w.tOrV[None, None, None, self.half], clear=True)
+        for n, rS in enumerate(scores):
+            to_scores(c, numbers.scale, meeting.mask(shared), Int32(n), rS)
+        maxima, sums = self._probabilities(scores)
+        for n, (rP, rS) in enumerate(zip(w.rP, scores, strict=True)):
+            softmax.pack_into(cute.recast_tensor(rP, Int32), rS, c.dtype)
+            products.multiply(w.own_mma, w.rO, rP, w.tOrV[None, None, None, n * HALVES + self.half], clear=n == 0)
         sums = [products.lanes_sum(x) for x in sums]
         warpgroup.wait_group(0)
         meet()  # neither reads the ring any more
@@ -168,16 +171,19 @@ class Once:
         cute.arch.sync_warp()  # every lane has read it before one of them says so
 
     @cute.jit
-    def _probabilities(self, rS: cute.Tensor):
+    def _probabilities(self, scores: list[cute.Tensor]):
         """Scores to probabilities in place; returns maxima, and this lane's share of the sums."""
         maxima, sums = [], []
         for r in cutlass.range_constexpr(2):
-            top = softmax.peak(rS, r)
+            top = softmax.peak(scores[0], r)
+            for rS in scores[1:]:
+                top = cute.arch.fmax(top, softmax.peak(rS, r))
             base, parts = finite(top), [Float32(0.0), Float32(0.0)]
-            for i in cutlass.range_constexpr(2 * r, cute.size(rS), 4):
-                for x in cutlass.range_constexpr(2):
-                    rS[i + x] = exp2(rS[i + x] - base)
-                    parts[x] = parts[x] + rS[i + x]
+            for rS in scores:
+                for i in cutlass.range_constexpr(2 * r, cute.size(rS), 4):
+                    for x in cutlass.range_constexpr(2):
+                        rS[i + x] = exp2(rS[i + x] - base)
+                        parts[x] = parts[x] + rS[i + x]
             maxima.append(top)
             sums.append(parts[0] + parts[1])
         return maxima, sums

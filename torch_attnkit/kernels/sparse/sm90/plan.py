@@ -23,8 +23,10 @@ _REUSED = 32  # times that a key is read, from which on most reads find it in th
 _L2_BYTES = 32 << 20  # of the caches, of which an L2 of 50 MB keeps most beside what streams through
 # Where rows are decoded in shared memory: while one tile is decoded and another is on its way, two are read.
 CODED_TILES = {128: (64, 6), 256: (64, 4), 512: (32, 4)}
-# Of a CTA whose share of a token's keys is a tile, D 512; encoded ones are decoded by three warpgroups.
-ONCE_DIM, ONCE_KEYS, CODED_ONCE_KEYS = 512, (48, 80, 112), (48, 96)
+# Of a CTA that has its share of a token's keys at once, D 512. Encoded rows are decoded by three warpgroups.
+ONCE_DIM = 512
+ONCE_TILES = ((48, 1), (80, 1), (112, 1), (80, 2))
+CODED_ONCE_TILES = ((48, 1), (96, 1))
 LEAST_BYTES = 4  # at whose multiples rows of an encoded format start: the shortest copy that cp.async makes
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
@@ -104,14 +106,15 @@ def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
     return (r.format, r.pairs, short(r.angle_dtype), r.swizzled, r.divided)
 
 
-def _once(problem: Problem, ctas: int, groups: int, sides: int) -> int:
-    """Keys of the tile that a CTA has at once, or 0: its share is more than that, or no CTA sends to it."""
+def _once(problem: Problem, ctas: int, groups: int, sides: int) -> tuple[int, int] | None:
+    """Keys of a tile and tiles that a CTA has at once, or None: its share is more, or no CTA sends to it."""
     p = problem
     if p.dim != ONCE_DIM or sides > 1 or ctas == 1:
-        return 0
+        return None
     # As the kernel counts them: a list may have more places than there are entries.
     most = share(min(p.window, p.capacity) + (p.listed if p.has_list else p.entries), ctas * groups)
-    return next((n for n in (ONCE_KEYS if p.format == "none" else CODED_ONCE_KEYS) if n >= most), 0)
+    tiles = ONCE_TILES if p.format == "none" else CODED_ONCE_TILES
+    return next(((keys, stages) for keys, stages in tiles if keys * stages >= most), None)
 
 
 def plan(problem: Problem, sms: int) -> Plan:
@@ -130,14 +133,14 @@ def plan(problem: Problem, sms: int) -> Plan:
     cached = plain and not shared and reused(problem)
     keys, stages = (CODED_TILES if not plain else REUSED_TILES if cached else TILES)[problem.dim]
     once = _once(problem, ctas, groups, sides)
-    if once:
-        keys, stages = once, 1
+    if once is not None:
+        keys, stages = once
     sizes = dict(
         dim=problem.dim, keys=keys, stages=stages, merge=shared,
         # A row of the L2 is not asked for twice: the request takes as long as a copy.
         prefetch=plain and not shared and not cached,
         paged=(problem.near_paged, problem.far_paged), format=problem.format, rope_dim=problem.rope_dim,
-        align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4), sides=sides, once=once > 0,
+        align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4), sides=sides, once=once is not None,
     )  # fmt: skip
     floats = work * groups * SplitLayout(HEADS, problem.dim).floats if groups > 1 else 0
     counters = work * MOST_CTAS if groups > 1 else 0
