@@ -25,7 +25,7 @@ from torch_attnkit.kernels.decode.config import CHUNK
 
 from .arguments import Tensors
 from .config import HALVES, LOADERS, Config
-from .delivery import Alone, Away, Shared, Thirds
+from .delivery import Alone, Away, Shared
 from .meeting import Meeting
 from .places import LANES, Places, held_by, warp_of_producer
 from .plan import SIDES
@@ -80,7 +80,7 @@ class CodedTiles:
 
     def __init__(self, config: Config):
         self.c, self.places = config, Places(config)
-        self.delivery = Shared(config) if config.sides == SIDES else Thirds(config) if config.once else Alone(config)
+        self.delivery = Shared(config) if config.sides == SIDES else Alone(config)
         self.steps = self.delivery.rows // self.places.abreast  # chunks of a lane in half a tile
         self.at_once = max(n for n in range(1, _AT_ONCE + 1) if self.steps % n == 0)
         row = config.row
@@ -103,10 +103,13 @@ class CodedTiles:
         if before >= 0:
             self._decode_tile(divisor, shared, meeting, before)
 
-    def bring(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, n: Int32) -> None:
-        """Tile n, at once."""
-        self._copy_tile(row, shared, meeting, n)
-        self.finish(divisor, shared, meeting, n)
+    def bring(self, rows: list[Row], divisor: Any, shared: Int32, meeting: Meeting, tiles: range) -> None:
+        """These tiles, whose places are free, with nothing before or behind them."""
+        for row, n in zip(rows, tiles, strict=True):
+            self._copy_tile(row, shared, meeting, Int32(n))
+        for i, n in enumerate(tiles):
+            cute.arch.cp_async_wait_group(len(tiles) - 1 - i)
+            self._decode_tile(divisor, shared, meeting, Int32(n))
 
     def finish(self, divisor: Any, shared: Int32, meeting: Meeting, last: Int32) -> None:
         """Decode tile ``last``, behind which nothing was sent for."""
@@ -122,7 +125,7 @@ class CodedTiles:
         for half in cutlass.range_constexpr(HALVES):
             self._copy_half(address, own, half, shared, meeting, n * HALVES + half)
         self._copy_scales(address, own, self._scales(shared, meeting, n, warp))
-        if (cute.arch.lane_idx() == 0) & self.delivery.masks():
+        if cute.arch.lane_idx() == 0:
             self.places.set_mask(shared, meeting, n * HALVES, counts)
         cute.arch.cp_async_commit_group()
 
@@ -179,7 +182,7 @@ class CodedTiles:
     def _scales(self, shared: Int32, meeting: Meeting, n: Int32, key: Int32) -> Int32:
         """Where the scales of a key of tile n are, of those that are decoded here."""
         own, stage = self.c.keys // self.c.sides, meeting.tiles.slot(n * HALVES) // HALVES
-        return self.c.shared.scales.at(shared) + (stage * own + self.delivery.scale(key)) * self.c.scale_bytes
+        return self.c.shared.scales.at(shared) + (stage * own + key) * self.c.scale_bytes
 
     @cute.jit
     def _decode_tile(self, divisor: Any, shared: Int32, meeting: Meeting, n: Int32):

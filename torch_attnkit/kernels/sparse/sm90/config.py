@@ -93,15 +93,10 @@ class Config:
         return 0 if self.row.plain else self.row.layout.size - self.row.layout.scales
 
     @property
-    def first_tiles(self) -> int:
-        """Tiles at the start of a CTA, each of which a warpgroup brings: where rows are decoded, consumers help as long
-        as they have nothing to multiply."""
-        return 1 if self.row.plain or self.once else 1 + HALVES
-
-    @property
-    def decoders(self) -> int:
-        """Warpgroups that decode a tile, a share of its rows each."""
-        return 1 + HALVES if self.once and not self.row.plain else 1
+    def bringers(self) -> int:
+        """Warpgroups, the producer among them, that bring tiles as long as there is nothing to multiply: where rows are
+        decoded consumers help with a CTA's first tiles, one each, and with all that are there at once."""
+        return 1 if self.row.plain else 1 + HALVES
 
     @property
     def ahead(self) -> int:
@@ -132,7 +127,7 @@ class Config:
         return [
             32 * (CONSUMERS if self.merge else LOADERS) + 1,
             CONSUMERS,
-            *[LOADERS * (33 if self.row.plain else self.decoders)] * (HALVES * self.stages),
+            *[LOADERS * (33 if self.row.plain else 1)] * (HALVES * self.stages),
             *[CONSUMERS * self.sides] * (HALVES * self.stages),
             *[WARPS] * (2 * HALVES),
             *[1] * self.merge,

@@ -1,7 +1,6 @@
 """Which rows of a tile a CTA decodes, and where their numbers go. Imports cutlass.
 
     Alone    all of them, for its own products
-    Thirds   a third of them by each warpgroup, for products of the CTA
     Shared   half of them, for its own products and those of the other side: the CTA of its cluster that has the same
              keys and other heads. The other half comes from there.
 
@@ -14,14 +13,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Int32, Int64
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.sm90.peers import store_16_async
-from torch_attnkit.kernels.decode.sm90.config import ROW_BYTES, THREADS
+from torch_attnkit.kernels.decode.sm90.config import ROW_BYTES
 
-from .config import HALVES, LOADERS, Config
+from .config import LOADERS, Config
 from .meeting import other_side
 from .places import held_by
 from .plan import SIDES
@@ -42,14 +41,6 @@ class Alone:
 
     def __init__(self, config: Config):
         self.rows = config.keys // LOADERS
-
-    def masks(self) -> Boolean:
-        """Whether this warp says which keys of its rows count."""
-        return Boolean(True)
-
-    def scale(self, key: Int32) -> Int32:
-        """Which of the scales in shared memory are those of the own row that begins with ``key``."""
-        return key
 
     def own(self, address: Int64, counts: Int32) -> tuple[Int64, Int32]:
         """Addresses of the warp's own rows, one a lane, and which of them count, a bit for each: the first row's come
@@ -73,29 +64,6 @@ class Alone:
         cute.arch.mbarrier_arrive(full)
 
 
-class Thirds(Alone):
-    """The same of three warpgroups: the producer has the first rows, consumers those behind them."""
-
-    def __init__(self, config: Config):
-        self.rows = config.keys // (LOADERS * config.decoders)
-
-    def masks(self) -> Boolean:
-        return self._first() == 0
-
-    def scale(self, key: Int32) -> Int32:
-        return key + self._first() * LOADERS
-
-    def own(self, address: Int64, counts: Int32) -> tuple[Int64, Int32]:
-        return held_by(cute.arch.lane_idx() + self._first(), address), counts >> self._first()
-
-    def place(self, place: Int32) -> Int32:
-        """A multiple of eight rows behind the tile's, so that chunks are swizzled alike."""
-        return place + self._first() * (LOADERS * ROW_BYTES)
-
-    def _first(self) -> Int32:
-        return (cute.arch.thread_idx()[0] // THREADS + 1) % (1 + HALVES) * self.rows
-
-
 class Shared:
     """The same where each side decodes half of the rows; RoPE channels are sent as numbers are."""
 
@@ -112,12 +80,6 @@ class Shared:
     def place(self, place: Int32) -> Int32:
         """A multiple of eight rows behind the tile's, so that chunks are swizzled alike."""
         return place + self._first() * (LOADERS * ROW_BYTES)
-
-    def masks(self) -> Boolean:
-        return Boolean(True)
-
-    def scale(self, key: Int32) -> Int32:
-        return key
 
     def away(self, full: cute.Pointer) -> Away:
         here = full.toint()

@@ -87,7 +87,10 @@ class Sparse:
             first, part = first // each * c.sides + side, first % each
         if warp >= HALVES * WARPS:
             cute.arch.setmaxregister_decrease(few)
-            self.producer.run(tensors, numbers, shared, meeting, first, part)
+            if const_expr(c.once):
+                self._bring(0, tensors, numbers, work_tile(tensors, numbers, first), part, shared, meeting)
+            else:
+                self.producer.run(tensors, numbers, shared, meeting, first, part)
             if const_expr(c.merge):
                 cute.arch.cluster_wait()
             if const_expr(c.sides == SIDES):
@@ -98,6 +101,12 @@ class Sparse:
         else:
             cute.arch.setmaxregister_increase(many)
             self._consumer(0, tensors, numbers, shared, meeting, first, part)
+
+    def _bring(self, warpgroup: int, *arguments: Any) -> None:
+        """What a warpgroup brings of a CTA's first tiles; 0 is the producer."""
+        tiles = self.producer.early(warpgroup)
+        if len(tiles) > 0:
+            self.producer.bring(tiles, *arguments)
 
     def _consumer(self, half: int, *arguments: Any) -> None:
         (self._consume_once if self.c.once else self._consume)(half, *arguments)
@@ -110,8 +119,8 @@ class Sparse:
         """The only work tile of a CTA, all keys of its share at once."""
         w, tile = self.mainloops[half].fragments(shared), work_tile(tensors, numbers, index)
         self.mainloops[half].send_for_query(tensors, tile, shared)
-        if const_expr(self.c.decoders > 1):
-            self.producer.bring_early(0, tensors, numbers, tile, part, shared, meeting)
+        if const_expr(self.c.bringers > 1):
+            self._bring(1 + half, tensors, numbers, tile, part, shared, meeting)
         maxima, sums = self.mainloops[half].run(numbers, shared, meeting, w)
         inbox = Inbox(self.c, numbers, shared)
         self.results[half].send_sums(tile, meeting, inbox, w, (maxima, sums, [Float32(1.0)] * 2))
@@ -128,9 +137,9 @@ class Sparse:
             tile = work_tile(tensors, numbers, index)
             if const_expr(self.c.merge):  # each CTA has but one, so nobody is early
                 load_query(self.c, tensors, tile, shared, meeting, THREADS * HALVES)
-            if const_expr(self.c.first_tiles > 1):
+            if const_expr(self.c.bringers > 1):
                 if item == 0:
-                    self.producer.bring_early(half + 1, tensors, numbers, tile, part, shared, meeting)
+                    self._bring(1 + half, tensors, numbers, tile, part, shared, meeting)
             meeting.query.wait(item)
             # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
             tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])

@@ -86,10 +86,9 @@ class Producer:
             if const_expr(not c.merge):
                 if index >= numbers.together:
                     keys = without_end(tensors, numbers, keys, tile.token)
-            tiles, second = Int32(c.stages) if const_expr(c.once) else keys.tiles(c.keys), Int32(1)
-            if const_expr(c.first_tiles > 1):
-                if item == 0:
-                    second = Int32(c.first_tiles)
+            tiles, second = keys.tiles(c.keys), Int32(1)
+            if item == 0:
+                second = Int32(c.bringers)
             key = keys.first + self.places.key(Int32(0))
             row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))
             # The first keys have a place before Q has: that is read until the last scores of the work tile before.
@@ -107,19 +106,31 @@ class Producer:
         self.tiles.finish(divisor, shared, meeting, last)
 
     @cute.jit
-    def bring_early(
-        self, n: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32, shared: Int32,
+    def bring(
+        self, tiles: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32, shared: Int32,
         meeting: Meeting,
     ):  # fmt: skip
-        """Tile n of a CTA's first work tile, or their share of it, by consumers, which have nothing to multiply yet."""
-        c, at = self.c, self.places.key(Int32(n))
+        """These of a CTA's first ``tiles``, a range, by whatever warpgroup."""
+        c = self.c
         divisor = self.tiles.divisor(tensors)
-        guess = guess_of(tensors, numbers, tile.token, part, at)
+        at = [self.places.key(Int32(n)) for n in tiles]
+        guesses = [guess_of(tensors, numbers, tile.token, part, key) for key in at]
         keys = keys_of(c, tensors, numbers, tile.token, part)
-        key = keys.first + at
-        row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))
-        if n < keys.tiles(c.keys):
-            self.tiles.bring(row, divisor, shared, meeting, Int32(n))
+        entries = [
+            first_entry_of(tensors, numbers, keys, tile.token, keys.first + key, guess)
+            for key, guess in zip(at, guesses, strict=True)
+        ]
+        rows = [row_of(c, tensors, keys, keys.first + key, entry) for key, entry in zip(at, entries, strict=True)]
+        if const_expr(c.once):
+            self.tiles.bring(rows, divisor, shared, meeting, tiles)
+        else:
+            if tiles[0] < keys.tiles(c.keys):
+                self.tiles.bring(rows, divisor, shared, meeting, tiles)
+
+    def early(self, warpgroup: int) -> range:
+        """Which tiles a warpgroup brings; 0 is the producer."""
+        c = self.c
+        return range(warpgroup, c.stages if c.once else warpgroup + 1, c.bringers)
 
     @cute.jit
     def _begin(self, tensors: Tensors, tile: WorkTile, tiles: Int32, shared: Int32, meeting: Meeting, item: Int32):

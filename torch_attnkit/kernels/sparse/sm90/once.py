@@ -116,11 +116,7 @@ class Once:
             meeting.tiles.wait(Int32(n * HALVES + self.half))
             cute.arch.fence_view_async_shared()
             products.multiply(w.qk_mma, rS, w.rQ, w.tSrK[None, None, None, n * HALVES + self.half], clear=True)
-        for n, rS in enumerate(scores):
-            warpgroup.wait_group(c.stages - 1 - n)
-            if n > 0:
-                meet()  # the other one has read the tile before
-            self._exchange(shared, w.thread, rS)
+        self._join(shared, w.thread, scores)
         meeting.tell_read(numbers.ctas)
         for n, rS in enumerate(scores):
             to_scores(c, numbers.scale, meeting.mask(shared), Int32(n), rS)
@@ -154,20 +150,29 @@ class Once:
         # Nobody writes there before all warps have read it.
         cute.arch.barrier(barrier_id=int(NamedBarrier.WARPGROUP) + self.half, number_of_threads=THREADS)
 
-    @cute.jit
-    def _exchange(self, shared: Int32, thread: Int32, rS: cute.Tensor):
+    def _join(self, shared: Int32, thread: Int32, scores: list[cute.Tensor]) -> None:
+        """Wait for the products, and add the other warpgroup's: of as many tiles at once as there is room for."""
+        room = self.query_bytes // (HEADS * self.c.keys * 4)
+        for n in range(0, len(scores), room):
+            some = scores[n : n + room]
+            warpgroup.wait_group(len(scores) - n - len(some))
+            if n > 0:
+                meet()  # the other one has read those before
+            self._exchange(shared, thread, some)
+
+    def _exchange(self, shared: Int32, thread: Int32, scores: list[cute.Tensor]) -> None:
         """Add the other warpgroup's part of the scores, over Q: 16 bytes of each thread follow one another."""
-        rWords, each = cute.recast_tensor(rS, Int32), const_expr(THREADS * CHUNK)
-        at = self._query(shared) + thread * CHUNK
-        for i in cutlass.range_constexpr(cute.size(rS) // 4):
-            words = [rWords[4 * i + x] for x in range(4)]
-            copies.store_words(at + i * each, words, cute.AddressSpace.smem)
+        fours = [(rS, i) for rS in scores for i in range(0, cute.size(rS), 4)]
+        at, each = self._query(shared) + thread * CHUNK, THREADS * CHUNK
+        for n, (rS, i) in enumerate(fours):
+            words = [rS[i + x].bitcast(Int32) for x in range(4)]
+            copies.store_words(at + n * each, words, cute.AddressSpace.smem)
         meet()
-        at += const_expr((1 - 2 * self.half) * self.query_bytes)
-        for i in cutlass.range_constexpr(cute.size(rS) // 4):
-            other = op.load_shared_floats(4, at + i * each, Int32(1))
-            for x in cutlass.range_constexpr(4):
-                rS[4 * i + x] = rS[4 * i + x] + other[x]
+        at += (1 - 2 * self.half) * self.query_bytes
+        for n, (rS, i) in enumerate(fours):
+            other = op.load_shared_floats(4, at + n * each, Int32(1))
+            for x in range(4):
+                rS[i + x] = rS[i + x] + other[x]
         cute.arch.sync_warp()  # every lane has read it before one of them says so
 
     @cute.jit

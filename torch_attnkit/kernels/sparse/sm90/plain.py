@@ -37,6 +37,12 @@ class PlainTiles:
             half = (n + i) % HALVES
             self._load_half(row.address, counts, half, shared, meeting, (filled + n) * HALVES + half)
 
+    def bring(self, rows: list[Row], divisor: Any, shared: Int32, meeting: Meeting, tiles: range) -> None:
+        """These tiles, whose places are free, with nothing before or behind them."""
+        for row, n in zip(rows, tiles, strict=True):
+            self.load(row, divisor, shared, meeting, Int32(0), Int32(n), Int32(n - 1))
+        self.finish(divisor, shared, meeting, Int32(tiles[-1]))
+
     def finish(self, divisor: Any, shared: Int32, meeting: Meeting, last: Int32) -> None:
         """After tile ``last``."""
         cute.arch.cp_async_commit_group()
