@@ -121,30 +121,18 @@ def cluster_address(address: Int32, cta: Int32, *, loc: Any = None, ip: Any = No
     return asm(Int32, [address, cta], "mapa.shared::cluster.u32 $0, $1, $2;", loc=loc, ip=ip)
 
 
-def _floats_if(space: str, count: int, address: Int32, valid: Int32, loc: Any, ip: Any) -> tuple[Float32, ...]:
-    outs = ",".join(f"${i}" for i in range(count))
-    zeros = "".join(f"mov.b32 ${i}, 0; " for i in range(count))
-    text = (
-        f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros}"
-        f"@p ld.shared::{space}.v{count}.f32 {{{outs}}}, [${count}]; }}"
-    )
-    return asm([Float32] * count, [address, valid], text, memory=True, loc=loc, ip=ip)
-
-
 @dsl_user_op
 def load_cluster_floats(
     count: int, address: Int32, valid: Int32, *, loc: Any = None, ip: Any = None
 ) -> tuple[Float32, ...]:
     """2 or 4 aligned floats from a ``cluster_address``; ``valid`` 0 reads nothing and gives zeros."""
-    return _floats_if("cluster", count, address, valid, loc, ip)
-
-
-@dsl_user_op
-def load_shared_floats(
-    count: int, address: Int32, valid: Int32, *, loc: Any = None, ip: Any = None
-) -> tuple[Float32, ...]:
-    """The same from the CTA's own shared memory."""
-    return _floats_if("cta", count, address, valid, loc, ip)
+    outs = ",".join(f"${i}" for i in range(count))
+    zeros = "".join(f"mov.b32 ${i}, 0; " for i in range(count))
+    text = (
+        f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros}"
+        f"@p ld.shared::cluster.v{count}.f32 {{{outs}}}, [${count}]; }}"
+    )
+    return asm([Float32] * count, [address, valid], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -95,13 +95,14 @@ class CodedTiles:
         return self.decoder.divisor(tensors.global_scale[0]) if self.c.divided else None
 
     @cute.jit
-    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32, before: Int32):
-        """Send for the bytes of tile n of the work tile, and decode the one that was sent for ``before``, of whatever
-        work tile that is, -1 for none: those wait for it who still read that one's Q."""
-        self._copy_tile(row, shared, meeting, filled + n)
+    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32):
+        """Send for the bytes of tile n of the work tile, and decode the tile before it, of whatever work tile that is:
+        those wait for it who still read that one's Q."""
+        n = filled + n
+        self._copy_tile(row, shared, meeting, n)
         cute.arch.cp_async_wait_group(1)
-        if before >= 0:
-            self._decode_tile(divisor, shared, meeting, before)
+        if n > 0:
+            self._decode_tile(divisor, shared, meeting, n - 1)
 
     def bring(self, rows: list[Row], divisor: Any, shared: Int32, meeting: Meeting, tiles: range) -> None:
         """These tiles, whose places are free, with nothing before or behind them."""
@@ -111,11 +112,11 @@ class CodedTiles:
             cute.arch.cp_async_wait_group(len(tiles) - 1 - i)
             self._decode_tile(divisor, shared, meeting, Int32(n))
 
-    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, last: Int32) -> None:
-        """Decode tile ``last``, behind which nothing was sent for."""
+    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
+        """After the last of ``filled`` tiles."""
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
-        self._decode_tile(divisor, shared, meeting, last)
+        self._decode_tile(divisor, shared, meeting, filled - 1)
 
     @cute.jit
     def _copy_tile(self, row: Row, shared: Int32, meeting: Meeting, n: Int32):

@@ -30,7 +30,7 @@ class Shared:
     sums: Region  # (64, 2 warpgroups)
     peaks: Region  # the same
     inbox: Region  # over query: rows that other CTAs of the cluster have sent
-    own: Region  # over the ring: those that this CTA has itself of what it adds up
+    own: Region  # over the ring, and beyond it: this CTA's part of all rows
     masks: Region  # (stages, 4): which keys of a tile count
     scales: Region  # (stages, keys that are decoded here)
     info: Region  # how many tiles a work tile has; a flag
@@ -94,9 +94,9 @@ class Config:
 
     @property
     def bringers(self) -> int:
-        """Warpgroups, the producer among them, that bring tiles as long as there is nothing to multiply: where rows are
-        decoded consumers help with a CTA's first tiles, one each, and with all that are there at once."""
-        return 1 if self.row.plain else 1 + HALVES
+        """Warpgroups, the producer among them, that bring tiles: where rows are decoded and all are there at once
+        consumers do, too, which have nothing to multiply before."""
+        return 1 + HALVES if self.once and not self.row.plain else 1
 
     @property
     def ahead(self) -> int:
@@ -138,14 +138,14 @@ class Config:
         by_head = 0 if self.once else HEADS * 2 * 4
         query = Region(0, HEADS * self.dim * self.itemsize)
         ring = Region(query.end, self.stages * self.ring.stage_bytes)
-        probabilities = Region(ring.end, 0 if self.once else HALVES * self.p_bytes)
+        own = Region(ring.offset, HEADS * self.pitch if self.merge else 0)
+        probabilities = Region(max(ring.end, own.end), 0 if self.once else HALVES * self.p_bytes)
         factors = Region(probabilities.end, by_head)
         maxima = Region(factors.end, by_head)
         sums = Region(maxima.end, by_head)
         peaks = Region(sums.end, by_head)
         sent = max((ctas - 1) * -(-HEADS // ctas) for ctas in range(1, MOST_CTAS + 1))
         inbox = Region(query.offset, sent * self.pitch)
-        own = Region(ring.offset, (HEADS // 2 if self.once else HEADS) * self.pitch)  # one of two CTAs, at least
         masks = Region(peaks.end, self.stages * LOADERS * 4)
         scales = Region(masks.end, self.stages * (self.keys // self.sides) * self.scale_bytes)
         info = Region(scales.end, 16)

@@ -1,11 +1,11 @@
 """Where CTAs of a cluster that share a work tile's keys have what belongs to one of them. Imports cutlass.
 
-    row r              CTA ``r % ctas`` adds it up, as the ``r // ctas``-th of its own
-    others' of it      come to its inbox, which lies over Q, by ``st.async``
-    its own            lies over the ring, which no other CTA reads or writes
+    own rows    a CTA's part of every row, over the ring: normalised, in the call's dtype, maximum and sum behind it
+    inbox       row r is added up by CTA ``r % ctas``, as its number ``r // ctas``: others' parts of it come there,
+                over Q, by bulk copies
 
-A row is its normalised output in the call's dtype, with its maximum and its sum behind it. Nobody sends before all CTAs
-have told all others that Q is read, nor leaves before all that is meant for it has come.
+Nobody sends before all CTAs have told all others that Q is read, nor leaves before all that is meant for anybody has
+come.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed
-from torch_attnkit.cuda.sm90.peers import store_16_async
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 
 from .arguments import Numbers
@@ -28,19 +28,20 @@ from .meeting import Meeting, peer, rank
 from .schedule import WorkTile
 
 
-class Place(Fixed):
-    """Where a row goes: to shared memory ``at``, or ``there`` in the cluster, whose mbarrier ``come`` counts it."""
+@dsl_user_op
+def load_shared_floats(count: int, address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """2 or 4 aligned floats."""
+    outs = ",".join(f"${i}" for i in range(count))
+    text = f"ld.shared.v{count}.f32 {{{outs}}}, [${count}];"
+    return asm([Float32] * count, [address], text, memory=True, loc=loc, ip=ip)
 
-    def __init__(self, mine: Any, at: Int32, there: Int32, come: Int32):
-        self.mine, self.at, self.there, self.come = mine, at, there, come
 
-    @cute.jit
-    def store(self, offset: Int32, words: list[Int32]):
-        """16 bytes of the row."""
-        if self.mine:
-            copies.store_words(self.at + offset, words, cute.AddressSpace.smem)
-        else:
-            store_16_async(self.there + offset, words, self.come)
+@dsl_user_op
+def _send(target: Int32, source: Int32, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Bytes of shared memory, a multiple of 16, to another CTA of the cluster, whose mbarrier ``barrier`` counts them.
+    What generic stores left at ``source`` needs a proxy fence before."""
+    text = f"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], {nbytes}, [$2];"
+    asm(None, [target, source, barrier], text, memory=True, loc=loc, ip=ip)
 
 
 class Inbox(Fixed):
@@ -66,23 +67,26 @@ class Inbox(Fixed):
         """Of those the one with that number."""
         return number * self.ctas + self.rank
 
-    def place(self, meeting: Meeting, row: Int32) -> Place:
-        """Where this CTA's share of a row goes."""
-        owner, number = self.owner(row), self.number(row)
-        cta = peer(self.c, owner)
-        there, come = (op.cluster_address(at, cta) for at in (self._at(self.rank, owner, number), meeting.come.toint()))
-        return Place(owner == self.rank, self._own(number), there, come)
+    def own(self, row: Int32) -> Int32:
+        """Where this CTA's part of a row is."""
+        return self.c.shared.own.at(self.shared) + row * self.c.pitch
+
+    @cute.jit
+    def send(self, meeting: Meeting, row: Int32):
+        """This CTA's part of a row to the one that adds it up, by one thread."""
+        owner = self.owner(row)
+        if owner != self.rank:
+            cta, at = peer(self.c, owner), self._at(self.rank, owner, self.number(row))
+            there, come = op.cluster_address(at, cta), op.cluster_address(meeting.come.toint(), cta)
+            _send(there, self.own(row), self.c.pitch, come)
 
     def found(self, sender: Int32, number: Int32) -> Int32:
-        """Where a CTA's share of one of the own rows is."""
-        return cutlass.select_(sender == self.rank, self._own(number), self._at(sender, self.rank, number))
+        """Where a CTA's part of one of the rows is that this one adds up."""
+        return cutlass.select_(sender == self.rank, self.own(self.row(number)), self._at(sender, self.rank, number))
 
     def expected(self, tile: WorkTile) -> Int32:
         """Bytes that come from others."""
         return self.rows(tile) * (self.ctas - 1) * self.c.pitch
-
-    def _own(self, number: Int32) -> Int32:
-        return self.c.shared.own.at(self.shared) + number * self.c.pitch
 
     def _at(self, sender: Int32, owner: Int32, number: Int32) -> Int32:
         """In the inbox of ``owner``, which has no place for what is its own."""

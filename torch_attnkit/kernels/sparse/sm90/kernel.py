@@ -26,7 +26,7 @@ from .coded import CodedTiles
 from .config import HALVES, Config
 from .fp4_output import Fp4Output
 from .inbox import Inbox
-from .loads import Producer, load_query
+from .loads import Producer, ask_ahead, load_query
 from .mainloop import Mainloop, Start
 from .meeting import Meeting, sync_cluster
 from .merge import Merge
@@ -76,15 +76,16 @@ class Sparse:
             cute.arch.barrier()
         if const_expr(c.merge):
             cute.arch.cluster_arrive_relaxed()  # ``tell_read`` waits for the others
-        # The launch began while the one before it ended, and lets the next begin likewise: all memory waits for that.
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
-        few, many = const_expr(_REGISTERS if c.row.plain else _CODED_REGISTERS)
         first, part = cute.arch.block_idx()[0], Int32(0)  # work tile, and which CTA of it this is
         if const_expr(c.merge):
             each = numbers.groups * numbers.ctas
             side, first = first % c.sides, first // c.sides
             first, part = first // each * c.sides + side, first % each
+        # The launch began while the one before it ended, and lets the next begin likewise: all memory waits for that.
+        cute.arch.griddepcontrol_launch_dependents()
+        ask_ahead(c, tensors, numbers, work_tile(tensors, numbers, first), part)
+        cute.arch.griddepcontrol_wait()
+        few, many = const_expr(_REGISTERS if c.row.plain else _CODED_REGISTERS)
         if warp >= HALVES * WARPS:
             cute.arch.setmaxregister_decrease(few)
             if const_expr(c.once):
@@ -92,6 +93,8 @@ class Sparse:
             else:
                 self.producer.run(tensors, numbers, shared, meeting, first, part)
             if const_expr(c.merge):
+                cute.arch.cluster_wait()
+                cute.arch.cluster_arrive_relaxed()
                 cute.arch.cluster_wait()
             if const_expr(c.sides == SIDES):
                 sync_cluster()
@@ -103,8 +106,8 @@ class Sparse:
             self._consumer(0, tensors, numbers, shared, meeting, first, part)
 
     def _bring(self, warpgroup: int, *arguments: Any) -> None:
-        """What a warpgroup brings of a CTA's first tiles; 0 is the producer."""
-        tiles = self.producer.early(warpgroup)
+        """What a warpgroup brings of the keys that are there at once; 0 is the producer."""
+        tiles = self.producer.turns(warpgroup)
         if len(tiles) > 0:
             self.producer.bring(tiles, *arguments)
 
@@ -125,6 +128,7 @@ class Sparse:
         inbox = Inbox(self.c, numbers, shared)
         self.results[half].send_sums(tile, meeting, inbox, w, (maxima, sums, [Float32(1.0)] * 2))
         self.merge.run(tensors, numbers, tile, index, part, inbox, shared, meeting)
+        cute.arch.cluster_wait()  # what this CTA has sent has come
 
     @cute.jit
     def _consume(
@@ -137,9 +141,6 @@ class Sparse:
             tile = work_tile(tensors, numbers, index)
             if const_expr(self.c.merge):  # each CTA has but one, so nobody is early
                 load_query(self.c, tensors, tile, shared, meeting, THREADS * HALVES)
-            if const_expr(self.c.bringers > 1):
-                if item == 0:
-                    self._bring(1 + half, tensors, numbers, tile, part, shared, meeting)
             meeting.query.wait(item)
             # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
             tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])
@@ -149,6 +150,7 @@ class Sparse:
                 inbox = Inbox(self.c, numbers, shared)
                 self.results[half].send(tile, shared, meeting, inbox, w)
                 self.merge.run(tensors, numbers, tile, index, part, inbox, shared, meeting)
+                cute.arch.cluster_wait()  # what this CTA has sent has come
             else:
                 self.results[half].store(tensors, numbers, tile, shared, w)
             start = start.after(tiles)

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda import warp_ops as op
@@ -33,6 +33,8 @@ from .schedule import (
     work_tile,
     work_tiles,
 )
+
+_LINE = 32  # words of four bytes in a line of the L2
 
 
 @cute.jit
@@ -63,6 +65,34 @@ def _prefetch(source: Int64, nbytes: int, *, loc: Any = None, ip: Any = None) ->
     asm(None, [source, Int32(nbytes)], text, memory=True, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def _prefetch_line(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring a line of device memory to the L2."""
+    asm(None, [source], "prefetch.global.L2 [$0];", memory=True, loc=loc, ip=ip)
+
+
+@cute.jit
+def ask_ahead(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32):
+    """Bring to the L2 what a CTA's first work tile begins with and only the launch says where: Q, the list, the numbers
+    of the token, the sinks. Nothing is read: the launch before may still write it, and what it writes is in the L2."""
+    c, thread, token = config, cute.arch.thread_idx()[0], tile.token
+    sharing = Uint32(numbers.ctas * numbers.groups) if const_expr(c.merge) else Uint32(1)
+    if (thread < tile.heads) & (Uint32(thread) % sharing == Uint32(part)):
+        offset = Int64(tensors.q.stride[0]) * token + Int64(tensors.q.stride[1]) * (tile.head + thread)
+        _prefetch(tensors.q.iterator.toint() + offset * c.itemsize, c.dim * c.itemsize)
+    if part == 0:
+        n = (thread - THREADS) * _LINE
+        if (numbers.has_list != 0) & (n >= 0) & (n < numbers.listed):
+            at = Int64(tensors.chosen.stride[0]) * token + Int64(tensors.chosen.stride[1]) * n
+            _prefetch_line(tensors.chosen.iterator.toint() + at * 4)
+        if thread == HEADS:
+            for of_token in (tensors.end, tensors.length, tensors.request):
+                _prefetch_line(of_token.iterator.toint() + Int64(of_token.stride[0]) * token * 4)
+        if (numbers.has_sink != 0) & (thread > HEADS) & (thread <= HEADS + HEADS // _LINE):
+            head = tile.head + cutlass.min((thread - HEADS - 1) * _LINE, tile.heads - 1)
+            _prefetch_line(tensors.sink.iterator.toint() + Int64(tensors.sink.stride[0]) * head * 4)
+
+
 class Producer:
     """What a CTA goes through; ``tiles`` are how one is loaded."""
 
@@ -72,11 +102,7 @@ class Producer:
     @cute.jit
     def run(self, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting, first: Int32, part: Int32):
         c = self.c
-        filled, item, last = (
-            Int32(0),
-            Int32(0),
-            Int32(-1),
-        )  # tiles and work tiles so far, and the last that is from here
+        filled, item = Int32(0), Int32(0)  # tiles and work tiles so far
         divisor = self.tiles.divisor(tensors)
         for index in cutlass.range(first, work_tiles(tensors, numbers), numbers.together, unroll=1):
             tile = work_tile(tensors, numbers, index)
@@ -86,51 +112,41 @@ class Producer:
             if const_expr(not c.merge):
                 if index >= numbers.together:
                     keys = without_end(tensors, numbers, keys, tile.token)
-            tiles, second = keys.tiles(c.keys), Int32(1)
-            if item == 0:
-                second = Int32(c.bringers)
+            tiles = keys.tiles(c.keys)
             key = keys.first + self.places.key(Int32(0))
             row = row_of(c, tensors, keys, key, first_entry_of(tensors, numbers, keys, tile.token, key, guess))
             # The first keys have a place before Q has: that is read until the last scores of the work tile before.
-            row = self._step(
-                tensors, numbers, keys, tile, row, divisor, shared, meeting, Int32(0), second, filled, last
-            )
-            last = filled
+            row = self._step(tensors, numbers, keys, tile, row, divisor, shared, meeting, Int32(0), filled)
             self._begin(tensors, tile, tiles, shared, meeting, item)
             self._prefetch_query(tensors, numbers, index + numbers.together)
-            for n in cutlass.range(second, tiles, unroll=1):
-                row = self._step(tensors, numbers, keys, tile, row, divisor, shared, meeting, n, n + 1, filled, last)
-                last = filled + n
+            for n in cutlass.range(1, tiles, unroll=1):
+                row = self._step(tensors, numbers, keys, tile, row, divisor, shared, meeting, n, filled)
             filled += tiles
             item += 1
-        self.tiles.finish(divisor, shared, meeting, last)
+        self.tiles.finish(divisor, shared, meeting, filled)
 
     @cute.jit
     def bring(
         self, tiles: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32, shared: Int32,
         meeting: Meeting,
     ):  # fmt: skip
-        """These of a CTA's first ``tiles``, a range, by whatever warpgroup."""
-        c = self.c
-        divisor = self.tiles.divisor(tensors)
+        """These ``tiles``, a range, of the keys that a CTA has at once, by whatever warpgroup: all that is looked up is
+        on its way together."""
+        c, divisor = self.c, self.tiles.divisor(tensors)
         at = [self.places.key(Int32(n)) for n in tiles]
         guesses = [guess_of(tensors, numbers, tile.token, part, key) for key in at]
         keys = keys_of(c, tensors, numbers, tile.token, part)
+        numbered = [keys.first + key for key in at]
         entries = [
-            first_entry_of(tensors, numbers, keys, tile.token, keys.first + key, guess)
-            for key, guess in zip(at, guesses, strict=True)
+            first_entry_of(tensors, numbers, keys, tile.token, key, guess)
+            for key, guess in zip(numbered, guesses, strict=True)
         ]
-        rows = [row_of(c, tensors, keys, keys.first + key, entry) for key, entry in zip(at, entries, strict=True)]
-        if const_expr(c.once):
-            self.tiles.bring(rows, divisor, shared, meeting, tiles)
-        else:
-            if tiles[0] < keys.tiles(c.keys):
-                self.tiles.bring(rows, divisor, shared, meeting, tiles)
+        rows = [row_of(c, tensors, keys, key, entry) for key, entry in zip(numbered, entries, strict=True)]
+        self.tiles.bring(rows, divisor, shared, meeting, tiles)
 
-    def early(self, warpgroup: int) -> range:
-        """Which tiles a warpgroup brings; 0 is the producer."""
-        c = self.c
-        return range(warpgroup, c.stages if c.once else warpgroup + 1, c.bringers)
+    def turns(self, warpgroup: int) -> range:
+        """Which of the tiles that are there at once a warpgroup brings; 0 is the producer."""
+        return range(warpgroup, self.c.stages, self.c.bringers)
 
     @cute.jit
     def _begin(self, tensors: Tensors, tile: WorkTile, tiles: Int32, shared: Int32, meeting: Meeting, item: Int32):
@@ -145,15 +161,15 @@ class Producer:
     @cute.jit
     def _step(
         self, tensors: Tensors, numbers: Numbers, keys: Keys, tile: WorkTile, row: Row, divisor: Any, shared: Int32,
-        meeting: Meeting, n: Int32, following: Int32, filled: Int32, last: Int32,
+        meeting: Meeting, n: Int32, filled: Int32,
     ):  # fmt: skip
-        """Load tile n of the work tile, before which ``filled`` came; returns this lane's row of tile ``following``."""
-        key = keys.first + self.places.key(following)
+        """Load tile n of the work tile, before which ``filled`` came; returns this lane's row of the next."""
+        key = keys.first + self.places.key(n + 1)
         entry = entry_of(tensors, numbers, keys, tile.token, key)  # on its way while tile n is loaded
-        self.tiles.load(row, divisor, shared, meeting, filled, n, last)
-        row = row_of(self.c, tensors, keys, key, entry)
-        self._prefetch(row)
-        return row
+        self.tiles.load(row, divisor, shared, meeting, filled, n)
+        following = row_of(self.c, tensors, keys, key, entry)
+        self._prefetch(following)
+        return following
 
     @cute.jit
     def _prefetch_query(self, tensors: Tensors, numbers: Numbers, index: Int32):

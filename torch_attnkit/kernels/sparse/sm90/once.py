@@ -31,6 +31,7 @@ from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
 from .arguments import Numbers, Tensors
 from .config import HALVES, Config
+from .inbox import load_shared_floats
 from .masks import to_scores
 from .meeting import Meeting, meet
 from .places import COLUMN_CHUNKS, LANES
@@ -170,10 +171,12 @@ class Once:
         meet()
         at += (1 - 2 * self.half) * self.query_bytes
         for n, (rS, i) in enumerate(fours):
-            other = op.load_shared_floats(4, at + n * each, Int32(1))
+            other = load_shared_floats(4, at + n * each)
             for x in range(4):
                 rS[i + x] = rS[i + x] + other[x]
-        cute.arch.sync_warp()  # every lane has read it before one of them says so
+        # Every lane has read it, and bulk copies may write there, before one of them says so.
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
 
     @cute.jit
     def _probabilities(self, scores: list[cute.Tensor]):

@@ -29,7 +29,7 @@ class PlainTiles:
         return None
 
     @cute.jit
-    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32, before: Int32):
+    def load(self, row: Row, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32, n: Int32):
         """Tile n of the work tile, before which ``filled`` came; rows that do not count become zeros. The columns of
         the warpgroup that computes its scores come first, since that one gives their place back first."""
         counts = self.places.counts(row)
@@ -40,11 +40,11 @@ class PlainTiles:
     def bring(self, rows: list[Row], divisor: Any, shared: Int32, meeting: Meeting, tiles: range) -> None:
         """These tiles, whose places are free, with nothing before or behind them."""
         for row, n in zip(rows, tiles, strict=True):
-            self.load(row, divisor, shared, meeting, Int32(0), Int32(n), Int32(n - 1))
-        self.finish(divisor, shared, meeting, Int32(tiles[-1]))
+            self.load(row, divisor, shared, meeting, Int32(0), Int32(n))
+        self.finish(divisor, shared, meeting, Int32(len(tiles)))
 
-    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, last: Int32) -> None:
-        """After tile ``last``."""
+    def finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
+        """After the last of ``filled`` tiles."""
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
