@@ -26,6 +26,7 @@ from .bins import BITS, Bins, running_sum
 from .plan import LANES, Config
 
 _NONE = 0xFF800000  # the key of -inf, NaN and an entry that is not there: above all others, and the first of a bin
+_FEW = 8  # of 32 scores, up to which each lane writes what is chosen of its own
 _PLUS = 0x7FFFFFFF  # the key of 0 and of no lesser number
 # Leading bits of a key that passes look at: numbers of 16 bits differ in 19 at most.
 _KEY_BITS = {16: 2 * BITS, 32: 32}
@@ -138,10 +139,14 @@ class _TopK(Fixed):
         more, ties, all_more, all_ties = self.count(part, rScores, kept, limits, rank)
         gIndices = cute.make_tensor(mIndices.iterator + Int64(row) * topk, cute.make_layout(topk))
         at = more + cutlass.min(ties, quota)
-        for tile in cutlass.range(tiles, unroll=1):
-            start = first + tile * c.tile
-            marks = self.marks_of(part, start, rScores, kept, limits)
-            at, ties = self.write(gIndices, names, origin, marks, quota, start, at, ties)
+        if all_more == length:  # all of the row, as of rows that have no more entries than are asked for
+            for i in cutlass.range(rank * c.threads + thread, length, c.threads * c.cluster, unroll=1):
+                gIndices[i] = copies.scalar(names + i) if const_expr(self.listed) else origin + i
+        else:
+            for tile in cutlass.range(tiles, unroll=1):
+                start = first + tile * c.tile
+                marks = self.marks_of(part, start, rScores, kept, limits)
+                at, ties = self.write(gIndices, names, origin, marks, quota, start, at, ties)
         chosen = all_more + cutlass.min(all_ties, quota)
         for i in cutlass.range(chosen + rank * c.threads + thread, topk, c.threads * c.cluster, unroll=1):
             gIndices[i] = Int32(-1)
@@ -333,12 +338,22 @@ class _TopK(Fixed):
             ties += cute.arch.shuffle_sync(upto, LANES - 1)
         n = ones(word)
         upto = running_sum(n)
-        place, entry = at + upto - n, start + cute.arch.lane_idx() * LANES
-        while word != 0:
-            number = entry + ones(~word & (word - 1))
-            gIndices[place] = copies.scalar(names + number) if const_expr(self.listed) else origin + number
-            word = word & (word - 1)
-            place += 1
+        lane = cute.arch.lane_idx()
+        place, entry = at + upto - n, start + lane * LANES
+        if cute.arch.warp_redux_sync(n, "max") > _FEW:
+            # Word by word, a lane for each bit: places that follow one another are written together.
+            for i in cutlass.range(LANES, unroll=4):
+                all_, to = Uint32(cute.arch.shuffle_sync(word, i)), cute.arch.shuffle_sync(place, i)
+                if (all_ >> lane) & 1 != 0:
+                    number = start + i * LANES + lane
+                    value = copies.scalar(names + number) if const_expr(self.listed) else origin + number
+                    gIndices[to + ones(all_ & ((Uint32(1) << lane) - 1))] = value
+        else:
+            while word != 0:
+                number = entry + ones(~word & (word - 1))
+                gIndices[place] = copies.scalar(names + number) if const_expr(self.listed) else origin + number
+                word = word & (word - 1)
+                place += 1
         return at + cute.arch.shuffle_sync(upto, LANES - 1), ties
 
     def in_order(self, bits: Uint32) -> Uint32:
