@@ -13,6 +13,7 @@ from torch_attnkit.kernels.sparse.problem import Problem
 from torch_attnkit.kernels.sparse.sm90.config import Config
 from torch_attnkit.kernels.sparse.sm90.plan import (
     ALIGNED,
+    CODED_ONCE_TILES,
     CODED_TILES,
     ONCE_DIM,
     ONCE_TILES,
@@ -85,7 +86,10 @@ def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format):
     assert config.keys // 4 * (dim // 16) % (4 * 32) == 0
 
 
-@pytest.mark.parametrize(("format", "tiles"), [(name, t) for name, tiles in ONCE_TILES.items() for t in tiles])
+@pytest.mark.parametrize(
+    ("format", "tiles"),
+    [(name, t) for name in kv_cache.FORMATS for t in (ONCE_TILES if name == "none" else CODED_ONCE_TILES)],
+)
 def test_shared_memory_fits_where_keys_are_there_at_once(format, tiles):
     keys, stages = tiles
     config = Config(

@@ -104,7 +104,9 @@ class CodedTiles:
         if n > 0:
             self._decode_tile(divisor, shared, meeting, n - 1)
 
-    def bring(self, rows: list[Row], divisor: Any, shared: Int32, meeting: Meeting, tiles: range) -> None:
+    def bring(
+        self, rows: list[Row], divisor: Any, shared: Int32, meeting: Meeting, tiles: range, warpgroup: int
+    ) -> None:
         """These tiles, whose places are free, with nothing before or behind them."""
         for row, n in zip(rows, tiles, strict=True):
             self._copy_tile(row, shared, meeting, Int32(n))

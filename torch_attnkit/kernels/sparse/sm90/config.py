@@ -93,12 +93,6 @@ class Config:
         return 0 if self.row.plain else self.row.layout.size - self.row.layout.scales
 
     @property
-    def bringers(self) -> int:
-        """Warpgroups, the producer among them, that bring tiles: where rows are decoded and all are there at once
-        consumers do, too, which have nothing to multiply before."""
-        return 1 + HALVES if self.once and not self.row.plain else 1
-
-    @property
     def ahead(self) -> int:
         """Halves of a tile's scores that are under way before the products for the output of the tile before. With two
         tiles in memory, the tile before gives its place back while the other half is computed: what the scores after
@@ -125,7 +119,7 @@ class Config:
         """How many arrivals complete a phase of each mbarrier, in the order of ``Meeting``; of the last one the launch
         says it, where CTAs meet."""
         return [
-            32 * (CONSUMERS if self.merge else LOADERS) + 1,
+            32 * LOADERS if self.once else 32 * (CONSUMERS if self.merge else LOADERS) + 1,
             CONSUMERS,
             *[LOADERS * (33 if self.row.plain else 1)] * (HALVES * self.stages),
             *[CONSUMERS * self.sides] * (HALVES * self.stages),

@@ -89,7 +89,10 @@ class Sparse:
         if warp >= HALVES * WARPS:
             cute.arch.setmaxregister_decrease(few)
             if const_expr(c.once):
-                self._bring(0, tensors, numbers, work_tile(tensors, numbers, first), part, shared, meeting)
+                tile = work_tile(tensors, numbers, first)
+                load_query(c, tensors, tile, shared, meeting, THREADS)
+                if const_expr(not c.row.plain):
+                    self.producer.bring(0, tensors, numbers, tile, part, shared, meeting)
             else:
                 self.producer.run(tensors, numbers, shared, meeting, first, part)
             if const_expr(c.merge):
@@ -105,12 +108,6 @@ class Sparse:
             cute.arch.setmaxregister_increase(many)
             self._consumer(0, tensors, numbers, shared, meeting, first, part)
 
-    def _bring(self, warpgroup: int, *arguments: Any) -> None:
-        """What a warpgroup brings of the keys that are there at once; 0 is the producer."""
-        tiles = self.producer.turns(warpgroup)
-        if len(tiles) > 0:
-            self.producer.bring(tiles, *arguments)
-
     def _consumer(self, half: int, *arguments: Any) -> None:
         (self._consume_once if self.c.once else self._consume)(half, *arguments)
 
@@ -121,9 +118,7 @@ class Sparse:
     ):  # fmt: skip
         """The only work tile of a CTA, all keys of its share at once."""
         w, tile = self.mainloops[half].fragments(shared), work_tile(tensors, numbers, index)
-        self.mainloops[half].send_for_query(tensors, tile, shared)
-        if const_expr(self.c.bringers > 1):
-            self._bring(1 + half, tensors, numbers, tile, part, shared, meeting)
+        self.producer.bring(1 + half, tensors, numbers, tile, part, shared, meeting)
         maxima, sums = self.mainloops[half].run(numbers, shared, meeting, w)
         inbox = Inbox(self.c, numbers, shared)
         self.results[half].send_sums(tile, meeting, inbox, w, (maxima, sums, [Float32(1.0)] * 2))

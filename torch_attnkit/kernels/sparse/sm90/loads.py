@@ -16,7 +16,7 @@ from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
 from .arguments import Numbers, Tensors
 from .coded import CodedTiles
-from .config import Config
+from .config import HALVES, Config
 from .meeting import Meeting
 from .places import COLUMN_CHUNKS, Places
 from .plain import PlainTiles
@@ -127,12 +127,11 @@ class Producer:
 
     @cute.jit
     def bring(
-        self, tiles: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32, shared: Int32,
-        meeting: Meeting,
+        self, warpgroup: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32,
+        shared: Int32, meeting: Meeting,
     ):  # fmt: skip
-        """These ``tiles``, a range, of the keys that a CTA has at once, by whatever warpgroup: all that is looked up is
-        on its way together."""
-        c, divisor = self.c, self.tiles.divisor(tensors)
+        """A warpgroup's share of the keys that a CTA has at once; 0 is the producer. It looks up all of them first."""
+        c, divisor, tiles = self.c, self.tiles.divisor(tensors), self._turns(warpgroup)
         at = [self.places.key(Int32(n)) for n in tiles]
         guesses = [guess_of(tensors, numbers, tile.token, part, key) for key in at]
         keys = keys_of(c, tensors, numbers, tile.token, part)
@@ -142,11 +141,11 @@ class Producer:
             for key, guess in zip(numbered, guesses, strict=True)
         ]
         rows = [row_of(c, tensors, keys, key, entry) for key, entry in zip(numbered, entries, strict=True)]
-        self.tiles.bring(rows, divisor, shared, meeting, tiles)
+        self.tiles.bring(rows, divisor, shared, meeting, tiles, warpgroup)
 
-    def turns(self, warpgroup: int) -> range:
-        """Which of the tiles that are there at once a warpgroup brings; 0 is the producer."""
-        return range(warpgroup, self.c.stages, self.c.bringers)
+    def _turns(self, warpgroup: int) -> range:
+        """Encoded tiles are brought in turn by all warpgroups, others by the consumers that multiply their columns."""
+        return range(self.c.stages) if self.c.row.plain else range(warpgroup, self.c.stages, 1 + HALVES)
 
     @cute.jit
     def _begin(self, tensors: Tensors, tile: WorkTile, tiles: Int32, shared: Int32, meeting: Meeting, item: Int32):

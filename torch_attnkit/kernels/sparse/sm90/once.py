@@ -16,7 +16,7 @@ from enum import IntEnum
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_attnkit.cuda import copies
@@ -29,13 +29,12 @@ from torch_attnkit.kernels.decode.config import CHUNK
 from torch_attnkit.kernels.decode.sm90 import products
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
-from .arguments import Numbers, Tensors
+from .arguments import Numbers
 from .config import HALVES, Config
 from .inbox import load_shared_floats
 from .masks import to_scores
 from .meeting import Meeting, meet
 from .places import COLUMN_CHUNKS, LANES
-from .schedule import WorkTile
 
 _INF = float("inf")
 
@@ -91,28 +90,11 @@ class Once:
         )
 
     @cute.jit
-    def send_for_query(self, tensors: Tensors, tile: WorkTile, shared: Int32):
-        """This warpgroup's columns of Q to shared memory; rows beyond the work tile's heads become zeros."""
-        c = self.c
-        chunks = const_expr(c.ring.part * c.itemsize // CHUNK)
-        thread, q = cute.arch.thread_idx()[0] % THREADS, tensors.q
-        chunk, row_bytes = thread % chunks, Int64(q.stride[1]) * c.itemsize
-        source = q.iterator.toint() + Int64(q.stride[0]) * tile.token * c.itemsize + row_bytes * tile.head
-        source += self.half * (c.ring.part * c.itemsize) + chunk * CHUNK
-        target = self._query(shared) + chunk // COLUMN_CHUNKS * (HEADS * ROW_BYTES)
-        for i in cutlass.range(HEADS * chunks // THREADS, unroll=4):
-            head = i * (THREADS // chunks) + thread // chunks
-            valid = cutlass.select_(head < tile.heads, Int32(CHUNK), Int32(0))
-            to = target + head * ROW_BYTES + ((chunk % COLUMN_CHUNKS) ^ (head & 7)) * CHUNK
-            op.copy_16_async(to, source + row_bytes * cutlass.min(head, tile.heads - 1), valid)
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
     def run(self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments):
         """Leaves the output in registers; returns maxima and sums of the lane's two rows."""
         c = self.c
         scores = [cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, c.keys)), Float32) for _ in range(c.stages)]
-        self._read_query(shared, w)
+        self._read_query(shared, meeting, w)
         for n, rS in enumerate(scores):
             meeting.tiles.wait(Int32(n * HALVES + self.half))
             cute.arch.fence_view_async_shared()
@@ -135,10 +117,9 @@ class Once:
         return self.c.shared.query.at(shared) + self.half * self.query_bytes
 
     @cute.jit
-    def _read_query(self, shared: Int32, w: Fragments):
-        """From shared memory to registers, when all threads' copies have come."""
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.barrier(barrier_id=int(NamedBarrier.WARPGROUP) + self.half, number_of_threads=THREADS)
+    def _read_query(self, shared: Int32, meeting: Meeting, w: Fragments):
+        """This warpgroup's columns of Q from shared memory to registers."""
+        meeting.query.wait(Int32(0))
         lane = cute.arch.lane_idx()
         row = w.thread // LANES * 16 + lane % 16
         at = self._query(shared) + row * ROW_BYTES

@@ -23,13 +23,10 @@ _REUSED = 32  # times that a key is read, from which on most reads find it in th
 _L2_BYTES = 32 << 20  # of the caches, of which an L2 of 50 MB keeps most beside what streams through
 # Where rows are decoded in shared memory: while one tile is decoded and another is on its way, two are read.
 CODED_TILES = {128: (64, 6), 256: (64, 4), 512: (32, 4)}
-# Of a CTA that has its share of a token's keys at once, D 512. Encoded tiles are decoded by three warpgroups in turn;
-# scales of NVFP4 leave no room for five.
+# Keys of a tile, and tiles, of a CTA that has its share of a token's keys at once, D 512; of encoded rows each of three
+# warpgroups decodes a tile. With more keys scores are exchanged in two steps: 160 took longer than tile by tile.
 ONCE_DIM = 512
-_CODED_ONCE = ((16, 3), (32, 3), (32, 5))
-ONCE_TILES = {
-    "none": ((48, 1), (80, 1), (112, 1), (80, 2)), "fp8": _CODED_ONCE, "mxfp4": _CODED_ONCE, "nvfp4": _CODED_ONCE[:2],
-}  # fmt: skip
+ONCE_TILES, CODED_ONCE_TILES = ((48, 1), (80, 1), (112, 1)), ((16, 3), (32, 3))
 LEAST_BYTES = 4  # at whose multiples rows of an encoded format start: the shortest copy that cp.async makes
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
@@ -114,9 +111,10 @@ def _once(problem: Problem, ctas: int, groups: int, sides: int) -> tuple[int, in
     p = problem
     if p.dim != ONCE_DIM or sides > 1 or ctas == 1:
         return None
+    tiles = ONCE_TILES if p.format == "none" else CODED_ONCE_TILES
     # As the kernel counts them: a list may have more places than there are entries.
     most = share(min(p.window, p.capacity) + (p.listed if p.has_list else p.entries), ctas * groups)
-    return next(((keys, stages) for keys, stages in ONCE_TILES[p.format] if keys * stages >= most), None)
+    return next(((keys, stages) for keys, stages in tiles if keys * stages >= most), None)
 
 
 def plan(problem: Problem, sms: int) -> Plan:
