@@ -16,6 +16,7 @@ HALVES = 2  # of the columns of the output, a consumer warpgroup each; their til
 LOADERS = WARPS  # warps
 CONSUMERS = HALVES * WARPS  # warps
 CONSUMER_THREADS = HALVES * THREADS
+STAGED = 2  # tiles whose rows come, or are decoded
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Shared:
     own: Region  # over the ring, and beyond it: this CTA's part of all rows
     masks: Region  # (stages, 4): which keys of a tile count
     scales: Region  # (stages, keys that are decoded here)
+    staging: Region  # (2, keys that are decoded here): rows as they come
+    sent: Region  # (2, 4): which of a warp's rows there are
     info: Region  # how many tiles a work tile has; a flag
     barriers: Region
 
@@ -93,6 +96,18 @@ class Config:
         return 0 if self.row.plain else self.row.layout.size - self.row.layout.scales
 
     @property
+    def staged(self) -> bool:
+        """Whether encoded rows come by bulk copies: a row is a warp's, and where one begins and ends allows it."""
+        row, size = self.row, 0 if self.row.plain else self.row.layout.size
+        aligned = self.align % CHUNK == 0 and size % CHUNK in (0, 8) or self.align == 8 and size % CHUNK == 8
+        return not row.plain and not self.once and self.dim * self.itemsize == 2 * 32 * CHUNK and aligned
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a row that is staged, and of what it may start behind a multiple of 16."""
+        return -(-self.row.layout.size // CHUNK) * CHUNK if self.staged else 0
+
+    @property
     def ahead(self) -> int:
         """Halves of a tile's scores that are under way before the products for the output of the tile before. With two
         tiles in memory, the tile before gives its place back while the other half is computed: what the scores after
@@ -124,6 +139,7 @@ class Config:
             *[LOADERS * (33 if self.row.plain else 1)] * (HALVES * self.stages),
             *[CONSUMERS * self.sides] * (HALVES * self.stages),
             *[WARPS] * (2 * HALVES),
+            *[1] * (STAGED * LOADERS * self.staged),
             *[1] * self.merge,
         ]
 
@@ -142,9 +158,11 @@ class Config:
         inbox = Region(query.offset, sent * self.pitch)
         masks = Region(peaks.end, self.stages * LOADERS * 4)
         scales = Region(masks.end, self.stages * (self.keys // self.sides) * self.scale_bytes)
-        info = Region(scales.end, 16)
+        staging = Region(scales.end, STAGED * (self.keys // self.sides) * self.slot_bytes)
+        sent = Region(staging.end, STAGED * LOADERS * CHUNK if self.staged else 0)
+        info = Region(sent.end, 16)
         return Shared(
-            query, ring, probabilities, factors, maxima, sums, peaks, inbox, own, masks, scales, info,
+            query, ring, probabilities, factors, maxima, sums, peaks, inbox, own, masks, scales, staging, sent, info,
             Region(info.end, (len(self.arrivals) + self.merge) * 8),
         )  # fmt: skip
 

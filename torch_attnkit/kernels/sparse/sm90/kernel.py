@@ -36,6 +36,7 @@ from .plain import PlainTiles
 from .plan import SIDES
 from .results import Results
 from .schedule import work_tile, work_tiles
+from .staged import StagedTiles
 
 # Of a thread of the producer and of a consumer; 168 is the mean. Who decodes needs more than who copies.
 _REGISTERS, _CODED_REGISTERS = (56, 224), (72, 216)
@@ -46,7 +47,8 @@ class Sparse:
 
     def __init__(self, config: Config):
         self.c = config
-        self.producer = Producer(config, PlainTiles(config) if config.row.plain else CodedTiles(config))
+        tiles = PlainTiles if config.row.plain else StagedTiles if config.staged else CodedTiles
+        self.producer = Producer(config, tiles(config))
         self.mainloops = [(Once if config.once else Mainloop)(config, half) for half in range(HALVES)]
         output = Output(config.dtype) if config.fp4 is None else Fp4Output(config)
         self.results = [Results(config, half, output) for half in range(HALVES)]

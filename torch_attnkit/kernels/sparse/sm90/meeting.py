@@ -12,7 +12,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.kernels.decode.config import Region
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 
-from .config import CONSUMER_THREADS, CONSUMERS, HALVES, LOADERS, Config
+from .config import CONSUMER_THREADS, CONSUMERS, HALVES, LOADERS, STAGED, Config
 from .plan import SIDES
 
 
@@ -45,8 +45,11 @@ class Meeting(Fixed):
         self.tiles = (SharedRing if c.sides == SIDES else Ring)(at + 2, at + 2 + places, places)
         at += 2 + 2 * places
         self.probabilities = [Ring(at + half, at + HALVES + half, 1) for half in range(HALVES)]
+        at += 2 * HALVES
+        self.staged = at  # rows of a tile and a warp have come
+        at += STAGED * LOADERS * c.staged
         # Where CTAs share a work tile: what others send has come; all that read Q, in all of them, are through.
-        self.come, self.read = at + 2 * HALVES, at + (2 * HALVES + 1)
+        self.come, self.read = at, at + 1
 
     def begin(self, ctas: Int32) -> None:
         """``ctas`` share a work tile."""

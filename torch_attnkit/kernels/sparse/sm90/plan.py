@@ -27,6 +27,7 @@ CODED_TILES = {128: (64, 6), 256: (64, 4), 512: (32, 4)}
 # warpgroups decodes a tile. With more keys scores are exchanged in two steps: 160 took longer than tile by tile.
 ONCE_DIM = 512
 ONCE_TILES, CODED_ONCE_TILES = ((48, 1), (80, 1), (112, 1)), ((16, 3), (32, 3))
+STAGED_STAGES = 3  # of rows of 512 columns whose bytes come to memory of their own
 LEAST_BYTES = 4  # at whose multiples rows of an encoded format start: the shortest copy that cp.async makes
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
@@ -135,6 +136,10 @@ def plan(problem: Problem, sms: int) -> Plan:
     once = _once(problem, ctas, groups, sides)
     if once is not None:
         keys, stages = once
+    elif problem.dim == 512 and (
+        problem.format == "fp8" and problem.align % 8 == 0 or problem.format == "mxfp4" and problem.align == 16
+    ):
+        stages = STAGED_STAGES
     sizes = dict(
         dim=problem.dim, keys=keys, stages=stages, merge=shared,
         # A row of the L2 is not asked for twice: the request takes as long as a copy.
