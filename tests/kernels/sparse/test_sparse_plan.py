@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels.cache.problem import Row as kv_cache_row
 from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
 from torch_attnkit.kernels.sparse.problem import Problem
 from torch_attnkit.kernels.sparse.sm90.config import Config
@@ -18,9 +19,11 @@ from torch_attnkit.kernels.sparse.sm90.plan import (
     ONCE_DIM,
     ONCE_TILES,
     REUSED_TILES,
+    STAGED_TILES,
     TILES,
     plan,
     share,
+    staged,
 )
 from torch_attnkit.kernels.sparse.sm100 import config as blackwell
 from torch_attnkit.kernels.sparse.sm100.plan import HEADS, heads_of
@@ -73,10 +76,17 @@ def test_shared_memory_fits(dim, merge, tiles):
 
 @pytest.mark.parametrize("dim", CODED_TILES)
 @pytest.mark.parametrize("format", kv_cache.FORMATS[1:])
-def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format):
-    config = Config(
-        type("Bits", (), {"width": 16}), dim, *CODED_TILES[dim], merge=True, prefetch=False, format=format, rope_dim=64
-    )
+@pytest.mark.parametrize("align", [4, 8, 16])
+@pytest.mark.parametrize("rope", [0, 64, 128])
+def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format, align, rope):
+    if dim <= rope:
+        return
+    bits, tiles = type("Bits", (), {"width": 16}), CODED_TILES[dim]
+    whole = staged(kv_cache_row(format, dim, rope), align)
+    tiles = STAGED_TILES[dim] if whole else tiles
+    config = Config(bits, dim, *tiles, merge=True, prefetch=False, format=format, rope_dim=rope, align=align)
+    assert config.staged == whole and (not whole or (dim == 512 and config.row.layout.scales % 16 == 0))
+    assert not whole or align == 16 or config.row.layout.size % 16 == 8
     assert config.shared_bytes <= 227 << 10 and config.shared.inbox.end <= config.shared.query.end
     assert config.shared.own.end <= config.shared.probabilities.offset or not config.shared.own.nbytes
     assert config.shared.barriers.offset % 8 == 0 and config.shared.scales.offset % 16 == 0

@@ -10,7 +10,7 @@ from torch_attnkit.kernels.cache.problem import Row
 from torch_attnkit.kernels.decode.config import CHUNK, Region, SplitLayout, itemsize
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS, WARPS, Ring
 
-from .plan import MOST_CTAS
+from .plan import MOST_CTAS, staged
 
 HALVES = 2  # of the columns of the output, a consumer warpgroup each; their tiles alternate, too
 LOADERS = WARPS  # warps
@@ -97,10 +97,8 @@ class Config:
 
     @property
     def staged(self) -> bool:
-        """Whether encoded rows come by bulk copies: a row is a warp's, and where one begins and ends allows it."""
-        row, size = self.row, 0 if self.row.plain else self.row.layout.size
-        aligned = self.align % CHUNK == 0 and size % CHUNK in (0, 8) or self.align == 8 and size % CHUNK == 8
-        return not row.plain and not self.once and self.dim * self.itemsize == 2 * 32 * CHUNK and aligned
+        """Whether encoded rows come by bulk copies, to memory of their own."""
+        return not self.once and staged(self.row, self.align)
 
     @property
     def slot_bytes(self) -> int:

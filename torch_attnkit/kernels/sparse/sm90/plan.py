@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch_attnkit.core.spec import short
+from torch_attnkit.kernels.cache.problem import Row
 from torch_attnkit.kernels.decode.config import SplitLayout
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
@@ -27,7 +28,7 @@ CODED_TILES = {128: (64, 6), 256: (64, 4), 512: (32, 4)}
 # warpgroups decodes a tile. With more keys scores are exchanged in two steps: 160 took longer than tile by tile.
 ONCE_DIM = 512
 ONCE_TILES, CODED_ONCE_TILES = ((48, 1), (80, 1), (112, 1)), ((16, 3), (32, 3))
-STAGED_STAGES = 3  # of rows of 512 columns whose bytes come to memory of their own
+STAGED_TILES = {512: (32, 3)}  # the same where rows come whole, to memory of their own
 LEAST_BYTES = 4  # at whose multiples rows of an encoded format start: the shortest copy that cp.async makes
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
@@ -68,6 +69,14 @@ class Cut(NamedTuple):
     ctas: int
     groups: int
     sides: int
+
+
+def staged(row: Row, align: int) -> bool:
+    """Whether rows come by bulk copies, which begin and end at multiples of 16 bytes: what is before the scales does;
+    rows that may begin 8 bytes behind one end at one then."""
+    if row.format not in ("fp8", "mxfp4") or row.head_dim not in STAGED_TILES:
+        return False
+    return align == 16 or (row.format == "fp8" and align == 8 and row.layout.size % 16 == 8)
 
 
 def share(keys: int, ctas: int) -> int:
@@ -136,10 +145,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     once = _once(problem, ctas, groups, sides)
     if once is not None:
         keys, stages = once
-    elif problem.dim == 512 and (
-        problem.format == "fp8" and problem.align % 8 == 0 or problem.format == "mxfp4" and problem.align == 16
-    ):
-        stages = STAGED_STAGES
+    elif staged(Row(problem.format, problem.dim, problem.rope_dim), problem.align):
+        keys, stages = STAGED_TILES[problem.dim]
     sizes = dict(
         dim=problem.dim, keys=keys, stages=stages, merge=shared,
         # A row of the L2 is not asked for twice: the request takes as long as a copy.
