@@ -121,8 +121,9 @@ def test_a_row_is_decoded_once_for_two_head_blocks(format, row, conversions, mon
     (alone, apart), (shared, together) = found
     for one, other in zip(apart, together, strict=True):
         assert torch.equal(one, other)
-    query = 128 * 1024
-    assert alone["cp_async"] - query == 2 * keys * row and shared["cp_async"] - query == keys * row
+    # Rows that come whole have their scales, and what is before a multiple of 16 bytes, copied by themselves besides.
+    once, twice = (c["cp_async"] + c["tma_read"] - 128 * 1024 for c in (shared, alone))
+    assert twice == 2 * once and keys * row <= once <= keys * (row + 16)
     assert alone["by_class"]["convert"] - shared["by_class"]["convert"] >= keys * conversions
     # Of the producer, whose share beside decoding remains: whose row is whose, and where it lies.
     assert sum(shared["by_warp"][CONSUMERS:]) < 0.68 * sum(alone["by_warp"][CONSUMERS:])

@@ -8,10 +8,23 @@ import pytest
 import torch
 
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels.cache.problem import Row as kv_cache_row
 from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
 from torch_attnkit.kernels.sparse.problem import Problem
 from torch_attnkit.kernels.sparse.sm90.config import Config
-from torch_attnkit.kernels.sparse.sm90.plan import ALIGNED, CODED_TILES, REUSED_TILES, TILES, plan, share
+from torch_attnkit.kernels.sparse.sm90.plan import (
+    ALIGNED,
+    CODED_ONCE_TILES,
+    CODED_TILES,
+    ONCE_DIM,
+    ONCE_TILES,
+    REUSED_TILES,
+    STAGED_TILES,
+    TILES,
+    plan,
+    share,
+    staged,
+)
 from torch_attnkit.kernels.sparse.sm100 import config as blackwell
 from torch_attnkit.kernels.sparse.sm100.plan import HEADS, heads_of
 from torch_attnkit.kernels.sparse.sm100.plan import plan as blackwell_plan
@@ -56,22 +69,68 @@ def test_keys_that_many_tokens_share_are_not_asked_for_ahead():
 @pytest.mark.parametrize(("merge", "tiles"), [(False, TILES), (True, TILES), (False, REUSED_TILES)])
 def test_shared_memory_fits(dim, merge, tiles):
     config = Config(type("Bits", (), {"width": 16}), dim, *tiles[dim], merge=merge, prefetch=False)
-    assert config.shared_bytes <= 227 << 10 and config.shared.partial.end <= config.shared.ring.end
+    assert config.shared_bytes <= 227 << 10 and config.shared.inbox.end <= config.shared.query.end
+    assert config.shared.own.end <= config.shared.probabilities.offset or not config.shared.own.nbytes
     assert config.keys % 16 == 0 and config.keys <= 64
 
 
 @pytest.mark.parametrize("dim", CODED_TILES)
 @pytest.mark.parametrize("format", kv_cache.FORMATS[1:])
-def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format):
-    config = Config(
-        type("Bits", (), {"width": 16}), dim, *CODED_TILES[dim], merge=True, prefetch=False, format=format, rope_dim=64
-    )
-    assert config.shared_bytes <= 227 << 10 and config.shared.partial.end <= config.shared.ring.end
+@pytest.mark.parametrize("align", [4, 8, 16])
+@pytest.mark.parametrize("rope", [0, 64, 128])
+def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format, align, rope):
+    if dim <= rope:
+        return
+    bits, tiles = type("Bits", (), {"width": 16}), CODED_TILES[dim]
+    whole = staged(kv_cache_row(format, dim, rope), align)
+    tiles = STAGED_TILES[dim] if whole else tiles
+    config = Config(bits, dim, *tiles, merge=True, prefetch=False, format=format, rope_dim=rope, align=align)
+    assert config.staged == whole and (not whole or (dim == 512 and config.row.layout.scales % 16 == 0))
+    assert not whole or align == 16 or config.row.layout.size % 16 == 8
+    assert config.shared_bytes <= 227 << 10 and config.shared.inbox.end <= config.shared.query.end
+    assert config.shared.own.end <= config.shared.probabilities.offset or not config.shared.own.nbytes
     assert config.shared.barriers.offset % 8 == 0 and config.shared.scales.offset % 16 == 0
     # One on its way, one that is decoded or read, and one whose output waits for the scores of the next.
     assert config.stages >= 3
     # Of half a tile's columns a lane has four chunks at a time, of which a row has dim // 16.
     assert config.keys // 4 * (dim // 16) % (4 * 32) == 0
+
+
+@pytest.mark.parametrize(
+    ("format", "tiles"),
+    [(name, t) for name in kv_cache.FORMATS for t in (ONCE_TILES if name == "none" else CODED_ONCE_TILES)],
+)
+def test_shared_memory_fits_where_keys_are_there_at_once(format, tiles):
+    keys, stages = tiles
+    config = Config(
+        type("Bits", (), {"width": 16}), ONCE_DIM, keys, stages, merge=True, prefetch=False, format=format,
+        rope_dim=0 if format == "none" else 64, once=True,
+    )  # fmt: skip
+    shared = config.shared
+    assert config.shared_bytes <= 227 << 10 and shared.inbox.end <= shared.query.end
+    assert shared.own.end <= shared.masks.offset
+    # Either warpgroup's part of the scores is where its columns of Q were; a mask has a bit for each row of a warp.
+    assert keys * 64 * 4 <= shared.query.nbytes // 2 and keys // 4 < 32
+    # Of half a row a lane has a chunk, and of a warp's rows it decodes four at a time.
+    assert keys // 4 % 4 == 0 or format == "none"
+
+
+@pytest.mark.parametrize("format", ["none", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 32, 33, 128])
+@pytest.mark.parametrize("listed", [0, 100, 512, 1024, 8192])
+def test_a_tile_that_is_there_at_once_has_all_keys_of_a_cta(format, tokens, listed):
+    """A list may have more places than there are entries."""
+    problem = dataclasses.replace(
+        ONE, tokens=tokens, listed=listed, entries=300, format=format, rope_dim=64 * (format != "none")
+    )
+    cut = plan(problem, SMS)
+    keys, stages, once = (cut.sizes[name] for name in ("keys", "stages", "once"))
+    assert not once or (cut.ctas > 1 and keys * stages * cut.ctas * cut.groups >= 128 + listed)
+
+
+def test_few_keys_of_a_cta_are_there_at_once():
+    sizes = plan(ONE, SMS).sizes
+    assert sizes["once"] and sizes["keys"] == 80 and not plan(dataclasses.replace(ONE, dim=256), SMS).sizes["once"]
 
 
 def test_rows_are_decoded_without_a_prefetch_that_they_may_start_too_oddly_for():

@@ -54,6 +54,12 @@ def in_a_cluster() -> dict:
     )  # fmt: skip
 
 
+def at_once() -> dict:
+    """The same with so few keys that a CTA has them at once: 80, but for the last one's 33."""
+    given = in_a_cluster()
+    return given | dict(topk_indices=given["topk_indices"][:, :560].contiguous())
+
+
 def in_clusters() -> dict:
     """A token of 70 heads by several clusters, which meet in device memory."""
     return dict(
@@ -117,6 +123,11 @@ def fp8_in_a_cluster() -> dict:
     return encoded(in_a_cluster(), "fp8")
 
 
+def fp8_at_once() -> dict:
+    """A tile that three warpgroups decode."""
+    return encoded(at_once(), "fp8")
+
+
 def nvfp4_pages_in_turn() -> dict:
     """Without lengths a token would see the rest of its last page."""
     return in_pages(encoded(in_turn(), "nvfp4"), 7)
@@ -133,7 +144,7 @@ def pages_in_a_cluster() -> dict:
 
 CASES = [
     in_a_cluster, in_turn, two_head_blocks, from_the_l2, in_clusters, fp8_in_turn, fp8_in_a_cluster,
-    nvfp4_pages_in_turn, mxfp4_pages_in_clusters, pages_in_a_cluster,
+    nvfp4_pages_in_turn, mxfp4_pages_in_clusters, pages_in_a_cluster, at_once, fp8_at_once,
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from torch_attnkit.kernels.topk.plan import LANES, PER_THREAD, configure
+from torch_attnkit.kernels.topk.plan import LANES, PER_THREAD, configure, part_of
 
 SMS = 132
 SIZES = (1, 31, 520, 2048, 8192, 20008, 32768, 65536, 262144, 300000, 1 << 20)
@@ -24,6 +24,17 @@ def test_every_score_has_a_thread_and_a_bit(width):
 
 def test_rows_up_to_262144_are_read_once():
     assert [s for s in SIZES if not configure(s, 1, 4, SMS).resident] == [300000, 1 << 20]
+
+
+def test_longer_rows_are_parts_that_a_block_holds():
+    for entries, rows, topk in itertools.product(
+        (262144, 300000, 1 << 20, 1 << 24), (1, 8, 500), (1, 512, 5000, 20000)
+    ):
+        part = part_of(entries, rows, topk, SMS)
+        assert part == 0 or (entries > 262144 and configure(part, rows, 4, SMS).resident and part % 8 == 0)
+        assert part == 0 or configure(-(-entries // part) * topk, rows, 4, SMS).resident
+    assert part_of(1 << 20, 1, 512, SMS) == 8192 and part_of(1 << 20, 8, 512, SMS) == 32768
+    assert part_of(262144, 1, 512, SMS) == part_of(1 << 20, 1, 20000, SMS) == 0
 
 
 def test_few_long_rows_fill_the_machine_and_many_rows_have_small_blocks():

@@ -17,10 +17,10 @@ op = torch.ops.attnkit.indexer_topk
 I32 = torch.iinfo(torch.int32)
 
 
-def simulated(*args, arch="sm90", seed=0, **kwargs):
+def simulated(*args, arch="sm90", seed=0, calls=1, **kwargs):
     with torch_attnkit.simulate(arch), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
         out = op(*args, **kwargs)
-    assert len(launches) == 1
+    assert len(launches) == calls
     return out, launches[0]
 
 
@@ -54,7 +54,23 @@ def test_rows_that_registers_do_not_hold_are_read_anew(monkeypatch, dtype):
     k_len = torch.tensor([35000, 34999, 3, 20000, 35000, 1, 35000, 33000], dtype=torch.int32)
     assert not plan.configure(35000, 8, 1, 132).resident
     for lengths in (None, k_len):
-        assert torch.equal(simulated(x, lengths, topk=600)[0], op(x, lengths, topk=600))
+        assert torch.equal(simulated(x, lengths, topk=9000)[0], op(x, lengths, topk=9000))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entries", [35000, 35001])  # of which the last part has 2232, 2233
+def test_of_longer_rows_parts_are_chosen_from_first(monkeypatch, dtype, entries):
+    """Ties go to the lowest index over all parts, and parts behind the length have nothing."""
+    monkeypatch.setattr(plan, "_MOST_BLOCKS", 1)
+    x = rows(entries).to(dtype)
+    k_len = torch.tensor([entries, 34999, 3, 20000, 8192, 1, entries, 33000], dtype=torch.int32)
+    assert plan.part_of(entries, 8, 600, 132) == 8192
+    for lengths, topk in ((None, 600), (k_len, 600), (k_len, 7), (k_len - 40000, 5)):
+        assert torch.equal(
+            simulated(x, lengths, topk=topk, calls=2)[0],
+            op(x, lengths if lengths is None else lengths.clamp(0), topk=topk),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

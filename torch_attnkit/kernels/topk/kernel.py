@@ -26,6 +26,7 @@ from .bins import BITS, Bins, running_sum
 from .plan import LANES, Config
 
 _NONE = 0xFF800000  # the key of -inf, NaN and an entry that is not there: above all others, and the first of a bin
+_FEW = 8  # of 32 scores, up to which each lane writes what is chosen of its own
 _PLUS = 0x7FFFFFFF  # the key of 0 and of no lesser number
 # Leading bits of a key that passes look at: numbers of 16 bits differ in 19 at most.
 _KEY_BITS = {16: 2 * BITS, 32: 32}
@@ -64,8 +65,12 @@ def transposed(word: Uint32, width: int) -> Uint32:
 
 
 class _TopK(Fixed):
-    def __init__(self, config: Config, width: int):
+    """``part``: entries of the parts of which rows are made, each of which has results of its own; 0: none. ``listed``:
+    entries of a row are those that a list names, in ascending order, -1 for none."""
+
+    def __init__(self, config: Config, width: int, part: int, listed: bool):
         self.c, self.key_bits = config, _KEY_BITS[width]
+        self.part, self.listed = part, listed
         self.passes = -(-self.key_bits // BITS)
         self.bins = Bins(config, self.passes)
 
@@ -74,13 +79,14 @@ class _TopK(Fixed):
         self,
         mScores: cute.Tensor,  # (T, S)
         mLength: cute.Tensor | None,  # (T,)
-        mIndices: cute.Tensor,  # (T, K), contiguous
+        mList: cute.Tensor | None,  # (T, L), contiguous
+        mIndices: cute.Tensor,  # (T, K), contiguous; (T * parts, K)
         ahead: Int32,  # rows that the machine works on at a time
         stream: cuda.CUstream,
     ):
         c = self.c
-        self.kernel(mScores, mLength, mIndices, ahead).launch(
-            grid=(Int32(mScores.shape[0]) * c.cluster, 1, 1),
+        self.kernel(mScores, mLength, mList, mIndices, ahead).launch(
+            grid=(Int32(mIndices.shape[0]) * c.cluster, 1, 1),
             block=(c.threads, 1, 1),
             cluster=(c.cluster, 1, 1),
             stream=stream,
@@ -89,14 +95,19 @@ class _TopK(Fixed):
         )
 
     @cute.kernel
-    def kernel(self, mScores: cute.Tensor, mLength: cute.Tensor | None, mIndices: cute.Tensor, ahead: Int32):
+    def kernel(
+        self, mScores: cute.Tensor, mLength: cute.Tensor | None, mList: cute.Tensor | None, mIndices: cute.Tensor,
+        ahead: Int32,
+    ):  # fmt: skip
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         rank, row = block % c.cluster, block // c.cluster
         self.setup()
-        length, topk = self.length(mScores, mLength, row), Int32(mIndices.shape[1])
-        scores = mScores.iterator + Int64(row) * mScores.stride[0]
+        scores, origin, length = self.row(mScores, mLength, row)
+        names, topk = None, Int32(mIndices.shape[1])  # names: where entries are looked up
+        if const_expr(self.listed):
+            names, length = mList.iterator + Int64(row) * mList.stride[0], Int32(mList.shape[1])
         tiles = Int32(1)
         if const_expr(not c.resident):
             whole = const_expr(c.cluster * c.warps * c.tile)
@@ -104,16 +115,20 @@ class _TopK(Fixed):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first = (rank * c.warps + warp) * (tiles * c.tile)
         rScores = cute.make_rmem_tensor(c.width * c.vectors, Float32)
-        rFetched = copies.fragments(c.vectors, c.width, mScores.element_type)
+        rFetched = copies.fragments(c.vectors, c.width, Int32 if self.listed else mScores.element_type)
         if const_expr(c.resident):
-            self.fetch(scores, length, first, rFetched)
-        self.bins.clear()  # while scores are on their way
+            self.fetch(names if const_expr(self.listed) else scores, length, first, rFetched)
+        if length > topk:
+            self.bins.clear()  # while scores are on their way
+        if const_expr(self.listed):
+            rFetched = self.look_up(scores, rFetched)
         if const_expr(c.resident):
             self.convert(rFetched, length, first, rScores)
         if const_expr(c.cluster > 1):
             cute.arch.cluster_wait()  # the other blocks' barriers stand
-        if row + ahead < mScores.shape[0]:
-            self.prefetch(mScores, mLength, row + ahead, rank)
+        if const_expr(not self.listed):
+            if row + ahead < mIndices.shape[0]:
+                self.prefetch(mScores, mLength, row + ahead, rank)
 
         part = (scores, length, first, tiles)
         above, level, quota = Float32(-Float32.inf), Float32(0), Int32(0)
@@ -124,21 +139,31 @@ class _TopK(Fixed):
         more, ties, all_more, all_ties = self.count(part, rScores, kept, limits, rank)
         gIndices = cute.make_tensor(mIndices.iterator + Int64(row) * topk, cute.make_layout(topk))
         at = more + cutlass.min(ties, quota)
-        for tile in cutlass.range(tiles, unroll=1):
-            start = first + tile * c.tile
-            marks = self.marks_of(part, start, rScores, kept, limits)
-            at, ties = self.write(gIndices, marks, quota, start, at, ties)
+        if all_more == length:  # all of the row, as of rows that have no more entries than are asked for
+            for i in cutlass.range(rank * c.threads + thread, length, c.threads * c.cluster, unroll=1):
+                gIndices[i] = copies.scalar(names + i) if const_expr(self.listed) else origin + i
+        else:
+            for tile in cutlass.range(tiles, unroll=1):
+                start = first + tile * c.tile
+                marks = self.marks_of(part, start, rScores, kept, limits)
+                at, ties = self.write(gIndices, names, origin, marks, quota, start, at, ties)
         chosen = all_more + cutlass.min(all_ties, quota)
         for i in cutlass.range(chosen + rank * c.threads + thread, topk, c.threads * c.cluster, unroll=1):
             gIndices[i] = Int32(-1)
 
     @cute.jit
-    def length(self, mScores: cute.Tensor, mLength: cute.Tensor | None, row: Int32):
-        """How many entries of a row count."""
-        length = Int32(mScores.shape[1])
+    def row(self, mScores: cute.Tensor, mLength: cute.Tensor | None, row: Int32):
+        """A row, or part of one: its scores, the number of its first entry, and how many entries count."""
+        length, origin = Int32(mScores.shape[1]), Int32(0)
+        if const_expr(self.part):
+            parts = Uint32(length + const_expr(self.part - 1)) // self.part
+            origin = Int32(Uint32(row) % parts) * self.part
+            row = Int32(Uint32(row) // parts)
         if const_expr(mLength is not None):
             length = cutlass.max(cutlass.min(Int32(mLength[row]), length), Int32(0))
-        return length
+        if const_expr(self.part):
+            length = cutlass.max(cutlass.min(length - origin, self.part), Int32(0))
+        return mScores.iterator + (Int64(row) * mScores.stride[0] + origin), origin, length
 
     @cute.jit
     def prefetch(self, mScores: cute.Tensor, mLength: cute.Tensor | None, row: Int32, rank: Int32):
@@ -146,9 +171,9 @@ class _TopK(Fixed):
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
         line = const_expr(l2.LINE // (mScores.element_type.width // 8))
-        scores = mScores.iterator + Int64(row) * mScores.stride[0]
+        scores, _, length = self.row(mScores, mLength, row)
         first, step = (rank * c.threads + thread) * line, c.cluster * c.threads * line
-        for at in cutlass.range(first, self.length(mScores, mLength, row), step, unroll=1):
+        for at in cutlass.range(first, length, step, unroll=1):
             l2.prefetch((scores + at).toint())
 
     def setup(self) -> None:
@@ -166,6 +191,17 @@ class _TopK(Fixed):
             rScores[v].fill(0)
             if at + v * LANES * c.width < length:
                 copies.load(scores + (at + v * LANES * c.width), rScores[v])
+
+    @cute.jit
+    def look_up(self, scores: Any, rNames: Any):
+        """The scores of entries by their numbers."""
+        rFetched = copies.fragments(self.c.vectors, self.c.width, Float32)
+        for v in cutlass.range_constexpr(self.c.vectors):
+            for e in cutlass.range_constexpr(self.c.width):
+                rFetched[v][e] = -Float32.inf
+                if rNames[v][e] >= 0:
+                    rFetched[v][e] = copies.scalar(scores + rNames[v][e]).to(Float32)
+        return rFetched
 
     @cute.jit
     def convert(self, rFetched: Any, length: Int32, start: Int32, rScores: cute.Tensor):
@@ -284,7 +320,9 @@ class _TopK(Fixed):
         return *before, *whole
 
     @cute.jit
-    def write(self, gIndices: Any, marks: Any, quota: Int32, start: Int32, at: Int32, ties: Int32):
+    def write(
+        self, gIndices: Any, names: Any, origin: Int32, marks: Any, quota: Int32, start: Int32, at: Int32, ties: Int32
+    ):
         """The places of a tile's chosen scores, from output ``at`` on, ``ties`` ties after the row's first. Returns
         both for the next tile."""
         low, equal = marks
@@ -300,11 +338,22 @@ class _TopK(Fixed):
             ties += cute.arch.shuffle_sync(upto, LANES - 1)
         n = ones(word)
         upto = running_sum(n)
-        place, entry = at + upto - n, start + cute.arch.lane_idx() * LANES
-        while word != 0:
-            gIndices[place] = entry + ones(~word & (word - 1))
-            word = word & (word - 1)
-            place += 1
+        lane = cute.arch.lane_idx()
+        place, entry = at + upto - n, start + lane * LANES
+        if cute.arch.warp_redux_sync(n, "max") > _FEW:
+            # Word by word, a lane for each bit: places that follow one another are written together.
+            for i in cutlass.range(LANES, unroll=4):
+                all_, to = Uint32(cute.arch.shuffle_sync(word, i)), cute.arch.shuffle_sync(place, i)
+                if (all_ >> lane) & 1 != 0:
+                    number = start + i * LANES + lane
+                    value = copies.scalar(names + number) if const_expr(self.listed) else origin + number
+                    gIndices[to + ones(all_ & ((Uint32(1) << lane) - 1))] = value
+        else:
+            while word != 0:
+                number = entry + ones(~word & (word - 1))
+                gIndices[place] = copies.scalar(names + number) if const_expr(self.listed) else origin + number
+                word = word & (word - 1)
+                place += 1
         return at + cute.arch.shuffle_sync(upto, LANES - 1), ties
 
     def in_order(self, bits: Uint32) -> Uint32:
@@ -315,13 +364,17 @@ class _TopK(Fixed):
         return Uint32(cute.arch.shuffle_sync(word, lane % width * (LANES // width) + lane // width))
 
 
-def trace(arch: str, dtype: str, ragged: bool, config: tuple[int, ...]) -> tuple[Any, list[Any]]:
-    c, rows = Config(*config), fake.dim32()
+def trace(
+    arch: str, dtype: str, ragged: bool, config: tuple[int, ...], part: int = 0, listed: bool = False
+) -> tuple[Any, list[Any]]:
+    c, rows, size = Config(*config), fake.dim32(), fake.dtype(dtype).width // 8
+    results = fake.dim32() if part else rows
     arguments = [
-        fake.tensor(dtype, (rows, None), align=c.width * fake.dtype(dtype).width // 8),
+        fake.tensor(dtype, (rows, None), align=size if listed else c.width * size),
         fake.tensor("i32", (rows,), (None,), align=4) if ragged else None,
-        fake.tensor("i32", (rows, None), align=4),
+        fake.tensor("i32", (rows, None), align=4 * c.width) if listed else None,
+        fake.tensor("i32", (results, None), align=4),
         Int32(0),
         fake.stream(),
     ]
-    return _TopK(c, fake.dtype(dtype).width), arguments
+    return _TopK(c, 8 * size, part, listed), arguments

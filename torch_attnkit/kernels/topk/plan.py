@@ -1,7 +1,8 @@
 """How a top-k spreads its rows over blocks and threads. Imports no cutlass.
 
 A row belongs to a block or to a cluster of them. Each thread keeps up to ``PER_THREAD`` scores in registers, so a row
-of up to 262,144 crosses device memory once; a longer one is read anew, from the cache, for every pass.
+of up to 262,144 crosses device memory once. Of a longer one parts are rows, and what is chosen of each is chosen among
+by a second launch; where that were too many, the row is read anew, from the cache, for every pass.
 """
 
 from __future__ import annotations
@@ -41,6 +42,18 @@ class Config:
     def blocks(self) -> int:
         """Blocks that a multiprocessor shall hold."""
         return max(1, _FILE // (_REGISTERS * self.threads))
+
+
+def part_of(entries: int, rows: int, topk: int, sms: int) -> int:
+    """Entries of the parts of which rows are made, a part for each block; 0: rows stay whole."""
+    most = _MOST_THREADS * PER_THREAD
+    if entries <= _MOST_BLOCKS * most:
+        return 0
+    part = _SHARE
+    # At once, if they can be; and each leaves a quarter of itself at most.
+    while part < most and (-(-entries // part) * rows > sms or 4 * topk > part):
+        part *= 2
+    return part if 4 * topk <= part and -(-entries // part) * topk <= _MOST_BLOCKS * most else 0
 
 
 def configure(entries: int, rows: int, width: int, sms: int) -> Config:

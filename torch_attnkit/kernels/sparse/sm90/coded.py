@@ -37,7 +37,7 @@ _AT_ONCE = 4  # chunks of a lane at most whose codes are read before the first i
 
 
 @dsl_user_op
-def _copy_8_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
+def copy_8_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """8 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is 8."""
     text = "cp.async.ca.shared.global [$0], [$1], 8, $2;"
     asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)
@@ -63,7 +63,7 @@ def _shared_word_if(address: Int32, valid: Int32, *, loc: Any = None, ip: Any = 
     return asm(Int32, [address, valid], text, memory=True, loc=loc, ip=ip)
 
 
-_COPY = {4: op.copy_4_async, 8: _copy_8_async, 16: op.copy_16_async}
+_COPY = {4: op.copy_4_async, 8: copy_8_async, 16: op.copy_16_async}
 
 
 class Codes(Fixed):
@@ -104,6 +104,16 @@ class CodedTiles:
         if n > 0:
             self._decode_tile(divisor, shared, meeting, n - 1)
 
+    def bring(
+        self, rows: list[Row], divisor: Any, shared: Int32, meeting: Meeting, tiles: range, warpgroup: int
+    ) -> None:
+        """These tiles, whose places are free, with nothing before or behind them."""
+        for row, n in zip(rows, tiles, strict=True):
+            self._copy_tile(row, shared, meeting, Int32(n))
+        for i, n in enumerate(tiles):
+            cute.arch.cp_async_wait_group(len(tiles) - 1 - i)
+            self._decode_tile(divisor, shared, meeting, Int32(n))
+
     def finish(self, divisor: Any, shared: Int32, meeting: Meeting, filled: Int32) -> None:
         """After the last of ``filled`` tiles."""
         cute.arch.cp_async_commit_group()
@@ -115,9 +125,9 @@ class CodedTiles:
         """Rows that do not count become zeros, which stand for zeros."""
         warp, counts = warp_of_producer(), self.places.counts(row)
         address, own = self.delivery.own(row.address, counts)
-        self._copy_scales(address, own, self._scales(shared, n, warp))
         for half in cutlass.range_constexpr(HALVES):
             self._copy_half(address, own, half, shared, meeting, n * HALVES + half)
+        self._copy_scales(address, own, self._scales(shared, meeting, n, warp))
         if cute.arch.lane_idx() == 0:
             self.places.set_mask(shared, meeting, n * HALVES, counts)
         cute.arch.cp_async_commit_group()
@@ -172,10 +182,10 @@ class CodedTiles:
             if word < words:
                 op.copy_4_async(to, source + (self.layout.scales + word * _WORD), ((counts >> mine) & 1) * _WORD)
 
-    def _scales(self, shared: Int32, n: Int32, key: Int32) -> Int32:
+    def _scales(self, shared: Int32, meeting: Meeting, n: Int32, key: Int32) -> Int32:
         """Where the scales of a key of tile n are, of those that are decoded here."""
-        own = self.c.keys // self.c.sides
-        return self.c.shared.scales.at(shared) + ((n & 1) * own + key) * self.c.scale_bytes
+        own, stage = self.c.keys // self.c.sides, meeting.tiles.slot(n * HALVES) // HALVES
+        return self.c.shared.scales.at(shared) + (stage * own + key) * self.c.scale_bytes
 
     @cute.jit
     def _decode_tile(self, divisor: Any, shared: Int32, meeting: Meeting, n: Int32):
@@ -186,7 +196,6 @@ class CodedTiles:
 
     @cute.jit
     def _decode_half(self, divisor: Any, half: cutlass.Constexpr, shared: Int32, meeting: Meeting, n: Int32):
-        warp, lane = warp_of_producer(), cute.arch.lane_idx()
         fill = n * HALVES + half
         place = self.delivery.place(self.places.place(shared, meeting, fill))
         full = meeting.tiles.full + meeting.tiles.slot(fill)
@@ -194,8 +203,7 @@ class CodedTiles:
         for first in cutlass.range(0, self.steps, self.at_once, unroll=1):
             held = []
             for i in cutlass.range_constexpr(self.at_once):
-                key = ((first + i) * self.places.abreast + lane // self.places.chunks) * LOADERS + warp
-                held.append(self._read(half, self.places.chunk_at(place, key), self._scales(shared, n, key)))
+                held.append(self._read_row(half, shared, meeting, place, n, first + i))
             for codes in held:
                 self._decode(codes, divisor, away)
         cute.arch.fence_view_async_shared()
@@ -203,9 +211,11 @@ class CodedTiles:
         with cute.arch.elect_one():
             self.delivery.give(full)
 
-    def _read(self, half: int, at: Int32, scales: Int32) -> Codes:
-        """A chunk's codes, or its pairs in bfloat16, and the byte of its scale: read by all lanes, whatever they have,
-        so that many are on their way."""
+    def _read_row(self, half: int, shared: Int32, meeting: Meeting, place: Int32, n: Int32, i: Int32) -> Codes:
+        """A lane's chunk number ``i`` of half of tile n: codes, or pairs in bfloat16, and the byte of its scale. All
+        lanes read, whatever they have, so that many are on their way."""
+        key = (i * self.places.abreast + cute.arch.lane_idx() // self.places.chunks) * LOADERS + warp_of_producer()
+        at, scales = self.places.chunk_at(place, key), self._scales(shared, meeting, n, key)
         nope, words, byte = self._is_nope(half), [], Int32(0)
         # Pairs to convert or to send.
         rope = nope is not True and (self.c.dtype is not BFloat16 or self.delivery.moves)
@@ -218,8 +228,12 @@ class CodedTiles:
             words += [_shared_word_if(at + i, pairs) for i in range(self.code_bytes, CHUNK, _WORD)]
         if nope is not False:
             last = cutlass.min(self._chunk(half), self.nope_chunks - 1)
-            byte = _shared_byte(scales + last * _NUMBERS // self.c.row.block)
+            byte = self._scale_byte(scales, last)
         return Codes(nope, at, words, byte)
+
+    def _scale_byte(self, scales: Int32, chunk: Int32) -> Int32:
+        """Of a chunk's block."""
+        return _shared_byte(scales + chunk * _NUMBERS // self.c.row.block)
 
     @cute.jit
     def _decode(self, codes: Codes, divisor: Any, away: Away | None):

@@ -10,10 +10,13 @@ from torch_attnkit.kernels.cache.problem import Row
 from torch_attnkit.kernels.decode.config import CHUNK, Region, SplitLayout, itemsize
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS, WARPS, Ring
 
+from .plan import MOST_CTAS, staged
+
 HALVES = 2  # of the columns of the output, a consumer warpgroup each; their tiles alternate, too
 LOADERS = WARPS  # warps
 CONSUMERS = HALVES * WARPS  # warps
 CONSUMER_THREADS = HALVES * THREADS
+STAGED = 2  # tiles whose rows come, or are decoded
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,12 @@ class Shared:
     maxima: Region  # (64, 2 tiles), as subtracted
     sums: Region  # (64, 2 warpgroups)
     peaks: Region  # the same
-    partial: Region  # over query and ring: a CTA's normalised output, which the cluster merges
-    stats: Region  # over the factors: its row_max and row_sum, (64, 2)
+    inbox: Region  # over query: rows that other CTAs of the cluster have sent
+    own: Region  # over the ring, and beyond it: this CTA's part of all rows
     masks: Region  # (stages, 4): which keys of a tile count
-    scales: Region  # (2, keys that are decoded here), of a tile that is decoded and of one on its way
+    scales: Region  # (stages, keys that are decoded here)
+    staging: Region  # (2, keys that are decoded here): rows as they come
+    sent: Region  # (2, 4): which of a warp's rows there are
     info: Region  # how many tiles a work tile has; a flag
     barriers: Region
 
@@ -45,7 +50,8 @@ class Config:
     ``prefetch``: a row is on its way to the L2 before there is room for it in shared memory. ``paged``: whether the
     keys of windows and the entries lie in pages. ``align``: bytes, at whose multiples rows start; ``divided``: the
     numbers of encoded ones, by a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name.
-    ``sides``: 2 where neighbouring CTAs have two head blocks of a token and decode half of its rows each, else 1."""
+    ``sides``: 2 where neighbouring CTAs have two head blocks of a token and decode half of its rows each, else 1.
+    ``once``: a CTA's share of the keys are its ``stages`` tiles."""
 
     dtype: Any
     dim: int
@@ -60,6 +66,7 @@ class Config:
     divided: bool = False
     fp4: tuple[Any, ...] | None = None
     sides: int = 1
+    once: bool = False
 
     @property
     def threads(self) -> int:
@@ -89,6 +96,16 @@ class Config:
         return 0 if self.row.plain else self.row.layout.size - self.row.layout.scales
 
     @property
+    def staged(self) -> bool:
+        """Whether encoded rows come by bulk copies, to memory of their own."""
+        return not self.once and staged(self.row, self.align)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a row that is staged, and of what it may start behind a multiple of 16."""
+        return -(-self.row.layout.size // CHUNK) * CHUNK if self.staged else 0
+
+    @property
     def ahead(self) -> int:
         """Halves of a tile's scores that are under way before the products for the output of the tile before. With two
         tiles in memory, the tile before gives its place back while the other half is computed: what the scores after
@@ -102,7 +119,8 @@ class Config:
 
     @property
     def pitch(self) -> int:
-        """Bytes of a row of a partial result: a chunk more than it has, so that eight rows do not collide in banks."""
+        """Bytes of a row of a partial result: behind its output a chunk with its maximum and sum, by which eight rows
+        do not collide in banks, either."""
         return self.dim * self.itemsize + CHUNK
 
     @property
@@ -111,33 +129,39 @@ class Config:
 
     @property
     def arrivals(self) -> list[int]:
-        """How many arrivals complete a phase of each mbarrier, in the order of ``Meeting``."""
+        """How many arrivals complete a phase of each mbarrier, in the order of ``Meeting``; of the last one the launch
+        says it, where CTAs meet."""
         return [
-            32 * (CONSUMERS if self.merge else LOADERS) + 1,
+            32 * LOADERS if self.once else 32 * (CONSUMERS if self.merge else LOADERS) + 1,
             CONSUMERS,
             *[LOADERS * (33 if self.row.plain else 1)] * (HALVES * self.stages),
             *[CONSUMERS * self.sides] * (HALVES * self.stages),
             *[WARPS] * (2 * HALVES),
+            *[1] * (STAGED * LOADERS * self.staged),
+            *[1] * self.merge,
         ]
 
     @cached_property
     def shared(self) -> Shared:
-        by_head = HEADS * 2 * 4
+        by_head = 0 if self.once else HEADS * 2 * 4
         query = Region(0, HEADS * self.dim * self.itemsize)
         ring = Region(query.end, self.stages * self.ring.stage_bytes)
-        probabilities = Region(ring.end, HALVES * self.p_bytes)
+        own = Region(ring.offset, HEADS * self.pitch if self.merge else 0)
+        probabilities = Region(max(ring.end, own.end), 0 if self.once else HALVES * self.p_bytes)
         factors = Region(probabilities.end, by_head)
         maxima = Region(factors.end, by_head)
         sums = Region(maxima.end, by_head)
         peaks = Region(sums.end, by_head)
-        partial = Region(0, HEADS * self.pitch)
-        stats = Region(factors.offset, by_head)
+        sent = max((ctas - 1) * -(-HEADS // ctas) for ctas in range(1, MOST_CTAS + 1))
+        inbox = Region(query.offset, sent * self.pitch)
         masks = Region(peaks.end, self.stages * LOADERS * 4)
-        scales = Region(masks.end, 2 * (self.keys // self.sides) * self.scale_bytes)
-        info = Region(scales.end, 16)
+        scales = Region(masks.end, self.stages * (self.keys // self.sides) * self.scale_bytes)
+        staging = Region(scales.end, STAGED * (self.keys // self.sides) * self.slot_bytes)
+        sent = Region(staging.end, STAGED * LOADERS * CHUNK if self.staged else 0)
+        info = Region(sent.end, 16)
         return Shared(
-            query, ring, probabilities, factors, maxima, sums, peaks, partial, stats, masks, scales, info,
-            Region(info.end, len(self.arrivals) * 8),
+            query, ring, probabilities, factors, maxima, sums, peaks, inbox, own, masks, scales, staging, sent, info,
+            Region(info.end, (len(self.arrivals) + self.merge) * 8),
         )  # fmt: skip
 
     @property

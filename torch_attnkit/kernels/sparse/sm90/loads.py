@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda import warp_ops as op
@@ -16,7 +16,7 @@ from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
 from .arguments import Numbers, Tensors
 from .coded import CodedTiles
-from .config import Config
+from .config import HALVES, Config
 from .meeting import Meeting
 from .places import COLUMN_CHUNKS, Places
 from .plain import PlainTiles
@@ -33,6 +33,8 @@ from .schedule import (
     work_tile,
     work_tiles,
 )
+
+_LINE = 32  # words of four bytes in a line of the L2
 
 
 @cute.jit
@@ -61,6 +63,34 @@ def _prefetch(source: Int64, nbytes: int, *, loc: Any = None, ip: Any = None) ->
     """Bring a row of device memory to the L2; a multiple of 16 bytes."""
     text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
     asm(None, [source, Int32(nbytes)], text, memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _prefetch_line(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring a line of device memory to the L2."""
+    asm(None, [source], "prefetch.global.L2 [$0];", memory=True, loc=loc, ip=ip)
+
+
+@cute.jit
+def ask_ahead(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32):
+    """Bring to the L2 what a CTA's first work tile begins with and only the launch says where: Q, the list, the numbers
+    of the token, the sinks. Nothing is read: the launch before may still write it, and what it writes is in the L2."""
+    c, thread, token = config, cute.arch.thread_idx()[0], tile.token
+    sharing = Uint32(numbers.ctas * numbers.groups) if const_expr(c.merge) else Uint32(1)
+    if (thread < tile.heads) & (Uint32(thread) % sharing == Uint32(part)):
+        offset = Int64(tensors.q.stride[0]) * token + Int64(tensors.q.stride[1]) * (tile.head + thread)
+        _prefetch(tensors.q.iterator.toint() + offset * c.itemsize, c.dim * c.itemsize)
+    if part == 0:
+        n = (thread - THREADS) * _LINE
+        if (numbers.has_list != 0) & (n >= 0) & (n < numbers.listed):
+            at = Int64(tensors.chosen.stride[0]) * token + Int64(tensors.chosen.stride[1]) * n
+            _prefetch_line(tensors.chosen.iterator.toint() + at * 4)
+        if thread == HEADS:
+            for of_token in (tensors.end, tensors.length, tensors.request):
+                _prefetch_line(of_token.iterator.toint() + Int64(of_token.stride[0]) * token * 4)
+        if (numbers.has_sink != 0) & (thread > HEADS) & (thread <= HEADS + HEADS // _LINE):
+            head = tile.head + cutlass.min((thread - HEADS - 1) * _LINE, tile.heads - 1)
+            _prefetch_line(tensors.sink.iterator.toint() + Int64(tensors.sink.stride[0]) * head * 4)
 
 
 class Producer:
@@ -94,6 +124,28 @@ class Producer:
             filled += tiles
             item += 1
         self.tiles.finish(divisor, shared, meeting, filled)
+
+    @cute.jit
+    def bring(
+        self, warpgroup: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, tile: WorkTile, part: Int32,
+        shared: Int32, meeting: Meeting,
+    ):  # fmt: skip
+        """A warpgroup's share of the keys that a CTA has at once; 0 is the producer. It looks up all of them first."""
+        c, divisor, tiles = self.c, self.tiles.divisor(tensors), self._turns(warpgroup)
+        at = [self.places.key(Int32(n)) for n in tiles]
+        guesses = [guess_of(tensors, numbers, tile.token, part, key) for key in at]
+        keys = keys_of(c, tensors, numbers, tile.token, part)
+        numbered = [keys.first + key for key in at]
+        entries = [
+            first_entry_of(tensors, numbers, keys, tile.token, key, guess)
+            for key, guess in zip(numbered, guesses, strict=True)
+        ]
+        rows = [row_of(c, tensors, keys, key, entry) for key, entry in zip(numbered, entries, strict=True)]
+        self.tiles.bring(rows, divisor, shared, meeting, tiles, warpgroup)
+
+    def _turns(self, warpgroup: int) -> range:
+        """Encoded tiles are brought in turn by all warpgroups, others by the consumers that multiply their columns."""
+        return range(self.c.stages) if self.c.row.plain else range(warpgroup, self.c.stages, 1 + HALVES)
 
     @cute.jit
     def _begin(self, tensors: Tensors, tile: WorkTile, tiles: Int32, shared: Int32, meeting: Meeting, item: Int32):

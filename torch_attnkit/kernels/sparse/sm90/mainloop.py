@@ -26,7 +26,8 @@ from torch_attnkit.kernels.decode.sm90 import products
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
 from .arguments import Numbers
-from .config import HALVES, LOADERS, Config
+from .config import HALVES, Config
+from .masks import to_scores
 from .meeting import Meeting, by_head
 
 _INF = float("inf")
@@ -159,11 +160,12 @@ class Mainloop:
             self._release_other(meeting, before)
         warpgroup.wait_group(1 if const_expr(ahead == HALVES) else 0)
         if n + 2 >= tiles:
-            self._release_query(meeting)
+            self._release_query(numbers, meeting)
         if const_expr(self.apart):
             for i in cutlass.range_constexpr(cute.size(rS)):
                 rS[i] = rS[i] + rMore[i]
-        self._to_scores(numbers.scale, shared, meeting, rS, tile.n)
+        stage = meeting.tiles.slot(tile.n * HALVES) // HALVES
+        to_scores(self.c, numbers.scale, meeting.mask(shared), stage, rS)
         cute.arch.sync_warp()  # every lane has read the mask before one of them gives its place back
         for half in cutlass.range_constexpr(HALVES):
             meeting.tiles.release(tile.n * HALVES + half)
@@ -187,26 +189,13 @@ class Mainloop:
         sK = w.tSrK[None, None, None, meeting.tiles.slot(n * HALVES + half)]
         products.multiply(w.qk_mma, rS, w.tSrQ[None, None, None, half], sK, clear=clear)
 
-    def _release_query(self, meeting: Meeting) -> None:
+    def _release_query(self, numbers: Numbers, meeting: Meeting) -> None:
         """This warp has its last scores of the work tile."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(meeting.query.empty)
-
-    @cute.jit
-    def _to_scores(self, scale: Float32, shared: Int32, meeting: Meeting, rS: cute.Tensor, n: Int32):
-        """Products to scores in powers of two, -inf where a key does not count."""
-        for i in cutlass.range_constexpr(cute.size(rS)):
-            rS[i] = rS[i] * scale
-        mask, stage = meeting.mask(shared), meeting.tiles.slot(n * HALVES) // HALVES
-        words = [mask[stage, i] for i in range(LOADERS)]
-        if (words[0] & words[1] & words[2] & words[3]) != const_expr((1 << self.c.keys // LOADERS) - 1):
-            quad = cute.arch.lane_idx() & 3
-            odd = (quad & 1) != 0
-            # Of its two neighbouring columns, whether they count: bit 2 i for those of the i-th 8 columns.
-            mine = [cutlass.select_(odd, words[b + 2], words[b]) >> (quad // 2) for b in range(2)]
-            for i in cutlass.range_constexpr(cute.size(rS)):
-                bit = mine[i % 2] & const_expr(1 << i // 4 * 2)
-                rS[i] = cutlass.select_(bit != 0, rS[i], Float32(-_INF))
+        if self.c.merge:  # the only one
+            meeting.tell_read(numbers.ctas)
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(meeting.query.empty)
 
     @cute.jit
     def _probabilities(self, lag: Float32, w: Fragments, rS: cute.Tensor):

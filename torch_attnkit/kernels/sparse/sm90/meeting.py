@@ -12,7 +12,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.kernels.decode.config import Region
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 
-from .config import CONSUMER_THREADS, HALVES, LOADERS, Config
+from .config import CONSUMER_THREADS, CONSUMERS, HALVES, LOADERS, STAGED, Config
 from .plan import SIDES
 
 
@@ -45,10 +45,30 @@ class Meeting(Fixed):
         self.tiles = (SharedRing if c.sides == SIDES else Ring)(at + 2, at + 2 + places, places)
         at += 2 + 2 * places
         self.probabilities = [Ring(at + half, at + HALVES + half, 1) for half in range(HALVES)]
+        at += 2 * HALVES
+        self.staged = at  # rows of a tile and a warp have come
+        at += STAGED * LOADERS * c.staged
+        # Where CTAs share a work tile: what others send has come; all that read Q, in all of them, are through.
+        self.come, self.read = at, at + 1
 
-    def begin(self) -> None:
+    def begin(self, ctas: Int32) -> None:
+        """``ctas`` share a work tile."""
         for i, count in enumerate(self.c.arrivals):
             cute.arch.mbarrier_init(self.first + i, count)
+        if self.c.merge:
+            cute.arch.mbarrier_init(self.read, ctas * CONSUMERS)
+
+    @cute.jit
+    def tell_read(self, ctas: Int32):
+        """This warp reads Q no more: others may write there. Called once."""
+        cute.arch.cluster_wait()  # the others' mbarriers stand
+        lane = cute.arch.lane_idx()
+        if lane < ctas:
+            cute.arch.mbarrier_arrive(self.read, peer(self.c, lane))
+
+    def await_read(self) -> None:
+        """Until no CTA of the cluster reads Q."""
+        cute.arch.mbarrier_wait(self.read, 0)
 
     def mask(self, shared: Int32) -> cute.Tensor:
         """(stages, 4) words: bit i of word w, whether key 4 i + w of a tile counts."""
@@ -59,6 +79,16 @@ class Meeting(Fixed):
         """(2): how many tiles the work tile has; whether this CTA is the last of those that have its rows."""
         pointer = cute.make_ptr(Int32, self.c.shared.info.at(shared), cute.AddressSpace.smem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout(2))
+
+
+def rank(config: Config) -> Int32:
+    """Which of the CTAs of a cluster with the same heads this is."""
+    return cute.arch.block_in_cluster_idx()[0] // config.sides
+
+
+def peer(config: Config, rank: Int32) -> Int32:
+    """The CTA of the cluster with the same heads and that rank."""
+    return rank * config.sides + cute.arch.block_in_cluster_idx()[0] % config.sides
 
 
 def other_side() -> Int32:

@@ -26,9 +26,24 @@ def inverse(row_sum: Float32, denominator: Float32) -> Float32:
 @cute.jit
 def factor_of(tensors: Tensors, numbers: Numbers, head: Int32, row_max: Float32, row_sum: Float32):
     """Of a numerator: 1 where it is the result, else what the sum, to which the sink belongs, divides by."""
+    return factor_beside(numbers, sink_of(tensors, numbers, head), row_max, row_sum)
+
+
+@cute.jit
+def sink_of(tensors: Tensors, numbers: Numbers, head: Int32):
+    """A head's sink, if there is one: loaded long before it is added, where time counts."""
+    sink = Float32(0.0)
+    if numbers.has_sink != 0:
+        sink = tensors.sink[head]
+    return sink
+
+
+@cute.jit
+def factor_beside(numbers: Numbers, sink: Float32, row_max: Float32, row_sum: Float32):
+    """What ``factor_of`` is, of a sink that is known."""
     denominator = row_sum
     if numbers.has_sink != 0:
-        denominator += exp2(tensors.sink[head] * LOG2_E - finite(row_max))
+        denominator += exp2(sink * LOG2_E - finite(row_max))
     return cutlass.select_(numbers.normalize != 0, inverse(row_sum, denominator), Float32(1.0))
 
 

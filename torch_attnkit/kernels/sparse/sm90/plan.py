@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch_attnkit.core.spec import short
+from torch_attnkit.kernels.cache.problem import Row
 from torch_attnkit.kernels.decode.config import SplitLayout
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
@@ -23,6 +24,11 @@ _REUSED = 32  # times that a key is read, from which on most reads find it in th
 _L2_BYTES = 32 << 20  # of the caches, of which an L2 of 50 MB keeps most beside what streams through
 # Where rows are decoded in shared memory: while one tile is decoded and another is on its way, two are read.
 CODED_TILES = {128: (64, 6), 256: (64, 4), 512: (32, 4)}
+# Keys of a tile, and tiles, of a CTA that has its share of a token's keys at once, D 512; of encoded rows each of three
+# warpgroups decodes a tile. With more keys scores are exchanged in two steps: 160 took longer than tile by tile.
+ONCE_DIM = 512
+ONCE_TILES, CODED_ONCE_TILES = ((48, 1), (80, 1), (112, 1)), ((16, 3), (32, 3))
+STAGED_TILES = {512: (32, 3)}  # the same where rows come whole, to memory of their own
 LEAST_BYTES = 4  # at whose multiples rows of an encoded format start: the shortest copy that cp.async makes
 ALIGNED = 16  # keys, of which a CTA's share is a multiple: what a product takes at once
 MOST_CTAS = 8  # of a cluster; every GPU takes so many
@@ -65,6 +71,14 @@ class Cut(NamedTuple):
     sides: int
 
 
+def staged(row: Row, align: int) -> bool:
+    """Whether rows come by bulk copies, which begin and end at multiples of 16 bytes: what is before the scales does;
+    rows that may begin 8 bytes behind one end at one then."""
+    if row.format not in ("fp8", "mxfp4") or row.head_dim not in STAGED_TILES:
+        return False
+    return align == 16 or (row.format == "fp8" and align == 8 and row.layout.size % 16 == 8)
+
+
 def share(keys: int, ctas: int) -> int:
     """Keys of each CTA of a work tile, as ``schedule.share_of`` cuts them."""
     return -(-keys // (ctas * ALIGNED)) * ALIGNED
@@ -102,6 +116,17 @@ def _fp4(results: Fp4 | None) -> tuple[Any, ...] | None:
     return (r.format, r.pairs, short(r.angle_dtype), r.swizzled, r.divided)
 
 
+def _once(problem: Problem, ctas: int, groups: int, sides: int) -> tuple[int, int] | None:
+    """Keys of a tile and tiles that a CTA has at once, or None: its share is more, or no CTA sends to it."""
+    p = problem
+    if p.dim != ONCE_DIM or sides > 1 or ctas == 1:
+        return None
+    tiles = ONCE_TILES if p.format == "none" else CODED_ONCE_TILES
+    # As the kernel counts them: a list may have more places than there are entries.
+    most = share(min(p.window, p.capacity) + (p.listed if p.has_list else p.entries), ctas * groups)
+    return next(((keys, stages) for keys, stages in tiles if keys * stages >= most), None)
+
+
 def plan(problem: Problem, sms: int) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors."""
     head_blocks = -(-problem.heads // HEADS)
@@ -117,12 +142,17 @@ def plan(problem: Problem, sms: int) -> Plan:
     shared = ctas * groups > 1
     cached = plain and not shared and reused(problem)
     keys, stages = (CODED_TILES if not plain else REUSED_TILES if cached else TILES)[problem.dim]
+    once = _once(problem, ctas, groups, sides)
+    if once is not None:
+        keys, stages = once
+    elif staged(Row(problem.format, problem.dim, problem.rope_dim), problem.align):
+        keys, stages = STAGED_TILES[problem.dim]
     sizes = dict(
         dim=problem.dim, keys=keys, stages=stages, merge=shared,
         # A row of the L2 is not asked for twice: the request takes as long as a copy.
         prefetch=plain and not shared and not cached,
         paged=(problem.near_paged, problem.far_paged), format=problem.format, rope_dim=problem.rope_dim,
-        align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4), sides=sides,
+        align=problem.align, divided=problem.divided, fp4=_fp4(problem.fp4), sides=sides, once=once is not None,
     )  # fmt: skip
     floats = work * groups * SplitLayout(HEADS, problem.dim).floats if groups > 1 else 0
     counters = work * MOST_CTAS if groups > 1 else 0
