@@ -301,7 +301,7 @@ class Persistent:
             whole = last - first == keys.units
             last = cutlass.select_(whole, keys.tiles, last)
             each = quotient(scalars.head_blocks, abreast)
-            kv_head = quotient(group, each)
+            kv_head = group // each  # as a ``quotient``, and ``mma.py`` spills with 96 columns
             head_block = (group - kv_head * each) * abreast + block - quotient(block, abreast) * abreast
             head = head_block * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
