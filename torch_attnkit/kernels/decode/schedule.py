@@ -126,8 +126,7 @@ def visible(lengths: Lengths, b: Int32, tile: cutlass.Constexpr):
 def tile_bounds(keys: Visible, t: Int32, tile: int) -> tuple[Int32, Int32, Int32]:
     """Tile ``t``: its first key, and the bounds [low, high) of the keys that count."""
     near = t >= keys.sink_tiles
-    tiles = cutlass.select_(near, quotient(keys.low, tile) - keys.sink_tiles, quotient(keys.start, tile)) + t
-    first = tiles * tile
+    first = cutlass.select_(near, keys.low // tile + t - keys.sink_tiles, keys.start // tile + t) * tile
     return first, cutlass.select_(near, keys.low, keys.start), cutlass.select_(near, keys.end, keys.sinks_end)
 
 
