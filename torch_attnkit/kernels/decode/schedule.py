@@ -126,8 +126,7 @@ def visible(lengths: Lengths, b: Int32, tile: cutlass.Constexpr):
 def tile_bounds(keys: Visible, t: Int32, tile: int) -> tuple[Int32, Int32, Int32]:
     """Tile ``t``: its first key, and the bounds [low, high) of the keys that count."""
     near = t >= keys.sink_tiles
-    tiles = cutlass.select_(near, quotient(keys.low, tile) - keys.sink_tiles, quotient(keys.start, tile)) + t
-    first = tiles * tile
+    first = cutlass.select_(near, keys.low // tile + t - keys.sink_tiles, keys.start // tile + t) * tile
     return first, cutlass.select_(near, keys.low, keys.start), cutlass.select_(near, keys.end, keys.sinks_end)
 
 
@@ -301,7 +300,7 @@ class Persistent:
             whole = last - first == keys.units
             last = cutlass.select_(whole, keys.tiles, last)
             each = quotient(scalars.head_blocks, abreast)
-            kv_head = quotient(group, each)
+            kv_head = group // each  # as a ``quotient``, and ``mma.py`` spills with 96 columns
             head_block = (group - kv_head * each) * abreast + block - quotient(block, abreast) * abreast
             head = head_block * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
