@@ -32,6 +32,8 @@ SIBLINGS = {"sm100": ("sm_103a",)}
 PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM", "STTM")}
 INSTRUCTIONS = {
     **{(f"prefill_{kind}", arch): PREFILL[arch] for kind in ("dense", "packed", "cached") for arch in PREFILL},
+    ("prefill_cached_persistent", "sm90"): PREFILL["sm90"],
+    ("prefill_paged_persistent", "sm90"): ("HGMMA",),
     ("prefill_paged", "sm90"): ("HGMMA",),  # and TMA's loads, or cp.async's of small pages
     ("prefill_paged", "sm100"): PREFILL["sm100"],
     **{("decode_mma", arch): ("HMMA", "LDGSTS") for arch in PREFILL},

@@ -15,6 +15,7 @@ from ...scores import MOST
 from ..launch import nothing_attended, query_reader, reader, scalars
 from ..problem import Operands, Problem
 from . import multi_plan
+from .meeting import meeting
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -24,18 +25,20 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return lambda operands: None
     plan = multi_plan.plan(p, driver.sm_count(p.device))
     run = compile.launcher(
-        target, p.device, "torch_attnkit.kernels.prefill.sm90.cached_kernel", trace="trace_cached",
+        target, p.device, "torch_attnkit.kernels.prefill.sm90.cached_kernel",
+        trace="trace_cached_persistent" if plan.persistent else "trace_cached",
         dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, **plan.tiles._asdict(),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     numbers = _scalars(p, plan.ctas)
+    joins = meeting(p.device, plan.tiles, p.dim_v, plan.persistent)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
 
     def launch(o: Operands) -> None:
         if p.keys == 0:
             return nothing_attended(o)
         sink, start = unread if o.sink is None else o.sink, o.kv_len if o.kv_start is None else o.kv_start
-        run((read_q(o.q), read_k(o.k), read_v(o.v), o.kv_len, sink, start), (o.out, o.lse), numbers)
+        run((read_q(o.q), read_k(o.k), read_v(o.v), o.kv_len, sink, start), (o.out, o.lse), numbers, *joins())
 
     return launch
 

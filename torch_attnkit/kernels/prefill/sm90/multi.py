@@ -22,13 +22,14 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies
+from torch_attnkit.cuda.opaque import anew
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.sm90 import softmax
 
 from ..blocks import Sequence, UnseenKeys, unseen_keys
 from . import multi_combine
 from .mainloop import WARPGROUP, Barrier, Consumer, Mainloop, Stages
-from .multi_blocks import MaskRules, RowBounds, WorkTile, advance, key_blocks, row_bounds
+from .multi_blocks import MaskRules, RowBounds, WorkTile, part_of_cluster, row_bounds, row_tile
 from .multi_types import Config, Inputs, Layouts, Loads, Outputs, Scalars
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor).
@@ -80,23 +81,21 @@ class Multi:
         self.c, self.mainloop = config, Mainloop(config)
         assert config.partial_bytes <= config.staged_bytes, config
         self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
+        self.bytes_k, self.bytes_v = (
+            config.tile_n * dim * config.dtype.width // 8 for dim in (config.dim, config.dim_v)
+        )
 
     @cute.jit
     def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
         c = self.c
-        self.bytes_k, self.bytes_v = (c.tile_n * dim * c.dtype.width // 8 for dim in (c.dim, c.dim_v))
         layouts = Layouts(
             self.mainloop.layout((c.tile_m, c.dim, 1)),
             self.mainloop.layout((c.tile_n, c.dim, c.stages)),
             self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
         )
-        keys_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
-        atoms = []
-        for tensor, layout in ((ins.k, layouts.k), (ins.v, layouts.v)):
-            atoms += copies.tma_atom(keys_first(tensor), layout, 2 if c.pair else 1)
         qk_mma, pv_mma = self.mainloop.mmas()
         tiles = self._row_tiles(ins) * Int32(ins.k.shape[1]) * Int32(ins.q.shape[0])
-        self.kernel(Loads(*atoms), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
+        self.kernel(self.loads(ins, layouts), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
             grid=[tiles * scalars.ctas, 1, 1],
             block=[WARPGROUP + c.threads, 1, 1],
             cluster=[scalars.ctas, 1, 1],
@@ -104,6 +103,17 @@ class Multi:
             min_blocks_per_mp=c.per_sm,
             preferred_smem_carveout=100,
         )
+
+    def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
+        keys_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
+        atoms = []
+        for tensor, layout in ((ins.k, layouts.k), (ins.v, layouts.v)):
+            atoms += copies.tma_atom(keys_first(tensor), layout, 2 if self.c.pair else 1)
+        return Loads(*atoms)
+
+    def prefetch(self, loads: Loads) -> None:
+        for atom in (loads.k_atom, loads.v_atom):
+            cpasync.prefetch_descriptor(atom)
 
     @property
     def _span(self) -> int:
@@ -128,10 +138,9 @@ class Multi:
     ):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = self._shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
+        smem = self.shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
         if warp == 0:
-            for atom in (loads.k_atom, loads.v_atom):
-                cpasync.prefetch_descriptor(atom)
+            self.prefetch(loads)
         tile = self._work_tile(ins, scalars)
         cute.arch.mbarrier_init_fence()
         if const_expr(c.pair):
@@ -141,7 +150,7 @@ class Multi:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             if warp == 0:
-                self.produce(loads, tile, smem)
+                self.produce(loads, tile, smem, Int32(0))
             self._idle_through_combine(scalars)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
@@ -159,7 +168,7 @@ class Multi:
             if const_expr(not self.c.pair):
                 self._sync_cluster()
 
-    def _shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
+    def shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
         rings = self.mainloop.rings(memory, warp, ((c.stages, c.pair), (c.stages, c.pair)))
         once = Ring(None, None, 1)  # Q, which nobody loads twice
@@ -167,46 +176,39 @@ class Multi:
 
     @cute.jit
     def _work_tile(self, ins: Inputs, scalars: Scalars):
-        """What this CTA computes. Lengths outside of what the caches hold are cut off; later rows come first."""
+        """What this CTA computes; later rows come first."""
         c = self.c
         rank, tile = cute.arch.block_in_cluster_idx()[0], Uint32(cute.arch.cluster_idx()[0])
         row_tiles, heads = Uint32(self._row_tiles(ins)), Uint32(ins.k.shape[1])
         others = tile // row_tiles
         batch = Int32(others // heads)
-        kv_head = Int32(others) - batch * Int32(heads)
+        place = batch, Int32(others) - batch * Int32(heads)
+        begin = Int32(row_tiles - 1 - (tile - others * row_tiles)) * self._span
+        seq = self.sequence(ins, scalars, batch)
+        whole = row_tile(c, seq, place, self.group(ins), begin, self._span, self.rules(scalars))
+        return part_of_cluster(c, whole, rank, scalars.ctas)
+
+    def group(self, ins: Inputs) -> tuple[Int32, Float32]:
+        """Query heads that share a KV head, and 1 over that."""
+        group = Int32(Uint32(ins.q.shape[2]) // Uint32(ins.k.shape[1]))
+        return group, cute.arch.rcp_approx(Float32(group))
+
+    @cute.jit
+    def sequence(self, ins: Inputs, scalars: Scalars, batch: Int32):
+        """Lengths outside of what the caches hold are cut off."""
         keys, tokens = Int32(ins.k.shape[2]), Int32(ins.q.shape[1])
         end = cutlass.max(cutlass.min(Int32(ins.kv_len[batch]), keys), Int32(0))
         start = Int32(0)
         if scalars.has_start != 0:
             start = cutlass.max(cutlass.min(Int32(ins.kv_start[batch]), keys), Int32(0))
-        group = Int32(Uint32(ins.q.shape[2]) // heads)
-        inverse = cute.arch.rcp_approx(Float32(group))
-        begin = Int32(row_tiles - 1 - (tile - others * row_tiles)) * self._span
-        left = tokens * group - begin
-        token = Int32(Uint32(begin) // Uint32(group))
-        rest = begin - token * group
-        seq = Sequence(Int32(0), tokens, end - tokens, start, end)
-        last = token + advance(rest + cutlass.min(left, self._span) - 1, group, inverse)[0]
-        blocks = key_blocks(seq, seq.shift + token, seq.shift + last, c.tile_n, self._rules(scalars))
-        first, stop = Int32(0), blocks.steps
-        if const_expr(c.pair):
-            more, rest = advance(rest + rank * c.tile_m, group, inverse)
-            token += more
-            left -= rank * c.tile_m
-        else:
-            each = Int32(Uint32(blocks.steps) // Uint32(scalars.ctas))
-            extra = blocks.steps - each * scalars.ctas
-            first = rank * each + cutlass.min(rank, extra)
-            stop = first + each + cutlass.select_(rank < extra, Int32(1), Int32(0))
-        rows = cutlass.min(left, c.tile_m)
-        return WorkTile(batch, kv_head, group, inverse, token, rest, rows, seq, blocks, first, stop)
+        return Sequence(Int32(0), tokens, end - tokens, start, end)
 
-    def _rules(self, scalars: Scalars) -> MaskRules:
+    def rules(self, scalars: Scalars) -> MaskRules:
         return MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
 
     @cute.jit
-    def produce(self, loads: Loads, tile: WorkTile, smem: SharedMemory):
-        """One warp: the blocks of K and of V, V one behind K."""
+    def produce(self, loads: Loads, tile: WorkTile, smem: SharedMemory, fills: Int32):
+        """One warp: the blocks of K and of V, V one behind K; ``fills`` of either ring were before."""
         c = self.c
         stages = smem.stages
         ring_k, ring_v = stages.ring_k, stages.ring_v
@@ -218,39 +220,49 @@ class Multi:
         gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
         tKsK, tKgK = copies.tma_partition(loads.k_atom, rank, ctas, stages.sK, gK)  # (box, stages), (box, blocks)
         tVsV, tVgV = copies.tma_partition(loads.v_atom, rank, ctas, stages.sV, gV)
-        count = tile.stop - tile.first
-        for n in cutlass.range(0, count + 1, unroll=1):
-            if n < count:
+        for step in cutlass.range(tile.first, tile.stop + 1, unroll=1):
+            n = fills + step - tile.first
+            if step < tile.stop:
                 full = ring_k.acquire(n, self.bytes_k)
-                block = tile.block(tile.first + n)
+                block = tile.block(step)
                 cute.copy(loads.k_atom, tKgK[None, block], tKsK[None, ring_k.slot(n)], tma_bar_ptr=full, **mask)
-            if n > 0:
+            if step > tile.first:
                 full = ring_v.acquire(n - 1, self.bytes_v)
-                block = tile.block(tile.first + n - 1)
+                block = tile.block(step - 1)
                 cute.copy(loads.v_atom, tVgV[None, block], tVsV[None, ring_v.slot(n - 1)], tma_bar_ptr=full, **mask)
 
     @cute.jit
     def consume(self, ins: Inputs, outs: Outputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory, qk_mma, pv_mma):
         """One warpgroup: both products, softmax and store of 64 rows."""
+        w = self.consumer(scalars, smem, qk_mma, pv_mma)
+        self.mainloop.begin_turns(w)
+        sums = self.attend(w, ins, scalars, tile, smem, Int32(0))
+        self.finish(w, sums, ins, outs, scalars, tile, smem)
+
+    def consumer(self, scalars: Scalars, smem: SharedMemory, qk_mma, pv_mma) -> Consumer:
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        w = self.mainloop.consumer(thread, smem.stages, qk_mma, pv_mma, scalars)
+        return self.mainloop.consumer(thread, smem.stages, qk_mma, pv_mma, scalars)
+
+    @cute.jit
+    def attend(self, w: Consumer, ins: Inputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32):
+        """Leaves the output of 64 rows in registers, not divided yet; returns the sums of this lane's two."""
         self._load_queries(ins, tile, smem.stages.sQ, w)
         positions = tuple(tile.position(w.row + 8 * r) for r in range(2))
-        mask = Mask(w, self.c, tile.seq, row_bounds(tile.seq, positions, self._rules(scalars)))
+        mask = Mask(w, self.c, tile.seq, row_bounds(tile.seq, positions, self.rules(scalars)))
         w.rO.fill(0.0)
         w.row_max.fill(-Float32.inf)
         w.row_sum.fill(0.0)
-        self.mainloop.begin_turns(w)
         zero, first, stop = Int32(0), tile.first, tile.stop
+        before = fills - first
         if first < stop:
-            self.mainloop.first_block(w, mask, zero, zero, tile.block(first))
+            self.mainloop.first_block(w, mask, zero, fills, tile.block(first))
             plain = cutlass.max(first + 1, cutlass.min(tile.masked, stop))
             for i in cutlass.range(first + 1, plain, unroll=1):
-                self.mainloop.next_block(w, mask, zero, i - first, tile.block(i), edge="both")
+                self.mainloop.next_block(w, mask, zero, before + i, tile.block(i), edge="both")
             for i in cutlass.range(plain, stop, unroll=1):
-                self.mainloop.next_block(w, mask, zero, i - first, tile.block(i), edge="")
-            self.mainloop.last_product(w, stop - first - 1)
-        self.finish(w, positions, ins, outs, scalars, tile, smem)
+                self.mainloop.next_block(w, mask, zero, before + i, tile.block(i), edge="")
+            self.mainloop.last_product(w, before + stop - 1)
+        return multi_combine.row_sums(w, positions)
 
     @cute.jit
     def _load_queries(self, ins: Inputs, tile: WorkTile, sQ: cute.Tensor, w: Consumer):
@@ -259,7 +271,7 @@ class Multi:
         Rows behind the last repeat it; a tile without rows repeats the last query.
         """
         c = self.c
-        thread, chunks = cute.arch.thread_idx()[0] % WARPGROUP, c.dim // 8
+        thread, chunks = anew(cute.arch.thread_idx()[0] % WARPGROUP), c.dim // 8
         vectors = copies.fragments(64 * chunks // WARPGROUP, 8, c.dtype)
         for n, vector in enumerate(vectors):
             i = thread + n * WARPGROUP
@@ -275,11 +287,10 @@ class Multi:
 
     @cute.jit
     def finish(
-        self, w: Consumer, positions, ins: Inputs, outs: Outputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory
+        self, w: Consumer, sums, ins: Inputs, outs: Outputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory
     ):
         """Write the rows out, alone or together with the other CTAs of the cluster."""
         c = self.c
-        sums = multi_combine.row_sums(w, positions)
         if const_expr(c.pair):
             multi_combine.store(c, w, ins, outs, tile, sums)
             self._sync_cluster()  # neither CTA may leave while the other still writes to its memory

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 from ..blocks import KeyBlocks, Sequence, cover
 
@@ -53,6 +53,43 @@ class WorkTile(NamedTuple):
 
     def position(self, row: Int32) -> Int32:
         return self.seq.shift + self.token_and_head(row)[0]
+
+
+def row_tile(
+    c,
+    seq: Sequence,
+    place: tuple[Int32, Int32],
+    group: tuple[Int32, Float32],
+    begin: Int32,
+    span: int,
+    rules: MaskRules,
+) -> WorkTile:
+    """The ``span`` rows of a sequence from row ``begin`` on, all steps of them; ``place`` is (batch, KV head).
+
+    ``group`` is how many query heads share the KV head, and 1 over that.
+    """
+    heads, inverse = group
+    left = seq.tokens * heads - begin
+    token = Int32(Uint32(begin) // Uint32(heads))
+    rest = begin - token * heads
+    last = token + advance(rest + cutlass.min(left, span) - 1, heads, inverse)[0]
+    blocks = key_blocks(seq, seq.shift + token, seq.shift + last, c.tile_n, rules)
+    return WorkTile(*place, heads, inverse, token, rest, left, seq, blocks, Int32(0), blocks.steps)
+
+
+def part_of_cluster(c, tile: WorkTile, rank: Int32, ctas: Int32) -> WorkTile:
+    """What CTA ``rank`` of a cluster has of its rows: of a pair one tile with all keys, else all rows with a split of
+    the keys, where the first CTAs have one block more if they do not divide evenly."""
+    if c.pair:
+        more, head = advance(tile.head + rank * c.tile_m, tile.group, tile.inverse)
+        left = tile.rows - rank * c.tile_m
+        return tile._replace(token=tile.token + more, head=head, rows=cutlass.min(left, c.tile_m))
+    steps = tile.blocks.steps
+    each = Int32(Uint32(steps) // Uint32(ctas))
+    extra = steps - each * ctas
+    first = rank * each + cutlass.min(rank, extra)
+    stop = first + each + cutlass.select_(rank < extra, Int32(1), Int32(0))
+    return tile._replace(rows=cutlass.min(tile.rows, c.tile_m), first=first, stop=stop)
 
 
 def advance(heads: Int32, group: Int32, inverse: Float32) -> tuple:

@@ -43,7 +43,7 @@ def row_sums(w: Consumer, positions: tuple) -> list:
 
 
 @cute.jit
-def _weighed(ins: Inputs, scalars: Scalars, head: Int32, row_max: Float32, row_sum: Float32):
+def weighed(ins: Inputs, scalars: Scalars, head: Int32, row_max: Float32, row_sum: Float32):
     """The LSE of a row with maximum ``row_max``, in powers of two, and what its sums are to be multiplied by."""
     lse = (finite(row_max) + op.log2(row_sum)) * Float32(op.LN_2)
     weight = row_sum
@@ -61,7 +61,7 @@ def store(c: cutlass.Constexpr, w: Consumer, ins: Inputs, outs: Outputs, tile: W
     for r in cutlass.range_constexpr(2):
         row = w.row + 8 * r
         token, head = tile.token_and_head(cutlass.max(cutlass.min(row, tile.rows - 1), 0))
-        lse, factor = _weighed(ins, w.scalars, head, w.row_max[r] * w.scalars.scale_log2, sums[r])
+        lse, factor = weighed(ins, w.scalars, head, w.row_max[r] * w.scalars.scale_log2, sums[r])
         if (w.lane % 4 == 0) & (row < tile.rows):
             outs.lse[tile.batch, token, head] = lse
         address = outs.out[tile.batch, token, head, None].iterator.toint() + w.lane % 4 * (8 * nbytes)
@@ -122,7 +122,7 @@ def combine(c: cutlass.Constexpr, ins: Inputs, outs: Outputs, scalars: Scalars, 
             maxima = [cutlass.select_(there[i] != 0, stats[i][0], -Float32.inf) for i in range(_AT_ONCE)]
             row_max, row_sum = join(rO, row_max, row_sum, maxima, [s[1] for s in stats], news)
         token, head = tile.token_and_head(row)
-        lse, factor = _weighed(ins, scalars, head, row_max, row_sum)
+        lse, factor = weighed(ins, scalars, head, row_max, row_sum)
         pairs = [op.pack(c.dtype, rO[x] * factor, rO[x + 1] * factor) for x in (0, 2)]
         op.store_2_pairs(
             Int64(outs.out[tile.batch, token, head, None].iterator.toint()) + column * (c.dtype.width // 8), *pairs

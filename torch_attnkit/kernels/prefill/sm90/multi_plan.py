@@ -48,6 +48,7 @@ TILES = {
     ),
 }
 
+COUNTERS = 2  # for each of persistent CTAs
 _MOST_CTAS = 8  # of a cluster; every GPU takes so many
 # For each multiprocessor and microsecond, in KB and MFLOP: what its copies bring, its share of device memory, what its
 # tensor cores do. Fitted to the H200's times of 16 and 64 queries at B 1 to 16 with all cluster sizes, to about 10 %.
@@ -58,6 +59,12 @@ _START, _MERGE = 5.0, 1.0  # microseconds of a CTA beside its blocks, and of a c
 class Plan(NamedTuple):
     tiles: Tiles
     ctas: int  # of a cluster
+    persistent: int = 0  # CTAs with equal runs of all blocks of keys; 0: a cluster has a work tile
+
+
+def split_floats(tile_m: int, dim_v: int) -> int:
+    """Of a split in device memory: its rows' numerators, then a maximum, in powers of two, and a sum of each."""
+    return tile_m * (dim_v + 2)
 
 
 def at_once(ctas: int, sms: int, per_sm: int) -> int:
@@ -90,6 +97,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     choice = TILES[problem.dim, problem.dim_v]
     tiles = choice.few if rows <= 64 else choice.many
     row_tiles = -(-rows // tiles.tile_m)
+    if row_tiles == 1 and problem.batch > 1:  # whose lengths may be anything
+        return Plan(tiles, 1, sms * tiles.per_sm)
     steps = max(1, -(-problem.scores.most_keys(problem.keys, problem.queries) // tiles.tile_n))
     dims = problem.dim + problem.dim_v
     ctas = min(range(1, _MOST_CTAS + 1), key=lambda n: cost(tiles, n, row_tiles, groups, steps, dims, sms))

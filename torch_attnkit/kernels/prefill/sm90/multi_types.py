@@ -91,6 +91,14 @@ class Scalars(NamedTuple):
     ctas: Int32  # of a cluster: they share the keys of a tile, or, as a pair, load them for each other
 
 
+class Meeting(NamedTuple):
+    """Device memory in which persistent CTAs join splits, and how many CTAs there are."""
+
+    splits: cute.Tensor  # floats, two slots a CTA
+    count: cute.Tensor  # zeros, ``gathering.COUNTERS`` a CTA
+    ctas: Int32
+
+
 class Loads(NamedTuple):
     """The two TMA atoms and the tensors of coordinates that go with them."""
 
@@ -126,3 +134,8 @@ def arguments(dtype: str, config: Config) -> list[Any]:
     )
     outs = Outputs(rows(B, T, Hq, config.dim_v), fake.tensor("f32", (B, T, Hq), align=4))
     return [ins, outs, Scalars(Float32(0), Float32(0), *(Int32(0) for _ in range(6))), fake.stream()]
+
+
+def meeting() -> Meeting:
+    """Stand-ins for these."""
+    return Meeting(fake.tensor("f32", (None,), align=16), fake.tensor("i32", (None,), align=4), Int32(0))

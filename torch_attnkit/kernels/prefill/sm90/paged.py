@@ -15,6 +15,7 @@ from ...scores import MOST
 from ..launch import query_reader, reader, scalars
 from ..paged import Operands, Problem
 from . import paged_plan
+from .meeting import meeting
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -24,12 +25,14 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return lambda operands: None
     plan = paged_plan.plan(problem, driver.sm_count(p.device))
     run = compile.launcher(
-        target, p.device, "torch_attnkit.kernels.prefill.sm90.paged_kernel", trace="trace_paged",
+        target, p.device, "torch_attnkit.kernels.prefill.sm90.paged_kernel",
+        trace="trace_paged_persistent" if plan.persistent else "trace_paged",
         dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, page=problem.page, box=plan.box,
         **plan.tiles._asdict(),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     numbers = _scalars(problem, plan.ctas)
+    joins = meeting(p.device, plan.tiles, p.dim_v, plan.persistent)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys, problem.pages) == 0
 
@@ -39,7 +42,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
             o.lse.fill_(-torch.inf)
             return
         sink = unread if o.sink is None else o.sink
-        run((read_q(o.q), read_k(o.k), read_v(o.v), o.cu_q, o.table, o.kv_len, sink), (o.out, o.lse), numbers)
+        ins = (read_q(o.q), read_k(o.k), read_v(o.v), o.cu_q, o.table, o.kv_len, sink)
+        run(ins, (o.out, o.lse), numbers, *joins())
 
     return launch
 

@@ -33,7 +33,7 @@ _REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240)}
 _REGISTERS_OF_ROWS = {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)}
 
 
-def _sequence(t: cute.Tensor, q0: Int32) -> cute.Tensor:
+def rows_from(t: cute.Tensor, q0: Int32) -> cute.Tensor:
     """A packed tensor from row ``q0`` on, with an axis for the batch in front."""
     moved = cute.domain_offset((q0, *(0 for _ in t.shape[1:])), t)
     return cute.make_tensor(moved.iterator, cute.prepend(moved.layout, cute.make_layout(1, stride=0)))
@@ -83,7 +83,7 @@ class PagedMulti:
     ):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = self._shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
+        smem = self.shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
         if warp == 0:
             self.keys.prefetch(loads)
         rules = MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
@@ -97,15 +97,19 @@ class PagedMulti:
             if warp < 4:
                 cute.arch.setmaxregister_decrease(self.regs_load)
                 if warp < c.loader_warps:
-                    self.produce(loads, ins, tile, sequence, smem)
+                    self.produce(loads, ins, tile, sequence, smem, Int32(0))
                 self.multi._idle_through_combine(scalars)
             else:
                 cute.arch.setmaxregister_increase(self.regs_mma)
-                q0 = tile.seq.q0
-                rows, results = Rows(_sequence(ins.q, q0), ins.sink), Outputs(*(_sequence(t, q0) for t in outs))
+                rows, results = self.rows(ins, outs, tile)
                 self.multi.consume(rows, results, scalars, tile, smem, qk_mma, pv_mma)
 
-    def _shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
+    def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile) -> tuple[Rows, Outputs]:
+        """A tile's sequence as a dense batch of one."""
+        q0 = tile.seq.q0
+        return Rows(rows_from(ins.q, q0), ins.sink), Outputs(*(rows_from(t, q0) for t in outs))
+
+    def shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
         arrivals = 4 * c.consumers * (2 if c.pair else 1)
         full = 1 if c.box else 32 * c.loader_warps
@@ -116,19 +120,20 @@ class PagedMulti:
         return SharedMemory(Stages(once, *both, *self.mainloop.operands(memory, layouts)))
 
     @cute.jit
-    def produce(self, loads: Loads, ins: Inputs, tile: WorkTile, sequence: Int32, smem: SharedMemory):
-        """Every warp that loads: the blocks of K and of V, V one behind K, pages looked up a block ahead."""
+    def produce(
+        self, loads: Loads, ins: Inputs, tile: WorkTile, sequence: Int32, smem: SharedMemory, fills: Int32
+    ):  # fmt: skip
+        """Every warp that loads: the blocks of K and of V, V one behind K, pages looked up a block ahead; ``fills`` of
+        either ring were before."""
         c, stages, keys = self.c, smem.stages, self.keys
         k, v = (loads.k_atom, loads.k), (loads.v_atom, loads.v)
-        count = tile.stop - tile.first
         places = keys.places(ins, tile, sequence, tile.block(tile.first))
         before = places
-        for n in cutlass.range(0, count + 1, unroll=1):
-            block = tile.block(tile.first + n)
-            following = keys.places(ins, tile, sequence, tile.block(tile.first + n + 1))
-            if n < count:
-                keys.load(k, stages.ring_k, stages.sK, c.dim, tile, places, block, n)
-            if n > 0:
-                block = tile.block(tile.first + n - 1)
-                keys.load(v, stages.ring_v, stages.sV, c.dim_v, tile, before, block, n - 1)
+        for step in cutlass.range(tile.first, tile.stop + 1, unroll=1):
+            n = fills + step - tile.first
+            following = keys.places(ins, tile, sequence, tile.block(step + 1))
+            if step < tile.stop:
+                keys.load(k, stages.ring_k, stages.sK, c.dim, tile, places, tile.block(step), n)
+            if step > tile.first:
+                keys.load(v, stages.ring_v, stages.sV, c.dim_v, tile, before, tile.block(step - 1), n - 1)
             before, places = places, following

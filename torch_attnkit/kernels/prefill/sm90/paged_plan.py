@@ -24,6 +24,7 @@ class Plan(NamedTuple):
     tiles: Tiles
     ctas: int  # of a cluster
     box: int  # keys that TMA loads at once, of one page; 0: every thread copies 16 bytes of a row at a time
+    persistent: int = 0  # as in multi_plan.py
 
 
 def box_of(page: int, tiles: Tiles) -> int:
@@ -46,6 +47,9 @@ def plan(problem: Problem, sms: int) -> Plan:
     # A pair needs keys that both have, by TMA.
     if rows > _PAIRED * choice.pair.tile_m and tiles is choice.many and box_of(problem.page, choice.pair):
         return Plan(choice.pair, 2, box_of(problem.page, choice.pair))
+    # Where threads copy rows, a scheduler beside them would spill.
+    if tiles is choice.few and p.batch > 1 and box_of(problem.page, tiles):
+        return Plan(tiles, 1, box_of(problem.page, tiles), sms * tiles.per_sm)
     row_tiles, groups = -(-rows // tiles.tile_m), sequences * p.kv_heads
     seen = p.scores.most_keys(problem.longest_keys, p.longest)
     steps, dims = max(1, -(-seen // tiles.tile_n)), p.dim + p.dim_v

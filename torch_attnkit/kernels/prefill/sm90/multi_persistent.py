@@ -1,0 +1,193 @@
+"""The kernels of ``multi.py`` and ``paged_multi.py`` with persistent CTAs, for batches whose lengths differ.
+
+    producer  --K and V of one work tile after another-->  rings  -->  consumers: a tile's rows, stored or a split
+    at its end each CTA waits for the others that have splits of the same tiles, and joins its share of them
+
+CTAs have equal runs of all blocks of keys (``multi_schedule.py``), where those of a cluster each have a split of one
+sequence, and a batch takes as long as its longest. The producer goes on to the next work tile while the consumers end
+the last. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from torch_attnkit.cuda import gathering
+from torch_attnkit.cuda.gathering import Gathering, Word
+from torch_attnkit.cuda.ring import Fixed, Ring, rings
+
+from . import multi_combine, multi_splits
+from .mainloop import WARPGROUP, Mainloop
+from .multi import Multi, SharedMemory
+from .multi_plan import COUNTERS
+from .multi_schedule import NOTE, Part, Scheduler, Sequences
+from .multi_types import Layouts, Meeting, Outputs, Scalars
+
+# Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor): the
+# producer's has a scheduler.
+_REGISTERS = {(1, 1): (96, 256), (1, 2): (48, 208), (2, 1): (48, 232)}
+_PARTS = 2  # that the producer may be ahead
+
+
+class Parts(Fixed):
+    """What the producer tells the consumers: one part of the CTA's run after another, and -1 behind the last."""
+
+    def __init__(self, ring: Ring, sParts: cute.Tensor):
+        self.ring, self.sParts = ring, sParts  # (NOTE, _PARTS), Int32
+
+    def tell(self, n: Int32, note: list[Int32]) -> None:
+        full = self.ring.await_empty(n)
+        with cute.arch.elect_one():
+            for i, value in enumerate(note):
+                self.sParts[i, self.ring.slot(n)] = value
+            cute.arch.mbarrier_arrive(full)
+
+    def wait(self, n: Int32) -> Int32:
+        """The part's first number, when it is there."""
+        self.ring.wait(n)
+        return cute.arch.make_warp_uniform(self.sParts[0, self.ring.slot(n)])
+
+    def read(self, n: Int32) -> list[Int32]:
+        return [cute.arch.make_warp_uniform(self.sParts[i, self.ring.slot(n)]) for i in range(NOTE)]
+
+
+class Kernel(Protocol):
+    """What ``Multi`` and ``PagedMulti`` have beside their sequences."""
+
+    multi: Multi
+
+    def loads(self, ins: Any, layouts: Layouts) -> Any: ...
+    def prefetch(self, loads: Any) -> None: ...
+    def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory: ...
+    def load(self, loads: Any, ins: Any, part: Part, smem: SharedMemory, fills: Int32) -> None: ...
+    def rows(self, ins: Any, outs: Outputs, part: Part) -> tuple[Any, Outputs]: ...
+    @property
+    def loader_warps(self) -> int: ...
+
+
+class Persistent:
+    def __init__(self, config: Any, kernel: Kernel, sequences: Sequences):
+        self.c, self.of, self.mainloop = config, kernel, Mainloop(config)
+        self.scheduler = Scheduler(config, sequences)
+        assert COUNTERS == gathering.COUNTERS
+        self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
+
+    @cute.jit
+    def __call__(self, ins: Any, outs: Outputs, scalars: Scalars, meeting: Meeting, stream: Any):
+        c = self.c
+        layouts = Layouts(
+            self.mainloop.layout((c.tile_m, c.dim, 1)),
+            self.mainloop.layout((c.tile_n, c.dim, c.stages)),
+            self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
+        )
+        mmas = self.mainloop.mmas()
+        self.kernel(self.of.loads(ins, layouts), ins, outs, scalars, meeting, layouts, *mmas).launch(
+            grid=[meeting.ctas, 1, 1],
+            block=[WARPGROUP + c.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=c.per_sm,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, loads: Any, ins: Any, outs: Outputs, scalars: Scalars, meeting: Meeting, layouts: Layouts,
+        qk_mma: cute.TiledMma, pv_mma: cute.TiledMma,
+    ):  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        memory = cutlass.memory.SmemAllocator()
+        smem = self.of.shared_memory(memory, warp, layouts)
+        ring = rings(memory, warp, (("parts", _PARTS, 1, 4 * self.c.consumers),))["parts"]
+        parts = Parts(ring, memory.allocate_tensor(Int32, cute.make_layout((NOTE, _PARTS)), 16))
+        gather = Gathering(gathering.words(memory), meeting.count.iterator.toint())
+        if warp == 0:
+            self.of.prefetch(loads)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.regs_load)
+            if warp < self.of.loader_warps:
+                self.produce(loads, ins, scalars, smem, parts, warp)
+        else:
+            cute.arch.setmaxregister_increase(self.regs_mma)
+            splits = meeting.splits.iterator.toint()
+            self.consume(ins, outs, scalars, splits, gather, smem, parts, qk_mma, pv_mma)
+            self.join(ins, outs, scalars, splits, gather)
+
+    @cute.jit
+    def produce(self, loads: Any, ins: Any, scalars: Scalars, smem: SharedMemory, parts: Parts, warp: Int32):
+        """Every warp that loads goes through this CTA's run; the first tells the consumers."""
+        run = self.scheduler.find(ins, scalars)
+        at, sequence, before, fills, n = run.at, run.sequence, run.before, Int32(0), Int32(0)
+        while at < run.stop:
+            part, at, before = self.scheduler.part(ins, scalars, run, at, sequence, before)
+            sequence = part.sequence
+            if warp == 0:
+                parts.tell(n, part.note())
+            self.of.load(loads, ins, part, smem, fills)
+            fills += part.tile.stop - part.tile.first
+            n += 1
+        if warp == 0:
+            parts.tell(n, [Int32(-1)])
+
+    @cute.jit
+    def consume(
+        self, ins: Any, outs: Outputs, scalars: Scalars, splits: Int64, gather: Gathering, smem: SharedMemory,
+        parts: Parts, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma,
+    ):  # fmt: skip
+        c, thread = self.c, cute.arch.thread_idx()[0] - WARPGROUP
+        w = self.of.multi.consumer(scalars, smem, qk_mma, pv_mma)
+        self.mainloop.begin_turns(w)
+        if thread == 0:
+            gather.begin()
+        fills, n = Int32(0), Int32(0)
+        slot = cute.arch.block_idx()[0] * 2  # of the first part; of those after it only the last can be a split
+        while parts.wait(n) >= 0:
+            part = self._read(ins, parts, n)
+            rows, _ = self.of.rows(ins, outs, part)
+            sums = self.of.multi.attend(w, rows, scalars, part.tile, smem, fills)
+            part = self._read(ins, parts, n)  # again: registers are scarce between
+            rows, results = self.of.rows(ins, outs, part)
+            if part.ctas == 1:
+                multi_combine.store(c, w, rows, results, part.tile, sums)
+            else:
+                multi_splits.leave(c, w, part.tile, splits, slot, sums)
+                self.mainloop.await_consumers()
+                if thread == 0:
+                    # Of two splits of a CTA the second begins its work tile.
+                    which = cutlass.select_(cute.arch.block_idx()[0] == part.first, part.early, Int32(0))
+                    notes = [part.sequence, part.tile.kv_head, part.number, part.early]
+                    gather.bring(which, part.ctas, part.first, notes)
+            fills += part.tile.stop - part.tile.first
+            slot = cute.arch.block_idx()[0] * 2 + 1
+            cute.arch.sync_warp()  # all lanes have read the part, for which one of them arrives
+            parts.ring.release(n)
+            n += 1
+
+    def _read(self, ins: Any, parts: Parts, n: Int32) -> Part:
+        return Part.of(parts.read(n), self.scheduler.sequences.group(ins))
+
+    @cute.jit
+    def join(self, ins: Any, outs: Outputs, scalars: Scalars, splits: Int64, gather: Gathering):
+        """This CTA's shares of the work tiles of which it brought splits."""
+        c, thread = self.c, cute.arch.thread_idx()[0] - WARPGROUP
+        self.mainloop.await_consumers()
+        for which in cutlass.range(2, unroll=1):
+            ctas = gather.read(which, Word.BLOCKS)
+            if ctas > 0:
+                if thread == 0:
+                    gather.wait(which)
+                self.mainloop.await_consumers()
+                sequence, kv_head, number, early = (gather.read(which, Word.NOTE + i) for i in range(4))
+                first = gather.read(which, Word.FIRST)
+                tile = self.scheduler.tile(ins, scalars, sequence, kv_head, number)
+                rows, results = self.of.rows(ins, outs, Part(tile, sequence, number, ctas, first, early))
+                begin, end = gather.shares(which, multi_splits.vectors(c, tile))
+                slots = first * 2 + early, first * 2 + 2, ctas
+                multi_splits.join_vectors(c, rows, results, scalars, tile, splits, slots, begin, end)
+                if thread == 0:
+                    gather.leave(which)

@@ -1,0 +1,187 @@
+"""The scheduler of persistent CTAs: equal runs of the blocks of keys of all sequences, whatever their lengths.
+
+As in decode (``kernels/decode/schedule.py``), the lengths are on the device and every CTA works its run out for itself:
+it sums the blocks that all work tiles visit, cuts the sum into equal runs, and finds where its own begins. A work tile
+that a cut goes through is split, and joined by the CTAs that have its parts. Work tiles are in the order of sequences,
+of a sequence in the order of rows, of the same rows in the order of KV heads. Imports cutlass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.kernels.decode.schedule import Partition, quotient
+
+from ..blocks import KeyBlocks, Sequence
+from .multi_blocks import MaskRules, WorkTile, row_tile
+
+_LANES = 32
+_LEAST = 2  # blocks of a run, if there are more: a split of one is written and read again for what it took to compute
+
+
+class Sequences(Protocol):
+    """Where a kernel's sequences are."""
+
+    def count(self, ins: Any) -> Int32: ...
+    def kv_heads(self, ins: Any) -> Int32: ...
+    def group(self, ins: Any) -> tuple: ...
+    def sequence(self, ins: Any, scalars: Any, b: Int32) -> Sequence: ...
+    def batch(self, b: Int32) -> Int32: ...  # its place in the tensors that a work tile's rows are read from
+
+
+class Run(NamedTuple):
+    """The units [at, stop) of a CTA; a unit is a step of a work tile, and one without keys has one, too."""
+
+    cut: Partition
+    at: Int32
+    stop: Int32
+    sequence: Int32  # that unit ``at`` belongs to, or one before it that has no rows
+    before: Int32  # units before that sequence
+
+
+class Part(NamedTuple):
+    """Of a run: a work tile, or a split of it."""
+
+    tile: WorkTile
+    sequence: Int32
+    number: Int32  # of the tile in its sequence
+    ctas: Int32  # that have a part of the tile; 1: all of it is here
+    first: Int32  # of them
+    early: Int32  # 1 where that had another part before, else 0
+
+    def note(self) -> list[Int32]:
+        """Without what ``of`` is told."""
+        t = self.tile
+        return [*self[1:], t.batch, t.kv_head, t.token, t.head, t.rows, t.first, t.stop, *t.seq, *t.blocks]
+
+    @classmethod
+    def of(cls, note: list[Int32], group: tuple) -> Part:
+        """From ``NOTE`` numbers."""
+        batch, kv_head, token, head, rows, first, stop = note[5:12]
+        seq, blocks = Sequence(*note[12:17]), KeyBlocks(*note[17:])
+        tile = WorkTile(batch, kv_head, *group, token, head, rows, seq, blocks, first, stop)
+        return cls(tile, *note[:5])
+
+
+NOTE = 12 + len(Sequence._fields) + len(KeyBlocks._fields)
+
+
+class Scheduler(Fixed):
+    def __init__(self, config: Any, sequences: Sequences):
+        self.c, self.sequences = config, sequences
+
+    def _tile(self, ins: Any, scalars: Any, seq: Sequence, place: tuple, number: Int32) -> WorkTile:
+        c, group = self.c, self.sequences.group(ins)
+        rules = MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
+        return row_tile(c, seq, place, group, number * c.tile_m, c.tile_m, rules)
+
+    def _units(self, ins: Any, scalars: Any, seq: Sequence, number: Int32) -> Int32:
+        zero = Int32(0)
+        return cutlass.max(self._tile(ins, scalars, seq, (zero, zero), number).blocks.steps, Int32(1))
+
+    @cute.jit
+    def _units_of(self, ins: Any, scalars: Any, b: Int32):
+        """Of one KV head of a sequence."""
+        seq = self.sequences.sequence(ins, scalars, b)
+        rows, units = seq.tokens * self.sequences.group(ins)[0], Int32(0)
+        for number in cutlass.range(quotient(rows + (self.c.tile_m - 1), self.c.tile_m), unroll=1):
+            units += self._units(ins, scalars, seq, number)
+        return units
+
+    @cute.jit
+    def find(self, ins: Any, scalars: Any):
+        """This CTA's run. A whole warp calls this.
+
+        Where all sequences have as many units and it idles no more than a 16th of the CTAs, cuts fall between work
+        tiles, or these are cut evenly.
+        """
+        lane, count, heads = cute.arch.lane_idx(), self.sequences.count(ins), self.sequences.kv_heads(ins)
+        units, longest, filled = Int32(0), Int32(0), Int32(0)
+        for first in cutlass.range(0, count, _LANES, unroll=1):
+            if first + lane < count:
+                mine = self._units_of(ins, scalars, first + lane)
+                units += mine
+                longest = cutlass.max(longest, mine)
+                filled += cutlass.select_(mine > 0, Int32(1), Int32(0))
+        for step in cutlass.range_constexpr(5):
+            units += cute.arch.shuffle_sync_bfly(units, 1 << step)
+            longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << step))
+            filled += cute.arch.shuffle_sync_bfly(filled, 1 << step)
+        total, ctas = units * heads, cute.arch.grid_dim()[0]
+        blocks = cutlass.max(cutlass.min(ctas, quotient(total, _LEAST)), 1)
+        if units == longest * filled:
+            groups = heads * filled
+            even = quotient(blocks, cutlass.max(groups, 1)) * groups
+            if groups > blocks:
+                rounds = quotient(groups + blocks - 1, blocks)
+                even = quotient(groups + rounds - 1, rounds)
+            if even * 16 >= blocks * 15:
+                blocks = even
+        each = quotient(total, blocks)
+        cut, mine = Partition(total, blocks, each, total - each * blocks), cute.arch.block_idx()[0]
+        at, stop = cut.start(mine), cut.start(mine + 1)
+        if mine >= blocks:
+            at = stop
+        sequence, before = self._sequence_of(ins, scalars, at)
+        return Run(cut, at, stop, sequence, before)
+
+    @cute.jit
+    def _sequence_of(self, ins: Any, scalars: Any, wanted: Int32):
+        """The sequence that has unit ``wanted`` of the launch, and how many units come before the sequence."""
+        lane, count, heads = cute.arch.lane_idx(), self.sequences.count(ins), self.sequences.kv_heads(ins)
+        sequence, before, passed, first, found = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        while (found == 0) & (first < count):
+            mine = Int32(0)
+            if first + lane < count:
+                mine = self._units_of(ins, scalars, first + lane) * heads
+            upto = mine
+            for step in cutlass.range_constexpr(5):
+                below = cute.arch.shuffle_sync_up(upto, 1 << step)
+                upto += cutlass.select_(lane >= (1 << step), below, Int32(0))
+            hit = cute.arch.vote_ballot_sync(passed + upto > wanted)
+            at = cute.arch.popc(~hit & (hit - 1))  # the lowest lane that is past ``wanted``
+            if hit != 0:
+                before = passed + cute.arch.shuffle_sync(upto - mine, at)
+                sequence = first + at
+                found = Int32(1)
+            passed += cute.arch.shuffle_sync(upto, _LANES - 1)
+            first += _LANES
+        return sequence, before
+
+    @cute.jit
+    def part(self, ins: Any, scalars: Any, run: Run, at: Int32, sequence: Int32, before: Int32):
+        """What a run has from unit ``at`` on, which is in ``sequence``, before which are ``before``, or later; then the
+        unit behind it, its sequence, and how many are before that."""
+        heads, cut = self.sequences.kv_heads(ins), run.cut
+        units = self._units_of(ins, scalars, sequence) * heads
+        while at >= before + units:
+            before += units
+            sequence += 1
+            units = self._units_of(ins, scalars, sequence) * heads
+        seq = self.sequences.sequence(ins, scalars, sequence)
+        start, number = before, Int32(0)
+        units = self._units(ins, scalars, seq, number)
+        while at >= start + heads * units:
+            start += heads * units
+            number += 1
+            units = self._units(ins, scalars, seq, number)
+        kv_head = quotient(at - start, units)
+        start += kv_head * units
+        stop = cutlass.min(start + units, run.stop)
+        tile = self.tile(ins, scalars, sequence, kv_head, number)
+        tile = tile._replace(first=at - start, stop=cutlass.min(stop - start, tile.blocks.steps))
+        first = cut.owner(start)
+        ctas = cut.owner(start + units - 1) - first + 1
+        early = cutlass.select_(cut.start(first) == start, Int32(0), Int32(1))
+        return Part(tile, sequence, number, ctas, first, early), stop, before
+
+    def tile(self, ins: Any, scalars: Any, sequence: Int32, kv_head: Int32, number: Int32) -> WorkTile:
+        """All steps of a work tile."""
+        seq = self.sequences.sequence(ins, scalars, sequence)
+        tile = self._tile(ins, scalars, seq, (self.sequences.batch(sequence), kv_head), number)
+        return tile._replace(rows=cutlass.min(tile.rows, self.c.tile_m))
