@@ -23,6 +23,8 @@ from .paged_types import Config, Inputs, Rows, arguments
 class Pages(Fixed):
     """``PagedMulti`` as persistent CTAs use it: packed sequences, and one of what lies behind the last."""
 
+    one_tile = False
+
     def __init__(self, config: Config):
         self.c, self.paged = config, PagedMulti(config)
         self.multi, self.loader_warps, self.group = self.paged.multi, config.loader_warps, paged_blocks.group_of
