@@ -1,21 +1,21 @@
-"""Where persistent CTAs of a launch join splits; host side. Imports no cutlass."""
+"""Where persistent CTAs of a launch have splits of the same work tiles; host side. Imports no cutlass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from torch_attnkit.cuda.workspace import Workspace
 
+from ..problem import Problem
 from . import multi_plan
 
 
-def meeting(device: torch.device, tiles: multi_plan.Tiles, dim_v: int, ctas: int) -> Callable[[], tuple[Any, ...]]:
-    """What a launch of ``ctas`` persistent CTAs takes beside its other arguments; nothing where there are none."""
+def meeting(problem: Problem, plan: multi_plan.Plan) -> Callable[[], tuple[Any, ...]]:
+    """What a launch of persistent CTAs takes beside its other arguments; nothing where there are none."""
+    p, tiles, ctas = problem, plan.tiles, plan.persistent
     if ctas == 0:
         return lambda: ()
-    floats = 2 * ctas * multi_plan.split_floats(tiles.tile_m, dim_v)
-    workspace = Workspace(device, floats, ctas * multi_plan.COUNTERS)
-    return lambda: ((*workspace.get(), ctas),)
+    workspace = Workspace(p.device, 2 * ctas * multi_plan.split_floats(tiles.tile_m, p.dim_v), ctas)
+    start = multi_plan.start(tiles, (p.dim + p.dim_v) * p.dtype.itemsize)
+    return lambda: ((*workspace.get(), ctas, start),)

@@ -55,13 +55,15 @@ def weighed(ins: Inputs, scalars: Scalars, head: Int32, row_max: Float32, row_su
 
 
 @cute.jit
-def store(c: cutlass.Constexpr, w: Consumer, ins: Inputs, outs: Outputs, tile: WorkTile, sums):
-    """Divide by the row sums and write out straight from registers, 16 bytes a lane."""
+def store(c: cutlass.Constexpr, w: Consumer, ins: Inputs, outs: Outputs, tile: WorkTile, sums, maxima=None):
+    """Divide by the row sums and write out straight from registers, 16 bytes a lane; ``maxima`` in powers of two, where
+    they are not the consumer's."""
     nbytes = const_expr(c.dtype.width // 8)
     for r in cutlass.range_constexpr(2):
         row = w.row + 8 * r
         token, head = tile.token_and_head(cutlass.max(cutlass.min(row, tile.rows - 1), 0))
-        lse, factor = weighed(ins, w.scalars, head, w.row_max[r] * w.scalars.scale_log2, sums[r])
+        row_max = w.row_max[r] * w.scalars.scale_log2 if const_expr(maxima is None) else maxima[r]
+        lse, factor = weighed(ins, w.scalars, head, row_max, sums[r])
         if (w.lane % 4 == 0) & (row < tile.rows):
             outs.lse[tile.batch, token, head] = lse
         address = outs.out[tile.batch, token, head, None].iterator.toint() + w.lane % 4 * (8 * nbytes)

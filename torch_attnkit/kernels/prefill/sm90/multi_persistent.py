@@ -1,7 +1,7 @@
 """The kernels of ``multi.py`` and ``paged_multi.py`` with persistent CTAs, for batches whose lengths differ.
 
     producer  --K and V of one work tile after another-->  rings  -->  consumers: a tile's rows, stored or a split
-    at its end each CTA waits for the others that have splits of the same tiles, and joins its share of them
+    who ends the last split of a tile adds the others, which lie in device memory (``multi_splits.py``)
 
 CTAs have equal runs of all blocks of keys (``multi_schedule.py``), where those of a cluster each have a split of one
 sequence, and a batch takes as long as its longest. The producer goes on to the next work tile while the consumers end
@@ -14,16 +14,13 @@ from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
-from torch_attnkit.cuda import gathering
-from torch_attnkit.cuda.gathering import Gathering, Word
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from . import multi_combine, multi_splits
 from .mainloop import WARPGROUP, Mainloop
 from .multi import Multi, SharedMemory
-from .multi_plan import COUNTERS
 from .multi_schedule import NOTE, Part, Scheduler, Sequences
 from .multi_types import Layouts, Meeting, Outputs, Scalars
 
@@ -73,7 +70,6 @@ class Persistent:
     def __init__(self, config: Any, kernel: Kernel, sequences: Sequences):
         self.c, self.of, self.mainloop = config, kernel, Mainloop(config)
         self.scheduler = Scheduler(config, sequences)
-        assert COUNTERS == gathering.COUNTERS
         self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
 
     @cute.jit
@@ -103,7 +99,9 @@ class Persistent:
         smem = self.of.shared_memory(memory, warp, layouts)
         ring = rings(memory, warp, (("parts", _PARTS, 1, 4 * self.c.consumers),))["parts"]
         parts = Parts(ring, memory.allocate_tensor(Int32, cute.make_layout((NOTE, _PARTS)), 16))
-        gather = Gathering(gathering.words(memory), meeting.count.iterator.toint())
+        sCame = memory.allocate_tensor(Int32, cute.make_layout(2), 8)
+        places = (t.iterator.toint() for t in (meeting.splits, meeting.count))
+        splits = multi_splits.Splits(self.c, self.mainloop, *places, sCame)
         if warp == 0:
             self.of.prefetch(loads)
         cute.arch.mbarrier_init_fence()
@@ -111,17 +109,17 @@ class Persistent:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             if warp < self.of.loader_warps:
-                self.produce(loads, ins, scalars, smem, parts, warp)
+                self.produce(loads, ins, scalars, meeting.start, smem, parts, warp)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
-            splits = meeting.splits.iterator.toint()
-            self.consume(ins, outs, scalars, splits, gather, smem, parts, qk_mma, pv_mma)
-            self.join(ins, outs, scalars, splits, gather, smem)
+            self.consume(ins, outs, scalars, splits, smem, parts, qk_mma, pv_mma)
 
     @cute.jit
-    def produce(self, loads: Any, ins: Any, scalars: Scalars, smem: SharedMemory, parts: Parts, warp: Int32):
+    def produce(
+        self, loads: Any, ins: Any, scalars: Scalars, start: Int32, smem: SharedMemory, parts: Parts, warp: Int32
+    ):  # fmt: skip
         """Every warp that loads goes through this CTA's run; the first tells the consumers."""
-        run = self.scheduler.find(ins, scalars)
+        run = self.scheduler.find(ins, scalars, start)
         at, sequence, before, fills, n = run.at, run.sequence, run.before, Int32(0), Int32(0)
         while at < run.stop:
             part, at, before = self.scheduler.part(ins, scalars, run, at, sequence, before)
@@ -137,16 +135,13 @@ class Persistent:
 
     @cute.jit
     def consume(
-        self, ins: Any, outs: Outputs, scalars: Scalars, splits: Int64, gather: Gathering, smem: SharedMemory,
-        parts: Parts, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma,
+        self, ins: Any, outs: Outputs, scalars: Scalars, splits: multi_splits.Splits, smem: SharedMemory, parts: Parts,
+        qk_mma: cute.TiledMma, pv_mma: cute.TiledMma,
     ):  # fmt: skip
-        c, thread = self.c, cute.arch.thread_idx()[0] - WARPGROUP
+        c, block = self.c, cute.arch.block_idx()[0]
         w = self.of.multi.consumer(scalars, smem, qk_mma, pv_mma)
         self.mainloop.begin_turns(w)
-        if thread == 0:
-            gather.begin()
         fills, n = Int32(0), Int32(0)
-        slot = cute.arch.block_idx()[0] * 2  # of the first part; of those after it only the last can be a split
         while parts.wait(n) >= 0:
             part = self._read(ins, parts, n)
             rows, _ = self.of.rows(ins, outs, part)
@@ -156,42 +151,17 @@ class Persistent:
             if part.ctas == 1:
                 multi_combine.store(c, w, rows, results, part.tile, sums)
             else:
-                multi_splits.leave(c, w, part.tile, splits, slot, sums)
-                self.mainloop.await_consumers()
-                if thread == 0:
-                    # Of two splits of a CTA the second begins its work tile.
-                    which = cutlass.select_(cute.arch.block_idx()[0] == part.first, part.early, Int32(0))
-                    notes = [part.sequence, part.tile.kv_head, part.number, part.early]
-                    gather.bring(which, part.ctas, part.first, notes)
+                # Of a CTA's two slots the first is its first part's; of those behind it only the last can be a split.
+                slots = multi_splits.Slots(
+                    part.first * 2 + part.early, part.first * 2 + 2, part.ctas, block - part.first
+                )
+                if splits.is_last(w, part.tile, slots, part.first, sums):
+                    maxima, sums = splits.add(w, part.tile, slots, sums)
+                    multi_combine.store(c, w, rows, results, part.tile, sums, maxima)
             fills += part.tile.stop - part.tile.first
-            slot = cute.arch.block_idx()[0] * 2 + 1
             cute.arch.sync_warp()  # all lanes have read the part, for which one of them arrives
             parts.ring.release(n)
             n += 1
 
     def _read(self, ins: Any, parts: Parts, n: Int32) -> Part:
         return Part.of(parts.read(n), self.scheduler.sequences.group(ins))
-
-    @cute.jit
-    def join(
-        self, ins: Any, outs: Outputs, scalars: Scalars, splits: Int64, gather: Gathering, smem: SharedMemory
-    ):  # fmt: skip
-        """This CTA's shares of the work tiles of which it brought splits."""
-        c, thread = self.c, cute.arch.thread_idx()[0] - WARPGROUP
-        self.mainloop.await_consumers()
-        for which in cutlass.range(2, unroll=1):
-            ctas = gather.read(which, Word.BLOCKS)
-            if ctas > 0:
-                if thread == 0:
-                    gather.wait(which)
-                self.mainloop.await_consumers()
-                sequence, kv_head, number, early = (gather.read(which, Word.NOTE + i) for i in range(4))
-                first = gather.read(which, Word.FIRST)
-                tile = self.scheduler.tile(ins, scalars, sequence, kv_head, number)
-                rows, results = self.of.rows(ins, outs, Part(tile, sequence, number, ctas, first, early))
-                share = gather.shares(which, multi_splits.vectors(c, tile))
-                slots = multi_splits.Slots(first * 2 + early, first * 2 + 2, ctas)
-                meet = self.mainloop.await_consumers
-                multi_splits.join(c, rows, results, scalars, tile, splits, slots, share, smem.partial, meet)
-                if thread == 0:
-                    gather.leave(which)

@@ -48,7 +48,9 @@ TILES = {
     ),
 }
 
-COUNTERS = 2  # for each of persistent CTAs
+_SHARED = 224 << 10  # bytes of Q and the rings that fit into shared memory beside mbarriers
+# Bytes of keys and values that take as long as a work tile's start and end: some 3 us of an H100's multiprocessor.
+_START_BYTES = 64 << 10
 _MOST_CTAS = 8  # of a cluster; every GPU takes so many
 # For each multiprocessor and microsecond, in KB and MFLOP: what its copies bring, its share of device memory, what its
 # tensor cores do. Fitted to the H200's times of 16 and 64 queries at B 1 to 16 with all cluster sizes, to about 10 %.
@@ -65,6 +67,23 @@ class Plan(NamedTuple):
 def split_floats(tile_m: int, dim_v: int) -> int:
     """Of a split in device memory: its rows' numerators, then a maximum, in powers of two, and a sum of each."""
     return tile_m * (dim_v + 2)
+
+
+def start(tiles: Tiles, row_bytes: int) -> int:
+    """Blocks of keys that take persistent CTAs as long as a work tile's start and end; ``row_bytes`` of a key and a
+    value."""
+    return -(-_START_BYTES // (tiles.tile_n * row_bytes))
+
+
+def shared(problem: Problem) -> bool:
+    """Whether persistent CTAs share the keys of a batch, whose sequences may have any lengths; D 256 would spill."""
+    return problem.batch > 1 and problem.dim_v <= 128
+
+
+def deep(tiles: Tiles, dim: int, dim_v: int) -> Tiles:
+    """The same for one CTA on a multiprocessor, with as many stages as there is room for."""
+    stage = 2 * tiles.tile_n * (dim + dim_v)
+    return tiles._replace(per_sm=1, stages=min(8, (_SHARED - 2 * tiles.tile_m * dim) // stage))
 
 
 def at_once(ctas: int, sms: int, per_sm: int) -> int:
@@ -97,8 +116,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     choice = TILES[problem.dim, problem.dim_v]
     tiles = choice.few if rows <= 64 else choice.many
     row_tiles = -(-rows // tiles.tile_m)
-    if row_tiles == 1 and problem.batch > 1:  # whose lengths may be anything
-        return Plan(tiles, 1, sms * tiles.per_sm)
+    if row_tiles == 1 and shared(problem):
+        return Plan(deep(tiles, problem.dim, problem.dim_v), 1, sms)
     steps = max(1, -(-problem.scores.most_keys(problem.keys, problem.queries) // tiles.tile_n))
     dims = problem.dim + problem.dim_v
     ctas = min(range(1, _MOST_CTAS + 1), key=lambda n: cost(tiles, n, row_tiles, groups, steps, dims, sms))

@@ -22,8 +22,6 @@ from ..blocks import KeyBlocks, Sequence
 from .multi_blocks import MaskRules, WorkTile, row_tile
 
 _LANES = 32
-# Bytes of keys and values that take as long as a part's start and end: some 3 us of an H100's multiprocessor.
-_START = 64 << 10
 _LEAST = 2  # blocks of a run, if there are more: a split of one is written and read again for what it took to compute
 
 
@@ -80,9 +78,7 @@ NOTE = 12 + len(Sequence._fields) + len(KeyBlocks._fields)
 
 class Scheduler(Fixed):
     def __init__(self, config: Any, sequences: Sequences):
-        c = self.c = config
-        self.sequences = sequences
-        self.start_units = -(-_START // (c.tile_n * (c.dim + c.dim_v) * c.dtype.width // 8))
+        self.c, self.sequences = config, sequences
 
     def _tile(self, ins: Any, scalars: Any, seq: Sequence, place: tuple, number: Int32) -> WorkTile:
         c, group = self.c, self.sequences.group(ins)
@@ -110,14 +106,14 @@ class Scheduler(Fixed):
         return units
 
     @cute.jit
-    def find(self, ins: Any, scalars: Any):
-        """This CTA's run. A whole warp calls this.
+    def find(self, ins: Any, scalars: Any, start: Int32):
+        """This CTA's run, where a work tile's start and end count as ``start`` units. A whole warp calls this.
 
         Where all sequences have one tile with as many blocks and it idles no more than a 16th of the CTAs, cuts fall
         between work tiles, or these are cut evenly.
         """
         lane, count, heads = cute.arch.lane_idx(), self.sequences.count(ins), self.sequences.kv_heads(ins)
-        extra = Int32(self.start_units)
+        extra = start
         units, longest, tiles, filled, of_lane = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(0, count, _LANES, unroll=1):
             mine = Int32(0)

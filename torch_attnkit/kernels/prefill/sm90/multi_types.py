@@ -92,11 +92,12 @@ class Scalars(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Device memory in which persistent CTAs join splits, and how many CTAs there are."""
+    """Device memory in which persistent CTAs leave splits, and how many CTAs there are."""
 
     splits: cute.Tensor  # floats, two slots a CTA
-    count: cute.Tensor  # zeros, ``gathering.COUNTERS`` a CTA
+    count: cute.Tensor  # zeros, one a CTA
     ctas: Int32
+    start: Int32  # blocks of keys that take as long as a work tile's start and end
 
 
 class Loads(NamedTuple):
@@ -138,4 +139,4 @@ def arguments(dtype: str, config: Config) -> list[Any]:
 
 def meeting() -> Meeting:
     """Stand-ins for these."""
-    return Meeting(fake.tensor("f32", (None,), align=16), fake.tensor("i32", (None,), align=4), Int32(0))
+    return Meeting(fake.tensor("f32", (None,), align=16), fake.tensor("i32", (None,), align=4), Int32(0), Int32(0))
