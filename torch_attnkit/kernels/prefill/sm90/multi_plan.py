@@ -48,9 +48,11 @@ TILES = {
     ),
 }
 
-_SHARED = 224 << 10  # bytes of Q and the rings that fit into shared memory beside mbarriers
-# Bytes of keys and values that take as long as a work tile's start and end: some 3 us of an H100's multiprocessor.
-_START_BYTES = 64 << 10
+# Of persistent CTAs: bytes of keys and values that take as long as a work tile's start and end, and tiles for each
+# multiprocessor from which on they are used. H100, 32/8 heads, D 128, lengths spread evenly up to 8192, for the time of
+# clusters: 16 sequences of 16 queries 105.9 us for 111.3 (with 64 KB 113.3), full 183.6 for 181.5; 64 of 4 367 for 386;
+# but 4 of 16 40.3 for 37.0. Two CTAs on a multiprocessor 115.1, one with six stages 111.6.
+_START_BYTES, _SHARED_FROM = 128 << 10, 0.45
 _MOST_CTAS = 8  # of a cluster; every GPU takes so many
 # For each multiprocessor and microsecond, in KB and MFLOP: what its copies bring, its share of device memory, what its
 # tensor cores do. Fitted to the H200's times of 16 and 64 queries at B 1 to 16 with all cluster sizes, to about 10 %.
@@ -75,15 +77,13 @@ def start(tiles: Tiles, row_bytes: int) -> int:
     return -(-_START_BYTES // (tiles.tile_n * row_bytes))
 
 
-def shared(problem: Problem) -> bool:
-    """Whether persistent CTAs share the keys of a batch, whose sequences may have any lengths; D 256 would spill."""
-    return problem.batch > 1 and problem.dim_v <= 128
+def shares(problem: Problem, sms: int) -> bool:
+    """Whether persistent CTAs share the keys of all sequences, which may have any lengths, if a tile has all rows of one.
 
-
-def deep(tiles: Tiles, dim: int, dim_v: int) -> Tiles:
-    """The same for one CTA on a multiprocessor, with as many stages as there is room for."""
-    stage = 2 * tiles.tile_n * (dim + dim_v)
-    return tiles._replace(per_sm=1, stages=min(8, (_SHARED - 2 * tiles.tile_m * dim) // stage))
+    Fewer tiles are faster as clusters, which split every sequence; D 256 would spill.
+    """
+    tiles = problem.batch * problem.kv_heads
+    return problem.batch > 1 and problem.dim_v <= 128 and tiles >= _SHARED_FROM * sms
 
 
 def at_once(ctas: int, sms: int, per_sm: int) -> int:
@@ -116,8 +116,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     choice = TILES[problem.dim, problem.dim_v]
     tiles = choice.few if rows <= 64 else choice.many
     row_tiles = -(-rows // tiles.tile_m)
-    if row_tiles == 1 and shared(problem):
-        return Plan(deep(tiles, problem.dim, problem.dim_v), 1, sms)
+    if rows <= choice.few.tile_m and shares(problem, sms):
+        return Plan(tiles, 1, sms)
     steps = max(1, -(-problem.scores.most_keys(problem.keys, problem.queries) // tiles.tile_n))
     dims = problem.dim + problem.dim_v
     ctas = min(range(1, _MOST_CTAS + 1), key=lambda n: cost(tiles, n, row_tiles, groups, steps, dims, sms))
