@@ -24,7 +24,7 @@ class Cached(Fixed):
     def __init__(self, config: Config):
         multi = self.multi = Multi(config)
         self.loads, self.prefetch, self.shared_memory = multi.loads, multi.prefetch, multi.shared_memory
-        self.group = multi.group
+        self.layouts, self.attend, self.group = multi.layouts, multi.attend_tile, multi.group
 
     def count(self, ins: Inputs) -> Int32:
         return Int32(ins.q.shape[0])
@@ -38,7 +38,9 @@ class Cached(Fixed):
     def batch(self, b: Int32) -> Int32:
         return b
 
-    def load(self, loads: Loads, ins: Inputs, part: Part, smem: SharedMemory, fills: Int32) -> None:
+    def load(
+        self, loads: Loads, ins: Inputs, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32
+    ) -> None:
         self.multi.produce(loads, part.tile, smem, fills)
 
     def rows(self, ins: Inputs, outs: Outputs, part: Part) -> tuple[Inputs, Outputs]:

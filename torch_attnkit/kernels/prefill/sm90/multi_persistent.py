@@ -21,8 +21,9 @@ from torch_attnkit.cuda.gathering import Gathering, Word
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from . import multi_combine, multi_splits
-from .mainloop import WARPGROUP, Mainloop
+from .mainloop import WARPGROUP, Consumer
 from .multi import Multi, SharedMemory
+from .multi_blocks import WorkTile
 from .multi_plan import COUNTERS
 from .multi_schedule import NOTE, Part, Scheduler, Sequences
 from .multi_types import Layouts, Meeting, Outputs, Scalars
@@ -60,10 +61,16 @@ class Kernel(Protocol):
 
     multi: Multi
 
+    def layouts(self) -> Layouts: ...
     def loads(self, ins: Any, layouts: Layouts) -> Any: ...
     def prefetch(self, loads: Any) -> None: ...
     def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory: ...
-    def load(self, loads: Any, ins: Any, part: Part, smem: SharedMemory, fills: Int32) -> None: ...
+    def load(
+        self, loads: Any, ins: Any, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32
+    ) -> None: ...
+    def attend(
+        self, w: Consumer, rows: Any, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
+    ) -> tuple[Consumer, Any]: ...  # with the scalars of this tile, and the sums of a lane's rows
     def rows(self, ins: Any, outs: Outputs, part: Part) -> tuple[Any, Outputs]: ...
     @property
     def loader_warps(self) -> int: ...
@@ -71,19 +78,15 @@ class Kernel(Protocol):
 
 class Persistent:
     def __init__(self, config: Any, kernel: Kernel, sequences: Sequences):
-        self.c, self.of, self.mainloop = config, kernel, Mainloop(config)
+        self.c, self.of, self.mainloop = config, kernel, kernel.multi.mainloop
+        self.await_consumers = kernel.multi.await_consumers
         self.scheduler = Scheduler(config, sequences)
         assert COUNTERS == gathering.COUNTERS
         self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
 
     @cute.jit
     def __call__(self, ins: Any, outs: Outputs, scalars: Scalars, meeting: Meeting, stream: Any):
-        c = self.c
-        layouts = Layouts(
-            self.mainloop.layout((c.tile_m, c.dim, 1)),
-            self.mainloop.layout((c.tile_n, c.dim, c.stages)),
-            self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
-        )
+        c, layouts = self.c, self.of.layouts()
         mmas = self.mainloop.mmas()
         self.kernel(self.of.loads(ins, layouts), ins, outs, scalars, meeting, layouts, *mmas).launch(
             grid=[meeting.ctas, 1, 1],
@@ -128,7 +131,7 @@ class Persistent:
             sequence = part.sequence
             if warp == 0:
                 parts.tell(n, part.note())
-            self.of.load(loads, ins, part, smem, fills)
+            self.of.load(loads, ins, scalars, part, smem, fills)
             fills += part.tile.stop - part.tile.first
             n += 1
         if warp == 0:
@@ -149,14 +152,14 @@ class Persistent:
         while parts.wait(n) >= 0:
             part = self._read(ins, parts, n)
             rows, _ = self.of.rows(ins, outs, part)
-            sums = self.of.multi.attend(w, rows, scalars, part.tile, smem, fills)
+            here, sums = self.of.attend(w, rows, scalars, part.tile, smem, fills)
             part = self._read(ins, parts, n)  # again: registers are scarce between
             rows, results = self.of.rows(ins, outs, part)
             if part.ctas == 1:
-                multi_combine.store(c, w, rows, results, part.tile, sums)
+                multi_combine.store(c, here, rows, results, part.tile, sums)
             else:
-                multi_splits.leave(c, w, part.tile, splits, slot, sums)
-                self.mainloop.await_consumers()
+                multi_splits.leave(c, here, part.tile, splits, slot, sums)
+                self.await_consumers()
                 if thread == 0:
                     # Of two splits of a CTA the second begins its work tile.
                     which = cutlass.select_(cute.arch.block_idx()[0] == part.first, part.early, Int32(0))
@@ -175,13 +178,13 @@ class Persistent:
     def join(self, ins: Any, outs: Outputs, scalars: Scalars, splits: Int64, gather: Gathering):
         """This CTA's shares of the work tiles of which it brought splits."""
         c, thread = self.c, cute.arch.thread_idx()[0] - WARPGROUP
-        self.mainloop.await_consumers()
+        self.await_consumers()
         for which in cutlass.range(2, unroll=1):
             ctas = gather.read(which, Word.BLOCKS)
             if ctas > 0:
                 if thread == 0:
                     gather.wait(which)
-                self.mainloop.await_consumers()
+                self.await_consumers()
                 sequence, kv_head, number, early = (gather.read(which, Word.NOTE + i) for i in range(4))
                 first = gather.read(which, Word.FIRST)
                 tile = self.scheduler.tile(ins, scalars, sequence, kv_head, number)

@@ -84,9 +84,9 @@ def join_vectors(
             token, head = tile.token_and_head(row)
             lse, factor = weighed(ins, scalars, head, row_max, row_sum)
             column = v // 2 * 16 + lane % 4 * 2
-            target = outs.out[tile.batch, token, head, None].iterator.toint() + column * (c.dtype.width // 8)
+            target = outs.out[tile.batch, token, head, None].iterator.toint() + column * (c.out_dtype.width // 8)
             for half in cutlass.range_constexpr(2):
-                pair = op.pack(c.dtype, rO[2 * half] * factor, rO[2 * half + 1] * factor)
-                joining.store_word(target + half * c.dtype.width, pair)
+                pair = op.pack(c.out_dtype, rO[2 * half] * factor, rO[2 * half + 1] * factor)
+                joining.store_word(target + half * c.out_dtype.width, pair)
             if column == 0:
                 outs.lse[tile.batch, token, head] = lse

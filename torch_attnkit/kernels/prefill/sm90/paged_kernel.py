@@ -26,6 +26,7 @@ class Pages(Fixed):
     def __init__(self, config: Config):
         self.c, self.paged = config, PagedMulti(config)
         self.multi, self.loader_warps, self.group = self.paged.multi, config.loader_warps, paged_blocks.group_of
+        self.layouts, self.attend = self.multi.layouts, self.multi.attend_tile
         self.prefetch, self.shared_memory = self.paged.keys.prefetch, self.paged.shared_memory
 
     def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
@@ -43,7 +44,9 @@ class Pages(Fixed):
     def batch(self, b: Int32) -> Int32:
         return Int32(0)
 
-    def load(self, loads: Loads, ins: Inputs, part: Part, smem: SharedMemory, fills: Int32) -> None:
+    def load(
+        self, loads: Loads, ins: Inputs, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32
+    ) -> None:
         self.paged.produce(loads, ins, part.tile, part.sequence, smem, fills)
 
     def rows(self, ins: Inputs, outs: Outputs, part: Part) -> tuple[Rows, Outputs]:
