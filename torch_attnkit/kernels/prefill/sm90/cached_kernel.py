@@ -19,7 +19,7 @@ from .multi_types import Config, Inputs, Loads, Outputs, Scalars, arguments, mee
 class Cached(Fixed):
     """``Multi`` as persistent CTAs use it: a dense batch."""
 
-    loader_warps = 1
+    loader_warps, turning_warps = 1, 0
 
     def __init__(self, config: Config):
         multi = self.multi = Multi(config)
@@ -38,10 +38,11 @@ class Cached(Fixed):
     def batch(self, b: Int32) -> Int32:
         return b
 
-    def load(
-        self, loads: Loads, ins: Inputs, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32
-    ) -> None:
+    def load(self, loads: Loads, ins: Inputs, part: Part, smem: SharedMemory, fills: Int32) -> None:
         self.multi.produce(loads, part.tile, smem, fills)
+
+    def turn(self, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32) -> None:
+        """Nothing is turned around."""
 
     def rows(self, ins: Inputs, outs: Outputs, part: Part) -> tuple[Inputs, Outputs]:
         return ins, outs

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from torch_attnkit.cuda import gathering
 from torch_attnkit.cuda.gathering import Gathering, Word
@@ -31,6 +31,7 @@ from .multi_types import Layouts, Meeting, Outputs, Scalars
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor): the
 # producer's has a scheduler.
 _REGISTERS = {(1, 1): (96, 256), (1, 2): (48, 208), (2, 1): (48, 232)}
+_REGISTERS_TURNING = {(1, 1): (96, 256), (1, 2): (56, 200), (2, 1): (56, 224)}  # where other warps of it turn V around
 _PARTS = 2  # that the producer may be ahead
 
 
@@ -65,15 +66,16 @@ class Kernel(Protocol):
     def loads(self, ins: Any, layouts: Layouts) -> Any: ...
     def prefetch(self, loads: Any) -> None: ...
     def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory: ...
-    def load(
-        self, loads: Any, ins: Any, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32
-    ) -> None: ...
+    def load(self, loads: Any, ins: Any, part: Part, smem: SharedMemory, fills: Int32) -> None: ...
+    def turn(self, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32) -> None: ...
     def attend(
         self, w: Consumer, rows: Any, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
     ) -> tuple[Consumer, Any]: ...  # with the scalars of this tile, and the sums of a lane's rows
     def rows(self, ins: Any, outs: Outputs, part: Part) -> tuple[Any, Outputs]: ...
     @property
     def loader_warps(self) -> int: ...
+    @property
+    def turning_warps(self) -> int: ...  # behind those, that turn what was loaded around
 
 
 class Persistent:
@@ -82,7 +84,8 @@ class Persistent:
         self.await_consumers = kernel.multi.await_consumers
         self.scheduler = Scheduler(config, sequences)
         assert COUNTERS == gathering.COUNTERS
-        self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
+        registers = _REGISTERS_TURNING if kernel.turning_warps else _REGISTERS
+        self.regs_load, self.regs_mma = registers[config.consumers, config.per_sm]
 
     @cute.jit
     def __call__(self, ins: Any, outs: Outputs, scalars: Scalars, meeting: Meeting, stream: Any):
@@ -104,7 +107,8 @@ class Persistent:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         smem = self.of.shared_memory(memory, warp, layouts)
-        ring = rings(memory, warp, (("parts", _PARTS, 1, 4 * self.c.consumers),))["parts"]
+        turning = const_expr(self.of.turning_warps)
+        ring = rings(memory, warp, (("parts", _PARTS, 1, 4 * self.c.consumers + turning),))["parts"]
         parts = Parts(ring, memory.allocate_tensor(Int32, cute.make_layout((NOTE, _PARTS)), 16))
         gather = Gathering(gathering.words(memory), meeting.count.iterator.toint())
         if warp == 0:
@@ -115,6 +119,9 @@ class Persistent:
             cute.arch.setmaxregister_decrease(self.regs_load)
             if warp < self.of.loader_warps:
                 self.produce(loads, ins, scalars, smem, parts, warp)
+            elif const_expr(turning):
+                if warp < self.of.loader_warps + turning:
+                    self.turn(ins, scalars, smem, parts)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             splits = meeting.splits.iterator.toint()
@@ -131,11 +138,23 @@ class Persistent:
             sequence = part.sequence
             if warp == 0:
                 parts.tell(n, part.note())
-            self.of.load(loads, ins, scalars, part, smem, fills)
+            self.of.load(loads, ins, part, smem, fills)
             fills += part.tile.stop - part.tile.first
             n += 1
         if warp == 0:
             parts.tell(n, [Int32(-1)])
+
+    @cute.jit
+    def turn(self, ins: Any, scalars: Scalars, smem: SharedMemory, parts: Parts):
+        """Every warp that turns around what was loaded: one part after another."""
+        fills, n = Int32(0), Int32(0)
+        while parts.wait(n) >= 0:
+            part = self._read(ins, parts, n)
+            cute.arch.sync_warp()
+            parts.ring.release(n)
+            self.of.turn(scalars, part, smem, fills)
+            fills += part.tile.stop - part.tile.first
+            n += 1
 
     @cute.jit
     def consume(

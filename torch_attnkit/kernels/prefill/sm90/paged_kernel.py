@@ -23,6 +23,8 @@ from .paged_types import Config, Inputs, Rows, arguments
 class Pages(Fixed):
     """``PagedMulti`` as persistent CTAs use it: packed sequences, and one of what lies behind the last."""
 
+    turning_warps = 0
+
     def __init__(self, config: Config):
         self.c, self.paged = config, PagedMulti(config)
         self.multi, self.loader_warps, self.group = self.paged.multi, config.loader_warps, paged_blocks.group_of
@@ -44,10 +46,11 @@ class Pages(Fixed):
     def batch(self, b: Int32) -> Int32:
         return Int32(0)
 
-    def load(
-        self, loads: Loads, ins: Inputs, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32
-    ) -> None:
+    def load(self, loads: Loads, ins: Inputs, part: Part, smem: SharedMemory, fills: Int32) -> None:
         self.paged.produce(loads, ins, part.tile, part.sequence, smem, fills)
+
+    def turn(self, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32) -> None:
+        """Nothing is turned around."""
 
     def rows(self, ins: Inputs, outs: Outputs, part: Part) -> tuple[Rows, Outputs]:
         return self.paged.rows(ins, outs, part.tile)
