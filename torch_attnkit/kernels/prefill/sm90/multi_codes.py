@@ -44,8 +44,10 @@ def _bits_below(column: Int32, columns: int) -> Int32:
 
 
 class Mask(multi.Mask):
-    """``multi.Mask`` with ranges of keys as bits, a word for each of a lane's rows: comparisons of every column with them
-    need more registers than an output and a block's share of it leave."""
+    """``multi.Mask`` with ranges of keys as bits, a word for each of a lane's rows.
+
+    Comparisons of every column need more registers than an output and a block's share of it leave.
+    """
 
     def apply(self, rS: cute.Tensor, block: Int32, edge: str) -> None:
         w, s, c = self.w, self.bounds, self.c
