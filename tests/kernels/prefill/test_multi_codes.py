@@ -13,6 +13,7 @@ from torch_attnkit.kernels.scores import Scores
 
 E4M3 = torch.float8_e4m3fn
 H200 = 132  # multiprocessors
+TURNED = 2  # stages of V turned around
 NOWHERE = Layout((), ())
 SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of a multiprocessor, and of them what every block costs
 op = torch.ops.attnkit.sdpa_multi
@@ -38,7 +39,7 @@ def test_every_head_of_the_dense_kernel_is_here():
 def test_shared_memory_holds_the_operands_and_the_partial_results():
     for (dim, dim_v), choice in TILES.items():
         for t in choice:
-            held = t.tile_m * dim + t.tile_n * (t.stages * (dim + dim_v) + t.turned * dim_v)
+            held = t.tile_m * dim + t.tile_n * (t.stages * (dim + dim_v) + TURNED * dim_v)
             assert t.tile_m * (dim_v + 10) * 4 <= held, (dim, t)
             assert t.per_sm * (held + 1024 + RESERVED) <= SHARED, (dim, t)
 

@@ -74,6 +74,17 @@ class Mask(Fixed):
         return unseen_keys(self.c, self.seq, self.w.scalars)
 
 
+def grid_of(c: Config, clusters: Int32, ctas: Int32) -> dict[str, Any]:
+    """What a launch is told of its clusters of ``ctas`` each."""
+    return {
+        "grid": [clusters * ctas, 1, 1],
+        "block": [WARPGROUP + c.threads, 1, 1],
+        "cluster": [ctas, 1, 1],
+        "min_blocks_per_mp": c.per_sm,
+        "preferred_smem_carveout": 100,
+    }
+
+
 class Multi:
     """The kernel: one work tile a CTA, a producer, consumers with a mainloop, and a combining epilogue."""
 
@@ -88,16 +99,11 @@ class Multi:
 
     @cute.jit
     def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
-        c, layouts = self.c, self.layouts()
+        layouts = self.layouts()
         qk_mma, pv_mma = self.mainloop.mmas()
         tiles = self._row_tiles(ins) * Int32(ins.k.shape[1]) * Int32(ins.q.shape[0])
         self.kernel(self.loads(ins, layouts), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
-            grid=[tiles * scalars.ctas, 1, 1],
-            block=[WARPGROUP + c.threads, 1, 1],
-            cluster=[scalars.ctas, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=c.per_sm,
-            preferred_smem_carveout=100,
+            stream=stream, **grid_of(self.c, tiles, scalars.ctas)
         )
 
     def layouts(self) -> Layouts:

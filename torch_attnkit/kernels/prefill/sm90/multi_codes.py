@@ -24,8 +24,8 @@ from torch_attnkit.cuda.sm90 import softmax
 
 from . import multi, scales
 from .codes import Mainloop
-from .mainloop import WARPGROUP, Consumer, Stages
-from .multi import Multi
+from .mainloop import Consumer, Stages
+from .multi import Multi, grid_of
 from .multi_blocks import WorkTile
 from .multi_codes_types import TURNING_WARPS, Config, Inputs, Place
 from .multi_types import Layouts, Loads, Outputs, Scalars
@@ -100,17 +100,26 @@ class MultiCodes:
 
     @cute.jit
     def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
-        c, layouts = self.c, self.layouts()
+        layouts = self.layouts()
         qk_mma, pv_mma = self.mainloop.mmas()
         tiles = self.multi._row_tiles(ins) * Int32(ins.k.shape[1]) * Int32(ins.q.shape[0])
         self.kernel(self.loads(ins, layouts), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
-            grid=[tiles * scalars.ctas, 1, 1],
-            block=[WARPGROUP + c.threads, 1, 1],
-            cluster=[scalars.ctas, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=c.per_sm,
-            preferred_smem_carveout=100,
+            stream=stream, **grid_of(self.c, tiles, scalars.ctas)
         )
+
+    def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory:
+        c = self.c
+        sides, consumers = 2 if c.pair else 1, 4 * c.consumers
+        table = (
+            ("k", c.stages, 1, consumers * sides),
+            ("staged", c.stages, 1, TURNING_WARPS * sides),
+            ("v", c.turned, TURNING_WARPS, consumers),
+        )
+        found = rings(memory, warp, table)
+        k, staged = (Ring(found[name].full, found[name].empty, c.stages, c.pair) for name in ("k", "staged"))
+        once = Ring(None, None, 1)  # Q, which nobody loads twice
+        stages = Stages(once, k, found["v"], *self.mainloop.operands(memory, layouts))
+        return SharedMemory(stages, TurnedValues(c, memory, staged))
 
     @cute.kernel
     def kernel(
@@ -147,20 +156,6 @@ class MultiCodes:
             self.mainloop.begin_turns(w)
             here, sums = self.attend(w, ins, scalars, tile, smem, Int32(0))
             self.multi.finish(here, sums, ins, outs, scalars, tile, smem)
-
-    def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory:
-        c = self.c
-        sides, consumers = 2 if c.pair else 1, 4 * c.consumers
-        table = (
-            ("k", c.stages, 1, consumers * sides),
-            ("staged", c.stages, 1, TURNING_WARPS * sides),
-            ("v", c.turned, TURNING_WARPS, consumers),
-        )
-        found = rings(memory, warp, table)
-        k, staged = (Ring(found[name].full, found[name].empty, c.stages, c.pair) for name in ("k", "staged"))
-        once = Ring(None, None, 1)  # Q, which nobody loads twice
-        stages = Stages(once, k, found["v"], *self.mainloop.operands(memory, layouts))
-        return SharedMemory(stages, TurnedValues(c, memory, staged))
 
     def turn(self, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32) -> None:
         """The other warps of the producer's warpgroup."""

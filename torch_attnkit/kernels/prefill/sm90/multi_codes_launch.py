@@ -30,7 +30,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), reader(p.k, 1), reader(p.v, 1)
     numbers = _scalars(p, plan.ctas)
-    joins = meeting(p.device, plan.tiles.tile_m, p.dim_v, plan.persistent)
+    joins = meeting(p.device, plan.tiles, p.dim_v, plan.persistent)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     ones = torch.ones(p.batch, p.kv_heads, dtype=torch.float32, device=p.device)
 

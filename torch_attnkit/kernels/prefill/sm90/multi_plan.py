@@ -91,16 +91,18 @@ def cost(tiles: Tiles, ctas: int, row_tiles: int, groups: int, steps: int, dims:
     return rounds * (_START + -(-steps // ctas) * step) + (_MERGE if ctas > 1 else 0.0)
 
 
-def plan(problem: Problem, sms: int) -> Plan:
+def plan(problem: Problem, sms: int, choices: dict[tuple[int, int], Choice] = TILES) -> Plan:
     """The tiles of ``problem`` on ``sms`` multiprocessors; a tile's rows are queries times a KV head's query heads."""
     rows, groups = problem.queries * problem.group, problem.batch * problem.kv_heads
-    choice = TILES[problem.dim, problem.dim_v]
+    choice = choices[problem.dim, problem.dim_v]
     tiles = choice.few if rows <= 64 else choice.many
     row_tiles = -(-rows // tiles.tile_m)
     if row_tiles == 1 and problem.batch > 1:  # whose lengths may be anything
         return Plan(tiles, 1, sms * tiles.per_sm)
     steps = max(1, -(-problem.scores.most_keys(problem.keys, problem.queries) // tiles.tile_n))
-    dims = problem.dim + problem.dim_v
+    dims = (
+        (problem.dim + problem.dim_v) * problem.dtype.itemsize // 2
+    )  # of 8 bits memory and products are twice as fast
     ctas = min(range(1, _MOST_CTAS + 1), key=lambda n: cost(tiles, n, row_tiles, groups, steps, dims, sms))
     if ctas == 1 and tiles is choice.many and row_tiles % 2 == 0:
         return Plan(choice.pair, 2)

@@ -32,7 +32,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     numbers = _scalars(problem, plan.ctas)
-    joins = meeting(p.device, plan.tiles.tile_m, p.dim_v, plan.persistent)
+    joins = meeting(p.device, plan.tiles, p.dim_v, plan.persistent)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys, problem.pages) == 0
 
