@@ -87,13 +87,13 @@ class Gathering(Fixed):
 
     @cute.jit
     def shares(self, which: Int32, count: Int32):
-        """This block's of ``count`` items: [begin, end)."""
+        """This block's of ``count`` items: [begin, end), and how many a share has at most."""
         share, blocks = self.read(which, Word.SHARE), self.read(which, Word.BLOCKS)
         chunk = (count + blocks - 1) // blocks
         begin, end = share * chunk, cutlass.min(share * chunk + chunk, count)
         if share < 0:
             begin, end = Int32(0), cutlass.select_(share == ALL, count, Int32(0))
-        return begin, end
+        return begin, end, chunk
 
     @cute.jit
     def leave(self, which: Int32):

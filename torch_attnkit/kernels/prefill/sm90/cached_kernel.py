@@ -19,7 +19,7 @@ from .multi_types import Config, Inputs, Loads, Outputs, Scalars, arguments, mee
 class Cached(Fixed):
     """``Multi`` as persistent CTAs use it: a dense batch."""
 
-    loader_warps, turning_warps = 1, 0
+    loader_warps, turning_warps, one_tile = 1, 0, True
 
     def __init__(self, config: Config):
         multi = self.multi = Multi(config)

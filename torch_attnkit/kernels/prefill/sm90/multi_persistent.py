@@ -126,7 +126,7 @@ class Persistent:
             cute.arch.setmaxregister_increase(self.regs_mma)
             splits = meeting.splits.iterator.toint()
             self.consume(ins, outs, scalars, splits, gather, smem, parts, qk_mma, pv_mma)
-            self.join(ins, outs, scalars, splits, gather)
+            self.join(ins, outs, scalars, splits, gather, smem)
 
     @cute.jit
     def produce(self, loads: Any, ins: Any, scalars: Scalars, smem: SharedMemory, parts: Parts, warp: Int32):
@@ -194,7 +194,9 @@ class Persistent:
         return Part.of(parts.read(n), self.scheduler.sequences.group(ins))
 
     @cute.jit
-    def join(self, ins: Any, outs: Outputs, scalars: Scalars, splits: Int64, gather: Gathering):
+    def join(
+        self, ins: Any, outs: Outputs, scalars: Scalars, splits: Int64, gather: Gathering, smem: SharedMemory
+    ):  # fmt: skip
         """This CTA's shares of the work tiles of which it brought splits."""
         c, thread = self.c, cute.arch.thread_idx()[0] - WARPGROUP
         self.await_consumers()
@@ -208,8 +210,9 @@ class Persistent:
                 first = gather.read(which, Word.FIRST)
                 tile = self.scheduler.tile(ins, scalars, sequence, kv_head, number)
                 rows, results = self.of.rows(ins, outs, Part(tile, sequence, number, ctas, first, early))
-                begin, end = gather.shares(which, multi_splits.vectors(c, tile))
-                slots = first * 2 + early, first * 2 + 2, ctas
-                multi_splits.join_vectors(c, rows, results, scalars, tile, splits, slots, begin, end)
+                share = gather.shares(which, multi_splits.vectors(c, tile))
+                slots = multi_splits.Slots(first * 2 + early, first * 2 + 2, ctas)
+                meet = self.await_consumers
+                multi_splits.join(c, rows, results, scalars, tile, splits, slots, share, smem.partial, meet)
                 if thread == 0:
                     gather.leave(which)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.kernels.decode.schedule import Partition, quotient
@@ -32,6 +32,8 @@ class Sequences(Protocol):
     def group(self, ins: Any) -> tuple: ...
     def sequence(self, ins: Any, scalars: Any, b: Int32) -> Sequence: ...
     def batch(self, b: Int32) -> Int32: ...  # its place in the tensors that a work tile's rows are read from
+    @property
+    def one_tile(self) -> bool: ...  # whether each has one tile of rows, by the plan
 
 
 class Run(NamedTuple):
@@ -87,10 +89,13 @@ class Scheduler(Fixed):
     @cute.jit
     def _units_of(self, ins: Any, scalars: Any, b: Int32):
         """Of one KV head of a sequence."""
-        seq = self.sequences.sequence(ins, scalars, b)
-        rows, units = seq.tokens * self.sequences.group(ins)[0], Int32(0)
-        for number in cutlass.range(quotient(rows + (self.c.tile_m - 1), self.c.tile_m), unroll=1):
-            units += self._units(ins, scalars, seq, number)
+        seq, units = self.sequences.sequence(ins, scalars, b), Int32(0)
+        if const_expr(self.sequences.one_tile):
+            units = self._units(ins, scalars, seq, units)
+        else:
+            rows = seq.tokens * self.sequences.group(ins)[0]
+            for number in cutlass.range(quotient(rows + (self.c.tile_m - 1), self.c.tile_m), unroll=1):
+                units += self._units(ins, scalars, seq, number)
         return units
 
     @cute.jit
@@ -101,19 +106,25 @@ class Scheduler(Fixed):
         tiles, or these are cut evenly.
         """
         lane, count, heads = cute.arch.lane_idx(), self.sequences.count(ins), self.sequences.kv_heads(ins)
-        units, longest, filled = Int32(0), Int32(0), Int32(0)
+        units, longest, filled, of_lane = Int32(0), Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(0, count, _LANES, unroll=1):
+            mine = Int32(0)
             if first + lane < count:
                 mine = self._units_of(ins, scalars, first + lane)
-                units += mine
-                longest = cutlass.max(longest, mine)
-                filled += cutlass.select_(mine > 0, Int32(1), Int32(0))
+            units += mine
+            longest = cutlass.max(longest, mine)
+            filled += cutlass.select_(mine > 0, Int32(1), Int32(0))
+            of_lane = cutlass.select_(first == 0, mine, of_lane)
         for step in cutlass.range_constexpr(5):
             units += cute.arch.shuffle_sync_bfly(units, 1 << step)
             longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << step))
             filled += cute.arch.shuffle_sync_bfly(filled, 1 << step)
         total, ctas = units * heads, cute.arch.grid_dim()[0]
-        blocks = cutlass.max(cutlass.min(ctas, quotient(total, _LEAST)), 1)
+        splits = const_expr(
+            self.c.most_splits - 2
+        )  # a run more may begin before a work tile, and another end behind it
+        least = cutlass.max(quotient(longest + (splits - 1), splits), _LEAST)
+        blocks = cutlass.max(cutlass.min(ctas, quotient(total, least)), 1)
         if units == longest * filled:
             groups = heads * filled
             even = quotient(blocks, cutlass.max(groups, 1)) * groups
@@ -127,18 +138,22 @@ class Scheduler(Fixed):
         at, stop = cut.start(mine), cut.start(mine + 1)
         if mine >= blocks:
             at = stop
-        sequence, before = self._sequence_of(ins, scalars, at)
+        sequence, before = self._sequence_of(ins, scalars, at, of_lane)
         return Run(cut, at, stop, sequence, before)
 
     @cute.jit
-    def _sequence_of(self, ins: Any, scalars: Any, wanted: Int32):
-        """The sequence that has unit ``wanted`` of the launch, and how many units come before the sequence."""
+    def _sequence_of(self, ins: Any, scalars: Any, wanted: Int32, of_lane: Int32):
+        """The sequence that has unit ``wanted`` of the launch, and how many units come before the sequence; ``of_lane``
+        are those of the lane's among the first sequences."""
         lane, count, heads = cute.arch.lane_idx(), self.sequences.count(ins), self.sequences.kv_heads(ins)
         sequence, before, passed, first, found = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         while (found == 0) & (first < count):
-            mine = Int32(0)
-            if first + lane < count:
-                mine = self._units_of(ins, scalars, first + lane) * heads
+            mine = of_lane
+            if first > 0:
+                mine = Int32(0)
+                if first + lane < count:
+                    mine = self._units_of(ins, scalars, first + lane)
+            mine = mine * heads
             upto = mine
             for step in cutlass.range_constexpr(5):
                 below = cute.arch.shuffle_sync_up(upto, 1 << step)
@@ -158,18 +173,19 @@ class Scheduler(Fixed):
         """What a run has from unit ``at`` on, which is in ``sequence``, before which are ``before``, or later; then the
         unit behind it, its sequence, and how many are before that."""
         heads, cut = self.sequences.kv_heads(ins), run.cut
-        units = self._units_of(ins, scalars, sequence) * heads
-        while at >= before + units:
-            before += units
+        units = self._units_of(ins, scalars, sequence)
+        while at >= before + units * heads:
+            before += units * heads
             sequence += 1
-            units = self._units_of(ins, scalars, sequence) * heads
-        seq = self.sequences.sequence(ins, scalars, sequence)
+            units = self._units_of(ins, scalars, sequence)
         start, number = before, Int32(0)
-        units = self._units(ins, scalars, seq, number)
-        while at >= start + heads * units:
-            start += heads * units
-            number += 1
+        if const_expr(not self.sequences.one_tile):
+            seq = self.sequences.sequence(ins, scalars, sequence)
             units = self._units(ins, scalars, seq, number)
+            while at >= start + heads * units:
+                start += heads * units
+                number += 1
+                units = self._units(ins, scalars, seq, number)
         kv_head = quotient(at - start, units)
         start += kv_head * units
         stop = cutlass.min(start + units, run.stop)

@@ -69,6 +69,12 @@ class Config:
         """Of Q, K and V in shared memory."""
         return self.dtype.width // 8 * (self.tile_m * self.dim + self.stages * self.tile_n * (self.dim + self.dim_v))
 
+    @property
+    def most_splits(self) -> int:
+        """Of a work tile: a share of their numerators, of 16 bytes each, and a weight of every row and split lie in
+        shared memory together."""
+        return (self.staged_bytes - 4 * self.tile_m * self.dim_v) // (16 + 4 * self.tile_m)
+
 
 class Inputs(NamedTuple):
     q: cute.Tensor  # (B, T, Hq, D)

@@ -23,7 +23,7 @@ from .paged_types import Config, Inputs, Rows, arguments
 class Pages(Fixed):
     """``PagedMulti`` as persistent CTAs use it: packed sequences, and one of what lies behind the last."""
 
-    turning_warps = 0
+    one_tile, turning_warps = False, 0
 
     def __init__(self, config: Config):
         self.c, self.paged = config, PagedMulti(config)
