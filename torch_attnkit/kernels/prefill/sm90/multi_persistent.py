@@ -136,11 +136,12 @@ class Persistent:
         while at < run.stop:
             part, at, before = self.scheduler.part(ins, scalars, run, at, sequence, before)
             sequence = part.sequence
-            if warp == 0:
-                parts.tell(n, part.note())
-            self.of.load(loads, ins, part, smem, fills)
-            fills += part.tile.stop - part.tile.first
-            n += 1
+            if part.ctas > 0:
+                if warp == 0:
+                    parts.tell(n, part.note())
+                self.of.load(loads, ins, part, smem, fills)
+                fills += part.tile.stop - part.tile.first
+                n += 1
         if warp == 0:
             parts.tell(n, [Int32(-1)])
 

@@ -15,12 +15,15 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.cuda.warp_scan import most, total, up_to_lane
 from torch_attnkit.kernels.decode.schedule import Partition, quotient
 
 from ..blocks import KeyBlocks, Sequence
 from .multi_blocks import MaskRules, WorkTile, row_tile
 
 _LANES = 32
+# Bytes of keys and values that take as long as a part's start and end: some 3 us of an H100's multiprocessor.
+_START = 64 << 10
 _LEAST = 2  # blocks of a run, if there are more: a split of one is written and read again for what it took to compute
 
 
@@ -37,9 +40,11 @@ class Sequences(Protocol):
 
 
 class Run(NamedTuple):
-    """The units [at, stop) of a CTA; a unit is a step of a work tile, and one without keys has one, too."""
+    """The units [at, stop) of a CTA. A work tile has a unit for each step, or one if it has no keys, and ahead of them
+    ``extra`` for its start and end."""
 
     cut: Partition
+    extra: Int32
     at: Int32
     stop: Int32
     sequence: Int32  # that unit ``at`` belongs to, or one before it that has no rows
@@ -52,7 +57,7 @@ class Part(NamedTuple):
     tile: WorkTile
     sequence: Int32
     number: Int32  # of the tile in its sequence
-    ctas: Int32  # that have a part of the tile; 1: all of it is here
+    ctas: Int32  # that have a part of the tile; 1: all of it is here, 0: this is none
     first: Int32  # of them
     early: Int32  # 1 where that had another part before, else 0
 
@@ -75,74 +80,82 @@ NOTE = 12 + len(Sequence._fields) + len(KeyBlocks._fields)
 
 class Scheduler(Fixed):
     def __init__(self, config: Any, sequences: Sequences):
-        self.c, self.sequences = config, sequences
+        c = self.c = config
+        self.sequences = sequences
+        self.start_units = -(-_START // (c.tile_n * (c.dim + c.dim_v) * c.dtype.width // 8))
 
     def _tile(self, ins: Any, scalars: Any, seq: Sequence, place: tuple, number: Int32) -> WorkTile:
         c, group = self.c, self.sequences.group(ins)
         rules = MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
         return row_tile(c, seq, place, group, number * c.tile_m, c.tile_m, rules)
 
-    def _units(self, ins: Any, scalars: Any, seq: Sequence, number: Int32) -> Int32:
+    def _units(self, ins: Any, scalars: Any, seq: Sequence, number: Int32, extra: Int32 | int) -> Int32:
         zero = Int32(0)
-        return cutlass.max(self._tile(ins, scalars, seq, (zero, zero), number).blocks.steps, Int32(1))
+        return cutlass.max(self._tile(ins, scalars, seq, (zero, zero), number).blocks.steps, Int32(1)) + extra
+
+    def _tiles(self, ins: Any, seq: Sequence) -> Int32:
+        if self.sequences.one_tile:
+            return Int32(1)
+        return quotient(seq.tokens * self.sequences.group(ins)[0] + (self.c.tile_m - 1), self.c.tile_m)
 
     @cute.jit
-    def _units_of(self, ins: Any, scalars: Any, b: Int32):
+    def _units_of(self, ins: Any, scalars: Any, b: Int32, extra: Int32 | int):
         """Of one KV head of a sequence."""
         seq, units = self.sequences.sequence(ins, scalars, b), Int32(0)
         if const_expr(self.sequences.one_tile):
-            units = self._units(ins, scalars, seq, units)
+            units = self._units(ins, scalars, seq, units, extra)
         else:
-            rows = seq.tokens * self.sequences.group(ins)[0]
-            for number in cutlass.range(quotient(rows + (self.c.tile_m - 1), self.c.tile_m), unroll=1):
-                units += self._units(ins, scalars, seq, number)
+            for number in cutlass.range(self._tiles(ins, seq), unroll=1):
+                units += self._units(ins, scalars, seq, number, extra)
         return units
 
     @cute.jit
     def find(self, ins: Any, scalars: Any):
         """This CTA's run. A whole warp calls this.
 
-        Where all sequences have as many units and it idles no more than a 16th of the CTAs, cuts fall between work
-        tiles, or these are cut evenly.
+        Where all sequences have one tile with as many blocks and it idles no more than a 16th of the CTAs, cuts fall
+        between work tiles, or these are cut evenly.
         """
         lane, count, heads = cute.arch.lane_idx(), self.sequences.count(ins), self.sequences.kv_heads(ins)
-        units, longest, filled, of_lane = Int32(0), Int32(0), Int32(0), Int32(0)
+        extra = Int32(self.start_units)
+        units, longest, tiles, filled, of_lane = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(0, count, _LANES, unroll=1):
             mine = Int32(0)
             if first + lane < count:
-                mine = self._units_of(ins, scalars, first + lane)
+                mine = self._units_of(ins, scalars, first + lane, extra)
+                tiles = cutlass.max(tiles, self._tiles(ins, self.sequences.sequence(ins, scalars, first + lane)))
             units += mine
             longest = cutlass.max(longest, mine)
             filled += cutlass.select_(mine > 0, Int32(1), Int32(0))
             of_lane = cutlass.select_(first == 0, mine, of_lane)
-        for step in cutlass.range_constexpr(5):
-            units += cute.arch.shuffle_sync_bfly(units, 1 << step)
-            longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << step))
-            filled += cute.arch.shuffle_sync_bfly(filled, 1 << step)
-        total, ctas = units * heads, cute.arch.grid_dim()[0]
-        splits = const_expr(
-            self.c.most_splits - 2
-        )  # a run more may begin before a work tile, and another end behind it
+        units, filled, longest, tiles = total(units), total(filled), most(longest), most(tiles)
+        ctas = cute.arch.grid_dim()[0]
+        splits = const_expr(self.c.most_splits - 2)  # two more, as a run may begin and another end in a tile's midst
         least = cutlass.max(quotient(longest + (splits - 1), splits), _LEAST)
-        blocks = cutlass.max(cutlass.min(ctas, quotient(total, least)), 1)
-        if units == longest * filled:
+        blocks = cutlass.max(cutlass.min(ctas, quotient(units * heads, least)), 1)
+        if (units == longest * filled) & (tiles == 1):
             groups = heads * filled
-            even = quotient(blocks, cutlass.max(groups, 1)) * groups
+            even = quotient(blocks, groups) * groups
             if groups > blocks:
                 rounds = quotient(groups + blocks - 1, blocks)
                 even = quotient(groups + rounds - 1, rounds)
             if even * 16 >= blocks * 15:
                 blocks = even
-        each = quotient(total, blocks)
-        cut, mine = Partition(total, blocks, each, total - each * blocks), cute.arch.block_idx()[0]
+                # Each part of a tile starts once: none has less to do than another.
+                units -= filled * extra
+                of_lane = cutlass.max(of_lane - extra, Int32(0))
+                extra = Int32(0)
+        all_units = units * heads
+        each = quotient(all_units, blocks)
+        cut, mine = Partition(all_units, blocks, each, all_units - each * blocks), cute.arch.block_idx()[0]
         at, stop = cut.start(mine), cut.start(mine + 1)
         if mine >= blocks:
             at = stop
-        sequence, before = self._sequence_of(ins, scalars, at, of_lane)
-        return Run(cut, at, stop, sequence, before)
+        sequence, before = self._sequence_of(ins, scalars, at, extra, of_lane)
+        return Run(cut, extra, at, stop, sequence, before)
 
     @cute.jit
-    def _sequence_of(self, ins: Any, scalars: Any, wanted: Int32, of_lane: Int32):
+    def _sequence_of(self, ins: Any, scalars: Any, wanted: Int32, extra: Int32, of_lane: Int32):
         """The sequence that has unit ``wanted`` of the launch, and how many units come before the sequence; ``of_lane``
         are those of the lane's among the first sequences."""
         lane, count, heads = cute.arch.lane_idx(), self.sequences.count(ins), self.sequences.kv_heads(ins)
@@ -152,17 +165,13 @@ class Scheduler(Fixed):
             if first > 0:
                 mine = Int32(0)
                 if first + lane < count:
-                    mine = self._units_of(ins, scalars, first + lane)
-            mine = mine * heads
-            upto = mine
-            for step in cutlass.range_constexpr(5):
-                below = cute.arch.shuffle_sync_up(upto, 1 << step)
-                upto += cutlass.select_(lane >= (1 << step), below, Int32(0))
-            hit = cute.arch.vote_ballot_sync(passed + upto > wanted)
-            at = cute.arch.popc(~hit & (hit - 1))  # the lowest lane that is past ``wanted``
-            if hit != 0:
-                before = passed + cute.arch.shuffle_sync(upto - mine, at)
-                sequence = first + at
+                    mine = self._units_of(ins, scalars, first + lane, extra)
+            upto = up_to_lane(mine * heads)
+            past = cute.arch.vote_ballot_sync(passed + upto > wanted)
+            if past != 0:
+                lowest = cute.arch.popc(~past & (past - 1))
+                before = passed + cute.arch.shuffle_sync(upto - mine * heads, lowest)
+                sequence = first + lowest
                 found = Int32(1)
             passed += cute.arch.shuffle_sync(upto, _LANES - 1)
             first += _LANES
@@ -171,30 +180,33 @@ class Scheduler(Fixed):
     @cute.jit
     def part(self, ins: Any, scalars: Any, run: Run, at: Int32, sequence: Int32, before: Int32):
         """What a run has from unit ``at`` on, which is in ``sequence``, before which are ``before``, or later; then the
-        unit behind it, its sequence, and how many are before that."""
-        heads, cut = self.sequences.kv_heads(ins), run.cut
-        units = self._units_of(ins, scalars, sequence)
+        unit behind it, and how many are before the part's sequence."""
+        heads, cut, extra = self.sequences.kv_heads(ins), run.cut, run.extra
+        units = self._units_of(ins, scalars, sequence, extra)
         while at >= before + units * heads:
             before += units * heads
             sequence += 1
-            units = self._units_of(ins, scalars, sequence)
+            units = self._units_of(ins, scalars, sequence, extra)
         start, number = before, Int32(0)
         if const_expr(not self.sequences.one_tile):
             seq = self.sequences.sequence(ins, scalars, sequence)
-            units = self._units(ins, scalars, seq, number)
+            units = self._units(ins, scalars, seq, number, extra)
             while at >= start + heads * units:
                 start += heads * units
                 number += 1
-                units = self._units(ins, scalars, seq, number)
+                units = self._units(ins, scalars, seq, number, extra)
         kv_head = quotient(at - start, units)
         start += kv_head * units
-        stop = cutlass.min(start + units, run.stop)
+        behind = cutlass.min(start + units, run.stop)
         tile = self.tile(ins, scalars, sequence, kv_head, number)
-        tile = tile._replace(first=at - start, stop=cutlass.min(stop - start, tile.blocks.steps))
-        first = cut.owner(start)
-        ctas = cut.owner(start + units - 1) - first + 1
-        early = cutlass.select_(cut.start(first) == start, Int32(0), Int32(1))
-        return Part(tile, sequence, number, ctas, first, early), stop, before
+        blocks = start + extra  # the unit of the first
+        stop = cutlass.max(cutlass.min(behind - blocks, tile.blocks.steps), Int32(0))
+        tile = tile._replace(first=cutlass.max(at - blocks, Int32(0)), stop=stop)
+        first = cut.owner(blocks)
+        # One that has no more than what counts for the start has no part.
+        ctas = cutlass.select_(behind > blocks, cut.owner(start + units - 1) - first + 1, Int32(0))
+        early = cutlass.select_(cut.start(first) < start, Int32(1), Int32(0))
+        return Part(tile, sequence, number, ctas, first, early), behind, before
 
     def tile(self, ins: Any, scalars: Any, sequence: Int32, kv_head: Int32, number: Int32) -> WorkTile:
         """All steps of a work tile."""
