@@ -19,12 +19,12 @@ from .multi_types import Config, Inputs, Loads, Outputs, Scalars, arguments, mee
 class Cached(Fixed):
     """``Multi`` as persistent CTAs use it: a dense batch."""
 
-    loader_warps, one_tile = 1, True
+    loader_warps, turning_warps, one_tile = 1, 0, True
 
     def __init__(self, config: Config):
         multi = self.multi = Multi(config)
         self.loads, self.prefetch, self.shared_memory = multi.loads, multi.prefetch, multi.shared_memory
-        self.group = multi.group
+        self.layouts, self.attend, self.group = multi.layouts, multi.attend_tile, multi.group
 
     def count(self, ins: Inputs) -> Int32:
         return Int32(ins.q.shape[0])
@@ -40,6 +40,9 @@ class Cached(Fixed):
 
     def load(self, loads: Loads, ins: Inputs, part: Part, smem: SharedMemory, fills: Int32) -> None:
         self.multi.produce(loads, part.tile, smem, fills)
+
+    def turn(self, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32) -> None:
+        """Nothing is turned around."""
 
     def rows(self, ins: Inputs, outs: Outputs, part: Part) -> tuple[Inputs, Outputs]:
         return ins, outs

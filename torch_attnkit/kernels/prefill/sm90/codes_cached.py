@@ -1,4 +1,7 @@
-"""Host side of queries at the end of a cache of E4M3 on Hopper. Imports no cutlass."""
+"""Host side of queries at the end of a cache of E4M3 on Hopper. Imports no cutlass.
+
+Few of them share work tiles with the other heads of their KV head (``multi_codes.py``), many are a dense batch.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ from collections.abc import Callable
 
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
-from torch_attnkit.cuda import compile
+from torch_attnkit.cuda import compile, driver
 
 from ..problem import Operands, Problem
-from . import codes_launch
+from . import codes_launch, multi_codes_launch, multi_codes_plan
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem``, whose K and V are caches (B, Hkv, S, D)."""
-    p, attend = problem, codes_launch.launcher(problem, target)
-    if p.causal or p.batch * p.queries * p.heads == 0:
+    p = problem
+    if p.batch * p.queries * p.heads == 0 or multi_codes_plan.serves(p, driver.sm_count(p.device)):
+        return multi_codes_launch.launcher(p, target)
+    attend = codes_launch.launcher(p, target)
+    if p.causal:
         return attend
     clear = compile.launcher(target, p.device, "torch_attnkit.kernels.prefill.sm90.unplaced", dtype=short(p.out_dtype))
 

@@ -74,11 +74,23 @@ class Mask(Fixed):
         return unseen_keys(self.c, self.seq, self.w.scalars)
 
 
+def grid_of(c: Config, clusters: Int32, ctas: Int32) -> dict[str, Any]:
+    """What a launch is told of its clusters of ``ctas`` each."""
+    return {
+        "grid": [clusters * ctas, 1, 1],
+        "block": [WARPGROUP + c.threads, 1, 1],
+        "cluster": [ctas, 1, 1],
+        "min_blocks_per_mp": c.per_sm,
+        "preferred_smem_carveout": 100,
+    }
+
+
 class Multi:
     """The kernel: one work tile a CTA, a producer, consumers with a mainloop, and a combining epilogue."""
 
     def __init__(self, config: Config):
-        self.c, self.mainloop = config, Mainloop(config)
+        self.c, self.mainloop, self.mask = config, Mainloop(config), Mask
+        self.await_consumers = self.mainloop.await_consumers
         assert config.partial_bytes <= config.staged_bytes, config
         self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
         self.bytes_k, self.bytes_v = (
@@ -87,22 +99,17 @@ class Multi:
 
     @cute.jit
     def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
-        c = self.c
-        layouts = Layouts(
-            self.mainloop.layout((c.tile_m, c.dim, 1)),
-            self.mainloop.layout((c.tile_n, c.dim, c.stages)),
-            self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
-        )
+        layouts = self.layouts()
         qk_mma, pv_mma = self.mainloop.mmas()
         tiles = self._row_tiles(ins) * Int32(ins.k.shape[1]) * Int32(ins.q.shape[0])
         self.kernel(self.loads(ins, layouts), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
-            grid=[tiles * scalars.ctas, 1, 1],
-            block=[WARPGROUP + c.threads, 1, 1],
-            cluster=[scalars.ctas, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=c.per_sm,
-            preferred_smem_carveout=100,
+            stream=stream, **grid_of(self.c, tiles, scalars.ctas)
         )
+
+    def layouts(self) -> Layouts:
+        c = self.c
+        shapes = (c.tile_m, c.dim, 1), (c.tile_n, c.dim, c.stages), (c.tile_n, c.dim_v, c.stages)
+        return Layouts(*(self.mainloop.layout(shape) for shape in shapes))
 
     def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
         keys_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
@@ -239,6 +246,12 @@ class Multi:
         sums = self.attend(w, ins, scalars, tile, smem, Int32(0))
         self.finish(w, sums, ins, outs, scalars, tile, smem)
 
+    def attend_tile(
+        self, w: Consumer, ins: Inputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
+    ) -> tuple[Consumer, Any]:
+        """``attend`` for ``Persistent``: no scalar is a tile's own."""
+        return w, self.attend(w, ins, scalars, tile, smem, fills)
+
     def consumer(self, scalars: Scalars, smem: SharedMemory, qk_mma, pv_mma) -> Consumer:
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         return self.mainloop.consumer(thread, smem.stages, qk_mma, pv_mma, scalars)
@@ -248,7 +261,7 @@ class Multi:
         """Leaves the output of 64 rows in registers, not divided yet; returns the sums of this lane's two."""
         self._load_queries(ins, tile, smem.stages.sQ, w)
         positions = tuple(tile.position(w.row + 8 * r) for r in range(2))
-        mask = Mask(w, self.c, tile.seq, row_bounds(tile.seq, positions, self.rules(scalars)))
+        mask = self.mask(w, self.c, tile.seq, row_bounds(tile.seq, positions, self.rules(scalars)))
         w.rO.fill(0.0)
         w.row_max.fill(-Float32.inf)
         w.row_sum.fill(0.0)
@@ -271,17 +284,19 @@ class Multi:
         Rows behind the last repeat it; a tile without rows repeats the last query.
         """
         c = self.c
-        thread, chunks = anew(cute.arch.thread_idx()[0] % WARPGROUP), c.dim // 8
-        vectors = copies.fragments(64 * chunks // WARPGROUP, 8, c.dtype)
+        width = const_expr(128 // c.dtype.width)  # elements of 16 bytes
+        thread, chunks = anew(cute.arch.thread_idx()[0] % WARPGROUP), c.dim // width
+        vectors = copies.fragments(64 * chunks // WARPGROUP, width, c.dtype)
         for n, vector in enumerate(vectors):
             i = thread + n * WARPGROUP
             row = cutlass.max(cutlass.min(w.warpgroup * 64 + i // chunks, tile.rows - 1), 0)
             token, head = tile.token_and_head(row)
             token = cutlass.min(token, tile.seq.tokens - 1)
-            copies.load(ins.q[tile.batch, token, head, None].iterator + i % chunks * 8, vector)
+            copies.load(ins.q[tile.batch, token, head, None].iterator + i % chunks * width, vector)
         for n, vector in enumerate(vectors):
             i = thread + n * WARPGROUP
-            cute.autovec_copy(vector, cute.local_tile(sQ[w.warpgroup * 64 + i // chunks, None, 0], (8,), (i % chunks,)))
+            row = sQ[w.warpgroup * 64 + i // chunks, None, 0]
+            cute.autovec_copy(vector, cute.local_tile(row, (width,), (i % chunks,)))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=int(Barrier.Q_STORED) + w.warpgroup, number_of_threads=WARPGROUP)
 
@@ -298,7 +313,7 @@ class Multi:
             if scalars.ctas == 1:
                 multi_combine.store(c, w, ins, outs, tile, sums)
             else:
-                self.mainloop.await_consumers()
+                self.await_consumers()
                 multi_combine.publish(c, w, smem.partial, sums)
                 self._sync_cluster()
                 multi_combine.combine(c, ins, outs, scalars, tile, smem.partial)

@@ -58,7 +58,7 @@ def weighed(ins: Inputs, scalars: Scalars, head: Int32, row_max: Float32, row_su
 def store(c: cutlass.Constexpr, w: Consumer, ins: Inputs, outs: Outputs, tile: WorkTile, sums, maxima=None):
     """Divide by the row sums and write out straight from registers, 16 bytes a lane; ``maxima`` in powers of two, where
     they are not the consumer's."""
-    nbytes = const_expr(c.dtype.width // 8)
+    nbytes = const_expr(c.out_dtype.width // 8)
     for r in cutlass.range_constexpr(2):
         row = w.row + 8 * r
         token, head = tile.token_and_head(cutlass.max(cutlass.min(row, tile.rows - 1), 0))
@@ -69,7 +69,7 @@ def store(c: cutlass.Constexpr, w: Consumer, ins: Inputs, outs: Outputs, tile: W
         address = outs.out[tile.batch, token, head, None].iterator.toint() + w.lane % 4 * (8 * nbytes)
         for g in cutlass.range_constexpr(c.dim_v // 32):
             pairs = [(16 * g + 4 * j + 2 * r) for j in range(4)]
-            words = [op.pack(c.dtype, w.rO[i] * factor, w.rO[i + 1] * factor) for i in pairs]
+            words = [op.pack(c.out_dtype, w.rO[i] * factor, w.rO[i + 1] * factor) for i in pairs]
             words = softmax.transpose_quads(words, w.lane % 4)
             if row < tile.rows:
                 copies.store_words(address + 32 * nbytes * g, words)
@@ -125,9 +125,9 @@ def combine(c: cutlass.Constexpr, ins: Inputs, outs: Outputs, scalars: Scalars, 
             row_max, row_sum = join(rO, row_max, row_sum, maxima, [s[1] for s in stats], news)
         token, head = tile.token_and_head(row)
         lse, factor = weighed(ins, scalars, head, row_max, row_sum)
-        pairs = [op.pack(c.dtype, rO[x] * factor, rO[x + 1] * factor) for x in (0, 2)]
+        pairs = [op.pack(c.out_dtype, rO[x] * factor, rO[x + 1] * factor) for x in (0, 2)]
         op.store_2_pairs(
-            Int64(outs.out[tile.batch, token, head, None].iterator.toint()) + column * (c.dtype.width // 8), *pairs
+            Int64(outs.out[tile.batch, token, head, None].iterator.toint()) + column * (c.out_dtype.width // 8), *pairs
         )
         if column == 0:
             outs.lse[tile.batch, token, head] = lse

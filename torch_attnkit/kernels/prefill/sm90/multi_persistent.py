@@ -14,19 +14,21 @@ from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from . import multi_combine, multi_splits
-from .mainloop import WARPGROUP, Mainloop
+from .mainloop import WARPGROUP, Consumer
 from .multi import Multi, SharedMemory
+from .multi_blocks import WorkTile
 from .multi_schedule import NOTE, Part, Scheduler, Sequences
 from .multi_types import Layouts, Meeting, Outputs, Scalars
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor): the
 # producer's has a scheduler.
-_REGISTERS = {(1, 1): (96, 256), (1, 2): (48, 208), (2, 1): (48, 232)}
+_REGISTERS = {(1, 1): (96, 256), (1, 2): (48, 208)}
+_REGISTERS_TURNING = {(1, 1): (96, 256), (1, 2): (56, 200)}  # where other warps of it turn V around
 _PARTS = 2  # that the producer may be ahead
 
 
@@ -57,29 +59,33 @@ class Kernel(Protocol):
 
     multi: Multi
 
+    def layouts(self) -> Layouts: ...
     def loads(self, ins: Any, layouts: Layouts) -> Any: ...
     def prefetch(self, loads: Any) -> None: ...
     def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory: ...
     def load(self, loads: Any, ins: Any, part: Part, smem: SharedMemory, fills: Int32) -> None: ...
+    def turn(self, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32) -> None: ...
+    def attend(
+        self, w: Consumer, rows: Any, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
+    ) -> tuple[Consumer, Any]: ...  # with the scalars of this tile, and the sums of a lane's rows
     def rows(self, ins: Any, outs: Outputs, part: Part) -> tuple[Any, Outputs]: ...
     @property
     def loader_warps(self) -> int: ...
+    @property
+    def turning_warps(self) -> int: ...  # behind those, that turn what was loaded around
 
 
 class Persistent:
     def __init__(self, config: Any, kernel: Kernel, sequences: Sequences):
-        self.c, self.of, self.mainloop = config, kernel, Mainloop(config)
+        self.c, self.of, self.mainloop = config, kernel, kernel.multi.mainloop
+        self.await_consumers = kernel.multi.await_consumers
         self.scheduler = Scheduler(config, sequences)
-        self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
+        registers = _REGISTERS_TURNING if kernel.turning_warps else _REGISTERS
+        self.regs_load, self.regs_mma = registers[config.consumers, config.per_sm]
 
     @cute.jit
     def __call__(self, ins: Any, outs: Outputs, scalars: Scalars, meeting: Meeting, stream: Any):
-        c = self.c
-        layouts = Layouts(
-            self.mainloop.layout((c.tile_m, c.dim, 1)),
-            self.mainloop.layout((c.tile_n, c.dim, c.stages)),
-            self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
-        )
+        c, layouts = self.c, self.of.layouts()
         mmas = self.mainloop.mmas()
         self.kernel(self.of.loads(ins, layouts), ins, outs, scalars, meeting, layouts, *mmas).launch(
             grid=[meeting.ctas, 1, 1],
@@ -97,11 +103,12 @@ class Persistent:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         smem = self.of.shared_memory(memory, warp, layouts)
-        ring = rings(memory, warp, (("parts", _PARTS, 1, 4 * self.c.consumers),))["parts"]
+        turning = const_expr(self.of.turning_warps)
+        ring = rings(memory, warp, (("parts", _PARTS, 1, 4 * self.c.consumers + turning),))["parts"]
         parts = Parts(ring, memory.allocate_tensor(Int32, cute.make_layout((NOTE, _PARTS)), 16))
         sCame = memory.allocate_tensor(Int32, cute.make_layout(2), 8)
         places = (t.iterator.toint() for t in (meeting.splits, meeting.count))
-        splits = multi_splits.Splits(self.c, self.mainloop, *places, sCame)
+        splits = multi_splits.Splits(self.c, self.await_consumers, *places, sCame)
         if warp == 0:
             self.of.prefetch(loads)
         cute.arch.mbarrier_init_fence()
@@ -110,6 +117,9 @@ class Persistent:
             cute.arch.setmaxregister_decrease(self.regs_load)
             if warp < self.of.loader_warps:
                 self.produce(loads, ins, scalars, meeting.start, smem, parts, warp)
+            elif const_expr(turning):
+                if warp < self.of.loader_warps + turning:
+                    self.turn(ins, scalars, smem, parts)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             self.consume(ins, outs, scalars, splits, smem, parts, qk_mma, pv_mma)
@@ -134,6 +144,18 @@ class Persistent:
             parts.tell(n, [Int32(-1)])
 
     @cute.jit
+    def turn(self, ins: Any, scalars: Scalars, smem: SharedMemory, parts: Parts):
+        """Every warp that turns around what was loaded: one part after another."""
+        fills, n = Int32(0), Int32(0)
+        while parts.wait(n) >= 0:
+            part = self._read(ins, parts, n)
+            cute.arch.sync_warp()
+            parts.ring.release(n)
+            self.of.turn(scalars, part, smem, fills)
+            fills += part.tile.stop - part.tile.first
+            n += 1
+
+    @cute.jit
     def consume(
         self, ins: Any, outs: Outputs, scalars: Scalars, splits: multi_splits.Splits, smem: SharedMemory, parts: Parts,
         qk_mma: cute.TiledMma, pv_mma: cute.TiledMma,
@@ -145,19 +167,19 @@ class Persistent:
         while parts.wait(n) >= 0:
             part = self._read(ins, parts, n)
             rows, _ = self.of.rows(ins, outs, part)
-            sums = self.of.multi.attend(w, rows, scalars, part.tile, smem, fills)
+            here, sums = self.of.attend(w, rows, scalars, part.tile, smem, fills)
             part = self._read(ins, parts, n)  # again: registers are scarce between
             rows, results = self.of.rows(ins, outs, part)
             if part.ctas == 1:
-                multi_combine.store(c, w, rows, results, part.tile, sums)
+                multi_combine.store(c, here, rows, results, part.tile, sums)
             else:
                 # Of a CTA's two slots the first is its first part's; of those behind it only the last can be a split.
                 slots = multi_splits.Slots(
                     part.first * 2 + part.early, part.first * 2 + 2, part.ctas, block - part.first
                 )
-                if splits.is_last(w, part.tile, slots, part.first, sums):
-                    maxima, sums = splits.add(w, part.tile, slots, sums)
-                    multi_combine.store(c, w, rows, results, part.tile, sums, maxima)
+                if splits.is_last(here, part.tile, slots, part.first, sums):
+                    maxima, sums = splits.add(here, part.tile, slots, sums)
+                    multi_combine.store(c, here, rows, results, part.tile, sums, maxima)
             fills += part.tile.stop - part.tile.first
             cute.arch.sync_warp()  # all lanes have read the part, for which one of them arrives
             parts.ring.release(n)

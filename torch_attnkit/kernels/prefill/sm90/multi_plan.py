@@ -78,7 +78,7 @@ def start(tiles: Tiles, row_bytes: int) -> int:
 
 
 def shares(problem: Problem, sms: int) -> bool:
-    """Whether persistent CTAs share the keys of all sequences, which may have any lengths, if a tile has all rows of one.
+    """Whether persistent CTAs share the keys of all sequences, whose lengths may differ; a tile has all rows of one.
 
     Fewer tiles are faster as clusters, which split every sequence; D 256 would spill.
     """
@@ -110,16 +110,18 @@ def cost(tiles: Tiles, ctas: int, row_tiles: int, groups: int, steps: int, dims:
     return rounds * (_START + -(-steps // ctas) * step) + (_MERGE if ctas > 1 else 0.0)
 
 
-def plan(problem: Problem, sms: int) -> Plan:
+def plan(problem: Problem, sms: int, choices: dict[tuple[int, int], Choice] = TILES) -> Plan:
     """The tiles of ``problem`` on ``sms`` multiprocessors; a tile's rows are queries times a KV head's query heads."""
     rows, groups = problem.queries * problem.group, problem.batch * problem.kv_heads
-    choice = TILES[problem.dim, problem.dim_v]
+    choice = choices[problem.dim, problem.dim_v]
     tiles = choice.few if rows <= 64 else choice.many
     row_tiles = -(-rows // tiles.tile_m)
     if rows <= choice.few.tile_m and shares(problem, sms):
         return Plan(tiles, 1, sms)
     steps = max(1, -(-problem.scores.most_keys(problem.keys, problem.queries) // tiles.tile_n))
-    dims = problem.dim + problem.dim_v
+    dims = (
+        (problem.dim + problem.dim_v) * problem.dtype.itemsize // 2
+    )  # of 8 bits memory and products are twice as fast
     ctas = min(range(1, _MOST_CTAS + 1), key=lambda n: cost(tiles, n, row_tiles, groups, steps, dims, sms))
     if ctas == 1 and tiles is choice.many and row_tiles % 2 == 0:
         return Plan(choice.pair, 2)

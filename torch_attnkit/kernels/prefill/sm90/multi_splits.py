@@ -7,7 +7,8 @@ the second comes much later than the first. Splits are added in their order, who
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -19,10 +20,9 @@ from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.warp_ops import exp2
 
-from .mainloop import WARPGROUP, Consumer, Mainloop
+from .mainloop import WARPGROUP, Consumer
 from .multi_blocks import WorkTile
 from .multi_plan import split_floats
-from .multi_types import Config
 
 _VECTOR = 16  # bytes: of a row columns 16 j + 2 l and the next, for a lane's l of four, and those 8 further on
 _AT_ONCE = 8  # vectors that a thread has on the way while it adds splits
@@ -41,10 +41,21 @@ class Slots(NamedTuple):
 
 
 class Splits(Fixed):
-    """The workspace at ``splits`` with a counter for each CTA at ``count``; ``sCame``: two words of shared memory."""
+    """The workspace at ``splits`` with a counter for each CTA at ``count``; ``sCame``: two words of shared memory.
 
-    def __init__(self, config: Config, mainloop: Mainloop, splits: Int64, count: Int64, sCame: cute.Tensor):
-        self.c, self.mainloop, self.splits, self.count, self.sCame = config, mainloop, splits, count, sCame
+    ``await_consumers`` is the barrier of all consumers.
+    """
+
+    def __init__(
+        self, config: Any, await_consumers: Callable[[], None], splits: Int64, count: Int64, sCame: cute.Tensor
+    ):
+        self.c, self.await_consumers, self.splits, self.count, self.sCame = (
+            config,
+            await_consumers,
+            splits,
+            count,
+            sCame,
+        )
 
     @cute.jit
     def is_last(self, w: Consumer, tile: WorkTile, slots: Slots, first: Int32, sums: list):
@@ -52,17 +63,17 @@ class Splits(Fixed):
         first."""
         counter, thread = self.count + Int64(first) * 4, cute.arch.thread_idx()[0] - WARPGROUP
         others = slots.count - 1
-        self.mainloop.await_consumers()  # nobody looks at the words of the part before
+        self.await_consumers()  # nobody looks at the words of the part before
         if thread == 0:
             self.sCame[0] = memory_ops.load_acquire(counter)
-        self.mainloop.await_consumers()
+        self.await_consumers()
         came = self.sCame[0]
         if came < others:
             self._leave(w, tile, slots.of(slots.mine), sums)
-            self.mainloop.await_consumers()
+            self.await_consumers()
             if thread == 0:
                 self.sCame[1] = op.add_acq_rel(counter, Int32(1))
-            self.mainloop.await_consumers()
+            self.await_consumers()
             came = self.sCame[1]
         last = came == others
         if last & (thread == 0):

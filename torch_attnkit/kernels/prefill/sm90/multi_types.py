@@ -26,6 +26,10 @@ class Config:
     pair: bool = False  # two CTAs, on neighbouring tiles of rows, load half of K and V each, for both
 
     @property
+    def out_dtype(self) -> Any:
+        return self.dtype
+
+    @property
     def consumers(self) -> int:
         return self.tile_m // 64
 

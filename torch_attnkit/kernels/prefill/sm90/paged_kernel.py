@@ -23,11 +23,12 @@ from .paged_types import Config, Inputs, Rows, arguments
 class Pages(Fixed):
     """``PagedMulti`` as persistent CTAs use it: packed sequences, and one of what lies behind the last."""
 
-    one_tile = False
+    one_tile, turning_warps = False, 0
 
     def __init__(self, config: Config):
         self.c, self.paged = config, PagedMulti(config)
         self.multi, self.loader_warps, self.group = self.paged.multi, config.loader_warps, paged_blocks.group_of
+        self.layouts, self.attend = self.multi.layouts, self.multi.attend_tile
         self.prefetch, self.shared_memory = self.paged.keys.prefetch, self.paged.shared_memory
 
     def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
@@ -47,6 +48,9 @@ class Pages(Fixed):
 
     def load(self, loads: Loads, ins: Inputs, part: Part, smem: SharedMemory, fills: Int32) -> None:
         self.paged.produce(loads, ins, part.tile, part.sequence, smem, fills)
+
+    def turn(self, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32) -> None:
+        """Nothing is turned around."""
 
     def rows(self, ins: Inputs, outs: Outputs, part: Part) -> tuple[Rows, Outputs]:
         return self.paged.rows(ins, outs, part.tile)
