@@ -34,15 +34,20 @@ def problem(sequences: int, tokens: int, longest: int, keys: int, page: int = 16
 def test_rows_decide_on_tiles():
     tiles = TILES[128, 128]
     assert paged_plan.plan(problem(64, 64, 1, 8192), H200).tiles == tiles.few
-    assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200) == (tiles.many, 1, 16)
-    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192), H200) == (tiles.pair, 2, 16)
-    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192, page=1), H200) == (tiles.many, 1, 0)  # nothing to multicast
+    assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200) == (tiles.many, 1, 16, 0)
+    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192), H200) == (tiles.pair, 2, 16, 0)
+    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192, page=1), H200) == (
+        tiles.many,
+        1,
+        0,
+        0,
+    )  # nothing to multicast
 
 
 def test_few_sequences_share_their_keys_among_ctas():
     assert paged_plan.plan(problem(1, 1, 1, 8192), H200).ctas == 8
     assert paged_plan.plan(problem(1, 1, 1, 64), H200).ctas == 1  # one block
-    assert paged_plan.plan(problem(128, 128, 1, 8192), H200).ctas == 1
+    assert paged_plan.plan(problem(128, 128, 1, 8192, page=1), H200).ctas == 1
 
 
 @pytest.mark.parametrize("page", [1, 7, 8, 16, 24, 48, 64, 100, 128, 256, 544])

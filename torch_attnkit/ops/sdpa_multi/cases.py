@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
 # Rows (queries times heads of a group) and keys beside the borders of tiles of 16, 64 and 128. Blocks that share the
-# keys of a sequence have kernels of their own on Blackwell and come in turns, as dtypes do.
+# keys of a sequence have kernels of their own on Blackwell and come in turns, as dtypes do. A batch of 60 KV heads has
+# persistent blocks on Hopper.
 PARITY = {
     "ragged": dict(B=3, T=5, Hq=8, Hkv=2, S=65, D=64, Dv=64),
     "two-tiles": dict(B=1, T=17, Hq=8, Hkv=1, S=639, D=64, Dv=64),
     "mqa": dict(B=2, T=16, Hq=6, Hkv=1, S=129, D=64, Dv=32),
     "many-keys": dict(B=1, T=16, Hq=4, Hkv=2, S=1500, D=64, Dv=64),
+    "batch": dict(B=30, T=3, Hq=4, Hkv=2, S=500, D=64, Dv=64),
     "long": dict(B=2, T=65, Hq=4, Hkv=2, S=257, D=64, Dv=64),
 }
 # short-cache: more queries than keys; unseen=1: lengths of 0, and starts at the end.
@@ -38,6 +41,9 @@ EXTRAS = (
     ("sink:inf", "long", "sink"),
 )
 BENCH = {
+    f"{'ragged-' * ragged}{b}x{t}x{s}": dict(B=b, T=t, Hq=32, Hkv=8, S=s, D=128, Dv=128, causal=1, ragged=1)
+    for b, t, s, ragged in ((16, 16, 8192, 1), (16, 4, 8192, 1), (64, 4, 8192, 1), (8, 8, 32768, 1))
+} | {
     f"{'full-' * (1 - causal)}{b}x{t}x{s}": dict(B=b, T=t, Hq=32, Hkv=8, S=s, D=128, Dv=128, causal=causal)
     for b, t, s, causal in (
         (1, 16, 8192, 1), (16, 16, 8192, 1), (1, 64, 8192, 1), (16, 64, 8192, 1),
@@ -66,14 +72,23 @@ def make(
 
 
 def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Full caches."""
+    """Full caches, or lengths spread evenly, in a random order."""
     args, _ = make(dims, dtype, ("gqa",), gen)
-    return (*args[:3], torch.full_like(args[3], dims["S"]), None, None), dict(causal=bool(dims["causal"]))
+    return (*args[:3], torch.tensor(_lengths(dims), dtype=torch.int32), None, None), dict(causal=bool(dims["causal"]))
+
+
+def _lengths(dims: dict[str, int]) -> list[int]:
+    B, T, S = dims["B"], dims["T"], dims["S"]
+    if not dims.get("ragged"):
+        return [S] * B
+    lengths = [T + (S - T) * b // (B - 1) for b in range(B)]
+    random.Random(0).shuffle(lengths)
+    return lengths
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q and the caches once, write out and lse."""
-    tokens = dims["B"] * dims["Hkv"] * dims["S"] * (dims["D"] + dims["Dv"])
+    tokens = sum(_lengths(dims)) * dims["Hkv"] * (dims["D"] + dims["Dv"])
     heads = dims["B"] * dims["T"] * dims["Hq"]
     inside = (tokens + heads * dims["D"]) * dtype.itemsize
     return inside + heads * dims["Dv"] * max(2, dtype.itemsize) + (heads + dims["B"]) * 4
@@ -82,8 +97,9 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 def flops(dims: dict[str, int]) -> int:
     """Two products, two operations a term; under causal query r leaves out the T - 1 - r keys behind it."""
     T = dims["T"]
-    pairs = T * dims["S"] - (T * (T - 1) // 2 if dims.get("causal", 1) else 0)
-    return 2 * dims["B"] * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
+    behind = T * (T - 1) // 2 if dims.get("causal", 1) else 0
+    pairs = sum(T * keys - behind for keys in _lengths(dims))
+    return 2 * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
 
 
 def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
