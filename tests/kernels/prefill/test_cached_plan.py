@@ -7,7 +7,8 @@ import torch
 
 from torch_attnkit.kernels.prefill.problem import Layout, Problem
 from torch_attnkit.kernels.prefill.sm90 import multi_plan
-from torch_attnkit.kernels.prefill.sm90.multi_plan import TILES, at_once
+from torch_attnkit.kernels.prefill.sm90.clusters import at_once
+from torch_attnkit.kernels.prefill.sm90.multi_plan import TILES
 from torch_attnkit.kernels.scores import Scores
 
 H200 = 132  # multiprocessors

@@ -21,8 +21,8 @@ NAME = "sdpa_multi"
 LENGTHS = {"even": (300,) * 5, "ragged": (0, 1, 64, 700, 129), "one-long": (3, 2500, 5, 0, 1), "none": (0,) * 5}
 
 
-def _problem(batch: int, rows: int, kv_heads: int = 8, dim: int = 128) -> Problem:
-    sizes = (batch, rows, 8192, 4 * kv_heads, kv_heads, dim, dim, Scores(dim), NOWHERE, NOWHERE, NOWHERE)
+def _problem(batch: int, rows: int, kv_heads: int = 8, dim: int = 128, keys: int = 8192) -> Problem:
+    sizes = (batch, rows, keys, 4 * kv_heads, kv_heads, dim, dim, Scores(dim), NOWHERE, NOWHERE, NOWHERE)
     return Problem(torch.bfloat16, torch.device("cpu"), *sizes, causal=True, cached=True)
 
 
@@ -30,7 +30,7 @@ def test_batches_of_few_rows_are_shared():
     assert multi_plan.plan(_problem(16, 16), H200) == (multi_plan.TILES[128, 128].few, 1, H200)
     for few_tiles in (_problem(1, 16), _problem(4, 16)):
         assert multi_plan.plan(few_tiles, H200).persistent == 0
-    for others in (_problem(16, 17), _problem(16, 16, dim=256)):
+    for others in (_problem(16, 17), _problem(16, 16, dim=256), _problem(16, 16, keys=2048)):
         assert multi_plan.plan(others, H200).persistent == 0
     assert paged_plan.plan(paged_problem(64, 64, 1, 8192), H200).persistent == H200
     assert paged_plan.plan(paged_problem(64, 64, 1, 8192, page=1), H200).persistent == 0  # threads copy rows
@@ -50,7 +50,8 @@ def ptx(monkeypatch):
     pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
     from torch_attnkit.sim import ptx
 
-    monkeypatch.setattr(multi_plan, "_SHARED_FROM", 0.0)
+    for limit in ("_SHARED_FROM", "_SHARED_KEYS"):
+        monkeypatch.setattr(multi_plan, limit, 0)
     plans = [dispatch._PLANS[name] for name in (NAME, "flash_attention_paged")]
     for kept in plans:
         kept.clear()

@@ -18,7 +18,6 @@ PARITY = {
     "mixed": dict(B=4, L=37, S=150, Hq=8, Hkv=2, Np=13, Ps=48, Mp=4, D=64, Dv=64),
     "chunk": dict(B=1, L=50, S=200, Hq=64, Hkv=1, Np=6, Ps=48, Mp=5, D=64, Dv=64),
     "gather": dict(B=3, L=5, S=130, Hq=6, Hkv=2, Np=400, Ps=1, Mp=130, D=64, Dv=64, tail=3),
-    "batch": dict(B=30, L=3, S=500, Hq=4, Hkv=2, Np=340, Ps=48, Mp=11, D=64, Dv=64),
     "steps": dict(B=3, L=1, S=300, Hq=8, Hkv=2, Np=24, Ps=48, Mp=7, D=64, Dv=32),
 }
 # unseen=1: lengths of 0.

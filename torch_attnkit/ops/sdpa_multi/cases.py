@@ -12,14 +12,12 @@ from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
 # Rows (queries times heads of a group) and keys beside the borders of tiles of 16, 64 and 128. Blocks that share the
-# keys of a sequence have kernels of their own on Blackwell and come in turns, as dtypes do. A batch of 60 KV heads has
-# persistent blocks on Hopper.
+# keys of a sequence have kernels of their own on Blackwell and come in turns, as dtypes do.
 PARITY = {
     "ragged": dict(B=3, T=5, Hq=8, Hkv=2, S=65, D=64, Dv=64),
     "two-tiles": dict(B=1, T=17, Hq=8, Hkv=1, S=639, D=64, Dv=64),
     "mqa": dict(B=2, T=16, Hq=6, Hkv=1, S=129, D=64, Dv=32),
     "many-keys": dict(B=1, T=16, Hq=4, Hkv=2, S=1500, D=64, Dv=64),
-    "batch": dict(B=30, T=3, Hq=4, Hkv=2, S=500, D=64, Dv=64),
     "long": dict(B=2, T=65, Hq=4, Hkv=2, S=257, D=64, Dv=64),
 }
 # short-cache: more queries than keys; unseen=1: lengths of 0, and starts at the end.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..problem import Problem
+from .clusters import at_once
 
 
 class Tiles(NamedTuple):
@@ -48,11 +49,9 @@ TILES = {
     ),
 }
 
-# Of persistent CTAs: bytes of keys and values that take as long as a work tile's start and end, and tiles for each
-# multiprocessor from which on they are used. H100, 32/8 heads, D 128, lengths spread evenly up to 8192, for the time of
-# clusters: 16 sequences of 16 queries 105.9 us for 111.3 (with 64 KB 113.3), full 183.6 for 181.5; 64 of 4 367 for 386;
-# but 4 of 16 40.3 for 37.0. Two CTAs on a multiprocessor 115.1, one with six stages 111.6.
-_START_BYTES, _SHARED_FROM = 128 << 10, 0.45
+# Of persistent CTAs: bytes of keys and values that take as long as a work tile's start and end; how many tiles for each
+# multiprocessor, and of how many keys, they are used from. docs/kernels/prefill.md has the times.
+_START_BYTES, _SHARED_FROM, _SHARED_KEYS = 128 << 10, 0.45, 4096
 _MOST_CTAS = 8  # of a cluster; every GPU takes so many
 # For each multiprocessor and microsecond, in KB and MFLOP: what its copies bring, its share of device memory, what its
 # tensor cores do. Fitted to the H200's times of 16 and 64 queries at B 1 to 16 with all cluster sizes, to about 10 %.
@@ -77,23 +76,14 @@ def start(tiles: Tiles, row_bytes: int) -> int:
     return -(-_START_BYTES // (tiles.tile_n * row_bytes))
 
 
-def shares(problem: Problem, sms: int) -> bool:
+def shares(problem: Problem, keys: int, sms: int) -> bool:
     """Whether persistent CTAs share the keys of all sequences, whose lengths may differ; a tile has all rows of one.
 
-    Fewer tiles are faster as clusters, which split every sequence; D 256 would spill.
+    Fewer tiles, or sequences of at most fewer ``keys``, are faster as clusters; D 256 would spill.
     """
     tiles = problem.batch * problem.kv_heads
-    return problem.batch > 1 and problem.dim_v <= 128 and tiles >= _SHARED_FROM * sms
-
-
-def at_once(ctas: int, sms: int, per_sm: int) -> int:
-    """Clusters that run at the same time. A cluster stays inside a GPC, which has 16 or 18 multiprocessors, in twos.
-
-    Which of them a GPU has cannot be read from it: of clusters of 4 an H200 with 132 ran fewer than 32.
-    """
-    if ctas <= 2:
-        return sms * per_sm // ctas
-    return min(sms // gpc * (gpc * per_sm // ctas) for gpc in (16, 18))
+    enough = tiles >= _SHARED_FROM * sms and problem.scores.most_keys(keys, problem.longest) >= _SHARED_KEYS
+    return problem.batch > 1 and problem.dim_v <= 128 and enough
 
 
 def cost(tiles: Tiles, ctas: int, row_tiles: int, groups: int, steps: int, dims: int, sms: int) -> float:
@@ -116,7 +106,7 @@ def plan(problem: Problem, sms: int, choices: dict[tuple[int, int], Choice] = TI
     choice = choices[problem.dim, problem.dim_v]
     tiles = choice.few if rows <= 64 else choice.many
     row_tiles = -(-rows // tiles.tile_m)
-    if rows <= choice.few.tile_m and shares(problem, sms):
+    if rows <= choice.few.tile_m and shares(problem, problem.keys, sms):
         return Plan(tiles, 1, sms)
     steps = max(1, -(-problem.scores.most_keys(problem.keys, problem.queries) // tiles.tile_n))
     dims = (

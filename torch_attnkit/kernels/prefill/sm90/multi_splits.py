@@ -49,13 +49,8 @@ class Splits(Fixed):
     def __init__(
         self, config: Any, await_consumers: Callable[[], None], splits: Int64, count: Int64, sCame: cute.Tensor
     ):
-        self.c, self.await_consumers, self.splits, self.count, self.sCame = (
-            config,
-            await_consumers,
-            splits,
-            count,
-            sCame,
-        )
+        self.c, self.await_consumers = config, await_consumers
+        self.splits, self.count, self.sCame = splits, count, sCame
 
     @cute.jit
     def is_last(self, w: Consumer, tile: WorkTile, slots: Slots, first: Int32, sums: list):

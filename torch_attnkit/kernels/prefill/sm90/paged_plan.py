@@ -48,7 +48,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     if rows > _PAIRED * choice.pair.tile_m and tiles is choice.many and box_of(problem.page, choice.pair):
         return Plan(choice.pair, 2, box_of(problem.page, choice.pair))
     # Where threads copy rows, a scheduler beside them would spill.
-    if tiles is choice.few and multi_plan.shares(p, sms) and box_of(problem.page, tiles):
+    if tiles is choice.few and multi_plan.shares(p, problem.longest_keys, sms) and box_of(problem.page, tiles):
         return Plan(tiles, 1, box_of(problem.page, tiles), sms)
     row_tiles, groups = -(-rows // tiles.tile_m), sequences * p.kv_heads
     seen = p.scores.most_keys(problem.longest_keys, p.longest)

@@ -9,7 +9,7 @@ from torch_attnkit.core.spec import short
 from torch_attnkit.kernels.cache.problem import Row
 from torch_attnkit.kernels.decode.config import SplitLayout
 from torch_attnkit.kernels.decode.sm90.config import HEADS
-from torch_attnkit.kernels.prefill.sm90.multi_plan import at_once
+from torch_attnkit.kernels.prefill.sm90.clusters import at_once
 
 from ..problem import Fp4, Problem
 
