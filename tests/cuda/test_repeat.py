@@ -322,6 +322,19 @@ def repeats(op, args, kwargs, arch):
     return repeated(op.name) - before
 
 
+@pytest.mark.simulator
+@pytest.mark.seconds(600)
+def test_persistent_blocks_are_repeated_to_the_bit(simulated, monkeypatch):
+    """Those of a batch of few queries: a workspace, in which blocks leave splits, and counters beside it."""
+    from torch_attnkit.kernels.prefill.sm90 import multi_plan
+
+    for limit in ("_SHARED_FROM", "_SHARED_KEYS"):
+        monkeypatch.setattr(multi_plan, limit, 0)
+    lengths = torch.tensor([3, 1400, 0, 129, 64], dtype=torch.int32)
+    args = [numbers(*shape).bfloat16() for shape in ((5, 3, 4, 64), (5, 2, 1400, 64), (5, 2, 1400, 64))]
+    assert repeats(dispatch.OPS["sdpa_multi"], [*args, lengths], {}, "sm90") > 0
+
+
 @pytest.fixture
 def merging(simulated):
     """A small call of a real op that is repeated already: its function, and its arguments."""
