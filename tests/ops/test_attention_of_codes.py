@@ -79,6 +79,23 @@ def test_full_caches_equal_a_batch():
         torch.testing.assert_close(g, want)
 
 
+def test_blocks_over_pages_equal_the_ends_of_caches():
+    """flash_attention_paged over pages of three keys: packed blocks of 9 and 4 queries, two tokens of nobody."""
+    (q, k, v), scales = _codes()
+    caches = [t.transpose(1, 2).contiguous() for t in (k, v)]
+    length = torch.tensor([9, 6], dtype=torch.int32)
+    pages, table = (t.reshape(6, 3, 2, 16) for t in (k, v)), torch.arange(6, dtype=torch.int32).view(2, 3)
+    packed, ends = torch.cat((q[0], q[1, -4:], q[1, :2])), torch.tensor([0, 9, 13], dtype=torch.int32)
+    got = torch.ops.attnkit.flash_attention_paged(packed, *pages, ends, table, length, None, *scales, **OPTIONS)
+    assert got[0].dtype == torch.bfloat16 and got[1].dtype == torch.float32
+    wholes = torch.ops.attnkit.sdpa_multi(q, *caches, length, None, None, *scales, **OPTIONS)
+    lasts = torch.ops.attnkit.sdpa_multi(q[:, -4:].contiguous(), *caches, length, None, None, *scales, **OPTIONS)
+    for g, whole, last, rest in zip(got, wholes, lasts, (0.0, -torch.inf), strict=True):
+        torch.testing.assert_close(g[:9], whole[0])
+        torch.testing.assert_close(g[9:13], last[1])
+        assert (g[13:] == rest).all()
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_a_decode_step_equals_the_last_query_of_a_block(paged):
     """sdpa_decode over the caches of sdpa_multi, and sdpa_decode_paged over pages of three keys."""
@@ -186,6 +203,30 @@ def test_kernels_without_codes_or_scales_refuse_them():
             op(*wide, None, None, None, *scales)
 
 
+def _over_pages(dtype: torch.dtype, page: int, scales=(None,) * 3):
+    """Four queries over eight pages of ``page`` keys, D 64."""
+    q, cache = torch.ones(4, 4, 64).to(dtype), torch.ones(8, page, 2, 64).to(dtype)
+    ends, table, length = (torch.tensor(n, dtype=torch.int32) for n in ([0, 4], [[3, 0, 1, 2, 4, 5, 6, 7]], [8]))
+    return torch.ops.attnkit.flash_attention_paged(q, cache, cache, ends, table, length, None, *scales)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "page", "scaled", "why"),
+    [
+        ("sm90", E4M3, 1, True, "sm90: Ps must be a multiple of 8"),
+        ("sm90", E4M3, 12, False, "sm90: Ps must be a multiple of 8"),
+        ("sm90", torch.bfloat16, 16, True, "sm90: no support for: scales"),
+        ("sm100", E4M3, 16, False, r"sm100: dtype f8e4m3 not in \{bf16, f16\}"),
+        ("metal", E4M3, 16, False, r"mps: dtype f8e4m3 not in \{bf16, f16, f32\}"),
+    ],
+)
+def test_kernels_over_pages_refuse_what_they_do_not_read(arch, dtype, page, scaled, why):
+    scales = (torch.ones(1, 2),) * 3 if scaled else (None,) * 3
+    with torch_attnkit.simulate(arch), pytest.raises(UnsupportedError, match=why):
+        _over_pages(dtype, page, scales)
+    assert _over_pages(dtype, page, scales)[0].dtype == torch.bfloat16, "the definition takes it"
+
+
 def test_decode_kernels_refuse_other_head_dims_of_codes():
     q, cache, length = (
         torch.ones(1, 4, 80).to(E4M3),
@@ -211,6 +252,9 @@ def test_torch_takes_codes(scaled):
     ends = torch.tensor([0, 9, 18], dtype=torch.int32)
     packed = (*(t.flatten(0, 1) for t in qkv), ends, ends, None, *args[6:])
     torch.library.opcheck(torch.ops.attnkit.flash_attention_varlen.default, packed, dict(causal=True), test_utils=tests)
+    pages, table = (t.reshape(6, 3, 2, 16) for t in qkv[1:]), torch.arange(6, dtype=torch.int32).view(2, 3)
+    blocks = (packed[0], *pages, ends, table, ends.diff(), None, *args[6:])
+    torch.library.opcheck(torch.ops.attnkit.flash_attention_paged.default, blocks, test_utils=tests)
     torch._dynamo.reset()
     step = torch.compile(lambda *a: op(*a)[0] * 2, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad():

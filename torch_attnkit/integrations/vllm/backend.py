@@ -206,7 +206,7 @@ def cache_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtype:
     words = {None: dtype, "auto": dtype, "float16": torch.float16, "bfloat16": torch.bfloat16}
     if kv_cache_dtype not in words:
         raise UnsupportedError(
-            f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: 'auto', 'float16', 'bfloat16'; of the"
-            f" two ops {steps.SINGLE} alone takes caches of 8 bits"
+            f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: 'auto', 'float16', 'bfloat16'; with"
+            f" queries of 16 bits {steps.SINGLE} alone takes caches of 8 bits"
         )
     return words[kv_cache_dtype]

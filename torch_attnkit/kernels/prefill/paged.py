@@ -40,6 +40,7 @@ class Operands(NamedTuple):
     sink: torch.Tensor | None  # (Hq)
     out: torch.Tensor  # (Tq, Hq, Dv)
     lse: torch.Tensor  # (Tq, Hq)
+    scales: tuple[torch.Tensor | None, ...]  # of q, k and v, (B, Hkv) each
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:

@@ -73,6 +73,7 @@ def make(
         inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
+        *inputs.scales(gen, "scales" in features, B, Hkv),
     )
     hints = dict(max_seqlen_q=L, max_seqlen_k=S)
     return args, dict(causal="bidirectional" not in features) | inputs.score_arguments(features, S) | hints
@@ -110,7 +111,7 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     queries, keys = _spread(dims)
     T, Mp = sum(queries), -(-max(keys) // dims["Ps"])
     read = (sum(keys) * dims["Hkv"] * (dims["D"] + dims["Dv"]) + T * dims["Hq"] * dims["D"]) * dtype.itemsize
-    wrote = T * dims["Hq"] * (dims["Dv"] * dtype.itemsize + 4)
+    wrote = T * dims["Hq"] * (dims["Dv"] * max(2, dtype.itemsize) + 4)
     return read + wrote + (dims["B"] * (Mp + 2) + 1) * 4
 
 
@@ -168,4 +169,5 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     longest = [max(n.tolist(), default=0) + (f["hints"] == "more") * 100 if f["hints"] else -1 for n in (len_q, kv_len)]
     kwargs = dict(causal=bool(f["causal"])) | draws.score_arguments(f)
     kwargs |= dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
-    return (q, k, v, _offsets(len_q), table, kv_len, draws.sink(f, gen, Hq)), kwargs
+    rest = (draws.sink(f, gen, Hq), *draws.scales(f, gen, B, Hkv))
+    return (q, k, v, _offsets(len_q), table, kv_len, *rest), kwargs

@@ -7,13 +7,15 @@ Ps]``, slot ``j % Ps``; entries of pages at or past the length are ignored and m
 query sees the keys up to its own position, otherwise all ``kv_len``; ``window`` and ``sink_tokens`` narrow both;
 ``sink`` joins the denominator only. A query at a negative position (a block longer than its sequence) and tokens past
 the last offset give out 0 and lse -inf. Returns out and the natural-log LSE, sink left out. ``max_seqlen_q`` and
-``max_seqlen_k`` are hints for the launch (-1: unknown); they bound the lengths.
-Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); sinks as in GPT-OSS (OpenAI, 2025) and
-StreamingLLM (arXiv 2309.17453).
+``max_seqlen_k`` are hints for the launch (-1: unknown); they bound the lengths. q and the caches stand for themselves
+times ``q_scale``, ``k_scale`` and ``v_scale``, one positive number for each sequence and KV head (None: 1).
+Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); scales as FlashAttention-3 (arXiv
+2407.08608) has them; sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels.prefill import metal
+from torch_attnkit.kernels.prefill.sm90 import codes_plan as sm90_codes
 from torch_attnkit.kernels.prefill.sm90 import plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import paged_plan
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
@@ -25,23 +27,30 @@ _ROWS = {
         c.dim["Ps"] % paged_plan.LEAST_BOX == 0 or c.dim["Np"] * c.dim["Ps"] * c.dim["Hkv"] < 2**31
     ),
 }
+# Other pages are rows that threads copy, which the kernel of E4M3 has no warps for.
+_BOXES = {"Ps must be a multiple of 8": lambda c: c.dim["Ps"] % 8 == 0}
 _FEATURES = "gqa sink bidirectional window sink_tokens softcap"
 
 OP = Op(
     schema="flash_attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens_q, Tensor block_table,"
-    " Tensor kv_len, Tensor? sink=None, *, float? scale=None, bool causal=True, int window=-1, int sink_tokens=0,"
-    " float softcap=0.0, int max_seqlen_q=-1, int max_seqlen_k=-1) -> (Tensor out, Tensor lse)",
+    " Tensor kv_len, Tensor? sink=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, *,"
+    " float? scale=None, bool causal=True, int window=-1, int sink_tokens=0, float softcap=0.0,"
+    " int max_seqlen_q=-1, int max_seqlen_k=-1) -> (Tensor out, Tensor lse)",
     dims={
-        "q": "Tq Hq D",
-        "k_cache": "Np Ps Hkv D",
-        "v_cache": "Np Ps Hkv Dv",
+        "q": "Tq Hq D:T8",
+        "k_cache": "Np Ps Hkv D:T8",
+        "v_cache": "Np Ps Hkv Dv:T8",
         "cu_seqlens_q": "B+1:i32",
         "block_table": "B Mp:i32",
         "kv_len": "B:i32",
         "sink": "Hq:f32",
+        "q_scale": "B Hkv:f32",
+        "k_scale": "B Hkv:f32",
+        "v_scale": "B Hkv:f32",
         "out": "Tq Hq Dv",
         "lse": "Tq Hq:f32",
     },
+    layouts={"out": rules.wide("Tq Hq Dv")},
     where=rules.HEADS
     | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0}
     | rules.SCORES
@@ -49,11 +58,14 @@ OP = Op(
         "max_seqlen_q must be -1 (unknown) or at least 0": lambda c: c.arg.max_seqlen_q >= -1,
         "max_seqlen_k must be -1 (unknown) or at least 0": lambda c: c.arg.max_seqlen_k >= -1,
     },
-    features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW,
+    features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW | rules.SCALES,
     shards=shards.HEADS,
     kernels=(
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
         *rules.by_head("sm100", sm100.DTYPES, paged_plan.HEADS, _FEATURES, rules.CACHE_ROWS | _ROWS),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
+        *rules.of_codes(
+            "sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_FEATURES} scales", rules.CACHE_ROWS | _BOXES, by="codes"
+        ),
     ),
 )

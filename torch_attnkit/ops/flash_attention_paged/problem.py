@@ -23,13 +23,15 @@ def problem(call: Call) -> Problem:
         scores=Scores.of(d["D"], a),
         causal=a.causal,
         sink=a.sink is not None,
+        scales=(a.q_scale is not None, a.k_scale is not None, a.v_scale is not None),
     )  # fmt: skip
     longest = min(a.max_seqlen_k, most) if a.max_seqlen_k >= 0 else most
     return Problem(attention, d["Ps"], d["Np"], longest)
 
 
 def operands(
-    q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink,
+    q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink, q_scale, k_scale, v_scale,
     scale, causal, window, sink_tokens, softcap, max_seqlen_q, max_seqlen_k, out, lse,
 ) -> Operands:  # fmt: skip
-    return Operands(q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink, out, lse)
+    scales = (q_scale, k_scale, v_scale)
+    return Operands(q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink, out, lse, scales)

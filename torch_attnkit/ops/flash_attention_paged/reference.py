@@ -18,6 +18,9 @@ def reference(
     block_table: torch.Tensor,
     kv_len: torch.Tensor,
     sink: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int = -1,
@@ -42,8 +45,10 @@ def reference(
         raise ValueError(f"{_NAME}: k_cache has no pages, accepted: a page for every key below kv_len")
     table = block_table.masked_fill(~used, 0)  # (B, Mp)
     checks.in_range(_NAME, "block_table", table, 0, max(Np - 1, 0))
-    out = q.new_zeros(Tq, Hq, Dv)  # (Tq, Hq, Dv)
-    lse = q.new_full((Tq, Hq), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))  # (Tq, Hq)
+    scales = checks.scales(_NAME, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    stored = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    out = q.new_zeros(Tq, Hq, Dv, dtype=stored)  # (Tq, Hq, Dv)
+    lse = q.new_full((Tq, Hq), -torch.inf, dtype=torch.promote_types(stored, torch.float32))  # (Tq, Hq)
     offsets = cu_seqlens_q.tolist()
     for b, (q0, q1, S) in enumerate(zip(offsets, offsets[1:], kv_len.tolist(), strict=False)):
         pages = table[b, : -(-S // Ps)].long()  # (M,)
@@ -51,6 +56,7 @@ def reference(
         pos = torch.arange(S - (q1 - q0), S, device=q.device)[None]  # (1, T)
         keep = visible(pos, S, 0, S, causal=causal, window=window, sink_tokens=sink_tokens)  # (1, T, S)
         keep = keep & (pos >= 0)[..., None]
-        rows, sums, _ = attend(q[None, q0:q1], k, v, keep, scale=scale, softcap=softcap, sink=sink)
+        own = [None if s is None else s[b : b + 1] for s in scales]  # (1, Hkv) each
+        rows, sums, _ = attend(q[None, q0:q1], k, v, keep, scale=scale, softcap=softcap, sink=sink, scales=own)
         out[q0:q1], lse[q0:q1] = rows[0], sums[0]  # (T, Hq, Dv), (T, Hq)
     return out, lse
