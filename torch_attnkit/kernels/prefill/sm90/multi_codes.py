@@ -82,7 +82,7 @@ class MultiCodes:
         self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
         self.prefetch = self.multi.prefetch
 
-    def _numbers(self, t: cute.Tensor) -> cute.Tensor:
+    def numbers(self, t: cute.Tensor) -> cute.Tensor:
         """E4M3 that came as bytes."""
         return cute.make_tensor(cute.recast_ptr(t.iterator, dtype=self.c.dtype), t.layout)
 
@@ -95,7 +95,7 @@ class MultiCodes:
         keys_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
         atoms = []
         for tensor, layout in ((ins.k, layouts.k), (ins.v, staged_layout(self.c))):
-            atoms += copies.tma_atom(keys_first(self._numbers(tensor)), layout, 2 if self.c.pair else 1)
+            atoms += copies.tma_atom(keys_first(self.numbers(tensor)), layout, 2 if self.c.pair else 1)
         return Loads(*atoms)
 
     @cute.jit
@@ -186,7 +186,7 @@ class MultiCodes:
         """``Multi.attend`` with the scales of the work tile, which the consumer that is returned has as well."""
         c, at = self.c, Place(tile.batch, tile.kv_head * tile.group)
         here = dataclasses.replace(w, scalars=scales.scaled(c, ins, scalars, at))
-        sums = self.multi.attend(here, ins._replace(q=self._numbers(ins.q)), scalars, tile, smem, fills)
+        sums = self.multi.attend(here, ins._replace(q=self.numbers(ins.q)), scalars, tile, smem, fills)
         lowered = Float32(2.0**-c.lift)
         factor = scales.factor(c, ins, at, scales.V) * lowered
         softmax.rescale(here.rO, [factor, factor])

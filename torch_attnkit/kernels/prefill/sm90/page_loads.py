@@ -50,15 +50,16 @@ class Boxes(Fixed):
         self.count = config.boxes  # of a tile, for each of its runs of columns
 
     def loads(self, ins: Inputs) -> Loads:
+        return Loads(*self.key_atom(ins.k), *self.key_atom(ins.v))
+
+    def key_atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """For K (Np, Ps, Hkv, D), or V, and its tensor of coordinates (Ps, D, Hkv, Np)."""
         c = self.c
         copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.pair else cpasync.CopyBulkTensorTileG2SOp()
         atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, c.box_columns)
         box = cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, c.dtype), (c.box, c.box_columns), order=(0, 1))
-        made = []
-        for cache in (ins.k, ins.v):
-            rows = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
-            made += cpasync.make_tiled_tma_atom(copy, rows, box, (c.box, c.box_columns))
-        return Loads(*made)
+        rows = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+        return cpasync.make_tiled_tma_atom(copy, rows, box, (c.box, c.box_columns))
 
     def prefetch(self, loads: Loads) -> None:
         for atom in (loads.k_atom, loads.v_atom):

@@ -31,7 +31,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         **plan.tiles._asdict(),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    numbers = _scalars(problem, plan.ctas)
+    numbers = scalars_of(problem, plan.ctas)
     joins = meeting(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys, problem.pages) == 0
@@ -48,7 +48,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     return launch
 
 
-def _scalars(problem: Problem, ctas: int) -> tuple[Any, ...]:
+def scalars_of(problem: Problem, ctas: int) -> tuple[Any, ...]:
     """The kernel's Scalars."""
     p = problem.attention
     window, sinks = p.scores.bounds if p.scores.window >= 0 else (MOST, 0)

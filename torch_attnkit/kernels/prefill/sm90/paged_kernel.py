@@ -20,31 +20,40 @@ from .paged_multi import PagedMulti
 from .paged_types import Config, Inputs, Rows, arguments
 
 
-class Pages(Fixed):
-    """``PagedMulti`` as persistent CTAs use it: packed sequences, and one of what lies behind the last."""
+class Sequences(Fixed):
+    """Packed sequences, and one of what lies behind the last, as persistent CTAs see them."""
 
-    one_tile, turning_warps = False, 0
+    one_tile = False
+
+    def __init__(self, config: Any):
+        self.c, self.group = config, paged_blocks.group_of
+
+    def count(self, ins: Any) -> Int32:
+        return Int32(ins.cu_q.shape[0])
+
+    def kv_heads(self, ins: Any) -> Int32:
+        return Int32(ins.k.shape[2])
+
+    def sequence(self, ins: Any, scalars: Scalars, b: Int32) -> Sequence:
+        return paged_blocks.sequence(self.c, ins, b)
+
+    def batch(self, b: Int32) -> Int32:
+        return Int32(0)
+
+
+class Pages(Fixed):
+    """``PagedMulti`` as persistent CTAs use it."""
+
+    turning_warps = 0
 
     def __init__(self, config: Config):
-        self.c, self.paged = config, PagedMulti(config)
-        self.multi, self.loader_warps, self.group = self.paged.multi, config.loader_warps, paged_blocks.group_of
+        self.paged = PagedMulti(config)
+        self.multi, self.loader_warps = self.paged.multi, config.loader_warps
         self.layouts, self.attend = self.multi.layouts, self.multi.attend_tile
         self.prefetch, self.shared_memory = self.paged.keys.prefetch, self.paged.shared_memory
 
     def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
         return self.paged.keys.loads(ins)
-
-    def count(self, ins: Inputs) -> Int32:
-        return Int32(ins.cu_q.shape[0])
-
-    def kv_heads(self, ins: Inputs) -> Int32:
-        return Int32(ins.k.shape[2])
-
-    def sequence(self, ins: Inputs, scalars: Scalars, b: Int32) -> Sequence:
-        return paged_blocks.sequence(self.c, ins, b)
-
-    def batch(self, b: Int32) -> Int32:
-        return Int32(0)
 
     def load(self, loads: Loads, ins: Inputs, part: Part, smem: SharedMemory, fills: Int32) -> None:
         self.paged.produce(loads, ins, part.tile, part.sequence, smem, fills)
@@ -66,4 +75,4 @@ def trace_paged_persistent(arch: str, *, dtype: str, **signature: Any) -> tuple[
     """The same for few queries of each sequence, whose lengths differ."""
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(dtype, config)
-    return Persistent(config, Pages(config), Pages(config)), [*rest, meeting(), stream]
+    return Persistent(config, Pages(config), Sequences(config)), [*rest, meeting(), stream]

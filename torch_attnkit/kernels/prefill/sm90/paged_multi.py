@@ -19,8 +19,8 @@ from cutlass import Int32, const_expr
 
 from torch_attnkit.cuda.ring import Ring, rings
 
-from .mainloop import WARPGROUP, Mainloop, Stages
-from .multi import Multi, SharedMemory
+from .mainloop import Mainloop, Stages
+from .multi import Multi, SharedMemory, grid_of
 from .multi_blocks import MaskRules, WorkTile
 from .multi_types import Layouts, Outputs, Scalars
 from .page_loads import Boxes, CopiedRing, CopiedRows, Loads
@@ -62,12 +62,7 @@ class PagedMulti:
         group = Int32(ins.q.shape[1]) // heads
         tiles = slots(Int32(ins.q.shape[0]), group, Int32(ins.cu_q.shape[0]), self.span) * heads
         self.kernel(self.keys.loads(ins), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
-            grid=[tiles * scalars.ctas, 1, 1],
-            block=[WARPGROUP + c.threads, 1, 1],
-            cluster=[scalars.ctas, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=c.per_sm,
-            preferred_smem_carveout=100,
+            stream=stream, **grid_of(c, tiles, scalars.ctas)
         )
 
     @cute.kernel

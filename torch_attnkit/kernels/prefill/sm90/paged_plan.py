@@ -33,14 +33,14 @@ def box_of(page: int, tiles: Tiles) -> int:
     return box if box >= _LEAST_BOX else 0
 
 
-def plan(problem: Problem, sms: int) -> Plan:
+def plan(problem: Problem, sms: int, choices: dict[tuple[int, int], multi_plan.Choice] = multi_plan.TILES) -> Plan:
     """The tiles of ``problem`` on ``sms`` multiprocessors; a tile's rows are queries times a KV head's query heads.
 
     How long which sequence is only the device knows. Blocks of queries count as equally long, which decides between
     tiles, and sequences as long as the longest, which decides on clusters.
     """
     p = problem.attention
-    choice = multi_plan.TILES[p.dim, p.dim_v]
+    choice = choices[p.dim, p.dim_v]
     sequences = max(1, p.batch)
     rows = max(1, min(p.longest, -(-p.queries // sequences))) * p.group
     tiles = choice.few if p.longest * p.group <= choice.few.tile_m else choice.many
@@ -52,7 +52,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         return Plan(tiles, 1, box_of(problem.page, tiles), sms)
     row_tiles, groups = -(-rows // tiles.tile_m), sequences * p.kv_heads
     seen = p.scores.most_keys(problem.longest_keys, p.longest)
-    steps, dims = max(1, -(-seen // tiles.tile_n)), p.dim + p.dim_v
+    steps, dims = max(1, -(-seen // tiles.tile_n)), (p.dim + p.dim_v) * p.dtype.itemsize // 2
     most = min(_MOST_CTAS, steps)
     ctas = min(range(1, most + 1), key=lambda n: multi_plan.cost(tiles, n, row_tiles, groups, steps, dims, sms))
     return Plan(tiles, ctas, box_of(problem.page, tiles))
