@@ -35,8 +35,7 @@ TILES = {
 
 def serves(problem: Problem, sms: int) -> bool:
     """Whether ``multi_codes.py`` solves ``problem``, not the dense kernel behind a transposition of V: where rows are
-    few, and where the tiles of that, of one head each, would leave half of the multiprocessors idle (H100, 1 x 128
-    queries over 8192 keys 44 us for 91; 1 x 512 over 32,768, with tiles for all but four, 423 for 361)."""
+    few, and where the tiles of that, of one head each, would leave half of the multiprocessors idle."""
     p = problem
     dense = p.batch * p.heads * -(-p.queries // codes_plan.tiles(p).tile_m)
     return p.queries * p.group <= MOST_ROWS or 2 * dense <= sms
