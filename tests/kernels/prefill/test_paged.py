@@ -36,17 +36,14 @@ def test_rows_decide_on_tiles():
     assert paged_plan.plan(problem(64, 64, 1, 8192), H200).tiles == tiles.few
     assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200) == (tiles.many, 1, 16, 0)
     assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192), H200) == (tiles.pair, 2, 16, 0)
-    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192, page=1), H200) == (
-        tiles.many,
-        1,
-        0,
-        0,
-    )  # nothing to multicast
+    nothing_to_multicast = problem(4, 4 * 4096, 4096, 8192, page=1)
+    assert paged_plan.plan(nothing_to_multicast, H200) == (tiles.many, 1, 0, 0)
 
 
 def test_few_sequences_share_their_keys_among_ctas():
     assert paged_plan.plan(problem(1, 1, 1, 8192), H200).ctas == 8
     assert paged_plan.plan(problem(1, 1, 1, 64), H200).ctas == 1  # one block
+    assert paged_plan.plan(problem(128, 128, 1, 8192), H200).ctas == 1
     assert paged_plan.plan(problem(128, 128, 1, 8192, page=1), H200).ctas == 1
 
 
