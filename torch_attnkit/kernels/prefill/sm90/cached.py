@@ -30,7 +30,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, **plan.tiles._asdict(),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    numbers = _scalars(p, plan.ctas)
+    numbers = scalars_of(p, plan.ctas)
     joins = meeting(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
 
@@ -43,8 +43,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     return launch
 
 
-def _scalars(problem: Problem, ctas: int) -> tuple[Any, ...]:
-    """The kernel's Scalars."""
+def scalars_of(problem: Problem, ctas: int) -> tuple[Any, ...]:
+    """The Scalars of the kernels for blocks of queries, over caches and over pages."""
     window, sinks = problem.scores.bounds if problem.scores.window >= 0 else (MOST, 0)
     flags = (int(on) for on in (problem.causal, problem.sink, problem.kv_start))
     return (*scalars(problem.scores, 0, 0)[:2], window, sinks, *flags, ctas)

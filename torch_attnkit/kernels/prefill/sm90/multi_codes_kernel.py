@@ -9,7 +9,7 @@ from cutlass import Int32
 from torch_attnkit.cuda import fake
 from torch_attnkit.cuda.ring import Fixed
 
-from .cached_kernel import Cached
+from .cached_kernel import Sequences
 from .multi_codes import MultiCodes, SharedMemory
 from .multi_codes_types import TURNING_WARPS, Config, Inputs, arguments
 from .multi_persistent import Persistent
@@ -18,7 +18,7 @@ from .multi_types import Loads, Outputs, Scalars, meeting
 
 
 class CachedCodes(Fixed):
-    """``MultiCodes`` as persistent CTAs use it: a dense batch, whose sequences are those of 16 bits."""
+    """``MultiCodes`` as persistent CTAs use it: a dense batch."""
 
     loader_warps, turning_warps = 1, TURNING_WARPS
 
@@ -47,4 +47,5 @@ def trace_cached_persistent(arch: str, *, dtype: str, **signature: Any) -> tuple
     """The same for batches whose lengths differ."""
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(config)
-    return Persistent(config, CachedCodes(config), Cached(config)), [*rest, meeting(), stream]
+    kernel = CachedCodes(config)
+    return Persistent(config, kernel, Sequences(kernel.multi)), [*rest, meeting(), stream]

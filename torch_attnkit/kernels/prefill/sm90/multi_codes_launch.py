@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
-from ...scores import MOST
-from ..launch import nothing_attended, query_reader, reader, scalars
+from ..launch import nothing_attended, query_reader, reader
 from ..problem import Operands, Problem
 from . import multi_codes_plan
+from .cached import scalars_of
 from .meeting import meeting
 
 
@@ -29,7 +28,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         **multi_codes_plan.signature(p, plan.tiles),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), reader(p.k, 1), reader(p.v, 1)
-    numbers = _scalars(p, plan.ctas)
+    numbers = scalars_of(p, plan.ctas)
     joins = meeting(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     ones = torch.ones(p.batch, p.kv_heads, dtype=torch.float32, device=p.device)
@@ -42,10 +41,3 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run((read_q(o.q), read_k(o.k), read_v(o.v), o.kv_len, sink, start, scales), (o.out, o.lse), numbers, *joins())
 
     return launch
-
-
-def _scalars(problem: Problem, ctas: int) -> tuple[Any, ...]:
-    """The kernel's Scalars."""
-    window, sinks = problem.scores.bounds if problem.scores.window >= 0 else (MOST, 0)
-    flags = (int(on) for on in (problem.causal, problem.sink, problem.kv_start))
-    return (*scalars(problem.scores, 0, 0)[:2], window, sinks, *flags, ctas)

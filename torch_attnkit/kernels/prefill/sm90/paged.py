@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -11,10 +10,10 @@ from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
-from ...scores import MOST
-from ..launch import query_reader, reader, scalars
+from ..launch import query_reader, reader
 from ..paged import Operands, Problem
 from . import paged_plan
+from .cached import scalars_of
 from .meeting import meeting
 
 
@@ -31,7 +30,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         **plan.tiles._asdict(),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    numbers = scalars_of(problem, plan.ctas)
+    numbers = scalars_of(p, plan.ctas)
     joins = meeting(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys, problem.pages) == 0
@@ -46,10 +45,3 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run(ins, (o.out, o.lse), numbers, *joins())
 
     return launch
-
-
-def scalars_of(problem: Problem, ctas: int) -> tuple[Any, ...]:
-    """The kernel's Scalars."""
-    p = problem.attention
-    window, sinks = p.scores.bounds if p.scores.window >= 0 else (MOST, 0)
-    return (*scalars(p.scores, 0, 0)[:2], window, sinks, int(p.causal), int(p.sink), 0, ctas)

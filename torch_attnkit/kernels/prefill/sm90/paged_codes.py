@@ -12,8 +12,8 @@ from torch_attnkit.cuda import compile, driver
 from ..launch import query_reader, reader
 from ..paged import Operands, Problem
 from . import multi_codes_plan, paged_plan
+from .cached import scalars_of
 from .meeting import meeting
-from .paged import scalars_of
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -28,7 +28,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         **multi_codes_plan.signature(p, plan.tiles), page=problem.page, box=plan.box,
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), reader(p.k, 1), reader(p.v, 1)
-    numbers = scalars_of(problem, plan.ctas)
+    numbers = scalars_of(p, plan.ctas)
     joins = meeting(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     ones = torch.ones(p.batch, p.kv_heads, dtype=torch.float32, device=p.device)

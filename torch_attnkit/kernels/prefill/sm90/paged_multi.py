@@ -51,12 +51,7 @@ class PagedMulti:
 
     @cute.jit
     def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
-        c = self.c
-        layouts = Layouts(
-            self.mainloop.layout((c.tile_m, c.dim, 1)),
-            self.mainloop.layout((c.tile_n, c.dim, c.stages)),
-            self.mainloop.layout((c.tile_n, c.dim_v, c.stages)),
-        )
+        c, layouts = self.c, self.multi.layouts()
         qk_mma, pv_mma = self.mainloop.mmas()
         heads = Int32(ins.k.shape[2])
         group = Int32(ins.q.shape[1]) // heads
