@@ -1,4 +1,5 @@
-"""FlashInfer: paged decode, MLA's decode of latent vectors, both planned outside the timing, and merging of states."""
+"""FlashInfer: decode and packed queries over pages, MLA's decode of latent vectors, all planned outside the timing, and
+merging of states."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         return lambda: flashinfer.merge_states(states, scores)[0]
     if op == "sdpa_decode":
         return _latent(args, kwargs) or _contiguous(args, kwargs)
+    if op == "flash_attention_paged":
+        return _packed(args, kwargs)
     if op != "sdpa_decode_paged":
         return None
     q, k, v, table, kv_len, sink, kv_start = (*args, None, None)[:7]
@@ -49,17 +52,42 @@ def _planned(
 ) -> Callable[[], Any]:  # fmt: skip
     import flashinfer
 
-    pages = (kv_len + page - 1) // page
-    indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)])
-    indices = torch.cat([table[b, :n] for b, n in enumerate(pages.tolist())])
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, layout, use_tensor_cores=True)
     wrapper.plan(
-        indptr, indices, (kv_len - 1) % page + 1, q.shape[1], kv_heads, q.shape[2], page,
-        q_data_type=q.dtype, kv_data_type=caches[0].dtype, sm_scale=kwargs.get("scale"),
-        window_left=kwargs.get("window", -1) - 1 if kwargs.get("window", -1) >= 0 else -1,
+        *_pages(table, kv_len, page), q.shape[1], kv_heads, q.shape[2], page,
+        q_data_type=q.dtype, kv_data_type=caches[0].dtype, sm_scale=kwargs.get("scale"), window_left=_left(kwargs),
     )  # fmt: skip
     return lambda: wrapper.run(q, caches)
+
+
+def _packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    q, k, v, cu_q, table, kv_len, sink = (*args, None)[:7]
+    if sink is not None or kwargs.get("sink_tokens") or k.dtype != q.dtype:
+        return None
+    import flashinfer
+
+    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper.plan(
+        cu_q, *_pages(table, kv_len, k.shape[1]), q.shape[1], k.shape[2], q.shape[2], k.shape[1],
+        head_dim_vo=v.shape[-1], causal=kwargs.get("causal", True), sm_scale=kwargs.get("scale"),
+        window_left=_left(kwargs), logits_soft_cap=kwargs.get("softcap"), q_data_type=q.dtype,
+    )  # fmt: skip
+    return lambda: wrapper.run(q, (k, v))
+
+
+def _pages(table: torch.Tensor, kv_len: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each sequence's pages begin among them all, the pages, and the keys on each last one."""
+    pages = (kv_len + page - 1) // page
+    indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)])
+    return indptr, torch.cat([table[b, :n] for b, n in enumerate(pages.tolist())]), (kv_len - 1) % page + 1
+
+
+def _left(kwargs: dict[str, Any]) -> int:
+    """Keys to the left of a query; ours counts the query itself."""
+    window = kwargs.get("window", -1)
+    return window - 1 if window >= 0 else -1
 
 
 def _latent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

@@ -19,3 +19,9 @@ def meeting(problem: Problem, plan: multi_plan.Plan) -> Callable[[], tuple[Any, 
     workspace = Workspace(p.device, 2 * ctas * multi_plan.split_floats(tiles.tile_m, p.dim_v), ctas)
     start = multi_plan.start(tiles, (p.dim + p.dim_v) * p.dtype.itemsize)
     return lambda: ((*workspace.get(), ctas, start),)
+
+
+def drawing(problem: Problem, plan: Any) -> Callable[[], tuple[Any, ...]]:
+    """The same of persistent CTAs that draw their work tiles (``paged_plan.Plan.dynamic``)."""
+    workspace = Workspace(problem.device, 1, 1)
+    return lambda: ((workspace.get()[1], plan.dynamic),)

@@ -36,6 +36,16 @@ from .multi_types import Config, Inputs, Layouts, Loads, Outputs, Scalars
 _REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240)}
 
 
+class Once(Ring):
+    """The place of rows of Q that a CTA loads once."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, 1)
+
+    def release(self, n: Int32) -> None:
+        """Nobody waits for it."""
+
+
 @dataclass
 class SharedMemory(Fixed):
     """Mbarriers, then Q, K and V; and once these have been read, a split's partial result over all three."""
@@ -178,8 +188,7 @@ class Multi:
     def shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
         rings = self.mainloop.rings(memory, warp, ((c.stages, c.pair), (c.stages, c.pair)))
-        once = Ring(None, None, 1)  # Q, which nobody loads twice
-        return SharedMemory(Stages(once, *rings, *self.mainloop.operands(memory, layouts)))
+        return SharedMemory(Stages(Once(), *rings, *self.mainloop.operands(memory, layouts)))
 
     @cute.jit
     def _work_tile(self, ins: Inputs, scalars: Scalars):
@@ -256,25 +265,32 @@ class Multi:
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         return self.mainloop.consumer(thread, smem.stages, qk_mma, pv_mma, scalars)
 
-    @cute.jit
     def attend(self, w: Consumer, ins: Inputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32):
         """Leaves the output of 64 rows in registers, not divided yet; returns the sums of this lane's two."""
         self._load_queries(ins, tile, smem.stages.sQ, w)
+        return self.attend_loaded(w, scalars, tile, Int32(0), fills)
+
+    @cute.jit
+    def attend_loaded(self, w: Consumer, scalars: Scalars, tile: WorkTile, fill: Int32, fills: Int32):
+        """The same with the rows that fill ``fill`` of their ring brought."""
         positions = tuple(tile.position(w.row + 8 * r) for r in range(2))
         mask = self.mask(w, self.c, tile.seq, row_bounds(tile.seq, positions, self.rules(scalars)))
         w.rO.fill(0.0)
         w.row_max.fill(-Float32.inf)
         w.row_sum.fill(0.0)
-        zero, first, stop = Int32(0), tile.first, tile.stop
+        first, stop = tile.first, tile.stop
         before = fills - first
         if first < stop:
-            self.mainloop.first_block(w, mask, zero, fills, tile.block(first))
+            self.mainloop.first_block(w, mask, fill, fills, tile.block(first))
             plain = cutlass.max(first + 1, cutlass.min(tile.masked, stop))
             for i in cutlass.range(first + 1, plain, unroll=1):
-                self.mainloop.next_block(w, mask, zero, before + i, tile.block(i), edge="both")
+                self.mainloop.next_block(w, mask, fill, before + i, tile.block(i), edge="both")
             for i in cutlass.range(plain, stop, unroll=1):
-                self.mainloop.next_block(w, mask, zero, before + i, tile.block(i), edge="")
+                self.mainloop.next_block(w, mask, fill, before + i, tile.block(i), edge="")
+            w.stages.ring_q.release(fill)
             self.mainloop.last_product(w, before + stop - 1)
+        else:
+            w.stages.ring_q.release(fill)
         return multi_combine.row_sums(w, positions)
 
     @cute.jit

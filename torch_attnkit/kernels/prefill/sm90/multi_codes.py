@@ -25,7 +25,7 @@ from torch_attnkit.cuda.sm90 import softmax
 from . import multi, scales
 from .codes import Mainloop
 from .mainloop import Consumer, Stages
-from .multi import Multi, grid_of
+from .multi import Multi, Once, grid_of
 from .multi_blocks import WorkTile
 from .multi_codes_types import TURNING_WARPS, Config, Inputs, Place
 from .multi_types import Layouts, Loads, Outputs, Scalars
@@ -117,8 +117,7 @@ class MultiCodes:
         )
         found = rings(memory, warp, table)
         k, staged = (Ring(found[name].full, found[name].empty, c.stages, c.pair) for name in ("k", "staged"))
-        once = Ring(None, None, 1)  # Q, which nobody loads twice
-        stages = Stages(once, k, found["v"], *self.mainloop.operands(memory, layouts))
+        stages = Stages(Once(), k, found["v"], *self.mainloop.operands(memory, layouts))
         return SharedMemory(stages, TurnedValues(c, memory, staged))
 
     @cute.kernel

@@ -14,7 +14,7 @@ from ..launch import query_reader, reader
 from ..paged import Operands, Problem
 from . import paged_plan
 from .cached import scalars_of
-from .meeting import meeting
+from .meeting import drawing, meeting
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -25,13 +25,13 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     plan = paged_plan.plan(problem, driver.sm_count(p.device))
     run = compile.launcher(
         target, p.device, "torch_attnkit.kernels.prefill.sm90.paged_kernel",
-        trace="trace_paged_persistent" if plan.persistent else "trace_paged",
-        dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, page=problem.page, box=plan.box,
+        trace=f"trace_paged{'_persistent' if plan.persistent else '_dynamic' if plan.dynamic else ''}",
+        group=p.group if plan.dynamic else 0, dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, page=problem.page, box=plan.box,
         **plan.tiles._asdict(),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     numbers = scalars_of(p, plan.ctas)
-    joins = meeting(p, plan)
+    joins = drawing(p, plan) if plan.dynamic else meeting(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys, problem.pages) == 0
 

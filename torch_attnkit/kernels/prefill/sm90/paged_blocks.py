@@ -58,19 +58,24 @@ def group_of(ins) -> tuple[Int32, Float32]:
 
 @cute.jit
 def work_tile(c: cutlass.Constexpr, ins, scalars, rules: MaskRules, span: cutlass.Constexpr):
-    """What this CTA computes, the number of its sequence, and whether the slot of this cluster holds a tile at all.
+    """What this CTA computes, the number of its sequence, and whether the slot of this cluster holds a tile at all."""
+    whole, b, there = tile_of(c, ins, rules, cute.arch.cluster_idx()[0], span)
+    return part_of_cluster(c, whole, cute.arch.block_in_cluster_idx()[0], scalars.ctas), b, there
+
+
+@cute.jit
+def tile_of(c: cutlass.Constexpr, ins, rules: MaskRules, index: Int32, span: cutlass.Constexpr):
+    """The rows of one slot and KV head, all steps of them, the number of their sequence, and whether there are any.
 
     Later rows of a sequence come first: they see more keys.
     """
-    rank, index = cute.arch.block_in_cluster_idx()[0], Uint32(cute.arch.cluster_idx()[0])
     heads = Uint32(ins.k.shape[2])
-    slot = Int32(index // heads)
-    kv_head = Int32(index) - slot * Int32(heads)
+    slot = Int32(Uint32(index) // heads)
+    kv_head = index - slot * Int32(heads)
     group = group_of(ins)
     b, local = _sequence_of(ins.cu_q, group[0], slot, span)
     seq = sequence(c, ins, b)
     tiles = (seq.tokens * group[0] + (span - 1)) // span
     there = (seq.tokens > 0) & (local >= 0) & (local < tiles)
     begin = cutlass.select_(there, (tiles - 1 - local) * span, Int32(0))
-    whole = row_tile(c, seq, (Int32(0), kv_head), group, begin, span, rules)
-    return part_of_cluster(c, whole, rank, scalars.ctas), b, there
+    return row_tile(c, seq, (Int32(0), kv_head), group, begin, span, rules), b, there

@@ -16,8 +16,9 @@ from .multi_persistent import Persistent
 from .multi_schedule import Part
 from .multi_types import Layouts, Outputs, Scalars, meeting
 from .page_loads import Loads
+from .paged_dynamic import PagedDynamic
 from .paged_multi import PagedMulti
-from .paged_types import Config, Inputs, Rows, arguments
+from .paged_types import Config, Inputs, Rows, arguments, draws
 
 
 class Sequences(Fixed):
@@ -76,3 +77,10 @@ def trace_paged_persistent(arch: str, *, dtype: str, **signature: Any) -> tuple[
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(dtype, config)
     return Persistent(config, Pages(config), Sequences(config)), [*rest, meeting(), stream]
+
+
+def trace_paged_dynamic(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:
+    """The same for many queries, whose work tiles persistent CTAs draw."""
+    config = Config(fake.dtype(dtype), **signature)
+    *rest, stream = arguments(dtype, config)
+    return PagedDynamic(config), [*rest, draws(), stream]

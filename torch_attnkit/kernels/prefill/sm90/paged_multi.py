@@ -20,7 +20,7 @@ from cutlass import Int32, const_expr
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .mainloop import Mainloop, Stages
-from .multi import Multi, SharedMemory, grid_of
+from .multi import Multi, Once, SharedMemory, grid_of
 from .multi_blocks import MaskRules, WorkTile
 from .multi_types import Layouts, Outputs, Scalars
 from .page_loads import Boxes, CopiedRing, CopiedRows, Loads
@@ -106,8 +106,7 @@ class PagedMulti:
         found = rings(memory, warp, (("k", c.stages, full, arrivals), ("v", c.stages, full, arrivals)))
         kind = Ring if c.box else CopiedRing
         both = (kind(r.full, r.empty, c.stages, c.pair) for r in found.values())
-        once = Ring(None, None, 1)  # Q, which nobody loads twice
-        return SharedMemory(Stages(once, *both, *self.mainloop.operands(memory, layouts)))
+        return SharedMemory(Stages(Once(), *both, *self.mainloop.operands(memory, layouts)))
 
     @cute.jit
     def produce(

@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     ctas: int  # of a cluster
     box: int  # keys that TMA loads at once, of one page; 0: every thread copies 16 bytes of a row at a time
     persistent: int = 0  # as in multi_plan.py
+    dynamic: int = 0  # persistent CTAs that draw their work tiles; 0: a cluster has one
 
 
 def box_of(page: int, tiles: Tiles) -> int:
@@ -55,4 +56,7 @@ def plan(problem: Problem, sms: int, choices: dict[tuple[int, int], multi_plan.C
     steps, dims = max(1, -(-seen // tiles.tile_n)), (p.dim + p.dim_v) * p.dtype.itemsize // 2
     most = min(_MOST_CTAS, steps)
     ctas = min(range(1, most + 1), key=lambda n: multi_plan.cost(tiles, n, row_tiles, groups, steps, dims, sms))
-    return Plan(tiles, ctas, box_of(problem.page, tiles))
+    box = box_of(problem.page, tiles)
+    if ctas == 1 and tiles is choice.many and box and tiles.tile_m % p.group == 0 and row_tiles * groups > sms:
+        return Plan(tiles._replace(turns=False), 1, box, dynamic=sms)
+    return Plan(tiles, ctas, box)

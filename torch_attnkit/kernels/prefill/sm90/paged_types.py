@@ -12,6 +12,8 @@ from torch_attnkit.cuda import fake
 from . import multi_types
 from .multi_types import Outputs, Scalars
 
+_SHARED_MEMORY, _BARRIERS = 227 << 10, 2 << 10  # bytes: of a CTA, and what barriers and notes take of it at most
+
 
 @dataclass(frozen=True)
 class Config(multi_types.Config):
@@ -19,6 +21,7 @@ class Config(multi_types.Config):
 
     page: int = 1  # keys
     box: int = 0  # keys that TMA loads at once; 0: threads copy rows
+    group: int = 0  # query heads of a KV head, where persistent CTAs draw their work tiles; else 0
 
     @property
     def ctas(self) -> int:
@@ -33,7 +36,14 @@ class Config(multi_types.Config):
     @property
     def loader_warps(self) -> int:
         """Of the producer's warpgroup, those that load keys."""
-        return min(4, self.boxes // self.ctas) if self.box else 4
+        most = 2 if self.group else 4  # two have other work
+        return min(most, self.boxes // self.ctas) if self.box else most
+
+    @property
+    def q_stages(self) -> int:
+        """Of rows, where persistent CTAs load those of the next work tile: two if there is room."""
+        rows = self.tile_m * self.dim * self.dtype.width // 8
+        return 2 if self.staged_bytes + rows + _BARRIERS <= _SHARED_MEMORY else 1
 
     @property
     def box_columns(self) -> int:
@@ -56,6 +66,18 @@ class Rows(NamedTuple):
 
     q: cute.Tensor  # (1, T, Hq, D)
     sink: cute.Tensor  # (Hq)
+
+
+class Draws(NamedTuple):
+    """Of which persistent CTAs draw their work tiles, and how many CTAs there are at most."""
+
+    count: cute.Tensor  # one zero
+    ctas: Int32
+
+
+def draws() -> Draws:
+    """Stand-ins for these."""
+    return Draws(fake.tensor("i32", (None,), (None,), align=4), Int32(0))
 
 
 def arguments(dtype: str, config: Config) -> list[Any]:
