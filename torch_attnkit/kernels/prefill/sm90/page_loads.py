@@ -121,12 +121,11 @@ class Boxes(Fixed):
 
 
 class CopiedRows(Fixed):
-    """A warpgroup; a warp has a quarter of a tile's keys, as many of them at once as 128 bytes of each keep its lanes
-    busy (64 bytes where the swizzled layout has rows of so many).
+    """A warpgroup; a warp has a quarter of a tile's keys, and copies 128 bytes of four at once, or 64 of eight where
+    the swizzled layout has rows of so many.
 
-    What a copy costs is instructions, so all but the copies is done once a block: lane l works out the address of one
-    row, others get it by shuffle, and where a lane's 16 bytes go are two addresses (one of 64 bytes), beside numbers
-    that are known beforehand.
+    Copies cost instructions, so a lane works out the address of one row a block, and others get it by shuffle; where
+    its 16 bytes go are two addresses a block, beside numbers that are known beforehand.
     """
 
     def __init__(self, config: Config):
@@ -157,7 +156,7 @@ class CopiedRows(Fixed):
         """Block ``block`` as fill n of a ring; ``source`` ends with the tensor of K or of V.
 
         A stage has a row's columns in runs of 128 or 64 bytes, one run of all rows after another, chunks swizzled by
-        rows. Lanes of as many chunks copy row i * abreast + l // chunks in turn i.
+        rows. Lane l copies a chunk of row i * abreast + l // chunks in turn i, of each run.
         """
         c = self.c
         run_bytes = const_expr((64 if dim % 64 == 0 else 32) * c.dtype.width // 8)
@@ -194,7 +193,7 @@ class CopiedRows(Fixed):
         nbytes = const_expr(self.c.dtype.width // 8)
         page = cute.arch.shuffle_sync(places, key)
         slot = (block * self.c.tile_n + self._warp() * self.rows + key) % self.c.page
-        first = cute.arch.vote_ballot_sync(page >= 0)
+        there = cute.arch.vote_ballot_sync(page >= 0)
         page = cutlass.max(page, Int32(0))
         offset = Int64(cache.stride[0]) * page + Int64(cache.stride[1]) * slot + Int64(cache.stride[2]) * tile.kv_head
-        return cache.iterator.toint() + offset * nbytes, first
+        return cache.iterator.toint() + offset * nbytes, there
