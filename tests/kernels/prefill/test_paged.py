@@ -115,6 +115,24 @@ class TestSimulated:
             _agrees(args, window=70, sink_tokens=5)
         assert len(launches) == 2
 
+    @pytest.mark.parametrize("dim", [32, 96, 128, 256])
+    @pytest.mark.parametrize("len_q", [(40, 9), (5, 1)])
+    def test_rows_of_any_width_that_threads_copy(self, ptx, len_q, dim):
+        """Rows of one, two or four runs of 128 bytes, or of 64: in tiles of 128 and of 64 keys."""
+        with ptx.settings(check=True, seed=dim % 3):
+            _agrees(_made(3, len_q, (150, 67), 8, 2, dim))
+
+    def test_rows_cost_few_instructions(self, ptx):
+        """Whatever threads copy, a warp's 32 lanes at once: little beside the products', which boxes leave alone."""
+        counts = {}
+        for page in (1, 16):
+            with ptx.settings(), ptx.counting() as launches:
+                getattr(torch.ops.attnkit, NAME)(*_made(page, (40,), (1024,), 8, 2, 128))
+            counts[page] = launches[0].counters
+        rows, boxes = counts[1], counts[16]
+        assert rows["cp_async"] > 0 and rows["instructions"] < 1.05 * boxes["instructions"]
+        assert rows["shared_wavefronts"] == rows["shared_least_wavefronts"]  # no bank conflicts
+
     @pytest.mark.parametrize("seed", [1, 2])
     def test_pairs_of_tiles(self, ptx, monkeypatch, seed):
         """Both of a pair, and one whose second tile has no rows."""

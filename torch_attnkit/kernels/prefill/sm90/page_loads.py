@@ -10,11 +10,13 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
 from torch_attnkit.cuda import copies
-from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed, Ring
+from torch_attnkit.cuda.word_ops import copy_16_async_at
 from torch_attnkit.kernels.decode import pages
 
 from .multi_blocks import WorkTile
@@ -22,6 +24,12 @@ from .paged_types import Config, Inputs
 
 _LANES = 32
 _CHUNK = 16  # bytes of a copy
+
+
+@dsl_user_op
+def _joined(low: Int32, high: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
+    """The 64 bits that two registers hold."""
+    return asm(Int64, [low, high], "mov.b64 $0, {$1, $2};", loc=loc, ip=ip)
 
 
 class Loads(NamedTuple):
@@ -113,7 +121,12 @@ class Boxes(Fixed):
 
 
 class CopiedRows(Fixed):
-    """A warpgroup; a warp has a quarter of a tile's keys, and a lane 16 bytes of a row at a time."""
+    """A warpgroup; a warp has a quarter of a tile's keys, and copies 128 bytes of four at once, or 64 of eight where
+    the swizzled layout has rows of so many.
+
+    Copies cost instructions, so a lane works out the address of one row a block, and others get it by shuffle; where
+    its 16 bytes go are two addresses a block, beside numbers that are known beforehand.
+    """
 
     def __init__(self, config: Config):
         self.c = config
@@ -140,30 +153,47 @@ class CopiedRows(Fixed):
         self, source: tuple, ring: Ring, stage: cute.Tensor, dim: cutlass.Constexpr, tile: WorkTile, places: Int32,
         block: Int32, n: Int32,
     ):  # fmt: skip
-        """Block ``block`` as fill n of a ring; ``source`` ends with the tensor of K or of V."""
-        c, cache = self.c, source[1]
-        nbytes = const_expr(c.dtype.width // 8)
-        chunks, lanes = const_expr(dim * nbytes // _CHUNK), const_expr(_LANES)
+        """Block ``block`` as fill n of a ring; ``source`` ends with the tensor of K or of V.
+
+        A stage has a row's columns in runs of 128 or 64 bytes, one run of all rows after another, chunks swizzled by
+        rows. Lane l copies a chunk of row i * abreast + l // chunks in turn i, of each run.
+        """
+        c = self.c
+        run_bytes = const_expr((64 if dim % 64 == 0 else 32) * c.dtype.width // 8)
+        chunks = const_expr(run_bytes // _CHUNK)  # 8 or 4
+        abreast, runs = const_expr(_LANES // chunks), const_expr(dim * c.dtype.width // 8 // run_bytes)
+        turns, each = const_expr(self.rows // abreast), const_expr(c.tile_n * run_bytes)  # bytes of a run of all rows
+        lane = cute.arch.lane_idx()
+        row, chunk = lane // chunks, lane % chunks  # of turn 0
+        address, there = self._row(source[1], tile, places, block, lane % turns * abreast + row)
+        there = there >> row * chunks  # bit i: whether there is this lane's row of turn i
+        # Lane i of those that copy a row together holds that of turn i.
+        together = const_expr((_LANES - chunks) << 8 | _LANES - 1)
+        halves = (Int32(address), Int32(address >> 32))
+        sources = []
+        for i in cutlass.range_constexpr(turns):
+            low, high = (cute.arch.shuffle_sync(half, i, mask_and_clamp=together) for half in halves)
+            sources.append(_joined(low, high) + chunk * _CHUNK)
+        begin = stage.iterator.toint() + ring.slot(n) * (each * runs) + (self._warp() * self.rows + row) * run_bytes
+        # Rows of 128 bytes are swizzled by their number modulo 8, of 64 by half of it modulo 4; turns are 4 or 8 rows.
+        swizzled = chunk ^ (row if chunks == 8 else row // 2 % 4)
+        targets = [begin + (swizzled ^ turn * abreast % chunks) * _CHUNK for turn in range(2)]
         ring.await_empty(n)
-        begin = self._warp() * self.rows
-        at = stage.iterator.toint() + ring.slot(n) * (c.tile_n * dim * nbytes)
-        head = cache.iterator.toint() + Int64(cache.stride[2]) * tile.kv_head * nbytes
-        page_bytes, key_bytes = Int64(cache.stride[0]) * nbytes, Int64(cache.stride[1]) * nbytes
-        for i in cutlass.range(self.rows * chunks // lanes, unroll=4):
-            item = i * lanes + cute.arch.lane_idx()
-            row, chunk = item // chunks, item % chunks
-            page = cute.arch.shuffle_sync(places, row)
-            slot = (block * c.tile_n + begin + row) % c.page
-            known = page >= 0
-            address = head + page_bytes * cutlass.select_(known, page, Int32(0)) + key_bytes * slot + chunk * _CHUNK
-            valid = cutlass.select_(known, Int32(_CHUNK), Int32(0))
-            op.copy_16_async(at + self._offset(begin + row, chunk, dim), address, valid)
+        for i in cutlass.range_constexpr(turns):
+            valid = cutlass.select_((there & (1 << i)) != 0, Int32(_CHUNK), Int32(0))
+            for run in cutlass.range_constexpr(runs):
+                at = const_expr(run * each + i * abreast * run_bytes)
+                copy_16_async_at(targets[i % 2], at, sources[i], run * run_bytes, valid)
         cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + ring.slot(n))
 
-    def _offset(self, row: Int32, chunk: Int32, dim: int) -> Int32:
-        """Where 16 bytes of a row are in a stage: runs of columns one after another, their chunks swizzled by rows."""
-        columns = 64 if dim % 64 == 0 else 32
-        run_bytes = columns * (self.c.dtype.width // 8)  # 128 or 64: 8 or 4 chunks
-        each = run_bytes // _CHUNK
-        swizzled = (row if each == 8 else row // 2) % each ^ chunk % each
-        return chunk // each * (self.c.tile_n * run_bytes) + row * run_bytes + swizzled * _CHUNK
+    @cute.jit
+    def _row(self, cache: cute.Tensor, tile: WorkTile, places: Int32, block: Int32, key: Int32):
+        """Where row ``key`` of the warp's begins, anything that may be read where it has no page, and which lanes' have
+        one, a bit each."""
+        nbytes = const_expr(self.c.dtype.width // 8)
+        page = cute.arch.shuffle_sync(places, key)
+        slot = (block * self.c.tile_n + self._warp() * self.rows + key) % self.c.page
+        there = cute.arch.vote_ballot_sync(page >= 0)
+        page = cutlass.max(page, Int32(0))
+        offset = Int64(cache.stride[0]) * page + Int64(cache.stride[1]) * slot + Int64(cache.stride[2]) * tile.kv_head
+        return cache.iterator.toint() + offset * nbytes, there
