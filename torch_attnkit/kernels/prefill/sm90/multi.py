@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies
@@ -58,27 +58,40 @@ class SharedMemory(Fixed):
         return self.stages.sQ.iterator.toint()
 
 
+def _bits_below(column: Int32, columns: int) -> Int32:
+    """A bit for each of a lane's columns of a block, 0, 1, 8, 9, 16 ..., those below ``column`` being set."""
+    inside = cutlass.max(cutlass.min(column, columns), Int32(0))
+    one = Int32(1) if columns < 128 else Int64(1)  # of 128 columns all 32 bits may be set
+    return Int32((one << (inside // 8 * 2 + cutlass.min(inside % 8, 2))) - 1)
+
+
 @dataclass
 class Mask(Fixed):
-    """Which keys a consumer's rows see: the bounds of a lane's two rows, numbers that the call brings."""
+    """Which keys a consumer's rows see: the bounds of a lane's two rows, numbers that the call brings.
+
+    Ranges of keys are bits, a word for each of a lane's rows: comparisons of every column need more registers than an
+    output and a block's scores leave.
+    """
 
     w: Consumer
     c: Config
     seq: Sequence
     bounds: RowBounds
 
-    @cute.jit
-    def apply(self, rS: cute.Tensor, block: Int32, edge: cutlass.Constexpr):
-        w = self.w
-        if const_expr(self.c.softcap):
+    def apply(self, rS: cute.Tensor, block: Int32, edge: str) -> None:
+        w, s, c = self.w, self.bounds, self.c
+        if const_expr(c.softcap):
             softmax.cap(rS, w.scalars.cap_slope)
-        s = self.bounds
-        origin = block * self.c.tile_n + w.lane % 4 * 2  # the key of this lane's first column
-        lows, highs, sinks_ends = ([x - origin for x in limits] for limits in (s.lows, s.highs, s.sinks_ends))
-        if w.scalars.sink_tokens > 0:
-            multi_combine.mask_but_sinks(rS, (lows, highs), s.start - origin, sinks_ends)
-        else:
-            softmax.apply_mask(rS, softmax.MaskBounds(lows, highs))
+        origin = block * c.tile_n + w.lane % 4 * 2  # the key of this lane's first column
+        below = lambda key: _bits_below(key - origin, c.tile_n)
+        for r in range(2):
+            seen = below(s.highs[r]) & ~below(s.lows[r])
+            seen |= below(s.sinks_ends[r]) & ~below(s.start)
+            for i in range(cute.size(rS)):
+                if i // 2 % 2 == r:
+                    bit = 1 << (i // 4 * 2 + i % 2)
+                    bit = bit if bit < 1 << 31 else bit - (1 << 32)
+                    rS[i] = cutlass.select_((seen & bit) != 0, rS[i], -Float32.inf)
 
     def unseen(self) -> UnseenKeys:
         return unseen_keys(self.c, self.seq, self.w.scalars)

@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Ring, rings
@@ -36,35 +36,6 @@ from .turned_values import TurnedValues, staged_layout
 _REGISTERS = {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)}
 
 
-def _bits_below(column: Int32, columns: int) -> Int32:
-    """A bit for each of a lane's columns of a block, 0, 1, 8, 9, 16 ..., those below ``column`` being set."""
-    inside = cutlass.max(cutlass.min(column, columns), Int32(0))
-    one = Int32(1) if columns < 128 else Int64(1)  # of 128 columns all 32 bits may be set
-    return Int32((one << (inside // 8 * 2 + cutlass.min(inside % 8, 2))) - 1)
-
-
-class Mask(multi.Mask):
-    """``multi.Mask`` with ranges of keys as bits, a word for each of a lane's rows.
-
-    Comparisons of every column need more registers than an output and a block's share of it leave.
-    """
-
-    def apply(self, rS: cute.Tensor, block: Int32, edge: str) -> None:
-        w, s, c = self.w, self.bounds, self.c
-        if const_expr(c.softcap):
-            softmax.cap(rS, w.scalars.cap_slope)
-        origin = block * c.tile_n + w.lane % 4 * 2  # the key of this lane's first column
-        below = lambda key: _bits_below(key - origin, c.tile_n)
-        for r in range(2):
-            seen = below(s.highs[r]) & ~below(s.lows[r])
-            seen |= below(s.sinks_ends[r]) & ~below(s.start)
-            for i in range(cute.size(rS)):
-                if i // 2 % 2 == r:
-                    bit = 1 << (i // 4 * 2 + i % 2)
-                    bit = bit if bit < 1 << 31 else bit - (1 << 32)
-                    rS[i] = cutlass.select_((seen & bit) != 0, rS[i], -Float32.inf)
-
-
 @dataclass
 class SharedMemory(multi.SharedMemory):
     """With V as it comes behind K and V turned around."""
@@ -78,7 +49,6 @@ class MultiCodes:
     def __init__(self, config: Config):
         self.c, self.multi = config, Multi(config)
         self.mainloop = self.multi.mainloop = Mainloop(config)
-        self.multi.mask = Mask
         self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
         self.prefetch = self.multi.prefetch
 

@@ -20,14 +20,6 @@ _FLOAT = Float32.width // 8  # bytes
 _AT_ONCE = 8  # partial results that a thread has on the way while it combines them
 
 
-def mask_but_sinks(acc: cute.Tensor, near: tuple, sinks: Int32, sinks_ends: list) -> None:
-    """-inf where the column is neither in the row's [low, high) nor one of its sink tokens."""
-    for i in range(cute.size(acc)):
-        column, row = Int32(i // 4 * 8 + i % 2), i // 2 % 2
-        seen = ((column >= near[0][row]) & (column < near[1][row])) | ((column >= sinks) & (column < sinks_ends[row]))
-        acc[i] = cutlass.select_(seen, acc[i], -Float32.inf)
-
-
 def row_sums(w: Consumer, positions: tuple) -> list:
     """The sums of a lane's two rows; 0 for a query before the cache's first key, which attends nothing.
 

@@ -26,8 +26,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     run = compile.launcher(
         target, p.device, "torch_attnkit.kernels.prefill.sm90.paged_kernel",
         trace=f"trace_paged{'_persistent' if plan.persistent else '_dynamic' if plan.dynamic else ''}",
-        group=p.group if plan.dynamic else 0, dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, page=problem.page, box=plan.box,
-        **plan.tiles._asdict(),
+        dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, page=problem.page, box=plan.box,
+        group=p.group if plan.dynamic else 0, **plan.tiles._asdict(),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     numbers = scalars_of(p, plan.ctas)

@@ -39,7 +39,10 @@ from .paged_types import Config, Draws, Inputs
 _PARTS = 4  # work tiles that are known: the consumers' and those ahead
 _SHORT = 4  # blocks of keys, up to which a work tile is over before the next could be drawn and found
 _QUERIES, _SCHEDULER = 2, 3  # warps behind those that load keys
-_REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a thread of the producer's and of the consumers' warpgroups, by consumers
+_REGISTERS = {
+    2: (40, 232),
+    3: (32, 160),
+}  # of a thread of the producer's and of the consumers' warpgroups, by consumers
 
 
 class WorkTiles(NamedTuple):
@@ -78,7 +81,9 @@ class PagedDynamic:
         """The pages, and q (T, Hq, D) as (group, T, D, Hkv)."""
         q, group = ins.q, self.c.group
         shape = (group, q.shape[0], self.c.dim, q.shape[1] // group)
-        rows = cute.make_tensor(q.iterator, cute.make_layout(shape, stride=(q.stride[1], q.stride[0], 1, q.stride[1] * group)))
+        rows = cute.make_tensor(
+            q.iterator, cute.make_layout(shape, stride=(q.stride[1], q.stride[0], 1, q.stride[1] * group))
+        )
         layout = cute.select(self._box_layout(1), mode=[0, 1, 2])
         atom, coordinates = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, layout, self._box)
         return DynamicLoads(*self.keys.loads(ins), atom, coordinates)

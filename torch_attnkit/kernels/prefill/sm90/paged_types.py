@@ -37,7 +37,9 @@ class Config(multi_types.Config):
     def loader_warps(self) -> int:
         """Of the producer's warpgroup, those that load keys."""
         most = 2 if self.group else 4  # two have other work
-        return min(most, self.boxes // self.ctas) if self.box else most
+        if not self.box:
+            return most
+        return next(n for n in range(most, 0, -1) if self.boxes // self.ctas % n == 0)
 
     @property
     def q_stages(self) -> int:
