@@ -34,10 +34,11 @@ def problem(sequences: int, tokens: int, longest: int, keys: int, page: int = 16
 def test_rows_decide_on_tiles():
     tiles = TILES[128, 128]
     assert paged_plan.plan(problem(64, 64, 1, 8192), H200).tiles == tiles.few
-    assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200) == (tiles.many, 1, 16, 0)
-    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192), H200) == (tiles.pair, 2, 16, 0)
+    of_one_tile = lambda p: paged_plan.plan(p, H200, drawn={})
+    assert of_one_tile(problem(64, 64 * 256, 512, 8192)) == (tiles.many, 1, 16, 0, 0)
+    assert of_one_tile(problem(4, 4 * 4096, 4096, 8192)) == (tiles.pair, 2, 16, 0, 0)
     nothing_to_multicast = problem(4, 4 * 4096, 4096, 8192, page=1)
-    assert paged_plan.plan(nothing_to_multicast, H200) == (tiles.many, 1, 0, 0)
+    assert paged_plan.plan(nothing_to_multicast, H200) == (tiles.many, 1, 0, 0, 0)
 
 
 def test_few_sequences_share_their_keys_among_ctas():
@@ -136,7 +137,9 @@ class TestSimulated:
     @pytest.mark.parametrize("seed", [1, 2])
     def test_pairs_of_tiles(self, ptx, monkeypatch, seed):
         """Both of a pair, and one whose second tile has no rows."""
+        made = paged_plan.plan
         monkeypatch.setattr(paged_plan, "_PAIRED", 0)
+        monkeypatch.setattr(paged_plan, "plan", lambda p, sms: made(p, 1, drawn={}))  # too many tiles for clusters
         args = _made(16, (70, 20), (210, 140), 8, 2)
         with ptx.settings(check=True, seed=seed), ptx.counting() as launches:
             _agrees(args)

@@ -53,14 +53,16 @@ def test_pages(ptx, page, dim):
 @pytest.mark.parametrize("ctas", [3, 8])
 def test_keys_of_a_tile_shared_by_ctas(ptx, monkeypatch, ctas):
     made = paged_plan.plan
-    monkeypatch.setattr(paged_plan, "plan", lambda *args: made(*args)._replace(ctas=ctas))
+    monkeypatch.setattr(paged_plan, "plan", lambda *args, **given: made(*args, **given)._replace(ctas=ctas))
     with ptx.settings(check=True, seed=ctas):
         _agrees(_codes(16, ((2, 1, 4), (500, 64, 3))), softcap=20.0)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pairs_of_tiles(ptx, monkeypatch, seed):
+    made = paged_plan.plan
     monkeypatch.setattr(paged_plan, "_PAIRED", 0)
+    monkeypatch.setattr(paged_plan, "plan", lambda p, sms, *args, **given: made(p, 1, *args, **given))  # no clusters
     with ptx.settings(check=True, seed=seed):
         _agrees(_codes(16, ((40, 20), (210, 140))))
 

@@ -1,4 +1,4 @@
-"""Where persistent CTAs of a launch have splits of the same work tiles; host side. Imports no cutlass."""
+"""Device memory that persistent CTAs of a launch share, for splits and for drawing; host side. Imports no cutlass."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def meeting(problem: Problem, plan: multi_plan.Plan) -> Callable[[], tuple[Any, 
 
 
 def drawing(problem: Problem, plan: Any) -> Callable[[], tuple[Any, ...]]:
-    """The same of persistent CTAs that draw their work tiles (``paged_plan.Plan.dynamic``)."""
+    """What a launch of persistent CTAs that draw their work tiles takes (``paged_plan.Plan.dynamic``)."""
     workspace = Workspace(problem.device, 1, 1)
     return lambda: ((workspace.get()[1], plan.dynamic),)

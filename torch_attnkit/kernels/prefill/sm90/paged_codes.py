@@ -21,7 +21,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     p = problem.attention
     if p.queries * p.heads == 0:
         return lambda operands: None
-    plan = paged_plan.plan(problem, driver.sm_count(p.device), multi_codes_plan.TILES)
+    plan = paged_plan.plan(problem, driver.sm_count(p.device), multi_codes_plan.TILES, drawn={})
     run = compile.launcher(
         target, p.device, "torch_attnkit.kernels.prefill.sm90.paged_codes_kernel",
         trace="trace_paged_persistent" if plan.persistent else "trace_paged",

@@ -1,7 +1,7 @@
 """``paged_multi.py`` with persistent CTAs that draw their work tiles, for batches with many rows.
 
     scheduler warp  --draws a work tile and finds its rows-->  notes, which all others read
-    loading warps   --K and V of one work tile after another, from pages-->  rings  --> 2 consumer warpgroups
+    loading warps   --K and V of one work tile after another, from pages-->  rings  -->  2 or 3 consumer warpgroups
     one more warp   --rows of Q of the next-->  ring
 
 Where a CTA has one tile, nothing hides its start: barriers, the search for the tile's sequence, its first keys and its
@@ -9,8 +9,8 @@ rows. Here all of that is on its way while the consumers are at the tile before.
 that no order known beforehand evens them out: a counter in device memory deals them, one ahead, and more of short ones.
 The last draw of a launch leaves the counter at zero.
 
-Rows of Q come as one box: all heads of a KV head for as many queries as fill a tile, so the heads divide a tile, and
-are fixed at compile time.
+Rows of Q come as one box: all heads of a KV head, a number fixed at compile time, for as many queries as fill a tile. A
+few rows of a tile stay empty where the heads do not divide it.
 """
 
 from typing import Any, NamedTuple
@@ -39,10 +39,8 @@ from .paged_types import Config, Draws, Inputs
 _PARTS = 4  # work tiles that are known: the consumers' and those ahead
 _SHORT = 4  # blocks of keys, up to which a work tile is over before the next could be drawn and found
 _QUERIES, _SCHEDULER = 2, 3  # warps behind those that load keys
-_REGISTERS = {
-    2: (40, 232),
-    3: (32, 160),
-}  # of a thread of the producer's and of the consumers' warpgroups, by consumers
+# Registers per thread of the producer's and the consumers' warpgroups, by consumers.
+_REGISTERS = {2: (40, 232), 3: (32, 160)}
 
 
 class WorkTiles(NamedTuple):
@@ -81,9 +79,8 @@ class PagedDynamic:
         """The pages, and q (T, Hq, D) as (group, T, D, Hkv)."""
         q, group = ins.q, self.c.group
         shape = (group, q.shape[0], self.c.dim, q.shape[1] // group)
-        rows = cute.make_tensor(
-            q.iterator, cute.make_layout(shape, stride=(q.stride[1], q.stride[0], 1, q.stride[1] * group))
-        )
+        strides = q.stride[1], q.stride[0], 1, q.stride[1] * group
+        rows = cute.make_tensor(q.iterator, cute.make_layout(shape, stride=strides))
         layout = cute.select(self._box_layout(1), mode=[0, 1, 2])
         atom, coordinates = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, layout, self._box)
         return DynamicLoads(*self.keys.loads(ins), atom, coordinates)
@@ -91,7 +88,7 @@ class PagedDynamic:
     def work_tiles(self, ins: Inputs, draws: Draws, ctas: Int32) -> WorkTiles:
         heads = Int32(ins.k.shape[2])
         group = Int32(ins.q.shape[1]) // heads
-        slots = paged_blocks.slots(Int32(ins.q.shape[0]), group, Int32(ins.cu_q.shape[0]), self.c.tile_m)
+        slots = paged_blocks.slots(Int32(ins.q.shape[0]), group, Int32(ins.cu_q.shape[0]), self.c.span)
         return WorkTiles(draws.count.iterator.toint(), ctas, slots * heads)
 
     @cute.jit
@@ -153,9 +150,9 @@ class PagedDynamic:
         rules = MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
         n, index = Int32(0), cute.arch.block_idx()[0]
         while index < tiles.slots:
-            tile, sequence, there = paged_blocks.tile_of(self.c, ins, rules, index, self.c.tile_m)
+            tile, sequence, there = paged_blocks.tile_of(self.c, ins, rules, index, self.c.span)
             if there:
-                rows = cutlass.min(tile.rows, self.c.tile_m)
+                rows = cutlass.min(tile.rows, self.c.span)
                 parts.tell(n, Part(tile._replace(rows=rows), sequence, Int32(0), Int32(1), Int32(0), Int32(0)).note())
                 if (tile.stop > _SHORT) & (n > 0):
                     parts.ring.await_empty(n - 1 + _PARTS)  # it is begun: others may be free before this CTA
@@ -193,7 +190,7 @@ class PagedDynamic:
         while parts.wait(n) >= 0:
             tile = self._read(ins, parts, n).tile
             self._done_with(parts, n)
-            full = ring.acquire(n, c.tile_m * c.dim * c.dtype.width // 8)
+            full = ring.acquire(n, c.span * c.dim * c.dtype.width // 8)
             rows = cute.domain_offset((0, tile.seq.q0 + tile.token, 0), loads.q[None, None, None, tile.kv_head])
             for run in cutlass.range_constexpr(runs):
                 gBox = cute.local_tile(rows, self._box, (0, 0, run))  # (group, tokens, columns)
@@ -209,12 +206,12 @@ class PagedDynamic:
         return c.group, c.tile_m // c.group, c.box_columns
 
     def _box_layout(self, boxes: int) -> cute.ComposedLayout:
-        """Boxes of rows in shared memory: (group, tokens, columns, boxes)."""
+        """Boxes of rows in shared memory, (group, tokens, columns, boxes): those of a query one after another."""
         c = self.c
         atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, c.box_columns)
-        shape = (c.tile_m, c.box_columns, boxes)
-        layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, c.dtype), shape, order=(0, 1, 2))
-        return cute.composition(layout, cute.make_layout((*self._box, boxes)))
+        swizzle = warpgroup.make_smem_layout_atom(atom, c.dtype).inner
+        strides = c.box_columns, c.group * c.box_columns, 1, c.tile_m * c.box_columns
+        return cute.make_composed_layout(swizzle, 0, cute.make_layout((*self._box, boxes), stride=strides))
 
     def _rows_of(self, sQ: cute.Tensor) -> cute.Tensor:
         """The stages of Q as boxes, those of a stage one after another."""

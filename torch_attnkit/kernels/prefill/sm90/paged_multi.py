@@ -27,9 +27,8 @@ from .page_loads import Boxes, CopiedRing, CopiedRows, Loads
 from .paged_blocks import slots, work_tile
 from .paged_types import Config, Inputs, Rows
 
-# Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor): where
-# TMA loads, and where threads do, whose addresses need more.
-_REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240)}
+# Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor), where
+# threads copy rows: addresses need more than TMA.
 _REGISTERS_OF_ROWS = {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)}
 
 
@@ -45,8 +44,9 @@ class PagedMulti:
     def __init__(self, config: Config):
         self.c, self.mainloop, self.multi = config, Mainloop(config), Multi(config)
         self.keys = Boxes(config) if config.box else CopiedRows(config)
-        registers = _REGISTERS if config.box else _REGISTERS_OF_ROWS
-        self.regs_load, self.regs_mma = registers[config.consumers, config.per_sm]
+        self.regs_load, self.regs_mma = self.multi.regs_load, self.multi.regs_mma
+        if not config.box:
+            self.regs_load, self.regs_mma = _REGISTERS_OF_ROWS[config.consumers, config.per_sm]
         self.span = config.tile_m * (2 if config.pair else 1)  # rows of a cluster
 
     @cute.jit

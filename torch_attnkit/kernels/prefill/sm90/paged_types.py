@@ -42,6 +42,11 @@ class Config(multi_types.Config):
         return next(n for n in range(most, 0, -1) if self.boxes // self.ctas % n == 0)
 
     @property
+    def span(self) -> int:
+        """Rows of a tile that persistent CTAs draw: whole queries, with all their heads."""
+        return self.tile_m // self.group * self.group
+
+    @property
     def q_stages(self) -> int:
         """Of rows, where persistent CTAs load those of the next work tile: two if there is room."""
         rows = self.tile_m * self.dim * self.dtype.width // 8

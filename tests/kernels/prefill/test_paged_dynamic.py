@@ -1,0 +1,107 @@
+"""Persistent CTAs that draw their work tiles over pages on Hopper: whose calls, any lengths and heads, same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_attnkit.core import dispatch
+from torch_attnkit.cuda import workspace
+from torch_attnkit.kernels.prefill.sm90 import paged_plan
+
+from .test_paged import H200, NAME, _agrees, _made, problem, ptx, simulated  # noqa: F401
+
+LENGTHS = {
+    # Queries and keys: prompts, tokens, a sequence without queries, one shorter than its block, drafts.
+    "mixed": ((40, 1, 0, 70, 3), (300, 131, 20, 4, 257)),
+    "tokens-and-a-prompt": ((1, 1, 150, 1), (500, 1, 150, 77)),
+    "short": ((20, 33, 7, 18, 25, 40, 9, 30), (20, 33, 7, 18, 25, 40, 9, 30)),  # tiles of a block are drawn ahead
+}
+
+
+def test_whose_calls():
+    drawn = paged_plan.DRAWN[128, 128]
+    assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200) == (drawn, 1, 16, 0, H200)
+    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192), H200) == (drawn, 1, 16, 0, H200)
+    for others in (
+        problem(64, 64, 1, 8192),  # few rows of a sequence
+        problem(1, 64, 64, 8192),  # CTAs of a cluster share keys
+        problem(64, 64 * 256, 512, 8192, page=4),  # threads copy rows
+    ):
+        assert paged_plan.plan(others, H200).dynamic == 0
+    assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200, drawn={}).dynamic == 0
+
+
+@pytest.mark.parametrize(("group", "fits"), [(1, True), (3, True), (5, True), (7, True), (12, True), (48, False)])
+def test_heads_fill_a_tile(group, fits):
+    assert paged_plan._fills(paged_plan.DRAWN[128, 128], group) == fits
+
+
+@pytest.fixture(params=[2])
+def ctas(request, monkeypatch, ptx):  # noqa: F811
+    """Plans as on a GPU with few multiprocessors, on which the tiles of a small batch are many."""
+    made = paged_plan.plan
+    monkeypatch.setattr(paged_plan, "_MOST_CTAS", 1)
+    monkeypatch.setattr(paged_plan, "plan", lambda p, sms: made(p, request.param))
+    return request.param
+
+
+class TestSimulated:
+    pytestmark = simulated
+
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+    def test_any_lengths(self, ptx, ctas, lengths, dim):  # noqa: F811
+        args = _made(16, *LENGTHS[lengths], 8, 2, dim)
+        with ptx.settings(check=True, seed=dim), ptx.counting() as launches:
+            _agrees(args)
+            _agrees(args, window=70, sink_tokens=5)
+            _agrees(args, causal=False, softcap=3.0)
+        assert [launch.grid for launch in launches] == [(ctas, 1, 1)] * 3
+        assert all("PagedDynamic" in launch.kernel for launch in launches)
+
+    @pytest.mark.parametrize("ctas", [1, 3, 7], indirect=True)
+    @pytest.mark.parametrize("page", [8, 64, 256])
+    def test_pages(self, ptx, ctas, page):  # noqa: F811
+        with ptx.settings(check=True, seed=page % 4):
+            _agrees(_made(page, *LENGTHS["mixed"], 8, 2))
+
+    @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (5, 1), (14, 2), (12, 1)])
+    def test_heads_that_do_not_divide_a_tile(self, ptx, ctas, heads):  # noqa: F811
+        with ptx.settings(check=True, seed=heads[0]):
+            _agrees(_made(16, (70, 1, 90), (100, 64, 90), *heads, 128))
+
+    @pytest.mark.parametrize("ctas", [1, 2, 5], indirect=True)
+    def test_the_same_bits_whoever_draws_what(self, ptx, ctas):  # noqa: F811
+        args = _made(16, *LENGTHS["mixed"], 8, 2)
+        first = None
+        for seed in range(3):
+            with ptx.settings(check=True, seed=seed):
+                got = torch.cat([t.flatten() for t in getattr(torch.ops.attnkit, NAME)(*args)])
+            first = got if first is None else first
+            assert torch.equal(got.nan_to_num(), first.nan_to_num())
+
+    def test_the_counter_is_left_at_zero(self, ptx, ctas):  # noqa: F811
+        """Batches one after another share it, and some have fewer tiles than there are CTAs."""
+        args = _made(16, *LENGTHS["mixed"], 8, 2)
+        for offsets in ((0, 40, 41, 41, 111, 114), (0, 0, 0, 0, 0, 1), (0, 100, 100, 100, 100, 114)):
+            args[3] = torch.tensor(offsets, dtype=torch.int32)
+            args[1], args[2] = (t.nan_to_num() for t in args[1:3])
+            with ptx.settings(check=True, seed=1):
+                _agrees(args)
+        held = [counters for device in workspace._devices.values() for _, counters in device.streams.values()]
+        assert held and not any(counters.any() for counters in held)
+
+    def test_nothing_is_read_that_is_not_there(self, ptx, ctas):  # noqa: F811
+        """As in ``test_paged.py``."""
+        args = _made(16, (40, 1, 9), (300, 131, 64), 8, 2)
+        wild = torch.tensor([-(2**31), -1, 0, 7, 1 << 20, 2**31 - 1], dtype=torch.int32)
+        with ptx.settings(check=True, seed=1, waive=("write_after_write",)):
+            for seed in range(3):
+                gen = torch.Generator().manual_seed(seed)
+                for at in (3, 4, 5):
+                    values = wild[torch.randint(len(wild), args[at].shape, generator=gen)]
+                    half = torch.rand(args[at].shape, generator=gen) < 0.5
+                    args[at] = torch.where(half, values, args[at])
+                getattr(torch.ops.attnkit, NAME)(*args)
+        assert len(dispatch._PLANS[NAME]) == 1
