@@ -127,6 +127,11 @@ bool Caller::read(PyObject* const* args, size_t positional, PyObject* names, Sta
 }
 
 PyObject* Caller::call(Stack&& stack) const {
+  // The last reference of C++ to a tensor of Python's is given up with the interpreter's lock. Without it here, the
+  // kernel would take that lock for each argument that it drops.
+  c10::SmallVector<at::Tensor, 16> held;
+  for (const c10::IValue& value : stack)
+    if (value.isTensor()) held.push_back(value.toTensor());
   try {
     {
       py::gil_scoped_release without;

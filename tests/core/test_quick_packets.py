@@ -1,4 +1,4 @@
-"""Calls that C++ reads (csrc/dispatch/call.cpp): what arrives, and every error, is as torch reads them; the rest is torch's."""
+"""Calls that C++ reads (csrc/dispatch/call.cpp): what arrives is what torch would read, and so is every error."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ class Duck:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return "quack", str(func), len(args), sorted(kwargs or {})
 
+    def __float__(self):
+        return 1.0
+
 
 GOOD = {
     "a": [MATRIX, MATRIX.double(), torch.nn.Parameter(MATRIX), torch.nn.Buffer(MATRIX), MATRIX[:, :2]],
@@ -53,8 +56,9 @@ GOOD = {
     "k": [None, "word"],
 }
 ANY = [
-    None, 1, 1.5, True, 2**63, -(2**80), 10**400, "text", "\ud800", b"bytes", MATRIX, MATRIX.as_subclass(Subclass), Duck(),
-    [MATRIX], np.int64(3), np.float32(1.5), np.bool_(True), torch.tensor(3), torch.float16, torch.strided, (1, 2), object,
+    None, 1, 1.5, True, 2**63, -(2**80), 10**400, "text", "\ud800", b"bytes", MATRIX, MATRIX.as_subclass(Subclass),
+    Duck(), [MATRIX], np.int64(3), np.float32(1.5), np.bool_(True), torch.tensor(3), torch.float16,
+    torch.strided, (1, 2), object,
 ]  # fmt: skip
 NAMES = list(GOOD)
 
@@ -161,7 +165,8 @@ WRONG = {
     "a subclass": ((MATRIX.as_subclass(Subclass),), dict(d=1)),
     "a subclass that may be None": ((MATRIX, MATRIX.as_subclass(Subclass)), dict(d=1)),
     "what torch asks": ((Duck(),), dict(d=1)),
-    "what torch asks for a number": ((MATRIX,), dict(d=Duck())),
+    "what torch asks for an int": ((MATRIX,), dict(d=Duck())),
+    "what torch asks for a float": ((MATRIX, None, Duck()), dict(d=1)),
     "a float for an int": ((MATRIX,), dict(d=1.0)),
     "a bool for an int": ((MATRIX,), dict(d=True)),
     "an int of more than 64 bits": ((MATRIX,), dict(d=2**63)),
@@ -284,6 +289,7 @@ def test_a_profile_shows_the_op():
     assert [e.input_shapes[0] for e in found.function_events if e.name == "attnkit::route_softmax"] == [[2, 8]]
 
 
+@pytest.mark.filterwarnings("ignore:Named tensors")
 @pytest.mark.skipif(not hasattr(torch.Tensor, "rename"), reason="this torch has no named tensors")
 def test_named_tensors_are_refused():
     with pytest.raises(RuntimeError, match="[Nn]amed tensors"):
