@@ -2,17 +2,19 @@
 
 Without a GPU it times ``torch.ops.attnkit.sdpa_decode`` with a kernel that does nothing next to a bare
 ``torch.library.custom_op`` of the same signature, scales aside, that checks nothing and allocates the same outputs, and
-small calls of the CPU's own kernels, by C++ where ``csrc/dispatch`` is built and by Python alone. On
-a GPU it times real calls of several ops, by C++ (``csrc/dispatch``) where that is built and by Python alone, next to
-``torch.add`` and, with ``--peers``, to FlashInfer's ``run()`` where that is installed. The contenders alternate, and
-the fastest of many short repeats counts, so that a busy machine disturbs none more than another.
+small calls of the CPU's own kernels: by C++ where ``csrc/dispatch`` is built, by C++ once torch has read the arguments,
+and by Python alone. On a GPU it times real calls of several ops in these three ways, next to ``torch.add`` and, with
+``--peers``, to FlashInfer's ``run()`` where that is installed. The contenders alternate, and the fastest of many short
+repeats counts, so that a busy machine disturbs none more than another.
 """
 
 from __future__ import annotations
 
+import functools
 import platform
 import sys
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -70,27 +72,39 @@ def microseconds(calls: dict[str, Callable[[], Any]], repeats: int = 60, n: int 
     return best
 
 
+def read_by_torch(packet: Any) -> Callable[..., Any]:
+    """The call of a packet as torch's own makes it, whoever runs the op then."""
+    return types.MethodType(torch._ops.OpOverloadPacket.__call__, packet)
+
+
 def on_the_cpu() -> None:
     """Small calls that ``csrc/cpu`` serves where it is built, by C++ and by Python, and what PyTorch routes by."""
     logits, y, w = torch.randn(2, 8), torch.randn(2, 8, 64), torch.ones(64)
     cache, lengths = torch.randn(2, 2, 40, 64), torch.tensor([40, 17], dtype=torch.int32)
     ids, table = torch.tensor([0, 1]), torch.tensor([[0, 1], [2, 3]])
     ops = torch.ops.attnkit
-    calls: dict[str, Callable[[], Any]] = {
-        "topk, softmax": lambda: torch.softmax(torch.topk(logits, 4)[0], 1),
-        "route_softmax": lambda: ops.route_softmax(logits, topk=4),
-        "route_sqrt_softplus": lambda: ops.route_sqrt_softplus(logits, topk=4),
-        "route_hash": lambda: ops.route_hash(logits, ids, table),
-        "gated_rmsnorm": lambda: ops.gated_rmsnorm(y, y, w),
-        "sdpa_decode": lambda: ops.sdpa_decode(y, cache, cache, lengths),
+    of: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "route_softmax": ((logits,), dict(topk=4)),
+        "route_sqrt_softplus": ((logits,), dict(topk=4)),
+        "route_hash": ((logits, ids, table), {}),
+        "gated_rmsnorm": ((y, y, w), {}),
+        "sdpa_decode": ((y, cache, cache, lengths), {}),
     }
+
+    def calls(way: Callable[[Any], Any]) -> dict[str, Callable[[], Any]]:
+        return {n: functools.partial(way(getattr(ops, n)), *args, **kwargs) for n, (args, kwargs) in of.items()}
+
+    torchs = {f"{n} (torch)": call for n, call in calls(read_by_torch).items()}
+    eager = {"topk, softmax": lambda: torch.softmax(torch.topk(logits, 4)[0], 1), "add": lambda: torch.add(y, y)}
     with torch.no_grad():
-        found = microseconds(calls, n=100)
+        found = microseconds(eager | calls(lambda op: op) | torchs, n=100)
         with native.off():
-            python = microseconds(calls, n=100)
-    print(f"torch.no_grad, eager calls by {native.word}, and with that off")
-    for name in calls:
-        print(f"{name:22}{found[name]:10.2f}{python[name]:10.2f}")
+            python = microseconds(calls(lambda op: op), n=100)
+    print(f"torch.no_grad, eager calls by {native.word}, with arguments read by torch, and with that off")
+    for name in of:
+        print(f"{name:22}{found[name]:10.2f}{found[f'{name} (torch)']:10.2f}{python[name]:10.2f}")
+    for name in eager:
+        print(f"{name:22}{found[name]:10.2f}")
 
 
 def without_a_gpu() -> None:
@@ -127,9 +141,11 @@ def line(name: str, case: str, peers: bool) -> None:
     table = dict(op.module("cases").BENCH)
     args, kwargs = Inputs(op, torch.bfloat16).first(table[case or next(iter(table))])
     call = getattr(torch.ops.attnkit, name)
+    by_torch = read_by_torch(call)
     small = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {
         "C++": lambda: call(*args, **kwargs),
+        "read by torch": lambda: by_torch(*args, **kwargs),
         "torch.add": lambda: torch.add(small, small),
     }
     try:

@@ -37,9 +37,11 @@ def library():
         for op in dispatch.OPS.values():
             made.define(op.schema)
             dispatch.register_native(op, SPACE, "CPU", dispatch._compile(op))
+            native.quicken(SPACE, op.name)
         patch.setattr(dispatch, "_MAX_PLANS", MOST)
         made.define(TOY.schema)
         dispatch.register_native(TOY, SPACE, "CPU", dispatch._compile(TOY))
+        native.quicken(SPACE, "toy")
         yield made
         dispatch._PLANS.pop("toy").clear()
         for plans in dispatch._PLANS.values():

@@ -387,6 +387,7 @@ def load(package: str) -> torch.library.Library:
         for device in by_cpp:
             register_native(op, NAMESPACE, device, entries, host=device == "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=lib)
+        native.quicken(NAMESPACE, name)
         OPS[name] = op
     return lib
 

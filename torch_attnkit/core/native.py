@@ -3,7 +3,7 @@
 Schemas, checks, plans and simulators are Python. Where the extension is there, the kernels that torch's dispatcher
 calls for CUDA tensors, and for the CPU's where an op has a row there, are C++: they look a call up by its whole
 signature, and repeat the launches that Python made for an earlier call. Without it, or for a call that cannot be
-repeated, Python does what it has always done.
+repeated, Python does what it has always done. What lies between Python and the dispatcher is C++, too: ``quicken``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,6 +96,22 @@ def off() -> Iterator[None]:
     finally:
         if extension is not None:
             extension.switch_off(False)
+
+
+def quicken(space: str, name: str) -> None:
+    """Let C++ read the plain calls of ``torch.ops.<space>.<name>``: exact types in their places, no torch function.
+
+    Any other call takes torch's own way, and below the reading both are one: a boxed call of the dispatcher. The packet
+    is replaced before anyone holds it, or an overload of it, and stays an ``OpOverloadPacket``.
+    """
+    packets = getattr(torch.ops, space)
+    packet = getattr(packets, name)
+    if extension is None or type(packet) is not torch._ops.OpOverloadPacket or packet._dir:
+        return
+    quick = extension.quick_packet(packet)
+    if quick is not None:
+        type(quick).__signature__ = inspect.signature(packet)
+        setattr(packets, name, quick)
 
 
 class Plans(dict[Any, Any]):
