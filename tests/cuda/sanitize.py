@@ -3,13 +3,16 @@
     python tests/cuda/sanitize.py [OP ...]
 
 Compiles what they need, then runs every row of the ops under ``compute-sanitizer`` (memcheck), a process for each op,
-and prints the errors it counted; exits with 1 if there were any. The inputs are those of the parity cases, with every
-integer tensor replaced by hostile values: below zero, past the end, and as large as 32 bits allow. The results are not
-looked at. Each tensor is an allocation of its own, so that the tool sees a step past any of them.
+and prints the errors it counted; exits with 1 if there were any. Attention runs twice, the second time with the plans
+of a GPU with few multiprocessors: the cases are small, and only there do they have persistent CTAs. The inputs are
+those of the parity cases, with every integer tensor replaced by hostile values: below zero, past the end, and as large
+as 32 bits allow. The results are not looked at. Each tensor is an allocation of its own, so that the tool sees a step
+past any of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -22,14 +25,16 @@ import torch
 from rich.console import Console
 
 from torch_attnkit import parity
-from torch_attnkit.core import config
+from torch_attnkit.core import config, dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Call, Kernel
 from torch_attnkit.core.target import Target
-from torch_attnkit.cuda import compile
+from torch_attnkit.cuda import compile, driver
+from torch_attnkit.kernels.prefill.sm90 import multi_plan
 from torch_attnkit.warmup import fill
 
 TOGETHER = 5  # processes
+FEW = 2  # multiprocessors
 HOSTILE = (-(2**31), -1, 0, 1, 7, 1 << 20, 2**31 - 1)
 
 
@@ -37,6 +42,25 @@ def hostile(value: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
     """Half of the values as they were, the others replaced."""
     other = torch.tensor(HOSTILE)[torch.randint(len(HOSTILE), value.shape, generator=gen)].to(value.dtype)
     return torch.where(torch.rand(value.shape, generator=gen) < 0.5, value, other)
+
+
+@contextlib.contextmanager
+def planning(sms: int | None) -> Iterator[None]:
+    """Plans as on a GPU with so many multiprocessors, if given, on which every length is enough to share."""
+    kept = driver.sm_count, multi_plan._SHARED_KEYS
+    if sms is not None:
+        driver.sm_count, multi_plan._SHARED_KEYS = lambda device: sms, 0
+    for plans in dispatch._PLANS.values():
+        plans.clear()
+    try:
+        yield
+    finally:
+        driver.sm_count, multi_plan._SHARED_KEYS = kept
+
+
+def ways_of(name: str) -> list[int | None]:
+    """How an op's calls are planned, one after another."""
+    return [None, FEW] if name.startswith(("sdpa", "flash", "sparse")) else [None]
 
 
 def calls_of(name: str) -> Iterator[tuple[Kernel, Call, tuple[Any, ...], dict[str, Any]]]:
@@ -58,15 +82,25 @@ def kernels(names: list[str]) -> list[compile.Request]:
     """What these calls need compiled, but for those with one tensor for both caches."""
     found: dict[compile.Request, None] = {}
     for name in names:
-        for row, call, _, _ in calls_of(name):
-            with compile.recording() as asked:
-                OPS[name].module(row.file).build(call, Target("sm90"))
-            found |= dict.fromkeys(asked)
+        for sms in ways_of(name):
+            with planning(sms):
+                for row, call, _, _ in calls_of(name):
+                    with compile.recording() as asked:
+                        OPS[name].module(row.file).build(call, Target("sm90"))
+                    found |= dict.fromkeys(asked)
     return list(found)
 
 
 def run(name: str) -> int:
-    """All calls of an op; how many there were."""
+    """All calls of an op, in every way that it is planned; how many there were."""
+    calls = 0
+    for sms in ways_of(name):
+        with planning(sms):
+            calls += _run(name)
+    return calls
+
+
+def _run(name: str) -> int:
     calls, gen = 0, torch.Generator().manual_seed(0)
     for row, _, args, kwargs in calls_of(name):
         moved = [
