@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tomllib
@@ -147,12 +146,16 @@ def test_import_brings_nothing_but_itself(tmp_path: Path):
     assert set(added.split()) <= {"torch", "torch_attnkit"}
 
 
-def test_import_costs_less_than_150_ms_beyond_torch(tmp_path: Path):
-    """Every op is defined at import and pays here. Processor time: others may be using the machine.
+def test_import_costs_few_calls_beyond_torch(tmp_path: Path):
+    """Every op is defined at import and pays here: 107,000 calls, 0.1 to 0.2 s of a processor, whose speed does not count.
 
     Bytecode is cached, as in every installation, even where the environment of the tests says to write none.
     """
-    code = "import time, torch\nstart = time.process_time()\nimport torch_attnkit\nprint(time.process_time() - start)\n"
+    code = (
+        "import sys, torch\ncalls = 0\ndef count(frame, event, what):\n    global calls\n"
+        "    calls += event in ('call', 'c_call')\n"
+        "sys.setprofile(count)\nimport torch_attnkit\nsys.setprofile(None)\nprint(calls)\n"
+    )
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode")}
     python(code, tmp_path, **bytecode)
-    assert statistics.median(float(python(code, tmp_path, **bytecode)) for _ in range(5)) < 0.150
+    assert int(python(code, tmp_path, **bytecode)) < 130_000
