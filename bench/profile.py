@@ -92,13 +92,14 @@ def preparing(chosen: Chosen) -> list[Job]:
 
 
 def records(calls: list[dict[str, Any]], found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The calls that were made, with what ncu found of them; a call without anything says so."""
+    """The calls that were made, with what ncu found of them; a call that failed, or without anything, says so."""
     segments = iter(found)
     out = []
     for call in calls:
         seen = next(segments, []) if call["marked"] else []
         record = {k: v for k, v in call.items() if k != "marked"}
-        out.append(record | ncu.summed(seen) | {"launches": seen} if seen else {"missing": "ncu saw nothing"} | record)
+        whole = seen and "missing" not in call
+        out.append(record | ncu.summed(seen) | {"launches": seen} if whole else {"missing": "ncu saw nothing"} | record)
     return out
 
 

@@ -60,8 +60,8 @@ def profiled(call: Callable[[], Any]) -> None:
     torch.cuda._sleep(1)
     try:
         call()
-    finally:
         torch.cuda.synchronize()
+    finally:  # whatever failed: what follows is not this call's
         torch.cuda.cudart().cudaProfilerStop()
 
 

@@ -111,6 +111,26 @@ def script(folder, text):
     return str(file)
 
 
+def test_a_call_that_failed_has_no_launches():
+    """Its own may be there in part, but nobody adds them up."""
+    call = {"op": "fp4_moe", "case": "few", "dtype": "bfloat16", "marked": True}
+    calls = [call | {"contender": "Marlin", "missing": "unknown error"}, call | {"contender": "ours"}]
+    failed, ours = profile.records(calls, ncu.launches(TWO_CALLS, NAMES, profiled.MARK))
+    assert failed["missing"] == "unknown error" and "launches" not in failed and "us" not in failed
+    assert ours["us"] == 5.0 and "missing" not in ours
+
+
+def test_the_profiler_stops_when_a_call_fails(monkeypatch):
+    said = []
+    runtime = type("Runtime", (), {f"cudaProfiler{x}": lambda self, x=x: said.append(x) for x in ("Start", "Stop")})()
+    monkeypatch.setattr(profiled.torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(profiled.torch.cuda, "_sleep", lambda cycles: said.append("mark"))
+    monkeypatch.setattr(profiled.torch.cuda, "synchronize", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        profiled.profiled(lambda: said.append("call"))
+    assert said == ["Start", "mark", "call", "Stop"]
+
+
 def test_a_run_keeps_the_order_of_calls_and_names_what_is_missing(tmp_path):
     call = {"op": "sdpa_decode", "case": "1x1024", "dtype": "bfloat16", "marked": True}
     calls = [call | {"contender": "ours"}, call | {"contender": "FA4", "marked": False, "missing": "no such kernel"}]
