@@ -134,16 +134,23 @@ def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
 
 
 def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> list[Call]:
-    """One bound call for each bench case and dtype that one of the rows may take, of tensors of ``mode``."""
+    """One bound call for each bench case and dtype that one of the rows may take, of tensors of ``mode``.
+
+    Where lengths and tables decide on inputs, they are real, and the other tensors hold what was in memory before.
+    """
+    from . import parity
+
     found = []
     dtypes = dict.fromkeys(d for row in rows for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3"))
-    with mode:
-        for dims, dtype in itertools.product(op.module("cases").BENCH.values(), dtypes):
+    for dims, dtype in itertools.product(op.module("cases").BENCH.values(), dtypes):
+        for tensors in (mode, parity.Undrawn()):
             try:
-                args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
-            except Exception:  # some inputs depend on data, which these tensors do not have
+                with tensors:
+                    args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
+            except Exception:  # fake tensors without data that inputs depend on; a dtype that a case does not have
                 continue
             found.append(_bind(op, args, kwargs))
+            break
     return found
 
 

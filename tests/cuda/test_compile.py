@@ -151,6 +151,14 @@ def test_recording_collects_requests_and_compiles_nothing(monkeypatch):
     assert asked == []
 
 
+def test_bench_cases_whose_inputs_depend_on_lengths_are_warm():
+    """Fake tensors do not have these. Parity's cases over pages are too small for CTAs that share or draw tiles."""
+    from torch_attnkit import warmup
+
+    asked = warmup.requests("sm90", "flash_attention_paged")
+    assert {"trace_paged_dynamic", "trace_paged_persistent"} <= {request.trace for request in asked}
+
+
 @without_compiler
 def test_without_the_compiler_the_error_names_package_and_command(cache):
     with pytest.raises(UnsupportedError, match=r"nvidia-cutlass-dsl, which is not installed: pip install 'torch_attn"):

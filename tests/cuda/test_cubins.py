@@ -15,6 +15,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, inspect
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels.prefill.sm90 import paged_plan
 from torch_attnkit.kernels.prefill.sm100 import split_plan
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
@@ -33,7 +34,8 @@ PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM",
 INSTRUCTIONS = {
     **{(f"prefill_{kind}", arch): PREFILL[arch] for kind in ("dense", "packed", "cached") for arch in PREFILL},
     ("prefill_cached_persistent", "sm90"): PREFILL["sm90"],
-    ("prefill_paged_persistent", "sm90"): ("HGMMA",),
+    ("prefill_paged_persistent", "sm90"): PREFILL["sm90"],
+    ("prefill_paged_dynamic", "sm90"): PREFILL["sm90"],
     ("prefill_paged", "sm90"): ("HGMMA",),  # and TMA's loads, or cp.async's of small pages
     ("prefill_paged", "sm100"): PREFILL["sm100"],
     **{("decode_mma", arch): ("HMMA", "LDGSTS") for arch in PREFILL},
@@ -212,6 +214,20 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
         op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm100"))
     assert [r.trace for r in asked] == ["trace_cached", "trace"] and dict(asked[0].signature)["split"]
     are_fine(asked[:1], "sm100")
+
+
+@pytest.mark.sample(6)
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("dims", paged_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
+def test_kernels_that_draw_their_tiles_fit(dims, softcap):
+    """Parity's cases have too few tiles for them."""
+    tiles = paged_plan.DRAWN[dims]
+    signature = dict(dtype="bf16", dim=dims[0], dim_v=dims[1], softcap=softcap, page=16, box=16, group=4)
+    kernel = "torch_attnkit.kernels.prefill.sm90.paged_kernel"
+    request = compile.Request("sm90", kernel, "trace_paged_dynamic", tuple((signature | tiles._asdict()).items()))
+    assert request.name == "prefill_paged_dynamic"
+    are_fine([request], "sm90")
 
 
 @pytest.mark.proof

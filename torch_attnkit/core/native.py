@@ -110,7 +110,8 @@ def quicken(space: str, name: str) -> None:
         return
     quick = extension.quick_packet(packet)
     if quick is not None:
-        type(quick).__signature__ = inspect.signature(packet)
+        if not hasattr(type(quick), "__signature__"):  # of all packets, whatever the op
+            type(quick).__signature__ = inspect.signature(packet)
         setattr(packets, name, quick)
 
 

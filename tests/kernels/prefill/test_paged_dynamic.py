@@ -9,7 +9,7 @@ from torch_attnkit.core import dispatch
 from torch_attnkit.cuda import workspace
 from torch_attnkit.kernels.prefill.sm90 import paged_plan
 
-from .test_paged import H200, NAME, _agrees, _made, problem, ptx, simulated  # noqa: F401
+from .test_paged import H200, NAME, _agrees, _call_with_anything, _made, problem, ptx, simulated  # noqa: F401
 
 LENGTHS = {
     # Queries and keys: prompts, tokens, a sequence without queries, one shorter than its block, drafts.
@@ -94,14 +94,5 @@ class TestSimulated:
 
     def test_nothing_is_read_that_is_not_there(self, ptx, ctas):  # noqa: F811
         """As in ``test_paged.py``."""
-        args = _made(16, (40, 1, 9), (300, 131, 64), 8, 2)
-        wild = torch.tensor([-(2**31), -1, 0, 7, 1 << 20, 2**31 - 1], dtype=torch.int32)
-        with ptx.settings(check=True, seed=1, waive=("write_after_write",)):
-            for seed in range(3):
-                gen = torch.Generator().manual_seed(seed)
-                for at in (3, 4, 5):
-                    values = wild[torch.randint(len(wild), args[at].shape, generator=gen)]
-                    half = torch.rand(args[at].shape, generator=gen) < 0.5
-                    args[at] = torch.where(half, values, args[at])
-                getattr(torch.ops.attnkit, NAME)(*args)
+        _call_with_anything(ptx, _made(16, (40, 1, 9), (300, 131, 64), 8, 2))
         assert len(dispatch._PLANS[NAME]) == 1
