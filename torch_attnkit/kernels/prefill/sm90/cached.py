@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
@@ -16,21 +15,33 @@ from ..launch import nothing_attended, query_reader, reader, scalars
 from ..problem import Operands, Problem
 from . import multi_plan
 from .meeting import meeting
+from .multi_plan import Plan, Tiles
+
+_KERNEL = "torch_attnkit.kernels.prefill.sm90.cached_kernel"
+
+
+class Plans(Protocol):
+    """``multi_plan``, or ``multi_codes_plan``."""
+
+    def plan(self, problem: Problem, sms: int) -> Plan: ...
+    def signature(self, problem: Problem, tiles: Tiles) -> dict[str, Any]: ...
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem``, whose K and V are caches (B, Hkv, S, D)."""
-    p, scores = problem, problem.scores
+    return launcher_of(problem, target, _KERNEL, multi_plan)
+
+
+def launcher_of(problem: Problem, target: Target, kernel: str, plans: Plans) -> Callable[[Operands], None]:
+    """The same by the kernels of a module, ``kernel``."""
+    p = problem
     if p.batch * p.queries * p.heads == 0:
         return lambda operands: None
-    plan = multi_plan.plan(p, driver.sm_count(p.device))
-    run = compile.launcher(
-        target, p.device, "torch_attnkit.kernels.prefill.sm90.cached_kernel",
-        trace="trace_cached_persistent" if plan.persistent else "trace_cached",
-        dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, softcap=scores.capped, **plan.tiles._asdict(),
-    )  # fmt: skip
+    plan = plans.plan(p, driver.sm_count(p.device))
+    trace = "trace_cached_persistent" if plan.persistent else "trace_cached"
+    run = compile.launcher(target, p.device, kernel, trace=trace, **plans.signature(p, plan.tiles))
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    numbers = scalars_of(p, plan.ctas)
+    scales_of, numbers = scale_reader(p), scalars_of(p, plan.ctas)
     joins = meeting(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
 
@@ -38,9 +49,22 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         if p.keys == 0:
             return nothing_attended(o)
         sink, start = unread if o.sink is None else o.sink, o.kv_len if o.kv_start is None else o.kv_start
-        run((read_q(o.q), read_k(o.k), read_v(o.v), o.kv_len, sink, start), (o.out, o.lse), numbers, *joins())
+        ins = (read_q(o.q), read_k(o.k), read_v(o.v), o.kv_len, sink, start, scales_of(o.scales))
+        run(ins, (o.out, o.lse), numbers, *joins())
 
     return launch
+
+
+Scales = tuple[torch.Tensor | None, ...]  # of q, k and v, (B, Hkv) each
+
+
+def scale_reader(problem: Problem) -> Callable[[Scales], Scales | None]:
+    """What a kernel is given of a call's scales: of E4M3 ones where it has none, else nothing."""
+    p = problem
+    if p.dtype.itemsize > 1:
+        return lambda scales: None
+    ones = torch.ones(p.batch, p.kv_heads, dtype=torch.float32, device=p.device)
+    return lambda scales: tuple(ones if scale is None else scale for scale in scales)
 
 
 def scalars_of(problem: Problem, ctas: int) -> tuple[Any, ...]:

@@ -12,14 +12,16 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
 from ..problem import Operands, Problem
-from . import codes_launch, multi_codes_launch, multi_codes_plan
+from . import cached, codes_launch, multi_codes_plan
+
+_KERNEL = "torch_attnkit.kernels.prefill.sm90.multi_codes_kernel"
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem``, whose K and V are caches (B, Hkv, S, D)."""
     p = problem
     if p.batch * p.queries * p.heads == 0 or multi_codes_plan.serves(p, driver.sm_count(p.device)):
-        return multi_codes_launch.launcher(p, target)
+        return cached.launcher_of(p, target, _KERNEL, multi_codes_plan)
     attend = codes_launch.launcher(p, target)
     if p.causal:
         return attend

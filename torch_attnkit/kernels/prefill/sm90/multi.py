@@ -1,24 +1,21 @@
 """Softmax attention of a block of queries per sequence over its cache on Hopper: K and V cross memory once.
 
     producer warp  --K and V, a ring each, by TMA-->  shared memory  -->  1 or 2 consumer warpgroups, 64 rows each
-    the CTAs of a cluster split the keys of a tile, and combine through distributed shared memory
 
 The rows of a tile are all query heads of a KV head for as many queries as fit: 16 queries with 4 heads each fill one
-``wgmma``. Consumers keep scores, probabilities and output in registers (``mainloop.py``). Where tiles
-alone do not fill the machine, the CTAs of a cluster take a split of a tile's keys each. When they are through, every
-CTA puts its output and row statistics into its shared memory and adds up a slice of all of theirs: no partial result
-goes through device memory, nothing is counted, and no CTA waits for one that may not be running. Where tiles do fill
-the machine, two CTAs may form a ``pair`` on neighbouring tiles: each loads half of every block for both, by multicast.
+``wgmma``. Consumers keep scores, probabilities and output in registers (``mainloop.py``). Here is what the warps of a
+CTA do with a work tile. A kernel gives it one (``multi_single.py``), or one after another (``multi_persistent.py``);
+which these are, ``DenseSequences`` says.
 
 Tile letters: M rows, N keys.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies
@@ -29,7 +26,7 @@ from torch_attnkit.cuda.sm90 import softmax
 from ..blocks import Sequence, UnseenKeys, unseen_keys
 from . import multi_combine
 from .mainloop import WARPGROUP, Barrier, Consumer, Mainloop, Stages
-from .multi_blocks import MaskRules, RowBounds, WorkTile, part_of_cluster, row_bounds, row_tile
+from .multi_blocks import MaskRules, RowBounds, WorkTile, row_bounds
 from .multi_types import Config, Inputs, Layouts, Loads, Outputs, Scalars
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor).
@@ -97,36 +94,41 @@ class Mask(Fixed):
         return unseen_keys(self.c, self.seq, self.w.scalars)
 
 
-def grid_of(c: Config, clusters: Int32, ctas: Int32) -> dict[str, Any]:
-    """What a launch is told of its clusters of ``ctas`` each."""
-    return {
-        "grid": [clusters * ctas, 1, 1],
-        "block": [WARPGROUP + c.threads, 1, 1],
-        "cluster": [ctas, 1, 1],
-        "min_blocks_per_mp": c.per_sm,
-        "preferred_smem_carveout": 100,
-    }
+def launch_shape(c: Config) -> dict[str, Any]:
+    """What a launch is told of its CTAs, however many these are."""
+    return {"block": [WARPGROUP + c.threads, 1, 1], "min_blocks_per_mp": c.per_sm, "preferred_smem_carveout": 100}
+
+
+class Collective(Protocol):
+    """What the warps of a CTA do together for a work tile (CUTLASS's word), whoever says which tile that is."""
+
+    multi: "Multi"  # whose consumers they are
+    registers: tuple[int, int]  # per thread of the producer's and the consumers' warpgroups, with one work tile a CTA
+
+    def layouts(self) -> Layouts: ...
+    def loads(self, ins: Any, layouts: Layouts) -> Any: ...
+    def prefetch(self, loads: Any) -> None: ...
+    def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory: ...
+    def loading(self, warp: Int32) -> Boolean: ...  # whether a warp of the producer's warpgroup calls ``produce``
+    def produce(
+        self, loads: Any, ins: Any, tile: WorkTile, sequence: Int32, smem: SharedMemory, fills: Int32
+    ) -> None: ...  # ``fills`` of every ring were before
+    def turn(self, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32) -> None: ...
+    def rows(self, ins: Any, outs: Outputs, tile: WorkTile, sequence: Int32) -> tuple[Any, Outputs]: ...
+    def attend(
+        self, w: Consumer, rows: Any, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
+    ) -> tuple[Consumer, list[Float32]]: ...  # with the scalars of this tile, and the sums of a lane's rows
 
 
 class Multi:
-    """The kernel: one work tile a CTA, a producer, consumers with a mainloop, and a combining epilogue."""
+    """The ``Collective`` of a dense batch: a warp that loads, and consumers with a mainloop."""
 
     def __init__(self, config: Config):
-        self.c, self.mainloop, self.mask = config, Mainloop(config), Mask
+        self.c, self.multi, self.mainloop, self.mask = config, self, Mainloop(config), Mask
         self.await_consumers = self.mainloop.await_consumers
-        assert config.partial_bytes <= config.staged_bytes, config
-        self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
+        self.registers = _REGISTERS[config.consumers, config.per_sm]
         self.bytes_k, self.bytes_v = (
             config.tile_n * dim * config.dtype.width // 8 for dim in (config.dim, config.dim_v)
-        )
-
-    @cute.jit
-    def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
-        layouts = self.layouts()
-        qk_mma, pv_mma = self.mainloop.mmas()
-        tiles = self._row_tiles(ins) * Int32(ins.k.shape[1]) * Int32(ins.q.shape[0])
-        self.kernel(self.loads(ins, layouts), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
-            stream=stream, **grid_of(self.c, tiles, scalars.ctas)
         )
 
     def layouts(self) -> Layouts:
@@ -138,65 +140,18 @@ class Multi:
         keys_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
         atoms = []
         for tensor, layout in ((ins.k, layouts.k), (ins.v, layouts.v)):
-            atoms += copies.tma_atom(keys_first(tensor), layout, 2 if self.c.pair else 1)
+            atoms += copies.tma_atom(keys_first(tensor), layout, self.c.ctas)
         return Loads(*atoms)
 
     def prefetch(self, loads: Loads) -> None:
         for atom in (loads.k_atom, loads.v_atom):
             cpasync.prefetch_descriptor(atom)
 
-    @property
-    def _span(self) -> int:
-        """Rows of a cluster."""
-        return self.c.tile_m * (2 if self.c.pair else 1)
+    def loading(self, warp: Int32) -> Boolean:
+        return warp == 0
 
-    def _row_tiles(self, ins: Inputs) -> Int32:
-        """Clusters that the rows of a KV head need, each for its keys or a part of them."""
-        rows = Int32(ins.q.shape[1]) * (Int32(ins.q.shape[2]) // Int32(ins.k.shape[1]))
-        return (rows + (self._span - 1)) // self._span
-
-    @cute.kernel
-    def kernel(
-        self,
-        loads: Loads,
-        ins: Inputs,
-        outs: Outputs,
-        scalars: Scalars,
-        layouts: Layouts,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-    ):
-        c = self.c
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = self.shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
-        if warp == 0:
-            self.prefetch(loads)
-        tile = self._work_tile(ins, scalars)
-        cute.arch.mbarrier_init_fence()
-        if const_expr(c.pair):
-            self._sync_cluster()  # neither CTA may write to the other before its barriers stand
-        else:
-            cute.arch.sync_threads()
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(self.regs_load)
-            if warp == 0:
-                self.produce(loads, tile, smem, Int32(0))
-            self._idle_through_combine(scalars)
-        else:
-            cute.arch.setmaxregister_increase(self.regs_mma)
-            self.consume(ins, outs, scalars, tile, smem, qk_mma, pv_mma)
-
-    def _sync_cluster(self) -> None:
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    @cute.jit
-    def _idle_through_combine(self, scalars: Scalars):
-        """The producer's part where ``finish`` synchronises the cluster."""
-        if scalars.ctas > 1:
-            self._sync_cluster()
-            if const_expr(not self.c.pair):
-                self._sync_cluster()
+    def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile, sequence: Int32) -> tuple[Inputs, Outputs]:
+        return ins, outs
 
     def shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
@@ -204,51 +159,20 @@ class Multi:
         return SharedMemory(Stages(Once(), *rings, *self.mainloop.operands(memory, layouts)))
 
     @cute.jit
-    def _work_tile(self, ins: Inputs, scalars: Scalars):
-        """What this CTA computes; later rows come first."""
-        c = self.c
-        rank, tile = cute.arch.block_in_cluster_idx()[0], Uint32(cute.arch.cluster_idx()[0])
-        row_tiles, heads = Uint32(self._row_tiles(ins)), Uint32(ins.k.shape[1])
-        others = tile // row_tiles
-        batch = Int32(others // heads)
-        place = batch, Int32(others) - batch * Int32(heads)
-        begin = Int32(row_tiles - 1 - (tile - others * row_tiles)) * self._span
-        seq = self.sequence(ins, scalars, batch)
-        whole = row_tile(c, seq, place, self.group(ins), begin, self._span, self.rules(scalars))
-        return part_of_cluster(c, whole, rank, scalars.ctas)
-
-    def group(self, ins: Inputs) -> tuple[Int32, Float32]:
-        """Query heads that share a KV head, and 1 over that."""
-        group = Int32(Uint32(ins.q.shape[2]) // Uint32(ins.k.shape[1]))
-        return group, cute.arch.rcp_approx(Float32(group))
-
-    @cute.jit
-    def sequence(self, ins: Inputs, scalars: Scalars, batch: Int32):
-        """Lengths outside of what the caches hold are cut off."""
-        keys, tokens = Int32(ins.k.shape[2]), Int32(ins.q.shape[1])
-        end = cutlass.max(cutlass.min(Int32(ins.kv_len[batch]), keys), Int32(0))
-        start = Int32(0)
-        if scalars.has_start != 0:
-            start = cutlass.max(cutlass.min(Int32(ins.kv_start[batch]), keys), Int32(0))
-        return Sequence(Int32(0), tokens, end - tokens, start, end)
-
-    def rules(self, scalars: Scalars) -> MaskRules:
-        return MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
-
-    @cute.jit
-    def produce(self, loads: Loads, tile: WorkTile, smem: SharedMemory, fills: Int32):
-        """One warp: the blocks of K and of V, V one behind K; ``fills`` of either ring were before."""
+    def produce(
+        self, loads: Loads, ins: Inputs, tile: WorkTile, sequence: Int32, smem: SharedMemory, fills: Int32
+    ):  # fmt: skip
+        """One warp: the blocks of K and of V, V one behind K."""
         c = self.c
         stages = smem.stages
         ring_k, ring_v = stages.ring_k, stages.ring_v
-        ctas = const_expr(2 if c.pair else 1)
         rank = cute.arch.block_in_cluster_idx()[0] if c.pair else Int32(0)
         mask = {"mcast_mask": cutlass.Int16(3)} if c.pair else {}
         k_head, v_head = (t[None, None, tile.kv_head, tile.batch] for t in (loads.k, loads.v))
         gK = cute.local_tile(k_head, (c.tile_n, c.dim), (None, 0))  # (N, D, blocks)
         gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
-        tKsK, tKgK = copies.tma_partition(loads.k_atom, rank, ctas, stages.sK, gK)  # (box, stages), (box, blocks)
-        tVsV, tVgV = copies.tma_partition(loads.v_atom, rank, ctas, stages.sV, gV)
+        tKsK, tKgK = copies.tma_partition(loads.k_atom, rank, c.ctas, stages.sK, gK)  # (box, stages), (box, blocks)
+        tVsV, tVgV = copies.tma_partition(loads.v_atom, rank, c.ctas, stages.sV, gV)
         for step in cutlass.range(tile.first, tile.stop + 1, unroll=1):
             n = fills + step - tile.first
             if step < tile.stop:
@@ -260,34 +184,25 @@ class Multi:
                 block = tile.block(step - 1)
                 cute.copy(loads.v_atom, tVgV[None, block], tVsV[None, ring_v.slot(n - 1)], tma_bar_ptr=full, **mask)
 
-    @cute.jit
-    def consume(self, ins: Inputs, outs: Outputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory, qk_mma, pv_mma):
-        """One warpgroup: both products, softmax and store of 64 rows."""
-        w = self.consumer(scalars, smem, qk_mma, pv_mma)
-        self.mainloop.begin_turns(w)
-        sums = self.attend(w, ins, scalars, tile, smem, Int32(0))
-        self.finish(w, sums, ins, outs, scalars, tile, smem)
-
-    def attend_tile(
-        self, w: Consumer, ins: Inputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
-    ) -> tuple[Consumer, Any]:
-        """``attend`` for ``Persistent``: no scalar is a tile's own."""
-        return w, self.attend(w, ins, scalars, tile, smem, fills)
+    def turn(self, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32) -> None:
+        """Nothing is turned around."""
 
     def consumer(self, scalars: Scalars, smem: SharedMemory, qk_mma, pv_mma) -> Consumer:
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         return self.mainloop.consumer(thread, smem.stages, qk_mma, pv_mma, scalars)
 
-    def attend(self, w: Consumer, ins: Inputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32):
+    def attend(
+        self, w: Consumer, rows: Any, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
+    ) -> tuple[Consumer, list[Float32]]:
         """Leaves the output of 64 rows in registers, not divided yet; returns the sums of this lane's two."""
-        self._load_queries(ins, tile, smem.stages.sQ, w)
-        return self.attend_loaded(w, scalars, tile, Int32(0), fills)
+        self._load_queries(rows, tile, smem.stages.sQ, w)
+        return w, self.attend_loaded(w, scalars, tile, Int32(0), fills)
 
     @cute.jit
     def attend_loaded(self, w: Consumer, scalars: Scalars, tile: WorkTile, fill: Int32, fills: Int32):
         """The same with the rows that fill ``fill`` of their ring brought."""
         positions = tuple(tile.position(w.row + 8 * r) for r in range(2))
-        mask = self.mask(w, self.c, tile.seq, row_bounds(tile.seq, positions, self.rules(scalars)))
+        mask = self.mask(w, self.c, tile.seq, row_bounds(tile.seq, positions, MaskRules.of(scalars)))
         w.rO.fill(0.0)
         w.row_max.fill(-Float32.inf)
         w.row_sum.fill(0.0)
@@ -307,7 +222,7 @@ class Multi:
         return multi_combine.row_sums(w, positions)
 
     @cute.jit
-    def _load_queries(self, ins: Inputs, tile: WorkTile, sQ: cute.Tensor, w: Consumer):
+    def _load_queries(self, ins: Any, tile: WorkTile, sQ: cute.Tensor, w: Consumer):
         """The 64 rows of a warpgroup, through registers: neighbouring rows may be far apart, or of different queries.
 
         Rows behind the last repeat it; a tile without rows repeats the last query.
@@ -328,22 +243,3 @@ class Multi:
             cute.autovec_copy(vector, cute.local_tile(row, (width,), (i % chunks,)))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=int(Barrier.Q_STORED) + w.warpgroup, number_of_threads=WARPGROUP)
-
-    @cute.jit
-    def finish(
-        self, w: Consumer, sums, ins: Inputs, outs: Outputs, scalars: Scalars, tile: WorkTile, smem: SharedMemory
-    ):
-        """Write the rows out, alone or together with the other CTAs of the cluster."""
-        c = self.c
-        if const_expr(c.pair):
-            multi_combine.store(c, w, ins, outs, tile, sums)
-            self._sync_cluster()  # neither CTA may leave while the other still writes to its memory
-        else:
-            if scalars.ctas == 1:
-                multi_combine.store(c, w, ins, outs, tile, sums)
-            else:
-                self.await_consumers()
-                multi_combine.publish(c, w, smem.partial, sums)
-                self._sync_cluster()
-                multi_combine.combine(c, ins, outs, scalars, tile, smem.partial)
-                self._sync_cluster()  # nor may one whose memory another still reads

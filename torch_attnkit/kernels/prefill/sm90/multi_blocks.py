@@ -1,9 +1,12 @@
 """Which rows and which blocks of keys a CTA works on when all query heads of a KV head share a tile."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
+
+from torch_attnkit.cuda.ring import Fixed
 
 from ..blocks import KeyBlocks, Sequence, cover
 
@@ -14,6 +17,10 @@ class MaskRules(NamedTuple):
     causal: Int32  # 0 or 1
     window: Int32  # more than every length: none
     sink_tokens: Int32
+
+    @classmethod
+    def of(cls, scalars: Any) -> "MaskRules":
+        return cls(scalars.causal, scalars.window, scalars.sink_tokens)
 
 
 class WorkTile(NamedTuple):
@@ -53,6 +60,60 @@ class WorkTile(NamedTuple):
 
     def position(self, row: Int32) -> Int32:
         return self.seq.shift + self.token_and_head(row)[0]
+
+
+class DenseSequences(Fixed):
+    """Those of a dense batch over caches (B, Hkv, S, D): ``multi_schedule.Sequences``."""
+
+    one_tile = True
+
+    def __init__(self, config: Any):
+        self.c = config
+
+    def count(self, ins: Any) -> Int32:
+        return Int32(ins.q.shape[0])
+
+    def kv_heads(self, ins: Any) -> Int32:
+        return Int32(ins.k.shape[1])
+
+    def batch(self, b: Int32) -> Int32:
+        return b
+
+    def group(self, ins: Any) -> tuple[Int32, Float32]:
+        group = Int32(Uint32(ins.q.shape[2]) // Uint32(ins.k.shape[1]))
+        return group, cute.arch.rcp_approx(Float32(group))
+
+    @cute.jit
+    def sequence(self, ins: Any, scalars: Any, b: Int32):
+        """Lengths outside of what the caches hold are cut off."""
+        keys, tokens = Int32(ins.k.shape[2]), Int32(ins.q.shape[1])
+        end = cutlass.max(cutlass.min(Int32(ins.kv_len[b]), keys), Int32(0))
+        start = Int32(0)
+        if scalars.has_start != 0:
+            start = cutlass.max(cutlass.min(Int32(ins.kv_start[b]), keys), Int32(0))
+        return Sequence(Int32(0), tokens, end - tokens, start, end)
+
+    def _row_tiles(self, ins: Any) -> Int32:
+        """Clusters that the rows of a KV head need, each for its keys or a part of them."""
+        rows = Int32(ins.q.shape[1]) * (Int32(ins.q.shape[2]) // Int32(ins.k.shape[1]))
+        return (rows + (self.c.cluster_rows - 1)) // self.c.cluster_rows
+
+    def clusters(self, ins: Any) -> Int32:
+        return self._row_tiles(ins) * self.kv_heads(ins) * self.count(ins)
+
+    @cute.jit
+    def work_tile(self, ins: Any, scalars: Any):
+        """Later rows come first."""
+        c = self.c
+        rank, tile = cute.arch.block_in_cluster_idx()[0], Uint32(cute.arch.cluster_idx()[0])
+        row_tiles, heads = Uint32(self._row_tiles(ins)), Uint32(ins.k.shape[1])
+        others = tile // row_tiles
+        batch = Int32(others // heads)
+        place = batch, Int32(others) - batch * Int32(heads)
+        begin = Int32(row_tiles - 1 - (tile - others * row_tiles)) * c.cluster_rows
+        seq = self.sequence(ins, scalars, batch)
+        whole = row_tile(c, seq, place, self.group(ins), begin, c.cluster_rows, MaskRules.of(scalars))
+        return part_of_cluster(c, whole, rank, scalars.ctas), batch, True
 
 
 def row_tile(

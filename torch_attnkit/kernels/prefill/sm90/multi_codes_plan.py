@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_attnkit.core.spec import short
-
 from ..problem import Problem
 from . import codes_plan, multi_plan
 from .multi_plan import Choice, Plan, Tiles
@@ -47,13 +45,5 @@ def plan(problem: Problem, sms: int) -> Plan:
 
 
 def signature(problem: Problem, tiles: Tiles) -> dict[str, Any]:
-    """A kernel's signature."""
-    p = problem
-    return {
-        "dtype": short(p.dtype),
-        "dim": p.dim,
-        "dim_v": p.dim_v,
-        "softcap": p.scores.capped,
-        "promote": p.dim_v <= _PROMOTED,
-        **tiles._asdict(),
-    }
+    """What a kernel is compiled for."""
+    return multi_plan.signature(problem, tiles) | {"promote": problem.dim_v <= _PROMOTED}

@@ -10,7 +10,7 @@ the last. Imports cutlass.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,9 +19,7 @@ from cutlass import Int32, const_expr
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
 from . import multi_combine, multi_splits
-from .mainloop import WARPGROUP, Consumer
-from .multi import Multi, SharedMemory
-from .multi_blocks import WorkTile
+from .multi import Collective, SharedMemory, launch_shape
 from .multi_schedule import NOTE, Part, Scheduler, Sequences
 from .multi_types import Layouts, Meeting, Outputs, Scalars
 
@@ -54,45 +52,19 @@ class Parts(Fixed):
         return [cute.arch.make_warp_uniform(self.sParts[i, self.ring.slot(n)]) for i in range(NOTE)]
 
 
-class Kernel(Protocol):
-    """What ``Multi`` and ``PagedMulti`` have beside their sequences."""
-
-    multi: Multi
-
-    def layouts(self) -> Layouts: ...
-    def loads(self, ins: Any, layouts: Layouts) -> Any: ...
-    def prefetch(self, loads: Any) -> None: ...
-    def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory: ...
-    def load(self, loads: Any, ins: Any, part: Part, smem: SharedMemory, fills: Int32) -> None: ...
-    def turn(self, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32) -> None: ...
-    def attend(
-        self, w: Consumer, rows: Any, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
-    ) -> tuple[Consumer, Any]: ...  # with the scalars of this tile, and the sums of a lane's rows
-    def rows(self, ins: Any, outs: Outputs, part: Part) -> tuple[Any, Outputs]: ...
-    @property
-    def loader_warps(self) -> int: ...
-    @property
-    def turning_warps(self) -> int: ...  # behind those, that turn what was loaded around
-
-
 class Persistent:
-    def __init__(self, config: Any, kernel: Kernel, sequences: Sequences):
-        self.c, self.of, self.mainloop = config, kernel, kernel.multi.mainloop
-        self.await_consumers = kernel.multi.await_consumers
+    def __init__(self, config: Any, collective: Collective, sequences: Sequences):
+        self.c, self.of, self.mainloop = config, collective, collective.multi.mainloop
+        self.await_consumers = collective.multi.await_consumers
         self.scheduler = Scheduler(config, sequences)
-        registers = _REGISTERS_TURNING if kernel.turning_warps else _REGISTERS
+        registers = _REGISTERS_TURNING if config.turning_warps else _REGISTERS
         self.regs_load, self.regs_mma = registers[config.consumers, config.per_sm]
 
     @cute.jit
     def __call__(self, ins: Any, outs: Outputs, scalars: Scalars, meeting: Meeting, stream: Any):
-        c, layouts = self.c, self.of.layouts()
-        mmas = self.mainloop.mmas()
+        layouts, mmas = self.of.layouts(), self.mainloop.mmas()
         self.kernel(self.of.loads(ins, layouts), ins, outs, scalars, meeting, layouts, *mmas).launch(
-            grid=[meeting.ctas, 1, 1],
-            block=[WARPGROUP + c.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=c.per_sm,
-            preferred_smem_carveout=100,
+            grid=[meeting.ctas, 1, 1], stream=stream, **launch_shape(self.c)
         )
 
     @cute.kernel
@@ -103,7 +75,7 @@ class Persistent:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         smem = self.of.shared_memory(memory, warp, layouts)
-        turning = const_expr(self.of.turning_warps)
+        loaders, turning = const_expr(self.c.loader_warps), const_expr(self.c.turning_warps)
         ring = rings(memory, warp, (("parts", _PARTS, 1, 4 * self.c.consumers + turning),))["parts"]
         parts = Parts(ring, memory.allocate_tensor(Int32, cute.make_layout((NOTE, _PARTS)), 16))
         sCame = memory.allocate_tensor(Int32, cute.make_layout(2), 8)
@@ -115,10 +87,10 @@ class Persistent:
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
-            if warp < self.of.loader_warps:
+            if warp < loaders:
                 self.produce(loads, ins, scalars, meeting.start, smem, parts, warp)
             elif const_expr(turning):
-                if warp < self.of.loader_warps + turning:
+                if warp < loaders + turning:
                     self.turn(ins, scalars, smem, parts)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
@@ -137,7 +109,7 @@ class Persistent:
             if part.ctas > 0:
                 if warp == 0:
                     parts.tell(n, part.note())
-                self.of.load(loads, ins, part, smem, fills)
+                self.of.produce(loads, ins, part.tile, part.sequence, smem, fills)
                 fills += part.tile.stop - part.tile.first
                 n += 1
         if warp == 0:
@@ -151,7 +123,7 @@ class Persistent:
             part = self._read(ins, parts, n)
             cute.arch.sync_warp()
             parts.ring.release(n)
-            self.of.turn(scalars, part, smem, fills)
+            self.of.turn(scalars, part.tile, smem, fills)
             fills += part.tile.stop - part.tile.first
             n += 1
 
@@ -166,10 +138,10 @@ class Persistent:
         fills, n = Int32(0), Int32(0)
         while parts.wait(n) >= 0:
             part = self._read(ins, parts, n)
-            rows, _ = self.of.rows(ins, outs, part)
+            rows, _ = self.of.rows(ins, outs, part.tile, part.sequence)
             here, sums = self.of.attend(w, rows, scalars, part.tile, smem, fills)
             part = self._read(ins, parts, n)  # again: registers are scarce between
-            rows, results = self.of.rows(ins, outs, part)
+            rows, results = self.of.rows(ins, outs, part.tile, part.sequence)
             if part.ctas == 1:
                 multi_combine.store(c, here, rows, results, part.tile, sums)
             else:

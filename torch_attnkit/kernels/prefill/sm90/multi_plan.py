@@ -5,7 +5,9 @@ Knows sizes alone. Imports no cutlass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch_attnkit.core.spec import short
 
 from ..problem import Problem
 from .clusters import at_once
@@ -84,6 +86,14 @@ def shares(problem: Problem, keys: int, sms: int) -> bool:
     tiles = problem.batch * problem.kv_heads
     enough = tiles >= _SHARED_FROM * sms and problem.scores.most_keys(keys, problem.longest) >= _SHARED_KEYS
     return problem.batch > 1 and problem.dim_v <= 128 and enough
+
+
+def signature(problem: Problem, tiles: Tiles) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    p = problem
+    return {
+        "dtype": short(p.dtype), "dim": p.dim, "dim_v": p.dim_v, "softcap": p.scores.capped, **tiles._asdict()
+    }  # fmt: skip
 
 
 def cost(tiles: Tiles, ctas: int, row_tiles: int, groups: int, steps: int, dims: int, sms: int) -> float:

@@ -30,11 +30,15 @@ class Sequences(Protocol):
 
     def count(self, ins: Any) -> Int32: ...
     def kv_heads(self, ins: Any) -> Int32: ...
-    def group(self, ins: Any) -> tuple: ...
+    def group(self, ins: Any) -> tuple: ...  # query heads that share a KV head, and 1 over that
     def sequence(self, ins: Any, scalars: Any, b: Int32) -> Sequence: ...
     def batch(self, b: Int32) -> Int32: ...  # its place in the tensors that a work tile's rows are read from
     @property
-    def one_tile(self) -> bool: ...  # whether each has one tile of rows, by the plan
+    def one_tile(self) -> bool: ...  # whether each has one tile of rows, by the plan of persistent CTAs
+    # Where a cluster has one work tile: how many clusters, and this CTA's, the number of its sequence, whether there is
+    # one.
+    def clusters(self, ins: Any) -> Int32: ...
+    def work_tile(self, ins: Any, scalars: Any) -> tuple[WorkTile, Int32, Any]: ...
 
 
 class Run(NamedTuple):
@@ -82,8 +86,7 @@ class Scheduler(Fixed):
 
     def _tile(self, ins: Any, scalars: Any, seq: Sequence, place: tuple, number: Int32) -> WorkTile:
         c, group = self.c, self.sequences.group(ins)
-        rules = MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
-        return row_tile(c, seq, place, group, number * c.tile_m, c.tile_m, rules)
+        return row_tile(c, seq, place, group, number * c.tile_m, c.tile_m, MaskRules.of(scalars))
 
     def _units(self, ins: Any, scalars: Any, seq: Sequence, number: Int32, extra: Int32 | int) -> Int32:
         zero = Int32(0)

@@ -1,12 +1,14 @@
 """What the kernel for blocks of queries is compiled for, and the groups of arguments that its functions pass on."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_attnkit.cuda import fake
+
+from .. import arguments as shared
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,26 @@ class Config:
     late_rescale: bool = False
     pair: bool = False  # two CTAs, on neighbouring tiles of rows, load half of K and V each, for both
 
+    turning_warps: ClassVar[int] = 0  # of the producer's warpgroup, those that turn V around
+    scales: ClassVar[tuple[bool, ...]] = ()  # which of q's, k's and v's there are
+
     @property
     def out_dtype(self) -> Any:
         return self.dtype
+
+    @property
+    def loader_warps(self) -> int:
+        """Of the producer's warpgroup, the first: they load keys."""
+        return 1
+
+    @property
+    def ctas(self) -> int:
+        """That load each block together."""
+        return 2 if self.pair else 1
+
+    @property
+    def cluster_rows(self) -> int:
+        return self.tile_m * self.ctas
 
     @property
     def consumers(self) -> int:
@@ -71,12 +90,15 @@ class Config:
 
 
 class Inputs(NamedTuple):
+    """E4M3 comes as bytes, which every torch hands over."""
+
     q: cute.Tensor  # (B, T, Hq, D)
     k: cute.Tensor  # (B, Hkv, S, D)
     v: cute.Tensor  # (B, Hkv, S, Dv)
     kv_len: cute.Tensor  # (B)
     sink: cute.Tensor  # (Hq), anything where Scalars.has_sink is 0
     kv_start: cute.Tensor  # (B), likewise with has_start
+    scales: Any  # of q, k and v, (B, Hkv) each; or None
 
 
 class Outputs(NamedTuple):
@@ -122,23 +144,28 @@ class Layouts(NamedTuple):
 def arguments(dtype: str, config: Config) -> list[Any]:
     """Stand-ins for what the host passes: ``Inputs``, ``Outputs``, ``Scalars`` and the stream."""
     B, T, S, Hq, Hkv = (fake.dim32() for _ in range(5))
-
-    def rows(*shape: Any) -> Any:
-        return fake.tensor(dtype, shape, (*(fake.dim(8) for _ in shape[1:]), 1))
-
-    def vector(kind: str, size: Any) -> Any:
-        return fake.tensor(kind, (size,), (None,), align=4)
-
+    stored = stored_as(dtype)
     ins = Inputs(
-        rows(B, T, Hq, config.dim),
-        rows(B, Hkv, S, config.dim),
-        rows(B, Hkv, S, config.dim_v),
-        vector("i32", B),
-        vector("f32", None),
-        vector("i32", B),
+        shared._rows(stored, B, T, Hq, config.dim),
+        shared._rows(stored, B, Hkv, S, config.dim),
+        shared._rows(stored, B, Hkv, S, config.dim_v),
+        shared._vector("i32", B),
+        shared._vector("f32", None),
+        shared._vector("i32", B),
+        shared._scales(config, B, Hkv),
     )
-    outs = Outputs(rows(B, T, Hq, config.dim_v), fake.tensor("f32", (B, T, Hq), align=4))
-    return [ins, outs, Scalars(Float32(0), Float32(0), *(Int32(0) for _ in range(6))), fake.stream()]
+    return [ins, *other_arguments(dtype, config, B, T, Hq)]
+
+
+def stored_as(dtype: str) -> str:
+    return "u8" if dtype == "f8e4m3" else dtype
+
+
+def other_arguments(dtype: str, config: Config, *rows: Any) -> list[Any]:
+    """Stand-ins for what comes behind ``Inputs``; ``rows`` are the axes of a row of the output."""
+    out = shared._rows("bf16" if dtype == "f8e4m3" else dtype, *rows, config.dim_v)
+    outs = Outputs(out, fake.tensor("f32", rows, align=4))
+    return [outs, Scalars(Float32(0), Float32(0), *(Int32(0) for _ in range(6))), fake.stream()]
 
 
 def meeting() -> Meeting:

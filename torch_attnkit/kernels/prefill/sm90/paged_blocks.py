@@ -1,9 +1,13 @@
 """Which rows of a packed batch a CTA works on when all query heads of a KV head share a tile, and a sequence's keys lie
 in pages."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
+
+from torch_attnkit.cuda.ring import Fixed
 
 from ..blocks import Sequence
 from .multi_blocks import MaskRules, part_of_cluster, row_tile
@@ -57,13 +61,6 @@ def group_of(ins) -> tuple[Int32, Float32]:
 
 
 @cute.jit
-def work_tile(c: cutlass.Constexpr, ins, scalars, rules: MaskRules, span: cutlass.Constexpr):
-    """What this CTA computes, the number of its sequence, and whether the slot of this cluster holds a tile at all."""
-    whole, b, there = tile_of(c, ins, rules, cute.arch.cluster_idx()[0], span)
-    return part_of_cluster(c, whole, cute.arch.block_in_cluster_idx()[0], scalars.ctas), b, there
-
-
-@cute.jit
 def tile_of(c: cutlass.Constexpr, ins, rules: MaskRules, index: Int32, span: cutlass.Constexpr):
     """The rows of one slot and KV head, all steps of them, the number of their sequence, and whether there are any.
 
@@ -79,3 +76,35 @@ def tile_of(c: cutlass.Constexpr, ins, rules: MaskRules, index: Int32, span: cut
     there = (seq.tokens > 0) & (local >= 0) & (local < tiles)
     begin = cutlass.select_(there, (tiles - 1 - local) * span, Int32(0))
     return row_tile(c, seq, (Int32(0), kv_head), group, begin, span, rules), b, there
+
+
+class PackedSequences(Fixed):
+    """Those of a packed batch over pages, and one of what lies behind the last: ``multi_schedule.Sequences``."""
+
+    one_tile = False
+
+    def __init__(self, config: Any):
+        self.c, self.group = config, group_of
+
+    def count(self, ins: Any) -> Int32:
+        return Int32(ins.cu_q.shape[0])
+
+    def kv_heads(self, ins: Any) -> Int32:
+        return Int32(ins.k.shape[2])
+
+    def batch(self, b: Int32) -> Int32:
+        return Int32(0)
+
+    def sequence(self, ins: Any, scalars: Any, b: Int32) -> Sequence:
+        return sequence(self.c, ins, b)
+
+    def clusters(self, ins: Any) -> Int32:
+        heads = self.kv_heads(ins)
+        group = Int32(ins.q.shape[1]) // heads
+        return slots(Int32(ins.q.shape[0]), group, self.count(ins), self.c.cluster_rows) * heads
+
+    @cute.jit
+    def work_tile(self, ins: Any, scalars: Any):
+        c, index = self.c, cute.arch.cluster_idx()[0]
+        whole, b, there = tile_of(c, ins, MaskRules.of(scalars), index, c.cluster_rows)
+        return part_of_cluster(c, whole, cute.arch.block_in_cluster_idx()[0], scalars.ctas), b, there

@@ -4,50 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Int32
-
 from torch_attnkit.cuda import fake
-from torch_attnkit.cuda.ring import Fixed
 
-from .multi_codes import SharedMemory
-from .multi_codes_types import TURNING_WARPS
 from .multi_persistent import Persistent
-from .multi_schedule import Part
-from .multi_types import Outputs, Scalars, meeting
-from .page_loads import Loads
-from .paged_codes_types import Config, Inputs, Rows, arguments
-from .paged_kernel import Sequences
+from .multi_single import SingleTile
+from .multi_types import meeting
+from .paged_blocks import PackedSequences
+from .paged_codes_types import Config
 from .paged_multi_codes import PagedMultiCodes
-
-
-class PagesOfCodes(Fixed):
-    """``PagedMultiCodes`` as persistent CTAs use it."""
-
-    loader_warps, turning_warps = 1, TURNING_WARPS
-
-    def __init__(self, config: Config):
-        paged = self.paged = PagedMultiCodes(config)
-        self.multi, self.layouts, self.attend = paged.multi, paged.codes.layouts, paged.codes.attend
-        self.loads, self.prefetch, self.shared_memory = paged.loads, paged.keys.prefetch, paged.codes.shared_memory
-
-    def load(self, loads: Loads, ins: Inputs, part: Part, smem: SharedMemory, fills: Int32) -> None:
-        self.paged.produce(loads, ins, part.tile, part.sequence, smem, fills)
-
-    def turn(self, scalars: Scalars, part: Part, smem: SharedMemory, fills: Int32) -> None:
-        self.paged.codes.turn(scalars, part.tile, smem, fills)
-
-    def rows(self, ins: Inputs, outs: Outputs, part: Part) -> tuple[Rows, Outputs]:
-        return self.paged.rows(ins, outs, part.tile, part.sequence)
+from .paged_types import arguments
 
 
 def trace_paged(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:
     """Rows of q and of the pages start at multiples of 16 bytes, as vectors and TMA need."""
     config = Config(fake.dtype(dtype), **signature)
-    return PagedMultiCodes(config), arguments(config)
+    kernel = SingleTile(config, PagedMultiCodes(config), PackedSequences(config), tile_first=True)
+    return kernel, arguments(dtype, config)
 
 
 def trace_paged_persistent(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:
     """The same for few queries of each sequence, whose lengths differ."""
     config = Config(fake.dtype(dtype), **signature)
-    *rest, stream = arguments(config)
-    return Persistent(config, PagesOfCodes(config), Sequences(config)), [*rest, meeting(), stream]
+    *rest, stream = arguments(dtype, config)
+    return Persistent(config, PagedMultiCodes(config), PackedSequences(config)), [*rest, meeting(), stream]

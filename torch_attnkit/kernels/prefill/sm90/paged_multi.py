@@ -11,20 +11,17 @@ begin evens out what they have to do.
 Tile letters: M rows, N keys.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32
 
 from torch_attnkit.cuda.ring import Ring, rings
 
 from .mainloop import Mainloop, Stages
-from .multi import Multi, Once, SharedMemory, grid_of
-from .multi_blocks import MaskRules, WorkTile
-from .multi_types import Layouts, Outputs, Scalars
+from .multi import Multi, Once, SharedMemory
+from .multi_blocks import WorkTile
+from .multi_types import Layouts, Outputs
 from .page_loads import Boxes, CopiedRing, CopiedRows, Loads
-from .paged_blocks import slots, work_tile
 from .paged_types import Config, Inputs, Rows
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor), where
@@ -38,70 +35,36 @@ def rows_from(t: cute.Tensor, q0: Int32) -> cute.Tensor:
     return cute.make_tensor(moved.iterator, cute.prepend(moved.layout, cute.make_layout(1, stride=0)))
 
 
+def rows_of(ins: Inputs, outs: Outputs, tile: WorkTile, sequence: Int32 | None = None) -> tuple[Rows, Outputs]:
+    """A tile's sequence as a dense batch of one; its scales, if there are any, are found by its number. What lies
+    behind the last has that one's."""
+    q0, scales = tile.seq.q0, None
+    if ins.scales is not None:
+        known = cutlass.min(sequence, Int32(ins.kv_len.shape[0]) - 1)
+        scales = tuple(cute.domain_offset((known, 0), scale) for scale in ins.scales)
+    return Rows(rows_from(ins.q, q0), ins.sink, scales), Outputs(*(rows_from(t, q0) for t in outs))
+
+
 class PagedMulti:
-    """The kernel: one work tile a CTA, a producer, and the consumers of ``Multi``."""
+    """The ``Collective`` of a packed batch over pages: warps that load, and the consumers of ``Multi``."""
 
     def __init__(self, config: Config):
-        self.c, self.mainloop, self.multi = config, Mainloop(config), Multi(config)
+        self.c, self.mainloop, self.multi, self.rows = config, Mainloop(config), Multi(config), rows_of
         self.keys = Boxes(config) if config.box else CopiedRows(config)
-        self.regs_load, self.regs_mma = self.multi.regs_load, self.multi.regs_mma
+        self.layouts, self.prefetch = self.multi.layouts, self.keys.prefetch
+        self.turn, self.attend, self.registers = self.multi.turn, self.multi.attend, self.multi.registers
         if not config.box:
-            self.regs_load, self.regs_mma = _REGISTERS_OF_ROWS[config.consumers, config.per_sm]
-        self.span = config.tile_m * (2 if config.pair else 1)  # rows of a cluster
+            self.registers = _REGISTERS_OF_ROWS[config.consumers, config.per_sm]
 
-    @cute.jit
-    def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
-        c, layouts = self.c, self.multi.layouts()
-        qk_mma, pv_mma = self.mainloop.mmas()
-        heads = Int32(ins.k.shape[2])
-        group = Int32(ins.q.shape[1]) // heads
-        tiles = slots(Int32(ins.q.shape[0]), group, Int32(ins.cu_q.shape[0]), self.span) * heads
-        self.kernel(self.keys.loads(ins), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
-            stream=stream, **grid_of(c, tiles, scalars.ctas)
-        )
+    def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
+        return self.keys.loads(ins)
 
-    @cute.kernel
-    def kernel(
-        self,
-        loads: Loads,
-        ins: Inputs,
-        outs: Outputs,
-        scalars: Scalars,
-        layouts: Layouts,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-    ):
-        c = self.c
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = self.shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
-        if warp == 0:
-            self.keys.prefetch(loads)
-        rules = MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
-        tile, sequence, there = work_tile(c, ins, scalars, rules, self.span)
-        cute.arch.mbarrier_init_fence()
-        if const_expr(c.pair):
-            self.multi._sync_cluster()  # neither CTA may write to the other before its barriers stand
-        else:
-            cute.arch.sync_threads()
-        if there:
-            if warp < 4:
-                cute.arch.setmaxregister_decrease(self.regs_load)
-                if warp < c.loader_warps:
-                    self.produce(loads, ins, tile, sequence, smem, Int32(0))
-                self.multi._idle_through_combine(scalars)
-            else:
-                cute.arch.setmaxregister_increase(self.regs_mma)
-                rows, results = self.rows(ins, outs, tile)
-                self.multi.consume(rows, results, scalars, tile, smem, qk_mma, pv_mma)
-
-    def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile) -> tuple[Rows, Outputs]:
-        """A tile's sequence as a dense batch of one."""
-        q0 = tile.seq.q0
-        return Rows(rows_from(ins.q, q0), ins.sink), Outputs(*(rows_from(t, q0) for t in outs))
+    def loading(self, warp: Int32) -> Boolean:
+        return warp < self.c.loader_warps
 
     def shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
-        arrivals = 4 * c.consumers * (2 if c.pair else 1)
+        arrivals = 4 * c.consumers * c.ctas
         full = 1 if c.box else 32 * c.loader_warps
         found = rings(memory, warp, (("k", c.stages, full, arrivals), ("v", c.stages, full, arrivals)))
         kind = Ring if c.box else CopiedRing
@@ -112,8 +75,7 @@ class PagedMulti:
     def produce(
         self, loads: Loads, ins: Inputs, tile: WorkTile, sequence: Int32, smem: SharedMemory, fills: Int32
     ):  # fmt: skip
-        """Every warp that loads: the blocks of K and of V, V one behind K, pages looked up a block ahead; ``fills`` of
-        either ring were before."""
+        """Every warp that loads: the blocks of K and of V, V one behind K, pages looked up a block ahead."""
         c, stages, keys = self.c, smem.stages, self.keys
         k, v = (loads.k_atom, loads.k), (loads.v_atom, loads.v)
         places = keys.places(ins, tile, sequence, tile.block(tile.first))

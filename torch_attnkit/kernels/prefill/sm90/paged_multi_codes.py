@@ -6,8 +6,6 @@ swizzled as products read them and V's as they come, and the others of its warpg
 Tile letters: M rows, N keys.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -16,14 +14,13 @@ from cutlass.cute.nvgpu import cpasync
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed, Ring
 
-from .multi import grid_of
-from .multi_blocks import MaskRules, WorkTile
+from .multi_blocks import WorkTile
 from .multi_codes import MultiCodes, SharedMemory
-from .multi_types import Layouts, Outputs, Scalars
+from .multi_types import Layouts
 from .page_loads import Boxes, Loads
-from .paged_blocks import slots, work_tile
-from .paged_codes_types import Config, Inputs, Rows
-from .paged_multi import rows_from
+from .paged_codes_types import Config
+from .paged_multi import rows_of
+from .paged_types import Inputs
 
 
 class Values(Fixed):
@@ -62,14 +59,14 @@ class Values(Fixed):
 
 
 class PagedMultiCodes:
-    """The kernel: one work tile a CTA, a producer that turns V around, and the consumers of ``Multi``."""
+    """The ``Collective`` of a packed batch over pages of E4M3."""
 
     def __init__(self, config: Config):
-        self.c, self.codes = config, MultiCodes(config)
-        self.multi, self.mainloop = self.codes.multi, self.codes.mainloop
+        codes = self.codes = MultiCodes(config)
+        self.c, self.multi, self.mainloop, self.rows = config, codes.multi, codes.mainloop, rows_of
         self.keys, self.values = Boxes(config), Values(config)
-        self.regs_load, self.regs_mma = self.codes.regs_load, self.codes.regs_mma
-        self.span = config.tile_m * (2 if config.pair else 1)  # rows of a cluster
+        self.layouts, self.prefetch, self.shared_memory = codes.layouts, self.keys.prefetch, codes.shared_memory
+        self.loading, self.turn, self.attend, self.registers = codes.loading, codes.turn, codes.attend, codes.registers
 
     def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
         as_numbers = ins._replace(k=self.codes.numbers(ins.k), v=self.codes.numbers(ins.v))
@@ -77,74 +74,10 @@ class PagedMultiCodes:
         return Loads(*keys, *self.values.atom(as_numbers.v))
 
     @cute.jit
-    def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
-        c, layouts = self.c, self.codes.layouts()
-        qk_mma, pv_mma = self.mainloop.mmas()
-        heads = Int32(ins.k.shape[2])
-        group = Int32(ins.q.shape[1]) // heads
-        tiles = slots(Int32(ins.q.shape[0]), group, Int32(ins.cu_q.shape[0]), self.span) * heads
-        self.kernel(self.loads(ins, layouts), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
-            stream=stream, **grid_of(c, tiles, scalars.ctas)
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        loads: Loads,
-        ins: Inputs,
-        outs: Outputs,
-        scalars: Scalars,
-        layouts: Layouts,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-    ):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem = self.codes.shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
-        tile, sequence, there = self._work_tile(ins, scalars)
-        if warp == 0:
-            self.keys.prefetch(loads)
-        cute.arch.mbarrier_init_fence()
-        self._await_barriers()
-        if there:
-            if warp < 4:
-                cute.arch.setmaxregister_decrease(self.regs_load)
-                if warp == 0:
-                    self.produce(loads, ins, tile, sequence, smem, Int32(0))
-                else:
-                    self.codes.turn(scalars, tile, smem, Int32(0))
-                self.multi._idle_through_combine(scalars)
-            else:
-                cute.arch.setmaxregister_increase(self.regs_mma)
-                rows, results = self.rows(ins, outs, tile, sequence)
-                w = self.multi.consumer(scalars, smem, qk_mma, pv_mma)
-                self.mainloop.begin_turns(w)
-                here, sums = self.codes.attend(w, rows, scalars, tile, smem, Int32(0))
-                self.multi.finish(here, sums, rows, results, scalars, tile, smem)
-
-    def _work_tile(self, ins: Inputs, scalars: Scalars) -> tuple:
-        rules = MaskRules(scalars.causal, scalars.window, scalars.sink_tokens)
-        return work_tile(self.c, ins, scalars, rules, self.span)
-
-    def _await_barriers(self) -> None:
-        """Neither CTA of a pair may write to the other before its barriers stand."""
-        if self.c.pair:
-            self.multi._sync_cluster()
-        else:
-            cute.arch.sync_threads()
-
-    def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile, sequence: Int32) -> tuple[Rows, Outputs]:
-        """A tile's sequence as a dense batch of one. What lies behind the last has that one's scales."""
-        q0 = tile.seq.q0
-        known = cutlass.min(sequence, Int32(ins.kv_len.shape[0]) - 1)
-        scales = tuple(cute.domain_offset((known, 0), scale) for scale in ins.scales)
-        return Rows(rows_from(ins.q, q0), ins.sink, scales), Outputs(*(rows_from(t, q0) for t in outs))
-
-    @cute.jit
     def produce(
         self, loads: Loads, ins: Inputs, tile: WorkTile, sequence: Int32, smem: SharedMemory, fills: Int32
     ):  # fmt: skip
-        """One warp: the blocks of K and of V as it is, pages looked up a block ahead; ``fills`` of every ring were
-        before."""
+        """One warp: the blocks of K and of V as it is, pages looked up a block ahead."""
         c, stages, keys = self.c, smem.stages, self.keys
         k, v = (loads.k_atom, loads.k), (loads.v_atom, loads.v)
         places = keys.places(ins, tile, sequence, tile.block(tile.first))

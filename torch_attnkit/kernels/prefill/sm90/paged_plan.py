@@ -6,7 +6,7 @@ Knows sizes alone. Imports no cutlass.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..paged import Problem
 from . import multi_plan
@@ -77,6 +77,12 @@ def plan(
         if rows > _PAIRED * choice.pair.tile_m and box_of(problem.page, choice.pair):
             return Plan(choice.pair, 2, box_of(problem.page, choice.pair))
     return Plan(tiles, ctas, box_of(problem.page, tiles))
+
+
+def signature(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    pages = {"page": problem.page, "box": plan.box, "group": problem.attention.group if plan.dynamic else 0}
+    return multi_plan.signature(problem.attention, plan.tiles) | pages
 
 
 def _fills(tiles: Tiles, group: int) -> bool:

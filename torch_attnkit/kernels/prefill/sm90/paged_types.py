@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from torch_attnkit.cuda import fake
 
+from .. import arguments as shared
 from . import multi_types
-from .multi_types import Outputs, Scalars
+from .multi_types import other_arguments, stored_as
 
 _SHARED_MEMORY, _BARRIERS = 227 << 10, 2 << 10  # bytes: of a CTA, and what barriers and notes take of it at most
 
@@ -22,11 +23,6 @@ class Config(multi_types.Config):
     page: int = 1  # keys
     box: int = 0  # keys that TMA loads at once; 0: threads copy rows
     group: int = 0  # query heads of a KV head, where persistent CTAs draw their work tiles; else 0
-
-    @property
-    def ctas(self) -> int:
-        """That load each block together."""
-        return 2 if self.pair else 1
 
     @property
     def boxes(self) -> int:
@@ -59,9 +55,12 @@ class Config(multi_types.Config):
 
 
 class Inputs(NamedTuple):
+    """E4M3 comes as bytes, which every torch hands over."""
+
     q: cute.Tensor  # (Tq, Hq, D)
     k: cute.Tensor  # (Np, Ps, Hkv, D)
     v: cute.Tensor  # (Np, Ps, Hkv, Dv)
+    scales: Any  # of q, k and v, (B, Hkv) each; or None
     cu_q: cute.Tensor  # (B + 1)
     table: cute.Tensor  # (B, Mp)
     kv_len: cute.Tensor  # (B)
@@ -73,6 +72,7 @@ class Rows(NamedTuple):
 
     q: cute.Tensor  # (1, T, Hq, D)
     sink: cute.Tensor  # (Hq)
+    scales: Any  # of q, k and v, from the sequence's on; or None
 
 
 class Draws(NamedTuple):
@@ -87,24 +87,18 @@ def draws() -> Draws:
     return Draws(fake.tensor("i32", (None,), (None,), align=4), Int32(0))
 
 
-def arguments(dtype: str, config: Config) -> list[Any]:
+def arguments(dtype: str, config: Any) -> list[Any]:
     """Stand-ins for what the host passes: ``Inputs``, ``Outputs``, ``Scalars`` and the stream."""
     T, B, count, Np, Hq, Hkv = (fake.dim32() for _ in range(6))
-
-    def rows(*shape: Any) -> Any:
-        return fake.tensor(dtype, shape, (*(fake.dim(8) for _ in shape[1:]), 1))
-
-    def vector(kind: str, size: Any) -> Any:
-        return fake.tensor(kind, (size,), (None,), align=4)
-
+    stored = stored_as(dtype)
     ins = Inputs(
-        rows(T, Hq, config.dim),
-        rows(Np, config.page, Hkv, config.dim),
-        rows(Np, config.page, Hkv, config.dim_v),
-        vector("i32", count),
+        shared._rows(stored, T, Hq, config.dim),
+        shared._rows(stored, Np, config.page, Hkv, config.dim),
+        shared._rows(stored, Np, config.page, Hkv, config.dim_v),
+        shared._scales(config, B, Hkv),
+        shared._vector("i32", count),
         fake.tensor("i32", (B, None), align=4),
-        vector("i32", B),
-        vector("f32", None),
+        shared._vector("i32", B),
+        shared._vector("f32", None),
     )
-    outs = Outputs(rows(T, Hq, config.dim_v), fake.tensor("f32", (T, Hq), align=4))
-    return [ins, outs, Scalars(Float32(0), Float32(0), *(Int32(0) for _ in range(6))), fake.stream()]
+    return [ins, *other_arguments(dtype, config, T, Hq)]

@@ -21,7 +21,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring
 
 from ..blocks import unseen_keys
 from .multi_blocks import WorkTile
-from .multi_codes_types import TURNING_WARPS, Config
+from .multi_codes_types import Config
 
 _LANES = 32
 _KEYS, _COLUMNS = 16, 4  # of a lane at a time
@@ -67,7 +67,7 @@ class TurnedValues(Fixed):
         c = self.c
         quads = const_expr(c.dim_v // _COLUMNS)
         thread = cute.arch.thread_idx()[0] - _LANES
-        for i in cutlass.range(thread, quads * (c.tile_n // _KEYS), _LANES * TURNING_WARPS, unroll=1):
+        for i in cutlass.range(thread, quads * (c.tile_n // _KEYS), _LANES * c.turning_warps, unroll=1):
             quad, chunk = i % quads, i // quads
             swap = chunk % 2 if const_expr(quads < _LANES) else 0
             turn = quad // 2 % _COLUMNS
