@@ -13,8 +13,7 @@ from torch_attnkit.cuda import compile, driver
 from ...scores import MOST
 from ..launch import nothing_attended, query_reader, reader, scalars
 from ..problem import Operands, Problem
-from . import multi_plan
-from .meeting import meeting
+from . import multi_plan, multi_workspace
 from .multi_plan import Plan, Tiles
 
 _KERNEL = "torch_attnkit.kernels.prefill.sm90.cached_kernel"
@@ -42,7 +41,7 @@ def launcher_of(problem: Problem, target: Target, kernel: str, plans: Plans) -> 
     run = compile.launcher(target, p.device, kernel, trace=trace, **plans.signature(p, plan.tiles))
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     scales_of, numbers = scale_reader(p), scalars_of(p, plan.ctas)
-    joins = meeting(p, plan)
+    workspace = multi_workspace.of_splits(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
 
     def launch(o: Operands) -> None:
@@ -50,7 +49,7 @@ def launcher_of(problem: Problem, target: Target, kernel: str, plans: Plans) -> 
             return nothing_attended(o)
         sink, start = unread if o.sink is None else o.sink, o.kv_len if o.kv_start is None else o.kv_start
         ins = (read_q(o.q), read_k(o.k), read_v(o.v), o.kv_len, sink, start, scales_of(o.scales))
-        run(ins, (o.out, o.lse), numbers, *joins())
+        run(ins, (o.out, o.lse), numbers, *workspace())
 
     return launch
 

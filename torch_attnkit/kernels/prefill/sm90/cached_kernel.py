@@ -10,7 +10,7 @@ from .multi import Multi
 from .multi_blocks import DenseSequences
 from .multi_persistent import Persistent
 from .multi_single import SingleTile
-from .multi_types import Config, arguments, meeting
+from .multi_types import Config, arguments, split_workspace
 
 
 def trace_cached(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:
@@ -23,4 +23,4 @@ def trace_cached_persistent(arch: str, *, dtype: str, **signature: Any) -> tuple
     """The same for batches whose lengths differ."""
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(dtype, config)
-    return Persistent(config, Multi(config), DenseSequences(config)), [*rest, meeting(), stream]
+    return Persistent(config, Multi(config), DenseSequences(config)), [*rest, split_workspace(), stream]

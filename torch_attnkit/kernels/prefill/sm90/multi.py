@@ -113,7 +113,9 @@ class Collective(Protocol):
     def produce(
         self, loads: Any, ins: Any, tile: WorkTile, sequence: Int32, smem: SharedMemory, fills: Int32
     ) -> None: ...  # ``fills`` of every ring were before
-    def turn(self, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32) -> None: ...
+    def turn(
+        self, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
+    ) -> None: ...  # by the warps behind these
     def rows(self, ins: Any, outs: Outputs, tile: WorkTile, sequence: Int32) -> tuple[Any, Outputs]: ...
     def attend(
         self, w: Consumer, rows: Any, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32

@@ -4,7 +4,7 @@
     producer's other warps  --V turned around (turned_values.py), a ring-->  shared memory
     1 or 2 consumer warpgroups of 64 rows, with the mainloop of codes.py
 
-Rows of a tile, clusters, pairs and the sum over a cluster are ``Multi``'s. The cache crosses memory once, half as many
+Rows of a tile are ``Multi``'s. The cache crosses memory once, half as many
 bytes as of 16 bits. Scales are numbers of a work tile: q's and k's go into that of its scores, v's into its output.
 
 Tile letters: M rows, N keys.
@@ -62,11 +62,8 @@ class MultiCodes:
         return Layouts(*(self.mainloop.layout(shape) for shape in shapes))
 
     def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
-        keys_first = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
-        atoms = []
-        for tensor, layout in ((ins.k, layouts.k), (ins.v, staged_layout(self.c))):
-            atoms += copies.tma_atom(keys_first(self.numbers(tensor)), layout, self.c.ctas)
-        return Loads(*atoms)
+        as_numbers = ins._replace(k=self.numbers(ins.k), v=self.numbers(ins.v))
+        return self.multi.loads(as_numbers, layouts._replace(v=staged_layout(self.c)))
 
     def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c

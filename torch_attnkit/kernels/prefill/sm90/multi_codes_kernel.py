@@ -11,7 +11,7 @@ from .multi_codes import MultiCodes
 from .multi_codes_types import Config
 from .multi_persistent import Persistent
 from .multi_single import SingleTile
-from .multi_types import arguments, meeting
+from .multi_types import arguments, split_workspace
 
 
 def trace_cached(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:
@@ -24,4 +24,4 @@ def trace_cached_persistent(arch: str, *, dtype: str, **signature: Any) -> tuple
     """The same for batches whose lengths differ."""
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(dtype, config)
-    return Persistent(config, MultiCodes(config), DenseSequences(config)), [*rest, meeting(), stream]
+    return Persistent(config, MultiCodes(config), DenseSequences(config)), [*rest, split_workspace(), stream]

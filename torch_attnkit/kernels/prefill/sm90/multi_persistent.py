@@ -1,4 +1,4 @@
-"""The kernels of ``multi.py`` and ``paged_multi.py`` with persistent CTAs, for batches whose lengths differ.
+"""The kernels of ``multi.py``, ``paged_multi.py`` and theirs over E4M3 with persistent CTAs, for ragged batches.
 
     producer  --K and V of one work tile after another-->  rings  -->  consumers: a tile's rows, stored or a split
     who ends the last split of a tile adds the others, which lie in device memory (``multi_splits.py``)
@@ -21,7 +21,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from . import multi_combine, multi_splits
 from .multi import Collective, SharedMemory, launch_shape
 from .multi_schedule import NOTE, Part, Scheduler, Sequences
-from .multi_types import Layouts, Meeting, Outputs, Scalars
+from .multi_types import Layouts, Outputs, Scalars, SplitWorkspace
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor): the
 # producer's has a scheduler.
@@ -53,6 +53,8 @@ class Parts(Fixed):
 
 
 class Persistent:
+    """The kernel: a producer goes through its CTA's run of blocks, the others have its parts from it."""
+
     def __init__(self, config: Any, collective: Collective, sequences: Sequences):
         self.c, self.of, self.mainloop = config, collective, collective.multi.mainloop
         self.await_consumers = collective.multi.await_consumers
@@ -61,15 +63,15 @@ class Persistent:
         self.regs_load, self.regs_mma = registers[config.consumers, config.per_sm]
 
     @cute.jit
-    def __call__(self, ins: Any, outs: Outputs, scalars: Scalars, meeting: Meeting, stream: Any):
+    def __call__(self, ins: Any, outs: Outputs, scalars: Scalars, workspace: SplitWorkspace, stream: Any):
         layouts, mmas = self.of.layouts(), self.mainloop.mmas()
-        self.kernel(self.of.loads(ins, layouts), ins, outs, scalars, meeting, layouts, *mmas).launch(
-            grid=[meeting.ctas, 1, 1], stream=stream, **launch_shape(self.c)
+        self.kernel(self.of.loads(ins, layouts), ins, outs, scalars, workspace, layouts, *mmas).launch(
+            grid=[workspace.ctas, 1, 1], stream=stream, **launch_shape(self.c)
         )
 
     @cute.kernel
     def kernel(
-        self, loads: Any, ins: Any, outs: Outputs, scalars: Scalars, meeting: Meeting, layouts: Layouts,
+        self, loads: Any, ins: Any, outs: Outputs, scalars: Scalars, workspace: SplitWorkspace, layouts: Layouts,
         qk_mma: cute.TiledMma, pv_mma: cute.TiledMma,
     ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -79,7 +81,7 @@ class Persistent:
         ring = rings(memory, warp, (("parts", _PARTS, 1, 4 * self.c.consumers + turning),))["parts"]
         parts = Parts(ring, memory.allocate_tensor(Int32, cute.make_layout((NOTE, _PARTS)), 16))
         sCame = memory.allocate_tensor(Int32, cute.make_layout(2), 8)
-        places = (t.iterator.toint() for t in (meeting.splits, meeting.count))
+        places = (t.iterator.toint() for t in (workspace.splits, workspace.count))
         splits = multi_splits.Splits(self.c, self.await_consumers, *places, sCame)
         if warp == 0:
             self.of.prefetch(loads)
@@ -88,7 +90,7 @@ class Persistent:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             if warp < loaders:
-                self.produce(loads, ins, scalars, meeting.start, smem, parts, warp)
+                self.produce(loads, ins, scalars, workspace.start, smem, parts, warp)
             elif const_expr(turning):
                 if warp < loaders + turning:
                     self.turn(ins, scalars, smem, parts)

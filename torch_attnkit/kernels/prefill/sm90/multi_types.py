@@ -117,7 +117,7 @@ class Scalars(NamedTuple):
     ctas: Int32  # of a cluster: they share the keys of a tile, or, as a pair, load them for each other
 
 
-class Meeting(NamedTuple):
+class SplitWorkspace(NamedTuple):
     """Device memory in which persistent CTAs leave splits, and how many CTAs there are."""
 
     splits: cute.Tensor  # floats, two slots a CTA
@@ -168,6 +168,7 @@ def other_arguments(dtype: str, config: Config, *rows: Any) -> list[Any]:
     return [outs, Scalars(Float32(0), Float32(0), *(Int32(0) for _ in range(6))), fake.stream()]
 
 
-def meeting() -> Meeting:
+def split_workspace() -> SplitWorkspace:
     """Stand-ins for these."""
-    return Meeting(fake.tensor("f32", (None,), align=16), fake.tensor("i32", (None,), align=4), Int32(0), Int32(0))
+    splits, count = fake.tensor("f32", (None,), align=16), fake.tensor("i32", (None,), align=4)
+    return SplitWorkspace(splits, count, Int32(0), Int32(0))

@@ -12,9 +12,8 @@ from torch_attnkit.cuda import compile, driver
 
 from ..launch import query_reader, reader
 from ..paged import Operands, Problem
-from . import paged_plan
+from . import multi_workspace, paged_plan
 from .cached import scalars_of, scale_reader
-from .meeting import drawing, meeting
 from .paged_plan import Plan
 
 _KERNEL = "torch_attnkit.kernels.prefill.sm90.paged_kernel"
@@ -42,7 +41,7 @@ def launcher_of(problem: Problem, target: Target, kernel: str, plans: Plans) -> 
     run = compile.launcher(target, p.device, kernel, trace=trace, **plans.signature(problem, plan))
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     scales_of, numbers = scale_reader(p), scalars_of(p, plan.ctas)
-    joins = drawing(p, plan) if plan.dynamic else meeting(p, plan)
+    workspace = (multi_workspace.of_draws if plan.dynamic else multi_workspace.of_splits)(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys, problem.pages) == 0
 
@@ -53,6 +52,6 @@ def launcher_of(problem: Problem, target: Target, kernel: str, plans: Plans) -> 
             return
         sink = unread if o.sink is None else o.sink
         ins = (read_q(o.q), read_k(o.k), read_v(o.v), scales_of(o.scales), o.cu_q, o.table, o.kv_len, sink)
-        run(ins, (o.out, o.lse), numbers, *joins())
+        run(ins, (o.out, o.lse), numbers, *workspace())
 
     return launch

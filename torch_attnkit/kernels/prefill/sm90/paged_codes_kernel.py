@@ -8,7 +8,7 @@ from torch_attnkit.cuda import fake
 
 from .multi_persistent import Persistent
 from .multi_single import SingleTile
-from .multi_types import meeting
+from .multi_types import split_workspace
 from .paged_blocks import PackedSequences
 from .paged_codes_types import Config
 from .paged_multi_codes import PagedMultiCodes
@@ -26,4 +26,4 @@ def trace_paged_persistent(arch: str, *, dtype: str, **signature: Any) -> tuple[
     """The same for few queries of each sequence, whose lengths differ."""
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(dtype, config)
-    return Persistent(config, PagedMultiCodes(config), PackedSequences(config)), [*rest, meeting(), stream]
+    return Persistent(config, PagedMultiCodes(config), PackedSequences(config)), [*rest, split_workspace(), stream]

@@ -8,7 +8,7 @@ from torch_attnkit.cuda import fake
 
 from .multi_persistent import Persistent
 from .multi_single import SingleTile
-from .multi_types import meeting
+from .multi_types import split_workspace
 from .paged_blocks import PackedSequences
 from .paged_dynamic import PagedDynamic
 from .paged_multi import PagedMulti
@@ -25,7 +25,7 @@ def trace_paged_persistent(arch: str, *, dtype: str, **signature: Any) -> tuple[
     """The same for few queries of each sequence, whose lengths differ."""
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(dtype, config)
-    return Persistent(config, PagedMulti(config), PackedSequences(config)), [*rest, meeting(), stream]
+    return Persistent(config, PagedMulti(config), PackedSequences(config)), [*rest, split_workspace(), stream]
 
 
 def trace_paged_dynamic(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:

@@ -2,11 +2,10 @@
 
     producer  --K and V, a ring each, from pages-->  shared memory  -->  1 or 2 consumer warpgroups, 64 rows each
 
-The consumers, and the clusters and pairs that they form, are ``multi.py``'s: the rows of a tile are all query heads of
-a KV head for as many queries as fit, so that a single token reads its keys once, and a long prompt fills tiles. What is
-different is where a tile's rows are, which a CTA finds by the offsets (``paged_blocks.py``), and where its keys are
-(``page_loads.py``). A CTA has one work tile: how long a sequence is only the device knows, and the order in which CTAs
-begin evens out what they have to do.
+The consumers are ``multi.py``'s: the rows of a tile are all query heads of a KV head for as many queries as fit, so
+that a single token reads its keys once, and a long prompt fills tiles. What is different is where a tile's rows are,
+which a CTA finds by the offsets (``PackedSequences``), and where its keys are (``page_loads.py``). How long a sequence
+is only the device knows: where a CTA has one work tile, the order in which CTAs begin evens out what they have to do.
 
 Tile letters: M rows, N keys.
 """
@@ -17,7 +16,7 @@ from cutlass import Boolean, Int32
 
 from torch_attnkit.cuda.ring import Ring, rings
 
-from .mainloop import Mainloop, Stages
+from .mainloop import Stages
 from .multi import Multi, Once, SharedMemory
 from .multi_blocks import WorkTile
 from .multi_types import Layouts, Outputs
@@ -49,10 +48,11 @@ class PagedMulti:
     """The ``Collective`` of a packed batch over pages: warps that load, and the consumers of ``Multi``."""
 
     def __init__(self, config: Config):
-        self.c, self.mainloop, self.multi, self.rows = config, Mainloop(config), Multi(config), rows_of
+        multi = self.multi = Multi(config)
+        self.c, self.mainloop, self.rows = config, multi.mainloop, rows_of
         self.keys = Boxes(config) if config.box else CopiedRows(config)
-        self.layouts, self.prefetch = self.multi.layouts, self.keys.prefetch
-        self.turn, self.attend, self.registers = self.multi.turn, self.multi.attend, self.multi.registers
+        self.layouts, self.prefetch = multi.layouts, self.keys.prefetch
+        self.turn, self.attend, self.registers = multi.turn, multi.attend, multi.registers
         if not config.box:
             self.registers = _REGISTERS_OF_ROWS[config.consumers, config.per_sm]
 

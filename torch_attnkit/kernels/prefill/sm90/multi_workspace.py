@@ -1,4 +1,4 @@
-"""Device memory that persistent CTAs of a launch share, for splits and for drawing; host side. Imports no cutlass."""
+"""Workspaces of persistent CTAs: device memory for splits, and a counter that deals work tiles. Imports no cutlass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..problem import Problem
 from . import multi_plan
 
 
-def meeting(problem: Problem, plan: multi_plan.Plan) -> Callable[[], tuple[Any, ...]]:
-    """What a launch of persistent CTAs takes beside its other arguments; nothing where there are none."""
+def of_splits(problem: Problem, plan: multi_plan.Plan) -> Callable[[], tuple[Any, ...]]:
+    """What a launch of persistent CTAs takes as its ``SplitWorkspace``; nothing where there are none."""
     p, tiles, ctas = problem, plan.tiles, plan.persistent
     if ctas == 0:
         return lambda: ()
@@ -21,7 +21,7 @@ def meeting(problem: Problem, plan: multi_plan.Plan) -> Callable[[], tuple[Any, 
     return lambda: ((*workspace.get(), ctas, start),)
 
 
-def drawing(problem: Problem, plan: Any) -> Callable[[], tuple[Any, ...]]:
-    """What a launch of persistent CTAs that draw their work tiles takes (``paged_plan.Plan.dynamic``)."""
+def of_draws(problem: Problem, plan: Any) -> Callable[[], tuple[Any, ...]]:
+    """What a launch of persistent CTAs that draw their work tiles takes (``paged_types.Draws``)."""
     workspace = Workspace(problem.device, 1, 1)
     return lambda: ((workspace.get()[1], plan.dynamic),)
