@@ -21,7 +21,7 @@ def meeting(problem: Problem, plan: multi_plan.Plan) -> Callable[[], tuple[Any, 
     return lambda: ((*workspace.get(), ctas, start),)
 
 
-def drawing(problem: Problem, plan: Any) -> Callable[[], tuple[Any, ...]]:
-    """What a launch of persistent CTAs that draw their work tiles takes (``paged_plan.Plan.dynamic``)."""
+def drawing(problem: Problem, ctas: int, section: int = 0) -> Callable[[], tuple[Any, ...]]:
+    """What a launch of ``ctas`` persistent CTAs takes that draw their work tiles (``dynamic_types.Draws``)."""
     workspace = Workspace(problem.device, 1, 1)
-    return lambda: ((workspace.get()[1], plan.dynamic),)
+    return lambda: ((workspace.get()[1], ctas, section),)

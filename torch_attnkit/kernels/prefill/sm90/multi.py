@@ -85,8 +85,11 @@ class Mask(Fixed):
         origin = block * c.tile_n + w.lane % 4 * 2  # the key of this lane's first column
         below = lambda key: _bits_below(key - origin, c.tile_n)
         for r in range(2):
-            seen = below(s.highs[r]) & ~below(s.lows[r])
-            seen |= below(s.sinks_ends[r]) & ~below(s.start)
+            seen = below(s.highs[r])
+            if const_expr(c.window or c.kv_start):
+                seen &= ~below(s.lows[r])
+            if const_expr(c.sink_tokens):
+                seen |= below(s.sinks_ends[r]) & ~below(s.start)
             for i in range(cute.size(rS)):
                 if i // 2 % 2 == r:
                     bit = 1 << (i // 4 * 2 + i % 2)
@@ -238,13 +241,18 @@ class Multi:
     @cute.jit
     def produce(self, loads: Loads, tile: WorkTile, smem: SharedMemory, fills: Int32):
         """One warp: the blocks of K and of V, V one behind K; ``fills`` of either ring were before."""
+        k_head, v_head = (t[None, None, tile.kv_head, tile.batch] for t in (loads.k, loads.v))
+        self.produce_from(loads, k_head, v_head, tile, smem, fills)
+
+    @cute.jit
+    def produce_from(self, loads: Loads, k_head: Any, v_head: Any, tile: WorkTile, smem: SharedMemory, fills: Int32):
+        """The same of a tile whose keys are (S, D), and values (S, Dv)."""
         c = self.c
         stages = smem.stages
         ring_k, ring_v = stages.ring_k, stages.ring_v
         ctas = const_expr(2 if c.pair else 1)
         rank = cute.arch.block_in_cluster_idx()[0] if c.pair else Int32(0)
         mask = {"mcast_mask": cutlass.Int16(3)} if c.pair else {}
-        k_head, v_head = (t[None, None, tile.kv_head, tile.batch] for t in (loads.k, loads.v))
         gK = cute.local_tile(k_head, (c.tile_n, c.dim), (None, 0))  # (N, D, blocks)
         gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
         tKsK, tKgK = copies.tma_partition(loads.k_atom, rank, ctas, stages.sK, gK)  # (box, stages), (box, blocks)
@@ -304,7 +312,7 @@ class Multi:
             self.mainloop.last_product(w, before + stop - 1)
         else:
             w.stages.ring_q.release(fill)
-        return multi_combine.row_sums(w, positions)
+        return multi_combine.row_sums(self.c, w, positions)
 
     @cute.jit
     def _load_queries(self, ins: Inputs, tile: WorkTile, sQ: cute.Tensor, w: Consumer):

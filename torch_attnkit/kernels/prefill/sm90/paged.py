@@ -31,7 +31,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     numbers = scalars_of(p, plan.ctas)
-    joins = drawing(p, plan) if plan.dynamic else meeting(p, plan)
+    joins = drawing(p, plan.dynamic) if plan.dynamic else meeting(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys, problem.pages) == 0
 

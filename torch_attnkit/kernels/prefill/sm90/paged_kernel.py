@@ -11,14 +11,16 @@ from torch_attnkit.cuda.ring import Fixed
 
 from ..blocks import Sequence
 from . import paged_blocks
+from .dynamic import Dynamic
+from .dynamic_types import draws
 from .multi import SharedMemory
 from .multi_persistent import Persistent
 from .multi_schedule import Part
 from .multi_types import Layouts, Outputs, Scalars, meeting
 from .page_loads import Loads
-from .paged_dynamic import PagedDynamic
+from .paged_dynamic import PagedBatch
 from .paged_multi import PagedMulti
-from .paged_types import Config, Inputs, Rows, arguments, draws
+from .paged_types import Config, Inputs, Rows, arguments
 
 
 class Sequences(Fixed):
@@ -83,4 +85,4 @@ def trace_paged_dynamic(arch: str, *, dtype: str, **signature: Any) -> tuple[Any
     """The same for many queries, whose work tiles persistent CTAs draw."""
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(dtype, config)
-    return PagedDynamic(config), [*rest, draws(), stream]
+    return Dynamic(config, PagedBatch(config)), [*rest, draws(), stream]

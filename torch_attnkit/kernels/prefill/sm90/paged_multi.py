@@ -24,18 +24,12 @@ from .multi import Multi, Once, SharedMemory, grid_of
 from .multi_blocks import MaskRules, WorkTile
 from .multi_types import Layouts, Outputs, Scalars
 from .page_loads import Boxes, CopiedRing, CopiedRows, Loads
-from .paged_blocks import slots, work_tile
+from .paged_blocks import all_slots, rows_from, work_tile
 from .paged_types import Config, Inputs, Rows
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor), where
 # threads copy rows: addresses need more than TMA.
 _REGISTERS_OF_ROWS = {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)}
-
-
-def rows_from(t: cute.Tensor, q0: Int32) -> cute.Tensor:
-    """A packed tensor from row ``q0`` on, with an axis for the batch in front."""
-    moved = cute.domain_offset((q0, *(0 for _ in t.shape[1:])), t)
-    return cute.make_tensor(moved.iterator, cute.prepend(moved.layout, cute.make_layout(1, stride=0)))
 
 
 class PagedMulti:
@@ -53,9 +47,7 @@ class PagedMulti:
     def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream: Any):
         c, layouts = self.c, self.multi.layouts()
         qk_mma, pv_mma = self.mainloop.mmas()
-        heads = Int32(ins.k.shape[2])
-        group = Int32(ins.q.shape[1]) // heads
-        tiles = slots(Int32(ins.q.shape[0]), group, Int32(ins.cu_q.shape[0]), self.span) * heads
+        tiles = all_slots(c, ins, self.span)
         self.kernel(self.keys.loads(ins), ins, outs, scalars, layouts, qk_mma, pv_mma).launch(
             stream=stream, **grid_of(c, tiles, scalars.ctas)
         )

@@ -23,7 +23,7 @@ from .multi_types import Layouts, Outputs, Scalars
 from .page_loads import Boxes, Loads
 from .paged_blocks import slots, work_tile
 from .paged_codes_types import Config, Inputs, Rows
-from .paged_multi import rows_from
+from .paged_blocks import rows_from
 
 
 class Values(Fixed):
