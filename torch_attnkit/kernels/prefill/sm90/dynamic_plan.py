@@ -22,11 +22,12 @@ class Choice(NamedTuple):
     window: Tiles | None
 
 
-_D64 = Tiles(192, 128, 4)
+_D64, _D96 = Tiles(192, 128, 4), Tiles(192, 112, 3)
+_WINDOW = Tiles(128, 144, 3)  # a window of 128 of 8 query heads' 16 queries is one block
 DRAWN = {
-    (32, 32): Choice(_D64, _D64, _D64),
-    (64, 64): Choice(_D64, _D64, _D64),
-    (96, 96): Choice(Tiles(192, 112, 3), Tiles(192, 112, 3), Tiles(192, 96, 3)),
+    (32, 32): Choice(_D64, _D64, _WINDOW),
+    (64, 64): Choice(_D64, _D64, _WINDOW),
+    (96, 96): Choice(_D96, _D96, Tiles(192, 96, 3)),
     (128, 128): Choice(None, Tiles(128, 128, 2, turns=False), None),
 }
 _LEAST_GROUP = 2  # query heads of a KV head: tiles of one head are those of ``plan.py``

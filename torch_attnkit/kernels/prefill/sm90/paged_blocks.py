@@ -87,17 +87,13 @@ def tile_of(c: cutlass.Constexpr, ins, rules: MaskRules, index: Int32, span: cut
     kv_head = index - slot * Int32(heads)
     group = group_of(ins)
     b, number = sequence_of(ins.cu_q, group[0], slot, span)
-    seq, place = sequence(c, ins, b), (Int32(0), kv_head)
-    tile, there = numbered_tile(c, seq, place, group, number, span, rules)
-    return tile, b, there
+    seq = sequence(c, ins, b)
+    begin, there = first_row(seq, group[0], number, span)
+    return row_tile(c, seq, (Int32(0), kv_head), group, begin, span, rules), b, there
 
 
-def numbered_tile(
-    c, seq: Sequence, place: tuple[Int32, Int32], group: tuple[Int32, Float32], number: Int32, span: int,
-    rules: MaskRules,
-) -> tuple:  # fmt: skip
-    """The ``number``-th tile of a sequence from behind, all steps of it, and whether there is one."""
-    tiles = (seq.tokens * group[0] + (span - 1)) // span
+def first_row(seq: Sequence, group: Int32, number: Int32, span: int) -> tuple:
+    """Where the ``number``-th tile of a sequence from behind begins, and whether there is one."""
+    tiles = (seq.tokens * group + (span - 1)) // span
     there = (seq.tokens > 0) & (number >= 0) & (number < tiles)
-    begin = cutlass.select_(there, (tiles - 1 - number) * span, Int32(0))
-    return row_tile(c, seq, place, group, begin, span, rules), there
+    return cutlass.select_(there, (tiles - 1 - number) * span, Int32(0)), there

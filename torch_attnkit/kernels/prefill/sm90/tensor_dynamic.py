@@ -28,9 +28,24 @@ def _by_tiles(ins: Inputs, layouts: Layouts, modes: list[int]) -> Loads:
     return Loads(*atoms)
 
 
+def _from_window(c: TensorConfig, seq: Sequence, begin: Int32, rules: MaskRules) -> tuple[Int32, Sequence]:
+    """The key from which the blocks of the tile at row ``begin`` count, and the sequence as seen from there.
+
+    That is the first in a window, so that few blocks hold all that the tile sees. Sink tokens are in blocks of their
+    own, which count from the first key.
+    """
+    if not c.window or c.sink_tokens:
+        return Int32(0), seq
+    origin = cutlass.max(seq.start, seq.shift + begin // c.group - rules.window + 1)
+    return origin, seq._replace(shift=seq.shift - origin, start=Int32(0), end=seq.end - origin)
+
+
 class DenseBatch(Fixed):
-    """(B, T, Hq, D) and (B, S, Hkv, D), tiles of heads whose keys share the L2 together: from the last rows, which a
-    causal mask leaves most keys, to the first."""
+    """(B, T, Hq, D) and (B, S, Hkv, D); a tile's place is the key that its blocks count from.
+
+    Tiles of heads whose keys share the L2 are drawn together, from the last rows, which a causal mask leaves most keys,
+    to the first.
+    """
 
     loader_warps = 1
 
@@ -62,22 +77,23 @@ class DenseBatch(Fixed):
         rank = _quotient(inside, width)
         pair = before * section + inside - rank * width
         batch = _quotient(pair, heads)
-        seq, begin = dense(self.c, ins, batch), (row_tiles - 1 - rank) * self.c.span
-        place = batch, pair - batch * heads
-        tile = row_tile(self.c, seq, place, group_of(self.c), begin, self.c.span, rules)
-        return tile, Int32(0), tile.rows > 0
+        begin = (row_tiles - 1 - rank) * self.c.span
+        origin, seq = _from_window(self.c, dense(self.c, ins, batch), begin, rules)
+        tile = row_tile(self.c, seq, (batch, pair - batch * heads), group_of(self.c), begin, self.c.span, rules)
+        return tile, origin, tile.rows > 0
 
     def produce(
         self, keys: Loads, ins: Inputs, tile: WorkTile, place: Int32, smem: SharedMemory, fills: Int32
     ) -> None:  # fmt: skip
-        self.multi.produce(keys, tile, smem, fills)
+        k, v = (cute.domain_offset((place, 0), t[None, None, tile.kv_head, tile.batch]) for t in (keys.k, keys.v))
+        self.multi.produce_from(keys, k, v, tile, smem, fills)
 
     def rows(self, ins: Inputs, outs: GivenOutputs, tile: WorkTile) -> tuple[Any, Outputs]:
         return ins, Outputs(outs.out, outs.lse)
 
 
 class PackedBatch(Fixed):
-    """(T, Hq, D) and (S, Hkv, D), found by offsets; a tile's place is the first key of its sequence."""
+    """(T, Hq, D) and (S, Hkv, D), found by offsets; a tile's place is the row of k from which its blocks count."""
 
     loader_warps = 1
 
@@ -103,9 +119,10 @@ class PackedBatch(Fixed):
         slot = _quotient(index, heads)
         b, number = paged_blocks.sequence_of(ins.low, group[0], slot, self.c.span)
         first, seq = self._sequence(ins, b)
+        begin, there = paged_blocks.first_row(seq, group[0], number, self.c.span)
+        origin, seq = _from_window(self.c, seq, begin, rules)
         place = Int32(0), index - slot * heads
-        tile, there = paged_blocks.numbered_tile(self.c, seq, place, group, number, self.c.span, rules)
-        return tile, first, there
+        return row_tile(self.c, seq, place, group, begin, self.c.span, rules), first + origin, there
 
     def _sequence(self, ins: Inputs, b: Int32) -> tuple[Int32, Sequence]:
         """The first key of sequence ``b``, and the sequence; what lies behind the last is one without keys. Offsets
