@@ -97,9 +97,7 @@ class Dynamic:
     def loads(self, ins: Any, layouts: Layouts) -> DynamicLoads:
         layout = cute.select(self._box_layout(1), mode=[0, 1, 2])
         copy, rows = cpasync.CopyBulkTensorTileG2SOp(), self.batch.queries(ins)
-        return DynamicLoads(
-            self.batch.loads(ins, layouts), *cpasync.make_tiled_tma_atom(copy, rows, layout, self._box)
-        )
+        return DynamicLoads(self.batch.loads(ins, layouts), *cpasync.make_tiled_tma_atom(copy, rows, layout, self._box))
 
     def work_tiles(self, ins: Any, draws: Draws, ctas: Int32) -> WorkTiles:
         return WorkTiles(draws.count.iterator.toint(), ctas, self.batch.slots(ins), draws.section)

@@ -1,4 +1,4 @@
-"""What persistent CTAs that draw their work tiles are compiled for, and what a launch of them takes beside its tensors."""
+"""What persistent CTAs that draw their work tiles are compiled for, and what a launch takes beside its tensors."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

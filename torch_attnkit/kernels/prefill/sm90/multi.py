@@ -98,7 +98,7 @@ class Mask(Fixed):
                     rS[i] = cutlass.select_((seen[column // columns] & bit) != 0, rS[i], -Float32.inf)
 
     def _seen(self, r: int, origin: Int32, columns: int) -> Int32:
-        """A bit for each of a lane's columns in row ``r``, among ``columns`` of which the lane's first is ``origin``."""
+        """A bit for each of a lane's columns in row ``r``, among ``columns``; the lane's first is key ``origin``."""
         s, c = self.bounds, self.c
         below = lambda key: _bits_below(key - origin, columns)
         seen = below(s.highs[r])

@@ -1,7 +1,5 @@
 """Work tiles of queries over keys in pages, for persistent CTAs that draw them (``dynamic.py``)."""
 
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -9,7 +7,6 @@ from torch_attnkit.cuda.ring import Fixed
 
 from . import paged_blocks
 from .dynamic import queries_by_head
-from .multi import SharedMemory
 from .multi_blocks import MaskRules, WorkTile
 from .multi_types import Layouts, Outputs
 from .page_loads import Loads

@@ -21,9 +21,8 @@ from .multi_blocks import MaskRules, WorkTile
 from .multi_codes import MultiCodes, SharedMemory
 from .multi_types import Layouts, Outputs, Scalars
 from .page_loads import Boxes, Loads
-from .paged_blocks import slots, work_tile
+from .paged_blocks import rows_from, slots, work_tile
 from .paged_codes_types import Config, Inputs, Rows
-from .paged_blocks import rows_from
 
 
 class Values(Fixed):
