@@ -56,7 +56,7 @@ OP = Op(
     shards=shards.ATTENTION + shards.QUERIES,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", {}, "gqa sink kv_len kv_start causal window sink_tokens"),
-        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _ALL),
+        *(Kernel("sm90", sm90.DTYPES, {"D": (d,), "Dv": (dv,)}, _ALL, by="hopper") for d, dv in sm90.TILES),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales"),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, rules.value_dim(metal.MOST_DIM_V)),

@@ -51,7 +51,7 @@ OP = Op(
     exclusive=rules.SINK_OR_PARTIAL,
     shards=shards.HEADS,
     kernels=(
-        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _ALL),
+        *(Kernel("sm90", sm90.DTYPES, {"D": (d,), "Dv": (dv,)}, _ALL, by="hopper") for d, dv in sm90.TILES),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales"),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, rules.value_dim(metal.MOST_DIM_V)),

@@ -55,6 +55,9 @@ class SharedMemory(Fixed):
         return self.stages.sQ.iterator.toint()
 
 
+_MOST_COLUMNS = 128  # of a block, whose bits fill a lane's word
+
+
 def _bits_below(column: Int32, columns: int) -> Int32:
     """A bit for each of a lane's columns of a block, 0, 1, 8, 9, 16 ..., those below ``column`` being set."""
     inside = cutlass.max(cutlass.min(column, columns), Int32(0))
@@ -76,19 +79,31 @@ class Mask(Fixed):
     bounds: RowBounds
 
     def apply(self, rS: cute.Tensor, block: Int32, edge: str) -> None:
-        w, s, c = self.w, self.bounds, self.c
+        w, c = self.w, self.c
         if const_expr(c.softcap):
             softmax.cap(rS, w.scalars.cap_slope)
         origin = block * c.tile_n + w.lane % 4 * 2  # the key of this lane's first column
-        below = lambda key: _bits_below(key - origin, c.tile_n)
+        words = (c.tile_n + _MOST_COLUMNS - 1) // _MOST_COLUMNS
+        columns = (c.tile_n + 8 * words - 1) // (8 * words) * 8  # of a word
         for r in range(2):
-            seen = below(s.highs[r]) & ~below(s.lows[r])
-            seen |= below(s.sinks_ends[r]) & ~below(s.start)
+            seen = [self._seen(r, origin + word * columns, columns) for word in range(words)]
             for i in range(cute.size(rS)):
                 if i // 2 % 2 == r:
-                    bit = 1 << (i // 4 * 2 + i % 2)
+                    column = i // 4 * 8
+                    bit = 1 << (column % columns // 4 + i % 2)
                     bit = bit if bit < 1 << 31 else bit - (1 << 32)
-                    rS[i] = cutlass.select_((seen & bit) != 0, rS[i], -Float32.inf)
+                    rS[i] = cutlass.select_((seen[column // columns] & bit) != 0, rS[i], -Float32.inf)
+
+    def _seen(self, r: int, origin: Int32, columns: int) -> Int32:
+        """A bit for each of a lane's columns in row ``r``, among ``columns``; the lane's first is key ``origin``."""
+        s, c = self.bounds, self.c
+        below = lambda key: _bits_below(key - origin, columns)
+        seen = below(s.highs[r])
+        if const_expr(c.window or c.kv_start):
+            seen &= ~below(s.lows[r])
+        if const_expr(c.sink_tokens):
+            seen |= below(s.sinks_ends[r]) & ~below(s.start)
+        return seen
 
     def unseen(self) -> UnseenKeys:
         return unseen_keys(self.c, self.seq, self.w.scalars)
@@ -165,12 +180,17 @@ class Multi:
         self, loads: Loads, ins: Inputs, tile: WorkTile, sequence: Int32, smem: SharedMemory, fills: Int32
     ):  # fmt: skip
         """One warp: the blocks of K and of V, V one behind K."""
+        k_head, v_head = (t[None, None, tile.kv_head, tile.batch] for t in (loads.k, loads.v))
+        self.produce_from(loads, k_head, v_head, tile, smem, fills)
+
+    @cute.jit
+    def produce_from(self, loads: Loads, k_head: Any, v_head: Any, tile: WorkTile, smem: SharedMemory, fills: Int32):
+        """The same of a tile whose keys are (S, D), and values (S, Dv)."""
         c = self.c
         stages = smem.stages
         ring_k, ring_v = stages.ring_k, stages.ring_v
         rank = cute.arch.block_in_cluster_idx()[0] if c.pair else Int32(0)
         mask = {"mcast_mask": cutlass.Int16(3)} if c.pair else {}
-        k_head, v_head = (t[None, None, tile.kv_head, tile.batch] for t in (loads.k, loads.v))
         gK = cute.local_tile(k_head, (c.tile_n, c.dim), (None, 0))  # (N, D, blocks)
         gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
         tKsK, tKgK = copies.tma_partition(loads.k_atom, rank, c.ctas, stages.sK, gK)  # (box, stages), (box, blocks)
@@ -221,7 +241,7 @@ class Multi:
             self.mainloop.last_product(w, before + stop - 1)
         else:
             w.stages.ring_q.release(fill)
-        return multi_combine.row_sums(w, positions)
+        return multi_combine.row_sums(self.c, w, positions)
 
     @cute.jit
     def _load_queries(self, ins: Any, tile: WorkTile, sQ: cute.Tensor, w: Consumer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -20,15 +22,15 @@ _FLOAT = Float32.width // 8  # bytes
 _AT_ONCE = 8  # partial results that a thread has on the way while it combines them
 
 
-def row_sums(w: Consumer, positions: tuple) -> list:
-    """The sums of a lane's two rows; 0 for a query before the cache's first key, which attends nothing.
+def row_sums(c: Any, w: Consumer, positions: tuple) -> list:
+    """The sums of a lane's two rows; 0 for a query before a cache's first key, which attends nothing.
 
     Then its output is 0 too: what it holds may be nan, which no factor removes.
     """
     sums = []
     for r in range(2):
         row_sum = softmax.quad_sum(w.row_sum[r])
-        sums.append(cutlass.select_(positions[r] < 0, Float32(0.0), row_sum))
+        sums.append(cutlass.select_(positions[r] < 0, Float32(0.0), row_sum) if c.ends_at_kv_len else row_sum)
     for i in range(cute.size(w.rO)):
         w.rO[i] = cutlass.select_(sums[i // 2 % 2] == 0.0, Float32(0.0), w.rO[i])
     return sums

@@ -71,7 +71,12 @@ class Config:
         """There may be one, and sink tokens: numbers in ``Scalars`` say so."""
         return True
 
-    sink_tokens = window
+    sink_tokens = kv_start = window
+
+    @property
+    def ends_at_kv_len(self) -> bool:
+        """Queries end where their sequence's keys do, and one before the first key attends nothing."""
+        return True
 
     @property
     def pitch(self) -> int:

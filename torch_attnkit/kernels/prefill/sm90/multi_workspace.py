@@ -21,7 +21,7 @@ def of_splits(problem: Problem, plan: multi_plan.Plan) -> Callable[[], tuple[Any
     return lambda: ((*workspace.get(), ctas, start),)
 
 
-def of_draws(problem: Problem, plan: Any) -> Callable[[], tuple[Any, ...]]:
-    """What a launch of persistent CTAs that draw their work tiles takes (``paged_types.Draws``)."""
+def of_draws(problem: Problem, ctas: int, section: int = 0) -> Callable[[], tuple[Any, ...]]:
+    """What a launch of ``ctas`` persistent CTAs takes that draw their work tiles (``dynamic_types.Draws``)."""
     workspace = Workspace(problem.device, 1, 1)
-    return lambda: ((workspace.get()[1], plan.dynamic),)
+    return lambda: ((workspace.get()[1], ctas, section),)

@@ -41,7 +41,7 @@ def launcher_of(problem: Problem, target: Target, kernel: str, plans: Plans) -> 
     run = compile.launcher(target, p.device, kernel, trace=trace, **plans.signature(problem, plan))
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     scales_of, numbers = scale_reader(p), scalars_of(p, plan.ctas)
-    workspace = (multi_workspace.of_draws if plan.dynamic else multi_workspace.of_splits)(p, plan)
+    workspace = multi_workspace.of_draws(p, plan.dynamic) if plan.dynamic else multi_workspace.of_splits(p, plan)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys, problem.pages) == 0
 

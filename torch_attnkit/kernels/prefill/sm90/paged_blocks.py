@@ -20,8 +20,21 @@ def slots(tokens: Int32, group: Int32, offsets: Int32, span: int) -> Int32:
     return tokens * group // span + offsets
 
 
+def all_slots(c, ins, span: int) -> Int32:
+    """Those of all KV heads."""
+    heads = Int32(ins.k.shape[2])
+    group = Int32(c.group) if c.group else Int32(ins.q.shape[1]) // heads
+    return slots(Int32(ins.q.shape[0]), group, Int32(ins.cu_q.shape[0]), span) * heads
+
+
+def rows_from(t: cute.Tensor, q0: Int32) -> cute.Tensor:
+    """A packed tensor from row ``q0`` on, with an axis for the batch in front."""
+    moved = cute.domain_offset((q0, *(0 for _ in t.shape[1:])), t)
+    return cute.make_tensor(moved.iterator, cute.prepend(moved.layout, cute.make_layout(1, stride=0)))
+
+
 @cute.jit
-def _sequence_of(offsets: cute.Tensor, group: Int32, slot: Int32, span: cutlass.Constexpr):
+def sequence_of(offsets: cute.Tensor, group: Int32, slot: Int32, span: cutlass.Constexpr):
     """The sequence that a slot belongs to, and the slot's number in it. A whole warp calls this.
 
     Sequence b begins at slot ``offsets[b] * group // span + b``, which leaves it enough of them without a prefix sum;
@@ -70,12 +83,17 @@ def tile_of(c: cutlass.Constexpr, ins, rules: MaskRules, index: Int32, span: cut
     slot = Int32(Uint32(index) // heads)
     kv_head = index - slot * Int32(heads)
     group = group_of(ins)
-    b, local = _sequence_of(ins.cu_q, group[0], slot, span)
+    b, number = sequence_of(ins.cu_q, group[0], slot, span)
     seq = sequence(c, ins, b)
-    tiles = (seq.tokens * group[0] + (span - 1)) // span
-    there = (seq.tokens > 0) & (local >= 0) & (local < tiles)
-    begin = cutlass.select_(there, (tiles - 1 - local) * span, Int32(0))
+    begin, there = first_row(seq, group[0], number, span)
     return row_tile(c, seq, (Int32(0), kv_head), group, begin, span, rules), b, there
+
+
+def first_row(seq: Sequence, group: Int32, number: Int32, span: int) -> tuple:
+    """Where the ``number``-th tile of a sequence from behind begins, and whether there is one."""
+    tiles = (seq.tokens * group + (span - 1)) // span
+    there = (seq.tokens > 0) & (number >= 0) & (number < tiles)
+    return cutlass.select_(there, (tiles - 1 - number) * span, Int32(0)), there
 
 
 class PackedSequences(Fixed):

@@ -6,13 +6,15 @@ from typing import Any
 
 from torch_attnkit.cuda import fake
 
+from .dynamic import Dynamic
+from .dynamic_types import draws
 from .multi_persistent import Persistent
 from .multi_single import SingleTile
 from .multi_types import split_workspace
 from .paged_blocks import PackedSequences
-from .paged_dynamic import PagedDynamic
+from .paged_dynamic import PagedBatch
 from .paged_multi import PagedMulti
-from .paged_types import Config, arguments, draws
+from .paged_types import Config, arguments
 
 
 def trace_paged(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:
@@ -32,4 +34,4 @@ def trace_paged_dynamic(arch: str, *, dtype: str, **signature: Any) -> tuple[Any
     """The same for many queries, whose work tiles persistent CTAs draw."""
     config = Config(fake.dtype(dtype), **signature)
     *rest, stream = arguments(dtype, config)
-    return PagedDynamic(config), [*rest, draws(), stream]
+    return Dynamic(config, PagedBatch(config)), [*rest, draws(), stream]

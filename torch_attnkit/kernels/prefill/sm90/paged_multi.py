@@ -21,17 +21,12 @@ from .multi import Multi, Once, SharedMemory
 from .multi_blocks import WorkTile
 from .multi_types import Layouts, Outputs
 from .page_loads import Boxes, CopiedRing, CopiedRows, Loads
+from .paged_blocks import rows_from
 from .paged_types import Config, Inputs, Rows
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor), where
 # threads copy rows: addresses need more than TMA.
 _REGISTERS_OF_ROWS = {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)}
-
-
-def rows_from(t: cute.Tensor, q0: Int32) -> cute.Tensor:
-    """A packed tensor from row ``q0`` on, with an axis for the batch in front."""
-    moved = cute.domain_offset((q0, *(0 for _ in t.shape[1:])), t)
-    return cute.make_tensor(moved.iterator, cute.prepend(moved.layout, cute.make_layout(1, stride=0)))
 
 
 def rows_of(ins: Inputs, outs: Outputs, tile: WorkTile, sequence: Int32 | None = None) -> tuple[Rows, Outputs]:

@@ -71,7 +71,7 @@ def plan(
     ctas = min(range(1, most + 1), key=lambda n: multi_plan.cost(tiles, n, row_tiles, groups, steps, dims, sms))
     if ctas == 1 and tiles is choice.many:
         draws = drawn.get((p.dim, p.dim_v))
-        if draws and box_of(problem.page, draws) and row_tiles * groups > sms and _fills(draws, p.group):
+        if draws and box_of(problem.page, draws) and row_tiles * groups > sms and fills(draws, p.group):
             return Plan(draws, 1, box_of(problem.page, draws), dynamic=sms)
         # A pair needs keys that both have, by TMA.
         if rows > _PAIRED * choice.pair.tile_m and box_of(problem.page, choice.pair):
@@ -85,5 +85,5 @@ def signature(problem: Problem, plan: Plan) -> dict[str, Any]:
     return multi_plan.signature(problem.attention, plan.tiles) | pages
 
 
-def _fills(tiles: Tiles, group: int) -> bool:
+def fills(tiles: Tiles, group: int) -> bool:
     return tiles.tile_m // group * group >= _FILLED * tiles.tile_m

@@ -1,0 +1,65 @@
+"""Host side of dense and packed batches whose work tiles persistent CTAs draw: which, and their tiles. Imports no
+cutlass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch_attnkit.core.spec import short
+
+from ..launch import section
+from ..problem import Problem
+from .multi_plan import Tiles
+from .paged_plan import fills
+
+
+class Choice(NamedTuple):
+    """Tiles where every query sees all keys, where causality hides some, and where a window does; None: those of
+    ``plan.py``, which no CTA draws."""
+
+    full: Tiles | None
+    causal: Tiles | None
+    window: Tiles | None
+
+
+_D64, _D96 = Tiles(192, 128, 4), Tiles(192, 112, 3)
+_WINDOW = Tiles(128, 144, 3)  # a window of 128 of 8 query heads' 16 queries is one block
+DRAWN = {
+    (32, 32): Choice(_D64, _D64, _WINDOW),
+    (64, 64): Choice(_D64, _D64, _WINDOW),
+    (96, 96): Choice(_D96, _D96, Tiles(192, 96, 3)),
+    (128, 128): Choice(None, Tiles(128, 128, 2, turns=False), None),
+}
+_LEAST_GROUP = 2  # query heads of a KV head: tiles of one head are those of ``plan.py``
+
+
+class Plan(NamedTuple):
+    tiles: Tiles
+    ctas: int
+    section: int  # KV heads of dense batches whose keys share the L2
+
+
+def plan(problem: Problem, sms: int, drawn: dict[tuple[int, int], Choice] = DRAWN) -> Plan | None:
+    """How CTAs draw the work tiles of ``problem``; None where they do not: a launch of few, or of what the kernel does
+    not do."""
+    p = problem
+    choice = drawn.get((p.dim, p.dim_v))
+    if choice is None or not p.normalize or any(p.scales) or p.group < _LEAST_GROUP:
+        return None
+    tiles = choice.window if p.scores.window >= 0 else choice.causal if p.causal else choice.full
+    if tiles is None or not fills(tiles, p.group):
+        return None
+    sequences = max(1, p.batch)
+    tokens = min(p.longest, -(-p.queries // sequences)) if p.packed else p.queries
+    span = tiles.tile_m // p.group * p.group
+    if -(-tokens * p.group // span) * sequences * p.kv_heads <= sms:
+        return None
+    return Plan(tiles, sms, min(section(p, 1), sequences * p.kv_heads))
+
+
+def signature(problem: Problem, tiles: Tiles) -> dict[str, Any]:
+    """Of the kernel; all else is known at the launch."""
+    p = problem
+    lengths = {} if p.packed else dict(kv_len=p.kv_len, kv_start=p.kv_start)
+    sizes = dict(dtype=short(p.dtype), dim=p.dim, dim_v=p.dim_v, group=p.group)
+    return sizes | tiles._asdict() | p.scores.features() | lengths
