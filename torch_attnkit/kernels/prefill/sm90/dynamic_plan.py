@@ -57,7 +57,7 @@ def plan(problem: Problem, sms: int, drawn: dict[tuple[int, int], Choice] = DRAW
     span = tiles.tile_m // p.group * p.group
     if -(-tokens * p.group // span) * sequences * p.kv_heads <= sms:
         return None
-    return Plan(tiles, sms, min(section(p, 1), sequences * p.kv_heads))
+    return Plan(tiles, sms * tiles.per_sm, min(section(p, 1), sequences * p.kv_heads))
 
 
 def signature(problem: Problem, tiles: Tiles) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from .multi_blocks import MaskRules, RowBounds, WorkTile, part_of_cluster, row_b
 from .multi_types import Config, Inputs, Layouts, Loads, Outputs, Scalars
 
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor).
-_REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240), (3, 1): (32, 160)}
+_REGISTERS = {(1, 1): (56, 256), (1, 2): (24, 232), (1, 3): (24, 128), (2, 1): (24, 240), (3, 1): (32, 160)}
 
 
 class Once(Ring):
