@@ -44,6 +44,7 @@ def test_whose_calls():
         problem(4, 4096, group=37, window=128),  # heads that leave an eighth of a tile empty
         problem(4, 4096, dim=256),
         problem(4, 4096, normalize=False),
+        problem(4, 4096, dim=128, window=1024),
         problem(4, 4096, scales=(True, False, False)),
     ):
         assert dynamic_plan.plan(others, H200) is None

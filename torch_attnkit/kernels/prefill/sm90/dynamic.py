@@ -42,7 +42,7 @@ _PARTS = 4  # work tiles that are known: the consumers' and those ahead
 _SHORT = 4  # blocks of keys, up to which a work tile is over before the next could be drawn and found
 _QUERIES, _SCHEDULER = 2, 3  # warps behind those that load keys
 # Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor).
-_REGISTERS = {(1, 2): (40, 216), (1, 3): (32, 128), (2, 1): (40, 232), (3, 1): (32, 160)}
+_REGISTERS = {(2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 class WorkTiles(NamedTuple):
