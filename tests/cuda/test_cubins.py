@@ -15,7 +15,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, inspect
 from torch_attnkit.formats import kv_cache
-from torch_attnkit.kernels.prefill.sm90 import paged_plan
+from torch_attnkit.kernels.prefill.sm90 import dynamic_plan, paged_plan
 from torch_attnkit.kernels.prefill.sm100 import split_plan
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
@@ -35,7 +35,7 @@ INSTRUCTIONS = {
     **{(f"prefill_{kind}", arch): PREFILL[arch] for kind in ("dense", "packed", "cached") for arch in PREFILL},
     ("prefill_cached_persistent", "sm90"): PREFILL["sm90"],
     ("prefill_paged_persistent", "sm90"): PREFILL["sm90"],
-    ("prefill_paged_dynamic", "sm90"): PREFILL["sm90"],
+    **{(f"prefill_{kind}_dynamic", "sm90"): PREFILL["sm90"] for kind in ("dense", "packed", "paged")},
     ("prefill_paged", "sm90"): ("HGMMA",),  # and TMA's loads, or cp.async's of small pages
     ("prefill_paged", "sm100"): PREFILL["sm100"],
     **{("decode_mma", arch): ("HMMA", "LDGSTS") for arch in PREFILL},
@@ -228,6 +228,31 @@ def test_kernels_that_draw_their_tiles_fit(dims, softcap):
     request = compile.Request("sm90", kernel, "trace_paged_dynamic", tuple((signature | tiles._asdict()).items()))
     assert request.name == "prefill_paged_dynamic"
     are_fine([request], "sm90")
+
+
+@pytest.mark.sample(6)
+@pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+@pytest.mark.parametrize("every", [False, True], ids=["plain", "every"])
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+@pytest.mark.parametrize("dims", dynamic_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
+def test_kernels_that_draw_tiles_of_tensors_fit(dims, kind, every):
+    """The same, without features and with all lengths and capped scores."""
+    choice = dynamic_plan.DRAWN[dims]
+    facts = dict(dtype="bf16", dim=dims[0], dim_v=dims[1], group=4, softcap=every)
+    facts |= dict(kv_len=every, kv_start=every) if kind == "dense" else {}
+    asked = []
+    for kept, window, sinks in (
+        (choice.full, 0, 0),
+        (choice.causal, 0, 0),
+        (choice.window, 1, 0),
+        (choice.window, 1, 1),
+    ):
+        tiles = every and kept and choice.capped or kept
+        if tiles is not None:
+            signature = facts | tiles._asdict() | dict(window=bool(window), sink_tokens=bool(sinks))
+            kernel = "torch_attnkit.kernels.prefill.sm90.dynamic_kernel"
+            asked.append(compile.Request("sm90", kernel, f"trace_{kind}_dynamic", tuple(signature.items())))
+    are_fine(list(dict.fromkeys(asked)), "sm90")
 
 
 @pytest.mark.proof

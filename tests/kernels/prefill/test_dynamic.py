@@ -32,6 +32,8 @@ def problem(batch: int, queries: int, dim: int = 64, group: int = 4, window: int
 def test_whose_calls():
     choice = dynamic_plan.DRAWN[64, 64]
     plan = dynamic_plan.plan(problem(4, 4096), H200)
+    capped = dataclasses.replace(problem(4, 4096), scores=Scores(64, softcap=30.0))
+    assert dynamic_plan.plan(capped, H200).tiles == choice.capped != choice.causal
     assert plan == (choice.causal, H200, 16)  # a MB of keys and values a head
     assert dynamic_plan.plan(problem(4, 4096, window=128), H200).tiles == choice.window
     assert dynamic_plan.plan(problem(4, 4096, causal=False), H200).tiles == choice.full
@@ -42,6 +44,7 @@ def test_whose_calls():
         problem(4, 4096, group=37, window=128),  # heads that leave an eighth of a tile empty
         problem(4, 4096, dim=256),
         problem(4, 4096, normalize=False),
+        problem(4, 4096, dim=128, window=1024),
         problem(4, 4096, scales=(True, False, False)),
     ):
         assert dynamic_plan.plan(others, H200) is None

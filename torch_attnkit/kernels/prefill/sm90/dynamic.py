@@ -41,8 +41,8 @@ from .multi_types import Layouts, Outputs, Scalars
 _PARTS = 4  # work tiles that are known: the consumers' and those ahead
 _SHORT = 4  # blocks of keys, up to which a work tile is over before the next could be drawn and found
 _QUERIES, _SCHEDULER = 2, 3  # warps behind those that load keys
-# Registers per thread of the producer's and the consumers' warpgroups, by consumers.
-_REGISTERS = {2: (40, 232), 3: (32, 160)}
+# Registers per thread of the producer's and the consumers' warpgroups, by (consumers, CTAs on a multiprocessor).
+_REGISTERS = {(2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 class WorkTiles(NamedTuple):
@@ -87,7 +87,7 @@ class Dynamic:
     def __init__(self, config: Config, batch: Batch):
         self.c, self.batch = config, batch
         self.multi, self.mainloop = batch.multi, batch.multi.mainloop
-        self.regs_load, self.regs_mma = _REGISTERS[config.consumers]
+        self.regs_load, self.regs_mma = _REGISTERS[config.consumers, config.per_sm]
         assert batch.loader_warps <= _QUERIES, config
 
     def layouts(self) -> Layouts:

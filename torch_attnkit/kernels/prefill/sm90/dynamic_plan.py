@@ -15,20 +15,22 @@ from .paged_plan import fills
 
 class Choice(NamedTuple):
     """Tiles where every query sees all keys, where causality hides some, and where a window does; None: those of
-    ``plan.py``, which no CTA draws."""
+    ``plan.py``, which no CTA draws. ``capped`` are those of capped scores, if the others would spill."""
 
     full: Tiles | None
     causal: Tiles | None
     window: Tiles | None
+    capped: Tiles | None = None
 
 
-_D64, _D96 = Tiles(192, 128, 4), Tiles(192, 112, 3)
-_WINDOW = Tiles(128, 144, 3)  # a window of 128 of 8 query heads' 16 queries is one block
+# N 80: a window of 128 of 8 query heads' 24 queries is two blocks.
+_D64 = Choice(*(Tiles(192, 128, 4),) * 2, window=Tiles(192, 80, 6), capped=Tiles(192, 112, 4))
+_D96, _D128 = Tiles(192, 112, 3), Tiles(128, 128, 2, turns=False)
 DRAWN = {
-    (32, 32): Choice(_D64, _D64, _WINDOW),
-    (64, 64): Choice(_D64, _D64, _WINDOW),
-    (96, 96): Choice(_D96, _D96, Tiles(192, 96, 3)),
-    (128, 128): Choice(None, Tiles(128, 128, 2, turns=False), None),
+    (32, 32): _D64,
+    (64, 64): _D64,
+    (96, 96): Choice(_D96, _D96, Tiles(192, 96, 3), Tiles(192, 96, 3)),
+    (128, 128): Choice(_D128, _D128, None),
 }
 _LEAST_GROUP = 2  # query heads of a KV head: tiles of one head are those of ``plan.py``
 
@@ -47,6 +49,8 @@ def plan(problem: Problem, sms: int, drawn: dict[tuple[int, int], Choice] = DRAW
     if choice is None or not p.normalize or any(p.scales) or p.group < _LEAST_GROUP:
         return None
     tiles = choice.window if p.scores.window >= 0 else choice.causal if p.causal else choice.full
+    if p.scores.capped and tiles is not None:
+        tiles = choice.capped or tiles
     if tiles is None or not fills(tiles, p.group):
         return None
     sequences = max(1, p.batch)
@@ -54,7 +58,10 @@ def plan(problem: Problem, sms: int, drawn: dict[tuple[int, int], Choice] = DRAW
     span = tiles.tile_m // p.group * p.group
     if -(-tokens * p.group // span) * sequences * p.kv_heads <= sms:
         return None
-    return Plan(tiles, sms, min(section(p, 1), sequences * p.kv_heads))
+    together = section(p, 1)
+    if p.causal:
+        together = max(together, p.kv_heads)  # the heaviest tiles of a sequence first, whatever its keys take
+    return Plan(tiles, sms * tiles.per_sm, min(together, sequences * p.kv_heads))
 
 
 def signature(problem: Problem, tiles: Tiles) -> dict[str, Any]:

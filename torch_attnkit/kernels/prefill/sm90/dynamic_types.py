@@ -28,7 +28,7 @@ class Config(multi_types.Config):
     def q_stages(self) -> int:
         """Of rows, so that those of the next work tile are loaded ahead: two if there is room."""
         rows = self.tile_m * self.dim * self.dtype.width // 8
-        return 2 if self.staged_bytes + rows + _BARRIERS <= _SHARED_MEMORY else 1
+        return 2 if self.staged_bytes + rows + _BARRIERS <= _SHARED_MEMORY // self.per_sm else 1
 
     @property
     def box_columns(self) -> int:

@@ -55,9 +55,6 @@ class SharedMemory(Fixed):
         return self.stages.sQ.iterator.toint()
 
 
-_MOST_COLUMNS = 128  # of a block, whose bits fill a lane's word
-
-
 def _bits_below(column: Int32, columns: int) -> Int32:
     """A bit for each of a lane's columns of a block, 0, 1, 8, 9, 16 ..., those below ``column`` being set."""
     inside = cutlass.max(cutlass.min(column, columns), Int32(0))
@@ -79,31 +76,22 @@ class Mask(Fixed):
     bounds: RowBounds
 
     def apply(self, rS: cute.Tensor, block: Int32, edge: str) -> None:
-        w, c = self.w, self.c
+        w, s, c = self.w, self.bounds, self.c
         if const_expr(c.softcap):
             softmax.cap(rS, w.scalars.cap_slope)
         origin = block * c.tile_n + w.lane % 4 * 2  # the key of this lane's first column
-        words = (c.tile_n + _MOST_COLUMNS - 1) // _MOST_COLUMNS
-        columns = (c.tile_n + 8 * words - 1) // (8 * words) * 8  # of a word
+        below = lambda key: _bits_below(key - origin, c.tile_n)
         for r in range(2):
-            seen = [self._seen(r, origin + word * columns, columns) for word in range(words)]
+            seen = below(s.highs[r])
+            if const_expr(c.window or c.kv_start):
+                seen &= ~below(s.lows[r])
+            if const_expr(c.sink_tokens):
+                seen |= below(s.sinks_ends[r]) & ~below(s.start)
             for i in range(cute.size(rS)):
                 if i // 2 % 2 == r:
-                    column = i // 4 * 8
-                    bit = 1 << (column % columns // 4 + i % 2)
+                    bit = 1 << (i // 4 * 2 + i % 2)
                     bit = bit if bit < 1 << 31 else bit - (1 << 32)
-                    rS[i] = cutlass.select_((seen[column // columns] & bit) != 0, rS[i], -Float32.inf)
-
-    def _seen(self, r: int, origin: Int32, columns: int) -> Int32:
-        """A bit for each of a lane's columns in row ``r``, among ``columns``; the lane's first is key ``origin``."""
-        s, c = self.bounds, self.c
-        below = lambda key: _bits_below(key - origin, columns)
-        seen = below(s.highs[r])
-        if const_expr(c.window or c.kv_start):
-            seen &= ~below(s.lows[r])
-        if const_expr(c.sink_tokens):
-            seen |= below(s.sinks_ends[r]) & ~below(s.start)
-        return seen
+                    rS[i] = cutlass.select_((seen & bit) != 0, rS[i], -Float32.inf)
 
     def unseen(self) -> UnseenKeys:
         return unseen_keys(self.c, self.seq, self.w.scalars)
