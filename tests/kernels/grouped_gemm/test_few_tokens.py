@@ -150,24 +150,44 @@ def test_every_scale_and_code_is_decoded(simulated, format):
         assert bool(torch.ops.attnkit.fp4_moe(*args, format=format).isnan().all())
 
 
-def problem(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
-    """DeepSeek-V4-Flash's experts in NVFP4."""
-    up = Weights(4096, 4096, 4096 * 2048, 2048, 4096 * 256, 256, 256)
-    down = Weights(4096, 2048, 4096 * 1024, 1024, 4096 * 128, 128, 128)
+def experts(
+    tokens: int, hidden: int, intermediate: int, experts: int, choices: int, dtype: torch.dtype = torch.bfloat16
+) -> Problem:
+    """Of a model in NVFP4."""
+    up, down = (
+        Weights(rows, k, rows * k // 2, k // 2, rows * k // 16, k // 16, k // 16)
+        for rows, k in ((2 * intermediate, hidden), (hidden, intermediate))
+    )
     return Problem(
-        torch.device("cpu"), dtype, torch.int32, tokens, 6, 256, up, down, "nvfp4", "none", "silu", 1.702, 10.0, False,
-        "linear",
+        torch.device("cpu"), dtype, torch.int32, tokens, choices, experts, up, down, "nvfp4", "none", "silu", 1.702,
+        10.0, False, "linear",
     )  # fmt: skip
+
+
+def problem(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    """DeepSeek-V4-Flash's experts."""
+    return experts(tokens, 4096, 2048, 256, 6, dtype)
 
 
 def test_few_tokens_slice_k_and_work_tiles_are_as_wide_as_experts_have_tokens():
     plans = {tokens: plan(problem(tokens), 132) for tokens in (1, 8, 128, 256, 500)}
     assert plans[1].row_warps == 4  # 384 work tiles for 132 multiprocessors, where 192 would leave 72 idle
-    # 54 tiles of tokens at most: either product by itself would idle less with 4, both in one launch do not.
-    assert plans[8].row_warps == 8
+    assert plans[8].row_warps == 8  # as many stages in all, and half as many starts
     assert plans[128].row_warps == 8
     assert [p.columns for p in plans.values()] == [8, 8, 8, 16, 32]
     assert plan(problem(900, torch.float16), 132).row_warps == 8
+
+
+def test_rows_of_a_work_tile_are_those_that_were_faster_on_an_h200():
+    """Microseconds with 128 and with 64, by tokens and sizes: of some, K fills stages of 64 rows, of others not."""
+    qwen3_next, qwen3, gpt_oss = (2048, 512, 512, 10), (2048, 768, 128, 8), (2880, 2880, 128, 4)
+    measured = {
+        (4, *qwen3_next): (38.7, 47.0), (8, *qwen3_next): (65.4, 80.5), (12, *qwen3_next): (83.4, 107.4),
+        (1, *qwen3): (22.5, 20.9), (4, *qwen3): (38.8, 44.5), (16, *qwen3): (86.0, 106.3),
+        (1, *gpt_oss): (34.2, 29.7), (2, *gpt_oss): (46.5, 43.0), (8, *gpt_oss): (116.5, 117.5),
+    }  # fmt: skip
+    for sizes, (many, few) in measured.items():
+        assert plan(experts(*sizes), 132).row_warps == (8 if many < few else 4), sizes
 
 
 def test_rows_of_codes_that_tma_does_not_take_are_those_that_start_or_end_at_odd_multiples_of_8_bytes():

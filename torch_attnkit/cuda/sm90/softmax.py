@@ -90,8 +90,9 @@ def online(
     *,
     first: bool,
     exact: bool = False,
+    lift: float = 0.0,
 ) -> list:
-    """Scores to probabilities in place, with the row maxima and sums brought up to date.
+    """Scores to probabilities in place, 2^lift times as large, with the row maxima and sums brought up to date.
 
     ``row_max`` holds unscaled maxima, ``row_sum`` this lane's part of the sums. Returns what each row's output so far
     must be multiplied by. A row that has seen nothing keeps -inf as its maximum and subtracts 0. ``exact`` is for sums
@@ -105,19 +106,19 @@ def online(
         if not first:
             new = cute.arch.fmax(new, row_max[r])
         safe = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-        offset = -(safe * scale_log2)
-        if first:
-            row_sum[r] = Float32(0.0)
-        else:
+        offset = lift - safe * scale_log2
+        if not first:
             # Not an fma with the rounded offset: its residue would turn a factor of 1 into another, at every block.
             scales.append(exp2((row_max[r] - safe) * scale_log2))
-            row_sum[r] = row_sum[r] * scales[r]
         row_max[r] = new
-        sums = [row_sum[r], None]
+        sums = [None, None]
         for n, i in enumerate(mine):
-            acc[i] = exp2((acc[i] - safe) * scale_log2 if exact else op.fma(acc[i], scale_log2, offset))
+            power = (acc[i] - safe) * scale_log2 + lift if exact else op.fma(acc[i], scale_log2, offset)
+            acc[i] = exp2(power)
             sums[n % 2] = acc[i] if sums[n % 2] is None else sums[n % 2] + acc[i]
-        row_sum[r] = sums[0] + sums[1]
+        # A block's numbers are added up before they meet the sum of all: one rounding of the large sum, not one each.
+        of_block = sums[0] + sums[1]
+        row_sum[r] = of_block if first else op.fma(row_sum[r], scales[r], of_block)
     return scales
 
 

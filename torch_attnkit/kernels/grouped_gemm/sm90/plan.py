@@ -32,9 +32,9 @@ _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
 # 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
 _ROOM = 1.5
-# What few rows cost, by row_warps. H200, the 44 of 256 MXFP4 experts of 4096 x 2048 that 8 tokens reach, when either
-# product was a launch: 172 us with 128 rows, 174 with 64, 195 with 32.
-_COST = {8: 1.0, 4: 1.02, 2: 1.15}
+# Stages of weights that the start of a work tile costs as much time as. H200, 29 shapes and numbers of tokens of five
+# models with rows of 128, 64 and 32: in the mean 0.1 % over the fastest, at most 3 % (docs/kernels/grouped_gemm.md).
+_START = 0.45
 # Tokens of an expert, from which on products are by wgmma. H200, us by mma.sync and by wgmma: 128 MXFP4 experts of 2880
 # x 2880 with 8 tokens each 579, 677, with 16 774, 717; 256 of 4096 x 2048 with 6 tokens 1031, 1253, with 12 1281, 1268.
 _MANY = 12
@@ -149,24 +149,20 @@ def _code_alignment(p: Problem) -> int:
 
 
 def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
-    """Rows of a work tile, by the share of the multiprocessors that have work to the end; few rows load less well, and
-    many tokens leave no room for their stages. Blocks take work tiles one by one; in one launch, those of the second
-    product last."""
+    """Rows of a work tile: few of them are enough work tiles for all multiprocessors, but have longer stages, which K
+    fills less well, and more starts. Blocks take work tiles one by one, those of the second product last."""
 
-    def idle(warps: int) -> float:
+    def stages(warps: int) -> float:
+        """How many the busiest block has, of both products."""
         c = _config(p, warps, columns)
-        # Of either product, work tiles and the stages of each.
-        work = [(tiles * -(-w.rows // c.rows), -(-w.columns // c.stage)) for w in (p.up, p.down)]
-        stages = sum(count * each for count, each in work)
-        if p.slots <= WARP_SLOTS:
-            last = max(work[-1][1], 1) * sms
-            return -(-stages // last) * last / max(stages, 1)
-        return sum(-(-count // sms) * sms * each for count, each in work) / max(stages, 1)
+        turns = lambda w: -(-tiles * -(-w.rows // c.rows) // sms)
+        return sum(turns(w) * (-(-w.columns // c.stage) + _START) for w in (p.up, p.down))
 
-    # A work tile of the first product has whole blocks of features, where they are rounded.
+    # A work tile of the first product has whole blocks of features, where they are rounded. Many tokens leave no room
+    # for stages of few rows.
     fewer = (4,) if p.activations != "none" else (4, 2)
     some = [warps for warps in fewer if _config(p, warps, columns).stages >= _LEAST_STAGES]
-    return min((CONSUMERS, *some), key=lambda warps: idle(warps) * _COST[warps])
+    return min((CONSUMERS, *some), key=stages)
 
 
 def _vector(p: Problem, weights: Weights, many: bool) -> int:

@@ -12,7 +12,6 @@ cutlass.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -23,7 +22,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90 import softmax
-from torch_attnkit.cuda.warp_ops import exp2
 
 from . import mainloop, types
 from .mainloop import WARPGROUP, Consumer, Mask, Stages
@@ -135,28 +133,9 @@ class Mainloop(Fixed):
                 w.rO[i] = op.fma(w.rO[i], w.scales[i // 2 % 2], rB[i])
 
     def _online(self, w: Consumer, rS: cute.Tensor, *, first: bool) -> list[Float32]:
-        """``softmax.online`` with probabilities that are 2^lift times as large."""
-        c, scale, factors = self.c, w.scalars.scale_log2, []
-        for r in range(2):
-            mine = [i for i in range(cute.size(rS)) if i // 2 % 2 == r]
-            new = softmax.peak(rS, r)
-            if not first:
-                new = cute.arch.fmax(new, w.row_max[r])
-            safe = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-            offset = Float32(c.lift) - safe * scale
-            if first:
-                w.row_sum[r] = Float32(0.0)
-            else:
-                factors.append(exp2((w.row_max[r] - safe) * scale))
-                w.row_sum[r] = w.row_sum[r] * factors[r]
-            w.row_max[r] = new
-            sums: list[Any] = [w.row_sum[r], None]
-            for n, i in enumerate(mine):
-                exact = not c.normalize
-                rS[i] = exp2((rS[i] - safe) * scale + Float32(c.lift) if exact else op.fma(rS[i], scale, offset))
-                sums[n % 2] = rS[i] if sums[n % 2] is None else sums[n % 2] + rS[i]
-            w.row_sum[r] = sums[0] + sums[1]
-        return factors
+        c = self.c
+        rules = {"first": first, "exact": not c.normalize, "lift": c.lift}
+        return softmax.online(rS, w.row_max, w.row_sum, w.scalars.scale_log2, **rules)
 
     def _pack(self, w: Consumer, rS: cute.Tensor) -> None:
         """Round P. A word of the operand is a row's (of two, 8 apart) two pairs of neighbouring 8 columns."""
