@@ -13,6 +13,7 @@ from ..problem import BLOCK, Problem, Weights
 from .config import (
     ALIGNMENT,
     BOX,
+    BOXES,
     CODE_ALIGNMENT,
     CONSUMERS,
     MOST_BLOCKS,
@@ -38,6 +39,9 @@ _START = 0.45
 # Tokens of an expert, from which on products are by wgmma. H200, us by mma.sync and by wgmma: 128 MXFP4 experts of 2880
 # x 2880 with 8 tokens each 579, 677, with 16 774, 717; 256 of 4096 x 2048 with 6 tokens 1031, 1253, with 12 1281, 1268.
 _MANY = 12
+# The same where K of the second product is one stage of mma.sync, as many ends of work tiles as stages. H200, 512 NVFP4
+# experts of 2048 x 512, top 10, with 5 tokens each 375 and 417, with 7.5 426 and 421, with 10 470 and 431.
+_MANY_SHORT = 7.5
 # Tokens that work tiles of wgmma have, steps over K in a group, and warps that multiply. Narrow work tiles are as fast
 # as codes are decoded, which more warps do better. H200, 128 MXFP4 experts of 2880 x 2880, top 4, 64 tokens each: 1141
 # us with 12 warps, narrow or middling, for 1197 and 1171 with 8, and 256 tokens each: 2892 with halves for 3078 with
@@ -79,7 +83,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     p = problem
     mean = p.slots / p.experts
     # Numbers of float16 that are not quantised are sums of two of bf16, which only ``mma.sync`` takes.
-    if mean >= _MANY and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
+    many = _MANY_SHORT if p.intermediate <= BOXES * BOX and p.activations == "none" else _MANY
+    if mean >= many and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
         widths, group, warps = next(kind for most, kind in _WGMMA if mean <= most)
         return _by_wgmma(p, widths, group, warps, sms)
     wanted = min(p.tokens, _ROOM * mean)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda import copies
@@ -112,10 +112,9 @@ class Collective(Protocol):
     def loads(self, ins: Any, layouts: Layouts) -> Any: ...
     def prefetch(self, loads: Any) -> None: ...
     def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory: ...
-    def loading(self, warp: Int32) -> Boolean: ...  # whether a warp of the producer's warpgroup calls ``produce``
     def produce(
         self, loads: Any, ins: Any, tile: WorkTile, sequence: Int32, smem: SharedMemory, fills: Int32
-    ) -> None: ...  # ``fills`` of every ring were before
+    ) -> None: ...  # by the config's ``loader_warps``; ``fills`` of every ring were before
     def turn(
         self, scalars: Scalars, tile: WorkTile, smem: SharedMemory, fills: Int32
     ) -> None: ...  # by the warps behind these
@@ -151,9 +150,6 @@ class Multi:
     def prefetch(self, loads: Loads) -> None:
         for atom in (loads.k_atom, loads.v_atom):
             cpasync.prefetch_descriptor(atom)
-
-    def loading(self, warp: Int32) -> Boolean:
-        return warp == 0
 
     def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile, sequence: Int32) -> tuple[Inputs, Outputs]:
         return ins, outs

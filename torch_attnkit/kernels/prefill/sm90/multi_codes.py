@@ -50,7 +50,7 @@ class MultiCodes:
         self.c, self.multi = config, Multi(config)
         self.mainloop = self.multi.mainloop = Mainloop(config)
         self.registers = _REGISTERS[config.consumers, config.per_sm]
-        self.prefetch, self.loading, self.rows = self.multi.prefetch, self.multi.loading, self.multi.rows
+        self.prefetch, self.rows = self.multi.prefetch, self.multi.rows
 
     def numbers(self, t: cute.Tensor) -> cute.Tensor:
         """E4M3 that came as bytes."""

@@ -26,13 +26,10 @@ from .multi_types import Layouts, Outputs, Scalars
 
 
 class SingleTile:
-    """The kernel: a CTA finds its work tile, some warps load it, the others attend and combine.
+    """The kernel: a CTA finds its work tile, some warps load it, the others attend and combine."""
 
-    ``tile_first``: descriptors of TMA are fetched when the tile is found, else before.
-    """
-
-    def __init__(self, config: Any, collective: Collective, sequences: Sequences, *, tile_first: bool = False):
-        self.c, self.of, self.sequences, self.tile_first = config, collective, sequences, tile_first
+    def __init__(self, config: Any, collective: Collective, sequences: Sequences):
+        self.c, self.of, self.sequences = config, collective, sequences
         self.multi, self.mainloop = collective.multi, collective.multi.mainloop
         self.regs_load, self.regs_mma = collective.registers
         assert config.partial_bytes <= config.staged_bytes, config
@@ -52,11 +49,9 @@ class SingleTile:
     ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = self.of.shared_memory(cutlass.memory.SmemAllocator(), warp, layouts)
-        if const_expr(not self.tile_first):
-            self._prefetch(loads, warp)
+        if warp == 0:
+            self.of.prefetch(loads)
         tile, sequence, there = self.sequences.work_tile(ins, scalars)
-        if const_expr(self.tile_first):
-            self._prefetch(loads, warp)
         cute.arch.mbarrier_init_fence()
         if const_expr(self.c.pair):
             self._sync_cluster()  # neither CTA may write to the other before its barriers stand
@@ -65,7 +60,7 @@ class SingleTile:
         if there:
             if warp < 4:
                 cute.arch.setmaxregister_decrease(self.regs_load)
-                if self.of.loading(warp):
+                if warp < self.c.loader_warps:
                     self.of.produce(loads, ins, tile, sequence, smem, Int32(0))
                 elif const_expr(self.c.turning_warps):
                     self.of.turn(scalars, tile, smem, Int32(0))
@@ -77,11 +72,6 @@ class SingleTile:
                 self.mainloop.begin_turns(w)
                 here, sums = self.of.attend(w, rows, scalars, tile, smem, Int32(0))
                 self.finish(here, sums, rows, results, scalars, tile, smem)
-
-    @cute.jit
-    def _prefetch(self, loads: Any, warp: Int32):
-        if warp == 0:
-            self.of.prefetch(loads)
 
     def _sync_cluster(self) -> None:
         cute.arch.cluster_arrive()

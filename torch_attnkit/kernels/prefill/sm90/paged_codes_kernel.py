@@ -18,7 +18,7 @@ from .paged_types import arguments
 def trace_paged(arch: str, *, dtype: str, **signature: Any) -> tuple[Any, list[Any]]:
     """Rows of q and of the pages start at multiples of 16 bytes, as vectors and TMA need."""
     config = Config(fake.dtype(dtype), **signature)
-    kernel = SingleTile(config, PagedMultiCodes(config), PackedSequences(config), tile_first=True)
+    kernel = SingleTile(config, PagedMultiCodes(config), PackedSequences(config))
     return kernel, arguments(dtype, config)
 
 

@@ -12,7 +12,7 @@ Tile letters: M rows, N keys.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from torch_attnkit.cuda.ring import Ring, rings
 
@@ -53,9 +53,6 @@ class PagedMulti:
 
     def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
         return self.keys.loads(ins)
-
-    def loading(self, warp: Int32) -> Boolean:
-        return warp < self.c.loader_warps
 
     def shared_memory(self, memory, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c

@@ -66,7 +66,7 @@ class PagedMultiCodes:
         self.c, self.multi, self.mainloop, self.rows = config, codes.multi, codes.mainloop, rows_of
         self.keys, self.values = Boxes(config), Values(config)
         self.layouts, self.prefetch, self.shared_memory = codes.layouts, self.keys.prefetch, codes.shared_memory
-        self.loading, self.turn, self.attend, self.registers = codes.loading, codes.turn, codes.attend, codes.registers
+        self.turn, self.attend, self.registers = codes.turn, codes.attend, codes.registers
 
     def loads(self, ins: Inputs, layouts: Layouts) -> Loads:
         as_numbers = ins._replace(k=self.codes.numbers(ins.k), v=self.codes.numbers(ins.v))
