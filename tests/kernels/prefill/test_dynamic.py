@@ -41,7 +41,7 @@ def test_whose_calls():
     for others in (
         problem(1, 768),  # 128 tiles
         problem(4, 4096, group=1),
-        problem(4, 4096, group=37, window=128),  # heads that leave an eighth of a tile empty
+        problem(4, 4096, group=33, window=128),  # heads that leave an eighth of a tile empty
         problem(4, 4096, dim=256),
         problem(4, 4096, normalize=False),
         problem(4, 4096, dim=128, window=1024),
