@@ -45,6 +45,7 @@ def test_whose_calls():
         problem(4, 4096, dim=256),
         problem(4, 4096, normalize=False),
         problem(4, 4096, dim=128, window=1024),
+        problem(4, 4096, dim=128, causal=False),
         problem(4, 4096, scales=(True, False, False)),
     ):
         assert dynamic_plan.plan(others, H200) is None

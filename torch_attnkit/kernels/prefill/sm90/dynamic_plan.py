@@ -23,15 +23,23 @@ class Choice(NamedTuple):
     capped: Tiles | None = None
 
 
-# N 80: a window of 128 of 8 query heads' 24 queries is two blocks.
+# Tuned on an H200 in bf16, us for plan.py's (docs/kernels/prefill.md): causal 4x4096 575 for 615, all keys 1075 for 1117,
+# a window of 128 151 for 241, of which N 80 makes two blocks of 8 query heads' 24 queries (N 128: 198).
 _D64 = Choice(*(Tiles(192, 128, 4),) * 2, window=Tiles(192, 80, 6), capped=Tiles(192, 112, 4))
-_D96, _D128 = Tiles(192, 112, 3), Tiles(128, 128, 2, turns=False)
+# 758 for 813, 1388 for 1474; N 96 767 and 1421, but of a window of 128 100 for N 112's 109.
+_D96 = Tiles(192, 112, 3)
+# Causal 8x2048 512 for 523, 1x16384 3531 for 3573, 2x8192 1844 for 1829; packed 64x1..4096 5202 for 5486, all keys 9900
+# for 10154. A window of 1024 is even.
+_D128 = Tiles(128, 128, 2, turns=False)
 DRAWN = {
     (32, 32): _D64,
     (64, 64): _D64,
     (96, 96): Choice(_D96, _D96, Tiles(192, 96, 3), Tiles(192, 96, 3)),
     (128, 128): Choice(_D128, _D128, None),
 }
+# Dense batches whose queries see all keys, of which pairs of CTAs read keys once for two: at the limit of power 1x16384
+# takes 6893 to 6910 us so and 6933 to 7016 drawn, 2x8192 3490 and 3540 (H200).
+_PAIRED = ((128, 128),)
 _LEAST_GROUP = 2  # query heads of a KV head: tiles of one head are those of ``plan.py``
 
 
@@ -48,7 +56,10 @@ def plan(problem: Problem, sms: int, drawn: dict[tuple[int, int], Choice] = DRAW
     choice = drawn.get((p.dim, p.dim_v))
     if choice is None or not p.normalize or any(p.scales) or p.group < _LEAST_GROUP:
         return None
-    tiles = choice.window if p.scores.window >= 0 else choice.causal if p.causal else choice.full
+    windowed = p.scores.window >= 0
+    tiles = choice.window if windowed else choice.causal if p.causal else choice.full
+    if (p.dim, p.dim_v) in _PAIRED and not (p.packed or p.causal or windowed):
+        return None
     if p.scores.capped and tiles is not None:
         tiles = choice.capped or tiles
     if tiles is None or not fills(tiles, p.group):
