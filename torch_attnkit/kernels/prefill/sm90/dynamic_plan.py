@@ -23,8 +23,8 @@ class Choice(NamedTuple):
     capped: Tiles | None = None
 
 
-# Tuned on an H200 in bf16, us for plan.py's (docs/kernels/prefill.md): causal 4x4096 575 for 615, all keys 1075 for 1117,
-# a window of 128 151 for 241, of which N 80 makes two blocks of 8 query heads' 24 queries (N 128: 198).
+# Tuned on an H200 in bf16, us for those of plan.py (docs/kernels/prefill.md): causal 4x4096 575 for 615, all keys 1075
+# for 1117, a window of 128 151 for 241, of which N 80 makes two blocks of 8 query heads' 24 queries (N 128: 198).
 _D64 = Choice(*(Tiles(192, 128, 4),) * 2, window=Tiles(192, 80, 6), capped=Tiles(192, 112, 4))
 # 758 for 813, 1388 for 1474; N 96 767 and 1421, but of a window of 128 100 for N 112's 109.
 _D96 = Tiles(192, 112, 3)
