@@ -17,7 +17,7 @@ import torch
 
 from torch_attnkit import parity
 from torch_attnkit.core import Kernel, Op, dispatch, native, simulate
-from torch_attnkit.cuda import repeat
+from torch_attnkit.cuda import driver, repeat
 
 pytestmark = pytest.mark.skipif(native.extension is None, reason=f"eager calls: {native.word}")
 SPACE = "attnkit_repeated"
@@ -335,6 +335,25 @@ def test_persistent_blocks_are_repeated_to_the_bit(simulated, monkeypatch):
     lengths = torch.tensor([3, 1400, 0, 129, 64], dtype=torch.int32)
     args = [numbers(*shape).bfloat16() for shape in ((5, 3, 4, 64), (5, 2, 1400, 64), (5, 2, 1400, 64))]
     assert repeats(dispatch.OPS["sdpa_multi"], [*args, lengths], {}, "sm90") > 0
+
+
+@pytest.mark.simulator
+@pytest.mark.seconds(600)
+@pytest.mark.parametrize("op", ["flash_attention", "flash_attention_varlen"])
+def test_blocks_that_draw_their_tiles_are_repeated_to_the_bit(op, simulated, monkeypatch):
+    """A counter that each call leaves at zero, and with no sinks memory in their place."""
+    from torch_attnkit.kernels.prefill.sm90 import dynamic_plan
+
+    monkeypatch.setattr(driver, "sm_count", lambda device: 2)
+    shapes = ((2, 130, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64))
+    args = [numbers(*shape).bfloat16() for shape in shapes]
+    if op == "flash_attention_varlen":
+        offsets = torch.tensor([0, 33, 260], dtype=torch.int32)
+        args = [*(t.flatten(0, 1) for t in args), offsets, offsets]
+    plan, plans = dynamic_plan.plan, []
+    monkeypatch.setattr(dynamic_plan, "plan", lambda *sizes: plans.append(plan(*sizes)) or plans[-1])
+    assert repeats(dispatch.OPS[op], args, {"causal": True}, "sm90") > 0
+    assert plans and None not in plans
 
 
 @pytest.fixture
