@@ -246,6 +246,8 @@ def test_kernels_that_draw_tiles_of_tensors_fit(dims, kind, every):
         (choice.causal, 0, 0),
         (choice.window, 1, 0),
         (choice.window, 1, 1),
+        (choice.wide, 1, 0),
+        (choice.wide, 1, 1),
     ):
         tiles = every and kept and choice.capped or kept
         if tiles is not None:

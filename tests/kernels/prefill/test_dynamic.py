@@ -36,6 +36,7 @@ def test_whose_calls():
     assert dynamic_plan.plan(capped, H200).tiles == choice.capped != choice.causal
     assert plan == (choice.causal, H200, 16)  # a MB of keys and values a head
     assert dynamic_plan.plan(problem(4, 4096, window=128), H200).tiles == choice.window
+    assert dynamic_plan.plan(problem(4, 4096, window=1024), H200).tiles == choice.wide != choice.window
     assert dynamic_plan.plan(problem(4, 4096, causal=False), H200).tiles == choice.full
     assert dynamic_plan.plan(problem(64, 64 * 256, packed=True, longest=512), H200).tiles == choice.causal
     for others in (
@@ -65,6 +66,8 @@ def ptx(request, monkeypatch):
 
     monkeypatch.setattr(driver, "sm_count", lambda device: request.param)
     monkeypatch.setattr(dynamic_plan, "_LEAST_GROUP", 1)
+    monkeypatch.setattr(dynamic_plan, "_PAIRED", ())
+    monkeypatch.setattr(dynamic_plan, "_WIDE", 40)
     plans = [dispatch._PLANS[name] for name in (DENSE, PACKED)]
     for kept in plans:
         kept.clear()
@@ -126,11 +129,13 @@ class TestSimulated:
             _agrees(DENSE, args, causal=True)
             _agrees(DENSE, args[:3])
             _agrees(DENSE, padded, causal=True, window=33)
+            _agrees(DENSE, padded, causal=True, window=60)
+            _agrees(DENSE, args, causal=True, **SINKS | dict(window=60))
             _agrees(DENSE, padded, softcap=3.0)
             _agrees(DENSE, args, causal=True, **SINKS)
             for mask in (dict(causal=True), dict(window=33), dict(window=0, causal=True), dict(SINKS)):
                 _agrees(DENSE, [_rows(5, 2, 190, 8, dim[0]), *args[1:]], **mask)
-        assert [launch.grid for launch in launches] == [(2, 1, 1)] * 9
+        assert [launch.grid for launch in launches] == [(2, 1, 1)] * 11
         assert all("Dynamic" in launch.kernel for launch in launches)
 
     @PLANS
@@ -145,11 +150,12 @@ class TestSimulated:
                 dict(causal=True),
                 {},
                 dict(window=33),
+                dict(causal=True, window=60),
                 dict(causal=True, window=33, softcap=3.0),
                 dict(SINKS),
             ):
                 _agrees(PACKED, args, **mask)
-        assert [launch.grid for launch in launches] == [(2, 1, 1)] * 5
+        assert [launch.grid for launch in launches] == [(2, 1, 1)] * 6
         assert all("Dynamic" in launch.kernel for launch in launches)
 
     @pytest.mark.parametrize("ptx", [1, 3, 7], indirect=True)
