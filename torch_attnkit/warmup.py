@@ -106,19 +106,21 @@ def requests(arch: str, only: str | None = None, *, covering: bool = False) -> l
     for op in OPS.values():
         rows = [row for row in op.kernels if arch in row.archs and only in (None, op.name)]
         mode = FakeTensorMode()
-        bench = [] if covering else _bench_calls(op, rows, mode)
-        for row in rows:
-            build = op.module(row.file).build
-            with compile.recording() as asked:
+        with compile.recording() as asked:
+            for row in rows:
                 for call in _parity_calls(op, row, covering):
-                    if row.refusal(call) is None:
-                        build(call, target)
-                with mode:
-                    for call in bench:
-                        if row.refusal(call) is None:
-                            build(call, target)
-            found |= dict.fromkeys(asked)
+                    _build(op, row, call, target)
+            for call in () if covering else _bench_calls(op, rows, mode):  # one at a time: some hold gigabytes
+                for row in rows:
+                    with mode:
+                        _build(op, row, call, target)
+        found |= dict.fromkeys(asked)
     return list(found)
+
+
+def _build(op: Op, row: Kernel, call: Call, target: Target) -> None:
+    if row.refusal(call) is None:
+        op.module(row.file).build(call, target)
 
 
 def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
@@ -133,14 +135,13 @@ def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
             yield _bind(op, tensors, kwargs)
 
 
-def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> list[Call]:
+def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> Iterator[Call]:
     """One bound call for each bench case and dtype that one of the rows may take, of tensors of ``mode``.
 
     Where lengths and tables decide on inputs, they are real, and the other tensors hold what was in memory before.
     """
     from . import parity
 
-    found = []
     dtypes = dict.fromkeys(d for row in rows for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3"))
     for dims, dtype in itertools.product(op.module("cases").BENCH.values(), dtypes):
         for tensors in (mode, parity.Undrawn()):
@@ -149,9 +150,8 @@ def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> list[Call]
                     args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
             except Exception:  # fake tensors without data that inputs depend on; a dtype that a case does not have
                 continue
-            found.append(_bind(op, args, kwargs))
+            yield _bind(op, args, kwargs)
             break
-    return found
 
 
 def bench_inputs(
