@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import torch_attnkit
-from torch_attnkit.core import dispatch
-from torch_attnkit.cuda import driver, workspace
+from torch_attnkit.core import Target, dispatch
+from torch_attnkit.cuda import compile, driver, workspace
 from torch_attnkit.kernels.prefill.problem import Layout, Problem
 from torch_attnkit.kernels.prefill.sm90 import dynamic_plan
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.oracle.compare import check
+from torch_attnkit.parity.case import Case, arguments, bound
 
 H200 = 132  # multiprocessors
 DENSE, PACKED = "flash_attention", "flash_attention_varlen"
@@ -55,6 +56,18 @@ def test_whose_calls():
 def test_a_section_of_heads_is_no_larger_than_the_launch():
     few_keys = dataclasses.replace(problem(4, 4096), keys=1)
     assert dynamic_plan.plan(few_keys, H200).section == 4 * 8
+
+
+@pytest.mark.parametrize("name", [DENSE, PACKED])
+@PLANS
+def test_paritys_many_tiles_are_drawn(name, dim, monkeypatch):
+    plans, plan, op = [], dynamic_plan.plan, dispatch.OPS[name]
+    monkeypatch.setattr(dynamic_plan, "plan", lambda *given: plans.append(plan(*given)) or plans[-1])
+    index = next(i for i, row in enumerate(op.kernels) if "sm90" in row.archs and row.dims["D"] == dim[:1])
+    case = Case(name, index, "sm90", "bf16", (("D", dim[0]), ("Dv", dim[1])), ("causal",), "many")
+    with compile.recording():
+        op.module(op.kernels[index].file).build(bound(op, *arguments(case)), Target("sm90"))
+    assert [p.ctas for p in plans] == [H200]
 
 
 @pytest.fixture(params=[2])

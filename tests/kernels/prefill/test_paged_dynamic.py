@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_attnkit.core import dispatch
-from torch_attnkit.cuda import workspace
+from torch_attnkit.core import Target, dispatch
+from torch_attnkit.cuda import compile, workspace
 from torch_attnkit.kernels.prefill.sm90 import paged_plan
+from torch_attnkit.parity.case import Case, arguments, bound
 
 from .test_paged import H200, NAME, _agrees, _call_with_anything, _made, problem, ptx, simulated  # noqa: F401
 
@@ -30,6 +31,17 @@ def test_whose_calls():
     ):
         assert paged_plan.plan(others, H200).dynamic == 0
     assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200, drawn={}).dynamic == 0
+
+
+@pytest.mark.parametrize("dim", paged_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
+def test_paritys_many_tiles_are_drawn(dim, monkeypatch):
+    plans, plan, op = [], paged_plan.plan, dispatch.OPS[NAME]
+    monkeypatch.setattr(paged_plan, "plan", lambda *given: plans.append(plan(*given)) or plans[-1])
+    index = next(i for i, row in enumerate(op.kernels) if "sm90" in row.archs and row.dims["D"] == dim[:1])
+    case = Case(NAME, index, "sm90", "bf16", (("D", dim[0]), ("Dv", dim[1])), (), "many")
+    with compile.recording():
+        op.module(op.kernels[index].file).build(bound(op, *arguments(case)), Target("sm90"))
+    assert [p.dynamic for p in plans] == [H200]
 
 
 @pytest.mark.parametrize(("group", "fits"), [(1, True), (3, True), (5, True), (7, True), (12, True), (48, False)])

@@ -25,7 +25,7 @@ _L2 = 16 << 20
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem``, of dense batches or packed sequences, on ``target``."""
     plan = importlib.import_module(f"torch_attnkit.kernels.prefill.{target.arch}.plan")
-    p = _without_idle_window(problem)
+    p = without_idle_window(problem)
     signature = plan.signature(p) | ({} if p.packed else dict(kv_len=p.kv_len, kv_start=p.kv_start))
     run = compile.launcher(
         target, p.device, f"torch_attnkit.kernels.prefill.{target.arch}.kernel",
@@ -45,7 +45,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     return launch
 
 
-def _without_idle_window(problem: Problem) -> Problem:
+def without_idle_window(problem: Problem) -> Problem:
     """The same without a window that is as wide as a sequence can be long."""
     s = problem.scores
     longest = problem.keys if problem.causal and not problem.packed else max(problem.keys, problem.queries)

@@ -11,12 +11,14 @@ from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
 # Sizes beside the borders of tiles of 64, 128 and 192 rows and of 8 to 128 keys; groups of 2 and of 3 heads. Up to 128
-# rows and more have kernels of their own on Blackwell and come in turns, as dtypes do.
+# rows and more have kernels of their own on Blackwell and come in turns, as dtypes do. "many" has two tiles for every
+# multiprocessor, which persistent CTAs draw where heads share keys; gqa=1: they do, whatever the features.
 PARITY = {
     "square": dict(B=2, T=65, S=65, Hq=4, Hkv=2, D=64, Dv=64),
     "more-queries": dict(B=3, T=129, S=63, Hq=2, Hkv=1, D=64, Dv=32),
     "prefix": dict(B=2, T=17, S=191, Hq=6, Hkv=2, D=64, Dv=64),
     "long": dict(B=2, T=256, S=319, Hq=2, Hkv=1, D=64, Dv=64),
+    "many": dict(B=46, T=17, S=140, Hq=12, Hkv=6, D=64, Dv=64, gqa=1),
 }
 # unseen=1: lengths of 0, and starts at the end.
 DEGENERATE = {
@@ -64,7 +66,7 @@ def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, T, S, Hq = dims["B"], dims["T"], dims["S"], dims["Hq"]
-    Hkv = dims["Hkv"] if "gqa" in features else Hq
+    Hkv = dims["Hkv"] if "gqa" in features or dims.get("gqa") else Hq
     kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
     end = kv_len if "kv_len" in features else torch.full_like(kv_len, S)
     kv_start = inputs.starts(gen, end, unseen=bool(dims.get("unseen")))

@@ -12,13 +12,15 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
-# Pages that hold boxes of TMA and pages that are gathered; a tile of rows, several, and enough for pairs of CTAs. Pages
-# of one size are compiled for once; random signatures have others.
+# Pages that hold boxes of TMA and pages that are gathered; a tile of rows, several, enough for pairs of CTAs, and for
+# every multiprocessor, whose persistent CTAs draw them. Pages of one size are compiled for once; random signatures have
+# others.
 PARITY = {
     "mixed": dict(B=4, L=37, S=150, Hq=8, Hkv=2, Np=13, Ps=48, Mp=4, D=64, Dv=64),
     "chunk": dict(B=1, L=50, S=200, Hq=64, Hkv=1, Np=6, Ps=48, Mp=5, D=64, Dv=64),
     "gather": dict(B=3, L=5, S=130, Hq=6, Hkv=2, Np=400, Ps=1, Mp=130, D=64, Dv=64, tail=3),
     "steps": dict(B=3, L=1, S=300, Hq=8, Hkv=2, Np=24, Ps=48, Mp=7, D=64, Dv=32),
+    "many": dict(B=40, L=100, S=140, Hq=8, Hkv=4, Np=130, Ps=48, Mp=3, D=64, Dv=64),
 }
 # unseen=1: lengths of 0.
 DEGENERATE = {

@@ -12,12 +12,14 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.oracle import draws, inputs
 from torch_attnkit.oracle.attention import visible
 
-# In turns up to 128 rows and more, as in flash_attention; causal=1: as many queries as keys.
+# In turns up to 128 rows and more, and tiles that are drawn, as in flash_attention; causal=1: as many queries as keys;
+# gqa=1: heads share keys.
 PARITY = {
     "ragged": dict(B=4, L=65, Hq=4, Hkv=2, D=64, Dv=64),
     "prefill": dict(B=3, L=129, Hq=2, Hkv=1, D=64, Dv=64, causal=1),
     "tail": dict(B=3, L=63, Hq=6, Hkv=2, D=64, Dv=32, tail=5),
     "long": dict(B=2, L=256, Hq=2, Hkv=1, D=64, Dv=64),
+    "many": dict(B=36, L=150, Hq=8, Hkv=4, D=64, Dv=64, gqa=1),
 }
 DEGENERATE = {
     "one": dict(B=1, L=1, Hq=4, Hkv=1, D=64, Dv=64),
@@ -51,7 +53,7 @@ def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, L, Hq, tail = dims["B"], dims["L"], dims["Hq"], dims.get("tail", 0)
-    Hkv = dims["Hkv"] if "gqa" in features else Hq
+    Hkv = dims["Hkv"] if "gqa" in features or dims.get("gqa") else Hq
     len_k = inputs.lengths(gen, B, L)
     len_q = len_k if dims.get("causal") else inputs.lengths(gen, B, L).flip(0)  # a prefill, or any pair of lengths
     Tq, Tk = int(len_q.sum()) + tail, int(len_k.sum()) + tail

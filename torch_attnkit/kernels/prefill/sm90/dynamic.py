@@ -31,8 +31,8 @@ from torch_attnkit.cuda.ring import Ring, rings
 
 from . import multi_combine
 from .dynamic_types import Config, Draws
-from .mainloop import WARPGROUP, Stages
-from .multi import Multi, SharedMemory
+from .mainloop import Stages
+from .multi import Multi, SharedMemory, launch_shape
 from .multi_blocks import MaskRules, WorkTile
 from .multi_persistent import Parts
 from .multi_schedule import NOTE, Part
@@ -104,15 +104,11 @@ class Dynamic:
 
     @cute.jit
     def __call__(self, ins: Any, outs: Any, scalars: Scalars, draws: Draws, stream: Any):
-        c, layouts = self.c, self.layouts()
+        layouts = self.layouts()
         ctas = cutlass.min(draws.ctas, self.batch.slots(ins))
         mmas = self.mainloop.mmas()
         self.kernel(self.loads(ins, layouts), ins, outs, scalars, draws, layouts, *mmas).launch(
-            grid=[ctas, 1, 1],
-            block=[WARPGROUP + c.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=c.per_sm,
-            preferred_smem_carveout=100,
+            grid=[ctas, 1, 1], stream=stream, **launch_shape(self.c)
         )
 
     @cute.kernel

@@ -18,7 +18,7 @@ from .cached import scalars_of
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem``."""
-    p = by_rounds._without_idle_window(problem)
+    p = by_rounds.without_idle_window(problem)
     plan = dynamic_plan.plan(p, driver.sm_count(p.device))
     if plan is None:
         return by_rounds.launcher(problem, target)

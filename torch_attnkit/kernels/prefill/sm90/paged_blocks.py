@@ -5,12 +5,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from torch_attnkit.cuda.ring import Fixed
 
 from ..blocks import Sequence
-from .multi_blocks import MaskRules, part_of_cluster, row_tile
+from .multi_blocks import MaskRules, part_of_cluster, quotient, row_tile
 
 _LANES = 32
 
@@ -69,7 +69,7 @@ def sequence(c: cutlass.Constexpr, ins, b: Int32):
 
 def group_of(ins) -> tuple[Int32, Float32]:
     """Query heads that share a KV head, and 1 over that."""
-    group = Int32(Uint32(ins.q.shape[1]) // Uint32(ins.k.shape[2]))
+    group = quotient(Int32(ins.q.shape[1]), Int32(ins.k.shape[2]))
     return group, cute.arch.rcp_approx(Float32(group))
 
 
@@ -79,9 +79,9 @@ def tile_of(c: cutlass.Constexpr, ins, rules: MaskRules, index: Int32, span: cut
 
     Later rows of a sequence come first: they see more keys.
     """
-    heads = Uint32(ins.k.shape[2])
-    slot = Int32(Uint32(index) // heads)
-    kv_head = index - slot * Int32(heads)
+    heads = Int32(ins.k.shape[2])
+    slot = quotient(index, heads)
+    kv_head = index - slot * heads
     group = group_of(ins)
     b, number = sequence_of(ins.cu_q, group[0], slot, span)
     seq = sequence(c, ins, b)

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed
@@ -16,7 +16,7 @@ from . import paged_blocks
 from .dynamic import group_of, queries_by_head
 from .dynamic_types import TensorConfig
 from .multi import Multi, SharedMemory
-from .multi_blocks import MaskRules, WorkTile, row_tile
+from .multi_blocks import MaskRules, WorkTile, quotient, row_tile
 from .multi_types import Layouts, Loads, Outputs
 
 
@@ -71,12 +71,12 @@ class DenseBatch(Fixed):
     def tile(self, ins: Inputs, rules: MaskRules, section: Int32, index: Int32) -> tuple:
         heads, row_tiles = Int32(ins.k.shape[2]), self._row_tiles(ins)
         together = row_tiles * section
-        before = _quotient(index, together)
+        before = quotient(index, together)
         inside = index - before * together
         width = cutlass.min(section, heads * Int32(ins.k.shape[0]) - before * section)
-        rank = _quotient(inside, width)
+        rank = quotient(inside, width)
         pair = before * section + inside - rank * width
-        batch = _quotient(pair, heads)
+        batch = quotient(pair, heads)
         begin = (row_tiles - 1 - rank) * self.c.span
         origin, seq = _from_window(self.c, dense(self.c, ins, batch), begin, rules)
         tile = row_tile(self.c, seq, (batch, pair - batch * heads), group_of(self.c), begin, self.c.span, rules)
@@ -116,7 +116,7 @@ class PackedBatch(Fixed):
 
     def tile(self, ins: Inputs, rules: MaskRules, section: Int32, index: Int32) -> tuple:
         heads, group = Int32(ins.k.shape[1]), group_of(self.c)
-        slot = _quotient(index, heads)
+        slot = quotient(index, heads)
         b, number = paged_blocks.sequence_of(ins.low, group[0], slot, self.c.span)
         first, seq = self._sequence(ins, b)
         begin, there = paged_blocks.first_row(seq, group[0], number, self.c.span)
@@ -144,8 +144,3 @@ class PackedBatch(Fixed):
 
     def rows(self, ins: Inputs, outs: GivenOutputs, tile: WorkTile) -> tuple[Any, Outputs]:
         return ins, Outputs(*(paged_blocks.rows_from(t, tile.seq.q0) for t in (outs.out, outs.lse)))
-
-
-def _quotient(n: Int32, by: Int32) -> Int32:
-    """Of numbers that are not negative."""
-    return Int32(Uint32(n) // Uint32(by))
