@@ -291,6 +291,18 @@ def test_what_the_table_refuses_is_no_failure_and_does_not_count(run):
     assert [r.signature.facts[0][1] for r in results] == [0, 1, 2, 3, 4, 5], "every index once"
 
 
+def test_a_right_result_near_to_its_tolerance_is_named(run, monkeypatch):
+    """The nearest one alone, as a line that repeats it."""
+    errors = iter((0.79, 0.97, 0.95))
+    judged = lambda chosen, arch, device: properties.Result(chosen, "right", next(errors))
+    monkeypatch.setattr(properties, "judged", judged)
+    words = ("--random", "3", "--target", "cpu", "--op", "flash_attention")
+    lines = [line for line in run(*words).output.splitlines() if "of the tolerance:" in line]
+    assert len(lines) == 1 and lines[0].startswith("0.970 of the tolerance: python -m torch_attnkit parity --op")
+    errors = iter((0.79, 0.1, 0.2))
+    assert "of the tolerance:" not in run(*words).output
+
+
 def test_a_run_in_processes_is_the_run_in_one(run):
     words = ("--random", "8", "--seed", "2", "--target", "cpu", "--kernels", "4")
     table = [run(*words, "--jobs", jobs).output.split("largest error")[1] for jobs in ("1", "2")]

@@ -23,8 +23,10 @@ from .properties import Result
 from .signatures import Signature, Source, parse
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+_AS_IT_IS: dict[str, Any] = dict(soft_wrap=True, markup=False, highlight=False)  # a line to be copied
 _SIMPLIFIED = 12  # faults of which a failure is made simpler
 _SHOWN = 4  # failures of each fault
+_NEAR = 0.8  # of its tolerance: a right result with so large an error is worth a look
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def run(console: Console, place: Place, ops: tuple[str, ...], plan: Plan) -> int
             results.append(result)
             progress.advance(task, result.kind != "refused")
     console.print(_table(target, ops, results))
+    _name_nearest(console, target, ops, results)
     wrong = [r for r in results if r.kind in ("wrong", "lost")]
     _explain(console, target, device, wrong)
     return len(wrong)
@@ -97,6 +100,15 @@ def _table(target: Target, ops: tuple[str, ...], results: list[Result]) -> Table
     return table
 
 
+def _name_nearest(console: Console, target: Target, ops: tuple[str, ...], results: list[Result]) -> None:
+    """The line that repeats each op's right result with the largest error, where that is near to its tolerance."""
+    for op in ops:
+        right = [r for r in results if r.signature.op == op and r.kind == "right"]
+        worst = max(right, key=lambda r: r.error, default=None)
+        if worst is not None and worst.error >= _NEAR:
+            console.print(f"{worst.error:.3f} of the tolerance:", command(target, worst.signature), **_AS_IT_IS)
+
+
 def _explain(console: Console, target: Target, device: str, wrong: list[Result]) -> None:
     """The failures by what is wrong, with the lines that repeat some of each, and the first of each made simpler."""
     faults: dict[str, list[Result]] = {}
@@ -105,11 +117,11 @@ def _explain(console: Console, target: Target, device: str, wrong: list[Result])
     for number, alike in enumerate(faults.values()):
         console.print(f"[red]{len(alike)} x {escape(alike[0].message)}[/red]", soft_wrap=True)
         for result in alike[:_SHOWN]:
-            console.print(command(target, result.signature), soft_wrap=True, markup=False, highlight=False)
+            console.print(command(target, result.signature), **_AS_IT_IS)
         if number < _SIMPLIFIED and alike[0].kind == "wrong":
             simple = properties.simplest(alike[0], target.arch, device)
             console.print(f"  simpler: {escape(simple.message)}", soft_wrap=True)
-            console.print(f"  {command(target, simple.signature)}", soft_wrap=True, markup=False, highlight=False)
+            console.print(f"  {command(target, simple.signature)}", **_AS_IT_IS)
 
 
 def command(target: Target, chosen: Signature) -> str:
