@@ -303,6 +303,15 @@ def test_a_right_result_near_to_its_tolerance_is_named(run, monkeypatch):
     assert "of the tolerance:" not in run(*words).output
 
 
+def test_processes_are_replaced_and_results_stay_in_order(monkeypatch):
+    monkeypatch.setattr(judge, "_CALLS", 2)
+    with judge.workers(2) as each:
+        found = list(each(eval, [f"({n}, __import__('os').getpid())" for n in range(10)]))
+        assert list(each(eval, ["1 + 1"])) == [2]
+    assert [n for n, _ in found] == list(range(10))
+    assert len({pid for _, pid in found}) >= 3, "four calls of two processes, then others"
+
+
 def test_a_run_in_processes_is_the_run_in_one(run):
     words = ("--random", "8", "--seed", "2", "--target", "cpu", "--kernels", "4")
     table = [run(*words, "--jobs", jobs).output.split("largest error")[1] for jobs in ("1", "2")]
