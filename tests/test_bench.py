@@ -5,11 +5,12 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_attnkit
 from bench import gate, tune
 from bench.__main__ import merged
-from torch_attnkit import parity
+from torch_attnkit import parity, warmup
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.warmup import bench_inputs
 
@@ -148,3 +149,13 @@ def test_a_search_compiles_judges_and_times_what_differs(monkeypatch, capsys):
     assert found == [(first, 10.0, 1.0), (best, 8.0, 0.8), (good, 9.0, 0.9)]
     said = capsys.readouterr().out
     assert "tile=(64, 0)" in said and "ZeroDivisionError" in said and "does not compile" in said
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS.values() if any(row.on != "cpu" for row in op.kernels)])
+def test_every_line_is_planned_ahead_of_time(name):
+    """In all dtypes: ``warmup`` compiles its kernels, though some lines are of gigabytes and lengths decide on some."""
+    op = OPS[name]
+    rows = [row for row in op.kernels if {"sm90", "sm100"} & set(row.archs)]
+    dtypes = {dtype for row in rows for dtype in row.dtypes.split()} & {"bf16", "f16", "f8e4m3"}
+    lines = sum(1 for _ in warmup._bench_calls(op, rows, FakeTensorMode()))
+    assert lines == len(dtypes) * len(op.module("cases").BENCH)

@@ -110,7 +110,7 @@ def requests(arch: str, only: str | None = None, *, covering: bool = False) -> l
             for row in rows:
                 for call in _parity_calls(op, row, covering):
                     _build(op, row, call, target)
-            for call in () if covering else _bench_calls(op, rows, mode):  # one at a time: some hold gigabytes
+            for call in () if covering else _bench_calls(op, rows, mode):
                 for row in rows:
                     with mode:
                         _build(op, row, call, target)
@@ -138,19 +138,20 @@ def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
 def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> Iterator[Call]:
     """One bound call for each bench case and dtype that one of the rows may take, of tensors of ``mode``.
 
-    Where lengths and tables decide on inputs, they are real, and the other tensors hold what was in memory before.
+    Where lengths and tables decide on inputs, they are real; other tensors hold what was in memory before.
     """
     from . import parity
 
     dtypes = dict.fromkeys(d for row in rows for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3"))
     for dims, dtype in itertools.product(op.module("cases").BENCH.values(), dtypes):
-        for tensors in (mode, parity.Undrawn()):
+        for tensors in (mode, parity.Undrawn("meta"), parity.Undrawn()):
             try:
                 with tensors:
                     args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
-            except Exception:  # fake tensors without data that inputs depend on; a dtype that a case does not have
+            except Exception:  # tensors without data that inputs depend on; a dtype that a case does not have
                 continue
-            yield _bind(op, args, kwargs)
+            there = {name: parity.materialised(value) for name, value in kwargs.items()}
+            yield _bind(op, tuple(map(parity.materialised, args)), there)
             break
 
 

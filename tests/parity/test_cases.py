@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import pickle
@@ -21,6 +22,7 @@ from torch_attnkit.parity import case as parity_case
 from torch_attnkit.parity import places
 from torch_attnkit.parity.covering import covering, pairs
 from torch_attnkit.parity.extra import spoiled
+from torch_attnkit.warmup import bench_inputs
 
 ROWS = [(op, index, arch) for op, index, _, arch in support()]
 IDS = [f"{op.name}-{arch}-{index}" for op, index, arch in ROWS]
@@ -279,3 +281,21 @@ def test_nan_comes_out_in_some_places_and_not_in_others(op, index, arch):
             assert not nan.any(), case.id
         assert agreed(op, case, nan), f"{case.id}: some queries see the NaN and some do not"
     assert shown == {name for name in floats if not refuses_nan(op, name)}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_lengths_and_tables_are_drawn_whatever_else_is_not(device):
+    """Else they would be what was in memory before, and gigabytes might be made after them."""
+    op, made = OPS["indexer_select"], []
+    dims, gen = op.module("cases").BENCH["mxfp4-1-1x65536"], torch.Generator()
+    for mode in (contextlib.nullcontext(), parity.Undrawn(device)):
+        with mode:
+            made.append(bench_inputs(op, dims, torch.bfloat16, gen.manual_seed(0))[0])
+    drawn, undrawn = [dict(zip(op.argnames, args, strict=False)) for args in made]
+    for name in ("k_len", "block_table"):
+        assert torch.equal(drawn[name], undrawn[name])
+    assert undrawn["k"].is_meta == (device == "meta")
+    for name, tensor in undrawn.items():
+        if tensor is not None:
+            assert parity.materialised(tensor).device.type == "cpu"
+            assert parity.materialised(tensor).shape == drawn[name].shape, name

@@ -9,10 +9,10 @@ compares with the reference run in float64 (``judge.py``, ``oracle/compare.py``)
 from .case import Case, accepted, arguments, bound, cases, drawn, feature_sets, inputs, shapes, together
 from .guard import LAYOUTS, Fence, guarded_outputs, place, poison
 from .judge import arithmetic_of, mutated, outcome, reference_of, run, unchanged, workers
-from .undrawn import Undrawn
+from .undrawn import Undrawn, materialised
 
 __all__ = [
     "LAYOUTS", "Case", "Fence", "Undrawn", "accepted", "arguments", "arithmetic_of", "bound", "cases", "drawn",
-    "feature_sets", "guarded_outputs", "inputs", "mutated", "outcome", "place", "poison", "reference_of", "run",
-    "shapes", "together", "unchanged", "workers",
+    "feature_sets", "guarded_outputs", "inputs", "materialised", "mutated", "outcome", "place", "poison",
+    "reference_of", "run", "shapes", "together", "unchanged", "workers",
 ]  # fmt: skip
