@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,14 @@ OVERLAPPED = ("grouped_gemm_wgmma", "batched_gemm_fp4_wgmma")
 # Kernels whose consumers load all of a stage to registers: it must have come before others may overwrite it. Of
 # batched_gemm_fp4_few the tokens, which are loaded last, are never overwritten.
 LOADED = ("grouped_gemm",)
+# Kernels that spill all the same, by what they are compiled for, and how many instructions of local memory they may have,
+# none of which among their products. ROADMAP.md has what was tried.
+SPILLED: list[tuple[str, str, dict[str, Any], int]] = [
+    ("decode_codes", "sm90", {"dim": 256, "stages": 2}, 33),
+    ("norm_backward", "sm90", {"config": (8, 512, 2, 512)}, 4),
+    ("norm_backward", "sm100", {"config": (8, 512, 2, 512)}, 2),
+    ("sparse", "sm90", {"format": "fp8", "sides": 2, "merge": True}, 8),
+]
 # Few kernels; those of the others are minutes of compiling.
 QUICK = (("merge", "sm90"),)
 FAMILIES = [
@@ -132,7 +141,11 @@ def are_fine(requests: list[compile.Request], arch: str) -> None:
 def is_fine(kernel: compile.Compiled, sass: str) -> None:
     request, ptx = kernel.request, kernel.ptx.read_text()
     assert sass
-    assert not re.search(r"\b(STL|LDL)\b", sass), f"{request}: spills registers"
+    spills = [found.start() for found in re.finditer(r"\b(STL|LDL)\b", sass)]
+    most = may_spill(request)
+    assert len(spills) <= most, f"{request}: spills registers by {len(spills)} instructions, {most} are known"
+    products = [found.start() for found in re.finditer(r"\b[HQ]G?MMA\b", sass)]
+    assert not any(products[0] < at < products[-1] for at in spills if products), f"{request}: spills among products"
     codes = multiplies_codes(request)
     # Of what is multiplied; "fp4" is what results become.
     four = any("mxfp4" in value for key, value in request.signature if isinstance(value, tuple) and key != "fp4")
@@ -145,9 +158,9 @@ def is_fine(kernel: compile.Compiled, sass: str) -> None:
     if request.name in OVERLAPPED:
         apart, together = (len(re.findall(rf"gsb0, 0x{pending}\b", sass)) for pending in (1, 0))
         assert apart > 3 * together, f"{request}: {together} waits for all groups of products, {apart} for all but one"
-    fits(inspect.resources(kernel.library), ptx, f"{request}")
+    fits(inspect.resources(kernel.library), ptx, f"{request}", stack=most > 0)
     for gpu in SIBLINGS.get(request.arch, ()):
-        fits(inspect.taken([assembled(ptx, gpu)]), ptx, f"{request}, assembled for {gpu}")
+        fits(inspect.taken([assembled(ptx, gpu)]), ptx, f"{request}, assembled for {gpu}", stack=most > 0)
 
 
 def assembled(ptx: str, gpu: str) -> bytes:
@@ -160,11 +173,23 @@ def assembled(ptx: str, gpu: str) -> bytes:
         raise
 
 
-def fits(found: list[inspect.Resources], ptx: str, where: str) -> None:
-    """No spills, and as many registers as the blocks that the kernel wants on a multiprocessor have there."""
+def may_spill(request: compile.Request) -> int:
+    """Instructions of local memory that a kernel is known to have at most."""
+    signature = dict(request.signature)
+    known = (
+        most
+        for name, arch, like, most in SPILLED
+        if (name, arch) == (request.name, request.arch) and like.items() <= signature.items()
+    )
+    return max(known, default=0)
+
+
+def fits(found: list[inspect.Resources], ptx: str, where: str, *, stack: bool = False) -> None:
+    """No local memory but the ``stack`` of a kernel that spills, and as many registers as the blocks that the kernel
+    wants on a multiprocessor have there."""
     assert found, f"{where}: no kernel inside"
     for kernel in found:
-        assert kernel.local == kernel.stack == 0, f"{where}: {kernel}"
+        assert kernel.local == 0 and (stack or kernel.stack == 0), f"{where}: {kernel}"
         assert 0 < kernel.registers <= MAX_REGISTERS, f"{where}: {kernel}"
         assert inspect.promised(ptx, kernel.name).registers(kernel.registers) <= REGISTER_FILE, f"{where}: {kernel}"
         assert kernel.shared <= MAX_SHARED, f"{where}: {kernel}"
