@@ -4,7 +4,7 @@
 
 Compiles what they need, then runs every row of the ops under ``compute-sanitizer`` (memcheck), a process for each op,
 and prints the errors it counted; exits with 1 if there were any. Attention runs twice, the second time with the plans
-of a GPU with few multiprocessors: the cases are small, and only there do they have persistent CTAs. The inputs are
+of a GPU with few multiprocessors: most cases are small, and only there do they have persistent CTAs. The inputs are
 those of the parity cases, with every integer tensor replaced by hostile values: below zero, past the end, and as large
 as 32 bits allow. The results are not looked at. Each tensor is an allocation of its own, so that the tool sees a step
 past any of them.

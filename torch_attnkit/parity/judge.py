@@ -202,18 +202,17 @@ class _Pool:
     def map(self, function: Callable[..., Any], *columns: Iterable[Any]) -> Iterator[Any]:
         calls = list(zip(*columns, strict=True))
         while calls:
-            if self.executor is None or self.left == 0:
-                self._renew()
+            executor = self.executor if self.executor and self.left else self._renewed()
             now, calls = calls[: self.left], calls[self.left :]
             self.left -= len(now)
-            assert self.executor is not None
-            yield from self.executor.map(function, *zip(*now, strict=True), chunksize=4)
+            yield from executor.map(function, *zip(*now, strict=True), chunksize=4)
 
-    def _renew(self) -> None:
+    def _renewed(self) -> ProcessPoolExecutor:
         self.close()
         # Not forked: neither the parent's threads nor its CUDA context live on in a child.
         self.executor = ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), _alone, (self.begin,))
         self.left = _CALLS * self.jobs
+        return self.executor
 
     def close(self) -> None:
         if self.executor is not None:

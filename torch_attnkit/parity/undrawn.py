@@ -25,23 +25,21 @@ class Undrawn(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        there: dict[str, Any] = {"device": self.device, **kwargs}
+        there.pop("generator", None)
         if func is torch.randn:
-            return torch.empty(*args, **_drawn_nowhere(kwargs), device=self.device)
+            return torch.empty(*args, **there)
+        if func is torch.full and _floating(args, kwargs):
+            return torch.empty(args[0], **there)
         if func is torch.randint and self.device == "meta":
             size = next(a for a in args if isinstance(a, (tuple, list)))
             if math.prod(size) > _NUMBERS:
-                return torch.empty(size, **_drawn_nowhere({"dtype": torch.int64} | kwargs), device="meta")
-        if func is torch.full and _floating(args, kwargs):
-            return torch.empty(args[0], **{"device": self.device} | kwargs)
+                return torch.empty(size, **{"dtype": torch.int64} | there)
         if func is torch.Tensor.to and args[0].is_floating_point() and args[1:] and args[1] in _FLOATS:
             return torch.empty_like(args[0], dtype=args[1])
         if func is torch.Tensor.copy_ and args[0].is_floating_point():
             return args[0]
         return func(*args, **kwargs)
-
-
-def _drawn_nowhere(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name != "generator"}
 
 
 def _floating(args: Any, kwargs: dict[str, Any]) -> bool:
