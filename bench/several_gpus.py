@@ -314,6 +314,7 @@ def work(rank: int, world: int, folder: str, backend: str, only: str) -> None:
                 if rank == 0:
                     say(words(lines[-1]))
                     Path(folder, "lines").write_text(json.dumps(lines))  # as soon as it is there
+    dist.barrier()  # who leaves first takes connections from who is still at work
     dist.destroy_process_group()
 
 

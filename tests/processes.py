@@ -34,6 +34,7 @@ def _work(
         backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=_PATIENCE, device_id=mine
     )
     torch.save(function(rank, *args), Path(folder) / str(rank))
+    dist.barrier()  # who leaves first takes connections from who is still at work
     dist.destroy_process_group()
 
 
