@@ -51,9 +51,9 @@ that would have to flow through the op raises.
 """
 _MEASURED = """\
 Medians of calls in a CUDA graph, inputs colder than the L2; each case was compared with its reference before it was
-timed. *Of the limit* is the part of what a copy moves, or a large bf16 product computes, in the same run. A peer's number is
-its time in units of ours. *Commit* is what ran, with a `+` where it had changes that were not committed: kernels may
-have changed since.
+timed. *Of the limit* is the part of what a copy moves, or a large bf16 product computes, in the same run. A peer's
+number is its time in units of ours. *Commit* is what ran, with a `+` where it had changes that were not committed:
+kernels may have changed since.
 """
 
 

@@ -248,6 +248,19 @@ def test_tensor_cores_keep_14_bits_of_a_term_below_the_largest():
         assert tensor_cores.products(a[None], b[None]).item() == want, (first, second, at)
 
 
+def test_the_place_of_a_term_is_the_sum_of_its_operands_exponents():
+    """196 = 14 * 14 lies at 2^6, and 2^-7 is the last bit below that; of 196 itself, which is above 2^7, it is not.
+    Numbers below 2^-6 have E4M3's least exponent."""
+    for first, second, want in (
+        ((14.0, 12.0, 2.0**-7), (14.0, -12.0, 1.0), 52 + 2.0**-7),
+        ((14.0, 12.0, 2.0**-8), (14.0, -12.0, 1.0), 52.0),
+        ((14.0, 0.0, 2.0**-7), (14.0, 448.0, 1.0), 196.0),  # a sum is cut at its own place; 0 has none
+        ((2.0**-9, 2.0**-6, 0.0), (256.0, 1.125 * 2.0**-6, 0.0), 0.5),
+        ((2.0**-6, 2.0**-6, 0.0), (32.0, 1.125 * 2.0**-6, 0.0), 0.5 + 2.0**-12),
+    ):
+        assert tensor_cores.products(_e4m3(*first)[None], _e4m3(*second)[None]).item() == want, (first, second)
+
+
 def test_tensor_cores_are_exact_on_small_integers_and_pass_nan_on():
     gen = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-8, 9, (n, 128), generator=gen).float() for n in (3, 5))

@@ -10,6 +10,7 @@ from .tensor_pieces import FILL_SHARED, SHARED, TABLES, image, operand, place
 pytestmark = pytest.mark.simulator
 
 K = {"f16": 16, "bf16": 16, "tf32": 8}
+EIGHT_BITS = [(d, a, b) for d in ("f32", "f16") for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")]
 
 
 def accumulator(n, dtype):
@@ -96,6 +97,26 @@ def expect(out, want, n, dtype):
         np.testing.assert_allclose(got, want[row, column], rtol=1e-6, atol=2e-7 * np.abs(want).max())
 
 
+def powers(x):
+    """The largest power of two in each number, 0 for 0."""
+    return np.where(x == 0, 0, 2.0 ** (np.frexp(x)[1] - 1.0))
+
+
+def narrow_sums(av, bv, types, before=0.0):
+    """``before`` plus av (m, 32) times bv (n, 32) transposed, with Hopper's sums of 8-bit floats; in float64, which has
+    room for all of it."""
+    least = {"e4m3": 2.0**-6, "e5m2": 2.0**-14}
+    ap, bp = (np.where(v == 0, 0, np.maximum(powers(v), least[t])) for v, t in zip((av, bv), types[1:], strict=True))
+    before = np.broadcast_to(np.float64(before), (len(av), len(bv)))
+    unit = 2.0**-13 * np.maximum((ap[:, None] * bp).max(-1), powers(before))
+    unit = np.where(unit == 0, 1, unit)
+    total = (np.trunc(av[:, None].astype(np.float64) * bv / unit[..., None]).sum(-1) + np.trunc(before / unit)) * unit
+    if types[0] == "f16":
+        return total
+    unit = np.where(total == 0, 1, powers(total) * 2.0**-13)
+    return np.trunc(total / unit) * unit
+
+
 FLOAT_TAIL = {"f16": ", 1, 1, {ta}, {tb}", "bf16": ", 1, 1, {ta}, {tb}", "tf32": ", 1, 1", "e4m3": ", 1, 1", "s8": ""}
 
 
@@ -114,8 +135,9 @@ def test_every_swizzle_in_both_majornesses(dtype, swizzle, transpose_a, transpos
     at, bt = place(shared, 0, a, swizzle, bool(transpose_a)), place(shared, SHARED // 2, b, swizzle, bool(transpose_b))
     d = "s32" if dtype == "s8" else "f32"
     tail = FLOAT_TAIL[dtype].format(ta=transpose_a, tb=transpose_b)
+    want = narrow_sums(av, bv, (d, dtype, dtype)) if dtype == "e4m3" else av @ bv.T
     for options in ({}, {"seed": 4}, {"check": True}):
-        expect(launch(96, (d, dtype, dtype), at, bt, shared, tail=tail, options=options), av @ bv.T, 96, d)
+        expect(launch(96, (d, dtype, dtype), at, bt, shared, tail=tail, options=options), want, 96, d)
 
 
 @pytest.mark.parametrize("n", range(8, 257, 8))
@@ -134,7 +156,7 @@ def test_every_n(n):
 @pytest.mark.parametrize(
     "types",
     [("f32", "f16", "f16"), ("f16", "f16", "f16"), ("f32", "bf16", "bf16"), ("f32", "tf32", "tf32")]
-    + [(d, a, b) for d in ("f32", "f16") for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")]
+    + EIGHT_BITS
     + [("s32", a, b) for a in ("s8", "u8") for b in ("s8", "u8")],
 )
 def test_a_in_registers_and_all_types(types):
@@ -150,12 +172,52 @@ def test_a_in_registers_and_all_types(types):
     placed = place(shared, 0, b, "32", False)
     tail = "" if d == "s32" else ", 1, 1" + (", 0" if k == 16 else "")
     out = launch(32, types, None, placed, shared, registers=fragment_a(a), tail=tail)
-    want = av @ bv.T
-    if d == "f16" and at.startswith("e"):
-        row, column = accumulator(32, "f16")
-        np.testing.assert_allclose(out.view(np.float16).reshape(128, -1, 2), want[row, column], rtol=1e-3, atol=1e-3)
-    else:
-        expect(out, want, 32, d)
+    expect(out, narrow_sums(av, bv, types) if at.startswith("e") else av @ bv.T, 32, d)
+
+
+@pytest.mark.parametrize("scale", [2.0**-8, 1.0, 2.0**14])  # of the sum so far: below, among and above the products
+@pytest.mark.parametrize("types", EIGHT_BITS)
+def test_sums_of_8_bit_floats_are_as_narrow_as_hopper_s(types, scale):
+    """To the bit, zeros and numbers below the normal ones among the operands; sums with nothing to add are cut."""
+    d, at, bt = types
+    rng = np.random.default_rng(9)
+    shared = image()
+    a, b = operand(at, 64, 32, rng)[0], operand(bt, 96, 32, rng)[0]
+    a, b = (np.where(rng.random(x.shape) < 0.1, x & 0x83, x) for x in (a, b))
+    a[0], b[:8] = 0, 0
+    if d == "f16":  # whose range is small
+        a, b, scale = a & 0xBF, b & 0xBF, min(scale, 2.0**8)
+    av, bv = TABLES[at][a], TABLES[bt][b]
+    dtype = np.float16 if d == "f16" else np.float32
+    before = (rng.standard_normal((64, 96)) * scale).astype(dtype)
+    row, column = accumulator(96, d)
+    registers = np.ascontiguousarray(before[row, column]).reshape(128, -1).view(np.uint32)
+    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    out = launch(96, types, at, bt, shared, registers, tail=", 1, 1")
+    want = narrow_sums(av, bv, types, before)
+    assert np.isfinite(want).all() and not np.array_equal(want, av @ bv.T + before)
+    np.testing.assert_array_equal(out.view(dtype).reshape(row.shape), want.astype(dtype)[row, column])
+
+
+def test_infinity_and_nan_reach_what_they_do_in_float():
+    rng = np.random.default_rng(10)
+    shared = image()
+    a, b = operand("e5m2", 64, 32, rng)[0], operand("e5m2", 8, 32, rng)[0]
+    a[:, :3] = 0x3C  # ones
+    a[1, 0], a[2, 1], b[3, 2] = 0x7C, 0x7F, 0xFC  # infinity, NaN, minus infinity
+    av, bv = TABLES["e5m2"][a], TABLES["e5m2"][b]
+    before = np.zeros((64, 8), np.float32)
+    before[5, 5], before[6, 6] = np.inf, np.nan
+    row, column = accumulator(8, "f32")
+    registers = np.ascontiguousarray(before[row, column]).reshape(128, -1).view(np.uint32)
+    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    out = launch(8, ("f32", "e5m2", "e5m2"), at, bt, shared, registers, tail=", 1, 1").view(np.float32)
+    with np.errstate(invalid="ignore"):
+        plain = (av[:, None] * bv).sum(-1) + before
+    finite = np.isfinite(plain)
+    clean = narrow_sums(np.where(np.isfinite(av), av, 0), np.where(np.isfinite(bv), bv, 0), ("f32", "e5m2", "e5m2"))
+    np.testing.assert_array_equal(out.reshape(row.shape), np.where(finite, clean, plain)[row, column])
+    assert 0 < (~finite).sum() < finite.sum()
 
 
 def test_negation_and_saturation():

@@ -47,7 +47,8 @@ def test_every_row_is_recorded():
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_simulator_gives_what_the_gpu_gave(name):
     """Without tensor cores the order of every sum is fixed: in half precision the same number or its neighbour, and in
-    float32, which hides nothing, the error that the PTX ISA allows ex2.approx. Otherwise the oracle's tolerance."""
+    float32, which hides nothing, the error that the PTX ISA allows ex2.approx. Scores of 8-bit and 4-bit keys have all
+    bits, since wgmma's narrow sums are known. Otherwise the oracle's tolerance."""
     call, recorded = CALLS[name], RECORDED[name]
     assert vectors.digest(call) == recorded["inputs"], "other inputs than were recorded"
     got, bounds = vectors.outputs(call, "cpu"), vectors.tolerances(call)
@@ -60,6 +61,8 @@ def test_the_simulator_gives_what_the_gpu_gave(name):
         if call.op in vectors.SAME_ORDER:
             assert mine.element_size() == 4 or int(steps(mine, gpu).max()) <= 1
             allowed = 2**-22 * gpu[finite].abs().max().item() if mine.element_size() == 4 else torch.inf
+        if call.op == "indexer_scores" and call.sizes["bits"] <= 8:
+            allowed = 0.0
         assert (mine[finite].double() - gpu[finite].double()).abs().max().item() <= allowed
 
 

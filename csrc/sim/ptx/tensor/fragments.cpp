@@ -68,4 +68,21 @@ void add_fragment(Warp& warp, Sum type, const std::vector<Slot>& d, const std::v
   }
 }
 
+void read_fragment(const Warp& warp, Sum type, const std::vector<Slot>& d, float* out, unsigned rows, unsigned n) {
+  const unsigned halves = rows / 8;
+  for (size_t i = 0; i < d.size(); i++) {
+    const V32& from = warp.file[d[i]];
+    for (unsigned l = 0; l < kLanes; l++) {
+      if (type == Sum::f32) {
+        const size_t pair = i / 2;
+        out[(l / 4 + pair % halves * 8) * n + l % 4 * 2 + i % 2 + pair / halves * 8] = as_float(from.x[l]);
+      } else {
+        float* at = out + (l / 4 + i % halves * 8) * n + l % 4 * 2 + i / halves * 8;
+        at[0] = f32_of_f16(from.x[l] & 0xffff);
+        at[1] = f32_of_f16(from.x[l] >> 16);
+      }
+    }
+  }
+}
+
 }  // namespace ptx

@@ -20,5 +20,7 @@ enum class Sum : uint8_t { f32, f16, s32 };
 // d = sums + c for the 16 (or 8) rows of a warp; sums (rows, n). Without `c` (null) the sums alone.
 void add_fragment(Warp&, Sum, const std::vector<Slot>& d, const std::vector<Slot>* c, const float* sums, unsigned rows,
                   unsigned n, bool saturate);
+// The 16 (or 8) rows that a warp holds, of f32 or f16, as floats (rows, n): what `add_fragment` writes.
+void read_fragment(const Warp&, Sum, const std::vector<Slot>& d, float* out, unsigned rows, unsigned n);
 
 }  // namespace ptx

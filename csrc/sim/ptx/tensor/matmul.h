@@ -3,7 +3,7 @@
 // The order of a sum is the same on every machine: for each element of D the products run over k from 0 upwards, each
 // rounded to float and then added (no fused multiply-add, in no build of the kernel), and the finished sum is added to
 // the accumulator. The ISA leaves the order open ("accumulation order ... unspecified"); products of f16, bf16, tf32
-// and narrower operands are exact in float, so only the additions round.
+// and narrower operands are exact in float, so only the additions round. wgmma's of 8-bit floats: narrow_sums.h.
 #pragma once
 #include <cstdint>
 

@@ -6,6 +6,7 @@
 
 #include "async/async.h"
 #include "tensor/fragments.h"
+#include "tensor/narrow_sums.h"
 #include "tensor/smem_matrix.h"
 
 namespace ptx {
@@ -61,6 +62,8 @@ void read_operand(Context& c, uint64_t descriptor, unsigned mn, unsigned k, Elem
   c.count.tensor_shared_read += s.bytes.size();
 }
 
+bool is_narrow(Element type) { return type == Element::e4m3 || type == Element::e5m2; }
+
 void negate(std::vector<float>& values) {
   for (float& x : values) x = -x;
 }
@@ -88,10 +91,18 @@ void execute(Context& c, const Mma& r, const WgmmaState& group, const AsyncRef& 
   s.sums.resize(64 * r.n);
   std::array<float*, 64> rows;
   for (unsigned i = 0; i < 64; i++) rows[i] = s.sums.data() + i * r.n;
-  multiply({s.a.data(), r.k, 1}, s.b.data(), r.n, 64, r.n, r.k, rows.data(), false);
   const bool accumulate = (c.warp.pred(r.scale_d) >> c.first() & 1) != static_cast<unsigned>(r.scale_d_negated);
+  const bool narrow = is_narrow(r.a_type);
+  if (narrow) {
+    if (!accumulate) std::fill(s.sums.begin(), s.sums.end(), 0.0f);
+    for (unsigned w = 0; accumulate && w < kWarps; w++) read_fragment(*warps[w], r.sum, r.d, rows[16 * w], 16, r.n);
+    add_narrow(s.a.data(), r.a_type, s.b.data(), r.b_type, 64, r.n, rows.data(), r.sum == Sum::f32);
+  } else {
+    multiply({s.a.data(), r.k, 1}, s.b.data(), r.n, 64, r.n, r.k, rows.data(), false);
+  }
+  const std::vector<Slot>* before = accumulate && !narrow ? &r.d : nullptr;
   for (unsigned w = 0; w < kWarps; w++)
-    add_fragment(*warps[w], r.sum, r.d, accumulate ? &r.d : nullptr, rows[16 * w], 16, r.n, r.saturate);
+    add_fragment(*warps[w], r.sum, r.d, before, rows[16 * w], 16, r.n, r.saturate);
   c.count.flops[r.name] += 2ull * 64 * r.n * r.k;
 }
 
