@@ -23,8 +23,8 @@ def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     A step adds 32 products to a sum. The place of a term is the sum of its operands' exponents, that of the sum so far
     its own exponent; all terms are cut towards zero 13 bits below the highest place, added, and the sum is cut to 13
     bits below its own (arXiv 2412.19437, 3.3.2, saw 14 bits on an H800; arXiv 2511.10909 says the rest, bit by bit, and
-    calls it T-FDPA with F = 13 and RZ-E8M13). The products themselves have 8 bits and are exact. Scores that an H200
-    gave are these to the last bit of float32 (``tests/sim/ptx/test_vectors.py``).
+    calls it T-FDPA with F = 13 and RZ-E8M13). The products themselves have 8 bits and are exact. With the same sums the
+    simulator gives every bit of the scores that an H200 gave (``tests/sim/ptx/test_vectors.py``).
 
     Operands in float32 are E4M3 numbers times a scale. Their places are those of what they are then, so that sums are
     cut about as finely, not at the same bits; and none has a least exponent.
