@@ -117,7 +117,7 @@ def table(op: str, lines: list[dict[str, Any]]) -> Table:
     )
     for line in lines:
         if "error" in line:
-            out.add_row(line["case"], "-", "-", "-", "-", "none", *("-" for _ in names), style="red")
+            out.add_row(line["case"], "none", *("-" for _ in columns[2:]), style="red")
             continue
         cells = (
             f"{line['us']:.2f}",
@@ -132,9 +132,8 @@ def table(op: str, lines: list[dict[str, Any]]) -> Table:
 
 
 def merge(record: dict[str, Any]) -> None:
-    """Put the lines of a run into the device's baseline; one without a number leaves what was there."""
-    record = record | {"lines": [line for line in record["lines"] if "error" not in line]}
-    if not record["lines"]:
+    """Put the lines of a run into the device's baseline."""
+    if all("error" in line for line in record["lines"]):
         return
     file = ROOT / "baselines" / f"{record['device'].lower().replace(' ', '-')}.json"
     file.parent.mkdir(exist_ok=True)
@@ -148,7 +147,8 @@ def merge(record: dict[str, Any]) -> None:
 def merged(old: dict[str, Any] | None, new: dict[str, Any], cases: list[str]) -> dict[str, Any]:
     """The record of an op after a run of some of its ``cases``, in their order; what is none of them any more goes.
 
-    The facts are those of the new run. A line of an earlier one holds under ``run`` what was different then.
+    The facts are those of the new run. A line of an earlier one holds under ``run`` what was different then; a new line
+    without a number leaves it where it was.
     """
     facts = {k: v for k, v in new.items() if k != "lines"}
     lines = {}
@@ -156,7 +156,7 @@ def merged(old: dict[str, Any] | None, new: dict[str, Any], cases: list[str]) ->
         then = {k: v for k, v in old.items() if k != "lines"} | line.get("run", {})
         different = {k: v for k, v in then.items() if facts.get(k) != v}
         lines[line["case"], line["dtype"]] = {k: v for k, v in line.items() if k != "run"} | {"run": different}
-    lines |= {(line["case"], line["dtype"]): line for line in new["lines"]}
+    lines |= {(line["case"], line["dtype"]): line for line in new["lines"] if "error" not in line}
     known = [
         lines[key] for key in sorted(lines, key=lambda k: cases.index(k[0]) if k[0] in cases else -1) if key[0] in cases
     ]

@@ -98,6 +98,12 @@ def test_lines_of_other_runs_stay_and_say_which():
     assert runs == [{"commit": "1", "device": "d"}, {"commit": "2", "device": "d"}, None]
 
 
+def test_a_line_without_a_number_leaves_the_one_that_was_there():
+    first = merged(None, _record("1", _line("a", 1.0)), ["a", "b"])
+    wrong = [{"op": "o", "case": case, "dtype": "bfloat16", "error": "refused"} for case in "ab"]
+    assert merged(first, _record("1", *wrong), ["a", "b"])["lines"] == [_line("a", 1.0) | {"run": {}}]
+
+
 def test_dtypes_are_lines_of_their_own():
     first = merged(None, _record("1", _line("a", 1.0)), ["a"])
     both = merged(first, _record("1", _line("a", 2.0, "float16")), ["a"])["lines"]
