@@ -102,6 +102,67 @@ def test_of_a_module_only_the_definitions_that_are_used_count(package):
     assert of(text.replace("A = 1", "A = 2")) != of(text)
 
 
+MEANING = {
+    "torch_attnkit.kernel": """
+from torch_attnkit.cuda import tiles
+from torch_attnkit.cuda.other import Tile
+
+SIZE = 4
+
+
+def even(n: int):
+    return n == 0 or odd(n - 1)
+
+
+def odd(n: int):
+    return n != 0 and even(n - 1)
+
+
+def kernel(x: Tile) -> int:
+    return tiles.load(x, SIZE) + even(SIZE)
+""",
+    "torch_attnkit.cuda.other": "class Tile:\n    rows: int = 8\n",
+}
+
+
+def meaning(package, changes=None, rename=()):
+    sources = SOURCES | MEANING | (changes or {})
+    for old, new in rename:
+        sources = {name.replace(old, new): text.replace(old, new) for name, text in sources.items()}
+    clear = digest._meanings.clear
+    clear()
+    found = package(sources, function=digest.of_meaning, names=("torch_attnkit.kernel", "kernel"))
+    clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    "rename", [("SIZE", "ROWS"), ("tiles", "blocks"), ("load", "fetch"), ("Tile", "Block"), ("odd", "uneven")]
+)
+def test_what_things_are_called_changes_no_meaning(package, rename):
+    assert meaning(package, rename=[rename]) == meaning(package)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("torch_attnkit.kernel", "SIZE = 4", "SIZE = 5"),
+        ("torch_attnkit.kernel", "n != 0", "n > 0"),
+        ("torch_attnkit.cuda.tiles", "return x", "return x + 1"),
+    ],
+)
+def test_what_things_do_changes_the_meaning(package, module, old, new):
+    text = (SOURCES | MEANING)[module]
+    assert old in text and meaning(package, {module: text.replace(old, new)}) != meaning(package)
+
+
+def test_a_meaning_is_the_same_whatever_was_asked_for_before(package):
+    first = meaning(package)
+    digest._meanings.clear()
+    package(SOURCES | MEANING, function=digest.of_meaning, names=("torch_attnkit.kernel", "odd", "even"))
+    assert package(SOURCES | MEANING, function=digest.of_meaning, names=("torch_attnkit.kernel", "kernel")) == first
+
+
 def test_metal_texts_count_with_their_headers_and_without_comments(tmp_path, monkeypatch):
     (tmp_path / "metal" / "include" / "attnkit").mkdir(parents=True)
     source, header = tmp_path / "metal" / "x.metal", tmp_path / "metal" / "include" / "attnkit" / "y.h"

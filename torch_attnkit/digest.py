@@ -8,10 +8,11 @@ out: it has tests of its own, and with it no digest would ever stay.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 from torch_attnkit import paths
@@ -24,6 +25,9 @@ _SEAMS = tuple(
     for name in ("backends", "core", "cuda.compile", "cuda.driver", "digest", "mps.library", "paths", "sim")
 )
 _ARCHS = ("sm90", "sm100")
+_Definition = tuple[str, str]  # a module, and a name there
+_meanings: dict[_Definition, str] = {}
+_open: set[_Definition] = set()  # of the circles that what is being read belongs to, what has not ended yet
 # Fields that a newer Python adds to a tree, or that say how something was written and not what it means.
 _NO_MEANING = {"ctx", "kind", "type_comment", "type_params"}
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')', re.S)
@@ -76,6 +80,16 @@ def of_definitions(module: str, *names: str) -> str:
 
 
 @functools.cache
+def of_meaning(module: str, *names: str) -> str:
+    """The digest of some definitions of a module by what they do: whatever they, and what they use, are called.
+
+    Each definition of this package that is used stands for itself by its own digest, wherever it is; what ``core`` and
+    the seams define, and what recurs, by its name. Types that annotate count for nothing.
+    """
+    return of(*(_meaning_of(module, name) for name in names))
+
+
+@functools.cache
 def of_metal(op: str) -> str:
     """The digest of an op's Metal source with the headers that it includes."""
     files, todo = {}, [paths.metal_source(op)]
@@ -102,6 +116,74 @@ def of_simulator(name: str) -> str:
     # By path: files of one name in several rooms (lanes, machine's and the checker's) are told apart.
     texts = (f"{path.relative_to(home).as_posix()}\n{_without_comments(path.read_text())}" for path in cpp)
     return of(*(_meaning(m) for m in sorted(_modules()) if m.startswith(f"{_PACKAGE}.sim.{name}")), *texts)
+
+
+@functools.cache
+def _definitions(module: str) -> dict[str, ast.stmt]:
+    return {name: node for node in _tree(module).body for name in _defined(node)}
+
+
+def _meaning_of(module: str, name: str, users: tuple[_Definition, ...] = ()) -> str:
+    """The digest of what a name of a module stands for; a user of it, met again, stands for itself by its place."""
+    found = _resolved(module, name)
+    if found is None or _is_seam(found[0]):
+        return name
+    if found in users:
+        _open.add(found)
+        return f"user {len(users) - users.index(found)}"
+    if found not in _meanings:
+        module, name = found
+        known = {*_definitions(module), *dict(_imported(module))}
+        node = _Named(known, lambda n: _meaning_of(module, n, (*users, found)))
+        text = _canonical(node.visit(copy.deepcopy(_definitions(module)[name]))).replace(repr(name), "itself")
+        again = found in _open
+        _open.discard(found)
+        if again or _open:  # of a circle, which looks another way from elsewhere
+            return of(text)
+        _meanings[found] = of(text)
+    return _meanings[found]
+
+
+def _resolved(module: str, name: str) -> _Definition | None:
+    """The module and the name there of a definition, or of one in a module that is imported: ``rules.HEADS``."""
+    first, _, rest = name.partition(".")
+    if first in _definitions(module):
+        return module, first
+    origin = dict(_imported(module)).get(first, "")
+    if origin in _modules():
+        return _resolved(origin, rest) if rest else None
+    home, _, inner = origin.rpartition(".")
+    return _resolved(home, inner) if home in _modules() else None
+
+
+class _Named(ast.NodeTransformer):
+    """Puts what a name stands for in its place, and leaves annotations out."""
+
+    def __init__(self, known: Container[str], meaning: Callable[[str], str]):
+        self.known, self.meaning = known, meaning
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self.meaning(node.id), node.ctx) if node.id in self.known else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id in self.known:
+            name = f"{node.value.id}.{node.attr}"
+            if (found := self.meaning(name)) != name:
+                return ast.Name(found, node.ctx)
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.arg(node.arg)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Name("annotation", ast.Load())
+        return self.generic_visit(node)
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = _function
 
 
 @functools.cache
@@ -156,19 +238,26 @@ def _defined(node: ast.stmt) -> Iterable[str]:
 
 
 @functools.cache
-def _imports(module: str) -> tuple[tuple[str, str], ...]:
-    """(name, module of the package that it is, or comes from) of all that ``module`` imports anywhere in its text."""
-    tree, known, found = _tree(module), _modules(), []
-    here = module.split(".") if known[module].name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(tree):
+def _imported(module: str) -> tuple[tuple[str, str], ...]:
+    """(name, what it is by its full name) of all that ``module`` imports anywhere in its text."""
+    found, package = [], _modules()[module].name == "__init__.py"
+    here = module.split(".") if package else module.split(".")[:-1]
+    for node in ast.walk(_tree(module)):
         if isinstance(node, ast.Import):
             found += [(a.asname or a.name.split(".")[0], a.name) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = here[: len(here) - node.level + 1] if node.level else []
             base = ".".join([*above, *filter(None, [node.module])])
-            inside = ((a.asname or a.name, f"{base}.{a.name}") for a in node.names)
-            found += [(name, n if n in known else base) for name, n in inside]
-    return tuple((name, n) for name, n in found if n in known)
+            found += [(a.asname or a.name, f"{base}.{a.name}") for a in node.names]
+    return tuple(found)
+
+
+def _imports(module: str) -> Iterator[tuple[str, str]]:
+    """(name, module of the package that it is, or comes from) of all that ``module`` imports anywhere in its text."""
+    for name, origin in _imported(module):
+        home = origin if origin in _modules() else origin.rpartition(".")[0]
+        if home in _modules():
+            yield name, home
 
 
 def _uses(module: str) -> set[str]:

@@ -29,8 +29,8 @@ def folder(monkeypatch, tmp_path):
 @pytest.fixture
 def changed(monkeypatch):
     """A function after which the code of every row counts as another."""
-    real = evidence.digest_of
-    return lambda: monkeypatch.setattr(evidence, "digest_of", lambda *key: real(*key)[::-1])
+    real = evidence.sources_of
+    return lambda: monkeypatch.setattr(evidence, "sources_of", lambda *key: real(*key)[::-1])
 
 
 def run(*words: str):
@@ -53,6 +53,44 @@ def test_evidence_counts_as_old_once_the_code_has_changed(folder, changed):
     )
 
 
+@pytest.fixture
+def rerun(monkeypatch):
+    """A function after which the cases of every row run something else."""
+    real = evidence.runs_of
+    return lambda: monkeypatch.setattr(evidence, "runs_of", lambda *key: real(*key)[::-1])
+
+
+def test_evidence_is_carried_over_to_other_sources_that_run_the_same(folder, changed):
+    command.keep(CPU, [evidence.Outcome(ROW, 10, 2, 0)])
+    changed()
+    result = run("--resign", "--arch", "cpu")
+    assert result.exit_code == 0 and "carried over" in result.output
+    assert seen() == [f"hardware ({CPU.evidence})"]
+    assert "carried over" not in run("--resign", "--arch", "cpu").output
+
+
+def test_evidence_of_other_code_stays_old(folder, changed, rerun):
+    command.keep(CPU, [evidence.Outcome(ROW, 10, 2, 0)])
+    changed()
+    rerun()
+    result = run("--resign", "--arch", "cpu")
+    assert result.exit_code == 1 and "of other code" in result.output
+    assert seen() == [f"hardware ({CPU.evidence}), before later changes"]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_evidence_from_before_there_was_a_digest_of_runs_gets_one_while_its_sources_stand(folder, changed, later):
+    command.keep(CPU, [evidence.Outcome(ROW, 10, 2, 0)])
+    (file,) = folder.glob("*.json")
+    whole = json.loads(file.read_text())
+    known = whole["runs"][0]["rows"][0].pop("runs")
+    file.write_text(json.dumps(whole))
+    if later:
+        changed()
+    assert run("--resign", "--arch", "cpu").exit_code == int(later)
+    assert json.loads(file.read_text())["runs"][0]["rows"][0].get("runs") == (None if later else known)
+
+
 @pytest.mark.parametrize("outcome", [evidence.Outcome(ROW, 10, 0, 1), evidence.Outcome(ROW, 0, 10, 0)])
 def test_a_row_that_failed_or_ran_nothing_has_no_evidence(folder, outcome):
     command.keep(CPU, [evidence.Outcome(ROW, 10, 0, 0)])
@@ -66,9 +104,10 @@ def test_a_wider_row_starts_from_nothing(folder, monkeypatch):
     assert seen() == []
 
 
-def test_a_run_keeps_other_rows_as_they_were_seen_and_drops_those_that_left_the_table(folder):
+def test_a_run_keeps_other_rows_as_they_were_seen_and_drops_those_that_left_the_table(folder, monkeypatch):
     target = Target("sm100", simulated=True)
     rows = support("sm100")[:3]
+    monkeypatch.setattr(evidence, "runs_of", lambda *key: "of nobody's interest here")
     evidence.record(target, "sm100", {"date": "then"}, [evidence.Outcome(r, 5, 0, 0) for r in rows])
     file = evidence.record(target, "sm100", {"date": "now"}, [evidence.Outcome(rows[0], 6, 0, 0)])
     found = json.loads(file.read_text())
@@ -81,7 +120,7 @@ def test_a_run_keeps_other_rows_as_they_were_seen_and_drops_those_that_left_the_
 
 def test_hardware_and_simulator_have_digests_of_their_own():
     op, index, _, _ = support("sm90")[0]
-    assert evidence.digest_of(op.name, index, Target("sm90")) != evidence.digest_of(
+    assert evidence.sources_of(op.name, index, Target("sm90")) != evidence.sources_of(
         op.name, index, Target("sm90", simulated=True)
     )
 

@@ -3,9 +3,9 @@
 A kernel is asked for by a ``Request``: plain data, so it can be hashed, pickled and compiled in another process. It is
 looked up in memory, in the bundles named by ``use_bundle``, in ``cache_dir()/cuda``, and only then compiled, under a
 file lock and renamed into place whole. The name of a file carries a digest of all that its contents depend on: the
-request, the kernel's module and what it imports (``torch_attnkit/digest.py``), the compiler and its options, and the
-processor that runs the host code. Loading a library imports no cutlass; the kernel's module is imported when it is
-compiled.
+request, the kernel's module and what it imports (``torch_attnkit/digest.py``), the compiler's options, and the
+processor that runs the host code; the ``.json`` beside it says which compiler made it. Loading a library imports no
+cutlass; the kernel's module is imported when it is compiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch_attnkit.core import config, seams
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 
-from . import repeat
+from . import fingerprint, repeat
 
 INSTALL = "pip install 'torch_attnkit[cuda]'"
 # A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
@@ -42,7 +42,7 @@ GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100f"}
 _FAMILIES = "torch_attnkit.kernels."
 _found: dict[tuple[Path, Request], Compiled] = {}
 _bundles: list[Path] = []
-_requested: list[Request] | None = None  # while recording: what was asked for
+_recorder: Callable[[Request], Callable[..., None]] | None = None  # while recording: what stands in for launchers
 _compiling = threading.Lock()  # CuTeDSL keeps global state while it traces
 
 
@@ -74,7 +74,7 @@ class Request:
     def file(self) -> str:
         """The name of the compiled kernel, without its suffix: readable first, unique by the hash."""
         sources = digest.of_modules(self.kernel, arch=self.arch)
-        parts = (repr(self), sources, _options(self.arch), version("nvidia-cutlass-dsl"), platform.machine())
+        parts = (repr(self), sources, _options(self.arch), platform.machine())
         return f"{self.name}-{self.arch}-{digest.of(*parts)}"
 
 
@@ -93,6 +93,11 @@ class Compiled:
     def symbol(self) -> str:
         return f"attnkit_{self.request.name}"
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What it does, whatever it is called (``fingerprint.py``)."""
+        return str(json.loads(self.library.with_suffix(".json").read_text())["fingerprint"])
+
 
 def launcher(
     target: Target, device: torch.device, kernel: str, *, trace: str = "trace", **signature: Any
@@ -104,9 +109,8 @@ def launcher(
     Raises UnsupportedError without nvidia-cutlass-dsl, RuntimeError if the kernel does not compile.
     """
     request = Request(target.arch, kernel, trace, tuple(signature.items()))
-    if _requested is not None:
-        _requested.append(request)
-        return lambda *args: None
+    if _recorder is not None:
+        return _recorder(request)
     launch = repeat.watched(seams.backend(target.arch, target.simulated).load(get(request), target.arch))
     return launch if target.simulated or torch.cuda.device_count() < 2 else on_device(device, launch)
 
@@ -152,14 +156,20 @@ def use_bundle(folder: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Request]]:
-    """Collect what is asked for inside this block, compiling nothing: launchers do nothing."""
-    global _requested
-    outer, _requested = _requested, []
+def recording(stand_in: Callable[[Request], Callable[..., None]] | None = None) -> Iterator[list[Request]]:
+    """Collect what is asked for inside this block, compiling nothing: launchers do nothing, or are ``stand_in``'s."""
+    global _recorder
+    asked: list[Request] = []
+
+    def recorder(request: Request) -> Callable[..., None]:
+        asked.append(request)
+        return stand_in(request) if stand_in else lambda *args: None
+
+    outer, _recorder = _recorder, recorder
     try:
-        yield _requested
+        yield asked
     finally:
-        _requested = outer
+        _recorder = outer
 
 
 def version(package: str) -> str:
@@ -212,9 +222,13 @@ def _build(request: Request, folder: Path) -> Compiled:
         built = Compiled(request, Path(work) / "kernel.o")
         compiled.export_to_c(str(built.library), built.symbol, export_only_tvm_ffi_symbols=True)
         library = _link(built.library)
-        facts = asdict(request) | {"compiler": version("nvidia-cutlass-dsl"), "host": platform.machine()}
-        (Path(work) / "kernel.json").write_text(json.dumps(facts, indent=1) + "\n")
         (ptx,) = Path(work).glob("*.ptx")
+        facts = asdict(request) | {
+            "compiler": version("nvidia-cutlass-dsl"),
+            "host": platform.machine(),
+            "fingerprint": fingerprint.of(ptx.read_text(), str(compiled.ir_module)),
+        }
+        (Path(work) / "kernel.json").write_text(json.dumps(facts, indent=1) + "\n")
         for source in (ptx, Path(work) / "kernel.json", library):
             target = folder / (request.file + source.suffix)
             os.replace(source, target)

@@ -7,8 +7,10 @@ first line, because it has no function constants.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+[<"](attnkit/[\w./-]+)[>"].*\n?', re.M)
 _KERNEL = re.compile(r"(?:\bkernel|\[\[\s*kernel\b[^\]]*\]\])\s+void\s+(\w+)\s*\(([^{;]*)\)\s*\{")
 _SLOT = re.compile(r"\[\[\s*buffer\(\s*(\d+)\s*\)\s*\]\]")
+_stand_in: Callable[[str], Library] | None = None  # while recording
 
 
 @dataclass(frozen=True)
@@ -77,4 +80,16 @@ def _compile(text: str, simulated: bool) -> Library:
 
 def load(op: str, target: Target, **defines: Any) -> Library:
     """The kernels of ``op`` for a target; ``defines`` are dtypes, ints and bools, and become ``#define NAME value``."""
-    return _compile(source(op, defines), target.simulated)
+    text = source(op, defines)
+    return _compile(text, target.simulated) if _stand_in is None else _stand_in(text)
+
+
+@contextlib.contextmanager
+def recording(stand_in: Callable[[str], Library]) -> Iterator[None]:
+    """Inside this block nothing is compiled: ``load`` returns what ``stand_in`` makes of a specialised text."""
+    global _stand_in
+    outer, _stand_in = _stand_in, stand_in
+    try:
+        yield
+    finally:
+        _stand_in = outer

@@ -53,6 +53,9 @@ def parity(
     kernels: Annotated[int, typer.Option(help="Of random signatures: draws of what is compiled.", min=1)] = 96,
     repeat: Annotated[str | None, typer.Option(help="One random signature, as a run prints it.")] = None,
     seed: Annotated[str, typer.Option(help="What draws the sample, or the random signatures.")] = "0",
+    resign: Annotated[
+        bool, typer.Option("--resign", help="Instead: compile, and keep evidence of what runs as it did.")
+    ] = False,
     simulated: Annotated[bool, typer.Option("--simulated", help="In simulators alone, hardware or not.")] = False,
     report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.")] = 1,
@@ -62,6 +65,8 @@ def parity(
     if not 0 < sample <= 1:
         raise typer.BadParameter(f"sample is {sample}, accepted: a share between 0 and 1")
     wanted = KNOWN if arch is None else (arch,)
+    if resign:
+        raise typer.Exit(_resign(wanted, op, jobs))
     places = [p for p in here(wanted) if p.target.simulated or not simulated]
     if random or repeat is not None:
         raise typer.Exit(_random(places, op, random_run.Plan(random, seed, kernels, jobs), repeat))
@@ -78,6 +83,21 @@ def parity(
         if missing and name in wanted and not any(place.target.arch == name for place in places):
             console.print(f"{name}: no hardware here, and {missing}", soft_wrap=True)
     raise typer.Exit(1 if failures else 0)
+
+
+def _resign(archs: tuple[str, ...], op: str | None, jobs: int) -> int:
+    """Sign the evidence of all devices anew that runs as it did. 1 if some does not."""
+    table = Table("evidence of", "row", "is")
+    other = 0
+    for file, kept in zip(evidence.files(), evidence.load(), strict=True):
+        if kept["arch"] in archs:
+            with workers(jobs) as each:
+                found = evidence.resign(file, [op] if op else list(OPS), each)
+            for row in found:
+                table.add_row(file.stem, row.name, str(row))
+            other += sum(not row.same for row in found)
+    console.print(table)
+    return 1 if other else 0
 
 
 def _random(places: list[Place], op: str | None, plan: random_run.Plan, repeat: str | None) -> int:
@@ -147,7 +167,7 @@ def run_rows(
         console.print(f"{place}: nothing to run")
         return []
     for op, index, _, _ in rows:  # of the code that runs: an edit meanwhile is not what was seen
-        evidence.digest_of(op.name, index, place.target)
+        evidence.sources_of(op.name, index, place.target)
     todo = [runs_of(place, row) for row in rows]
     if share < 1:
         share = min(share, MOST / max(1, sum(map(len, todo))))
@@ -166,7 +186,7 @@ def run_rows(
                 progress.advance(task)
             found.append(_outcome(row, mine))
             if record:
-                keep(place, [found[-1][0]])
+                keep(place, [found[-1][0]], each)
     console.print(_table(place, found))
     if record:
         console.print("recorded; run: python -m torch_attnkit support --write SUPPORT.md", soft_wrap=True)
@@ -184,12 +204,12 @@ def _table(place: Place, found: list[tuple[Outcome, dict[str, Any]]]) -> Table:
     return table
 
 
-def keep(place: Place, outcomes: list[Outcome]) -> None:
+def keep(place: Place, outcomes: list[Outcome], each: evidence.Map = map) -> None:
     """Record outcomes as evidence, with what they were seen on."""
     run: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": _versions(place)}
     if place.checked:
         run["also checked"] = place.checked
-    evidence.record(place.target, place.evidence, run, outcomes)
+    evidence.record(place.target, place.evidence, run, outcomes, each)
 
 
 def _versions(place: Place) -> dict[str, str]:

@@ -1,15 +1,18 @@
 """Where each row of the table has been seen right, and with which code: the files of ``torch_attnkit/evidence/``.
 
 A file holds the runs on one device or simulator, a run the rows that it was the last to look at. Evidence belongs to
-code: every row is kept with a digest of what its result depends on (the kernel's modules and what they import, the
-Metal text, the reference, the cases, in a simulator the simulator), and counts as old once that has changed.
+what ran, and every row is kept with two digests of it. ``sources`` is quick: of the modules that the row's file
+imports or names, the Metal text, the reference, the cases, in a simulator the simulator. While it is the same, nothing
+has changed. ``runs`` is exact: of the definition, the cases, and for each of these what is launched (``launched.py``),
+which takes a compiler to know. Where the one has changed and the other has not, ``parity --resign`` says so in the
+file.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,12 @@ from torch_attnkit.core import Kernel, Op, Target
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.support import support
 
+from . import launched
 from .case import cases
 
 FOLDER = Path(__file__).resolve().parent.parent / "evidence"
 Row = tuple[Op, int, Kernel, str]  # as ``support()`` lists them: op, index, row, arch
+Map = Callable[..., Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ def words(op: str, row: Kernel) -> str:
 
 
 @functools.cache
-def digest_of(op: str, index: int, target: Target) -> str:
-    """The digest of what the result of a row depends on, on hardware or in a simulator."""
+def sources_of(op: str, index: int, target: Target) -> str:
+    """The digest of the sources that the result of a row depends on, on hardware or in a simulator."""
     record = OPS[op]
     row = record.kernels[index]
     parts = [
@@ -78,14 +83,43 @@ def digest_of(op: str, index: int, target: Target) -> str:
     return digest.of(*parts)
 
 
+def runs_of(op: str, index: int, target: Target, each: Map = map) -> str:
+    """The digest of what the cases of a row run, and of what they are judged by. Compiles what has not been.
+
+    ``each`` is a ``map``, by several processes for instance.
+    """
+    record = OPS[op]
+    row = record.kernels[index]
+    todo = cases(record, index, target.arch, covering=target.simulated)
+    parts = [
+        digest.of_meaning(f"{record.package}.reference", "reference", "numbers", "check"),
+        digest.of_meaning("torch_attnkit.oracle.compare", "check"),
+        digest.of_meaning(f"{record.package}.cases", "PARITY", "DEGENERATE", "EXTRAS", "make"),
+        digest.of_meaning("torch_attnkit.parity.case", "arguments"),
+        *(case.id for case in todo),
+    ]
+    if target.arch == "cpu":
+        parts += [digest.of_meaning(f"{record.package}.{row.file}", "build"), digest.of_cpu()]
+    else:
+        parts += [digest.of_meaning(f"{record.package}.{row.file}", "arithmetic", "shared")]
+        parts += each(functools.partial(launched.by, target=Target(target.arch, simulated=True)), todo)
+    if target.simulated:
+        parts.append(digest.of_simulator("metal" if target.arch == "metal" else "ptx"))
+    return digest.of(*parts)
+
+
 def file_of(target: Target, device: str) -> Path:
     """The file of a device's evidence, or of a simulator's."""
     return FOLDER / f"{target.arch}-{'simulator' if target.simulated else device}.json".lower().replace(" ", "-")
 
 
+def files() -> list[Path]:
+    return sorted(FOLDER.glob("*.json"))
+
+
 def load() -> list[dict[str, Any]]:
     """All files of evidence there are."""
-    return [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
+    return [json.loads(file.read_text()) for file in files()]
 
 
 def seen(row: Row, files: Iterable[dict[str, Any]]) -> list[Seen]:
@@ -96,7 +130,7 @@ def seen(row: Row, files: Iterable[dict[str, Any]]) -> list[Seen]:
         simulated = file["kind"] == "simulator"
         entries = [e for run in file["runs"] for e in run["rows"] if e["row"] == name]
         if file["arch"] == arch and any(e["passed"] > 0 and e["failed"] == 0 for e in entries):
-            current = any(e["digest"] == digest_of(op.name, index, Target(arch, simulated)) for e in entries)
+            current = any(e["sources"] == sources_of(op.name, index, Target(arch, simulated)) for e in entries)
             found.append(Seen("simulator" if simulated else f"hardware ({file['device']})", current))
     return found
 
@@ -108,12 +142,15 @@ def stale(target: Target, device: str) -> list[Row]:
     return [row for row in support(target.arch) if not any(s.current for s in seen(row, files))]
 
 
-def record(target: Target, device: str, run: dict[str, Any], outcomes: list[Outcome]) -> Path:
+def record(target: Target, device: str, run: dict[str, Any], outcomes: list[Outcome], each: Map = map) -> Path:
     """Keep how rows went in a run that ``run`` describes. Other rows stay as they were seen; what left the table goes.
 
     Several rows of one arch may be worded alike only if they are one; a failed row is kept, and counts for nothing.
     """
-    rows = [o.entry() | {"digest": digest_of(o.row[0].name, o.row[1], target)} for o in outcomes]
+    rows = []
+    for o in outcomes:
+        key = (o.row[0].name, o.row[1], target)
+        rows.append(o.entry() | {"sources": sources_of(*key), "runs": runs_of(*key, each)})
     path = file_of(target, device)
     before = json.loads(path.read_text())["runs"] if path.exists() else []
     keep = {words(op.name, row) for op, _, row, _ in support(target.arch)} - {r["row"] for r in rows}
@@ -128,3 +165,38 @@ def record(target: Target, device: str, run: dict[str, Any], outcomes: list[Outc
     found |= {"runs": [r for r in runs if r["rows"]]}
     path.write_text(json.dumps(found, indent=1) + "\n")
     return path
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A row whose evidence was looked at again: does it run the ``same`` as it did?"""
+
+    name: str
+    same: bool
+
+    def __str__(self) -> str:
+        return "carried over" if self.same else "of other code"
+
+
+def resign(file: Path, ops: Iterable[str], each: Map = map) -> list[Signed]:
+    """Carry the evidence in ``file`` over to the sources that stand now, row by row, where what runs is the same.
+
+    A row that was seen with these very sources, before there were such digests, gets one.
+    """
+    found = json.loads(file.read_text())
+    target = Target(found["arch"], found["kind"] == "simulator")
+    rows = {words(op.name, row): (op.name, index) for op, index, row, _ in support(target.arch) if op.name in ops}
+    signed = []
+    for entry in [e for run in found["runs"] for e in run["rows"] if e["row"] in rows]:
+        now = sources_of(*rows[entry["row"]], target)
+        if entry["sources"] == now and "runs" in entry:
+            continue
+        same = entry["sources"] == now or "runs" in entry
+        if same:
+            runs = runs_of(*rows[entry["row"]], target, each)
+            same = entry.setdefault("runs", runs) == runs
+        if same:
+            entry["sources"] = now
+            file.write_text(json.dumps(found, indent=1) + "\n")  # what is cut off has not been for nothing
+        signed.append(Signed(entry["row"], same))
+    return signed
