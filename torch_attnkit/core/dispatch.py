@@ -105,6 +105,13 @@ def _packed(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.contiguous() if n in op.tensors and steps(a) else a for n, a in zip(op.argnames, args, strict=True))
 
 
+def build(op: Op, call: Call, target: Target) -> Callable[..., None]:
+    """What launches the kernels of the row that takes ``call`` on a device, or simulated."""
+    row = resolve(op, call, target)
+    assert row is not None, "only a CPU has calls without a row"
+    return op.build(row, call, target)
+
+
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     """Validate ``args`` and build what runs for every call of the same signature."""
     call = op.bind(args)
@@ -114,7 +121,7 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
         return Plan(_reference(op, call), "reference")
     # Strides are part of the signature, so that calls without such tensors do not look for them.
     pack = any(steps(a) for a in args if isinstance(a, torch.Tensor))
-    launch = op.module(row.file).build(op.bind(_packed(op, args)) if pack else call, target)
+    launch = op.build(row, op.bind(_packed(op, args)) if pack else call, target)
     ready = None if pack else getattr(launch, "ready", None)
     launch = exact(launch) if target.arch == "cpu" else launch
     outputs, device = op.outputs(call), call.device

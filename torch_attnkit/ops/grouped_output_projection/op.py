@@ -13,6 +13,7 @@ import torch
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Predicate, Shards
 from torch_attnkit.core.spec import short
+from torch_attnkit.kernels import batched_gemm
 from torch_attnkit.oracle import fp4, shards
 
 
@@ -97,6 +98,7 @@ OP = Op(
                 "fewer than 2^16 groups": lambda c: c.dim["G"] < 2**16,
                 "fewer than 2^22 tokens": lambda c: c.dim["Tq"] < 2**22,
             },
+            launcher=batched_gemm.NVIDIA,
         ),
         Kernel(
             "sm90",
@@ -109,6 +111,7 @@ OP = Op(
                 "fewer than 2^22 tokens and rows of wo_a": lambda c: max(c.dim["Tq"], c.dim["R"]) < 2**22,
                 "fewer than 2^33 numbers in a group": lambda c: max(c.dim["Tq"], c.dim["R"]) * c.dim["Ko"] < 2**32,
             },
+            launcher=batched_gemm.NVIDIA,
         ),
         Kernel(
             "sm100",
@@ -121,6 +124,7 @@ OP = Op(
                 "fewer than 2^22 tokens and rows of wo_a": lambda c: max(c.dim["Tq"], c.dim["R"]) < 2**22,
                 "fewer than 2^33 numbers in a group": lambda c: max(c.dim["Tq"], c.dim["R"]) * c.dim["Ko"] < 2**32,
             },
+            launcher=batched_gemm.NVIDIA,
         ),
         Kernel(
             "mps",
