@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,20 @@ class Call:
         return ", ".join(f"{k}={v}" for k, v in self.dim.items())
 
 
+def of_dtypes(need: Predicate) -> Predicate:
+    """Mark a need of a row as one of what tensors hold, like a dtype: it tells the rows of an op apart."""
+    need.of_dtypes = True  # type: ignore[attr-defined]
+    return need
+
+
+class Reason(NamedTuple):
+    """What a call fails of a row: ``dtype``, an axis, ``features`` (``things`` of them) or one of its ``needs``."""
+
+    what: str
+    words: str
+    things: int = 1
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row of the table: what it runs on, a key of ``WHERE``, what it accepts, and what takes its calls."""
@@ -52,16 +66,21 @@ class Kernel:
         return WHERE[self.on]
 
     def refusal(self, call: Call) -> str | None:
-        """Why this row does not accept ``call``, or None if it does."""
-        if short(call.dtype) not in self.dtypes.split():
-            return f"dtype {short(call.dtype)} not in {{{', '.join(self.dtypes.split())}}}"
+        """Why this row does not accept ``call``, the first reason, or None if it does."""
+        return next((reason.words for reason in self.reasons(call)), None)
+
+    def reasons(self, call: Call) -> Iterator[Reason]:
+        """All that keeps this row from ``call``."""
+        if short(call.dtype) not in (accepted := self.dtypes.split()):
+            yield Reason("dtype", f"dtype {short(call.dtype)} not in {{{', '.join(accepted)}}}")
         for axis, allowed in self.dims.items():
             if call.dim[axis] not in allowed:
-                return f"{axis}={call.dim[axis]} not in {{{', '.join(map(str, allowed))}}}"
-        missing = [f for f in call.features if f not in self.features.split()]
-        if missing:
-            return f"no support for: {', '.join(missing)}"
-        return next((why for why, ok in self.needs.items() if not ok(call)), None)
+                yield Reason(axis, f"{axis}={call.dim[axis]} not in {{{', '.join(map(str, allowed))}}}")
+        if missing := [f for f in call.features if f not in self.features.split()]:
+            yield Reason("features", f"no support for: {', '.join(missing)}", len(missing))
+        for why, ok in self.needs.items():
+            if not ok(call):
+                yield Reason("dtype" if hasattr(ok, "of_dtypes") else "needs", why)
 
 
 @dataclass(frozen=True)

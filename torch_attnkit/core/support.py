@@ -51,8 +51,7 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
         if where.arch in WHERE["cuda"] and not where.simulated:
             lines.append(f"host     {native.word}: eager calls of a signature that has run before")
     except UnsupportedError as error:
-        asked = any(where.arch in row.archs for row in record.kernels)
-        lines.append(f"refused: UnsupportedError: {f'no row of {where} takes it' if asked else error}")
+        lines.append(f"refused: UnsupportedError: {error}")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch_attnkit.core.family import Launcher
-from torch_attnkit.core.op import Call, Kernel
+from torch_attnkit.core.op import Call, Kernel, of_dtypes
 from torch_attnkit.core.spec import DTYPES, short
 
 HEADS = {
@@ -59,7 +59,7 @@ CACHE_ROWS = {
     ),
 }
 # Of kernels whose caches have q's dtype.
-SAME_DTYPE = {"the caches must have the dtype of q": lambda c: c.arg.k_cache.dtype == c.dtype}
+SAME_DTYPE = {"the caches must have the dtype of q": of_dtypes(lambda c: c.arg.k_cache.dtype == c.dtype)}
 SAME_DIM = {"Dv must equal D": lambda c: c.dim["Dv"] == c.dim["D"]}
 GQA = {"gqa": lambda c: c.dim["Hq"] != c.dim["Hkv"]}
 SINK = {"sink": lambda c: c.arg.sink is not None}

@@ -67,7 +67,7 @@ def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | 
         return None
     moved = tuple(place(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
     error = judge(case.id, op, case.arch, args, moved, kwargs)
-    shared = getattr(op.module("cases"), "shared", lambda row, args: None)
+    shared: Callable[..., Any] = getattr(op.module("cases"), "shared", lambda row, args: None)
     one = shared(row, args)
     if one is None:
         return error

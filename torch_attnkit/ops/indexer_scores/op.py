@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.family import Launcher
-from torch_attnkit.core.op import Call, Predicate, Shards
+from torch_attnkit.core.op import Call, Predicate, Shards, of_dtypes
 from torch_attnkit.core.spec import DTYPES, short
 from torch_attnkit.kernels import indexer
 from torch_attnkit.kernels.indexer import metal
@@ -42,7 +42,7 @@ def _dtypes(c: Call) -> bool:
 def _needs(format: str) -> dict[str, Predicate]:
     """What the kernels need besides."""
     return {
-        f"format must be {format!r}": lambda c: c.arg.format == format,
+        f"format must be {format!r}": of_dtypes(lambda c: c.arg.format == format),
         f"Hi must be 1 to {sm90.MOST_HEADS}": lambda c: 1 <= c.dim["Hi"] <= sm90.MOST_HEADS,
         "R must be 1 to 65535": lambda c: 1 <= c.dim["R"] < 2**16,
         "fewer than 2^23 tokens": lambda c: c.dim["Tq"] < 2**23,
@@ -102,7 +102,7 @@ OP = Op(
             "cpu",
             "f32 f16 bf16",
             needs={
-                "format must be 'none'": lambda c: c.arg.format == "none",
+                "format must be 'none'": of_dtypes(lambda c: c.arg.format == "none"),
             },
         ),
         *_rows("sm90", sm90.DIMS, indexer.NVIDIA),
