@@ -13,8 +13,8 @@ Source: MetalTile ``sdpa_multi``; scales as FlashAttention-3 (arXiv 2407.08608) 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
-from torch_attnkit.kernels.prefill.sm90 import codes_plan as sm90_codes
-from torch_attnkit.kernels.prefill.sm90 import plan as sm90
+from torch_attnkit.kernels.prefill.sm90 import multi_codes_plan as sm90_codes
+from torch_attnkit.kernels.prefill.sm90 import multi_plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
 
