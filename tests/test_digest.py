@@ -185,7 +185,7 @@ def test_metal_texts_count_with_their_headers_and_without_comments(tmp_path, mon
 def test_rows_reach_their_kernels_and_no_other_archs():
     for op, _, row, arch in support():
         if arch.startswith("sm"):
-            seen = digest.reach(f"{op.package}.{row.file}", arch=arch)
+            seen = digest.reach(*op.sources(row), arch=arch)
             assert any(n.endswith("kernel") for n in seen), (op.name, arch)
             assert not any(".sm100." in n for n in seen if arch == "sm90"), (op.name, arch)
             assert not any(n.startswith("torch_attnkit.core") for n in seen), (op.name, arch)

@@ -51,7 +51,7 @@ def test_a_wrong_kernel_is_caught(monkeypatch):
     """The parity run itself must be able to fail: values, borders, inputs and a kernel that never writes."""
     op, index, _, arch = next(r for r in support("cpu"))
     case = parity.cases(op, index, arch)[0]
-    module = op.module(op.kernels[index].file)
+    module = op.module(op.kernels[index].on)
     build = module.build
 
     def off_by_a_bit(call, target):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torch_attnkit import parity
-from torch_attnkit.core import UnsupportedError, simulate
+from torch_attnkit.core import Call, Kernel, Op, Target, UnsupportedError, dispatch, simulate
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.core.support import support
@@ -132,3 +135,63 @@ def test_just_outside_a_row_is_refused_with_its_reason(op, row, arch):
         call = bound(dtype)
         call.dim |= {a: s[0] for a, s in row.dims.items()} | {axis: max(sizes) + 1}
         assert row.refusal(call) == f"{axis}={max(sizes) + 1} not in {{{', '.join(map(str, sizes))}}}"
+
+
+def _accepted(op: Op, row: Kernel) -> Call:
+    """A call that the row accepts: of a case's arguments, with the row's sizes."""
+    for shape in parity.shapes(op):
+        dims = tuple((axis, sizes[0]) for axis, sizes in row.dims.items())
+        for features in parity.feature_sets(op, tuple(row.features.split())):
+            with parity.Undrawn():
+                call = parity.bound(op, *parity.inputs(op, shape, DTYPES[row.dtypes.split()[0]], features, dims))
+            if row.refusal(call) is None:
+                return call
+    raise AssertionError(f"{op.name}: no case for {row}")
+
+
+def _broken(op: Op, row: Kernel, call: Call) -> Iterator[tuple[Op, Call, str]]:
+    """The call and its op with one thing changed that the row needs, each time another, and what that is."""
+    held = {n: t.double() if getattr(t, "dtype", 0) == call.dtype else t for n, t in vars(call.arg).items()}
+    yield op, replace(call, dtype=torch.float64, arg=SimpleNamespace(**held)), "dtype"
+    for axis in sorted(
+        row.dims.keys() - op.derive.keys()
+    ):  # a derived one says what tensors hold, and so do marked needs
+        odd = 1 + max(max(r.dims.get(axis, (0,))) for r in op.kernels)
+        both = {"Dv": odd} if axis == "D" and "Dv must equal D" in row.needs else {}
+        yield op, replace(call, dim=call.dim | both | {axis: odd}), axis
+    for feature in sorted(set(op.features) - set(row.features.split())):
+        yield op, replace(call, features=(*call.features, feature)), "features"
+    for need in (n for n, ok in row.needs.items() if not hasattr(ok, "of_dtypes")):
+        rows = (replace(r, needs=r.needs | {need: lambda c: False}) if need in r.needs else r for r in op.kernels)
+        yield replace(op, kernels=tuple(rows)), call, need
+
+
+@pytest.mark.parametrize(("op", "arch"), sorted({(o.name, a) for o, _, a in ROWS if a != "cpu"}))
+def test_a_refusal_names_the_one_need_that_a_call_fails_and_nothing_else(op, arch):
+    """Not what another row says of the same call, which would take other sizes, dtypes or features."""
+    record, count = OPS[op], 0
+    for index, row in enumerate(record.kernels):
+        if arch not in row.archs:
+            continue
+        for changed, call, what in _broken(record, row, _accepted(record, row)):
+            said = list(changed.kernels[index].reasons(call))
+            try:
+                assert dispatch.resolve(changed, call, Target(arch)) is not None
+                continue  # another row accepts it
+            except UnsupportedError as error:
+                answers = str(error).removeprefix(f"{op} on {arch}: ").split("; ")
+            assert len(said) == 1, (what, said)
+            words = {a.split(": ", 1)[1].split(" not in ")[0] for a in answers}
+            assert words == {said[0].words.split(" not in ")[0]}, (what, answers)
+            count += 1
+    assert count >= sum(1 + len(r.dims) for r in record.kernels if arch in r.archs)
+
+
+def test_a_page_of_one_key_is_named_where_the_head_size_is_right():
+    q, cache = torch.ones(1, 2, 64).bfloat16(), torch.ones(9, 1, 1, 64).bfloat16()
+    table, length = torch.zeros(1, 9, dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    for arch in ("sm90", "sm100"):
+        with simulate(arch), pytest.raises(UnsupportedError) as error:
+            torch.ops.attnkit.sdpa_decode_paged(q, cache, cache, table, length)
+        words = f"sdpa_decode_paged on {arch} (simulated): {arch}: Ps must be a multiple of 16"
+        assert str(error.value) == words

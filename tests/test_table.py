@@ -55,7 +55,10 @@ def test_reference_takes_the_schema(op: Op):
 def test_rows_name_files_dtypes_axes_and_features_that_exist(op: Op):
     bound = {a.name for n in op.tensors for a in op.spec(n).axes} | set(op.derive)
     for row in op.kernels:
-        assert hasattr(op.module(row.file), "build"), f"{row.file}.py has no build()"
+        if row.launcher is None:
+            assert hasattr(op.module(row.on), "build"), f"{row.on}.py has no build()"
+        else:
+            assert callable(row.launcher.of(op.name)) and {"problem", "operands"} <= vars(op.module("problem")).keys()
         assert set(row.dtypes.split()) <= set(DTYPES)
         assert set(row.dims) <= bound
         assert set(row.features.split()) <= set(op.features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.op import Kernel, Op
 from torch_attnkit.core.support import support
 from torch_attnkit.parity import evidence
 
@@ -30,14 +31,13 @@ def support_markdown() -> str:
     """The text of SUPPORT.md."""
     files = evidence.load()
     rows = [
-        (op.name, row, arch, [str(s) for s in evidence.seen((op, i, row, arch), files)])
-        for op, i, row, arch in support()
+        (op, row, arch, [str(s) for s in evidence.seen((op, i, row, arch), files)]) for op, i, row, arch in support()
     ]
     parts = [_HEAD, "## Ops\n", "| op | " + " | ".join(ARCHS.values()) + " |", "|---" * (len(ARCHS) + 1) + "|"]
     for name in OPS:
         cells = []
         for arch in ARCHS:
-            mine = [where for op, _, a, where in rows if (op, a) == (name, arch)]
+            mine = [where for op, _, a, where in rows if (op.name, a) == (name, arch)]
             words = sorted({w for where in mine for w in where}) or (["not yet"] if mine else [])
             reference = ["reference"] if arch == "cpu" else []
             cells.append("; ".join(reference + [f"kernel: {w}" for w in words]) or "no kernel")
@@ -47,9 +47,14 @@ def support_markdown() -> str:
     for op, row, arch, where in rows:
         sizes = "; ".join(f"{axis}: {', '.join(map(str, values))}" for axis, values in row.dims.items())
         parts.append(
-            f"| `{op}` | {arch} | {row.file}.py | {row.dtypes.replace(' ', ', ')} | {sizes or 'any'} | "
+            f"| `{op.name}` | {arch} | {_file(op, row)} | {row.dtypes.replace(' ', ', ')} | {sizes or 'any'} | "
             f"{row.features.replace(' ', ', ') or 'none'} | {'; '.join(row.needs) or 'nothing'} | "
             f"{'; '.join(where) or 'not yet'} |"
         )
     parts += ["\n## Schemas\n", *(f"- `{op.schema}`" for op in OPS.values())]
     return "\n".join(parts) + "\n"
+
+
+def _file(op: Op, row: Kernel) -> str:
+    """What takes the row's calls, as a file of the package."""
+    return op.sources(row)[0].removeprefix("torch_attnkit.").replace(".", "/") + ".py"

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .core import config
-from .core.dispatch import OPS, resolve
+from .core.dispatch import OPS, build
 from .core.op import NAMESPACE, Call, Kernel, Op
 from .core.spec import DTYPES
 from .core.target import Target
@@ -88,10 +88,8 @@ class asked_by(TorchDispatchMode):
         if func.namespace == NAMESPACE:
             op = OPS[func.overloadpacket.__name__]
             call = _bind(op, args, kwargs)
-            row = resolve(op, call, self.target)
-            assert row is not None, "only a CPU has calls without a row"
             with compile.recording() as asked:
-                op.module(row.file).build(call, self.target)
+                build(op, call, self.target)
             self.kernels |= dict.fromkeys(asked)
         return func(*args, **kwargs)
 
@@ -120,7 +118,7 @@ def requests(arch: str, only: str | None = None, *, covering: bool = False) -> l
 
 def _build(op: Op, row: Kernel, call: Call, target: Target) -> None:
     if row.refusal(call) is None:
-        op.module(row.file).build(call, target)
+        op.build(row, call, target)
 
 
 def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:

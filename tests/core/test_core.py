@@ -72,20 +72,22 @@ def test_bind_refuses_dtypes():
         bind(dtype=torch.int32)
 
 
-def test_first_accepting_row_wins_and_refusal_lists_every_reason():
+def test_first_accepting_row_wins_and_the_nearest_rows_say_why_there_is_none():
     sm90, sm100 = target.Target("sm90"), target.Target("sm100", simulated=True)
     assert dispatch.resolve(TOY, bind(), sm90).on == "sm90"
     even = bind(codes=(4, 2), scale=torch.tensor(1.0))
     assert dispatch.resolve(TOY, even, sm90).on == "cuda"
     with pytest.raises(UnsupportedError) as error:
         dispatch.resolve(TOY, bind(scale=torch.tensor(1.0)), sm90)
-    assert str(error.value) == "toy on sm90: sm90: no support for: scaled; cuda: M must be even"
+    assert str(error.value) == "toy on sm90: cuda: M must be even", "a row with the call's features was meant"
     with pytest.raises(UnsupportedError) as error:
         dispatch.resolve(TOY, bind(x=(6,), codes=(4, 3)), sm100)
     assert str(error.value) == "toy on sm100 (simulated): cuda: N=6 not in {4}"
     answers = ["a: N=6 not in {4}", "a: no", "a: N=6 not in {8, 4}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
     said = ["a: N=6 not in {4, 8}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
     assert dispatch.once(answers) == said
+    pairs = ["a: N=6 not in {4} and M=6 not in {2}", "a: N=6 not in {4}", "a: N=6 not in {4} and M=6 not in {8}"]
+    assert dispatch.once(pairs) == ["a: N=6 not in {4} and M=6 not in {2, 8}", "a: N=6 not in {4}"]
     with pytest.raises(UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm100, sm90\)"):
         dispatch.resolve(TOY, bind(), target.Target("metal"))
     assert dispatch.resolve(TOY, bind(), target.Target("cpu")) is None
@@ -238,7 +240,8 @@ def test_explain_tells_rows_and_reasons(monkeypatch):
     accepted = ", ".join(dict.fromkeys(str(size) for row in rows for size in row.dims["D"]))
     assert text.count(f"row      sm90: D=100 not in {{{accepted}}}") == 1
     assert [line for line in text if "sm100" in line] == ["row      sm100: serves sm100, not sm90"]
-    assert text[-1] == "refused: UnsupportedError: no row of sm90 takes it"
+    both = f"D=100 not in {{{accepted}}} and Dv=100 not in {{"
+    assert text[-1].startswith(f"refused: UnsupportedError: sdpa_decode on sm90: sm90: {both}")
     monkeypatch.setitem(dispatch.OPS, "toy", TOY)
     toy = torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.uint8)
     text = torch_attnkit.explain("toy", *toy, target="metal")

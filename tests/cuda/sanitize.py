@@ -86,7 +86,7 @@ def kernels(names: list[str]) -> list[compile.Request]:
             with planning(sms):
                 for row, call, _, _ in calls_of(name):
                     with compile.recording() as asked:
-                        OPS[name].module(row.file).build(call, Target("sm90"))
+                        OPS[name].build(row, call, Target("sm90"))
                     found |= dict.fromkeys(asked)
     return list(found)
 
@@ -110,8 +110,8 @@ def _run(name: str) -> int:
         ways = [moved]
         if name.startswith("sdpa_decode") and moved[1].shape == moved[2].shape:
             ways.append([*moved[:2], moved[1], *moved[3:]])  # one tensor for both caches has kernels of its own
-        elif shared := getattr(OPS[name].module(row.file), "shared", None):
-            ways.append(shared(moved))
+        elif name.startswith("sdpa_decode") and (one := OPS[name].module("cases").shared(row, moved)):
+            ways.append(one)
         for each in ways:
             getattr(torch.ops.attnkit, name)(*each, **kwargs)
             torch.cuda.synchronize()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torch_attnkit import parity, paths, warmup
+from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, inspect
@@ -236,7 +237,7 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
     monkeypatch.setattr(split_plan, "cheapest", lambda work, sms: 4)
     args, kwargs = parity.inputs(op, "two-tiles", torch.bfloat16, tuple(row.features.split()), dims)
     with compile.recording() as asked:
-        op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm100"))
+        dispatch.build(op, parity.bound(op, args, kwargs), Target("sm100"))
     assert [r.trace for r in asked] == ["trace_cached", "trace"] and dict(asked[0].signature)["split"]
     are_fine(asked[:1], "sm100")
 
@@ -295,7 +296,7 @@ def test_encoded_rows_that_two_head_blocks_share_fit(format, tokens):
     for features in ("compressed topk", "compressed topk swa_paged compressed_paged"):
         args, kwargs = op.module("cases").make(sizes, torch.bfloat16, tuple(features.split()), torch.Generator())
         with compile.recording() as asked:
-            op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm90"))
+            dispatch.build(op, parity.bound(op, args, kwargs), Target("sm90"))
         (request,) = asked
         signature = dict(request.signature)
         assert signature["sides"] == 2 and signature["merge"] == (tokens == 67)
@@ -314,7 +315,7 @@ def test_experts_of_many_tokens_fit(block, act, tokens, hidden):
     op, dims = OPS["fp4_moe"], dict(Tq=tokens, N=hidden, M=256, E=1, K=1, blk=block, act=act)
     args, kwargs = op.module("cases").make(dims, torch.bfloat16, ("bias",), torch.Generator().manual_seed(0))
     with compile.recording() as asked:
-        op.module("cuda").build(parity.bound(op, args, kwargs), Target("sm100"))
+        dispatch.build(op, parity.bound(op, args, kwargs), Target("sm100"))
     (request,) = asked
     signature = dict(request.signature)
     columns = {64: (128,) * 3, 256: (256,) * 3, 512: (256, 256, 512)}[tokens]

@@ -20,7 +20,7 @@ def run(name: str, args: tuple[Any, ...], **kwargs: Any) -> list[torch.Tensor]:
     values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
     call = op.bind(values)
     outs = [poison(shape, dtype, "cpu") for shape, dtype in op.outputs(call)]
-    op.module("mps").build(call, METAL)(*values, *outs)
+    dispatch.build(op, call, METAL)(*values, *outs)
     return outs
 
 

@@ -52,7 +52,7 @@ def test_one_offset_more_does_not_need_another_plan():
     """Strides belong to the plan, the storage offset does not: the launch chooses between vectors and elements."""
     op = dispatch.OPS["gated_rmsnorm"]
     y, z, w = normal(0, 4, 64), normal(1, 4, 64), normal(2, 64)
-    launch = op.module("mps").build(op.bind((y, z, w, 1e-6)), METAL)
+    launch = dispatch.build(op, op.bind((y, z, w, 1e-6)), METAL)
     want, got = torch.empty_like(z), torch.empty_like(z)
     launch(y, z, w, 1e-6, want)
     launch(odd(y, room=0), z, w, 1e-6, got)
@@ -150,7 +150,7 @@ def test_more_rows_than_a_grid_counts_along_one_axis(monkeypatch: pytest.MonkeyP
         patch.setattr(launch, "launcher", lambda *args: launched.append(args[2]) or original(*args))
         parts = torch.empty(2, 1 << 20, 128, 16, device="meta")
         record = dispatch.OPS["merge_partials"]
-        record.module("mps").build(record.bind((parts, parts[..., 0].contiguous(), None, None, None)), METAL)
+        dispatch.build(record, record.bind((parts, parts[..., 0].contiguous(), None, None, None)), METAL)
     assert launched == [(1 << 24, 2, 1)]
     monkeypatch.setattr("torch_attnkit.kernels.merge.metal._COLUMNS", 3)
     compare("merge_partials", (normal(0, 3, 5, 4, 130), normal(1, 3, 5, 4, dtype=torch.float32)))
@@ -218,7 +218,7 @@ def test_every_size_that_a_row_accepts_fits_in_threadgroup_memory(op: str, monke
             given = _sized(op, DTYPES[dtype], dim, dim_v, shared)
             call = record.bind(tuple(given.get(n, record.defaults.get(n)) for n in record.argnames))
             if row.refusal(call) is None:
-                record.module("mps").build(call, METAL)
+                record.build(row, call, METAL)
                 count += 1
     assert count >= 3 * 7 * 16 * 6 and len(built) == count
     assert {d["DIM"] for d in built} >= {32, 256} and max(map(_memory, built)) <= MEMORY

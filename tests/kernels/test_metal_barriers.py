@@ -160,7 +160,7 @@ def run(case: Case) -> None:
         values = (*args, *(op.defaults.get(n) for n in op.argnames[len(args) :]))
         call = op.bind(values)
         outs = [torch.empty(shape, dtype=dtype) for shape, dtype in op.outputs(call)]
-        op.module("mps").build(call, METAL)(*values, *outs)
+        dispatch.build(op, call, METAL)(*values, *outs)
 
 
 @pytest.mark.parametrize("source", sorted(p.stem for p in (paths.csrc() / "metal").glob("*.metal")))

@@ -39,7 +39,7 @@ def test_a_case_runs_the_same_whatever_ran_before_and_another_case_something_els
 def test_scalars_and_layouts_that_a_kernel_is_given_count(arch):
     case, target = first("gated_rmsnorm", arch), Target(arch, simulated=True)
     args, kwargs = torch_attnkit.parity.arguments(case)
-    run = lambda args, **changed: launched._launched(case.op, args, kwargs | changed, target)
+    run = lambda args, **changed: launched._launched(OPS[case.op], args, kwargs | changed, target)
     assert run(args) == run(tuple(a.clone() for a in args))
     assert run(args, eps=1e-3) != run(args)
     wide = torch.empty(args[0].shape[0], args[0].shape[-1] + 8, dtype=args[0].dtype)[:, : args[0].shape[-1]]

@@ -11,7 +11,7 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,13 @@ from . import native
 from .errors import UnsupportedError
 from .memory import empty, on_cpu
 from .numerics import exact
-from .op import NAMESPACE, Call, Kernel, Op, steps
+from .op import NAMESPACE, Call, Kernel, Op, Reason, steps
 from .target import Target, simulated_arch, target_of
 
 OPS: dict[str, Op] = {}
 PLAN_KEYS: dict[str, Callable[..., Any]] = {}
 _PLANS: dict[str, native.Plans] = {}
-_ACCEPTED = re.compile(r"(.+ not in) \{(.*)\}")  # the words of ``Kernel.refusal`` about a dtype or a size
+_ACCEPTED = re.compile(r" not in \{(.*?)\}")  # the words of ``Kernel.refusal`` about a dtype or a size
 _MAX_PLANS = 4096  # per op; a signature per sequence length would grow without bound
 _DEVICES = ("CPU", "CUDA", "MPS")
 # Where torch sends tensors that are not dense in inference mode, which goes past the Autograd key.
@@ -58,28 +58,49 @@ class Plan(NamedTuple):
 
 def resolve(op: Op, call: Call, target: Target) -> Kernel | None:
     """The first row that accepts ``call``; None on a plain CPU tensor without a row: the reference runs."""
-    reasons = []
-    for row in op.kernels:
-        if target.arch in row.archs:
-            why = row.refusal(call)
-            if why is None:
-                return row
-            reasons.append(f"{row.on}: {why}")
-    if target.arch == "cpu":
-        return None
+    rows = [row for row in op.kernels if target.arch in row.archs]
+    found = next((row for row in rows if row.refusal(call) is None), None)
+    if found is not None or target.arch == "cpu":
+        return found
     have = sorted({arch for row in op.kernels for arch in row.archs} - {"cpu"})
-    reasons = reasons or [f"no kernel yet (there are kernels for: {', '.join(have) or 'no device'})"]
-    raise UnsupportedError(f"{op.name} on {target}: {'; '.join(once(reasons))}")
+    words = once(_nearest(op, rows, call)) if rows else [
+        f"no kernel yet (there are kernels for: {', '.join(have) or 'no device'})"
+    ]  # fmt: skip
+    raise UnsupportedError(f"{op.name} on {target}: {'; '.join(words)}")
+
+
+def _nearest(op: Op, rows: list[Kernel], call: Call) -> Iterator[str]:
+    """What the rows say of which the call fails least: the fewest things; of as many rather a need than a feature, and
+    a size than a dtype, for a row with the call's dtype, sizes and features is the one that was meant."""
+
+    def far(reasons: list[Reason]) -> tuple[int, ...]:
+        # An axis of no tensor says what tensors hold (the bits of an element of the caches), as a dtype does.
+        kinds = ["dtype" if r.what in op.derive else "sizes" if r.what in call.dim else r.what for r in reasons]
+        each = [
+            sum(r.things for r, kind in zip(reasons, kinds, strict=True) if kind == wanted)
+            for wanted in ("dtype", "sizes", "features", "needs")
+        ]
+        return (sum(each), *each)
+
+    found = [(far(reasons), row.on, reasons) for row in rows if (reasons := list(row.reasons(call)))]
+    least = min(distance for distance, _, _ in found)
+    return (f"{on}: {' and '.join(r.words for r in reasons)}" for distance, on, reasons in found if distance == least)
 
 
 def once(answers: Iterable[str]) -> list[str]:
-    """What rows say, each thing once: of rows that name what they accept of one axis, all that they accept."""
-    said: dict[str, list[str]] = {}  # an answer without the values that it accepts -> these
+    """What rows say, each thing once: of rows that name what they accept of the same axes, all that they accept."""
+    said: dict[str, list[dict[str, None]]] = {}  # an answer without the values that it accepts -> these, by place
     for answer in answers:
-        named = _ACCEPTED.fullmatch(answer)
-        values = said.setdefault(named[1] if named else answer, [])
-        values += [v for v in (named[2].split(", ") if named else ()) if v not in values]
-    return [f"{words} {{{', '.join(values)}}}" if values else words for words, values in said.items()]
+        named = _ACCEPTED.findall(answer)
+        known = said.setdefault(_ACCEPTED.sub(" not in {}", answer), [{} for _ in named])
+        for values, more in zip(known, named, strict=True):
+            values |= dict.fromkeys(more.split(", "))
+    return [_filled(words, each) for words, each in said.items()]
+
+
+def _filled(words: str, each: list[dict[str, None]]) -> str:
+    values = iter(each)
+    return re.sub(r" not in \{\}", lambda _: f" not in {{{', '.join(next(values))}}}", words)
 
 
 def _returned(outs: list[torch.Tensor]) -> Any:
@@ -105,6 +126,13 @@ def _packed(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.contiguous() if n in op.tensors and steps(a) else a for n, a in zip(op.argnames, args, strict=True))
 
 
+def build(op: Op, call: Call, target: Target) -> Callable[..., None]:
+    """What launches the kernels of the row that takes ``call`` on a device, or simulated."""
+    row = resolve(op, call, target)
+    assert row is not None, "only a CPU has calls without a row"
+    return op.build(row, call, target)
+
+
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     """Validate ``args`` and build what runs for every call of the same signature."""
     call = op.bind(args)
@@ -114,7 +142,7 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
         return Plan(_reference(op, call), "reference")
     # Strides are part of the signature, so that calls without such tensors do not look for them.
     pack = any(steps(a) for a in args if isinstance(a, torch.Tensor))
-    launch = op.module(row.file).build(op.bind(_packed(op, args)) if pack else call, target)
+    launch = op.build(row, op.bind(_packed(op, args)) if pack else call, target)
     ready = None if pack else getattr(launch, "ready", None)
     launch = exact(launch) if target.arch == "cpu" else launch
     outputs, device = op.outputs(call), call.device

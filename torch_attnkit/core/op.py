@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .family import Launcher, solved_by
 from .spec import DTYPES, Spec, parse, short
-from .target import WHERE
+from .target import WHERE, Target
 
 NAMESPACE = "attnkit"
 _F32 = torch.finfo(torch.float32)
@@ -35,37 +36,51 @@ class Call:
         return ", ".join(f"{k}={v}" for k, v in self.dim.items())
 
 
+def of_dtypes(need: Predicate) -> Predicate:
+    """Mark a need of a row as one of what tensors hold, like a dtype: it tells the rows of an op apart."""
+    need.of_dtypes = True  # type: ignore[attr-defined]
+    return need
+
+
+class Reason(NamedTuple):
+    """What a call fails of a row: ``dtype``, an axis, ``features`` (``things`` of them) or one of its ``needs``."""
+
+    what: str
+    words: str
+    things: int = 1
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the table: what it runs on, a key of ``WHERE``, and what it accepts."""
+    """One row of the table: what it runs on, a key of ``WHERE``, what it accepts, and what takes its calls."""
 
     on: str
     dtypes: str
     dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     features: str = ""
     needs: dict[str, Predicate] = field(default_factory=dict)  # reason for the refusal -> what must hold
-    by: str = ""  # the file of the op's folder that takes its calls, where it is not the one for ``on``
-
-    @property
-    def file(self) -> str:
-        """The file of the op's folder that takes its calls."""
-        return self.by or WHERE[self.on][0]
+    launcher: Launcher | None = None  # of a family; without one ``build`` of the op's own file, named as ``on``
 
     @property
     def archs(self) -> tuple[str, ...]:
-        return WHERE[self.on][1]
+        return WHERE[self.on]
 
     def refusal(self, call: Call) -> str | None:
-        """Why this row does not accept ``call``, or None if it does."""
-        if short(call.dtype) not in self.dtypes.split():
-            return f"dtype {short(call.dtype)} not in {{{', '.join(self.dtypes.split())}}}"
+        """Why this row does not accept ``call``, the first reason, or None if it does."""
+        return next((reason.words for reason in self.reasons(call)), None)
+
+    def reasons(self, call: Call) -> Iterator[Reason]:
+        """All that keeps this row from ``call``."""
+        if short(call.dtype) not in (accepted := self.dtypes.split()):
+            yield Reason("dtype", f"dtype {short(call.dtype)} not in {{{', '.join(accepted)}}}")
         for axis, allowed in self.dims.items():
             if call.dim[axis] not in allowed:
-                return f"{axis}={call.dim[axis]} not in {{{', '.join(map(str, allowed))}}}"
-        missing = [f for f in call.features if f not in self.features.split()]
-        if missing:
-            return f"no support for: {', '.join(missing)}"
-        return next((why for why, ok in self.needs.items() if not ok(call)), None)
+                yield Reason(axis, f"{axis}={call.dim[axis]} not in {{{', '.join(map(str, allowed))}}}")
+        if missing := [f for f in call.features if f not in self.features.split()]:
+            yield Reason("features", f"no support for: {', '.join(missing)}", len(missing))
+        for why, ok in self.needs.items():
+            if not ok(call):
+                yield Reason("dtype" if hasattr(ok, "of_dtypes") else "needs", why)
 
 
 @dataclass(frozen=True)
@@ -137,8 +152,21 @@ class Op:
         return parse((self.layouts[name](call) if call and name in self.layouts else None) or self.dims[name])
 
     def module(self, file: str) -> ModuleType:
-        """A file of the op's folder: ``reference``, ``cases``, or a kernel file."""
+        """A file of the op's folder: ``reference``, ``cases``, ``problem``, or a row's own."""
         return importlib.import_module(f"{self.package}.{file}")
+
+    def sources(self, row: Kernel) -> tuple[str, ...]:
+        """The modules that take a row's calls: the launcher's and the op's problem, or the op's own file."""
+        own = f"{self.package}.{'problem' if row.launcher else row.on}"
+        return (row.launcher.module, own) if row.launcher else (own,)
+
+    def build(self, row: Kernel, call: Call, target: Target) -> Callable[..., None]:
+        """What launches ``row``'s kernels, on the arguments and outputs of every call like ``call``."""
+        if row.launcher is None:
+            launch: Callable[..., None] = self.module(row.on).build(call, target)
+            return launch
+        problem = self.module("problem")
+        return solved_by(row.launcher.of(self.name), problem.problem, problem.operands)(call, target)
 
     def bind(self, args: tuple[Any, ...], *, traced: bool = False) -> Call:
         """Name every axis, check shapes, dtypes, devices and rules, and find the features.

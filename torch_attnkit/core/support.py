@@ -46,13 +46,12 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     lines += [f"row      {line}" for line in once(_answers(record, call, where))]
     try:
         chosen = resolve(record, call, where)
-        file = f"{record.package.replace('.', '/')}/{chosen.file if chosen else 'reference'}.py"
-        lines.append(f"runs     {file} on {where}")
-        if where.arch in WHERE["cuda"][1] and not where.simulated:
+        source = record.sources(chosen)[0] if chosen else f"{record.package}.reference"
+        lines.append(f"runs     {source.replace('.', '/')}.py on {where}")
+        if where.arch in WHERE["cuda"] and not where.simulated:
             lines.append(f"host     {native.word}: eager calls of a signature that has run before")
     except UnsupportedError as error:
-        asked = any(where.arch in row.archs for row in record.kernels)
-        lines.append(f"refused: UnsupportedError: {f'no row of {where} takes it' if asked else error}")
+        lines.append(f"refused: UnsupportedError: {error}")
     return "\n".join(lines)
 
 

@@ -12,13 +12,13 @@ import torch
 from . import config, native, seams
 from .errors import UnsupportedError
 
-# What a row of the table says it runs on, a device or one of its architectures: (the op's file, architectures).
+# What a row of the table says it runs on, a device or one of its architectures, and which these are.
 WHERE = {
-    "cpu": ("cpu", ("cpu",)),
-    "mps": ("mps", ("metal",)),
-    "cuda": ("cuda", ("sm90", "sm100")),
-    "sm90": ("cuda", ("sm90",)),
-    "sm100": ("cuda", ("sm100",)),
+    "cpu": ("cpu",),
+    "mps": ("metal",),
+    "cuda": ("sm90", "sm100"),
+    "sm90": ("sm90",),
+    "sm100": ("sm100",),
 }
 SIMULATED = ("metal", "sm90", "sm100")
 # Compute capability (major) to arch. 10.x covers B200 and B300; 12.x has no tensor memory and is another machine.

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch_attnkit.core.op import Call, Kernel
+from torch_attnkit.core.family import Launcher
+from torch_attnkit.core.op import Call, Kernel, of_dtypes
 from torch_attnkit.core.spec import DTYPES, short
 
 HEADS = {
@@ -58,7 +59,7 @@ CACHE_ROWS = {
     ),
 }
 # Of kernels whose caches have q's dtype.
-SAME_DTYPE = {"the caches must have the dtype of q": lambda c: c.arg.k_cache.dtype == c.dtype}
+SAME_DTYPE = {"the caches must have the dtype of q": of_dtypes(lambda c: c.arg.k_cache.dtype == c.dtype)}
 SAME_DIM = {"Dv must equal D": lambda c: c.dim["Dv"] == c.dim["D"]}
 GQA = {"gqa": lambda c: c.dim["Hq"] != c.dim["Hkv"]}
 SINK = {"sink": lambda c: c.arg.sink is not None}
@@ -78,21 +79,24 @@ SINK_OR_PARTIAL = (("sink", "unnormalized"),)  # exclusive, see PARTIAL
 
 
 def by_head(
-    on: str, dtypes: str, heads: Iterable[tuple[int, int]], features: str, needs: dict[str, Any] | None = None
-) -> tuple[Kernel, ...]:
+    on: str, dtypes: str, heads: Iterable[tuple[int, int]], features: str, needs: dict[str, Any] | None = None,
+    *, launcher: Launcher,
+) -> tuple[Kernel, ...]:  # fmt: skip
     """A row for each (D, Dv) that a kernel family has."""
-    return tuple(Kernel(on, dtypes, {"D": (d,), "Dv": (dv,)}, features, needs or {}) for d, dv in heads)
+    return tuple(
+        Kernel(on, dtypes, {"D": (d,), "Dv": (dv,)}, features, needs or {}, launcher=launcher) for d, dv in heads
+    )
 
 
 def of_codes(
     on: str, dtypes: str, heads: Iterable[tuple[int, int]], features: str, needs: dict[str, Any] | None = None,
-    sizes: dict[str, tuple[int, ...]] | None = None, by: str = "",
+    sizes: dict[str, tuple[int, ...]] | None = None, *, launcher: Launcher,
 ) -> tuple[Kernel, ...]:  # fmt: skip
     """The rows for E4M3, which differ in nothing but their head sizes: one for those with D = Dv. ``sizes`` are more of
-    what all of them accept, ``by`` is the file that has them, if it is not the usual one."""
+    what all of them accept."""
     same, needs, sizes = tuple(d for d, dv in heads if d == dv), needs or {}, sizes or {}
     other = tuple(pair for pair in heads if pair[0] != pair[1])
     return (
-        Kernel(on, dtypes, {"D": same} | sizes, features, needs | SAME_DIM, by=by),
-        *(Kernel(on, dtypes, {"D": (d,), "Dv": (dv,)} | sizes, features, needs, by=by) for d, dv in other),
+        Kernel(on, dtypes, {"D": same} | sizes, features, needs | SAME_DIM, launcher=launcher),
+        *(Kernel(on, dtypes, {"D": (d,), "Dv": (dv,)} | sizes, features, needs, launcher=launcher) for d, dv in other),
     )

@@ -1,7 +1,7 @@
 """Where each row of the table has been seen right, and with which code: the files of ``torch_attnkit/evidence/``.
 
 A file holds the runs on one device or simulator, a run the rows that it was the last to look at. Evidence belongs to
-what ran, and every row is kept with two digests of it. ``sources`` is quick: of the modules that the row's file
+what ran, and every row is kept with two digests of it. ``sources`` is quick: of the modules that the row's launcher
 imports or names, the Metal text, the reference, the cases, in a simulator the simulator. While it is the same, nothing
 has changed. ``runs`` is exact: of the definition, the cases, and for each of these what is launched (``launched.py``),
 which takes a compiler to know. Where the one has changed and the other has not, ``parity --resign`` says so in the
@@ -67,8 +67,9 @@ def sources_of(op: str, index: int, target: Target) -> str:
     """The digest of the sources that the result of a row depends on, on hardware or in a simulator."""
     record = OPS[op]
     row = record.kernels[index]
+    narrow = ["torch_attnkit.oracle.hopper_sums"] if row.launcher and row.launcher.narrow_sums else []
     parts = [
-        digest.of_modules(f"{record.package}.{row.file}", arch=target.arch),
+        digest.of_modules(*record.sources(row), *narrow, arch=target.arch),
         digest.of_modules(f"{record.package}.reference", "torch_attnkit.oracle.compare"),
         digest.of_definitions(f"{record.package}.cases", "PARITY", "DEGENERATE", "EXTRAS", "make"),
         digest.of_definitions("torch_attnkit.parity.case", "arguments"),
@@ -76,7 +77,7 @@ def sources_of(op: str, index: int, target: Target) -> str:
     ]
     if target.arch == "metal":
         parts.append(digest.of_metal(op))
-    if "torch_attnkit.cpu" in digest.reach(f"{record.package}.{row.file}", arch=target.arch):
+    if "torch_attnkit.cpu" in digest.reach(*record.sources(row), arch=target.arch):
         parts.append(digest.of_cpu())
     if target.simulated:
         parts.append(digest.of_simulator("metal" if target.arch == "metal" else "ptx"))
@@ -94,15 +95,16 @@ def runs_of(op: str, index: int, target: Target, each: Map = map) -> str:
     parts = [
         digest.of_meaning(f"{record.package}.reference", "reference", "numbers", "check"),
         digest.of_meaning("torch_attnkit.oracle.compare", "check"),
-        digest.of_meaning(f"{record.package}.cases", "PARITY", "DEGENERATE", "EXTRAS", "make"),
+        digest.of_meaning(f"{record.package}.cases", "PARITY", "DEGENERATE", "EXTRAS", "make", "shared"),
         digest.of_meaning("torch_attnkit.parity.case", "arguments"),
         *(case.id for case in todo),
     ]
     if target.arch == "cpu":
-        parts += [digest.of_meaning(f"{record.package}.{row.file}", "build"), digest.of_cpu()]
+        parts += [*(digest.of_meaning(file, "build") for file in record.sources(row)), digest.of_cpu()]
     else:
-        parts += [digest.of_meaning(f"{record.package}.{row.file}", "arithmetic", "shared")]
         parts += each(functools.partial(launched.by, target=Target(target.arch, simulated=True)), todo)
+    if row.launcher and row.launcher.narrow_sums:
+        parts.append(digest.of_meaning("torch_attnkit.oracle.hopper_sums", "TensorCoreSums"))
     if target.simulated:
         parts.append(digest.of_simulator("metal" if target.arch == "metal" else "ptx"))
     return digest.of(*parts)

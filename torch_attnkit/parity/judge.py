@@ -15,6 +15,7 @@ from torch_attnkit.core import Target, UnsupportedError, dispatch, simulate
 from torch_attnkit.core.op import Op
 from torch_attnkit.oracle.attention import narrow_products
 from torch_attnkit.oracle.compare import check
+from torch_attnkit.oracle.hopper_sums import TensorCoreSums
 
 from .case import Case, arguments, bound
 from .guard import guarded_outputs, place
@@ -56,8 +57,8 @@ def reference_of(
 def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | None:
     """Run one case; raises AssertionError if it is wrong. Returns the largest error as a fraction of its tolerance.
 
-    A case that the row's ``needs`` exclude is not the row's to run: None, which is neither right nor wrong. Where the
-    file that takes the row's calls says by ``shared`` which tensors may be one, the case is run so, too.
+    A case that the row's ``needs`` exclude is not the row's to run: None, which is neither right nor wrong. Where
+    ``shared`` of the op's cases says that tensors of the row's calls may be one, the case is run so, too.
     """
     op = dispatch.OPS[case.op]
     row = op.kernels[case.row]
@@ -66,10 +67,11 @@ def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | 
         return None
     moved = tuple(place(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
     error = judge(case.id, op, case.arch, args, moved, kwargs)
-    shared = getattr(op.module(row.file), "shared", None)
-    if shared is None:
+    shared: Callable[..., Any] = getattr(op.module("cases"), "shared", lambda row, args: None)
+    one = shared(row, args)
+    if one is None:
         return error
-    return max(error, judge(f"{case.id} with one tensor for two", op, case.arch, shared(args), shared(moved), kwargs))
+    return max(error, judge(f"{case.id} with one tensor for two", op, case.arch, one, shared(row, moved), kwargs))
 
 
 def judge(
@@ -100,10 +102,10 @@ def judge(
 
 
 def arithmetic_of(op: Op, arch: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arithmetic:
-    """What the reference runs in where a kernel's sums are not float32's: the file of its row says so."""
+    """What the reference runs in where a kernel's sums are not float32's: the launcher of its row says so."""
     row = dispatch.resolve(op, bound(op, args, kwargs), Target(arch))
-    none: Arithmetic = contextlib.nullcontext
-    return none if row is None else getattr(op.module(row.file), "arithmetic", none)
+    narrow = row is not None and row.launcher is not None and row.launcher.narrow_sums
+    return TensorCoreSums if narrow else contextlib.nullcontext
 
 
 def verdict(

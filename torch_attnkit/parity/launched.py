@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attnkit import digest
-from torch_attnkit.core import Target, dispatch, simulate
+from torch_attnkit.core import Op, Target, dispatch, simulate
 from torch_attnkit.cuda import compile, workspace
 from torch_attnkit.mps import library as metal
 from torch_attnkit.sim.metal import compiler
@@ -39,14 +39,16 @@ _MARKER = re.compile(r"^#[^\n]*\n", re.M)
 
 def by(case: Case, target: Target) -> str:
     """The digest of what ``case`` runs on ``target``, in every layout, compiled where it has not been."""
+    op = dispatch.OPS[case.op]
+    shared = getattr(op.module("cases"), "shared", lambda row, args: None)
     with Undrawn():
         args, kwargs = arguments(case)
         placed = [tuple(place(a, "cpu", lay) if isinstance(a, torch.Tensor) else a for a in args) for lay in LAYOUTS]
-    return digest.of(*(_launched(case.op, each, kwargs, target) for each in placed))
+    placed += filter(None, [shared(op.kernels[case.row], each) for each in placed])
+    return digest.of(*(_launched(op, each, kwargs, target) for each in placed))
 
 
-def _launched(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> str:
-    op = dispatch.OPS[name]
+def _launched(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> str:
     values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
     notes = _Notes(values)
     workspace._devices.clear()  # its size depends on earlier calls

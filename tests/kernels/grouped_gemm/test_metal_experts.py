@@ -38,7 +38,7 @@ def launch(call: dict[str, Any]) -> torch.Tensor:
     bound = OP.bind(values)
     ((shape, dtype),) = OP.outputs(bound)
     out = poison(shape, dtype, "cpu")
-    OP.module("mps").build(bound, METAL)(*values, out)
+    dispatch.build(OP, bound, METAL)(*values, out)
     return out
 
 

@@ -11,6 +11,7 @@ import torch_attnkit
 from torch_attnkit import digest
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
+from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill.problem import Layout, Problem
 from torch_attnkit.kernels.prefill.sm90 import halves_plan, plan
 from torch_attnkit.kernels.scores import Scores
@@ -42,11 +43,12 @@ def test_other_heads_do_not_depend_on_it():
     """Their kernels are another file's: what an H200 has shown of them stays true when this one changes."""
     assert not halves_plan.TILES.keys() & plan.TILES.keys()
     for name in ("flash_attention", "flash_attention_varlen"):
-        files = {row.dims["D"]: row.file for row in OPS[name].kernels if row.on == "sm90"}
-        assert [dim for dim, file in files.items() if file == "wide"] == [(DIM,)]
+        rows = [row for row in OPS[name].kernels if row.on == "sm90"]
+        assert [row.dims["D"] for row in rows if row.launcher == prefill.WIDE] == [(DIM,)]
         wide = "torch_attnkit.kernels.prefill.sm90.halves"
-        for op_file, reached in (("cuda", False), ("wide", True)):
-            assert (wide in digest.reach(f"torch_attnkit.ops.{name}.{op_file}", arch="sm90")) == reached
+        for row in rows:
+            reached = wide in digest.reach(*OPS[name].sources(row), arch="sm90")
+            assert reached == (row.launcher == prefill.WIDE)
 
 
 simulated = [

@@ -106,7 +106,7 @@ def test_lengths_and_offsets_change_under_one_plan():
     op = dispatch.OPS[NAME]
     rest = tuple(op.defaults.get(n) for n in op.argnames[6:])
     call = op.bind((q, k, v, ends, table, lengths, *rest))
-    launch = op.module("mps").build(call, METAL)
+    launch = dispatch.build(op, call, METAL)
     for offsets_now, now in (((0, 1, 2, 50), (300, 100, 60)), ((0, 0, 50, 50), (0, 131, 1))):
         args = (q, k, v, torch.tensor(offsets_now).int(), table, torch.tensor(now).int())
         outs = [poison(shape, dtype, "cpu") for shape, dtype in op.outputs(call)]

@@ -17,7 +17,7 @@ from torch_attnkit.oracle.compare import check
 NAME = "flash_attention_paged"
 
 
-@pytest.mark.parametrize("heads", paged_plan.HEADS)
+@pytest.mark.parametrize("heads", plan.TILES)
 def test_boxes_divide_pages_and_blocks(heads):
     for page in (8, 16, 24, 48, 64, 104, 128, 256, 544):
         box = paged_plan.box_of(page, heads)

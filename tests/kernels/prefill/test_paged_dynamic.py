@@ -40,7 +40,7 @@ def test_paritys_many_tiles_are_drawn(dim, monkeypatch):
     index = next(i for i, row in enumerate(op.kernels) if "sm90" in row.archs and row.dims["D"] == dim[:1])
     case = Case(NAME, index, "sm90", "bf16", (("D", dim[0]), ("Dv", dim[1])), (), "many")
     with compile.recording():
-        op.module(op.kernels[index].file).build(bound(op, *arguments(case)), Target("sm90"))
+        op.build(op.kernels[index], bound(op, *arguments(case)), Target("sm90"))
     assert [p.dynamic for p in plans] == [H200]
 
 

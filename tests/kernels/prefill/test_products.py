@@ -14,6 +14,7 @@ import torch
 
 import torch_attnkit
 from torch_attnkit import parity
+from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile
@@ -37,7 +38,7 @@ def _tiles(op: str, dims: tuple[int, ...], options: tuple, dtype: torch.dtype = 
     """What the row compiles its kernel with: keys of a block, tiles of 128 rows, heads in a tile, pairs or not."""
     args, kwargs = MAKERS[op](*dims, dtype), dict(options)
     with compile.recording() as asked:
-        OPS[op].module("cuda").build(parity.bound(OPS[op], args, kwargs), Target("sm100", simulated=True))
+        dispatch.build(OPS[op], parity.bound(OPS[op], args, kwargs), Target("sm100", simulated=True))
     return dict(asked[0].signature)
 
 

@@ -1,1 +1,6 @@
 """Partial attentions over disjoint keys, combined by their LSE."""
+
+from torch_attnkit.core.family import Launcher
+
+NVIDIA = Launcher(f"{__name__}.launch")
+METAL = Launcher(f"{__name__}.metal", of_op=True)

@@ -14,9 +14,10 @@ Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); 
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
-from torch_attnkit.kernels.prefill.sm90 import codes_plan as sm90_codes
-from torch_attnkit.kernels.prefill.sm90 import plan as sm90
+from torch_attnkit.kernels.prefill.sm90 import multi_codes_plan as sm90_codes
+from torch_attnkit.kernels.prefill.sm90 import multi_plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import paged_plan
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
@@ -61,11 +62,16 @@ OP = Op(
     features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW | rules.SCALES,
     shards=shards.HEADS,
     kernels=(
-        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
-        *rules.by_head("sm100", sm100.DTYPES, paged_plan.HEADS, _FEATURES, rules.CACHE_ROWS | _ROWS),
+        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS, launcher=prefill.PAGED),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES, rules.CACHE_ROWS | _ROWS, launcher=prefill.PAGED),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
         *rules.of_codes(
-            "sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_FEATURES} scales", rules.CACHE_ROWS | _BOXES, by="codes"
+            "sm90",
+            sm90_codes.CODES,
+            sm90_codes.TILES,
+            f"{_FEATURES} scales",
+            rules.CACHE_ROWS | _BOXES,
+            launcher=prefill.PAGED_CODES,
         ),
     ),
 )

@@ -9,6 +9,7 @@ in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import codes_plan as sm90_codes
 from torch_attnkit.kernels.prefill.sm90 import halves_plan
@@ -17,6 +18,7 @@ from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
 
 _ALL = "gqa sink causal window sink_tokens softcap unnormalized"
+_VALUES = rules.value_dim(metal.MOST_DIM_V)
 
 OP = Op(
     schema="flash_attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
@@ -51,12 +53,12 @@ OP = Op(
     exclusive=rules.SINK_OR_PARTIAL,
     shards=shards.HEADS,
     kernels=(
-        *(Kernel("sm90", sm90.DTYPES, {"D": (d,), "Dv": (dv,)}, _ALL, by="hopper") for d, dv in sm90.TILES),
-        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL),
-        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales"),
-        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, rules.value_dim(metal.MOST_DIM_V)),
-        Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_ALL} scales", rules.value_dim(metal.MOST_DIM_V)),
-        *(Kernel("sm90", halves_plan.DTYPES, {"D": (d,), "Dv": (dv,)}, _ALL, by="wide") for d, dv in halves_plan.TILES),
-        *rules.of_codes("sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_ALL} scales", by="codes"),
+        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _ALL, launcher=prefill.HOPPER),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL, launcher=prefill.NVIDIA),
+        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales", launcher=prefill.NVIDIA),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, _VALUES, launcher=prefill.METAL),
+        Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_ALL} scales", _VALUES, launcher=prefill.METAL),
+        *rules.by_head("sm90", halves_plan.DTYPES, halves_plan.TILES, _ALL, launcher=prefill.WIDE),
+        *rules.of_codes("sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_ALL} scales", launcher=prefill.CODES),
     ),
 )

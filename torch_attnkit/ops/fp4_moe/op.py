@@ -16,6 +16,7 @@ Source: the experts of DeepSeek-V4 (arXiv 2606.19348), GPT-OSS (OpenAI, 2025) an
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
+from torch_attnkit.kernels import grouped_gemm
 from torch_attnkit.kernels.grouped_gemm import metal
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
 from torch_attnkit.kernels.grouped_gemm.sm100 import plan as sm100
@@ -114,9 +115,9 @@ OP = Op(
         ),
     ),
     kernels=(
-        Kernel("sm90", "bf16 f16", {}, _ALL, _SM90),
+        Kernel("sm90", "bf16 f16", {}, _ALL, _SM90, launcher=grouped_gemm.NVIDIA),
         Kernel("cpu", "bf16 f16 f32", {}, _ALL),
-        Kernel("mps", metal.DTYPES, {}, _ALL),
-        Kernel("sm100", "bf16 f16", {}, _ALL, _SM100),
+        Kernel("mps", metal.DTYPES, {}, _ALL, launcher=grouped_gemm.METAL),
+        Kernel("sm100", "bf16 f16", {}, _ALL, _SM100, launcher=grouped_gemm.NVIDIA),
     ),
 )

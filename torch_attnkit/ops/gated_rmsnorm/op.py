@@ -10,6 +10,7 @@ import math
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
+from torch_attnkit.kernels import norm
 
 OP = Op(
     schema="gated_rmsnorm(Tensor y, Tensor z, Tensor w, *, float eps=1e-6) -> Tensor out",
@@ -22,7 +23,17 @@ OP = Op(
     backward="gated_rmsnorm_backward",
     kernels=(
         Kernel("cpu", "f32 f16 bf16"),
-        Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: math.prod(c.batch) < 2**31}),
-        Kernel("mps", "bf16 f16 f32", needs={"fewer than 2^27 rows": lambda c: math.prod(c.batch) < 2**27}),
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            needs={"fewer than 2^31 rows": lambda c: math.prod(c.batch) < 2**31},
+            launcher=norm.NVIDIA,
+        ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            needs={"fewer than 2^27 rows": lambda c: math.prod(c.batch) < 2**27},
+            launcher=norm.METAL,
+        ),
     ),
 )

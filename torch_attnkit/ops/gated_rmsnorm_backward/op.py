@@ -14,6 +14,7 @@ from collections.abc import Callable
 from torch_attnkit.core import Call, Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.core.spec import short
+from torch_attnkit.kernels import norm_backward
 
 
 def _like(name: str, spec: str) -> Callable[[Call], str | None]:
@@ -49,7 +50,17 @@ OP = Op(
     },
     shards=(Shards("...", sums="dw"),),
     kernels=(
-        Kernel("cuda", "bf16 f16 f32", needs={"fewer than 2^31 rows": lambda c: _rows(c) < 2**31}),
-        Kernel("mps", "bf16 f16 f32", needs={"N must be below 2^31": lambda c: c.dim["N"] < 2**31}),
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            needs={"fewer than 2^31 rows": lambda c: _rows(c) < 2**31},
+            launcher=norm_backward.NVIDIA,
+        ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            needs={"N must be below 2^31": lambda c: c.dim["N"] < 2**31},
+            launcher=norm_backward.METAL,
+        ),
     ),
 )

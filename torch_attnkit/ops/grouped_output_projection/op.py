@@ -11,8 +11,9 @@ Source: the grouped output projection of DeepSeek-V4 (arXiv 2606.19348).
 import torch
 
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.core.op import Call, Predicate, Shards
+from torch_attnkit.core.op import Call, Predicate, Shards, of_dtypes
 from torch_attnkit.core.spec import short
+from torch_attnkit.kernels import batched_gemm
 from torch_attnkit.oracle import fp4, shards
 
 
@@ -84,7 +85,7 @@ OP = Op(
             "cpu",
             "f32 f16 bf16",
             needs={
-                "format must be 'none'": lambda c: c.arg.format == "none",
+                "format must be 'none'": of_dtypes(lambda c: c.arg.format == "none"),
                 "dtype must be float32, float16 or bfloat16": lambda c: c.arg.dtype != torch.float64,
             },
         ),
@@ -92,41 +93,44 @@ OP = Op(
             "cuda",
             "bf16 f16",
             needs={
-                "format must be 'none'": lambda c: c.arg.format == "none",
+                "format must be 'none'": of_dtypes(lambda c: c.arg.format == "none"),
                 "dtype must be bfloat16 or float16": lambda c: c.arg.dtype in (None, torch.bfloat16, torch.float16),
                 "fewer than 2^16 groups": lambda c: c.dim["G"] < 2**16,
                 "fewer than 2^22 tokens": lambda c: c.dim["Tq"] < 2**22,
             },
+            launcher=batched_gemm.NVIDIA,
         ),
         Kernel(
             "sm90",
             "bf16 f16",
             features="swizzled global_scale",
             needs={
-                "format must be 'nvfp4' or 'mxfp4'": lambda c: c.arg.format != "none",
+                "format must be 'nvfp4' or 'mxfp4'": of_dtypes(lambda c: c.arg.format != "none"),
                 "dtype must be bfloat16 or float16": lambda c: c.arg.dtype in (torch.bfloat16, torch.float16),
                 "fewer than 2^16 groups": lambda c: c.dim["G"] < 2**16,
                 "fewer than 2^22 tokens and rows of wo_a": lambda c: max(c.dim["Tq"], c.dim["R"]) < 2**22,
                 "fewer than 2^33 numbers in a group": lambda c: max(c.dim["Tq"], c.dim["R"]) * c.dim["Ko"] < 2**32,
             },
+            launcher=batched_gemm.NVIDIA,
         ),
         Kernel(
             "sm100",
             "bf16 f16 f32",
             features="swizzled global_scale",
             needs={
-                "format must be 'nvfp4' or 'mxfp4'": lambda c: c.arg.format != "none",
+                "format must be 'nvfp4' or 'mxfp4'": of_dtypes(lambda c: c.arg.format != "none"),
                 "dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype != torch.float64,
                 "fewer than 2^16 groups": lambda c: c.dim["G"] < 2**16,
                 "fewer than 2^22 tokens and rows of wo_a": lambda c: max(c.dim["Tq"], c.dim["R"]) < 2**22,
                 "fewer than 2^33 numbers in a group": lambda c: max(c.dim["Tq"], c.dim["R"]) * c.dim["Ko"] < 2**32,
             },
+            launcher=batched_gemm.NVIDIA,
         ),
         Kernel(
             "mps",
             "bf16 f16",
             needs={
-                "format must be 'none'": lambda c: c.arg.format == "none",
+                "format must be 'none'": of_dtypes(lambda c: c.arg.format == "none"),
                 "dtype must be bfloat16 or float16": lambda c: c.arg.dtype in (None, torch.bfloat16, torch.float16),
             }
             | _METAL,
@@ -136,7 +140,7 @@ OP = Op(
             "bf16 f16",
             features="swizzled global_scale",
             needs={
-                "format must be 'nvfp4' or 'mxfp4'": lambda c: c.arg.format != "none",
+                "format must be 'nvfp4' or 'mxfp4'": of_dtypes(lambda c: c.arg.format != "none"),
                 "dtype must be bfloat16 or float16": lambda c: c.arg.dtype in (torch.bfloat16, torch.float16),
             }
             | _METAL,

@@ -10,9 +10,13 @@ per 32. Kernels add up products of E4M3 as the tensor cores do, in 14 bits on Ho
 Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19348).
 """
 
+from collections.abc import Iterator
+
 from torch_attnkit.core import Kernel, Op
-from torch_attnkit.core.op import Call, Predicate, Shards
+from torch_attnkit.core.family import Launcher
+from torch_attnkit.core.op import Call, Predicate, Shards, of_dtypes
 from torch_attnkit.core.spec import DTYPES, short
+from torch_attnkit.kernels import indexer
 from torch_attnkit.kernels.indexer import metal
 from torch_attnkit.kernels.indexer.sm90 import plan as sm90
 from torch_attnkit.kernels.indexer.sm100 import plan as sm100
@@ -38,12 +42,18 @@ def _dtypes(c: Call) -> bool:
 def _needs(format: str) -> dict[str, Predicate]:
     """What the kernels need besides."""
     return {
-        f"format must be {format!r}": lambda c: c.arg.format == format,
+        f"format must be {format!r}": of_dtypes(lambda c: c.arg.format == format),
         f"Hi must be 1 to {sm90.MOST_HEADS}": lambda c: 1 <= c.dim["Hi"] <= sm90.MOST_HEADS,
         "R must be 1 to 65535": lambda c: 1 <= c.dim["R"] < 2**16,
         "fewer than 2^23 tokens": lambda c: c.dim["Tq"] < 2**23,
         "fewer than 2^30 entries": lambda c: c.dim["S"] < 2**30,
     }
+
+
+def _rows(on: str, dims: dict[str, tuple[int, ...]], launcher: Launcher | None = None) -> Iterator[Kernel]:
+    """A row for each format."""
+    for format, dtypes in (("fp8", "bf16 f16 f32"), ("mxfp4", "bf16 f16 f32"), ("none", "bf16 f16")):
+        yield Kernel(on, dtypes, {"Qb": dims[format]}, "paged request_ids", _needs(format), launcher)
 
 
 OP = Op(
@@ -92,17 +102,11 @@ OP = Op(
             "cpu",
             "f32 f16 bf16",
             needs={
-                "format must be 'none'": lambda c: c.arg.format == "none",
+                "format must be 'none'": of_dtypes(lambda c: c.arg.format == "none"),
             },
         ),
-        Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
-        Kernel("sm90", "bf16 f16 f32", {"Qb": sm90.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
-        Kernel("sm90", "bf16 f16", {"Qb": sm90.DIMS["none"]}, "paged request_ids", _needs("none")),
-        Kernel("sm100", "bf16 f16 f32", {"Qb": sm100.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
-        Kernel("sm100", "bf16 f16 f32", {"Qb": sm100.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
-        Kernel("sm100", "bf16 f16", {"Qb": sm100.DIMS["none"]}, "paged request_ids", _needs("none")),
-        Kernel("mps", "bf16 f16 f32", {"Qb": metal.DIMS["fp8"]}, "paged request_ids", _needs("fp8")),
-        Kernel("mps", "bf16 f16 f32", {"Qb": metal.DIMS["mxfp4"]}, "paged request_ids", _needs("mxfp4")),
-        Kernel("mps", "bf16 f16", {"Qb": metal.DIMS["none"]}, "paged request_ids", _needs("none")),
+        *_rows("sm90", sm90.DIMS, indexer.NVIDIA),
+        *_rows("sm100", sm100.DIMS, indexer.NVIDIA),
+        *_rows("mps", metal.DIMS),
     ),
 )

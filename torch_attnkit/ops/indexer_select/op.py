@@ -16,6 +16,7 @@ Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19
 from dataclasses import replace
 
 from torch_attnkit.core import Op
+from torch_attnkit.kernels import indexer
 from torch_attnkit.ops.indexer_scores.op import OP as SCORES
 from torch_attnkit.oracle import shards
 
@@ -31,5 +32,9 @@ OP = Op(
     where=SCORES.where | {"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features=SCORES.features,
     shards=shards.INDEXER,
-    kernels=tuple(replace(row, needs=row.needs | _NEEDS) for row in SCORES.kernels if row.on != "cpu"),
+    kernels=tuple(
+        replace(row, needs=row.needs | _NEEDS, launcher=row.launcher and indexer.SELECT)
+        for row in SCORES.kernels
+        if row.on != "cpu"
+    ),
 )

@@ -9,6 +9,7 @@ Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
+from torch_attnkit.kernels import topk
 
 OP = Op(
     schema="indexer_topk(Tensor scores, Tensor? k_len=None, *, int topk) -> Tensor indices",
@@ -27,6 +28,7 @@ OP = Op(
                 "fewer than 2^28 rows": lambda c: c.dim["Tq"] < 2**28,
                 "fewer than 2^30 entries, and as many to choose": lambda c: max(c.dim["S"], c.dim["K"]) < 2**30,
             },
+            launcher=topk.NVIDIA,
         ),
         Kernel(
             "mps",
@@ -36,6 +38,7 @@ OP = Op(
                 "fewer than 2^22 rows": lambda c: c.dim["Tq"] < 2**22,
                 "fewer than 2^30 entries, and as many to choose": lambda c: max(c.dim["S"], c.dim["K"]) < 2**30,
             },
+            launcher=topk.METAL,
         ),
     ),
 )

@@ -13,6 +13,7 @@ import math
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Shards
 from torch_attnkit.formats.scale_layout import padded_shape
+from torch_attnkit.kernels import fp4 as kernels
 from torch_attnkit.oracle import fp4, shards
 
 
@@ -64,6 +65,7 @@ OP = Op(
                     max(math.prod(_padded(c)) * c.arg.groups, c.dim["Tq"] * c.dim["Hq"] * c.dim["Ds"]) < 2**30
                 ),
             },
+            launcher=kernels.NVIDIA_ROPE,
         ),
         Kernel(
             "mps",
@@ -75,6 +77,7 @@ OP = Op(
                     max(math.prod(_padded(c)) * c.arg.groups, c.dim["Tq"] * c.dim["Hq"] * c.dim["Ds"]) < 2**29
                 ),
             },
+            launcher=kernels.METAL_ROPE,
         ),
     ),
 )

@@ -15,6 +15,7 @@ import torch
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels import cache
 from torch_attnkit.oracle import cache_rows, fp4
 
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +47,7 @@ OP = Op(
                 "dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype in (None, *_OUT),
                 "fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31,
             },
+            launcher=cache.NVIDIA_GATHER,
         ),
         Kernel(
             "mps",
@@ -55,6 +57,7 @@ OP = Op(
                 "dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype in (None, *_OUT),
                 "at most 2^26 rows": lambda c: c.dim["R"] <= 2**26,
             },
+            launcher=cache.METAL_GATHER,
         ),
     ),
 )

@@ -10,6 +10,7 @@ Source: the caches of DeepSeek-V4 (arXiv 2606.19348); the fp8 row is FlashMLA's.
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels import cache
 from torch_attnkit.oracle import cache_rows
 
 OP = Op(
@@ -30,12 +31,14 @@ OP = Op(
             "bf16 f16 f32",
             features="global_scale",
             needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
+            launcher=cache.NVIDIA_WRITE,
         ),
         Kernel(
             "mps",
             "bf16 f16 f32",
             features="global_scale",
             needs={"at most 2^26 rows": lambda c: c.dim["R"] <= 2**26},
+            launcher=cache.METAL_WRITE,
         ),
     ),
 )

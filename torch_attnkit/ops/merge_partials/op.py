@@ -12,6 +12,7 @@ import torch
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
+from torch_attnkit.kernels import merge
 from torch_attnkit.oracle import rules
 
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,12 +45,14 @@ OP = Op(
                 "fewer than 2^31 rows": lambda c: c.dim["R"] * c.dim["H"] < 2**31,
                 "Dv must be at most 8192": lambda c: c.dim["Dv"] <= 8192,
             },
+            launcher=merge.NVIDIA,
         ),
         Kernel(
             "mps",
             "bf16 f16 f32",
             features="sink row_sum dtype",
             needs={"dtype must be float32, bfloat16 or float16": lambda c: c.arg.dtype in (None, *_OUT)},
+            launcher=merge.METAL,
         ),
     ),
 )

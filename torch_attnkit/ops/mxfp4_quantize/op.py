@@ -13,6 +13,7 @@ import math
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import fp8
 from torch_attnkit.formats.scale_layout import padded_shape
+from torch_attnkit.kernels import fp4 as kernels
 from torch_attnkit.oracle import fp4, shards
 
 OP = Op(
@@ -38,6 +39,7 @@ OP = Op(
                     math.prod(padded_shape(math.prod(c.batch), c.dim["K"] // 32)) < 2**30
                 )
             },
+            launcher=kernels.NVIDIA_QUANTIZE,
         ),
         Kernel(
             "mps",
@@ -48,6 +50,7 @@ OP = Op(
                     math.prod(padded_shape(math.prod(c.batch), c.dim["K"] // 32)) < 2**29
                 )
             },
+            launcher=kernels.METAL_QUANTIZE,
         ),
     ),
 )

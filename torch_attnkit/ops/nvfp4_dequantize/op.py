@@ -11,6 +11,7 @@ import math
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
+from torch_attnkit.kernels import fp4 as kernels
 from torch_attnkit.oracle import fp4, shards
 
 OP = Op(
@@ -35,12 +36,14 @@ OP = Op(
             "bf16 f16 f32",
             features="swizzled global_scale",
             needs={"fewer than 2^33 numbers": lambda c: math.prod(c.batch) * c.dim["K"] < 2**33},
+            launcher=kernels.NVIDIA_DEQUANTIZE,
         ),
         Kernel(
             "mps",
             "bf16 f16 f32",
             features="swizzled global_scale",
             needs={"fewer than 2^33 numbers": lambda c: math.prod(c.batch) * c.dim["K"] < 2**33},
+            launcher=kernels.METAL_DEQUANTIZE,
         ),
     ),
 )

@@ -11,6 +11,7 @@ import math
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
+from torch_attnkit.kernels import fp4 as kernels
 from torch_attnkit.oracle import fp4, shards
 
 OP = Op(
@@ -36,6 +37,7 @@ OP = Op(
                     math.prod(padded_shape(math.prod(c.batch), c.dim["K"] // 16)) < 2**30
                 )
             },
+            launcher=kernels.NVIDIA_QUANTIZE,
         ),
         Kernel(
             "mps",
@@ -46,6 +48,7 @@ OP = Op(
                     math.prod(padded_shape(math.prod(c.batch), c.dim["K"] // 16)) < 2**29
                 )
             },
+            launcher=kernels.METAL_QUANTIZE,
         ),
     ),
 )

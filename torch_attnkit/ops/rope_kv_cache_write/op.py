@@ -11,6 +11,7 @@ Source: the attention of DeepSeek-V4 (arXiv 2606.19348); RMSNorm (arXiv 1910.074
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Predicate
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels import cache
 from torch_attnkit.kernels.cache.rope_problem import MOST_CHANNELS, VECTOR
 from torch_attnkit.oracle import cache_rows
 
@@ -57,12 +58,14 @@ OP = Op(
             "bf16 f16 f32",
             features="global_scale",
             needs=_NEEDS | {"fewer than 2^30 heads of tokens": lambda c: c.dim["Tq"] * (c.dim["Hq"] + 1) < 2**30},
+            launcher=cache.NVIDIA_ROPE,
         ),
         Kernel(
             "mps",
             "bf16 f16 f32",
             features="global_scale",
             needs=_NEEDS | {"at most 2^26 heads of tokens": lambda c: c.dim["Tq"] * (c.dim["Hq"] + 1) <= 2**26},
+            launcher=cache.METAL_ROPE,
         ),
     ),
 )

@@ -8,6 +8,7 @@ Source: the hash router of DeepSeek-V4's first layers (arXiv 2606.19348); Hash L
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels import routing
 from torch_attnkit.oracle import shards
 
 OP = Op(
@@ -30,12 +31,14 @@ OP = Op(
             "bf16 f16 f32",
             features="renormalize",
             needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
+            launcher=routing.NVIDIA_TABLE,
         ),
         Kernel(
             "mps",
             "bf16 f16 f32",
             features="renormalize",
             needs={"at most 2^26 rows": lambda c: c.dim["R"] <= 2**26},
+            launcher=routing.METAL_TABLE,
         ),
     ),
 )

@@ -8,6 +8,7 @@ Source: the routers of GPT-OSS (arXiv 2508.10925) and Qwen3 (arXiv 2505.09388).
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels import routing
 from torch_attnkit.oracle import shards
 
 OP = Op(
@@ -28,12 +29,14 @@ OP = Op(
             "bf16 f16 f32",
             features="softmax_first renormalize",
             needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
+            launcher=routing.NVIDIA,
         ),
         Kernel(
             "mps",
             "bf16 f16 f32",
             features="softmax_first renormalize",
             needs={"at most 2^26 rows": lambda c: c.dim["R"] <= 2**26},
+            launcher=routing.METAL,
         ),
     ),
 )

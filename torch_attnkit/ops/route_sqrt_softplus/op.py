@@ -8,6 +8,7 @@ Source: the top-k router of DeepSeek-V4 (arXiv 2606.19348); the selection bias, 
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels import routing
 from torch_attnkit.oracle import shards
 
 OP = Op(
@@ -28,12 +29,14 @@ OP = Op(
             "bf16 f16 f32",
             features="bias renormalize",
             needs={"fewer than 2^31 rows": lambda c: c.dim["R"] < 2**31},
+            launcher=routing.NVIDIA,
         ),
         Kernel(
             "mps",
             "bf16 f16 f32",
             features="bias renormalize",
             needs={"at most 2^26 rows": lambda c: c.dim["R"] <= 2**26},
+            launcher=routing.METAL,
         ),
     ),
 )

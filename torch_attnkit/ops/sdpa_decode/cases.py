@@ -138,3 +138,13 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     q, k, v = cache_draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
     return (q, k, k[..., : f["Dv"]] if f["same"] else v, kv_len, *rest), scores
+
+
+def shared(row: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Of a row of latents on NVIDIA GPUs, a case's arguments with the first columns of k_cache as v_cache.
+
+    One tensor for both has kernels of its own there, so parity judges the case on it, too.
+    """
+    if row.on == "mps" or (row.dims.get("D"), row.dims.get("Dv")) not in [((d,), (dv,)) for d, dv in LATENTS]:
+        return None
+    return (*args[:2], args[1][..., : args[2].shape[-1]], *args[3:])

@@ -11,6 +11,7 @@ Source: MetalTile ``sdpa_decode``; scales as FlashAttention-3 (arXiv 2407.08608)
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels import decode
 from torch_attnkit.kernels.decode import codes, metal
 from torch_attnkit.kernels.decode.problem import LATENTS
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
@@ -25,6 +26,7 @@ _ROWS = rules.CACHE_ROWS | {
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
 _OF_CODES = f"{_FEATURES} scales"
 _16_BITS = _ROWS | rules.SAME_DTYPE
+_VALUES = rules.value_dim(metal.MOST_DIM_V)
 _LATENTS: list[dict[str, tuple[int, ...]]] = [{"D": (d,), "Dv": (dv,)} for d, dv in LATENTS]
 
 OP = Op(
@@ -51,19 +53,24 @@ OP = Op(
     shards=shards.ATTENTION,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start window softcap"),
-        *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _ROWS | rules.SAME_DTYPE),
-        *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _ROWS | rules.SAME_DTYPE),
-        *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, _OF_CODES, _ROWS),
-        *rules.of_codes("sm90", sm90.OVER_CODES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS),
-        *rules.of_codes("sm100", sm100.DTYPES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS),
-        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V) | rules.SAME_DTYPE),
-        Kernel(
-            "mps", metal.OVER_CODES, {"D": metal.DIMS} | rules.EIGHT_BITS, _OF_CODES, rules.value_dim(metal.MOST_DIM_V)
+        *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
+        *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, _OF_CODES, _ROWS, launcher=decode.NVIDIA),
+        *rules.of_codes(
+            "sm90", sm90.OVER_CODES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS, launcher=decode.NVIDIA
         ),
-        *(Kernel("sm100", sm100.DTYPES, head, _FEATURES, _16_BITS, by="latent") for head in _LATENTS),
-        *(Kernel("mps", metal.DTYPES, head, _FEATURES, rules.SAME_DTYPE) for head in _LATENTS),
-        *(Kernel("mps", metal.OVER_CODES, head | rules.EIGHT_BITS, _OF_CODES) for head in _LATENTS),
-        *(Kernel("sm90", sm90.DTYPES, head, _FEATURES, _16_BITS, by="latent") for head in _LATENTS),
-        *(Kernel("sm100", sm100.CODES, head, _OF_CODES, _ROWS, by="latent") for head in _LATENTS),
+        *rules.of_codes("sm100", sm100.DTYPES, codes.HEADS, _OF_CODES, _ROWS, rules.EIGHT_BITS, launcher=decode.NVIDIA),
+        Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, _VALUES | rules.SAME_DTYPE, launcher=decode.METAL),
+        Kernel(
+            "mps", metal.OVER_CODES, {"D": metal.DIMS} | rules.EIGHT_BITS, _OF_CODES, _VALUES, launcher=decode.METAL
+        ),
+        *(Kernel("sm100", sm100.DTYPES, head, _FEATURES, _16_BITS, launcher=decode.NVIDIA) for head in _LATENTS),
+        *(Kernel("mps", metal.DTYPES, head, _FEATURES, rules.SAME_DTYPE, launcher=decode.METAL) for head in _LATENTS),
+        *(
+            Kernel("mps", metal.OVER_CODES, head | rules.EIGHT_BITS, _OF_CODES, launcher=decode.METAL)
+            for head in _LATENTS
+        ),
+        *(Kernel("sm90", sm90.DTYPES, head, _FEATURES, _16_BITS, launcher=decode.NVIDIA) for head in _LATENTS),
+        *(Kernel("sm100", sm100.CODES, head, _OF_CODES, _ROWS, launcher=decode.NVIDIA) for head in _LATENTS),
     ),
 )

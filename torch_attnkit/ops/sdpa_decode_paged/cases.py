@@ -8,6 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.kernels.decode.problem import LATENTS
+from torch_attnkit.ops.sdpa_decode.cases import shared as shared
 from torch_attnkit.oracle import cache_draws, draws, inputs
 from torch_attnkit.oracle.attention import visible
 

@@ -11,9 +11,10 @@ Source: MetalTile ``sdpa_multi``; scales as FlashAttention-3 (arXiv 2407.08608) 
 """
 
 from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
-from torch_attnkit.kernels.prefill.sm90 import codes_plan as sm90_codes
-from torch_attnkit.kernels.prefill.sm90 import plan as sm90
+from torch_attnkit.kernels.prefill.sm90 import multi_codes_plan as sm90_codes
+from torch_attnkit.kernels.prefill.sm90 import multi_plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards
 
@@ -48,11 +49,13 @@ OP = Op(
     # Not by T: where kv_len is less than T, the first queries stand before all keys and see none.
     shards=shards.ATTENTION,
     kernels=(
-        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
-        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES),
-        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales"),
+        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS, launcher=prefill.CACHED),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES, launcher=prefill.CACHED),
+        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales", launcher=prefill.CACHED),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_FEATURES} scales", rules.value_dim(metal.MOST_DIM_V)),
-        *rules.of_codes("sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_FEATURES} scales", by="codes"),
+        *rules.of_codes(
+            "sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_FEATURES} scales", launcher=prefill.CACHED_CODES
+        ),
     ),
 )

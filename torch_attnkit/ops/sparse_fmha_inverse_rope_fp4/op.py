@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from torch_attnkit.core import Op
 from torch_attnkit.core.op import Call
+from torch_attnkit.kernels import sparse
 from torch_attnkit.ops.inverse_rope_fp4.op import OP as ROPE
 from torch_attnkit.ops.sparse_fmha_with_swa.op import OP as ATTENTION
 from torch_attnkit.oracle import fp4, rules, shards
@@ -69,6 +70,7 @@ OP = Op(
             row,
             features=" ".join([*(n for n in row.features.split() if n not in _WITHOUT), "swizzled", "o_global"]),
             needs=row.needs | _NEEDS,
+            launcher=row.launcher and sparse.QUANTISED,
         )
         for row in ATTENTION.kernels
         if row.on != "cpu"

@@ -19,6 +19,7 @@ PagedAttention (arXiv 2309.06180). The fp8 row is FlashMLA's.
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels import sparse
 from torch_attnkit.kernels.sparse import metal
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
 from torch_attnkit.kernels.sparse.sm100 import plan as sm100
@@ -110,6 +111,7 @@ OP = Op(
             {"D": tuple(sm90.TILES)},
             "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
             _ROWS,
+            launcher=sparse.NVIDIA,
         ),
         Kernel(
             "sm100",
@@ -117,7 +119,6 @@ OP = Op(
             {"D": sm100.HEADS},
             "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
             _ROWS,
-            by="blackwell",
         ),
         Kernel(
             "mps",

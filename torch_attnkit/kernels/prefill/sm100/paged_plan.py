@@ -1,4 +1,4 @@
-"""Heads and boxes of the Blackwell kernel for blocks of queries over pages. Imports no cutlass."""
+"""Boxes of the Blackwell kernel for blocks of queries over pages. Imports no cutlass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from ..problem import Layout
 from . import plan
 
-HEADS = tuple(plan.TILES)
 # Keys that a box has at least: what 128 bytes of shared memory are swizzled by.
 LEAST_BOX = 8
 # What numbers of rows are counted in.

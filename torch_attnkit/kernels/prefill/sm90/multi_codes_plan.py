@@ -20,6 +20,7 @@ _PROMOTED = 128  # columns of V up to which a thread has registers for a block's
 # Stages are those of K and of V as it comes; V turned around has two, ``turned`` of the kernel's Config. Up to 64 rows
 # what two CTAs of a multiprocessor have room for; more, beyond D 64, 96 keys, as for windows in ``codes_plan.py``. Keys
 # are multiples of 32, which a product takes.
+CODES = codes_plan.CODES
 TILES = {
     # (D, Dv), those of codes_plan.py
     (32, 32): Choice(Tiles(64, 128, 4, 2), Tiles(128, 128, 4), Tiles(128, 128, 4, pair=True)),
