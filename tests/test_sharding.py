@@ -265,6 +265,14 @@ def test_only_equal_parts_that_the_op_takes_are_offered():
     assert _offered("fp4_moe", 1, 4) and len(_offered("fp4_moe", 1, 4, M=64, blk=16)) == 1  # 16 of M are half a block
 
 
+def test_one_number_for_all_scales_is_whole_everywhere():
+    q, k, scales = torch.randn(4, 3, 8, 32), torch.randn(4, 5, 4, 32), (torch.tensor(0.5), torch.ones(4, 4), None)
+    call = bound(OPS["flash_attention"], (q, k, k, None, None, None, *scales), {})
+    cuts = [cuts for _, cuts in sharding.ways_of(OPS["flash_attention"], call, (2,))]
+    assert len(cuts) > 1 and all(cut["q_scale"] is None for cut in cuts)
+    assert {0, 1} <= {cut["k_scale"] for cut in cuts}
+
+
 @pytest.mark.parametrize("first", ["torch_attnkit", pytest.param("torch.distributed.tensor", marks=pytest.mark.proof)])
 def test_rules_are_there_whichever_is_imported_first(first: str):
     other = {"torch_attnkit": "torch.distributed.tensor", "torch.distributed.tensor": "torch_attnkit"}[first]

@@ -67,12 +67,14 @@ class Argument:
 
 
 def _dtypes(spec: Spec) -> str:
-    return " or ".join(_LETTERS.get(d, d) for d in spec.dtypes)
+    taken = f" (or {' or '.join(spec.cast)}, cast on the device)" if spec.cast else ""
+    return " or ".join(_LETTERS.get(d, d) for d in spec.dtypes) + taken
 
 
 def _tensor(spec: Spec) -> str:
     axes = ", ".join((["..."] if spec.batch else []) + [str(a) for a in spec.axes])
-    return f"({axes},)" if len(spec.axes) == 1 and not spec.batch else f"({axes})"
+    shape = f"({axes},)" if len(spec.axes) == 1 and not spec.batch else f"({axes})"
+    return f"{shape} or ()" if spec.spread else shape
 
 
 def _value(value: Any) -> str:

@@ -93,6 +93,8 @@ def _cut(op: Op, call: Call, name: str, axes: set[str | int]) -> int | None:
     if (name in op.tensors and getattr(call.arg, name) is None) or (name in op.unless and op.unless[name](call)):
         return None
     spec = op.spec(name, call)
+    if spec.spread and not getattr(call.arg, name).dim():
+        return None
     names = [*(range(len(call.batch)) if spec.batch else ()), *(axis.name for axis in spec.axes)]
     return next((i for i, axis in enumerate(names) if axis in axes), None)
 

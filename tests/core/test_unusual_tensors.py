@@ -290,6 +290,90 @@ def test_index_tensors_may_have_steps_on_devices(op, arch):
             assert bits(op, args, run(*every, **kwargs)) == want
 
 
+def otherwise(op, args):
+    """Other ways to give the numbers of small tensors: (place, the tensor in another way, in the usual one)."""
+    for i, name in enumerate(op.tensors):
+        spec = op.spec(name)
+        if i >= len(args) or args[i] is None or args[i].dtype != DTYPES.get(spec.dtypes[0]):
+            continue
+        for dtype in spec.cast:
+            other = args[i].to(DTYPES[dtype])
+            yield i, other, other.to(args[i].dtype)
+        if spec.spread and args[i].numel():
+            one = args[i].flatten()[0]
+            for form in (one.clone(), one.expand(args[i].shape), args[i][:1].clone().expand_as(args[i])):
+                yield i, form, form.expand_as(args[i]).clone()
+
+
+TAKEN = [op for op in OPS.values() if any(op.spec(name).small for name in op.tensors)]
+
+
+def test_what_frameworks_have_is_taken():
+    """Indices of int64 wherever there are some; sinks and biases of 16 bits; scales that are one number or expanded."""
+    for op in OPS.values():
+        for name in op.tensors:
+            spec = op.spec(name)
+            assert "i32" not in spec.dtypes or "i64" in (*spec.dtypes, *spec.cast), (op.name, name)
+            assert name not in ("sink", "bias") or spec.cast == ("bf16", "f16")
+            assert spec.spread == (name in ("q_scale", "k_scale", "v_scale", "w13_global", "w2_global")) or (
+                op.name.startswith("indexer")  # a scale a row
+            )
+    assert len(TAKEN) == 14
+
+
+@pytest.mark.parametrize("op", TAKEN, ids=lambda op: op.name)
+def test_small_tensors_of_other_dtypes_and_forms_are_the_same_numbers(op):
+    """By the definition and on the CPU's rows; fake and meta tensors say the same."""
+    for features in {(), *parity.together(op, tuple(op.features))}:
+        for shape in list(parity.shapes(op))[:2]:
+            args, kwargs = parity.inputs(op, shape, torch.float32, features)
+            run = getattr(torch.ops.attnkit, op.name)
+            for i, other, same in otherwise(op, args):
+                want = bits(op, args, run(*args[:i], same, *args[i + 1 :], **kwargs))
+                changed = [*args[:i], other, *args[i + 1 :]]
+                for _ in range(2):
+                    got = run(*changed, **kwargs)
+                    assert bits(op, changed, got) == want, f"{shape} {op.argnames[i]} {other.dtype}"
+                meta = run(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in changed), **kwargs)
+                kinds = [[(t.shape, t.dtype) for t in leaves(out)] for out in (meta, got)]
+                assert kinds[0] == kinds[1]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("op", "arch"), [(op, a) for op, a in ROWS if op in TAKEN], ids=lambda x: getattr(x, "name", x)
+)
+def test_small_tensors_of_other_dtypes_and_forms_are_the_same_numbers_on_devices(op, arch):
+    args, kwargs, run = on_row(op, arch)
+    with simulate(arch):
+        for i, other, same in otherwise(op, args):
+            want = bits(op, args, run(*args[:i], same, *args[i + 1 :], **kwargs))
+            changed = [*args[:i], other, *args[i + 1 :]]
+            for _ in range(2):  # a plan's second call
+                assert bits(op, changed, run(*changed, **kwargs)) == want, f"{op.argnames[i]} {other.dtype}"
+
+
+def test_opcheck_takes_them():
+    op = OPS["sdpa_decode_paged"]
+    args, kwargs = parity.inputs(op, "ragged", torch.float32, ("sink", "scales"))
+    for i, other, _ in otherwise(op, args):
+        args = (*args[:i], other, *args[i + 1 :])
+    assert args[3].dtype == args[4].dtype == torch.int64 and args[5].dtype == torch.float16
+    torch.library.opcheck(torch.ops.attnkit.sdpa_decode_paged.default, args, kwargs)
+
+
+def test_what_no_kernel_reads_is_refused_with_all_that_is_taken():
+    args, kwargs, run = call(OPS["sdpa_decode"], full=True)
+    with pytest.raises(TypeError, match="^sdpa_decode: kv_len is f32, accepted: i32, i64$"):
+        run(*args[:3], args[3].float(), *args[4:], **kwargs)
+    with pytest.raises(TypeError, match="^sdpa_decode: sink is f64, accepted: f32, bf16, f16$"):
+        run(*args[:4], args[4].double(), *args[5:], **kwargs)
+    with pytest.raises(ValueError, match=r"^sdpa_decode: k_scale must be \(B, Hkv\) or \(\), got shape \(\d,\)$"):
+        run(*args[:7], args[7][0], *args[8:], **kwargs)
+    with pytest.raises(ValueError, match=r"^sdpa_decode: kv_len\[0\] is 4294967301, accepted: 0 to"):
+        run(*args[:3], args[3].long() * 0 + 2**32 + 5, *args[4:], **kwargs)
+
+
 def test_one_length_for_all_sequences_by_expand():
     q, kv = torch.randn(3, 4, 64), torch.randn(3, 2, 9, 64)
     one = torch.tensor([7], dtype=torch.int32)

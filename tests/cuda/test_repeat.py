@@ -326,6 +326,21 @@ def repeats(op, args, kwargs, arch):
 
 @pytest.mark.simulator
 @pytest.mark.seconds(600)
+def test_what_is_cast_before_a_launch_stays_in_python(simulated):
+    """The cast is no launch of ours. Later lengths are read, not those of the call that was planned."""
+    op = dispatch.OPS["sdpa_decode"]
+    q, cache = torch.randn(2, 4, 64).bfloat16(), torch.randn(2, 2, 40, 64).bfloat16()
+    for lengths in ((40, 3), (1, 39), (17, 17), (2, 40)):
+        length = torch.tensor(lengths)
+        want = outcome(op, (q, cache, cache, length.int()), {}, "sm90")
+        before = repeated(op.name)
+        got = outcome(op, (q, cache, cache, length), {}, "sm90")
+        assert repeated(op.name) == before and all(map(torch.equal, got, want))
+    assert dispatch.UNREPEATED[op.name] == "it runs aten.to.dtype"
+
+
+@pytest.mark.simulator
+@pytest.mark.seconds(600)
 def test_persistent_blocks_are_repeated_to_the_bit(simulated, monkeypatch):
     """Those of a batch of few queries: a workspace, in which blocks leave splits, and counters beside it."""
     from torch_attnkit.kernels.prefill.sm90 import multi_plan

@@ -11,7 +11,7 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from .errors import UnsupportedError
 from .memory import empty, on_cpu
 from .numerics import exact
 from .op import NAMESPACE, Call, Kernel, Op, Reason, steps
+from .spec import DTYPES, short
 from .target import Target, simulated_arch, target_of
 
 OPS: dict[str, Op] = {}
@@ -121,16 +122,47 @@ def _reference(op: Op, call: Call) -> Callable[..., Any]:
     return rounded
 
 
-def _packed(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` as kernels want them: index tensors with steps between their elements are copied, on their device."""
-    return tuple(a.contiguous() if n in op.tensors and steps(a) else a for n, a in zip(op.argnames, args, strict=True))
+Made = dict[int, Callable[[torch.Tensor], torch.Tensor]]  # an argument's place -> what makes it what is read
+
+
+def made(op: Op, call: Call, *, whole: bool) -> Made:
+    """How small tensors become what is read, on their device: one number is spread over its axes, and for kernels,
+    which read ``whole`` tensors of one dtype, others are cast and what has steps between its elements is packed."""
+    found: Made = {}
+    for i, name in enumerate(op.argnames):
+        tensor = getattr(call.arg, name)
+        if name not in op.tensors or tensor is None:
+            continue
+        spec = op.spec(name)
+        one = spec.spread and not tensor.dim()
+        cast = short(tensor.dtype) in spec.cast
+        if one or (whole and (cast or steps(tensor) or (spec.small and not tensor.is_contiguous()))):
+            size = [axis.size(call.dim) for axis in spec.axes] if one else tensor.shape
+            dtype = DTYPES[spec.dtypes[0]] if cast and whole else tensor.dtype
+            found[i] = functools.partial(_made_of, size, dtype, whole)
+    return found
+
+
+def _made_of(size: Sequence[int], dtype: torch.dtype, whole: bool, tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.expand(size)
+    return tensor.to(dtype).contiguous() if whole else tensor
+
+
+def read(made: Made, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` as they are read."""
+    return tuple(made[i](a) if i in made else a for i, a in enumerate(args))
 
 
 def build(op: Op, call: Call, target: Target) -> Callable[..., None]:
     """What launches the kernels of the row that takes ``call`` on a device, or simulated."""
     row = resolve(op, call, target)
     assert row is not None, "only a CPU has calls without a row"
-    return op.build(row, call, target)
+    return _built(op, row, call, target, made(op, call, whole=True))
+
+
+def _built(op: Op, row: Kernel, call: Call, target: Target, small: Made) -> Callable[..., None]:
+    """The launch of ``row`` on what is read of the arguments of calls like ``call``."""
+    return op.build(row, op.bind(read(small, tuple(vars(call.arg).values()))) if small else call, target)
 
 
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
@@ -138,12 +170,13 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     call = op.bind(args)
     target = target_of(call.device)
     row = resolve(op, call, target)
+    # Strides and dtypes are part of the signature, so that calls without such tensors do not look for them.
+    small = made(op, call, whole=row is not None)
     if row is None:
-        return Plan(_reference(op, call), "reference")
-    # Strides are part of the signature, so that calls without such tensors do not look for them.
-    pack = any(steps(a) for a in args if isinstance(a, torch.Tensor))
-    launch = op.build(row, op.bind(_packed(op, args)) if pack else call, target)
-    ready = None if pack else getattr(launch, "ready", None)
+        reference = _reference(op, call)
+        return Plan((lambda *args: reference(*read(small, args))) if small else reference, "reference")
+    launch = _built(op, row, call, target, small)
+    ready = None if small else getattr(launch, "ready", None)
     launch = exact(launch) if target.arch == "cpu" else launch
     outputs, device = op.outputs(call), call.device
     quick = on_cpu(outputs) if target.arch == "cpu" else None
@@ -156,7 +189,7 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
         launch(*args, *outs)
         return _returned(outs)
 
-    return Plan((lambda *args: run(*_packed(op, args))) if pack else run, str(target), ready)
+    return Plan((lambda *args: run(*read(small, args))) if small else run, str(target), ready)
 
 
 class Entries(NamedTuple):

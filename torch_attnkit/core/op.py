@@ -183,7 +183,7 @@ class Op:
             if tensor.device != first.device:
                 raise ValueError(f"{self.name}: {name} is on {tensor.device}, but {first_name} is on {first.device}")
             self._bind_shape(name, tensor, call, owner)
-            if not traced and _apart(tensor) and not steps(tensor):
+            if not traced and _apart(tensor) and not (steps(tensor) or self.spec(name).small):
                 raise ValueError(
                     f"{self.name}: {name} must be contiguous in its last dimension, got strides "
                     f"{tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
@@ -227,6 +227,8 @@ class Op:
 
     def _bind_shape(self, name: str, tensor: torch.Tensor, call: Call, owner: dict[str, str]) -> None:
         spec, shape = self.spec(name, call), tuple(tensor.shape)
+        if spec.spread and not shape:
+            return
         split = len(shape) - len(spec.axes)
         if split < 0 or (split and not spec.batch):
             raise ValueError(f"{self.name}: {name} must be {spec}, got shape {shape}")
@@ -278,7 +280,7 @@ def _apart(tensor: torch.Tensor) -> bool:
 def steps(value: Any) -> bool:
     """Whether this is an index tensor of one or two axes with gaps, such as a column of a table of token ids.
 
-    These are small: references read them as they are, and kernels get a copy.
+    These are small: references read them as they are, and kernels get a copy, as of all that ``Spec.small`` names.
     """
     index = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
     return index and value.dim() <= 2 and _apart(value)

@@ -40,18 +40,30 @@ class Axis:
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor's axes and accepted dtypes (names of ``DTYPES``, ``T``, ``T8`` or ``@dtype``)."""
+    """A tensor's axes and accepted dtypes (names of ``DTYPES``, ``T``, ``T8`` or ``@dtype``).
+
+    ``cast`` are dtypes that are taken, too, and become the first of ``dtypes`` before a launch; ``spread`` says that
+    one number without axes may stand for all.
+    """
 
     batch: bool
     axes: tuple[Axis, ...]
     dtypes: tuple[str, ...]
+    cast: tuple[str, ...] = ()
+    spread: bool = False
 
     def __str__(self) -> str:
-        return "(" + ", ".join((["..."] if self.batch else []) + [str(a) for a in self.axes]) + ")"
+        axes = "(" + ", ".join((["..."] if self.batch else []) + [str(a) for a in self.axes]) + ")"
+        return f"{axes} or ()" if self.spread else axes
+
+    @property
+    def small(self) -> bool:
+        """Whether a kernel may get a copy of what it cannot read as it lies."""
+        return self.spread or bool(self.cast)
 
     def explicit(self) -> tuple[torch.dtype, ...]:
         """The accepted dtypes that do not depend on the call."""
-        return tuple(DTYPES[d] for d in self.dtypes if d in DTYPES)
+        return tuple(DTYPES[d] for d in (*self.dtypes, *self.cast) if d in DTYPES)
 
     def model(self) -> tuple[torch.dtype, ...]:
         """What T may stand for in this tensor: where it is written T8, E4M3 too."""
@@ -67,14 +79,18 @@ def _axis(token: str) -> Axis:
 
 @cache
 def parse(text: str) -> Spec:
-    """``"... K/2:u8"`` to its Spec; the dtype defaults to ``T``, the op's model dtype."""
+    """``"... K/2:u8"`` to its Spec; the dtype defaults to ``T``, the op's model dtype.
+
+    ``"[B Hkv]:f32<bf16|f16"`` is one number or (B, Hkv), float32 or what is cast to it.
+    """
     shape, _, dtypes = text.partition(":")
-    tokens = shape.split()
+    spread = shape.startswith("[") and shape.endswith("]")
+    tokens = shape.strip("[]").split()
     batch = bool(tokens) and tokens[0] == "..."
-    accepted = tuple(d.strip() for d in dtypes.split("|")) if dtypes else ("T",)
-    if unknown := set(accepted) - {*DTYPES, "T", "T8", "@dtype"}:
+    accepted, cast = (tuple(d.strip() for d in part.split("|") if d) for part in dtypes.partition("<")[::2])
+    if unknown := {*accepted, *cast} - {*DTYPES, "T", "T8", "@dtype"}:
         raise ValueError(f"spec {text!r}: unknown dtype {unknown.pop()!r}")
-    return Spec(batch, tuple(_axis(t) for t in tokens[batch:]), accepted)
+    return Spec(batch, tuple(_axis(t) for t in tokens[batch:]), accepted or ("T",), cast, spread)
 
 
 def short(dtype: torch.dtype) -> str:

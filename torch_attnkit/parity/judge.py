@@ -42,6 +42,8 @@ def reference_of(
             return value
         return value.double() if double and value.dtype in op.spec(name).model() else value.clone()
 
+    if any(op.spec(n).spread and a is not None and not a.dim() for n, a in zip(op.tensors, args, strict=False)):
+        args = dispatch.read(dispatch.made(op, bound(op, args, kwargs), whole=False), args)
     copies = [convert(name, value) for name, value in zip(op.argnames, args, strict=False)]
     if double and "dtype" in op.argnames:
         kwargs = kwargs | {"dtype": torch.float64}

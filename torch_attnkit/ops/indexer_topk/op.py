@@ -13,7 +13,7 @@ from torch_attnkit.kernels import topk
 
 OP = Op(
     schema="indexer_topk(Tensor scores, Tensor? k_len=None, *, int topk) -> Tensor indices",
-    dims={"scores": "Tq S", "k_len": "Tq:i32", "indices": "Tq K:i32"},
+    dims={"scores": "Tq S", "k_len": "Tq:i32<i64", "indices": "Tq K:i32"},
     derive={"K": lambda c: c.arg.topk},
     where={"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features={"k_len": lambda c: c.arg.k_len is not None},

@@ -23,7 +23,7 @@ OP = Op(
     dims={
         "out_partial": "P R H Dv",
         "lse_partial": "P R H:f32",
-        "sink": "H:f32",
+        "sink": "H:f32<bf16|f16",
         "row_sum": "P R H:f32",
         "out": "R H Dv:@dtype",
         "lse": "R H:f32",

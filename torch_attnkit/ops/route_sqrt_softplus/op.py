@@ -14,7 +14,7 @@ from torch_attnkit.oracle import shards
 OP = Op(
     schema="route_sqrt_softplus(Tensor logits, Tensor? bias=None, *, int topk, float route_scale=1.0,"
     " bool renormalize=True) -> (Tensor weights, Tensor indices)",
-    dims={"logits": "R E", "bias": "E:f32", "weights": "R K:f32", "indices": "R K:i32"},
+    dims={"logits": "R E", "bias": "E:f32<bf16|f16", "weights": "R K:f32", "indices": "R K:i32"},
     derive={"K": lambda c: c.arg.topk},
     where={"topk must be between 1 and the number of experts E": lambda c: 1 <= c.arg.topk <= c.dim["E"]},
     features={
