@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_attnkit.core import config
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.cuda import compile
 
@@ -93,16 +92,6 @@ def test_a_folder_that_others_can_write_to_is_refused(cache, a_version, part):
     (cache / "cuda" / f"{REQUEST.file}.json").touch()
     with pytest.raises(PermissionError, match="others can write to it"):
         compile.use_bundle(cache)
-
-
-def test_folders_of_our_own_are_private_whatever_the_umask(tmp_path, monkeypatch):
-    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path / "new"))
-    before = os.umask(0)
-    try:
-        config.private(config.cache_dir() / "cuda")
-    finally:
-        os.umask(before)
-    assert [(tmp_path / "new" / part).stat().st_mode & 0o777 for part in ("", "cuda")] == [0o700, 0o700]
 
 
 def test_a_compiled_kernel_is_found_without_compiling(cache, a_version, monkeypatch):

@@ -16,7 +16,6 @@ import functools
 import importlib
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from torch_attnkit import digest
-from torch_attnkit.core import config, seams
+from torch_attnkit.core import cache, config, seams
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 
@@ -134,7 +133,7 @@ def get(request: Request) -> Compiled:
     folder = config.cache_dir() / "cuda"
     found = _found.get((folder, request))
     if found is None:
-        config.private(folder)
+        cache.folder(folder)
         with _compiling:
             found = _found.get((folder, request)) or _in((*_bundles, folder), request) or _compile(request, folder)
             _found[folder, request] = found
@@ -152,7 +151,7 @@ def use_bundle(folder: str | Path) -> None:
     path = Path(folder) / "cuda"
     if not any(path.glob("*.json")):
         raise ValueError(f"use_bundle: {folder} holds no compiled kernels; write some with warmup --out {folder}")
-    _bundles.append(config.private(path))
+    _bundles.append(cache.folder(path))
 
 
 @contextlib.contextmanager
@@ -183,14 +182,13 @@ def version(package: str) -> str:
 def _in(folders: tuple[Path, ...], request: Request) -> Compiled | None:
     for folder in folders:
         for suffix in (".so", ".o"):
-            path = folder / (request.file + suffix)
-            if path.exists():
+            if path := cache.found(folder / (request.file + suffix)):
                 return Compiled(request, path)
     return None
 
 
 def _compile(request: Request, folder: Path) -> Compiled:
-    config.private(folder)
+    cache.folder(folder)
     with open(folder / f"{request.file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = _in((folder,), request)  # another process may have been first
@@ -230,8 +228,7 @@ def _build(request: Request, folder: Path) -> Compiled:
         }
         (Path(work) / "kernel.json").write_text(json.dumps(facts, indent=1) + "\n")
         for source in (ptx, Path(work) / "kernel.json", library):
-            target = folder / (request.file + source.suffix)
-            os.replace(source, target)
+            target = cache.keep(source, folder / (request.file + source.suffix))
     return Compiled(request, target)
 
 

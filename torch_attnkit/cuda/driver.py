@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core import cache
 from torch_attnkit.core.errors import UnsupportedError
 
 from .compile import INSTALL, Compiled, version
@@ -55,8 +56,8 @@ def _load(library: Path, symbol: str) -> Callable[..., None]:
     if library.suffix == ".o":
         from cutlass.cute.runtime import load_module
 
-        return load_module(str(library), enable_tvm_ffi=True)[symbol]
-    return tvm_ffi.load_module(str(library))[symbol]
+        return load_module(str(cache.checked(library)), enable_tvm_ffi=True)[symbol]
+    return tvm_ffi.load_module(str(cache.checked(library)))[symbol]
 
 
 @functools.cache

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_attnkit import digest
-from torch_attnkit.core import config
+from torch_attnkit.core import cache, config
 from torch_attnkit.core.op import Op
 
 if TYPE_CHECKING:
@@ -25,18 +23,17 @@ def remembered(name: str, op: Op, find: Callable[[], Sequence[Case]]) -> list[tu
     """
     sources = digest.of_modules(f"{op.package}.op", f"{op.package}.cases", "torch_attnkit.parity.case")
     path = config.cache_dir() / "cases" / f"{name}-{digest.of(sources, torch.__version__)}.json"
-    try:
-        folder = config.private(path.parent)
-    except OSError:  # nowhere to remember it, or not this user's alone to write
-        return _found(find)
-    if not path.exists():
+    if cache.found(path) is None:
         found = _found(find)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            json.dump(found, file)
-        os.replace(file.name, path)
+        try:
+            cache.write(path, json.dumps(found))
+        except cache.Untrusted:
+            raise
+        except OSError:  # nowhere to remember it
+            return found
     return [
         (dtype, tuple((axis, size) for axis, size in dims), tuple(features), shape, extra)
-        for dtype, dims, features, shape, extra in json.loads(path.read_text())
+        for dtype, dims, features, shape, extra in json.loads(cache.checked(path).read_text())
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -16,10 +17,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
-from torch_attnkit.core import config
+from torch_attnkit.core import cache, config
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.paths import csrc
 
@@ -97,7 +97,7 @@ class Built:
     threadgroup_bytes: int
 
 
-@cache
+@functools.cache
 def _zig() -> str:
     spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
@@ -128,7 +128,7 @@ def include() -> Path:
     return csrc() / "sim" / "metal" / "include"
 
 
-@cache
+@functools.cache
 def _tools_key() -> str:
     """A digest of everything but the source that decides what a compiled kernel looks like."""
     _zig()  # says what to install, where the version of a missing package would not
@@ -160,12 +160,13 @@ def _diagnostics(text: str) -> str:
 @contextmanager
 def _cached(key: str) -> Iterator[tuple[Path, Path | None]]:
     """(final folder, folder to fill or None if it is there); filled elsewhere and moved, so that no one sees half."""
-    final = config.cache_dir() / "metal-simulator" / hashlib.sha256((_tools_key() + key).encode()).hexdigest()[:32]
-    if final.is_dir():
+    name = hashlib.sha256((_tools_key() + key).encode()).hexdigest()[:32]
+    folder = cache.folder(config.cache_dir() / "metal-simulator")
+    final = folder / name
+    if cache.found(final):
         yield final, None
         return
-    final.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=final.parent))
+    work = Path(tempfile.mkdtemp(dir=folder))
     try:
         yield final, work
         try:
@@ -181,6 +182,8 @@ def _keep(work: Path, *names: str) -> None:
     for path in work.iterdir():
         if path.name not in names:
             path.unlink()
+        else:
+            cache.private(path)
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,7 @@ def check(text: str, version: int, host: Host | None = None) -> source.Unit:
             unit = translate(preprocess(text, version, work, host), work, host)
             (work / "unit.json").write_text(json.dumps(asdict(unit)))
             _keep(work, "unit.json")
-    return _read_unit(final / "unit.json")
+    return _read_unit(cache.checked(final / "unit.json"))
 
 
 def front_end(unit: source.Unit, version: int, work: Path) -> str:
@@ -342,12 +345,12 @@ def build(text: str, unit: source.Unit, entry: source.Entry, how: Variant, versi
             facts = {"sites": done.sites, "variables": [asdict(v) for v in variables], "bytes": used}
             (work / "kernel.json").write_text(json.dumps(facts))
             _keep(work, "kernel.so", "kernel.json")
-    facts = json.loads((final / "kernel.json").read_text())
+    facts = json.loads(cache.checked(final / "kernel.json").read_text())
     sites = [tuple((line, column) for line, column in s) for s in facts["sites"]]
-    return Built(final / "kernel.so", sites, [Variable(**v) for v in facts["variables"]], facts["bytes"])
+    return Built(cache.checked(final / "kernel.so"), sites, [Variable(**v) for v in facts["variables"]], facts["bytes"])
 
 
-@cache
+@functools.cache
 def _stub() -> str:
     """The object with the calls into the machine, which is the same for every kernel."""
     with _cached("stub") as (final, work):
@@ -355,7 +358,8 @@ def _stub() -> str:
             flags = [f for f in _LANGUAGE if not f.startswith(("-fsan", "-gline", "-fno-sanitize"))]
             source_file = str(include() / "msl_stub.h")
             _run(["clang", "-x", "c++", *_target(), *flags, "-O2", "-w", "-c", "-o", "stub.o", source_file], work)
-    return str(final / "stub.o")
+            _keep(work, "stub.o")
+    return str(cache.checked(final / "stub.o"))
 
 
 def _link(work: Path) -> None:

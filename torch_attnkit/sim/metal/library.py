@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core import cache
 from torch_attnkit.core.errors import UnsupportedError
 
 from . import compiler, errors, source
@@ -108,7 +109,7 @@ class _Loaded:
     def __init__(self, kernel: Kernel, how: compiler.Variant) -> None:
         library = kernel._library
         self.built = compiler.build(library._text, library._unit, kernel._entry, how, library._version)
-        self.object = machine().Kernel(str(self.built.path))
+        self.object = machine().Kernel(str(cache.checked(self.built.path)))
 
     def formals(self, parameters: Sequence[source.Parameter]) -> list[Formal]:
         return [Formal(p, *d) for p, d in zip(parameters, self.object.parameters, strict=True)]

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch_attnkit.core import cache
+
 from . import launch, store
 from .gpu import call_with_tensors, device
 from .runtime import machine, renamed, require_compiler
@@ -25,14 +27,14 @@ def _load(library: Path, ptx: Path, symbol: str, arch: str) -> Callable[..., Any
     machine()
     import tvm_ffi
 
-    code = library.read_bytes()
-    launch.register(code, ptx.read_text())
+    code, text = cache.checked(library).read_bytes(), cache.checked(ptx).read_text()
+    launch.register(code, text)
     if library.suffix == ".o":  # of a machine without a linker: CuTeDSL's own takes its place
-        store.save(code, ptx.read_text())
+        store.save(code, text)
         with device(arch):
             from cutlass.cute.runtime import load_module
 
-            linked: Callable[..., Any] = load_module(str(library), enable_tvm_ffi=True)[symbol]
+            linked: Callable[..., Any] = load_module(str(cache.checked(library)), enable_tvm_ffi=True)[symbol]
             return linked
     with tempfile.TemporaryDirectory(prefix="attnkit-ptx-") as folder:
         own = Path(folder) / library.name

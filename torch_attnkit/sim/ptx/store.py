@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_attnkit.core import config
+from torch_attnkit.core import cache, config
 
 
 def device_code(data: bytes) -> Iterator[bytes]:
@@ -43,15 +41,11 @@ def save(cubin: bytes, ptx: str) -> None:
     """Keep the PTX of a cubin."""
     for image in device_code(cubin):
         file = _file(image)
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=file.parent)
-            with open(handle, "w") as out:
-                out.write(ptx)
-            os.replace(name, file)
+        if cache.found(file) is None:
+            cache.write(file, ptx)
 
 
 def find(data: bytes) -> str | None:
     """The PTX of the device code in an object file, if all of it was compiled for the simulator."""
-    files = [_file(image) for image in device_code(data)]
-    return files[0].read_text() if len(files) == 1 and files[0].exists() else None
+    files = [cache.found(_file(image)) for image in device_code(data)]
+    return files[0].read_text() if len(files) == 1 and files[0] else None
