@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +106,19 @@ def _packed(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.contiguous() if n in op.tensors and steps(a) else a for n, a in zip(op.argnames, args, strict=True))
 
 
+def _described(call: Call) -> Call:
+    """``call`` with meta tensors for its tensors: shapes, strides and dtypes without memory.
+
+    A plan outlives its call: whatever a kernel's ``build`` keeps of it, it keeps no memory of the caller's.
+    """
+    meta = {
+        name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        for name, value in vars(call.arg).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return dataclasses.replace(call, arg=SimpleNamespace(**vars(call.arg) | meta))
+
+
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     """Validate ``args`` and build what runs for every call of the same signature."""
     call = op.bind(args)
@@ -114,7 +128,7 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
         return Plan(_reference(op, call), "reference")
     # Strides are part of the signature, so that calls without such tensors do not look for them.
     pack = any(steps(a) for a in args if isinstance(a, torch.Tensor))
-    launch = op.module(row.file).build(op.bind(_packed(op, args)) if pack else call, target)
+    launch = op.module(row.file).build(_described(op.bind(_packed(op, args)) if pack else call), target)
     ready = None if pack else getattr(launch, "ready", None)
     launch = exact(launch) if target.arch == "cpu" else launch
     outputs, device = op.outputs(call), call.device
