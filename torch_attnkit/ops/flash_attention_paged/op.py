@@ -61,6 +61,7 @@ OP = Op(
     features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW | rules.SCALES,
     shards=shards.HEADS,
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="gqa sink bidirectional window sink_tokens"),
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS),
         *rules.by_head("sm100", sm100.DTYPES, paged_plan.HEADS, _FEATURES, rules.CACHE_ROWS | _ROWS),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),

@@ -51,6 +51,7 @@ OP = Op(
     exclusive=rules.SINK_OR_PARTIAL,
     shards=shards.HEADS,
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="gqa sink causal window sink_tokens"),
         *(Kernel("sm90", sm90.DTYPES, {"D": (d,), "Dv": (dv,)}, _ALL, by="hopper") for d, dv in sm90.TILES),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales"),

@@ -1,0 +1,45 @@
+"""flash_attention_varlen on the CPU: sequence by sequence, by the kernel of ``kernels/prefill/cpu.py``.
+
+What the definition refuses, it refuses here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from torch_attnkit.core import Call, Target
+from torch_attnkit.kernels.prefill.cpu import Block, Rules, nothing, solve
+
+from .problem import operands
+from .reference import reference
+
+
+def _offsets(cu: torch.Tensor, total: int, hint: int) -> list[tuple[int, int]] | None:
+    """Where each sequence begins and ends; None if the offsets are no offsets, or a sequence longer than ``hint``."""
+    found: list[int] = cu.tolist()
+    parts = list(pairwise(found))
+    right = found[0] == 0 and found[-1] <= total and all(0 <= b - a for a, b in parts)
+    return parts if right and all(b - a <= hint for a, b in parts if hint >= 0) else None
+
+
+def build(call: Call, target: Target) -> Callable[..., None]:
+    rules, hints = Rules.of(call), (call.arg.max_seqlen_q, call.arg.max_seqlen_k)
+
+    def launch(*arguments: Any) -> None:
+        o = operands(*arguments)
+        tokens, keys = _offsets(o.cu_q, len(o.q), hints[0]), _offsets(o.cu_k, len(o.k), hints[1])
+        if tokens is None or keys is None:
+            for result, numbers in zip((o.out, o.lse), reference(*arguments[:-3]), strict=False):
+                result.copy_(numbers)
+            return
+        for (q0, q1), (k0, k1) in zip(tokens, keys, strict=True):
+            parts = o.q[q0:q1], o.k[k0:k1], o.v[k0:k1], o.out[q0:q1], o.lse[q0:q1]
+            solve(rules, Block(*(t[None] for t in parts), o.sink))
+        last = tokens[-1][1] if tokens else 0
+        nothing(o.out[last:], o.lse[last:])
+
+    return launch
