@@ -1,6 +1,7 @@
-"""Attention of many queries on the CPU, through the blocked softmax kernel that PyTorch ships for it.
+"""Attention of many queries on the CPU: in C++ (``csrc/cpu/blocks.cpp``) on processors with AVX-512, else through the
+blocked softmax kernel that PyTorch ships for it.
 
-It runs in float32 whatever the model dtype: in float16 and bfloat16 that kernel sums approximate
+That runs in float32 whatever the model dtype: in float16 and bfloat16 that kernel sums approximate
 exponentials, and its LSE is then wrong in the fifth digit. It knows a dense rectangle, a causal triangle from
 the first query and key, and an additive mask; everything but the first two goes through the mask. It adds the
 mask to the scores, so a key that nobody sees must be cut off or zeroed first: it may hold nan. It gives a row
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from torch_attnkit.core.op import Call
+from torch_attnkit.cpu.blocks import Blocks, Sequence, addresses
 from torch_attnkit.oracle.attention import attend, visible
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -38,8 +40,8 @@ class Rules(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries (B, T, Hq, D), of which the last stands at the last of the keys (B, S, Hkv, D) and values (B, S, Hkv, Dv),
-    results (B, T, Hq, Dv) and (B, T, Hq), a sink (Hq), and the first key and the end of each sequence (B), or None."""
+    """Queries (B, T, Hq, D), of which the last stands at the last of the keys (B, S, Hkv, D) and values (B, S, Hkv,
+    Dv), results (B, T, Hq, Dv) and (B, T, Hq), a sink (Hq), and the first key and the end of each sequence (B)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -83,6 +85,22 @@ def _defined(rules: Rules, o: Block) -> None:
 def nothing(out: torch.Tensor, lse: torch.Tensor) -> None:
     out.zero_()
     lse.fill_(-torch.inf)
+
+
+def in_blocks(kernel: Blocks | None, found: list[Block]) -> bool:
+    """Fill the results of all blocks by ``csrc/cpu/blocks.cpp``. False: it does not take them."""
+    if kernel is None:
+        return False
+    sequences = []
+    for o in found:
+        (B, T), S = o.q.shape[:2], o.k.shape[1]
+        starts, ends = ([n] * B if t is None else t.tolist() for t, n in ((o.start, 0), (o.end, S)))
+        places = (addresses(t, B) for t in (o.q, o.k, o.v, o.out, o.lse, None))
+        sequences += [
+            Sequence(*place, T, S, start, end)
+            for place, start, end in zip(zip(*places, strict=True), starts, ends, strict=True)
+        ]
+    return kernel(sequences, found[0].sink if found else None)
 
 
 def solve(rules: Rules, o: Block) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from torch_attnkit.core import Call, Target
-from torch_attnkit.kernels.prefill.cpu import Block, Rules, nothing, solve
+from torch_attnkit.cpu.blocks import Axes, blocks
+from torch_attnkit.kernels.prefill.cpu import Block, Rules, in_blocks, nothing, solve
 
 from .problem import operands
 from .reference import reference
@@ -27,18 +28,24 @@ def _offsets(cu: torch.Tensor, total: int, hint: int) -> list[tuple[int, int]] |
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    rules, hints = Rules.of(call), (call.arg.max_seqlen_q, call.arg.max_seqlen_k)
+    a, rules = call.arg, Rules.of(call)
+    native = blocks(call, (a.q, a.k, a.v), Axes(0, 1), Axes(0, 1), causal=a.causal, among=False)
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
-        tokens, keys = _offsets(o.cu_q, len(o.q), hints[0]), _offsets(o.cu_k, len(o.k), hints[1])
+        assert o.cu_q is not None and o.cu_k is not None
+        tokens, keys = _offsets(o.cu_q, len(o.q), a.max_seqlen_q), _offsets(o.cu_k, len(o.k), a.max_seqlen_k)
         if tokens is None or keys is None:
             for result, numbers in zip((o.out, o.lse), reference(*arguments[:-3]), strict=False):
                 result.copy_(numbers)
             return
-        for (q0, q1), (k0, k1) in zip(tokens, keys, strict=True):
-            parts = o.q[q0:q1], o.k[k0:k1], o.v[k0:k1], o.out[q0:q1], o.lse[q0:q1]
-            solve(rules, Block(*(t[None] for t in parts), o.sink))
+        found = [
+            Block(o.q[None, q0:q1], o.k[None, k0:k1], o.v[None, k0:k1], o.out[None, q0:q1], o.lse[None, q0:q1], o.sink)
+            for (q0, q1), (k0, k1) in zip(tokens, keys, strict=True)
+        ]
+        if not in_blocks(native, found):
+            for block in found:
+                solve(rules, block)
         last = tokens[-1][1] if tokens else 0
         nothing(o.out[last:], o.lse[last:])
 

@@ -16,7 +16,8 @@ from torch_attnkit import cpu
 from torch_attnkit.core import Call, Target
 from torch_attnkit.core.native import ready
 from torch_attnkit.core.numerics import exact
-from torch_attnkit.kernels.decode.cpu import Rules, solve
+from torch_attnkit.cpu.blocks import Axes, blocks
+from torch_attnkit.kernels.decode.cpu import Rules, in_blocks, solve
 
 from .problem import operands
 from .reference import reference
@@ -27,10 +28,13 @@ _FEW = 1 << 20  # numbers that one thread multiplies in 0.1 ms
 def build(call: Call, target: Target) -> Callable[..., None]:
     B, Hq, Hkv, S, D, Dv = (call.dim[axis] for axis in ("B", "Hq", "Hkv", "S", "D", "Dv"))
     a, rules = call.arg, Rules.of(call)
-    few = 0 < B * Hq * S * (D + Dv) <= _FEW and Dv > 0
+    few = 0 < B * Hq * S * (D + Dv) <= _FEW and Dv > 0 and not rules.sink_tokens
+    native = blocks(call, (a.q, a.k_cache, a.v_cache), Axes(-1, 1), Axes(2, 1))
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
+        if in_blocks(native, o, S):
+            return
 
         def keys(rows: slice | None, seen: slice) -> tuple[torch.Tensor, torch.Tensor]:
             k, v = (t if rows is None else t[rows] for t in (o.k, o.v))

@@ -1,4 +1,5 @@
-"""sdpa_decode_paged on the CPU: gathered pages, and two products of PyTorch's own (``kernels/decode/cpu.py``).
+"""sdpa_decode_paged on the CPU: in one pass over the pages, or two products of PyTorch's own with gathered ones
+(``kernels/decode/cpu.py``).
 
 What the definition refuses, it refuses here.
 """
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 
 from torch_attnkit.core import Call, Target
+from torch_attnkit.cpu.blocks import Axes, blocks
 from torch_attnkit.cpu.pages import gathered, pages_of
-from torch_attnkit.kernels.decode.cpu import Rules, solve
+from torch_attnkit.kernels.decode.cpu import Rules, in_blocks, solve
 from torch_attnkit.kernels.decode.problem import Operands
 
 from .problem import operands
@@ -20,7 +22,8 @@ from .reference import reference
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    rules, (B, Mp, Ps, Np) = Rules.of(call), (call.dim[axis] for axis in ("B", "Mp", "Ps", "Np"))
+    a, rules, (B, Mp, Ps, Np) = call.arg, Rules.of(call), (call.dim[axis] for axis in ("B", "Mp", "Ps", "Np"))
+    native = blocks(call, (a.q, a.k_cache, a.v_cache), Axes(-1, 1), Axes(1, 2), paged=True)
 
     def keys(o: Operands, rows: slice | None, seen: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
         held = [pages_of(o.table[b], Ps, seen.start, seen.stop, Np) for b in range(B)[rows or slice(None)]]
@@ -31,6 +34,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
+        if in_blocks(native, o, Mp * Ps):
+            return
         if not solve(rules, o, Mp * Ps, lambda rows, seen: keys(o, rows, seen)):
             for result, numbers in zip((o.out, o.lse), reference(*arguments[:-2]), strict=True):
                 result.copy_(numbers)
