@@ -8,6 +8,7 @@
 #include <optional>
 #include <tuple>
 
+#include "blocks.h"
 #include "kernels.h"
 #include "ready.h"
 
@@ -158,6 +159,29 @@ PYBIND11_MODULE(_kernels, m) {
              Address indices, bool wide, Address out, int64_t T, int64_t K, int64_t E, int threads) {
             place(experts.up, up), place(experts.down, down);
             return fp4_moe(experts, at(x), at(weights), integers(indices, wide), at<float>(out), T, K, E, threads);
+          },
+          Without());
+  m.attr("blocks_run_here") = blocks_run_here();
+  py::class_<Blocks>(m, "Blocks")
+      .def(py::init([](std::array<int64_t, 4> sizes, int number, float scale, bool causal, bool among, int64_t window,
+                       int64_t sink_tokens, std::array<int64_t, 2> q, std::array<int64_t, 2> k,
+                       std::array<int64_t, 2> v, std::array<int64_t, 4> pages) {
+             const auto [Hq, Hkv, D, Dv] = sizes;
+             const auto [page, count, k_page, v_page] = pages;
+             return Blocks{Hq, Hkv, D, Dv, Number(number), scale, causal, among, window, sink_tokens, {q[0], q[1]},
+                           {k[0], k[1]}, {v[0], v[1]}, page, count, k_page, v_page};
+           }),
+           py::arg("sizes"), py::kw_only(), py::arg("number"), py::arg("scale"), py::arg("causal"), py::arg("among"),
+           py::arg("window"), py::arg("sink_tokens"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("pages"))
+      // Of each sequence: addresses of q, k, v, out, lse and its row of the table, then T, S, start and end.
+      .def(
+          "__call__",
+          [](const Blocks& b, const std::vector<std::array<int64_t, 10>>& given, Address sink, int threads) {
+            std::vector<Sequence> sequences;
+            for (const auto& s : given)
+              sequences.push_back({at<const void>(s[0]), at<const void>(s[1]), at<const void>(s[2]), at<void>(s[3]),
+                                   at<float>(s[4]), at<const int32_t>(s[5]), s[6], s[7], s[8], s[9]});
+            return attention(b, sequences, at(sink), threads);
           },
           Without());
 }

@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +163,21 @@ def build(op: Op, call: Call, target: Target) -> Callable[..., None]:
 
 def _built(op: Op, row: Kernel, call: Call, target: Target, small: Made) -> Callable[..., None]:
     """The launch of ``row`` on what is read of the arguments of calls like ``call``."""
-    return op.build(row, op.bind(read(small, tuple(vars(call.arg).values()))) if small else call, target)
+    found = op.bind(read(small, tuple(vars(call.arg).values()))) if small else call
+    return op.build(row, _described(found), target)
+
+
+def _described(call: Call) -> Call:
+    """``call`` with meta tensors for its tensors: shapes, strides and dtypes without memory.
+
+    A plan outlives its call: whatever a kernel's ``build`` keeps of it, it keeps no memory of the caller's.
+    """
+    meta = {
+        name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        for name, value in vars(call.arg).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return dataclasses.replace(call, arg=SimpleNamespace(**vars(call.arg) | meta))
 
 
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:

@@ -62,6 +62,7 @@ OP = Op(
     features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW | rules.SCALES,
     shards=shards.HEADS,
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="gqa sink bidirectional window sink_tokens"),
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS, launcher=prefill.PAGED),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES, rules.CACHE_ROWS | _ROWS, launcher=prefill.PAGED),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),

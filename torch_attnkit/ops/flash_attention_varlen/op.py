@@ -53,6 +53,7 @@ OP = Op(
     exclusive=rules.SINK_OR_PARTIAL,
     shards=shards.HEADS,
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="gqa sink causal window sink_tokens"),
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _ALL, launcher=prefill.HOPPER),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL, launcher=prefill.NVIDIA),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales", launcher=prefill.NVIDIA),

@@ -18,7 +18,6 @@ _PRODUCTS = 1 << 22  # at a time: 16 MB
 
 def build(call: Call, target: Target) -> Callable[..., None]:
     Tq, H, D, R, S = (call.dim[axis] for axis in ("Tq", "Hi", "Qb", "R", "S"))
-    entry = torch.arange(S, dtype=torch.int32, device="cpu")  # (S,)
 
     def scored(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """q (r, t, H, D), k (r, n, D) and weights (r, t, H): (r, t, n)."""
@@ -47,6 +46,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
                 at = slice(r, r + requests), slice(t, t + tokens)
                 out[at] = scored(q[at], k[at[0]], weights[at])
         if int(o.k_len.min()) < most:
-            o.scores[:, :most].masked_fill_(entry[:most] >= o.k_len[:, None], -torch.inf)
+            entry = torch.arange(most, dtype=torch.int32, device="cpu")  # (n,)
+            o.scores[:, :most].masked_fill_(entry >= o.k_len[:, None], -torch.inf)
 
     return launch

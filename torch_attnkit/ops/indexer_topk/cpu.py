@@ -16,15 +16,18 @@ from .reference import reference
 
 def build(call: Call, target: Target) -> Callable[..., None]:
     Tq, S, K = (call.dim[axis] for axis in ("Tq", "S", "K"))
-    entry = torch.arange(S, dtype=torch.int32, device="cpu")  # (S,)
+
+    def entry() -> torch.Tensor:
+        """(S,), made for each call: plans of every length of a growing cache would keep it."""
+        return torch.arange(S, dtype=torch.int32, device="cpu")
 
     def chosen(scores: torch.Tensor, k_len: torch.Tensor | None) -> torch.Tensor | None:
         """The entries (Tq, min(K, S)), ascending, None where a row has fewer or PyTorch had a choice."""
         s = scores
         if k_len is not None and int(k_len.min()) < S:
-            s = s.masked_fill(entry >= k_len[:, None], -torch.inf)  # (Tq, S)
+            s = s.masked_fill(entry() >= k_len[:, None], -torch.inf)  # (Tq, S)
         if K >= S:
-            return entry if bool((s > -torch.inf).all()) else None
+            return entry() if bool((s > -torch.inf).all()) else None
         top, index = s.topk(K + 1)  # (Tq, K + 1)
         # In descending order, but NaN first: it counts as -inf.
         if bool(((top[:, K - 1] > top[:, K]) & (top[:, 0] == top[:, 0])).all()):

@@ -59,6 +59,7 @@ OP = Op(
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW | rules.SCALES,
     shards=shards.ATTENTION,
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start window sink_tokens softcap"),
         *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
         *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
         *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, _OF_CODES, _ROWS | _PAGES, launcher=decode.NVIDIA),

@@ -49,6 +49,7 @@ OP = Op(
     # Not by T: where kv_len is less than T, the first queries stand before all keys and see none.
     shards=shards.ATTENTION,
     kernels=(
+        Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start bidirectional window sink_tokens"),
         *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS, launcher=prefill.CACHED),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES, launcher=prefill.CACHED),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales", launcher=prefill.CACHED),

@@ -32,10 +32,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     Tq, D, R, S, C = (call.dim.get(axis, 0) for axis in ("Tq", "D", "R", "S", "C"))
     scale = D**-0.5 if call.arg.scale is None else call.arg.scale
     W = min(call.arg.window, S)
-    behind = torch.arange(-W, 0, dtype=torch.int32, device="cpu")  # (W,)
-    all_entries = torch.arange(C, dtype=torch.int32, device="cpu")  # (C,)
     listed = call.dim["K"] if call.arg.topk_indices is not None else C
-    owner = torch.arange(Tq, device="cpu") * R // max(Tq, 1)  # (Tq,)
     plain = call.arg.format == "none" and call.arg.normalize and min(Tq, W, R) > 0
     plain = plain and call.arg.swa_block_table is None and call.arg.compressed_block_table is None
     few = Tq * call.dim["Hq"] * (W + listed) * D <= _FEW
@@ -74,12 +71,15 @@ def build(call: Call, target: Target) -> Callable[..., None]:
 
     def attend(o: Operands, t: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``t``: out (t, Hq, D) and lse (t, Hq), in float32."""
-        request = owner[t] if o.request is None else o.request[t].long()  # (t,)
+        token = torch.arange(t.start, min(t.stop, Tq), device="cpu")
+        request = token * R // Tq if o.request is None else o.request[t].long()  # (t,)
+        behind = torch.arange(-W, 0, dtype=torch.int32, device="cpu")  # (W,)
         near = o.end[t, None] + behind  # (t, W) keys of the window, negative before 0
         unseen = None if within(near[:, :1], 0, S) else near < 0
         kv = rows(o.near, request, near, None if unseen is None else ~unseen)  # (t, W, D)
         if o.far is not None and C:
-            far = all_entries.expand(len(near), C) if o.chosen is None else o.chosen[t]  # (t, K)
+            every = torch.arange(C, dtype=torch.int32, device="cpu") if o.chosen is None else None  # (C,)
+            far = o.chosen[t] if every is None else every.expand(len(near), C)  # (t, K)
             seen = None
             if o.length is not None or o.chosen is not None:
                 seen = far >= 0

@@ -1,0 +1,399 @@
+#include "blocks.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <system_error>
+#include <thread>
+
+// By hand, function by function: wheels are linked by clang, which leaves the question of the processor to a runtime.
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define ATTNKIT_BLOCKS 1
+#include <cpuid.h>
+#include <immintrin.h>
+#define ATTNKIT_512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")))
+#define ATTNKIT_512_INSIDE static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")))
+#endif
+
+namespace attnkit {
+
+#ifndef ATTNKIT_BLOCKS
+
+bool blocks_run_here() { return false; }
+bool attention(const Blocks&, const std::vector<Sequence>&, const float*, int) { return false; }
+
+#else
+
+namespace {
+
+constexpr int64_t kKeys = 64;     // of a block
+constexpr int64_t kVectors = 4;   // of 16 keys each
+constexpr int64_t kTile = 6;      // rows whose sums are in registers: with 4 vectors each 24 of 32
+constexpr int64_t kRows = 192;    // of an item, at most: their sums and scores stay in a second-level cache
+constexpr int64_t kWorthAThread = 1 << 21;  // products: some 0.05 ms
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
+
+// e^x for x up to 0, within an ulp or two: 2^n times a polynomial, for x = n ln 2 + r. NaN stays.
+ATTNKIT_512_INSIDE __m512 exp_of(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+  const __m512 high = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), high);
+  __m512 p = _mm512_set1_ps(1.0f / 5040);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 720));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+// Sixteen numbers, or those that the mask has and zeros.
+template <Number N>
+ATTNKIT_512_INSIDE __m512 load(const void* from, int64_t at, __mmask16 mask) {
+  if (N == Number::kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(from) + at);
+  const __m256i bits = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(from) + at);
+  if (N == Number::kFloat16) return _mm512_cvtph_ps(bits);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// To the nearest, ties to even; of finite numbers.
+template <Number N>
+ATTNKIT_512_INSIDE void store(void* to, int64_t at, __mmask16 mask, __m512 x) {
+  if (N == Number::kFloat32) return _mm512_mask_storeu_ps(static_cast<float*>(to) + at, mask, x);
+  __m256i bits;
+  if (N == Number::kFloat16) {
+    bits = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  } else {
+    const __m512i whole = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(whole, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(whole, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    bits = _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+  }
+  _mm256_mask_storeu_epi16(static_cast<uint16_t*>(to) + at, mask, bits);
+}
+
+ATTNKIT_512_INSIDE __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : __mmask16((1u << n) - 1); }
+
+ATTNKIT_512_INSIDE const void* element(Number n, const void* base, int64_t at) {
+  return static_cast<const char*>(base) + at * (n == Number::kFloat32 ? 4 : 2);
+}
+
+ATTNKIT_512_INSIDE void transpose(__m512 (&r)[16]) {
+  __m512 t[16];
+  for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+      r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), t[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88), t[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88), r[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88), r[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// Rows (n, D) to columns (D, 64) of a block, zeros for the keys that it lacks.
+template <Number N>
+ATTNKIT_512_INSIDE void columns(const void* const* rows, int64_t n, int64_t D, float* to) {
+  for (int64_t j = 0; j < padded(n); j += 16)
+    for (int64_t d = 0; d < D; d += 16) {
+      __m512 r[16];
+      for (int64_t i = 0; i < 16; i++)
+        r[i] = j + i < n ? load<N>(rows[j + i], d, first(D - d)) : _mm512_setzero_ps();
+      transpose(r);
+      for (int64_t i = 0; i < 16 && d + i < D; i++) _mm512_storeu_ps(to + (d + i) * kKeys + j, r[i]);
+    }
+}
+
+// c (rows, 16 V) = alpha (rows) c + a (rows, depth) b (depth, 16 V); without alpha c is what it was not.
+template <int R, int V>
+ATTNKIT_512_INSIDE void multiply(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t depth, float* c,
+                                 int64_t c_row, const float* alpha) {
+  __m512 sums[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++)
+      sums[r][v] = alpha ? _mm512_mul_ps(_mm512_set1_ps(alpha[r]), _mm512_loadu_ps(c + r * c_row + 16 * v))
+                         : _mm512_setzero_ps();
+  for (int64_t i = 0; i < depth; i++) {
+    __m512 line[V];
+    for (int v = 0; v < V; v++) line[v] = _mm512_loadu_ps(b + i * b_row + 16 * v);
+    for (int r = 0; r < R; r++) {
+      const __m512 one = _mm512_set1_ps(a[r * a_row + i]);
+      for (int v = 0; v < V; v++) sums[r][v] = _mm512_fmadd_ps(one, line[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) _mm512_storeu_ps(c + r * c_row + 16 * v, sums[r][v]);
+}
+
+template <int V>
+ATTNKIT_512 void product(int64_t rows, const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t depth,
+                         float* c, int64_t c_row, const float* alpha) {
+  for (int64_t r = 0; r < rows; r += kTile, a += kTile * a_row, c += kTile * c_row, alpha += alpha ? kTile : 0)
+    switch (std::min(kTile, rows - r)) {
+      case 1: multiply<1, V>(a, a_row, b, b_row, depth, c, c_row, alpha); break;
+      case 2: multiply<2, V>(a, a_row, b, b_row, depth, c, c_row, alpha); break;
+      case 3: multiply<3, V>(a, a_row, b, b_row, depth, c, c_row, alpha); break;
+      case 4: multiply<4, V>(a, a_row, b, b_row, depth, c, c_row, alpha); break;
+      case 5: multiply<5, V>(a, a_row, b, b_row, depth, c, c_row, alpha); break;
+      default: multiply<6, V>(a, a_row, b, b_row, depth, c, c_row, alpha);
+    }
+}
+
+void product(int64_t vectors, int64_t rows, const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t depth,
+             float* c, int64_t c_row, const float* alpha) {
+  for (int64_t v = 0; v < vectors; v += kVectors, b += 16 * kVectors, c += 16 * kVectors)
+    switch (std::min(kVectors, vectors - v)) {
+      case 1: product<1>(rows, a, a_row, b, b_row, depth, c, c_row, alpha); break;
+      case 2: product<2>(rows, a, a_row, b, b_row, depth, c, c_row, alpha); break;
+      case 3: product<3>(rows, a, a_row, b, b_row, depth, c, c_row, alpha); break;
+      default: product<4>(rows, a, a_row, b, b_row, depth, c, c_row, alpha);
+    }
+}
+
+// Where a thread works.
+struct Room {
+  std::vector<float> q, k, v, scores, out, top, total, alpha;
+
+  explicit Room(const Blocks& b)
+      : q(kRows * b.D), k(b.D * kKeys), v(kKeys * padded(b.Dv)), scores(kRows * kKeys), out(kRows * padded(b.Dv)),
+        top(kRows), total(kRows), alpha(kRows) {}
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
+// The keys that a query at ``position`` sees, beside those below the second end.
+struct Sight {
+  Range near;
+  int64_t sinks;
+};
+
+Sight sight(const Blocks& b, const Sequence& s, int64_t position) {
+  if (b.among && position < 0) return {{0, 0}, 0};
+  Range near{s.start, s.end};
+  int64_t sinks = 0;
+  if (b.causal) near.end = std::min(near.end, position + 1);
+  const int64_t last = near.end;
+  if (b.window >= 0) {
+    near.begin = std::max(near.begin, position - b.window + 1);
+    if (!b.causal) near.end = std::min(near.end, position + b.window);
+    sinks = std::min(b.sink_tokens > last - s.start ? last : s.start + b.sink_tokens, last);
+  }
+  near.end = std::max(near.end, near.begin);
+  return {near, sinks};
+}
+
+ATTNKIT_512_INSIDE __mmask16 between(__m512i key, int64_t low, int64_t high) {
+  return __mmask16(_mm512_cmpge_epi32_mask(key, _mm512_set1_epi32(int32_t(low))) &
+                   _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32(int32_t(high))));
+}
+
+// The scores of a row in a block of keys from ``begin`` on to weights, with the row's maximum and sum.
+ATTNKIT_512_INSIDE void soften(float* scores, float scale, int64_t begin, int64_t n, const Sight& seen, int64_t start, float& top,
+                               float& total, float& alpha) {
+  __m512 s[kVectors], most = _mm512_set1_ps(-kInfinity);
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto within = [](int64_t x) { return int32_t(std::clamp<int64_t>(x, 0, kKeys)); };
+  const int64_t from = within(seen.near.begin - begin), to = within(seen.near.end - begin);
+  const int64_t sinks_from = within(start - begin), sinks_to = within(std::min(seen.sinks, begin + n) - begin);
+  const int64_t vectors = (n + 15) / 16;
+  for (int64_t v = 0; v < vectors; v++) {
+    const __m512i key = _mm512_add_epi32(lane, _mm512_set1_epi32(int32_t(16 * v)));
+    const __mmask16 keep = (between(key, from, to) | between(key, sinks_from, sinks_to)) & first(n - 16 * v);
+    s[v] = _mm512_mask_mul_ps(_mm512_set1_ps(-kInfinity), keep, _mm512_loadu_ps(scores + 16 * v), _mm512_set1_ps(scale));
+    // NaN stays: the maximum of it and a number is the second operand.
+    most = _mm512_max_ps(most, s[v]);
+  }
+  const float now = std::max(top, _mm512_reduce_max_ps(most));
+  const __m512 base = _mm512_set1_ps(now == -kInfinity ? 0.0f : now);
+  alpha = top == -kInfinity ? 0.0f : _mm512_cvtss_f32(exp_of(_mm512_set1_ps(top - now)));
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t v = 0; v < vectors; v++) {
+    const __mmask16 none = _mm512_cmp_ps_mask(s[v], _mm512_set1_ps(-kInfinity), _CMP_EQ_OQ);
+    const __m512 weight = _mm512_mask_mov_ps(exp_of(_mm512_sub_ps(s[v], base)), none, _mm512_setzero_ps());
+    _mm512_storeu_ps(scores + 16 * v, weight);
+    sum = _mm512_add_ps(sum, weight);
+  }
+  total = total * alpha + _mm512_reduce_add_ps(sum);
+  top = now;
+}
+
+// Queries [t0, t1) of a sequence, with the heads [g0, g1) of a group, that of KV head h.
+struct Item {
+  const Sequence* sequence;
+  int64_t h, t0, t1, g0, g1;
+};
+
+template <Number N>
+struct Tile {
+  const Blocks& b;
+  const Sequence& s;
+  const Item& item;
+  Room& room;
+  int64_t heads, rows, wide;
+  std::vector<Sight> seen;
+
+  Tile(const Blocks& blocks, const Item& i, Room& r)
+      : b(blocks), s(*i.sequence), item(i), room(r), heads(i.g1 - i.g0), rows((i.t1 - i.t0) * heads),
+        wide(padded(blocks.Dv)) {
+    for (int64_t t = item.t0; t < item.t1; t++) seen.push_back(sight(b, s, s.S - s.T + t));
+  }
+
+  int64_t head(int64_t r) const { return item.h * (b.Hq / b.Hkv) + item.g0 + r % heads; }
+
+  ATTNKIT_512 void begin() {
+    for (int64_t r = 0; r < rows; r++) {
+      const void* q = element(N, s.q, (item.t0 + r / heads) * b.q[0] + head(r) * b.q[1]);
+      for (int64_t d = 0; d < b.D; d += 16) {
+        const __mmask16 there = first(b.D - d);
+        _mm512_mask_storeu_ps(&room.q[r * b.D + d], there, load<N>(q, d, there));
+      }
+    }
+    std::fill_n(room.top.begin(), rows, -kInfinity);
+    std::fill_n(room.total.begin(), rows, 0.0f);
+    std::fill_n(room.out.begin(), rows * wide, 0.0f);
+  }
+
+  // Keys [begin, end), at most 64. False for a page that is none.
+  ATTNKIT_512 bool block(int64_t begin, int64_t end) {
+    const int64_t n = end - begin;
+    const void *k[kKeys], *v[kKeys];
+    for (int64_t i = 0; i < n; i++) {
+      int64_t key = begin + i, k_page = 0, v_page = 0;
+      if (b.page) {
+        const int64_t page = s.table[key / b.page];
+        if (page < 0 || page >= b.pages) return false;
+        k_page = page * b.k_page, v_page = page * b.v_page, key %= b.page;
+      }
+      k[i] = element(N, s.k, k_page + key * b.k[0] + item.h * b.k[1]);
+      v[i] = element(N, s.v, v_page + key * b.v[0] + item.h * b.v[1]);
+    }
+    columns<N>(k, n, b.D, room.k.data());
+    product(padded(n) / 16, rows, room.q.data(), b.D, room.k.data(), kKeys, b.D, room.scores.data(), kKeys, nullptr);
+    for (int64_t r = 0; r < rows; r++)
+      soften(&room.scores[r * kKeys], b.scale, begin, n, seen[r / heads], s.start, room.top[r], room.total[r], room.alpha[r]);
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t d = 0; d < b.Dv; d += 16) _mm512_storeu_ps(&room.v[i * wide + d], load<N>(v[i], d, first(b.Dv - d)));
+    product(wide / 16, rows, room.scores.data(), kKeys, room.v.data(), wide, n, room.out.data(), wide, room.alpha.data());
+    return true;
+  }
+
+  bool blocks(Range keys) {
+    for (int64_t at = keys.begin; at < keys.end; at += kKeys)
+      if (!block(at, std::min(at + kKeys, keys.end))) return false;
+    return true;
+  }
+
+  // Results to their places. False where one is not finite.
+  ATTNKIT_512 bool finish(const float* sink) {
+    __m512 wrong = _mm512_setzero_ps();  // times 0, infinity and NaN are NaN
+    bool finite = true;
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t at = (item.t0 + r / heads) * b.Hq + head(r);
+      const float total = room.total[r], lse = total == 0 ? -kInfinity : room.top[r] + std::log(total);
+      finite &= total == 0 || std::isfinite(lse);
+      s.lse[at] = lse;
+      const float share = total == 0 ? 0.0f : (sink ? 1.0f / (1.0f + std::exp(sink[head(r)] - lse)) : 1.0f) / total;
+      for (int64_t d = 0; d < b.Dv; d += 16) {
+        const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(&room.out[r * wide + d]), _mm512_set1_ps(share));
+        wrong = _mm512_add_ps(wrong, _mm512_mul_ps(x, _mm512_setzero_ps()));
+        store<N>(s.out, at * b.Dv + d, first(b.Dv - d), x);
+      }
+    }
+    return finite && _mm512_reduce_add_ps(wrong) == 0;
+  }
+
+  bool run(const float* sink) {
+    Range hull{std::numeric_limits<int64_t>::max(), 0};
+    int64_t sinks = 0;
+    for (const auto& one : seen) {
+      if (one.near.begin < one.near.end)
+        hull = {std::min(hull.begin, one.near.begin), std::max(hull.end, one.near.end)};
+      sinks = std::max(sinks, one.sinks);
+    }
+    begin();
+    if (!blocks({s.start, std::min(sinks, hull.begin)})) return false;
+    return blocks(hull) && finish(sink);
+  }
+};
+
+// Items of about equal rows: more of them than threads, where there are so many rows.
+std::vector<Item> items_of(const Blocks& b, const std::vector<Sequence>& sequences, int threads) {
+  const int64_t group = b.Hq / b.Hkv;
+  int64_t rows = 0;
+  for (const auto& s : sequences) rows += s.T * b.Hq;
+  const int64_t most = std::clamp<int64_t>(rows / (4 * threads), threads > 1 ? 1 : kRows, kRows);
+  const int64_t heads = std::min(group, std::max<int64_t>(most, 1)), step = std::max<int64_t>(1, most / heads);
+  std::vector<Item> items;
+  for (const auto& s : sequences)
+    for (int64_t h = 0; h < b.Hkv; h++)
+      for (int64_t t = 0; t < s.T; t += step)
+        for (int64_t g = 0; g < group; g += heads)
+          items.push_back({&s, h, t, std::min(t + step, s.T), g, std::min(g + heads, group)});
+  return items;
+}
+
+template <Number N>
+bool all(const Blocks& b, const std::vector<Sequence>& sequences, const float* sink, int threads) {
+  int64_t products = 0;
+  for (const auto& s : sequences) products += s.T * b.Hq * (s.end - s.start) * (b.D + b.Dv);
+  const int workers = int(std::clamp<int64_t>(products / kWorthAThread, 1, std::max(threads, 1)));
+  const auto items = items_of(b, sequences, workers);
+  std::atomic<size_t> next{0};
+  std::atomic<bool> taken{true};
+  const auto work = [&] {
+    Room room(b);
+    for (size_t i; taken && (i = next++) < items.size();)
+      if (!Tile<N>(b, items[i], room).run(sink)) taken = false;
+  };
+  std::vector<std::thread> others;
+  for (int w = 1; w < workers; w++) {
+    try {
+      others.emplace_back(work);
+    } catch (const std::system_error&) {  // the system has no more threads to give
+      break;
+    }
+  }
+  work();
+  for (auto& other : others) other.join();
+  return taken;
+}
+
+}  // namespace
+
+bool blocks_run_here() {
+  static const bool here = [] {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1) || !(c >> 12 & 1) || !(c >> 29 & 1)) return false;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));  // what the system keeps of the registers
+    if ((low & 0xe6) != 0xe6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const unsigned wanted = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // AVX512F, DQ, BW, VL
+    return (b & wanted) == wanted;
+  }();
+  return here;
+}
+
+bool attention(const Blocks& b, const std::vector<Sequence>& sequences, const float* sink, int threads) {
+  switch (b.number) {
+    case Number::kFloat32: return all<Number::kFloat32>(b, sequences, sink, threads);
+    case Number::kBfloat16: return all<Number::kBfloat16>(b, sequences, sink, threads);
+    default: return all<Number::kFloat16>(b, sequences, sink, threads);
+  }
+}
+
+#endif
+
+}  // namespace attnkit
