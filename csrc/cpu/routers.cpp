@@ -19,7 +19,12 @@ bool accepted(const float* logits, int64_t E) {
   return every;
 }
 
-float sqrt_softplus(float x) { return std::sqrt(std::log1p(std::exp(-std::fabs(x))) + (x > 0 ? x : 0.0f)); }
+constexpr float kFar = -40.0f, kNothing = -104.0f;  // FAR and NOTHING of oracle/routing.py
+
+float sqrt_softplus(float x) {
+  if (x < kFar) return x < kNothing ? 0.0f : std::exp(0.5f * x);
+  return std::sqrt(std::log1p(std::exp(-std::fabs(x))) + (x > 0 ? x : 0.0f));
+}
 
 // The K largest of x (E), descending, ties to the lowest index.
 void largest(const float* x, int64_t E, int64_t K, int32_t* index) {

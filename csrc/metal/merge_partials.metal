@@ -1,5 +1,5 @@
 // lse = log sum_p exp(lse_p), out = sum_p exp(lse_p - lse) out_p over P partials; row_sum divides the partials first, a
-// sink scales the result by sigmoid(lse - sink). out_partial (P, R, H, Dv) of IN_TYPE, lse_partial and row_sum
+// sink scales the result by sigmoid(lse - sink). An lse_partial of +inf is read as -inf. out_partial (P, R, H, Dv) of IN_TYPE, lse_partial and row_sum
 // (P, R, H) float, sink (H) float, out (R, H, Dv) of OUT_TYPE, lse (R, H) float. Bound by memory.
 //
 // Grid: each simdgroup takes 128 elements of one row; at least ceil(R * H * ceil(Dv / 128) / simdgroups of a
@@ -54,7 +54,7 @@ kernel void merge_partials(
   row.part_step = shape.part_step;
   row.lse_step = shape.lse_part_step;
   row.sum_step = shape.sum_part_step;
-  merge_row(
+  merge_row<true>(
       out_partial + r * shape.row_step + h * shape.head_step,
       lse_partial + r * shape.lse_row_step + h,
       row_sum + r * shape.sum_row_step + h,

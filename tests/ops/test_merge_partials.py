@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torch_attnkit  # noqa: F401  defines torch.ops.attnkit
+from tests.targets import TARGETS, needs, on
 from torch_attnkit.ops.flash_attention.reference import reference as flash
 from torch_attnkit.ops.merge_partials.reference import reference
 
@@ -135,3 +135,22 @@ def test_bad_input_is_named(bad):
     with pytest.raises(error) as caught:
         op(**{**dict(out_partial=torch.zeros(2, 3, 4, 8), lse_partial=torch.zeros(2, 3, 4)), **change})
     assert str(caught.value).startswith("merge_partials: ") and words in str(caught.value)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("parts", [3, 40])  # on CUDA a few are loaded at once, many are shared by groups of threads
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_lse_of_inf_is_that_of_a_row_without_keys(target, parts):
+    """FlashAttention-2 writes it; what lies beside it may be anything, nan too. The bits are those of -inf."""
+    needs(target)
+    gen = torch.Generator().manual_seed(parts)
+    out, lse = torch.randn(parts, 4, 2, 40, generator=gen), torch.randn(parts, 4, 2, generator=gen)
+    row_sum, sink = torch.rand(parts, 4, 2, generator=gen) + 1, torch.tensor([-torch.inf, 3.0])
+    empty = torch.rand(parts, 4, 2, generator=gen) < 0.4
+    empty[:, 3] = True
+    out[empty], row_sum[empty] = torch.nan, torch.nan
+    with on(target):
+        for more in ((), (sink,), (sink, row_sum)):
+            results = [op(out, lse.masked_fill(empty, word), *more) for word in (torch.inf, -torch.inf)]
+            assert all(map(torch.equal, *results)) and not bool(results[0][0].isnan().any())
+            assert bool((results[0][1][3] == -torch.inf).all())

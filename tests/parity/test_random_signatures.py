@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections import Counter
@@ -11,10 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.targets import needs
 from torch_attnkit import cli
-from torch_attnkit.core import seams
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 from torch_attnkit.parity import judge, properties, random_run
 from torch_attnkit.parity.signatures import Signature, Source, build, lay, moved, parse, refusal, signature, storage
@@ -26,18 +24,6 @@ ARCHS = ("cpu", "metal", "sm90", "sm100")
 def source(arch: str, *ops: str, seed: int = 5, kernels: int = 96) -> Source:
     ops = ops or tuple(name for name, op in OPS.items() if any(arch in row.archs for row in op.kernels))
     return Source(seed, arch, ops, kernels, properties.SIMULATED, schedules=4 if arch.startswith("sm") else 1)
-
-
-def needs(arch: str) -> None:
-    """Skip without what simulates ``arch``."""
-    if arch == "cpu":
-        return
-    try:
-        seams.require_simulator(arch)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    if arch.startswith("sm") and not all(map(importlib.util.find_spec, ("nvidia_cutlass_dsl", "tvm_ffi"))):
-        pytest.skip("the PTX simulator runs what nvidia-cutlass-dsl and apache-tvm-ffi compile")
 
 
 def test_every_op_with_a_kernel_draws():

@@ -88,17 +88,14 @@ def scores(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_scores_are_right_to_two_roundings_everywhere():
-    """For logits of every size, each relative to itself; below -87, where e^x is subnormal, to its own last bit."""
+    """For logits of every size, each relative to itself, down to -104: below it e^x is no float32, and so 0."""
     gen = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.rand(6000, generator=gen) * 60 - 45)
-    x = torch.cat([sizes, -sizes[sizes < 87], torch.linspace(-87, 20, 4000), torch.tensor([3e38, 0.0, -0.0])])
+    x = torch.cat([sizes, -sizes[sizes < 104], torch.linspace(-104, 20, 6000), torch.tensor([3e38, 0.0, -0.0])])
     wide = x.double()
     exact = (wide.clamp(min=0) + wide.abs().neg().exp().log1p()).sqrt()
     assert float(((scores(x) - exact).abs() / exact).max()) <= 2 * EPS
-    low = torch.linspace(-110, -87, 2000)
-    power = low.double().exp()
-    assert bool(((scores(low).double() ** 2 - power).abs() <= 1.01 * 2.0**-149 + 2 * EPS * power).all())
-    assert scores(torch.tensor([-torch.inf, -1e30, -104.0])).tolist() == [0.0, 0.0, 0.0]
+    assert scores(torch.tensor([-torch.inf, -1e30, -104.5])).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_without_a_bias_no_score_is_below_that_of_a_smaller_logit_but_for_a_rounding():

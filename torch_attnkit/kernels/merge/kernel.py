@@ -2,7 +2,7 @@
 
 A row is one (r, h), and ``lanes`` threads share its Dv elements. Few partials (``_Few``) are all loaded at once, each
 thread weighing them for itself. Many (``_Many``) are shared by ``splits`` groups of threads of a block, and the first
-ones are on their way while the P values of lse are reduced.
+ones are on their way while the P values of lse are reduced. An lse of +inf is read as -inf.
 """
 
 from __future__ import annotations
@@ -44,14 +44,19 @@ class _Merge:
             grid=(blocks, 1, 1), block=(self.c.threads, 1, 1), stream=stream
         )
 
+    def lse(self, pointer: Any):
+        """The lse of a partial: -inf if it saw nothing, for which FlashAttention-2 writes +inf."""
+        lse = copies.scalar(pointer)
+        return cutlass.select_(lse == Float32.inf, -Float32.inf, lse)
+
     @cute.jit
     def weight(self, lse: Any, base: Any):
         """exp(lse - base), exactly 0 for -inf."""
         return cute.math.exp2((lse - base) * LOG2_E, fastmath=True)
 
     def base(self, lse_max: Any):
-        """What is subtracted of every lse: the largest, or 0 where that would make nan of an infinity."""
-        return cutlass.select_((lse_max == -Float32.inf) | (lse_max == Float32.inf), Float32(0), lse_max)
+        """What is subtracted of every lse: the largest, or 0 where no partial saw anything."""
+        return cutlass.select_(lse_max == -Float32.inf, Float32(0), lse_max)
 
     @cute.jit
     def add(self, rAcc: list[Any], rPart: list[Any], lse: Any, weight: Any, gSum: Any):
@@ -112,7 +117,8 @@ class _Few(_Merge):
         col = [(v * c.lanes + lane) * c.width for v in range(c.vectors)]
         if r < mPart.shape[1]:
             part = mPart.iterator + (Int64(r) * mPart.stride[1] + Int64(h) * mPart.stride[2])
-            lse = [mLsePart[p, r, h] for p in range(c.parts)]
+            gLse = mLsePart.iterator + (Int64(r) * mLsePart.stride[1] + h)
+            lse = [self.lse(gLse + p * mLsePart.stride[0]) for p in range(c.parts)]
             rPart = [copies.fragments(c.vectors, c.width, mPart.element_type) for _ in range(c.parts)]
             for p in cutlass.range_constexpr(c.parts):
                 for v in cutlass.range_constexpr(c.vectors):
@@ -175,19 +181,19 @@ class _Many(_Merge):
         # Every thread of the row learns the largest lse and the sum beside it.
         lse_max = -Float32.inf
         for p in cutlass.range(lane % c.lse_lanes, parts, c.lse_lanes):
-            lse_max = cute.arch.fmax(lse_max, copies.scalar(gLse + Int64(p) * lse_step))
+            lse_max = cute.arch.fmax(lse_max, self.lse(gLse + Int64(p) * lse_step))
         lse_max = cute.arch.warp_reduction(lse_max, cute.arch.fmax, threads_in_group=c.lse_lanes)
         base = self.base(lse_max)
         weight_sum = Float32(0)
         for p in cutlass.range(lane % c.lse_lanes, parts, c.lse_lanes):
-            weight_sum += self.weight(copies.scalar(gLse + Int64(p) * lse_step), base)
+            weight_sum += self.weight(self.lse(gLse + Int64(p) * lse_step), base)
         weight_sum = cute.arch.warp_reduction(weight_sum, operator.add, threads_in_group=c.lse_lanes)
 
         for p0 in cutlass.range(split, parts, stride):
             for i in cutlass.range_constexpr(c.ahead):
                 p = p0 + i * c.splits
                 if p < parts:
-                    lse = copies.scalar(gLse + Int64(p) * lse_step)
+                    lse = self.lse(gLse + Int64(p) * lse_step)
                     gSum = None
                     if const_expr(mRowSum is not None):
                         gSum = mRowSum.iterator + (Int64(p) * mRowSum.stride[0] + Int64(r) * mRowSum.stride[1] + h)

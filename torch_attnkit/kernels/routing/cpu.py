@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from torch_attnkit import cpu
-from torch_attnkit.oracle.routing import TINY
+from torch_attnkit.oracle.routing import FAR, NOTHING, TINY
 
 _FEW = 1024  # numbers that Python looks at in less time than three calls of PyTorch
 
@@ -45,8 +45,13 @@ def ranked(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
-    """``oracle.routing.sqrt_softplus`` in float32 by PyTorch's softplus, which is x itself from 20 on, as float32."""
-    return torch.nn.functional.softplus(logits.float()).sqrt_()
+    """``oracle.routing.sqrt_softplus`` in float32 by PyTorch's softplus, which is x itself from 20 on, as float32, and
+    has lost bits where e^x is subnormal."""
+    x = logits.float()  # (R, E)
+    s = torch.nn.functional.softplus(x).sqrt_()
+    if not x.numel() or not float(x.amin()) < FAR:  # nor with NaN, of which s tells
+        return s
+    return torch.where(x < FAR, (x / 2).exp_(), s).masked_fill_(x < NOTHING, 0.0)
 
 
 def store(chosen: torch.Tensor, renormalize: bool, route_scale: float, out: torch.Tensor) -> None:

@@ -6,46 +6,45 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from torch_attnkit.cuda.warp_ops import LOG2_E, fma
+from torch_attnkit.cuda.warp_ops import LOG2_E, exp2, fma
 
 NONE = -(2**31)  # below the key of every number: an expert that is not there, or has been chosen
 LAST = 2**31 - 1
 TINY = 1e-20  # added to a sum that weights are divided by: nothing but zeros stay zeros
 _LN_2 = 0.693147182464599609375  # float32, and the rest of it
 _LN_2_REST = -1.904654299957767e-09
-_FLAT = 200.0  # from here on e^-x is 0 in float32
+_FLAT = 88.0  # e^-x counts for nothing from a little below here on, and is normal up to it
+_FAR = -17.0  # below it sqrt(log(1 + e^x)) is e^(x/2), but for 1e-8 of it
+_NOTHING = -104.0  # below it e^x is 0 in float32, and so is the score
 # log(1 + e) / e on [0, 1] after its first coefficient, 1: the best of degree 8, within 3.3e-8.
 _LOG1P = (-0.49999648332595825, 0.333213210105896, -0.24857157468795776, 0.1915363371372223,
           -0.13753755390644073, 0.07920398563146591, -0.030065450817346573, 0.005364738870412111)  # fmt: skip
-# sqrt of numbers below _SMALL goes through _RAISED times the number, so that rsqrt never sees a subnormal.
-_SMALL, _RAISED, _LOWERED, _LEAST = 2.0**-60, 2.0**80, 2.0**-40, 2.0**-100
 
 
 def sqrt(y: Float32) -> Float32:
-    """The root of a number that is not negative, subnormals included, within a rounding."""
-    small = y < _SMALL
-    y = cutlass.select_(small, y * _RAISED, y)
-    r = cute.math.rsqrt(cute.arch.fmax(y, Float32(_LEAST)), fastmath=True)
+    """The root of a normal number that is not negative, within a rounding."""
+    r = cute.math.rsqrt(y, fastmath=True)
     root = y * r
-    root = fma(fma(-root, root, y), r * 0.5, root)
-    return Float32(cutlass.select_(small, root * _LOWERED, root))
+    return fma(fma(-root, root, y), r * 0.5, root)
 
 
 def sqrt_softplus(x: Float32) -> Float32:
-    """sqrt(log(1 + e^x)) to about two roundings for every x, with float32's own limits: 0 from -104 down.
+    """sqrt(log(1 + e^x)) to about two roundings for every x, 0 below -104.
 
-    log(1 + e^-|x|) + max(x, 0), of which the sum rounds once. What rounding -|x| * log2(e) costs, times |x| in e^-|x|,
-    is put back afterwards. e^-|x| keeps its subnormals.
+    log(1 + e^-|x|) + max(x, 0), of which the sum rounds once; where x is far below 0, e^(x/2), since e^x has fewer bits
+    from -87 down. What rounding the exponent times log2(e) costs, times it in the power, is put back afterwards.
     """
-    a = cute.arch.fmin(cute.math.absf(x), Float32(_FLAT))
+    far = x < _FAR
+    a = cute.arch.fmin(cutlass.select_(far, x * Float32(-0.5), cute.math.absf(x)), Float32(_FLAT))
     power = a * Float32(-LOG2_E)
     lost = fma(power, Float32(-_LN_2_REST), fma(power, Float32(-_LN_2), -a))
-    e = cute.math.exp2(power)
+    e = exp2(power)
     e = fma(e, lost, e)
     p = Float32(_LOG1P[-1])
     for c in (*_LOG1P[-2::-1], 1.0):
         p = fma(p, e, Float32(c))
-    return sqrt(fma(e, p, cute.arch.fmax(x, Float32(0))))
+    root = sqrt(fma(e, p, cute.arch.fmax(x, Float32(0))))
+    return Float32(cutlass.select_(far, cutlass.select_(x < _NOTHING, Float32(0), e), root))
 
 
 def ordered(x: Float32) -> Int32:

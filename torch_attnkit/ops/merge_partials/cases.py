@@ -26,6 +26,9 @@ EXTRAS = (
     ("nan:out_partial", "odd", "all"),
     ("nan:out_partial", "many"),
     ("nan:lse_partial", "odd", "all"),
+    ("lse_partial:inf", "odd", "all"),
+    ("lse_partial:inf", "many"),
+    ("lse_partial:inf", "wide", "row_sum"),
     ("nan:row_sum", "odd", "row_sum"),
     ("nan:sink", "odd", "sink"),
     ("sink:-inf", "odd", "all"),
@@ -77,12 +80,14 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     R = 0 if d.sometimes(0.02) else d.size(min(most, d.room.keys))
     H = 0 if d.sometimes(0.02) else d.pick([h for h in (1, 2, 3, 5, 8, 32) if h == 1 or h * R <= most])
     facts |= dict(R=R, H=H, lse_by=d.pick((1, 3, 3, 300)), hidden=d.pick(("", "nan", "inf")))
+    facts["empty"] = d.pick(("", "inf"))
     facts |= {"seed": d.call.randrange(1 << 30), "out_partial.at": d.place(4, (0, 1, 2))}
     return facts | {f"{name}.at": d.place(3, (0, 1)) for name in ("lse_partial", "row_sum")}
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``lse_by`` is the deviation of lse; a fifth of the parts saw nothing, and of every fourth row none did."""
+    """``lse_by`` is the deviation of lse; a fifth of the parts saw nothing, and of every fourth row none did. ``empty``
+    is the lse of every other one of these; the others have -inf."""
     P, R, H = f["P"], f["R"], f["H"]
     lse, empty = draws.numbers(gen, P, R, H) * f["lse_by"], torch.rand(P, R, H, generator=gen) < 0.2
     empty[:, 1::4] = True
@@ -95,8 +100,15 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     out = draws.hide(draws.numbers(gen, P, R, H, f["Dv"]), seen, f, "out_partial")
     args = (
         draws.cast(out, f["dtype"]),
-        lse.masked_fill(~seen, -torch.inf),
+        _without_keys(lse, seen, float(f.get("empty") or "-inf")),
         draws.sink(f, gen, H),
         sums if f["row_sum"] else None,
     )
     return args, dict(dtype=DTYPES[f["out"]] if f["out"] else None)
+
+
+def _without_keys(lse: torch.Tensor, seen: torch.Tensor, empty: float) -> torch.Tensor:
+    """``lse`` (P, R, H) with -inf where ``seen`` is false, and ``empty`` in the partials of odd number."""
+    lse = lse.masked_fill(~seen, -torch.inf)
+    lse[1::2] = lse[1::2].masked_fill(~seen[1::2], empty)
+    return lse

@@ -2,8 +2,9 @@
 
 ``lse = log sum_p exp(lse_p)`` and ``out = sum_p exp(lse_p - lse) out_p``, in fp32. With ``row_sum`` the
 partials are numerators and are divided by it first. A partial with lse -inf has seen nothing and its out is
-not looked at; if all are, out is 0 and lse -inf. ``sink`` is applied once, after the merge:
-``out *= sigmoid(lse - sink)``; lse leaves it out, so merged results can be merged again.
+not looked at, nor one with lse +inf, which FlashAttention-2 writes for a row without keys; if all are such, out is 0
+and lse -inf. ``sink`` is applied once, after the merge: ``out *= sigmoid(lse - sink)``; lse leaves it out, so merged
+results can be merged again.
 Source: Flash-Decoding's split-KV reduction; cascade inference (FlashInfer, arXiv 2501.01005, attention
 states).
 """

@@ -13,7 +13,7 @@ def reference(
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     acc = torch.promote_types(out_partial.dtype, torch.float32)
-    part = lse_partial.to(acc)  # (P, R, H)
+    part = lse_partial.to(acc).masked_fill(lse_partial == torch.inf, -torch.inf)  # (P, R, H)
     lse = part.logsumexp(0) if len(part) else part.new_full(part.shape[1:], -torch.inf)  # (R, H)
     empty = part == -torch.inf  # (P, R, H)
     # A partial that saw nothing has weight 0 and may hold anything; -inf - -inf must not be formed.

@@ -1,8 +1,8 @@
 """route_hash: the experts of each token from a table of token ids, weighted by sqrt(softplus(logit)).
 
 Token r goes to the experts ``tid2eid[token_ids[r]]``, in the table's order; an expert may stand in a row more
-than once. Their weights are ``sqrt(softplus(logits))`` in float32, divided by (their sum + 1e-20) if
-``renormalize``, times ``route_scale``, as in route_sqrt_softplus. Token ids lie in [0, V), and the entries of
+than once. Their weights are ``sqrt(softplus(logits))`` in float32, 0 for logits below -104, divided by (their sum +
+1e-20) if ``renormalize``, times ``route_scale``, as in route_sqrt_softplus. Token ids lie in [0, V), and the entries of
 the table rows that are used in [0, E); the other rows may hold anything.
 Source: the hash router of DeepSeek-V4's first layers (arXiv 2606.19348); Hash Layers (arXiv 2106.04426).
 """

@@ -92,7 +92,7 @@ def _cleared(logits: torch.Tensor, bias: torch.Tensor | None, fresh: Callable[[]
 def _doubtful(logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """(R, E): experts whose key is another's but for roundings, so that their order is a matter of luck.
 
-    Not those that must tie: equal logits with equal biases. Nor may e^x be subnormal in float32, where it has few bits.
+    Not those that must tie: equal logits with equal biases.
     """
     s = routing.sqrt_softplus(logits.double())  # (R, E)
     b = s.new_zeros(logits.shape[1]) if bias is None else bias
@@ -103,5 +103,4 @@ def _doubtful(logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     near = gap.isfinite() & (gap <= _ROUNDINGS * 2.0**-23 * size)
     near &= (x[:, 1:] != x[:, :-1]) | (b[:, 1:] != b[:, :-1])
     found = torch.nn.functional.pad(near, (1, 0))
-    found |= (x < -80) & (x > -110)
     return torch.zeros_like(found).scatter(-1, order, found)

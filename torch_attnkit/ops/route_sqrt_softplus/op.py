@@ -2,8 +2,9 @@
 
 ``s = sqrt(softplus(logits))`` in float32. The topk experts with the largest ``s + bias`` are chosen, in
 descending order, ties to the lowest index. Their weights are the unbiased s, divided by (their sum + 1e-20)
-if ``renormalize``, times ``route_scale``. A logit of -inf has score 0; a row of chosen scores that are all 0
-has weights 0. Any number of experts. Logits of NaN or +inf and biases of NaN are not accepted.
+if ``renormalize``, times ``route_scale``. A logit below -104, where e^x is 0 in float32, has score 0, and so has
+one of -inf; above, s is right in all its bits but the last. A row of chosen scores that are all 0 has weights 0. Any
+number of experts. Logits of NaN or +inf and biases of NaN are not accepted.
 Source: the top-k router of DeepSeek-V4 (arXiv 2606.19348); the selection bias, arXiv 2408.15664.
 """
 

@@ -474,7 +474,7 @@ kernel void decode_merge(
   row.part_step = shape.rows * DIM_V;
   row.lse_step = shape.rows;
   row.sum_step = -1;
-  merge_row(
+  merge_row<false>(
       parts + at * DIM_V,
       lse_parts + at,
       lse_parts,

@@ -20,8 +20,8 @@ struct MergeRow {
 };
 
 // ``weight`` is exp(lse - max) of each partial, divided by its row sum if there is one. A partial whose lse is -inf has
-// seen nothing: its elements are not read.
-template <typename In, typename Out>
+// seen nothing: its elements are not read. With FLASH an lse of +inf says the same, as FlashAttention-2 writes it.
+template <bool FLASH, typename In, typename Out>
 inline void merge_row(
     const device In* part,
     const device float* lse,
@@ -40,7 +40,8 @@ inline void merge_row(
   float lse_max = -INFINITY, sum = 0.0f;
   for (int p0 = 0; p0 < row.parts; p0 += 32) {
     const int mine = p0 + int(lane);
-    const float l = mine < row.parts ? lse[mine * row.lse_step] : -INFINITY;
+    float l = mine < row.parts ? lse[mine * row.lse_step] : -INFINITY;
+    l = FLASH && l == INFINITY ? -INFINITY : l;
     const float new_max = max(lse_max, simd_max(l));
     // Nothing finite is subtracted of an infinity: -inf means no keys, and +inf stays what it is.
     const float base = isinf(new_max) ? 0.0f : new_max;
