@@ -236,7 +236,9 @@ def _readable(compressor: Any) -> bool:
     if not is_plain(compressor, DeepseekV4CSACompressor, DeepseekV4HCACompressor):
         return False
     indexer = getattr(compressor, "indexer", None)
-    return indexer is None or (is_plain(indexer, DeepseekV4Indexer) and is_plain(indexer.scorer, DeepseekV4IndexerScorer))
+    return indexer is None or (
+        is_plain(indexer, DeepseekV4Indexer) and is_plain(indexer.scorer, DeepseekV4IndexerScorer)
+    )
 
 
 def _seen(bias: torch.Tensor, topk: int) -> torch.Tensor:

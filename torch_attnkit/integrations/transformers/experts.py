@@ -86,9 +86,11 @@ def experts(
     """
     format = packed_format(module)
     if format is None:
+        way = "model.set_experts_implementation('eager')"
+        if module.has_gate and _gate(module) is not None:
+            way = f"call attnkit_model(model, experts='mxfp4') or experts='nvfp4', or {way}"
         raise UnsupportedError(
-            f"attnkit experts: {type(module).__name__} holds ordinary weights, accepted: weights packed to FP4; call"
-            " attnkit_model(model, experts='mxfp4') or experts='nvfp4'"
+            f"attnkit experts: {type(module).__name__} holds ordinary weights, accepted: weights packed to FP4; {way}"
         )
     if module._is_expert_parallel:  # experts of other ranks carry the number behind the last expert
         top_k_index = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
@@ -34,4 +35,7 @@ def holds_plain(module: nn.Module) -> bool:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling():  # a trace does not always know the type of an integer tensor
+        subclass: bool = is_traceable_wrapper_subclass(tensor)
+        return not subclass and not tensor.is_meta
     return type(tensor) in _TENSORS and not tensor.is_meta
