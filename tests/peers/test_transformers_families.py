@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import torch_attnkit
 from tests.peers.families import AGREE, CASES, build
@@ -21,7 +22,7 @@ def _generate(model, ids, mask):
     return out.sequences, torch.stack(out.logits, 1)
 
 
-def test_deepseek_v3_decodes_over_its_latents_as_eager_does():
+def test_deepseek_v3_decodes_over_its_latents_as_eager_does(monkeypatch):
     """What the cache holds is expanded for prompts alone."""
     eager, ours = (build("DeepseekV3ForCausalLM", "eager") for _ in range(2))
     attnkit_model(ours)
@@ -30,9 +31,8 @@ def test_deepseek_v3_decodes_over_its_latents_as_eager_does():
         theirs, got = ask(eager), ask(ours)
         assert float((theirs - got).abs().max()) <= AGREE * float(theirs.abs().max()), case
     ids, filled, expanded = tokens(2, 9), DynamicCache(config=ours.config), []
-    for module in modules(ours, "DeepseekV3Attention"):
-        projection = module.kv_b_proj
-        projection.forward = lambda x, run=projection.forward: expanded.append(x.shape) or run(x)
+    expand = DeepseekV3Attention.expand_kv
+    monkeypatch.setattr(DeepseekV3Attention, "expand_kv", lambda *args: expanded.append(args) or expand(*args))
     ours(ids[:, :8], past_key_values=filled)
     assert len(expanded) == 2
     ours(ids[:, 8:], past_key_values=filled)

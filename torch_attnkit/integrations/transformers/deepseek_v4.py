@@ -1,8 +1,10 @@
 """DeepSeek-V4's attention on rope_kv_cache_write, sparse_fmha_with_swa, the indexer's ops and
 grouped_output_projection.
 
-Only the attention's forward is replaced. Projections, weighted norms and the cache layers stay the model's own.
-Compressed entries are pooled here as the model pools them, since its compressors return them inside a dense bias.
+Only the attention's forward is replaced, and that only under "attnkit": under another attention implementation the
+model's own runs. Projections, weighted norms and the cache layers stay the model's own. Compressed entries are pooled
+here as the model pools them, since its compressors return them beside a dense bias; a compressor that may not be read
+past its forward (``plain``: offloaded, hooked) is called, and its bias taken apart.
 Rotations by torch give the model's numbers, in place: of a head's 512 channels the model copies 448 that stay as they
 are. On a CPU, and where a gradient is wanted, norm and rotation of q and keys are torch's, too.
 
@@ -24,6 +26,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4CSACompressor,
     DeepseekV4GroupedLinear,
     DeepseekV4HCACompressor,
+    DeepseekV4Indexer,
+    DeepseekV4IndexerScorer,
     DeepseekV4UnweightedRMSNorm,
 )
 
@@ -33,6 +37,7 @@ from torch_attnkit.kernels.cache.rope_problem import MOST_CHANNELS, VECTOR
 
 from . import masks
 from .descriptor import ADVICE, Descriptor
+from .plain import is_plain
 
 ops = torch.ops.attnkit
 
@@ -58,7 +63,11 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
         attention_mask: torch.Tensor | Descriptor | None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.config._attn_implementation != "attnkit":
+            return super().forward(
+                hidden_states, position_embeddings, position_ids, attention_mask, past_key_values, **kwargs
+            )
         if self.training and self.attention_dropout > 0:
             raise UnsupportedError(
                 f"DeepseekV4Attention: attention_dropout is {self.attention_dropout} in training, accepted: 0"
@@ -81,16 +90,21 @@ class AttnkitDeepseekV4Attention(DeepseekV4Attention):
             state = past_key_values.layers[self.layer_idx]
         kv = kv[:, 0]  # (B, S, D)
         swa_kv, swa_end = _window(kv, T, _start(self, attention_mask, kv, T))
-        compressed, chosen, visible = _compressed(self, hidden_states, q_low, position_ids, state)
+        compressed, chosen, visible = _compressed(self, hidden_states, q_low, position_ids, past_key_values, state)
         out = ops.sparse_fmha_with_swa(
             q, swa_kv, swa_end, compressed, chosen, visible, None, self.sinks.float(),
             scale=self.scaling, window=self.sliding_window,
         )[0].view(B, T, self.num_heads, self.head_dim)  # fmt: skip
         out = _rotated(out, angles, back=True)  # (B, T, Hq, D)
-        groups = self.o_a_proj.n_groups
-        weight = self.o_a_proj.weight.view(groups, -1, self.o_a_proj.in_features)  # (G, R, Ko)
-        low = ops.grouped_output_projection(out.reshape(B * T, groups, -1), weight)  # (Tq, G, R)
-        return self.o_b_proj(low.reshape(B, T, -1)), None
+        return self.o_b_proj(_low(self.o_a_proj, out.reshape(B * T, self.o_a_proj.n_groups, -1)).view(B, T, -1)), None
+
+
+def _low(projection: Any, groups: torch.Tensor) -> torch.Tensor:
+    """The first half of the output projection, of groups of heads (Tq, G, Ko): (Tq, G, R)."""
+    if not is_plain(projection, DeepseekV4GroupedLinear) or projection.bias is not None:
+        return projection(groups).contiguous()
+    weight = projection.weight.view(groups.shape[1], -1, projection.in_features)  # (G, R, Ko)
+    return ops.grouped_output_projection(groups, weight)
 
 
 def _kernel_takes(norm: Any, q: torch.Tensor, kv: torch.Tensor, cos: torch.Tensor) -> bool:
@@ -102,7 +116,7 @@ def _kernel_takes(norm: Any, q: torch.Tensor, kv: torch.Tensor, cos: torch.Tenso
     D, rope_dim = q.shape[-1], 2 * cos.shape[-1]
     fits = D % VECTOR == 0 and D <= MOST_CHANNELS and rope_dim % VECTOR == 0
     dtypes = q.dtype == kv.dtype and q.dtype != torch.float64 and cos.dtype in (q.dtype, torch.float32)
-    return type(norm) is DeepseekV4UnweightedRMSNorm and fits and dtypes
+    return is_plain(norm, DeepseekV4UnweightedRMSNorm) and fits and dtypes
 
 
 def _in_one_launch(
@@ -120,7 +134,7 @@ def _in_one_launch(
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """``norm`` of x (..., D), of 16 bits by one launch where the model takes seven."""
-    if type(norm) is DeepseekV4UnweightedRMSNorm and x.dtype.itemsize == 2:
+    if is_plain(norm, DeepseekV4UnweightedRMSNorm) and x.dtype.itemsize == 2:
         return rms_norm(x, x.shape[-1:], eps=norm.eps)
     return norm(x)
 
@@ -173,7 +187,7 @@ def _window(kv: torch.Tensor, T: int, start: torch.Tensor | None) -> tuple[torch
 
 
 def _compressed(
-    attention: Any, hidden: torch.Tensor, q_low: torch.Tensor, position_ids: torch.Tensor, state: Any
+    attention: Any, hidden: torch.Tensor, q_low: torch.Tensor, position_ids: torch.Tensor, cache: Any, state: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Compressed entries (B, C, D), the chosen ones (Tq, K) and how many of them are in the past (Tq,)."""
     compressor = attention.compressor
@@ -186,8 +200,14 @@ def _compressed(
         )
     sparse = isinstance(compressor, DeepseekV4CSACompressor)
     B, T, _ = hidden.shape
-    entries = _entries(compressor, hidden, state, "compressor")  # (B, C, D)
-    keys = _entries(compressor.indexer, hidden, state, "indexer") if sparse else entries  # its state goes on regardless
+    called = not _readable(compressor)
+    if called:
+        entries, bias = compressor(hidden, q_low, position_ids, cache, attention.layer_idx)
+        entries = entries[:, 0]  # (B, C, D)
+    else:
+        entries = _entries(compressor, hidden, state, "compressor")  # (B, C, D)
+        # Its state goes on, whether anything is chosen or not.
+        keys = _entries(compressor.indexer, hidden, state, "indexer") if sparse else entries
     C = entries.shape[1]
     if C == 0:
         return None, None, None
@@ -198,6 +218,9 @@ def _compressed(
     if not sparse:
         return entries, None, visible
     indexer = compressor.indexer
+    topk = min(indexer.index_topk, C)
+    if called:
+        return entries, _seen(bias, topk), visible
     cos, sin = indexer.rotary_emb(hidden, position_ids=position_ids, layer_type=indexer.rope_layer_type)
     q = indexer.q_b_proj(q_low).view(B, T, indexer.num_heads, indexer.head_dim)  # (B, T, Hi, Di)
     q = _rotated(q, _angles(cos, sin)).flatten(0, 1)  # (Tq, Hi, Di)
@@ -205,7 +228,24 @@ def _compressed(
     # Both scales are positive, so that they may move from the scores into the weights.
     weights = scorer.weights_proj(hidden).flatten(0, 1).float() * (scorer.weights_scaling * scorer.softmax_scale)
     scores = ops.indexer_scores(q, keys, weights, visible)  # (Tq, C)
-    return entries, ops.indexer_topk(scores, visible, topk=min(indexer.index_topk, C)), visible
+    return entries, ops.indexer_topk(scores, visible, topk=topk), visible
+
+
+def _readable(compressor: Any) -> bool:
+    """Whether the parts of a compressor, and of its indexer, may be used without calling it."""
+    if not is_plain(compressor, DeepseekV4CSACompressor, DeepseekV4HCACompressor):
+        return False
+    indexer = getattr(compressor, "indexer", None)
+    return indexer is None or (
+        is_plain(indexer, DeepseekV4Indexer) and is_plain(indexer.scorer, DeepseekV4IndexerScorer)
+    )
+
+
+def _seen(bias: torch.Tensor, topk: int) -> torch.Tensor:
+    """The entries (Tq, K) that the model's own bias (B, 1, T, C) lets each token see, -1 where they are fewer."""
+    seen = (bias == 0).flatten(0, 2)  # (Tq, C)
+    first = seen.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :topk]  # (Tq, K)
+    return first.masked_fill(~seen.gather(1, first), -1).to(torch.int32)
 
 
 def _entries(block: Any, hidden: torch.Tensor, state: Any, name: str) -> torch.Tensor:

@@ -15,7 +15,8 @@ import torch
 
 from torch_attnkit.core import UnsupportedError
 
-ADVICE = "for such a call choose attn_implementation='eager' or 'sdpa'"
+# The one implementation that every model has: many know no "sdpa".
+ADVICE = "for such a call choose attn_implementation='eager'"
 # Models whose own attention class attnkit_model replaces.
 _REPLACED = ("deepseek_v4",)
 
@@ -93,7 +94,7 @@ class Descriptor:
         if model in _REPLACED:
             way = "call attnkit_model(model) first, or choose attn_implementation='eager'"
         else:
-            way = "choose attn_implementation='eager' or 'sdpa'"
+            way = "choose attn_implementation='eager'"
         raise UnsupportedError(
             f"attnkit mask: {model} takes the mask for a tensor ({what}), to do arithmetic of its own with it;"
             " accepted: models whose attention goes through transformers' AttentionInterface with the mask untouched;"

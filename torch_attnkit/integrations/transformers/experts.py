@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers.activations import SiLUActivation
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -34,12 +35,15 @@ from torch_attnkit.core import UnsupportedError
 from torch_attnkit.formats import nvfp4
 from torch_attnkit.integrations import distributed
 
+from .plain import is_plain_tensor
+
 ops = torch.ops.attnkit
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
 ACTIVATIONS = {"none": 1, "nvfp4": 16, "mxfp4": 32, "mxfp8": 32}  # numbers under one scale
 # Whose FP4 checkpoints are loaded as they are (mxfp4.py, modelopt.py); packed are all that _gate knows.
 FAMILIES = (GptOssExperts, Qwen3_5MoeExperts, Qwen3NextExperts, DeepseekV4Experts)
 WEIGHTS = ("gate_up_proj", "down_proj")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Gate(NamedTuple):
@@ -82,9 +86,11 @@ def experts(
     """
     format = packed_format(module)
     if format is None:
+        way = "model.set_experts_implementation('eager')"
+        if module.has_gate and _gate(module) is not None:
+            way = f"call attnkit_model(model, experts='mxfp4') or experts='nvfp4', or {way}"
         raise UnsupportedError(
-            f"attnkit experts: {type(module).__name__} holds ordinary weights, accepted: weights packed to FP4; call"
-            " attnkit_model(model, experts='mxfp4') or experts='nvfp4'"
+            f"attnkit experts: {type(module).__name__} holds ordinary weights, accepted: weights packed to FP4; {way}"
         )
     if module._is_expert_parallel:  # experts of other ranks carry the number behind the last expert
         top_k_index = top_k_index.masked_fill(top_k_index >= module.num_experts, -1)
@@ -124,7 +130,8 @@ def experts_of(model: nn.Module, op: str, format: str, activations: str = "none"
 
     Raises:
         ValueError: an unknown format, no experts module, or a module that is packed to the other format.
-        UnsupportedError: experts without a gate, a gate, an activation or sizes that fp4_moe has nothing for.
+        UnsupportedError: experts without a gate, a gate, an activation or sizes that fp4_moe has nothing for, or
+            weights that are adapted, quantised, sharded or offloaded.
     """
     for what, value, known in (("format", format, BLOCK), ("activations", activations, ACTIVATIONS)):
         if value not in known:
@@ -134,6 +141,7 @@ def experts_of(model: nn.Module, op: str, format: str, activations: str = "none"
         if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):  # set by transformers
             continue
         _check_computes(module, f"{op}: {name} ({type(module).__name__})")
+        _check_readable(model, name, module, f"{op}: {name}")
         _check_quantizable(module, f"{op}: {name}", format, activations)
         found.append(module)
     if not found:
@@ -155,6 +163,23 @@ def _check_computes(module: Any, what: str) -> None:
             f"{what}: {type(module)._apply_gate.__qualname__} multiplies gate and up, accepted: silu(gate) * up and"
             f" (up + 1) * gate * sigmoid(alpha * gate), with a limit or without{way}"
         )
+
+
+def _check_readable(model: nn.Module, name: str, module: nn.Module, what: str) -> None:
+    """The weights are all that the products read: packing would drop what is added to them in the forward."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if getattr(parent, "base_layer", None) is module:  # where PEFT keeps what it wraps
+        raise UnsupportedError(
+            f"{what} is wrapped by a {type(parent).__name__}, which adds to its weights, accepted: plain experts; merge"
+            " the adapter into them (merge_and_unload), or target no expert weights"
+        )
+    if parametrize.is_parametrized(module):
+        raise UnsupportedError(f"{what} has parametrisations, accepted: plain weights (remove_parametrizations)")
+    for weight, tensor in module.named_parameters(recurse=False):
+        accepted = "accepted: plain floating-point weights on a device; quantise, shard or offload after packing"
+        if not is_plain_tensor(tensor) or tensor.dtype not in _DTYPES:
+            found = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of {tensor.dtype}"
+            raise UnsupportedError(f"{what}: {weight} is {found}, {accepted}")
 
 
 def _check_quantizable(module: nn.Module, what: str, format: str, activations: str) -> None:

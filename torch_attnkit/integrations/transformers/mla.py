@@ -6,8 +6,8 @@ latents instead, so that sdpa_decode has one KV head of D = ``kv_lora_rank + qk_
 the first ``kv_lora_rank`` (512) of its columns, and the result is taken back. Prompts are expanded as the model does.
 
 It is done where sdpa_decode takes such heads: on a CPU all, on GPUs those of the released models, 576 over 512.
-Elsewhere a decode step expands, too. A projection that is no plain Linear, quantised or with an adapter, is left to
-itself as well.
+Elsewhere a decode step expands, too, and so it does where the projection is no plain Linear (``plain``): quantised,
+offloaded, with an adapter or a hook.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.2.
 """
@@ -22,6 +22,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import target_of
+
+from .plain import is_plain
 
 _Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]
 
@@ -52,7 +54,7 @@ class AttnkitDeepseekV3Attention(DeepseekV3Attention):
 
     def _absorbs(self, device: torch.device, dim: int, dim_v: int) -> bool:
         projection, arch = self.kv_b_proj, target_of(device).arch
-        plain = type(projection) is nn.Linear and not projection._forward_hooks and not projection._forward_pre_hooks
+        plain = is_plain(projection, nn.Linear) and projection.bias is None
         sizes = {"D": dim, "Dv": dim_v}
         rows = (row.dims for row in OPS["sdpa_decode"].kernels if arch in row.archs)
         return plain and any(all(n in dims.get(axis, (n,)) for axis, n in sizes.items()) for dims in rows)

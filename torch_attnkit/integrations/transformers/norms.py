@@ -13,6 +13,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from torch_attnkit.core import UnsupportedError
 
+from .plain import holds_plain
+
 
 class _GatedRMSNorm:
     """forward for a class with ``weight`` (N), ``variance_epsilon`` and ``activation``."""
@@ -23,6 +25,8 @@ class _GatedRMSNorm:
             raise UnsupportedError(f"{type(self).__name__}: activation is {activation!r}, accepted: 'silu'")
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if not holds_plain(self):  # type: ignore[arg-type]
+            return super().forward(hidden_states, gate)  # type: ignore[misc]
         out = torch.ops.attnkit.gated_rmsnorm(hidden_states, gate, self.weight, eps=self.variance_epsilon)  # type: ignore[attr-defined]
         return out.to(hidden_states.dtype)
 

@@ -23,6 +23,7 @@ from torch_attnkit.core import UnsupportedError
 
 from .deepseek_v4 import AttnkitDeepseekV4Attention
 from .experts import packed_format
+from .plain import holds_plain
 
 _COLUMNS = {GptOssAttention: ("q_proj", "k_proj", "v_proj"), AttnkitDeepseekV4Attention: ("q_b_proj",)}
 _ROWS = {GptOssAttention: "o_proj", AttnkitDeepseekV4Attention: "o_b_proj"}
@@ -39,8 +40,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     Raises:
         TypeError: ``model`` is not a transformers PreTrainedModel.
         ValueError: a mesh of several axes, or sizes that it does not divide.
-        UnsupportedError: a model with attention of another family, experts that are not packed, or one that is cut
-            already. Nothing is changed then.
+        UnsupportedError: a model with attention of another family, experts that are not packed, weights that are not
+            there or are subclasses of tensors, or one that is cut already. Nothing is changed then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"shard_model: model is {type(model).__name__}, accepted: a transformers PreTrainedModel")
@@ -68,6 +69,13 @@ def _check(model: PreTrainedModel, attentions: list[Any], experts: list[Any], pa
         raise UnsupportedError("shard_model: experts are not packed, accepted: attnkit_model(model, experts='mxfp4')")
     if any(getattr(m, "attnkit_group", None) is not None or m._is_expert_parallel for m in experts):
         raise UnsupportedError("shard_model: the model is shared among processes already, accepted: a whole one")
+    for name, module in model.named_modules():
+        if any(module is m or module is getattr(m, "o_a_proj", None) for m in (*attentions, *experts)):
+            if not holds_plain(module):
+                raise UnsupportedError(
+                    f"shard_model: {name} ({type(module).__name__}) holds tensors on the meta device or subclasses of"
+                    " tensors, accepted: plain ones; offload or quantise after this call"
+                )
     config = model.config.get_text_config()
     sizes = {"num_attention_heads": config.num_attention_heads}
     if isinstance(attentions[0], GptOssAttention):

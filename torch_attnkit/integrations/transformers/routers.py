@@ -3,7 +3,8 @@
 Each returns what the replaced forward does: logits, weights in the dtype of the logits, int64 indices. The ops score
 in float32 whatever the model dtype, and break ties by the lowest index. Where fp4_moe is next, it takes the op's own
 float32 weights and int32 indices: nothing is rounded or converted in between. ``attnkit_feeds``, which attnkit_model
-gives a router, is the config of its packed experts and says whether that is so.
+gives a router, is the config of its packed experts and says whether that is so. A router whose weights are subclasses
+of tensors runs the forward it had.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKR
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from torch_attnkit.core import UnsupportedError
+
+from .plain import holds_plain
 
 ops = torch.ops.attnkit
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits (R, E), weights (R, K), indices (R, K)
@@ -40,12 +43,16 @@ def _routed(router: Any, logits: torch.Tensor, weights: torch.Tensor, indices: t
 
 class AttnkitGptOssTopKRouter(GptOssTopKRouter):
     def forward(self, hidden_states: torch.Tensor) -> Routed:
+        if not holds_plain(self):
+            return super().forward(hidden_states)
         logits = _logits(self, hidden_states, self.bias)
         return _routed(self, logits, *ops.route_softmax(logits, topk=self.top_k))
 
 
 class _QwenTopKRouter:
     def forward(self, hidden_states: torch.Tensor) -> Routed:
+        if not holds_plain(self):  # type: ignore[arg-type]
+            return super().forward(hidden_states)  # type: ignore[misc]
         logits = _logits(self, hidden_states)
         renormalize = bool(vars(self).get("norm_topk_prob", True))
         found = ops.route_softmax(logits, topk=self.top_k, softmax_first=True, renormalize=renormalize)  # type: ignore[attr-defined]
@@ -69,6 +76,8 @@ class _SqrtSoftplus:
 
 class AttnkitDeepseekV4TopKRouter(_SqrtSoftplus, DeepseekV4TopKRouter):
     def forward(self, hidden_states: torch.Tensor) -> Routed:
+        if not holds_plain(self):
+            return super().forward(hidden_states)
         logits = _logits(self, hidden_states)
         bias = self.e_score_correction_bias.float()  # (E,)
         found = ops.route_sqrt_softplus(logits, bias, topk=self.top_k, route_scale=self.routed_scaling_factor)
@@ -82,6 +91,8 @@ class AttnkitDeepseekV4HashRouter(_SqrtSoftplus, DeepseekV4HashRouter):
                 "DeepseekV4HashRouter: input_ids is None, accepted: token ids; hash routing chooses experts by token,"
                 " so the model cannot be called with inputs_embeds"
             )
+        if not holds_plain(self):
+            return super().forward(hidden_states, input_ids)
         logits = _logits(self, hidden_states)
         found = ops.route_hash(logits, input_ids.reshape(-1), self.tid2eid, route_scale=self.routed_scaling_factor)
         return _routed(self, logits, *found)

@@ -1,11 +1,13 @@
-"""attnkit_model: replace what has an op in a loaded model, module by module."""
+"""attnkit_model: replace what has an op in a loaded model, module by module; and the way back."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from torch_attnkit.core import UnsupportedError
 
@@ -30,7 +32,8 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
     "none" leaves it in the model dtype.
 
     ``model.attnkit_swapped`` says what was done: class name of the original to number of modules. A second call with
-    the same arguments changes nothing. Nothing is changed if anything is refused.
+    the same arguments changes nothing. Nothing is changed if anything is refused. ``model.attnkit_restore()`` takes it
+    back, unless experts were packed.
 
     Raises:
         TypeError: ``model`` is not a transformers PreTrainedModel.
@@ -56,17 +59,22 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
             )
         if (check := getattr(swapped, "attnkit_check", None)) is not None:
             check(module)
+    before = _implementations(model)
     model.set_attn_implementation("attnkit")
     if model.config._attn_implementation != "attnkit":
+        _set_implementations(model, before)
         raise UnsupportedError(
             f"attnkit_model: {type(model).__name__} does not choose its attention through AttentionInterface"
         )
+    if getattr(model, "attnkit_before", None) is None:
+        model.attnkit_before = before
     for module, swapped in swaps:
         module.__class__ = swapped
     for module in found:
         if packed_format(module) is None:
             assert experts is not None
             pack(module, experts)
+            model.attnkit_packed = experts
         module.attnkit_activations = activations
     if found:
         model.set_experts_implementation("attnkit")
@@ -79,3 +87,70 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
     done.update(type(m).__name__ for m in model.modules() if packed_format(m) is not None)
     model.attnkit_swapped = dict(done)
     return model
+
+
+def attnkit_restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Take back what attnkit_model did to ``model``: classes of modules, and the attention implementations that the
+    model and its parts had. Works in place and returns ``model``. It is a method of every PreTrainedModel once the
+    integration is imported.
+
+    Raises:
+        ValueError: attnkit_model has not been given ``model``, or not since it was restored.
+        UnsupportedError: attnkit_model packed experts, whose own weights are gone; ``model`` is shared among processes;
+            or a replaced module was given a forward of its own since. Nothing is changed then.
+    """
+    before = getattr(model, "attnkit_before", None)
+    if before is None:
+        raise ValueError(
+            f"attnkit_restore: {type(model).__name__} is as it was, accepted: one that attnkit_model has been given"
+        )
+    if (packed := getattr(model, "attnkit_packed", None)) is not None:
+        raise UnsupportedError(
+            f"attnkit_restore: attnkit_model packed the experts to {packed} and deleted their weights, accepted:"
+            " experts that it did not pack; load this model again"
+        )
+    swapped = [module for module in model.modules() if type(module) in _ORIGINAL]
+    for module in model.modules():
+        if getattr(module, "attnkit_group", None) is not None:
+            raise UnsupportedError("attnkit_restore: the model is shared among processes, accepted: a whole one")
+    for module in swapped:
+        if "forward" in vars(module):
+            raise UnsupportedError(
+                f"attnkit_restore: a {type(module).__name__} has a forward of its own, which calls the replaced one"
+                " (accelerate sets one for device_map and offloading); accepted: a model without; take it off first"
+                " (accelerate.hooks.remove_hook_from_submodules)"
+            )
+    for module in swapped:
+        module.__class__ = _ORIGINAL[type(module)]
+    for module in model.modules():
+        for name in ("attnkit_feeds", "attnkit_activations"):
+            vars(module).pop(name, None)
+    _set_implementations(model, before)
+    del model.attnkit_before, model.attnkit_swapped
+    return model
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of ``model``, of the models in it and of their parts, in an order that stays."""
+    found: dict[int, PreTrainedConfig] = {}
+
+    def walk(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+        yield config
+        for name in config.sub_configs:
+            if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+                yield from walk(part)
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            found |= {id(config): config for config in walk(module.config) if id(config) not in found}
+    return list(found.values())
+
+
+def _implementations(model: PreTrainedModel) -> list[Any]:
+    return [config._attn_implementation_internal for config in _configs(model)]
+
+
+def _set_implementations(model: PreTrainedModel, implementations: list[Any]) -> None:
+    """What ``_implementations`` returned. Past set_attn_implementation, which has no word for each of several parts."""
+    for config, implementation in zip(_configs(model), implementations, strict=True):
+        config._attn_implementation_internal = implementation
