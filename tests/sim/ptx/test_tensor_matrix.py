@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from torch_attnkit.sim._ptx import PtxError
 
-from .snippet import run
 from .exact import F64, fma
+from .snippet import run
 from .tensor_pieces import TABLES, in_order, index, operand
 
 pytestmark = pytest.mark.simulator
