@@ -40,12 +40,17 @@ def main(
     ] = False,
 ) -> None:
     """Time one op on this machine's GPU: parity first, cold inputs, CUDA graph and eager, medians."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype is {dtype!r}, accepted: bf16, f16, f32, f8e4m3")
     if op in mps.MODELS:
         if not torch.backends.mps.is_available():
             raise typer.BadParameter(f"{op} is timed on a Mac, accepted here: an op")
         raise typer.Exit(mps.model(op, DTYPES[dtype], json_file, console))
     if op not in OPS:
         raise typer.BadParameter(f"no op {op!r}; there are {', '.join(OPS)}")
+    names = OPS[op].module("cases").BENCH
+    if not any(case in name for name in names):
+        raise typer.BadParameter(f"no case of {op} has {case!r} in its name; there are {', '.join(names)}")
     if torch.backends.mps.is_available():
         raise typer.Exit(mps.main(OPS[op], DTYPES[dtype], case, json_file, console))
     if not torch.cuda.is_available():

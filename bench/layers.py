@@ -245,9 +245,9 @@ def kernels(layers: list[DeepseekV4Config], cases: list[Attention], arch: str) -
     return list(asked.kernels)
 
 
-def _cases(batches: str, tokens: int, context: int) -> Iterator[Attention]:
-    for batch in batches.split(",") if batches else ():
-        yield Attention(int(batch), 1, context)
+def _cases(batches: list[int], tokens: int, context: int) -> Iterator[Attention]:
+    for batch in batches:
+        yield Attention(batch, 1, context)
     if tokens:
         yield Attention(1, tokens, 0)
         yield Attention(1, tokens, context)
@@ -282,21 +282,24 @@ def main(
     sizes: Annotated[str, typer.Option(help=f"Of {', '.join(SIZES)}.")] = "flash,pro",
     kinds: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = "window,csa,hca",
     batches: Annotated[str, typer.Option(help="Sequences of the decode steps.")] = "1,32,128",
-    tokens: Annotated[int, typer.Option(help="Tokens of a prefill; 0: none.")] = 4096,
-    context: Annotated[int, typer.Option(help="Tokens that the caches hold.")] = 131072,
+    tokens: Annotated[int, typer.Option(help="Tokens of a prefill; 0: none.", min=0)] = 4096,
+    context: Annotated[int, typer.Option(help="Tokens that the caches hold.", min=1)] = 131072,
     profile: Annotated[bool, typer.Option(help="Also say which kernels the time of a call goes to.")] = False,
-    jobs: Annotated[int, typer.Option(help="Processes that compile; by default one a core.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes that compile; by default one a core.", min=0)] = 0,
     with_eager: Annotated[bool, typer.Option("--eager/--no-eager", help="Beside transformers' own attention.")] = True,
     peers: Annotated[bool, typer.Option(help="Beside FlashMLA, DeepGEMM and vLLM, composed by hand.")] = False,
     seconds: Annotated[float, typer.Option(help="After which none of the latter is begun; 0: all are.")] = 0,
 ) -> None:
     """A layer's attention on the ops and as others run it: results beside float32 or float64, then times."""
+    sized, each = sizes.split(","), kinds.split(",")
+    for option, names, known in (("--sizes", sized, SIZES), ("--kinds", each, KINDS)):
+        if unknown := [name for name in names if name not in known]:
+            raise typer.BadParameter(f"{option} names {unknown[0]!r}, accepted: {', '.join(known)}")
+    cases = list(_cases(models.counts("--batches", batches) if batches else [], tokens, context))
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
     start, record = time.perf_counter(), facts()
     say(f"{record['device']}: torch {torch.__version__}, commit {record['commit']}")
-    cases = list(_cases(batches, tokens, context))
-    sized, each = sizes.split(","), kinds.split(",")
     layers = {f"DeepSeek-V4-{s}, {k}": layer_config(s, k) for s in sized for k in each}
     calls = [
         (title := f"DeepSeek-V4-{s}, {k}", shape_of(layers[title], k, c.batch, c.tokens, c.context))

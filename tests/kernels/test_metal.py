@@ -56,7 +56,7 @@ def test_one_offset_more_does_not_need_another_plan():
     want, got = torch.empty_like(z), torch.empty_like(z)
     launch(y, z, w, 1e-6, want)
     launch(odd(y, room=0), z, w, 1e-6, got)
-    torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-4)
+    assert torch.equal(got, want)  # sums in another order, to float32's bits: none of them moves a rounding to float16
 
 
 def test_lengths_and_pages_that_lie_stay_inside():

@@ -32,10 +32,35 @@ def test_every_kernel_declares_its_buffers_in_order(op: str):
     assert declared and all(0 < n <= 31 for n in declared.values())
 
 
+STATED = re.compile(r"\bgrid(?: of \w+)?: (?:[^.]|\.\w)*?\b(?:threads?|threadgroups?|simdgroups?)\b", re.IGNORECASE)
+
+
+def states_grid(text: str) -> bool:
+    """Whether the comments of a source's head say of what its grid is made, or those of every file that they name."""
+    head = " ".join(line.strip(" /") for line in text.splitlines() if line.startswith("//"))
+    if STATED.search(head):
+        return True
+    near = re.findall(r"[^.;]*(?:\.\w[^.;]*)*", head)  # sentences: a point within a name ends none
+    named = {name for part in near if "rid" in part for name in re.findall(r"[\w/]+\.(?:h|metal)\b", part)}
+    if "each header states its grid" in head.lower():
+        named |= set(re.findall(r"attnkit/\w+\.h", head))
+    files = [paths.metal_include() / n if n.endswith(".h") else paths.csrc() / "metal" / n for n in named]
+    return bool(files) and all(states_grid(file.read_text()) for file in files)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_every_source_states_its_grid(op: str):
     head = paths.metal_source(op).read_text().split("#include")[0]
-    assert "rid" in head and "//" in head
+    assert states_grid(head)
+    without = re.sub(r"\bgrids?\b", "shape", head, flags=re.IGNORECASE)
+    assert not states_grid(without), "the statement is what is found"
+
+
+def test_a_word_beside_grid_is_no_statement():
+    assert not states_grid("// Bound by memory.\n// uint i [[thread_position_in_grid]]: a thread has an element.\n")
+    assert not states_grid("// The grid is large.\n// See attnkit/vectors.h for the grid.\n")
+    assert states_grid("// Grid: ceil(n / 32) threadgroups along x.\n")
+    assert states_grid("// attnkit/topk.h states the grid.\n")
 
 
 @pytest.mark.parametrize("name", HEADERS)

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from . import native
 from .dispatch import OPS, once, resolve
 from .errors import UnsupportedError
 from .op import Call, Kernel, Op
 from .target import SIMULATED, WHERE, Target, target_of
+
+_TYPES: dict[str, tuple[type, ...]] = {  # of the schema -> what Python may give; torch takes no bool for a number
+    "int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "Tensor": (torch.Tensor,),
+    "ScalarType": (torch.dtype,),
+}  # fmt: skip
 
 
 def support(arch: str | None = None) -> list[tuple[Op, int, Kernel, str]]:
@@ -23,7 +30,7 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
 
     Tensors may be on the ``meta`` device; ``target`` names another arch to ask about (cpu, metal, sm90, sm100).
     Rows that refuse for one reason are told of in one line. Raises ValueError for an op, an argument or a target that
-    there is not.
+    there is not, TypeError for what the op's schema does not take.
     """
     if op not in OPS:
         raise ValueError(f"explain: no op {op!r}; there are {', '.join(OPS)}")
@@ -33,6 +40,7 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     values = tuple(args) + tuple(kwargs.pop(n, record.defaults.get(n)) for n in record.argnames[len(args) :])
     if kwargs:
         raise ValueError(f"explain: {op} has no argument {', '.join(kwargs)}; it has {', '.join(record.argnames)}")
+    _check_types(record, values)
     lines = [record.schema]
     try:
         call = record.bind(values)
@@ -53,6 +61,17 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     except UnsupportedError as error:
         lines.append(f"refused: UnsupportedError: {error}")
     return "\n".join(lines)
+
+
+def _check_types(op: Op, values: tuple[Any, ...]) -> None:
+    """What torch refuses in a call before it is ours, where ``bind`` expects what the schema says."""
+    for argument, value in zip(op.parsed.arguments, values, strict=True):
+        optional = str(argument.type).startswith("Optional[")
+        # The parser of schemas knows a dtype as an int.
+        kind = "ScalarType" if argument.name == "dtype" else str(argument.type).removeprefix("Optional[").rstrip("]")
+        right = isinstance(value, _TYPES[kind]) and not (isinstance(value, bool) and kind in ("int", "float"))
+        if not (right or (value is None and (optional or kind == "Tensor"))):  # ``bind`` says which tensor is missing
+            raise TypeError(f"{op.name}: {argument.name} is {value!r}, accepted: {kind}{' or None' * optional}")
 
 
 def _answers(op: Op, call: Call, where: Target) -> Iterator[str]:

@@ -58,7 +58,7 @@ def parity(
     ] = False,
     simulated: Annotated[bool, typer.Option("--simulated", help="In simulators alone, hardware or not.")] = False,
     report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.", min=1)] = 1,
 ) -> None:
     """Run the parity cases of every row that this machine can run, on its hardware and in the simulators it has."""
     check_names(op, arch)

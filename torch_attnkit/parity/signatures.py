@@ -51,6 +51,8 @@ def parse(op: str, text: str) -> Signature:
         if not equals or not name:
             raise ValueError(f"repeat: {word!r} is no fact, accepted: words such as B=2, as a run prints them")
         facts[name] = _value(name, value)
+        if name[0].isupper() and not (isinstance(facts[name], int) and facts[name] >= 0):
+            raise ValueError(f"repeat: {name} is {value!r}, accepted: a size, an integer of at least 0")
     return signature(op, facts)
 
 
@@ -60,6 +62,8 @@ def _value(name: str, text: str) -> Any:
             return kind(text)
         except ValueError:
             continue
+    if name[:1].isupper() or isinstance(DEFAULTS.get(name), int | float):
+        raise ValueError(f"repeat: {name} is {text!r}, accepted: a number")
     return text
 
 

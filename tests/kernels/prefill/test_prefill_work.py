@@ -32,11 +32,18 @@ def _work(launches) -> dict[str, int]:
     return total
 
 
+# Warp instructions and barriers of ours on 1024 tokens and 2 heads, of causal and of full attention. A simulator counts
+# the same everywhere: a larger number is a change of the kernel, or of the compiler, and has to be meant.
+WORK = {
+    (64, True): (373_536, 3840), (64, False): (533_672, 5376), (128, True): (355_424, 3776),
+    (128, False): (494_536, 5568), (256, True): (367_290, 5184), (256, False): (482_464, 7056),
+}  # fmt: skip
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "causal"), WORK)
 def test_no_more_work_than_flash_attention_4(dim, causal):
-    """1024 tokens, 2 heads. Seen: 0.71 to 0.96 of its instructions, 0.73 to 1.00 of its barriers, the rest equal."""
+    """0.71 to 0.96 of its instructions, 0.80 to 1.00 of its barriers, as many products and bytes."""
     pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")
     from torch_attnkit.sim import ptx
 
@@ -51,8 +58,9 @@ def test_no_more_work_than_flash_attention_4(dim, causal):
     theirs = _work(launches)
     assert ours["flops"] <= theirs["flops"]
     assert ours["tma"] <= theirs["tma"]
-    assert ours["instructions"] <= 1.05 * theirs["instructions"]
-    assert ours["barriers"] <= theirs["barriers"]
+    assert ours["instructions"] < theirs["instructions"] and ours["barriers"] < theirs["barriers"]
+    instructions, barriers = WORK[dim, causal]
+    assert ours["instructions"] <= instructions and ours["barriers"] <= barriers
 
 
 @pytest.mark.proof

@@ -79,10 +79,17 @@ def test_pytorch_fills_the_elements_that_it_writes():
 
 
 def test_nothing_is_tracked_outside_and_in_fast_mode():
-    before = torch.empty(8)
-    copy(torch.zeros(8), torch.empty(8), 8)
+    before, out = torch.empty(8), torch.zeros(8)
+    copy(out, before.fill_(3), 8)
+    assert fresh.mask(before) is None and out.eq(3).all()
     with metal.settings(mode="checked"):
-        copy(torch.zeros(8), before, 8)
+        assert fresh.mask(before) is None
+        copy(out, before.neg_(), 8)
+        within = torch.empty(8)
+        assert fresh.mask(within) is not None
+    assert out.eq(-3).all()
+    copy(out, within, 8)  # outside again nobody asks
+    assert torch.equal(out.view(torch.int32), within.view(torch.int32))
 
 
 def test_what_an_op_allocates_inside_is_tracked(monkeypatch: pytest.MonkeyPatch):

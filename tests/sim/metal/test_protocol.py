@@ -87,9 +87,14 @@ def test_default_threads_and_groups():
 
 
 def test_no_threads_run_nothing():
-    x = torch.zeros(0)
-    metal.compile_shader(FULL).full(x, 1.0)
-    metal.compile_shader(FULL).full(torch.zeros(3), 1.0, threads=0)
+    x, empty = torch.zeros(3), torch.zeros(0)
+    full = metal.compile_shader(FULL).full
+    with metal.counting() as reports:
+        full(empty, 1.0)
+        full(x, 1.0, threads=0)
+        assert x.eq(0).all()
+        full(x, 1.0, threads=2)
+    assert x.tolist() == [1, 1, 0] and [r.device_bytes for r in reports if r.device_bytes] == [8]
 
 
 # parameter, body, value, arg_casts, result

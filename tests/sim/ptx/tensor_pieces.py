@@ -68,6 +68,17 @@ def operand(dtype: str, rows: int, k: int, rng: np.random.Generator) -> tuple[np
     return codes, table[codes]
 
 
+def in_order(a: np.ndarray, b: np.ndarray, before: np.ndarray | float = 0.0) -> np.ndarray:
+    """a (m, k) times b (n, k) transposed, to the bit: csrc/sim/ptx/tensor/matmul.h says in which order float32 adds up.
+
+    Products of all formats are exact in float32, also with block scales. Integers are exact anyway.
+    """
+    total = np.zeros((len(a), len(b)), np.float32)
+    for x, y in zip(a.T, b.T, strict=True):
+        total += np.outer(x, y).astype(np.float32)
+    return (np.asarray(before, np.float32) + total).astype(np.float32)
+
+
 # --- layouts
 
 

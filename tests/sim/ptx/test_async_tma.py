@@ -425,18 +425,24 @@ def test_a_reduction_counts_every_lane():
 
 
 def test_prefetches():
+    """A hint: it is counted, moves nothing and needs no wait; but what it names has to be a tensor map."""
     memory = aligned((4, 64))
+    memory[...] = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    before = memory.copy()
     descriptor = tensor_map("u8", memory, [64, 4], [64], [32, 1])
-    run(
-        HEAD
-        + """
-        cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%in0, {0, 0}];
-        cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4 [%in0, {0, 0, 1, 2, 3}];
+    body = """
+        @%p0 cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%in0, {0, 0}];
+        @%p0 cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4 [%in0, {0, 0, 1, 2, 3}];
         prefetch.tensormap [%in0];
-        """,
-        descriptor,
-        memory,
-    )
+        """
+    result = run(HEAD + body, descriptor, memory, check=True)
+    counted = result.counters
+    assert (counted["by_opcode"]["cp"], counted["by_opcode"]["prefetch"]) == (2, 1)
+    assert (counted["tma_read"], counted["tma_written"]) == (0, 0) and not result.reports
+    assert (memory == before).all()
+    for name in ("tile [%in1, {0, 0}]", "tile::gather4 [%in1, {0, 0, 1, 2, 3}]"):
+        with pytest.raises(PtxError, match="tensor map"):
+            run(f"{HEAD}@%p0 cp.async.bulk.prefetch.tensor.2d.L2.global.{name};", descriptor, memory)
 
 
 def test_without_the_wait_some_schedule_shows_it():

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from torch_attnkit.sim._ptx import PtxError
 
+from .exact import F64, fma
 from .snippet import run
-from .tensor_pieces import TABLES, index, operand
+from .tensor_pieces import TABLES, in_order, index, operand
 
 pytestmark = pytest.mark.simulator
 
@@ -101,12 +102,12 @@ def test_every_shape_and_type(shape, d, a, b):
         words,
         words.shape[1],
     )
-    want = before + (av @ bv.T)[row, column]
     got = out.view(before.dtype).reshape(row.shape)
-    if d == "s32" or a in ("f16", "bf16", "tf32"):
-        np.testing.assert_array_equal(got, want.astype(before.dtype))
+    if d == "s32":
+        np.testing.assert_array_equal(got, before + (av @ bv.T)[row, column])
     else:
-        np.testing.assert_allclose(got, want, rtol=1e-3 if d == "f16" else 1e-6, atol=1e-2 if d == "f16" else 1e-5)
+        want = before.astype(np.float32) + in_order(av, bv)[row, column]
+        np.testing.assert_array_equal(got, want.astype(before.dtype))
 
 
 @pytest.mark.parametrize("b", ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"])
@@ -124,7 +125,7 @@ def test_narrow_types_lie_in_bytes(a, b):
         4,
     )
     row, column = accumulators(16, "f32")
-    np.testing.assert_allclose(out.view(np.float32)[..., None], (av @ bv.T)[row, column], rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(out.view(np.float32)[..., None], in_order(av, bv)[row, column])
 
 
 @pytest.mark.parametrize("m, k", [(8, 4), (16, 4), (16, 8), (16, 16)])
@@ -149,8 +150,13 @@ def test_double_precision(m, k):
     lines += [f"st.global.f64 [%d20 + {8 * j}], %fd{j};" for j in range(m // 4)]
     run("\n".join(lines), d, *fragments)
     i = np.arange(m // 4)
-    want = fragments[2] + (a @ b.T)[G[:, None] + i // 2 * 8, 2 * T[:, None] + i % 2]
-    np.testing.assert_allclose(d, want, rtol=1e-14, atol=1e-14)
+    row, column = G[:, None] + i // 2 * 8, 2 * T[:, None] + i % 2
+    codes = lambda x: x.view(np.uint64).ravel().tolist()
+    for got, *one in zip(codes(d), codes(fragments[2]), row.ravel(), column.ravel(), strict=True):
+        want, row_of_a, row_of_b = one  # the instruction rounds once a step of k (9.7.14.5.14, .rn)
+        for x, y in zip(codes(a[row_of_a]), codes(b[row_of_b]), strict=True):
+            want = fma(F64, x, y, want)
+        assert got == want
 
 
 SCALED = [
@@ -192,11 +198,9 @@ def test_block_scaling(kind, shape, vector, dtype, factors, stype, thread_a, thr
     rows, columns = np.arange(16), np.arange(8)
     fa = worth(sa[rows % 8 * 4 + 2 * thread_a + rows // 8][:, byte : byte + factors])
     fb = worth(sb[columns * 4 + thread_b][:, byte : byte + factors])
-    want = (av * np.repeat(fa, k // factors, 1)) @ (bv * np.repeat(fb, k // factors, 1)).T
+    want = in_order(av * np.repeat(fa, k // factors, 1), bv * np.repeat(fb, k // factors, 1))
     row, column = accumulators(16, "f32")
-    np.testing.assert_allclose(
-        d.view(np.float32)[..., None], want[row, column], rtol=1e-5, atol=1e-5 * np.abs(want).max()
-    )
+    np.testing.assert_array_equal(d.view(np.float32)[..., None], want[row, column])
 
 
 def test_integer_saturation():

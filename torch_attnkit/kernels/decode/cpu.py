@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from torch_attnkit.core.op import Call
-
 from torch_attnkit.cpu.blocks import Blocks, Sequence, addresses
 
 from .problem import Operands

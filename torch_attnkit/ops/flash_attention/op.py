@@ -3,9 +3,11 @@
 Query i has position ``S - T + i`` (bottom-right alignment), whatever ``kv_len`` says. It sees the keys in
 [kv_start, kv_len), with ``causal`` those up to its position, with ``window`` those nearer than that, besides
 the first ``sink_tokens`` of its sequence. ``kv_len`` and ``kv_start`` describe right and left padding of the
-keys. ``sink`` joins the denominator only. Returns out and the natural-log LSE, sink left out. With
-``normalize=False`` out is the numerator ``sum_j exp(s_j - max) v_j`` and row_sum the denominator
-``sum_j exp(s_j - max)``, for merge_partials; otherwise row_sum is empty.
+keys. Heads stand behind tokens, as in flash-attn. Tensors as torch's SDPA has them, (B, H, T, D), need
+``.transpose(1, 2)``; as they are they may fit, and mean H tokens of T heads. ``sink`` joins the denominator
+only. Returns out and the natural-log LSE, sink left out. With ``normalize=False`` out is the numerator
+``sum_j exp(s_j - max) v_j`` and row_sum the denominator ``sum_j exp(s_j - max)``, for merge_partials;
+otherwise row_sum is empty.
 q, k and v stand for themselves times ``q_scale``, ``k_scale`` and ``v_scale``, one positive number for each
 sequence and KV head (None: 1), in every dtype. They are meant for E4M3, whose out is bfloat16.
 Source: FlashAttention-2 (arXiv 2307.08691); scales as FlashAttention-3 (arXiv 2407.08608) has them; sinks as

@@ -5,6 +5,8 @@ the cache may lie apart (any row stride), and nothing between them is touched. f
 cache's dtype, which is that of kv. The others store bytes: the D - rope_dim NoPE channels as E4M3 under UE8M0 scales
 per 64 ("fp8"), E2M1 under E4M3 per 16 ("nvfp4", with ``global_scale``) or E2M1 under UE8M0 per 32 ("mxfp4"), then the
 rope_dim RoPE channels in bfloat16, then the scales, padded to 4 bytes: 584, 380 and 368 bytes for D 512, rope_dim 64.
+Such bytes are read by kv_cache_gather and the sparse attention ops, not by sdpa_decode, whose E4M3 caches have one
+scale for each sequence and head.
 Source: the caches of DeepSeek-V4 (arXiv 2606.19348); the fp8 row is FlashMLA's.
 """
 

@@ -5,7 +5,8 @@ last ``window`` and the first ``sink_tokens``. Grouped heads share a KV head; a 
 the denominator only. Returns out and the natural-log LSE (sink left out), so that partial results can be merged.
 q and the caches stand for themselves times ``q_scale``, ``k_scale`` and ``v_scale``, one positive number for each
 sequence and KV head (None: 1).
-Caches have the dtype of q or are E4M3; out has that of q, bfloat16 where that is E4M3.
+Caches have the dtype of q or are E4M3; out has that of q, bfloat16 where that is E4M3. No op writes caches of E4M3;
+``(k / k_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)`` does, of k (B, Hkv, T, D).
 Source: MetalTile ``sdpa_decode``; scales as FlashAttention-3 (arXiv 2407.08608) has them; sinks as in GPT-OSS
 (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """

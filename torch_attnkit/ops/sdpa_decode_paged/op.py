@@ -6,7 +6,8 @@ the contract of sdpa_decode: the query sits at ``kv_len - 1`` and attends [kv_st
 last ``window`` and the first ``sink_tokens``; ``sink`` joins the denominator only; out and the natural-log
 LSE (sink left out) are returned. q and the pages stand for themselves times ``q_scale``, ``k_scale`` and
 ``v_scale``, one positive number for each sequence and KV head (None: 1).
-Caches have the dtype of q or are E4M3; out has that of q, bfloat16 where that is E4M3.
+Caches have the dtype of q or are E4M3, which sdpa_decode says how to make; out has the dtype of q, bfloat16 where that
+is E4M3.
 Source: PagedAttention (arXiv 2309.06180); scales as FlashAttention-3 (arXiv 2407.08608) has them.
 """
 

@@ -3,8 +3,9 @@
 ``kv_len`` counts the block: query r of a sequence has position ``kv_len - T + r``. A query at a negative
 position is not in the cache (a block longer than its sequence) and attends nothing. With ``causal`` it sees
 the keys from ``kv_start`` up to its own position (speculative verify, chunked prefill), otherwise all of
-[kv_start, kv_len) (block diffusion); ``window`` and ``sink_tokens`` narrow both. Returns out and the
-natural-log LSE, sink left out. q and the caches stand for themselves times ``q_scale``, ``k_scale`` and
+[kv_start, kv_len) (block diffusion); ``window`` and ``sink_tokens`` narrow both. In q heads stand behind tokens,
+in the caches before them: a q as torch's SDPA has it, (B, Hq, T, D), needs ``.transpose(1, 2)``. Returns out and
+the natural-log LSE, sink left out. q and the caches stand for themselves times ``q_scale``, ``k_scale`` and
 ``v_scale``, one positive number for each sequence and KV head (None: 1), as in flash_attention.
 Source: MetalTile ``sdpa_multi``; scales as FlashAttention-3 (arXiv 2407.08608) has them; sinks as in GPT-OSS
 (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
