@@ -102,6 +102,7 @@ def launch(
     target: str = "sm_100a",
     seed: int = 0,
     waive: Sequence[str] = (),
+    strict: Sequence[str] = (),
 ) -> Any:
     """The result of a checked run."""
     params = ", ".join(f".param .u64 a{n}" for n in range(len(arrays)))
@@ -118,6 +119,7 @@ def launch(
         seed=seed,
         limit=100_000,
         waive=list(waive),
+        strict=list(strict),
     )
 
 

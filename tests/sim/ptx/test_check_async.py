@@ -298,6 +298,48 @@ def test_case(case: Case) -> None:
     assert_case(case)
 
 
+# Two warps store 128 bytes each to the same place; every warp waits for its own.
+TWO_STORES = """
+mul.lo.u32 %r5, %r1, 128;
+add.u32 %r5, %r5, %r3;
+add.u32 %r6, %r5, {lane};
+st.shared.b32 [%r6], {value};
+fence.proxy.async.shared::cta;
+bar.sync 0;
+setp.eq.u32 %p2, %r2, 0;
+@%p2 {store};
+@%p2 cp.async.bulk.commit_group;
+@%p2 cp.async.bulk.wait_group 0;
+"""
+STORES = {
+    "tensor": "cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%in1, {%r7}], [%r5]",
+    "bulk": "cp.async.bulk.global.shared::cta.bulk_group [%in0], [%r5], 128",
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(("value", "what"), [("%r2", "note: data race that writes"), ("%r0", "data race (write after")])
+def test_copies_of_one_identical_tile(store: str, value: str, what: str) -> None:
+    body = "mov.b32 %r7, 0;\nshl.b32 %r8, %r2, 2;" + TWO_STORES.replace("{lane}", "%r8")
+    body = body.replace("{value}", value).replace("{store}", STORES[store])
+    for seed in range(5):
+        data, room = aligned(128), aligned(128)
+        room[:] = np.frombuffer(machine.tensor_map_encode(7, data.ctypes.data, [32], [], [32], [1]), np.uint8)
+        found = reports(body, data, room, block=64, seed=seed)
+        assert found and all(r.startswith(what) for r in found), found
+
+
+def test_identical_copies_into_shared_memory_are_a_race() -> None:
+    """A stage of a pipeline that is filled too early is one, whatever the tensor holds."""
+    load = """
+mbarrier.arrive.expect_tx.shared::cta.b64 %d1, [mem + {at}], 128;
+cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [mem], [%in0], 128, [mem + {at}];
+"""
+    body = mbarriers(2) + "@!%p1 bra W1;" + load.format(at=4096) + load.format(at=4104) + wait() + wait("W2", at=4104)
+    (found,) = reports(body, aligned(128), block=64)
+    assert found.startswith("data race (write after write)")
+
+
 def test_a_changed_tensor_map_needs_its_fence() -> None:
     for body, expected in ((CHANGED_MAP, 0), (dropped(CHANGED_MAP), 1)):
         data, room = aligned(128), aligned(128)

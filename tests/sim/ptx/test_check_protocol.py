@@ -115,6 +115,31 @@ W1: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p7, [mem + 4096], 
         arrays=(128,),
     ),
     Case(
+        "a_load_of_an_mbarrier",
+        r"read of an mbarrier that is in use, as if it were data",
+        """
+@%p1 mbarrier.init.shared::cta.b64 [mem + 4096], 1;
+bar.sync 0;
+@%p1 mbarrier.inval.shared::cta.b64 [mem + 4096]; // needed
+@%p1 ld.shared.b64 %d1, [mem + 4096];
+""",
+    ),
+    Case(
+        "a_bulk_copy_of_an_mbarrier",
+        r"read of an mbarrier that is in use, as if it were data",
+        """
+@%p0 st.shared.b32 [%r4 + 4096], %r2;
+fence.proxy.async.shared::cta;
+bar.sync 0;
+// wrong:@%p1 mbarrier.init.shared::cta.b64 [mem + 4160], 1;
+@%p1 fence.proxy.async.shared::cta;
+@%p1 cp.async.bulk.global.shared::cta.bulk_group [%in0], [mem + 4096], 128;
+@%p1 cp.async.bulk.commit_group;
+@%p1 cp.async.bulk.wait_group 0;
+""",
+        arrays=(128,),
+    ),
+    Case(
         "read_only_data_that_the_kernel_writes",
         r"ld.global.nc of data that the kernel has written",
         """
@@ -137,6 +162,32 @@ setp.lt.u32 %p2, %r1, 4;
 bar.sync 0;
 """,
         block=256,
+    ),
+    Case(
+        "two_setmaxnreg",
+        r"two setmaxnreg between which the warps of a warpgroup do not synchronise",
+        """
+setmaxnreg.dec.sync.aligned.u32 64;
+bar.sync 1, 128; // needed
+setmaxnreg.dec.sync.aligned.u32 40;
+""",
+        block=128,
+    ),
+    Case(
+        "two_setmaxnreg_and_an_mbarrier",
+        r"two setmaxnreg between which the warps of a warpgroup do not synchronise",
+        """
+@%p1 mbarrier.init.shared::cta.b64 [mem + 4096], 4;
+setp.eq.u32 %p2, %r2, 0;
+bar.sync 0;
+setmaxnreg.dec.sync.aligned.u32 64;
+@%p2 mbarrier.arrive.shared::cta.b64 %d1, [mem + 4096];
+W1: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], 0; // needed
+@!%p7 bra W1; // needed
+setmaxnreg.dec.sync.aligned.u32 40;
+bar.sync 0;
+""",
+        block=128,
     ),
 ]
 
@@ -216,6 +267,17 @@ OUT: bar.sync 0;
             run(body.replace("{most}", "248"), block=384, check=check)
 
 
+def test_setmaxnreg_goes_the_way_that_it_says() -> None:
+    body = "setmaxnreg.dec.sync.aligned.u32 64;\nbar.sync 0;\nsetmaxnreg.{how}.sync.aligned.u32 {to};"
+    for how, to, wrong in (("inc", 40, True), ("dec", 80, True), ("inc", 80, False), ("dec", 64, False)):
+        text = body.format(how=how, to=to)
+        if wrong:
+            with pytest.raises(_ptx.PtxError, match=f"setmaxnreg.{how} to {to} by a warp whose threads have 64 registers"):
+                run(text, block=128)
+        else:
+            run(text, block=128)
+
+
 WAIVED = "@%p0 st.shared.b32 [%r4], %r2;\n@!%p0 st.shared.b32 [%r4], %r0;\n@!%p0 ld.shared.b32 %r5, [%r4 + 128];"
 
 
@@ -233,5 +295,14 @@ def test_a_waived_finding_is_a_note_that_says_so() -> None:
 
 
 def test_unknown_findings_are_refused() -> None:
-    with pytest.raises(_ptx.PtxError, match="waive: no finding is called 'races', accepted: read_after_write, "):
-        launch(WAIVED, block=64, waive=("races",))
+    for option in ("waive", "strict"):
+        with pytest.raises(_ptx.PtxError, match=f"{option}: no finding is called 'races', accepted: read_after_write, "):
+            launch(WAIVED, block=64, **{option: ("races",)})
+
+
+def test_a_strict_run_raises_a_note() -> None:
+    same = "mov.u32 %r5, 7;\nst.shared.b32 [mem], %r5;"
+    (note,) = reports(same, block=64)
+    assert note.startswith("note: data race that writes the value that is there")
+    (finding,) = reports(same, block=64, strict=("same_value",))
+    assert not finding.startswith("note: ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .checked import Case, assert_case, parametrize, wait
+from .checked import Case, assert_case, parametrize, reports, wait
 
 pytestmark = pytest.mark.simulator
 
@@ -97,6 +97,21 @@ add.u32 %r9, %r8, 1; // needed
 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r9};
 tcgen05.wait::st.sync.aligned;
 tcgen05.wait::ld.sync.aligned;
+"""
+        + FREE,
+        block=128,
+    ),
+    Case(
+        "a_load_that_is_stored_and_freed",
+        r"data race \(write after read\), kernel k, tensor memory",
+        ALLOC
+        + STORE
+        + """
+tcgen05.wait::st.sync.aligned;
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r8}, [%r5];
+tcgen05.wait::ld.sync.aligned; // needed
+mov.b32 %r9, %r8;
+@%p0 st.shared.b32 [%r4], %r9;
 """
         + FREE,
         block=128,
@@ -221,3 +236,16 @@ wgmma.wait_group.sync.aligned 0;
 @parametrize(CASES)
 def test_case(case: Case) -> None:
     assert_case(case)
+
+
+def test_registers_of_a_load_are_watched_when_asked() -> None:
+    """The ISA lets a register dependency give the value; FlashAttention-4's forward has no tcgen05.wait::ld."""
+    used = ALLOC + STORE + "tcgen05.wait::st.sync.aligned;\n" + LOAD + "add.u32 %r9, %r8, 1;\n" + FREE
+    early = used.replace("tcgen05.wait::ld.sync.aligned;\nadd.u32 %r9, %r8, 1;", "add.u32 %r9, %r8, 1;")
+    assert early != used
+    for seed in range(4):
+        assert reports(used, block=128, seed=seed, strict=("registers_loading",)) == []
+        assert reports(early, block=128, seed=seed) == []
+        (found,) = reports(early, block=128, seed=seed, strict=("registers_loading",))
+        assert found.startswith("missing tcgen05.wait::ld: registers of a pending tcgen05.ld are used")
+        assert "add.u32 %r9, %r8, 1" in found and "tcgen05.ld.sync" in found

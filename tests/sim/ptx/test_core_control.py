@@ -311,6 +311,22 @@ def test_launches_that_hardware_refuses(options: dict, message: str) -> None:
         k.launch(**{"grid": (1,), **options})
 
 
+def test_a_target_whose_limits_are_not_known_is_refused() -> None:
+    text = kernel("", 0, target="sm_70")
+    with pytest.raises(_ptx.PtxError, match="the limits of .target 'sm_70' are not known, accepted: sm_90, sm_100"):
+        _ptx.Module(text).kernel("snippet").launch(grid=(1,), block=(32,))
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_100f", "sm_103a"])
+def test_all_of_a_targets_shared_memory_and_no_more(target: str) -> None:
+    limits = _ptx.limits(target)
+    assert (limits.shared, limits.shared_of_processor) == (227 << 10, 228 << 10)
+    k = _ptx.Module(kernel("", 0, target=target)).kernel("snippet")
+    k.launch(grid=(1,), block=(32,), dynamic_shared=limits.shared)
+    with pytest.raises(_ptx.PtxError, match=f"at most 227 KB on {target[:-1]}"):
+        k.launch(grid=(1,), block=(32,), dynamic_shared=limits.shared + 1)
+
+
 def test_required_sizes() -> None:
     text = kernel("", 0).replace("snippet()", "snippet()\n.reqntid 64, 2, 1\n.minnctapersm 1")
     k = _ptx.Module(text).kernel("snippet")

@@ -97,6 +97,27 @@ def test_the_driver_answers_what_it_knows():
             cuda.get_device_attribute(names.CU_DEVICE_ATTRIBUTE_CLOCK_RATE)
 
 
+def test_the_questions_that_cutlass_asks_first():
+    """``initialize_cuda_context`` and ``HardwareInfo``, and the functions of the driver below them."""
+    from cuda.bindings import driver
+    from cutlass.base_dsl.runtime import cuda
+
+    ask = cuda.checkCudaErrors
+    for arch, gpu in ptx.GPUS.items():
+        with ptx.device(arch):
+            assert driver.cuInit(0) == (driver.CUresult.CUDA_SUCCESS,)
+            assert ask(driver.cuDeviceGetCount()) == 1 and int(ask(driver.cuDeviceGet(0))) == 0
+            assert driver.cuDeviceGet(1)[0] == driver.CUresult.CUDA_ERROR_INVALID_DEVICE
+            assert ask(driver.cuDriverGetVersion()) == cuda.get_driver_version() >= 12000
+            assert ask(driver.cuDeviceGetName(100, 0)) == gpu.name.encode()
+            assert cuda.get_compute_capability_major_minor() == gpu.capability
+            assert cuda.get_device_info().device_count == 1
+            assert cuda.initialize_cuda_context() is not None
+            shared = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+            assert ask(driver.cuDeviceGetAttribute(shared, 0)) == gpu.limits.shared
+            assert torch.cuda.get_device_properties(0).shared_memory_per_block_optin == gpu.limits.shared
+
+
 def test_wrong_words_are_refused():
     with pytest.raises(ValueError, match="device: got 'sm80', accepted: sm90, sm100"), ptx.device("sm80"):
         pass

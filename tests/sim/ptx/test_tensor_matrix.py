@@ -203,6 +203,27 @@ def test_block_scaling(kind, shape, vector, dtype, factors, stype, thread_a, thr
     np.testing.assert_array_equal(d.view(np.float32)[..., None], want[row, column])
 
 
+def test_scales_in_braces():
+    """CuTeDSL's MmaMXF4NVF4Op writes them so, and ptxas takes it."""
+    text = "m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
+    results = []
+    for a, b in (("%r0", "%r1"), ("{%r0}", "{%r1}")):
+        out = np.zeros(128, np.float32)
+        body = f"""
+  .reg .f32 %f<4>;
+  mov.b32 %r0, 0x38404850; mov.b32 %r1, 0x40384838; mov.b32 %r2, 0x21342134;
+  mov.f32 %f0, 0f00000000;
+  mma.sync.aligned.{text} {{%f0, %f1, %f2, %f3}}, {{%r2, %r2, %r2, %r2}}, {{%r2, %r2}}, {{%f0, %f0, %f0, %f0}},
+    {a}, {{0, 0}}, {b}, {{0, 0}};
+  mad.wide.u32 %d0, %tid, 16, %in0; st.global.v4.f32 [%d0], {{%f0, %f1, %f2, %f3}};
+"""
+        run(body, out)
+        results.append(out)
+    assert (results[0] != 0).all() and (results[0] == results[1]).all()
+    with pytest.raises(PtxError, match="a scale has 2 registers, expected 1"):
+        run(body.replace("{%r0}", "{%r0, %r1}"), out)
+
+
 def test_integer_saturation():
     a = registers_a(np.full((16, 32), 255, np.uint8))
     b = registers_a(np.full((8, 32), 255, np.uint8))

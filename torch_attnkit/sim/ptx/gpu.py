@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from . import launch, memory, store
-from .runtime import own_name, renamed, require_compiler, runtime
+from .runtime import machine, own_name, renamed, require_compiler, runtime
 from .settings import settings
 
 
@@ -34,6 +34,11 @@ class Gpu:
     processors: int
     memory: int
     l2: int
+
+    @property
+    def limits(self) -> Any:
+        """What a multiprocessor has (csrc/sim/ptx/machine/target.cpp): ``shared``, ``threads_of_processor``, ..."""
+        return machine().limits(self.target)
 
 
 GPUS = {
@@ -79,9 +84,10 @@ def _torch(gpu: Gpu) -> Patches:
     """torch's answers about a GPU. Tensors stay where they are: ``device`` is still cpu, ``is_cuda`` is true."""
     properties = SimpleNamespace(
         name=gpu.name, major=gpu.capability[0], minor=gpu.capability[1], multi_processor_count=gpu.processors,
-        total_memory=gpu.memory, L2_cache_size=gpu.l2, warp_size=32, max_threads_per_multi_processor=2048,
-        shared_memory_per_block_optin=227 << 10, shared_memory_per_multiprocessor=228 << 10,
-        regs_per_multiprocessor=65536,
+        total_memory=gpu.memory, L2_cache_size=gpu.l2, warp_size=32, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=gpu.limits.threads_of_processor,
+        shared_memory_per_block_optin=gpu.limits.shared,
+        shared_memory_per_multiprocessor=gpu.limits.shared_of_processor,
     )  # fmt: skip
     stream = SimpleNamespace(
         cuda_stream=0, device=torch.device("cpu"), synchronize=lambda: None, query=lambda: True,
@@ -138,6 +144,8 @@ def _compiler(gpu: Gpu, work: str) -> Patches:
     # The handles are the simulator's: the real runtime, which would unload them, must not see them.
     yield CudaDialectJitCompiledFunction, "_load_cuda_library", lambda function: [] if load(function) else []
     yield driver, "get_device_attribute", _attribute(gpu)
+    yield driver, "get_driver_version", lambda: driver.cuda.CUDA_VERSION  # its own would keep the answer
+    yield from _driver(gpu, driver.cuda)
     yield HardwareInfo, "__init__", lambda info, device_id=0: None
     yield HardwareInfo, "get_device_multiprocessor_count", lambda info: gpu.processors
     yield HardwareInfo, "get_l2_cache_size_in_bytes", lambda info: gpu.l2
@@ -147,11 +155,35 @@ def _compiler(gpu: Gpu, work: str) -> Patches:
     yield cutlass.cute.runtime, "load_module", _loading(cutlass.cute.runtime.load_module)
 
 
+def _driver(gpu: Gpu, driver: Any) -> Patches:
+    """The driver's functions that CuTeDSL and its examples ask before they compile: one device, initialised."""
+    success, attribute = driver.CUresult.CUDA_SUCCESS, _attribute(gpu)
+    context = driver.CUcontext(1)  # a handle that nobody follows
+
+    def device(ordinal: int) -> tuple[Any, ...]:
+        return (success, driver.CUdevice(0)) if ordinal == 0 else (driver.CUresult.CUDA_ERROR_INVALID_DEVICE, None)
+
+    answers: dict[str, Callable[..., tuple[Any, ...]]] = {
+        "cuInit": lambda flags: (success,),
+        "cuDriverGetVersion": lambda: (success, driver.CUDA_VERSION),
+        "cuDeviceGetCount": lambda: (success, 1),
+        "cuDeviceGet": device,
+        "cuDeviceGetAttribute": lambda asked, dev: (success, attribute(asked)),
+        "cuDeviceGetName": lambda length, dev: (success, gpu.name.encode()[: length - 1]),
+        "cuDeviceTotalMem": lambda dev: (success, gpu.memory),
+        "cuCtxGetCurrent": lambda: (success, context),
+        "cuCtxGetDevice": lambda: (success, driver.CUdevice(0)),
+        "cuCtxSynchronize": lambda: (success,),
+        "cuStreamSynchronize": lambda stream: (success,),
+    }
+    yield from ((driver, name, answer) for name, answer in answers.items())
+
+
 def _attribute(gpu: Gpu) -> Callable[..., int]:
     """The driver's answers about a device, by the names that the driver gives its questions."""
     known = {
-        "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": 228 << 10,
-        "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 227 << 10,
+        "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": gpu.limits.shared_of_processor,
+        "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": gpu.limits.shared,
         "MULTIPROCESSOR_COUNT": gpu.processors,
         "COMPUTE_CAPABILITY_MAJOR": gpu.capability[0],
         "COMPUTE_CAPABILITY_MINOR": gpu.capability[1],

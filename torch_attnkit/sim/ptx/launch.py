@@ -124,7 +124,7 @@ def _run(
     result = kernel.launch(
         grid=grid, block=block, cluster=cluster, dynamic_shared=shared, params=bytes(params), ranges=memory.ranges(),
         check=how.check, seed=how.seed, poison=how.poison, threads=how.threads, limit=how.limit,
-        removed=list(how.removed), processors=processors, waive=list(how.waive),
+        removed=list(how.removed), processors=processors, waive=list(how.waive), strict=list(how.strict),
     )  # fmt: skip
     notes = tuple(r for r in result.reports if r.startswith("note: "))
     wrong = [r for r in result.reports if not r.startswith("note: ")]

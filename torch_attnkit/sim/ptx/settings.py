@@ -20,7 +20,8 @@ class Settings:
     0 takes every core; ``limit`` is the number of warp instructions after which a launch counts as endless (0: none);
     ``processors`` the number of multiprocessors (0: an H200's or a B200's). ``removed`` holds the indices of statements
     that are skipped, for studies of what a check would miss. ``waive`` names kinds of findings (docs/ptx_simulator.md)
-    that a checked run counts in its notes instead of raising.
+    that a checked run counts in its notes instead of raising; ``strict`` names kinds of notes that it raises, and what
+    it looks for only when asked.
     """
 
     check: bool = False
@@ -31,16 +32,16 @@ class Settings:
     processors: int = 0
     removed: tuple[int, ...] = ()
     waive: Sequence[str] = ()
+    strict: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not self.waive:
-            return
-        if isinstance(self.waive, str):
-            raise TypeError(f"settings: waive is {self.waive!r}, accepted: a sequence of names")
-        names = machine().finding_names()
-        for name in self.waive:
-            if name not in names:
-                raise ValueError(f"settings: waive has {name!r}, accepted: {', '.join(names)}")
+        for option, given in (("waive", self.waive), ("strict", self.strict)):
+            if isinstance(given, str):
+                raise TypeError(f"settings: {option} is {given!r}, accepted: a sequence of names")
+            for name in given:
+                names = machine().finding_names()
+                if name not in names:
+                    raise ValueError(f"settings: {option} has {name!r}, accepted: {', '.join(names)}")
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,18 @@ bool completed(const Context& c, const Barrier& r, const SharedPlace& p, const M
   return phase < m.phase;
 }
 
+// Those of the lanes that need no answer to know that their phase is over.
+Mask knowing(Context& c, const Barrier& r, const uint64_t* at, Mask done) {
+  Mask known = 0;
+  while (done != 0) {
+    const unsigned l = static_cast<unsigned>(__builtin_ctz(done));
+    const Mask lanes = same(at, l, done);
+    known |= c.check->know_phase(c, valid(c, place(c, at[l], r.address.generic, true)), lanes);
+    done &= ~lanes;
+  }
+  return known;
+}
+
 // The checker hears of a warp's waits once for each barrier.
 void tell(Context& c, const Barrier& r, const uint64_t* at, Mask done) {
   while (done != 0) {
@@ -184,9 +196,50 @@ void tell(Context& c, const Barrier& r, const uint64_t* at, Mask done) {
   }
 }
 
-// try_wait may answer false at any time (9.7.13.15.16). A hostile schedule lets it, so that a kernel that does not look
-// at the answer goes on too early; once for each wait, so that a kernel that does look is not held up.
-bool hostile(Context& c) { return c.launch.options.seed != 0 && chance(c.cluster, 4); }
+// --- refusals. try_wait may answer false (9.7.13.15.16) as long as its thread cannot know that the phase is over. A
+// hostile schedule makes it, so that a kernel that does not look at the answer goes on too early: whenever a warp comes
+// to a wait for the first time, and now and then later.
+
+constexpr uint32_t kMostFirst = 64, kMostLater = 2;  // answers in a row
+
+Refusals& refusals_of(Warp& w, const Op& op) {
+  for (Refusals& r : w.refusals)
+    if (r.op == &op) return r;
+  w.refusals.push_back({&op});
+  return w.refusals.back();
+}
+
+// Of all registers, FNV-1a over words.
+uint64_t state_of(const Warp& w) {
+  const auto* words = reinterpret_cast<const uint64_t*>(w.file.data());
+  uint64_t hash[4] = {1, 2, 3, 4}, sum = 0xcbf29ce484222325ull;
+  for (size_t i = 0, n = w.file.size() * (sizeof(V32) / sizeof(uint64_t)); i < n; i += 4)
+    for (size_t k = 0; k < 4; k++) hash[k] = (hash[k] ^ words[i + k]) * 0x100000001b3ull;
+  for (const uint64_t one : hash) sum = (sum ^ one) * 0x100000001b3ull;
+  return sum;
+}
+
+// Whether to answer false now. `done`: the lanes whose phase is over; `known`: those of them that know it already. A
+// warp that has come back with the same registers does look at the answer, and would come back for ever: then it gets
+// the true one. A warp that counts its attempts has others, and is refused until it gives up.
+bool refuses(Context& c, const Op& op, Mask done, Mask known) {
+  if (c.launch.options.seed == 0) return false;
+  Refusals& r = refusals_of(c.warp, op);
+  const bool truth = r.enough || known == c.mask || (done != 0 && c.check == nullptr);
+  const bool spared = r.count == 0 && r.met && (done != 0 || !chance(c.cluster, 4));
+  if (!truth && !spared) {
+    const uint64_t state = r.met ? 0 : state_of(c.warp);
+    r.enough = r.count != 0 && (r.met ? r.count >= kMostLater : r.count >= kMostFirst || state == r.state);
+    if (!r.enough) {
+      r.count++;
+      r.state = state;
+      return true;
+    }
+  }
+  r.met |= r.count != 0;
+  if (done != 0) r.count = 0, r.enough = false;  // the next wait is another one
+  return false;
+}
 
 Step run_wait(Context& c, const Op& op) {
   const auto& r = record<Barrier>(op);
@@ -213,13 +266,21 @@ Step run_wait(Context& c, const Op& op) {
     }
     if (last_done) done |= 1u << l;
   }
+  Fragment& f = c.fragment;
+  Mask& result = c.warp.pred(r.destination);
+  if (r.blocking && !f.timed_out) {
+    const Mask before = result, known = done && c.check ? knowing(c, r, at, done) : 0;
+    result = (result & ~c.mask) | known;
+    if (refuses(c, op, done, known)) {
+      done = known;
+    } else if (!done) {
+      result = before;
+      return Step::blocked;
+    }
+  }
   if (done && c.check) tell(c, r, at, done);
   // A lane whose phase is over must not be held up by the others: they come back in a fragment of their own.
-  Fragment& f = c.fragment;
-  if (!done && r.blocking && !f.timed_out && (f.refused || !hostile(c))) return Step::blocked;
-  f.refused = !done && r.blocking && !f.timed_out;
   f.timed_out = false;
-  Mask& result = c.warp.pred(r.destination);
   result = (result & ~c.mask) | done;
   // A test that fails takes time, in which something may complete.
   if (!done && c.launch.options.seed && chance(c.cluster, 4)) drain_one(c.cluster);

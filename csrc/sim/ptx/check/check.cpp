@@ -7,23 +7,24 @@
 
 namespace ptx {
 
+static size_t finding_named(const char* option, const std::string& name) {
+  const std::vector<std::string> names = finding_names();
+  const auto at = std::find(names.begin(), names.end(), name);
+  if (at != names.end()) return static_cast<size_t>(at - names.begin());
+  std::string accepted;
+  for (const std::string& one : names) accepted += (accepted.empty() ? "" : ", ") + one;
+  throw Error(std::string(option) + ": no finding is called '" + name + "', accepted: " + accepted);
+}
+
 Checker::Checker(Launch& launch) : state_(std::make_unique<State>(launch)) {
   if (launch.program->ops.size() > kStatementMask)
     throw Error("kernel " + launch.program->function->name + ": " + std::to_string(launch.program->ops.size()) +
                 " statements, a checked run takes " + std::to_string(kStatementMask));
   state_->registers = find_registers(*launch.program);
-  const std::vector<std::string> names = finding_names();
-  for (const std::string& name : launch.options.waived) {
-    const auto at = std::find(names.begin(), names.end(), name);
-    if (at == names.end()) {
-      std::string accepted;
-      for (const std::string& one : names) accepted += (accepted.empty() ? "" : ", ") + one;
-      throw Error("waive: no finding is called '" + name + "', accepted: " + accepted);
-    }
-    state_->waived[static_cast<size_t>(at - names.begin())] = true;
-  }
+  for (const std::string& name : launch.options.waived) state_->waived[finding_named("waive", name)] = true;
+  for (const std::string& name : launch.options.strict) state_->raised[finding_named("strict", name)] = true;
   for (const Registers::Use& u : state_->registers.uses)
-    watched.push_back(!u.loads.empty() || !u.pending.empty() || !u.unfenced.empty());
+    watched.push_back(!u.loads.empty() || !u.stored.empty() || !u.pending.empty() || !u.unfenced.empty());
 }
 Checker::~Checker() = default;
 
@@ -205,7 +206,7 @@ static Access by_operation(const AsyncRef& ref, Space space, Cta* owner, bool wr
 
 void Checker::access(const AsyncRef& ref, Space space, Cta* owner, uint64_t address, uint64_t bytes, bool write,
                      Proxy proxy) {
-  state_->settle(nullptr);
+  state_->settle(ref);
   if (space == Space::tensor)
     return tensor(ref, *owner, static_cast<unsigned>(address / kTmemColumns), 1, address % kTmemColumns,
                   static_cast<unsigned>(bytes / 4), write);
@@ -213,7 +214,7 @@ void Checker::access(const AsyncRef& ref, Space space, Cta* owner, uint64_t addr
 }
 
 void Checker::reduce(const AsyncRef& ref, Space space, Cta* owner, uint64_t address, uint64_t bytes, Proxy proxy) {
-  state_->settle(nullptr);
+  state_->settle(ref);
   Access a = by_operation(ref, space, owner, true, proxy);
   a.mark |= kStrong;
   a.reads = true;
@@ -262,27 +263,10 @@ void Checker::begin(Cta& cta) {
     v.own.at[kStarted] = 1;
     v.clock.of(w.local).at[kStarted] = 1;
     if (state.first_agent == 0) state.first_agent = w.local + 1;
-    w.loading.resize(s.registers.load_count);
+    w.loading.resize(s.registers.load_statement.size());
     w.multiplying.resize(s.registers.product_statement.size());
     w.touched.assign(s.registers.product_statement.size(), 1);
     warp->checked = &w;
-  }
-}
-
-// PTX ISA 9.7.19.5: all warps of a warpgroup execute the same setmaxnreg.
-void Checker::registers_changed(const Cta& cta) {
-  for (size_t first = 0; first < cta.warps.size(); first += 4) {
-    const size_t end = std::min(first + 4, cta.warps.size());
-    const Warp* most = cta.warps[first].get();
-    for (size_t i = first; i < end; i++)
-      if (cta.warps[i]->register_changes.size() > most->register_changes.size()) most = cta.warps[i].get();
-    for (size_t i = first; i < end; i++) {
-      const size_t done = cta.warps[i]->register_changes.size();
-      if (done == most->register_changes.size()) continue;
-      const Actor actor{most->register_changes[done], {cta.index[0], cta.index[1], cta.index[2]}, most->id};
-      state_->report(Finding::setmaxnreg, Space::shared, actor, nullptr, 0, 0,
-                     "\n    warp " + std::to_string(i) + " of its warpgroup does not");
-    }
   }
 }
 

@@ -74,6 +74,8 @@ class Checker {
   void arrive(const AsyncRef&, Mbarrier&);  // complete_tx or an arrival by an asynchronous operation
   void phase(Mbarrier&);                    // the phase has completed
   void observe(const Context&, Mbarrier&, Mask lanes, bool acquire = true);  // their wait saw the phase complete
+  // Those of the lanes for which the completed phases of the barrier lie in the past, without a look at it.
+  Mask know_phase(const Context&, const Mbarrier&, Mask lanes) const;
   // tcgen05.commit: knows all earlier work of the lane in the pipe; when it completes, arrive(ref, mbarrier).
   AsyncRef commit(const Context&, TensorPipe, unsigned lane);
   void named_arrive(const Context&, NamedBarrier&);
@@ -92,6 +94,7 @@ class Checker {
   void tensor_loaded(const Context&);                    // tcgen05.wait::ld
   void tensor_fence(const Context&, bool before);        // tcgen05.fence::before_/after_thread_sync
   void wgmma_fence(const Context&);
+  void change_registers(const Context&);                 // setmaxnreg
   // bar.warp.sync of these lanes. No other .sync operation orders memory (PTX ISA 9.7.13.2; the vote, match, shuffle
   // and reduce functions "do not imply a memory barrier", says the CUDA programming guide).
   void converge(const Context&, Mask lanes);

@@ -144,6 +144,7 @@ Access Checker::State::by_lanes(const Context& c, const View& v, Space space, Ct
   WarpState& w = warp_state(c);
   doubt_warp = &c.warp;
   doubt_op = c.op;
+  doubt_operation = 0;
   return {v.clock, epoch(w.agent, w.now, c.op->index, lanes), actor_of(c), space, write, kOrder, state_of(owner)};
 }
 

@@ -12,8 +12,8 @@ constexpr size_t kMostReports = 500;  // of different pairs; a broken kernel can
 constexpr const char* kNames[kFindings] = {
     "read_after_write", "write_after_read", "write_after_write", "proxy_fence", "map_fence", "uninitialised", "exited",
     "in_flight", "barrier_init", "barrier_visible", "registers_unfenced", "registers_pending", "barrier_overwritten",
-    "not_started", "not_constant", "setmaxnreg", "foreign_lanes", "same_value", "operand_uninitialised", "tensor_fence",
-    "lingering"};
+    "not_started", "not_constant", "setmaxnreg", "setmaxnreg_unordered", "barrier_read", "foreign_lanes", "same_value",
+    "operand_uninitialised", "tensor_fence", "lingering", "registers_loading"};
 
 const char* headline(Finding f) {
   switch (f) {
@@ -35,14 +35,17 @@ const char* headline(Finding f) {
     case Finding::not_started: return "access to the memory of a CTA that is not known to have started";
     case Finding::not_constant: return "ld.global.nc of data that the kernel has written";
     case Finding::setmaxnreg: return "setmaxnreg by a part of a warpgroup";
+    case Finding::setmaxnreg_unordered: return "two setmaxnreg between which the warps of a warpgroup do not synchronise";
+    case Finding::barrier_read: return "read of an mbarrier that is in use, as if it were data";
+    case Finding::registers_loading: return "missing tcgen05.wait::ld: registers of a pending tcgen05.ld are used";
     case Finding::foreign_lanes:
       return "tcgen05.ld or .st in lanes of another warp (PTX ISA 9.7.16.8.1: \"a lane of the Tensor Memory can be "
              "accessed by a single warp in the warpgroup\")";
-    case Finding::same_value: return "note: data race that writes the value that is there";
-    case Finding::operand_uninitialised: return "note: the tensor cores read uninitialised memory";
+    case Finding::same_value: return "data race that writes the value that is there";
+    case Finding::operand_uninitialised: return "the tensor cores read uninitialised memory";
     case Finding::lingering:
-      return "note: a CTA exits before this arrival, or this read by a bulk store, is known to be over";
-    case Finding::tensor_fence: return "note: not ordered by tcgen05.fence::before_thread_sync and ::after_thread_sync";
+      return "a CTA exits before this arrival, or this read by a bulk store, is known to be over";
+    case Finding::tensor_fence: return "not ordered by tcgen05.fence::before_thread_sync and ::after_thread_sync";
   }
   return "";
 }
@@ -119,7 +122,7 @@ void Checker::State::count(const Key& key, const std::string& text, bool quiet) 
   if (at == reports.end()) {
     if (reports.size() >= kMostReports) return;
     const bool waives = waived[static_cast<size_t>(key[0])];
-    at = reports.emplace(key, Report{(waives && !quiet ? "note: waived: " : "") + text, 0, quiet || waives}).first;
+    at = reports.emplace(key, Report{(quiet ? "note: " : waives ? "note: waived: " : "") + text, 0, quiet || waives}).first;
   }
   at->second.count++;
 }
@@ -136,7 +139,7 @@ void Checker::State::report(Finding f, Space space, const Actor& actor, const Ct
     if (earlier) text += "\n    after " + describe(earlier);
     text += more;
   }
-  count(key, text, f >= Finding::same_value);
+  count(key, text, quiet(f));
 }
 
 // Of two lanes of one warp a report names the lanes, too.
@@ -147,8 +150,12 @@ std::string Checker::State::describe_lanes(const Access& a, Epoch earlier) const
 }
 
 void Checker::State::report(Finding f, const Access& a, Epoch earlier, uint64_t at) {
-  bool plain = a.write && a.space != Space::tensor && agents[a.agent()].kind == Agent::warp && !a.strong() &&
-               (f == Finding::write_after_write || f == Finding::write_after_read);
+  // Of a warp's stores, and of copies into global memory: a copy into shared memory fills a place that others use.
+  const Agent::Kind kind = agents[a.agent()].kind;
+  const bool stores = kind == Agent::warp ? a.space != Space::tensor
+                                          : kind == Agent::operation && a.space == Space::global;
+  const bool plain = a.write && stores && !a.strong() &&
+                     (f == Finding::write_after_write || f == Finding::write_after_read);
   if (!plain) {
     report(f, a.space, a.actor, a.owner, earlier, at, describe_lanes(a, earlier));
     return;
@@ -173,21 +180,27 @@ void Checker::State::keep(const Access& a, uint64_t begin, uint64_t end) {
 }
 
 // The hooks come before the bytes move, so a doubt is decided when the next instruction calls one.
+void Checker::State::settle(const AsyncRef& ref) {
+  const uint64_t operation = static_cast<uint64_t>(ref->agent) << 32 | ref->writes;
+  if (operation != doubt_operation) settle(static_cast<const Context*>(nullptr));
+  doubt_operation = operation;
+}
+
 void Checker::State::settle(const Context* c) {
-  if (doubts.empty() || (c && doubt_warp == &c->warp && doubt_op == c->op)) return;
-  bool quiet = true;
-  for (const Store& s : doubtful) quiet &= std::memcmp(bytes_of(s), s.was.data(), s.was.size()) == 0;
+  if (doubts.empty() || (c && doubt_operation == 0 && doubt_warp == &c->warp && doubt_op == c->op)) return;
+  bool same = true;
+  for (const Store& s : doubtful) same &= std::memcmp(bytes_of(s), s.was.data(), s.was.size()) == 0;
   for (const Store& s : doubtful)
-    for (uint64_t piece = s.begin / 4; quiet && piece < (s.begin + s.was.size() + 3) / 4; piece++) {
+    for (uint64_t piece = s.begin / 4; same && piece < (s.begin + s.was.size() + 3) / 4; piece++) {
       Epoch& written = s.space == Space::shared ? s.owner->written[piece] : page(piece / 1024).written[piece % 1024];
       if (((written ^ s.mark) & ~kLaneBits) == 0) written |= kSilent;
     }
   for (const Doubt& d : doubts) {
     Key key = d.key;
-    Finding f = quiet ? Finding::same_value : static_cast<Finding>(key[0]);
+    Finding f = same ? Finding::same_value : static_cast<Finding>(key[0]);
     key[0] = static_cast<int>(f);
     if (!reports.count(key) && d.text.empty()) continue;  // the loud twin stands already
-    count(key, headline(f) + d.text, quiet);
+    count(key, headline(f) + d.text, quiet(f));
   }
   doubts.clear();
   doubtful.clear();

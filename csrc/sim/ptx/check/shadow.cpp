@@ -206,12 +206,13 @@ bool Checker::State::started(const Clock& known, const CtaState& cta) const {
   return false;
 }
 
-// A write over an mbarrier that is in use.
+// PTX ISA 9.7.13.15: operations that are none of mbarrier's, on an initialised mbarrier, are undefined behaviour.
 void Checker::State::barriers(const Access& a, uint64_t begin, uint64_t end) {
   const CtaState& owner = *a.owner;
   if (begin >= owner.barriers_end || end <= owner.barriers_begin) return;
   for (uint64_t i = begin / 8; i <= (end - 1) / 8; i++)
-    if (owner.barriers[i] != 0) return report(Finding::barrier_overwritten, a.space, a.actor, a.owner, 0, i * 8);
+    if (owner.barriers[i] != 0)
+      return report(a.write ? Finding::barrier_overwritten : Finding::barrier_read, a.space, a.actor, a.owner, 0, i * 8);
 }
 
 void Checker::State::validity(const Access& a, uint64_t begin, uint64_t end) {
@@ -246,7 +247,7 @@ void Checker::State::memory(const Access& a, uint64_t begin, uint64_t end) {
     if (end > owner.written.size() * 4) return;  // out of bounds: the instruction itself fails
     if (!std::equal(a.actor.cta, a.actor.cta + 3, owner.index) && !started(a.known, owner))
       report(Finding::not_started, a.space, a.actor, a.owner, 0, begin);
-    if (a.write) barriers(a, begin, end);
+    barriers(a, begin, end);
     // The source of a bulk store that nobody has waited for: FlashAttention-4's backward exits so, and works.
     visit(owner, a.mark, !a.write && !a.product && agents[a.agent()].kind == Agent::operation);
     validity(a, begin, end);

@@ -51,6 +51,11 @@ struct WarpState {
   std::vector<uint32_t> multiplying;  // by Registers::products: number in the pipe of a wgmma not yet waited for
   std::vector<uint8_t> touched;       // by Registers::products: its registers were used since the last wgmma.fence
   bool any_loading = false, any_multiplying = false;
+  struct Change {
+    const Op* op;
+    uint32_t clock;
+  };
+  std::vector<Change> register_changes;  // the setmaxnreg executed
 };
 
 // A barrier: what arrivals bring, and what its completed phases hand on.
@@ -114,13 +119,12 @@ struct Access {
 struct Registers {
   std::vector<uint16_t> loads, products;  // ordinals of tcgen05.ld / wgmma.mma_async, by statement
   struct Use {
-    std::vector<uint16_t> loads;              // reads what these load
+    std::vector<uint16_t> loads, stored;      // computes with what these load; hands it to memory
     std::vector<uint16_t> pending, unfenced;  // wgmmas that must be over before it, and that need a fence after
   };
   std::vector<Use> uses;               // by statement
   std::vector<uint32_t> unused;        // by statement: bytes of a load that nothing depends on
-  std::vector<int> product_statement;  // by ordinal
-  size_t load_count = 0;
+  std::vector<int> product_statement, load_statement;  // by ordinal
   bool tensor_fences = false;  // the kernel has tcgen05.fence::after_thread_sync
 };
 Registers find_registers(const Program&);
@@ -142,13 +146,16 @@ enum class Finding : uint8_t {
   not_started,
   not_constant,
   setmaxnreg,
+  setmaxnreg_unordered,
+  barrier_read,
   foreign_lanes,
   same_value,
   operand_uninitialised,
   tensor_fence,
-  lingering  // the quieter class
+  lingering,         // the quieter class
+  registers_loading  // not looked for unless a launch asks
 };
-constexpr size_t kFindings = static_cast<size_t>(Finding::lingering) + 1;
+constexpr size_t kFindings = static_cast<size_t>(Finding::registers_loading) + 1;
 
 struct Page {
   std::array<Epoch, 1024> written{}, read{};
@@ -198,7 +205,9 @@ struct Checker::State {
   };
   using Key = std::array<int, 4>;  // finding, space, this statement, the other
   std::map<Key, Report> reports;
-  std::array<bool, kFindings> waived{};
+  std::array<bool, kFindings> waived{}, raised{};
+  bool raises(Finding f) const { return raised[static_cast<size_t>(f)]; }
+  bool quiet(Finding f) const { return f >= Finding::same_value && !raises(f); }
   // A race of a plain store: in the quieter class if the bytes turn out not to have changed.
   struct Doubt {
     Key key;
@@ -215,6 +224,7 @@ struct Checker::State {
   std::vector<Store> doubtful;       // what the instruction that they come from writes
   const Warp* doubt_warp = nullptr;  // the instruction they come from
   const Op* doubt_op = nullptr;
+  uint64_t doubt_operation = 0;      // or the asynchronous operation: its agent and its number there
 
   explicit State(Launch& l) : launch(l) { splits.reserve(64); }
 
@@ -250,6 +260,7 @@ struct Checker::State {
   void count(const Key&, const std::string& text, bool quiet);
   void keep(const Access&, uint64_t begin, uint64_t end);
   void settle(const Context*);  // decides the doubts once their instruction is over
+  void settle(const AsyncRef&);  // the same, before an access by an operation
   std::string describe(const Actor&) const;
   std::string describe(Epoch) const;
   std::string describe_lanes(const Access&, Epoch earlier) const;

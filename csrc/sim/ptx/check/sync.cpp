@@ -1,4 +1,6 @@
 // The checker's hooks for synchronisation: who learns what from whom.
+#include <algorithm>
+
 #include "check/state.h"
 
 namespace ptx {
@@ -99,6 +101,27 @@ void Checker::observe(const Context& c, Mbarrier& barrier, Mask lanes, bool acqu
   created(*state_, m, c, lanes);
   if (acquires) acquire(w, lanes, m.done);
   else apart(w, lanes, [&](View& v) { v.observed.join(m.done); });
+}
+
+Mask Checker::know_phase(const Context& c, const Mbarrier& barrier, Mask lanes) const {
+  if (barrier.meeting == nullptr) return lanes;
+  const WarpState& w = warp_state(c);
+  const Clock& done = barrier.meeting->done;
+  const auto seen = [](const Vector& by, size_t i) { return i < by.size() ? by[i].at[kOrder] : 0; };
+  const auto knows = [&](const View& v) {
+    for (size_t i = 0; i < done.seen.size(); i++) {
+      const Agent& other = state_->agents[w.cluster->agents[i]];
+      uint32_t known = std::max(seen(v.clock.seen, i), seen(v.observed.seen, i));
+      // Of one lane is known what is known of all of its warp.
+      known = std::max({known, seen(v.clock.seen, other.local), seen(v.observed.seen, other.local)});
+      if (w.cluster->agents[i] != w.agent && done.seen[i].at[kOrder] > known) return false;
+    }
+    return true;
+  };
+  Mask known = 0;
+  for (const View& v : w.views)
+    if ((v.lanes & lanes) != 0 && knows(v)) known |= v.lanes & lanes;
+  return known;
 }
 
 void Checker::group_done(const Context& c, const AsyncRef& ref, Mask lanes, bool reading) {

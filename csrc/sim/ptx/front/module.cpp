@@ -4,6 +4,7 @@
 
 #include "check/check.h"
 #include "front/decode.h"
+#include "machine/target.h"
 
 namespace py = pybind11;
 
@@ -158,20 +159,26 @@ PYBIND11_MODULE(_ptx, m) {
              std::vector<uint32_t> cluster, uint32_t dynamic_shared, py::bytes params,
              std::vector<std::tuple<uint64_t, uint64_t, bool, std::string>> ranges, bool check, uint64_t seed,
              bool poison, unsigned threads, uint64_t limit, std::vector<int> removed, unsigned processors,
-             std::vector<std::string> waive) {
-            Options o{check, poison, seed, threads, limit, processors, std::move(removed), std::move(waive)};
+             std::vector<std::string> waive, std::vector<std::string> strict) {
+            Options o{check,      poison,     seed, threads, limit, processors, std::move(removed),
+                      std::move(waive), std::move(strict)};
             return launch(p, Arguments{grid, block, cluster, dynamic_shared, std::string(params), ranges, o});
           },
           py::kw_only(), py::arg("grid"), py::arg("block"), py::arg("cluster") = std::vector<uint32_t>{1, 1, 1},
           py::arg("dynamic_shared") = 0, py::arg("params") = py::bytes(), py::arg("ranges") = py::list(),
           py::arg("check") = false, py::arg("seed") = 0, py::arg("poison") = true, py::arg("threads") = 0,
           py::arg("limit") = 0, py::arg("removed") = std::vector<int>{}, py::arg("processors") = 148,
-          py::arg("waive") = std::vector<std::string>{});
+          py::arg("waive") = std::vector<std::string>{}, py::arg("strict") = std::vector<std::string>{});
 
   py::class_<Result>(m, "Result")
       .def_property_readonly("counters", &counters)
       .def_property_readonly("printed", [](const Result& r) { return r.launch.printed; })
       .def_readonly("reports", &Result::reports);
+  py::class_<Limits>(m, "Limits")
+      .def_property_readonly("shared", [](const Limits& l) { return l.shared << 10; }, "Bytes of shared memory of a CTA.")
+      .def_property_readonly("shared_of_processor", [](const Limits& l) { return l.shared_of_processor << 10; })
+      .def_readonly("threads_of_processor", &Limits::threads_of_processor);
+  m.def("limits", &limits_of, py::arg("target"), "What a multiprocessor of a PTX target has.");
   m.def("finding_names", &finding_names, "What a checked run can find, by the names that `waive` takes.");
   m.def("opcode_roots", &opcode_roots, "Every opcode root of the table.");
 }

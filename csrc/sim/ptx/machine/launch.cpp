@@ -5,6 +5,7 @@
 #include "check/check.h"
 #include "front/decode.h"
 #include "machine/schedule.h"
+#include "machine/target.h"
 
 namespace ptx {
 
@@ -109,9 +110,11 @@ void check_shape(const Launch& launch) {
   if (launch.params.size() < f.param_bytes)
     refuse("parameters of " + std::to_string(launch.params.size()) + " bytes, " + std::to_string(f.param_bytes) +
            " are needed");
-  if (launch.program->dynamic_base + launch.dynamic_shared > (228u << 10))
+  // Its addresses begin behind the driver's.
+  const Limits& limits = limits_of(launch.program->module->target);
+  if (launch.program->dynamic_base + launch.dynamic_shared > (limits.shared << 10) + kSharedBase)
     refuse(std::to_string(launch.program->static_shared) + " + " + std::to_string(launch.dynamic_shared) +
-           " bytes of shared memory; a CTA has at most 227 KB");
+           " bytes of shared memory; a CTA has at most " + std::to_string(limits.shared) + " KB on " + limits.target);
 }
 
 }  // namespace

@@ -20,13 +20,16 @@ uint32_t at(const uint32_t* three, char axis) { return three[axis - 'x']; }
 
 }  // namespace
 
+std::string Context::quote(const Op& of) const {
+  const Statement& s = *of.from;
+  const Module& m = *launch.program->module;
+  const std::string text = "line " + std::to_string(s.line) + " '" + s.text + "'";
+  const auto file = m.files.find(s.file);
+  return file == m.files.end() ? text : text + " (" + file->second + ":" + std::to_string(s.source_line) + ")";
+}
+
 void Context::fail(const std::string& what) const {
-  const Statement& s = *op->from;
-  const Program& p = *launch.program;
-  std::string where = "kernel " + p.function->name + ", line " + std::to_string(s.line) + " '" + s.text + "'";
-  const auto file = p.module->files.find(s.file);
-  if (file != p.module->files.end()) where += " (" + file->second + ":" + std::to_string(s.source_line) + ")";
-  throw Error(where + ", CTA (" + std::to_string(cta.index[0]) + ", " + std::to_string(cta.index[1]) + ", " +
+  throw Error("kernel " + launch.program->function->name + ", " + quote(*op) + ", CTA (" + std::to_string(cta.index[0]) + ", " + std::to_string(cta.index[1]) + ", " +
               std::to_string(cta.index[2]) + ") warp " + std::to_string(warp.id) + " lanes " + hex(mask) + ": " + what);
 }
 

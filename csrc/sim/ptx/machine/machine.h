@@ -58,7 +58,6 @@ struct Fragment {
   uint64_t state = 0;     // for an instruction that waits in two steps (bar.sync: arrived, generation + 1); 0: not yet
   uint32_t spent = 0;     // instructions in this turn of the warp while it has several fragments
   bool timed_out = false; // mbarrier.try_wait: nothing else could run; answer false instead of blocking
-  bool refused = false;   // mbarrier.try_wait: a hostile schedule has made it answer false; next time it blocks
 };
 
 // An asynchronous operation that has been issued and not yet completed. Operations with the same nonzero `order`
@@ -66,6 +65,15 @@ struct Fragment {
 struct Pending {
   uint64_t order = 0;
   std::function<void()> complete;
+};
+
+// What a hostile schedule has made of an mbarrier.try_wait of one warp.
+struct Refusals {
+  const Op* op = nullptr;
+  uint32_t count = 0;     // answers in a row that were false
+  uint64_t state = 0;     // of the warp's registers, at the last one
+  bool met = false;       // there has been an earlier wait that was refused
+  bool enough = false;    // this wait has been refused often enough
 };
 
 struct Groups;  // async/async.h: the bulk groups or the cp.async groups of a warp's threads
@@ -82,9 +90,10 @@ struct Warp {
   Mask carry = 0;                           // CC.CF of each lane
   std::shared_ptr<Groups> bulk_groups, async_groups;   // null until the first operation that is tracked
   uint64_t cluster_generation = 0;          // barrier.cluster: the phase this warp arrived in
+  std::vector<Refusals> refusals;           // by a hostile schedule
   uint32_t tensor_stores = 0;               // tcgen05.st issued and not yet complete
   uint32_t registers = 0;                   // a lane's, since the last setmaxnreg
-  std::vector<const Op*> register_changes;  // the setmaxnreg executed
+  bool registers_changed = false;           // there has been one
   std::shared_ptr<WgmmaState> wgmma;        // null until the first wgmma
   checking::WarpState* checked = nullptr;   // null when nothing is checked
 
@@ -110,6 +119,12 @@ struct NamedBarrier {
   checking::Meeting* meeting = nullptr;  // of a checked run
 };
 
+// A tcgen05.dealloc, for the error of who uses its columns after it.
+struct TensorFreed {
+  const Op* op = nullptr;
+  uint32_t warp = 0, first = 0, columns = 0;
+};
+
 struct Cta {
   Cluster* cluster = nullptr;
   uint32_t index[3] = {};        // %ctaid
@@ -119,6 +134,7 @@ struct Cta {
   std::vector<uint8_t> shared_storage;
   std::vector<uint32_t> tmem;    // [lane * kTmemColumns + column]; empty until the first tcgen05.alloc
   std::vector<int> tmem_owner;   // per column: index of the allocation's first column, -1 free; managed by tcgen05
+  std::vector<TensorFreed> tmem_freed;  // per column: the last tcgen05.dealloc that gave it back
   bool tmem_relinquished = false;
   std::shared_ptr<TensorPair> tensor_pair;          // null until the first tcgen05.alloc of a pair
   std::vector<Mbarrier> mbarriers;                  // by offset / 8, grown on demand
@@ -187,6 +203,7 @@ struct Context {
 
   unsigned first() const { return static_cast<unsigned>(__builtin_ctz(mask)); }
   [[noreturn]] void fail(const std::string& what) const;   // Error with kernel, PTX line, CTA, warp, lanes
+  std::string quote(const Op&) const;                      // PTX line and text of an operation, and its source line
 };
 
 enum class Step : uint8_t { next, blocked, jumped, exited };
@@ -210,6 +227,7 @@ struct Options {
   unsigned processors = 148;    // %nsmid, and how many clusters are resident (spinning between CTAs)
   std::vector<int> removed;     // statements to skip (mutation study): indices into Function::body
   std::vector<std::string> waived;  // findings that a checked run only counts: names of finding_names()
+  std::vector<std::string> strict;  // those that it would only count, or not look for, and raises
 };
 
 struct Launch {

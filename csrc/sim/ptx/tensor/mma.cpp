@@ -196,10 +196,16 @@ void decode_scales(Decoder& d, Mma& r) {
     byte = d.source(o.parts[0], 4);
     thread = d.source(o.parts[1], 4);
   };
+  // The ISA's grammar has the bare register; CuTeDSL's MmaMXF4NVF4Op writes {register}, and ptxas takes both.
+  const auto word = [&](size_t i) {
+    const std::vector<Slot> found = d.sources(d.operand(i), 4);
+    expect(d, found, 1, "a scale");
+    return found[0];
+  };
   d.count(8, 8);
-  r.scale_a = d.source(d.operand(4), 4);
+  r.scale_a = word(4);
   pair(5, r.byte_a, r.thread_a);
-  r.scale_b = d.source(d.operand(6), 4);
+  r.scale_b = word(6);
   pair(7, r.byte_b, r.thread_b);
 }
 

@@ -17,6 +17,14 @@ uint64_t tensor_order(const Context& c, bool pair) {
 
 TensorPipe tensor_pipe(const Context& c, bool pair) { return {pair ? tensor_group(c, true)[0] : &c.cta}; }
 
+std::string tensor_freed(const Context& c, const Cta& cta, unsigned column) {
+  const TensorFreed by = column < cta.tmem_freed.size() && cta.tmem_owner[column] < 0 ? cta.tmem_freed[column]
+                                                                                      : TensorFreed{};
+  if (by.op == nullptr) return "";
+  return ": warp " + std::to_string(by.warp) + " has given columns " + std::to_string(by.first) + " .. " +
+         std::to_string(by.first + by.columns - 1) + " back, " + c.quote(*by.op);
+}
+
 void check_tensor(const Context& c, const Cta& cta, unsigned lane, unsigned lanes, unsigned column, unsigned columns,
                   const char* what) {
   const auto block = [&] {
@@ -28,7 +36,7 @@ void check_tensor(const Context& c, const Cta& cta, unsigned lane, unsigned lane
     c.fail(block() + " leave tensor memory (128 lanes, 512 columns)");
   for (unsigned i = column; i < column + columns; i++)
     if (cta.tmem_owner.empty() || cta.tmem_owner[i] < 0)
-      c.fail(block() + ": column " + std::to_string(i) + " is not allocated");
+      c.fail(block() + ": column " + std::to_string(i) + " is not allocated" + tensor_freed(c, cta, i));
 }
 
 std::string tensor_leak(const Cta& cta) {

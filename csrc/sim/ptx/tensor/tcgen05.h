@@ -28,6 +28,9 @@ inline uint32_t* tensor_row(Cta& cta, unsigned lane) {
   return cta.tmem.data() + static_cast<size_t>(lane) * kTmemColumns;
 }
 
+// Of a column that is free, the rest of a sentence: who gave it back; empty when it has never been allocated.
+std::string tensor_freed(const Context&, const Cta&, unsigned column);
+
 // Columns that a CTA has not deallocated, as the text of an error; empty when there are none. For the end of a CTA.
 std::string tensor_leak(const Cta&);
 

@@ -65,6 +65,7 @@ Step run_alloc(Context& c, const Op& op) {
     if (!cta->tmem.empty()) continue;
     cta->tmem.assign(static_cast<size_t>(kTmemLanes) * kTmemColumns, 0);
     cta->tmem_owner.assign(kTmemColumns, -1);
+    cta->tmem_freed.resize(kTmemColumns);
   }
   int first;
   if (r.pair) {
@@ -117,8 +118,10 @@ Step run_dealloc(Context& c, const Op& op) {
   if (place.lane != 0 || held != n)
     c.fail("tcgen05.dealloc of " + std::to_string(n) + " columns at lane " + std::to_string(place.lane) + ", column " +
            std::to_string(place.column) + ": " +
-           (held ? "the allocation there has " + std::to_string(held) + " columns" : "no allocation starts there"));
+           (held ? "the allocation there has " + std::to_string(held) + " columns"
+                 : "no allocation starts there" + tensor_freed(c, c.cta, place.column)));
   std::replace(owner.begin(), owner.end(), first, -1);
+  std::fill_n(c.cta.tmem_freed.begin() + first, n, TensorFreed{c.op, c.warp.id, place.column, n});
   if (c.check) c.check->tensor_freed(c, c.cta, place.column, n);
   return Step::next;
 }

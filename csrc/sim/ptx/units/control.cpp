@@ -1,6 +1,7 @@
 // Branches and exits, printf, and what only hardware feels (PTX ISA 9.7.12, 9.7.13.13, 9.7.19).
 #include <cinttypes>
 
+#include "check/check.h"
 #include "machine/lanes.h"
 
 namespace ptx {
@@ -189,7 +190,8 @@ void decode_branch(Decoder& d, Op& op, bool indexed) {
 }
 
 // PTX ISA 9.7.19.5: .dec gives registers back to the CTA's pool, .inc waits until there are enough in it. The pool is
-// taken to be what all threads of the CTA could have at most.
+// taken to be what all threads of the CTA could have at most. How many a thread begins with is the assembler's choice,
+// so only after a first setmaxnreg is it known whether another one goes the way that it says.
 Step change_registers(Context& c, const Op& op) {
   Warp& w = c.warp;
   uint32_t others = 0, threads = 0;
@@ -203,14 +205,19 @@ Step change_registers(Context& c, const Op& op) {
                       {op.target, others, pool, 0}};
     return Step::blocked;
   }
+  const bool more = op.mode != 0;
+  if (w.registers_changed && (more ? op.target < w.registers : op.target > w.registers))
+    c.fail(std::string("setmaxnreg.") + (more ? "inc" : "dec") + " to " + std::to_string(op.target) +
+           " by a warp whose threads have " + std::to_string(w.registers) + " registers");
+  if (c.check != nullptr) c.check->change_registers(c);
   w.registers = op.target;
-  if (c.check != nullptr) w.register_changes.push_back(&op);
+  w.registers_changed = true;
   return Step::next;
 }
 
 void decode_setmaxnreg(Decoder& d, Op& op) {
   Modifiers m(d.from);
-  m.take_one({"inc", "dec"});
+  op.mode = m.take_one({"inc", "dec"}) == "inc";
   m.take_one({"sync"});
   m.take_one({"aligned"});
   m.take_one({"u32"});
