@@ -101,7 +101,7 @@ BAD = {
         ValueError,
         "cu_seqlens_k ends at 12, accepted: at most the 6 tokens",
     ),
-    "offsets in int64": (dict(cu_seqlens_q=cu(0, 3, 5).long()), TypeError, "cu_seqlens_q is i64, accepted: i32"),
+    "offsets in float": (dict(cu_seqlens_q=cu(0, 3, 5).float()), TypeError, "cu_seqlens_q is f32, accepted: i32, i64"),
     "different batches": (
         dict(cu_seqlens_k=cu(0, 5)),
         ValueError,

@@ -98,8 +98,8 @@ def test_refusals_name_op_argument_found_and_accepted():
     for value in (-1, 7):
         with pytest.raises(ValueError, match=rf"indexer_topk: k_len\[1\] is {value}, accepted: 0 to 6"):
             op(scores, torch.tensor([6, value], dtype=torch.int32), topk=2)
-    with pytest.raises(TypeError, match="indexer_topk: k_len is i64, accepted: i32"):
-        op(scores, torch.tensor([6, 6]), topk=2)
+    with pytest.raises(TypeError, match="indexer_topk: k_len is f32, accepted: i32, i64"):
+        op(scores, torch.tensor([6.0, 6.0]), topk=2)
     with pytest.raises(
         ValueError, match=r"indexer_topk: k_len must be \(Tq\), got shape \(3,\): Tq=3, but scores has Tq=2"
     ):

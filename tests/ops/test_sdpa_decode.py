@@ -118,7 +118,7 @@ BAD = {
         "kv_len[2] is 12, accepted: 0 to 11",
     ),
     "start beyond the cache": (dict(kv_start=torch.tensor([0, 0, 12], dtype=INT)), ValueError, "kv_start[2] is 12"),
-    "lengths in int64": (dict(kv_len=torch.tensor([1, 2, 3])), TypeError, "kv_len is i64, accepted: i32"),
+    "lengths in float": (dict(kv_len=torch.tensor([1.0, 2.0, 3.0])), TypeError, "kv_len is f32, accepted: i32, i64"),
     "heads that do not divide": (
         dict(q=torch.zeros(3, 5, 6)),
         ValueError,

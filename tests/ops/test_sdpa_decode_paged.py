@@ -115,7 +115,7 @@ BAD = {
         ValueError,
         "Ps must be at least 1",
     ),
-    "table in int64": (dict(block_table=TABLE.long()), TypeError, "block_table is i64, accepted: i32"),
+    "table in float": (dict(block_table=TABLE.float()), TypeError, "block_table is f32, accepted: i32, i64"),
     "table of another batch": (dict(block_table=TABLE[:2]), ValueError, "B=2, but q has B=3"),
 }
 

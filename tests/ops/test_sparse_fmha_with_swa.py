@@ -264,10 +264,10 @@ BAD = {
     ),
     "negative window": (dict(window=-1), ValueError, "window must be at least 0"),
     "a sink for a numerator": (dict(normalize=False), ValueError, "sink is accepted with normalize=True only"),
-    "indices in int64": (
-        dict(topk_indices=torch.zeros(6, 1, dtype=torch.int64)),
+    "indices in float": (
+        dict(topk_indices=torch.zeros(6, 1)),
         TypeError,
-        "topk_indices is i64, accepted: i32",
+        "topk_indices is f32, accepted: i32, i64",
     ),
     "mixed dtypes": (dict(swa_kv=torch.zeros(2, 9, 6).half()), TypeError, "swa_kv is f16, accepted: u8, f32"),
     "another head size": (
