@@ -33,8 +33,8 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
 
     ``model.attnkit_swapped`` says what was done: class name of the original to number of modules. A second call with
     the same arguments changes nothing. Nothing is changed if anything is refused. ``model.attnkit_restore()`` takes it
-    back, unless experts were packed. ``save_pretrained`` of a packed model writes what ``from_pretrained`` loads with the
-    same bits (``saving``), or refuses.
+    back, unless experts were packed. ``save_pretrained`` of a packed model writes what ``from_pretrained`` loads with
+    the same bits (``saving``), or refuses.
 
     Raises:
         TypeError: ``model`` is not a transformers PreTrainedModel.
