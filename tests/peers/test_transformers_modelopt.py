@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.peers.tiny_models import build, tokens, with_our_routers
 from torch_attnkit import UnsupportedError
-from torch_attnkit.integrations.transformers import attnkit_model, experts, modelopt
+from torch_attnkit.integrations.transformers import attnkit_model, modelopt
 
 AGREE = 1e-10
 IGNORE = ["lm_head", "*.gate", "*.shared_expert_gate", "model.layers.0.*_attn*", "*conv1d*", "*linear_attn*"]
@@ -126,8 +127,40 @@ def test_what_it_does_not_take_it_refuses(made, tmp_path, changes, words):
         AutoModelForCausalLM.from_pretrained(write(tmp_path / "other", eager.config, file, **changes))
 
 
-def test_families_without_packed_experts_are_refused(made, tmp_path, monkeypatch):
-    folder, *_ = made
-    monkeypatch.setattr(modelopt, "FAMILIES", experts.FAMILIES[:1])
-    with pytest.raises(UnsupportedError, match="is Qwen3NextExperts, accepted: GptOssExperts"):
+def test_experts_stored_by_inputs_before_outputs_are_refused(made, tmp_path):
+    """Model Optimizer exports those of GPT-OSS fused, with one scale for all."""
+    _, _, file = made
+    folder = write(tmp_path / "oss", build("gpt_oss").config, file)
+    described = json.loads((folder / "config.json").read_text()) | {"architectures": ["GptOssForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UnsupportedError, match=r"\(GptOssExperts\) is stored by inputs before outputs, accepted: "):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_checkpoint_without_some_experts_is_refused(made, tmp_path):
+    """They would be left as memory was, with a line in a report."""
+    _, eager, file = made
+    less = {name: tensor for name, tensor in file.items() if "layers.2.mlp.experts.7." not in name}
+    folder = write(tmp_path / "less", eager.config, less)
+    with pytest.raises(UnsupportedError, match="weight_scale_2 of 93 products of experts, accepted: of all 96 in"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_published_model_is_saved_with_its_bits(made, tmp_path):
+    """Scales that are no powers of two included; what was read back is saved in numbers."""
+    folder, _, file = made
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    saved, states = load_file(tmp_path / "again" / "model.safetensors"), [m.state_dict() for m in (loaded, again)]
+    assert (
+        all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        and states[0].keys() == states[1].keys()
+    )
+    experts_of_file = {
+        name: tensor for name, tensor in file.items() if re.search(r"experts\.\d+\..*\.weight(_scale)?$", name)
+    }
+    assert experts_of_file and all(torch.equal(saved[name], tensor) for name, tensor in experts_of_file.items())
+    assert saved["model.layers.3.self_attn.q_proj.weight"].dtype == torch.float32
+    ignored = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.*.self_attn.q_proj" in ignored and not any(".experts" in name for name in ignored)

@@ -3,7 +3,8 @@
 Packing replaces an experts module's ``gate_up_proj`` and ``down_proj`` parameters by buffers of the same name with
 ``_packed`` (E2M1 pairs), ``_scale`` and, for NVFP4, ``_global`` behind it. The parameters are deleted: their memory is
 the point, and code that would still read them fails instead of computing with something else. The buffers are
-persistent, so a state_dict is whole and loads into a model packed the same way. Biases stay parameters.
+persistent, so a state_dict is whole and loads into a model packed the same way; save_pretrained writes the layouts of
+published checkpoints (``saving``). Biases stay parameters.
 
 NVFP4 scales are per expert and rounded down to a power of two: every weight read back has at most six significant bits
 and is exact in bfloat16, so that rounded ordinary parameters (round_experts_to_fp4) hold the same numbers. They are
@@ -26,10 +27,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.activations import SiLUActivation
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts
 
 from torch_attnkit.core import UnsupportedError
 from torch_attnkit.formats import nvfp4
@@ -40,8 +37,6 @@ from .plain import is_plain_tensor
 ops = torch.ops.attnkit
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
 ACTIVATIONS = {"none": 1, "nvfp4": 16, "mxfp4": 32, "mxfp8": 32}  # numbers under one scale
-# Whose FP4 checkpoints are loaded as they are (mxfp4.py, modelopt.py); packed are all that _gate knows.
-FAMILIES = (GptOssExperts, Qwen3_5MoeExperts, Qwen3NextExperts, DeepseekV4Experts)
 WEIGHTS = ("gate_up_proj", "down_proj")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,7 +82,7 @@ def experts(
     format = packed_format(module)
     if format is None:
         way = "model.set_experts_implementation('eager')"
-        if module.has_gate and _gate(module) is not None:
+        if runs(module):
             way = f"call attnkit_model(model, experts='mxfp4') or experts='nvfp4', or {way}"
         raise UnsupportedError(
             f"attnkit experts: {type(module).__name__} holds ordinary weights, accepted: weights packed to FP4; {way}"
@@ -138,9 +133,9 @@ def experts_of(model: nn.Module, op: str, format: str, activations: str = "none"
             raise ValueError(f"{op}: {what} is {value!r}, accepted: {', '.join(map(repr, known))}")
     found = []
     for name, module in model.named_modules():
-        if not (hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")):  # set by transformers
+        if not is_experts(module):
             continue
-        _check_computes(module, f"{op}: {name} ({type(module).__name__})")
+        check_computes(module, f"{op}: {name} ({type(module).__name__})")
         _check_readable(model, name, module, f"{op}: {name}")
         _check_quantizable(module, f"{op}: {name}", format, activations)
         found.append(module)
@@ -152,9 +147,20 @@ def experts_of(model: nn.Module, op: str, format: str, activations: str = "none"
     return found
 
 
-def _check_computes(module: Any, what: str) -> None:
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers runs ``module`` by its ExpertsInterface, which sets these."""
+    return hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")
+
+
+def runs(module: nn.Module) -> bool:
+    """Whether ``module`` holds experts that fp4_moe computes."""
+    if not is_experts(module) or _gate(module) is None:
+        return False
+    return bool(module.has_gate) and not module.has_post_expert_norm
+
+
+def check_computes(module: Any, what: str, way: str = "; leave experts=None, and they stay the model's own") -> None:
     """Two products with a gate between them that fp4_moe has, and nothing else."""
-    way = "; leave experts=None, and they stay the model's own"
     for name, accepted in (("has_gate", True), ("has_post_expert_norm", False)):
         if getattr(module, name) != accepted:
             raise UnsupportedError(f"{what}: {name} is {not accepted}, accepted: {accepted}{way}")

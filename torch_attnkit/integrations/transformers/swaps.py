@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from torch_attnkit.core import UnsupportedError
 
-from . import deepseek_v4, mla, norms, routers
+from . import deepseek_v4, mla, norms, routers, saving
 from .experts import experts_of, pack, packed_format
 
 SWAPS: dict[type, type] = {**norms.SWAPS, **routers.SWAPS, **deepseek_v4.SWAPS, **mla.SWAPS}
@@ -33,7 +33,8 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
 
     ``model.attnkit_swapped`` says what was done: class name of the original to number of modules. A second call with
     the same arguments changes nothing. Nothing is changed if anything is refused. ``model.attnkit_restore()`` takes it
-    back, unless experts were packed.
+    back, unless experts were packed. ``save_pretrained`` of a packed model writes what ``from_pretrained`` loads with
+    the same bits (``saving``), or refuses.
 
     Raises:
         TypeError: ``model`` is not a transformers PreTrainedModel.
@@ -70,11 +71,14 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
         model.attnkit_before = before
     for module, swapped in swaps:
         module.__class__ = swapped
+    fresh = [module for module in found if packed_format(module) is None]
+    for module in fresh:
+        assert experts is not None
+        pack(module, experts)
+    if fresh:
+        model.attnkit_packed = experts
+        saving.attach(model)
     for module in found:
-        if packed_format(module) is None:
-            assert experts is not None
-            pack(module, experts)
-            model.attnkit_packed = experts
         module.attnkit_activations = activations
     if found:
         model.set_experts_implementation("attnkit")

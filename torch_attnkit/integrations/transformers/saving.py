@@ -1,0 +1,122 @@
+"""How a model with packed experts is saved: in the layouts that checkpoints of such experts are published in.
+
+``save_pretrained`` asks a model's ``hf_quantizer`` for what it writes, and its config for the quantisation. Both are
+given to a model when its experts are packed (``attach``), and they are those that ``from_pretrained`` finds again by
+the config: ``mxfp4`` writes blocks and scales under the experts' own names, as GPT-OSS is published, and ``modelopt``
+each expert by itself, as Model Optimizer exports them. What was loaded packed is saved in the same way. Bits stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import Mxfp4Config, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
+
+from torch_attnkit.core import UnsupportedError
+
+from .experts import WEIGHTS, packed_format
+
+PARTS = ("packed", "scale", "global")
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Let ``save_pretrained`` of a model, whose experts have just been packed, write what ``from_pretrained`` loads.
+
+    What no layout is known for is refused by ``save_pretrained``: a model of which other layers are quantised by
+    somebody else, and NVFP4 experts that Model Optimizer would write with another scale.
+    """
+    from .modelopt import ModelOptConfig, ModelOptExperts  # they load what is written here, by functions of this module
+    from .mxfp4 import Mxfp4Experts
+
+    packed = [module for module in model.modules() if packed_format(module) is not None]
+    names = unquantised(model)
+    quantizer: Any
+    if packed_format(packed[0]) == "mxfp4":
+        quantizer = Mxfp4Experts(Mxfp4Config(modules_to_not_convert=names), pre_quantized=True)
+    else:
+        quantizer = ModelOptExperts(ModelOptConfig("NVFP4", names, group_size=16), pre_quantized=True)
+    quantizer.adopt(packed)
+    if (other := getattr(model, "hf_quantizer", None)) is not None:
+        method = other.quantization_config.quant_method
+        quantizer.refusal = (
+            f"{type(model).__name__} is quantised by {getattr(method, 'value', method)}, too, accepted: packed experts"
+            " in a model that is not quantised otherwise"
+        )
+    mark(model, quantizer)
+
+
+def mark(model: PreTrainedModel, quantizer: Any) -> None:
+    """Let ``quantizer`` say what is written of ``model``, and of the models in it, which may be saved by themselves."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and any(packed_format(module) for module in part.modules()):
+            part.hf_quantizer = quantizer
+            part.config.quantization_config = quantizer.quantization_config
+
+
+def unquantised(model: PreTrainedModel) -> list[str]:
+    """The modules with matrices besides packed experts, as configs of checkpoints list them: by the names that they
+    have in the files, layers by a pattern."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as when transformers saves
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
+    renamings = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightRenaming)]
+    found = set()
+    for name, module in model.named_modules():
+        if packed_format(module) is None and any(p.ndim >= 2 for p in module.parameters(recurse=False)):
+            saved = apply_renamings(f"{name}.weight", renamings).removesuffix(".weight")
+            found.add(re.sub(r"\.\d+(?=\.|$)", ".*", saved))
+    return sorted(found)
+
+
+def published(
+    model: PreTrainedModel, what: str, publish: Callable[[str, Any], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The state_dict of ``model``, with ``publish(name, module)`` in place of the buffers of packed experts.
+
+    Raises:
+        UnsupportedError: experts of which this process has a part.
+    """
+    state: dict[str, torch.Tensor] = model.state_dict()
+    for name, module in model.named_modules():
+        if packed_format(module) is None:
+            continue
+        if getattr(module, "attnkit_group", None) is not None or module._is_expert_parallel:
+            raise UnsupportedError(
+                f"{what}: {name} is shared among processes, accepted: whole models; save before it is shared"
+            )
+        for weight in WEIGHTS:
+            for part in PARTS:
+                state.pop(f"{name}.{weight}_{part}", None)
+        state.update(publish(name, module))
+    return state
+
+
+def refuse(what: str, words: str | None) -> None:
+    """Called by what transformers asks first of all, so that nothing has been written."""
+    if words is not None:
+        raise UnsupportedError(f"{what}: {words}")
+
+
+def names_in(files: list[str] | None) -> list[str] | None:
+    """The names of the tensors in the files of a checkpoint; None if they are no safetensors."""
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return None
+    found: list[str] = []
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            found += opened.keys()
+    return found
+
+
+def forget(model: PreTrainedModel, ours: list[Any]) -> None:
+    """Leave ``ours`` out of the conversions that transformers reverts when it saves: ``published`` has done it."""
+    known = getattr(model, "_weight_conversions", None)
+    if known is not None:
+        model._weight_conversions = [c for c in known if not any(c is own for own in ours)]
