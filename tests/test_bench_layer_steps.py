@@ -109,7 +109,8 @@ def test_the_op_of_the_first_step_has_the_fused_kernel_for_a_peer(fmt, kernels):
     sizes = dict(Tq=5, Hq=2, D=512, Nc=128, rope=64, full=1)
     args, kwargs, wanted = call_of("rope_kv_cache_write", sizes | dict(fmt=fmt))
     call = vllm_cache.adapt("rope_kv_cache_write", args, kwargs)
-    assert difference("rope_kv_cache_write", args, wanted, call()) < 1e-2
+    # Sums of 512 squares in float32 move a rounding to bf16 in 512 2^-16 of the elements, by 2^-7 of one at most.
+    assert difference("rope_kv_cache_write", args, wanted, call()) <= 2.0**-7 * (512 * 2.0**-16) ** 0.5
     assert vllm_cache.adapt("rope_kv_cache_write", args, kwargs | dict(format="nvfp4")) is None
     assert vllm_cache.adapt("rope_kv_cache_write", (args[0].half(), *args[1:]), kwargs) is None
 
