@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <iterator>
 #include <limits>
+#include <memory>
+#include <numeric>
 #include <system_error>
 #include <thread>
 
@@ -13,7 +16,8 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #define ATTNKIT_512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")))
-#define ATTNKIT_512_INSIDE static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")))
+#define ATTNKIT_512_MEMBER inline __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")))
+#define ATTNKIT_512_INSIDE static ATTNKIT_512_MEMBER
 #endif
 
 namespace attnkit {
@@ -29,8 +33,11 @@ namespace {
 
 constexpr int64_t kKeys = 64;     // of a block
 constexpr int64_t kVectors = 4;   // of 16 keys each
+constexpr int64_t kLong = 512;    // of one that is not rearranged: so long a stream is
+constexpr int64_t kAhead = 16;    // keys that memory is asked for before they are read
 constexpr int64_t kTile = 6;      // rows whose sums are in registers: with 4 vectors each 24 of 32
 constexpr int64_t kRows = 192;    // of an item, at most: their sums and scores stay in a second-level cache
+constexpr int64_t kFew = 16;      // rows
 constexpr int64_t kWorthAThread = 1 << 21;  // products: some 0.05 ms
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -79,7 +86,7 @@ ATTNKIT_512_INSIDE void store(void* to, int64_t at, __mmask16 mask, __m512 x) {
 
 ATTNKIT_512_INSIDE __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : __mmask16((1u << n) - 1); }
 
-ATTNKIT_512_INSIDE const void* element(Number n, const void* base, int64_t at) {
+inline const void* element(Number n, const void* base, int64_t at) {
   return static_cast<const char*>(base) + at * (n == Number::kFloat32 ? 4 : 2);
 }
 
@@ -104,12 +111,12 @@ ATTNKIT_512_INSIDE void transpose(__m512 (&r)[16]) {
 
 // Rows (n, D) to columns (D, 64) of a block, zeros for the keys that it lacks.
 template <Number N>
-ATTNKIT_512_INSIDE void columns(const void* const* rows, int64_t n, int64_t D, float* to) {
+ATTNKIT_512_INSIDE void columns(const void* from, const int64_t* rows, int64_t n, int64_t D, float* to) {
   for (int64_t j = 0; j < padded(n); j += 16)
     for (int64_t d = 0; d < D; d += 16) {
       __m512 r[16];
       for (int64_t i = 0; i < 16; i++)
-        r[i] = j + i < n ? load<N>(rows[j + i], d, first(D - d)) : _mm512_setzero_ps();
+        r[i] = j + i < n ? load<N>(from, rows[j + i] + d, first(D - d)) : _mm512_setzero_ps();
       transpose(r);
       for (int64_t i = 0; i < 16 && d + i < D; i++) _mm512_storeu_ps(to + (d + i) * kKeys + j, r[i]);
     }
@@ -161,13 +168,18 @@ void product(int64_t vectors, int64_t rows, const float* a, int64_t a_row, const
     }
 }
 
-// Where a thread works.
+// Where a thread works, for so many rows; as it comes, for what the system gives anew costs more than what is done in it.
 struct Room {
-  std::vector<float> q, k, v, scores, out, top, total, alpha;
+  std::unique_ptr<float[]> memory;
+  float *q, *k, *v, *scores, *out, *top, *total, *alpha;
 
-  explicit Room(const Blocks& b)
-      : q(kRows * b.D), k(b.D * kKeys), v(kKeys * padded(b.Dv)), scores(kRows * kKeys), out(kRows * padded(b.Dv)),
-        top(kRows), total(kRows), alpha(kRows) {}
+  Room(const Blocks& b, int64_t rows) {
+    const int64_t sizes[] = {rows * b.D, b.D * kKeys, kKeys * padded(b.Dv), rows * kLong, rows * padded(b.Dv), rows, rows, rows};
+    float** const parts[] = {&q, &k, &v, &scores, &out, &top, &total, &alpha};
+    memory.reset(new float[size_t(std::accumulate(std::begin(sizes), std::end(sizes), int64_t(0)))]);
+    float* at = memory.get();
+    for (size_t i = 0; i < std::size(sizes); i++) *parts[i] = at, at += sizes[i];
+  }
 };
 
 struct Range {
@@ -230,10 +242,16 @@ ATTNKIT_512_INSIDE void soften(float* scores, float scale, int64_t begin, int64_
   top = now;
 }
 
-// Queries [t0, t1) of a sequence, with the heads [g0, g1) of a group, that of KV head h.
+// Queries [t0, t1) of a sequence, with the heads [g0, g1) of each group, those of the KV heads [h0, h1): few queries take
+// several, for these lie side by side in most caches.
 struct Item {
   const Sequence* sequence;
-  int64_t h, t0, t1, g0, g1;
+  int64_t h0, h1, t0, t1, g0, g1;
+};
+
+// Of keys from ``begin`` on: in elements, those of the first KV head.
+struct Places {
+  int64_t begin, n, k[kLong], v[kLong];
 };
 
 template <Number N>
@@ -242,7 +260,7 @@ struct Tile {
   const Sequence& s;
   const Item& item;
   Room& room;
-  int64_t heads, rows, wide;
+  int64_t heads, rows, wide;  // rows of a KV head
   std::vector<Sight> seen;
 
   Tile(const Blocks& blocks, const Item& i, Room& r)
@@ -251,57 +269,150 @@ struct Tile {
     for (int64_t t = item.t0; t < item.t1; t++) seen.push_back(sight(b, s, s.S - s.T + t));
   }
 
-  int64_t head(int64_t r) const { return item.h * (b.Hq / b.Hkv) + item.g0 + r % heads; }
+  int64_t all() const { return (item.h1 - item.h0) * rows; }
+  int64_t token(int64_t r) const { return item.t0 + r % rows / heads; }
+  int64_t head(int64_t r) const { return (item.h0 + r / rows) * (b.Hq / b.Hkv) + item.g0 + r % heads; }
 
   ATTNKIT_512 void begin() {
-    for (int64_t r = 0; r < rows; r++) {
-      const void* q = element(N, s.q, (item.t0 + r / heads) * b.q[0] + head(r) * b.q[1]);
+    for (int64_t r = 0; r < all(); r++) {
+      const void* q = element(N, s.q, token(r) * b.q[0] + head(r) * b.q[1]);
       for (int64_t d = 0; d < b.D; d += 16) {
         const __mmask16 there = first(b.D - d);
         _mm512_mask_storeu_ps(&room.q[r * b.D + d], there, load<N>(q, d, there));
       }
     }
-    std::fill_n(room.top.begin(), rows, -kInfinity);
-    std::fill_n(room.total.begin(), rows, 0.0f);
-    std::fill_n(room.out.begin(), rows * wide, 0.0f);
+    std::fill_n(room.top, all(), -kInfinity);
+    std::fill_n(room.total, all(), 0.0f);
+    std::fill_n(room.out, all() * wide, 0.0f);
   }
 
-  // Keys [begin, end), at most 64. False for a page that is none.
-  ATTNKIT_512 bool block(int64_t begin, int64_t end) {
-    const int64_t n = end - begin;
-    const void *k[kKeys], *v[kKeys];
-    for (int64_t i = 0; i < n; i++) {
+  // Where keys [begin, end) are, at most 512. False for a page that is none.
+  bool find(int64_t begin, int64_t end, Places& to) const {
+    to.begin = begin, to.n = std::max<int64_t>(0, end - begin);
+    for (int64_t i = 0; i < to.n; i++) {
       int64_t key = begin + i, k_page = 0, v_page = 0;
       if (b.page) {
         const int64_t page = s.table[key / b.page];
         if (page < 0 || page >= b.pages) return false;
         k_page = page * b.k_page, v_page = page * b.v_page, key %= b.page;
       }
-      k[i] = element(N, s.k, k_page + key * b.k[0] + item.h * b.k[1]);
-      v[i] = element(N, s.v, v_page + key * b.v[0] + item.h * b.v[1]);
+      to.k[i] = k_page + key * b.k[0], to.v[i] = v_page + key * b.v[0];
     }
-    columns<N>(k, n, b.D, room.k.data());
-    product(padded(n) / 16, rows, room.q.data(), b.D, room.k.data(), kKeys, b.D, room.scores.data(), kKeys, nullptr);
-    for (int64_t r = 0; r < rows; r++)
-      soften(&room.scores[r * kKeys], b.scale, begin, n, seen[r / heads], s.start, room.top[r], room.total[r], room.alpha[r]);
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t d = 0; d < b.Dv; d += 16) _mm512_storeu_ps(&room.v[i * wide + d], load<N>(v[i], d, first(b.Dv - d)));
-    product(wide / 16, rows, room.scores.data(), kKeys, room.v.data(), wide, n, room.out.data(), wide, room.alpha.data());
     return true;
   }
 
   bool blocks(Range keys) {
-    for (int64_t at = keys.begin; at < keys.end; at += kKeys)
-      if (!block(at, std::min(at + kKeys, keys.end))) return false;
+    Places now;
+    for (int64_t at = keys.begin; at < keys.end; at += kLong) {
+      if (!find(at, std::min(at + kLong, keys.end), now)) return false;
+      if (rows > 1)
+        for (int64_t j = 0; j < now.n; j += kKeys)
+          for (int64_t h = item.h0; h < item.h1; h++) head_block(h, now, j);
+      else if (b.D % 16 || b.Dv % 16)
+        straight<false>(now);
+      else
+        straight<true>(now);
+    }
     return true;
+  }
+
+  // Asks memory for a row of a KV head.
+  void ahead(const void* from, int64_t at, int64_t size) const {
+    constexpr int64_t kLine = 64 / (N == Number::kFloat32 ? 4 : 2);
+    for (int64_t d = 0; d < size; d += kLine) __builtin_prefetch(element(N, from, at + d));
+  }
+
+  // Many keys with one row for each KV head, which is not worth a rearrangement: rows about in the order of memory, four
+  // at a time.
+  template <bool Whole>
+  ATTNKIT_512 void straight(const Places& at) {
+    const int64_t heads_here = item.h1 - item.h0;
+    for (int64_t i = 0; i < at.n; i += 4)
+      for (int64_t h = 0; h < heads_here; h++) score<Whole>(at, i, h);
+    for (int64_t j = 0; j < at.n; j += kKeys) {
+      const int64_t n = std::min(kKeys, at.n - j);
+      for (int64_t h = 0; h < heads_here; h++) {
+        float& alpha = room.alpha[h];
+        soften(room.scores + h * kLong + j, b.scale, at.begin + j, n, seen[0], s.start, room.top[h], room.total[h], alpha);
+        for (int64_t d = 0; alpha != 1 && d < wide; d += 16) {
+          float* out = room.out + h * wide + d;
+          _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), _mm512_set1_ps(alpha)));
+        }
+      }
+      for (int64_t i = j; i < j + n; i += 4)
+        for (int64_t h = 0; h < heads_here; h++) add<Whole>(at, i, std::min(i + 4, j + n), h);
+    }
+  }
+
+  // The scores of four keys, or of the last one in place of those that there are not.
+  template <bool Whole>
+  ATTNKIT_512_MEMBER void score(const Places& at, int64_t i, int64_t h) {
+    const int64_t head = (item.h0 + h) * b.k[1];
+    const float* q = room.q + h * b.D;
+    const void* rows_of[4];
+    __m512 sums[4];
+    for (int64_t j = 0; j < 4; j++) {
+      if (i + j + kAhead < at.n) ahead(s.k, at.k[i + j + kAhead] + head, b.D);
+      rows_of[j] = element(N, s.k, at.k[std::min(i + j, at.n - 1)] + head);
+      sums[j] = _mm512_setzero_ps();
+    }
+    for (int64_t d = 0; d < b.D; d += 16) {
+      const __mmask16 there = Whole ? __mmask16(0xffff) : first(b.D - d);
+      const __m512 of_q = _mm512_maskz_loadu_ps(there, q + d);
+      for (int64_t j = 0; j < 4; j++) sums[j] = _mm512_fmadd_ps(of_q, load<N>(rows_of[j], d, there), sums[j]);
+    }
+    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
+    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
+    const __m512d l = _mm512_castps_pd(low), u = _mm512_castps_pd(high);
+    const __m512 four = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(l, u)), _mm512_castpd_ps(_mm512_unpackhi_pd(l, u)));
+    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+    _mm_storeu_ps(room.scores + h * kLong + i, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+  }
+
+  // Values [i, end), at most four, by their weights.
+  template <bool Whole>
+  ATTNKIT_512_MEMBER void add(const Places& at, int64_t i, int64_t end, int64_t h) {
+    const int64_t head = (item.h0 + h) * b.v[1];
+    const void* rows_of[4];
+    __m512 weights[4];
+    for (int64_t j = 0; j < 4; j++) {
+      if (i + j + kAhead < at.n) ahead(s.v, at.v[i + j + kAhead] + head, b.Dv);
+      rows_of[j] = element(N, s.v, at.v[std::min(i + j, end - 1)] + head);
+      weights[j] = _mm512_set1_ps(i + j < end ? room.scores[h * kLong + i + j] : 0.0f);
+    }
+    for (int64_t d = 0; d < b.Dv; d += 16) {
+      const __mmask16 there = Whole ? __mmask16(0xffff) : first(b.Dv - d);
+      float* out = room.out + h * wide + d;
+      __m512 sum = _mm512_loadu_ps(out);
+      for (int64_t j = 0; j < 4; j++) sum = _mm512_fmadd_ps(weights[j], load<N>(rows_of[j], d, there), sum);
+      _mm512_storeu_ps(out, sum);
+    }
+  }
+
+  // Up to 64 keys of one KV head, from the j-th on.
+  ATTNKIT_512 void head_block(int64_t h, const Places& at, int64_t j) {
+    const int64_t n = std::min(kKeys, at.n - j), row = (h - item.h0) * rows;
+    const void *const keys = element(N, s.k, h * b.k[1]), *const values = element(N, s.v, h * b.v[1]);
+    float *const top = room.top + row, *const total = room.total + row, *const alpha = room.alpha + row;
+    // With few queries a block is worked on for less time than memory takes.
+    for (int64_t i = j; rows <= kFew && i < j + n; i++) ahead(values, at.v[i], b.Dv);
+    columns<N>(keys, at.k + j, n, b.D, room.k);
+    product(padded(n) / 16, rows, room.q + row * b.D, b.D, room.k, kKeys, b.D, room.scores, kKeys, nullptr);
+    for (int64_t i = j + kKeys; rows <= kFew && i < std::min(j + 2 * kKeys, at.n); i++) ahead(keys, at.k[i], b.D);
+    for (int64_t r = 0; r < rows; r++)
+      soften(room.scores + r * kKeys, b.scale, at.begin + j, n, seen[r / heads], s.start, top[r], total[r], alpha[r]);
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t d = 0; d < b.Dv; d += 16)
+        _mm512_storeu_ps(room.v + i * wide + d, load<N>(values, at.v[j + i] + d, first(b.Dv - d)));
+    product(wide / 16, rows, room.scores, kKeys, room.v, wide, n, room.out + row * wide, wide, alpha);
   }
 
   // Results to their places. False where one is not finite.
   ATTNKIT_512 bool finish(const float* sink) {
     __m512 wrong = _mm512_setzero_ps();  // times 0, infinity and NaN are NaN
     bool finite = true;
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t at = (item.t0 + r / heads) * b.Hq + head(r);
+    for (int64_t r = 0; r < all(); r++) {
+      const int64_t at = token(r) * b.Hq + head(r);
       const float total = room.total[r], lse = total == 0 ? -kInfinity : room.top[r] + std::log(total);
       finite &= total == 0 || std::isfinite(lse);
       s.lse[at] = lse;
@@ -335,13 +446,16 @@ std::vector<Item> items_of(const Blocks& b, const std::vector<Sequence>& sequenc
   int64_t rows = 0;
   for (const auto& s : sequences) rows += s.T * b.Hq;
   const int64_t most = std::clamp<int64_t>(rows / (4 * threads), threads > 1 ? 1 : kRows, kRows);
-  const int64_t heads = std::min(group, std::max<int64_t>(most, 1)), step = std::max<int64_t>(1, most / heads);
+  const int64_t heads = std::min(group, most), step = most / heads;
   std::vector<Item> items;
-  for (const auto& s : sequences)
-    for (int64_t h = 0; h < b.Hkv; h++)
+  for (const auto& s : sequences) {
+    const bool apart = b.k[1] > b.k[0];  // the heads of a key, in memory
+    const int64_t beside = apart ? 1 : std::max<int64_t>(1, most / (std::min(step, s.T) * group));
+    for (int64_t h = 0; h < b.Hkv; h += beside)
       for (int64_t t = 0; t < s.T; t += step)
         for (int64_t g = 0; g < group; g += heads)
-          items.push_back({&s, h, t, std::min(t + step, s.T), g, std::min(g + heads, group)});
+          items.push_back({&s, h, std::min(h + beside, b.Hkv), t, std::min(t + step, s.T), g, std::min(g + heads, group)});
+  }
   return items;
 }
 
@@ -353,8 +467,10 @@ bool all(const Blocks& b, const std::vector<Sequence>& sequences, const float* s
   const auto items = items_of(b, sequences, workers);
   std::atomic<size_t> next{0};
   std::atomic<bool> taken{true};
+  int64_t rows = 0;
+  for (const auto& i : items) rows = std::max(rows, (i.h1 - i.h0) * (i.t1 - i.t0) * (i.g1 - i.g0));
   const auto work = [&] {
-    Room room(b);
+    Room room(b, rows);
     for (size_t i; taken && (i = next++) < items.size();)
       if (!Tile<N>(b, items[i], room).run(sink)) taken = false;
   };
