@@ -56,11 +56,24 @@ def no_nan(op: str, name: str, t: torch.Tensor | None) -> None:
         raise ValueError(f"{op}: {name} holds nan, accepted: numbers")
 
 
-def scales(op: str, **given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The scales by argument name, in their order, each None or positive."""
+def scales(op: str, seen: torch.Tensor, **given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The scales (B, Hkv) by argument name, in their order, each None or positive: those of the sequences that have a
+    query which sees a key, by ``seen`` (B,). Of the others they may be anything."""
     for name, t in given.items():
-        positive(op, name, t)
+        positive(op, name, None if t is None else t.masked_fill(~seen[:, None], 1.0))
     return tuple(given.values())
+
+
+def pages(op: str, table: torch.Tensor, seen: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """The table (B, Mp) with page 0 for pages of which no query sees a key, by ``seen`` (B, Mp * Ps): there it may hold
+    anything. The others must be pages of ``cache`` (Np, Ps, ...)."""
+    Np, Ps = cache.shape[:2]
+    used = seen.unflatten(1, (table.shape[1], Ps)).any(2)  # (B, Mp)
+    if Np == 0 and bool(used.any()):
+        raise ValueError(f"{op}: k_cache has no pages, accepted: a page for every key that a query sees")
+    table = table.masked_fill(~used, 0)
+    in_range(op, "block_table", table, 0, max(Np - 1, 0))
+    return table
 
 
 def positive(op: str, name: str, t: torch.Tensor | None, most: float = math.inf) -> None:

@@ -66,6 +66,15 @@ def block_table(gen: torch.Generator, length: torch.Tensor, page: int, n_pages: 
     return table
 
 
+def forgotten(table: torch.Tensor, seen: torch.Tensor, page: int, value: int = -1) -> torch.Tensor:
+    """``table`` (B, Mp) with ``value`` for every second page of which ``seen`` (B, Mp * page) has no key.
+
+    The others stay: what lies in a page that nobody sees may not matter either.
+    """
+    used = seen.unflatten(1, (table.shape[1], page)).any(2)  # (B, Mp)
+    return table.masked_fill(~used & (torch.arange(table.shape[1]) % 2 == 0), value)
+
+
 def score_arguments(features: tuple[str, ...], length: int) -> dict[str, float]:
     """The arguments of the features that the attention ops share: a window of a third of ``length``, and a softcap."""
     return dict(

@@ -28,7 +28,6 @@ def reference(
     (B, T), S = q.shape[:2], k.shape[1]
     checks.in_range("flash_attention", "kv_len", kv_len, 0, S)
     checks.in_range("flash_attention", "kv_start", kv_start, 0, S)
-    scales = checks.scales("flash_attention", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     keep = visible(
         torch.arange(S - T, S, device=q.device).expand(B, T),
         S,
@@ -38,6 +37,7 @@ def reference(
         window=window,
         sink_tokens=sink_tokens,
     )  # (B, T, S)
+    scales = checks.scales("flash_attention", keep.any((1, 2)), q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     out, lse, row_sum = attend(
         q, k, v, keep, scale=scale, softcap=softcap, sink=sink, normalize=normalize, scales=scales
     )  # (B, T, Hq, Dv), (B, T, Hq), (B, T, Hq)

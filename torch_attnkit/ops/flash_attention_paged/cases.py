@@ -77,8 +77,22 @@ def make(
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
         *inputs.scales(gen, "scales" in features, B, Hkv),
     )
-    hints = dict(max_seqlen_q=L, max_seqlen_k=S)
-    return args, dict(causal="bidirectional" not in features) | inputs.score_arguments(features, S) | hints
+    kwargs: dict[str, Any] = dict(causal="bidirectional" not in features) | inputs.score_arguments(features, S)
+    seen = seen_keys(len_q, kv_len, dims["Mp"] * Ps, kwargs["causal"], kwargs["window"], kwargs["sink_tokens"])
+    kwargs |= dict(max_seqlen_q=L, max_seqlen_k=S)
+    return (*args[:4], inputs.forgotten(args[4], seen, Ps), *args[5:]), kwargs
+
+
+def seen_keys(
+    len_q: torch.Tensor, kv_len: torch.Tensor, keys: int, causal: bool, window: int, sink_tokens: int
+) -> torch.Tensor:
+    """(B, keys): those that some query of each sequence sees."""
+    seen = torch.zeros(len(kv_len), keys, dtype=torch.bool)
+    for b, (t, n) in enumerate(zip(len_q.tolist(), kv_len.tolist(), strict=True)):
+        pos = torch.arange(n - t, n)[None]  # (1, t)
+        keep = visible(pos, n, 0, n, causal=causal, window=window, sink_tokens=sink_tokens)  # (1, t, n)
+        seen[b, :n] = (keep & (pos >= 0)[..., None])[0].any(0)
+    return seen
 
 
 def _spread(dims: dict[str, int]) -> tuple[list[int], list[int]]:
@@ -133,7 +147,12 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts |= draws.batch(d, facts, T, Mp * Ps) | draws.scores(d, facts, on, Mp * Ps)
     facts |= dict(len_q=d.ragged(facts["B"], T), kv_len=d.ragged(facts["B"], Mp * Ps))
     facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))
-    facts |= dict(unused=d.pick((-1, 2**31 - 1)), tail_q=d.pick((0, 0, 1, 5)), hints=d.pick(("", "exact", "more")))
+    facts |= dict(
+        unused=d.pick((-1, 2**31 - 1)),
+        holes=d.pick((0, 1)),
+        tail_q=d.pick((0, 0, 1, 5)),
+        hints=d.pick(("", "exact", "more")),
+    )
     step = draws.aligned(row, facts["dtype"])
     facts |= {"q.at": d.place(3, (1,)), "block_table.at": d.place(2)}
     return facts | {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
@@ -153,20 +172,18 @@ def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> 
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``T`` bounds the blocks of queries; ``unused`` is what the table holds past a sequence's length, ``spare`` the
-    pages of nobody, ``tail_q`` tokens past the last offset; hints are "", "exact" or "more"."""
+    """``T`` bounds the blocks of queries; ``unused`` is what the table holds past a sequence's length, and with
+    ``holes`` for every second page of which nothing is seen; ``spare`` are the pages of nobody, ``tail_q`` tokens past
+    the last offset; hints are "", "exact" or "more"."""
     B, Ps, most, Hkv, Hq = f["B"], f["Ps"], f["Mp"] * f["Ps"], f["Hkv"], f["Hkv"] * f["group"]
     len_q, kv_len = draws.counts(f["len_q"], B, f["T"]), draws.counts(f["kv_len"] or str(most), B, most)
     assert len_q is not None and kv_len is not None
     table, Np = _drawn_table(f, gen, kv_len)
+    keep = seen_keys(len_q, kv_len, most, bool(f["causal"]), f["window"], f["sink_tokens"])  # (B, Mp * Ps)
+    b, key = keep.nonzero(as_tuple=True)
     seen = torch.zeros(Np, Ps, Hkv, dtype=torch.bool)
-    for b, (t, n) in enumerate(zip(len_q.tolist(), kv_len.tolist(), strict=True)):
-        pos = torch.arange(n - t, n)[None]
-        keep = visible(
-            pos, n, 0, n, causal=bool(f["causal"]), window=f["window"], sink_tokens=f["sink_tokens"]
-        ) & (pos >= 0)[..., None]  # (1, t, n)  # fmt: skip
-        key = keep[0].any(0).nonzero()[:, 0]
-        seen[table[b, key // Ps].long(), key % Ps] = True
+    seen[table[b, key // Ps].long(), key % Ps] = True
+    table = inputs.forgotten(table, keep, Ps, f["unused"]) if f.get("holes") else table
     q, k, v = draws.qkv(f, gen, (int(len_q.sum()) + f["tail_q"], Hq), (Np, Ps, Hkv), seen, ("k_cache", "v_cache"))
     longest = [max(n.tolist(), default=0) + (f["hints"] == "more") * 100 if f["hints"] else -1 for n in (len_q, kv_len)]
     kwargs = dict(causal=bool(f["causal"])) | draws.score_arguments(f)

@@ -3,12 +3,13 @@
 Sequence b has the query tokens [cu_seqlens_q[b], cu_seqlens_q[b+1]) and ``kv_len[b]`` keys, its own block among them:
 query r of a block of T has position ``kv_len - T + r``. One call thereby takes a mixed batch: prompts and chunks of
 them, suffixes behind a shared prefix, drafts to verify, and single tokens. Key j lies in page ``block_table[b, j //
-Ps]``, slot ``j % Ps``; entries of pages at or past the length are ignored and may hold any value. With ``causal`` a
-query sees the keys up to its own position, otherwise all ``kv_len``; ``window`` and ``sink_tokens`` narrow both;
-``sink`` joins the denominator only. A query at a negative position (a block longer than its sequence) and tokens past
-the last offset give out 0 and lse -inf. Returns out and the natural-log LSE, sink left out. ``max_seqlen_q`` and
-``max_seqlen_k`` are hints for the launch (-1: unknown); they bound the lengths. q and the caches stand for themselves
-times ``q_scale``, ``k_scale`` and ``v_scale``, one positive number for each sequence and KV head (None: 1).
+Ps]``, slot ``j % Ps``; entries of pages of which no query of the sequence sees a key, at or past the length or outside
+of all windows, are ignored and may hold any value, -1 for one. With ``causal`` a query sees the keys up to its own
+position, otherwise all ``kv_len``; ``window`` and ``sink_tokens`` narrow both; ``sink`` joins the denominator only. A
+query at a negative position (a block longer than its sequence) and tokens past the last offset give out 0 and lse -inf.
+Returns out and the natural-log LSE, sink left out. ``max_seqlen_q`` and ``max_seqlen_k`` are hints for the launch (-1:
+unknown); they bound the lengths. q and the caches stand for themselves times ``q_scale``, ``k_scale`` and ``v_scale``,
+one positive number for each sequence and KV head (None: 1).
 Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); scales as FlashAttention-3 (arXiv
 2407.08608) has them; sinks as in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 """

@@ -37,24 +37,27 @@ def reference(
                 f"flash_attention_varlen: max_seqlen_{name} is {hint}, accepted: -1 or at least the longest"
                 f" sequence of cu_seqlens_{name}, {longest}"
             )
-    scales = checks.scales("flash_attention_varlen", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     stored = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     acc = torch.promote_types(stored, torch.float32)
     out = q.new_zeros(Tq, Hq, v.shape[2], dtype=stored)  # (Tq, Hq, Dv)
     lse = q.new_full((Tq, Hq), -torch.inf, dtype=acc)  # (Tq, Hq)
     row_sum = torch.zeros_like(lse)  # (Tq, Hq)
     cq, ck = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for b, (q0, q1, k0, k1) in enumerate(zip(cq, cq[1:], ck, ck[1:], strict=False)):
+    keeps = []  # of each sequence (1, T, S)
+    for q0, q1, k0, k1 in zip(cq, cq[1:], ck, ck[1:], strict=False):
         T, S = q1 - q0, k1 - k0
         pos = torch.arange(S - T, S, device=q.device)[None]  # (1, T)
-        keep = visible(pos, S, 0, S, causal=causal, window=window, sink_tokens=sink_tokens)  # (1, T, S)
+        keeps.append(visible(pos, S, 0, S, causal=causal, window=window, sink_tokens=sink_tokens))
+    seen = torch.tensor([bool(keep.any()) for keep in keeps], dtype=torch.bool, device=q.device)  # (B,)
+    scales = checks.scales("flash_attention_varlen", seen, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    for b, (q0, q1, k0, k1) in enumerate(zip(cq, cq[1:], ck, ck[1:], strict=False)):
         out[q0:q1], lse[q0:q1], row_sum[q0:q1] = (
             t[0]  # (T, Hq, Dv), (T, Hq), (T, Hq)
             for t in attend(
                 q[None, q0:q1],
                 k[None, k0:k1],
                 v[None, k0:k1],
-                keep,
+                keeps[b],
                 scale=scale,
                 softcap=softcap,
                 sink=sink,

@@ -67,7 +67,18 @@ def make(
         inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None,
         *inputs.scales(gen, "scales" in features, B, Hkv),
     )
-    return args, inputs.score_arguments(features, S)
+    scores = inputs.score_arguments(features, S)
+    seen = seen_keys(kv_len, args[6], dims["Mp"] * Ps, int(scores["window"]), int(scores["sink_tokens"]))
+    return (*args[:3], inputs.forgotten(args[3], seen, Ps), *args[4:]), scores
+
+
+def seen_keys(
+    kv_len: torch.Tensor, kv_start: torch.Tensor | None, keys: int, window: int, sink_tokens: int
+) -> torch.Tensor:
+    """(B, keys): those that the query of each sequence sees."""
+    start = 0 if kv_start is None else kv_start[:, None]
+    pos, end = kv_len[:, None] - 1, kv_len[:, None]
+    return visible(pos, keys, start, end, causal=True, window=window, sink_tokens=sink_tokens)[:, 0]
 
 
 def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -115,7 +126,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts["kv_len"] = d.ragged(facts["B"], Mp * Ps)
     facts["kv_start"] = d.ragged(facts["B"], Mp * Ps) if "kv_start" in on else ""
     facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))
-    facts["unused"] = d.pick((-1, 2**31 - 1))
+    facts |= dict(unused=d.pick((-1, 2**31 - 1)), holes=d.pick((0, 1)))
     step = draws.aligned(row, cache_draws.stored(facts))
     facts |= {"q.at": d.place(3, (0, 1), min(step, 4)), "block_table.at": d.place(2)}
     facts |= {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
@@ -137,18 +148,17 @@ def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> 
 
 
 def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``unused`` is what the table holds past a sequence's length, ``spare`` the pages of nobody."""
+    """``unused`` is what the table holds past a sequence's length, and with ``holes`` for every second page of which
+    nothing is seen; ``spare`` are the pages of nobody."""
     B, Ps, most, Hkv, Hq = f["B"], f["Ps"], f["Mp"] * f["Ps"], f["Hkv"], f["Hkv"] * f["group"]
     kv_len, kv_start = draws.counts(f["kv_len"] or str(most), B, most), draws.counts(f["kv_start"], B, most)
     assert kv_len is not None
     table, Np = _drawn_table(f, gen, kv_len)
-    keep = visible(
-        kv_len[:, None] - 1, most, 0 if kv_start is None else kv_start[:, None], kv_len[:, None], causal=True,
-        window=f["window"], sink_tokens=f["sink_tokens"],
-    )[:, 0]  # (B, Mp * Ps)  # fmt: skip
+    keep = seen_keys(kv_len, kv_start, most, f["window"], f["sink_tokens"])  # (B, Mp * Ps)
     b, key = keep.nonzero(as_tuple=True)
     seen = torch.zeros(Np, Ps, Hkv, dtype=torch.bool)
     seen[table[b, key // Ps].long(), key % Ps] = True
+    table = inputs.forgotten(table, keep, Ps, f["unused"]) if f.get("holes") else table
     q, k, v = cache_draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen)
     rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
     return (q, k, k[..., : f["Dv"]] if f["same"] else v, table, kv_len, *rest), draws.score_arguments(f)

@@ -1,11 +1,11 @@
 """sdpa_decode_paged: one query token per sequence against a KV cache that is stored in pages.
 
-Row i of ``block_table`` lists the pages of sequence i in order: key j lies in page ``block_table[i, j //
-Ps]``, slot ``j % Ps``. Entries of pages at or past the length are ignored and may hold any value. Otherwise
-the contract of sdpa_decode: the query sits at ``kv_len - 1`` and attends [kv_start, kv_len), or of those the
-last ``window`` and the first ``sink_tokens``; ``sink`` joins the denominator only; out and the natural-log
-LSE (sink left out) are returned. q and the pages stand for themselves times ``q_scale``, ``k_scale`` and
-``v_scale``, one positive number for each sequence and KV head (None: 1).
+Row i of ``block_table`` lists the pages of sequence i in order: key j lies in page ``block_table[i, j // Ps]``, slot
+``j % Ps``. Entries of pages of which the query sees no key, at or past the length, before ``kv_start`` or outside of
+the window, are ignored and may hold any value, -1 for one. Otherwise the contract of sdpa_decode: the query sits at
+``kv_len - 1`` and attends [kv_start, kv_len), or of those the last ``window`` and the first ``sink_tokens``; ``sink``
+joins the denominator only; out and the natural-log LSE (sink left out) are returned. q and the pages stand for
+themselves times ``q_scale``, ``k_scale`` and ``v_scale``, one positive number for each sequence and KV head (None: 1).
 Caches have the dtype of q or are E4M3, which sdpa_decode says how to make; out has the dtype of q, bfloat16 where that
 is E4M3.
 Source: PagedAttention (arXiv 2309.06180); scales as FlashAttention-3 (arXiv 2407.08608) has them.

@@ -29,23 +29,20 @@ def reference(
     checks.in_range("sdpa_decode_paged", "kv_len", kv_len, 0, Mp * Ps)
     start = torch.zeros_like(kv_len) if kv_start is None else kv_start  # (B,)
     checks.in_range("sdpa_decode_paged", "kv_start", start, 0, Mp * Ps)
-    first = torch.arange(Mp, device=q.device) * Ps  # (Mp,) first key of each logical page
-    used = first < kv_len[:, None]  # (B, Mp)
-    if Np == 0 and bool(used.any()):
-        raise ValueError("sdpa_decode_paged: k_cache has no pages, accepted: a page for every key below kv_len")
-    checks.in_range("sdpa_decode_paged", "block_table", block_table.masked_fill(~used, 0), 0, max(Np - 1, 0))
-    pages = block_table.masked_fill(~used, 0)[:, : int(used.any(0).sum())]  # (B, M) up to the longest sequence
-    k = k_cache[pages].flatten(1, 2)  # (B, M*Ps, Hkv, D)
-    v = v_cache[pages].flatten(1, 2)  # (B, M*Ps, Hkv, Dv)
     keep = visible(
         kv_len[:, None] - 1,
-        k.shape[1],
+        Mp * Ps,
         start[:, None],
         kv_len[:, None],
         causal=True,
         window=window,
         sink_tokens=sink_tokens,
-    )  # (B, 1, M*Ps)
-    scales = checks.scales("sdpa_decode_paged", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    )  # (B, 1, Mp*Ps)
+    table = checks.pages("sdpa_decode_paged", block_table, keep[:, 0], k_cache)  # (B, Mp)
+    M = -(-int(kv_len.max()) // Ps) if bool(keep.any()) else 0  # pages of the longest sequence
+    k = k_cache[table[:, :M]].flatten(1, 2)  # (B, M*Ps, Hkv, D)
+    v = v_cache[table[:, :M]].flatten(1, 2)  # (B, M*Ps, Hkv, Dv)
+    keep = keep[..., : M * Ps]
+    scales = checks.scales("sdpa_decode_paged", keep.any((1, 2)), q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     out, lse, _ = attend(q[:, None], k, v, keep, scale=scale, softcap=softcap, sink=sink, scales=scales)
     return out[:, 0], lse[:, 0]  # (B, Hq, Dv), (B, Hq)
