@@ -98,6 +98,7 @@ def _torch(gpu: Gpu) -> Patches:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
         "Stream": lambda device=None, priority=0: stream,  # a launch has ended when it returns: one is like another
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda device=None: None,
