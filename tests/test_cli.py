@@ -176,6 +176,10 @@ def test_unknown_ops_and_targets_exit_with_2(run, words, expected):
         ("parity --target metal --simulated --op merge_partials --repeat R=-1", "R is '-1', accepted: a size"),
         ("parity --target metal --simulated --op merge_partials --repeat R=1.5", "R is '1.5', accepted: a size"),
         ("parity --target metal --simulated --op merge_partials --repeat P=1/2", "P is '1/2', accepted: a number"),
+        ("sim ptx --check --seeds -1", "'--seeds'"),
+        ("sim ptx --seeds 3", "--seeds goes with --check"),
+        ("sim ptx --op nonsense", "--op and --arch go with --check or --counters"),
+        ("sim metal --op nonsense", "--op and --lines go with --counters"),
     ],
 )
 def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, words, expected):

@@ -135,6 +135,8 @@ def metal(
     bars: Annotated[bool, typer.Option("--bars", help="Attention beside PyTorch's own kernels.")] = False,
 ) -> None:
     """Check the Metal simulator, or print exact counters of the package's Metal kernels on their parity cases."""
+    if (op or lines) and not counters:
+        raise typer.BadParameter("--op and --lines go with --counters")
     try:
         if bars:
             print_bars()

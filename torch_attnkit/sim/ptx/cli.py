@@ -102,7 +102,7 @@ def _check(op: str | None, arch: str | None, seeds: int, waive: tuple[str, ...])
 def ptx(
     counters: Annotated[bool, typer.Option("--counters", help="Count what each kernel does, with a roofline.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Run the parity cases with every check on.")] = False,
-    seeds: Annotated[int, typer.Option(help="With --check: hostile schedules besides the plain one.")] = 0,
+    seeds: Annotated[int, typer.Option(help="With --check: hostile schedules besides the plain one.", min=0)] = 0,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     arch: Annotated[str | None, typer.Option(help="Only sm90 or sm100.")] = None,
     waive: Annotated[list[str] | None, typer.Option(help="With --check: a kind of finding that is not raised.")] = None,
@@ -116,6 +116,10 @@ def ptx(
         raise typer.BadParameter(str(error)) from None
     if waived and not check:
         raise typer.BadParameter("--waive goes with --check")
+    if seeds and not check:
+        raise typer.BadParameter("--seeds goes with --check")
+    if (op or arch) and not (check or counters):
+        raise typer.BadParameter("--op and --arch go with --check or --counters")
     try:
         if check and _check(op, arch, seeds, waived):
             raise typer.Exit(1)
