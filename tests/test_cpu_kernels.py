@@ -12,6 +12,7 @@ import torch
 from torch_attnkit import cpu, digest, parity
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.support import support
+from torch_attnkit.cpu import blocks
 from torch_attnkit.formats import fp8
 
 ops = torch.ops.attnkit
@@ -24,6 +25,7 @@ KERNELS = {
     "sdpa_decode": "Decode",
     "sparse_fmha_with_swa": "Sparse",
 }
+BLOCKS = ("flash_attention", "flash_attention_paged", "flash_attention_varlen", "sdpa_decode_paged", "sdpa_multi")
 built = pytest.mark.skipif(cpu.kernels is None, reason="csrc/cpu is not built")
 
 
@@ -32,7 +34,7 @@ def forget():
     """Plans hold what was found when they were made."""
 
     def clear():
-        for name in KERNELS:
+        for name in (*KERNELS, *BLOCKS):
             dispatch._PLANS[name].clear()
 
     clear()
@@ -98,11 +100,12 @@ def test_small_calls_are_the_kernels(name, counted):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("part", range(10))
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, *BLOCKS])
 def test_without_them_the_same_cases_hold(name, part, monkeypatch, forget):
     monkeypatch.setattr(cpu, "kernels", None)
     op, index, _, arch = next(row for row in support("cpu") if row[0].name == name)
-    every = [case for case in parity.cases(op, index, arch) if case.dtype == "f32"]
+    dtypes = ("f32",) if name not in BLOCKS else ("f32", "bf16")
+    every = [case for case in parity.cases(op, index, arch) if case.dtype in dtypes]
     for case in every[part :: 10 * max(1, len(every) // 60)]:
         parity.run(case)
 
@@ -199,11 +202,80 @@ def test_the_gated_unit_is_rounded_as_the_dtype_rounds(dtype, bits):
     assert bool((off <= step).all()) and float((off > 0).double().mean()) < 0.01  # a tie that float32 just misses
 
 
+def attention(dtype, n=150, tokens=1):
+    """A call of each attention op on the same keys, with what torch gives for it."""
+    gen = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(1, *s, generator=gen).to(dtype) for s in ((tokens, 8, 64), (n, 2, 64), (n, 2, 48)))
+    length, tq, tk = (torch.tensor(x, dtype=torch.int32) for x in ([n], [0, tokens], [0, n]))
+    kc, vc = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    order = torch.randperm(n, generator=gen)
+    kp, vp, table = k[0, order, None], v[0, order, None], order.argsort().to(torch.int32)[None]
+    calls = {
+        "sdpa_multi": lambda: ops.sdpa_multi(q, kc, vc, length),
+        "flash_attention": lambda: ops.flash_attention(q, k, v, causal=True)[:2],
+        "flash_attention_varlen": lambda: ops.flash_attention_varlen(q[0], k[0], v[0], tq, tk, causal=True)[:2],
+        "flash_attention_paged": lambda: ops.flash_attention_paged(q[0], kp, vp, tq, table, length),
+    }
+    if tokens == 1:
+        calls |= {
+            "sdpa_decode": lambda: ops.sdpa_decode(q[:, 0], kc, vc, length),
+            "sdpa_decode_paged": lambda: ops.sdpa_decode_paged(q[:, 0], kp, vp, table, length),
+        }
+    return calls
+
+
+class Taken(blocks.Blocks):
+    """Whether the kernel took each call."""
+
+    calls: list[bool] = []
+
+    def __call__(self, *given):
+        self.calls.append(super().__call__(*given))
+        return self.calls[-1]
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_is_one_pass_and_one_result(dtype, tokens, monkeypatch, forget):
+    """Every attention op, in every dtype, is that kernel, which gathers no pages and copies nothing to float32. From the
+    same keys follows one result, to the bit."""
+    if cpu.kernels is None or not cpu.kernels.blocks_run_here:
+        pytest.skip("csrc/cpu/blocks.cpp is not built, or this processor has no AVX-512")
+    monkeypatch.setattr(blocks, "Blocks", Taken)
+    monkeypatch.setattr(Taken, "calls", [])
+    calls = attention(dtype, 2100 if tokens == 1 else 150, tokens)
+    found = {name: call() for name, call in calls.items()}
+    assert Taken.calls == [True] * len(calls)
+    first = next(iter(found.values()))
+    for name, results in found.items():
+        assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(first, results, strict=True)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_several_threads_is_the_same(dtype):
+    """Enough of it for three threads."""
+    call = attention(dtype, 300, 300)["flash_attention_paged"]
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(call())
+    finally:
+        torch.set_num_threads(threads)
+    for one, three in zip(*found, strict=True):
+        assert torch.equal(one, three)
+
+
 @built
 def test_the_evidence_of_these_rows_depends_on_the_sources():
     for op, _, row, arch in support("cpu"):
+<<<<<<< HEAD
         reached = "torch_attnkit.cpu" in digest.reach(*op.sources(row), arch=arch)
         assert reached == (op.name in KERNELS), op.name
+=======
+        reached = "torch_attnkit.cpu" in digest.reach(f"{op.package}.{row.file}", arch=arch)
+        assert reached == (op.name in KERNELS or op.name in BLOCKS), op.name
+>>>>>>> cpu
     assert digest.of_cpu() != digest.of()
 
 

@@ -449,6 +449,7 @@ std::vector<Item> items_of(const Blocks& b, const std::vector<Sequence>& sequenc
   const int64_t heads = std::min(group, most), step = most / heads;
   std::vector<Item> items;
   for (const auto& s : sequences) {
+    if (s.T == 0) continue;
     const bool apart = b.k[1] > b.k[0];  // the heads of a key, in memory
     const int64_t beside = apart ? 1 : std::max<int64_t>(1, most / (std::min(step, s.T) * group));
     for (int64_t h = 0; h < b.Hkv; h += beside)

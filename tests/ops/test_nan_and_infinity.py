@@ -202,7 +202,7 @@ def test_attention_on_the_cpu(shape: tuple[int, int], given: str):
 
 def test_attention_on_the_cpu_in_parts(monkeypatch: pytest.MonkeyPatch):
     """Where the definition has to run, it takes a few queries at a time."""
-    monkeypatch.setattr("torch_attnkit.ops.flash_attention.cpu._SCORES", 7 * HQ * 150)
+    monkeypatch.setattr("torch_attnkit.kernels.prefill.cpu._SCORES", 7 * HQ * 150)
     test_attention_on_the_cpu((70, 150), "one key")
 
 

@@ -97,7 +97,7 @@ def in_blocks(kernel: Blocks | None, found: list[Block]) -> bool:
         starts, ends = ([n] * B if t is None else t.tolist() for t, n in ((o.start, 0), (o.end, S)))
         places = (addresses(t, B) for t in (o.q, o.k, o.v, o.out, o.lse, None))
         sequences += [
-            Sequence(*place, T, S, start, end)
+            Sequence._make((*place, T, S, start, end))
             for place, start, end in zip(zip(*places, strict=True), starts, ends, strict=True)
         ]
     return kernel(sequences, found[0].sink if found else None)

@@ -26,6 +26,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     native = blocks(call, (a.q, a.k_cache, a.v_cache), Axes(-1, 1), Axes(1, 2), paged=True)
 
     def keys(o: Operands, rows: slice | None, seen: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
+        assert o.table is not None
         held = [pages_of(o.table[b], Ps, seen.start, seen.stop, Np) for b in range(B)[rows or slice(None)]]
         if None in held:
             return None

@@ -78,8 +78,10 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         unseen = None if within(near[:, :1], 0, S) else near < 0
         kv = rows(o.near, request, near, None if unseen is None else ~unseen)  # (t, W, D)
         if o.far is not None and C:
-            every = torch.arange(C, dtype=torch.int32, device="cpu") if o.chosen is None else None  # (C,)
-            far = o.chosen[t] if every is None else every.expand(len(near), C)  # (t, K)
+            if o.chosen is not None:
+                far = o.chosen[t]  # (t, K)
+            else:
+                far = torch.arange(C, dtype=torch.int32, device="cpu").expand(len(near), C)
             seen = None
             if o.length is not None or o.chosen is not None:
                 seen = far >= 0
