@@ -269,13 +269,8 @@ def test_attention_in_several_threads_is_the_same(dtype):
 @built
 def test_the_evidence_of_these_rows_depends_on_the_sources():
     for op, _, row, arch in support("cpu"):
-<<<<<<< HEAD
         reached = "torch_attnkit.cpu" in digest.reach(*op.sources(row), arch=arch)
-        assert reached == (op.name in KERNELS), op.name
-=======
-        reached = "torch_attnkit.cpu" in digest.reach(f"{op.package}.{row.file}", arch=arch)
         assert reached == (op.name in KERNELS or op.name in BLOCKS), op.name
->>>>>>> cpu
     assert digest.of_cpu() != digest.of()
 
 
