@@ -237,8 +237,8 @@ class Taken(blocks.Blocks):
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_is_one_pass_and_one_result(dtype, tokens, monkeypatch, forget):
-    """Every attention op, in every dtype, is that kernel, which gathers no pages and copies nothing to float32. From the
-    same keys follows one result, to the bit."""
+    """Every attention op, in every dtype, is that kernel, which gathers no pages and copies nothing to float32. From
+    the same keys follows one result, to the bit."""
     if cpu.kernels is None or not cpu.kernels.blocks_run_here:
         pytest.skip("csrc/cpu/blocks.cpp is not built, or this processor has no AVX-512")
     monkeypatch.setattr(blocks, "Blocks", Taken)

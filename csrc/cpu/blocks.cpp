@@ -434,6 +434,8 @@ struct Tile {
         hull = {std::min(hull.begin, one.near.begin), std::max(hull.end, one.near.end)};
       sinks = std::max(sinks, one.sinks);
     }
+    // Keys of sinks behind all that is near: where a query may stand before them.
+    if (hull.begin < sinks && hull.begin < hull.end) hull.end = std::max(hull.end, sinks);
     begin();
     if (!blocks({s.start, std::min(sinks, hull.begin)})) return false;
     return blocks(hull) && finish(sink);

@@ -335,6 +335,7 @@ MENDED = [
     ("cpu", "flash_attention", "nan=k"),
     ("cpu", "flash_attention", "causal=1 T=16 S=16 scale=0.0"),
     ("cpu", "flash_attention", "S=9 T=9 window=2 nan=k sink=plain"),
+    ("cpu", "flash_attention", "T=255 S=2 window=63 sink_tokens=2"),
     ("metal", "flash_attention", "T=3 S=2 window=0 hidden=nan"),
     ("metal", "sdpa_multi", "T=5 S=9 causal=1 window=0 sink_tokens=2 hidden=inf"),
     ("sm90", "flash_attention", "S=60 T=44 softcap=50.0 normalize=0"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from torch_attnkit.core.op import Call
 from torch_attnkit.cpu.blocks import Blocks, Sequence, addresses
 
 from .problem import Operands
@@ -26,10 +25,10 @@ class Rules(NamedTuple):
     softcap: float
 
     @classmethod
-    def of(cls, call: Call) -> Rules:
-        a = call.arg
+    def of(cls, dim: int, a: Any) -> Rules:
+        """By the head size and the arguments of the table."""
         sinks = a.sink_tokens if a.window >= 0 else 0
-        return cls(a.window, sinks, call.dim["D"] ** -0.5 if a.scale is None else a.scale, a.softcap)
+        return cls(a.window, sinks, dim**-0.5 if a.scale is None else a.scale, a.softcap)
 
 
 def seen(rules: Rules, ends: list[int], starts: list[int], most: int) -> list[tuple[slice | None, slice]] | None:

@@ -12,11 +12,10 @@ of D and Dv is padded, and in torch 2.8 as many KV heads as query heads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from torch_attnkit.core.op import Call
 from torch_attnkit.cpu.blocks import Blocks, Sequence, addresses
 from torch_attnkit.oracle.attention import attend, visible
 
@@ -34,9 +33,9 @@ class Rules(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, call: Call) -> Rules:
-        a = call.arg
-        return cls(a.causal, a.window, a.sink_tokens, call.dim["D"] ** -0.5 if a.scale is None else a.scale)
+    def of(cls, dim: int, a: Any) -> Rules:
+        """By the head size and the arguments of the table."""
+        return cls(a.causal, a.window, a.sink_tokens, dim**-0.5 if a.scale is None else a.scale)
 
 
 class Block(NamedTuple):

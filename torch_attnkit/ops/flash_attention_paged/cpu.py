@@ -23,7 +23,7 @@ from .reference import reference
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    a, rules = call.arg, Rules.of(call)
+    a, rules = call.arg, Rules.of(call.dim["D"], call.arg)
     Tq, Mp, Ps, Np = (call.dim[axis] for axis in ("Tq", "Mp", "Ps", "Np"))
     hints = a.max_seqlen_q, a.max_seqlen_k
     most_q, most_k = (most if hint < 0 else min(hint, most) for hint, most in zip(hints, (Tq, Mp * Ps), strict=True))

@@ -28,7 +28,7 @@ def _offsets(cu: torch.Tensor, total: int, hint: int) -> list[tuple[int, int]] |
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    a, rules = call.arg, Rules.of(call)
+    a, rules = call.arg, Rules.of(call.dim["D"], call.arg)
     native = blocks(call, (a.q, a.k, a.v), Axes(0, 1), Axes(0, 1), causal=a.causal, among=False)
 
     def launch(*arguments: Any) -> None:

@@ -27,7 +27,7 @@ _FEW = 1 << 20  # numbers that one thread multiplies in 0.1 ms
 
 def build(call: Call, target: Target) -> Callable[..., None]:
     B, Hq, Hkv, S, D, Dv = (call.dim[axis] for axis in ("B", "Hq", "Hkv", "S", "D", "Dv"))
-    a, rules = call.arg, Rules.of(call)
+    a, rules = call.arg, Rules.of(call.dim["D"], call.arg)
     few = 0 < B * Hq * S * (D + Dv) <= _FEW and Dv > 0 and not rules.sink_tokens
     native = blocks(call, (a.q, a.k_cache, a.v_cache), Axes(-1, 1), Axes(2, 1))
 

@@ -22,7 +22,11 @@ from .reference import reference
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    a, rules, (B, Mp, Ps, Np) = call.arg, Rules.of(call), (call.dim[axis] for axis in ("B", "Mp", "Ps", "Np"))
+    a, rules, (B, Mp, Ps, Np) = (
+        call.arg,
+        Rules.of(call.dim["D"], call.arg),
+        (call.dim[axis] for axis in ("B", "Mp", "Ps", "Np")),
+    )
     native = blocks(call, (a.q, a.k_cache, a.v_cache), Axes(-1, 1), Axes(1, 2), paged=True)
 
     def keys(o: Operands, rows: slice | None, seen: slice) -> tuple[torch.Tensor, torch.Tensor] | None:

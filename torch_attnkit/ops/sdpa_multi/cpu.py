@@ -14,7 +14,7 @@ from .problem import operands
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    a, rules, op, S = call.arg, Rules.of(call), call.op, call.dim["S"]
+    a, rules, op, S = call.arg, Rules.of(call.dim["D"], call.arg), call.op, call.dim["S"]
     native = blocks(call, (a.q, a.k_cache, a.v_cache), Axes(1, 2), Axes(2, 1), causal=a.causal)
 
     def launch(*arguments: Any) -> None:
