@@ -1,7 +1,7 @@
 """How a model with packed experts is saved: in the layouts that checkpoints of such experts are published in.
 
 ``save_pretrained`` asks a model's ``hf_quantizer`` for what it writes, and its config for the quantisation. Both are
-given to a model when its experts are packed (``attach``), and they are those that ``from_pretrained`` finds again by
+given to a model when its experts are packed (``mark``), and they are those that ``from_pretrained`` finds again by
 the config: ``mxfp4`` writes blocks and scales under the experts' own names, as GPT-OSS is published, and ``modelopt``
 each expert by itself, as Model Optimizer exports them. What was loaded packed is saved in the same way. Bits stay.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import Mxfp4Config, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
 
@@ -23,32 +23,6 @@ from torch_attnkit.core import UnsupportedError
 from .experts import WEIGHTS, packed_format
 
 PARTS = ("packed", "scale", "global")
-
-
-def attach(model: PreTrainedModel) -> None:
-    """Let ``save_pretrained`` of a model, whose experts have just been packed, write what ``from_pretrained`` loads.
-
-    What no layout is known for is refused by ``save_pretrained``: a model of which other layers are quantised by
-    somebody else, and NVFP4 experts that Model Optimizer would write with another scale.
-    """
-    from .modelopt import ModelOptConfig, ModelOptExperts  # they load what is written here, by functions of this module
-    from .mxfp4 import Mxfp4Experts
-
-    packed = [module for module in model.modules() if packed_format(module) is not None]
-    names = unquantised(model)
-    quantizer: Any
-    if packed_format(packed[0]) == "mxfp4":
-        quantizer = Mxfp4Experts(Mxfp4Config(modules_to_not_convert=names), pre_quantized=True)
-    else:
-        quantizer = ModelOptExperts(ModelOptConfig("NVFP4", names, group_size=16), pre_quantized=True)
-    quantizer.adopt(packed)
-    if (other := getattr(model, "hf_quantizer", None)) is not None:
-        method = other.quantization_config.quant_method
-        quantizer.refusal = (
-            f"{type(model).__name__} is quantised by {getattr(method, 'value', method)}, too, accepted: packed experts"
-            " in a model that is not quantised otherwise"
-        )
-    mark(model, quantizer)
 
 
 def mark(model: PreTrainedModel, quantizer: Any) -> None:

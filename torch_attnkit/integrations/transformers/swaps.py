@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
 
 from torch_attnkit.core import UnsupportedError
 
 from . import deepseek_v4, mla, norms, routers, saving
 from .experts import experts_of, pack, packed_format
+from .modelopt import ModelOptConfig, ModelOptExperts
+from .mxfp4 import Mxfp4Experts
 
 SWAPS: dict[type, type] = {**norms.SWAPS, **routers.SWAPS, **deepseek_v4.SWAPS, **mla.SWAPS}
 _ORIGINAL = {swapped: original for original, swapped in SWAPS.items()}
@@ -77,7 +79,7 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
         pack(module, experts)
     if fresh:
         model.attnkit_packed = experts
-        saving.attach(model)
+        _savable(model)
     for module in found:
         module.attnkit_activations = activations
     if found:
@@ -91,6 +93,29 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
     done.update(type(m).__name__ for m in model.modules() if packed_format(m) is not None)
     model.attnkit_swapped = dict(done)
     return model
+
+
+def _savable(model: PreTrainedModel) -> None:
+    """Let ``save_pretrained`` of a model, whose experts have just been packed, write what ``from_pretrained`` loads.
+
+    What no layout is known for is refused by ``save_pretrained``: a model of which other layers are quantised by
+    somebody else, and NVFP4 experts that Model Optimizer would write with another scale.
+    """
+    packed = [module for module in model.modules() if packed_format(module) is not None]
+    names = saving.unquantised(model)
+    quantizer: Any
+    if packed_format(packed[0]) == "mxfp4":
+        quantizer = Mxfp4Experts(Mxfp4Config(modules_to_not_convert=names), pre_quantized=True)
+    else:
+        quantizer = ModelOptExperts(ModelOptConfig("NVFP4", names, group_size=16), pre_quantized=True)
+    quantizer.adopt(packed)
+    if (other := getattr(model, "hf_quantizer", None)) is not None:
+        method = other.quantization_config.quant_method
+        quantizer.refusal = (
+            f"{type(model).__name__} is quantised by {getattr(method, 'value', method)}, too, accepted: packed experts"
+            " in a model that is not quantised otherwise"
+        )
+    saving.mark(model, quantizer)
 
 
 def attnkit_restore(model: PreTrainedModel) -> PreTrainedModel:
