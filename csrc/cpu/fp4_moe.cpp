@@ -122,9 +122,10 @@ ATTNKIT_KERNEL void gated(const Experts& e, const float* both, int64_t M, float*
     for (int64_t i = 0; i < M; i++) h[i] = rounded(h[i], e.rounding);
 }
 
-bool within(const float* global, int64_t E, float most) {
-  for (int64_t e = 0; global && e < E; e++)
-    if (!(global[e] > 0 && global[e] <= most)) return false;
+// Whether the global numbers of the experts that are chosen are accepted; those of the others may be anything.
+bool within(const float* global, const Integers& indices, int64_t slots, float most) {
+  for (int64_t s = 0; global && s < slots; s++)
+    if (indices[s] >= 0 && !(global[indices[s]] > 0 && global[indices[s]] <= most)) return false;
   return true;
 }
 
@@ -136,7 +137,8 @@ bool fp4_moe(const Experts& experts, const float* x, const float* weights, Integ
   const int64_t N = up.columns, M = down.columns;
   for (int64_t s = 0; s < T * K; s++)
     if (indices[s] < -1 || indices[s] >= E) return false;
-  if (!within(up.global, E, experts.most_global) || !within(down.global, E, experts.most_global)) return false;
+  for (const Matrices* each : {&up, &down})
+    if (!within(each->global, indices, T * K, experts.most_global)) return false;
   const Slots slots(indices, T * K);
   const auto n = int64_t(slots.slots.size());
   std::vector<float> tokens(n * N), both(n * 2 * M), h(n * M), y(n * N);

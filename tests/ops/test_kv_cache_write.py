@@ -152,9 +152,9 @@ def test_refusals_name_op_argument_found_and_accepted():
     )
     refused(
         ValueError,
-        "global_scale is 0, accepted: finite numbers above 0",
+        "global_scale is -1, accepted: finite numbers above 0",
         _cache(3, "nvfp4"),
-        gs=torch.zeros(()),
+        gs=-torch.ones(()),
         format="nvfp4",
     )
     refused(

@@ -76,8 +76,8 @@ def test_refusals_name_op_argument_found_and_accepted():
         ValueError, match=r"nvfp4_dequantize: K, two numbers a byte of codes, must be a multiple of 16 \(got K=8"
     ):
         dequantize(codes[:, :4], torch.zeros(128, 4, dtype=torch.uint8), scale_layout="128x4")
-    with pytest.raises(ValueError, match="nvfp4_dequantize: global_scale is 0, accepted: finite numbers above 0"):
-        dequantize(codes, scale, torch.tensor(0.0))
+    with pytest.raises(ValueError, match="nvfp4_dequantize: global_scale is -1, accepted: finite numbers above 0"):
+        dequantize(codes, scale, torch.tensor(-1.0))
 
 
 def test_the_global_scale_divides():

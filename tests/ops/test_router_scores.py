@@ -66,7 +66,7 @@ def test_a_small_bias_meets_scores_with_all_their_bits(target: str):
 @pytest.mark.parametrize("softmax_first", [False, True])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_softmax_of_all_logits_is_right(target: str, softmax_first: bool):
-    """Rows of logits of one size, from subnormal numbers to 2^126: what rounding x - max costs, e^(x - max) is off by."""
+    """Rows of logits of one size, from subnormal numbers to 2^126."""
     needs(target)
     gen = torch.Generator().manual_seed(1)
     sizes = torch.exp2(torch.tensor([-149, -127, -100, -10, 0, 3, 6, 40, 126])).view(-1, 1)

@@ -66,8 +66,10 @@ def _per_block(op: str, scale: Tensor | None, batch: Sequence[int], dtype: torch
 def quantize(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Floats (..., K) to packed E2M1 (..., K/2) and E4M3 scale bytes (..., K/16), both uint8.
 
-    global_scale: float32 0-dim, or broadcastable to the batch axes of x; None is 1. It must be
-    positive and at most GLOBAL_SCALE_MAX, which is not checked here since that would read data.
+    global_scale: float32 0-dim, or broadcastable to the batch axes of x; None is 1. It should be
+    positive and at most GLOBAL_SCALE_MAX. With any other the operations below give what they give:
+    under 0 nothing but zeros, under infinity scales of 448 and elements of 6, under NaN and where 0
+    meets infinity scales of NaN; under a negative number scales of its sign.
 
     The operations, each rounded to float32 (to float64 for a float64 x), in this order:
 
@@ -104,7 +106,8 @@ def dequantize(
     """Packed E2M1 (..., K/2) and E4M3 bytes (..., K/16) to floats (..., K) in `dtype`.
 
     element * sf is exact in float32; its quotient by global_scale is rounded to float32 (to float64
-    if `dtype` is float64), then to `dtype`.
+    if `dtype` is float64), then to `dtype`. An element of 0 is not divided: it stays 0 under any
+    global_scale, of 0, infinity or NaN too, by which the others become what the quotient is.
 
     Raises TypeError for dtypes, ValueError for shapes other than these.
     """
@@ -116,4 +119,4 @@ def dequantize(
     gs = _per_block(op, global_scale, packed.shape[:-1], math_dtype(dtype), packed)
     elements = e2m1.decode(e2m1.unpack(packed), gs.dtype).reshape(*scale.shape, BLOCK)
     value = elements * fp8.e4m3_decode(scale, gs.dtype).unsqueeze(-1)  # (..., K/16, 16)
-    return (value / gs.unsqueeze(-1)).flatten(-2).to(dtype)
+    return torch.where(elements == 0, value, value / gs.unsqueeze(-1)).flatten(-2).to(dtype)

@@ -64,6 +64,19 @@ def check_global(op: str, **scales: torch.Tensor | None) -> None:
         checks.positive(op, name, scale, nvfp4.GLOBAL_SCALE_MAX)
 
 
+def check_factor(op: str, global_scale: torch.Tensor | None) -> None:
+    """The same of one by which codes are made and read back, where 0, infinity and NaN are accepted, too: they are what
+    448 * 6 / amax is for a tensor of infinities, of zeros or with NaN."""
+    if global_scale is not None:
+        odd = (global_scale == 0) | (global_scale == torch.inf) | global_scale.isnan()
+        check_global(op, global_scale=global_scale.masked_fill(odd, 1.0))
+
+
+def check_experts(op: str, chosen: torch.Tensor, **scales: torch.Tensor | None) -> None:
+    """The same of those global scales (E,) whose experts are ``chosen``, int64 (n,). The others may be anything."""
+    check_global(op, **{name: None if scale is None else scale[chosen] for name, scale in scales.items()})
+
+
 def store_scale(scale: torch.Tensor, layout: str) -> torch.Tensor:
     """Scales (..., Kb) as they are, or as one matrix of prod(...) rows in the 128x4 layout (padded M, padded Kb)."""
     if layout == "linear":

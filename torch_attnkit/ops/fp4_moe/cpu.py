@@ -182,9 +182,8 @@ def _of_many(call: Call) -> Callable[..., None]:
     def launch(*arguments: Any) -> None:
         o = operands(*arguments)
         order, slots = sorted_slots(o.indices)
-        fp4.check_global(
-            call.op, w13_global=o.w13_global, w2_global=o.w2_global, x_global=o.x_global, h_global=o.h_global
-        )
+        fp4.check_experts(call.op, slots.experts, w13_global=o.w13_global, w2_global=o.w2_global)
+        fp4.check_global(call.op, x_global=o.x_global, h_global=o.h_global)
         parts = torch.zeros(*o.indices.shape, N, dtype=torch.float32, device=o.x.device)  # (Tq, K, N)
         if len(order) > 0:
             s13 = fp4.load_scale(o.w13_scale, a.scale_layout, M2, N // block)  # (E, 2M, N/block)

@@ -2,7 +2,8 @@
 
 For token t and its k-th expert e: ``[gate, up] = w13[e] x[t] + bias13[e]``, ``h = swiglu(gate, up)``,
 ``y = w2[e] h + bias2[e]``, ``out[t] = sum_k weights[t, k] y``, in fp32 with one rounding at the store; h is rounded to
-the model dtype. An index of -1 is no expert: it adds nothing, whatever its weight.
+the model dtype. An index of -1 is no expert: it adds nothing, whatever its weight. What belongs
+to experts that no token chooses is not looked at.
 
 Weights are E2M1 pairs along the contracted axis with the scales of ``format``, linear (E, rows, columns/block) or per
 expert in the 128x4 layout, zero-padded to multiples of (128, 4). An NVFP4 weight is element * scale / global, one

@@ -41,15 +41,16 @@ def reference(
 ) -> torch.Tensor:
     (E, M2, _), (_, N, M_bytes), block = w13.shape, w2.shape, fp4.BLOCK[format]
     checks.in_range("fp4_moe", "indices", indices, -1, E - 1)
-    fp4.check_global("fp4_moe", w13_global=w13_global, w2_global=w2_global, x_global=x_global, h_global=h_global)
+    chosen = indices.unique()
+    chosen = chosen[chosen >= 0].long()  # nobody looks at the others
+    fp4.check_experts("fp4_moe", chosen, w13_global=w13_global, w2_global=w2_global)
+    fp4.check_global("fp4_moe", x_global=x_global, h_global=h_global)
     acc = torch.promote_types(x.dtype, torch.float32)
     s13 = fp4.load_scale(w13_scale, scale_layout, M2, N // block)  # (E, 2M, N/block)
     s2 = fp4.load_scale(w2_scale, scale_layout, N, 2 * M_bytes // block)  # (E, N, M/block)
     tokens = fp4.round_trip(x, activations, x_global, acc)  # (Tq, N)
     parts = torch.zeros(*indices.shape, N, dtype=acc, device=x.device)  # (Tq, K, N)
-    for e in indices.unique().tolist():
-        if e < 0:
-            continue
+    for e in chosen.tolist():
         t, k = (indices == e).nonzero(as_tuple=True)  # (n,) each
         up = fp4.numbers(w13[e], s13[e], format, None if w13_global is None else w13_global[e], acc)  # (2M, N)
         down = fp4.numbers(w2[e], s2[e], format, None if w2_global is None else w2_global[e], acc)  # (N, M)

@@ -18,7 +18,7 @@ def reference(
     format: str = "nvfp4",
     scale_layout: str = "linear",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fp4.check_global("inverse_rope_fp4", global_scale=global_scale)
+    fp4.check_factor("inverse_rope_fp4", global_scale)
     Tq, Hq, D = o.shape
     turned = rope.apply(o, cos[:, None], sin[:, None], interleaved=True, inverse=True)  # (Tq, Hq, D)
     codes, scale = nvfp4.quantize(turned, global_scale) if format == "nvfp4" else mxfp4.quantize(turned)

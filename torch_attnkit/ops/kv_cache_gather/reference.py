@@ -18,7 +18,7 @@ def reference(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     checks.in_range("kv_cache_gather", "slot", slot, -1, cache.shape[0] - 1)
-    fp4.check_global("kv_cache_gather", global_scale=global_scale)
+    fp4.check_factor("kv_cache_gather", global_scale)
     keep = slot >= 0  # (R,)
     rows = cache[slot[keep].long()]  # (those kept, Rb)
     if format == "none":

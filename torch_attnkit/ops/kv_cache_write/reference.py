@@ -18,7 +18,7 @@ def reference(
 ) -> None:
     checks.in_range("kv_cache_write", "slot", slot, -1, cache.shape[0] - 1)
     checks.distinct("kv_cache_write", "slot", slot)
-    fp4.check_global("kv_cache_write", global_scale=global_scale)
+    fp4.check_factor("kv_cache_write", global_scale)
     rows = kv if format == "none" else kv_cache.encode_rows(kv, format, rope_dim, global_scale)  # (R, Rb)
     keep = slot >= 0  # (R,)
     cache[slot[keep].long()] = rows[keep]

@@ -3,7 +3,8 @@
 ``codes`` holds two E2M1 numbers a byte, the even one in the low nibble; ``scale`` an E4M3 number per 16, as bytes or
 float8, linear (..., K/16) or in the 128x4 layout, where all rows of codes are one matrix padded to multiples of
 (128, 4); its padding is not looked at. ``global_scale`` is the number the tensor was multiplied by, None is 1. The
-quotient is rounded to float32 (float64 if that is asked for), then to ``dtype``, default float32.
+quotient is rounded to float32 (float64 if that is asked for), then to ``dtype``, default float32. An element of 0 is
+not divided: it is 0 under a global scale of 0, infinity or NaN, too, where the others are what the quotient is.
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149); cuBLAS, "1D block scaling factors".
 """
 

@@ -17,7 +17,7 @@ def reference(
     scale_layout: str = "linear",
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    fp4.check_global("nvfp4_dequantize", global_scale=global_scale)
+    fp4.check_factor("nvfp4_dequantize", global_scale)
     batch, kb = codes.shape[:-1], codes.shape[-1] * 2 // nvfp4.BLOCK
     scale = fp4.load_scale(scale, scale_layout, math.prod(batch), kb).reshape(*batch, kb)  # (..., K/16)
     return nvfp4.dequantize(codes, scale, global_scale, dtype or torch.float32)  # (..., K)

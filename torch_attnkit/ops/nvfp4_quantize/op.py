@@ -3,7 +3,9 @@
 ``global_scale`` multiplies: block scale = e4m3(amax / 6 * global_scale), element = e2m1(x * global_scale / scale), ties
 to even; 448 * 6 / amax(x) uses the whole range, None is 1. ``scale`` is (..., K/16), or with scale_layout "128x4" the
 scales of all rows of x as one matrix in the order of block-scaled tensor cores, padded with zeros to multiples of
-(128, 4). Element 2i lies in the low nibble of byte i. NaN gives +6, infinities saturate.
+(128, 4). Element 2i lies in the low nibble of byte i. NaN gives +6, infinities saturate. A global scale of 0, infinity
+or NaN, as that quotient is for infinite, zero or NaN numbers, gives what these operations give: zeros, 6 under scales
+of 448, and where 0 meets infinity or NaN anything, scales of NaN.
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149); cuBLAS, "1D block scaling factors".
 """
 

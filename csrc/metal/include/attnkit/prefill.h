@@ -337,6 +337,8 @@ inline void store(
         const long to_row = (head.token0 + row / heads) * all_heads + q_head;
         const float row_max = rows.row_max[n][e];
         float denominator = rows.row_sum[n][e];
+        // A sequence that nobody sees may have any scale.
+        const float times = denominator == 0.0f ? 1.0f : unit;
         if (at.row == 0) {
           lse[to_row] = denominator == 0.0f ? -INFINITY : row_max + log(denominator);
           if (shape.normalize == 0) {
@@ -354,7 +356,7 @@ inline void store(
           ATTNKIT_UNROLL
           for (int f = 0; f < RUN; f++) {
             const float x = rows.o[n][d / 8 + f][e] / divisor;
-            run[f] = OUT_TYPE(CODES ? x * unit : x);
+            run[f] = OUT_TYPE(CODES ? x * times : x);
           }
           *reinterpret_cast<device vec<OUT_TYPE, RUN>*>(to) = run;
         }

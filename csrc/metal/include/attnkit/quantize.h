@@ -96,7 +96,7 @@ inline uint2 mxfp8_encode(thread Cell& x, thread uint& scale) {
   return codes;
 }
 
-// A global scale: ``value`` times 2^-``raised``, which is 0 unless that number is tiny.
+// A global scale, any float32: ``value`` times 2^-``raised``, which is 0 unless that number is tiny.
 struct GlobalScale {
   float value;
   int raised;
@@ -107,18 +107,19 @@ constant constexpr int RAISED = 49;
 
 inline GlobalScale global_scale(uint bits) {
   GlobalScale g;
+  const uint a = bits & MAGNITUDE, sign = bits & ~MAGNITUDE;
   g.bits = bits;
-  g.raised = bits < (63u << 23) ? RAISED : 0;  // below 2^-64
-  const float given = as_type<float>(bits), units = float(bits) * power_of_two(RAISED - 75) * power_of_two(-74);
-  const float raised = bits < LEAST_NORMAL ? units : given * power_of_two(RAISED);
-  g.value = g.raised != 0 ? raised : given;
+  g.raised = a < (63u << 23) ? RAISED : 0;  // below 2^-64
+  const float given = as_type<float>(a), units = float(a) * power_of_two(RAISED - 75) * power_of_two(-74);
+  const float raised = a < LEAST_NORMAL ? units : given * power_of_two(RAISED);
+  g.value = as_type<float>(as_type<uint>(g.raised != 0 ? raised : given) | sign);
   return g;
 }
 
 // global / sf, raised as it is, where that quotient is subnormal: a multiple of 2^-149, ties to even.
 inline float subnormal_ratio(GlobalScale g, float sf) {
-  const uint exponent = g.bits >> 23;
-  const uint units = exponent == 0u ? g.bits : ((g.bits & FRACTION) | LEAST_NORMAL) << (exponent - 1u);
+  const uint a = g.bits & MAGNITUDE, exponent = a >> 23;
+  const uint units = exponent == 0u ? a : ((a & FRACTION) | LEAST_NORMAL) << (exponent - 1u);
   const ulong by = ulong(sf / E4M3_STEP), of = ulong(units) * 512u;  // both over 2^-9
   const ulong whole = of / by, rest = 2u * (of % by);
   const bool up = rest > by || (rest == by && (whole & 1u) != 0u);
@@ -127,10 +128,28 @@ inline float subnormal_ratio(GlobalScale g, float sf) {
 
 // A cell of NVFP4, of a block whose largest magnitude is ``top``. Where float32 would be subnormal on the way to the
 // scale, the scale is 0.
+//
+// Under an infinite global scale numbers are infinite but for 0, which is NaN; where that meets nothing but zeros, or 0
+// an infinity, or under NaN, the scale is NaN. Up to 3 units of 2^-149 a sixth of ``top`` is 0.
 inline uint nvfp4_encode(thread Cell& x, uint top, GlobalScale g, thread uint& scale) {
-  scale = e4m3_of(as_type<float>(top) / 6.0f * g.value * power_of_two(-g.raised));
+  const uint a = g.bits & MAGNITUDE, sign = (g.bits & ~MAGNITUDE) >> 24;
+  if (a > INFINITE || (a == INFINITE && top <= 3u) || (a == 0u && top == INFINITE)) {
+    scale = E4M3_NAN;
+    return E2M1_NAN * 0x11111111u;
+  }
+  if (a == INFINITE) {
+    scale = e4m3_of(E4M3_MAX) | sign;
+    uint codes = E2M1_NAN * 0x11111111u;  // 6, as infinities
+    for (int i = 0; i < CELL; i++) {
+      const uint m = x.of[i] & MAGNITUDE;
+      codes |= m == 0u || m > INFINITE ? 0u : ((x.of[i] >> 28) & 8u) << (4 * i);
+    }
+    return codes;
+  }
+  const float global = fabs(g.value);
+  scale = e4m3_of(as_type<float>(top) / 6.0f * global * power_of_two(-g.raised));
   const float sf = e4m3_number(scale);
-  float by = scale == 0u ? 0.0f : g.value / sf;
+  float by = scale == 0u ? 0.0f : global / sf;
   if (g.raised != 0 && scale != 0u) {
     if (by < power_of_two(RAISED - 126)) {
       by = subnormal_ratio(g, sf);
@@ -139,6 +158,7 @@ inline uint nvfp4_encode(thread Cell& x, uint top, GlobalScale g, thread uint& s
       by *= power_of_two(-RAISED);
     }
   }
+  scale |= sign;
   return e2m1_codes(x, 4.0f * by);
 }
 
