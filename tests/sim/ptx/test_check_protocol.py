@@ -272,7 +272,9 @@ def test_setmaxnreg_goes_the_way_that_it_says() -> None:
     for how, to, wrong in (("inc", 40, True), ("dec", 80, True), ("inc", 80, False), ("dec", 64, False)):
         text = body.format(how=how, to=to)
         if wrong:
-            with pytest.raises(_ptx.PtxError, match=f"setmaxnreg.{how} to {to} by a warp whose threads have 64 registers"):
+            with pytest.raises(
+                _ptx.PtxError, match=f"setmaxnreg.{how} to {to} by a warp whose threads have 64 registers"
+            ):
                 run(text, block=128)
         else:
             run(text, block=128)
@@ -296,7 +298,9 @@ def test_a_waived_finding_is_a_note_that_says_so() -> None:
 
 def test_unknown_findings_are_refused() -> None:
     for option in ("waive", "strict"):
-        with pytest.raises(_ptx.PtxError, match=f"{option}: no finding is called 'races', accepted: read_after_write, "):
+        with pytest.raises(
+            _ptx.PtxError, match=f"{option}: no finding is called 'races', accepted: read_after_write, "
+        ):
             launch(WAIVED, block=64, **{option: ("races",)})
 
 

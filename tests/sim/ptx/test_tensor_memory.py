@@ -320,7 +320,10 @@ MISUSE = {
         "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" + ALLOC.format(n=64),
         "after tcgen05.relinquish_alloc_permit",
     ),
-    "freed twice": (ALLOC.format(n=64) + FREE + FREE, r"warp 0 has given columns 0 \.\. 63 back, line \d+ 'tcgen05.dealloc"),
+    "freed twice": (
+        ALLOC.format(n=64) + FREE + FREE,
+        r"warp 0 has given columns 0 \.\. 63 back, line \d+ 'tcgen05.dealloc",
+    ),
     "freed": (
         ALLOC.format(n=64) + FREE + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%a0 + 32];",
         r"column 32 is not allocated: warp 0 has given columns 0 \.\. 63 back, line \d+ 'tcgen05.dealloc",

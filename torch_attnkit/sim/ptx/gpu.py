@@ -182,7 +182,7 @@ def _driver(gpu: Gpu, driver: Any) -> Patches:
 
 def _attribute(gpu: Gpu) -> Callable[..., int]:
     """The driver's answers about a device, by the names that the driver gives its questions."""
-    known = {
+    known: dict[str, int] = {
         "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": gpu.limits.shared_of_processor,
         "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": gpu.limits.shared,
         "MULTIPROCESSOR_COUNT": gpu.processors,
