@@ -21,6 +21,8 @@ struct Api {
   void (*array)(const void* p, size_t bytes);
   void (*array_access)(const void* p, size_t bytes, int write, int site);
   void (*array_copy)(const void* to, const void* from, size_t bytes);
+  void (*array_within)(const void* p, const void* base, size_t object, size_t bytes, int write, int site);
+  void (*thread_access)(const void* p, size_t bytes, int write, int site);
 };
 extern const Api api;
 
@@ -37,6 +39,8 @@ void within(const void* p, const void* base, size_t bytes, unsigned info, int si
 void array(const void* p, size_t bytes);
 void array_access(const void* p, size_t bytes, int write, int site);
 void array_copy(const void* to, const void* from, size_t bytes);
+void array_within(const void* p, const void* base, size_t object, size_t bytes, int write, int site);
+void thread_access(const void* p, size_t bytes, int write, int site);
 }  // namespace entry
 
 // Bits of `info`: bytes, then these.

@@ -238,6 +238,14 @@ void evaluate_lanes(int simdgroup, Fiber* lanes, uint32_t mask, const Post& p) {
   }
 }
 
+// Where a pointer points to, in words.
+std::string place(const void* p) {
+  auto address = reinterpret_cast<uintptr_t>(p), begin = reinterpret_cast<uintptr_t>(arena);
+  if (address - begin < arena_size) return format("byte %zu of threadgroup memory", size_t(address - begin));
+  std::string near = describe_address(address);
+  return near.empty() ? "another address" : near;
+}
+
 }  // namespace
 
 void evaluate(int simdgroup, uint32_t mask) {
@@ -246,6 +254,17 @@ void evaluate(int simdgroup, uint32_t mask) {
   if (p.op == kMatrixMemory) {  // here only to see that all lanes have come: each moves its own part
     if (mask != 0xffffffffu)
       fail(p.site, format("%s needs all 32 lanes, active are 0x%08x", op_name(p.op).c_str(), mask));
+    for (int i = 1; i < kLanes; i++) {
+      const Post& mine = lanes[i].post;
+      if (mine.in != p.in)
+        fail_as(lanes + i, p.site,
+                format("%s of one matrix at different places: lane %d has %s, lane 0 %s", op_name(p.op).c_str(), i,
+                       place(mine.in).c_str(), place(p.in).c_str()));
+      if (mine.arg != p.arg)
+        fail_as(lanes + i, p.site,
+                format("%s of one matrix with different strides: %u in lane %d, %u in lane 0, or transposed in one",
+                       op_name(p.op).c_str(), mine.arg >> 1, i, p.arg >> 1));
+    }
     return;
   }
   if (options.counting) log_flush(simdgroup);

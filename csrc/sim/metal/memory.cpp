@@ -228,6 +228,26 @@ void array_access(const void* p, size_t bytes, int write, int site) {
     fail(site, "read of an array's element in thread memory that nothing has been written to");
 }
 
+// An access to an object of a thread that a pointer into it makes.
+void array_within(const void* p, const void* base, size_t object, size_t bytes, int write, int site) {
+  size_t offset = size_t(static_cast<const char*>(p) - static_cast<const char*>(base));
+  if (offset > object || bytes > object - offset)
+    fail(site, format("%s of %zu bytes outside an array of %zu bytes in thread memory: byte %ld of it", kinds[0][write],
+                      bytes, object, long(offset)));
+  array_access(p, bytes, write, site);
+}
+
+// One by a pointer whose object is not known: what is not in a stack can be a constant of the program alone.
+void thread_access(const void* p, size_t bytes, int write, int site) {
+  auto address = reinterpret_cast<uintptr_t>(p);
+  if (!holes_of(p, bytes) && (write || !in_image(address))) {
+    std::string near = describe_address(address);
+    fail(site, format("%s of %zu bytes by a pointer to thread memory that leads elsewhere", kinds[0][write], bytes) +
+                   (near.empty() ? "" : ": ") + near);
+  }
+  array_access(p, bytes, write, site);
+}
+
 // What has no value has none in the copy: structures are copied with their padding.
 void array_copy(const void* to, const void* from, size_t bytes) {
   char *target = holes_of(to, bytes), *origin = holes_of(from, bytes);

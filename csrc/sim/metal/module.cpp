@@ -110,7 +110,8 @@ float math(int function, float x, float y) {
 }  // namespace
 
 const Api api = {entry::simd, entry::barrier, entry::matrix, atomic, entry::access, entry::range, trap, work, variable,
-                 lane, math, entry::within, entry::array, entry::array_access, entry::array_copy};
+                 lane, math, entry::within, entry::array, entry::array_access, entry::array_copy, entry::array_within,
+                 entry::thread_access};
 
 namespace {
 

@@ -97,7 +97,7 @@ def test_vectors_convert_and_swizzle_by_component():
 def test_literals_are_floats_not_doubles():
     x = torch.tensor([1.0, 3.0])
     assert torch.equal(
-        one("o[i] = x[i] * 0.1 + 1e-8 * (0.5h + 1.0bf);", x, torch.zeros(2)), x * torch.tensor(0.1) + 1.5e-8
+        one("o[i] = x[i] * 0.1 + 1e-8 * (0.5h + (float)1.0bf);", x, torch.zeros(2)), x * torch.tensor(0.1) + 1.5e-8
     )
 
 

@@ -16,26 +16,28 @@ from .errors import refuse
 from .tokens import after, before, closing, is_blank, line_of, plain
 
 _SPACES = ("device", "constant", "threadgroup")
-_ELSEWHERE = r"[^']*\b(?:device|constant|threadgroup|address_space)\b[^']*"
+ELSEWHERE = r"[^']*\b(?:device|constant|threadgroup|address_space)\b[^']*"
 # Of an error: line, column, and the ranges behind them. The type that it names must lie in another address space.
 _AT = r"^[^\s:]+:\d+:\d+:((?:\{\d+:\d+-\d+:\d+\})+): error: "
 _COPY = re.compile(_AT + r"no matching constructor for initialization of .*((?:\n(?!\S+: error:).*)*)", re.M)
 _ASSIGNED = re.compile(_AT + r"no viable overloaded '=' *((?:\n(?!\S+: error:).*)*)", re.M)
 _CONVERTED = re.compile(
-    _AT + rf"(?:no viable conversion from|no matching conversion for [\w -]+ from|cannot convert) '({_ELSEWHERE})'"
+    _AT + rf"(?:no viable conversion from|no matching conversion for [\w -]+ from|cannot convert) '({ELSEWHERE})'"
     r"(?: \(aka '[^']*'\))? to '([^']*)'",
     re.M,
 )
+_EITHER = re.compile(_AT + r"incompatible operand types \(", re.M)
+_INCOMPATIBLE = re.compile(_AT + rf"assigning to '[^']*' from incompatible type '({ELSEWHERE})'", re.M)
 _CALLED = re.compile(
-    _AT + rf"(?:'this' argument to member function '.*' has type '({_ELSEWHERE})'"
-    rf"|cannot initialize object parameter of type '.*' with an expression of type '({_ELSEWHERE})')",
+    _AT + rf"(?:'this' argument to member function '.*' has type '({ELSEWHERE})'"
+    rf"|cannot initialize object parameter of type '.*' with an expression of type '({ELSEWHERE})')",
     re.M,
 )
 _INDEXED = re.compile(
-    _AT + rf"(?:no viable overloaded operator\[\] for type|type) '({_ELSEWHERE})'(?: does not provide a subscript.*)?",
+    _AT + rf"(?:no viable overloaded operator\[\] for type|type) '({ELSEWHERE})'(?: does not provide a subscript.*)?",
     re.M,
 )
-_OPERANDS = re.compile(_AT + rf"invalid operands to binary expression \(.*{_ELSEWHERE}.*\)", re.M)
+_OPERANDS = re.compile(_AT + rf"invalid operands to binary expression \(.*{ELSEWHERE}.*\)", re.M)
 _PACKED = re.compile(
     _AT
     + r"(?:cannot convert between vector and non-scalar values|invalid operands to binary expression) \(.*packed_.*\)",
@@ -59,7 +61,7 @@ class Methods:
 
     def has(self, kind: str, name: str) -> bool:
         """Whether a method is there for an object of the type ``kind``, as clang writes it."""
-        if "packed_" in kind:  # of the prelude, in every address space
+        if "packed_" in kind or "os_log" in kind:  # of the prelude, in every address space
             return True
         spaces = (s for n, s in enumerate(_SPACES, 1) if re.search(rf"\b{s}\b|address_space\({n}\)", kind))
         return any(f"{space} {name}" in self.names for space in spaces)
@@ -78,6 +80,10 @@ def copies(messages: str, text: Callable[[Place], str], methods: Methods) -> Ite
     for m in _CONVERTED.finditer(messages):
         known = not _NUMBER.fullmatch(m[3]) or methods.has(m[2], "operator")
         yield from ((place, "msl::value(" if known else "msl::held(", ")") for place in _places(m[1]))
+    for m in _EITHER.finditer(messages):
+        yield from _values(m[1])
+    for m in _INCOMPATIBLE.finditer(messages):
+        yield from ((place, "msl::value(", ")") for place in _places(m[1])[-1:])
     for m in _OPERANDS.finditer(messages):
         yield from _values(m[1])
     for m in _PACKED.finditer(messages):
@@ -136,6 +142,9 @@ def _of_class(ts: Sequence[str], opening: int, end: int, names: list[str]) -> It
         if space in ("", "thread"):
             known[signature] = plain(ts[at + 1 : stop]), True
     for signature, space, at, begin, stop in found:
+        # Metal lets such a constructor leave members without a value, C++17 does not.
+        defaulted = ts[after(ts, at)] == "=" or ts[at] == "="
+        yield from ((k, k + 1, "") for k in range(begin, stop) if defaulted and ts[k] == "constexpr")
         if space in ("", "thread"):
             continue
         rest = plain(ts[at + 1 : stop])
@@ -164,7 +173,7 @@ def _qualified(ts: Sequence[str], opening: int, end: int) -> Iterator[tuple[str,
             space = ts[at] if ts[at] in (*_SPACES, "thread") else ""
             last = at if space else before(ts, at)
             following = ts[after(ts, last)]
-            if following in ("{", ":", ";"):
+            if following in ("{", ":", ";", "="):
                 stop = _end(ts, after(ts, last))
                 signature = plain([x for x in ts[begin : last + (not space)] if not is_blank(x) or x.isspace()])
                 yield signature, space, last, begin, stop
@@ -186,8 +195,8 @@ def _qualified(ts: Sequence[str], opening: int, end: int) -> Iterator[tuple[str,
 
 def _end(ts: Sequence[str], k: int) -> int:
     """Index behind a method whose body, initialisers or semicolon begin at ``k``."""
-    if ts[k] == ";":
-        return k + 1
+    if ts[k] in (";", "="):
+        return next(e for e in range(k, len(ts)) if ts[e] == ";") + 1
     if ts[k] == ":":
         while True:
             k = after(ts, k)

@@ -23,7 +23,7 @@ from torch_attnkit.core import cache, config
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.paths import csrc
 
-from . import classes, constants, conversions, source
+from . import classes, constants, conversions, forbidden, source
 from .errors import refuse
 from .instrument import USER_FILE, Site, instrument
 from .repair import repaired
@@ -32,6 +32,7 @@ _HEADERS = "atomic array common compute geometric integer limits math matrix num
 _STANDARD = re.compile(
     rf"^[ \t]*#[ \t]*include[ \t]*<metal_(?:stdlib|simdgroup_matrix|type_traits|{'|'.join(_HEADERS.split())})>", re.M
 )
+_LOGGING = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal_logging>", re.M)  # of Metal 3.2
 _X86, _ARM = ("x86_64", "-march=x86-64-v3"), ("aarch64", "-march=armv8.2-a+fp16")
 _MACHINES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
 # Types whose rounding is visible round after every operation, products and sums are never fused, and an array index is
@@ -62,7 +63,9 @@ _END = f'\n#pragma clang attribute pop\n# 1 "entry"\ntypedef int {conversions.EN
 _SOURCES = (
     "tokens.py",
     "constants.py",
+    "forbidden.py",
     "classes.py",
+    "calls.py",
     "source.py",
     "conversions.py",
     "pointers.py",
@@ -200,6 +203,7 @@ class Host:
 
 def preprocess(text: str, version: int, cwd: Path, host: Host | None = None) -> str:
     """The source with macros expanded; the standard headers are built in and so are blanked."""
+    text = _LOGGING.sub("", text) if version >= 320 else text
     (cwd / USER_FILE).write_text(_UNROLLED.sub(r"msl_pragma \1 msl_pragma_end", _STANDARD.sub("", text)))
     macros = [f"-D__METAL_VERSION__={version}", "-D__METAL__=1", "-D__METAL_MACOS__=1", "-D__HAVE_BFLOAT__=1"]
     macros += [f"-D{name}={value}" for name, value in (*_MATH_MODES, *host.macros)] if host else []
@@ -257,7 +261,9 @@ def translate(preprocessed: str, cwd: Path, host: Host | None = None) -> source.
     for _ in range(_ROUNDS):
         failed: SyntaxError | None = None
         try:
-            if not conversions.suspicious(_compile(unit, tail, _TREE, cwd)):
+            tree = _compile(unit, tail, _TREE, cwd)
+            conversions.refuse_unwritten(tree)
+            if not conversions.suspicious(tree):
                 return unit
         except SyntaxError as error:
             failed = error
@@ -330,6 +336,8 @@ def build(text: str, unit: source.Unit, entry: source.Entry, how: Variant, versi
             if mode != "fast":
                 front.append("-DMSL_CHECKED")
             ir = _compile(unit, _launcher(unit, entry), front, work)
+            if found := next(forbidden.in_program(ir), None):
+                raise refuse(f"{entry.host}: {found}")
             ir = repaired(ir, checked=mode != "fast", lockstep=how.lockstep)
             (work / "front.ll").write_text(ir)
             # Kernels are long and launches short: what better code would save, compiling it costs twice over.

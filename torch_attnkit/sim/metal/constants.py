@@ -48,6 +48,11 @@ def declared(ts: Sequence[str]) -> tuple[dict[int, Constant], list[tuple[int, in
             raise refuse(f"a function constant of type {kind} is not simulated", line_of(ts, begin))
         found[number] = Constant(name, kind)
         edits.append((begin, end, f"= MSL_CONSTANT_{number}"))
+        k = before(ts, begin)
+        while k >= 0 and ts[k] not in (";", "{", "}"):
+            if ts[k] == "constexpr":  # which it is not, in Metal neither
+                edits.append((k, k + 1, ""))
+            k = before(ts, k)
     numbers = {c.name: n for n, c in found.items()}
     for i, t in enumerate(ts):
         if t == "is_function_constant_defined":

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from . import classes
+from . import calls, classes
 from .errors import refuse
+from .instrument import USER_FILE
 from .tokens import closing, line_of, tokens
 
 FILE = "unit.cpp"
@@ -30,12 +31,28 @@ _REINTERPRETED = re.compile(r"(?<!\*)(?<!\* __attribute__\(\(ext_vector_type\(\d
 _BOOLS_IN_MEMORY = re.compile(r"\bbool __attribute__\(\(address_space\(\d\)\)\) __attribute__\(\(ext_vector_type")
 _OTHER_SIZE = re.compile(
     rf"^{re.escape(FILE)}:\d+:\d+:\{{(\d+):(\d+)-(\d+):(\d+)\}}.*: error: "
-    r"[\w -]*from vector '.* to vector '.*different size",
+    r"(?:[\w -]*from vector '.* to vector '.*different size"
+    r"|(?:functional|C)-style cast from '[^'\n]*'(?: \(aka '[^'\n]*'\))? to '(?:half|bfloat|_Float16|__bf16)'.* not allowed)",
     re.M,
 )
 _NODE = re.compile(r"[ |`-]*(\w+) 0x[\da-f]+ ")
 _RANGE = re.compile(r"<([^<>]+)>")
 _PLACE = re.compile(r"(?<![^\s<])(?:line:(\d+):(\d+)|col:(\d+)|([^\s<>:']+):(\d+):(\d+))(?![^\s>,])")
+# What Metal does not convert, explicitly or at all, with the line of the tree that says so.
+_UNWRITTEN = (
+    (
+        re.compile(r"Cast(?:Expr)? 0x[^\n]*<AddressSpaceConversion>"),
+        "a pointer or reference is cast into another address space: Metal keeps what it points to",
+    ),
+    (
+        re.compile(
+            r"ImplicitCastExpr 0x[^\n]*'(?:_Float16|__bf16)' <FloatingCast>\n"
+            r"[ |`-]*\w+ 0x\w+ <[^>\n]*> (?:'[^'\n]*':)?'(?:_Float16|__bf16)'"
+        ),
+        "half and bfloat do not convert into one another: write float(x), half(x) or bfloat(x)",
+    ),
+)
+_LINE = re.compile(rf"(?:{USER_FILE}|line):(\d+):\d+")
 _CALLS = {"truth": "msl_truth", "number": "msl_number"}
 _CASTS = ("CStyleCastExpr", "CXXFunctionalCastExpr")
 
@@ -44,6 +61,15 @@ def suspicious(dump: str) -> bool:
     """Whether there is something to rewrite, or to refuse, anywhere in the tree."""
     lines = dump.split("\n")
     return any(_kind(line, previous) for previous, line in pairwise(lines))
+
+
+def refuse_unwritten(dump: str) -> None:
+    """Raise SyntaxError for a conversion in the user's part of the tree that clang has and Metal has not."""
+    user = dump[dump.find(BEGINS) : dump.find(ENDS)]
+    for pattern, words in _UNWRITTEN:
+        if found := pattern.search(user):
+            line = next((m[1] for m in reversed([*_LINE.finditer(user, 0, found.end())])), None)
+            raise refuse(words, int(line) if line else None)
 
 
 def flat(text: str) -> str:
@@ -56,7 +82,7 @@ def _kind(line: str, previous: str) -> str:
     if "<BooleanToSignedIntegral>" in line:
         return "number"
     if "<BitCast>" in line:
-        return "cast" if _REINTERPRETED.search(line) else ""
+        return "cast" if _REINTERPRETED.search(line) and "(*)(" not in line else ""  # of functions: an error follows
     if "ext_vector_type" in line:
         if _COMPARED.search(line) and "'bool __attribute__" not in line and f"'{_CALLS['truth']}'" not in previous:
             return "truth"
@@ -173,6 +199,8 @@ def rewritten(original: str, skipped: int, dump: str, messages: str, methods: cl
     behind = lambda place: text.text[text.offset(*place[2:]) :][:80]
     for edit in sorted(set(classes.copies(messages, behind, methods)), key=lambda e: (e[0][:2], (-e[0][2], -e[0][3]))):
         edits += _copied(text, edit)
+    # What an earlier round has enclosed is given again by an error that remains.
+    edits += sorted(set(calls.edits(text.text, messages, text.offset)) - set(edits))
     return _applied(original, text, edits)
 
 

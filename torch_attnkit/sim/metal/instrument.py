@@ -53,6 +53,8 @@ _DECLARATIONS = {
     "msl_turn": "void @msl_turn(i32) memory(inaccessiblemem: readwrite)",
     "msl_within": "void @msl_within(ptr addrspace(2), ptr addrspace(2), i64, i32, i32)",
     "msl_array_access": "void @msl_array_access(ptr, i64, i32, i32)",
+    "msl_array_within": "void @msl_array_within(ptr, ptr, i64, i64, i32, i32)",
+    "msl_thread_access": "void @msl_thread_access(ptr, i64, i32, i32)",
     "msl_array_copy": "void @msl_array_copy(ptr, ptr, i64)",
     "msl_work": "void @msl_work(i32, i32, i32, i32, i32) memory(inaccessiblemem: readwrite)",
     **{f"msl_access{n}": f"void @msl_access{n}(ptr addrspace({n}), i32, i32)" for n in (1, 2, 3)},
@@ -159,6 +161,7 @@ class _Pass:
         # The arrays of threads that began without values; every kernel is one function by now.
         self.tracked = set(re.findall(r"call void @msl_array\(ptr (?:\w+ )*(%[^\s,]+)", text)) if checked else set()
         self.arrays = bool(self.tracked)
+        self.kept = set(re.findall(r"call void @msl_keep\(ptr (?:[\w()]+ )*(%[^\s,)]+)", text)) if checked else set()
 
     def run(self) -> Instrumented:
         sites = sorted({s for s in map(self._site_of, self.lines) if s is not None})
@@ -219,6 +222,8 @@ class _Pass:
             self.out.append(line)
             return
         site = self.marks[self._site_of(line) or ()] if self._site_of(line) is not None else -1
+        if "@msl_keep(" in line:
+            return  # it was for the optimiser
         if "@msl_" in line:
             line = _CALL.sub(rf"\g<1>{site})", line)
             for number, size, align in _VARIABLE.findall(line):
@@ -228,7 +233,7 @@ class _Pass:
             return
         elif self.checked and (match := _MEMORY.match(line)):
             self._access(match, site)
-        elif self.arrays and (match := _THREAD.match(line)):
+        elif self.checked and (match := _THREAD.match(line)):
             self._thread(match, site)
         elif self.checked and (match := _BLOCK_COPY.search(line)):
             self._block(match, site)
@@ -250,12 +255,37 @@ class _Pass:
         self._call(f"msl_access{space}", f"ptr addrspace({space}) {pointer}, i32 {info}, i32 {site}")
 
     def _thread(self, match: re.Match[str], site: int) -> None:
-        """An access to thread memory, unless it is known to be no array that began without values."""
+        """An access to thread memory: whether it stays in its object, and what it reads has been written.
+
+        Nothing is asked where both are known.
+        """
         loaded, value, pointer = match.groups()
-        if loaded in self.blends or not self._may_be_array(pointer):
-            return
+        kind, name = self.pointers.base(pointer) or ("", "")
         size, _ = _type_size(value)
-        self._call("msl_array_access", f"ptr {pointer}, i64 {size}, i32 {int(loaded is None)}, i32 {site}")
+        access = f"i64 {size}, i32 {int(loaded is None)}, i32 {site}"
+        if not kind and (chosen := self.pointers.chosen(pointer)):
+            either = f"%msl.object.{len(self.out)}"
+            self.out.append(f"  {either} = select i1 {chosen[0]}, ptr {chosen[1]}, ptr {chosen[2]}")
+            self._within(pointer, either, self.pointers.allocated(chosen[1]), access)
+        elif not kind and loaded not in self.blends:
+            self._call("msl_thread_access", f"ptr {pointer}, {access}")
+        elif kind == "alloca" and not self._stays_inside(pointer, name, size):
+            self._within(pointer, name, self.pointers.allocated(name), access)
+        elif kind == "alloca" and name in self.tracked and loaded not in self.blends:
+            self._call("msl_array_access", f"ptr {pointer}, {access}")
+
+    def _within(self, pointer: str, name: str, kind: str, access: str) -> None:
+        whole = f"ptrtoint (ptr getelementptr ({kind}, ptr null, i32 1) to i64)"
+        self._call("msl_array_within", f"ptr {pointer}, ptr {name}, i64 {whole}, {access}")
+
+    def _stays_inside(self, pointer: str, name: str, size: int) -> bool:
+        """Whether it is known to. A structure's size is not; what the compiler spilled of one is believed."""
+        offset, kind = self.pointers.offset(pointer), self.pointers.allocated(name)
+        if offset is None or offset < 0:
+            return False
+        if "%" in kind or "{" in kind:
+            return name not in self.tracked and name not in self.kept
+        return offset + size <= _type_size(kind)[0]
 
     def _may_be_array(self, pointer: str) -> bool:
         kind, name = self.pointers.base(pointer) or ("", "")

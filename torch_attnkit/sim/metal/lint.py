@@ -11,24 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import compiler, source
+from . import compiler, forbidden, source
 from .tokens import after, before, closing, is_blank, line_of, tokens
 
 VERSIONS = (310, 320, 400)  # macOS 14, 15 and 26, as torch.mps chooses
 _C17, _LAMBDA = 400, 320  # the versions that brought C++17 and lambdas
-_WORDS = {
-    **dict.fromkeys(("try", "catch", "throw"), "Metal has no exceptions"),
-    **dict.fromkeys(("new", "delete"), "Metal has no dynamic memory"),
-    **dict.fromkeys(("dynamic_cast", "typeid"), "Metal has no run-time type information"),
-    **dict.fromkeys(("asm", "__asm__", "__asm"), "Metal has no inline assembly"),
-    **dict.fromkeys(("thread_local", "register"), "Metal has no such storage class"),
-    **dict.fromkeys(("consteval", "constinit", "concept", "requires", "co_await", "co_yield", "co_return"), "is C++20"),
-    "goto": "Metal has no goto",
-    "virtual": "Metal has no virtual functions",
-    "double": "Metal has no double",
-    "__int128": "Metal has no integers of 128 bits",
-    "std": "Metal has no std",
-}
 _TEXTURE = re.compile(r"(texture(1d|2d|3d|cube|_buffer)\w*|depth2d\w*|sampler|imageblock|visible_function_table)$")
 _SPACES = {"device", "constant", "threadgroup", "thread", "threadgroup_imageblock", "ray_data", "object_data"}
 _STANDARD_TYPES = {*source.SCALARS, *source.VECTORS, "size_t", "ptrdiff_t", "void"} | {
@@ -81,12 +68,10 @@ class _Linter:
     def _word(self, i: int, t: str) -> Iterator[str]:
         following = self.ts[after(self.ts, i)] if after(self.ts, i) < len(self.ts) else ""
         previous = self.ts[before(self.ts, i)] if before(self.ts, i) >= 0 else ""
-        if t in _WORDS and (t != "std" or following == "::") and not (t == "delete" and previous == "="):
-            yield f"{t}: {_WORDS[t]}"
+        if said := forbidden.word(t, previous, following):
+            yield said
         elif t.startswith("__builtin_"):
             yield f"{t}: a builtin of the host's compiler"
-        elif t == "long" and following == "long":
-            yield "long long: Metal has none, long has 64 bits"
         elif _TEXTURE.match(t):
             yield f"{t}: compile_shader binds buffers only"
         elif t == "auto" and following == "[" and self.version < _C17:
@@ -145,39 +130,6 @@ def _parameters(unit: source.Unit, lines: Sequence[str]) -> Iterator[Finding]:
             yield Finding(line, f"{d.name}: positions must be all scalars or all vectors of one size")
 
 
-def _ir(text: str) -> Iterator[str]:
-    """What only shows in the compiled program: recursion, variables of the program, double precision."""
-    calls: dict[str, set[str]] = {}
-    name = ""
-    for line in text.split("\n"):
-        if match := re.match(r"@([\w.$]+) = (.*)", line):
-            mutable = re.search(r"\bglobal\b", match[2]) and "addrspace(2)" not in match[2]
-            if mutable and not match[1].startswith("llvm."):
-                yield f"{match[1]}: a variable of the program must be constant"
-        elif match := re.match(r"define .*?@([\w.$]+)\(", line):
-            name = match[1]
-            calls[name] = set()
-        elif line.startswith("  "):
-            calls.setdefault(name, set()).update(re.findall(r"call [^@]*@([\w.$]+)\(", line))
-            if re.search(r"= f\w+ (?:\w+ )*double\b", line):
-                yield "arithmetic in double precision"
-    done: set[str] = set()
-
-    def cycle(f: str, path: tuple[str, ...]) -> str | None:
-        if f in path:
-            return f
-        if f in done:
-            return None
-        found = next((c for g in sorted(calls.get(f, ())) if (c := cycle(g, (*path, f)))), None)
-        done.add(f)
-        return found
-
-    for f in sorted(calls):
-        if found := cycle(f, ()):
-            yield f"{found}: Metal has no recursion"
-            return
-
-
 def lint(text: str, versions: Sequence[int] = VERSIONS) -> list[Finding]:
     """What is known to keep ``text`` from compiling with Metal 3.1, 3.2 and 4.0, or the ``versions`` given."""
     found: set[Finding] = set()
@@ -211,4 +163,4 @@ def _one(text: str, version: int, work: Path) -> Iterator[Iterator[Finding]]:
     yield _parameters(source.rewrite(preprocessed), text.split("\n"))
     unit = compiler.translate(preprocessed, work)
     ir = compiler.front_end(unit, version, work)
-    yield (Finding(0, m) for m in _ir(ir))
+    yield (Finding(0, m) for m in forbidden.in_program(ir))

@@ -7,12 +7,14 @@ import re
 _DEFINED = re.compile(r"^\s+(%\S+) = (.*)$")
 _SPACE = r"(?: addrspace\(\d\))?"
 _STEP = re.compile(rf"getelementptr .*?, ptr{_SPACE} ([%@][^\s,]+)")
+_BYTES = re.compile(rf"getelementptr (?:(?:inbounds|nuw|nusw) )*i8, ptr{_SPACE} (%[^\s,]+), i64 (-?\d+)")
 _CAST = re.compile(rf"(?:inttoptr i64|ptrtoint ptr{_SPACE}|addrspacecast ptr{_SPACE}|freeze ptr{_SPACE}) ([%@][^\s,]+)")
 _VARIABLE = re.compile(r"(?:tail )?call .*@msl_variable\(i32 (?:noundef )?(\d+)")
-_SELECT = re.compile(rf"select i1 [^,]+, ptr{_SPACE} ([^\s,]+), ptr{_SPACE} ([^\s,]+)")
+_CHOICE = re.compile(rf"select i1 ([^,]+), ptr{_SPACE} ([^\s,]+), ptr{_SPACE} ([^\s,]+)")
 _INCOMING = re.compile(r"\[ ([^\s,]+), ")
 
-Base = tuple[str, str]  # ("alloca", its name), ("global", its name) or ("variable", its number)
+# ("alloca", its name), ("global", its name), ("variable", its number) or ("argument", its name)
+Base = tuple[str, str]
 
 
 def operands(text: str) -> list[str]:
@@ -37,6 +39,31 @@ class Pointers:
         if match := _DEFINED.match(line):
             self._definitions[match[1]] = match[2]
 
+    def allocated(self, name: str) -> str:
+        """The type that an alloca has room for."""
+        return operands(self._definitions[name].removeprefix("alloca "))[0]
+
+    def chosen(self, name: str) -> tuple[str, str, str] | None:
+        """The condition and the two allocas, of one type, that it chooses between, where ``name`` points into either."""
+        while match := _STEP.match(self._definitions.get(name, "")):
+            name = match[1]
+        if (match := _CHOICE.match(self._definitions.get(name, ""))) is None:
+            return None
+        both = [self.base(n) for n in (match[2], match[3])]
+        if any(b is None or b[0] != "alloca" for b in both):
+            return None
+        first, second = (b[1] for b in both if b is not None)
+        return (match[1], first, second) if self.allocated(first) == self.allocated(second) else None
+
+    def offset(self, name: str) -> int | None:
+        """Bytes from the beginning of the object to where ``name`` points, or None where they are not a constant."""
+        total = 0
+        while not (text := self._definitions.get(name, "")).startswith("alloca "):
+            if (match := _BYTES.match(text)) is None:
+                return None
+            name, total = match[1], total + int(match[2])
+        return total
+
     def base(self, name: str) -> Base | None:
         """The object that ``name`` points into, or None if that is not known, or depends on the path taken."""
         if name not in self._known:
@@ -51,7 +78,9 @@ class Pointers:
         if name in seen:  # a pointer that a loop moves on: what it began as counts
             return set()
         seen.add(name)
-        text = self._definitions.get(name, "")
+        if name not in self._definitions:
+            return {("argument", name)}
+        text = self._definitions[name]
         if text.startswith("alloca "):
             return {("alloca", name)}
         if match := _VARIABLE.match(text):
@@ -60,8 +89,8 @@ class Pointers:
             return self._bases(match[1], seen)
         if text.startswith("phi ptr"):
             sources = _INCOMING.findall(text)
-        elif match := _SELECT.match(text):
-            sources = [match[1], match[2]]
+        elif match := _CHOICE.match(text):
+            sources = [match[2], match[3]]
         else:
             return {None}
         return {b for s in sources for b in self._bases(s, seen)}

@@ -7,7 +7,7 @@ zero. A checked kernel is told where it divides by zero, and where an array of a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .pointers import Pointers, operands
 
@@ -18,6 +18,8 @@ _BOOL_ELEMENT = re.compile(r"^(.*insertelement <\d+ x i1> \S+, )i8 (\S+), (.*)$"
 _DIVISION = re.compile(r"^  (%\S+) = ([su])(div|rem) (?:exact )?(i\d+|<\d+ x i\d+>) (.*?)((?:, !\w+ !\d+)*)$")
 _HARMLESS = re.compile(r"(?:splat \(i\d+ )?(?!0\b)\d+\)?$")
 _ALLOCA = re.compile(r"^  (%\S+) = alloca (.*?), align")
+_POINTED = re.compile(r"^  store ptr (%[^\s,]+), ptr ")
+_PART = re.compile(r"^  (%\S+) = getelementptr .*?, ptr (%[^\s,]+)")
 _STRUCT = re.compile(r"^(%\S+) = type (.*)$", re.M)
 _UNSET = re.compile(
     r"^  (?:store .*, ptr (%[^\s,]+), align|call void @llvm\.mem\w+[\w.]*\(ptr [^%]*(%[^\s,]+),).*!annotation"
@@ -25,6 +27,7 @@ _UNSET = re.compile(
 _DECLARED = {
     "msl_divide": "void @msl_divide(i1 zeroext, i1 zeroext, i32) nounwind",
     "msl_array": "void @msl_array(ptr, i64) nounwind",
+    "msl_keep": "void @msl_keep(ptr captures(none)) nounwind willreturn memory(argmem: readwrite)",
 }
 
 
@@ -96,11 +99,23 @@ def _report(zero: str, over: str, lanes: str | None, location: str) -> Iterator[
     yield f"  call void @msl_divide({', '.join(found)}, i32 -1){location}"
 
 
+def _pointed(lines: Sequence[str]) -> set[str]:
+    """The variables of a function that a pointer is set to."""
+    names = {m[1] for line in lines if line.startswith("  store ptr %") and (m := _POINTED.match(line))}
+    if not names:
+        return names
+    parts = {m[1]: m[2] for line in lines if "getelementptr" in line and (m := _PART.match(line))}
+    while names & parts.keys():
+        names = {parts.get(name, name) for name in names}
+    return names
+
+
 def _arrays(text: str) -> str:
     """A call for each array, or structure with one, that is declared without values.
 
     clang marks the pattern that it fills them with. The calls take its place: they also keep an array in memory, where
-    every access to it can be seen.
+    every access to it can be seen. Arrays that are declared with values, and what a pointer is set to, are kept there by
+    a call of their own, or the optimiser would drop what leads past their ends.
     """
     structs = dict(_STRUCT.findall(text))
 
@@ -111,13 +126,19 @@ def _arrays(text: str) -> str:
     allocas: dict[str, str] = {}
     begun: set[str] = set()
     pointers = Pointers()
-    for line in text.split("\n"):
+    pointed: set[str] = set()
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
         if line.startswith("define "):
             allocas, begun, pointers = {}, set(), Pointers()
+            end = lines.index("}", number)
+            pointed = _pointed(lines[number:end])
         pointers.define(line)
         if match := _ALLOCA.match(line):
             if has_array(match[2]):
                 allocas[match[1]] = match[2]
+            if match[2].startswith("[") or match[1] in pointed:
+                line += f"\n  call void @msl_keep(ptr {match[1]})"
         elif "!annotation" in line and (match := _UNSET.match(line)):
             base = pointers.base(match[1] or match[2])
             if base is not None and base[1] in allocas:

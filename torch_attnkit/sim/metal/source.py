@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from . import classes, constants
+from . import classes, constants, forbidden
 from .constants import Constant
 from .errors import refuse
-from .tokens import after, attributes, before, closing, line_of, newlines, plain, split, tokens
+from .tokens import after, angle, attributes, before, closing, line_of, newlines, plain, split, tokens
 
 GRID_VALUES = {
     "thread_position_in_grid": 100,
@@ -41,8 +41,8 @@ _ATTRIBUTES = {
 _LAUNCH_ATTRIBUTES = {"function_constant", "threadgroup"}  # what torch.mps cannot give, and other runtimes can
 SCALARS = ("float", "half", "bfloat", "int", "uint", "short", "ushort", "char", "uchar", "long", "ulong", "bool")
 VECTORS = {f"{s}{n}" for s in SCALARS for n in (2, 3, 4)}
+_PACKED = {f"packed_{s}{n}" for s in SCALARS for n in (2, 4) if s != "bool"}
 _FLOAT = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+")
-THREADGROUP = 200  # slot of [[threadgroup(0)]]: memory whose size the launch says
 THREADGROUP = 200  # slot of [[threadgroup(0)]]
 
 
@@ -60,7 +60,7 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        return str(re.findall(r"\w+", self.text)[-1])
+        return str(re.findall(r"\w+", self.text.partition("[")[0])[-1])
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _first_extent(ts: Sequence[str]) -> int:
     """Index of the bracket that begins a declarator's array extents, or the end."""
     angles = 0
     for k, t in enumerate(ts):
-        angles += (t == "<") - (t == ">")
+        angles += angle(ts, k)
         if t == "[" and angles == 0:
             return k
     return len(ts)
@@ -131,7 +131,7 @@ def _slot(names: list[str], text: str, earlier: list[Parameter], line: int, kern
         if name.startswith("threadgroup"):
             raise refuse(f"{kernel}: {text}: compile_shader has no dynamic threadgroup memory; declare an array", line)
         raise refuse(f"{kernel}: {text}: [[{name}]] is not available through compile_shader", line)
-    if re.search(r"[*&]", text):  # buffers without a number take the free ones in order
+    if re.search(r"[*&\[]", text):  # buffers without a number take the free ones in order
         taken = {p.slot for p in earlier}
         return next(k for k in range(len(earlier) + 1) if k not in taken)
     raise refuse(f"{kernel}: {text}: a parameter that is no buffer needs an attribute", line)
@@ -148,6 +148,7 @@ class Rewriter:
         self.instances: list[tuple[str | None, str]] = []
 
     def run(self) -> Unit:
+        forbidden.in_text(self.ts)
         self._functions()
         self._check_attributes()
         if self.foreign:
@@ -221,7 +222,7 @@ class Rewriter:
             depth = 0
             stop = len(rest)  # the name may stand alone behind a type that was given a name
             for e in range(after(rest, k), len(rest)):
-                depth += (rest[e] == "<") - (rest[e] == ">")
+                depth += angle(rest, e)
                 if rest[e] == "(" and depth == 0:
                     stop = e
                     break
@@ -290,18 +291,24 @@ class Rewriter:
             if t not in ("device", "constant", "threadgroup") or not parens:
                 continue
             k = after(ts, i)
-            while re.match(r"[\w<>:]", ts[k]):
-                k = after(ts, k)
-            if ts[k] == "[" and ts[k + 1] != "[" and ts[end := after(ts, closing(ts, k))] in (",", ")"):
+            while re.match(r"[A-Za-z_:]", ts[k]) or angle(ts, k) == 1:
+                k = after(ts, closing(ts, k)) if ts[k] == "<" else after(ts, k)
+            if ts[k] != "[" or ts[k + 1] == "[":
+                continue
+            end = rest = closing(ts, k)
+            while ts[after(ts, rest)] == "[":  # more extents, or attributes
+                rest = closing(ts, after(ts, rest))
+            if ts[after(ts, rest)] in (",", ")"):
                 name = before(ts, k)
-                self.edits += [(name, name, "*"), (k, before(ts, end) + 1, "")]
+                inner = ts[after(ts, end)] == "[" and ts[after(ts, end) + 1] != "["
+                self.edits += [(name, name, "(*" if inner else "*"), (k, end + 1, ")" if inner else "")]
 
     def _threadgroup_variables(self) -> None:
         """``threadgroup float x[64];`` in a kernel becomes a reference into the running threadgroup's memory."""
         ts, parens = self.ts, 0
         for i, t in enumerate(ts):
             parens += (t == "(") - (t == ")")
-            if t != "threadgroup" or parens:
+            if t != "threadgroup" or parens or self._qualifies_method(i):
                 continue
             end = self._declaration_end(i)
             if end is None:
@@ -310,6 +317,12 @@ class Rewriter:
             if not any(b < i < e for b, e in self.bodies):
                 raise refuse("a threadgroup variable must be declared in a kernel function", line)
             self.edits.append((i, end + 1, self._variable([x for x in ts[i + 1 : end] if x[0] != "#"], line)))
+
+    def _qualifies_method(self, i: int) -> bool:
+        k = before(self.ts, i)
+        while k >= 0 and self.ts[k] in ("const", "constexpr", "volatile", "noexcept"):
+            k = before(self.ts, k)
+        return k >= 0 and self.ts[k] == ")"
 
     def _declaration_end(self, i: int) -> int | None:
         """Index of the semicolon if a variable is declared at ``i``, not a pointer or a template argument."""
@@ -320,20 +333,18 @@ class Rewriter:
                 depth += 1
             elif t in (")", "]"):
                 depth -= 1
-            elif t == "<":
-                angles += 1
-            elif t == ">":
-                angles -= 1
+            elif t in ("<", ">"):
+                angles += angle(ts, k)
             elif t == ";" and depth == 0:
                 return k
+            elif t == "=" and depth == angles == 0:
+                return next(e for e in range(k, len(ts)) if ts[e] == ";")
             if depth < 0 or angles < 0 or (t in ("*", "&") and depth == 0 and angles == 0) or t in ("{", "}"):
                 return None
         return None
 
     def _variable(self, declaration: list[str], line: int) -> str:
-        if "=" in declaration:
-            raise refuse("a threadgroup variable cannot be initialised", line)
-        first, *others = split(declaration)
+        first, *others = (self._uninitialised(part, line) for part in split(declaration))
         stop = _first_extent(first)
         name_at = before(first, stop)
         kind = plain(first[:name_at])
@@ -350,6 +361,17 @@ class Rewriter:
             out.append(f"threadgroup {alias}& {name} = MSL_THREADGROUP({alias}, {number});")
         return " ".join(out) + newlines(declaration)
 
+    def _uninitialised(self, declarator: list[str], line: int) -> list[str]:
+        """A declarator without ``= {0}``: Apple's compiler takes that and writes nothing, and MLX does not rely on it."""
+        depth = 0
+        for k, t in enumerate(declarator):
+            depth += (t in ("(", "[", "{")) - (t in (")", "]", "}"))
+            if t == "=" and depth == 0:
+                if not re.fullmatch(r"\{ ?(?:0?\.?0?[fh]? ?)\}", plain(declarator[k + 1 :])):
+                    raise refuse("a threadgroup variable cannot be initialised", line)
+                return declarator[: before(declarator, k) + 1]
+        return declarator
+
     def _aliases(self) -> set[str]:
         text = plain(self.ts)
         pattern = rf"(?:using (\w+) = |typedef )(?:metal ?:: ?)?(?:vec ?<[^;]*>|{'|'.join(VECTORS)}) ?(\w*) ?;"
@@ -357,10 +379,12 @@ class Rewriter:
 
     def _expressions(self) -> None:
         """Vector constructors and casts, which C++ spells or means differently, and literals without a suffix."""
-        ts, vectors = self.ts, VECTORS | self._aliases()
+        ts, vectors = self.ts, VECTORS | _PACKED | self._aliases()
         for i, t in enumerate(ts):
             if _FLOAT.match(t):
                 self._literal(i)
+            elif t == "os_log" and re.match(r"[A-Za-z_]", ts[after(ts, i)]):
+                self._log(i)
             elif t == "static_cast":
                 j = after(ts, i)
                 end = closing(ts, j)
@@ -375,14 +399,24 @@ class Rewriter:
                     kind = f"bool{bools[1]}"
                     self.edits.append((self._qualified(i), end + 1, kind))
                 self._constructor(self._qualified(i), end, kind)
-            elif t in vectors and ts[before(ts, i)] not in ("::", ".", "->", "operator"):
-                self._constructor(i, i, t)
+            elif t in vectors and ts[before(ts, self._qualified(i))] not in ("::", ".", "->", "operator"):
+                self._constructor(self._qualified(i), i, t)
+
+    def _log(self, i: int) -> None:
+        """``constant os_log logger(a, b);``: C++ constructs nothing in constant memory, and of a log nothing is read."""
+        k = before(self.ts, i)
+        while re.match(r"[\w:]", self.ts[k]):
+            if self.ts[k] == "constant":
+                self.edits.append((k, k + 1, "static const"))
+            k = before(self.ts, k)
 
     def _qualified(self, i: int) -> int:
+        """Where a name begins that may stand behind ``metal::`` or ``::``; behind another one, it is that one's."""
         while self.ts[before(self.ts, i)] == "::":
-            i = before(self.ts, i)
-            if self.ts[before(self.ts, i)] == "metal":
-                i = before(self.ts, i)
+            outer = before(self.ts, before(self.ts, i))
+            if self.ts[outer] != "metal" and re.match(r"[A-Za-z_>]", self.ts[outer]):
+                return i
+            i = outer if self.ts[outer] == "metal" else before(self.ts, i)
         return i
 
     def _constructor(self, begin: int, end: int, kind: str) -> None:
@@ -390,13 +424,42 @@ class Rewriter:
         follows = after(ts, end)
         if follows >= len(ts):
             return
+        full = f"metal::{kind}" if kind.startswith("vec") else kind
+        if re.match(r"[A-Za-z_]", ts[follows]):
+            self._declarators(follows, full)
         if ts[follows] in ("(", "{"):
             inside = closing(ts, follows)
             if ts[follows] == "{" or ts[after(ts, follows)] not in ("*", "&"):  # not a pointer to a function
-                full = f"metal::{kind}" if kind.startswith("vec") else kind
                 self.edits.append((begin, end + 1, f"msl::make<{full}>"))
                 if ts[follows] == "{":
                     self.edits += [(follows, follows + 1, "("), (inside, inside + 1, ")")]
+
+    def _declarators(self, k: int, kind: str) -> None:
+        """``float2 a(1, 2), b(c);``: the variables that are declared from ``k`` on, with parentheses, are made."""
+        ts = self.ts
+        while re.match(r"[A-Za-z_]", ts[k]):
+            k = after(ts, k)
+            if ts[k] == "(":
+                end = closing(ts, k)
+                if ts[after(ts, end)] not in (",", ";") or self._are_parameters(ts[k + 1 : end]):
+                    return
+                self.edits += [(k + 1, k + 1, f"msl::make<{kind}>("), (end, end, ")")]
+                k = after(ts, end)
+            elif ts[k] == "=":
+                while ts[k] not in (",", ";", ")", "}"):
+                    k = after(ts, closing(ts, k)) if ts[k] in ("(", "[", "{") else after(ts, k)
+            if ts[k] != ",":
+                return
+            k = after(ts, k)
+
+    @staticmethod
+    def _are_parameters(ts: Sequence[str]) -> bool:
+        """Whether these are a function's: none, or one that is a type, with a name or without."""
+        for part in map(plain, split(ts)):
+            type_ = re.match(r"(?:const |thread |device |constant |threadgroup )*([\w:]+(?: ?<.*>)?)(?: ?[*&])* ?(\w*)$", part)
+            if not part or (type_ and (type_[2] or type_[1] in VECTORS or type_[1] in SCALARS or " " in part)):
+                return True
+        return False
 
     def _strings(self) -> str:
         """A string lies in constant memory, in C++ it does not: the declarations of variables that take their place."""

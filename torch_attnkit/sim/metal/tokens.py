@@ -39,7 +39,9 @@ def before(ts: Sequence[str], i: int) -> int:
 
 def closing(ts: Sequence[str], i: int) -> int:
     """Index of the bracket that closes the one at ``i``; angle brackets are only followed if one is asked for."""
-    pair, depth = {"(": ")", "[": "]", "{": "}", "<": ">"}[ts[i]], 0
+    if ts[i] == "<":
+        return _closing_angle(ts, i)
+    pair, depth = {"(": ")", "[": "]", "{": "}"}[ts[i]], 0
     for k in range(i, len(ts)):
         if ts[k] == ts[i]:
             depth += 1
@@ -47,9 +49,36 @@ def closing(ts: Sequence[str], i: int) -> int:
             depth -= 1
             if depth == 0:
                 return k
-        elif ts[i] == "<" and ts[k] in "([{":
-            continue
     raise refuse(f"unbalanced {ts[i]}", line_of(ts, i))
+
+
+def _closing_angle(ts: Sequence[str], i: int) -> int:
+    """Inside of other brackets a ``<`` may be a comparison, so these are passed over."""
+    depth, k = 0, i
+    while k < len(ts):
+        if ts[k] in ("(", "[", "{"):
+            k = closing(ts, k)
+        elif ts[k] in (")", "]", "}", ";"):
+            break
+        else:
+            depth += angle(ts, k)
+            if depth == 0:
+                return k
+        k += 1
+    raise refuse("unbalanced <", line_of(ts, i))
+
+
+def angle(ts: Sequence[str], k: int) -> int:
+    """1 for a ``<`` that opens template arguments, -1 for what closes them, 0 for anything else, comparisons included.
+
+    What stands before template arguments is a name, and ``<=`` and ``>=`` compare.
+    """
+    if ts[k] == ">":
+        return 0 if ts[k + 1 : k + 2] == ["="] and ts[k + 2 : k + 3] != ["="] else -1
+    if ts[k] != "<" or ts[k + 1 : k + 2] == ["="]:
+        return 0
+    previous = ts[before(ts, k)] if before(ts, k) >= 0 else ""
+    return int(bool(re.match(r"[A-Za-z_]", previous)))
 
 
 def line_of(ts: Sequence[str], i: int) -> int:
@@ -67,8 +96,8 @@ def split(ts: Sequence[str], by: str = ",") -> list[list[str]]:
     """Tokens between top-level separators, with angle brackets counted as brackets."""
     parts: list[list[str]] = [[]]
     depth = 0
-    for t in ts:
-        depth += (t in "([{<") - (t in ")]}>") if len(t) == 1 else 0
+    for k, t in enumerate(ts):
+        depth += (t in "([{") - (t in ")]}") + angle(ts, k) if len(t) == 1 else 0
         if t == by and depth == 0:
             parts.append([])
         else:

@@ -26,13 +26,17 @@ template <class T> struct bytes {
 // What an expression that names an object is worth, wherever the object lies.
 template <class T> MSL_INLINE T&& value(T&& x) { return (T&&)x; }
 #define MSL_VALUE(space)                                                                   \
-  template <class T> MSL_INLINE T value(space T& x) {                                      \
+  template <class T> MSL_INLINE T copied(space T& x) {                                     \
+    typedef bytes<T> raw;                                                                  \
+    raw r;                                                                                 \
+    const space typename raw::word* p = (const space typename raw::word*)&x;               \
+    for (size_t i = 0; i < sizeof(T) / sizeof(typename raw::word); i++) r.words[i] = p[i]; \
+    return __builtin_bit_cast(T, r);                                                       \
+  }                                                                                        \
+  template <class T> MSL_INLINE constexpr T value(space T& x) {                            \
     if constexpr (__is_class(T) || __is_union(T)) {                                        \
-      typedef bytes<T> raw;                                                                \
-      raw r;                                                                               \
-      const space typename raw::word* p = (const space typename raw::word*)&x;             \
-      for (size_t i = 0; i < sizeof(T) / sizeof(typename raw::word); i++) r.words[i] = p[i]; \
-      return __builtin_bit_cast(T, r);                                                     \
+      if (__builtin_is_constant_evaluated()) return __builtin_bit_cast(T, x);              \
+      else return copied(x);                                                               \
     } else return x;                                                                       \
   }
 MSL_VALUE(device) MSL_VALUE(const device) MSL_VALUE(constant) MSL_VALUE(threadgroup) MSL_VALUE(const threadgroup)

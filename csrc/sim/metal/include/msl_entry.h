@@ -8,6 +8,20 @@
 #include "msl_internals.h"
 #endif
 
+// <metal_logging>, of Metal 3.2: what a kernel says is for a log that a simulation has not.
+namespace metal {
+enum os_log_type { os_log_type_debug, os_log_type_info, os_log_type_default, os_log_type_error, os_log_type_fault };
+struct os_log {
+  constexpr os_log(constant char*, constant char*) {}
+  template <class... A> void log(constant char*, A...) const {}
+  template <class... A> void log_debug(constant char*, A...) const {}
+  template <class... A> void log_info(constant char*, A...) const {}
+  template <class... A> void log_error(constant char*, A...) const {}
+  template <class... A> void log_fault(constant char*, A...) const {}
+  template <class... A> void log_with_type(os_log_type, constant char*, A...) const {}
+};
+}  // namespace metal
+
 namespace msl {
 struct context {
   ulong buffer[40];

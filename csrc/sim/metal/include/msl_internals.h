@@ -4,6 +4,12 @@
 #include "msl_math.h"
 #include "msl_simd.h"
 
+namespace metal {
+template <class... B> struct _disjunction : bool_constant<(B::value || ...)> {};
+template <class... B> struct _conjunction : bool_constant<(B::value && ...)> {};
+template <class T> struct __is_valid_simdgroup_type
+    : bool_constant<((int)msl::shape<T>::code >= 0 && (int)msl::shape<T>::code < 9 && (int)msl::shape<T>::code != 2)> {};
+}  // namespace metal
 #define MSL_INTERNAL(name) \
   template <class... F> MSL_INLINE float __metal_##name(float x, F...) { return metal::name(x); }
 MSL_INTERNAL(acos) MSL_INTERNAL(acosh) MSL_INTERNAL(asin) MSL_INTERNAL(asinh) MSL_INTERNAL(atan) MSL_INTERNAL(atanh)

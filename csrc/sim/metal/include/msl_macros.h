@@ -41,5 +41,7 @@
 #define M_2_SQRTPI_F 1.12837916709551257389615890312154517f
 #define M_SQRT2_F 1.41421356237309504880168872420969808f
 #define M_SQRT1_2_F 0.707106781186547524400844362104849039f
+// Metal 3.2, "Memory Coherency": which threads see what is written.
+#define coherent(scope)
 // <metal_assert>: what does not hold is an error of the launch, at its line.
 #define assert(...) ((__VA_ARGS__) ? (void)0 : msl_trap(105, -1))

@@ -15,10 +15,11 @@ template <> constexpr float msl_unset<float>() { return __builtin_bit_cast(float
 template <> constexpr half msl_unset<half>() { return __builtin_bit_cast(half, (unsigned short)0x7f5a); }
 template <> constexpr bfloat msl_unset<bfloat>() { return __builtin_bit_cast(bfloat, (unsigned short)0x7fe5); }
 #ifdef MSL_CHECKED
-#define MSL_ALL_LANES() msl_simd(29, 0, 0, nullptr, nullptr, 0, nullptr, -1)
+#define MSL_ALL_LANES(p, stride, transposed) \
+  msl_simd(29, 0, 0, (const void*)(ulong)(p), nullptr, (uint)(stride) << 1 | (transposed), nullptr, -1)
 #define MSL_ALL_SET(m) if (m.unset()) msl_trap(104, -1)
 #else
-#define MSL_ALL_LANES()
+#define MSL_ALL_LANES(p, stride, transposed)
 #define MSL_ALL_SET(m)
 #endif
 extern "C" __attribute__((const)) uint msl_lane();
@@ -230,29 +231,40 @@ MSL_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread s
   zero.elements = (vec<D, 2>)(D)0;
   simdgroup_multiply_accumulate(d, a, b, zero);
 }
+template <class T> MSL_INLINE simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b) {
+  simdgroup_matrix<T, 8, 8> d;
+  simdgroup_multiply(d, a, b);
+  return d;
+}
 // An origin is a place in memory, (column, row), also of a matrix that is transposed on its way: kernels of gpt-oss, whose
 // results have been compared on Apple GPUs, load so (moematmul.metal).
 #define MSL_MATRIX_MEMORY(space)                                                                                     \
   template <class T> MSL_INLINE void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const space T* p, ulong stride = 8, \
                                                     ulong2 origin = (ulong2)0ul, bool transpose = false) {           \
-    MSL_ALL_LANES();                                                                                                 \
+    p += origin.y * stride + origin.x;                                                                               \
+    MSL_ALL_LANES(p, stride, transpose);                                                                             \
     ulong r = m.row(), c = m.column();                                                                               \
-    p += origin.y * stride + origin.x;                                                               \
     m.elements[0] = transpose ? p[c * stride + r] : p[r * stride + c];                                               \
     m.elements[1] = transpose ? p[(c + 1) * stride + r] : p[r * stride + c + 1];                                     \
   }                                                                                                                  \
   template <class T> MSL_INLINE void simdgroup_store(thread const simdgroup_matrix<T, 8, 8>& m, space T* p, ulong stride = 8, \
                                                      ulong2 origin = (ulong2)0ul, bool transpose = false) {          \
-    MSL_ALL_LANES();                                                                                                 \
+    p += origin.y * stride + origin.x;                                                                               \
+    MSL_ALL_LANES(p, stride, transpose);                                                                             \
     MSL_ALL_SET(m);                                                                                                  \
     ulong r = m.row(), c = m.column();                                                                               \
-    p += origin.y * stride + origin.x;                                                               \
     (transpose ? p[c * stride + r] : p[r * stride + c]) = m.elements[0];                                             \
     (transpose ? p[(c + 1) * stride + r] : p[r * stride + c + 1]) = m.elements[1];                                   \
   }
 MSL_MATRIX_MEMORY(device) MSL_MATRIX_MEMORY(threadgroup)
 
 enum memory_order { memory_order_relaxed };
+// Of fences alone: what is atomic is relaxed.
+enum fence_order { memory_order_acquire = 2, memory_order_release, memory_order_acq_rel, memory_order_seq_cst };
+enum thread_scope { thread_scope_thread, thread_scope_simdgroup = 4, thread_scope_threadgroup = 1, thread_scope_device = 2 };
+// Threads take turns, so that all see what has been written; it does not count as an order that a race is judged by.
+MSL_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {}
+MSL_INLINE void atomic_thread_fence(mem_flags, fence_order, thread_scope = thread_scope_device) {}
 template <class T> struct atomic {
   static_assert(__is_same(T, int) || __is_same(T, uint) || __is_same(T, float) || __is_same(T, ulong) || __is_same(T, bool),
                 "atomic takes int, uint, bool, float and ulong");

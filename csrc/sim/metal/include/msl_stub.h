@@ -17,6 +17,8 @@ struct msl_table {
   void (*array)(const void*, msl_size);
   void (*array_access)(const void*, msl_size, int, int);
   void (*array_copy)(const void*, const void*, msl_size);
+  void (*array_within)(const void*, const void*, msl_size, msl_size, int, int);
+  void (*thread_access)(const void*, msl_size, int, int);
 };
 extern "C" {
 __attribute__((visibility("default"))) const msl_table* msl_api = nullptr;
@@ -34,6 +36,10 @@ void msl_within(const void* p, const void* base, msl_size bytes, unsigned info, 
 void msl_array(const void* p, msl_size bytes) { msl_api->array(p, bytes); }
 void msl_array_access(const void* p, msl_size bytes, int write, int site) { msl_api->array_access(p, bytes, write, site); }
 void msl_array_copy(const void* to, const void* from, msl_size bytes) { msl_api->array_copy(to, from, bytes); }
+void msl_array_within(const void* p, const void* base, msl_size object, msl_size bytes, int write, int site) {
+  msl_api->array_within(p, base, object, bytes, write, site);
+}
+void msl_thread_access(const void* p, msl_size bytes, int write, int site) { msl_api->thread_access(p, bytes, write, site); }
 void msl_simd(int op, int type, int count, const void* in, void* out, unsigned arg, const void* fill, int site) {
   msl_api->simd(op, type, count, in, out, arg, fill, site);
 }

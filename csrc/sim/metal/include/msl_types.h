@@ -43,10 +43,18 @@ MSL_VECTORS(ushort) MSL_VECTORS(char) MSL_VECTORS(uchar) MSL_VECTORS(long) MSL_V
 MSL_PACKED(float) MSL_PACKED(half) MSL_PACKED(bfloat) MSL_PACKED(int) MSL_PACKED(uint) MSL_PACKED(short)
 MSL_PACKED(ushort) MSL_PACKED(char) MSL_PACKED(uchar) MSL_PACKED(long) MSL_PACKED(ulong)
 
+#define MSL_NAMES(T) using ::T##2; using ::T##3; using ::T##4;
 namespace metal {
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
+MSL_NAMES(float) MSL_NAMES(half) MSL_NAMES(bfloat) MSL_NAMES(int) MSL_NAMES(uint) MSL_NAMES(short) MSL_NAMES(ushort)
+MSL_NAMES(char) MSL_NAMES(uchar) MSL_NAMES(long) MSL_NAMES(ulong)
 }
+
+namespace msl {
+template <bool, class T> struct only {};
+template <class T> struct only<true, T> { typedef T type; };
+}  // namespace msl
 
 // Metal's vectors of bools, a byte a component. As vectors of clang's they would lie in memory as bits, and have no
 // components by name.
@@ -55,6 +63,8 @@ using vec = T __attribute__((ext_vector_type(N)));
     union { struct { bool __VA_ARGS__; }; bool all[N]; };                                               \
     bool##N() = default;                                                                                \
     MSL_INLINE constexpr bool##N(bool every) : all() { for (int i = 0; i < N; i++) all[i] = every; }     \
+    template <class... B, typename msl::only<sizeof...(B) == N && N != 1, int>::type = 0>                \
+    MSL_INLINE constexpr bool##N(B... each) : all{bool(each)...} {}                                      \
     template <class T> MSL_INLINE explicit bool##N(metal::vec<T, N> v) {                                 \
       for (int i = 0; i < N; i++) all[i] = v[i] != 0;                                                   \
     }                                                                                                   \
@@ -157,6 +167,24 @@ MSL_INLINE V make(A a, B b, R... r) {
   return v;
 }
 
+// An object of the type V, however it was declared, from what stands between its parentheses.
+template <class V, class... A> MSL_INLINE auto made(A... a) {
+  typedef __remove_cvref(V) bare;
+  if constexpr (shape<bare>::count > 1) return make<bare>(a...);
+  else return bare(a...);
+}
+// {x, y} as an argument where a vector is wanted.
+#define MSL_TO_VECTOR(N, ...)                                                                          \
+  template <class V, typename only<(shape<V>::count == N), int>::type = 0> MSL_INLINE operator V() const { \
+    return make<V>(__VA_ARGS__);                                                                       \
+  }
+template <class A, class B> struct braces2 { A a; B b; MSL_TO_VECTOR(2, a, b) };
+template <class A, class B, class C> struct braces3 { A a; B b; C c; MSL_TO_VECTOR(3, a, b, c) };
+template <class A, class B, class C, class D> struct braces4 { A a; B b; C c; D d; MSL_TO_VECTOR(4, a, b, c, d) };
+template <class A, class B> MSL_INLINE braces2<A, B> braced(A a, B b) { return {a, b}; }
+template <class A, class B, class C> MSL_INLINE braces3<A, B, C> braced(A a, B b, C c) { return {a, b, c}; }
+template <class A, class B, class C, class D> MSL_INLINE braces4<A, B, C, D> braced(A a, B b, C c, D d) { return {a, b, c, d}; }
+
 // What a cast means in Metal: vectors convert component by component, where clang would reinterpret them.
 template <class T, class A>
 MSL_INLINE constexpr T cast(A a) {
@@ -239,8 +267,14 @@ template <class T> using make_signed_t = __make_signed(T);
 template <class T> using make_scalar_t = msl::element<T>;
 template <class T> struct make_scalar { typedef msl::element<T> type; };
 template <class T> T&& declval();
+// What all threads of a simdgroup hold alike; a value like any other here.
+template <class T> using uniform = T;
+template <class T> MSL_INLINE constexpr T make_uniform(T x) { return x; }
+template <class T> struct vec_elements : integral_constant<size_t, (size_t)msl::shape<T>::count> {};
 
-template <class T> struct numeric_limits;
+// A source may add to the limits by a specialisation of what they are derived from.
+template <class T> struct _numeric_limits_impl {};
+template <class T> struct numeric_limits : _numeric_limits_impl<T> {};
 #define MSL_FLOAT_LIMITS(T, MAX, MIN, EPSILON, DIGITS)                   \
   template <> struct numeric_limits<T> {                                 \
     static constexpr constant int digits = DIGITS;                       \
