@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torch_attnkit.core.errors import UnsupportedError
-from torch_attnkit.cuda import compile
+from torch_attnkit.cuda import compile, inspect, unassembled
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST = compile.Request(
@@ -170,9 +170,9 @@ def test_two_processes_compile_once(tmp_path):
     """Both ask at the same time; a count of the builds is written by whoever builds."""
     code = (
         "import os\nbuild = compile._build\n"
-        "def counted(request, folder):\n"
+        "def counted(request, folder, simulated):\n"
         "    (folder / f'built-{os.getpid()}').touch()\n"
-        "    return build(request, folder)\n"
+        "    return build(request, folder, simulated)\n"
         "compile._build = counted\n"
         "print(compile.get(request).library, compile.get(request).library.stat().st_size > 0)\n"
     )
@@ -182,6 +182,50 @@ def test_two_processes_compile_once(tmp_path):
     assert len(list((tmp_path / "cuda").glob("built-*"))) == 1
     leftovers = {p.suffix for p in (tmp_path / "cuda").iterdir()} - {".so", ".ptx", ".json", ".lock", ""}
     assert not leftovers
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", [True, False])
+def test_a_simulator_needs_no_machine_code_and_a_gpu_does(cache, first, monkeypatch):
+    """What one made the other finds where that is enough, and the PTX is the same."""
+    one = compile.get(REQUEST, simulated=first)
+    text = one.ptx.read_text()
+    built, build = [], compile._build
+    monkeypatch.setattr(compile, "_build", lambda *args: built.append(args) or build(*args))
+    other = compile.get(REQUEST, simulated=not first)
+    assert len(built) == first and (other.library != one.library) == first
+    of = {first: one, not first: other}
+    assert len(list(inspect.cubins(of[False].library))) == 1
+    assert other.ptx == one.ptx and other.ptx.read_text() == text
+    if first:
+        assert not list(inspect.cubins(one.library)) and one.library.stat().st_size < other.library.stat().st_size
+        assert compile.get(REQUEST, simulated=True) is one
+
+
+@needs_compiler
+@pytest.mark.proof
+@pytest.mark.parametrize("arch", compile.GPU_ARCH)
+def test_ptx_is_the_same_without_the_assembler(arch, cache):
+    from torch_attnkit import warmup
+
+    asked = (
+        warmup.requests(arch, "sdpa_decode", covering=True)[::9] + warmup.requests(arch, "fp4_moe", covering=True)[::9]
+    )
+    for request in asked:
+        text = compile.get(request, simulated=True).ptx.read_text()
+        assert compile.get(request).ptx.read_text() == text, request
+
+
+def test_passes_of_another_form_are_refused():
+    given = "builtin.module(cute-to-nvvm{cubin-format=bin opt-level=3 dump-ptx-path='/a b/x' cubin-chip=sm_90a})"
+    assert unassembled.stages(given) == (
+        "builtin.module(cute-to-nvvm{cubin-format=bin opt-level=3 llvm-only=true dump-ptx-path='/a b/x' "
+        "cubin-chip=sm_90a})",
+        "builtin.module(cuda-to-binary{opt-level=3 dump-ptx-path='/a b/x'})",
+    )
+    for missing in ("opt-level=3", "dump-ptx-path='/a b/x'", "cute-to-nvvm{"):
+        with pytest.raises(RuntimeError, match="passes of an unknown form: builtin"):
+            unassembled.stages(given.replace(missing, ""))
 
 
 @needs_compiler

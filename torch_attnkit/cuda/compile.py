@@ -5,7 +5,8 @@ looked up in memory, in the bundles named by ``use_bundle``, in ``cache_dir()/cu
 file lock and renamed into place whole. The name of a file carries a digest of all that its contents depend on: the
 request, the kernel's module and what it imports (``torch_attnkit/digest.py``), the compiler's options, and the
 processor that runs the host code; the ``.json`` beside it says which compiler made it. Loading a library imports no
-cutlass; the kernel's module is imported when it is compiled.
+cutlass; the kernel's module is imported when it is compiled. For a simulator the assembler is left out
+(``unassembled.py``): the library has another suffix then, and the PTX is the same.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 
 from . import fingerprint, repeat
+from .unassembled import unassembled
 
 INSTALL = "pip install 'torch_attnkit[cuda]'"
 # A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
 GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100f"}
 _FAMILIES = "torch_attnkit.kernels."
-_found: dict[tuple[Path, Request], Compiled] = {}
+_LIBRARIES, _SIMULATED = (".so", ".o"), ".simulated.so"  # for a GPU and a simulator; for a simulator alone
+_found: dict[tuple[Path, Request, bool], Compiled] = {}
 _bundles: list[Path] = []
 _recorder: Callable[[Request], Callable[..., None]] | None = None  # while recording: what stands in for launchers
 _compiling = threading.Lock()  # CuTeDSL keeps global state while it traces
@@ -79,14 +82,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel: ``library`` launches it on a GPU, ``ptx`` beside it is what a simulator runs."""
+    """A compiled kernel: ``library`` launches it, on a GPU if it was asked for without ``simulated``.
+
+    ``ptx`` beside it is what a simulator runs.
+    """
 
     request: Request
     library: Path
 
     @property
     def ptx(self) -> Path:
-        return self.library.with_suffix(".ptx")
+        return self.library.parent / f"{self.request.file}.ptx"
 
     @property
     def symbol(self) -> str:
@@ -95,7 +101,7 @@ class Compiled:
     @functools.cached_property
     def fingerprint(self) -> str:
         """What it does, whatever it is called (``fingerprint.py``)."""
-        return str(json.loads(self.library.with_suffix(".json").read_text())["fingerprint"])
+        return str(json.loads((self.library.parent / f"{self.request.file}.json").read_text())["fingerprint"])
 
 
 def launcher(
@@ -110,7 +116,8 @@ def launcher(
     request = Request(target.arch, kernel, trace, tuple(signature.items()))
     if _recorder is not None:
         return _recorder(request)
-    launch = repeat.watched(seams.backend(target.arch, target.simulated).load(get(request), target.arch))
+    compiled = get(request, target.simulated)
+    launch = repeat.watched(seams.backend(target.arch, target.simulated).load(compiled, target.arch))
     return launch if target.simulated or torch.cuda.device_count() < 2 else on_device(device, launch)
 
 
@@ -128,22 +135,25 @@ def on_device(device: torch.device, launch: Callable[..., None]) -> Callable[...
     return run
 
 
-def get(request: Request) -> Compiled:
-    """The compiled kernel, from memory, a bundle, the cache, or the compiler."""
+def get(request: Request, simulated: bool = False) -> Compiled:
+    """The compiled kernel, from memory, a bundle, the cache, or the compiler; ``simulated``: a simulator will do."""
     folder = config.cache_dir() / "cuda"
-    found = _found.get((folder, request))
+    key = (folder, request, simulated)
+    found = _found.get(key)
     if found is None:
         cache.folder(folder)
         with _compiling:
-            found = _found.get((folder, request)) or _in((*_bundles, folder), request) or _compile(request, folder)
-            _found[folder, request] = found
+            found = (
+                _found.get(key) or _in((*_bundles, folder), request, simulated) or _compile(request, folder, simulated)
+            )
+            _found[key] = found
     return found
 
 
 def compile_into(request: Request, folder: Path) -> Compiled:
-    """Put the compiled kernel into ``folder``, unless it is there."""
+    """Put the compiled kernel, for a GPU, into ``folder``, unless it is there."""
     with _compiling:
-        return _in((folder,), request) or _compile(request, folder)
+        return _in((folder,), request, simulated=False) or _compile(request, folder, simulated=False)
 
 
 def use_bundle(folder: str | Path) -> None:
@@ -179,22 +189,22 @@ def version(package: str) -> str:
         raise UnsupportedError(f"CUDA kernels need the package {package}, which is not installed: {INSTALL}") from None
 
 
-def _in(folders: tuple[Path, ...], request: Request) -> Compiled | None:
+def _in(folders: tuple[Path, ...], request: Request, simulated: bool) -> Compiled | None:
     for folder in folders:
-        for suffix in (".so", ".o"):
+        for suffix in (*_LIBRARIES, *((_SIMULATED,) if simulated else ())):
             if path := cache.found(folder / (request.file + suffix)):
                 return Compiled(request, path)
     return None
 
 
-def _compile(request: Request, folder: Path) -> Compiled:
+def _compile(request: Request, folder: Path, simulated: bool) -> Compiled:
     cache.folder(folder)
     with open(folder / f"{request.file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = _in((folder,), request)  # another process may have been first
+        found = _in((folder,), request, simulated)  # another process may have been first
         if found is None:
             try:
-                found = _build(request, folder)
+                found = _build(request, folder, simulated)
             except UnsupportedError:
                 raise
             except Exception as error:
@@ -206,8 +216,9 @@ def _options(arch: str) -> str:
     return f"--enable-tvm-ffi --gpu-arch {GPU_ARCH[arch]} --keep-ptx"
 
 
-def _build(request: Request, folder: Path) -> Compiled:
+def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
     """Trace, compile and link in a folder of its own, then move the parts into place, the library last."""
+    simulated = simulated and _linker() is not None  # an object is known to a simulator by its machine code
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         version(package)
     import cutlass.cute as cute
@@ -216,7 +227,8 @@ def _build(request: Request, folder: Path) -> Compiled:
         host, arguments = getattr(importlib.import_module(request.kernel), request.trace)(
             request.arch, **dict(request.signature)
         )
-        compiled = cute.compile(host, *arguments, options=f"{_options(request.arch)} --dump-dir {work}")
+        with unassembled() if simulated else contextlib.nullcontext():
+            compiled = cute.compile(host, *arguments, options=f"{_options(request.arch)} --dump-dir {work}")
         built = Compiled(request, Path(work) / "kernel.o")
         compiled.export_to_c(str(built.library), built.symbol, export_only_tvm_ffi_symbols=True)
         library = _link(built.library)
@@ -227,16 +239,22 @@ def _build(request: Request, folder: Path) -> Compiled:
             "fingerprint": fingerprint.of(ptx.read_text(), str(compiled.ir_module)),
         }
         (Path(work) / "kernel.json").write_text(json.dumps(facts, indent=1) + "\n")
-        for source in (ptx, Path(work) / "kernel.json", library):
-            target = cache.keep(source, folder / (request.file + source.suffix))
-    return Compiled(request, target)
+        for source in (ptx, Path(work) / "kernel.json"):
+            cache.keep(source, folder / (request.file + source.suffix))
+        suffix = _SIMULATED if simulated else library.suffix
+        return Compiled(request, cache.keep(library, folder / (request.file + suffix)))
 
 
 def _link(object_file: Path) -> Path:
     """The object as a shared library; unchanged on a machine without a linker, where loading it needs cutlass."""
-    linker = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    linker = _linker()
     if linker is None:
         return object_file
     library = object_file.with_suffix(".so")
     subprocess.run([linker, "-shared", "-o", library, object_file], check=True, capture_output=True)
     return library
+
+
+@functools.cache
+def _linker() -> str | None:
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)

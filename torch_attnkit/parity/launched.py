@@ -52,7 +52,7 @@ def _launched(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], target: Tar
     values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
     notes = _Notes(values)
     workspace._devices.clear()  # its size depends on earlier calls
-    cuda = compile.recording(lambda request: notes.launcher(compile.get(request).fingerprint))
+    cuda = compile.recording(lambda request: notes.launcher(compile.get(request, simulated=True).fingerprint))
     with simulate(target.arch), cuda, metal.recording(notes.library):
         launch = dispatch.make_plan(op, values).launch
         with notes:
