@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torch_attnkit.core.errors import UnsupportedError
-from torch_attnkit.cuda import compile, inspect, unassembled
+from torch_attnkit.cuda import compile, inspect, passes
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST = compile.Request(
@@ -212,20 +212,29 @@ def test_ptx_is_the_same_without_the_assembler(arch, cache):
         warmup.requests(arch, "sdpa_decode", covering=True)[::9] + warmup.requests(arch, "fp4_moe", covering=True)[::9]
     )
     for request in asked:
-        text = compile.get(request, simulated=True).ptx.read_text()
-        assert compile.get(request).ptx.read_text() == text, request
+        one = compile.get(request, simulated=True)
+        text, fingerprint = one.ptx.read_text(), one.fingerprint
+        other = compile.get(request)
+        assert other.ptx.read_text() == text and other.fingerprint == fingerprint, request
 
 
-def test_passes_of_another_form_are_refused():
+def test_passes_of_another_form_have_no_stages():
     given = "builtin.module(cute-to-nvvm{cubin-format=bin opt-level=3 dump-ptx-path='/a b/x' cubin-chip=sm_90a})"
-    assert unassembled.stages(given) == (
+    assert passes.stages(given) == (
         "builtin.module(cute-to-nvvm{cubin-format=bin opt-level=3 llvm-only=true dump-ptx-path='/a b/x' "
         "cubin-chip=sm_90a})",
         "builtin.module(cuda-to-binary{opt-level=3 dump-ptx-path='/a b/x'})",
     )
     for missing in ("opt-level=3", "dump-ptx-path='/a b/x'", "cute-to-nvvm{"):
-        with pytest.raises(RuntimeError, match="passes of an unknown form: builtin"):
-            unassembled.stages(given.replace(missing, ""))
+        assert passes.stages(given.replace(missing, "")) is None
+
+
+@needs_compiler
+def test_with_passes_of_another_form_a_gpus_kernel_is_whole_and_a_simulators_refused(cache, monkeypatch):
+    monkeypatch.setattr(passes, "stages", lambda pipeline: None)
+    assert len(list(inspect.cubins(compile.get(REQUEST).library))) == 1
+    with pytest.raises(RuntimeError, match="passes of an unknown form: builtin"):
+        compile._build(REQUEST, cache / "cuda", True)
 
 
 @needs_compiler

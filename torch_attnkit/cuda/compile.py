@@ -6,7 +6,7 @@ file lock and renamed into place whole. The name of a file carries a digest of a
 request, the kernel's module and what it imports (``torch_attnkit/digest.py``), the compiler's options, and the
 processor that runs the host code; the ``.json`` beside it says which compiler made it. Loading a library imports no
 cutlass; the kernel's module is imported when it is compiled. For a simulator the assembler is left out
-(``unassembled.py``): the library has another suffix then, and the PTX is the same.
+(``passes.py``): the library has another suffix then, and the PTX is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 
 from . import fingerprint, repeat
-from .unassembled import unassembled
+from .passes import in_stages
 
 INSTALL = "pip install 'torch_attnkit[cuda]'"
 # A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
@@ -227,7 +227,7 @@ def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
         host, arguments = getattr(importlib.import_module(request.kernel), request.trace)(
             request.arch, **dict(request.signature)
         )
-        with unassembled() if simulated else contextlib.nullcontext():
+        with in_stages(assembled=not simulated):
             compiled = cute.compile(host, *arguments, options=f"{_options(request.arch)} --dump-dir {work}")
         built = Compiled(request, Path(work) / "kernel.o")
         compiled.export_to_c(str(built.library), built.symbol, export_only_tvm_ffi_symbols=True)

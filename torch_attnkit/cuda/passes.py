@@ -1,8 +1,10 @@
-"""CuTeDSL's compiler without its assembler: what only a simulator runs needs host code and PTX, and no machine code.
+"""CuTeDSL's passes in stages: host code and PTX first, then machine code, which what only a simulator runs goes without.
 
 The passes of ``cute.compile`` assemble the PTX at once, which takes up to half of their time, and no option says
 otherwise. But they write into the module what device code is to be made of: so they run up to that point, ``sass``
-becomes ``ptx`` there, and the rest of them runs. Tried with the version that the PTX simulator is for.
+becomes ``ptx`` there for a simulator, and the rest of them runs. The host code is the same either way, and so is what
+``fingerprint.py`` makes of it. Tried with the version that the PTX simulator is for; with one whose passes have another
+form a GPU's kernels are made in one go, and a simulator's are refused.
 """
 
 from __future__ import annotations
@@ -16,19 +18,25 @@ _MODULE, _TARGETS = "gpu.module", "compute_targets"
 
 
 @contextlib.contextmanager
-def unassembled() -> Iterator[None]:
-    """Inside, what ``cute.compile`` makes holds PTX in place of machine code. Not for threads side by side."""
+def in_stages(*, assembled: bool) -> Iterator[None]:
+    """Inside, ``cute.compile`` works in stages. What it makes holds machine code if it is ``assembled``, else PTX.
+
+    Not for threads side by side.
+    """
     from cutlass.base_dsl.compiler import Compiler
 
     whole = Compiler.compile
 
     def compile(self: Any, module: Any, pipeline: str, *args: Any, **kwargs: Any) -> Any:
-        first, second = stages(pipeline)
+        found = stages(pipeline)
+        if found is None and not assembled:
+            raise RuntimeError(f"passes of an unknown form: {pipeline}")
         hook, self._post_compile_hook = self._post_compile_hook, None  # the module is whole after the last stage
         try:
-            whole(self, module, first, *args, **kwargs)
-            _want_ptx(module)
-            whole(self, module, second, *args, **kwargs)
+            for stage in found or ():
+                whole(self, module, stage, *args, **kwargs)
+                if not assembled and stage is found[0]:
+                    _want_ptx(module)
         finally:
             self._post_compile_hook = hook
         return whole(self, module, pipeline, *args, **kwargs)
@@ -40,14 +48,14 @@ def unassembled() -> Iterator[None]:
         Compiler.compile = whole
 
 
-def stages(pipeline: str) -> tuple[str, str]:
+def stages(pipeline: str) -> tuple[str, str] | None:
     """The passes before device code is made of a module, and the one that makes it, with the options of ``pipeline``.
 
-    The whole pipeline, run after them, finds no device code to make, and finishes the host's.
+    The whole pipeline, run after them, finds no device code to make, and finishes the host's. None: of another form.
     """
     level, dump = re.search(r"\bopt-level=\d", pipeline), re.search(r"\bdump-ptx-path='[^']*'", pipeline)
     if level is None or dump is None or "cute-to-nvvm{" not in pipeline:
-        raise RuntimeError(f"passes of an unknown form: {pipeline}")
+        return None
     before = pipeline.replace(level[0], f"{level[0]} llvm-only=true")
     return before, f"builtin.module(cuda-to-binary{{{level[0]} {dump[0]}}})"
 
