@@ -99,6 +99,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             if bool(unseen.any()):
                 k, v = _zeroed(k, unseen), _zeroed(v, unseen)
             blind = ~keep.any(-1, keepdim=True)  # (B or 1, T or 1, 1)
+            if bool(blind.any()):  # nobody looks at these queries, and nan among them would choose another way
+                q = q.masked_fill(blind[..., None], 0.0)
             mask = torch.zeros(keep.shape, dtype=torch.float32).masked_fill_(~keep, -torch.inf)
             mask = mask[:, None]  # (B or 1, 1, T or 1, S')
         qh, kh, vh = (_padded(t, max(D, Dv)).transpose(1, 2) for t in (q, k, v))  # (B, H, T or S', max(D, Dv))
