@@ -240,9 +240,9 @@ def _defined(node: ast.stmt) -> Iterable[str]:
 @functools.cache
 def _imported(module: str) -> tuple[tuple[str, str], ...]:
     """(name, what it is by its full name) of all that ``module`` imports anywhere in its text."""
-    found, package = [], _modules()[module].name == "__init__.py"
-    here = module.split(".") if package else module.split(".")[:-1]
-    for node in ast.walk(_tree(module)):
+    tree, found = _tree(module), []
+    here = module.split(".") if _modules()[module].name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(a.asname or a.name.split(".")[0], a.name) for a in node.names]
         elif isinstance(node, ast.ImportFrom):

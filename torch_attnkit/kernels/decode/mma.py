@@ -346,14 +346,15 @@ class Mainloop:
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         sO, sStat = result_tensors(c.shared.results, shared)
         weight = self.elements.weight(tensors, tile)
-        if const_expr(weight is not None):
-            for x in cutlass.range_constexpr(cute.size(rO)):
-                rO[x] = rO[x] * weight
         for n in cutlass.range_constexpr(c.heads // 8):
             for x in cutlass.range_constexpr(2):
                 row_sum = rSum[x, n]
                 for step in cutlass.range_constexpr(2, 5):
                     row_sum += cute.arch.shuffle_sync_bfly(row_sum, 1 << step)
+                if const_expr(weight is not None):  # of a sequence without keys a scale may be nan
+                    by = cutlass.select_(row_sum == 0.0, Float32(1.0), weight)
+                    for d in cutlass.range_constexpr(c.dim_v // 16):
+                        rO[x, d, n], rO[2 + x, d, n] = rO[x, d, n] * by, rO[2 + x, d, n] * by
                 head = n * 8 + (lane & 3) * 2 + x
                 if head < tile.heads:
                     if lane < 4:

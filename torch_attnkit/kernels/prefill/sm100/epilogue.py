@@ -64,7 +64,8 @@ class Epilogue(Fixed):
         if const_expr(c.codes):
             factor *= 1 / softmax.CODES_UNIT
         if const_expr(len(c.scales) > 0 and c.scales[2]):
-            factor *= scale_of(c, ins, ins.scales[2], tile)
+            # Of a sequence without keys the scale may be nan.
+            factor *= cutlass.select_(row_sum == 0.0, Float32(1.0), scale_of(c, ins, ins.scales[2], tile))
         chunk = const_expr(CHUNK // 2 if c.split else CHUNK)
         for at in cutlass.range_constexpr(0, c.columns, chunk):
             values = softmax.rescaled(tmem.load(tmem.lanes(Int32(c.outputs[t] + at), warp), chunk), factor)

@@ -47,7 +47,8 @@ class Epilogue(Fixed):
         if const_expr(not c.normalize):
             factors = [Float32(2.0**-c.lift) for _ in factors]
         if const_expr(scales.given(c, scales.V)):
-            factors = [factor * scales.factor(c, ins, at, scales.V) for factor in factors]
+            scale = scales.factor(c, ins, at, scales.V)  # of a sequence without keys it may be nan
+            factors = [factors[r] * cutlass.select_(sums[r] == 0.0, Float32(1.0), scale) for r in range(2)]
         if const_expr(c.normalize or c.lift):
             softmax.rescale(w.rO, factors)
         for r in cutlass.range_constexpr(2):

@@ -112,5 +112,6 @@ class MultiCodes:
         _, sums = self.multi.attend(here, rows._replace(q=self.numbers(rows.q)), scalars, tile, smem, fills)
         lowered = Float32(2.0**-c.lift)
         factor = scales.factor(c, rows, at, scales.V) * lowered
-        softmax.rescale(here.rO, [factor, factor])
+        # Of a sequence without keys the scale may be nan.
+        softmax.rescale(here.rO, [cutlass.select_(x == 0.0, lowered, factor) for x in sums])
         return here, [x * lowered for x in sums]
