@@ -18,6 +18,9 @@ pytestmark = pytest.mark.simulator
 TRY = "mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], 0;\n"
 POLLS = {
     "once": TRY,
+    "with a jump on": TRY + "@!%p7 bra GO;\nGO:\n",
+    "with a jump on either way": TRY + "@%p7 bra GO;\nbra GO;\nGO:\n",
+    "with another register": "setp.eq.u32 %p6, %r0, %r0;\nW1: " + TRY + "@!%p6 bra W1;\n",
     "twice": TRY + "@%p7 bra GO;\n" + TRY + "GO:\n",
     "five times": "mov.u32 %r20, 0;\nW1: "
     + TRY
@@ -25,6 +28,7 @@ POLLS = {
 }
 LOOPS = {
     "at once": "W1: " + TRY + "@!%p7 bra W1;\n",
+    "as CuTeDSL writes it": "W1: " + TRY + "@%p7 bra GO;\nbra W1;\nGO:\n",
     "counting": "mov.u32 %r20, 0;\nW1: " + TRY + "add.u32 %r20, %r20, 1;\n@!%p7 bra W1;\n",
     "after a first look": TRY + "mov.u32 %r20, 5;\n@%p7 bra GO;\nW1: " + TRY + "@!%p7 bra W1;\nGO:\n",
 }

@@ -1,4 +1,6 @@
 // mbarrier: PTX ISA 9.7.13.15. The object in shared memory is opaque; its state lives beside the CTA's memory.
+#include <algorithm>
+
 #include "async/async.h"
 
 namespace ptx {
@@ -202,11 +204,29 @@ void tell(Context& c, const Barrier& r, const uint64_t* at, Mask done) {
 
 constexpr uint32_t kMostFirst = 64, kMostLater = 2;  // answers in a row
 
-Refusals& refusals_of(Warp& w, const Op& op) {
-  for (Refusals& r : w.refusals)
+// Whether the wait is a loop that only a true answer leaves: back to itself unless p, or past the jump back if p.
+bool loops(const Launch& launch, const Op& wait) {
+  const std::vector<Op>& ops = launch.program->ops;
+  const std::vector<int>& removed = launch.options.removed;
+  const size_t at = static_cast<size_t>(wait.index);
+  const auto jumps = [&](size_t i) {
+    return i < ops.size() && ops[i].from->parts[0] == "bra" &&
+           std::find(removed.begin(), removed.end(), ops[i].index) == removed.end();
+  };
+  if (wait.guard != 0 || !jumps(at + 1)) return false;
+  const Op& next = ops[at + 1];
+  if (next.guard != record<Barrier>(wait).destination) return false;
+  if (next.guard_negated) return next.target == at;
+  return next.target == at + 3 && jumps(at + 2) && ops[at + 2].guard == 0 && ops[at + 2].target == at;
+}
+
+Refusals& refusals_of(Context& c, const Op& op) {
+  for (Refusals& r : c.warp.refusals)
     if (r.op == &op) return r;
-  w.refusals.push_back({&op});
-  return w.refusals.back();
+  Refusals r{&op};
+  r.met = r.loops = loops(c.launch, op);
+  c.warp.refusals.push_back(r);
+  return c.warp.refusals.back();
 }
 
 // Of all registers, FNV-1a over words.
@@ -221,15 +241,17 @@ uint64_t state_of(const Warp& w) {
 
 // Whether to answer false now. `done`: the lanes whose phase is over; `known`: those of them that know it already. A
 // warp that has come back with the same registers does look at the answer, and would come back for ever: then it gets
-// the true one. A warp that counts its attempts has others, and is refused until it gives up.
+// the true one. A warp that counts its attempts has others, and is refused until it gives up. The usual loop is known
+// by its look, and is refused now and then for the sake of the order that follows.
 bool refuses(Context& c, const Op& op, Mask done, Mask known) {
   if (c.launch.options.seed == 0) return false;
-  Refusals& r = refusals_of(c.warp, op);
+  Refusals& r = refusals_of(c, op);
   const bool truth = r.enough || known == c.mask || (done != 0 && c.check == nullptr);
   const bool spared = r.count == 0 && r.met && (done != 0 || !chance(c.cluster, 4));
   if (!truth && !spared) {
     const uint64_t state = r.met ? 0 : state_of(c.warp);
-    r.enough = r.count != 0 && (r.met ? r.count >= kMostLater : r.count >= kMostFirst || state == r.state);
+    const uint32_t most = r.loops ? 1 : r.met ? kMostLater : kMostFirst;
+    r.enough = r.count != 0 && (r.count >= most || (!r.met && state == r.state));
     if (!r.enough) {
       r.count++;
       r.state = state;

@@ -3,9 +3,9 @@
 // tcgen05.ld: PTX ISA 9.7.16.6.4.5. A register dependency gives the value, with or without tcgen05.wait::ld, and orders
 // nothing else: "a register dependency does not imply that a dependee instruction's memory accesses will be performed
 // before a dependent instruction's memory accesses". So to store what was loaded is right and says nothing of the load:
-// the cells may be written anew, or deallocated, after tcgen05.wait::ld alone. Arithmetic, which is no memory access, is
-// taken as the end of the load: FlashAttention-4's forward has no other, and runs on the hardware. Of the sources of
-// tcgen05.st the ISA says nothing of the kind, and they leave the registers when it is issued.
+// the cells may be written anew, or deallocated, after tcgen05.wait::ld alone. Arithmetic, which is no memory access,
+// is taken as the end of the load: FlashAttention-4's forward has no other, and runs on the hardware. Of the sources
+// of tcgen05.st the ISA says nothing of the kind, and they leave the registers when it is issued.
 // wgmma: 9.7.15.7. Accumulators may not be used, nor A registers written, before wgmma.wait_group; and between any use
 // of either and the wgmma there has to be a wgmma.fence.
 #include <algorithm>

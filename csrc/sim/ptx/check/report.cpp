@@ -35,7 +35,8 @@ const char* headline(Finding f) {
     case Finding::not_started: return "access to the memory of a CTA that is not known to have started";
     case Finding::not_constant: return "ld.global.nc of data that the kernel has written";
     case Finding::setmaxnreg: return "setmaxnreg by a part of a warpgroup";
-    case Finding::setmaxnreg_unordered: return "two setmaxnreg between which the warps of a warpgroup do not synchronise";
+    case Finding::setmaxnreg_unordered:
+      return "two setmaxnreg between which the warps of a warpgroup do not synchronise";
     case Finding::barrier_read: return "read of an mbarrier that is in use, as if it were data";
     case Finding::registers_loading: return "missing tcgen05.wait::ld: registers of a pending tcgen05.ld are used";
     case Finding::foreign_lanes:
@@ -122,7 +123,8 @@ void Checker::State::count(const Key& key, const std::string& text, bool quiet) 
   if (at == reports.end()) {
     if (reports.size() >= kMostReports) return;
     const bool waives = waived[static_cast<size_t>(key[0])];
-    at = reports.emplace(key, Report{(quiet ? "note: " : waives ? "note: waived: " : "") + text, 0, quiet || waives}).first;
+    const char* kind = quiet ? "note: " : waives ? "note: waived: " : "";
+    at = reports.emplace(key, Report{kind + text, 0, quiet || waives}).first;
   }
   at->second.count++;
 }

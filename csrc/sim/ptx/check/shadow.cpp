@@ -212,7 +212,8 @@ void Checker::State::barriers(const Access& a, uint64_t begin, uint64_t end) {
   if (begin >= owner.barriers_end || end <= owner.barriers_begin) return;
   for (uint64_t i = begin / 8; i <= (end - 1) / 8; i++)
     if (owner.barriers[i] != 0)
-      return report(a.write ? Finding::barrier_overwritten : Finding::barrier_read, a.space, a.actor, a.owner, 0, i * 8);
+      return report(a.write ? Finding::barrier_overwritten : Finding::barrier_read, a.space, a.actor, a.owner, 0,
+                    i * 8);
 }
 
 void Checker::State::validity(const Access& a, uint64_t begin, uint64_t end) {

@@ -175,7 +175,7 @@ PYBIND11_MODULE(_ptx, m) {
       .def_property_readonly("printed", [](const Result& r) { return r.launch.printed; })
       .def_readonly("reports", &Result::reports);
   py::class_<Limits>(m, "Limits")
-      .def_property_readonly("shared", [](const Limits& l) { return l.shared << 10; }, "Bytes of shared memory of a CTA.")
+      .def_property_readonly("shared", [](const Limits& l) { return l.shared << 10; }, "Bytes that a CTA may have.")
       .def_property_readonly("shared_of_processor", [](const Limits& l) { return l.shared_of_processor << 10; })
       .def_readonly("threads_of_processor", &Limits::threads_of_processor);
   m.def("limits", &limits_of, py::arg("target"), "What a multiprocessor of a PTX target has.");

@@ -29,8 +29,9 @@ std::string Context::quote(const Op& of) const {
 }
 
 void Context::fail(const std::string& what) const {
-  throw Error("kernel " + launch.program->function->name + ", " + quote(*op) + ", CTA (" + std::to_string(cta.index[0]) + ", " + std::to_string(cta.index[1]) + ", " +
-              std::to_string(cta.index[2]) + ") warp " + std::to_string(warp.id) + " lanes " + hex(mask) + ": " + what);
+  const std::string at = "CTA (" + std::to_string(cta.index[0]) + ", " + std::to_string(cta.index[1]) + ", " +
+                         std::to_string(cta.index[2]) + ") warp " + std::to_string(warp.id) + " lanes " + hex(mask);
+  throw Error("kernel " + launch.program->function->name + ", " + quote(*op) + ", " + at + ": " + what);
 }
 
 // The last range that begins at or below the address; null when there is none.

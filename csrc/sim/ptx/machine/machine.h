@@ -74,6 +74,7 @@ struct Refusals {
   uint64_t state = 0;     // of the warp's registers, at the last one
   bool met = false;       // there has been an earlier wait that was refused
   bool enough = false;    // this wait has been refused often enough
+  bool loops = false;     // it can be seen to loop until the answer is true
 };
 
 struct Groups;  // async/async.h: the bulk groups or the cp.async groups of a warp's threads
