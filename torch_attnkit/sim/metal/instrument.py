@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .pointers import Pointers, operands
+from .pointers import STRUCTURE, Pointers, allocation, operands
 
 USER_FILE = "program_source"
 _LOCATION = re.compile(r"^!(\d+) = (?:distinct )?!DILocation\((.*)\)$", re.M)
@@ -41,6 +41,10 @@ _CONVERSION = re.compile(
     r"(?:<(\d+) x )?\w"
 )
 _CHOICE = re.compile(r"= (?:icmp|fcmp|select) [^%<]*(?:<(\d+) x )?")
+_INSERTED = re.compile(r"= insertelement <[^>]*> ([^\s,]+), ")
+_SHUFFLED = re.compile(r"= shufflevector <[^>]*> ([^\s,]+), <[^>]*> ([^\s,]+),")
+_VECTOR_LOADED = re.compile(r"^\s+(%\S+) = load (?:volatile )?<[^>]*>, ptr %", re.M)
+_NAME = re.compile(r"%[\w.$-]+")
 _END_OF_BLOCK = re.compile(r"^\s+(?:br|ret|switch|unreachable)\b")
 _LABEL = re.compile(r"^([\w.$-]+):")
 _TARGET = re.compile(r"label %([\w.$-]+)")
@@ -127,10 +131,10 @@ def _type_text(text: str) -> str:
 
 def _keeps_rest(line: str, name: str) -> bool:
     """Whether ``line`` takes a vector only to change some of its components, before all of them are stored again."""
-    name = re.escape(name)
-    if re.search(rf"= insertelement <[^>]*> {name}, ", line):
-        return True
-    return bool(re.search(rf"= shufflevector <[^>]*> (?:{name}, <[^>]*> %|%\S+ <[^>]*> {name},)", line))
+    if match := _INSERTED.search(line):
+        return match[1] == name
+    match = _SHUFFLED.search(line)
+    return match is not None and name in match.groups() and match[1][0] == match[2][0] == "%"
 
 
 # What counts as work, and how often: flops, special functions, integers, conversions, choices.
@@ -161,7 +165,9 @@ class _Pass:
         # The arrays of threads that began without values; every kernel is one function by now.
         self.tracked = set(re.findall(r"call void @msl_array\(ptr (?:\w+ )*(%[^\s,]+)", text)) if checked else set()
         self.arrays = bool(self.tracked)
-        self.kept = set(re.findall(r"call void @msl_keep\(ptr (?:[\w()]+ )*(%[^\s,)]+)", text)) if checked else set()
+        self.vectors = set(_VECTOR_LOADED.findall(text)) if self.arrays else set()
+        self.structures = dict(STRUCTURE.findall(text)) if checked else {}
+        self.sizes: dict[str, int] = {}
 
     def run(self) -> Instrumented:
         sites = sorted({s for s in map(self._site_of, self.lines) if s is not None})
@@ -176,8 +182,9 @@ class _Pass:
                 self._call("msl_turn", f"i32 {self.marks[self._site_of(line) or ()]}")
             self._line(line)
         body = "\n".join(self.out)
+        declared = "\n".join(x for x in self.out if x.startswith("declare"))
         for name in sorted(self.used):
-            if f"@{name}(" not in "\n".join(x for x in self.out if x.startswith("declare")):
+            if f"@{name}(" not in declared:
                 body += f"\ndeclare {_DECLARATIONS[name]}"
         return Instrumented(body, sites, self.variables)
 
@@ -186,7 +193,7 @@ class _Pass:
 
         Every cycle has a jump to a block that stands at or before the one which it leaves.
         """
-        self.pointers, self.blends = Pointers(), set()
+        self.pointers = Pointers()
         seen: set[str] = set()
         used: dict[str, list[str]] = {}
         terminator = begin
@@ -202,8 +209,8 @@ class _Pass:
                 self.loops.add(terminator)
             if self.checked:
                 self.pointers.define(line)
-            if self.arrays:
-                for name in re.findall(r"%[\w.$-]+", line.partition(" = ")[2] or line):
+            if self.vectors:
+                for name in self.vectors.intersection(_NAME.findall(line.partition(" = ")[2] or line)):
                     used.setdefault(name, []).append(line)
         self.blends = {name for name, lines in used.items() if all(_keeps_rest(line, name) for line in lines)}
 
@@ -279,13 +286,11 @@ class _Pass:
         self._call("msl_array_within", f"ptr {pointer}, ptr {name}, i64 {whole}, {access}")
 
     def _stays_inside(self, pointer: str, name: str, size: int) -> bool:
-        """Whether it is known to. A structure's size is not; what the compiler spilled of one is believed."""
+        """Whether it is known to."""
         offset, kind = self.pointers.offset(pointer), self.pointers.allocated(name)
-        if offset is None or offset < 0:
-            return False
-        if "%" in kind or "{" in kind:
-            return name not in self.tracked and name not in self.kept
-        return offset + size <= _type_size(kind)[0]
+        if kind not in self.sizes:
+            self.sizes[kind] = allocation(kind, self.structures)[0]
+        return offset is not None and 0 <= offset <= self.sizes[kind] - size
 
     def _may_be_array(self, pointer: str) -> bool:
         kind, name = self.pointers.base(pointer) or ("", "")
