@@ -79,14 +79,22 @@ ACCEPTED: dict[str, tuple[str, str, list[float]]] = {
     ),
     "uniform values": ("", "constexpr const uniform<int> n = make_uniform(3); o[0] = n;", [3]),
     "elements of a type": ("", "o[0] = vec_elements<float3>::value + vec_elements<int>::value;", [4]),
-    "fence": ("", "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device); o[0] = 1;", [1]),
+    "fence": (
+        "",
+        "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device); o[0] = 1;",
+        [1],
+    ),
     "limits of a class": (
         """struct Indexed { int i; };
         template <> struct metal::_numeric_limits_impl<Indexed> { static constexpr Indexed max() { return {7}; } };""",
         "o[0] = numeric_limits<Indexed>::max().i;",
         [7],
     ),
-    "half from bfloat": ("", "bfloat b = bfloat(2.5f); half h = half(b); bfloat c = (bfloat)h; o[0] = float(c) + h;", [5]),
+    "half from bfloat": (
+        "",
+        "bfloat b = bfloat(2.5f); half h = half(b); bfloat c = (bfloat)h; o[0] = float(c) + h;",
+        [5],
+    ),
 }
 
 
@@ -116,6 +124,22 @@ def test_a_function_constant_may_be_called_constexpr():
     for value, expected in ((True, 1), (False, 2)):
         out = torch.zeros(1)
         metal.compile_foreign(HEAD + text).function("k", {0: value})(out, threads=1)
+        assert out.item() == expected
+
+
+def test_a_templates_arguments_may_follow_from_an_instances_parameters():
+    text = """template <typename T, int N> struct Sizes { int n[N]; };
+    template <typename T, int N> kernel void k(device T* o [[buffer(0)]], constant Sizes<T, N>& s [[buffer(1)]]) {
+      o[0] = s.n[N - 1];
+    }
+    """
+    for name, type_, n in (("one", "float", 1), ("two", "int", 2)):
+        text += f"""template [[host_name("{name}")]] [[kernel]] void k(device {type_}* o [[buffer(0)]],
+                    constant Sizes<{type_}, {n}>& s [[buffer(1)]]);\n"""
+    lib, sizes = metal.compile_shader(HEAD + text), torch.tensor([3, 4], dtype=torch.int32)
+    for name, dtype, expected in (("one", torch.float32, 3), ("two", torch.int32, 4)):
+        out = torch.zeros(1, dtype=dtype)
+        getattr(lib, name)(out, sizes, threads=1)
         assert out.item() == expected
 
 

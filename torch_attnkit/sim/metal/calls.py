@@ -14,7 +14,9 @@ from .tokens import after, angle, closing, is_blank, tokens
 
 _FILE_AT = r"^[^\s:]+:(\d+):(\d+):[^\s]* error: "
 _EXCESS = re.compile(_FILE_AT + r"excess elements in scalar initializer", re.M)
-_NO_MATCH = re.compile(_FILE_AT + r"no matching (?:member )?function for call to [^\n]*((?:\n(?!\S+: error:).*)*)", re.M)
+_NO_MATCH = re.compile(
+    _FILE_AT + r"no matching (?:member )?function for call to [^\n]*((?:\n(?!\S+: error:).*)*)", re.M
+)
 _BRACES = "cannot convert initializer list argument to '"
 _NTH = re.compile(rf"no known conversion from '{ELSEWHERE}'[^\n]* for (\d+)\w\w argument")
 

@@ -217,7 +217,8 @@ def _launcher(unit: source.Unit, entry: source.Entry, number: int | None = None)
     d = unit.declarations[entry.kernel]
     first = source.THREADGROUP + len(unit.variables)  # what a launch gives is numbered after the variables
     slots = [p.slot if p.slot < source.THREADGROUP else p.slot - source.THREADGROUP + first for p in d.parameters]
-    kind = f"msl::entry<&{entry.expression}{''.join(f', {n}' for n in slots)}>"
+    cast = f"(void (*)({entry.signature}))" if entry.signature else ""
+    kind = f"msl::entry<{cast}&{entry.expression}{''.join(f', {n}' for n in slots)}>"
     if number is not None:
         return f"void msl_check_{number}(const msl::context* c) {{ {kind}::run(c); }}\n"
     limit = "1024"

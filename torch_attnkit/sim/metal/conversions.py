@@ -32,7 +32,8 @@ _BOOLS_IN_MEMORY = re.compile(r"\bbool __attribute__\(\(address_space\(\d\)\)\) 
 _OTHER_SIZE = re.compile(
     rf"^{re.escape(FILE)}:\d+:\d+:\{{(\d+):(\d+)-(\d+):(\d+)\}}.*: error: "
     r"(?:[\w -]*from vector '.* to vector '.*different size"
-    r"|(?:functional|C)-style cast from '[^'\n]*'(?: \(aka '[^'\n]*'\))? to '(?:half|bfloat|_Float16|__bf16)'.* not allowed)",
+    r"|(?:functional|C)-style cast from '[^'\n]*'(?: \(aka '[^'\n]*'\))?"
+    r" to '(?:half|bfloat|_Float16|__bf16)'.* not allowed)",
     re.M,
 )
 _NODE = re.compile(r"[ |`-]*(\w+) 0x[\da-f]+ ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .pointers import Pointers, operands
+from .pointers import STRUCTURE, Pointers, allocation, operands
 
 USER_FILE = "program_source"
 _LOCATION = re.compile(r"^!(\d+) = (?:distinct )?!DILocation\((.*)\)$", re.M)
@@ -42,12 +42,14 @@ _CONVERSION = re.compile(
     r"(?:<(\d+) x )?\w"
 )
 _CHOICE = re.compile(r"= (?:icmp|fcmp|select) [^%<]*(?:<(\d+) x )?")
+_INSERTED = re.compile(r"= insertelement <[^>]*> ([^\s,]+), ")
+_SHUFFLED = re.compile(r"= shufflevector <[^>]*> ([^\s,]+), <[^>]*> ([^\s,]+),")
+_VECTOR_LOADED = re.compile(r"^\s+(%\S+) = load (?:volatile )?<[^>]*>, ptr %", re.M)
+_NAME = re.compile(r"%[\w.$-]+")
 _END_OF_BLOCK = re.compile(r"^\s+(?:br|ret|switch|unreachable)\b")
 _LABEL = re.compile(r"^([\w.$-]+):")
 _TARGET = re.compile(r"label %([\w.$-]+)")
 _THREAD = re.compile(r"^\s+(?:(%\S+) = load|store) (?:volatile )?(.*?), ptr (%[^\s,]+), align")
-_INSERTED = re.compile(r"= insertelement <[^>]*> (%[\w.$-]+), ")
-_SHUFFLED = re.compile(r"= shufflevector <[^>]*> (%[\w.$-]+), <[^>]*> (%[\w.$-]+),")  # of two vectors
 _GLOBAL = re.compile(r"^(@[\w.$]+) = .*?\b(?:constant|global) (.*)$", re.M)
 _WRITE, _SPACE, _ALIGN, _OBJECT = 16, 17, 20, 24
 _MOST_VARIABLES = 127  # that an access can name
@@ -133,7 +135,7 @@ def _keeps_rest(line: str, name: str) -> bool:
     if match := _INSERTED.search(line):
         return match[1] == name
     match = _SHUFFLED.search(line)
-    return match is not None and name in match.groups()
+    return match is not None and name in match.groups() and match[1][0] == match[2][0] == "%"
 
 
 # What counts as work, and how often: flops, special functions, integers, conversions, choices.
@@ -164,7 +166,9 @@ class _Pass:
         # The arrays of threads that began without values; every kernel is one function by now.
         self.tracked = set(re.findall(r"call void @msl_array\(ptr (?:\w+ )*(%[^\s,]+)", text)) if checked else set()
         self.arrays = bool(self.tracked)
-        self.kept = set(re.findall(r"call void @msl_keep\(ptr (?:[\w()]+ )*(%[^\s,)]+)", text)) if checked else set()
+        self.vectors = set(_VECTOR_LOADED.findall(text)) if self.arrays else set()
+        self.structures = dict(STRUCTURE.findall(text)) if checked else {}
+        self.sizes: dict[str, int] = {}
 
     def run(self) -> Instrumented:
         found = [self._site_of(line) for line in self.lines]
@@ -191,7 +195,7 @@ class _Pass:
 
         Every cycle has a jump to a block that stands at or before the one which it leaves.
         """
-        self.pointers, self.blends = Pointers(), set()
+        self.pointers = Pointers()
         seen: set[str] = set()
         used: dict[str, list[str]] = {}
         terminator = begin
@@ -207,8 +211,8 @@ class _Pass:
                 self.loops.add(terminator)
             if self.checked:
                 self.pointers.define(line)
-            if self.arrays:
-                for name in re.findall(r"%[\w.$-]+", line.partition(" = ")[2] or line):
+            if self.vectors:
+                for name in self.vectors.intersection(_NAME.findall(line.partition(" = ")[2] or line)):
                     used.setdefault(name, []).append(line)
         self.blends = {name for name, lines in used.items() if all(_keeps_rest(line, name) for line in lines)}
 
@@ -283,13 +287,11 @@ class _Pass:
         self._call("msl_array_within", f"ptr {pointer}, ptr {name}, i64 {whole}, {access}")
 
     def _stays_inside(self, pointer: str, name: str, size: int) -> bool:
-        """Whether it is known to. A structure's size is not; what the compiler spilled of one is believed."""
+        """Whether it is known to."""
         offset, kind = self.pointers.offset(pointer), self.pointers.allocated(name)
-        if offset is None or offset < 0:
-            return False
-        if "%" in kind or "{" in kind:
-            return name not in self.tracked and name not in self.kept
-        return offset + size <= _type_size(kind)[0]
+        if kind not in self.sizes:
+            self.sizes[kind] = allocation(kind, self.structures)[0]
+        return offset is not None and 0 <= offset <= self.sizes[kind] - size
 
     def _may_be_array(self, pointer: str) -> bool:
         kind, name = self.pointers.base(pointer) or ("", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _DEFINED = re.compile(r"^\s+(%\S+) = (.*)$")
 _SPACE = r"(?: addrspace\(\d\))?"
@@ -28,6 +29,36 @@ def operands(text: str) -> list[str]:
     return [*out, text[begin:].strip()]
 
 
+STRUCTURE = re.compile(r"^(%\S+) = type (.*)$", re.M)
+_ARRAY = re.compile(r"\[(\d+) x (.*)\]$")
+_VECTOR = re.compile(r"<(\d+) x (.*)>$")
+_SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
+
+
+def allocation(kind: str, structures: Mapping[str, str]) -> tuple[int, int]:
+    """Bytes and alignment of a type as memory holds it; ``structures`` are the types that have names.
+
+    No bytes stand for a type that is not known here.
+    """
+    kind = structures.get(kind, kind)
+    if match := _ARRAY.match(kind):
+        size, align = allocation(match[2], structures)
+        return int(match[1]) * size, align
+    if match := _VECTOR.match(kind):
+        size = 1 << (int(match[1]) * allocation(match[2], structures)[0] - 1).bit_length()
+        return size, size
+    if kind.startswith("{"):
+        size, align = 0, 1
+        for member in operands(kind[1:-1]) if kind.strip("{} ") else []:
+            inner, own = allocation(member, structures)
+            size, align = -(-size // own) * own + inner, max(align, own)
+        return -(-size // align) * align, align
+    if match := re.fullmatch(r"i(\d+)", kind):
+        return -(-int(match[1]) // 8), -(-int(match[1]) // 8)
+    size = _SCALARS.get(kind.partition(" ")[0], 0)
+    return size, max(size, 1)
+
+
 class Pointers:
     """The definitions of one function, line by line."""
 
@@ -44,7 +75,7 @@ class Pointers:
         return operands(self._definitions[name].removeprefix("alloca "))[0]
 
     def chosen(self, name: str) -> tuple[str, str, str] | None:
-        """The condition and the two allocas, of one type, that it chooses between, where ``name`` points into either."""
+        """The condition and the two allocas of one type, between which it chooses, if ``name`` points into either."""
         while match := _STEP.match(self._definitions.get(name, "")):
             name = match[1]
         if (match := _CHOICE.match(self._definitions.get(name, ""))) is None:

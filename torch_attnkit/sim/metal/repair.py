@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from .pointers import Pointers, operands
+from .pointers import STRUCTURE, Pointers, operands
 
 # Exchanging values orders no memory: what was loaded before a simd_sum need not be loaded again behind it.
 _EXCHANGE = re.compile(r"^(declare (?:!dbg !\d+ )?void @msl_(?:simd|matrix)\(.*?\))", re.M)
@@ -20,7 +20,6 @@ _HARMLESS = re.compile(r"(?:splat \(i\d+ )?(?!0\b)\d+\)?$")
 _ALLOCA = re.compile(r"^  (%\S+) = alloca (.*?), align")
 _POINTED = re.compile(r"^  store ptr (%[^\s,]+), ptr ")
 _PART = re.compile(r"^  (%\S+) = getelementptr .*?, ptr (%[^\s,]+)")
-_STRUCT = re.compile(r"^(%\S+) = type (.*)$", re.M)
 _UNSET = re.compile(
     r"^  (?:store .*, ptr (%[^\s,]+), align|call void @llvm\.mem\w+[\w.]*\(ptr [^%]*(%[^\s,]+),).*!annotation"
 )
@@ -114,10 +113,10 @@ def _arrays(text: str) -> str:
     """A call for each array, or structure with one, that is declared without values.
 
     clang marks the pattern that it fills them with. The calls take its place: they also keep an array in memory, where
-    every access to it can be seen. Arrays that are declared with values, and what a pointer is set to, are kept there by
-    a call of their own, or the optimiser would drop what leads past their ends.
+    every access to it can be seen. Arrays that are declared with values, and what a pointer is set to, are kept there
+    by a call of their own, or the optimiser would drop what leads past their ends.
     """
-    structs = dict(_STRUCT.findall(text))
+    structs = dict(STRUCTURE.findall(text))
 
     def has_array(kind: str) -> bool:
         return "[" in kind or any(has_array(structs.get(name, "")) for name in re.findall(r'%[\w.:$"]+', kind))

@@ -42,6 +42,7 @@ _LAUNCH_ATTRIBUTES = {"function_constant", "threadgroup"}  # what torch.mps cann
 SCALARS = ("float", "half", "bfloat", "int", "uint", "short", "ushort", "char", "uchar", "long", "ulong", "bool")
 VECTORS = {f"{s}{n}" for s in SCALARS for n in (2, 3, 4)}
 _PACKED = {f"packed_{s}{n}" for s in SCALARS for n in (2, 4) if s != "bool"}
+_DECLARED = re.compile(r"(?:const |thread |device |constant |threadgroup )*([\w:]+(?: ?<.*>)?)(?: ?[*&])* ?(\w*)$")
 _FLOAT = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+")
 THREADGROUP = 200  # slot of [[threadgroup(0)]]
 
@@ -75,11 +76,15 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel as the host sees it: ``expression`` names the function or the template's instance."""
+    """A kernel as the host sees it: ``expression`` names the function or the template's instance.
+
+    ``signature`` has the types of its parameters where the template's arguments follow from them.
+    """
 
     host: str
     expression: str
     kernel: str
+    signature: str = ""
 
 
 @dataclass
@@ -145,7 +150,7 @@ class Rewriter:
         self.unit = Unit("", foreign=foreign)
         self.edits: list[tuple[int, int, str]] = []
         self.bodies: list[tuple[int, int]] = []
-        self.instances: list[tuple[str | None, str]] = []
+        self.instances: list[tuple[str | None, str, str]] = []
 
     def run(self) -> Unit:
         forbidden.in_text(self.ts)
@@ -164,10 +169,10 @@ class Rewriter:
         strings = self._strings()
         self.unit.text = strings + self._edited()
         known = self.unit.declarations
-        for host, expression in self.instances:
+        for host, expression, signature in self.instances:
             name = re.match(r"\w+", expression.split("::")[-1])
             if name and name[0] in known:
-                self.unit.entries.append(Entry(host or plain(tokens(expression)), expression, name[0]))
+                self.unit.entries.append(Entry(host or plain(tokens(expression)), expression, name[0], signature))
         used = {e.kernel for e in self.unit.entries}
         self.unit.entries += [Entry(n, n, n) for n, d in known.items() if n not in used and not d.template]
         if self.kernels is not None:
@@ -215,7 +220,7 @@ class Rewriter:
             return end + 1
         inside = {k for b, e, _ in attributes(body) for k in range(b, e)}
         rest = [t for k, t in enumerate(body) if k not in inside and t != "kernel"]
-        k = after(rest, -1)
+        k, signature = after(rest, -1), ""
         if rest[k] == "decltype":
             expression = plain(rest[closing(rest, after(rest, k)) + 1 :])
         else:
@@ -227,7 +232,9 @@ class Rewriter:
                     stop = e
                     break
             expression = plain(rest[k + 1 : stop])
-        self.instances.append((host, expression))
+            if "<" not in expression:
+                signature = plain(rest[stop + 1 : closing(rest, stop)]) if stop < len(rest) else ""
+        self.instances.append((host, expression, signature))
         self.edits.append((i, end + 1, newlines(ts[i : end + 1])))
         return end + 1
 
@@ -362,7 +369,7 @@ class Rewriter:
         return " ".join(out) + newlines(declaration)
 
     def _uninitialised(self, declarator: list[str], line: int) -> list[str]:
-        """A declarator without ``= {0}``: Apple's compiler takes that and writes nothing, and MLX does not rely on it."""
+        """A declarator without ``= {0}``, which MLX has and then writes the zeros itself."""
         depth = 0
         for k, t in enumerate(declarator):
             depth += (t in ("(", "[", "{")) - (t in (")", "]", "}"))
@@ -403,7 +410,7 @@ class Rewriter:
                 self._constructor(self._qualified(i), i, t)
 
     def _log(self, i: int) -> None:
-        """``constant os_log logger(a, b);``: C++ constructs nothing in constant memory, and of a log nothing is read."""
+        """``constant os_log logger(a, b);``: C++ constructs nothing in constant memory; of a log nothing is read."""
         k = before(self.ts, i)
         while re.match(r"[\w:]", self.ts[k]):
             if self.ts[k] == "constant":
@@ -456,7 +463,7 @@ class Rewriter:
     def _are_parameters(ts: Sequence[str]) -> bool:
         """Whether these are a function's: none, or one that is a type, with a name or without."""
         for part in map(plain, split(ts)):
-            type_ = re.match(r"(?:const |thread |device |constant |threadgroup )*([\w:]+(?: ?<.*>)?)(?: ?[*&])* ?(\w*)$", part)
+            type_ = _DECLARED.match(part)
             if not part or (type_ and (type_[2] or type_[1] in VECTORS or type_[1] in SCALARS or " " in part)):
                 return True
         return False
