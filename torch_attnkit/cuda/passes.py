@@ -1,4 +1,4 @@
-"""CuTeDSL's passes in stages: host code and PTX first, then machine code, which what only a simulator runs goes without.
+"""CuTeDSL's passes in stages: host code and PTX first, then machine code, which a simulator does without.
 
 The passes of ``cute.compile`` assemble the PTX at once, which takes up to half of their time, and no option says
 otherwise. But they write into the module what device code is to be made of: so they run up to that point, ``sass``
