@@ -72,7 +72,7 @@ def make(
         inputs.normal(gen, dtype, Np, Ps, Hkv, dims["D"]),
         inputs.normal(gen, dtype, Np, Ps, Hkv, dims["Dv"]),
         _offsets(len_q),
-        inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"]),
+        table := inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"]),
         kv_len,
         inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
         *inputs.scales(gen, "scales" in features, B, Hkv),
@@ -80,7 +80,7 @@ def make(
     kwargs: dict[str, Any] = dict(causal="bidirectional" not in features) | inputs.score_arguments(features, S)
     seen = seen_keys(len_q, kv_len, dims["Mp"] * Ps, kwargs["causal"], kwargs["window"], kwargs["sink_tokens"])
     kwargs |= dict(max_seqlen_q=L, max_seqlen_k=S)
-    return (*args[:4], inputs.forgotten(args[4], seen, Ps), *args[5:]), kwargs
+    return (*args[:4], inputs.forgotten(table, seen, Ps), *args[5:]), kwargs
 
 
 def seen_keys(

@@ -57,19 +57,18 @@ def make(
     Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
     kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
     stored = torch.float8_e4m3fn if dims.get("bits") == 8 else dtype
-    args = (
+    q, k, v = (
         inputs.normal(gen, dtype, B, Hq, D),
         inputs.normal(gen, stored, Np, Ps, Hkv, D),
         inputs.normal(gen, stored, Np, Ps, Hkv, Dv),
-        inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"]),
-        kv_len,
-        inputs.normal(gen, torch.float32, Hq) if "sink" in features else None,
-        inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None,
-        *inputs.scales(gen, "scales" in features, B, Hkv),
     )
+    table = inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"])
+    sink = inputs.normal(gen, torch.float32, Hq) if "sink" in features else None
+    start = inputs.starts(gen, kv_len, unseen=bool(dims.get("unseen"))) if "kv_start" in features else None
     scores = inputs.score_arguments(features, S)
-    seen = seen_keys(kv_len, args[6], dims["Mp"] * Ps, int(scores["window"]), int(scores["sink_tokens"]))
-    return (*args[:3], inputs.forgotten(args[3], seen, Ps), *args[4:]), scores
+    seen = seen_keys(kv_len, start, dims["Mp"] * Ps, int(scores["window"]), int(scores["sink_tokens"]))
+    table = inputs.forgotten(table, seen, Ps)
+    return (q, k, v, table, kv_len, sink, start, *inputs.scales(gen, "scales" in features, B, Hkv)), scores
 
 
 def seen_keys(
