@@ -25,7 +25,7 @@ from torch_attnkit.cuda import compile, workspace
 from torch_attnkit.mps import library as metal
 from torch_attnkit.sim.metal import compiler
 
-from .case import Case, arguments
+from .case import Case, arguments, bound
 from .guard import LAYOUTS, place
 from .undrawn import Undrawn
 
@@ -44,7 +44,10 @@ def by(case: Case, target: Target) -> str:
     with Undrawn():
         args, kwargs = arguments(case)
         placed = [tuple(place(a, "cpu", lay) if isinstance(a, torch.Tensor) else a for a in args) for lay in LAYOUTS]
-    placed += filter(None, [shared(op.kernels[case.row], each) for each in placed])
+    row = op.kernels[case.row]
+    if row.refusal(bound(op, args, kwargs)) is not None:  # by what it needs: the case is not the row's
+        return "refused"
+    placed += filter(None, [shared(row, each) for each in placed])
     return digest.of(*(_launched(op, each, kwargs, target) for each in placed))
 
 
