@@ -13,7 +13,6 @@ from .pointers import Pointers, operands
 
 USER_FILE = "program_source"
 _LOCATION = re.compile(r"^!(\d+) = (?:distinct )?!DILocation\((.*)\)$", re.M)
-_DEBUG = re.compile(r"!dbg !(\d+)")
 _SCOPE = re.compile(r"^!(\d+) = (?:distinct )?!(?:DISubprogram|DILexicalBlock|DILexicalBlockFile)\((.*)\)$", re.M)
 _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
 _CALL = re.compile(
@@ -46,8 +45,6 @@ _END_OF_BLOCK = re.compile(r"^\s+(?:br|ret|switch|unreachable)\b")
 _LABEL = re.compile(r"^([\w.$-]+):")
 _TARGET = re.compile(r"label %([\w.$-]+)")
 _THREAD = re.compile(r"^\s+(?:(%\S+) = load|store) (?:volatile )?(.*?), ptr (%[^\s,]+), align")
-_INSERTED = re.compile(r"= insertelement <[^>]*> (%[\w.$-]+), ")
-_SHUFFLED = re.compile(r"= shufflevector <[^>]*> (%[\w.$-]+), <[^>]*> (%[\w.$-]+),")  # of two vectors
 _GLOBAL = re.compile(r"^(@[\w.$]+) = .*?\b(?:constant|global) (.*)$", re.M)
 _WRITE, _SPACE, _ALIGN, _OBJECT = 16, 17, 20, 24
 _MOST_VARIABLES = 127  # that an access can name
@@ -128,10 +125,10 @@ def _type_text(text: str) -> str:
 
 def _keeps_rest(line: str, name: str) -> bool:
     """Whether ``line`` takes a vector only to change some of its components, before all of them are stored again."""
-    if match := _INSERTED.search(line):
-        return match[1] == name
-    match = _SHUFFLED.search(line)
-    return match is not None and name in match.groups()
+    name = re.escape(name)
+    if re.search(rf"= insertelement <[^>]*> {name}, ", line):
+        return True
+    return bool(re.search(rf"= shufflevector <[^>]*> (?:{name}, <[^>]*> %|%\S+ <[^>]*> {name},)", line))
 
 
 # What counts as work, and how often: flops, special functions, integers, conversions, choices.
@@ -164,22 +161,20 @@ class _Pass:
         self.arrays = bool(self.tracked)
 
     def run(self) -> Instrumented:
-        found = [self._site_of(line) for line in self.lines]
-        sites = sorted({s for s in found if s is not None})
+        sites = sorted({s for s in map(self._site_of, self.lines) if s is not None})
         self.marks = {s: n for n, s in enumerate(sites)}
         work = _Work()
-        for number, (line, site) in enumerate(zip(self.lines, found, strict=True)):
+        for number, line in enumerate(self.lines):
             if line.startswith("define "):
                 self._function(number)
             if self.counting:
                 self._count(line, work)
             if number in self.loops:
-                self._call("msl_turn", f"i32 {self.marks[site or ()]}")
-            self._line(line, -1 if site is None else self.marks[site])
+                self._call("msl_turn", f"i32 {self.marks[self._site_of(line) or ()]}")
+            self._line(line)
         body = "\n".join(self.out)
-        declared = "\n".join(x for x in self.out if x.startswith("declare"))
         for name in sorted(self.used):
-            if f"@{name}(" not in declared:
+            if f"@{name}(" not in "\n".join(x for x in self.out if x.startswith("declare")):
                 body += f"\ndeclare {_DECLARATIONS[name]}"
         return Instrumented(body, sites, self.variables)
 
@@ -212,17 +207,18 @@ class _Pass:
     def _site_of(self, line: str) -> Site | None:
         if not line.startswith(" "):
             return None
-        match = _DEBUG.search(line) if "!dbg" in line else None
+        match = re.search(r"!dbg !(\d+)", line)
         return self.locations.site(match[1] if match else None)
 
     def _call(self, name: str, arguments: str) -> None:
         self.used.add(name)
         self.out.append(f"  call void @{name}({arguments})")
 
-    def _line(self, line: str, site: int) -> None:
+    def _line(self, line: str) -> None:
         if not line.startswith(" "):
             self.out.append(line)
             return
+        site = self.marks[self._site_of(line) or ()] if self._site_of(line) is not None else -1
         if "@msl_" in line:
             line = _CALL.sub(rf"\g<1>{site})", line)
             for number, size, align in _VARIABLE.findall(line):
