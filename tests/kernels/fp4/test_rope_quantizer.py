@@ -47,7 +47,7 @@ def plans(request, monkeypatch):
     torch_attnkit.core.dispatch._PLANS["inverse_rope_fp4"].clear()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(23)
 @pytest.mark.parametrize("layout", ["linear", "128x4"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])

@@ -45,7 +45,7 @@ def exact(T, H, D, S, dtype, seed=0, R=1):
     return launches[0]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("T", [1, 5, 9])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.bfloat16, 64), (torch.float16, 128), (E4M3, 64), (E4M3, 128)])
 @pytest.mark.parametrize("H", [1, 16, 33, 64, 65, 128])

@@ -192,11 +192,15 @@ def rewritten(original: str, skipped: int, dump: str, messages: str, methods: cl
     """
     text = _Text(flat(original), skipped)
     edits: list[tuple[int, int, str]] = []
+    casts: set[tuple[int, int]] = set()
     # What encloses comes first, so that its text stands first where two begin at one place.
     for found in sorted(set(_found(text, dump, messages)), key=lambda f: (f.begin, -f.end)):
         if found.kind == "memory" or (found.kind == "cast" and found.node not in _CASTS):
             raise _refused(text, original, found)
-        edits += _edits(text, found)
+        # A cast in a template can be one of equal size for some types and, as an error, of another size for others.
+        if found.kind != "cast" or (found.begin, found.end) not in casts:
+            edits += _edits(text, found)
+            casts.add((found.begin, found.end))
     behind = lambda place: text.text[text.offset(*place[2:]) :][:80]
     for edit in sorted(set(classes.copies(messages, behind, methods)), key=lambda e: (e[0][:2], (-e[0][2], -e[0][3]))):
         edits += _copied(text, edit)
