@@ -55,7 +55,9 @@ WRONG = {
     "variable length array": (body("float a[n]; a[0] = 1; x[i] = a[0];"), 4, "variable length array"),
     "atomic on a plain pointer": (body("atomic_fetch_add_explicit(x, 1.0f, memory_order_relaxed);"), 4, "no matching"),
     "ordered atomic": (
-        HEAD + "kernel void k(device atomic_int* x) {\natomic_store_explicit(x, 1, memory_order_seq_cst); }", 4, "use"
+        HEAD + "kernel void k(device atomic_int* x) {\natomic_store_explicit(x, 1, memory_order_seq_cst); }",
+        4,
+        "atomic_store_explicit",
     ),
     "threadgroup float atomic": (
         body("threadgroup atomic_float f; atomic_fetch_add_explicit(&f, 1.0f, memory_order_relaxed);"), None, "device"
