@@ -10,7 +10,7 @@ CPP_SOURCES := $(shell find csrc/sim csrc/cpu csrc/dispatch -name '*.cpp' -o -na
 
 help:
 	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
-	@echo "make test     lint, types, the tests, a sample of parity, and every row whose evidence is old"
+	@echo "make test     lint, types, the tests, a sample of parity, and more of it for rows whose evidence is old"
 	@echo "make proof    everything: all parity cases, all kernels, random signatures (an hour or more)"
 	@echo "make lint     ruff and mypy alone"
 	@echo "make demo     a real model through the operators, on this machine"
@@ -44,8 +44,8 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests that compile stand among thousands of short ones: a process that is done takes over from the other. Then the
-# rows whose evidence is of another code than this, all of their cases.
+# Tests that compile stand among thousands of short ones: a process that is done takes over from the other. Then cases
+# of the rows whose evidence is of another code than this, 200 a target at most: parity --stale runs and records all.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch_attnkit parity --stale --no-record --jobs 2

@@ -182,3 +182,15 @@ def test_refused_cases_are_counted_apart(folder, monkeypatch):
     assert run("--arch", "cpu", "--record").exit_code == 0
     (entry,) = json.loads(next(folder.glob("*.json")).read_text())["runs"][0]["rows"]
     assert entry["refused"] == entry["passed"] > 0 == entry["failed"]
+
+
+def test_of_stale_rows_that_are_not_recorded_a_bounded_number_of_cases_runs(folder, monkeypatch):
+    ran = []
+    monkeypatch.setattr(judge, "run", lambda case, device, layout: ran.append(case.id) or 0.0)
+    monkeypatch.setattr(command, "MOST_STALE", 40)
+    result = run("--arch", "cpu", "--stale", "--no-record")
+    every = len(command.runs_of(CPU, ROW))
+    assert result.exit_code == 0 and f"of {every} cases" in result.output
+    assert 20 < len(ran) < 60 < every
+    ran.clear()
+    assert run("--arch", "cpu", "--stale").exit_code == 0 and len(ran) == every

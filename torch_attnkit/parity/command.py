@@ -36,6 +36,7 @@ ERROR = "largest error\n/ tolerance"  # of a table that fits 80 columns, whateve
 SHOWN = 5  # failures of a row that are printed
 MINUTES = 8.0  # that cases may take on a Mac, so that the report is there within ten
 MOST = 4000  # cases of a sample at most, however many rows the table gets
+MOST_STALE = 200  # cases of all stale rows of a place, where they are looked at and not recorded
 Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the place
 
 
@@ -47,15 +48,18 @@ def parity(
     record: Annotated[
         bool | None, typer.Option(help="Keep the result in torch_attnkit/evidence/; default: with --stale.")
     ] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="Only rows without evidence for this code.")] = False,
+    stale: Annotated[
+        bool | None,
+        typer.Option(
+            "--stale/--resign",
+            help="Only rows without evidence for this code. Or: compile, and keep evidence of what runs as it did.",
+        ),
+    ] = None,
     sample: Annotated[float, typer.Option(help="Run this share of the cases of all other rows.")] = 1.0,
     random: Annotated[int, typer.Option(help="Instead: this many random signatures that rows accept.", min=0)] = 0,
     kernels: Annotated[int, typer.Option(help="Of random signatures: draws of what is compiled.", min=1)] = 96,
     repeat: Annotated[str | None, typer.Option(help="One random signature, as a run prints it.")] = None,
     seed: Annotated[str, typer.Option(help="What draws the sample, or the random signatures.")] = "0",
-    resign: Annotated[
-        bool, typer.Option("--resign", help="Instead: compile, and keep evidence of what runs as it did.")
-    ] = False,
     simulated: Annotated[bool, typer.Option("--simulated", help="In simulators alone, hardware or not.")] = False,
     report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.", min=1)] = 1,
@@ -65,19 +69,20 @@ def parity(
     if not 0 < sample <= 1:
         raise typer.BadParameter(f"sample is {sample}, accepted: a share between 0 and 1")
     wanted = KNOWN if arch is None else (arch,)
-    if resign:
+    if stale is False:
         raise typer.Exit(_resign(wanted, op, jobs))
     places = [p for p in here(wanted) if p.target.simulated or not simulated]
     if random or repeat is not None:
         raise typer.Exit(_random(places, op, random_run.Plan(random, seed, kernels, jobs), repeat))
     failures = 0
     for place in places:
-        rows = [r for r in _rows(place, stale=stale, sample=sample) if op in (None, r[0].name)]
+        rows = [r for r in _rows(place, stale=bool(stale), sample=sample) if op in (None, r[0].name)]
         if place.device == "mps":
             failures += _on_mac(place, rows, report)
         else:
-            kept = stale if record is None else record
-            found = run_rows(place, rows, jobs=jobs, share=sample, seed=seed, record=kept)
+            kept = bool(stale) if record is None else record
+            most = MOST_STALE if stale and not kept else MOST
+            found = run_rows(place, rows, jobs=jobs, share=sample, seed=seed, record=kept, most=most)
             failures += sum(o.failed for o, _ in found)
     for name, missing in simulators().items():
         if missing and name in wanted and not any(place.target.arch == name for place in places):
@@ -156,12 +161,19 @@ def runs_of(place: Place, row: Row) -> list[Run]:
 
 
 def run_rows(
-    place: Place, rows: list[Row], *, jobs: int = 1, share: float = 1.0, seed: str = "", record: bool = False
+    place: Place,
+    rows: list[Row],
+    *,
+    jobs: int = 1,
+    share: float = 1.0,
+    seed: str = "",
+    record: bool = False,
+    most: int = MOST,
 ) -> list[tuple[Outcome, dict[str, Any]]]:
     """Run the cases of rows, or a share of them, and print a table.
 
     Returns how each row went, with its largest error and what failed. With ``record`` a row is kept as soon as it is
-    done, so that a run which is cut off has not been for nothing.
+    done, so that a run which is cut off has not been for nothing. Of a share there are at most ``most`` cases.
     """
     if not rows:
         console.print(f"{place}: nothing to run")
@@ -169,9 +181,11 @@ def run_rows(
     for op, index, _, _ in rows:  # of the code that runs: an edit meanwhile is not what was seen
         evidence.sources_of(op.name, index, place.target)
     todo = [runs_of(place, row) for row in rows]
-    if share < 1:
-        share = min(share, MOST / max(1, sum(map(len, todo))))
+    whole = sum(map(len, todo))
+    if share < 1 or (whole > most and most < MOST):
+        share = min(share, most / max(1, whole))
         todo = [_sampled(runs, share=share, seed=seed) for runs in todo]
+        console.print(f"{place}: {sum(map(len, todo))} of {whole} cases")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     flat = [run for runs in todo for run in runs]
     found: list[tuple[Outcome, dict[str, Any]]] = []
