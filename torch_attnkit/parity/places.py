@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import platform
 from dataclasses import dataclass
 
@@ -47,7 +48,9 @@ class Place:
             return contextlib.nullcontext()
         if self.target.arch == "metal":
             return metal_settings(mode="checked", strict=True)
-        return ptx_settings(check=True, seed=schedule % SCHEDULES)
+        # One of several processes has a core to itself; a simulator alone takes all.
+        several = multiprocessing.parent_process() is not None
+        return ptx_settings(check=True, seed=schedule % SCHEDULES, threads=int(several))
 
 
 def devices() -> list[tuple[str, str, str]]:
