@@ -255,6 +255,5 @@ def _link(object_file: Path) -> Path:
     return library
 
 
-@functools.cache
 def _linker() -> str | None:
     return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)

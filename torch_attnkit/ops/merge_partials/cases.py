@@ -80,7 +80,7 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     R = 0 if d.sometimes(0.02) else d.size(min(most, d.room.keys))
     H = 0 if d.sometimes(0.02) else d.pick([h for h in (1, 2, 3, 5, 8, 32) if h == 1 or h * R <= most])
     facts |= dict(R=R, H=H, lse_by=d.pick((1, 3, 3, 300)), hidden=d.pick(("", "nan", "inf")))
-    facts["empty"] = d.pick(("", "inf"))
+    facts["empty"] = d.pick(("", "positive"))
     facts |= {"seed": d.call.randrange(1 << 30), "out_partial.at": d.place(4, (0, 1, 2))}
     return facts | {f"{name}.at": d.place(3, (0, 1)) for name in ("lse_partial", "row_sum")}
 
@@ -100,7 +100,7 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     out = draws.hide(draws.numbers(gen, P, R, H, f["Dv"]), seen, f, "out_partial")
     args = (
         draws.cast(out, f["dtype"]),
-        _without_keys(lse, seen, float(f.get("empty") or "-inf")),
+        _without_keys(lse, seen, torch.inf if f.get("empty") else -torch.inf),
         draws.sink(f, gen, H),
         sums if f["row_sum"] else None,
     )

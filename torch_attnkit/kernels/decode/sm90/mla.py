@@ -112,6 +112,9 @@ class DecodeMla:
         else:
             cute.arch.setmaxregister_increase(_VALUE_REGISTERS)
             self.values.run(tensors, loads, lengths, scalars, shared, found)
+            # The warps of a warpgroup meet between two setmaxnreg, also where the block had no work (PTX ISA).
+            half = warp // WARPS - c.score_warpgroups
+            cute.arch.barrier(barrier_id=int(NamedBarrier.VALUES) + half, number_of_threads=THREADS)
             cute.arch.setmaxregister_decrease(_REGISTERS)
             cute.arch.barrier()
         self.epilogue.end(tensors, scalars, shared)
