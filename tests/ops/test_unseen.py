@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.targets import needs, on
+from torch_attnkit import cpu
+from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.formats.scale_layout import from_128x4, to_128x4
 from torch_attnkit.ops.flash_attention_paged.cases import seen_keys as seen_of_blocks
@@ -302,3 +304,19 @@ def test_what_nobody_sees_changes_no_bit_of_the_definition(op: str):
     """On the CPU, over the cases of a row of each file: where the op has no row of its own there, the reference."""
     others = {row.on: (i, row.archs[0]) for i, row in enumerate(OPS[op].kernels) if row.on != "cpu"}
     assert sum(judge(op, "cpu", case) for each in others.values() for case in _some(op, *each)) > 0
+
+
+ON_CPU = [op for op in UNSEEN if any(row.on == "cpu" for row in OPS[op].kernels)]
+
+
+@pytest.mark.parametrize("op", ON_CPU)
+def test_what_nobody_sees_changes_no_bit_by_pytorchs_own_operators(op: str, monkeypatch):
+    """The CPU's rows without csrc/cpu, as where it is not built or the processor lacks what it needs."""
+    monkeypatch.setattr(cpu, "kernels", None)
+    dispatch._PLANS[op].clear()
+    try:
+        index = next(i for i, row in enumerate(OPS[op].kernels) if row.on == "cpu")
+        for case in _some(op, index, "cpu"):
+            judge(op, "cpu", case)
+    finally:
+        dispatch._PLANS[op].clear()

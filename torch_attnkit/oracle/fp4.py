@@ -74,7 +74,9 @@ def check_factor(op: str, global_scale: torch.Tensor | None) -> None:
 
 def check_experts(op: str, chosen: torch.Tensor, **scales: torch.Tensor | None) -> None:
     """The same of those global scales (E,) whose experts are ``chosen``, int64 (n,). The others may be anything."""
-    check_global(op, **{name: None if scale is None else scale[chosen] for name, scale in scales.items()})
+    for name, scale in scales.items():
+        kept = None if scale is None else torch.ones_like(scale).index_put((chosen,), scale[chosen])
+        check_global(op, **{name: kept})
 
 
 def store_scale(scale: torch.Tensor, layout: str) -> torch.Tensor:

@@ -110,7 +110,7 @@ def solve(rules: Rules, o: Block) -> None:
         return
     triangle = rules.causal and T == S
     dense = rules.window < 0 and (triangle or not rules.causal or T == 1)  # apart from padding
-    k, v, mask, blind = o.k, o.v, None, None
+    q, k, v, mask, blind = o.q, o.k, o.v, None, None
     padded = o.start is not None or o.end is not None
     if padded or not dense:
         rows = T if rules.causal or rules.window >= 0 else 1  # otherwise all queries see the same keys
@@ -133,9 +133,11 @@ def solve(rules: Rules, o: Block) -> None:
         if bool(unseen.any()):
             k, v = _zeroed(k, unseen), _zeroed(v, unseen)
         blind = ~keep.any(-1, keepdim=True)  # (B or 1, T or 1, 1)
+        if bool(blind.any()):  # nobody looks at these queries, and nan among them would choose another way
+            q = q.masked_fill(blind[..., None], 0.0)
         mask = torch.zeros(keep.shape, dtype=torch.float32, device="cpu").masked_fill_(~keep, -torch.inf)
         mask = mask[:, None]  # (B or 1, 1, T or 1, S')
-    qh, kh, vh = (_padded(t, max(D, Dv)).transpose(1, 2) for t in (o.q, k, v))  # (B, H, T or S', max(D, Dv))
+    qh, kh, vh = (_padded(t, max(D, Dv)).transpose(1, 2) for t in (q, k, v))  # (B, H, T or S', max(D, Dv))
     # That kernel makes 0 of a row that is nan, and adds the mask to a nan that the row must not see.
     if bool((qh.sum() + kh.sum()).isnan()):
         _defined(rules, o)

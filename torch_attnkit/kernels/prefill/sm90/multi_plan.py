@@ -38,9 +38,9 @@ class Choice(NamedTuple):
     pair: Tiles
 
 
+DTYPES = dense.DTYPES
 # D 128 on an H200: few 1 % over one CTA a multiprocessor, many 3 % over three stages, pair 2 % over no pairs or two
 # stages, 4 % over N 96 (docs/kernels/prefill.md). The other head sizes follow it and plan.py, and were not timed.
-DTYPES = dense.DTYPES
 TILES = {
     # (D, Dv), multiples of the same numbers as in plan.py
     (32, 32): Choice(Tiles(64, 128, 4, 2), Tiles(128, 128, 4), Tiles(128, 128, 4, pair=True)),
