@@ -65,6 +65,7 @@ CALLS: dict[str, list[tuple[dict[str, int], str]]] = {
     "mxfp4_quantize": [(dict(R=4, H=8, K=128), "floor"), (dict(R=4, H=8, K=128), "swizzled")],
     "nvfp4_dequantize": [(dict(R=4, H=8, K=64), "global_scale")],
     "nvfp4_quantize": [(dict(R=4, H=8, K=64), "global_scale")],
+    "paged_kv_cache_write": [(dict(R=8, Hkv=2, D=64, Dv=64, Np=5, Ps=16, joined=1, sided=1), "")],
     "rope_kv_cache_write": [(dict(Tq=8, Hq=4, D=64, Nc=20, rope=16, fmt=0), "")],
     "route_hash": [(dict(R=8, E=16, V=33, K=6, wide=1), "renormalize")],
     "route_softmax": [(dict(R=8, E=7, K=3), "softmax_first")],

@@ -25,6 +25,28 @@ std::pair<const char*, const char*> extent(const at::Tensor& t) {
   return {begin, begin + last * int64_t(t.itemsize())};
 }
 
+// Whether tensors that reach into one another share no byte all the same: rows of one beside rows of the other, as keys
+// and values that lie side by side in a buffer. Steps between rows are equal, and multiples of the smallest.
+bool interleaved(const at::Tensor& a, const at::Tensor& b) {
+  const int64_t last = a.dim() - 1, item = a.itemsize();
+  if (last < 1 || b.dim() != a.dim() || item != int64_t(b.itemsize()) || a.stride(last) != 1 || b.stride(last) != 1)
+    return false;
+  int64_t least = 0;
+  for (int64_t i = 0; i < last; i++) {
+    if (a.size(i) != b.size(i)) return false;
+    if (a.size(i) == 1) continue;
+    if (a.stride(i) != b.stride(i)) return false;
+    least = least ? std::min(least, a.stride(i)) : a.stride(i);
+  }
+  for (int64_t i = 0; least && i < last; i++)
+    if (a.size(i) > 1 && a.stride(i) % least) return false;
+  const bool swapped = address(b) < address(a);
+  const auto& first = swapped ? b : a;
+  const auto& second = swapped ? a : b;
+  const int64_t ahead = static_cast<const char*>(address(second)) - static_cast<const char*>(address(first));
+  return ahead >= first.size(last) * item && (!least || ahead + second.size(last) * item <= least * item);
+}
+
 }  // namespace
 
 Op::Op(const c10::FunctionSchema& schema, uint64_t plain, bool host, size_t most, Answers answers)
@@ -125,7 +147,7 @@ bool Op::overlap(const Given& given) const {
     for (size_t i = 0; i < count_; i++) {
       if (i == m || !given[i]) continue;
       const auto [other_begin, other_end] = extent(*given[i]);
-      if (begin < other_end && other_begin < end) return true;
+      if (begin < other_end && other_begin < end && !interleaved(*given[m], *given[i])) return true;
     }
   }
   return false;

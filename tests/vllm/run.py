@@ -31,7 +31,7 @@ SHARED = {
     "heads and rows of experts in two processes": {"tensor_parallel_size": 2},
     "heads and experts in two processes": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
-OPS = {"kv_cache_write", "flash_attention_paged", "sdpa_decode_paged"}
+OPS = {"paged_kv_cache_write", "flash_attention_paged_out", "sdpa_decode_paged_out"}
 
 
 def main(names: list[str]) -> int:

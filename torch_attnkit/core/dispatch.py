@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from . import native
+from . import into, native
 from .errors import UnsupportedError
 from .memory import empty, on_cpu
 from .numerics import exact
@@ -183,6 +183,8 @@ def _described(call: Call) -> Call:
 def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     """Validate ``args`` and build what runs for every call of the same signature."""
     call = op.bind(args)
+    if op.base is not None:
+        return _plan_into(op, op.base, call)
     target = target_of(call.device)
     row = resolve(op, call, target)
     # Strides and dtypes are part of the signature, so that calls without such tensors do not look for them.
@@ -205,6 +207,29 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
         return _returned(outs)
 
     return Plan((lambda *args: run(*read(small, args))) if small else run, str(target), ready)
+
+
+def _plan_into(op: Op, base: Op, call: Call) -> Plan:
+    """What runs for a form of ``base`` that writes into given tensors (``into.py``), the last arguments of a call."""
+    target, count = target_of(call.device), len(op.mutated)
+    row = resolve(base, call, target)
+    small = made(base, call, whole=row is not None)
+    if row is None:
+        reference = _reference(base, call)
+
+        def launch(*args: Any) -> None:
+            results = reference(*args[:-count])
+            for out, result in zip(args[-count:], results if count > 1 else (results,), strict=True):
+                out.copy_(result)
+    else:
+        launch = _built(base, row, call, target, small)
+        launch = exact(launch) if target.arch == "cpu" else launch
+
+    def run(*args: Any) -> None:
+        into.check_memory(op, args[:-count], args[-count:])
+        launch(*(read(small, args) if small else args))
+
+    return Plan(run, "reference" if row is None else str(target))
 
 
 class Entries(NamedTuple):
@@ -241,7 +266,7 @@ def _source(op: Op) -> str:
     }
     # None for a tensor that must be there is the only way to an AttributeError.
     missing = f"    except AttributeError:\n        given(({args},))\n        raise\n"
-    launch = f"    return (plans.get(key) or miss(key, ({args},))).launch({args})\n"
+    launch = f"    return (plans.get(_key) or miss(_key, ({args},))).launch({args})\n"
     bumps = "".join(f"    bump({n})\n" for n in op.mutated)
     source = f"""
 def plan_key({given}):
@@ -254,21 +279,21 @@ def autograd({given}):
         source += f"""
 def {name}({given}):
     try:
-        key = {key}
+        _key = {key}
 {missing}{launch}
 
-def {name}_autograd(keys, {given}):
+def {name}_autograd(_keys, {given}):
     try:
-        if keys.raw_repr() not in plain or fwd._current_level >= 0 or (grad_enabled() and ({grads})):
+        if _keys.raw_repr() not in plain or fwd._current_level >= 0 or (grad_enabled() and ({grads})):
             return below(({args},))
-        key = {key}
+        _key = {key}
 {missing}{bumps}{launch}
 def {name}_key({args}):
     return {key}
 
 def {name}_run({args}):
     try:
-        key = {key}
+        _key = {key}
 {missing}{launch}"""
     return source
 
@@ -450,22 +475,28 @@ def load(package: str) -> torch.library.Library:
         op = dataclasses.replace(found, package=f"{package}.{name}")
         if op.name != name:
             raise ValueError(f"folder {name} must define op {name}, defines {op.name}")
-        lib.define(op.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        entries = _compile(op)
-        PLAN_KEYS[name] = entries.plan_key
-        by_cpp = native_devices(op)
-        for key, function in entries.by_key.items():
-            if key.removeprefix("Autograd") in by_cpp:
-                continue
-            lib.impl(name, function, key, with_keyset=key.startswith("Autograd") and key != "Autograd")
-        for key in _NOT_DENSE:
-            lib.impl(name, _refuse(op), key)
-        for device in by_cpp:
-            register_native(op, NAMESPACE, device, entries, host=device == "CPU")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=lib)
-        native.quicken(NAMESPACE, name)
         OPS[name] = op
+        for form in filter(None, (op, into.form_of(op))):
+            _register(lib, form)
     return lib
+
+
+def _register(lib: torch.library.Library, op: Op) -> None:
+    lib.define(op.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    entries = _compile(op)
+    name = op.name
+    PLAN_KEYS[name] = entries.plan_key
+    by_cpp = native_devices(op)
+    for key, function in entries.by_key.items():
+        if key.removeprefix("Autograd") in by_cpp:
+            continue
+        lib.impl(name, function, key, with_keyset=key.startswith("Autograd") and key != "Autograd")
+    for key in _NOT_DENSE:
+        lib.impl(name, _refuse(op), key)
+    for device in by_cpp:
+        register_native(op, NAMESPACE, device, entries, host=device == "CPU")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=lib)
+    native.quicken(NAMESPACE, name)
 
 
 def plan_of(name: str, *args: Any, **kwargs: Any) -> Plan | None:

@@ -114,6 +114,7 @@ class Op:
     shards: tuple[Shards, ...] = ()
     whole: str = ""  # why no axis can be cut, where ``shards`` is empty
     backward: str = ""  # the op of the gradients: takes those of the outputs before the arguments, gives the tensors'
+    base: Op | None = None  # of a form that writes into given tensors (``into.py``): the op that returns them
     package: str = ""
 
     @cached_property
@@ -174,6 +175,13 @@ class Op:
         ``traced``, for fake tensors, leaves what looks at symbolic sizes to the real call.
         """
         values, given = dict(zip(self.argnames, args, strict=True)), self.given(args)
+        if self.base is not None:
+            from . import into
+
+            outs = len(self.mutated)
+            call = self.base.bind(args[:-outs], traced=traced)
+            into.check(self, call, args[-outs:], traced=traced)
+            return call
         dtype = self._model_dtype(given, values.get("dtype"))
         first_name, first = given[0]
         call = Call(self.name, {}, SimpleNamespace(**values), dtype, (), first.device)
@@ -235,14 +243,14 @@ class Op:
         if spec.batch:
             if owner.setdefault("...", name) == name:
                 call.batch = shape[:split]
-            elif len(call.batch) != split or any(_differ(a, b) for a, b in zip(call.batch, shape, strict=False)):
+            elif len(call.batch) != split or any(differ(a, b) for a, b in zip(call.batch, shape, strict=False)):
                 raise ValueError(
                     f"{self.name}: {name} has batch axes {shape[:split]}, but {owner['...']} has {call.batch}"
                 )
         for axis, size in zip(spec.axes, shape[split:], strict=True):
             value, other, key = axis.value(size), owner.setdefault(str(axis.name), name), str(axis.name)
             bound = call.dim.setdefault(key, value) if axis.name else 0  # a literal is a size of which nothing is left
-            if _differ(bound, value) or (isinstance(value, int) and value < 0):
+            if differ(bound, value) or (isinstance(value, int) and value < 0):
                 where = f": {key}={value}" if axis.name else ""
                 where += f", but {other} has {key}={bound}" if axis.name and other != name else ""
                 raise ValueError(f"{self.name}: {name} must be {spec}, got shape {shape}{where}")
@@ -286,6 +294,6 @@ def steps(value: Any) -> bool:
     return index and value.dim() <= 2 and _apart(value)
 
 
-def _differ(a: Any, b: Any) -> bool:
+def differ(a: Any, b: Any) -> bool:
     """Whether two sizes are known to differ; a symbolic size is left to the real call."""
     return isinstance(a, int) and isinstance(b, int) and a != b

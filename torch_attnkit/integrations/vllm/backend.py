@@ -11,6 +11,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionLayer,
     AttentionMetadataBuilder,
@@ -90,10 +91,25 @@ class AttnkitBackend(AttentionBackend):
 
 
 class StepBuilder(AttentionMetadataBuilder[steps.Step]):
-    """Makes the step of a cache group. No CUDA graph holds attention: vLLM's piecewise graphs stop before it."""
+    """Makes the step of a cache group.
+
+    Steps whose requests have equally many tokens, one or one and its drafts, may lie in a CUDA graph as a whole: the
+    ops read offsets, lengths, tables and slots on the device, from memory of vLLM's that stays where it is, and plans
+    are made for the longest sequences of the model. In other steps vLLM's piecewise graphs stop before attention.
+    """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.longest = int(vllm_config.model_config.max_model_len)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> steps.Step:
+        m = common_attn_metadata
+        given = (m.query_start_loc, m.block_table_tensor, m.seq_lens)
+        return self.build(0, m).to_capture(given, self.longest)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -187,8 +203,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         if self.sink is None:  # weights were not loaded by a loader that tells of it
             self.process_weights_after_loading(query.dtype)
         n = attn_metadata.tokens
-        out = steps.attend(self.layer, attn_metadata, query[:n], kv_cache, self.sink, decodes=self.decodes)
-        output[:n].copy_(out)
+        steps.attend(self.layer, attn_metadata, query[:n], kv_cache, self.sink, output[:n], decodes=self.decodes)
         return output
 
 

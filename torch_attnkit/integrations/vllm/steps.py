@@ -1,13 +1,13 @@
 """A step of vLLM as calls of the paged ops: views of its cache, what is written to it, and what attends. No vLLM here.
 
-vLLM stores keys and values side by side: a layer's cache is (Np, Hkv, Ps, 2D), in the layout LBNHC with the tokens of
-a page outside its heads in memory. Both halves are the ops' (Np, Ps, Hkv, D) as views, and a token is one row of
-``Hkv * 2D`` numbers, which ``kv_cache_write`` writes by vLLM's slots as they are.
+vLLM stores keys and values side by side: a layer's cache is (Np, Hkv, Ps, 2D), with the tokens of a page inside or
+outside its heads in memory. Both halves are the ops' (Np, Ps, Hkv, D) as views. Nothing is copied on the way: new keys
+and values are written from where they lie, and attention writes into vLLM's own output.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ class Step:
     """The batch of a step, for every layer of a cache group: B requests with ``tokens`` query tokens in all.
 
     ``cu_seqlens_q`` (B+1,), ``block_table`` (B, Mp) and ``kv_len`` (B,) are int32 and stay on the device. A request
-    that pads the batch has no query. ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths: powers of two, so that a
-    plan serves more than the one step.
+    that pads the batch has no query, or one of a length of 0. ``max_seqlen_q`` and ``max_seqlen_k`` bound the lengths:
+    powers of two, so that a plan serves more than the one step.
     """
 
     tokens: int
@@ -68,6 +68,20 @@ class Step:
             _power_of_two(longest_q), _power_of_two(longest_k),
         )  # fmt: skip
 
+    def to_capture(self, given: tuple[torch.Tensor, ...], longest_k: int) -> Step:
+        """This step for a CUDA graph, which is replayed for batches whose keys are at most ``longest_k``.
+
+        The graph reads offsets, table and lengths where they are now, in memory of vLLM's: ``given`` are those tensors.
+        Raises UnsupportedError where the step has copies of them, which no replay would see change.
+        """
+        mine = (self.cu_seqlens_q, self.block_table, self.kv_len)
+        for name, a, b in zip(("query_start_loc", "block_table", "seq_lens"), mine, given, strict=True):
+            if a.numel() and a.data_ptr() != b.data_ptr():
+                raise UnsupportedError(
+                    f"attnkit for vLLM: {name} is {b.dtype} where a CUDA graph is captured, accepted: torch.int32"
+                )
+        return replace(self, max_seqlen_k=_power_of_two(longest_k))
+
     @property
     def single(self) -> bool:
         """Whether every request has one query token."""
@@ -86,37 +100,28 @@ def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Write the tokens' key and value (T, Hkv, D) into the cache (Np, Hkv, Ps, 2D): token t goes to page ``slots[t] //
-    Ps``, place ``slots[t] % Ps``; slots (at most T,) of -1 are skipped, and tokens past the last slot.
-
-    Raises:
-        UnsupportedError: a cache whose tokens are no rows of one stride.
-    """
-    by_token = kv_cache.transpose(1, 2)  # (Np, Ps, Hkv, 2D)
-    try:
-        rows = by_token.view(-1, by_token.shape[2] * by_token.shape[3])  # (Np * Ps, Hkv * 2D)
-    except RuntimeError:
-        raise UnsupportedError(
-            f"attnkit for vLLM: kv_cache {tuple(kv_cache.shape)} has strides {kv_cache.stride()}, accepted: pages"
-            " behind one another whose tokens stand outside the heads (the layout LBNHC)"
-        ) from None
+    Ps``, place ``slots[t] % Ps``; slots (at most T,) of -1 are skipped, and tokens past the last slot."""
     n = slots.shape[0]
-    ops.kv_cache_write(torch.cat((key[:n], value[:n]), -1).flatten(1), rows, slots)
+    ops.paged_kv_cache_write(key[:n], value[:n], *halves(kv_cache), slots)
 
 
 def attend(
-    layer: Layer, step: Step, q: torch.Tensor, kv_cache: torch.Tensor, sink: torch.Tensor | None, *, decodes: bool
-) -> torch.Tensor:
-    """Attention of the step's queries (Tq, Hq, D) over the cache, their own keys in it: (Tq, Hq, D). Causal.
+    layer: Layer, step: Step, q: torch.Tensor, kv_cache: torch.Tensor, sink: torch.Tensor | None, out: torch.Tensor,
+    *, decodes: bool,
+) -> None:  # fmt: skip
+    """Attention of the step's queries (Tq, Hq, D) over the cache, their own keys in it, into out (Tq, Hq, D). Causal.
 
     ``sink`` is (Hq,) float32. ``decodes`` allows ``sdpa_decode_paged`` where every request has one token.
     """
     k, v = halves(kv_cache)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # nobody reads it
     if decodes and step.single:
-        return ops.sdpa_decode_paged(q, k, v, step.block_table, step.kv_len, sink, **layer.options)[0]
-    return ops.flash_attention_paged(
-        q, k, v, step.cu_seqlens_q, step.block_table, step.kv_len, sink,
-        max_seqlen_q=step.max_seqlen_q, max_seqlen_k=step.max_seqlen_k, **layer.options,
-    )[0]  # fmt: skip
+        ops.sdpa_decode_paged_out(q, k, v, step.block_table, step.kv_len, sink, **layer.options, out=out, lse=lse)
+        return
+    ops.flash_attention_paged_out(
+        q, k, v, step.cu_seqlens_q, step.block_table, step.kv_len, sink, max_seqlen_q=step.max_seqlen_q,
+        max_seqlen_k=step.max_seqlen_k, **layer.options, out=out, lse=lse,
+    )  # fmt: skip
 
 
 def refusal(op: str, layer: Layer, target: Target) -> str | None:
@@ -131,7 +136,8 @@ def refusal(op: str, layer: Layer, target: Target) -> str | None:
         v_cache=v,
         block_table=torch.empty(2, 1, dtype=torch.int32, device=meta),
         kv_len=lengths,
-        sink=torch.empty(layer.heads, device=meta) if layer.sink else None,
+        # vLLM makes the model's dtype torch's default while it builds layers.
+        sink=torch.empty(layer.heads, dtype=torch.float32, device=meta) if layer.sink else None,
         cu_seqlens_q=torch.empty(3, dtype=torch.int32, device=meta),
         **layer.options,
     )
