@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
 CPP_SOURCES := $(shell find csrc/sim csrc/cpu csrc/dispatch -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help venv test proof lint demo support docs wheel vllm clean
+.PHONY: help venv test proof lint demo support docs wheel resolve vllm clean
 
 help:
 	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
@@ -17,6 +17,7 @@ help:
 	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
 	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make wheel    a wheel for Linux with both simulators in dist/, tried in an environment without a compiler"
+	@echo "make resolve  what fits beside vLLM, flash-attn-4 and FlashInfer, asked of a resolver; it installs nothing"
 	@echo "make vllm     vLLM on our attention backend beside its own, on a CPU (3.5 GB of packages, then a few minutes)"
 	@echo "make clean    remove everything that was built"
 
@@ -98,6 +99,17 @@ wheel: $(WHEEL_VENV)/installed
 	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist build/wheel/raw/*.whl
 	$(WHEEL_VENV)/bin/twine check --strict dist/*$(PLATFORM)*.whl
 	$(PYTHON) tests/fresh.py dist/*$(PLATFORM)*.whl
+
+# In an environment of its own: uv, and what writes this tree's metadata.
+RESOLVE_VENV := build/resolve-venv
+$(RESOLVE_VENV)/installed: constraints.txt
+	rm -rf $(RESOLVE_VENV)
+	$(PYTHON) -m venv $(RESOLVE_VENV)
+	$(RESOLVE_VENV)/bin/python -m pip -qq --disable-pip-version-check install -c constraints.txt uv setuptools pybind11
+	@touch $@
+
+resolve: $(RESOLVE_VENV)/installed
+	$(RESOLVE_VENV)/bin/python tests/install/resolve.py
 
 # vLLM brings its own torch. It finds the plugin by metadata of this tree, which are written without compiling anything.
 # Nothing here uses what it installs beside torch for images and sound, some of which is of another torch.

@@ -38,7 +38,8 @@ def test_info_names_devices_what_is_missing_and_how_to_get_it(run, monkeypatch):
     monkeypatch.setattr(cli, "_version", lambda package: None)
     result = run("info")
     assert result.exit_code == 0
-    for words in ("cpu", "metal", "sm90", "sm100", "pip install 'torch_attnkit[cuda]'", "torch_attnkit[models]"):
+    installs = (f"pip install 'torch_attnkit[{extra}]'" for extra in ("cuda", "compile", "sim", "models"))
+    for words in ("cpu", "metal", "sm90", "sm100", *installs):
         assert words in result.output
 
 

@@ -99,7 +99,7 @@ def test_a_plain_install_needs_torch_and_a_command_line(wheel: Path):
     fields = Parser().parsestr(metadata.read_text())
     plain = [r for r in fields.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert {re.match(r"[\w-]+", r)[0] for r in plain} == {"torch", "typer", "rich"}
-    assert set(fields.get_all("Provides-Extra")) == {"cuda", "sim", "models", "docs", "wheel", "dev"}
+    assert set(fields.get_all("Provides-Extra")) == {"cuda", "compile", "sim", "models", "docs", "wheel", "dev"}
     assert any(re.match(r"torch<[\d.]+,>=|torch>=[\d.]+,<", r) for r in plain), "torch has an upper bound"
     (scripts,) = wheel.glob("*.dist-info/entry_points.txt")
     assert "torch-attnkit = torch_attnkit.cli:app" in scripts.read_text()
@@ -124,7 +124,7 @@ def test_on_macos_no_extra_asks_for_what_only_linux_has():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     mac = {"sys_platform": "darwin", "platform_system": "Darwin", "extra": ""}
     linux_alone = {"nvidia-cutlass-dsl", "apache-tvm-ffi", "pyelftools", "triton"}
-    for name in ("cuda", "sim", "models", "dev"):
+    for name in ("cuda", "compile", "sim", "models", "dev"):
         wanted = (Requirement(r) for r in extras[name])
         assert not linux_alone & {r.name for r in wanted if r.marker is None or r.marker.evaluate(mac)}, name
 

@@ -78,7 +78,7 @@ def info() -> None:
             console.print(f"{arch} is not simulated here: {escape(why)}", soft_wrap=True)
     table = _table("needed for", "package", "installed", "install with")
     wanted = (  # None: an extra would pull in what the package's model file does not need
-        ("CUDA kernels", "nvidia-cutlass-dsl", "cuda"),
+        ("CUDA kernels' compiler", "nvidia-cutlass-dsl", "compile"),
         ("CUDA kernels", "apache-tvm-ffi", "cuda"),
         ("simulators", "ziglang", "sim"),
         ("model integration and demo", "transformers", "models"),

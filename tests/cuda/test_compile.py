@@ -156,13 +156,18 @@ def test_without_the_compiler_the_error_names_package_and_command(cache):
         compile.get(REQUEST)
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    with pytest.raises(UnsupportedError) as error:
-        compile.version("no-such-package-as-this")
-    assert str(error.value) == (
-        "CUDA kernels need the package no-such-package-as-this, which is not installed: "
-        "pip install 'torch_attnkit[cuda]'"
-    )
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setattr(compile, "_EXTRAS", {"no-such-calls": "cuda", "no-such-compiler": "compile"})
+    monkeypatch.setattr(compile, "COMPILER", "no-such-compiler")
+    for package, words in (
+        ("no-such-calls", "CUDA kernels need the package no-such-calls, which is not installed: "
+         "pip install 'torch_attnkit[cuda]'"),
+        ("no-such-compiler", "compiling CUDA kernels needs the package no-such-compiler, which is not installed: "
+         "pip install 'torch_attnkit[compile]'"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedError) as error:
+            compile.version(package)
+        assert str(error.value) == words
 
 
 @needs_compiler

@@ -37,7 +37,8 @@ from torch_attnkit.core.target import Target
 from . import fingerprint, repeat
 from .passes import in_stages
 
-INSTALL = "pip install 'torch_attnkit[cuda]'"
+COMPILER, CALLS = "nvidia-cutlass-dsl", "apache-tvm-ffi"
+_EXTRAS = {COMPILER: "compile", CALLS: "cuda"}  # what installs a package
 # A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
 GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100f"}
 _FAMILIES = "torch_attnkit.kernels."
@@ -186,7 +187,13 @@ def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(f"CUDA kernels need the package {package}, which is not installed: {INSTALL}") from None
+        what = "compiling CUDA kernels needs" if package == COMPILER else "CUDA kernels need"
+        raise UnsupportedError(f"{what} the package {package}, which is not installed: {install(package)}") from None
+
+
+def install(package: str) -> str:
+    """The command that installs a package that CUDA kernels need."""
+    return f"pip install 'torch_attnkit[{_EXTRAS[package]}]'"
 
 
 def _in(folders: tuple[Path, ...], request: Request, simulated: bool) -> Compiled | None:
@@ -219,7 +226,7 @@ def _options(arch: str) -> str:
 def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
     """Trace, compile and link in a folder of its own, then move the parts into place, the library last."""
     simulated = simulated and _linker() is not None  # an object is known to a simulator by its machine code
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+    for package in (COMPILER, CALLS):
         version(package)
     import cutlass.cute as cute
 
@@ -234,7 +241,7 @@ def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
         library = _link(built.library)
         (ptx,) = Path(work).glob("*.ptx")
         facts = asdict(request) | {
-            "compiler": version("nvidia-cutlass-dsl"),
+            "compiler": version(COMPILER),
             "host": platform.machine(),
             "fingerprint": fingerprint.of(ptx.read_text(), str(compiled.ir_module)),
         }

@@ -19,7 +19,7 @@ import torch
 from torch_attnkit.core import cache
 from torch_attnkit.core.errors import UnsupportedError
 
-from .compile import INSTALL, Compiled, version
+from .compile import CALLS, COMPILER, Compiled, install, version
 
 _SIMULATED_SMS = 132  # an H200; what a plan made for a CPU tensor assumes
 
@@ -49,7 +49,7 @@ def driver_version() -> str:
 
 @functools.cache
 def _load(library: Path, symbol: str) -> Callable[..., None]:
-    version("apache-tvm-ffi")
+    version(CALLS)
     import tvm_ffi
 
     _load_runtime()
@@ -70,4 +70,4 @@ def _load_runtime() -> Any:
         found = sorted(root.glob("cu*/lib/libcute_dsl_runtime.so"), key=lambda p: p.parts[-3] != f"cu{major}")
         if found:
             return ctypes.CDLL(str(found[0]), mode=ctypes.RTLD_GLOBAL)
-    raise UnsupportedError(f"CUDA kernels need the runtime of nvidia-cutlass-dsl, which is not installed: {INSTALL}")
+    raise UnsupportedError(f"CUDA kernels need the runtime of {COMPILER}, which is not installed: {install(COMPILER)}")
