@@ -15,14 +15,15 @@ run, with the same result. What gives parameters other memory ends it, and where
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.guards import install_guard
-from torch.nn import functional as F
 
+from . import products
 from .plain import is_plain, is_plain_tensor
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -75,7 +76,12 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         """Called for what this class has not."""
-        return _Projection(self, name) if name in PROJECTIONS else getattr(self.module, name)
+        if name in PROJECTIONS:
+            return _Projection(self, name)
+        found = getattr(self.module, name)
+        if name == "o_proj" and torch.compiler.is_compiling() and is_plain(found, nn.Linear):
+            return partial(products.linear, weight=found.weight, bias=found.bias)
+        return found
 
 
 def stood_for(module: Any) -> nn.Module:
@@ -95,7 +101,7 @@ class _Projection:
         module = stand_in.module
         if stand_in.given is None:
             rows = [getattr(module, name).weight.shape[0] for name in PROJECTIONS]
-            joined = F.linear(x, module.attnkit_weight, module.attnkit_bias)  # (..., q + k + v)
+            joined = products.linear(x, module.attnkit_weight, module.attnkit_bias)  # (..., q + k + v)
             stand_in.given, stand_in.parts = x, dict(zip(PROJECTIONS, joined.split(rows, -1), strict=True))
         if x is not stand_in.given:
             result: torch.Tensor = getattr(module, self.name)(x)
