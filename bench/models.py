@@ -12,6 +12,8 @@ of such rows ours may have no more than chance allows.
 Then both are timed as CUDA graphs that take turns. What no graph can hold is put outside of it for both: masks are
 made before, as generate() does; a call sets the cache's length back; and the layer of a sliding window is one without
 a copy from the host. A model's other modules are transformers' own.
+
+With ``--compile`` decode steps of GPT-OSS alone, under torch.compile beside the modules as they are (``bench.whole``).
 """
 
 from __future__ import annotations
@@ -333,10 +335,11 @@ def kernels(layers: int, cases: Cases, arch: str) -> list[Any]:
         model = attnkit_model(built(GptOssForCausalLM, gpt_oss_config(min(layers, 2)), "cpu"), experts="mxfp4")
         for case in cases.gpt_oss:
             case.make(model)()
-        model = attnkit_model(built(DeepseekV4ForCausalLM, deepseek_v4_config(), "cpu"), experts="mxfp4")
-        for layer in model.model.layers:
-            for case in cases.deepseek_v4:
-                case.make(layer.mlp)()
+        if cases.deepseek_v4:
+            model = attnkit_model(built(DeepseekV4ForCausalLM, deepseek_v4_config(), "cpu"), experts="mxfp4")
+            for layer in model.model.layers:
+                for case in cases.deepseek_v4:
+                    case.make(layer.mlp)()
     return list(asked.kernels)
 
 
@@ -376,19 +379,30 @@ def counts(option: str, text: str) -> list[int]:
 @torch.no_grad()
 def main(
     layers: Annotated[int, typer.Option(help="Layers of GPT-OSS-20B; every other one has a window.", min=1)] = 4,
-    batches: Annotated[str, typer.Option(help="Sequences, or tokens of an MoE block, of the decode steps.")] = "1,16",
+    batches: Annotated[
+        str, typer.Option(help="Sequences, or tokens of an MoE block, of the decode steps: 1,16, of --compile 1,8,64.")
+    ] = "",
     tokens: Annotated[
         int, typer.Option(help="The context of a decode step, and the tokens of a prefill.", min=1)
     ] = 4096,
     profile: Annotated[bool, typer.Option(help="Also say which kernels the time of a call goes to.")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Instead: decode steps of GPT-OSS under torch.compile, full vocabulary.")
+    ] = False,
+    compile_theirs: Annotated[bool, typer.Option(help="With --compile: transformers' own way compiled, too.")] = False,
+    mode: Annotated[str, typer.Option(help="Of torch.compile, such as max-autotune-no-cudagraphs.")] = "default",
+    launches: Annotated[bool, typer.Option(help="With --compile: list what a captured step launches.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that compile; by default one a core.", min=0)] = 0,
 ) -> None:
     """Whole models on the ops and in transformers' own way: results beside float32, then times."""
-    sizes = counts("--batches", batches)
+    from bench import whole  # which imports this module
+
+    sizes = counts("--batches", batches or ("1,8,64" if compile else "1,16"))
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
     start = time.perf_counter()
-    cases = Cases([*(decode(b, tokens) for b in sizes), prefill(tokens)], [moe(t) for t in (*sizes, tokens)])
+    steps = [decode(b, tokens) for b in sizes]
+    cases = Cases(steps, []) if compile else Cases([*steps, prefill(tokens)], [moe(t) for t in (*sizes, tokens)])
     record = facts()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, commit {record['commit']}"
     say(f"{record['device']}: {versions}")
@@ -398,6 +412,10 @@ def main(
         "GPT-OSS": lambda: compare_gpt_oss(layers, cases, profile),
         "DeepSeek-V4": lambda: compare_deepseek_v4(cases, profile),
     }
+    if compile:
+        how = {"mode": mode}
+        del parts["DeepSeek-V4"]
+        parts["GPT-OSS"] = lambda: whole.compare_gpt_oss(layers, steps, how, compile_theirs, launches)
     failures = 0
     for name, run in parts.items():
         with part(name) as failed:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DeepseekV4ForCausalLM, GptOssForCausalLM, StaticCache
 
 import torch_attnkit
-from bench import models
+from bench import models, timing, whole
 from torch_attnkit import UnsupportedError
 
 _SMALL = dict(vocab_size=128, hidden_size=64, num_attention_heads=4, num_experts_per_tok=2, sliding_window=8)
@@ -100,6 +101,43 @@ def test_a_comparison_counts_what_is_wrong_and_goes_on_behind_what_fails(monkeyp
     assert models.compare("tiny", theirs, ours, [models.decode(4, 20)]) == 1
     words = capsys.readouterr().out
     assert "decode, batch 4, context 20: WRONG" in words and "a time" not in words
+
+
+@torch.no_grad()
+def test_whole_steps_are_compiled_once_and_a_wrong_one_is_told(monkeypatch, capsys):
+    """What needs a GPU is replaced: graphs, their kernels and time. Weights that are packed are not copied before."""
+    monkeypatch.setattr(models.console, "_width", 500)
+    monkeypatch.setattr(models, "_captured", lambda run: (timing.Run(run, 1), ""))
+    monkeypatch.setattr(models.timing, "interleaved", lambda runs: [float(n) for n in range(1, len(runs) + 1)])
+    monkeypatch.setattr(whole, "launches", lambda run, layers: [f"{layers} layers"])
+    theirs = gpt_oss(torch.bfloat16)
+    counter = CompileCounterWithBackend("eager")
+    found = whole.contenders(theirs, {"backend": counter}, False)
+    assert hasattr(theirs.model.layers[0].mlp.experts, "down_proj")
+    case = models.decode(4, 20)
+    assert whole.compare(found, [case], 4, True) == 0
+    words = capsys.readouterr().out
+    assert counter.frame_count == 1 and "decode, batch 4, context 20: right: median row is" in words
+    assert "compiled 1 us, modules 2 us, transformers 3 us; transformers' time / compiled 3.00" in words
+    assert words.count("4 layers") == 3
+    good = [whole.rows(case, found[name]) for name in ("modules", "modules", "transformers")]
+    assert whole.judged(*good)[0]
+    assert (
+        not whole.judged(good[0].flip(1), *good[1:])[0] and not whole.judged(*(t.flip(1) for t in good[:2]), good[2])[0]
+    )
+    assert not whole.judged(good[0] / 0, *good[1:])[0]
+
+
+@torch.no_grad()
+def test_launches_are_counted_by_call_and_layer(monkeypatch):
+    event = type("Event", (), {})
+    kernels = [event(), event()]
+    for kernel, (count, total, name) in zip(kernels, ((16, 80.0, "gemm"), (8, 8.0, "copy")), strict=True):
+        kernel.count, kernel.self_device_time_total, kernel.key = count, total, name
+    monkeypatch.setattr(models, "launched", lambda go: kernels)
+    lines = whole.launches(timing.Run(lambda: None, 8), 2)
+    assert lines[0] == "3 launches, 11 us in them; 1.5 launches a layer"
+    assert lines[1].split() == "2.0 x 5.00 us gemm".split() and lines[2].split() == "1.0 x 1.00 us copy".split()
 
 
 @pytest.mark.seconds(240)

@@ -31,11 +31,15 @@ formats = pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 experts_families = pytest.mark.parametrize("family", EXPERTS)
 
 SWAPPED = {
-    "llama": {}, "mistral": {}, "gemma2": {}, "gemma3": {}, "bert": {}, "modernbert": {},
-    "gpt_oss": {"GptOssTopKRouter": 2},
-    "qwen3_5": {"Qwen3_5RMSNormGated": 3},
-    "qwen3_5_moe": {"Qwen3_5MoeRMSNormGated": 3, "Qwen3_5MoeTopKRouter": 4},
-    "qwen3_next": {"Qwen3NextRMSNormGated": 3, "Qwen3NextTopKRouter": 4},
+    "bert": {}, "modernbert": {},
+    "llama": {"LlamaAttention": 2},
+    "mistral": {"MistralAttention": 2},
+    "gemma2": {"Gemma2Attention": 2},
+    "gemma3": {"Gemma3Attention": 2},
+    "gpt_oss": {"GptOssAttention": 2, "GptOssTopKRouter": 2},
+    "qwen3_5": {"Qwen3_5Attention": 1, "Qwen3_5RMSNormGated": 3},
+    "qwen3_5_moe": {"Qwen3_5MoeAttention": 1, "Qwen3_5MoeRMSNormGated": 3, "Qwen3_5MoeTopKRouter": 4},
+    "qwen3_next": {"Qwen3NextAttention": 1, "Qwen3NextRMSNormGated": 3, "Qwen3NextTopKRouter": 4},
     "deepseek_v4": {"DeepseekV4Attention": 4, "DeepseekV4HashRouter": 2, "DeepseekV4TopKRouter": 2},
 }  # fmt: skip
 OPS = {

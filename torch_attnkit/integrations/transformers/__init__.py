@@ -7,7 +7,7 @@ mask function, and as an experts implementation, and lets ``from_pretrained`` ke
 and ``shard_model`` shares it among processes.
 
 Attention: any cache of transformers, left or right padding, packed sequences, sliding windows, sinks, softcap, beams,
-``torch.compile`` of a decode step. DeepSeek-V4 needs ``attnkit_model``. What the ops cannot express raises
+``torch.compile`` over a static cache. DeepSeek-V4 needs ``attnkit_model``. What the ops cannot express raises
 ``torch_attnkit.UnsupportedError`` on every device, and says so: holes in the attention_mask, masks of four axes,
 dropout, attention weights, and models that do arithmetic of their own with the mask instead of handing it to their
 attention implementation (BLOOM, GPT-J, Falcon, MPT, RoFormer, DeepSeek-V3.2 and others).

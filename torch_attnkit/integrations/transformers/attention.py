@@ -17,6 +17,7 @@ from torch_attnkit.core import UnsupportedError
 
 from . import continuous, masks
 from .descriptor import ADVICE, Descriptor, Layout
+from .joined import stood_for
 
 ops = torch.ops.attnkit
 # What the eager attention of some model reads and the ops have not: biases, keys chosen one by one, a sink for each
@@ -50,6 +51,7 @@ def attention(
             that is not generate_batch's, a window or causality other than the mask's, a causal call without a mask, or
             a DeepseekV4Attention that attnkit_model has not replaced.
     """
+    module = stood_for(module)
     if type(module).__name__ == "DeepseekV4Attention":
         raise UnsupportedError(
             "attnkit attention: DeepseekV4Attention also attends compressed entries, which this function is not told"

@@ -108,14 +108,22 @@ def _pattern(function: Callable[..., Any]) -> tuple[bool, int] | _Packed | _Chun
     return _plain(function)
 
 
-def _traced_pattern(kwargs: dict[str, Any]) -> tuple[bool, int] | None:
+def _traced_pattern(function: Callable[..., Any], queries: int, kwargs: dict[str, Any]) -> tuple[bool, int] | None:
     """(causal, window) inside a traced region, where functions have no closure to look at.
 
-    transformers allows one of the two shortcuts exactly for the masks that it builds without any addition.
+    transformers allows one of the two shortcuts exactly for the masks that it builds without any addition, but for one
+    query over a static cache, where it allows none. There an intersection is of a window and causality, or of those and
+    packed sequences, which one query cannot be; only bidirectional masks name the other shortcut.
     """
     causal, both = kwargs.get("allow_is_causal_skip", False), kwargs.get("allow_is_bidirectional_skip", False)
     local = kwargs.get("local_size")
-    if causal == both or (local is not None and local != getattr(kwargs.get("config"), "sliding_window", None)):
+    if local is not None and local != getattr(kwargs.get("config"), "sliding_window", None):
+        return None
+    if function is causal_mask_function:
+        return True, -1
+    if queries == 1 and local is not None and "allow_is_bidirectional_skip" not in kwargs:
+        causal = causal or getattr(function, "__code__", None) is _AND
+    if causal == both:
         return None
     return causal, -1 if local is None else local if causal else local + 1
 
@@ -146,7 +154,7 @@ def mask(
     if use_vmap:
         found: tuple[bool, int] | _Packed | _Chunked | None = None
     else:
-        found = _traced_pattern(kwargs) if tracing else _pattern(mask_function)
+        found = _traced_pattern(mask_function, q_length, kwargs) if tracing else _pattern(mask_function)
     if found is None:
         name = getattr(mask_function, "__qualname__", type(mask_function).__name__)
         hint = " (while tracing, pass a 2-D attention_mask: without one the call may hold packed sequences)"

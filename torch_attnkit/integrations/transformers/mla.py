@@ -53,11 +53,16 @@ class AttnkitDeepseekV3Attention(DeepseekV3Attention):
         return latent, keys, keys[..., :rank], back
 
     def _absorbs(self, device: torch.device, dim: int, dim_v: int) -> bool:
-        projection, arch = self.kv_b_proj, target_of(device).arch
-        plain = is_plain(projection, nn.Linear) and projection.bias is None
-        sizes = {"D": dim, "Dv": dim_v}
-        rows = (row.dims for row in OPS["sdpa_decode"].kernels if arch in row.archs)
-        return plain and any(all(n in dims.get(axis, (n,)) for axis, n in sizes.items()) for dims in rows)
+        projection = self.kv_b_proj
+        return is_plain(projection, nn.Linear) and projection.bias is None and _has_row(device, dim, dim_v)
+
+
+# In a trace a constant: which target it is says a context variable, which none can ask for.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_row(device: torch.device, dim: int, dim_v: int) -> bool:
+    arch, sizes = target_of(device).arch, {"D": dim, "Dv": dim_v}
+    rows = (row.dims for row in OPS["sdpa_decode"].kernels if arch in row.archs)
+    return any(all(n in dims.get(axis, (n,)) for axis, n in sizes.items()) for dims in rows)
 
 
 SWAPS: dict[type, type] = {DeepseekV3Attention: AttnkitDeepseekV3Attention}

@@ -21,8 +21,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from torch_attnkit.core import UnsupportedError
 
+from . import joined
 from .deepseek_v4 import AttnkitDeepseekV4Attention
 from .experts import packed_format
+from .joined import class_of
 from .plain import holds_plain
 
 _COLUMNS = {GptOssAttention: ("q_proj", "k_proj", "v_proj"), AttnkitDeepseekV4Attention: ("q_b_proj",)}
@@ -47,7 +49,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
         raise TypeError(f"shard_model: model is {type(model).__name__}, accepted: a transformers PreTrainedModel")
     if mesh.ndim != 1:
         raise ValueError(f"shard_model: mesh has {mesh.ndim} axes, accepted: one; take mesh['name'] of several")
-    attentions = [m for m in model.modules() if type(m) in _COLUMNS]
+    attentions = [m for m in model.modules() if class_of(m) in _COLUMNS]
     experts: list[Any] = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "is_concatenated")]
     _check(model, attentions, experts, mesh.size())
     for attention in attentions:
@@ -95,8 +97,10 @@ def _mine(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _cut_attention(attention: Any, mesh: DeviceMesh) -> None:
-    plan = {name: ColwiseParallel() for name in _COLUMNS[type(attention)]}
-    parallelize_module(attention, mesh, {**plan, _ROWS[type(attention)]: RowwiseParallel()})
+    kind = class_of(attention)
+    plan = {name: ColwiseParallel() for name in _COLUMNS[kind]}
+    parallelize_module(attention, mesh, {**plan, _ROWS[kind]: RowwiseParallel()})
+    joined.drop(attention)
     attention.sinks = nn.Parameter(_mine(attention.sinks, mesh), attention.sinks.requires_grad)
     if isinstance(attention, AttnkitDeepseekV4Attention):
         attention.num_heads //= mesh.size()

@@ -11,7 +11,7 @@ from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
 
 from torch_attnkit.core import UnsupportedError
 
-from . import deepseek_v4, mla, norms, routers, saving
+from . import deepseek_v4, joined, mla, norms, routers, saving
 from .experts import experts_of, pack, packed_format
 from .modelopt import ModelOptConfig, ModelOptExperts
 from .mxfp4 import Mxfp4Experts
@@ -26,10 +26,11 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
 
     Sets the attention implementation to "attnkit" and gives gated RMS norms (Qwen3.5, Qwen3-Next), routers (GPT-OSS,
     Qwen, DeepSeek-V4) and the attention of DeepSeek-V3 and V4 a subclass of their class, which keeps parameters,
-    state_dict, hooks, isinstance and pickling as they are. ``experts`` "nvfp4" or "mxfp4" packs expert weights that
-    transformers runs by its ExpertsInterface, gated by SwiGLU or GPT-OSS' gate (Mixtral, Qwen, GLM, MiniMax, DeepSeek
-    and others), to FP4, deletes the original parameters and sets the experts implementation to "attnkit"; a device
-    without quantisation kernels takes a model that was packed on the CPU and then moved. ``activations``
+    state_dict, hooks, isinstance and pickling as they are. So do attentions whose q, k and v become one product, for
+    which the three weights become views of one tensor (``joined``). ``experts`` "nvfp4" or "mxfp4" packs expert weights
+    that transformers runs by its ExpertsInterface, gated by SwiGLU or GPT-OSS' gate (Mixtral, Qwen, GLM, MiniMax,
+    DeepSeek and others), to FP4, deletes the original parameters and sets the experts implementation to "attnkit"; a
+    device without quantisation kernels takes a model that was packed on the CPU and then moved. ``activations``
     "nvfp4", "mxfp4" or "mxfp8": the experts round what they multiply the weights with to that format, inside fp4_moe;
     "none" leaves it in the model dtype.
 
@@ -73,6 +74,7 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
         model.attnkit_before = before
     for module, swapped in swaps:
         module.__class__ = swapped
+    _join(model)
     fresh = [module for module in found if packed_format(module) is None]
     for module in fresh:
         assert experts is not None
@@ -89,10 +91,24 @@ def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activat
         for module in model.modules():
             if straight and type(module) in routers.SWAPS.values():
                 module.attnkit_feeds = found[0].config
-    done = Counter(_ORIGINAL[type(m)].__name__ for m in model.modules() if type(m) in _ORIGINAL)
+    done = Counter(was.__name__ for m in model.modules() if (was := original(m)) is not None)
     done.update(type(m).__name__ for m in model.modules() if packed_format(m) is not None)
     model.attnkit_swapped = dict(done)
     return model
+
+
+def original(module: Any) -> type | None:
+    """The class that ``module`` had before attnkit_model gave it another one; None if it has its own."""
+    return module.attnkit_original if isinstance(module, joined.Joined) else _ORIGINAL.get(type(module))
+
+
+def _join(model: PreTrainedModel) -> None:
+    """Let attentions have one product for q, k and v; those with a forward of their own are left alone."""
+    for module in model.modules():
+        if "forward" not in vars(module) and joined.joinable(module):
+            module.__class__ = joined.joined_class(type(module))
+        if isinstance(module, joined.Joined) and module.attnkit_weight is None:
+            joined.join(module)
 
 
 def _savable(model: PreTrainedModel) -> None:
@@ -119,9 +135,9 @@ def _savable(model: PreTrainedModel) -> None:
 
 
 def attnkit_restore(model: PreTrainedModel) -> PreTrainedModel:
-    """Take back what attnkit_model did to ``model``: classes of modules, and the attention implementations that the
-    model and its parts had. Works in place and returns ``model``. It is a method of every PreTrainedModel once the
-    integration is imported.
+    """Take back what attnkit_model did to ``model``: classes of modules, weights that share a tensor, and the attention
+    implementations that the model and its parts had. Works in place and returns ``model``. It is a method of every
+    PreTrainedModel once the integration is imported.
 
     Raises:
         ValueError: attnkit_model has not been given ``model``, or not since it was restored.
@@ -138,7 +154,7 @@ def attnkit_restore(model: PreTrainedModel) -> PreTrainedModel:
             f"attnkit_restore: attnkit_model packed the experts to {packed} and deleted their weights, accepted:"
             " experts that it did not pack; load this model again"
         )
-    swapped = [module for module in model.modules() if type(module) in _ORIGINAL]
+    swapped = [module for module in model.modules() if original(module) is not None]
     for module in model.modules():
         if getattr(module, "attnkit_group", None) is not None:
             raise UnsupportedError("attnkit_restore: the model is shared among processes, accepted: a whole one")
@@ -150,7 +166,9 @@ def attnkit_restore(model: PreTrainedModel) -> PreTrainedModel:
                 " (accelerate.hooks.remove_hook_from_submodules)"
             )
     for module in swapped:
-        module.__class__ = _ORIGINAL[type(module)]
+        if isinstance(module, joined.Joined):
+            joined.separate(module)
+        module.__class__ = original(module)
     for module in model.modules():
         for name in ("attnkit_feeds", "attnkit_activations"):
             vars(module).pop(name, None)
