@@ -234,10 +234,11 @@ def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
         host, arguments = getattr(importlib.import_module(request.kernel), request.trace)(
             request.arch, **dict(request.signature)
         )
+        built, options = Compiled(request, Path(work) / "kernel.o"), f"{_options(request.arch)} --dump-dir {work}"
         with in_stages(assembled=not simulated):
-            compiled = cute.compile(host, *arguments, options=f"{_options(request.arch)} --dump-dir {work}")
-        built = Compiled(request, Path(work) / "kernel.o")
-        compiled.export_to_c(str(built.library), built.symbol, export_only_tvm_ffi_symbols=True)
+            # An engine would make machine code of the host's a second time; what is kept is the exported library.
+            compiled = cute.compile(host, *arguments, options=options, no_jit_engine=True)
+            compiled.export_to_c(str(built.library), built.symbol, export_only_tvm_ffi_symbols=True)
         library = _link(built.library)
         (ptx,) = Path(work).glob("*.ptx")
         facts = asdict(request) | {

@@ -3,8 +3,9 @@
 The passes of ``cute.compile`` assemble the PTX at once, which takes up to half of their time, and no option says
 otherwise. But they write into the module what device code is to be made of: so they run up to that point, ``sass``
 becomes ``ptx`` there for a simulator, and the rest of them runs. The host code is the same either way, and so is what
-``fingerprint.py`` makes of it. Tried with the version that the PTX simulator is for; with one whose passes have another
-form a GPU's kernels are made in one go, and a simulator's are refused.
+``fingerprint.py`` makes of it; its machine code stays unoptimised for a simulator. Tried with the version that the PTX
+simulator is for; with one whose passes have another form a GPU's kernels are made in one go, and a simulator's are
+refused.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ _MODULE, _TARGETS = "gpu.module", "compute_targets"
 def in_stages(*, assembled: bool) -> Iterator[None]:
     """Inside, ``cute.compile`` works in stages. What it makes holds machine code if it is ``assembled``, else PTX.
 
-    Not for threads side by side.
+    ``export_to_c`` belongs inside, too. Not for threads side by side.
     """
     from cutlass.base_dsl.compiler import Compiler
+    from cutlass.cutlass_dsl import tvm_ffi_provider as exporter
 
-    whole = Compiler.compile
+    whole, support = Compiler.compile, exporter._aot_support
 
     def compile(self: Any, module: Any, pipeline: str, *args: Any, **kwargs: Any) -> Any:
         found = stages(pipeline)
@@ -42,10 +44,22 @@ def in_stages(*, assembled: bool) -> Iterator[None]:
         return whole(self, module, pipeline, *args, **kwargs)
 
     Compiler.compile = compile
+    if not assembled:
+        exporter._aot_support = _Unoptimised(support)
     try:
         yield
     finally:
-        Compiler.compile = whole
+        Compiler.compile, exporter._aot_support = whole, support
+
+
+class _Unoptimised:
+    """Makes objects of host code as it is: a simulator's launches are too few to repay what optimising it costs."""
+
+    def __init__(self, support: Any):
+        self._support = support
+
+    def export_module_to_bytes(self, module: Any, **how: Any) -> Any:
+        return self._support.export_module_to_bytes(module, **how | {"opt_level": 0})
 
 
 def stages(pipeline: str) -> tuple[str, str] | None:
