@@ -196,8 +196,9 @@ def test_a_case_that_may_not_end_is_left_out(tmp_path, monkeypatch):
 def test_a_baseline_keeps_the_cases_that_did_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "ROOT", tmp_path)
     run = load.Run("qwen3-8b", "", str(tmp_path), "cuda")
-    serve.merge(run, {"vllm": RECORD | {"judged": {}}, "attnkit": RECORD})
-    serve.merge(run, {"attnkit": RECORD | {"start_s": 1.0}, "vllm-triton": {"parts": {}}})
+    serve.merge(run, {"vllm": RECORD | {"judged": {}}, "attnkit": RECORD}, "python -m bench.serve qwen3-8b")
+    serve.merge(run, {"attnkit": RECORD | {"start_s": 1.0}, "vllm-triton": {"parts": {}}}, "another")
     said = json.loads((tmp_path / "bench/baselines/a-gpu/serve-qwen3-8b.json").read_text())
     assert list(said["cases"]) == ["vllm", "attnkit"] and "judged" not in said["cases"]["vllm"]
     assert said["cases"]["attnkit"]["start_s"] == 1.0
+    assert [case["command"] for case in said["cases"].values()] == ["python -m bench.serve qwen3-8b", "another"]

@@ -76,7 +76,10 @@ def main(
     judged = judged_of(run, records, began + budget) if judge else {}
     show(run, records, judged)
     if baseline:
-        merge(run, records)
+        given = " ".join(sys.argv[1:])
+        if out is not None:  # where that lay is nobody's concern
+            given = given.replace(str(out), out.name)
+        merge(run, records, f"python -m bench.serve {given}")
     say(f"{time.perf_counter() - began:.0f} s; records and logs are in {folder.name}")
     raise typer.Exit(bool(failed) or not records)
 
@@ -158,7 +161,7 @@ def show(run: load.Run, records: table.Records, judged: dict[str, Any]) -> None:
     say(table.heading(records))
     title = f"{run.model}, {run.served.sizes['num_hidden_layers']} layers, {run.dtype}"
     if run.tensor_parallel > 1:
-        title += f", {run.tensor_parallel} GPUs"
+        title += f", shared by {run.tensor_parallel}"
     if records:
         console.print(table.speed(title, records))
     if judged:
@@ -167,7 +170,7 @@ def show(run: load.Run, records: table.Records, judged: dict[str, Any]) -> None:
         console.print(found)
 
 
-def merge(run: load.Run, records: table.Records) -> None:
+def merge(run: load.Run, records: table.Records, command: str) -> None:
     """Put the records into the device's baseline of the model; cases that did not run now stay as they were."""
     whole = {name: record for name, record in records.items() if "facts" in record}
     if not whole:
@@ -177,7 +180,10 @@ def merge(run: load.Run, records: table.Records) -> None:
     file = ROOT / "bench" / "baselines" / device / f"serve-{run.model}{shared}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(file.read_text())["cases"] if file.exists() else {}
-    new = {name: {k: v for k, v in record.items() if k != "judged"} for name, record in whole.items()}
+    new = {
+        name: {"command": command} | {k: v for k, v in record.items() if k != "judged"}
+        for name, record in whole.items()
+    }
     merged = {name: (old | new)[name] for name in load.CASES if name in old | new}
     file.write_text(json.dumps({"model": run.model, "cases": merged}, indent=1) + "\n")
     say(f"baseline {file.relative_to(ROOT)} holds {', '.join(merged)}")

@@ -71,8 +71,8 @@ def _slides(config: Any, layer: int) -> bool:
 def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
     """What is added to scores (1, 1, T, T); ``window`` counts the token itself."""
     back = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    hidden = (back < 0) | (back >= (window or length))
-    return torch.zeros(back.shape, device=device).masked_fill_(hidden, -torch.inf)[None, None]
+    unseen = (back < 0) | (back >= (window or length))
+    return torch.zeros(back.shape, device=device).masked_fill_(unseen, -torch.inf)[None, None]
 
 
 def log_probabilities(model: Model, states: torch.Tensor, head: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -1,12 +1,11 @@
 """One case of ``bench.serve`` in a process of its own: ``python -m bench.serve.served RUN``, RUN as JSON.
 
-The engine runs in this process and is driven step by step; with several GPUs its workers are processes that are forked
-from this one. The record is written anew after each part, so that what was measured outlives a process that is killed.
+The engine runs in this process and is driven step by step; with several GPUs its workers are processes. The record is
+written anew after each part, so that what was measured outlives a process that is killed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import json
@@ -34,7 +33,7 @@ _CAPTURED = [1, 2, 4, 8, 16, 32, 64]
 def environment(run: load.Run) -> dict[str, str]:
     """Variables of this process, where nobody has set them: one process, nothing from the network."""
     words = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork", "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
         "VLLM_PLUGINS": "torch_attnkit" if load.CASES[run.case].ours else "",
     }  # fmt: skip
@@ -50,7 +49,9 @@ def arguments(run: load.Run) -> dict[str, Any]:
     case, asked = load.CASES[run.case], run.load
     said: dict[str, Any] = dict(
         model=str(Path(run.folder) / ("packed" if run.packed else "dense")), skip_tokenizer_init=True,
-        load_format="dummy", dtype=run.dtype, max_model_len=asked.max_model_len(run.parts), max_num_seqs=asked.requests,
+        load_format="drawn_by_name", model_loader_extra_config={"run": run.text()},
+        worker_extension_cls="bench.serve.worker.Extension", dtype=run.dtype,
+        max_model_len=asked.max_model_len(run.parts), max_num_seqs=asked.requests,
         max_num_batched_tokens=asked.chunk, tensor_parallel_size=run.tensor_parallel, seed=0,
     )  # fmt: skip
     if case.backend is not None:
@@ -64,21 +65,6 @@ def arguments(run: load.Run) -> dict[str, Any]:
     else:
         said["compilation_config"] = {"cudagraph_capture_sizes": _CAPTURED}
     return said
-
-
-def draw_weights(run: load.Run) -> None:
-    """From now on vLLM's loader of random weights takes those of ``models``, by the model's own loading of weights."""
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @torch.no_grad()
-    def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        parameters = dict(model.named_parameters())
-        device = next(iter(parameters.values())).device
-        loaded = model.load_weights(run.served.checkpoint(device, packed=run.packed))
-        if missing := [n for n in parameters if n not in loaded and not n.endswith("_scale")]:
-            raise RuntimeError(f"vLLM's {type(model).__name__} took no weights for {', '.join(missing[:5])}")
-
-    DummyModelLoader.load_weights = load_weights
 
 
 @dataclass
@@ -106,7 +92,9 @@ class Engine:
     def __init__(self, run: load.Run) -> None:
         from vllm import LLM
 
-        draw_weights(run)
+        from . import worker
+
+        worker.plug_in(run)
         self.run, self.llm = run, LLM(**arguments(run))
         self.numbers, self.seeds = itertools.count(), itertools.count(1000)
         self.vocabulary = run.served.sizes["vocab_size"]
@@ -238,22 +226,10 @@ def judged(engine: Engine) -> dict[str, Any]:
     }
 
 
-def chosen(worker: Any) -> dict[str, list[str]]:
-    """What a worker's layers run on: attention backends, and methods of experts."""
-    attention, experts = set(), set()
-    for module in worker.get_model().modules():
-        if hasattr(module, "attn_backend"):
-            attention.add(module.attn_backend.get_name())
-        method = getattr(module, "quant_method", None)
-        if "MoE" in type(method).__name__ or "Expert" in type(method).__name__:
-            kernel = getattr(getattr(method, "mxfp4_backend", None), "name", "")
-            experts.add(f"{type(method).__name__} {kernel}".strip())
-    return {"attention": sorted(attention), "experts": sorted(experts)}
-
-
 def described(engine: Engine) -> dict[str, Any]:
     config = engine.llm.llm_engine.vllm_config
-    return chosen_anywhere(engine) | {
+    return {
+        **engine.llm.collective_rpc("chosen")[0],
         "graphs": config.compilation_config.cudagraph_mode.name,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
@@ -262,20 +238,8 @@ def described(engine: Engine) -> dict[str, Any]:
     }
 
 
-def chosen_anywhere(engine: Engine) -> dict[str, Any]:
-    with contextlib.suppress(Exception):  # names for a reader: nothing depends on them
-        return engine.llm.collective_rpc(chosen)[0]
-    return {"attention": [], "experts": []}
-
-
 def main(run: load.Run) -> None:
     os.environ.update(environment(run))
-    if load.CASES[run.case].ours:
-        from torch_attnkit.integrations import vllm as plugin
-
-        if (word := plugin.unfit()) is not None:
-            sys.exit(f"{run.case}: the plugin is not for this vLLM: {word}")
-        plugin.register()  # of a tree without metadata vLLM knows no plugin
     file = Path(run.folder) / f"{run.case}.json"
     record: dict[str, Any] = {"run": asdict(run) | {"folder": ""}, "parts": {}}
 
