@@ -1,0 +1,1 @@
+"""What a user of vLLM gets with and without this package."""

@@ -1,0 +1,130 @@
+"""What is asked of a served model: which requests a part has, and the cases that are compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .models import Model
+
+PARTS = ("decode", "single", "prefill", "long")
+USUAL = ("decode", "single", "prefill")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``backend`` of attention, None for vLLM's choice; ``experts``: MXFP4 experts by fp4_moe."""
+
+    backend: str | None = None
+    experts: bool = False
+    gpu: bool = False  # there alone
+
+    @property
+    def ours(self) -> bool:
+        return self.backend == "CUSTOM"
+
+
+CASES = {
+    "vllm": Case(),
+    "attnkit": Case("CUSTOM", experts=True),
+    "attnkit-attention": Case("CUSTOM"),
+    "vllm-triton": Case("TRITON_ATTN", gpu=True),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of the parts. Lengths are in tokens; ``new`` are tokens that a request generates."""
+
+    requests: int = 64
+    prompt: int = 1024
+    new: int = 128
+    new_alone: int = 64
+    prefills: int = 32
+    prefill: int = 4096
+    long_requests: int = 32
+    long: int = 32768
+    long_steps: int = 32
+    chunk: int = 8192  # tokens of a step at most
+    longest: int = 8192  # of a sequence without the part ``long``
+    judged: tuple[int, ...] = (17, 64, 129, 333, 640, 1000, 1500, 2000)
+    judged_new: int = 32
+    given: tuple[int, ...] = (257, 700, 1500)
+
+    @property
+    def long_new(self) -> int:
+        """Tokens that the first request behind a long prompt may generate: prompts of the others are read meanwhile."""
+        return self.long_requests * (self.long // self.chunk + 1) + 2 * self.long_steps
+
+    def max_model_len(self, parts: tuple[str, ...]) -> int:
+        return self.long + self.long_new if "long" in parts else self.longest
+
+
+TINY = Load(
+    requests=4, prompt=40, new=12, new_alone=6, prefills=3, prefill=96, long_requests=2, long=320, long_steps=4,
+    chunk=64, longest=256, judged=(5, 17, 40, 130), judged_new=12, given=(33, 90),
+)  # fmt: skip
+
+
+def load_of(name: str) -> Load:
+    return TINY if name.endswith("tiny") else Load()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process is to do: all of it travels as JSON."""
+
+    model: str
+    case: str
+    folder: str  # for configurations, records and logs
+    device: str
+    layers: int = 0
+    parts: tuple[str, ...] = USUAL
+    profile: bool = False
+    judge: bool = False
+    tensor_parallel: int = 1
+    dtype: str = "bfloat16"
+    eager: bool = False
+
+    @property
+    def load(self) -> Load:
+        return load_of(self.model)
+
+    @property
+    def served(self) -> Model:
+        return Model(self.model, self.layers, self.load.max_model_len(self.parts))
+
+    @property
+    def packed(self) -> bool:
+        """Whether experts lie in MXFP4. vLLM's own kernels of that format are for GPUs: on a CPU it gets the same
+        numbers unpacked."""
+        return self.served.mxfp4 and (self.device != "cpu" or CASES[self.case].experts)
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Run:
+        said = json.loads(text)
+        return cls(**said | {"parts": tuple(said["parts"])})
+
+
+def cases_of(model: Model, device: str, wanted: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The cases of ``wanted`` (all, if that is empty) that say something of the model here; why the others do not."""
+    chosen, left_out = [], {}
+    for name in wanted or CASES:
+        if CASES[name].gpu and device == "cpu":
+            left_out[name] = f"{CASES[name].backend} is for GPUs"
+        elif name == "attnkit-attention" and not model.mxfp4:
+            left_out[name] = "the same as attnkit, for no experts are in MXFP4"
+        else:
+            chosen.append(name)
+    return chosen, left_out
+
+
+def texts(lengths: tuple[int, ...], vocabulary: int, seed: int) -> list[list[int]]:
+    """Random tokens, so many of each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
