@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import logging
@@ -253,8 +254,34 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         return lambda config: quantizations.setdefault(name, config)
 
     layers = "vllm.model_executor.layers"
+
+    class AttentionImpl:
+        def forward(
+            self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+        ):
+            """Called by vLLM."""
+
+    class AttentionMetadataBuilder:
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+            """Called by vLLM."""
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            """Called by vLLM."""
+
+        def build_for_cudagraph_capture(self, common_attn_metadata):
+            """Called by vLLM."""
+
+    fields = "query_start_loc block_table_tensor seq_lens num_actual_tokens max_query_len max_seq_len causal more"
+    backend = dict(
+        AttentionImpl=AttentionImpl, AttentionMetadataBuilder=AttentionMetadataBuilder,
+        CommonAttentionMetadata=dataclasses.make_dataclass("CommonAttentionMetadata", fields.split()),
+        **dict.fromkeys(("AttentionBackend", "AttentionCGSupport", "AttentionType", "MultipleOf"), object),
+    )  # fmt: skip
     contents = {
         "vllm": dict(__version__="0.32.0+cpu"),
+        "vllm.v1.attention.backend": backend,
+        "vllm.v1.kv_cache_layout": dict(KVCacheLayout=object),
         "vllm.platforms": dict(current_platform=CpuPlatform()),
         "vllm.platforms.cpu": dict(CpuPlatform=CpuPlatform),
         "vllm.v1.attention.backends.registry": registry,
@@ -300,12 +327,30 @@ def test_mxfp4_experts_are_ours_only_where_they_are_asked_for(vllm):
         assert config.override_quantization_method(*others) is None
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.320.1", "1.0"])
-def test_another_version_of_vllm_is_told_of_and_left_alone(vllm, version, caplog):
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
+def test_another_version_with_these_interfaces_is_taken(vllm, version, caplog):
     sys.modules["vllm"].__version__ = version
+    with caplog.at_level(logging.INFO, "vllm.torch_attnkit"):
+        plugin.register()
+    assert vllm.overrides and f"vLLM {version} has the interfaces of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (lambda m: m.pop("AttentionCGSupport"), "vllm.v1.attention.backend.AttentionCGSupport"),
+        (lambda m: m.update(CommonAttentionMetadata=dataclasses.make_dataclass("M", ["seq_lens"])), "max_query_len"),
+        (
+            lambda m: setattr(m["AttentionImpl"], "forward", lambda self, layer, query: None),
+            r"AttentionImpl.forward(layer, query, key, value, kv_cache, attn_metadata, output,",
+        ),
+    ],
+)
+def test_other_interfaces_are_named_and_left_alone(vllm, change, word, caplog):
+    change(vars(sys.modules["vllm.v1.attention.backend"]))
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert not vllm.overrides and f"vLLM is {version}, accepted: 0.32" in caplog.text
+    assert not vllm.overrides and "lacks what the plugin is written against" in caplog.text and word in caplog.text
 
 
 def test_a_backend_that_another_plugin_registered_stays(vllm, caplog):
@@ -319,7 +364,7 @@ def test_a_vllm_that_lacks_what_is_needed_is_told_of(vllm, caplog):
     del sys.modules["vllm.v1.attention.backends.registry"].register_backend
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert not vllm.overrides and not vllm.quantizations and "cannot import name 'register_backend'" in caplog.text
+    assert not vllm.overrides and not vllm.quantizations and "registry.register_backend" in caplog.text
 
 
 def test_without_vllm_registering_only_warns(monkeypatch: pytest.MonkeyPatch, caplog):

@@ -5,8 +5,8 @@ call ``register``. ``--attention-backend CUSTOM`` then asks for attention by ``f
 ``sdpa_decode_paged`` over views of vLLM's own cache, and ``--quantization attnkit_mxfp4`` for the experts of GPT-OSS by
 ``fp4_moe``. Who asks for nothing gets what vLLM would have taken anyway.
 
-vLLM promises no stability of these interfaces: the plugin is for the versions of ``VERSIONS``, in another it says so
-and registers nothing.
+vLLM promises no stability of these interfaces: the plugin registers itself where all that it is written against is
+there (``interfaces.py``), and else says what is missing and registers nothing.
 Source: vLLM's documentation of plugins, ``vllm/v1/attention/backend.py`` of 0.32.
 """
 
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import logging
 
-# Minor versions whose interfaces the plugin follows. ``make vllm`` has run it in them.
-VERSIONS = ("0.32",)
 BACKEND = "torch_attnkit.integrations.vllm.backend.AttnkitBackend"
 logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose handlers print it
 
@@ -23,8 +21,8 @@ logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose hand
 def register() -> None:
     """Make the backend known to vLLM as CUSTOM, and ``quantization.NAME``. vLLM calls it in each of its processes.
 
-    Calling it again changes nothing. Warns and does nothing where vLLM's version is another or lacks what is needed,
-    and where another plugin has taken CUSTOM: whoever starts vLLM may not have asked for us.
+    Calling it again changes nothing. Warns and does nothing where vLLM lacks what is needed, and where another plugin
+    has taken CUSTOM: whoever starts vLLM may not have asked for us.
     """
     if (word := unfit()) is not None:
         logger.warning("torch_attnkit: nothing is registered with vLLM: %s", word)
@@ -53,7 +51,14 @@ def unfit() -> str | None:
         import vllm
     except ImportError as error:
         return f"vLLM cannot be imported: {error}"
-    found = getattr(vllm, "__version__", "of no version")
-    if any(found == version or found.startswith(f"{version}.") for version in VERSIONS):
-        return None
-    return f"vLLM is {found}, accepted: {', '.join(VERSIONS)}"
+    from . import interfaces
+
+    version = getattr(vllm, "__version__", "of no version")
+    if lacking := list(interfaces.missing()):
+        ran = ", ".join(interfaces.RAN)
+        return f"vLLM {version} lacks what the plugin is written against (it ran in {ran}): {'; '.join(lacking)}"
+    if not any(version == ran or version.startswith(f"{ran}.") for ran in interfaces.RAN):
+        logger.info(
+            "torch_attnkit: vLLM %s has the interfaces of %s, but no run of it is known", version, interfaces.RAN
+        )
+    return None
