@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 PEERS := $(if $(filter Linux,$(shell uname)),flash-attn-4 quack-kernels torch-c-dlpack-ext einops)
 CPP_SOURCES := $(shell find csrc/sim csrc/cpu csrc/dispatch -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help venv test proof lint demo support docs wheel resolve vllm clean
+.PHONY: help venv test proof lint demo support docs wheel kernels resolve vllm clean
 
 help:
 	@echo "make venv     a virtual environment in $(VENV), with the versions of constraints.txt"
@@ -17,6 +17,7 @@ help:
 	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
 	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make wheel    a wheel for Linux with both simulators in dist/, tried in an environment without a compiler"
+	@echo "make kernels  a wheel of the compiled kernels that known models ask for on a Hopper GPU, in dist/ (20 minutes of a core)"
 	@echo "make resolve  what fits beside vLLM, flash-attn-4 and FlashInfer, asked of a resolver; it installs nothing"
 	@echo "make vllm     vLLM on our attention backend beside its own, on a CPU (3.5 GB of packages, then a few minutes)"
 	@echo "make clean    remove everything that was built"
@@ -99,6 +100,10 @@ wheel: $(WHEEL_VENV)/installed
 	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --plat $(PLATFORM) -w dist build/wheel/raw/*.whl
 	$(WHEEL_VENV)/bin/twine check --strict dist/*$(PLATFORM)*.whl
 	$(PYTHON) tests/fresh.py dist/*$(PLATFORM)*.whl
+
+# Of bf16 models, the kernels in build/kernels first, where another run finds those that did not change.
+kernels: venv
+	$(BIN)/python -m torch_attnkit warmup --models all --dtypes bf16 --target sm90 --out build/kernels --wheel dist
 
 # In an environment of its own: uv, and what writes this tree's metadata.
 RESOLVE_VENV := build/resolve-venv

@@ -16,6 +16,7 @@ from torch_attnkit.core import native, seams
 def register() -> None:
     """Make all of them known to ``core``, which imports none."""
     native.register_recorder(functools.partial(importlib.import_module, "torch_attnkit.cuda.repeat"))
+    seams.register_origins(lambda plan: importlib.import_module("torch_attnkit.cuda.compile").origins(plan))
     seams.register("metal", lambda: torch.mps, simulated=False)
     seams.register("metal", functools.partial(importlib.import_module, "torch_attnkit.sim.metal"), simulated=True)
     for arch in ("sm90", "sm100"):

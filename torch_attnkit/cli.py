@@ -89,7 +89,23 @@ def info() -> None:
         install = escape(f"pip install 'torch_attnkit[{extra}]'") if extra else f"pip install --no-deps {package}"
         table.add_row(purpose, package, found or "no", "" if found else install, style=None if found else "yellow")
     console.print(table)
-    console.print(f"compiled kernels are cached in {config.cache_dir()}", soft_wrap=True)
+    for line in _kernels():
+        console.print(line, soft_wrap=True)
+
+
+def _kernels() -> Iterator[str]:
+    """Where compiled kernels come from here, a sentence each."""
+    from torch_attnkit.cuda import installed
+
+    for wheel in installed.wheels():
+        names, fits = wheel.kernels, "made from the sources that run here"
+        if not wheel.current:
+            fits = (
+                "made from other sources than run here: kernels whose sources are the same are used, the others are"
+                " compiled; a wheel of this version serves all"
+            )
+        yield f"kernels of {wheel}, for {wheel.arch}: {len(names)}, {fits}"
+    yield f"compiled kernels are cached in {config.cache_dir()}"
 
 
 @app.command()
@@ -196,13 +212,25 @@ def warmup(
         Path | None, typer.Option(help="A folder for the bundle; default: the cache.", file_okay=False)
     ] = None,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    models: Annotated[
+        str, typer.Option(help="Only what these models ask for: names with commas between, or all.")
+    ] = "",
+    dtypes: Annotated[str, typer.Option(help="With --models: the models' dtypes.")] = "bf16,f16",
+    wheel: Annotated[
+        Path | None, typer.Option(help="With --models: a folder to put a wheel of the kernels into.", file_okay=False)
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes; default: one a core.", min=0)] = 0,
 ) -> None:
-    """Compile the CUDA kernels of a target ahead of time. It needs nvidia-cutlass-dsl, but no GPU."""
+    """Compile the CUDA kernels of a target ahead of time. It needs nvidia-cutlass-dsl, but no GPU.
+
+    Example: warmup --models gpt-oss-20b,llama-3-8b --target sm90
+    """
     from .warmup import warmup as run
 
     try:
-        raise typer.Exit(1 if run(target, out, op, jobs) else 0)
+        named = [name for name in models.split(",") if name]
+        failed = run(target, out, op, jobs, named, tuple(dtypes.split(",")), wheel)
+        raise typer.Exit(1 if failed else 0)
     except (UnsupportedError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
 

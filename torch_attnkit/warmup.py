@@ -1,7 +1,8 @@
 """Compile kernels ahead of time, on a machine without a GPU if need be: ``python -m torch_attnkit warmup``.
 
 What a row needs compiled is found by planning calls: the parity cases of the table and the bench cases, on CPU tensors
-that hold nothing, with every launcher recorded instead of compiled. The requests are plain data, so processes compile
+that hold nothing, with every launcher recorded instead of compiled. With ``--models`` the calls are those that servers
+and transformers make of named models (``served/``). The requests are plain data, so processes compile
 them side by side into the cache or into a bundle, a folder that ``ATTNKIT_CACHE_DIR`` or ``compile.use_bundle`` names.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -21,33 +22,56 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .core import config
-from .core.dispatch import OPS, build
+from .core import UnsupportedError, config
+from .core.dispatch import OPS, build, resolve
 from .core.op import NAMESPACE, Call, Kernel, Op
 from .core.spec import DTYPES
 from .core.target import Target
-from .cuda import compile
+from .cuda import compile, compile_times
+from .served import calls
+from .served.models import Model, named
+from .served.wheel import write as write_wheel
 
+MODEL_DTYPES = ("bf16", "f16")
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
-def warmup(target: str, out: Path | None = None, op: str | None = None, jobs: int = 0) -> int:
-    """Compile every kernel of ``target`` (sm90 or sm100), or of one op, into ``out`` or the cache; count the failures.
+def warmup(
+    target: str,
+    out: Path | None = None,
+    op: str | None = None,
+    jobs: int = 0,
+    models: list[str] | None = None,
+    dtypes: tuple[str, ...] = MODEL_DTYPES,
+    wheel: Path | None = None,
+) -> int:
+    """Compile every kernel of ``target`` (sm90 or sm100), of one op, or what ``models`` of ``served.models`` (or "all")
+    ask for in ``dtypes``, into ``out`` or the cache; count the failures.
 
     ``jobs`` is the number of processes, by default one a core. What is in the folder already is not compiled again.
+    With ``wheel``, a folder, what models ask for is put into a wheel there, too (``served/wheel.py``).
     """
+    if wheel is not None and not models:
+        raise ValueError("warmup: a wheel is of models' kernels, accepted: --wheel with --models")
     if target not in compile.GPU_ARCH:
         raise ValueError(f"warmup: target is {target!r}, accepted: {', '.join(compile.GPU_ARCH)}")
     if op is not None and op not in OPS:
         raise ValueError(f"warmup: there is no op {op!r}, accepted: {', '.join(OPS)}")
-    compile.version("nvidia-cutlass-dsl")
+    if (wrong := next((d for d in dtypes if d not in MODEL_DTYPES), None)) is not None:
+        raise ValueError(f"warmup: dtype is {wrong!r}, accepted: {', '.join(MODEL_DTYPES)}")
+    wanted = models and named(models)  # before the compiler is asked for
+    compile.version(compile.COMPILER)
     console = Console()
     folder = (out or config.cache_dir()).resolve() / "cuda"
-    failures = fill(requests(target, op), folder, console, jobs)
+    asked = served(target, wanted, dtypes, op) if wanted else requests(target, op)
+    failures = fill(asked, folder, console, jobs)
     if out is not None:
         for lock in folder.glob("*.lock"):
             lock.unlink()
         console.print(f"use it with ATTNKIT_CACHE_DIR={out} or torch_attnkit.cuda.compile.use_bundle({str(out)!r})")
+    if wheel is not None and models and not failures:
+        path = write_wheel(asked, folder, wheel, f"{', '.join(models)} in {', '.join(dtypes)}")
+        console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
     return failures
 
 
@@ -59,7 +83,9 @@ def fill(wanted: list[compile.Request], folder: Path, console: Console, jobs: in
         task = progress.add_task(f"{len(wanted)} kernels, {jobs} processes", total=len(wanted))
         # Not forked: the parent's threads would hang a child of torch and cutlass.
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            running = {pool.submit(compile.compile_into, request, folder): request for request in wanted}
+            # The longest first: no process is left alone with one at the end.
+            ordered = sorted(wanted, key=lambda request: -compile_times.of(request.name))
+            running = {pool.submit(compile.compile_into, request, folder): request for request in ordered}
             for done in as_completed(running):
                 if (error := done.exception()) is not None:
                     failed.append(str(error))
@@ -92,6 +118,31 @@ class asked_by(TorchDispatchMode):
                 build(op, call, self.target)
             self.kernels |= dict.fromkeys(asked)
         return func(*args, **kwargs)
+
+
+def served(
+    arch: str, models: dict[str, Model], dtypes: Iterable[str] = MODEL_DTYPES, only: str | None = None
+) -> list[compile.Request]:
+    """Every distinct kernel that the calls of ``models`` ask for on ``arch``. Calls that no row takes ask for none."""
+    target = Target(arch)
+    found: dict[compile.Request, None] = {}
+    for asked in calls.of_models(models.values(), [DTYPES[d] for d in dtypes]):
+        if only in (None, asked.op):
+            found |= dict.fromkeys(kernels_of(asked, target) or ())
+    return list(found)
+
+
+def kernels_of(asked: calls.Asked, target: Target) -> list[compile.Request] | None:
+    """The kernels that a call asks for; None where the op or its rows refuse it."""
+    op = OPS[asked.op]
+    with compile.recording() as kernels:
+        try:
+            call = _bind(op, asked.args, asked.options)
+            if (row := resolve(op, call, target)) is not None:
+                op.build(row, call, target)
+        except (TypeError, ValueError, UnsupportedError):
+            return None
+    return kernels
 
 
 def requests(arch: str, only: str | None = None, *, covering: bool = False) -> list[compile.Request]:

@@ -6,7 +6,7 @@ Seam 1 takes Metal source text, seam 2 takes what CuTeDSL compiled. Nothing abov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from .errors import UnsupportedError
@@ -27,6 +27,8 @@ class CudaSeam(Protocol):
     def load(self, compiled: Any, arch: str) -> Callable[..., None]: ...
 
 
+# Where the kernels would come from that planning a call asks for, in words: ``explain`` prints them.
+_origins: Callable[[Callable[[], Any]], Iterable[str]] = lambda plan: ()
 # (arch, simulated) -> what imports and returns the seam: only a call that needs one pays for it.
 _SEAMS: dict[tuple[str, bool], Callable[[], Any]] = {}
 
@@ -34,6 +36,17 @@ _SEAMS: dict[tuple[str, bool], Callable[[], Any]] = {}
 def register(arch: str, load: Callable[[], Any], *, simulated: bool) -> None:
     """Name what answers for ``arch``. A simulator's ``load`` raises ModuleNotFoundError in a version without it."""
     _SEAMS[arch, simulated] = load
+
+
+def register_origins(origins: Callable[[Callable[[], Any]], Iterable[str]]) -> None:
+    """Name what answers for compiled kernels."""
+    global _origins
+    _origins = origins
+
+
+def origins(plan: Callable[[], Any]) -> Iterable[str]:
+    """A line for each kernel of a GPU that ``plan()`` asks for, and where it would come from."""
+    return _origins(plan)
 
 
 def require_simulator(arch: str) -> None:

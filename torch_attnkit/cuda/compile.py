@@ -1,12 +1,13 @@
 """The one place that compiles CuTeDSL: a signature in, a shared library out, at most once on a machine.
 
 A kernel is asked for by a ``Request``: plain data, so it can be hashed, pickled and compiled in another process. It is
-looked up in memory, in the bundles named by ``use_bundle``, in ``cache_dir()/cuda``, and only then compiled, under a
-file lock and renamed into place whole. The name of a file carries a digest of all that its contents depend on: the
-request, the kernel's module and what it imports (``torch_attnkit/digest.py``), the compiler's options, and the
-processor that runs the host code; the ``.json`` beside it says which compiler made it. Loading a library imports no
-cutlass; the kernel's module is imported when it is compiled. For a simulator the assembler is left out
-(``passes.py``): the library has another suffix then, and the PTX is the same.
+looked up in memory, in the bundles named by ``use_bundle``, in installed wheels (``installed.py``), in
+``cache_dir()/cuda``, and only then compiled, under a file lock and renamed into place whole. The name of a file carries
+a digest of all that its contents depend on: the request, the kernel's module and what it imports
+(``torch_attnkit/digest.py``), the compiler's options, and the processor that runs the host code; the ``.json`` beside
+it says which compiler made it. Loading a library imports no cutlass; the kernel's module is imported when it is
+compiled. For a simulator the assembler is left out (``passes.py``): the library has another suffix then, and the PTX is
+the same.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import fcntl
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import shutil
 import subprocess
 import tempfile
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +38,7 @@ from torch_attnkit.core import cache, config, seams
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 
-from . import fingerprint, repeat
+from . import compile_times, fingerprint, installed, repeat
 from .passes import in_stages
 
 COMPILER, CALLS = "nvidia-cutlass-dsl", "apache-tvm-ffi"
@@ -85,11 +89,12 @@ class Request:
 class Compiled:
     """A compiled kernel: ``library`` launches it, on a GPU if it was asked for without ``simulated``.
 
-    ``ptx`` beside it is what a simulator runs.
+    ``ptx`` beside it is what a simulator runs; an ``installed`` one has none.
     """
 
     request: Request
     library: Path
+    installed: bool = False
 
     @property
     def ptx(self) -> Path:
@@ -137,18 +142,37 @@ def on_device(device: torch.device, launch: Callable[..., None]) -> Callable[...
 
 
 def get(request: Request, simulated: bool = False) -> Compiled:
-    """The compiled kernel, from memory, a bundle, the cache, or the compiler; ``simulated``: a simulator will do."""
+    """The compiled kernel, from memory, a bundle, a wheel, the cache, or the compiler; ``simulated``: a simulator will
+    do."""
     folder = config.cache_dir() / "cuda"
     key = (folder, request, simulated)
     found = _found.get(key)
     if found is None:
-        cache.folder(folder)
         with _compiling:
-            found = (
-                _found.get(key) or _in((*_bundles, folder), request, simulated) or _compile(request, folder, simulated)
-            )
+            found = _found.get(key) or _kept(request, folder, simulated) or _compile(request, folder, simulated)
             _found[key] = found
     return found
+
+
+def origins(plan: Callable[[], Any]) -> Iterator[str]:
+    """Where the kernels that ``plan()`` asks for would come from, in words, a line each; compiles nothing."""
+    with recording() as asked:
+        plan()
+    lines = Counter(f"{request.name}: {origin(request)}" for request in asked)
+    return (line + (f" ({count} kernels)" if count > 1 else "") for line, count in lines.items())
+
+
+def origin(request: Request) -> str:
+    """Where the kernel would come from, for a GPU: a bundle, a wheel, the cache, or the compiler and in what time."""
+    folder = config.cache_dir() / "cuda"
+    kept = _kept(request, folder, simulated=False)
+    if kept is not None:
+        if kept.installed:
+            return f"wheel {next(w for w in installed.wheels() if w.folder == kept.library.parent)}"
+        return "cache" if kept.library.parent == folder else f"bundle {kept.library.parent.parent}"
+    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+        return f"in no wheel and not in the cache, and there is no compiler: {install(COMPILER)}"
+    return f"would be compiled, about {compile_times.of(request.name):.1f} s"
 
 
 def compile_into(request: Request, folder: Path) -> Compiled:
@@ -196,6 +220,15 @@ def install(package: str) -> str:
     return f"pip install 'torch_attnkit[{_EXTRAS[package]}]'"
 
 
+def _kept(request: Request, folder: Path, simulated: bool) -> Compiled | None:
+    """The kernel from a bundle, an installed wheel (for a GPU: it holds no PTX), or the cache in ``folder``."""
+    if found := _in(tuple(_bundles), request, simulated):
+        return found
+    if not simulated and (there := installed.find(request.arch, request.file)):
+        return Compiled(request, there[1], installed=True)
+    return _in((folder,), request, simulated)
+
+
 def _in(folders: tuple[Path, ...], request: Request, simulated: bool) -> Compiled | None:
     for folder in folders:
         for suffix in (*_LIBRARIES, *((_SIMULATED,) if simulated else ())):
@@ -230,6 +263,7 @@ def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
         version(package)
     import cutlass.cute as cute
 
+    began = time.process_time()
     with tempfile.TemporaryDirectory(dir=folder) as work:
         host, arguments = getattr(importlib.import_module(request.kernel), request.trace)(
             request.arch, **dict(request.signature)
@@ -244,6 +278,7 @@ def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
         facts = asdict(request) | {
             "compiler": version(COMPILER),
             "host": platform.machine(),
+            "seconds": round(time.process_time() - began, 1),  # of a processor
             "fingerprint": fingerprint.of(ptx.read_text(), str(compiled.ir_module)),
         }
         (Path(work) / "kernel.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _SIMULATED_SMS = 132  # an H200; what a plan made for a CPU tensor assumes
 
 def load(compiled: Compiled, arch: str) -> Callable[..., None]:
     """The launch function of a compiled kernel. A library is loaded once in a process."""
-    return _load(compiled.library, compiled.symbol)
+    return _load(compiled.library, compiled.symbol, installed=compiled.installed)
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def driver_version() -> str:
 
 
 @functools.cache
-def _load(library: Path, symbol: str) -> Callable[..., None]:
+def _load(library: Path, symbol: str, *, installed: bool = False) -> Callable[..., None]:
     version(CALLS)
     import tvm_ffi
 
@@ -57,14 +57,16 @@ def _load(library: Path, symbol: str) -> Callable[..., None]:
         from cutlass.cute.runtime import load_module
 
         return load_module(str(cache.checked(library)), enable_tvm_ffi=True)[symbol]
-    return tvm_ffi.load_module(str(cache.checked(library)))[symbol]
+    return tvm_ffi.load_module(str(library if installed else cache.checked(library)))[symbol]
 
 
 @functools.cache
 def _load_runtime() -> Any:
-    """CuTeDSL's launch library, whose symbols every compiled kernel uses; for the CUDA version that torch has."""
-    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
-    roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    """CuTeDSL's launch library, whose symbols every compiled kernel uses; for the CUDA version that torch has.
+
+    Of any installation of CuTeDSL, whoever brought it; nothing of it is imported.
+    """
+    roots = [Path(place) / "nvidia_cutlass_dsl" for place in sys.path]
     major = (torch.version.cuda or "13").split(".")[0]
     for root in roots:
         found = sorted(root.glob("cu*/lib/libcute_dsl_runtime.so"), key=lambda p: p.parts[-3] != f"cu{major}")

@@ -1,0 +1,91 @@
+"""Kernels of known models: that sizes between those that are enumerated ask for no others."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torch_attnkit import warmup
+from torch_attnkit.core.target import Target
+from torch_attnkit.served import calls, models
+
+BF16 = torch.bfloat16
+SM90 = Target("sm90")
+
+
+def kernels(asked: list[calls.Asked], seen: set[tuple[str, torch.dtype]] | None = None) -> set[object]:
+    found: set[object] = set()
+    for call in asked:
+        these = warmup.kernels_of(call, SM90)
+        if these is None and seen is not None:
+            seen.add((call.op, call.args[1].dtype))
+        found |= set(these or ())
+    return found
+
+
+def between(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Other sizes than those that are enumerated, none outside of them."""
+    draw = random.Random(seed)
+
+    def some(n: int, least: int, most: int) -> tuple[int, ...]:
+        return tuple(sorted(int(2 ** draw.uniform(least, most)) for _ in range(n)))
+
+    monkeypatch.setattr(calls, "BATCHES", some(9, 0, 8))
+    monkeypatch.setattr(calls, "CONTEXTS", some(7, 10, 17))
+    monkeypatch.setattr(calls, "TOKENS", some(12, 0, 14))
+    monkeypatch.setattr(calls, "EVERY", some(60, 0, 14))
+    monkeypatch.setattr(calls, "BLOCKS", some(4, 0, 12))
+    monkeypatch.setattr(calls, "PROMPTS", some(5, 4, 14))
+    monkeypatch.setattr(calls, "SEQUENCES", some(3, 0, 6))
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param(models.Attention(8, 1, 64, (128,), sink=True), id="gpt-oss", marks=pytest.mark.proof),
+        pytest.param(models.Attention(16, 4, 128), id="llama"),
+        pytest.param(models.Attention(8, 4, 256, (-1,), softcap=50.0), id="gemma-2", marks=pytest.mark.proof),
+        pytest.param(models.MODELS["deepseek-v3"].attention, id="deepseek-v3"),
+    ],
+)
+def test_attention_of_other_sizes_asks_for_no_other_kernels(attention, monkeypatch):
+    monkeypatch.setattr(calls, "PAGES", (16,))
+    refused: set[tuple[str, torch.dtype]] = set()
+    known = kernels(list(calls.of_attention(attention, BF16)), refused)
+    # Latent caches have kernels of 16 bits alone.
+    assert refused == ({("sdpa_decode", torch.float8_e4m3fn)} if attention.latent else set())
+    between(monkeypatch, 1)
+    others = kernels(list(calls.of_attention(attention, BF16)))
+    assert others and others <= known
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", "qwen3.5-35b-a3b", pytest.param("deepseek-v4-flash", marks=pytest.mark.proof)]
+)
+def test_what_is_not_attention_asks_for_no_other_kernels_at_other_sizes(name, monkeypatch):
+    model = replace(models.MODELS[name], attention=None)
+    refused: set[tuple[str, torch.dtype]] = set()
+    known = kernels(list(calls.of_models([model], [BF16])), refused)
+    assert known and not refused
+    between(monkeypatch, 2)
+    others = [call for call in calls.of_models([model], [BF16]) if call.op != "indexer_topk"]  # as calls.py says
+    assert kernels(others) <= known
+
+
+def test_shares_are_of_heads_that_divide():
+    assert [(a.heads, a.kv_heads) for a in calls.shares(models.Attention(24, 4, 256))] == [
+        (24, 4),
+        (12, 2),
+        (6, 1),
+        (3, 1),
+    ]
+    assert [(a.heads, a.kv_heads) for a in calls.shares(models.Attention(4, 1, 256))] == [(4, 1), (2, 1), (1, 1)]
+
+
+def test_unknown_models_are_named():
+    with pytest.raises(ValueError, match="there is no model 'gpt-5', accepted: all, gpt-oss-20b, .*deepseek-v4-pro$"):
+        models.named(["gpt-oss-20b", "gpt-5"])
+    assert models.named(["all", "gpt-oss-20b"]) == models.MODELS
