@@ -44,10 +44,12 @@ def test_a_prefill_and_a_step_are_the_models_own():
     torch.manual_seed(0)
     plain = model(torch.randint(128, (1, 20)), use_cache=False).logits
     assert torch.equal(run(), run())
-    torch.testing.assert_close(run(), plain, rtol=0, atol=1e-5)
+    assert torch.equal(run(), plain)
     step, ours = (models.decode(3, 20).make(m) for m in (model, models.ours_of(model)))
     with torch_attnkit.record() as recorded:
-        torch.testing.assert_close(ours(), step(), rtol=0, atol=1e-4)
+        got, want = ours(), step()
+    near = 16 * torch.finfo(torch.float32).eps * want.abs().max().item()  # sums in another order: seen 6.2 eps
+    torch.testing.assert_close(got, want, rtol=0, atol=near)
     assert {op: n for (op, _), n in recorded.calls.items()} == {"sdpa_decode": 4, "route_softmax": 4, "fp4_moe": 4}
 
 

@@ -30,6 +30,10 @@ def call(name: str, dtype: torch.dtype = torch.bfloat16, **changes: int):
     return CASES.bench(CALLS[name] | changes, dtype, torch.Generator().manual_seed(0))
 
 
+# Activations, what experts give and sums of these are rounded to bfloat16: seen up to 1.04 eps, of the whole.
+NEAR = 1.5 * torch.finfo(torch.bfloat16).eps
+
+
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
@@ -181,7 +185,7 @@ def test_humming_routes_its_products(name, adapter, interpreted, monkeypatch):
     )
     args, kwargs = call(name, Tq=512 if adapter == "humming_grouped" else 9)
     got = module.adapt("fp4_moe", args, kwargs)()
-    assert relative(got, OP.module("reference").reference(*args, **kwargs)) < 1e-2
+    assert relative(got, OP.module("reference").reference(*args, **kwargs)) < NEAR
 
 
 @pytest.mark.parametrize("layout", ["linear", "128x4"])
@@ -196,7 +200,7 @@ def test_grouped_mm_computes_the_layer(name, layout, interpreted):
         kwargs |= dict(scale_layout=layout)
     peer = importlib.import_module("bench.peers.torch_grouped_mm").adapt("fp4_moe", tuple(args), kwargs)
     want = OP.module("reference").reference(*args, **kwargs)
-    assert relative(peer(), want) < 1e-2
+    assert relative(peer(), want) < NEAR
     args[1] = args[1].flip(0)
     assert relative(peer(), OP.module("reference").reference(*args, **kwargs)) > 0.1
 
@@ -410,7 +414,7 @@ def test_marlin_computes_the_layer(name, interpreted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2))
     args, kwargs = call(name)
     got = marlin_moe.adapt("fp4_moe", args, kwargs)()
-    assert relative(got, OP.module("reference").reference(*args, **kwargs)) < 1e-2
+    assert relative(got, OP.module("reference").reference(*args, **kwargs)) < NEAR
 
 
 def test_marlins_scales_and_biases_keep_their_rows():

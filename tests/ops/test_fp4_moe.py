@@ -141,7 +141,8 @@ def test_an_activation_of_another_number_of_bits_moves_the_result_by_that_much()
     error = {
         kind: ((op(**a, activations=kind).double() - want).norm() / want.norm()).item() for kind in ("none", *SEES)
     }
-    assert error["none"] < 1e-6 < 1e-3 < error["mxfp8"] < error["nvfp4"] < error["mxfp4"] < 0.5
+    assert error["none"] < 4 * torch.finfo(torch.float32).eps  # seen 1.8
+    assert 1e-3 < error["mxfp8"] < error["nvfp4"] < error["mxfp4"] < 0.5
 
 
 def test_one_expert_of_weight_one_is_a_dense_mlp():

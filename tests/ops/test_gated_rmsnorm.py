@@ -132,4 +132,5 @@ def test_small_gates_keep_their_digits(arch):
     with simulate(arch):
         out = op(torch.ones_like(z), z, one, eps=1e-30)
     exact = z.double() * torch.sigmoid(z.double())
-    assert ((out.double() - exact) / exact).abs().max() < 1e-6
+    # Seen 1.2 eps; 40 without, half an eps of the exponent 80.
+    assert ((out.double() - exact) / exact).abs().max() < 4 * torch.finfo(torch.float32).eps
