@@ -11,7 +11,7 @@ from transformers import StaticCache
 
 from tests.peers import families, tiny_models
 from tests.peers.tiny_models import frozen, tokens
-from torch_attnkit.integrations.transformers import attnkit_model
+from torch_attnkit.integrations.transformers import attnkit_model, products
 
 # Experts that are packed where there are any: the models' own look at the data, which no graph can.
 MODELS = {
@@ -30,11 +30,11 @@ def build(name: str) -> Any:
     return frozen(attnkit_model(model, experts=MODELS[name]))
 
 
-def _steps(model: Any, call: Any, masked: bool) -> list[torch.Tensor]:
+def _steps(model: Any, call: Any, masked: bool, batch: int = 2) -> list[torch.Tensor]:
     """Logits of 12 tokens and of three that follow, one by one; a window of 8 is full by then."""
-    ids, cache, found = tokens(2, 15), StaticCache(model.config, max_cache_len=32), []
+    ids, cache, found = tokens(batch, 15), StaticCache(model.config, max_cache_len=32), []
     for a, b in ((0, 12), (12, 13), (13, 14), (14, 15)):
-        mask = dict(attention_mask=torch.ones(2, b, dtype=torch.long)) if masked else {}
+        mask = dict(attention_mask=torch.ones(batch, b, dtype=torch.long)) if masked else {}
         with torch.no_grad():
             found.append(call(ids[:, a:b], past_key_values=cache, **mask).logits)
     return found
@@ -62,3 +62,19 @@ def test_a_compiled_decode_step_on_inductor_is_as_without(name):
     got = _steps(model, torch.compile(model, fullgraph=True), False)
     for expected, found in zip(_steps(model, model, False), got, strict=True):
         assert float((expected - found).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["gpt_oss", "llama", "Qwen3ForCausalLM"])
+def test_a_step_of_one_token_whose_products_are_sums_is_as_close_to_float32(name, monkeypatch):
+    """What a graph for a GPU has, compiled for the CPU: in bfloat16, beside the same model without a compiler."""
+    monkeypatch.setattr(products, "DEVICE", "cpu")
+    torch._dynamo.reset()
+    model = build(name)
+    exact = _steps(model, model, False, 1)
+    model.bfloat16()
+    pairs = zip(exact, _steps(model, model, False, 1), strict=True)
+    plain = [float((a - b.float()).abs().mean()) for a, b in pairs]
+    pairs = zip(exact, _steps(model, torch.compile(model, fullgraph=True), False, 1), strict=True)
+    ours = [float((a - b.float()).abs().mean()) for a, b in pairs]
+    assert sum(ours[1:]) <= 1.25 * sum(plain[1:])
