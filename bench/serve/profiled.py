@@ -84,7 +84,11 @@ def profiler(engine: Any) -> Any:
 def summary(found: Any, steps: int, wall: float) -> dict[str, Any]:
     """A step: ms on the clock and of the GPU's work, launches by the host, kernels that take most of the time."""
     averages = found.key_averages()
-    kernels = [e for e in averages if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    kernels = [
+        e
+        for e in averages
+        if e.device_type == torch.autograd.DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
+    ]
     host = [e for e in averages if e.device_type == torch.autograd.DeviceType.CPU]
     kernels.sort(key=lambda e: -e.self_device_time_total)
     return {

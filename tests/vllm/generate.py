@@ -1,8 +1,9 @@
-"""python generate.py FOLDER BACKEND RESULT OPTIONS: what vLLM generates from the checkpoint in FOLDER, in RESULT.
+"""python generate.py FOLDER BACKEND RESULT OPTIONS [TEXTS]: what vLLM generates from the checkpoint in FOLDER.
 
 Four requests at once whose prompts are longer than a step (chunked prefill), then four that begin like the longest of
-them (prefix cache). RESULT is JSON: tokens, log-probabilities, how many prompt tokens the cache had, and which ops of
-ours ran in this process. OPTIONS are further arguments of LLM, as JSON.
+them (prefix cache). RESULT gets JSON: tokens, log-probabilities, how many prompt tokens the cache had, and which ops of
+ours ran in this process. OPTIONS are further arguments of LLM, as JSON. TEXTS is a file of texts, each with how many
+of its last tokens are asked for: RESULT then also has the log-probabilities of the whole vocabulary at their places.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from vllm import LLM, SamplingParams
 
 from torch_attnkit.integrations.vllm import steps
 
-STEP, PAGE = 64, 32
+STEP, PAGE, VOCABULARY = 64, 32, 512
 LENGTHS = (17, 40, 190, 33)
 
 
-def main(folder: str, backend: str, result: str, options: str) -> None:
+def main(folder: str, backend: str, result: str, options: str, texts: str | None = None) -> None:
     gen = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 500, (n,), generator=gen).tolist() for n in LENGTHS]
     longest = max(prompts, key=len)
@@ -35,12 +36,14 @@ def main(folder: str, backend: str, result: str, options: str) -> None:
         experts.ops, quantization = ran, "attnkit_mxfp4"
     llm = LLM(
         model=folder, attention_config={"backend": backend}, quantization=quantization, skip_tokenizer_init=True,
-        enforce_eager=True, dtype="float32", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=STEP,
+        enforce_eager=True, max_logprobs=VOCABULARY, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=STEP,
         block_size=PAGE, enable_chunked_prefill=True, enable_prefix_caching=True, seed=0,
         **json.loads(options),
     )  # fmt: skip
     rounds = [generate(llm, prompts), generate(llm, later)]
-    Path(result).write_text(json.dumps({"rounds": rounds, "calls": ran.calls}))
+    calls = dict(ran.calls)
+    told = [places(llm, *text) for text in json.loads(Path(texts).read_text())] if texts else []
+    Path(result).write_text(json.dumps({"rounds": rounds, "calls": calls, "told": told}))
 
 
 class Counted:
@@ -60,12 +63,20 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
     found = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
     return [
         {
+            "prompt": list(request.prompt_token_ids),
             "tokens": list(request.outputs[0].token_ids),
             "logprobs": [{str(t): p.logprob for t, p in place.items()} for place in request.outputs[0].logprobs],
             "cached": request.num_cached_tokens,
         }
         for request in found
     ]
+
+
+def places(llm: LLM, tokens: list[int], last: int) -> list[list[float]]:
+    """The log-probabilities of all tokens at the ``last`` places of a text."""
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=VOCABULARY, detokenize=False)
+    (found,) = llm.generate([{"prompt_token_ids": tokens}], asked, use_tqdm=False)
+    return [[place[t].logprob for t in range(VOCABULARY)] for place in found.prompt_logprobs[-last:]]
 
 
 if __name__ == "__main__":

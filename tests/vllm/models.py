@@ -34,6 +34,7 @@ CONFIGS = {
 @torch.no_grad()
 def save(name: str, folder: Path) -> tuple[Path, Path]:
     """The checkpoint ``name`` in float32, the same weights each time: where it lies for vLLM's own way and for ours.
+    Weights are numbers of bfloat16, so that a run in it differs by what it computes alone.
 
     These differ for MXFP4 experts, whose kernels in vLLM need a CPU with AMX: vLLM has the same numbers in float32.
     """
@@ -46,6 +47,8 @@ def save(name: str, folder: Path) -> tuple[Path, Path]:
             torch.nn.init.normal_(weight, mean=1.0)
         elif weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.05 if "embed" in path else 2.0 * weight.shape[-1] ** -0.5)
+    for weight in model.parameters():
+        weight.copy_(weight.bfloat16())
     theirs, ours = folder / "dense", folder / "mxfp4"
     if not name.endswith("mxfp4"):
         model.save_pretrained(theirs)
@@ -57,12 +60,10 @@ def save(name: str, folder: Path) -> tuple[Path, Path]:
 
 def publish(model: Any, folder: Path) -> None:
     """The model with its experts as GPT-OSS publishes them, blocks of 16 bytes (32 numbers) and a scale each; in the
-    model they become the same numbers. Biases are bfloat16 in both: vLLM keeps no others beside MXFP4."""
+    model they become the same numbers."""
     packed: dict[str, torch.Tensor] = {}
     for path, weight in model.named_parameters():
-        if path.endswith("proj_bias"):
-            weight.copy_(weight.bfloat16())
-        elif path.endswith(("gate_up_proj", "down_proj")):  # (E, K, N): scales run along K, which lies last in the file
+        if path.endswith(("gate_up_proj", "down_proj")):  # (E, K, N): scales run along K, which lies last in the file
             codes, scale = torch.ops.attnkit.mxfp4_quantize(weight.transpose(1, 2).contiguous())
             weight.copy_(torch.ops.attnkit.mxfp4_dequantize(codes, scale, dtype=torch.float32).transpose(1, 2))
             packed |= {f"{path}_blocks": codes.unflatten(2, (-1, 16)), f"{path}_scales": scale}

@@ -1,7 +1,8 @@
 """python tests/vllm/run.py [MODEL ...]: vLLM on our attention backend beside vLLM on its own, on this machine's CPU.
 
-Each of the tiny checkpoints of models.py generates twice, in processes of their own: tokens have to be equal and
-log-probabilities within 1e-4, the cache has to have served prefixes, and ours has to have run our ops and theirs none.
+Each of the tiny checkpoints of models.py generates in processes of their own. In float32 tokens have to be equal and
+log-probabilities within 1e-4. In bfloat16 both are judged by their run in float32 at the same tokens: ours may be no
+farther from it than theirs. The cache has to have served prefixes, and ours has to have run our ops and theirs none.
 ``make vllm`` makes the environment and runs this there.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,9 @@ import models
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-4  # of a log-probability
+# In bfloat16 the means of both runs are those of some hundred places with roundings of their own.
+AS_GOOD = 1.1
+ROUNDING = 2.0**-9  # of bfloat16, of a number of about one
 # One process, one thread, nothing from the network, and a cache of 1 GiB.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
@@ -38,30 +43,49 @@ def main(names: list[str]) -> int:
     failed = False
     for name in names or models.CONFIGS:
         packed = name.endswith("mxfp4")
+        ops = OPS | {"fp4_moe"} if packed else OPS
         with tempfile.TemporaryDirectory() as folder:
             dense, checkpoint = models.save(name, Path(folder))
-            theirs = generated(dense, "CPU_ATTN")
+            low = [
+                generated(at, backend, dtype="bfloat16")
+                for at, backend in ((dense, "CPU_ATTN"), (checkpoint, "CUSTOM"))
+            ]
+            texts = [(r["prompt"] + r["tokens"], len(r["tokens"])) for run in low for r in requests(run)]
+            theirs = generated(dense, "CPU_ATTN", texts, dtype="float32")
             for words, options in {name: {}, **(SHARED if packed else {})}.items():
-                ours = generated(checkpoint, "CUSTOM", **options)
-                ops = set() if options else OPS | {"fp4_moe"} if packed else OPS  # workers count for themselves
-                wrong = differences(theirs, ours, ops)
+                ours = generated(checkpoint, "CUSTOM", dtype="float32", **options)
+                # Workers count for themselves.
+                wrong = differences(theirs, ours) + used(theirs, ours, set() if options else ops)
                 failed |= bool(wrong)
                 print(f"{words}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
+            wrong, words = farther(*low, theirs["told"])
+            wrong += used(*low, ops)
+            failed |= bool(wrong)
+            print(f"{name} in bfloat16: {'; '.join(wrong) or 'as near to float32'}", words, flush=True)
     return int(failed)
 
 
-def generated(folder: Path, backend: str, **options: Any) -> dict[str, Any]:
+def generated(
+    folder: Path, backend: str, texts: list[tuple[list[int], int]] | None = None, **options: Any
+) -> dict[str, Any]:
     """What generate.py says of the checkpoint in ``folder``; its output is shown if it fails."""
     result = folder / f"{backend}.json"
     command = [sys.executable, str(HERE / "generate.py"), str(folder), backend, str(result), json.dumps(options)]
+    if texts is not None:
+        (folder / "texts.json").write_text(json.dumps(texts))
+        command.append(str(folder / "texts.json"))
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{backend}: generate.py ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return json.loads(result.read_text())
 
 
-def requests(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [pair for two in zip(theirs["rounds"], ours["rounds"], strict=True) for pair in zip(*two, strict=True)]
+def requests(run: dict[str, Any]) -> list[dict[str, Any]]:
+    return [request for found in run["rounds"] for request in found]
+
+
+def pairs(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return list(zip(requests(theirs), requests(ours), strict=True))
 
 
 def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -70,16 +94,24 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     return max(abs(p[t] - q[t]) for p, q in places for t in p.keys() & q.keys())
 
 
-def differences(theirs: dict[str, Any], ours: dict[str, Any], ops: set[str]) -> list[str]:
-    """What is wrong, in words; ``ops`` are those that ours has to have called."""
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """What is wrong in float32, in words."""
     wrong = []
-    for i, (a, b) in enumerate(requests(theirs, ours)):
+    for i, (a, b) in enumerate(pairs(theirs, ours)):
         if a["tokens"] != b["tokens"]:
             wrong.append(f"request {i} has other tokens")
         elif (most := apart(a, b)) > TOLERANCE:
             wrong.append(f"request {i}: log-probabilities differ by {most:.1e}")
-        if a["cached"] != b["cached"]:
-            wrong.append(f"request {i}: {b['cached']} tokens from the cache, theirs {a['cached']}")
+    return wrong
+
+
+def used(theirs: dict[str, Any], ours: dict[str, Any], ops: set[str]) -> list[str]:
+    """What is wrong with the cache, or with the calls; ``ops`` are those that ours has to have called."""
+    wrong = [
+        f"request {i}: {b['cached']} tokens from the cache, theirs {a['cached']}"
+        for i, (a, b) in enumerate(pairs(theirs, ours))
+        if a["cached"] != b["cached"]
+    ]
     if not sum(request["cached"] for request in ours["rounds"][1]):
         wrong.append("no prefix came from the cache")
     if theirs["calls"]:
@@ -89,15 +121,39 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], ops: set[str]) -> 
     return wrong
 
 
+def farther(theirs: dict[str, Any], ours: dict[str, Any], told: list[list[list[float]]]) -> tuple[list[str], str]:
+    """What of ours in bfloat16 is farther from float32 than theirs, and how far both are; ``told`` are float32's
+    log-probabilities at each place of theirs and then of ours."""
+    wrong, words = [], []
+    half = len(requests(theirs))
+    distances = [from_float32(run, told[i * half :][:half]) for i, run in enumerate((theirs, ours))]
+    for what, (a, b) in {key: [d[key] for d in distances] for key in distances[0]}.items():
+        words.append(f"{what} {b:.1e}, theirs {a:.1e}")
+        if not b <= AS_GOOD * a + ROUNDING:
+            wrong.append(f"{what} {b:.1e}, at most {AS_GOOD} x {a:.1e} + {ROUNDING:.1e}")
+    return wrong, f"({', '.join(words)})"
+
+
+def from_float32(run: dict[str, Any], told: list[list[list[float]]]) -> dict[str, float]:
+    """Means over all places: how far log-probabilities are from float32's, and how far behind the likeliest one there
+    that of the chosen token is."""
+    off, behind = [], []
+    for request, rows in zip(requests(run), told, strict=True):
+        for token, place, row in zip(request["tokens"], request["logprobs"], rows, strict=True):
+            off += [abs(p - row[int(t)]) for t, p in place.items()]
+            behind.append(max(row) - row[token])
+    return {"log-probabilities off by": statistics.fmean(off), "tokens behind by": statistics.fmean(behind)}
+
+
 def summary(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    pairs = requests(theirs, ours)
-    tokens = [b["tokens"] for _, b in pairs]
+    both = pairs(theirs, ours)
+    tokens = [b["tokens"] for _, b in both]
     distinct = len({token for request in tokens for token in request})
-    most = max((apart(a, b) for a, b in pairs if a["tokens"] == b["tokens"]), default=NAN)
+    most = max((apart(a, b) for a, b in both if a["tokens"] == b["tokens"]), default=NAN)
     return (
-        f"({len(pairs)} requests, {sum(map(len, tokens))} tokens, {distinct} of them distinct,"
+        f"({len(both)} requests, {sum(map(len, tokens))} tokens, {distinct} of them distinct,"
         f" log-probabilities within {most:.1e},"
-        f" {sum(b['cached'] for _, b in pairs)} prompt tokens from the cache; calls {ours['calls']})"
+        f" {sum(b['cached'] for _, b in both)} prompt tokens from the cache; calls {ours['calls']})"
     )
 
 
