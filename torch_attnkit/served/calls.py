@@ -92,14 +92,12 @@ def of_attention(a: Attention, dtype: torch.dtype) -> Iterator[Asked]:
 
 
 def _decode(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]) -> Iterator[Asked]:
-    """One token a sequence over a dense cache; with a window it may hold no more than that."""
+    """One token a sequence over a dense cache; with a window it may hold no more than that. None holds E4M3."""
     own = (options["window"],) if options["window"] > 0 else ()
-    for B, S, stored in itertools.product(BATCHES, (*own, *CONTEXTS), (dtype, _E4M3)):
-        k = meta(stored, B, a.kv_heads, S, a.dim)
+    for B, S in itertools.product(BATCHES, (*own, *CONTEXTS)):
+        k = meta(dtype, B, a.kv_heads, S, a.dim)
         v = k[..., : a.latent] if a.latent else k
-        scale = _scale(B, a, stored)
-        args = meta(dtype, B, a.heads, a.dim), k, v, meta(_I32, B), sink, None, None, scale, scale
-        yield Asked("sdpa_decode", args, options)
+        yield Asked("sdpa_decode", (meta(dtype, B, a.heads, a.dim), k, v, meta(_I32, B), sink), options)
 
 
 def _decode_paged(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]) -> Iterator[Asked]:
