@@ -249,6 +249,11 @@ def test_loading_imports_no_compiler(tmp_path):
         run(
             "import sys\nfrom torch_attnkit.cuda import driver\n"
             "compile._build = None\n"
+            "class Blocked:\n"
+            "    def find_spec(self, name, path=None, target=None):\n"
+            "        if name.split('.')[0] in ('cutlass', 'nvidia_cutlass_dsl'):\n"
+            "            raise ImportError(name)\n"
+            "sys.meta_path.insert(0, Blocked())\n"
             "print(type(driver.load(compile.get(request), 'sm90')).__name__)\n"
             "print(any(m == 'cutlass' or m.startswith('cutlass.') for m in sys.modules))\n",
             tmp_path,

@@ -124,9 +124,10 @@ class Blocked:
         if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
             raise ImportError(f"{name} is not there")
 
+import torch  # which looks for cutlass itself
+
 sys.meta_path.insert(0, Blocked())
 from pathlib import Path
-import torch
 from torch_attnkit import parity
 from torch_attnkit.core.dispatch import OPS, build
 from torch_attnkit.core.memory import empty

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-# Median seconds of a processor, by kernel: those of ``warmup --models all --target sm90`` (``seconds`` in the .json of
-# each) on one core of a Xeon, CuTeDSL 4.8.1.
-SECONDS: dict[str, float] = {}
-_UNKNOWN = 3.0  # the median of all
+# Median seconds of a processor, by kernel: "seconds" in the .json of what ``warmup --models all --target sm90`` made on
+# one of two cores of a server, CuTeDSL 4.8.1. A kernel of wide tiles may take two to four times as long.
+SECONDS = {
+    "cache": 0.1,
+    "decode_codes": 1.3,
+    "decode_latent": 2.7,
+    "decode_mma": 1.15,
+    "decode_wgmma": 2.05,
+    "fp4": 0.2,
+    "grouped_gemm": 4.3,
+    "grouped_gemm_wgmma": 9.65,
+    "merge": 0.2,
+    "norm": 0.2,
+    "norm_backward": 0.2,
+    "prefill_cached": 2.05,
+    "prefill_cached_persistent": 2.9,
+    "prefill_dense": 2.0,
+    "prefill_dense_dynamic": 1.95,
+    "prefill_packed": 2.1,
+    "prefill_packed_dynamic": 1.9,
+    "prefill_paged": 2.2,
+    "prefill_paged_dynamic": 2.4,
+    "prefill_paged_persistent": 3.05,
+    "routing": 0.1,
+    "sparse": 4.2,
+    "topk": 0.2,
+}
+_UNKNOWN = 2.0  # the median of all
 
 
 def of(name: str) -> float:

@@ -3,7 +3,7 @@
 Batches, contexts and lengths are cut so finely that every kernel is met that a plan chooses for any number between
 their ends; ``tests/test_served.py`` draws sizes in between. A plan counts multiprocessors: 132, those of an H100 and of
 an H200 (``driver.sm_count``). Not among them are kernels for tensors that begin at odd addresses, which no model makes,
-and of ``indexer_topk``, which has one for each few dozen entries of a row, those of rows that no context here has.
+and of ``indexer_topk`` those of rows whose number of entries is no multiple of 4.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ PROMPTS = tuple(1 << n for n in range(4, 15))  # 16 .. 16384 tokens of one seque
 BLOCKS = tuple(1 << n for n in range(15))  # queries of the longest sequence of a mixed batch
 TOKENS = (*BATCHES, *(1 << n for n in range(9, 15)))  # .. 16384 tokens of a step
 EVERY = (*range(1, 257), *(n << k for k in range(5, 11) for n in range(9, 17)))  # the same where plans change often
+ENTRIES = tuple(n << k for k in range(5, 12) for n in range(8, 16))  # 256 .. 30720 compressed entries of a sequence
 SHARES = (1, 2, 4, 8)  # processes that have a share each of heads, or of experts
 PAGES = (16, 64)  # keys of a page of vLLM's; continuous batching in transformers has 256, whose kernels are others
 MOST_TOKENS = 16384  # of a step
@@ -92,14 +93,12 @@ def of_attention(a: Attention, dtype: torch.dtype) -> Iterator[Asked]:
 
 
 def _decode(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]) -> Iterator[Asked]:
-    """One token a sequence over a dense cache; with a window it may hold no more than that."""
+    """One token a sequence over a dense cache; with a window it may hold no more than that. None holds E4M3."""
     own = (options["window"],) if options["window"] > 0 else ()
-    for B, S, stored in itertools.product(BATCHES, (*own, *CONTEXTS), (dtype, _E4M3)):
-        k = meta(stored, B, a.kv_heads, S, a.dim)
+    for B, S in itertools.product(BATCHES, (*own, *CONTEXTS)):
+        k = meta(dtype, B, a.kv_heads, S, a.dim)
         v = k[..., : a.latent] if a.latent else k
-        scale = _scale(B, a, stored)
-        args = meta(dtype, B, a.heads, a.dim), k, v, meta(_I32, B), sink, None, None, scale, scale
-        yield Asked("sdpa_decode", args, options)
+        yield Asked("sdpa_decode", (meta(dtype, B, a.heads, a.dim), k, v, meta(_I32, B), sink), options)
 
 
 def _decode_paged(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]) -> Iterator[Asked]:
@@ -234,9 +233,10 @@ def _sparse_rows(s: Sparse, dtype: torch.dtype, tokens: int, batch: int) -> Iter
         for seen in (limit, None):
             yield Asked("sparse_fmha_with_swa", (q, near, limit, every, None, seen, None, sink), options)
         index = meta(dtype, tokens, s.index_heads, s.index_dim), meta(dtype, batch, context // 4, s.index_dim)
-        weights, scores = meta(_F32, tokens, s.index_heads), meta(_F32, tokens, context // 4)
-        yield Asked("indexer_scores", (*index, weights, limit), {})
-        yield Asked("indexer_topk", (scores, limit), dict(topk=min(s.topk, context // 4)))
+        yield Asked("indexer_scores", (*index, meta(_F32, tokens, s.index_heads), limit), {})
+    for entries in (*ENTRIES, CONTEXTS[-1] // 4):
+        scores = meta(_F32, tokens, entries)
+        yield Asked("indexer_topk", (scores, limit), dict(topk=min(s.topk, entries)))
 
 
 def _sparse_pages(s: Sparse, dtype: torch.dtype, tokens: int, page: int = 64) -> Iterator[Asked]:
@@ -254,11 +254,14 @@ def _sparse_pages(s: Sparse, dtype: torch.dtype, tokens: int, page: int = 64) ->
         chosen = meta(_I32, tokens, min(s.topk, context // 4))
         args = (q, near[0], limit, far[0], chosen, limit, None, sink, near[1], far[1])
         yield Asked("sparse_fmha_with_swa", args, dict(scale=s.dim**-0.5, window=s.window, **fp8))
-        keys = meta(_E4M3, tokens * context // 4 // page, page, s.index_dim), far[1]
-        scale = meta(_F32, tokens * context // 4 // page, page, 1)
-        index = meta(_E4M3, tokens, s.index_heads, s.index_dim)
-        given = (index, keys[0], meta(_F32, tokens, s.index_heads), limit, None, keys[1], None, scale)
-        yield Asked("indexer_select", given, dict(format="fp8", topk=min(s.topk, context // 4)))
+    for entries in (*ENTRIES, CONTEXTS[-1] // 4):
+        pages, table = tokens * -(-entries // page), meta(_I32, tokens, -(-entries // page))
+        q, k, scale = (
+            meta(_E4M3, tokens, s.index_heads, s.index_dim), meta(_E4M3, pages, page, s.index_dim),
+            meta(_F32, pages, page, 1),
+        )  # fmt: skip
+        given = q, k, meta(_F32, tokens, s.index_heads), limit, None, table, None, scale
+        yield Asked("indexer_select", given, dict(format="fp8", topk=min(s.topk, entries)))
 
 
 def of_sparse_projection(s: Sparse, dtype: torch.dtype) -> Iterator[Asked]:
