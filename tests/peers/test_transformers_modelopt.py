@@ -163,4 +163,4 @@ def test_a_published_model_is_saved_with_its_bits(made, tmp_path):
     assert experts_of_file and all(torch.equal(saved[name], tensor) for name, tensor in experts_of_file.items())
     assert saved["model.layers.3.self_attn.q_proj.weight"].dtype == torch.float32
     ignored = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert "model.layers.*.self_attn.q_proj" in ignored and not any(".experts" in name for name in ignored)
+    assert "model.layers.3.self_attn.q_proj" in ignored and not any(".experts" in name for name in ignored)

@@ -133,7 +133,8 @@ class ModelOptExperts(HfQuantizer):
             self.remove_quantization_config(model)
             return
         # Whatever else was published quantised has been read back.
-        self.quantization_config = ModelOptConfig("NVFP4", saving.unquantised(model), group_size=16)
+        names = saving.unquantised(model, patterns=False)  # as where models are packed (swaps.py)
+        self.quantization_config = ModelOptConfig("NVFP4", names, group_size=16)
         saving.mark(model, self)
         model.set_experts_implementation("attnkit")
 

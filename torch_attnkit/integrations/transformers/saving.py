@@ -33,9 +33,9 @@ def mark(model: PreTrainedModel, quantizer: Any) -> None:
             part.config.quantization_config = quantizer.quantization_config
 
 
-def unquantised(model: PreTrainedModel) -> list[str]:
+def unquantised(model: PreTrainedModel, *, patterns: bool) -> list[str]:
     """The modules with matrices besides packed experts, as configs of checkpoints list them: by the names that they
-    have in the files, layers by a pattern."""
+    have in the files. ``patterns`` puts ``*`` for the number of a layer."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # as when transformers saves
         conversions = get_model_conversion_mapping(model, add_legacy=False)
@@ -45,7 +45,7 @@ def unquantised(model: PreTrainedModel) -> list[str]:
     for name, module in model.named_modules():
         if packed_format(module) is None and any(p.ndim >= 2 for p in module.parameters(recurse=False)):
             saved = apply_renamings(f"{name}.weight", renamings).removesuffix(".weight")
-            found.add(re.sub(r"\.\d+(?=\.|$)", ".*", saved))
+            found.add(re.sub(r"\.\d+(?=\.|$)", ".*", saved) if patterns else saved)
     return sorted(found)
 
 

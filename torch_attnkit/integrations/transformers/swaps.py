@@ -118,11 +118,13 @@ def _savable(model: PreTrainedModel) -> None:
     somebody else, and NVFP4 experts that Model Optimizer would write with another scale.
     """
     packed = [module for module in model.modules() if packed_format(module) is not None]
-    names = saving.unquantised(model)
     quantizer: Any
     if packed_format(packed[0]) == "mxfp4":
+        names = saving.unquantised(model, patterns=True)
         quantizer = Mxfp4Experts(Mxfp4Config(modules_to_not_convert=names), pre_quantized=True)
     else:
+        # vLLM finds q_proj, k_proj and v_proj of a joined projection by whole names alone.
+        names = saving.unquantised(model, patterns=False)
         quantizer = ModelOptExperts(ModelOptConfig("NVFP4", names, group_size=16), pre_quantized=True)
     quantizer.adopt(packed)
     if (other := getattr(model, "hf_quantizer", None)) is not None:
