@@ -30,10 +30,13 @@ def main(folder: str, backend: str, result: str, options: str, texts: str | None
     later = [longest[:n] + torch.randint(3, 500, (n // 8,), generator=gen).tolist() for n in (64, 100, 150, 190)]
     steps.ops = ran = Counted()
     quantization = None
-    if "quantization_config" in json.loads(Path(folder, "config.json").read_text()):
+    published = json.loads(Path(folder, "config.json").read_text()).get("quantization_config")
+    if published is not None:
         from torch_attnkit.integrations.vllm import experts
+        from torch_attnkit.integrations.vllm import quantization as names
 
-        experts.ops, quantization = ran, "attnkit_mxfp4"
+        experts.ops = ran
+        quantization = names.MXFP4 if published["quant_method"] == "mxfp4" else names.NVFP4
     llm = LLM(
         model=folder, attention_config={"backend": backend}, quantization=quantization, skip_tokenizer_init=True,
         enforce_eager=True, max_logprobs=VOCABULARY, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=STEP,

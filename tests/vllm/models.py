@@ -23,11 +23,13 @@ _GEMMA2 = dict(
     query_pre_attn_scalar=32,
 )  # fmt: skip
 _GPT_OSS = dict(sliding_window=_WINDOW, layer_types=_SLIDING, num_local_experts=4, num_experts_per_tok=2)
+_QWEN3_MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
 CONFIGS = {
     "llama": ("Llama", _SIZES),
     "gemma2": ("Gemma2", _SIZES | _GEMMA2),
     "gpt_oss": ("GptOss", _SIZES | _GPT_OSS),
     "gpt_oss_mxfp4": ("GptOss", _SIZES | _GPT_OSS),
+    "qwen3_moe_nvfp4": ("Qwen3Moe", _SIZES | _QWEN3_MOE),
 }
 
 
@@ -36,7 +38,7 @@ def save(name: str, folder: Path) -> tuple[Path, Path]:
     """The checkpoint ``name`` in float32, the same weights each time: where it lies for vLLM's own way and for ours.
     Weights are numbers of bfloat16, so that a run in it differs by what it computes alone.
 
-    These differ for MXFP4 experts, whose kernels in vLLM need a CPU with AMX: vLLM has the same numbers in float32.
+    These differ for FP4 experts, for which vLLM has no kernel on this CPU: it has the same numbers in float32.
     """
     family, sizes = CONFIGS[name]
     config = getattr(transformers, f"{family}Config")(**sizes)
@@ -49,11 +51,11 @@ def save(name: str, folder: Path) -> tuple[Path, Path]:
             torch.nn.init.normal_(weight, std=0.05 if "embed" in path else 2.0 * weight.shape[-1] ** -0.5)
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())
-    theirs, ours = folder / "dense", folder / "mxfp4"
-    if not name.endswith("mxfp4"):
+    theirs, ours = folder / "dense", folder / "packed"
+    if not name.endswith("fp4"):
         model.save_pretrained(theirs)
         return theirs, theirs
-    publish(model, ours)
+    (publish if name.endswith("mxfp4") else publish_nvfp4)(model, ours)
     model.save_pretrained(theirs)
     return theirs, ours
 
@@ -71,4 +73,30 @@ def publish(model: Any, folder: Path) -> None:
     rest = {path: weight.contiguous() for path, weight in model.state_dict().items() if f"{path}_blocks" not in packed}
     save_file(rest | packed, folder / "model.safetensors", metadata={"format": "pt"})
     said = {"architectures": [type(model).__name__], "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | said))
+
+
+def publish_nvfp4(model: Any, folder: Path) -> None:
+    """The model with its experts as Model Optimizer publishes them: one by one, an E4M3 scale for 16 numbers and one
+    power of two for an expert. In the model they become the same numbers."""
+    packed: dict[str, torch.Tensor] = {}
+    names: list[str] = []
+    for path, weight in model.named_parameters():
+        if not path.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            names += [path.removesuffix(".weight")] * (weight.dim() == 2)
+            continue
+        parts = ("gate_proj", "up_proj") if path.endswith("gate_up_proj") else ("down_proj",)
+        home = path.rpartition(".")[0]
+        for e, numbers in enumerate(weight):
+            scale = torch.exp2((448 * 6 / numbers.abs().max()).log2().floor())
+            codes, scales = torch.ops.attnkit.nvfp4_quantize(numbers.contiguous(), scale)
+            numbers.copy_(torch.ops.attnkit.nvfp4_dequantize(codes, scales, scale, dtype=torch.float32))
+            for part, c, s in zip(parts, codes.chunk(len(parts)), scales.chunk(len(parts)), strict=True):
+                found = {"weight": c, "weight_scale": s.view(torch.float8_e4m3fn), "weight_scale_2": 1 / scale}
+                packed |= {f"{home}.{e}.{part}.{key}": value.contiguous() for key, value in found.items()}
+    folder.mkdir()
+    rest = {path: weight.contiguous() for path, weight in model.state_dict().items() if "experts." not in path}
+    save_file(rest | packed, folder / "model.safetensors", metadata={"format": "pt"})
+    quantised = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": names}
+    said = {"architectures": [type(model).__name__], "quantization_config": quantised}
     (folder / "config.json").write_text(json.dumps(model.config.to_dict() | said))

@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
 NAN = float("nan")
-# Beside one process: how the weights of the last model are shared by two.
+# Beside one process: how weights of models with packed experts are shared by two.
 SHARED = {
     "heads and rows of experts in two processes": {"tensor_parallel_size": 2},
     "heads and experts in two processes": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
@@ -42,7 +42,7 @@ OPS = {"paged_kv_cache_write", "flash_attention_paged_out", "sdpa_decode_paged_o
 def main(names: list[str]) -> int:
     failed = False
     for name in names or models.CONFIGS:
-        packed = name.endswith("mxfp4")
+        packed = name.endswith("fp4")
         ops = OPS | {"fp4_moe"} if packed else OPS
         with tempfile.TemporaryDirectory() as folder:
             dense, checkpoint = models.save(name, Path(folder))

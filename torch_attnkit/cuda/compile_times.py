@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 # Median seconds of a processor, by kernel: "seconds" in the .json of what ``warmup --models all --target sm90`` made on
-# one of two cores of a server, CuTeDSL 4.8.1. A kernel of wide tiles may take two to four times as long.
+# one of two cores of a server, CuTeDSL 4.8.1; of decode_latent, fp4, merge, norm and sparse by single kernels
+# before. A kernel of wide tiles may take two to four times as long.
 SECONDS = {
     "cache": 0.1,
     "decode_codes": 1.3,
@@ -15,7 +16,6 @@ SECONDS = {
     "grouped_gemm_wgmma": 9.65,
     "merge": 0.2,
     "norm": 0.2,
-    "norm_backward": 0.2,
     "prefill_cached": 2.05,
     "prefill_cached_persistent": 2.9,
     "prefill_dense": 2.0,
@@ -27,7 +27,6 @@ SECONDS = {
     "prefill_paged_persistent": 3.05,
     "routing": 0.1,
     "sparse": 4.2,
-    "topk": 0.2,
 }
 _UNKNOWN = 2.0  # the median of all
 

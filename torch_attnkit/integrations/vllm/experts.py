@@ -1,9 +1,9 @@
 """Experts in vLLM on ``fp4_moe``: weights as vLLM loads them, which is as they were published.
 
-MXFP4 as GPT-OSS has it (rows of gate and up in turn, a byte for 32 numbers) and NVFP4 as Model Optimizer writes it (gate,
-then up, an E4M3 number for 16): nothing is converted or copied but the numbers that scale whole experts. Shares of
-tensor-parallel processes are slices that vLLM cuts; of expert-parallel ones, experts of others are -1 to the op. Shared
-experts are vLLM's: it runs them beside any method that has no kernel of its list.
+MXFP4 as GPT-OSS has it (rows of gate and up in turn, a byte for 32 numbers) and NVFP4 as Model Optimizer writes it
+(gate, then up, an E4M3 number for 16): nothing is converted or copied but the numbers that scale whole experts. Shares
+of tensor-parallel processes are slices that vLLM cuts; of expert-parallel ones, experts of others are -1 to the op.
+Shared experts are vLLM's: it runs them beside any method that has no kernel of its list.
 """
 
 from __future__ import annotations
