@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("proof") or (sample and seen[name] % sample.args[0]):
             left.append(item)
         seen[name] += 1
-    items[:] = [item for item in items if item not in set(left)]
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
     config.hook.pytest_deselected(items=left)
     config.stash[_left_out] = len(left)
 

@@ -101,6 +101,7 @@ def in_a_process(rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
     return wrong, *timed
 
 
+@pytest.mark.proof
 def test_processes_agree_on_errors_and_on_how_calls_are_issued():
     """Or they would wait for each other for ever. A wrong result is not timed."""
     (wrong_0, fast_0, slow_0), (wrong_1, fast_1, slow_1) = processes.run(WORLD, in_a_process)

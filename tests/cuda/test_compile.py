@@ -203,7 +203,7 @@ def test_a_simulator_needs_no_machine_code_and_a_gpu_does(cache, first, monkeypa
     assert len(list(inspect.cubins(of[False].library))) == 1
     assert other.ptx == one.ptx and other.ptx.read_text() == text
     if first:
-        assert not list(inspect.cubins(one.library)) and one.library.stat().st_size < other.library.stat().st_size
+        assert not list(inspect.cubins(one.library))
         assert compile.get(REQUEST, simulated=True) is one
 
 

@@ -77,8 +77,8 @@ SPILLED: list[tuple[str, str, dict[str, Any], int]] = [
     ("norm_backward", "sm100", {"config": (8, 512, 2, 512)}, 2),
     ("sparse", "sm90", {"format": "fp8", "sides": 2, "merge": True}, 8),
 ]
-# Few kernels; those of the others are minutes of compiling.
-QUICK = (("merge", "sm90"),)
+# Few kernels, which calls of one op ask for; those of the others are minutes of compiling.
+QUICK = {("merge", "sm90"): "merge_partials"}
 FAMILIES = [
     pytest.param(folder.name, arch, marks=[] if (folder.name, arch) in QUICK else [pytest.mark.proof])
     for arch in compile.GPU_ARCH
@@ -98,9 +98,9 @@ missing = [
 
 
 @functools.cache
-def requests(arch: str) -> list[compile.Request]:
+def requests(arch: str, op: str | None) -> list[compile.Request]:
     """First those that parity simulates, since they are compiled in any case."""
-    return list(dict.fromkeys((*warmup.requests(arch, covering=True), *warmup.requests(arch))))
+    return list(dict.fromkeys((*warmup.requests(arch, op, covering=True), *warmup.requests(arch, op))))
 
 
 def multiplies_codes(request: compile.Request) -> bool:
@@ -108,10 +108,10 @@ def multiplies_codes(request: compile.Request) -> bool:
     return any("f8e4m3" in (value if isinstance(value, tuple) else (value,)) for _, value in request.signature)
 
 
-def covering(family: str, arch: str) -> list[compile.Request]:
+def covering(family: str, arch: str, op: str | None) -> list[compile.Request]:
     """Few requests that together hold every value of every signature entry, those of 8 bits by themselves."""
     chosen, seen = [], set()
-    for request in requests(arch):
+    for request in requests(arch, op):
         codes = multiplies_codes(request)
         values = {(codes, k, repr(v)) for k, v in (*request.signature, ("trace", request.trace))}
         if request.family == family and not values <= seen:
@@ -125,7 +125,8 @@ def covering(family: str, arch: str) -> list[compile.Request]:
 @pytest.mark.parametrize(("family", "arch"), FAMILIES)
 def test_a_family_compiles_and_fits(family, arch, pytestconfig):
     """From the compile cache, so that what a parity case has run in the simulator is not compiled again."""
-    found = covering(family, arch)[: None if pytestconfig.getoption("--proof") else 4]
+    proof = pytestconfig.getoption("--proof")
+    found = covering(family, arch, None if proof else QUICK[family, arch])[: None if proof else 4]
     assert found
     are_fine(found, arch)
 
@@ -242,7 +243,7 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
     are_fine(asked[:1], "sm100")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("dims", paged_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
@@ -256,7 +257,7 @@ def test_kernels_that_draw_their_tiles_fit(dims, softcap):
     are_fine([request], "sm90")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(17)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 @pytest.mark.parametrize("every", [False, True], ids=["plain", "every"])
 @pytest.mark.parametrize("kind", ["dense", "packed"])

@@ -159,6 +159,7 @@ def test_more_rows_than_a_grid_counts_along_one_axis(monkeypatch: pytest.MonkeyP
 MEMORY = 32768  # bytes of a threadgroup
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shared", [8, 9, 16])
 @pytest.mark.parametrize("dim_v", [16, 128, 144])
 @pytest.mark.parametrize("op", ["sdpa_decode", "sdpa_decode_paged"])
@@ -224,6 +225,7 @@ def test_every_size_that_a_row_accepts_fits_in_threadgroup_memory(op: str, monke
     assert {d["DIM"] for d in built} >= {32, 256} and max(map(_memory, built)) <= MEMORY
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("op", "kernel", "defines"),
     [

@@ -80,6 +80,7 @@ def test_e4m3_queries_are_the_same_numbers():
     torch.testing.assert_close(out.float(), want.float(), rtol=2**-8, atol=0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dims", HEADS, ids=str)
 def test_pages_of_one_key_or_of_many(dims):
     """The same keys wherever they lie: the same bits."""

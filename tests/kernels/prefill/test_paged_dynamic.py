@@ -61,6 +61,7 @@ def ctas(request, monkeypatch, ptx):  # noqa: F811
 class TestSimulated:
     pytestmark = simulated
 
+    @pytest.mark.sample(11)
     @pytest.mark.parametrize("lengths", LENGTHS)
     @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
     def test_any_lengths(self, ptx, ctas, lengths, dim):  # noqa: F811
@@ -72,6 +73,7 @@ class TestSimulated:
         assert [launch.grid for launch in launches] == [(ctas, 1, 1)] * 3
         assert all("Dynamic" in launch.kernel for launch in launches)
 
+    @pytest.mark.sample(13)
     @pytest.mark.parametrize("ctas", [1, 3, 7], indirect=True)
     @pytest.mark.parametrize("page", [8, 64, 256])
     def test_pages(self, ptx, ctas, page):  # noqa: F811

@@ -207,7 +207,7 @@ def four_tiles(heads: int) -> dict:
     )  # fmt: skip
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("heads", [40, 70])
 @pytest.mark.parametrize("format", ["none", "fp8", "nvfp4"])

@@ -181,6 +181,7 @@ def stored(number: int, statements: str) -> str:
     return f"{{ {statements} for (int j = 0; j < 4; j++) o[4 * {number} + j] = float(v[j]); }}\n"
 
 
+@pytest.mark.sample(2)
 # Eight at a time: a kernel takes half a second to compile, and an expression in it no time.
 @pytest.mark.parametrize("first", range(0, len(RIGHT), 8))
 def test_vectors_convert_component_by_component(first: int):
@@ -190,6 +191,7 @@ def test_vectors_convert_component_by_component(first: int):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_vectors_convert_in_statements(name: str):
     body, expected = STATEMENTS[name]
@@ -252,6 +254,7 @@ CONVERTERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("spelling", ["T(U(f))", "(T)(U)f", "made<T>(made<U>(f))", "static_cast<T>(U(f))"])
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_every_pair_of_types(spelling: str, width: int):

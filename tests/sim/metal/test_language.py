@@ -33,6 +33,7 @@ def random_bits(dtype: torch.dtype, n: int = 4096) -> torch.Tensor:
     return torch.where(x.isfinite() & (x.abs() < 1e4), x, torch.rand(n).to(dtype))
 
 
+@pytest.mark.sample(2)
 @DTYPES
 @pytest.mark.parametrize("op", ["a + b", "a - b", "a * b", "a / b", "a * a * b - a", "a * b + a * a"])
 def test_every_operation_rounds_once_as_in_torch(dtype: torch.dtype, op: str):
@@ -107,6 +108,7 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.int16, torch.int8])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions(name: str, dtype: torch.dtype):

@@ -32,6 +32,7 @@ def agrees(out, q, k, v, causal=False, mask=None):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=float(4 * eps * exact.abs().max() + moved))
 
 
+@pytest.mark.sample(4)
 @EVERY_DTYPE
 @pytest.mark.parametrize("D", DECODE)
 def test_decode(D: int, dtype: torch.dtype):
@@ -40,6 +41,7 @@ def test_decode(D: int, dtype: torch.dtype):
         agrees(decode(q, k, v, out), q, k, v)
 
 
+@pytest.mark.sample(5)
 @EVERY_DTYPE
 @pytest.mark.parametrize("D", DECODE)
 def test_decode_in_two_passes(D: int, dtype: torch.dtype):

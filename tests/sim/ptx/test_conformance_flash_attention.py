@@ -99,7 +99,7 @@ def test_forward(arch, name):
     compare(f"{arch} {name}", got, inputs, slack=exp2_error() if arch == "sm100" else 0.0, **how)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.proof
 @pytest.mark.parametrize("arch", ARCHS)
 def test_learned_sink(arch):
     inputs, sink = qkv(256), torch.randn(2).bfloat16()
@@ -110,6 +110,7 @@ def test_learned_sink(arch):
     compare(f"{arch} sink", (out,), inputs, causal=True, sink=sink)
 
 
+@pytest.mark.proof
 def test_split_kv():
     """Three parts of the keys and the kernel that combines them; Blackwell alone has it."""
     inputs = qkv(64, S=1024)
