@@ -98,8 +98,9 @@ def test_a_product_as_a_sum_is_as_close_to_float64(dtype):
 @pytest.mark.parametrize(
     ("tokens_", "rows", "summed"), [(1, 5120, True), (2, 5120, False), (16, 32, True), (17, 32, False)]
 )
-def test_graphs_for_a_gpu_have_sums_for_few_tokens(tokens_, rows, summed):
+def test_graphs_for_a_gpu_have_sums_for_few_tokens(tokens_, rows, summed, monkeypatch):
     """Traced on tensors without data that say they are on a GPU."""
+    monkeypatch.setattr(products, "DEVICE", "cuda")
     torch._dynamo.reset()
     targets: list[Any] = []
 
