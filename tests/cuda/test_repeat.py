@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torch_attnkit import parity
-from torch_attnkit.core import Kernel, Op, dispatch, native, simulate
+from torch_attnkit.core import Kernel, Op, dispatch, into, native, simulate
 from torch_attnkit.cuda import driver, repeat
 
 pytestmark = pytest.mark.skipif(native.extension is None, reason=f"eager calls: {native.word}")
@@ -34,7 +34,7 @@ def library():
     """A namespace whose ops C++ runs on CPU tensors: all of ours, and TOY."""
     made = torch.library.Library(SPACE, "DEF")
     with pytest.MonkeyPatch.context() as patch:
-        for op in dispatch.OPS.values():
+        for op in [*dispatch.OPS.values(), into.form_of(dispatch.OPS["nvfp4_quantize"])]:
             made.define(op.schema)
             dispatch.register_native(op, SPACE, "CPU", dispatch._compile(op))
             native.quicken(SPACE, op.name)
@@ -322,6 +322,45 @@ def repeats(op, args, kwargs, arch):
             assert g.shape == w.shape and g.stride() == w.stride() and g.dtype == w.dtype
             assert torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (g, w)))
     return repeated(op.name) - before
+
+
+@pytest.mark.simulator
+@pytest.mark.seconds(600)
+def test_caches_side_by_side_share_no_memory_and_one_inside_of_another_does(simulated):
+    """Keys and values of one buffer reach into one another's bytes. Tokens that lie in a cache are copied by Python."""
+    op = torch.ops.attnkit_repeated.paged_kv_cache_write
+    key, value = torch.randn(2, 3, 2, 64).bfloat16().unbind()
+    slot = torch.tensor([5, -1, 20])
+
+    def hits(key, k_cache, v_cache):
+        before = repeated("paged_kv_cache_write")
+        for _ in range(3):
+            with simulate("sm90"):
+                op(key, value, k_cache, v_cache, slot)
+            assert torch.equal(k_cache[0, 5], key[0]) and torch.equal(v_cache[1, 4], value[2])
+        return repeated("paged_kv_cache_write") - before
+
+    pages = torch.zeros(2, 16, 2, 128).bfloat16()
+    assert hits(key, *pages.chunk(2, -1)) == 1
+    assert hits(key, *reversed(pages.chunk(2, -1))) == 3
+    apart = torch.zeros(2, 2, 16, 2, 64).bfloat16()
+    assert hits(apart[0, 1, 9:12], *apart) == 0  # token 0 is written to another place of the same cache
+    assert hits(key, *torch.zeros(2, 16, 2, 2, 64).bfloat16().unbind(3)) == 3  # the same strides
+
+
+@pytest.mark.simulator
+@pytest.mark.seconds(600)
+def test_forms_that_write_into_given_tensors_are_repeated(simulated):
+    op = dispatch.OPS["nvfp4_quantize"]
+    x = torch.randn(4, 64).bfloat16()
+    want = outcome(op, (x,), {}, "sm100")
+    before = repeated("nvfp4_quantize_out")
+    for _ in range(3):
+        outs = [torch.full_like(t, 77) for t in want]
+        with simulate("sm100"):
+            torch.ops.attnkit_repeated.nvfp4_quantize_out(x, **dict(zip(op.outnames, outs, strict=True)))
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(outs, want, strict=True))
+    assert repeated("nvfp4_quantize_out") - before == 1
 
 
 @pytest.mark.simulator
