@@ -269,14 +269,19 @@ def simulated(library, monkeypatch):
     monkeypatch.setattr(repeat, "callee", _called)
 
 
+def placed(t):
+    """A copy at a multiple of 128 bytes: where memory begins belongs to a signature."""
+    room = torch.empty(t.nbytes + 256, dtype=torch.uint8)
+    begin = -room.data_ptr() % 128
+    return room[begin : begin + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+
+
 def outcome(op, args, kwargs, arch):
     """What a call in the tests' namespace writes and returns, on copies of ``args`` at multiples of 128 bytes."""
     moved = []
     for a in args:
         if isinstance(a, torch.Tensor) and a.is_contiguous():
-            room = torch.empty(a.nbytes + 256, dtype=torch.uint8)
-            begin = -room.data_ptr() % 128
-            a = room[begin : begin + a.nbytes].view(a.dtype).view(a.shape).copy_(a)
+            a = placed(a)
         moved.append(a.clone() if isinstance(a, torch.Tensor) and not a.is_contiguous() else a)
     with simulate(arch):
         out = getattr(torch.ops.attnkit_repeated, op.name)(*moved, **kwargs)
@@ -340,23 +345,24 @@ def test_caches_side_by_side_share_no_memory_and_one_inside_of_another_does(simu
             assert torch.equal(k_cache[0, 5], key[0]) and torch.equal(v_cache[1, 4], value[2])
         return repeated("paged_kv_cache_write") - before
 
-    pages = torch.zeros(2, 16, 2, 128).bfloat16()
+    key, value = placed(key), placed(value)
+    pages = placed(torch.zeros(2, 16, 2, 128).bfloat16())
     assert hits(key, *pages.chunk(2, -1)) == 1
     assert hits(key, *reversed(pages.chunk(2, -1))) == 3
-    apart = torch.zeros(2, 2, 16, 2, 64).bfloat16()
+    apart = placed(torch.zeros(2, 2, 16, 2, 64).bfloat16())
     assert hits(apart[0, 1, 9:12], *apart) == 0  # token 0 is written to another place of the same cache
-    assert hits(key, *torch.zeros(2, 16, 2, 2, 64).bfloat16().unbind(3)) == 3  # the same strides
+    assert hits(key, *placed(torch.zeros(2, 16, 2, 2, 64).bfloat16()).unbind(3)) == 3  # the same strides
 
 
 @pytest.mark.simulator
 @pytest.mark.seconds(600)
 def test_forms_that_write_into_given_tensors_are_repeated(simulated):
     op = dispatch.OPS["nvfp4_quantize"]
-    x = torch.randn(4, 64).bfloat16()
+    x = placed(torch.randn(4, 64).bfloat16())
     want = outcome(op, (x,), {}, "sm100")
     before = repeated("nvfp4_quantize_out")
     for _ in range(3):
-        outs = [torch.full_like(t, 77) for t in want]
+        outs = [placed(torch.full_like(t, 77)) for t in want]
         with simulate("sm100"):
             torch.ops.attnkit_repeated.nvfp4_quantize_out(x, **dict(zip(op.outnames, outs, strict=True)))
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(outs, want, strict=True))
