@@ -73,7 +73,7 @@ class TestSimulated:
         assert [launch.grid for launch in launches] == [(ctas, 1, 1)] * 3
         assert all("Dynamic" in launch.kernel for launch in launches)
 
-    @pytest.mark.sample(13)
+    @pytest.mark.sample(4)
     @pytest.mark.parametrize("ctas", [1, 3, 7], indirect=True)
     @pytest.mark.parametrize("page", [8, 64, 256])
     def test_pages(self, ptx, ctas, page):  # noqa: F811

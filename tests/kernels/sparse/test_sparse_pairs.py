@@ -68,7 +68,7 @@ def in_clusters() -> dict:
     return case(1, 330, "nvfp4")
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     ("made", "multiprocessors", "cut"),
