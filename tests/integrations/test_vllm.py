@@ -317,12 +317,26 @@ def test_registering_makes_custom_ours_and_again_changes_nothing(vllm):
 
 def test_mxfp4_experts_are_ours_only_where_they_are_asked_for(vllm):
     plugin.register()
-    ((name, config),) = vllm.quantizations.items()
+    assert list(vllm.quantizations) == ["attnkit_mxfp4", "attnkit_nvfp4"]
+    name, config = next(iter(vllm.quantizations.items()))
     model, published = SimpleNamespace(model_type="gpt_oss"), {"quant_method": "mxfp4"}
     assert config.override_quantization_method(published, name, hf_config=model) == name == "attnkit_mxfp4"
     for others in (
         (published, None, model), (published, "mxfp4", model), ({"quant_method": "fp8"}, name, model),
         (published, name, SimpleNamespace(model_type="llama")), (None, name, None),
+    ):  # fmt: skip
+        assert config.override_quantization_method(*others) is None
+
+
+def test_nvfp4_experts_are_ours_only_where_they_are_asked_for(vllm):
+    plugin.register()
+    name, config = list(vllm.quantizations.items())[1]
+    found, legacy = {"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"quantization": {"quant_algo": "NVFP4"}}
+    for published in (found, {"quant_method": "modelopt_fp4"} | legacy):
+        assert config.override_quantization_method(published, name) == name
+    for others in (
+        (found, None), (found, "modelopt_fp4"), (found | {"quant_algo": "FP8"}, name), (None, name),
+        ({"quant_method": "mxfp4"}, name),
     ):  # fmt: skip
         assert config.override_quantization_method(*others) is None
 

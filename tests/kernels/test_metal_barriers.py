@@ -101,6 +101,11 @@ CASES = {
     "kv_cache_write": Case(
         "kv_cache_write", range(0), lambda: (normal(3, 192), codes(4, 260), ints(2, -1, 0), None, "fp8", 64)
     ),
+    "paged_kv_cache_write": Case(
+        "paged_kv_cache_write",
+        range(0),
+        lambda: (*(normal(3, 2, 64) for _ in "kv"), *(normal(2, 16, 2, 64) for _ in "kv"), ints(20, -1, 3)),
+    ),
     "kv_cache_gather": Case(
         "kv_cache_gather", range(0), lambda: (codes(4, 260), ints(2, -1, 0, 2), None, "fp8", 192, 64)
     ),

@@ -171,6 +171,10 @@ def _write(a: Args) -> Masks:
     return dict(kv=a["slot"] < 0)
 
 
+def _write_pages(a: Args) -> Masks:
+    return dict(key=a["slot"] < 0, value=a["slot"] < 0)
+
+
 def _moe(a: Args) -> Masks:
     chosen = torch.zeros(a["w13"].shape[0] + 1, dtype=torch.bool)
     chosen[a["indices"].long().flatten()] = True
@@ -222,6 +226,7 @@ UNSEEN: dict[str, Callable[[Args], Masks]] = {
     "kv_cache_gather": _gather,
     "kv_cache_write": _write,
     "rope_kv_cache_write": _write,
+    "paged_kv_cache_write": _write_pages,
     "fp4_moe": _moe,
     "grouped_output_projection": _padding,
     "nvfp4_dequantize": lambda a: _padding(a | dict(format="nvfp4")),

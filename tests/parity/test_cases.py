@@ -113,7 +113,8 @@ def matters(case: parity.Case, feature: str) -> bool:
     except ValueError:
         return True
     return any(
-        a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num())
+        a.shape != b.shape
+        or not torch.equal(*(t.float().nan_to_num() if t.itemsize == 1 else t.nan_to_num() for t in (a, b)))
         for a, b in zip(result, other, strict=True)
     )
 
