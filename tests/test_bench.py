@@ -157,6 +157,7 @@ def test_a_search_compiles_judges_and_times_what_differs(monkeypatch, capsys):
     assert "tile=(64, 0)" in said and "ZeroDivisionError" in said and "does not compile" in said
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [op.name for op in OPS.values() if any(row.on != "cpu" for row in op.kernels)])
 def test_every_line_is_planned_ahead_of_time(name):
     """In all dtypes: ``warmup`` compiles its kernels, though some lines are of gigabytes and lengths decide on some."""

@@ -93,6 +93,7 @@ def fails(*args):
     raise RuntimeError("no kernel image\nis available")
 
 
+@pytest.mark.sample(3)
 @torch.no_grad()
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_both_sides_take_the_same_steps(shape, kernels):
@@ -258,7 +259,7 @@ SIMULATED = [
 
 @pytest.mark.simulator
 @torch.no_grad()
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", SIMULATED, ids=[f"{s.kind}, {s.name}" for s in SIMULATED])
 def test_our_steps_are_right_on_simulated_kernels_of_hopper(shape):
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")

@@ -173,6 +173,7 @@ class Product:
         return call
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("adapter", ["humming_moe", "humming_grouped"])
 @pytest.mark.parametrize("name", CALLS)
 def test_humming_routes_its_products(name, adapter, interpreted, monkeypatch):

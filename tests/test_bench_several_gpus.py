@@ -40,6 +40,7 @@ def test_what_is_compiled_is_known_without_a_gpu():
         )
 
 
+@pytest.mark.proof
 def test_results_over_gloo_and_the_bytes_that_are_sent(tmp_path):
     with pytest.raises(typer.Exit) as left:
         several_gpus.main(gloo=True, processes=WORLD, case="", json_file=tmp_path / "record", prepare="")

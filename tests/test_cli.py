@@ -238,6 +238,7 @@ def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch)
     assert result.exit_code == 2 and "nvidia-cutlass-dsl" in result.output
 
 
+@pytest.mark.proof
 def test_demo_runs_every_model_and_agrees_with_eager(run):
     result = run("demo", "--tokens", "3", "--sentences", "12")
     assert result.exit_code == 0, result.output
@@ -250,6 +251,7 @@ def test_demo_runs_every_model_and_agrees_with_eager(run):
     assert on_metal.count(" calls on metal (simulated)") == 4 and "tokens/s" not in on_metal
 
 
+@pytest.mark.proof
 def test_demo_goes_on_without_a_simulator_and_says_so(run, monkeypatch):
     from torch_attnkit.demo import models
 

@@ -98,7 +98,7 @@ def test_small_calls_are_the_kernels(name, counted):
     assert counted[KERNELS[name]] > 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("part", range(10))
 @pytest.mark.parametrize("name", [*KERNELS, *BLOCKS])
 def test_without_them_the_same_cases_hold(name, part, monkeypatch, forget):

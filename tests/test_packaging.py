@@ -62,6 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
+@pytest.mark.proof
 def test_an_extension_and_a_metal_source_work_from_the_wheel(wheel: Path, tmp_path: Path):
     found = python(
         "import torch, torch_attnkit\n"

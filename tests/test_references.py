@@ -93,6 +93,7 @@ def check_one_rounding(op, shape: str, features: tuple[str, ...], dtype: torch.d
             assert torch.equal(a, b.to(a.dtype)), f"{what} in {dtype}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("op", "shape", "features"), CASES, ids=IDS)
 def test_reference_sums_in_float32_rounds_once_and_is_pure(op, shape, features, monkeypatch):
     check_float32(op, shape, features)

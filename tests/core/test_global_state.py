@@ -67,6 +67,7 @@ def calls(op):
                 yield f"{shape} {features} {dtype}", *parity.inputs(op, shape, dtype, features)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_every_op_gives_the_same_bits_in_every_state(op, pytestconfig):
     every = 1 if pytestconfig.getoption("--proof") else 5
@@ -78,6 +79,7 @@ def test_every_op_gives_the_same_bits_in_every_state(op, pytestconfig):
             assert all(map(same, got, plain)), f"{name}: {state}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", ["metal", "sm90", "sm100"])
 def test_default_dtype_and_autocast_change_no_simulated_kernel(arch):
     from torch_attnkit.core import simulate

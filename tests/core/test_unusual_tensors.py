@@ -66,7 +66,7 @@ def differentiable(op, args):
 
 
 @EACH
-@pytest.mark.sample(12)
+@pytest.mark.sample(35)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_negated_views_are_read_with_their_sign(op, arch, mode):
     args, kwargs, run = on_row(op, arch)
@@ -90,6 +90,7 @@ def test_a_negated_view_is_not_written_to(op):
         assert torch.equal(changed[i], args[i])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arch", [None, "metal"])
 @ALL
 def test_forward_derivatives_are_refused(op, arch):
@@ -144,6 +145,7 @@ def test_vmap_maps_over_the_op_below_a_gradient_too(op):
                 got.sum().backward(retain_graph=True)
 
 
+@pytest.mark.sample(3)
 @ALL
 def test_meta_tensors_give_meta_outputs_of_the_right_kind_and_are_validated(op):
     for shape in parity.shapes(op):
@@ -251,6 +253,7 @@ def indices(op, args):
     return [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.dtype in (torch.int32, torch.int64)]
 
 
+@pytest.mark.sample(3)
 @ALL
 def test_index_tensors_may_have_steps_between_their_elements(op):
     run = getattr(torch.ops.attnkit, op.name)

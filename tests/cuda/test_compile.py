@@ -140,6 +140,7 @@ def test_recording_collects_requests_and_compiles_nothing(monkeypatch):
     assert asked == []
 
 
+@pytest.mark.proof
 def test_bench_cases_whose_inputs_depend_on_lengths_are_warm():
     """Fake tensors do not have these. Parity's cases over pages are too small for CTAs that share or draw tiles."""
     from torch_attnkit import warmup

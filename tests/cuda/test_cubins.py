@@ -243,7 +243,7 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
     are_fine(asked[:1], "sm100")
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(17)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("dims", paged_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
@@ -262,6 +262,7 @@ def test_kernels_that_draw_their_tiles_fit(dims, softcap):
 @pytest.mark.parametrize("every", [False, True], ids=["plain", "every"])
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 @pytest.mark.parametrize("dims", dynamic_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
+@pytest.mark.proof
 def test_kernels_that_draw_tiles_of_tensors_fit(dims, kind, every):
     """The same, without features and with all lengths and capped scores."""
     choice = dynamic_plan.DRAWN[dims]

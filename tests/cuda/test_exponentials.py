@@ -53,7 +53,7 @@ def test_what_a_mask_leaves_is_nothing():
     assert got[:5].tolist() == [0.0] * 5 and got[5].isnan() and got[6:].tolist() == [1.0, 2.0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("dim", "eighths"), [(32, 2), (64, 2), (96, 2), (128, 1), (256, 0)])
 def test_the_share_follows_from_the_model(dim, eighths):
     """And is what the kernel executes: 128 scores of each row and block, and a factor from the second block on."""

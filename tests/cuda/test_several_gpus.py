@@ -159,6 +159,7 @@ def over_gloo(rank: int) -> dict[str, str]:
         return each(as_they_are)
 
 
+@pytest.mark.proof
 def test_steps_over_gloo_are_right_and_ones_that_gpus_take():
     test_distributed.succeeded(processes.run(WORLD, over_gloo))
 

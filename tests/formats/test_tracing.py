@@ -46,6 +46,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_traced_with_symbolic_sizes(name):
     run, dtype = CASES[name]

@@ -181,7 +181,7 @@ def compare(name: str, arch: str, args: Args) -> None:
         check(f"{name} {out}", g, r, r64)
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("arch", ["metal", "sm90", "sm100"])
 @pytest.mark.parametrize(("op", "shape"), [(op, shape) for op, shapes in SHAPES.items() for shape in shapes])
@@ -206,7 +206,7 @@ def test_attention_on_the_cpu_in_parts(monkeypatch: pytest.MonkeyPatch):
     test_attention_on_the_cpu((70, 150), "one key")
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("given", [g for g in INPUTS if g != "scores"])
 @pytest.mark.parametrize(
     ("op", "shape", "arch"),

@@ -221,6 +221,7 @@ def test_a_decoder_made_bidirectional_equals_eager():
         same(a[valid], b[valid])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_decode_step_is_one_graph_and_equals_eager(family, backend):

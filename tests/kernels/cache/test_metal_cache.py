@@ -56,7 +56,7 @@ def apart(rows: torch.Tensor, before: int, after: int) -> tuple[torch.Tensor, to
     return buffer, view
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (8, 4), (3, 2)], ids=["dense", "words", "odd"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -56,7 +56,7 @@ def near(got, want):
     assert float((got.float() - want.float()).abs().max()) <= 2 * torch.finfo(got.dtype).eps * float(want.abs().max())
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("before", [0, 8, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=str)

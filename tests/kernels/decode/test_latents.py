@@ -25,6 +25,7 @@ def right(name: str, got: tuple[torch.Tensor, ...], args: list[torch.Tensor]) ->
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 @pytest.mark.parametrize("name", ["sdpa_decode", "sdpa_decode_paged"])
+@pytest.mark.proof
 def test_one_tensor_and_two_of_the_same_strides_share_a_plan(name, arch):
     """The values of one cache, of another, and of the first again; the last begins where no kernel reads."""
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")

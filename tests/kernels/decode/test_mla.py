@@ -96,7 +96,7 @@ def no_pages() -> tuple[str, list, dict]:
 CASES = [contiguous, two_chunks, long, short, paged, pages_16, pages_48, pages_64, windows, no_keys, no_pages]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_one_tensor_is_keys_and_values(case):
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")

@@ -169,7 +169,7 @@ CLUSTERS = {
 
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
-@pytest.mark.sample(8)
+@pytest.mark.sample(15)
 @pytest.mark.seconds(300)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_the_reference(name, simulated, multiprocessors):

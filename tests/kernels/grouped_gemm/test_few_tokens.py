@@ -120,6 +120,7 @@ def test_the_same_bits_under_any_schedule_and_no_memory_of_the_call_before(simul
 @pytest.mark.filterwarnings("default")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.proof
 def test_every_scale_and_code_is_decoded(simulated, format):
     """One token that picks a single number of each row: out is a table of what was decoded. Of MXFP4 the scales are
     those that bf16 holds beside the power of two that decoding leaves: 2^-69 to 2^63."""

@@ -84,6 +84,7 @@ def test_results_are_those_of_the_reference(name):
 
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("default")
+@pytest.mark.proof
 def test_an_infinite_number_stays_where_it_is():
     """A limit makes gate and up of an infinite number finite; what stands beyond a row's end must not meet it."""
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")

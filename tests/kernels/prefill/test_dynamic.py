@@ -152,6 +152,7 @@ class TestSimulated:
         assert all("Dynamic" in launch.kernel for launch in launches)
 
     @PLANS
+    @pytest.mark.proof
     def test_packed_with_every_feature(self, ptx, dim, monkeypatch):
         tiles = dynamic_plan.DRAWN[dim].causal
         monkeypatch.setitem(
@@ -171,7 +172,7 @@ class TestSimulated:
         assert [launch.grid for launch in launches] == [(2, 1, 1)] * 6
         assert all("Dynamic" in launch.kernel for launch in launches)
 
-    @pytest.mark.sample(11)
+    @pytest.mark.sample(21)
     @pytest.mark.parametrize("ptx", [1, 3, 7], indirect=True)
     @pytest.mark.parametrize("heads", HEADS)
     def test_heads_that_do_not_divide_a_tile(self, ptx, heads):

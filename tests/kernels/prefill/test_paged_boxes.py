@@ -94,7 +94,7 @@ def ptx():
 @pytest.mark.seconds(600)
 @pytest.mark.filterwarnings("ignore")
 class TestSimulated:
-    @pytest.mark.sample(5)
+    @pytest.mark.sample(9)
     @pytest.mark.parametrize("page", [16, 8, 24, 64, 128, 1, 256, 5, 12, 129])
     def test_pages_of_any_size_where_they_lie(self, ptx, page):
         """A chunk, a token, a sequence without queries, one shorter than its block, and drafts."""
@@ -116,7 +116,7 @@ class TestSimulated:
         with ptx.settings(check=True, seed=1):
             _agrees(_made(page, (40, 9), (100, 131), heads=12))
 
-    @pytest.mark.sample(1)
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("page", [1, 16, 8, 64])
     def test_two_ctas_load_pieces(self, ptx, page):
         """Heads of 512: of K each CTA loads half the keys of a piece, of V half the columns."""

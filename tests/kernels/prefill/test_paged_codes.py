@@ -39,7 +39,7 @@ def _agrees(args: tuple, **kwargs) -> None:
     judge(NAME, dispatch.OPS[NAME], "sm90", args, args, kwargs | dict(max_seqlen_q=40))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("page", [8, 24, 64, 256])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_pages(ptx, page, dim):

@@ -61,7 +61,7 @@ def ctas(request, monkeypatch, ptx):  # noqa: F811
 class TestSimulated:
     pytestmark = simulated
 
-    @pytest.mark.sample(11)
+    @pytest.mark.sample(21)
     @pytest.mark.parametrize("lengths", LENGTHS)
     @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
     def test_any_lengths(self, ptx, ctas, lengths, dim):  # noqa: F811

@@ -85,7 +85,7 @@ def _agrees(args: list, **kwargs) -> None:
 class TestSimulated:
     pytestmark = simulated
 
-    @pytest.mark.sample(13)
+    @pytest.mark.sample(25)
     @pytest.mark.parametrize("lengths", LENGTHS)
     @pytest.mark.parametrize("dim", [32, 64, 96, 128])
     def test_any_lengths(self, ptx, lengths, dim):

@@ -52,7 +52,7 @@ MXFP4 = dict(o_format="mxfp4")
 SWIZZLED = dict(scale_layout="128x4")
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(47)
 @pytest.mark.parametrize("layout", ["linear", "128x4"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(

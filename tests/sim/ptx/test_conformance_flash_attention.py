@@ -124,6 +124,7 @@ def test_split_kv():
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.proof
 def test_variable_lengths(arch):
     starts = [0, 100, 101, 256]
     inputs = [t[0] for t in qkv(256)]
