@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attnkit
 from torch_attnkit import parity
@@ -83,6 +86,19 @@ def test_compiled_the_given_tensor_is_written():
     outs = outs_of(given["q"])
     got = torch.compile(attend, fullgraph=True, backend="aot_eager")(given["q"] / 2, outs)
     assert torch.equal(got, want + 1) and torch.equal(outs["out"], want)
+
+
+def test_a_form_counts_as_its_op():
+    given = paged()
+    counts = []
+    for call in (
+        torch.ops.attnkit.sdpa_decode_paged,
+        partial(torch.ops.attnkit.sdpa_decode_paged_out, **outs_of(given["q"])),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            call(**given)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_fake_tensors_are_checked_too():
