@@ -14,12 +14,12 @@ from torch_attnkit.core.support import support
 from torch_attnkit.parity import command, evidence, judge, places
 
 CPU = places.Place("cpu", "some processor", Target("cpu"))
-ROW = support("cpu")[0]
+ROW = next(found for found in support("cpu") if found[0].name == "gated_rmsnorm")  # few cases, and short ones
 
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """A folder without evidence, and of the CPU's rows the first alone: one is enough, and others take their time."""
+    """A folder without evidence, and of the CPU's rows one alone: it is enough, and others take their time."""
     monkeypatch.setattr(evidence, "FOLDER", tmp_path)
     for module in (evidence, command):
         monkeypatch.setattr(module, "support", lambda arch: [ROW] if arch == "cpu" else support(arch))
@@ -132,8 +132,8 @@ def test_rows_of_a_target_are_worded_apart():
 
 
 def test_the_command_runs_rows_and_records_them(folder):
-    result = run("--op", "flash_attention", "--arch", "cpu", "--record")
-    assert result.exit_code == 0 and "flash_attention/cpu" in result.output
+    result = run("--op", ROW[0].name, "--arch", "cpu", "--record")
+    assert result.exit_code == 0 and f"{ROW[0].name}/cpu" in result.output
     assert seen() == [f"hardware ({CPU.evidence})"]
     result = run("--arch", "cpu", "--stale")
     assert result.exit_code == 0 and "nothing to run" in result.output
@@ -165,7 +165,7 @@ def test_failures_give_an_exit_code_and_unknown_names_another(folder, monkeypatc
         raise AssertionError("row is wrong")
 
     monkeypatch.setattr(judge, "run", wrong)
-    result = run("--op", "flash_attention", "--arch", "cpu", "--record")
+    result = run("--op", ROW[0].name, "--arch", "cpu", "--record")
     assert result.exit_code == 1 and "row is wrong" in result.output
     assert seen() == []
     for words, expected in (
