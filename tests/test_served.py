@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_attnkit import warmup
 from torch_attnkit.core.target import Target
+from torch_attnkit.integrations.vllm import steps
 from torch_attnkit.served import calls, models
 
 BF16 = torch.bfloat16
@@ -60,6 +62,29 @@ def test_attention_of_other_sizes_asks_for_no_other_kernels(attention, monkeypat
     between(monkeypatch, 1)
     others = kernels(list(calls.of_attention(attention, BF16)))
     assert others and others <= known
+    if not attention.latent:
+        asked = steps_of_vllm(attention)
+        assert {request.family for request in asked} == {"cache", "decode", "prefill"} and set(asked) <= known
+
+
+def steps_of_vllm(a: models.Attention) -> dict[object, None]:
+    """The kernels that our plugin's own calls ask for: a step of single tokens and one of a prompt among them."""
+    layer = steps.Layer(
+        a.heads, a.kv_heads, a.dim, BF16, BF16, page=16, window=a.windows[0], softcap=a.softcap, sink=a.sink
+    )
+    with FakeTensorMode(), warmup.asked_by("sm90") as asked:
+        sink = torch.zeros(a.heads) if a.sink else None
+        cache = torch.zeros(900, 16, a.kv_heads, 2 * a.dim, dtype=BF16).transpose(1, 2)
+        for tokens, longest in ((8, 1), (507, 500)):
+            widths = (a.heads * a.dim, a.kv_heads * a.dim, a.kv_heads * a.dim)
+            q, k, v = torch.zeros(tokens, sum(widths), dtype=BF16).split(widths, 1)
+            key, value = (t.unflatten(1, (a.kv_heads, a.dim)) for t in (k, v))
+            q = q.unflatten(1, (a.heads, a.dim)).contiguous()
+            table, lengths = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+            step = steps.Step.of(tokens, torch.zeros(9, dtype=torch.int32), table, lengths, longest, 1024)
+            steps.store(key, value, cache, torch.zeros(tokens, dtype=torch.int64))
+            steps.attend(layer, step, q, cache, sink, torch.empty_like(q), decodes=True)
+    return asked.kernels
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.core import into
-from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.dispatch import FORMS, OPS
 from torch_attnkit.core.op import Op
 from torch_attnkit.when_imported import when_imported
 
@@ -24,8 +23,7 @@ def register_when_imported() -> None:
 
 
 def _register(counter: ModuleType) -> None:
-    forms = (form for plain in OPS.values() for form in (plain, into.form_of(plain)))
-    for op in filter(None, forms):
+    for op in (*OPS.values(), *FORMS.values()):
         packet = getattr(torch.ops.attnkit, op.name)
         if packet not in counter.flop_registry and importlib.util.find_spec(f"{op.package}.flops"):
             counter.register_flop_formula(packet, get_raw=True)(formula(op))

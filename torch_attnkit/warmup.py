@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .core import UnsupportedError, config
-from .core.dispatch import OPS, build, resolve
+from .core.dispatch import FORMS, OPS, build, resolve
 from .core.op import NAMESPACE, Call, Kernel, Op
 from .core.spec import DTYPES
 from .core.target import Target
@@ -112,10 +112,10 @@ class asked_by(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == NAMESPACE:
-            op = OPS[func.overloadpacket.__name__]
+            op = (OPS | FORMS)[func.overloadpacket.__name__]
             call = _bind(op, args, kwargs)
             with compile.recording() as asked:
-                build(op, call, self.target)
+                build(op.base or op, call, self.target)
             self.kernels |= dict.fromkeys(asked)
         return func(*args, **kwargs)
 

@@ -27,6 +27,7 @@ from .spec import DTYPES, short
 from .target import Target, simulated_arch, target_of
 
 OPS: dict[str, Op] = {}
+FORMS: dict[str, Op] = {}  # of OPS, those that write into given tensors (``into.py``), by names of their own
 PLAN_KEYS: dict[str, Callable[..., Any]] = {}
 _PLANS: dict[str, native.Plans] = {}
 _ACCEPTED = re.compile(r" not in \{(.*?)\}")  # the words of ``Kernel.refusal`` about a dtype or a size
@@ -476,7 +477,9 @@ def load(package: str) -> torch.library.Library:
         if op.name != name:
             raise ValueError(f"folder {name} must define op {name}, defines {op.name}")
         OPS[name] = op
-        for form in filter(None, (op, into.form_of(op))):
+        _register(lib, op)
+        if (form := into.form_of(op)) is not None:
+            FORMS[form.name] = form
             _register(lib, form)
     return lib
 

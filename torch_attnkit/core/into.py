@@ -26,7 +26,7 @@ def form_of(op: Op) -> Op | None:
         return None
     inside = op.schema[len(op.name) + 1 : op.schema.rindex(") ->")]
     star = "" if op.positional < len(op.argnames) else ", *"
-    outs = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip("abcdef", op.outnames, strict=False))
+    outs = ", ".join(f"Tensor({chr(ord('a') + i)}!) {name}" for i, name in enumerate(op.outnames))
     return dataclasses.replace(op, schema=f"{op.name}{SUFFIX}({inside}{star}, {outs}) -> ()", base=op, backward="")
 
 

@@ -151,11 +151,16 @@ def _prefill_paged(a: Attention, dtype: torch.dtype, sink: Any, options: dict[st
 
 
 def _stored(a: Attention, dtype: torch.dtype) -> Iterator[Asked]:
-    """Keys and values of a step's tokens, side by side in vLLM's cache."""
-    width = a.kv_heads * 2 * a.dim
-    for tokens in TOKENS:
-        args = meta(dtype, tokens, width), meta(dtype, 1 << 16, width), meta(_I64, tokens)
-        yield Asked("kv_cache_write", args, {})
+    """Keys and values of a step's tokens, by themselves or columns of a product with q, into vLLM's caches."""
+    alone = [meta(dtype, MOST_TOKENS, a.kv_heads, a.dim)] * 2
+    q, kv = a.heads * a.dim, a.kv_heads * a.dim
+    columns = meta(dtype, MOST_TOKENS, q + 2 * kv).split((q, kv, kv), 1)[1:]
+    joined = [part.unflatten(1, (a.kv_heads, a.dim)) for part in columns]
+    slot, scale = meta(_I64, MOST_TOKENS), meta(_F32)
+    for (key, value), stored in itertools.product((alone, joined), (dtype, _E4M3)):
+        for _, caches in _pages(a, MOST_TOKENS, stored):
+            for scales in ((None, None), (scale, scale))[: 2 if stored is _E4M3 else 1]:
+                yield Asked("paged_kv_cache_write", (key, value, *caches, slot, *scales), {})
 
 
 def _pages(a: Attention, keys: int, stored: torch.dtype) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
@@ -200,10 +205,12 @@ def of_experts(e: Experts, dtype: torch.dtype) -> Iterator[Asked]:
         )  # fmt: skip
         divisor = meta(_F32, count) if form == "nvfp4" else None
         biases = (meta(dtype, count, 2 * width), meta(dtype, count, e.hidden)) if e.bias else (None, None)
-        # Routers that are no op of ours choose in int64.
-        chosen = meta(_F32, tokens, e.topk), meta(_I32 if e.router else _I64, tokens, e.topk)
         options = dict(format=form, swiglu=e.swiglu, limit=e.limit, interleaved=e.interleaved)
-        yield Asked("fp4_moe", (meta(dtype, tokens, e.hidden), *chosen, *weights, divisor, divisor, *biases), options)
+        # Ours and vLLM's routers choose in int32, transformers' own in int64.
+        for ids in (_I32,) if e.router else (_I32, _I64):
+            chosen = meta(_F32, tokens, e.topk), meta(ids, tokens, e.topk)
+            args = meta(dtype, tokens, e.hidden), *chosen, *weights, divisor, divisor, *biases
+            yield Asked("fp4_moe", args, options)
 
 
 # DeepSeek-V4's attention.
