@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .memory import span
 from .op import Call, Op, differ
 from .spec import short
 
@@ -56,11 +57,3 @@ def check_memory(op: Op, args: tuple[Any, ...], outs: Iterable[torch.Tensor]) ->
             if begin < last and first < end:
                 raise ValueError(f"{op.name}: {name} shares memory with {other}, accepted: memory of its own")
         spans.append((name, (begin, end)))
-
-
-def span(t: torch.Tensor) -> tuple[int, int]:
-    """The addresses from the first byte of ``t`` to behind the last."""
-    begin = t.data_ptr()
-    if t.numel() == 0:
-        return begin, begin
-    return begin, begin + (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize

@@ -1,4 +1,4 @@
-"""Memory for what an op returns, at little cost to the host."""
+"""Memory for what an op returns, at little cost to the host, and which memory a tensor has."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ def on_cpu(outputs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> Callable[[
         return [_quick_cpu(shape, strides, dtype) for shape, strides, dtype in ready]
 
     return empties if _quick_cpu is not None else None
+
+
+def span(t: torch.Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of ``t`` to behind the last."""
+    begin = t.data_ptr()
+    if t.numel() == 0:
+        return begin, begin
+    return begin, begin + (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize

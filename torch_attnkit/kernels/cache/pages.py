@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from torch_attnkit.core.memory import span
+
 VECTOR = 16  # bytes of the widest loads and stores
 MOST_THREADS = 256
 
@@ -62,16 +64,10 @@ def width(p: Problem) -> int:
 
 def apart(o: Operands) -> Operands:
     """``o``, with copies of tokens that may share memory with a cache: none is overwritten before it is read."""
-    spans = [_span(cache) for cache in (o.k_cache, o.v_cache)]
+    spans = [span(cache) for cache in (o.k_cache, o.v_cache)]
 
     def own(new: torch.Tensor) -> torch.Tensor:
-        begin, end = _span(new)
+        begin, end = span(new)
         return new.clone() if any(begin < last and first < end for first, last in spans) else new
 
     return o._replace(key=own(o.key), value=own(o.value))
-
-
-def _span(t: torch.Tensor) -> tuple[int, int]:
-    """The addresses from the first byte of a tensor that is not empty to behind the last."""
-    begin = t.data_ptr()
-    return begin, begin + (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize

@@ -83,12 +83,12 @@ class _Writer:
                 if const_expr(mScale is not None):
                     scale = copies.scalar(mScale.iterator + head)
                     x = [fp4.divide(number, scale) for number in x]
-                copies.store(_codes(x), cute.recast_ptr(to, dtype=Uint8))
+                copies.store(_to_e4m3(x), cute.recast_ptr(to, dtype=Uint8))
             else:
                 copies.store(rX, to)
 
 
-def _codes(x: list[Any]) -> Any:
+def _to_e4m3(x: list[Float32]) -> cute.Tensor:
     """Numbers as E4M3 bytes in registers."""
     codes = cute.make_rmem_tensor(len(x), Uint8)
     if len(x) % 4 == 0:
