@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
-import torch_attnkit
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.parity.places import simulators
+
+from .checking import checked
 
 pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.seconds(300)]
 
@@ -17,24 +15,6 @@ op = torch.ops.attnkit.paged_kv_cache_write
 CASES = OPS["paged_kv_cache_write"].module("cases")
 HOSTILE = (-(2**31), -2, -1, 5 * 16, 5 * 16 + 1, 2**31 - 1)  # of five pages of 16 keys
 PLACES = ("sm90", "metal")
-
-
-@contextmanager
-def checked(arch):
-    if missing := simulators()[arch]:
-        pytest.skip(missing)
-    if arch == "metal":
-        from torch_attnkit.sim import metal
-
-        with torch_attnkit.simulate(arch), metal.settings(mode="checked"):
-            yield
-    else:
-        pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
-        from torch_attnkit.sim import ptx
-
-        with torch_attnkit.simulate(arch), ptx.settings(check=True), ptx.counting() as launches:
-            yield
-        assert len(launches) == 1
 
 
 def given(case="joined", dtype=torch.bfloat16, features=(), **changes):

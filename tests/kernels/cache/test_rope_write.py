@@ -16,31 +16,14 @@ from torch_attnkit.kernels.cache.problem import Problem, Row
 from torch_attnkit.kernels.cache.rope_problem import RopeProblem
 from torch_attnkit.parity.places import simulators
 
+from .checking import checked
+
 pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytest.mark.seconds(300)]
 
 op = torch.ops.attnkit.rope_kv_cache_write
 ROWS = [("none", 64, 24), ("fp8", 192, 64), ("nvfp4", 72, 56), ("mxfp4", 544 + 64, 64)]
 HOSTILE = (-(2**31), -2, -1, 9, 10, 2**31 - 1)  # of a cache of nine rows
 PLACES = ("sm90", "metal")
-
-
-@contextmanager
-def checked(arch):
-    """Inside of the simulator, with its checks on."""
-    if missing := simulators()[arch]:
-        pytest.skip(missing)
-    if arch == "metal":
-        from torch_attnkit.sim import metal
-
-        with torch_attnkit.simulate(arch), metal.settings(mode="checked"):
-            yield
-    else:
-        pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
-        from torch_attnkit.sim import ptx
-
-        with torch_attnkit.simulate(arch), ptx.settings(check=True), ptx.counting() as launches:
-            yield
-        assert len(launches) == 1
 
 
 def given(row, tokens, heads=3, dtype=torch.bfloat16, slots=9):

@@ -24,6 +24,59 @@ ops = torch.ops.attnkit
 _SWIGLU: dict[str, Any] = dict(swiglu="gptoss", alpha=1.702, limit=7.0, interleaved=True)
 
 
+class _OnOps:
+    """What both methods of vLLM's are here: without a kernel of its list, their products by ``fp4_moe``.
+
+    Parameters and loading are vLLM's; the router is, too: ``apply`` gets its choice.
+    """
+
+    @property
+    def is_monolithic(self) -> bool:
+        return False
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        return hidden_size, intermediate_size_per_partition  # fp4_moe takes multiples of a block, as formats have them
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """What vLLM's kernels would be told of the weights."""
+
+    def options(self, layer: Any) -> dict[str, Any]:
+        """What ``fp4_moe`` is told of the weights of ``layer``."""
+        raise NotImplementedError
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x (T, N), the weights and ids (T, K) of its experts -> (T, N)."""
+        if layer.expert_map is not None:  # (experts of all processes,) the own ones' numbers, -1 for others
+            topk_ids = layer.expert_map[topk_ids.long()]
+        return ops.fp4_moe(
+            x, topk_weights.float(), topk_ids, layer.w13_weight, layer.w13_weight_scale, layer.w2_weight,
+            layer.w2_weight_scale, bias13=getattr(layer, "w13_bias", None), bias2=getattr(layer, "w2_bias", None),
+            **self.options(layer),
+        )  # fmt: skip
+
+
+def _check(layer: Any, activation: str) -> None:
+    """Raise UnsupportedError for another activation, or router weights that scale the experts' input."""
+    if (found := getattr(layer.activation, "value", layer.activation)) != activation:
+        raise UnsupportedError(f"attnkit for vLLM: activation of experts is {found!r}, accepted: {activation!r}")
+    if layer.apply_router_weight_on_input:
+        raise UnsupportedError("attnkit for vLLM: apply_router_weight_on_input is True, accepted: False")
+
+
 class GptOssOnOps(GptOssMxfp4Config):
     """Keeps the name of vLLM's own configuration: its loader of GPT-OSS asks for that."""
 
@@ -36,55 +89,26 @@ class GptOssOnOps(GptOssMxfp4Config):
         return [torch.bfloat16, torch.float16, torch.float32]
 
     def _make_moe_method(self, moe: Any) -> FusedMoEMethodBase:
-        return ExpertsOnOps(moe)
+        return GptOssExperts(moe)
 
 
-class ExpertsOnOps(GptOssMxfp4MoEMethod):
-    """vLLM's method for these weights without a kernel of its list: parameters and loading are its, products ours."""
+class GptOssExperts(_OnOps, GptOssMxfp4MoEMethod):
+    """The experts of GPT-OSS."""
 
     def __init__(self, moe: Any) -> None:
         FusedMoEMethodBase.__init__(self, moe)  # past the choice of a kernel
         self.weight_dtype = "gpt_oss_mxfp4"
         self.mxfp4_backend, self.moe_kernel = Mxfp4MoeBackend.NONE, None
 
-    @property
-    def is_monolithic(self) -> bool:
-        """The router is vLLM's: ``apply`` gets its choice."""
-        return False
-
-    def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
-    ) -> tuple[int, int]:
-        return hidden_size, intermediate_size_per_partition  # fp4_moe takes multiples of 32, as the format has them
-
     def process_weights_after_loading(self, layer: Any) -> None:
-        """vLLM makes biases bfloat16 whatever the model is; the op takes the model's dtype.
-
-        Raises:
-            UnsupportedError: another activation than GPT-OSS', or router weights that scale the experts' input.
-        """
-        if (found := getattr(layer.activation, "value", layer.activation)) != "swigluoai":
-            raise UnsupportedError(f"attnkit for vLLM: activation of experts is {found!r}, accepted: 'swigluoai'")
-        if layer.apply_router_weight_on_input:
-            raise UnsupportedError("attnkit for vLLM: apply_router_weight_on_input is True, accepted: False")
+        """vLLM makes biases bfloat16 whatever the model is; the op takes the model's dtype."""
+        _check(layer, "swigluoai")
         for name in ("w13_bias", "w2_bias"):
             if (bias := getattr(layer, name, None)) is not None:
                 bias.data = bias.data.to(layer.params_dtype)
 
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """What vLLM's kernels would be told of the weights."""
-
-    def apply(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x (T, N), the weights and ids (T, K) of its experts -> (T, N)."""
-        return _routed(layer, x, topk_weights, topk_ids, format="mxfp4", **_SWIGLU)
+    def options(self, layer: Any) -> dict[str, Any]:
+        return dict(format="mxfp4", **_SWIGLU)
 
 
 class ModelOptOnOps(ModelOptNvFp4Config):
@@ -98,11 +122,10 @@ class ModelOptOnOps(ModelOptNvFp4Config):
         return [torch.bfloat16, torch.float16, torch.float32]
 
 
-class ModelOptExpertsOnOps(ModelOptNvFp4FusedMoE):
-    """vLLM's method for these weights without a kernel of its list: parameters and loading are its, products ours.
+class ModelOptExperts(_OnOps, ModelOptNvFp4FusedMoE):
+    """Experts that Model Optimizer wrote. vLLM's loader of weights looks for "ModelOpt" in the name of the class.
 
-    vLLM's loader of weights looks for "ModelOpt" in the name of the class. Activations stay in the model's dtype:
-    ``input_scale``, calibrated for quantised ones, is not used.
+    Activations stay in the model's dtype: ``input_scale``, calibrated for quantised ones, is not used.
     """
 
     def __init__(self, quant_config: ModelOptNvFp4Config, moe_config: Any) -> None:
@@ -110,65 +133,24 @@ class ModelOptExpertsOnOps(ModelOptNvFp4FusedMoE):
         self.quant_config, self.use_a16, self.use_global_sf = quant_config, True, False
         self.nvfp4_backend, self.experts_cls, self.moe_kernel = NvFp4MoeBackend.EMULATION, None, None
 
-    @property
-    def is_monolithic(self) -> bool:
-        """The router is vLLM's: ``apply`` gets its choice."""
-        return False
-
-    @property
-    def supports_eplb(self) -> bool:
-        return False
-
-    def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
-    ) -> tuple[int, int]:
-        return hidden_size, intermediate_size_per_partition
-
     def process_weights_after_loading(self, layer: Any) -> None:
         """fp4_moe divides by what a checkpoint multiplies by, one number for gate and up.
 
         Raises:
-            UnsupportedError: another activation than SiLU, experts of one matrix less, router weights that scale the
-                experts' input, or gate and up with numbers of their own.
+            UnsupportedError: experts without a gate, or gate and up with numbers of their own; as ``_check``.
         """
-        if (found := getattr(layer.activation, "value", layer.activation)) != "silu":
-            raise UnsupportedError(f"attnkit for vLLM: activation of experts is {found!r}, accepted: 'silu'")
+        _check(layer, "silu")
         if not self.moe.is_act_and_mul:
             raise UnsupportedError("attnkit for vLLM: experts have no gate, accepted: gate and up")
-        if layer.apply_router_weight_on_input:
-            raise UnsupportedError("attnkit for vLLM: apply_router_weight_on_input is True, accepted: False")
         both = layer.w13_weight_scale_2.data  # (E, 2)
         if not torch.equal(both[:, 0], both[:, 1]):
             raise UnsupportedError("attnkit for vLLM: weight_scale_2 of gate and up differ, accepted: one for both")
         layer.w13_global = both[:, 0].reciprocal().contiguous()  # (E,)
         layer.w2_global = layer.w2_weight_scale_2.data.reciprocal().contiguous()
 
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """What vLLM's kernels would be told of the weights."""
-
-    def apply(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x (T, N), the weights and ids (T, K) of its experts -> (T, N)."""
-        return _routed(
-            layer, x, topk_weights, topk_ids, w13_global=layer.w13_global, w2_global=layer.w2_global, format="nvfp4",
-            swiglu="silu", limit=getattr(layer, "swiglu_limit", None),
-        )  # fmt: skip
+    def options(self, layer: Any) -> dict[str, Any]:
+        limit = getattr(layer, "swiglu_limit", None)
+        return dict(format="nvfp4", swiglu="silu", limit=limit, w13_global=layer.w13_global, w2_global=layer.w2_global)
 
 
-ModelOptOnOps.FusedMoEMethodCls = ModelOptExpertsOnOps
-
-
-def _routed(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    if layer.expert_map is not None:  # (experts of all processes,) the own ones' numbers, -1 for others
-        ids = layer.expert_map[ids.long()]
-    return ops.fp4_moe(
-        x, weights.float(), ids, layer.w13_weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale,
-        bias13=getattr(layer, "w13_bias", None), bias2=getattr(layer, "w2_bias", None), **options,
-    )  # fmt: skip
+ModelOptOnOps.FusedMoEMethodCls = ModelOptExperts
