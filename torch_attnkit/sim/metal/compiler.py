@@ -55,8 +55,9 @@ _WARNINGS = [
 _TO_BFLOAT = re.compile(
     r"^([^\n]*): warning: (implicit conversion[^\n]*to '(?:bfloat|__bf16|[^']*' \(aka '__bf16')[^\n]*)", re.M
 )
+_ENTRY = "msl_entry.h"  # before every program, precompiled
 _BEGIN = (
-    '#include "msl_entry.h"\n#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n'
+    "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n"
     f"typedef int {conversions.BEGINS};\n"
 )
 _END = f'\n#pragma clang attribute pop\n# 1 "entry"\ntypedef int {conversions.ENDS};\n'
@@ -79,7 +80,9 @@ _UNROLLED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+((?:clang[ \t]+loop[ \t]+)?un
 _MARKED = re.compile(r"msl_pragma\b(.*?)\bmsl_pragma_end\b", re.S)
 # Of Apple's standard library, which MLX passes to its internals (include/msl_internals.h).
 _MATH_MODES = [(f"__METAL_{mode}_MATH__", "0") for mode in ("MAYBE_FAST", "FAST", "PRECISE")]
-_TREE = ["-fsyntax-only", "-Xclang", "-ast-dump"]
+_TREE = ["-fsyntax-only", "-Xclang", "-ast-dump"]  # what is precompiled is not in it
+_CHECKED = "-DMSL_CHECKED"
+_IR = ["-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
 _ROUNDS = 8  # of rewriting conversions: what one replaces can bring another to light, as in casts inside of casts
 
 
@@ -235,12 +238,27 @@ def _launcher(unit: source.Unit, entry: source.Entry, number: int | None = None)
 def _arguments(unit: source.Unit, text: str, tail: str, flags: Sequence[str], cwd: Path) -> list[str]:
     """clang's, for a program that is written to its file."""
     (cwd / conversions.FILE).write_text(_BEGIN + text + _END + tail)
-    common = ["-x", "c++", *_target(), *_LANGUAGE, *_WARNINGS, "-I", str(include())]
-    if unit.foreign:
-        common.append("-DMSL_FOREIGN")
+    defines = [f for f in flags if f == _CHECKED] + ["-DMSL_FOREIGN"] * unit.foreign
     if not any(f.startswith("-DMSL_CONSTANT") for f in flags):
         flags = [*flags, *constants.macros(unit.constants, {})]
-    return ["clang", *common, *flags, conversions.FILE]
+    given = [*defines, *(f for f in flags if f != _CHECKED)]
+    return ["clang", "-x", "c++", *_common(), "-include-pch", _precompiled(defines), *given, conversions.FILE]
+
+
+def _common() -> list[str]:
+    """What a program and the headers before it are compiled with: clang refuses headers of other options."""
+    return [*_target(), *_LANGUAGE, *_WARNINGS, "-O1"]
+
+
+def _precompiled(defines: list[str]) -> str:
+    """The simulator's headers as clang has read them; reading them takes five times as long as a small program."""
+    header = include() / _ENTRY
+    with _cached(f"headers\0{defines}\0{header}") as (final, work):
+        if work is not None:
+            flags = [*_common(), *defines, "-Xclang", "-fno-pch-timestamp"]
+            _run(["clang", "-x", "c++-header", *flags, str(header), "-o", "entry.pch"], work)
+            _keep(work, "entry.pch")
+    return str(cache.checked(final / "entry.pch"))
 
 
 def _compile(unit: source.Unit, tail: str, flags: Sequence[str], cwd: Path) -> str:
@@ -291,8 +309,7 @@ def check(text: str, version: int, host: Host | None = None) -> source.Unit:
 def front_end(unit: source.Unit, version: int, work: Path) -> str:
     """The program of all kernels before any optimisation, under the language rules that a version has."""
     rules = ["-Werror=c++20-extensions", *(["-Werror=pre-c++17-compat"] if version < 400 else [])]
-    flags = [*rules, "-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
-    return _compile(unit, _instances(unit), flags, work)
+    return _compile(unit, _instances(unit), [*rules, *_IR], work)
 
 
 def _read_unit(path: Path) -> source.Unit:
@@ -332,10 +349,7 @@ def build(text: str, unit: source.Unit, entry: source.Entry, how: Variant, versi
     mode = how.mode
     with _cached(f"build\0{how}\0{version}\0{entry}\0{unit.text}\0{text}") as (final, work):
         if work is not None:
-            front = ["-O1", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", "-"]
-            front += constants.macros(unit.constants, dict(how.values))
-            if mode != "fast":
-                front.append("-DMSL_CHECKED")
+            front = [*_IR, *constants.macros(unit.constants, dict(how.values)), *[_CHECKED] * (mode != "fast")]
             ir = _compile(unit, _launcher(unit, entry), front, work)
             if found := next(forbidden.in_program(ir), None):
                 raise refuse(f"{entry.host}: {found}")
