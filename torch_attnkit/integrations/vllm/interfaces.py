@@ -1,7 +1,8 @@
 """What of vLLM the plugin is written against: names in modules, fields of the metadata of a step, and arguments.
 
 vLLM promises no stability of these. The plugin registers itself wherever all of them are there, whatever the version.
-What experts need besides is imported with the first layer of experts (``experts.py``).
+What experts need besides is imported with the first layer of experts (``experts.py``), what latent attention needs is
+asked for with the first model that has it (``mla.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-RAN = ("0.32",)  # minor versions in which it has run; of 0.33 the interfaces are there
+RAN = ("0.32",)  # minor versions in which it has run; of 0.33 the interfaces of ordinary attention are there
 _LAYERS = "vllm.model_executor.layers"
 _BACKEND = "vllm.v1.attention.backend"
 _MLA = f"{_LAYERS}.attention.mla_attention"
