@@ -72,6 +72,7 @@ def main() -> None:
             found = reasons(config._replace(**change), cls)
             assert len(found) == 1 and word in found[0], (word, found)
     on_hopper()
+    drafts()
     for word, change in FORWARD.items():
         raises(word, lambda change=change: backend.AttnkitImpl(8, 128, 0.1, 8, **change))
     words = (*REFUSED, *REFUSED_OF_MLA, *FORWARD, *FORWARD_OF_MLA)
@@ -97,6 +98,22 @@ def on_hopper() -> None:
     for word, change in FORWARD_OF_MLA.items():
         raises(word, lambda change=change: in_bf16(lambda: mla.LatentImpl(**LATENTS | change)))
     mla.target = own
+
+
+def drafts() -> None:
+    """Requests of equally many tokens are decoded, those that pad a batch have none; others would be prompts."""
+    assert (
+        mla.LatentStepBuilder.query_len_support.name == mla.LatentStepBuilder._cudagraph_support.name[:7] == "UNIFORM"
+    )
+
+    def build(tokens: int, *offsets: int) -> int:
+        lengths, cu = torch.ones(len(offsets) - 1), torch.tensor(offsets)
+        builder = object.__new__(mla.LatentStepBuilder)
+        return builder._build_decode(lengths[:, None], lengths, 9, cu, cu, tokens, 4, None).each
+
+    assert build(3, 0, 1, 2, 3) == 1 and build(8, 0, 4, 8) == 4 and build(12, 0, 4, 8, 8) == 4
+    raises("3 tokens are to be decoded of requests with [2, 1]", lambda: build(3, 0, 2, 3))
+    raises("4 tokens are to be decoded of requests with [3, 1]", lambda: build(4, 0, 3, 4))
 
 
 def in_bf16(make: Callable[[], object]) -> object:
