@@ -130,6 +130,7 @@ vllm: $(VLLM_VENV)/installed
 	mkdir -p build/vllm-metadata
 	$(VLLM_VENV)/bin/python setup.py -q egg_info --egg-base build/vllm-metadata
 	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=.:build/vllm-metadata $(VLLM_VENV)/bin/python tests/vllm/refused.py
+	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=.:build/vllm-metadata $(VLLM_VENV)/bin/python tests/vllm/shares.py
 	PYTHONPATH=.:build/vllm-metadata $(VLLM_VENV)/bin/python tests/vllm/run.py
 
 clean:

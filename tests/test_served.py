@@ -62,9 +62,8 @@ def test_attention_of_other_sizes_asks_for_no_other_kernels(attention, monkeypat
     between(monkeypatch, 1)
     others = kernels(list(calls.of_attention(attention, BF16)))
     assert others and others <= known
-    if not attention.latent:
-        asked = steps_of_vllm(attention)
-        assert {request.family for request in asked} == {"cache", "decode", "prefill"} and set(asked) <= known
+    asked = latent_steps_of_vllm(attention) if attention.latent else steps_of_vllm(attention)
+    assert {request.family for request in asked} == {"cache", "decode", "prefill"} and set(asked) <= known
 
 
 def steps_of_vllm(a: models.Attention) -> dict[object, None]:
@@ -84,6 +83,27 @@ def steps_of_vllm(a: models.Attention) -> dict[object, None]:
             step = steps.Step.of(tokens, torch.zeros(9, dtype=torch.int32), table, lengths, longest, 1024)
             steps.store(key, value, cache, torch.zeros(tokens, dtype=torch.int64))
             steps.attend(layer, step, q, cache, sink, torch.empty_like(q), decodes=True)
+    return asked.kernels
+
+
+def latent_steps_of_vllm(a: models.Attention) -> dict[object, None]:
+    """The same of an MLA layer: single tokens, drafts, prompts and a chunk of their cached context."""
+    rope, (dim, value) = a.dim - a.latent, a.prompt
+    layer = steps.LatentLayer(a.heads, a.latent, rope, dim - rope, value, BF16, BF16, page=16)
+    with FakeTensorMode(), warmup.asked_by("sm90") as asked:
+        cache = torch.zeros(900, 16, a.dim, dtype=BF16)
+        product, slots = torch.zeros(507, 1536 + a.dim, dtype=BF16), torch.zeros(507, dtype=torch.int64)
+        k_rope = product[:, None, 1536 + a.latent :]
+        steps.store_latents(product[:, 1536 : 1536 + a.latent].contiguous(), k_rope, cache, slots)
+        table, lengths = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+        for each in (1, 4):
+            q = torch.zeros(8 * each, a.heads, a.dim, dtype=BF16)
+            steps.decode_latents(layer, q, cache, *steps.token_rows(table, lengths, each))
+        q, cu = torch.zeros(507, a.heads, dim, dtype=BF16), torch.zeros(9, dtype=torch.int32)
+        for keys, causal in ((507, True), (3000, False)):
+            k = torch.zeros(keys, a.heads, dim, dtype=BF16)
+            v = torch.zeros(keys, a.heads, dim - rope + value, dtype=BF16)[..., dim - rope :]
+            steps.attend_packed(q, k, v, steps.Packed(cu, cu, 400, keys), scale=None, causal=causal)
     return asked.kernels
 
 

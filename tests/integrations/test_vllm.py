@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import inspect
 import logging
 import sys
 import tomllib
@@ -22,7 +23,7 @@ import torch_attnkit
 from torch_attnkit import UnsupportedError
 from torch_attnkit.core import Target
 from torch_attnkit.integrations import vllm as plugin
-from torch_attnkit.integrations.vllm import cpu, steps
+from torch_attnkit.integrations.vllm import choice, cpu, interfaces, steps
 from torch_attnkit.oracle.compare import check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,15 +290,20 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         f"{layers}.quantization.base_config": dict(QuantizationConfig=object),
     }
     packages = ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.model_executor", layers)
-    for name, values in (contents | {p: {} for p in packages}).items():
+
+    def put(name, **values):
         module = ModuleType(name)
         module.__dict__.update(values, __path__=[])
         monkeypatch.setitem(sys.modules, name, module)
+
+    for name, values in (contents | {p: {} for p in packages}).items():
+        put(name, **values)
     monkeypatch.delitem(sys.modules, f"{plugin.__name__}.quantization", raising=False)
     monkeypatch.delattr(plugin, "quantization", raising=False)
     yield SimpleNamespace(
-        overrides=overrides, refused=refused, choice=AttentionBackendEnum, cpu=CpuPlatform, quantizations=quantizations
-    )
+        overrides=overrides, refused=refused, choice=AttentionBackendEnum, cpu=CpuPlatform, quantizations=quantizations,
+        put=put,
+    )  # fmt: skip
     sys.modules.pop(f"{plugin.__name__}.quantization", None)
 
 
@@ -313,6 +319,64 @@ def test_registering_makes_custom_ours_and_again_changes_nothing(vllm):
     with pytest.raises(ValueError, match="CUSTOM is not valid .*no such head size"):
         vllm.cpu.get_attn_backend_cls(vllm.choice.CUSTOM, config)
     assert "CPU_ATTN" in vllm.cpu.get_attn_backend_cls(vllm.choice.CPU_ATTN, config)
+
+
+@pytest.mark.parametrize("model, name", [(None, "AttnkitBackend"), (False, "AttnkitBackend"), (True, "LatentBackend")])
+def test_custom_is_what_the_model_asks_for(vllm, model, name, monkeypatch):
+    config = SimpleNamespace(model_config=None if model is None else SimpleNamespace(use_mla=model))
+    vllm.put("vllm.config", get_current_vllm_config_or_none=lambda: config)
+    found = type("Found", (), {})
+    home = f"{plugin.__name__}.{'mla' if model else 'backend'}"
+    vllm.put(home, **{name: found})
+    assert choice.Backend is found
+    with pytest.raises(AttributeError, match="Other"):
+        choice.Other  # noqa: B018
+
+
+def test_a_vllm_that_lacks_what_mla_needs_still_gets_custom(vllm):
+    plugin.register()
+    assert vllm.overrides == {vllm.choice.CUSTOM: plugin.BACKEND}
+    config = SimpleNamespace(model_config=SimpleNamespace(use_mla=True))
+    vllm.put("vllm.config", get_current_vllm_config_or_none=lambda: config)
+    with pytest.raises(ImportError, match="lacks what attnkit's MLA is written against: .*layers.attention"):
+        choice.Backend  # noqa: B018
+
+
+def takes(arguments: str):
+    """A function with these arguments, behind self."""
+
+    def function(*args):
+        """Called by vLLM, or by us."""
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in ("self", *arguments.split())])  # type: ignore[attr-defined]
+    return function
+
+
+@pytest.mark.parametrize(
+    "owner, name, word",
+    [
+        ("", "QueryLenSupport", "mla_attention.QueryLenSupport"),
+        ("MLACommonPrefillMetadata.ContextChunk", "max_seq_len", "MLACommonPrefillMetadata.ContextChunk.max_seq_len"),
+        ("MLACommonImpl", "forward_mqa", "MLACommonImpl.forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)"),
+        ("MLAPrefillBackend", "__init__", "MLAPrefillBackend.__init__(num_heads, scale, kv_lora_rank,"),
+    ],
+)
+def test_mla_needs_names_fields_and_arguments(vllm, owner, name, word):
+    wanted = interfaces.MLA
+    modules = {home: {n: type(n, (), {}) for n in names.split()} for home, names in wanted.names.items()}
+    for (home, path), names in wanted.fields.items():
+        *outer, last = path.split(".")
+        fields = [n for n in names.split() if (path, n) != (owner, name)]
+        made = dataclasses.make_dataclass(last, fields)
+        setattr(modules[home][outer[0]], last, made) if outer else modules[home].__setitem__(last, made)
+    for (home, path), names in wanted.called.items():
+        cls, method = path.split(".")
+        setattr(modules[home][cls], method, takes("q" if (cls, method) == (owner, name) else names))
+    for home, contents in modules.items():
+        vllm.put(home, **{n: value for n, value in contents.items() if owner or n != name})
+    (found,) = interfaces.missing(wanted)
+    assert word in found
 
 
 def test_mxfp4_experts_are_ours_only_where_they_are_asked_for(vllm):
@@ -392,6 +456,5 @@ def test_the_entry_point_names_register_and_the_backend_stands_where_it_says():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["torch_attnkit"].partition(":")
     assert getattr(importlib.import_module(module), name) is plugin.register
-    path, _, backend = plugin.BACKEND.rpartition(".")
-    assert f"class {backend}(" in (ROOT / f"{path.replace('.', '/')}.py").read_text()
+    assert plugin.BACKEND == f"{choice.__name__}.Backend"
     assert cpu.__name__.startswith(plugin.__name__)

@@ -20,6 +20,7 @@ from vllm import LLM, SamplingParams
 from torch_attnkit.integrations.vllm import steps
 
 STEP, PAGE, VOCABULARY = 64, 32, 512
+PAGE_OF_MLA = 16  # CPU_MLA has no other
 LENGTHS = (17, 40, 190, 33)
 
 
@@ -30,23 +31,41 @@ def main(folder: str, backend: str, result: str, options: str, texts: str | None
     later = [longest[:n] + torch.randint(3, 500, (n // 8,), generator=gen).tolist() for n in (64, 100, 150, 190)]
     steps.ops = ran = Counted()
     quantization = None
-    published = json.loads(Path(folder, "config.json").read_text()).get("quantization_config")
+    config = json.loads(Path(folder, "config.json").read_text())
+    published, latent = config.get("quantization_config"), "kv_lora_rank" in config
     if published is not None:
         from torch_attnkit.integrations.vllm import experts
         from torch_attnkit.integrations.vllm import quantization as names
 
         experts.ops = ran
         quantization = names.MXFP4 if published["quant_method"] == "mxfp4" else names.NVFP4
+    if latent:
+        keep_chunks()
     llm = LLM(
         model=folder, attention_config={"backend": backend}, quantization=quantization, skip_tokenizer_init=True,
         enforce_eager=True, max_logprobs=VOCABULARY, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=STEP,
-        block_size=PAGE, enable_chunked_prefill=True, enable_prefix_caching=True, seed=0,
+        block_size=PAGE_OF_MLA if latent else PAGE, enable_chunked_prefill=True, enable_prefix_caching=True, seed=0,
         **json.loads(options),
     )  # fmt: skip
     rounds = [generate(llm, prompts), generate(llm, later)]
     calls = dict(ran.calls)
     told = [places(llm, *text) for text in json.loads(Path(texts).read_text())] if texts else []
     Path(result).write_text(json.dumps({"rounds": rounds, "calls": calls, "told": told}))
+
+
+def keep_chunks() -> None:
+    """On a CPU without AMX vLLM turns chunked prefill and prefix caching off for MLA, which CPU_MLA can do; here it
+    keeps what it is asked for."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    own = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(cls: type, config: Any) -> None:
+        own(config)
+        config.scheduler_config.enable_chunked_prefill = config.cache_config.enable_prefix_caching = True
+        config.scheduler_config.max_num_batched_tokens = STEP
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 class Counted:

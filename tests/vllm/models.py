@@ -24,12 +24,26 @@ _GEMMA2 = dict(
 )  # fmt: skip
 _GPT_OSS = dict(sliding_window=_WINDOW, layer_types=_SLIDING, num_local_experts=4, num_experts_per_tok=2)
 _QWEN3_MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
+# Latents, heads and kind of rotation as published, one layer of a dense MLP and two of experts. vLLM's plain rotation
+# takes heads for dense on a CPU, which parts of heads are not, and is wrong.
+_YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=256, beta_fast=32, beta_slow=1,
+    mscale=1.0, mscale_all_dim=1.0,
+)  # fmt: skip
+_DEEPSEEK_V3 = dict(
+    vocab_size=512, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=512, qk_rope_head_dim=64,
+    qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2,
+    n_shared_experts=1, n_group=2, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid",
+    max_position_embeddings=1024, rope_parameters=_YARN,
+)  # fmt: skip
 CONFIGS = {
     "llama": ("Llama", _SIZES),
     "gemma2": ("Gemma2", _SIZES | _GEMMA2),
     "gpt_oss": ("GptOss", _SIZES | _GPT_OSS),
     "gpt_oss_mxfp4": ("GptOss", _SIZES | _GPT_OSS),
     "qwen3_moe_nvfp4": ("Qwen3Moe", _SIZES | _QWEN3_MOE),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK_V3),
 }
 
 

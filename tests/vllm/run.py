@@ -36,23 +36,30 @@ SHARED = {
     "heads and rows of experts in two processes": {"tensor_parallel_size": 2},
     "heads and experts in two processes": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+LATENT = {
+    "heads in two processes": {"tensor_parallel_size": 2},
+    "drafts of three tokens": {"speculative_config": DRAFTS},
+}
 OPS = {"paged_kv_cache_write", "flash_attention_paged_out", "sdpa_decode_paged_out"}
+OPS_OF_MLA = {"paged_kv_cache_write", "flash_attention_varlen", "sdpa_decode_paged"}
 
 
 def main(names: list[str]) -> int:
     failed = False
     for name in names or models.CONFIGS:
-        packed = name.endswith("fp4")
-        ops = OPS | {"fp4_moe"} if packed else OPS
+        packed, latent = name.endswith("fp4"), "kv_lora_rank" in models.CONFIGS[name][1]
+        ops = OPS_OF_MLA if latent else OPS | {"fp4_moe"} if packed else OPS
+        reference = "CPU_MLA" if latent else "CPU_ATTN"
+        shared = SHARED if packed else LATENT if latent else {}
         with tempfile.TemporaryDirectory() as folder:
             dense, checkpoint = models.save(name, Path(folder))
             low = [
-                generated(at, backend, dtype="bfloat16")
-                for at, backend in ((dense, "CPU_ATTN"), (checkpoint, "CUSTOM"))
+                generated(at, backend, dtype="bfloat16") for at, backend in ((dense, reference), (checkpoint, "CUSTOM"))
             ]
             texts = [(r["prompt"] + r["tokens"], len(r["tokens"])) for run in low for r in requests(run)]
-            theirs = generated(dense, "CPU_ATTN", texts, dtype="float32")
-            for words, options in {name: {}, **(SHARED if packed else {})}.items():
+            theirs = generated(dense, reference, texts, dtype="float32")
+            for words, options in {name: {}, **shared}.items():
                 ours = generated(checkpoint, "CUSTOM", dtype="float32", **options)
                 # Workers count for themselves.
                 wrong = differences(theirs, ours) + used(theirs, ours, set() if options else ops)

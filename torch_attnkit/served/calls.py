@@ -85,11 +85,11 @@ def of_attention(a: Attention, dtype: torch.dtype) -> Iterator[Asked]:
         given = a, dtype, meta(_F32, a.heads) if a.sink else None
         options = dict(scale=a.dim**-0.5, window=window, softcap=a.softcap)
         yield from _decode(*given, options)
-        if not a.latent:  # of which the integrations decode alone
-            for calls in (_decode_paged, _prefill, _multi, _prefill_paged):
+        yield from _decode_paged(*given, options)
+        if not a.latent:
+            for calls in (_prefill, _multi, _prefill_paged):
                 yield from calls(*given, options)
-    if not a.latent:
-        yield from _stored(a, dtype)
+    yield from _latent_prompts(a, dtype) if a.latent else _stored(a, dtype)
 
 
 def _decode(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]) -> Iterator[Asked]:
@@ -102,7 +102,7 @@ def _decode(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]
 
 
 def _decode_paged(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]) -> Iterator[Asked]:
-    for B, S, stored in itertools.product(BATCHES, CONTEXTS, (dtype, _E4M3)):
+    for B, S, stored in itertools.product(BATCHES, CONTEXTS, (dtype,) if a.latent else (dtype, _E4M3)):
         for page, (k, v) in _pages(a, B * S, stored):
             scale = _scale(B, a, stored)
             args = (
@@ -163,9 +163,37 @@ def _stored(a: Attention, dtype: torch.dtype) -> Iterator[Asked]:
                 yield Asked("paged_kv_cache_write", (key, value, *caches, slot, *scales), {})
 
 
+def _latent_prompts(a: Attention, dtype: torch.dtype) -> Iterator[Asked]:
+    """Prompts of vLLM's MLA layers and chunks of their cached context, whose values are columns of a product, and rows
+    of the cache: latents beside rotated keys, which are columns of a product, too."""
+    dim, value = a.prompt
+    rope = a.dim - a.latent
+
+    def packed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        product = meta(dtype, tokens, a.heads, dim - rope + value)
+        return meta(dtype, tokens, a.heads, dim), product[..., dim - rope :]
+
+    for n, T in itertools.product(SEQUENCES, PROMPTS):
+        cu, (q, _) = meta(_I32, n + 1), packed(T)
+        for S, causal in ((T, True), *((S, False) for S in CONTEXTS)):
+            k, v = packed(S)
+            for longest, most in {(-(-T // n), -(-S // n)), (T, S)}:
+                hints = dict(max_seqlen_q=1 << (longest - 1).bit_length(), max_seqlen_k=1 << (most - 1).bit_length())
+                options = dict(scale=dim**-0.5, causal=causal, **hints)
+                yield Asked("flash_attention_varlen", (q, k, v, cu, cu, None), options)
+    slot, latent = meta(_I64, MOST_TOKENS), meta(dtype, MOST_TOKENS, 1, a.latent)
+    alone, joined = meta(dtype, MOST_TOKENS, 1, rope), meta(dtype, MOST_TOKENS, 1, a.dim)[..., a.latent :]
+    for k_rope, (_, (rows, values)) in itertools.product((alone, joined), _pages(a, MOST_TOKENS, dtype)):
+        yield Asked("paged_kv_cache_write", (latent, k_rope, values, rows[..., a.latent :], slot), {})
+
+
 def _pages(a: Attention, keys: int, stored: torch.dtype) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """vLLM's caches: keys beside values."""
+    """vLLM's caches: keys beside values, or latents that are both."""
     for page in PAGES:
+        if a.latent:
+            rows = meta(stored, -(-keys // page), page, 1, a.dim)
+            yield page, (rows, rows[..., : a.latent])
+            continue
         both = meta(stored, -(-keys // page), page, a.kv_heads, 2 * a.dim)
         k, v = both.chunk(2, -1)
         yield page, (k, v)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Attention:
     """A kind of attention layer. ``windows``: keys that a query sees, -1 for all of them, a layer one of these.
-    ``latent``: the columns of the values of a latent cache, whose keys are the same memory."""
+    ``latent``: the columns of the values of a latent cache, whose keys are the same memory; ``prompt``: columns of q,
+    k and of v where prompts are attended without it."""
 
     heads: int
     kv_heads: int
@@ -17,6 +18,7 @@ class Attention:
     sink: bool = False
     softcap: float = 0.0
     latent: int = 0
+    prompt: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ MODELS: dict[str, Model] = {
     "gemma-3-27b": Model(Attention(32, 16, 128, (1024, -1))),
     "mistral-7b": Model(Attention(32, 8, 128, (4096, -1))),
     "mistral-small-24b": Model(Attention(32, 8, 128)),
-    "deepseek-v3": Model(Attention(128, 1, 576, latent=512), Experts(256, 8, 7168, 2048, "")),
+    "deepseek-v3": Model(Attention(128, 1, 576, latent=512, prompt=(192, 128)), Experts(256, 8, 7168, 2048, "")),
     "deepseek-v4-flash": _deepseek_v4(64, 4096, 512, 8, 256, 2048),
     "deepseek-v4-pro": _deepseek_v4(128, 7168, 1024, 16, 384, 3072),
 }

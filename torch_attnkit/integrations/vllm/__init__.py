@@ -1,12 +1,14 @@
 """vLLM on the ops of this package: a plugin that makes an attention backend and experts known to it.
 
 ``pip install torch_attnkit`` beside vLLM is all: the entry point ``vllm.general_plugins`` has every process of vLLM
-call ``register``. ``--attention-backend CUSTOM`` then asks for attention by ``flash_attention_paged`` and
-``sdpa_decode_paged`` over views of vLLM's own cache, and ``--quantization attnkit_mxfp4`` for the experts of GPT-OSS by
-``fp4_moe``. Who asks for nothing gets what vLLM would have taken anyway.
+call ``register``. ``--attention-backend CUSTOM`` then asks for attention by ``sdpa_decode_paged`` and
+``flash_attention_paged``, in models with latent attention (MLA) ``flash_attention_varlen``, over views of vLLM's own
+cache, and ``--quantization attnkit_mxfp4`` for the experts of GPT-OSS by ``fp4_moe``. Who asks for nothing gets what
+vLLM would have taken anyway.
 
 vLLM promises no stability of these interfaces: the plugin registers itself where all that it is written against is
-there (``interfaces.py``), and else says what is missing and registers nothing.
+there (``interfaces.py``), and else says what is missing and registers nothing. What MLA needs besides is asked for with
+the first model that has it.
 Source: vLLM's documentation of plugins, ``vllm/v1/attention/backend.py`` of 0.32.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import logging
 
-BACKEND = "torch_attnkit.integrations.vllm.backend.AttnkitBackend"
+BACKEND = "torch_attnkit.integrations.vllm.choice.Backend"
 logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose handlers print it
 
 

@@ -28,6 +28,7 @@ from . import steps
 
 # What the table has no word for, by the name of the argument of an attention layer. What it has words for, it refuses.
 _FOREIGN = {"alibi_slopes": "ALiBi", "use_alibi_sqrt": "ALiBi", "chunk_lookback": "chunks that look back"}
+_FEWER_BITS = f"with queries of 16 bits {steps.SINGLE} alone takes caches of 8 bits"
 
 
 class AttnkitBackend(AttentionBackend):
@@ -212,16 +213,15 @@ def target() -> Target:
     return target_of(torch.device(current_platform.device_type))
 
 
-def cache_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtype:
+def cache_dtype(kv_cache_dtype: str | None, dtype: torch.dtype, why: str = _FEWER_BITS) -> torch.dtype:
     """The dtype that vLLM's word for a cache stands for beside a model of ``dtype``.
 
     Raises:
-        UnsupportedError: a word for 8 or 4 bits.
+        UnsupportedError: a word for 8 or 4 bits, ``why``.
     """
     words = {None: dtype, "auto": dtype, "float16": torch.float16, "bfloat16": torch.bfloat16}
     if kv_cache_dtype not in words:
         raise UnsupportedError(
-            f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: 'auto', 'float16', 'bfloat16'; with"
-            f" queries of 16 bits {steps.SINGLE} alone takes caches of 8 bits"
+            f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: 'auto', 'float16', 'bfloat16'; {why}"
         )
     return words[kv_cache_dtype]

@@ -3,6 +3,10 @@
 vLLM stores keys and values side by side: a layer's cache is (Np, Hkv, Ps, 2D), with the tokens of a page inside or
 outside its heads in memory. Both halves are the ops' (Np, Ps, Hkv, D) as views. Nothing is copied on the way: new keys
 and values are written from where they lie, and attention writes into vLLM's own output.
+
+The cache of an MLA layer is (Np, Ps, rank + rope): a row is the latent of a token and its rotated key. Decode reads it
+as the one KV head of all queries, whose values are the first ``rank`` columns of the same rows. Prompts are attended as
+heads of their own, whose keys and values the layer makes of latents.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from torch_attnkit.core import Target, UnsupportedError
 from torch_attnkit.core.dispatch import OPS, resolve
 
 ops = torch.ops.attnkit
-MIXED, SINGLE = "flash_attention_paged", "sdpa_decode_paged"
+MIXED, SINGLE, PROMPTS = "flash_attention_paged", "sdpa_decode_paged", "flash_attention_varlen"
 
 
 @dataclass(frozen=True)
@@ -126,25 +130,118 @@ def attend(
 
 def refusal(op: str, layer: Layer, target: Target) -> str | None:
     """Why no row of ``op`` on ``target`` takes the layer; None where one does, or its definition runs (a CPU)."""
-    meta = torch.device("meta")
-    kv_cache = torch.empty(2, layer.page, layer.kv_heads, 2 * layer.dim, dtype=layer.cache_dtype, device=meta)
+    kv_cache = _meta(layer.cache_dtype, 2, layer.page, layer.kv_heads, 2 * layer.dim)
     k, v = halves(kv_cache.transpose(1, 2))
-    lengths = torch.empty(2, dtype=torch.int32, device=meta)
-    given = dict(
-        q=torch.empty(2, layer.heads, layer.dim, dtype=layer.dtype, device=meta),
-        k_cache=k,
-        v_cache=v,
-        block_table=torch.empty(2, 1, dtype=torch.int32, device=meta),
-        kv_len=lengths,
-        # vLLM makes the model's dtype torch's default while it builds layers.
-        sink=torch.empty(layer.heads, dtype=torch.float32, device=meta) if layer.sink else None,
-        cu_seqlens_q=torch.empty(3, dtype=torch.int32, device=meta),
-        **layer.options,
-    )
-    record = OPS[op]
+    # vLLM makes the model's dtype torch's default while it builds layers.
+    sink = _meta(torch.float32, layer.heads) if layer.sink else None
+    q = _meta(layer.dtype, 2, layer.heads, layer.dim)
+    return _refusal(op, target, dict(q=q, k_cache=k, v_cache=v, sink=sink, **layer.options))
+
+
+def _refusal(op: str, target: Target, given: dict[str, Any]) -> str | None:
+    """Why no row of ``op`` takes a call of two requests with ``given`` arguments."""
+    record, lengths, offsets = OPS[op], _meta(torch.int32, 2), _meta(torch.int32, 3)
+    batch = dict(
+        block_table=_meta(torch.int32, 2, 1), kv_len=lengths, cu_seqlens_q=offsets, cu_seqlens_k=offsets
+    )  # fmt: skip
+    given = batch | given
     try:
         call = record.bind(tuple(given.get(name, record.defaults.get(name)) for name in record.argnames))
         resolve(record, call, target)
     except (TypeError, ValueError, UnsupportedError) as error:
         return str(error)
     return None
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# MLA.
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """What an MLA layer asks of the ops. Rows of the cache have ``rank + rope`` columns, heads of prompts ``nope +
+    rope`` for q and k and ``value`` for v; ``page`` is the number of rows of a page."""
+
+    heads: int
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    page: int
+    scale: float | None = None
+
+
+def latents(kv_cache: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (Np, Ps, 1, rank + rope) and values (Np, Ps, 1, rank) of an MLA layer's cache (Np, Ps, rank + rope): views
+    of the same rows."""
+    k = kv_cache.unsqueeze(2)
+    return k, k[..., :rank]
+
+
+def store_latents(latent: torch.Tensor, k_rope: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the tokens' latent (T, rank) and rotated key (T, 1, rope) side by side into a row each of the cache (Np,
+    Ps, rank + rope): token t goes to page ``slots[t] // Ps``, place ``slots[t] % Ps``; slots (at most T,) of -1 are
+    skipped, and tokens past the last slot."""
+    n, rank = slots.shape[0], latent.shape[1]
+    k, v = latents(kv_cache, rank)
+    ops.paged_kv_cache_write(latent[:n].unsqueeze(1), k_rope[:n], v, k[..., rank:], slots)
+
+
+def token_rows(block_table: torch.Tensor, kv_len: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Table and lengths of a batch in which every token is a request of its own: of ``each`` tokens of a request, the
+    last sees ``kv_len`` keys and one before it one key less. (B, Mp) and (B,) become (B * each, Mp) and (B * each,);
+    lengths of requests that pad the batch stay 0."""
+    if each == 1:
+        return block_table, kv_len
+    unseen = torch.arange(each - 1, -1, -1, dtype=kv_len.dtype, device=kv_len.device)
+    return block_table.repeat_interleave(each, 0), (kv_len[:, None] - unseen).clamp(min=0).flatten()
+
+
+def decode_latents(
+    layer: LatentLayer, q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, kv_len: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One absorbed query q (B, Hq, rank + rope) a row of the table, over the cache (Np, Ps, rank + rope) with its own
+    row in it: out (B, Hq, rank) and the natural-log LSE (B, Hq) in float32, 0 and -inf where kv_len is 0."""
+    k, v = latents(kv_cache, layer.rank)
+    return ops.sdpa_decode_paged(q, k, v, block_table, kv_len, scale=layer.scale)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Packed queries and keys of B requests: offsets (B+1,) int32 on the device, and bounds of the lengths."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, *, scale: float | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (Tq, H, D) over k (Tk, H, D) and v (Tk, H, Dv), each request over its own keys: out (Tq, H, Dv)
+    and the natural-log LSE (Tq, H) in float32, 0 and -inf for a request without keys. ``causal`` aligns the last query
+    with the last key."""
+    out, lse, _ = ops.flash_attention_varlen(
+        q, k, v, packed.cu_seqlens_q, packed.cu_seqlens_k, scale=scale, causal=causal,
+        max_seqlen_q=_power_of_two(packed.longest_q), max_seqlen_k=_power_of_two(packed.longest_k),
+    )  # fmt: skip
+    return out, lse
+
+
+def refusal_of_latents(layer: LatentLayer, target: Target, *, prompts: bool = True) -> str | None:
+    """Why no row on ``target`` takes the layer's decode, or with ``prompts`` its prompts; None where rows take them, or
+    the definitions run (a CPU)."""
+    k, v = latents(_meta(layer.cache_dtype, 2, layer.page, layer.rank + layer.rope), layer.rank)
+    q = _meta(layer.dtype, 2, layer.heads, layer.rank + layer.rope)
+    word = _refusal(SINGLE, target, dict(q=q, k_cache=k, v_cache=v, scale=layer.scale))
+    if word or not prompts:
+        return word
+    q = _meta(layer.dtype, 2, layer.heads, layer.nope + layer.rope)
+    v = _meta(layer.dtype, 2, layer.heads, layer.nope + layer.value)[..., layer.nope :]
+    return _refusal(PROMPTS, target, dict(q=q, k=q, v=v, scale=layer.scale, causal=True))
