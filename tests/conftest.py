@@ -54,6 +54,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker of pytest-xdist tells the controller how much it left out; every worker has collected all tests."""
+    gc.unfreeze()  # at its end a process looks for what was leaked
     output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = session.config.stash.get(_left_out, 0)

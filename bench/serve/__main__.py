@@ -177,7 +177,8 @@ def merge(run: load.Run, records: table.Records, command: str) -> None:
         return
     device = next(iter(whole.values()))["facts"]["device"].lower().replace(" ", "-")
     shared = f"-{run.tensor_parallel}-gpus" if run.tensor_parallel > 1 else ""
-    file = ROOT / "bench" / "baselines" / device / f"serve-{run.model}{shared}.json"
+    behind = "-long" if "long" in run.parts else ""  # which alone asks for sequences of such a length
+    file = ROOT / "bench" / "baselines" / device / f"serve-{run.model}{shared}{behind}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(file.read_text())["cases"] if file.exists() else {}
     new = {

@@ -14,13 +14,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.peers import families
 from tests.peers.test_transformers_plain import STANDS_IN, offloaded
 from tests.peers.tiny_models import build, frozen, modules, tokens
-from torch_attnkit.integrations.transformers import attnkit_model, products
+from torch_attnkit.integrations.transformers import attnkit_model
 from torch_attnkit.integrations.transformers.joined import PROJECTIONS, Joined, joinable
 
 LAYERS = 2
@@ -80,41 +79,6 @@ def test_names_shapes_and_parameters_stay_and_memory_is_one():
     assert not modules(model, "Joined") and all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     memory = [p.untyped_storage().data_ptr() for p in model.parameters()]
     assert len(set(memory)) == len(memory) and all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-def test_a_product_as_a_sum_is_as_close_to_float64(dtype):
-    """What compiled graphs on a GPU have for one token, and for few of a router."""
-    gen = torch.Generator().manual_seed(0)
-    for tokens_, rows, bias in ((1, 96, True), (1, 96, False), (16, 32, True)):
-        x, weight = (torch.randn(n, 300, generator=gen).to(dtype) for n in (tokens_, rows))
-        added = torch.randn(rows, generator=gen).to(dtype) if bias else None
-        exact = nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
-        own, ours = (f(x[:, None], weight, added)[:, 0] for f in (nn.functional.linear, products.summed))
-        assert ours.dtype == dtype and own.shape == ours.shape
-        assert float((ours - exact).abs().max()) <= 1.25 * float((own - exact).abs().max())
-
-
-@pytest.mark.parametrize(
-    ("tokens_", "rows", "summed"), [(1, 5120, True), (2, 5120, False), (16, 32, True), (17, 32, False)]
-)
-def test_graphs_for_a_gpu_have_sums_for_few_tokens(tokens_, rows, summed, monkeypatch):
-    """Traced on tensors without data that say they are on a GPU."""
-    monkeypatch.setattr(products, "DEVICE", "cuda")
-    torch._dynamo.reset()
-    targets: list[Any] = []
-
-    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        targets.extend(node.target for node in graph.graph.nodes)
-        return graph.forward
-
-    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return products.linear(x, weight)
-
-    with FakeTensorMode():
-        x, weight = (torch.empty(n, 2880, dtype=torch.bfloat16, device="cuda") for n in (tokens_, rows))
-        torch.compile(call, backend=kept, fullgraph=True, dynamic=False)(x, weight)
-    assert (nn.functional.linear not in targets) == summed
 
 
 # What gives parameters other memory.

@@ -15,7 +15,6 @@ run, with the same result. What gives parameters other memory ends it, and where
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.guards import install_guard
 
-from . import products
 from .plain import is_plain, is_plain_tensor
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -78,10 +76,7 @@ class StandIn:
         """Called for what this class has not."""
         if name in PROJECTIONS:
             return _Projection(self, name)
-        found = getattr(self.module, name)
-        if name == "o_proj" and torch.compiler.is_compiling() and is_plain(found, nn.Linear):
-            return partial(products.linear, weight=found.weight, bias=found.bias)
-        return found
+        return getattr(self.module, name)
 
 
 def stood_for(module: Any) -> nn.Module:
@@ -101,7 +96,7 @@ class _Projection:
         module = stand_in.module
         if stand_in.given is None:
             rows = [getattr(module, name).weight.shape[0] for name in PROJECTIONS]
-            joined = products.linear(x, module.attnkit_weight, module.attnkit_bias, computed=True)  # (..., q + k + v)
+            joined = nn.functional.linear(x, module.attnkit_weight, module.attnkit_bias)  # (..., q + k + v)
             stand_in.given, stand_in.parts = x, dict(zip(PROJECTIONS, joined.split(rows, -1), strict=True))
         if x is not stand_in.given:
             result: torch.Tensor = getattr(module, self.name)(x)
