@@ -1,4 +1,4 @@
-"""Inline PTX: one instruction, or a few in braces, as a function of a traced kernel. Imports cutlass."""
+"""Inline PTX: one instruction, or a few in braces, as a function of a traced kernel."""
 
 from __future__ import annotations
 

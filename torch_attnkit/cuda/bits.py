@@ -1,4 +1,4 @@
-"""Shifts over two registers. Imports cutlass."""
+"""Shifts over two registers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors between device memory and registers, and boxes that TMA brings to shared memory. Imports cutlass."""
+"""Vectors between device memory and registers, and boxes that TMA brings to shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters in the shared memory of a block; addresses are shared ones, Int32. Imports cutlass."""
+"""Counters in the shared memory of a block; addresses are shared ones, Int32."""
 
 from __future__ import annotations
 

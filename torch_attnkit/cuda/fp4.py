@@ -7,7 +7,7 @@ All functions take and give Float32, or bytes and codes in an Int32. A block is 
     e2m1_codes(block[i : i + 8], r)                          or e2m1_round(times(x, r)): the number read back
 
 Every step is an IEEE operation rounded to nearest that keeps numbers below 2^-126, and none is fused with another,
-which would skip a rounding. Needs what Hopper has: E4M3 has conversions there, E2M1 has none. Imports cutlass.
+which would skip a rounding. Needs what Hopper has: E4M3 has conversions there, E2M1 has none.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     Reader: scale byte -> the numbers of codes 0 to 7, rounded -> table of bytes -> looked up four codes at a time
 
 The arithmetic of one number is ``cuda/fp4.py``. Nothing here knows where numbers come from or go to, so that a
-quantiser, a cache or an epilogue may have them. Imports cutlass.
+quantiser, a cache or an epilogue may have them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FP4 weights as operands of a product: words of eight E2M1 codes to pairs of bf16, and their scales. Imports cutlass.
+"""FP4 weights as operands of a product: words of eight E2M1 codes to pairs of bf16, and their scales.
 
 A word's codes i and i + 4 stand 16 bits apart, so a mask takes both at once, and one integer product moves the sign to
 the top of its half and the other three bits to the exponent's end: the bf16 of these bits is the number times 2^-126,

@@ -1,4 +1,4 @@
-"""Accesses to device memory by which blocks of one launch join what they have. Addresses are Int64. Imports cutlass."""
+"""Accesses to device memory by which blocks of one launch join what they have. Addresses are Int64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second-level cache. Imports cutlass."""
+"""The second-level cache."""
 
 from __future__ import annotations
 

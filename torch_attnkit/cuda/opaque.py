@@ -1,4 +1,4 @@
-"""Numbers of which the compiler is told nothing. Imports cutlass."""
+"""Numbers of which the compiler is told nothing."""
 
 from __future__ import annotations
 

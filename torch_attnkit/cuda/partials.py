@@ -1,4 +1,4 @@
-"""Joining partial results of attention: maxima in powers of two, sums and numerators. Imports cutlass."""
+"""Joining partial results of attention: maxima in powers of two, sums and numerators."""
 
 from __future__ import annotations
 

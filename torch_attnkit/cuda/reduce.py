@@ -1,4 +1,4 @@
-"""Sums over the threads that share a row: shuffles, then shared memory, then the cluster's. Imports cutlass."""
+"""Sums over the threads that share a row: shuffles, then shared memory, then the cluster's."""
 
 from __future__ import annotations
 

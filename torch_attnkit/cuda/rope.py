@@ -1,4 +1,4 @@
-"""Rotary position embedding of numbers in registers, to the bit as ``formats/rope.py`` has it. Imports cutlass."""
+"""Rotary position embedding of numbers in registers, to the bit as ``formats/rope.py`` has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warp-level instructions that CuTeDSL's own wrappers do not give one by one. Imports cutlass.
+"""The warp-level instructions that CuTeDSL's own wrappers do not give one by one.
 
 Registers of 16-bit pairs are Int32, shared addresses Int32, device addresses Int64. Lane l of a warp has row
 ``l // 4`` and columns ``2 * (l % 4)``, ``+ 1`` of every 8 x 8 tile that it holds in registers (PTX ISA, "Matrix

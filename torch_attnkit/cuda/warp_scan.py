@@ -1,4 +1,4 @@
-"""Sums over the lanes of a warp. Imports cutlass."""
+"""Sums over the lanes of a warp."""
 
 from __future__ import annotations
 

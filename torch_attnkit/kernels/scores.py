@@ -1,4 +1,4 @@
-"""How scores become weights: the part of a problem that all attention families share. Imports no cutlass."""
+"""How scores become weights: the part of a problem that all attention families share."""
 
 from __future__ import annotations
 

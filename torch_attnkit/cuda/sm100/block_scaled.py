@@ -7,7 +7,7 @@
 
 A product multiplies 64 numbers of K: of NVFP4 (E4M3 scales, blocks of 16) with all four scales of a tile, of MXFP4
 (UE8M0, blocks of 32) with two, so a tile serves two products. One thread issues copies and products; they run in the
-order of issue. Source: PTX ISA, "Block Scaling for tcgen05.mma", "tcgen05.cp". Imports cutlass.
+order of issue. Source: PTX ISA, "Block Scaling for tcgen05.mma", "tcgen05.cp".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 As ``block_scaled.py``, with numbers of a byte: a row of 128 bytes has 128 of them. E2M1 numbers lie in the middle of
 their bytes, to which TMA unpacks them (PTX ISA, "Packing formats used in Tensor Memory and Shared Memory"). A product
-multiplies 32 numbers of K under one UE8M0 scale of a tile. Imports cutlass.
+multiplies 32 numbers of K under one UE8M0 scale of a tile.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ kind ``f16``.
     D (128 lanes)   float32 sums in N columns of tensor memory
 
 N is a number of the instruction descriptor, so that a kernel multiplies as many rows of B as there are. Source: PTX ISA
-9.7.16.4 (descriptors). Imports cutlass.
+9.7.16.4 (descriptors).
 """
 
 from __future__ import annotations

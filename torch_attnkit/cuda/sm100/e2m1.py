@@ -1,4 +1,4 @@
-"""E2M1 codes by Blackwell's own conversion, and the largest magnitude of numbers. Imports cutlass."""
+"""E2M1 codes by Blackwell's own conversion, and the largest magnitude of numbers."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ A score costs 2 operations of an fma lane anyway, its scaling and its place in t
 split it, 5 of Horner's scheme, 1 to put both parts together. Packed instructions do two of these at a time, for half of
 the issue slots. ``eighths`` takes the smallest f with which the slowest of the four is fastest, but no more than 1/4:
 1/4 up to D 96, where a block then takes 776 cycles for 1032, 1/8 with D 128, where tensor cores and exponentials are
-equally long, and 0 from D 192 on. Imports cutlass.
+equally long, and 0 from D 192 on.
 """
 
 from __future__ import annotations

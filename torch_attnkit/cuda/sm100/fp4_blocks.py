@@ -1,4 +1,4 @@
-"""Blocks of E2M1 numbers in registers of Blackwell, which converts to E2M1 itself. Imports cutlass.
+"""Blocks of E2M1 numbers in registers of Blackwell, which converts to E2M1 itself.
 
     a block's numbers -> amax -> scale, its reciprocal -> eight codes a word, scale byte
 

@@ -2,7 +2,7 @@
 
 CuTeDSL elects a thread for every ``tcgen05.mma``; here whoever calls is that thread, and the descriptors of a sequence
 of products differ by what is known beforehand. Formats: PTX ISA, "Matrix Descriptors", "Instruction descriptor",
-"Canonical Layouts". Imports cutlass.
+"Canonical Layouts".
 """
 
 from __future__ import annotations

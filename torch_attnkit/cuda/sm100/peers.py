@@ -1,4 +1,4 @@
-"""Bytes from one CTA's shared memory to another's of its cluster, without registers. Imports cutlass."""
+"""Bytes from one CTA's shared memory to another's of its cluster, without registers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Operands lie along K, in rows of 128 or 64 bytes that are swizzled as TMA does it, so a step of a product, 32 bytes of
 each row whatever the dtype, begins two units of a descriptor behind the step before. Source: PTX ISA, "Matrix
-descriptor", "Instruction descriptor". Imports cutlass.
+descriptor", "Instruction descriptor".
 """
 
 from __future__ import annotations

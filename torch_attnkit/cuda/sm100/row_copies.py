@@ -1,4 +1,4 @@
-"""Rows of a matrix in device memory that TMA brings to shared memory: neighbours, or any four. Imports cutlass.
+"""Rows of a matrix in device memory that TMA brings to shared memory: neighbours, or any four.
 
 A row comes in blocks of columns, each as wide as a swizzle of 128 bytes, or of 64, and a block's rows follow one
 another in shared memory. With ``ctas``, a mask of ranks of the cluster, each of these CTAs gets what comes, at the same

@@ -2,7 +2,7 @@
 
 Scores stay unscaled; ``c`` (scale times log2 e) is folded into the exponential: p = 2^(s c - m c). The maximum that a
 row subtracts may lag behind: as long as no score exceeds it by more than 2^LAG the output needs no rescaling, and the
-sums stay far from overflow. Imports cutlass.
+sums stay far from overflow.
 """
 
 from __future__ import annotations

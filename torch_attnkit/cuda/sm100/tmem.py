@@ -1,7 +1,7 @@
 """Tensor memory as a warp sees it: 32 lanes, one row each, and columns of 32 bits (PTX ISA, "Tensor Memory").
 
 Warp w of a warpgroup reaches lanes 32 (w % 4) to 32 (w % 4) + 31; an address is lane << 16 | column, and the lane field
-of a warp's loads and stores must name its first lane. Imports cutlass.
+of a warp's loads and stores must name its first lane.
 """
 
 from __future__ import annotations

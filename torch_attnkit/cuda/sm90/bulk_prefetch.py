@@ -1,4 +1,4 @@
-"""Bulk prefetches to the L2, from Hopper on. Imports cutlass."""
+"""Bulk prefetches to the L2, from Hopper on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles of 8 x 8 numbers of 16 bits from a warp's registers to shared memory. Imports cutlass."""
+"""Tiles of 8 x 8 numbers of 16 bits from a warp's registers to shared memory."""
 
 from __future__ import annotations
 

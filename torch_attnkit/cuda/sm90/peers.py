@@ -1,4 +1,4 @@
-"""Registers of a thread to another CTA's shared memory. Imports cutlass."""
+"""Registers of a thread to another CTA's shared memory."""
 
 from __future__ import annotations
 

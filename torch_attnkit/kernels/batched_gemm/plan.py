@@ -1,4 +1,4 @@
-"""How a product by ``mma.sync`` is cut into work tiles. Imports no cutlass."""
+"""How a product by ``mma.sync`` is cut into work tiles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Numbers of encoded rows in the registers of a thread, eight at a time, as ``formats/kv_cache.py`` defines them.
 
-Whoever gathers rows or attends them brings the codes, the scale's byte and the pairs in bfloat16. Imports cutlass.
+Whoever gathers rows or attends them brings the codes, the scale's byte and the pairs in bfloat16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host side of ``pages_kernel.py`` for NVIDIA GPUs. Imports no cutlass."""
+"""Host side of ``pages_kernel.py`` for NVIDIA GPUs."""
 
 from __future__ import annotations
 

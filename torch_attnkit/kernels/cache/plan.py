@@ -1,4 +1,4 @@
-"""How rows are spread over warps. Imports no cutlass.
+"""How rows are spread over warps.
 
 A warp has a row. Of an encoded row a lane has a cell of ``CELL`` neighbouring channels, which is a whole block of
 NVFP4, half of one of MXFP4 and a quarter of one of FP8: the RoPE channels start at the border of a cell, and 512

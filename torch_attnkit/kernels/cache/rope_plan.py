@@ -1,4 +1,4 @@
-"""How heads and rows of keys are spread over warps. Imports no cutlass.
+"""How heads and rows of keys are spread over warps.
 
 A warp has ``heads`` neighbouring heads of a token, or one row of keys. Of a head, and of a row of numbers, a lane has
 vectors of eight channels, 32 lanes apart; of an encoded row cells of sixteen, as ``plan.py`` says.

@@ -1,4 +1,4 @@
-"""The row of a warp, its slot, and bytes between registers and device memory in pieces. Imports cutlass."""
+"""The row of a warp, its slot, and bytes between registers and device memory in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``mma.py`` is compiled for over caches of E4M3. Imports no cutlass."""
+"""What ``mma.py`` is compiled for over caches of E4M3."""
 
 from __future__ import annotations
 

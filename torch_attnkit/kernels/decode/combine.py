@@ -1,4 +1,4 @@
-"""The epilogue: warps' results are combined into a block's, the splits of a group into its result. Imports cutlass.
+"""The epilogue: warps' results are combined into a block's, the splits of a group into its result.
 
 Splits of a group meet in the workspace in one of two ways. Few and short: the block that brings the last of them
 combines all, while other blocks still stream (``LastBlock``). Many or long ones: a second kernel combines them, which

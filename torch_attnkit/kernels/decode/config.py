@@ -1,4 +1,4 @@
-"""What decode kernels are compiled for and have in memory: shared, and the workspace. Imports no cutlass.
+"""What decode kernels are compiled for and have in memory: shared, and the workspace.
 
 Every kernel states its shared memory as a frozen dataclass of ``Region``; one that says "over" has the bytes of others,
 whose contents are no longer needed by then.

@@ -3,7 +3,7 @@
 A step down a row is the 32 bytes that ``ldmatrix`` brings of 16 keys: a block of 16 columns of 16-bit elements, or two
 blocks of codes. A lane decodes what it got and moves nothing to other lanes: the order in which columns enter a sum is
 free, so a lane's four neighbouring codes of a key are four columns of its own, those that it has of Q, too; and of V's
-columns a lane has two neighbours where it has two that are 8 apart of 16-bit elements. Imports cutlass.
+columns a lane has two neighbours where it has two that are 8 apart of 16-bit elements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the keys of a tile are in a cache of pages. Imports cutlass.
+"""Where the keys of a tile are in a cache of pages.
 
 Lengths and tables may say anything: a page that is not in the cache is never read, and neither is the table beyond its
 columns. The lanes of a warp look up a page each; -1 stands for "none to read".

@@ -1,4 +1,4 @@
-"""How a decode launch is cut: what the plans of both architectures share. Knows sizes alone; imports no cutlass."""
+"""How a decode launch is cut: what the plans of both architectures share. Knows sizes alone."""
 
 from __future__ import annotations
 

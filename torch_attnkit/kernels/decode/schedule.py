@@ -3,7 +3,7 @@
 The lengths are on the device, so every block works its run out for itself: it sums the tiles of all sequences, cuts the
 sum into equal runs and finds the sequence in which its own run starts. Blocks are persistent: a run is one work tile
 after another. One that does not have all tiles of its group is a split, which ``combine.py`` joins with the others. No
-block has more than one tile more than another, whatever the lengths. Imports cutlass.
+block has more than one tile more than another, whatever the lengths.
 
 A *group* is one KV head of one sequence with up to as many of its query heads as the kernel has at once; those of a KV
 head are its *head blocks*. A *tile* is some keys of a group, a *work tile* the tiles of a group that one block has.

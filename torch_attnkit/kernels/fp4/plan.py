@@ -1,4 +1,4 @@
-"""How blocks are spread over threads. Imports no cutlass.
+"""How blocks are spread over threads.
 
 Device memory bounds both directions. A quantising thread has whole blocks, of which it keeps all numbers in registers:
 no thread waits for another, and the scale and its reciprocal are worked out once a block. A dequantising thread has

@@ -1,4 +1,4 @@
-"""Where rows lie in device memory, and bytes between it and registers. Imports cutlass."""
+"""Where rows lie in device memory, and bytes between it and registers."""
 
 from __future__ import annotations
 

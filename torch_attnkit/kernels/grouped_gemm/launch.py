@@ -1,4 +1,4 @@
-"""Host side of the routed experts for NVIDIA GPUs: plan, kernels, workspace, launch. Imports no cutlass."""
+"""Host side of the routed experts for NVIDIA GPUs: plan, kernels, workspace, launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host side of the indexer's scores for NVIDIA GPUs. Imports no cutlass."""
+"""Host side of the indexer's scores for NVIDIA GPUs."""
 
 from __future__ import annotations
 

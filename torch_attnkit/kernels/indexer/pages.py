@@ -1,4 +1,4 @@
-"""Where a cache entry's key is, dense or in pages, among the tensors of a launch. Imports cutlass."""
+"""Where a cache entry's key is, dense or in pages, among the tensors of a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host side of the indexer's selection for NVIDIA GPUs: the entries with the largest scores. Imports no cutlass."""
+"""Host side of the indexer's selection for NVIDIA GPUs: the entries with the largest scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a merge spreads its rows over threads. Imports no cutlass.
+"""How a merge spreads its rows over threads.
 
 Device memory bounds it once there are rows enough: every partial is read once. With few rows the partials of one row
 are split among ``splits`` groups of threads of a block, so that more of them are on their way at a time.

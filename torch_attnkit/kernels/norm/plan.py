@@ -1,4 +1,4 @@
-"""How a norm spreads its rows over threads. Imports no cutlass.
+"""How a norm spreads its rows over threads.
 
 Device memory bounds it: y, z and out go once through the chip, w comes from the cache. A row of N elements is cut into
 vectors of ``width`` elements, 16 bytes where N, the strides and the pointers allow it; a thread holds ``vectors`` of

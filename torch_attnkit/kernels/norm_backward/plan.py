@@ -1,4 +1,4 @@
-"""How the backward of a norm spreads its rows over threads. Imports no cutlass.
+"""How the backward of a norm spreads its rows over threads.
 
 Device memory bounds it: grad, y and z are read once, dy and dz written once. ``lanes`` threads share a row, each with
 ``vectors`` vectors of ``width`` elements, and go on to further rows, so that a thread's columns stay the same and it

@@ -1,4 +1,4 @@
-"""Stand-ins for the arguments of a prefill kernel, for compiling it. Imports cutlass.
+"""Stand-ins for the arguments of a prefill kernel, for compiling it.
 
 Strides of q, k, v and out are multiples of 16 bytes, as TMA and the stores need. E4M3 comes as bytes, since not every
 torch hands it over.

@@ -1,4 +1,4 @@
-"""Host side of queries at the end of a cache, which every architecture solves in its own way. Imports no cutlass."""
+"""Host side of queries at the end of a cache, which every architecture solves in its own way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Host side of the prefill kernels for NVIDIA GPUs: scalars, sections of heads, layouts that TMA can read.
 
-Imports no cutlass. ``<arch>/plan.py`` has the tiles. Queries at the end of a cache are ``cached.py``'s.
+``<arch>/plan.py`` has the tiles. Queries at the end of a cache are ``cached.py``'s.
 """
 
 from __future__ import annotations

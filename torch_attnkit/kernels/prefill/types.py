@@ -1,4 +1,4 @@
-"""What the prefill kernels of all architectures are compiled for and given. Imports cutlass."""
+"""What the prefill kernels of all architectures are compiled for and given."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""How a router spreads a row of logits over a warp. Imports no cutlass.
+"""How a router spreads a row of logits over a warp.
 
 A warp has a row, a lane ``per_lane`` experts that follow one another, in vectors of ``width``. What it costs is
 instructions: each lane sorts the keys of its experts once, then K rounds find the largest of 32 heads and pop it.

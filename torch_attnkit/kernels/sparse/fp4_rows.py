@@ -1,4 +1,4 @@
-"""Where a head's numbers go as FP4: rotated back, to codes and scales in device memory. Imports cutlass.
+"""Where a head's numbers go as FP4: rotated back, to codes and scales in device memory.
 
     words -> (RoPE channels: rotated back, rounded) -> amax over the lanes of a block -> scale byte, codes
 

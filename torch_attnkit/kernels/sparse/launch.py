@@ -1,4 +1,4 @@
-"""Host side of sparse attention for NVIDIA GPUs. Imports no cutlass."""
+"""Host side of sparse attention for NVIDIA GPUs."""
 
 from __future__ import annotations
 

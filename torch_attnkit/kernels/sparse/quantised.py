@@ -1,4 +1,4 @@
-"""Host side of sparse attention whose results are FP4, for NVIDIA GPUs: one launch, or two. Imports no cutlass."""
+"""Host side of sparse attention whose results are FP4, for NVIDIA GPUs: one launch, or two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a top-k spreads its rows over blocks and threads. Imports no cutlass.
+"""How a top-k spreads its rows over blocks and threads.
 
 A row belongs to a block or to a cluster of them. Each thread keeps up to ``PER_THREAD`` scores in registers, so a row
 of up to 262,144 crosses device memory once. Of a longer one parts are rows, and what is chosen of each is chosen among

@@ -10,7 +10,7 @@ columns, of many tokens either. Blocks are persistent, and of up to 128 columns 
 stored while the other is added up; where work tiles are few, K is in slices, a block of a cluster each, and the cluster
 adds up their sums. A stage has columns of tensor memory of its own for its scales. What lies beyond a
 tensor TMA reads as zeros; products behind K are left out, so that nothing behind the scales is multiplied.
-docs/kernels/batched_gemm.md has what limits it. Imports cutlass.
+docs/kernels/batched_gemm.md has what limits it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What to compile for products of groups on Blackwell. Imports cutlass."""
+"""What to compile for products of groups on Blackwell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How products of groups of FP4 numbers are cut on Blackwell. Imports no cutlass."""
+"""How products of groups of FP4 numbers are cut on Blackwell."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ rows take its boxes in turns. All sums meet in shared memory: every block adds u
 lane reads the scales of its rows itself, ahead. No warp does nothing but load: of 16 warps a thread has 128
 registers, of 17 it has 96. What decoding gives is ``cuda/fp4_weights.py``, in the order of
 ``grouped_gemm/sm90/rows.py``. ``fp4_few_codes.py`` has what is otherwise for up to 4 tokens;
-docs/kernels/batched_gemm.md has what limits it. Imports cutlass.
+docs/kernels/batched_gemm.md has what limits it.
 """
 
 from __future__ import annotations

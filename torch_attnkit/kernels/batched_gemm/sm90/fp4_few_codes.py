@@ -8,7 +8,7 @@ A sum of codes must be of one block of either side. A lane's 16 bytes of a row o
 so every quarter of 128 numbers has columns of its own, which hold zeros in the other lanes' places: a pair of columns
 for each two tokens, or of one token for the first and the second NVFP4 block of a lane. What a lane receives are then
 the sums of its own blocks. E4M3 products of E2M1 numbers add up exactly, for there are few, 36 the largest and 1/4 the
-smallest. Imports cutlass.
+smallest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens' FP4 numbers to bf16, in the order of decoding (``grouped_gemm/sm90/rows.py``). Imports cutlass.
+"""Tokens' FP4 numbers to bf16, in the order of decoding (``grouped_gemm/sm90/rows.py``).
 
 Codes times scales have at most six significant bits, so bf16 holds them, whatever their exponents.
 """

@@ -4,7 +4,6 @@
     products  the experts' product of ``grouped_gemm``: weights decoded in registers, as the first operand of ``wgmma``
 
 A group is an expert, whose tokens are all. Weights are on their way while the last of ``prepare``'s blocks still run.
-Imports cutlass.
 """
 
 from __future__ import annotations

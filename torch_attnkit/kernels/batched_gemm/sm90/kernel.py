@@ -1,4 +1,4 @@
-"""What to compile for products of groups on Hopper. Imports cutlass."""
+"""What to compile for products of groups on Hopper."""
 
 from __future__ import annotations
 

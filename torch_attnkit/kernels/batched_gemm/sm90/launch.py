@@ -1,4 +1,4 @@
-"""Host side of products of groups of FP4 numbers on Hopper. Imports no cutlass."""
+"""Host side of products of groups of FP4 numbers on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How products of groups are cut on Hopper. Imports no cutlass."""
+"""How products of groups are cut on Hopper."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 Blocks are persistent: while a work tile's results are on their way, the next one's operands come. A pair of blocks has
 neighbouring features of the same tokens, of which each brings half to both. Sums have features along rows of registers;
 ``stmatrix`` transposes them to rows of tokens. What lies beyond a tensor TMA reads as zeros and does not write.
-docs/kernels/batched_gemm.md has what limits it. Imports cutlass.
+docs/kernels/batched_gemm.md has what limits it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the Blackwell decode kernel for many heads is compiled for, and its memory. Imports no cutlass."""
+"""What the Blackwell decode kernel for many heads is compiled for, and its memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What to compile for a decode step on Blackwell, over a contiguous cache or, where a page has keys, over pages.
 
-Rows of the caches start at multiples of 16 bytes. Imports cutlass.
+Rows of the caches start at multiples of 16 bytes.
 """
 
 from __future__ import annotations

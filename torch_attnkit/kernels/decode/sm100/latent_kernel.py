@@ -1,4 +1,4 @@
-"""What to compile for a decode step over latents on Blackwell. Imports cutlass."""
+"""What to compile for a decode step over latents on Blackwell."""
 
 from __future__ import annotations
 

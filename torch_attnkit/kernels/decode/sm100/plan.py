@@ -1,4 +1,4 @@
-"""Which decode kernel of Blackwell takes a problem, and how its launch is cut. Imports no cutlass."""
+"""Which decode kernel of Blackwell takes a problem, and how its launch is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the roles of the Blackwell decode kernel are given, and what they pass on. Imports cutlass."""
+"""What the roles of the Blackwell decode kernel are given, and what they pass on."""
 
 from __future__ import annotations
 

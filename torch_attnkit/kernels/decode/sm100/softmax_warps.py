@@ -1,4 +1,4 @@
-"""The warpgroups of the Blackwell decode kernel that have the scores: softmax, and the result. Imports cutlass.
+"""The warpgroups of the Blackwell decode kernel that have the scores: softmax, and the result.
 
 There are two, each with half of the heads. Thread i of one has key i of a tile, which is lane i of tensor memory, so a
 head's maximum and sum go across threads, unlike prefill's. Sums are kept apart by thread until a work tile is through,

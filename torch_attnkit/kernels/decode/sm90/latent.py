@@ -4,8 +4,6 @@ The kernel is ``mla.py``'s, with its two score and two value warpgroups. What di
 
     score warpgroups: sums over 320 and 256 columns -> P in rows of 64 bytes, for tiles have 32 keys
     value warpgroups: of 512 of the columns; a warp of the first loads the 64 others, too, which only the scores read
-
-Imports cutlass.
 """
 
 from __future__ import annotations

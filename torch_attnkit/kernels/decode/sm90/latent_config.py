@@ -1,4 +1,4 @@
-"""What ``latent.py`` is compiled for, and its shared memory. Imports no cutlass."""
+"""What ``latent.py`` is compiled for, and its shared memory."""
 
 from __future__ import annotations
 

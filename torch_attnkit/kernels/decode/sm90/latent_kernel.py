@@ -1,4 +1,4 @@
-"""What to compile for a decode step over latents on Hopper. Imports cutlass."""
+"""What to compile for a decode step over latents on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a launch over latents is cut on Hopper. Imports no cutlass."""
+"""How a launch over latents is cut on Hopper."""
 
 from __future__ import annotations
 

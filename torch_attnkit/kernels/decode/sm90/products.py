@@ -2,7 +2,7 @@
 
 Operands lie in shared memory as rows of 128 bytes, in blocks of columns, with their 16-byte chunks swizzled (128B), as
 ``wgmma`` reads them. Of an accumulator a lane has two rows, 8 apart, and of every 8 columns two neighbours; so scores
-are at ``[i // 4 * 8 + i % 2]`` from the lane's first column on. Imports cutlass.
+are at ``[i // 4 * 8 + i % 2]`` from the lane's first column on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of sums under block scales whose columns are tokens: rows of weights are the lanes. Imports cutlass."""
+"""What becomes of sums under block scales whose columns are tokens: rows of weights are the lanes."""
 
 from __future__ import annotations
 

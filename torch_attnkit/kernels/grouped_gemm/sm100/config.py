@@ -1,4 +1,4 @@
-"""What the kernels of Blackwell are compiled for, their warps and memories. Imports no cutlass."""
+"""What the kernels of Blackwell are compiled for, their warps and memories."""
 
 from __future__ import annotations
 

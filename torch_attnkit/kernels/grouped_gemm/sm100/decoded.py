@@ -7,7 +7,7 @@
     4 warps   what becomes of the sums (decoded_epilogue.py), while the next work tile is multiplied
 
 Weights and their decoding are those of ``cuda/fp4_weights.py``; rows of tokens are in its order of numbers. A number of
-float16 is the sum of two of bf16, and multiplied in two parts. Imports cutlass.
+float16 is the sum of two of bf16, and multiplied in two parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of a work tile's sums whose lanes are rows of weights and whose columns are tokens. Imports cutlass."""
+"""What becomes of a work tile's sums whose lanes are rows of weights and whose columns are tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The first launch where weights are decoded: slots in the order of their experts, work tiles, and x as the products
-want it, a row for each slot, of numbers that are rounded where products are of quantised ones. Imports cutlass."""
+want it, a row for each slot, of numbers that are rounded where products are of quantised ones."""
 
 from __future__ import annotations
 

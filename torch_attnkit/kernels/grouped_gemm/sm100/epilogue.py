@@ -1,4 +1,4 @@
-"""What becomes of a work tile's sums: h, quantised for the second product, or tokens' results. Imports cutlass.
+"""What becomes of a work tile's sums: h, quantised for the second product, or tokens' results.
 
 A lane of the four warps has a token, whose sums are a row of tensor memory: a block's features stand in one thread.
 """

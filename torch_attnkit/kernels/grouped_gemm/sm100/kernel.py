@@ -1,4 +1,4 @@
-"""What to compile for routed experts on Blackwell. Imports cutlass."""
+"""What to compile for routed experts on Blackwell."""
 
 from __future__ import annotations
 

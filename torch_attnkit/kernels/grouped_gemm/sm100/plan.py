@@ -1,4 +1,4 @@
-"""How routed experts are cut on Blackwell. Imports no cutlass."""
+"""How routed experts are cut on Blackwell."""
 
 from __future__ import annotations
 

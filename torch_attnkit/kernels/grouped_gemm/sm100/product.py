@@ -11,7 +11,6 @@ quantised without another thread. Of few, weights are the lanes and tokens the c
 multiple of eight (column_epilogue.py). Of many a work tile has two row tiles, which share what is loaded of tokens.
 Blocks take every so many-th work tile; those of an expert's tokens follow each other. Rows of gate and rows of up are
 halves of a row tile, whether they are halves of the weights or interleaved: only the steps of the tensor map differ.
-Imports cutlass.
 """
 
 from __future__ import annotations

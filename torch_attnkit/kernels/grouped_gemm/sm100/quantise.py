@@ -1,4 +1,4 @@
-"""Numbers of a row as E2M1 or E4M3 under block scales, bit for bit as ``formats/`` defines them. Imports cutlass."""
+"""Numbers of a row as E2M1 or E4M3 under block scales, bit for bit as ``formats/`` defines them."""
 
 from __future__ import annotations
 

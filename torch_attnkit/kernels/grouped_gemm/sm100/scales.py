@@ -1,5 +1,4 @@
-"""Scales of a stage, from rows of either layout to the tiles that tensor memory takes (``cuda/sm100/block_scaled.py``).
-Imports cutlass."""
+"""Scales of a stage: rows of either layout to the tiles of tensor memory (``cuda/sm100/block_scaled.py``)."""
 
 from __future__ import annotations
 

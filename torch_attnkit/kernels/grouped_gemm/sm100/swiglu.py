@@ -1,4 +1,4 @@
-"""h of gate and up, two features at a time: Blackwell multiplies and adds pairs of float32. Imports cutlass."""
+"""h of gate and up, two features at a time: Blackwell multiplies and adds pairs of float32."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Behind the numbers of a row of h stand words of its token, which the first launch writes: which token it is, of how many
 choices, and which of its rows counts the results that have come. Who brings the last of some features adds them up, so
-the same bits come out whoever that is. Imports cutlass.
+the same bits come out whoever that is.
 """
 
 from __future__ import annotations

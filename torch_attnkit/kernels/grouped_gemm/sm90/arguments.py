@@ -1,4 +1,4 @@
-"""The arguments of the experts' kernels, and stand-ins for them to compile with. Imports cutlass."""
+"""The arguments of the experts' kernels, and stand-ins for them to compile with."""
 
 from __future__ import annotations
 

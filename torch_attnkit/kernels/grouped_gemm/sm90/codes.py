@@ -1,5 +1,5 @@
 """Codes of weights to shared memory where rows start or end amid 16 bytes: TMA takes no such steps, so the lanes of a
-warp copy 8 bytes each, to the places that TMA would have swizzled them to. Imports cutlass."""
+warp copy 8 bytes each, to the places that TMA would have swizzled them to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of Hopper are compiled for, and their shared memory. Imports no cutlass."""
+"""What the kernels of Hopper are compiled for, and their shared memory."""
 
 from __future__ import annotations
 

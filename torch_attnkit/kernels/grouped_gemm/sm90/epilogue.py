@@ -1,4 +1,4 @@
-"""What becomes of a work tile's sums: activations of the first product, tokens' results of the second. Imports cutlass.
+"""What becomes of a work tile's sums: activations of the first product, tokens' results of the second.
 
 A result of the second product goes into the workspace, weighted. The block that brings the last of a token's choices
 for some features adds them up in the order of the choices, so that the result does not depend on who came last.

@@ -12,7 +12,7 @@ leave, and its weights are on their way before h is there, for which only the wa
 
 Where slots are few (``by_warp``) every block sorts them for itself and waits for x's rows alone, and both products are
 one launch: all work tiles of the first come before those of the second, all stages of a block stand in one ring.
-docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
+docs/kernels/grouped_gemm.md has what limits it.
 """
 
 from __future__ import annotations

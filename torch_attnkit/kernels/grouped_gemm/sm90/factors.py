@@ -1,4 +1,4 @@
-"""Scales of weights to the factors that decoded codes are multiplied with, in shared memory. Imports cutlass."""
+"""Scales of weights to the factors that decoded codes are multiplied with, in shared memory."""
 
 from __future__ import annotations
 

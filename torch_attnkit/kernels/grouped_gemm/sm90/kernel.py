@@ -1,4 +1,4 @@
-"""What to compile for routed experts on Hopper. Imports cutlass."""
+"""What to compile for routed experts on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of a work tile by ``mma.sync``: weights, decoded in registers, times tokens. Imports cutlass.
+"""The product of a work tile by ``mma.sync``: weights, decoded in registers, times tokens.
 
 A warp has 16 rows, and two boxes of every stage. A quad of lanes has a row and the one 8 further on; each lane decodes
 16 bytes of both at a time, 32 numbers, which are the first operand of eight steps of m16n8k16. The two steps of a word

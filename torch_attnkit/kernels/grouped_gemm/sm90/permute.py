@@ -1,5 +1,5 @@
 """Rows of tokens in the order of experts, their numbers in that of ``rows.py``, as TMA brings them to ``wgmma``. What
-is beyond a row's end is zero. Where products are of quantised numbers, they are rounded on the way. Imports cutlass.
+is beyond a row's end is zero. Where products are of quantised numbers, they are rounded on the way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How routed experts are cut on Hopper. Imports no cutlass."""
+"""How routed experts are cut on Hopper."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 One block sorts, unless slots are few (``SortByWarp``); the others, meanwhile, write x's rows in the order of
 ``rows.py``, rounded where products are of quantised numbers, and zeros where h has more columns than features, where a
-token has no expert, and where parts of h are counted. Imports cutlass.
+token has no expert, and where parts of h are counted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 results in that order.
 
 A lane has, of every 8 tokens, two neighbours, for a row of its warp and the one that is ``row_step`` further on.
-Imports cutlass.
 """
 
 from __future__ import annotations

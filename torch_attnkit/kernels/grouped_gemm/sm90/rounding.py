@@ -1,4 +1,4 @@
-"""What tokens' numbers are rounded to before they are multiplied, bit for bit as ``formats/`` does it. Imports cutlass.
+"""What tokens' numbers are rounded to before they are multiplied, bit for bit as ``formats/`` does it.
 
 Each function takes 32 float32 numbers of a row and leaves what their codes stand for, which bf16 holds: an E2M1 number
 times an E4M3 scale has six significant bits. Of NVFP4 that is before the division by the global scale, which the

@@ -3,7 +3,7 @@
 One block, or all blocks together where slots are many, or a warp of every block where they are few, counts the choices
 of every expert, adds the counts up, and puts every slot where the next one of its expert goes. In which order an
 expert's slots come changes no result, and is left to chance unless a warp sorts: a token's sums do not depend on what
-else is in its work tile. Imports cutlass.
+else is in its work tile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in which rows of tokens are multiplied: that in which a word's codes are decoded. Imports cutlass.
+"""The order in which rows of tokens are multiplied: that in which a word's codes are decoded.
 
 Number ``32 c + 8 w + 4 b + q`` of 128 stands at ``32 w + 8 q + 2 c + b``, so that the words that lane c of a quad
 decodes from 16 bytes of codes meet its part of eight steps over K, by ``mma.sync`` as by ``wgmma`` (PTX ISA, "Matrix

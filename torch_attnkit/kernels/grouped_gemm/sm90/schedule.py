@@ -1,4 +1,4 @@
-"""Work tiles: the tokens of one expert, as many as a product takes, times some rows of its weights. Imports cutlass."""
+"""Work tiles: the tokens of one expert, as many as a product takes, times some rows of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block's shared memory: a ring of stages, each of weights, factors and tokens. Imports cutlass."""
+"""A block's shared memory: a ring of stages, each of weights, factors and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens' results from those of their experts, weighted and added up in the order of the choices. Imports cutlass."""
+"""Tokens' results from those of their experts, weighted and added up in the order of the choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens' results added up by the blocks of the second product themselves, when no work tile is left. Imports cutlass.
+"""Tokens' results added up by the blocks of the second product themselves, when no work tile is left.
 
 They then wait for the results of all others, and share the tokens. A block that finds that not all have begun does not
 wait, but leaves: others may begin only when it has. The last one to begin finds that all have. Sums are in the order of

@@ -8,7 +8,7 @@
 Weights and tokens have a ring each. A work tile is multiplied by the narrowest ``wgmma`` that has room for its tokens:
 a branch for each width. While one group of steps over K is multiplied, the words of the next are decoded into the
 other of two sets of registers. The second product's weights are on their way while blocks of the first still run
-(programmatic dependent launch). docs/kernels/grouped_gemm.md has what limits it. Imports cutlass.
+(programmatic dependent launch). docs/kernels/grouped_gemm.md has what limits it.
 """
 
 from __future__ import annotations

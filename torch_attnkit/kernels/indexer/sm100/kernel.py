@@ -1,4 +1,4 @@
-"""What to compile for the indexer's scores on Blackwell. Imports cutlass."""
+"""What to compile for the indexer's scores on Blackwell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block's keys from device memory to shared memory, wherever they lie, as ``tcgen05`` takes them. Imports cutlass."""
+"""A block's keys from device memory to shared memory, wherever they lie, as ``tcgen05`` takes them."""
 
 from __future__ import annotations
 

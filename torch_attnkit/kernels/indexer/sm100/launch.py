@@ -1,4 +1,4 @@
-"""Host side of the indexer's scores on Blackwell. Imports no cutlass."""
+"""Host side of the indexer's scores on Blackwell."""
 
 from __future__ import annotations
 

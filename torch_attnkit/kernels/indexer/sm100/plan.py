@@ -1,4 +1,4 @@
-"""The indexer's scores on Blackwell: what the kernel takes, and how a launch is cut. Imports no cutlass."""
+"""The indexer's scores on Blackwell: what the kernel takes, and how a launch is cut."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
 
 A block takes 256 keys of a request and some of its tokens. Keys are the first operand of ``tcgen05.mma``, so heads lie
 along the registers of a thread, and no sum crosses lanes. While one product is added up, the next is computed. MXFP4 is
-multiplied as it is, with both block scales. Nothing but scores is written. Imports cutlass.
+multiplied as it is, with both block scales. Nothing but scores is written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens of a block see some of its keys. Imports cutlass."""
+"""Which tokens of a block see some of its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic on the products of 64 keys with a token's heads: rectified, weighted, summed. Imports cutlass.
+"""The arithmetic on the products of 64 keys with a token's heads: rectified, weighted, summed.
 
 An accumulator of ``wgmma`` gives the four lanes of a quad two rows, and of every 8 columns, which are heads, two each:
 element ``a + 2 r + 4 v`` of lane ``q`` is column ``8 v + 2 q + a`` of row ``r``. Weights lie in shared memory in that

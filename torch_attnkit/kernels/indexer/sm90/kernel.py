@@ -1,5 +1,5 @@
 """What to compile for the indexer's scores on Hopper: for tokens that stream past keys, and for keys that stream past
-tokens. Imports cutlass."""
+tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of an indexer from device memory to the first operand of ``wgmma``, decoded on the way. Imports cutlass.
+"""Keys of an indexer from device memory to the first operand of ``wgmma``, decoded on the way.
 
 A step of a product takes 32 bytes of a row, 16 numbers of 16 bits or 32 of 8: lane q of a quad has words q and q + 4.
 The lanes load 16 bytes each instead, of rows in any place, and exchange what they have loaded among themselves.

@@ -1,4 +1,4 @@
-"""Host side of the indexer's scores on Hopper. Imports no cutlass."""
+"""Host side of the indexer's scores on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host side of the indexer's scores on Hopper: what the kernel takes, and how a launch is cut. Imports no cutlass."""
+"""Host side of the indexer's scores on Hopper: what the kernel takes, and how a launch is cut."""
 
 from __future__ import annotations
 

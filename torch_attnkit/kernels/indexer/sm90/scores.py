@@ -7,7 +7,7 @@
 A block takes 256 or 384 keys of a request and some of its tokens. Its keys are the first operand of ``wgmma`` and stay
 in registers, so they may lie anywhere, in pages or not, and be decoded on the way; the heads of a token are the second.
 A warpgroup sums one product up while the tensor cores work on its other one, if it has two, or on another warpgroup's.
-Nothing but scores is written. Imports cutlass.
+Nothing but scores is written.
 """
 
 from __future__ import annotations

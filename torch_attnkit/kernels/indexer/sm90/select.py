@@ -11,7 +11,7 @@ depend on who comes first.
 
 Sums say themselves when they are whole, for how many keys are counted is known: at first all, then those of the bin. So
 there are no barriers of all blocks, before which a block would wait until memory has what it has written. Sums are made
-zero while keys are on their way; counters of arrivals are zero before the launch and after it. Imports cutlass.
+zero while keys are on their way; counters of arrivals are zero before the launch and after it.
 """
 
 from __future__ import annotations

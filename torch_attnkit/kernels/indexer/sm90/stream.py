@@ -8,7 +8,7 @@
 A multiprocessor has one block or two, and each has the same number of tiles of 128 keys, one after another, of
 one request or of several: every block adds up how many tiles each request has. Keys are the first operand of ``wgmma``
 and lie in shared memory. Tiles that no token of their request sees are shared out, too, and filled with -inf while the
-first keys are on their way. Imports cutlass.
+first keys are on their way.
 """
 
 from __future__ import annotations

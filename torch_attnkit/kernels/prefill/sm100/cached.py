@@ -1,4 +1,4 @@
-"""Host side of queries at the end of a cache on Blackwell. Imports no cutlass.
+"""Host side of queries at the end of a cache on Blackwell.
 
 The kernels are those of dense batches: the query heads of a KV head and the queries of a block are the rows of their
 tiles, and a sequence's queries end where its keys do. Where tiles alone would leave multiprocessors idle,

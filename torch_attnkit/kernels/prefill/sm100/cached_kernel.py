@@ -1,4 +1,4 @@
-"""What to compile for queries at the end of a cache on Blackwell: the kernel of dense batches. Imports cutlass."""
+"""What to compile for queries at the end of a cache on Blackwell: the kernel of dense batches."""
 
 from __future__ import annotations
 

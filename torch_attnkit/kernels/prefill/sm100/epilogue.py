@@ -1,4 +1,4 @@
-"""The epilogue of a Blackwell prefill kernel: a row's output from tensor memory, its LSE and sum. Imports cutlass."""
+"""The epilogue of a Blackwell prefill kernel: a row's output from tensor memory, its LSE and sum."""
 
 from typing import Any
 

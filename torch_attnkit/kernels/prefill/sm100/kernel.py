@@ -1,4 +1,4 @@
-"""What to compile for the prefill kernels of Blackwell. Imports cutlass."""
+"""What to compile for the prefill kernels of Blackwell."""
 
 from __future__ import annotations
 

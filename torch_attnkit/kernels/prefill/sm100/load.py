@@ -1,4 +1,4 @@
-"""The loading warp of a Blackwell prefill kernel, and the products' tensors as TMA reads them. Imports cutlass."""
+"""The loading warp of a Blackwell prefill kernel, and the products' tensors as TMA reads them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Issuing ``tcgen05`` products, for one CTA or a pair. Imports cutlass."""
+"""Issuing ``tcgen05`` products, for one CTA or a pair."""
 
 import cutlass
 import cutlass.cute as cute

@@ -1,4 +1,4 @@
-"""Softmax of a block, and correction, where a CTA computes its tiles alone: a thread has a row. Imports cutlass."""
+"""Softmax of a block, and correction, where a CTA computes its tiles alone: a thread has a row."""
 
 import cutlass
 import cutlass.cute as cute

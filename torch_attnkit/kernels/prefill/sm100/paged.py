@@ -1,4 +1,4 @@
-"""Host side of blocks of queries over pages on Blackwell. Imports no cutlass.
+"""Host side of blocks of queries over pages on Blackwell.
 
 The kernel is that of packed sequences; its loading warp finds keys by the block table (``paged_load.py``): in boxes
 where pages hold some, or row by row. CTAs work alone: pairs would load halves of boxes.

@@ -1,5 +1,5 @@
 """What the loading warp brings for a work tile over pages: the queries, then K and V of its blocks, V one behind K,
-pages looked up a block ahead. Imports cutlass.
+pages looked up a block ahead.
 """
 
 import cutlass

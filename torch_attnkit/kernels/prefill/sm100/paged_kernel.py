@@ -1,5 +1,5 @@
 """What to compile for blocks of queries over pages on Blackwell: the kernel of packed sequences, with a loading warp of
-its own. Imports cutlass."""
+its own."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A stage of K or V holds runs of 64 columns (32 where a head is no multiple of 64) of its keys, one after another, so
 that a few keys of a run are a piece of it, whatever their pages. Keys without a page arrive as zeros, whatever lengths
-and tables say: TMA is asked for rows that no tensor has. Imports cutlass.
+and tables say: TMA is asked for rows that no tensor has.
 """
 
 from typing import Any, NamedTuple

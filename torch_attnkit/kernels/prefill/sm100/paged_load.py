@@ -1,4 +1,4 @@
-"""The loading warp of Blackwell's prefill over pages. Imports cutlass.
+"""The loading warp of Blackwell's prefill over pages.
 
 It takes the place of ``load.py``'s; all other warps are those of packed sequences, which know no pages: stages of K and
 V hold blocks of keys, or pieces of them, as if they had come at once (``paged_copies.py``).

@@ -1,4 +1,4 @@
-"""Boxes of the Blackwell kernel for blocks of queries over pages. Imports no cutlass."""
+"""Boxes of the Blackwell kernel for blocks of queries over pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Blackwell kernel for blocks of queries over pages is compiled for and given. Imports cutlass."""
+"""What the Blackwell kernel for blocks of queries over pages is compiled for and given."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Host side of the Blackwell prefill kernels: tiles per head size, and the kernel's signature. Imports no cutlass."""
+"""Host side of the Blackwell prefill kernels: tiles per head size, and the kernel's signature."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     softmax, a warpgroup a tile: S -> P       correction, one warpgroup: O *= factor when a maximum moved; O -> out
 
 What a tile is and how it is computed is a part that the kernel has: ``one_cta.py``, or ``two_cta.py`` for D 512. The
-scheduler, the loading warp, the softmax role and the epilogue are the same for both. Imports cutlass.
+scheduler, the loading warp, the softmax role and the epilogue are the same for both.
 """
 
 from collections.abc import Callable

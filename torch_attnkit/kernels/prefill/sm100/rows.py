@@ -1,4 +1,4 @@
-"""What the roles with rows share: the walk of the softmax, the mask, the scales of codes. Imports cutlass.
+"""What the roles with rows share: the walk of the softmax, the mask, the scales of codes.
 
 Thread i of a warpgroup has lane i of tensor memory; which row that is, and which of its columns, say the parts for one
 CTA and for two.

@@ -1,7 +1,7 @@
 """How all roles of a Blackwell prefill kernel walk through the same work tiles, and which keys each of them visits.
 
 The grid is persistent. The loading warp finds the next work tile and leaves a note about it in shared memory, in a ring
-of two; every other warp reads the note. Imports cutlass.
+of two; every other warp reads the note.
 """
 
 import cutlass.cute as cute

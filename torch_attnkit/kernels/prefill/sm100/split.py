@@ -2,7 +2,7 @@
 
 The results of a split are those of attention over its keys alone, in float32, with the split as first axis: a second
 launch combines them by their LSE. Splits are equal parts of the blocks that a tile visits, so that they follow the
-lengths on the device, and every key is read once for a tile. Imports cutlass.
+lengths on the device, and every key is read once for a tile.
 """
 
 import cutlass

@@ -1,6 +1,6 @@
 """Into how many splits the keys of a tile are cut on Blackwell, when tiles alone leave multiprocessors idle.
 
-Knows sizes, not ops. Imports no cutlass. All times here are modelled: no Blackwell GPU has run this.
+Knows sizes, not ops. All times here are modelled: no Blackwell GPU has run this.
 """
 
 from __future__ import annotations

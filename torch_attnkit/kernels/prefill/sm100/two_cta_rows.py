@@ -1,4 +1,4 @@
-"""Softmax of a block, and correction, where two CTAs compute a tile: two threads have a row. Imports cutlass.
+"""Softmax of a block, and correction, where two CTAs compute a tile: two threads have a row.
 
 Threads i and i + 64 of a warpgroup have row i of the CTA's 64, which are lanes i and i + 64 of tensor memory: the first
 has the first half of a block's keys and of each product's columns, the other the second. They agree on a maximum

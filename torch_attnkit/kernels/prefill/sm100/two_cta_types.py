@@ -1,4 +1,4 @@
-"""What the Blackwell prefill kernel is compiled for where two CTAs compute a tile. Imports cutlass."""
+"""What the Blackwell prefill kernel is compiled for where two CTAs compute a tile."""
 
 from dataclasses import dataclass
 from typing import Any

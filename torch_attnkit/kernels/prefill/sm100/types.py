@@ -1,4 +1,4 @@
-"""What a Blackwell prefill kernel is compiled for, and what its roles pass on. Imports cutlass."""
+"""What a Blackwell prefill kernel is compiled for, and what its roles pass on."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

@@ -1,4 +1,4 @@
-"""Host side of ``multi.py``: queries at the end of a cache on Hopper. Imports no cutlass."""
+"""Host side of ``multi.py``: queries at the end of a cache on Hopper."""
 
 from __future__ import annotations
 

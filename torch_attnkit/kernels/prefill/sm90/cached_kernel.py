@@ -1,4 +1,4 @@
-"""What to compile for queries at the end of a cache on Hopper. Imports cutlass."""
+"""What to compile for queries at the end of a cache on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many clusters of CTAs a GPU runs at once. Imports no cutlass."""
+"""How many clusters of CTAs a GPU runs at once."""
 
 from __future__ import annotations
 

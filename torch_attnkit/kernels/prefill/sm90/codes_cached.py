@@ -1,4 +1,4 @@
-"""Host side of queries at the end of a cache of E4M3 on Hopper. Imports no cutlass.
+"""Host side of queries at the end of a cache of E4M3 on Hopper.
 
 Few of them share work tiles with the other heads of their KV head (``multi_codes.py``), many are a dense batch.
 """

@@ -1,5 +1,5 @@
 """What to compile for E4M3 on Hopper: the kernel of ``prefill.py`` with other consumers, and V's transposition before
-it. Imports cutlass."""
+it."""
 
 from __future__ import annotations
 

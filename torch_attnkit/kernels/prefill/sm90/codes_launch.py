@@ -1,4 +1,4 @@
-"""Host side of E4M3 on Hopper: V is transposed, then attention runs. Imports no cutlass.
+"""Host side of E4M3 on Hopper: V is transposed, then attention runs.
 
 Queries at the end of a cache are a dense batch whose sequences' queries end where their keys do. Few of them leave most
 rows of a work tile empty (``multi.py``, for 16 bits, fills them with the heads of a group).

@@ -1,4 +1,4 @@
-"""Host side of ``codes.py``: tiles for E4M3 on Hopper. Imports no cutlass."""
+"""Host side of ``codes.py``: tiles for E4M3 on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to compile for dense and packed batches whose work tiles persistent CTAs draw. Imports cutlass."""
+"""What to compile for dense and packed batches whose work tiles persistent CTAs draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to compile for wide heads on Hopper: the kernel of ``prefill.py`` with other consumers. Imports cutlass."""
+"""What to compile for wide heads on Hopper: the kernel of ``prefill.py`` with other consumers."""
 
 from __future__ import annotations
 

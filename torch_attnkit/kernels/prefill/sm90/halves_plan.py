@@ -1,4 +1,4 @@
-"""Host side of ``halves.py``: head dims whose output no warpgroup holds alone. Imports no cutlass."""
+"""Host side of ``halves.py``: head dims whose output no warpgroup holds alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to compile for the prefill kernels of Hopper. Imports cutlass."""
+"""What to compile for the prefill kernels of Hopper."""
 
 from __future__ import annotations
 

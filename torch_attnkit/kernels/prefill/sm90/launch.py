@@ -1,5 +1,5 @@
 """Host side of dense and packed batches on Hopper: persistent CTAs draw their work tiles, or have them by rounds
-(``prefill.py``). Imports no cutlass."""
+(``prefill.py``)."""
 
 from __future__ import annotations
 

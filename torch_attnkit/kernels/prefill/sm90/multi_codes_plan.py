@@ -1,6 +1,6 @@
 """Host side of ``multi_codes.py``: tiles per head size, how many CTAs share a tile's keys, and whose calls they are.
 
-Tiles are modelled. Imports no cutlass.
+Tiles are modelled.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 CTAs have equal runs of all blocks of keys (``multi_schedule.py``), where those of a cluster each have a split of one
 sequence, and a batch takes as long as its longest. The producer goes on to the next work tile while the consumers end
-the last. Imports cutlass.
+the last.
 """
 
 from __future__ import annotations

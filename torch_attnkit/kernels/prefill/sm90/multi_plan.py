@@ -1,6 +1,6 @@
 """Host side of the kernel for blocks of queries: tiles per head size, and how many CTAs share a tile's keys.
 
-Knows sizes alone. Imports no cutlass.
+Knows sizes alone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 As in decode (``kernels/decode/schedule.py``), the lengths are on the device and every CTA works its run out for itself:
 it sums the blocks that all work tiles visit, cuts the sum into equal runs, and finds where its own begins. A work tile
 that a cut goes through is split, and joined by the CTAs that have its parts. Work tiles are in the order of sequences,
-of a sequence in the order of rows, of the same rows in the order of KV heads. Imports cutlass.
+of a sequence in the order of rows, of the same rows in the order of KV heads.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A split lies in the workspace as lanes have it, so that it is added in registers. Nobody waits: who is not the last
 leaves its rows and goes on. Most tiles have two splits, of which one is the first that its CTA has and one the last, so
-the second comes much later than the first. Splits are added in their order, whoever does it. Imports cutlass.
+the second comes much later than the first. Splits are added in their order, whoever does it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workspaces of persistent CTAs: device memory for splits, and a counter that deals work tiles. Imports no cutlass."""
+"""Workspaces of persistent CTAs: device memory for splits, and a counter that deals work tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host side of ``paged_multi.py``: blocks of queries over pages on Hopper. Imports no cutlass."""
+"""Host side of ``paged_multi.py``: blocks of queries over pages on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host side of ``paged_multi_codes.py``: blocks of queries over pages of E4M3 on Hopper. Imports no cutlass."""
+"""Host side of ``paged_multi_codes.py``: blocks of queries over pages of E4M3 on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to compile for blocks of queries over pages of E4M3 on Hopper. Imports cutlass."""
+"""What to compile for blocks of queries over pages of E4M3 on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host side of ``paged_multi_codes.py``: tiles, clusters, and how keys are loaded. Imports no cutlass."""
+"""Host side of ``paged_multi_codes.py``: tiles, clusters, and how keys are loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Host side of the kernel for blocks of queries over pages: tiles, clusters, and how keys are loaded.
 
-Knows sizes alone. Imports no cutlass.
+Knows sizes alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""V of E4M3 as Hopper's products of bytes take it: (Dv, S'), a column's keys together. Imports cutlass.
+"""V of E4M3 as Hopper's products of bytes take it: (Dv, S'), a column's keys together.
 
 Products of bytes read both operands along the axis that they add up. A sequence's keys begin at a multiple of a
 block of the kernel's, and end with zeros; keys at which no query looks are zeros, too, since 0 * nan is nan. Of every

@@ -7,7 +7,7 @@ Products of bytes read both operands along the axis that they add up. Keys lie i
 columns at a time, and writes 16 bytes of each column. Keys at which no row looks become zeros here, since 0 * nan is
 nan. Lanes begin with different columns when they write, and where a row is shorter than all banks, those of every
 other 16 keys read the second of two neighbours first: of heads of 64, 128 and 256 no bank has two words of an access.
-Both are in the selectors of the exchange, and cost nothing. Imports cutlass.
+Both are in the selectors of the exchange, and cost nothing.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """Rows of queries that stand before the first key, as a block longer than its sequence has: 0, and an LSE of -inf.
 
 A causal mask gives them nothing; where all queries of a block see all keys, this launch behind attention clears them.
-Imports cutlass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host side of ``halves.py``: dense and packed batches with wide heads on Hopper. Imports no cutlass."""
+"""Host side of ``halves.py``: dense and packed batches with wide heads on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles of one side whose keys follow one another in memory: boxes of TMA, no copies row by row. Imports cutlass.
+"""Tiles of one side whose keys follow one another in memory: boxes of TMA, no copies row by row.
 
 Those are tiles that a dense window fills, or dense entries of which a token sees all. Of pages and of lists that would
 have to be found out row by row, which costs more than it saves.

@@ -5,7 +5,7 @@
     when it has come     codes -> registers -> eight numbers, times their scale -> the same 16 bytes
 
 A thread decodes what it has copied itself, and where two sides share keys each decodes half of them: the other gets
-numbers. Imports cutlass.
+numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""O' as a thread of the softmax's warpgroups finds it: a column of all heads of its warpgroup. Imports cutlass.
+"""O' as a thread of the softmax's warpgroups finds it: a column of all heads of its warpgroup.
 
 Neighbouring threads exchange one of every two heads for the neighbour's column of the other: each then has pairs of
 columns, of every second head, as words of the call's dtype.

@@ -1,4 +1,4 @@
-"""What the kernel of Blackwell is compiled for, and its shared memory. Imports no cutlass."""
+"""What the kernel of Blackwell is compiled for, and its shared memory."""
 
 from __future__ import annotations
 

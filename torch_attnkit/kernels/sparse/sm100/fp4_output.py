@@ -1,4 +1,4 @@
-"""Where results go in FP4: columns of O' to blocks of a head, and these to codes and scales. Imports cutlass.
+"""Where results go in FP4: columns of O' to blocks of a head, and these to codes and scales.
 
     tensor memory -> times a head's factor, rounded -> shared memory, 32 columns of a warp's heads -> a block or a part
     of one to a lane -> (rotated back, rounded) -> amax, scale, codes -> device memory

@@ -4,7 +4,7 @@ memory in a box, others four at a time, both for either side at once.
     tile n      a row looked up a lane -> shared memory; one lane: a part of the columns after another -> ring
 
 Lane l of warp w has row ``64 (l // 16) + 16 w + l % 16`` of a tile, and a warp sends for the group of its side. What
-comes is what the products read: no lane waits for it, and nothing is sent on. Imports cutlass.
+comes is what the products read: no lane waits for it, and nothing is sent on.
 """
 
 from __future__ import annotations

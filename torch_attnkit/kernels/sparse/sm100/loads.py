@@ -5,7 +5,7 @@
 
 Lane l of warp w has row ``64 (l // 16) + 16 w + l % 16`` of a tile. Where two sides share keys, each copies 64 of them
 from device memory, lanes 0 to 15 or 16 to 31 of every warp, and sends what it has to the other through the cluster:
-keys are read once. Which keys count both look up for themselves, for it is a word a key. Imports cutlass.
+keys are read once. Which keys count both look up for themselves, for it is a word a key.
 """
 
 from __future__ import annotations

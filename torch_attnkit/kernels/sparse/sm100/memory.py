@@ -1,4 +1,4 @@
-"""What a CTA of the kernel has in shared memory, in tensors and barriers. Imports cutlass."""
+"""What a CTA of the kernel has in shared memory, in tensors and barriers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where results go that are numbers: outputs, their logarithmic sums, and sums. Imports cutlass."""
+"""Where results go that are numbers: outputs, their logarithmic sums, and sums."""
 
 from __future__ import annotations
 

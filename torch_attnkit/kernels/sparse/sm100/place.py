@@ -1,4 +1,4 @@
-"""Where a CTA stands: its heads, and its share of the keys. Imports cutlass."""
+"""Where a CTA stands: its heads, and its share of the keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which head sizes the kernel of Blackwell has, and how its launch is cut. Imports no cutlass."""
+"""Which head sizes the kernel of Blackwell has, and how its launch is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warp of the products: S' = K Q', O' += V' P'. Imports cutlass.
+"""The warp of the products: S' = K Q', O' += V' P'.
 
     S(0) | S(1) O(0) | S(2) O(1) | ...        where two tiles fit in memory; else S(0) | O(0) | S(1) | O(1) | ...
 

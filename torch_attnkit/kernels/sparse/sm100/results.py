@@ -1,12 +1,10 @@
 """What the softmax's warpgroups do with O' when the last key is through.
 
-    one CTA a work tile    tensor memory -> registers -> the result (number_output.py, fp4_output.py)
-    several                O', float32, over the ring -> the cluster's CTAs add up a share of the heads each over
-                           distributed shared memory -> the result, or where clusters share a work tile a split in
-                           device memory; the CTAs with the same share count themselves, and the last to come adds up
-                           the splits, in their order
-
-Imports cutlass.
+one CTA a work tile    tensor memory -> registers -> the result (number_output.py, fp4_output.py)
+several                O', float32, over the ring -> the cluster's CTAs add up a share of the heads each over
+                       distributed shared memory -> the result, or where clusters share a work tile a split in
+                       device memory; the CTAs with the same share count themselves, and the last to come adds up
+                       the splits, in their order
 """
 
 from __future__ import annotations

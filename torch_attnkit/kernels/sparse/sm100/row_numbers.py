@@ -1,4 +1,4 @@
-"""A token's keys as rows of two matrices, of which TMA asks for their numbers. Imports cutlass.
+"""A token's keys as rows of two matrices, of which TMA asks for their numbers.
 
 A cache whose rows have one distance is a matrix, with rows of other requests or pages, and perhaps others, between. The
 keys of a window are padded to a group of 16, so that the keys of a group are all of one matrix: shares of a token's

@@ -1,4 +1,4 @@
-"""The two warpgroups that have the scores: softmax, P', and O' in step with the maxima. Imports cutlass.
+"""The two warpgroups that have the scores: softmax, P', and O' in step with the maxima.
 
 Each has half of the heads. Thread i of one has row i of a tile of keys, which is lane i of tensor memory, so a head's
 maximum and sum go across threads. Sums are kept apart by thread until all tiles are through. What is subtracted from a

@@ -4,7 +4,7 @@
     tile n - 1   codes -> registers -> eight numbers, times their scale -> the same 16 bytes
 
 A thread decodes what it has copied itself, so nobody waits for anybody in between but for the scales, of which each
-has several readers in a warp. Bytes on their way need no memory of their own. Imports cutlass.
+has several readers in a warp. Bytes on their way need no memory of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows of a tile a CTA decodes, and where their numbers go. Imports cutlass.
+"""Which rows of a tile a CTA decodes, and where their numbers go.
 
     Alone    all of them, for its own products
     Shared   half of them, for its own products and those of the other side: the CTA of its cluster that has the same

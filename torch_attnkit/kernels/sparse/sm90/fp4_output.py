@@ -1,4 +1,4 @@
-"""Where results in FP4 go: numbers of a head, rounded as if they were stored, to codes and scales. Imports cutlass.
+"""Where results in FP4 go: numbers of a head, rounded as if they were stored, to codes and scales.
 
     words -> (RoPE channels: rotated back, rounded) -> amax over the lanes of a block -> scale byte, codes
 

@@ -1,4 +1,4 @@
-"""Where CTAs of a cluster that share a work tile's keys have what belongs to one of them. Imports cutlass.
+"""Where CTAs of a cluster that share a work tile's keys have what belongs to one of them.
 
     own rows    a CTA's part of every row, over the ring: normalised, in the call's dtype, maximum and sum behind it
     inbox       row r is added up by CTA ``r % ctas``, as its number ``r // ctas``: others' parts of it come there,

@@ -7,7 +7,6 @@
                            of several clusters meet in device memory (merge.py)
 
 Up to 64 heads of a token are the rows of a product; fewer are padded. docs/kernels/sparse.md has what limits it.
-Imports cutlass.
 """
 
 from __future__ import annotations

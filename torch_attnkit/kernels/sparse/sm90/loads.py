@@ -1,4 +1,4 @@
-"""The producer warpgroup: Q of a work tile, and its keys row by row, by ``cp.async``. Imports cutlass."""
+"""The producer warpgroup: Q of a work tile, and its keys row by row, by ``cp.async``."""
 
 from __future__ import annotations
 

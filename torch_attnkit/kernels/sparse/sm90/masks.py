@@ -1,4 +1,4 @@
-"""Scores of a tile of which some keys do not count. Imports cutlass."""
+"""Scores of a tile of which some keys do not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the warpgroups of a CTA wait for each other. Imports cutlass."""
+"""Where the warpgroups of a CTA wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the CTAs that share a work tile's keys join what they have. Imports cutlass.
+"""How the CTAs that share a work tile's keys join what they have.
 
     each CTA       its output, normalised and rounded to the call's dtype as P was, to those that add up its rows
     each cluster   a CTA adds up its share of the rows, which have come (inbox.py) -> result, or a split in float32

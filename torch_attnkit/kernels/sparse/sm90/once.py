@@ -1,4 +1,4 @@
-"""A consumer warpgroup where all keys of a CTA are in shared memory at once. Imports cutlass.
+"""A consumer warpgroup where all keys of a CTA are in shared memory at once.
 
     warpgroup 0   Q, columns 0 to D/2 -> registers | its part of S | S -> P | O, columns 0 to D/2
     warpgroup 1   Q, columns D/2 to D              | its part of S | S -> P | O, columns D/2 to D

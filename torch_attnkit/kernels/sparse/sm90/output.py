@@ -1,4 +1,4 @@
-"""Where results go: outputs, their logarithmic sums, and the sums of those that are not normalised. Imports cutlass."""
+"""Where results go: outputs, their logarithmic sums, and the sums of those that are not normalised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a producer's warp brings its rows of a tile of keys. Imports cutlass."""
+"""Where a producer's warp brings its rows of a tile of keys."""
 
 from __future__ import annotations
 

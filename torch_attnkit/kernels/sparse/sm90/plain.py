@@ -1,4 +1,4 @@
-"""Tiles of keys that are numbers, row by row, by ``cp.async``. Imports cutlass."""
+"""Tiles of keys that are numbers, row by row, by ``cp.async``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a consumer warpgroup does with its output when a work tile's last key is through. Imports cutlass."""
+"""What a consumer warpgroup does with its output when a work tile's last key is through."""
 
 from __future__ import annotations
 

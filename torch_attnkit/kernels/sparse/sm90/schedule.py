@@ -1,4 +1,4 @@
-"""Which keys a token has, and how CTAs go through the work tiles. Imports cutlass.
+"""Which keys a token has, and how CTAs go through the work tiles.
 
 A token's keys are counted through: first those of its window, then its entries. Ends, lengths, requests and lists may
 say anything: what is not there does not count, and is never read.

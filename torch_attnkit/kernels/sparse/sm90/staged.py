@@ -1,4 +1,4 @@
-"""Encoded rows that come whole, by bulk copies, to memory of their own, and are decoded from there. Imports cutlass.
+"""Encoded rows that come whole, by bulk copies, to memory of their own, and are decoded from there.
 
     tile n       its rows -> staging, a copy a row, of which an mbarrier for each warp counts the bytes
     tile n - 1   staging -> registers -> eight numbers -> the ring, when there is a place
