@@ -6,7 +6,7 @@ import torch
 
 from torch_attnkit.core.target import Target
 
-_MODELLED = 40  # of an M4 Max: the chip that docs/kernels/ models, and that a simulated call is planned for
+_MODELLED = 40  # of an M4 Max: the chip that docs/lab/ models, and that a simulated call is planned for
 
 
 def cores_of(target: Target) -> int:

@@ -34,7 +34,7 @@ _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
 _ROOM = 1.5
 # Stages of weights that the start of a work tile costs as much time as. H200, 29 shapes and numbers of tokens of five
-# models with rows of 128, 64 and 32: in the mean 0.1 % over the fastest, at most 3 % (docs/kernels/grouped_gemm.md).
+# models with rows of 128, 64 and 32: in the mean 0.1 % over the fastest, at most 3 % (docs/lab/grouped_gemm.md).
 _START = 0.45
 # Tokens of an expert, from which on products are by wgmma. H200, us by mma.sync and by wgmma: 128 MXFP4 experts of 2880
 # x 2880 with 8 tokens each 579, 677, with 16 774, 717; 256 of 4096 x 2048 with 6 tokens 1031, 1253, with 12 1281, 1268.
