@@ -106,7 +106,7 @@ def test_random_rows_under_hostile_schedules(tokens, entries):
 
 
 def test_a_row_takes_few_instructions():
-    """What bounds thousands of rows. Seen: 7,311 of PTX a row; docs/kernels/topk.md counts the machine code."""
+    """What bounds thousands of rows. Seen: 7,311 of PTX a row; docs/lab/topk.md counts the machine code."""
     x = torch.randn(140, 8192, generator=torch.Generator().manual_seed(0))
     _, launch = simulated(x, topk=512)
     assert launch.counters["instructions"] <= 140 * 7_600
