@@ -88,7 +88,7 @@ def test_sections_number_every_block_once_and_no_warp_has_both_kinds(block, dim,
 
 @pytest.mark.parametrize(("format", "most"), [("nvfp4", 320), ("mxfp4", 500)])
 def test_a_block_takes_few_instructions(format, most):
-    """Of PTX, for the blocks of a warp, rotated or not. Seen: 312, 489; docs/kernels/fp4.md counts the machine code."""
+    """Of PTX, for the blocks of a warp, rotated or not. Seen: 312, 489; docs/lab/fp4.md counts the machine code."""
     heads = 64
     o = torch.randn(2, heads, 512).bfloat16()
     angle = torch.rand(2, 32)
