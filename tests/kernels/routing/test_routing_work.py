@@ -118,7 +118,7 @@ def test_a_result_depends_on_nothing_but_its_row():
     ("name", "experts", "topk", "most"), [("route_sqrt_softplus", 256, 6, 720), ("route_softmax", 128, 4, 130)]
 )
 def test_a_token_takes_few_instructions(name, experts, topk, most):
-    """What bounds thousands of tokens. Seen: 692 and 125 of PTX; docs/kernels/routing.md counts the machine code."""
+    """What bounds thousands of tokens. Seen: 692 and 125 of PTX; docs/lab/routing.md counts the machine code."""
     gen = torch.Generator().manual_seed(0)
     logits = torch.randn(64, experts, generator=gen).bfloat16()
     bias = (torch.randn(experts, generator=gen),) if name == "route_sqrt_softplus" else ()
