@@ -49,10 +49,10 @@ def table(op: str, record: dict[str, Any]) -> str:
     of = f"{len(kept)} of {len(lines)} cases, evenly spaced" if len(kept) < len(lines) else f"all {len(lines)} cases"
     dates = sorted({line.get("run", {}).get("date", record["date"]) for line in kept})
     head = f"`{op}` on an {record['device']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {of}:"
-    rows = ["| case | us | rate | best peer / ours |", "|---|---|---|---|"]
+    rows = ["|case|us|rate|best peer / ours|", "|---|---|---|---|"]
     for line in kept:
         case = line["case"] + _DTYPES[line["dtype"]]
-        rows.append(f"| {case} | {line['us']:.1f} | {line['rate']} | {peer(line)} |")
+        rows.append(f"|{case}|{line['us']:.1f}|{line['rate']}|{peer(line)}|")
     return "\n".join([head, "", *rows, ""])
 
 

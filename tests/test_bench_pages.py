@@ -23,7 +23,7 @@ def test_a_page_is_written_once_and_keeps_what_is_around():
         "before\n\n<!-- baselines: sdpa_decode merge_partials -->\n\n`sdpa_decode` on an NVIDIA H200"
     )
     assert page.endswith("|\n\n<!-- /baselines -->\n\nafter\n")
-    assert page.count("| case | us | rate | best peer / ours |") == 2
+    assert page.count("|case|us|rate|best peer / ours|") == 2
     assert pages.rewritten(page, OPS) == page
 
 
