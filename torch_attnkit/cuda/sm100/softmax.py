@@ -23,7 +23,7 @@ from . import exponentials
 LAG = 8.0  # as FlashAttention-4 has it; P then stays below 2^8, which fp16 holds too
 # E4M3 reaches from 2^-9, or 2^-6 with all its bits, to 448: P is multiplied by 2^8 for the many small weights of a long
 # row, by a product, since an offset in the exponent would cost the LSE its last bits. No maximum lags, so that a row's
-# largest weight is a power of two, which E4M3 has exactly. docs/kernels/prefill.md has the errors of other choices.
+# largest weight is a power of two, which E4M3 has exactly. docs/lab/prefill.md has the errors of other choices.
 CODES_UNIT, CODES_LAG = 2.0**8, 0.0
 
 

@@ -7,7 +7,7 @@ The query heads of a KV head are the N of ``mma.m16n8k16`` and keys (then V's co
 product, so grouped heads cost no more than one, and a warp's accumulators stay small. The probabilities, 8 x 8 tiles
 with a row per key, become the second product's right side by a transpose in registers. Warps share nothing while they
 stream, so no barrier ever empties the queue of loads. Rows in shared memory are 16 bytes longer than in the cache:
-eight rows of a tile then lie in different banks. docs/kernels/decode.md has what limits it.
+eight rows of a tile then lie in different banks. docs/lab/decode.md has what limits it.
 """
 
 from __future__ import annotations

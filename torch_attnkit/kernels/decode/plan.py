@@ -56,7 +56,7 @@ class Plan:
 def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     """For ``mma.py``, where a group sees at most ``keys_of_cache`` keys.
 
-    docs/kernels/decode.md has the times.
+    docs/lab/decode.md has the times.
     """
     dim, dim_v, group, codes = problem.dim, problem.dim_v, problem.group, problem.codes
     itemsize, groups = problem.itemsize, problem.batch * problem.kv_heads

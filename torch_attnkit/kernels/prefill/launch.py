@@ -18,7 +18,7 @@ from torch_attnkit.cuda import compile, driver
 from ..scores import LOG2_E, MOST, Scores
 from .problem import Layout, Operands, Problem
 
-# Bytes of keys and values that one section of heads may fill, of an H200's 50 MB of L2: 1 to 2 % there (docs/kernels).
+# Bytes of keys and values that one section of heads may fill, of an H200's 50 MB of L2: 1 to 2 % there (docs/lab).
 _L2 = 16 << 20
 
 

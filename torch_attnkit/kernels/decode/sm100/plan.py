@@ -33,7 +33,7 @@ _AT_ONCE = 8  # buffers on the way, 128 or 256 KB: more than memory's latency ne
 def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors; ``same``: one tensor is keys and values.
 
-    docs/kernels/decode.md has the counts by which the kernels were set apart.
+    docs/lab/decode.md has the counts by which the kernels were set apart.
     """
     keys = problem.scores.most_keys(problem.capacity)
     if problem.codes and problem.dtype.itemsize > 1:

@@ -11,7 +11,7 @@ reloads its columns as soon as it has multiplied them: the scores were done with
 heads of a KV head run next to each other, so that the keys come from memory once (``Scalars.abreast``).
 
 Rows that do not count arrive with their tile and are overwritten with zeros before the second product.
-docs/kernels/decode.md has what limits it, and what was tried.
+docs/lab/decode.md has what limits it, and what was tried.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _LEAST = 128  # keys of a split at least, for it has 64 rows to write and to com
 def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors; ``same``: one tensor is keys and values.
 
-    docs/kernels/decode.md has the times by which the kernels were set apart.
+    docs/lab/decode.md has the times by which the kernels were set apart.
     """
     head = HEADS[problem.dim, problem.dim_v]
     keys = problem.scores.most_keys(problem.capacity)

@@ -6,7 +6,7 @@ The heads of a group are the 64 rows of a product, so 9 heads cost what 64 do; t
 256 columns one warpgroup has a block, and other blocks on its SM compute while it waits. For 512 columns two warpgroups
 have half of the columns each: each sums Q K' over its own, they exchange these sums through shared memory, and both go
 on with the same scores and probabilities. Where V is K, a tile is loaded once; for 512 columns ``mla.py`` does that.
-Rows that do not count arrive as zeros. docs/kernels/decode.md has what limits it.
+Rows that do not count arrive as zeros. docs/lab/decode.md has what limits it.
 """
 
 from __future__ import annotations

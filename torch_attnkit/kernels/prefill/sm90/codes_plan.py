@@ -12,7 +12,7 @@ from .plan import Choice, Tiles
 
 CODES = "f8e4m3"
 _PROMOTED = 128  # columns up to which a thread has registers for the output and a block's share of it
-# On an H100 80GB; docs/kernels/prefill.md has the times. 7 % over M 128 and over N 96.
+# On an H100 80GB; docs/lab/prefill.md has the times. 7 % over M 128 and over N 96.
 _D64 = Tiles(192, 128, 4)
 # 2 % over pairs, 9 % over no turns (causal), 5 to 7 % over N 96.
 _D128 = Tiles(128, 128, 4)

@@ -25,7 +25,7 @@ class Choice(NamedTuple):
     capped: Tiles | None = None
 
 
-# Tuned on an H200 in bf16, us for those of plan.py (docs/kernels/prefill.md): causal 4x4096 575 for 615, all keys 1075
+# Tuned on an H200 in bf16, us for those of plan.py (docs/lab/prefill.md): causal 4x4096 575 for 615, all keys 1075
 # for 1117, a window of 128 151 for 241, of which N 80 makes two blocks of 8 query heads' 24 queries (N 128: 198).
 # Of one of 1024 N 80 takes 580 and N 128 573.
 _D64 = Choice(*(Tiles(192, 128, 4),) * 2, Tiles(192, 80, 6), Tiles(192, 128, 4), capped=Tiles(192, 112, 4))

@@ -6,7 +6,7 @@
 An output of 64 x 512 numbers fills the registers of two warpgroups. Only one has scores: what it finds, it leaves for
 the other as a message, of which two may be under way (``Exchange``). The next block's scores and both halves of this
 block's output are on their way together, and the next softmax is computed under the second product.
-docs/kernels/prefill.md has what limits it.
+docs/lab/prefill.md has what limits it.
 """
 
 from __future__ import annotations

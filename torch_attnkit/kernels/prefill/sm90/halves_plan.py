@@ -13,7 +13,7 @@ from .plan import Tiles
 DTYPES = "bf16 f16"
 TILES = {
     # (D, Dv): multiples of 128, for both products are cut in halves of whole rows of 128 bytes. Q takes 64 KB, every
-    # stage 64 KB. N 64 with one stage needs fewer bytes of shared memory and waits for every block (docs/kernels).
+    # stage 64 KB. N 64 with one stage needs fewer bytes of shared memory and waits for every block (docs/lab).
     (512, 512): Tiles(64, 32, 2, 1, turns=False, late_rescale=True, pair=True),
 }
 

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 DTYPES = dense.DTYPES
 # D 128 on an H200: few 1 % over one CTA a multiprocessor, many 3 % over three stages, pair 2 % over no pairs or two
-# stages, 4 % over N 96 (docs/kernels/prefill.md). The other head sizes follow it and plan.py, and were not timed.
+# stages, 4 % over N 96 (docs/lab/prefill.md). The other head sizes follow it and plan.py, and were not timed.
 TILES = {
     # (D, Dv), multiples of the same numbers as in plan.py
     (32, 32): Choice(Tiles(64, 128, 4, 2), Tiles(128, 128, 4), Tiles(128, 128, 4, pair=True)),
@@ -54,7 +54,7 @@ TILES = {
 }
 
 # Of persistent CTAs: bytes of keys and values that take as long as a work tile's start and end; how many tiles for each
-# multiprocessor, and of how many keys, they are used from. docs/kernels/prefill.md has the times.
+# multiprocessor, and of how many keys, they are used from. docs/lab/prefill.md has the times.
 _START_BYTES, _SHARED_FROM, _SHARED_KEYS = 128 << 10, 0.45, 4096
 _MOST_CTAS = 8  # of a cluster; every GPU takes so many
 # For each multiprocessor and microsecond, in KB and MFLOP: what its copies bring, its share of device memory, what its

@@ -15,7 +15,7 @@ from .multi_plan import Tiles
 _LEAST_BOX = 8  # keys: what 128 bytes of shared memory are swizzled by. Smaller boxes are rows, which threads copy.
 _MOST_BOX = 128
 # Tiles of persistent CTAs that draw them. Those of D 128 and of 192/128 on an H100 2 % over turns, the others over the
-# same without turns; of D 32 to 96 6 to 10 % over M 128, of D 256 7 % over N 64 (docs/kernels/prefill.md).
+# same without turns; of D 32 to 96 6 to 10 % over M 128, of D 256 7 % over N 64 (docs/lab/prefill.md).
 DRAWN = {
     (32, 32): Tiles(192, 128, 4),
     (64, 64): Tiles(192, 128, 4),

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
     window: Tiles
 
 
-# Tuned on an H200 in bf16; docs/kernels/prefill.md has the figures, also of what lost.
+# Tuned on an H200 in bf16; docs/lab/prefill.md has the figures, also of what lost.
 # 14 % over M 128, 5 % over N 112, 3 % over one Q buffer.
 _D64 = Tiles(192, 128, 4)
 # 1 % over pairs, up to 4 % over N 128 with P in shared memory, 3 to 8 % over M 128 in pairs.

@@ -9,7 +9,7 @@
 
 Keys are the 128 rows of a product and query heads its columns, so 16 heads cost no more than they are, and up to 64
 leave room in tensor memory for 512 columns of output. A cluster has a work tile: its CTAs are up to two sides, of 64
-heads each, and up to 8 shares of the keys. docs/kernels/sparse.md has what limits it.
+heads each, and up to 8 shares of the keys. docs/lab/sparse.md has what limits it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     or several             they share the keys; each adds up a share of the rows, which the others send to it, and those
                            of several clusters meet in device memory (merge.py)
 
-Up to 64 heads of a token are the rows of a product; fewer are padded. docs/kernels/sparse.md has what limits it.
+Up to 64 heads of a token are the rows of a product; fewer are padded. docs/lab/sparse.md has what limits it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ PAIRED_TOKENS = 48
 # cluster's merge, of a key of 512 columns, of joining clusters through device memory, of each of them, and of each
 # megabyte that they leave and read there.
 _START, _TURN, _SHARED_TURN, _MERGE, _KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45
-# Of encoded rows, as an H100 took them (docs/kernels/sparse.md): a key, and a merge, of which each CTA has a share.
+# Of encoded rows, as an H100 took them (docs/lab/sparse.md): a key, and a merge, of which each CTA has a share.
 _CODED_KEY, _CODED_MERGE, _CODED_SHARE = 1 / 18, 0.5, 12.0
 _JOIN, _SPLIT, _MEGABYTE = 2.0, 0.15, 0.7
 
