@@ -20,7 +20,7 @@ from torch_attnkit import paths
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Call, Kernel, Op
 from torch_attnkit.core.spec import DTYPES, MODEL_DTYPES, Spec, parse, short
-from torch_attnkit.report import ARCHS
+from torch_attnkit.report import ARCHS, sizes
 
 _WIDTH = 80
 _MODEL = ", ".join(map(short, MODEL_DTYPES))
@@ -129,20 +129,6 @@ def other_shapes(op: Op) -> list[str]:
     return [f"{what} with {' or '.join(words)}" for what, words in found.items()]
 
 
-def _sizes(rows: list[Kernel]) -> str:
-    """The sizes that rows which differ in nothing else take."""
-    axes = tuple(rows[0].dims)
-    if not axes:
-        return "any sizes"
-    if len(axes) == 1:
-        return f"{axes[0]} {', '.join(str(n) for row in rows for n in row.dims[axes[0]])}"
-    if all(len(row.dims[a]) == 1 for row in rows for a in axes):
-        pairs = ", ".join(f"({', '.join(str(row.dims[a][0]) for a in axes)})" for row in rows)
-        return f"({', '.join(axes)}) {pairs}"
-    each = ("; ".join(f"{a} {', '.join(map(str, row.dims[a]))}" for a in axes) for row in rows)
-    return " or ".join(each)
-
-
 def limits(op: Op, arch: str) -> list[str]:
     """What the kernels of an architecture take, a sentence for rows that differ in sizes alone."""
     alike: dict[tuple[Any, ...], list[Kernel]] = {}
@@ -152,7 +138,7 @@ def limits(op: Op, arch: str) -> list[str]:
     for rows in alike.values():
         row = rows[0]
         without = [f for f in op.features if f not in row.features.split()]
-        words = [row.dtypes.replace(" ", ", "), _sizes(rows)]
+        words = [row.dtypes.replace(" ", ", "), sizes(rows)]
         words += [f"without {', '.join(without)}"] if without else []
         words += list(row.needs)
         found.append("; ".join(words))
@@ -232,8 +218,8 @@ def _shared(op: Op) -> Iterator[str]:
 
 
 def _case(op: Op, name: str) -> str:
-    sizes = op.module("cases").BENCH.get(name)
-    return ", ".join(f"{k} {v}" for k, v in sizes.items()) if sizes else "a case that the bench has no more"
+    dims = op.module("cases").BENCH.get(name)
+    return ", ".join(f"{k} {v}" for k, v in dims.items()) if dims else "a case that the bench has no more"
 
 
 def _speed(op: Op, baselines: list[dict[str, Any]]) -> Iterator[str]:
