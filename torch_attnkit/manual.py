@@ -243,11 +243,20 @@ def _speed(op: Op, baselines: list[dict[str, Any]]) -> Iterator[str]:
         yield f"\nTo repeat it: `python -m bench {op.name} --peers`."
 
 
+def signature(op: Op) -> str:
+    """The schema; where it is long, an argument a line."""
+    if len(op.schema) <= _WIDTH:
+        return op.schema
+    head, _, rest = op.schema.partition("(")
+    given, _, returned = rest.rpartition(") -> ")
+    return "\n".join([f"{head}(", *(f"    {one}," for one in given.split(", ")), f") -> {returned}"])
+
+
 def page(op: Op, baselines: list[dict[str, Any]]) -> str:
     """The Markdown of an op's page."""
     contract = _contract(op).removeprefix(f"{op.name}: ")
-    parts = [_GENERATED, f"# {op.name}\n", contract[0].upper() + contract[1:] + "\n"]
-    parts += ["```\n" + textwrap.fill(op.schema, 100, subsequent_indent="    ") + "\n```\n", "## Arguments\n", _LEGEND]
+    parts = [_GENERATED, f"# `{op.name}`\n", contract[0].upper() + contract[1:] + "\n"]
+    parts += [f"```\n{signature(op)}\n```\n", "## Arguments\n", _LEGEND]
     parts += [_row("argument", "is", "default"), "|---|---|---|"]
     parts += [_row(f"`{a.name}`", a.what, f"`{a.default}`" if a.default else "must be given") for a in arguments(op)]
     if op.outnames:
