@@ -1,13 +1,15 @@
 """Charts of a bench result: ``python -m bench.plot RESULT.json OUT_FOLDER`` (needs matplotlib).
 
 ``overview.png`` has a small chart for each op: the fastest peer's time in units of ours, one dot a case, with a line at
-1. ``roofline.png`` places every case between the limits measured in its run; ``ratios.png``, ``ratios_experts.png`` and
-``ratios_dsv4.png`` show every peer, one dot a peer and case. A chart without a dot is not drawn.
+1. ``roofline.svg`` places every case between the limits measured in its run; ``ratios.svg``, ``ratios_experts.svg`` and
+``ratios_dsv4.svg`` show every peer, one dot a peer and case. A chart without a dot is not drawn.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,20 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
+plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "bench"})  # text as text, names as in every run
+plt.rcParams["font.sans-serif"] = ["DejaVu Sans", "Verdana"]
+_FAMILY = "font-family: 'DejaVu Sans', 'Verdana', sans-serif"  # as it stands in an SVG
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 # Of everything with a colour of its own: past the last colour the next shape begins.
 _MARKS = [dict(color=color, marker=shape) for shape in "oDs^" for color in _COLORS]
 
-# Beginnings of the ops whose ratios have a chart of their own; what no chart names is in ratios.png.
+# Beginnings of the ops whose ratios have a chart of their own; what no chart names is in ratios.svg.
 _CHARTS = {
-    "ratios_experts.png": ("fp4_moe", "route_", "nvfp4_", "mxfp4_"),
-    "ratios_dsv4.png": ("sparse_fmha", "indexer_", "kv_cache_", "inverse_rope_fp4", "grouped_output"),
+    "ratios_experts.svg": ("fp4_moe", "route_", "nvfp4_", "mxfp4_"),
+    "ratios_dsv4.svg": ("sparse_fmha", "indexer_", "kv_cache_", "inverse_rope_fp4", "grouped_output"),
 }
 
 
@@ -33,6 +39,19 @@ def records(file: Path) -> list[dict[str, Any]]:
     read = json.loads(file.read_text())
     found = list(read["ops"].values()) if "ops" in read else [read]
     return [r | {"lines": [x for x in r["lines"] if "us" in x]} for r in found if r["lines"]]
+
+
+def _save(figure: Figure, file: Path) -> None:
+    """An SVG in tenths of a point, without comments and names, and with what all of a kind have said once."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    short = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", text.getvalue(), flags=re.DOTALL)
+    short = re.sub(r' transform="rotate\(-0 [^)]*\)"|(?<=<g) id="[a-z0-9]+_\d+"', "", short)
+    short = re.sub(r'style="fill: (#\w+); stroke: \1"', r'fill="\1"', short)
+    short = short.replace(f"; {_FAMILY}", "").replace("*{stroke", f"text{{{_FAMILY}}} *{{stroke", 1)
+    short = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", " ".join(tag[0].split())), short)
+    file.write_text(re.sub(r"\s*\n\s*", "\n", short), "utf-8")
 
 
 def roofline(found: list[dict[str, Any]], file: Path) -> None:
@@ -51,8 +70,8 @@ def roofline(found: list[dict[str, Any]], file: Path) -> None:
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=f"{found[0]['device']}")
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=140)
+    axes.legend(fontsize=6, ncols=2)
+    _save(figure, file)
 
 
 def overview(found: list[dict[str, Any]], file: Path) -> None:
@@ -87,7 +106,7 @@ def ratios(found: list[dict[str, Any]], file: Path) -> bool:
     names = list(dict.fromkeys(n for x in lines for n, p in x["peers"].items() if "ratio" in p))
     if not lines:
         return False
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.19 * len(lines)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.15 * len(lines)), layout="constrained")
     for mark, name in zip(_MARKS, names, strict=False):
         at = [(x["peers"][name]["ratio"], row) for row, x in enumerate(lines) if "ratio" in x["peers"].get(name, {})]
         axes.scatter(*zip(*at, strict=True), s=26, label=name, zorder=3, **mark)
@@ -100,20 +119,25 @@ def ratios(found: list[dict[str, Any]], file: Path) -> bool:
     ticks = (0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20)
     axes.set_xticks(ticks, [str(x) for x in ticks])
     axes.minorticks_off()
-    axes.grid(True, alpha=0.3)
+    axes.grid(True, axis="x", alpha=0.3)
+    axes.tick_params(axis="y", left=False)
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="lower right")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    left, right = axes.get_xlim()  # the lines of all rows are one path
+    nothing = np.full(len(lines), np.nan)
+    across = np.stack([np.full(len(lines), left), np.full(len(lines), right), nothing], 1).ravel()
+    axes.plot(across, np.repeat(np.arange(len(lines)), 3), color="#dddddd", linewidth=0.5, zorder=0)
+    axes.set_xlim(left, right)
+    _save(figure, file)
     return True
 
 
 def charts(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The records of each chart of ratios."""
-    parts: dict[str, list[dict[str, Any]]] = {"ratios.png": [], **{name: [] for name in _CHARTS}}
+    parts: dict[str, list[dict[str, Any]]] = {"ratios.svg": [], **{name: [] for name in _CHARTS}}
     for record in found:
         op = record["lines"][0]["op"] if record["lines"] else ""
-        name = next((n for n, ops in _CHARTS.items() if op.startswith(ops)), "ratios.png")
+        name = next((n for n, ops in _CHARTS.items() if op.startswith(ops)), "ratios.svg")
         parts[name].append(record)
     return parts
 
@@ -122,9 +146,9 @@ def main(result: str, folder: str) -> None:
     found, out = records(Path(result)), Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     overview(found, out / "overview.png")
-    roofline(found, out / "roofline.png")
+    roofline(found, out / "roofline.svg")
     drawn = [name for name, part in charts(found).items() if ratios(part, out / name)]
-    print(f"wrote {', '.join(['overview.png', 'roofline.png', *drawn])} to {out}")
+    print(f"wrote {', '.join(['overview.png', 'roofline.svg', *drawn])} to {out}")
 
 
 if __name__ == "__main__":

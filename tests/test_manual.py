@@ -41,6 +41,16 @@ def test_a_page_has_all_that_the_table_has(op):
     assert f"```python\n{example}```\n" in manual.page(op, [])
 
 
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_page_begins_with_the_name_and_the_signature(op):
+    text = manual.page(op, [])
+    assert f"\n# `{op.name}`\n" in text and f"\n```\n{manual.signature(op)}\n```\n" in text
+    lines = manual.signature(op).split("\n")
+    assert max(map(len, lines)) <= 80
+    assert all(line.count("Tensor") <= 1 for line in lines[1:-1]), "an argument a line"
+    assert " ".join(line.strip() for line in lines).replace("( ", "(").replace(", )", ")") == op.schema
+
+
 def test_rows_that_differ_in_anything_but_sizes_are_told_apart():
     needs = {"N must be even": lambda c: c.dim["N"] % 2 == 0}
     rows = [Kernel("sm90", "bf16 f16", {"N": (n,), "M": (m,)}, "scaled") for n, m in ((16, 16), (32, 16))]
@@ -132,7 +142,7 @@ def test_outside_a_checkout_there_are_no_pages(monkeypatch, tmp_path):
 
 
 def test_links_of_the_documentation_lead_somewhere():
-    pages = [*(ROOT / "docs").rglob("*.md")]
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
             if "://" not in target:

@@ -20,7 +20,7 @@ from torch_attnkit import paths
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Call, Kernel, Op
 from torch_attnkit.core.spec import DTYPES, MODEL_DTYPES, Spec, parse, short
-from torch_attnkit.report import ARCHS
+from torch_attnkit.report import ARCHS, sizes
 
 _WIDTH = 80
 _MODEL = ", ".join(map(short, MODEL_DTYPES))
@@ -129,20 +129,6 @@ def other_shapes(op: Op) -> list[str]:
     return [f"{what} with {' or '.join(words)}" for what, words in found.items()]
 
 
-def _sizes(rows: list[Kernel]) -> str:
-    """The sizes that rows which differ in nothing else take."""
-    axes = tuple(rows[0].dims)
-    if not axes:
-        return "any sizes"
-    if len(axes) == 1:
-        return f"{axes[0]} {', '.join(str(n) for row in rows for n in row.dims[axes[0]])}"
-    if all(len(row.dims[a]) == 1 for row in rows for a in axes):
-        pairs = ", ".join(f"({', '.join(str(row.dims[a][0]) for a in axes)})" for row in rows)
-        return f"({', '.join(axes)}) {pairs}"
-    each = ("; ".join(f"{a} {', '.join(map(str, row.dims[a]))}" for a in axes) for row in rows)
-    return " or ".join(each)
-
-
 def limits(op: Op, arch: str) -> list[str]:
     """What the kernels of an architecture take, a sentence for rows that differ in sizes alone."""
     alike: dict[tuple[Any, ...], list[Kernel]] = {}
@@ -152,7 +138,7 @@ def limits(op: Op, arch: str) -> list[str]:
     for rows in alike.values():
         row = rows[0]
         without = [f for f in op.features if f not in row.features.split()]
-        words = [row.dtypes.replace(" ", ", "), _sizes(rows)]
+        words = [row.dtypes.replace(" ", ", "), sizes(rows)]
         words += [f"without {', '.join(without)}"] if without else []
         words += list(row.needs)
         found.append("; ".join(words))
@@ -232,8 +218,8 @@ def _shared(op: Op) -> Iterator[str]:
 
 
 def _case(op: Op, name: str) -> str:
-    sizes = op.module("cases").BENCH.get(name)
-    return ", ".join(f"{k} {v}" for k, v in sizes.items()) if sizes else "a case that the bench has no more"
+    dims = op.module("cases").BENCH.get(name)
+    return ", ".join(f"{k} {v}" for k, v in dims.items()) if dims else "a case that the bench has no more"
 
 
 def _speed(op: Op, baselines: list[dict[str, Any]]) -> Iterator[str]:
@@ -257,11 +243,20 @@ def _speed(op: Op, baselines: list[dict[str, Any]]) -> Iterator[str]:
         yield f"\nTo repeat it: `python -m bench {op.name} --peers`."
 
 
+def signature(op: Op) -> str:
+    """The schema; where it is long, an argument a line."""
+    if len(op.schema) <= _WIDTH:
+        return op.schema
+    head, _, rest = op.schema.partition("(")
+    given, _, returned = rest.rpartition(") -> ")
+    return "\n".join([f"{head}(", *(f"    {one}," for one in given.split(", ")), f") -> {returned}"])
+
+
 def page(op: Op, baselines: list[dict[str, Any]]) -> str:
     """The Markdown of an op's page."""
     contract = _contract(op).removeprefix(f"{op.name}: ")
-    parts = [_GENERATED, f"# {op.name}\n", contract[0].upper() + contract[1:] + "\n"]
-    parts += ["```\n" + textwrap.fill(op.schema, 100, subsequent_indent="    ") + "\n```\n", "## Arguments\n", _LEGEND]
+    parts = [_GENERATED, f"# `{op.name}`\n", contract[0].upper() + contract[1:] + "\n"]
+    parts += [f"```\n{signature(op)}\n```\n", "## Arguments\n", _LEGEND]
     parts += [_row("argument", "is", "default"), "|---|---|---|"]
     parts += [_row(f"`{a.name}`", a.what, f"`{a.default}`" if a.default else "must be given") for a in arguments(op)]
     if op.outnames:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from string import ascii_lowercase
+
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Kernel, Op
 from torch_attnkit.core.support import support
@@ -19,39 +23,113 @@ _HEAD = """\
 Generated from the op table by `python -m torch_attnkit support --write SUPPORT.md`; a test fails when it is stale.
 
 Every op runs on CPU tensors in any of float32, bfloat16, float16 and float64 as its own plain-PyTorch definition (the
-*reference*). On a GPU an op runs as a kernel or raises `UnsupportedError`; it never falls back. The rows below are the
-kernels there are. *Evidence* says where a row's parity cases have passed against the float64 reference: on
-`hardware (which)`, in a CPU `simulator`, or `not yet`. A simulated pass is never shown as a hardware pass. Evidence
-belongs to code: once a row's kernel, its reference, its cases or its simulator have changed, it reads `before later
-changes` until `python -m torch_attnkit parity --stale` has run it again.
+*reference*). On a GPU an op runs as a kernel or raises `UnsupportedError`; it never falls back. *Evidence* says where a
+row's parity cases have passed against the float64 reference: on `hardware (which)`, in a CPU `simulator`, or
+`not yet`. A simulated pass is never shown as a hardware pass. Evidence belongs to code: once a row's kernel, its
+reference, its cases or its simulator have changed, it reads `before later changes` until
+`python -m torch_attnkit parity --stale` has run it again.
+
+## Ops
+
+Beside `reference`, a cell says where kernels of the op have been seen right.
+
 """
+_KERNELS = """
+## Kernels
+
+Rows of an op and a target that differ in sizes alone, with the same evidence, share a line with the sizes of each;
+(D, Dv) (64, 64), (192, 128) are two. *Features* are those of the op that the kernels take. *Also needs* names further
+conditions by their letters. Schemas, arguments and limits in words are in `docs/ops`.
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Rows of one op and target that differ in nothing but their sizes."""
+
+    arch: str
+    file: str
+    rows: tuple[Kernel, ...]
+    evidence: tuple[str, ...]
+
+
+def sizes(rows: Iterable[Kernel]) -> str:
+    """The sizes that rows which differ in nothing else take."""
+    rows = list(rows)
+    axes = tuple(rows[0].dims)
+    if not axes:
+        return "any sizes"
+    if len(axes) == 1:
+        return f"{axes[0]} {', '.join(str(n) for row in rows for n in row.dims[axes[0]])}"
+    if all(len(row.dims[a]) == 1 for row in rows for a in axes):
+        pairs = ", ".join(f"({', '.join(str(row.dims[a][0]) for a in axes)})" for row in rows)
+        return f"({', '.join(axes)}) {pairs}"
+    each = ("; ".join(f"{a} {', '.join(map(str, row.dims[a]))}" for a in axes) for row in rows)
+    return " or ".join(each)
+
+
+def joined(rows: Iterable[tuple[Kernel, str, str, tuple[str, ...]]]) -> list[Line]:
+    """An op's rows, each with its target, file and evidence, by target: what differs in sizes alone is one line."""
+    alike: dict[tuple[object, ...], Line] = {}
+    for row, arch, file, seen in rows:
+        key = (arch, file, seen, row.dtypes, tuple(row.dims), row.features, tuple(row.needs))
+        line = alike.get(key, Line(arch, file, (), seen))
+        alike[key] = replace(line, rows=(*line.rows, row))
+    return sorted(alike.values(), key=lambda line: list(ARCHS).index(line.arch))
+
+
+def section(op: Op, lines: list[Line]) -> Iterator[str]:
+    """The kernels of an op: its features, what some of them need besides, and a line for rows that are alike."""
+    needs = dict.fromkeys(need for line in lines for row in line.rows for need in row.needs)
+    letters = dict(zip(needs, ascii_lowercase, strict=False))
+    assert len(letters) == len(needs), f"{op.name} has more conditions than there are letters"
+    differ = any(_features(op, row) != "all" for line in lines for row in line.rows)
+    yield f"\n### `{op.name}`\n"
+    if op.features:
+        yield f"Features{'' if differ else ', each in every line'}: {', '.join(op.features)}.\n"
+    if needs:
+        yield f"Needs: {'; '.join(f'({letter}) {need}' for need, letter in letters.items())}.\n"
+    columns = ["target", "dtypes", "sizes", *["features"] * differ, *["also needs"] * bool(needs)]
+    yield f"| {' | '.join([*columns, 'file', 'evidence'])} |"
+    yield "|-" * (len(columns) + 2) + "|"
+    for line in lines:
+        row = line.rows[0]
+        cells = [line.arch, row.dtypes.replace(" ", ", "), sizes(line.rows).removesuffix(" sizes")]
+        cells += [_features(op, row)] if differ else []
+        cells += [" ".join(letters[need] for need in row.needs) or "-"] if needs else []
+        yield f"| {' | '.join([*cells, line.file, '; '.join(line.evidence) or 'not yet'])} |"
+
+
+def _features(op: Op, row: Kernel) -> str:
+    """The row's features in the shorter words."""
+    taken = row.features.split()
+    without = [name for name in op.features if name not in taken]
+    if not without:
+        return "all"
+    if not taken:
+        return "none"
+    return f"all but {', '.join(without)}" if len(without) < len(taken) else ", ".join(taken)
 
 
 def support_markdown() -> str:
     """The text of SUPPORT.md."""
     files = evidence.load()
-    rows = [
-        (op, row, arch, [str(s) for s in evidence.seen((op, i, row, arch), files)]) for op, i, row, arch in support()
-    ]
-    parts = [_HEAD, "## Ops\n", "| op | " + " | ".join(ARCHS.values()) + " |", "|---" * (len(ARCHS) + 1) + "|"]
-    for name in OPS:
+    rows: dict[str, list[tuple[Kernel, str, str, tuple[str, ...]]]] = {name: [] for name in OPS}
+    for op, i, row, arch in support():
+        seen = tuple(str(s) for s in evidence.seen((op, i, row, arch), files))
+        rows[op.name].append((row, arch, _file(op, row), seen))
+    parts = [f"{_HEAD}| op | {' | '.join(ARCHS.values())} |", "|-" * (len(ARCHS) + 1) + "|"]
+    for name, mine in rows.items():
         cells = []
         for arch in ARCHS:
-            mine = [where for op, _, a, where in rows if (op.name, a) == (name, arch)]
-            words = sorted({w for where in mine for w in where}) or (["not yet"] if mine else [])
+            here = [seen for _, a, _, seen in mine if a == arch]
+            words = sorted({w for seen in here for w in seen}) or ["not yet"] * bool(here)
             reference = ["reference"] if arch == "cpu" else []
-            cells.append("; ".join(reference + [f"kernel: {w}" for w in words]) or "no kernel")
-        parts.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    columns = ("op", "arch", "file", "dtypes", "sizes", "features", "also needs", "evidence")
-    parts += ["\n## Kernels\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for op, row, arch, where in rows:
-        sizes = "; ".join(f"{axis}: {', '.join(map(str, values))}" for axis, values in row.dims.items())
-        parts.append(
-            f"| `{op.name}` | {arch} | {_file(op, row)} | {row.dtypes.replace(' ', ', ')} | {sizes or 'any'} | "
-            f"{row.features.replace(' ', ', ') or 'none'} | {'; '.join(row.needs) or 'nothing'} | "
-            f"{'; '.join(where) or 'not yet'} |"
-        )
-    parts += ["\n## Schemas\n", *(f"- `{op.schema}`" for op in OPS.values())]
+            cells.append("; ".join(reference + words) or "no kernel")
+        parts.append(f"| `{name}` | {' | '.join(cells)} |")
+    parts.append(_KERNELS.rstrip())
+    for name, op in OPS.items():
+        parts += section(op, joined(rows[name]))
     return "\n".join(parts) + "\n"
 
 

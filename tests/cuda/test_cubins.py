@@ -70,7 +70,7 @@ OVERLAPPED = ("grouped_gemm_wgmma", "batched_gemm_fp4_wgmma")
 # batched_gemm_fp4_few the tokens, which are loaded last, are never overwritten.
 LOADED = ("grouped_gemm",)
 # Kernels that spill all the same, by what they are compiled for, and how many instructions of local memory they may
-# have, none of which among their products. ROADMAP.md has what was tried.
+# have, none of which among their products. docs/lab/roadmap.md has what was tried.
 SPILLED: list[tuple[str, str, dict[str, Any], int]] = [
     ("decode_codes", "sm90", {"dim": 256, "stages": 2}, 33),
     ("norm_backward", "sm90", {"config": (8, 512, 2, 512)}, 4),

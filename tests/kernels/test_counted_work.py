@@ -1,4 +1,4 @@
-"""The counters of ROADMAP.md's "Before and after": what steps ask of a B200 apart, and as one."""
+"""The counters of docs/lab/roadmap.md's "Before and after": what steps ask of a B200 apart, and as one."""
 
 from __future__ import annotations
 
