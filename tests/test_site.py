@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from bench.site import on_page_markdown
 from torch_attnkit.core.dispatch import OPS
 
 ROOT = Path(__file__).parent.parent
@@ -50,3 +52,9 @@ def test_every_page_is_in_the_navigation_once(nav):
     found = [page for _, page in pages(nav)]
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     assert sorted(found) == sorted(page for page in there if not page.startswith("lab/"))
+
+
+def test_links_above_the_pages_are_texts_on_the_site():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="kernels/decode.md"))
+    text = "[`plan.py`](../../torch_attnkit/kernels/decode/plan.py), [speed](../speed.md), [a figure](../images/a.svg)"
+    assert on_page_markdown(text, page=page) == "`plan.py`, [speed](../speed.md), [a figure](../images/a.svg)"
