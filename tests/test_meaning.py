@@ -14,6 +14,7 @@ from torch_attnkit import arguments, manual
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import parse
+from torch_attnkit.oracle import words
 
 ops = torch.ops.attnkit
 INF, NAN = torch.inf, torch.nan
@@ -57,14 +58,22 @@ def test_words_for_each_axis(op):
     for line in manual.other_shapes(op):  # of the tensors that have other axes with some argument
         named |= set(re.findall(r"[A-Za-z]\w*", line[line.index("(") : line.index(")")]))
     assert {*op.axes} == named
-    for axis, words in op.axes.items():
-        assert not words.endswith(".") and len(words) <= 80 and not CODE.search(words), (axis, words)
+    for axis, what in op.axes.items():
+        assert not what.endswith(".") and len(what) <= 80 and not CODE.search(what), (axis, what)
+
+
+def test_what_stands_in_the_shared_module_is_shared():
+    groups = (words.ATTENTION, words.FP4, words.CACHE, words.REQUESTS, words.ROUTES, words.HEADS)
+    for name, sentence in (entry for group in groups for entry in group.items()):
+        assert sum(op.meaning.get(name) == sentence for op in OPS.values()) > 1, name
+    for axis, what in words.AXES.items():
+        assert sum(op.axes.get(axis) == what for op in OPS.values()) > 1, axis
 
 
 def test_an_argument_without_a_sentence_and_a_sentence_without_an_argument_are_refused():
     op = OPS["merge_partials"]
     op.check_meaning()
-    one_less = {name: words for name, words in op.meaning.items() if name != "sink"}
+    one_less = {name: sentence for name, sentence in op.meaning.items() if name != "sink"}
     with pytest.raises(ValueError, match="merge_partials: meaning has none for sink, accepted: a sentence for each"):
         dataclasses.replace(op, meaning=one_less).check_meaning()
     with pytest.raises(ValueError, match="meaning has none for lse,"):
@@ -97,9 +106,9 @@ def test_help_describe_and_pages_show_them(op):
         assert f"{head}{f', default {a.default}' if a.default else ''} {a.meaning}" in shown
         assert f"{head}{f' (default {a.default})' if a.default else ''} {a.meaning}" in described
         assert re.search(rf"\| `{a.name}` \| .* \| {re.escape(a.meaning)} \|\n", page)
-    for axis, words in op.axes.items():
-        assert f"{axis}: {words}" in shown and f"{axis}: {words}" in described
-        assert f"| `{axis}` | {words} |\n" in page
+    for axis, what in op.axes.items():
+        assert f"{axis}: {what}" in shown and f"{axis}: {what}" in described
+        assert f"| `{axis}` | {what} |\n" in page
     for text in (shown, described, " ".join(page.split())):
         assert " ".join(arguments.CONTENTS.split()) in text
 

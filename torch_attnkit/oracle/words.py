@@ -7,8 +7,8 @@ and lengths that are not is the same for all ops and is said where these sentenc
 from __future__ import annotations
 
 ATTENTION = {
-    "sink": "A learned logit per query head, in natural units, beside scores after scale and softcap: it joins the"
-    " denominator of the softmax and has no value. None and -inf are no sink.",
+    "sink": "A learned logit per query head, in the natural units of the scores that the softmax gets: it joins the"
+    " denominator and has no value. None and -inf are no sink.",
     "kv_start": "First key of each sequence that counts (left padding), 0 to S; None is 0. At or past kv_len no key is"
     " left: out 0, lse -inf.",
     "block_table": "Pages of each sequence in order: key j lies in page block_table[b, j // Ps], slot j % Ps. Entries"
@@ -79,21 +79,19 @@ ROUTES = {
     "route_scale": "Factor of the weights, applied last.",
     "renormalize": "Whether the weights of a token are divided by their sum + 1e-20 before route_scale, so that they"
     " add up to 1.",
-    "weights": "Weight of each chosen expert, times route_scale.",
     "indices": "Chosen experts of each token, the largest score first; ties go to the lowest index.",
 }
 # Of norms and rotations.
 HEADS = {
     "eps": "Added to the mean square before the root is taken; above 0.",
-    "cos": "Cosine of the angle of each token's rotated pairs: the last 2 * R2 channels, taken two by two.",
+    "cos": "Cosine of the angle of each token's rotated pairs: the last 2 * R2 channels, interleaved.",
     "sin": "Sine of the angle of each token's rotated pairs, as cos has them.",
 }
 AXES = {
     "B": "sequences of the batch",
     "T": "query tokens of a sequence (as a dtype, T is the model's)",
     "S": "keys that a sequence has room for",
-    "Tq": "tokens with a query, of all sequences together",
-    "Tk": "tokens with a key, of all sequences together",
+    "Tq": "query tokens of all sequences together",
     "Hq": "query heads",
     "Hkv": "KV heads; Hq / Hkv neighbouring query heads share one",
     "D": "channels of a query's and a key's head",

@@ -52,7 +52,7 @@ OP = Op(
         " without keys: out 0, lse -inf.",
         out=words.NUMERATOR,
     ),
-    axes=words.axes("B Tq Tk Hq Hkv D Dv"),
+    axes=words.axes("B Tq Hq Hkv D Dv", Tk="keys of all sequences together"),
     layouts={"out": rules.wide("Tq Hq Dv")},
     where=rules.HEADS
     | rules.SCORES

@@ -92,7 +92,9 @@ OP = Op(
         out="Sum over a token's experts of weight times output; 0 for a token without experts.",
     ),
     axes=words.axes(
-        "Tq E K blk",
+        "E blk",
+        Tq="tokens",
+        K="experts of a token",
         N="channels of a token",
         M="channels inside an expert",
         M2="rows of w13, 2 * M",

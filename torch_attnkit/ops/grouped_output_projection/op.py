@@ -63,7 +63,8 @@ OP = Op(
         out="Product of each token's row with the matrix of its group, accumulated in float32 and rounded once.",
     ),
     axes=words.axes(
-        "Tq PTq",
+        "PTq",
+        Tq="tokens",
         G="groups of heads",
         R="rows of a group's matrix",
         Ko="elements of a row: K numbers, or K / 2 bytes of coded ones",

@@ -27,7 +27,10 @@ OP = Op(
     " Tensor? block_table=None, Tensor? q_scale=None, Tensor? k_scale=None, *, str format='none', int topk)"
     " -> Tensor indices",
     dims={name: SCORES.dims[name] for name in SCORES.tensors} | {"indices": "Tq K:i32"},
-    meaning={name: SCORES.meaning[name] for name in SCORES.argnames} | words.take(words.REQUESTS, "topk indices"),
+    meaning={name: SCORES.meaning[name] for name in SCORES.argnames}
+    | words.take(
+        words.REQUESTS, "topk indices", k_len="Entries that each token may choose from, the first so many, 0 to S."
+    ),
     axes=SCORES.axes | words.axes("K"),
     derive=SCORES.derive | {"K": lambda c: c.arg.topk},
     choices=SCORES.choices,

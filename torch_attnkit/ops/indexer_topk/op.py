@@ -21,7 +21,7 @@ OP = Op(
         scores="Score of each entry for each token.",
         k_len="Entries that each token may choose from, the first so many, 0 to S; None is S.",
     ),
-    axes=words.axes("Tq K", S="entries"),
+    axes=words.axes("K", Tq="tokens", S="entries"),
     derive={"K": lambda c: c.arg.topk},
     where={"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features={"k_len": lambda c: c.arg.k_len is not None},

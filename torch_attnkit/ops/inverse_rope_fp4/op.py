@@ -46,7 +46,7 @@ OP = Op(
         scale="A scale per block of a head, as bytes, in the order of scale_layout; padding is 0.",
     )
     | words.take(words.HEADS, "cos sin"),
-    axes=words.axes("Tq Hq D R2 Ds Gs PTq PDs blk"),
+    axes=words.axes("Hq R2 Ds Gs PTq PDs blk", Tq="tokens", D="channels of a head"),
     layouts={"scale": fp4.swizzled("Gs PTq PDs:u8")},
     derive={
         "blk": lambda c: fp4.BLOCK[c.arg.format],  # numbers under one scale: 16 (nvfp4) or 32 (mxfp4)

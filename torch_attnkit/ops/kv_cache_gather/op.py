@@ -34,7 +34,7 @@ OP = Op(
         dtype="Dtype of out, a floating point type; None is that of cache, and float32 for encoded rows.",
         out="The rows that slot names, decoded and rounded once to dtype.",
     ),
-    axes=words.axes("R D Nc Rb fmt", R="rows that are read"),
+    axes=words.axes("Nc Rb fmt", R="rows that are read", D="channels of a decoded row"),
     derive={
         "fmt": lambda c: kv_cache.FORMATS.index(c.arg.format),  # 0 none, 1 fp8, 2 nvfp4, 3 mxfp4
         "D": lambda c: c.arg.head_dim or c.dim["Rb"],

@@ -24,7 +24,7 @@ OP = Op(
         "cache slot global_scale format rope_dim",
         kv="New rows of keys and values, RoPE channels last.",
     ),
-    axes=words.axes("R D Nc Rb fmt", D="channels of a row of kv"),
+    axes=words.axes("R Nc Rb fmt", D="channels of a row of kv"),
     derive={"fmt": lambda c: kv_cache.FORMATS.index(c.arg.format)},  # 0 none, 1 fp8, 2 nvfp4, 3 mxfp4
     choices={"format": kv_cache.FORMATS},
     where={

@@ -25,7 +25,7 @@ OP = Op(
         " gives NaN. Padding is not looked at.",
         x="element * scale, rounded once to dtype.",
     ),
-    axes=words.axes("K Ms Ks", K="numbers of a row"),
+    axes=words.axes("Ms Ks", K="numbers of a row"),
     layouts={"scale": fp4.swizzled("Ms Ks:u8|f8e8m0")},
     where={
         "K, two numbers a byte of codes, must be a multiple of 32": lambda c: c.dim["K"] % 32 == 0,

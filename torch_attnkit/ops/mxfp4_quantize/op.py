@@ -29,7 +29,7 @@ OP = Op(
         scale="A UE8M0 scale per 32 numbers, 2^(byte - 127), as bytes in the order of scale_layout; 0 for a block of"
         " zeros, and for padding.",
     ),
-    axes=words.axes("K Ms Ks", K="numbers of a row"),
+    axes=words.axes("Ms Ks", K="numbers of a row"),
     layouts={"scale": fp4.swizzled("Ms Ks:u8")},
     derive={
         "Ms": lambda c: padded_shape(math.prod(c.batch), c.dim["K"] // 32)[0],

@@ -28,7 +28,7 @@ OP = Op(
         " NaN, under which an element of 0 stays 0.",
         x="element * scale / global_scale, rounded to float32 and then to dtype.",
     ),
-    axes=words.axes("K Ms Ks", K="numbers of a row"),
+    axes=words.axes("Ms Ks", K="numbers of a row"),
     layouts={"scale": fp4.swizzled("Ms Ks:u8|f8e4m3")},
     where={
         "K, two numbers a byte of codes, must be a multiple of 16": lambda c: c.dim["K"] % 16 == 0,

@@ -28,7 +28,7 @@ OP = Op(
         " infinity and NaN: 0 gives zeros, infinity 6 under scales of 448, NaN scales of NaN.",
         scale="An E4M3 scale per 16 numbers, as bytes in the order of scale_layout; padding is 0.",
     ),
-    axes=words.axes("K Ms Ks", K="numbers of a row"),
+    axes=words.axes("Ms Ks", K="numbers of a row"),
     layouts={"scale": fp4.swizzled("Ms Ks:u8")},
     derive={
         "Ms": lambda c: padded_shape(math.prod(c.batch), c.dim["K"] // 16)[0],

@@ -39,7 +39,7 @@ OP = Op(
         " one for all; None is 1. Other caches take none.",
         "v_scale": "E4M3 caches store value / v_scale, as k_scale says it.",
     },
-    axes=words.axes("R Hkv D Dv Np Ps bits"),
+    axes=words.axes("R Np Ps bits", Hkv="KV heads", D="channels of a key's head", Dv="channels of a value's head"),
     derive=rules.BITS,
     where={
         "Ps must be at least 1": lambda c: c.dim["Ps"] > 0,

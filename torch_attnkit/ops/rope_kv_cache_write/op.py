@@ -49,7 +49,7 @@ OP = Op(
         q_out="q, normed and rotated in float32 and rounded once.",
     )
     | words.take(words.HEADS, "cos sin eps"),
-    axes=words.axes("Tq Hq D R2 Nc Rb fmt"),
+    axes=words.axes("Hq R2 Nc Rb fmt", Tq="tokens", D="channels of a head, and of a row of kv"),
     derive={"fmt": lambda c: kv_cache.FORMATS.index(c.arg.format)},  # 0 none, 1 fp8, 2 nvfp4, 3 mxfp4
     choices={"format": kv_cache.FORMATS},
     where={

@@ -17,7 +17,8 @@ OP = Op(
     dims={"logits": "R E", "weights": "R K:f32", "indices": "R K:i32"},
     meaning=words.take(
         words.ROUTES,
-        "logits topk route_scale renormalize weights indices",
+        "logits topk route_scale renormalize indices",
+        weights="Weight of each chosen expert, times route_scale.",
         softmax_first="Whether weights are a softmax over all E experts (Qwen), or over the chosen alone (GPT-OSS).",
     ),
     axes=words.axes("R E K"),

@@ -83,7 +83,9 @@ OP = Op(
     | words.take(words.REQUESTS, "request_ids")
     | words.take(words.CACHE, "format rope_dim"),
     axes=words.axes(
-        "Tq Hq D Rb fmt",
+        "Hq Rb fmt",
+        Tq="tokens of all requests together",
+        D="channels of a head",
         R="requests",
         S="keys that a request has room for",
         C="entries that a request has room for",
