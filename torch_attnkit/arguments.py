@@ -57,14 +57,13 @@ def _scalar(op: Op, name: str, type: Any) -> str:
 
 def arguments(op: Op) -> list[Argument]:
     """The arguments in the order of the schema."""
-    found = []
-    for name, a in zip(op.argnames, op.parsed.arguments, strict=True):
-        value = op.defaults.get(name)
-        default = "" if name not in op.defaults else f"{value:g}" if isinstance(value, float) else repr(value)
-        what = _tensor(op.dims[name]) if name in op.dims else _scalar(op, name, a.type)
-        written = ", written to" if name in op.mutated else ""
-        found.append(Argument(name, f"{what}{written}", default, op.meaning[name]))
-    return found
+    defaults = {name: f"{v:g}" if type(v) is float else f"{v!r}" for name, v in op.defaults.items()}
+    types = {name: _tensor(text) for name, text in op.dims.items()}
+    for a in op.parsed.arguments:
+        if (name := a.name) not in types:
+            types[name] = _scalar(op, name, a.type)
+    types |= {name: f"{types[name]}, written to" for name in op.mutated}
+    return [Argument(n, types[n], defaults[n] if n in defaults else "", op.meaning[n]) for n in op.argnames]
 
 
 def outputs(op: Op) -> list[Argument]:
