@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_attnkit import backends, flops, sharding
+from torch_attnkit import arguments, backends, flops, sharding
 from torch_attnkit.core import Target, UnsupportedError, dispatch, simulate
 from torch_attnkit.core.support import explain, support
 
@@ -23,7 +23,8 @@ _LIBRARY = dispatch.load("torch_attnkit.ops")
 for _op in dispatch.OPS.values():  # help(torch.ops.attnkit.sdpa_decode)
     getattr(torch.ops.attnkit, _op.name).__doc__ = (
         f"{sys.modules[_op.package + '.op'].__doc__ or ''}\n{_op.schema}\n\n"
-        f"torch_attnkit.describe({_op.name!r}) has shapes, dtypes, limits and where an example is."
+        f"{arguments.listed(_op)}\n\n{arguments.CONTENTS}\n"
+        f"torch_attnkit.describe({_op.name!r}) also has limits, refusals and where an example is."
     )
 flops.register_when_imported()
 sharding.register_when_imported()

@@ -10,21 +10,20 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from torch_attnkit import paths
+from torch_attnkit.arguments import CONTENTS, Argument, arguments, dtypes, outputs, shape
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Call, Kernel, Op
-from torch_attnkit.core.spec import DTYPES, MODEL_DTYPES, Spec, parse, short
+from torch_attnkit.core.spec import DTYPES, MODEL_DTYPES, short
 from torch_attnkit.report import ARCHS, sizes
 
 _WIDTH = 80
 _MODEL = ", ".join(map(short, MODEL_DTYPES))
-_LETTERS = {"T8": ("T", "f8e4m3"), "@dtype": ("`dtype`, else T",)}  # what others stand for is said as it is
 _GENERATED = "<!-- Generated from the table: python -m torch_attnkit docs --write docs/ops -->\n"
 _INDEX = f"""\
 {_GENERATED}
@@ -57,55 +56,6 @@ kernels may have changed since.
 """
 
 
-@dataclass(frozen=True)
-class Argument:
-    """An argument or an output as a reader wants it: shape and dtypes of a tensor, type of a scalar."""
-
-    name: str
-    what: str
-    default: str  # "" if it must be given
-
-
-def _dtypes(spec: Spec) -> str:
-    taken = f" (or {' or '.join(spec.cast)}, cast on the device)" if spec.cast else ""
-    return " or ".join(dict.fromkeys(word for d in spec.dtypes for word in _LETTERS.get(d, (d,)))) + taken
-
-
-def _tensor(spec: Spec) -> str:
-    axes = ", ".join((["..."] if spec.batch else []) + [str(a) for a in spec.axes])
-    shape = f"({axes},)" if len(spec.axes) == 1 and not spec.batch else f"({axes})"
-    return f"{shape} or ()" if spec.spread else shape
-
-
-def _value(value: Any) -> str:
-    return repr(value) if not isinstance(value, float) else f"{value:g}"
-
-
-def arguments(op: Op) -> list[Argument]:
-    """The arguments in the order of the schema."""
-    found = []
-    for a in op.parsed.arguments:
-        default = _value(op.defaults[a.name]) if a.name in op.defaults else ""
-        if a.name in op.tensors:
-            spec = op.spec(a.name)
-            written = ", written to" if a.name in op.mutated else ""
-            found.append(Argument(a.name, f"{_tensor(spec)} {_dtypes(spec)}{written}", default))
-        else:
-            kind = str(a.type).removesuffix("?").replace("Optional[", "").rstrip("]")
-            choices = ", ".join(map(repr, op.choices.get(a.name, ())))
-            # The parser of schemas knows a dtype as an int.
-            kind = "torch.dtype" if a.name == "dtype" else f"one of {choices}" if choices else kind
-            found.append(Argument(a.name, kind, default))
-    return found
-
-
-def outputs(op: Op) -> list[Argument]:
-    """The outputs in the order of the schema."""
-    empty = {name: "; empty unless it is asked for" for name in op.unless}
-    specs = ((name, op.spec(name)) for name in op.outnames)
-    return [Argument(n, f"{_tensor(s)} {_dtypes(s)}{empty.get(n, '')}", "") for n, s in specs]
-
-
 def other_shapes(op: Op) -> list[str]:
     """Tensors that have other axes or dtypes with some argument, found by asking ``layouts`` with one at a time."""
     plain = {n: op.choices[n][0] if n in op.choices else op.defaults.get(n) for n in op.argnames}
@@ -122,10 +72,9 @@ def other_shapes(op: Op) -> list[str]:
     for name, layout in op.layouts.items():
         usual = layout(call({})) or op.dims[name]
         for words, asked in calls:
-            if (text := layout(asked)) not in (None, usual):
-                spec = parse(str(text))
-                dtypes = f" {_dtypes(spec)}" if ":" in str(text) else ""
-                found.setdefault(f"`{name}` is {_tensor(spec)}{dtypes}", []).append(words)
+            if (text := layout(asked)) and text != usual:
+                cast = f" {dtypes(text)}" if ":" in text else ""
+                found.setdefault(f"`{name}` is {shape(text)}{cast}", []).append(words)
     return [f"{what} with {' or '.join(words)}" for what, words in found.items()]
 
 
@@ -164,6 +113,15 @@ def _block(head: str, lines: list[str]) -> Iterator[str]:
             yield from textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="      ")
 
 
+def _described(head: str, found: list[Argument]) -> Iterator[str]:
+    """Arguments or outputs, a sentence under each."""
+    for i, a in enumerate(found):
+        default = f" (default {a.default})" if a.default else ""
+        lines = list(_block(head, [f"{a.name}: {a.what}{default}"]))
+        yield from lines[i > 0 :]
+        yield from textwrap.wrap(a.meaning, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+
+
 def describe(op: str) -> str:
     """What an op computes, its arguments, what each architecture's kernels take, and an example, in 80 columns.
 
@@ -174,10 +132,11 @@ def describe(op: str) -> str:
     record = OPS[op]
     lines = [textwrap.fill(part, _WIDTH) for part in re.split(r"\n\s*\n", _contract(record))]
     parts = ["\n\n".join(lines)]
-    given = [f"{a.name}: {a.what}" + (f" (default {a.default})" if a.default else "") for a in arguments(record)]
-    parts += _block("Arguments", given)
-    parts += _block("Returns", [f"{a.name}: {a.what}" for a in outputs(record)])
+    parts += _described("Arguments", arguments(record))
+    parts += _described("Returns", outputs(record))
     parts += _block("Other shapes", [line.replace("`", "") for line in other_shapes(record)])
+    parts += _block("Axes", [f"{axis}: {words}" for axis, words in record.axes.items()])
+    parts += ["", textwrap.fill(CONTENTS, _WIDTH)]
     parts += _block("A call is refused unless", list(record.where))
     for arch, name in ARCHS.items():
         parts += _block(name, _runs(record, arch))
@@ -257,11 +216,15 @@ def page(op: Op, baselines: list[dict[str, Any]]) -> str:
     contract = _contract(op).removeprefix(f"{op.name}: ")
     parts = [_GENERATED, f"# `{op.name}`\n", contract[0].upper() + contract[1:] + "\n"]
     parts += [f"```\n{signature(op)}\n```\n", "## Arguments\n", _LEGEND]
-    parts += [_row("argument", "is", "default"), "|---|---|---|"]
-    parts += [_row(f"`{a.name}`", a.what, f"`{a.default}`" if a.default else "must be given") for a in arguments(op)]
+    parts += [_row("argument", "is", "default", "meaning"), "|---" * 4 + "|"]
+    for a in arguments(op):
+        parts.append(_row(f"`{a.name}`", a.what, f"`{a.default}`" if a.default else "must be given", a.meaning))
     if op.outnames:
-        parts += ["", _row("output", "is"), "|---|---|", *(_row(f"`{a.name}`", a.what) for a in outputs(op))]
-    parts += ["", *(f"- {line}" for line in other_shapes(op))]
+        parts += ["", _row("output", "is", "meaning"), "|---" * 3 + "|"]
+        parts += [_row(f"`{a.name}`", a.what, a.meaning) for a in outputs(op)]
+    parts += ["", *(f"- {line}" for line in other_shapes(op)), ""]
+    parts += [_row("axis", "counts"), "|---|---|", *(_row(f"`{axis}`", words) for axis, words in op.axes.items())]
+    parts += ["", CONTENTS]
     parts += ["\n## Example\n", f"```python\n{_EXAMPLE}```\n", "## What runs where\n"]
     for arch, name in ARCHS.items():
         parts += [f"**{name}**\n", *(f"- {line}" for line in _runs(op, arch)), ""]

@@ -476,6 +476,7 @@ def load(package: str) -> torch.library.Library:
         op = dataclasses.replace(found, package=f"{package}.{name}")
         if op.name != name:
             raise ValueError(f"folder {name} must define op {name}, defines {op.name}")
+        op.check_meaning()
         OPS[name] = op
         _register(lib, op)
         if (form := into.form_of(op)) is not None:

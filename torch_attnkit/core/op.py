@@ -104,6 +104,8 @@ class Op:
     schema: str
     dims: dict[str, str]
     kernels: tuple[Kernel, ...] = ()
+    meaning: dict[str, str] = field(default_factory=dict)  # argument or output -> what it is, a sentence each
+    axes: dict[str, str] = field(default_factory=dict)  # axis -> what it counts
     where: dict[str, Predicate] = field(default_factory=dict)
     derive: dict[str, Callable[[Call], int]] = field(default_factory=dict)
     unless: dict[str, Predicate] = field(default_factory=dict)  # output -> when it is returned empty
@@ -148,6 +150,14 @@ class Op:
     @cached_property
     def defaults(self) -> dict[str, Any]:
         return {a.name: a.default_value for a in self.parsed.arguments if a.has_default_value()}
+
+    def check_meaning(self) -> None:
+        """Every argument and every output has its sentence. Raises ValueError for one without, or of another name."""
+        names = {*self.argnames, *self.outnames}
+        for name in (*self.argnames, *self.outnames, *self.meaning):
+            if (name in names) != (name in self.meaning):
+                found = f"has none for {name}" if name in names else f"has one for {name}, which the schema has not"
+                raise ValueError(f"{self.name}: meaning {found}, accepted: a sentence for each argument and output")
 
     def spec(self, name: str, call: Call | None = None) -> Spec:
         return parse((self.layouts[name](call) if call and name in self.layouts else None) or self.dims[name])

@@ -21,7 +21,7 @@ from torch_attnkit.kernels.prefill.sm90 import multi_codes_plan as sm90_codes
 from torch_attnkit.kernels.prefill.sm90 import multi_plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import paged_plan
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards
+from torch_attnkit.oracle import rules, shards, words
 
 # Rows that TMA gathers have numbers of 31 bits.
 _ROWS = {
@@ -52,6 +52,17 @@ OP = Op(
         "out": "Tq Hq Dv",
         "lse": "Tq Hq:f32",
     },
+    meaning=words.take(
+        words.ATTENTION,
+        "cu_seqlens_q block_table sink q_scale k_scale v_scale scale causal window sink_tokens softcap max_seqlen_q"
+        " max_seqlen_k out lse",
+        q="Queries of all sequences, packed one after another: the last tokens of each.",
+        k_cache="Keys in pages, those of the query tokens among them; block_table says whose they are.",
+        v_cache="Values in pages, as k_cache has keys.",
+        kv_len="Keys of each sequence that count, its query tokens among them, 0 to Mp * Ps. Query r of T has position"
+        " kv_len - T + r; at a negative one it sees nothing.",
+    ),
+    axes=words.axes("B Tq Hq Hkv D Dv Np Ps Mp"),
     layouts={"out": rules.wide("Tq Hq Dv")},
     where=rules.HEADS
     | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0}

@@ -21,7 +21,7 @@ from torch_attnkit.kernels import grouped_gemm
 from torch_attnkit.kernels.grouped_gemm import metal
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
 from torch_attnkit.kernels.grouped_gemm.sm100 import plan as sm100
-from torch_attnkit.oracle import fp4, shards
+from torch_attnkit.oracle import fp4, shards, words
 
 _ALL = "swizzled gptoss limit interleaved bias global_scale"
 ACTIVATIONS = ("none", "nvfp4", "mxfp4", "mxfp8")
@@ -62,6 +62,50 @@ OP = Op(
         "h_global": ":f32",
         "out": "Tq N",
     },
+    meaning=words.take(
+        words.FP4,
+        "scale_layout",
+        x="Tokens that go into the experts.",
+        weights="Factor of each chosen expert's output.",
+        indices="Chosen experts of each token, 0 to E - 1; -1 is none and adds nothing, whatever its weight.",
+        w13="First matrix of each expert, E2M1 pairs along N: its rows are gate and up, one half each or in turn"
+        " (interleaved).",
+        w13_scale="Scales of w13, one per block of N, as bytes or the 8-bit float of format, in the order of"
+        " scale_layout for each expert.",
+        w2="Second matrix of each expert, E2M1 pairs along M.",
+        w2_scale="Scales of w2, one per block of M, as w13_scale has them.",
+        w13_global="What w13 was multiplied by before it was coded: above 0 up to 2^115, for each expert or one for"
+        " all; None is 1. For format 'nvfp4' only.",
+        w2_global="What w2 was multiplied by before it was coded, as w13_global says it.",
+        bias13="Added to gate and up, in the order of w13's rows; None adds nothing.",
+        bias2="Added to each expert's output, before its weight; None adds nothing.",
+        x_global="Factor of x before it is coded, above 0 up to 2^115; None is 1. For activations 'nvfp4' only.",
+        h_global="Factor of h, the result of swiglu, before it is coded; otherwise as x_global.",
+        format="Format of w13 and w2: 'nvfp4' has an E4M3 scale per 16 numbers, 'mxfp4' a UE8M0 scale per 32.",
+        activations="What x and h are quantised to and read back from before each product; 'none' keeps the model's"
+        " dtype.",
+        swiglu="'silu' is gate * sigmoid(gate) * up, 'gptoss' is gate * sigmoid(alpha * gate) * (up + 1).",
+        alpha="Factor inside the sigmoid of swiglu 'gptoss'; 'silu' does not look at it.",
+        limit="Before swiglu gate is cut off above limit, up above limit and below -limit; None is unbounded, a number"
+        " must be above 0.",
+        interleaved="Whether rows of w13 and bias13 hold gate and up in turn; otherwise gate is the first half.",
+        out="Sum over a token's experts of weight times output; 0 for a token without experts.",
+    ),
+    axes=words.axes(
+        "E blk",
+        Tq="tokens",
+        K="experts of a token",
+        N="channels of a token",
+        M="channels inside an expert",
+        M2="rows of w13, 2 * M",
+        Ns="scales of a row of w13",
+        Ms="scales of a row of w2",
+        PM2="M2 rounded up to 128",
+        PNs="Ns rounded up to 4",
+        PN="N rounded up to 128",
+        PMs="Ms rounded up to 4",
+        act="activations by its place in none, nvfp4, mxfp4, mxfp8",
+    ),
     # blk: numbers under one scale of a weight, 16 (nvfp4) or 32 (mxfp4); act: position of activations in ACTIVATIONS.
     derive={"blk": lambda c: fp4.BLOCK[c.arg.format], "act": lambda c: ACTIVATIONS.index(c.arg.activations)},
     layouts={

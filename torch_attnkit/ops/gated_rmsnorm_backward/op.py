@@ -15,6 +15,7 @@ from torch_attnkit.core import Call, Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.core.spec import short
 from torch_attnkit.kernels import norm_backward
+from torch_attnkit.oracle import words
 
 
 def _like(name: str, spec: str) -> Callable[[Call], str | None]:
@@ -43,6 +44,18 @@ OP = Op(
         "dz": "... N",
         "dw": "N",
     },
+    meaning=words.take(
+        words.HEADS,
+        "eps",
+        grad="Gradient of gated_rmsnorm's out.",
+        y="Rows that were normed, in float32 or the dtype of z.",
+        z="Gate of each number, as it was given to gated_rmsnorm.",
+        w="Weight of each channel, as it was given to gated_rmsnorm.",
+        dy="Gradient of y, in its dtype.",
+        dz="Gradient of z, in its dtype.",
+        dw="Gradient of w, in its dtype: the sum over all rows, 0 where there are none.",
+    ),
+    axes=words.axes("N"),
     layouts={"dy": _like("y", "... N"), "dw": _like("w", "N")},
     where={
         "N must be at least 1": lambda c: c.dim["N"] > 0,

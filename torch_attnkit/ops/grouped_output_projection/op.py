@@ -14,7 +14,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Predicate, Shards, of_dtypes
 from torch_attnkit.core.spec import short
 from torch_attnkit.kernels import batched_gemm
-from torch_attnkit.oracle import fp4, shards
+from torch_attnkit.oracle import fp4, shards, words
 
 
 def _dtypes(c: Call) -> bool:
@@ -46,6 +46,33 @@ OP = Op(
         "wo_global": ":f32",
         "out": "Tq G R:@dtype",
     },
+    meaning=words.take(
+        words.FP4,
+        "scale_layout",
+        o="Rows of each group of heads: numbers with format 'none', E2M1 pairs along K with the others.",
+        wo_a="The matrix of each group, coded as o is.",
+        o_scale="Scales of o, one per block of K, as bytes or the 8-bit float of format, in the order of scale_layout;"
+        " None with format 'none'.",
+        wo_scale="Scales of wo_a, as o_scale has them.",
+        o_global="What o was multiplied by before it was coded, above 0 up to 2^115; None is 1. For format 'nvfp4'"
+        " only.",
+        wo_global="What wo_a was multiplied by before it was coded, as o_global says it.",
+        format="How o and wo_a are stored: 'none' as numbers, 'nvfp4' as E2M1 under an E4M3 scale per 16, 'mxfp4' under"
+        " a UE8M0 scale per 32.",
+        dtype="Dtype of out, a floating point type; None is that of o, and float32 where o is coded.",
+        out="Product of each token's row with the matrix of its group, accumulated in float32 and rounded once.",
+    ),
+    axes=words.axes(
+        "PTq",
+        Tq="tokens",
+        G="groups of heads",
+        R="rows of a group's matrix",
+        Ko="elements of a row: K numbers, or K / 2 bytes of coded ones",
+        Ks="scales of a row",
+        PKs="Ks rounded up to 4",
+        PR="R rounded up to 128",
+        blk="numbers under one scale: 16 of nvfp4, 32 of mxfp4, 0 of none",
+    ),
     # blk: numbers under one scale: 16 (nvfp4), 32 (mxfp4), 0 (none).
     derive={"blk": lambda c: fp4.BLOCK.get(c.arg.format, 0)},
     layouts={

@@ -20,7 +20,7 @@ from torch_attnkit.kernels import indexer
 from torch_attnkit.kernels.indexer import metal
 from torch_attnkit.kernels.indexer.sm90 import plan as sm90
 from torch_attnkit.kernels.indexer.sm100 import plan as sm100
-from torch_attnkit.oracle import shards
+from torch_attnkit.oracle import shards, words
 
 _CODES = {"fp8": DTYPES["f8e4m3"], "mxfp4": DTYPES["u8"]}
 _SCALES = {"fp8": DTYPES["f32"], "mxfp4": DTYPES["u8"]}
@@ -70,6 +70,34 @@ OP = Op(
         "q_scale": "Tq Hi Qs:f32|u8",
         "k_scale": "Rk Sk Qs:f32|u8",
         "scores": "Tq S:f32",
+    },
+    meaning=words.take(
+        words.REQUESTS,
+        "request_ids",
+        q="Index queries of each token, stored as format says.",
+        k="Index keys of each request's entries, stored as format says; with block_table pages of them.",
+        weights="Weight of each head in the sum; scales of softmax and heads belong in it.",
+        k_len="Entries that each token may see, 0 to S; the others score -inf.",
+        block_table="Pages of each request in order: entry j lies in page block_table[r, j // Sk], slot j % Sk. Entries"
+        " behind all that its tokens see may be anything. None: no pages.",
+        q_scale="Scales of q: with 'fp8' a float32 per row (None: they are in weights), with 'mxfp4' a UE8M0 byte per"
+        " 32 numbers, with 'none' None.",
+        k_scale="Scales of k: with 'fp8' a float32 per row, with 'mxfp4' a UE8M0 byte per 32 numbers, with 'none'"
+        " None.",
+        format="How q and k are stored: 'none' in the model's dtype, 'fp8' as E4M3 under a scale per row, 'mxfp4' as"
+        " E2M1 pairs under a scale per 32.",
+        scores="Sum over heads of weights * relu(q . k), in float32; -inf for entries at or past k_len.",
+    ),
+    axes={
+        "Tq": "tokens of all requests together",
+        "Hi": "index heads",
+        "Qb": "elements of a row of q and k: numbers, or bytes of two",
+        "Rk": "requests, or with block_table pages",
+        "Sk": "entries of a request, or with block_table of a page",
+        "R": "requests",
+        "Mp": "pages that a request has room for in block_table",
+        "Qs": "scales of a row",
+        "S": "entries of a request: Sk, or with block_table Mp * Sk",
     },
     derive={
         "R": lambda c: c.dim["Rk"] if c.arg.block_table is None else c.dim["R"],

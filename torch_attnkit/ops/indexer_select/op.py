@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch_attnkit.core import Op
 from torch_attnkit.kernels import indexer
 from torch_attnkit.ops.indexer_scores.op import OP as SCORES
-from torch_attnkit.oracle import shards
+from torch_attnkit.oracle import shards, words
 
 _NEEDS = {"fewer than 2^30 entries to choose": lambda c: c.dim["K"] < 2**30}
 
@@ -27,6 +27,11 @@ OP = Op(
     " Tensor? block_table=None, Tensor? q_scale=None, Tensor? k_scale=None, *, str format='none', int topk)"
     " -> Tensor indices",
     dims={name: SCORES.dims[name] for name in SCORES.tensors} | {"indices": "Tq K:i32"},
+    meaning={name: SCORES.meaning[name] for name in SCORES.argnames}
+    | words.take(
+        words.REQUESTS, "topk indices", k_len="Entries that each token may choose from, the first so many, 0 to S."
+    ),
+    axes=SCORES.axes | words.axes("K"),
     derive=SCORES.derive | {"K": lambda c: c.arg.topk},
     choices=SCORES.choices,
     where=SCORES.where | {"topk must be at least 1": lambda c: c.arg.topk >= 1},

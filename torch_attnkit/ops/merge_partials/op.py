@@ -14,7 +14,7 @@ import torch
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.kernels import merge
-from torch_attnkit.oracle import rules
+from torch_attnkit.oracle import rules, words
 
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,6 +29,20 @@ OP = Op(
         "out": "R H Dv:@dtype",
         "lse": "R H:f32",
     },
+    meaning={
+        "out_partial": "Attention over each part of the keys; where lse_partial is infinite it is not looked at.",
+        "lse_partial": "Natural logarithm of the sum of exp(score) over each part's keys, sinks left out; -inf and +inf"
+        " are a part without keys.",
+        "sink": "A logit per head, in the unit of lse, applied once after the merge: out is multiplied by"
+        " sigmoid(lse - sink). None and -inf are no sink.",
+        "row_sum": "Denominators of partials that are numerators (normalize=False), each divided by its own; None: they"
+        " are normalised already.",
+        "dtype": "Dtype of out, a floating point type; None is that of out_partial.",
+        "out": "Attention over all parts, accumulated in float32 and rounded once; 0 where no part has a key.",
+        "lse": "Logarithm of the sum over all parts, -inf where none has a key; sink left out, so that results can be"
+        " merged again.",
+    },
+    axes=words.axes("Dv", P="partial results", R="rows: tokens", H="heads"),
     where={"dtype must be a floating point type": lambda c: c.arg.dtype is None or c.arg.dtype.is_floating_point},
     features=rules.SINK
     | {

@@ -11,7 +11,7 @@ Source: PagedAttention (arXiv 2309.06180); scales as vLLM's FP8 caches have them
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import cache
-from torch_attnkit.oracle import rules
+from torch_attnkit.oracle import rules, words
 
 _NEEDS = {"fewer than 2^31 slots": lambda c: c.dim["Np"] * c.dim["Ps"] < 2**31}
 
@@ -27,6 +27,19 @@ OP = Op(
         "k_scale": "[Hkv]:f32",
         "v_scale": "[Hkv]:f32",
     },
+    meaning={
+        "key": "Keys of new tokens.",
+        "value": "Values of new tokens.",
+        "k_cache": "Pages that keys are written to in place, in the dtype of key or E4M3. What no slot names stays as"
+        " it is.",
+        "v_cache": "Pages that values are written to in place, in the dtype of k_cache.",
+        "slot": "Place of each token: page slot // Ps, place slot % Ps in it, -1 to Np * Ps - 1; -1 skips the token,"
+        " and no other slot may stand twice.",
+        "k_scale": "E4M3 caches store key / k_scale, at most 448 in magnitude: a finite number above 0 for each head or"
+        " one for all; None is 1. Other caches take none.",
+        "v_scale": "E4M3 caches store value / v_scale, as k_scale says it.",
+    },
+    axes=words.axes("R Np Ps bits", Hkv="KV heads", D="channels of a key's head", Dv="channels of a value's head"),
     derive=rules.BITS,
     where={
         "Ps must be at least 1": lambda c: c.dim["Ps"] > 0,

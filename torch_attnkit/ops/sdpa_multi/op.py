@@ -17,7 +17,7 @@ from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import multi_codes_plan as sm90_codes
 from torch_attnkit.kernels.prefill.sm90 import multi_plan as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards
+from torch_attnkit.oracle import rules, shards, words
 
 _FEATURES = "gqa sink kv_start bidirectional window sink_tokens softcap"
 
@@ -39,6 +39,16 @@ OP = Op(
         "out": "B T Hq Dv",
         "lse": "B T Hq:f32",
     },
+    meaning=words.take(
+        words.ATTENTION,
+        "sink kv_start q_scale k_scale v_scale scale causal window sink_tokens softcap out lse",
+        q="Query tokens of each sequence, its last T, heads behind tokens.",
+        k_cache="Keys of each sequence, key j in slot j, heads before tokens, those of the query tokens among them.",
+        v_cache="Values of each sequence, as k_cache has keys.",
+        kv_len="Keys of each sequence that count, its T query tokens among them, 0 to S. Query r has position"
+        " kv_len - T + r; at a negative one it sees nothing.",
+    ),
+    axes=words.axes("B T Hq Hkv S D Dv"),
     layouts={"out": rules.wide("B T Hq Dv")},
     where=rules.HEADS | rules.SCORES,
     features=rules.GQA

@@ -23,7 +23,7 @@ from torch_attnkit.kernels import sparse
 from torch_attnkit.kernels.sparse import metal
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
 from torch_attnkit.kernels.sparse.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards
+from torch_attnkit.oracle import rules, shards, words
 
 from . import caches
 
@@ -59,6 +59,44 @@ OP = Op(
         "lse": "Tq Hq:f32",
         "row_sum": "Tq Hq:f32",
     },
+    meaning=words.take(
+        words.ATTENTION,
+        "sink scale normalize lse row_sum",
+        q="Queries of all requests, a token a row; every head sees the same keys.",
+        swa_kv="Keys of each request for the window, which are also its values: numbers in the dtype of q, or rows of"
+        " format; with swa_block_table pages of them.",
+        swa_end="End of each token's window, 0 to S: it sees keys max(0, swa_end - window) to swa_end - 1 of its"
+        " request, none at 0.",
+        compressed_kv="Compressed entries of each request, stored as swa_kv is, pages of them with"
+        " compressed_block_table; None: the window is all that there is.",
+        topk_indices="Entries that each token sees, 0 to C - 1, distinct; -1 is none. None: it sees all of them.",
+        compressed_len="Entries that each token may see, 0 to C: those at or past it do not count, listed or not. None"
+        " is C.",
+        swa_block_table="Pages of each request's window keys in order: key j lies in page [r, j // Pw], slot j % Pw."
+        " Those at which no token looks may be anything. None: no pages.",
+        compressed_block_table="Pages of each request's entries in order, as swa_block_table has them; None: no pages.",
+        window="Keys before swa_end that a token sees; 0 is none.",
+        global_scale="Factor that the rows of the caches were written with, above 0 up to 2^115, for format 'nvfp4'"
+        " only; None is 1.",
+        out=words.NUMERATOR,
+    )
+    | words.take(words.REQUESTS, "request_ids")
+    | words.take(words.CACHE, "format rope_dim"),
+    axes=words.axes(
+        "Hq Rb fmt",
+        Tq="tokens of all requests together",
+        D="channels of a head",
+        R="requests",
+        S="keys that a request has room for",
+        C="entries that a request has room for",
+        K="entries listed for a token",
+        Mw="pages that a request has room for in swa_block_table",
+        Mc="pages that a request has room for in compressed_block_table",
+        Nw="pages of swa_kv",
+        Pw="keys of a page of swa_kv",
+        Nc="pages of compressed_kv",
+        Pc="entries of a page of compressed_kv",
+    ),
     # Pages of P keys, rows of Rb bytes.
     layouts={
         "swa_kv": lambda c: caches.layout(c, "R S" if c.arg.swa_block_table is None else "Nw Pw"),
