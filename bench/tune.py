@@ -1,6 +1,6 @@
 """Find better entries for a family's table of tuned constants: ``python -m bench.tune FAMILY [--case C] [--rounds N]``.
 
-A table (``TILES``, ``HEADS`` in a family's ``plan.py``) has an entry for each head size. For each bench case, every
+A table (``TILES``, ``HEADS`` of a family) has an entry for each head size. For each bench case, every
 entry that differs from the one that stands in one number is compiled, judged by the gate and timed in turns with it, on
 cold inputs; the best one becomes the next to vary, as long as it gains. What is printed can be put into the table.
 """
@@ -29,6 +29,7 @@ from torch_attnkit.core.op import Op
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.core.target import target_of
 from torch_attnkit.cuda import compile
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16
 from torch_attnkit.warmup import bench_inputs
 
 _GAIN = 0.99  # of the time, from which on a candidate counts as faster
@@ -43,13 +44,14 @@ class Tuned:
     module: str
     table: str
     key: str
+    first: tuple[Any, ...] = ()  # of a key, what a case's sizes do not say
 
     @property
     def arch(self) -> str:
         return self.module.split(".")[1]
 
     def key_of(self, dims: dict[str, int]) -> Any:
-        return tuple(dims[axis] for axis in self.key.split())
+        return (*self.first, *(dims[axis] for axis in self.key.split()))
 
     def entries(self) -> dict[Any, Any]:
         found: dict[Any, Any] = getattr(importlib.import_module(f"torch_attnkit.kernels.{self.module}"), self.table)
@@ -58,8 +60,8 @@ class Tuned:
 
 FAMILIES = {
     "decode": Tuned("sdpa_decode", "decode.sm90.plan", "HEADS", "D Dv"),
-    "prefill": Tuned("flash_attention", "prefill.sm90.plan", "TILES", "D Dv"),
-    "cached": Tuned("sdpa_multi", "prefill.sm90.multi_plan", "TILES", "D Dv"),
+    "prefill": Tuned("flash_attention", "prefill.sm90.tiles", "TILES", "D Dv", (BITS16,)),
+    "cached": Tuned("sdpa_multi", "prefill.sm90.tiles", "TILES", "D Dv", (BITS16,)),
 }
 
 

@@ -102,6 +102,33 @@ def test_of_a_module_only_the_definitions_that_are_used_count(package):
     assert of(text.replace("A = 1", "A = 2")) != of(text)
 
 
+def test_of_a_function_what_others_of_its_module_name_does_not_count(package):
+    launch = """
+from torch_attnkit.cuda import other, tiles
+
+FAST = "torch_attnkit.cuda.sm90.fast"
+
+
+def f(x):
+    return g(FAST, x)
+
+
+def g(name, x):
+    return tiles.load(x, name)
+
+
+def h(x):
+    return other.Z, "torch_attnkit.cuda.sm100.fast"
+"""
+
+    def reached(name):
+        return package({"torch_attnkit.kernel": launch}, function=digest.reach, names=(name,))
+
+    of_f = reached("torch_attnkit.kernel:f")
+    assert {"torch_attnkit.kernel", "torch_attnkit.cuda.tiles", "torch_attnkit.cuda.sm90.fast"} <= of_f
+    assert {"torch_attnkit.cuda.other", "torch_attnkit.cuda.sm100.fast"} <= reached("torch_attnkit.kernel") - of_f
+
+
 MEANING = {
     "torch_attnkit.kernel": """
 from torch_attnkit.cuda import tiles
@@ -185,7 +212,7 @@ def test_metal_texts_count_with_their_headers_and_without_comments(tmp_path, mon
 def test_rows_reach_their_kernels_and_no_other_archs():
     for op, _, row, arch in support():
         if arch.startswith("sm"):
-            seen = digest.reach(*op.sources(row), arch=arch)
-            assert any(n.endswith("kernel") for n in seen), (op.name, arch)
+            seen = digest.reach(*op.entries(row), arch=arch)
+            assert any(n.endswith(("kernel", "routing.table")) for n in seen), (op.name, arch)
             assert not any(".sm100." in n for n in seen if arch == "sm90"), (op.name, arch)
             assert not any(n.startswith("torch_attnkit.core") for n in seen), (op.name, arch)

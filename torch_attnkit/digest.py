@@ -50,31 +50,23 @@ def of_modules(*names: str, arch: str = "") -> str:
 
 
 def reach(*names: str, arch: str = "") -> set[str]:
-    """The modules that ``of_modules`` is the digest of."""
+    """The modules that ``of_modules`` is the digest of. Of a function, ``module:function``, it is what that uses."""
     seen: set[str] = set()
     todo = list(names)
     while todo:
-        name = todo.pop()
+        name, _, function = todo.pop().partition(":")
         if name not in seen:
             seen.add(name)
-            todo += [n for n in _uses(name) if not _is_seam(n)]
-            todo += [n for n in _named(name) if not _is_seam(n) and not _belongs_elsewhere(n, arch)]
+            uses, named = _of_function(name, function) if function else (_uses(name), _named(name))
+            todo += [n for n in uses if not _is_seam(n)]
+            todo += [n for n in named if not _is_seam(n) and not _belongs_elsewhere(n, arch)]
     return seen
 
 
 @functools.cache
 def of_definitions(module: str, *names: str) -> str:
     """The digest of some definitions of a module, of those that they use there, and of the modules that these use."""
-    found: dict[str, ast.stmt] = {}
-    for node in _tree(module).body:
-        for target in _defined(node):
-            found[target] = node
-    todo, used = list(names), set()
-    while todo:
-        name = todo.pop()
-        if name not in used:
-            used.add(name)
-            todo += [n.id for n in ast.walk(found[name]) if isinstance(n, ast.Name)] if name in found else []
+    found, used = _definitions(module), _used(module, *names)
     imported = sorted(m for name, m in _imports(module) if name in used and not _is_seam(m))
     return of(*(_canonical(found[n]) for n in sorted(used) if n in found), of_modules(*imported))
 
@@ -121,6 +113,25 @@ def of_simulator(name: str) -> str:
 @functools.cache
 def _definitions(module: str) -> dict[str, ast.stmt]:
     return {name: node for node in _tree(module).body for name in _defined(node)}
+
+
+def _used(module: str, *names: str) -> set[str]:
+    """Names that definitions of a module use, those of the definitions too that they use there."""
+    found, todo, used = _definitions(module), list(names), set()
+    while todo:
+        name = todo.pop()
+        if name not in used:
+            used.add(name)
+            todo += [n.id for n in ast.walk(found[name]) if isinstance(n, ast.Name)] if name in found else []
+    return used
+
+
+@functools.cache
+def _of_function(module: str, function: str) -> tuple[set[str], tuple[str, ...]]:
+    """The modules that a function of a module uses, and those that strings in it name."""
+    used = _used(module, function)
+    nodes = [_definitions(module)[name] for name in sorted(used) if name in _definitions(module)]
+    return {m for name, m in _imports(module) if name in used}, _named_in(*nodes)
 
 
 def _meaning_of(module: str, name: str, users: tuple[_Definition, ...] = ()) -> str:
@@ -266,10 +277,15 @@ def _uses(module: str) -> set[str]:
 
 @functools.cache
 def _named(module: str) -> tuple[str, ...]:
-    """The modules that a string of ``module`` names; the open places of an f-string fit one part of a name."""
+    return _named_in(_tree(module))
+
+
+def _named_in(*trees: ast.AST) -> tuple[str, ...]:
+    """The modules that a string of ``trees`` names; the open places of an f-string fit one part of a name."""
     return tuple(
         name
-        for node in ast.walk(_tree(module))
+        for tree in trees
+        for node in ast.walk(tree)
         for pattern in _pattern(node)
         for name in _modules()
         if name != _PACKAGE and re.fullmatch(pattern, name)

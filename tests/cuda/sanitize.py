@@ -30,7 +30,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Call, Kernel
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
-from torch_attnkit.kernels.prefill.sm90 import multi_plan
+from torch_attnkit.kernels.prefill.sm90 import plan
 from torch_attnkit.warmup import fill
 
 TOGETHER = 5  # processes
@@ -47,15 +47,15 @@ def hostile(value: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
 @contextlib.contextmanager
 def planning(sms: int | None) -> Iterator[None]:
     """Plans as on a GPU with so many multiprocessors, if given, on which every length is enough to share."""
-    kept = driver.sm_count, multi_plan._SHARED_KEYS
+    kept = driver.sm_count, plan._SHARED_KEYS
     if sms is not None:
-        driver.sm_count, multi_plan._SHARED_KEYS = lambda device: sms, 0
+        driver.sm_count, plan._SHARED_KEYS = lambda device: sms, 0
     for plans in dispatch._PLANS.values():
         plans.clear()
     try:
         yield
     finally:
-        driver.sm_count, multi_plan._SHARED_KEYS = kept
+        driver.sm_count, plan._SHARED_KEYS = kept
 
 
 def ways_of(name: str) -> list[int | None]:

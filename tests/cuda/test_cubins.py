@@ -17,7 +17,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, inspect
 from torch_attnkit.formats import kv_cache
-from torch_attnkit.kernels.prefill.sm90 import dynamic_plan, paged_plan
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES, heads
 from torch_attnkit.kernels.prefill.sm100 import split_plan
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
@@ -246,13 +246,13 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
 @pytest.mark.sample(17)
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 @pytest.mark.parametrize("softcap", [False, True])
-@pytest.mark.parametrize("dims", paged_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
+@pytest.mark.parametrize("dims", heads(BITS16), ids=lambda dims: f"D{dims[0]}")
 def test_kernels_that_draw_their_tiles_fit(dims, softcap):
     """Parity's cases have too few tiles for them."""
-    tiles = paged_plan.DRAWN[dims]
+    tile = TILES[BITS16, *dims].paged
     signature = dict(dtype="bf16", dim=dims[0], dim_v=dims[1], softcap=softcap, page=16, box=16, group=4)
     kernel = "torch_attnkit.kernels.prefill.sm90.paged_kernel"
-    request = compile.Request("sm90", kernel, "trace_paged_dynamic", tuple((signature | tiles._asdict()).items()))
+    request = compile.Request("sm90", kernel, "trace_paged_dynamic", tuple((signature | tile.of_a_group()).items()))
     assert request.name == "prefill_paged_dynamic"
     are_fine([request], "sm90")
 
@@ -261,11 +261,11 @@ def test_kernels_that_draw_their_tiles_fit(dims, softcap):
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 @pytest.mark.parametrize("every", [False, True], ids=["plain", "every"])
 @pytest.mark.parametrize("kind", ["dense", "packed"])
-@pytest.mark.parametrize("dims", dynamic_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
+@pytest.mark.parametrize("dims", [d for d in heads(BITS16) if TILES[BITS16, *d].dynamic], ids=str)
 @pytest.mark.proof
 def test_kernels_that_draw_tiles_of_tensors_fit(dims, kind, every):
     """The same, without features and with all lengths and capped scores."""
-    choice = dynamic_plan.DRAWN[dims]
+    choice = TILES[BITS16, *dims].dynamic
     facts = dict(dtype="bf16", dim=dims[0], dim_v=dims[1], group=4, softcap=every)
     facts |= dict(kv_len=every, kv_start=every) if kind == "dense" else {}
     asked = []
@@ -277,9 +277,9 @@ def test_kernels_that_draw_tiles_of_tensors_fit(dims, kind, every):
         (choice.wide, 1, 0),
         (choice.wide, 1, 1),
     ):
-        tiles = every and kept and choice.capped or kept
-        if tiles is not None:
-            signature = facts | tiles._asdict() | dict(window=bool(window), sink_tokens=bool(sinks))
+        tile = every and kept and choice.capped or kept
+        if tile is not None:
+            signature = facts | tile.of_a_group() | dict(window=bool(window), sink_tokens=bool(sinks))
             kernel = "torch_attnkit.kernels.prefill.sm90.dynamic_kernel"
             asked.append(compile.Request("sm90", kernel, f"trace_{kind}_dynamic", tuple(signature.items())))
     are_fine(list(dict.fromkeys(asked)), "sm90")

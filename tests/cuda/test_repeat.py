@@ -388,10 +388,10 @@ def test_what_is_cast_before_a_launch_stays_in_python(simulated):
 @pytest.mark.seconds(600)
 def test_persistent_blocks_are_repeated_to_the_bit(simulated, monkeypatch):
     """Those of a batch of few queries: a workspace, in which blocks leave splits, and counters beside it."""
-    from torch_attnkit.kernels.prefill.sm90 import multi_plan
+    from torch_attnkit.kernels.prefill.sm90 import plan
 
     for limit in ("_SHARED_FROM", "_SHARED_KEYS"):
-        monkeypatch.setattr(multi_plan, limit, 0)
+        monkeypatch.setattr(plan, limit, 0)
     lengths = torch.tensor([3, 1400, 0, 129, 64], dtype=torch.int32)
     args = [numbers(*shape).bfloat16() for shape in ((5, 3, 4, 64), (5, 2, 1400, 64), (5, 2, 1400, 64))]
     assert repeats(dispatch.OPS["sdpa_multi"], [*args, lengths], {}, "sm90") > 0
@@ -402,7 +402,7 @@ def test_persistent_blocks_are_repeated_to_the_bit(simulated, monkeypatch):
 @pytest.mark.parametrize("op", ["flash_attention", "flash_attention_varlen"])
 def test_blocks_that_draw_their_tiles_are_repeated_to_the_bit(op, simulated, monkeypatch):
     """A counter that each call leaves at zero, and with no sinks memory in their place."""
-    from torch_attnkit.kernels.prefill.sm90 import dynamic_plan
+    from torch_attnkit.kernels.prefill.sm90 import plan
 
     monkeypatch.setattr(driver, "sm_count", lambda device: 2)
     shapes = ((2, 130, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64))
@@ -410,8 +410,8 @@ def test_blocks_that_draw_their_tiles_are_repeated_to_the_bit(op, simulated, mon
     if op == "flash_attention_varlen":
         offsets = torch.tensor([0, 33, 260], dtype=torch.int32)
         args = [*(t.flatten(0, 1) for t in args), offsets, offsets]
-    plan, plans = dynamic_plan.plan, []
-    monkeypatch.setattr(dynamic_plan, "plan", lambda *sizes: plans.append(plan(*sizes)) or plans[-1])
+    dynamic, plans = plan.dynamic, []
+    monkeypatch.setattr(plan, "dynamic", lambda *sizes: plans.append(dynamic(*sizes)) or plans[-1])
     assert repeats(dispatch.OPS[op], args, {"causal": True}, "sm90") > 0
     assert plans and None not in plans
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 from collections import defaultdict
@@ -21,15 +22,7 @@ from torch_attnkit.cuda import compile
 from torch_attnkit.kernels.decode import codes
 from torch_attnkit.kernels.decode.sm90 import plan as decode_sm90
 from torch_attnkit.kernels.decode.sm100 import plan as decode_sm100
-from torch_attnkit.kernels.prefill.sm90 import (
-    codes_plan,
-    dynamic_plan,
-    halves_plan,
-    multi_codes_plan,
-    multi_plan,
-    paged_plan,
-    plan,
-)
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, FP8, TILES, heads
 from torch_attnkit.kernels.prefill.sm100 import plan as prefill_sm100
 from torch_attnkit.mps import library
 
@@ -73,41 +66,41 @@ def test_of_every_size_that_a_row_accepts_a_plan_is_made(name: str, arch: str):
     assert [words for row in op.kernels if row.dims and arch in row.archs for words in unplanned(op, row, arch)] == []
 
 
-TABLES = {
-    "plan": plan.TILES, "multi_plan": multi_plan.TILES, "halves_plan": halves_plan.TILES,
-    "codes_plan": codes_plan.TILES, "multi_codes_plan": multi_codes_plan.TILES, "sm100": prefill_sm100.TILES,
-}  # fmt: skip
+TABLES: dict[str, tuple[dict[Any, Any], Any]] = {  # of a table, an entry that is not there
+    "sm90": (TILES, (BITS16, *NEW)),
+    "sm90 fp8": (TILES, (FP8, *NEW)),
+    "sm100": (prefill_sm100.TILES, NEW),
+}
 PREFILL = ("flash_attention", "flash_attention_varlen", "flash_attention_paged", "sdpa_multi")
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_a_size_in_one_table_alone_is_planned_or_told_of(name: str, monkeypatch: pytest.MonkeyPatch):
-    """What a new head size would meet: rows that read the table take it, and no other row of the family."""
-    table: dict[Any, Any] = TABLES[name]
-    modules = [importlib.import_module(f"torch_attnkit.ops.{op}.op") for op in PREFILL]
-    told: list[str] = []
-    taken: set[str] = set()
-    with monkeypatch.context() as patch:
-        patch.setitem(table, NEW, next(reversed(table.values())))
-        for module, op in zip(modules, PREFILL, strict=True):
-            record = replace(importlib.reload(module).OP, package=f"torch_attnkit.ops.{op}")
-            for row in (r for r in record.kernels if r.on != "mps" and 160 in r.dims.get("D", ())):
-                taken.add(op)
-                only = replace(row, dims=row.dims | {"D": (160,)} | ({"Dv": (160,)} if "Dv" in row.dims else {}))
-                told += unplanned(record, only, row.archs[0])
-    for module in modules:
+@contextlib.contextmanager
+def added(name: str) -> Iterator[dict[str, Op]]:
+    """The family's ops with one more head size: one entry of a table, as the last one."""
+    table, key = TABLES[name]
+    modules = {op: importlib.import_module(f"torch_attnkit.ops.{op}.op") for op in PREFILL}
+    alike = next(k for k in reversed(table) if (k[:-2], k[-1]) == (key[:-2], 256))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(table, key, table[alike])
+        yield {
+            op: replace(importlib.reload(module).OP, package=f"torch_attnkit.ops.{op}")
+            for op, module in modules.items()
+        }
+    for module in modules.values():
         importlib.reload(module)
-    dense = {"flash_attention", "flash_attention_varlen"}
-    cached = {"flash_attention_paged", "sdpa_multi"}
-    of = {"multi_plan": cached, "multi_codes_plan": cached, "sm100": dense | cached}
-    assert taken == of.get(name, dense)
-    # Long blocks of E4M3 at the end of a cache are a dense batch, of codes_plan's tiles.
-    assert {words.split(" accepts")[0] for words in told} <= {"sdpa_multi on sm90"}
-    assert bool(told) == (name == "multi_codes_plan")
-    assert all("a table of its plan has no (160, 160)" in words for words in told)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_one_entry_is_a_head_size_of_every_op(name: str):
+    with added(name) as ops:
+        for op, record in ops.items():
+            rows = [row for row in record.kernels if row.on != "mps" and 160 in row.dims.get("D", ())]
+            assert rows, op
+            for row in rows:
+                only = replace(row, dims=row.dims | {"D": (160,)} | ({"Dv": (160,)} if "Dv" in row.dims else {}))
+                assert unplanned(record, only, row.archs[0]) == []
 
 
 def test_tables_of_choices_have_no_size_that_no_row_accepts():
-    assert dynamic_plan.DRAWN.keys() <= plan.TILES.keys()
-    assert paged_plan.DRAWN.keys() <= multi_plan.TILES.keys()
+    assert len(heads(BITS16)) + len(heads(BITS16, wide=True)) + len(heads(FP8)) == len(TILES)
     assert set(codes.HEADS) <= decode_sm90.HEADS.keys() & decode_sm100.HEADS.keys()

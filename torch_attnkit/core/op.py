@@ -171,6 +171,11 @@ class Op:
         own = f"{self.package}.{'problem' if row.launcher else row.on}"
         return (row.launcher.module, own) if row.launcher else (own,)
 
+    def entries(self, row: Kernel) -> tuple[str, ...]:
+        """The same, of the launcher ``module:function``: what a row's evidence depends on."""
+        first, *rest = self.sources(row)
+        return (f"{first}:{row.launcher.function}" if row.launcher else first, *rest)
+
     def build(self, row: Kernel, call: Call, target: Target) -> Callable[..., None]:
         """What launches ``row``'s kernels, on the arguments and outputs of every call like ``call``."""
         if row.launcher is None:

@@ -69,7 +69,7 @@ def sources_of(op: str, index: int, target: Target) -> str:
     row = record.kernels[index]
     narrow = ["torch_attnkit.oracle.hopper_sums"] if row.launcher and row.launcher.narrow_sums else []
     parts = [
-        digest.of_modules(*record.sources(row), *narrow, arch=target.arch),
+        digest.of_modules(*record.entries(row), *narrow, arch=target.arch),
         digest.of_modules(f"{record.package}.reference", "torch_attnkit.oracle.compare"),
         digest.of_definitions(f"{record.package}.cases", "PARITY", "DEGENERATE", "EXTRAS", "make"),
         digest.of_definitions("torch_attnkit.parity.case", "arguments"),
@@ -77,7 +77,7 @@ def sources_of(op: str, index: int, target: Target) -> str:
     ]
     if target.arch == "metal":
         parts.append(digest.of_metal(op))
-    if "torch_attnkit.cpu" in digest.reach(*record.sources(row), arch=target.arch):
+    if "torch_attnkit.cpu" in digest.reach(*record.entries(row), arch=target.arch):
         parts.append(digest.of_cpu())
     if target.simulated:
         parts.append(digest.of_simulator("metal" if target.arch == "metal" else "ptx"))

@@ -12,7 +12,8 @@ import torch_attnkit
 from torch_attnkit.core import Target, dispatch
 from torch_attnkit.cuda import compile, driver, workspace
 from torch_attnkit.kernels.prefill.problem import Layout, Problem
-from torch_attnkit.kernels.prefill.sm90 import dynamic_plan
+from torch_attnkit.kernels.prefill.sm90 import plan
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES, Dynamic
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.oracle.compare import check
 from torch_attnkit.parity.case import Case, arguments, bound
@@ -21,7 +22,8 @@ H200 = 132  # multiprocessors
 DENSE, PACKED = "flash_attention", "flash_attention_varlen"
 SINKS = dict(window=33, sink_tokens=3)
 HEADS = [(1, 1), (3, 3), (6, 2), (5, 1), (14, 2), (12, 1)]
-PLANS = pytest.mark.parametrize("dim", dynamic_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
+DRAWN = {key[1:]: tiles.dynamic for key, tiles in TILES.items() if tiles.dynamic}
+PLANS = pytest.mark.parametrize("dim", DRAWN, ids=lambda dims: f"D{dims[0]}")
 
 
 def problem(batch: int, queries: int, dim: int = 64, group: int = 4, window: int = -1, **facts) -> Problem:
@@ -31,15 +33,15 @@ def problem(batch: int, queries: int, dim: int = 64, group: int = 4, window: int
 
 
 def test_whose_calls():
-    choice = dynamic_plan.DRAWN[64, 64]
-    plan = dynamic_plan.plan(problem(4, 4096), H200)
+    choice = DRAWN[64, 64]
     capped = dataclasses.replace(problem(4, 4096), scores=Scores(64, softcap=30.0))
-    assert dynamic_plan.plan(capped, H200).tiles == choice.capped != choice.causal
-    assert plan == (choice.causal, H200, 16)  # a MB of keys and values a head
-    assert dynamic_plan.plan(problem(4, 4096, window=128), H200).tiles == choice.window
-    assert dynamic_plan.plan(problem(4, 4096, window=1024), H200).tiles == choice.wide != choice.window
-    assert dynamic_plan.plan(problem(4, 4096, causal=False), H200).tiles == choice.full
-    assert dynamic_plan.plan(problem(64, 64 * 256, packed=True, longest=512), H200).tiles == choice.causal
+    assert plan.dynamic(capped, H200).tile == choice.capped != choice.causal
+    # A MB of keys and values a head.
+    assert plan.dynamic(problem(4, 4096), H200) == plan.Plan(choice.causal, dynamic=H200, section=16)
+    assert plan.dynamic(problem(4, 4096, window=128), H200).tile == choice.window
+    assert plan.dynamic(problem(4, 4096, window=1024), H200).tile == choice.wide != choice.window
+    assert plan.dynamic(problem(4, 4096, causal=False), H200).tile == choice.full
+    assert plan.dynamic(problem(64, 64 * 256, packed=True, longest=512), H200).tile == choice.causal
     for others in (
         problem(1, 768),  # 128 tiles
         problem(4, 4096, group=1),
@@ -50,24 +52,24 @@ def test_whose_calls():
         problem(4, 4096, dim=128, causal=False),
         problem(4, 4096, scales=(True, False, False)),
     ):
-        assert dynamic_plan.plan(others, H200) is None
+        assert plan.dynamic(others, H200) is None
 
 
 def test_a_section_of_heads_is_no_larger_than_the_launch():
     few_keys = dataclasses.replace(problem(4, 4096), keys=1)
-    assert dynamic_plan.plan(few_keys, H200).section == 4 * 8
+    assert plan.dynamic(few_keys, H200).section == 4 * 8
 
 
 @pytest.mark.parametrize("name", [DENSE, PACKED])
 @PLANS
 def test_paritys_many_tiles_are_drawn(name, dim, monkeypatch):
-    plans, plan, op = [], dynamic_plan.plan, dispatch.OPS[name]
-    monkeypatch.setattr(dynamic_plan, "plan", lambda *given: plans.append(plan(*given)) or plans[-1])
+    plans, dynamic, op = [], plan.dynamic, dispatch.OPS[name]
+    monkeypatch.setattr(plan, "dynamic", lambda *given: plans.append(dynamic(*given)) or plans[-1])
     index = next(i for i, row in enumerate(op.kernels) if "sm90" in row.archs and row.dims["D"] == dim[:1])
     case = Case(name, index, "sm90", "bf16", (("D", dim[0]), ("Dv", dim[1])), ("causal",), "many")
     with compile.recording():
         op.build(op.kernels[index], bound(op, *arguments(case)), Target("sm90"))
-    assert [p.ctas for p in plans] == [H200]
+    assert [p.dynamic for p in plans] == [H200]
 
 
 @pytest.fixture(params=[2])
@@ -78,9 +80,9 @@ def ptx(request, monkeypatch):
     from torch_attnkit.sim import ptx
 
     monkeypatch.setattr(driver, "sm_count", lambda device: request.param)
-    monkeypatch.setattr(dynamic_plan, "_LEAST_GROUP", 1)
-    monkeypatch.setattr(dynamic_plan, "_PAIRED", ())
-    monkeypatch.setattr(dynamic_plan, "_WIDE", 40)
+    monkeypatch.setattr(plan, "_LEAST_GROUP", 1)
+    monkeypatch.setattr(plan, "_PAIRED_HEADS", ())
+    monkeypatch.setattr(plan, "_WIDE", 40)
     plans = [dispatch._PLANS[name] for name in (DENSE, PACKED)]
     for kept in plans:
         kept.clear()
@@ -122,6 +124,13 @@ def _agrees(name: str, args: list, **kwargs) -> None:
 MIXED = (40, 1, 0, 70, 3), (61, 131, 20, 4, 0)
 
 
+def all_drawn(monkeypatch, dim: tuple[int, int]) -> None:
+    """CTAs draw tiles where static ones are faster, too."""
+    key, found = (BITS16, *dim), dataclasses.asdict(DRAWN[dim])
+    every = Dynamic(**{name: getattr(DRAWN[dim], name) or DRAWN[dim].causal for name in found})
+    monkeypatch.setitem(TILES, key, dataclasses.replace(TILES[key], dynamic=every))
+
+
 @pytest.mark.simulator
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.seconds(600)
@@ -130,10 +139,7 @@ class TestSimulated:
     @PLANS
     def test_dense_with_every_feature(self, ptx, dim, monkeypatch):
         """Lengths on both sides, behind which NaN stands; more queries than keys; windows with and without sinks."""
-        tiles = dynamic_plan.DRAWN[dim].causal
-        monkeypatch.setitem(
-            dynamic_plan.DRAWN, dim, dynamic_plan.Choice(*(t or tiles for t in dynamic_plan.DRAWN[dim]))
-        )
+        all_drawn(monkeypatch, dim)
         args = _dense(70, 150, 8, 2, dim[0])
         padded = [*(t.clone() for t in args), *(torch.tensor(n, dtype=torch.int32) for n in ((100, 150), (0, 20)))]
         for t in padded[1:3]:
@@ -154,10 +160,7 @@ class TestSimulated:
     @PLANS
     @pytest.mark.proof
     def test_packed_with_every_feature(self, ptx, dim, monkeypatch):
-        tiles = dynamic_plan.DRAWN[dim].causal
-        monkeypatch.setitem(
-            dynamic_plan.DRAWN, dim, dynamic_plan.Choice(*(t or tiles for t in dynamic_plan.DRAWN[dim]))
-        )
+        all_drawn(monkeypatch, dim)
         args = _packed(*MIXED, 8, 2, dim[0])
         with ptx.settings(check=True, seed=dim[0]), ptx.counting() as launches:
             for mask in (
@@ -182,7 +185,7 @@ class TestSimulated:
 
     @pytest.mark.parametrize("section", [1, 2, 5])
     def test_sections_of_heads(self, ptx, section, monkeypatch):
-        monkeypatch.setattr(dynamic_plan, "section", lambda problem, sharers: section)
+        monkeypatch.setattr(plan, "section", lambda problem, sharers: section)
         with ptx.settings(check=True, seed=section):
             _agrees(DENSE, _dense(130, 130, 6, 3, 64, batch=3), causal=True)
 

@@ -13,7 +13,8 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill.problem import Layout, Problem
-from torch_attnkit.kernels.prefill.sm90 import halves_plan, plan
+from torch_attnkit.kernels.prefill.sm90 import plan
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES, heads
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.oracle.compare import check
 
@@ -27,28 +28,28 @@ def problem(heads: int, kv_heads: int) -> Problem:
     return Problem(torch.bfloat16, torch.device("cpu"), *sizes, causal=True)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "pair"), [(16, 2, True), (6, 1, True), (4, 4, False), (6, 2, False)])
-def test_heads_that_share_keys_pair(heads, kv_heads, pair):
-    assert halves_plan.signature(problem(heads, kv_heads))["pair"] == pair
+@pytest.mark.parametrize(("of_q", "of_kv", "pair"), [(16, 2, True), (6, 1, True), (4, 4, False), (6, 2, False)])
+def test_heads_that_share_keys_pair(of_q, of_kv, pair):
+    assert plan.signature(problem(of_q, of_kv))["pair"] == pair
 
 
 def test_shared_memory_has_room():
     """Q, the stages of K and V, two messages of P and factors; barriers and notes take less than a kilobyte."""
-    for (dim, dim_v), t in halves_plan.TILES.items():
+    for dim, dim_v in heads(BITS16, wide=True):
+        t = TILES[BITS16, dim, dim_v].full
         operands = 2 * (t.tile_m * dim * t.q_stages + t.tile_n * (dim + dim_v) * t.stages + 2 * t.tile_m * t.tile_n)
         assert operands + 2 * 4 * t.tile_m + 1024 <= SHARED
 
 
 def test_other_heads_do_not_depend_on_it():
     """Their kernels are another file's: what an H200 has shown of them stays true when this one changes."""
-    assert not halves_plan.TILES.keys() & plan.TILES.keys()
     for name in ("flash_attention", "flash_attention_varlen"):
         rows = [row for row in OPS[name].kernels if row.on == "sm90"]
-        assert [row.dims["D"] for row in rows if row.launcher == prefill.WIDE] == [(DIM,)]
+        assert [row.dims["D"] for row in rows if row.launcher == prefill.HOPPER_WIDE] == [(DIM,)]
         wide = "torch_attnkit.kernels.prefill.sm90.halves"
         for row in rows:
-            reached = wide in digest.reach(*OPS[name].sources(row), arch="sm90")
-            assert reached == (row.launcher == prefill.WIDE)
+            reached = wide in digest.reach(*OPS[name].entries(row), arch="sm90")
+            assert reached == (row.launcher == prefill.HOPPER_WIDE)
 
 
 simulated = [
@@ -132,8 +133,9 @@ class TestWork:
     @pytest.mark.proof
     def test_one_block_in_flight_is_as_right(self, ptx, monkeypatch):
         """Other tiles than the chosen, which the docs compare with them."""
-        chosen = dataclasses.replace(halves_plan.TILES[DIM, DIM], tile_n=64, stages=1)
-        monkeypatch.setitem(halves_plan.TILES, (DIM, DIM), chosen)
+        key = BITS16, DIM, DIM
+        chosen = dataclasses.replace(TILES[key].full, tile_n=64, stages=1)
+        monkeypatch.setitem(TILES, key, dataclasses.replace(TILES[key], full=chosen))
         args = (*_qkv(70, 130, 2, 1), torch.tensor([0.5, -1.0]))
         low, high = _results(args, dict(scale=0.05))
         with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=1):

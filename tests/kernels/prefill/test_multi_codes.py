@@ -8,8 +8,8 @@ import torch
 import torch_attnkit
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.kernels.prefill.problem import Layout, Problem
-from torch_attnkit.kernels.prefill.sm90 import codes_plan, multi_codes_plan
-from torch_attnkit.kernels.prefill.sm90.multi_codes_plan import TILES
+from torch_attnkit.kernels.prefill.sm90 import plan
+from torch_attnkit.kernels.prefill.sm90.tiles import FP8, TILES, heads
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.parity.judge import judge
 
@@ -31,16 +31,13 @@ def problem(batch: int, queries: int, keys: int, group: int = 4, dim: int = 128)
     [(1, 1, True), (16, 64, True), (16, 65, False), (1, 128, True), (1, 2048, False), (4, 2048, False)],
 )
 def test_few_rows_and_few_tiles_are_not_a_dense_batch(batch, queries, serves):
-    assert multi_codes_plan.serves(problem(batch, queries, 8192), H200) == serves
-
-
-def test_every_head_of_the_dense_kernel_is_here():
-    assert TILES.keys() == codes_plan.TILES.keys()
+    assert plan.packs_heads(problem(batch, queries, 8192), H200) == serves
 
 
 def test_shared_memory_holds_the_operands_and_the_partial_results():
-    for (dim, dim_v), choice in TILES.items():
-        for t in choice:
+    for dim, dim_v in heads(FP8):
+        choice = TILES[FP8, dim, dim_v]
+        for t in (choice.few_rows, choice.many_rows, choice.row_pairs):
             held = t.tile_m * dim + t.tile_n * (t.stages * (dim + dim_v) + TURNED * dim_v)
             assert t.tile_m * (dim_v + 10) * 4 <= held, (dim, t)
             assert t.per_sm * (held + 1024 + RESERVED) <= SHARED, (dim, t)
@@ -50,7 +47,7 @@ def test_shared_memory_holds_the_operands_and_the_partial_results():
 def test_any_machine_gets_a_plan(keys):
     for sms in (1, 78, 132):
         for batch, queries in ((1, 1), (1, 17), (5, 4), (100, 1000)):
-            chosen = multi_codes_plan.plan(problem(batch, queries, keys), sms)
+            chosen = plan.of_cache(problem(batch, queries, keys), sms)
             assert 1 <= chosen.ctas <= 8 and (chosen.ctas == 1 or not chosen.persistent)
 
 
@@ -81,7 +78,7 @@ def test_both_kernels_are_right(causal, monkeypatch):
     for t in (k, v):
         t.view(torch.uint8)[0, :, 5:] = 0x7F
     for dense in (False, True):
-        monkeypatch.setattr(multi_codes_plan, "serves", lambda p, sms, dense=dense: not dense)
+        monkeypatch.setattr(plan, "packs_heads", lambda p, sms, dense=dense: not dense)
         # Of another length, since what was built for a signature is kept.
         room = [torch.nn.functional.pad(t.view(torch.uint8), (0, 0, 0, dense)).view(E4M3) for t in (k, v)]
         args = (q, *room, lengths(5, 150))

@@ -9,11 +9,11 @@ import torch
 
 import torch_attnkit
 from torch_attnkit.core import dispatch
-from torch_attnkit.kernels.prefill.paged import Problem
-from torch_attnkit.kernels.prefill.problem import Layout
+from torch_attnkit.kernels.prefill.problem import Layout, PagedProblem
 from torch_attnkit.kernels.prefill.problem import Problem as Attention
-from torch_attnkit.kernels.prefill.sm90 import paged_plan
-from torch_attnkit.kernels.prefill.sm90.multi_plan import TILES
+from torch_attnkit.kernels.prefill.sm90 import plan
+from torch_attnkit.kernels.prefill.sm90.plan import Plan
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES, heads
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.oracle.compare import check
 
@@ -22,38 +22,45 @@ NOWHERE = Layout((), ())
 NAME = "flash_attention_paged"
 
 
-def problem(sequences: int, tokens: int, longest: int, keys: int, page: int = 16, heads: int = 8) -> Problem:
+def problem(sequences: int, tokens: int, longest: int, keys: int, page: int = 16, heads: int = 8) -> PagedProblem:
     """``heads`` KV heads with four query heads each, D 128."""
     sizes = (sequences, tokens, keys, 4 * heads, heads, 128, 128, Scores(128), NOWHERE, NOWHERE, NOWHERE)
     attention = Attention(
         torch.bfloat16, torch.device("cpu"), *sizes, causal=True, packed=True, cached=True, longest=longest
     )
-    return Problem(attention, page, 1000, keys)
+    return PagedProblem(attention, page, 1000, keys)
 
 
-def test_rows_decide_on_tiles():
-    tiles = TILES[128, 128]
-    assert paged_plan.plan(problem(64, 64, 1, 8192), H200).tiles == tiles.few
-    of_one_tile = lambda p: paged_plan.plan(p, H200, drawn={})
-    assert of_one_tile(problem(64, 64 * 256, 512, 8192)) == (tiles.many, 1, 16, 0, 0)
-    assert of_one_tile(problem(4, 4 * 4096, 4096, 8192)) == (tiles.pair, 2, 16, 0, 0)
+def nothing_drawn(monkeypatch, dim: int) -> None:
+    """No CTA draws tiles of this head size."""
+    key = BITS16, dim, dim
+    monkeypatch.setitem(TILES, key, dataclasses.replace(TILES[key], paged=None))
+
+
+def test_rows_decide_on_tiles(monkeypatch):
+    tiles = TILES[BITS16, 128, 128]
+    assert plan.of_pages(problem(64, 64, 1, 8192), H200).tile == tiles.few_rows
     nothing_to_multicast = problem(4, 4 * 4096, 4096, 8192, page=1)
-    assert paged_plan.plan(nothing_to_multicast, H200) == (tiles.many, 1, 0, 0, 0)
+    assert plan.of_pages(nothing_to_multicast, H200) == Plan(tiles.many_rows)
+    nothing_drawn(monkeypatch, 128)
+    assert plan.of_pages(problem(64, 64 * 256, 512, 8192), H200) == Plan(tiles.many_rows, box=16)
+    assert plan.of_pages(problem(4, 4 * 4096, 4096, 8192), H200) == Plan(tiles.row_pairs, 2, box=16)
 
 
 def test_few_sequences_share_their_keys_among_ctas():
-    assert paged_plan.plan(problem(1, 1, 1, 8192), H200).ctas == 8
-    assert paged_plan.plan(problem(1, 1, 1, 64), H200).ctas == 1  # one block
-    assert paged_plan.plan(problem(128, 128, 1, 8192), H200).ctas == 1
-    assert paged_plan.plan(problem(128, 128, 1, 8192, page=1), H200).ctas == 1
+    assert plan.of_pages(problem(1, 1, 1, 8192), H200).ctas == 8
+    assert plan.of_pages(problem(1, 1, 1, 64), H200).ctas == 1  # one block
+    assert plan.of_pages(problem(128, 128, 1, 8192), H200).ctas == 1
+    assert plan.of_pages(problem(128, 128, 1, 8192, page=1), H200).ctas == 1
 
 
 @pytest.mark.parametrize("page", [1, 7, 8, 16, 24, 48, 64, 100, 128, 256, 544])
 def test_boxes_divide_pages_and_tiles(page):
-    for choice in TILES.values():
-        for tiles in choice:
-            box = paged_plan.box_of(page, tiles)
-            assert box == 0 or (page % box == 0 and (tiles.tile_n // (1 + tiles.pair)) % box == 0 and box % 8 == 0)
+    for dims in heads(BITS16):
+        choice = TILES[BITS16, *dims]
+        for tile in (choice.few_rows, choice.many_rows, choice.row_pairs, choice.paged):
+            box = plan.box_of(page, tile)
+            assert box == 0 or (page % box == 0 and (tile.tile_n // (1 + tile.pair)) % box == 0 and box % 8 == 0)
             assert (box > 0) == (page % 8 == 0)
 
 
@@ -150,18 +157,19 @@ class TestSimulated:
     @pytest.mark.parametrize("seed", [1, 2])
     def test_pairs_of_tiles(self, ptx, monkeypatch, seed):
         """Both of a pair, and one whose second tile has no rows."""
-        made = paged_plan.plan
-        monkeypatch.setattr(paged_plan, "_PAIRED", 0)
-        monkeypatch.setattr(paged_plan, "plan", lambda p, sms: made(p, 1, drawn={}))  # too many tiles for clusters
+        made = plan.of_pages
+        monkeypatch.setattr(plan, "_PAIRED_TILES", 0)
+        monkeypatch.setattr(plan, "of_pages", lambda p, sms: made(p, 1))  # too many tiles for clusters
         args = _made(16, (70, 20), (210, 140), 8, 2)
+        nothing_drawn(monkeypatch, args[0].shape[-1])
         with ptx.settings(check=True, seed=seed), ptx.counting() as launches:
             _agrees(args)
         assert launches[0].grid[0] % 2 == 0
 
     @pytest.mark.parametrize(("page", "ctas"), [(16, 3), (1, 2), (16, 8)])
     def test_keys_of_a_tile_shared_by_ctas(self, ptx, monkeypatch, page, ctas):
-        made = paged_plan.plan
-        monkeypatch.setattr(paged_plan, "plan", lambda p, sms: made(p, sms)._replace(ctas=ctas))
+        made = plan.of_pages
+        monkeypatch.setattr(plan, "of_pages", lambda p, sms: made(p, sms)._replace(ctas=ctas))
         with ptx.settings(check=True, seed=ctas):
             _agrees(_made(page, (2, 1, 4), (500, 64, 3), 8, 2), softcap=20.0)
 
@@ -187,4 +195,4 @@ def test_the_problem_says_all_that_a_plan_asks():
     """A shorter hint plans fewer CTAs for a tile, and nothing else changes."""
     p = problem(1, 1, 1, 8192)
     short = dataclasses.replace(p, longest_keys=64)
-    assert paged_plan.plan(short, H200) == paged_plan.plan(p, H200)._replace(ctas=1)
+    assert plan.of_pages(short, H200) == plan.of_pages(p, H200)._replace(ctas=1)

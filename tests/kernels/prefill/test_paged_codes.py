@@ -7,7 +7,7 @@ import torch
 
 import torch_attnkit
 from torch_attnkit.core import dispatch
-from torch_attnkit.kernels.prefill.sm90 import multi_plan, paged_plan
+from torch_attnkit.kernels.prefill.sm90 import plan
 from torch_attnkit.parity.judge import judge
 
 from .test_paged import NAME, _made
@@ -52,17 +52,17 @@ def test_pages(ptx, page, dim):
 
 @pytest.mark.parametrize("ctas", [3, 8])
 def test_keys_of_a_tile_shared_by_ctas(ptx, monkeypatch, ctas):
-    made = paged_plan.plan
-    monkeypatch.setattr(paged_plan, "plan", lambda *args, **given: made(*args, **given)._replace(ctas=ctas))
+    made = plan.of_pages
+    monkeypatch.setattr(plan, "of_pages", lambda p, sms: made(p, sms)._replace(ctas=ctas))
     with ptx.settings(check=True, seed=ctas):
         _agrees(_codes(16, ((2, 1, 4), (500, 64, 3))), softcap=20.0)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pairs_of_tiles(ptx, monkeypatch, seed):
-    made = paged_plan.plan
-    monkeypatch.setattr(paged_plan, "_PAIRED", 0)
-    monkeypatch.setattr(paged_plan, "plan", lambda p, sms, *args, **given: made(p, 1, *args, **given))  # no clusters
+    made = plan.of_pages
+    monkeypatch.setattr(plan, "_PAIRED_TILES", 0)
+    monkeypatch.setattr(plan, "of_pages", lambda p, sms: made(p, 1))  # no clusters
     with ptx.settings(check=True, seed=seed):
         _agrees(_codes(16, ((40, 20), (210, 140))))
 
@@ -70,7 +70,7 @@ def test_pairs_of_tiles(ptx, monkeypatch, seed):
 @pytest.mark.parametrize("page", [16, 64])
 def test_persistent(ptx, monkeypatch, page):
     for limit in ("_SHARED_FROM", "_SHARED_KEYS"):
-        monkeypatch.setattr(multi_plan, limit, 0)
+        monkeypatch.setattr(plan, limit, 0)
     args = _codes(page, ((3, 1, 0, 9, 16), (300, 1731, 20, 4, 257)))
     with ptx.settings(check=True, seed=1), ptx.counting() as launches:
         judge(NAME, dispatch.OPS[NAME], "sm90", args, args, dict(max_seqlen_q=16))

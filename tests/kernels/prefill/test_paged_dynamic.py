@@ -7,10 +7,21 @@ import torch
 
 from torch_attnkit.core import Target, dispatch
 from torch_attnkit.cuda import compile, workspace
-from torch_attnkit.kernels.prefill.sm90 import paged_plan
+from torch_attnkit.kernels.prefill.sm90 import plan
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES, heads
 from torch_attnkit.parity.case import Case, arguments, bound
 
-from .test_paged import H200, NAME, _agrees, _call_with_anything, _made, problem, ptx, simulated  # noqa: F401
+from .test_paged import (  # noqa: F401
+    H200,
+    NAME,
+    _agrees,
+    _call_with_anything,
+    _made,
+    nothing_drawn,
+    problem,
+    ptx,
+    simulated,
+)
 
 LENGTHS = {
     # Queries and keys: prompts, tokens, a sequence without queries, one shorter than its block, drafts.
@@ -20,23 +31,24 @@ LENGTHS = {
 }
 
 
-def test_whose_calls():
-    drawn = paged_plan.DRAWN[128, 128]
-    assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200) == (drawn, 1, 16, 0, H200)
-    assert paged_plan.plan(problem(4, 4 * 4096, 4096, 8192), H200) == (drawn, 1, 16, 0, H200)
+def test_whose_calls(monkeypatch):
+    drawn = plan.Plan(TILES[BITS16, 128, 128].paged, dynamic=H200, box=16)
+    assert plan.of_pages(problem(64, 64 * 256, 512, 8192), H200) == drawn
+    assert plan.of_pages(problem(4, 4 * 4096, 4096, 8192), H200) == drawn
     for others in (
         problem(64, 64, 1, 8192),  # few rows of a sequence
         problem(1, 64, 64, 8192),  # CTAs of a cluster share keys
         problem(64, 64 * 256, 512, 8192, page=4),  # threads copy rows
     ):
-        assert paged_plan.plan(others, H200).dynamic == 0
-    assert paged_plan.plan(problem(64, 64 * 256, 512, 8192), H200, drawn={}).dynamic == 0
+        assert plan.of_pages(others, H200).dynamic == 0
+    nothing_drawn(monkeypatch, 128)
+    assert plan.of_pages(problem(64, 64 * 256, 512, 8192), H200).dynamic == 0
 
 
-@pytest.mark.parametrize("dim", paged_plan.DRAWN, ids=lambda dims: f"D{dims[0]}")
+@pytest.mark.parametrize("dim", heads(BITS16), ids=lambda dims: f"D{dims[0]}")
 def test_paritys_many_tiles_are_drawn(dim, monkeypatch):
-    plans, plan, op = [], paged_plan.plan, dispatch.OPS[NAME]
-    monkeypatch.setattr(paged_plan, "plan", lambda *given: plans.append(plan(*given)) or plans[-1])
+    plans, of_pages, op = [], plan.of_pages, dispatch.OPS[NAME]
+    monkeypatch.setattr(plan, "of_pages", lambda *given: plans.append(of_pages(*given)) or plans[-1])
     index = next(i for i, row in enumerate(op.kernels) if "sm90" in row.archs and row.dims["D"] == dim[:1])
     case = Case(NAME, index, "sm90", "bf16", (("D", dim[0]), ("Dv", dim[1])), (), "many")
     with compile.recording():
@@ -46,15 +58,15 @@ def test_paritys_many_tiles_are_drawn(dim, monkeypatch):
 
 @pytest.mark.parametrize(("group", "fits"), [(1, True), (3, True), (5, True), (7, True), (12, True), (48, False)])
 def test_heads_fill_a_tile(group, fits):
-    assert paged_plan.fills(paged_plan.DRAWN[128, 128], group) == fits
+    assert plan.fills(TILES[BITS16, 128, 128].paged, group) == fits
 
 
 @pytest.fixture(params=[2])
 def ctas(request, monkeypatch, ptx):  # noqa: F811
     """Plans as on a GPU with few multiprocessors, on which the tiles of a small batch are many."""
-    made = paged_plan.plan
-    monkeypatch.setattr(paged_plan, "_MOST_CTAS", 1)
-    monkeypatch.setattr(paged_plan, "plan", lambda p, sms: made(p, request.param))
+    made = plan.of_pages
+    monkeypatch.setattr(plan, "_MOST_CTAS", 1)
+    monkeypatch.setattr(plan, "of_pages", lambda p, sms: made(p, request.param))
     return request.param
 
 

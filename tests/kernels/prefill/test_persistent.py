@@ -7,7 +7,8 @@ import torch
 
 import torch_attnkit
 from torch_attnkit.core import dispatch
-from torch_attnkit.kernels.prefill.sm90 import multi_plan, paged_plan
+from torch_attnkit.kernels.prefill.sm90 import plan
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.oracle.compare import check
 
@@ -27,13 +28,13 @@ def _problem(batch: int, rows: int, kv_heads: int = 8, dim: int = 128, keys: int
 
 
 def test_batches_of_few_rows_are_shared():
-    assert multi_plan.plan(_problem(16, 16), H200) == (multi_plan.TILES[128, 128].few, 1, H200)
+    assert plan.of_cache(_problem(16, 16), H200) == plan.Plan(TILES[BITS16, 128, 128].few_rows, persistent=H200)
     for few_tiles in (_problem(1, 16), _problem(4, 16)):
-        assert multi_plan.plan(few_tiles, H200).persistent == 0
+        assert plan.of_cache(few_tiles, H200).persistent == 0
     for others in (_problem(16, 17), _problem(16, 16, dim=256), _problem(16, 16, keys=2048)):
-        assert multi_plan.plan(others, H200).persistent == 0
-    assert paged_plan.plan(paged_problem(64, 64, 1, 8192), H200).persistent == H200
-    assert paged_plan.plan(paged_problem(64, 64, 1, 8192, page=1), H200).persistent == 0  # threads copy rows
+        assert plan.of_cache(others, H200).persistent == 0
+    assert plan.of_pages(paged_problem(64, 64, 1, 8192), H200).persistent == H200
+    assert plan.of_pages(paged_problem(64, 64, 1, 8192, page=1), H200).persistent == 0  # threads copy rows
 
 
 simulated = [
@@ -51,7 +52,7 @@ def ptx(monkeypatch):
     from torch_attnkit.sim import ptx
 
     for limit in ("_SHARED_FROM", "_SHARED_KEYS"):
-        monkeypatch.setattr(multi_plan, limit, 0)
+        monkeypatch.setattr(plan, limit, 0)
     plans = [dispatch._PLANS[name] for name in (NAME, "flash_attention_paged")]
     for kept in plans:
         kept.clear()

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from torch_attnkit.cuda.sm90.clusters import at_once
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.cache.problem import Row as kv_cache_row
-from torch_attnkit.kernels.prefill.sm90.clusters import at_once
 from torch_attnkit.kernels.sparse.problem import Problem
 from torch_attnkit.kernels.sparse.sm90.config import Config
 from torch_attnkit.kernels.sparse.sm90.plan import (

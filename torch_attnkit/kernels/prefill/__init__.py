@@ -2,12 +2,15 @@
 
 from torch_attnkit.core.family import Launcher
 
-NVIDIA = Launcher(f"{__name__}.launch")
-CACHED = Launcher(f"{__name__}.cached")
-PAGED = Launcher(f"{__name__}.paged")
-HOPPER = Launcher(f"{__name__}.sm90.launch")
-WIDE = Launcher(f"{__name__}.wide")
-CODES = Launcher(f"{__name__}.sm90.codes_launch", narrow_sums=True)
-CACHED_CODES = Launcher(f"{__name__}.sm90.codes_cached", narrow_sums=True)
-PAGED_CODES = Launcher(f"{__name__}.sm90.paged_codes", narrow_sums=True)
+_SM90, _SM100 = f"{__name__}.sm90.launch", f"{__name__}.sm100"
+HOPPER = Launcher(_SM90)
+HOPPER_WIDE = Launcher(_SM90, "wide")
+HOPPER_FP8 = Launcher(_SM90, "fp8", narrow_sums=True)
+HOPPER_CACHE = Launcher(_SM90, "of_cache")
+HOPPER_CACHE_FP8 = Launcher(_SM90, "of_cache_fp8", narrow_sums=True)
+HOPPER_PAGES = Launcher(_SM90, "of_pages")
+HOPPER_PAGES_FP8 = Launcher(_SM90, "of_pages_fp8", narrow_sums=True)
+BLACKWELL = Launcher(f"{__name__}.launch")
+BLACKWELL_CACHE = Launcher(f"{_SM100}.cached")
+BLACKWELL_PAGES = Launcher(f"{_SM100}.paged")
 METAL = Launcher(f"{__name__}.metal", of_op=True)

@@ -17,8 +17,7 @@ from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
 from torch_attnkit.mps.codes import as_bytes
 
-from . import paged
-from .problem import Layout, Operands, Problem
+from .problem import Layout, Operands, PagedOperands, PagedProblem, Problem
 
 DTYPES, CODES = "bf16 f16 f32", "f8e4m3"
 # Head dims: multiples of 16, the dims that a step of the scores takes.
@@ -65,8 +64,8 @@ def launcher(
 
 
 def paged_launcher(
-    source: str, problem: paged.Problem, target: Target, *, table_row: int
-) -> Callable[[paged.Operands], None]:
+    source: str, problem: PagedProblem, target: Target, *, table_row: int
+) -> Callable[[PagedOperands], None]:
     """The same for blocks of queries over pages; the rows of the block table are ``table_row`` elements apart."""
     run = _kernel(source, problem.attention, target, Pages(problem.page, problem.pages, table_row), {})
     return lambda o: run((o.q, o.k, o.v, o.sink, o.cu_q, o.kv_len, o.table, None, None, None, o.out, o.lse, None))

@@ -76,3 +76,31 @@ class Operands(NamedTuple):
     out: torch.Tensor  # (B, T, Hq, Dv); packed (T, Hq, Dv)
     lse: torch.Tensor  # (B, T, Hq); packed (T, Hq)
     row_sum: torch.Tensor | None  # like lse, unless normalised
+
+
+@dataclass(frozen=True)
+class PagedProblem:
+    """Packed queries over ``pages`` pages of ``page`` keys each.
+
+    Of ``attention``, k and v are the pages (Np, Ps, Hkv, D) and ``keys`` what a row of the block table has room for.
+    """
+
+    attention: Problem
+    page: int
+    pages: int
+    longest_keys: int  # that a sequence has at most
+
+
+class PagedOperands(NamedTuple):
+    """The tensors of one launch over pages."""
+
+    q: torch.Tensor  # (Tq, Hq, D)
+    k: torch.Tensor  # (Np, Ps, Hkv, D)
+    v: torch.Tensor  # (Np, Ps, Hkv, Dv)
+    cu_q: torch.Tensor  # (B + 1)
+    table: torch.Tensor  # (B, Mp)
+    kv_len: torch.Tensor  # (B)
+    sink: torch.Tensor | None  # (Hq)
+    out: torch.Tensor  # (Tq, Hq, Dv)
+    lse: torch.Tensor  # (Tq, Hq)
+    scales: Scales  # of q, k and v, (B, Hkv) each

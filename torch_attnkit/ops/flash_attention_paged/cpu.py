@@ -16,7 +16,7 @@ from torch_attnkit.core import Call, Target
 from torch_attnkit.cpu.blocks import Axes, Sequence, addresses, blocks
 from torch_attnkit.cpu.pages import gathered, pages_of
 from torch_attnkit.kernels.prefill.cpu import Block, Rules, at_the_end, nothing
-from torch_attnkit.kernels.prefill.paged import Operands
+from torch_attnkit.kernels.prefill.problem import PagedOperands
 
 from .problem import operands
 from .reference import reference
@@ -29,7 +29,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
     most_q, most_k = (most if hint < 0 else min(hint, most) for hint, most in zip(hints, (Tq, Mp * Ps), strict=True))
     native = blocks(call, (a.q, a.k_cache, a.v_cache), Axes(0, 1), Axes(1, 2), causal=a.causal, paged=True)
 
-    def in_blocks(o: Operands, tokens: list[tuple[int, int]], lengths: list[int]) -> bool:
+    def in_blocks(o: PagedOperands, tokens: list[tuple[int, int]], lengths: list[int]) -> bool:
         if native is None:
             return False
         table = o.table if o.table.dtype == torch.int32 else o.table.int()
@@ -41,7 +41,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         ]
         return native(sequences, o.sink)
 
-    def gather(o: Operands, tokens: list[tuple[int, int]], lengths: list[int]) -> list[Block] | None:
+    def gather(o: PagedOperands, tokens: list[tuple[int, int]], lengths: list[int]) -> list[Block] | None:
         """The blocks of all sequences; None where one has a page that is none."""
         found = []
         for b, ((q0, q1), length) in enumerate(zip(tokens, lengths, strict=True)):

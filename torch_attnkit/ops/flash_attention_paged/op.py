@@ -17,8 +17,7 @@ Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
-from torch_attnkit.kernels.prefill.sm90 import multi_codes_plan as sm90_codes
-from torch_attnkit.kernels.prefill.sm90 import multi_plan as sm90
+from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import paged_plan
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards, words
@@ -75,16 +74,20 @@ OP = Op(
     shards=shards.HEADS,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink bidirectional window sink_tokens"),
-        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS, launcher=prefill.PAGED),
-        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES, rules.CACHE_ROWS | _ROWS, launcher=prefill.PAGED),
+        *rules.by_head(
+            "sm90", sm90.BITS16, sm90.heads(sm90.BITS16), _FEATURES, rules.CACHE_ROWS, launcher=prefill.HOPPER_PAGES
+        ),
+        *rules.by_head(
+            "sm100", sm100.DTYPES, sm100.TILES, _FEATURES, rules.CACHE_ROWS | _ROWS, launcher=prefill.BLACKWELL_PAGES
+        ),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
         *rules.of_codes(
             "sm90",
-            sm90_codes.CODES,
-            sm90_codes.TILES,
+            sm90.FP8,
+            sm90.heads(sm90.FP8),
             f"{_FEATURES} scales",
             rules.CACHE_ROWS | _BOXES,
-            launcher=prefill.PAGED_CODES,
+            launcher=prefill.HOPPER_PAGES_FP8,
         ),
     ),
 )

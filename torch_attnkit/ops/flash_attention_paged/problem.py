@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch_attnkit.core.op import Call
 from torch_attnkit.kernels.prefill import problem as blocks
-from torch_attnkit.kernels.prefill.paged import Operands, Problem
+from torch_attnkit.kernels.prefill.problem import PagedOperands, PagedProblem
 from torch_attnkit.kernels.scores import Scores
 
 
-def problem(call: Call) -> Problem:
+def problem(call: Call) -> PagedProblem:
     a, d = call.arg, call.dim
     most = d["Mp"] * d["Ps"]
     attention = blocks.Problem(
@@ -26,12 +26,12 @@ def problem(call: Call) -> Problem:
         scales=(a.q_scale is not None, a.k_scale is not None, a.v_scale is not None),
     )  # fmt: skip
     longest = min(a.max_seqlen_k, most) if a.max_seqlen_k >= 0 else most
-    return Problem(attention, d["Ps"], d["Np"], longest)
+    return PagedProblem(attention, d["Ps"], d["Np"], longest)
 
 
 def operands(
     q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink, q_scale, k_scale, v_scale,
     scale, causal, window, sink_tokens, softcap, max_seqlen_q, max_seqlen_k, out, lse,
-) -> Operands:  # fmt: skip
+) -> PagedOperands:  # fmt: skip
     scales = (q_scale, k_scale, v_scale)
-    return Operands(q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink, out, lse, scales)
+    return PagedOperands(q, k_cache, v_cache, cu_seqlens_q, block_table, kv_len, sink, out, lse, scales)

@@ -11,9 +11,7 @@ in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
-from torch_attnkit.kernels.prefill.sm90 import codes_plan as sm90_codes
-from torch_attnkit.kernels.prefill.sm90 import halves_plan
-from torch_attnkit.kernels.prefill.sm90 import plan as sm90
+from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards, words
 
@@ -67,12 +65,12 @@ OP = Op(
     shards=shards.HEADS,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink causal window sink_tokens"),
-        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _ALL, launcher=prefill.HOPPER),
-        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL, launcher=prefill.NVIDIA),
-        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales", launcher=prefill.NVIDIA),
+        *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16), _ALL, launcher=prefill.HOPPER),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL, launcher=prefill.BLACKWELL),
+        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales", launcher=prefill.BLACKWELL),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, _VALUES, launcher=prefill.METAL),
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_ALL} scales", _VALUES, launcher=prefill.METAL),
-        *rules.by_head("sm90", halves_plan.DTYPES, halves_plan.TILES, _ALL, launcher=prefill.WIDE),
-        *rules.of_codes("sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_ALL} scales", launcher=prefill.CODES),
+        *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16, wide=True), _ALL, launcher=prefill.HOPPER_WIDE),
+        *rules.of_codes("sm90", sm90.FP8, sm90.heads(sm90.FP8), f"{_ALL} scales", launcher=prefill.HOPPER_FP8),
     ),
 )

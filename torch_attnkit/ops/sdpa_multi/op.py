@@ -14,8 +14,7 @@ Source: MetalTile ``sdpa_multi``; scales as FlashAttention-3 (arXiv 2407.08608) 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
-from torch_attnkit.kernels.prefill.sm90 import multi_codes_plan as sm90_codes
-from torch_attnkit.kernels.prefill.sm90 import multi_plan as sm90
+from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import rules, shards, words
 
@@ -61,13 +60,15 @@ OP = Op(
     shards=shards.ATTENTION,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start bidirectional window sink_tokens"),
-        *rules.by_head("sm90", sm90.DTYPES, sm90.TILES, _FEATURES, rules.CACHE_ROWS, launcher=prefill.CACHED),
-        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES, launcher=prefill.CACHED),
-        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales", launcher=prefill.CACHED),
+        *rules.by_head(
+            "sm90", sm90.BITS16, sm90.heads(sm90.BITS16), _FEATURES, rules.CACHE_ROWS, launcher=prefill.HOPPER_CACHE
+        ),
+        *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES, launcher=prefill.BLACKWELL_CACHE),
+        *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales", launcher=prefill.BLACKWELL_CACHE),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_FEATURES} scales", rules.value_dim(metal.MOST_DIM_V)),
         *rules.of_codes(
-            "sm90", sm90_codes.CODES, sm90_codes.TILES, f"{_FEATURES} scales", launcher=prefill.CACHED_CODES
+            "sm90", sm90.FP8, sm90.heads(sm90.FP8), f"{_FEATURES} scales", launcher=prefill.HOPPER_CACHE_FP8
         ),
     ),
 )

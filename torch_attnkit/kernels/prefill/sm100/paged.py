@@ -16,12 +16,11 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
 from ..launch import query_reader, reader, scalars
-from ..paged import Operands, Problem
-from ..problem import Layout
+from ..problem import Layout, PagedOperands, PagedProblem
 from . import paged_plan, plan
 
 
-def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
+def launcher(problem: PagedProblem, target: Target) -> Callable[[PagedOperands], None]:
     """What solves ``problem``, whose pages may have any size."""
     p = problem.attention
     if p.queries * p.heads == 0:
@@ -37,7 +36,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     numbers = scalars(p.scores, 1, driver.sm_count(p.device))
     nothing = min(p.batch, p.keys, problem.pages) == 0
 
-    def launch(o: Operands) -> None:
+    def launch(o: PagedOperands) -> None:
         if nothing:
             o.out.zero_()
             o.lse.fill_(-math.inf)

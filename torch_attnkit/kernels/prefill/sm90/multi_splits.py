@@ -22,7 +22,7 @@ from torch_attnkit.cuda.warp_ops import exp2
 
 from .mainloop import WARPGROUP, Consumer
 from .multi_blocks import WorkTile
-from .multi_plan import split_floats
+from .plan import split_floats
 
 _VECTOR = 16  # bytes: of a row columns 16 j + 2 l and the next, for a lane's l of four, and those 8 further on
 _AT_ONCE = 8  # vectors that a thread has on the way while it adds splits

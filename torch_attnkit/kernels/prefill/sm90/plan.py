@@ -1,94 +1,273 @@
-"""Host side of the Hopper prefill kernels: tiles per head size, and the kernel's signature."""
+"""Which tiles a prefill launch on Hopper has, how many CTAs share them, and what its kernel is compiled for.
+
+Tiles of one head (``tile``, ``signature``) are dealt by a static persistent scheduler. Tiles of a KV head's query heads
+(PackGQA) are clusters, persistent CTAs that share keys (stream-K), or dynamic persistent CTAs: ``of_cache``,
+``of_pages`` and ``dynamic``. Knows sizes alone.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any, NamedTuple
 
 from torch_attnkit.core.spec import short
+from torch_attnkit.cuda.sm90.clusters import at_once
 
-from ..problem import Problem
+from ..launch import section
+from ..problem import PagedProblem, Problem
+from .tiles import BITS16, FP8, TILES, Tile, Tiles, smaller
+
+# Of stream-K CTAs: bytes of keys and values that take as long as a work tile's start and end; how many tiles for each
+# multiprocessor, and of how many keys, they are used from. docs/lab/prefill.md has the times.
+_START_BYTES, _SHARED_FROM, _SHARED_KEYS = 128 << 10, 0.45, 4096
+_MOST_CTAS = 8  # of a cluster; every GPU takes so many
+# For each multiprocessor and microsecond, in KB and MFLOP: what its copies bring, its share of device memory, what its
+# tensor cores do. Fitted to the H200's times of 16 and 64 queries at B 1 to 16 with all cluster sizes, to about 10 %.
+_COPIES, _MEMORY, _PRODUCTS = 50.0, 32.0, 7.5
+_START, _MERGE = 5.0, 1.0  # microseconds of a CTA beside its blocks, and of a cluster's merge
+
+# Of dynamic CTAs. Dense batches of (D, Dv) whose queries see all keys, of which pairs of CTAs read keys once for two:
+# at the limit of power 1x16384 takes 6893 to 6910 us so and 6933 to 7016 drawn, 2x8192 3490 and 3540 (H200).
+_PAIRED_HEADS = ((128, 128),)
+_WIDE = 512  # keys of a window; 128 and 1024 were timed
+_LEAST_GROUP = 2  # query heads of a KV head: tiles of one head are the static ones
+_FILLED = 7 / 8  # of a drawn tile's rows, which whole queries fill as far as a KV head's query heads allow
+
+# Of pages.
+_LEAST_BOX = 8  # keys: what 128 bytes of shared memory are swizzled by. Smaller boxes are rows, which threads copy.
+_MOST_BOX = 128
+# Tiles of rows of a sequence from which on pairs of CTAs pay: they are 2 % faster than CTAs of one tile each, but the
+# last of them is half empty more often, which is half a tile of each sequence, modelled.
+_PAIRED_TILES = 24
+
+# Of E4M3. Rows, queries times the query heads of a KV head, up to which keys cross memory once rather than once a head.
+# H100, 32/8 heads, D 128, 16 x 64 queries over 8192 keys 226 us for 432; but 4 x 2048 over 8192 1561 for 1218.
+_MOST_ROWS = 256
+_PROMOTED = 128  # columns of V up to which a thread has registers for a block's share of the output, too
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """M queries by N keys, depth of the rings of K and V and of Q's, and two choices of ``prefill.py``.
+class Plan(NamedTuple):
+    """Of tiles that a KV head's query heads share."""
 
-    ``turns``: consumers issue their products in turn. ``late_rescale``: the output is rescaled while the scores of
-    the next block are computed rather than before. ``pair``: two CTAs on two heads that share their keys load half of
-    every block each, into the shared memory of both, so that the L2 is read half as often.
-    """
-
-    tile_m: int
-    tile_n: int
-    stages: int
-    q_stages: int = 2
-    turns: bool = True
-    late_rescale: bool = False
-    pair: bool = False
-
-    def paired(self, group: int) -> bool:
-        """Whether two CTAs work together; their two heads must share a KV head of ``group`` query heads."""
-        return self.pair and group % 2 == 0
-
-
-class Choice(NamedTuple):
-    """Tiles where every query sees all keys, where causality hides some, and where a window does."""
-
-    full: Tiles
-    causal: Tiles
-    window: Tiles
-
-
-# Tuned on an H200 in bf16; docs/lab/prefill.md has the figures, also of what lost.
-# 14 % over M 128, 5 % over N 112, 3 % over one Q buffer.
-_D64 = Tiles(192, 128, 4)
-# 1 % over pairs, up to 4 % over N 128 with P in shared memory, 3 to 8 % over M 128 in pairs.
-_D96 = Tiles(192, 112, 3, 1)
-# 2 % over CTAs alone, 1 % over turns, 1 to 3 % over N 160 and 176, 2 % over a second Q buffer.
-_D128 = Tiles(128, 128, 2, 1, turns=False, pair=True)
-# 4 % over rescaling early.
-_D256 = Tiles(128, 80, 2, 1, late_rescale=True, pair=True)
-DTYPES = "bf16 f16"
-TILES = {
-    # (D, Dv): D a multiple of 16, which a product takes at a time, Dv of 32, which the epilogue stores
-    (32, 32): Choice(_D64, _D64, Tiles(128, 128, 4)),  # M 192 spills with a window and sink tokens
-    # Window: 21 % over M 192, 2 % over N 64.
-    (64, 64): Choice(_D64, _D64, Tiles(128, 128, 4)),
-    (96, 96): Choice(_D96, _D96, Tiles(128, 128, 2, 1, pair=True)),
-    # Window: 3 % over CTAs alone.
-    (128, 128): Choice(_D128, _D128, Tiles(128, 128, 2, 2, pair=True)),
-    (192, 128): Choice(_D128, _D128, _D128),
-    (256, 256): Choice(_D256, _D256, _D256),
-}
+    tile: Tile
+    ctas: int = 1  # of a cluster
+    persistent: int = 0  # stream-K: CTAs with equal runs of all blocks of keys; 0: a cluster has a work tile
+    dynamic: int = 0  # CTAs that draw their work tiles
+    box: int = 0  # keys that TMA loads at once, of one page; 0: every thread copies 16 bytes of a row at a time
+    section: int = 0  # dynamic, dense: KV heads whose keys share the L2
 
 
 def tiles(problem: Problem) -> Tiles:
-    choice = TILES[problem.dim, problem.dim_v]
-    return choice.window if problem.scores.window >= 0 else choice.causal if problem.causal else choice.full
+    return TILES[FP8 if problem.dtype.itemsize == 1 else BITS16, problem.dim, problem.dim_v]
+
+
+# Tiles of one head.
+
+
+def tile(problem: Problem) -> Tile:
+    p, choice = problem, tiles(problem)
+    fp8 = p.dtype.itemsize == 1
+    if p.scores.window >= 0 or (fp8 and p.scores.capped):
+        return choice.window
+    chosen = choice.causal if p.causal else choice.full
+    # Three consumers have 160 registers each: a scale of their own is one too many.
+    return smaller(chosen, 96) if fp8 and chosen.tile_m == 192 and any(p.scales) else chosen
 
 
 def signature(problem: Problem) -> dict[str, Any]:
     """The part of a kernel's signature that does not depend on how sequences are stored."""
-    chosen = tiles(problem)
+    p, chosen = problem, tile(problem)
     return {
-        "dtype": short(problem.dtype),
-        "dim": problem.dim,
-        "dim_v": problem.dim_v,
-        "tile_m": chosen.tile_m,
-        "tile_n": chosen.tile_n,
-        "stages": chosen.stages,
-        "q_stages": chosen.q_stages,
-        "turns": chosen.turns,
-        "late_rescale": chosen.late_rescale,
-        "pair": chosen.paired(problem.group),
-        "causal": problem.causal,
-        "sink": problem.sink,
-        "normalize": problem.normalize,
-        **problem.scores.features(),
+        **_sizes(p),
+        **chosen.of_a_head(),
+        "pair": chosen.paired(p.group),
+        "causal": p.causal,
+        "sink": p.sink,
+        "normalize": p.normalize,
+        **_promoted(p),
+        **({"scales": p.scales} if any(p.scales) else {}),
+        **p.scores.features(),
     }
+
+
+def transpose_signature(signature: dict[str, Any]) -> dict[str, Any]:
+    """The part of it that V's transposition needs."""
+    return {name: signature[name] for name in ("dtype", "dim", "dim_v", "tile_n", "window", "sink_tokens")}
 
 
 def sharers(problem: Problem, signature: dict[str, Any]) -> int:
     """How many work tiles of the same queries share a KV head."""
     return problem.group // (2 if signature["pair"] else 1)
+
+
+def _sizes(problem: Problem) -> dict[str, Any]:
+    return {"dtype": short(problem.dtype), "dim": problem.dim, "dim_v": problem.dim_v}
+
+
+def _promoted(problem: Problem) -> dict[str, Any]:
+    return {"promote": problem.dim_v <= _PROMOTED} if problem.dtype.itemsize == 1 else {}
+
+
+# Tiles of a KV head's query heads: clusters, and stream-K.
+
+
+def split_floats(tile_m: int, dim_v: int) -> int:
+    """Of a split in device memory: its rows' numerators, then a maximum, in powers of two, and a sum of each."""
+    return tile_m * (dim_v + 2)
+
+
+def start(tile: Tile, row_bytes: int) -> int:
+    """Blocks of keys that take stream-K CTAs as long as a work tile's start and end; ``row_bytes`` of a key and a
+    value."""
+    return -(-_START_BYTES // (tile.tile_n * row_bytes))
+
+
+def shares(problem: Problem, keys: int, sms: int) -> bool:
+    """Whether stream-K CTAs share the keys of all sequences, whose lengths may differ; a tile has all rows of one.
+
+    Fewer tiles, or sequences of at most fewer ``keys``, are faster as clusters; D 256 would spill.
+    """
+    work_tiles = problem.batch * problem.kv_heads
+    enough = work_tiles >= _SHARED_FROM * sms and problem.scores.most_keys(keys, problem.longest) >= _SHARED_KEYS
+    return problem.batch > 1 and problem.dim_v <= 128 and enough
+
+
+def cost(tile: Tile, ctas: int, row_tiles: int, groups: int, steps: int, dims: int, sms: int) -> float:
+    """Microseconds, roughly, of ``groups`` KV heads with ``row_tiles`` tiles each that visit ``steps`` blocks."""
+    total, size = row_tiles * groups, tile.tile_n * dims * 2e-3
+    together = 1 if total <= at_once(ctas, sms, 1) else tile.per_sm  # on the fullest multiprocessor
+    running = min(total * ctas, sms * tile.per_sm)
+    step = max(
+        size * together / _COPIES,
+        size * running / row_tiles / (_MEMORY * sms),
+        tile.tile_m * tile.tile_n * dims * 2e-6 * together / _PRODUCTS,
+    )
+    rounds = -(-total // max(1, at_once(ctas, sms, tile.per_sm)))
+    return rounds * (_START + -(-steps // ctas) * step) + (_MERGE if ctas > 1 else 0.0)
+
+
+def _bytes(problem: Problem) -> int:
+    """Of a key and a value, in units of 16 bits: of 8 bits memory and products are twice as fast."""
+    return (problem.dim + problem.dim_v) * problem.dtype.itemsize // 2
+
+
+def of_cache(problem: Problem, sms: int) -> Plan:
+    """For queries at the end of a cache on ``sms`` multiprocessors; a tile's rows are queries times a KV head's query
+    heads."""
+    p, choice = problem, tiles(problem)
+    rows, groups = p.queries * p.group, p.batch * p.kv_heads
+    few, many, pairs = choice.few_rows, choice.many_rows, choice.row_pairs
+    assert few is not None and many is not None and pairs is not None
+    chosen = few if rows <= 64 else many
+    row_tiles = -(-rows // chosen.tile_m)
+    if rows <= few.tile_m and shares(p, p.keys, sms):
+        return Plan(chosen, persistent=sms)
+    steps = max(1, -(-p.scores.most_keys(p.keys, p.queries) // chosen.tile_n))
+    costs = {n: cost(chosen, n, row_tiles, groups, steps, _bytes(p), sms) for n in range(1, _MOST_CTAS + 1)}
+    ctas = min(costs, key=lambda n: costs[n])
+    if ctas == 1 and chosen is many and row_tiles % 2 == 0:
+        return Plan(pairs, 2)
+    return Plan(chosen, ctas)
+
+
+def group_signature(problem: Problem, tile: Tile) -> dict[str, Any]:
+    """What a kernel is compiled for whose tiles a KV head's query heads share."""
+    return _sizes(problem) | {"softcap": problem.scores.capped} | tile.of_a_group() | _promoted(problem)
+
+
+def packs_heads(problem: Problem, sms: int) -> bool:
+    """Whether queries at the end of a cache of E4M3 share tiles with the other heads of their KV head.
+
+    Else they are a dense batch behind a transposition of V. They do where rows are few, and where the tiles of that, of
+    one head each, would leave half of the multiprocessors idle.
+    """
+    p = problem
+    dense = p.batch * p.heads * -(-p.queries // tile(p).tile_m)
+    return p.queries * p.group <= _MOST_ROWS or 2 * dense <= sms
+
+
+# Pages.
+
+
+def box_of(page: int, tile: Tile) -> int:
+    """Boxes divide a page and a tile, of which each CTA of a pair loads its half."""
+    box = math.gcd(page, tile.tile_n // (2 if tile.pair else 1), _MOST_BOX)
+    return box if box >= _LEAST_BOX else 0
+
+
+def of_pages(problem: PagedProblem, sms: int) -> Plan:
+    """For blocks of queries over pages on ``sms`` multiprocessors.
+
+    How long which sequence is only the device knows. Blocks of queries count as equally long, which decides between
+    tiles, and sequences as long as the longest, which decides on clusters.
+    """
+    p = problem.attention
+    choice = tiles(p)
+    few, many, pairs, drawn = choice.few_rows, choice.many_rows, choice.row_pairs, choice.paged
+    assert few is not None and many is not None and pairs is not None
+    sequences = max(1, p.batch)
+    rows = max(1, min(p.longest, -(-p.queries // sequences))) * p.group
+    chosen = few if p.longest * p.group <= few.tile_m else many
+    # Where threads copy rows, a scheduler beside them would spill.
+    if chosen is few and shares(p, problem.longest_keys, sms) and box_of(problem.page, chosen):
+        return Plan(chosen, persistent=sms, box=box_of(problem.page, chosen))
+    row_tiles, groups = -(-rows // chosen.tile_m), sequences * p.kv_heads
+    steps = max(1, -(-p.scores.most_keys(problem.longest_keys, p.longest) // chosen.tile_n))
+    costs = {n: cost(chosen, n, row_tiles, groups, steps, _bytes(p), sms) for n in range(1, min(_MOST_CTAS, steps) + 1)}
+    ctas = min(costs, key=lambda n: costs[n])
+    if ctas == 1 and chosen is many:
+        if drawn and box_of(problem.page, drawn) and row_tiles * groups > sms and fills(drawn, p.group):
+            return Plan(drawn, dynamic=sms, box=box_of(problem.page, drawn))
+        # A pair needs keys that both have, by TMA.
+        if rows > _PAIRED_TILES * pairs.tile_m and box_of(problem.page, pairs):
+            return Plan(pairs, 2, box=box_of(problem.page, pairs))
+    return Plan(chosen, ctas, box=box_of(problem.page, chosen))
+
+
+def pages_signature(problem: PagedProblem, plan: Plan) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    p = problem.attention
+    group = {} if p.dtype.itemsize == 1 else {"group": p.group if plan.dynamic else 0}
+    return group_signature(p, plan.tile) | {"page": problem.page, "box": plan.box} | group
+
+
+def fills(tile: Tile, group: int) -> bool:
+    return tile.tile_m // group * group >= _FILLED * tile.tile_m
+
+
+# Dense and packed batches of 16 bits whose work tiles persistent CTAs draw.
+
+
+def dynamic(problem: Problem, sms: int) -> Plan | None:
+    """How CTAs draw the work tiles of ``problem``; None where they do not: a launch of few, or of what the kernel does
+    not do."""
+    p = problem
+    choice = tiles(p).dynamic
+    if choice is None or not p.normalize or any(p.scales) or p.group < _LEAST_GROUP:
+        return None
+    windowed = p.scores.window >= 0
+    chosen = choice.causal if p.causal else choice.full
+    if windowed:
+        chosen = choice.window if p.scores.window < _WIDE else choice.wide
+    if (p.dim, p.dim_v) in _PAIRED_HEADS and not (p.packed or p.causal or windowed):
+        return None
+    if p.scores.capped and chosen is not None:
+        chosen = choice.capped or chosen
+    if chosen is None or not fills(chosen, p.group):
+        return None
+    sequences = max(1, p.batch)
+    tokens = min(p.longest, -(-p.queries // sequences)) if p.packed else p.queries
+    span = chosen.tile_m // p.group * p.group
+    if -(-tokens * p.group // span) * sequences * p.kv_heads <= sms:
+        return None
+    together = section(p, 1)
+    if p.causal:
+        together = max(together, p.kv_heads)  # the heaviest tiles of a sequence first, whatever its keys take
+    return Plan(chosen, dynamic=sms * chosen.per_sm, section=min(together, sequences * p.kv_heads))
+
+
+def dynamic_signature(problem: Problem, tile: Tile) -> dict[str, Any]:
+    """Of the kernel; all else is known at the launch."""
+    p = problem
+    lengths = {} if p.packed else dict(kv_len=p.kv_len, kv_start=p.kv_start)
+    return _sizes(p) | {"group": p.group} | tile.of_a_group() | p.scores.features() | lengths
