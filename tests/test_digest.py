@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torch_attnkit import digest, paths
+from torch_attnkit import digest, parity, paths
+from torch_attnkit.core import Target
 from torch_attnkit.core.support import support
+from torch_attnkit.cuda import compile
 
 KERNEL = '''"""A kernel."""
 from torch_attnkit.cuda import tiles
@@ -207,6 +209,21 @@ def test_metal_texts_count_with_their_headers_and_without_comments(tmp_path, mon
     assert of(text, "int f(int);") != of(text)
     assert of('#define A "// no comment"\n' + text) != of('#define A "// another"\n' + text)
     digest.of_metal.cache_clear()
+
+
+def test_rows_reach_every_kernel_that_they_ask_for():
+    """Else evidence would stay what it is when that kernel changes. Of each row a case in the middle, and the last."""
+    asked = 0
+    for op, index, row, arch in support():
+        if arch.startswith("sm"):
+            reached = digest.reach(*op.entries(row), arch=arch)
+            found = parity.cases(op, index, arch, covering=True)
+            for case in {found[len(found) // 2], found[-1]}:
+                with compile.recording() as requests:
+                    op.build(row, parity.bound(op, *parity.arguments(case)), Target(arch, simulated=True))
+                asked += len(requests)
+                assert {request.kernel for request in requests} <= reached, case.id
+    assert asked > 100
 
 
 def test_rows_reach_their_kernels_and_no_other_archs():

@@ -31,10 +31,9 @@ _FOREIGN = {"alibi_slopes": "ALiBi", "use_alibi_sqrt": "ALiBi", "chunk_lookback"
 _FEWER_BITS = f"with queries of 16 bits {steps.SINGLE} alone takes caches of 8 bits"
 
 
-class AttnkitBackend(AttentionBackend):
-    """What vLLM asks before it takes a backend. The op table answers: ``validate_configuration`` looks up its rows."""
+class AsksTheTable:
+    """What both kinds of backend tell vLLM before it takes one: the op table answers, by ``refusal``."""
 
-    forward_includes_kv_cache_update = False
     # The table says which of these it takes on this device.
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = []  # all, as far as vLLM judges: ours have a word about others
@@ -44,16 +43,40 @@ class AttnkitBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def validate_configuration(cls, **config: Any) -> list[str]:
+        """Reasons against the configuration (the fields of vLLM's AttentionSelectorConfig and the device's compute
+        capability): those that hold for every device, and what the table says of this one. No reason: it runs."""
+        reasons: list[str] = super().validate_configuration(**config)  # type: ignore[misc]
+        if reasons:
+            return reasons
+        try:
+            word = cls.refusal(config)
+        except UnsupportedError as error:
+            word = str(error)
+        return [word] if word else []
+
+    @classmethod
+    def refusal(cls, config: dict[str, Any]) -> str | None:
+        """What the table has against it, or nothing. Raises UnsupportedError for words that the table has not."""
+        raise NotImplementedError
+
+
+class AttnkitBackend(AsksTheTable, AttentionBackend):
+    """The backend of ordinary attention."""
+
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
     def get_impl_cls() -> type[AttnkitImpl]:
         return AttnkitImpl
 
     @staticmethod
     def get_builder_cls() -> type[StepBuilder]:
         return StepBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -68,27 +91,18 @@ class AttnkitBackend(AttentionBackend):
         return True
 
     @classmethod
-    def validate_configuration(cls, **config: Any) -> list[str]:
-        """Reasons against the configuration (the fields of vLLM's AttentionSelectorConfig and the device's compute
-        capability): those that hold for every device, and what the table says of this one. No reason: it runs."""
-        reasons = super().validate_configuration(**config)
-        if reasons:
-            return reasons
-        try:
-            layer = steps.Layer(
-                heads=8,  # vLLM does not say how many; the rows take any
-                kv_heads=1,
-                dim=config["head_size"],
-                dtype=config["dtype"],
-                cache_dtype=cache_dtype(config["kv_cache_dtype"], config["dtype"]),
-                page=config["block_size"] or 16,
-                window=1 if config.get("has_sliding_window") else -1,
-                sink=bool(config["has_sink"]),
-            )
-            word = steps.refusal(steps.MIXED, layer, target())
-        except UnsupportedError as error:
-            word = str(error)
-        return [word] if word else []
+    def refusal(cls, config: dict[str, Any]) -> str | None:
+        layer = steps.Layer(
+            heads=8,  # vLLM does not say how many; the rows take any
+            kv_heads=1,
+            dim=config["head_size"],
+            dtype=config["dtype"],
+            cache_dtype=cache_dtype(config["kv_cache_dtype"], config["dtype"]),
+            page=config["block_size"] or 16,
+            window=1 if config.get("has_sliding_window") else -1,
+            sink=bool(config["has_sink"]),
+        )
+        return steps.refusal(steps.MIXED, layer, target())
 
 
 class StepBuilder(AttentionMetadataBuilder[steps.Step]):

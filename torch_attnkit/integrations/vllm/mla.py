@@ -34,24 +34,16 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
     get_mla_dims,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from .backend import cache_dtype, target
+from .backend import AsksTheTable, cache_dtype, target
 
 _FEWER_BITS = f"with queries of 16 bits {steps.SINGLE} takes no latents of 8 bits"
 
 
-class LatentBackend(MLACommonBackend):
-    """What vLLM asks before it takes a backend. The op table answers: ``validate_configuration`` looks up its rows."""
-
-    # The table says which of these it takes on this device.
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = []  # all, as far as vLLM judges: ours have a word about others
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+class LatentBackend(AsksTheTable, MLACommonBackend):
+    """The backend of latent attention."""
 
     @staticmethod
     def get_impl_cls() -> type[LatentImpl]:
@@ -60,10 +52,6 @@ class LatentBackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[LatentStepBuilder]:
         return LatentStepBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -74,24 +62,15 @@ class LatentBackend(MLACommonBackend):
         return False  # rows are counted by lengths that the host knows
 
     @classmethod
-    def validate_configuration(cls, **config: Any) -> list[str]:
-        """Reasons against the configuration (the fields of vLLM's AttentionSelectorConfig and the device's compute
-        capability): those that hold for every device, and what the table says of this one. No reason: it runs."""
-        reasons = super().validate_configuration(**config)
-        if reasons:
-            return reasons
+    def refusal(cls, config: dict[str, Any]) -> str | None:
         known = get_current_vllm_config_or_none()
         if known is not None and known.model_config is not None:
             dims = get_mla_dims(known.model_config)
         else:
             dims = MLADims(None, config["head_size"] - 64, 128, 64, 128)  # DeepSeek-V3's, but for the latent
-        try:
-            # vLLM does not say how many heads; the rows take any.
-            layer = layer_of(dims, 8, None, config["dtype"], config["kv_cache_dtype"], config["block_size"] or 16)
-        except UnsupportedError as error:
-            return [str(error)]
-        word = steps.refusal_of_latents(layer, target(), prompts=known is None or ours(known))
-        return [word] if word else []
+        # vLLM does not say how many heads; the rows take any.
+        layer = layer_of(dims, 8, None, config["dtype"], config["kv_cache_dtype"], config["block_size"] or 16)
+        return steps.refusal_of_latents(layer, target(), prompts=known is None or ours(known))
 
 
 @dataclass
