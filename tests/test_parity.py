@@ -6,6 +6,7 @@ Rows without evidence for the code that stands are run whole by ``python -m torc
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -37,6 +38,11 @@ EXCLUDED = {
 def runs(proof: bool) -> list[tuple[places.Place, command.Run]]:
     """What can run here: every case, or of each op and place what lies evenly among its rows and shapes."""
     found = []
+    # The cases of a row are remembered: one process finds those of the first rows, the other of the last.
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        for place in reversed(places.here(command.KNOWN)):
+            for row in reversed(support(place.target.arch)):
+                command.runs_of(place, row)
     for place in places.here(command.KNOWN):
         for _, rows in itertools.groupby(support(place.target.arch), lambda row: row[0].name):
             every = [run for row in rows for run in command.runs_of(place, row)]

@@ -94,6 +94,7 @@ def edited(home: Path, changes: dict[str, str]) -> Path:
     return home
 
 
+@pytest.mark.proof
 @pytest.mark.seconds(240)
 def test_a_rename_makes_nothing_old(tmp_path):
     before = digests(Path(torch_attnkit.__file__).parent.parent, "gated_rmsnorm")
