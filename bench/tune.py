@@ -144,8 +144,8 @@ class Case:
         requests: list[compile.Request] = []
         launches: list[Any] = []
 
-        def launcher(target: Any, device: Any, kernel: str, *, trace: str = "trace", **signature: Any) -> Any:
-            request = compile.Request(target.arch, kernel, trace, tuple(signature.items()))
+        def launcher(target: Any, device: Any, trace: compile.Trace, **signature: Any) -> Any:
+            request = compile.Request.of(target.arch, trace, **signature)
             requests.append(request)
             return lambda *arguments: launches.append((request, _numbers(arguments)))
 

@@ -43,8 +43,9 @@ def of(*parts: str) -> str:
 def of_modules(*names: str, arch: str = "") -> str:
     """The digest of modules of this package and of all that they import or name, from this package.
 
-    A kernel is asked for by the name of its module, in a string; one whose place is left open ("...{arch}.decode")
-    stands for every module that fits. With ``arch``, what is named so and belongs to another one is left out.
+    A string that is the name of a module counts as an import of it; one whose place is left open ("...{arch}.decode")
+    stands for every module that fits. With ``arch``, what belongs to another one is left out, unless a module that
+    belongs to one, too, imports it.
     """
     return of(*(f"{name}\n{_meaning(name)}" for name in sorted(reach(*names, arch=arch))))
 
@@ -58,17 +59,19 @@ def reach(*names: str, arch: str = "") -> set[str]:
         if name not in seen:
             seen.add(name)
             uses, named = _of_function(name, function) if function else (_uses(name), _named(name))
-            todo += [n for n in uses if not _is_seam(n)]
+            owned = _belongs_elsewhere(name, arch="none")
+            todo += [n for n in uses if not _is_seam(n) and (owned or not _belongs_elsewhere(n, arch))]
             todo += [n for n in named if not _is_seam(n) and not _belongs_elsewhere(n, arch)]
     return seen
 
 
 @functools.cache
-def of_definitions(module: str, *names: str) -> str:
+def of_definitions(module: str, *names: str, arch: str = "") -> str:
     """The digest of some definitions of a module, of those that they use there, and of the modules that these use."""
     found, used = _definitions(module), _used(module, *names)
-    imported = sorted(m for name, m in _imports(module) if name in used and not _is_seam(m))
-    return of(*(_canonical(found[n]) for n in sorted(used) if n in found), of_modules(*imported))
+    imported = {m for name, m in _imports(module) if name in used and not _is_seam(m)}
+    kept = sorted(m for m in imported if not _belongs_elsewhere(m, arch))
+    return of(*(_canonical(found[n]) for n in sorted(used) if n in found), of_modules(*kept, arch=arch))
 
 
 @functools.cache

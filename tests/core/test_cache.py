@@ -18,13 +18,14 @@ import pytest
 from torch_attnkit.core import cache
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import compile, driver
+from torch_attnkit.kernels.norm import launch as norm
 from torch_attnkit.parity import chosen
 from torch_attnkit.sim import metal
 from torch_attnkit.sim.metal import compiler
 from torch_attnkit.sim.ptx import library, runtime, store
 
 PACKAGE = Path(compile.__file__).parents[1]
-REQUEST = compile.Request("sm90", "torch_attnkit.kernels.norm.kernel", "trace", (("rank", 2),))
+REQUEST = compile.Request.of("sm90", norm.trace, rank=2)
 SHADER = "kernel void twice(device float* x, uint i [[thread_position_in_grid]]) { x[i] *= 2; }"
 OTHER = 12345  # a user that is neither root nor this one
 # Libraries that no other user of this machine's caches could have put there, each load by what it loads.

@@ -15,13 +15,12 @@ import torch
 
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.cuda import compile, inspect, passes
+from torch_attnkit.kernels.norm import launch as norm
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUEST = compile.Request(
-    "sm90", "torch_attnkit.kernels.norm.kernel", "trace",
-    (("dtypes", ("f32", "bf16", "bf16")), ("rank", 2), ("groups", 1), ("config", (8, 16, 1, 512, 1, False)),
-     ("even", True)),
-)  # fmt: skip
+REQUEST = compile.Request.of(
+    "sm90", norm.trace, dtypes=("f32", "bf16", "bf16"), rank=2, groups=1, config=(8, 16, 1, 512, 1, False), even=True
+)
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="needs the package nvidia-cutlass-dsl"
@@ -63,7 +62,7 @@ def test_the_name_depends_on_everything_that_matters_and_on_no_compiler(a_versio
     changes = [
         {"arch": "sm100"},
         {"trace": "other"},
-        {"kernel": "torch_attnkit.kernels.merge.kernel"},
+        {"module": "torch_attnkit.kernels.merge.launch"},
         {"signature": REQUEST.signature[:-1] + (("even", False),)},
     ]
     names = {REQUEST.file, *(dataclasses.replace(REQUEST, **change).file for change in changes)}
@@ -75,7 +74,7 @@ def test_the_name_depends_on_everything_that_matters_and_on_no_compiler(a_versio
 
 def test_the_name_depends_on_the_sources_of_the_kernel(a_version, monkeypatch):
     before = REQUEST.file
-    monkeypatch.setattr(compile.digest, "of_modules", lambda name, arch: f"other sources of {name} for {arch}")
+    monkeypatch.setattr(compile.digest, "of_definitions", lambda *names, arch: f"other sources of {names} for {arch}")
     assert dataclasses.replace(REQUEST).file != before
     monkeypatch.undo()
     with pytest.raises(ValueError, match="there is no module torch_attnkit.ops.gated_rmsnorm.sm80_kernel"):

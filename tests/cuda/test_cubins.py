@@ -17,6 +17,10 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, inspect
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels.indexer.sm90 import launch as indexer
+from torch_attnkit.kernels.norm import launch as norms
+from torch_attnkit.kernels.prefill.launch import trace_dense
+from torch_attnkit.kernels.prefill.sm90 import launch as prefill
 from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES, heads
 from torch_attnkit.kernels.prefill.sm100 import split_plan
 
@@ -206,10 +210,10 @@ def test_a_family_is_what_its_gpus_get(tmp_path):
     request = next(
         r for r in covering("prefill", "sm100") if r.trace == "trace_dense" and dict(r.signature)["dim"] == 128
     )
-    kernel, text = importlib.import_module(request.kernel), compile.get(request).ptx.read_text()
+    text = compile.get(request).ptx.read_text()
     assert text.count(".target sm_100f") == 1
     for gpu in ("sm_100a", "sm_103a"):
-        host, arguments = kernel.trace_dense(request.arch, **dict(request.signature))
+        host, arguments = trace_dense(request.arch, **dict(request.signature))
         folder = tmp_path / gpu
         folder.mkdir()
         cute.compile(host, *arguments, options=f"--enable-tvm-ffi --gpu-arch {gpu} --keep-ptx --dump-dir {folder}")
@@ -251,8 +255,7 @@ def test_kernels_that_draw_their_tiles_fit(dims, softcap):
     """Parity's cases have too few tiles for them."""
     tile = TILES[BITS16, *dims].paged
     signature = dict(dtype="bf16", dim=dims[0], dim_v=dims[1], softcap=softcap, page=16, box=16, group=4)
-    kernel = "torch_attnkit.kernels.prefill.sm90.paged_kernel"
-    request = compile.Request("sm90", kernel, "trace_paged_dynamic", tuple((signature | tile.of_a_group()).items()))
+    request = compile.Request.of("sm90", prefill.trace_paged_dynamic, **signature | tile.of_a_group())
     assert request.name == "prefill_paged_dynamic"
     are_fine([request], "sm90")
 
@@ -280,8 +283,8 @@ def test_kernels_that_draw_tiles_of_tensors_fit(dims, kind, every):
         tile = every and kept and choice.capped or kept
         if tile is not None:
             signature = facts | tile.of_a_group() | dict(window=bool(window), sink_tokens=bool(sinks))
-            kernel = "torch_attnkit.kernels.prefill.sm90.dynamic_kernel"
-            asked.append(compile.Request("sm90", kernel, f"trace_{kind}_dynamic", tuple(signature.items())))
+            trace = prefill.trace_dense_dynamic if kind == "dense" else prefill.trace_packed_dynamic
+            asked.append(compile.Request.of("sm90", trace, **signature))
     are_fine(list(dict.fromkeys(asked)), "sm90")
 
 
@@ -327,10 +330,8 @@ def test_experts_of_many_tokens_fit(block, act, tokens, hidden):
 
 def norm(arch: str) -> compile.Request:
     """A kernel of gated_rmsnorm with wide vectors."""
-    return compile.Request(
-        arch, "torch_attnkit.kernels.norm.kernel", "trace",
-        (("dtypes", ("bf16",) * 3), ("rank", 2), ("groups", 1), ("config", (8, 64, 4, 256, 1, True)), ("even", True)),
-    )  # fmt: skip
+    config = (8, 64, 4, 256, 1, True)
+    return compile.Request.of(arch, norms.trace, dtypes=("bf16",) * 3, rank=2, groups=1, config=config, even=True)
 
 
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
@@ -345,7 +346,7 @@ def test_vectors_are_16_bytes_wide_and_marked(tmp_path):
 def test_an_indexers_products_do_not_wait_for_each_other(dtype, consumers, tmp_path):
     """64 heads: while one of two products is summed up, the other is under way."""
     config = (dtype, dtype, "bf16", 64, 128, 8, False, False, False, dtype == "f8e4m3", 16, consumers, 2, 1)
-    request = compile.Request("sm90", "torch_attnkit.kernels.indexer.sm90.kernel", "trace", (("config", config),))
+    request = compile.Request.of("sm90", indexer.trace, config=config)
     (text,) = inspect.sass([compile.compile_into(request, tmp_path).library], "sm90")
     assert [len(re.findall(rf"gsb0, 0x{pending}\b", text)) for pending in (1, 0)] == [1, 1]
 

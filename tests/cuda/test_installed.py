@@ -14,14 +14,13 @@ import torch
 
 from torch_attnkit import cli, explain
 from torch_attnkit.cuda import compile, driver, installed
+from torch_attnkit.kernels.norm import launch as norm
 from torch_attnkit.served import wheel
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUEST = compile.Request(
-    "sm90", "torch_attnkit.kernels.norm.kernel", "trace",
-    (("dtypes", ("bf16", "bf16", "bf16")), ("rank", 2), ("groups", 1), ("config", (8, 16, 1, 512, 1, False)),
-     ("even", True)),
-)  # fmt: skip
+REQUEST = compile.Request.of(
+    "sm90", norm.trace, dtypes=("bf16", "bf16", "bf16"), rank=2, groups=1, config=(8, 16, 1, 512, 1, False), even=True
+)
 
 
 @pytest.fixture
@@ -64,11 +63,13 @@ def test_a_wheel_of_other_sources_is_told_and_its_kernels_are_not_used(site, mon
     words = lambda: next(iter(cli._kernels()))
     assert words().endswith(f"{found}, for sm90: 1, made from the sources that run here")
     about = site / "torch_attnkit_kernels_sm90" / installed.ABOUT
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"sources": "another", "modules": ["torch_attnkit.x"]}))
+    about.write_text(
+        json.dumps(json.loads(about.read_text()) | {"sources": "another", "traces": ["torch_attnkit.x:trace"]})
+    )
     installed.wheels.cache_clear()
     assert "made from other sources than run here: kernels whose sources are the same are used" in words()
-    monkeypatch.setattr(compile.digest, "of_modules", lambda name, arch: "other sources")
-    other = compile.Request(*(getattr(REQUEST, name) for name in ("arch", "kernel", "trace", "signature")))
+    monkeypatch.setattr(compile.digest, "of_definitions", lambda *names, arch: "other sources")
+    other = compile.Request(*(getattr(REQUEST, name) for name in ("arch", "module", "trace", "signature")))
     assert installed.find("sm90", other.file) is None
     if compile.importlib.util.find_spec("nvidia_cutlass_dsl"):
         assert compile.origin(other).startswith("would be compiled, about ")

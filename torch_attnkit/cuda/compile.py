@@ -1,13 +1,13 @@
 """The one place that compiles CuTeDSL: a signature in, a shared library out, at most once on a machine.
 
-A kernel is asked for by a ``Request``: plain data, so it can be hashed, pickled and compiled in another process. It is
-looked up in memory, in the bundles named by ``use_bundle``, in installed wheels (``installed.py``), in
-``cache_dir()/cuda``, and only then compiled, under a file lock and renamed into place whole. The name of a file carries
-a digest of all that its contents depend on: the request, the kernel's module and what it imports
-(``torch_attnkit/digest.py``), the compiler's options, and the processor that runs the host code; the ``.json`` beside
-it says which compiler made it. Loading a library imports no cutlass; the kernel's module is imported when it is
-compiled. For a simulator the assembler is left out (``passes.py``): the library has another suffix then, and the PTX is
-the same.
+A kernel is asked for by a function that traces it, and by what it is compiled for. The function is the host's and
+imports the kernel's module when it is called, so that only a process that compiles imports cutlass. Both make a
+``Request``: plain data, so it can be hashed, pickled and compiled in another process. It is looked up in memory, in the
+bundles named by ``use_bundle``, in installed wheels (``installed.py``), in ``cache_dir()/cuda``, and only then
+compiled, under a file lock and renamed into place whole. The name of a file carries a digest of all that its contents
+depend on: the request, the tracing function and what it imports (``torch_attnkit/digest.py``), the compiler's options,
+and the processor that runs the host code; the ``.json`` beside it says which compiler made it. For a simulator the
+assembler is left out (``passes.py``): the library has another suffix then, and the PTX is the same.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _EXTRAS = {COMPILER: "compile", CALLS: "cuda"}  # what installs a package
 # A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
 GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100f"}
 _FAMILIES = "torch_attnkit.kernels."
+Traced = tuple[Any, list[Any]]  # a host function of CuTeDSL's, and stand-ins for its arguments
+Trace = Callable[..., Traced]  # (arch, **signature), at the top of a module of a family
 _LIBRARIES, _SIMULATED = (".so", ".o"), ".simulated.so"  # for a GPU and a simulator; for a simulator alone
 _found: dict[tuple[Path, Request, bool], Compiled] = {}
 _bundles: list[Path] = []
@@ -55,22 +57,26 @@ _compiling = threading.Lock()  # CuTeDSL keeps global state while it traces
 
 @dataclass(frozen=True)
 class Request:
-    """One kernel: ``trace(arch, **signature)`` of the module ``kernel``, of a family, says what to compile.
+    """One kernel: ``trace(arch, **signature)`` of ``module``, of a family, says what to compile.
 
     The signature holds names and values that are str, int, float, bool, None or tuples of these.
     """
 
     arch: str
-    kernel: str
+    module: str
     trace: str
     signature: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, arch: str, trace: Trace, **signature: Any) -> Request:
+        return cls(arch, trace.__module__, trace.__name__, tuple(signature.items()))
 
     def __str__(self) -> str:
         return f"{self.name} for {self.arch}: " + ", ".join(f"{k}={v!r}" for k, v in self.signature)
 
     @property
     def family(self) -> str:
-        return self.kernel.removeprefix(_FAMILIES).split(".")[0]
+        return self.module.removeprefix(_FAMILIES).split(".")[0]
 
     @property
     def name(self) -> str:
@@ -80,7 +86,7 @@ class Request:
     @functools.cached_property
     def file(self) -> str:
         """The name of the compiled kernel, without its suffix: readable first, unique by the hash."""
-        sources = digest.of_modules(self.kernel, arch=self.arch)
+        sources = digest.of_definitions(self.module, self.trace, arch=self.arch)
         parts = (repr(self), sources, _options(self.arch), platform.machine())
         return f"{self.name}-{self.arch}-{digest.of(*parts)}"
 
@@ -110,16 +116,14 @@ class Compiled:
         return str(json.loads((self.library.parent / f"{self.request.file}.json").read_text())["fingerprint"])
 
 
-def launcher(
-    target: Target, device: torch.device, kernel: str, *, trace: str = "trace", **signature: Any
-) -> Callable[..., None]:
+def launcher(target: Target, device: torch.device, trace: Trace, **signature: Any) -> Callable[..., None]:
     """The function that launches one kernel on ``device``, compiled for ``target`` if it has never been.
 
-    ``kernel`` is a module of a family. The function takes the arguments that ``trace`` declares, by position and
+    The function takes the arguments that ``trace`` declares, by position and
     without the stream: it launches on torch's current stream.
     Raises UnsupportedError without nvidia-cutlass-dsl, RuntimeError if the kernel does not compile.
     """
-    request = Request(target.arch, kernel, trace, tuple(signature.items()))
+    request = Request.of(target.arch, trace, **signature)
     if _recorder is not None:
         return _recorder(request)
     compiled = get(request, target.simulated)
@@ -265,7 +269,7 @@ def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
 
     began = time.process_time()
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        host, arguments = getattr(importlib.import_module(request.kernel), request.trace)(
+        host, arguments = getattr(importlib.import_module(request.module), request.trace)(
             request.arch, **dict(request.signature)
         )
         built, options = Compiled(request, Path(work) / "kernel.o"), f"{_options(request.arch)} --dump-dir {work}"

@@ -22,13 +22,13 @@ GROUP, ABOUT = "torch_attnkit.kernels", "about.json"
 
 @dataclass(frozen=True)
 class Wheel:
-    """An installed wheel of kernels for ``arch``; ``sources`` is the digest of ``modules``, which they were made of."""
+    """An installed wheel of kernels for ``arch``; ``sources`` is the digest of what ``traces`` made them of."""
 
     name: str
     version: str
     folder: Path
     arch: str
-    modules: tuple[str, ...]
+    traces: tuple[str, ...]  # module:function
     sources: str
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Wheel:
     @property
     def current(self) -> bool:
         """Whether it was made from the sources that run here."""
-        return sources_of(self.modules, self.arch) == self.sources
+        return sources_of(self.traces, self.arch) == self.sources
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def wheels() -> tuple[Wheel, ...]:
         for folder in map(Path, places):
             if (folder / ABOUT).is_file() and entry.dist is not None:
                 about = json.loads((folder / ABOUT).read_text("utf-8"))
-                facts = about["arch"], tuple(about["modules"]), about["sources"]
+                facts = about["arch"], tuple(about["traces"]), about["sources"]
                 found.append(Wheel(entry.dist.name, entry.dist.version, folder, *facts))
     return tuple(found)
 
@@ -68,9 +68,9 @@ def find(arch: str, file: str) -> tuple[Wheel, Path] | None:
     return None
 
 
-def sources_of(modules: tuple[str, ...], arch: str) -> str:
-    """The digest of modules of kernels, "" where one is no more."""
+def sources_of(traces: tuple[str, ...], arch: str) -> str:
+    """The digest of what functions ``module:function`` trace, "" where one is no more."""
     try:
-        return digest.of_modules(*modules, arch=arch)
-    except ValueError:
+        return digest.of(*(digest.of_definitions(*trace.split(":"), arch=arch) for trace in traces))
+    except (KeyError, ValueError):
         return ""

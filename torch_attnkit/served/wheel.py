@@ -35,9 +35,9 @@ def write(requests: list[compile.Request], kernels: Path, out: Path, made_for: s
         raise UnsupportedError(
             f"a wheel holds linked kernels: {kernels}/{missing[0]}.so is not there (cc, gcc or clang)"
         )
-    modules = tuple(sorted({request.kernel for request in requests}))
-    sources = installed.sources_of(modules, arch)
-    about = dict(arch=arch, modules=modules, sources=sources, package=torch_attnkit.__version__, made_for=made_for)
+    traces = tuple(sorted({f"{request.module}:{request.trace}" for request in requests}))
+    sources = installed.sources_of(traces, arch)
+    about = dict(arch=arch, traces=traces, sources=sources, package=torch_attnkit.__version__, made_for=made_for)
     package = f"torch_attnkit_kernels_{arch}"
     version = f"{torch_attnkit.__version__}+{sources[:8]}"
     contents = {f"{package}/{installed.ABOUT}": (json.dumps(about, indent=1) + "\n").encode()}

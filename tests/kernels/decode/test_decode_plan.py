@@ -23,6 +23,7 @@ from torch_attnkit.kernels.decode.sm90.latent_config import LatentConfig
 from torch_attnkit.kernels.decode.sm100 import latent_plan as blackwell_latents
 from torch_attnkit.kernels.decode.sm100 import plan as blackwell
 from torch_attnkit.kernels.decode.sm100.config import Tcgen05Config
+from torch_attnkit.kernels.decode.traces import trace_codes, trace_mla, trace_mma, trace_tcgen05, trace_wgmma
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.oracle.compare import check
 
@@ -45,7 +46,7 @@ def plan(*sizes: int, page: int = 0, same: bool = False) -> Plan:
 @pytest.mark.parametrize(("dim", "dim_v"), hopper.HEADS)
 def test_a_plan_fits(dim, dim_v):
     """All blocks of a launch are on the device at once, which the merge of a second kernel counts on for its speed."""
-    configs = {"trace_mma": MmaConfig, "trace_wgmma": WgmmaConfig, "trace_mla": MlaConfig}
+    configs = {trace_mma: MmaConfig, trace_wgmma: WgmmaConfig, trace_mla: MlaConfig}
     sizes = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 16), (False, True))
     for group, most_keys, groups, page, same in sizes:
         p = plan(dim, dim_v, group, most_keys, groups, page=page, same=same)
@@ -69,11 +70,11 @@ def test_a_plan_over_codes_fits(dim, dim_v, module, size):
     for group, most_keys, groups, page in sizes:
         found = replace(problem(dim, dim_v, group, most_keys, groups, page, size), codes=True)
         if size == 1 and module is blackwell and module.HEADS[dim, dim_v]:
-            assert module.plan(found, SMS).trace == "trace_tcgen05"
+            assert module.plan(found, SMS).trace == trace_tcgen05
             continue
         p = module.plan(found, SMS)
         config, per_sm = codes.CodesConfig(SimpleNamespace(width=8 * size), **p.sizes), p.blocks // SMS
-        assert p.trace == "trace_codes" and config.stages >= 2 and config.itemsize == 1
+        assert p.trace == trace_codes and config.stages >= 2 and config.itemsize == 1
         assert per_sm <= config.blocks_per_sm and per_sm * (config.shared_bytes + 1024) <= SHARED, p
         assert p.head_blocks * config.heads >= group > (p.head_blocks - 1) * config.heads
         # A warp looks the pages of a tile's keys up with a lane each.
@@ -83,21 +84,21 @@ def test_a_plan_over_codes_fits(dim, dim_v, module, size):
 @pytest.mark.parametrize(
     ("dim", "group", "most_keys", "groups", "page", "trace", "combine"),
     [
-        (128, 4, 1024, 8, 0, "trace_mma", False),
-        (128, 4, 8192, 8, 0, "trace_mma", False),
-        (128, 4, 131072, 8, 0, "trace_wgmma", False),
-        (128, 4, 131072, 8, 16, "trace_wgmma", False),
-        (128, 4, 8192, 1024, 16, "trace_mma", False),
-        (64, 8, 128, 1024, 0, "trace_mma", False),
-        (256, 8, 8192, 2, 0, "trace_mma", True),
-        (256, 2, 8192, 8, 0, "trace_wgmma", False),
-        (256, 2, 8192, 128, 16, "trace_mma", False),
-        (256, 2, 8192, 1024, 16, "trace_mma", False),
-        (128, 16, 8192, 4, 0, "trace_wgmma", True),
-        (512, 64, 8192, 16, 0, "trace_wgmma", True),
-        (512, 8, 8192, 16, 0, "trace_wgmma", False),
-        (512, 8, 1024, 16, 0, "trace_mma", True),
-        (512, 8, 8192, 16, 16, "trace_mma", True),
+        (128, 4, 1024, 8, 0, trace_mma, False),
+        (128, 4, 8192, 8, 0, trace_mma, False),
+        (128, 4, 131072, 8, 0, trace_wgmma, False),
+        (128, 4, 131072, 8, 16, trace_wgmma, False),
+        (128, 4, 8192, 1024, 16, trace_mma, False),
+        (64, 8, 128, 1024, 0, trace_mma, False),
+        (256, 8, 8192, 2, 0, trace_mma, True),
+        (256, 2, 8192, 8, 0, trace_wgmma, False),
+        (256, 2, 8192, 128, 16, trace_mma, False),
+        (256, 2, 8192, 1024, 16, trace_mma, False),
+        (128, 16, 8192, 4, 0, trace_wgmma, True),
+        (512, 64, 8192, 16, 0, trace_wgmma, True),
+        (512, 8, 8192, 16, 0, trace_wgmma, False),
+        (512, 8, 1024, 16, 0, trace_mma, True),
+        (512, 8, 8192, 16, 16, trace_mma, True),
     ],
 )
 def test_the_choices_that_were_measured(dim, group, most_keys, groups, page, trace, combine):
@@ -108,7 +109,7 @@ def test_the_choices_that_were_measured(dim, group, most_keys, groups, page, tra
 def test_keys_that_are_values_have_a_kernel():
     """And heads beyond what a block has go along the keys abreast."""
     p = plan(512, 512, 128, 8192, 16, same=True)
-    assert (p.trace, p.head_blocks, p.abreast) == ("trace_mla", 2, 2)
+    assert (p.trace, p.head_blocks, p.abreast) == (trace_mla, 2, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["E4M3", "16-bit"])
@@ -125,7 +126,7 @@ def test_a_blackwell_plan_for_many_heads_fits(module, dim, dim_v, size):
     ):
         for same in (False, True):
             p = module.plan(problem(dim, dim_v, group, most_keys, groups, page, size), B200_SMS, same=same)
-            assert p.trace == "trace_tcgen05"
+            assert p.trace == trace_tcgen05
             config = Tcgen05Config(SimpleNamespace(width=8 * size), **p.sizes)
             ctas = config.sides * p.combine_blocks
             assert 1 <= ctas <= CLUSTER and ctas * p.blocks <= B200_SMS
@@ -160,13 +161,13 @@ def test_a_hopper_plan_for_latents_fits(dim, dim_v):
 @pytest.mark.parametrize(
     ("dim", "dim_v", "group", "keys", "groups", "trace", "sides", "ctas", "clusters"),
     [
-        (512, 512, 128, 1152, 1, "trace_tcgen05", 2, 8, 3),
-        (512, 512, 128, 8192, 128, "trace_tcgen05", 2, 2, 74),
-        (512, 512, 64, 131072, 1, "trace_tcgen05", 1, 8, 18),
-        (128, 128, 16, 1024, 8, "trace_tcgen05", 1, 8, 8),
-        (512, 512, 8, 8192, 1, "trace_tcgen05", 1, 8, 10),
-        (128, 128, 8, 8192, 8, "trace_mma", None, None, None),
-        (192, 128, 128, 8192, 8, "trace_mma", None, None, None),
+        (512, 512, 128, 1152, 1, trace_tcgen05, 2, 8, 3),
+        (512, 512, 128, 8192, 128, trace_tcgen05, 2, 2, 74),
+        (512, 512, 64, 131072, 1, trace_tcgen05, 1, 8, 18),
+        (128, 128, 16, 1024, 8, trace_tcgen05, 1, 8, 8),
+        (512, 512, 8, 8192, 1, trace_tcgen05, 1, 8, 10),
+        (128, 128, 8, 8192, 8, trace_mma, None, None, None),
+        (192, 128, 128, 8192, 8, trace_mma, None, None, None),
     ],
 )
 def test_the_choices_for_blackwell(dim, dim_v, group, keys, groups, trace, sides, ctas, clusters):

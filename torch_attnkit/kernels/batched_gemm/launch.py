@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -16,6 +16,10 @@ from ..prefill.launch import reader
 from ..prefill.problem import Layout
 from .plan import CHUNK, configure
 from .problem import Fp4Problem, Operands, Problem
+from .sm90 import launch as hopper
+from .sm90 import plan as hopper_plan
+from .sm100 import launch as blackwell
+from .sm100 import plan as blackwell_plan
 
 
 def launcher(problem: Problem | Fp4Problem, target: Target) -> Callable[[Operands], None]:
@@ -26,19 +30,17 @@ def launcher(problem: Problem | Fp4Problem, target: Target) -> Callable[[Operand
     if p.k == 0:
         return _nothing
     if isinstance(p, Fp4Problem):
-        arch = importlib.import_module(f"torch_attnkit.kernels.batched_gemm.{target.arch}.launch")
-        found: Callable[[Operands], None] = arch.fp4(p, target)
-        return found
+        return (hopper.fp4 if target.arch == "sm90" else blackwell.fp4)(p, target)
     return _plain(p, target)
 
 
 def _plain(p: Problem, target: Target) -> Callable[[Operands], None]:
     sms = driver.sm_count(p.device)
-    tile = importlib.import_module(f"torch_attnkit.kernels.batched_gemm.{target.arch}.plan").tile(p, sms)
+    tile = (hopper_plan.tile if target.arch == "sm90" else blackwell_plan.tile)(p, sms)
     if tile is None:
         return _by_mma_sync(p, target)
     run = compile.launcher(
-        target, p.device, f"torch_attnkit.kernels.batched_gemm.{target.arch}.kernel", trace="trace_wgmma",
+        target, p.device, trace_wgmma,
         dtypes=(short(p.dtype), short(p.out_dtype)), config=astuple(tile),
     )  # fmt: skip
     layouts = ((p.tokens, p.groups, p.k), p.x), ((p.groups, p.n, p.k), p.weight)
@@ -51,7 +53,7 @@ def _by_mma_sync(p: Problem, target: Target) -> Callable[[Operands], None]:
     run = compile.launcher(
         target,
         p.device,
-        "torch_attnkit.kernels.batched_gemm.kernel",
+        trace,
         dtypes=(short(p.dtype), short(p.out_dtype)),
         even=p.n % 2 == 0,
         config=(c.tokens, c.n, c.warps, c.stages),
@@ -76,3 +78,17 @@ def _aligned(t: torch.Tensor, fits: bool) -> torch.Tensor:
         return t
     lacking = -t.shape[-1] % (16 // t.itemsize)
     return torch.nn.functional.pad(t, (0, lacking)).clone(memory_format=torch.contiguous_format)
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """``kernel.py``."""
+    from . import kernel
+
+    return kernel.trace(arch, **signature)
+
+
+def trace_wgmma(arch: str, **signature: Any) -> compile.Traced:
+    """``sm90/kernel.py``."""
+    from .sm90 import kernel as hopper_kernel
+
+    return hopper_kernel.trace_wgmma(arch, **signature)

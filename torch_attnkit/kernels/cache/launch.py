@@ -48,14 +48,14 @@ def _launcher(p: Problem, target: Target, *, gather: bool) -> Callable[[Operands
             run = compile.launcher(
                 target,
                 p.device,
-                "torch_attnkit.kernels.cache.plain_kernel",
+                trace_plain,
                 gather=gather,
                 config=astuple(config),
                 **signature,
             )
             return lambda numbers, cache, slot, global_scale: run(numbers, cache, slot)
         config = plan.encoded(p.row, width, align, p.rows, sms)
-        write, read = "torch_attnkit.kernels.cache.write_kernel", "torch_attnkit.kernels.cache.gather_kernel"
+        write, read = trace_write, trace_gather
         signature |= dict(global_scale=p.global_scale, align=align, config=astuple(config))
         return compile.launcher(target, p.device, read if gather else write, **signature)
 
@@ -75,3 +75,24 @@ def _launcher(p: Problem, target: Target, *, gather: bool) -> Callable[[Operands
         run(*operands)
 
     return launch
+
+
+def trace_plain(arch: str, **signature: Any) -> compile.Traced:
+    """``plain_kernel.py``."""
+    from . import plain_kernel
+
+    return plain_kernel.trace(arch, **signature)
+
+
+def trace_write(arch: str, **signature: Any) -> compile.Traced:
+    """``write_kernel.py``."""
+    from . import write_kernel
+
+    return write_kernel.trace(arch, **signature)
+
+
+def trace_gather(arch: str, **signature: Any) -> compile.Traced:
+    """``gather_kernel.py``."""
+    from . import gather_kernel
+
+    return gather_kernel.trace(arch, **signature)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
@@ -23,7 +24,7 @@ def writer(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return compile.launcher(
             target,
             p.device,
-            "torch_attnkit.kernels.cache.pages_kernel",
+            trace_pages,
             heads=p.heads,
             dims=tuple(side.dim for side in p.sides),
             dtypes=tuple(short(d) for d in (p.dtype, p.cache_dtype, p.slot_dtype)),
@@ -45,3 +46,10 @@ def writer(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run(*o)
 
     return launch
+
+
+def trace_pages(arch: str, **signature: Any) -> compile.Traced:
+    """``pages_kernel.py``."""
+    from . import pages_kernel
+
+    return pages_kernel.trace(arch, **signature)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ def launcher(problem: RopeProblem, target: Target) -> Callable[[RopeOperands], N
         return compile.launcher(
             target,
             k.device,
-            "torch_attnkit.kernels.cache.rope_kernel",
+            trace_rope,
             row=astuple(k.row),
             pairs=p.pairs,
             dtypes=tuple(short(d) for d in (k.dtype, k.cache_dtype, k.slot_dtype, p.angle_dtype)),
@@ -65,3 +66,10 @@ def _apart(tensor: torch.Tensor, span: int, cache: torch.Tensor, cached: int) ->
     """``tensor``, which spans so many bytes, or a copy of it where it may share some of the cache's."""
     ahead = cache.data_ptr() - tensor.data_ptr()
     return tensor.clone() if -cached < ahead < span else tensor
+
+
+def trace_rope(arch: str, **signature: Any) -> compile.Traced:
+    """``rope_kernel.py``."""
+    from . import rope_kernel
+
+    return rope_kernel.trace(arch, **signature)

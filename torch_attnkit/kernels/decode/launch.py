@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import torch
@@ -15,6 +14,10 @@ from torch_attnkit.cuda.workspace import Workspace
 from ..scores import LOG2_E
 from .plan import Plan
 from .problem import LATENTS, Operands, Problem
+from .sm90 import latent_plan as hopper_latents
+from .sm90 import plan as hopper
+from .sm100 import latent_plan as blackwell_latents
+from .sm100 import plan as blackwell
 
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -26,15 +29,12 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     if problem.rows_of_cache == 0:
         return _nothing_attended
     scores, scaled = problem.scores, any(problem.scales)
-    files = f"torch_attnkit.kernels.decode.{target.arch}.{'latent_' * ((problem.dim, problem.dim_v) in LATENTS)}"
-    plan = importlib.import_module(f"{files}plan").plan
+    plan = _plan(problem, target.arch)
 
     def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
         p: Plan = plan(problem, driver.sm_count(problem.device), same=same)
         signature = p.sizes | (dict(scales=problem.scales) if scaled else {})
-        run = compile.launcher(
-            target, problem.device, f"{files}kernel", trace=p.trace, dtype=short(problem.dtype), **signature
-        )
+        run = compile.launcher(target, problem.device, p.trace, dtype=short(problem.dtype), **signature)
         return p, run
 
     # A cache that has keys and values is read once; which it is can change from call to call.
@@ -83,3 +83,11 @@ def _aligned(operands: Operands) -> tuple[_Tensors, bool]:
         v = v.clone(memory_format=kept) if v.data_ptr() & 15 else v
         q = q.clone(memory_format=kept) if q.data_ptr() & 3 else q
     return (q, k, v), same
+
+
+def _plan(problem: Problem, arch: str) -> Callable[..., Plan]:
+    """Of the architecture: of latents, or of all others."""
+    latents = (problem.dim, problem.dim_v) in LATENTS
+    if arch == "sm90":
+        return hopper_latents.plan if latents else hopper.plan
+    return blackwell_latents.plan if latents else blackwell.plan

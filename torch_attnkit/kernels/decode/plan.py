@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch_attnkit.cuda.compile import Trace
+
 from .codes import CodesConfig
 from .config import FLAG_BYTES, RESERVED, SHARED, MmaConfig, SplitLayout
 from .problem import Problem
+from .traces import trace_codes, trace_mma
 
 FEW = 8  # query heads that ``mma.py`` has at once
 SHORT = 512  # keys of a group that one block attends alone
@@ -34,14 +37,14 @@ class Bits(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel, by the name of its trace and what it is compiled with; and how it runs.
+    """A kernel, by its trace and what it is compiled with; and how it runs.
 
     A *group* is a KV head of a sequence with up to as many of its query heads as the kernel has at once; those of a KV
     head are ``head_blocks``. ``abreast`` of them are attended by neighbouring blocks at the same time, all or 1.
     ``sizes`` are entries of the kernel's Config, the other numbers are arguments of a launch.
     """
 
-    trace: str
+    trace: Trace
     sizes: dict[str, Any]
     head_blocks: int
     abreast: int
@@ -83,7 +86,7 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     splits = 1 if whole else splits_of(blocks, work, -(-keys_of_cache // keys), least)
     combine = combines(min(group, heads), dim_v, 32 * warps, splits)
     return Plan(
-        "trace_codes" if codes else "trace_mma",
+        trace_codes if codes else trace_mma,
         paged(problem)
         | (dict(capped=problem.scores.capped) if codes else {})
         | dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
@@ -37,7 +38,7 @@ def quantizer(problem: Quantize, target: Target) -> Callable[[Quantized], None]:
         return compile.launcher(
             target,
             p.device,
-            "torch_attnkit.kernels.fp4.quantize_kernel",
+            trace_quantize,
             format=p.format,
             dtype=short(p.dtype),
             rank=len(p.batch) + 1,
@@ -83,7 +84,7 @@ def dequantizer(problem: Dequantize, target: Target) -> Callable[[Dequantized], 
         return compile.launcher(
             target,
             p.device,
-            "torch_attnkit.kernels.fp4.dequantize_kernel",
+            trace_dequantize,
             format=p.format,
             dtype=short(p.dtype),
             rank=len(p.batch) + 1,
@@ -125,7 +126,7 @@ def rope_quantizer(problem: Rotate, target: Target) -> Callable[[Rotated], None]
         run = compile.launcher(
             target,
             p.device,
-            "torch_attnkit.kernels.fp4.rope_kernel",
+            trace_rope,
             format=p.format,
             dtypes=(short(p.dtype), short(p.angle_dtype)),
             sizes=(p.k, p.pairs),
@@ -154,3 +155,24 @@ def rope_quantizer(problem: Rotate, target: Target) -> Callable[[Rotated], None]
         run(*operands, units, divisors)
 
     return launch
+
+
+def trace_quantize(arch: str, **signature: Any) -> compile.Traced:
+    """``quantize_kernel.py``."""
+    from . import quantize_kernel
+
+    return quantize_kernel.trace(arch, **signature)
+
+
+def trace_dequantize(arch: str, **signature: Any) -> compile.Traced:
+    """``dequantize_kernel.py``."""
+    from . import dequantize_kernel
+
+    return dequantize_kernel.trace(arch, **signature)
+
+
+def trace_rope(arch: str, **signature: Any) -> compile.Traced:
+    """``rope_kernel.py``."""
+    from . import rope_kernel
+
+    return rope_kernel.trace(arch, **signature)

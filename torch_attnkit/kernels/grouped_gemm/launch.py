@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,8 @@ from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.workspace import Workspace
 
 from .problem import CONTIGUOUS, LINEAR, PADDED, Operands, Problem, Weights
+from .sm90 import plan as hopper
+from .sm100 import plan as blackwell
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -25,14 +26,15 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return lambda operands: None
     if p.slots == 0 or p.experts == 0:
         return _nothing
-    made = importlib.import_module(f"torch_attnkit.kernels.grouped_gemm.{target.arch}.plan")
+    made: Any = hopper if target.arch == "sm90" else blackwell
     plan = made.plan(p, driver.sm_count(p.device))
-    kernel = f"torch_attnkit.kernels.grouped_gemm.{target.arch}.kernel"
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
+        kernel: compile.Trace = trace
         special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps, by_warp=plan.by_warp)
         if plan.token_widths:
-            special = dict(trace="trace_wgmma", token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
+            kernel = trace_wgmma
+            special = dict(token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
         return compile.launcher(
             target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
             format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors,
@@ -113,3 +115,21 @@ def _aligned(t: torch.Tensor, nbytes: int = 16) -> torch.Tensor:
     if t.data_ptr() % nbytes or any(step * t.itemsize % nbytes for step in t.stride()[:-1]):
         return t.clone(memory_format=torch.contiguous_format)
     return t
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """``<arch>/kernel.py``."""
+    if arch == "sm90":
+        from .sm90 import kernel as hopper_kernel
+
+        return hopper_kernel.trace(arch, **signature)
+    from .sm100 import kernel as blackwell_kernel
+
+    return blackwell_kernel.trace(arch, **signature)
+
+
+def trace_wgmma(arch: str, **signature: Any) -> compile.Traced:
+    """``sm90/kernel.py``, for many tokens."""
+    from .sm90 import kernel as hopper_kernel
+
+    return hopper_kernel.trace_wgmma(arch, **signature)

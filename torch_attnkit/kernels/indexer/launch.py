@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 from torch_attnkit.core.target import Target
 
 from .problem import Operands, Problem
+from .sm90.launch import launcher as hopper
+from .sm100.launch import launcher as blackwell
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` on ``target``."""
     if problem.tokens * problem.entries == 0:
         return lambda operands: None
-    launch = importlib.import_module(f"torch_attnkit.kernels.indexer.{target.arch}.launch")
-    found: Callable[[Operands], None] = launch.launcher(problem, target)
-    return found
+    return (hopper if target.arch == "sm90" else blackwell)(problem, target)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +17,8 @@ from ..topk import problem as rows
 from . import launch as scores
 from .problem import Operands as Scored
 from .problem import Problem as Scores
+from .sm90 import launch as host
+from .sm90 import plan
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,19 @@ class Operands(NamedTuple):
 def launcher(problem: Selection, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` on ``target``."""
     p = problem.scores
-    plan = importlib.import_module(f"torch_attnkit.kernels.indexer.{target.arch}.plan")
-    if p.entries and plan.streams(p):
-        host = importlib.import_module(f"torch_attnkit.kernels.indexer.{target.arch}.launch")
+    if target.arch == "sm90" and p.entries and plan.streams(p):
         blocks = min(driver.sm_count(p.device), -(-p.entries // plan.TILE))
         config = plan.selects(p, host.stream_config(p, alone=True), blocks)
         if config is not None:
-            return _together(problem, (plan, host), config, blocks, target)
+            return _together(problem, config, blocks, target)
     return _in_turn(problem, target)
 
 
-def _together(
-    problem: Selection, arch: tuple[ModuleType, ModuleType], config: Any, blocks: int, target: Target
-) -> Callable[[Operands], None]:
+def _together(problem: Selection, config: Any, blocks: int, target: Target) -> Callable[[Operands], None]:
     """One launch, in which scores stay in shared memory; keys whose address is none for TMA go the other way."""
-    p, (plan, host) = problem.scores, arch
+    p = problem.scores
     run = compile.launcher(
-        target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", trace="trace_select",
+        target, p.device, host.trace_select,
         config=(*astuple(config.stream), config.room),
     )  # fmt: skip
     read = host.queries(p, target)

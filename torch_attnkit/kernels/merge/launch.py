@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def kernel(problem: Problem, target: Target, sms: int, width: int) -> Callable[.
     return compile.launcher(
         target,
         p.device,
-        "torch_attnkit.kernels.merge.kernel",
+        trace,
         dtypes=(short(p.dtype), short(p.out_dtype)),
         sink=p.sink,
         row_sum=p.row_sum is not None,
@@ -65,3 +66,10 @@ def dense(
     return Problem(
         dtype, out_dtype, device, P, R, H, Dv, part=(R * H * Dv, H * Dv, Dv, 1), lse=(R * H, H, 1), sink=sink
     )
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """``kernel.py``."""
+    from . import kernel
+
+    return kernel.trace(arch, **signature)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
@@ -29,7 +30,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return compile.launcher(
             target,
             p.device,
-            "torch_attnkit.kernels.norm.kernel",
+            trace,
             dtypes=tuple(short(d) for d in (p.y_dtype, p.dtype, p.w_dtype)),
             rank=len(p.batch) + 1,
             groups=len(sizes),
@@ -51,3 +52,10 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run(y, z, w, out, n, sizes, y_steps, z_steps, eps, 1.0 / n)
 
     return launch
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """``kernel.py``."""
+    from . import kernel
+
+    return kernel.trace(arch, **signature)

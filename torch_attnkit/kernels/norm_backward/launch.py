@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -15,8 +16,6 @@ from torch_attnkit.kernels.norm.problem import merged_axes
 
 from .plan import blocks_of, configure
 from .problem import Operands, Problem, nothing
-
-_KERNEL = "torch_attnkit.kernels.norm_backward.kernel"
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -35,13 +34,13 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         config = configure(n, width)
         even = config.vectors > 0 and n == config.width * config.lanes * config.vectors
         run = compile.launcher(
-            target, p.device, _KERNEL, dtypes=dtypes, rank=len(p.batch) + 1, groups=len(merged),
+            target, p.device, trace, dtypes=dtypes, rank=len(p.batch) + 1, groups=len(merged),
             config=astuple(config), even=even,
         )  # fmt: skip
         return blocks_of(config, p.rows, driver.sm_count(p.device)), run
 
     wide = compiled(widest)
-    total = compile.launcher(target, p.device, _KERNEL, trace="trace_sums", dtype=dtypes[2])
+    total = compile.launcher(target, p.device, trace_sums, dtype=dtypes[2])
     # The bits of no vector's address.
     odd = [widest * d.itemsize - 1 for d in (p.dtype, p.y_dtype, p.dtype, p.w_dtype)]
     narrow: list[tuple[int, Callable[..., None]]] = []
@@ -56,3 +55,17 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         total(sums, o.dw)
 
     return launch
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """The rows."""
+    from . import kernel
+
+    return kernel.trace(arch, **signature)
+
+
+def trace_sums(arch: str, **signature: Any) -> compile.Traced:
+    """The sums over them."""
+    from . import kernel
+
+    return kernel.trace_sums(arch, **signature)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +23,11 @@ _L2 = 16 << 20
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem``, of dense batches or packed sequences, on ``target``."""
-    plan = importlib.import_module(f"torch_attnkit.kernels.prefill.{target.arch}.plan")
+    plan = _plan(target.arch)
     p = without_idle_window(problem)
     signature = plan.signature(p) | ({} if p.packed else dict(kv_len=p.kv_len, kv_start=p.kv_start))
     run = compile.launcher(
-        target, p.device, f"torch_attnkit.kernels.prefill.{target.arch}.kernel",
-        trace="trace_packed" if p.packed else "trace_dense", **signature,
+        target, p.device, trace_packed if p.packed else trace_dense, **signature,
     )  # fmt: skip
     heads = 1 if p.packed else section(p, plan.sharers(p, signature))
     start = reading(run, p, scalars(p.scores, heads, driver.sm_count(p.device)))
@@ -134,3 +132,35 @@ def nothing_attended(operands: Operands) -> None:
     operands.lse.fill_(-torch.inf)
     if operands.row_sum is not None:
         operands.row_sum.zero_()
+
+
+def _plan(arch: str) -> Any:
+    if arch == "sm90":
+        from .sm90 import plan as hopper
+
+        return hopper
+    from .sm100 import plan as blackwell
+
+    return blackwell
+
+
+def trace_dense(arch: str, **signature: Any) -> compile.Traced:
+    """Dense batches."""
+    if arch == "sm90":
+        from .sm90 import kernel as hopper_kernel
+
+        return hopper_kernel.trace_dense(arch, **signature)
+    from .sm100 import kernel as blackwell_kernel
+
+    return blackwell_kernel.trace_dense(arch, **signature)
+
+
+def trace_packed(arch: str, **signature: Any) -> compile.Traced:
+    """Packed sequences."""
+    if arch == "sm90":
+        from .sm90 import kernel as hopper_kernel
+
+        return hopper_kernel.trace_packed(arch, **signature)
+    from .sm100 import kernel as blackwell_kernel
+
+    return blackwell_kernel.trace_packed(arch, **signature)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
@@ -28,7 +29,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run = compile.launcher(
             target,
             p.device,
-            "torch_attnkit.kernels.routing.kernel",
+            trace,
             dtype=short(p.dtype),
             scoring=p.scoring,
             bias=p.bias,
@@ -61,9 +62,23 @@ def table_launcher(problem: TableProblem, target: Target) -> Callable[[TableOper
     run = compile.launcher(
         target,
         p.device,
-        "torch_attnkit.kernels.routing.table",
+        trace_table,
         dtypes=tuple(short(d) for d in (p.dtype, p.id_dtype, p.table_dtype)),
         topk=p.topk,
         renormalize=p.renormalize,
     )
     return lambda operands: run(*operands)
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """``kernel.py``."""
+    from . import kernel
+
+    return kernel.trace(arch, **signature)
+
+
+def trace_table(arch: str, **signature: Any) -> compile.Traced:
+    """``table.py``."""
+    from . import table
+
+    return table.trace(arch, **signature)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,6 +14,8 @@ from torch_attnkit.cuda.workspace import Workspace
 
 from ..scores import LOG2_E, MOST
 from .problem import Codes, Numbers, Operands, Problem
+from .sm90 import plan as hopper
+from .sm100 import plan as blackwell
 
 # Powers of two by which maxima grow before the output is rescaled: half of what float16 has above 1, so that sums of
 # probabilities are as exact as ever. Sums that are results belong to the maxima themselves.
@@ -25,10 +27,9 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     p = problem
     if p.tokens == 0 or p.heads == 0:
         return lambda operands: None
-    plan = importlib.import_module(f"torch_attnkit.kernels.sparse.{target.arch}.plan").plan
-    cut = plan(p, driver.sm_count(p.device))
-    kernel = f"torch_attnkit.kernels.sparse.{target.arch}.kernel"
-    run = compile.launcher(target, p.device, kernel, dtype=short(p.dtype), **cut.sizes)
+    plan: Any = hopper if target.arch == "sm90" else blackwell
+    cut = plan.plan(p, driver.sm_count(p.device))
+    run = compile.launcher(target, p.device, trace, dtype=short(p.dtype), **cut.sizes)
     entries = p.entries if p.requests else 0
     numbers = (
         p.factor * LOG2_E, _LAG if p.normalize else 0.0, min(p.window, MOST), entries,
@@ -72,3 +73,14 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
     """One that starts where the kernel reads, at a multiple of 16 bytes or of what its rows are aligned to: the plan
     does not know where memory begins."""
     return t.clone(memory_format=torch.contiguous_format)
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """``<arch>/kernel.py``."""
+    if arch == "sm90":
+        from .sm90 import kernel as hopper_kernel
+
+        return hopper_kernel.trace(arch, **signature)
+    from .sm100 import kernel as blackwell_kernel
+
+    return blackwell_kernel.trace(arch, **signature)

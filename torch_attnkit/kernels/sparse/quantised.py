@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from ..fp4.launch import rope_quantizer
 from ..fp4.problem import Rotate, Rotated
 from . import launch as attention
 from .problem import Codes, Numbers, Operands, Problem
+from .sm90.plan import plan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ def _apart(problem: Problem, target: Target) -> bool:
     """
     if target.arch != "sm90":
         return False
-    plan = importlib.import_module(f"torch_attnkit.kernels.sparse.{target.arch}.plan").plan
     shared: bool = plan(problem, driver.sm_count(problem.device)).sizes["merge"]
     return not shared
 

@@ -81,9 +81,16 @@ def _compiled(p: Problem, config: Any, target: Target, **signature: Any) -> tupl
     run = compile.launcher(
         target,
         p.device,
-        "torch_attnkit.kernels.topk.kernel",
+        trace,
         dtype=short(p.dtype),
         config=astuple(config),
         **signature,
     )
     return run, max(1, driver.sm_count(p.device) * config.blocks // config.cluster)
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """``kernel.py``."""
+    from . import kernel
+
+    return kernel.trace(arch, **signature)

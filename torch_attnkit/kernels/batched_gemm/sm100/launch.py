@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def fp4(p: Fp4Problem, target: Target) -> Callable[[Operands], None]:
     swizzled = p.scale_layout == "128x4"
     tile = plan.fp4(p, swizzled and p.k // BLOCK[p.format] % 4 == 0, sms)
     run = compile.launcher(
-        target, p.device, f"torch_attnkit.kernels.batched_gemm.{target.arch}.kernel", trace="trace_fp4",
+        target, p.device, trace_fp4,
         out_dtype=short(p.out_dtype), swizzled=swizzled, divisors=p.divisors, config=astuple(tile),
         even=math.gcd(p.n, 16 // p.out_dtype.itemsize),
     )  # fmt: skip
@@ -55,3 +56,10 @@ def _aligned(t: torch.Tensor, nbytes: int) -> torch.Tensor:
     if t.data_ptr() % nbytes == 0 and all(step % nbytes == 0 for step in steps):
         return t
     return torch.nn.functional.pad(t, (0, -t.shape[-1] % nbytes)).contiguous()[..., : t.shape[-1]]
+
+
+def trace_fp4(arch: str, **signature: Any) -> compile.Traced:
+    """``kernel.py``."""
+    from . import kernel
+
+    return kernel.trace_fp4(arch, **signature)

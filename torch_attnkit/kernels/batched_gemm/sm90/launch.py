@@ -29,19 +29,18 @@ def fp4(p: Fp4Problem, target: Target) -> Callable[[Operands], None]:
         out_dtype=short(p.out_dtype), swizzled=swizzled, divisors=p.divisors, o_alignment=many.o_alignment,
     )  # fmt: skip
 
-    def compiled(trace: str, **special: Any) -> Callable[..., None]:
-        kernel = f"torch_attnkit.kernels.batched_gemm.{target.arch}.kernel"
-        return compile.launcher(target, p.device, kernel, trace=trace, **common, **special)
+    def compiled(trace: compile.Trace, **special: Any) -> Callable[..., None]:
+        return compile.launcher(target, p.device, trace, **common, **special)
 
     def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return memory.empty(shape, dtype=dtype, device=p.device)
 
     if few:
-        trace = "trace_fp4_few_codes" if few.codes else "trace_fp4_few"
+        trace = trace_fp4_few_codes if few.codes else trace_fp4_few
         run = compiled(trace, config=astuple(few), even=p.n % 4 == 0)
     else:
         run = compiled(
-            "trace_fp4_wgmma", format=p.format, widths=many.widths, group=many.group, warps=many.warps,
+            trace_fp4_wgmma, format=p.format, widths=many.widths, group=many.group, warps=many.warps,
             code_alignment=many.code_alignment, scale_vector=many.scale_vector, even=p.n % 2 == 0,
         )  # fmt: skip
     # Whole multiples of 16 bytes come by TMA.
@@ -77,3 +76,24 @@ def _aligned_bytes(t: torch.Tensor, nbytes: int) -> torch.Tensor:
     ):
         return t.clone(memory_format=torch.contiguous_format)
     return t
+
+
+def trace_fp4_wgmma(arch: str, **signature: Any) -> compile.Traced:
+    """Many tokens."""
+    from . import kernel
+
+    return kernel.trace_fp4_wgmma(arch, **signature)
+
+
+def trace_fp4_few(arch: str, **signature: Any) -> compile.Traced:
+    """Few tokens, decoded numbers."""
+    from . import kernel
+
+    return kernel.trace_fp4_few(arch, **signature)
+
+
+def trace_fp4_few_codes(arch: str, **signature: Any) -> compile.Traced:
+    """Few tokens, codes as E4M3."""
+    from . import kernel
+
+    return kernel.trace_fp4_few_codes(arch, **signature)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..config import SHARED, SplitLayout
 from ..plan import FEW, Bits, Plan, mma, paged
 from ..problem import Problem
+from ..traces import trace_tcgen05
 from .config import CLUSTER, KEYS, Tcgen05Config
 
 DTYPES, CODES = "bf16 f16", "f8e4m3"  # of q and the caches; codes have ``tcgen05.py`` alone
@@ -73,7 +74,7 @@ def clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
         dim=problem.dim, dim_v=problem.dim_v, heads=heads, sides=sides, stages=of(heads, sides).stages, same=same
     )
     return Plan(
-        "trace_tcgen05",
+        trace_tcgen05,
         paged(problem) | sizes,
         head_blocks,
         1,

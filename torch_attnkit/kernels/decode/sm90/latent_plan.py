@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..config import SplitLayout
 from ..plan import SHORT, Plan, paged
 from ..problem import Problem
+from ..traces import trace_latent
 from .config import COUNTERS
 from .config import HEADS as ROWS
 
@@ -27,7 +28,7 @@ def plan(problem: Problem, sms: int, *, same: bool) -> Plan:
     abreast = head_blocks if sms // head_blocks * head_blocks * 16 >= sms * 15 else 1
     stages = _STAGES if same else _STAGES_APART
     return Plan(
-        "trace_latent",
+        trace_latent,
         paged(problem) | dict(dim=problem.dim, dim_v=dim_v, keys=_KEYS, stages=stages, same=same),
         head_blocks,
         abreast,

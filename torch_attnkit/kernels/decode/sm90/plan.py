@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..config import FLAG_BYTES, RESERVED, SHARED, SplitLayout
 from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
 from ..problem import Problem
+from ..traces import trace_mla, trace_wgmma
 from .config import COUNTERS, THREADS, WgmmaConfig
 from .config import HEADS as ROWS
 
@@ -84,7 +85,7 @@ def _rows_of_heads(tile: tuple[int, int], problem: Problem, most_keys: int, sms:
         combine = combines(min(group, ROWS), dim, THREADS * config.halves, splits)
         sizes["combine"] = combine
     return Plan(
-        "trace_mla" if latent else "trace_wgmma",
+        trace_mla if latent else trace_wgmma,
         sizes,
         head_blocks,
         abreast,

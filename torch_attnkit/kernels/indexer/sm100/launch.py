@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -30,9 +31,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     def compiled(load: int) -> Callable[..., None]:
         cut = plan.shape(p, stored)
         config = plan.Config(stored, short(p.weights), p.heads, p.dim, *cut, p.ids, p.paged, *scaled, load)
-        return compile.launcher(
-            target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", config=astuple(config)
-        )
+        return compile.launcher(target, p.device, trace, config=astuple(config))
 
     widest = next((w for w in _LOADS if all(step * size % w == 0 for step in p.k_steps)), size)
     wide, read = compiled(widest), reader(p.q, size)
@@ -52,3 +51,10 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
 def _bytes(k: torch.Tensor) -> torch.Tensor:
     """E4M3 as bytes, which every torch can pass on."""
     return k if k.dtype.itemsize > 1 else k.view(torch.uint8)
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """``kernel.py``."""
+    from . import kernel
+
+    return kernel.trace(arch, **signature)

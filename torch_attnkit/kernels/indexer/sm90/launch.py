@@ -29,7 +29,7 @@ def _streams(p: Problem, target: Target) -> Callable[[Operands], None]:
     """Queries stay, keys stream past them by TMA; where their address is none for TMA, blocks of keys."""
     config = stream_config(p, alone=False)
     run = compile.launcher(
-        target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", trace="trace_stream",
+        target, p.device, trace_stream,
         config=astuple(config),
     )  # fmt: skip
     read = queries(p, target)
@@ -87,9 +87,7 @@ def _blocks(p: Problem, target: Target) -> Callable[[Operands], None]:
     def compiled(load: int) -> Callable[..., None]:
         config = plan.Config(*fixed, *scaled, load, *shape)
         tokens = plan.tokens_of_block(p, config.keys, sms)
-        run = compile.launcher(
-            target, p.device, f"torch_attnkit.kernels.indexer.{target.arch}.kernel", config=astuple(config)
-        )
+        run = compile.launcher(target, p.device, trace, config=astuple(config))
         return lambda *arguments: run(*arguments, (tokens, sms))
 
     size = p.dtype.itemsize
@@ -140,3 +138,24 @@ def queries(p: Problem, target: Target) -> Callable[[Operands], torch.Tensor]:
         return q
 
     return decoded
+
+
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """Blocks of keys."""
+    from . import kernel
+
+    return kernel.trace(arch, **signature)
+
+
+def trace_stream(arch: str, **signature: Any) -> compile.Traced:
+    """Few tokens."""
+    from . import kernel
+
+    return kernel.trace_stream(arch, **signature)
+
+
+def trace_select(arch: str, **signature: Any) -> compile.Traced:
+    """Few tokens, and which entries they choose."""
+    from . import kernel
+
+    return kernel.trace_select(arch, **signature)

@@ -22,7 +22,6 @@ from ..launch import nothing_attended, reading, scalars, section
 from ..problem import Layout, Operands, Problem
 from . import plan, split_plan
 
-_KERNEL = "torch_attnkit.kernels.prefill.sm100.cached_kernel"
 Run = Callable[[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], None]
 
 
@@ -35,7 +34,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     sms = driver.sm_count(p.device)
     splits = split_plan.num_splits(p, signature, sms)
     if splits == 1:
-        run: Run = compile.launcher(target, p.device, _KERNEL, trace="trace_cached", **signature)
+        run: Run = compile.launcher(target, p.device, trace_cached, **signature)
     else:
         run = _split(p, target, signature, splits, sms)
     start = reading(run, p, scalars(p.scores, section(p, plan.sharers(p, signature)), sms))
@@ -60,7 +59,7 @@ def _split(problem: Problem, target: Target, signature: dict[str, Any], splits: 
     """
     B, T, Hq, Dv = problem.batch, problem.queries, problem.heads, problem.dim_v
     alone = signature | dict(split=True, sink=False, pair=False)
-    attend = compile.launcher(target, problem.device, _KERNEL, trace="trace_cached", **alone)
+    attend = compile.launcher(target, problem.device, trace_cached, **alone)
     partials = (splits, B * T, Hq, Dv)
     shares = merge.dense(torch.float32, problem.out_dtype, problem.device, partials, sink=problem.sink)
     combine = merge.kernel(shares, target, sms, merge.width(shares))
@@ -76,3 +75,10 @@ def _split(problem: Problem, target: Target, signature: dict[str, Any], splits: 
         combine(out.view(splits, B * T, Hq, Dv), lse.view(splits, B * T, Hq), sink, None, *merged)
 
     return run
+
+
+def trace_cached(arch: str, **signature: Any) -> compile.Traced:
+    """``cached_kernel.py``."""
+    from . import cached_kernel
+
+    return cached_kernel.trace_cached(arch, **signature)

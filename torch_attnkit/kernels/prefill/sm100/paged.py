@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ def launcher(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
     chosen = plan.signature(dataclasses.replace(p, queries=min(p.queries, p.longest)))
     box = paged_plan.box_of(problem.page, (p.dim, p.dim_v))
     run = compile.launcher(
-        target, p.device, "torch_attnkit.kernels.prefill.sm100.paged_kernel", trace="trace_paged",
+        target, p.device, trace_paged,
         **chosen | dict(pair=False, page=problem.page, box=box),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
@@ -58,3 +59,10 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
     assert found is not None
     rows, step = found
     return cache.as_strided((rows, cache.shape[-1]), (step, 1))
+
+
+def trace_paged(arch: str, **signature: Any) -> compile.Traced:
+    """``paged_kernel.py``."""
+    from . import paged_kernel
+
+    return paged_kernel.trace_paged(arch, **signature)

@@ -22,14 +22,6 @@ from ..launch import nothing_attended, query_reader, reader, reading, scalars, s
 from ..problem import Layout, Operands, PagedOperands, PagedProblem, Problem
 from . import plan
 
-_DYNAMIC = "torch_attnkit.kernels.prefill.sm90.dynamic_kernel"
-_WIDE = "torch_attnkit.kernels.prefill.sm90.halves_kernel"
-_FP8 = "torch_attnkit.kernels.prefill.sm90.codes_kernel"
-_CLEAR = "torch_attnkit.kernels.prefill.sm90.unplaced"
-_CACHE = "torch_attnkit.kernels.prefill.sm90.cached_kernel"
-_CACHE_FP8 = "torch_attnkit.kernels.prefill.sm90.multi_codes_kernel"
-_PAGES = "torch_attnkit.kernels.prefill.sm90.paged_kernel"
-_PAGES_FP8 = "torch_attnkit.kernels.prefill.sm90.paged_codes_kernel"
 Scales = tuple[torch.Tensor | None, ...]  # of q, k and v, (B, Hkv) each
 
 
@@ -43,8 +35,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     if chosen is None:
         return static.launcher(problem, target)
     run = compile.launcher(
-        target, p.device, _DYNAMIC,
-        trace="trace_packed_dynamic" if p.packed else "trace_dense_dynamic", **plan.dynamic_signature(p, chosen.tile),
+        target, p.device, trace_packed_dynamic if p.packed else trace_dense_dynamic,
+        **plan.dynamic_signature(p, chosen.tile),
     )  # fmt: skip
     workspace = _draws(p, chosen.dynamic, chosen.section)
     start = reading(lambda *arguments: run(*arguments, *workspace()), p, _scalars(p, 1))
@@ -63,7 +55,7 @@ def wide(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """The same for heads whose output no warpgroup holds alone (``halves.py``)."""
     p, signature = problem, plan.signature(problem)
     run = compile.launcher(
-        target, p.device, _WIDE, trace="trace_packed" if p.packed else "trace_dense",
+        target, p.device, trace_packed_wide if p.packed else trace_dense_wide,
         **signature, **_lengths(p),
     )  # fmt: skip
     together = 1 if p.packed else section(p, plan.sharers(p, signature))
@@ -88,11 +80,11 @@ def fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
     signature = plan.signature(p)
     lengths = _lengths(p) | ({} if p.packed else dict(ends_at_kv_len=p.cached))
     run = compile.launcher(
-        target, p.device, _FP8, trace="trace_packed" if p.packed else "trace_dense",
+        target, p.device, trace_packed_fp8 if p.packed else trace_dense_fp8,
         **signature, **lengths,
     )  # fmt: skip
     transpose = compile.launcher(
-        target, p.device, _FP8, trace="trace_transpose", varlen=p.packed,
+        target, p.device, trace_transpose, varlen=p.packed,
         **plan.transpose_signature(signature), **lengths,
     )  # fmt: skip
     together = 1 if p.packed else section(p, plan.sharers(p, signature))
@@ -140,7 +132,7 @@ def _transposed_shape(problem: Problem, keys: int) -> tuple[int, ...]:
 
 def of_cache(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` in 16 bits, whose K and V are caches (B, Hkv, S, D)."""
-    return _over_cache(problem, target, _CACHE)
+    return _over_cache(problem, target, trace_cached, trace_cached_persistent)
 
 
 def of_cache_fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -148,17 +140,19 @@ def of_cache_fp8(problem: Problem, target: Target) -> Callable[[Operands], None]
     p = problem
     empty = p.batch * p.queries * p.heads == 0
     if empty or plan.packs_heads(p, driver.sm_count(p.device)):
-        return _over_cache(p, target, _CACHE_FP8)
+        return _over_cache(p, target, trace_cached_fp8, trace_cached_persistent_fp8)
     return _dense_over_cache(p, target)
 
 
-def _over_cache(problem: Problem, target: Target, kernel: str) -> Callable[[Operands], None]:
+def _over_cache(
+    problem: Problem, target: Target, clusters: compile.Trace, persistent: compile.Trace
+) -> Callable[[Operands], None]:
     p = problem
     if p.batch * p.queries * p.heads == 0:
         return lambda operands: None
     chosen = plan.of_cache(p, driver.sm_count(p.device))
-    trace = "trace_cached_persistent" if chosen.persistent else "trace_cached"
-    run = compile.launcher(target, p.device, kernel, trace=trace, **plan.group_signature(p, chosen.tile))
+    trace = persistent if chosen.persistent else clusters
+    run = compile.launcher(target, p.device, trace, **plan.group_signature(p, chosen.tile))
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     scales_of, numbers, workspace = _scale_reader(p), _scalars(p, chosen.ctas), _splits(p, chosen)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
@@ -178,7 +172,7 @@ def _dense_over_cache(problem: Problem, target: Target) -> Callable[[Operands], 
     p, attend = problem, fp8(problem, target)
     if p.causal:
         return attend
-    clear = compile.launcher(target, p.device, _CLEAR, dtype=short(p.out_dtype))
+    clear = compile.launcher(target, p.device, trace_clear, dtype=short(p.out_dtype))
 
     def launch(o: Operands) -> None:
         attend(o)
@@ -192,21 +186,23 @@ def _dense_over_cache(problem: Problem, target: Target) -> Callable[[Operands], 
 
 def of_pages(problem: PagedProblem, target: Target) -> Callable[[PagedOperands], None]:
     """What solves ``problem`` in 16 bits."""
-    return _over_pages(problem, target, _PAGES)
+    return _over_pages(problem, target, trace_paged, trace_paged_persistent)
 
 
 def of_pages_fp8(problem: PagedProblem, target: Target) -> Callable[[PagedOperands], None]:
     """The same over E4M3."""
-    return _over_pages(problem, target, _PAGES_FP8)
+    return _over_pages(problem, target, trace_paged_fp8, trace_paged_persistent_fp8)
 
 
-def _over_pages(problem: PagedProblem, target: Target, kernel: str) -> Callable[[PagedOperands], None]:
+def _over_pages(
+    problem: PagedProblem, target: Target, clusters: compile.Trace, persistent: compile.Trace
+) -> Callable[[PagedOperands], None]:
     p = problem.attention
     if p.queries * p.heads == 0:
         return lambda operands: None
     chosen = plan.of_pages(problem, driver.sm_count(p.device))
-    trace = f"trace_paged{'_persistent' if chosen.persistent else '_dynamic' if chosen.dynamic else ''}"
-    run = compile.launcher(target, p.device, kernel, trace=trace, **plan.pages_signature(problem, chosen))
+    trace = persistent if chosen.persistent else trace_paged_dynamic if chosen.dynamic else clusters
+    run = compile.launcher(target, p.device, trace, **plan.pages_signature(problem, chosen))
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
     scales_of, numbers = _scale_reader(p), _scalars(p, chosen.ctas)
     workspace = _draws(p, chosen.dynamic) if chosen.dynamic else _splits(p, chosen)
@@ -258,3 +254,125 @@ def _draws(problem: Problem, ctas: int, section: int = 0) -> Callable[[], tuple[
     """What a launch of ``ctas`` persistent CTAs takes that draw their work tiles (``dynamic_types.Draws``)."""
     workspace = Workspace(problem.device, 1, 1)
     return lambda: ((workspace.get()[1], ctas, section),)
+
+
+# What is compiled.
+
+
+def trace_dense_dynamic(arch: str, **signature: Any) -> compile.Traced:
+    """``dynamic_kernel.py``."""
+    from . import dynamic_kernel
+
+    return dynamic_kernel.trace_dense_dynamic(arch, **signature)
+
+
+def trace_packed_dynamic(arch: str, **signature: Any) -> compile.Traced:
+    """``dynamic_kernel.py``."""
+    from . import dynamic_kernel
+
+    return dynamic_kernel.trace_packed_dynamic(arch, **signature)
+
+
+def trace_dense_wide(arch: str, **signature: Any) -> compile.Traced:
+    """``halves_kernel.py``."""
+    from . import halves_kernel
+
+    return halves_kernel.trace_dense(arch, **signature)
+
+
+def trace_packed_wide(arch: str, **signature: Any) -> compile.Traced:
+    """``halves_kernel.py``."""
+    from . import halves_kernel
+
+    return halves_kernel.trace_packed(arch, **signature)
+
+
+def trace_dense_fp8(arch: str, **signature: Any) -> compile.Traced:
+    """``codes_kernel.py``."""
+    from . import codes_kernel
+
+    return codes_kernel.trace_dense(arch, **signature)
+
+
+def trace_packed_fp8(arch: str, **signature: Any) -> compile.Traced:
+    """``codes_kernel.py``."""
+    from . import codes_kernel
+
+    return codes_kernel.trace_packed(arch, **signature)
+
+
+def trace_transpose(arch: str, **signature: Any) -> compile.Traced:
+    """``codes_kernel.py``."""
+    from . import codes_kernel
+
+    return codes_kernel.trace_transpose(arch, **signature)
+
+
+def trace_cached(arch: str, **signature: Any) -> compile.Traced:
+    """``cached_kernel.py``."""
+    from . import cached_kernel
+
+    return cached_kernel.trace_cached(arch, **signature)
+
+
+def trace_cached_persistent(arch: str, **signature: Any) -> compile.Traced:
+    """``cached_kernel.py``."""
+    from . import cached_kernel
+
+    return cached_kernel.trace_cached_persistent(arch, **signature)
+
+
+def trace_cached_fp8(arch: str, **signature: Any) -> compile.Traced:
+    """``multi_codes_kernel.py``."""
+    from . import multi_codes_kernel
+
+    return multi_codes_kernel.trace_cached(arch, **signature)
+
+
+def trace_cached_persistent_fp8(arch: str, **signature: Any) -> compile.Traced:
+    """``multi_codes_kernel.py``."""
+    from . import multi_codes_kernel
+
+    return multi_codes_kernel.trace_cached_persistent(arch, **signature)
+
+
+def trace_clear(arch: str, **signature: Any) -> compile.Traced:
+    """``unplaced.py``."""
+    from . import unplaced
+
+    return unplaced.trace(arch, **signature)
+
+
+def trace_paged(arch: str, **signature: Any) -> compile.Traced:
+    """``paged_kernel.py``."""
+    from . import paged_kernel
+
+    return paged_kernel.trace_paged(arch, **signature)
+
+
+def trace_paged_persistent(arch: str, **signature: Any) -> compile.Traced:
+    """``paged_kernel.py``."""
+    from . import paged_kernel
+
+    return paged_kernel.trace_paged_persistent(arch, **signature)
+
+
+def trace_paged_dynamic(arch: str, **signature: Any) -> compile.Traced:
+    """``paged_kernel.py``."""
+    from . import paged_kernel
+
+    return paged_kernel.trace_paged_dynamic(arch, **signature)
+
+
+def trace_paged_fp8(arch: str, **signature: Any) -> compile.Traced:
+    """``paged_codes_kernel.py``."""
+    from . import paged_codes_kernel
+
+    return paged_codes_kernel.trace_paged(arch, **signature)
+
+
+def trace_paged_persistent_fp8(arch: str, **signature: Any) -> compile.Traced:
+    """``paged_codes_kernel.py``."""
+    from . import paged_codes_kernel
+
+    return paged_codes_kernel.trace_paged_persistent(arch, **signature)
