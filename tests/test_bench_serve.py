@@ -121,7 +121,10 @@ def test_cases_and_what_is_left_out():
     assert run.packed and not load.Run("gpt-oss-tiny", "vllm", "there", "cpu").packed
     said = served.arguments(run)
     assert said["attention_config"] == {"backend": "CUSTOM"} and said["quantization"] == "attnkit_mxfp4"
-    assert said["max_model_len"] == run.served.longest > run.load.long
+    assert said["max_model_len"] == run.served.longest > run.load.long.prompt
+    run = load.Run("llama-3-tiny", "attnkit", "there", "cpu", parts=("behind",), kv_cache="fp8")
+    said = served.arguments(run)
+    assert said["kv_cache_dtype"] == "fp8" and said["max_model_len"] > run.load.behind.prompt
 
 
 RECORD = {

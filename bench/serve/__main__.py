@@ -47,6 +47,7 @@ def main(
     judge: Annotated[bool, typer.Option(help="Also compare log-probabilities with float32.")] = False,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs that share the model.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32; by default float32 on a CPU alone.")] = "",
+    kv_cache: Annotated[str, typer.Option(help="vLLM's word for the dtype of keys and values: auto, fp8.")] = "auto",
     eager: Annotated[bool, typer.Option(help="Nothing compiled and no CUDA graphs, as always on a CPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="A folder for records and logs; by default a temporary one.")] = None,
     baseline: Annotated[bool, typer.Option(help="Put records into bench/baselines/<device>/.")] = False,
@@ -66,6 +67,7 @@ def main(
     run = load.Run(
         model, "", str(folder.resolve()), device, layers, chosen("parts", parts, load.PARTS), profile, judge,
         tensor_parallel, dtype or ("float32" if device == "cpu" else "bfloat16"), eager or device == "cpu",
+        kv_cache,
     )  # fmt: skip
     for packed in (True, False):
         run.served.save(folder / ("packed" if packed else "dense"), packed=packed)
@@ -160,6 +162,8 @@ def judged_of(run: load.Run, records: table.Records, end: float) -> dict[str, An
 def show(run: load.Run, records: table.Records, judged: dict[str, Any]) -> None:
     say(table.heading(records))
     title = f"{run.model}, {run.served.sizes['num_hidden_layers']} layers, {run.dtype}"
+    if run.kv_cache != "auto":
+        title += f", keys and values in {run.kv_cache}"
     if run.tensor_parallel > 1:
         title += f", shared by {run.tensor_parallel}"
     if records:
@@ -177,7 +181,8 @@ def merge(run: load.Run, records: table.Records, command: str) -> None:
         return
     device = next(iter(whole.values()))["facts"]["device"].lower().replace(" ", "-")
     shared = f"-{run.tensor_parallel}-gpus" if run.tensor_parallel > 1 else ""
-    behind = "-long" if "long" in run.parts else ""  # which alone asks for sequences of such a length
+    behind = next((f"-{part}" for part in ("long", "behind") if part in run.parts), "")  # sequences of such a length
+    behind += f"-{run.kv_cache}" if run.kv_cache != "auto" else ""
     file = ROOT / "bench" / "baselines" / device / f"serve-{run.model}{shared}{behind}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(file.read_text())["cases"] if file.exists() else {}

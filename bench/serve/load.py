@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
 from .models import Model
 
-PARTS = ("decode", "single", "prefill", "long")
+PARTS = ("decode", "single", "prefill", "behind", "long")
 USUAL = ("decode", "single", "prefill")
 
 
@@ -34,6 +35,13 @@ CASES = {
 }
 
 
+class Behind(NamedTuple):
+    """Requests that decode behind long prompts, and tokens of each prompt."""
+
+    requests: int
+    prompt: int
+
+
 @dataclass(frozen=True)
 class Load:
     """Requests of the parts. Lengths are in tokens; ``new`` are tokens that a request generates."""
@@ -44,27 +52,27 @@ class Load:
     new_alone: int = 64
     prefills: int = 32
     prefill: int = 4096
-    long_requests: int = 32
-    long: int = 32768
-    long_steps: int = 32
+    behind: Behind = Behind(64, 8192)
+    long: Behind = Behind(32, 32768)
+    steps_behind: int = 32
     chunk: int = 8192  # tokens of a step at most
     longest: int = 8192  # of a sequence without the part ``long``
     judged: tuple[int, ...] = (17, 64, 129, 333, 640, 1000, 1500, 2000)
     judged_new: int = 32
     given: tuple[int, ...] = (257, 700, 1500)
 
-    @property
-    def long_new(self) -> int:
-        """Tokens that the first request behind a long prompt may generate: prompts of the others are read meanwhile."""
-        return self.long_requests * (self.long // self.chunk + 1) + 2 * self.long_steps
+    def new_behind(self, asked: Behind) -> int:
+        """Tokens that the first request behind such a prompt may generate: prompts of the others are read meanwhile."""
+        return asked.requests * (asked.prompt // self.chunk + 1) + 2 * self.steps_behind
 
     def max_model_len(self, parts: tuple[str, ...]) -> int:
-        return self.long + self.long_new if "long" in parts else self.longest
+        asked = [getattr(self, part) for part in ("behind", "long") if part in parts]
+        return max([a.prompt + self.new_behind(a) for a in asked], default=self.longest)
 
 
 TINY = Load(
-    requests=4, prompt=40, new=12, new_alone=6, prefills=3, prefill=96, long_requests=2, long=320, long_steps=4,
-    chunk=64, longest=256, judged=(5, 17, 40, 130), judged_new=12, given=(33, 90),
+    requests=4, prompt=40, new=12, new_alone=6, prefills=3, prefill=96, behind=Behind(3, 160), long=Behind(2, 320),
+    steps_behind=4, chunk=64, longest=256, judged=(5, 17, 40, 130), judged_new=12, given=(33, 90),
 )  # fmt: skip
 
 
@@ -87,6 +95,7 @@ class Run:
     tensor_parallel: int = 1
     dtype: str = "bfloat16"
     eager: bool = False
+    kv_cache: str = "auto"  # vLLM's word for the dtype of keys and values
 
     @property
     def load(self) -> Load:

@@ -42,6 +42,21 @@ _LLAMA3 = dict(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, rms_norm_eps=1e-5,
 )  # fmt: skip
+# Multi-head latent attention, and the dense layers that DeepSeek-V3 begins with: its experts, of 22 GB a layer in 16
+# bits, are in none of them.
+_DEEPSEEK_V3 = dict(
+    vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=16, num_attention_heads=128,
+    num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, max_position_embeddings=163840, rms_norm_eps=1e-6, first_k_dense_replace=61,
+)  # fmt: skip
+_DEEPSEEK_ROPE = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=40.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+    original_max_position_embeddings=4096,
+)  # fmt: skip
+_FEW_LATENT_HEADS = dict(
+    vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=4, q_lora_rank=64, max_position_embeddings=1024,
+)  # fmt: skip
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -53,9 +68,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt-oss-20b": ("GptOss", _GPT_OSS, _GPT_OSS_ROPE),
     "qwen3-8b": ("Qwen3", _QWEN3, _rope(1e6)),
     "llama-3-8b": ("Llama", _LLAMA3, _rope(5e5)),
+    "deepseek-v3-dense": ("DeepseekV3", _DEEPSEEK_V3, _DEEPSEEK_ROPE),
     "gpt-oss-tiny": ("GptOss", _GPT_OSS | _SMALL | _FEW_EXPERTS, _GPT_OSS_ROPE),
     "qwen3-tiny": ("Qwen3", _QWEN3 | _SMALL, _rope(1e6)),
     "llama-3-tiny": ("Llama", _LLAMA3 | _SMALL, _rope(5e5)),
+    "deepseek-v3-tiny": ("DeepseekV3", _DEEPSEEK_V3 | _FEW_LATENT_HEADS, _DEEPSEEK_ROPE),
 }
 
 
@@ -179,4 +196,5 @@ def bytes_of(model: Model) -> tuple[int, int]:
     full = sum(
         kind == "full_attention" for kind in sizes.get("layer_types", ["full_attention"] * sizes["num_hidden_layers"])
     )
-    return weights, full * 2 * sizes["num_key_value_heads"] * sizes["head_dim"] * 2
+    latent = sizes["kv_lora_rank"] + sizes["qk_rope_head_dim"] if "kv_lora_rank" in sizes else 0
+    return weights, full * 2 * (latent or 2 * sizes["num_key_value_heads"] * sizes["head_dim"])

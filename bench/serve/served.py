@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ def arguments(run: load.Run) -> dict[str, Any]:
         said["attention_config"] = {"backend": case.backend}
     if case.experts and run.packed:
         said["quantization"] = "attnkit_mxfp4"
+    if run.kv_cache != "auto":
+        said["kv_cache_dtype"] = run.kv_cache
     if run.device != "cpu":
         said["gpu_memory_utilization"] = _SHARE
     if run.eager:
@@ -192,17 +194,27 @@ def prefill(engine: Engine) -> dict[str, Any]:
     return {"requests": asked.prefills, "tokens": total, "total_s": steps.seconds, "tokens_s": total / steps.seconds}
 
 
-def long(engine: Engine) -> dict[str, Any]:
+def behind(engine: Engine, prompts: load.Behind) -> dict[str, Any]:
     """As many of the requests as have their keys in memory at once."""
     asked, run = engine.run.load, engine.run
-    count = asked.long_requests
+    count, new = prompts.requests, asked.new_behind(prompts)
     if run.device != "cpu":
         weights, keys = (n // run.tensor_parallel for n in bytes_of(run.served))
+        keys //= 2 if run.kv_cache.startswith("fp8") else 1
         left = _SHARE * torch.cuda.get_device_properties(0).total_memory - weights - _SAFETY
-        count = max(1, min(count, int(left // (keys * (asked.long + asked.long_new)))))
-    engine.serve(engine.prompts(min(2, count), asked.long), asked.long_new, most=4)
-    steps = engine.serve(engine.prompts(count, asked.long), asked.long_new, most=asked.long_steps)
+        count = max(1, min(count, int(left // (keys * (prompts.prompt + new)))))
+    engine.serve(engine.prompts(min(2, count), prompts.prompt), new, most=4)
+    steps = engine.serve(engine.prompts(count, prompts.prompt), new, most=asked.steps_behind)
     return decoding(steps, count)
+
+
+PARTS: dict[str, Callable[[Engine], dict[str, Any]]] = {
+    "decode": decode,
+    "single": single,
+    "prefill": prefill,
+    "behind": lambda engine: behind(engine, engine.run.load.behind),
+    "long": lambda engine: behind(engine, engine.run.load.long),
+}
 
 
 def judged(engine: Engine) -> dict[str, Any]:
@@ -252,7 +264,7 @@ def main(run: load.Run) -> None:
     record["engine"] = described(engine)
     note(f"started, {record['engine']}")
     for name in run.parts:
-        record["parts"][name] = {"decode": decode, "single": single, "prefill": prefill, "long": long}[name](engine)
+        record["parts"][name] = PARTS[name](engine)
         note(f"{name}: {record['parts'][name]}")
     if run.judge:
         record["judged"] = judged(engine)

@@ -15,6 +15,8 @@ _SPEED = (
     ("decode ms a step", "decode", "ms", 2, False),
     ("one request, ms a token", "single", "ms", 2, False),
     ("prefill tok/s", "prefill", "tokens_s", 0, True),
+    ("behind: tok/s", "behind", "tokens_s", 0, True),
+    ("behind: ms a step", "behind", "ms", 2, False),
     ("long: tok/s", "long", "tokens_s", 0, True),
     ("long: ms a step", "long", "ms", 2, False),
 )

@@ -31,8 +31,10 @@ NAN = float("nan")
 
 
 def empty_cache(pages: int, heads: int, page: int, dim: int, dtype=torch.float32) -> torch.Tensor:
-    """A layer's cache as vLLM allocates it in the layout LBNHC, logically (Np, Hkv, Ps, 2D), full of NaN."""
-    return torch.full((pages, page, heads, 2 * dim), NAN, dtype=dtype).transpose(1, 2)
+    """A layer's cache as vLLM allocates it in the layout LBNHC, logically (Np, Hkv, Ps, 2D), full of NaN, in bytes of
+    those of E4M3."""
+    nan = 0x7F if dtype is torch.uint8 else NAN
+    return torch.full((pages, page, heads, 2 * dim), nan, dtype=dtype).transpose(1, 2)
 
 
 class Batch:
@@ -127,6 +129,39 @@ def test_a_step_equals_each_request_alone(past, new, more):
     torch.testing.assert_close(again, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("scale", [[1.5], [0.5, 2.0]], ids=["tensor", "head"])
+@pytest.mark.parametrize(("past", "new"), [([30, 9, 17], [1, 1, 1]), ([30, 0, 17], [5, 9, 1])], ids=["single", "mixed"])
+def test_a_step_over_e4m3_is_attention_of_what_is_stored(past, new, scale, dtype):
+    """Keys and values are stored divided by their scales; queries are rounded too where they are no single tokens."""
+    torch.manual_seed(0)
+    by = {name: factor * torch.tensor(scale) for name, factor in (("q", 0.25), ("k", 1.0), ("v", 3.0))}
+
+    def rounded(x: torch.Tensor, name: str) -> torch.Tensor:  # (T, H, D) as E4M3
+        heads = by[name].repeat_interleave(x.shape[1] // len(scale))[:, None]
+        return (x.float() / heads).to(steps.E4M3)
+
+    def meant(x: torch.Tensor, name: str) -> torch.Tensor:
+        return rounded(x, name).float() * by[name].repeat_interleave(x.shape[1] // len(scale))[:, None]
+
+    scales = steps.Scales(
+        *by.values(), lambda q: rounded(q.unflatten(-1, (4, 32)), "q").flatten(1)
+    )  # fmt: skip
+    batch = Batch(past, new, dtype=dtype)
+    batch.cache = empty_cache(batch.cache.shape[0], 2, batch.page, 32, torch.uint8)
+    for b, n in enumerate(batch.lengths):
+        steps.store(batch.k[b], batch.v[b], batch.cache, batch.slots(b, 0, n), scales)
+    layer = layer_of(batch)
+    assert layer.fp8 and layer.dtype is dtype
+    held = torch.full_like(batch.q, NAN)
+    steps.attend(layer, batch.step, batch.q, batch.cache, None, held, decodes=True, scales=scales)
+    batch.k, batch.v = ([meant(x, name) for x in given] for name, given in (("k", batch.k), ("v", batch.v)))
+    batch.q = batch.q.float() if max(new) == 1 else meant(batch.q, "q")
+    # One rounding of the result, to bfloat16 where queries are E4M3.
+    bound = 2**-8 if max(new) > 1 or dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(held.float(), batch.expected(), rtol=bound, atol=1e-5)
+
+
 def test_what_pads_a_batch_has_no_result_and_reads_nothing():
     """vLLM's tensors are longer than the batch, and a request that pads it has no query and a length of 0."""
     batch = Batch([30, 9], [1, 1])
@@ -217,7 +252,9 @@ def test_the_table_says_which_layers_run():
         torch.set_default_dtype(torch.float32)
     assert "D=80" in word(dim=80) and "sm90" in word(dim=80)
     assert "f32" in word(dtype=torch.float32, cache_dtype=torch.float32)
-    assert "f8e4m3" in word(cache_dtype=torch.float8_e4m3fn)
+    for op in (steps.MIXED, steps.SINGLE):
+        assert word(op=op, cache_dtype=steps.E4M3) is None
+    assert "f8e4m3" in word(cache_dtype=steps.E4M3, on="sm100")
     assert "Ps must be a multiple of 16" in word(op=steps.SINGLE, page=8)
     assert word(on="cpu", dim=80, dtype=torch.float32, cache_dtype=torch.float32) is None
 

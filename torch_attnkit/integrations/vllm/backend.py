@@ -28,7 +28,6 @@ from . import steps
 
 # What the table has no word for, by the name of the argument of an attention layer. What it has words for, it refuses.
 _FOREIGN = {"alibi_slopes": "ALiBi", "use_alibi_sqrt": "ALiBi", "chunk_lookback": "chunks that look back"}
-_FEWER_BITS = f"with queries of 16 bits {steps.SINGLE} alone takes caches of 8 bits"
 
 
 class AsksTheTable:
@@ -97,7 +96,7 @@ class AttnkitBackend(AsksTheTable, AttentionBackend):
             kv_heads=1,
             dim=config["head_size"],
             dtype=config["dtype"],
-            cache_dtype=cache_dtype(config["kv_cache_dtype"], config["dtype"]),
+            cache_dtype=cache_dtype(config["kv_cache_dtype"], config["dtype"], fp8=True),
             page=config["block_size"] or 16,
             window=1 if config.get("has_sliding_window") else -1,
             sink=bool(config["has_sink"]),
@@ -169,7 +168,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         dtype = torch.get_default_dtype()  # vLLM's way to say the model's
         self.layer = steps.Layer(
-            num_heads, self.num_kv_heads, head_size, dtype, cache_dtype(kv_cache_dtype, dtype),
+            num_heads, self.num_kv_heads, head_size, dtype, cache_dtype(kv_cache_dtype, dtype, fp8=True),
             page=get_current_vllm_config().cache_config.block_size or 16,
             scale=self.scale,
             window=-1 if sliding_window is None else sliding_window,
@@ -181,6 +180,13 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
             raise UnsupportedError(f"attnkit for vLLM: {word}")
         self.decodes = steps.refusal(steps.SINGLE, self.layer, where) is None
         self.sink: torch.Tensor | None = None
+        if self.layer.fp8:
+            from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+            from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+            group = head_size * num_heads // self.num_kv_heads  # columns of the query heads of a KV head
+            self.by_tensor = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR)
+            self.by_head = QuantFP8(static=True, group_shape=GroupShape(-1, group))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is not None:
@@ -191,7 +197,15 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         slot_mapping: torch.Tensor,
     ) -> None:  # fmt: skip
         """Write key and value (T, Hkv, D) of a step's tokens into the cache."""
-        steps.store(key, value, kv_cache, slot_mapping)
+        steps.store(key, value, kv_cache, slot_mapping, self.scales(layer))
+
+    def scales(self, layer: Any) -> steps.Scales | None:
+        """Those of a cache in E4M3: vLLM's, of the checkpoint or ones."""
+        if not self.layer.fp8:
+            return None
+        q_scale = layer._q_scale
+        quantize = self.by_tensor if q_scale.numel() == 1 else self.by_head
+        return steps.Scales(q_scale, layer._k_scale, layer._v_scale, lambda q: quantize(q, q_scale)[0])
 
     def forward(
         self,
@@ -218,7 +232,10 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         if self.sink is None:  # weights were not loaded by a loader that tells of it
             self.process_weights_after_loading(query.dtype)
         n = attn_metadata.tokens
-        steps.attend(self.layer, attn_metadata, query[:n], kv_cache, self.sink, output[:n], decodes=self.decodes)
+        steps.attend(
+            self.layer, attn_metadata, query[:n], kv_cache, self.sink, output[:n], decodes=self.decodes,
+            scales=self.scales(layer),
+        )  # fmt: skip
         return output
 
 
@@ -227,15 +244,17 @@ def target() -> Target:
     return target_of(torch.device(current_platform.device_type))
 
 
-def cache_dtype(kv_cache_dtype: str | None, dtype: torch.dtype, why: str = _FEWER_BITS) -> torch.dtype:
+def cache_dtype(kv_cache_dtype: str | None, dtype: torch.dtype, *, fp8: bool, why: str = "") -> torch.dtype:
     """The dtype that vLLM's word for a cache stands for beside a model of ``dtype``.
 
     Raises:
-        UnsupportedError: a word for 8 or 4 bits, ``why``.
+        UnsupportedError: a word for 4 bits, E5M2 or, without ``fp8``, E4M3, and ``why``.
     """
     words = {None: dtype, "auto": dtype, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    words |= {"fp8": steps.E4M3, "fp8_e4m3": steps.E4M3} if fp8 else {}
     if kv_cache_dtype not in words:
+        accepted = ", ".join(repr(word) for word in words if word is not None)
         raise UnsupportedError(
-            f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: 'auto', 'float16', 'bfloat16'; {why}"
+            f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: {accepted}{why and f'; {why}'}"
         )
     return words[kv_cache_dtype]

@@ -238,5 +238,5 @@ def layer_of(
     """A layer of vLLM's as the ops see it. Raises UnsupportedError for a cache of 8 or 4 bits."""
     return steps.LatentLayer(
         heads, dims.kv_lora_rank, dims.qk_rope_head_dim, dims.qk_nope_head_dim, dims.v_head_dim, dtype,
-        cache_dtype(kv_cache_dtype, dtype, _FEWER_BITS), page, scale,
+        cache_dtype(kv_cache_dtype, dtype, fp8=False, why=_FEWER_BITS), page, scale,
     )  # fmt: skip

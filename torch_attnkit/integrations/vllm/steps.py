@@ -4,6 +4,9 @@ vLLM stores keys and values side by side: a layer's cache is (Np, Hkv, Ps, 2D), 
 outside its heads in memory. Both halves are the ops' (Np, Ps, Hkv, D) as views. Nothing is copied on the way: new keys
 and values are written from where they lie, and attention writes into vLLM's own output.
 
+Caches of E4M3 hold keys and values divided by a scale. Single tokens attend them with queries of the model's dtype;
+blocks of queries are brought into E4M3 first, as vLLM's own backends do.
+
 The cache of an MLA layer is (Np, Ps, rank + rope): a row is the latent of a token and its rotated key. Decode reads it
 as the one KV head of all queries, whose values are the first ``rank`` columns of the same rows. Prompts are attended as
 heads of their own, whose keys and values the layer makes of latents.
@@ -11,6 +14,7 @@ heads of their own, whose keys and values the layer makes of latents.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +25,7 @@ from torch_attnkit.core.dispatch import OPS, resolve
 
 ops = torch.ops.attnkit
 MIXED, SINGLE, PROMPTS = "flash_attention_paged", "sdpa_decode_paged", "flash_attention_varlen"
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,33 @@ class Layer:
     @property
     def options(self) -> dict[str, Any]:
         return dict(scale=self.scale, window=self.window, softcap=self.softcap)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether caches are E4M3."""
+        return self.cache_dtype is E4M3
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What q, k and v in E4M3 stand for themselves times: one float32 number each, or one a KV head (Hkv,).
+
+    ``quantize`` brings queries (T, Hq * D) into E4M3, divided by q's.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    quantize: Callable[[torch.Tensor], torch.Tensor]
+
+    def of(self, requests: int) -> dict[str, torch.Tensor]:
+        """Those of the cache as arguments of an op that attends so many requests."""
+        return dict(k_scale=_each(self.k, requests), v_scale=_each(self.v, requests))
+
+
+def _each(scale: torch.Tensor, requests: int) -> torch.Tensor:
+    """One number (), or (B, Hkv)."""
+    return scale.reshape(()) if scale.numel() == 1 else scale.expand(requests, -1)
 
 
 @dataclass(frozen=True)
@@ -97,35 +129,51 @@ def _power_of_two(n: int) -> int:
 
 
 def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer's cache (Np, Hkv, Ps, 2D): two views (Np, Ps, Hkv, D)."""
+    """Keys and values of a layer's cache (Np, Hkv, Ps, 2D): two views (Np, Ps, Hkv, D). Bytes are E4M3."""
+    if kv_cache.dtype is torch.uint8:
+        kv_cache = kv_cache.view(E4M3)
     k, v = kv_cache.transpose(1, 2).chunk(2, dim=-1)
     return k, v
 
 
-def store(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+def store(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, scales: Scales | None = None
+) -> None:
     """Write the tokens' key and value (T, Hkv, D) into the cache (Np, Hkv, Ps, 2D): token t goes to page ``slots[t] //
-    Ps``, place ``slots[t] % Ps``; slots (at most T,) of -1 are skipped, and tokens past the last slot."""
+    Ps``, place ``slots[t] % Ps``; slots (at most T,) of -1 are skipped, and tokens past the last slot. A cache of E4M3
+    has ``scales``."""
     n = slots.shape[0]
-    ops.paged_kv_cache_write(key[:n], value[:n], *halves(kv_cache), slots)
+    by = () if scales is None else tuple(s.reshape(()) if s.numel() == 1 else s for s in (scales.k, scales.v))
+    ops.paged_kv_cache_write(key[:n], value[:n], *halves(kv_cache), slots, *by)
 
 
 def attend(
     layer: Layer, step: Step, q: torch.Tensor, kv_cache: torch.Tensor, sink: torch.Tensor | None, out: torch.Tensor,
-    *, decodes: bool,
+    *, decodes: bool, scales: Scales | None = None,
 ) -> None:  # fmt: skip
     """Attention of the step's queries (Tq, Hq, D) over the cache, their own keys in it, into out (Tq, Hq, D). Causal.
 
-    ``sink`` is (Hq,) float32. ``decodes`` allows ``sdpa_decode_paged`` where every request has one token.
+    ``sink`` is (Hq,) float32. ``decodes`` allows ``sdpa_decode_paged`` where every request has one token. A cache of
+    E4M3 has ``scales``.
     """
     k, v = halves(kv_cache)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # nobody reads it
+    requests = step.kv_len.shape[0]
+    options = layer.options | ({} if scales is None else scales.of(requests))
     if decodes and step.single:
-        ops.sdpa_decode_paged_out(q, k, v, step.block_table, step.kv_len, sink, **layer.options, out=out, lse=lse)
+        ops.sdpa_decode_paged_out(q, k, v, step.block_table, step.kv_len, sink, **options, out=out, lse=lse)
         return
+    into = out
+    if scales is not None:
+        q = scales.quantize(q.flatten(1)).view(q.shape)
+        options |= dict(q_scale=_each(scales.q, requests))
+        into = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
     ops.flash_attention_paged_out(
         q, k, v, step.cu_seqlens_q, step.block_table, step.kv_len, sink, max_seqlen_q=step.max_seqlen_q,
-        max_seqlen_k=step.max_seqlen_k, **layer.options, out=out, lse=lse,
+        max_seqlen_k=step.max_seqlen_k, **options, out=into, lse=lse,
     )  # fmt: skip
+    if into is not out:
+        out.copy_(into)
 
 
 def refusal(op: str, layer: Layer, target: Target) -> str | None:
@@ -134,8 +182,10 @@ def refusal(op: str, layer: Layer, target: Target) -> str | None:
     k, v = halves(kv_cache.transpose(1, 2))
     # vLLM makes the model's dtype torch's default while it builds layers.
     sink = _meta(torch.float32, layer.heads) if layer.sink else None
-    q = _meta(layer.dtype, 2, layer.heads, layer.dim)
-    return _refusal(op, target, dict(q=q, k_cache=k, v_cache=v, sink=sink, **layer.options))
+    scale = _meta(torch.float32) if layer.fp8 else None
+    scales = dict(k_scale=scale, v_scale=scale, q_scale=scale if op == MIXED else None)
+    q = _meta(layer.cache_dtype if layer.fp8 and op == MIXED else layer.dtype, 2, layer.heads, layer.dim)
+    return _refusal(op, target, dict(q=q, k_cache=k, v_cache=v, sink=sink, **scales, **layer.options))
 
 
 def _refusal(op: str, target: Target, given: dict[str, Any]) -> str | None:
