@@ -17,7 +17,9 @@ LLAMA = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dt
 DEEPSEEK = LLAMA._replace(head_size=576, use_mla=True)
 # Part of the word, and what is asked for.
 REFUSED = {
-    "kv_cache_dtype is 'fp8', accepted: 'auto', 'float16', 'bfloat16'": dict(kv_cache_dtype="fp8"),
+    "kv_cache_dtype is 'fp8_e5m2', accepted: 'auto', 'float16', 'bfloat16', 'fp8', 'fp8_e4m3'": dict(
+        kv_cache_dtype="fp8_e5m2"
+    ),
     "k_cache is f16": dict(kv_cache_dtype="float16"),
     "block_size not supported": dict(block_size=24),
     "MLA not supported": dict(use_mla=True),

@@ -1,8 +1,10 @@
 """python tests/vllm/run.py [MODEL ...]: vLLM on our attention backend beside vLLM on its own, on this machine's CPU.
 
 Each of the tiny checkpoints of models.py generates in processes of their own. In float32 tokens have to be equal and
-log-probabilities within 1e-4. In bfloat16 both are judged by their run in float32 at the same tokens: ours may be no
-farther from it than theirs. The cache has to have served prefixes, and ours has to have run our ops and theirs none.
+log-probabilities within 1e-4. In bfloat16, and over caches in FP8, both are judged by their run in float32 at the same
+tokens: ours may be no farther from it than theirs. Over FP8 that is said of log-probabilities alone: how far tokens are
+behind the likeliest is the mean of the few that are not it. The cache has to have served prefixes, and ours has to have
+run our ops and theirs none.
 ``make vllm`` makes the environment and runs this there.
 """
 
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import torch
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-4  # of a log-probability
@@ -41,6 +44,10 @@ LATENT = {
     "heads in two processes": {"tensor_parallel_size": 2},
     "drafts of three tokens": {"speculative_config": DRAFTS},
 }
+# What is judged by float32. vLLM's own backend attends FP8 on CPUs with AVX-512 alone, MLA's on none.
+ROUNDED = {"in bfloat16": {"dtype": "bfloat16"}, "over caches in FP8": {"dtype": "float32", "kv_cache_dtype": "fp8"}}
+PROBABILITIES = "log-probabilities off by"
+FP8 = "AVX512" in torch.backends.cpu.get_cpu_capability()
 OPS = {"paged_kv_cache_write", "flash_attention_paged_out", "sdpa_decode_paged_out"}
 OPS_OF_MLA = {"paged_kv_cache_write", "flash_attention_varlen", "sdpa_decode_paged"}
 
@@ -54,10 +61,13 @@ def main(names: list[str]) -> int:
         shared = SHARED if packed else LATENT if latent else {}
         with tempfile.TemporaryDirectory() as folder:
             dense, checkpoint = models.save(name, Path(folder))
-            low = [
-                generated(at, backend, dtype="bfloat16") for at, backend in ((dense, reference), (checkpoint, "CUSTOM"))
-            ]
-            texts = [(r["prompt"] + r["tokens"], len(r["tokens"])) for run in low for r in requests(run)]
+            rounded = {
+                words: [generated(at, by, **how) for at, by in ((dense, reference), (checkpoint, "CUSTOM"))]
+                for words, how in ROUNDED.items()
+                if "kv_cache_dtype" not in how or (FP8 and not latent)
+            }
+            runs = [run for both in rounded.values() for run in both]
+            texts = [(r["prompt"] + r["tokens"], len(r["tokens"])) for run in runs for r in requests(run)]
             theirs = generated(dense, reference, texts, dtype="float32")
             for words, options in {name: {}, **shared}.items():
                 ours = generated(checkpoint, "CUSTOM", dtype="float32", **options)
@@ -65,10 +75,13 @@ def main(names: list[str]) -> int:
                 wrong = differences(theirs, ours) + used(theirs, ours, set() if options else ops)
                 failed |= bool(wrong)
                 print(f"{words}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
-            wrong, words = farther(*low, theirs["told"])
-            wrong += used(*low, ops)
-            failed |= bool(wrong)
-            print(f"{name} in bfloat16: {'; '.join(wrong) or 'as near to float32'}", words, flush=True)
+            told = iter(theirs["told"])
+            for what, both in rounded.items():
+                wrong, words = farther(*both, [next(told) for run in both for _ in requests(run)])
+                wrong = [word for word in wrong if "FP8" not in what or word.startswith(PROBABILITIES)]
+                wrong += used(*both, ops)
+                failed |= bool(wrong)
+                print(f"{name} {what}: {'; '.join(wrong) or 'as near to float32'}", words, flush=True)
     return int(failed)
 
 
@@ -129,7 +142,7 @@ def used(theirs: dict[str, Any], ours: dict[str, Any], ops: set[str]) -> list[st
 
 
 def farther(theirs: dict[str, Any], ours: dict[str, Any], told: list[list[list[float]]]) -> tuple[list[str], str]:
-    """What of ours in bfloat16 is farther from float32 than theirs, and how far both are; ``told`` are float32's
+    """What of ours is farther from float32 than theirs, and how far both are; ``told`` are float32's
     log-probabilities at each place of theirs and then of ours."""
     wrong, words = [], []
     half = len(requests(theirs))
@@ -149,7 +162,7 @@ def from_float32(run: dict[str, Any], told: list[list[list[float]]]) -> dict[str
         for token, place, row in zip(request["tokens"], request["logprobs"], rows, strict=True):
             off += [abs(p - row[int(t)]) for t, p in place.items()]
             behind.append(max(row) - row[token])
-    return {"log-probabilities off by": statistics.fmean(off), "tokens behind by": statistics.fmean(behind)}
+    return {PROBABILITIES: statistics.fmean(off), "tokens behind by": statistics.fmean(behind)}
 
 
 def summary(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
