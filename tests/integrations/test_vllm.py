@@ -144,9 +144,7 @@ def test_a_step_over_e4m3_is_attention_of_what_is_stored(past, new, scale, dtype
     def meant(x: torch.Tensor, name: str) -> torch.Tensor:
         return rounded(x, name).float() * by[name].repeat_interleave(x.shape[1] // len(scale))[:, None]
 
-    scales = steps.Scales(
-        *by.values(), lambda q: rounded(q.unflatten(-1, (4, 32)), "q").flatten(1)
-    )  # fmt: skip
+    scales = steps.Scales.of(tuple(by.values()), 5, 2, lambda q: rounded(q.unflatten(-1, (4, 32)), "q").flatten(1))
     batch = Batch(past, new, dtype=dtype)
     batch.cache = empty_cache(batch.cache.shape[0], 2, batch.page, 32, torch.uint8)
     for b, n in enumerate(batch.lengths):

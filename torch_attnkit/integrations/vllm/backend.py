@@ -180,6 +180,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
             raise UnsupportedError(f"attnkit for vLLM: {word}")
         self.decodes = steps.refusal(steps.SINGLE, self.layer, where) is None
         self.sink: torch.Tensor | None = None
+        self.made: steps.Scales | None = None
         if self.layer.fp8:
             from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
             from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -187,6 +188,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
             group = head_size * num_heads // self.num_kv_heads  # columns of the query heads of a KV head
             self.by_tensor = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR)
             self.by_head = QuantFP8(static=True, group_shape=GroupShape(-1, group))
+            self.requests = int(get_current_vllm_config().scheduler_config.max_num_seqs)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is not None:
@@ -200,12 +202,14 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         steps.store(key, value, kv_cache, slot_mapping, self.scales(layer))
 
     def scales(self, layer: Any) -> steps.Scales | None:
-        """Those of a cache in E4M3: vLLM's, of the checkpoint or ones."""
-        if not self.layer.fp8:
-            return None
-        q_scale = layer._q_scale
-        quantize = self.by_tensor if q_scale.numel() == 1 else self.by_head
-        return steps.Scales(q_scale, layer._k_scale, layer._v_scale, lambda q: quantize(q, q_scale)[0])
+        """Those of a cache in E4M3: vLLM's, of the checkpoint or ones. Its profiling run makes them, before any CUDA
+        graph is captured."""
+        if self.layer.fp8 and self.made is None:
+            q_scale = layer._q_scale
+            quantize = self.by_tensor if q_scale.numel() == 1 else self.by_head
+            given = q_scale, layer._k_scale, layer._v_scale
+            self.made = steps.Scales.of(given, self.requests, self.num_kv_heads, lambda q: quantize(q, q_scale)[0])
+        return self.made
 
     def forward(
         self,
@@ -227,6 +231,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("attnkit for vLLM: output_scale is given, accepted: None (16 or 32 bits out)")
+        scales = self.scales(layer)
         if attn_metadata is None:
             return output.zero_()
         if self.sink is None:  # weights were not loaded by a loader that tells of it
@@ -234,7 +239,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         n = attn_metadata.tokens
         steps.attend(
             self.layer, attn_metadata, query[:n], kv_cache, self.sink, output[:n], decodes=self.decodes,
-            scales=self.scales(layer),
+            scales=scales,
         )  # fmt: skip
         return output
 

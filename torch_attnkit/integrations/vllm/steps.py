@@ -56,7 +56,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Scales:
-    """What q, k and v in E4M3 stand for themselves times: one float32 number each, or one a KV head (Hkv,).
+    """What q, k and v in E4M3 stand for themselves times, float32 (R, Hkv) each: a row a request, all rows alike. They
+    are made once for a layer, so that no step spreads a number over its requests.
 
     ``quantize`` brings queries (T, Hq * D) into E4M3, divided by q's.
     """
@@ -66,14 +67,18 @@ class Scales:
     v: torch.Tensor
     quantize: Callable[[torch.Tensor], torch.Tensor]
 
-    def of(self, requests: int) -> dict[str, torch.Tensor]:
-        """Those of the cache as arguments of an op that attends so many requests."""
-        return dict(k_scale=_each(self.k, requests), v_scale=_each(self.v, requests))
+    @classmethod
+    def of(
+        cls, given: tuple[torch.Tensor, ...], requests: int, kv_heads: int,
+        quantize: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Scales:  # fmt: skip
+        """From one number or one a KV head (Hkv,) for each of q, k and v."""
+        q, k, v = (scale.detach().float().flatten().expand(requests, kv_heads).contiguous() for scale in given)
+        return cls(q, k, v, quantize)
 
-
-def _each(scale: torch.Tensor, requests: int) -> torch.Tensor:
-    """One number (), or (B, Hkv)."""
-    return scale.reshape(()) if scale.numel() == 1 else scale.expand(requests, -1)
+    def rows(self, requests: int, names: str) -> dict[str, torch.Tensor]:
+        """Those of ``names`` as arguments of an op that attends so many requests."""
+        return {f"{name}_scale": getattr(self, name)[:requests] for name in names}
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def store(
     Ps``, place ``slots[t] % Ps``; slots (at most T,) of -1 are skipped, and tokens past the last slot. A cache of E4M3
     has ``scales``."""
     n = slots.shape[0]
-    by = () if scales is None else tuple(s.reshape(()) if s.numel() == 1 else s for s in (scales.k, scales.v))
+    by = () if scales is None else (scales.k[0], scales.v[0])
     ops.paged_kv_cache_write(key[:n], value[:n], *halves(kv_cache), slots, *by)
 
 
@@ -159,14 +164,14 @@ def attend(
     k, v = halves(kv_cache)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # nobody reads it
     requests = step.kv_len.shape[0]
-    options = layer.options | ({} if scales is None else scales.of(requests))
+    options = layer.options | ({} if scales is None else scales.rows(requests, "kv"))
     if decodes and step.single:
         ops.sdpa_decode_paged_out(q, k, v, step.block_table, step.kv_len, sink, **options, out=out, lse=lse)
         return
     into = out
     if scales is not None:
         q = scales.quantize(q.flatten(1)).view(q.shape)
-        options |= dict(q_scale=_each(scales.q, requests))
+        options |= scales.rows(requests, "q")
         into = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
     ops.flash_attention_paged_out(
         q, k, v, step.cu_seqlens_q, step.block_table, step.kv_len, sink, max_seqlen_q=step.max_seqlen_q,
