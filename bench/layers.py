@@ -81,14 +81,14 @@ class Attention:
         what = f"decode, batch {self.batch}" if self.tokens == 1 else f"prefill, {self.batch} x {self.tokens} tokens"
         return what + (f", behind {self.context}" if self.context else "")
 
-    def make(self, model: Any, draw: int = 0) -> Run:
+    def make(self, model: Any, sample: int = 0) -> Run:
         """The whole call."""
-        sequences = range(draw * self.batch, (draw + 1) * self.batch)
+        sequences = range(sample * self.batch, (sample + 1) * self.batch)
         return self._call(model, sequences, self.tokens)
 
-    def pieces(self, model: Any, draw: int = 0) -> Run:
+    def pieces(self, model: Any, sample: int = 0) -> Run:
         """The same in pieces that eager attention has memory for."""
-        sequences = range(draw * self.batch, (draw + 1) * self.batch)
+        sequences = range(sample * self.batch, (sample + 1) * self.batch)
         calls = [self._call(model, range(i, i + 1), _PIECE) for i in sequences]
         return lambda: torch.cat([call() for call in calls])
 
@@ -172,10 +172,10 @@ def _set_back(layer: Any, state: State) -> None:
 
 def judged(case: Attention, ours: Any, theirs: Any) -> tuple[bool, str]:
     """As ``models.judged``, of so many draws as it takes to have rows enough."""
-    draws = range(-(-models._ROWS // (case.batch * case.tokens)))
+    samples = range(-(-models._ROWS // (case.batch * case.tokens)))
 
     def rows(model: Any, whole: bool) -> torch.Tensor:
-        made = (case.make(model, draw) if whole else case.pieces(model, draw) for draw in draws)
+        made = (case.make(model, sample) if whole else case.pieces(model, sample) for sample in samples)
         return torch.cat([run().flatten(0, 1) for run in made])  # (R, N)
 
     return models.judged(case, rows(ours, True), rows(theirs, False), rows(models.exact_of(theirs), False))

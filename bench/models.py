@@ -54,7 +54,7 @@ Run = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Something to run: ``make(model, draw)`` gives the call. ``rows`` of results come from one."""
+    """Something to run: ``make(model, sample)`` gives the call. ``rows`` of results come from one."""
 
     name: str
     rows: int
@@ -63,8 +63,8 @@ class Case:
 
     def results(self, model: Any) -> torch.Tensor:
         """Rows of results (R, V) of as many draws as ``_ROWS`` takes."""
-        draws = range(-(-_ROWS // self.rows))
-        return torch.cat([self.make(model, draw)().flatten(0, 1) for draw in draws])
+        samples = range(-(-_ROWS // self.rows))
+        return torch.cat([self.make(model, sample)().flatten(0, 1) for sample in samples])
 
 
 def gpt_oss_config(layers: int, **changes: Any) -> GptOssConfig:
@@ -173,9 +173,9 @@ def _call(model: Any, cache: StaticCache, length: int, ids: torch.Tensor, masks:
 def decode(batch: int, context: int) -> Case:
     """A step of ``batch`` sequences, each behind ``context`` tokens whose keys and values are random."""
 
-    def make(model: Any, draw: int = 0) -> Run:
+    def make(model: Any, sample: int = 0) -> Run:
         c, device = model.config, model.device
-        torch.manual_seed(draw)
+        torch.manual_seed(sample)
         ids = torch.randint(c.vocab_size, (batch, 1), device=device)
         cache = _cache(model, context + 1)
         cache.early_initialization(batch, c.num_key_value_heads, c.head_dim, model.dtype, device)
@@ -191,9 +191,9 @@ def decode(batch: int, context: int) -> Case:
 
 
 def prefill(tokens: int) -> Case:
-    def make(model: Any, draw: int = 0) -> Run:
+    def make(model: Any, sample: int = 0) -> Run:
         device = model.device
-        torch.manual_seed(draw)
+        torch.manual_seed(sample)
         ids = torch.randint(model.config.vocab_size, (1, tokens), device=device)
         cache = _cache(model, tokens)
         masks = _masks(model, ids, cache)
@@ -207,9 +207,9 @@ def prefill(tokens: int) -> Case:
 
 
 def moe(tokens: int, vocabulary: int = VOCABULARY) -> Case:
-    def make(block: Any, draw: int = 0) -> Run:
+    def make(block: Any, sample: int = 0) -> Run:
         weight = block.gate.weight
-        torch.manual_seed(draw)
+        torch.manual_seed(sample)
         ids = torch.randint(vocabulary, (tokens, 1), device=weight.device)
         x = torch.randn(tokens, 1, weight.shape[1], dtype=torch.bfloat16, device=weight.device).to(weight.dtype)
         return lambda: block(x, input_ids=ids)

@@ -49,8 +49,8 @@ def contenders(theirs: Any, how: dict[str, Any], compile_theirs: bool) -> dict[s
 
 def rows(case: models.Case, model: Any) -> torch.Tensor:
     """Rows of results (R, V) of as many draws as ``_ROWS`` takes."""
-    draws = range(-(-_ROWS // case.rows))
-    return torch.cat([case.make(model, draw)().flatten(0, 1) for draw in draws])
+    samples = range(-(-_ROWS // case.rows))
+    return torch.cat([case.make(model, sample)().flatten(0, 1) for sample in samples])
 
 
 def judged(compiled: torch.Tensor, modules: torch.Tensor, theirs: torch.Tensor) -> tuple[bool, str]:

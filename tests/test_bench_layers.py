@@ -100,7 +100,7 @@ def test_a_comparison_says_what_is_wrong_and_what_failed(monkeypatch, capsys):
     assert "decode, batch 2, behind 40: right: median row's error" in words
     assert "a time of ours, transformers" in words
 
-    def fails(case, model, draw=0):
+    def fails(case, model, sample=0):
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(layers.Attention, "make", fails)

@@ -84,7 +84,7 @@ def test_a_comparison_counts_what_is_wrong_and_goes_on_behind_what_fails(monkeyp
     monkeypatch.setattr(models, "timed", lambda case, pair: "a time")
     monkeypatch.setattr(models.console, "_width", 500)
 
-    def fails(model, draw=0):
+    def fails(model, sample=0):
         if hasattr(model.model.layers[0].mlp.experts, "down_proj_packed"):
             raise ValueError("no such kernel")
         return lambda: torch.zeros(1, 64, 128)

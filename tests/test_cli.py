@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 import torch_attnkit
 from bench.__main__ import table
 from torch_attnkit import UnsupportedError, cli, manual, report
-from torch_attnkit.core import Target, seams, support
+from torch_attnkit.core import Target, runtimes, support
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.parity import command, random_run
-from torch_attnkit.parity.places import Place
+from torch_attnkit.parity.runners import Runner
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,11 +52,11 @@ def test_tables_fit_80_columns(run, monkeypatch, capsys):
     assert fits(result.output) and "torch_attnkit[" in joined and "kernelsinthetable" in joined
 
     longest = max(OPS, key=len)
-    place = Place("cpu", "CPU", Target("sm90", simulated=True))
+    runner = Runner("cpu", "CPU", Target("sm90", simulated=True))
     rows = [row for row in support.support("sm90") if row[0].name == longest]
     monkeypatch.setattr(command, "console", Console(width=80))
-    monkeypatch.setattr(command, "runs_of", lambda place, row: [])
-    command.run_rows(place, rows)
+    monkeypatch.setattr(command, "runs_of", lambda runner, row: [])
+    command.run_rows(runner, rows)
     output = capsys.readouterr().out
     assert fits(output) and "tolerance" in output and f"{longest}/sm90"[:20] in output
 
@@ -258,7 +258,7 @@ def test_demo_goes_on_without_a_simulator_and_says_so(run, monkeypatch):
     def missing(arch):
         raise UnsupportedError(f"no simulator for {arch}")
 
-    monkeypatch.setattr(seams, "require_simulator", missing)
+    monkeypatch.setattr(runtimes, "require_simulator", missing)
     monkeypatch.setattr(models, "ARCHITECTURES", {})
     result = run("demo", "--sentences", "2")
     assert result.exit_code == 0, result.output

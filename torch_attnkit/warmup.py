@@ -177,7 +177,7 @@ def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
     from . import parity
 
     for case in parity.cases(op, op.kernels.index(row), row.archs[0], covering=covering):
-        with parity.Undrawn():
+        with parity.ShapesOnly():
             args, kwargs = parity.arguments(case)
             placed = [tuple(_placed(a, layout) for a in args) for layout in parity.LAYOUTS]
         for tensors in placed:
@@ -193,7 +193,7 @@ def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> Iterator[C
 
     dtypes = dict.fromkeys(d for row in rows for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3"))
     for dims, dtype in itertools.product(op.module("cases").BENCH.values(), dtypes):
-        for tensors in (mode, parity.Undrawn("meta"), parity.Undrawn()):
+        for tensors in (mode, parity.ShapesOnly("meta"), parity.ShapesOnly()):
             try:
                 with tensors:
                     args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
@@ -222,7 +222,7 @@ def bench_inputs(
 def _placed(value: Any, layout: str) -> Any:
     from . import parity
 
-    return parity.place(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
+    return parity.embed(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
 
 
 def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

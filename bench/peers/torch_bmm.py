@@ -29,5 +29,5 @@ def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tenso
     if kwargs["format"] == "none":
         return o, wo_a
     each = (o, o_scale, o_global), (wo_a, wo_scale, wo_global)
-    x, w = (fp4.numbers(c, s, kwargs["format"], g, kwargs["dtype"]) for c, s, g in each)
+    x, w = (fp4.dequantize(c, s, kwargs["format"], g, kwargs["dtype"]) for c, s, g in each)
     return x, w

@@ -26,7 +26,7 @@ def _numbers(w: Weights, format: str) -> torch.Tensor:
     out = w.codes.new_empty(len(w.codes), w.rows, w.depth, dtype=torch.bfloat16)
     for e, (codes, scale) in enumerate(zip(w.codes, w.scale, strict=True)):
         number = None if w.factor is None else 1 / w.factor[e]
-        out[e] = fp4.numbers(codes, scale, format, number, torch.bfloat16)
+        out[e] = fp4.dequantize(codes, scale, format, number, torch.bfloat16)
     return out
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import load
-from .models import Model, draw
+from .models import Model, generate
 
 _ROWS = 256  # of logits at once
 
@@ -32,7 +32,7 @@ def hidden(model: Model, texts: list[list[int]], device: torch.device) -> list[t
     shapes = model.shapes()
 
     def of(name: str) -> torch.Tensor:
-        return draw(name, shapes[name], device).float()
+        return generate(name, shapes[name], device).float()
 
     def filled(made: Any, prefix: str) -> Any:
         made = made.to_empty(device=device).float().eval()
@@ -98,7 +98,7 @@ def judge(model: Model, asked: load.Load, cases: dict[str, dict[str, Any]], devi
     texts = [text for told in generated.values() for text, _, _ in told]
     with _without_tf32():
         states = hidden(model, texts + given, device)
-        head = draw("lm_head.weight", model.shapes()["lm_head.weight"], device).float()
+        head = generate("lm_head.weight", model.shapes()["lm_head.weight"], device).float()
         exact = [_of_text(model, text, x, head) for text, x in zip(given, states[len(texts) :], strict=True)]
         rest = iter(states)
         return {

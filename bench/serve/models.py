@@ -111,11 +111,11 @@ class Model:
         """Names and tensors as a published checkpoint has them, one after the other."""
         for name, shape in self.shapes().items():
             if packed and is_expert(name):
-                blocks, scales = draw_packed(name, shape, device)
+                blocks, scales = generate_packed(name, shape, device)
                 yield f"{name}_blocks", blocks.unflatten(-1, (-1, _BLOCK // 2))
                 yield f"{name}_scales", scales
             else:
-                yield name, draw(name, shape, device)
+                yield name, generate(name, shape, device)
 
 
 def is_expert(name: str) -> bool:
@@ -128,11 +128,11 @@ def _generator(name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def draw(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def generate(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The tensor of a checkpoint in bfloat16. Activations keep their size: norms about 1, sinks N(1, 1), biases
-    N(0, 0.01), embeddings N(0, 1), a matrix of K columns N(0, 1 / K); experts are the numbers of ``draw_packed``."""
+    N(0, 0.01), embeddings N(0, 1), a matrix of K columns N(0, 1 / K); experts come from ``generate_packed``."""
     if is_expert(name):
-        return _dense(*draw_packed(name, shape, device))
+        return _dense(*generate_packed(name, shape, device))
     mean, deviation = 0.0, shape[-1] ** -0.5
     if name.endswith("norm.weight"):
         mean, deviation = 1.0, 0.1
@@ -146,7 +146,7 @@ def draw(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tenso
     return out.normal_(mean, deviation, generator=_generator(name, out.device))
 
 
-def draw_packed(name: str, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def generate_packed(name: str, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts (E, K, N) in MXFP4: codes (E, N, K / 2) and scales (E, N, K / 32); numbers of about N(0, 1 / K)."""
     experts, k, n = shape
     codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)

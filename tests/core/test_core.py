@@ -1,4 +1,4 @@
-"""The table's machinery: specs, binding, choice of a row, plans, targets, the simulated path down to the seam."""
+"""The table's machinery: specs, binding, choice of a row, plans, targets, the simulated path down to the runtime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_attnkit
-from torch_attnkit.core import Kernel, Op, UnsupportedError, config, dispatch, seams, simulate, target
+from torch_attnkit.core import Kernel, Op, UnsupportedError, config, dispatch, runtimes, simulate, target
 from torch_attnkit.core.spec import parse
 
 TOY = Op(
@@ -115,7 +115,7 @@ def test_plans_are_cached_per_signature_and_bounded(monkeypatch):
 
 
 def fake_metal(monkeypatch):
-    """A stand-in for the Metal simulator and a row that uses it: what is tested is the path down to the seam."""
+    """A stand-in for the Metal simulator and a row that uses it: what is tested is the path down to the runtime."""
     compiled = []
 
     class Library:
@@ -134,7 +134,7 @@ def fake_metal(monkeypatch):
     host = types.ModuleType("torch_attnkit.ops.sdpa_decode.mps")
 
     def build(call, where):
-        library = seams.backend(where.arch, where.simulated).compile_shader("kernel void sdpa() {}")
+        library = runtimes.of(where.arch, where.simulated).compile_shader("kernel void sdpa() {}")
         return lambda q, k, v, n, *rest: library.sdpa(q, k, v, n, *rest[-2:])
 
     host.build = build
@@ -148,7 +148,7 @@ def fake_metal(monkeypatch):
     return compiled
 
 
-def test_simulate_takes_the_row_down_to_the_seam_and_nothing_else(monkeypatch):
+def test_simulate_takes_the_row_down_to_the_runtime_and_nothing_else(monkeypatch):
     compiled = fake_metal(monkeypatch)
     args = decode_args()
     plain, _ = torch.ops.attnkit.sdpa_decode(*args)

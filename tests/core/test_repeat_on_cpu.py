@@ -107,15 +107,15 @@ def test_addresses_are_not_part_of_a_signature():
     """Where tensors begin, and whether two of them are one, as keys and values of latents are."""
     room, lengths = torch.randn(4096), torch.tensor([8, 3], dtype=torch.int32)
 
-    def drawn(*begins):
+    def caches_at(*begins):
         return [room[b : b + 512].view(2, 2, 8, 16) for b in begins]
 
     q = torch.randn(2, 4, 16)
-    ready("sdpa_decode", q, *drawn(0, 1024), lengths)
+    ready("sdpa_decode", q, *caches_at(0, 1024), lengths)
     before = repeated("sdpa_decode")
     places = [(0, 0), (3, 1025), (512, 512), (1024, 0), (1030, 1031)]
     for place in places:
-        caches = drawn(*place)
+        caches = caches_at(*place)
         assert same(ops.sdpa_decode(q, *caches, lengths), in_python("sdpa_decode", q, *caches, lengths))
     assert repeated("sdpa_decode") == before + len(places) and known("sdpa_decode") == 1
 

@@ -26,7 +26,7 @@ CASES = 6  # of each row; --proof takes all
 
 def called(op, args, kwargs, layout="contiguous"):
     """Everything that a call on copies of ``args`` writes and returns."""
-    moved = tuple(parity.place(a, "cuda", layout) if isinstance(a, torch.Tensor) else a for a in args)
+    moved = tuple(parity.embed(a, "cuda", layout) if isinstance(a, torch.Tensor) else a for a in args)
     out = getattr(torch.ops.attnkit, op.name)(*moved, **kwargs)
     return [*parity.mutated(op, moved), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
 

@@ -19,7 +19,7 @@ from torch_attnkit.core.op import Kernel, Op
 from torch_attnkit.core.support import support
 from torch_attnkit.oracle import fp4
 from torch_attnkit.parity import case as parity_case
-from torch_attnkit.parity import places
+from torch_attnkit.parity import runners
 from torch_attnkit.parity.covering import covering, pairs
 from torch_attnkit.parity.extra import spoiled
 from torch_attnkit.warmup import bench_inputs
@@ -201,7 +201,7 @@ def test_what_a_row_refuses_is_told_apart():
     case = parity.Case(op.name, index, "sm90", "bf16", dims, (), "odd-page")
     assert parity.run(case) is None
     assert (
-        parity.outcome(places.Place("cpu", "here", Target("sm90", simulated=True)), case, "cpu", "contiguous", 0)
+        parity.outcome(runners.Runner("cpu", "here", Target("sm90", simulated=True)), case, "cpu", "contiguous", 0)
         is None
     )
     assert not parity.accepted(case)
@@ -292,14 +292,14 @@ def test_lengths_and_tables_are_drawn_whatever_else_is_not(device):
     """Else they would be what was in memory before, and gigabytes might be made after them."""
     op, made = OPS["indexer_select"], []
     dims, gen = op.module("cases").BENCH["mxfp4-1-1x65536"], torch.Generator()
-    for mode in (contextlib.nullcontext(), parity.Undrawn(device)):
+    for mode in (contextlib.nullcontext(), parity.ShapesOnly(device)):
         with mode:
             made.append(bench_inputs(op, dims, torch.bfloat16, gen.manual_seed(0))[0])
-    drawn, undrawn = [dict(zip(op.argnames, args, strict=False)) for args in made]
+    filled, empty = [dict(zip(op.argnames, args, strict=False)) for args in made]
     for name in ("k_len", "block_table"):
-        assert torch.equal(drawn[name], undrawn[name])
-    assert undrawn["k"].is_meta == (device == "meta")
-    for name, tensor in undrawn.items():
+        assert torch.equal(filled[name], empty[name])
+    assert empty["k"].is_meta == (device == "meta")
+    for name, tensor in empty.items():
         if tensor is not None:
             assert parity.materialised(tensor).device.type == "cpu"
-            assert parity.materialised(tensor).shape == drawn[name].shape, name
+            assert parity.materialised(tensor).shape == filled[name].shape, name

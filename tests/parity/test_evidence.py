@@ -11,9 +11,9 @@ from torch_attnkit import cli, report
 from torch_attnkit.core import Target
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.support import support
-from torch_attnkit.parity import command, evidence, judge, places
+from torch_attnkit.parity import command, evidence, judge, runners
 
-CPU = places.Place("cpu", "some processor", Target("cpu"))
+CPU = runners.Runner("cpu", "some processor", Target("cpu"))
 ROW = next(found for found in support("cpu") if found[0].name == "gated_rmsnorm")  # few cases, and short ones
 
 
@@ -149,13 +149,13 @@ def test_a_sample_is_a_share_of_what_is_not_stale_and_its_seed_draws_it(folder, 
     monkeypatch.setattr(judge, "run", lambda case, device, layout: ran.append((case.id, layout)) or 0.0)
     assert "nothing to run" in run("--arch", "cpu", "--sample", "0.1").output
     command.keep(CPU, [evidence.Outcome(ROW, 10, 0, 0)])
-    drawn = []
+    sampled = []
     for seed in ("a", "a", "b"):
         ran.clear()
         assert run("--arch", "cpu", "--sample", "0.1", "--seed", seed).exit_code == 0
-        drawn.append(list(ran))
+        sampled.append(list(ran))
     every = len(command.runs_of(CPU, ROW))
-    assert drawn[0] == drawn[1] != drawn[2] and 0.03 * every < len(drawn[0]) < 0.2 * every
+    assert sampled[0] == sampled[1] != sampled[2] and 0.03 * every < len(sampled[0]) < 0.2 * every
 
 
 def test_failures_give_an_exit_code_and_unknown_names_another(folder, monkeypatch):

@@ -27,7 +27,7 @@ def source(arch: str, *ops: str, seed: int = 5, kernels: int = 96) -> Source:
 
 
 def test_every_op_with_a_kernel_draws():
-    assert [name for name, op in OPS.items() if op.kernels and not hasattr(op.module("cases"), "draw")] == []
+    assert [name for name, op in OPS.items() if op.kernels and not hasattr(op.module("cases"), "sample")] == []
 
 
 # What a user's call of these ops may look like, and in how many of 500 signatures at least.
@@ -68,7 +68,7 @@ _OF_ONE_ARCH = {"Dv is not D": "metal", "hostile schedules": "sm90"}
 
 @pytest.fixture(scope="module")
 def facts():
-    return {arch: [source(arch, *ABOUT).draw(i).given() for i in range(600)] for arch in ARCHS[1:]}
+    return {arch: [source(arch, *ABOUT).sample(i).given() for i in range(600)] for arch in ARCHS[1:]}
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
@@ -81,8 +81,8 @@ def test_draws_have(name, facts):
 @pytest.mark.parametrize("arch", ARCHS[1:])
 def test_draws_reach_every_row_and_dtype(arch):
     chosen = Counter()
-    for drawn in (source(arch, kernels=240).draw(index) for index in range(720)):
-        op, f = OPS[drawn.op], drawn.given()
+    for sampled in (source(arch, kernels=240).sample(index) for index in range(720)):
+        op, f = OPS[sampled.op], sampled.given()
         fits = [i for i, row in enumerate(op.kernels) if arch in row.archs and f["dtype"] in row.dtypes.split()
                 and all(f.get(axis) in sizes for axis, sizes in row.dims.items())]  # fmt: skip
         chosen[op.name, fits[0]] += 1
@@ -92,8 +92,8 @@ def test_draws_reach_every_row_and_dtype(arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_table_accepts_nearly_all_that_is_drawn(arch):
-    drawn = [source(arch).draw(i) for i in range(150)]
-    refused = [why for s in drawn if (why := refusal(OPS[s.op], arch, *build(s)))]
+    sampled = [source(arch).sample(i) for i in range(150)]
+    refused = [why for s in sampled if (why := refusal(OPS[s.op], arch, *build(s)))]
     assert len(refused) <= 3, refused
 
 
@@ -104,7 +104,7 @@ from torch_attnkit.parity.signatures import Source, build, storage
 found = []
 for arch, ops in (("metal", ("sdpa_decode", "merge_partials")), ("sm90", ("flash_attention_varlen", "gated_rmsnorm"))):
     for index in (0, 3, 97, 1001):
-        s = Source(7, arch, ops, 16, properties.SIMULATED).draw(index)
+        s = Source(7, arch, ops, 16, properties.SIMULATED).sample(index)
         tensors = [t for t in build(s)[0] if isinstance(t, torch.Tensor)]
         found.append((str(s), [zlib.crc32(storage(t).numpy().tobytes()) for t in tensors]))
 print(found)
@@ -119,10 +119,10 @@ def test_a_seed_and_an_index_are_the_same_call_in_every_process(capsys):
 
 
 def test_numbers_do_not_depend_on_the_machine():
-    from torch_attnkit.oracle.draws import numbers
+    from torch_attnkit.oracle.sampling import randn
 
     # Of the Mersenne twister's integers, by additions: vector units and mathematics libraries have no say in them.
-    got = numbers(torch.Generator().manual_seed(1), 40)
+    got = randn(torch.Generator().manual_seed(1), 40)
     a, b, c = (torch.rand(40, generator=gen) for gen in [torch.Generator().manual_seed(1)] for _ in range(3))
     assert torch.equal(got, 2 * ((a + b) + (c - 1.5)))
     assert [x.hex() for x in got[:2].tolist()] == ["0x1.9633080000000p-1", "-0x1.9e75d80000000p+0"]
@@ -131,7 +131,7 @@ def test_numbers_do_not_depend_on_the_machine():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_signature_survives_its_text(arch):
     for index in range(200):
-        s = source(arch).draw(index)
+        s = source(arch).sample(index)
         assert parse(s.op, str(s)) == s
 
 
@@ -367,7 +367,7 @@ MENDED = [
 ]
 
 
-# Scores a hundred times the cap, where exp overflows: such a signature is not drawn, see ``draws._LARGE``.
+# Scores a hundred times the cap, where exp overflows: such a signature is not drawn, see ``sampling._LARGE``.
 SATURATED = [
     (arch, op, "S=60 T=44 softcap=2.0 q_by=300")
     for arch in ("metal", "sm90", "sm100")

@@ -8,7 +8,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Unwei
 
 import torch_attnkit
 from torch_attnkit.integrations.transformers import deepseek_v4
-from torch_attnkit.parity.places import simulators
+from torch_attnkit.parity.runners import simulators
 
 
 @pytest.mark.parametrize("back", [False, True])

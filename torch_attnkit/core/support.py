@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import native, seams
+from . import native, runtimes
 from .dispatch import OPS, build, once, resolve
 from .errors import UnsupportedError
 from .op import Call, Kernel, Op
@@ -57,7 +57,7 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
         source = record.sources(chosen)[0] if chosen else f"{record.package}.reference"
         lines.append(f"runs     {source.replace('.', '/')}.py on {where}")
         if where.arch in WHERE["cuda"] and not where.simulated:
-            lines += [f"kernel   {line}" for line in seams.origins(lambda: build(record, call, where))]
+            lines += [f"kernel   {line}" for line in runtimes.origins(lambda: build(record, call, where))]
             lines.append(f"host     {native.word}: eager calls of a signature that has run before")
     except UnsupportedError as error:
         lines.append(f"refused: UnsupportedError: {error}")

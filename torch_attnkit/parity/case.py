@@ -22,7 +22,7 @@ from torch_attnkit.core.spec import DTYPES
 from .chosen import remembered
 from .covering import covering as covering_array
 from .extra import spoiled, touches
-from .undrawn import Undrawn
+from .shapes_only import ShapesOnly
 
 Dims = tuple[tuple[str, int], ...]
 _COMPILED = 3  # columns that decide what is compiled: dtype, dims and features
@@ -123,7 +123,7 @@ def accepted(case: Case) -> bool:
     """Whether the row takes the case, and the call uses the features that the case names."""
     op = OPS[case.op]
     row = op.kernels[case.row]
-    with Undrawn():
+    with ShapesOnly():
         call = bound(op, *arguments(replace(case, extra="")))
     return row.refusal(call) is None and set(case.features) <= set(call.features)
 
@@ -141,11 +141,11 @@ def inputs(
 
     ``dims`` replaces sizes of the shape; where a shape has Dv equal to D, Dv follows D.
     """
-    args, kwargs = drawn(op, shape, shapes(op)[shape], dtype, features, dims)
+    args, kwargs = generate(op, shape, shapes(op)[shape], dtype, features, dims)
     return (spoiled(op, extra, args), kwargs) if extra else (args, kwargs)
 
 
-def drawn(
+def generate(
     op: Op, shape: str, sizes: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], dims: Dims
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``inputs`` for the given sizes of a shape, whose name the random numbers depend on."""

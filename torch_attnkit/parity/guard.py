@@ -26,7 +26,7 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     )
 
 
-def place(tensor: torch.Tensor, device: str, layout: str) -> torch.Tensor:
+def embed(tensor: torch.Tensor, device: str, layout: str) -> torch.Tensor:
     """``tensor`` on the device; ``embedded``: as a strided view inside a poisoned buffer."""
     if layout == "contiguous" or tensor.dim() == 0:
         return tensor.to(device).clone()

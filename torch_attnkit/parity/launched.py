@@ -1,6 +1,6 @@
 """What a case runs: the kernels that its call launches, and torch's operations around them, each by what it does.
 
-A call is planned and launched as ever, but what stands behind the two seams only takes notes. A CUDA kernel counts by
+A call is planned and launched as ever, but the runtimes only record. A CUDA kernel counts by
 its fingerprint (``cuda/fingerprint.py``), a Metal kernel by its text behind the preprocessor, and both by the grid and
 by what they are given: scalars, and of tensors dtype, shape, strides, alignment, and which of them share memory. Names
 of modules, classes and functions are in none of this, so code may move, and what a launch does may not change.
@@ -26,8 +26,8 @@ from torch_attnkit.mps import library as metal
 from torch_attnkit.sim.metal import compiler
 
 from .case import Case, arguments, bound
-from .guard import LAYOUTS, place
-from .undrawn import Undrawn
+from .guard import LAYOUTS, embed
+from .shapes_only import ShapesOnly
 
 _ALLOCATIONS = {"empty.memory_format", "empty_strided.default", "new_empty.default", "empty_like.default"}
 _ALIGNMENT = 16  # bytes; no kernel reads more at once
@@ -41,9 +41,9 @@ def by(case: Case, target: Target) -> str:
     """The digest of what ``case`` runs on ``target``, in every layout, compiled where it has not been."""
     op = dispatch.OPS[case.op]
     shared = getattr(op.module("cases"), "shared", lambda row, args: None)
-    with Undrawn():
+    with ShapesOnly():
         args, kwargs = arguments(case)
-        placed = [tuple(place(a, "cpu", lay) if isinstance(a, torch.Tensor) else a for a in args) for lay in LAYOUTS]
+        placed = [tuple(embed(a, "cpu", lay) if isinstance(a, torch.Tensor) else a for a in args) for lay in LAYOUTS]
     row = op.kernels[case.row]
     if row.refusal(bound(op, args, kwargs)) is not None:  # by what it needs: the case is not the row's
         return "refused"

@@ -16,14 +16,14 @@ import torch
 
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.oracle.draws import DEFAULTS, Room
+from torch_attnkit.oracle.sampling import DEFAULTS, Limits
 from torch_attnkit.sim.ptx.settings import settings as ptx_settings
 
 from . import judge
 from .signatures import Signature, Source, build, moved, refusal, signature, storage
 
 # A simulator takes about 0.1 s for so many terms; on a GPU the references on the CPU take the time.
-SIMULATED, HARDWARE = Room(600, 20_000_000), Room(20_000, 1_200_000_000)
+SIMULATED, HARDWARE = Limits(600, 20_000_000), Limits(20_000, 1_200_000_000)
 _ALIKE = 8  # calls that differ in their numbers alone, on which a reference in doubt shows its error
 _SECONDS = 60.0  # to make one failure simpler
 
@@ -43,9 +43,9 @@ class Result:
         return re.sub(r"\[[^\]]*\]|-?\d[\d.e+-]*", "", self.message.split(" got ")[0])[:100]
 
 
-def drawn(source: Source, device: str, index: int) -> Result:
-    """Signature ``index`` of ``source``, drawn and judged."""
-    return judged(source.draw(index), source.arch, device)
+def sampled(source: Source, device: str, index: int) -> Result:
+    """Signature ``index`` of ``source``, sampled and judged."""
+    return judged(source.sample(index), source.arch, device)
 
 
 def judged(chosen: Signature, arch: str, device: str) -> Result:

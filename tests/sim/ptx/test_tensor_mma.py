@@ -344,7 +344,7 @@ def scaled_operand(kind, rows, rng):
 def test_block_scaling(kind, size, factors, stype, group, m, n):
     rng = np.random.default_rng(37)
     k = 32 if kind == "mxf8f6f4" else 64
-    draw = (
+    pick_scales = (
         (lambda rows: rng.integers(124, 131, (rows, factors)))
         if stype == "ue8m0"
         else (lambda rows: rng.integers(0x28, 0x50, (rows, factors)))
@@ -352,7 +352,7 @@ def test_block_scaling(kind, size, factors, stype, group, m, n):
     worth = ue8m0 if stype == "ue8m0" else (lambda c: TABLES["e4m3"][c])
     a, av = scaled_operand(kind, m, rng)
     b, bv = scaled_operand(kind, n, rng)
-    sa, sb = draw(m), draw(n)
+    sa, sb = pick_scales(m), pick_scales(n)
     want = in_order(av * np.repeat(worth(sa), k // factors, 1), bv * np.repeat(worth(sb), k // factors, 1))
     shared = np.stack([image() for _ in range(group)])
     words = tensor(320, group).reshape(group, 128, 320)

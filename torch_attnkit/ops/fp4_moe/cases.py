@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
-from torch_attnkit.oracle import draws, fp4
+from torch_attnkit.oracle import fp4, sampling
 
 ACTIVATIONS = ("none", *fp4.BLOCK)  # by the position that the table calls act
 
@@ -147,28 +147,28 @@ def flops(dims: dict[str, int]) -> int:
     return 6 * dims["Tq"] * dims["K"] * dims["M"] * dims["N"]
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
     act, blk = k.choice((0, 0, 1, 2, 3)), k.choice((16, 32))
     sizes: tuple[int, ...] = (32, 64, 96, 128, 160, 256, 288, 544)
     if blk == 16 and act in (0, 1):
         sizes += (16, 48, 112, 304, 528)
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), N=k.choice(sizes), M=k.choice(sizes), blk=blk, act=act,
         E=k.choice((1, 2, 3, 5, 8, 40)), ids=k.choice(("i32", "i32", "i64")), swizzled=k.choice((0, 0, 1)),
     )  # fmt: skip
     facts["K"] = min(facts["E"], d.pick((1, 1, 2, 3, 6)))
-    most = max(1, d.room.terms // (6 * facts["K"] * facts["M"] * facts["N"]))
+    most = max(1, d.limits.terms // (6 * facts["K"] * facts["M"] * facts["N"]))
     facts["T"] = 0 if d.sometimes(0.02) else min(most, d.pick((1, 1, 2, 3, 7, 8, 9, 16, 17, 33, 70, 150)))
     facts |= dict(routes=d.pick(("", "", "one", "few", "none")), missing=d.pick((0, 0, 10, 60)))
     facts |= dict(gptoss=d.pick((0, 1)), limit=d.pick((0.0, 0.0, 1.0, 7.0)), alpha=d.pick((1.702, 1.702, 0.5)))
     facts |= dict(interleaved=d.pick((0, 1)), biases=d.pick((0, 0, 1, 2, 3)), globals=d.pick((0, 0, 1, 2, 3)))
     facts |= dict(q_by=d.pick((1, 1, 1, 30, 0.01)), seed=d.call.randrange(1 << 30))
-    facts |= {"x.at": d.place(2, (0,)), "weights.at": d.place(2, (0,)), "indices.at": d.place(2)}
-    return facts | {f"{name}.at": d.place(3) for name in ("w13_scale", "w2_scale")}
+    facts |= {"x.at": d.layout(2, (0,)), "weights.at": d.layout(2, (0,)), "indices.at": d.layout(2)}
+    return facts | {f"{name}.at": d.layout(3) for name in ("w13_scale", "w2_scale")}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``routes``: "one" expert for all tokens, a "few", "none"; ``missing``: percent of the routes that are -1.
 
     ``biases`` and ``globals``: which of two there are, by their bits; global scales are those of nvfp4 alone.

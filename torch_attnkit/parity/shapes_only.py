@@ -1,4 +1,4 @@
-"""Inputs whose numbers are not drawn, for those who look at shapes, strides and lengths alone."""
+"""Inputs whose values are left uninitialised, for callers that look at shapes, strides and lengths alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, to
 _NUMBERS = 1 << 20  # integers of a tensor from which on they are no lengths, offsets or pages
 
 
-class Undrawn(TorchFunctionMode):
+class ShapesOnly(TorchFunctionMode):
     """Inside, tensors of normal numbers hold what was in memory before: to fill them takes most of the time.
 
     On the device "meta" they have no memory, and large tensors of integers are there, too: what is made of
