@@ -223,13 +223,13 @@ def moe(tokens: int, vocabulary: int = VOCABULARY) -> Case:
 def judged(case: Case, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> tuple[bool, str]:
     """Whether the rows of ours (R, V) are as near to float32 as those of transformers, and by how much."""
     errors = [(t.float() - exact).abs().mean(-1) for t in (ours, theirs)]  # (R,) each
-    mine, other = (float(e.median()) for e in errors)
+    error, other = (float(e.median()) for e in errors)
     far, their_far = (int((e > _FAR * other).sum()) for e in errors)
     # The difference of two counts of the same rare event has the variance 2 n.
     chance = their_far + 3 * math.sqrt(2 * max(their_far, 1))
-    good = bool(ours.isfinite().all()) and mine <= _AS_GOOD * other and far <= chance
+    good = bool(ours.isfinite().all()) and error <= _AS_GOOD * other and far <= chance
     words = (
-        f"median row's error {mine:.3g} (transformers' {other:.3g}) of {float(exact.abs().mean()):.3g}, far off {far}"
+        f"median row's error {error:.3g} (transformers' {other:.3g}) of {float(exact.abs().mean()):.3g}, far off {far}"
         f" ({their_far}) of {len(exact)} rows"
     )
     if case.choice:
@@ -258,9 +258,9 @@ def _captured(run: Run) -> tuple[timing.Run, str]:
 
 def timed(case: Case, models: dict[str, Any]) -> str:
     names = list(models)
-    runs, notes = zip(*(_captured(case.make(models[name])) for name in names), strict=True)
+    runs, remarks = zip(*(_captured(case.make(models[name])) for name in names), strict=True)
     us = timing.interleaved(list(runs))
-    words = ", ".join(f"{name} {t:.1f} us{note}" for name, t, note in zip(names, us, notes, strict=True))
+    words = ", ".join(f"{name} {t:.1f} us{remark}" for name, t, remark in zip(names, us, remarks, strict=True))
     return f"{words}; transformers' time / ours {us[1] / us[0]:.2f}"
 
 
@@ -282,7 +282,7 @@ def shares(run: Run) -> str:
     return f"{total:.0f} us in {sum(e.count for e in kernels)} kernels: {largest}"
 
 
-def say(words: str) -> None:
+def log(words: str) -> None:
     console.print(words, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -295,7 +295,7 @@ def part(name: str) -> Iterator[list[Exception]]:
     except Exception as failure:
         failed.append(failure)
         traceback.print_exc()
-        say(f"{name}: FAILED: {type(failure).__name__}: {failure}")
+        log(f"{name}: FAILED: {type(failure).__name__}: {failure}")
 
 
 def megabytes(model: nn.Module) -> float:
@@ -306,18 +306,18 @@ def compare(title: str, theirs: Any, ours: Any, cases: list[Case], profile: bool
     """Print the lines of one model or block; how many cases are wrong or failed."""
     models = {"ours": ours, "transformers": theirs}
     failures = 0
-    say(f"{title}: weights {megabytes(ours):.0f} MB, in bf16 {megabytes(theirs):.0f} MB")
+    log(f"{title}: weights {megabytes(ours):.0f} MB, in bf16 {megabytes(theirs):.0f} MB")
     exact = exact_of(theirs)
     for case in cases:
         with part(f"  {case.name}") as failed:
             good, words = judged(case, *(case.results(model) for model in (ours, theirs, exact)))
             failures += not good
-            say(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
+            log(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
             if good:
                 peaks = ", ".join(f"{name} {peak(case.make(model)) / 1e6:.0f} MB" for name, model in models.items())
-                say(f"    {timed(case, models)}; memory besides weights and cache: {peaks}")
+                log(f"    {timed(case, models)}; memory besides weights and cache: {peaks}")
             for name, model in models.items() if profile else ():
-                say(f"    {name}: {shares(case.make(model))}")
+                log(f"    {name}: {shares(case.make(model))}")
         failures += len(failed)
         torch.cuda.empty_cache()
     return failures
@@ -359,9 +359,9 @@ def compare_deepseek_v4(cases: Cases, profile: bool) -> int:
     ours, failures = ours_of(theirs), 0
     try:
         ours(torch.ones(1, 8, dtype=torch.long, device=ours.device))
-        say("DeepSeek-V4-Flash: its attention ran on the ops; bench.layers compares it")
+        log("DeepSeek-V4-Flash: its attention ran on the ops; bench.layers compares it")
     except UnsupportedError as refusal:
-        say(f"DeepSeek-V4-Flash: not compared as a whole: {refusal}")
+        log(f"DeepSeek-V4-Flash: not compared as a whole: {refusal}")
     for kind, a, b in zip(("hash router", "top-k router"), theirs.model.layers, ours.model.layers, strict=True):
         title = f"DeepSeek-V4-Flash, MoE block of one layer, {kind}, beside {_own_way(theirs)}"
         failures += compare(title, a.mlp, b.mlp, cases.deepseek_v4, profile)
@@ -405,7 +405,7 @@ def main(
     cases = Cases(steps, []) if compile else Cases([*steps, prefill(tokens)], [moe(t) for t in (*sizes, tokens)])
     record = facts()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, commit {record['commit']}"
-    say(f"{record['device']}: {versions}")
+    log(f"{record['device']}: {versions}")
     arch, folder = target_of(torch.device("cuda")).arch, config.cache_dir() / "cuda"
     parts: dict[str, Callable[[], int]] = {
         "compiling": lambda: fill(kernels(layers, cases, arch), folder, console, jobs),
@@ -422,7 +422,7 @@ def main(
             failures += run()
         failures += len(failed)
         torch.cuda.empty_cache()
-        say(f"{time.perf_counter() - start:.0f} s, {failures} failures")
+        log(f"{time.perf_counter() - start:.0f} s, {failures} failures")
     raise typer.Exit(bool(failures))
 
 

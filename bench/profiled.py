@@ -31,7 +31,7 @@ _WARM = 2  # calls: the first compiles, the second may still choose among what w
 
 
 @contextlib.contextmanager
-def turn(lock: str | None) -> Iterator[None]:
+def locked(lock: str | None) -> Iterator[None]:
     """Alone on the device, as far as others ask for the same ``lock``: counters see what runs beside a kernel."""
     if lock is None:
         yield
@@ -89,7 +89,7 @@ def main(file: str) -> None:
     asked = json.loads(Path(file).read_text())
     op = OPS[asked["op"]]
     inputs = Inputs(op, getattr(torch, asked["dtype"]))
-    with turn(asked["lock"]), open(asked["calls"], "w", buffering=1) as calls:  # by lines: a run may be stopped
+    with locked(asked["lock"]), open(asked["calls"], "w", buffering=1) as calls:  # by lines: a run may be stopped
         for name, contenders in asked["cases"].items():
             if time.time() > asked["until"]:
                 break

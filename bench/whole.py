@@ -86,23 +86,23 @@ def compare(found: dict[str, Any], cases: list[models.Case], layers: int, listed
         with models.part(f"  {case.name}") as failed:
             good, words = judged(*(rows(case, found[name]) for name in ("compiled", "modules", "transformers")))
             failures += not good
-            models.say(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
+            models.log(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
             if good:
-                _say_times(case, found, layers, listed)
+                _log_times(case, found, layers, listed)
         failures += len(failed)
         torch.cuda.empty_cache()
-        models.say(f"  {time.perf_counter() - start:.0f} s")
+        models.log(f"  {time.perf_counter() - start:.0f} s")
     return failures
 
 
-def _say_times(case: models.Case, found: dict[str, Any], layers: int, listed: bool) -> None:
-    runs, notes = zip(*(models._captured(case.make(model)) for model in found.values()), strict=True)
+def _log_times(case: models.Case, found: dict[str, Any], layers: int, listed: bool) -> None:
+    runs, remarks = zip(*(models._captured(case.make(model)) for model in found.values()), strict=True)
     us = timing.interleaved(list(runs))
-    times = [f"{name} {t:.0f} us{note}" for name, t, note in zip(found, us, notes, strict=True)]
-    models.say(f"    {', '.join(times)}; transformers' time / compiled {min(us[2:]) / us[0]:.2f}")
+    times = [f"{name} {t:.0f} us{remark}" for name, t, remark in zip(found, us, remarks, strict=True)]
+    models.log(f"    {', '.join(times)}; transformers' time / compiled {min(us[2:]) / us[0]:.2f}")
     for name, run in zip(found, runs, strict=True) if listed else ():
         for line in launches(run, layers):
-            models.say(f"    {name}: {line}")
+            models.log(f"    {name}: {line}")
 
 
 def compare_gpt_oss(
@@ -111,7 +111,7 @@ def compare_gpt_oss(
     settings = models.gpt_oss_config(layers, vocab_size=VOCABULARY)
     theirs = models.built(GptOssForCausalLM, settings, "cuda")
     found = contenders(theirs, how, compile_theirs)
-    models.say(
+    models.log(
         f"GPT-OSS-20B, {layers} of 24 layers, vocabulary {VOCABULARY}, torch.compile({how}): weights"
         f" {models.megabytes(found['modules']):.0f} MB beside {models.megabytes(theirs):.0f} MB in bf16 under"
         f" {models._own_way(theirs)}"

@@ -50,9 +50,9 @@ def main() -> None:
         print("without the barrier, checked:", error)
     else:
         raise AssertionError("the race was not found")
-    mended = right(BARRIER, "checked")
-    print("with the barrier, checked, the sum is right:", mended)
-    assert mended
+    fixed = right(BARRIER, "checked")
+    print("with the barrier, checked, the sum is right:", fixed)
+    assert fixed
 
 
 if __name__ == "__main__":

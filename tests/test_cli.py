@@ -64,8 +64,8 @@ def test_tables_fit_80_columns(run, monkeypatch, capsys):
     assert fits(output := capsys.readouterr().out) and longest in output
 
     peers = {name: {"us": 1.0, "ratio": 1.25} for name in ("cuDNN", "FA2", "FA3", "FA4")}
-    numbers = dict(us=12345.6, us_eager=12345.6, us_host=12345.6, rate="4.13 TB/s", fraction=1.0)
-    line = numbers | dict(case="causal-gptoss-full-4x4096", error_of_tolerance=0.5, peers=peers)
+    measured = dict(us=12345.6, us_eager=12345.6, us_host=12345.6, rate="4.13 TB/s", fraction=1.0)
+    line = measured | dict(case="causal-gptoss-full-4x4096", error_of_tolerance=0.5, peers=peers)
     Console(width=80).print(table("flash_attention", [line]))
     assert fits(output := capsys.readouterr().out) and output.count("1.25") == len(peers)
 
@@ -189,8 +189,8 @@ def test_unknown_ops_and_targets_exit_with_2(run, words, expected):
 def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, words, expected):
     (tmp_path / "file").write_text("")
     result = run(*words.format(tmp=tmp_path).split())
-    told = re.sub(r"[\s\u2500-\u257f]", "", result.output)  # a frame breaks lines anywhere
-    assert result.exit_code == 2 and re.sub(r"\s", "", expected.format(tmp=tmp_path)) in told, result.output
+    text = re.sub(r"[\s\u2500-\u257f]", "", result.output)  # a frame breaks lines anywhere
+    assert result.exit_code == 2 and re.sub(r"\s", "", expected.format(tmp=tmp_path)) in text, result.output
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_so_does_the_bench_before_it_asks_for_a_gpu(module, words, expected):
     app = typer.Typer()
     app.command()(importlib.import_module(module).main)
     result = CliRunner().invoke(app, words.split())
-    told = re.sub(r"[\s\u2500-\u257f]", "", result.output)
-    assert result.exit_code == 2 and re.sub(r"\s", "", expected) in told, result.output
+    text = re.sub(r"[\s\u2500-\u257f]", "", result.output)
+    assert result.exit_code == 2 and re.sub(r"\s", "", expected) in text, result.output
 
 
 def test_docs_outside_a_checkout_exits_with_2(run, monkeypatch, tmp_path):
@@ -270,11 +270,11 @@ def test_a_simulated_model_is_right_only_if_every_call_ran_on_a_kernel():
     from torch_attnkit.demo import decoders
 
     calls = Counter({("sdpa_decode", "metal (simulated)"): 3})
-    numbers = dict(
+    measured = dict(
         per_second=1.0, eager_per_second=1.0, slower={}, tokens=4, tokens_equal=4, logit_difference=0, logit_scale=1
     )
     metal = Target("metal", simulated=True)
-    result = decoders.DecoderResult("GPT-OSS", "mxfp4", 6, metal, calls=calls, **numbers)
+    result = decoders.DecoderResult("GPT-OSS", "mxfp4", 6, metal, calls=calls, **measured)
     assert result.right
     calls["fp4_moe", "reference"] += 1
     assert not result.right

@@ -49,11 +49,11 @@ def test_example(name: str, capsys: pytest.CaptureFixture[str]):
         command = [*torchrun, str(PROCESSES[name]), script]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        said = done.stdout
+        output = done.stdout
     else:
         runpy.run_path(str(script), run_name="__main__")
-        said = capsys.readouterr().out
-    assert EXAMPLES[name] in said
+        output = capsys.readouterr().out
+    assert EXAMPLES[name] in output
 
 
 def test_the_page_about_a_kernel_of_ones_own_quotes_the_example():

@@ -174,15 +174,15 @@ def test_a_refusal_names_the_one_need_that_a_call_fails_and_nothing_else(op, arc
         if arch not in row.archs:
             continue
         for changed, call, what in _broken(record, row, _accepted(record, row)):
-            said = list(changed.kernels[index].reasons(call))
+            refusals = list(changed.kernels[index].reasons(call))
             try:
                 assert dispatch.resolve(changed, call, Target(arch)) is not None
                 continue  # another row accepts it
             except UnsupportedError as error:
                 answers = str(error).removeprefix(f"{op} on {arch}: ").split("; ")
-            assert len(said) == 1, (what, said)
+            assert len(refusals) == 1, (what, refusals)
             words = {a.split(": ", 1)[1].split(" not in ")[0] for a in answers}
-            assert words == {said[0].words.split(" not in ")[0]}, (what, answers)
+            assert words == {refusals[0].words.split(" not in ")[0]}, (what, answers)
             count += 1
     assert count >= sum(1 + len(r.dims) for r in record.kernels if arch in r.archs)
 

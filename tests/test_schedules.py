@@ -61,8 +61,8 @@ def test_every_row_meets_every_schedule():
     every, some = runs(proof=True), runs(proof=False)
     assert len(set(every)) == len(every) and set(some) <= set(every)
     for runner in {runner for runner, *_ in every}:
-        met = {(case.op, case.row, case.features, schedule) for at, case, schedule in every if at == runner}
+        covered = {(case.op, case.row, case.features, schedule) for at, case, schedule in every if at == runner}
         rows = support(runner.target.arch)
         wanted = {(c.op, c.row, c.features) for o, i, _, a in rows for c in parity.cases(o, i, a, covering=True)}
-        assert met == {(*one, schedule) for one in wanted for schedule in range(runners.SCHEDULES)}
+        assert covered == {(*one, schedule) for one in wanted for schedule in range(runners.SCHEDULES)}
         assert {schedule for at, _, schedule in some if at == runner} == set(range(runners.SCHEDULES))

@@ -63,11 +63,11 @@ def rule(op: Op) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
         found = [whole]
         for sums, cuts in ways_of(op, op.bind(values), _parts(first.mesh)):
 
-            def placed(name: str, sums: set[str] = sums, cuts: Cuts = cuts) -> Any:
+            def placement(name: str, sums: set[str] = sums, cuts: Cuts = cuts) -> Any:
                 at = cuts.get(name)
                 return Partial() if name in sums else Replicate() if at is None else Shard(at)
 
-            found.append(([placed(n) for n in op.outnames], [placed(n) for n in given]))
+            found.append(([placement(n) for n in op.outnames], [placement(n) for n in given]))
         return found
 
     return ways

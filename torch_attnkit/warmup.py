@@ -179,8 +179,8 @@ def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
     for case in parity.cases(op, op.kernels.index(row), row.archs[0], covering=covering):
         with parity.ShapesOnly():
             args, kwargs = parity.arguments(case)
-            placed = [tuple(_placed(a, layout) for a in args) for layout in parity.LAYOUTS]
-        for tensors in placed:
+            embedded = [tuple(_embedded(a, layout) for a in args) for layout in parity.LAYOUTS]
+        for tensors in embedded:
             yield _bind(op, tensors, kwargs)
 
 
@@ -199,8 +199,8 @@ def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> Iterator[C
                     args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
             except Exception:  # tensors without data that inputs depend on; a dtype that a case does not have
                 continue
-            there = {name: parity.materialised(value) for name, value in kwargs.items()}
-            yield _bind(op, tuple(map(parity.materialised, args)), there)
+            materialised_kwargs = {name: parity.materialised(value) for name, value in kwargs.items()}
+            yield _bind(op, tuple(map(parity.materialised, args)), materialised_kwargs)
             break
 
 
@@ -219,7 +219,7 @@ def bench_inputs(
     return args, kwargs | {k: type(kwargs[k])(v) for k, v in dims.items() if k in kwargs}
 
 
-def _placed(value: Any, layout: str) -> Any:
+def _embedded(value: Any, layout: str) -> Any:
     from . import parity
 
     return parity.embed(value, "cpu", layout) if isinstance(value, torch.Tensor) else value

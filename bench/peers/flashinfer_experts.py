@@ -34,7 +34,7 @@ from torch_attnkit.sim import ptx
 _BLACKWELL = "fused_moe.cute_dsl.blackwell"
 _PACKAGES = ("", "jit", "quantization", "cute_dsl", "fused_moe", "fused_moe.cute_dsl", _BLACKWELL)
 _TILE = 128  # rows of their scales' layout, to multiples of which they pad an expert's tokens or to twice that
-_TURN = 64  # rows of up, then as many of gate, in their first product's weights
+_INTERLEAVE = 64  # rows of up, then as many of gate, in their first product's weights
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def kernels(folder: Path) -> tuple[Any, Any]:
     )
 
 
-def _in_turn(rows: torch.Tensor) -> torch.Tensor:
+def _interleaved(rows: torch.Tensor) -> torch.Tensor:
     """[gate; up] halves (E, 2 M, ...) to 64 rows of up, 64 of gate, and so on."""
     E, both = rows.shape[:2]
-    halves = rows.view(E, 2, both // 2 // _TURN, _TURN, -1).flip(1)
+    halves = rows.view(E, 2, both // 2 // _INTERLEAVE, _INTERLEAVE, -1).flip(1)
     return halves.transpose(1, 2).reshape(E, both, -1).contiguous()
 
 
@@ -129,9 +129,9 @@ def _tiles(indices: torch.Tensor, experts: int, rows: int) -> dict[str, torch.Te
     """Slots by expert, padded to whole tiles, and what tiles are; padding is slot -1."""
     slots, owner, limit = [], [], []
     for e in range(experts):
-        mine = (indices.reshape(-1) == e).nonzero().view(-1).int()
-        for first in range(0, len(mine), rows):
-            some = mine[first : first + rows]
+        routed = (indices.reshape(-1) == e).nonzero().view(-1).int()
+        for first in range(0, len(routed), rows):
+            some = routed[first : first + rows]
             limit.append(len(owner) * rows + len(some))
             slots.append(torch.nn.functional.pad(some, (0, rows - len(some)), value=-1))
             owner.append(e)
@@ -182,7 +182,7 @@ def theirs(classes: tuple[Any, Any], p: Layer, tactic: Tactic) -> list[ptx.Launc
 
     tiles = (t["owner"], t["limit"], t["slots"], t["count"])
     first = (
-        codes, _in_turn(w13), scale.view(torch.uint8), scale_layout.to_128x4(_in_turn(s13)), h, h_scale,
+        codes, _interleaved(w13), scale.view(torch.uint8), scale_layout.to_128x4(_interleaved(s13)), h, h_scale,
         1 / (x_global * g13), tiles, h_global.view(1),
     )  # fmt: skip
     second = (h, w2, h_scale, scale_layout.to_128x4(s2), out, 1 / (h_global * g2), tiles, weights)

@@ -94,12 +94,12 @@ class Model:
 
     def save(self, folder: Path, *, packed: bool) -> None:
         """Write config.json into ``folder``; ``packed`` says that experts of GPT-OSS lie in MXFP4."""
-        said = self.config().to_dict() | {"architectures": [f"{self.family}ForCausalLM"]}
+        config_json = self.config().to_dict() | {"architectures": [f"{self.family}ForCausalLM"]}
         if packed and self.mxfp4:
             kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-            said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+            config_json["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(said, indent=1))
+        (folder / "config.json").write_text(json.dumps(config_json, indent=1))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a checkpoint whose experts are not packed, by name."""
@@ -160,11 +160,11 @@ def _dense(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Experts (E, K, N) in bfloat16, which holds the numbers of MXFP4, by PyTorch alone: what is judged has no part in
     what judges, and a process without a compiler draws them too. Expert by expert, for an index takes 8 bytes."""
     positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16, device=codes.device)
-    numbers = torch.cat([positive, -positive])
+    values = torch.cat([positive, -positive])
     out = codes.new_empty(codes.shape[0], codes.shape[2] * 2, codes.shape[1], dtype=torch.bfloat16)
     for expert, code, scale in zip(out, codes, scales, strict=True):
         both = torch.stack([code & 15, code >> 4], -1).flatten(-2)  # (N, K), the lower nibble first
-        blocks = numbers[both.long()].unflatten(-1, (-1, _BLOCK))
+        blocks = values[both.long()].unflatten(-1, (-1, _BLOCK))
         expert.copy_(torch.ldexp(blocks, scale.int()[..., None] - 127).flatten(-2).T)
     return out
 

@@ -84,10 +84,10 @@ def test_first_accepting_row_wins_and_the_nearest_rows_say_why_there_is_none():
         dispatch.resolve(TOY, bind(x=(6,), codes=(4, 3)), sm100)
     assert str(error.value) == "toy on sm100 (simulated): cuda: N=6 not in {4}"
     answers = ["a: N=6 not in {4}", "a: no", "a: N=6 not in {8, 4}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
-    said = ["a: N=6 not in {4, 8}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
-    assert dispatch.once(answers) == said
+    expected = ["a: N=6 not in {4, 8}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
+    assert dispatch.unique(answers) == expected
     pairs = ["a: N=6 not in {4} and M=6 not in {2}", "a: N=6 not in {4}", "a: N=6 not in {4} and M=6 not in {8}"]
-    assert dispatch.once(pairs) == ["a: N=6 not in {4} and M=6 not in {2, 8}", "a: N=6 not in {4}"]
+    assert dispatch.unique(pairs) == ["a: N=6 not in {4} and M=6 not in {2, 8}", "a: N=6 not in {4}"]
     with pytest.raises(UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm100, sm90\)"):
         dispatch.resolve(TOY, bind(), target.Target("metal"))
     assert dispatch.resolve(TOY, bind(), target.Target("cpu")) is None

@@ -313,8 +313,8 @@ def test_threads_read_at_once(arrived):
     wrong = []
 
     def work(topk):
-        for turn in range(300):
-            x = torch.randn(turn % 3 + 1, 8)
+        for step in range(300):
+            x = torch.randn(step % 3 + 1, 8)
             if not torch.equal(route(x, topk=topk)[1], torch.topk(x, topk)[1]):
                 wrong.append(topk)
 

@@ -244,8 +244,8 @@ def test_numbers_that_float32_cannot_hold_are_refused(op):
 
 def stepped(t: torch.Tensor) -> torch.Tensor:
     """The same integers, every third of memory that is wrong elsewhere; rows apart too."""
-    room = torch.full((*(n + 1 for n in t.shape[:-1]), 3 * t.shape[-1]), -77, dtype=t.dtype)
-    view = room[tuple(slice(0, n) for n in t.shape[:-1])][..., 1::3]
+    buffer = torch.full((*(n + 1 for n in t.shape[:-1]), 3 * t.shape[-1]), -77, dtype=t.dtype)
+    view = buffer[tuple(slice(0, n) for n in t.shape[:-1])][..., 1::3]
     return view.copy_(t)
 
 
@@ -329,7 +329,7 @@ def test_what_frameworks_have_is_taken():
 @pytest.mark.parametrize("op", TAKEN, ids=lambda op: op.name)
 def test_small_tensors_of_other_dtypes_and_forms_are_the_same_numbers(op):
     """By the definition and on the CPU's rows; fake and meta tensors say the same."""
-    for features in {(), *parity.together(op, tuple(op.features))}:
+    for features in {(), *parity.all_features(op, tuple(op.features))}:
         for shape in list(parity.shapes(op))[:2]:
             args, kwargs = parity.inputs(op, shape, torch.float32, features)
             run = getattr(torch.ops.attnkit, op.name)

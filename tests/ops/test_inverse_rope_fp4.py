@@ -65,8 +65,8 @@ def test_it_undoes_the_rotation_of_the_keys():
     """What turned by an angle is turned back by the same angle, to the rounding of float32."""
     o, angle = torch.randn(5, 2, 64, dtype=torch.float64), torch.rand(5, 32, dtype=torch.float64) * 6
     pair = torch.view_as_complex(o.unflatten(-1, (32, 2))) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    turned = torch.view_as_real(pair).flatten(-2).float()
-    codes, scale = op(turned, angle.cos().float(), angle.sin().float())
+    rotated = torch.view_as_real(pair).flatten(-2).float()
+    codes, scale = op(rotated, angle.cos().float(), angle.sin().float())
     want_codes, want_scale = _quantize(o.float(), "nvfp4")
     assert torch.equal(codes, want_codes) and torch.equal(scale, want_scale)  # no number is that near to a midpoint
 

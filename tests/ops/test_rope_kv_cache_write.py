@@ -51,8 +51,8 @@ def test_rows_without_a_slot_are_skipped_and_room_between_rows_stays():
     memory = torch.randn(8, 200).bfloat16()
     before, args[2] = memory.clone(), memory[:, 4:196]
     op(*args)
-    turned = rope.apply(args[1], args[4], args[5], interleaved=True)
-    before[[3, 0, 7], 4:196] = turned[[0, 2, 4]]
+    rotated = rope.apply(args[1], args[4], args[5], interleaved=True)
+    before[[3, 0, 7], 4:196] = rotated[[0, 2, 4]]
     assert torch.equal(memory, before)
 
 

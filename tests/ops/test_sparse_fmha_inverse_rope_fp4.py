@@ -14,7 +14,7 @@ A = torch.ops.attnkit
 NAME = "sparse_fmha_inverse_rope_fp4"
 op = getattr(A, NAME)
 OP = OPS[NAME]
-CALLS = [(shape, features) for shape in parity.shapes(OP) for features in parity.together(OP, tuple(OP.features))]
+CALLS = [(shape, features) for shape in parity.shapes(OP) for features in parity.all_features(OP, tuple(OP.features))]
 CALLS += [(shape, ()) for shape in parity.shapes(OP)]
 
 
@@ -45,8 +45,8 @@ def test_goes_on_into_the_output_projection():
     )  # fmt: skip
     out, *_ = A.sparse_fmha_with_swa(q, kv, end)
     pair = torch.view_as_complex(out[..., 32:].unflatten(-1, (16, 2)).contiguous())
-    turned = torch.view_as_real(pair * torch.polar(torch.ones_like(angle), -angle)[:, None]).flatten(-2)
-    want = torch.einsum("tgk,grk->tgr", torch.cat((out[..., :32], turned), -1).view(5, 2, 128), wo_a)
+    rotated = torch.view_as_real(pair * torch.polar(torch.ones_like(angle), -angle)[:, None]).flatten(-2)
+    want = torch.einsum("tgk,grk->tgr", torch.cat((out[..., :32], rotated), -1).view(5, 2, 128), wo_a)
     assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.98
 
 

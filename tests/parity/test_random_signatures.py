@@ -114,8 +114,8 @@ print(found)
 def test_a_seed_and_an_index_are_the_same_call_in_every_process(capsys):
     exec(compile(DIGEST, "<digest>", "exec"), {})
     here = capsys.readouterr().out
-    there = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True).stdout
-    assert there == here and len(set(here.split("('"))) > 6
+    elsewhere = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True).stdout
+    assert elsewhere == here and len(set(here.split("('"))) > 6
 
 
 def test_numbers_do_not_depend_on_the_machine():
@@ -146,12 +146,12 @@ def test_layouts_hold_the_values_that_they_were_given():
         "": (60, 20, 5, 1), "off3": (60, 20, 5, 1), "pad2": (84, 28, 7, 1), "gap": (100, 25, 5, 1),
         "swap": (60, 5, 15, 1), "off1+pad3+gap+swap": (160, 8, 32, 1),
     }.items():  # fmt: skip
-        placed = lay(t, at)
-        assert torch.equal(placed, t), at
-        assert placed.stride() == strides or "gap" in at, at
-        assert placed.storage_offset() == sum(int(w[3:]) for w in at.split("+") if w[:3] == "off")
-    once = lay(t, "off2+x1")
-    assert once.stride(1) == 0 and torch.equal(once, t[:, :1].expand(t.shape))
+        laid = lay(t, at)
+        assert torch.equal(laid, t), at
+        assert laid.stride() == strides or "gap" in at, at
+        assert laid.storage_offset() == sum(int(w[3:]) for w in at.split("+") if w[:3] == "off")
+    expanded = lay(t, "off2+x1")
+    assert expanded.stride(1) == 0 and torch.equal(expanded, t[:, :1].expand(t.shape))
     assert lay(t[:0], "x0+pad1").shape == (0, 3, 4, 5)
 
 
@@ -326,7 +326,7 @@ def test_a_run_of_nothing_is_no_success(run):
 
 
 # Found by random signatures, simplified by them, and mended.
-MENDED = [
+REGRESSIONS = [
     ("sm90", "sdpa_decode", "S=5 q.at=off3"),
     ("sm90", "sdpa_decode", "S=5 group=9 k_cache.at=off3 same=1"),
     ("sm90", "sdpa_decode_paged", "v_cache.at=off1 k_cache.at=off8 hidden=nan kv_len=9"),
@@ -376,7 +376,7 @@ SATURATED = [
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize(("arch", "op", "text"), MENDED + SATURATED, ids=lambda v: v.replace(" ", ","))
+@pytest.mark.parametrize(("arch", "op", "text"), REGRESSIONS + SATURATED, ids=lambda v: v.replace(" ", ","))
 def test_what_was_found_stays_mended(arch, op, text):
     needs(arch)
     with ptx.settings(check=True), metal.settings(mode="checked", strict=True):

@@ -37,7 +37,7 @@ def _read(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 def publish(model: nn.Module, ignored: Any = ()) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(tensors of the file, the numbers that they stand for under the model's own names) of a Qwen3-Next model."""
     file: dict[str, torch.Tensor] = {}
-    numbers = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    values = {name: tensor.double() for name, tensor in model.state_dict().items()}
     linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for name, tensor in model.state_dict().items():
         parent, _, last = name.rpartition(".")
@@ -47,19 +47,19 @@ def publish(model: nn.Module, ignored: Any = ()) -> tuple[dict[str, torch.Tensor
                 halves = [_quantised(half, largest) for half in weight.chunk(2)]
                 for half, parts in zip(("gate_proj", "up_proj"), halves, strict=True):
                     file |= {f"{parent}.{e}.{half}.{key}": part for key, part in parts.items()}
-                numbers[name][e] = torch.cat([_read(parts) for parts in halves])
+                values[name][e] = torch.cat([_read(parts) for parts in halves])
         elif last == "down_proj":
             for e, weight in enumerate(tensor):
                 parts = _quantised(weight, float(weight.abs().max()))
                 file |= {f"{parent}.{e}.down_proj.{key}": part for key, part in parts.items()}
-                numbers[name][e] = _read(parts)
+                values[name][e] = _read(parts)
         elif parent in linears and last == "weight" and "self_attn" in parent and ".layers.0." not in parent:
             parts = _quantised(tensor, float(tensor.abs().max()))
             file |= {f"{parent}.{key}": part for key, part in parts.items()}
-            numbers[name] = _read(parts)
+            values[name] = _read(parts)
         else:
             file[name] = tensor
-    return {name: tensor.contiguous().clone() for name, tensor in file.items()}, numbers
+    return {name: tensor.contiguous().clone() for name, tensor in file.items()}, values
 
 
 def write(folder: Path, config: Any, file: dict[str, torch.Tensor], **changes: Any) -> Path:
@@ -76,10 +76,10 @@ def write(folder: Path, config: Any, file: dict[str, torch.Tensor], **changes: A
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, torch.Tensor]]:
     """(folder, the model in the numbers of the file, its tensors)."""
     model = build("qwen3_next")
-    file, numbers = publish(model)
+    file, values = publish(model)
     folder = write(tmp_path_factory.mktemp("modelopt") / "tiny", model.config, file)
     model = with_our_routers(model.double())
-    model.load_state_dict(numbers)
+    model.load_state_dict(values)
     return folder, model, file
 
 

@@ -97,8 +97,8 @@ def pairs(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[dict[str, 
 
 def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The largest difference of log-probabilities of a request, of the tokens that both tell at a place."""
-    places = zip(a["logprobs"], b["logprobs"], strict=True)
-    return max(abs(p[t] - q[t]) for p, q in places for t in p.keys() & q.keys())
+    positions = zip(a["logprobs"], b["logprobs"], strict=True)
+    return max(abs(p[t] - q[t]) for p, q in positions for t in p.keys() & q.keys())
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -128,12 +128,12 @@ def used(theirs: dict[str, Any], ours: dict[str, Any], ops: set[str]) -> list[st
     return wrong
 
 
-def farther(theirs: dict[str, Any], ours: dict[str, Any], told: list[list[list[float]]]) -> tuple[list[str], str]:
-    """What of ours in bfloat16 is farther from float32 than theirs, and how far both are; ``told`` are float32's
+def farther(theirs: dict[str, Any], ours: dict[str, Any], scored: list[list[list[float]]]) -> tuple[list[str], str]:
+    """What of ours in bfloat16 is farther from float32 than theirs, and how far both are; ``scored`` are float32's
     log-probabilities at each place of theirs and then of ours."""
     wrong, words = [], []
     half = len(requests(theirs))
-    distances = [from_float32(run, told[i * half :][:half]) for i, run in enumerate((theirs, ours))]
+    distances = [from_float32(run, scored[i * half :][:half]) for i, run in enumerate((theirs, ours))]
     for what, (a, b) in {key: [d[key] for d in distances] for key in distances[0]}.items():
         words.append(f"{what} {b:.1e}, theirs {a:.1e}")
         if not b <= AS_GOOD * a + ROUNDING:
@@ -141,13 +141,13 @@ def farther(theirs: dict[str, Any], ours: dict[str, Any], told: list[list[list[f
     return wrong, f"({', '.join(words)})"
 
 
-def from_float32(run: dict[str, Any], told: list[list[list[float]]]) -> dict[str, float]:
+def from_float32(run: dict[str, Any], scored: list[list[list[float]]]) -> dict[str, float]:
     """Means over all places: how far log-probabilities are from float32's, and how far behind the likeliest one there
     that of the chosen token is."""
     off, behind = [], []
-    for request, rows in zip(requests(run), told, strict=True):
-        for token, place, row in zip(request["tokens"], request["logprobs"], rows, strict=True):
-            off += [abs(p - row[int(t)]) for t, p in place.items()]
+    for request, rows in zip(requests(run), scored, strict=True):
+        for token, entry, row in zip(request["tokens"], request["logprobs"], rows, strict=True):
+            off += [abs(p - row[int(t)]) for t, p in entry.items()]
             behind.append(max(row) - row[token])
     return {"log-probabilities off by": statistics.fmean(off), "tokens behind by": statistics.fmean(behind)}
 

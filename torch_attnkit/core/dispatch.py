@@ -66,7 +66,7 @@ def resolve(op: Op, call: Call, target: Target) -> Kernel | None:
     if found is not None or target.arch == "cpu":
         return found
     have = sorted({arch for row in op.kernels for arch in row.archs} - {"cpu"})
-    words = once(_nearest(op, rows, call)) if rows else [
+    words = unique(_nearest(op, rows, call)) if rows else [
         f"no kernel yet (there are kernels for: {', '.join(have) or 'no device'})"
     ]  # fmt: skip
     raise UnsupportedError(f"{op.name} on {target}: {'; '.join(words)}")
@@ -90,15 +90,15 @@ def _nearest(op: Op, rows: list[Kernel], call: Call) -> Iterator[str]:
     return (f"{on}: {' and '.join(r.words for r in reasons)}" for distance, on, reasons in found if distance == least)
 
 
-def once(answers: Iterable[str]) -> list[str]:
+def unique(answers: Iterable[str]) -> list[str]:
     """What rows say, each thing once: of rows that name what they accept of the same axes, all that they accept."""
-    said: dict[str, list[dict[str, None]]] = {}  # an answer without the values that it accepts -> these, by place
+    groups: dict[str, list[dict[str, None]]] = {}  # an answer without the values that it accepts -> these, by place
     for answer in answers:
         named = _ACCEPTED.findall(answer)
-        known = said.setdefault(_ACCEPTED.sub(" not in {}", answer), [{} for _ in named])
+        known = groups.setdefault(_ACCEPTED.sub(" not in {}", answer), [{} for _ in named])
         for values, more in zip(known, named, strict=True):
             values |= dict.fromkeys(more.split(", "))
-    return [_filled(words, each) for words, each in said.items()]
+    return [_filled(words, each) for words, each in groups.items()]
 
 
 def _filled(words: str, each: list[dict[str, None]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import native, runtimes
-from .dispatch import OPS, build, once, resolve
+from .dispatch import OPS, build, resolve, unique
 from .errors import UnsupportedError
 from .op import Call, Kernel, Op
 from .target import SIMULATED, WHERE, Target, target_of
@@ -51,7 +51,7 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     shapes = (f"{n} {s} {d}" for n, (s, d) in zip(record.outnames, record.outputs(call), strict=True))
     lines.append(f"returns  {'; '.join(shapes) or 'nothing (writes in place)'}")
     where = Target(target or "cpu") if target or call.device.type == "meta" else target_of(call.device)
-    lines += [f"row      {line}" for line in once(_answers(record, call, where))]
+    lines += [f"row      {line}" for line in unique(_answers(record, call, where))]
     try:
         chosen = resolve(record, call, where)
         source = record.sources(chosen)[0] if chosen else f"{record.package}.reference"

@@ -228,8 +228,8 @@ def _kept(request: Request, folder: Path, simulated: bool) -> Compiled | None:
     """The kernel from a bundle, an installed wheel (for a GPU: it holds no PTX), or the cache in ``folder``."""
     if found := _in(tuple(_bundles), request, simulated):
         return found
-    if not simulated and (there := installed.find(request.arch, request.file)):
-        return Compiled(request, there[1], installed=True)
+    if not simulated and (shipped := installed.find(request.arch, request.file)):
+        return Compiled(request, shipped[1], installed=True)
     return _in((folder,), request, simulated)
 
 

@@ -66,7 +66,7 @@ def _load_runtime() -> Any:
 
     Of any installation of CuTeDSL, whoever brought it; nothing of it is imported.
     """
-    roots = [Path(place) / "nvidia_cutlass_dsl" for place in sys.path]
+    roots = [Path(directory) / "nvidia_cutlass_dsl" for directory in sys.path]
     major = (torch.version.cuda or "13").split(".")[0]
     for root in roots:
         found = sorted(root.glob("cu*/lib/libcute_dsl_runtime.so"), key=lambda p: p.parts[-3] != f"cu{major}")

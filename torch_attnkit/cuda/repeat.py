@@ -136,15 +136,15 @@ def _recipe(watch: _Watch, args: tuple[Any, ...], outputs: list[torch.Tensor]) -
     if {_storage(o) for o in outputs} & {_storage(a) for a in args if isinstance(a, torch.Tensor)}:
         raise Unrepeatable("it returns an argument")
     _use()
-    places = _Places(watch, args, outputs)
+    sources = _Sources(watch, args, outputs)
     launches, around = [], None
     for launch, arguments in watch.launches:
         handle, around = callee(launch)
-        launches.append((handle, tuple(places.of(a) for a in arguments)))
-    return Recipe(places.device, outputs, places.scratch, launches, places.needs_room, around)
+        launches.append((handle, tuple(sources.of(a) for a in arguments)))
+    return Recipe(sources.device, outputs, sources.scratch, launches, sources.needs_room, around)
 
 
-class _Places:
+class _Sources:
     """Tells where each argument of a launch comes from."""
 
     def __init__(self, watch: _Watch, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
@@ -166,10 +166,10 @@ class _Places:
         if not isinstance(value, torch.Tensor):
             raise Unrepeatable(f"a launch takes a {type(value).__name__}")
         assert native.extension is not None
-        source, index, offset = self._place(value)
+        source, index, offset = self._source(value)
         return native.extension.Place(source, index, offset, value)
 
-    def _place(self, t: torch.Tensor) -> tuple[Any, int, int]:
+    def _source(self, t: torch.Tensor) -> tuple[Any, int, int]:
         storage = _storage(t)
         for source, held in zip((self.source.PARTS, self.source.COUNTERS), self.room or (), strict=False):
             if storage == _storage(held):  # first: the workspace may have grown during this call

@@ -109,9 +109,9 @@ def sample_values(d: sampling.Sampler, row: Kernel, block: int) -> sampling.Fact
 def sample_codes(d: sampling.Sampler, row: Kernel, block: int) -> sampling.Facts:
     """Of codes to bring back: what their scales are."""
     facts = _sample(d, row, block) | dict(f8=d.pick(("", 1)), any=d.pick(("", 1)))
-    places = {"codes.at": d.layout(facts["rank"] + 1, range(facts["rank"]))}
+    layouts = {"codes.at": d.layout(facts["rank"] + 1, range(facts["rank"]))}
     axes = 2 if facts["layout"] else facts["rank"] + 1
-    return facts | places | {"scale.at": d.layout(axes, () if facts["layout"] else range(facts["rank"]))}
+    return facts | layouts | {"scale.at": d.layout(axes, () if facts["layout"] else range(facts["rank"]))}
 
 
 def _shape(f: sampling.Facts) -> tuple[int, ...]:

@@ -56,5 +56,5 @@ def cached(c: Call, queries: int, keys: int) -> list[Sequence]:
     """The sequences of an op whose last query stands at the end of a cache; one before its start is not there."""
     lengths = contents(c.arg.kv_len, c.dim["B"], keys)
     starts = contents(c.arg.kv_start, c.dim["B"], 0)
-    there = [min(queries, n) for n in lengths]
-    return [(t, n - t, first, n) for t, n, first in zip(there, lengths, starts, strict=True)]
+    queries_seen = [min(queries, n) for n in lengths]
+    return [(t, n - t, first, n) for t, n, first in zip(queries_seen, lengths, starts, strict=True)]

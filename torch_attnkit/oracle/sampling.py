@@ -3,8 +3,8 @@
 A signature is a flat dict of facts, numbers and words, that says all of a call: sizes, dtype, scalars, lengths, layouts
 (``<argument>.at``) and the seed of its values. ``sample(d, row)`` of an op's cases chooses facts that a row may
 accept, ``generate(facts, gen)`` makes the tensors. A fact that is left out has its value in ``DEFAULTS``, the simplest
-one, so that a signature can be written down, simplified and repeated. Some facts decide what is compiled; they come from a
-generator of their own, so that many signatures share a kernel.
+one, so that a signature can be written down, simplified and repeated. Some facts decide what is compiled; they come
+from a generator of their own, so that many signatures share a kernel.
 """
 
 from __future__ import annotations

@@ -59,10 +59,10 @@ def shapes(op: Op) -> dict[str, dict[str, int]]:
 
 def feature_sets(op: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """No feature, each alone, all together; where features exclude each other, all with the one and with the other."""
-    return list(dict.fromkeys([(), *((n,) for n in names), *together(op, names)]))
+    return list(dict.fromkeys([(), *((n,) for n in names), *all_features(op, names)]))
 
 
-def together(op: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+def all_features(op: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """All features; where some exclude each other, all with the one and with the other."""
     sets = []
     for i in range(max(map(len, op.exclusive), default=1)):
@@ -98,7 +98,7 @@ def cases(op: Op, index: int, arch: str, *, covering: bool = False) -> list[Case
 def _extras(op: Op, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """The features, the shape and the extra of each extra case, for a row with the features ``names``."""
     module = op.module("cases")
-    all_of_them = together(op, names)
+    all_of_them = all_features(op, names)
     for shape, features in itertools.product(module.DEGENERATE, dict.fromkeys([(), *all_of_them])):
         yield features, shape, ""
     for extra, shape, *wanted in getattr(module, "EXTRAS", ()):

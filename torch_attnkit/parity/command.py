@@ -194,11 +194,11 @@ def run_rows(
         judge = functools.partial(outcome, runner)
         results: Iterator[float | str | None] = iter(each(judge, *zip(*flat, strict=True)) if flat else ())
         for row, runs in zip(rows, todo, strict=True):
-            mine: list[float | str | None] = []
+            row_outcomes: list[float | str | None] = []
             for _ in runs:
-                mine.append(next(results))
+                row_outcomes.append(next(results))
                 progress.advance(task)
-            found.append(_outcome(row, mine))
+            found.append(_outcome(row, row_outcomes))
             if record:
                 keep(runner, [found[-1][0]], each)
     console.print(_table(runner, found))

@@ -43,27 +43,27 @@ def by(case: Case, target: Target) -> str:
     shared = getattr(op.module("cases"), "shared", lambda row, args: None)
     with ShapesOnly():
         args, kwargs = arguments(case)
-        placed = [tuple(embed(a, "cpu", lay) if isinstance(a, torch.Tensor) else a for a in args) for lay in LAYOUTS]
+        embedded = [tuple(embed(a, "cpu", lay) if isinstance(a, torch.Tensor) else a for a in args) for lay in LAYOUTS]
     row = op.kernels[case.row]
     if row.refusal(bound(op, args, kwargs)) is not None:  # by what it needs: the case is not the row's
         return "refused"
-    placed += filter(None, [shared(row, each) for each in placed])
-    return digest.of(*(_launched(op, each, kwargs, target) for each in placed))
+    embedded += filter(None, [shared(row, each) for each in embedded])
+    return digest.of(*(_launched(op, each, kwargs, target) for each in embedded))
 
 
 def _launched(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> str:
     values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
-    notes = _Notes(values)
+    recorder = _Recorder(values)
     workspace._devices.clear()  # its size depends on earlier calls
-    cuda = compile.recording(lambda request: notes.launcher(compile.get(request, simulated=True).fingerprint))
-    with simulate(target.arch), cuda, metal.recording(notes.library):
+    cuda = compile.recording(lambda request: recorder.launcher(compile.get(request, simulated=True).fingerprint))
+    with simulate(target.arch), cuda, metal.recording(recorder.library):
         launch = dispatch.make_plan(op, values).launch
-        with notes:
+        with recorder:
             launch(*values)
-    return digest.of(*notes.lines)
+    return digest.of(*recorder.lines)
 
 
-class _Notes(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     """A line for each launch and for each of torch's operations that is neither a view nor an allocation."""
 
     def __init__(self, arguments: tuple[Any, ...]):
@@ -74,14 +74,14 @@ class _Notes(TorchDispatchMode):
         self.words(arguments)
 
     def launcher(self, kernel: str) -> Callable[..., None]:
-        return lambda *args, **how: self.note(kernel, args, how)
+        return lambda *args, **how: self.record(kernel, args, how)
 
     def library(self, text: str) -> metal.Library:
         """A Metal library whose kernels are noted by their whole text."""
         preprocessed, limits = _preprocessed(text)
         return metal.Library(_Kernels(self, digest.of(preprocessed), limits), metal.slots(text))
 
-    def note(self, what: str, args: Any, how: dict[str, Any]) -> None:
+    def record(self, what: str, args: Any, how: dict[str, Any]) -> None:
         self.lines.append(f"{what} {self.words(args)} {self.words(tuple(sorted(how.items())))}")
 
     def words(self, value: Any) -> str:
@@ -98,7 +98,7 @@ class _Notes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.__name__ not in _ALLOCATIONS and not _is_view(func, args, out):
-            self.note(f"{func} -> {self.words(out)}", args, kwargs or {})
+            self.record(f"{func} -> {self.words(out)}", args, kwargs or {})
         return out
 
 
@@ -112,12 +112,12 @@ def _is_view(func: Any, args: Any, out: Any) -> bool:
 class _Kernels:
     """What stands for a compiled Metal library: its kernels take notes."""
 
-    def __init__(self, notes: _Notes, text: str, limits: dict[str, int]):
-        self._notes, self._text, self._limits = notes, text, limits
+    def __init__(self, recorder: _Recorder, text: str, limits: dict[str, int]):
+        self._recorder, self._text, self._limits = recorder, text, limits
 
     def __getattr__(self, name: str) -> Any:
         kernel = _Kernel()
-        kernel.launch = self._notes.launcher(f"{self._text} {name}")
+        kernel.launch = self._recorder.launcher(f"{self._text} {name}")
         kernel.max_threads_per_threadgroup = self._limits.get(name, _MOST_THREADS)
         return kernel
 

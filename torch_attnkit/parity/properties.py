@@ -58,16 +58,16 @@ def judged(chosen: Signature, arch: str, device: str) -> Result:
     if why is not None:
         return Result(chosen, "refused", message=why)
     try:
-        there = moved(args, device)
-        whole = [storage(t).clone() for t in _unwritten(chosen.op, there)]
+        moved_args = moved(args, device)
+        whole = [storage(t).clone() for t in _unwritten(chosen.op, moved_args)]
         with ptx_settings(seed=chosen.given()["schedule"]):
             try:
-                error = judge.judge(chosen.op, op, arch, args, there, kwargs)
+                error = judge.judge(chosen.op, op, arch, args, moved_args, kwargs)
             except AssertionError:  # it may be the reference that had luck
                 if op.mutated:  # what was written over is not there for a second call
                     raise
-                error = judge.judge(chosen.op, op, arch, args, there, kwargs, _alike(chosen))
-        if not all(map(torch.equal, whole, map(storage, _unwritten(chosen.op, there)))):
+                error = judge.judge(chosen.op, op, arch, args, moved_args, kwargs, _alike(chosen))
+        if not all(map(torch.equal, whole, map(storage, _unwritten(chosen.op, moved_args)))):
             raise AssertionError(f"{chosen.op}: the call wrote into the memory around an input")
         return Result(chosen, "right", error)
     except Exception as raised:

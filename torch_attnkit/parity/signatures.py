@@ -97,18 +97,18 @@ def build(chosen: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments, on the CPU, every tensor where its facts put it."""
     op, facts = OPS[chosen.op], chosen.given()
     args, kwargs = op.module("cases").generate(facts, torch.Generator().manual_seed(facts["seed"]))
-    placed: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor that is two arguments, or of one a part, stays so
+    laid: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor that is two arguments, or of one a part, stays so
 
     def at(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        for whole, there in placed:
+        for whole, moved_whole in laid:
             if value is whole:
-                return there
+                return moved_whole
             if value._base is whole and (value.data_ptr(), value.stride()) == (whole.data_ptr(), whole.stride()):
-                return there[..., : value.shape[-1]]
-        placed.append((value, lay(value, facts.get(f"{name}.at", ""))))
-        return placed[-1][1]
+                return moved_whole[..., : value.shape[-1]]
+        laid.append((value, lay(value, facts.get(f"{name}.at", ""))))
+        return laid[-1][1]
 
     return tuple(at(name, value) for name, value in zip(op.argnames, args, strict=False)), kwargs
 

@@ -101,7 +101,7 @@ def layer(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tup
 
 
 def routed(
-    dims: dict[str, int], dtype: torch.dtype, layer: tuple[Any, ...], gen: torch.Generator, turn: int = 0
+    dims: dict[str, int], dtype: torch.dtype, layer: tuple[Any, ...], gen: torch.Generator, variant: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call of a bench case through a layer; every turn has other routes."""
     x = torch.randn(dims["Tq"], dims["N"], generator=gen).to(dtype)
@@ -114,21 +114,21 @@ def routed(
         limit=float(dims["limit"]) if "limit" in dims else None,
         interleaved=bool(dims.get("gptoss")),
     )
-    return (x, weights, _routes(dims, turn).to(x.device), *layer), kwargs
+    return (x, weights, _routes(dims, variant).to(x.device), *layer), kwargs
 
 
 def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return routed(dims, dtype, layer(dims, dtype, gen), gen)
 
 
-def _routes(dims: dict[str, int], turn: int) -> torch.Tensor:
+def _routes(dims: dict[str, int], variant: int) -> torch.Tensor:
     """The experts of each token (Tq, K), distinct, made on the CPU so that `bytes` can count them.
 
     All experts are equally popular; with ``zipf`` the r-th of them is chosen as 1/r, with ``same`` K of them are all
     that is chosen. The K that win a race of exponential clocks, each as fast as its expert is popular, are a sample
     without replacement.
     """
-    gen = torch.Generator().manual_seed(turn)
+    gen = torch.Generator().manual_seed(variant)
     rank = torch.randperm(dims["E"], generator=gen, device="cpu")  # (E,)
     popular = 1 / (1 + rank) if dims.get("zipf") else (rank < dims["K"]).float() if dims.get("same") else rank * 0 + 1
     clock = -torch.rand(dims["Tq"], dims["E"], generator=gen, device="cpu").log() / popular  # (Tq, E)

@@ -201,5 +201,5 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 
 def flops(dims: dict[str, int]) -> int:
     """One product over the numbers of a head for each head and entry that a token sees, then relu, weight and sum."""
-    numbers = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
-    return _seen(dims) * dims["Hi"] * (2 * numbers + 3)
+    channels = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
+    return _seen(dims) * dims["Hi"] * (2 * channels + 3)

@@ -96,8 +96,8 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 
 def flops(dims: dict[str, int]) -> int:
     """One product over the numbers of a head for each head and entry, then relu, weight and sum, and a comparison."""
-    numbers = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
-    return dims["Tq"] * dims["S"] * (dims["Hi"] * (2 * numbers + 3) + 1)
+    channels = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
+    return dims["Tq"] * dims["S"] * (dims["Hi"] * (2 * channels + 3) + 1)
 
 
 def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:

@@ -49,27 +49,27 @@ def make(
     return (*tokens, *caches, slot.to(torch.int64 if dims.get("long") else torch.int32), *scales), {}
 
 
-def _tokens(gen: torch.Generator, dims: dict[str, int], make: Any) -> tuple[torch.Tensor, ...]:
+def _tokens(gen: torch.Generator, dims: dict[str, int], randn: Any) -> tuple[torch.Tensor, ...]:
     R, Hkv, D, Dv = (dims[axis] for axis in ("R", "Hkv", "D", "Dv"))
     if not dims.get("joined"):
-        return make(R, Hkv, D), make(R, Hkv, Dv)
-    joined = make(R, 4 * Hkv * D + Hkv * D + Hkv * Dv)  # q is four times as wide
+        return randn(R, Hkv, D), randn(R, Hkv, Dv)
+    joined = randn(R, 4 * Hkv * D + Hkv * D + Hkv * Dv)  # q is four times as wide
     k, v = joined[:, 4 * Hkv * D :].split((Hkv * D, Hkv * Dv), -1)
     return k.unflatten(-1, (Hkv, D)), v.unflatten(-1, (Hkv, Dv))
 
 
-def _caches(dims: dict[str, int], make: Any) -> tuple[torch.Tensor, ...]:
+def _caches(dims: dict[str, int], randn: Any) -> tuple[torch.Tensor, ...]:
     Np, Ps, Hkv, D, Dv = (dims[axis] for axis in ("Np", "Ps", "Hkv", "D", "Dv"))
     if dims.get("sided"):
-        k, v = make(Np, Ps, Hkv, D + Dv).split((D, Dv), -1)
+        k, v = randn(Np, Ps, Hkv, D + Dv).split((D, Dv), -1)
         return k, v
-    return make(Np, Ps, Hkv, D), make(Np, Ps, Hkv, Dv)
+    return randn(Np, Ps, Hkv, D), randn(Np, Ps, Hkv, Dv)
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read tokens and slots, write the tokens to the caches."""
-    numbers = dims["R"] * dims["Hkv"] * (dims["D"] + dims["Dv"])
-    return numbers * (dtype.itemsize + (1 if dims.get("bits") == 8 else dtype.itemsize)) + 4 * dims["R"]
+    elements = dims["R"] * dims["Hkv"] * (dims["D"] + dims["Dv"])
+    return elements * (dtype.itemsize + (1 if dims.get("bits") == 8 else dtype.itemsize)) + 4 * dims["R"]
 
 
 def flops(dims: dict[str, int]) -> int:

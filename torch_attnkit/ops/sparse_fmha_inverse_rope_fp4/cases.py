@@ -74,9 +74,9 @@ def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tup
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """As attention reads, without its output; half a byte a number and the scales are written."""
-    numbers = dims["Tq"] * dims["Hq"] * dims["D"]
-    inputs = attention.bytes(dims, dtype) - numbers * dtype.itemsize - dims["Tq"] * dims["Hq"] * 4
-    return inputs + numbers // 2 + numbers // dims["blk"] + dims["Tq"] * dims["R2"] * 8
+    elements = dims["Tq"] * dims["Hq"] * dims["D"]
+    inputs = attention.bytes(dims, dtype) - elements * dtype.itemsize - dims["Tq"] * dims["Hq"] * 4
+    return inputs + elements // 2 + elements // dims["blk"] + dims["Tq"] * dims["R2"] * 8
 
 
 def flops(dims: dict[str, int]) -> int:

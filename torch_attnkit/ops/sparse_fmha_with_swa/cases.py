@@ -196,14 +196,14 @@ def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
         facts |= dict(gs=d.pick((1.0, 731.37, 1 / 3)))
     near_page, far_page = "swa_paged" in on, "compressed_paged" in on and facts["far"] != ""
     H, R = d.pick((1, 2, 3, 8, 16, 20, 33, 64, 65, 128)), d.pick((1, 1, 2, 3))
-    room = max(2, d.limits.terms // (max(H, 16) * 2 * facts["D"]))  # keys of all tokens
-    S = 0 if d.sometimes(0.05) else d.size(min(d.limits.keys, room))
-    C = 0 if not facts["far"] or d.sometimes(0.05) else d.size(min(d.limits.keys, room))
+    most = max(2, d.limits.terms // (max(H, 16) * 2 * facts["D"]))  # keys of all tokens
+    S = 0 if d.sometimes(0.05) else d.size(min(d.limits.keys, most))
+    C = 0 if not facts["far"] or d.sometimes(0.05) else d.size(min(d.limits.keys, most))
     facts |= dict(near_page=d.pick((1, 7, 16, 64)) * near_page, far_page=d.pick((1, 7, 16, 64)) * far_page)
     S, C = (n + -n % max(1, page) for n, page in ((S, facts["near_page"]), (C, facts["far_page"])))
     facts |= dict(H=H, R=R, S=S, C=C, K=d.size(min(C + 3, d.limits.keys)) if facts["far"] == "list" else 0)
     # Few tokens are split over clusters, and many take turns on a multiprocessor.
-    each = min(d.pick((1, 1, 2, 5, 17, 33, 140, 300)), max(1, room // (R * max(1, S + C))))
+    each = min(d.pick((1, 1, 2, 5, 17, 33, 140, 300)), max(1, most // (R * max(1, S + C))))
     T = 0 if d.sometimes(0.02) else R * each
     chosen = sampling.scores(d, facts, on | {"window"}, S)
     facts |= {name: chosen[name] for name in ("scale", "window", "sink", "q_by", "hidden", "nan", "seed")}

@@ -21,7 +21,7 @@ def _entries(c: Call, tokens: int) -> int:
         return sum(pairs.contents(limits, tokens, c.dim["C"]))
     if not pairs.readable(chosen):
         return tokens * int(chosen.shape[1])
-    there = chosen >= 0  # (Tq, K)
+    valid = chosen >= 0  # (Tq, K)
     if limits is not None and pairs.readable(limits):
-        there &= chosen < limits[:, None]
-    return int(there.sum())
+        valid &= chosen < limits[:, None]
+    return int(valid.sum())

@@ -21,7 +21,7 @@ def _codes(seed: int = 0, B: int = 2, T: int = 9, Hq: int = 4, Hkv: int = 2, D: 
     return qkv, tuple(torch.rand(B, Hkv, generator=gen) + 0.5 for _ in "qkv")
 
 
-def _numbers(qkv, scales) -> list[torch.Tensor]:
+def _dequantised(qkv, scales) -> list[torch.Tensor]:
     """What codes (B, T, H, D) under scales (B, Hkv) stand for, in float32."""
     groups = [t.float().unflatten(2, (s.shape[1], -1)) for t, s in zip(qkv, scales, strict=True)]
     return [(g * s[:, None, :, None, None]).flatten(2, 3) for g, s in zip(groups, scales, strict=True)]
@@ -31,7 +31,7 @@ def test_codes_mean_their_numbers_times_their_scales():
     qkv, scales = _codes()
     sink = torch.randn(4, generator=torch.Generator().manual_seed(1))
     out, lse, _ = op(*qkv, sink, None, None, *scales, **OPTIONS)
-    want, want_lse, _ = op(*_numbers(qkv, scales), sink, **OPTIONS)
+    want, want_lse, _ = op(*_dequantised(qkv, scales), sink, **OPTIONS)
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     assert torch.equal(out, want.bfloat16())
     torch.testing.assert_close(lse, want_lse)
@@ -53,7 +53,7 @@ def test_scales_of_other_dtypes_do_the_same(dtype):
     qkv, scales = _codes()
     wide = [t.to(dtype) for t in qkv]
     out = op(*wide, None, None, None, *scales, **OPTIONS)[0]
-    want = op(*(t.double() for t in _numbers(qkv, scales)), **OPTIONS)[0]
+    want = op(*(t.double() for t in _dequantised(qkv, scales)), **OPTIONS)[0]
     assert out.dtype == dtype
     # Scales are float32, whatever the dtype; seen 0.7 eps.
     near = max(torch.finfo(t).eps for t in (dtype, torch.float32)) * want.abs().max().item()
