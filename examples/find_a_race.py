@@ -1,4 +1,4 @@
-"""A CuTeDSL kernel of one's own in the simulator: its race is found, with the line, and the mended kernel is judged.
+"""A CuTeDSL kernel of one's own in the simulator: its race is found, with the line, and the fixed kernel is judged.
 
 The kernel adds up 128 numbers. Each of four warps adds up its part and leaves it in shared memory; the last thread adds
 up the four. Its author has forgotten the barrier between the two. The plain schedule lets the last warp come last, so
@@ -66,7 +66,7 @@ def main() -> None:
     print(f"hostile schedules that are right: {sum(right(hasty, x, seed=s) for s in SEEDS)} of {len(SEEDS)}")
 
     judged = [right(fixed, x, check=True, seed=s) for s in (0, *SEEDS)]
-    print(f"mended, checked runs that are right: {sum(judged)} of {len(judged)}")
+    print(f"fixed, checked runs that are right: {sum(judged)} of {len(judged)}")
     assert all(judged)
 
 

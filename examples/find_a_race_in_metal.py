@@ -1,4 +1,4 @@
-"""A Metal kernel of one's own in the simulator: the race of find_a_race.py, found and mended, on Linux or macOS.
+"""A Metal kernel of one's own in the simulator: the race of find_a_race.py, found and fixed, on Linux or macOS.
 
 ``torch_attnkit.sim.metal.compile_shader`` takes the text that ``torch.mps.compile_shader`` takes, compiles it for the
 CPU, and runs it on CPU tensors. In the checked mode it watches every access: races, bounds, memory that nobody wrote,

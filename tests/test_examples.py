@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
     "deepseek_v4_layer": "the projection in NVFP4 is off by",
-    "find_a_race": "mended, checked runs that are right: 9 of 9",
+    "find_a_race": "fixed, checked runs that are right: 9 of 9",
     "find_a_race_in_metal": "with the barrier, checked, the sum is right: True",
     "generate_with_transformers": "all 24 tokens are those of transformers' own code",
     "paged_prefix_sharing": "14 pages of 16 keys are in use, 20 without sharing",

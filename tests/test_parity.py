@@ -53,10 +53,10 @@ def runs(proof: bool) -> list[tuple[runners.Runner, command.Run]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "place" in metafunc.fixturenames:
+    if "runner" in metafunc.fixturenames:
         todo = runs(metafunc.config.getoption("--proof"))
         names = [f"{run[0].id}-{run[2]}-{run[3]}{'-simulated' * runner.target.simulated}" for runner, run in todo]
-        metafunc.parametrize(("place", "run"), todo, ids=names)
+        metafunc.parametrize(("runner", "run"), todo, ids=names)
 
 
 def test_parity(runner: runners.Runner, run: command.Run):

@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "schedule" in metafunc.fixturenames:
         todo = runs(metafunc.config.getoption("--proof"))
         names = [f"{case.id}-schedule{schedule}" for _, case, schedule in todo]
-        metafunc.parametrize(("place", "case", "schedule"), todo, ids=names)
+        metafunc.parametrize(("runner", "case", "schedule"), todo, ids=names)
 
 
 @pytest.mark.simulator

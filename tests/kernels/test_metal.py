@@ -32,7 +32,7 @@ def odd(t: torch.Tensor, offset: int = 1, padding: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("offset", "room"), [(1, 1), (2, 4), (4, 3)])
+@pytest.mark.parametrize(("offset", "padding"), [(1, 1), (2, 4), (4, 3)])
 def test_rows_that_no_vector_can_read(dtype: torch.dtype, offset: int, padding: int):
     strided = lambda seed, *shape: odd(normal(seed, *shape, dtype=dtype), offset, padding)
     q, k, v = strided(0, 2, 4, 64), strided(1, 2, 2, 40, 64), strided(2, 2, 2, 40, 80)

@@ -86,7 +86,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     """Puts something in the place of Metal's runtime; its tensors lie on the CPU."""
 
     def put(backend: Any) -> None:
-        monkeypatch.setattr(library.runtimes, "backend", lambda arch, simulated: backend)
+        monkeypatch.setattr(library.runtimes, "of", lambda arch, simulated: backend)
         library._compile.cache_clear()
         known_answer.wrong.__globals__["library"]._compile.cache_clear()
 

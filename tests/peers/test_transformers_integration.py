@@ -388,7 +388,7 @@ def test_a_mask_of_another_kind_is_refused_by_its_name():
         direct({"full_attention": None})
 
 
-@pytest.mark.parametrize("says", [dict(), dict(is_causal=True)])
+@pytest.mark.parametrize("options", [dict(), dict(is_causal=True)])
 def test_a_causal_call_without_a_mask_is_refused(options):
     """Eager attention would hide nothing, SDPA the future; one query sees all keys in both."""
     with pytest.raises(UnsupportedError, match=r"the mask of 3 queries is None.* accepted: the mask that .*'eager'$"):

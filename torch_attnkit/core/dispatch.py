@@ -91,7 +91,7 @@ def _nearest(op: Op, rows: list[Kernel], call: Call) -> Iterator[str]:
 
 
 def unique(answers: Iterable[str]) -> list[str]:
-    """What rows say, each thing once: of rows that name what they accept of the same axes, all that they accept."""
+    """The reasons of rows without repeats: those that differ in the accepted sizes of one axis alone become one."""
     groups: dict[str, list[dict[str, None]]] = {}  # an answer without the values that it accepts -> these, by place
     for answer in answers:
         named = _ACCEPTED.findall(answer)

@@ -1,9 +1,9 @@
-"""What a call launched, told so that C++ can repeat it (``csrc/dispatch``): every argument by where it comes from.
+"""Records what a call launched, so that C++ can repeat it (``csrc/dispatch``): the source of every argument.
 
-The second call of a signature is recorded. A dispatch mode sees all that torch does meanwhile: views and allocations
-are followed, and any other operation (a copy of a tensor that is not aligned, say) leaves such calls to Python. So the
-families' launch functions know nothing of this. A tensor in a launch is then an argument of the op, an output, memory
-of the call's own, the workspace of the stream, or something that the plan holds.
+The second call of a signature is recorded. A dispatch mode follows views and allocations meanwhile; any other operation
+(a copy of a tensor that is not aligned, say) leaves such calls to Python. So the families' launch functions know
+nothing of this. A tensor in a launch is an argument of the op, an output, scratch of the call, the stream's workspace,
+or a constant of the plan.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def watched(launch: Callable[..., None]) -> Callable[..., None]:
-    """A launch function whose calls are noted while this thread records."""
+    """A launch function whose calls this thread records, while it records."""
     if native.extension is None:
         return launch
 
@@ -145,7 +145,7 @@ def _recipe(watch: _Watch, args: tuple[Any, ...], outputs: list[torch.Tensor]) -
 
 
 class _Sources:
-    """Tells where each argument of a launch comes from."""
+    """Finds the source of each argument of a launch."""
 
     def __init__(self, watch: _Watch, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
         assert native.extension is not None
@@ -212,7 +212,7 @@ callee = _called  # tests replace it, to repeat what runs in a simulator
 
 
 def room(device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The workspace of the device's current stream, if there is any, which C++ gets to know with this."""
+    """The workspace of the device's current stream, if there is one; C++ is given it, too."""
     held = workspace._devices.get(device)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     found = held.streams.get(stream) if held is not None else None

@@ -36,8 +36,8 @@ ERROR = "largest error\n/ tolerance"  # of a table that fits 80 columns, whateve
 SHOWN = 5  # failures of a row that are printed
 MINUTES = 8.0  # that cases may take on a Mac, so that the report is there within ten
 MOST = 4000  # cases of a sample at most, however many rows the table gets
-MOST_STALE = 200  # cases of all stale rows of a place, where they are looked at and not recorded
-Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the place
+MOST_STALE = 200  # cases of all stale rows of a runner, where they are looked at and not recorded
+Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the runner
 
 
 def parity(
@@ -139,7 +139,7 @@ def check_names(op: str | None, arch: str | None) -> None:
 
 
 def _rows(runner: Runner, *, stale: bool, sample: float) -> list[Row]:
-    """All rows of a place; the stale ones alone; or of a sample those that are not, since a stale row runs whole."""
+    """All rows of a runner; the stale ones alone; or of a sample those that are not, since a stale row runs whole."""
     rows = support(runner.target.arch)
     if not stale and sample == 1:
         return rows

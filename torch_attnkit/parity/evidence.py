@@ -32,7 +32,7 @@ Map = Callable[..., Iterable[str]]
 
 @dataclass(frozen=True)
 class Seen:
-    """A place where all cases of a row have passed, and whether with the code that stands now."""
+    """A device or simulator where all cases of a row have passed, and whether with the code that stands now."""
 
     where: str
     current: bool

@@ -77,7 +77,7 @@ class _Recorder(TorchDispatchMode):
         return lambda *args, **how: self.record(kernel, args, how)
 
     def library(self, text: str) -> metal.Library:
-        """A Metal library whose kernels are noted by their whole text."""
+        """A Metal library whose kernels are recorded by their whole text."""
         preprocessed, limits = _preprocessed(text)
         return metal.Library(_Kernels(self, digest.of(preprocessed), limits), metal.slots(text))
 
@@ -110,7 +110,7 @@ def _is_view(func: Any, args: Any, out: Any) -> bool:
 
 
 class _Kernels:
-    """What stands for a compiled Metal library: its kernels take notes."""
+    """Stands in for a compiled Metal library: its kernels record their launches."""
 
     def __init__(self, recorder: _Recorder, text: str, limits: dict[str, int]):
         self._recorder, self._text, self._limits = recorder, text, limits

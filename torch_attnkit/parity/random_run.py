@@ -40,7 +40,7 @@ class Plan:
 
 
 def run(console: Console, runner: Runner, ops: tuple[str, ...], plan: Plan) -> int:
-    """Judge ``plan.count`` accepted signatures of ``ops`` at a place, print what came of it, return the failures."""
+    """Judge ``plan.count`` accepted signatures of ``ops`` on a runner, print what came of it, return the failures."""
     target, device = runner.target, runner.device
     limits = properties.HARDWARE if device != "cpu" else properties.SIMULATED
     schedules = SCHEDULES if target.simulated and target.arch != "metal" else 1

@@ -14,7 +14,7 @@ from torch_attnkit.core.target import SIMULATED, target_of
 from torch_attnkit.sim.metal import settings as metal_settings
 from torch_attnkit.sim.ptx import settings as ptx_settings
 
-SCHEDULES = 4  # of the PTX simulator: the plain one and three hostile ones, which cases take in turn
+SCHEDULES = 4  # of the PTX simulator: the plain one and three hostile ones, which cases use cyclically
 _CHECKED = {  # what a simulator finds besides a wrong result
     "metal": "bounds, alignment, races, uninitialised reads, divergent barriers and collectives",
     "sm90": "bounds, alignment, races, uninitialised reads, barrier misuse, under four schedules in turn",
@@ -80,7 +80,7 @@ def simulators() -> dict[str, str]:
 
 
 def here(archs: tuple[str, ...]) -> list[Runner]:
-    """The places for these archs, hardware first; of several GPUs of a kind the first."""
+    """The runners for these archs, hardware first; of several GPUs of a kind the first."""
     runners: dict[Target, Runner] = {}
     for device, label, arch in devices():
         if arch in archs:

@@ -5,8 +5,7 @@
     scales   in either CTA's tensor memory: those of its own rows, and those of all columns
 
 Operands and scales have the same addresses in both CTAs, whose tiles one copy brings. One thread of the pair's first
-CTA issues copies and products for both. Source: PTX ISA, "Block Scaling for tcgen05.mma", "tcgen05.cp". Imports
-cutlass.
+CTA issues copies and products for both. Source: PTX ISA, "Block Scaling for tcgen05.mma", "tcgen05.cp".
 """
 
 from __future__ import annotations
