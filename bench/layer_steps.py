@@ -225,10 +225,10 @@ class Verdict:
         return tuple(step for step in steps_of(shape) if step not in self.missing)
 
     def __str__(self) -> str:
-        words = {"write": "q and rows off", "choose": "tokens of another choice", "attend": "attention off (ours of"
+        names = {"write": "q and rows off", "choose": "tokens of another choice", "attend": "attention off (ours of"
                  " parity's tolerance, composed from ours)", "all": "all off"}  # fmt: skip
         return "; ".join(
-            f"{words[step]} " + ", ".join(f"{off:.2g}" for off in offs) for step, offs in self.found.items()
+            f"{names[step]} " + ", ".join(f"{off:.2g}" for off in offs) for step, offs in self.found.items()
         )
 
 
@@ -261,7 +261,7 @@ def _judge_composed(v: Verdict, exact: Exact, ours: Ours, theirs: Side, out: tor
             v.add(step, off, most, False)
             return result
         except Exception as failure:  # a kernel of others may fail in any way; that is named, and the bench goes on
-            v.missing[step] = run._words(failure)
+            v.missing[step] = run._message(failure)
             return None
 
     def write() -> tuple[torch.Tensor, float]:
@@ -349,7 +349,7 @@ def _captured(calls: timing.Calls) -> tuple[timing.Run, str]:
         return timing.graph(calls), ""
     except Exception as failure:
         torch.cuda.synchronize()
-        return timing.plain(calls), f" (no CUDA graph: {run._words(failure)})"
+        return timing.plain(calls), f" (no CUDA graph: {run._message(failure)})"
 
 
 def _launches(call: Callable[[], Any]) -> str:

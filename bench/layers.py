@@ -212,8 +212,8 @@ def timed(case: Attention, sides: dict[str, Any]) -> str:
     us = timing.interleaved([captured(run) for run in runs.values()])
     counts = [sum(e.count for e in models.launched(run)) for run in runs.values()]
     each = zip(runs, us, counts, strict=True)
-    words = ", ".join(f"{name} {t:.1f} us in {n} launches{remarks[name]}" for name, t, n in each)
-    return f"{words}; transformers' time / ours {us[1] / us[0]:.2f}"
+    message = ", ".join(f"{name} {t:.1f} us in {n} launches{remarks[name]}" for name, t, n in each)
+    return f"{message}; transformers' time / ours {us[1] / us[0]:.2f}"
 
 
 def compare(title: str, theirs: Any, cases: list[Attention], profile: bool = False) -> int:
@@ -222,9 +222,9 @@ def compare(title: str, theirs: Any, cases: list[Attention], profile: bool = Fal
     log(f"{title}: weights {models.megabytes(theirs.model.layers[0].self_attn):.0f} MB")
     for case in cases:
         with models.part(f"  {case.name}") as failed:
-            good, words = judged(case, ours, theirs)
+            good, message = judged(case, ours, theirs)
             failures += not good
-            log(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
+            log(f"  {case.name}: {'right' if good else 'WRONG'}: {message}")
             torch.cuda.empty_cache()
             if good:
                 log(f"    {timed(case, dict(ours=ours, transformers=theirs))}")

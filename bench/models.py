@@ -228,15 +228,15 @@ def judged(case: Case, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Te
     # The difference of two counts of the same rare event has the variance 2 n.
     chance = their_far + 3 * math.sqrt(2 * max(their_far, 1))
     good = bool(ours.isfinite().all()) and error <= _AS_GOOD * other and far <= chance
-    words = (
+    message = (
         f"median row's error {error:.3g} (transformers' {other:.3g}) of {float(exact.abs().mean()):.3g}, far off {far}"
         f" ({their_far}) of {len(exact)} rows"
     )
     if case.choice:
         a, b, c = (t.argmax(-1) for t in (ours, theirs, exact))
         counts = [int((x == y).sum()) for x, y in ((a, b), (a, c), (b, c))]
-        words += f"; tokens equal in {counts[0]}, to float32's in {counts[1]} (transformers' {counts[2]})"
-    return good, words
+        message += f"; tokens equal in {counts[0]}, to float32's in {counts[1]} (transformers' {counts[2]})"
+    return good, message
 
 
 def peak(run: Run) -> int:
@@ -260,8 +260,8 @@ def timed(case: Case, models: dict[str, Any]) -> str:
     names = list(models)
     runs, remarks = zip(*(_captured(case.make(models[name])) for name in names), strict=True)
     us = timing.interleaved(list(runs))
-    words = ", ".join(f"{name} {t:.1f} us{remark}" for name, t, remark in zip(names, us, remarks, strict=True))
-    return f"{words}; transformers' time / ours {us[1] / us[0]:.2f}"
+    message = ", ".join(f"{name} {t:.1f} us{remark}" for name, t, remark in zip(names, us, remarks, strict=True))
+    return f"{message}; transformers' time / ours {us[1] / us[0]:.2f}"
 
 
 def launched(run: Run) -> list[Any]:
@@ -282,8 +282,8 @@ def shares(run: Run) -> str:
     return f"{total:.0f} us in {sum(e.count for e in kernels)} kernels: {largest}"
 
 
-def log(words: str) -> None:
-    console.print(words, soft_wrap=True, highlight=False, markup=False)
+def log(message: str) -> None:
+    console.print(message, soft_wrap=True, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -310,9 +310,9 @@ def compare(title: str, theirs: Any, ours: Any, cases: list[Case], profile: bool
     exact = exact_of(theirs)
     for case in cases:
         with part(f"  {case.name}") as failed:
-            good, words = judged(case, *(case.results(model) for model in (ours, theirs, exact)))
+            good, message = judged(case, *(case.results(model) for model in (ours, theirs, exact)))
             failures += not good
-            log(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
+            log(f"  {case.name}: {'right' if good else 'WRONG'}: {message}")
             if good:
                 peaks = ", ".join(f"{name} {peak(case.make(model)) / 1e6:.0f} MB" for name, model in models.items())
                 log(f"    {timed(case, models)}; memory besides weights and cache: {peaks}")

@@ -169,8 +169,8 @@ class Runner:
 
     def _rest(self, job: Job, made: list[dict[str, Any]], output: str) -> list[dict[str, Any]]:
         """Records of the calls that are not in ``made``: time was up, or the last words of the process."""
-        words = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("==PROF")]
-        why = "time was up" if time.time() > self.until else " / ".join(words[-3:])[-400:] or "nothing was said"
+        output_lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("==PROF")]
+        why = "time was up" if time.time() > self.until else " / ".join(output_lines[-3:])[-400:] or "nothing was said"
         measured = {(call["case"], call["contender"]) for call in made}
         wanted = [(case, who) for case, names in job.cases.items() for who in names if (case, who) not in measured]
         shared = {"op": job.op, "dtype": job.dtype, "missing": why}

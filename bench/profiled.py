@@ -80,8 +80,8 @@ def case(inputs: Inputs, name: str, contenders: list[str]) -> Iterator[dict[str,
                 record["missing"] = NOT_TAKEN
             del call
         except Exception as failure:  # of a peer, anything; the others go on
-            words = str(failure).strip().splitlines() or [""]
-            record["missing"] = f"{type(failure).__name__}: {words[0][:200]}"
+            output_lines = str(failure).strip().splitlines() or [""]
+            record["missing"] = f"{type(failure).__name__}: {output_lines[0][:200]}"
         yield record
 
 

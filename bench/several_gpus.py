@@ -228,7 +228,7 @@ def timed(shared: Shared, here: Here) -> dict[str, Any]:
     each = torch.stack(parts).cpu()  # (P, rounds, 3)
     one = min(statistics.median(p) for p in each[:, :, 0].tolist())
     all_gpus, share = (statistics.median(each[:, :, i].amax(0).tolist()) for i in (1, 2))
-    issued = {f"issued_{who}": words for who, (_, words) in ways.items()}
+    issued = {f"issued_{who}": summary_line for who, (_, summary_line) in ways.items()}
     return {"us_one": one, "us_all": all_gpus, "us_share": share, "ratio": one / all_gpus, **issued}
 
 
@@ -273,7 +273,7 @@ def _most(number: float, here: Here) -> float:
     return found.item()
 
 
-def words(found: dict[str, Any]) -> str:
+def summary_line(found: dict[str, Any]) -> str:
     name, count = f"{found['case']} ({found['size']})", found["processes"]
     if "error" in found:
         return f"{name}: WRONG: {found['error']}"
@@ -287,8 +287,8 @@ def words(found: dict[str, Any]) -> str:
     )
 
 
-def log(words: str) -> None:
-    console.print(words, soft_wrap=True, highlight=False, markup=False)
+def log(summary_line: str) -> None:
+    console.print(summary_line, soft_wrap=True, highlight=False, markup=False)
 
 
 def work(rank: int, world: int, folder: str, backend: str, only: str) -> None:
@@ -312,7 +312,7 @@ def work(rank: int, world: int, folder: str, backend: str, only: str) -> None:
             if only in name:
                 lines.append(line(name, here, inputs))
                 if rank == 0:
-                    log(words(lines[-1]))
+                    log(summary_line(lines[-1]))
                     Path(folder, "lines").write_text(json.dumps(lines))  # as soon as it is there
     dist.barrier()  # who leaves first takes connections from who is still at work
     dist.destroy_process_group()

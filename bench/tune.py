@@ -218,8 +218,8 @@ def _right(
 
 
 def _log(entry: Any, error: BaseException) -> None:
-    words = (str(error).splitlines() or [""])[0]
-    console.print(f"{entry}: {type(error).__name__}: {words[-200:]}")  # what went wrong comes last
+    message = (str(error).splitlines() or [""])[0]
+    console.print(f"{entry}: {type(error).__name__}: {message[-200:]}")  # what went wrong comes last
 
 
 def _compile(wanted: Iterable[compile.Request], jobs: int) -> dict[compile.Request, BaseException]:

@@ -59,11 +59,11 @@ def judged(compiled: torch.Tensor, modules: torch.Tensor, theirs: torch.Tensor) 
     off, plain = (float((t.float() - theirs.float()).abs().mean(-1).median()) for t in (compiled, modules))
     good = bool(compiled.isfinite().all()) and off <= _AS_GOOD * plain + 1e-6 * size and plain <= _ALIKE * size
     same = [int((t.argmax(-1) == theirs.argmax(-1)).sum()) for t in (compiled, modules)]
-    words = (
+    message = (
         f"median row is {off:.3g} from transformers' (modules {plain:.3g}) of {size:.3g}; tokens equal in {same[0]}"
         f" ({same[1]}) of {len(theirs)}"
     )
-    return good, words
+    return good, message
 
 
 def launches(run: timing.Run, layers: int) -> list[str]:
@@ -84,9 +84,9 @@ def compare(found: dict[str, Any], cases: list[models.Case], layers: int, listed
     for case in cases:
         torch._dynamo.reset()
         with models.part(f"  {case.name}") as failed:
-            good, words = judged(*(rows(case, found[name]) for name in ("compiled", "modules", "transformers")))
+            good, message = judged(*(rows(case, found[name]) for name in ("compiled", "modules", "transformers")))
             failures += not good
-            models.log(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
+            models.log(f"  {case.name}: {'right' if good else 'WRONG'}: {message}")
             if good:
                 _log_times(case, found, layers, listed)
         failures += len(failed)

@@ -222,9 +222,9 @@ def test_steps_are_timed_on_both_sides_and_printed(kernels, monkeypatch, capsys)
     kernels.flash.sparse_decode_fwd = fails
     title, kept = "DeepSeek-V4-Flash, csa", sparse_decode
     assert layers.composed([(title, shape)], 0) == 0
-    words = capsys.readouterr().out
-    assert "attend of the composed layer is missing: RuntimeError: no kernel image" in words
-    assert "write + choose: ours 20.0 us in 5 launches, composed 20.0 us in 5; composed / ours 1.00" in words
+    message = capsys.readouterr().out
+    assert "attend of the composed layer is missing: RuntimeError: no kernel image" in message
+    assert "write + choose: ours 20.0 us in 5 launches, composed 20.0 us in 5; composed / ours 1.00" in message
     kernels.flash.sparse_decode_fwd = kept
     assert layers.composed([(title, shape)], 0) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def run(monkeypatch):
     monkeypatch.setattr(cli.console, "_width", 200)
-    return lambda *words: CliRunner().invoke(cli.app, words)
+    return lambda *argv: CliRunner().invoke(cli.app, argv)
 
 
 def fits(output: str) -> bool:
@@ -39,8 +39,8 @@ def test_info_names_devices_what_is_missing_and_how_to_get_it(run, monkeypatch):
     result = run("info")
     assert result.exit_code == 0
     installs = (f"pip install 'torch_attnkit[{extra}]'" for extra in ("cuda", "compile", "sim", "models"))
-    for words in ("cpu", "metal", "sm90", "sm100", *installs):
-        assert words in result.output
+    for argv in ("cpu", "metal", "sm90", "sm100", *installs):
+        assert argv in result.output
 
 
 def test_tables_fit_80_columns(run, monkeypatch, capsys):
@@ -129,7 +129,7 @@ def test_explain_passes_scalars_and_optional_tensors(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         (("nonsense", "B=1"), "no op 'nonsense'"),
         (("sdpa_decode", "B=1"), "q needs the size of Hq, D"),
@@ -137,13 +137,13 @@ def test_explain_passes_scalars_and_optional_tensors(run):
         (("sdpa_decode", "B=1", "--target", "sm80"), "target is 'sm80', accepted: cpu, metal, sm90, sm100"),
     ],
 )
-def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
-    result = run("explain", *words)
+def test_explain_says_what_is_wrong_with_its_words(run, argv, expected):
+    result = run("explain", *argv)
     assert result.exit_code == 2 and expected in result.output
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         (("describe", "nonsense"), "no op 'nonsense'"),
         (("parity", "--op", "nonsense"), "no op 'nonsense'"),
@@ -154,13 +154,13 @@ def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
         (("sim", "ptx", "--check", "--arch", "sm80"), "arch is 'sm80', accepted: sm90, sm100"),
     ],
 )
-def test_unknown_ops_and_targets_exit_with_2(run, words, expected):
-    result = run(*words)
+def test_unknown_ops_and_targets_exit_with_2(run, argv, expected):
+    result = run(*argv)
     assert result.exit_code == 2 and expected in " ".join(result.output.split()), result.output
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         ("support --write {tmp}/none/x.md", "--write {tmp}/none/x.md: No such file or directory"),
         ("support --check {tmp}/none.md", "--check {tmp}/none.md: No such file or directory"),
@@ -186,15 +186,15 @@ def test_unknown_ops_and_targets_exit_with_2(run, words, expected):
         ("sim metal --op nonsense", "--op and --lines go with --counters"),
     ],
 )
-def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, words, expected):
+def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, argv, expected):
     (tmp_path / "file").write_text("")
-    result = run(*words.format(tmp=tmp_path).split())
+    result = run(*argv.format(tmp=tmp_path).split())
     text = re.sub(r"[\s\u2500-\u257f]", "", result.output)  # a frame breaks lines anywhere
     assert result.exit_code == 2 and re.sub(r"\s", "", expected.format(tmp=tmp_path)) in text, result.output
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "expected"),
+    ("module", "argv", "expected"),
     [
         ("bench.__main__", "sdpa_decode --dtype half", "dtype is 'half', accepted: bf16, f16, f32, f8e4m3"),
         ("bench.__main__", "nonsense", "no op 'nonsense'"),
@@ -210,10 +210,10 @@ def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, wor
         ("bench.layers", "--kinds all", "--kinds names 'all', accepted: window, csa, hca"),
     ],
 )
-def test_so_does_the_bench_before_it_asks_for_a_gpu(module, words, expected):
+def test_so_does_the_bench_before_it_asks_for_a_gpu(module, argv, expected):
     app = typer.Typer()
     app.command()(importlib.import_module(module).main)
-    result = CliRunner().invoke(app, words.split())
+    result = CliRunner().invoke(app, argv.split())
     text = re.sub(r"[\s\u2500-\u257f]", "", result.output)
     assert result.exit_code == 2 and re.sub(r"\s", "", expected) in text, result.output
 

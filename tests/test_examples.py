@@ -60,8 +60,8 @@ def test_the_page_about_a_kernel_of_ones_own_quotes_the_example():
     script = (ROOT / "examples" / "find_a_race.py").read_text("utf-8")
     quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_kernel.md").read_text("utf-8"), re.S)
     assert len(quoted) == 2 and all(text in script for text in quoted)
-    for line, words in (
+    for line, phrase in (
         (40, "parts[0] + parts[1]"),
         (36, "parts[thread // LANES] = part"),
     ):  # as the page's report says
-        assert words in script.splitlines()[line - 1]
+        assert phrase in script.splitlines()[line - 1]

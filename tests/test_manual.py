@@ -28,8 +28,8 @@ def test_a_page_has_all_that_the_table_has(op):
     text = " ".join(manual.page(op, []).split())
     for name in op.dims:
         assert f"| `{name}` |" in text
-    for words in (*op.where, *(need for row in op.kernels for need in row.needs)):
-        assert words in text
+    for phrase in (*op.where, *(need for row in op.kernels for need in row.needs)):
+        assert phrase in text
     for arch in ARCHS:
         limits_text = " ".join(manual.limits(op, arch))
         for row in (r for r in op.kernels if arch in r.archs):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +23,7 @@ MARK = "todo".upper()  # so that this file may stand under its own rule
 WORDS = {
     "abreast": "at a time",
     "anew opaque": "compiler_barrier",
+    "bring brings brought": "load",
     "came come": "arrived, is_last_cta",
     "draw drawn draws undrawn": "sample, generate, dynamic (scheduling)",
     "gave give gives hand": "send, release",
@@ -47,7 +50,7 @@ WORDS = {
 }
 # Words of formats that say nothing in the name of a file of a kernel or of its test.
 FILE_WORDS = {"coded codes": "fp8, fp4, quantised", "halves wide": "hdim512", "multi": "pack_gqa"}
-# Not clean yet: families that are being rewritten, and what their modules import of the toolkit.
+# Not clean yet: families that are being rewritten, and files that share names with them.
 PENDING = (
     *(
         f"{folder}/kernels/{family}/"
@@ -57,6 +60,8 @@ PENDING = (
             "sparse", "topk",
         )
     ),
+    "torch_attnkit/ops/sparse_fmha_with_swa/mps.py",
+    "torch_attnkit/ops/sparse_fmha_with_swa/problem.py",
     *(
         f"torch_attnkit/cuda/{name}.py"
         for name in ("fp4_blocks", "joining", "opaque", "rope", "sm90/clusters", "sm90/softmax", "sm100/block_scaled",
@@ -66,11 +71,14 @@ PENDING = (
 # Sources whose every name counts for evidence (``parity/evidence.py``): a new one takes another run of each simulator,
 # and of the devices. ``unseen`` is a key of the shapes too.
 KEPT = {
-    "torch_attnkit/sim/": "mine note notes numbers place placed places said stays turns",
-    "tests/sim/": "note notes turns",  # reports of the simulators and their settings
-    "torch_attnkit/oracle/": "numbers place places unseen",
+    "torch_attnkit/sim/*": "mine note notes numbers place placed places said stays turns",
+    "tests/sim/*": "note notes turns",  # reports of the simulators and their settings
+    "torch_attnkit/oracle/checks.py": "place",
+    "torch_attnkit/oracle/inputs.py": "unseen",
+    "torch_attnkit/oracle/tensor_cores.py": "numbers place places",
     "torch_attnkit/formats/rope.py": "turned",
-    "torch_attnkit/ops/": "numbers place turned unseen",
+    "torch_attnkit/ops/*/cases.py": "unseen",
+    "torch_attnkit/ops/*/reference.py": "numbers place turned unseen",
     "torch_attnkit/core/dispatch.py": "room",  # as csrc/dispatch has it
     "torch_attnkit/cuda/repeat.py": "place room",
     "torch_attnkit/integrations/flash_attn_4.py": "once",  # once_differentiable of PyTorch
@@ -205,12 +213,23 @@ def names_are_the_fields(files: Files) -> Iterator[str]:
     for path, text in files.items():
         if not path.endswith(".py") or path.startswith(PENDING):
             continue
-        kept = {word for start, group in KEPT.items() if path.startswith(start) for word in group.split()}
+        kept = {word for pattern, group in KEPT.items() if fnmatch(path, pattern) for word in group.split()}
         known = words | (of_files if "kernels/" in path or path.startswith("tests/ops/") else {})
         stem = Path(path).stem.replace("sdpa_multi", "")
         found = [(0, word) for word in sorted(_parts(stem) & known.keys())]
         found += [(line, w) for line, name in _names(parse(text)) for w in sorted(_parts(name) & words.keys() - kept)]
         yield from (f"{path}:{line}: {word!r} in a name, the field says: {known[word]}" for line, word in found)
+
+
+def class_names_are_unique(files: Files) -> Iterator[str]:
+    """In a family's files of one architecture, or of none."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, node in nodes(files, ast.ClassDef):
+        if path.startswith(FAMILIES) and not path.startswith(PENDING):
+            found[Path(path).parent.as_posix(), node.name].append(path)
+    for (_, name), paths in found.items():
+        if len(paths) > 1:
+            yield f"{', '.join(paths)}: {name} is the name of {len(paths)} classes"
 
 
 def metal_is_ascii(files: Files) -> Iterator[str]:
@@ -314,6 +333,7 @@ WRONG = [
     (names_are_the_fields, {"tests/core/a.py": "import a as seams\n"}),
     (names_are_the_fields, {"torch_attnkit/parity/places.py": ""}),
     (names_are_the_fields, {f"{FAMILIES}norm/sm90/codes.py": "codes = 1\n"}),
+    (class_names_are_unique, {f"{FAMILIES}norm/sm90/{name}.py": "class Config: ...\n" for name in "ab"}),
     (metal_is_ascii, {"csrc/metal/a.metal": "// 2 \N{MULTIPLICATION SIGN} 2\n"}),
     (todos_name_their_end, {"a.py": f"# {MARK}: faster\n"}),
     (toolkits_know_no_op_and_no_family, {"torch_attnkit/mps/a.py": "from torch_attnkit import ops\n"}),
@@ -340,6 +360,7 @@ RIGHT = [
         names_are_the_fields,
         {"tests/ops/test_sdpa_multi.py": "def test_it_meets_what_it_says(): replace = returned = 1\n"},
     ),
+    (class_names_are_unique, {f"{FAMILIES}norm/{arch}/a.py": "class Config: ...\n" for arch in ("sm90", "sm100")}),
     (todos_name_their_end, {"a.py": f"# {MARK}(version torch 2.14): int4 arrives\n"}),
     (toolkits_know_no_op_and_no_family, {"torch_attnkit/demo.py": "import torch_attnkit.ops.sdpa_decode.op\n"}),
     (families_know_no_op_and_no_call, {f"{FAMILIES}a/plan.py": "from torch_attnkit.core.spec import short\n"}),

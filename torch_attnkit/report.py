@@ -123,9 +123,9 @@ def support_markdown() -> str:
         cells = []
         for arch in ARCHS:
             here = [seen for _, a, _, seen in entries if a == arch]
-            words = sorted({w for seen in here for w in seen}) or ["not yet"] * bool(here)
+            stated = sorted({w for seen in here for w in seen}) or ["not yet"] * bool(here)
             reference = ["reference"] if arch == "cpu" else []
-            cells.append("; ".join(reference + words) or "no kernel")
+            cells.append("; ".join(reference + stated) or "no kernel")
         parts.append(f"| `{name}` | {' | '.join(cells)} |")
     parts.append(_KERNELS.rstrip())
     for name, op in OPS.items():

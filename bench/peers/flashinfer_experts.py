@@ -54,7 +54,7 @@ class Layer:
     """A call of ``fp4_moe`` with NVFP4 weights and tokens, of which every expert has as many."""
 
     args: tuple[Any, ...]
-    words: dict[str, Any]
+    call_options: dict[str, Any]
     expected: torch.Tensor  # (Tq, N)
 
 
@@ -73,9 +73,9 @@ def layer(experts: int, each: int, top_k: int, hidden: int, intermediate: int) -
         matrices += [codes, scale.view(torch.uint8)]
     x_global, h_global = nvfp4.global_scale(x), torch.tensor(500.0)
     args = (x, weights, indices, *matrices, *globals_, None, None, x_global, h_global)
-    words = {"format": "nvfp4", "activations": "nvfp4"}
+    call_options = {"format": "nvfp4", "activations": "nvfp4"}
     double = [a.double() if isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 else a for a in args]
-    return Layer(args, words, reference(*double, **words))
+    return Layer(args, call_options, reference(*double, **call_options))
 
 
 def judge(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ def judge(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
 def own(p: Layer) -> list[ptx.Launch]:
     """The launches of a call; the first one sorts and quantises."""
     with torch_attnkit.simulate("sm100"), ptx.counting() as launches:
-        got = torch.ops.attnkit.fp4_moe(*p.args, **p.words)
+        got = torch.ops.attnkit.fp4_moe(*p.args, **p.call_options)
     judge("fp4_moe", got, p.expected)
     return list(launches)
 

@@ -86,14 +86,14 @@ def main(
 
 def chosen(option: str, text: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
     """The words of an option that takes several."""
-    words = tuple(word for word in text.split(",") if word)
-    if odd := [word for word in words if word not in accepted]:
+    options = tuple(word for word in text.split(",") if word)
+    if odd := [word for word in options if word not in accepted]:
         raise typer.BadParameter(f"--{option} has {', '.join(odd)}, accepted: {', '.join(accepted)}")
-    return words
+    return options
 
 
-def echo(words: str) -> None:
-    console.print(words, soft_wrap=True, highlight=False, markup=False)
+def echo(options: str) -> None:
+    console.print(options, soft_wrap=True, highlight=False, markup=False)
 
 
 def served(run: load.Run, names: list[str], end: float) -> tuple[table.Records, list[str]]:

@@ -32,16 +32,16 @@ _CAPTURED = [1, 2, 4, 8, 16, 32, 64]
 
 def environment(run: load.Run) -> dict[str, str]:
     """Variables of this process, where nobody has set them: one process, nothing from the network."""
-    words = {
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
         "VLLM_PLUGINS": "torch_attnkit" if load.CASES[run.case].ours else "",
     }  # fmt: skip
     if importlib.util.find_spec("flashinfer") is None:  # else vLLM's sampler asks for it
-        words["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if run.device == "cpu":
-        words |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return words | {name: os.environ[name] for name in words if name in os.environ and name != "VLLM_PLUGINS"}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return variables | {name: os.environ[name] for name in variables if name in os.environ and name != "VLLM_PLUGINS"}
 
 
 def arguments(run: load.Run) -> dict[str, Any]:
@@ -243,9 +243,9 @@ def main(run: load.Run) -> None:
     file = Path(run.folder) / f"{run.case}.json"
     record: dict[str, Any] = {"run": asdict(run) | {"folder": ""}, "parts": {}}
 
-    def log(words: str) -> None:
+    def log(variables: str) -> None:
         file.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"{time.perf_counter() - _BEGAN:.1f} s: {words}", flush=True)
+        print(f"{time.perf_counter() - _BEGAN:.1f} s: {variables}", flush=True)
 
     engine = Engine(run)
     record["start_s"] = time.perf_counter() - _BEGAN

@@ -67,14 +67,14 @@ def profiles(title: str, records: Records) -> list[Table]:
 
 def _profile(title: str, found: dict[str, dict[str, Any]]) -> Table:
     out = Table("", *(Column(case, overflow="fold") for case in found), title=title)
-    for name, words in (
+    for name, describe in (
         ("wall ms", lambda p: f"{p['wall_ms']:.2f}"),
         ("GPU ms", lambda p: f"{p['gpu_ms']:.2f}"),
         ("kernels", lambda p: f"{p['kernels']:.0f}"),
         ("launches by the host", lambda p: f"{p['launches']:.1f}"),
         ("graph launches", lambda p: f"{p['graph_launches']:.1f}"),
     ):
-        out.add_row(name, *(words(p) for p in found.values()))
+        out.add_row(name, *(describe(p) for p in found.values()))
     out.add_section()
     for i in range(min(_SHOWN, max(len(p["top"]) for p in found.values()))):
         out.add_row(str(i + 1), *(_kernel(p["top"][i]) if i < len(p["top"]) else "" for p in found.values()))

@@ -53,7 +53,7 @@ def test_bind_finds_sizes_batch_dtype_and_features():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
+    ("kwargs", "message"),
     [
         (dict(codes=(5, 3)), r"toy: codes must be \(M, N/2\), got shape \(5, 3\): N=6, but x has N=4"),
         (dict(codes=(5,)), r"toy: codes must be \(M, N/2\), got shape \(5,\)"),
@@ -62,8 +62,8 @@ def test_bind_finds_sizes_batch_dtype_and_features():
         (dict(scale=torch.zeros(2)), r"toy: scale must be \(\), got shape \(2,\)"),
     ],
 )
-def test_bind_refuses_with_found_and_accepted(kwargs, words):
-    with pytest.raises(ValueError, match=words):
+def test_bind_refuses_with_found_and_accepted(kwargs, message):
+    with pytest.raises(ValueError, match=message):
         bind(**kwargs)
 
 

@@ -91,13 +91,15 @@ def read():
     return torch.ops.attnkit_quick.read
 
 
-def words(value):
+def described(value):
     """What can be compared of anything: of tensors which one it is."""
     if isinstance(value, torch.Tensor):
         return type(value).__name__, value.data_ptr(), value.shape, value.dtype
     if isinstance(value, (tuple, list)):
-        return [words(v) for v in value]
-    return {n: words(v) for n, v in value.items()} if isinstance(value, dict) else (type(value).__name__, repr(value))
+        return [described(v) for v in value]
+    return (
+        {n: described(v) for n, v in value.items()} if isinstance(value, dict) else (type(value).__name__, repr(value))
+    )
 
 
 def outcome(arrived, call, args, kwargs):
@@ -107,7 +109,7 @@ def outcome(arrived, call, args, kwargs):
         result = call(*args, **kwargs)
     except Exception as error:
         return type(error), str(error)
-    return words(list(arrived)), words(result) if isinstance(result[0], str) else [t.item() for t in result]
+    return described(list(arrived)), described(result) if isinstance(result[0], str) else [t.item() for t in result]
 
 
 def generate(rng):

@@ -102,17 +102,17 @@ def test_forward_derivatives_are_refused(op, arch):
         args, kwargs, run = on_row(op, arch)
     with simulate(arch) if arch else contextlib.nullcontext():
         for i in differentiable(op, args):
-            words = rf"^{op.name}: {op.argnames[i]} has a tangent, but the op has no forward derivative"
+            message = rf"^{op.name}: {op.argnames[i]} has a tangent, but the op has no forward derivative"
 
             def of_one(x, i=i):
                 out = run(*copies(args[:i]), x, *copies(args[i + 1 :]), **kwargs)
                 return leaves(out)[0] if leaves(out) else x
 
-            with pytest.raises(NotImplementedError, match=words):
+            with pytest.raises(NotImplementedError, match=message):
                 torch.func.jvp(of_one, (args[i],), (torch.ones_like(args[i]),))
             with forward_ad.dual_level():
                 of_one(args[i])
-                with pytest.raises(NotImplementedError, match=words):
+                with pytest.raises(NotImplementedError, match=message):
                     of_one(forward_ad.make_dual(args[i], torch.ones_like(args[i])))
 
 
@@ -187,10 +187,10 @@ def test_none_for_a_tensor_names_it(op, mode):
         if op.defaults.get(name, ...) is None:
             continue
         args[i] = None
-        words = rf"^{op.name}: {name} is None, accepted: a dense"
+        message = rf"^{op.name}: {name} is None, accepted: a dense"
         if mode is torch.inference_mode and not any(isinstance(a, torch.Tensor) for a in args):
-            words = f"attnkit::{op.name}"  # torch knows no backend to ask
-        with mode(), pytest.raises((TypeError, NotImplementedError), match=words):
+            message = f"attnkit::{op.name}"  # torch knows no backend to ask
+        with mode(), pytest.raises((TypeError, NotImplementedError), match=message):
             run(*args, **kwargs)
 
 

@@ -143,14 +143,14 @@ def test_wide_queries_over_codes_mean_the_numbers(dtype, paged):
 
 def test_caches_of_one_dtype_that_is_the_queries_or_e4m3():
     (q, k, v), scales = _codes()
-    for q_dtype, k_dtype, v_dtype, words in (
+    for q_dtype, k_dtype, v_dtype, message in (
         (torch.bfloat16, E4M3, torch.bfloat16, "sdpa_decode: v_cache is bf16, accepted: f8e4m3, the dtype of k_cache"),
         (torch.bfloat16, torch.bfloat16, E4M3, "sdpa_decode: v_cache is f8e4m3, accepted: bf16, the dtype of k_cache"),
         (torch.bfloat16, torch.float16, torch.float16, "sdpa_decode: k_cache is f16, accepted: f8e4m3, bf16"),
         (E4M3, torch.bfloat16, torch.bfloat16, "sdpa_decode: k_cache is bf16, accepted: f8e4m3"),
         (torch.bfloat16, torch.float8_e5m2, torch.float8_e5m2, "sdpa_decode: k_cache is f8e5m2, accepted: f8e4m3"),
     ):
-        with pytest.raises(TypeError, match=words):
+        with pytest.raises(TypeError, match=message):
             _decode(q[:, -1].to(q_dtype), k.to(k_dtype), v.to(v_dtype), scales)
 
 

@@ -234,9 +234,9 @@ def test_no_tokens_and_no_choices(tokens, k):
     assert torch.equal(op(**a), torch.zeros(tokens, 64, dtype=torch.float64))
 
 
-def _refused(kind, words, change, **kwargs):
+def _refused(kind, message, change, **kwargs):
     a, _ = _inputs(dtype=torch.float32)
-    with pytest.raises(kind, match=f"^fp4_moe: {words}"):
+    with pytest.raises(kind, match=f"^fp4_moe: {message}"):
         op(**a | change(a), **kwargs)
 
 
@@ -249,8 +249,8 @@ def test_values_outside_the_contract_are_refused():
     for value, word in ((0.0, "0"), (-2.0, "-2"), (torch.nan, "nan"), (torch.inf, "inf")):
         scale[2] = value
         for name in ("w13_global", "w2_global"):
-            words = rf"{name}\[2\] is {word}, accepted: finite numbers above 0"
-            _refused(ValueError, words, lambda a, name=name: {name: scale})
+            message = rf"{name}\[2\] is {word}, accepted: finite numbers above 0"
+            _refused(ValueError, message, lambda a, name=name: {name: scale})
         _refused(
             ValueError, f"h_global is {word}, accepted", lambda a: dict(h_global=scale[2]), activations="nvfp4"
         )  # fmt: skip

@@ -89,8 +89,8 @@ def test_linear_scales_do_not_depend_on_groups():
 
 
 def test_refusals_name_op_argument_found_and_accepted():
-    def refused(kind, words, *args, **kwargs):
-        with pytest.raises(kind, match=f"^inverse_rope_fp4: {words}"):
+    def refused(kind, message, *args, **kwargs):
+        with pytest.raises(kind, match=f"^inverse_rope_fp4: {message}"):
             op(*args, **kwargs)
 
     o, c = torch.randn(3, 4, 32), torch.rand(3, 8)

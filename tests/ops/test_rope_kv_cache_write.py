@@ -82,12 +82,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "words", "changes", "kwargs"), REFUSED)
-def test_refusals_name_the_op_and_write_nothing(kind, words, changes, kwargs):
+@pytest.mark.parametrize(("kind", "message", "changes", "kwargs"), REFUSED)
+def test_refusals_name_the_op_and_write_nothing(kind, message, changes, kwargs):
     args = given()
     args = [changes.get(i, a) for i, a in enumerate([*args, None])]
     before = args[2].clone()
-    with pytest.raises(kind, match=f"^rope_kv_cache_write: .*{words}"):
+    with pytest.raises(kind, match=f"^rope_kv_cache_write: .*{message}"):
         op(*args, **dict(format="fp8") | kwargs)
     assert torch.equal(args[2], before)
 

@@ -51,8 +51,8 @@ def test_goes_on_into_the_output_projection():
 
 
 def test_refusals_name_op_argument_found_and_accepted():
-    def refused(kind, words, *args, **kwargs):
-        with pytest.raises(kind, match=f"^{NAME}: {words}"):
+    def refused(kind, message, *args, **kwargs):
+        with pytest.raises(kind, match=f"^{NAME}: {message}"):
             op(*args, **kwargs)
 
     q, kv, c = torch.randn(3, 4, 32), torch.randn(1, 9, 32), torch.rand(3, 8)
@@ -65,8 +65,8 @@ def test_refusals_name_op_argument_found_and_accepted():
     for groups in (0, -1, 3):
         refused(ValueError, "groups must be at least 1 and divide Hq .*Hq=4", q, kv, end, c, c, groups=groups)
     one = torch.ones(())
-    words = "o_global is accepted with o_format 'nvfp4' only"
-    refused(ValueError, words, q, kv, end, c, c, o_global=one, o_format="mxfp4")
+    message = "o_global is accepted with o_format 'nvfp4' only"
+    refused(ValueError, message, q, kv, end, c, c, o_global=one, o_format="mxfp4")
     refused(ValueError, "o_global is -1, accepted: finite numbers above 0", q, kv, end, c, c, o_global=-one)
     refused(ValueError, "global_scale is accepted with format 'nvfp4' only", q, kv, end, c, c, global_scale=one)
     refused(ValueError, "o_format is 'fp8', accepted: nvfp4, mxfp4", q, kv, end, c, c, o_format="fp8")

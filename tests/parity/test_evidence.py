@@ -33,8 +33,8 @@ def changed(monkeypatch):
     return lambda: monkeypatch.setattr(evidence, "sources_of", lambda *key: real(*key)[::-1])
 
 
-def run(*words: str):
-    return CliRunner().invoke(cli.app, ["parity", *words], env={"COLUMNS": "200"})
+def run(*argv: str):
+    return CliRunner().invoke(cli.app, ["parity", *argv], env={"COLUMNS": "200"})
 
 
 def seen() -> list[str]:
@@ -98,7 +98,7 @@ def test_a_row_that_failed_or_ran_nothing_has_no_evidence(folder, outcome):
 
 def test_a_wider_row_starts_from_nothing(folder, monkeypatch):
     command.keep(CPU, [evidence.Outcome(ROW, 10, 0, 0)])
-    monkeypatch.setattr(evidence, "words", lambda op, row: "another wording, or another need")
+    monkeypatch.setattr(evidence, "row_title", lambda op, row: "another wording, or another need")
     assert seen() == []
 
 
@@ -125,7 +125,7 @@ def test_hardware_and_simulator_have_digests_of_their_own():
 
 def test_rows_of_a_target_are_worded_apart():
     for arch in command.KNOWN:
-        names = [evidence.words(op.name, row) for op, _, row, _ in support(arch)]
+        names = [evidence.row_title(op.name, row) for op, _, row, _ in support(arch)]
         assert len(set(names)) == len(names)
 
 
@@ -166,12 +166,12 @@ def test_failures_give_an_exit_code_and_unknown_names_another(folder, monkeypatc
     result = run("--op", ROW[0].name, "--arch", "cpu", "--record")
     assert result.exit_code == 1 and "row is wrong" in result.output
     assert seen() == []
-    for words, expected in (
+    for argv, expected in (
         (("--arch", "sm80"), "accepted: cpu, metal, sm90, sm100"),
         (("--op", "foo"), f"no op 'foo'; there are {next(iter(OPS))}"),
         (("--sample", "2"), "accepted: a share between 0 and 1"),
     ):
-        result = run(*words)
+        result = run(*argv)
         assert result.exit_code == 2 and expected in " ".join(result.output.replace("│", " ").split())
 
 

@@ -191,7 +191,7 @@ def off_by_a_bit(build_):
 @pytest.fixture
 def run(monkeypatch):
     monkeypatch.setattr(cli.console, "_width", 4000)
-    return lambda *words: CliRunner().invoke(cli.app, ("parity", *words))
+    return lambda *argv: CliRunner().invoke(cli.app, ("parity", *argv))
 
 
 def test_a_wrong_kernel_is_found_made_simple_and_repeated(run, monkeypatch):
@@ -282,11 +282,11 @@ def test_a_right_result_near_to_its_tolerance_is_named(run, monkeypatch):
     errors = iter((0.79, 0.97, 0.95))
     judged = lambda chosen, arch, device: properties.Result(chosen, "right", next(errors))
     monkeypatch.setattr(properties, "judged", judged)
-    words = ("--random", "3", "--target", "cpu", "--op", "flash_attention")
-    lines = [line for line in run(*words).output.splitlines() if "of the tolerance:" in line]
+    argv = ("--random", "3", "--target", "cpu", "--op", "flash_attention")
+    lines = [line for line in run(*argv).output.splitlines() if "of the tolerance:" in line]
     assert len(lines) == 1 and lines[0].startswith("0.970 of the tolerance: python -m torch_attnkit parity --op")
     errors = iter((0.79, 0.1, 0.2))
-    assert "of the tolerance:" not in run(*words).output
+    assert "of the tolerance:" not in run(*argv).output
 
 
 def test_processes_are_replaced_and_results_stay_in_order(monkeypatch):
@@ -299,13 +299,13 @@ def test_processes_are_replaced_and_results_stay_in_order(monkeypatch):
 
 
 def test_a_run_in_processes_is_the_run_in_one(run):
-    words = ("--random", "8", "--seed", "2", "--target", "cpu", "--kernels", "4")
-    table = [run(*words, "--jobs", jobs).output.split("largest error")[1] for jobs in ("1", "2")]
+    argv = ("--random", "8", "--seed", "2", "--target", "cpu", "--kernels", "4")
+    table = [run(*argv, "--jobs", jobs).output.split("largest error")[1] for jobs in ("1", "2")]
     assert table[0] == table[1] and "flash_attention" in table[0]
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         (("--random", "5", "--op", "foo"), "no op 'foo'; there are flash_attention,"),
         (("--op", "foo"), "no op 'foo'; there are flash_attention,"),
@@ -314,8 +314,8 @@ def test_a_run_in_processes_is_the_run_in_one(run):
         (("--repeat", "S", "--op", "flash_attention", "--target", "cpu"), "'S' is no fact"),
     ],
 )
-def test_words_that_are_wrong_are_named(run, words, expected):
-    result = run(*words)
+def test_words_that_are_wrong_are_named(run, argv, expected):
+    result = run(*argv)
     assert result.exit_code == 2 and expected in " ".join(result.output.split())
 
 

@@ -335,7 +335,7 @@ runs its experts with `fp4_moe`, compared with the same experts of rounded weigh
 """
 
 
-def _words(found: str) -> str:
+def _normalised(found: str) -> str:
     """A refusal without what differs from model to model."""
     found = found.removeprefix("refused: ")
     found = re.sub(
@@ -354,7 +354,7 @@ def page(results: list[Tried]) -> str:
     footnotes: dict[str, int] = {}
 
     def number(found: str) -> int:
-        return footnotes.setdefault(_words(found), len(footnotes) + 1)
+        return footnotes.setdefault(_normalised(found), len(footnotes) + 1)
 
     lines = []
     for t in sorted(ran, key=lambda t: t.name.lower()):
@@ -373,7 +373,7 @@ def page(results: list[Tried]) -> str:
     lines += ["", "## Refused altogether", "", "| because | classes |", "|---|---|"]
     lines += [f"| ({n}) | {', '.join(names)} |" for n, names in sorted(groups.items())]
     lines += ["", "## The words", ""]
-    lines += [f"{n}. {words}" for words, n in footnotes.items()]
+    lines += [f"{n}. {message}" for message, n in footnotes.items()]
     lines += ["", "## Attention that no setting of transformers reaches, or none", ""]
     lines += ["As before, with no op in it: " + ", ".join(sorted((t.name for t in own), key=str.lower)) + "."]
     lines += [

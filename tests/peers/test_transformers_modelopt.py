@@ -109,21 +109,21 @@ def test_experts_hold_the_bits_of_the_file_and_logits_agree(made):
 def test_one_scale_for_gate_and_up():
     """transformers reports what a conversion raises while it loads, and raises an error of its own."""
     scales = {"gate": [torch.tensor(0.5), torch.tensor(0.25)], "up": [torch.tensor(0.5), torch.tensor(0.125)]}
-    words = r"weight_scale_2 of gate and up of expert 1 are 0.25 and 0.125, accepted: equal ones"
-    with pytest.raises(UnsupportedError, match=words):
+    message = r"weight_scale_2 of gate and up of expert 1 are 0.25 and 0.125, accepted: equal ones"
+    with pytest.raises(UnsupportedError, match=message):
         modelopt.GlobalScales(None).convert(scales, full_layer_name="experts.gate_up_proj_global")
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"quant_algo": "FP8"}, "quant_algo is 'FP8', accepted: 'NVFP4'"),
         ({"ignore": ["*.layers.1.mlp.experts*"]}, "layers.1.mlp.experts is left in numbers"),
     ],
 )
-def test_what_it_does_not_take_it_refuses(made, tmp_path, changes, words):
+def test_what_it_does_not_take_it_refuses(made, tmp_path, changes, message):
     _, eager, file = made
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         AutoModelForCausalLM.from_pretrained(write(tmp_path / "other", eager.config, file, **changes))
 
 

@@ -239,10 +239,10 @@ EXPERTS_THAT_ARE_NOT_PLAIN: dict[str, tuple[Callable[[nn.Module, nn.Module], Any
 @pytest.mark.parametrize("op", ["attnkit_model", "round_experts_to_fp4"])
 def test_experts_that_are_not_plain_are_not_packed(what, op):
     model = build("gpt_oss")
-    stand_in, words = EXPERTS_THAT_ARE_NOT_PLAIN[what]
+    stand_in, message = EXPERTS_THAT_ARE_NOT_PLAIN[what]
     block = model.model.layers[1].mlp
     stand_in(block.experts, block)
-    with pytest.raises(UnsupportedError, match=rf"{op}: model\.layers\.1\.mlp\.experts.*{words}"):
+    with pytest.raises(UnsupportedError, match=rf"{op}: model\.layers\.1\.mlp\.experts.*{message}"):
         attnkit_model(model, experts="mxfp4") if op == "attnkit_model" else round_experts_to_fp4(model, "mxfp4")
     assert model.config._attn_implementation == "eager" and not modules(model, "Attnkit")
 

@@ -59,16 +59,16 @@ def main(names: list[str]) -> int:
             ]
             texts = [(r["prompt"] + r["tokens"], len(r["tokens"])) for run in low for r in requests(run)]
             theirs = generated(dense, reference, texts, dtype="float32")
-            for words, options in {name: {}, **shared}.items():
+            for means, options in {name: {}, **shared}.items():
                 ours = generated(checkpoint, "CUSTOM", dtype="float32", **options)
                 # Workers count for themselves.
                 wrong = differences(theirs, ours) + used(theirs, ours, set() if options else ops)
                 failed |= bool(wrong)
-                print(f"{words}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
-            wrong, words = farther(*low, theirs["told"])
+                print(f"{means}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
+            wrong, means = farther(*low, theirs["told"])
             wrong += used(*low, ops)
             failed |= bool(wrong)
-            print(f"{name} in bfloat16: {'; '.join(wrong) or 'as near to float32'}", words, flush=True)
+            print(f"{name} in bfloat16: {'; '.join(wrong) or 'as near to float32'}", means, flush=True)
     return int(failed)
 
 
@@ -131,14 +131,14 @@ def used(theirs: dict[str, Any], ours: dict[str, Any], ops: set[str]) -> list[st
 def farther(theirs: dict[str, Any], ours: dict[str, Any], scored: list[list[list[float]]]) -> tuple[list[str], str]:
     """What of ours in bfloat16 is farther from float32 than theirs, and how far both are; ``scored`` are float32's
     log-probabilities at each place of theirs and then of ours."""
-    wrong, words = [], []
+    wrong, means = [], []
     half = len(requests(theirs))
     distances = [from_float32(run, scored[i * half :][:half]) for i, run in enumerate((theirs, ours))]
     for what, (a, b) in {key: [d[key] for d in distances] for key in distances[0]}.items():
-        words.append(f"{what} {b:.1e}, theirs {a:.1e}")
+        means.append(f"{what} {b:.1e}, theirs {a:.1e}")
         if not b <= AS_GOOD * a + ROUNDING:
             wrong.append(f"{what} {b:.1e}, at most {AS_GOOD} x {a:.1e} + {ROUNDING:.1e}")
-    return wrong, f"({', '.join(words)})"
+    return wrong, f"({', '.join(means)})"
 
 
 def from_float32(run: dict[str, Any], scored: list[list[list[float]]]) -> dict[str, float]:

@@ -84,18 +84,18 @@ class Sampler:
         """
         if self.sometimes(0.45):
             return ""
-        words = []
+        parts = []
         if self.sometimes(0.35):
-            words.append(f"off{self.pick((1, 2, 3, 4, 8, 16))}")
+            parts.append(f"off{self.pick((1, 2, 3, 4, 8, 16))}")
         if self.sometimes(0.4):
-            words.append(f"pad{self.pick((1, 2, 3, 5)) * step}")
+            parts.append(f"pad{self.pick((1, 2, 3, 5)) * step}")
         if self.sometimes(0.3):
-            words.append("gap")
+            parts.append("gap")
         if axes >= 4 and self.sometimes(0.3):
-            words.append("swap")
+            parts.append("swap")
         if expandable and self.sometimes(0.25):
-            words.append(f"x{self.pick(expandable)}")
-        return "+".join(words)
+            parts.append(f"x{self.pick(expandable)}")
+        return "+".join(parts)
 
 
 def expanded(at: str) -> list[int]:

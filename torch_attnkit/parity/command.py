@@ -295,7 +295,7 @@ def _on_mac(runner: Runner, rows: list[Row], file: Path | None) -> int:
         console.print(_table(runner, outcomes))
         found["parity"] = [
             {
-                "row": evidence.words(o.row[0].name, o.row[2]),
+                "row": evidence.row_title(o.row[0].name, o.row[2]),
                 "passed": o.passed,
                 "refused": o.refused,
                 "failed": o.failed,

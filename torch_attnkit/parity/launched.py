@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
         self.lines: list[str] = []
         self.storages: dict[int, int] = {}  # storage -> a number, in the order in which they are met
         self.kept: list[torch.Tensor] = []  # so that no storage's address comes again
-        self.words(arguments)
+        self.described(arguments)
 
     def launcher(self, kernel: str) -> Callable[..., None]:
         return lambda *args, **how: self.record(kernel, args, how)
@@ -82,9 +82,9 @@ class _Recorder(TorchDispatchMode):
         return metal.Library(_Kernels(self, digest.of(preprocessed), limits), metal.slots(text))
 
     def record(self, what: str, args: Any, how: dict[str, Any]) -> None:
-        self.lines.append(f"{what} {self.words(args)} {self.words(tuple(sorted(how.items())))}")
+        self.lines.append(f"{what} {self.described(args)} {self.described(tuple(sorted(how.items())))}")
 
-    def words(self, value: Any) -> str:
+    def described(self, value: Any) -> str:
         """A value without what differs from run to run."""
         if isinstance(value, torch.Tensor):
             self.kept.append(value)
@@ -92,13 +92,13 @@ class _Recorder(TorchDispatchMode):
             at = (number, value.storage_offset(), value.data_ptr() % _ALIGNMENT if not value.is_meta else 0)
             return f"{value.dtype}{tuple(value.shape)}{value.stride()}@{at}"
         if isinstance(value, (tuple, list)):
-            return f"({','.join(map(self.words, value))})"
+            return f"({','.join(map(self.described, value))})"
         return repr(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.__name__ not in _ALLOCATIONS and not _is_view(func, args, out):
-            self.record(f"{func} -> {self.words(out)}", args, kwargs or {})
+            self.record(f"{func} -> {self.described(out)}", args, kwargs or {})
         return out
 
 

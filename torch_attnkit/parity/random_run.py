@@ -133,6 +133,6 @@ def command(target: Target, chosen: Signature) -> str:
 def repeat(console: Console, runner: Runner, op: str, text: str) -> int:
     """Judge the one signature that ``text`` says; returns 1 unless it is accepted and right."""
     result = properties.judged(parse(op, text), runner.target.arch, runner.device)
-    words = result.message or f"largest error {result.error:.2f} of the tolerance"
-    console.print(f"{op} on {runner.target}: {result.kind}; {escape(words)}", soft_wrap=True)
+    verdict = result.message or f"largest error {result.error:.2f} of the tolerance"
+    console.print(f"{op} on {runner.target}: {result.kind}; {escape(verdict)}", soft_wrap=True)
     return int(result.kind != "right")

@@ -117,13 +117,13 @@ def lay(t: torch.Tensor, at: str) -> torch.Tensor:
     """A tensor with the values of ``t``, along an expanded axis with its first, that lies in memory as ``at`` says."""
     if not at or t.dim() == 0:
         return t
-    words, shape = at.split("+"), t.shape
+    layout, shape = at.split("+"), t.shape
     for axis in expanded(at):
         t = t.narrow(axis, 0, min(1, t.shape[axis]))
-    swap = "swap" in words and t.dim() >= 4
+    swap = "swap" in layout and t.dim() >= 4
     source = t.transpose(1, 2) if swap else t
-    offset, pad = (sum(int(w[3:]) for w in words if w.startswith(kind)) for kind in ("off", "pad"))
-    limits = [*(n + ("gap" in words) for n in source.shape[:-1]), source.shape[-1] + pad]
+    offset, pad = (sum(int(w[3:]) for w in layout if w.startswith(kind)) for kind in ("off", "pad"))
+    limits = [*(n + ("gap" in layout) for n in source.shape[:-1]), source.shape[-1] + pad]
     elements = 1
     for n in limits:
         elements *= n

@@ -233,9 +233,9 @@ def cache_dtype(kv_cache_dtype: str | None, dtype: torch.dtype, why: str = _FEWE
     Raises:
         UnsupportedError: a word for 8 or 4 bits, ``why``.
     """
-    words = {None: dtype, "auto": dtype, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if kv_cache_dtype not in words:
+    dtypes = {None: dtype, "auto": dtype, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if kv_cache_dtype not in dtypes:
         raise UnsupportedError(
             f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: 'auto', 'float16', 'bfloat16'; {why}"
         )
-    return words[kv_cache_dtype]
+    return dtypes[kv_cache_dtype]

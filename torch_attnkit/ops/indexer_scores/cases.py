@@ -44,10 +44,10 @@ ALL, CAUSAL = 1, 2  # ``seen``: every token sees all entries; token t of T the f
 
 def _bench(bits: int, tokens: int, requests: int, entries: int, **more: int) -> tuple[str, dict[str, int]]:
     """A line's name and sizes: an indexer of 64 heads of 128, all entries seen unless ``more`` says otherwise."""
-    words = [FORMATS[bits], str(tokens), f"{requests}x{entries}"]
-    words += [word for word, on in (("causal", more.get("seen") == CAUSAL), ("paged", more.get("paged"))) if on]
+    parts = [FORMATS[bits], str(tokens), f"{requests}x{entries}"]
+    parts += [word for word, on in (("causal", more.get("seen") == CAUSAL), ("paged", more.get("paged"))) if on]
     sizes = dict(Tq=tokens, R=requests, S=entries, Hi=64, Qb=min(bits, 8) * 16, Ps=64, bits=bits, seen=ALL)
-    return "-".join(words), sizes | more
+    return "-".join(parts), sizes | more
 
 
 BENCH = dict(
