@@ -57,9 +57,9 @@ def _checked(
         low = results(lambda value: value)
     high = results(_double)
     if hasattr(module, "numbers"):
-        mine = [part.of(name, out) for name, out in outs.items()]
+        local = [part.of(name, out) for name, out in outs.items()]
         cut = tuple(part.of(name, value) for name, value in values.items())
-        return float(module.check(f"{op.name}{part}", mine, list(zip(high, low, strict=True)), cut, kwargs))
+        return float(module.check(f"{op.name}{part}", local, list(zip(high, low, strict=True)), cut, kwargs))
     each = zip(outs.items(), low, high, strict=True)
     return max(check(f"{op.name} {name}{part}", part.of(name, out), r, r64) for (name, out), r, r64 in each)
 

@@ -47,7 +47,7 @@ class Inputs:
     def more(self, dims: dict[str, int], args: Args, count: int) -> list[Args]:
         """``count`` further sets."""
         if self.shares:
-            return [self._routed(dims, turn)[0] for turn in range(1, count + 1)]
+            return [self._routed(dims, variant)[0] for variant in range(1, count + 1)]
         return [timing.clones(args) for _ in range(count)]
 
     def touched(self, dims: dict[str, int], args: Args, got: Any) -> int:
@@ -56,14 +56,14 @@ class Inputs:
             return int(self.cases.bytes(dims, self.dtype))
         return sum(t.nbytes for t in (*tensors_of(args), *tensors_of(got)))
 
-    def _routed(self, dims: dict[str, int], turn: int) -> tuple[Args, dict[str, Any]]:
+    def _routed(self, dims: dict[str, int], variant: int) -> tuple[Args, dict[str, Any]]:
         sizes = tuple(dims.get(name, 0) for name in self.cases.LAYER)
         with torch.device(self.device):
             if sizes != self._sizes:
                 self._layer = ()  # before the next one is made: two may be too large
                 self._layer, self._sizes = self.cases.layer(dims, self.dtype, self._generator(0)), sizes
             made: tuple[Args, dict[str, Any]] = self.cases.routed(
-                dims, self.dtype, self._layer, self._generator(turn), turn
+                dims, self.dtype, self._layer, self._generator(variant), variant
             )
         return made
 

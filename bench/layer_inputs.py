@@ -156,12 +156,12 @@ def made(shape: Shape, device: str, seed: int = 0) -> Inputs:
     s, T, bf16 = shape, shape.queries, torch.bfloat16
     with torch.device(device):
         within = torch.arange(T) % s.tokens  # (T,): a token's number in its sequence
-        turn = torch.rand(s.context + s.tokens, s.rope // 2) * 6.2832
+        angle = torch.rand(s.context + s.tokens, s.rope // 2) * 6.2832
         common = dict(
             q=torch.randn(T, s.heads, s.dim, dtype=bf16),
             kv=torch.randn(T, s.dim, dtype=bf16),
             position=within + s.context,
-            angles=torch.cat((turn.cos(), turn.sin()), 1),
+            angles=torch.cat((angle.cos(), angle.sin()), 1),
             slot=torch.arange(T) // s.tokens * s.keys + s.before + within,
             near=_rows(s, s.keys),
             end=(within + s.before + 1).int(),

@@ -118,7 +118,7 @@ class Before:
         return Before(self.q.clone(), None if self.chosen is None else self.chosen.clone())
 
 
-def together(side: Side, steps: tuple[str, ...], before: Before) -> Callable[[], Any]:
+def jointly(side: Side, steps: tuple[str, ...], before: Before) -> Callable[[], Any]:
     """All of ``steps``, each on what the one before it gave."""
     listed = None if before.chosen is None else side.listed(before.chosen).clone()
 
@@ -154,14 +154,14 @@ class Exact:
         rows = kv_cache.encode_rows(rope.apply(kv, cos, sin, interleaved=True).bfloat16(), shape.format, shape.rope)
         self.near = given.near.clone()
         self.near.view(-1, shape.row)[given.slot] = rows
-        self.rows = self._numbers(rows[self.tokens])
+        self.rows = self._decoded(rows[self.tokens])
         scores = self._scores() if shape.chooses else torch.empty(count, 0)  # (t, C)
         best, order = scores.sort(descending=True, stable=True)
         self.scores, self.chosen = scores, order.masked_fill(best == -torch.inf, -1)[:, : shape.topk].int()
 
     def write(self, side: Side, q: torch.Tensor) -> float:
         """How far q, or the rows that were written, are off."""
-        rows = self._numbers(side.written(self.given.slot[self.tokens]))
+        rows = self._decoded(side.written(self.given.slot[self.tokens]))
         return max(_off(q[self.tokens], self.q), _off(rows, self.rows))
 
     def choose(self, chosen: torch.Tensor) -> float:
@@ -190,7 +190,7 @@ class Exact:
         limit, chosen = (None if t is None else t[self.tokens] for t in (limit, chosen))
         return (q, near, end[self.tokens], far, chosen, limit, self.request, sink, *tables), kwargs
 
-    def _numbers(self, rows: torch.Tensor) -> torch.Tensor:
+    def _decoded(self, rows: torch.Tensor) -> torch.Tensor:
         return kv_cache.decode_rows(rows, self.shape.format, self.shape.dim, self.shape.rope, dtype=torch.float64)
 
     def _scores(self) -> torch.Tensor:
@@ -199,8 +199,8 @@ class Exact:
         for token, request in zip(self.tokens.tolist(), self.request.tolist(), strict=True):
             products = (g.index_q[token].float() @ g.index_k[request].float().T).relu()  # (Hi, C)
             scores.append(g.weights[token] @ products * g.index_scale[request, :, 0])
-        unseen = torch.arange(self.shape.entries, device=g.q.device) >= g.visible[self.tokens, None]
-        return torch.stack(scores).masked_fill(unseen, -torch.inf)
+        masked = torch.arange(self.shape.entries, device=g.q.device) >= g.visible[self.tokens, None]
+        return torch.stack(scores).masked_fill(masked, -torch.inf)
 
 
 def _off(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -225,10 +225,10 @@ class Verdict:
         return tuple(step for step in steps_of(shape) if step not in self.missing)
 
     def __str__(self) -> str:
-        words = {"write": "q and rows off", "choose": "tokens of another choice", "attend": "attention off (ours of"
+        names = {"write": "q and rows off", "choose": "tokens of another choice", "attend": "attention off (ours of"
                  " parity's tolerance, composed from ours)", "all": "all off"}  # fmt: skip
         return "; ".join(
-            f"{words[step]} " + ", ".join(f"{off:.2g}" for off in offs) for step, offs in self.found.items()
+            f"{names[step]} " + ", ".join(f"{off:.2g}" for off in offs) for step, offs in self.found.items()
         )
 
 
@@ -261,7 +261,7 @@ def _judge_composed(v: Verdict, exact: Exact, ours: Ours, theirs: Side, out: tor
             v.add(step, off, most, False)
             return result
         except Exception as failure:  # a kernel of others may fail in any way; that is named, and the bench goes on
-            v.missing[step] = run._words(failure)
+            v.missing[step] = run._message(failure)
             return None
 
     def write() -> tuple[torch.Tensor, float]:
@@ -278,11 +278,11 @@ def _judge_composed(v: Verdict, exact: Exact, ours: Ours, theirs: Side, out: tor
 
     def everything() -> tuple[None, float]:
         entries = None if own is None else theirs.entries(own)
-        return None, exact.all(ours, entries, theirs.attend(mine, own))
+        return None, exact.all(ours, entries, theirs.attend(our_args, own))
 
-    mine = attempt("write", write, run._SAME)
+    our_args = attempt("write", write, run._SAME)
     if "write" in v.missing:  # its cache gets the rows that ours wrote
-        mine, theirs = q, composed_layer.adapt(shape, ours.given)
+        our_args, theirs = q, composed_layer.adapt(shape, ours.given)
     if shape.chooses:
         rows = attempt("choose", choose, 0)
         own = listed if "choose" in v.missing else rows
@@ -302,12 +302,12 @@ class Row:
     steps: tuple[str, ...]
     us: list[float]
     launches: list[str]
-    note: str = ""
+    remark: str = ""
 
     def __str__(self) -> str:
         (a, b), (m, n) = self.us, self.launches
         times = f"ours {a:.1f} us in {m} launches, composed {b:.1f} us in {n}; composed / ours {b / a:.2f}"
-        return f"{self.name_of_steps}: {times}{self.note}"
+        return f"{self.name_of_steps}: {times}{self.remark}"
 
     @property
     def name_of_steps(self) -> str:
@@ -316,7 +316,7 @@ class Row:
     @property
     def cell(self) -> str:
         a, b = self.us
-        return f"{a:.1f} / {b:.1f}, {b / a:.2f}{self.note}"
+        return f"{a:.1f} / {b:.1f}, {b / a:.2f}{self.remark}"
 
 
 def timed(shape: Shape, given: Inputs, v: Verdict) -> Iterator[Row]:
@@ -327,12 +327,12 @@ def timed(shape: Shape, given: Inputs, v: Verdict) -> Iterator[Row]:
     inputs = [given, *(given.copy() for _ in range(max(counts.values(), default=1) - 1))]
     sets = [(sides(shape, each), v.before.copy()) for each in inputs]
     for group, count in counts.items():
-        calls = [[together(pair[i], group, before) for pair, before in sets[:count]] for i in (0, 1)]
+        calls = [[jointly(pair[i], group, before) for pair, before in sets[:count]] for i in (0, 1)]
         for each in (*calls[0], *calls[1]):
             each()  # what is made once is made now
-        runs, notes = zip(*(_captured(c) for c in calls), strict=True)
+        runs, remarks = zip(*(_captured(c) for c in calls), strict=True)
         us = timing.interleaved(list(runs))
-        yield Row(shape.name, group, us, [_launches(c[0]) for c in calls], "".join(notes))
+        yield Row(shape.name, group, us, [_launches(c[0]) for c in calls], "".join(remarks))
 
 
 def _sets(shape: Shape, given: Inputs, steps: tuple[str, ...]) -> int:
@@ -349,7 +349,7 @@ def _captured(calls: timing.Calls) -> tuple[timing.Run, str]:
         return timing.graph(calls), ""
     except Exception as failure:
         torch.cuda.synchronize()
-        return timing.plain(calls), f" (no CUDA graph: {run._words(failure)})"
+        return timing.plain(calls), f" (no CUDA graph: {run._message(failure)})"
 
 
 def _launches(call: Callable[[], Any]) -> str:
@@ -361,16 +361,16 @@ def _launches(call: Callable[[], Any]) -> str:
 
 def compare(shape: Shape, title: str) -> tuple[int, list[Row]]:
     """Print the lines of one call; how many steps of ours are wrong, or failed, and the times."""
-    say, wrong, rows = models.say, 0, []
+    log, wrong, rows = models.log, 0, []
     with models.part(f"  {shape.name}") as failed:
         given = made(shape, "cuda")
         v = judged(shape, given)
-        say(f"  {title}, {shape.name}: {f'WRONG: {v.wrong}' if v.wrong else 'right'}: {v}")
+        log(f"  {title}, {shape.name}: {f'WRONG: {v.wrong}' if v.wrong else 'right'}: {v}")
         for step, why in v.missing.items():
-            say(f"    {step} of the composed layer is missing: {why}")
+            log(f"    {step} of the composed layer is missing: {why}")
         wrong = len(v.wrong)
         for row in timed(shape, given, v) if not wrong else ():
-            say(f"    {row}")
+            log(f"    {row}")
             rows.append(replace(row, name=f"{title}, {row.name}"))
     torch.cuda.empty_cache()
     return wrong + len(failed), rows

@@ -34,7 +34,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from bench import layer_steps, models, timing
 from bench.__main__ import facts
 from bench.layer_inputs import KINDS, Shape, shape_of
-from bench.models import Run, say
+from bench.models import Run, log
 from torch_attnkit.core import config
 from torch_attnkit.core.target import target_of
 from torch_attnkit.integrations.transformers import attnkit_model
@@ -81,14 +81,14 @@ class Attention:
         what = f"decode, batch {self.batch}" if self.tokens == 1 else f"prefill, {self.batch} x {self.tokens} tokens"
         return what + (f", behind {self.context}" if self.context else "")
 
-    def make(self, model: Any, draw: int = 0) -> Run:
+    def make(self, model: Any, sample: int = 0) -> Run:
         """The whole call."""
-        sequences = range(draw * self.batch, (draw + 1) * self.batch)
+        sequences = range(sample * self.batch, (sample + 1) * self.batch)
         return self._call(model, sequences, self.tokens)
 
-    def pieces(self, model: Any, draw: int = 0) -> Run:
+    def pieces(self, model: Any, sample: int = 0) -> Run:
         """The same in pieces that eager attention has memory for."""
-        sequences = range(draw * self.batch, (draw + 1) * self.batch)
+        sequences = range(sample * self.batch, (sample + 1) * self.batch)
         calls = [self._call(model, range(i, i + 1), _PIECE) for i in sequences]
         return lambda: torch.cat([call() for call in calls])
 
@@ -115,9 +115,9 @@ def _hidden(model: Any, sequences: range, tokens: int) -> torch.Tensor:
     return torch.cat([_random(i, 0, 1, tokens, model.config.hidden_size, like=model) for i in sequences])
 
 
-def _random(sequence: int, turn: int, *shape: int, like: Any) -> torch.Tensor:
-    """The same for every dtype of the model. ``turn`` tells the tensors of a sequence apart."""
-    torch.manual_seed(sequence * 16 + turn)
+def _random(sequence: int, index: int, *shape: int, like: Any) -> torch.Tensor:
+    """The same for every dtype of the model. ``index`` tells the tensors of a sequence apart."""
+    torch.manual_seed(sequence * 16 + index)
     return torch.randn(shape, dtype=torch.bfloat16, device=like.device).to(like.dtype)
 
 
@@ -135,13 +135,13 @@ def _around(model: Any, hidden: torch.Tensor, cache: DynamicCache, first: int) -
 def filled(model: Any, sequences: range, context: int) -> DynamicCache:
     """The library's cache of one layer as it is behind ``context`` tokens, of random numbers, one draw a sequence."""
     c, cache = model.config, DynamicCache(config=model.config)
-    layer, turns = cache.layers[0], itertools.count(1)
+    layer, counter = cache.layers[0], itertools.count(1)
 
     def rows(count: int, *shape: int) -> torch.Tensor:
         made = torch.empty(len(sequences), count, *shape, dtype=model.dtype, device=model.device)
-        turn = next(turns)
+        index = next(counter)
         for row, sequence in zip(made, sequences, strict=True):
-            row.copy_(_random(sequence, turn, count, *shape, like=model))
+            row.copy_(_random(sequence, index, count, *shape, like=model))
         return made  # (B, count, ...)
 
     keys = rows(min(context, c.sliding_window - 1), c.head_dim)[:, None]  # (B, 1, S, D)
@@ -172,10 +172,10 @@ def _set_back(layer: Any, state: State) -> None:
 
 def judged(case: Attention, ours: Any, theirs: Any) -> tuple[bool, str]:
     """As ``models.judged``, of so many draws as it takes to have rows enough."""
-    draws = range(-(-models._ROWS // (case.batch * case.tokens)))
+    samples = range(-(-models._ROWS // (case.batch * case.tokens)))
 
     def rows(model: Any, whole: bool) -> torch.Tensor:
-        made = (case.make(model, draw) if whole else case.pieces(model, draw) for draw in draws)
+        made = (case.make(model, sample) if whole else case.pieces(model, sample) for sample in samples)
         return torch.cat([run().flatten(0, 1) for run in made])  # (R, N)
 
     return models.judged(case, rows(ours, True), rows(theirs, False), rows(models.exact_of(theirs), False))
@@ -200,36 +200,36 @@ def captured(run: Run) -> timing.Run:
     start = time.perf_counter()
     run()
     torch.cuda.synchronize()
-    once = (time.perf_counter() - start) * 1e6
-    return timing.Run(run, 1) if once > _LONG else timing.graph([run])
+    microseconds = (time.perf_counter() - start) * 1e6
+    return timing.Run(run, 1) if microseconds > _LONG else timing.graph([run])
 
 
 def timed(case: Attention, sides: dict[str, Any]) -> str:
     """Time and launches of each side."""
-    runs, notes = {}, {}
+    runs, remarks = {}, {}
     for name, model in sides.items():
-        runs[name], notes[name] = fitting(case, model)
+        runs[name], remarks[name] = fitting(case, model)
     us = timing.interleaved([captured(run) for run in runs.values()])
     counts = [sum(e.count for e in models.launched(run)) for run in runs.values()]
     each = zip(runs, us, counts, strict=True)
-    words = ", ".join(f"{name} {t:.1f} us in {n} launches{notes[name]}" for name, t, n in each)
-    return f"{words}; transformers' time / ours {us[1] / us[0]:.2f}"
+    message = ", ".join(f"{name} {t:.1f} us in {n} launches{remarks[name]}" for name, t, n in each)
+    return f"{message}; transformers' time / ours {us[1] / us[0]:.2f}"
 
 
 def compare(title: str, theirs: Any, cases: list[Attention], profile: bool = False) -> int:
     """Print the lines of one layer; how many cases are wrong or failed."""
     ours, failures = models.ours_of(theirs, experts=None), 0
-    say(f"{title}: weights {models.megabytes(theirs.model.layers[0].self_attn):.0f} MB")
+    log(f"{title}: weights {models.megabytes(theirs.model.layers[0].self_attn):.0f} MB")
     for case in cases:
         with models.part(f"  {case.name}") as failed:
-            good, words = judged(case, ours, theirs)
+            good, message = judged(case, ours, theirs)
             failures += not good
-            say(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
+            log(f"  {case.name}: {'right' if good else 'WRONG'}: {message}")
             torch.cuda.empty_cache()
             if good:
-                say(f"    {timed(case, dict(ours=ours, transformers=theirs))}")
+                log(f"    {timed(case, dict(ours=ours, transformers=theirs))}")
             if profile:
-                say(f"    ours: {models.shares(case.make(ours))}")
+                log(f"    ours: {models.shares(case.make(ours))}")
         failures += len(failed)
         torch.cuda.empty_cache()
     return failures
@@ -269,7 +269,7 @@ def composed(calls: list[tuple[str, Shape]], seconds: float) -> int:
     failures, rows, start = 0, [], time.perf_counter()
     for title, shape in calls:
         if seconds and time.perf_counter() - start > seconds:
-            say(f"  {title}, {shape.name}: not begun, {seconds:.0f} s are over")
+            log(f"  {title}, {shape.name}: not begun, {seconds:.0f} s are over")
             continue
         wrong, found = layer_steps.compare(shape, title)
         failures, rows = failures + wrong, rows + found
@@ -299,7 +299,7 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
     start, record = time.perf_counter(), facts()
-    say(f"{record['device']}: torch {torch.__version__}, commit {record['commit']}")
+    log(f"{record['device']}: torch {torch.__version__}, commit {record['commit']}")
     layers = {f"DeepSeek-V4-{s}, {k}": layer_config(s, k) for s in sized for k in each}
     calls = [
         (title := f"DeepSeek-V4-{s}, {k}", shape_of(layers[title], k, c.batch, c.tokens, c.context))
@@ -321,7 +321,7 @@ def main(
         with models.part(name) as failed:
             failures += part()
         failures += len(failed)
-        say(f"{name}: {time.perf_counter() - start:.0f} s, {failures} failures")
+        log(f"{name}: {time.perf_counter() - start:.0f} s, {failures} failures")
     raise typer.Exit(bool(failures))
 
 

@@ -54,7 +54,7 @@ Run = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Something to run: ``make(model, draw)`` gives the call. ``rows`` of results come from one."""
+    """Something to run: ``make(model, sample)`` gives the call. ``rows`` of results come from one."""
 
     name: str
     rows: int
@@ -63,8 +63,8 @@ class Case:
 
     def results(self, model: Any) -> torch.Tensor:
         """Rows of results (R, V) of as many draws as ``_ROWS`` takes."""
-        draws = range(-(-_ROWS // self.rows))
-        return torch.cat([self.make(model, draw)().flatten(0, 1) for draw in draws])
+        samples = range(-(-_ROWS // self.rows))
+        return torch.cat([self.make(model, sample)().flatten(0, 1) for sample in samples])
 
 
 def gpt_oss_config(layers: int, **changes: Any) -> GptOssConfig:
@@ -173,9 +173,9 @@ def _call(model: Any, cache: StaticCache, length: int, ids: torch.Tensor, masks:
 def decode(batch: int, context: int) -> Case:
     """A step of ``batch`` sequences, each behind ``context`` tokens whose keys and values are random."""
 
-    def make(model: Any, draw: int = 0) -> Run:
+    def make(model: Any, sample: int = 0) -> Run:
         c, device = model.config, model.device
-        torch.manual_seed(draw)
+        torch.manual_seed(sample)
         ids = torch.randint(c.vocab_size, (batch, 1), device=device)
         cache = _cache(model, context + 1)
         cache.early_initialization(batch, c.num_key_value_heads, c.head_dim, model.dtype, device)
@@ -191,9 +191,9 @@ def decode(batch: int, context: int) -> Case:
 
 
 def prefill(tokens: int) -> Case:
-    def make(model: Any, draw: int = 0) -> Run:
+    def make(model: Any, sample: int = 0) -> Run:
         device = model.device
-        torch.manual_seed(draw)
+        torch.manual_seed(sample)
         ids = torch.randint(model.config.vocab_size, (1, tokens), device=device)
         cache = _cache(model, tokens)
         masks = _masks(model, ids, cache)
@@ -207,9 +207,9 @@ def prefill(tokens: int) -> Case:
 
 
 def moe(tokens: int, vocabulary: int = VOCABULARY) -> Case:
-    def make(block: Any, draw: int = 0) -> Run:
+    def make(block: Any, sample: int = 0) -> Run:
         weight = block.gate.weight
-        torch.manual_seed(draw)
+        torch.manual_seed(sample)
         ids = torch.randint(vocabulary, (tokens, 1), device=weight.device)
         x = torch.randn(tokens, 1, weight.shape[1], dtype=torch.bfloat16, device=weight.device).to(weight.dtype)
         return lambda: block(x, input_ids=ids)
@@ -223,20 +223,20 @@ def moe(tokens: int, vocabulary: int = VOCABULARY) -> Case:
 def judged(case: Case, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> tuple[bool, str]:
     """Whether the rows of ours (R, V) are as near to float32 as those of transformers, and by how much."""
     errors = [(t.float() - exact).abs().mean(-1) for t in (ours, theirs)]  # (R,) each
-    mine, other = (float(e.median()) for e in errors)
+    error, other = (float(e.median()) for e in errors)
     far, their_far = (int((e > _FAR * other).sum()) for e in errors)
     # The difference of two counts of the same rare event has the variance 2 n.
     chance = their_far + 3 * math.sqrt(2 * max(their_far, 1))
-    good = bool(ours.isfinite().all()) and mine <= _AS_GOOD * other and far <= chance
-    words = (
-        f"median row's error {mine:.3g} (transformers' {other:.3g}) of {float(exact.abs().mean()):.3g}, far off {far}"
+    good = bool(ours.isfinite().all()) and error <= _AS_GOOD * other and far <= chance
+    message = (
+        f"median row's error {error:.3g} (transformers' {other:.3g}) of {float(exact.abs().mean()):.3g}, far off {far}"
         f" ({their_far}) of {len(exact)} rows"
     )
     if case.choice:
         a, b, c = (t.argmax(-1) for t in (ours, theirs, exact))
         counts = [int((x == y).sum()) for x, y in ((a, b), (a, c), (b, c))]
-        words += f"; tokens equal in {counts[0]}, to float32's in {counts[1]} (transformers' {counts[2]})"
-    return good, words
+        message += f"; tokens equal in {counts[0]}, to float32's in {counts[1]} (transformers' {counts[2]})"
+    return good, message
 
 
 def peak(run: Run) -> int:
@@ -258,10 +258,10 @@ def _captured(run: Run) -> tuple[timing.Run, str]:
 
 def timed(case: Case, models: dict[str, Any]) -> str:
     names = list(models)
-    runs, notes = zip(*(_captured(case.make(models[name])) for name in names), strict=True)
+    runs, remarks = zip(*(_captured(case.make(models[name])) for name in names), strict=True)
     us = timing.interleaved(list(runs))
-    words = ", ".join(f"{name} {t:.1f} us{note}" for name, t, note in zip(names, us, notes, strict=True))
-    return f"{words}; transformers' time / ours {us[1] / us[0]:.2f}"
+    message = ", ".join(f"{name} {t:.1f} us{remark}" for name, t, remark in zip(names, us, remarks, strict=True))
+    return f"{message}; transformers' time / ours {us[1] / us[0]:.2f}"
 
 
 def launched(run: Run) -> list[Any]:
@@ -282,8 +282,8 @@ def shares(run: Run) -> str:
     return f"{total:.0f} us in {sum(e.count for e in kernels)} kernels: {largest}"
 
 
-def say(words: str) -> None:
-    console.print(words, soft_wrap=True, highlight=False, markup=False)
+def log(message: str) -> None:
+    console.print(message, soft_wrap=True, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -295,7 +295,7 @@ def part(name: str) -> Iterator[list[Exception]]:
     except Exception as failure:
         failed.append(failure)
         traceback.print_exc()
-        say(f"{name}: FAILED: {type(failure).__name__}: {failure}")
+        log(f"{name}: FAILED: {type(failure).__name__}: {failure}")
 
 
 def megabytes(model: nn.Module) -> float:
@@ -306,18 +306,18 @@ def compare(title: str, theirs: Any, ours: Any, cases: list[Case], profile: bool
     """Print the lines of one model or block; how many cases are wrong or failed."""
     models = {"ours": ours, "transformers": theirs}
     failures = 0
-    say(f"{title}: weights {megabytes(ours):.0f} MB, in bf16 {megabytes(theirs):.0f} MB")
+    log(f"{title}: weights {megabytes(ours):.0f} MB, in bf16 {megabytes(theirs):.0f} MB")
     exact = exact_of(theirs)
     for case in cases:
         with part(f"  {case.name}") as failed:
-            good, words = judged(case, *(case.results(model) for model in (ours, theirs, exact)))
+            good, message = judged(case, *(case.results(model) for model in (ours, theirs, exact)))
             failures += not good
-            say(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
+            log(f"  {case.name}: {'right' if good else 'WRONG'}: {message}")
             if good:
                 peaks = ", ".join(f"{name} {peak(case.make(model)) / 1e6:.0f} MB" for name, model in models.items())
-                say(f"    {timed(case, models)}; memory besides weights and cache: {peaks}")
+                log(f"    {timed(case, models)}; memory besides weights and cache: {peaks}")
             for name, model in models.items() if profile else ():
-                say(f"    {name}: {shares(case.make(model))}")
+                log(f"    {name}: {shares(case.make(model))}")
         failures += len(failed)
         torch.cuda.empty_cache()
     return failures
@@ -359,9 +359,9 @@ def compare_deepseek_v4(cases: Cases, profile: bool) -> int:
     ours, failures = ours_of(theirs), 0
     try:
         ours(torch.ones(1, 8, dtype=torch.long, device=ours.device))
-        say("DeepSeek-V4-Flash: its attention ran on the ops; bench.layers compares it")
+        log("DeepSeek-V4-Flash: its attention ran on the ops; bench.layers compares it")
     except UnsupportedError as refusal:
-        say(f"DeepSeek-V4-Flash: not compared as a whole: {refusal}")
+        log(f"DeepSeek-V4-Flash: not compared as a whole: {refusal}")
     for kind, a, b in zip(("hash router", "top-k router"), theirs.model.layers, ours.model.layers, strict=True):
         title = f"DeepSeek-V4-Flash, MoE block of one layer, {kind}, beside {_own_way(theirs)}"
         failures += compare(title, a.mlp, b.mlp, cases.deepseek_v4, profile)
@@ -405,7 +405,7 @@ def main(
     cases = Cases(steps, []) if compile else Cases([*steps, prefill(tokens)], [moe(t) for t in (*sizes, tokens)])
     record = facts()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, commit {record['commit']}"
-    say(f"{record['device']}: {versions}")
+    log(f"{record['device']}: {versions}")
     arch, folder = target_of(torch.device("cuda")).arch, config.cache_dir() / "cuda"
     parts: dict[str, Callable[[], int]] = {
         "compiling": lambda: fill(kernels(layers, cases, arch), folder, console, jobs),
@@ -422,7 +422,7 @@ def main(
             failures += run()
         failures += len(failed)
         torch.cuda.empty_cache()
-        say(f"{time.perf_counter() - start:.0f} s, {failures} failures")
+        log(f"{time.perf_counter() - start:.0f} s, {failures} failures")
     raise typer.Exit(bool(failures))
 
 

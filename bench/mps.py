@@ -106,8 +106,8 @@ def _timed(
     else:
         found["bench"] = []
         for op, names in each:
-            found["bench"] += (mine := list(lines(op, dtype, names, device, stream or Mps())))
-            console.print(table(op.name, mine))
+            found["bench"] += (measured := list(lines(op, dtype, names, device, stream or Mps())))
+            console.print(table(op.name, measured))
     console.print(report.write(found, file or report.default_file(f"bench-{name}")), soft_wrap=True)
     return 1 if why else sum("error" in line for line in found["bench"])
 
@@ -128,8 +128,8 @@ def _line(op: Op, dims: dict[str, int], dtype: torch.dtype, device: str, stream:
         given, kwargs = bench_inputs(op, dims, dtype, torch.Generator().manual_seed(0))
         args = tuple(_to(a, device) for a in given)
         got = (*mutated(op, args), *gate.tensors_of(call(*args, **kwargs)))
-        mine = tuple(t.cpu() for t in got)
-        error = gate.gate(op, given, kwargs, mine, most=_PARTS)  # on the CPU: Apple GPUs have no float64
+        outs = tuple(t.cpu() for t in got)
+        error = gate.gate(op, given, kwargs, outs, most=_PARTS)  # on the CPU: Apple GPUs have no float64
     except (AssertionError, NotImplementedError, RuntimeError, ValueError, TypeError) as failure:
         return {"error": f"{type(failure).__name__}: {failure}"}
     sets = [args] + [tuple(_to(a, device) for a in given) for _ in range(_sets(nbytes, stream) - 1)]
@@ -138,10 +138,10 @@ def _line(op: Op, dims: dict[str, int], dtype: torch.dtype, device: str, stream:
     line: dict[str, Any] = {"bytes": nbytes, "flops": flops, "error_of_tolerance": error, "input_sets": len(sets)}
     if theirs is not None:
         first = gate.tensors_of(theirs[0]())[0].cpu().float()
-        off = float((first - mine[0].reshape(first.shape).float()).norm() / first.norm())
+        off = float((first - outs[0].reshape(first.shape).float()).norm() / first.norm())
         line["peer_difference"] = off  # a kernel may be faster because it computes something else
         calls[name] = theirs
-    line["us"] = {who: us for who, us in _by_turns(calls, stream).items()}
+    line["us"] = {who: us for who, us in _interleaved(calls, stream).items()}
     line["gb_s"] = nbytes / line["us"]["ours"] / 1e3
     line["tflop_s"] = flops / line["us"]["ours"] / 1e6
     return line
@@ -160,12 +160,12 @@ def _peer(op: Op, sets: list[Any], kwargs: dict[str, Any]) -> tuple[str, Calls |
     return "PyTorch SDPA", calls or None
 
 
-def _by_turns(calls: dict[str, Calls], stream: Stream) -> dict[str, float]:
+def _interleaved(calls: dict[str, Calls], stream: Stream) -> dict[str, float]:
     """Microseconds a call of each side: medians of repeats that take turns, so that both meet the same clocks."""
     rounds = {}
     for who, each in calls.items():
-        once = max(stream.timed(functools.partial(_all, each)), 1e-6)  # also the warm-up
-        rounds[who] = max(1, int(_SECONDS / _REPEATS / once))
+        single_s = max(stream.timed(functools.partial(_all, each)), 1e-6)  # also the warm-up
+        rounds[who] = max(1, int(_SECONDS / _REPEATS / single_s))
     times: dict[str, list[float]] = {who: [] for who in calls}
     for _ in range(_REPEATS):
         for who, each in calls.items():
@@ -189,7 +189,7 @@ def table(op: str, lines: list[dict[str, Any]]) -> Table:
         if "us" not in line:
             out.add_row(line["case"], line.get("error") or line["skipped"], *["-"] * 5, style="red" * ("error" in line))
             continue
-        mine, *rest = line["us"].values()
-        cells = (f"{mine:.1f}", f"{line['gb_s']:.1f}", f"{line['tflop_s']:.2f}", f"{line['error_of_tolerance']:.2f}")
-        out.add_row(line["case"], *cells, *((f"{rest[0]:.1f}", f"{rest[0] / mine:.2f}") if rest else ("-", "-")))
+        us, *rest = line["us"].values()
+        cells = (f"{us:.1f}", f"{line['gb_s']:.1f}", f"{line['tflop_s']:.2f}", f"{line['error_of_tolerance']:.2f}")
+        out.add_row(line["case"], *cells, *((f"{rest[0]:.1f}", f"{rest[0] / us:.2f}") if rest else ("-", "-")))
     return out

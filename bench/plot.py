@@ -147,8 +147,8 @@ def main(result: str, folder: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     overview(found, out / "overview.png")
     roofline(found, out / "roofline.svg")
-    drawn = [name for name, part in charts(found).items() if ratios(part, out / name)]
-    print(f"wrote {', '.join(['overview.png', 'roofline.svg', *drawn])} to {out}")
+    written = [name for name, part in charts(found).items() if ratios(part, out / name)]
+    print(f"wrote {', '.join(['overview.png', 'roofline.svg', *written])} to {out}")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class Runner:
         command = [sys.executable, "-m", "bench.profiled", str(request)]
         if self.tool:
             command = [*ncu.command(self.tool, self.names or {}, report), *command]
-        said = _output(command, environment(device, self.folder), max(self.until - time.time(), 0) + _GRACE)
+        output = _output(command, environment(device, self.folder), max(self.until - time.time(), 0) + _GRACE)
         made = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
         text = report.read_text(errors="replace") if report.exists() else ""
         errors = "\n".join(line for line in text.splitlines() if line.startswith("==ERROR"))
@@ -165,20 +165,20 @@ class Runner:
             made = []
         elif self.tool:
             made = records(made, found)
-        return made + self._rest(job, made, f"{said}\n{errors}")
+        return made + self._rest(job, made, f"{output}\n{errors}")
 
-    def _rest(self, job: Job, made: list[dict[str, Any]], said: str) -> list[dict[str, Any]]:
+    def _rest(self, job: Job, made: list[dict[str, Any]], output: str) -> list[dict[str, Any]]:
         """Records of the calls that are not in ``made``: time was up, or the last words of the process."""
-        words = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("==PROF")]
-        why = "time was up" if time.time() > self.until else " / ".join(words[-3:])[-400:] or "nothing was said"
-        there = {(call["case"], call["contender"]) for call in made}
-        wanted = [(case, who) for case, names in job.cases.items() for who in names if (case, who) not in there]
+        output_lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("==PROF")]
+        why = "time was up" if time.time() > self.until else " / ".join(output_lines[-3:])[-400:] or "nothing was said"
+        measured = {(call["case"], call["contender"]) for call in made}
+        wanted = [(case, who) for case, names in job.cases.items() for who in names if (case, who) not in measured]
         shared = {"op": job.op, "dtype": job.dtype, "missing": why}
         return [shared | {"case": case, "contender": who} for case, who in wanted]
 
 
-def each(todo: list[Job], devices: list[str], abreast: int, run: Callable[[int, Job, str], Any]) -> Iterator[Any]:
-    """What ``run`` gives for each job, as it comes: ``abreast`` at a time on each device, in their order."""
+def each(todo: list[Job], devices: list[str], per_device: int, run: Callable[[int, Job, str], Any]) -> Iterator[Any]:
+    """What ``run`` gives for each job, as it comes: ``per_device`` at a time on each device, in their order."""
     waiting: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for numbered in enumerate(todo):
@@ -195,7 +195,7 @@ def each(todo: list[Job], devices: list[str], abreast: int, run: Callable[[int, 
             except Exception as failure:
                 results.put(failure)
 
-    for _ in range(abreast):
+    for _ in range(per_device):
         for device in devices:
             threading.Thread(target=work, args=(device,), daemon=True).start()
     for _ in todo:
@@ -229,10 +229,10 @@ def table(op: str, calls: list[dict[str, Any]]) -> Table:
         if "missing" in call:
             out.add_row(call["case"], call["contender"], bench, *("-" for _ in columns[3:]), Text(call["missing"]))
             continue
-        numbers = (f"{call['us']:.1f}", *(f"{call[n] / 1e6:.1f}" for n in ncu.SUMS[1:]))
+        figures = (f"{call['us']:.1f}", *(f"{call[n] / 1e6:.1f}" for n in ncu.SUMS[1:]))
         shares = (f"{call[p]:.0f}" if p in call else "-" for p in percents)
         clock = f"{call['ghz']:.2f}" if "ghz" in call else "-"
-        out.add_row(call["case"], call["contender"], bench, *numbers, *shares, clock, _kinds(call["launches"]))
+        out.add_row(call["case"], call["contender"], bench, *figures, *shares, clock, _kinds(call["launches"]))
     return out
 
 
@@ -267,7 +267,7 @@ def main(
     case: Annotated[str, typer.Option(help="Only the cases whose name contains this.")] = "",
     peer: Annotated[list[str] | None, typer.Option(help="A peer; may be repeated. Default: all, or the best.")] = None,
     metric: Annotated[list[str] | None, typer.Option(help="A further metric of ncu, for the JSON.")] = None,
-    numbers: Annotated[str, typer.Option(help="Only these: names of bench.ncu.METRICS with commas between them.")] = "",
+    only: Annotated[str, typer.Option(help="Only these: names of bench.ncu.METRICS with commas between them.")] = "",
     devices: Annotated[str, typer.Option(help="GPUs that share the work, such as 0,1.")] = "0",
     seconds: Annotated[float, typer.Option(help="After which no further case begins.")] = 1800,
     prepare: Annotated[bool, typer.Option(help="Profile nothing: compile, three processes for four cores.")] = False,
@@ -298,8 +298,8 @@ def main(
     except FileNotFoundError as missing:
         raise typer.BadParameter(str(missing)) from None
     named = ncu.available(tool, metric or ())
-    if numbers:
-        named = {name: of for name, of in named.items() if name in (*numbers.split(","), *(metric or ()))}
+    if only:
+        named = {name: of for name, of in named.items() if name in (*only.split(","), *(metric or ()))}
     runner = replace(runner, tool=tool, names=named)
     given = " ".join(sys.argv[1:]).replace(str(json_file), json_file.name if json_file else "")
     record = facts() | {"command": f"python -m bench.profile {given}", "metrics": runner.names, "calls": []}

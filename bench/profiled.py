@@ -31,7 +31,7 @@ _WARM = 2  # calls: the first compiles, the second may still choose among what w
 
 
 @contextlib.contextmanager
-def turn(lock: str | None) -> Iterator[None]:
+def locked(lock: str | None) -> Iterator[None]:
     """Alone on the device, as far as others ask for the same ``lock``: counters see what runs beside a kernel."""
     if lock is None:
         yield
@@ -80,8 +80,8 @@ def case(inputs: Inputs, name: str, contenders: list[str]) -> Iterator[dict[str,
                 record["missing"] = NOT_TAKEN
             del call
         except Exception as failure:  # of a peer, anything; the others go on
-            words = str(failure).strip().splitlines() or [""]
-            record["missing"] = f"{type(failure).__name__}: {words[0][:200]}"
+            output_lines = str(failure).strip().splitlines() or [""]
+            record["missing"] = f"{type(failure).__name__}: {output_lines[0][:200]}"
         yield record
 
 
@@ -89,7 +89,7 @@ def main(file: str) -> None:
     asked = json.loads(Path(file).read_text())
     op = OPS[asked["op"]]
     inputs = Inputs(op, getattr(torch, asked["dtype"]))
-    with turn(asked["lock"]), open(asked["calls"], "w", buffering=1) as calls:  # by lines: a run may be stopped
+    with locked(asked["lock"]), open(asked["calls"], "w", buffering=1) as calls:  # by lines: a run may be stopped
         for name, contenders in asked["cases"].items():
             if time.time() > asked["until"]:
                 break

@@ -43,13 +43,13 @@ def prepare(op: Op, dtype: torch.dtype, only: str) -> Iterator[tuple[str, dict[s
         try:
             call(*args, **kwargs)
         except Exception as failure:
-            failed["ours"] = _words(failure)
+            failed["ours"] = _message(failure)
         for peer in peers.ALL:
             try:
                 if (run := peer.adapt(op.name, args, kwargs)) is not None:
                     run()
             except Exception as failure:
-                failed[peer.name] = _words(failure)
+                failed[peer.name] = _message(failure)
         torch.cuda.synchronize()
         del args
         torch.cuda.empty_cache()
@@ -118,7 +118,7 @@ def _prepare(
         torch.cuda.synchronize()
         rivals[peer.name] = calls
     except Exception as failure:  # a peer may fail in any way; that is named, and the bench goes on
-        missing[peer.name] = _words(failure)
+        missing[peer.name] = _message(failure)
 
 
 def _timed(
@@ -132,7 +132,7 @@ def _timed(
             runs[name] = timing.graph(calls) if graphs[name] else timing.plain(calls)
         except Exception as failure:
             torch.cuda.synchronize()
-            missing[name] = f"not captured by a CUDA graph: {_words(failure)}"
+            missing[name] = f"not captured by a CUDA graph: {_message(failure)}"
             runs[name] = timing.plain(calls)
     us, *theirs = timing.interleaved([timing.graph(ours), *runs.values()])
     us_host, *hosts = timing.host([ours, *rivals.values()])
@@ -145,6 +145,6 @@ def _timed(
     return us, us_host, found
 
 
-def _words(failure: Exception) -> str:
+def _message(failure: Exception) -> str:
     lines = str(failure).strip().splitlines() or [""]
     return f"{type(failure).__name__}: {lines[0][:200]}"

@@ -12,35 +12,35 @@ from typing import Any
 import torch
 
 
-def difference(op: str, args: tuple[Any, ...], mine: torch.Tensor, theirs: torch.Tensor) -> float:
+def difference(op: str, args: tuple[Any, ...], ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Relative to the norm of ours, but of choices the share of rows, or of entries, that are wrong."""
-    mine = mine.reshape(theirs.shape)
+    ours = ours.reshape(theirs.shape)
     if op == "indexer_topk":
-        return _wrong_rows(args[0], mine, theirs)
+        return _wrong_rows(args[0], ours, theirs)
     if op == "indexer_select":
-        return _not_chosen(mine, theirs)
+        return _not_chosen(ours, theirs)
     if op == "indexer_scores":
-        seen = mine.isfinite()
-        mine, theirs = mine[seen], theirs[seen]
-    mine, theirs = mine.float(), theirs.float()
-    return float((theirs - mine).norm() / mine.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        seen = ours.isfinite()
+        ours, theirs = ours[seen], theirs[seen]
+    ours, theirs = ours.float(), theirs.float()
+    return float((theirs - ours).norm() / ours.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
-def _wrong_rows(scores: torch.Tensor, mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of the rows of ``scores`` (Tq, S) the share for which ``theirs`` (Tq, K) does not choose scores like ``mine``."""
+def _wrong_rows(scores: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of the rows of ``scores`` (Tq, S) the share for which ``theirs`` (Tq, K) does not choose scores like ``ours``."""
     chosen = theirs.long().sort(-1).values
     wrong = (chosen >= scores.shape[1]).any(-1)
     wrong |= ((chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)).any(-1)
-    wrong |= (_values(scores, mine) != _values(scores, theirs)).any(-1)
+    wrong |= (_values(scores, ours) != _values(scores, theirs)).any(-1)
     return float(wrong.float().mean()) if len(wrong) else 0.0
 
 
-def _not_chosen(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of the entries that ``mine`` (Tq, K) chooses the share that ``theirs`` (Tq, K) does not."""
+def _not_chosen(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of the entries that ``ours`` (Tq, K) chooses the share that ``theirs`` (Tq, K) does not."""
     theirs = theirs.sort(-1).values
-    place = torch.searchsorted(theirs, mine.to(theirs.dtype)).clamp(max=theirs.shape[1] - 1)
-    missed = (theirs.gather(-1, place) != mine) & (mine >= 0)
-    return float(missed.sum() / (mine >= 0).sum().clamp(min=1))
+    position = torch.searchsorted(theirs, ours.to(theirs.dtype)).clamp(max=theirs.shape[1] - 1)
+    missed = (theirs.gather(-1, position) != ours) & (ours >= 0)
+    return float(missed.sum() / (ours >= 0).sum().clamp(min=1))
 
 
 def _values(scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

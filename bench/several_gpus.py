@@ -57,14 +57,14 @@ Call = Callable[[], Any]
 class Shared:
     """A call of an op by one process, and the same by all: ``whole`` makes of a share what ``one`` returns.
 
-    ``mine`` are arguments of the op with the keys or experts of this process, ``share`` is what the op does of the work
-    with them, and sends nothing.
+    ``local_args`` are arguments of the op with the keys or experts of this process, ``share`` is what the op does of
+    the work with them, and sends nothing.
     """
 
     size: str
     op: str
     args: tuple[Any, ...]
-    mine: tuple[Any, ...]
+    local_args: tuple[Any, ...]
     kwargs: dict[str, Any]
     all: Call
     share: Call
@@ -96,11 +96,11 @@ def decode(here: Here, inputs: dict[str, Inputs]) -> Shared:
     dims = tiny if here.small else given.cases.BENCH["1x131072"]
     args, kwargs = given.first(dims)
     q, k, v, kv_len = args[:4]
-    mine = (q, here.part(k, 2), here.part(v, 2), kv_len)  # keys and values (1, Hkv, S / P, D)
-    call = lambda: cp_decode(*mine)
-    length = (kv_len - here.rank * mine[1].shape[2]).clamp(0, mine[1].shape[2])  # of the keys here
-    share = lambda: torch.ops.attnkit.sdpa_decode(*mine[:3], length, **kwargs)
-    return Shared(f"{dims['S']} keys", "sdpa_decode", args, mine, kwargs, call, share, lambda out: out)
+    local_args = (q, here.part(k, 2), here.part(v, 2), kv_len)  # keys and values (1, Hkv, S / P, D)
+    call = lambda: cp_decode(*local_args)
+    length = (kv_len - here.rank * local_args[1].shape[2]).clamp(0, local_args[1].shape[2])  # of the keys here
+    share = lambda: torch.ops.attnkit.sdpa_decode(*local_args[:3], length, **kwargs)
+    return Shared(f"{dims['S']} keys", "sdpa_decode", args, local_args, kwargs, call, share, lambda out: out)
 
 
 def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shared]:
@@ -111,14 +111,14 @@ def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shar
         tiny = dict(Tq=count // 16, N=64, M=64, E=4 * here.world, K=3, blk=16, act=0, limit=10)
         dims = tiny if here.small else given.cases.BENCH[f"deepseek_v4-nvfp4-{count}"]
         args, kwargs = given.first(dims)
-        mine = (*args[:3], *(here.part(t) for t in args[3:]))  # weights (E / P, ...) each
-        size, held = f"{dims['Tq']} tokens", mine[3].shape[0]
+        local_args = (*args[:3], *(here.part(t) for t in args[3:]))  # weights (E / P, ...) each
+        size, held = f"{dims['Tq']} tokens", local_args[3].shape[0]
         local = torch.where(args[2] // held == here.rank, args[2] % held, -1)
         # Of own tokens this is the same work, though of tokens that lie with others.
-        share = lambda: torch.ops.attnkit.fp4_moe(*args[:2], local, *mine[3:], **kwargs)
+        share = lambda: torch.ops.attnkit.fp4_moe(*args[:2], local, *local_args[3:], **kwargs)
         if tokens == "replicated":
-            call = lambda: ep_moe(*mine, **kwargs)
-            return Shared(f"{size}, all everywhere", "fp4_moe", args, mine, kwargs, call, share, lambda out: out)
+            call = lambda: ep_moe(*local_args, **kwargs)
+            return Shared(f"{size}, all everywhere", "fp4_moe", args, local_args, kwargs, call, share, lambda out: out)
         own = [here.part(t) for t in args[:3]]  # (Tq / P, ...) each
 
         def gathered(out: torch.Tensor) -> torch.Tensor:
@@ -126,8 +126,8 @@ def experts(count: int, tokens: str) -> Callable[[Here, dict[str, Inputs]], Shar
             dist.all_gather(parts, out)
             return torch.cat(parts)
 
-        call = lambda: ep_moe(*own, *mine[3:], tokens="own", **kwargs)
-        return Shared(f"{size}, one's own", "fp4_moe", args, mine, kwargs, call, share, gathered, waits=True)
+        call = lambda: ep_moe(*own, *local_args[3:], tokens="own", **kwargs)
+        return Shared(f"{size}, one's own", "fp4_moe", args, local_args, kwargs, call, share, gathered, waits=True)
 
     return make
 
@@ -149,7 +149,7 @@ def kernels(arch: str, world: int) -> list[Any]:
         for make in LINES.values():
             shared = make(here, inputs)
             out = shared.one()
-            getattr(torch.ops.attnkit, shared.op)(*shared.mine, **shared.kwargs)
+            getattr(torch.ops.attnkit, shared.op)(*shared.local_args, **shared.kwargs)
             if shared.op == "sdpa_decode":
                 torch.ops.attnkit.merge_partials(*(torch.stack([o] * world) for o in out))
     return list(asked.kernels)
@@ -210,9 +210,9 @@ def timed(shared: Shared, here: Here) -> dict[str, Any]:
     }
     runs = [_longer(run, here) for run, _ in ways.values()]
     took: list[list[float]] = []
-    for turn in range(_ROUNDS):
+    for repetition in range(_ROUNDS):
         row = [0.0] * len(runs)
-        for i in (range(len(runs)), reversed(range(len(runs))))[turn % 2]:
+        for i in (range(len(runs)), reversed(range(len(runs))))[repetition % 2]:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             dist.barrier()
@@ -222,13 +222,13 @@ def timed(shared: Shared, here: Here) -> dict[str, Any]:
             torch.cuda.synchronize()
             row[i] = before.elapsed_time(after) * 1e3 / runs[i].calls
         took.append(row)
-    mine = torch.tensor(took, dtype=torch.float64, device=here.device)  # (rounds, 3)
-    parts = [torch.empty_like(mine) for _ in range(here.world)]
-    dist.all_gather(parts, mine)
+    local_args = torch.tensor(took, dtype=torch.float64, device=here.device)  # (rounds, 3)
+    parts = [torch.empty_like(local_args) for _ in range(here.world)]
+    dist.all_gather(parts, local_args)
     each = torch.stack(parts).cpu()  # (P, rounds, 3)
     one = min(statistics.median(p) for p in each[:, :, 0].tolist())
     all_gpus, share = (statistics.median(each[:, :, i].amax(0).tolist()) for i in (1, 2))
-    issued = {f"issued_{who}": words for who, (_, words) in ways.items()}
+    issued = {f"issued_{who}": summary_line for who, (_, summary_line) in ways.items()}
     return {"us_one": one, "us_all": all_gpus, "us_share": share, "ratio": one / all_gpus, **issued}
 
 
@@ -273,22 +273,22 @@ def _most(number: float, here: Here) -> float:
     return found.item()
 
 
-def words(found: dict[str, Any]) -> str:
+def summary_line(found: dict[str, Any]) -> str:
     name, count = f"{found['case']} ({found['size']})", found["processes"]
     if "error" in found:
         return f"{name}: WRONG: {found['error']}"
     errors = f"{found['error_of_tolerance_one']:.2f} and {found['error_of_tolerance_all']:.2f} of the tolerance"
-    said = f"{name}: right by one and by {count}, {errors}; {found['bytes_sent']:,} bytes sent by a process"
+    summary = f"{name}: right by one and by {count}, {errors}; {found['bytes_sent']:,} bytes sent by a process"
     if "ratio" not in found:
-        return said
+        return summary
     return (
-        f"{said}; one GPU {found['us_one']:.1f} us ({found['issued_one']}), {count} GPUs {found['us_all']:.1f} us"
+        f"{summary}; one GPU {found['us_one']:.1f} us ({found['issued_one']}), {count} GPUs {found['us_all']:.1f} us"
         f" ({found['issued_all']}): {found['ratio']:.2f} x; a share alone {found['us_share']:.1f} us"
     )
 
 
-def say(words: str) -> None:
-    console.print(words, soft_wrap=True, highlight=False, markup=False)
+def log(summary_line: str) -> None:
+    console.print(summary_line, soft_wrap=True, highlight=False, markup=False)
 
 
 def work(rank: int, world: int, folder: str, backend: str, only: str) -> None:
@@ -299,9 +299,9 @@ def work(rank: int, world: int, folder: str, backend: str, only: str) -> None:
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(device)
-    meeting = f"file://{folder}/meeting"
+    rendezvous = f"file://{folder}/meeting"
     dist.init_process_group(
-        backend, init_method=meeting, rank=rank, world_size=world, timeout=_PATIENCE,
+        backend, init_method=rendezvous, rank=rank, world_size=world, timeout=_PATIENCE,
         device_id=None if small else device,
     )  # fmt: skip
     here = Here(device, rank, world, small)
@@ -312,7 +312,7 @@ def work(rank: int, world: int, folder: str, backend: str, only: str) -> None:
             if only in name:
                 lines.append(line(name, here, inputs))
                 if rank == 0:
-                    say(words(lines[-1]))
+                    log(summary_line(lines[-1]))
                     Path(folder, "lines").write_text(json.dumps(lines))  # as soon as it is there
     dist.barrier()  # who leaves first takes connections from who is still at work
     dist.destroy_process_group()
@@ -328,28 +328,28 @@ def main(
     """Calls shared among GPUs beside one GPU: results first, then times and the bytes that are sent."""
     if prepare:
         if prepare not in GPU_ARCH:
-            say(f"bench.several_gpus: --prepare is {prepare!r}, accepted: {', '.join(GPU_ARCH)}")
+            log(f"bench.several_gpus: --prepare is {prepare!r}, accepted: {', '.join(GPU_ARCH)}")
             raise typer.Exit(2)
         raise typer.Exit(bool(fill(kernels(prepare, processes or 2), config.cache_dir() / "cuda", console)))
     gpus = torch.cuda.device_count()
     world = processes or (2 if gloo else gpus)
     if world < 2 or not (gloo or world <= gpus):
-        say(
+        log(
             f"bench.several_gpus: found {gpus} CUDA GPUs for {max(world, 2)} processes, accepted: two or more, one a"
             " process; --gloo judges tiny sizes on a CPU"
         )
         raise typer.Exit(2)
     if not any(case in name for name in LINES):
-        say(f"bench.several_gpus: no line has {case!r} in its name, accepted: {'; '.join(LINES)}")
+        log(f"bench.several_gpus: no line has {case!r} in its name, accepted: {'; '.join(LINES)}")
         raise typer.Exit(2)
     record: dict[str, Any] = {"command": f"python -m bench.several_gpus {' '.join(sys.argv[1:])}".strip()}
     if gloo:
-        say(f"{world} processes on a CPU over gloo, tiny sizes: results alone")
+        log(f"{world} processes on a CPU over gloo, tiny sizes: results alone")
     else:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         record |= facts() | {"gpus": world, "nccl": nccl, "peer_access": torch.cuda.can_device_access_peer(0, 1)}
         direct = "" if record["peer_access"] else ", which cannot read each other's memory"
-        say(f"{world} x {record['device']}{direct}: torch {torch.__version__}, NCCL {nccl}, commit {record['commit']}")
+        log(f"{world} x {record['device']}{direct}: torch {torch.__version__}, NCCL {nccl}, commit {record['commit']}")
         arch = target_of(torch.device("cuda", 0)).arch
         fill(kernels(arch, world), config.cache_dir() / "cuda", console)  # side by side, before processes want them
     with tempfile.TemporaryDirectory() as folder:

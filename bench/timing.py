@@ -102,12 +102,12 @@ def interleaved(runs: list[Run]) -> list[float]:
     for run in runs:
         run.go()
     torch.cuda.synchronize()
-    once = (time.perf_counter() - start) / len(runs)
-    turns = orders(len(runs))
-    rounds = max(5, min(_REPEATS, int(_SECONDS / max(once, 1e-6))))
-    turns *= -(-rounds // len(turns))
-    marks = [[(_event(), _event()) for _ in runs] for _ in turns]
-    for events, order in zip(marks, turns, strict=True):
+    seconds = (time.perf_counter() - start) / len(runs)
+    orderings = orders(len(runs))
+    rounds = max(5, min(_REPEATS, int(_SECONDS / max(seconds, 1e-6))))
+    orderings *= -(-rounds // len(orderings))
+    marks = [[(_event(), _event()) for _ in runs] for _ in orderings]
+    for events, order in zip(marks, orderings, strict=True):
         for i in order:
             before, after = events[i]
             before.record()
@@ -127,8 +127,8 @@ def host(contenders: list[Calls]) -> list[float]:
     """Microseconds of the host's time to issue one call of each, the queue never full; the contenders take turns."""
     best = [float("inf")] * len(contenders)
     began = time.perf_counter()
-    for turn in range(_ROUNDS):
-        if turn > 1 and time.perf_counter() - began > _HOST_SECONDS:
+    for repetition in range(_ROUNDS):
+        if repetition > 1 and time.perf_counter() - began > _HOST_SECONDS:
             break
         for i, (call, *_) in enumerate(contenders):
             torch.cuda.synchronize()

@@ -147,17 +147,17 @@ class Case:
         def launcher(target: Any, device: Any, trace: compile.Trace, **signature: Any) -> Any:
             request = compile.Request.of(target.arch, trace, **signature)
             requests.append(request)
-            return lambda *arguments: launches.append((request, _numbers(arguments)))
+            return lambda *arguments: launches.append((request, _values(arguments)))
 
         with mock.patch.object(compile, "launcher", launcher):
             dispatch.make_plan(self.op, self.sets[0]).launch(*self.sets[0])
         return tuple(requests), repr(launches)
 
 
-def _numbers(argument: Any) -> Any:
+def _values(argument: Any) -> Any:
     """What a launch is told beside the contents of tensors."""
     if isinstance(argument, tuple | list):
-        return [_numbers(a) for a in argument]
+        return [_values(a) for a in argument]
     return tuple(argument.shape) if isinstance(argument, torch.Tensor) else argument
 
 
@@ -201,7 +201,7 @@ def _right(
         try:
             requests, launches = case.asks()
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, StopIteration, ValueError) as error:
-            _say(entry, error)
+            _log(entry, error)
         else:  # an entry that changes nothing for this call is left out
             asked.setdefault((requests, launches), (entry, requests))
     failed = _compile((r for _, requests in asked.values() for r in requests), jobs)
@@ -214,12 +214,12 @@ def _right(
             console.print(f"{entry} ...")  # before it runs: a kernel that does not end has been named
             yield entry, case.calls()
         except (AssertionError, RuntimeError) as error:
-            _say(entry, error)
+            _log(entry, error)
 
 
-def _say(entry: Any, error: BaseException) -> None:
-    words = (str(error).splitlines() or [""])[0]
-    console.print(f"{entry}: {type(error).__name__}: {words[-200:]}")  # what went wrong comes last
+def _log(entry: Any, error: BaseException) -> None:
+    message = (str(error).splitlines() or [""])[0]
+    console.print(f"{entry}: {type(error).__name__}: {message[-200:]}")  # what went wrong comes last
 
 
 def _compile(wanted: Iterable[compile.Request], jobs: int) -> dict[compile.Request, BaseException]:

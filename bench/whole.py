@@ -49,8 +49,8 @@ def contenders(theirs: Any, how: dict[str, Any], compile_theirs: bool) -> dict[s
 
 def rows(case: models.Case, model: Any) -> torch.Tensor:
     """Rows of results (R, V) of as many draws as ``_ROWS`` takes."""
-    draws = range(-(-_ROWS // case.rows))
-    return torch.cat([case.make(model, draw)().flatten(0, 1) for draw in draws])
+    samples = range(-(-_ROWS // case.rows))
+    return torch.cat([case.make(model, sample)().flatten(0, 1) for sample in samples])
 
 
 def judged(compiled: torch.Tensor, modules: torch.Tensor, theirs: torch.Tensor) -> tuple[bool, str]:
@@ -59,11 +59,11 @@ def judged(compiled: torch.Tensor, modules: torch.Tensor, theirs: torch.Tensor) 
     off, plain = (float((t.float() - theirs.float()).abs().mean(-1).median()) for t in (compiled, modules))
     good = bool(compiled.isfinite().all()) and off <= _AS_GOOD * plain + 1e-6 * size and plain <= _ALIKE * size
     same = [int((t.argmax(-1) == theirs.argmax(-1)).sum()) for t in (compiled, modules)]
-    words = (
+    message = (
         f"median row is {off:.3g} from transformers' (modules {plain:.3g}) of {size:.3g}; tokens equal in {same[0]}"
         f" ({same[1]}) of {len(theirs)}"
     )
-    return good, words
+    return good, message
 
 
 def launches(run: timing.Run, layers: int) -> list[str]:
@@ -84,25 +84,25 @@ def compare(found: dict[str, Any], cases: list[models.Case], layers: int, listed
     for case in cases:
         torch._dynamo.reset()
         with models.part(f"  {case.name}") as failed:
-            good, words = judged(*(rows(case, found[name]) for name in ("compiled", "modules", "transformers")))
+            good, message = judged(*(rows(case, found[name]) for name in ("compiled", "modules", "transformers")))
             failures += not good
-            models.say(f"  {case.name}: {'right' if good else 'WRONG'}: {words}")
+            models.log(f"  {case.name}: {'right' if good else 'WRONG'}: {message}")
             if good:
-                _say_times(case, found, layers, listed)
+                _log_times(case, found, layers, listed)
         failures += len(failed)
         torch.cuda.empty_cache()
-        models.say(f"  {time.perf_counter() - start:.0f} s")
+        models.log(f"  {time.perf_counter() - start:.0f} s")
     return failures
 
 
-def _say_times(case: models.Case, found: dict[str, Any], layers: int, listed: bool) -> None:
-    runs, notes = zip(*(models._captured(case.make(model)) for model in found.values()), strict=True)
+def _log_times(case: models.Case, found: dict[str, Any], layers: int, listed: bool) -> None:
+    runs, remarks = zip(*(models._captured(case.make(model)) for model in found.values()), strict=True)
     us = timing.interleaved(list(runs))
-    times = [f"{name} {t:.0f} us{note}" for name, t, note in zip(found, us, notes, strict=True)]
-    models.say(f"    {', '.join(times)}; transformers' time / compiled {min(us[2:]) / us[0]:.2f}")
+    times = [f"{name} {t:.0f} us{remark}" for name, t, remark in zip(found, us, remarks, strict=True)]
+    models.log(f"    {', '.join(times)}; transformers' time / compiled {min(us[2:]) / us[0]:.2f}")
     for name, run in zip(found, runs, strict=True) if listed else ():
         for line in launches(run, layers):
-            models.say(f"    {name}: {line}")
+            models.log(f"    {name}: {line}")
 
 
 def compare_gpt_oss(
@@ -111,7 +111,7 @@ def compare_gpt_oss(
     settings = models.gpt_oss_config(layers, vocab_size=VOCABULARY)
     theirs = models.built(GptOssForCausalLM, settings, "cuda")
     found = contenders(theirs, how, compile_theirs)
-    models.say(
+    models.log(
         f"GPT-OSS-20B, {layers} of 24 layers, vocabulary {VOCABULARY}, torch.compile({how}): weights"
         f" {models.megabytes(found['modules']):.0f} MB beside {models.megabytes(theirs):.0f} MB in bf16 under"
         f" {models._own_way(theirs)}"

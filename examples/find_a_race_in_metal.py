@@ -1,4 +1,4 @@
-"""A Metal kernel of one's own in the simulator: the race of find_a_race.py, found and mended, on Linux or macOS.
+"""A Metal kernel of one's own in the simulator: the race of find_a_race.py, found and fixed, on Linux or macOS.
 
 ``torch_attnkit.sim.metal.compile_shader`` takes the text that ``torch.mps.compile_shader`` takes, compiles it for the
 CPU, and runs it on CPU tensors. In the checked mode it watches every access: races, bounds, memory that nobody wrote,
@@ -50,9 +50,9 @@ def main() -> None:
         print("without the barrier, checked:", error)
     else:
         raise AssertionError("the race was not found")
-    mended = right(BARRIER, "checked")
-    print("with the barrier, checked, the sum is right:", mended)
-    assert mended
+    fixed = right(BARRIER, "checked")
+    print("with the barrier, checked, the sum is right:", fixed)
+    assert fixed
 
 
 if __name__ == "__main__":

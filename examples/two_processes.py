@@ -38,8 +38,8 @@ def decode(normal, rank: int, world: int) -> None:
     q, sink = normal(B, HQ, D), normal(HQ).float()
     k, v = normal(B, HKV, S, D), normal(B, HKV, S, D)
     kv_len = torch.tensor(LENGTHS, dtype=torch.int32, device=q.device)
-    mine = slice(rank * S // world, (rank + 1) * S // world)
-    out, _ = cp_decode(q, k[:, :, mine], v[:, :, mine], kv_len, sink, window=40)
+    local = slice(rank * S // world, (rank + 1) * S // world)
+    out, _ = cp_decode(q, k[:, :, local], v[:, :, local], kv_len, sink, window=40)
     off("keys shared", out, ops.sdpa_decode(q, k, v, kv_len, sink, window=40)[0])
 
 
@@ -64,10 +64,10 @@ def experts(normal, rank: int, world: int) -> None:
     w2, w2_scale = ops.mxfp4_quantize(normal(E, N, M))
     everything = (w13, w13_scale, w2, w2_scale)
     want = ops.fp4_moe(x, weights, indices, *everything, format="mxfp4")
-    mine = [part.chunk(world)[rank] for part in everything]
-    off("experts shared, all tokens", ep_moe(x, weights, indices, *mine, format="mxfp4"), want)
+    local = [part.chunk(world)[rank] for part in everything]
+    off("experts shared, all tokens", ep_moe(x, weights, indices, *local, format="mxfp4"), want)
     own = [part.chunk(world)[rank] for part in (x, weights, indices)]
-    out = ep_moe(*own, *mine, tokens="own", format="mxfp4")
+    out = ep_moe(*own, *local, tokens="own", format="mxfp4")
     off("experts shared, own tokens", out, want.chunk(world)[rank])
 
 

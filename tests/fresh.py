@@ -72,8 +72,8 @@ def check() -> None:
     for part in parts:
         module = importlib.import_module(f"torch_attnkit.{part}")
         assert ROOT not in Path(module.__file__).parents, "the checkout's, not the wheel's"
-    told = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sorted(sizes.items()))
-    print(f"the README's example ran; {', '.join(parts)}; beside torch {told}")
+    listing = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sorted(sizes.items()))
+    print(f"the README's example ran; {', '.join(parts)}; beside torch {listing}")
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ def _work(
     rank: int, world: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    mine = torch.device("cuda", rank) if backend == "nccl" else None
-    if mine is not None:
-        torch.cuda.set_device(mine)
+    gpu = torch.device("cuda", rank) if backend == "nccl" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=_PATIENCE, device_id=mine
+        backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=_PATIENCE, device_id=gpu
     )
     torch.save(function(rank, *args), Path(folder) / str(rank))
     dist.barrier()  # who leaves first takes connections from who is still at work

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 from torch_attnkit import simulate
-from torch_attnkit.core import seams
+from torch_attnkit.core import runtimes
 from torch_attnkit.core.errors import UnsupportedError
 
 TARGETS = ("cpu", "metal", "sm90", "sm100")
@@ -19,7 +19,7 @@ def needs(arch: str) -> None:
     if arch == "cpu":
         return
     try:
-        seams.require_simulator(arch)
+        runtimes.require_simulator(arch)
     except UnsupportedError as error:
         pytest.skip(str(error))
     if arch.startswith("sm") and not all(map(importlib.util.find_spec, ("nvidia_cutlass_dsl", "tvm_ffi"))):

@@ -60,10 +60,10 @@ def test_an_error_anywhere_is_found(name, shape, features, size, monkeypatch):
     assert gate.gate(op, args, kwargs, out) <= 1
     gen = torch.Generator().manual_seed(0)
     for i, tensor in enumerate(out):
-        for place in torch.randint(tensor.numel(), (6,), generator=gen).tolist() if tensor.numel() else ():
+        for index in torch.randint(tensor.numel(), (6,), generator=gen).tolist() if tensor.numel() else ():
             wrong = [t.clone() for t in out]
             flat = wrong[i].view(-1)
-            flat[place] = 0.0 if flat[place].isinf() else flat[place] + 1.0
+            flat[index] = 0.0 if flat[index].isinf() else flat[index] + 1.0
             with pytest.raises(AssertionError):
                 gate.gate(op, args, kwargs, tuple(wrong))
 
@@ -112,13 +112,13 @@ def test_dtypes_are_lines_of_their_own():
 
 @pytest.mark.parametrize("family", tune.FAMILIES)
 def test_neighbours_of_a_tables_entry_differ_from_it_in_one_number(family):
-    def numbers(entry):
+    def measured(entry):
         return re.findall(r"\w+=|\d+|True|False|None", repr(entry))
 
     for entry in tune.FAMILIES[family].entries().values():
         for other in tune.neighbours(entry):
             assert type(other) is type(entry)
-            assert sum(a != b for a, b in zip(numbers(entry), numbers(other), strict=True)) == 1, (entry, other)
+            assert sum(a != b for a, b in zip(measured(entry), measured(other), strict=True)) == 1, (entry, other)
 
 
 @pytest.mark.simulator
@@ -153,8 +153,8 @@ def test_a_search_compiles_judges_and_times_what_differs(monkeypatch, capsys):
     assert entries[key] is first and timed == [3, 1]
     best, good = (dataclasses.replace(first, tile=tile, much=0) for tile in ((48, 2), (64, 1)))
     assert found == [(first, 10.0, 1.0), (best, 8.0, 0.8), (good, 9.0, 0.9)]
-    said = capsys.readouterr().out
-    assert "tile=(64, 0)" in said and "ZeroDivisionError" in said and "does not compile" in said
+    printed = capsys.readouterr().out
+    assert "tile=(64, 0)" in printed and "ZeroDivisionError" in printed and "does not compile" in printed
 
 
 @pytest.mark.sample(3)

@@ -18,7 +18,7 @@ from torch_attnkit.formats import kv_cache
 NAMES = ("sparse_fmha_with_swa", "indexer_scores", "indexer_topk", "kv_cache_write", "kv_cache_gather")
 
 
-def rounded_once(terms):
+def rounding(terms):
     """How far apart, relative to their norm, two results in bf16 may be that were sums of ``terms`` numbers in float32.
 
     The sums differ by 2^-24 a term at most; where a step of bf16, 2^-8 of a number or more, begins between them, which
@@ -27,7 +27,7 @@ def rounded_once(terms):
     return 2.0**-7 * (terms * 2.0**-16) ** 0.5
 
 
-ATTENDED = rounded_once(512 + 128)  # products of D 512, and at most as many keys as a parity case has
+ATTENDED = rounding(512 + 128)  # products of D 512, and at most as many keys as a parity case has
 
 
 def made(name, dims, features=(), dtype=torch.bfloat16):
@@ -143,8 +143,8 @@ def mqa_logits(q, keys, weights, first, last, clean):
     k, scale = keys
     assert q.shape[1:] == (64, 128) and scale.shape == k.shape[:1] and weights.dtype == torch.float32 and not clean
     scores = (torch.einsum("thd,sd->ths", q.float(), k.float()).relu() * weights[..., None]).sum(1) * scale
-    place = torch.arange(len(k))
-    return scores.masked_fill((place < first[:, None]) | (place >= last[:, None]), 7.0)  # garbage
+    position = torch.arange(len(k))
+    return scores.masked_fill((position < first[:, None]) | (position >= last[:, None]), 7.0)  # garbage
 
 
 def paged_mqa_logits(q, pages, weights, lengths, table, plan, most, clean):
@@ -279,7 +279,7 @@ def test_rows_of_numbers_are_the_ops(adapter, monkeypatch):
 def test_products_of_groups_by_torch_are_the_ops(blk):
     args, kwargs, wanted = made("grouped_output_projection", dict(Tq=5, G=3, Kn=96, R=7, blk=blk))
     got = torch_bmm.adapt("grouped_output_projection", args, kwargs)()
-    assert got.dtype == wanted.dtype and difference("grouped_output_projection", args, wanted, got) <= rounded_once(96)
+    assert got.dtype == wanted.dtype and difference("grouped_output_projection", args, wanted, got) <= rounding(96)
     assert torch_bmm.adapt("grouped_output_projection", args, kwargs | dict(dtype=torch.float32)) is None
 
 

@@ -47,13 +47,13 @@ def insert(q, kv, cache, slot, position, angles, heads, eps, page):
     assert slot.dtype == position.dtype == torch.int64 and angles.dtype == torch.float32
     rows = kv_cache.encode_rows(rotated(kv, angles[position]), "fp8", 64)
     for row, at in zip(rows, slot.tolist(), strict=True):
-        place = at % 64
-        cache[at // 64, place * 576 : (place + 1) * 576] = row[:576]
-        cache[at // 64, 64 * 576 + place * 8 : 64 * 576 + (place + 1) * 8] = row[576:]
+        offset = at % 64
+        cache[at // 64, offset * 576 : (offset + 1) * 576] = row[:576]
+        cache[at // 64, 64 * 576 + offset * 8 : 64 * 576 + (offset + 1) * 8] = row[576:]
     return rotated(normed(q, eps), angles[position]).to(q.dtype)
 
 
-def insert_numbers(q, kv, cache, slot, position, angles, eps, page):
+def insert_values(q, kv, cache, slot, position, angles, eps, page):
     assert cache.shape[1:] == (64, 512) and cache.is_contiguous() and page == 64
     cache.view(-1, 512)[slot] = rotated(kv, angles[position])
     q.copy_(rotated(normed(q, eps), angles[position]))
@@ -75,7 +75,7 @@ def kernels(monkeypatch):
     """All that the composed layer calls; a test may replace one."""
     general = SimpleNamespace(
         fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert=insert, top_k_per_row_prefill=per_row,
-        fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert=insert_numbers, cooperative_topk=shared,
+        fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert=insert_values, cooperative_topk=shared,
         persistent_topk=shared,
     )  # fmt: skip
     deep = SimpleNamespace(
@@ -199,12 +199,12 @@ def test_steps_together_give_what_they_give_one_by_one(shape, kernels):
         q, chosen = side.write().clone(), side.choose().clone()
         out = side.attend(q, chosen)
         before = layer_steps.Before(q, side.entries(chosen))
-        assert torch.equal(layer_steps.together(side, ("choose", "attend"), before)(), out)
-        assert torch.equal(layer_steps.together(side, ("attend",), before)(), out)
-        assert torch.equal(layer_steps.together(side, ("choose",), before)(), chosen)
-        assert layer_steps.together(side, ("write", "attend"), before)().shape == out.shape
+        assert torch.equal(layer_steps.jointly(side, ("choose", "attend"), before)(), out)
+        assert torch.equal(layer_steps.jointly(side, ("attend",), before)(), out)
+        assert torch.equal(layer_steps.jointly(side, ("choose",), before)(), chosen)
+        assert layer_steps.jointly(side, ("write", "attend"), before)().shape == out.shape
     again = layer_steps.sides(shape, copy)
-    whole = [layer_steps.together(side, ("write", "choose", "attend"), before)() for side in again]
+    whole = [layer_steps.jointly(side, ("write", "choose", "attend"), before)() for side in again]
     assert layer_steps._off(whole[1], whole[0].double()) < run._SAME
 
 
@@ -222,9 +222,9 @@ def test_steps_are_timed_on_both_sides_and_printed(kernels, monkeypatch, capsys)
     kernels.flash.sparse_decode_fwd = fails
     title, kept = "DeepSeek-V4-Flash, csa", sparse_decode
     assert layers.composed([(title, shape)], 0) == 0
-    words = capsys.readouterr().out
-    assert "attend of the composed layer is missing: RuntimeError: no kernel image" in words
-    assert "write + choose: ours 20.0 us in 5 launches, composed 20.0 us in 5; composed / ours 1.00" in words
+    message = capsys.readouterr().out
+    assert "attend of the composed layer is missing: RuntimeError: no kernel image" in message
+    assert "write + choose: ours 20.0 us in 5 launches, composed 20.0 us in 5; composed / ours 1.00" in message
     kernels.flash.sparse_decode_fwd = kept
     assert layers.composed([(title, shape)], 0) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]

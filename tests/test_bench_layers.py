@@ -82,8 +82,8 @@ def test_ours_is_judged_right_and_a_wrong_one_wrong(kind, monkeypatch):
         with torch_attnkit.record() as recorded:
             case.make(ours)()
         assert sum(recorded.calls.values()) == wanted
-        good, words = layers.judged(case, ours, theirs)
-        assert good and "far off" in words, (case.name, words)
+        good, message = layers.judged(case, ours, theirs)
+        assert good and "far off" in message, (case.name, message)
     attention = ours.model.layers[0].self_attn
     attention.sinks.data = attention.sinks.data + 3
     assert not layers.judged(case, ours, theirs)[0]
@@ -96,11 +96,11 @@ def test_a_comparison_says_what_is_wrong_and_what_failed(monkeypatch, capsys):
     monkeypatch.setattr(models.console, "_width", 500)
     theirs = built("csa", torch.bfloat16)
     assert layers.compare("tiny", theirs, [layers.Attention(2, 1, 40)]) == 0
-    words = capsys.readouterr().out
-    assert "decode, batch 2, behind 40: right: median row's error" in words
-    assert "a time of ours, transformers" in words
+    message = capsys.readouterr().out
+    assert "decode, batch 2, behind 40: right: median row's error" in message
+    assert "a time of ours, transformers" in message
 
-    def fails(case, model, draw=0):
+    def fails(case, model, sample=0):
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(layers.Attention, "make", fails)
@@ -153,5 +153,5 @@ def test_layers_are_right_on_simulated_kernels_of_hopper(kind, monkeypatch):
             got = case.make(ours)().flatten(0, 1)
         assert {on for _, on in recorded.calls} == {"sm90 (simulated)"}
         wanted, exact = (case.pieces(m)().flatten(0, 1) for m in (theirs, models.exact_of(theirs)))
-        good, words = models.judged(case, got, wanted, exact)
-        assert good, f"{case.name}: {words}"
+        good, message = models.judged(case, got, wanted, exact)
+        assert good, f"{case.name}: {message}"

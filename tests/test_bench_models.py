@@ -64,8 +64,8 @@ def test_a_right_result_is_told_from_a_wrong_one():
     pairs += [(a.mlp, b.mlp, models.moe(64, 128)) for a, b in blocks]
     for a, b, case in pairs:
         wanted, exact = case.results(a), case.results(models.exact_of(a))
-        good, words = models.judged(case, case.results(b), wanted, exact)
-        assert good and f"of {max(64, case.rows)} rows" in words and ("tokens equal" in words) == case.choice
+        good, message = models.judged(case, case.results(b), wanted, exact)
+        assert good and f"of {max(64, case.rows)} rows" in message and ("tokens equal" in message) == case.choice
         experts = [m for m in b.modules() if hasattr(m, "down_proj_packed")]
         for module in experts:
             module.down_proj_packed = module.down_proj_packed.flip(0)
@@ -84,7 +84,7 @@ def test_a_comparison_counts_what_is_wrong_and_goes_on_behind_what_fails(monkeyp
     monkeypatch.setattr(models, "timed", lambda case, pair: "a time")
     monkeypatch.setattr(models.console, "_width", 500)
 
-    def fails(model, draw=0):
+    def fails(model, sample=0):
         if hasattr(model.model.layers[0].mlp.experts, "down_proj_packed"):
             raise ValueError("no such kernel")
         return lambda: torch.zeros(1, 64, 128)
@@ -93,16 +93,16 @@ def test_a_comparison_counts_what_is_wrong_and_goes_on_behind_what_fails(monkeyp
     ours = models.ours_of(theirs)
     cases = [models.Case("broken", 64, fails, True), models.decode(4, 20)]
     assert models.compare("tiny", theirs, ours, cases) == 1
-    words = capsys.readouterr().out
-    assert "broken: FAILED: ValueError: no such kernel" in words
-    assert "decode, batch 4, context 20: right: median row's error" in words
-    assert "a time; memory besides weights and cache: ours 3 MB, transformers 3 MB" in words
+    message = capsys.readouterr().out
+    assert "broken: FAILED: ValueError: no such kernel" in message
+    assert "decode, batch 4, context 20: right: median row's error" in message
+    assert "a time; memory besides weights and cache: ours 3 MB, transformers 3 MB" in message
     for module in ours.modules():
         if hasattr(module, "down_proj_packed"):
             module.down_proj_packed.zero_()
     assert models.compare("tiny", theirs, ours, [models.decode(4, 20)]) == 1
-    words = capsys.readouterr().out
-    assert "decode, batch 4, context 20: WRONG" in words and "a time" not in words
+    message = capsys.readouterr().out
+    assert "decode, batch 4, context 20: WRONG" in message and "a time" not in message
 
 
 @torch.no_grad()
@@ -118,10 +118,10 @@ def test_whole_steps_are_compiled_once_and_a_wrong_one_is_told(monkeypatch, caps
     assert hasattr(theirs.model.layers[0].mlp.experts, "down_proj")
     case = models.decode(4, 20)
     assert whole.compare(found, [case], 4, True) == 0
-    words = capsys.readouterr().out
-    assert counter.frame_count == 1 and "decode, batch 4, context 20: right: median row is" in words
-    assert "compiled 1 us, modules 2 us, transformers 3 us; transformers' time / compiled 3.00" in words
-    assert words.count("4 layers") == 3
+    message = capsys.readouterr().out
+    assert counter.frame_count == 1 and "decode, batch 4, context 20: right: median row is" in message
+    assert "compiled 1 us, modules 2 us, transformers 3 us; transformers' time / compiled 3.00" in message
+    assert message.count("4 layers") == 3
     good = [whole.rows(case, found[name]) for name in ("modules", "modules", "transformers")]
     assert whole.judged(*good)[0]
     assert (
@@ -174,8 +174,8 @@ def test_models_are_right_on_simulated_kernels_of_hopper(monkeypatch):
     for a, b, case in runs:
         with torch_attnkit.simulate("sm90"), torch_attnkit.record() as recorded:
             got = case.results(b)
-        good, words = models.judged(case, got, case.results(a), case.results(models.exact_of(a)))
-        assert good, f"{case.name}: {words}"
+        good, message = models.judged(case, got, case.results(a), case.results(models.exact_of(a)))
+        assert good, f"{case.name}: {message}"
         ran |= set(recorded.calls)
     routes = {"route_softmax", "route_hash", "route_sqrt_softplus"}
     assert ran == {(op, "sm90 (simulated)") for op in {"sdpa_decode", "flash_attention", "fp4_moe"} | routes}

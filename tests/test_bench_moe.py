@@ -147,7 +147,7 @@ class Product:
     """A product of Humming in plain torch: what it reads of its routing is what the package reads."""
 
     def __init__(self, weights: moe_layer.Weights, format: str, tile: int) -> None:
-        self.dense, self.bias, self.tile = torch_grouped_mm._numbers(weights, format).float(), weights.bias, tile
+        self.dense, self.bias, self.tile = torch_grouped_mm._dequantised(weights, format).float(), weights.bias, tile
 
     def tuning(self, routes: int, gemm: str) -> dict:
         return {"block_shape": (self.tile, 64, 64)}
@@ -242,14 +242,14 @@ def test_routes_are_sorted_by_expert(interpreted):
     order = interpreted.by_expert(indices, torch.arange(5, dtype=torch.int16))
     assert order.expert.tolist() == [0, 0, 2, 2, 3, 3]
     assert order.route.tolist() == [1, 4, 0, 2, 3, 5]
-    assert order.place.tolist() == [[2, 0], [3, 4], [1, 5]]
+    assert order.position.tolist() == [[2, 0], [3, 4], [1, 5]]
     assert order.ends.tolist() == [2, 2, 4, 6, 6]
 
 
 def test_halves_and_turns_are_each_others_inverse():
     rows = torch.arange(2 * 6 * 3).view(2, 6, 3)
     assert moe_layer.halves(rows)[0, :, 0].tolist() == [0, 6, 12, 3, 9, 15]
-    assert torch.equal(moe_layer.in_turn(moe_layer.halves(rows)), rows)
+    assert torch.equal(moe_layer.interleave(moe_layer.halves(rows)), rows)
 
 
 def codes_of(words: torch.Tensor, rows: int, depth: int) -> torch.Tensor:
@@ -432,11 +432,11 @@ def test_marlins_scales_and_biases_keep_their_rows():
 def test_marlins_scales_have_no_sign_and_lose_nothing():
     scale = torch.arange(1, 100, dtype=torch.uint8).view(1, 1, -1)
     packed, raised = marlin_moe.positive_scale(scale)
-    numbers = scale.view(torch.float8_e4m3fn).float()
+    decoded = scale.view(torch.float8_e4m3fn).float()
     exponent, mantissa = packed.int() >> 3, packed.int() & 7
     assert bool((exponent >= 16).all()), "the exponent's highest bit is always set"
     read = torch.exp2(exponent.float() - 15) * (1 + mantissa / 8) / 2**7
-    torch.testing.assert_close(read, numbers * raised, rtol=0, atol=0)
+    torch.testing.assert_close(read, decoded * raised, rtol=0, atol=0)
     assert marlin_moe.positive_scale(torch.zeros_like(scale) + scale[..., -1:])[1] == raised
 
 

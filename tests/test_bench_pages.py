@@ -51,14 +51,14 @@ def test_a_changed_baseline_makes_a_page_old(change, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("page", "words"),
+    ("page", "phrase"),
     [
         (MARKED.replace("merge_partials", "no_such_op"), "no baseline of 'no_such_op'"),
         (MARKED.replace("<!-- /baselines -->", ""), "has no <!-- /baselines -->"),
     ],
 )
-def test_a_wrong_marker_is_an_error(page, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_wrong_marker_is_an_error(page, phrase):
+    with pytest.raises(ValueError, match=phrase):
         pages.rewritten(page, OPS)
 
 

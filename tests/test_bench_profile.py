@@ -121,14 +121,14 @@ def test_a_call_that_failed_has_no_launches():
 
 
 def test_the_profiler_stops_when_a_call_fails(monkeypatch):
-    said = []
-    runtime = type("Runtime", (), {f"cudaProfiler{x}": lambda self, x=x: said.append(x) for x in ("Start", "Stop")})()
+    events = []
+    runtime = type("Runtime", (), {f"cudaProfiler{x}": lambda self, x=x: events.append(x) for x in ("Start", "Stop")})()
     monkeypatch.setattr(profiled.torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(profiled.torch.cuda, "_sleep", lambda cycles: said.append("mark"))
+    monkeypatch.setattr(profiled.torch.cuda, "_sleep", lambda cycles: events.append("mark"))
     monkeypatch.setattr(profiled.torch.cuda, "synchronize", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        profiled.profiled(lambda: said.append("call"))
-    assert said == ["Start", "mark", "call", "Stop"]
+        profiled.profiled(lambda: events.append("call"))
+    assert events == ["Start", "mark", "call", "Stop"]
 
 
 def test_a_run_keeps_the_order_of_calls_and_names_what_is_missing(tmp_path):
@@ -167,10 +167,10 @@ def cli():
 
 def test_a_process_that_hangs_is_stopped_with_its_children():
     began = time.time()
-    said = profile._output(
+    events = profile._output(
         [sys.executable, "-c", "print('on', flush=True); import time; time.sleep(60)"], dict(os.environ), 2
     )
-    assert time.time() - began < 30 and "on" in said and "stopped after 2 s" in said
+    assert time.time() - began < 30 and "on" in events and "stopped after 2 s" in events
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def test_models_have_the_published_sizes(name, billions, tmp_path):
     model = Model(name)
     assert sum(map(math.prod, model.shapes().values())) / 1e9 == pytest.approx(billions, rel=0.005)
     model.save(tmp_path, packed=True)
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert ("quantization_config" in said) == model.mxfp4
-    assert said["architectures"] == [f"{model.family}ForCausalLM"]
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert ("quantization_config" in written) == model.mxfp4
+    assert written["architectures"] == [f"{model.family}ForCausalLM"]
     read = transformers.AutoConfig.from_pretrained(tmp_path)
     assert read.rope_parameters == model.config().rope_parameters
 
@@ -66,7 +66,7 @@ def test_weights_follow_from_names(name):
             assert torch.equal(packed[n], dense[n])
 
 
-def told(model: Model, asked: load.Load) -> dict:
+def answers(model: Model, asked: load.Load) -> dict:
     """What a case would say that is the whole model in float32."""
     made, vocabulary = whole(model), model.sizes["vocab_size"]
     given = load.texts(asked.given, vocabulary, 2)
@@ -74,13 +74,13 @@ def told(model: Model, asked: load.Load) -> dict:
     found: dict = {"generated": [], "given": [[float(row[t]) for row, t in zip(x, text[1:], strict=False)]
                                               for x, text in zip(logs, given, strict=True)]}  # fmt: skip
     for prompt in load.texts(asked.judged, vocabulary, 1):
-        text, places = list(prompt), []
+        text, logprobs = list(prompt), []
         for _ in range(asked.judged_new):
             row = made(torch.tensor([text])).logits[0, -1].log_softmax(-1)
             values, tokens = row.topk(5)
-            places.append({str(t): v for t, v in zip(tokens.tolist(), values.tolist(), strict=True)})
+            logprobs.append({str(t): v for t, v in zip(tokens.tolist(), values.tolist(), strict=True)})
             text.append(int(tokens[0]))
-        found["generated"].append({"tokens": text[len(prompt) :], "logprobs": places})
+        found["generated"].append({"tokens": text[len(prompt) :], "logprobs": logprobs})
     return found
 
 
@@ -89,7 +89,7 @@ def told(model: Model, asked: load.Load) -> dict:
 def test_the_judge_is_the_whole_model(name):
     """Layer by layer the log-probabilities of transformers' model; one that is off is found off by as much."""
     model, asked = Model(name), load.Load(judged=(5, 40), judged_new=3, given=(33, 50))
-    right = told(model, asked)
+    right = answers(model, asked)
     wrong = json.loads(json.dumps(right))
     wrong["given"][0][7] += 0.5
     wrong["generated"][1]["logprobs"][2] = {t: x - 0.25 for t, x in wrong["generated"][1]["logprobs"][2].items()}
@@ -104,9 +104,9 @@ def test_the_judge_is_the_whole_model(name):
 def test_steps_count_where_all_requests_decode():
     steps = served.Steps(began=0.0, ends=[1.0, 2.0, 2.5, 2.75, 3.25, 4.0], requests=[1, 2, 2, 2, 2, 1], tokens=10)
     assert steps.whole(2) == [0.5, 0.25, 0.5]
-    said = served.decoding(steps, 2)
-    assert (said["steps"], said["ms"], said["total_s"]) == (3, 500.0, 4.0)
-    assert said["tokens_s"] == pytest.approx(2 / (1.25 / 3))
+    written = served.decoding(steps, 2)
+    assert (written["steps"], written["ms"], written["total_s"]) == (3, 500.0, 4.0)
+    assert written["tokens_s"] == pytest.approx(2 / (1.25 / 3))
 
 
 def test_cases_and_what_is_left_out():
@@ -119,12 +119,12 @@ def test_cases_and_what_is_left_out():
     run = load.Run("gpt-oss-tiny", "attnkit", "there", "cpu", parts=("long",))
     assert load.Run.of(run.text()) == run
     assert run.packed and not load.Run("gpt-oss-tiny", "vllm", "there", "cpu").packed
-    said = served.arguments(run)
-    assert said["attention_config"] == {"backend": "CUSTOM"} and said["quantization"] == "attnkit_mxfp4"
-    assert said["max_model_len"] == run.served.longest > run.load.long.prompt
+    written = served.arguments(run)
+    assert written["attention_config"] == {"backend": "CUSTOM"} and written["quantization"] == "attnkit_mxfp4"
+    assert written["max_model_len"] == run.served.longest > run.load.long.prompt
     run = load.Run("llama-3-tiny", "attnkit", "there", "cpu", parts=("behind",), kv_cache="fp8")
-    said = served.arguments(run)
-    assert said["kv_cache_dtype"] == "fp8" and said["max_model_len"] > run.load.behind.prompt
+    written = served.arguments(run)
+    assert written["kv_cache_dtype"] == "fp8" and written["max_model_len"] > run.load.behind.prompt
 
 
 RECORD = {
@@ -146,8 +146,8 @@ def test_a_table_has_ratios_to_vllm():
     assert cells(made)[4:] == [["1000", "1500 (1.50)"], ["8.00", "4.00 (2.00)"], ["50000", "-"]]
     assert cells(table.speed("alone", {"attnkit": ours}))[4] == ["1500"]
     assert table.heading({"vllm": RECORD}) == "A GPU: torch 2.11, vllm 0.32.0; Python 3.12"
-    told = {"given": {"mean": 0.01, "max": 0.1}, "generated": {"mean": 0.02, "max": 0.2}, "first": 3, "places": 4}
-    assert [c[0] for c in cells(table.distances("a model", {"vllm": told}))[1:]] == [
+    answers = {"given": {"mean": 0.01, "max": 0.1}, "generated": {"mean": 0.02, "max": 0.2}, "first": 3, "places": 4}
+    assert [c[0] for c in cells(table.distances("a model", {"vllm": answers}))[1:]] == [
         "0.01", "0.1", "0.02", "0.2", "3 of 4",
     ]  # fmt: skip
 
@@ -201,7 +201,7 @@ def test_a_baseline_keeps_the_cases_that_did_not_run(tmp_path, monkeypatch):
     run = load.Run("qwen3-8b", "", str(tmp_path), "cuda")
     serve.merge(run, {"vllm": RECORD | {"judged": {}}, "attnkit": RECORD}, "python -m bench.serve qwen3-8b")
     serve.merge(run, {"attnkit": RECORD | {"start_s": 1.0}, "vllm-triton": {"parts": {}}}, "another")
-    said = json.loads((tmp_path / "bench/baselines/a-gpu/serve-qwen3-8b.json").read_text())
-    assert list(said["cases"]) == ["vllm", "attnkit"] and "judged" not in said["cases"]["vllm"]
-    assert said["cases"]["attnkit"]["start_s"] == 1.0
-    assert [case["command"] for case in said["cases"].values()] == ["python -m bench.serve qwen3-8b", "another"]
+    written = json.loads((tmp_path / "bench/baselines/a-gpu/serve-qwen3-8b.json").read_text())
+    assert list(written["cases"]) == ["vllm", "attnkit"] and "judged" not in written["cases"]["vllm"]
+    assert written["cases"]["attnkit"]["start_s"] == 1.0
+    assert [case["command"] for case in written["cases"].values()] == ["python -m bench.serve qwen3-8b", "another"]

@@ -107,7 +107,7 @@ def test_processes_agree_on_errors_and_on_how_calls_are_issued():
     """Or they would wait for each other for ever. A wrong result is not timed."""
     (wrong_0, fast_0, slow_0), (wrong_1, fast_1, slow_1) = processes.run(WORLD, in_a_process)
     assert "sdpa_decode" in wrong_1["error"] and wrong_0["error"] == "another process says what"
-    assert "us_one" not in wrong_0 and several_gpus.words(wrong_1).startswith(
+    assert "us_one" not in wrong_0 and several_gpus.summary_line(wrong_1).startswith(
         "decode (192 keys): WRONG: AssertionError"
     )
     assert fast_0 == fast_1 and fast_0["ratio"] == fast_0["us_one"] / fast_0["us_all"] > 0

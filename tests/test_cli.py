@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 import torch_attnkit
 from bench.__main__ import table
 from torch_attnkit import UnsupportedError, cli, manual, report
-from torch_attnkit.core import Target, seams, support
+from torch_attnkit.core import Target, runtimes, support
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.parity import command, random_run
-from torch_attnkit.parity.places import Place
+from torch_attnkit.parity.runners import Runner
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def run(monkeypatch):
     monkeypatch.setattr(cli.console, "_width", 200)
-    return lambda *words: CliRunner().invoke(cli.app, words)
+    return lambda *argv: CliRunner().invoke(cli.app, argv)
 
 
 def fits(output: str) -> bool:
@@ -39,8 +39,8 @@ def test_info_names_devices_what_is_missing_and_how_to_get_it(run, monkeypatch):
     result = run("info")
     assert result.exit_code == 0
     installs = (f"pip install 'torch_attnkit[{extra}]'" for extra in ("cuda", "compile", "sim", "models"))
-    for words in ("cpu", "metal", "sm90", "sm100", *installs):
-        assert words in result.output
+    for argv in ("cpu", "metal", "sm90", "sm100", *installs):
+        assert argv in result.output
 
 
 def test_tables_fit_80_columns(run, monkeypatch, capsys):
@@ -52,11 +52,11 @@ def test_tables_fit_80_columns(run, monkeypatch, capsys):
     assert fits(result.output) and "torch_attnkit[" in joined and "kernelsinthetable" in joined
 
     longest = max(OPS, key=len)
-    place = Place("cpu", "CPU", Target("sm90", simulated=True))
+    runner = Runner("cpu", "CPU", Target("sm90", simulated=True))
     rows = [row for row in support.support("sm90") if row[0].name == longest]
     monkeypatch.setattr(command, "console", Console(width=80))
-    monkeypatch.setattr(command, "runs_of", lambda place, row: [])
-    command.run_rows(place, rows)
+    monkeypatch.setattr(command, "runs_of", lambda runner, row: [])
+    command.run_rows(runner, rows)
     output = capsys.readouterr().out
     assert fits(output) and "tolerance" in output and f"{longest}/sm90"[:20] in output
 
@@ -64,8 +64,8 @@ def test_tables_fit_80_columns(run, monkeypatch, capsys):
     assert fits(output := capsys.readouterr().out) and longest in output
 
     peers = {name: {"us": 1.0, "ratio": 1.25} for name in ("cuDNN", "FA2", "FA3", "FA4")}
-    numbers = dict(us=12345.6, us_eager=12345.6, us_host=12345.6, rate="4.13 TB/s", fraction=1.0)
-    line = numbers | dict(case="causal-gptoss-full-4x4096", error_of_tolerance=0.5, peers=peers)
+    measured = dict(us=12345.6, us_eager=12345.6, us_host=12345.6, rate="4.13 TB/s", fraction=1.0)
+    line = measured | dict(case="causal-gptoss-full-4x4096", error_of_tolerance=0.5, peers=peers)
     Console(width=80).print(table("flash_attention", [line]))
     assert fits(output := capsys.readouterr().out) and output.count("1.25") == len(peers)
 
@@ -129,7 +129,7 @@ def test_explain_passes_scalars_and_optional_tensors(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         (("nonsense", "B=1"), "no op 'nonsense'"),
         (("sdpa_decode", "B=1"), "q needs the size of Hq, D"),
@@ -137,13 +137,13 @@ def test_explain_passes_scalars_and_optional_tensors(run):
         (("sdpa_decode", "B=1", "--target", "sm80"), "target is 'sm80', accepted: cpu, metal, sm90, sm100"),
     ],
 )
-def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
-    result = run("explain", *words)
+def test_explain_says_what_is_wrong_with_its_words(run, argv, expected):
+    result = run("explain", *argv)
     assert result.exit_code == 2 and expected in result.output
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         (("describe", "nonsense"), "no op 'nonsense'"),
         (("parity", "--op", "nonsense"), "no op 'nonsense'"),
@@ -154,13 +154,13 @@ def test_explain_says_what_is_wrong_with_its_words(run, words, expected):
         (("sim", "ptx", "--check", "--arch", "sm80"), "arch is 'sm80', accepted: sm90, sm100"),
     ],
 )
-def test_unknown_ops_and_targets_exit_with_2(run, words, expected):
-    result = run(*words)
+def test_unknown_ops_and_targets_exit_with_2(run, argv, expected):
+    result = run(*argv)
     assert result.exit_code == 2 and expected in " ".join(result.output.split()), result.output
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         ("support --write {tmp}/none/x.md", "--write {tmp}/none/x.md: No such file or directory"),
         ("support --check {tmp}/none.md", "--check {tmp}/none.md: No such file or directory"),
@@ -186,15 +186,15 @@ def test_unknown_ops_and_targets_exit_with_2(run, words, expected):
         ("sim metal --op nonsense", "--op and --lines go with --counters"),
     ],
 )
-def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, words, expected):
+def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, argv, expected):
     (tmp_path / "file").write_text("")
-    result = run(*words.format(tmp=tmp_path).split())
-    told = re.sub(r"[\s\u2500-\u257f]", "", result.output)  # a frame breaks lines anywhere
-    assert result.exit_code == 2 and re.sub(r"\s", "", expected.format(tmp=tmp_path)) in told, result.output
+    result = run(*argv.format(tmp=tmp_path).split())
+    text = re.sub(r"[\s\u2500-\u257f]", "", result.output)  # a frame breaks lines anywhere
+    assert result.exit_code == 2 and re.sub(r"\s", "", expected.format(tmp=tmp_path)) in text, result.output
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "expected"),
+    ("module", "argv", "expected"),
     [
         ("bench.__main__", "sdpa_decode --dtype half", "dtype is 'half', accepted: bf16, f16, f32, f8e4m3"),
         ("bench.__main__", "nonsense", "no op 'nonsense'"),
@@ -210,12 +210,12 @@ def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, wor
         ("bench.layers", "--kinds all", "--kinds names 'all', accepted: window, csa, hca"),
     ],
 )
-def test_so_does_the_bench_before_it_asks_for_a_gpu(module, words, expected):
+def test_so_does_the_bench_before_it_asks_for_a_gpu(module, argv, expected):
     app = typer.Typer()
     app.command()(importlib.import_module(module).main)
-    result = CliRunner().invoke(app, words.split())
-    told = re.sub(r"[\s\u2500-\u257f]", "", result.output)
-    assert result.exit_code == 2 and re.sub(r"\s", "", expected) in told, result.output
+    result = CliRunner().invoke(app, argv.split())
+    text = re.sub(r"[\s\u2500-\u257f]", "", result.output)
+    assert result.exit_code == 2 and re.sub(r"\s", "", expected) in text, result.output
 
 
 def test_docs_outside_a_checkout_exits_with_2(run, monkeypatch, tmp_path):
@@ -258,7 +258,7 @@ def test_demo_goes_on_without_a_simulator_and_says_so(run, monkeypatch):
     def missing(arch):
         raise UnsupportedError(f"no simulator for {arch}")
 
-    monkeypatch.setattr(seams, "require_simulator", missing)
+    monkeypatch.setattr(runtimes, "require_simulator", missing)
     monkeypatch.setattr(models, "ARCHITECTURES", {})
     result = run("demo", "--sentences", "2")
     assert result.exit_code == 0, result.output
@@ -270,11 +270,11 @@ def test_a_simulated_model_is_right_only_if_every_call_ran_on_a_kernel():
     from torch_attnkit.demo import decoders
 
     calls = Counter({("sdpa_decode", "metal (simulated)"): 3})
-    numbers = dict(
+    measured = dict(
         per_second=1.0, eager_per_second=1.0, slower={}, tokens=4, tokens_equal=4, logit_difference=0, logit_scale=1
     )
     metal = Target("metal", simulated=True)
-    result = decoders.DecoderResult("GPT-OSS", "mxfp4", 6, metal, calls=calls, **numbers)
+    result = decoders.DecoderResult("GPT-OSS", "mxfp4", 6, metal, calls=calls, **measured)
     assert result.right
     calls["fp4_moe", "reference"] += 1
     assert not result.right

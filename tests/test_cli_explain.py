@@ -33,8 +33,8 @@ COMMAND.command()(cli.explain)
 DECODE = tuple("sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128".split())
 
 
-def explain(*words: str):
-    return CliRunner().invoke(COMMAND, words)
+def explain(*argv: str):
+    return CliRunner().invoke(COMMAND, argv)
 
 
 def scalars(op) -> dict[str, str]:
@@ -50,8 +50,8 @@ def right(op) -> dict[str, str]:
     return axes | {n: op.choices.get(n, ("2",))[0] for n in scalars(op) if n not in op.defaults}
 
 
-def spoken(words: dict[str, str]) -> list[str]:
-    return [f"{key}={value}" for key, value in words.items()]
+def spoken(argv: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in argv.items()]
 
 
 def mistakes(op):
@@ -66,10 +66,10 @@ def mistakes(op):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_every_wrong_value_of_every_argument_is_named(op):
-    words = right(op)
+    argv = right(op)
     assert not {"dtype", *op.argnames} & {a.name for n in op.tensors for a in op.spec(n).axes}, "a word for two things"
     for n, (name, value) in enumerate(mistakes(op)):
-        spoiled = spoken(words | {name: value})
+        spoiled = spoken(argv | {name: value})
         with pytest.raises(ValueError, match=re.escape(f"{op.name}: {name} is ")) as caught:
             meta_call(op, spoiled)
         assert "accepted: " in str(caught.value)
@@ -81,13 +81,13 @@ def test_every_wrong_value_of_every_argument_is_named(op):
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_a_wrong_combination_is_refused_and_nothing_ends_in_a_traceback(op):
     """One axis, scalar or dtype of a call is another than in the rest, each in turn, for each target."""
-    words, kinds = right(op), scalars(op)
+    argv, kinds = right(op), scalars(op)
     others = {"int": "-7", "float": "nan", "bool": "true", "dtype": "i32"}
     changes = [{n: op.choices[n][-1] if n in op.choices else others[kinds[n]]} for n in kinds]
-    changes += [{axis: ("0", "64")[i % 2]} for i, axis in enumerate(w for w in words if w not in kinds)]
+    changes += [{axis: ("0", "64")[i % 2]} for i, axis in enumerate(w for w in argv if w not in kinds)]
     changes += [{n: tuple(DTYPES)[i % len(DTYPES)]} for i, n in enumerate(op.tensors)]
     for n, change in enumerate(changes):
-        result = explain(op.name, *spoken(words | change), "--target", ("cpu", "metal", "sm90", "sm100")[n % 4])
+        result = explain(op.name, *spoken(argv | change), "--target", ("cpu", "metal", "sm90", "sm100")[n % 4])
         assert isinstance(result.exception, SystemExit | None), (change, result.exception)
         assert "not supported between" not in result.output and "NoneType" not in result.output, change
         # A layout that wants axes of other names is a call in which they are missing.
@@ -95,7 +95,7 @@ def test_a_wrong_combination_is_refused_and_nothing_ends_in_a_traceback(op):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         (DECODE[:-1], "v_cache needs the size of Dv, for example Dv=8"),
         ((*DECODE, "window"), "'window' is neither NAME=VALUE nor an optional tensor (sink, kv_start, q_scale"),
@@ -109,8 +109,8 @@ def test_a_wrong_combination_is_refused_and_nothing_ends_in_a_traceback(op):
         (("nvfp4_quantize", "K=16", "scale_layout=round"), "scale_layout is 'round', accepted: one of linear, 128x4"),
     ],
 )
-def test_a_message_says_what_was_found_and_what_is_accepted(words, expected):
-    result = explain(*words)
+def test_a_message_says_what_was_found_and_what_is_accepted(argv, expected):
+    result = explain(*argv)
     assert result.exit_code == 2 and expected in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split()), result.output
 
 
@@ -118,8 +118,8 @@ def test_an_op_that_refuses_ends_with_1_and_one_that_runs_with_0():
     assert explain(*DECODE, "--target", "sm90").exit_code == 0
     result = explain(*DECODE, "--target", "sm90", "D=128", "kv_start=f32")
     assert result.exit_code == 2  # D is there twice
-    for words in (("window=-2",), ("kv_len=f32",), ("scale=inf",), ("dtype=f64",), ("dtype=i32",)):
-        result = explain(*DECODE, *words, "--target", "sm90")
+    for argv in (("window=-2",), ("kv_len=f32",), ("scale=inf",), ("dtype=f64",), ("dtype=i32",)):
+        result = explain(*DECODE, *argv, "--target", "sm90")
         assert result.exit_code == 1 and "\nrefused: " in result.output, result.output
 
 
@@ -157,8 +157,8 @@ def test_tensors_have_the_shapes_that_other_arguments_give_them():
 
 def test_help_names_every_kind_of_word():
     text = " ".join(CliRunner().invoke(cli.app, ("explain", "--help")).output.split())
-    for words in ("B=2", "window=128", "sink", "k_cache=f8e4m3", "dtype=f16"):
-        assert words in text
+    for argv in ("B=2", "window=128", "sink", "k_cache=f8e4m3", "dtype=f16"):
+        assert argv in text
 
 
 def test_explain_in_python_names_a_scalar_of_a_wrong_type_too():

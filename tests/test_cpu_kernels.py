@@ -155,8 +155,8 @@ def refused():
 
 @pytest.mark.parametrize("at", range(13))
 def test_what_they_do_not_take_is_refused_in_the_words_of_the_definition(at):
-    name, call, words = refused()[at]
-    with pytest.raises(ValueError, match=rf"{name}: .*{words}"):
+    name, call, message = refused()[at]
+    with pytest.raises(ValueError, match=rf"{name}: .*{message}"):
         call()
 
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
     "deepseek_v4_layer": "the projection in NVFP4 is off by",
-    "find_a_race": "mended, checked runs that are right: 9 of 9",
+    "find_a_race": "fixed, checked runs that are right: 9 of 9",
     "find_a_race_in_metal": "with the barrier, checked, the sum is right: True",
     "generate_with_transformers": "all 24 tokens are those of transformers' own code",
     "paged_prefix_sharing": "14 pages of 16 keys are in use, 20 without sharing",
@@ -49,19 +49,19 @@ def test_example(name: str, capsys: pytest.CaptureFixture[str]):
         command = [*torchrun, str(PROCESSES[name]), script]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        said = done.stdout
+        output = done.stdout
     else:
         runpy.run_path(str(script), run_name="__main__")
-        said = capsys.readouterr().out
-    assert EXAMPLES[name] in said
+        output = capsys.readouterr().out
+    assert EXAMPLES[name] in output
 
 
 def test_the_page_about_a_kernel_of_ones_own_quotes_the_example():
     script = (ROOT / "examples" / "find_a_race.py").read_text("utf-8")
     quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_kernel.md").read_text("utf-8"), re.S)
     assert len(quoted) == 2 and all(text in script for text in quoted)
-    for line, words in (
+    for line, phrase in (
         (40, "parts[0] + parts[1]"),
         (36, "parts[thread // LANES] = part"),
     ):  # as the page's report says
-        assert words in script.splitlines()[line - 1]
+        assert phrase in script.splitlines()[line - 1]

@@ -28,14 +28,14 @@ def test_a_page_has_all_that_the_table_has(op):
     text = " ".join(manual.page(op, []).split())
     for name in op.dims:
         assert f"| `{name}` |" in text
-    for words in (*op.where, *(need for row in op.kernels for need in row.needs)):
-        assert words in text
+    for phrase in (*op.where, *(need for row in op.kernels for need in row.needs)):
+        assert phrase in text
     for arch in ARCHS:
-        said = " ".join(manual.limits(op, arch))
+        limits_text = " ".join(manual.limits(op, arch))
         for row in (r for r in op.kernels if arch in r.archs):
-            assert set(re.findall(r"\w+", row.dtypes)) <= set(re.findall(r"\w+", said))
+            assert set(re.findall(r"\w+", row.dtypes)) <= set(re.findall(r"\w+", limits_text))
             for sizes in row.dims.values():
-                assert {str(n) for n in sizes} <= set(re.findall(r"\d+", said))
+                assert {str(n) for n in sizes} <= set(re.findall(r"\d+", limits_text))
     assert "Nothing is in `bench/baselines`" in text
     example = Path(op.module("op").__file__).with_name("example.py").read_text("utf-8")
     assert f"```python\n{example}```\n" in manual.page(op, [])
@@ -73,8 +73,8 @@ def test_shapes_that_depend_on_an_argument_are_found():
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_a_dtype_is_said_once(op):
     for one in (*manual.arguments(op), *manual.outputs(op)):
-        said = re.split(r" or ", one.what.partition(") ")[2].partition(",")[0].partition(";")[0])
-        assert len(set(said)) == len(said), one
+        limits_text = re.split(r" or ", one.what.partition(") ")[2].partition(",")[0].partition(";")[0])
+        assert len(set(limits_text)) == len(limits_text), one
 
 
 def test_the_layouts_of_other_libraries_are_warned_of():
@@ -84,9 +84,9 @@ def test_the_layouts_of_other_libraries_are_warned_of():
         assert "torch's SDPA has" in text and "need ``.transpose(1, 2)``" in text.replace("needs", "need")
     q, k, v = torch.randn(3, 2, 4, 4, 16, dtype=torch.float64).unbind()  # (B, H, T, D)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    mine = lambda *tensors: torch.ops.attnkit.flash_attention(*tensors)[0]
-    torch.testing.assert_close(mine(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2), want)
-    assert not torch.allclose(mine(q, k, v), want, rtol=0.1)
+    ours = lambda *tensors: torch.ops.attnkit.flash_attention(*tensors)[0]
+    torch.testing.assert_close(ours(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2), want)
+    assert not torch.allclose(ours(q, k, v), want, rtol=0.1)
 
 
 def test_caches_of_e4m3_are_made_as_the_contract_says():

@@ -14,7 +14,7 @@ from torch_attnkit import arguments, manual
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import parse
-from torch_attnkit.oracle import words
+from torch_attnkit.oracle import meanings
 
 ops = torch.ops.attnkit
 INF, NAN = torch.inf, torch.nan
@@ -63,10 +63,10 @@ def test_words_for_each_axis(op):
 
 
 def test_what_stands_in_the_shared_module_is_shared():
-    groups = (words.ATTENTION, words.FP4, words.CACHE, words.REQUESTS, words.ROUTES, words.HEADS)
+    groups = (meanings.ATTENTION, meanings.FP4, meanings.CACHE, meanings.REQUESTS, meanings.ROUTES, meanings.HEADS)
     for name, sentence in (entry for group in groups for entry in group.items()):
         assert sum(op.meaning.get(name) == sentence for op in OPS.values()) > 1, name
-    for axis, what in words.AXES.items():
+    for axis, what in meanings.AXES.items():
         assert sum(op.axes.get(axis) == what for op in OPS.values()) > 1, axis
 
 

@@ -13,7 +13,7 @@ _UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 def _call(op, shape: str, features: tuple[str, ...], layout: str, dtype=torch.float32):
     args, kwargs = parity.inputs(op, shape, dtype, features)
-    return tuple(parity.place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args), kwargs
+    return tuple(parity.embed(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args), kwargs
 
 
 def _shapes(op) -> list[str]:

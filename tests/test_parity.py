@@ -15,7 +15,7 @@ import pytest
 from torch_attnkit import parity
 from torch_attnkit.core import Op
 from torch_attnkit.core.support import support
-from torch_attnkit.parity import command, places
+from torch_attnkit.parity import command, runners
 from torch_attnkit.parity.case import bound
 
 SAMPLE = 1  # cases of an op on an architecture
@@ -35,35 +35,35 @@ EXCLUDED = {
 }
 
 
-def runs(proof: bool) -> list[tuple[places.Place, command.Run]]:
+def runs(proof: bool) -> list[tuple[runners.Runner, command.Run]]:
     """What can run here: every case, or of each op and place what lies evenly among its rows and shapes."""
     found = []
     # The cases of a row are remembered: one process finds those of the first rows, the other of the last.
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
-        for place in reversed(places.here(command.KNOWN)):
-            for row in reversed(support(place.target.arch)):
-                command.runs_of(place, row)
-    for place in places.here(command.KNOWN):
-        for _, rows in itertools.groupby(support(place.target.arch), lambda row: row[0].name):
-            every = [run for row in rows for run in command.runs_of(place, row)]
+        for runner in reversed(runners.here(command.KNOWN)):
+            for row in reversed(support(runner.target.arch)):
+                command.runs_of(runner, row)
+    for runner in runners.here(command.KNOWN):
+        for _, rows in itertools.groupby(support(runner.target.arch), lambda row: row[0].name):
+            every = [run for row in rows for run in command.runs_of(runner, row)]
             step = 1 if proof else max(1, len(every) // SAMPLE)
             # Not from the first on: the first case of every row is the smallest.
-            found += [(place, run) for run in every[step // 2 :: step]]
+            found += [(runner, run) for run in every[step // 2 :: step]]
     return found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "place" in metafunc.fixturenames:
+    if "runner" in metafunc.fixturenames:
         todo = runs(metafunc.config.getoption("--proof"))
-        names = [f"{run[0].id}-{run[2]}-{run[3]}{'-simulated' * place.target.simulated}" for place, run in todo]
-        metafunc.parametrize(("place", "run"), todo, ids=names)
+        names = [f"{run[0].id}-{run[2]}-{run[3]}{'-simulated' * runner.target.simulated}" for runner, run in todo]
+        metafunc.parametrize(("runner", "run"), todo, ids=names)
 
 
-def test_parity(place: places.Place, run: command.Run):
+def test_parity(runner: runners.Runner, run: command.Run):
     case, device, layout, schedule = run
-    with place.watching(schedule):
+    with runner.watching(schedule):
         if parity.run(case, device, layout) is None:
-            assert not place.target.simulated, "the row takes what covers it"
+            assert not runner.target.simulated, "the row takes what covers it"
             pytest.skip("the row's needs exclude it")
 
 
@@ -71,7 +71,7 @@ def excluded(op: Op, index: int, arch: str, *, covering: bool) -> Iterator[str |
     """For each case of a row the need that excludes it, or None."""
     row = op.kernels[index]
     for case in parity.cases(op, index, arch, covering=covering):
-        with parity.Undrawn():
+        with parity.ShapesOnly():
             why = row.refusal(bound(op, *parity.arguments(replace(case, extra=""))))
         yield why if why in row.needs else None
 
@@ -98,8 +98,8 @@ def test_needs_exclude_few_of_all_cases():
 
 
 def test_every_op_with_kernels_is_in_the_sample():
-    wanted = {(op.name, place) for place in places.here(command.KNOWN) for op, *_ in support(place.target.arch)}
-    assert {(run[0].op, place) for place, run in runs(proof=False)} == wanted
+    wanted = {(op.name, runner) for runner in runners.here(command.KNOWN) for op, *_ in support(runner.target.arch)}
+    assert {(run[0].op, runner) for runner, run in runs(proof=False)} == wanted
 
 
 def test_a_wrong_kernel_is_caught(monkeypatch):

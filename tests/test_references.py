@@ -146,7 +146,7 @@ def test_op_on_cpu_returns_what_its_plan_says(op):
     for shape in parity.shapes(op):
         for layout in parity.LAYOUTS:
             args, kwargs = parity.inputs(op, shape, torch.float32, ())
-            args = tuple(parity.place(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args)
+            args = tuple(parity.embed(a, "cpu", layout) if isinstance(a, torch.Tensor) else a for a in args)
             want = parity.reference_of(op, args, kwargs, double=False)
             want64 = parity.reference_of(op, args, kwargs, double=True)
             out = getattr(torch.ops.attnkit, op.name)(*args, **kwargs)

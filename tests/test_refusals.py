@@ -104,8 +104,8 @@ def test_a_missing_simulator_is_named(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)  # an import of it fails
     for arch, module in (("metal", "torch_attnkit.sim.metal"), ("sm90", "torch_attnkit.sim.ptx")):
         if module.startswith(missing):
-            words = rf"^simulate\('{arch}'\): this version has no simulator for it \({missing}[.\w]* is missing\)"
-            with pytest.raises(UnsupportedError, match=words), simulate(arch):
+            message = rf"^simulate\('{arch}'\): this version has no simulator for it \({missing}[.\w]* is missing\)"
+            with pytest.raises(UnsupportedError, match=message), simulate(arch):
                 pass
         else:
             with simulate(arch) as target:
@@ -142,7 +142,7 @@ def _accepted(op: Op, row: Kernel) -> Call:
     for shape in parity.shapes(op):
         dims = tuple((axis, sizes[0]) for axis, sizes in row.dims.items())
         for features in parity.feature_sets(op, tuple(row.features.split())):
-            with parity.Undrawn():
+            with parity.ShapesOnly():
                 call = parity.bound(op, *parity.inputs(op, shape, DTYPES[row.dtypes.split()[0]], features, dims))
             if row.refusal(call) is None:
                 return call
@@ -174,15 +174,15 @@ def test_a_refusal_names_the_one_need_that_a_call_fails_and_nothing_else(op, arc
         if arch not in row.archs:
             continue
         for changed, call, what in _broken(record, row, _accepted(record, row)):
-            said = list(changed.kernels[index].reasons(call))
+            refusals = list(changed.kernels[index].reasons(call))
             try:
                 assert dispatch.resolve(changed, call, Target(arch)) is not None
                 continue  # another row accepts it
             except UnsupportedError as error:
                 answers = str(error).removeprefix(f"{op} on {arch}: ").split("; ")
-            assert len(said) == 1, (what, said)
-            words = {a.split(": ", 1)[1].split(" not in ")[0] for a in answers}
-            assert words == {said[0].words.split(" not in ")[0]}, (what, answers)
+            assert len(refusals) == 1, (what, refusals)
+            message = {a.split(": ", 1)[1].split(" not in ")[0] for a in answers}
+            assert message == {refusals[0].message.split(" not in ")[0]}, (what, answers)
             count += 1
     assert count >= sum(1 + len(r.dims) for r in record.kernels if arch in r.archs)
 
@@ -193,5 +193,5 @@ def test_a_page_of_one_key_is_named_where_the_head_size_is_right():
     for arch in ("sm90", "sm100"):
         with simulate(arch), pytest.raises(UnsupportedError) as error:
             torch.ops.attnkit.sdpa_decode_paged(q, cache, cache, table, length)
-        words = f"sdpa_decode_paged on {arch} (simulated): {arch}: Ps must be a multiple of 16"
-        assert str(error.value) == words
+        message = f"sdpa_decode_paged on {arch} (simulated): {arch}: Ps must be a multiple of 16"
+        assert str(error.value) == message

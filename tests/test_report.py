@@ -49,10 +49,10 @@ def read(lines: list[str]) -> Iterator[Fact]:
                 columns = cells
                 continue
             row = dict(zip(columns, cells, strict=True))
-            words = row.get("features", "all")
-            without = words.removeprefix("all but ").split(", ") if words.startswith("all but ") else []
-            named = [] if words == "none" else words.split(", ")
-            taken = {f for f in features if f not in without} if words.startswith("all") else set(named)
+            stated = row.get("features", "all")
+            without = stated.removeprefix("all but ").split(", ") if stated.startswith("all but ") else []
+            named = [] if stated == "none" else stated.split(", ")
+            taken = {f for f in features if f not in without} if stated.startswith("all") else set(named)
             asked = {needs[letter] for letter in row.get("also needs", "-").split() if letter != "-"}
             for sizes in each_size(row["sizes"]):
                 yield (row["target"], row["file"], row["dtypes"], frozenset(taken), frozenset(asked),

@@ -30,10 +30,10 @@ def kernels(asked: list[calls.Asked], seen: set[tuple[str, torch.dtype]] | None 
 
 def between(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Other sizes than those that are enumerated, none outside of them."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
 
     def some(n: int, least: int, most: int) -> tuple[int, ...]:
-        return tuple(sorted(int(2 ** draw.uniform(least, most)) for _ in range(n)))
+        return tuple(sorted(int(2 ** rng.uniform(least, most)) for _ in range(n)))
 
     monkeypatch.setattr(calls, "BATCHES", some(9, 0, 8))
     monkeypatch.setattr(calls, "CONTEXTS", tuple(n // 16 * 16 for n in some(7, 10, 17)))

@@ -120,12 +120,12 @@ def shared(op: Op, index: int, world: int) -> set[str]:
     device = processes.device()
     mesh = init_device_mesh(device.type, (world,))
     args, kwargs = made(op, index)
-    met = set()
+    covered = set()
     for axes, sums, cuts in [("", set(), {}), *ways(op, bound(op, args, kwargs), world)]:
-        place = lambda n, cuts=cuts: Replicate() if cuts.get(n) is None else Shard(cuts[n])
+        placement = lambda n, cuts=cuts: Replicate() if cuts.get(n) is None else Shard(cuts[n])
         name = f"{op.name} {index} {axes!r}"
         given = [
-            distribute_tensor(a.to(device, copy=True), mesh, [place(n)], src_data_rank=None)
+            distribute_tensor(a.to(device, copy=True), mesh, [placement(n)], src_data_rank=None)
             if isinstance(a, torch.Tensor)
             else a
             for n, a in zip(op.argnames, args, strict=False)
@@ -134,14 +134,14 @@ def shared(op: Op, index: int, world: int) -> set[str]:
         outs = [] if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
         for n, o in zip(op.outnames, outs, strict=True):
             assert isinstance(o, DTensor)
-            want = Partial() if n in sums else place(n)
+            want = Partial() if n in sums else placement(n)
             assert o.placements == (want,), f"{name}: {n} is {o.placements}, the rule says {want}"
             if cuts.get(n) is not None:
                 assert o.to_local().shape[cuts[n]] * world == o.shape[cuts[n]], f"{name}: {n}"
         got = [given[op.argnames.index(n)] for n in op.mutated] + outs
         verdict(name, op, [whole(o).cpu() for o in got], args, kwargs)
-        met.add(axes)
-    return met
+        covered.add(axes)
+    return covered
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -154,9 +154,9 @@ def whole(tensor: Any) -> torch.Tensor:
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements).full_tensor().view(tensor.dtype)
 
 
-def _all_calls(op: Op, world: int, met: set[str]) -> None:
+def _all_calls(op: Op, world: int, covered: set[str]) -> None:
     for index in range(len(CALLS[op.name])):
-        met.update(shared(op, index, world))
+        covered.update(shared(op, index, world))
 
 
 def _refusal(world: int) -> None:
@@ -167,8 +167,8 @@ def _refusal(world: int) -> None:
     mesh = init_device_mesh(device.type, (world,))
     rows = [distribute_tensor(t.to(device), mesh, [Shard(0)]) for t in (torch.ones(4, 8), torch.arange(4))]
     cache = distribute_tensor(torch.zeros(4, 8, device=device), mesh, [Replicate()])
-    said = r"kv_cache_write: kv is \(Shard\(dim=0\),\), accepted: Replicate\(\), since every process"
-    with pytest.raises(RuntimeError, match=said):
+    message = r"kv_cache_write: kv is \(Shard\(dim=0\),\), accepted: Replicate\(\), since every process"
+    with pytest.raises(RuntimeError, match=message):
         torch.ops.attnkit.kv_cache_write(rows[0], cache, rows[1])
 
 
@@ -176,25 +176,25 @@ def everything(rank: int, world: int, names: list[str]) -> dict[str, tuple[set[s
     """Of each op: the axes that were cut, and what went wrong."""
     found = {"": (set[str](), processes.attempted(_refusal, world))}
     for name in names:
-        met: set[str] = set()
-        wrong = processes.attempted(_all_calls, OPS[name], world, met)
-        found[name] = (met, wrong)
+        covered: set[str] = set()
+        wrong = processes.attempted(_all_calls, OPS[name], world, covered)
+        found[name] = (covered, wrong)
         if wrong:
             break  # the other processes may have gone on, or not
     return found
 
 
 def judged(world: int, names: list[str], backend: str = "gloo") -> None:
-    met_everywhere(processes.run(world, everything, world, names, backend=backend), names)
+    covered_everywhere(processes.run(world, everything, world, names, backend=backend), names)
 
 
-def met_everywhere(results: list[dict[str, tuple[set[str], str]]], names: list[str]) -> None:
+def covered_everywhere(results: list[dict[str, tuple[set[str], str]]], names: list[str]) -> None:
     for found in results:
         wrong = [text for _, text in found.values() if text]
         assert not wrong, wrong[0]
         for name in names:
-            met, _ = found[name]
-            assert met == {"", *(shards.axes for shards in OPS[name].shards)}, f"{name}: not every way was met"
+            covered, _ = found[name]
+            assert covered == {"", *(shards.axes for shards in OPS[name].shards)}, f"{name}: not every way was met"
 
 
 def test_every_op_says_how_it_is_shared_or_why_not():
@@ -239,7 +239,7 @@ def simulated(rank: int, arch: str, names: list[str]) -> dict[str, tuple[set[str
 def test_ops_on_two_processes_by_the_kernels_of_gpus(arch: str):
     needs(arch)
     names = [n for n in CALLS if any(arch in row.archs for row in OPS[n].kernels)]
-    met_everywhere(processes.run(2, simulated, arch, names), names)
+    covered_everywhere(processes.run(2, simulated, arch, names), names)
 
 
 def _offered(name: str, index: int, *parts: int, **changes: int) -> list[set[str]]:

@@ -50,8 +50,8 @@ def test_an_op_without_a_line_is_found():
 
 def test_every_page_is_in_the_navigation_once(nav):
     found = [page for _, page in pages(nav)]
-    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
-    assert sorted(found) == sorted(page for page in there if not page.startswith("lab/"))
+    existing = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert sorted(found) == sorted(page for page in existing if not page.startswith("lab/"))
 
 
 def test_links_above_the_pages_are_texts_on_the_site():

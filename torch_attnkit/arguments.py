@@ -78,5 +78,5 @@ def listed(op: Op) -> str:
         f"  {a.name}: {a.what}{f', default {a.default}' * bool(a.default)}\n      {a.meaning}" for a in arguments(op)
     ]
     returned = [f"  {a.name}: {a.what}\n      {a.meaning}" for a in outputs(op)]
-    axes = [f"  {axis}: {words}" for axis, words in op.axes.items()]
+    axes = [f"  {axis}: {counted}" for axis, counted in op.axes.items()]
     return "\n".join(["Arguments", *given, *(["Returns", *returned] if returned else []), "Axes", *axes])

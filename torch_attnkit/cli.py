@@ -23,7 +23,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.target import SIMULATED
 from torch_attnkit.meta_call import meta_call
 from torch_attnkit.parity.command import parity
-from torch_attnkit.parity.places import devices, simulators
+from torch_attnkit.parity.runners import devices, simulators
 from torch_attnkit.sim.metal.cli import app as sim
 from torch_attnkit.sim.ptx.cli import ptx
 

@@ -1,7 +1,7 @@
 """What a result depends on, as a short hash: sources without comments and docstrings, and what these import.
 
 Compiled kernels are named by such a digest and evidence is kept under one, so that both outlive an edit of a comment
-and neither outlives an edit of the code. What every call passes through alike (``core/`` and the two seams) is left
+and neither outlives an edit of the code. What every call passes through alike (``core/`` and the runtimes) is left
 out: it has tests of its own, and with it no digest would ever stay.
 """
 
@@ -20,7 +20,7 @@ from torch_attnkit import paths
 _PACKAGE = "torch_attnkit"
 _ROOT = Path(__file__).resolve().parent
 _LENGTH = 24  # hexadecimal digits: 96 bits
-_SEAMS = tuple(
+_SHARED = tuple(
     f"{_PACKAGE}.{name}"
     for name in ("backends", "core", "cuda.compile", "cuda.driver", "digest", "mps.library", "paths", "sim")
 )
@@ -60,8 +60,8 @@ def reach(*names: str, arch: str = "") -> set[str]:
             seen.add(name)
             uses, named = _of_function(name, function) if function else (_uses(name), _named(name))
             owned = _belongs_elsewhere(name, arch="none")
-            todo += [n for n in uses if not _is_seam(n) and (owned or not _belongs_elsewhere(n, arch))]
-            todo += [n for n in named if not _is_seam(n) and not _belongs_elsewhere(n, arch)]
+            todo += [n for n in uses if not _is_shared(n) and (owned or not _belongs_elsewhere(n, arch))]
+            todo += [n for n in named if not _is_shared(n) and not _belongs_elsewhere(n, arch)]
     return seen
 
 
@@ -69,7 +69,7 @@ def reach(*names: str, arch: str = "") -> set[str]:
 def of_definitions(module: str, *names: str, arch: str = "") -> str:
     """The digest of some definitions of a module, of those that they use there, and of the modules that these use."""
     found, used = _definitions(module), _used(module, *names)
-    imported = {m for name, m in _imports(module) if name in used and not _is_seam(m)}
+    imported = {m for name, m in _imports(module) if name in used and not _is_shared(m)}
     kept = sorted(m for m in imported if not _belongs_elsewhere(m, arch))
     return of(*(_canonical(found[n]) for n in sorted(used) if n in found), of_modules(*kept, arch=arch))
 
@@ -79,7 +79,7 @@ def of_meaning(module: str, *names: str) -> str:
     """The digest of some definitions of a module by what they do: whatever they, and what they use, are called.
 
     Each definition of this package that is used stands for itself by its own digest, wherever it is; what ``core`` and
-    the seams define, and what recurs, by its name. Types that annotate count for nothing.
+    the runtimes define, and what recurs, by its name. Types that annotate count for nothing.
     """
     return of(*(_meaning_of(module, name) for name in names))
 
@@ -140,7 +140,7 @@ def _of_function(module: str, function: str) -> tuple[set[str], tuple[str, ...]]
 def _meaning_of(module: str, name: str, users: tuple[_Definition, ...] = ()) -> str:
     """The digest of what a name of a module stands for; a user of it, met again, stands for itself by its place."""
     found = _resolved(module, name)
-    if found is None or _is_seam(found[0]):
+    if found is None or _is_shared(found[0]):
         return name
     if found in users:
         _open.add(found)
@@ -304,8 +304,8 @@ def _pattern(node: ast.AST) -> Iterator[str]:
             yield "".join(parts)
 
 
-def _is_seam(module: str) -> bool:
-    return any(module == seam or module.startswith(f"{seam}.") for seam in _SEAMS)
+def _is_shared(module: str) -> bool:
+    return any(module == shared or module.startswith(f"{shared}.") for shared in _SHARED)
 
 
 def _belongs_elsewhere(module: str, arch: str) -> bool:

@@ -66,16 +66,16 @@ def other_shapes(op: Op) -> list[str]:
     def call(changed: dict[str, Any], dtype: torch.dtype = torch.float32) -> Call:
         return Call(op.name, {}, SimpleNamespace(**plain | changed), dtype, (), torch.device("cpu"))
 
-    calls = [(words, call(changed)) for words, changed in changes]
+    calls = [(phrases, call(changed)) for phrases, changed in changes]
     calls.append(("q in f8e4m3", call({}, DTYPES["f8e4m3"])))
     found: dict[str, list[str]] = {}
     for name, layout in op.layouts.items():
         usual = layout(call({})) or op.dims[name]
-        for words, asked in calls:
+        for phrases, asked in calls:
             if (text := layout(asked)) and text != usual:
                 cast = f" {dtypes(text)}" if ":" in text else ""
-                found.setdefault(f"`{name}` is {shape(text)}{cast}", []).append(words)
-    return [f"{what} with {' or '.join(words)}" for what, words in found.items()]
+                found.setdefault(f"`{name}` is {shape(text)}{cast}", []).append(phrases)
+    return [f"{what} with {' or '.join(phrases)}" for what, phrases in found.items()]
 
 
 def limits(op: Op, arch: str) -> list[str]:
@@ -87,10 +87,10 @@ def limits(op: Op, arch: str) -> list[str]:
     for rows in alike.values():
         row = rows[0]
         without = [f for f in op.features if f not in row.features.split()]
-        words = [row.dtypes.replace(" ", ", "), sizes(rows)]
-        words += [f"without {', '.join(without)}"] if without else []
-        words += list(row.needs)
-        found.append("; ".join(words))
+        phrases = [row.dtypes.replace(" ", ", "), sizes(rows)]
+        phrases += [f"without {', '.join(without)}"] if without else []
+        phrases += list(row.needs)
+        found.append("; ".join(phrases))
     return found
 
 
@@ -135,7 +135,7 @@ def describe(op: str) -> str:
     parts += _described("Arguments", arguments(record))
     parts += _described("Returns", outputs(record))
     parts += _block("Other shapes", [line.replace("`", "") for line in other_shapes(record)])
-    parts += _block("Axes", [f"{axis}: {words}" for axis, words in record.axes.items()])
+    parts += _block("Axes", [f"{axis}: {phrases}" for axis, phrases in record.axes.items()])
     parts += ["", textwrap.fill(CONTENTS, _WIDTH)]
     parts += _block("A call is refused unless", list(record.where))
     for arch, name in ARCHS.items():
@@ -223,7 +223,7 @@ def page(op: Op, baselines: list[dict[str, Any]]) -> str:
         parts += ["", _row("output", "is", "meaning"), "|---" * 3 + "|"]
         parts += [_row(f"`{a.name}`", a.what, a.meaning) for a in outputs(op)]
     parts += ["", *(f"- {line}" for line in other_shapes(op)), ""]
-    parts += [_row("axis", "counts"), "|---|---|", *(_row(f"`{axis}`", words) for axis, words in op.axes.items())]
+    parts += [_row("axis", "counts"), "|---|---|", *(_row(f"`{axis}`", phrases) for axis, phrases in op.axes.items())]
     parts += ["", CONTENTS]
     parts += ["\n## Example\n", f"```python\n{_EXAMPLE}```\n", "## What runs where\n"]
     for arch, name in ARCHS.items():
@@ -255,5 +255,5 @@ def pages() -> dict[str, str]:
     baselines = [json.loads(file.read_text("utf-8"))["ops"] for file in sorted(folder.glob("*.json"))]
     found = {f"{name}.md": page(op, baselines) for name, op in OPS.items()}
     first = {name: _contract(op).split("\n")[0].removeprefix(f"{name}: ") for name, op in OPS.items()}
-    index = "\n".join(["| op | |", "|---|---|", *(f"| [`{n}`]({n}.md) | {words} |" for n, words in first.items())])
+    index = "\n".join(["| op | |", "|---|---|", *(f"| [`{n}`]({n}.md) | {phrases} |" for n, phrases in first.items())])
     return found | {"index.md": _INDEX + index + "\n"}

@@ -24,7 +24,7 @@ _INT64 = torch.iinfo(torch.int64)
 
 
 @dataclass
-class _Said:
+class _Parsed:
     """The words by what they are about."""
 
     sizes: dict[str, str] = field(default_factory=dict)
@@ -39,31 +39,31 @@ def meta_call(op: Op, words: list[str]) -> dict[str, Any]:
     Raises ValueError for a word that is none of the above, a wrong value, or something that is missing, with the name
     of the argument, what was found and what is accepted. Whether the op takes the call is not asked here.
     """
-    said = _Said()
+    parsed = _Parsed()
     for word in words:
-        _read(op, word, said)
+        _read(op, word, parsed)
     for a in op.parsed.arguments:
-        if a.name not in op.tensors and a.name not in op.defaults and a.name not in said.scalars:
+        if a.name not in op.tensors and a.name not in op.defaults and a.name not in parsed.scalars:
             raise ValueError(f"{op.name}: {a.name} is missing, accepted: {a.name}={_accepted(op, a.name, _kind(a))}")
-    specs = _specs(op, said)
-    sizes = _sizes(op, specs, said)
-    tensors = {name: _empty(op, name, spec, sizes, said) for name, spec in specs.items()}
-    return {name: tensors.get(name) for name in op.tensors} | said.scalars
+    specs = _specs(op, parsed)
+    sizes = _sizes(op, specs, parsed)
+    tensors = {name: _empty(op, name, spec, sizes, parsed) for name, spec in specs.items()}
+    return {name: tensors.get(name) for name in op.tensors} | parsed.scalars
 
 
-def _read(op: Op, word: str, said: _Said) -> None:
+def _read(op: Op, word: str, parsed: _Parsed) -> None:
     key, equals, text = word.partition("=")
-    if key in said.sizes or key in said.scalars or key in said.tensors:
+    if key in parsed.sizes or key in parsed.scalars or key in parsed.tensors:
         raise ValueError(f"{op.name}: {key} is given twice")
     if key in op.tensors:
-        said.tensors[key] = _dtype(op, key, text) if equals else None
+        parsed.tensors[key] = _dtype(op, key, text) if equals else None
     elif key in op.argnames and equals:
         (argument,) = (a for a in op.parsed.arguments if a.name == key)
-        said.scalars[key] = _scalar(op, key, _kind(argument), text)
+        parsed.scalars[key] = _scalar(op, key, _kind(argument), text)
     elif key == "dtype" and equals:
-        said.model = _dtype(op, key, text)
+        parsed.model = _dtype(op, key, text)
     elif key and equals:
-        said.sizes[key] = text  # which axes there are depends on the other words
+        parsed.sizes[key] = text  # which axes there are depends on the other words
     else:
         raise ValueError(f"{op.name}: {word!r} is neither NAME=VALUE nor an optional tensor ({_optional(op)})")
 
@@ -132,21 +132,21 @@ def _dtype(op: Op, name: str, text: str) -> torch.dtype:
     return DTYPES[text]
 
 
-def _specs(op: Op, said: _Said) -> dict[str, Spec]:
+def _specs(op: Op, parsed: _Parsed) -> dict[str, Spec]:
     """The tensors that are passed, as the scalars and the tensors beside them want them."""
-    given = [n for n in op.tensors if op.defaults.get(n, ...) is not None or n in said.tensors]
-    there = {n: torch.empty(0, dtype=said.tensors.get(n) or said.model, device="meta") for n in given}
-    values = {n: op.defaults.get(n) for n in op.argnames} | said.scalars | there
-    call = Call(op.name, {}, SimpleNamespace(**values), said.model, (), torch.device("meta"))
+    given = [n for n in op.tensors if op.defaults.get(n, ...) is not None or n in parsed.tensors]
+    meta_tensors = {n: torch.empty(0, dtype=parsed.tensors.get(n) or parsed.model, device="meta") for n in given}
+    values = {n: op.defaults.get(n) for n in op.argnames} | parsed.scalars | meta_tensors
+    call = Call(op.name, {}, SimpleNamespace(**values), parsed.model, (), torch.device("meta"))
     return {n: op.spec(n, call) for n in given}
 
 
-def _sizes(op: Op, specs: dict[str, Spec], said: _Said) -> dict[str, int]:
+def _sizes(op: Op, specs: dict[str, Spec], parsed: _Parsed) -> dict[str, int]:
     """The sizes of axes, each of which tensors can have."""
     axes = {n: sorted({a.name for a in spec.axes if a.name}) for n, spec in specs.items()}
     others = {a.name for n in op.tensors for a in op.spec(n).axes if a.name}
     known, found = others.union(*axes.values()), {}
-    for name, text in said.sizes.items():
+    for name, text in parsed.sizes.items():
         if name not in known:
             raise ValueError(
                 f"{op.name}: {name!r} is no axis ({', '.join(sorted(known))}) and no argument "
@@ -171,8 +171,8 @@ def _sizes(op: Op, specs: dict[str, Spec], said: _Said) -> dict[str, int]:
     return found
 
 
-def _empty(op: Op, name: str, spec: Spec, sizes: dict[str, int], said: _Said) -> torch.Tensor:
-    dtype = said.tensors.get(name) or DTYPES.get(spec.dtypes[0], said.model)
+def _empty(op: Op, name: str, spec: Spec, sizes: dict[str, int], parsed: _Parsed) -> torch.Tensor:
+    dtype = parsed.tensors.get(name) or DTYPES.get(spec.dtypes[0], parsed.model)
     shape = [axis.size(sizes) for axis in spec.axes]
     if math.prod(max(1, size) for size in shape) * dtype.itemsize > _INT64.max:  # strides count empty axes as 1
         raise ValueError(f"{op.name}: {name} is {spec} of sizes {shape}, accepted: fewer than 2^63 bytes")

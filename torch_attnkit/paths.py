@@ -14,11 +14,11 @@ def package() -> Path:
 
 def csrc() -> Path:
     """The csrc folder. An editable install has it where the checkout has, beside the package."""
-    places = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")
-    for place in places:
-        if place.is_dir():
-            return place
-    raise FileNotFoundError(f"torch_attnkit is incomplete: no folder {' or '.join(map(str, places))}")
+    folders = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"torch_attnkit is incomplete: no folder {' or '.join(map(str, folders))}")
 
 
 def metal_source(op: str) -> Path:

@@ -119,13 +119,13 @@ def support_markdown() -> str:
         seen = tuple(str(s) for s in evidence.seen((op, i, row, arch), files))
         rows[op.name].append((row, arch, _file(op, row), seen))
     parts = [f"{_HEAD}| op | {' | '.join(ARCHS.values())} |", "|-" * (len(ARCHS) + 1) + "|"]
-    for name, mine in rows.items():
+    for name, entries in rows.items():
         cells = []
         for arch in ARCHS:
-            here = [seen for _, a, _, seen in mine if a == arch]
-            words = sorted({w for seen in here for w in seen}) or ["not yet"] * bool(here)
+            here = [seen for _, a, _, seen in entries if a == arch]
+            stated = sorted({w for seen in here for w in seen}) or ["not yet"] * bool(here)
             reference = ["reference"] if arch == "cpu" else []
-            cells.append("; ".join(reference + words) or "no kernel")
+            cells.append("; ".join(reference + stated) or "no kernel")
         parts.append(f"| `{name}` | {' | '.join(cells)} |")
     parts.append(_KERNELS.rstrip())
     for name, op in OPS.items():

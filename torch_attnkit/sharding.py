@@ -38,36 +38,36 @@ def _register(tensor: ModuleType) -> None:
         overload = getattr(torch.ops.attnkit, op.name).default
         register_sharding(overload)(rule(op))
         # As register_sharding leaves it, the cache of rules takes calls that differ in a bool or a str for the same.
-        words = list(op.argnames[op.positional :])
-        propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(static_kwargkey=words, needs_pytree=True)
+        named = list(op.argnames[op.positional :])
+        propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(static_kwargkey=named, needs_pytree=True)
 
 
 def rule(op: Op) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
     """The sharding function of an op as DTensor wants it: placements of outputs and of the given inputs, each a way."""
 
-    def ways(*specs: Any, **words: Any) -> list[tuple[list[Any], list[Any]]]:
+    def ways(*specs: Any, **named: Any) -> list[tuple[list[Any], list[Any]]]:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        words = dict(zip(op.argnames, specs, strict=False)) | words
-        metas = {n: _meta(words.get(n)) for n in op.tensors}
-        values = tuple(metas[n] if n in metas else words.get(n, op.defaults.get(n)) for n in op.argnames)
+        named = dict(zip(op.argnames, specs, strict=False)) | named
+        metas = {n: _meta(named.get(n)) for n in op.tensors}
+        values = tuple(metas[n] if n in metas else named.get(n, op.defaults.get(n)) for n in op.argnames)
         given = [n for n in op.tensors if metas[n] is not None]
         whole: tuple[list[Any], list[Any]] = ([Replicate() for _ in op.outnames], [Replicate() for _ in given])
-        first = words[given[0]]
+        first = named[given[0]]
         if op.mutated:  # DTensor would write to what it gathered, and drop that
             for name in given:
-                if not words[name].is_replicated():
+                if not named[name].is_replicated():
                     raise ValueError(
-                        f"{op.name}: {name} is {words[name].placements}, accepted: Replicate(), since {op.whole}"
+                        f"{op.name}: {name} is {named[name].placements}, accepted: Replicate(), since {op.whole}"
                     )
         found = [whole]
         for sums, cuts in ways_of(op, op.bind(values), _parts(first.mesh)):
 
-            def placed(name: str, sums: set[str] = sums, cuts: Cuts = cuts) -> Any:
+            def placement(name: str, sums: set[str] = sums, cuts: Cuts = cuts) -> Any:
                 at = cuts.get(name)
                 return Partial() if name in sums else Replicate() if at is None else Shard(at)
 
-            found.append(([placed(n) for n in op.outnames], [placed(n) for n in given]))
+            found.append(([placement(n) for n in op.outnames], [placement(n) for n in given]))
         return found
 
     return ways

@@ -177,10 +177,10 @@ def _parity_calls(op: Op, row: Kernel, covering: bool) -> Iterator[Call]:
     from . import parity
 
     for case in parity.cases(op, op.kernels.index(row), row.archs[0], covering=covering):
-        with parity.Undrawn():
+        with parity.ShapesOnly():
             args, kwargs = parity.arguments(case)
-            placed = [tuple(_placed(a, layout) for a in args) for layout in parity.LAYOUTS]
-        for tensors in placed:
+            embedded = [tuple(_embedded(a, layout) for a in args) for layout in parity.LAYOUTS]
+        for tensors in embedded:
             yield _bind(op, tensors, kwargs)
 
 
@@ -193,14 +193,14 @@ def _bench_calls(op: Op, rows: list[Kernel], mode: FakeTensorMode) -> Iterator[C
 
     dtypes = dict.fromkeys(d for row in rows for d in row.dtypes.split() if d in ("bf16", "f16", "f8e4m3"))
     for dims, dtype in itertools.product(op.module("cases").BENCH.values(), dtypes):
-        for tensors in (mode, parity.Undrawn("meta"), parity.Undrawn()):
+        for tensors in (mode, parity.ShapesOnly("meta"), parity.ShapesOnly()):
             try:
                 with tensors:
                     args, kwargs = bench_inputs(op, dims, DTYPES[dtype], torch.Generator())
             except Exception:  # tensors without data that inputs depend on; a dtype that a case does not have
                 continue
-            there = {name: parity.materialised(value) for name, value in kwargs.items()}
-            yield _bind(op, tuple(map(parity.materialised, args)), there)
+            materialised_kwargs = {name: parity.materialised(value) for name, value in kwargs.items()}
+            yield _bind(op, tuple(map(parity.materialised, args)), materialised_kwargs)
             break
 
 
@@ -219,10 +219,10 @@ def bench_inputs(
     return args, kwargs | {k: type(kwargs[k])(v) for k, v in dims.items() if k in kwargs}
 
 
-def _placed(value: Any, layout: str) -> Any:
+def _embedded(value: Any, layout: str) -> Any:
     from . import parity
 
-    return parity.place(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
+    return parity.embed(value, "cpu", layout) if isinstance(value, torch.Tensor) else value
 
 
 def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -116,7 +116,7 @@ class Prefill:
             self.first = torch.zeros_like(given.end)
             self.chosen = torch.full((shape.queries, shape.topk), -1, dtype=torch.int32, device=near.device)
             others = [self.chosen]
-        self.places = slice(near.shape[1], near.shape[1] + shape.topk)
+        self.columns = slice(near.shape[1], near.shape[1] + shape.topk)
         index = torch.cat((near, *others), 1).int()
         self.index = torch.nn.functional.pad(index, (0, -index.shape[1] % flashmla.PREFILL_STEP), value=-1)
         self.limit = limit.int()  # (T,): places of the list, behind which nothing counts; -1 is passed over
@@ -137,11 +137,11 @@ class Prefill:
         return self.listed(self.chosen)
 
     def listed(self, chosen: torch.Tensor) -> torch.Tensor:
-        self.index[:, self.places].copy_(chosen)
+        self.index[:, self.columns].copy_(chosen)
         return self.index
 
     def entries(self, listed: torch.Tensor) -> torch.Tensor:
-        return listed[:, self.places]
+        return listed[:, self.columns]
 
     def attend(self, q: torch.Tensor, listed: torch.Tensor | None) -> torch.Tensor:
         index, dim, out = self.index if listed is None else listed, self.shape.dim, torch.empty_like(q)

@@ -34,7 +34,7 @@ from torch_attnkit.sim import ptx
 _BLACKWELL = "fused_moe.cute_dsl.blackwell"
 _PACKAGES = ("", "jit", "quantization", "cute_dsl", "fused_moe", "fused_moe.cute_dsl", _BLACKWELL)
 _TILE = 128  # rows of their scales' layout, to multiples of which they pad an expert's tokens or to twice that
-_TURN = 64  # rows of up, then as many of gate, in their first product's weights
+_INTERLEAVE = 64  # rows of up, then as many of gate, in their first product's weights
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Layer:
     """A call of ``fp4_moe`` with NVFP4 weights and tokens, of which every expert has as many."""
 
     args: tuple[Any, ...]
-    words: dict[str, Any]
+    call_options: dict[str, Any]
     expected: torch.Tensor  # (Tq, N)
 
 
@@ -73,9 +73,9 @@ def layer(experts: int, each: int, top_k: int, hidden: int, intermediate: int) -
         matrices += [codes, scale.view(torch.uint8)]
     x_global, h_global = nvfp4.global_scale(x), torch.tensor(500.0)
     args = (x, weights, indices, *matrices, *globals_, None, None, x_global, h_global)
-    words = {"format": "nvfp4", "activations": "nvfp4"}
+    call_options = {"format": "nvfp4", "activations": "nvfp4"}
     double = [a.double() if isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 else a for a in args]
-    return Layer(args, words, reference(*double, **words))
+    return Layer(args, call_options, reference(*double, **call_options))
 
 
 def judge(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ def judge(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
 def own(p: Layer) -> list[ptx.Launch]:
     """The launches of a call; the first one sorts and quantises."""
     with torch_attnkit.simulate("sm100"), ptx.counting() as launches:
-        got = torch.ops.attnkit.fp4_moe(*p.args, **p.words)
+        got = torch.ops.attnkit.fp4_moe(*p.args, **p.call_options)
     judge("fp4_moe", got, p.expected)
     return list(launches)
 
@@ -118,10 +118,10 @@ def kernels(folder: Path) -> tuple[Any, Any]:
     )
 
 
-def _in_turn(rows: torch.Tensor) -> torch.Tensor:
+def _interleaved(rows: torch.Tensor) -> torch.Tensor:
     """[gate; up] halves (E, 2 M, ...) to 64 rows of up, 64 of gate, and so on."""
     E, both = rows.shape[:2]
-    halves = rows.view(E, 2, both // 2 // _TURN, _TURN, -1).flip(1)
+    halves = rows.view(E, 2, both // 2 // _INTERLEAVE, _INTERLEAVE, -1).flip(1)
     return halves.transpose(1, 2).reshape(E, both, -1).contiguous()
 
 
@@ -129,9 +129,9 @@ def _tiles(indices: torch.Tensor, experts: int, rows: int) -> dict[str, torch.Te
     """Slots by expert, padded to whole tiles, and what tiles are; padding is slot -1."""
     slots, owner, limit = [], [], []
     for e in range(experts):
-        mine = (indices.reshape(-1) == e).nonzero().view(-1).int()
-        for first in range(0, len(mine), rows):
-            some = mine[first : first + rows]
+        routed = (indices.reshape(-1) == e).nonzero().view(-1).int()
+        for first in range(0, len(routed), rows):
+            some = routed[first : first + rows]
             limit.append(len(owner) * rows + len(some))
             slots.append(torch.nn.functional.pad(some, (0, rows - len(some)), value=-1))
             owner.append(e)
@@ -182,7 +182,7 @@ def theirs(classes: tuple[Any, Any], p: Layer, tactic: Tactic) -> list[ptx.Launc
 
     tiles = (t["owner"], t["limit"], t["slots"], t["count"])
     first = (
-        codes, _in_turn(w13), scale.view(torch.uint8), scale_layout.to_128x4(_in_turn(s13)), h, h_scale,
+        codes, _interleaved(w13), scale.view(torch.uint8), scale_layout.to_128x4(_interleaved(s13)), h, h_scale,
         1 / (x_global * g13), tiles, h_global.view(1),
     )  # fmt: skip
     second = (h, w2, h_scale, scale_layout.to_128x4(s2), out, 1 / (h_global * g2), tiles, weights)

@@ -27,15 +27,15 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
     first, second = up.run(_GEMM, Tq * K), down.run(_GEMM, Tq * K)
     routes = torch.arange(Tq * K, dtype=torch.int32, device=x.device).view(Tq, K)
     starts = torch.empty(experts + 1, dtype=torch.int64, device=x.device)
-    place, route = torch.empty_like(routes), torch.empty_like(routes.flatten())
+    position, route = torch.empty_like(routes), torch.empty_like(routes.flatten())
 
     def call() -> torch.Tensor:
         rows = x.new_empty(Tq * K, x.shape[1])
         route.fill_(Tq * K)
-        ops.moe_permute(x, given.indices, routes, None, experts, experts, K, rows, starts, place, route)
+        ops.moe_permute(x, given.indices, routes, None, experts, experts, K, rows, starts, position, route)
         h = steps.swiglu(first(rows, expert_layout=starts), given.act)  # (Tq * K, M)
         out = torch.empty_like(x)
-        ops.moe_unpermute(second(h, expert_layout=starts), given.weights, place.flatten(), starts, K, out)
+        ops.moe_unpermute(second(h, expert_layout=starts), given.weights, position.flatten(), starts, K, out)
         return out
 
     return call

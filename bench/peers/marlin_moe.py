@@ -64,9 +64,9 @@ def positive_scale(scale: torch.Tensor) -> tuple[torch.Tensor, float]:
     A byte is the upper half of the scale times 2^7 in fp16, without its sign. All scales are first multiplied by the
     largest power of two under which none passes 448: only then has every one but 0 the exponent's highest bit.
     """
-    numbers = scale.view(torch.float8_e4m3fn).float()
-    raised = float(torch.exp2(torch.floor(torch.log2(448 / numbers.max()))))
-    bits = (numbers * (raised * 2**7)).half().view(torch.int16)
+    values = scale.view(torch.float8_e4m3fn).float()
+    raised = float(torch.exp2(torch.floor(torch.log2(448 / values.max()))))
+    bits = (values * (raised * 2**7)).half().view(torch.int16)
     bits = torch.where(bits >= 2**14, bits, 0)  # below 2
     return ((bits >> 7) & 0xFF).to(torch.uint8), raised
 

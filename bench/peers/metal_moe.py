@@ -304,15 +304,15 @@ def own_layer(p: Product) -> tuple[list[metal.Report], int]:
     from torch_attnkit import simulate
 
     g = torch.Generator().manual_seed(1)
-    draw = lambda *shape: torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
+    random_bytes = lambda *shape: torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
     scale = lambda *shape: torch.randint(120, 126, shape, generator=g, dtype=torch.uint8)
-    up = draw(p.E, 2 * p.N, p.K // 2), scale(p.E, 2 * p.N, p.K // _BLOCK)
-    down = draw(p.E, p.K, p.N // 2), scale(p.E, p.K, p.N // _BLOCK)
+    up = random_bytes(p.E, 2 * p.N, p.K // 2), scale(p.E, 2 * p.N, p.K // _BLOCK)
+    down = random_bytes(p.E, p.K, p.N // 2), scale(p.E, p.K, p.N // _BLOCK)
     call = (p.x.bfloat16(), torch.full((p.T, p.top), 1 / p.top), p.ids, *up, *down)
-    words: dict[str, Any] = {"format": "mxfp4", "swiglu": "gptoss", "limit": 7.0, "interleaved": True}
+    options: dict[str, Any] = {"format": "mxfp4", "swiglu": "gptoss", "limit": 7.0, "interleaved": True}
     with metal.counting() as reports, simulate("metal"):
-        got = torch.ops.attnkit.fp4_moe(*call, **words)
-    expected = torch.ops.attnkit.fp4_moe(call[0].double(), *call[1:], **words)
+        got = torch.ops.attnkit.fp4_moe(*call, **options)
+    expected = torch.ops.attnkit.fp4_moe(call[0].double(), *call[1:], **options)
     _judge("fp4_moe", got.double(), expected, 2**-6)
     return reports, 3 * p.uses
 

@@ -101,6 +101,6 @@ def halves(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows[:, 0::2], rows[:, 1::2]], 1)
 
 
-def in_turn(rows: torch.Tensor) -> torch.Tensor:
+def interleave(rows: torch.Tensor) -> torch.Tensor:
     """(E, 2M, ...) of all gates, then all ups, to gate and up in turn."""
     return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)

@@ -33,7 +33,7 @@ def _swiglu_kernel(
 
 @triton.jit
 def _combine_kernel(
-    y, place, weights, bias, indices, out, N, K: tl.constexpr, PLACED: tl.constexpr, BIAS: tl.constexpr,
+    y, position, weights, bias, indices, out, N, K: tl.constexpr, PERMUTED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -41,7 +41,7 @@ def _combine_kernel(
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for k in tl.static_range(K):
         route = token * K + k
-        row = tl.load(place + route).to(tl.int64) if PLACED else route
+        row = tl.load(position + route).to(tl.int64) if PERMUTED else route
         value = tl.load(y + row * N + at, mask=at < N, other=0.0).to(tl.float32)
         if BIAS:
             own = tl.load(indices + route).to(tl.int64) * N
@@ -55,17 +55,17 @@ class Sorted(NamedTuple):
 
     expert: torch.Tensor  # (R,) of each sorted route
     route: torch.Tensor  # (R,) int64: which route it is, token * K + k
-    place: torch.Tensor  # (Tq, K) int64: where a route is in the order
+    position: torch.Tensor  # (Tq, K) int64: where a route is in the order
     ends: torch.Tensor  # (E,) int32: how many routes lead to an expert or those before it
 
 
 def by_expert(indices: torch.Tensor, experts: torch.Tensor) -> Sorted:
     """``experts``: 0 to E - 1 as int16; keys of 16 bits take a radix sort half as many passes."""
     expert, route = indices.flatten().to(torch.int16).sort(stable=True)
-    place = torch.empty_like(route)
-    place[route] = torch.arange(len(route), device=route.device)
+    position = torch.empty_like(route)
+    position[route] = torch.arange(len(route), device=route.device)
     ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-    return Sorted(expert, route, place.view(indices.shape), ends)
+    return Sorted(expert, route, position.view(indices.shape), ends)
 
 
 def swiglu(
@@ -81,16 +81,17 @@ def swiglu(
 
 
 def combine(
-    y: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None,
+    y: torch.Tensor, weights: torch.Tensor, position: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, indices: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Rows y (R, N) weighted and summed per token (Tq, N): row token * K + k, or where ``place`` (Tq, K) says.
+    """Rows y (R, N) weighted and summed per token (Tq, N): row token * K + k, or where ``position`` (Tq, K) says.
 
     ``bias`` (E, N) is that of each route's expert, ``indices`` (Tq, K).
     """
     (Tq, K), N = weights.shape, y.shape[1]
     out = y.new_empty(Tq, N)
     _combine_kernel[Tq, triton.cdiv(N, _BLOCK)](
-        y, place, weights, bias, indices, out, N, K=K, PLACED=place is not None, BIAS=bias is not None, BLOCK=_BLOCK
-    )
+        y, position, weights, bias, indices, out, N,
+        K=K, PERMUTED=position is not None, BIAS=bias is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
     return out

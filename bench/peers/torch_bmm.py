@@ -19,15 +19,15 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         return None
     if kwargs.get("scale_layout", "linear") != "linear":  # no bench case has the other
         return None
-    x, w = _numbers(args, kwargs)  # (Tq, G, K), (G, R, K)
+    x, w = _dequantised(args, kwargs)  # (Tq, G, K), (G, R, K)
     x, w = x.transpose(0, 1), w.transpose(1, 2)
     return lambda: torch.bmm(x, w).transpose(0, 1)
 
 
-def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _dequantised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     o, wo_a, o_scale, wo_scale, o_global, wo_global = (*args, *[None] * 6)[:6]
     if kwargs["format"] == "none":
         return o, wo_a
     each = (o, o_scale, o_global), (wo_a, wo_scale, wo_global)
-    x, w = (fp4.numbers(c, s, kwargs["format"], g, kwargs["dtype"]) for c, s, g in each)
+    x, w = (fp4.dequantize(c, s, kwargs["format"], g, kwargs["dtype"]) for c, s, g in each)
     return x, w

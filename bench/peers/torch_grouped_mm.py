@@ -18,15 +18,15 @@ from torch_attnkit.oracle import fp4
 @functools.lru_cache(maxsize=1)
 def _dense(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     """(E, N, 2M) and (E, M, N), each a view of rows along the axis that is summed over."""
-    up, down = (_numbers(w, layer.format).transpose(1, 2) for w in (layer.up, layer.down))
+    up, down = (_dequantised(w, layer.format).transpose(1, 2) for w in (layer.up, layer.down))
     return up, down
 
 
-def _numbers(w: Weights, format: str) -> torch.Tensor:
+def _dequantised(w: Weights, format: str) -> torch.Tensor:
     out = w.codes.new_empty(len(w.codes), w.rows, w.depth, dtype=torch.bfloat16)
     for e, (codes, scale) in enumerate(zip(w.codes, w.scale, strict=True)):
         number = None if w.factor is None else 1 / w.factor[e]
-        out[e] = fp4.numbers(codes, scale, format, number, torch.bfloat16)
+        out[e] = fp4.dequantize(codes, scale, format, number, torch.bfloat16)
     return out
 
 
@@ -46,6 +46,6 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         both = torch._grouped_mm(rows, up, offs=order.ends)  # (R, 2M)
         h = steps.swiglu(both, act, layer.up.bias, order.expert)  # (R, M)
         y = torch._grouped_mm(h, down, offs=order.ends)  # (R, N)
-        return steps.combine(y, weights, order.place, layer.down.bias, indices)
+        return steps.combine(y, weights, order.position, layer.down.bias, indices)
 
     return call

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.peers.moe_layer import Layer, Swiglu, Weights, call_of, in_turn
+from bench.peers.moe_layer import Layer, Swiglu, Weights, call_of, interleave
 
 _WARPS = 8  # what the layout of scales is made for
 
@@ -24,7 +24,7 @@ class Packed:
     bias: torch.Tensor | None  # (E, rows) float32
 
 
-def _pack(w: Weights, turn: bool) -> Packed:
+def _pack(w: Weights, interleaving: bool) -> Packed:
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
     from triton_kernels.matmul_ogs_details.opt_flags import update_opt_flags_constraints
     from triton_kernels.numerics import InFlexData
@@ -32,7 +32,7 @@ def _pack(w: Weights, turn: bool) -> Packed:
     from triton_kernels.tensor_details import layout
 
     update_opt_flags_constraints({"split_k": 1})  # as vLLM does on Hopper
-    codes, scale, bias = (in_turn(t) if turn and t is not None else t for t in (w.codes, w.scale, w.bias))
+    codes, scale, bias = (interleave(t) if interleaving and t is not None else t for t in (w.codes, w.scale, w.bias))
     scale = torch.nn.functional.pad(scale, (0, -scale.shape[2] % 4))
     kind, given = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     packed = convert_layout(wrap_torch_tensor(codes.transpose(1, 2), dtype=FP4), kind, **given)
@@ -77,15 +77,15 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
     def call() -> torch.Tensor:
         order = steps.by_expert(indices, experts)
         counts = order.ends.diff(prepend=nothing)  # (E,)
-        route, place = order.route.int(), order.place.flatten().int()  # (R,) each
+        route, position = order.route.int(), order.position.flatten().int()  # (R,) each
         gammas = weights.flatten()[order.route]
         routing = RoutingData(gammas, counts, layer.experts, K, compute_expt_data(counts, layer.experts, R))
         h = matmul_ogs(
-            x, up.codes, up.bias, routing, gather_indx=GatherIndx(src_indx=route, dst_indx=place),
+            x, up.codes, up.bias, routing, gather_indx=GatherIndx(src_indx=route, dst_indx=position),
             precision_config=up.precision, fused_activation=activation,
         )  # fmt: skip  # (R, M)
         return matmul_ogs(
-            h, down.codes, down.bias, routing, scatter_indx=ScatterIndx(src_indx=place, dst_indx=route),
+            h, down.codes, down.bias, routing, scatter_indx=ScatterIndx(src_indx=position, dst_indx=route),
             precision_config=down.precision, gammas=gammas,
         )  # fmt: skip
 

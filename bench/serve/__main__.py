@@ -34,7 +34,7 @@ from .models import MODELS
 ROOT = Path(__file__).resolve().parent.parent.parent
 _LEAST = 30  # seconds that a case takes at least
 _JUDGE = 60  # seconds that are kept for float32
-_TOLD = 25  # last lines of the log of a case that failed
+_LOG_LINES = 25  # last lines of the log of a case that failed
 console = Console(width=220 if not sys.stdout.isatty() else None)
 
 
@@ -48,7 +48,6 @@ def main(
     tensor_parallel: Annotated[int, typer.Option(help="GPUs that share the model.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32; by default float32 on a CPU alone.")] = "",
     kv_cache: Annotated[str, typer.Option(help="vLLM's word for the dtype of keys and values: auto, fp8.")] = "auto",
-    eager: Annotated[bool, typer.Option(help="Nothing compiled and no CUDA graphs, as always on a CPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="A folder for records and logs; by default a temporary one.")] = None,
     baseline: Annotated[bool, typer.Option(help="Put records into bench/baselines/<device>/.")] = False,
     budget: Annotated[float, typer.Option(help="Seconds; a case that may not end within them is left out.")] = 570,
@@ -66,14 +65,14 @@ def main(
     folder = out if out is not None else Path(tempfile.mkdtemp(prefix="bench-serve-"))
     run = load.Run(
         model, "", str(folder.resolve()), device, layers, chosen("parts", parts, load.PARTS), profile, judge,
-        tensor_parallel, dtype or ("float32" if device == "cpu" else "bfloat16"), eager or device == "cpu",
+        tensor_parallel, dtype or ("float32" if device == "cpu" else "bfloat16"), device == "cpu",
         kv_cache,
     )  # fmt: skip
     for packed in (True, False):
         run.served.save(folder / ("packed" if packed else "dense"), packed=packed)
     names, left_out = load.cases_of(run.served, device, list(chosen("cases", cases, tuple(load.CASES))))
     for name, why in left_out.items():
-        say(f"{name}: left out, {why}")
+        echo(f"{name}: left out, {why}")
     records, failed = served(run, names, began + budget)
     judged = judged_of(run, records, began + budget) if judge else {}
     show(run, records, judged)
@@ -82,20 +81,20 @@ def main(
         if out is not None:  # where that lay is nobody's concern
             given = given.replace(str(out), out.name)
         merge(run, records, f"python -m bench.serve {given}")
-    say(f"{time.perf_counter() - began:.0f} s; records and logs are in {folder.name}")
+    echo(f"{time.perf_counter() - began:.0f} s; records and logs are in {folder.name}")
     raise typer.Exit(bool(failed) or not records)
 
 
 def chosen(option: str, text: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
     """The words of an option that takes several."""
-    words = tuple(word for word in text.split(",") if word)
-    if odd := [word for word in words if word not in accepted]:
+    options = tuple(word for word in text.split(",") if word)
+    if odd := [word for word in options if word not in accepted]:
         raise typer.BadParameter(f"--{option} has {', '.join(odd)}, accepted: {', '.join(accepted)}")
-    return words
+    return options
 
 
-def say(words: str) -> None:
-    console.print(words, soft_wrap=True, highlight=False, markup=False)
+def echo(options: str) -> None:
+    console.print(options, soft_wrap=True, highlight=False, markup=False)
 
 
 def served(run: load.Run, names: list[str], end: float) -> tuple[table.Records, list[str]]:
@@ -107,7 +106,7 @@ def served(run: load.Run, names: list[str], end: float) -> tuple[table.Records, 
         began = time.perf_counter()
         left = end - began - (_JUDGE if run.judge else 0)
         if left < longest:
-            say(f"{name}: left out, {left:.0f} s are left and the longest case took {longest:.0f} s")
+            echo(f"{name}: left out, {left:.0f} s are left and the longest case took {longest:.0f} s")
             continue
         this = dataclasses.replace(run, case=name)
         file = Path(run.folder) / f"{name}.json"
@@ -115,10 +114,10 @@ def served(run: load.Run, names: list[str], end: float) -> tuple[table.Records, 
         code = child(["bench.serve.served", this.text()], file.with_suffix(".log"), left)
         seconds = time.perf_counter() - began
         longest = max(longest, seconds)
-        say(f"{name}: {'ended' if code == 0 else 'FAILED' if code else 'stopped'} after {seconds:.0f} s")
+        echo(f"{name}: {'ended' if code == 0 else 'FAILED' if code else 'stopped'} after {seconds:.0f} s")
         if code != 0:
             failed.append(name)
-            say("\n".join(file.with_suffix(".log").read_text(errors="replace").splitlines()[-_TOLD:]))
+            echo("\n".join(file.with_suffix(".log").read_text(errors="replace").splitlines()[-_LOG_LINES:]))
         if file.exists():
             records[name] = json.loads(file.read_text())
     return records, failed
@@ -148,8 +147,8 @@ def judged_of(run: load.Run, records: table.Records, end: float) -> dict[str, An
         log = file.with_suffix(".log")
         code = child(["bench.serve.judge", run.text(), ",".join(names)], log, end - time.perf_counter())
         if code != 0:
-            say(f"float32: {'stopped' if code is None else 'FAILED'}")
-            say("\n".join(log.read_text(errors="replace").splitlines()[-_TOLD:]))
+            echo(f"float32: {'stopped' if code is None else 'FAILED'}")
+            echo("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]))
     if not file.exists():
         return {}
     judged = json.loads(file.read_text())["judged"]
@@ -160,7 +159,7 @@ def judged_of(run: load.Run, records: table.Records, end: float) -> dict[str, An
 
 
 def show(run: load.Run, records: table.Records, judged: dict[str, Any]) -> None:
-    say(table.heading(records))
+    echo(table.heading(records))
     title = f"{run.model}, {run.served.sizes['num_hidden_layers']} layers, {run.dtype}"
     if run.kv_cache != "auto":
         title += f", keys and values in {run.kv_cache}"
@@ -192,7 +191,7 @@ def merge(run: load.Run, records: table.Records, command: str) -> None:
     }
     merged = {name: (old | new)[name] for name in load.CASES if name in old | new}
     file.write_text(json.dumps({"model": run.model, "cases": merged}, indent=1) + "\n")
-    say(f"baseline {file.relative_to(ROOT)} holds {', '.join(merged)}")
+    echo(f"baseline {file.relative_to(ROOT)} holds {', '.join(merged)}")
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ _NAMED = ("vllm", "transformers", "triton_kernels")
 def of(device: str) -> dict[str, Any]:
     """The device, versions, commit and date, of a process that has vLLM."""
     if device == "cpu":
-        said = {"device": "CPU", "python": platform.python_version(), "versions": {"torch": torch.__version__}}
-        said["date"] = datetime.date.today().isoformat()
+        record = {"device": "CPU", "python": platform.python_version(), "versions": {"torch": torch.__version__}}
+        record["date"] = datetime.date.today().isoformat()
     else:
         from bench.__main__ import facts
 
-        said = facts()
-        said["gpus"] = torch.cuda.device_count()
+        record = facts()
+        record["gpus"] = torch.cuda.device_count()
     for name in _NAMED:
         with contextlib.suppress(Exception):  # one that cannot be imported was not used
-            said["versions"][name] = getattr(importlib.import_module(name), "__version__", "unknown")
-    return said
+            record["versions"][name] = getattr(importlib.import_module(name), "__version__", "unknown")
+    return record

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import load
-from .models import Model, draw
+from .models import Model, generate
 
 _ROWS = 256  # of logits at once
 
@@ -32,7 +32,7 @@ def hidden(model: Model, texts: list[list[int]], device: torch.device) -> list[t
     shapes = model.shapes()
 
     def of(name: str) -> torch.Tensor:
-        return draw(name, shapes[name], device).float()
+        return generate(name, shapes[name], device).float()
 
     def filled(made: Any, prefix: str) -> Any:
         made = made.to_empty(device=device).float().eval()
@@ -71,8 +71,8 @@ def _slides(config: Any, layer: int) -> bool:
 def _mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
     """What is added to scores (1, 1, T, T); ``window`` counts the token itself."""
     back = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    unseen = (back < 0) | (back >= (window or length))
-    return torch.zeros(back.shape, device=device).masked_fill_(unseen, -torch.inf)[None, None]
+    masked = (back < 0) | (back >= (window or length))
+    return torch.zeros(back.shape, device=device).masked_fill_(masked, -torch.inf)[None, None]
 
 
 def log_probabilities(model: Model, states: torch.Tensor, head: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -84,8 +84,8 @@ def log_probabilities(model: Model, states: torch.Tensor, head: torch.Tensor) ->
 def wanted(judged: dict[str, Any], prompts: list[list[int]]) -> list[tuple[list[int], int, list[dict[str, float]]]]:
     """Of a case's generated texts: all tokens, the first place that is told of, and what is told there."""
     return [
-        (prompt + told["tokens"][:-1], len(prompt) - 1, told["logprobs"])
-        for prompt, told in zip(prompts, judged["generated"], strict=True)
+        (prompt + scored["tokens"][:-1], len(prompt) - 1, scored["logprobs"])
+        for prompt, scored in zip(prompts, judged["generated"], strict=True)
     ]
 
 
@@ -95,10 +95,10 @@ def judge(model: Model, asked: load.Load, cases: dict[str, dict[str, Any]], devi
     vocabulary = model.sizes["vocab_size"]
     prompts, given = load.texts(asked.judged, vocabulary, 1), load.texts(asked.given, vocabulary, 2)
     generated = {name: wanted(found, prompts) for name, found in cases.items()}
-    texts = [text for told in generated.values() for text, _, _ in told]
+    texts = [text for scored in generated.values() for text, _, _ in scored]
     with _without_tf32():
         states = hidden(model, texts + given, device)
-        head = draw("lm_head.weight", model.shapes()["lm_head.weight"], device).float()
+        head = generate("lm_head.weight", model.shapes()["lm_head.weight"], device).float()
         exact = [_of_text(model, text, x, head) for text, x in zip(given, states[len(texts) :], strict=True)]
         rest = iter(states)
         return {
@@ -125,20 +125,20 @@ def _of_text(model: Model, text: list[int], states: torch.Tensor, head: torch.Te
 
 
 def _of_generated(
-    model: Model, told: list[tuple[list[int], int, list[dict[str, float]]]], states: Iterator[torch.Tensor],
+    model: Model, scored: list[tuple[list[int], int, list[dict[str, float]]]], states: Iterator[torch.Tensor],
     head: torch.Tensor,
 ) -> dict[str, Any]:  # fmt: skip
     exact: list[list[float]] = []
     found: list[list[float]] = []
-    first, places = 0, 0
-    for (_, begin, logprobs), x in zip(told, states, strict=False):
+    first, compared = 0, 0
+    for (_, begin, logprobs), x in zip(scored, states, strict=False):
         rows = torch.cat(list(log_probabilities(model, x[begin : begin + len(logprobs)], head)))
-        for row, place in zip(rows, logprobs, strict=True):
-            exact.append(row[torch.tensor([int(t) for t in place], device=row.device)].tolist())
-            found.append(list(place.values()))
-            first += int(max(place, key=lambda t: place[t])) == int(row.argmax())
-            places += 1
-    return {"generated": _distances(exact, found), "first": first, "places": places}
+        for row, entry in zip(rows, logprobs, strict=True):
+            exact.append(row[torch.tensor([int(t) for t in entry], device=row.device)].tolist())
+            found.append(list(entry.values()))
+            first += int(max(entry, key=lambda t: entry[t])) == int(row.argmax())
+            compared += 1
+    return {"generated": _distances(exact, found), "first": first, "places": compared}
 
 
 def _distances(exact: list[list[float]], found: list[list[float]]) -> dict[str, Any]:
@@ -150,8 +150,8 @@ def main(run: load.Run, cases: list[str]) -> None:
     began, folder = time.perf_counter(), Path(run.folder)
     found = {name: json.loads((folder / f"{name}.json").read_text())["judged"] for name in cases}
     judged = judge(run.served, run.load, found, torch.device(run.device))
-    said = {"judged": judged, "total_s": time.perf_counter() - began}
-    (folder / "judge.json").write_text(json.dumps(said, indent=1) + "\n")
+    record = {"judged": judged, "total_s": time.perf_counter() - began}
+    (folder / "judge.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

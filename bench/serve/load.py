@@ -116,8 +116,8 @@ class Run:
 
     @classmethod
     def of(cls, text: str) -> Run:
-        said = json.loads(text)
-        return cls(**said | {"parts": tuple(said["parts"])})
+        config = json.loads(text)
+        return cls(**config | {"parts": tuple(config["parts"])})
 
 
 def cases_of(model: Model, device: str, wanted: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -111,12 +111,12 @@ class Model:
 
     def save(self, folder: Path, *, packed: bool) -> None:
         """Write config.json into ``folder``; ``packed`` says that experts of GPT-OSS lie in MXFP4."""
-        said = self.config().to_dict() | {"architectures": [f"{self.family}ForCausalLM"]}
+        config_json = self.config().to_dict() | {"architectures": [f"{self.family}ForCausalLM"]}
         if packed and self.mxfp4:
             kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-            said["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+            config_json["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(said, indent=1))
+        (folder / "config.json").write_text(json.dumps(config_json, indent=1))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a checkpoint whose experts are not packed, by name."""
@@ -128,11 +128,11 @@ class Model:
         """Names and tensors as a published checkpoint has them, one after the other."""
         for name, shape in self.shapes().items():
             if packed and is_expert(name):
-                blocks, scales = draw_packed(name, shape, device)
+                blocks, scales = generate_packed(name, shape, device)
                 yield f"{name}_blocks", blocks.unflatten(-1, (-1, _BLOCK // 2))
                 yield f"{name}_scales", scales
             else:
-                yield name, draw(name, shape, device)
+                yield name, generate(name, shape, device)
 
 
 def is_expert(name: str) -> bool:
@@ -145,11 +145,11 @@ def _generator(name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def draw(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def generate(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The tensor of a checkpoint in bfloat16. Activations keep their size: norms about 1, sinks N(1, 1), biases
-    N(0, 0.01), embeddings N(0, 1), a matrix of K columns N(0, 1 / K); experts are the numbers of ``draw_packed``."""
+    N(0, 0.01), embeddings N(0, 1), a matrix of K columns N(0, 1 / K); experts come from ``generate_packed``."""
     if is_expert(name):
-        return _dense(*draw_packed(name, shape, device))
+        return _dense(*generate_packed(name, shape, device))
     mean, deviation = 0.0, shape[-1] ** -0.5
     if name.endswith("norm.weight"):
         mean, deviation = 1.0, 0.1
@@ -163,7 +163,7 @@ def draw(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tenso
     return out.normal_(mean, deviation, generator=_generator(name, out.device))
 
 
-def draw_packed(name: str, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def generate_packed(name: str, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts (E, K, N) in MXFP4: codes (E, N, K / 2) and scales (E, N, K / 32); numbers of about N(0, 1 / K)."""
     experts, k, n = shape
     codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
@@ -177,11 +177,11 @@ def _dense(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Experts (E, K, N) in bfloat16, which holds the numbers of MXFP4, by PyTorch alone: what is judged has no part in
     what judges, and a process without a compiler draws them too. Expert by expert, for an index takes 8 bytes."""
     positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16, device=codes.device)
-    numbers = torch.cat([positive, -positive])
+    values = torch.cat([positive, -positive])
     out = codes.new_empty(codes.shape[0], codes.shape[2] * 2, codes.shape[1], dtype=torch.bfloat16)
     for expert, code, scale in zip(out, codes, scales, strict=True):
         both = torch.stack([code & 15, code >> 4], -1).flatten(-2)  # (N, K), the lower nibble first
-        blocks = numbers[both.long()].unflatten(-1, (-1, _BLOCK))
+        blocks = values[both.long()].unflatten(-1, (-1, _BLOCK))
         expert.copy_(torch.ldexp(blocks, scale.int()[..., None] - 127).flatten(-2).T)
     return out
 

@@ -35,10 +35,10 @@ def decode(engine: Any, requests: int) -> dict[str, Any]:
     # All of the requests decode while the profile is taken, however late the last prompt was read.
     new = 2 * requests * asked.prompt // asked.chunk + _BEFORE + _STEPS + 8
     names = engine.add(engine.prompts(requests, asked.prompt), new)
-    steps, together = Steps(time.perf_counter()), 0
+    steps, concurrent = Steps(time.perf_counter()), 0
     going = engine.steps(steps)
-    while together < _BEFORE:
-        together += next(going) == requests
+    while concurrent < _BEFORE:
+        concurrent += next(going) == requests
     with profiler(engine) as found:
         began = time.perf_counter()
         for _ in range(_STEPS):

@@ -32,22 +32,22 @@ _CAPTURED = [1, 2, 4, 8, 16, 32, 64]
 
 def environment(run: load.Run) -> dict[str, str]:
     """Variables of this process, where nobody has set them: one process, nothing from the network."""
-    words = {
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
         "VLLM_PLUGINS": "torch_attnkit" if load.CASES[run.case].ours else "",
     }  # fmt: skip
     if importlib.util.find_spec("flashinfer") is None:  # else vLLM's sampler asks for it
-        words["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if run.device == "cpu":
-        words |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return words | {name: os.environ[name] for name in words if name in os.environ and name != "VLLM_PLUGINS"}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return variables | {name: os.environ[name] for name in variables if name in os.environ and name != "VLLM_PLUGINS"}
 
 
 def arguments(run: load.Run) -> dict[str, Any]:
     """Of vLLM's LLM. What is not here is vLLM's default."""
     case, asked = load.CASES[run.case], run.load
-    said: dict[str, Any] = dict(
+    engine_options: dict[str, Any] = dict(
         model=str(Path(run.folder) / ("packed" if run.packed else "dense")), skip_tokenizer_init=True,
         load_format="drawn_by_name", model_loader_extra_config={"run": run.text()},
         worker_extension_cls="bench.serve.worker.Extension", dtype=run.dtype,
@@ -55,18 +55,18 @@ def arguments(run: load.Run) -> dict[str, Any]:
         max_num_batched_tokens=asked.chunk, tensor_parallel_size=run.tensor_parallel, seed=0,
     )  # fmt: skip
     if case.backend is not None:
-        said["attention_config"] = {"backend": case.backend}
+        engine_options["attention_config"] = {"backend": case.backend}
     if case.experts and run.packed:
-        said["quantization"] = "attnkit_mxfp4"
+        engine_options["quantization"] = "attnkit_mxfp4"
     if run.kv_cache != "auto":
-        said["kv_cache_dtype"] = run.kv_cache
+        engine_options["kv_cache_dtype"] = run.kv_cache
     if run.device != "cpu":
-        said["gpu_memory_utilization"] = _SHARE
+        engine_options["gpu_memory_utilization"] = _SHARE
     if run.eager:
-        said["enforce_eager"] = True
+        engine_options["enforce_eager"] = True
     else:
-        said["compilation_config"] = {"cudagraph_capture_sizes": _CAPTURED}
-    return said
+        engine_options["compilation_config"] = {"cudagraph_capture_sizes": _CAPTURED}
+    return engine_options
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Engine:
 
         worker.plug_in(run)
         self.run, self.llm = run, LLM(**arguments(run))
-        self.numbers, self.seeds = itertools.count(), itertools.count(1000)
+        self.request_ids, self.seeds = itertools.count(), itertools.count(1000)
         self.vocabulary = run.served.sizes["vocab_size"]
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
@@ -113,7 +113,7 @@ class Engine:
         params = SamplingParams(
             temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
-        names = [f"request-{next(self.numbers)}" for _ in prompts]
+        names = [f"request-{next(self.request_ids)}" for _ in prompts]
         return [
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
             for name, prompt in zip(names, prompts, strict=True)
@@ -136,10 +136,10 @@ class Engine:
         names = self.add(prompts, new)
         synchronize(self.run)
         steps = Steps(time.perf_counter())
-        together = 0
+        concurrent = 0
         for got in self.steps(steps):
-            together += got == len(prompts)
-            if most is not None and together > most:
+            concurrent += got == len(prompts)
+            if most is not None and concurrent > most:
                 self.abort(names)
                 break
         return steps
@@ -224,16 +224,16 @@ def judged(engine: Engine) -> dict[str, Any]:
     generated = [
         {
             "tokens": list(found.outputs[0].token_ids),
-            "logprobs": [{str(t): p.logprob for t, p in place.items()} for place in found.outputs[0].logprobs],
+            "logprobs": [{str(t): p.logprob for t, p in entry.items()} for entry in found.outputs[0].logprobs],
         }
         for found in engine.generate(prompts, max_tokens=asked.judged_new, logprobs=5)
     ]
-    told = engine.generate(given, max_tokens=1, prompt_logprobs=0)
+    scored = engine.generate(given, max_tokens=1, prompt_logprobs=0)
     return {
         "generated": generated,
         "given": [
-            [place[t].logprob for t, place in zip(text[1:], found.prompt_logprobs[1:], strict=True)]
-            for text, found in zip(given, told, strict=True)
+            [entry[t].logprob for t, entry in zip(text[1:], found.prompt_logprobs[1:], strict=True)]
+            for text, found in zip(given, scored, strict=True)
         ],
     }
 
@@ -255,30 +255,30 @@ def main(run: load.Run) -> None:
     file = Path(run.folder) / f"{run.case}.json"
     record: dict[str, Any] = {"run": asdict(run) | {"folder": ""}, "parts": {}}
 
-    def note(words: str) -> None:
+    def log(variables: str) -> None:
         file.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"{time.perf_counter() - _BEGAN:.1f} s: {words}", flush=True)
+        print(f"{time.perf_counter() - _BEGAN:.1f} s: {variables}", flush=True)
 
     engine = Engine(run)
     record["start_s"] = time.perf_counter() - _BEGAN
     record["engine"] = described(engine)
-    note(f"started, {record['engine']}")
+    log(f"started, {record['engine']}")
     for name in run.parts:
         record["parts"][name] = PARTS[name](engine)
-        note(f"{name}: {record['parts'][name]}")
+        log(f"{name}: {record['parts'][name]}")
     if run.judge:
         record["judged"] = judged(engine)
-        note("log-probabilities")
+        log("log-probabilities")
     if run.profile:
         record["profile"] = {}
         for name, part in profiled.parts(engine):
             record["profile"][name] = part
-            note(f"profile of {name}")
+            log(f"profile of {name}")
     from . import facts
 
     record["facts"] = facts.of(run.device)
     record["total_s"] = time.perf_counter() - _BEGAN
-    note("done")
+    log("done")
 
 
 if __name__ == "__main__":

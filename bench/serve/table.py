@@ -25,22 +25,22 @@ _SHOWN = 12  # kernels
 
 def ratio(records: Records, case: str, number: Callable[[dict[str, Any]], float | None], more: bool) -> str:
     """How many times as fast as vLLM's own way a case is; empty where one of them has no number."""
-    mine, base = number(records[case]), number(records.get(BASE, {"parts": {}}))
-    if not mine or not base or case == BASE:
+    figure, base = number(records[case]), number(records.get(BASE, {"parts": {}}))
+    if not figure or not base or case == BASE:
         return ""
-    return f" ({mine / base if more else base / mine:.2f})"
+    return f" ({figure / base if more else base / figure:.2f})"
 
 
 def speed(title: str, records: Records) -> Table:
     """A row a case: what was measured, and in brackets how many times as fast as ``vllm`` that is."""
-    there = [line for line in _SPEED if any(line[1] in r["parts"] for r in records.values())]
+    shown = [line for line in _SPEED if any(line[1] in r["parts"] for r in records.values())]
     out = Table(
-        *(Column(c, overflow="fold") for c in ("case", "attention", "graphs", "start s", *(line[0] for line in there))),
+        *(Column(c, overflow="fold") for c in ("case", "attention", "graphs", "start s", *(line[0] for line in shown))),
         title=f"{title}; in brackets times as fast as {BASE}",
     )
     for case, record in records.items():
         cells = []
-        for _, part, key, digits, more in there:
+        for _, part, key, digits, more in shown:
             number = lambda r, part=part, key=key: r["parts"].get(part, {}).get(key)
             found = number(record)
             cells.append("-" if found is None else f"{found:.{digits}f}{ratio(records, case, number, more)}")
@@ -55,28 +55,28 @@ def distances(title: str, judged: dict[str, dict[str, Any]]) -> Table:
     columns = ("case", "given: mean", "max", "generated: mean", "max", "likeliest in float32, too")
     out = Table(*columns, title=f"{title}: distance of log-probabilities from float32")
     for case, found in judged.items():
-        numbers = (found[kind][key] for kind in ("given", "generated") for key in ("mean", "max"))
-        out.add_row(case, *(f"{n:.2g}" for n in numbers), f"{found['first']} of {found['places']}")
+        figures = (found[kind][key] for kind in ("given", "generated") for key in ("mean", "max"))
+        out.add_row(case, *(f"{n:.2g}" for n in figures), f"{found['first']} of {found['places']}")
     return out
 
 
 def profiles(title: str, records: Records) -> list[Table]:
     """A table a kind of step: cases side by side, the kernels of each by the time that they take."""
-    there = {case: r["profile"] for case, r in records.items() if r.get("profile")}
-    kinds = list(dict.fromkeys(kind for found in there.values() for kind in found))
-    return [_profile(f"{title}, {kind}: a step", {c: p[kind] for c, p in there.items() if kind in p}) for kind in kinds]
+    shown = {case: r["profile"] for case, r in records.items() if r.get("profile")}
+    kinds = list(dict.fromkeys(kind for found in shown.values() for kind in found))
+    return [_profile(f"{title}, {kind}: a step", {c: p[kind] for c, p in shown.items() if kind in p}) for kind in kinds]
 
 
 def _profile(title: str, found: dict[str, dict[str, Any]]) -> Table:
     out = Table("", *(Column(case, overflow="fold") for case in found), title=title)
-    for name, words in (
+    for name, describe in (
         ("wall ms", lambda p: f"{p['wall_ms']:.2f}"),
         ("GPU ms", lambda p: f"{p['gpu_ms']:.2f}"),
         ("kernels", lambda p: f"{p['kernels']:.0f}"),
         ("launches by the host", lambda p: f"{p['launches']:.1f}"),
         ("graph launches", lambda p: f"{p['graph_launches']:.1f}"),
     ):
-        out.add_row(name, *(words(p) for p in found.values()))
+        out.add_row(name, *(describe(p) for p in found.values()))
     out.add_section()
     for i in range(min(_SHOWN, max(len(p["top"]) for p in found.values()))):
         out.add_row(str(i + 1), *(_kernel(p["top"][i]) if i < len(p["top"]) else "" for p in found.values()))
@@ -89,8 +89,8 @@ def _kernel(line: dict[str, Any]) -> str:
 
 def heading(records: Records) -> str:
     """Device and versions."""
-    said = next((r["facts"] for r in records.values() if "facts" in r), None)
-    if said is None:
+    facts = next((r["facts"] for r in records.values() if "facts" in r), None)
+    if facts is None:
         return "no case ended: device and versions are not known"
-    versions = ", ".join(f"{name} {version}" for name, version in said["versions"].items())
-    return f"{said['device']}: {versions}; Python {said['python']}"
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return f"{facts['device']}: {versions}; Python {facts['python']}"

@@ -29,7 +29,7 @@ def plug_in(run: load.Run) -> None:
 
 
 @register_model_loader("drawn_by_name")
-class Drawn(BaseModelLoader):
+class Generated(BaseModelLoader):
     """``model_loader_extra_config`` holds the run as text."""
 
     def __init__(self, load_config: Any) -> None:

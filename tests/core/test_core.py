@@ -1,4 +1,4 @@
-"""The table's machinery: specs, binding, choice of a row, plans, targets, the simulated path down to the seam."""
+"""The table's machinery: specs, binding, choice of a row, plans, targets, the simulated path down to the runtime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_attnkit
-from torch_attnkit.core import Kernel, Op, UnsupportedError, config, dispatch, seams, simulate, target
+from torch_attnkit.core import Kernel, Op, UnsupportedError, config, dispatch, runtimes, simulate, target
 from torch_attnkit.core.spec import parse
 
 TOY = Op(
@@ -53,7 +53,7 @@ def test_bind_finds_sizes_batch_dtype_and_features():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
+    ("kwargs", "message"),
     [
         (dict(codes=(5, 3)), r"toy: codes must be \(M, N/2\), got shape \(5, 3\): N=6, but x has N=4"),
         (dict(codes=(5,)), r"toy: codes must be \(M, N/2\), got shape \(5,\)"),
@@ -62,8 +62,8 @@ def test_bind_finds_sizes_batch_dtype_and_features():
         (dict(scale=torch.zeros(2)), r"toy: scale must be \(\), got shape \(2,\)"),
     ],
 )
-def test_bind_refuses_with_found_and_accepted(kwargs, words):
-    with pytest.raises(ValueError, match=words):
+def test_bind_refuses_with_found_and_accepted(kwargs, message):
+    with pytest.raises(ValueError, match=message):
         bind(**kwargs)
 
 
@@ -84,10 +84,10 @@ def test_first_accepting_row_wins_and_the_nearest_rows_say_why_there_is_none():
         dispatch.resolve(TOY, bind(x=(6,), codes=(4, 3)), sm100)
     assert str(error.value) == "toy on sm100 (simulated): cuda: N=6 not in {4}"
     answers = ["a: N=6 not in {4}", "a: no", "a: N=6 not in {8, 4}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
-    said = ["a: N=6 not in {4, 8}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
-    assert dispatch.once(answers) == said
+    expected = ["a: N=6 not in {4, 8}", "a: no", "a: M=6 not in {4}", "b: N=6 not in {2}"]
+    assert dispatch.unique(answers) == expected
     pairs = ["a: N=6 not in {4} and M=6 not in {2}", "a: N=6 not in {4}", "a: N=6 not in {4} and M=6 not in {8}"]
-    assert dispatch.once(pairs) == ["a: N=6 not in {4} and M=6 not in {2, 8}", "a: N=6 not in {4}"]
+    assert dispatch.unique(pairs) == ["a: N=6 not in {4} and M=6 not in {2, 8}", "a: N=6 not in {4}"]
     with pytest.raises(UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm100, sm90\)"):
         dispatch.resolve(TOY, bind(), target.Target("metal"))
     assert dispatch.resolve(TOY, bind(), target.Target("cpu")) is None
@@ -115,7 +115,7 @@ def test_plans_are_cached_per_signature_and_bounded(monkeypatch):
 
 
 def fake_metal(monkeypatch):
-    """A stand-in for the Metal simulator and a row that uses it: what is tested is the path down to the seam."""
+    """A stand-in for the Metal simulator and a row that uses it: what is tested is the path down to the runtime."""
     compiled = []
 
     class Library:
@@ -134,7 +134,7 @@ def fake_metal(monkeypatch):
     host = types.ModuleType("torch_attnkit.ops.sdpa_decode.mps")
 
     def build(call, where):
-        library = seams.backend(where.arch, where.simulated).compile_shader("kernel void sdpa() {}")
+        library = runtimes.of(where.arch, where.simulated).compile_shader("kernel void sdpa() {}")
         return lambda q, k, v, n, *rest: library.sdpa(q, k, v, n, *rest[-2:])
 
     host.build = build
@@ -148,7 +148,7 @@ def fake_metal(monkeypatch):
     return compiled
 
 
-def test_simulate_takes_the_row_down_to_the_seam_and_nothing_else(monkeypatch):
+def test_simulate_takes_the_row_down_to_the_runtime_and_nothing_else(monkeypatch):
     compiled = fake_metal(monkeypatch)
     args = decode_args()
     plain, _ = torch.ops.attnkit.sdpa_decode(*args)

@@ -51,7 +51,7 @@ def two_cases(op, index, arch):
 
 
 def call_of(op, case):
-    with contextlib.nullcontext() if case.arch == "cpu" else parity.Undrawn():
+    with contextlib.nullcontext() if case.arch == "cpu" else parity.ShapesOnly():
         args, kwargs = parity.arguments(case)
     return [*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :])]
 
@@ -60,14 +60,14 @@ def references(tensors):
     return [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in tensors]
 
 
-def check_held(op, values, place):
+def check_held(op, values, runs_on):
     """That a plan of these arguments holds none of their storages; it takes them out of ``values``."""
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     before = references(tensors)
     plan = dispatch.make_plan(op, tuple(values))
-    if place in ("cpu", "reference"):
+    if runs_on in ("cpu", "reference"):
         plan.launch(*values)
-    assert plan.where == place
+    assert plan.where == runs_on
     gc.collect(1)
     assert references(tensors) == before, "a plan holds a storage of its call"
     alive = [weakref.ref(t) for t in tensors]

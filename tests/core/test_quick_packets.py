@@ -91,13 +91,15 @@ def read():
     return torch.ops.attnkit_quick.read
 
 
-def words(value):
+def described(value):
     """What can be compared of anything: of tensors which one it is."""
     if isinstance(value, torch.Tensor):
         return type(value).__name__, value.data_ptr(), value.shape, value.dtype
     if isinstance(value, (tuple, list)):
-        return [words(v) for v in value]
-    return {n: words(v) for n, v in value.items()} if isinstance(value, dict) else (type(value).__name__, repr(value))
+        return [described(v) for v in value]
+    return (
+        {n: described(v) for n, v in value.items()} if isinstance(value, dict) else (type(value).__name__, repr(value))
+    )
 
 
 def outcome(arrived, call, args, kwargs):
@@ -107,33 +109,33 @@ def outcome(arrived, call, args, kwargs):
         result = call(*args, **kwargs)
     except Exception as error:
         return type(error), str(error)
-    return words(list(arrived)), words(result) if isinstance(result[0], str) else [t.item() for t in result]
+    return described(list(arrived)), described(result) if isinstance(result[0], str) else [t.item() for t in result]
 
 
-def drawn(draw):
+def generate(rng):
     """A call: mostly right, by position and by name in any order; or with one thing, or some, wrong."""
-    wrong = draw.random() < 0.5
-    names = [n for n in NAMES if n in "ad" or draw.random() < 0.5]
-    values = {n: draw.choice(GOOD[n]) for n in names}
-    if wrong and draw.random() < 0.7:
-        values[draw.choice(NAMES)] = draw.choice(ANY)
-    if wrong and draw.random() < 0.2:
-        values.pop(draw.choice(list(values)))
+    wrong = rng.random() < 0.5
+    names = [n for n in NAMES if n in "ad" or rng.random() < 0.5]
+    values = {n: rng.choice(GOOD[n]) for n in names}
+    if wrong and rng.random() < 0.7:
+        values[rng.choice(NAMES)] = rng.choice(ANY)
+    if wrong and rng.random() < 0.2:
+        values.pop(rng.choice(list(values)))
     args = []
-    for name in NAMES[: draw.randrange(4 if not wrong else 6)]:
+    for name in NAMES[: rng.randrange(4 if not wrong else 6)]:
         if name not in values:
             break
-        args.append(values[name] if wrong and draw.random() < 0.1 else values.pop(name))  # now and then given twice
-    if wrong and draw.random() < 0.1:
-        values[draw.choice(["x", "self", "A", "args"])] = 1
-    return args, dict(draw.sample(list(values.items()), len(values)))
+        args.append(values[name] if wrong and rng.random() < 0.1 else values.pop(name))  # now and then given twice
+    if wrong and rng.random() < 0.1:
+        values[rng.choice(["x", "self", "A", "args"])] = 1
+    return args, dict(rng.sample(list(values.items()), len(values)))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_arrives_is_what_torch_reads(arrived, seed):
-    draw, errors = random.Random(seed), 0
+    rng, errors = random.Random(seed), 0
     for _ in range(1500):
-        args, kwargs = drawn(draw)
+        args, kwargs = generate(rng)
         want = outcome(arrived, read()._op, args, kwargs)
         assert outcome(arrived, read(), args, kwargs) == want, (args, kwargs)
         errors += isinstance(want[0], type)
@@ -313,8 +315,8 @@ def test_threads_read_at_once(arrived):
     wrong = []
 
     def work(topk):
-        for turn in range(300):
-            x = torch.randn(turn % 3 + 1, 8)
+        for step in range(300):
+            x = torch.randn(step % 3 + 1, 8)
             if not torch.equal(route(x, topk=topk)[1], torch.topk(x, topk)[1]):
                 wrong.append(topk)
 

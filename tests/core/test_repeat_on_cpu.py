@@ -82,10 +82,10 @@ def test_the_cases_of_a_row_give_the_same_bits(name, part):
 
 def test_the_second_call_is_told_and_the_third_repeated():
     before = repeated()
-    for turn in range(6):
+    for step in range(6):
         x = torch.randn(2, 8)
         assert same(ops.route_softmax(x, topk=2), in_python("route_softmax", x, topk=2))
-        assert (known(), repeated() - before) == (min(turn, 1), max(0, turn - 1))
+        assert (known(), repeated() - before) == (min(step, 1), max(0, step - 1))
     assert torch_attnkit.core.dispatch.plan_of("route_softmax", x, topk=2).where == "cpu"
 
 
@@ -105,19 +105,19 @@ def test_nothing_is_taken_for_the_same_that_differs():
 
 def test_addresses_are_not_part_of_a_signature():
     """Where tensors begin, and whether two of them are one, as keys and values of latents are."""
-    room, lengths = torch.randn(4096), torch.tensor([8, 3], dtype=torch.int32)
+    buffer, lengths = torch.randn(4096), torch.tensor([8, 3], dtype=torch.int32)
 
-    def drawn(*begins):
-        return [room[b : b + 512].view(2, 2, 8, 16) for b in begins]
+    def caches_at(*begins):
+        return [buffer[b : b + 512].view(2, 2, 8, 16) for b in begins]
 
     q = torch.randn(2, 4, 16)
-    ready("sdpa_decode", q, *drawn(0, 1024), lengths)
+    ready("sdpa_decode", q, *caches_at(0, 1024), lengths)
     before = repeated("sdpa_decode")
-    places = [(0, 0), (3, 1025), (512, 512), (1024, 0), (1030, 1031)]
-    for place in places:
-        caches = drawn(*place)
+    pairs = [(0, 0), (3, 1025), (512, 512), (1024, 0), (1030, 1031)]
+    for pair in pairs:
+        caches = caches_at(*pair)
         assert same(ops.sdpa_decode(q, *caches, lengths), in_python("sdpa_decode", q, *caches, lengths))
-    assert repeated("sdpa_decode") == before + len(places) and known("sdpa_decode") == 1
+    assert repeated("sdpa_decode") == before + len(pairs) and known("sdpa_decode") == 1
 
 
 def test_what_a_kernel_does_not_take_is_python_s_in_its_words():
@@ -167,7 +167,7 @@ def test_a_simulated_arch_is_python_s_in_every_thread_and_context():
     def where():
         with torch_attnkit.record() as ran:
             ops.route_softmax(x, topk=2)
-        return [place for _, place in ran.calls]
+        return [pair for _, pair in ran.calls]
 
     with simulate("metal"):
         for _ in range(4):

@@ -102,17 +102,17 @@ def test_forward_derivatives_are_refused(op, arch):
         args, kwargs, run = on_row(op, arch)
     with simulate(arch) if arch else contextlib.nullcontext():
         for i in differentiable(op, args):
-            words = rf"^{op.name}: {op.argnames[i]} has a tangent, but the op has no forward derivative"
+            message = rf"^{op.name}: {op.argnames[i]} has a tangent, but the op has no forward derivative"
 
             def of_one(x, i=i):
                 out = run(*copies(args[:i]), x, *copies(args[i + 1 :]), **kwargs)
                 return leaves(out)[0] if leaves(out) else x
 
-            with pytest.raises(NotImplementedError, match=words):
+            with pytest.raises(NotImplementedError, match=message):
                 torch.func.jvp(of_one, (args[i],), (torch.ones_like(args[i]),))
             with forward_ad.dual_level():
                 of_one(args[i])
-                with pytest.raises(NotImplementedError, match=words):
+                with pytest.raises(NotImplementedError, match=message):
                     of_one(forward_ad.make_dual(args[i], torch.ones_like(args[i])))
 
 
@@ -187,10 +187,10 @@ def test_none_for_a_tensor_names_it(op, mode):
         if op.defaults.get(name, ...) is None:
             continue
         args[i] = None
-        words = rf"^{op.name}: {name} is None, accepted: a dense"
+        message = rf"^{op.name}: {name} is None, accepted: a dense"
         if mode is torch.inference_mode and not any(isinstance(a, torch.Tensor) for a in args):
-            words = f"attnkit::{op.name}"  # torch knows no backend to ask
-        with mode(), pytest.raises((TypeError, NotImplementedError), match=words):
+            message = f"attnkit::{op.name}"  # torch knows no backend to ask
+        with mode(), pytest.raises((TypeError, NotImplementedError), match=message):
             run(*args, **kwargs)
 
 
@@ -244,8 +244,8 @@ def test_numbers_that_float32_cannot_hold_are_refused(op):
 
 def stepped(t: torch.Tensor) -> torch.Tensor:
     """The same integers, every third of memory that is wrong elsewhere; rows apart too."""
-    room = torch.full((*(n + 1 for n in t.shape[:-1]), 3 * t.shape[-1]), -77, dtype=t.dtype)
-    view = room[tuple(slice(0, n) for n in t.shape[:-1])][..., 1::3]
+    buffer = torch.full((*(n + 1 for n in t.shape[:-1]), 3 * t.shape[-1]), -77, dtype=t.dtype)
+    view = buffer[tuple(slice(0, n) for n in t.shape[:-1])][..., 1::3]
     return view.copy_(t)
 
 
@@ -329,7 +329,7 @@ def test_what_frameworks_have_is_taken():
 @pytest.mark.parametrize("op", TAKEN, ids=lambda op: op.name)
 def test_small_tensors_of_other_dtypes_and_forms_are_the_same_numbers(op):
     """By the definition and on the CPU's rows; fake and meta tensors say the same."""
-    for features in {(), *parity.together(op, tuple(op.features))}:
+    for features in {(), *parity.all_features(op, tuple(op.features))}:
         for shape in list(parity.shapes(op))[:2]:
             args, kwargs = parity.inputs(op, shape, torch.float32, features)
             run = getattr(torch.ops.attnkit, op.name)

@@ -33,7 +33,7 @@ from torch_attnkit.cuda import compile, driver
 from torch_attnkit.kernels.prefill.sm90 import plan
 from torch_attnkit.warmup import fill
 
-TOGETHER = 5  # processes
+PROCESSES = 5  # processes
 FEW = 2  # multiprocessors
 HOSTILE = (-(2**31), -1, 0, 1, 7, 1 << 20, 2**31 - 1)
 
@@ -69,7 +69,7 @@ def calls_of(name: str) -> Iterator[tuple[Kernel, Call, tuple[Any, ...], dict[st
     for index, row in enumerate(op.kernels):
         if "sm90" not in row.archs:
             continue
-        most = [(), *parity.together(op, tuple(row.features.split()))]
+        most = [(), *parity.all_features(op, tuple(row.features.split()))]
         for case in parity.cases(op, index, "sm90"):
             if case.dtype != row.dtypes.split()[0] or case.features not in most:
                 continue
@@ -136,7 +136,7 @@ def sanitized(name: str) -> tuple[int, str]:
 def main(names: list[str]) -> int:
     names = names or [name for name, op in OPS.items() if any("sm90" in row.archs for row in op.kernels)]
     bad = fill(kernels(names), config.cache_dir() / "cuda", Console())
-    with ThreadPoolExecutor(TOGETHER) as pool:
+    with ThreadPoolExecutor(PROCESSES) as pool:
         for name, (errors, words) in zip(names, pool.map(sanitized, names), strict=True):
             print(f"{name}: {errors} errors, {words}", flush=True)
             bad += errors != 0

@@ -63,8 +63,8 @@ def test_heads_of_more_than_2_to_the_31_numbers(layout):
     codes, scale = A.inverse_rope_fp4(o, angle.cos(), angle.sin(), scale_layout=layout)
     for part in (slice(0, 2), slice(tokens - 2, tokens)):
         c, s = (t[part, None].cpu() for t in (angle.cos(), angle.sin()))
-        turned = rope.apply(o[part].cpu(), c, s, interleaved=True, inverse=True)
-        want = nvfp4.quantize(turned)
+        rotated = rope.apply(o[part].cpu(), c, s, interleaved=True, inverse=True)
+        want = nvfp4.quantize(rotated)
         assert torch.equal(codes[part].cpu(), want[0])
         if layout == "linear":
             assert torch.equal(scale[part].cpu(), want[1])
@@ -96,8 +96,8 @@ def test_heads_and_keys_are_read_behind_the_kernels_that_made_them(format):
     rows = rope.apply(2 * kv.cpu(), cos.cpu(), sin.cpu(), interleaved=True)
     want = rows if format == "none" else kv_cache.encode_rows(rows, format, 64)
     assert torch.equal(cache[slot].cpu(), want)
-    once, twice = (lambda x: normed_and_rotated(x, cos, sin).bfloat16()), normed_and_rotated
-    assert float((out.double() - twice(once(once(q * 2)), cos, sin)).abs().max()) < 0.1
+    rounded, twice = (lambda x: normed_and_rotated(x, cos, sin).bfloat16()), normed_and_rotated
+    assert float((out.double() - twice(rounded(rounded(q * 2)), cos, sin)).abs().max()) < 0.1
 
 
 @pytest.mark.parametrize("format", ["none", "fp8"])

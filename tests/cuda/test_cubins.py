@@ -91,13 +91,13 @@ FAMILIES = [
 ]
 missing = [
     name
-    for name, there in (
+    for name, supported in (
         ("nvidia-cutlass-dsl", importlib.util.find_spec("nvidia_cutlass_dsl")),
         ("cuobjdump (of a CUDA toolkit or of triton)", inspect.cuobjdump()),
         ("nvdisasm (of a CUDA toolkit or of triton)", inspect.nvdisasm()),
         ("ptxas (of triton or of a CUDA toolkit)", inspect.ptxas()),
     )
-    if not there
+    if not supported
 ]
 
 
@@ -162,8 +162,9 @@ def is_fine(kernel: compile.Compiled, sass: str) -> None:
         word = OF_CODES.get(word, word) if codes else OF_FP4.get(word, word) if four else word
         assert re.search(rf"\b{word}\b", sass), f"{request}: no {word} inside"
     if request.name in OVERLAPPED:
-        apart, together = (len(re.findall(rf"gsb0, 0x{pending}\b", sass)) for pending in (1, 0))
-        assert apart > 3 * together, f"{request}: {together} waits for all groups of products, {apart} for all but one"
+        pipelined, unpipelined = (len(re.findall(rf"gsb0, 0x{pending}\b", sass)) for pending in (1, 0))
+        waits = f"{unpipelined} waits for all groups of products, {pipelined} for all but one"
+        assert pipelined > 3 * unpipelined, f"{request}: {waits}"
     fits(inspect.resources(kernel.library), ptx, f"{request}", stack=most > 0)
     for gpu in SIBLINGS.get(request.arch, ()):
         fits(inspect.taken([assembled(ptx, gpu)]), ptx, f"{request}, assembled for {gpu}", stack=most > 0)

@@ -30,10 +30,10 @@ def pairs(out: cute.Tensor, x: cute.Tensor):
 
 
 def _powers(x: torch.Tensor) -> torch.Tensor:
-    room = torch.zeros(-(-x.numel() // (2 * THREADS)) * 2 * THREADS)
-    room[: x.numel()] = x
-    out = torch.zeros_like(room)
-    ptx.run(ptx.compile(pairs, out, room, arch="sm100"), out, room, check=True)
+    padded = torch.zeros(-(-x.numel() // (2 * THREADS)) * 2 * THREADS)
+    padded[: x.numel()] = x
+    out = torch.zeros_like(padded)
+    ptx.run(ptx.compile(pairs, out, padded, arch="sm100"), out, padded, check=True)
     return out[: x.numel()]
 
 
@@ -70,9 +70,9 @@ def test_the_share_follows_from_the_model(dim, eighths):
 def test_polynomials_lie_apart():
     """So that both pipes have work all the time."""
     for n in range(9):
-        places = [i for i in range(64) if exponentials.chosen(i, n)]
-        assert len(places) == 8 * n
-        assert not places or max(b - a for a, b in zip(places, places[1:], strict=False)) <= -(-8 // n)
+        positions = [i for i in range(64) if exponentials.chosen(i, n)]
+        assert len(positions) == 8 * n
+        assert not positions or max(b - a for a, b in zip(positions, positions[1:], strict=False)) <= -(-8 // n)
 
 
 def test_wider_operands_need_none():

@@ -73,7 +73,7 @@ print(json.dumps({str(r): compile.compile_into(r, folder).fingerprint for r in r
 def fingerprints(folder, seed: int, *which: str) -> dict[str, str]:
     """What a process of its own compiles, with another order of sets, in another folder."""
     folder.mkdir()
-    there = subprocess.run(
+    other_process = subprocess.run(
         [sys.executable, "-c", COMPILE, str(folder / "kernels"), *which],
         cwd=folder,
         env=os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -81,7 +81,7 @@ def fingerprints(folder, seed: int, *which: str) -> dict[str, str]:
         text=True,
         check=True,
     )
-    return json.loads(there.stdout.splitlines()[-1])
+    return json.loads(other_process.stdout.splitlines()[-1])
 
 
 # (op, every n-th kernel): in all some 60 kernels of every family, those of Hopper and those of Blackwell.

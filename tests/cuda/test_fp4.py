@@ -97,9 +97,9 @@ def _around(points: torch.Tensor, steps: int = 3) -> torch.Tensor:
 
 
 def _filled(x: torch.Tensor, count: int) -> torch.Tensor:
-    room = torch.ones(-(-x.numel() // count) * count)
-    room[: x.numel()] = x
-    return room
+    padded = torch.ones(-(-x.numel() // count) * count)
+    padded[: x.numel()] = x
+    return padded
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

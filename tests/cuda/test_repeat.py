@@ -97,12 +97,12 @@ def toy_of(x, y=None, factor=2.0):
     return factor * (3 * x - (0 if y is None else y)) - 0.5
 
 
-def numbers(*shape, shift=0):
+def aligned(*shape, shift=0):
     """Float32 numbers that begin at a multiple of 128 bytes, or so many elements behind one."""
     size = torch.Size(shape).numel()
-    room = torch.empty(size + 64)
-    begin = (-room.data_ptr() % 128) // 4 + shift
-    return room[begin : begin + size].view(shape).normal_()
+    buffer = torch.empty(size + 64)
+    begin = (-buffer.data_ptr() % 128) // 4 + shift
+    return buffer[begin : begin + size].view(shape).normal_()
 
 
 def repeated(name="toy"):
@@ -115,27 +115,27 @@ def known(name="toy"):
 
 def test_the_second_call_is_recorded_and_the_third_repeated(toy):
     before = repeated()
-    for turn in range(6):
-        x, y = numbers(4, 8), numbers(4, 8)
+    for step in range(6):
+        x, y = aligned(4, 8), aligned(4, 8)
         assert torch.equal(call(x, y), toy_of(x, y))
-        assert (toy["planned"], known(), repeated() - before) == (1, min(turn, 1), max(0, turn - 1))
+        assert (toy["planned"], known(), repeated() - before) == (1, min(step, 1), max(0, step - 1))
 
 
 def test_nothing_is_taken_for_the_same_that_differs(toy):
     """Sizes, scalars, what is left out; and what the launch decides: alignment, and which arguments are one."""
     calls = [
-        (numbers(4, 8), numbers(4, 8), {}),
-        (numbers(4, 8), numbers(4, 8), dict(factor=3.0)),
-        (numbers(8, 4), numbers(8, 4), {}),
-        (numbers(4, 8), None, {}),
-        (numbers(4, 8, shift=1), numbers(4, 8), {}),
+        (aligned(4, 8), aligned(4, 8), {}),
+        (aligned(4, 8), aligned(4, 8), dict(factor=3.0)),
+        (aligned(8, 4), aligned(8, 4), {}),
+        (aligned(4, 8), None, {}),
+        (aligned(4, 8, shift=1), aligned(4, 8), {}),
     ]
-    x = numbers(4, 8)
+    x = aligned(4, 8)
     calls.append((x, x, {}))
     before = repeated()
-    for turn in range(4):
+    for step in range(4):
         for x, y, kwargs in calls:
-            assert torch.equal(call(x, y, **kwargs), toy_of(x, y, **kwargs)), turn
+            assert torch.equal(call(x, y, **kwargs), toy_of(x, y, **kwargs)), step
     # Python has one plan for the first and the last two, which the first call of these therefore records.
     assert known() == len(calls) and toy["planned"] == 4 and repeated() - before == 2 * 4 + 3 * 2
 
@@ -143,8 +143,8 @@ def test_nothing_is_taken_for_the_same_that_differs(toy):
 def test_inputs_of_one_storage_are_told_apart(toy):
     """Halves of a buffer at distances that change from call to call."""
     for distance in (32, 64, 96, 64, 32, 96):
-        room = numbers(256)
-        x, y = room[:32].view(4, 8), room[distance : distance + 32].view(4, 8)
+        buffer = aligned(256)
+        x, y = buffer[:32].view(4, 8), buffer[distance : distance + 32].view(4, 8)
         assert torch.equal(call(x, y), toy_of(x, y))
     assert repeated()
 
@@ -152,14 +152,14 @@ def test_inputs_of_one_storage_are_told_apart(toy):
 def test_what_copies_stays_in_python(toy):
     before = repeated()
     for _ in range(4):
-        x = numbers(3, 5)
+        x = aligned(3, 5)
         assert torch.equal(call(x, mode="copies"), toy_of(x))
     assert repeated() == before and known() == 1
     assert dispatch.UNREPEATED["toy"] == "it runs aten.clone.default"
 
 
 def test_errors_of_a_launch_are_raised_and_do_no_harm(toy):
-    x = numbers(4, 8)
+    x = aligned(4, 8)
     for _ in range(3):
         with pytest.raises(ValueError, match="the factor is negative"):
             call(x, factor=-1.0)
@@ -170,7 +170,7 @@ def test_errors_of_a_launch_are_raised_and_do_no_harm(toy):
 
 def test_plans_are_bounded_and_cleared(toy):
     for n in range(1, 4 * MOST):
-        x = numbers(n)
+        x = aligned(n)
         for _ in range(3):
             assert torch.equal(call(x), toy_of(x))
         assert known() <= MOST
@@ -179,7 +179,7 @@ def test_plans_are_bounded_and_cleared(toy):
 
 
 def test_python_runs_every_call_while_it_is_off(toy):
-    x = numbers(4, 8)
+    x = aligned(4, 8)
     for _ in range(3):
         call(x)
     before = repeated()
@@ -197,17 +197,17 @@ def test_threads_share_plans(toy):
     """Launches that take their time, of two signatures in four threads, while others make and clear plans."""
     toy["spin"], wrong, done = 2000, [], threading.Event()
     for _ in range(2):
-        call(numbers(4, 8), factor=5.0), call(numbers(16), factor=5.0)
+        call(aligned(4, 8), factor=5.0), call(aligned(16), factor=5.0)
 
     def work(shape):
         for _ in range(300):
-            x = numbers(*shape)
+            x = aligned(*shape)
             if not torch.equal(call(x, factor=5.0), toy_of(x, factor=5.0)):
                 wrong.append(shape)
 
     def disturb():
         while not done.is_set():
-            x = numbers(5)
+            x = aligned(5)
             if not torch.equal(call(x), toy_of(x)):
                 wrong.append((5,))
             native.extension.clear(f"{SPACE}::toy", "CPU")
@@ -225,7 +225,7 @@ def test_threads_share_plans(toy):
 
 
 def test_nothing_is_kept_of_a_call(toy):
-    x = numbers(4, 8)
+    x = aligned(4, 8)
     for _ in range(3):
         out = call(x)
     storage = x.untyped_storage()
@@ -238,17 +238,17 @@ def test_nothing_is_kept_of_a_call(toy):
 
 
 def test_inference_tensors(toy):
-    x = numbers(4, 8)
+    x = aligned(4, 8)
     for _ in range(3):
         assert not call(x).is_inference()
     with torch.inference_mode():
         assert call(x).is_inference() and torch.equal(call(x), toy_of(x))
     assert not call(x).requires_grad
     with torch.inference_mode():  # recorded there, too
-        x = numbers(7)
+        x = aligned(7)
         for _ in range(3):
             assert torch.equal(call(x), toy_of(x))
-    assert not call(numbers(7)).is_inference()
+    assert not call(aligned(7)).is_inference()
 
 
 def _called(launch):
@@ -269,11 +269,11 @@ def simulated(library, monkeypatch):
     monkeypatch.setattr(repeat, "callee", _called)
 
 
-def placed(t):
+def on_device(t):
     """A copy at a multiple of 128 bytes: where memory begins belongs to a signature."""
-    room = torch.empty(t.nbytes + 256, dtype=torch.uint8)
-    begin = -room.data_ptr() % 128
-    return room[begin : begin + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+    buffer = torch.empty(t.nbytes + 256, dtype=torch.uint8)
+    begin = -buffer.data_ptr() % 128
+    return buffer[begin : begin + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
 
 
 def outcome(op, args, kwargs, arch):
@@ -281,7 +281,7 @@ def outcome(op, args, kwargs, arch):
     moved = []
     for a in args:
         if isinstance(a, torch.Tensor) and a.is_contiguous():
-            a = placed(a)
+            a = on_device(a)
         moved.append(a.clone() if isinstance(a, torch.Tensor) and not a.is_contiguous() else a)
     with simulate(arch):
         out = getattr(torch.ops.attnkit_repeated, op.name)(*moved, **kwargs)
@@ -345,24 +345,24 @@ def test_caches_side_by_side_share_no_memory_and_one_inside_of_another_does(simu
             assert torch.equal(k_cache[0, 5], key[0]) and torch.equal(v_cache[1, 4], value[2])
         return repeated("paged_kv_cache_write") - before
 
-    key, value = placed(key), placed(value)
-    pages = placed(torch.zeros(2, 16, 2, 128).bfloat16())
+    key, value = on_device(key), on_device(value)
+    pages = on_device(torch.zeros(2, 16, 2, 128).bfloat16())
     assert hits(key, *pages.chunk(2, -1)) == 1
     assert hits(key, *reversed(pages.chunk(2, -1))) == 3
-    apart = placed(torch.zeros(2, 2, 16, 2, 64).bfloat16())
+    apart = on_device(torch.zeros(2, 2, 16, 2, 64).bfloat16())
     assert hits(apart[0, 1, 9:12], *apart) == 0  # token 0 is written to another place of the same cache
-    assert hits(key, *placed(torch.zeros(2, 16, 2, 2, 64).bfloat16()).unbind(3)) == 3  # the same strides
+    assert hits(key, *on_device(torch.zeros(2, 16, 2, 2, 64).bfloat16()).unbind(3)) == 3  # the same strides
 
 
 @pytest.mark.simulator
 @pytest.mark.seconds(600)
 def test_forms_that_write_into_given_tensors_are_repeated(simulated):
     op = dispatch.OPS["nvfp4_quantize"]
-    x = placed(torch.randn(4, 64).bfloat16())
+    x = on_device(torch.randn(4, 64).bfloat16())
     want = outcome(op, (x,), {}, "sm100")
     before = repeated("nvfp4_quantize_out")
     for _ in range(3):
-        outs = [placed(torch.full_like(t, 77)) for t in want]
+        outs = [on_device(torch.full_like(t, 77)) for t in want]
         with simulate("sm100"):
             torch.ops.attnkit_repeated.nvfp4_quantize_out(x, **dict(zip(op.outnames, outs, strict=True)))
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(outs, want, strict=True))
@@ -393,7 +393,7 @@ def test_persistent_blocks_are_repeated_to_the_bit(simulated, monkeypatch):
     for limit in ("_SHARED_FROM", "_SHARED_KEYS"):
         monkeypatch.setattr(plan, limit, 0)
     lengths = torch.tensor([3, 1400, 0, 129, 64], dtype=torch.int32)
-    args = [numbers(*shape).bfloat16() for shape in ((5, 3, 4, 64), (5, 2, 1400, 64), (5, 2, 1400, 64))]
+    args = [aligned(*shape).bfloat16() for shape in ((5, 3, 4, 64), (5, 2, 1400, 64), (5, 2, 1400, 64))]
     assert repeats(dispatch.OPS["sdpa_multi"], [*args, lengths], {}, "sm90") > 0
 
 
@@ -406,7 +406,7 @@ def test_blocks_that_draw_their_tiles_are_repeated_to_the_bit(op, simulated, mon
 
     monkeypatch.setattr(driver, "sm_count", lambda device: 2)
     shapes = ((2, 130, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64))
-    args = [numbers(*shape).bfloat16() for shape in shapes]
+    args = [aligned(*shape).bfloat16() for shape in shapes]
     if op == "flash_attention_varlen":
         offsets = torch.tensor([0, 33, 260], dtype=torch.int32)
         args = [*(t.flatten(0, 1) for t in args), offsets, offsets]
@@ -419,7 +419,7 @@ def test_blocks_that_draw_their_tiles_are_repeated_to_the_bit(op, simulated, mon
 @pytest.fixture
 def merging(simulated):
     """A small call of a real op that is repeated already: its function, and its arguments."""
-    args = numbers(2, 3, 4, 32), numbers(2, 3, 4)
+    args = aligned(2, 3, 4, 32), aligned(2, 3, 4)
     merge = torch.ops.attnkit_repeated.merge_partials
     with simulate("sm90"):
         before = repeated("merge_partials")
@@ -477,19 +477,19 @@ def test_what_is_written_to_gets_a_new_version_and_may_not_overlap(simulated):
     before = repeated(name)
     with simulate("sm90"):
         for _ in range(4):
-            cache, kv = numbers(6, 32), numbers(2, 32)
+            cache, kv = aligned(6, 32), aligned(2, 32)
             version = cache._version
             write(kv, cache, slot)
             assert cache._version == version + 1 and torch.equal(cache[[3, 1]], kv)
         with torch.inference_mode():
-            cache = numbers(6, 32)
+            cache = aligned(6, 32)
             write(kv, cache, slot)
             assert torch.equal(cache[[3, 1]], kv)
         assert repeated(name) > before
         before = repeated(name)
         for _ in range(4):
-            room = numbers(8, 32)
-            cache, kv = room[:6], room[3:5]
+            buffer = aligned(8, 32)
+            cache, kv = buffer[:6], buffer[3:5]
             want = kv.clone()
             write(kv, cache, slot)
             assert torch.equal(cache[[3, 1]], want)

@@ -26,7 +26,7 @@ CASES = 6  # of each row; --proof takes all
 
 def called(op, args, kwargs, layout="contiguous"):
     """Everything that a call on copies of ``args`` writes and returns."""
-    moved = tuple(parity.place(a, "cuda", layout) if isinstance(a, torch.Tensor) else a for a in args)
+    moved = tuple(parity.embed(a, "cuda", layout) if isinstance(a, torch.Tensor) else a for a in args)
     out = getattr(torch.ops.attnkit, op.name)(*moved, **kwargs)
     return [*parity.mutated(op, moved), *(() if out is None else (out,) if isinstance(out, torch.Tensor) else out)]
 
@@ -212,9 +212,9 @@ def test_gradients_modes_and_compile():
         decode(q, k[0], v, n)
     cache, kv = torch.zeros(8, 64, device="cuda"), torch.randn(2, 64, device="cuda")
     slot = torch.tensor([3, 5], device="cuda")
-    for turn in range(5):
+    for repetition in range(5):
         version = cache._version
         torch.ops.attnkit.kv_cache_write(kv, cache, slot)
-        assert cache._version == version + 1, turn
+        assert cache._version == version + 1, repetition
         assert torch.equal(cache[[3, 5]], kv)
         cache.zero_()

@@ -51,7 +51,7 @@ def steps() -> dict[str, Step]:
     rank = dist.get_rank()
     q, k, v = normal(0, 2, 8, 64), normal(1, 2, 2, 320, 64), normal(2, 2, 2, 320, 64)
     lengths = torch.tensor(KEYS, dtype=torch.int32)
-    mine = slice(rank * 160, (rank + 1) * 160)
+    local = slice(rank * 160, (rank + 1) * 160)
     tq, tk, tv = (normal(3 + i, 1, 256, h, 64) for i, h in enumerate((8, 2, 2)))
     args, kwargs = routed(32)
     own = [t.chunk(WORLD)[rank] for t in args[:3]]
@@ -69,7 +69,7 @@ def steps() -> dict[str, Step]:
     return {
         "cp_decode": (
             cp_decode,
-            here(q, k[:, :, mine], v[:, :, mine], lengths),
+            here(q, k[:, :, local], v[:, :, local], lengths),
             lambda out: judged("sdpa_decode", list(out), (q, k, v, lengths), {}),
         ),
         "cp_prefill": (cp_prefill, here(*map(head_tail, (tq, tk, tv))), of_tokens),
@@ -103,9 +103,9 @@ def on_a_stream(step: Step) -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # about 30 ms
-        for there, t in zip(late, tensors, strict=True):
-            if there is not None:
-                there.copy_(t)
+        for destination, t in zip(late, tensors, strict=True):
+            if destination is not None:
+                destination.copy_(t)
         copies = tuple(out.clone() for out in function(*late))
         for t in late:  # a collective that still read its inputs would send these
             if t is not None:
@@ -191,13 +191,13 @@ def test_tensors_on_a_device_that_is_not_the_current_one(name: str):
     op = OPS[name]
     for index in range(len(test_sharding.CALLS[name])):
         args, kwargs = test_sharding.made(op, index)
-        for there in (torch.device("cuda", 0), torch.device("cuda", 1)):
-            stream = torch.cuda.Stream(there)
-            moved = tuple(a.to(there, copy=True) if isinstance(a, torch.Tensor) else a for a in args)
-            torch.cuda.synchronize(there)
+        for gpu in (torch.device("cuda", 0), torch.device("cuda", 1)):
+            stream = torch.cuda.Stream(gpu)
+            moved = tuple(a.to(gpu, copy=True) if isinstance(a, torch.Tensor) else a for a in args)
+            torch.cuda.synchronize(gpu)
             with torch.cuda.stream(stream), torch.cuda.device(0):
                 out = getattr(torch.ops.attnkit, name)(*moved, **kwargs)
                 assert torch.cuda.current_device() == 0
             stream.synchronize()
             outs = [] if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
-            verdict(f"{name} {index} on {there}", op, [o.cpu() for o in (*mutated(op, moved), *outs)], args, kwargs)
+            verdict(f"{name} {index} on {gpu}", op, [o.cpu() for o in (*mutated(op, moved), *outs)], args, kwargs)

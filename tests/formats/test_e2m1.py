@@ -26,12 +26,12 @@ def theirs(values: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sixteen_codes(dtype):
     codes = torch.arange(16, dtype=torch.uint8)
-    numbers = e2m1.decode(codes, dtype)
+    decoded = e2m1.decode(codes, dtype)
     expected = codes.numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    assert numbers.dtype == dtype
-    assert numbers.double().numpy().tobytes() == expected.tobytes()  # Signs of zero included.
+    assert decoded.dtype == dtype
+    assert decoded.double().numpy().tobytes() == expected.tobytes()  # Signs of zero included.
     assert np.array(e2m1.VALUES).tobytes() == expected.tobytes()
-    assert torch.equal(e2m1.encode(numbers), codes)
+    assert torch.equal(e2m1.encode(decoded), codes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

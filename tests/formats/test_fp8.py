@@ -24,7 +24,7 @@ def ml_e4m3(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(codes.copy())
 
 
-def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit, any NaN equal to any other."""
     nan = a.isnan()
     signs = torch.equal(torch.signbit(a)[~nan], torch.signbit(b)[~nan])
@@ -36,8 +36,8 @@ def test_e4m3_decodes_all_256_bytes(dtype):
     got = fp8.e4m3_decode(BYTES, dtype)
     theirs = BYTES.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     assert got.dtype == dtype
-    assert same_numbers(got.double(), torch.from_numpy(theirs))
-    assert same_numbers(got, BYTES.view(torch.float8_e4m3fn).to(dtype))
+    assert same_values(got.double(), torch.from_numpy(theirs))
+    assert same_values(got, BYTES.view(torch.float8_e4m3fn).to(dtype))
     number = ~got.isnan()
     assert torch.equal(fp8.e4m3_encode(got)[number], BYTES[number])
     assert BYTES[~number].tolist() == list(NAN_CODES)
@@ -45,10 +45,10 @@ def test_e4m3_decodes_all_256_bytes(dtype):
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32), ids=str)
 def test_e4m3_encodes_every_midpoint_and_its_neighbours(dtype):
-    numbers = fp8.e4m3_decode(BYTES[:127], torch.float64)  # 0 to 448.
-    mid = (numbers[:-1] + numbers[1:]) / 2
+    decoded = fp8.e4m3_decode(BYTES[:127], torch.float64)  # 0 to 448.
+    mid = (decoded[:-1] + decoded[1:]) / 2
     ends = torch.tensor([456.0, 464.0], dtype=torch.float64)  # 464 is where 480 would begin.
-    at = torch.cat((numbers, mid, ends)).to(dtype)
+    at = torch.cat((decoded, mid, ends)).to(dtype)
     below = torch.nextafter(at, torch.full_like(at, -1.0))
     above = torch.nextafter(at, torch.full_like(at, 1e9))
     x = torch.cat((at, below, above))
@@ -64,8 +64,8 @@ def test_e4m3_encodes_every_midpoint_and_its_neighbours(dtype):
     # The even byte is the middle's; one step either side decides for the nearest.
     i = torch.arange(126)
     assert torch.equal(fp8.e4m3_encode(mid.to(dtype)).int(), i + i % 2)
-    assert torch.equal(fp8.e4m3_encode(torch.nextafter(mid.to(dtype), numbers[:-1].to(dtype))).int(), i)
-    assert torch.equal(fp8.e4m3_encode(torch.nextafter(mid.to(dtype), numbers[1:].to(dtype))).int(), i + 1)
+    assert torch.equal(fp8.e4m3_encode(torch.nextafter(mid.to(dtype), decoded[:-1].to(dtype))).int(), i)
+    assert torch.equal(fp8.e4m3_encode(torch.nextafter(mid.to(dtype), decoded[1:].to(dtype))).int(), i + 1)
 
 
 def test_e4m3_encodes_every_half_precision_number():
@@ -96,11 +96,11 @@ def test_e4m3_where_ml_dtypes_and_torch_differ_by_intent():
 
 def test_ue8m0_decodes_all_256_bytes():
     theirs = torch.from_numpy(BYTES.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64))
-    assert same_numbers(fp8.ue8m0_decode(BYTES, torch.float64), theirs)
-    assert same_numbers(fp8.ue8m0_decode(BYTES), BYTES.view(torch.float8_e8m0fnu).float())
-    assert same_numbers(fp8.ue8m0_decode(BYTES, torch.bfloat16).double(), theirs)
+    assert same_values(fp8.ue8m0_decode(BYTES, torch.float64), theirs)
+    assert same_values(fp8.ue8m0_decode(BYTES), BYTES.view(torch.float8_e8m0fnu).float())
+    assert same_values(fp8.ue8m0_decode(BYTES, torch.bfloat16).double(), theirs)
     half = fp8.ue8m0_decode(BYTES, torch.float16).double()
-    assert same_numbers(half[103:143], theirs[103:143])  # 2^-24 to 2^15, the range of float16.
+    assert same_values(half[103:143], theirs[103:143])  # 2^-24 to 2^15, the range of float16.
     inverse = fp8.ue8m0_reciprocal(BYTES, torch.float64)
     assert torch.equal((inverse * theirs)[:255], torch.ones(255, dtype=torch.float64))
     assert inverse[255].isnan()
@@ -179,9 +179,9 @@ def test_blocks_against_numpy(dtype, block, rounding):
     scaled = np.clip(wide / 2.0 ** (bytes_[..., None] - 127.0), -448, 448)
     expected = scaled.astype(ml_dtypes.float8_e4m3fn)
     assert codes.tolist() == expected.view(np.uint8).reshape(6, -1).tolist()
-    numbers = expected.astype(np.float64) * 2.0 ** (bytes_[..., None] - 127.0)
+    decoded = expected.astype(np.float64) * 2.0 ** (bytes_[..., None] - 127.0)
     got = fp8.dequantize(codes, scale, block=block, dtype=torch.float64)
-    assert got.tolist() == numbers.reshape(6, -1).tolist()
+    assert got.tolist() == decoded.reshape(6, -1).tolist()
     for out in DTYPES:
         rounded = fp8.dequantize(codes, scale, block=block, dtype=out)
         assert rounded.dtype == out and torch.equal(rounded, got.to(out))
@@ -192,9 +192,9 @@ def test_blocks_against_numpy(dtype, block, rounding):
 def test_quantize_is_idempotent_in_value(seed, shift, rounding):
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 64, generator=gen, dtype=torch.float64).mul(2.0**shift).float()
-    once = fp8.dequantize(*fp8.quantize(x, rounding=rounding))
-    codes, scale = fp8.quantize(once, rounding=rounding)
-    assert same_numbers(fp8.dequantize(codes, scale), once)
+    first = fp8.dequantize(*fp8.quantize(x, rounding=rounding))
+    codes, scale = fp8.quantize(first, rounding=rounding)
+    assert same_values(fp8.dequantize(codes, scale), first)
     # The bytes settle with the second encoding: an amax that rounds down to 224 halves its scale.
     again = fp8.quantize(fp8.dequantize(codes, scale), rounding=rounding)
     assert torch.equal(again[0], codes) and torch.equal(again[1], scale)
@@ -213,7 +213,7 @@ def test_blocks_of_zeros_nan_and_infinity():
     assert codes[2].tolist() == [0xFE] + [0] * 31
     assert set(codes[3].tolist()) == {0x7F}
     back = fp8.dequantize(codes, scale)
-    assert same_numbers(back[0], x[0]) and back[1, 0].isnan() and back[1, 1] == 448
+    assert same_values(back[0], x[0]) and back[1, 0].isnan() and back[1, 1] == 448
     assert fp8.dequantize(codes[:1], scale[:1] | 255).isnan().all()
 
 

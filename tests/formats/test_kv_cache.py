@@ -67,13 +67,13 @@ def test_parts_of_a_row(format, dtype):
     nope = x[:, :448]
     if format == "fp8":
         codes, scale = fp8.quantize(nope, block=64)
-        numbers = fp8.dequantize(codes, scale, block=64, dtype=torch.float64)
+        values = fp8.dequantize(codes, scale, block=64, dtype=torch.float64)
     elif format == "nvfp4":
         codes, scale = nvfp4.quantize(nope, gs)
-        numbers = nvfp4.dequantize(codes, scale, gs, torch.float64)
+        values = nvfp4.dequantize(codes, scale, gs, torch.float64)
     else:
         codes, scale = mxfp4.quantize(nope)
-        numbers = mxfp4.dequantize(codes, scale, torch.float64)
+        values = mxfp4.dequantize(codes, scale, torch.float64)
     rope = x[:, 448:].to(torch.bfloat16)
     little = rope.view(torch.int16).numpy().astype("<i2").tobytes()
     layout = kv_cache.row_layout(format, D, ROPE)
@@ -82,7 +82,7 @@ def test_parts_of_a_row(format, dtype):
     assert torch.equal(rows[:, layout.scales : layout.end], scale)
     assert not rows[:, layout.end :].any()
     back = kv_cache.decode_rows(rows, format, D, ROPE, gs, torch.float64)
-    assert torch.equal(back, torch.cat((numbers, rope.double()), dim=-1))
+    assert torch.equal(back, torch.cat((values, rope.double()), dim=-1))
     default = kv_cache.decode_rows(rows, format, D, ROPE, gs)
     assert default.dtype == torch.bfloat16
     narrow = kv_cache.decode_rows(rows, format, D, ROPE, gs, torch.float32)
@@ -104,8 +104,8 @@ def test_rows_are_a_fixed_point(format, seed, shift, scaled):
     x = sample(3, seed=seed % 997) * 2.0**shift
     gs = nvfp4.global_scale(x) if format == "nvfp4" and scaled else None
     rows = kv_cache.encode_rows(x, format, ROPE, gs)
-    once = kv_cache.decode_rows(rows, format, D, ROPE, gs)
-    again = kv_cache.encode_rows(once, format, ROPE, gs)
+    first = kv_cache.decode_rows(rows, format, D, ROPE, gs)
+    again = kv_cache.encode_rows(first, format, ROPE, gs)
     twice = kv_cache.decode_rows(again, format, D, ROPE, gs)
     if format == "nvfp4":
         # A subnormal block scale has too few bits to be found again; none may hide the others.
@@ -113,9 +113,9 @@ def test_rows_are_a_fixed_point(format, seed, shift, scaled):
         keep = (scales >= 8) | (scales == 0)
         assert torch.equal(again[:, 352:380][keep], scales[keep])
         channels = torch.cat((keep.repeat_interleave(16, -1), torch.ones(3, ROPE) == 1), dim=-1)
-        assert torch.equal(twice[channels], once[channels])
+        assert torch.equal(twice[channels], first[channels])
     else:
-        assert torch.equal(twice, once)
+        assert torch.equal(twice, first)
         assert torch.equal(kv_cache.encode_rows(twice, format, ROPE, gs), again)
 
 

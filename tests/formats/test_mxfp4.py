@@ -90,13 +90,13 @@ def test_idempotent(seed, shift, rounding):
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 64, generator=gen, dtype=torch.float64).mul(2.0**shift).float()
     packed, scale = mxfp4.quantize(x, rounding)
-    once = mxfp4.dequantize(packed, scale)
-    again, scale_again = mxfp4.quantize(once, rounding)
-    assert torch.equal(mxfp4.dequantize(again, scale_again), once)
+    first = mxfp4.dequantize(packed, scale)
+    again, scale_again = mxfp4.quantize(first, rounding)
+    assert torch.equal(mxfp4.dequantize(again, scale_again), first)
     # With "ceil" a block whose amax rounds to 3 halves its scale; then the bytes have settled.
     settled = packed, scale
     if rounding == "ceil":
-        settled, (again, scale_again) = (again, scale_again), mxfp4.quantize(once, rounding)
+        settled, (again, scale_again) = (again, scale_again), mxfp4.quantize(first, rounding)
     assert torch.equal(again, settled[0]) and torch.equal(scale_again, settled[1])
 
 

@@ -87,8 +87,8 @@ def test_the_order_of_operations_shows():
 def test_amax_is_divided_by_six():
     """Beside the ties of the block scale, a product with float32's 1/6 gives other scales."""
     bytes_ = torch.arange(8, 127, dtype=torch.uint8)
-    numbers = fp8.e4m3_decode(bytes_)
-    ties = (numbers[:-1] + numbers[1:]) / 2  # (118,)
+    values = fp8.e4m3_decode(bytes_)
+    ties = (values[:-1] + values[1:]) / 2  # (118,)
     gs = torch.tensor(2688.0) / torch.tensor([[3.7], [0.11], [955.0]])  # (3, 1)
     amax = (6 * ties / gs).reshape(3, -1, 1) * (1 + torch.arange(-3, 4) * 2.0**-23)
     gs = gs[:, :, None].expand(amax.shape)  # (3, 118, 7)

@@ -17,7 +17,7 @@ def angles(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(shape, generator=gen, dtype=torch.float64) * 6.3
 
 
-def turn(x: torch.Tensor, theta: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rotate(x: torch.Tensor, theta: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Float64 (..., R) times e^(i theta), the pair as real and imaginary part."""
     half = x.shape[-1] // 2
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
@@ -41,7 +41,7 @@ def test_is_multiplication_by_a_unit_number(dtype, trailing, inverse, interleave
     assert got.dtype == dtype and torch.equal(x, before)
     rotated, copied = (slice(8, 24), slice(0, 8)) if trailing else (slice(0, 16), slice(16, 24))
     assert torch.equal(got[..., copied], x[..., copied])
-    exact = turn(x[..., rotated].double(), -theta if inverse else theta, interleaved)
+    exact = rotate(x[..., rotated].double(), -theta if inverse else theta, interleaved)
     error = (got[..., rotated].double() - exact).abs().max()
     # Rounded tables, two products and a sum in the table's dtype; then the store.
     bound = 4 * torch.finfo(table).eps + torch.finfo(dtype).eps
@@ -70,11 +70,11 @@ def test_inverse_undoes(seed, interleaved, trailing, half):
     x = torch.randn(4, 16, generator=gen)
     theta = angles(4, half, seed=seed)
     cos, sin = theta.cos().float(), theta.sin().float()
-    there = rope.apply(x, cos, sin, interleaved=interleaved, trailing=trailing)
-    back = rope.apply(there, cos, sin, interleaved=interleaved, inverse=True, trailing=trailing)
+    rotated_x = rope.apply(x, cos, sin, interleaved=interleaved, trailing=trailing)
+    back = rope.apply(rotated_x, cos, sin, interleaved=interleaved, inverse=True, trailing=trailing)
     assert (back - x).abs().max() <= 8 * torch.finfo(torch.float32).eps * x.abs().max()
     # Pairs keep their length.
-    assert torch.allclose(there.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
+    assert torch.allclose(rotated_x.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
 
 
 def test_broadcast_strided_and_empty():

@@ -76,23 +76,23 @@ def decode(
     )
     sink, kv_len = normal(3, Hq, dtype=F32), torch.tensor(lengths, dtype=torch.int32)
     kv_start = (kv_len // 3) if start else None
-    mine = slice(dist.get_rank() * S // world, (dist.get_rank() + 1) * S // world)
-    got = distributed.cp_decode(*here(q, k[:, :, mine], v[:, :, mine], kv_len, sink, kv_start), **options)
+    shard = slice(dist.get_rank() * S // world, (dist.get_rank() + 1) * S // world)
+    got = distributed.cp_decode(*here(q, k[:, :, shard], v[:, :, shard], kv_len, sink, kv_start), **options)
     judged("sdpa_decode", list(got), (q, k, v, kv_len, sink, kv_start), options)
 
 
 def experts(world: int, sizes: Sizes, tokens: str, count: int, **changes: Any) -> None:
     """``count`` tokens in all; of "own" ones rank 0 has two more than the others, and some ask one process alone."""
     args, kwargs = routed(count, **changes)
-    mine = local_experts(world, args)
+    shard = local_experts(world, args)
     if tokens == "replicated":
-        got = distributed.ep_moe(*here(*mine), **kwargs)
+        got = distributed.ep_moe(*here(*shard), **kwargs)
     else:
         rank = dist.get_rank()
         ends = [count - (world - 1 - r) * max((count - 2) // world, 0) for r in range(world)]
         begin, end = [0, *ends][rank], ends[rank]
-        own = (t[begin:end] for t in mine[:3])
-        part = distributed.ep_moe(*here(*own, *mine[3:]), tokens="own", **kwargs)
+        own = (t[begin:end] for t in shard[:3])
+        part = distributed.ep_moe(*here(*own, *shard[3:]), tokens="own", **kwargs)
         padded = part.new_zeros(count, *part.shape[1:])
         padded[begin:end] = part
         dist.all_reduce(padded)  # the others have zeros there
@@ -185,11 +185,11 @@ class Issued(TorchDispatchMode):
 def issued() -> dict[str, list[str]]:
     q, k, v = (normal(i, *shape) for i, shape in enumerate(((2, 4, 16), (2, 2, 8, 16), (2, 2, 8, 16))))
     args, kwargs = routed(8)
-    mine = local_experts(2, args)
+    shard = local_experts(2, args)
     calls = {
         "decode": lambda: distributed.cp_decode(q, k, v, torch.tensor([16, 3], dtype=torch.int32)),
-        "replicated": lambda: distributed.ep_moe(*mine, **kwargs),
-        "own": lambda: distributed.ep_moe(*mine, tokens="own", **kwargs),
+        "replicated": lambda: distributed.ep_moe(*shard, **kwargs),
+        "own": lambda: distributed.ep_moe(*shard, tokens="own", **kwargs),
     }
     found = {}
     for name, call in calls.items():

@@ -202,8 +202,8 @@ def test_a_step_to_capture_reads_vllms_own_memory_and_is_bounded_by_the_model():
     given = (batch.step.cu_seqlens_q, batch.table, batch.step.kv_len)
     step = steps.Step.of(2, *given, 1, 31).to_capture(given, 3000)
     assert step.max_seqlen_k == 4096 and step.single
-    mine = (step.cu_seqlens_q, step.block_table, step.kv_len)
-    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(mine, given, strict=True))
+    tensors = (step.cu_seqlens_q, step.block_table, step.kv_len)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(tensors, given, strict=True))
     long = (*given[:2], given[2].long())
     with pytest.raises(UnsupportedError, match="seq_lens is torch.int64 where a CUDA graph is captured"):
         steps.Step.of(2, *long, 1, 31).to_capture(long, 3000)

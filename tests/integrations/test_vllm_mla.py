@@ -137,8 +137,8 @@ def test_shares_of_the_rows_merge_by_the_natural_lse():
     for rank in range(2):
         share = Cache([len(rows[rank::2]) for rows in whole.rows])
         for b, rows in enumerate(whole.rows):
-            mine = rows[rank::2]
-            steps.store_latents(mine[:, :RANK], mine[:, None, RANK:], share.memory, share.slots(b, 0, len(mine)))
+            local = rows[rank::2]
+            steps.store_latents(local[:, :RANK], local[:, None, RANK:], share.memory, share.slots(b, 0, len(local)))
         parts.append(steps.decode_latents(layer_of(), q, share.memory, share.table, share.kv_len))
     out, lse = (torch.stack(t) for t in zip(*parts, strict=True))
     assert lse[1, 1].eq(-torch.inf).all()

@@ -71,11 +71,11 @@ def test_the_first_product_of_experts_writes_codes():
 def test_attention_leaves_codes():
     """P6: normalised, rotated and packed in the epilogue."""
     case, angle = pro(), torch.rand(4, 32, generator=torch.Generator().manual_seed(0))
-    turned = dict(cos=angle.cos(), sin=angle.sin())
+    rotated = dict(cos=angle.cos(), sin=angle.sin())
     result = A.sparse_fmha_with_swa(**case)[0]
     apart = counted(A.sparse_fmha_with_swa, **case)
-    apart += counted(A.inverse_rope_fp4, result, *turned.values(), format="nvfp4", global_scale=NVFP4)
-    fused = counted(A.sparse_fmha_inverse_rope_fp4, **case, **turned, o_format="nvfp4", o_global=NVFP4)
+    apart += counted(A.inverse_rope_fp4, result, *rotated.values(), format="nvfp4", global_scale=NVFP4)
+    fused = counted(A.sparse_fmha_inverse_rope_fp4, **case, **rotated, o_format="nvfp4", o_global=NVFP4)
     assert (len(apart), len(fused)) == (2, 1)
     assert total(fused, "written") == 4 * 128 * (512 // 2 + 512 // 16) < total(apart, "written") / 4
     for name in ("read", "instructions"):

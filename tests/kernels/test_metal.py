@@ -24,17 +24,17 @@ from torch_attnkit.sim.metal.lint import lint
 pytestmark = pytest.mark.simulator
 
 
-def odd(t: torch.Tensor, offset: int = 1, room: int = 1) -> torch.Tensor:
-    """``t`` in a poisoned buffer, its rows ``room`` elements further apart and ``offset`` elements in."""
-    buffer = poison((t[..., 0].numel() * (t.shape[-1] + room) + offset,), t.dtype, "cpu")
-    steps = [t.stride(i) // t.shape[-1] * (t.shape[-1] + room) for i in range(t.dim() - 1)]
+def odd(t: torch.Tensor, offset: int = 1, padding: int = 1) -> torch.Tensor:
+    """``t`` in a poisoned buffer, its rows ``padding`` elements further apart and ``offset`` elements in."""
+    buffer = poison((t[..., 0].numel() * (t.shape[-1] + padding) + offset,), t.dtype, "cpu")
+    steps = [t.stride(i) // t.shape[-1] * (t.shape[-1] + padding) for i in range(t.dim() - 1)]
     return buffer.as_strided(t.shape, (*steps, 1), offset).copy_(t)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("offset", "room"), [(1, 1), (2, 4), (4, 3)])
-def test_rows_that_no_vector_can_read(dtype: torch.dtype, offset: int, room: int):
-    strided = lambda seed, *shape: odd(normal(seed, *shape, dtype=dtype), offset, room)
+@pytest.mark.parametrize(("offset", "padding"), [(1, 1), (2, 4), (4, 3)])
+def test_rows_that_no_vector_can_read(dtype: torch.dtype, offset: int, padding: int):
+    strided = lambda seed, *shape: odd(normal(seed, *shape, dtype=dtype), offset, padding)
     q, k, v = strided(0, 2, 4, 64), strided(1, 2, 2, 40, 64), strided(2, 2, 2, 40, 80)
     compare("sdpa_decode", (q, k, v, ints(40, 7)))
     q, k, v = strided(0, 2, 9, 4, 64), strided(1, 2, 20, 2, 64), strided(2, 2, 20, 2, 80)
@@ -55,7 +55,7 @@ def test_one_offset_more_does_not_need_another_plan():
     launch = dispatch.build(op, op.bind((y, z, w, 1e-6)), METAL)
     want, got = torch.empty_like(z), torch.empty_like(z)
     launch(y, z, w, 1e-6, want)
-    launch(odd(y, room=0), z, w, 1e-6, got)
+    launch(odd(y, padding=0), z, w, 1e-6, got)
     assert torch.equal(got, want)  # sums in another order, to float32's bits: none of them moves a rounding to float16
 
 

@@ -188,8 +188,8 @@ def test_a_missing_barrier_is_seen(name: str, index: int, monkeypatch: pytest.Mo
 
     def without(source: str, defines: dict[str, Any]) -> str:
         text = original(source, defines)
-        place = list(BARRIER.finditer(text))[index]
-        return text[: place.start()] + ";" + text[place.end() :]
+        barrier = list(BARRIER.finditer(text))[index]
+        return text[: barrier.start()] + ";" + text[barrier.end() :]
 
     monkeypatch.setattr(library, "source", without)
     # Counters that are added up by atomic operations are no race, but with wrong ones places are chosen past the K-th.

@@ -18,7 +18,7 @@ from torch_attnkit.core import dispatch
 from torch_attnkit.core.support import support
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import known_answer, library, report
-from torch_attnkit.parity import command, judge, places
+from torch_attnkit.parity import command, judge, runners
 from torch_attnkit.sim import metal
 
 pytestmark = pytest.mark.simulator
@@ -83,10 +83,10 @@ class NoGpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
-    """Puts something behind the seam of Metal, in place of a Mac's GPU; its tensors lie on the CPU."""
+    """Puts something in the place of Metal's runtime; its tensors lie on the CPU."""
 
     def put(backend: Any) -> None:
-        monkeypatch.setattr(library.seams, "backend", lambda arch, simulated: backend)
+        monkeypatch.setattr(library.runtimes, "of", lambda arch, simulated: backend)
         library._compile.cache_clear()
         known_answer.wrong.__globals__["library"]._compile.cache_clear()
 
@@ -107,7 +107,7 @@ def test_a_gpu_that_does_not_compile(gpu):
 
 @pytest.fixture
 def mac(gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A machine whose mps device is the simulator: everything above the seam runs as it would on a Mac."""
+    """A machine whose mps device is the simulator: everything above the runtime runs as it would on a Mac."""
     monkeypatch.chdir(tmp_path)
     original = judge.run
 
@@ -115,10 +115,10 @@ def mac(gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert device == "mps"
         return original(case, "cpu", layout)
 
-    monkeypatch.setattr(command, "here", lambda archs: [places.Place("mps", "Apple M1", Target("metal"))])
+    monkeypatch.setattr(command, "here", lambda archs: [runners.Runner("mps", "Apple M1", Target("metal"))])
     monkeypatch.setattr(command, "simulators", dict)
     monkeypatch.setattr(judge, "run", run)
-    monkeypatch.setattr(command, "covering_first", lambda place, row: covering_first(place, row)[:3])
+    monkeypatch.setattr(command, "covering_first", lambda runner, row: covering_first(runner, row)[:3])
     wrong = known_answer.wrong
     monkeypatch.setattr(known_answer, "wrong", lambda target, device: wrong(target, "cpu"))
     monkeypatch.setattr(report, "sysctl", lambda name: {"hw.model": "MacBookPro17,1"}.get(name, "unknown"))
@@ -156,8 +156,8 @@ def test_every_row_of_a_report_has_its_share_of_the_time(mac: Path, gpu, monkeyp
 
 def test_a_report_begins_with_the_cases_that_a_simulator_runs():
     op, index, kernel, arch = next(r for r in support("metal") if r[0].name == "sdpa_decode")
-    place = places.Place("mps", "Apple M1", Target("metal"))
-    found = covering_first(place, (op, index, kernel, arch))
+    runner = runners.Runner("mps", "Apple M1", Target("metal"))
+    found = covering_first(runner, (op, index, kernel, arch))
     first = parity.cases(op, index, arch, covering=True)
     assert [run[0] for run in found[: 2 * len(first) : 2]] == first
     assert {run[0] for run in found} == {*parity.cases(op, index, arch), *first}

@@ -236,8 +236,8 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("row", [True, False])
 def test_bad_input_is_named(bad, row):
-    change, error, words = BAD[bad]
+    change, error, message = BAD[bad]
     qkv, *_ = case(0, 5, 7, dtype=torch.float32)
     with pytest.raises(error) as caught:
         op(**{**dict(zip("qkv", qkv, strict=True)), "softcap": 0.0 if row else 1.0, **change})
-    assert str(caught.value).startswith("flash_attention: ") and words in str(caught.value)
+    assert str(caught.value).startswith("flash_attention: ") and message in str(caught.value)

@@ -125,7 +125,7 @@ def test_a_cache_as_vllm_holds_it():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (dict(cu_seqlens_q=torch.tensor([0, 4, 3]).int()), "cu_seqlens_q is [0, 4, 3], accepted: offsets that start"),
         (dict(cu_seqlens_q=torch.tensor([0, 3, 9]).int()), "cu_seqlens_q ends at 9, accepted: at most the 4 tokens"),
@@ -140,12 +140,12 @@ def test_a_cache_as_vllm_holds_it():
         (dict(k_cache=torch.zeros(5, 0, Hkv, D), v_cache=torch.zeros(5, 0, Hkv, Dv)), "Ps must be at least 1"),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_named(change, words):
+def test_what_is_refused_is_named(change, message):
     (q, k, v, cu, table, n), _ = case(1, [3, 1], [4, 8], 4, dtype=torch.float32)
     given = dict(q=q, k_cache=k, v_cache=v, cu_seqlens_q=cu, block_table=table, kv_len=n)
     with pytest.raises(ValueError) as caught:
         op(**(given | change))
-    assert str(caught.value).startswith("flash_attention_paged: ") and words in str(caught.value)
+    assert str(caught.value).startswith("flash_attention_paged: ") and message in str(caught.value)
 
 
 def test_the_whole_graph_compiles():

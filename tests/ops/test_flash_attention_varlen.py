@@ -126,9 +126,9 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_named(bad):
-    change, error, words = BAD[bad]
+    change, error, message = BAD[bad]
     args, _ = case(0, [3, 2], [2, 4], dtype=torch.float32)
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
     with pytest.raises(error) as caught:
         op(**{**dict(zip(names, args, strict=True)), **change})
-    assert str(caught.value).startswith("flash_attention_varlen: ") and words in str(caught.value)
+    assert str(caught.value).startswith("flash_attention_varlen: ") and message in str(caught.value)

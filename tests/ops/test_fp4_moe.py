@@ -16,17 +16,17 @@ mxfp4_q, mxfp4_dq = torch.ops.attnkit.mxfp4_quantize, torch.ops.attnkit.mxfp4_de
 
 def _coded(w, format, layout, scale=None):
     """Experts' matrices (E, M, K) to codes, scales in the layout, and the float64 numbers they stand for."""
-    codes, scales, numbers = [], [], []
+    codes, scales, values = [], [], []
     for e, matrix in enumerate(w):
         g = () if scale is None else (scale[e],)
         c, s = nvfp4_q(matrix, *g) if format == "nvfp4" else mxfp4_q(matrix)
-        numbers.append(
+        values.append(
             nvfp4_dq(c, s, *g, dtype=torch.float64) if format == "nvfp4" else mxfp4_dq(c, s, dtype=torch.float64)
         )
         quantize = nvfp4_q if format == "nvfp4" else mxfp4_q
         scales.append(s if layout == "linear" else quantize(matrix, *g, scale_layout=layout)[1])
         codes.append(c)
-    return torch.stack(codes), torch.stack(scales), torch.stack(numbers)
+    return torch.stack(codes), torch.stack(scales), torch.stack(values)
 
 
 def _inputs(
@@ -44,9 +44,9 @@ def _inputs(
     ), (n13, n2)  # fmt: skip
 
 
-def _formula(a, numbers, *, swiglu="silu", alpha=1.702, limit=math.inf, interleaved=False, see=lambda v, g: v, **_):
+def _formula(a, values, *, swiglu="silu", alpha=1.702, limit=math.inf, interleaved=False, see=lambda v, g: v, **_):
     """The contract token by token in float64; ``see`` is what the products see of x and h."""
-    n13, n2 = numbers
+    n13, n2 = values
     x, out = see(a["x"], a.get("x_global")).double(), torch.zeros(a["x"].shape, dtype=torch.float64)
     for t in range(len(x)):
         for weight, e in zip(a["weights"][t].tolist(), a["indices"][t].tolist(), strict=True):
@@ -93,13 +93,13 @@ def _close(got, want):
 )
 def test_equals_the_formula_for_every_combination(tokens, n, m, experts, k, format, layout, gate, bias, scaled, seed):
     scaled = scaled and format == "nvfp4"
-    a, numbers = _inputs(tokens, n, m, experts, k, format=format, layout=layout, scaled=scaled, seed=seed)
+    a, values = _inputs(tokens, n, m, experts, k, format=format, layout=layout, scaled=scaled, seed=seed)
     if "13" in bias:
         a["bias13"] = torch.randn(experts, 2 * m, dtype=torch.float64)
     if "2" in bias.split():
         a["bias2"] = torch.randn(experts, n, dtype=torch.float64)
     unbounded = dict(limit=math.inf) if gate["limit"] is None else {}
-    _close(op(**a, format=format, scale_layout=layout, **gate), _formula(a, numbers, **gate | unbounded))
+    _close(op(**a, format=format, scale_layout=layout, **gate), _formula(a, values, **gate | unbounded))
 
 
 def _mxfp8(v, g):
@@ -122,10 +122,10 @@ SEES = {
 @pytest.mark.parametrize("scaled", [False, True])
 def test_quantised_activations_are_the_numbers_that_their_codes_stand_for(activations, format, scaled):
     """Codes come from the float32 values of x and h, so float64 and float32 runs meet the same ones."""
-    a, numbers = _inputs(16, format=format, dtype=torch.float32)
+    a, values = _inputs(16, format=format, dtype=torch.float32)
     if scaled and activations == "nvfp4":
         a |= dict(x_global=torch.tensor(600.0), h_global=torch.tensor(1000.0))
-    want = _formula(a, numbers, see=SEES[activations])
+    want = _formula(a, values, see=SEES[activations])
     exact = op(**(a | dict(x=a["x"].double())), format=format, activations=activations)
     _close(exact, want)
     # In float32 h may fall on the other side of a rounding boundary, which no element does here.
@@ -136,8 +136,8 @@ def test_quantised_activations_are_the_numbers_that_their_codes_stand_for(activa
 
 
 def test_an_activation_of_another_number_of_bits_moves_the_result_by_that_much():
-    a, numbers = _inputs(16, dtype=torch.float32)
-    want = _formula(a, numbers)
+    a, values = _inputs(16, dtype=torch.float32)
+    want = _formula(a, values)
     error = {
         kind: ((op(**a, activations=kind).double() - want).norm() / want.norm()).item() for kind in ("none", *SEES)
     }
@@ -156,9 +156,9 @@ def test_one_expert_of_weight_one_is_a_dense_mlp():
 def test_renaming_the_experts_changes_nothing(dtype):
     a, _ = _inputs(9, experts=5, k=3, dtype=dtype, scaled=True)
     order = torch.randperm(5)
-    place = torch.cat((order.argsort(), torch.tensor([-1])))  # where each expert went; -1 stays
+    position = torch.cat((order.argsort(), torch.tensor([-1])))  # where each expert went; -1 stays
     b = a | {n: a[n][order] for n in ("w13", "w13_scale", "w2", "w2_scale", "w13_global", "w2_global")}
-    b["indices"] = place[a["indices"].long()].int()
+    b["indices"] = position[a["indices"].long()].int()
     assert torch.equal(op(**b), op(**a))
 
 
@@ -194,14 +194,14 @@ def test_experts_without_tokens_are_not_looked_at():
 
 
 def test_padding_of_swizzled_scales_is_not_looked_at():
-    a, numbers = _inputs(layout="128x4")
+    a, values = _inputs(layout="128x4")
     for name, rows, columns in (("w13_scale", 64, 4), ("w2_scale", 64, 2)):
         at = torch.zeros(128, 4, dtype=torch.bool)
         for m in range(rows):
             for k in range(columns):
                 at.view(-1)[m % 32 * 16 + m // 32 * 4 + k] = True
         a[name][:, ~at] = 0x7F
-    _close(op(**a, scale_layout="128x4"), _formula(a, numbers))
+    _close(op(**a, scale_layout="128x4"), _formula(a, values))
 
 
 def test_the_hidden_activation_is_rounded_to_the_model_dtype():
@@ -234,9 +234,9 @@ def test_no_tokens_and_no_choices(tokens, k):
     assert torch.equal(op(**a), torch.zeros(tokens, 64, dtype=torch.float64))
 
 
-def _refused(kind, words, change, **kwargs):
+def _refused(kind, message, change, **kwargs):
     a, _ = _inputs(dtype=torch.float32)
-    with pytest.raises(kind, match=f"^fp4_moe: {words}"):
+    with pytest.raises(kind, match=f"^fp4_moe: {message}"):
         op(**a | change(a), **kwargs)
 
 
@@ -249,8 +249,8 @@ def test_values_outside_the_contract_are_refused():
     for value, word in ((0.0, "0"), (-2.0, "-2"), (torch.nan, "nan"), (torch.inf, "inf")):
         scale[2] = value
         for name in ("w13_global", "w2_global"):
-            words = rf"{name}\[2\] is {word}, accepted: finite numbers above 0"
-            _refused(ValueError, words, lambda a, name=name: {name: scale})
+            message = rf"{name}\[2\] is {word}, accepted: finite numbers above 0"
+            _refused(ValueError, message, lambda a, name=name: {name: scale})
         _refused(
             ValueError, f"h_global is {word}, accepted", lambda a: dict(h_global=scale[2]), activations="nvfp4"
         )  # fmt: skip

@@ -75,12 +75,12 @@ def test_a_row_of_zeros_gives_zeros():
 def test_bf16_output_of_float32_state_is_rounded_once():
     y, z, w = torch.randn(64, 128), torch.randn(64, 128).bfloat16(), torch.randn(128).bfloat16()
     exact = _formula(y, z, w, 1e-6)
-    once = exact.to(torch.bfloat16)
+    rounded = exact.to(torch.bfloat16)
     out = op(y, z, w)
     # They may differ only where float32 arithmetic crosses a rounding boundary of bf16: rarely, and by one step.
-    differ = out != once
+    differ = out != rounded
     assert differ.float().mean() < 2**-8
-    assert bool(((out.double() - once.double()).abs() <= once.double().abs() * 2**-7).all())
+    assert bool(((out.double() - rounded.double()).abs() <= rounded.double().abs() * 2**-7).all())
 
 
 def test_rows_are_independent_and_strides_do_not_matter():

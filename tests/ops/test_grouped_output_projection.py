@@ -107,8 +107,8 @@ def test_strided_operands():
 
 
 def test_refusals_name_op_argument_found_and_accepted():
-    def refused(kind, words, *args, **kwargs):
-        with pytest.raises(kind, match=f"^grouped_output_projection: {words}"):
+    def refused(kind, message, *args, **kwargs):
+        with pytest.raises(kind, match=f"^grouped_output_projection: {message}"):
             op(*args, **kwargs)
 
     o, w = torch.randn(4, 2, 64), torch.randn(2, 5, 64)

@@ -226,8 +226,8 @@ def test_formats_refuse_what_does_not_belong_to_them():
         op(q, k8, weights, k_len)
 
 
-def _e4m3(*numbers):
-    return torch.tensor(numbers).to(torch.float8_e4m3fn)
+def _e4m3(*values):
+    return torch.tensor(values).to(torch.float8_e4m3fn)
 
 
 def test_tensor_cores_keep_14_bits_of_a_term_below_the_largest():

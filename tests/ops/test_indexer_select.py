@@ -13,7 +13,7 @@ op = torch.ops.attnkit.indexer_select
 ops = torch.ops.attnkit
 
 
-def _numbers(form: str, gen: torch.Generator, *shape: int):
+def _rows(form: str, gen: torch.Generator, *shape: int):
     """Random rows: stored, and their scales or None."""
     x = torch.randn(*shape, generator=gen)
     if form == "none":
@@ -28,7 +28,7 @@ def _numbers(form: str, gen: torch.Generator, *shape: int):
 def test_what_is_chosen_has_the_largest_scores(form, topk):
     """By scores in float64: nothing left out is larger than something chosen, but for roundings of float32 sums."""
     gen = torch.Generator().manual_seed(topk)
-    (q, q_scale), (k, k_scale) = _numbers(form, gen, 6, 8, 64), _numbers(form, gen, 2, 60, 64)
+    (q, q_scale), (k, k_scale) = _rows(form, gen, 6, 8, 64), _rows(form, gen, 2, 60, 64)
     weights, k_len = torch.randn(6, 8, generator=gen), torch.tensor([60, 12, 0, 1, 59, 33], dtype=torch.int32)
     got = op(q, k, weights, k_len, None, None, q_scale, k_scale, format=form, topk=topk)
     args = (q, k, weights, k_len, None, None, q_scale, k_scale)
@@ -53,11 +53,11 @@ def test_it_is_selection_after_scores_and_its_cases_are_exact(shape, features):
     assert torch.equal(got, ops.indexer_topk(scores, args[3], topk=kwargs["topk"]))
     # Exact: as in float64, and no order of adding up has a sum that float32 does not hold.
     assert torch.equal(scores.double(), _in_float64(args, kwargs["format"]))
-    numbers = args[0].shape[-1] * (2 if kwargs["format"] == "mxfp4" else 1)
+    channels = args[0].shape[-1] * (2 if kwargs["format"] == "mxfp4" else 1)
     most = [t.float().abs().max().item() if t is not None and t.numel() else 1 for t in (args[2], args[6], args[7])]
     if kwargs["format"] == "mxfp4":
         most[1:] = 1, 1  # in the numbers already
-    assert numbers * 2 * 2 * args[0].shape[1] * most[0] * most[1] * most[2] < 2**24
+    assert channels * 2 * 2 * args[0].shape[1] * most[0] * most[1] * most[2] < 2**24
 
 
 def _in_float64(args, form: str) -> torch.Tensor:

@@ -65,8 +65,8 @@ def test_it_undoes_the_rotation_of_the_keys():
     """What turned by an angle is turned back by the same angle, to the rounding of float32."""
     o, angle = torch.randn(5, 2, 64, dtype=torch.float64), torch.rand(5, 32, dtype=torch.float64) * 6
     pair = torch.view_as_complex(o.unflatten(-1, (32, 2))) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    turned = torch.view_as_real(pair).flatten(-2).float()
-    codes, scale = op(turned, angle.cos().float(), angle.sin().float())
+    rotated = torch.view_as_real(pair).flatten(-2).float()
+    codes, scale = op(rotated, angle.cos().float(), angle.sin().float())
     want_codes, want_scale = _quantize(o.float(), "nvfp4")
     assert torch.equal(codes, want_codes) and torch.equal(scale, want_scale)  # no number is that near to a midpoint
 
@@ -89,8 +89,8 @@ def test_linear_scales_do_not_depend_on_groups():
 
 
 def test_refusals_name_op_argument_found_and_accepted():
-    def refused(kind, words, *args, **kwargs):
-        with pytest.raises(kind, match=f"^inverse_rope_fp4: {words}"):
+    def refused(kind, message, *args, **kwargs):
+        with pytest.raises(kind, match=f"^inverse_rope_fp4: {message}"):
             op(*args, **kwargs)
 
     o, c = torch.randn(3, 4, 32), torch.rand(3, 8)

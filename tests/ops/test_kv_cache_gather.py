@@ -95,8 +95,8 @@ def test_the_result_is_not_a_view_of_the_cache():
 
 
 def test_refusals_name_op_argument_found_and_accepted():
-    def refused(kind, words, *args, **kwargs):
-        with pytest.raises(kind, match=f"^kv_cache_gather: {words}"):
+    def refused(kind, message, *args, **kwargs):
+        with pytest.raises(kind, match=f"^kv_cache_gather: {message}"):
             op(*args, **kwargs)
 
     cache, slot = torch.zeros(3, 368, dtype=torch.uint8), torch.tensor([0, 2])

@@ -99,14 +99,14 @@ def test_opcheck_of_the_mutation(format, layout):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_nothing_is_written_when_a_slot_is_refused(format):
-    for slot, words in (
+    for slot, message in (
         ([0, 5], r"slot\[1\] is 5, accepted: -1 to 4"),
         ([0, -2], r"slot\[1\] is -2, accepted: -1 to 4"),
         ([3, 3], "slot holds 3 more than once, accepted: distinct values"),
     ):
         cache = _cache(5, format)
         before = cache.clone()
-        with pytest.raises(ValueError, match=f"^kv_cache_write: {words}"):
+        with pytest.raises(ValueError, match=f"^kv_cache_write: {message}"):
             op(torch.randn(2, 512), cache, torch.tensor(slot), format=format)
         assert torch.equal(cache, before)
 
@@ -114,9 +114,9 @@ def test_nothing_is_written_when_a_slot_is_refused(format):
 def test_refusals_name_op_argument_found_and_accepted():
     kv, slot = torch.randn(2, 512), torch.tensor([0, 1])
 
-    def refused(kind, words, cache, kv=kv, slot=slot, gs=None, **kwargs):
+    def refused(kind, message, cache, kv=kv, slot=slot, gs=None, **kwargs):
         before = cache.clone()
-        with pytest.raises(kind, match=f"^kv_cache_write: {words}"):
+        with pytest.raises(kind, match=f"^kv_cache_write: {message}"):
             op(kv, cache, slot, gs, **kwargs)
         assert torch.equal(cache, before)
 

@@ -131,10 +131,10 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_named(bad):
-    change, error, words = BAD[bad]
+    change, error, message = BAD[bad]
     with pytest.raises(error) as caught:
         op(**{**dict(out_partial=torch.zeros(2, 3, 4, 8), lse_partial=torch.zeros(2, 3, 4)), **change})
-    assert str(caught.value).startswith("merge_partials: ") and words in str(caught.value)
+    assert str(caught.value).startswith("merge_partials: ") and message in str(caught.value)
 
 
 @pytest.mark.simulator

@@ -14,7 +14,7 @@ ODD = (0.0, torch.inf, torch.nan)
 D, ROPE = 64, 16
 
 
-def numbers() -> torch.Tensor:
+def values() -> torch.Tensor:
     """(8, 64): of all sizes, zeros of either sign, whole blocks of them, infinities and NaN."""
     x = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
     x[1], x[5], x[2, :16], x[6, ::3] = 0.0, -0.0, 0.0, 0.0
@@ -31,8 +31,8 @@ def made(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
     kv[:, D - ROPE :] = 1.0  # RoPE channels have no scale
     OPS.kv_cache_write(kv, caches[0], slot, scale, format="nvfp4", rope_dim=ROPE)
     OPS.rope_kv_cache_write(x[:, None], kv, caches[1], slot, c, s, scale, format="nvfp4", rope_dim=ROPE)
-    turned = OPS.inverse_rope_fp4(x[:, None], c, s, scale)
-    return [*OPS.nvfp4_quantize(x, scale), *OPS.nvfp4_quantize(x, scale, scale_layout="128x4"), *turned, *caches]
+    rotated = OPS.inverse_rope_fp4(x[:, None], c, s, scale)
+    return [*OPS.nvfp4_quantize(x, scale), *OPS.nvfp4_quantize(x, scale, scale_layout="128x4"), *rotated, *caches]
 
 
 def read(scale: torch.Tensor) -> list[torch.Tensor]:
@@ -49,11 +49,11 @@ def read(scale: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("target", ["metal", "sm90", pytest.param("sm100", marks=pytest.mark.proof)])
 def test_every_target_gives_what_the_definition_gives(target: str, value: float):
     needs(target)
-    x, scale = numbers(), torch.tensor(value)
-    want, numbers_of = made(x, scale), read(scale)
+    x, scale = values(), torch.tensor(value)
+    want, exact_values = made(x, scale), read(scale)
     with on(target):
         assert all(map(torch.equal, made(x, scale), want))
-        for got, exact in zip(read(scale), numbers_of, strict=True):
+        for got, exact in zip(read(scale), exact_values, strict=True):
             assert torch.equal(got.isnan(), exact.isnan())
             assert torch.equal(got.nan_to_num(7.0, torch.inf, -torch.inf), exact.nan_to_num(7.0, torch.inf, -torch.inf))
 

@@ -51,8 +51,8 @@ def test_rows_without_a_slot_are_skipped_and_room_between_rows_stays():
     memory = torch.randn(8, 200).bfloat16()
     before, args[2] = memory.clone(), memory[:, 4:196]
     op(*args)
-    turned = rope.apply(args[1], args[4], args[5], interleaved=True)
-    before[[3, 0, 7], 4:196] = turned[[0, 2, 4]]
+    rotated = rope.apply(args[1], args[4], args[5], interleaved=True)
+    before[[3, 0, 7], 4:196] = rotated[[0, 2, 4]]
     assert torch.equal(memory, before)
 
 
@@ -82,12 +82,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "words", "changes", "kwargs"), REFUSED)
-def test_refusals_name_the_op_and_write_nothing(kind, words, changes, kwargs):
+@pytest.mark.parametrize(("kind", "message", "changes", "kwargs"), REFUSED)
+def test_refusals_name_the_op_and_write_nothing(kind, message, changes, kwargs):
     args = given()
     args = [changes.get(i, a) for i, a in enumerate([*args, None])]
     before = args[2].clone()
-    with pytest.raises(kind, match=f"^rope_kv_cache_write: .*{words}"):
+    with pytest.raises(kind, match=f"^rope_kv_cache_write: .*{message}"):
         op(*args, **dict(format="fp8") | kwargs)
     assert torch.equal(args[2], before)
 

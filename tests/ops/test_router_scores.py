@@ -79,5 +79,5 @@ def test_a_softmax_of_all_logits_is_right(target: str, softmax_first: bool):
     apart = (ranked - ranked[:, :1]).abs()
     assert bool((indices[:, 0] == x.argmax(1)).all()) and bool((ranked[:, 1:] <= ranked[:, :-1]).all())
     # A rounding of the difference counts as often as it is large; results below the normal numbers may be 0.
-    room = want * EPS * (8 + apart) + torch.finfo(torch.float32).tiny
-    assert bool(((weights - want).abs() <= room).all())
+    tolerance = want * EPS * (8 + apart) + torch.finfo(torch.float32).tiny
+    assert bool(((weights - want).abs() <= tolerance).all())

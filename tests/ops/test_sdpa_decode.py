@@ -144,8 +144,8 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_named(bad):
-    change, error, words = BAD[bad]
+    change, error, message = BAD[bad]
     names = ("q", "k_cache", "v_cache", "kv_len")
     with pytest.raises(error) as caught:
         op(**{**dict(zip(names, case(0, dtype=torch.float32), strict=True)), **change})
-    assert str(caught.value).startswith("sdpa_decode: ") and words in str(caught.value)
+    assert str(caught.value).startswith("sdpa_decode: ") and message in str(caught.value)

@@ -122,10 +122,10 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name):
-    change, error, words = BAD[name]
+    change, error, message = BAD[name]
     with pytest.raises(error) as caught:
         bad(change)
-    assert str(caught.value).startswith("sdpa_decode_paged: ") and words in str(caught.value)
+    assert str(caught.value).startswith("sdpa_decode_paged: ") and message in str(caught.value)
 
 
 def test_entries_past_the_length_are_never_looked_at():

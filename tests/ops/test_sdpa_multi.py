@@ -120,8 +120,8 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_named(bad):
-    change, error, words = BAD[bad]
+    change, error, message = BAD[bad]
     args, _ = case(0, 2, dtype=torch.float32)
     with pytest.raises(error) as caught:
         op(**{**dict(zip(("q", "k_cache", "v_cache", "kv_len"), args[:4], strict=True)), **change})
-    assert str(caught.value).startswith("sdpa_multi: ") and words in str(caught.value)
+    assert str(caught.value).startswith("sdpa_multi: ") and message in str(caught.value)

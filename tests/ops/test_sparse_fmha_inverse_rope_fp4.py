@@ -14,7 +14,7 @@ A = torch.ops.attnkit
 NAME = "sparse_fmha_inverse_rope_fp4"
 op = getattr(A, NAME)
 OP = OPS[NAME]
-CALLS = [(shape, features) for shape in parity.shapes(OP) for features in parity.together(OP, tuple(OP.features))]
+CALLS = [(shape, features) for shape in parity.shapes(OP) for features in parity.all_features(OP, tuple(OP.features))]
 CALLS += [(shape, ()) for shape in parity.shapes(OP)]
 
 
@@ -45,14 +45,14 @@ def test_goes_on_into_the_output_projection():
     )  # fmt: skip
     out, *_ = A.sparse_fmha_with_swa(q, kv, end)
     pair = torch.view_as_complex(out[..., 32:].unflatten(-1, (16, 2)).contiguous())
-    turned = torch.view_as_real(pair * torch.polar(torch.ones_like(angle), -angle)[:, None]).flatten(-2)
-    want = torch.einsum("tgk,grk->tgr", torch.cat((out[..., :32], turned), -1).view(5, 2, 128), wo_a)
+    rotated = torch.view_as_real(pair * torch.polar(torch.ones_like(angle), -angle)[:, None]).flatten(-2)
+    want = torch.einsum("tgk,grk->tgr", torch.cat((out[..., :32], rotated), -1).view(5, 2, 128), wo_a)
     assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.98
 
 
 def test_refusals_name_op_argument_found_and_accepted():
-    def refused(kind, words, *args, **kwargs):
-        with pytest.raises(kind, match=f"^{NAME}: {words}"):
+    def refused(kind, message, *args, **kwargs):
+        with pytest.raises(kind, match=f"^{NAME}: {message}"):
             op(*args, **kwargs)
 
     q, kv, c = torch.randn(3, 4, 32), torch.randn(1, 9, 32), torch.rand(3, 8)
@@ -65,8 +65,8 @@ def test_refusals_name_op_argument_found_and_accepted():
     for groups in (0, -1, 3):
         refused(ValueError, "groups must be at least 1 and divide Hq .*Hq=4", q, kv, end, c, c, groups=groups)
     one = torch.ones(())
-    words = "o_global is accepted with o_format 'nvfp4' only"
-    refused(ValueError, words, q, kv, end, c, c, o_global=one, o_format="mxfp4")
+    message = "o_global is accepted with o_format 'nvfp4' only"
+    refused(ValueError, message, q, kv, end, c, c, o_global=one, o_format="mxfp4")
     refused(ValueError, "o_global is -1, accepted: finite numbers above 0", q, kv, end, c, c, o_global=-one)
     refused(ValueError, "global_scale is accepted with format 'nvfp4' only", q, kv, end, c, c, global_scale=one)
     refused(ValueError, "o_format is 'fp8', accepted: nvfp4, mxfp4", q, kv, end, c, c, o_format="fp8")

@@ -335,7 +335,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_named(bad):
-    change, error, words = BAD[bad]
+    change, error, message = BAD[bad]
     with pytest.raises(error) as caught:
         op(**{**case(0, dtype=torch.float32), **change})
-    assert str(caught.value).startswith("sparse_fmha_with_swa: ") and words in str(caught.value)
+    assert str(caught.value).startswith("sparse_fmha_with_swa: ") and message in str(caught.value)

@@ -19,7 +19,7 @@ from torch_attnkit.core.op import Kernel, Op
 from torch_attnkit.core.support import support
 from torch_attnkit.oracle import fp4
 from torch_attnkit.parity import case as parity_case
-from torch_attnkit.parity import places
+from torch_attnkit.parity import runners
 from torch_attnkit.parity.covering import covering, pairs
 from torch_attnkit.parity.extra import spoiled
 from torch_attnkit.warmup import bench_inputs
@@ -133,9 +133,9 @@ def test_every_feature_has_an_effect_alone_and_together(op, index, arch):
     found = ordinary(op, index, arch)
     names = tuple(op.kernels[index].features.split())
     for feature in names:
-        for features in [(feature,), *(s for s in parity.together(op, names) if feature in s)]:
-            mine = [c for c in found if c.features == features]
-            assert any(matters(c, feature) for c in mine), f"{feature} does nothing in {[c.id for c in mine]}"
+        for features in [(feature,), *(s for s in parity.all_features(op, names) if feature in s)]:
+            matching = [c for c in found if c.features == features]
+            assert any(matters(c, feature) for c in matching), f"{feature} does nothing in {[c.id for c in matching]}"
 
 
 @pytest.mark.parametrize(("op", "index", "arch"), SAMPLE, ids=[f"{o.name}-{a}-{i}" for o, i, a in SAMPLE])
@@ -147,14 +147,14 @@ def test_every_feature_set_meets_shapes_with_something_to_see(op, index, arch):
     for features in parity.feature_sets(op, names):
         held = {c.shape for c in found if c.features == features and not c.extra}
         assert len(held & module.PARITY.keys()) >= min(3, len(module.PARITY)), features
-    for features in {(), *parity.together(op, names)}:
+    for features in {(), *parity.all_features(op, names)}:
         for shape in module.DEGENERATE:
             case = next((c for c in found if (c.features, c.shape) == (features, shape)), None)
             made = parity.Case(op.name, index, arch, found[0].dtype, found[0].dims, features, shape)
             assert case or not parity.accepted(made), made.id
 
 
-def by_turns(columns, accepted, dear):
+def interleaved(columns, accepted, dear):
     """The pairing of before: each column by itself, from its start again when it is through."""
     longest = max(map(len, columns))
     return [tuple(c[i % len(c)] for c in columns) for i in range(longest)]
@@ -163,7 +163,7 @@ def by_turns(columns, accepted, dear):
 def test_columns_in_turns_are_no_covering_array(monkeypatch, tmp_path):
     monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
     op, index, arch = next(row for row in ROWS if (row[0].name, row[2]) == ("flash_attention", "sm90"))
-    monkeypatch.setattr(parity_case, "covering_array", by_turns)
+    monkeypatch.setattr(parity_case, "covering_array", interleaved)
     assert missing(op, index, arch)
     with pytest.raises(AssertionError):
         test_every_feature_set_meets_shapes_with_something_to_see(op, index, arch)
@@ -173,7 +173,7 @@ def test_what_was_chosen_is_remembered_until_its_sources_change(monkeypatch, tmp
     monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
     op, index, arch = next(row for row in ROWS if (row[0].name, row[2]) == ("gated_rmsnorm", "sm90"))
     found = parity.cases(op, index, arch, covering=True)
-    monkeypatch.setattr(parity_case, "covering_array", by_turns)
+    monkeypatch.setattr(parity_case, "covering_array", interleaved)
     assert parity.cases(op, index, arch, covering=True) == found
     monkeypatch.setattr(digest, "of_modules", lambda *names: "others")
     assert parity.cases(op, index, arch, covering=True) != found
@@ -201,7 +201,7 @@ def test_what_a_row_refuses_is_told_apart():
     case = parity.Case(op.name, index, "sm90", "bf16", dims, (), "odd-page")
     assert parity.run(case) is None
     assert (
-        parity.outcome(places.Place("cpu", "here", Target("sm90", simulated=True)), case, "cpu", "contiguous", 0)
+        parity.outcome(runners.Runner("cpu", "here", Target("sm90", simulated=True)), case, "cpu", "contiguous", 0)
         is None
     )
     assert not parity.accepted(case)
@@ -237,7 +237,7 @@ def agreed(op: Op, case: parity.Case, nan: torch.Tensor) -> bool:
 
 def refuses_nan(op: Op, name: str) -> bool:
     """Whether the reference accepts no NaN in a tensor, so that no case can have one."""
-    (features, *_) = parity.together(op, tuple(op.features))
+    (features, *_) = parity.all_features(op, tuple(op.features))
     args, kwargs = parity.inputs(op, next(iter(op.module("cases").PARITY)), torch.float32, features)
     if args[op.argnames.index(name)] is None:
         return False
@@ -292,14 +292,14 @@ def test_lengths_and_tables_are_drawn_whatever_else_is_not(device):
     """Else they would be what was in memory before, and gigabytes might be made after them."""
     op, made = OPS["indexer_select"], []
     dims, gen = op.module("cases").BENCH["mxfp4-1-1x65536"], torch.Generator()
-    for mode in (contextlib.nullcontext(), parity.Undrawn(device)):
+    for mode in (contextlib.nullcontext(), parity.ShapesOnly(device)):
         with mode:
             made.append(bench_inputs(op, dims, torch.bfloat16, gen.manual_seed(0))[0])
-    drawn, undrawn = [dict(zip(op.argnames, args, strict=False)) for args in made]
+    filled, empty = [dict(zip(op.argnames, args, strict=False)) for args in made]
     for name in ("k_len", "block_table"):
-        assert torch.equal(drawn[name], undrawn[name])
-    assert undrawn["k"].is_meta == (device == "meta")
-    for name, tensor in undrawn.items():
+        assert torch.equal(filled[name], empty[name])
+    assert empty["k"].is_meta == (device == "meta")
+    for name, tensor in empty.items():
         if tensor is not None:
             assert parity.materialised(tensor).device.type == "cpu"
-            assert parity.materialised(tensor).shape == drawn[name].shape, name
+            assert parity.materialised(tensor).shape == filled[name].shape, name

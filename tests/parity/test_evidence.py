@@ -11,9 +11,9 @@ from torch_attnkit import cli, report
 from torch_attnkit.core import Target
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.support import support
-from torch_attnkit.parity import command, evidence, judge, places
+from torch_attnkit.parity import command, evidence, judge, runners
 
-CPU = places.Place("cpu", "some processor", Target("cpu"))
+CPU = runners.Runner("cpu", "some processor", Target("cpu"))
 ROW = next(found for found in support("cpu") if found[0].name == "gated_rmsnorm")  # few cases, and short ones
 
 
@@ -33,8 +33,8 @@ def changed(monkeypatch):
     return lambda: monkeypatch.setattr(evidence, "sources_of", lambda *key: real(*key)[::-1])
 
 
-def run(*words: str):
-    return CliRunner().invoke(cli.app, ["parity", *words], env={"COLUMNS": "200"})
+def run(*argv: str):
+    return CliRunner().invoke(cli.app, ["parity", *argv], env={"COLUMNS": "200"})
 
 
 def seen() -> list[str]:
@@ -98,7 +98,7 @@ def test_a_row_that_failed_or_ran_nothing_has_no_evidence(folder, outcome):
 
 def test_a_wider_row_starts_from_nothing(folder, monkeypatch):
     command.keep(CPU, [evidence.Outcome(ROW, 10, 0, 0)])
-    monkeypatch.setattr(evidence, "words", lambda op, row: "another wording, or another need")
+    monkeypatch.setattr(evidence, "row_title", lambda op, row: "another wording, or another need")
     assert seen() == []
 
 
@@ -125,7 +125,7 @@ def test_hardware_and_simulator_have_digests_of_their_own():
 
 def test_rows_of_a_target_are_worded_apart():
     for arch in command.KNOWN:
-        names = [evidence.words(op.name, row) for op, _, row, _ in support(arch)]
+        names = [evidence.row_title(op.name, row) for op, _, row, _ in support(arch)]
         assert len(set(names)) == len(names)
 
 
@@ -149,13 +149,13 @@ def test_a_sample_is_a_share_of_what_is_not_stale_and_its_seed_draws_it(folder, 
     monkeypatch.setattr(judge, "run", lambda case, device, layout: ran.append((case.id, layout)) or 0.0)
     assert "nothing to run" in run("--arch", "cpu", "--sample", "0.1").output
     command.keep(CPU, [evidence.Outcome(ROW, 10, 0, 0)])
-    drawn = []
+    sampled = []
     for seed in ("a", "a", "b"):
         ran.clear()
         assert run("--arch", "cpu", "--sample", "0.1", "--seed", seed).exit_code == 0
-        drawn.append(list(ran))
+        sampled.append(list(ran))
     every = len(command.runs_of(CPU, ROW))
-    assert drawn[0] == drawn[1] != drawn[2] and 0.03 * every < len(drawn[0]) < 0.2 * every
+    assert sampled[0] == sampled[1] != sampled[2] and 0.03 * every < len(sampled[0]) < 0.2 * every
 
 
 def test_failures_give_an_exit_code_and_unknown_names_another(folder, monkeypatch):
@@ -166,12 +166,12 @@ def test_failures_give_an_exit_code_and_unknown_names_another(folder, monkeypatc
     result = run("--op", ROW[0].name, "--arch", "cpu", "--record")
     assert result.exit_code == 1 and "row is wrong" in result.output
     assert seen() == []
-    for words, expected in (
+    for argv, expected in (
         (("--arch", "sm80"), "accepted: cpu, metal, sm90, sm100"),
         (("--op", "foo"), f"no op 'foo'; there are {next(iter(OPS))}"),
         (("--sample", "2"), "accepted: a share between 0 and 1"),
     ):
-        result = run(*words)
+        result = run(*argv)
         assert result.exit_code == 2 and expected in " ".join(result.output.replace("│", " ").split())
 
 

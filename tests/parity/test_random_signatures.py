@@ -27,7 +27,7 @@ def source(arch: str, *ops: str, seed: int = 5, kernels: int = 96) -> Source:
 
 
 def test_every_op_with_a_kernel_draws():
-    assert [name for name, op in OPS.items() if op.kernels and not hasattr(op.module("cases"), "draw")] == []
+    assert [name for name, op in OPS.items() if op.kernels and not hasattr(op.module("cases"), "sample")] == []
 
 
 # What a user's call of these ops may look like, and in how many of 500 signatures at least.
@@ -68,7 +68,7 @@ _OF_ONE_ARCH = {"Dv is not D": "metal", "hostile schedules": "sm90"}
 
 @pytest.fixture(scope="module")
 def facts():
-    return {arch: [source(arch, *ABOUT).draw(i).given() for i in range(600)] for arch in ARCHS[1:]}
+    return {arch: [source(arch, *ABOUT).sample(i).given() for i in range(600)] for arch in ARCHS[1:]}
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
@@ -81,8 +81,8 @@ def test_draws_have(name, facts):
 @pytest.mark.parametrize("arch", ARCHS[1:])
 def test_draws_reach_every_row_and_dtype(arch):
     chosen = Counter()
-    for drawn in (source(arch, kernels=240).draw(index) for index in range(720)):
-        op, f = OPS[drawn.op], drawn.given()
+    for sampled in (source(arch, kernels=240).sample(index) for index in range(720)):
+        op, f = OPS[sampled.op], sampled.given()
         fits = [i for i, row in enumerate(op.kernels) if arch in row.archs and f["dtype"] in row.dtypes.split()
                 and all(f.get(axis) in sizes for axis, sizes in row.dims.items())]  # fmt: skip
         chosen[op.name, fits[0]] += 1
@@ -92,8 +92,8 @@ def test_draws_reach_every_row_and_dtype(arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_table_accepts_nearly_all_that_is_drawn(arch):
-    drawn = [source(arch).draw(i) for i in range(150)]
-    refused = [why for s in drawn if (why := refusal(OPS[s.op], arch, *build(s)))]
+    sampled = [source(arch).sample(i) for i in range(150)]
+    refused = [why for s in sampled if (why := refusal(OPS[s.op], arch, *build(s)))]
     assert len(refused) <= 3, refused
 
 
@@ -104,7 +104,7 @@ from torch_attnkit.parity.signatures import Source, build, storage
 found = []
 for arch, ops in (("metal", ("sdpa_decode", "merge_partials")), ("sm90", ("flash_attention_varlen", "gated_rmsnorm"))):
     for index in (0, 3, 97, 1001):
-        s = Source(7, arch, ops, 16, properties.SIMULATED).draw(index)
+        s = Source(7, arch, ops, 16, properties.SIMULATED).sample(index)
         tensors = [t for t in build(s)[0] if isinstance(t, torch.Tensor)]
         found.append((str(s), [zlib.crc32(storage(t).numpy().tobytes()) for t in tensors]))
 print(found)
@@ -114,15 +114,15 @@ print(found)
 def test_a_seed_and_an_index_are_the_same_call_in_every_process(capsys):
     exec(compile(DIGEST, "<digest>", "exec"), {})
     here = capsys.readouterr().out
-    there = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True).stdout
-    assert there == here and len(set(here.split("('"))) > 6
+    elsewhere = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True).stdout
+    assert elsewhere == here and len(set(here.split("('"))) > 6
 
 
 def test_numbers_do_not_depend_on_the_machine():
-    from torch_attnkit.oracle.draws import numbers
+    from torch_attnkit.oracle.sampling import randn
 
     # Of the Mersenne twister's integers, by additions: vector units and mathematics libraries have no say in them.
-    got = numbers(torch.Generator().manual_seed(1), 40)
+    got = randn(torch.Generator().manual_seed(1), 40)
     a, b, c = (torch.rand(40, generator=gen) for gen in [torch.Generator().manual_seed(1)] for _ in range(3))
     assert torch.equal(got, 2 * ((a + b) + (c - 1.5)))
     assert [x.hex() for x in got[:2].tolist()] == ["0x1.9633080000000p-1", "-0x1.9e75d80000000p+0"]
@@ -131,7 +131,7 @@ def test_numbers_do_not_depend_on_the_machine():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_signature_survives_its_text(arch):
     for index in range(200):
-        s = source(arch).draw(index)
+        s = source(arch).sample(index)
         assert parse(s.op, str(s)) == s
 
 
@@ -146,12 +146,12 @@ def test_layouts_hold_the_values_that_they_were_given():
         "": (60, 20, 5, 1), "off3": (60, 20, 5, 1), "pad2": (84, 28, 7, 1), "gap": (100, 25, 5, 1),
         "swap": (60, 5, 15, 1), "off1+pad3+gap+swap": (160, 8, 32, 1),
     }.items():  # fmt: skip
-        placed = lay(t, at)
-        assert torch.equal(placed, t), at
-        assert placed.stride() == strides or "gap" in at, at
-        assert placed.storage_offset() == sum(int(w[3:]) for w in at.split("+") if w[:3] == "off")
-    once = lay(t, "off2+x1")
-    assert once.stride(1) == 0 and torch.equal(once, t[:, :1].expand(t.shape))
+        laid = lay(t, at)
+        assert torch.equal(laid, t), at
+        assert laid.stride() == strides or "gap" in at, at
+        assert laid.storage_offset() == sum(int(w[3:]) for w in at.split("+") if w[:3] == "off")
+    expanded = lay(t, "off2+x1")
+    assert expanded.stride(1) == 0 and torch.equal(expanded, t[:, :1].expand(t.shape))
     assert lay(t[:0], "x0+pad1").shape == (0, 3, 4, 5)
 
 
@@ -191,7 +191,7 @@ def off_by_a_bit(build_):
 @pytest.fixture
 def run(monkeypatch):
     monkeypatch.setattr(cli.console, "_width", 4000)
-    return lambda *words: CliRunner().invoke(cli.app, ("parity", *words))
+    return lambda *argv: CliRunner().invoke(cli.app, ("parity", *argv))
 
 
 def test_a_wrong_kernel_is_found_made_simple_and_repeated(run, monkeypatch):
@@ -282,11 +282,11 @@ def test_a_right_result_near_to_its_tolerance_is_named(run, monkeypatch):
     errors = iter((0.79, 0.97, 0.95))
     judged = lambda chosen, arch, device: properties.Result(chosen, "right", next(errors))
     monkeypatch.setattr(properties, "judged", judged)
-    words = ("--random", "3", "--target", "cpu", "--op", "flash_attention")
-    lines = [line for line in run(*words).output.splitlines() if "of the tolerance:" in line]
+    argv = ("--random", "3", "--target", "cpu", "--op", "flash_attention")
+    lines = [line for line in run(*argv).output.splitlines() if "of the tolerance:" in line]
     assert len(lines) == 1 and lines[0].startswith("0.970 of the tolerance: python -m torch_attnkit parity --op")
     errors = iter((0.79, 0.1, 0.2))
-    assert "of the tolerance:" not in run(*words).output
+    assert "of the tolerance:" not in run(*argv).output
 
 
 def test_processes_are_replaced_and_results_stay_in_order(monkeypatch):
@@ -299,13 +299,13 @@ def test_processes_are_replaced_and_results_stay_in_order(monkeypatch):
 
 
 def test_a_run_in_processes_is_the_run_in_one(run):
-    words = ("--random", "8", "--seed", "2", "--target", "cpu", "--kernels", "4")
-    table = [run(*words, "--jobs", jobs).output.split("largest error")[1] for jobs in ("1", "2")]
+    argv = ("--random", "8", "--seed", "2", "--target", "cpu", "--kernels", "4")
+    table = [run(*argv, "--jobs", jobs).output.split("largest error")[1] for jobs in ("1", "2")]
     assert table[0] == table[1] and "flash_attention" in table[0]
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         (("--random", "5", "--op", "foo"), "no op 'foo'; there are flash_attention,"),
         (("--op", "foo"), "no op 'foo'; there are flash_attention,"),
@@ -314,8 +314,8 @@ def test_a_run_in_processes_is_the_run_in_one(run):
         (("--repeat", "S", "--op", "flash_attention", "--target", "cpu"), "'S' is no fact"),
     ],
 )
-def test_words_that_are_wrong_are_named(run, words, expected):
-    result = run(*words)
+def test_words_that_are_wrong_are_named(run, argv, expected):
+    result = run(*argv)
     assert result.exit_code == 2 and expected in " ".join(result.output.split())
 
 
@@ -326,7 +326,7 @@ def test_a_run_of_nothing_is_no_success(run):
 
 
 # Found by random signatures, simplified by them, and mended.
-MENDED = [
+REGRESSIONS = [
     ("sm90", "sdpa_decode", "S=5 q.at=off3"),
     ("sm90", "sdpa_decode", "S=5 group=9 k_cache.at=off3 same=1"),
     ("sm90", "sdpa_decode_paged", "v_cache.at=off1 k_cache.at=off8 hidden=nan kv_len=9"),
@@ -367,7 +367,7 @@ MENDED = [
 ]
 
 
-# Scores a hundred times the cap, where exp overflows: such a signature is not drawn, see ``draws._LARGE``.
+# Scores a hundred times the cap, where exp overflows: such a signature is not drawn, see ``sampling._LARGE``.
 SATURATED = [
     (arch, op, "S=60 T=44 softcap=2.0 q_by=300")
     for arch in ("metal", "sm90", "sm100")
@@ -376,7 +376,7 @@ SATURATED = [
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize(("arch", "op", "text"), MENDED + SATURATED, ids=lambda v: v.replace(" ", ","))
+@pytest.mark.parametrize(("arch", "op", "text"), REGRESSIONS + SATURATED, ids=lambda v: v.replace(" ", ","))
 def test_what_was_found_stays_mended(arch, op, text):
     needs(arch)
     with ptx.settings(check=True), metal.settings(mode="checked", strict=True):

@@ -335,7 +335,7 @@ runs its experts with `fp4_moe`, compared with the same experts of rounded weigh
 """
 
 
-def _words(found: str) -> str:
+def _normalised(found: str) -> str:
     """A refusal without what differs from model to model."""
     found = found.removeprefix("refused: ")
     found = re.sub(
@@ -351,10 +351,10 @@ def page(results: list[Tried]) -> str:
     ran = [t for t in asked if t.ops and "equal" in t.cases.values()]
     refused = [t for t in asked if "equal" not in t.cases.values()]
     own = [t for t in asked if t not in ran and t not in refused]
-    numbers: dict[str, int] = {}
+    footnotes: dict[str, int] = {}
 
     def number(found: str) -> int:
-        return numbers.setdefault(_words(found), len(numbers) + 1)
+        return footnotes.setdefault(_normalised(found), len(footnotes) + 1)
 
     lines = []
     for t in sorted(ran, key=lambda t: t.name.lower()):
@@ -363,9 +363,9 @@ def page(results: list[Tried]) -> str:
         for case, found in t.cases.items():
             if found != "equal":
                 others[number(found)].append(case)
-        told = "; ".join(f"{', '.join(cases)} ({n})" for n, cases in others.items())
+        rest = "; ".join(f"{', '.join(cases)} ({n})" for n, cases in others.items())
         experts = {"": "", "equal": "equal"}.get(t.experts) or (f"refused ({number(t.experts)})" if t.experts else "")
-        lines.append(f"| {t.name} | {'all' if len(equal) == len(t.cases) else ', '.join(equal)} | {told} | {experts} |")
+        lines.append(f"| {t.name} | {'all' if len(equal) == len(t.cases) else ', '.join(equal)} | {rest} | {experts} |")
     groups: dict[int, list[str]] = defaultdict(list)
     for t in sorted(refused, key=lambda t: t.name.lower()):
         for n in dict.fromkeys(number(found) for found in t.cases.values()):
@@ -373,7 +373,7 @@ def page(results: list[Tried]) -> str:
     lines += ["", "## Refused altogether", "", "| because | classes |", "|---|---|"]
     lines += [f"| ({n}) | {', '.join(names)} |" for n, names in sorted(groups.items())]
     lines += ["", "## The words", ""]
-    lines += [f"{n}. {words}" for words, n in numbers.items()]
+    lines += [f"{n}. {message}" for message, n in footnotes.items()]
     lines += ["", "## Attention that no setting of transformers reaches, or none", ""]
     lines += ["As before, with no op in it: " + ", ".join(sorted((t.name for t in own), key=str.lower)) + "."]
     lines += [
@@ -404,8 +404,8 @@ def main() -> None:
     results = []
     for name in arguments.names or candidates():
         results.append(attempt(name))
-        told = ", ".join(f"{case} {found}" for case, found in results[-1].cases.items() if found != "equal")
-        print(f"{name}: {told or results[-1].error or 'equal'}", file=sys.stderr)
+        rest = ", ".join(f"{case} {found}" for case, found in results[-1].cases.items() if found != "equal")
+        print(f"{name}: {rest or results[-1].error or 'equal'}", file=sys.stderr)
     if arguments.write is not None:
         arguments.write.write_text(page(results), "utf-8")
     if found := {t.name: t.wrong for t in results if t.wrong}:

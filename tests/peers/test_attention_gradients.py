@@ -65,8 +65,8 @@ def test_without_gradients_it_is_the_op():
     assert torch.equal(got, torch.ops.attnkit.flash_attention(q, k, v, causal=True, window=2)[0])
 
 
-def refused(said: str, *inputs: torch.Tensor, **options) -> None:
-    with pytest.raises(UnsupportedError, match=said):
+def refused(message: str, *inputs: torch.Tensor, **options) -> None:
+    with pytest.raises(UnsupportedError, match=message):
         flash_attn_4.flash_attention(inputs[0].clone().requires_grad_(), *inputs[1:], **options)
 
 

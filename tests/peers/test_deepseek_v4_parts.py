@@ -8,7 +8,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Unwei
 
 import torch_attnkit
 from torch_attnkit.integrations.transformers import deepseek_v4
-from torch_attnkit.parity.places import simulators
+from torch_attnkit.parity.runners import simulators
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -19,8 +19,8 @@ def test_a_rotation_in_place_is_the_models_to_the_bit(dtype, back):
     for kind in (dtype, torch.float32):
         cos, sin = angle.cos().to(kind), angle.sin().to(kind)
         wanted = apply_rotary_pos_emb(x, cos, -sin if back else sin, unsqueeze_dim=2)
-        mine = x.clone()
-        assert deepseek_v4._rotated(mine, deepseek_v4._angles(cos, sin), back) is mine and torch.equal(mine, wanted)
+        y = x.clone()
+        assert deepseek_v4._rotated(y, deepseek_v4._angles(cos, sin), back) is y and torch.equal(y, wanted)
     learned = x.clone().requires_grad_()
     deepseek_v4._rotated(learned, deepseek_v4._angles(cos, sin), back).float().sum().backward()
     assert torch.equal(learned.detach(), x) and bool(learned.grad.isfinite().all())
@@ -31,8 +31,8 @@ def test_the_norm_of_heads_is_nearer_to_float64_than_the_models(dtype):
     norm, x = DeepseekV4UnweightedRMSNorm(1e-6), torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     x = x.to(dtype)
     exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    mine, theirs = (float((t.double() - exact).abs().mean()) for t in (deepseek_v4._normed(norm, x), norm(x)))
-    assert mine < theirs
+    y, theirs = (float((t.double() - exact).abs().mean()) for t in (deepseek_v4._normed(norm, x), norm(x)))
+    assert y < theirs
     assert torch.equal(deepseek_v4._normed(norm, x.float()), norm(x.float()))
 
 
@@ -47,11 +47,11 @@ def heads(dtype, dim=64, pairs=8):
 def test_q_and_keys_in_one_launch_are_those_of_torch(dtype):
     """Angles of one sequence for both; keys to the bit, q to one rounding more."""
     norm, (q, kv, cos, sin) = DeepseekV4UnweightedRMSNorm(1e-6), heads(dtype)
-    mine, keys = deepseek_v4._in_one_launch(q, kv, cos, sin, norm.eps)
+    y, keys = deepseek_v4._in_one_launch(q, kv, cos, sin, norm.eps)
     angles = deepseek_v4._angles(cos, sin)
     theirs = deepseek_v4._rotated(deepseek_v4._normed(norm, q.clone()), angles)
     assert torch.equal(keys, deepseek_v4._rotated(kv[:, :, None].clone(), angles)[:, :, 0])
-    assert mine.shape == q.shape and float((mine - theirs).abs().max()) <= 4 * torch.finfo(dtype).eps
+    assert y.shape == q.shape and float((y - theirs).abs().max()) <= 4 * torch.finfo(dtype).eps
 
 
 def test_a_kernel_takes_what_it_has_rows_and_no_gradients_for():

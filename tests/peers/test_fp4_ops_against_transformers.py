@@ -21,10 +21,10 @@ def _representable(rows, columns, count, format, gen, layout="linear"):
     quantize = A.nvfp4_quantize if format == "nvfp4" else A.mxfp4_quantize
     dequantize = A.nvfp4_dequantize if format == "nvfp4" else A.mxfp4_dequantize
     codes, scale = quantize(w)
-    numbers = dequantize(codes, scale)
+    values = dequantize(codes, scale)
     if layout == "128x4":
         scale = torch.stack([quantize(e, scale_layout=layout)[1] for e in w])
-    return codes, scale, numbers
+    return codes, scale, values
 
 
 def _deepseek():
@@ -148,9 +148,9 @@ def test_inverse_rope_fp4(format, dtype):
     o = torch.randn(TOKENS, 4, 512, generator=gen).to(dtype)
     angle = torch.arange(TOKENS)[:, None] * 10000.0 ** (-torch.arange(32) / 32)  # (Tq, R2)
     cos, sin = angle.cos(), angle.sin()
-    turned = apply_rotary_pos_emb(o.transpose(0, 1)[None], cos[None], -sin[None])[0].transpose(0, 1)
+    rotated = apply_rotary_pos_emb(o.transpose(0, 1)[None], cos[None], -sin[None])[0].transpose(0, 1)
     quantize = A.nvfp4_quantize if format == "nvfp4" else A.mxfp4_quantize
-    want = quantize(turned.contiguous())
+    want = quantize(rotated.contiguous())
     got = A.inverse_rope_fp4(o, cos, sin, format=format)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     assert not torch.equal(got[0], quantize(o)[0]), "the rotation does something"

@@ -79,10 +79,10 @@ def test_prefill_selects_the_peers_entries(batch, length, topk, paged):
         k = pool.reshape(batch * pages, page, k.shape[-1]).flip(0)
     scores = attnkit.indexer_scores(q, k, weights, k_len, block_table=table)
     ours = attnkit.indexer_topk(scores, k_len, topk=topk)
-    for t, (mine, peer) in enumerate(zip(ours.tolist(), theirs.tolist(), strict=True)):
-        a, b = ({j for j in row if j >= 0} for row in (mine, peer))
+    for t, (our_row, peer) in enumerate(zip(ours.tolist(), theirs.tolist(), strict=True)):
+        a, b = ({j for j in row if j >= 0} for row in (our_row, peer))
         assert len(a) == len(b) == min(topk, int(k_len[t]))
-        assert mine == sorted(a) + [-1] * (topk - len(a)), "ascending, then -1, where the peer's order is open"
+        assert our_row == sorted(a) + [-1] * (topk - len(a)), "ascending, then -1, where the peer's order is open"
         for gained in a - b:
             for lost in b - a:
                 assert abs(exact[t, gained] - exact[t, lost]) <= bound[t, gained] + bound[t, lost]

@@ -20,7 +20,7 @@ from torch_attnkit import Target, UnsupportedError
 from torch_attnkit.core.target import SIMULATED
 from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
 from torch_attnkit.parity.guard import guarded_outputs
-from torch_attnkit.parity.places import Place, simulators
+from torch_attnkit.parity.runners import Runner, simulators
 
 pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("default"), pytest.mark.seconds(600)]
 ROWS, LENGTH, NEW = 2, 21, 4  # longer than the windows, with more compressed entries than an indexer chooses
@@ -114,7 +114,7 @@ def in_simulator(wanted: Model, arch: str) -> tuple[torch.Tensor, torch.Tensor]:
     target = Target(arch, simulated=True)
     with ExitStack() as stack:
         stack.enter_context(torch_attnkit.simulate(arch))
-        stack.enter_context(Place("cpu", "", target).watching(SCHEDULE))
+        stack.enter_context(Runner("cpu", "", target).watching(SCHEDULE))
         outputs = stack.enter_context(guarded_outputs())
         ran = stack.enter_context(torch_attnkit.record())  # inside: a checked Metal run hides ops from what is outside
         got = generate(ours(wanted), wanted)

@@ -61,17 +61,17 @@ def refused(rank: int) -> None:
     from torch_attnkit.integrations.transformers import attnkit_model, shard_model
 
     mesh = init_device_mesh("cpu", (WORLD,))
-    away = attnkit_model(build("gpt_oss"), experts="mxfp4")
-    away.model.layers[1].self_attn.to("meta")
-    for model, error, said in (
-        (away, UnsupportedError, r"layers\.1\.self_attn \(GptOssAttention\) holds tensors on the meta device"),
+    offloaded = attnkit_model(build("gpt_oss"), experts="mxfp4")
+    offloaded.model.layers[1].self_attn.to("meta")
+    for model, error, message in (
+        (offloaded, UnsupportedError, r"layers\.1\.self_attn \(GptOssAttention\) holds tensors on the meta device"),
         (build("llama"), UnsupportedError, "shard_model: LlamaForCausalLM, accepted: GPT-OSS and DeepSeek-V4"),
         (build("deepseek_v4"), UnsupportedError, "shard_model: DeepseekV4ForCausalLM, accepted"),
         (attnkit_model(build("gpt_oss")), UnsupportedError, "experts are not packed"),
         (attnkit_model(build("gpt_oss", num_local_experts=5), experts="mxfp4"), ValueError, "experts is 5, accepted"),
         (torch.nn.Linear(1, 1), TypeError, "model is Linear"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             shard_model(model, mesh)
 
 

@@ -74,7 +74,7 @@ def test_experts_of_other_families_generate_what_rounded_ones_do(family, format)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("NemotronHForCausalLM", r"\(NemotronHExperts\): has_gate is False, accepted: True; leave experts=None"),
         (
@@ -83,8 +83,8 @@ def test_experts_of_other_families_generate_what_rounded_ones_do(family, format)
         ),
     ],
 )
-def test_experts_that_fp4_moe_has_not_are_refused(name, words):
+def test_experts_that_fp4_moe_has_not_are_refused(name, message):
     model = build(name, "eager")
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         attnkit_model(model, experts="mxfp4")
     assert model.config._attn_implementation == "eager"

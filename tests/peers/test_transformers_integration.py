@@ -377,9 +377,9 @@ def test_a_call_that_its_mask_was_not_made_for_is_refused(call, found):
 def test_a_model_may_leave_causality_to_the_mask():
     """As Moonshine does, which asks for is_causal only where it has no mask."""
     results = []
-    for says in (dict(), dict(is_causal=False), dict(is_causal=True)):
+    for options in (dict(), dict(is_causal=False), dict(is_causal=True)):
         torch.manual_seed(0)
-        results.append(direct(masks.mask(2, 3, 3), **says))
+        results.append(direct(masks.mask(2, 3, 3), **options))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -388,12 +388,12 @@ def test_a_mask_of_another_kind_is_refused_by_its_name():
         direct({"full_attention": None})
 
 
-@pytest.mark.parametrize("says", [dict(), dict(is_causal=True)])
-def test_a_causal_call_without_a_mask_is_refused(says):
+@pytest.mark.parametrize("options", [dict(), dict(is_causal=True)])
+def test_a_causal_call_without_a_mask_is_refused(options):
     """Eager attention would hide nothing, SDPA the future; one query sees all keys in both."""
     with pytest.raises(UnsupportedError, match=r"the mask of 3 queries is None.* accepted: the mask that .*'eager'$"):
-        direct(**says)
-    assert direct(T=1, **says).shape == (2, 1, 4, 8)
+        direct(**options)
+    assert direct(T=1, **options).shape == (2, 1, 4, 8)
 
 
 def test_sequence_lengths_that_the_mask_does_not_know_are_refused():

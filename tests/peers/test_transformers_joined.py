@@ -59,12 +59,12 @@ def adjacent(attention: Any) -> bool:
 def test_one_product_for_three_gives_the_same_numbers(family, dtype):
     """Of GPT-OSS with biases. The model's own three run behind a hook that does nothing."""
     model = frozen(attnkit_model(build(family)).to(dtype))
-    once, fewer = logits(model)
+    fused, fewer = logits(model)
     for attention in joined(model):
         attention.q_proj.register_forward_hook(lambda *_: None)
     own, more = logits(model)
     assert more - fewer == 2 * LAYERS == 2 * len(joined(model))
-    assert float((once - own).abs().max()) <= 4 * torch.finfo(dtype).eps * float(own.abs().max())
+    assert float((fused - own).abs().max()) <= 4 * torch.finfo(dtype).eps * float(own.abs().max())
 
 
 def test_names_shapes_and_parameters_stay_and_memory_is_one():

@@ -37,7 +37,7 @@ def _read(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 def publish(model: nn.Module, ignored: Any = ()) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(tensors of the file, the numbers that they stand for under the model's own names) of a Qwen3-Next model."""
     file: dict[str, torch.Tensor] = {}
-    numbers = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    values = {name: tensor.double() for name, tensor in model.state_dict().items()}
     linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for name, tensor in model.state_dict().items():
         parent, _, last = name.rpartition(".")
@@ -47,19 +47,19 @@ def publish(model: nn.Module, ignored: Any = ()) -> tuple[dict[str, torch.Tensor
                 halves = [_quantised(half, largest) for half in weight.chunk(2)]
                 for half, parts in zip(("gate_proj", "up_proj"), halves, strict=True):
                     file |= {f"{parent}.{e}.{half}.{key}": part for key, part in parts.items()}
-                numbers[name][e] = torch.cat([_read(parts) for parts in halves])
+                values[name][e] = torch.cat([_read(parts) for parts in halves])
         elif last == "down_proj":
             for e, weight in enumerate(tensor):
                 parts = _quantised(weight, float(weight.abs().max()))
                 file |= {f"{parent}.{e}.down_proj.{key}": part for key, part in parts.items()}
-                numbers[name][e] = _read(parts)
+                values[name][e] = _read(parts)
         elif parent in linears and last == "weight" and "self_attn" in parent and ".layers.0." not in parent:
             parts = _quantised(tensor, float(tensor.abs().max()))
             file |= {f"{parent}.{key}": part for key, part in parts.items()}
-            numbers[name] = _read(parts)
+            values[name] = _read(parts)
         else:
             file[name] = tensor
-    return {name: tensor.contiguous().clone() for name, tensor in file.items()}, numbers
+    return {name: tensor.contiguous().clone() for name, tensor in file.items()}, values
 
 
 def write(folder: Path, config: Any, file: dict[str, torch.Tensor], **changes: Any) -> Path:
@@ -76,10 +76,10 @@ def write(folder: Path, config: Any, file: dict[str, torch.Tensor], **changes: A
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, torch.Tensor]]:
     """(folder, the model in the numbers of the file, its tensors)."""
     model = build("qwen3_next")
-    file, numbers = publish(model)
+    file, values = publish(model)
     folder = write(tmp_path_factory.mktemp("modelopt") / "tiny", model.config, file)
     model = with_our_routers(model.double())
-    model.load_state_dict(numbers)
+    model.load_state_dict(values)
     return folder, model, file
 
 
@@ -109,21 +109,21 @@ def test_experts_hold_the_bits_of_the_file_and_logits_agree(made):
 def test_one_scale_for_gate_and_up():
     """transformers reports what a conversion raises while it loads, and raises an error of its own."""
     scales = {"gate": [torch.tensor(0.5), torch.tensor(0.25)], "up": [torch.tensor(0.5), torch.tensor(0.125)]}
-    words = r"weight_scale_2 of gate and up of expert 1 are 0.25 and 0.125, accepted: equal ones"
-    with pytest.raises(UnsupportedError, match=words):
+    message = r"weight_scale_2 of gate and up of expert 1 are 0.25 and 0.125, accepted: equal ones"
+    with pytest.raises(UnsupportedError, match=message):
         modelopt.GlobalScales(None).convert(scales, full_layer_name="experts.gate_up_proj_global")
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"quant_algo": "FP8"}, "quant_algo is 'FP8', accepted: 'NVFP4'"),
         ({"ignore": ["*.layers.1.mlp.experts*"]}, "layers.1.mlp.experts is left in numbers"),
     ],
 )
-def test_what_it_does_not_take_it_refuses(made, tmp_path, changes, words):
+def test_what_it_does_not_take_it_refuses(made, tmp_path, changes, message):
     _, eager, file = made
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         AutoModelForCausalLM.from_pretrained(write(tmp_path / "other", eager.config, file, **changes))
 
 

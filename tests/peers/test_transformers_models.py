@@ -35,9 +35,9 @@ def _sections() -> dict[str, str]:
 def test_a_class_is_as_eager_has_it_or_refused_with_a_way_out(name):
     tried = attempt(name)
     assert not tried.wrong
-    for words in (*tried.cases.values(), tried.experts):
-        if words.startswith("refused"):
-            assert re.search("attn_implementation='eager'|leave experts=None|call attnkit_model", words)
+    for message in (*tried.cases.values(), tried.experts):
+        if message.startswith("refused"):
+            assert re.search("attn_implementation='eager'|leave experts=None|call attnkit_model", message)
     names = {heading: re.findall(r"\w+", text) for heading, text in _sections().items()}
     sections = ["Not tried"]
     if tried.cases:

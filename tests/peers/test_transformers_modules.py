@@ -551,8 +551,8 @@ def test_activations_that_fp4_moe_has_not_are_refused():
     with pytest.raises(ValueError, match="activations is 'mxfp8', accepted without experts: 'none'"):
         attnkit_model(build("gpt_oss"), activations="mxfp8")
     model = attnkit_model(build("qwen3_5_moe", moe_intermediate_size=48), experts="nvfp4")
-    words = "down_proj contracts 48 numbers, accepted for nvfp4 with activations 'mxfp8': multiples of 32"
-    with pytest.raises(UnsupportedError, match=words):
+    message = "down_proj contracts 48 numbers, accepted for nvfp4 with activations 'mxfp8': multiples of 32"
+    with pytest.raises(UnsupportedError, match=message):
         attnkit_model(model, experts="nvfp4", activations="mxfp8")
     assert modules(model, "Experts")[0].attnkit_activations == "none"
 

@@ -46,12 +46,12 @@ def _hold(module: nn.Module, held: dict[str, nn.Parameter]) -> None:
 def _with_weights(module: nn.Module, held: dict[str, nn.Parameter], forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        away = dict(module.named_parameters(recurse=False))
+        parameters = dict(module.named_parameters(recurse=False))
         _hold(module, held)
         try:
             return forward(*args, **kwargs)
         finally:
-            _hold(module, away)
+            _hold(module, parameters)
 
     return run
 
@@ -89,18 +89,18 @@ def test_accelerate_offloads_a_model_that_attnkit_model_has_been_given():
 class Coded(torch.Tensor):
     """A weight that is not there as numbers: F.linear and products know it, whoever reads it otherwise fails."""
 
-    numbers: torch.Tensor
+    values: torch.Tensor
 
     @staticmethod
-    def __new__(cls, numbers: torch.Tensor) -> Coded:
-        coded = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
-        coded.numbers = numbers
+    def __new__(cls, values: torch.Tensor) -> Coded:
+        coded = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        coded.values = values
         return coded
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (F.linear, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__):
-            args = [a.numbers if isinstance(a, cls) else a for a in args]
+            args = [a.values if isinstance(a, cls) else a for a in args]
             return function(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
@@ -108,7 +108,7 @@ class Coded(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:
-            return cls(args[0].numbers)
+            return cls(args[0].values)
         raise NotImplementedError(f"{function} reads a coded weight")
 
 
@@ -239,10 +239,10 @@ EXPERTS_THAT_ARE_NOT_PLAIN: dict[str, tuple[Callable[[nn.Module, nn.Module], Any
 @pytest.mark.parametrize("op", ["attnkit_model", "round_experts_to_fp4"])
 def test_experts_that_are_not_plain_are_not_packed(what, op):
     model = build("gpt_oss")
-    stand_in, words = EXPERTS_THAT_ARE_NOT_PLAIN[what]
+    stand_in, message = EXPERTS_THAT_ARE_NOT_PLAIN[what]
     block = model.model.layers[1].mlp
     stand_in(block.experts, block)
-    with pytest.raises(UnsupportedError, match=rf"{op}: model\.layers\.1\.mlp\.experts.*{words}"):
+    with pytest.raises(UnsupportedError, match=rf"{op}: model\.layers\.1\.mlp\.experts.*{message}"):
         attnkit_model(model, experts="mxfp4") if op == "attnkit_model" else round_experts_to_fp4(model, "mxfp4")
     assert model.config._attn_implementation == "eager" and not modules(model, "Attnkit")
 

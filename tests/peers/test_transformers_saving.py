@@ -225,10 +225,10 @@ def test_a_language_model_beside_an_encoder_of_images(format, tmp_path):
 def test_experts_that_a_mapping_puts_together_in_another_way_are_not_saved():
     own = WeightConverter("experts.*.gate_up.weight", "experts.gate_up_proj", [MergeModulelist(0), Transpose(1, 2)])
     fused = torch.zeros(4, 8, 2)
-    words = (
+    message = (
         r"layers\.0\.mlp\.experts\.gate_up_proj is put together by .*Transpose.*, accepted: experts that are published"
     )
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         list(modelopt._cut(None, "layers.0.mlp.experts.gate_up_proj", fused, [own.reverse_transform()]))
 
 

@@ -104,8 +104,8 @@ def _hybrid() -> Any:
 
 @torch.no_grad()
 def test_an_image_encoder_with_classes_of_its_own_is_refused_and_the_language_model_runs_without_it():
-    words = r"sam chooses from attention classes of its own, .* attn_implementation={'text_config': 'attnkit'}"
-    with pytest.raises(UnsupportedError, match=words):
+    message = r"sam chooses from attention classes of its own, .* attn_implementation={'text_config': 'attnkit'}"
+    with pytest.raises(UnsupportedError, match=message):
         DeepseekVLHybridForConditionalGeneration._from_config(_hybrid(), attn_implementation="attnkit")
     own = {"text_config": "attnkit"}
     built = DeepseekVLHybridForConditionalGeneration._from_config(_hybrid(), attn_implementation=own)

@@ -49,8 +49,8 @@ def main(folder: str, backend: str, result: str, options: str, texts: str | None
     )  # fmt: skip
     rounds = [generate(llm, prompts), generate(llm, later)]
     calls = dict(ran.calls)
-    told = [places(llm, *text) for text in json.loads(Path(texts).read_text())] if texts else []
-    Path(result).write_text(json.dumps({"rounds": rounds, "calls": calls, "told": told}))
+    scored = [logprobs_of(llm, *text) for text in json.loads(Path(texts).read_text())] if texts else []
+    Path(result).write_text(json.dumps({"rounds": rounds, "calls": calls, "told": scored}))
 
 
 def keep_chunks() -> None:
@@ -87,18 +87,18 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
         {
             "prompt": list(request.prompt_token_ids),
             "tokens": list(request.outputs[0].token_ids),
-            "logprobs": [{str(t): p.logprob for t, p in place.items()} for place in request.outputs[0].logprobs],
+            "logprobs": [{str(t): p.logprob for t, p in entry.items()} for entry in request.outputs[0].logprobs],
             "cached": request.num_cached_tokens,
         }
         for request in found
     ]
 
 
-def places(llm: LLM, tokens: list[int], last: int) -> list[list[float]]:
+def logprobs_of(llm: LLM, tokens: list[int], last: int) -> list[list[float]]:
     """The log-probabilities of all tokens at the ``last`` places of a text."""
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=VOCABULARY, detokenize=False)
     (found,) = llm.generate([{"prompt_token_ids": tokens}], asked, use_tqdm=False)
-    return [[place[t].logprob for t in range(VOCABULARY)] for place in found.prompt_logprobs[-last:]]
+    return [[entry[t].logprob for t in range(VOCABULARY)] for entry in found.prompt_logprobs[-last:]]
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def publish(model: Any, folder: Path) -> None:
     folder.mkdir()
     rest = {path: weight.contiguous() for path, weight in model.state_dict().items() if f"{path}_blocks" not in packed}
     save_file(rest | packed, folder / "model.safetensors", metadata={"format": "pt"})
-    said = {"architectures": [type(model).__name__], "quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | said))
+    extra = {"architectures": [type(model).__name__], "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | extra))
 
 
 def publish_nvfp4(model: Any, folder: Path) -> None:
@@ -101,10 +101,10 @@ def publish_nvfp4(model: Any, folder: Path) -> None:
             continue
         parts = ("gate_proj", "up_proj") if path.endswith("gate_up_proj") else ("down_proj",)
         home = path.rpartition(".")[0]
-        for e, numbers in enumerate(weight):
-            scale = torch.exp2((448 * 6 / numbers.abs().max()).log2().floor())
-            codes, scales = torch.ops.attnkit.nvfp4_quantize(numbers.contiguous(), scale)
-            numbers.copy_(torch.ops.attnkit.nvfp4_dequantize(codes, scales, scale, dtype=torch.float32))
+        for e, values in enumerate(weight):
+            scale = torch.exp2((448 * 6 / values.abs().max()).log2().floor())
+            codes, scales = torch.ops.attnkit.nvfp4_quantize(values.contiguous(), scale)
+            values.copy_(torch.ops.attnkit.nvfp4_dequantize(codes, scales, scale, dtype=torch.float32))
             for part, c, s in zip(parts, codes.chunk(len(parts)), scales.chunk(len(parts)), strict=True):
                 found = {"weight": c, "weight_scale": s.view(torch.float8_e4m3fn), "weight_scale_2": 1 / scale}
                 packed |= {f"{home}.{e}.{part}.{key}": value.contiguous() for key, value in found.items()}
@@ -112,5 +112,5 @@ def publish_nvfp4(model: Any, folder: Path) -> None:
     rest = {path: weight.contiguous() for path, weight in model.state_dict().items() if "experts." not in path}
     save_file(rest | packed, folder / "model.safetensors", metadata={"format": "pt"})
     quantised = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": names}
-    said = {"architectures": [type(model).__name__], "quantization_config": quantised}
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | said))
+    extra = {"architectures": [type(model).__name__], "quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | extra))

@@ -77,8 +77,8 @@ def main() -> None:
     drafts()
     for word, change in FORWARD.items():
         raises(word, lambda change=change: backend.AttnkitImpl(8, 128, 0.1, 8, **change))
-    words = (*REFUSED, *REFUSED_OF_MLA, *FORWARD, *FORWARD_OF_MLA)
-    print(f"refused, with words: {len(words)} configurations")
+    refusals = (*REFUSED, *REFUSED_OF_MLA, *FORWARD, *FORWARD_OF_MLA)
+    print(f"refused, with words: {len(refusals)} configurations")
 
 
 def reasons(config: AttentionSelectorConfig, cls: Any = backend.AttnkitBackend) -> list[str]:

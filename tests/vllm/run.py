@@ -62,26 +62,26 @@ def main(names: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             dense, checkpoint = models.save(name, Path(folder))
             rounded = {
-                words: [generated(at, by, **how) for at, by in ((dense, reference), (checkpoint, "CUSTOM"))]
-                for words, how in ROUNDED.items()
+                what: [generated(at, by, **how) for at, by in ((dense, reference), (checkpoint, "CUSTOM"))]
+                for what, how in ROUNDED.items()
                 if "kv_cache_dtype" not in how or (FP8 and not latent)
             }
             runs = [run for both in rounded.values() for run in both]
             texts = [(r["prompt"] + r["tokens"], len(r["tokens"])) for run in runs for r in requests(run)]
             theirs = generated(dense, reference, texts, dtype="float32")
-            for words, options in {name: {}, **shared}.items():
+            for means, options in {name: {}, **shared}.items():
                 ours = generated(checkpoint, "CUSTOM", dtype="float32", **options)
                 # Workers count for themselves.
                 wrong = differences(theirs, ours) + used(theirs, ours, set() if options else ops)
                 failed |= bool(wrong)
-                print(f"{words}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
-            told = iter(theirs["told"])
+                print(f"{means}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
+            scored = iter(theirs["told"])
             for what, both in rounded.items():
-                wrong, words = farther(*both, [next(told) for run in both for _ in requests(run)])
-                wrong = [word for word in wrong if "FP8" not in what or word.startswith(PROBABILITIES)]
+                wrong, means = farther(*both, [next(scored) for run in both for _ in requests(run)])
+                wrong = [message for message in wrong if "FP8" not in what or message.startswith(PROBABILITIES)]
                 wrong += used(*both, ops)
                 failed |= bool(wrong)
-                print(f"{name} {what}: {'; '.join(wrong) or 'as near to float32'}", words, flush=True)
+                print(f"{name} {what}: {'; '.join(wrong) or 'as near to float32'}", means, flush=True)
     return int(failed)
 
 
@@ -110,8 +110,8 @@ def pairs(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[dict[str, 
 
 def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The largest difference of log-probabilities of a request, of the tokens that both tell at a place."""
-    places = zip(a["logprobs"], b["logprobs"], strict=True)
-    return max(abs(p[t] - q[t]) for p, q in places for t in p.keys() & q.keys())
+    positions = zip(a["logprobs"], b["logprobs"], strict=True)
+    return max(abs(p[t] - q[t]) for p, q in positions for t in p.keys() & q.keys())
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -141,26 +141,26 @@ def used(theirs: dict[str, Any], ours: dict[str, Any], ops: set[str]) -> list[st
     return wrong
 
 
-def farther(theirs: dict[str, Any], ours: dict[str, Any], told: list[list[list[float]]]) -> tuple[list[str], str]:
-    """What of ours is farther from float32 than theirs, and how far both are; ``told`` are float32's
+def farther(theirs: dict[str, Any], ours: dict[str, Any], scored: list[list[list[float]]]) -> tuple[list[str], str]:
+    """What of ours is farther from float32 than theirs, and how far both are; ``scored`` are float32's
     log-probabilities at each place of theirs and then of ours."""
-    wrong, words = [], []
+    wrong, means = [], []
     half = len(requests(theirs))
-    distances = [from_float32(run, told[i * half :][:half]) for i, run in enumerate((theirs, ours))]
+    distances = [from_float32(run, scored[i * half :][:half]) for i, run in enumerate((theirs, ours))]
     for what, (a, b) in {key: [d[key] for d in distances] for key in distances[0]}.items():
-        words.append(f"{what} {b:.1e}, theirs {a:.1e}")
+        means.append(f"{what} {b:.1e}, theirs {a:.1e}")
         if not b <= AS_GOOD * a + ROUNDING:
             wrong.append(f"{what} {b:.1e}, at most {AS_GOOD} x {a:.1e} + {ROUNDING:.1e}")
-    return wrong, f"({', '.join(words)})"
+    return wrong, f"({', '.join(means)})"
 
 
-def from_float32(run: dict[str, Any], told: list[list[list[float]]]) -> dict[str, float]:
+def from_float32(run: dict[str, Any], scored: list[list[list[float]]]) -> dict[str, float]:
     """Means over all places: how far log-probabilities are from float32's, and how far behind the likeliest one there
     that of the chosen token is."""
     off, behind = [], []
-    for request, rows in zip(requests(run), told, strict=True):
-        for token, place, row in zip(request["tokens"], request["logprobs"], rows, strict=True):
-            off += [abs(p - row[int(t)]) for t, p in place.items()]
+    for request, rows in zip(requests(run), scored, strict=True):
+        for token, entry, row in zip(request["tokens"], request["logprobs"], rows, strict=True):
+            off += [abs(p - row[int(t)]) for t, p in entry.items()]
             behind.append(max(row) - row[token])
     return {PROBABILITIES: statistics.fmean(off), "tokens behind by": statistics.fmean(behind)}
 

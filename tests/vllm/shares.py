@@ -25,10 +25,10 @@ def main() -> None:
     assert impl.supports_dcp and impl.can_return_lse_for_decode
     rows = [torch.randn(n, 576) for n in LENGTHS]
     q = torch.randn(len(rows), 8, 512), torch.randn(len(rows), 8, 64)
-    whole, lse = said(impl, q, rows)
+    whole, lse = attend(impl, q, rows)
     assert lse is None  # nobody asked for it
     impl.need_to_return_lse_for_decode = True
-    parts = [said(impl, q, [r[share::SHARES] for r in rows]) for share in range(SHARES)]
+    parts = [attend(impl, q, [r[share::SHARES] for r in rows]) for share in range(SHARES)]
     out, lse = (torch.stack(t) for t in zip(*parts, strict=True))
     assert lse[1, 1].isneginf().all()  # the second share of one row
     merged = _lse_weighted_combine(out, lse, is_lse_base_on_e=impl.lse_base_on_e)
@@ -38,7 +38,7 @@ def main() -> None:
     print(f"{SHARES} shares of a latent cache merge to the whole")
 
 
-def said(impl: mla.LatentImpl, q: tuple[torch.Tensor, torch.Tensor], rows: list[torch.Tensor]) -> tuple:
+def attend(impl: mla.LatentImpl, q: tuple[torch.Tensor, torch.Tensor], rows: list[torch.Tensor]) -> tuple:
     """Out (B, H, 512) and LSE of queries over a cache that has ``rows`` of each request."""
     pages = -(-max(map(len, rows)) // PAGE)
     table = torch.arange(len(rows) * pages, dtype=torch.int32).view(len(rows), pages)

@@ -24,8 +24,8 @@ def folder(path: Path) -> Path:
 
     Raises Untrusted if it or the folder around it belongs to another user, or others may write to it.
     """
-    for place in (path.parent, path):
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for directory in (path.parent, path):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_folders(path)
     return path
 

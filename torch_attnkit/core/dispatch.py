@@ -66,10 +66,10 @@ def resolve(op: Op, call: Call, target: Target) -> Kernel | None:
     if found is not None or target.arch == "cpu":
         return found
     have = sorted({arch for row in op.kernels for arch in row.archs} - {"cpu"})
-    words = once(_nearest(op, rows, call)) if rows else [
+    message = unique(_nearest(op, rows, call)) if rows else [
         f"no kernel yet (there are kernels for: {', '.join(have) or 'no device'})"
     ]  # fmt: skip
-    raise UnsupportedError(f"{op.name} on {target}: {'; '.join(words)}")
+    raise UnsupportedError(f"{op.name} on {target}: {'; '.join(message)}")
 
 
 def _nearest(op: Op, rows: list[Kernel], call: Call) -> Iterator[str]:
@@ -87,23 +87,23 @@ def _nearest(op: Op, rows: list[Kernel], call: Call) -> Iterator[str]:
 
     found = [(far(reasons), row.on, reasons) for row in rows if (reasons := list(row.reasons(call)))]
     least = min(distance for distance, _, _ in found)
-    return (f"{on}: {' and '.join(r.words for r in reasons)}" for distance, on, reasons in found if distance == least)
+    return (f"{on}: {' and '.join(r.message for r in reasons)}" for distance, on, reasons in found if distance == least)
 
 
-def once(answers: Iterable[str]) -> list[str]:
-    """What rows say, each thing once: of rows that name what they accept of the same axes, all that they accept."""
-    said: dict[str, list[dict[str, None]]] = {}  # an answer without the values that it accepts -> these, by place
+def unique(answers: Iterable[str]) -> list[str]:
+    """The reasons of rows without repeats: those that differ in the accepted sizes of one axis alone become one."""
+    groups: dict[str, list[dict[str, None]]] = {}  # an answer without the values that it accepts -> these, by place
     for answer in answers:
         named = _ACCEPTED.findall(answer)
-        known = said.setdefault(_ACCEPTED.sub(" not in {}", answer), [{} for _ in named])
+        known = groups.setdefault(_ACCEPTED.sub(" not in {}", answer), [{} for _ in named])
         for values, more in zip(known, named, strict=True):
             values |= dict.fromkeys(more.split(", "))
-    return [_filled(words, each) for words, each in said.items()]
+    return [_filled(message, each) for message, each in groups.items()]
 
 
-def _filled(words: str, each: list[dict[str, None]]) -> str:
+def _filled(message: str, each: list[dict[str, None]]) -> str:
     values = iter(each)
-    return re.sub(r" not in \{\}", lambda _: f" not in {{{', '.join(next(values))}}}", words)
+    return re.sub(r" not in \{\}", lambda _: f" not in {{{', '.join(next(values))}}}", message)
 
 
 def _returned(outs: list[torch.Tensor]) -> Any:

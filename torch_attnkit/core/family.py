@@ -1,4 +1,4 @@
-"""What joins an op to a family of kernels: a call becomes a problem, and its tensors the operands of a launch."""
+"""Connects an op to a family of kernels: a call becomes a problem, its tensors the operands of a launch."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Reason(NamedTuple):
     """What a call fails of a row: ``dtype``, an axis, ``features`` (``things`` of them) or one of its ``needs``."""
 
     what: str
-    words: str
+    message: str
     things: int = 1
 
 
@@ -67,7 +67,7 @@ class Kernel:
 
     def refusal(self, call: Call) -> str | None:
         """Why this row does not accept ``call``, the first reason, or None if it does."""
-        return next((reason.words for reason in self.reasons(call)), None)
+        return next((reason.message for reason in self.reasons(call)), None)
 
     def reasons(self, call: Call) -> Iterator[Reason]:
         """All that keeps this row from ``call``."""
@@ -245,8 +245,8 @@ class Op:
         known = tensor.dtype in model  # a model dtype, but not this call's
         accepted = (*explicit, *((dtype,) if known else model))
         why = f" ({short(dtype)} is the dtype of this call's model tensors)" if known else ""
-        words = ", ".join(dict.fromkeys(map(short, accepted)))
-        raise TypeError(f"{self.name}: {name} is {short(tensor.dtype)}, accepted: {words}{why}")
+        message = ", ".join(dict.fromkeys(map(short, accepted)))
+        raise TypeError(f"{self.name}: {name} is {short(tensor.dtype)}, accepted: {message}{why}")
 
     def _bind_shape(self, name: str, tensor: torch.Tensor, call: Call, owner: dict[str, str]) -> None:
         spec, shape = self.spec(name, call), tuple(tensor.shape)

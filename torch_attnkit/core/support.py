@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from . import native, seams
-from .dispatch import OPS, build, once, resolve
+from . import native, runtimes
+from .dispatch import OPS, build, resolve, unique
 from .errors import UnsupportedError
 from .op import Call, Kernel, Op
 from .target import SIMULATED, WHERE, Target, target_of
@@ -51,13 +51,13 @@ def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> st
     shapes = (f"{n} {s} {d}" for n, (s, d) in zip(record.outnames, record.outputs(call), strict=True))
     lines.append(f"returns  {'; '.join(shapes) or 'nothing (writes in place)'}")
     where = Target(target or "cpu") if target or call.device.type == "meta" else target_of(call.device)
-    lines += [f"row      {line}" for line in once(_answers(record, call, where))]
+    lines += [f"row      {line}" for line in unique(_answers(record, call, where))]
     try:
         chosen = resolve(record, call, where)
         source = record.sources(chosen)[0] if chosen else f"{record.package}.reference"
         lines.append(f"runs     {source.replace('.', '/')}.py on {where}")
         if where.arch in WHERE["cuda"] and not where.simulated:
-            lines += [f"kernel   {line}" for line in seams.origins(lambda: build(record, call, where))]
+            lines += [f"kernel   {line}" for line in runtimes.origins(lambda: build(record, call, where))]
             lines.append(f"host     {native.word}: eager calls of a signature that has run before")
     except UnsupportedError as error:
         lines.append(f"refused: UnsupportedError: {error}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import config, native, seams
+from . import config, native, runtimes
 from .errors import UnsupportedError
 
 # What a row of the table says it runs on, a device or one of its architectures, and which these are.
@@ -51,7 +51,7 @@ def simulate(arch: str) -> Iterator[Target]:
     """
     if arch not in SIMULATED:
         raise ValueError(f"simulate: got {arch!r}, accepted: {', '.join(SIMULATED)}")
-    seams.require_simulator(arch)
+    runtimes.require_simulator(arch)
     native.simulating()
     token = _active.set(arch)
     try:
@@ -66,7 +66,7 @@ def target_of(device: torch.device) -> Target:
         arch = _active.get()
         if arch is None:
             return Target("cpu")
-        seams.require_simulator(arch)  # simulate() has checked already, ATTNKIT_TARGET has not
+        runtimes.require_simulator(arch)  # simulate() has checked already, ATTNKIT_TARGET has not
         return Target(arch, simulated=True)
     if device.type == "mps":
         return Target("metal")

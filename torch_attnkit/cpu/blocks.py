@@ -13,7 +13,7 @@ import torch
 from torch_attnkit import cpu
 from torch_attnkit.core.op import Call
 
-_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/cpu counts them
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/cpu counts them
 _ALL = 1 << 31  # more keys than there are
 
 
@@ -65,11 +65,11 @@ def blocks(
     if cpu.kernels is None or not cpu.kernels.blocks_run_here or call.arg.softcap > 0:
         return None
     d, a, dtypes = call.dim, call.arg, {t.dtype for t in tensors}
-    if len(dtypes) > 1 or call.dtype not in _NUMBERS or min(d["Hq"], d["D"], d["Dv"]) == 0:
+    if len(dtypes) > 1 or call.dtype not in _DTYPE_CODES or min(d["Hq"], d["D"], d["Dv"]) == 0:
         return None
     _, k, v = tensors
     kernel = cpu.kernels.Blocks(
-        [d["Hq"], d["Hkv"], d["D"], d["Dv"]], number=_NUMBERS[call.dtype],
+        [d["Hq"], d["Hkv"], d["D"], d["Dv"]], number=_DTYPE_CODES[call.dtype],
         scale=d["D"] ** -0.5 if a.scale is None else a.scale, causal=causal, among=among, window=min(a.window, _ALL),
         sink_tokens=min(a.sink_tokens, _ALL), q=q.steps(tensors[0]), k=kv.steps(k), v=kv.steps(v),
         pages=[d["Ps"], d["Np"], k.stride(0), v.stride(0)] if paged else [0, 0, 0, 0],

@@ -43,8 +43,8 @@ def asm(
         return None
     parts = [got]
     if len(kinds) > 1:
-        places = [ir.DenseI64ArrayAttr.get([i]) for i in range(len(kinds))]
-        parts = [llvm.extractvalue(t, got, at, loc=loc, ip=ip) for t, at in zip(types, places, strict=True)]
+        positions = [ir.DenseI64ArrayAttr.get([i]) for i in range(len(kinds))]
+        parts = [llvm.extractvalue(t, got, at, loc=loc, ip=ip) for t, at in zip(types, positions, strict=True)]
     found = tuple(kind(part) for kind, part in zip(kinds, parts, strict=True))
     return found if isinstance(results, list) else found[0]
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from torch_attnkit import digest
-from torch_attnkit.core import cache, config, seams
+from torch_attnkit.core import cache, config, runtimes
 from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 
@@ -127,7 +127,7 @@ def launcher(target: Target, device: torch.device, trace: Trace, **signature: An
     if _recorder is not None:
         return _recorder(request)
     compiled = get(request, target.simulated)
-    launch = repeat.watched(seams.backend(target.arch, target.simulated).load(compiled, target.arch))
+    launch = repeat.watched(runtimes.of(target.arch, target.simulated).load(compiled, target.arch))
     return launch if target.simulated or torch.cuda.device_count() < 2 else on_device(device, launch)
 
 
@@ -228,8 +228,8 @@ def _kept(request: Request, folder: Path, simulated: bool) -> Compiled | None:
     """The kernel from a bundle, an installed wheel (for a GPU: it holds no PTX), or the cache in ``folder``."""
     if found := _in(tuple(_bundles), request, simulated):
         return found
-    if not simulated and (there := installed.find(request.arch, request.file)):
-        return Compiled(request, there[1], installed=True)
+    if not simulated and (shipped := installed.find(request.arch, request.file)):
+        return Compiled(request, shipped[1], installed=True)
     return _in((folder,), request, simulated)
 
 

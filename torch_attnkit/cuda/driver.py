@@ -1,7 +1,7 @@
-"""Seam 2 on hardware: a compiled kernel becomes a function that launches it through the CUDA driver.
+"""The CUDA runtime of ``core/runtimes.py`` on hardware: a compiled kernel as a function that launches it.
 
-The function is called with torch tensors directly (tvm-ffi reads them through DLPack's C interface) and launches on
-torch's current stream of the tensors' device, so graph capture and stream contexts work as for torch's own kernels.
+The function takes torch tensors directly (tvm-ffi reads them through DLPack's C interface) and launches on torch's
+current stream of the tensors' device, so graph capture and stream contexts work as for torch's own kernels.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _load_runtime() -> Any:
 
     Of any installation of CuTeDSL, whoever brought it; nothing of it is imported.
     """
-    roots = [Path(place) / "nvidia_cutlass_dsl" for place in sys.path]
+    roots = [Path(directory) / "nvidia_cutlass_dsl" for directory in sys.path]
     major = (torch.version.cuda or "13").split(".")[0]
     for root in roots:
         found = sorted(root.glob("cu*/lib/libcute_dsl_runtime.so"), key=lambda p: p.parts[-3] != f"cu{major}")

@@ -3,8 +3,8 @@
     Quantizer: a block's numbers -> amax -> scale, its reciprocal -> eight codes a word, scale byte
     Reader: scale byte -> the numbers of codes 0 to 7, rounded -> table of bytes -> looked up four codes at a time
 
-The arithmetic of one number is ``cuda/fp4.py``. Nothing here knows where numbers come from or go to, so that a
-quantiser, a cache or an epilogue may have them.
+The arithmetic of one value is ``cuda/fp4.py``. Loads and stores are the caller's: a quantiser, a cache write or an
+epilogue.
 """
 
 from __future__ import annotations

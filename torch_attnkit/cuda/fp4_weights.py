@@ -68,9 +68,9 @@ def factors_of_e8m0(word: Uint32) -> list[Uint32]:
     too), and 255, an infinity: zero times that is NaN."""
     factors = []
     for bytes_ in (0x4140, 0x4342):  # of the word, each with one of zero above it
-        numbers = Uint32(permute_bytes(Int32(word), Int32(0), Int32(bytes_))) * 0x80
-        nan = _multiply(numbers, Uint32(0))
-        factors.append(_multiply_add(numbers, Uint32(_TWO_TO_63), nan))
+        values = Uint32(permute_bytes(Int32(word), Int32(0), Int32(bytes_))) * 0x80
+        nan = _multiply(values, Uint32(0))
+        factors.append(_multiply_add(values, Uint32(_TWO_TO_63), nan))
     return factors
 
 

@@ -51,8 +51,8 @@ def wheels() -> tuple[Wheel, ...]:
     found = []
     for entry in importlib.metadata.entry_points(group=GROUP):
         spec = importlib.util.find_spec(entry.value)
-        places = (spec.submodule_search_locations if spec else None) or ()
-        for folder in map(Path, places):
+        folders = (spec.submodule_search_locations if spec else None) or ()
+        for folder in map(Path, folders):
             if (folder / ABOUT).is_file() and entry.dist is not None:
                 about = json.loads((folder / ABOUT).read_text("utf-8"))
                 facts = about["arch"], tuple(about["traces"]), about["sources"]

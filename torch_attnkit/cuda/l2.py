@@ -1,4 +1,4 @@
-"""The second-level cache."""
+"""Prefetches into the L2."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ LINE = 128  # bytes
 
 @dsl_user_op
 def prefetch(source: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """Bring a line of device memory there."""
+    """Prefetch a line of device memory."""
     asm(None, [Int64(source)], "prefetch.global.L2 [$0];", memory=True, loc=loc, ip=ip)

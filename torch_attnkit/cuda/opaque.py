@@ -1,4 +1,4 @@
-"""Numbers of which the compiler is told nothing."""
+"""Compiler barrier for values in registers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from .asm import asm
 
 @dsl_user_op
 def anew(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The same number, in every turn of a loop by itself: what follows from it is computed where it is used, not kept
-    in registers from ahead of the loop."""
+    """Compiler barrier: ``value`` through an opaque ``mov``, so that expressions derived from it are rematerialised in
+    the loop instead of hoisted into registers ahead of it."""
     return asm(Int32, [Int32(value)], "mov.b32 $0, $1;", memory=True, loc=loc, ip=ip)

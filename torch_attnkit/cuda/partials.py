@@ -1,4 +1,4 @@
-"""Joining partial results of attention: maxima in powers of two, sums and numerators."""
+"""Merging partial attention results: row maxima (log2), row sums and unnormalised outputs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from .warp_ops import exp2
 
 
 def finite(row_max: Float32) -> Float32:
-    """A maximum to subtract: 0 for one that is -inf, which would make nan of -inf."""
+    """The maximum to subtract: 0 for a row whose maximum is -inf, since -inf - -inf is NaN."""
     return cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max)
 
 
 def join(
     rO: cute.Tensor, row_max: Float32, row_sum: Float32, maxima: list[Float32], sums: list[Float32], columns: list
 ) -> tuple[Float32, Float32]:
-    """Adds partial results to a numerator ``rO`` of 4 columns with its maximum and sum; returns these anew.
+    """Merge partial results into a numerator ``rO`` of 4 columns with its maximum and sum; returns the new maximum and
+    sum.
 
-    A partial result has its maximum, -inf if it has no keys, its sum and its 4 columns.
+    A partial result is a maximum (-inf without keys), a sum and 4 columns.
     """
     old = row_max
     for new in maxima:

@@ -1,11 +1,10 @@
-"""CuTeDSL's passes in stages: host code and PTX first, then machine code, which a simulator does without.
+"""Runs CuTeDSL's passes in two stages: host code and PTX, then machine code, which a simulator does not need.
 
-The passes of ``cute.compile`` assemble the PTX at once, which takes up to half of their time, and no option says
-otherwise. But they write into the module what device code is to be made of: so they run up to that point, ``sass``
-becomes ``ptx`` there for a simulator, and the rest of them runs. The host code is the same either way, and so is what
-``fingerprint.py`` makes of it; its machine code stays unoptimised for a simulator. Tried with the version that the PTX
-simulator is for; with one whose passes have another form a GPU's kernels are made in one go, and a simulator's are
-refused.
+``cute.compile`` assembles PTX in the same pipeline, half of its time, and has no option to leave that out. Its passes
+write the target of device code into the module: they run up to that point, for a simulator ``sass`` is replaced by
+``ptx`` there, and the rest runs. Host code is the same either way, and so is its fingerprint (``fingerprint.py``); for
+a simulator its machine code is not optimised. Tried with the version that the PTX simulator supports; where the passes
+have another form, a GPU's kernels are compiled in one stage and a simulator's are refused.
 """
 
 from __future__ import annotations

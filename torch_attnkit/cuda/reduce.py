@@ -11,11 +11,11 @@ from cutlass import Float32, Int32, const_expr
 
 
 class RowSum:
-    """The sum of one number a thread over the ``lanes`` threads (times ``cluster`` blocks) of a row.
+    """Row reduction: sums one value of each of the ``lanes`` threads (times ``cluster`` CTAs) of a row.
 
-    ``lanes`` is a power of two and divides ``threads``, or equals it. In a cluster every block pushes its partial sums
-    into the others' shared memory, where a transaction barrier counts them: one trip, and no block can leave before
-    all that is meant for it has come. One sum for each object.
+    ``lanes`` is a power of two and divides ``threads``, or equals it. Warp shuffles, then shared memory; in a cluster
+    each CTA stores its partial sums into its peers' shared memory, and an mbarrier counts the bytes: one round trip,
+    and no CTA exits before its incoming sums have arrived. One sum for each object.
     """
 
     def __init__(self, threads: int, lanes: int, cluster: int = 1):

@@ -1,9 +1,9 @@
-"""What a call launched, told so that C++ can repeat it (``csrc/dispatch``): every argument by where it comes from.
+"""Records what a call launched, so that C++ can repeat it (``csrc/dispatch``): the source of every argument.
 
-The second call of a signature is recorded. A dispatch mode sees all that torch does meanwhile: views and allocations
-are followed, and any other operation (a copy of a tensor that is not aligned, say) leaves such calls to Python. So the
-families' launch functions know nothing of this. A tensor in a launch is then an argument of the op, an output, memory
-of the call's own, the workspace of the stream, or something that the plan holds.
+The second call of a signature is recorded. A dispatch mode follows views and allocations meanwhile; any other operation
+(a copy of a tensor that is not aligned, say) leaves such calls to Python. So the families' launch functions know
+nothing of this. A tensor in a launch is an argument of the op, an output, scratch of the call, the stream's workspace,
+or a constant of the plan.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def watched(launch: Callable[..., None]) -> Callable[..., None]:
-    """A launch function whose calls are noted while this thread records."""
+    """A launch function whose calls this thread records, while it records."""
     if native.extension is None:
         return launch
 
@@ -136,16 +136,16 @@ def _recipe(watch: _Watch, args: tuple[Any, ...], outputs: list[torch.Tensor]) -
     if {_storage(o) for o in outputs} & {_storage(a) for a in args if isinstance(a, torch.Tensor)}:
         raise Unrepeatable("it returns an argument")
     _use()
-    places = _Places(watch, args, outputs)
+    sources = _Sources(watch, args, outputs)
     launches, around = [], None
     for launch, arguments in watch.launches:
         handle, around = callee(launch)
-        launches.append((handle, tuple(places.of(a) for a in arguments)))
-    return Recipe(places.device, outputs, places.scratch, launches, places.needs_room, around)
+        launches.append((handle, tuple(sources.of(a) for a in arguments)))
+    return Recipe(sources.device, outputs, sources.scratch, launches, sources.needs_room, around)
 
 
-class _Places:
-    """Tells where each argument of a launch comes from."""
+class _Sources:
+    """Finds the source of each argument of a launch."""
 
     def __init__(self, watch: _Watch, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
         assert native.extension is not None
@@ -166,10 +166,10 @@ class _Places:
         if not isinstance(value, torch.Tensor):
             raise Unrepeatable(f"a launch takes a {type(value).__name__}")
         assert native.extension is not None
-        source, index, offset = self._place(value)
+        source, index, offset = self._source(value)
         return native.extension.Place(source, index, offset, value)
 
-    def _place(self, t: torch.Tensor) -> tuple[Any, int, int]:
+    def _source(self, t: torch.Tensor) -> tuple[Any, int, int]:
         storage = _storage(t)
         for source, held in zip((self.source.PARTS, self.source.COUNTERS), self.room or (), strict=False):
             if storage == _storage(held):  # first: the workspace may have grown during this call
@@ -212,7 +212,7 @@ callee = _called  # tests replace it, to repeat what runs in a simulator
 
 
 def room(device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The workspace of the device's current stream, if there is any, which C++ gets to know with this."""
+    """The workspace of the device's current stream, if there is one; C++ is given it, too."""
     held = workspace._devices.get(device)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     found = held.streams.get(stream) if held is not None else None

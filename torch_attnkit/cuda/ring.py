@@ -1,4 +1,4 @@
-"""Buffers in shared memory that TMA fills and other warps empty, guarded by two mbarriers each."""
+"""Ring buffers in shared memory: TMA fills a stage, consumer warps release it; a full and an empty mbarrier each."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from cutlass import Int32, Uint32
 
 
 class Fixed:
-    """An object that loops of the kernel may use but never change, so nothing of it is carried from turn to turn."""
+    """An object that a traced loop reads but never changes: CuTeDSL does not carry its fields through iterations."""
 
     def __extract_mlir_values__(self) -> list:
         return []
@@ -18,10 +18,11 @@ class Fixed:
 
 
 class Ring(Fixed):
-    """``stages`` buffers that one warp fills and the consumers empty; ``n`` counts fills from the kernel's start.
+    """``stages`` buffers with one producer warp; ``n`` counts fills from the kernel's start, stage and phase follow
+    from it.
 
-    A power of two of stages is best: what is computed between a wait and the next product delays the product.
-    With ``pair``, the consumers of both CTAs of a cluster empty a buffer, for either fills half of it in both.
+    A power of two of stages is best: index arithmetic between a wait and the next product delays the product. With
+    ``pair`` each CTA of a cluster fills half of a stage in both, and consumers of both CTAs release it.
     """
 
     def __init__(self, full: cute.Pointer, empty: cute.Pointer, stages: int, pair: bool = False):
@@ -38,12 +39,12 @@ class Ring(Fixed):
         return (n >> (self.stages.bit_length() - 1)) & 1
 
     def await_empty(self, n: Int32) -> cute.Pointer:
-        """Wait until fill ``n`` may begin; returns the barrier that it completes."""
+        """Producer: wait until the stage of fill ``n`` is released; returns its full barrier."""
         cute.arch.mbarrier_wait(self.empty + self.slot(n), self.phase(n) ^ 1)
         return self.full + self.slot(n)
 
     def acquire(self, n: Int32, nbytes: int) -> cute.Pointer:
-        """The same, and announce the fill's bytes."""
+        """Producer: ``await_empty``, and set the bytes that the full barrier expects."""
         full = self.await_empty(n)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
@@ -53,7 +54,7 @@ class Ring(Fixed):
         cute.arch.mbarrier_wait(self.full + self.slot(n), self.phase(n))
 
     def release(self, n: Int32) -> None:
-        """Called by every consumer warp once it has read fill ``n``."""
+        """Consumer: each consumer warp arrives at the empty barrier once it has read fill ``n``."""
         with cute.arch.elect_one():
             if self.pair:
                 for rank in (0, 1):

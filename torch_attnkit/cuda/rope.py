@@ -1,4 +1,4 @@
-"""Rotary position embedding of numbers in registers, to the bit as ``formats/rope.py`` has it."""
+"""Rotary position embedding of values in registers, bit for bit as ``formats/rope.py`` defines it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from .warp_ops import pack
 
 
 def turned_back(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Any, Any]:
-    """The pair (a, b) rotated by minus the angle: two products and their sum, each rounded."""
+    """Inverse rotation of the pair (a, b): two products and their sum, each rounded."""
     return times(a, cos) + times(b, sin), times(b, cos) - times(a, sin)
 
 
 def turn_back(fragment: Any, cos: list[Any], sin: list[Any], from_pair: Any) -> None:
-    """Rotate the interleaved pairs of a fragment from number ``from_pair`` on, in place; each is rounded to its dtype.
+    """Inverse RoPE of a fragment's interleaved pairs, in place, from element ``from_pair`` on; each rounded to its
+    dtype.
 
     Where ``from_pair`` is not 0, 0 or less stands for all pairs.
     """

@@ -1,4 +1,4 @@
-"""The warp-level instructions that CuTeDSL's own wrappers do not give one by one.
+"""Warp-level instructions that CuTeDSL's own wrappers do not expose one by one.
 
 Registers of 16-bit pairs are Int32, shared addresses Int32, device addresses Int64. Lane l of a warp has row
 ``l // 4`` and columns ``2 * (l % 4)``, ``+ 1`` of every 8 x 8 tile that it holds in registers (PTX ISA, "Matrix
@@ -50,7 +50,7 @@ def soft_cap(score: Float32, slope: Float32) -> Float32:
 
 @dsl_user_op
 def fresh(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The same number, of which the compiler does not know that: what follows from it is worked out here."""
+    """Compiler barrier: the same value through an opaque ``mov``, so that what derives from it is computed here."""
     return asm(Int32, [value], "mov.b32 $0, $1;", volatile=True, loc=loc, ip=ip)
 
 
@@ -117,7 +117,7 @@ def load_2_floats(source: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Fl
 
 @dsl_user_op
 def cluster_address(address: Int32, cta: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Where the cluster finds what CTA ``cta`` of it has at ``address`` of its own shared memory."""
+    """``mapa``: the cluster address of ``address``, a shared address, in CTA ``cta``."""
     return asm(Int32, [address, cta], "mapa.shared::cluster.u32 $0, $1, $2;", loc=loc, ip=ip)
 
 
@@ -155,14 +155,14 @@ def store_2_pairs(target: Int64, low: Int32, high: Int32, *, loc: Any = None, ip
 
 @dsl_user_op
 def add_acq_rel(target: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """What stood at ``target`` before ``value`` was added; orders device memory among the blocks that meet there."""
+    """Atomic add, acquire-release at GPU scope: returns the value before."""
     text = "atom.global.gpu.acq_rel.add.s32 $0, [$1], $2;"
     return asm(Int32, [target, value], text, memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def forget_barrier(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """End an mbarrier, so that its memory may be anything again."""
+    """``mbarrier.inval``: the mbarrier's memory may be reused."""
     asm(None, [address], "mbarrier.inval.shared.b64 [$0];", memory=True, loc=loc, ip=ip)
 
 
@@ -173,13 +173,13 @@ def log2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 @dsl_user_op
 def thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
-    """This thread's number, read anew: what follows from it is then not kept in registers all through the kernel."""
+    """The thread's index, read again: a compiler barrier, so that what derives from it does not occupy registers."""
     return asm(Int32, [], "mov.u32 $0, %tid.x;", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def any_of_threads(value: Int32, barrier: int, threads: int, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Whether ``value`` is not 0 in any of the ``threads`` threads that meet at a named barrier for that."""
+    """``barrier.red.or``: whether ``value`` is not 0 in any of the ``threads`` threads of a named barrier."""
     text = (
         "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
         f"barrier.cta.red.or.aligned.pred q, {barrier}, {threads}, p; selp.s32 $0, 1, 0, q; }}"

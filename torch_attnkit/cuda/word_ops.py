@@ -1,5 +1,5 @@
-"""Bytes and words by address, and copies with offsets that are known beforehand. Device addresses are Int64, shared
-ones Int32."""
+"""Bytes and words by address, and ``cp.async`` with immediate offsets. Device addresses are Int64, shared ones
+Int32."""
 
 from __future__ import annotations
 

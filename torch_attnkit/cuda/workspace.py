@@ -1,8 +1,8 @@
-"""Device memory in which the blocks of one launch meet: partial results, and counters of who has come.
+"""Split workspace in device memory: partial results and arrival counters of the CTAs of one launch.
 
-The memory belongs to a stream, not to a call: launches on a stream follow each other, so they can share it, and a
-launch leaves every counter at zero. While a graph is captured, its calls may later run beside anything: each gets
-memory of the graph's own pool for its parts, and counters that no other call ever uses.
+The memory belongs to a stream, not to a call: launches on a stream run in order and share it, and each leaves every
+counter at zero. A captured graph may be replayed beside anything: its calls get partials from the graph's own pool, and
+counters that no other call uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _COUNTERS = 1 << 22  # of one device, 16 MB: those of the eager streams and of s
 
 
 class _Device:
-    """What one device holds: zeroed counters, handed out once each, and the memory of its streams."""
+    """Of one device: zeroed counters, each given out a single time, and the workspace of its streams."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -50,7 +50,7 @@ def _capturing() -> bool:
 
 
 class Workspace:
-    """Parts and counters for the launches of one plan."""
+    """Partial results and arrival counters for the launches of one plan."""
 
     def __init__(self, device: torch.device, floats: int, counters: int):
         self.device, self.floats, self.counters = device, floats, counters

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torch_attnkit.core import UnsupportedError, seams
+from torch_attnkit.core import UnsupportedError, runtimes
 
 if TYPE_CHECKING:  # these import transformers
     from torch_attnkit.demo.decoders import DecoderResult
@@ -72,7 +72,7 @@ def run(console: Console, *, tokens: int, sentences: int) -> int:
 def _missing_simulator() -> str:
     """What the simulator of ARCH lacks here, an empty word if nothing."""
     try:
-        seams.require_simulator(ARCH)
+        runtimes.require_simulator(ARCH)
     except UnsupportedError as error:
         return str(error)
     return ""

@@ -97,8 +97,8 @@ def cp_prefill(
     rank, world, run = dist.get_rank(group), dist.get_world_size(group), q.shape[1] // 2
     keys, values = (from_head_tail(x, group=group) for x in (k, v))  # (B, T, Hkv, D), (B, T, Hkv, Dv)
     found = []
-    for half, place in enumerate((rank, 2 * world - 1 - rank)):
-        seen = (place + 1) * run  # keys up to the end of this run of tokens: the last query sees the last of them
+    for half, piece in enumerate((rank, 2 * world - 1 - rank)):
+        seen = (piece + 1) * run  # keys up to the end of this run of tokens: the last query sees the last of them
         length, start = (None if n is None else n.clamp(max=seen) for n in (kv_len, kv_start))
         found.append(
             ops.flash_attention(
@@ -161,7 +161,7 @@ def cp_decode(
     parts.append(attended(start, kv_len))
     # (1 or 2, B, Hq, Dv), (1 or 2, B, Hq); one part is not copied: a launch is much of what sharing a step costs
     out, lse = (torch.stack(each) if len(each) > 1 else each[0][None] for each in zip(*parts, strict=True))
-    out, lse = _gathered_together(out, lse, group=group)  # (P, 1 or 2, ...)
+    out, lse = _all_gathered(out, lse, group=group)  # (P, 1 or 2, ...)
     merged: tuple[torch.Tensor, torch.Tensor] = ops.merge_partials(out.flatten(0, 1), lse.flatten(0, 1), sink)
     return merged
 
@@ -199,13 +199,13 @@ def ep_moe(
     experts = (w13, w13_scale, w2, w2_scale, *others)
     first, count = dist.get_rank(group) * w13.shape[0], w13.shape[0]
 
-    def mine(rows: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def local_experts(rows: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         here = (indices >= first) & (indices < first + count)
         local: torch.Tensor = ops.fp4_moe(rows, weights, torch.where(here, indices - first, -1), *experts, **scalars)
         return local  # (rows, N)
 
     if tokens == "replicated":
-        out = mine(x, weights, indices)
+        out = local_experts(x, weights, indices)
         dist.all_reduce(out, group=group)
         return out
     world = dist.get_world_size(group)
@@ -214,17 +214,17 @@ def ep_moe(
     sent = wanted.sum(1)  # (P,)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    there, back = torch.stack((sent, received)).tolist()  # the one wait for the device
-    token = torch.nonzero_static(wanted, size=sum(there))[:, 1]  # (sent,) in the order of ranks
-    rows = _exchanged(x[token], there, back, group)  # (received, N)
+    send_counts, receive_counts = torch.stack((sent, received)).tolist()  # the one wait for the device
+    token = torch.nonzero_static(wanted, size=sum(send_counts))[:, 1]  # (sent,) in the order of ranks
+    rows = _exchanged(x[token], send_counts, receive_counts, group)  # (received, N)
     # Weights and experts of a token are few bytes, and travel together.
     routes = torch.cat([t.contiguous().view(torch.uint8) for t in (weights, indices)], 1)  # (Tq, bytes)
     ends = [weights.shape[1] * weights.itemsize, indices.shape[1] * indices.itemsize]
-    parts = _exchanged(routes[token], there, back, group).split(ends, 1)
+    parts = _exchanged(routes[token], send_counts, receive_counts, group).split(ends, 1)
     given = [part.contiguous().view(t.dtype) for part, t in zip(parts, (weights, indices), strict=True)]
-    made = _exchanged(mine(rows, *given), back, there, group)  # (sent, N)
+    made = _exchanged(local_experts(rows, *given), receive_counts, send_counts, group)  # (sent, N)
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    for rows, part in zip(token.split(there), made.split(there), strict=True):
+    for rows, part in zip(token.split(send_counts), made.split(send_counts), strict=True):
         out.index_add_(0, rows, part.to(out.dtype))  # a token is there once: the order of sums is that of ranks
     return out.to(x.dtype)
 
@@ -243,7 +243,7 @@ def _gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
     return all_bytes.view(x.dtype).view(world, *x.shape)
 
 
-def _gathered_together(*tensors: torch.Tensor, group: Group) -> list[torch.Tensor]:
+def _all_gathered(*tensors: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """``_gathered`` of several tensors by one collective, whose latency is what a decode step pays for. What comes back
     are views of what was gathered, dense but for the axis of processes."""
     flat = [_bytes(t) for t in tensors]
@@ -258,11 +258,12 @@ def _gathered_together(*tensors: torch.Tensor, group: Group) -> list[torch.Tenso
     ]
 
 
-def _exchanged(x: torch.Tensor, there: list[int], back: list[int], group: Group) -> torch.Tensor:
-    """Rows ``x`` (sent, ...), as many as ``there`` says to each process: what comes ``back``, (received, ...)."""
+def _exchanged(x: torch.Tensor, send_counts: list[int], receive_counts: list[int], group: Group) -> torch.Tensor:
+    """Rows ``x`` (sent, ...), ``send_counts`` to each process, for ``receive_counts`` from each: (received, ...)."""
     row = math.prod(x.shape[1:]) * x.itemsize  # bytes
-    received = torch.empty(sum(back) * row, dtype=torch.uint8, device=x.device)
-    dist.all_to_all_single(received, _bytes(x), [n * row for n in back], [n * row for n in there], group=group)
+    received = torch.empty(sum(receive_counts) * row, dtype=torch.uint8, device=x.device)
+    output, given = ([n * row for n in counts] for counts in (receive_counts, send_counts))
+    dist.all_to_all_single(received, _bytes(x), output, given, group=group)
     return received.view(x.dtype).view(-1, *x.shape[1:])
 
 

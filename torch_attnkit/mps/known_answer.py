@@ -62,10 +62,10 @@ def wrong(target: Target, device: str) -> list[str]:
         return [f"the kernel did not run: {type(error).__name__}: {error}"]
     want = expected(x)
     found = []
-    for name, mine, right in zip(ANSWERS, got, want, strict=True):
+    for name, x, right in zip(ANSWERS, got, want, strict=True):
         near = _EXP_ERROR * right.abs() if name == "exp" else torch.zeros_like(right)
-        off = ~((mine - right).abs() <= near)
+        off = ~((x - right).abs() <= near)
         if off.any():
             i = int(off.nonzero()[0])
-            found.append(f"{name}: {int(off.sum())} of {len(x)} are wrong, thread {i} has {mine[i]:g} for {right[i]:g}")
+            found.append(f"{name}: {int(off.sum())} of {len(x)} are wrong, thread {i} has {x[i]:g} for {right[i]:g}")
     return found

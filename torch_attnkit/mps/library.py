@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torch_attnkit import paths
-from torch_attnkit.core import seams
+from torch_attnkit.core import runtimes
 from torch_attnkit.core.target import Target
 
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat", torch.float8_e4m3fn: "uchar"}
@@ -75,7 +75,7 @@ def _word(value: Any) -> str:
 
 @functools.cache
 def _compile(text: str, simulated: bool) -> Library:
-    return Library(seams.backend("metal", simulated).compile_shader(text), slots(text))
+    return Library(runtimes.of("metal", simulated).compile_shader(text), slots(text))
 
 
 def load(op: str, target: Target, **defines: Any) -> Library:

@@ -12,7 +12,7 @@ from torch_attnkit.core.op import Call, Kernel
 from torch_attnkit.core.spec import DTYPES, short
 from torch_attnkit.formats import kv_cache
 
-from . import draws
+from . import sampling
 
 
 def _dtype(c: Call) -> bool:
@@ -74,11 +74,11 @@ def bytes_moved(dims: dict[str, int], dtype: torch.dtype) -> int:
     return dims["R"] * (plain + row + 4)
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     """A format, its channels, slots, and how large numbers are; RoPE channels may be none, odd in number, or all."""
     k = d.kernel
     format = k.choice(kv_cache.FORMATS)
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), format=format, ids=k.choice(("i32", "i64")),
         D=k.choice((1, 2, 7, 33, 64, 129, 512, 576, 1100)), gs="", rope=0,
     )  # fmt: skip
@@ -88,32 +88,32 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
         facts |= dict(D=nope + facts["rope"])
     if format == "nvfp4" and k.random() < 0.7:
         facts |= dict(gs=d.pick((1.0, 731.37, 1 / 3, 2688.0, 1e-5)))
-    most = max(1, min(300, d.room.terms // (64 * facts["D"])))
+    most = max(1, min(300, d.limits.terms // (64 * facts["D"])))
     facts |= dict(R=0 if d.sometimes(0.02) else d.size(most), S=d.size(most), absent=d.pick((0, 0, 3, 10)))
     facts |= dict(x_by=d.pick((1, 1, 2.0**-120, 2.0**-135, 2.0**9, 2.0**100)), odd=d.pick(("", "", "nans", "infs")))
     return facts | {
-        "seed": d.call.randrange(1 << 30), "kv.at": d.place(2, (0,)), "cache.at": d.place(2), "slot.at": d.place(1)
+        "seed": d.call.randrange(1 << 30), "kv.at": d.layout(2, (0,)), "cache.at": d.layout(2), "slot.at": d.layout(1)
     }  # fmt: skip
 
 
-def drawn_format(f: draws.Facts) -> dict[str, Any]:
+def format_of(f: sampling.Facts) -> dict[str, Any]:
     """The keyword arguments that both ops have."""
     return dict(format=f.get("format") or "none", rope_dim=f.get("rope", 0))
 
 
-def drawn_numbers(f: draws.Facts, gen: torch.Generator, rows: int) -> torch.Tensor:
+def generate_values(f: sampling.Facts, gen: torch.Generator, rows: int) -> torch.Tensor:
     """Rows (rows, D) of very different size. ``odd`` is what some NoPE channels are: which bits a NaN of a RoPE channel
     has after rounding, no contract says."""
-    x = draws.numbers(gen, rows, f["D"])
+    x = sampling.randn(gen, rows, f["D"])
     x = x * torch.exp2(torch.randint(-4, 5, (rows, 1), generator=gen).float()) * f.get("x_by", 1)
     if f.get("odd"):
         some = torch.rand(rows, f["D"], generator=gen) < 0.02
         some[:, f["D"] - f.get("rope", 0) :] = False
         x = x.masked_fill(some, dict(nans=torch.nan, infs=torch.inf)[f["odd"]])
-    return draws.cast(x, f["dtype"])
+    return sampling.cast(x, f["dtype"])
 
 
-def drawn_slots(f: draws.Facts, gen: torch.Generator, *, distinct: bool) -> torch.Tensor:
+def generate_slots(f: sampling.Facts, gen: torch.Generator, *, distinct: bool) -> torch.Tensor:
     """(R,) rows of a cache of S rows, -1 where a row has none: of every ``absent``-th, and past the last one."""
     R, S = f["R"], f["S"]
     if distinct:

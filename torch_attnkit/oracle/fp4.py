@@ -92,7 +92,7 @@ def load_scale(scale: torch.Tensor, layout: str, rows: int, kb: int) -> torch.Te
     return scale if layout == "linear" else scale_layout.from_128x4(scale, rows, kb)
 
 
-def numbers(
+def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, format: str, global_scale: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Codes (..., K/2) under linear scales (..., K/block) to the numbers they stand for (..., K)."""

@@ -11,7 +11,7 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats import nvfp4
 
-from . import draws, fp4
+from . import fp4, sampling
 
 Dims = dict[str, int]
 _ORDINARY = {"nvfp4": range(16, 96), "mxfp4": range(120, 132)}  # bytes of scales of ordinary size
@@ -47,7 +47,7 @@ def scale_layout(features: tuple[str, ...]) -> str:
     return "128x4" if "swizzled" in features else "linear"
 
 
-def numbers(dims: Dims, dtype: torch.dtype, gen: torch.Generator) -> torch.Tensor:
+def values(dims: Dims, dtype: torch.dtype, gen: torch.Generator) -> torch.Tensor:
     """Rows (..., K) to quantise; with ``odd`` there are nan and infinities among them."""
     x = fp4.spread(gen, dtype, *_batch(dims), dims["K"])
     if dims.get("odd"):
@@ -83,15 +83,15 @@ def bytes(dims: Dims, dtype: torch.dtype, block: int) -> int:
     return n * dtype.itemsize + n // 2 + n // block
 
 
-def _draw(d: draws.Draw, row: Kernel, block: int) -> draws.Facts:
+def _sample(d: sampling.Sampler, row: Kernel, block: int) -> sampling.Facts:
     """The axes of the rows, as ``_shape`` reads them, K, the layout of the scales, and a global scale."""
     k, on = d.kernel, row.features.split()
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), rank=k.choice((0, 1, 2, 2, 3)), layout=k.choice(("", "128x4")),
         gs=d.pick(_GLOBAL) if "global_scale" in on and k.random() < 0.7 else "",
         K=block * (0 if d.sometimes(0.02) else d.pick((1, 2, 3, 4, 5, 7, 8, 12, 17, 33))),
     )  # fmt: skip
-    most = max(1, d.room.terms // (max(facts["K"], 1) * 64))
+    most = max(1, d.limits.terms // (max(facts["K"], 1) * 64))
     axes = [0 if d.sometimes(0.02) else d.pick((1, 2, 3, 5)) for _ in range(3)]
     axes[d.call.randrange(3)] = d.size(min(most, 300))
     while axes[0] * axes[1] * axes[2] > most:
@@ -99,48 +99,48 @@ def _draw(d: draws.Draw, row: Kernel, block: int) -> draws.Facts:
     return facts | dict(zip("ABC", axes, strict=True)) | dict(seed=d.call.randrange(1 << 30))
 
 
-def draw_numbers(d: draws.Draw, row: Kernel, block: int) -> draws.Facts:
+def sample_values(d: sampling.Sampler, row: Kernel, block: int) -> sampling.Facts:
     """Of numbers to quantise: how large they are, and which odd ones are among them."""
-    facts = _draw(d, row, block)
+    facts = _sample(d, row, block)
     facts |= dict(x_by=d.pick(_SIZES), odd=d.pick(("", "nans", "infs", "all")), ties=int(d.sometimes(0.4)))
-    return facts | {"x.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
+    return facts | {"x.at": d.layout(facts["rank"] + 1, range(facts["rank"]))}
 
 
-def draw_codes(d: draws.Draw, row: Kernel, block: int) -> draws.Facts:
+def sample_codes(d: sampling.Sampler, row: Kernel, block: int) -> sampling.Facts:
     """Of codes to bring back: what their scales are."""
-    facts = _draw(d, row, block) | dict(f8=d.pick(("", 1)), any=d.pick(("", 1)))
-    places = {"codes.at": d.place(facts["rank"] + 1, range(facts["rank"]))}
+    facts = _sample(d, row, block) | dict(f8=d.pick(("", 1)), any=d.pick(("", 1)))
+    layouts = {"codes.at": d.layout(facts["rank"] + 1, range(facts["rank"]))}
     axes = 2 if facts["layout"] else facts["rank"] + 1
-    return facts | places | {"scale.at": d.place(axes, () if facts["layout"] else range(facts["rank"]))}
+    return facts | layouts | {"scale.at": d.layout(axes, () if facts["layout"] else range(facts["rank"]))}
 
 
-def _shape(f: draws.Facts) -> tuple[int, ...]:
+def _shape(f: sampling.Facts) -> tuple[int, ...]:
     """The batch axes: the first ``rank`` of A, B, C."""
     return (f["A"], f["B"], f["C"])[: f["rank"]]
 
 
-def drawn_numbers(f: draws.Facts, gen: torch.Generator) -> torch.Tensor:
+def generate_values(f: sampling.Facts, gen: torch.Generator) -> torch.Tensor:
     """Rows of very different size; ``ties`` are multiples of a quarter, ``odd`` names what a tenth of them become."""
-    x = draws.numbers(gen, *_shape(f), f["K"])
+    x = sampling.randn(gen, *_shape(f), f["K"])
     size = torch.exp2(torch.randint(-4, 5, (*x.shape[:-1], 1), generator=gen).float())
     x = ((x * 8).round() / 4 if f.get("ties") else x * size) * f.get("x_by", 1.0)
     for value in dict(
         nans=(torch.nan,), infs=(torch.inf, -torch.inf), all=(torch.nan, -torch.nan, torch.inf, -0.0)
     ).get(f.get("odd", ""), ()):
         x = x.masked_fill(torch.rand(*x.shape, generator=gen) < 0.02, value)
-    return draws.cast(x, f["dtype"])
+    return sampling.cast(x, f["dtype"])
 
 
-def drawn_codes(f: draws.Facts, gen: torch.Generator, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def generate_codes(f: sampling.Facts, gen: torch.Generator, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Any codes under scales of ordinary size, or under any byte with ``any``; ``f8``: as 8-bit floats."""
     sizes = range(256) if f.get("any") else _ORDINARY[format]
-    return _coded((*_shape(f), f["K"]), format, sizes, drawn_layout(f), bool(f.get("f8")), gen)
+    return _coded((*_shape(f), f["K"]), format, sizes, layout_of(f), bool(f.get("f8")), gen)
 
 
-def drawn_layout(f: draws.Facts) -> str:
+def layout_of(f: sampling.Facts) -> str:
     """Of the scales."""
     return f.get("layout") or "linear"
 
 
-def drawn_global(f: draws.Facts) -> torch.Tensor | None:
+def global_of(f: sampling.Facts) -> torch.Tensor | None:
     return None if f.get("gs", "") == "" else torch.tensor(f["gs"])

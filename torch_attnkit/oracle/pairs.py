@@ -21,7 +21,7 @@ def readable(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
 
 
-def numbers(tensor: torch.Tensor | None, count: int, otherwise: int) -> list[int]:
+def contents(tensor: torch.Tensor | None, count: int, otherwise: int) -> list[int]:
     """The contents of an index tensor (count,), or ``count`` times ``otherwise`` if there are none to read."""
     if tensor is None or not readable(tensor):
         return [otherwise] * count
@@ -54,7 +54,7 @@ def attention(c: Call, sequences: Iterable[Sequence], *, causal: bool) -> int:
 
 def cached(c: Call, queries: int, keys: int) -> list[Sequence]:
     """The sequences of an op whose last query stands at the end of a cache; one before its start is not there."""
-    lengths = numbers(c.arg.kv_len, c.dim["B"], keys)
-    starts = numbers(c.arg.kv_start, c.dim["B"], 0)
-    there = [min(queries, n) for n in lengths]
-    return [(t, n - t, first, n) for t, n, first in zip(there, lengths, starts, strict=True)]
+    lengths = contents(c.arg.kv_len, c.dim["B"], keys)
+    starts = contents(c.arg.kv_start, c.dim["B"], 0)
+    queries_seen = [min(queries, n) for n in lengths]
+    return [(t, n - t, first, n) for t, n, first in zip(queries_seen, lengths, starts, strict=True)]

@@ -11,7 +11,7 @@ LINEAR: dict[str, Predicate] = {"linear scales": lambda c: c.arg.scale_layout ==
 _NAMED: dict[str, Predicate] = {
     "request_ids, or one request": lambda c: c.arg.request_ids is not None or c.dim["R"] == 1
 }
-_IN_TURN: dict[str, Predicate] = {"no request_ids": lambda c: c.arg.request_ids is None}
+_UNNAMED: dict[str, Predicate] = {"no request_ids": lambda c: c.arg.request_ids is None}
 
 # Query heads go with their KV head; the one KV head of all is everywhere.
 HEADS = (Shards("Hq Hkv"), Shards("Hq", needs={"one KV head": lambda c: c.dim["Hkv"] == 1}))
@@ -19,11 +19,11 @@ ATTENTION = (Shards("B"), *HEADS)
 # Where all queries see the same keys, they may be anywhere.
 QUERIES = (Shards("T", needs={"neither causality nor a window": lambda c: not c.arg.causal and c.arg.window < 0}),)
 # Tokens that name their request, or all of one request, may be anywhere; others go with their request.
-SPARSE = (Shards("Tq", needs=_NAMED), Shards("Tq R", needs=_IN_TURN), Shards("Hq"))
+SPARSE = (Shards("Tq", needs=_NAMED), Shards("Tq R", needs=_UNNAMED), Shards("Hq"))
 INDEXER = (
     Shards("Tq", needs=_NAMED),
-    Shards("Tq Rk", needs=_IN_TURN | {"no pages": lambda c: c.arg.block_table is None}),
-    Shards("Tq R", needs=_IN_TURN | {"pages": lambda c: c.arg.block_table is not None}),
+    Shards("Tq Rk", needs=_UNNAMED | {"no pages": lambda c: c.arg.block_table is None}),
+    Shards("Tq R", needs=_UNNAMED | {"pages": lambda c: c.arg.block_table is not None}),
 )
 # Rows of block-scaled numbers, or whole blocks of every row.
 BLOCKS = (Shards("...", needs=LINEAR), Shards("K", needs=LINEAR))

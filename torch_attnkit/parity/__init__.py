@@ -6,13 +6,13 @@ user would, with outputs poisoned and fenced by guard bands and inputs embedded 
 compares with the reference run in float64 (``judge.py``, ``oracle/compare.py``).
 """
 
-from .case import Case, accepted, arguments, bound, cases, drawn, feature_sets, inputs, shapes, together
-from .guard import LAYOUTS, Fence, guarded_outputs, place, poison
+from .case import Case, accepted, all_features, arguments, bound, cases, feature_sets, generate, inputs, shapes
+from .guard import LAYOUTS, Fence, embed, guarded_outputs, poison
 from .judge import arithmetic_of, mutated, outcome, reference_of, run, unchanged, workers
-from .undrawn import Undrawn, materialised
+from .shapes_only import ShapesOnly, materialised
 
 __all__ = [
-    "LAYOUTS", "Case", "Fence", "Undrawn", "accepted", "arguments", "arithmetic_of", "bound", "cases", "drawn",
-    "feature_sets", "guarded_outputs", "inputs", "materialised", "mutated", "outcome", "place", "poison",
-    "reference_of", "run", "shapes", "together", "unchanged", "workers",
+    "LAYOUTS", "Case", "Fence", "ShapesOnly", "accepted", "all_features", "arguments", "arithmetic_of", "bound",
+    "cases", "embed", "feature_sets", "generate", "guarded_outputs", "inputs", "materialised", "mutated", "outcome",
+    "poison", "reference_of", "run", "shapes", "unchanged", "workers",
 ]  # fmt: skip

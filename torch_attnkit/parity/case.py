@@ -22,7 +22,7 @@ from torch_attnkit.core.spec import DTYPES
 from .chosen import remembered
 from .covering import covering as covering_array
 from .extra import spoiled, touches
-from .undrawn import Undrawn
+from .shapes_only import ShapesOnly
 
 Dims = tuple[tuple[str, int], ...]
 _COMPILED = 3  # columns that decide what is compiled: dtype, dims and features
@@ -59,10 +59,10 @@ def shapes(op: Op) -> dict[str, dict[str, int]]:
 
 def feature_sets(op: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """No feature, each alone, all together; where features exclude each other, all with the one and with the other."""
-    return list(dict.fromkeys([(), *((n,) for n in names), *together(op, names)]))
+    return list(dict.fromkeys([(), *((n,) for n in names), *all_features(op, names)]))
 
 
-def together(op: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+def all_features(op: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """All features; where some exclude each other, all with the one and with the other."""
     sets = []
     for i in range(max(map(len, op.exclusive), default=1)):
@@ -98,7 +98,7 @@ def cases(op: Op, index: int, arch: str, *, covering: bool = False) -> list[Case
 def _extras(op: Op, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """The features, the shape and the extra of each extra case, for a row with the features ``names``."""
     module = op.module("cases")
-    all_of_them = together(op, names)
+    all_of_them = all_features(op, names)
     for shape, features in itertools.product(module.DEGENERATE, dict.fromkeys([(), *all_of_them])):
         yield features, shape, ""
     for extra, shape, *wanted in getattr(module, "EXTRAS", ()):
@@ -123,7 +123,7 @@ def accepted(case: Case) -> bool:
     """Whether the row takes the case, and the call uses the features that the case names."""
     op = OPS[case.op]
     row = op.kernels[case.row]
-    with Undrawn():
+    with ShapesOnly():
         call = bound(op, *arguments(replace(case, extra="")))
     return row.refusal(call) is None and set(case.features) <= set(call.features)
 
@@ -141,11 +141,11 @@ def inputs(
 
     ``dims`` replaces sizes of the shape; where a shape has Dv equal to D, Dv follows D.
     """
-    args, kwargs = drawn(op, shape, shapes(op)[shape], dtype, features, dims)
+    args, kwargs = generate(op, shape, shapes(op)[shape], dtype, features, dims)
     return (spoiled(op, extra, args), kwargs) if extra else (args, kwargs)
 
 
-def drawn(
+def generate(
     op: Op, shape: str, sizes: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], dims: Dims
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``inputs`` for the given sizes of a shape, whose name the random numbers depend on."""

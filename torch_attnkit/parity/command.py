@@ -28,7 +28,7 @@ from .case import Case, cases
 from .evidence import Outcome, Row
 from .guard import LAYOUTS
 from .judge import outcome, workers
-from .places import Place, here, simulators
+from .runners import Runner, here, simulators
 
 console = Console()
 KNOWN = ("cpu", *SIMULATED)
@@ -36,8 +36,8 @@ ERROR = "largest error\n/ tolerance"  # of a table that fits 80 columns, whateve
 SHOWN = 5  # failures of a row that are printed
 MINUTES = 8.0  # that cases may take on a Mac, so that the report is there within ten
 MOST = 4000  # cases of a sample at most, however many rows the table gets
-MOST_STALE = 200  # cases of all stale rows of a place, where they are looked at and not recorded
-Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the place
+MOST_STALE = 200  # cases of all stale rows of a runner, where they are looked at and not recorded
+Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the runner
 
 
 def parity(
@@ -57,9 +57,9 @@ def parity(
     ] = None,
     sample: Annotated[float, typer.Option(help="Run this share of the cases of all other rows.")] = 1.0,
     random: Annotated[int, typer.Option(help="Instead: this many random signatures that rows accept.", min=0)] = 0,
-    kernels: Annotated[int, typer.Option(help="Of random signatures: draws of what is compiled.", min=1)] = 96,
+    kernels: Annotated[int, typer.Option(help="Of random signatures: samples of what is compiled.", min=1)] = 96,
     repeat: Annotated[str | None, typer.Option(help="One random signature, as a run prints it.")] = None,
-    seed: Annotated[str, typer.Option(help="What draws the sample, or the random signatures.")] = "0",
+    seed: Annotated[str, typer.Option(help="Of the sample, or of the random signatures.")] = "0",
     simulated: Annotated[bool, typer.Option("--simulated", help="In simulators alone, hardware or not.")] = False,
     report: Annotated[Path | None, typer.Option(help="On a Mac: the file for the report that can be sent in.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; a Mac's GPU has one.", min=1)] = 1,
@@ -71,21 +71,21 @@ def parity(
     wanted = KNOWN if arch is None else (arch,)
     if stale is False:
         raise typer.Exit(_resign(wanted, op, jobs))
-    places = [p for p in here(wanted) if p.target.simulated or not simulated]
+    runners = [p for p in here(wanted) if p.target.simulated or not simulated]
     if random or repeat is not None:
-        raise typer.Exit(_random(places, op, random_run.Plan(random, seed, kernels, jobs), repeat))
+        raise typer.Exit(_random(runners, op, random_run.Plan(random, seed, kernels, jobs), repeat))
     failures = 0
-    for place in places:
-        rows = [r for r in _rows(place, stale=bool(stale), sample=sample) if op in (None, r[0].name)]
-        if place.device == "mps":
-            failures += _on_mac(place, rows, report)
+    for runner in runners:
+        rows = [r for r in _rows(runner, stale=bool(stale), sample=sample) if op in (None, r[0].name)]
+        if runner.device == "mps":
+            failures += _on_mac(runner, rows, report)
         else:
             kept = bool(stale) if record is None else record
             most = MOST_STALE if stale and not kept else MOST
-            found = run_rows(place, rows, jobs=jobs, share=sample, seed=seed, record=kept, most=most)
+            found = run_rows(runner, rows, jobs=jobs, share=sample, seed=seed, record=kept, most=most)
             failures += sum(o.failed for o, _ in found)
     for name, missing in simulators().items():
-        if missing and name in wanted and not any(place.target.arch == name for place in places):
+        if missing and name in wanted and not any(runner.target.arch == name for runner in runners):
             console.print(f"{name}: no hardware here, and {missing}", soft_wrap=True)
     raise typer.Exit(1 if failures else 0)
 
@@ -105,24 +105,24 @@ def _resign(archs: tuple[str, ...], op: str | None, jobs: int) -> int:
     return 1 if other else 0
 
 
-def _random(places: list[Place], op: str | None, plan: random_run.Plan, repeat: str | None) -> int:
+def _random(runners: list[Runner], op: str | None, plan: random_run.Plan, repeat: str | None) -> int:
     """Random signatures, or the one given, on hardware where it is and else simulated. 1 if one of them failed."""
-    hardware = {place.target.arch for place in places if not place.target.simulated}
-    chosen = [p for p in places if not (p.target.simulated and p.target.arch in hardware)]
+    hardware = {runner.target.arch for runner in runners if not runner.target.simulated}
+    chosen = [p for p in runners if not (p.target.simulated and p.target.arch in hardware)]
     if repeat is not None and (op is None or len(chosen) != 1):
         raise typer.BadParameter("--repeat needs --op and --target, as a run prints them")
     failed = ran = 0
-    for place in chosen:
-        ops = tuple(dict.fromkeys(o.name for o, *_ in support(place.target.arch) if op in (None, o.name)))
+    for runner in chosen:
+        ops = tuple(dict.fromkeys(o.name for o, *_ in support(runner.target.arch) if op in (None, o.name)))
         if not ops:
-            console.print(f"{place}: there is no kernel of {op or 'any op'}")
+            console.print(f"{runner}: there is no kernel of {op or 'any op'}")
             continue
-        with place.watching():
+        with runner.watching():
             try:
                 failed += (
-                    random_run.run(console, place, ops, plan)
+                    random_run.run(console, runner, ops, plan)
                     if repeat is None
-                    else random_run.repeat(console, place, ops[0], repeat)
+                    else random_run.repeat(console, runner, ops[0], repeat)
                 )
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from None
@@ -138,30 +138,30 @@ def check_names(op: str | None, arch: str | None) -> None:
         raise typer.BadParameter(f"arch is {arch!r}, accepted: {', '.join(KNOWN)}")
 
 
-def _rows(place: Place, *, stale: bool, sample: float) -> list[Row]:
-    """All rows of a place; the stale ones alone; or of a sample those that are not, since a stale row runs whole."""
-    rows = support(place.target.arch)
+def _rows(runner: Runner, *, stale: bool, sample: float) -> list[Row]:
+    """All rows of a runner; the stale ones alone; or of a sample those that are not, since a stale row runs whole."""
+    rows = support(runner.target.arch)
     if not stale and sample == 1:
         return rows
-    old = {(op.name, index) for op, index, _, _ in evidence.stale(place.target, place.evidence)}
+    old = {(op.name, index) for op, index, _, _ in evidence.stale(runner.target, runner.evidence)}
     return [r for r in rows if ((r[0].name, r[1]) in old) == stale]
 
 
 def _sampled(runs: list[Run], *, share: float, seed: str) -> list[Run]:
     """The same share of the runs for the same seed, spread evenly over their order."""
-    draw = Random(f"{seed} {runs[0][0].id}" if runs else seed)
-    return [r for r in runs if draw.random() < share]
+    rng = Random(f"{seed} {runs[0][0].id}" if runs else seed)
+    return [r for r in runs if rng.random() < share]
 
 
-def runs_of(place: Place, row: Row) -> list[Run]:
+def runs_of(runner: Runner, row: Row) -> list[Run]:
     """Every case of a row in both layouts; in the PTX simulator the schedules take turns."""
     op, index, _, arch = row
-    todo = cases(op, index, arch, covering=place.target.simulated)
-    return [(c, place.device, layout, n) for n, (c, layout) in enumerate((c, lay) for c in todo for lay in LAYOUTS)]
+    todo = cases(op, index, arch, covering=runner.target.simulated)
+    return [(c, runner.device, layout, n) for n, (c, layout) in enumerate((c, lay) for c in todo for lay in LAYOUTS)]
 
 
 def run_rows(
-    place: Place,
+    runner: Runner,
     rows: list[Row],
     *,
     jobs: int = 1,
@@ -176,40 +176,40 @@ def run_rows(
     done, so that a run which is cut off has not been for nothing. Of a share there are at most ``most`` cases.
     """
     if not rows:
-        console.print(f"{place}: nothing to run")
+        console.print(f"{runner}: nothing to run")
         return []
     for op, index, _, _ in rows:  # of the code that runs: an edit meanwhile is not what was seen
-        evidence.sources_of(op.name, index, place.target)
-    todo = [runs_of(place, row) for row in rows]
+        evidence.sources_of(op.name, index, runner.target)
+    todo = [runs_of(runner, row) for row in rows]
     whole = sum(map(len, todo))
     if share < 1 or (whole > most and most < MOST):
         share = min(share, most / max(1, whole))
         todo = [_sampled(runs, share=share, seed=seed) for runs in todo]
-        console.print(f"{place}: {sum(map(len, todo))} of {whole} cases")
+        console.print(f"{runner}: {sum(map(len, todo))} of {whole} cases")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     flat = [run for runs in todo for run in runs]
     found: list[tuple[Outcome, dict[str, Any]]] = []
     with Progress(*columns, console=console) as progress, workers(jobs) as each:
-        task = progress.add_task(str(place), total=len(flat))
-        judge = functools.partial(outcome, place)
+        task = progress.add_task(str(runner), total=len(flat))
+        judge = functools.partial(outcome, runner)
         results: Iterator[float | str | None] = iter(each(judge, *zip(*flat, strict=True)) if flat else ())
         for row, runs in zip(rows, todo, strict=True):
-            mine: list[float | str | None] = []
+            row_outcomes: list[float | str | None] = []
             for _ in runs:
-                mine.append(next(results))
+                row_outcomes.append(next(results))
                 progress.advance(task)
-            found.append(_outcome(row, mine))
+            found.append(_outcome(row, row_outcomes))
             if record:
-                keep(place, [found[-1][0]], each)
-    console.print(_table(place, found))
+                keep(runner, [found[-1][0]], each)
+    console.print(_table(runner, found))
     if record:
         console.print("recorded; run: python -m torch_attnkit support --write SUPPORT.md", soft_wrap=True)
     return found
 
 
-def _table(place: Place, found: list[tuple[Outcome, dict[str, Any]]]) -> Table:
+def _table(runner: Runner, found: list[tuple[Outcome, dict[str, Any]]]) -> Table:
     """A line for each row; what failed is printed before."""
-    table = Table(Column("row", overflow="fold"), "cases", "refused", "failed", ERROR, title=str(place))
+    table = Table(Column("row", overflow="fold"), "cases", "refused", "failed", ERROR, title=str(runner))
     for one, more in found:
         for message in more["messages"][:SHOWN]:
             console.print(f"[red]{escape(message)}[/red]", soft_wrap=True)
@@ -218,50 +218,53 @@ def _table(place: Place, found: list[tuple[Outcome, dict[str, Any]]]) -> Table:
     return table
 
 
-def keep(place: Place, outcomes: list[Outcome], each: evidence.Map = map) -> None:
+def keep(runner: Runner, outcomes: list[Outcome], each: evidence.Map = map) -> None:
     """Record outcomes as evidence, with what they were seen on."""
-    run: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": _versions(place)}
-    if place.checked:
-        run["also checked"] = place.checked
-    evidence.record(place.target, place.evidence, run, outcomes, each)
+    run: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": _versions(runner),
+    }
+    if runner.checked:
+        run["also checked"] = runner.checked
+    evidence.record(runner.target, runner.evidence, run, outcomes, each)
 
 
-def _versions(place: Place) -> dict[str, str]:
+def _versions(runner: Runner) -> dict[str, str]:
     found = {"torch_attnkit": torch_attnkit.__version__, "torch": torch.__version__.split("+")[0]}
-    if place.target.arch.startswith("sm"):
+    if runner.target.arch.startswith("sm"):
         from torch_attnkit.cuda import compile
 
         found["nvidia-cutlass-dsl"] = compile.version("nvidia-cutlass-dsl")
-    if place.device == "cuda":
+    if runner.device == "cuda":
         from torch_attnkit.cuda import driver
 
         found |= {"driver": driver.driver_version(), "cuda": torch.version.cuda or "unknown"}
     return found
 
 
-def covering_first(place: Place, row: Row) -> list[Run]:
+def covering_first(runner: Runner, row: Row) -> list[Run]:
     """Every case of a row in both layouts: first those in which every two facts meet that can, then the others."""
     op, index, _, arch = row
     first = cases(op, index, arch, covering=True)
     others = list(dict.fromkeys(cases(op, index, arch)).keys() - set(first))
     others.sort(key=lambda case: case.id)
     Random("report").shuffle(others)
-    return [(c, place.device, layout, 0) for c in first + others for layout in LAYOUTS]
+    return [(c, runner.device, layout, 0) for c in first + others for layout in LAYOUTS]
 
 
-def run_for(place: Place, rows: list[Row], minutes: float) -> list[tuple[Outcome, dict[str, Any]]]:
+def run_for(runner: Runner, rows: list[Row], minutes: float) -> list[tuple[Outcome, dict[str, Any]]]:
     """As many cases of every row as there is time for, which rows share evenly; what one leaves is for those behind it.
 
     A row gets one case, however little time is left. Of the cases that had no time the number is ``left_out``.
     """
     found, end = [], time.monotonic() + 60 * minutes
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task(str(place), total=len(rows))
+        task = progress.add_task(str(runner), total=len(rows))
         for n, row in enumerate(rows):
-            begin, runs = time.monotonic(), covering_first(place, row)
+            begin, runs = time.monotonic(), covering_first(runner, row)
             until, results = begin + (end - begin) / (len(rows) - n), []
             for run in runs:
-                results.append(outcome(place, *run))
+                results.append(outcome(runner, *run))
                 if time.monotonic() > until:
                     break
             found.append(_outcome(row, results))
@@ -278,7 +281,7 @@ def _outcome(row: Row, results: list[float | str | None]) -> tuple[Outcome, dict
     return one, {"error_of_tolerance": worst, "messages": wrong[:20]}
 
 
-def _on_mac(place: Place, rows: list[Row], file: Path | None) -> int:
+def _on_mac(runner: Runner, rows: list[Row], file: Path | None) -> int:
     """The same on an Apple GPU, which must get a known answer right first, with a report file. Returns the failures."""
     from torch_attnkit.mps import report as mac
 
@@ -287,12 +290,12 @@ def _on_mac(place: Place, rows: list[Row], file: Path | None) -> int:
     if why:
         console.print(f"[red]{escape(why)}[/red]")
     else:
-        place = Place("mps", str(found["machine"]["gpu"]), place.target)
-        outcomes = run_for(place, rows, MINUTES)
-        console.print(_table(place, outcomes))
+        runner = Runner("mps", str(found["machine"]["gpu"]), runner.target)
+        outcomes = run_for(runner, rows, MINUTES)
+        console.print(_table(runner, outcomes))
         found["parity"] = [
             {
-                "row": evidence.words(o.row[0].name, o.row[2]),
+                "row": evidence.row_title(o.row[0].name, o.row[2]),
                 "passed": o.passed,
                 "refused": o.refused,
                 "failed": o.failed,

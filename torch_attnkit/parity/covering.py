@@ -24,13 +24,13 @@ def covering(columns: Sequence[Sequence[Any]], accepted: Callable[[Choice], bool
     the first and the last column that come in turns, since the last one has a part in what is compiled, too; then to
     the first, so that the same columns always give the same choices.
     """
-    turns = {(a, b) for i, a in enumerate(columns[0]) for b in columns[-1][i :: len(columns[0])]}
+    ties = {(a, b) for i, a in enumerate(columns[0]) for b in columns[-1][i :: len(columns[0])]}
     rest = list(itertools.product(*columns[dear:]))
     missing = set(itertools.chain(*map(pairs, itertools.product(*columns))))
     heads = itertools.product(*columns[:dear])
-    few = _greedy(heads, _among(missing, dear), lambda head: any(accepted(head + tail) for tail in rest), dear, turns)
-    chosen = _greedy([head + tail for head in few for tail in rest], missing, accepted, dear, turns)
-    return chosen + _greedy(itertools.product(*columns), missing, accepted, dear, turns)
+    few = _greedy(heads, _among(missing, dear), lambda head: any(accepted(head + tail) for tail in rest), dear, ties)
+    chosen = _greedy([head + tail for head in few for tail in rest], missing, accepted, dear, ties)
+    return chosen + _greedy(itertools.product(*columns), missing, accepted, dear, ties)
 
 
 def _among(missing: set[Pair], dear: int) -> set[Pair]:
@@ -38,14 +38,14 @@ def _among(missing: set[Pair], dear: int) -> set[Pair]:
 
 
 def _greedy(
-    candidates: Iterable[Choice], missing: set[Pair], accepted: Callable[[Choice], bool], dear: int, turns: set[Choice]
+    candidates: Iterable[Choice], missing: set[Pair], accepted: Callable[[Choice], bool], dear: int, ties: set[Choice]
 ) -> list[Choice]:
     """Of the candidates always the one that holds most of ``missing``, which loses what was found."""
     chosen: list[Choice] = []
     used: collections.Counter[Choice] = collections.Counter()
     left = {choice: set(pairs(choice)) & missing for choice in candidates}
     while left:
-        best = max(left, key=lambda c: (len(left[c]), (c[0], c[-1]) in turns, -used[c[:dear]]))
+        best = max(left, key=lambda c: (len(left[c]), (c[0], c[-1]) in ties, -used[c[:dear]]))
         found = left.pop(best)
         if not found:
             break

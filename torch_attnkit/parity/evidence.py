@@ -32,7 +32,7 @@ Map = Callable[..., Iterable[str]]
 
 @dataclass(frozen=True)
 class Seen:
-    """A place where all cases of a row have passed, and whether with the code that stands now."""
+    """A device or simulator where all cases of a row have passed, and whether with the code that stands now."""
 
     where: str
     current: bool
@@ -52,11 +52,11 @@ class Outcome:
 
     def entry(self) -> dict[str, Any]:
         """It as evidence and reports have it."""
-        name = words(self.row[0].name, self.row[2])
+        name = row_title(self.row[0].name, self.row[2])
         return {"row": name, "passed": self.passed, "refused": self.refused, "failed": self.failed}
 
 
-def words(op: str, row: Kernel) -> str:
+def row_title(op: str, row: Kernel) -> str:
     """A row with all that it claims: evidence for a narrower row does not count for a wider one."""
     dims = " ".join(f"{axis}={','.join(map(str, sizes))}" for axis, sizes in row.dims.items())
     return " | ".join((f"{op}/{row.on}", row.dtypes, dims, row.features, "; ".join(row.needs)))
@@ -127,7 +127,7 @@ def load() -> list[dict[str, Any]]:
 def seen(row: Row, files: Iterable[dict[str, Any]]) -> list[Seen]:
     """Where a row has been seen right, according to ``files``."""
     op, index, kernel, arch = row
-    name, found = words(op.name, kernel), []
+    name, found = row_title(op.name, kernel), []
     for file in files:
         simulated = file["kind"] == "simulator"
         entries = [e for run in file["runs"] for e in run["rows"] if e["row"] == name]
@@ -155,7 +155,7 @@ def record(target: Target, device: str, run: dict[str, Any], outcomes: list[Outc
         rows.append(o.entry() | {"sources": sources_of(*key), "runs": runs_of(*key, each)})
     path = file_of(target, device)
     before = json.loads(path.read_text())["runs"] if path.exists() else []
-    keep = {words(op.name, row) for op, _, row, _ in support(target.arch)} - {r["row"] for r in rows}
+    keep = {row_title(op.name, row) for op, _, row, _ in support(target.arch)} - {r["row"] for r in rows}
     runs = [old | {"rows": [r for r in old["rows"] if r["row"] in keep]} for old in before]
     same = next((r for r in runs if {k: v for k, v in r.items() if k != "rows"} == run), None)
     if same is None:
@@ -187,7 +187,7 @@ def resign(file: Path, ops: Iterable[str], each: Map = map) -> list[Signed]:
     """
     found = json.loads(file.read_text())
     target = Target(found["arch"], found["kind"] == "simulator")
-    rows = {words(op.name, row): (op.name, index) for op, index, row, _ in support(target.arch) if op.name in ops}
+    rows = {row_title(op.name, row): (op.name, index) for op, index, row, _ in support(target.arch) if op.name in ops}
     signed = []
     for entry in [e for run in found["runs"] for e in run["rows"] if e["row"] in rows]:
         now = sources_of(*rows[entry["row"]], target)

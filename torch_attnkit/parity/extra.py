@@ -9,7 +9,7 @@ import torch
 
 from torch_attnkit.core.op import Op
 
-_PLACES = 4  # rows of a tensor that get a NaN, evenly spread: some of those that count, and some that are masked
+_ROWS = 4  # rows of a tensor that get a NaN, evenly spread: some of those that count, and some that are masked
 
 
 def target(extra: str) -> tuple[str, float]:
@@ -30,7 +30,7 @@ def spoiled(op: Op, extra: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     at = op.argnames.index(name)
     changed = args[at].clone()
     rows = changed.view(-1, 1 if changed.dim() == 1 else changed.shape[-1])  # (rows, columns)
-    count = -(-len(rows) // 2) if changed.dim() == 1 else _PLACES
+    count = -(-len(rows) // 2) if changed.dim() == 1 else _ROWS
     row = torch.linspace(0, len(rows) - 1, count).long()
     held = torch.tensor(value).to(changed.dtype).view(torch.uint8 if changed.itemsize == 1 else changed.dtype)
     rows.view(held.dtype)[row, row % rows.shape[1]] = held

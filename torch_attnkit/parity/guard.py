@@ -26,12 +26,12 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     )
 
 
-def place(tensor: torch.Tensor, device: str, layout: str) -> torch.Tensor:
+def embed(tensor: torch.Tensor, device: str, layout: str) -> torch.Tensor:
     """``tensor`` on the device; ``embedded``: as a strided view inside a poisoned buffer."""
     if layout == "contiguous" or tensor.dim() == 0:
         return tensor.to(device).clone()
-    room = tuple(s + 2 for s in tensor.shape[:-1]) + (tensor.shape[-1] + 32,)
-    buffer = poison(room, tensor.dtype, device)
+    padded = tuple(s + 2 for s in tensor.shape[:-1]) + (tensor.shape[-1] + 32,)
+    buffer = poison(padded, tensor.dtype, device)
     view = buffer[tuple(slice(1, 1 + s) for s in tensor.shape[:-1]) + (slice(16, 16 + tensor.shape[-1]),)]
     return view.copy_(tensor)
 

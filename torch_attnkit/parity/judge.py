@@ -18,8 +18,8 @@ from torch_attnkit.oracle.compare import check
 from torch_attnkit.oracle.hopper_sums import TensorCoreSums
 
 from .case import Case, arguments, bound
-from .guard import guarded_outputs, place
-from .places import Place
+from .guard import embed, guarded_outputs
+from .runners import Runner
 
 # That a process judges before another takes its place. Two took 8 GB each after 1300 cases of sm100 in the simulator.
 _CALLS = 250
@@ -67,7 +67,7 @@ def run(case: Case, device: str = "cpu", layout: str = "contiguous") -> float | 
     args, kwargs = arguments(case)
     if row.refusal(bound(op, args, kwargs)) in row.needs:
         return None
-    moved = tuple(place(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
+    moved = tuple(embed(a, device, layout) if isinstance(a, torch.Tensor) else a for a in args)
     error = judge(case.id, op, case.arch, args, moved, kwargs)
     shared: Callable[..., Any] = getattr(op.module("cases"), "shared", lambda row, args: None)
     one = shared(row, args)
@@ -167,10 +167,10 @@ def unchanged(name: str, op: Op, before: list[Any], after: tuple[Any, ...]) -> N
                 raise AssertionError(f"{name}: the call changed its input {argument}")
 
 
-def outcome(place: Place, case: Case, device: str, layout: str, schedule: int) -> float | str | None:
+def outcome(runner: Runner, case: Case, device: str, layout: str, schedule: int) -> float | str | None:
     """What ``run`` returns, or in words why the case failed, or None for one that the row refuses."""
     try:
-        with place.watching(schedule):
+        with runner.watching(schedule):
             return run(case, device, layout)
     except (AssertionError, UnsupportedError, RuntimeError) as error:
         return str(error) or type(error).__name__

@@ -16,14 +16,14 @@ import torch
 
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.oracle.draws import DEFAULTS, Room
+from torch_attnkit.oracle.sampling import DEFAULTS, Limits
 from torch_attnkit.sim.ptx.settings import settings as ptx_settings
 
 from . import judge
 from .signatures import Signature, Source, build, moved, refusal, signature, storage
 
 # A simulator takes about 0.1 s for so many terms; on a GPU the references on the CPU take the time.
-SIMULATED, HARDWARE = Room(600, 20_000_000), Room(20_000, 1_200_000_000)
+SIMULATED, HARDWARE = Limits(600, 20_000_000), Limits(20_000, 1_200_000_000)
 _ALIKE = 8  # calls that differ in their numbers alone, on which a reference in doubt shows its error
 _SECONDS = 60.0  # to make one failure simpler
 
@@ -43,9 +43,9 @@ class Result:
         return re.sub(r"\[[^\]]*\]|-?\d[\d.e+-]*", "", self.message.split(" got ")[0])[:100]
 
 
-def drawn(source: Source, device: str, index: int) -> Result:
-    """Signature ``index`` of ``source``, drawn and judged."""
-    return judged(source.draw(index), source.arch, device)
+def sampled(source: Source, device: str, index: int) -> Result:
+    """Signature ``index`` of ``source``, sampled and judged."""
+    return judged(source.sample(index), source.arch, device)
 
 
 def judged(chosen: Signature, arch: str, device: str) -> Result:
@@ -58,16 +58,16 @@ def judged(chosen: Signature, arch: str, device: str) -> Result:
     if why is not None:
         return Result(chosen, "refused", message=why)
     try:
-        there = moved(args, device)
-        whole = [storage(t).clone() for t in _unwritten(chosen.op, there)]
+        moved_args = moved(args, device)
+        whole = [storage(t).clone() for t in _unwritten(chosen.op, moved_args)]
         with ptx_settings(seed=chosen.given()["schedule"]):
             try:
-                error = judge.judge(chosen.op, op, arch, args, there, kwargs)
+                error = judge.judge(chosen.op, op, arch, args, moved_args, kwargs)
             except AssertionError:  # it may be the reference that had luck
                 if op.mutated:  # what was written over is not there for a second call
                     raise
-                error = judge.judge(chosen.op, op, arch, args, there, kwargs, _alike(chosen))
-        if not all(map(torch.equal, whole, map(storage, _unwritten(chosen.op, there)))):
+                error = judge.judge(chosen.op, op, arch, args, moved_args, kwargs, _alike(chosen))
+        if not all(map(torch.equal, whole, map(storage, _unwritten(chosen.op, moved_args)))):
             raise AssertionError(f"{chosen.op}: the call wrote into the memory around an input")
         return Result(chosen, "right", error)
     except Exception as raised:

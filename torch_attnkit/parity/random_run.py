@@ -18,8 +18,8 @@ from rich.table import Column, Table
 from torch_attnkit.core import Target
 
 from . import judge, properties
-from .places import SCHEDULES, Place
 from .properties import Result
+from .runners import SCHEDULES, Runner
 from .signatures import Signature, Source, parse
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -31,7 +31,7 @@ _NEAR = 0.8  # of its tolerance: a right result with so large an error is worth 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command asks for: ``count`` signatures of ``seed``, that share what ``kernels`` draws compile."""
+    """What the command asks for: ``count`` signatures of ``seed``, that share ``kernels`` compiled configurations."""
 
     count: int
     seed: str
@@ -39,16 +39,16 @@ class Plan:
     jobs: int
 
 
-def run(console: Console, place: Place, ops: tuple[str, ...], plan: Plan) -> int:
-    """Judge ``plan.count`` accepted signatures of ``ops`` at a place, print what came of it, return the failures."""
-    target, device = place.target, place.device
-    room = properties.HARDWARE if device != "cpu" else properties.SIMULATED
+def run(console: Console, runner: Runner, ops: tuple[str, ...], plan: Plan) -> int:
+    """Judge ``plan.count`` accepted signatures of ``ops`` on a runner, print what came of it, return the failures."""
+    target, device = runner.target, runner.device
+    limits = properties.HARDWARE if device != "cpu" else properties.SIMULATED
     schedules = SCHEDULES if target.simulated and target.arch != "metal" else 1
-    source = Source(plan.seed, target.arch, ops, plan.kernels, room, schedules)
+    source = Source(plan.seed, target.arch, ops, plan.kernels, limits, schedules)
     results = []
     with (
         Progress(*_COLUMNS, console=console) as progress,
-        judge.workers(plan.jobs, functools.partial(_begin, place)) as each,
+        judge.workers(plan.jobs, functools.partial(_begin, runner)) as each,
     ):
         task = progress.add_task(f"{target}, seed {plan.seed}", total=plan.count)
         for result in accepted(source, device, plan.count, each):
@@ -61,9 +61,9 @@ def run(console: Console, place: Place, ops: tuple[str, ...], plan: Plan) -> int
     return len(wrong)
 
 
-def _begin(place: Place) -> None:
+def _begin(runner: Runner) -> None:
     """For a process of its own: look as closely as its parent, to its end."""
-    place.watching().__enter__()
+    runner.watching().__enter__()
 
 
 def accepted(source: Source, device: str, count: int, each: Callable[..., Iterator[Any]]) -> Iterator[Result]:
@@ -71,7 +71,7 @@ def accepted(source: Source, device: str, count: int, each: Callable[..., Iterat
 
     RuntimeError if it refuses more than it accepts: then it is the drawing that is wrong.
     """
-    judged = functools.partial(properties.drawn, source, device)
+    judged = functools.partial(properties.sampled, source, device)
     ran = begin = 0
     while ran < count:
         end = begin + count - ran
@@ -130,9 +130,9 @@ def command(target: Target, chosen: Signature) -> str:
     return f"python -m torch_attnkit parity --op {chosen.op} {where} --repeat {shlex.quote(str(chosen))}"
 
 
-def repeat(console: Console, place: Place, op: str, text: str) -> int:
+def repeat(console: Console, runner: Runner, op: str, text: str) -> int:
     """Judge the one signature that ``text`` says; returns 1 unless it is accepted and right."""
-    result = properties.judged(parse(op, text), place.target.arch, place.device)
-    words = result.message or f"largest error {result.error:.2f} of the tolerance"
-    console.print(f"{op} on {place.target}: {result.kind}; {escape(words)}", soft_wrap=True)
+    result = properties.judged(parse(op, text), runner.target.arch, runner.device)
+    verdict = result.message or f"largest error {result.error:.2f} of the tolerance"
+    console.print(f"{op} on {runner.target}: {result.kind}; {escape(verdict)}", soft_wrap=True)
     return int(result.kind != "right")

@@ -1,6 +1,6 @@
-"""Random signatures: drawn from a seed, written down as text, built to the same numbers anywhere.
+"""Random signatures: sampled from a seed, written down as text, built to the same values anywhere.
 
-``draw`` of an op's cases chooses the facts (``oracle/draws.py``), here they become tensors in the layouts that the
+``sample`` of an op's cases chooses the facts (``oracle/sampling.py``), here they become tensors in the layouts that the
 facts name. ``<argument>.at`` holds words: ``off3``, three elements into its memory; ``pad5``, five elements between
 rows; ``gap``, room between all axes; ``swap``, axes 1 and 2 the other way round in memory; ``x0``, one and the same
 along axis 0. Around a tensor lies poison.
@@ -17,7 +17,7 @@ import torch
 
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Call, Op
-from torch_attnkit.oracle.draws import DEFAULTS, Draw, Facts, Room, expanded
+from torch_attnkit.oracle.sampling import DEFAULTS, Facts, Limits, Sampler, expanded
 
 from .case import bound
 from .guard import poison
@@ -78,17 +78,17 @@ class Source:
     arch: str
     ops: tuple[str, ...]
     kernels: int
-    room: Room
+    limits: Limits
     schedules: int = 1  # of the simulator, of which signatures take turns
 
-    def draw(self, index: int) -> Signature:
+    def sample(self, index: int) -> Signature:
         shared = index % self.kernels
         op = OPS[self.ops[shared % len(self.ops)]]
         rows = [row for row in op.kernels if self.arch in row.archs]
         kernel = random.Random(f"{self.seed} {self.arch} kernel {shared}")
         row = rows[(shared // len(self.ops) + kernel.randrange(len(rows))) % len(rows)]
         call = random.Random(f"{self.seed} {self.arch} {' '.join(self.ops)} {self.kernels} call {index}")
-        facts: Facts = op.module("cases").draw(Draw(kernel, call, self.room), row)
+        facts: Facts = op.module("cases").sample(Sampler(kernel, call, self.limits), row)
         facts |= dict(schedule=index % self.schedules)
         return signature(op.name, facts)
 
@@ -96,19 +96,19 @@ class Source:
 def build(chosen: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments, on the CPU, every tensor where its facts put it."""
     op, facts = OPS[chosen.op], chosen.given()
-    args, kwargs = op.module("cases").drawn(facts, torch.Generator().manual_seed(facts["seed"]))
-    placed: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor that is two arguments, or of one a part, stays so
+    args, kwargs = op.module("cases").generate(facts, torch.Generator().manual_seed(facts["seed"]))
+    laid: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor that is two arguments, or of one a part, stays so
 
     def at(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        for whole, there in placed:
+        for whole, moved_whole in laid:
             if value is whole:
-                return there
+                return moved_whole
             if value._base is whole and (value.data_ptr(), value.stride()) == (whole.data_ptr(), whole.stride()):
-                return there[..., : value.shape[-1]]
-        placed.append((value, lay(value, facts.get(f"{name}.at", ""))))
-        return placed[-1][1]
+                return moved_whole[..., : value.shape[-1]]
+        laid.append((value, lay(value, facts.get(f"{name}.at", ""))))
+        return laid[-1][1]
 
     return tuple(at(name, value) for name, value in zip(op.argnames, args, strict=False)), kwargs
 
@@ -117,17 +117,17 @@ def lay(t: torch.Tensor, at: str) -> torch.Tensor:
     """A tensor with the values of ``t``, along an expanded axis with its first, that lies in memory as ``at`` says."""
     if not at or t.dim() == 0:
         return t
-    words, shape = at.split("+"), t.shape
+    layout, shape = at.split("+"), t.shape
     for axis in expanded(at):
         t = t.narrow(axis, 0, min(1, t.shape[axis]))
-    swap = "swap" in words and t.dim() >= 4
+    swap = "swap" in layout and t.dim() >= 4
     source = t.transpose(1, 2) if swap else t
-    offset, pad = (sum(int(w[3:]) for w in words if w.startswith(kind)) for kind in ("off", "pad"))
-    room = [*(n + ("gap" in words) for n in source.shape[:-1]), source.shape[-1] + pad]
+    offset, pad = (sum(int(w[3:]) for w in layout if w.startswith(kind)) for kind in ("off", "pad"))
+    limits = [*(n + ("gap" in layout) for n in source.shape[:-1]), source.shape[-1] + pad]
     elements = 1
-    for n in room:
+    for n in limits:
         elements *= n
-    view = poison((offset + elements,), t.dtype, "cpu")[offset:].view(room)
+    view = poison((offset + elements,), t.dtype, "cpu")[offset:].view(limits)
     view = view[tuple(slice(0, n) for n in source.shape)].copy_(source)
     view = view.transpose(1, 2) if swap else view
     return view.expand(shape) if expanded(at) and t.numel() else view if view.shape == shape else t.new_empty(shape)

@@ -1,1 +1,1 @@
-"""Simulators of the architectures that this machine lacks, behind the same two seams as the hardware."""
+"""Simulators of the architectures that this machine lacks, with the interfaces of ``core/runtimes.py``."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 import torch_attnkit
-from torch_attnkit.parity.places import simulators
+from torch_attnkit.parity.runners import simulators
 
 
 @contextmanager

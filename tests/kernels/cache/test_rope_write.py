@@ -14,7 +14,7 @@ from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.cache import rope_plan
 from torch_attnkit.kernels.cache.problem import Problem, Row
 from torch_attnkit.kernels.cache.rope_problem import RopeProblem
-from torch_attnkit.parity.places import simulators
+from torch_attnkit.parity.runners import simulators
 
 from .checking import checked
 

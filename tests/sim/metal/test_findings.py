@@ -23,14 +23,14 @@ kernel void k(device const float* x [[buffer(0)]], device float* o [[buffer(1)]]
 LINE = HEADER.count("\n") + 1
 FENCE = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 MATRIX = "simdgroup_float8x8 a(1.0f), b(1.0f), c(0.0f), d;"
-NUMBERS = [0, 1, 2, 3, 4, 7, -1, -(2**31)]
+VALUES = [0, 1, 2, 3, 4, 7, -1, -(2**31)]
 
 
 def run(body: str, mode: str, threads: int = 32, **settings) -> torch.Tensor:
     library = metal.compile_shader(HEADER + body + "\n}\n")
     x, out = torch.arange(64.0), torch.full((64,), -1.0)
     with metal.settings(mode=mode, **settings):
-        library.k(x, out, torch.tensor(NUMBERS, dtype=torch.int32), threads=threads, group_size=threads)
+        library.k(x, out, torch.tensor(VALUES, dtype=torch.int32), threads=threads, group_size=threads)
     return out
 
 
@@ -201,7 +201,7 @@ def test_division_by_zero_has_a_value_in_fast_mode():
     long w = long(n[7]) * 4294967296l / long(n[6]);
     o[i] = q * 1000 + r * 100 + int(v.z) + int(w == 1) * 0;"""
     out = run(body, "fast", threads=8)
-    for i, d in enumerate(NUMBERS):
+    for i, d in enumerate(VALUES):
         if d:
             quotient = int(7 / d)
             assert out[i] == quotient * 1000 + (7 - quotient * d) * 100 + 3

@@ -118,9 +118,9 @@ def test_a_deleted_barrier_is_noticed(header: str, number: int):
     """The mutation test: without any one of its barriers, a kernel fails in the checked mode."""
     text = embed(source(header))
     text = text.encode("ascii", "replace").decode()  # torch's headers have other letters in comments
-    places = list(re.finditer(r"threadgroup_barrier\(mem_flags::\w+\);", text))
-    assert len(places) == len(BARRIERS[header])
-    begin, end = places[number].span()
+    matches = list(re.finditer(r"threadgroup_barrier\(mem_flags::\w+\);", text))
+    assert len(matches) == len(BARRIERS[header])
+    begin, end = matches[number].span()
     lib = metal.compile_shader(text[:begin] + text[end:])
     run, harmless = BARRIERS[header][number]
     q, k, v, out = inputs(torch.float32, H=1, KV=1, L=40 if run is prefill else 1, N=70)

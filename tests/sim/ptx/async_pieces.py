@@ -65,8 +65,8 @@ def move(label: str, nbytes: int, glob: str, *, out: bool, offset: int = 0) -> s
 def aligned(shape: int | tuple[int, ...], dtype: Any = np.uint8, fill: Any = 0, align: int = 128) -> np.ndarray:
     """An array whose first byte is at a multiple of ``align``, with memory of nobody's around it."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.zeros(size + 2 * align, np.uint8)
-    start = -room.ctypes.data % align
-    out: np.ndarray = room[start : start + size].view(dtype).reshape(shape)
+    buffer = np.zeros(size + 2 * align, np.uint8)
+    start = -buffer.ctypes.data % align
+    out: np.ndarray = buffer[start : start + size].view(dtype).reshape(shape)
     out[...] = fill
     return out

@@ -64,8 +64,8 @@ def rounded(f: Format, x: Fraction, mode: str = "rn", negative_zero: bool = Fals
     largest = infinity(f) - 1
     if code <= largest:
         return sign | code
-    away = mode == "rn" or (mode == "rp" and not negative) or (mode == "rm" and negative)
-    return sign | (infinity(f) if away else largest)
+    to_infinity = mode == "rn" or (mode == "rp" and not negative) or (mode == "rm" and negative)
+    return sign | (infinity(f) if to_infinity else largest)
 
 
 def flushed(f: Format, code: int) -> int:

@@ -113,7 +113,7 @@ SWIZZLES = {
 
 
 @dataclass(frozen=True)
-class Placed:
+class StoredTile:
     """A matrix in a shared memory image."""
 
     start: int
@@ -134,7 +134,7 @@ class Placed:
         )
 
 
-def place(image: np.ndarray, start: int, codes: np.ndarray, swizzle: str, mn_major: bool) -> Placed:
+def store_tile(image: np.ndarray, start: int, codes: np.ndarray, swizzle: str, mn_major: bool) -> StoredTile:
     """Writes codes (mn, k) into a shared memory image at byte `start`, in the canonical layout of PTX ISA 9.7.16.3.3.
 
     ``image`` stands for shared memory from a multiple of 1024 on, `start` counts from there. Elements have whole bytes.
@@ -163,7 +163,7 @@ def place(image: np.ndarray, start: int, codes: np.ndarray, swizzle: str, mn_maj
     address ^= (address >> (base + shift) & ((1 << bits) - 1)) << base
     for byte in range(size):
         image[address + byte] = codes.astype(np.uint64) >> np.uint64(8 * byte) & np.uint64(255)
-    return Placed(start, lbo * size, sbo * size, swizzle)
+    return StoredTile(start, lbo * size, sbo * size, swizzle)
 
 
 # --- kernels

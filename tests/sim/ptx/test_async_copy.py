@@ -15,7 +15,7 @@ COMMIT = "cp.async.bulk.commit_group;\n"
 BYTES = "mbarrier::complete_tx::bytes"
 
 
-def numbers(n, dtype=np.uint8, seed=0):
+def random_array(n, dtype=np.uint8, seed=0):
     out = aligned(n, dtype)
     out[...] = np.random.default_rng(seed).integers(0, 200, n)
     return out
@@ -27,7 +27,7 @@ def numbers(n, dtype=np.uint8, seed=0):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("cache", "size"), [("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)])
 def test_cp_async(cache, size, seed):
-    source, out = numbers(32 * size), aligned(32 * size)
+    source, out = random_array(32 * size), aligned(32 * size)
     body = f"""
         mul.lo.u32 %r1, %r0, {size};
         cvt.u64.u32 %d0, %r1;
@@ -46,7 +46,7 @@ def test_cp_async(cache, size, seed):
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_cp_async_fills_with_zeros(size):
     # Lane l copies l % (size + 1) bytes; a lane that reads nothing may have any address.
-    source, out = numbers(32 * size), aligned(32 * size)
+    source, out = random_array(32 * size), aligned(32 * size)
     body = f"""
         mul.lo.u32 %r1, %r0, {size};
         rem.u32 %r3, %r0, {size + 1};
@@ -69,7 +69,7 @@ def test_cp_async_fills_with_zeros(size):
 
 @pytest.mark.parametrize("negated", ["", "!"])
 def test_cp_async_ignores_the_source(negated):
-    source, out = numbers(32 * 16), aligned(32 * 16)
+    source, out = random_array(32 * 16), aligned(32 * 16)
     body = f"""
         mul.lo.u32 %r1, %r0, 16;
         cvt.u64.u32 %d0, %r1;
@@ -107,7 +107,7 @@ GROUPS = """
 @pytest.mark.parametrize("groups", [0, 1, 2, 3])
 def test_wait_group_leaves_the_newest_pending(groups):
     # What was waited for is there under every schedule; what was not is missing under some.
-    source = numbers(1536)
+    source = random_array(1536)
     complete = np.zeros((3,), bool)
     complete[: 3 - groups] = True
     missing = np.zeros(3, bool)
@@ -124,7 +124,7 @@ def test_wait_group_leaves_the_newest_pending(groups):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("noinc", [False, True])
 def test_cp_async_mbarrier_arrive(noinc, seed):
-    source, out = numbers(512), aligned(512)
+    source, out = random_array(512), aligned(512)
     count = 64 if noinc else 32
     body = f"""
         @%p0 mbarrier.init.shared::cta.b64 [mb], {count};
@@ -149,7 +149,7 @@ def test_cp_async_mbarrier_arrive(noinc, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("space", ["shared::cta", "shared::cluster"])
 def test_bulk_load(space, seed):
-    source, out = numbers(4096), aligned(4096)
+    source, out = random_array(4096), aligned(4096)
     body = (
         INIT
         + expect(4096)
@@ -166,7 +166,7 @@ def test_bulk_load(space, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bulk_load_multicast(seed):
     # CTA 1 sends to ranks 0, 1 and 3 of 4; rank 2's memory stays as it was.
-    source, out = numbers(256), aligned(1024)
+    source, out = random_array(256), aligned(1024)
     body = (
         INIT
         + CLUSTER
@@ -206,7 +206,7 @@ def test_bulk_load_multicast(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bulk_between_ctas(seed):
     # Each CTA fills its memory and sends it to the other one.
-    source, out = numbers(512), aligned(512)
+    source, out = random_array(512), aligned(512)
     body = (
         INIT
         + """
@@ -238,7 +238,7 @@ def test_bulk_between_ctas(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bulk_store_and_byte_mask(seed):
-    source, out = numbers(1024), aligned(1024, fill=7)
+    source, out = random_array(1024), aligned(1024, fill=7)
     body = (
         move("IN", 1024, "%in0", out=False)
         + PROXY
@@ -257,7 +257,7 @@ def test_bulk_store_and_byte_mask(seed):
 
 
 def test_the_source_may_be_changed_after_wait_group_read_and_not_before():
-    source = numbers(1024)
+    source = random_array(1024)
     seen = {True: 0, False: 0}
     for waits in (True, False):
         for seed in range(1, 21):
@@ -396,7 +396,7 @@ def test_bulk_reduce_f32_flushes_and_counts_every_lane():
 
 
 def test_bulk_prefetch_is_checked_and_does_nothing():
-    source = numbers(64)
+    source = random_array(64)
     run(HEAD + "cp.async.bulk.prefetch.L2.global [%in0], 64;", source)
     with pytest.raises(PtxError, match="reads 80 bytes"):
         run(HEAD + "@%p0 cp.async.bulk.prefetch.L2.global [%in0], 80;", source)
@@ -431,7 +431,7 @@ MISUSE = {
 def test_misuse(name, seed):
     body, message = MISUSE[name]
     with pytest.raises(PtxError, match=message):
-        source = numbers(64)
+        source = random_array(64)
         source.flags.writeable = False
         run(HEAD + INIT + body, source, seed=seed)
 
@@ -453,7 +453,7 @@ def test_misuse(name, seed):
 )
 def test_forms_that_do_not_exist(form):
     with pytest.raises(PtxError, match="line"):
-        run(HEAD + form, numbers(64))
+        run(HEAD + form, random_array(64))
 
 
 # --- st.async, red.async, st.bulk
@@ -553,7 +553,7 @@ def test_release_forms_to_global():
 
 
 def test_st_bulk_writes_zeros():
-    source, out = numbers(256), aligned(256)
+    source, out = random_array(256), aligned(256)
     body = (
         move("IN", 256, "%in0", out=False)
         + """

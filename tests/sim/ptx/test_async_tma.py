@@ -154,10 +154,10 @@ def swizzle(plain, mode, first_line):
     out = np.empty_like(lines)
     for n, line in enumerate(lines):
         row = TABLES[mode][(n + first_line) % len(TABLES[mode])]
-        for place, element in enumerate(row):
+        for column, element in enumerate(row):
             cell = line[int(element)]
             # 8-byte flip: adjacent halves of each 16 bytes change places in every other line.
-            out[n, place] = np.roll(cell, 8) if mode == "128/32/8" and (n + first_line) % 2 else cell
+            out[n, column] = np.roll(cell, 8) if mode == "128/32/8" and (n + first_line) % 2 else cell
     return out.reshape(-1)
 
 

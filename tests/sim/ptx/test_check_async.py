@@ -323,9 +323,9 @@ def test_copies_of_one_identical_tile(store: str, value: str, what: str) -> None
     body = "mov.b32 %r7, 0;\nshl.b32 %r8, %r2, 2;" + TWO_STORES.replace("{lane}", "%r8")
     body = body.replace("{value}", value).replace("{store}", STORES[store])
     for seed in range(5):
-        data, room = aligned(128), aligned(128)
-        room[:] = np.frombuffer(machine.tensor_map_encode(7, data.ctypes.data, [32], [], [32], [1]), np.uint8)
-        found = reports(body, data, room, block=64, seed=seed)
+        data, tensor_map = aligned(128), aligned(128)
+        tensor_map[:] = np.frombuffer(machine.tensor_map_encode(7, data.ctypes.data, [32], [], [32], [1]), np.uint8)
+        found = reports(body, data, tensor_map, block=64, seed=seed)
         assert found and all(r.startswith(what) for r in found), found
 
 
@@ -342,7 +342,7 @@ cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [mem], [%in0], 128
 
 def test_a_changed_tensor_map_needs_its_fence() -> None:
     for body, expected in ((CHANGED_MAP, 0), (dropped(CHANGED_MAP), 1)):
-        data, room = aligned(128), aligned(128)
-        room[:] = np.frombuffer(machine.tensor_map_encode(7, data.ctypes.data, [32], [], [32], [1]), np.uint8)
-        found = reports(body, data, room, block=64)
+        data, tensor_map = aligned(128), aligned(128)
+        tensor_map[:] = np.frombuffer(machine.tensor_map_encode(7, data.ctypes.data, [32], [], [32], [1]), np.uint8)
+        found = reports(body, data, tensor_map, block=64)
         assert [r.startswith("missing fence.proxy.tensormap") for r in found] == [True] * expected

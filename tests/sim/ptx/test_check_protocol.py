@@ -18,7 +18,7 @@ mov.u32 %r6, %cluster_ctarank;
 setp.eq.u32 %p2, %r6, 0;
 setp.ne.u32 %p3, %r6, 0;
 """
-MEET = "barrier.cluster.arrive;\nbarrier.cluster.wait;\n"
+CLUSTER_SYNC = "barrier.cluster.arrive;\nbarrier.cluster.wait;\n"
 STARTED = "barrier.cluster.arrive; // needed\nbarrier.cluster.wait; // needed\n"
 NOT_STARTED = r"access to the memory of a CTA that is not known to have started"
 PEER_INIT = """
@@ -57,7 +57,7 @@ W1: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], 0;
     Case(
         "a_store_into_a_cta_before_it_has_started",
         NOT_STARTED,
-        PEER + STARTED + "@%p2 st.shared::cluster.b32 [%r5], %r2;\n" + MEET,
+        PEER + STARTED + "@%p2 st.shared::cluster.b32 [%r5], %r2;\n" + CLUSTER_SYNC,
         block=32,
         grid=2,
         cluster=2,
@@ -68,7 +68,7 @@ W1: mbarrier.try_wait.parity.shared::cta.b64 %p7, [mem + 4096], 0;
         PEER
         + "barrier.cluster.arrive.relaxed; // needed\nbarrier.cluster.wait; // needed\n"
         + "@%p2 st.shared::cluster.b32 [%r5], %r2;\n"
-        + MEET,
+        + CLUSTER_SYNC,
         block=32,
         grid=2,
         cluster=2,
@@ -88,7 +88,7 @@ W1: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p7, [mem + 4096], 
 @!%p7 bra W1;
 END:
 """
-        + MEET,
+        + CLUSTER_SYNC,
         block=32,
         grid=2,
         cluster=2,
@@ -108,7 +108,7 @@ mov.u16 %h1, 3;
 W1: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p7, [mem + 4096], 0;
 @!%p7 bra W1;
 """
-        + MEET,
+        + CLUSTER_SYNC,
         block=32,
         grid=2,
         cluster=2,

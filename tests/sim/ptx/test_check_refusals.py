@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torch_attnkit.parity.places import SCHEDULES
+from torch_attnkit.parity.runners import SCHEDULES
 
 from .async_pieces import aligned
 from .checked import mbarriers, reports

@@ -239,12 +239,12 @@ def test_division_and_roots_round_exactly(t: str, mode: str) -> None:
 
 def chosen(f: Format, values: tuple[int, ...], sign: int, nan: bool = False) -> int | None:
     """The extreme of codes with -0 below +0; ``sign`` 1 for max, -1 for min."""
-    numbers = [v for v in values if not exact.is_nan(f, v)]
-    if not numbers or (nan and len(numbers) < len(values)):
+    not_nan = [v for v in values if not exact.is_nan(f, v)]
+    if not not_nan or (nan and len(not_nan) < len(values)):
         return None
     magnitude = exact.sign_bit(f) - 1
     order = lambda v: -(v & magnitude) - 1 if exact.is_negative(f, v) else v
-    return max(numbers, key=lambda v: sign * order(v))
+    return max(not_nan, key=lambda v: sign * order(v))
 
 
 @pytest.mark.parametrize("t", ["f32", "f64", "f16", "bf16"])

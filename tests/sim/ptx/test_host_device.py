@@ -31,9 +31,9 @@ def patched(tmp_path):
 
 @pytest.mark.parametrize("how", ["ends", "raises"])
 def test_a_block_leaves_nothing_behind(tmp_path, how):
-    places = patched(tmp_path)
-    own = [(name in vars(owner) if hasattr(owner, "__dict__") else True) for owner, name in places]
-    before = [getattr(owner, name) for owner, name in places]
+    attributes = patched(tmp_path)
+    own = [(name in vars(owner) if hasattr(owner, "__dict__") else True) for owner, name in attributes]
+    before = [getattr(owner, name) for owner, name in attributes]
     try:
         with ptx.device("sm90", check=True):
             assert torch.cuda.is_available() and torch.zeros(1).is_cuda
@@ -42,11 +42,11 @@ def test_a_block_leaves_nothing_behind(tmp_path, how):
                 raise KeyError("inside")
     except KeyError:
         pass
-    assert len(places) > 25
-    after = [getattr(owner, name) for owner, name in places]
-    for (owner, name), a, b in zip(places, before, after, strict=True):
+    assert len(attributes) > 25
+    after = [getattr(owner, name) for owner, name in attributes]
+    for (owner, name), a, b in zip(attributes, before, after, strict=True):
         assert a is b or a == b, f"{owner}.{name}"
-    assert own == [(name in vars(owner) if hasattr(owner, "__dict__") else True) for owner, name in places]
+    assert own == [(name in vars(owner) if hasattr(owner, "__dict__") else True) for owner, name in attributes]
     assert not torch.zeros(1).is_cuda
 
 

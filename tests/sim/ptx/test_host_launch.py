@@ -176,11 +176,11 @@ def test_ranges_are_sorted_apart_and_named():
     a, b = torch.zeros(64), torch.zeros(32)
     with memory.visible(b, a, a[8:]):
         found = memory.ranges()
-    mine = [r for r in found if r[0] in (a.data_ptr(), b.data_ptr())]
+    regions = [r for r in found if r[0] in (a.data_ptr(), b.data_ptr())]
     assert sorted(found) == found and all(p[1] <= q[0] for p, q in zip(found, found[1:], strict=False))
-    assert {(r[0], r[1] - r[0]) for r in mine} == {(a.data_ptr(), 256), (b.data_ptr(), 128)}
-    assert {r[3] for r in mine} == {"argument 0", "argument 1, argument 2"}
-    assert memory.ranges() != found or not mine
+    assert {(r[0], r[1] - r[0]) for r in regions} == {(a.data_ptr(), 256), (b.data_ptr(), 128)}
+    assert {r[3] for r in regions} == {"argument 0", "argument 1, argument 2"}
+    assert memory.ranges() != found or not regions
 
 
 def test_both_runtimes_live_in_one_process():

@@ -12,7 +12,7 @@ import pytest
 from torch_attnkit.sim._ptx import PtxDeadlock, PtxError
 
 from .snippet import run
-from .tensor_pieces import SHARED, image, index, place, run_tensor, tensor_kernel
+from .tensor_pieces import SHARED, image, index, run_tensor, store_tile, tensor_kernel
 
 pytestmark = pytest.mark.simulator
 
@@ -211,7 +211,7 @@ def test_copies_from_shared_memory(form, swizzle):
     rows, bits = (int(x) for x in form.split("b")[0].split("x"))
     data = rng.integers(0, 256, (rows, bits // 8), dtype=np.uint8)
     shared = image()
-    at = place(shared, 0, data, swizzle, False)
+    at = store_tile(shared, 0, data, swizzle, False)
     words = data.view(np.uint32)
     if "02_13" in form:
         lanes = np.tile(np.arange(64), 2)
@@ -231,7 +231,7 @@ def test_four_rows_go_to_one_lane_of_each_warp():
     rng = np.random.default_rng(4)
     data = rng.integers(0, 256, (128, 32), dtype=np.uint8)
     shared = image()
-    at = place(shared, 0, data, "32", False)
+    at = store_tile(shared, 0, data, "32", False)
     out = run_tensor(copy_body("4x256b", at, 31 << 16), shared, np.zeros((128, 32), np.uint32), check=True)
     assert (out[31::32, :8] == data[::32].view(np.uint32)).all()
     assert not np.delete(out, np.arange(31, 128, 32), 0).any()
@@ -250,9 +250,9 @@ def test_copies_unpack_narrow_elements(bits):
                 np.uint8
             )
     shared = image()
-    placed = place(shared, 0, raw.reshape(128, 32), "32", False)
+    stored = store_tile(shared, 0, raw.reshape(128, 32), "32", False)
     form = f"128x256b.b8x16.b{bits}x16_p{128 - 16 * bits}"
-    out = run_tensor(copy_body(form, placed), shared, np.zeros((128, 32), np.uint32))
+    out = run_tensor(copy_body(form, stored), shared, np.zeros((128, 32), np.uint32))
     want = (codes << np.uint64(2 if bits == 4 else 0)).astype(np.uint8)
     assert (np.ascontiguousarray(out[:, :8]).view(np.uint8) == want).all()
 
@@ -261,7 +261,7 @@ def test_a_pair_copies_each_from_its_own_shared_memory():
     data = np.random.default_rng(6).integers(0, 256, (2, 32, 16), dtype=np.uint8)
     shared = np.stack([image(), image()])
     for i in range(2):
-        at = place(shared[i], 1024, data[i], "none", False)
+        at = store_tile(shared[i], 1024, data[i], "none", False)
     out = run_tensor(copy_body("32x128b.warpx4", at, group=2), shared, np.zeros((2, 128, 32), np.uint32), 2, check=True)
     for i in range(2):
         assert (out[i, :, :4] == np.tile(data[i].view(np.uint32), (4, 1))).all()

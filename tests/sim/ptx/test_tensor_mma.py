@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from torch_attnkit.sim._ptx import PtxError
 
-from .tensor_pieces import SHARED, TABLES, image, in_order, operand, place, run_tensor
+from .tensor_pieces import SHARED, TABLES, image, in_order, operand, run_tensor, store_tile
 
 pytestmark = pytest.mark.simulator
 
@@ -62,7 +62,7 @@ def test_shapes_and_layouts_of_one_cta(m, n, options):
     shared = image()
     a, a_values = operand("bf16", m, 16, rng)
     b, b_values = operand("bf16", n, 16, rng)
-    a_at, b_at = place(shared, 0, a, "128", False), place(shared, SHARED // 2, b, "128", False)
+    a_at, b_at = store_tile(shared, 0, a, "128", False), store_tile(shared, SHARED // 2, b, "128", False)
     out = run_tensor(mma("f16", instruction_descriptor("bf16", "bf16", m, n), a_at, b_at), shared, tensor(), **options)
     lanes = np.arange(128) if m == 128 else rows_f()
     assert (out[lanes, :n].view(np.float32) == a_values @ b_values.T).all()
@@ -82,8 +82,8 @@ def test_every_swizzle_in_both_majornesses(dtype, swizzle, transpose_a, transpos
     a, a_values = operand(dtype, 128, k, rng)
     b, b_values = operand(dtype, 64, k, rng)
     a_at, b_at = (
-        place(shared, 0, a, swizzle, bool(transpose_a)),
-        place(shared, SHARED // 2, b, swizzle, bool(transpose_b)),
+        store_tile(shared, 0, a, swizzle, bool(transpose_a)),
+        store_tile(shared, SHARED // 2, b, swizzle, bool(transpose_b)),
     )
     d = "s32" if dtype == "s8" else "f32"
     word = instruction_descriptor(dtype, dtype, 128, 64, d, transpose_a=transpose_a, transpose_b=transpose_b)
@@ -106,7 +106,7 @@ def test_moving_the_start_by_32_bytes_is_the_next_step_of_k(dtype):
     k = K.get(dtype, 32)
     a, a_values = operand(dtype, 128, 4 * k, rng)
     b, b_values = operand(dtype, 32, 4 * k, rng)
-    a_at, b_at = place(shared, 0, a, "128", False), place(shared, SHARED // 2, b, "128", False)
+    a_at, b_at = store_tile(shared, 0, a, "128", False), store_tile(shared, SHARED // 2, b, "128", False)
     word = instruction_descriptor(dtype, dtype, 128, 32, "s32" if dtype == "s8" else "f32")
     name = KIND.get(dtype, "f8f6f4")
     lines = [mma(name, word, a_at, b_at)]
@@ -138,12 +138,12 @@ def test_all_pairs_of_narrow_types(a, b):
     rng = np.random.default_rng(7)
     shared = image()
     bits = {"e2m3": 6, "e3m2": 6, "e2m1": 4}
-    codes, values, placed = {}, {}, {}
+    codes, values, stored = {}, {}, {}
     for side, dtype, rows, start in (("a", a, 128, 0), ("b", b, 16, SHARED // 2)):
         codes[side], values[side] = operand(dtype, rows, 32, rng)
         raw = packed(codes[side], bits[dtype]) if dtype in bits else codes[side]
-        placed[side] = place(shared, start, raw, "32", False)
-    out = run_tensor(mma("f8f6f4", instruction_descriptor(a, b, 128, 16), placed["a"], placed["b"]), shared, tensor(32))
+        stored[side] = store_tile(shared, start, raw, "32", False)
+    out = run_tensor(mma("f8f6f4", instruction_descriptor(a, b, 128, 16), stored["a"], stored["b"]), shared, tensor(32))
     np.testing.assert_array_equal(out[:, :16].view(np.float32), in_order(values["a"], values["b"]))
 
 
@@ -153,7 +153,7 @@ def test_special_values_of_the_formats_reach_the_product():
     b = np.zeros((8, 32), np.uint8)
     b[:, 0] = 0x38  # 1.0 in e4m3
     a[np.arange(128), 0] = np.arange(128) * 2 + 1
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, b, "32", False)
     out = run_tensor(mma("f8f6f4", instruction_descriptor("e5m2", "e4m3", 128, 8), at, bt), shared, tensor(32))
     np.testing.assert_array_equal(out[:, 0].view(np.float32), TABLES["e5m2"][np.arange(128) * 2 + 1].astype(np.float32))
 
@@ -163,7 +163,7 @@ def test_negation_accumulation_and_scaled_d():
     shared = image()
     a, av = operand("f16", 128, 16, rng)
     b, bv = operand("f16", 32, 16, rng)
-    at, bt = place(shared, 0, a, "none", False), place(shared, SHARED // 2, b, "none", False)
+    at, bt = store_tile(shared, 0, a, "none", False), store_tile(shared, SHARED // 2, b, "none", False)
     before = rng.integers(-9, 9, (128, 32)).astype(np.float32)
     for fields, sign in (({"negate_a": 1}, -1), ({"negate_b": 1}, -1), ({"negate_a": 1, "negate_b": 1}, 1)):
         word = instruction_descriptor("f16", "f16", 128, 32, **fields)
@@ -179,7 +179,7 @@ def test_f16_accumulators_lie_in_the_lower_halves():
     shared = image()
     a, av = operand("f16", 128, 16, rng)
     b, bv = operand("f16", 32, 16, rng)
-    at, bt = place(shared, 0, a, "64", False), place(shared, SHARED // 2, b, "64", False)
+    at, bt = store_tile(shared, 0, a, "64", False), store_tile(shared, SHARED // 2, b, "64", False)
     before = rng.integers(-9, 9, (128, 32)).astype(np.float16)
     word = instruction_descriptor("f16", "f16", 128, 32, "f16")
     out = run_tensor(mma("f16", word, at, bt, enable=1), shared, before.view(np.uint16).astype(np.uint32))
@@ -189,7 +189,7 @@ def test_f16_accumulators_lie_in_the_lower_halves():
 def test_integers_wrap_or_saturate():
     shared = image()
     a, b = np.full((128, 32), 255, np.uint8), np.full((32, 32), 255, np.uint8)
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, b, "32", False)
     before = np.full((128, 32), 2**31 - 1000, np.int64)
     for saturate in (0, 1):
         word = instruction_descriptor("u8", "u8", 128, 32, "s32", saturate=saturate)
@@ -204,7 +204,7 @@ def test_disabled_lanes_keep_their_values():
     shared = image()
     a, av = operand("bf16", 128, 16, rng)
     b, bv = operand("bf16", 32, 16, rng)
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, b, "32", False)
     masks = [0x80000001, 0, 0xFFFFFFFF, 0x10]
     lines = "".join(f"mov.b32 %r{24 + i}, {x};" for i, x in enumerate(masks))
     body = lines + mma(
@@ -226,7 +226,7 @@ def test_a_from_tensor_memory(dtype, m):
     other = "e4m3" if dtype in ("e2m1", "e3m2") else dtype
     a, av = operand(dtype, m, k, rng)
     b, bv = operand(other, 32, k, rng)
-    bt = place(shared, 0, b, "32", False)
+    bt = store_tile(shared, 0, b, "32", False)
     words = tensor(64)
     lanes = np.arange(128) if m == 128 else rows_f()
     raw = a << 2 if dtype == "e2m1" else a
@@ -243,7 +243,7 @@ def test_half_of_the_lanes_may_start_at_16():
     shared = image()
     a, av = operand("bf16", 64, 16, rng)
     b, bv = operand("bf16", 32, 16, rng)
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, b, "32", False)
     body = "add.u32 %r30, %taddr, 0x100000;" + mma(
         "f16", instruction_descriptor("bf16", "bf16", 64, 32), at, bt, d="%r30"
     )
@@ -259,7 +259,7 @@ def test_weight_stationary_layouts(m, n):
     shared = image()
     a, av = operand("bf16", m, 16, rng)
     b, bv = operand("bf16", n, 16, rng)
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, b, "32", False)
     word = instruction_descriptor("bf16", "bf16", m, n)
     out = run_tensor(mma("f16", word, at, bt, ws=True, modifiers=".collector::b1::fill"), shared, tensor(64))
     parts = 128 // m
@@ -277,8 +277,8 @@ def test_a_pair_of_ctas(m, options):
     b, bv = operand("bf16", n, 16, rng)
     shared = np.stack([image(), image()])
     for i in range(2):
-        at = place(shared[i], 0, a[i * m // 2 : (i + 1) * m // 2], "128", False)
-        bt = place(shared[i], SHARED // 2, b[i * n // 2 : (i + 1) * n // 2], "128", False)
+        at = store_tile(shared[i], 0, a[i * m // 2 : (i + 1) * m // 2], "128", False)
+        bt = store_tile(shared[i], SHARED // 2, b[i * n // 2 : (i + 1) * n // 2], "128", False)
     body = mma("f16", instruction_descriptor("bf16", "bf16", m, n), at, bt, group=2)
     out = run_tensor(body, shared, tensor(64, 2), 2, **options)
     for i, want in enumerate(np.split(av @ bv.T, 2)):
@@ -298,7 +298,7 @@ def test_a_pair_with_a_in_tensor_memory_reads_the_lanes_it_writes():
     shared = np.stack([image(), image()])
     words = tensor(64, 2)
     for i in range(2):
-        bt = place(shared[i], 0, b[i * 32 : (i + 1) * 32], "32", False)
+        bt = store_tile(shared[i], 0, b[i * 32 : (i + 1) * 32], "32", False)
         words[i, :, 32:40] = np.tile(np.ascontiguousarray(a[i * 64 : (i + 1) * 64]).view(np.uint32), (2, 1))
     body = mma("f16", instruction_descriptor("bf16", "bf16", 128, 64), None, bt, group=2, a_column=32)
     out = run_tensor(body, shared, words, 2)
@@ -344,7 +344,7 @@ def scaled_operand(kind, rows, rng):
 def test_block_scaling(kind, size, factors, stype, group, m, n):
     rng = np.random.default_rng(37)
     k = 32 if kind == "mxf8f6f4" else 64
-    draw = (
+    pick_scales = (
         (lambda rows: rng.integers(124, 131, (rows, factors)))
         if stype == "ue8m0"
         else (lambda rows: rng.integers(0x28, 0x50, (rows, factors)))
@@ -352,13 +352,13 @@ def test_block_scaling(kind, size, factors, stype, group, m, n):
     worth = ue8m0 if stype == "ue8m0" else (lambda c: TABLES["e4m3"][c])
     a, av = scaled_operand(kind, m, rng)
     b, bv = scaled_operand(kind, n, rng)
-    sa, sb = draw(m), draw(n)
+    sa, sb = pick_scales(m), pick_scales(n)
     want = in_order(av * np.repeat(worth(sa), k // factors, 1), bv * np.repeat(worth(sb), k // factors, 1))
     shared = np.stack([image() for _ in range(group)])
     words = tensor(320, group).reshape(group, 128, 320)
     for i in range(group):
-        at = place(shared[i], 0, a[i * m // group : (i + 1) * m // group], "32", False)
-        bt = place(shared[i], SHARED // 2, b[i * n // group : (i + 1) * n // group], "32", False)
+        at = store_tile(shared[i], 0, a[i * m // group : (i + 1) * m // group], "32", False)
+        bt = store_tile(shared[i], SHARED // 2, b[i * n // group : (i + 1) * n // group], "32", False)
         sa_words = scale_words(sa[i * m // group : (i + 1) * m // group], factors)
         words[i, :, 256 : 256 + sa_words.shape[1]] = sa_words
         if group == 2 and m == 128:  # layout B: the factors of a half of N in the lanes that compute it
@@ -388,7 +388,7 @@ def test_scale_factor_ids_pick_the_byte(identifier):
     shared = image()
     a, av = operand("e4m3", 128, 32, rng)
     b, bv = operand("e4m3", 32, 32, rng)
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, b, "32", False)
     sa, sb = rng.integers(124, 131, (128, 4)), rng.integers(124, 131, (32, 4))
     words = tensor(64)
     words[:, 32:36], words[:, 40:41] = scale_words(sa, 4), scale_words(sb, 4)
@@ -403,7 +403,7 @@ def test_scale_factor_ids_pick_the_byte(identifier):
 def test_scale_factors_have_to_be_in_all_lanes():
     shared = image()
     a = np.zeros((128, 32), np.uint8)
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, a[:32], "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, a[:32], "32", False)
     words = tensor(64, fill=0)
     words[70, 40] = 1
     word = 32 >> 3 << 17 | 1 << 23 | 1 << 27
@@ -430,8 +430,8 @@ BAD = [
 def test_bad_instruction_descriptors(word, message):
     shared = image()
     at, bt = (
-        place(shared, 0, np.zeros((128, 16), np.uint16), "32", False),
-        place(shared, 8192, np.zeros((64, 16), np.uint16), "32", False),
+        store_tile(shared, 0, np.zeros((128, 16), np.uint16), "32", False),
+        store_tile(shared, 8192, np.zeros((64, 16), np.uint16), "32", False),
     )
     with pytest.raises(PtxError, match=message):
         run_tensor(mma("f16", word, at, bt), shared, tensor(64))
@@ -440,8 +440,8 @@ def test_bad_instruction_descriptors(word, message):
 def test_matrices_have_to_lie_in_shared_memory():
     shared = image()
     at, bt = (
-        place(shared, 0, np.zeros((128, 16), np.uint16), "32", False),
-        place(shared, 8192, np.zeros((64, 16), np.uint16), "32", False),
+        store_tile(shared, 0, np.zeros((128, 16), np.uint16), "32", False),
+        store_tile(shared, 8192, np.zeros((64, 16), np.uint16), "32", False),
     )
     body = mma("f16", instruction_descriptor("f16", "f16", 128, 64), at, bt).replace("%d12;", "%d12;") + ""
     body = body.replace(

@@ -8,7 +8,7 @@ from torch_attnkit.sim._ptx import PtxDeadlock, PtxError
 from torch_attnkit.oracle import tensor_cores
 
 from .snippet import run
-from .tensor_pieces import FILL_SHARED, SHARED, TABLES, image, operand, place
+from .tensor_pieces import FILL_SHARED, SHARED, TABLES, image, operand, store_tile
 
 pytestmark = pytest.mark.simulator
 
@@ -131,7 +131,8 @@ def test_every_swizzle_in_both_majornesses(dtype, swizzle, transpose_a, transpos
     k = K.get(dtype, 32)
     a, av = operand(dtype, 64, k, rng)
     b, bv = operand(dtype, 96, k, rng)
-    at, bt = place(shared, 0, a, swizzle, bool(transpose_a)), place(shared, SHARED // 2, b, swizzle, bool(transpose_b))
+    at = store_tile(shared, 0, a, swizzle, bool(transpose_a))
+    bt = store_tile(shared, SHARED // 2, b, swizzle, bool(transpose_b))
     d = "s32" if dtype == "s8" else "f32"
     tail = FLOAT_TAIL[dtype].format(ta=transpose_a, tb=transpose_b)
     want = narrow_sums(av, bv, (d, dtype, dtype)) if dtype == "e4m3" else av @ bv.T
@@ -145,7 +146,7 @@ def test_every_n(n):
     shared = image()
     a, av = operand("bf16", 64, 16, rng)
     b, bv = operand("bf16", n, 16, rng)
-    at, bt = place(shared, 0, a, "128", False), place(shared, SHARED // 2, b, "128", False)
+    at, bt = store_tile(shared, 0, a, "128", False), store_tile(shared, SHARED // 2, b, "128", False)
     before = rng.integers(-9, 9, (128, n // 2)).astype(np.float32)
     out = launch(n, ("f32", "bf16", "bf16"), at, bt, shared, before.view(np.uint32), tail=", 1, 1, 0, 0")
     row, column = accumulator(n, "f32")
@@ -168,9 +169,9 @@ def test_a_in_registers_and_all_types(types):
     if d == "f16" and at.startswith("e"):  # within the range of f16
         a, b = a & 0xBF, b & 0xBF
         av, bv = TABLES[at][a], TABLES[bt][b]
-    placed = place(shared, 0, b, "32", False)
+    stored = store_tile(shared, 0, b, "32", False)
     tail = "" if d == "s32" else ", 1, 1" + (", 0" if k == 16 else "")
-    out = launch(32, types, None, placed, shared, registers=fragment_a(a), tail=tail)
+    out = launch(32, types, None, stored, shared, registers=fragment_a(a), tail=tail)
     expect(out, narrow_sums(av, bv, types) if at.startswith("e") else av @ bv.T, 32, d)
 
 
@@ -191,7 +192,7 @@ def test_sums_of_8_bit_floats_are_as_narrow_as_hopper_s(types, scale):
     before = (rng.standard_normal((64, 96)) * scale).astype(dtype)
     row, column = accumulator(96, d)
     registers = np.ascontiguousarray(before[row, column]).reshape(128, -1).view(np.uint32)
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, b, "32", False)
     out = launch(96, types, at, bt, shared, registers, tail=", 1, 1")
     want = narrow_sums(av, bv, types, before)
     assert np.isfinite(want).all() and not np.array_equal(want, av @ bv.T + before)
@@ -221,7 +222,7 @@ def test_infinity_and_nan_reach_what_they_do_in_float():
     before[5, 5], before[6, 6] = np.inf, np.nan
     row, column = accumulator(8, "f32")
     registers = np.ascontiguousarray(before[row, column]).reshape(128, -1).view(np.uint32)
-    at, bt = place(shared, 0, a, "32", False), place(shared, SHARED // 2, b, "32", False)
+    at, bt = store_tile(shared, 0, a, "32", False), store_tile(shared, SHARED // 2, b, "32", False)
     out = launch(8, ("f32", "e5m2", "e5m2"), at, bt, shared, registers, tail=", 1, 1").view(np.float32)
     with np.errstate(invalid="ignore"):
         plain = (av[:, None] * bv).sum(-1) + before
@@ -236,12 +237,12 @@ def test_negation_and_saturation():
     shared = image()
     a, av = operand("f16", 64, 16, rng)
     b, bv = operand("f16", 16, 16, rng)
-    at, bt = place(shared, 0, a, "64", False), place(shared, SHARED // 2, b, "64", False)
+    at, bt = store_tile(shared, 0, a, "64", False), store_tile(shared, SHARED // 2, b, "64", False)
     for sa, sb in ((-1, 1), (1, -1), (-1, -1)):
         out = launch(16, ("f32", "f16", "f16"), at, bt, shared, tail=f", {sa}, {sb}, 0, 0")
         expect(out, sa * sb * (av @ bv.T), 16, "f32")
     a8 = np.full((64, 32), 255, np.uint8)
-    at, bt = place(shared, 0, a8, "32", False), place(shared, SHARED // 2, a8[:16], "32", False)
+    at, bt = store_tile(shared, 0, a8, "32", False), store_tile(shared, SHARED // 2, a8[:16], "32", False)
     before = np.full((128, 8), 2**31 - 100, np.uint32)
     out = launch(16, ("s32", "u8", "u8"), at, bt, shared, before, modifiers=".satfinite")
     assert (out == 2**31 - 1).all()
@@ -254,7 +255,7 @@ def test_the_four_warps_may_arrive_in_any_order():
     shared = image()
     a, av = operand("bf16", 64, 16, rng)
     b, bv = operand("bf16", 8, 16, rng)
-    at, bt = place(shared, 0, a, "none", False), place(shared, SHARED // 2, b, "none", False)
+    at, bt = store_tile(shared, 0, a, "none", False), store_tile(shared, SHARED // 2, b, "none", False)
     delay = """
   shr.u32 %r30, %tid, 5; mul.lo.u32 %r30, %r30, 3000;
 LOOP: sub.u32 %r30, %r30, 1; setp.gt.s32 %p6, %r30, 0; @%p6 bra LOOP;
@@ -266,15 +267,15 @@ LOOP: sub.u32 %r30, %r30, 1; setp.gt.s32 %p6, %r30, 0; @%p6 bra LOOP;
         expect(out, av @ bv.T, 8, "f32")
 
 
-def placed_zeros():
+def stored_zeros():
     shared = image()
-    at = place(shared, 0, np.zeros((64, 16), np.uint16), "32", False)
-    bt = place(shared, SHARED // 2, np.zeros((8, 16), np.uint16), "32", False)
+    at = store_tile(shared, 0, np.zeros((64, 16), np.uint16), "32", False)
+    bt = store_tile(shared, SHARED // 2, np.zeros((8, 16), np.uint16), "32", False)
     return at, bt, shared
 
 
 def test_a_missing_warp_is_a_deadlock():
-    at, bt, shared = placed_zeros()
+    at, bt, shared = stored_zeros()
     body = wgmma(
         8, ("f32", "f16", "f16"), at, bt, tail=", 1, 1, 0, 0", before_mma="setp.ge.u32 %p6, %tid, 96; @%p6 ret;"
     )
@@ -284,7 +285,7 @@ def test_a_missing_warp_is_a_deadlock():
 
 def test_the_results_must_be_waited_for():
     """A checked run reports registers that are read before wgmma.wait_group has covered the operation."""
-    at, bt, shared = placed_zeros()
+    at, bt, shared = stored_zeros()
     body = wgmma(8, ("f32", "f16", "f16"), at, bt, tail=", 1, 1, 0, 0", after="wgmma.wait_group.sync.aligned 1;")
     result = run(body, shared, np.zeros((128, 4), np.uint32), block=128, shared=SHARED, target="sm_90a", check=True)
     assert any("wgmma" in report for report in result.reports), result.reports
@@ -305,7 +306,7 @@ BAD = [
 
 @pytest.mark.parametrize("types, n, tail, message", BAD)
 def test_forms_that_do_not_exist_are_refused(types, n, tail, message):
-    at, bt, shared = placed_zeros()
+    at, bt, shared = stored_zeros()
     with pytest.raises(PtxError, match=message):
         run(
             wgmma(n, types, at, bt, tail=tail),
@@ -318,7 +319,7 @@ def test_forms_that_do_not_exist_are_refused(types, n, tail, message):
 
 
 def test_descriptors_have_to_agree_and_lie_in_shared_memory():
-    at, bt, shared = placed_zeros()
+    at, bt, shared = stored_zeros()
     out = np.zeros((128, 4), np.uint32)
     body = wgmma(
         8,

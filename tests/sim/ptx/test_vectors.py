@@ -57,17 +57,17 @@ def test_the_simulator_gives_what_the_gpu_gave(name):
     assert vectors.digest(call) == recorded["inputs"], "other inputs than were recorded"
     got, bounds = vectors.outputs(call, "cpu"), vectors.tolerances(call)
     assert [t.dtype for t in got] == [t.dtype for t in recorded["outputs"]]
-    for mine, gpu, allowed in zip(got, recorded["outputs"], bounds, strict=True):
+    for ours, gpu, allowed in zip(got, recorded["outputs"], bounds, strict=True):
         finite = gpu.isfinite()
-        assert torch.equal(mine[~finite], gpu[~finite])
+        assert torch.equal(ours[~finite], gpu[~finite])
         if not bool(finite.any()):
             continue
         if call.op in vectors.SAME_ORDER:
-            assert mine.element_size() == 4 or int(steps(mine, gpu).max()) <= 1
-            allowed = 2**-22 * gpu[finite].abs().max().item() if mine.element_size() == 4 else torch.inf
+            assert ours.element_size() == 4 or int(steps(ours, gpu).max()) <= 1
+            allowed = 2**-22 * gpu[finite].abs().max().item() if ours.element_size() == 4 else torch.inf
         if call.op == "indexer_scores" and call.sizes["bits"] <= 8:
             allowed = 0.0
-        assert (mine[finite].double() - gpu[finite].double()).abs().max().item() <= allowed
+        assert (ours[finite].double() - gpu[finite].double()).abs().max().item() <= allowed
 
 
 def test_a_difference_is_seen():

@@ -67,7 +67,7 @@ def call_of(case: parity.Case) -> Call:
 
 def arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given = (DTYPES[call.dtype], tuple(call.features), tuple(call.dims.items()))
-    return parity.drawn(OPS[call.op], call.shape, call.sizes, *given)
+    return parity.generate(OPS[call.op], call.shape, call.sizes, *given)
 
 
 def row_of(call: Call) -> int:

@@ -91,5 +91,5 @@ def multiply(
         f"{{ .reg .pred p; setp.ne.s32 p, $6, 0; tcgen05.mma.cta_group::1.kind::{format.kind} "
         "[$0], $1, $2, $3, [$4], [$5], p; }"
     )
-    places = [Int32(sums), rows, columns, Int32(instruction), Int32(row_scales), Int32(column_scales)]
-    asm(None, [*places, Int32(accumulate)], text, memory=True, loc=loc, ip=ip)
+    operands = [Int32(sums), rows, columns, Int32(instruction), Int32(row_scales), Int32(column_scales)]
+    asm(None, [*operands, Int32(accumulate)], text, memory=True, loc=loc, ip=ip)

@@ -5,8 +5,7 @@
     scales   in either CTA's tensor memory: those of its own rows, and those of all columns
 
 Operands and scales have the same addresses in both CTAs, whose tiles one copy brings. One thread of the pair's first
-CTA issues copies and products for both. Source: PTX ISA, "Block Scaling for tcgen05.mma", "tcgen05.cp". Imports
-cutlass.
+CTA issues copies and products for both. Source: PTX ISA, "Block Scaling for tcgen05.mma", "tcgen05.cp".
 """
 
 from __future__ import annotations
@@ -41,5 +40,5 @@ def multiply(
         f"{{ .reg .pred p; setp.ne.s32 p, $6, 0; tcgen05.mma.cta_group::2.kind::{format.kind} "
         "[$0], $1, $2, $3, [$4], [$5], p; }"
     )
-    places = [Int32(sums), rows, columns, Int32(instruction + _MORE_ROWS), Int32(row_scales), Int32(column_scales)]
-    asm(None, [*places, Int32(accumulate)], text, memory=True, loc=loc, ip=ip)
+    operands = [Int32(sums), rows, columns, Int32(instruction + _MORE_ROWS), Int32(row_scales), Int32(column_scales)]
+    asm(None, [*operands, Int32(accumulate)], text, memory=True, loc=loc, ip=ip)

@@ -1,4 +1,4 @@
-"""E2M1 codes by Blackwell's own conversion, and the largest magnitude of numbers."""
+"""E2M1 codes by Blackwell's conversion instruction, and the largest magnitude of a block."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from cutlass import Int32, const_expr
 from .. import fp4
 from .e2m1 import amax, e2m1_pairs
 
-_AT_ONCE = 8  # numbers, whose codes are a word
+_PER_WORD = 8  # numbers, whose codes are a word
 
 
 class Quantizer:
@@ -40,7 +40,7 @@ class Quantizer:
         else:
             byte, _ = fp4.mxfp4_scale(top)
             r = fp4.ue8m0_reciprocal(byte)
-        codes = cute.make_rmem_tensor(len(x) // _AT_ONCE, Int32)
-        for i in cutlass.range_constexpr(len(x) // _AT_ONCE):
-            codes[i] = e2m1_pairs([fp4.times(y, r) for y in x[_AT_ONCE * i : _AT_ONCE * (i + 1)]])
+        codes = cute.make_rmem_tensor(len(x) // _PER_WORD, Int32)
+        for i in cutlass.range_constexpr(len(x) // _PER_WORD):
+            codes[i] = e2m1_pairs([fp4.times(y, r) for y in x[_PER_WORD * i : _PER_WORD * (i + 1)]])
         return codes, byte

@@ -1,4 +1,4 @@
-"""Bytes from one CTA's shared memory to another's of its cluster, without registers."""
+"""DSMEM copies: from this CTA's shared memory to a peer's, without registers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..asm import asm
 def send(
     target: Int32, source: Int32, at: int, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """A thread's copy of ``nbytes``, a multiple of 16, of its CTA's shared memory, ``at`` bytes behind both addresses.
-    ``target`` and ``barrier``, an mbarrier that counts them, are addresses of the cluster, of the same CTA. What
-    generic stores left at ``source`` needs a proxy fence before."""
+    """Each thread's bulk copy of ``nbytes``, a multiple of 16, ``at`` bytes behind both addresses. ``target`` and
+    ``barrier``, an mbarrier that counts the bytes, are cluster addresses of one CTA. Generic stores to ``source`` need
+    a proxy fence before."""
     text = (
         f"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0+{at}], [$1+{at}], {nbytes}, [$2];"
     )

@@ -44,7 +44,8 @@ def row_max(s: list[Float32], start: Float32) -> Float32:
 
 
 def followed(old: Float32, row_max: Float32, c: Float32, lag: float = LAG) -> tuple[Float32, Float32]:
-    """What a row subtracts from now on, its maximum where that exceeds ``old`` by too much; the factor for the past."""
+    """The maximum to subtract: the row's if it exceeds ``old`` by more than LAG, else ``old``; and the factor that
+    rescales what has been accumulated."""
     grows = (row_max - old) * c > lag  # where both are -inf the difference is NaN, and nothing grows
     return cutlass.select_(grows, row_max, old), cutlass.select_(grows, exp2((old - row_max) * c), Float32(1.0))
 

@@ -16,7 +16,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from ..asm import asm
 
 COLUMNS = 512
-_AT_ONCE = 32  # columns of one instruction: enough to pay its latency once, few enough to leave registers free
+_COLUMNS = 32  # columns of one instruction: enough to pay its latency once, few enough to leave registers free
 
 
 def pointer(dtype: Any, column: Any) -> cute.Pointer:
@@ -48,15 +48,15 @@ def load(address: Int32, count: int) -> list[Float32]:
     """``count`` columns of this lane's row. They may be read after ``await_loads``."""
     got: list[Float32] = []
     while len(got) < count:
-        n = min(_AT_ONCE, count - len(got))
+        n = min(_COLUMNS, count - len(got))
         got += _load(address + len(got), n)
     return got
 
 
 def store(address: Int32, values: Sequence[Any]) -> None:
     """Columns of this lane's row, Float32 or Int32. Done after ``await_stores``."""
-    for at in range(0, len(values), _AT_ONCE):
-        _store(address + at, values[at : at + _AT_ONCE])
+    for at in range(0, len(values), _COLUMNS):
+        _store(address + at, values[at : at + _COLUMNS])
 
 
 def await_loads() -> None:

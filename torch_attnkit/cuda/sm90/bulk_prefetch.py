@@ -1,4 +1,4 @@
-"""Bulk prefetches to the L2, from Hopper on."""
+"""Bulk prefetches into the L2, from Hopper on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from ..asm import asm
 
 @dsl_user_op
 def prefetch_bulk(source: Int64, nbytes: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Bring a thread's bytes there, from a multiple of 16 on and as many as a multiple of 16."""
+    """Each thread prefetches a range of device memory: begin and size are multiples of 16 bytes."""
     text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
     asm(None, [Int64(source), Int32(nbytes)], text, memory=True, loc=loc, ip=ip)

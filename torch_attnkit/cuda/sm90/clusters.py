@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def at_once(ctas: int, sms: int, per_sm: int) -> int:
-    """Clusters that run at the same time. A cluster stays inside a GPC, which has 16 or 18 multiprocessors, in twos.
+    """How many clusters of ``ctas`` CTAs are resident at a time. A cluster stays inside a GPC, which has 16 or 18 SMs.
 
-    Which of them a GPU has cannot be read from it: of clusters of 4 an H200 with 132 ran fewer than 32.
+    How many GPCs of which size a GPU has cannot be queried: an H200 with 132 SMs held fewer than 32 clusters of 4.
     """
     if ctas <= 2:
         return sms * per_sm // ctas

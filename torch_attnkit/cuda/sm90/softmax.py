@@ -72,9 +72,9 @@ def apply_mask(acc: cute.Tensor, bounds: MaskBounds) -> None:
 
 def peak(acc: cute.Tensor, r: int) -> Float32:
     """The maximum of row ``r``, in all four lanes that have a part of it."""
-    mine = [i for i in range(cute.size(acc)) if i // 2 % 2 == r]
-    peaks = [acc[i] for i in mine[:4]]
-    for n, i in enumerate(mine[4:]):
+    elements = [i for i in range(cute.size(acc)) if i // 2 % 2 == r]
+    peaks = [acc[i] for i in elements[:4]]
+    for n, i in enumerate(elements[4:]):
         peaks[n % 4] = cute.arch.fmax(peaks[n % 4], acc[i])
     row_max = cute.arch.fmax(cute.arch.fmax(peaks[0], peaks[1]), cute.arch.fmax(peaks[2], peaks[3]))
     for distance in (1, 2):
@@ -101,7 +101,7 @@ def online(
     """
     scales = []
     for r in range(2):
-        mine = [i for i in range(cute.size(acc)) if i // 2 % 2 == r]
+        elements = [i for i in range(cute.size(acc)) if i // 2 % 2 == r]
         new = peak(acc, r)
         if not first:
             new = cute.arch.fmax(new, row_max[r])
@@ -112,7 +112,7 @@ def online(
             scales.append(exp2((row_max[r] - safe) * scale_log2))
         row_max[r] = new
         sums = [None, None]
-        for n, i in enumerate(mine):
+        for n, i in enumerate(elements):
             power = (acc[i] - safe) * scale_log2 + lift if exact else op.fma(acc[i], scale_log2, offset)
             acc[i] = exp2(power)
             sums[n % 2] = acc[i] if sums[n % 2] is None else sums[n % 2] + acc[i]

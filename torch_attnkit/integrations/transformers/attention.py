@@ -111,12 +111,12 @@ def _agree(layout: Layout, is_causal: bool | None, window: int | None, queries: 
 
     Only is_causal=False may stand beside a causal mask: so models tell SDPA to leave causality to the mask.
     """
-    said = (is_causal or layout.causal, layout.window if window is None else window)
+    requested = (is_causal or layout.causal, layout.window if window is None else window)
     # Where nothing depends on a query's position, any number of them has the same mask.
     known = queries if layout.causal or layout.window >= 0 else layout.queries
-    if (*said, known, keys) != (layout.causal, layout.window, layout.queries, layout.keys):
+    if (*requested, known, keys) != (layout.causal, layout.window, layout.queries, layout.keys):
         raise UnsupportedError(
-            f"attnkit attention: called with is_causal={is_causal}, window {said[1]}, {queries} queries and {keys}"
+            f"attnkit attention: called with is_causal={is_causal}, window {requested[1]}, {queries} queries and {keys}"
             f" keys, but the mask was made for is_causal={layout.causal}, window {layout.window}, {layout.queries}"
             f" queries and {layout.keys} keys; {ADVICE}"
         )

@@ -155,7 +155,7 @@ class ModelOptExperts(HfQuantizer):
                 named = [source + suffix for source in sources]
                 ours.append(converter.copy(named, [target + part], operations=operations))
         # Last: the first converter that fits a name takes it.
-        ours.append(WeightConverter(["weight", "weight_scale", "weight_scale_2"], "weight", [Numbers(self)]))
+        ours.append(WeightConverter(["weight", "weight_scale", "weight_scale_2"], "weight", [Dense(self)]))
         self._conversions = ours
         return [*found, *ours]
 
@@ -296,7 +296,7 @@ class GlobalScales(_Load):
         return {full_layer_name: (1 / parts[0].float()).view(torch.int32)}
 
 
-class Numbers(_Load):
+class Dense(_Load):
     """The weight of a quantised linear layer in numbers of the model's dtype; one that is not quantised as it is."""
 
     def convert(

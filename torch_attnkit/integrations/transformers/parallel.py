@@ -56,7 +56,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
         _cut_attention(attention, mesh)
     for module in experts:
         for name, part in _parts(module):
-            kept = _mine(part, mesh)
+            kept = _local(part, mesh)
             setattr(module, name, nn.Parameter(kept, part.requires_grad) if isinstance(part, nn.Parameter) else kept)
         module.attnkit_group = mesh.get_group()
     return model
@@ -91,7 +91,7 @@ def _check(model: PreTrainedModel, attentions: list[Any], experts: list[Any], pa
             raise ValueError(f"shard_model: {name} is {size}, accepted for {parts} processes: a multiple of {parts}")
 
 
-def _mine(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _local(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """This process's part of the first axis. Nothing is sent: it is here, and NCCL does not know every dtype of it."""
     return tensor.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
 
@@ -101,11 +101,11 @@ def _cut_attention(attention: Any, mesh: DeviceMesh) -> None:
     plan = {name: ColwiseParallel() for name in _COLUMNS[kind]}
     parallelize_module(attention, mesh, {**plan, _ROWS[kind]: RowwiseParallel()})
     joined.drop(attention)
-    attention.sinks = nn.Parameter(_mine(attention.sinks, mesh), attention.sinks.requires_grad)
+    attention.sinks = nn.Parameter(_local(attention.sinks, mesh), attention.sinks.requires_grad)
     if isinstance(attention, AttnkitDeepseekV4Attention):
         attention.num_heads //= mesh.size()
         grouped = attention.o_a_proj
-        grouped.weight = nn.Parameter(_mine(grouped.weight, mesh), grouped.weight.requires_grad)  # (G R / P, Ko)
+        grouped.weight = nn.Parameter(_local(grouped.weight, mesh), grouped.weight.requires_grad)  # (G R / P, Ko)
         grouped.n_groups //= mesh.size()
 
 

@@ -72,10 +72,10 @@ def published(
     return state
 
 
-def refuse(what: str, words: str | None) -> None:
+def refuse(what: str, message: str | None) -> None:
     """Called by what transformers asks first of all, so that nothing has been written."""
-    if words is not None:
-        raise UnsupportedError(f"{what}: {words}")
+    if message is not None:
+        raise UnsupportedError(f"{what}: {message}")
 
 
 def names_in(files: list[str] | None) -> list[str] | None:

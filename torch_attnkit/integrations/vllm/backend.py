@@ -255,11 +255,11 @@ def cache_dtype(kv_cache_dtype: str | None, dtype: torch.dtype, *, fp8: bool, wh
     Raises:
         UnsupportedError: a word for 4 bits, E5M2 or, without ``fp8``, E4M3, and ``why``.
     """
-    words = {None: dtype, "auto": dtype, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    words |= {"fp8": steps.E4M3, "fp8_e4m3": steps.E4M3} if fp8 else {}
-    if kv_cache_dtype not in words:
-        accepted = ", ".join(repr(word) for word in words if word is not None)
+    dtypes = {None: dtype, "auto": dtype, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    dtypes |= {"fp8": steps.E4M3, "fp8_e4m3": steps.E4M3} if fp8 else {}
+    if kv_cache_dtype not in dtypes:
+        accepted = ", ".join(repr(name) for name in dtypes if name is not None)
         raise UnsupportedError(
             f"attnkit for vLLM: kv_cache_dtype is {kv_cache_dtype!r}, accepted: {accepted}{why and f'; {why}'}"
         )
-    return words[kv_cache_dtype]
+    return dtypes[kv_cache_dtype]

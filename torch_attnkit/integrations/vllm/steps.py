@@ -115,8 +115,8 @@ class Step:
         The graph reads offsets, table and lengths where they are now, in memory of vLLM's: ``given`` are those tensors.
         Raises UnsupportedError where the step has copies of them, which no replay would see change.
         """
-        mine = (self.cu_seqlens_q, self.block_table, self.kv_len)
-        for name, a, b in zip(("query_start_loc", "block_table", "seq_lens"), mine, given, strict=True):
+        tensors = (self.cu_seqlens_q, self.block_table, self.kv_len)
+        for name, a, b in zip(("query_start_loc", "block_table", "seq_lens"), tensors, given, strict=True):
             if a.numel() and a.data_ptr() != b.data_ptr():
                 raise UnsupportedError(
                     f"attnkit for vLLM: {name} is {b.dtype} where a CUDA graph is captured, accepted: torch.int32"
@@ -253,8 +253,8 @@ def token_rows(block_table: torch.Tensor, kv_len: torch.Tensor, each: int) -> tu
     lengths of requests that pad the batch stay 0."""
     if each == 1:
         return block_table, kv_len
-    unseen = torch.arange(each - 1, -1, -1, dtype=kv_len.dtype, device=kv_len.device)
-    return block_table.repeat_interleave(each, 0), (kv_len[:, None] - unseen).clamp(min=0).flatten()
+    later = torch.arange(each - 1, -1, -1, dtype=kv_len.dtype, device=kv_len.device)
+    return block_table.repeat_interleave(each, 0), (kv_len[:, None] - later).clamp(min=0).flatten()
 
 
 def decode_latents(

@@ -127,8 +127,8 @@ class _Resident(_Rows):
                 rY[v].fill(0)
                 rZ[v].fill(0)
             if row < rows and (even or col[v] < n):
-                copies.load(y_row + col[v], rY[v], c.once)
-                copies.load(z_row + col[v], rZ[v], c.once)
+                copies.load(y_row + col[v], rY[v], c.evict_first)
+                copies.load(z_row + col[v], rZ[v], c.evict_first)
         for v in cutlass.range_constexpr(vectors):
             if even or col[v] < n:
                 copies.load(mW.iterator + col[v], rW[v])
@@ -146,7 +146,7 @@ class _Resident(_Rows):
             if row < rows and (even or col[v] < n):
                 rO = cute.make_rmem_tensor(c.width, mO.element_type)
                 rO.store((rGated[v].load() * rstd).to(mO.element_type))
-                copies.store(rO, out + col[v], c.once)
+                copies.store(rO, out + col[v], c.evict_first)
 
 
 class _Stream(_Rows):

@@ -24,7 +24,7 @@ class Config:
     vectors: int
     threads: int
     cluster: int
-    once: bool  # tell the cache that the data will not be used again
+    evict_first: bool  # tell the cache that the data will not be used again
 
     @property
     def rows(self) -> int:
@@ -34,21 +34,21 @@ class Config:
 
 def configure(n: int, rows: int, width: int, nbytes: int, sms: int) -> Config:
     """The spread of one row, for the number of rows, the bytes of the call and the number of multiprocessors."""
-    cells, once = -(-n // width), nbytes < _SMALL  # vectors of a row
+    cells, evict_first = -(-n // width), nbytes < _SMALL  # vectors of a row
     if cells <= 1024:
         most = 1 << (cells - 1).bit_length()
         widest = _LANES.get(most, most)
         # Half as many threads where fewer of them would have nothing to do.
         lanes = min((widest, max(1, widest // 2)), key=lambda x: x * -(-cells // x))
         # Small blocks spread few rows over more multiprocessors: 32 rows of 128, 1.4 us against 1.8.
-        least = 128 if once else 512 if lanes <= 32 else 256
+        least = 128 if evict_first else 512 if lanes <= 32 else 256
         threads = max(least, lanes)
-        return Config(width, lanes, -(-cells // lanes), threads, 1, once)
+        return Config(width, lanes, -(-cells // lanes), threads, 1, evict_first)
     # H200, bf16: 32 rows of 16384 in clusters of 8 blocks of 256, 3.3 us against 3.4 of 4; 4096 rows, 107 of 4 against
     # 120 of 8; 1024 rows of 65536, 120 of 8 blocks of 256 against 127 of 8 and 156 of 4 blocks of 512.
     cluster = 8 if 4 * rows <= sms or cells > 4096 else 4
     lanes = 256 if cells <= 1024 * cluster else 512
     vectors = -(-cells // (lanes * cluster))
     if vectors > 4:
-        return Config(width, 1024, 0, 1024, 1, once)
-    return Config(width, lanes, vectors, lanes, cluster, once)
+        return Config(width, 1024, 0, 1024, 1, evict_first)
+    return Config(width, lanes, vectors, lanes, cluster, evict_first)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 from torch_attnkit.oracle.attention import visible
 
 # Sizes beside the borders of tiles of 64, 128 and 192 rows and of 8 to 128 keys; groups of 2 and of 3 heads. Up to 128
@@ -104,26 +104,26 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["B"] * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 6, 8))
-    T = 0 if d.sometimes(0.02) else d.size(min(d.room.keys, 2048))
-    S = d.pick((T, T, T + d.size(d.room.keys // 2), d.size(d.room.keys), d.size(d.room.keys), d.size(20)))
-    S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, T))
-    facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, facts, on, S)
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    facts, on = sampling.attention(d, row, (1, 1, 2, 3, 4, 6, 8))
+    T = 0 if d.sometimes(0.02) else d.size(min(d.limits.keys, 2048))
+    S = d.pick((T, T, T + d.size(d.limits.keys // 2), d.size(d.limits.keys), d.size(d.limits.keys), d.size(20)))
+    S = 0 if d.sometimes(0.02) else min(S, sampling.most_keys(d, facts, T))
+    facts |= dict(T=T, S=S) | sampling.batch(d, facts, T, S) | sampling.scores(d, facts, on, S)
     for name in ("kv_len", "kv_start"):
         facts[name] = d.ragged(facts["B"], S) if name in on else ""
-    return facts | {f"{name}.at": d.place(4, (0, 2)) for name in "qkv"}
+    return facts | {f"{name}.at": d.layout(4, (0, 2)) for name in "qkv"}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, T, S, Hkv, Hq = f["B"], f["T"], f["S"], f["Hkv"], f["Hkv"] * f["group"]
-    kv_len, kv_start = (draws.counts(f[name], B, S) for name in ("kv_len", "kv_start"))
-    scores = draws.score_arguments(f)
+    kv_len, kv_start = (sampling.counts(f[name], B, S) for name in ("kv_len", "kv_start"))
+    scores = sampling.score_arguments(f)
     keep = visible(
         torch.arange(S - T, S).expand(B, T), S, 0 if kv_start is None else kv_start[:, None],
         S if kv_len is None else kv_len[:, None], causal=bool(f["causal"]), window=f["window"],
         sink_tokens=f["sink_tokens"],
     )  # fmt: skip
-    q, k, v = draws.qkv(f, gen, (B, T, Hq), (B, S, Hkv), keep.any(1)[..., None].expand(B, S, Hkv))
-    args = (q, k, v, draws.sink(f, gen, Hq), kv_len, kv_start, *draws.scales(f, gen, B, Hkv))
+    q, k, v = sampling.qkv(f, gen, (B, T, Hq), (B, S, Hkv), keep.any(1)[..., None].expand(B, S, Hkv))
+    args = (q, k, v, sampling.sink(f, gen, Hq), kv_len, kv_start, *sampling.scales(f, gen, B, Hkv))
     return args, dict(causal=bool(f["causal"]), normalize=bool(f["normalize"])) | scores

@@ -19,7 +19,7 @@ from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards, words
+from torch_attnkit.oracle import meanings, rules, shards
 
 _ALL = "gqa sink kv_len kv_start causal window sink_tokens softcap unnormalized"
 _VALUES = rules.value_dim(metal.MOST_DIM_V)
@@ -43,17 +43,17 @@ OP = Op(
         "lse": "B T Hq:f32",
         "row_sum": "B T Hq:f32",
     },
-    meaning=words.take(
-        words.ATTENTION,
+    meaning=meanings.take(
+        meanings.ATTENTION,
         "sink kv_start q_scale k_scale v_scale scale causal window sink_tokens softcap normalize lse row_sum",
         q="Queries, heads behind tokens. Query i of a sequence has position S - T + i, whatever kv_len says.",
         k="Keys of each sequence, heads behind tokens; key j has position j.",
         v="Values of each sequence, as k has keys.",
         kv_len="Keys of each sequence that count (right padding), 0 to S; None is S. It moves no query; a sequence of 0"
         " has out 0 and lse -inf.",
-        out=words.NUMERATOR,
+        out=meanings.NUMERATOR,
     ),
-    axes=words.axes("B T S Hq Hkv D Dv"),
+    axes=meanings.axes("B T S Hq Hkv D Dv"),
     layouts={"out": rules.wide("B T Hq Dv")},
     where=rules.HEADS | rules.SCORES | rules.PARTIAL,
     unless={"row_sum": lambda c: c.arg.normalize},

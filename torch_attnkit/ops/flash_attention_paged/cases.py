@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 from torch_attnkit.oracle.attention import visible
 
 # Pages that hold boxes of TMA and pages that are gathered; a tile of rows, several, enough for pairs of CTAs, and for
@@ -137,14 +137,14 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 6, 8, 16))
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    facts, on = sampling.attention(d, row, (1, 1, 2, 3, 4, 6, 8, 16))
     boxes = any(why.startswith("Ps ") for why in row.needs)
     Ps = d.kernel.choice((8, 24, *_PAGES) if boxes else (1, 1, 5, *_PAGES))
-    T = d.size(min(d.room.keys, 300))
-    Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.room.keys, draws.most_keys(d, facts, T)) // Ps))
+    T = d.size(min(d.limits.keys, 300))
+    Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.limits.keys, sampling.most_keys(d, facts, T)) // Ps))
     facts |= dict(Ps=Ps, Mp=Mp, T=T, causal=int("bidirectional" not in on))
-    facts |= draws.batch(d, facts, T, Mp * Ps) | draws.scores(d, facts, on, Mp * Ps)
+    facts |= sampling.batch(d, facts, T, Mp * Ps) | sampling.scores(d, facts, on, Mp * Ps)
     facts |= dict(len_q=d.ragged(facts["B"], T), kv_len=d.ragged(facts["B"], Mp * Ps))
     facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))
     facts |= dict(
@@ -153,12 +153,12 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
         tail_q=d.pick((0, 0, 1, 5)),
         hints=d.pick(("", "exact", "more")),
     )
-    step = draws.aligned(row, facts["dtype"])
-    facts |= {"q.at": d.place(3, (1,)), "block_table.at": d.place(2)}
-    return facts | {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
+    step = sampling.aligned(row, facts["dtype"])
+    facts |= {"q.at": d.layout(3, (1,)), "block_table.at": d.layout(2)}
+    return facts | {f"{name}.at": d.layout(4, (0, 2), step) for name in ("k_cache", "v_cache")}
 
 
-def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _generate_table(f: sampling.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A (B, Mp) table and the number of pages: each sequence its ``own``, all ``shared``, or only ``one``."""
     used = [-(-n // f["Ps"]) for n in kv_len.tolist()]
     first = [sum(used[:b]) if f["pages"] == "own" else 0 for b in range(len(used))]
@@ -171,22 +171,22 @@ def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> 
     return table, kinds + f["spare"]
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``T`` bounds the blocks of queries; ``unused`` is what the table holds past a sequence's length, and with
     ``holes`` for every second page of which nothing is seen; ``spare`` are the pages of nobody, ``tail_q`` tokens past
     the last offset; hints are "", "exact" or "more"."""
     B, Ps, most, Hkv, Hq = f["B"], f["Ps"], f["Mp"] * f["Ps"], f["Hkv"], f["Hkv"] * f["group"]
-    len_q, kv_len = draws.counts(f["len_q"], B, f["T"]), draws.counts(f["kv_len"] or str(most), B, most)
+    len_q, kv_len = sampling.counts(f["len_q"], B, f["T"]), sampling.counts(f["kv_len"] or str(most), B, most)
     assert len_q is not None and kv_len is not None
-    table, Np = _drawn_table(f, gen, kv_len)
+    table, Np = _generate_table(f, gen, kv_len)
     keep = seen_keys(len_q, kv_len, most, bool(f["causal"]), f["window"], f["sink_tokens"])  # (B, Mp * Ps)
     b, key = keep.nonzero(as_tuple=True)
     seen = torch.zeros(Np, Ps, Hkv, dtype=torch.bool)
     seen[table[b, key // Ps].long(), key % Ps] = True
     table = inputs.forgotten(table, keep, Ps, f["unused"]) if f.get("holes") else table
-    q, k, v = draws.qkv(f, gen, (int(len_q.sum()) + f["tail_q"], Hq), (Np, Ps, Hkv), seen, ("k_cache", "v_cache"))
+    q, k, v = sampling.qkv(f, gen, (int(len_q.sum()) + f["tail_q"], Hq), (Np, Ps, Hkv), seen, ("k_cache", "v_cache"))
     longest = [max(n.tolist(), default=0) + (f["hints"] == "more") * 100 if f["hints"] else -1 for n in (len_q, kv_len)]
-    kwargs = dict(causal=bool(f["causal"])) | draws.score_arguments(f)
+    kwargs = dict(causal=bool(f["causal"])) | sampling.score_arguments(f)
     kwargs |= dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
-    rest = (draws.sink(f, gen, Hq), *draws.scales(f, gen, B, Hkv))
+    rest = (sampling.sink(f, gen, Hq), *sampling.scales(f, gen, B, Hkv))
     return (q, k, v, _offsets(len_q), table, kv_len, *rest), kwargs

@@ -61,8 +61,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         if not (plain and in_blocks(o, tokens, lengths)):
             found = gather(o, tokens, lengths) if plain else None
             if found is None:
-                for result, numbers in zip((o.out, o.lse), reference(*arguments[:-2]), strict=True):
-                    result.copy_(numbers)
+                for result, from_reference in zip((o.out, o.lse), reference(*arguments[:-2]), strict=True):
+                    result.copy_(from_reference)
                 return
             for block in found:
                 at_the_end(rules, block)

@@ -19,5 +19,5 @@ def _lengths(c: Call) -> Iterable[tuple[int, int]]:
 
 def flops(c: Call) -> int:
     """Of every sequence the keys that each query sees; one before the first key is not there."""
-    there = [(min(t, s), s) for t, s in _lengths(c)]
-    return pairs.attention(c, [(t, s - t, 0, s) for t, s in there], causal=c.arg.causal)
+    lengths = [(min(t, s), s) for t, s in _lengths(c)]
+    return pairs.attention(c, [(t, s - t, 0, s) for t, s in lengths], causal=c.arg.causal)

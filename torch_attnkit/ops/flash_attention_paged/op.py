@@ -20,7 +20,7 @@ from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import paged_plan
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards, words
+from torch_attnkit.oracle import meanings, rules, shards
 
 # Rows that TMA gathers have numbers of 31 bits.
 _ROWS = {
@@ -51,8 +51,8 @@ OP = Op(
         "out": "Tq Hq Dv",
         "lse": "Tq Hq:f32",
     },
-    meaning=words.take(
-        words.ATTENTION,
+    meaning=meanings.take(
+        meanings.ATTENTION,
         "cu_seqlens_q block_table sink q_scale k_scale v_scale scale causal window sink_tokens softcap max_seqlen_q"
         " max_seqlen_k out lse",
         q="Queries of all sequences, packed one after another: the last tokens of each.",
@@ -61,7 +61,7 @@ OP = Op(
         kv_len="Keys of each sequence that count, its query tokens among them, 0 to Mp * Ps. Query r of T has position"
         " kv_len - T + r; at a negative one it sees nothing.",
     ),
-    axes=words.axes("B Tq Hq Hkv D Dv Np Ps Mp"),
+    axes=meanings.axes("B Tq Hq Hkv D Dv Np Ps Mp"),
     layouts={"out": rules.wide("Tq Hq Dv")},
     where=rules.HEADS
     | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 from torch_attnkit.oracle.attention import visible
 
 # In turns up to 128 rows and more, and tiles that are drawn, as in flash_attention; causal=1: as many queries as keys;
@@ -108,24 +108,24 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 6, 8))
-    T, same = d.size(min(d.room.keys, 2048)), d.sometimes(0.4)
-    S = min(T if same else d.size(d.room.keys), draws.most_keys(d, facts, T))
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    facts, on = sampling.attention(d, row, (1, 1, 2, 3, 4, 6, 8))
+    T, same = d.size(min(d.limits.keys, 2048)), d.sometimes(0.4)
+    S = min(T if same else d.size(d.limits.keys), sampling.most_keys(d, facts, T))
     T = min(T, S) if same else T
-    facts |= dict(T=T, S=S) | draws.batch(d, facts, T, S) | draws.scores(d, facts, on, S)
+    facts |= dict(T=T, S=S) | sampling.batch(d, facts, T, S) | sampling.scores(d, facts, on, S)
     len_q = d.ragged(facts["B"], T)
     facts |= dict(len_q=len_q, len_k=len_q if same else d.ragged(facts["B"], S))
     facts |= dict(tail_q=d.pick((0, 0, 1, 5)), tail_k=d.pick((0, 0, 1, 7)), hints=d.pick(("", "exact", "more")))
-    return facts | {f"{name}.at": d.place(3, (1,)) for name in "qkv"}
+    return facts | {f"{name}.at": d.layout(3, (1,)) for name in "qkv"}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``T`` and ``S`` bound the lengths; tails are tokens past the last offset; hints are "", "exact" or "more"."""
     B, Hkv, Hq = f["B"], f["Hkv"], f["Hkv"] * f["group"]
-    len_q, len_k = draws.counts(f["len_q"], B, f["T"]), draws.counts(f["len_k"], B, f["S"])
+    len_q, len_k = sampling.counts(f["len_q"], B, f["T"]), sampling.counts(f["len_k"], B, f["S"])
     assert len_q is not None and len_k is not None
-    scores = draws.score_arguments(f)
+    scores = sampling.score_arguments(f)
     seen = [torch.zeros(0, dtype=torch.bool)]
     for t, s in zip(len_q.tolist(), len_k.tolist(), strict=True):
         keep = visible(
@@ -135,8 +135,8 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
         seen.append(keep[0].any(0))
     seen.append(torch.zeros(f["tail_k"], dtype=torch.bool))
     rows = torch.cat(seen)[:, None].expand(-1, Hkv)  # (Tk, Hkv)
-    q, k, v = draws.qkv(f, gen, (int(len_q.sum()) + f["tail_q"], Hq), tuple(rows.shape), rows)
-    sink, scales = draws.sink(f, gen, Hq), draws.scales(f, gen, B, Hkv)
+    q, k, v = sampling.qkv(f, gen, (int(len_q.sum()) + f["tail_q"], Hq), tuple(rows.shape), rows)
+    sink, scales = sampling.sink(f, gen, Hq), sampling.scales(f, gen, B, Hkv)
     longest = [max(n.tolist(), default=0) + (f["hints"] == "more") * 100 if f["hints"] else -1 for n in (len_q, len_k)]
     kwargs = dict(causal=bool(f["causal"]), normalize=bool(f["normalize"])) | scores
     kwargs |= dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1])

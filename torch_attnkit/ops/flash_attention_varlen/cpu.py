@@ -36,8 +36,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         assert o.cu_q is not None and o.cu_k is not None
         tokens, keys = _offsets(o.cu_q, len(o.q), a.max_seqlen_q), _offsets(o.cu_k, len(o.k), a.max_seqlen_k)
         if tokens is None or keys is None:
-            for result, numbers in zip((o.out, o.lse), reference(*arguments[:-3]), strict=False):
-                result.copy_(numbers)
+            for result, from_reference in zip((o.out, o.lse), reference(*arguments[:-3]), strict=False):
+                result.copy_(from_reference)
             return
         found = [
             Block(o.q[None, q0:q1], o.k[None, k0:k1], o.v[None, k0:k1], o.out[None, q0:q1], o.lse[None, q0:q1], o.sink)

@@ -13,7 +13,7 @@ from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards, words
+from torch_attnkit.oracle import meanings, rules, shards
 
 _ALL = "gqa sink causal window sink_tokens softcap unnormalized"
 _VALUES = rules.value_dim(metal.MOST_DIM_V)
@@ -38,8 +38,8 @@ OP = Op(
         "lse": "Tq Hq:f32",
         "row_sum": "Tq Hq:f32",
     },
-    meaning=words.take(
-        words.ATTENTION,
+    meaning=meanings.take(
+        meanings.ATTENTION,
         "cu_seqlens_q sink q_scale k_scale v_scale scale causal window sink_tokens softcap normalize max_seqlen_q"
         " max_seqlen_k lse row_sum",
         q="Queries of all sequences, packed one after another. Query i of T in a sequence of S keys has position"
@@ -48,9 +48,9 @@ OP = Op(
         v="Values of all sequences, as k has keys.",
         cu_seqlens_k="Offsets of the sequences in k and v, from 0 and never falling. Two equal ones are a sequence"
         " without keys: out 0, lse -inf.",
-        out=words.NUMERATOR,
+        out=meanings.NUMERATOR,
     ),
-    axes=words.axes("B Tq Hq Hkv D Dv", Tk="keys of all sequences together"),
+    axes=meanings.axes("B Tq Hq Hkv D Dv", Tk="keys of all sequences together"),
     layouts={"out": rules.wide("Tq Hq Dv")},
     where=rules.HEADS
     | rules.SCORES

@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
-from torch_attnkit.oracle import draws, fp4
+from torch_attnkit.oracle import fp4, sampling
 
 ACTIVATIONS = ("none", *fp4.BLOCK)  # by the position that the table calls act
 
@@ -101,7 +101,7 @@ def layer(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tup
 
 
 def routed(
-    dims: dict[str, int], dtype: torch.dtype, layer: tuple[Any, ...], gen: torch.Generator, turn: int = 0
+    dims: dict[str, int], dtype: torch.dtype, layer: tuple[Any, ...], gen: torch.Generator, variant: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call of a bench case through a layer; every turn has other routes."""
     x = torch.randn(dims["Tq"], dims["N"], generator=gen).to(dtype)
@@ -114,21 +114,21 @@ def routed(
         limit=float(dims["limit"]) if "limit" in dims else None,
         interleaved=bool(dims.get("gptoss")),
     )
-    return (x, weights, _routes(dims, turn).to(x.device), *layer), kwargs
+    return (x, weights, _routes(dims, variant).to(x.device), *layer), kwargs
 
 
 def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return routed(dims, dtype, layer(dims, dtype, gen), gen)
 
 
-def _routes(dims: dict[str, int], turn: int) -> torch.Tensor:
+def _routes(dims: dict[str, int], variant: int) -> torch.Tensor:
     """The experts of each token (Tq, K), distinct, made on the CPU so that `bytes` can count them.
 
     All experts are equally popular; with ``zipf`` the r-th of them is chosen as 1/r, with ``same`` K of them are all
     that is chosen. The K that win a race of exponential clocks, each as fast as its expert is popular, are a sample
     without replacement.
     """
-    gen = torch.Generator().manual_seed(turn)
+    gen = torch.Generator().manual_seed(variant)
     rank = torch.randperm(dims["E"], generator=gen, device="cpu")  # (E,)
     popular = 1 / (1 + rank) if dims.get("zipf") else (rank < dims["K"]).float() if dims.get("same") else rank * 0 + 1
     clock = -torch.rand(dims["Tq"], dims["E"], generator=gen, device="cpu").log() / popular  # (Tq, E)
@@ -147,28 +147,28 @@ def flops(dims: dict[str, int]) -> int:
     return 6 * dims["Tq"] * dims["K"] * dims["M"] * dims["N"]
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
     act, blk = k.choice((0, 0, 1, 2, 3)), k.choice((16, 32))
     sizes: tuple[int, ...] = (32, 64, 96, 128, 160, 256, 288, 544)
     if blk == 16 and act in (0, 1):
         sizes += (16, 48, 112, 304, 528)
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), N=k.choice(sizes), M=k.choice(sizes), blk=blk, act=act,
         E=k.choice((1, 2, 3, 5, 8, 40)), ids=k.choice(("i32", "i32", "i64")), swizzled=k.choice((0, 0, 1)),
     )  # fmt: skip
     facts["K"] = min(facts["E"], d.pick((1, 1, 2, 3, 6)))
-    most = max(1, d.room.terms // (6 * facts["K"] * facts["M"] * facts["N"]))
+    most = max(1, d.limits.terms // (6 * facts["K"] * facts["M"] * facts["N"]))
     facts["T"] = 0 if d.sometimes(0.02) else min(most, d.pick((1, 1, 2, 3, 7, 8, 9, 16, 17, 33, 70, 150)))
     facts |= dict(routes=d.pick(("", "", "one", "few", "none")), missing=d.pick((0, 0, 10, 60)))
     facts |= dict(gptoss=d.pick((0, 1)), limit=d.pick((0.0, 0.0, 1.0, 7.0)), alpha=d.pick((1.702, 1.702, 0.5)))
     facts |= dict(interleaved=d.pick((0, 1)), biases=d.pick((0, 0, 1, 2, 3)), globals=d.pick((0, 0, 1, 2, 3)))
     facts |= dict(q_by=d.pick((1, 1, 1, 30, 0.01)), seed=d.call.randrange(1 << 30))
-    facts |= {"x.at": d.place(2, (0,)), "weights.at": d.place(2, (0,)), "indices.at": d.place(2)}
-    return facts | {f"{name}.at": d.place(3) for name in ("w13_scale", "w2_scale")}
+    facts |= {"x.at": d.layout(2, (0,)), "weights.at": d.layout(2, (0,)), "indices.at": d.layout(2)}
+    return facts | {f"{name}.at": d.layout(3) for name in ("w13_scale", "w2_scale")}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``routes``: "one" expert for all tokens, a "few", "none"; ``missing``: percent of the routes that are -1.
 
     ``biases`` and ``globals``: which of two there are, by their bits; global scales are those of nvfp4 alone.

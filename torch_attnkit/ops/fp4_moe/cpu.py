@@ -26,7 +26,7 @@ from torch_attnkit.oracle import checks, fp4
 from .problem import operands
 from .reference import _swiglu
 
-_NUMBERS = 1 << 20  # of weights read back at a time: 4 MB; fewer are slower, in calls of PyTorch
+_ELEMENTS = 1 << 20  # of weights read back at a time: 4 MB; fewer are slower, in calls of PyTorch
 _FEW = 4  # slots an expert, on average: each multiplies the weights in cache anew, and a product of many does not
 _ROUNDING = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the gated unit, as csrc/cpu counts them
 
@@ -39,8 +39,8 @@ def _quads() -> torch.Tensor:
     """
     words = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.uint16)
     codes = words.view(torch.uint8).view(-1, 2)  # (65536, 2)
-    numbers = torch.stack((e2m1.decode(codes & 15), e2m1.decode(codes >> 4)), 2)  # (65536, 2, 2)
-    return numbers.half().view(-1, 4).view(torch.int64).flatten()
+    elements = torch.stack((e2m1.decode(codes & 15), e2m1.decode(codes >> 4)), 2)  # (65536, 2, 2)
+    return elements.half().view(-1, 4).view(torch.int64).flatten()
 
 
 @functools.cache
@@ -50,29 +50,29 @@ def _scales(format: str) -> torch.Tensor:
     return fp8.e4m3_decode(byte) if format == "nvfp4" else fp8.ue8m0_decode(byte)
 
 
-class _Room(threading.local):
+class _Scratch(threading.local):
     """Where a thread reads weights back, 7 MB: what is asked for anew at this size often comes from the system page by
     page, at up to ten times the cost of what is written to it."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):  # what inference mode makes cannot be written to outside of it
-            self.kept = self.made(_NUMBERS)
+            self.kept = self.made(_ELEMENTS)
 
     @staticmethod
-    def made(numbers: int) -> tuple[torch.Tensor, ...]:
+    def made(elements: int) -> tuple[torch.Tensor, ...]:
         """Room for so many weights: words of two bytes, the quads that they pick, and their numbers."""
-        sizes = (numbers // 4, torch.int32), (numbers // 4, torch.int64), (numbers, torch.float32)
+        sizes = (elements // 4, torch.int32), (elements // 4, torch.int64), (elements, torch.float32)
         return tuple(torch.empty(size, dtype=dtype, device="cpu") for size, dtype in sizes)
 
-    def of(self, numbers: int) -> tuple[torch.Tensor, ...]:
-        """The same for ``numbers`` weights, until the next call; of a row that is longer than all, its own."""
-        if numbers > _NUMBERS:
-            return self.made(numbers)
+    def of(self, elements: int) -> tuple[torch.Tensor, ...]:
+        """The same for ``elements`` weights, until the next call; of a row that is longer than all, its own."""
+        if elements > _ELEMENTS:
+            return self.made(elements)
         words, quads, floats = self.kept
-        return words[: numbers // 4], quads[: numbers // 4], floats[:numbers]
+        return words[: elements // 4], quads[: elements // 4], floats[:elements]
 
 
-_room = _Room()
+_scratch = _Scratch()
 
 
 class Slots(NamedTuple):
@@ -136,15 +136,15 @@ def _of_many(call: Call) -> Callable[..., None]:
     def read(codes: torch.Tensor, scale: torch.Tensor, one: torch.Tensor | None) -> torch.Tensor:
         """Codes (e, R, C/2) under scales (e, R, C/block) and a global scale (e,) or None: the numbers (e, R, C)."""
         count, rows, half = codes.shape
-        words, found, numbers = _room.of(count * rows * half * 2)
+        words, found, elements = _scratch.of(count * rows * half * 2)
         words.copy_(codes.view(torch.uint16).view(-1))
         torch.index_select(quads, 0, words, out=found)
-        numbers.copy_(found.view(torch.float16))
+        elements.copy_(found.view(torch.float16))
         factors = table.index_select(0, scale.view(-1).int())
         if one is not None:
             factors = (factors.view(count, -1) / one[:, None]).view(-1)
-        numbers.view(-1, block).mul_(factors[:, None])
-        return numbers.view(count, rows, 2 * half)
+        elements.view(-1, block).mul_(factors[:, None])
+        return elements.view(count, rows, 2 * half)
 
     def products(
         x: torch.Tensor, slots: Slots, codes: torch.Tensor, scale: torch.Tensor, one: torch.Tensor | None,
@@ -153,18 +153,18 @@ def _of_many(call: Call) -> Callable[..., None]:
         """x (n, C), sorted by expert: (n, R)."""
         rows, columns = codes.shape[1], 2 * codes.shape[2]
         out = x.new_empty(x.shape[0], rows)
-        at_once = _NUMBERS // max(rows * columns, 1)  # experts
-        step = rows if at_once else max(1, _NUMBERS // columns)  # rows of one expert
+        experts_a_step = _ELEMENTS // max(rows * columns, 1)  # experts
+        step = rows if experts_a_step else max(1, _ELEMENTS // columns)  # rows of one expert
         tokens, results = x.split(slots.counts), out.split(slots.counts)
-        for first in range(0, len(tokens), max(at_once, 1)):
-            some = slice(first, first + max(at_once, 1))
+        for first in range(0, len(tokens), max(experts_a_step, 1)):
+            some = slice(first, first + max(experts_a_step, 1))
             experts = slots.experts[some]
             own = None if one is None else one.index_select(0, experts)
             for at in range(0, rows, step):
                 part = slice(at, min(at + step, rows))
                 # Not codes[experts, part], which copies byte by byte.
-                numbers = read(codes[:, part].index_select(0, experts), scale[:, part].index_select(0, experts), own)
-                for weight, token, result in zip(numbers.mT.unbind(), tokens[some], results[some], strict=True):
+                elements = read(codes[:, part].index_select(0, experts), scale[:, part].index_select(0, experts), own)
+                for weight, token, result in zip(elements.mT.unbind(), tokens[some], results[some], strict=True):
                     torch.mm(token, weight, out=result if step == rows else result[:, part])
         return out if bias is None else out.add_(bias.index_select(0, slots.expert))
 

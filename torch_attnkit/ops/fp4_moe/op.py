@@ -21,7 +21,7 @@ from torch_attnkit.kernels import grouped_gemm
 from torch_attnkit.kernels.grouped_gemm import metal
 from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
 from torch_attnkit.kernels.grouped_gemm.sm100 import plan as sm100
-from torch_attnkit.oracle import fp4, shards, words
+from torch_attnkit.oracle import fp4, meanings, shards
 
 _ALL = "swizzled gptoss limit interleaved bias global_scale"
 ACTIVATIONS = ("none", "nvfp4", "mxfp4", "mxfp8")
@@ -62,8 +62,8 @@ OP = Op(
         "h_global": ":f32",
         "out": "Tq N",
     },
-    meaning=words.take(
-        words.FP4,
+    meaning=meanings.take(
+        meanings.FP4,
         "scale_layout",
         x="Tokens that go into the experts.",
         weights="Factor of each chosen expert's output.",
@@ -91,7 +91,7 @@ OP = Op(
         interleaved="Whether rows of w13 and bias13 hold gate and up in turn; otherwise gate is the first half.",
         out="Sum over a token's experts of weight times output; 0 for a token without experts.",
     ),
-    axes=words.axes(
+    axes=meanings.axes(
         "E blk",
         Tq="tokens",
         K="experts of a token",

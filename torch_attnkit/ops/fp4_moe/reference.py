@@ -52,8 +52,8 @@ def reference(
     parts = torch.zeros(*indices.shape, N, dtype=acc, device=x.device)  # (Tq, K, N)
     for e in chosen.tolist():
         t, k = (indices == e).nonzero(as_tuple=True)  # (n,) each
-        up = fp4.numbers(w13[e], s13[e], format, None if w13_global is None else w13_global[e], acc)  # (2M, N)
-        down = fp4.numbers(w2[e], s2[e], format, None if w2_global is None else w2_global[e], acc)  # (N, M)
+        up = fp4.dequantize(w13[e], s13[e], format, None if w13_global is None else w13_global[e], acc)  # (2M, N)
+        down = fp4.dequantize(w2[e], s2[e], format, None if w2_global is None else w2_global[e], acc)  # (N, M)
         both = tokens[t] @ up.T  # (n, 2M)
         if bias13 is not None:
             both = both + bias13[e].to(acc)

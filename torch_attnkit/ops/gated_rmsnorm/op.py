@@ -11,20 +11,20 @@ import math
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.kernels import norm
-from torch_attnkit.oracle import words
+from torch_attnkit.oracle import meanings
 
 OP = Op(
     schema="gated_rmsnorm(Tensor y, Tensor z, Tensor w, *, float eps=1e-6) -> Tensor out",
     dims={"y": "... N:f32|T", "z": "... N", "w": "N:T|f32", "out": "... N"},
-    meaning=words.take(
-        words.HEADS,
+    meaning=meanings.take(
+        meanings.HEADS,
         "eps",
         y="Rows to be normed, in float32 or the dtype of z.",
         z="Gate of each number: silu(z) multiplies the norm.",
         w="Weight of each channel.",
         out="w * y / sqrt(mean(y^2) + eps) * silu(z), computed in float32 and rounded once to the dtype of z.",
     ),
-    axes=words.axes("N"),
+    axes=meanings.axes("N"),
     where={
         "N must be at least 1": lambda c: c.dim["N"] > 0,
         "eps must be positive": lambda c: c.arg.eps > 0,

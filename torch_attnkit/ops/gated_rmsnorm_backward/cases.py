@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 
 # R rows (-1: no batch axis), H heads beside them, N features; y32 and w32: y and w are float32 whatever T is.
 PARITY = {
@@ -58,30 +58,34 @@ def flops(dims: dict[str, int]) -> int:
     return 24 * _count(dims)
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k, few = d.kernel, (1, 2, 31, 33, 64, 127, 128, 129, 256, 500, 1000, 2048)
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), N=k.choice((*few, *few, 4096, 5000, 9000, 20008)),
         rank=k.choice((0, 1, 2, 2, 3)), y32=k.choice((0, 1)), w32=k.choice((0, 1)),
     )  # fmt: skip
-    most = max(1, d.room.terms // (facts["N"] * 128))
+    most = max(1, d.limits.terms // (facts["N"] * 128))
     axes = [0 if d.sometimes(0.02) else min(d.pick((1, 2, 3, 5, 8, 17, 64)), most) for _ in range(3)]
     while axes[0] * axes[1] * axes[2] > most:
         axes[axes.index(max(axes))] //= 2
     facts |= dict(zip(("A", "B", "C"), axes, strict=True))
     facts |= dict(eps=d.pick((1e-6, 1e-5, 1e-12, 1.0)), y_by=d.pick((1, 1, 0, 1000, 0.001)), z_by=d.pick((1, 1, 30)))
     facts |= dict(nan=d.pick("gyz") if d.sometimes(0.1) else "", seed=d.call.randrange(1 << 30))
-    facts |= {f"{name}.at": d.place(facts["rank"] + 1, range(facts["rank"])) for name in ("grad", "y", "z")}
-    return facts | {"w.at": d.place(1)}
+    facts |= {f"{name}.at": d.layout(facts["rank"] + 1, range(facts["rank"])) for name in ("grad", "y", "z")}
+    return facts | {"w.at": d.layout(1)}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The batch axes are the first ``rank`` of A, B, C; ``nan`` names the tensor of which a row is NaN."""
     shape = (f["A"], f["B"], f["C"])[: f["rank"]] + (f["N"],)
-    g, y, z = draws.numbers(gen, *shape), draws.numbers(gen, *shape) * f["y_by"], draws.numbers(gen, *shape) * f["z_by"]
+    g, y, z = (
+        sampling.randn(gen, *shape),
+        sampling.randn(gen, *shape) * f["y_by"],
+        sampling.randn(gen, *shape) * f["z_by"],
+    )
     broken = dict(g=g, y=y, z=z).get(f["nan"])
     if broken is not None and broken.numel():
         broken.view(-1, f["N"])[0, -1] = torch.nan
     kinds = (f["dtype"], "f32" if f["y32"] else f["dtype"], f["dtype"], "f32" if f["w32"] else f["dtype"])
-    w = draws.numbers(gen, f["N"])
-    return tuple(draws.cast(t, kind) for t, kind in zip((g, y, z, w), kinds, strict=True)), dict(eps=f["eps"])
+    w = sampling.randn(gen, f["N"])
+    return tuple(sampling.cast(t, kind) for t, kind in zip((g, y, z, w), kinds, strict=True)), dict(eps=f["eps"])

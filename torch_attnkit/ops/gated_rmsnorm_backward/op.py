@@ -15,7 +15,7 @@ from torch_attnkit.core import Call, Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.core.spec import short
 from torch_attnkit.kernels import norm_backward
-from torch_attnkit.oracle import words
+from torch_attnkit.oracle import meanings
 
 
 def _like(name: str, spec: str) -> Callable[[Call], str | None]:
@@ -44,8 +44,8 @@ OP = Op(
         "dz": "... N",
         "dw": "N",
     },
-    meaning=words.take(
-        words.HEADS,
+    meaning=meanings.take(
+        meanings.HEADS,
         "eps",
         grad="Gradient of gated_rmsnorm's out.",
         y="Rows that were normed, in float32 or the dtype of z.",
@@ -55,7 +55,7 @@ OP = Op(
         dz="Gradient of z, in its dtype.",
         dw="Gradient of w, in its dtype: the sum over all rows, 0 where there are none.",
     ),
-    axes=words.axes("N"),
+    axes=meanings.axes("N"),
     layouts={"dy": _like("y", "... N"), "dw": _like("w", "N")},
     where={
         "N must be at least 1": lambda c: c.dim["N"] > 0,

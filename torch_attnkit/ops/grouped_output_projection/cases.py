@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
-from torch_attnkit.oracle import draws, fp4
+from torch_attnkit.oracle import fp4, sampling
 
 FORMATS = {0: "none", 16: "nvfp4", 32: "mxfp4"}
 
@@ -77,9 +77,9 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["Tq"] * dims["G"] * dims["R"] * dims["Kn"]
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k, coded = d.kernel, "global_scale" in row.features
-    facts: draws.Facts = dict(G=d.pick((1, 1, 2, 3, 8)), N=d.size(300))
+    facts: sampling.Facts = dict(G=d.pick((1, 1, 2, 3, 8)), N=d.size(300))
     if coded:
         facts |= dict(format=k.choice(("nvfp4", "mxfp4")), out=k.choice(row.dtypes.split()))
         facts |= dict(swizzled=k.choice((0, 1)), globals=k.choice((0, 1, 2, 3)))
@@ -87,13 +87,13 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
         facts |= dict(dtype=k.choice(row.dtypes.split()), out=k.choice(("", *row.dtypes.split())))
     step = fp4.BLOCK[facts["format"]] if coded else 1
     facts["K"] = 0 if d.sometimes(0.02) else step * d.size(600 // step)
-    most = max(1, min(300, d.room.terms // (facts["G"] * facts["N"] * max(facts["K"], 64))))
+    most = max(1, min(300, d.limits.terms // (facts["G"] * facts["N"] * max(facts["K"], 64))))
     facts |= dict(T=0 if d.sometimes(0.02) else d.size(most), seed=d.call.randrange(1 << 30))
-    facts |= {"o.at": d.place(3, (0, 1)), "wo_a.at": d.place(3, (0,))}
-    return facts | ({f"{name}.at": d.place(3) for name in ("o_scale", "wo_scale")} if coded else {})
+    facts |= {"o.at": d.layout(3, (0, 1)), "wo_a.at": d.layout(3, (0,))}
+    return facts | ({f"{name}.at": d.layout(3) for name in ("o_scale", "wo_scale")} if coded else {})
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``format``: "" of numbers in the model dtype. ``globals``: the global scales that there are, as bits."""
     K, G = f["K"], f.get("G") or 1
     out = DTYPES[f["out"]] if f["out"] else None
@@ -103,5 +103,5 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
         return _coded(gen, format, layout, (f["T"], G, K, f["N"]), go, gw), dict(
             format=format, scale_layout=layout, dtype=out
         )
-    o, wo_a = draws.numbers(gen, f["T"], G, K), draws.numbers(gen, G, f["N"], K) * max(K, 1) ** -0.5
-    return tuple(draws.cast(t, f["dtype"]) for t in (o, wo_a)), dict(dtype=out)
+    o, wo_a = sampling.randn(gen, f["T"], G, K), sampling.randn(gen, G, f["N"], K) * max(K, 1) ** -0.5
+    return tuple(sampling.cast(t, f["dtype"]) for t in (o, wo_a)), dict(dtype=out)

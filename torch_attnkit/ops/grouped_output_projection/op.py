@@ -14,7 +14,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Predicate, Shards, of_dtypes
 from torch_attnkit.core.spec import short
 from torch_attnkit.kernels import batched_gemm
-from torch_attnkit.oracle import fp4, shards, words
+from torch_attnkit.oracle import fp4, meanings, shards
 
 
 def _dtypes(c: Call) -> bool:
@@ -46,8 +46,8 @@ OP = Op(
         "wo_global": ":f32",
         "out": "Tq G R:@dtype",
     },
-    meaning=words.take(
-        words.FP4,
+    meaning=meanings.take(
+        meanings.FP4,
         "scale_layout",
         o="Rows of each group of heads: numbers with format 'none', E2M1 pairs along K with the others.",
         wo_a="The matrix of each group, coded as o is.",
@@ -62,7 +62,7 @@ OP = Op(
         dtype="Dtype of out, a floating point type; None is that of o, and float32 where o is coded.",
         out="Product of each token's row with the matrix of its group, accumulated in float32 and rounded once.",
     ),
-    axes=words.axes(
+    axes=meanings.axes(
         "PTq",
         Tq="tokens",
         G="groups of heads",

@@ -28,6 +28,6 @@ def reference(
         kb = 2 * Ko // fp4.BLOCK[format]
         so = fp4.load_scale(o_scale, scale_layout, Tq, kb)  # (Tq, G, K/block) or (G, Tq, K/block)
         so = so if scale_layout == "linear" else so.transpose(0, 1)
-        a = fp4.numbers(o, so, format, o_global, acc)  # (Tq, G, K)
-        w = fp4.numbers(wo_a, fp4.load_scale(wo_scale, scale_layout, R, kb), format, wo_global, acc)  # (G, R, K)
+        a = fp4.dequantize(o, so, format, o_global, acc)  # (Tq, G, K)
+        w = fp4.dequantize(wo_a, fp4.load_scale(wo_scale, scale_layout, R, kb), format, wo_global, acc)  # (G, R, K)
     return torch.einsum("tgk,grk->tgr", a, w).to(store).contiguous()

@@ -9,7 +9,7 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.formats import mxfp4
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 
 FORMATS = {16: "none", 8: "fp8", 4: "mxfp4"}
 
@@ -44,10 +44,10 @@ ALL, CAUSAL = 1, 2  # ``seen``: every token sees all entries; token t of T the f
 
 def _bench(bits: int, tokens: int, requests: int, entries: int, **more: int) -> tuple[str, dict[str, int]]:
     """A line's name and sizes: an indexer of 64 heads of 128, all entries seen unless ``more`` says otherwise."""
-    words = [FORMATS[bits], str(tokens), f"{requests}x{entries}"]
-    words += [word for word, on in (("causal", more.get("seen") == CAUSAL), ("paged", more.get("paged"))) if on]
+    parts = [FORMATS[bits], str(tokens), f"{requests}x{entries}"]
+    parts += [word for word, on in (("causal", more.get("seen") == CAUSAL), ("paged", more.get("paged"))) if on]
     sizes = dict(Tq=tokens, R=requests, S=entries, Hi=64, Qb=min(bits, 8) * 16, Ps=64, bits=bits, seen=ALL)
-    return "-".join(words), sizes | more
+    return "-".join(parts), sizes | more
 
 
 BENCH = dict(
@@ -109,10 +109,10 @@ def make(
     return args, dict(format=FORMATS[bits])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
     format = next(name for name in FORMATS.values() if f"format must be {name!r}" in row.needs)
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), Qb=k.choice(row.dims.get("Qb", (17, 32, 64, 128))), format=format
     )
     facts |= dict(
@@ -122,22 +122,22 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     )
     facts |= dict(w32=int(k.random() < 0.5), q_scale=int(k.random() < 0.5))
     R = d.pick((1, 1, 2, 3))
-    most = max(1, min(d.room.keys, d.room.terms // (facts["H"] * facts["Qb"] * R * 2)))
+    most = max(1, min(d.limits.keys, d.limits.terms // (facts["H"] * facts["Qb"] * R * 2)))
     facts["Ps"], S = d.pick((1, 7, 16, 64)), d.size(min(most, 700))
     S = -(-S // facts["Ps"]) * facts["Ps"] if facts["paged"] else S
     T = d.pick((0, 1, 2, 3, 11)) if most < 200 else d.pick((1, 2, 5, 33))
     facts |= dict(R=R, S=S, T=T if facts["named"] else T * R)
     facts |= dict(kv_len=d.ragged(min(facts["T"], 6), S), negative=int(d.sometimes(0.2)))
     facts |= dict(hidden="nan" if d.sometimes(0.6) else "", nan=d.pick("qk") if d.sometimes(0.05) else "")
-    facts |= {"q.at": d.place(3), "k.at": d.place(3), "weights.at": d.place(2), "k_len.at": d.place(1)}
-    return facts | {"k_scale.at": d.place(3), "q_scale.at": d.place(3), "seed": d.call.randrange(1 << 30)}
+    facts |= {"q.at": d.layout(3), "k.at": d.layout(3), "weights.at": d.layout(2), "k_len.at": d.layout(1)}
+    return facts | {"k_scale.at": d.layout(3), "q_scale.at": d.layout(3), "seed": d.call.randrange(1 << 30)}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``negative``: every third scale is; ``hidden``: what keys, their scales and tables hold where nobody looks."""
     T, R, S, H, Ps, form = (f[n] for n in ("T", "R", "S", "H", "Ps", "format"))
     D = f["Qb"] * (2 if form == "mxfp4" else 1)
-    k_len = draws.counts(f["kv_len"], T, S)
+    k_len = sampling.counts(f["kv_len"], T, S)
     assert k_len is not None
     ids = inputs.integers(gen, 0, R - 1, T) if f["named"] else None
     owner = torch.arange(T) * R // max(T, 1) if ids is None else ids.long()
@@ -152,7 +152,7 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
         for r, m in (table >= 0).nonzero().tolist():
             by_page[table[r, m]] = seen[r, m * Ps : (m + 1) * Ps]
         seen = by_page
-    q, k = draws.numbers(gen, T, H, D), draws.numbers(gen, *shape, D)
+    q, k = sampling.randn(gen, T, H, D), sampling.randn(gen, *shape, D)
     if f["nan"] == "q" and q.numel():
         q.view(-1, D)[0, 0] = torch.nan
     if f["nan"] == "k" and bool(seen.any()):
@@ -162,14 +162,14 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
         scale = 0.5 + torch.rand(*x.shape[:-1], 1, generator=gen)
         scale.view(-1)[::3] *= -1 if f["negative"] else 1
         scales.append(scale)
-    weights = (draws.numbers(gen, T, H) * (H * D) ** -0.5).to(DTYPES[f["dtype"]])
+    weights = (sampling.randn(gen, T, H) * (H * D) ** -0.5).to(DTYPES[f["dtype"]])
     if form == "mxfp4":
         (q, scales[0]), (k, scales[1]) = mxfp4.quantize(q), mxfp4.quantize(k)
         if f["hidden"]:
             scales[1][~seen] = 255
     else:
-        k, scales[1] = (draws.hide(x, seen, f, name) for x, name in ((k, "k"), (scales[1], "k_scale")))
-        q, k = (draws.cast(x, "f8e4m3" if form == "fp8" else f["dtype"]) for x in (q, k))
+        k, scales[1] = (sampling.hide(x, seen, f, name) for x, name in ((k, "k"), (scales[1], "k_scale")))
+        q, k = (sampling.cast(x, "f8e4m3" if form == "fp8" else f["dtype"]) for x in (q, k))
     args = (
         q,
         k,
@@ -201,5 +201,5 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 
 def flops(dims: dict[str, int]) -> int:
     """One product over the numbers of a head for each head and entry that a token sees, then relu, weight and sum."""
-    numbers = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
-    return _seen(dims) * dims["Hi"] * (2 * numbers + 3)
+    channels = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
+    return _seen(dims) * dims["Hi"] * (2 * channels + 3)

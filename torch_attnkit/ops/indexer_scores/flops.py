@@ -6,5 +6,5 @@ from torch_attnkit.oracle import pairs
 
 def flops(c: Call) -> int:
     """One product, two operations a term, over the entries that each token sees; weights and relu are no products."""
-    numbers = c.dim["Qb"] * (2 if c.arg.format == "mxfp4" else 1)  # of a row: two a byte
-    return 2 * c.dim["Hi"] * numbers * sum(pairs.numbers(c.arg.k_len, c.dim["Tq"], c.dim["S"]))
+    channels = c.dim["Qb"] * (2 if c.arg.format == "mxfp4" else 1)  # of a row: two a byte
+    return 2 * c.dim["Hi"] * channels * sum(pairs.contents(c.arg.k_len, c.dim["Tq"], c.dim["S"]))

@@ -20,7 +20,7 @@ from torch_attnkit.kernels import indexer
 from torch_attnkit.kernels.indexer import metal
 from torch_attnkit.kernels.indexer.sm90 import plan as sm90
 from torch_attnkit.kernels.indexer.sm100 import plan as sm100
-from torch_attnkit.oracle import shards, words
+from torch_attnkit.oracle import meanings, shards
 
 _CODES = {"fp8": DTYPES["f8e4m3"], "mxfp4": DTYPES["u8"]}
 _SCALES = {"fp8": DTYPES["f32"], "mxfp4": DTYPES["u8"]}
@@ -71,8 +71,8 @@ OP = Op(
         "k_scale": "Rk Sk Qs:f32|u8",
         "scores": "Tq S:f32",
     },
-    meaning=words.take(
-        words.REQUESTS,
+    meaning=meanings.take(
+        meanings.REQUESTS,
         "request_ids",
         q="Index queries of each token, stored as format says.",
         k="Index keys of each request's entries, stored as format says; with block_table pages of them.",

@@ -8,7 +8,7 @@ from torch_attnkit.formats import mxfp4
 from torch_attnkit.oracle import checks, tensor_cores
 
 
-def _numbers(x: torch.Tensor, scale: torch.Tensor | None, format: str, acc: torch.dtype) -> torch.Tensor:
+def _dense(x: torch.Tensor, scale: torch.Tensor | None, format: str, acc: torch.dtype) -> torch.Tensor:
     """q or k (..., Qb) in its format to numbers (..., Di)."""
     if scale is None:
         return x.to(acc)
@@ -38,7 +38,7 @@ def _products(
         if q_scale is not None:
             s = s * q_scale
         return s if k_scale is None else s * k_scale[:, 0]
-    return torch.einsum("thd,nd->thn", _numbers(q, q_scale, format, acc), _numbers(k, k_scale, format, acc))
+    return torch.einsum("thd,nd->thn", _dense(q, q_scale, format, acc), _dense(k, k_scale, format, acc))
 
 
 def reference(

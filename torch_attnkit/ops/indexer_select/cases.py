@@ -14,7 +14,7 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats import mxfp4
 from torch_attnkit.ops.indexer_scores import cases as scores
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 
 FORMATS = {16: "none", 8: "fp8", 4: "mxfp4"}
 
@@ -96,18 +96,18 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
 
 def flops(dims: dict[str, int]) -> int:
     """One product over the numbers of a head for each head and entry, then relu, weight and sum, and a comparison."""
-    numbers = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
-    return dims["Tq"] * dims["S"] * (dims["Hi"] * (2 * numbers + 3) + 1)
+    channels = dims["Qb"] * (2 if dims["bits"] == 4 else 1)
+    return dims["Tq"] * dims["S"] * (dims["Hi"] * (2 * channels + 3) + 1)
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts = scores.draw(d, row)
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    facts = scores.sample(d, row)
     return facts | {"K": d.pick((1, 2, 9, 64, 512, facts["S"], facts["S"] + 3)) or 1}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Those of indexer_scores, made integers; NaN and signs of scales stay."""
-    (q, k, weights, k_len, ids, table, q_scale, k_scale), named = scores.drawn(f, gen)
+    (q, k, weights, k_len, ids, table, q_scale, k_scale), named = scores.generate(f, gen)
     size = (f["H"] * f["Qb"]) ** 0.5  # what weights were divided by
     weights = (weights.float() * (30 * size)).round().clamp(-60, 60).to(weights.dtype)
     q, q_scale = _integers(q, q_scale)

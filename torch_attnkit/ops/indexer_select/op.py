@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch_attnkit.core import Op
 from torch_attnkit.kernels import indexer
 from torch_attnkit.ops.indexer_scores.op import OP as SCORES
-from torch_attnkit.oracle import shards, words
+from torch_attnkit.oracle import meanings, shards
 
 _NEEDS = {"fewer than 2^30 entries to choose": lambda c: c.dim["K"] < 2**30}
 
@@ -28,10 +28,10 @@ OP = Op(
     " -> Tensor indices",
     dims={name: SCORES.dims[name] for name in SCORES.tensors} | {"indices": "Tq K:i32"},
     meaning={name: SCORES.meaning[name] for name in SCORES.argnames}
-    | words.take(
-        words.REQUESTS, "topk indices", k_len="Entries that each token may choose from, the first so many, 0 to S."
+    | meanings.take(
+        meanings.REQUESTS, "topk indices", k_len="Entries that each token may choose from, the first so many, 0 to S."
     ),
-    axes=SCORES.axes | words.axes("K"),
+    axes=SCORES.axes | meanings.axes("K"),
     derive=SCORES.derive | {"K": lambda c: c.arg.topk},
     choices=SCORES.choices,
     where=SCORES.where | {"topk must be at least 1": lambda c: c.arg.topk >= 1},

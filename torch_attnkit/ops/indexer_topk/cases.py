@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 
 # ties: scores are small integers, so that most places are decided by index; 2: every third is -inf, every fourth NaN.
 PARITY = {
@@ -68,9 +68,9 @@ def flops(dims: dict[str, int]) -> int:
     return dims["Tq"] * dims["S"]
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
-    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()))
+    facts: sampling.Facts = dict(dtype=k.choice(row.dtypes.split()))
     # Of one size, so that signatures share kernels: a block, a block of many loads, a cluster, more than it holds.
     kind = k.choice((1, 1, 2, 3))
     facts["S"] = {1: k.randint(0, 1500), 2: 8 * k.randint(200, 1100), 3: 8 * k.randint(2000, 3400)}[kind]
@@ -80,16 +80,16 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
     facts["nan"] = "scores" if d.sometimes(0.1) else ""
     facts["kv_len"] = d.ragged(min(facts["T"], 8), facts["S"]) if k.random() < 0.5 else ""
     facts |= dict(hidden=d.pick(("nan", "inf")) if d.sometimes(0.6) else "", seed=d.call.randrange(1 << 30))
-    return facts | {"scores.at": d.place(2, (0,))}
+    return facts | {"scores.at": d.layout(2, (0,))}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``nan``: every seventh score is NaN, of either sign."""
-    x = draws.logits(f | dict(R=f["T"], E=f["S"]), gen)  # (Tq, S)
+    x = sampling.logits(f | dict(R=f["T"], E=f["S"]), gen)  # (Tq, S)
     if f["nan"]:
         x[:, ::7] = torch.nan
         x[:, ::14] = -torch.nan
-    k_len = draws.counts(f["kv_len"], f["T"], f["S"])
+    k_len = sampling.counts(f["kv_len"], f["T"], f["S"])
     if k_len is not None:
         x = x.masked_fill(torch.arange(f["S"]) >= k_len[:, None], float(f["hidden"] or 0))
     return (x.to(DTYPES[f["dtype"]]), k_len), dict(topk=f["K"])

@@ -10,18 +10,18 @@ Source: the lightning indexer of DeepSeek-V3.2 and V4 (arXiv 2512.02556, 2606.19
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.kernels import topk
-from torch_attnkit.oracle import words
+from torch_attnkit.oracle import meanings
 
 OP = Op(
     schema="indexer_topk(Tensor scores, Tensor? k_len=None, *, int topk) -> Tensor indices",
     dims={"scores": "Tq S", "k_len": "Tq:i32<i64", "indices": "Tq K:i32"},
-    meaning=words.take(
-        words.REQUESTS,
+    meaning=meanings.take(
+        meanings.REQUESTS,
         "topk indices",
         scores="Score of each entry for each token.",
         k_len="Entries that each token may choose from, the first so many, 0 to S; None is S.",
     ),
-    axes=words.axes("K", Tq="tokens", S="entries"),
+    axes=meanings.axes("K", Tq="tokens", S="entries"),
     derive={"K": lambda c: c.arg.topk},
     where={"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features={"k_len": lambda c: c.arg.k_len is not None},

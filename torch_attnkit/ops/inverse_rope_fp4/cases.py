@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, fp4, fp4_rows
+from torch_attnkit.oracle import fp4, fp4_rows, sampling
 
 # blk as in op.py: 16 NVFP4, 32 MXFP4; t_angles=1: cos and sin in the model dtype.
 PARITY = {
@@ -57,30 +57,30 @@ def flops(dims: dict[str, int]) -> int:
     return dims["Tq"] * dims["Hq"] * (2 * dims["D"] + 6 * dims["R2"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     """Blocks that are rotated in whole, in part or not at all."""
     k = d.kernel
     format = k.choice(("nvfp4", "mxfp4"))
     D = fp4.BLOCK[format] * k.choice((1, 2, 3, 5, 16, 16, 17))
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), format=format, D=D, R2=min(D // 2, k.choice((0, 1, 5, 8, 32, 32, 33))),
         t_angles=k.choice((0, 1)), layout=k.choice(("", "128x4")), gs="",
     )  # fmt: skip
     if format == "nvfp4" and k.random() < 0.7:
         facts |= dict(gs=d.pick((1.0, 731.37, 1 / 3, 2688.0, 1e-5)))
     groups, each = d.pick((1, 1, 2, 3)), d.pick((1, 2, 3, 5))
-    most = max(1, min(300, d.room.terms // (D * groups * each * 64)))
+    most = max(1, min(300, d.limits.terms // (D * groups * each * 64)))
     facts |= dict(T=0 if d.sometimes(0.02) else d.size(most), groups=groups, H=each)
     facts |= dict(x_by=d.pick((1.0, 1.0, 2.0**-120, 2.0**9, 2.0**100)), odd=d.pick(("", "nans", "infs", "all")))
-    facts |= {"seed": d.call.randrange(1 << 30), "ties": int(d.sometimes(0.4)), "o.at": d.place(3, (0, 1))}
-    return facts | {"cos.at": d.place(2, (0,)), "sin.at": d.place(2, (0,))}
+    facts |= {"seed": d.call.randrange(1 << 30), "ties": int(d.sometimes(0.4)), "o.at": d.layout(3, (0, 1))}
+    return facts | {"cos.at": d.layout(2, (0,)), "sin.at": d.layout(2, (0,))}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``H`` heads in each group."""
     groups, format = f.get("groups") or 1, f.get("format") or "nvfp4"
     rows = f | dict(rank=2, A=f["T"], B=groups * f["H"], K=f["D"])
     cos, sin = (2 * torch.rand(f["T"], f.get("R2") or 0, generator=gen) - 1 for _ in range(2))
-    angles = (draws.cast(t, f["dtype"] if f.get("t_angles") else "f32") for t in (cos, sin))
-    kwargs = dict(groups=groups, format=format, scale_layout=fp4_rows.drawn_layout(f))
-    return (fp4_rows.drawn_numbers(rows, gen), *angles, fp4_rows.drawn_global(f)), kwargs
+    angles = (sampling.cast(t, f["dtype"] if f.get("t_angles") else "f32") for t in (cos, sin))
+    kwargs = dict(groups=groups, format=format, scale_layout=fp4_rows.layout_of(f))
+    return (fp4_rows.generate_values(rows, gen), *angles, fp4_rows.global_of(f)), kwargs

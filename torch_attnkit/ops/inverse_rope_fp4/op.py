@@ -14,7 +14,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Shards
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.kernels import fp4 as kernels
-from torch_attnkit.oracle import fp4, shards, words
+from torch_attnkit.oracle import fp4, meanings, shards
 
 
 def _padded(c: Call) -> tuple[int, int]:
@@ -33,8 +33,8 @@ OP = Op(
         "codes": "Tq Hq D/2:u8",
         "scale": "Tq Hq Ds:u8",
     },
-    meaning=words.take(
-        words.FP4,
+    meaning=meanings.take(
+        meanings.FP4,
         "scale_layout codes",
         o="Output of attention; the last 2 * R2 channels of each head are rotated back to position 0 before all are"
         " coded.",
@@ -45,8 +45,8 @@ OP = Op(
         format="'nvfp4' has an E4M3 scale per 16 numbers, 'mxfp4' a UE8M0 scale per 32, rounded up.",
         scale="A scale per block of a head, as bytes, in the order of scale_layout; padding is 0.",
     )
-    | words.take(words.HEADS, "cos sin"),
-    axes=words.axes("Hq R2 Ds Gs PTq PDs blk", Tq="tokens", D="channels of a head"),
+    | meanings.take(meanings.HEADS, "cos sin"),
+    axes=meanings.axes("Hq R2 Ds Gs PTq PDs blk", Tq="tokens", D="channels of a head"),
     layouts={"scale": fp4.swizzled("Gs PTq PDs:u8")},
     derive={
         "blk": lambda c: fp4.BLOCK[c.arg.format],  # numbers under one scale: 16 (nvfp4) or 32 (mxfp4)

@@ -9,7 +9,7 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.formats import kv_cache
-from torch_attnkit.oracle import cache_rows, draws, fp4, fp4_rows
+from torch_attnkit.oracle import cache_rows, fp4, fp4_rows, sampling
 
 PARITY = cache_rows.PARITY | {"cast": dict(R=3, D=32, Nc=4, rope=0, fmt=0, cast=1)}  # cast=1: out in another dtype
 DEGENERATE, BENCH = cache_rows.DEGENERATE, cache_rows.bench(640, 8192, 65536)
@@ -42,19 +42,19 @@ def flops(dims: dict[str, int]) -> int:
     return dims["R"] * (dims["D"] - dims["rope"]) if dims["fmt"] else 0
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts = cache_rows.draw(d, row)
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    facts = cache_rows.sample(d, row)
     out = row.dtypes.split() if facts["format"] == "none" else [facts["dtype"]]
     return facts | dict(out=d.kernel.choice(out), any=d.pick(("", 1)))
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Rows as they are written, or with ``any`` whatever the bytes are."""
-    kwargs, gs = cache_rows.drawn_format(f), fp4_rows.drawn_global(f)
-    cache = cache_rows.drawn_numbers(f, gen, f["S"])
+    kwargs, gs = cache_rows.format_of(f), fp4_rows.global_of(f)
+    cache = cache_rows.generate_values(f, gen, f["S"])
     if kwargs["format"] != "none":
         cache = kv_cache.encode_rows(cache, kwargs["format"], kwargs["rope_dim"], gs)
         if f.get("any"):
             cache = torch.randint(0, 256, cache.shape, generator=gen, dtype=torch.uint8)
     dtype = DTYPES[f.get("out") or f["dtype"]]
-    return (cache, cache_rows.drawn_slots(f, gen, distinct=False), gs), kwargs | dict(head_dim=f["D"], dtype=dtype)
+    return (cache, cache_rows.generate_slots(f, gen, distinct=False), gs), kwargs | dict(head_dim=f["D"], dtype=dtype)

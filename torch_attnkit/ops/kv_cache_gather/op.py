@@ -16,7 +16,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels import cache
-from torch_attnkit.oracle import cache_rows, fp4, words
+from torch_attnkit.oracle import cache_rows, fp4, meanings
 
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,8 +24,8 @@ OP = Op(
     schema="kv_cache_gather(Tensor cache, Tensor slot, Tensor? global_scale=None, *, str format='none',"
     " int head_dim=0, int rope_dim=64, ScalarType? dtype=None) -> Tensor out",
     dims={"cache": "Nc Rb:T|u8", "slot": "R:i32|i64", "global_scale": ":f32", "out": "R D:@dtype"},
-    meaning=words.take(
-        words.CACHE,
+    meaning=meanings.take(
+        meanings.CACHE,
         "format rope_dim",
         cache="Rows to be read: numbers with format 'none', with the others bytes as kv_cache_write stores them.",
         slot="Row of the cache for each row of out, -1 to Nc - 1; -1 gives zeros, and a slot may stand more than once.",
@@ -34,7 +34,7 @@ OP = Op(
         dtype="Dtype of out, a floating point type; None is that of cache, and float32 for encoded rows.",
         out="The rows that slot names, decoded and rounded once to dtype.",
     ),
-    axes=words.axes("Nc Rb fmt", R="rows that are read", D="channels of a decoded row"),
+    axes=meanings.axes("Nc Rb fmt", R="rows that are read", D="channels of a decoded row"),
     derive={
         "fmt": lambda c: kv_cache.FORMATS.index(c.arg.format),  # 0 none, 1 fp8, 2 nvfp4, 3 mxfp4
         "D": lambda c: c.arg.head_dim or c.dim["Rb"],

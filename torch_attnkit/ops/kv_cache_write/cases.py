@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats import kv_cache
-from torch_attnkit.oracle import cache_rows, draws, fp4, fp4_rows
+from torch_attnkit.oracle import cache_rows, fp4, fp4_rows, sampling
 
 PARITY, DEGENERATE, BENCH = cache_rows.PARITY, cache_rows.DEGENERATE, cache_rows.bench(1, 64, 8192)
 bytes = cache_rows.bytes_moved
@@ -41,15 +41,15 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["R"] * (dims["D"] - dims["rope"]) if dims["fmt"] else 0
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    return cache_rows.draw(d, row)
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    return cache_rows.sample(d, row)
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kwargs = cache_rows.drawn_format(f)
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = cache_rows.format_of(f)
     size = kv_cache.row_bytes(kwargs["format"], f["D"], kwargs["rope_dim"])
     cache = torch.randint(0, 256, (f["S"], size), generator=gen, dtype=torch.uint8)
     if kwargs["format"] == "none":
-        cache = draws.cast(draws.numbers(gen, f["S"], f["D"]), f["dtype"])
-    kv, slot = cache_rows.drawn_numbers(f, gen, f["R"]), cache_rows.drawn_slots(f, gen, distinct=True)
-    return (kv, cache, slot, fp4_rows.drawn_global(f)), kwargs
+        cache = sampling.cast(sampling.randn(gen, f["S"], f["D"]), f["dtype"])
+    kv, slot = cache_rows.generate_values(f, gen, f["R"]), cache_rows.generate_slots(f, gen, distinct=True)
+    return (kv, cache, slot, fp4_rows.global_of(f)), kwargs

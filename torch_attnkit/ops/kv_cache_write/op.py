@@ -13,18 +13,18 @@ Source: the caches of DeepSeek-V4 (arXiv 2606.19348); the fp8 row is FlashMLA's.
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels import cache
-from torch_attnkit.oracle import cache_rows, words
+from torch_attnkit.oracle import cache_rows, meanings
 
 OP = Op(
     schema="kv_cache_write(Tensor kv, Tensor(a!) cache, Tensor slot, Tensor? global_scale=None, *,"
     " str format='none', int rope_dim=64) -> ()",
     dims={"kv": "R D", "cache": "Nc Rb:T|u8", "slot": "R:i32|i64", "global_scale": ":f32"},
-    meaning=words.take(
-        words.CACHE,
+    meaning=meanings.take(
+        meanings.CACHE,
         "cache slot global_scale format rope_dim",
         kv="New rows of keys and values, RoPE channels last.",
     ),
-    axes=words.axes("R Nc Rb fmt", D="channels of a row of kv"),
+    axes=meanings.axes("R Nc Rb fmt", D="channels of a row of kv"),
     derive={"fmt": lambda c: kv_cache.FORMATS.index(c.arg.format)},  # 0 none, 1 fp8, 2 nvfp4, 3 mxfp4
     choices={"format": kv_cache.FORMATS},
     where={

@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 
 PARITY = {
     "two": dict(P=2, R=5, H=3, Dv=64),
@@ -69,39 +69,39 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["P"] * dims["R"] * dims["H"] * dims["Dv"]
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), P=k.choice((0, 1, 2, 3, 5, 16, 17, 33, 64)),
         Dv=k.choice((1, 8, 33, 64, 96, 128, 129, 256, 512, 1000)), out=k.choice(("", "", "f32", "f16", "bf16")),
-        row_sum=k.choice((0, 1)), sink=d.pick(tuple(draws.SINKS)) if k.random() < 0.5 else "",
+        row_sum=k.choice((0, 1)), sink=d.pick(tuple(sampling.SINKS)) if k.random() < 0.5 else "",
     )  # fmt: skip
-    most = max(1, d.room.terms // (max(facts["P"], 1) * facts["Dv"] * 64))
-    R = 0 if d.sometimes(0.02) else d.size(min(most, d.room.keys))
+    most = max(1, d.limits.terms // (max(facts["P"], 1) * facts["Dv"] * 64))
+    R = 0 if d.sometimes(0.02) else d.size(min(most, d.limits.keys))
     H = 0 if d.sometimes(0.02) else d.pick([h for h in (1, 2, 3, 5, 8, 32) if h == 1 or h * R <= most])
     facts |= dict(R=R, H=H, lse_by=d.pick((1, 3, 3, 300)), hidden=d.pick(("", "nan", "inf")))
     facts["empty"] = d.pick(("", "positive"))
-    facts |= {"seed": d.call.randrange(1 << 30), "out_partial.at": d.place(4, (0, 1, 2))}
-    return facts | {f"{name}.at": d.place(3, (0, 1)) for name in ("lse_partial", "row_sum")}
+    facts |= {"seed": d.call.randrange(1 << 30), "out_partial.at": d.layout(4, (0, 1, 2))}
+    return facts | {f"{name}.at": d.layout(3, (0, 1)) for name in ("lse_partial", "row_sum")}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``lse_by`` is the deviation of lse; a fifth of the parts saw nothing, and of every fourth row none did. ``empty``
     is the lse of every other one of these; the others have -inf."""
     P, R, H = f["P"], f["R"], f["H"]
-    lse, empty = draws.numbers(gen, P, R, H) * f["lse_by"], torch.rand(P, R, H, generator=gen) < 0.2
+    lse, empty = sampling.randn(gen, P, R, H) * f["lse_by"], torch.rand(P, R, H, generator=gen) < 0.2
     empty[:, 1::4] = True
     at = f.get("lse_partial.at", "")
     seen = ~empty
-    if draws.expanded(at):  # a part counts if any that shares its lse does
-        seen = seen.any(draws.expanded(at)[0], keepdim=True).expand(P, R, H)
+    if sampling.expanded(at):  # a part counts if any that shares its lse does
+        seen = seen.any(sampling.expanded(at)[0], keepdim=True).expand(P, R, H)
     sums = (1 + 9 * torch.rand(P, R, H, generator=gen)).masked_fill(~seen, 0.0)
-    sums = sums if not draws.expanded(f.get("row_sum.at", "")) else sums + 1
-    out = draws.hide(draws.numbers(gen, P, R, H, f["Dv"]), seen, f, "out_partial")
+    sums = sums if not sampling.expanded(f.get("row_sum.at", "")) else sums + 1
+    out = sampling.hide(sampling.randn(gen, P, R, H, f["Dv"]), seen, f, "out_partial")
     args = (
-        draws.cast(out, f["dtype"]),
+        sampling.cast(out, f["dtype"]),
         _without_keys(lse, seen, torch.inf if f.get("empty") else -torch.inf),
-        draws.sink(f, gen, H),
+        sampling.sink(f, gen, H),
         sums if f["row_sum"] else None,
     )
     return args, dict(dtype=DTYPES[f["out"]] if f["out"] else None)

@@ -14,7 +14,7 @@ import torch
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.kernels import merge
-from torch_attnkit.oracle import rules, words
+from torch_attnkit.oracle import meanings, rules
 
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,7 +42,7 @@ OP = Op(
         "lse": "Logarithm of the sum over all parts, -inf where none has a key; sink left out, so that results can be"
         " merged again.",
     },
-    axes=words.axes("Dv", P="partial results", R="rows: tokens", H="heads"),
+    axes=meanings.axes("Dv", P="partial results", R="rows: tokens", H="heads"),
     where={"dtype must be a floating point type": lambda c: c.arg.dtype is None or c.arg.dtype.is_floating_point},
     features=rules.SINK
     | {

@@ -12,20 +12,20 @@ import math
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.kernels import fp4 as kernels
-from torch_attnkit.oracle import fp4, shards, words
+from torch_attnkit.oracle import fp4, meanings, shards
 
 OP = Op(
     schema="mxfp4_dequantize(Tensor codes, Tensor scale, *, str scale_layout='linear', ScalarType? dtype=None)"
     " -> Tensor x",
     dims={"codes": "... K/2:u8", "scale": "... K/32:u8|f8e8m0", "x": "... K:@dtype"},
-    meaning=words.take(
-        words.FP4,
+    meaning=meanings.take(
+        meanings.FP4,
         "codes scale_layout dtype",
         scale="A UE8M0 scale per 32 numbers, 2^(byte - 127), as bytes or float8, in the order of scale_layout; 255"
         " gives NaN. Padding is not looked at.",
         x="element * scale, rounded once to dtype.",
     ),
-    axes=words.axes("Ms Ks", K="numbers of a row"),
+    axes=meanings.axes("Ms Ks", K="numbers of a row"),
     layouts={"scale": fp4.swizzled("Ms Ks:u8|f8e8m0")},
     where={
         "K, two numbers a byte of codes, must be a multiple of 32": lambda c: c.dim["K"] % 32 == 0,

@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats.mxfp4 import BLOCK
-from torch_attnkit.oracle import draws, fp4_rows
+from torch_attnkit.oracle import fp4_rows, sampling
 
 PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, odd=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
@@ -16,7 +16,7 @@ PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, odd=1), fp4_rows.degenerate(B
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    x = fp4_rows.numbers(dims, dtype, gen)
+    x = fp4_rows.values(dims, dtype, gen)
     rounding = "floor" if "floor" in features else "ceil"
     return (x,), dict(scale_layout=fp4_rows.scale_layout(features), rounding=rounding)
 
@@ -31,11 +31,11 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * fp4_rows.elements(dims)
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    return fp4_rows.draw_numbers(d, row, BLOCK) | dict(rounding=d.kernel.choice(("", "floor")))
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    return fp4_rows.sample_values(d, row, BLOCK) | dict(rounding=d.kernel.choice(("", "floor")))
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (fp4_rows.drawn_numbers(f, gen),), dict(
-        scale_layout=fp4_rows.drawn_layout(f), rounding=f.get("rounding") or "ceil"
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (fp4_rows.generate_values(f, gen),), dict(
+        scale_layout=fp4_rows.layout_of(f), rounding=f.get("rounding") or "ceil"
     )

@@ -14,14 +14,14 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import fp8
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.kernels import fp4 as kernels
-from torch_attnkit.oracle import fp4, shards, words
+from torch_attnkit.oracle import fp4, meanings, shards
 
 OP = Op(
     schema="mxfp4_quantize(Tensor x, *, str scale_layout='linear', str rounding='ceil')"
     " -> (Tensor codes, Tensor scale)",
     dims={"x": "... K", "codes": "... K/2:u8", "scale": "... K/32:u8"},
-    meaning=words.take(
-        words.FP4,
+    meaning=meanings.take(
+        meanings.FP4,
         "codes scale_layout",
         x="Numbers to be coded, in blocks of 32 along the last axis. NaN becomes +6.",
         rounding="'ceil' has scales of 2^ceil(log2(amax / 6)), under which nothing saturates; 'floor' (OCP) of"
@@ -29,7 +29,7 @@ OP = Op(
         scale="A UE8M0 scale per 32 numbers, 2^(byte - 127), as bytes in the order of scale_layout; 0 for a block of"
         " zeros, and for padding.",
     ),
-    axes=words.axes("Ms Ks", K="numbers of a row"),
+    axes=meanings.axes("Ms Ks", K="numbers of a row"),
     layouts={"scale": fp4.swizzled("Ms Ks:u8")},
     derive={
         "Ms": lambda c: padded_shape(math.prod(c.batch), c.dim["K"] // 32)[0],

@@ -9,7 +9,7 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.formats.nvfp4 import BLOCK
-from torch_attnkit.oracle import draws, fp4, fp4_rows
+from torch_attnkit.oracle import fp4, fp4_rows, sampling
 
 PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, f8=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
@@ -34,10 +34,10 @@ def flops(dims: dict[str, int]) -> int:
     return fp4_rows.elements(dims)
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    return fp4_rows.draw_codes(d, row, BLOCK)
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    return fp4_rows.sample_codes(d, row, BLOCK)
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kwargs = dict(scale_layout=fp4_rows.drawn_layout(f), dtype=DTYPES[f["dtype"]])
-    return (*fp4_rows.drawn_codes(f, gen, "nvfp4"), fp4_rows.drawn_global(f)), kwargs
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = dict(scale_layout=fp4_rows.layout_of(f), dtype=DTYPES[f["dtype"]])
+    return (*fp4_rows.generate_codes(f, gen, "nvfp4"), fp4_rows.global_of(f)), kwargs

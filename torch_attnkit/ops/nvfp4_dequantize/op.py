@@ -13,14 +13,14 @@ import math
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.kernels import fp4 as kernels
-from torch_attnkit.oracle import fp4, shards, words
+from torch_attnkit.oracle import fp4, meanings, shards
 
 OP = Op(
     schema="nvfp4_dequantize(Tensor codes, Tensor scale, Tensor? global_scale=None, *, str scale_layout='linear',"
     " ScalarType? dtype=None) -> Tensor x",
     dims={"codes": "... K/2:u8", "scale": "... K/16:u8|f8e4m3", "global_scale": ":f32", "x": "... K:@dtype"},
-    meaning=words.take(
-        words.FP4,
+    meaning=meanings.take(
+        meanings.FP4,
         "codes scale_layout dtype",
         scale="An E4M3 scale per 16 numbers, as bytes or float8, in the order of scale_layout; padding is not looked"
         " at.",
@@ -28,7 +28,7 @@ OP = Op(
         " NaN, under which an element of 0 stays 0.",
         x="element * scale / global_scale, rounded to float32 and then to dtype.",
     ),
-    axes=words.axes("Ms Ks", K="numbers of a row"),
+    axes=meanings.axes("Ms Ks", K="numbers of a row"),
     layouts={"scale": fp4.swizzled("Ms Ks:u8|f8e4m3")},
     where={
         "K, two numbers a byte of codes, must be a multiple of 16": lambda c: c.dim["K"] % 16 == 0,

@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats.nvfp4 import BLOCK
-from torch_attnkit.oracle import draws, fp4, fp4_rows
+from torch_attnkit.oracle import fp4, fp4_rows, sampling
 
 PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, odd=1), fp4_rows.degenerate(BLOCK), fp4_rows.BENCH
 
@@ -16,7 +16,7 @@ PARITY, DEGENERATE, BENCH = fp4_rows.parity(BLOCK, odd=1), fp4_rows.degenerate(B
 def make(
     dims: dict[str, int], dtype: torch.dtype, features: tuple[str, ...], gen: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    x = fp4_rows.numbers(dims, dtype, gen)
+    x = fp4_rows.values(dims, dtype, gen)
     global_scale = fp4.global_scales(gen) if "global_scale" in features else None
     return (x, global_scale), dict(scale_layout=fp4_rows.scale_layout(features))
 
@@ -31,9 +31,9 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * fp4_rows.elements(dims)
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    return fp4_rows.draw_numbers(d, row, BLOCK)
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    return fp4_rows.sample_values(d, row, BLOCK)
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (fp4_rows.drawn_numbers(f, gen), fp4_rows.drawn_global(f)), dict(scale_layout=fp4_rows.drawn_layout(f))
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (fp4_rows.generate_values(f, gen), fp4_rows.global_of(f)), dict(scale_layout=fp4_rows.layout_of(f))

@@ -14,21 +14,21 @@ import math
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats.scale_layout import padded_shape
 from torch_attnkit.kernels import fp4 as kernels
-from torch_attnkit.oracle import fp4, shards, words
+from torch_attnkit.oracle import fp4, meanings, shards
 
 OP = Op(
     schema="nvfp4_quantize(Tensor x, Tensor? global_scale=None, *, str scale_layout='linear')"
     " -> (Tensor codes, Tensor scale)",
     dims={"x": "... K", "global_scale": ":f32", "codes": "... K/2:u8", "scale": "... K/16:u8"},
-    meaning=words.take(
-        words.FP4,
+    meaning=meanings.take(
+        meanings.FP4,
         "codes scale_layout",
         x="Numbers to be coded, in blocks of 16 along the last axis. NaN becomes +6, infinities saturate.",
         global_scale="Factor of x before it is coded, at best 448 * 6 / amax(x); None is 1. Accepted are 0 to 2^115,"
         " infinity and NaN: 0 gives zeros, infinity 6 under scales of 448, NaN scales of NaN.",
         scale="An E4M3 scale per 16 numbers, as bytes in the order of scale_layout; padding is 0.",
     ),
-    axes=words.axes("Ms Ks", K="numbers of a row"),
+    axes=meanings.axes("Ms Ks", K="numbers of a row"),
     layouts={"scale": fp4.swizzled("Ms Ks:u8")},
     derive={
         "Ms": lambda c: padded_shape(math.prod(c.batch), c.dim["K"] // 16)[0],

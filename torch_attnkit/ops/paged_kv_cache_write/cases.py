@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
-from torch_attnkit.oracle import draws
+from torch_attnkit.oracle import sampling
 
 # joined=1: tokens are views of one product of q, k and v; sided=1: caches are halves of one buffer; long=1: slots are
 # int64; bits=8: caches are E4M3; one=1: a scale is one number.
@@ -49,27 +49,27 @@ def make(
     return (*tokens, *caches, slot.to(torch.int64 if dims.get("long") else torch.int32), *scales), {}
 
 
-def _tokens(gen: torch.Generator, dims: dict[str, int], draw: Any) -> tuple[torch.Tensor, ...]:
+def _tokens(gen: torch.Generator, dims: dict[str, int], randn: Any) -> tuple[torch.Tensor, ...]:
     R, Hkv, D, Dv = (dims[axis] for axis in ("R", "Hkv", "D", "Dv"))
     if not dims.get("joined"):
-        return draw(R, Hkv, D), draw(R, Hkv, Dv)
-    joined = draw(R, 4 * Hkv * D + Hkv * D + Hkv * Dv)  # q is four times as wide
+        return randn(R, Hkv, D), randn(R, Hkv, Dv)
+    joined = randn(R, 4 * Hkv * D + Hkv * D + Hkv * Dv)  # q is four times as wide
     k, v = joined[:, 4 * Hkv * D :].split((Hkv * D, Hkv * Dv), -1)
     return k.unflatten(-1, (Hkv, D)), v.unflatten(-1, (Hkv, Dv))
 
 
-def _caches(dims: dict[str, int], draw: Any) -> tuple[torch.Tensor, ...]:
+def _caches(dims: dict[str, int], randn: Any) -> tuple[torch.Tensor, ...]:
     Np, Ps, Hkv, D, Dv = (dims[axis] for axis in ("Np", "Ps", "Hkv", "D", "Dv"))
     if dims.get("sided"):
-        k, v = draw(Np, Ps, Hkv, D + Dv).split((D, Dv), -1)
+        k, v = randn(Np, Ps, Hkv, D + Dv).split((D, Dv), -1)
         return k, v
-    return draw(Np, Ps, Hkv, D), draw(Np, Ps, Hkv, Dv)
+    return randn(Np, Ps, Hkv, D), randn(Np, Ps, Hkv, Dv)
 
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read tokens and slots, write the tokens to the caches."""
-    numbers = dims["R"] * dims["Hkv"] * (dims["D"] + dims["Dv"])
-    return numbers * (dtype.itemsize + (1 if dims.get("bits") == 8 else dtype.itemsize)) + 4 * dims["R"]
+    elements = dims["R"] * dims["Hkv"] * (dims["D"] + dims["Dv"])
+    return elements * (dtype.itemsize + (1 if dims.get("bits") == 8 else dtype.itemsize)) + 4 * dims["R"]
 
 
 def flops(dims: dict[str, int]) -> int:
@@ -77,24 +77,24 @@ def flops(dims: dict[str, int]) -> int:
     return 0
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), ids=k.choice(("i32", "i64")), bits=k.choice((0, 8)),
         Hkv=k.choice((1, 2, 3, 8)), D=k.choice((1, 7, 33, 64, 96, 128, 256)), Ps=k.choice((1, 5, 16, 64)),
     )  # fmt: skip
     facts |= dict(Dv=k.choice((facts["D"], facts["D"], 24, 64)), joined=k.choice((0, 1)), sided=k.choice((0, 1)))
-    most = max(1, min(200, d.room.terms // (64 * facts["Hkv"] * (facts["D"] + facts["Dv"]))))
+    most = max(1, min(200, d.limits.terms // (64 * facts["Hkv"] * (facts["D"] + facts["Dv"]))))
     facts |= dict(R=0 if d.sometimes(0.02) else d.size(most), Np=d.size(max(1, most // facts["Ps"])))
     facts |= dict(absent=d.pick((0, 0, 3, 10)), scales=k.choice(("", "one", "heads")) if facts["bits"] else "")
-    return facts | {"seed": d.call.randrange(1 << 30), "slot.at": d.place(1)}
+    return facts | {"seed": d.call.randrange(1 << 30), "slot.at": d.layout(1)}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     dims = {k: v for k, v in f.items() if isinstance(v, int)}
     stored = "f8e4m3" if f.get("bits") == 8 else f["dtype"]
-    tokens = _tokens(gen, dims, lambda *shape: draws.cast(draws.numbers(gen, *shape), f["dtype"]))
-    caches = _caches(dims, lambda *shape: draws.cast(draws.numbers(gen, *shape), stored))
+    tokens = _tokens(gen, dims, lambda *shape: sampling.cast(sampling.randn(gen, *shape), f["dtype"]))
+    caches = _caches(dims, lambda *shape: sampling.cast(sampling.randn(gen, *shape), stored))
     R, slots = f["R"], f["Np"] * f["Ps"]
     slot = torch.nn.functional.pad(torch.randperm(slots, generator=gen)[:R], (0, max(0, R - slots)), value=-1)
     if f.get("absent"):

@@ -11,7 +11,7 @@ Source: PagedAttention (arXiv 2309.06180); scales as vLLM's FP8 caches have them
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import cache
-from torch_attnkit.oracle import rules, words
+from torch_attnkit.oracle import meanings, rules
 
 _NEEDS = {"fewer than 2^31 slots": lambda c: c.dim["Np"] * c.dim["Ps"] < 2**31}
 
@@ -39,7 +39,7 @@ OP = Op(
         " one for all; None is 1. Other caches take none.",
         "v_scale": "E4M3 caches store value / v_scale, as k_scale says it.",
     },
-    axes=words.axes("R Np Ps bits", Hkv="KV heads", D="channels of a key's head", Dv="channels of a value's head"),
+    axes=meanings.axes("R Np Ps bits", Hkv="KV heads", D="channels of a key's head", Dv="channels of a value's head"),
     derive=rules.BITS,
     where={
         "Ps must be at least 1": lambda c: c.dim["Ps"] > 0,

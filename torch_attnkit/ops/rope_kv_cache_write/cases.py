@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats import kv_cache
-from torch_attnkit.oracle import cache_rows, draws, fp4, fp4_rows
+from torch_attnkit.oracle import cache_rows, fp4, fp4_rows, sampling
 
 # fmt, long and full as in oracle/cache_rows.py; t_angles=1: cos and sin in the model dtype. D - rope is a multiple of
 # 16, so that the blocks of nvfp4, of which a global scale is, fit.
@@ -76,41 +76,41 @@ def flops(dims: dict[str, int]) -> int:
     return dims["Tq"] * (3 * Hq * D + 3 * (Hq + 1) * rope + (2 * (D - rope) if dims["fmt"] else 0))
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     """Heads of which some channels, all or none are rotated; rows of every format, and how large numbers are."""
     k = d.kernel
     format = k.choice(kv_cache.FORMATS)
     nope = kv_cache.BLOCK.get(format, 8) * k.choice((0, 1, 1, 2, 3, 5, 7, 7))
     rope = k.choice((0, 8, 16, 24, 64, 64, 64, 72, 256)) or 64 * (nope == 0)
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), format=format, D=nope + rope, rope=rope, ids=k.choice(("i32", "i64")),
         t_angles=k.choice((0, 1)), H=d.pick((0, 1, 1, 2, 3, 5, 33)), gs="",
     )  # fmt: skip
     if format == "nvfp4" and k.random() < 0.7:
         facts |= dict(gs=d.pick((1.0, 731.37, 1 / 3, 2688.0, 1e-5)))
-    most = max(1, min(300, d.room.terms // (64 * facts["D"] * (facts["H"] + 1))))
+    most = max(1, min(300, d.limits.terms // (64 * facts["D"] * (facts["H"] + 1))))
     facts |= dict(R=0 if d.sometimes(0.02) else d.size(most), S=d.size(most), absent=d.pick((0, 0, 3, 10)))
     facts |= dict(x_by=d.pick((1, 1, 2.0**-120, 2.0**-135, 2.0**9, 2.0**100)), odd=d.pick(("", "", "nans", "infs")))
     facts |= dict(eps=d.pick((1e-6, 1e-5, 1.0)), q_by=d.pick((1, 1, 0, 1000, 0.001)), nan=d.pick(("", "", "", "q")))
-    facts |= {"seed": d.call.randrange(1 << 30), "q.at": d.place(3, (0, 1)), "kv.at": d.place(2, (0,))}
-    facts |= {"cache.at": d.place(2), "slot.at": d.place(1)}
-    return facts | {"cos.at": d.place(2, (0,)), "sin.at": d.place(2, (0,))}
+    facts |= {"seed": d.call.randrange(1 << 30), "q.at": d.layout(3, (0, 1)), "kv.at": d.layout(2, (0,))}
+    facts |= {"cache.at": d.layout(2), "slot.at": d.layout(1)}
+    return facts | {"cos.at": d.layout(2, (0,)), "sin.at": d.layout(2, (0,))}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How large numbers are, and which are odd, is said of NoPE channels: which bits a NaN has that a rotation makes of
     an infinity, no contract says, and Metal takes sums below 2^-126 for 0."""
-    kwargs, T, D, rope = cache_rows.drawn_format(f), f["R"], f["D"], f.get("rope", 0)
-    kv = cache_rows.drawn_numbers(f, gen, T)
-    kv[:, D - rope :] = draws.cast(draws.numbers(gen, T, rope), f["dtype"])
+    kwargs, T, D, rope = cache_rows.format_of(f), f["R"], f["D"], f.get("rope", 0)
+    kv = cache_rows.generate_values(f, gen, T)
+    kv[:, D - rope :] = sampling.cast(sampling.randn(gen, T, rope), f["dtype"])
     cache = torch.randint(0, 256, (f["S"], kv_cache.row_bytes(kwargs["format"], D, rope)), generator=gen).byte()
     if kwargs["format"] == "none":
-        cache = draws.cast(draws.numbers(gen, f["S"], D), f["dtype"])
-    q = draws.numbers(gen, T, f.get("H") or 0, D) * f.get("q_by", 1)
+        cache = sampling.cast(sampling.randn(gen, f["S"], D), f["dtype"])
+    q = sampling.randn(gen, T, f.get("H") or 0, D) * f.get("q_by", 1)
     if f.get("nan") and q.numel():
         q[-1, 0, -1] = torch.nan
     angles = (2 * torch.rand(T, rope // 2, generator=gen) - 1 for _ in range(2))
-    cos, sin = (draws.cast(t, f["dtype"] if f.get("t_angles") else "f32") for t in angles)
-    slot = cache_rows.drawn_slots(f, gen, distinct=True)
-    args = (draws.cast(q, f["dtype"]), kv, cache, slot, cos, sin, fp4_rows.drawn_global(f))
+    cos, sin = (sampling.cast(t, f["dtype"] if f.get("t_angles") else "f32") for t in angles)
+    slot = cache_rows.generate_slots(f, gen, distinct=True)
+    args = (sampling.cast(q, f["dtype"]), kv, cache, slot, cos, sin, fp4_rows.global_of(f))
     return args, kwargs | dict(eps=f.get("eps") or 1e-6)

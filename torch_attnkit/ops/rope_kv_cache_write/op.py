@@ -13,7 +13,7 @@ from torch_attnkit.core.op import Call, Predicate
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels import cache
 from torch_attnkit.kernels.cache.rope_problem import MOST_CHANNELS, VECTOR
-from torch_attnkit.oracle import cache_rows, words
+from torch_attnkit.oracle import cache_rows, meanings
 
 
 def _whole_vectors(c: Call) -> bool:
@@ -39,8 +39,8 @@ OP = Op(
         "global_scale": ":f32",
         "q_out": "Tq Hq D",
     },
-    meaning=words.take(
-        words.CACHE,
+    meaning=meanings.take(
+        meanings.CACHE,
         "cache slot global_scale format",
         q="Queries; each head is divided by the root of its mean square + eps, then rotated.",
         kv="New rows of keys and values; they are rotated as q is, not normed, and stored.",
@@ -48,8 +48,8 @@ OP = Op(
         " encoded rows keep them in bfloat16.",
         q_out="q, normed and rotated in float32 and rounded once.",
     )
-    | words.take(words.HEADS, "cos sin eps"),
-    axes=words.axes("Hq R2 Nc Rb fmt", Tq="tokens", D="channels of a head, and of a row of kv"),
+    | meanings.take(meanings.HEADS, "cos sin eps"),
+    axes=meanings.axes("Hq R2 Nc Rb fmt", Tq="tokens", D="channels of a head, and of a row of kv"),
     derive={"fmt": lambda c: kv_cache.FORMATS.index(c.arg.format)},  # 0 none, 1 fp8, 2 nvfp4, 3 mxfp4
     choices={"format": kv_cache.FORMATS},
     where={

@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 
 # wide: token ids and table are int64, else int32.
 PARITY = {
@@ -49,25 +49,25 @@ def flops(dims: dict[str, int]) -> int:
     return dims["R"] * dims["K"] * 10
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), K=k.choice((1, 2, 3, 6, 8, 17, 32, 33, 70)), renormalize=k.choice((0, 1)),
         ids=k.choice(("i32", "i64")), table=k.choice(("i32", "i64")),
     )  # fmt: skip
     facts |= dict(E=d.pick((1, 2, 7, 33, 144, 256, 1000)), V=d.pick((1, 2, 13, 100)))
-    facts |= dict(R=draws.tokens(d, facts["E"]), by=d.pick((1, 1, 20, 200)), steps=d.pick((0, 0, 1)))
+    facts |= dict(R=sampling.tokens(d, facts["E"]), by=d.pick((1, 1, 20, 200)), steps=d.pick((0, 0, 1)))
     facts |= dict(off=d.pick(("", "", "some", "row")), route_scale=d.pick((1.0, 1.5, -2.0, 0.0)))
-    facts |= {"seed": d.call.randrange(1 << 30), "logits.at": d.place(2, (0,))}
-    return facts | {"token_ids.at": d.place(1), "tid2eid.at": d.place(2, (0,))}
+    facts |= {"seed": d.call.randrange(1 << 30), "logits.at": d.layout(2, (0,))}
+    return facts | {"token_ids.at": d.layout(1), "tid2eid.at": d.layout(2, (0,))}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Rows of the table that no token uses hold what is no expert, unless all its rows are one and the same."""
-    logits = draws.cast(draws.logits(f, gen), f["dtype"])
+    logits = sampling.cast(sampling.logits(f, gen), f["dtype"])
     ids = inputs.integers(gen, 0, f["V"] - 1, f["R"])
     table = inputs.integers(gen, 0, f["E"] - 1, f["V"], f["K"])
-    if not draws.expanded(f.get("tid2eid.at", "")):
+    if not sampling.expanded(f.get("tid2eid.at", "")):
         used = torch.zeros(f["V"], dtype=torch.bool).index_fill(0, ids.long(), True)
         table = torch.where(used[:, None], table, torch.tensor((-(2**31), 2**31 - 1), dtype=torch.int32)[f["V"] % 2])
     args = (logits, ids.to(DTYPES[f["ids"]]), table.to(DTYPES[f["table"]]))

@@ -9,7 +9,7 @@ Source: the hash router of DeepSeek-V4's first layers (arXiv 2606.19348); Hash L
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import routing
-from torch_attnkit.oracle import shards, words
+from torch_attnkit.oracle import meanings, shards
 
 OP = Op(
     schema="route_hash(Tensor logits, Tensor token_ids, Tensor tid2eid, *, float route_scale=1.0,"
@@ -21,8 +21,8 @@ OP = Op(
         "weights": "R K:f32",
         "indices": "R K:i32",
     },
-    meaning=words.take(
-        words.ROUTES,
+    meaning=meanings.take(
+        meanings.ROUTES,
         "logits route_scale renormalize",
         token_ids="Token id of each row, 0 to V - 1.",
         tid2eid="Experts of each token id, 0 to E - 1; one may stand in a row twice. Rows that no token uses may hold"
@@ -30,7 +30,7 @@ OP = Op(
         weights="sqrt(softplus(logit)) of each expert, 0 for logits below -104, times route_scale.",
         indices="Experts of each token, in the order of its row of tid2eid.",
     ),
-    axes=words.axes("R E", V="token ids", K="experts of a token"),
+    axes=meanings.axes("R E", V="token ids", K="experts of a token"),
     where={"K must be at least 1": lambda c: c.dim["K"] > 0},
     features={"renormalize": lambda c: c.arg.renormalize},
     shards=shards.ROUTES,

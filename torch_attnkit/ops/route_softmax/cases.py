@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 
 PARITY = {
     "all": dict(R=3, E=7, K=7),
@@ -53,17 +53,17 @@ def flops(dims: dict[str, int]) -> int:
     return dims["R"] * dims["E"] * (3 + dims["K"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
-    E, K = draws.experts(k)
-    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), E=E, K=K)
+    E, K = sampling.experts(k)
+    facts: sampling.Facts = dict(dtype=k.choice(row.dtypes.split()), E=E, K=K)
     facts |= {name: k.choice((0, 1)) for name in ("over_all", "renormalize")}
-    facts |= dict(R=draws.tokens(d, E * K), by=d.pick((1, 1, 8, 100)), steps=d.pick((0, 0, 1, 4)))
+    facts |= dict(R=sampling.tokens(d, E * K), by=d.pick((1, 1, 8, 100)), steps=d.pick((0, 0, 1, 4)))
     facts |= dict(off=d.pick(("", "", "some", "row")), route_scale=d.pick((1.0, 1.5, -2.0, 0.0)))
-    return facts | {"seed": d.call.randrange(1 << 30), "logits.at": d.place(2, (0,))}
+    return facts | {"seed": d.call.randrange(1 << 30), "logits.at": d.layout(2, (0,))}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (draws.cast(draws.logits(f, gen), f["dtype"]),), dict(
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (sampling.cast(sampling.logits(f, gen), f["dtype"]),), dict(
         topk=f["K"], softmax_first=bool(f["over_all"]), renormalize=bool(f["renormalize"]), route_scale=f["route_scale"]
     )

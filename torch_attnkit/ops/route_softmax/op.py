@@ -9,19 +9,19 @@ Source: the routers of GPT-OSS (arXiv 2508.10925) and Qwen3 (arXiv 2505.09388).
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import routing
-from torch_attnkit.oracle import shards, words
+from torch_attnkit.oracle import meanings, shards
 
 OP = Op(
     schema="route_softmax(Tensor logits, *, int topk, bool softmax_first=False, bool renormalize=False,"
     " float route_scale=1.0) -> (Tensor weights, Tensor indices)",
     dims={"logits": "R E", "weights": "R K:f32", "indices": "R K:i32"},
-    meaning=words.take(
-        words.ROUTES,
+    meaning=meanings.take(
+        meanings.ROUTES,
         "logits topk route_scale renormalize indices",
         weights="Weight of each chosen expert, times route_scale.",
         softmax_first="Whether weights are a softmax over all E experts (Qwen), or over the chosen alone (GPT-OSS).",
     ),
-    axes=words.axes("R E K"),
+    axes=meanings.axes("R E K"),
     derive={"K": lambda c: c.arg.topk},
     where={"topk must be between 1 and the number of experts E": lambda c: 1 <= c.arg.topk <= c.dim["E"]},
     features={

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs, routing
+from torch_attnkit.oracle import inputs, routing, sampling
 
 PARITY = {
     "all": dict(R=3, E=7, K=7),
@@ -51,25 +51,25 @@ def flops(dims: dict[str, int]) -> int:
     return dims["R"] * dims["E"] * (8 + dims["K"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
-    E, K = draws.experts(k)
-    facts: draws.Facts = dict(dtype=k.choice(row.dtypes.split()), E=E, K=K, renormalize=k.choice((0, 1)))
+    E, K = sampling.experts(k)
+    facts: sampling.Facts = dict(dtype=k.choice(row.dtypes.split()), E=E, K=K, renormalize=k.choice((0, 1)))
     facts["bias"] = d.pick(("plain", "plain", "same", "inf", "-inf")) if k.random() < 0.6 else ""
-    facts |= dict(R=draws.tokens(d, E * K), by=d.pick((1, 1, 4, 20, 200)), steps=d.pick((0, 0, 1, 4)))
+    facts |= dict(R=sampling.tokens(d, E * K), by=d.pick((1, 1, 4, 20, 200)), steps=d.pick((0, 0, 1, 4)))
     facts |= dict(off=d.pick(("", "", "some", "row")), route_scale=d.pick((1.0, 1.5, -2.0, 0.0)))
-    facts |= {"seed": d.call.randrange(1 << 30), "logits.at": d.place(2, (0,)), "bias.at": d.place(1)}
+    facts |= {"seed": d.call.randrange(1 << 30), "logits.at": d.layout(2, (0,)), "bias.at": d.layout(1)}
     return facts
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``bias`` is plain numbers, the same for all experts, or plain with every third of them infinite."""
     bias = None
     if f["bias"]:
-        bias = draws.numbers(gen, f["E"]) if f["bias"] != "same" else torch.full((f["E"],), 0.25)
+        bias = sampling.randn(gen, f["E"]) if f["bias"] != "same" else torch.full((f["E"],), 0.25)
         if f["bias"].endswith("inf"):
             bias[::3] = float(f["bias"])
-    fresh = lambda facts: draws.cast(draws.logits(facts, gen), f["dtype"])
+    fresh = lambda facts: sampling.cast(sampling.logits(facts, gen), f["dtype"])
     logits = _cleared(fresh(f), bias, lambda: fresh(f | dict(steps=0, off="")))
     return (logits, bias), dict(topk=f["K"], route_scale=f["route_scale"], renormalize=bool(f["renormalize"]))
 

@@ -10,20 +10,20 @@ Source: the top-k router of DeepSeek-V4 (arXiv 2606.19348); the selection bias, 
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import routing
-from torch_attnkit.oracle import shards, words
+from torch_attnkit.oracle import meanings, shards
 
 OP = Op(
     schema="route_sqrt_softplus(Tensor logits, Tensor? bias=None, *, int topk, float route_scale=1.0,"
     " bool renormalize=True) -> (Tensor weights, Tensor indices)",
     dims={"logits": "R E", "bias": "E:f32<bf16|f16", "weights": "R K:f32", "indices": "R K:i32"},
-    meaning=words.take(
-        words.ROUTES,
+    meaning=meanings.take(
+        meanings.ROUTES,
         "logits topk route_scale renormalize indices",
         bias="Added to each expert's score for the choice, not for its weight; None adds nothing. NaN raises on a CPU.",
         weights="Score of each chosen expert without bias, sqrt(softplus(logit)), 0 for logits below -104, times"
         " route_scale.",
     ),
-    axes=words.axes("R E K"),
+    axes=meanings.axes("R E K"),
     derive={"K": lambda c: c.arg.topk},
     where={"topk must be between 1 and the number of experts E": lambda c: 1 <= c.arg.topk <= c.dim["E"]},
     features={

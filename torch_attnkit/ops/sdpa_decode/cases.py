@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.kernels.decode.problem import LATENTS
-from torch_attnkit.oracle import cache_draws, draws, inputs
+from torch_attnkit.oracle import cache_sampling, inputs, sampling
 from torch_attnkit.oracle.attention import visible
 
 # Lengths beside the borders of tiles of 16 to 128 keys, and beside the 512 keys up to which one block attends a group.
@@ -108,35 +108,35 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["Hq"] * _seen(dims) * (dims["D"] + dims["Dv"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
-    facts |= cache_draws.bits(row)
-    S = d.size(d.room.keys * 4 if d.sometimes(0.1) else d.room.keys)
-    S = 0 if d.sometimes(0.02) else min(S, draws.most_keys(d, facts, 1))
-    facts |= dict(S=S) | draws.batch(d, facts, 1, S) | draws.scores(d, facts, on, S)
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    facts, on = sampling.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
+    facts |= cache_sampling.bits(row)
+    S = d.size(d.limits.keys * 4 if d.sometimes(0.1) else d.limits.keys)
+    S = 0 if d.sometimes(0.02) else min(S, sampling.most_keys(d, facts, 1))
+    facts |= dict(S=S) | sampling.batch(d, facts, 1, S) | sampling.scores(d, facts, on, S)
     facts["kv_len"] = d.ragged(facts["B"], S)
     facts["kv_start"] = d.ragged(facts["B"], S) if "kv_start" in on else ""
-    step = draws.aligned(row, cache_draws.stored(facts))
-    facts["q.at"] = d.place(3, (0, 1), min(step, 4))
-    facts |= {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
+    step = sampling.aligned(row, cache_sampling.stored(facts))
+    facts["q.at"] = d.layout(3, (0, 1), min(step, 4))
+    facts |= {f"{name}.at": d.layout(4, (0, 1), step) for name in ("k_cache", "v_cache")}
     share = 0.5 if (facts["D"], facts["Dv"]) in LATENTS else 0.2 if facts["D"] == facts["Dv"] else 0.0
     return facts | dict(same=int(d.sometimes(share)))
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """With ``same`` one tensor is keys and, in its first Dv columns, values."""
     B, S, Hkv, Hq = f["B"], f["S"], f["Hkv"], f["Hkv"] * f["group"]
-    kv_len = draws.counts(f["kv_len"] or str(S), B, S)
-    kv_start = draws.counts(f["kv_start"], B, S)
+    kv_len = sampling.counts(f["kv_len"] or str(S), B, S)
+    kv_start = sampling.counts(f["kv_start"], B, S)
     assert kv_len is not None
-    scores = draws.score_arguments(f)
+    scores = sampling.score_arguments(f)
     keep = visible(
         kv_len[:, None] - 1, S, 0 if kv_start is None else kv_start[:, None], kv_len[:, None], causal=True,
         window=f["window"], sink_tokens=f["sink_tokens"],
     )  # fmt: skip
     seen = keep.expand(B, Hkv, S)
-    q, k, v = cache_draws.qkv(f, gen, (B, Hq), (B, Hkv, S), seen)
-    rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
+    q, k, v = cache_sampling.qkv(f, gen, (B, Hq), (B, Hkv, S), seen)
+    rest = (sampling.sink(f, gen, Hq), kv_start, *sampling.scales(f, gen, B, Hkv))
     return (q, k, k[..., : f["Dv"]] if f["same"] else v, kv_len, *rest), scores
 
 

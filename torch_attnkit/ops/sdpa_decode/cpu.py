@@ -41,8 +41,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             return k[:, :, seen], v[:, :, seen]
 
         if not solve(rules, o, S, keys):
-            for result, numbers in zip((o.out, o.lse), reference(*arguments[:-2]), strict=True):
-                result.copy_(numbers)
+            for result, from_reference in zip((o.out, o.lse), reference(*arguments[:-2]), strict=True):
+                result.copy_(from_reference)
 
     if cpu.kernels is None or not few or any(t.dtype != torch.float32 for t in (a.q, a.k_cache, a.v_cache)):
         return launch

@@ -17,7 +17,7 @@ from torch_attnkit.kernels.decode import codes, metal
 from torch_attnkit.kernels.decode.problem import LATENTS
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards, words
+from torch_attnkit.oracle import meanings, rules, shards
 
 _ROWS = rules.CACHE_ROWS | {
     "every row of q must start at a multiple of 4 bytes": lambda c: all(
@@ -47,8 +47,8 @@ OP = Op(
         "out": "B Hq Dv",
         "lse": "B Hq:f32",
     },
-    meaning=words.take(
-        words.ATTENTION,
+    meaning=meanings.take(
+        meanings.ATTENTION,
         "sink kv_start q_scale k_scale v_scale scale sink_tokens softcap out lse",
         q="The query token of each sequence; its position is kv_len - 1.",
         k_cache="Keys of each sequence, key j in slot j, in the dtype of q or E4M3. Slots outside [kv_start, kv_len)"
@@ -56,9 +56,9 @@ OP = Op(
         v_cache="Values of each sequence, as k_cache has keys and in its dtype.",
         kv_len="Keys of each sequence that count, 0 to S; the query is the last of them. A sequence of 0 has out 0 and"
         " lse -inf.",
-        window=words.LAST_KEYS,
+        window=meanings.LAST_KEYS,
     ),
-    axes=words.axes("B Hq Hkv S D Dv bits"),
+    axes=meanings.axes("B Hq Hkv S D Dv bits"),
     layouts={"out": rules.wide("B Hq Dv")},
     derive=rules.BITS,
     where=rules.HEADS | rules.SCORES | rules.CACHES,

@@ -9,7 +9,7 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.kernels.decode.problem import LATENTS
 from torch_attnkit.ops.sdpa_decode.cases import shared as shared
-from torch_attnkit.oracle import cache_draws, draws, inputs
+from torch_attnkit.oracle import cache_sampling, inputs, sampling
 from torch_attnkit.oracle.attention import visible
 
 # Lengths as in sdpa_decode, S where the last page is not to be full.
@@ -114,26 +114,26 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["Hq"] * _seen(dims) * (dims["D"] + dims["Dv"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
-    facts |= cache_draws.bits(row)
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    facts, on = sampling.attention(d, row, (1, 1, 2, 3, 4, 7, 8, 9, 16, 20, 70))
+    facts |= cache_sampling.bits(row)
     pages = next((why for why in row.needs if why.startswith("Ps ")), "")
     ones = (1,) if "be 1 or" in pages else ()
     Ps = d.kernel.choice((*ones, 16, 16, 32, 48, 64, 128) if pages else (1, 5, 8, 13, 16, 64, 100))
-    Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.room.keys, draws.most_keys(d, facts, 1)) // Ps))
-    facts |= dict(Ps=Ps, Mp=Mp) | draws.batch(d, facts, 1, Mp * Ps) | draws.scores(d, facts, on, Mp * Ps)
+    Mp = 0 if d.sometimes(0.02) else d.size(max(1, min(d.limits.keys, sampling.most_keys(d, facts, 1)) // Ps))
+    facts |= dict(Ps=Ps, Mp=Mp) | sampling.batch(d, facts, 1, Mp * Ps) | sampling.scores(d, facts, on, Mp * Ps)
     facts["kv_len"] = d.ragged(facts["B"], Mp * Ps)
     facts["kv_start"] = d.ragged(facts["B"], Mp * Ps) if "kv_start" in on else ""
     facts |= dict(pages=d.pick(("own", "own", "shared", "one")), spare=d.pick((0, 1, 3)))
     facts |= dict(unused=d.pick((-1, 2**31 - 1)), holes=d.pick((0, 1)))
-    step = draws.aligned(row, cache_draws.stored(facts))
-    facts |= {"q.at": d.place(3, (0, 1), min(step, 4)), "block_table.at": d.place(2)}
-    facts |= {f"{name}.at": d.place(4, (0, 2), step) for name in ("k_cache", "v_cache")}
+    step = sampling.aligned(row, cache_sampling.stored(facts))
+    facts |= {"q.at": d.layout(3, (0, 1), min(step, 4)), "block_table.at": d.layout(2)}
+    facts |= {f"{name}.at": d.layout(4, (0, 2), step) for name in ("k_cache", "v_cache")}
     share = 0.5 if (facts["D"], facts["Dv"]) in LATENTS else 0.2 if facts["D"] == facts["Dv"] else 0.0
     return facts | dict(same=int(d.sometimes(share)))
 
 
-def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _generate_table(f: sampling.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A (B, Mp) table and the number of pages: ``own`` ones in random order, ``shared`` by all, or only ``one``."""
     used = [-(-n // f["Ps"]) for n in kv_len.tolist()]
     needed = dict(own=sum(used), shared=max(used, default=0), one=int(sum(used) > 0))[f["pages"]]
@@ -146,18 +146,18 @@ def _drawn_table(f: draws.Facts, gen: torch.Generator, kv_len: torch.Tensor) -> 
     return table, needed + f["spare"]
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``unused`` is what the table holds past a sequence's length, and with ``holes`` for every second page of which
     nothing is seen; ``spare`` are the pages of nobody."""
     B, Ps, most, Hkv, Hq = f["B"], f["Ps"], f["Mp"] * f["Ps"], f["Hkv"], f["Hkv"] * f["group"]
-    kv_len, kv_start = draws.counts(f["kv_len"] or str(most), B, most), draws.counts(f["kv_start"], B, most)
+    kv_len, kv_start = sampling.counts(f["kv_len"] or str(most), B, most), sampling.counts(f["kv_start"], B, most)
     assert kv_len is not None
-    table, Np = _drawn_table(f, gen, kv_len)
+    table, Np = _generate_table(f, gen, kv_len)
     keep = seen_keys(kv_len, kv_start, most, f["window"], f["sink_tokens"])  # (B, Mp * Ps)
     b, key = keep.nonzero(as_tuple=True)
     seen = torch.zeros(Np, Ps, Hkv, dtype=torch.bool)
     seen[table[b, key // Ps].long(), key % Ps] = True
     table = inputs.forgotten(table, keep, Ps, f["unused"]) if f.get("holes") else table
-    q, k, v = cache_draws.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen)
-    rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
-    return (q, k, k[..., : f["Dv"]] if f["same"] else v, table, kv_len, *rest), draws.score_arguments(f)
+    q, k, v = cache_sampling.qkv(f, gen, (B, Hq), (Np, Ps, Hkv), seen)
+    rest = (sampling.sink(f, gen, Hq), kv_start, *sampling.scales(f, gen, B, Hkv))
+    return (q, k, k[..., : f["Dv"]] if f["same"] else v, table, kv_len, *rest), sampling.score_arguments(f)

@@ -42,7 +42,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         if in_blocks(native, o, Mp * Ps):
             return
         if not solve(rules, o, Mp * Ps, lambda rows, seen: keys(o, rows, seen)):
-            for result, numbers in zip((o.out, o.lse), reference(*arguments[:-2]), strict=True):
-                result.copy_(numbers)
+            for result, from_reference in zip((o.out, o.lse), reference(*arguments[:-2]), strict=True):
+                result.copy_(from_reference)
 
     return launch

@@ -17,7 +17,7 @@ from torch_attnkit.kernels.decode import codes, metal
 from torch_attnkit.kernels.decode.problem import LATENTS
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards, words
+from torch_attnkit.oracle import meanings, rules, shards
 
 # cp.async copies 16 bytes at a time.
 _ROWS = rules.CACHE_ROWS | {
@@ -54,8 +54,8 @@ OP = Op(
         "out": "B Hq Dv",
         "lse": "B Hq:f32",
     },
-    meaning=words.take(
-        words.ATTENTION,
+    meaning=meanings.take(
+        meanings.ATTENTION,
         "block_table sink q_scale k_scale v_scale scale sink_tokens softcap out lse",
         q="The query token of each sequence; its position is kv_len - 1.",
         k_cache="Keys in pages, in the dtype of q or E4M3; block_table says whose they are.",
@@ -64,9 +64,9 @@ OP = Op(
         " 0 and lse -inf.",
         kv_start="First key of each sequence that counts (left padding), 0 to Mp * Ps; None is 0. At or past kv_len no"
         " key is left: out 0, lse -inf.",
-        window=words.LAST_KEYS,
+        window=meanings.LAST_KEYS,
     ),
-    axes=words.axes("B Hq Hkv D Dv Np Ps Mp bits"),
+    axes=meanings.axes("B Hq Hkv D Dv Np Ps Mp bits"),
     layouts={"out": rules.wide("B Hq Dv")},
     derive=rules.BITS,
     where=rules.HEADS | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0} | rules.SCORES | rules.CACHES,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import draws, inputs
+from torch_attnkit.oracle import inputs, sampling
 from torch_attnkit.oracle.attention import visible
 
 # Rows (queries times heads of a group) and keys beside the borders of tiles of 16, 64 and 128. Blocks that share the
@@ -100,23 +100,23 @@ def flops(dims: dict[str, int]) -> int:
     return 2 * dims["Hq"] * pairs * (dims["D"] + dims["Dv"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
-    facts, on = draws.attention(d, row, (1, 1, 2, 3, 4, 8, 16))
-    T = 0 if d.sometimes(0.02) else d.size(min(150, d.room.keys))
-    S = 0 if d.sometimes(0.02) else d.size(d.room.keys)
-    S = min(S, draws.most_keys(d, facts, T))
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
+    facts, on = sampling.attention(d, row, (1, 1, 2, 3, 4, 8, 16))
+    T = 0 if d.sometimes(0.02) else d.size(min(150, d.limits.keys))
+    S = 0 if d.sometimes(0.02) else d.size(d.limits.keys)
+    S = min(S, sampling.most_keys(d, facts, T))
     facts |= dict(T=T, S=S, causal=int("bidirectional" not in on))
-    facts |= draws.batch(d, facts, T, S) | draws.scores(d, facts, on, S)
+    facts |= sampling.batch(d, facts, T, S) | sampling.scores(d, facts, on, S)
     facts["kv_len"] = d.ragged(facts["B"], S)
     facts["kv_start"] = d.ragged(facts["B"], S) if "kv_start" in on else ""
-    facts["q.at"] = d.place(4, (0, 2))
-    step = draws.aligned(row, facts["dtype"])
-    return facts | {f"{name}.at": d.place(4, (0, 1), step) for name in ("k_cache", "v_cache")}
+    facts["q.at"] = d.layout(4, (0, 2))
+    step = sampling.aligned(row, facts["dtype"])
+    return facts | {f"{name}.at": d.layout(4, (0, 1), step) for name in ("k_cache", "v_cache")}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     B, T, S, Hkv, Hq = f["B"], f["T"], f["S"], f["Hkv"], f["Hkv"] * f["group"]
-    kv_len, kv_start = draws.counts(f["kv_len"] or str(S), B, S), draws.counts(f["kv_start"], B, S)
+    kv_len, kv_start = sampling.counts(f["kv_len"] or str(S), B, S), sampling.counts(f["kv_start"], B, S)
     assert kv_len is not None
     pos = kv_len[:, None] - T + torch.arange(T)  # (B, T)
     keep = visible(
@@ -124,6 +124,6 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
         window=f["window"], sink_tokens=f["sink_tokens"],
     )  # fmt: skip
     seen = (keep & (pos >= 0)[..., None]).any(1)[:, None].expand(B, Hkv, S)
-    q, k, v = draws.qkv(f, gen, (B, T, Hq), (B, Hkv, S), seen, ("k_cache", "v_cache"))
-    rest = (draws.sink(f, gen, Hq), kv_start, *draws.scales(f, gen, B, Hkv))
-    return (q, k, v, kv_len, *rest), dict(causal=bool(f["causal"])) | draws.score_arguments(f)
+    q, k, v = sampling.qkv(f, gen, (B, T, Hq), (B, Hkv, S), seen, ("k_cache", "v_cache"))
+    rest = (sampling.sink(f, gen, Hq), kv_start, *sampling.scales(f, gen, B, Hkv))
+    return (q, k, v, kv_len, *rest), dict(causal=bool(f["causal"])) | sampling.score_arguments(f)

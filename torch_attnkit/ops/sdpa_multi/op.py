@@ -16,7 +16,7 @@ from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards, words
+from torch_attnkit.oracle import meanings, rules, shards
 
 _FEATURES = "gqa sink kv_start bidirectional window sink_tokens softcap"
 
@@ -38,8 +38,8 @@ OP = Op(
         "out": "B T Hq Dv",
         "lse": "B T Hq:f32",
     },
-    meaning=words.take(
-        words.ATTENTION,
+    meaning=meanings.take(
+        meanings.ATTENTION,
         "sink kv_start q_scale k_scale v_scale scale causal window sink_tokens softcap out lse",
         q="Query tokens of each sequence, its last T, heads behind tokens.",
         k_cache="Keys of each sequence, key j in slot j, heads before tokens, those of the query tokens among them.",
@@ -47,7 +47,7 @@ OP = Op(
         kv_len="Keys of each sequence that count, its T query tokens among them, 0 to S. Query r has position"
         " kv_len - T + r; at a negative one it sees nothing.",
     ),
-    axes=words.axes("B T Hq Hkv S D Dv"),
+    axes=meanings.axes("B T Hq Hkv S D Dv"),
     layouts={"out": rules.wide("B T Hq Dv")},
     where=rules.HEADS | rules.SCORES,
     features=rules.GQA

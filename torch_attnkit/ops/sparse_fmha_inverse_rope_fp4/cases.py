@@ -8,7 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.ops.sparse_fmha_with_swa import cases as attention
-from torch_attnkit.oracle import draws, fp4, fp4_rows
+from torch_attnkit.oracle import fp4, fp4_rows, sampling
 
 _FORMATS = {16: "nvfp4", 32: "mxfp4"}
 # R2 rotated pairs; blk numbers under a scale of the result; t_angles=1: cos and sin in the model dtype.
@@ -74,31 +74,31 @@ def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tup
 
 def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """As attention reads, without its output; half a byte a number and the scales are written."""
-    numbers = dims["Tq"] * dims["Hq"] * dims["D"]
-    inputs = attention.bytes(dims, dtype) - numbers * dtype.itemsize - dims["Tq"] * dims["Hq"] * 4
-    return inputs + numbers // 2 + numbers // dims["blk"] + dims["Tq"] * dims["R2"] * 8
+    elements = dims["Tq"] * dims["Hq"] * dims["D"]
+    inputs = attention.bytes(dims, dtype) - elements * dtype.itemsize - dims["Tq"] * dims["Hq"] * 4
+    return inputs + elements // 2 + elements // dims["blk"] + dims["Tq"] * dims["R2"] * 8
 
 
 def flops(dims: dict[str, int]) -> int:
     return attention.flops(dims) + dims["Tq"] * dims["Hq"] * (2 * dims["D"] + 6 * dims["R2"])
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     """``o_gs`` is the result's global scale, ``blk`` its block. Heads are in one group, in groups of one, or in two."""
-    k, facts = d.kernel, attention.draw(d, row)
+    k, facts = d.kernel, attention.sample(d, row)
     facts |= dict(blk=k.choice((16, 16, 32)), layout=k.choice(("", "", "128x4")), t_angles=k.choice((0, 1)))
     facts |= dict(R2=min(facts["D"] // 2, k.choice((32, 32, 0, 1, 5, 8, 33, 256))), o_gs="")
     if facts["blk"] == 16 and k.random() < 0.7:
         facts |= dict(o_gs=d.pick((1.0, 731.37, 1 / 3, 2688.0, 1e-5)))
     facts |= dict(groups=d.pick([n for n in (1, 1, 2, facts["H"]) if facts["H"] % n == 0]))
-    return facts | {"cos.at": d.place(2, (0,)), "sin.at": d.place(2, (0,))}
+    return facts | {"cos.at": d.layout(2, (0,)), "sin.at": d.layout(2, (0,))}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = attention.drawn(f, gen)
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = attention.generate(f, gen)
     cos, sin = (2 * torch.rand(len(args[0]), f.get("R2") or 0, generator=gen) - 1 for _ in range(2))
-    cos, sin = (draws.cast(t, f["dtype"] if f.get("t_angles") else "f32") for t in (cos, sin))
+    cos, sin = (sampling.cast(t, f["dtype"] if f.get("t_angles") else "f32") for t in (cos, sin))
     o_global = None if f.get("o_gs", "") == "" else torch.tensor(f["o_gs"])
     kwargs = {name: value for name, value in kwargs.items() if name != "normalize"}
-    kwargs |= dict(groups=f.get("groups") or 1, o_format=_FORMATS[f["blk"]], scale_layout=fp4_rows.drawn_layout(f))
+    kwargs |= dict(groups=f.get("groups") or 1, o_format=_FORMATS[f["blk"]], scale_layout=fp4_rows.layout_of(f))
     return (*args[:3], cos, sin, *args[3:], o_global), kwargs

@@ -23,7 +23,7 @@ from torch_attnkit.core.op import Call
 from torch_attnkit.kernels import sparse
 from torch_attnkit.ops.inverse_rope_fp4.op import OP as ROPE
 from torch_attnkit.ops.sparse_fmha_with_swa.op import OP as ATTENTION
-from torch_attnkit.oracle import fp4, rules, shards, words
+from torch_attnkit.oracle import fp4, meanings, rules, shards
 
 
 def _scales(c: Call) -> int:
@@ -49,7 +49,7 @@ OP = Op(
     | {"cos": "Tq R2:f32|T", "sin": "Tq R2:f32|T", "o_global": ":f32"}
     | {"codes": "Tq Hq D/2:u8", "o_scale": "Tq Hq Ds:u8"},
     meaning={name: ATTENTION.meaning[name] for name in ATTENTION.argnames if name != "normalize"}
-    | words.take(
+    | meanings.take(
         ROPE.meaning,
         "cos sin groups scale_layout codes",
         o_format="Format of the result: 'nvfp4' has an E4M3 scale per 16 numbers, 'mxfp4' a UE8M0 scale per 32, rounded"
@@ -57,7 +57,7 @@ OP = Op(
         o_global="Factor of the output before it is coded, above 0 up to 2^115, for o_format 'nvfp4' only; None is 1.",
         o_scale=ROPE.meaning["scale"],
     ),
-    axes=ATTENTION.axes | words.axes("R2 Ds Gs PTq PDs blk"),
+    axes=ATTENTION.axes | meanings.axes("R2 Ds Gs PTq PDs blk"),
     layouts=ATTENTION.layouts | {"o_scale": fp4.swizzled("Gs PTq PDs:u8")},
     derive=ATTENTION.derive | ROPE.derive | {"blk": lambda c: fp4.BLOCK[c.arg.o_format]},
     choices=ATTENTION.choices | {"o_format": ROPE.choices["format"], "scale_layout": fp4.LAYOUTS},

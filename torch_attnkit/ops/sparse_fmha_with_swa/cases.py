@@ -9,7 +9,7 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.sparse.sm90.plan import LEAST_BYTES
-from torch_attnkit.oracle import draws, fp4, fp4_rows, inputs
+from torch_attnkit.oracle import fp4, fp4_rows, inputs, sampling
 
 # fmt: 0 none, 1 fp8, 2 nvfp4 (gs=1: with a global scale), 3 mxfp4; rope: channels in bfloat16. Pages of Ps keys.
 PARITY = {
@@ -177,14 +177,14 @@ def flops(dims: dict[str, int]) -> int:
     return 4 * dims["Tq"] * dims["Hq"] * seen * dims["D"]
 
 
-def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
+def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     """The facts ``kv_len`` are the windows' ends, ``kv_start`` the numbers of entries that count. ``near_page`` and
     ``far_page`` are the keys of a page, 0 for a cache without."""
     k = d.kernel
     on = {name for name in sorted(row.features.split()) if k.random() < 0.5}
     if {"sink", "unnormalized"} <= on:
         on.remove(k.choice(("sink", "unnormalized")))
-    facts: draws.Facts = dict(
+    facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), D=k.choice(row.dims["D"]), normalize=int("unnormalized" not in on),
         far="" if not {"compressed", "topk", "compressed_len"} & on else "list" if "topk" in on else "all",
         format=k.choice(("none", *kv_cache.FORMATS)), rope=0, gs="",
@@ -196,33 +196,33 @@ def draw(d: draws.Draw, row: Kernel) -> draws.Facts:
         facts |= dict(gs=d.pick((1.0, 731.37, 1 / 3)))
     near_page, far_page = "swa_paged" in on, "compressed_paged" in on and facts["far"] != ""
     H, R = d.pick((1, 2, 3, 8, 16, 20, 33, 64, 65, 128)), d.pick((1, 1, 2, 3))
-    room = max(2, d.room.terms // (max(H, 16) * 2 * facts["D"]))  # keys of all tokens
-    S = 0 if d.sometimes(0.05) else d.size(min(d.room.keys, room))
-    C = 0 if not facts["far"] or d.sometimes(0.05) else d.size(min(d.room.keys, room))
+    most = max(2, d.limits.terms // (max(H, 16) * 2 * facts["D"]))  # keys of all tokens
+    S = 0 if d.sometimes(0.05) else d.size(min(d.limits.keys, most))
+    C = 0 if not facts["far"] or d.sometimes(0.05) else d.size(min(d.limits.keys, most))
     facts |= dict(near_page=d.pick((1, 7, 16, 64)) * near_page, far_page=d.pick((1, 7, 16, 64)) * far_page)
     S, C = (n + -n % max(1, page) for n, page in ((S, facts["near_page"]), (C, facts["far_page"])))
-    facts |= dict(H=H, R=R, S=S, C=C, K=d.size(min(C + 3, d.room.keys)) if facts["far"] == "list" else 0)
+    facts |= dict(H=H, R=R, S=S, C=C, K=d.size(min(C + 3, d.limits.keys)) if facts["far"] == "list" else 0)
     # Few tokens are split over clusters, and many take turns on a multiprocessor.
-    each = min(d.pick((1, 1, 2, 5, 17, 33, 140, 300)), max(1, room // (R * max(1, S + C))))
+    each = min(d.pick((1, 1, 2, 5, 17, 33, 140, 300)), max(1, most // (R * max(1, S + C))))
     T = 0 if d.sometimes(0.02) else R * each
-    chosen = draws.scores(d, facts, on | {"window"}, S)
+    chosen = sampling.scores(d, facts, on | {"window"}, S)
     facts |= {name: chosen[name] for name in ("scale", "window", "sink", "q_by", "hidden", "nan", "seed")}
     facts |= dict(unused=d.pick((-1, 2**31 - 1)), T=T, named=int("request_ids" in on), kv_len=d.ragged(T, S))
     facts["kv_start"] = d.ragged(T, C) if "compressed_len" in on else ""
-    step = draws.aligned(row, facts["dtype"])
+    step = sampling.aligned(row, facts["dtype"])
     of_bytes = step if facts["format"] == "none" else LEAST_BYTES
-    facts |= {"q.at": d.place(3, (0, 1), step)}
-    facts |= {f"{name}.at": d.place(3, (0, 1), of_bytes) for name in ("swa_kv", "compressed_kv")}
-    facts |= {f"{name}_block_table.at": d.place(2) for name in ("swa", "compressed")}
-    return facts | {"topk_indices.at": d.place(2, (0,)), "swa_end.at": d.place(1, (0,))}
+    facts |= {"q.at": d.layout(3, (0, 1), step)}
+    facts |= {f"{name}.at": d.layout(3, (0, 1), of_bytes) for name in ("swa_kv", "compressed_kv")}
+    facts |= {f"{name}_block_table.at": d.layout(2) for name in ("swa", "compressed")}
+    return facts | {"topk_indices.at": d.layout(2, (0,)), "swa_end.at": d.layout(1, (0,))}
 
 
-def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What no token sees of the keys may hold garbage."""
     T, R, S, C, H, D = (f[name] for name in ("T", "R", "S", "C", "H", "D"))
     T = T // R * R
     S, C = (n + -n % max(1, f.get(page, 0)) for n, page in ((S, "near_page"), (C, "far_page")))
-    ends, limits = draws.counts(f["kv_len"] or str(S), T, S), draws.counts(f["kv_start"], T, C)
+    ends, limits = sampling.counts(f["kv_len"] or str(S), T, S), sampling.counts(f["kv_start"], T, C)
     assert ends is not None
     if "x0" in f.get("swa_end.at", ""):
         ends = ends[:1].expand(T).clone()
@@ -232,35 +232,35 @@ def drawn(f: draws.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[s
     if f.get("far") == "list":
         chosen = _choose(gen, T, C, f["K"])
         chosen = chosen[:1].expand(T, -1).clone() if "x0" in f.get("topk_indices.at", "") else chosen
-    q = draws.numbers(gen, T, H, D) * f["q_by"]
+    q = sampling.randn(gen, T, H, D) * f["q_by"]
     if f["nan"] == "q" and q.numel():
         q[0, 0] = torch.nan
-    near = _drawn_cache(f, gen, "swa", _seen(request, _near(ends, S, f["window"]), R), f.get("near_page", 0))
+    near = _generate_cache(f, gen, "swa", _seen(request, _near(ends, S, f["window"]), R), f.get("near_page", 0))
     far: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
     if f.get("far"):
         seen = _seen(request, _far(chosen, limits, T, C), R)
-        far = _drawn_cache(f, gen, "compressed", seen, f.get("far_page", 0))
+        far = _generate_cache(f, gen, "compressed", seen, f.get("far_page", 0))
     args = (
-        draws.cast(q, f["dtype"]), near[0], ends, far[0], chosen, limits, named, draws.sink(f, gen, H), near[1], far[1],
-        fp4_rows.drawn_global(f),
+        sampling.cast(q, f["dtype"]), near[0], ends, far[0], chosen, limits, named, sampling.sink(f, gen, H), near[1],
+        far[1], fp4_rows.global_of(f),
     )  # fmt: skip
     scale = None if f["scale"] == "" else f["scale"]
     kwargs = dict(scale=scale, window=max(0, f["window"]), normalize=bool(f["normalize"]))
     return args, kwargs | dict(format=f.get("format") or "none", rope_dim=f.get("rope", 0))
 
 
-def _drawn_cache(
-    f: draws.Facts, gen: torch.Generator, name: str, seen: torch.Tensor, page: int
+def _generate_cache(
+    f: sampling.Facts, gen: torch.Generator, name: str, seen: torch.Tensor, page: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A cache of which the keys ``seen`` (R, keys) are looked at, and its table, if it lies in pages."""
     format = f.get("format") or "none"
-    rows = draws.numbers(gen, *seen.shape, f["D"])  # (R, keys, D)
+    rows = sampling.randn(gen, *seen.shape, f["D"])  # (R, keys, D)
     if f["nan"] == "k" and bool(seen.any()):
         rows[tuple(seen.nonzero()[0])] = torch.nan
     if format == "none":
-        rows = draws.cast(rows, f["dtype"])
+        rows = sampling.cast(rows, f["dtype"])
     else:
-        rows = kv_cache.encode_rows(rows, format, f.get("rope", 0), fp4_rows.drawn_global(f))
+        rows = kv_cache.encode_rows(rows, format, f.get("rope", 0), fp4_rows.global_of(f))
     table = None
     if page:
         # Where nobody looks is a matter of pages, too, and of the places that these get.
@@ -270,9 +270,9 @@ def _drawn_cache(
         )
         seen = shown[..., 0]
     if format == "none":
-        return draws.hide(rows, seen, f, f"{name}_kv"), table
+        return sampling.hide(rows, seen, f, f"{name}_kv"), table
     if f["hidden"]:  # bytes that are NaN in every format
-        for axis in draws.expanded(f.get(f"{name}_kv.at", "")):
+        for axis in sampling.expanded(f.get(f"{name}_kv.at", "")):
             seen = seen.any(axis, keepdim=True)
         rows = rows.masked_fill(~seen[..., None], 0xFF)
     return rows, table

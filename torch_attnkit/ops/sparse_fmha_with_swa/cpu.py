@@ -75,8 +75,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         request = token * R // Tq if o.request is None else o.request[t].long()  # (t,)
         behind = torch.arange(-W, 0, dtype=torch.int32, device="cpu")  # (W,)
         near = o.end[t, None] + behind  # (t, W) keys of the window, negative before 0
-        unseen = None if within(near[:, :1], 0, S) else near < 0
-        kv = rows(o.near, request, near, None if unseen is None else ~unseen)  # (t, W, D)
+        outside = None if within(near[:, :1], 0, S) else near < 0
+        kv = rows(o.near, request, near, None if outside is None else ~outside)  # (t, W, D)
         if o.far is not None and C:
             if o.chosen is not None:
                 far = o.chosen[t]  # (t, K)
@@ -88,14 +88,14 @@ def build(call: Call, target: Target) -> Callable[..., None]:
                 if o.length is not None:
                     seen &= far < o.length[t, None]
                 seen = None if bool(seen.all()) else seen
-            if seen is not None or unseen is not None:
-                near_hidden = torch.zeros_like(near, dtype=torch.bool) if unseen is None else unseen
+            if seen is not None or outside is not None:
+                near_hidden = torch.zeros_like(near, dtype=torch.bool) if outside is None else outside
                 far_hidden = torch.zeros_like(far, dtype=torch.bool) if seen is None else ~seen
-                unseen = torch.cat((near_hidden, far_hidden), 1)  # (t, W + K)
+                outside = torch.cat((near_hidden, far_hidden), 1)  # (t, W + K)
             kv = torch.cat((kv, rows(o.far, request, far, seen)), 1)  # (t, W + K, D)
         s = torch.bmm(o.q[t].float() * scale, kv.mT)  # (t, Hq, W + K)
-        if unseen is not None:
-            s.masked_fill_(unseen[:, None], -torch.inf)
+        if outside is not None:
+            s.masked_fill_(outside[:, None], -torch.inf)
         lse = s.logsumexp(-1)  # (t, Hq)
         return torch.bmm(s.sub_(lse[..., None]).exp_(), kv), lse
 
@@ -106,8 +106,8 @@ def build(call: Call, target: Target) -> Callable[..., None]:
             found = [(t, *attend(o, t)) for t in (slice(first, first + step) for first in range(0, Tq, step))]
         # A sum of numbers of which one is infinite or NaN is, too.
         if not found or not all(math.isfinite(float(lse.sum())) for _, _, lse in found):
-            for result, numbers in zip(results, reference(*arguments[:-3]), strict=True):
-                result.copy_(numbers)
+            for result, from_reference in zip(results, reference(*arguments[:-3]), strict=True):
+                result.copy_(from_reference)
             return
         for t, out, lse in found:
             if o.sink is not None:  # it joins the denominator only

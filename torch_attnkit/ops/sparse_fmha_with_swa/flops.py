@@ -8,7 +8,7 @@ def flops(c: Call) -> int:
     """Two products, two operations a term, over the keys of the windows and the entries that are attended."""
     tokens = c.dim["Tq"]
     window: int = c.arg.window
-    near = sum(min(window, end) for end in pairs.numbers(c.arg.swa_end, tokens, c.dim["S"]))
+    near = sum(min(window, end) for end in pairs.contents(c.arg.swa_end, tokens, c.dim["S"]))
     return 4 * c.dim["Hq"] * c.dim["D"] * (near + _entries(c, tokens))
 
 
@@ -18,10 +18,10 @@ def _entries(c: Call, tokens: int) -> int:
     if c.arg.compressed_kv is None:
         return 0
     if chosen is None:
-        return sum(pairs.numbers(limits, tokens, c.dim["C"]))
+        return sum(pairs.contents(limits, tokens, c.dim["C"]))
     if not pairs.readable(chosen):
         return tokens * int(chosen.shape[1])
-    there = chosen >= 0  # (Tq, K)
+    valid = chosen >= 0  # (Tq, K)
     if limits is not None and pairs.readable(limits):
-        there &= chosen < limits[:, None]
-    return int(there.sum())
+        valid &= chosen < limits[:, None]
+    return int(valid.sum())

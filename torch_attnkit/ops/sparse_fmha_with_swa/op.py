@@ -23,7 +23,7 @@ from torch_attnkit.kernels import sparse
 from torch_attnkit.kernels.sparse import metal
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
 from torch_attnkit.kernels.sparse.sm100 import plan as sm100
-from torch_attnkit.oracle import rules, shards, words
+from torch_attnkit.oracle import meanings, rules, shards
 
 from . import caches
 
@@ -59,8 +59,8 @@ OP = Op(
         "lse": "Tq Hq:f32",
         "row_sum": "Tq Hq:f32",
     },
-    meaning=words.take(
-        words.ATTENTION,
+    meaning=meanings.take(
+        meanings.ATTENTION,
         "sink scale normalize lse row_sum",
         q="Queries of all requests, a token a row; every head sees the same keys.",
         swa_kv="Keys of each request for the window, which are also its values: numbers in the dtype of q, or rows of"
@@ -78,11 +78,11 @@ OP = Op(
         window="Keys before swa_end that a token sees; 0 is none.",
         global_scale="Factor that the rows of the caches were written with, above 0 up to 2^115, for format 'nvfp4'"
         " only; None is 1.",
-        out=words.NUMERATOR,
+        out=meanings.NUMERATOR,
     )
-    | words.take(words.REQUESTS, "request_ids")
-    | words.take(words.CACHE, "format rope_dim"),
-    axes=words.axes(
+    | meanings.take(meanings.REQUESTS, "request_ids")
+    | meanings.take(meanings.CACHE, "format rope_dim"),
+    axes=meanings.axes(
         "Hq Rb fmt",
         Tq="tokens of all requests together",
         D="channels of a head",

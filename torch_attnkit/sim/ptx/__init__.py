@@ -1,7 +1,7 @@
 """Runs what CuTeDSL compiles for Hopper and Blackwell on the CPU: its PTX, instruction by instruction, on CPU tensors.
 
-docs/ptx_simulator.md shows how. ``load`` is seam 2 of the package's own kernels; ``device``, ``compile`` and ``run``
-are for any CuTeDSL function.
+docs/ptx_simulator.md shows how. ``load`` makes it the CudaRuntime of the package's own kernels; ``device``, ``compile``
+and ``run`` are for any CuTeDSL function.
 """
 
 from __future__ import annotations

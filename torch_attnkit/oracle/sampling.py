@@ -1,10 +1,10 @@
-"""Signatures that a user could give to an op, drawn at random: what the ops' ``draw`` and ``drawn`` functions share.
+"""Random signatures, as a user could call an op with: what ``sample`` and ``generate`` of the ops' cases share.
 
 A signature is a flat dict of facts, numbers and words, that says all of a call: sizes, dtype, scalars, lengths, layouts
-(``<argument>.at``) and the seed of its numbers. ``draw(d, row)`` of an op's cases chooses facts that a row may accept,
-``drawn(facts, gen)`` makes the tensors. A fact that is left out has its value in ``DEFAULTS``, the simplest one, so
-that a signature can be written down, simplified and repeated. Some facts decide what is compiled; they come from a
-generator of their own, so that many signatures share a kernel.
+(``<argument>.at``) and the seed of its values. ``sample(d, row)`` of an op's cases chooses facts that a row may
+accept, ``generate(facts, gen)`` makes the tensors. A fact that is left out has its value in ``DEFAULTS``, the simplest
+one, so that a signature can be written down, simplified and repeated. Some facts decide what is compiled; they come
+from a generator of their own, so that many signatures share a kernel.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _LARGE = 300
 
 
 @dataclass(frozen=True)
-class Room:
+class Limits:
     """How large a signature may be: keys of a sequence, and terms of all its products (B Hq T S (D + Dv))."""
 
     keys: int
     terms: int
 
 
-class Draw:
-    """One signature's choices. ``kernel`` draws what is compiled, ``call`` all the rest."""
+class Sampler:
+    """One signature's choices. ``kernel`` chooses what is compiled, ``call`` all the rest."""
 
-    def __init__(self, kernel: random.Random, call: random.Random, room: Room):
-        self.kernel, self.call, self.room = kernel, call, room
+    def __init__(self, kernel: random.Random, call: random.Random, limits: Limits):
+        self.kernel, self.call, self.limits = kernel, call, limits
 
     def sometimes(self, share: float) -> bool:
         return self.call.random() < share
@@ -77,25 +77,25 @@ class Draw:
             for _ in range(max(count, 1))
         )
 
-    def place(self, axes: int, expandable: Sequence[int] = (), step: int = 1) -> str:
+    def layout(self, axes: int, expandable: Sequence[int] = (), step: int = 1) -> str:
         """How a tensor lies in memory (``parity/signatures.py``). ``step``: rows must start at multiples of it.
 
         ``expandable`` are the axes along which it may be one and the same.
         """
         if self.sometimes(0.45):
             return ""
-        words = []
+        parts = []
         if self.sometimes(0.35):
-            words.append(f"off{self.pick((1, 2, 3, 4, 8, 16))}")
+            parts.append(f"off{self.pick((1, 2, 3, 4, 8, 16))}")
         if self.sometimes(0.4):
-            words.append(f"pad{self.pick((1, 2, 3, 5)) * step}")
+            parts.append(f"pad{self.pick((1, 2, 3, 5)) * step}")
         if self.sometimes(0.3):
-            words.append("gap")
+            parts.append("gap")
         if axes >= 4 and self.sometimes(0.3):
-            words.append("swap")
+            parts.append("swap")
         if expandable and self.sometimes(0.25):
-            words.append(f"x{self.pick(expandable)}")
-        return "+".join(words)
+            parts.append(f"x{self.pick(expandable)}")
+        return "+".join(parts)
 
 
 def expanded(at: str) -> list[int]:
@@ -120,7 +120,7 @@ def _value_dims(row: Kernel, dim: int) -> list[int]:
     return [n for n in (dim, dim, 16, 32, 48, 64, 96, 112, 128, 160, 192, 256, 512) if accepted(n)]
 
 
-def attention(d: Draw, row: Kernel, groups: Sequence[int]) -> tuple[Facts, set[str]]:
+def attention(d: Sampler, row: Kernel, groups: Sequence[int]) -> tuple[Facts, set[str]]:
     """What an attention kernel is compiled for, and the features that are on."""
     k, features = d.kernel, set(row.features.split())
     dim = k.choice(row.dims.get("D", (17, 40, 64, 128)))
@@ -143,20 +143,20 @@ def _terms(facts: Facts, queries: int) -> int:
     return int(max(queries * facts["group"], 16) * (facts["D"] + facts["Dv"]))
 
 
-def most_keys(d: Draw, facts: Facts, queries: int) -> int:
+def most_keys(d: Sampler, facts: Facts, queries: int) -> int:
     """Keys for which there is room."""
-    return max(1, d.room.terms // _terms(facts, queries))
+    return max(1, d.limits.terms // _terms(facts, queries))
 
 
-def batch(d: Draw, facts: Facts, queries: int, keys: int) -> Facts:
+def batch(d: Sampler, facts: Facts, queries: int, keys: int) -> Facts:
     """KV heads and sequences, as many as there is room for; now and then no sequence."""
     terms = max(1, keys * _terms(facts, queries))
-    kv_heads = min(d.pick((1, 1, 2, 2, 3)), max(1, d.room.terms // terms))
-    most = max(1, d.room.terms // (terms * kv_heads))
+    kv_heads = min(d.pick((1, 1, 2, 2, 3)), max(1, d.limits.terms // terms))
+    most = max(1, d.limits.terms // (terms * kv_heads))
     return dict(Hkv=kv_heads, B=0 if d.sometimes(0.02) else min(d.pick((1, 1, 2, 3, 4, 5)), most))
 
 
-def scores(d: Draw, facts: Facts, on: set[str], keys: int) -> Facts:
+def scores(d: Sampler, facts: Facts, on: set[str], keys: int) -> Facts:
     """Run-time values of what the features switch on, and of what every kernel takes."""
     # What is stored has 24 bits, or a cap has made large scores small, which leaves of them what cancelled.
     exact = facts["dtype"] == "f32" or "softcap" in on
@@ -175,7 +175,7 @@ def scores(d: Draw, facts: Facts, on: set[str], keys: int) -> Facts:
     )
 
 
-def numbers(gen: torch.Generator, *shape: int) -> torch.Tensor:
+def randn(gen: torch.Generator, *shape: int) -> torch.Tensor:
     """float32 of mean 0 and deviation 1, nearly normal. They are the same to the bit on every machine: only uniform
     numbers, which are integers over a power of two, and sums."""
     a, b, c = (torch.rand(*shape, generator=gen) for _ in range(3))
@@ -211,8 +211,8 @@ def qkv(
     names: tuple[str, str] = ("k", "v"),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tensors with these axes before D and Dv; ``seen`` has the axes of ``keys``, or 1 where it does not depend."""
-    q = numbers(gen, *queries, facts["D"]) * facts["q_by"]
-    k, v = numbers(gen, *keys, facts["D"]), numbers(gen, *keys, facts["Dv"])
+    q = randn(gen, *queries, facts["D"]) * facts["q_by"]
+    k, v = randn(gen, *keys, facts["D"]), randn(gen, *keys, facts["Dv"])
     if facts["nan"] == "q" and q.numel():
         q.view(-1, facts["D"])[0] = torch.nan
     if facts["nan"] == "k" and bool(seen.any()):
@@ -225,7 +225,7 @@ def qkv(
 def sink(facts: Facts, gen: torch.Generator, heads: int) -> torch.Tensor | None:
     if not facts["sink"]:
         return None
-    values, t = SINKS[facts["sink"]], numbers(gen, heads)
+    values, t = SINKS[facts["sink"]], randn(gen, heads)
     return torch.tensor([values[h % len(values)] for h in range(heads)]) if values else t
 
 
@@ -248,9 +248,9 @@ def experts(kernel: random.Random) -> tuple[int, int]:
     return E, min(E, kernel.choice((*few, *few, 17, 40, E) if E <= 256 else few))
 
 
-def tokens(d: Draw, each: int) -> int:
+def tokens(d: Sampler, each: int) -> int:
     """Tokens of a router for ``each`` comparisons of a token; now and then none, or thousands."""
-    most = max(1, d.room.terms // (200 * max(each, 32)))
+    most = max(1, d.limits.terms // (200 * max(each, 32)))
     return 0 if d.sometimes(0.02) else min(most, d.pick((1, 1, 2, 3, 5, 8, 17, 33, 2500)))
 
 
@@ -258,7 +258,7 @@ def logits(facts: Facts, gen: torch.Generator) -> torch.Tensor:
     """(R, E) of deviation ``by``; ``steps``: so many to 1, that many are equal. ``off``: -inf here and there, or first
     rows of nothing else."""
     R, E = facts["R"], facts["E"]
-    x: torch.Tensor = numbers(gen, R, E) * facts["by"]
+    x: torch.Tensor = randn(gen, R, E) * facts["by"]
     x = (x * facts["steps"]).round() / facts["steps"] if facts["steps"] else x
     off = torch.rand(R, E, generator=gen) < 0.3
     off[:2] |= torch.tensor(facts["off"] == "row")

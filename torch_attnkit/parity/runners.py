@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_attnkit.core import Target, UnsupportedError, seams
+from torch_attnkit.core import Target, UnsupportedError, runtimes
 from torch_attnkit.core.target import SIMULATED, target_of
 from torch_attnkit.sim.metal import settings as metal_settings
 from torch_attnkit.sim.ptx import settings as ptx_settings
 
-SCHEDULES = 4  # of the PTX simulator: the plain one and three hostile ones, which cases take in turn
+SCHEDULES = 4  # of the PTX simulator: the plain one and three hostile ones, which cases use cyclically
 _CHECKED = {  # what a simulator finds besides a wrong result
     "metal": "bounds, alignment, races, uninitialised reads, divergent barriers and collectives",
     "sm90": "bounds, alignment, races, uninitialised reads, barrier misuse, under four schedules in turn",
@@ -23,7 +23,7 @@ _CHECKED = {  # what a simulator finds besides a wrong result
 
 
 @dataclass(frozen=True)
-class Place:
+class Runner:
     """A device to run cases on: torch's name of it, what people call it, and its target."""
 
     device: str
@@ -71,7 +71,7 @@ def simulators() -> dict[str, str]:
     found = {}
     for arch in SIMULATED:
         try:
-            seams.require_simulator(arch)
+            runtimes.require_simulator(arch)
         except UnsupportedError as error:
             found[arch] = str(error)
         else:
@@ -79,14 +79,14 @@ def simulators() -> dict[str, str]:
     return found
 
 
-def here(archs: tuple[str, ...]) -> list[Place]:
-    """The places for these archs, hardware first; of several GPUs of a kind the first."""
-    places: dict[Target, Place] = {}
+def here(archs: tuple[str, ...]) -> list[Runner]:
+    """The runners for these archs, hardware first; of several GPUs of a kind the first."""
+    runners: dict[Target, Runner] = {}
     for device, label, arch in devices():
         if arch in archs:
-            places.setdefault(Target(arch), Place(device.split(":")[0], label, Target(arch)))
+            runners.setdefault(Target(arch), Runner(device.split(":")[0], label, Target(arch)))
     for arch, missing in simulators().items():
         if arch in archs and not missing:
             target = Target(arch, simulated=True)
-            places[target] = Place("cpu", arch, target)
-    return list(places.values())
+            runners[target] = Runner("cpu", arch, target)
+    return list(runners.values())

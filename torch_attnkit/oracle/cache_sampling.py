@@ -6,23 +6,23 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 
-from . import draws
+from . import sampling
 
 
-def bits(row: Kernel) -> draws.Facts:
+def bits(row: Kernel) -> sampling.Facts:
     """The fact for a row that takes E4M3 caches alone; without it they have the dtype of q."""
     return {axis: sizes[0] for axis, sizes in row.dims.items() if axis == "bits"}
 
 
-def stored(facts: draws.Facts) -> str:
+def stored(facts: sampling.Facts) -> str:
     """The dtype of the caches."""
     return "f8e4m3" if facts.get("bits") == 8 else str(facts["dtype"])
 
 
 def qkv(
-    facts: draws.Facts, gen: torch.Generator, queries: tuple[int, ...], keys: tuple[int, ...], seen: torch.Tensor
+    facts: sampling.Facts, gen: torch.Generator, queries: tuple[int, ...], keys: tuple[int, ...], seen: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """``draws.qkv`` with caches of their own dtype."""
-    found = draws.qkv(facts | dict(dtype="f32"), gen, queries, keys, seen, ("k_cache", "v_cache"))
+    """``sampling.qkv`` with caches of their own dtype."""
+    found = sampling.qkv(facts | dict(dtype="f32"), gen, queries, keys, seen, ("k_cache", "v_cache"))
     dtypes = (facts["dtype"], stored(facts), stored(facts))
-    return tuple(draws.cast(t, dtype) for t, dtype in zip(found, dtypes, strict=True))
+    return tuple(sampling.cast(t, dtype) for t, dtype in zip(found, dtypes, strict=True))

@@ -1,4 +1,4 @@
-"""Inputs whose numbers are not drawn, for those who look at shapes, strides and lengths alone."""
+"""Inputs whose values are left uninitialised, for callers that look at shapes, strides and lengths alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64)
-_NUMBERS = 1 << 20  # integers of a tensor from which on they are no lengths, offsets or pages
+_LARGE = 1 << 20  # integers of a tensor from which on they are no lengths, offsets or pages
 
 
-class Undrawn(TorchFunctionMode):
+class ShapesOnly(TorchFunctionMode):
     """Inside, tensors of normal numbers hold what was in memory before: to fill them takes most of the time.
 
     On the device "meta" they have no memory, and large tensors of integers are there, too: what is made of
@@ -25,16 +25,16 @@ class Undrawn(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        there: dict[str, Any] = {"device": self.device, **kwargs}
-        there.pop("generator", None)
+        options: dict[str, Any] = {"device": self.device, **kwargs}
+        options.pop("generator", None)
         if func is torch.randn:
-            return torch.empty(*args, **there)
+            return torch.empty(*args, **options)
         if func is torch.full and _floating(args, kwargs):
-            return torch.empty(args[0], **there)
+            return torch.empty(args[0], **options)
         if func is torch.randint and self.device == "meta":
             size = next(a for a in args if isinstance(a, (tuple, list)))
-            if math.prod(size) > _NUMBERS:
-                return torch.empty(size, **{"dtype": torch.int64} | there)
+            if math.prod(size) > _LARGE:
+                return torch.empty(size, **{"dtype": torch.int64} | options)
         if func is torch.Tensor.to and args[0].is_floating_point() and args[1:] and args[1] in _FLOATS:
             return torch.empty_like(args[0], dtype=args[1])
         if func is torch.Tensor.copy_ and args[0].is_floating_point():

@@ -1,6 +1,6 @@
 """What an op's contract says that nobody looks at may be anything: NaN in its place changes no bit of a result.
 
-The ops and their rows come from the table. ``UNSEEN`` says of each op what is unseen in a call's arguments, and ``ALL``
+The ops and their rows come from the table. ``MASKED`` says of each op what is unseen in a call's arguments, and ``ALL``
 names the ops that look at everything.
 """
 
@@ -211,7 +211,7 @@ def _hash(a: Args) -> Masks:
     return dict(tid2eid=~used)
 
 
-UNSEEN: dict[str, Callable[[Args], Masks]] = {
+MASKED: dict[str, Callable[[Args], Masks]] = {
     "sdpa_decode": _caches,
     "sdpa_multi": _caches,
     "sdpa_decode_paged": _decode_paged,
@@ -241,7 +241,7 @@ ALL = {
 
 
 def test_of_every_op_it_is_said_what_it_sees():
-    assert set(UNSEEN) | ALL == set(OPS) and not set(UNSEEN) & ALL
+    assert set(MASKED) | ALL == set(OPS) and not set(MASKED) & ALL
 
 
 def poisoned(t: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -276,7 +276,7 @@ def _some(op: str, index: int, arch: str) -> list[Case]:
 # CuTeDSL compiles for seconds what clang does in one.
 ROWS = [
     pytest.param(op, index, arch, id=f"{op}-{arch}-{index}", marks=pytest.mark.proof if arch.startswith("sm") else ())
-    for op in UNSEEN
+    for op in MASKED
     for index, row in enumerate(OPS[op].kernels)
     for arch in row.archs
 ]
@@ -288,7 +288,7 @@ def judge(op: str, target: str, case: Case) -> int:
     args = record.defaults | dict(zip(record.argnames, given, strict=False)) | kwargs
     if op == "fp4_moe":  # an expert that nobody chooses
         args["indices"] = args["indices"].masked_fill(args["indices"] == args["w13"].shape[0] - 1, -1)
-    masks = UNSEEN[op](args)
+    masks = MASKED[op](args)
     dirty = args | {n: poisoned(args[n], mask) for n, mask in masks.items()}
     for g, w in zip(results(op, target, dirty), results(op, target, args), strict=True):
         same = g.contiguous().view(torch.uint8) == w.contiguous().view(torch.uint8) if g.dim() else g == w
@@ -304,14 +304,14 @@ def test_what_nobody_sees_changes_no_bit(op: str, index: int, target: str):
         judge(op, target, case)
 
 
-@pytest.mark.parametrize("op", UNSEEN)
+@pytest.mark.parametrize("op", MASKED)
 def test_what_nobody_sees_changes_no_bit_of_the_definition(op: str):
     """On the CPU, over the cases of a row of each file: where the op has no row of its own there, the reference."""
     others = {row.on: (i, row.archs[0]) for i, row in enumerate(OPS[op].kernels) if row.on != "cpu"}
     assert sum(judge(op, "cpu", case) for each in others.values() for case in _some(op, *each)) > 0
 
 
-ON_CPU = [op for op in UNSEEN if any(row.on == "cpu" for row in OPS[op].kernels)]
+ON_CPU = [op for op in MASKED if any(row.on == "cpu" for row in OPS[op].kernels)]
 
 
 @pytest.mark.parametrize("op", ON_CPU)

@@ -21,7 +21,7 @@ def _codes(seed: int = 0, B: int = 2, T: int = 9, Hq: int = 4, Hkv: int = 2, D: 
     return qkv, tuple(torch.rand(B, Hkv, generator=gen) + 0.5 for _ in "qkv")
 
 
-def _numbers(qkv, scales) -> list[torch.Tensor]:
+def _dequantised(qkv, scales) -> list[torch.Tensor]:
     """What codes (B, T, H, D) under scales (B, Hkv) stand for, in float32."""
     groups = [t.float().unflatten(2, (s.shape[1], -1)) for t, s in zip(qkv, scales, strict=True)]
     return [(g * s[:, None, :, None, None]).flatten(2, 3) for g, s in zip(groups, scales, strict=True)]
@@ -31,7 +31,7 @@ def test_codes_mean_their_numbers_times_their_scales():
     qkv, scales = _codes()
     sink = torch.randn(4, generator=torch.Generator().manual_seed(1))
     out, lse, _ = op(*qkv, sink, None, None, *scales, **OPTIONS)
-    want, want_lse, _ = op(*_numbers(qkv, scales), sink, **OPTIONS)
+    want, want_lse, _ = op(*_dequantised(qkv, scales), sink, **OPTIONS)
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     assert torch.equal(out, want.bfloat16())
     torch.testing.assert_close(lse, want_lse)
@@ -53,7 +53,7 @@ def test_scales_of_other_dtypes_do_the_same(dtype):
     qkv, scales = _codes()
     wide = [t.to(dtype) for t in qkv]
     out = op(*wide, None, None, None, *scales, **OPTIONS)[0]
-    want = op(*(t.double() for t in _numbers(qkv, scales)), **OPTIONS)[0]
+    want = op(*(t.double() for t in _dequantised(qkv, scales)), **OPTIONS)[0]
     assert out.dtype == dtype
     # Scales are float32, whatever the dtype; seen 0.7 eps.
     near = max(torch.finfo(t).eps for t in (dtype, torch.float32)) * want.abs().max().item()
@@ -143,14 +143,14 @@ def test_wide_queries_over_codes_mean_the_numbers(dtype, paged):
 
 def test_caches_of_one_dtype_that_is_the_queries_or_e4m3():
     (q, k, v), scales = _codes()
-    for q_dtype, k_dtype, v_dtype, words in (
+    for q_dtype, k_dtype, v_dtype, message in (
         (torch.bfloat16, E4M3, torch.bfloat16, "sdpa_decode: v_cache is bf16, accepted: f8e4m3, the dtype of k_cache"),
         (torch.bfloat16, torch.bfloat16, E4M3, "sdpa_decode: v_cache is f8e4m3, accepted: bf16, the dtype of k_cache"),
         (torch.bfloat16, torch.float16, torch.float16, "sdpa_decode: k_cache is f16, accepted: f8e4m3, bf16"),
         (E4M3, torch.bfloat16, torch.bfloat16, "sdpa_decode: k_cache is bf16, accepted: f8e4m3"),
         (torch.bfloat16, torch.float8_e5m2, torch.float8_e5m2, "sdpa_decode: k_cache is f8e5m2, accepted: f8e4m3"),
     ):
-        with pytest.raises(TypeError, match=words):
+        with pytest.raises(TypeError, match=message):
             _decode(q[:, -1].to(q_dtype), k.to(k_dtype), v.to(v_dtype), scales)
 
 
