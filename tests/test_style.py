@@ -60,6 +60,7 @@ PENDING = (
             "sparse", "topk",
         )
     ),
+    "tests/kernels/metal_calls.py",
     "torch_attnkit/ops/sparse_fmha_with_swa/mps.py",
     "torch_attnkit/ops/sparse_fmha_with_swa/problem.py",
     *(

@@ -7,7 +7,7 @@ import torch
 
 from torch_attnkit import parity
 from torch_attnkit.core import Kernel, Op, dispatch
-from torch_attnkit.parity.case import together
+from torch_attnkit.parity.case import all_features
 from torch_attnkit.parity.judge import judge
 
 from ..test_head_sizes import NEW, PREFILL, added
@@ -29,7 +29,7 @@ def kept():
 @pytest.mark.parametrize("name", PREFILL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
 def test_one_entry_makes_every_op_right_at_that_size(name, dtype, kept):
-    """A shape of parity's with all features that go together, in the simulator."""
+    """A shape of parity's with all features that go all_features, in the simulator."""
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
     pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
     with added("sm90" if dtype.itemsize == 2 else "sm90 fp8") as ops:
@@ -41,6 +41,6 @@ def test_one_entry_makes_every_op_right_at_that_size(name, dtype, kept):
         assert len(rows) == 1
         shape = list(op.module("cases").PARITY)[-1]
         args, kwargs = parity.inputs(
-            op, shape, dtype, together(op, tuple(rows[0].features.split()))[0], (("D", 160), ("Dv", 160))
+            op, shape, dtype, all_features(op, tuple(rows[0].features.split()))[0], (("D", 160), ("Dv", 160))
         )
         judge(name, op, "sm90", args, args, kwargs)
