@@ -12,7 +12,7 @@ from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
-from torch_attnkit.kernels.grouped_gemm.sm100.config import TOKENS, Rows, by_scale, parts
+from torch_attnkit.kernels.grouped_gemm.sm100.config import TOKENS, QuantizedRow, bf16_parts, by_scale
 from torch_attnkit.kernels.grouped_gemm.sm100.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check
@@ -299,8 +299,8 @@ def test_the_workspace_does_not_grow_with_experts_times_tokens():
         assert few.x_rows == many.x_rows and few.h_rows == many.h_rows and few.x_rows[0] == 4 * 4096
         assert many.tiles == (4 * 4096 - 256) // TOKENS + 256 and few.tiles == (4 * 4096 - 8) // few.columns[0] + 8
     # Codes and scales of a row, padded to whole products and stages; behind those of h words and counters of a token.
-    assert Rows(2880, "nvfp4").nbytes == 1440 + 12 * 16 and Rows(96, "mxfp4").code_bytes == 64
-    assert Rows(256, "mxfp8").nbytes == 256 + 16
+    assert QuantizedRow(2880, "nvfp4").nbytes == 1440 + 12 * 16 and QuantizedRow(96, "mxfp4").code_bytes == 64
+    assert QuantizedRow(256, "mxfp8").nbytes == 256 + 16
     assert few.h_rows[1] == 960 + (16 + 4 * 24) // 2
     assert plan(problem(1, "mxfp4", "mxfp4"), 148).x_rows == (4, (1440 + 12 * 8) // 2)
     assert plan(problem(1, "mxfp4", "none"), 148).x_rows == (4, 2880)
@@ -336,4 +336,4 @@ def test_which_products_are_of_codes():
         ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "mxfp8"),
     ]  # fmt: skip
     assert plan(problem(8, "mxfp4", "mxfp8"), 148).code_alignment == 16  # 2880 numbers are no multiple of 128
-    assert parts("f16", "none") == 2 and parts("f16", "mxfp8") == parts("bf16", "none") == 1
+    assert bf16_parts("f16", "none") == 2 and bf16_parts("f16", "mxfp8") == bf16_parts("bf16", "none") == 1

@@ -76,7 +76,7 @@ def test_results_are_those_of_the_reference(name):
     choose(args[2])
     with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
         got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
-    assert len(launches) == 3  # sorting and both products: x and h are rounded on the way, totals behind the second
+    assert len(launches) == 3  # sorting and both products: x and h are rounded on the way, top-k sums behind the second
     reference = OPS["fp4_moe"].module("reference").reference
     double = [a.double() if isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 else a for a in args]
     check(f"fp4_moe {name}", got, reference(*args, **kwargs), reference(*double, **kwargs))

@@ -35,7 +35,7 @@ from .plan import ROWS, STEP_BYTES, Fp4Tile
 
 STORE_WARPS = 4
 _LOAD_WARP, _PRODUCT_WARP, _SCALE_WARP = 4, 5, 8  # the first of four
-_AT_ONCE = 16  # columns of sums that a thread has in registers
+_IN_FLIGHT = 16  # columns of sums that a thread has in registers
 
 
 class Coded(NamedTuple):
@@ -157,16 +157,16 @@ class Fp4GroupProducts:
             if warp >= _SCALE_WARP:
                 self._bring_scales(rows, columns, work, numbers, slots)
         tmem.before_sync()
-        self._meet()
+        self._sync()
         tmem.after_sync()
         if const_expr(self.c.slices > 1):
             self._total(mTokenGlobal, mFeatureGlobal, mOut, work.tile(work.first), slots)
-            self._meet()  # none may leave while the other reads its memory
+            self._sync()  # none may leave while the other reads its memory
         if warp == _PRODUCT_WARP:
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         """All threads of the cluster."""
         if const_expr(self.c.slices > 1):
             cute.arch.cluster_arrive()
@@ -363,7 +363,7 @@ class Fp4GroupProducts:
             tmem.after_sync()
             row = tile.row * ROWS + op.thread_index() % ROWS
             first = tmem.lanes(slots.sums.slot(done) * c.columns, warp)
-            count = const_expr(min(_AT_ONCE, c.columns))
+            count = const_expr(min(_IN_FLIGHT, c.columns))
             for at in cutlass.range(0, c.columns, count, unroll=1):
                 values = tmem.load(first + at, count)
                 tmem.await_loads()
@@ -382,7 +382,7 @@ class Fp4GroupProducts:
         c = self.c
         slots.sums.wait(Int32(0))
         tmem.after_sync()
-        count = const_expr(min(_AT_ONCE, c.columns))
+        count = const_expr(min(_IN_FLIGHT, c.columns))
         row_at = slots.sums_at + op.thread_index() % ROWS * 4
         for at in cutlass.range(0, c.columns, count, unroll=1):
             values = tmem.load(tmem.lanes(at, warp), count)

@@ -7,7 +7,7 @@ The blocks of a cluster have the same rows and a slice of K each, whose tokens s
 rows take its boxes in turns. All sums meet in shared memory: every block adds up some of the rows, in a fixed order. A
 lane reads the scales of its rows itself, ahead. No warp does nothing but load: of 16 warps a thread has 128
 registers, of 17 it has 96. What decoding gives is ``cuda/fp4_weights.py``, in the order of
-``grouped_gemm/sm90/rows.py``. ``fp4_few_codes.py`` has what is otherwise for up to 4 tokens;
+``grouped_gemm/permute_k.py``. ``fp4_few_codes.py`` has what is otherwise for up to 4 tokens;
 docs/kernels/batched_gemm.md has what limits it.
 """
 
@@ -27,12 +27,14 @@ from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.fp4_weights import LOWERED, both, both_of_two, decode, factors_of_e4m3, factors_of_e8m0
 from torch_attnkit.cuda.ring import Fixed, Ring
 
+from ...grouped_gemm.arguments import Matrices
+from ...grouped_gemm.config import SPAN
 from ...grouped_gemm.problem import BLOCK
-from ...grouped_gemm.sm90.arguments import Matrices
-from ...grouped_gemm.sm90.config import BOX, SPAN
-from ...grouped_gemm.sm90.mainloop import load_words, row_of
-from ...grouped_gemm.sm90.schedule import WorkTile
-from ...grouped_gemm.sm90.shared import ROW_BYTES, Loads
+from ...grouped_gemm.sm90.config import BOX
+from ...grouped_gemm.sm90.load_weights import ROW_BYTES, TmaLoads
+from ...grouped_gemm.sm90.mainloop_mma import row_of
+from ...grouped_gemm.weight_scales import load_words
+from ...grouped_gemm.work_tiles import WorkTile
 from .fp4_tokens import Tokens
 from .plan import FEW_BOX_ROWS, Few
 
@@ -43,7 +45,7 @@ _TOGETHER = 4  # spans that a quad loads before it decodes one
 
 
 @dataclass
-class Shared(Fixed):
+class Smem(Fixed):
     """A block's shared memory."""
 
     ring: Ring  # of the first 64 rows; the next rows' barriers follow
@@ -80,16 +82,16 @@ class Fp4FewTokens:
     def _box(self) -> cute.Layout:
         return cute.make_layout((FEW_BOX_ROWS, ROW_BYTES), stride=(ROW_BYTES, 1))
 
-    def _loads(self, codes: cute.Tensor) -> Loads:
+    def _loads(self, codes: cute.Tensor) -> TmaLoads:
         rows = cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=[1, 2, 0]))
         tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, self._box())
         load = cpasync.CopyBulkTensorTileG2SOp()
-        return Loads(*cpasync.make_tiled_tma_atom(load, rows, tile, (FEW_BOX_ROWS, ROW_BYTES)))
+        return TmaLoads(*cpasync.make_tiled_tma_atom(load, rows, tile, (FEW_BOX_ROWS, ROW_BYTES)))
 
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mScale: cute.Tensor, mOGlobal: cute.Tensor, mWeightGlobal: cute.Tensor,
-        weights: Matrices, loads: Loads, mOut: cute.Tensor,
+        weights: Matrices, loads: TmaLoads, mOut: cute.Tensor,
     ):  # fmt: skip
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -113,10 +115,10 @@ class Fp4FewTokens:
         self._multiply(rSum, mO, mScale, weights, loads, tile, first, boxes, shared, warp)
         cute.arch.barrier()  # sums stand where tokens stood
         self._leave(rSum, shared.tokens, warp)
-        self._meet()
+        self._sync()
         self._total(mOGlobal, mWeightGlobal, mOut, tile, slice_, shared.tokens)
         if const_expr(c.slices > 1):
-            self._meet()  # none may leave while others read its memory
+            self._sync()  # none may leave while others read its memory
 
     def _bring_near(self, weights: Matrices, tile: WorkTile, first: Int32) -> None:
         """What is worth bringing to L2 while the launch before ends."""
@@ -129,7 +131,7 @@ class Fp4FewTokens:
         """What sums are multiplied by in the end."""
         return 2.0 ** LOWERED[self.c.format]
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         """All threads of the cluster."""
         if const_expr(self.c.slices > 1):
             cute.arch.cluster_arrive()
@@ -147,19 +149,19 @@ class Fp4FewTokens:
             cute.arch.mbarrier_init(full + thread, 1)
             cute.arch.mbarrier_init(empty + thread, c.row_warps // c.teams)
         boxes = cute.append(self._box(), cute.make_layout(places, stride=FEW_BOX_ROWS * ROW_BYTES))
-        return Shared(
+        return Smem(
             ring=Ring(full, empty, c.stages),
             sW=memory.allocate_tensor(Uint8, boxes, 1024, swizzle=cute.make_swizzle(3, 4, 3)),
             tokens=memory.allocate(c.fixed_bytes, 1024).toint(),
         )
 
-    def _ring(self, shared: Shared, team: Any) -> Ring:
+    def _ring(self, shared: Smem, team: Any) -> Ring:
         """Of one of the 64 rows."""
         first = team * self.c.stages
         return Ring(shared.ring.full + first, shared.ring.empty + first, self.c.stages)
 
     @cute.jit
-    def _load(self, loads: Loads, tile: WorkTile, team: Int32, first: Int32, k: Int32, shared: Shared):
+    def _load(self, loads: TmaLoads, tile: WorkTile, team: Int32, first: Int32, k: Int32, shared: Smem):
         """The slice's ``k``-th box of a team's rows, when its stage is empty."""
         c, ring = self.c, self._ring(shared, team)
         gW = cute.local_tile(loads.rows[None, None, tile.expert], (FEW_BOX_ROWS, ROW_BYTES), (None, None))
@@ -170,8 +172,8 @@ class Fp4FewTokens:
 
     @cute.jit
     def _multiply(
-        self, rSum: cute.Tensor, mO: cute.Tensor, mScale: cute.Tensor, weights: Matrices, loads: Loads, tile: WorkTile,
-        first: Int32, boxes: Int32, shared: Shared, warp: Int32,
+        self, rSum: cute.Tensor, mO: cute.Tensor, mScale: cute.Tensor, weights: Matrices, loads: TmaLoads,
+        tile: WorkTile, first: Int32, boxes: Int32, shared: Smem, warp: Int32,
     ):  # fmt: skip
         """This warp's rows times all tokens, of its part of the block's slice of K: every so many-th box. The first
         warp of a team's part brings the part's first boxes, and others to where it has read one."""
@@ -216,7 +218,7 @@ class Fp4FewTokens:
     @cute.jit
     def _take(
         self, asked: Any, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32,
-        shared: Shared, warp: Int32,
+        shared: Smem, warp: Int32,
     ):  # fmt: skip
         """All tokens of the slice to shared memory. A quad of lanes has a span of a token at a time, and loads several
         before it decodes the first. There are ``tile.columns`` tokens."""
@@ -239,7 +241,7 @@ class Fp4FewTokens:
                         for w in cutlass.range_constexpr(4):
                             copies.store_words(at + 64 * w, words[w], cute.AddressSpace.smem)
 
-    def _operands(self, shared: Shared, count: Int32) -> Any:
+    def _operands(self, shared: Smem, count: Int32) -> Any:
         """What boxes are multiplied with. Here, where the lane reads of every 8 tokens, from the numbers on that are
         multiplied. Columns behind the last token repeat it: nobody stores their sums."""
         lane = cute.arch.lane_idx()
@@ -249,7 +251,7 @@ class Fp4FewTokens:
     @cute.jit
     def _multiply_box(
         self, rSum: cute.Tensor, rScale: list[cute.Tensor], operands: Any, box: Int32, local: Int32, k: Int32,
-        shared: Shared,
+        shared: Smem,
     ):  # fmt: skip
         """The slice's ``k``-th box, which is there. ``local``: the lane's first row of it."""
         for span in cutlass.range_constexpr(_SPANS):

@@ -26,12 +26,14 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.sm90.bulk_prefetch import prefetch_bulk
 
-from ...grouped_gemm.sm90.arguments import Matrices
-from ...grouped_gemm.sm90.config import BOX, SPAN
-from ...grouped_gemm.sm90.mainloop import load_words, row_of
-from ...grouped_gemm.sm90.schedule import WorkTile
-from ...grouped_gemm.sm90.shared import ROW_BYTES
-from .fp4_few import Fp4FewTokens, Shared
+from ...grouped_gemm.arguments import Matrices
+from ...grouped_gemm.config import SPAN
+from ...grouped_gemm.sm90.config import BOX
+from ...grouped_gemm.sm90.load_weights import ROW_BYTES
+from ...grouped_gemm.sm90.mainloop_mma import row_of
+from ...grouped_gemm.weight_scales import load_words
+from ...grouped_gemm.work_tiles import WorkTile
+from .fp4_few import Fp4FewTokens, Smem
 from .fp4_tokens import Tokens
 from .plan import Few
 
@@ -120,7 +122,7 @@ class Fp4FewCodes(Fp4FewTokens):
     @cute.jit
     def _take(
         self, asked: Any, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32,
-        shared: Shared, warp: Int32,
+        shared: Smem, warp: Int32,
     ):  # fmt: skip
         """At the places of products, between zeros where other lanes have codes; then scales."""
         c, (words, scales) = self.c, asked
@@ -185,7 +187,7 @@ class Fp4FewCodes(Fp4FewTokens):
             found = self.tokens.scale(mScale, group, token, block)
         return found
 
-    def _store_codes(self, shared: Shared, token: Int32, word: Int32, codes: Uint32) -> None:
+    def _store_codes(self, shared: Smem, token: Int32, word: Int32, codes: Uint32) -> None:
         """A token's word, in a column of its lane."""
         span, quarter, w = word // _WORDS, word % _WORDS // 4, word % 4
         pair, column = (Int32(0), w // 2) if self.paired else (token // 2, token % 2)
@@ -194,7 +196,7 @@ class Fp4FewCodes(Fp4FewTokens):
         for i, four in enumerate(_e4m3(codes)):
             self._put(at + ((2 * w + i) ^ column) * 16, four, Uint32)
 
-    def _operands(self, shared: Shared, count: Int32) -> Any:
+    def _operands(self, shared: Smem, count: Int32) -> Any:
         """Registers for a span of weights, and the tokens. Columns behind the last token are zeros."""
         mma = self._mma()
         part = mma.get_slice(cute.arch.thread_idx()[0] % 128).partition_B(self._columns(shared.tokens))
@@ -203,7 +205,7 @@ class Fp4FewCodes(Fp4FewTokens):
     @cute.jit
     def _multiply_box(
         self, rSum: cute.Tensor, rScale: list[cute.Tensor], operands: Any, box: Int32, local: Int32, k: Int32,
-        shared: Shared,
+        shared: Smem,
     ):  # fmt: skip
         (rA, tB), mma = operands, self._mma()
         rWords = cute.recast_tensor(rA, Uint32)
@@ -227,7 +229,7 @@ class Fp4FewCodes(Fp4FewTokens):
 
     def _add(
         self, rSum: cute.Tensor, rPart: list[cute.Tensor], rScale: list[cute.Tensor], span: int, place: Int32,
-        shared: Shared,
+        shared: Smem,
     ) -> None:  # fmt: skip
         """A span's sums of the lane's blocks, times their scales: first the weights', so that with scales within the
         limits of weights nothing overflows that a result does not. ``span`` is of the box, ``place`` of the slice."""

@@ -1,4 +1,4 @@
-"""Tokens' FP4 numbers to bf16, in the order of decoding (``grouped_gemm/sm90/rows.py``).
+"""Tokens' FP4 numbers to bf16, in the order of decoding (``grouped_gemm/permute_k.py``).
 
 Codes times scales have at most six significant bits, so bf16 holds them, whatever their exponents.
 """
@@ -18,8 +18,8 @@ from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.fp4_weights import decode
 from torch_attnkit.cuda.ring import Fixed
 
+from ...grouped_gemm.config import SPAN
 from ...grouped_gemm.problem import BLOCK
-from ...grouped_gemm.sm90.config import SPAN
 from ...grouped_gemm.sm90.permute import Spans
 
 _TWO_TO_126 = 0x7E807E80  # in bf16, twice: by which codes become their numbers

@@ -17,12 +17,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import copies, fp4
 from torch_attnkit.cuda.fp4_weights import LOWERED
 
-from ...grouped_gemm.sm90.arguments import Flags, Matrices
-from ...grouped_gemm.sm90.config import SPAN, WgmmaConfig
+from ...grouped_gemm.arguments import Flags, Matrices
+from ...grouped_gemm.config import SPAN
+from ...grouped_gemm.sm90.config import WgmmaConfig
+from ...grouped_gemm.sm90.epilogue_wgmma import WgmmaStore
+from ...grouped_gemm.sm90.kernel_wgmma import WgmmaGemm
 from ...grouped_gemm.sm90.permute import share_of_quads
-from ...grouped_gemm.sm90.results import Results
-from ...grouped_gemm.sm90.schedule import WorkTile
-from ...grouped_gemm.sm90.wgmma import Product
+from ...grouped_gemm.work_tiles import WorkTile
 from .fp4_tokens import Tokens
 
 _THREADS = 256
@@ -44,8 +45,8 @@ class Work(NamedTuple):
     row_tiles: Int32
     count: Int32
 
-    def tile(self, tensors: Tensors, turn: Int32) -> WorkTile:
-        unit = self.block + turn * self.blocks
+    def tile(self, tensors: Tensors, tile_idx: Int32) -> WorkTile:
+        unit = self.block + tile_idx * self.blocks
         tokens = Int32(tensors.out.shape[0])
         tiles = (tokens + tensors.columns - 1) // tensors.columns
         part = unit // self.row_tiles
@@ -53,7 +54,7 @@ class Work(NamedTuple):
         columns = cutlass.min(tokens - first, tensors.columns)
         return WorkTile(group, group * tokens + first, columns, unit % self.row_tiles)
 
-    def prefetch(self, tensors: Tensors, turn: Int32) -> None:
+    def prefetch(self, tensors: Tensors, tile_idx: Int32) -> None:
         """``tile`` reads no memory."""
 
 
@@ -65,7 +66,7 @@ def work(tensors: Tensors, row_tiles: Int32) -> Work:
     return Work(block, blocks, row_tiles, count)
 
 
-class Rounded(Results):
+class Rounded(WgmmaStore):
     """Results in 16 bits, where they belong. ``even``: two neighbouring features are stored at once."""
 
     def __init__(self, config: WgmmaConfig, even: bool):
@@ -108,7 +109,7 @@ class Fp4GroupProducts:
 
     def __init__(self, config: WgmmaConfig, tokens: Tokens, divisors: tuple[bool, bool], even: bool):
         self.c, self.tokens, self.divisors = config, tokens, divisors
-        self.product = Product(config, Rounded(config, even), work)
+        self.product = WgmmaGemm(config, Rounded(config, even), work)
 
     @cute.jit
     def __call__(

@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from torch_attnkit.cuda import fake
 
-from ...grouped_gemm.sm90.arguments import Matrices
+from ...grouped_gemm.arguments import Matrices
 from ...grouped_gemm.sm90.config import CODE_ALIGNMENT, WgmmaConfig
 from ..plan import CHUNK
 from .fp4_few import Fp4FewTokens

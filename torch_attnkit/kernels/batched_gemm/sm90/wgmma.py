@@ -131,7 +131,7 @@ class GroupProducts:
             for access in accesses:
                 cpasync.prefetch_descriptor(access.atom)
         cute.arch.mbarrier_init_fence()
-        self._meet()
+        self._sync()
         cute.arch.griddepcontrol_launch_dependents()
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         work = self._work(mOut)._replace(first=block // c.ctas, step=blocks // c.ctas)
@@ -142,7 +142,7 @@ class GroupProducts:
         else:
             self._consume(accesses, work, rank, steps, slots, warp)
         if const_expr(c.pair):
-            self._meet()  # neither block may leave while the other still writes to its memory
+            self._sync()  # neither block may leave while the other still writes to its memory
 
     def _slots(self, warp: Int32) -> Slots:
         c, memory = self.c, cutlass.memory.SmemAllocator()
@@ -157,7 +157,7 @@ class GroupProducts:
         )
         return Slots(Ring(made.full, made.empty, c.stages, c.pair), sW, sX, sOut)
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         """All threads of the block, or of both blocks of a pair."""
         if const_expr(self.c.pair):
             cute.arch.cluster_arrive()

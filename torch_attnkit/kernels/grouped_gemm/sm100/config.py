@@ -1,10 +1,11 @@
-"""What the kernels of Blackwell are compiled for, their warps and memories."""
+"""Compile-time configuration of the Blackwell kernels: warp roles, stages, columns of tensor memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import SPAN
 from ..problem import BLOCK
 
 TOKENS = 128  # of a work tile, the lanes of tensor memory
@@ -37,12 +38,12 @@ SUMS = 2  # buffers where weights are decoded
 ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
 UNPACKED_ALIGNMENT = 32  # if it makes bytes of codes, of 128 numbers at a time
 STAGES_AHEAD = 4  # stages whose scales a warp has on their way
-MARK_WORDS = 4  # that a row of h has of its token, see ``totals.py``
+TAG_WORDS = 4  # that a row of h has of its token, see ``reduce.py``
 
 
-def mark_bytes(hidden: int, row_tiles: int) -> int:
+def tag_bytes(hidden: int, row_tiles: int) -> int:
     """Behind the numbers of a row of h: of its token, and counters of results, one for each work tile's features."""
-    return -(-(MARK_WORDS + -(-hidden // (WEIGHT_ROWS * row_tiles))) // 4) * 16
+    return -(-(TAG_WORDS + -(-hidden // (WEIGHT_ROWS * row_tiles))) // 4) * 16
 
 
 def by_scale(format: str, activations: str) -> bool:
@@ -50,7 +51,7 @@ def by_scale(format: str, activations: str) -> bool:
     return format == activations or (format, activations) == ("mxfp4", "mxfp8")
 
 
-def parts(dtype: str, activations: str) -> int:
+def bf16_parts(dtype: str, activations: str) -> int:
     """Numbers of bf16 that each of a token's is the sum of, where weights are decoded: float16 has eleven bits, unless
     it is rounded to what codes stand for."""
     return 2 if dtype == "f16" and activations == "none" else 1
@@ -136,7 +137,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Rows:
+class QuantizedRow:
     """A row of quantised numbers in the workspace: codes, whole products' worth of them, then their scales, whole
     stages' worth. What is behind the last number is zero as far as a product reads."""
 
@@ -154,7 +155,6 @@ class Rows:
         return int(self.code_bytes + -(-scales // 16) * 16)
 
 
-SPAN = 128  # numbers of a row that a group of warps decodes at a time, and that a stage of tokens has
 SPANS = STAGE // SPAN
 DECODE_WARPS = 4 * SPANS  # of a group four, which each reach 32 lanes; every group has a span of a stage
 DECODED_PRODUCT_WARP = RESULT_WARPS + DECODE_WARPS
@@ -169,7 +169,7 @@ PITCH = WEIGHT_ROWS + 4  # words from a token's sums to the next: rows that are 
 
 
 @dataclass(frozen=True)
-class DecodedConfig(Config):
+class DequantConfig(Config):
     """One product of decoded weights. ``parts``: numbers of bf16 that each of a token's is the sum of."""
 
     parts: int = 1

@@ -1,4 +1,4 @@
-"""What to compile for routed experts on Blackwell."""
+"""What to compile for routed experts on Blackwell: sort and quantise, then two GEMMs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from cutlass import Int32
 
 from torch_attnkit.cuda import fake
 
-from ..sm90.arguments import Scalars, Tensors, arguments
-from .column_epilogue import ColumnActivation, ColumnResults
-from .config import MOST_ROW_TILES, TOKENS, UNPACKED_ALIGNMENT, WEIGHT_ROWS, Config, DecodedConfig, by_scale, parts
-from .decoded import DecodedProduct
-from .decoded_epilogue import DecodedActivation, DecodedResults
-from .decoded_prepare import SortAndPermute
-from .epilogue import Activation, Results
-from .prepare import SortAndQuantise
-from .product import Product
-from .totals import Totals
+from ..arguments import Scalars, Tensors, arguments
+from .config import (
+    MOST_ROW_TILES,
+    TOKENS,
+    UNPACKED_ALIGNMENT,
+    WEIGHT_ROWS,
+    Config,
+    DequantConfig,
+    bf16_parts,
+    by_scale,
+)
+from .epilogue import StoreEpilogue, SwigluEpilogue
+from .epilogue_swap_ab import DequantStore, DequantSwiglu, SwapAbStore, SwapAbSwiglu
+from .kernel_block_scaled import BlockScaledGemm
+from .kernel_dequant import DequantGemm
+from .permute import SortAndPermute, SortAndQuantize
+from .topk_reduce import TopkReduce
 
 
 class Experts:
@@ -59,23 +66,23 @@ def trace(
             )
             for paired, vector, warps, count in zip((True, False), scale_vectors, row_warps, together, strict=True)
         )  # fmt: skip
-        totals = Totals(rows, completed=False, any_warp=up.few)
+        reduce = TopkReduce(rows, completed=False, any_warp=up.few)
         made = Experts(
-            SortAndQuantise(activations, experts, totals.rows, each),
-            Product(up, ColumnActivation(activations) if up.few else Activation(activations)),
-            Product(down, ColumnResults(totals) if down.few else Results(totals)),
+            SortAndQuantize(activations, experts, reduce.rows, each),
+            BlockScaledGemm(up, SwapAbSwiglu(activations) if up.few else SwigluEpilogue(activations)),
+            BlockScaledGemm(down, SwapAbStore(reduce) if down.few else StoreEpilogue(reduce)),
         )
     else:
-        count = parts(dtype, activations)
+        count = bf16_parts(dtype, activations)
         up, down = (
-            DecodedConfig(format, paired, vector, activations, parts=count)
+            DequantConfig(format, paired, vector, activations, parts=count)
             for paired, vector in zip((True, False), scale_vectors, strict=True)
         )
-        totals = Totals(rows, completed=True, any_warp=True)
+        reduce = TopkReduce(rows, completed=True, any_warp=True)
         made = Experts(
-            SortAndPermute(activations, experts, count, totals.rows),
-            DecodedProduct(up, DecodedActivation(up)),
-            DecodedProduct(down, DecodedResults(totals)),
+            SortAndPermute(activations, experts, reduce.rows, count),
+            DequantGemm(up, DequantSwiglu(up)),
+            DequantGemm(down, DequantStore(reduce)),
         )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, code_alignment)
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))

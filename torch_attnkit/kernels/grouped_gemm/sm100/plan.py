@@ -1,4 +1,4 @@
-"""How routed experts are cut on Blackwell."""
+"""Tile shapes, clusters, grids and workspace of the routed experts on Blackwell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch_attnkit.core.spec import short
 
+from ..config import SPAN, experts_compiled
 from ..problem import BLOCK, Problem, Weights
 from .config import (
     BITS,
@@ -16,18 +17,15 @@ from .config import (
     PAIR,
     ROW_ALIGNMENT,
     ROW_BYTES,
-    SPAN,
     TOKENS,
     UNPACKED_ALIGNMENT,
     WEIGHT_ROWS,
-    Rows,
+    QuantizedRow,
+    bf16_parts,
     by_scale,
-    mark_bytes,
-    parts,
+    tag_bytes,
 )
 
-MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
-_LEAST_EXPERTS = 1 << 10
 _FEW = 16  # tokens of an expert up to which they are the columns of products, beside the rows of weights
 _MANY = 64  # tokens of an expert from which on work tiles have two row tiles
 _PAIRS = 256  # and from which on pairs of CTAs multiply them: fewer leave lanes of the pair empty
@@ -78,16 +76,16 @@ def plan(problem: Problem, sms: int) -> Plan:
     ]
     spans = p.tokens * -(-p.hidden // 32)
     if codes:
-        rows = [Rows(w.columns, p.activations).nbytes // 2 for w in (p.up, p.down)]
+        rows = [QuantizedRow(w.columns, p.activations).nbytes // 2 for w in (p.up, p.down)]
     else:
-        rows = [parts(short(p.dtype), p.activations) * w.columns for w in (p.up, p.down)]
+        rows = [bf16_parts(short(p.dtype), p.activations) * w.columns for w in (p.up, p.down)]
     return Plan(
-        experts=max(_LEAST_EXPERTS, 1 << (p.experts - 1).bit_length()),
+        experts=experts_compiled(p.experts),
         tiles=tiles,
         blocks=(min(sms, -(-spans // _PREPARE_UNITS)), *launched),
         counters=(1, 3 + p.experts),
         x_rows=(p.slots, rows[0]),
-        h_rows=(p.slots, rows[1] + mark_bytes(p.hidden, row_tiles) // 2),
+        h_rows=(p.slots, rows[1] + tag_bytes(p.hidden, row_tiles) // 2),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
         code_alignment=UNPACKED_ALIGNMENT if codes and p.activations == "mxfp8" else ROW_ALIGNMENT,
         columns=(columns, *(columns * n for n in other_tokens)),
@@ -115,5 +113,5 @@ def _vector(p: Problem, weights: Weights) -> int:
     steps = weights.scale_row, weights.scale_expert
     if p.scale_layout != "linear":
         return math.gcd(4, *steps)
-    numbers = ROW_BYTES * 8 // BITS[p.activations] if _by_scale(p) else SPAN
-    return math.gcd(numbers // BLOCK[p.format], weights.columns // BLOCK[p.format], *steps)
+    elements = ROW_BYTES * 8 // BITS[p.activations] if _by_scale(p) else SPAN
+    return math.gcd(elements // BLOCK[p.format], weights.columns // BLOCK[p.format], *steps)

@@ -1,13 +1,13 @@
-"""What the kernels of Hopper are compiled for, and their shared memory."""
+"""Compile-time configuration of the Hopper kernels, and their shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..config import BULK_ROWS
 from ..problem import BLOCK
 
 BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
-SPAN = 128  # numbers that a quad of lanes decodes at a time, 32 each: 16 bytes of a row
 WARP_ROWS = 16  # of a work tile
 CONSUMERS = 8  # warps that multiply
 CODES, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
@@ -15,13 +15,9 @@ COMBINERS = 2  # warps that add up tokens' results, of the second product, a wor
 FACTORS = 3  # warps that bring scales, a stage each in turn, as far as there are stages
 WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
 BOXES = 2  # of a stage that a consumer has: 32 KB of codes in all
-STRADDLING = 0  # rows of scales follow each other, and every other one begins in the middle of a word
-TOGETHER = -1  # the same, and those of a work tile come to shared memory by one copy or two
 MOST_BLOCKS = 96  # of such a row
 CODE_ALIGNMENT = 16  # of rows of codes, their starts and ends, that TMA takes
-ALIGNMENT = {STRADDLING: 4, TOGETHER: 16}  # of scales, in bytes; otherwise that of a load
 TILES = 4  # work tiles that are known ahead
-WARP_SLOTS = 64  # choices of experts at most that every block sorts for itself, by a warp
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
 _SHARED = 223 * 1024  # of a block, without barriers, work tiles and what sorts slots
@@ -34,7 +30,7 @@ TOKEN_BOX = 64  # numbers of a token that TMA brings at a time to a ring of its 
 _NARROW = 96
 LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
 SCALERS = 2  # these others, each with a part of the rows
-_WEIGHT_ROOM = ((96, 120 * 1024), (160, 60 * 1024), (256, 40 * 1024))  # by the most tokens of a work tile
+_WEIGHT_BUDGET = ((96, 120 * 1024), (160, 60 * 1024), (256, 40 * 1024))  # by the most tokens of a work tile
 _MOST_WEIGHT_STAGES = 4
 
 
@@ -130,7 +126,7 @@ class Config:
     @property
     def line_bytes(self) -> int:
         """Scales of a work tile as they are in device memory, where they come by copies."""
-        return self.rows * MOST_BLOCKS if self.scale_vector == TOGETHER else 0
+        return self.rows * MOST_BLOCKS if self.scale_vector == BULK_ROWS else 0
 
     @property
     def sum_bytes(self) -> int:
@@ -203,8 +199,8 @@ class WgmmaConfig(Config):
 
     @property
     def weight_stages(self) -> int:
-        room = next(room for most, room in _WEIGHT_ROOM if self.columns <= most)
-        return max(2, min(_MOST_WEIGHT_STAGES, room // (self.weight_bytes + self.factor_bytes)))
+        budget = next(budget for most, budget in _WEIGHT_BUDGET if self.columns <= most)
+        return max(2, min(_MOST_WEIGHT_STAGES, budget // (self.weight_bytes + self.factor_bytes)))
 
     @property
     def token_stages(self) -> int:

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch_attnkit.cuda import fake
 
-from .arguments import arguments
+from ..arguments import arguments
+from ..quantize_act import FAKE_QUANTIZE
 from .config import Config, WgmmaConfig
-from .experts import Experts
-from .rounding import ROUNDED
-from .wgmma import ManyTokens
+from .kernel_mma import MmaExperts
+from .kernel_wgmma import WgmmaExperts
 
 
 def trace(
@@ -25,7 +25,7 @@ def trace(
     )
     tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype, code_alignment)
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
-    made = Experts(up, down, experts, ROUNDED[activations], by_warp)
+    made = MmaExperts(up, down, experts, FAKE_QUANTIZE[activations], by_warp)
     return made, [tensors, x, scalars, prepare_blocks, blocks, stream]
 
 
@@ -43,6 +43,6 @@ def trace_wgmma(
     )
     tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, code_alignment)
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
-    return ManyTokens(up, down, experts, ROUNDED[activations]), [
+    return WgmmaExperts(up, down, experts, FAKE_QUANTIZE[activations]), [
         tensors, x, scalars, up_blocks, up_blocks, down_blocks, stream,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How routed experts are cut on Hopper."""
+"""Tile shapes, grids and workspace of the routed experts on Hopper."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import torch
 
 from torch_attnkit.core.spec import short
 
+from ..config import (
+    ALIGNMENT,
+    BULK_ROWS,
+    SPAN,
+    STRADDLING,
+    WARP_SLOTS,
+    experts_compiled,
+)  # fmt: skip
 from ..problem import BLOCK, Problem, Weights
 from .config import (
-    ALIGNMENT,
     BOX,
     BOXES,
     CODE_ALIGNMENT,
     CONSUMERS,
     MOST_BLOCKS,
     MOST_COLUMNS,
-    SPAN,
-    STRADDLING,
-    TOGETHER,
     WARP_ROWS,
-    WARP_SLOTS,
     WIDTHS,
     Config,
 )
 
-MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
-_LEAST_EXPERTS = 1 << 10
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
 # 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
-_ROOM = 1.5
+_HEADROOM = 1.5
 # Stages of weights that the start of a work tile costs as much time as. H200, 29 shapes and numbers of tokens of five
 # models with rows of 128, 64 and 32: in the mean 0.1 % over the fastest, at most 3 % (docs/lab/grouped_gemm.md).
 _START = 0.45
@@ -87,7 +88,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     if mean >= many and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
         widths, group, warps = next(kind for most, kind in _WGMMA if mean <= most)
         return _by_wgmma(p, widths, group, warps, sms)
-    wanted = min(p.tokens, _ROOM * mean)
+    wanted = min(p.tokens, _HEADROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
     row_warps = _row_warps(p, columns, tiles, sms)
@@ -100,7 +101,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         token_widths=(),
         group=0,
         columns=columns,
-        experts=_room_for(p.experts),
+        experts=experts_compiled(p.experts),
         tiles=tiles,
         blocks=(
             (not by_warp) + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
@@ -125,7 +126,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         token_widths=widths,
         group=group,
         columns=columns,
-        experts=_room_for(p.experts),
+        experts=experts_compiled(p.experts),
         tiles=tiles,
         blocks=(min(sms, -(-p.tokens * x_spans // 256)), *(min(sms, most) for most in units)),
         counters=(1, 3 + p.experts),
@@ -136,10 +137,6 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
         code_alignment=_code_alignment(p),
     )
-
-
-def _room_for(experts: int) -> int:
-    return max(_LEAST_EXPERTS, 1 << (experts - 1).bit_length())
 
 
 def _config(p: Problem, row_warps: int, columns: int) -> Config:
@@ -160,8 +157,8 @@ def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
     def stages(warps: int) -> float:
         """How many the busiest block has, of both products."""
         c = _config(p, warps, columns)
-        turns = lambda w: -(-tiles * -(-w.rows // c.rows) // sms)
-        return sum(turns(w) * (-(-w.columns // c.stage) + _START) for w in (p.up, p.down))
+        waves = lambda w: -(-tiles * -(-w.rows // c.rows) // sms)
+        return sum(waves(w) * (-(-w.columns // c.stage) + _START) for w in (p.up, p.down))
 
     # A work tile of the first product has whole blocks of features, where they are rounded. Many tokens leave no room
     # for stages of few rows.
@@ -184,7 +181,7 @@ def _few_vectors(p: Problem, config: Config) -> tuple[int, int]:
     """Those of both products for few tokens: rows of scales that no vector load takes come together, if those of both
     products are such and that costs no stage."""
     up, down = (_vector(p, w, False) for w in (p.up, p.down))
-    fits = replace(config, scale_vector=TOGETHER).stages == config.stages
+    fits = replace(config, scale_vector=BULK_ROWS).stages == config.stages
     if fits and up == down == STRADDLING and max(p.up.scale_row, p.down.scale_row) <= MOST_BLOCKS:
-        return TOGETHER, TOGETHER
+        return BULK_ROWS, BULK_ROWS
     return up, down

@@ -1,7 +1,7 @@
-"""What becomes of a work tile's sums by ``wgmma``: h in the order of experts, permuted, and the second product's
-results in that order.
+"""Epilogues of the ``wgmma`` kernel: h in the order of experts and in the K order of permute_k.py; the second GEMM's
+results in float32 in the order of experts.
 
-A lane has, of every 8 tokens, two neighbours, for a row of its warp and the one that is ``row_step`` further on.
+Of every 8 tokens a lane has two neighbours, for a row of its warp and the one ``row_step`` further on.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from cutlass import Float32, Int32, Int64
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 
-from .arguments import Scalars, Tensors, global_scale_of
-from .config import SPAN, WARP_ROWS, WgmmaConfig
-from .epilogue import Activation
-from .mainloop import load_words, row_of
-from .rows import permuted
-from .schedule import WorkTile
+from ..arguments import Scalars, Tensors, global_scale_of
+from ..config import SPAN
+from ..permute_k import permuted
+from ..weight_scales import load_words
+from ..work_tiles import WorkTile
+from .config import WARP_ROWS, WgmmaConfig
+from .epilogue_mma import SwigluEpilogue
+from .mainloop_mma import row_of
 
-_ROUNDED = 4  # groups of 8 tokens, one for each warp of a warpgroup
+_GROUPS = 4  # groups of 8 tokens, one for each warp of a warpgroup
 
 
-def _together(tokens: int) -> int:
+def _groups_in_flight(tokens: int) -> int:
     """Groups of 8 tokens whose activations may be computed side by side: more of them would spill registers."""
     return 4 if tokens <= 224 else 2
 
 
-class Permuted:
+class WgmmaSwiglu:
     """h = swiglu(gate, up), as ``permute.py`` has x.
 
     Of 8 features of a warp, the quads of lanes have such as stand together in h, 4 apart, in pairs, which become words.
@@ -39,7 +41,7 @@ class Permuted:
     row_step = 8
 
     def __init__(self, config: WgmmaConfig):
-        self.c, self.activation = config, Activation(config)
+        self.c, self.activation = config, SwigluEpilogue(config)
 
     def row(self, warp: Int32, lane: Int32) -> Int32:
         """The first row of a lane, in the box: that of gate; 8 further on is up."""
@@ -57,12 +59,12 @@ class Permuted:
         # A word of the transposed tile has the features q and q + 4 of the eight, q being lane % 4.
         span, c, w = eight // SPAN * SPAN, eight // 32 % 4, eight // 8 % 4
         row = tensors.h.stride[0]
-        place = tile.first + lane // 4
-        at = tensors.h.iterator.toint() + (Int64(place) * row + span + 32 * w + 8 * (lane % 4) + 2 * c) * 2
+        row_idx = tile.first + lane // 4
+        at = tensors.h.iterator.toint() + (Int64(row_idx) * row + span + 32 * w + 8 * (lane % 4) + 2 * c) * 2
         left = cutlass.select_(span < Int32(tensors.h.shape[1]), tile.columns - lane // 4, Int32(0))
-        for start in cutlass.range_constexpr(0, tokens // 8, _together(tokens)):
+        for start in cutlass.range_constexpr(0, tokens // 8, _groups_in_flight(tokens)):
             if tile.columns > 8 * start:
-                for group in cutlass.range_constexpr(start, min(start + _together(tokens), tokens // 8)):
+                for group in cutlass.range_constexpr(start, min(start + _groups_in_flight(tokens), tokens // 8)):
                     # Beyond the last feature are zeros, whatever the tokens hold: they meet weights that are zero.
                     h = [
                         cutlass.select_(feature < features, self.h(scalars, rSum, group, j, factor, bias), Float32(0.0))
@@ -80,7 +82,7 @@ class Permuted:
         return self.activation.swiglu(scalars, gate, up)
 
 
-class Rounded(Permuted):
+class WgmmaSwigluQuantize(WgmmaSwiglu):
     """The same, rounded as its codes would read. A warpgroup's 32 features are whole blocks: of 32 tokens at a time
     they meet in shared memory, from which a quad of lanes takes a token's."""
 
@@ -98,24 +100,24 @@ class Rounded(Permuted):
         feature = tile.row * self.c.features + local
         bias = self.activation.bias(tensors, scalars, tile, feature)
         sH = self._features(shared)
-        for start in cutlass.range_constexpr(0, tokens // 8, _ROUNDED):
+        for start in cutlass.range_constexpr(0, tokens // 8, _GROUPS):
             if tile.columns > 8 * start:
-                for i in cutlass.range_constexpr(min(_ROUNDED, tokens // 8 - start)):
+                for i in cutlass.range_constexpr(min(_GROUPS, tokens // 8 - start)):
                     for j in cutlass.range_constexpr(2):
                         h = self.h(scalars, rSum, start + i, j, factor, bias)
                         sH[8 * i + lane % 4 * 2 + j, local] = cutlass.select_(feature < features, h, Float32(0.0))
-                self._meet(warp)
+                self._sync(warp)
                 if tile.columns > 8 * (start + warp % 4):
                     self._round(tensors, scalars, tile, shared, 8 * (start + warp % 4) + lane // 4, warp, lane)
-                self._meet(warp)  # before the next tokens' features come
+                self._sync(warp)  # before the next tokens' features come
 
     def _features(self, shared: Int32) -> cute.Tensor:
         """(tokens, features)"""
         pointer = cute.make_ptr(Float32, shared, cute.AddressSpace.smem, assumed_align=16)
-        shape = (8 * _ROUNDED, self.c.features)
+        shape = (8 * _GROUPS, self.c.features)
         return cute.make_tensor(pointer, cute.make_layout(shape, stride=(self.c.result_pitch, 1)))
 
-    def _meet(self, warp: Int32) -> None:
+    def _sync(self, warp: Int32) -> None:
         """All of a warpgroup."""
         cute.arch.barrier(barrier_id=1 + warp // 4, number_of_threads=128)
 
@@ -125,7 +127,7 @@ class Rounded(Permuted):
     ):
         """A lane has 8 features of a token."""
         first = warp // 4 * 32 + lane % 4 * 8
-        at = shared + (token % (8 * _ROUNDED) * self.c.result_pitch + first) * 4
+        at = shared + (token % (8 * _GROUPS) * self.c.result_pitch + first) * 4
         rX = cute.make_rmem_tensor(8, Float32)
         for i in cutlass.range_constexpr(2):
             four = load_words(at + 16 * i, 4, Float32)
@@ -141,7 +143,7 @@ class Rounded(Permuted):
                 words[i] = op.pack(tensors.h.element_type, rX[i], rX[i + 4])
 
 
-class Results:
+class WgmmaStore:
     """The second product's results, with biases, in float32; a lane's two features are neighbours."""
 
     row_step = 1
@@ -167,8 +169,8 @@ class Results:
                 for part in cutlass.range_constexpr(2):
                     bias[part] = Float32(weights.bias[tile.expert, feature + part])
             row = tensors.partial.stride[0]
-            place = tile.first + lane % 4 * 2
-            at = tensors.partial.iterator.toint() + (Int64(place) * row + feature) * 4
+            row_idx = tile.first + lane % 4 * 2
+            at = tensors.partial.iterator.toint() + (Int64(row_idx) * row + feature) * 4
             left = tile.columns - lane % 4 * 2
             for group in cutlass.range_constexpr(tokens // 8):
                 for j in cutlass.range_constexpr(2):

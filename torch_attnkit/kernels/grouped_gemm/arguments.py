@@ -1,4 +1,4 @@
-"""The arguments of the experts' kernels, and stand-ins for them to compile with."""
+"""Arguments of the grouped GEMM kernels on every architecture, and fake tensors to compile with."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Tensors(NamedTuple):
     down: Matrices
     out: cute.Tensor  # (Tq, N)
     # (2 slots), by expert: slot t * K + k is the k-th choice of token t; behind them, of every tile of tokens, how many
-    # parts of h are there. By ``wgmma`` as in ``SortTogether``.
+    # parts of h are there. By ``wgmma`` as in ``SortByGrid``.
     order: cute.Tensor
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
-    h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``rows.py`` has it
+    h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``permute_k.py`` has it
     partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
-    count: cute.Tensor  # (Tq, row tiles), results of a token that have come, and tickets; or as in ``SortTogether``
+    count: cute.Tensor  # (Tq, row tiles), results of a token that have come, and tickets; or as in ``SortByGrid``
 
 
 class Flags(NamedTuple):

@@ -1,14 +1,17 @@
-"""Routed experts with FP4 weights for many tokens an expert on Hopper: weights are the first operand of ``wgmma``.
+"""Routed experts with FP4 weights on Hopper, many tokens an expert: a persistent grouped GEMM by ``wgmma``, swap-AB.
 
-    1 warp         weights of a stage by TMA, or where it takes no such rows by cp.async (codes.py)
-    1 warp         tokens by TMA, from rows in the order of experts (permute.py)
-    2 warps        scales of half of a stage's rows, turned into factors (factors.py)
-    8 or 12 warps  warpgroups of 64 rows: decode, multiply, and what becomes of the sums (results.py)
+    1 warp         weights of a stage by TMA, or by cp.async (load_weights.py)
+    1 warp         activations by TMA, from rows sorted by expert (permute.py)
+    2 warps        scales of half of a stage's rows each, to bf16 factors
+    8 or 12 warps  warpgroups of 64 rows: dequantise to registers (operand A), multiply, epilogue (epilogue_wgmma.py)
 
-Weights and tokens have a ring each. A work tile is multiplied by the narrowest ``wgmma`` that has room for its tokens:
-a branch for each width. While one group of steps over K is multiplied, the words of the next are decoded into the
-other of two sets of registers. The second product's weights are on their way while blocks of the first still run
-(programmatic dependent launch). docs/kernels/grouped_gemm.md has what limits it.
+    ring         producers (arrivals)                   consumers (arrivals)
+    weights      weights (1 by TMA, 32), scale warps 2     8 or 12 warps
+    tokens       activations 1                          8 or 12 warps
+
+A tile is multiplied by the narrowest ``wgmma`` that holds its tokens: a branch for each width. While one group of
+k-steps is multiplied, the next is decoded into the other of two register sets. The second GEMM's weights are in flight
+while CTAs of the first still run (PDL). docs/kernels/grouped_gemm.md has what limits it.
 """
 
 from __future__ import annotations
@@ -27,17 +30,26 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
-from .arguments import Flags, Matrices, Scalars, Tensors
-from .codes import await_copies, copy_codes
-from .config import BOX, LOADERS, SCALERS, SPAN, TOKEN_BOX, WgmmaConfig
-from .epilogue import raised
-from .factors import Factors, prefetch_biases
-from .mainloop import load_words
+from ..arguments import Flags, Matrices, Scalars, Tensors
+from ..config import SPAN
+from ..weight_scales import load_words
+from ..work_tiles import WorkTile, static_scheduler
+from .config import BOX, LOADERS, SCALERS, TOKEN_BOX, WgmmaConfig
+from .epilogue_mma import output_scale
+from .epilogue_wgmma import WgmmaStore, WgmmaSwiglu, WgmmaSwigluQuantize
+from .load_weights import (
+    ROW_BYTES,
+    ScaleLoader,
+    TmaLoads,
+    await_copies,
+    box_layout,
+    box_rows,
+    copy_codes,
+    prefetch_biases,
+    weight_tma,
+)
 from .permute import SortAndPermute
-from .results import Permuted, Results, Rounded
-from .schedule import WorkTile, work
-from .shared import ROW_BYTES, Loads, box_layout, box_rows, loads
-from .totals import Totals
+from .topk_reduce import TopkReduce
 
 _THREADS = 128  # of a warpgroup
 _STEP = 16  # numbers of a row that one ``wgmma`` takes
@@ -50,7 +62,7 @@ _SPANS = BOX // SPAN  # of a weights' stage
 
 
 @dataclass
-class Slots(Fixed):
+class WgmmaSmem(Fixed):
     """A block's shared memory: two rings."""
 
     weights: Ring  # a box, and its factors
@@ -65,7 +77,7 @@ class Slots(Fixed):
 class Consumer(Fixed):
     """What a lane has of the weights, and where it finds them."""
 
-    slots: Slots
+    slots: WgmmaSmem
     lane: Int32
     codes: Int32  # address of its first row's 16 bytes in the first stage
     factors: Int32  # and of that row's factors
@@ -75,7 +87,7 @@ class Consumer(Fixed):
     rWords: list[cute.Tensor]  # the same in words
 
 
-class Mainloop:
+class WgmmaMainloop:
     """``row_step``: rows from a lane's first to its second, 1, where the first are even, or 8."""
 
     def __init__(self, config: WgmmaConfig, row_step: int):
@@ -88,7 +100,7 @@ class Mainloop:
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
 
-    def consumer(self, slots: Slots, row: Int32) -> Consumer:
+    def consumer(self, slots: WgmmaSmem, row: Int32) -> Consumer:
         """``row``: of the box, the first of this lane's; the second is ``row_step`` further on."""
         lane, part = cute.arch.lane_idx(), self.c.scaler.rows
         mma = self.mma(self.c.columns)
@@ -123,7 +135,7 @@ class Mainloop:
             w.rFactors[r] = Uint32(load_words(factors + step * self.factor_bytes, 1, kind)[0])
 
     @cute.jit
-    def run(self, w: Consumer, tokens: cutlass.Constexpr, turns: Int32, n: Int32, m: Int32, last: cutlass.Boolean):
+    def run(self, w: Consumer, tokens: cutlass.Constexpr, k_tiles: Int32, n: Int32, m: Int32, last: cutlass.Boolean):
         """The sums of a work tile by ``wgmma`` of so many tokens, from fill n of the weights' ring on, whose first span
         is loaded, and m of the tokens'. Behind it comes the next work tile's, unless this is the ``last``."""
         c, mma = self.c, self.mma(tokens)
@@ -133,18 +145,18 @@ class Mainloop:
         rSum.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         stages = const_expr(token_stages(c))  # in a turn
-        for k in cutlass.range(turns, unroll=1):
-            end = k == turns - 1
+        for k in cutlass.range(k_tiles, unroll=1):
+            end = k == k_tiles - 1
             for span in cutlass.range_constexpr(c.spans):
                 self._span(w, mma, rSum, tB, span, n, m, k, end)
                 if const_expr(span + 1 < c.spans):
                     self.load(w, n + k, Int32(span + 1))
-            self._load_next(w, n, k, end, turns, last)
+            self._load_next(w, n, k, end, k_tiles, last)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()
         over = const_expr((c.spans * _STEPS - _SETS * c.group) // (_BOX_STEPS * c.token_boxes))  # were released
         for i in cutlass.range_constexpr(stages - over, 0, -1):
-            self._release(w, w.slots.tokens, m + stages * turns - i, True)
+            self._release(w, w.slots.tokens, m + stages * k_tiles - i, True)
         return rSum
 
     @cute.jit
@@ -188,29 +200,29 @@ class Mainloop:
             warpgroup.commit_group()
 
     @cute.jit
-    def _load_next(self, w: Consumer, n: Int32, k: Int32, end: cutlass.Boolean, turns: Int32, last: cutlass.Boolean):
+    def _load_next(self, w: Consumer, n: Int32, k: Int32, end: cutlass.Boolean, k_tiles: Int32, last: cutlass.Boolean):
         """The first span behind turn k; behind the very last, which nothing follows, one that is there."""
         none = cutlass.select_(end & last, Int32(1), Int32(0))
         if const_expr(self.c.spans == _SPANS):
             fill, span = n + k + 1 - none, Int32(0)
         else:
-            after = cutlass.select_(end, (turns + 1) // _SPANS * _SPANS, k + 1)
+            after = cutlass.select_(end, (k_tiles + 1) // _SPANS * _SPANS, k + 1)
             fill, span = n + after // _SPANS - none, after % _SPANS
         w.slots.weights.wait(fill)
         self.load(w, fill, span)
 
     def _release(self, w: Consumer, ring: Ring, fill: Int32, condition: Any) -> None:
         """What ``Ring.release`` does, where ``condition`` holds."""
-        mine = cutlass.select_((w.lane == 0) & condition, Int32(1), Int32(0))
-        memory_ops.arrive_if((ring.empty + ring.slot(fill)).toint(), mine)
+        predicate = cutlass.select_((w.lane == 0) & condition, Int32(1), Int32(0))
+        memory_ops.arrive_if((ring.empty + ring.slot(fill)).toint(), predicate)
 
-    def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, place: int, step: int) -> None:
+    def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, k_step: int, step: int) -> None:
         """The codes of a step, half a word of both rows, into its place of a set of registers."""
         word, half = step // 2, step % 2
         for r in range(2):
             pairs = decode(w.rCodes[word, r], factors[r][word // 2])[2 * half : 2 * half + 2]
             for i in range(2):
-                w.rWords[set_][(0, r, i), 0, place] = pairs[i]
+                w.rWords[set_][(0, r, i), 0, k_step] = pairs[i]
 
     def _pair(self, factors: Uint32) -> tuple[Uint32, Uint32]:
         """Of a row's 32 numbers, the first and the second 16."""
@@ -224,9 +236,9 @@ def token_stages(config: WgmmaConfig) -> int:
     return config.spans * SPAN // (config.token_boxes * TOKEN_BOX)
 
 
-def weight_fills(config: WgmmaConfig, turns: Int32) -> Int32:
+def weight_fills(config: WgmmaConfig, k_tiles: Int32) -> Int32:
     """Of the weights' ring in so many turns."""
-    return turns if config.spans == _SPANS else (turns + _SPANS - 1) // _SPANS
+    return k_tiles if config.spans == _SPANS else (k_tiles + _SPANS - 1) // _SPANS
 
 
 def tokens_layout(config: WgmmaConfig, tokens: int) -> cute.Layout:
@@ -238,15 +250,17 @@ def tokens_layout(config: WgmmaConfig, tokens: int) -> cute.Layout:
     )
 
 
-class Product:
-    """One product: its kernel, by roles. ``work``: what tells a block its work tiles, of ``tensors``, of which only
-    it and ``results`` know what they are. Without ``paired`` it is called before what the launch before wrote is there.
-    ``totals``: what consumers do behind their last work tile.
+class WgmmaGemm:
+    """The kernel of one GEMM, by warp roles. ``scheduler`` gives a CTA its tiles of ``tensors``, which only it and
+    ``results`` look into; without ``paired`` it is called before the launch before has written. ``reduce``: what
+    consumers do behind their last tile.
     """
 
-    def __init__(self, config: WgmmaConfig, results: Any, work: Any = work, totals: Totals | None = None):
-        self.c, self.results, self.work, self.totals = config, results, work, totals
-        self.mainloop, self.factors = Mainloop(config, results.row_step), Factors(config.scaler)
+    def __init__(
+        self, config: WgmmaConfig, results: Any, scheduler: Any = static_scheduler, reduce: TopkReduce | None = None
+    ):
+        self.c, self.results, self.scheduler, self.reduce = config, results, scheduler, reduce
+        self.mainloop, self.factors = WgmmaMainloop(config, results.row_step), ScaleLoader(config.scaler)
 
     @cute.jit
     def launch(
@@ -254,30 +268,32 @@ class Product:
         stream: Any,
     ):  # fmt: skip
         self.kernel(
-            tensors, flags, weights, scalars, loads(self.c, flags, weights) if self.c.by_tma else None,
+            tensors, flags, weights, scalars, weight_tma(self.c, flags, weights) if self.c.by_tma else None,
             self._token_loads(rows),
         ).launch(
             grid=[blocks, 1, 1], block=[self.c.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
             preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
-    def _token_loads(self, rows: cute.Tensor) -> list[Loads]:
+    def _token_loads(self, rows: cute.Tensor) -> list[TmaLoads]:
         """Of rows of tokens, (slots, columns), by width."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         made = []
         for tokens in self.c.token_widths:
             box = (tokens, TOKEN_BOX)
             tile = cute.tile_to_shape(atom, box, order=(0, 1))
-            made.append(Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, tile, box)))
+            made.append(TmaLoads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, tile, box)))
         return made
 
     @cute.kernel
-    def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: Loads, tokens: list[Loads]):
+    def kernel(
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: TmaLoads, tokens: list[TmaLoads]
+    ):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         slots = self._slots(memory, warp)
-        shares = self.totals.share(memory) if self.totals else None
+        shares = self.reduce.share(memory) if self.reduce else None
         if warp == c.row_warps:
             if const_expr(c.by_tma):
                 cpasync.prefetch_descriptor(codes.atom)
@@ -287,27 +303,27 @@ class Product:
             # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        share = self.work(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
-        turns = (Int32(weights.codes.shape[2]) * 2 + c.spans * SPAN - 1) // (c.spans * SPAN)
+        share = self.scheduler(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
+        k_tiles = (Int32(weights.codes.shape[2]) * 2 + c.spans * SPAN - 1) // (c.spans * SPAN)
         if warp < c.row_warps:
             cute.arch.setmaxregister_increase(_REGISTERS[c.row_warps][1])
-            if const_expr(self.totals is not None):
+            if const_expr(self.reduce is not None):
                 if cute.arch.thread_idx()[0] == 0:
-                    self.totals.begin(tensors)
-            self._consume(tensors, flags, weights, scalars, share, turns, slots, warp)
-            if const_expr(self.totals is not None):
-                self.totals.run(tensors, shares, warp)
+                    self.reduce.begin(tensors)
+            self._consume(tensors, flags, weights, scalars, share, k_tiles, slots, warp)
+            if const_expr(self.reduce is not None):
+                self.reduce.run(tensors, shares, warp)
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[c.row_warps][0])
             if warp == c.row_warps:
                 if const_expr(c.by_tma):
-                    self._load_codes(tensors, codes, share, turns, slots)
+                    self._load_codes(tensors, codes, share, k_tiles, slots)
                 else:
-                    self._copy_codes(tensors, flags, weights, share, turns, slots)
+                    self._copy_codes(tensors, flags, weights, share, k_tiles, slots)
             elif warp == c.row_warps + 1:
-                self._load_tokens(tensors, tokens, share, turns, slots)
+                self._load_tokens(tensors, tokens, share, k_tiles, slots)
             else:
-                self._load_factors(tensors, flags, weights, share, turns, slots, warp - c.row_warps - 2)
+                self._load_factors(tensors, flags, weights, share, k_tiles, slots, warp - c.row_warps - 2)
 
     @cute.jit
     def _slots(self, memory: Any, warp: Int32):
@@ -319,7 +335,7 @@ class Product:
         named = rings(memory, warp, table)
         boxes = cute.make_layout(c.weight_stages, stride=c.weight_bytes)
         swizzle = cute.make_swizzle(3, 4, 3)
-        return Slots(
+        return WgmmaSmem(
             weights=named["weights"],
             tokens=named["tokens"],
             sW=memory.allocate_tensor(Uint8, cute.append(box_layout(c), boxes), 1024, swizzle=swizzle),
@@ -329,25 +345,25 @@ class Product:
         )
 
     @cute.jit
-    def _load_codes(self, tensors: Any, codes: Loads, share: Any, turns: Int32, slots: Slots):
+    def _load_codes(self, tensors: Any, codes: TmaLoads, share: Any, k_tiles: Int32, slots: WgmmaSmem):
         c = self.c
         n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
             gW = cute.local_tile(codes.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, slots.sW, gW)
-            for k in cutlass.range(weight_fills(c, turns), unroll=1):
+            for k in cutlass.range(weight_fills(c, k_tiles), unroll=1):
                 full = slots.weights.acquire(n, c.weight_bytes)
                 cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, slots.weights.slot(n)], tma_bar_ptr=full)
                 n += 1
 
     @cute.jit
-    def _copy_codes(self, tensors: Any, flags: Flags, weights: Matrices, share: Any, turns: Int32, slots: Slots):
+    def _copy_codes(self, tensors: Any, flags: Flags, weights: Matrices, share: Any, k_tiles: Int32, slots: WgmmaSmem):
         """The same where rows start or end between those places that TMA takes."""
         n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
-            for k in cutlass.range(weight_fills(self.c, turns), unroll=1):
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
+            for k in cutlass.range(weight_fills(self.c, k_tiles), unroll=1):
                 full = slots.weights.await_empty(n)
                 box = slots.sW.iterator.toint() + slots.weights.slot(n) * self.c.weight_bytes
                 copy_codes(self.c, flags, weights, tile, k, box, full)
@@ -355,15 +371,15 @@ class Product:
         await_copies()
 
     @cute.jit
-    def _load_tokens(self, tensors: Any, loads: list[Loads], share: Any, turns: Int32, slots: Slots):
+    def _load_tokens(self, tensors: Any, loads: list[TmaLoads], share: Any, k_tiles: Int32, slots: WgmmaSmem):
         """Rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros: nobody looks at
         what they give."""
         c = self.c
         if const_expr(not c.paired):  # weights may come before h is there
             cute.arch.griddepcontrol_wait()
         m = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
             least = 0
             for i in cutlass.range_constexpr(len(c.token_widths)):
                 tokens = const_expr(c.token_widths[i])
@@ -372,25 +388,25 @@ class Product:
                     rows = cute.domain_offset((tile.first, 0), loads[i].rows)
                     gX = cute.local_tile(rows, (tokens, TOKEN_BOX), (0, None))
                     tXs, tXg = copies.tma_partition(loads[i].atom, 0, 1, sX, gX)
-                    for k in cutlass.range(turns * token_stages(c), unroll=1):
+                    for k in cutlass.range(k_tiles * token_stages(c), unroll=1):
                         full = slots.tokens.acquire(m + k, tokens * TOKEN_BOX * 2 * c.token_boxes)
                         for box in cutlass.range_constexpr(c.token_boxes):
                             tX = tXs[None, slots.tokens.slot(m + k) * c.token_boxes + box]
                             cute.copy(loads[i].atom, tXg[None, k * c.token_boxes + box], tX, tma_bar_ptr=full)
                 least = tokens
-            m += turns * token_stages(c)
+            m += k_tiles * token_stages(c)
 
     @cute.jit
     def _load_factors(
-        self, tensors: Any, flags: Flags, weights: Matrices, share: Any, turns: Int32, slots: Slots, part: Int32
+        self, tensors: Any, flags: Flags, weights: Matrices, share: Any, k_tiles: Int32, slots: WgmmaSmem, part: Int32
     ):
         """A part of the rows of every stage."""
         lane = cute.arch.lane_idx()
         target = slots.factors + part * self.c.scaler.factor_bytes
-        fills = weight_fills(self.c, turns)
+        fills = weight_fills(self.c, k_tiles)
         n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
             if part == 0:
                 prefetch_biases(self.c, flags, weights, tile, lane)
             for k in cutlass.range(fills, unroll=1):
@@ -406,41 +422,41 @@ class Product:
 
     @cute.jit
     def _consume(
-        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, turns: Int32,
-        slots: Slots, warp: Int32,
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, k_tiles: Int32,
+        slots: WgmmaSmem, warp: Int32,
     ):  # fmt: skip
         w = self.mainloop.consumer(slots, self.results.row(warp, cute.arch.lane_idx()))
         n, m = Int32(0), Int32(0)
         if share.count > 0:
             slots.weights.wait(n)
             self.mainloop.load(w, n, Int32(0))
-        for turn in cutlass.range(share.count, unroll=1):
+        for tile_idx in cutlass.range(share.count, unroll=1):
             # Known to be the same in all lanes, it takes none of their registers.
-            tile = WorkTile(*(cute.arch.make_warp_uniform(n) for n in share.tile(tensors, turn)))
-            last = turn == share.count - 1
+            tile = WorkTile(*(cute.arch.make_warp_uniform(n) for n in share.tile(tensors, tile_idx)))
+            last = tile_idx == share.count - 1
             # Before the sums: they leave a division few registers.
-            factor = raised(self.c, flags, weights, tile.expert)
+            factor = output_scale(self.c, flags, weights, tile.expert)
             least = 0
             for i in cutlass.range_constexpr(len(self.c.token_widths)):
                 tokens = const_expr(self.c.token_widths[i])
                 if (tile.columns > least) & (tile.columns <= tokens):
-                    rSum = self.mainloop.run(w, tokens, turns, n, m, last)
-                    share.prefetch(tensors, turn + 1)
+                    rSum = self.mainloop.run(w, tokens, k_tiles, n, m, last)
+                    share.prefetch(tensors, tile_idx + 1)
                     self.results.run(
                         tensors, scalars, rSum, tile, factor, tokens, slots.results, warp, op.thread_index() % 32
                     )  # fmt: skip
                 least = tokens
-            n += weight_fills(self.c, turns)
-            m += turns * token_stages(self.c)
+            n += weight_fills(self.c, k_tiles)
+            m += k_tiles * token_stages(self.c)
 
 
-class ManyTokens:
+class WgmmaExperts:
     """The launches of a call."""
 
     def __init__(self, up: WgmmaConfig, down: WgmmaConfig, experts: int, rounded: Any):
         self.begin = SortAndPermute(up.columns, experts, rounded, up.token_vector)
-        self.up = Product(up, Permuted(up) if rounded is None else Rounded(up, rounded))
-        self.down = Product(down, Results(down), totals=Totals(down.row_warps))
+        self.up = WgmmaGemm(up, WgmmaSwiglu(up) if rounded is None else WgmmaSwigluQuantize(up, rounded))
+        self.down = WgmmaGemm(down, WgmmaStore(down), reduce=TopkReduce(down.row_warps))
 
     @cute.jit
     def __call__(

@@ -1,8 +1,8 @@
-"""The order in which rows of tokens are multiplied: that in which a word's codes are decoded.
+"""K order of activations: that in which a packed word of FP4 weights is decoded.
 
-Number ``32 c + 8 w + 4 b + q`` of 128 stands at ``32 w + 8 q + 2 c + b``, so that the words that lane c of a quad
-decodes from 16 bytes of codes meet its part of eight steps over K, by ``mma.sync`` as by ``wgmma`` (PTX ISA, "Matrix
-fragments for mma.m16n8k16" and "for wgmma.mma_async.m64nNk16").
+Element ``32 c + 8 w + 4 b + q`` of 128 stands at ``32 w + 8 q + 2 c + b``, so that the words that lane c of a quad
+decodes from 16 bytes of packed weights meet its part of eight k-steps, by ``mma.sync`` as by ``wgmma`` (PTX ISA,
+"Matrix fragments for mma.m16n8k16" and "for wgmma.mma_async.m64nNk16").
 """
 
 from __future__ import annotations

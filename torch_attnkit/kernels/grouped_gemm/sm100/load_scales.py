@@ -1,4 +1,4 @@
-"""Scales of a stage: rows of either layout to the tiles of tensor memory (``cuda/sm100/block_scaled.py``)."""
+"""Block scales of a stage, from rows of either layout to tiles of tensor memory (``cuda/sm100/block_scaled.py``)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Ring
 from torch_attnkit.cuda.sm100 import block_scaled
 
-from ..sm90.arguments import Flags, Matrices
-from ..sm90.factors import Factors
-from ..sm90.schedule import WorkTile
-from .config import FEATURES, SCALE_WARPS, STAGES_AHEAD, WEIGHT_ROWS, Config, Rows
-from .pairs import Group
+from ..arguments import Flags, Matrices
+from ..weight_scales import WeightScales
+from ..work_tiles import WorkTile
+from .cluster import Cluster
+from .config import FEATURES, SCALE_WARPS, STAGES_AHEAD, WEIGHT_ROWS, Config, QuantizedRow
 
 
 @dataclass(frozen=True)
-class Row:
-    """Rows of a lane, 32 of them in a warp, for ``Factors``, which reads rows of scales of either layout."""
+class ScaleRows:
+    """Rows of a lane, 32 of them in a warp, for ``WeightScales``, which reads rows of scales of either layout."""
 
     scales: int
     block: int
@@ -30,36 +30,36 @@ class Row:
     rows: int = 32
 
 
-class Scales:
+class ScaleLoader:
     """``SCALE_WARPS`` warps: a lane has a row of tokens and one of each row tile of weights. Rows of tokens that a work
     tile does not have get zeros, and those of weights beyond the last the last one's: nobody looks at what they
     give."""
 
     def __init__(self, config: Config):
         self.c = config
-        self.weights = Factors(Row(config.scales, config.block, config.scale_vector, 32 * config.row_tiles))
+        self.weights = WeightScales(ScaleRows(config.scales, config.block, config.scale_vector, 32 * config.row_tiles))
         self.words = config.scales // 4
 
     @cute.jit
     def run(
-        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, share: Any, turns: Int32, ring: Ring,
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, share: Any, k_tiles: Int32, ring: Ring,
         shared: Int32, part: Int32,
     ):  # fmt: skip
         """``shared``: the first stage's scales, those of tokens and then those of weights."""
         c, lane = self.c, cute.arch.lane_idx()
         row = part * 32 + lane
-        place = shared + lane * 16 + part * 4
-        codes = Rows(Int32(weights.codes.shape[2]) * 2, c.activations).code_bytes
+        offset = shared + lane * 16 + part * 4
+        codes = QuantizedRow(Int32(weights.codes.shape[2]) * 2, c.activations).code_bytes
         n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
             starts = [row_scales(c, flags, weights, row_tile(c, tile, i), row) for i in range(c.row_tiles)]
             line = rows.iterator.toint() + Int64(tile.first + row) * rows.stride[0] * 2 + codes
-            for first in cutlass.range(0, turns, STAGES_AHEAD, unroll=1):
+            for first in cutlass.range(0, k_tiles, STAGES_AHEAD, unroll=1):
                 of_tokens = copies.fragments(STAGES_AHEAD, self.words, Uint32)
                 of_weights = [copies.fragments(c.row_tiles, self.words, Uint32) for _ in range(STAGES_AHEAD)]
                 for i in cutlass.range_constexpr(STAGES_AHEAD):
-                    if first + i < turns:
+                    if first + i < k_tiles:
                         self._read(flags, weights, tile, starts, first + i, of_weights[i])
                         of_tokens[i].fill(0)
                         if row < tile.columns:
@@ -67,9 +67,9 @@ class Scales:
                             source = cute.make_ptr(Uint32, at, cute.AddressSpace.gmem, assumed_align=min(c.scales, 8))
                             copies.load(source, of_tokens[i])
                 for i in cutlass.range_constexpr(STAGES_AHEAD):
-                    if first + i < turns:
-                        self._store(of_tokens[i], of_weights[i], ring, n + first + i, place)
-            n += turns
+                    if first + i < k_tiles:
+                        self._store(of_tokens[i], of_weights[i], ring, n + first + i, offset)
+            n += k_tiles
 
     def _read(
         self, flags: Flags, weights: Matrices, tile: WorkTile, starts: list[Any], k: Int32, rS: list[cute.Tensor]
@@ -78,9 +78,9 @@ class Scales:
             target.store(words.load())
 
     @cute.jit
-    def _store(self, tokens: cute.Tensor, weights: list[cute.Tensor], ring: Ring, fill: Int32, place: Int32):
+    def _store(self, tokens: cute.Tensor, weights: list[cute.Tensor], ring: Ring, fill: Int32, offset: Int32):
         full = ring.await_empty(fill)
-        at = place + ring.slot(fill) * self.c.stage_scales
+        at = offset + ring.slot(fill) * self.c.stage_scales
         for i, words in enumerate([tokens, *weights]):
             for j in range(self.words):
                 to = at + i * self.c.scale_bytes + j * block_scaled.TILE_BYTES
@@ -89,7 +89,7 @@ class Scales:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            Group(self.c).arrive(full)
+            Cluster(self.c).arrive(full)
 
 
 def row_tile(config: Config, tile: WorkTile, i: int | Int32) -> WorkTile:

@@ -1,18 +1,17 @@
-"""From choices to work: slots in the order of their experts, and the work tiles of each expert.
+"""Work tiles of a grouped GEMM: slots sorted by expert, each expert's tokens cut into tiles; a static scheduler.
 
-One block, or all blocks together where slots are many, or a warp of every block where they are few, counts the choices
-of every expert, adds the counts up, and puts every slot where the next one of its expert goes. In which order an
-expert's slots come changes no result, and is left to chance unless a warp sorts: a token's sums do not depend on what
-else is in its work tile.
+A counting sort: histogram of experts, prefix sum, scatter. One CTA does it, or all CTAs together where slots are many,
+or a warp of every CTA where they are few. The order of an expert's slots is left to atomics unless a warp sorts: no
+result depends on it, since a token's sums do not depend on what else is in its tile.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
@@ -21,7 +20,7 @@ from torch_attnkit.cuda.ring import Fixed
 from .arguments import Tensors, chosen
 from .config import WARP_SLOTS
 
-_AT_ONCE = 8  # slots whose choices a thread has on their way
+_IN_FLIGHT = 8  # slots whose choices a thread has on their way
 
 
 class Sort:
@@ -41,24 +40,24 @@ class Sort:
         for e in cutlass.range(thread, experts, self.threads, unroll=1):
             sCount[e] = Int32(0)
         cute.arch.barrier()
-        for first in cutlass.range(thread, slots, self.threads * _AT_ONCE, unroll=1):
+        for first in cutlass.range(thread, slots, self.threads * _IN_FLIGHT, unroll=1):
             for e in self._choices(tensors, first, slots, top_k):
                 if e >= 0:
                     cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
         cute.arch.barrier()
         self.tiles(tensors, sCount, sSum, thread, experts, cutlass.Boolean(True))
         cute.arch.barrier()
-        for first in cutlass.range(thread, slots, self.threads * _AT_ONCE, unroll=1):
+        for first in cutlass.range(thread, slots, self.threads * _IN_FLIGHT, unroll=1):
             for i, e in enumerate(self._choices(tensors, first, slots, top_k)):
-                place = Int32(-1)
+                dest = Int32(-1)
                 if e >= 0:
-                    place = cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
-                if place >= 0:
-                    tensors.order[place] = first + i * self.threads
+                    dest = cute.arch.atomic_add(sCount.iterator + e, Int32(1), sem="relaxed", scope="cta")
+                if dest >= 0:
+                    tensors.order[dest] = first + i * self.threads
 
     def _choices(self, tensors: Tensors, first: Int32, slots: Int32, top_k: Int32) -> list[Int32]:
         """The experts of every ``self.threads``-th slot from ``first`` on, -1 beyond the last."""
-        at = [cutlass.min(first + i * self.threads, slots - 1) for i in range(_AT_ONCE)]
+        at = [cutlass.min(first + i * self.threads, slots - 1) for i in range(_IN_FLIGHT)]
         experts = [chosen(tensors, slot // top_k, slot % top_k) for slot in at]
         return [cutlass.select_(first + i * self.threads < slots, e, Int32(-1)) for i, e in enumerate(experts)]
 
@@ -129,9 +128,9 @@ class SortByWarp(Fixed):
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
         slots = Int32(tensors.indices.shape[0]) * top_k
-        mine = [lane + 32 * i for i in range(self._EACH)]
+        lane_slots = [lane + 32 * i for i in range(self._EACH)]
         experts = []
-        for slot in mine:
+        for slot in lane_slots:
             known = cutlass.min(slot, slots - 1)
             e = chosen(tensors, known // top_k, known % top_k)
             experts.append(cutlass.select_(slot < slots, e, Int32(-1)))
@@ -141,7 +140,7 @@ class SortByWarp(Fixed):
             e = self._of(experts, other)
             same = [self._one(x == e) for x in experts]
             count = [n + x for n, x in zip(count, same, strict=True)]
-            rank = [n + self._one(other < slot) * x for n, slot, x in zip(rank, mine, same, strict=True)]
+            rank = [n + self._one(other < slot) * x for n, slot, x in zip(rank, lane_slots, same, strict=True)]
             first = [n + self._one((e >= 0) & (e < x)) for n, x in zip(first, experts, strict=True)]
         tiles = [(n + self.columns - 1) // self.columns for n in count]  # of the slot's expert
         begins = [
@@ -150,13 +149,13 @@ class SortByWarp(Fixed):
         before, total = [Int32(0)] * self._EACH, Int32(0)
         for other in cutlass.range(slots, unroll=1):
             e, n = self._of(experts, other), self._of(begins, other)
-            before = [x + self._one(e < mine_) * n for x, mine_ in zip(before, experts, strict=True)]
+            before = [x + self._one(e < expert) * n for x, expert in zip(before, experts, strict=True)]
             total += n
         if lane == 0:
             self.sTiles[0, 0] = total
         for i in cutlass.range_constexpr(self._EACH):
             if experts[i] >= 0:
-                self.sOrder[first[i] + rank[i]] = mine[i]
+                self.sOrder[first[i] + rank[i]] = lane_slots[i]
             for tile in cutlass.range(begins[i], unroll=1):
                 # As many tokens each, or one more.
                 size, more = count[i] // tiles[i], count[i] % tiles[i]
@@ -177,7 +176,7 @@ class SortByWarp(Fixed):
         return cutlass.select_(condition, Int32(1), Int32(0))
 
 
-class SortTogether:
+class SortByGrid:
     """By all blocks. ``order`` has the place of every slot, -1 for a choice of no expert, and behind these every slot's
     number among those of its expert.
 
@@ -216,7 +215,7 @@ class SortTogether:
         cute.arch.barrier()
         first, step = block * self.threads + thread, cute.arch.grid_dim()[0] * self.threads
         for slot in cutlass.range(first, slots, step, unroll=1):
-            tensors.order[slot] = self.place(tensors, sFirst, slot)
+            tensors.order[slot] = self.dest_row(tensors, sFirst, slot)
         return sFirst
 
     @cute.jit
@@ -247,23 +246,57 @@ class SortTogether:
         return sTaken[0]
 
     @cute.jit
-    def place(self, tensors: Tensors, sFirst: cute.Tensor, slot: Int32):
+    def dest_row(self, tensors: Tensors, sFirst: cute.Tensor, slot: Int32):
         """-1 for a choice of no expert."""
         top_k = Int32(tensors.indices.shape[1])
         slots = Int32(tensors.indices.shape[0]) * top_k
-        place, e = Int32(-1), chosen(tensors, slot // top_k, slot % top_k)
+        dest, e = Int32(-1), chosen(tensors, slot // top_k, slot % top_k)
         if e >= 0:
-            place = sFirst[e] + tensors.order[slots + slot]
-        return place
+            dest = sFirst[e] + tensors.order[slots + slot]
+        return dest
 
     @cute.jit
     def end(self, tensors: Tensors):
         """The last block to come here sets all counters back."""
         thread, last = cute.arch.thread_idx()[0], Int32(0)
         if thread == 0:
-            come = op.add_acq_rel(tensors.count.iterator.toint() + 4 * self._THROUGH, Int32(1))
-            last = cutlass.select_(come == cute.arch.grid_dim()[0] - 1, Int32(1), Int32(0))
+            arrived = op.add_acq_rel(tensors.count.iterator.toint() + 4 * self._THROUGH, Int32(1))
+            last = cutlass.select_(arrived == cute.arch.grid_dim()[0] - 1, Int32(1), Int32(0))
         if op.any_of_threads(last, 0, self.threads) != 0:
             counters = Int32(tensors.up.codes.shape[0]) + self._COUNTS
             for i in cutlass.range(thread, counters, self.threads, unroll=1):
                 tensors.count[0, i] = Int32(0)
+
+
+class WorkTile(NamedTuple):
+    expert: Int32
+    first: Int32  # place of its first token in the order of experts
+    columns: Int32  # tokens
+    row: Int32  # number of its rows' tile
+
+
+class StaticScheduler(NamedTuple):
+    """A block's share: every ``blocks``-th tile, of which those of an expert follow each other."""
+
+    block: Int32
+    blocks: Int32
+    row_tiles: Int32
+    count: Int32
+
+    def tile(self, tensors: Tensors, tile_idx: Int32) -> WorkTile:
+        unit = self.block + tile_idx * self.blocks
+        line = 1 + unit // self.row_tiles
+        expert, first, columns = (tensors.tiles[line, i] for i in range(3))
+        return WorkTile(expert, first, columns, unit % self.row_tiles)
+
+    def prefetch(self, tensors: Tensors, tile_idx: Int32) -> None:
+        """Bring what ``tile`` reads near; beyond the last turn, the last's."""
+        unit = self.block + cutlass.min(tile_idx, self.count - 1) * self.blocks
+        memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(1 + unit // self.row_tiles) * 16)
+
+
+def static_scheduler(tensors: Tensors, row_tiles: Int32) -> StaticScheduler:
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    units = tensors.tiles[0, 0] * row_tiles
+    count = cutlass.max((units - block + blocks - 1) // blocks, Int32(0))
+    return StaticScheduler(block, blocks, row_tiles, count)

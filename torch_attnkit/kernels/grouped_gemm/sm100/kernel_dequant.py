@@ -1,13 +1,19 @@
-"""One product of routed experts on Blackwell for tokens of 16 bits: weights are decoded on the way.
+"""Persistent grouped GEMM on Blackwell for 16-bit activations: weights dequantised to tensor memory, swap-AB.
 
-    1 warp    weights of a stage by TMA, 256 numbers of 128 rows; of the second product before h is there
+    1 warp    weights of a stage by TMA, 256 elements of 128 rows; of the second GEMM before h is written
     8 warps   two groups, each with half of a stage: a row a lane, decoded to bf16, to tensor memory
-    1 warp    tokens by TMA, 32 rows at a time, as many as the work tile has
-    1 warp    multiplies: weights' rows are the lanes of tensor memory, tokens the columns, as many as there are
-    4 warps   what becomes of the sums (decoded_epilogue.py), while the next work tile is multiplied
+    1 warp    activations by TMA, 32 rows at a time, as many as the tile has
+    1 warp    MMA: weights' rows are the lanes of tensor memory, tokens the columns, as many as there are
+    4 warps   epilogue (epilogue_swap_ab.py), while the next tile is multiplied
 
-Weights and their decoding are those of ``cuda/fp4_weights.py``; rows of tokens are in its order of numbers. A number of
-float16 is the sum of two of bf16, and multiplied in two parts.
+    ring      producers (arrivals)   consumers (arrivals)
+    weights   TMA 1                  8 decoding warps
+    tokens    TMA 1                  tcgen05.commit 1
+    decoded   4 decoding warps       tcgen05.commit 1
+    sums      tcgen05.commit 1       4 epilogue warps
+
+Decoding is that of ``cuda/fp4_weights.py``; rows of activations are in its order of elements. A float16 activation is
+the sum of two bf16, multiplied one after the other.
 """
 
 from __future__ import annotations
@@ -31,10 +37,10 @@ from torch_attnkit.cuda.fp4_weights import (
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import decoded_product, tmem
 
-from ..sm90.arguments import Flags, Matrices
-from ..sm90.factors import Factors
-from ..sm90.mainloop import load_words
-from ..sm90.schedule import work
+from ..arguments import Flags, Matrices
+from ..config import SPAN
+from ..weight_scales import WeightScales, load_words
+from ..work_tiles import static_scheduler
 from .config import (
     CHUNK,
     DECODED_PRODUCT_WARP,
@@ -44,7 +50,6 @@ from .config import (
     DECODED_WEIGHT_WARP,
     RESULT_WARPS,
     ROW_BYTES,
-    SPAN,
     SPAN_COLUMNS,
     SPANS,
     STAGES_AHEAD,
@@ -54,11 +59,11 @@ from .config import (
     TOKENS,
     WEIGHT_ROWS,
     WEIGHT_STAGES,
-    DecodedConfig,
+    DequantConfig,
 )
 from .epilogue import factor_of
-from .product import Loads, await_work_tiles, begin, swizzled, weight_loads
-from .scales import Row, row_scales, weight_row
+from .kernel_block_scaled import TmaLoads, await_work_tiles, begin, swizzled, weight_tma
+from .load_scales import ScaleRows, row_scales, weight_row
 
 _STAGE_BYTES = WEIGHT_ROWS * ROW_BYTES
 _BOX_BYTES = TOKEN_BOX * ROW_BYTES
@@ -69,7 +74,7 @@ _CHUNK = 32  # numbers of 16 bytes of codes
 
 
 @dataclass
-class Shared(Fixed):
+class DequantSmem(Fixed):
     """A block's shared memory, and the rings of tensor memory."""
 
     weights: Ring
@@ -81,12 +86,12 @@ class Shared(Fixed):
     results: Int32  # address of what ``results`` needs
 
 
-class DecodedProduct:
+class DequantGemm:
     """The kernel, by roles. ``results``: what becomes of the sums."""
 
-    def __init__(self, config: DecodedConfig, results: Any):
+    def __init__(self, config: DequantConfig, results: Any):
         self.c, self.results = config, results
-        self.factors = Factors(Row(config.span_scales, config.block, config.scale_vector))
+        self.factors = WeightScales(ScaleRows(config.span_scales, config.block, config.scale_vector))
         self.lowered = 2.0 ** LOWERED[config.format]
 
     @cute.jit
@@ -96,10 +101,10 @@ class DecodedProduct:
     ):  # fmt: skip
         """``rows``: x or h, (slots, parts of numbers)."""
         self.kernel(
-            tensors, flags, weights, scalars, weight_loads(self.c, flags, weights), self._token_loads(weights, rows)
+            tensors, flags, weights, scalars, weight_tma(self.c, flags, weights), self._token_loads(weights, rows)
         ).launch(grid=[blocks, 1, 1], block=[DECODED_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
-    def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> Loads:
+    def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> TmaLoads:
         """(slots, numbers, parts)."""
         columns = weights.codes.shape[2] * 2
         layout = cute.make_layout(
@@ -107,19 +112,19 @@ class DecodedProduct:
         )
         tensor, box = cute.make_tensor(rows.iterator, layout), (TOKEN_BOX, decoded_product.BOX)
         tile = swizzled(cute.make_layout(box, stride=(decoded_product.BOX, 1)))
-        return Loads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
+        return TmaLoads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
 
     @cute.kernel
-    def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: Loads, tokens: Loads):
+    def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: TmaLoads, tokens: TmaLoads):
         await_work_tiles(self.c)
         # Of gate and up a work tile has half of its rows each.
-        share = work(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
+        share = static_scheduler(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
         if share.count > 0:
             self._roles(tensors, flags, weights, scalars, codes, tokens, share)
 
     @cute.jit
     def _roles(
-        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: Loads, tokens: Loads, share: Any
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: TmaLoads, tokens: TmaLoads, share: Any
     ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         s = self._shared(warp)
@@ -169,7 +174,7 @@ class DecodedProduct:
         )
         shape, steps = self.c.box_layout
         stages = cute.make_layout(WEIGHT_STAGES, stride=_STAGE_BYTES)
-        s = Shared(
+        s = DequantSmem(
             **named,
             sX=memory.allocate_tensor(BFloat16, boxes, 1024, swizzle=swizzle),
             sW=memory.allocate_tensor(
@@ -180,23 +185,23 @@ class DecodedProduct:
         return s
 
     @cute.jit
-    def _load_weights(self, tensors: Any, codes: Loads, share: Any, turns: Int32, s: Shared):
+    def _load_weights(self, tensors: Any, codes: TmaLoads, share: Any, k_tiles: Int32, s: DequantSmem):
         n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
             gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
             tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
-            for k in cutlass.range(turns, unroll=1):
+            for k in cutlass.range(k_tiles, unroll=1):
                 full = s.weights.acquire(n, _STAGE_BYTES)
                 cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, s.weights.slot(n)], tma_bar_ptr=full)
                 n += 1
 
     @cute.jit
-    def _load_tokens(self, tensors: Any, tokens: Loads, share: Any, spans: Int32, s: Shared):
+    def _load_tokens(self, tensors: Any, tokens: TmaLoads, share: Any, spans: Int32, s: DequantSmem):
         """Of a box, rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros."""
         n = Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
             rows = cute.domain_offset((tile.first, 0, 0), tokens.rows)
             gX = cute.local_tile(rows, (TOKEN_BOX, decoded_product.BOX), (None, None, None))
             tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
@@ -213,37 +218,37 @@ class DecodedProduct:
 
     @cute.jit
     def _decode(
-        self, tensors: Any, flags: Flags, weights: Matrices, share: Any, spans: Int32, s: Shared, warp: Int32
+        self, tensors: Any, flags: Flags, weights: Matrices, share: Any, spans: Int32, s: DequantSmem, warp: Int32
     ):  # fmt: skip
         """A warp of a group: of every stage the group's span, if there is one."""
         group, row = warp // 4, warp % 4 * 32 + cute.arch.lane_idx()
         codes = s.sW.iterator.toint() + row * ROW_BYTES
         columns = tmem.lanes(Int32(_DECODED), warp)
-        turns = (spans + SPANS - 1) // SPANS
+        k_tiles = (spans + SPANS - 1) // SPANS
         n, m = Int32(0), Int32(0)  # stages and spans of work tiles before
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
             start = row_scales(self.c, flags, weights, tile, row)
-            for first in cutlass.range(0, turns, STAGES_AHEAD, unroll=1):
+            for first in cutlass.range(0, k_tiles, STAGES_AHEAD, unroll=1):
                 ahead = []
                 for i in cutlass.range_constexpr(STAGES_AHEAD):
                     span = cutlass.min((first + i) * SPANS + group, spans - 1)
                     ahead += self.factors.read(flags, weights, tile, [start], span)
                 for i in cutlass.range_constexpr(STAGES_AHEAD):
                     span = (first + i) * SPANS + group
-                    if first + i < turns:
+                    if first + i < k_tiles:
                         s.weights.wait(n + first + i)
                         if span < spans:
                             at = codes + s.weights.slot(n + first + i) * _STAGE_BYTES
                             self._decode_span(ahead[i], at, row, group, columns, s, m + span)
                         cute.arch.sync_warp()
                         s.weights.release(n + first + i)
-            n += turns
+            n += k_tiles
             m += spans
 
     @cute.jit
     def _decode_span(
-        self, scales: cute.Tensor, codes: Int32, row: Int32, group: Int32, columns: Int32, s: Shared, fill: Int32
+        self, scales: cute.Tensor, codes: Int32, row: Int32, group: Int32, columns: Int32, s: DequantSmem, fill: Int32
     ):  # fmt: skip
         """``codes``: of a stage's row."""
         factors = []
@@ -270,18 +275,18 @@ class DecodedProduct:
         return [factor for half in halves for factor in both_of_two(half)]
 
     @cute.jit
-    def _multiply(self, tensors: Any, share: Any, columns: Int32, spans: Int32, s: Shared):
+    def _multiply(self, tensors: Any, share: Any, columns: Int32, spans: Int32, s: DequantSmem):
         x = s.sX.iterator.toint()
         steps = const_expr(SPAN // decoded_product.STEP)
         box_steps = const_expr(decoded_product.BOX // decoded_product.STEP)
         n, m = Int32(0), Int32(0)
-        for turn in cutlass.range(share.count, unroll=1):
-            rows = cute.arch.make_warp_uniform(share.tile(tensors, turn).columns)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            rows = cute.arch.make_warp_uniform(share.tile(tensors, tile_idx).columns)
             # All that is read together must have been multiplied.
             instruction = decoded_product.instruction((rows + CHUNK - 1) // CHUNK * CHUNK)
-            done = s.sums.await_empty(turn)
+            done = s.sums.await_empty(tile_idx)
             tmem.after_sync()
-            d = s.sums.slot(turn) * TOKENS
+            d = s.sums.slot(tile_idx) * TOKENS
             for k in cutlass.range(spans, unroll=1):
                 s.decoded.wait(m)
                 a = Int32(_DECODED) + s.decoded.slot(m) * SPAN_COLUMNS
@@ -306,21 +311,23 @@ class DecodedProduct:
                 tcgen05.commit(done)
 
     @cute.jit
-    def _results(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: Shared, warp: Int32):
+    def _results(
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, share: Any, s: DequantSmem, warp: Int32
+    ):
         row = warp * 32 + cute.arch.lane_idx()
-        for turn in cutlass.range(share.count, unroll=1):
-            tile = share.tile(tensors, turn)
+        for tile_idx in cutlass.range(share.count, unroll=1):
+            tile = share.tile(tensors, tile_idx)
             factor = factor_of(flags, weights, tile.expert) * self.lowered
             bias = Float32(0.0)
             if flags.bias != 0:
                 bias = Float32(weights.bias[tile.expert, weight_row(self.c, flags, weights, tile, row)])
-            s.sums.wait(turn)
+            s.sums.wait(tile_idx)
             tmem.after_sync()
-            sums = tmem.lanes(s.sums.slot(turn) * TOKENS, warp)
+            sums = tmem.lanes(s.sums.slot(tile_idx) * TOKENS, warp)
             self.results.run(tensors, scalars, tile, factor, bias, sums, s.results, warp)
             tmem.before_sync()
             cute.arch.sync_warp()
-            s.sums.release(turn)
+            s.sums.release(tile_idx)
 
 
 assert CHUNK % decoded_product.LEAST_ROWS == 0 and CHUNK % TOKEN_BOX == 0

@@ -1,18 +1,22 @@
-"""Routed experts with FP4 weights for few tokens an expert on Hopper: weights are the first operand of ``mma.sync``.
+"""Routed experts with FP4 weights on Hopper, few tokens an expert: a persistent grouped GEMM by ``mma.sync``, swap-AB.
 
-    8 warps        decode, multiply (mainloop.py), and what becomes of the sums (epilogue.py)
-    1 warp         weights of a stage by TMA, or where it takes no such rows by cp.async (codes.py)
-    1 warp         tokens of a stage, a bulk copy each, from rows that prepare.py made or that the first product left
-    1 warp         takes work tiles, and knows them ahead (schedule.py)
-    2 warps        say that a part of h is there; in the second product add up tokens' results
-    3 warps        scales of a stage, turned into factors (factors.py)
+    8 warps        consumers: dequantise, multiply (mainloop_mma.py), epilogue (epilogue_mma.py)
+    1 warp         weights of a stage by TMA, or by cp.async (load_weights.py)
+    1 warp         activations of a stage, a bulk copy a token, from rows of permute.py or of the first GEMM
+    1 warp         dynamic scheduler: takes work tiles by atomics, publishes them ahead (tile_scheduler.py)
+    2 warps        signal that a part of h is written; in the second GEMM reduce tokens over top-k
+    3 warps        scales of a stage to bf16 factors, a stage each in turn
 
-A product is a launch, in which a block takes work tiles until none is left. The second begins as blocks of the first
-leave, and its weights are on their way before h is there, for which only the warp that brings tokens waits.
+    ring         producers (arrivals)                           consumers (arrivals)
+    stages       weights (1 by TMA, 32), activations 1, scales 1   8 consumer warps
+    announced    scheduler 1                                    weights 1, scale warps
+    tiles        scheduler 1                                    8 consumer warps, activations 1, a reducing warp 1
+    done         8 consumer warps                               a reducing warp 1
 
-Where slots are few (``by_warp``) every block sorts them for itself and waits for x's rows alone, and both products are
-one launch: all work tiles of the first come before those of the second, all stages of a block stand in one ring.
-docs/kernels/grouped_gemm.md has what limits it.
+Each GEMM is a launch. The second starts as CTAs of the first exit (PDL): its weights are in flight before h is
+written, for which only the activation warp waits. With few slots (``by_warp``) every CTA sorts them itself and both
+GEMMs are one launch: all tiles of the first are scheduled before those of the second, and all stages of a CTA are in
+one ring. docs/kernels/grouped_gemm.md has what limits it.
 """
 
 from __future__ import annotations
@@ -28,35 +32,44 @@ from cutlass.cute.nvgpu import cpasync
 from torch_attnkit.cuda import copies, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
-from .arguments import Flags, Matrices, Scalars, Tensors
-from .codes import await_copies, copy_codes
-from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, SPAN, TILES, TOKENS, WARPS, Config
-from .epilogue import Activation, Combine, raised
-from .factors import Factors, Lines, prefetch_biases
-from .mainloop import Mainloop
-from .prepare import Prepare
-from .routing import SortByWarp
-from .schedule import DOWN, NONE, UP, RowTiles, Tickets, Tiles, WorkTile, await_h, end_tickets, h_has_come, take
-from .shared import ROW_BYTES, Loads, Shared, box_rows, loads
+from ..arguments import Flags, Matrices, Scalars, Tensors
+from ..config import SPAN
+from ..work_tiles import SortByWarp, WorkTile
+from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, TILES, TOKENS, WARPS, Config
+from .epilogue_mma import SwigluEpilogue, TopkEpilogue, output_scale
+from .load_weights import (
+    ROW_BYTES,
+    BulkScales,
+    ScaleLoader,
+    TmaLoads,
+    await_copies,
+    box_rows,
+    copy_codes,
+    prefetch_biases,
+    weight_tma,
+)
+from .mainloop_mma import MmaMainloop, MmaSmem
+from .permute import PrepareTokens
+from .tile_scheduler import DOWN, NONE, UP, DynamicScheduler, RowTiles, TileRing, await_h, end_tickets, signal_h, take
 
 # Of a thread in the warpgroups behind the consumers, which keep their 128: scales take most.
 _REGISTERS = (96, 160)
 assert SCHEDULER + COMBINERS == CONSUMERS + 4  # a combining warp in either
 
 
-class Fills(NamedTuple):
+class StageFills(NamedTuple):
     """Which work tile of the block it is, and which fills of the ring are its stages."""
 
-    turn: Int32
+    tile_idx: Int32
     first: Int32
     steps: Int32
 
 
-class Product:
+class MmaGemm:
     """What is one product's alone. ``factor_warps`` as in ``Config``, of the ring that both have."""
 
     def __init__(self, config: Config, epilogue: Any, factor_warps: int):
-        self.c, self.epilogue, self.factors, self.factor_warps = config, epilogue, Factors(config), factor_warps
+        self.c, self.epilogue, self.factors, self.factor_warps = config, epilogue, ScaleLoader(config), factor_warps
 
     def of(self, tensors: Tensors, scalars: Scalars) -> tuple[Flags, Matrices]:
         """What of the arguments this product is about."""
@@ -77,7 +90,7 @@ class Product:
         return (self.spans(weights) + each - 1) // each
 
     @cute.jit
-    def load_codes(self, loads: Loads, ring: Ring, shared: Shared, tile: WorkTile, fills: Fills):
+    def load_codes(self, loads: TmaLoads, ring: Ring, shared: MmaSmem, tile: WorkTile, fills: StageFills):
         c = self.c
         gW = cute.local_tile(loads.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
         tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.boxes(c), gW)
@@ -89,7 +102,9 @@ class Product:
                 cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
 
     @cute.jit
-    def copy_codes(self, flags: Flags, weights: Matrices, ring: Ring, shared: Shared, tile: WorkTile, fills: Fills):
+    def copy_codes(
+        self, flags: Flags, weights: Matrices, ring: Ring, shared: MmaSmem, tile: WorkTile, fills: StageFills
+    ):
         """The same where rows start or end between those places that TMA takes."""
         for k in cutlass.range(fills.steps, unroll=1):
             n = fills.first + k
@@ -98,15 +113,15 @@ class Product:
 
     @cute.jit
     def load_factors(
-        self, flags: Flags, weights: Matrices, part: Int32, lines: Any, ring: Ring, shared: Shared, tile: WorkTile,
-        fills: Fills,
+        self, flags: Flags, weights: Matrices, part: Int32, bulk: Any, ring: Ring, shared: MmaSmem, tile: WorkTile,
+        fills: StageFills,
     ):  # fmt: skip
         """Every such warp has a stage in turn: its scales are on their way before its place in the ring is free."""
         lane, warps = cute.arch.lane_idx(), const_expr(self.factor_warps)
         if part == 0:
             prefetch_biases(self.c, flags, weights, tile, lane)
-        if const_expr(lines is not None):
-            starts = self.factors.bring(flags, weights, tile, fills.turn, part, lane, lines)
+        if const_expr(bulk is not None):
+            starts = self.factors.load_bulk(flags, weights, tile, fills.tile_idx, part, lane, bulk)
         else:
             starts = self.factors.rows(flags, weights, tile, lane)
         for k in cutlass.range((part + fills.first * (warps - 1)) % warps, fills.steps, warps, unroll=1):
@@ -117,20 +132,20 @@ class Product:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)
-        if const_expr(lines is not None):
+        if const_expr(bulk is not None):
             cute.arch.sync_warp()
-            lines.ring.release(fills.turn)
+            bulk.ring.release(fills.tile_idx)
 
 
-class Experts:
+class MmaExperts:
     """The launches of a call: ``prepare``'s, and those of the products, by roles."""
 
     def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
-        self.by_warp, self.prepare = by_warp, Prepare(up, down, experts, rounded, by_warp)
+        self.by_warp, self.prepare = by_warp, PrepareTokens(up, down, experts, rounded, by_warp)
         self.launches = ((UP, DOWN),) if by_warp else ((UP,), (DOWN,))
-        self.up = Product(up, Activation(up, rounded), up.factor_warps)
-        self.down = Product(down, Combine(down), up.factor_warps)
-        self.c, self.mainloop = up, Mainloop(up)  # for both: their work tiles differ in the number of steps alone
+        self.up = MmaGemm(up, SwigluEpilogue(up, rounded), up.factor_warps)
+        self.down = MmaGemm(down, TopkEpilogue(down), up.factor_warps)
+        self.c, self.mainloop = up, MmaMainloop(up)  # for both: their work tiles differ in the number of steps alone
 
     @cute.jit
     def __call__(
@@ -139,7 +154,7 @@ class Experts:
         """``x``: (parts of tokens, whole stages), to be written, as ``Tensors.h`` is."""
         self.prepare.launch(tensors, x, scalars, prepare_blocks, stream)
         up_loads, down_loads = (
-            loads(p.c, *p.of(tensors, scalars)) if self.c.by_tma else None for p in (self.up, self.down)
+            weight_tma(p.c, *p.of(tensors, scalars)) if self.c.by_tma else None for p in (self.up, self.down)
         )
         for which in self.launches:
             self.kernel(tensors, x, scalars, up_loads, down_loads, which).launch(
@@ -149,7 +164,7 @@ class Experts:
 
     @cute.kernel
     def kernel(
-        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, up_loads: Loads, down_loads: Loads,
+        self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, up_loads: TmaLoads, down_loads: TmaLoads,
         which: cutlass.Constexpr,
     ):  # fmt: skip
         """``which``: the products of this launch. One that it has not has no tiles of rows."""
@@ -161,9 +176,9 @@ class Experts:
             ("tiles", TILES, 1, CONSUMERS + 2), ("done", COMBINERS, CONSUMERS, 1),
         )  # fmt: skip
         made = rings(memory, warp, table)
-        ring, done, tiles = made["stages"], made["done"], Tiles(made["announced"], made["tiles"], memory)
-        shared = Shared(self.c, memory)
-        lines = Lines(self.c, memory, warp) if self.c.line_bytes else None
+        ring, done, tiles = made["stages"], made["done"], TileRing(made["announced"], made["tiles"], memory)
+        shared = MmaSmem(self.c, memory)
+        bulk = BulkScales(self.c, memory, warp) if self.c.line_bytes else None
         sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
         if warp == CODES:
             if const_expr(self.c.by_tma):
@@ -187,10 +202,10 @@ class Experts:
             if warp == CODES:
                 if const_expr(self.c.by_tma):
                     codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
-                    self._bring(tensors, tiles, *codes)
+                    self._load_tiles_ahead(tensors, tiles, *codes)
                 else:
                     copied = (partial(p.copy_codes, *p.of(tensors, scalars), ring, shared) for p, _ in products)
-                    self._bring(tensors, tiles, *copied)
+                    self._load_tiles_ahead(tensors, tiles, *copied)
                     await_copies()
             elif warp == TOKENS:
                 self._load_tokens(tensors, x, rows.up, ring, tiles, shared, which)
@@ -203,69 +218,69 @@ class Experts:
             if warp > SCHEDULER + COMBINERS:
                 part = warp - SCHEDULER - COMBINERS - 1
                 factors = (
-                    partial(p.load_factors, *p.of(tensors, scalars), part, lines, ring, shared) for p, _ in products
+                    partial(p.load_factors, *p.of(tensors, scalars), part, bulk, ring, shared) for p, _ in products
                 )
                 if part < self.c.factor_warps:
-                    self._bring(tensors, tiles, *factors)
+                    self._load_tiles_ahead(tensors, tiles, *factors)
             else:
                 self._combine(tensors, tiles, done, Int32(1), which)
 
     @cute.jit
     def _schedule(
-        self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: Tiles, taken: Int32, sort: Any,
+        self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: TileRing, taken: Int32, sort: Any,
         which: cutlass.Constexpr,
     ):  # fmt: skip
         """``taken``: the first ticket; the next is always on its way. ``sort``: the block's own, where it has one."""
-        lines, order = tensors.tiles, tensors.order
+        bulk, order = tensors.tiles, tensors.order
         if const_expr(sort is None):
             if const_expr(UP in which):  # the second launch begins when the first has waited for them
                 cute.arch.griddepcontrol_wait()
         else:
-            lines, order = sort.sTiles, sort.sOrder
-        tickets = Tickets(rows, lines[0, 0])
-        ticket, turn = cute.arch.shuffle_sync(taken, 0), Int32(0)
-        product, line, tile = tickets.work(lines, ticket)
-        while ticket < tickets.all:
+            bulk, order = sort.sTiles, sort.sOrder
+        scheduler = DynamicScheduler(rows, bulk[0, 0])
+        ticket, tile_idx = cute.arch.shuffle_sync(taken, 0), Int32(0)
+        product, line, tile = scheduler.work(bulk, ticket)
+        while ticket < scheduler.all:
             taken = take(tensors, which[-1])
-            tiles.announce(turn, tile, product, line)
+            tiles.announce(tile_idx, tile, product, line)
             slot = Int32(0)
             if cute.arch.lane_idx() < tile.columns:
                 slot = order[tile.first + cute.arch.lane_idx()]
             factor = Float32(0.0)
             if product == UP:
-                factor = raised(self.up.c, scalars.up, tensors.up, tile.expert)
+                factor = output_scale(self.up.c, scalars.up, tensors.up, tile.expert)
             else:
-                factor = raised(self.down.c, scalars.down, tensors.down, tile.expert)
+                factor = output_scale(self.down.c, scalars.down, tensors.down, tile.expert)
             ticket = cute.arch.shuffle_sync(taken, 0)
-            following = tickets.work(lines, ticket)  # on its way before what is published is waited for
-            tiles.publish(tensors, turn, slot, tile.columns, product, factor)
+            following = scheduler.work(bulk, ticket)  # on its way before what is published is waited for
+            tiles.publish(tensors, tile_idx, slot, tile.columns, product, factor)
             product, line, tile = following
-            turn += 1
-        end_tickets(tensors, tickets, ticket, which[-1])
+            tile_idx += 1
+        end_tickets(tensors, scheduler, ticket, which[-1])
         for i in cutlass.range_constexpr(COMBINERS):  # each of which reads every other turn
-            tiles.end(turn + i)
+            tiles.end(tile_idx + i)
 
     @cute.jit
-    def _bring(self, tensors: Tensors, tiles: Tiles, up: cutlass.Constexpr, down: cutlass.Constexpr):
+    def _load_tiles_ahead(self, tensors: Tensors, tiles: TileRing, up: cutlass.Constexpr, down: cutlass.Constexpr):
         """What a warp that brings weights does: ``up`` or ``down`` with a work tile as soon as it is announced."""
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
-        n, turn = Int32(0), Int32(0)
-        product = tiles.await_announced(turn)
+        n, tile_idx = Int32(0), Int32(0)
+        product = tiles.await_announced(tile_idx)
         while product != NONE:
-            tile = tiles.tile(turn)
-            tiles.release_announced(turn)
+            tile = tiles.tile(tile_idx)
+            tiles.release_announced(tile_idx)
             if product == UP:
-                up(tile, Fills(turn, n, up_steps))
+                up(tile, StageFills(tile_idx, n, up_steps))
                 n += up_steps
             else:
-                down(tile, Fills(turn, n, down_steps))
+                down(tile, StageFills(tile_idx, n, down_steps))
                 n += down_steps
-            turn += 1
-            product = tiles.await_announced(turn)
+            tile_idx += 1
+            product = tiles.await_announced(tile_idx)
 
     @cute.jit
     def _load_tokens(
-        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: Tiles, shared: Shared,
+        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: TileRing, shared: MmaSmem,
         which: cutlass.Constexpr,
     ):  # fmt: skip
         """A lane has a token, or a part of it, or two."""
@@ -276,22 +291,22 @@ class Experts:
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
-        n, turn = Int32(0), Int32(0)
-        product = tiles.wait(turn)
+        n, tile_idx = Int32(0), Int32(0)
+        product = tiles.wait(tile_idx)
         while product != NONE:
-            tile, line_of_h = tiles.tile(turn), tiles.line(turn)
+            tile, line_of_h = tiles.tile(tile_idx), tiles.line(tile_idx)
             down = product == DOWN
             steps = cutlass.select_(down, down_steps, up_steps)
             count = tile.columns * c.parts
             starts = []
             for start in cutlass.range_constexpr(0, c.columns * c.parts, 32):
                 line = start + lane
-                of_x = tiles.slot(turn, line // c.parts) // top_k * c.parts + line % c.parts
+                of_x = tiles.slot(tile_idx, line // c.parts) // top_k * c.parts + line % c.parts
                 of_h = tile.first * c.parts + line
                 from_x = x.iterator.toint() + Int64(of_x) * x.stride[0] * 2
                 from_h = tensors.h.iterator.toint() + Int64(of_h) * tensors.h.stride[0] * 2
                 starts.append(cutlass.select_(down, from_h, from_x))
-            tiles.release(turn)
+            tiles.release(tile_idx)
             if const_expr(UP in which):
                 if down:
                     await_h(tensors, line_of_h, parts_of_h)
@@ -304,48 +319,48 @@ class Experts:
                         to = shared.tokens(ring.slot(n)) + line * c.token_row_bytes
                         memory_ops.bulk_load(to, starts[i] + Int64(k) * (c.stage * 2), Int32(c.stage * 2), full.toint())
                 n += 1
-            turn += 1
-            product = tiles.wait(turn)
+            tile_idx += 1
+            product = tiles.wait(tile_idx)
 
     @cute.jit
     def _consume(
-        self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: Tiles, done: Ring, shared: Shared, warp: Int32
+        self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: TileRing, done: Ring, shared: MmaSmem, warp: Int32
     ):
         rSum = self.mainloop.sums()
         up_spans, down_spans = self.up.spans(tensors.up), self.down.spans(tensors.down)
-        n, turn = Int32(0), Int32(0)
-        product = tiles.wait(turn)
+        n, tile_idx = Int32(0), Int32(0)
+        product = tiles.wait(tile_idx)
         while product != NONE:
-            tile = tiles.tile(turn)
+            tile = tiles.tile(tile_idx)
             spans = cutlass.select_(product == UP, up_spans, down_spans)
             self.mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp)
-            self.mainloop.join_slices(rSum, shared, warp)
+            self.mainloop.reduce_slices(rSum, shared, warp)
             if product == UP:
-                self.up.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
+                self.up.epilogue.run(tensors, scalars, rSum, tile, tiles, tile_idx, shared, warp)
             else:
-                self.down.epilogue.run(tensors, scalars, rSum, tile, tiles, turn, shared, warp)
-            tiles.release(turn)
-            full = done.await_empty(turn)
+                self.down.epilogue.run(tensors, scalars, rSum, tile, tiles, tile_idx, shared, warp)
+            tiles.release(tile_idx)
+            full = done.await_empty(tile_idx)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)
             n += (spans + self.c.stage // SPAN - 1) // (self.c.stage // SPAN)
-            turn += 1
-            product = tiles.wait(turn)
+            tile_idx += 1
+            product = tiles.wait(tile_idx)
 
     @cute.jit
-    def _combine(self, tensors: Tensors, tiles: Tiles, done: Ring, first: Int32, which: cutlass.Constexpr):
+    def _combine(self, tensors: Tensors, tiles: TileRing, done: Ring, first: Int32, which: cutlass.Constexpr):
         """What is left to do with every ``COMBINERS``-th work tile, while the next ones are multiplied."""
-        turn = first
-        product = tiles.wait(turn)
+        tile_idx = first
+        product = tiles.wait(tile_idx)
         while product != NONE:
             if product == UP:
-                line = tiles.line(turn)
-                tiles.release(turn)
-                done.wait(turn)
+                line = tiles.line(tile_idx)
+                tiles.release(tile_idx)
+                done.wait(tile_idx)
                 if const_expr(DOWN in which):
-                    h_has_come(tensors, line)
-                done.release(turn)
+                    signal_h(tensors, line)
+                done.release(tile_idx)
             else:
-                self.down.epilogue.combine(tensors, tiles, done, turn)
-            turn += COMBINERS
-            product = tiles.wait(turn)
+                self.down.epilogue.combine(tensors, tiles, done, tile_idx)
+            tile_idx += COMBINERS
+            product = tiles.wait(tile_idx)

@@ -1,8 +1,7 @@
-"""What tokens' numbers are rounded to before they are multiplied, bit for bit as ``formats/`` does it.
+"""Fake quantisation of activations, bit for bit as ``formats/`` defines it: each becomes what its code stands for.
 
-Each function takes 32 float32 numbers of a row and leaves what their codes stand for, which bf16 holds: an E2M1 number
-times an E4M3 scale has six significant bits. Of NVFP4 that is before the division by the global scale, which the
-epilogue makes up for. Of 32 numbers of a row, 4 neighbouring lanes may have 8 each.
+Each function takes 32 float32 elements of a row, or 8 a lane of 4 neighbouring lanes, in place. bf16 holds the result:
+E2M1 times E4M3 has six significant bits. NVFP4 is not divided by the global scale: the epilogue does that.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from cutlass import Float32
 from torch_attnkit.cuda import fp4
 
 
-def _blocks(rX: cute.Tensor, numbers: int) -> list[tuple[range, Float32]]:
+def _blocks(rX: cute.Tensor, block: int) -> list[tuple[range, Float32]]:
     """Where the blocks of so many numbers stand, or a lane's part of one, and their largest magnitudes."""
-    mine = cute.size(rX)
+    size = cute.size(rX)
     blocks = []
-    for start in range(0, mine, numbers):
-        part = range(start, min(start + numbers, mine))
+    for start in range(0, size, block):
+        part = range(start, min(start + block, size))
         top = fp4.amax([rX[i] for i in part])
         for step in (1, 2):
-            if step * mine < numbers:
+            if step * size < block:
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, step))
         blocks.append((part, top))
     return blocks
@@ -55,7 +54,7 @@ def _mxfp8(rX: cute.Tensor, global_scale: Float32) -> None:
             rX[i + j] = fp4.times(x, scale)
 
 
-ROUNDED: dict[str, Callable[[cute.Tensor, Float32], None] | None] = {
+FAKE_QUANTIZE: dict[str, Callable[[cute.Tensor, Float32], None] | None] = {
     "none": None,
     "nvfp4": _nvfp4,
     "mxfp4": _mxfp4,

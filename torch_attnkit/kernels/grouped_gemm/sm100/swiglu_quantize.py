@@ -1,18 +1,21 @@
-"""h of gate and up, two features at a time: Blackwell multiplies and adds pairs of float32."""
+"""SwiGLU two features at a time by packed float32x2, and block quantization of what it gives."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
+from torch_attnkit.cuda import fp4
 from torch_attnkit.cuda.asm import asm
-from torch_attnkit.cuda.warp_ops import LN_2, LOG2_E, exp2
+from torch_attnkit.cuda.sm100.e2m1 import amax, e2m1_pairs
+from torch_attnkit.cuda.warp_ops import LN_2, LOG2_E, exp2, pack_e4m3
 
-from ..sm90.arguments import Scalars
+from ..arguments import Scalars
+from .config import TOKEN_BLOCK
 
 _LOG2_E_REST = 1.92596299e-08  # of log2(e), beyond the float32 next to it
 _FLAT = 200.0  # from here on the sigmoid is 0 or 1 in float32
@@ -75,3 +78,31 @@ def sigmoid(x: Pair) -> Pair:
     more = fma(left, twice(-LN_2), twice(1.0))
     grown = fma(tuple(exp2(p) for p in power), more, twice(1.0))
     return tuple(cute.arch.rcp_approx(g) for g in grown)
+
+
+class Quantized(NamedTuple):
+    codes: list[Int32]  # eight a word, or four
+    scales: list[Int32]  # a byte each
+
+
+def quantize(format: str, values: list[Any], global_scale: Float32) -> Quantized:
+    """Whole blocks of a row."""
+    block, codes, scales = TOKEN_BLOCK[format], [], []
+    for first in range(0, len(values), block):
+        some = values[first : first + block]
+        top = amax(some)
+        if format == "nvfp4":
+            byte, scale = fp4.nvfp4_scale(top, global_scale)
+            factor = fp4.nvfp4_factor(scale, global_scale)
+        else:
+            byte, _ = fp4.mxfp8_scale(top) if format == "mxfp8" else fp4.mxfp4_scale(top)
+            factor = fp4.ue8m0_reciprocal(byte)
+        scaled: list[Any] = []
+        for i in range(0, block, 2):
+            scaled += cute.arch.mul_packed_f32x2((some[i], some[i + 1]), (factor, factor))
+        if format == "mxfp8":
+            codes += [pack_e4m3(scaled[i : i + 4]) for i in range(0, block, 4)]
+        else:
+            codes += [e2m1_pairs(scaled[i : i + 8]) for i in range(0, block, 8)]
+        scales.append(byte)
+    return Quantized(codes, scales)

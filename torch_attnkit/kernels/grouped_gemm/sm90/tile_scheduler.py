@@ -1,4 +1,4 @@
-"""Work tiles: the tokens of one expert, as many as a product takes, times some rows of its weights."""
+"""Dynamic persistent tile scheduler: a CTA takes work tiles by atomics and publishes them to its warps by a ring."""
 
 from __future__ import annotations
 
@@ -12,54 +12,21 @@ from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring
 
-from .arguments import Tensors, chosen
+from ..arguments import Tensors, chosen
+from ..work_tiles import WorkTile
 from .config import MOST_COLUMNS, TILES, Config
-
-
-class WorkTile(NamedTuple):
-    expert: Int32
-    first: Int32  # place of its first token in the order of experts
-    columns: Int32  # tokens
-    row: Int32  # number of its rows' tile
 
 
 def width_of(config: Config, columns: Int32) -> Int32:
     """Tokens that are multiplied where a work tile has ``columns``: those beyond are zeros."""
-    room = Int32(8 * config.widths[-1])
+    padded = Int32(8 * config.widths[-1])
     for width in reversed(config.widths[:-1]):
-        room = cutlass.select_(columns <= 8 * width, Int32(8 * width), room)
-    return room
-
-
-class Work(NamedTuple):
-    """A block's share: every ``blocks``-th tile, of which those of an expert follow each other."""
-
-    block: Int32
-    blocks: Int32
-    row_tiles: Int32
-    count: Int32
-
-    def tile(self, tensors: Tensors, turn: Int32) -> WorkTile:
-        unit = self.block + turn * self.blocks
-        line = 1 + unit // self.row_tiles
-        expert, first, columns = (tensors.tiles[line, i] for i in range(3))
-        return WorkTile(expert, first, columns, unit % self.row_tiles)
-
-    def prefetch(self, tensors: Tensors, turn: Int32) -> None:
-        """Bring what ``tile`` reads near; beyond the last turn, the last's."""
-        unit = self.block + cutlass.min(turn, self.count - 1) * self.blocks
-        memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(1 + unit // self.row_tiles) * 16)
-
-
-def work(tensors: Tensors, row_tiles: Int32) -> Work:
-    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    units = tensors.tiles[0, 0] * row_tiles
-    count = cutlass.max((units - block + blocks - 1) // blocks, Int32(0))
-    return Work(block, blocks, row_tiles, count)
+        padded = cutlass.select_(columns <= 8 * width, Int32(8 * width), padded)
+    return padded
 
 
 UP, DOWN, NONE = 0, 1, -1  # to which product a work tile belongs; none is left
-_AT_ONCE = 8  # of a token's choices that a lane has on their way
+_IN_FLIGHT = 8  # of a token's choices that a lane has on their way
 
 
 class RowTiles(NamedTuple):
@@ -69,7 +36,7 @@ class RowTiles(NamedTuple):
     down: Int32
 
 
-class Tickets(NamedTuple):
+class DynamicScheduler(NamedTuple):
     """Work tiles as blocks take them, one by one: all of the first product, then all of the second, of those that the
     launch has; those of an expert one after another. So whoever has one of the second knows that all of the first have
     been taken, by blocks that run: it does not matter when, or whether, the other blocks begin."""
@@ -115,9 +82,9 @@ def take(tensors: Tensors, launch: cutlass.Constexpr):
 
 
 @cute.jit
-def end_tickets(tensors: Tensors, tickets: Tickets, ticket: Int32, launch: cutlass.Constexpr):
+def end_tickets(tensors: Tensors, scheduler: DynamicScheduler, ticket: Int32, launch: cutlass.Constexpr):
     """The last of all blocks to find none left sets the counter back."""
-    if (cute.arch.lane_idx() == 0) & (ticket == tickets.all + cute.arch.grid_dim()[0] - 1):
+    if (cute.arch.lane_idx() == 0) & (ticket == scheduler.all + cute.arch.grid_dim()[0] - 1):
         cute.arch.atomic_add(_tickets(tensors, launch), -(ticket + 1), sem="relaxed", scope="gpu")
 
 
@@ -128,7 +95,7 @@ def _parts_of_h(tensors: Tensors, line: Int32) -> Int64:
 
 
 @cute.jit
-def h_has_come(tensors: Tensors, line: Int32):
+def signal_h(tensors: Tensors, line: Int32):
     """By one warp that knows of the stores: a part of h is there for all blocks. It will be read by bulk copies, which
     are of another proxy than stores."""
     if cute.arch.lane_idx() == 0:
@@ -153,7 +120,7 @@ assert _FACTOR < _HEADER
 assert MOST_COLUMNS == 32  # a lane each
 
 
-class Tiles(Fixed):
+class TileRing(Fixed):
     """Work tiles and what is asked for each of their tokens, in a ring of shared memory that one warp writes ahead.
     Which weights are wanted is known first (``announced``), what needs more loads is there later (``ring``)."""
 
@@ -163,17 +130,17 @@ class Tiles(Fixed):
         self.sWords = memory.allocate_tensor(Int32, words, 16)
 
     @cute.jit
-    def announce(self, turn: Int32, tile: WorkTile, product: Int32, line: Int32):
+    def announce(self, tile_idx: Int32, tile: WorkTile, product: Int32, line: Int32):
         """``line``: number of its tile of tokens."""
-        self.ring.await_empty(turn)
-        full, place = self.announced.await_empty(turn), self.ring.slot(turn)
+        self.ring.await_empty(tile_idx)
+        full, stage = self.announced.await_empty(tile_idx), self.ring.slot(tile_idx)
         if cute.arch.lane_idx() == 0:
             for i, word in enumerate((*tile, product, line)):
-                self.sWords[i, place] = word
+                self.sWords[i, stage] = word
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def publish(self, tensors: Tensors, turn: Int32, slot: Int32, columns: Int32, product: Int32, factor: Float32):
+    def publish(self, tensors: Tensors, tile_idx: Int32, slot: Int32, columns: Int32, product: Int32, factor: Float32):
         """``slot``: a lane's token's; ``factor``: what sums have to be multiplied by. Tokens' results of the second
         product are combined: their weights and how many there are of a token go with them."""
         lane = cute.arch.lane_idx()
@@ -181,68 +148,68 @@ class Tiles(Fixed):
         weight, choices = Float32(0.0), Int32(0)
         if (product == DOWN) & (lane < columns):
             weight = tensors.weights[slot // top_k, slot % top_k]
-            for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
-                some = [chosen(tensors, slot // top_k, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
-                for i in cutlass.range_constexpr(_AT_ONCE):
+            for k in cutlass.range(0, top_k, _IN_FLIGHT, unroll=1):
+                some = [chosen(tensors, slot // top_k, cutlass.min(k + i, top_k - 1)) for i in range(_IN_FLIGHT)]
+                for i in cutlass.range_constexpr(_IN_FLIGHT):
                     choices += cutlass.select_((k + i < top_k) & (some[i] >= 0), Int32(1), Int32(0))
-        place = self.ring.slot(turn)
+        stage = self.ring.slot(tile_idx)
         if lane == 0:
-            self.sWords[_FACTOR, place] = factor.bitcast(Int32)
+            self.sWords[_FACTOR, stage] = factor.bitcast(Int32)
         for i, word in enumerate((slot, weight.bitcast(Int32), choices)):
-            self.sWords[_HEADER + i * MOST_COLUMNS + lane, place] = word
+            self.sWords[_HEADER + i * MOST_COLUMNS + lane, stage] = word
         cute.arch.sync_warp()  # orders the warp's stores before the arrival
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.ring.full + place)
+            cute.arch.mbarrier_arrive(self.ring.full + stage)
 
     @cute.jit
-    def end(self, turn: Int32):
+    def end(self, tile_idx: Int32):
         """No work tile is left."""
-        self.announce(turn, WorkTile(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(NONE), Int32(0))
+        self.announce(tile_idx, WorkTile(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(NONE), Int32(0))
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.ring.full + self.ring.slot(turn))
+            cute.arch.mbarrier_arrive(self.ring.full + self.ring.slot(tile_idx))
 
-    def await_announced(self, turn: Int32) -> Int32:
+    def await_announced(self, tile_idx: Int32) -> Int32:
         """The product; a warp that has read calls ``release_announced``."""
-        self.announced.wait(turn)
-        return self._word(turn, _PRODUCT)
+        self.announced.wait(tile_idx)
+        return self._word(tile_idx, _PRODUCT)
 
-    def wait(self, turn: Int32) -> Int32:
+    def wait(self, tile_idx: Int32) -> Int32:
         """The product; a warp that has read calls ``release``."""
-        self.ring.wait(turn)
-        return self._word(turn, _PRODUCT)
+        self.ring.wait(tile_idx)
+        return self._word(tile_idx, _PRODUCT)
 
-    def release_announced(self, turn: Int32) -> None:
+    def release_announced(self, tile_idx: Int32) -> None:
         self._read()
-        self.announced.release(turn)
+        self.announced.release(tile_idx)
 
-    def release(self, turn: Int32) -> None:
+    def release(self, tile_idx: Int32) -> None:
         self._read()
-        self.ring.release(turn)
+        self.ring.release(tile_idx)
 
     def _read(self) -> None:
         """A warp's words are there, which an arrival alone would not wait for (``Mainloop``)."""
         cute.arch.fence_acq_rel_cta()
         cute.arch.sync_warp()
 
-    def _word(self, turn: Int32, i: int) -> Int32:
+    def _word(self, tile_idx: Int32, i: int) -> Int32:
         """Known to be the same in all lanes, it takes none of their registers."""
-        return cute.arch.make_warp_uniform(self.sWords[i, self.ring.slot(turn)])
+        return cute.arch.make_warp_uniform(self.sWords[i, self.ring.slot(tile_idx)])
 
-    def tile(self, turn: Int32) -> WorkTile:
-        return WorkTile(*(self._word(turn, i) for i in range(_PRODUCT)))
+    def tile(self, tile_idx: Int32) -> WorkTile:
+        return WorkTile(*(self._word(tile_idx, i) for i in range(_PRODUCT)))
 
-    def line(self, turn: Int32) -> Int32:
-        return self._word(turn, _LINE)
+    def line(self, tile_idx: Int32) -> Int32:
+        return self._word(tile_idx, _LINE)
 
-    def factor(self, turn: Int32) -> Float32:
-        return self.sWords[_FACTOR, self.ring.slot(turn)].bitcast(Float32)
+    def factor(self, tile_idx: Int32) -> Float32:
+        return self.sWords[_FACTOR, self.ring.slot(tile_idx)].bitcast(Float32)
 
-    def slot(self, turn: Int32, column: Int32) -> Int32:
-        return self.sWords[_HEADER + column, self.ring.slot(turn)]
+    def slot(self, tile_idx: Int32, column: Int32) -> Int32:
+        return self.sWords[_HEADER + column, self.ring.slot(tile_idx)]
 
-    def weight(self, turn: Int32, column: Int32) -> Float32:
-        return self.sWords[_HEADER + MOST_COLUMNS + column, self.ring.slot(turn)].bitcast(Float32)
+    def weight(self, tile_idx: Int32, column: Int32) -> Float32:
+        return self.sWords[_HEADER + MOST_COLUMNS + column, self.ring.slot(tile_idx)].bitcast(Float32)
 
-    def choices(self, turn: Int32, column: Int32) -> Int32:
+    def choices(self, tile_idx: Int32, column: Int32) -> Int32:
         """How many results a token has."""
-        return self.sWords[_HEADER + 2 * MOST_COLUMNS + column, self.ring.slot(turn)]
+        return self.sWords[_HEADER + 2 * MOST_COLUMNS + column, self.ring.slot(tile_idx)]

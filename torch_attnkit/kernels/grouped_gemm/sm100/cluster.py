@@ -1,10 +1,9 @@
-"""CTAs of a cluster, which load for each other.
+"""CTA clusters of the block-scaled GEMM: 2-CTA MMA, and TMA multicast between neighbouring tiles.
 
-Two CTAs may multiply a work tile of twice as many tokens: each has half of the tokens, and their sums, and loads half
-of the rows of every row tile of weights. The first of the pair multiplies for both. And two work tiles that are
-neighbours may run at once: other rows of weights times the same tokens, of which each loads half for both; or the same
-rows times other tokens, of which each loads half of the weights for both, if one expert has these tokens. Imports
-cutlass.
+A pair of CTAs may multiply a tile of twice as many tokens: each has half of the tokens and of the accumulators, and
+loads half of the rows of every row tile of weights; the first issues the MMAs for both. Two neighbouring tiles may
+share loads by multicast: other rows of weights times the same tokens, of which each loads half for both; or the same
+rows times other tokens of the same expert, where each loads half of the weights for both.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm100 import block_scaled, block_scaled_pairs
 
-from ..sm90.arguments import Tensors
-from ..sm90.schedule import WorkTile
+from ..arguments import Tensors
+from ..work_tiles import WorkTile
 from .config import TOKENS, Config
 
 
-class Place(NamedTuple):
+class CtaCoord(NamedTuple):
     """Of a CTA in its cluster."""
 
     rank: Int32  # in its pair
     neighbour: Int32  # whose work tile it has
 
 
-def parts(count: Int32, each: int) -> Int32:
+def ceil_div(count: Int32, each: int) -> Int32:
     """How many of ``each``, a power of two, hold ``count``: a shift, where a division looks at signs."""
     return (count + (each - 1)) >> (each.bit_length() - 1)
 
 
 @dataclass
-class Share(Fixed):
+class ClusterScheduler(Fixed):
     """The work tiles of a CTA: every so many-th of those, one or two, that a cluster multiplies at a time. Those of an
     expert follow each other. Numbers without a sign are divided by fewer instructions."""
 
@@ -47,31 +46,31 @@ class Share(Fixed):
     blocks: Uint32
     row_tiles: Uint32  # of which a cluster has one, or neighbours
     count: Int32
-    place: Place
+    coord: CtaCoord
     rows: int  # row tiles, of those, that neighbours have
     tokens: int  # tiles of tokens that they have
 
-    def row(self, turn: Int32) -> Int32:
+    def row(self, tile_idx: Int32) -> Int32:
         """As in the work tile."""
-        return self._row(self._unit(turn) % self.row_tiles)
+        return self._row(self._unit(tile_idx) % self.row_tiles)
 
-    def tile(self, tensors: Tensors, turn: Int32) -> WorkTile:
+    def tile(self, tensors: Tensors, tile_idx: Int32) -> WorkTile:
         """With the tokens that are this CTA's, perhaps none."""
-        unit = self._unit(turn)
+        unit = self._unit(tile_idx)
         tokens = unit // self.row_tiles
         line, beyond = Int32(tokens) + 1, False
         if self.tokens > 1:
-            line, beyond = self._line(tensors, tokens, self.place.neighbour)
+            line, beyond = self._line(tensors, tokens, self.coord.neighbour)
         expert, first, columns = (tensors.tiles[line, i] for i in range(3))
-        before = self.place.rank * TOKENS
-        mine = cutlass.max(cutlass.min(columns - before, TOKENS), Int32(0))
+        before = self.coord.rank * TOKENS
+        present = cutlass.max(cutlass.min(columns - before, TOKENS), Int32(0))
         if self.tokens > 1:
-            mine = cutlass.select_(beyond, Int32(0), mine)
-        return WorkTile(expert, first + before, mine, self._row(unit - tokens * self.row_tiles))
+            present = cutlass.select_(beyond, Int32(0), present)
+        return WorkTile(expert, first + before, present, self._row(unit - tokens * self.row_tiles))
 
-    def apart(self, tensors: Tensors, turn: Int32) -> cutlass.Boolean:
+    def apart(self, tensors: Tensors, tile_idx: Int32) -> cutlass.Boolean:
         """Whether neighbours that might share weights have tokens of two experts."""
-        tokens = self._unit(turn) // self.row_tiles
+        tokens = self._unit(tile_idx) // self.row_tiles
         a, b = (tensors.tiles[self._line(tensors, tokens, Int32(i))[0], 0] for i in range(2))
         return a != b
 
@@ -81,35 +80,35 @@ class Share(Fixed):
         return cutlass.min(line, tensors.tiles[0, 0]), line > tensors.tiles[0, 0]
 
     def _row(self, row: Uint32) -> Int32:
-        return Int32(row) * self.rows + (self.place.neighbour if self.rows > 1 else 0)
+        return Int32(row) * self.rows + (self.coord.neighbour if self.rows > 1 else 0)
 
-    def _unit(self, turn: Int32) -> Uint32:
-        return self.block + Uint32(turn) * self.blocks
+    def _unit(self, tile_idx: Int32) -> Uint32:
+        return self.block + Uint32(tile_idx) * self.blocks
 
 
-class Group:
+class Cluster:
     """CTAs of a cluster: how they meet, and which instructions they take."""
 
     def __init__(self, config: Config):
         self.ctas, self.neighbours, self.shared = config.ctas, config.neighbours, config.shared
         self.size, self.two = self.ctas * self.neighbours, self.ctas > 1
-        self.group = tcgen05.CtaGroup.TWO if self.two else tcgen05.CtaGroup.ONE
+        self.cta_group = tcgen05.CtaGroup.TWO if self.two else tcgen05.CtaGroup.ONE
         self.products = block_scaled_pairs if self.two else block_scaled
 
-    def place(self) -> Place:
+    def coord(self) -> CtaCoord:
         """Of this CTA."""
         at = cute.arch.block_idx()[0] & (self.size - 1)
-        return Place(at & (self.ctas - 1), at >> (self.ctas - 1))
+        return CtaCoord(at & (self.ctas - 1), at >> (self.ctas - 1))
 
-    def share(self, tensors: Tensors, row_tiles: Int32) -> Share:
+    def share(self, tensors: Tensors, row_tiles: Int32) -> ClusterScheduler:
         """``row_tiles``: of an expert's weights, those of a work tile counted as one."""
         block, blocks = (Uint32(x) // self.size for x in (cute.arch.block_idx()[0], cute.arch.grid_dim()[0]))
         rows, tokens = (self.neighbours if self.shares(what) else 1 for what in ("tokens", "weights"))
         each = Uint32(row_tiles) // rows
-        units = Uint32(parts(tensors.tiles[0, 0], tokens)) * each
+        units = Uint32(ceil_div(tensors.tiles[0, 0], tokens)) * each
         # Blocks that have none are fewer than all.
         count = (units + (blocks - 1) - block) // blocks
-        return Share(block, blocks, each, Int32(count), self.place(), rows, tokens)
+        return ClusterScheduler(block, blocks, each, Int32(count), self.coord(), rows, tokens)
 
     def shares(self, what: str) -> bool:
         """Whether neighbours do: "tokens" or "weights"."""
@@ -118,21 +117,21 @@ class Group:
     def load(self, what: str) -> Any:
         """TMA to a CTA's own memory, or to that of neighbours, too; the first one's barrier of a pair hears of it."""
         if self.shares(what):
-            return cpasync.CopyBulkTensorTileG2SMulticastOp(self.group)
-        return cpasync.CopyBulkTensorTileG2SOp(self.group)
+            return cpasync.CopyBulkTensorTileG2SMulticastOp(self.cta_group)
+        return cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
 
     def to_neighbours(self, what: str, apart: Any = False) -> dict[str, Any]:
         """What such a load takes; one that is ``apart`` comes to this CTA alone."""
         if not self.shares(what):
             return {}
-        place = self.place()
-        mask = Int32(1 | 1 << self.ctas) << place.rank
+        coord = self.coord()
+        mask = Int32(1 | 1 << self.ctas) << coord.rank
         if apart is not False:
-            mask = cutlass.select_(apart, Int32(1) << (place.neighbour * self.ctas + place.rank), mask)
+            mask = cutlass.select_(apart, Int32(1) << (coord.neighbour * self.ctas + coord.rank), mask)
         return {"mcast_mask": cutlass.Int16(mask)}
 
     @cute.jit
-    def meet(self):
+    def sync(self):
         """All threads."""
         if const_expr(self.size > 1):
             cute.arch.cluster_arrive()
@@ -163,12 +162,12 @@ class Group:
         """The thread that multiplies: arrive at the barriers of its pair's CTAs, or of all CTAs, when the products so
         far are done."""
         if const_expr(to_all and self.size > 1):
-            tcgen05.commit(barrier, cutlass.Int16((1 << self.size) - 1), self.group)
+            tcgen05.commit(barrier, cutlass.Int16((1 << self.size) - 1), self.cta_group)
         elif const_expr(self.two):
-            tcgen05.commit(barrier, cutlass.Int16(3 << self._first()), self.group)
+            tcgen05.commit(barrier, cutlass.Int16(3 << self._first()), self.cta_group)
         else:
             tcgen05.commit(barrier)
 
     def _first(self) -> Int32:
         """The first CTA of the pair."""
-        return self.place().neighbour * self.ctas
+        return self.coord().neighbour * self.ctas

@@ -1,8 +1,8 @@
-"""The product of a work tile by ``mma.sync``: weights, decoded in registers, times tokens.
+"""Mainloop by ``mma.sync``: weights dequantised in registers as operand A, activations by ldmatrix as operand B.
 
-A warp has 16 rows, and two boxes of every stage. A quad of lanes has a row and the one 8 further on; each lane decodes
-16 bytes of both at a time, 32 numbers, which are the first operand of eight steps of m16n8k16. The two steps of a word
-add into sums of their own: chains are half as long.
+A warp has 16 rows and two boxes of every stage. A quad of lanes has a row and the one 8 further on; each lane decodes
+16 bytes of both at a time: 32 elements, operand A of eight m16n8k16. The two k-steps of a word accumulate separately,
+so dependency chains are half as long.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16, Uint32, const_expr
+from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
-from torch_attnkit.cuda.ring import Ring
+from torch_attnkit.cuda.ring import Fixed, Ring
 
-from .config import BOX, BOXES, CONSUMERS, SPAN, WARP_ROWS, Config
-from .schedule import width_of
-from .shared import ROW_BYTES, Shared
+from ..config import SPAN
+from ..weight_scales import load_words
+from .config import BOX, BOXES, CONSUMERS, WARP_ROWS, Config
+from .load_weights import ROW_BYTES, box_layout, clear
+from .tile_scheduler import width_of
 
 _SPANS = BOXES * BOX // SPAN  # of a stage that a consumer has
 
@@ -37,17 +39,9 @@ class NamedBarrier(IntEnum):
     CONSUMERS = 1
 
 
-def meet() -> None:
+def sync_consumers() -> None:
     """All consumers."""
     cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=32 * CONSUMERS)
-
-
-def load_words(address: Any, count: int, kind: Any = Uint32) -> cute.Tensor:
-    """From shared memory, aligned to their size."""
-    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=count * kind.width // 8)
-    words = cute.make_rmem_tensor(count, kind)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), words)
-    return words
 
 
 def store_floats(address: Any, values: list[Float32]) -> None:
@@ -59,7 +53,7 @@ def store_floats(address: Any, values: list[Float32]) -> None:
     cute.autovec_copy(rV, cute.make_tensor(pointer, cute.make_layout(4)))
 
 
-class Place(NamedTuple):
+class LaneAddrs(NamedTuple):
     """What a lane reads of a stage."""
 
     row: Int32  # of 8
@@ -69,7 +63,44 @@ class Place(NamedTuple):
     factors: Int32
 
 
-class Mainloop:
+class MmaSmem(Fixed):
+    """Addresses in shared memory, and the ring's weights for TMA. Stages of both products are of the same sizes; what
+    is ``config``'s alone is what the first of them needs beside its stages."""
+
+    def __init__(self, config: Config, memory: Any):
+        self.c = config
+        self.sW = memory.allocate_tensor(Uint8, self._boxes(config), 1024, swizzle=cute.make_swizzle(3, 4, 3))
+        self._tokens = memory.allocate(config.stages * config.token_bytes, 128).toint()
+        self._factors = memory.allocate(config.stages * config.factor_bytes, 128).toint()
+        self.sums = memory.allocate(config.sum_bytes, 128).toint() if config.sum_bytes else Int32(0)
+        self.results = memory.allocate(config.result_bytes, 128).toint() if config.result_bytes else Int32(0)
+
+    def _boxes(self, config: Config) -> cute.Layout:
+        boxes = cute.make_layout(self.c.stages * config.boxes, stride=config.rows * ROW_BYTES)
+        return cute.append(box_layout(config), boxes)
+
+    def boxes(self, config: Config) -> cute.Tensor:
+        """(rows, bytes, boxes) as a product's rows are."""
+        return cute.make_tensor(self.sW.iterator, self._boxes(config))
+
+    def weights(self, stage: Int32) -> Int32:
+        """(slice, row, chunk) of 16 bytes."""
+        return self.sW.iterator.toint() + stage * self.c.weight_bytes
+
+    def tokens(self, stage: Int32) -> Int32:
+        """(token, part) of a row each, with ``_PAD`` bytes behind it."""
+        return self._tokens + stage * self.c.token_bytes
+
+    def clear_tokens(self) -> None:
+        """Rows of tokens that a work tile does not have are read, and must not be left to chance."""
+        clear(self._tokens, self.c.stages * self.c.token_bytes)
+
+    def factors(self, stage: Int32) -> Int32:
+        """(span, row, quad) of one or two bf16."""
+        return self._factors + stage * self.c.factor_bytes
+
+
+class MmaMainloop:
     def __init__(self, config: Config):
         self.c = config
 
@@ -78,27 +109,27 @@ class Mainloop:
         return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, 2)), Float32)
 
     @cute.jit
-    def run(self, rSum: cute.Tensor, columns: Int32, spans: Int32, n: Int32, ring: Ring, shared: Shared, warp: Int32):
+    def run(self, rSum: cute.Tensor, columns: Int32, spans: Int32, n: Int32, ring: Ring, shared: MmaSmem, warp: Int32):
         """The sums of a work tile of ``columns`` tokens and ``spans`` of K, from the ring's fill n on."""
         c, each = self.c, const_expr(self.c.stage // SPAN)
         first = warp // c.row_warps * _SPANS  # of every stage
         whole = (spans + each - first - _SPANS) // each  # stages of which this warp has all its spans
         rSum.fill(0.0)
-        room = width_of(c, columns)
+        padded = width_of(c, columns)
         for width in cutlass.range_constexpr(len(c.widths)):
             groups = const_expr(c.widths[width])
-            if room == 8 * groups:
+            if padded == 8 * groups:
                 for k in cutlass.range(whole, unroll=1):
                     ring.wait(n + k)
-                    place = self._place(shared, ring.slot(n + k), warp)
+                    addrs = self._lane_addrs(shared, ring.slot(n + k), warp)
                     for span in cutlass.range_constexpr(_SPANS):
-                        self._span(rSum, groups, place, span)
+                        self._span(rSum, groups, addrs, span)
                     self._release(ring, n + k)
                 for k in cutlass.range(whole, (spans + each - 1) // each, unroll=1):
                     ring.wait(n + k)
-                    place = self._place(shared, ring.slot(n + k), warp)
+                    addrs = self._lane_addrs(shared, ring.slot(n + k), warp)
                     for span in cutlass.range(spans - k * each - first, unroll=1):
-                        self._span(rSum, groups, place, span)
+                        self._span(rSum, groups, addrs, span)
                     self._release(ring, n + k)
 
     def _release(self, ring: Ring, n: Int32) -> None:
@@ -109,13 +140,13 @@ class Mainloop:
         cute.arch.sync_warp()
         ring.release(n)
 
-    def _place(self, shared: Shared, stage: Int32, warp: Int32) -> Place:
+    def _lane_addrs(self, shared: MmaSmem, stage: Int32, warp: Int32) -> LaneAddrs:
         c, lane = self.c, cute.arch.lane_idx()
         stage = op.fresh(stage)  # or each product with it is worked out from the fill's number
         row, quarter = row_of(lane), lane % 4
         rows, slice_ = warp % c.row_warps * WARP_ROWS + row, warp // c.row_warps
         row_of_tokens = lane % 8 * (c.parts * c.token_row_bytes) + lane // 8 * 16
-        return Place(
+        return LaneAddrs(
             row,
             quarter,
             codes=shared.weights(stage) + (slice_ * (BOXES * c.rows) + rows) * ROW_BYTES,
@@ -126,19 +157,19 @@ class Mainloop:
         )
 
     @cute.jit
-    def _span(self, rSum: cute.Tensor, groups: cutlass.Constexpr, place: Place, span: Any):
+    def _span(self, rSum: cute.Tensor, groups: cutlass.Constexpr, addrs: LaneAddrs, span: Any):
         """A span of the warp's part of a stage."""
         c = self.c
-        chunk = ((place.quarter + span % 2 * 4) ^ place.row) * 16  # of a box's row, as TMA swizzles them
-        first = place.codes + span // 2 * (c.rows * ROW_BYTES) + chunk
+        chunk = ((addrs.quarter + span % 2 * 4) ^ addrs.row) * 16  # of a box's row, as TMA swizzles them
+        first = addrs.codes + span // 2 * (c.rows * ROW_BYTES) + chunk
         codes = [load_words(first + 8 * r * ROW_BYTES, 4) for r in range(2)]
-        factors = [self._factors(place.factors + (span * c.rows + 8 * r) * self._factor_bytes) for r in range(2)]
+        factors = [self._factors(addrs.factors + (span * c.rows + 8 * r) * self._factor_bytes) for r in range(2)]
         for word in cutlass.range_constexpr(4):
             a, b = (decode(codes[r][word], factors[r][word // 2]) for r in range(2))
             for part in cutlass.range_constexpr(c.parts):
                 for group in cutlass.range_constexpr(groups):
                     row_of_part = const_expr((8 * group * c.parts + part) * c.token_row_bytes)
-                    rB = op.ldmatrix_x4(place.tokens + row_of_part + span * (SPAN * 2) + word * 64)
+                    rB = op.ldmatrix_x4(addrs.tokens + row_of_part + span * (SPAN * 2) + word * 64)
                     for half in cutlass.range_constexpr(2):
                         i, j = const_expr(2 * half), const_expr(2 * half + 1)
                         old = [rSum[x, group, half] for x in range(4)]
@@ -159,7 +190,7 @@ class Mainloop:
         return one, one
 
     @cute.jit
-    def join_slices(self, rSum: cute.Tensor, shared: Shared, warp: Int32):
+    def reduce_slices(self, rSum: cute.Tensor, shared: MmaSmem, warp: Int32):
         """Both chains into the first, and of all slices of K into the warps of the first."""
         c = self.c
         for group in cutlass.range_constexpr(c.columns // 8):
@@ -168,17 +199,17 @@ class Mainloop:
         if const_expr(c.slices > 1):
             words = const_expr(c.columns // 2)  # of a lane
             lane = cute.arch.lane_idx()
-            place, box = (warp % c.row_warps * 32 + lane) * 4, warp // c.row_warps
+            addrs, box = (warp % c.row_warps * 32 + lane) * 4, warp // c.row_warps
             slice_bytes, vector = const_expr(c.rows * c.columns * 4), const_expr(c.row_warps * 32 * 16)
             if box > 0:
                 for i in cutlass.range_constexpr(words // 4):
-                    at = shared.sums + (box - 1) * slice_bytes + i * vector + place * 4
+                    at = shared.sums + (box - 1) * slice_bytes + i * vector + addrs * 4
                     store_floats(at, [rSum[x, i, 0] for x in range(4)])
-            meet()
+            sync_consumers()
             if box == 0:
                 for other in cutlass.range_constexpr(c.slices - 1):
                     for i in cutlass.range_constexpr(words // 4):
-                        more = load_words(shared.sums + other * slice_bytes + i * vector + place * 4, 4, Float32)
+                        more = load_words(shared.sums + other * slice_bytes + i * vector + addrs * 4, 4, Float32)
                         for x in cutlass.range_constexpr(4):
                             rSum[x, i, 0] = rSum[x, i, 0] + more[x]
-            meet()
+            sync_consumers()

@@ -1,8 +1,7 @@
-"""Tokens' results added up by the blocks of the second product themselves, when no work tile is left.
+"""Top-k reduction behind the second GEMM by its own CTAs: sums a token's results in the order of its choices.
 
-They then wait for the results of all others, and share the tokens. A block that finds that not all have begun does not
-wait, but leaves: others may begin only when it has. The last one to begin finds that all have. Sums are in the order of
-the choices, whoever adds them up.
+CTAs wait for all results, then share the tokens. Spin only if every CTA has started; otherwise exit, since waiting CTAs
+may need this SM. The last CTA to start always sees all started, so someone reduces.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from cutlass import Float32, Int32, Int64
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 
-from .arguments import Tensors
+from ..arguments import Tensors
 
-_AT_ONCE = 8  # of a token's choices that a warp has on their way
+_IN_FLIGHT = 8  # of a token's choices that a warp has on their way
 _EACH = 4  # features of a lane
 _SLABS = 4  # of a token's features, a warp's share each
 _CONSUMERS = 7  # named barrier: warpgroups have those before it
 
 
-class Totals:
+class TopkReduce:
     """``warps`` of every block. Counters are those of the sort, which are zero again when this launch begins; there are
     at least four."""
 
@@ -47,17 +46,17 @@ class Totals:
     @cute.jit
     def run(self, tensors: Tensors, sShare: cute.Tensor, warp: Int32):
         """By all of the warps, behind a block's last work tile."""
-        self._meet()  # results of all are there, for this block
+        self._sync()  # results of all are there, for this block
         if warp == 0:
             self._agree(tensors, sShare)
-        self._meet()
+        self._sync()
         rank, blocks = sShare[0], sShare[1]
         if rank >= 0:
             units = Int32(tensors.out.shape[0]) * _SLABS
             for unit in cutlass.range(rank * self.warps + warp, units, blocks * self.warps, unroll=1):
                 self._add_up(tensors, unit // _SLABS, unit % _SLABS)
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         cute.arch.barrier(barrier_id=_CONSUMERS, number_of_threads=32 * self.warps)
 
     @cute.jit
@@ -90,7 +89,7 @@ class Totals:
         first = self._choices(tensors, token, Int32(0), top_k)
         for feature in cutlass.range(slab * each + lane * _EACH, end, 32 * _EACH, unroll=2):
             sums = self._added(tensors, [Float32(0.0)] * _EACH, first, feature)
-            for k in cutlass.range(_AT_ONCE, top_k, _AT_ONCE, unroll=1):
+            for k in cutlass.range(_IN_FLIGHT, top_k, _IN_FLIGHT, unroll=1):
                 sums = self._added(tensors, sums, self._choices(tensors, token, k, top_k), feature)
             pairs = [op.pack(tensors.out.element_type, *sums[i : i + 2]) for i in (0, 2)]
             to = Int64(token) * tensors.out.stride[0] + feature
@@ -99,20 +98,18 @@ class Totals:
     def _choices(self, tensors: Tensors, token: Int32, k: Int32, top_k: Int32) -> list[tuple[Int32, Float32]]:
         """Places and weights of a token's choices from k on; behind its last, and of no expert, the place is -1."""
         found = []
-        for i in range(_AT_ONCE):
+        for i in range(_IN_FLIGHT):
             at = cutlass.min(k + i, top_k - 1)
-            place = cutlass.select_(k + i < top_k, tensors.order[token * top_k + at], Int32(-1))
-            found.append((place, tensors.weights[token, at]))
+            row = cutlass.select_(k + i < top_k, tensors.order[token * top_k + at], Int32(-1))
+            found.append((row, tensors.weights[token, at]))
         return found
 
     def _added(
         self, tensors: Tensors, sums: list[Float32], choices: list[tuple[Int32, Float32]], feature: Int32
     ) -> list[Float32]:
-        for place, weight in choices:
-            there = cutlass.select_(place >= 0, Int32(1), Int32(0))
-            at = tensors.partial.iterator.toint() + (Int64(place) * tensors.partial.stride[0] + feature) * 4
-            values = memory_ops.load_4_floats_if(at, there)
-            sums = [
-                s + cutlass.select_(place >= 0, v * weight, Float32(0.0)) for s, v in zip(sums, values, strict=True)
-            ]
+        for row, weight in choices:
+            valid = cutlass.select_(row >= 0, Int32(1), Int32(0))
+            at = tensors.partial.iterator.toint() + (Int64(row) * tensors.partial.stride[0] + feature) * 4
+            values = memory_ops.load_4_floats_if(at, valid)
+            sums = [s + cutlass.select_(row >= 0, v * weight, Float32(0.0)) for s, v in zip(sums, values, strict=True)]
         return sums

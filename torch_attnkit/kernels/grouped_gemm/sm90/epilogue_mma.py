@@ -1,7 +1,7 @@
-"""What becomes of a work tile's sums: activations of the first product, tokens' results of the second.
+"""Epilogues of the ``mma.sync`` kernel: SwiGLU of the first GEMM, weighted top-k reduction of the second.
 
-A result of the second product goes into the workspace, weighted. The block that brings the last of a token's choices
-for some features adds them up in the order of the choices, so that the result does not depend on who came last.
+Results of the second go to a workspace, weighted. The CTA that writes the last of a token's choices for some features
+sums them in the order of the choices, so that the result does not depend on which CTA that is.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch_attnkit.cuda.fp4_weights import LOWERED
 from torch_attnkit.cuda.ring import Ring
 
 from ...norm.kernel import sigmoid
-from .arguments import Flags, Matrices, Scalars, Tensors, chosen, global_scale_of
+from ..arguments import Flags, Matrices, Scalars, Tensors, chosen, global_scale_of
+from ..permute_k import permuted, split
+from ..work_tiles import WorkTile
 from .config import WARP_ROWS, Config
-from .mainloop import meet, row_of
-from .rows import permuted, split
-from .schedule import Tiles, WorkTile
-from .shared import Shared
+from .mainloop_mma import MmaSmem, row_of, sync_consumers
+from .tile_scheduler import TileRing
 
-_AT_ONCE = 8  # of a token's results that a thread has on their way
+_IN_FLIGHT = 8  # of a token's results that a thread has on their way
 
 
 @cute.jit
-def raised(config: cutlass.Constexpr, flags: Flags, weights: Matrices, expert: Int32) -> Float32:
+def output_scale(config: cutlass.Constexpr, flags: Flags, weights: Matrices, expert: Int32) -> Float32:
     """What a sum has to be multiplied by: decoded weights are too small, and global scales divide."""
     factor = Float32(2.0 ** LOWERED[config.format])
     divisor = Float32(1.0)
@@ -40,8 +40,8 @@ def raised(config: cutlass.Constexpr, flags: Flags, weights: Matrices, expert: I
     return factor / divisor
 
 
-class Activation:
-    """h = swiglu(gate, up) of a work tile, as ``rows.py`` has rows of tokens. Quantised, it is rounded here: a work
+class SwigluEpilogue:
+    """h = swiglu(gate, up) of a work tile, in K order (``permute_k.py``). Quantised, it is rounded here: a work
     tile has whole blocks of features."""
 
     def __init__(self, config: Config, rounded: Any = None):
@@ -49,15 +49,15 @@ class Activation:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tiles: Tiles, turn: Int32,
-        shared: Shared, warp: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tiles: TileRing, tile_idx: Int32,
+        shared: MmaSmem, warp: Int32,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         features = Int32(tensors.up.codes.shape[1]) // 2
         local = warp * (WARP_ROWS // 2) + row_of(lane)
         feature = tile.row * self.c.features + local
         if warp < self.c.row_warps:
-            factor, place = tiles.factor(turn), permuted(feature)
+            factor, addrs = tiles.factor(tile_idx), permuted(feature)
             bias = self.bias(tensors, scalars, tile, feature)
             for group in cutlass.range_constexpr(self.c.columns // 8):
                 for j in cutlass.range_constexpr(2):
@@ -69,28 +69,28 @@ class Activation:
                             sH = self._shared(shared, column, local)
                             sH[0] = cutlass.select_(feature < features, h, Float32(0.0))
                         elif feature < features:
-                            self._store(tensors, tile.first + column, place, h)
+                            self._store(tensors, tile.first + column, addrs, h)
         if const_expr(self.rounded is not None):
             self._round(tensors, scalars, tile, shared, warp * 32 + lane)
 
-    def _store(self, tensors: Tensors, row: Int32, place: Int32, h: Float32) -> None:
+    def _store(self, tensors: Tensors, row: Int32, addrs: Int32, h: Float32) -> None:
         """As ``x.dtype``, and that as bf16 or the sum of two."""
         if self.c.parts == 1:
-            tensors.h[row, place] = h.to(cutlass.BFloat16)
+            tensors.h[row, addrs] = h.to(cutlass.BFloat16)
         else:
             for part, x in enumerate(split(h.to(cutlass.Float16).to(Float32))):
-                tensors.h[row * 2 + part, place] = x.to(cutlass.BFloat16)
+                tensors.h[row * 2 + part, addrs] = x.to(cutlass.BFloat16)
 
-    def _shared(self, shared: Shared, column: Int32, feature: Int32) -> cute.Tensor:
+    def _shared(self, shared: MmaSmem, column: Int32, feature: Int32) -> cute.Tensor:
         """(32) features from one on."""
         at = shared.results + (column * self.c.result_pitch + feature) * 4
         pointer = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4)
         return cute.make_tensor(pointer, cute.make_layout(32))
 
     @cute.jit
-    def _round(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Shared, thread: Int32):
+    def _round(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: MmaSmem, thread: Int32):
         """A thread has 32 features of a token."""
-        meet()
+        sync_consumers()
         global_scale = global_scale_of(scalars.down, tensors.down)
         column, block = thread % self.c.columns, thread // self.c.columns
         if (block < self.c.features // 32) & (column < tile.columns):
@@ -100,7 +100,7 @@ class Activation:
             first = permuted(tile.row * self.c.features + block * 32)
             for i in cutlass.range_constexpr(32):
                 tensors.h[tile.first + column, first + (permuted(i))] = rX[i].to(cutlass.BFloat16)
-        meet()  # before the next work tile's features come
+        sync_consumers()  # before the next work tile's features come
 
     @cute.jit
     def bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):
@@ -123,7 +123,7 @@ class Activation:
         return gate * sigmoid(slope * gate) * (up + more)
 
 
-class Combine:
+class TopkEpilogue:
     """Tokens' results. A work tile's are left in the workspace, weighted; warps of their own look whether they are a
     token's last, and add that token's up. Meanwhile the next work tile is multiplied."""
 
@@ -132,15 +132,15 @@ class Combine:
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tiles: Tiles, turn: Int32,
-        shared: Shared, warp: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tiles: TileRing, tile_idx: Int32,
+        shared: MmaSmem, warp: Int32,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
         if warp < self.c.row_warps:
             flags, weights = scalars.down, tensors.down
             features = Int32(weights.codes.shape[1])
             first = tile.row * self.c.rows + warp * WARP_ROWS + row_of(lane)
-            factor = tiles.factor(turn)
+            factor = tiles.factor(tile_idx)
             bias = [Float32(0.0), Float32(0.0)]
             for part in cutlass.range_constexpr(2):
                 if (flags.bias != 0) & (first + 8 * part < features):
@@ -149,20 +149,20 @@ class Combine:
                 for j in cutlass.range_constexpr(2):
                     column = 8 * group + lane % 4 * 2 + j
                     if column < tile.columns:
-                        slot, weight = tiles.slot(turn, column), tiles.weight(turn, column)
+                        slot, weight = tiles.slot(tile_idx, column), tiles.weight(tile_idx, column)
                         for part in cutlass.range_constexpr(2):
                             if first + 8 * part < features:
                                 y = rSum[j + 2 * part, group, 0] * factor + bias[part]
                                 tensors.partial[slot, first + 8 * part] = y * weight
 
     @cute.jit
-    def combine(self, tensors: Tensors, tiles: Tiles, done: Ring, turn: Int32):
+    def combine(self, tensors: Tensors, tiles: TileRing, done: Ring, tile_idx: Int32):
         """What a combining warp does with a work tile, of which a lane has a token."""
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
-        tile, token, choices = tiles.tile(turn), tiles.slot(turn, lane) // top_k, tiles.choices(turn, lane)
-        tiles.release(turn)
-        done.wait(turn)
+        tile, token, choices = tiles.tile(tile_idx), tiles.slot(tile_idx, lane) // top_k, tiles.choices(tile_idx, lane)
+        tiles.release(tile_idx)
+        done.wait(tile_idx)
         whole = Int32(0)
         if lane < tile.columns:
             at = Int64(token) * tensors.count.stride[0] + tile.row
@@ -170,7 +170,7 @@ class Combine:
                 tensors.count[token, tile.row] = Int32(0)
                 whole = Int32(1)
         cute.arch.sync_warp()  # what a lane acquired is there for all
-        done.release(turn)
+        done.release(tile_idx)
         rest = cute.arch.vote_ballot_sync(whole != 0)
         while rest != 0:
             column = cute.arch.popc((rest & -rest) - 1)
@@ -183,9 +183,9 @@ class Combine:
         top_k, feature = Int32(tensors.indices.shape[1]), first + more
         if (more < self.c.rows) & (feature < Int32(tensors.out.shape[1])):
             sums = [Float32(0.0)] * 4
-            for k in cutlass.range(0, top_k, _AT_ONCE, unroll=1):
-                choices = [chosen(tensors, token, cutlass.min(k + i, top_k - 1)) for i in range(_AT_ONCE)]
-                for i in cutlass.range_constexpr(_AT_ONCE):
+            for k in cutlass.range(0, top_k, _IN_FLIGHT, unroll=1):
+                choices = [chosen(tensors, token, cutlass.min(k + i, top_k - 1)) for i in range(_IN_FLIGHT)]
+                for i in cutlass.range_constexpr(_IN_FLIGHT):
                     row = Int64(token * top_k + k + i) * tensors.partial.stride[0]
                     valid = cutlass.select_((k + i < top_k) & (choices[i] >= 0), Int32(1), Int32(0))
                     at = tensors.partial.iterator.toint() + (row + feature) * 4
