@@ -107,7 +107,7 @@ def test_largest_scales_of_blocks_whose_sum_is_zero():
 
 
 def block_of(format: str, columns: int, rows: int, slices: int, k: int, vector: int = 1) -> plan.Few:
-    return plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), vector)
+    return plan.FewTokens(format, columns, rows, slices, -(-k // (256 * slices)), vector)
 
 
 BLOCKS = [(columns, *block) for columns, blocks in plan.FEW_BLOCKS.items() for block in blocks]

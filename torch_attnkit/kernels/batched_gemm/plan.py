@@ -1,4 +1,4 @@
-"""How a product by ``mma.sync`` is cut into work tiles."""
+"""Tile shapes of the batched GEMM by ``mma.sync``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of groups, in sizes and strides, and the tensors of one launch."""
+"""Batched GEMM, in sizes and strides, and the tensors of one launch."""
 
 from __future__ import annotations
 

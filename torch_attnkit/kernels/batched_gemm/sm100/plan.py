@@ -1,10 +1,10 @@
-"""How products of groups of FP4 numbers are cut on Blackwell."""
+"""Tile shapes of the FP4 batched GEMM on Blackwell. 16 bits are by ``mma.sync``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..problem import Fp4Problem, Problem
+from ..problem import Fp4Problem
 
 ROWS = 128  # of a work tile's first operand: the lanes of tensor memory
 STEP_BYTES = 128  # of a row of codes in a stage: 256 numbers
@@ -21,11 +21,7 @@ _PRODUCTS, _L2 = 16384, 40
 _STORED = {True: 60, False: 160}
 # Slices of K that there may be, of up to so many columns; and clocks for a cluster to start, meet and read its sums: a
 # microsecond, as on Hopper.
-_SLICES, _MOST_SLICED, _MEETING = 2, 64, 1900
-
-
-def tile(problem: Problem, sms: int) -> None:
-    """Nothing: products of 16-bit numbers are by ``mma.sync``, as ``../plan.py`` cuts them."""
+_SLICES, _MOST_SLICED, _CLUSTER_SYNC = 2, 64, 1900
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,8 @@ def fp4(problem: Fp4Problem, whole: bool, sms: int) -> Fp4Tile:
         work = steps * max(ROWS * tile.columns * 64 / _PRODUCTS, (ROWS + tile.columns) * 32 / _L2)
         stored = tile.columns / 32 * _STORED[tile.tokens_are_rows]
         waves = -(-tiles // sms)
-        meeting = _MEETING if tile.slices > 1 else 0
-        return waves * (max(work, stored) if tile.buffers == 2 else work + stored) + meeting
+        sync = _CLUSTER_SYNC if tile.slices > 1 else 0
+        return waves * (max(work, stored) if tile.buffers == 2 else work + stored) + sync
 
     return min(made(False) + made(True), key=cost)
 

@@ -1,14 +1,12 @@
-"""Products of groups of FP4 numbers for very few tokens on Hopper: codes of either side as E4M3, by ``wgmma``.
+"""Batched GEMM of FP4 for up to 4 tokens on Hopper: ``kernel_fp4_mma.py`` with E4M3 ``wgmma`` on re-encoded FP4.
 
-As ``fp4_few.py``, but what is multiplied are codes, exact in E4M3, so that decoding is two masks for four numbers;
-scales are for the sums. Two blocks share a multiprocessor, so the next launch's start while this one's run, and bring
-their first weights nearer.
+Both operands are E2M1 re-encoded as E4M3 (exact, 2 ANDs for 4 values); block scales are applied to the accumulators.
+Occupancy is 2, so with PDL the next grid prefetches weights while this one drains.
 
-A sum of codes must be of one block of either side. A lane's 16 bytes of a row of weights are numbers of its own blocks,
-so every quarter of 128 numbers has columns of its own, which hold zeros in the other lanes' places: a pair of columns
-for each two tokens, or of one token for the first and the second NVFP4 block of a lane. What a lane receives are then
-the sums of its own blocks. E4M3 products of E2M1 numbers add up exactly, for there are few, 36 the largest and 1/4 the
-smallest.
+An accumulator must be of one block of either side. A lane's 16 bytes of a row of weights are of its own blocks, so
+every quarter of 128 elements has columns of its own, zero where the other lanes' elements are: a pair of columns for
+each two tokens, or of one token for the first and the second NVFP4 block of a lane. So a lane receives the sums of its
+own blocks. Sums of E2M1 products are exact in E4M3 MMAs: the largest product is 36, the smallest 1/4.
 """
 
 from __future__ import annotations
@@ -33,9 +31,10 @@ from ...grouped_gemm.sm90.load_weights import ROW_BYTES
 from ...grouped_gemm.sm90.mainloop_mma import row_of
 from ...grouped_gemm.weight_scales import load_words
 from ...grouped_gemm.work_tiles import WorkTile
-from .fp4_few import Fp4FewTokens, Smem
-from .fp4_tokens import Tokens
-from .plan import Few
+from . import kernel_fp4_mma
+from .fp4_activations import Fp4Activations
+from .kernel_fp4_mma import Fp4Mma, Fp4Smem
+from .plan import FewTokens
 
 _SPANS = BOX // SPAN  # of a box
 _WORDS = SPAN // 8  # of eight codes, of a span
@@ -55,8 +54,8 @@ def _e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
     return low, (word & Uint32(_SIGNS)) | ((word >> 2) & Uint32(_REST))
 
 
-class Fp4FewCodes(Fp4FewTokens):
-    def __init__(self, config: Few, tokens: Tokens, divisors: tuple[bool, bool], even: bool):
+class Fp4E4m3(Fp4Mma):
+    def __init__(self, config: FewTokens, tokens: Fp4Activations, divisors: tuple[bool, bool], even: bool):
         super().__init__(config, tokens, divisors, even)
         self.each = 32 // self.block  # blocks of a lane's 32 numbers
         # Whether a lane's two blocks of a token are sums of the same product, in columns of their own.
@@ -66,12 +65,12 @@ class Fp4FewCodes(Fp4FewTokens):
     def _mma(self) -> cute.TiledMma:
         return hopper.make_trivial_tiled_mma(
             Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1),
-            (64, self.c.code_columns), warpgroup.OperandSource.RMEM,
+            (64, self.c.e4m3_columns), warpgroup.OperandSource.RMEM,
         )  # fmt: skip
 
     def _columns(self, tokens: Int32) -> cute.Tensor:
         """(columns, codes of a span, spans of the slice) in shared memory."""
-        columns = self.c.code_columns
+        columns = self.c.e4m3_columns
         layout = cute.make_layout(
             ((8, columns // 8), (_ROW, 1), self.c.boxes * _SPANS), stride=((_ROW, 8 * _ROW), (1, 0), columns * _ROW)
         )
@@ -82,11 +81,11 @@ class Fp4FewCodes(Fp4FewTokens):
         """(row of the lane, token), of the lane's own blocks."""
         return cute.make_rmem_tensor(cute.make_layout((2, self.c.columns)), Float32)
 
-    def _raised(self) -> float:
+    def _output_scale(self) -> float:
         return 2.0 ** _LOWERED[self.c.format]
 
     @cute.jit
-    def _bring_near(self, weights: Matrices, tile: WorkTile, first: Int32):
+    def _prefetch(self, weights: Matrices, tile: WorkTile, first: Int32):
         """The first box and all scales of the block's rows, a row a thread. L2 is where the launch before leaves what
         it writes, so whenever it does, what is read of it later is that."""
         c, codes, scale = self.c, weights.codes, weights.scale
@@ -111,22 +110,22 @@ class Fp4FewCodes(Fp4FewTokens):
             else:
                 last = cutlass.min(begin + count, nbytes * 2 // self.block) - 1
                 for i in cutlass.range_constexpr(count // l2.LINE + 1):
-                    place = cutlass.min(begin + i * l2.LINE, last)
-                    if place >= begin:
-                        l2.prefetch(base + Int64(row) * scale.stride[1] + place)
+                    byte = cutlass.min(begin + i * l2.LINE, last)
+                    if byte >= begin:
+                        l2.prefetch(base + Int64(row) * scale.stride[1] + byte)
 
-    def _ask(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32) -> Any:
+    def _load_tokens(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32) -> Any:
         """This thread's words of eight codes of the slice, and its scales."""
         return self._code_words(mO, tile, first), self._token_scales(mScale, tile, first, Int32(mO.shape[2]))
 
     @cute.jit
-    def _take(
-        self, asked: Any, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32,
-        shared: Smem, warp: Int32,
+    def _store_tokens(
+        self, loaded: Any, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32,
+        shared: Fp4Smem, warp: Int32,
     ):  # fmt: skip
         """At the places of products, between zeros where other lanes have codes; then scales."""
-        c, (words, scales) = self.c, asked
-        chunks, count = const_expr(c.code_bytes // 16), const_expr(self._words_of_token)
+        c, (words, scales) = self.c, loaded
+        chunks, count = const_expr(c.e4m3_bytes // 16), const_expr(self._words_of_token)
         for i in cutlass.range_constexpr(-(-chunks // c.threads)):
             chunk = cute.arch.thread_idx()[0] + i * c.threads
             if chunk < chunks:
@@ -139,7 +138,7 @@ class Fp4FewCodes(Fp4FewTokens):
         for i in cutlass.range_constexpr(len(scales)):
             unit = cute.arch.thread_idx()[0] + i * c.threads
             if unit < c.scales:
-                self._put(shared.tokens + c.code_bytes + unit * 4, scales[i])
+                self._put(shared.tokens + c.e4m3_bytes + unit * 4, scales[i])
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @property
@@ -187,16 +186,16 @@ class Fp4FewCodes(Fp4FewTokens):
             found = self.tokens.scale(mScale, group, token, block)
         return found
 
-    def _store_codes(self, shared: Smem, token: Int32, word: Int32, codes: Uint32) -> None:
+    def _store_codes(self, shared: Fp4Smem, token: Int32, word: Int32, codes: Uint32) -> None:
         """A token's word, in a column of its lane."""
         span, quarter, w = word // _WORDS, word % _WORDS // 4, word % 4
         pair, column = (Int32(0), w // 2) if self.paired else (token // 2, token % 2)
         column += 2 * quarter
-        at = shared.tokens + span * (self.c.code_columns * _ROW) + pair * (8 * _ROW) + column * _ROW + quarter * 4
+        at = shared.tokens + span * (self.c.e4m3_columns * _ROW) + pair * (8 * _ROW) + column * _ROW + quarter * 4
         for i, four in enumerate(_e4m3(codes)):
             self._put(at + ((2 * w + i) ^ column) * 16, four, Uint32)
 
-    def _operands(self, shared: Smem, count: Int32) -> Any:
+    def _operands(self, shared: Fp4Smem, count: Int32) -> Any:
         """Registers for a span of weights, and the tokens. Columns behind the last token are zeros."""
         mma = self._mma()
         part = mma.get_slice(cute.arch.thread_idx()[0] % 128).partition_B(self._columns(shared.tokens))
@@ -205,11 +204,11 @@ class Fp4FewCodes(Fp4FewTokens):
     @cute.jit
     def _multiply_box(
         self, rSum: cute.Tensor, rScale: list[cute.Tensor], operands: Any, box: Int32, local: Int32, k: Int32,
-        shared: Smem,
+        shared: Fp4Smem,
     ):  # fmt: skip
         (rA, tB), mma = operands, self._mma()
         rWords = cute.recast_tensor(rA, Uint32)
-        shape = mma.partition_shape_C((64, self.c.code_columns))
+        shape = mma.partition_shape_C((64, self.c.e4m3_columns))
         rPart = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.sets)]
         steps = const_expr(_STEPS // self.sets)  # of one of them
         for span in cutlass.range_constexpr(_SPANS):
@@ -228,14 +227,14 @@ class Fp4FewCodes(Fp4FewTokens):
             self._add(rSum, rPart, rScale, span, k * _SPANS + span, shared)
 
     def _add(
-        self, rSum: cute.Tensor, rPart: list[cute.Tensor], rScale: list[cute.Tensor], span: int, place: Int32,
-        shared: Smem,
+        self, rSum: cute.Tensor, rPart: list[cute.Tensor], rScale: list[cute.Tensor], span: int, span_idx: Int32,
+        shared: Fp4Smem,
     ) -> None:  # fmt: skip
         """A span's sums of the lane's blocks, times their scales: first the weights', so that with scales within the
-        limits of weights nothing overflows that a result does not. ``span`` is of the box, ``place`` of the slice."""
+        limits of weights nothing overflows that a result does not. ``span``: of the box; ``span_idx``: of the slice."""
         c, quarter = self.c, cute.arch.lane_idx() % 4
         count = self.each * c.columns
-        at = shared.tokens + c.code_bytes + (place * 4 + quarter) * (count * 4)
+        at = shared.tokens + c.e4m3_bytes + (span_idx * 4 + quarter) * (count * 4)
         of_tokens = load_words(at, count, Float32)
         of_weights = self._weight_scales(rScale[0], rScale[1], span, quarter)
         for block in range(self.each):
@@ -256,7 +255,7 @@ class Fp4FewCodes(Fp4FewTokens):
         return [[value * Float32(2.0 ** (_CODES_LOWERED - _LOWERED["mxfp4"]))] for value in values]
 
     @cute.jit
-    def _leave(self, rSum: cute.Tensor, sums: Int32, warp: Int32):
+    def _store_sums(self, rSum: cute.Tensor, sums: Int32, warp: Int32):
         """The sums of a quad's lanes together, each of which stores some."""
         c, lane = self.c, cute.arch.lane_idx()
         row = warp % c.row_warps * 16 + row_of(lane)
@@ -269,7 +268,11 @@ class Fp4FewCodes(Fp4FewTokens):
                 if lane % 4 == (2 * t + r) % 4:
                     self._put(at + (t * c.sum_pitch + 8 * r) * 4, total)
 
-    def _put(self, place: Int32, value: Any, kind: Any = Float32) -> None:
+    def _put(self, addr: Int32, value: Any, kind: Any = Float32) -> None:
         """A word to shared memory."""
-        pointer = cute.make_ptr(kind, place, cute.AddressSpace.smem, assumed_align=4)
+        pointer = cute.make_ptr(kind, addr, cute.AddressSpace.smem, assumed_align=4)
         cute.make_tensor(pointer, cute.make_layout(1))[0] = value
+
+
+def trace(arch: str, **signature: Any) -> tuple[Any, list[Any]]:
+    return kernel_fp4_mma.trace(arch, kernel=Fp4E4m3, **signature)

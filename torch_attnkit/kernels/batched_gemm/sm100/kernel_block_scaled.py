@@ -1,16 +1,15 @@
-"""Products of groups of FP4 numbers on Blackwell: ``tcgen05.mma`` with block scales of both operands.
+"""Persistent batched GEMM of FP4 on Blackwell by block-scaled ``tcgen05.mma``.
 
-    1 warp    codes by TMA, a ring; scales that are whole tiles of the 128x4 layout by bulk copies, to the same stages
-    4 warps   other scales: four of a row by cp.async each, into tiles of that layout, zeros where there are none
-    1 warp    scales to tensor memory, products
-    4 warps   sums from tensor memory -> / global scales -> rounded -> out
+    1 warp    packed operands by TMA; scales that are whole tiles of the 128x4 layout by bulk copies, in the same stages
+    4 warps   other scales: four of a row by cp.async each, into tiles of that layout, zeros beyond the last
+    1 warp    MMA: scales to tensor memory, multiply
+    4 warps   epilogue: accumulators from tensor memory -> / global scales -> rounded -> out
 
-The first operand has the 128 rows of tensor memory, the second as many columns as a work tile has: few tokens are
-columns, of many tokens either. Blocks are persistent, and of up to 128 columns there are two buffers of sums, so one is
-stored while the other is added up; where work tiles are few, K is in slices, a block of a cluster each, and the cluster
-adds up their sums. A stage has columns of tensor memory of its own for its scales. What lies beyond a
-tensor TMA reads as zeros; products behind K are left out, so that nothing behind the scales is multiplied.
-docs/kernels/batched_gemm.md has what limits it.
+Operand A has the 128 lanes of tensor memory, operand B as many columns as a tile has: few tokens are columns, many
+tokens either. Up to 128 columns have two accumulators, one stored while the other is multiplied. Where tiles are few,
+K is split over the CTAs of a cluster, which reduce through DSMEM. A stage has columns of tensor memory of its own for
+its scales. TMA reads zeros beyond a tensor; MMAs behind K are left out, so that nothing behind the scales is
+multiplied. docs/kernels/batched_gemm.md has what limits it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from torch_attnkit.cuda import copies, fp4
+from torch_attnkit.cuda import copies, fake, fp4
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.memory_ops import bulk_load
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
@@ -45,18 +44,18 @@ class Coded(NamedTuple):
     scale: cute.Tensor  # (G, rows, blocks), or each group's in the 128x4 layout
 
 
-class Access(NamedTuple):
+class TmaTensor(NamedTuple):
     atom: cute.CopyAtom
     rows: cute.Tensor  # (rows, K/2, G), for TMA
 
 
-class WorkTile(NamedTuple):
+class OutputTile(NamedTuple):
     group: Int32
     row: Int32  # number of its tile of rows
     column: Int32
 
 
-class Work(NamedTuple):
+class StaticScheduler(NamedTuple):
     """A block's share: every so many tiles."""
 
     first: Int32
@@ -65,13 +64,13 @@ class Work(NamedTuple):
     rows: Int32  # tiles of a group
     columns: Int32
 
-    def tile(self, unit: Int32) -> WorkTile:
+    def tile(self, unit: Int32) -> OutputTile:
         rest = unit // self.rows
-        return WorkTile(rest // self.columns, unit % self.rows, rest % self.columns)
+        return OutputTile(rest // self.columns, unit % self.rows, rest % self.columns)
 
 
 @dataclass
-class Slots(Fixed):
+class Smem(Fixed):
     """Shared memory, and rings: ``sums`` are buffers of tensor memory."""
 
     codes: Ring
@@ -84,7 +83,7 @@ class Slots(Fixed):
     base: cute.Pointer  # the allocator of tensor memory writes there
 
 
-class Fp4GroupProducts:
+class BlockScaledGemm:
     def __init__(self, tile: Fp4Tile, swizzled: bool, divisors: tuple[bool, bool], even: int):
         self.c, self.format, self.swizzled, self.divisors = tile, scaled.FORMATS[tile.format], swizzled, divisors
         self.even = even  # neighbouring results of a token that are stored at once
@@ -103,8 +102,8 @@ class Fp4GroupProducts:
         c = self.c
         rows, columns = (tokens, features) if const_expr(c.tokens_are_rows) else (features, tokens)
         accesses = [self._access(t.codes, n) for t, n in ((rows, ROWS), (columns, c.columns))]
-        work = self._work(rows, columns)
-        clusters = cutlass.min(sms, work.all) if const_expr(c.slices == 1) else work.all
+        scheduler = self._scheduler(rows, columns)
+        clusters = cutlass.min(sms, scheduler.all) if const_expr(c.slices == 1) else scheduler.all
         self.kernel(rows, columns, *accesses, mTokenGlobal, mFeatureGlobal, mOut).launch(
             grid=[clusters * c.slices, 1, 1], block=[c.threads, 1, 1], cluster=[c.slices, 1, 1], stream=stream,
             min_blocks_per_mp=1, preferred_smem_carveout=100, use_pdl=c.early,
@@ -113,21 +112,21 @@ class Fp4GroupProducts:
     def _box(self, rows: int) -> cute.Layout:
         return cute.make_layout((rows, STEP_BYTES), stride=(STEP_BYTES, 1))
 
-    def _access(self, codes: cute.Tensor, rows: int) -> Access:
+    def _access(self, codes: cute.Tensor, rows: int) -> TmaTensor:
         by_row = cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=[1, 2, 0]))
         tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, self._box(rows))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        return Access(*cpasync.make_tiled_tma_atom(load, by_row, tile, (rows, STEP_BYTES)))
+        return TmaTensor(*cpasync.make_tiled_tma_atom(load, by_row, tile, (rows, STEP_BYTES)))
 
-    def _work(self, rows: Coded, columns: Coded) -> Work:
+    def _scheduler(self, rows: Coded, columns: Coded) -> StaticScheduler:
         groups, n, _ = (Int32(size) for size in rows.codes.shape)
         row_tiles = (n + (ROWS - 1)) // ROWS
         column_tiles = (Int32(columns.codes.shape[1]) + (self.c.columns - 1)) // self.c.columns
-        return Work(Int32(0), Int32(1), groups * row_tiles * column_tiles, row_tiles, column_tiles)
+        return StaticScheduler(Int32(0), Int32(1), groups * row_tiles * column_tiles, row_tiles, column_tiles)
 
     @cute.kernel
     def kernel(
-        self, rows: Coded, columns: Coded, row_access: Access, column_access: Access, mTokenGlobal: cute.Tensor,
+        self, rows: Coded, columns: Coded, row_access: TmaTensor, column_access: TmaTensor, mTokenGlobal: cute.Tensor,
         mFeatureGlobal: cute.Tensor, mOut: cute.Tensor,
     ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -142,25 +141,25 @@ class Fp4GroupProducts:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        work = self._work(rows, columns)._replace(first=block // self.c.slices, step=blocks // self.c.slices)
-        numbers = Int32(rows.codes.shape[2]) * 2
+        scheduler = self._scheduler(rows, columns)._replace(first=block // self.c.slices, step=blocks // self.c.slices)
+        elements = Int32(rows.codes.shape[2]) * 2
         if warp < STORE_WARPS:
             if const_expr(self.c.slices > 1):
                 self._leave(slots, warp)
             else:
-                self._store(mTokenGlobal, mFeatureGlobal, mOut, work, slots, warp)
+                self._store(mTokenGlobal, mFeatureGlobal, mOut, scheduler, slots, warp)
         elif warp == _LOAD_WARP:
-            self._load(rows, columns, row_access, column_access, work, numbers, slots)
+            self._load(rows, columns, row_access, column_access, scheduler, elements, slots)
         elif warp == _PRODUCT_WARP:
-            self._multiply(work, numbers, slots)
+            self._multiply(scheduler, elements, slots)
         if const_expr(not self.c.whole):
             if warp >= _SCALE_WARP:
-                self._bring_scales(rows, columns, work, numbers, slots)
+                self._load_scales(rows, columns, scheduler, elements, slots)
         tmem.before_sync()
         self._sync()
         tmem.after_sync()
         if const_expr(self.c.slices > 1):
-            self._total(mTokenGlobal, mFeatureGlobal, mOut, work.tile(work.first), slots)
+            self._reduce(mTokenGlobal, mFeatureGlobal, mOut, scheduler.tile(scheduler.first), slots)
             self._sync()  # none may leave while the other reads its memory
         if warp == _PRODUCT_WARP:
             cute.arch.relinquish_tmem_alloc_permit()
@@ -189,13 +188,13 @@ class Fp4GroupProducts:
 
         scale_at = memory.allocate(c.stages * (1 + c.column_tiles) * c.scale_bytes, 128).toint()
         sums_at = memory.allocate(max(c.sum_bytes, 16), 16).toint()
-        return Slots(
+        return Smem(
             **made, sRows=staged(ROWS), sColumns=staged(c.columns), scale_at=scale_at, sums_at=sums_at, base=base
         )
 
-    def _steps(self, numbers: Int32) -> tuple[Int32, Int32]:
+    def _steps(self, elements: Int32) -> tuple[Int32, Int32]:
         """The stages of a work tile, by number along K, or those of the block's slice: first and end."""
-        steps = (numbers + (scaled.ROW_NUMBERS - 1)) // scaled.ROW_NUMBERS
+        steps = (elements + (scaled.ROW_NUMBERS - 1)) // scaled.ROW_NUMBERS
         if const_expr(self.c.slices == 1):
             return Int32(0), steps
         each = (steps + (self.c.slices - 1)) // self.c.slices
@@ -204,12 +203,12 @@ class Fp4GroupProducts:
 
     @cute.jit
     def _load(
-        self, rows: Coded, columns: Coded, row_access: Access, column_access: Access, work: Work, numbers: Int32,
-        slots: Slots,
+        self, rows: Coded, columns: Coded, row_access: TmaTensor, column_access: TmaTensor,
+        scheduler: StaticScheduler, elements: Int32, slots: Smem,
     ):  # fmt: skip
-        c, n, (first, end) = self.c, Int32(0), self._steps(numbers)
-        for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
-            tile = work.tile(unit)
+        c, n, (first, end) = self.c, Int32(0), self._steps(elements)
+        for unit in cutlass.range(scheduler.first, scheduler.all, scheduler.step, unroll=1):
+            tile = scheduler.tile(unit)
             gRows = cute.local_tile(row_access.rows[None, None, tile.group], (ROWS, STEP_BYTES), (tile.row, None))
             gColumns = cute.local_tile(
                 column_access.rows[None, None, tile.group], (c.columns, STEP_BYTES), (tile.column, None)
@@ -219,7 +218,7 @@ class Fp4GroupProducts:
             for k in cutlass.range(first, end, unroll=1):
                 slot = slots.codes.slot(n)
                 full = slots.codes.await_empty(n)
-                tiles = cutlass.min(numbers // self.format.tile_numbers - k * c.tiles, Int32(c.tiles))
+                tiles = cutlass.min(elements // self.format.tile_numbers - k * c.tiles, Int32(c.tiles))
                 nbytes = Int32(c.code_bytes)
                 if const_expr(c.whole):
                     nbytes += tiles * ((1 + c.column_tiles) * scaled.TILE_BYTES)
@@ -234,38 +233,45 @@ class Fp4GroupProducts:
 
     @cute.jit
     def _bulk_scales(
-        self, rows: Coded, columns: Coded, tile: WorkTile, k: Int32, tiles: Int32, slots: Slots, slot: Int32,
+        self, rows: Coded, columns: Coded, tile: OutputTile, k: Int32, tiles: Int32, slots: Smem, slot: Int32,
         full: Int32,
     ):  # fmt: skip
         """Tiles of a stage, which lie one behind another; of columns behind the last those of the last ones."""
         c = self.c
         to = slots.scale_at + slot * ((1 + c.column_tiles) * c.scale_bytes)
-        places = [(rows.scale, tile.row)]
-        places += [(columns.scale, tile.column * c.columns // ROWS + i) for i in range(c.column_tiles)]
-        for i in cutlass.range_constexpr(len(places)):
-            scale, row = places[i]
+        sources = [(rows.scale, tile.row)]
+        sources += [(columns.scale, tile.column * c.columns // ROWS + i) for i in range(c.column_tiles)]
+        for i in cutlass.range_constexpr(len(sources)):
+            scale, row = sources[i]
             row = cutlass.min(row, Int32(scale.shape[1]) // ROWS - 1)
             source = scale.iterator.toint() + Int64(tile.group) * scale.stride[0]
             source += (Int64(row) * (Int32(scale.shape[2]) // 4) + k * c.tiles) * scaled.TILE_BYTES
             bulk_load(to + i * c.scale_bytes, source, tiles * scaled.TILE_BYTES, full)
 
     @cute.jit
-    def _bring_scales(self, rows: Coded, columns: Coded, work: Work, numbers: Int32, slots: Slots):
+    def _load_scales(
+        self,
+        rows: Coded,
+        columns: Coded,
+        scheduler: StaticScheduler,
+        elements: Int32,
+        slots: Smem,
+    ):
         """A thread has a row of every 128, and four of its scales at a time. Half of the stages are on their way: of
         the others, products may run and wait."""
-        c, n, (first, end) = self.c, Int32(0), self._steps(numbers)
+        c, n, (first, end) = self.c, Int32(0), self._steps(elements)
         late = const_expr(c.stages // 2)
         thread = op.thread_index() % ROWS
-        place = scaled.word_of_row(thread)
-        for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
-            tile = work.tile(unit)
+        offset = scaled.word_of_row(thread)
+        for unit in cutlass.range(scheduler.first, scheduler.all, scheduler.step, unroll=1):
+            tile = scheduler.tile(unit)
             for k in cutlass.range(first, end, unroll=1):
                 slots.codes.await_empty(n)
-                to = slots.scale_at + slots.codes.slot(n) * ((1 + c.column_tiles) * c.scale_bytes) + place
-                self._words(rows, tile.group, tile.row * ROWS + thread, k, numbers, to)
+                to = slots.scale_at + slots.codes.slot(n) * ((1 + c.column_tiles) * c.scale_bytes) + offset
+                self._words(rows, tile.group, tile.row * ROWS + thread, k, elements, to)
                 for i in cutlass.range_constexpr(c.column_tiles):
                     row = tile.column * c.columns + i * ROWS + thread
-                    self._words(columns, tile.group, row, k, numbers, to + (1 + i) * c.scale_bytes)
+                    self._words(columns, tile.group, row, k, elements, to + (1 + i) * c.scale_bytes)
                 cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(late)
                 if n >= late:
@@ -283,10 +289,10 @@ class Fp4GroupProducts:
             cute.arch.mbarrier_arrive(ring.full + ring.slot(n))
 
     @cute.jit
-    def _words(self, given: Coded, group: Int32, row: Int32, k: Int32, numbers: Int32, to: Int32):
+    def _words(self, given: Coded, group: Int32, row: Int32, k: Int32, elements: Int32, to: Int32):
         """A row's scales of a stage; zeros behind the last row and behind K."""
         c, scale = self.c, given.scale
-        blocks = cutlass.select_(row < Int32(given.codes.shape[1]), numbers // self.format.block, Int32(0))
+        blocks = cutlass.select_(row < Int32(given.codes.shape[1]), elements // self.format.block, Int32(0))
         row = cutlass.min(row, Int32(given.codes.shape[1]) - 1)
         source = scale.iterator.toint() + Int64(group) * scale.stride[0]
         if const_expr(self.swizzled):
@@ -301,10 +307,10 @@ class Fp4GroupProducts:
             op.copy_4_async(to + i * scaled.TILE_BYTES, at, left)
 
     @cute.jit
-    def _multiply(self, work: Work, numbers: Int32, slots: Slots):
-        c, n, done, (first, end) = self.c, Int32(0), Int32(0), self._steps(numbers)
-        products = (numbers + (scaled.K - 1)) // scaled.K
-        for _unit in cutlass.range(work.first, work.all, work.step, unroll=1):
+    def _multiply(self, scheduler: StaticScheduler, elements: Int32, slots: Smem):
+        c, n, done, (first, end) = self.c, Int32(0), Int32(0), self._steps(elements)
+        products = (elements + (scaled.K - 1)) // scaled.K
+        for _unit in cutlass.range(scheduler.first, scheduler.all, scheduler.step, unroll=1):
             slots.sums.await_empty(done)
             tmem.after_sync()
             sums = slots.sums.slot(done) * c.columns
@@ -324,7 +330,7 @@ class Fp4GroupProducts:
             done += 1
 
     @cute.jit
-    def _stage(self, slots: Slots, slot: Int32, sums: Int32, left: Int32, k: Int32):
+    def _stage(self, slots: Smem, slot: Int32, sums: Int32, left: Int32, k: Int32):
         """One thread: scales of the block's ``k``-th stage to tensor memory, and up to four products, of the ``left``
         ones."""
         c, parts = self.c, const_expr(1 + self.c.column_tiles)
@@ -351,14 +357,14 @@ class Fp4GroupProducts:
 
     @cute.jit
     def _store(
-        self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor, mOut: cute.Tensor, work: Work, slots: Slots,
-        warp: Int32,
+        self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor, mOut: cute.Tensor,
+        scheduler: StaticScheduler, slots: Smem, warp: Int32,
     ):  # fmt: skip
         """A thread has a row's sums."""
         c, done = self.c, Int32(0)
         inverses = self._inverses(mTokenGlobal, mFeatureGlobal)
-        for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
-            tile = work.tile(unit)
+        for unit in cutlass.range(scheduler.first, scheduler.all, scheduler.step, unroll=1):
+            tile = scheduler.tile(unit)
             slots.sums.wait(done)
             tmem.after_sync()
             row = tile.row * ROWS + op.thread_index() % ROWS
@@ -377,7 +383,7 @@ class Fp4GroupProducts:
             done += 1
 
     @cute.jit
-    def _leave(self, slots: Slots, warp: Int32):
+    def _leave(self, slots: Smem, warp: Int32):
         """Of a slice: a row's sums where the cluster's blocks read them."""
         c = self.c
         slots.sums.wait(Int32(0))
@@ -394,8 +400,8 @@ class Fp4GroupProducts:
                 cute.make_tensor(pointer, cute.make_layout(1))[0] = values[i]
 
     @cute.jit
-    def _total(
-        self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor, mOut: cute.Tensor, tile: WorkTile, slots: Slots
+    def _reduce(
+        self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor, mOut: cute.Tensor, tile: OutputTile, slots: Smem
     ):
         """This block's share of the columns, which are tokens: sums of all slices, four neighbouring features a
         thread."""
@@ -424,10 +430,10 @@ class Fp4GroupProducts:
     def _inverses(self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor) -> list[Float32]:
         """What sums are multiplied by for global scales."""
         given = zip(self.divisors, (mTokenGlobal, mFeatureGlobal), strict=True)
-        return [fp4.divide(Float32(1), divisor[0]) for there, divisor in given if there]
+        return [fp4.divide(Float32(1), divisor[0]) for present, divisor in given if present]
 
     @cute.jit
-    def _store_row(self, mOut: cute.Tensor, tile: WorkTile, row: Int32, column: Int32, results: list[Any]):
+    def _store_row(self, mOut: cute.Tensor, tile: OutputTile, row: Int32, column: Int32, results: list[Any]):
         """Neighbouring columns of a row: a token's features, or a feature of several tokens."""
         tokens, groups, n = (Int32(size) for size in mOut.shape)
         if const_expr(self.c.tokens_are_rows):
@@ -445,3 +451,19 @@ class Fp4GroupProducts:
                     rOut = cute.make_rmem_tensor(1, mOut.element_type)
                     rOut[0] = results[i]
                     copies.store(rOut, out)
+
+
+def trace(
+    arch: str, *, out_dtype: str, swizzled: bool, divisors: tuple[bool, bool], config: tuple[Any, ...], even: int
+) -> tuple[Any, list[Any]]:
+    """``config``: an ``Fp4Tile``; ``even``: results that are stored at once."""
+    out = fake.tensor(out_dtype, (None, None, None), align=even * fake.dtype(out_dtype).width // 8)
+    one = fake.tensor("f32", (1,), (1,), align=4)
+    made = BlockScaledGemm(Fp4Tile(*config), swizzled, divisors, even)
+    operands = [Coded(_bytes(16, 16), _bytes(4, 16 if swizzled else 4)) for _ in range(2)]
+    return made, [*operands, one, one, out, Int32(0), fake.stream()]
+
+
+def _bytes(step: int, align: int) -> Any:
+    """(G, rows, bytes)."""
+    return fake.tensor("u8", (None, None, None), (fake.dim(step), fake.dim(step), 1), align=align)

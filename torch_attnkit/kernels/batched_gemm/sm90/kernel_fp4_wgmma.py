@@ -1,9 +1,9 @@
-"""Products of groups of FP4 numbers for many tokens on Hopper, in two launches.
+"""Batched GEMM of FP4 for many tokens on Hopper, in two launches.
 
-    prepare   o's codes and scales -> rows of bf16, a group's tokens one after another, in the order of decoding
-    products  the experts' product of ``grouped_gemm``: weights decoded in registers, as the first operand of ``wgmma``
+    prepare   activations and scales -> bf16 rows in the K order of weights, a group's tokens one after another
+    GEMM      that of routed experts (``grouped_gemm/sm90/kernel_wgmma.py``): weights dequantised in registers
 
-A group is an expert, whose tokens are all. Weights are on their way while the last of ``prepare``'s blocks still run.
+A group is an expert that has all tokens. Weights are in flight while the last CTAs of ``prepare`` still run (PDL).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies, fp4
+from torch_attnkit.cuda import copies, fake, fp4
 from torch_attnkit.cuda.fp4_weights import LOWERED
 
 from ...grouped_gemm.arguments import Flags, Matrices
@@ -24,7 +24,7 @@ from ...grouped_gemm.sm90.epilogue_wgmma import WgmmaStore
 from ...grouped_gemm.sm90.kernel_wgmma import WgmmaGemm
 from ...grouped_gemm.sm90.permute import share_of_quads
 from ...grouped_gemm.work_tiles import WorkTile
-from .fp4_tokens import Tokens
+from .fp4_activations import Fp4Activations, fake_operands
 
 _THREADS = 256
 
@@ -37,7 +37,7 @@ class Tensors(NamedTuple):
     columns: Int32  # most tokens of a work tile
 
 
-class Work(NamedTuple):
+class GroupScheduler(NamedTuple):
     """A block's share: every ``blocks``-th tile, of which those of the same tokens follow each other."""
 
     block: Int32
@@ -58,15 +58,15 @@ class Work(NamedTuple):
         """``tile`` reads no memory."""
 
 
-def work(tensors: Tensors, row_tiles: Int32) -> Work:
+def group_scheduler(tensors: Tensors, row_tiles: Int32) -> GroupScheduler:
     block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     tokens, groups, _ = (Int32(size) for size in tensors.out.shape)
     units = groups * ((tokens + tensors.columns - 1) // tensors.columns) * row_tiles
     count = cutlass.max((units - block + blocks - 1) // blocks, Int32(0))
-    return Work(block, blocks, row_tiles, count)
+    return GroupScheduler(block, blocks, row_tiles, count)
 
 
-class Rounded(WgmmaStore):
+class StoreGroups(WgmmaStore):
     """Results in 16 bits, where they belong. ``even``: two neighbouring features are stored at once."""
 
     def __init__(self, config: WgmmaConfig, even: bool):
@@ -104,12 +104,12 @@ class Rounded(WgmmaStore):
                 copies.store(rOut, out + i)
 
 
-class Fp4GroupProducts:
+class Fp4Wgmma:
     """``divisors``: which of o and the weights have a global scale."""
 
-    def __init__(self, config: WgmmaConfig, tokens: Tokens, divisors: tuple[bool, bool], even: bool):
+    def __init__(self, config: WgmmaConfig, tokens: Fp4Activations, divisors: tuple[bool, bool], even: bool):
         self.c, self.tokens, self.divisors = config, tokens, divisors
-        self.product = WgmmaGemm(config, Rounded(config, even), work)
+        self.product = WgmmaGemm(config, StoreGroups(config, even), group_scheduler)
 
     @cute.jit
     def __call__(
@@ -122,12 +122,12 @@ class Fp4GroupProducts:
         mX: cute.Tensor,  # (G T, whole spans), to be written
         mFactor: cute.Tensor,  # (2), likewise
         mOut: cute.Tensor,  # (T, G, N), contiguous
-        numbers: tuple[Int32, Int32, Int32, Int32],
+        scalars: tuple[Int32, Int32, Int32, Int32],
         stream: Any,
     ):
-        """``numbers``: how the weights' scales stand in memory (``grouped_gemm/problem.py``), most tokens of a work
+        """``scalars``: how the weights' scales stand in memory (``grouped_gemm/problem.py``), most tokens of a work
         tile, and blocks of either launch."""
-        kind, columns, prepare_blocks, blocks = numbers
+        kind, columns, prepare_blocks, blocks = scalars
         self.prepare(mO, mScale, mOGlobal, mWeightGlobal, mX, mFactor).launch(
             grid=[prepare_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream
         )
@@ -157,3 +157,15 @@ class Fp4GroupProducts:
                 if const_expr(self.divisors[i]):
                     factors[i] = fp4.divide(factors[i], divisor[0])
                 mFactor[i] = factors[i]
+
+
+def trace(
+    arch: str, *, format: str, out_dtype: str, swizzled: bool, divisors: tuple[bool, bool], widths: tuple[int, ...],
+    group: int, warps: int, code_alignment: int, scale_vector: int, o_alignment: int, even: bool,
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """As ``Fp4WgmmaPlan`` has them; ``swizzled``: scales are in the 128x4 layout."""
+    config = WgmmaConfig(format, warps, "bf16", "none", widths[-1], False, scale_vector, code_alignment, widths, group)
+    x, factor = fake.tensor("bf16", (None, None), (fake.dim(8), 1)), fake.tensor("f32", (None,), (1,), align=4)
+    out = fake.tensor(out_dtype, (None, None, None), align=4 if even else 2)
+    made = Fp4Wgmma(config, Fp4Activations(format, swizzled, o_alignment), divisors, even)
+    return made, [*fake_operands(o_alignment, code_alignment), x, factor, out, (Int32(0),) * 4, fake.stream()]

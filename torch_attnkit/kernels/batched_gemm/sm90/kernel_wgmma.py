@@ -1,12 +1,15 @@
-"""Products of groups of 16-bit numbers on Hopper: weights are the first operand of ``wgmma``, tokens its columns.
+"""Persistent batched GEMM of 16 bits on Hopper by ``wgmma``, swap-AB: weights are operand A, tokens the columns.
 
-    1 warp             weights and tokens by TMA, a ring for both
-    1 or 2 warpgroups  64 features each: multiply, round, store by TMA
+    1 warp             producer: weights and activations by TMA
+    1 or 2 warpgroups  consumers, 64 features each: multiply, round, store by TMA
 
-Blocks are persistent: while a work tile's results are on their way, the next one's operands come. A pair of blocks has
-neighbouring features of the same tokens, of which each brings half to both. Sums have features along rows of registers;
-``stmatrix`` transposes them to rows of tokens. What lies beyond a tensor TMA reads as zeros and does not write.
-docs/kernels/batched_gemm.md has what limits it.
+    ring     producers (arrivals)   consumers (arrivals)
+    stages   TMA 1                  4 or 8 warps, of a cluster's both CTAs
+
+While a tile's outputs are stored, the next one's operands are loaded. A pair of CTAs has neighbouring features of the
+same tokens, of which each loads half by multicast. Accumulators have features along registers; ``stmatrix`` transposes
+them to rows of tokens. TMA reads zeros beyond a tensor and does not write there. docs/kernels/batched_gemm.md has what
+limits it.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import copies, fake
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm90.matrix import store_transposed
 
+from ..plan import CHUNK
 from .plan import WARPGROUP_ROWS, Tile
 
 _THREADS = 128  # of a warpgroup
@@ -32,26 +36,26 @@ _ROW_BYTES = WARPGROUP_ROWS * 2  # of a token's results, in chunks of 16 bytes t
 _STORED = 1  # + warpgroup: the named barrier at which its results are in shared memory
 
 
-class Access(NamedTuple):
+class TmaTensor(NamedTuple):
     """A tensor for TMA."""
 
     atom: cute.CopyAtom
     rows: cute.Tensor  # (rows, numbers, G)
 
 
-class Accesses(NamedTuple):
-    weight: Access  # (N, K, G)
-    x: Access  # (T, K, G)
-    out: Access  # (T, N, G)
+class TmaTensors(NamedTuple):
+    weight: TmaTensor  # (N, K, G)
+    x: TmaTensor  # (T, K, G)
+    out: TmaTensor  # (T, N, G)
 
 
-class WorkTile(NamedTuple):
+class OutputTile(NamedTuple):
     group: Int32
     tokens: Int32  # number of its tokens' tile
     features: Int32  # and of its features'
 
 
-class Work(NamedTuple):
+class StaticScheduler(NamedTuple):
     """A block's share: every so many tiles, the features of the same tokens one after another."""
 
     first: Int32
@@ -60,13 +64,13 @@ class Work(NamedTuple):
     features: Int32  # tiles of the same tokens, of a pair both together
     tokens: Int32  # tiles of a group
 
-    def tile(self, unit: Int32, rank: Int32, ctas: int) -> WorkTile:
+    def tile(self, unit: Int32, rank: Int32, ctas: int) -> OutputTile:
         rest = unit // self.features
-        return WorkTile(rest // self.tokens, rest % self.tokens, unit % self.features * ctas + rank)
+        return OutputTile(rest // self.tokens, rest % self.tokens, unit % self.features * ctas + rank)
 
 
 @dataclass
-class Slots(Fixed):
+class WgmmaSmem(Fixed):
     """A block's shared memory."""
 
     ring: Ring
@@ -75,7 +79,7 @@ class Slots(Fixed):
     sOut: cute.Tensor  # (tokens, WARPGROUP_ROWS, buffers of all warpgroups)
 
 
-class GroupProducts:
+class WgmmaGemm:
     def __init__(self, tile: Tile, dtype: Any, out_dtype: Any):
         self.c, self.dtype, self.out_dtype = tile, dtype, out_dtype
 
@@ -89,12 +93,12 @@ class GroupProducts:
         stream: Any,
     ):
         c = self.c
-        accesses = Accesses(
-            weight=Access(*copies.tma_atom(_rows(mWeight, (1, 2, 0)), self._layout(c.features))),
-            x=Access(*copies.tma_atom(_rows(mX, (0, 2, 1)), self._layout(c.tokens), c.ctas)),
+        accesses = TmaTensors(
+            weight=TmaTensor(*copies.tma_atom(_rows(mWeight, (1, 2, 0)), self._layout(c.features))),
+            x=TmaTensor(*copies.tma_atom(_rows(mX, (0, 2, 1)), self._layout(c.tokens), c.ctas)),
             out=self._stores(_rows(mOut, (0, 2, 1))),
         )
-        clusters = cutlass.min(sms // c.ctas, self._work(mOut).all)
+        clusters = cutlass.min(sms // c.ctas, self._scheduler(mOut).all)
         self.kernel(accesses, mOut, (Int32(mX.shape[2]) + (c.k - 1)) // c.k).launch(
             grid=[clusters * c.ctas, 1, 1], block=[c.threads, 1, 1], cluster=[c.ctas, 1, 1], stream=stream,
             min_blocks_per_mp=1, preferred_smem_carveout=100, use_pdl=c.early,
@@ -110,19 +114,19 @@ class GroupProducts:
         c, atom = self.c, warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out_dtype)
         return cute.tile_to_shape(atom, (c.stored, WARPGROUP_ROWS, c.consumers * c.buffers), order=(0, 1, 2))
 
-    def _stores(self, mOut: cute.Tensor) -> Access:
+    def _stores(self, mOut: cute.Tensor) -> TmaTensor:
         tile = cute.select(self._results(), mode=[0, 1])
         store = cpasync.CopyBulkTensorTileS2GOp()
-        return Access(*cpasync.make_tiled_tma_atom(store, mOut, tile, (self.c.stored, WARPGROUP_ROWS)))
+        return TmaTensor(*cpasync.make_tiled_tma_atom(store, mOut, tile, (self.c.stored, WARPGROUP_ROWS)))
 
-    def _work(self, mOut: cute.Tensor) -> Work:
+    def _scheduler(self, mOut: cute.Tensor) -> StaticScheduler:
         c, (tokens, groups, n) = self.c, (Int32(size) for size in mOut.shape)
         features = (n + (c.features * c.ctas - 1)) // (c.features * c.ctas)
         tiles = (tokens + (c.tokens - 1)) // c.tokens
-        return Work(Int32(0), Int32(1), groups * tiles * features, features, tiles)
+        return StaticScheduler(Int32(0), Int32(1), groups * tiles * features, features, tiles)
 
     @cute.kernel
-    def kernel(self, accesses: Accesses, mOut: cute.Tensor, steps: Int32):
+    def kernel(self, accesses: TmaTensors, mOut: cute.Tensor, steps: Int32):
         """``steps``: stages of a work tile."""
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -134,17 +138,17 @@ class GroupProducts:
         self._sync()
         cute.arch.griddepcontrol_launch_dependents()
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        work = self._work(mOut)._replace(first=block // c.ctas, step=blocks // c.ctas)
+        scheduler = self._scheduler(mOut)._replace(first=block // c.ctas, step=blocks // c.ctas)
         rank = block % c.ctas
         if warp == 4 * c.consumers:
             cute.arch.griddepcontrol_wait()  # whatever reads or writes memory comes behind these loads
-            self._load(accesses, work, rank, steps, slots)
+            self._load(accesses, scheduler, rank, steps, slots)
         else:
-            self._consume(accesses, work, rank, steps, slots, warp)
+            self._consume(accesses, scheduler, rank, steps, slots, warp)
         if const_expr(c.pair):
             self._sync()  # neither block may leave while the other still writes to its memory
 
-    def _slots(self, warp: Int32) -> Slots:
+    def _slots(self, warp: Int32) -> WgmmaSmem:
         c, memory = self.c, cutlass.memory.SmemAllocator()
         made = rings(memory, warp, (("stages", c.stages, 1, 4 * c.consumers * c.ctas),))["stages"]
         sW, sX, sOut = (
@@ -155,7 +159,7 @@ class GroupProducts:
                 (self.out_dtype, self._results()),
             )
         )
-        return Slots(Ring(made.full, made.empty, c.stages, c.pair), sW, sX, sOut)
+        return WgmmaSmem(Ring(made.full, made.empty, c.stages, c.pair), sW, sX, sOut)
 
     def _sync(self) -> None:
         """All threads of the block, or of both blocks of a pair."""
@@ -166,12 +170,12 @@ class GroupProducts:
             cute.arch.barrier()
 
     @cute.jit
-    def _load(self, accesses: Accesses, work: Work, rank: Int32, steps: Int32, slots: Slots):
+    def _load(self, accesses: TmaTensors, scheduler: StaticScheduler, rank: Int32, steps: Int32, slots: WgmmaSmem):
         c, (weight, x, _) = self.c, accesses
         both = {"mcast_mask": cutlass.Int16(3)} if c.pair else {}
         n = Int32(0)
-        for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
-            tile = work.tile(unit, rank, c.ctas)
+        for unit in cutlass.range(scheduler.first, scheduler.all, scheduler.step, unroll=1):
+            tile = scheduler.tile(unit, rank, c.ctas)
             gW = cute.local_tile(weight.rows[None, None, tile.group], (c.features, c.k), (tile.features, None))
             gX = cute.local_tile(x.rows[None, None, tile.group], (c.tokens, c.k), (tile.tokens, None))
             tWs, tWg = copies.tma_partition(weight.atom, 0, 1, slots.sW, gW)  # (box, stages), (box, steps)
@@ -183,19 +187,21 @@ class GroupProducts:
                 n += 1
 
     @cute.jit
-    def _consume(self, accesses: Accesses, work: Work, rank: Int32, steps: Int32, slots: Slots, warp: Int32):
+    def _consume(
+        self, accesses: TmaTensors, scheduler: StaticScheduler, rank: Int32, steps: Int32, slots: WgmmaSmem, warp: Int32
+    ):
         c, group = self.c, warp // 4
         mma = hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (c.consumers, 1, 1),
             (WARPGROUP_ROWS, c.tokens),
         )  # fmt: skip
-        mine = mma.get_slice(group * _THREADS)
-        tA = mine.make_fragment_A(mine.partition_A(slots.sW))  # (mma, M, K, stages), descriptors of shared memory
-        tB = mine.make_fragment_B(mine.partition_B(slots.sX))
+        thr_mma = mma.get_slice(group * _THREADS)
+        tA = thr_mma.make_fragment_A(thr_mma.partition_A(slots.sW))  # (mma, M, K, stages), descriptors of shared memory
+        tB = thr_mma.make_fragment_B(thr_mma.partition_B(slots.sX))
         rSum = cute.make_rmem_tensor(mma.partition_shape_C((c.features, c.tokens)), Float32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         n = Int32(0)
-        for unit in cutlass.range(work.first, work.all, work.step, unroll=1):
+        for unit in cutlass.range(scheduler.first, scheduler.all, scheduler.step, unroll=1):
             rSum.fill(0.0)
             for k in cutlass.range(steps, unroll=1):
                 slots.ring.wait(n + k)
@@ -210,11 +216,11 @@ class GroupProducts:
             warpgroup.wait_group(0)
             slots.ring.release(n + steps - 1)
             n += steps
-            self._store(rSum, accesses.out, work.tile(unit, rank, c.ctas), slots.sOut, warp)
+            self._store(rSum, accesses.out, scheduler.tile(unit, rank, c.ctas), slots.sOut, warp)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # a block that ends takes its shared memory along
 
     @cute.jit
-    def _store(self, rSum: cute.Tensor, out: Access, tile: WorkTile, sOut: cute.Tensor, warp: Int32):
+    def _store(self, rSum: cute.Tensor, out: TmaTensor, tile: OutputTile, sOut: cute.Tensor, warp: Int32):
         """Some tokens at a time; a warpgroup's first warp starts the stores, and waits for its buffers to be read."""
         c, group = self.c, warp // 4
         rows = tile.features * c.consumers + group  # number of the warpgroup's features
@@ -250,3 +256,13 @@ class GroupProducts:
 def _rows(t: cute.Tensor, axes: tuple[int, ...]) -> cute.Tensor:
     """``t`` as (rows, numbers, G)."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=list(axes)))
+
+
+def trace(arch: str, dtypes: tuple[str, str], config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """``dtypes`` of the operands and of the result; ``config``: a ``Tile``."""
+
+    def rows(dtype: str) -> Any:
+        return fake.tensor(dtype, (None, None, fake.dim(CHUNK)), (fake.dim(CHUNK), fake.dim(CHUNK), 1), align=16)
+
+    made = WgmmaGemm(Tile(*config), *(fake.dtype(name) for name in dtypes))
+    return made, [rows(dtypes[0]), rows(dtypes[0]), rows(dtypes[1]), Int32(0), fake.stream()]

@@ -1,4 +1,4 @@
-"""Tokens' FP4 numbers to bf16, in the order of decoding (``grouped_gemm/permute_k.py``).
+"""FP4 activations dequantised to bf16, in the K order of weights (``grouped_gemm/permute_k.py``).
 
 Codes times scales have at most six significant bits, so bf16 holds them, whatever their exponents.
 """
@@ -12,12 +12,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint8, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda import copies, fp4
+from torch_attnkit.cuda import copies, fake, fp4
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.fp4_weights import decode
 from torch_attnkit.cuda.ring import Fixed
 
+from ...grouped_gemm.arguments import Matrices
 from ...grouped_gemm.config import SPAN
 from ...grouped_gemm.problem import BLOCK
 from ...grouped_gemm.sm90.permute import Spans
@@ -32,7 +33,7 @@ def _multiply(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint3
     return asm(Uint32, [a, b], "mul.rn.bf16x2 $0, $1, $2;", loc=loc, ip=ip)
 
 
-class Tokens(Fixed):
+class Fp4Activations(Fixed):
     """``alignment``: bytes of codes of which all or none are there."""
 
     def __init__(self, format: str, swizzled: bool, alignment: int):
@@ -83,7 +84,7 @@ class Tokens(Fixed):
         for w in range(_EACH // 8):
             for pair in decode(rCodes[w], Uint32(_TWO_TO_126)):
                 words.append(Int32(_multiply(pair, pairs[w * 8 // self.block])))
-        return self.spans.turned(words, quarter)
+        return self.spans.transpose_quad(words, quarter)
 
     def scale(self, mScale: cute.Tensor, group: Int32, row: Int32, block: Int32) -> Int32:
         """A scale's byte."""
@@ -95,3 +96,20 @@ class Tokens(Fixed):
             at += Int64(row) * mScale.stride[1] + block
         # A byte is extended without sign only to an unsigned number.
         return Int32(Uint32(copies.scalar(cute.make_ptr(Uint8, at, cute.AddressSpace.gmem, assumed_align=1))))
+
+
+def fake_operands(o_alignment: int, code_alignment: int) -> list[Any]:
+    """o, its scales, both global scales, and the weights."""
+    one = fake.tensor("f32", (1,), (1,), align=4)
+    unused = [fake.tensor("f32", (None,) * axes, align=4) for axes in (2, 1, 1)]
+    weights = Matrices(_codes(code_alignment), _bytes(), *unused)
+    return [_codes(o_alignment), _bytes(), one, one, weights]
+
+
+def _codes(alignment: int) -> Any:
+    a = alignment
+    return fake.tensor("u8", (fake.dim(), fake.dim(), fake.dim(a)), (fake.dim(a), fake.dim(a), 1), align=a)
+
+
+def _bytes() -> Any:
+    return fake.tensor("u8", (None, None, None), align=1)

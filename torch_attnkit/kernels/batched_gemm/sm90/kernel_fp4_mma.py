@@ -1,14 +1,13 @@
-"""Products of groups of FP4 numbers for few tokens on Hopper, in one launch: weights are read once, by all of the chip.
+"""Batched GEMM of FP4 for up to 32 tokens on Hopper by ``mma.sync``, in one launch: weights are read once, by all SMs.
 
-    some warps    codes by TMA, a ring for every 64 rows
-    all           tokens, decoded once a block; then weights decoded in registers, times tokens by ``mma.sync``
+    a warp of every 64 rows   loads packed weights by TMA, beside its other work; full 1 arrival, empty its rows' warps
+    all warps                 dequantise activations to shared memory; then weights to registers (operand A), multiply
 
-The blocks of a cluster have the same rows and a slice of K each, whose tokens stay in shared memory; warps of the same
-rows take its boxes in turns. All sums meet in shared memory: every block adds up some of the rows, in a fixed order. A
-lane reads the scales of its rows itself, ahead. No warp does nothing but load: of 16 warps a thread has 128
-registers, of 17 it has 96. What decoding gives is ``cuda/fp4_weights.py``, in the order of
-``grouped_gemm/permute_k.py``. ``fp4_few_codes.py`` has what is otherwise for up to 4 tokens;
-docs/kernels/batched_gemm.md has what limits it.
+The CTAs of a cluster have the same rows and a slice of K each (split-K), whose activations stay in shared memory;
+warps of the same rows take its boxes in turn. Partial sums are reduced through shared memory and DSMEM: every CTA sums
+some of the rows, in a fixed order. A lane prefetches the scales of its rows to registers. No warp only loads: with 16
+warps a thread has 128 registers, with 17 it has 96. Decoding is that of ``cuda/fp4_weights.py``. For up to 4 tokens
+``kernel_fp4_e4m3.py`` overrides parts; docs/kernels/batched_gemm.md has what limits it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from torch_attnkit.cuda import copies, fp4
+from torch_attnkit.cuda import copies, fake, fp4
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.fp4_weights import LOWERED, both, both_of_two, decode, factors_of_e4m3, factors_of_e8m0
@@ -30,22 +29,22 @@ from torch_attnkit.cuda.ring import Fixed, Ring
 from ...grouped_gemm.arguments import Matrices
 from ...grouped_gemm.config import SPAN
 from ...grouped_gemm.problem import BLOCK
-from ...grouped_gemm.sm90.config import BOX
+from ...grouped_gemm.sm90.config import BOX, CODE_ALIGNMENT
 from ...grouped_gemm.sm90.load_weights import ROW_BYTES, TmaLoads
 from ...grouped_gemm.sm90.mainloop_mma import row_of
 from ...grouped_gemm.weight_scales import load_words
 from ...grouped_gemm.work_tiles import WorkTile
-from .fp4_tokens import Tokens
-from .plan import FEW_BOX_ROWS, Few
+from .fp4_activations import Fp4Activations, fake_operands
+from .plan import FEW_BOX_ROWS, FewTokens
 
 _SPANS = BOX // SPAN  # of a box
 _EACH = 4  # results that a thread adds up and stores together
 _QUADS = 8  # of a warp, each with a span of a token
-_TOGETHER = 4  # spans that a quad loads before it decodes one
+_IN_FLIGHT = 4  # spans that a quad loads before it decodes one
 
 
 @dataclass
-class Smem(Fixed):
+class Fp4Smem(Fixed):
     """A block's shared memory."""
 
     ring: Ring  # of the first 64 rows; the next rows' barriers follow
@@ -53,11 +52,11 @@ class Smem(Fixed):
     tokens: Int32  # address of (tokens, numbers of the slice); then of sums, (parts, tokens, rows) of float32
 
 
-class Fp4FewTokens:
+class Fp4Mma:
     """``divisors``: which of o and the weights have a global scale; ``even``: whether four results are stored at
     once."""
 
-    def __init__(self, config: Few, tokens: Tokens, divisors: tuple[bool, bool], even: bool):
+    def __init__(self, config: FewTokens, tokens: Fp4Activations, divisors: tuple[bool, bool], even: bool):
         self.c, self.tokens, self.divisors, self.even = config, tokens, divisors, even
         self.block = BLOCK[config.format]
 
@@ -104,7 +103,7 @@ class Fp4FewTokens:
         boxes = cutlass.min(cutlass.max(boxes, Int32(0)), Int32(c.boxes))
         if warp == 0:
             cpasync.prefetch_descriptor(loads.atom)
-        self._bring_near(weights, tile, first)
+        self._prefetch(weights, tile, first)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if const_expr(c.resident == 1):
@@ -114,20 +113,20 @@ class Fp4FewTokens:
         rSum.fill(0.0)
         self._multiply(rSum, mO, mScale, weights, loads, tile, first, boxes, shared, warp)
         cute.arch.barrier()  # sums stand where tokens stood
-        self._leave(rSum, shared.tokens, warp)
+        self._store_sums(rSum, shared.tokens, warp)
         self._sync()
-        self._total(mOGlobal, mWeightGlobal, mOut, tile, slice_, shared.tokens)
+        self._reduce(mOGlobal, mWeightGlobal, mOut, tile, slice_, shared.tokens)
         if const_expr(c.slices > 1):
             self._sync()  # none may leave while others read its memory
 
-    def _bring_near(self, weights: Matrices, tile: WorkTile, first: Int32) -> None:
+    def _prefetch(self, weights: Matrices, tile: WorkTile, first: Int32) -> None:
         """What is worth bringing to L2 while the launch before ends."""
 
     def _sums(self) -> cute.Tensor:
         """This thread's, of its warp's boxes."""
         return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, self.c.warp_tiles)), Float32)
 
-    def _raised(self) -> float:
+    def _output_scale(self) -> float:
         """What sums are multiplied by in the end."""
         return 2.0 ** LOWERED[self.c.format]
 
@@ -142,26 +141,26 @@ class Fp4FewTokens:
     @cute.jit
     def _shared(self, warp: Int32):
         c, memory = self.c, cutlass.memory.SmemAllocator()
-        places = const_expr(c.stages * c.teams)
-        full, empty = (memory.allocate_array(cutlass.Int64, places) for _ in range(2))
+        addrs = const_expr(c.stages * c.teams)
+        full, empty = (memory.allocate_array(cutlass.Int64, addrs) for _ in range(2))
         thread = cute.arch.thread_idx()[0]
-        if thread < places:
+        if thread < addrs:
             cute.arch.mbarrier_init(full + thread, 1)
             cute.arch.mbarrier_init(empty + thread, c.row_warps // c.teams)
-        boxes = cute.append(self._box(), cute.make_layout(places, stride=FEW_BOX_ROWS * ROW_BYTES))
-        return Smem(
+        boxes = cute.append(self._box(), cute.make_layout(addrs, stride=FEW_BOX_ROWS * ROW_BYTES))
+        return Fp4Smem(
             ring=Ring(full, empty, c.stages),
             sW=memory.allocate_tensor(Uint8, boxes, 1024, swizzle=cute.make_swizzle(3, 4, 3)),
             tokens=memory.allocate(c.fixed_bytes, 1024).toint(),
         )
 
-    def _ring(self, shared: Smem, team: Any) -> Ring:
+    def _ring(self, shared: Fp4Smem, team: Any) -> Ring:
         """Of one of the 64 rows."""
         first = team * self.c.stages
         return Ring(shared.ring.full + first, shared.ring.empty + first, self.c.stages)
 
     @cute.jit
-    def _load(self, loads: TmaLoads, tile: WorkTile, team: Int32, first: Int32, k: Int32, shared: Smem):
+    def _load(self, loads: TmaLoads, tile: WorkTile, team: Int32, first: Int32, k: Int32, shared: Fp4Smem):
         """The slice's ``k``-th box of a team's rows, when its stage is empty."""
         c, ring = self.c, self._ring(shared, team)
         gW = cute.local_tile(loads.rows[None, None, tile.expert], (FEW_BOX_ROWS, ROW_BYTES), (None, None))
@@ -173,7 +172,7 @@ class Fp4FewTokens:
     @cute.jit
     def _multiply(
         self, rSum: cute.Tensor, mO: cute.Tensor, mScale: cute.Tensor, weights: Matrices, loads: TmaLoads,
-        tile: WorkTile, first: Int32, boxes: Int32, shared: Smem, warp: Int32,
+        tile: WorkTile, first: Int32, boxes: Int32, shared: Fp4Smem, warp: Int32,
     ):  # fmt: skip
         """This warp's rows times all tokens, of its part of the block's slice of K: every so many-th box. The first
         warp of a team's part brings the part's first boxes, and others to where it has read one."""
@@ -188,10 +187,10 @@ class Fp4FewTokens:
                 self._load(loads, tile, team, first, k, shared)
         if const_expr(c.resident > 1):  # whose blocks start beside this one, and bring their own weights nearer
             cute.arch.griddepcontrol_launch_dependents()
-        asked = self._ask(mO, mScale, tile, first)
+        loaded = self._load_tokens(mO, mScale, tile, first)
         starts = self._starts(weights, tile, row_warp)
         rNext = self._scales_ahead(weights, starts, first, part, boxes)
-        self._take(asked, mO, mScale, tile, first, boxes, shared, warp)
+        self._store_tokens(loaded, mO, mScale, tile, first, boxes, shared, warp)
         cute.arch.barrier()
         operands = self._operands(shared, tile.columns)
         local = row_warp % warps_of_team * (16 * c.warp_tiles) + row_of(cute.arch.lane_idx())
@@ -204,35 +203,35 @@ class Fp4FewTokens:
                 if k < boxes:
                     ring.wait(k)
                     box = shared.sW.iterator.toint() + (team * c.stages + ring.slot(k)) * (FEW_BOX_ROWS * ROW_BYTES)
-                    rMine = rScale[i * 2 * c.warp_tiles : (i + 1) * 2 * c.warp_tiles]
-                    self._multiply_box(rSum, rMine, operands, box, local, k, shared)
+                    rBox = rScale[i * 2 * c.warp_tiles : (i + 1) * 2 * c.warp_tiles]
+                    self._multiply_box(rSum, rBox, operands, box, local, k, shared)
                     cute.arch.sync_warp()
                     if const_expr(c.stages < c.boxes):
                         ring.release(k)
                         if loading & (k + c.stages < boxes):
                             self._load(loads, tile, team, first, k + c.stages, shared)
 
-    def _ask(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32) -> Any:
+    def _load_tokens(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32) -> Any:
         """What this thread has of the tokens, if it has registers for all of that: on its way there."""
 
     @cute.jit
-    def _take(
-        self, asked: Any, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32,
-        shared: Smem, warp: Int32,
+    def _store_tokens(
+        self, loaded: Any, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32,
+        shared: Fp4Smem, warp: Int32,
     ):  # fmt: skip
         """All tokens of the slice to shared memory. A quad of lanes has a span of a token at a time, and loads several
         before it decodes the first. There are ``tile.columns`` tokens."""
         c, lane = self.c, cute.arch.lane_idx()
         spans = boxes * _SPANS
         units = spans * tile.columns
-        together = const_expr(min(_TOGETHER, -(-c.boxes * _SPANS * c.columns // (c.warps * _QUADS))))
-        for start in cutlass.range(warp * _QUADS, units, c.warps * _QUADS * together, unroll=1):
+        in_flight = const_expr(min(_IN_FLIGHT, -(-c.boxes * _SPANS * c.columns // (c.warps * _QUADS))))
+        for start in cutlass.range(warp * _QUADS, units, c.warps * _QUADS * in_flight, unroll=1):
             found = []
-            for i in cutlass.range_constexpr(together):
+            for i in cutlass.range_constexpr(in_flight):
                 unit = start + i * (c.warps * _QUADS) + lane // 4
-                place = first * _SPANS + unit % spans
-                found.append(self.tokens.read(mO, mScale, tile.expert, unit // spans, place, unit < units, lane % 4))
-            for i in cutlass.range_constexpr(together):
+                span_idx = first * _SPANS + unit % spans
+                found.append(self.tokens.read(mO, mScale, tile.expert, unit // spans, span_idx, unit < units, lane % 4))
+            for i in cutlass.range_constexpr(in_flight):
                 if start + i * (c.warps * _QUADS) < units:
                     words = self.tokens.permuted(*found[i], lane % 4)
                     unit = start + i * (c.warps * _QUADS) + lane // 4
@@ -241,7 +240,7 @@ class Fp4FewTokens:
                         for w in cutlass.range_constexpr(4):
                             copies.store_words(at + 64 * w, words[w], cute.AddressSpace.smem)
 
-    def _operands(self, shared: Smem, count: Int32) -> Any:
+    def _operands(self, shared: Fp4Smem, count: Int32) -> Any:
         """What boxes are multiplied with. Here, where the lane reads of every 8 tokens, from the numbers on that are
         multiplied. Columns behind the last token repeat it: nobody stores their sums."""
         lane = cute.arch.lane_idx()
@@ -251,7 +250,7 @@ class Fp4FewTokens:
     @cute.jit
     def _multiply_box(
         self, rSum: cute.Tensor, rScale: list[cute.Tensor], operands: Any, box: Int32, local: Int32, k: Int32,
-        shared: Smem,
+        shared: Fp4Smem,
     ):  # fmt: skip
         """The slice's ``k``-th box, which is there. ``local``: the lane's first row of it."""
         for span in cutlass.range_constexpr(_SPANS):
@@ -300,10 +299,10 @@ class Fp4FewTokens:
         nbytes = const_expr(min(self.c.scale_vector, 4))
         swizzled = const_expr(self.tokens.swizzled)
         kind = {1: Uint8, 2: Uint16, 4: Uint32}[nbytes]
-        place, found = start + word * (512 if swizzled else 4), Uint32(0)
+        addr, found = start + word * (512 if swizzled else 4), Uint32(0)
         for i in cutlass.range_constexpr(0, 4, nbytes):
             if left > i:
-                pointer = cute.make_ptr(kind, place + i, cute.AddressSpace.gmem, assumed_align=nbytes)
+                pointer = cute.make_ptr(kind, addr + i, cute.AddressSpace.gmem, assumed_align=nbytes)
                 found = found | (Uint32(copies.scalar(pointer)) << (8 * i))
         if const_expr(swizzled):
             found = cutlass.select_(left >= 4, found, found & ((Uint32(1) << Uint32(8 * (left & 3))) - 1))
@@ -344,7 +343,7 @@ class Fp4FewTokens:
         return [(both(half), both(half)) for half in (pair & 0xFFFF, pair >> 16)]
 
     @cute.jit
-    def _leave(self, rSum: cute.Tensor, sums: Int32, warp: Int32):
+    def _store_sums(self, rSum: cute.Tensor, sums: Int32, warp: Int32):
         """A warp's sums where the cluster's blocks read them."""
         c, lane = self.c, cute.arch.lane_idx()
         row = warp % c.row_warps * (16 * c.warp_tiles) + row_of(lane)
@@ -352,12 +351,12 @@ class Fp4FewTokens:
         for m in cutlass.range_constexpr(c.warp_tiles):
             for g in cutlass.range_constexpr(c.columns // 8):
                 for x in cutlass.range_constexpr(4):
-                    place = at + ((8 * g + x % 2) * c.sum_pitch + 16 * m + x // 2 * 8) * 4
-                    pointer = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=4)
+                    addr = at + ((8 * g + x % 2) * c.sum_pitch + 16 * m + x // 2 * 8) * 4
+                    pointer = cute.make_ptr(Float32, addr, cute.AddressSpace.smem, assumed_align=4)
                     cute.make_tensor(pointer, cute.make_layout(1))[0] = rSum[x, g, m]
 
     @cute.jit
-    def _total(
+    def _reduce(
         self, mOGlobal: cute.Tensor, mWeightGlobal: cute.Tensor, mOut: cute.Tensor, tile: WorkTile, slice_: Int32,
         sums: Int32,
     ):  # fmt: skip
@@ -368,20 +367,20 @@ class Fp4FewTokens:
         for unit in cutlass.range(cute.arch.thread_idx()[0], tile.columns * fours, c.threads, unroll=1):
             token, row = unit // fours, (slice_ * fours + unit % fours) * _EACH
             at = sums + (token * c.sum_pitch + row) * 4
-            places = [at + part * (c.columns * c.sum_pitch * 4) for part in range(c.parts)]
+            addrs = [at + part * (c.columns * c.sum_pitch * 4) for part in range(c.parts)]
             if const_expr(c.slices == 1):
-                parts = [load_words(place, 4, Float32) for place in places]
+                parts = [load_words(addr, 4, Float32) for addr in addrs]
             else:
                 parts = [
-                    op.load_cluster_floats(4, op.cluster_address(place, Int32(i)), Int32(1))
-                    for i in range(c.slices) for place in places
+                    op.load_cluster_floats(4, op.cluster_address(addr, Int32(i)), Int32(1))
+                    for i in range(c.slices) for addr in addrs
                 ]  # fmt: skip
             results = []
             for j in cutlass.range_constexpr(_EACH):
                 y = parts[0][j]
                 for part in parts[1:]:
                     y = y + part[j]
-                y = y * Float32(self._raised())
+                y = y * Float32(self._output_scale())
                 for given, divisor in zip(self.divisors, (mOGlobal, mWeightGlobal), strict=True):
                     y = fp4.divide(y, divisor[0]) if const_expr(given) else y
                 results.append(y.to(mOut.element_type))
@@ -404,3 +403,14 @@ def _copy(sources: list[cute.Tensor], targets: list[cute.Tensor]) -> None:
     """Between registers."""
     for source, target in zip(sources, targets, strict=True):
         target.store(source.load())
+
+
+def trace(
+    arch: str, *, out_dtype: str, swizzled: bool, divisors: tuple[bool, bool], config: tuple[Any, ...],
+    o_alignment: int, even: bool, kernel: type[Fp4Mma] = Fp4Mma,
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """``config``: a ``FewTokens``."""
+    few = FewTokens(*config)
+    out = fake.tensor(out_dtype, (None, None, None), align=8 if even else 2)
+    made = kernel(few, Fp4Activations(few.format, swizzled, o_alignment), divisors, even)
+    return made, [*fake_operands(o_alignment, CODE_ALIGNMENT), out, fake.stream()]
