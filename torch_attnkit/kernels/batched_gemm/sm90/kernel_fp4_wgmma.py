@@ -122,12 +122,12 @@ class Fp4Wgmma:
         mX: cute.Tensor,  # (G T, whole spans), to be written
         mFactor: cute.Tensor,  # (2), likewise
         mOut: cute.Tensor,  # (T, G, N), contiguous
-        scalars: tuple[Int32, Int32, Int32, Int32],
+        numbers: tuple[Int32, Int32, Int32, Int32],
         stream: Any,
     ):
-        """``scalars``: how the weights' scales stand in memory (``grouped_gemm/problem.py``), most tokens of a work
+        """``numbers``: how the weights' scales stand in memory (``grouped_gemm/problem.py``), most tokens of a work
         tile, and blocks of either launch."""
-        kind, columns, prepare_blocks, blocks = scalars
+        kind, columns, prepare_blocks, blocks = numbers
         self.prepare(mO, mScale, mOGlobal, mWeightGlobal, mX, mFactor).launch(
             grid=[prepare_blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream
         )
