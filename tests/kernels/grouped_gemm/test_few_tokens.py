@@ -12,8 +12,7 @@ from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.formats import e2m1, fp8
-from torch_attnkit.kernels.grouped_gemm.config import BULK_ROWS, STRADDLING, WARP_SLOTS
-from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
+from torch_attnkit.kernels.grouped_gemm.problem import BULK_ROWS, STRADDLING, WARP_SLOTS, Problem, Weights
 from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check

@@ -14,7 +14,7 @@ from torch_attnkit.cuda import fake
 class Matrices(NamedTuple):
     """Weights of one product."""
 
-    codes: cute.Tensor  # (E, rows, columns / 2), bytes
+    packed: cute.Tensor  # (E, rows, columns / 2), bytes
     scale: cute.Tensor  # (E, rows, blocks), or in the 128x4 layout (E, padded rows, padded blocks)
     bias: cute.Tensor  # (E, rows), anything without its flag
     divisor: cute.Tensor  # (E), global scales, likewise
@@ -67,9 +67,9 @@ def arguments(dtype: str, index_dtype: str, code_alignment: int) -> list[Any]:
 
     def matrices() -> Matrices:
         a = code_alignment
-        codes = fake.tensor("u8", (size(), size(16), size(a)), (size(a), size(a), 1), align=a)
+        packed = fake.tensor("u8", (size(), size(16), size(a)), (size(a), size(a), 1), align=a)
         scale = fake.tensor("u8", (None, None, None), align=1)
-        return Matrices(codes, scale, fake.tensor(dtype, (None, None), align=2), vector("f32"), vector("f32"))
+        return Matrices(packed, scale, fake.tensor(dtype, (None, None), align=2), vector("f32"), vector("f32"))
 
     tensors = Tensors(
         x=fake.tensor(dtype, (None, None), (size(8), 1)),
@@ -101,5 +101,5 @@ def global_scale_of(flags: Flags, weights: Matrices) -> Float32:
 def chosen(tensors: Tensors, token: Int32, k: Int32) -> Int32:
     """The k-th choice of a token, -1 for one that is no expert."""
     index = tensors.indices[token, k]
-    inside = (index >= 0) & (index < tensors.up.codes.shape[0])
+    inside = (index >= 0) & (index < tensors.up.packed.shape[0])
     return cutlass.select_(inside, Int32(index), Int32(-1))

@@ -96,12 +96,12 @@ def _zero_out(operands: Operands) -> None:
 
 
 def _matrices(
-    codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None,
+    packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None,
     activation: torch.Tensor | None, matrix: torch.Tensor, vector: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The weights of a product. ``matrix`` and ``vector`` stand in for what is missing: a kernel never looks there."""
     return (
-        codes,
+        packed,
         scale if scale.dtype is torch.uint8 else scale.view(torch.uint8),
         matrix if bias is None else bias,
         vector if divisor is None else divisor,
@@ -118,18 +118,18 @@ def _aligned(t: torch.Tensor, nbytes: int = 16) -> torch.Tensor:
 
 
 def trace(arch: str, **signature: Any) -> compile.Traced:
-    """``<arch>/kernel.py``."""
+    """Few tokens an expert on Hopper; any on Blackwell."""
     if arch == "sm90":
-        from .sm90 import kernel as hopper_kernel
+        from .sm90 import kernel_mma
 
-        return hopper_kernel.trace(arch, **signature)
-    from .sm100 import kernel as blackwell_kernel
+        return kernel_mma.trace(arch, **signature)
+    from .sm100 import kernel
 
-    return blackwell_kernel.trace(arch, **signature)
+    return kernel.trace(arch, **signature)
 
 
 def trace_wgmma(arch: str, **signature: Any) -> compile.Traced:
-    """``sm90/kernel.py``, for many tokens."""
-    from .sm90 import kernel as hopper_kernel
+    """Many tokens an expert on Hopper."""
+    from .sm90 import kernel_wgmma
 
-    return hopper_kernel.trace_wgmma(arch, **signature)
+    return kernel_wgmma.trace(arch, **signature)

@@ -30,7 +30,7 @@ _LINEAR, _CONTIGUOUS, _PADDED = range(3)  # SCALES of the kernels
 _FEW_TOKENS = 16
 _FEWEST = 4  # tokens that few_tokens.h takes whatever they share
 _FEW_SLOTS = 512  # MOST_SLOTS of the kernels
-_PASSES, _PASSES_TOGETHER = (4, 3), (6, 5)
+_PASSES, _PASSES_SHARED = (4, 3), (6, 5)
 _SIMDGROUPS = (8, 4)
 _ROWS = 4  # of a simdgroup at a time
 _STEP = 1024  # numbers of a row that a simdgroup takes in a step
@@ -141,21 +141,21 @@ def _combiner(built: library.Library, p: Problem) -> metal.Launch:
     return metal.launcher(built, "experts_combine", (-(-p.hidden // _COMBINE), p.tokens, 1), _COMBINE)
 
 
-def few_stage(p: Problem, together: int) -> int:
-    """Numbers of a token that a threadgroup holds, of ``together`` tokens at once."""
-    steps = _STAGE_BYTES // (together * seen(p).itemsize * _STEP)
+def few_stage(p: Problem, tokens: int) -> int:
+    """Numbers of a token that a threadgroup holds, of ``tokens`` tokens at once."""
+    steps = _STAGE_BYTES // (tokens * seen(p).itemsize * _STEP)
     return max(1, min(steps, -(-max(p.hidden, p.intermediate) // _STEP))) * _STEP
 
 
 def _few(source: str, p: Problem, target: Target) -> Solve:
-    together = 1 if p.tokens == 1 else 2 if p.tokens == 2 else 4
+    tokens = 1 if p.tokens == 1 else 2 if p.tokens == 2 else 4
     kernels = ("experts_few_up", "experts_few_down")
 
     def build(codes: int) -> tuple[metal.Launch, ...]:
         for simds in _SIMDGROUPS:
-            up, down = (n * _SIMDGROUPS[0] // simds for n in (_PASSES if together == 1 else _PASSES_TOGETHER))
+            up, down = (n * _SIMDGROUPS[0] // simds for n in (_PASSES if tokens == 1 else _PASSES_SHARED))
             built = library.load(
-                source, target, **_defines(p, codes), MANY=0, TOKENS=together, STAGE=few_stage(p, together),
+                source, target, **_defines(p, codes), MANY=0, TOKENS=tokens, STAGE=few_stage(p, tokens),
                 SIMDS=simds, UP_PASSES=up, DOWN_PASSES=down, MOST_SLOTS=_FEW_SLOTS,
             )  # fmt: skip
             if simds <= min(metal.most_simdgroups(built, kernel) for kernel in kernels):

@@ -15,7 +15,7 @@ from cutlass import Float32, Uint32
 
 from torch_attnkit.cuda import warp_ops as op
 
-from .config import SPAN
+from .problem import SPAN
 
 EACH = 32  # numbers of a row that a lane brings
 _CHUNK = 8  # of them under a word of codes

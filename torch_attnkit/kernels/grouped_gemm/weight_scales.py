@@ -12,8 +12,7 @@ from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.fp4 import permute_bytes
 
 from .arguments import Flags, Matrices
-from .config import ALIGNMENT, BULK_ROWS, STRADDLING
-from .problem import PADDED
+from .problem import ALIGNMENT, BULK_ROWS, PADDED, STRADDLING
 from .work_tiles import WorkTile
 
 
@@ -44,7 +43,7 @@ class WeightScales:
         c = self.c
         fragments = copies.fragments(c.rows // 32, c.scales // 4, Uint32)
         first = k * c.scales
-        left = Int32(weights.codes.shape[2]) * 2 // c.block - first
+        left = Int32(weights.packed.shape[2]) * 2 // c.block - first
         if const_expr(c.scale_vector == BULK_ROWS):
             for i in cutlass.range_constexpr(len(starts)):
                 self._read_bulk(starts[i] + first, left, fragments[i])

@@ -18,7 +18,7 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 
 from .arguments import Tensors, chosen
-from .config import WARP_SLOTS
+from .problem import WARP_SLOTS
 
 _IN_FLIGHT = 8  # slots whose choices a thread has on their way
 
@@ -35,7 +35,7 @@ class Sort:
         sCount = memory.allocate_tensor(Int32, cute.make_layout(self.experts), 16)
         sSum = memory.allocate_tensor(Int32, cute.make_layout((self.threads // 32, 2)), 16)
         thread = cute.arch.thread_idx()[0]
-        experts, top_k = Int32(tensors.up.codes.shape[0]), Int32(tensors.indices.shape[1])
+        experts, top_k = Int32(tensors.up.packed.shape[0]), Int32(tensors.indices.shape[1])
         slots = Int32(tensors.indices.shape[0]) * top_k
         for e in cutlass.range(thread, experts, self.threads, unroll=1):
             sCount[e] = Int32(0)
@@ -207,7 +207,7 @@ class SortByGrid:
             while memory_ops.load_acquire(done) < shares:
                 pass
         cute.arch.barrier()
-        experts = Int32(tensors.up.codes.shape[0])
+        experts = Int32(tensors.up.packed.shape[0])
         for e in cutlass.range(thread, experts, self.threads, unroll=1):
             sFirst[e] = tensors.count[0, self._COUNTS + e]
         cute.arch.barrier()
@@ -263,7 +263,7 @@ class SortByGrid:
             arrived = op.add_acq_rel(tensors.count.iterator.toint() + 4 * self._THROUGH, Int32(1))
             last = cutlass.select_(arrived == cute.arch.grid_dim()[0] - 1, Int32(1), Int32(0))
         if op.any_of_threads(last, 0, self.threads) != 0:
-            counters = Int32(tensors.up.codes.shape[0]) + self._COUNTS
+            counters = Int32(tensors.up.packed.shape[0]) + self._COUNTS
             for i in cutlass.range(thread, counters, self.threads, unroll=1):
                 tensors.count[0, i] = Int32(0)
 

@@ -19,7 +19,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.kernels import grouped_gemm
 from torch_attnkit.kernels.grouped_gemm import metal
-from torch_attnkit.kernels.grouped_gemm.config import MOST_EXPERTS
+from torch_attnkit.kernels.grouped_gemm.problem import MOST_EXPERTS
 from torch_attnkit.oracle import fp4, shards, words
 
 _ALL = "swizzled gptoss limit interleaved bias global_scale"

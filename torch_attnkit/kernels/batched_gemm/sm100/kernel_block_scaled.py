@@ -40,7 +40,7 @@ _IN_FLIGHT = 16  # columns of sums that a thread has in registers
 class Coded(NamedTuple):
     """An operand as it was given."""
 
-    codes: cute.Tensor  # (G, rows, K/2)
+    packed: cute.Tensor  # (G, rows, K/2)
     scale: cute.Tensor  # (G, rows, blocks), or each group's in the 128x4 layout
 
 
@@ -73,8 +73,8 @@ class StaticScheduler(NamedTuple):
 class Smem(Fixed):
     """Shared memory, and rings: ``sums`` are buffers of tensor memory."""
 
-    codes: Ring
-    scales: Ring  # its empty barriers are not used: ``codes`` has the same stages
+    packed: Ring
+    scales: Ring  # its empty barriers are not used: ``packed`` has the same stages
     sums: Ring
     sRows: cute.Tensor  # (128, bytes, stages)
     sColumns: cute.Tensor  # (columns, bytes, stages)
@@ -101,7 +101,7 @@ class BlockScaledGemm:
     ):
         c = self.c
         rows, columns = (tokens, features) if const_expr(c.tokens_are_rows) else (features, tokens)
-        accesses = [self._access(t.codes, n) for t, n in ((rows, ROWS), (columns, c.columns))]
+        accesses = [self._access(t.packed, n) for t, n in ((rows, ROWS), (columns, c.columns))]
         scheduler = self._scheduler(rows, columns)
         clusters = cutlass.min(sms, scheduler.all) if const_expr(c.slices == 1) else scheduler.all
         self.kernel(rows, columns, *accesses, mTokenGlobal, mFeatureGlobal, mOut).launch(
@@ -112,16 +112,16 @@ class BlockScaledGemm:
     def _box(self, rows: int) -> cute.Layout:
         return cute.make_layout((rows, STEP_BYTES), stride=(STEP_BYTES, 1))
 
-    def _access(self, codes: cute.Tensor, rows: int) -> TmaTensor:
-        by_row = cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=[1, 2, 0]))
+    def _access(self, packed: cute.Tensor, rows: int) -> TmaTensor:
+        by_row = cute.make_tensor(packed.iterator, cute.select(packed.layout, mode=[1, 2, 0]))
         tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, self._box(rows))
         load = cpasync.CopyBulkTensorTileG2SOp()
         return TmaTensor(*cpasync.make_tiled_tma_atom(load, by_row, tile, (rows, STEP_BYTES)))
 
     def _scheduler(self, rows: Coded, columns: Coded) -> StaticScheduler:
-        groups, n, _ = (Int32(size) for size in rows.codes.shape)
+        groups, n, _ = (Int32(size) for size in rows.packed.shape)
         row_tiles = (n + (ROWS - 1)) // ROWS
-        column_tiles = (Int32(columns.codes.shape[1]) + (self.c.columns - 1)) // self.c.columns
+        column_tiles = (Int32(columns.packed.shape[1]) + (self.c.columns - 1)) // self.c.columns
         return StaticScheduler(Int32(0), Int32(1), groups * row_tiles * column_tiles, row_tiles, column_tiles)
 
     @cute.kernel
@@ -142,7 +142,7 @@ class BlockScaledGemm:
         cute.arch.griddepcontrol_wait()
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         scheduler = self._scheduler(rows, columns)._replace(first=block // self.c.slices, step=blocks // self.c.slices)
-        elements = Int32(rows.codes.shape[2]) * 2
+        elements = Int32(rows.packed.shape[2]) * 2
         if warp < STORE_WARPS:
             if const_expr(self.c.slices > 1):
                 self._leave(slots, warp)
@@ -216,8 +216,8 @@ class BlockScaledGemm:
             tRs, tRg = copies.tma_partition(row_access.atom, 0, 1, slots.sRows, gRows)  # (box, stages), (box, steps)
             tCs, tCg = copies.tma_partition(column_access.atom, 0, 1, slots.sColumns, gColumns)
             for k in cutlass.range(first, end, unroll=1):
-                slot = slots.codes.slot(n)
-                full = slots.codes.await_empty(n)
+                slot = slots.packed.slot(n)
+                full = slots.packed.await_empty(n)
                 tiles = cutlass.min(elements // self.format.tile_numbers - k * c.tiles, Int32(c.tiles))
                 nbytes = Int32(c.code_bytes)
                 if const_expr(c.whole):
@@ -266,8 +266,8 @@ class BlockScaledGemm:
         for unit in cutlass.range(scheduler.first, scheduler.all, scheduler.step, unroll=1):
             tile = scheduler.tile(unit)
             for k in cutlass.range(first, end, unroll=1):
-                slots.codes.await_empty(n)
-                to = slots.scale_at + slots.codes.slot(n) * ((1 + c.column_tiles) * c.scale_bytes) + offset
+                slots.packed.await_empty(n)
+                to = slots.scale_at + slots.packed.slot(n) * ((1 + c.column_tiles) * c.scale_bytes) + offset
                 self._words(rows, tile.group, tile.row * ROWS + thread, k, elements, to)
                 for i in cutlass.range_constexpr(c.column_tiles):
                     row = tile.column * c.columns + i * ROWS + thread
@@ -292,8 +292,8 @@ class BlockScaledGemm:
     def _words(self, given: Coded, group: Int32, row: Int32, k: Int32, elements: Int32, to: Int32):
         """A row's scales of a stage; zeros behind the last row and behind K."""
         c, scale = self.c, given.scale
-        blocks = cutlass.select_(row < Int32(given.codes.shape[1]), elements // self.format.block, Int32(0))
-        row = cutlass.min(row, Int32(given.codes.shape[1]) - 1)
+        blocks = cutlass.select_(row < Int32(given.packed.shape[1]), elements // self.format.block, Int32(0))
+        row = cutlass.min(row, Int32(given.packed.shape[1]) - 1)
         source = scale.iterator.toint() + Int64(group) * scale.stride[0]
         if const_expr(self.swizzled):
             source += Int64(row // ROWS) * (Int32(scale.shape[2]) * ROWS) + scaled.word_of_row(row % ROWS)
@@ -315,15 +315,15 @@ class BlockScaledGemm:
             tmem.after_sync()
             sums = slots.sums.slot(done) * c.columns
             for k in cutlass.range(first, end, unroll=1):
-                slots.codes.wait(n)
+                slots.packed.wait(n)
                 if const_expr(not c.whole):
                     slots.scales.wait(n)
                 tmem.after_sync()
                 with cute.arch.elect_one():
                     self._stage(
-                        slots, slots.codes.slot(n), sums, products - k * (scaled.ROW_NUMBERS // scaled.K), k - first
+                        slots, slots.packed.slot(n), sums, products - k * (scaled.ROW_NUMBERS // scaled.K), k - first
                     )
-                    tcgen05.commit(slots.codes.empty + slots.codes.slot(n))
+                    tcgen05.commit(slots.packed.empty + slots.packed.slot(n))
                 n += 1
             with cute.arch.elect_one():
                 tcgen05.commit(slots.sums.full + slots.sums.slot(done))

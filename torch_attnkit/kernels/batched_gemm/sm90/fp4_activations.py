@@ -19,8 +19,7 @@ from torch_attnkit.cuda.fp4_weights import decode
 from torch_attnkit.cuda.ring import Fixed
 
 from ...grouped_gemm.arguments import Matrices
-from ...grouped_gemm.config import SPAN
-from ...grouped_gemm.problem import BLOCK
+from ...grouped_gemm.problem import BLOCK, SPAN
 from ...grouped_gemm.sm90.permute import Spans
 
 _TWO_TO_126 = 0x7E807E80  # in bf16, twice: by which codes become their numbers
@@ -60,12 +59,12 @@ class Fp4Activations(Fixed):
         nbytes = Int32(mO.shape[2])
         at = span * (SPAN // 2) + quarter * (_EACH // 2)
         row = mO.iterator.toint() + Int64(token) * mO.stride[0] + Int64(group) * mO.stride[1]
-        rCodes = cute.make_rmem_tensor(_EACH // 8, Uint32)
-        rCodes.fill(0)
+        rPacked = cute.make_rmem_tensor(_EACH // 8, Uint32)
+        rPacked.fill(0)
         for first in cutlass.range_constexpr(0, _EACH // 2, self.alignment):
             if inside & (at + first < nbytes):
                 pointer = cute.make_ptr(Uint32, row + at + first, cute.AddressSpace.gmem, assumed_align=self.alignment)
-                some = cute.make_tensor(rCodes.iterator + first // 4, cute.make_layout(self.alignment // 4))
+                some = cute.make_tensor(rPacked.iterator + first // 4, cute.make_layout(self.alignment // 4))
                 copies.load(pointer, some)
         block = at * 2 // self.block
         scales = []
@@ -74,15 +73,15 @@ class Fp4Activations(Fixed):
             if inside & (block + i < nbytes * 2 // self.block):
                 byte = self.scale(mScale, group, token, block + i)
             scales.append(byte)
-        return rCodes, scales
+        return rPacked, scales
 
-    def permuted(self, rCodes: cute.Tensor, scales: list[Int32], quarter: Int32) -> list[list[Int32]]:
+    def permuted(self, rPacked: cute.Tensor, scales: list[Int32], quarter: Int32) -> list[list[Int32]]:
         """What ``read`` gave as bf16, in the order of decoding."""
         values = [fp4.e4m3_values(s)[0] if self.format == "nvfp4" else fp4.ue8m0_value(s) for s in scales]
         pairs = [Uint32(op.pack(BFloat16, x, x)) for x in values]
         words = []
         for w in range(_EACH // 8):
-            for pair in decode(rCodes[w], Uint32(_TWO_TO_126)):
+            for pair in decode(rPacked[w], Uint32(_TWO_TO_126)):
                 words.append(Int32(_multiply(pair, pairs[w * 8 // self.block])))
         return self.spans.transpose_quad(words, quarter)
 
@@ -102,11 +101,11 @@ def fake_operands(o_alignment: int, code_alignment: int) -> list[Any]:
     """o, its scales, both global scales, and the weights."""
     one = fake.tensor("f32", (1,), (1,), align=4)
     unused = [fake.tensor("f32", (None,) * axes, align=4) for axes in (2, 1, 1)]
-    weights = Matrices(_codes(code_alignment), _bytes(), *unused)
-    return [_codes(o_alignment), _bytes(), one, one, weights]
+    weights = Matrices(_packed(code_alignment), _bytes(), *unused)
+    return [_packed(o_alignment), _bytes(), one, one, weights]
 
 
-def _codes(alignment: int) -> Any:
+def _packed(alignment: int) -> Any:
     a = alignment
     return fake.tensor("u8", (fake.dim(), fake.dim(), fake.dim(a)), (fake.dim(a), fake.dim(a), 1), align=a)
 

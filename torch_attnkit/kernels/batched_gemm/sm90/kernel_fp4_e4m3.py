@@ -25,7 +25,7 @@ from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.sm90.bulk_prefetch import prefetch_bulk
 
 from ...grouped_gemm.arguments import Matrices
-from ...grouped_gemm.config import SPAN
+from ...grouped_gemm.problem import SPAN
 from ...grouped_gemm.sm90.config import BOX
 from ...grouped_gemm.sm90.load_weights import ROW_BYTES
 from ...grouped_gemm.sm90.mainloop_mma import row_of
@@ -43,8 +43,8 @@ _ROW = 128  # bytes of a column's row of shared memory, within which chunks of 1
 _SIGNS, _REST = 0x80808080, 0x1C1C1C1C  # of E4M3, where E2M1's exponent and mantissa give the number times 2^-6
 # Powers of two by which sums are too small until they are stored: of both codes, and of MXFP4 as many as let all
 # results be float32.
-_CODES_LOWERED = 12
-_LOWERED = {"nvfp4": _CODES_LOWERED, "mxfp4": 63}
+_E4M3_LOWERED = 12
+_LOWERED = {"nvfp4": _E4M3_LOWERED, "mxfp4": 63}
 _TILE_ROWS, _TILE_BYTES = 128, 512  # of a tile of scales: four of each row
 
 
@@ -88,13 +88,13 @@ class Fp4E4m3(Fp4Mma):
     def _prefetch(self, weights: Matrices, tile: WorkTile, first: Int32):
         """The first box and all scales of the block's rows, a row a thread. L2 is where the launch before leaves what
         it writes, so whenever it does, what is read of it later is that."""
-        c, codes, scale = self.c, weights.codes, weights.scale
-        thread, nbytes = cute.arch.thread_idx()[0], Int32(codes.shape[2])
-        row = cutlass.min(tile.row * c.rows + thread % c.rows, Int32(codes.shape[1]) - 1)
+        c, packed, scale = self.c, weights.packed, weights.scale
+        thread, nbytes = cute.arch.thread_idx()[0], Int32(packed.shape[2])
+        row = cutlass.min(tile.row * c.rows + thread % c.rows, Int32(packed.shape[1]) - 1)
         begin = first * ROW_BYTES
         if thread < c.rows:
             if begin < nbytes:
-                start = codes.iterator.toint() + Int64(tile.expert) * codes.stride[0] + Int64(row) * codes.stride[1]
+                start = packed.iterator.toint() + Int64(tile.expert) * packed.stride[0] + Int64(row) * packed.stride[1]
                 prefetch_bulk(start + begin, cutlass.min(nbytes - begin, Int32(ROW_BYTES)))
         elif thread < 2 * c.rows:
             base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
@@ -116,7 +116,7 @@ class Fp4E4m3(Fp4Mma):
 
     def _load_tokens(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32) -> Any:
         """This thread's words of eight codes of the slice, and its scales."""
-        return self._code_words(mO, tile, first), self._token_scales(mScale, tile, first, Int32(mO.shape[2]))
+        return self._packed_words(mO, tile, first), self._token_scales(mScale, tile, first, Int32(mO.shape[2]))
 
     @cute.jit
     def _store_tokens(
@@ -134,7 +134,7 @@ class Fp4E4m3(Fp4Mma):
         for i in cutlass.range_constexpr(len(words)):
             unit = cute.arch.thread_idx()[0] + i * c.threads
             if unit < count * c.columns:
-                self._store_codes(shared, unit // count, unit % count, words[i])
+                self._store_e4m3(shared, unit // count, unit % count, words[i])
         for i in cutlass.range_constexpr(len(scales)):
             unit = cute.arch.thread_idx()[0] + i * c.threads
             if unit < c.scales:
@@ -146,17 +146,17 @@ class Fp4E4m3(Fp4Mma):
         return self.c.boxes * _SPANS * _WORDS
 
     @cute.jit
-    def _code_words(self, mO: cute.Tensor, tile: WorkTile, first: Int32):
+    def _packed_words(self, mO: cute.Tensor, tile: WorkTile, first: Int32):
         """Zeros where there are none."""
         c, count, words = self.c, const_expr(self._words_of_token), []
         for i in cutlass.range_constexpr(-(-count * c.columns // c.threads)):
             unit = cute.arch.thread_idx()[0] + i * c.threads
             token, word = unit // count, first * (_SPANS * _WORDS) + unit % count
-            words.append(self._code_word(mO, tile.expert, token, word, token < tile.columns))
+            words.append(self._packed_word(mO, tile.expert, token, word, token < tile.columns))
         return words
 
     @cute.jit
-    def _code_word(self, mO: cute.Tensor, group: Int32, token: Int32, word: Int32, inside: cutlass.Boolean) -> Uint32:
+    def _packed_word(self, mO: cute.Tensor, group: Int32, token: Int32, word: Int32, inside: cutlass.Boolean) -> Uint32:
         found = Uint32(0)
         if inside & (word * 4 < Int32(mO.shape[2])):
             row = mO.iterator.toint() + Int64(token) * mO.stride[0] + Int64(group) * mO.stride[1]
@@ -186,13 +186,13 @@ class Fp4E4m3(Fp4Mma):
             found = self.tokens.scale(mScale, group, token, block)
         return found
 
-    def _store_codes(self, shared: Fp4Smem, token: Int32, word: Int32, codes: Uint32) -> None:
+    def _store_e4m3(self, shared: Fp4Smem, token: Int32, word: Int32, packed: Uint32) -> None:
         """A token's word, in a column of its lane."""
         span, quarter, w = word // _WORDS, word % _WORDS // 4, word % 4
         pair, column = (Int32(0), w // 2) if self.paired else (token // 2, token % 2)
         column += 2 * quarter
         at = shared.tokens + span * (self.c.e4m3_columns * _ROW) + pair * (8 * _ROW) + column * _ROW + quarter * 4
-        for i, four in enumerate(_e4m3(codes)):
+        for i, four in enumerate(_e4m3(packed)):
             self._put(at + ((2 * w + i) ^ column) * 16, four, Uint32)
 
     def _operands(self, shared: Fp4Smem, count: Int32) -> Any:
@@ -213,10 +213,10 @@ class Fp4E4m3(Fp4Mma):
         steps = const_expr(_STEPS // self.sets)  # of one of them
         for span in cutlass.range_constexpr(_SPANS):
             at = box + local * ROW_BYTES + ((cute.arch.lane_idx() % 4 + span * 4) ^ (local & 7)) * 16
-            codes = [load_words(at + 8 * r * ROW_BYTES, _STEPS) for r in range(2)]
+            packed = [load_words(at + 8 * r * ROW_BYTES, _STEPS) for r in range(2)]
             for step in cutlass.range_constexpr(_STEPS):
                 for r in cutlass.range_constexpr(2):
-                    rWords[(0, r, 0), 0, step], rWords[(0, r, 1), 0, step] = _e4m3(codes[r][step])
+                    rWords[(0, r, 0), 0, step], rWords[(0, r, 1), 0, step] = _e4m3(packed[r][step])
             warpgroup.fence()
             for step in cutlass.range_constexpr(_STEPS):
                 mma.set(warpgroup.Field.ACCUMULATE, step % steps != 0)
@@ -252,7 +252,7 @@ class Fp4E4m3(Fp4Mma):
             return [list(fp4.e4m3_values(four)), list(fp4.e4m3_values(four >> 16))]
         two = permute_bytes(Int32(r0[span]), Int32(r1[span]), quarter * 0x11 + 0x40)
         values = (fp4.ue8m0_value(byte) for byte in (two & 0xFF, two >> 8 & 0xFF))
-        return [[value * Float32(2.0 ** (_CODES_LOWERED - _LOWERED["mxfp4"]))] for value in values]
+        return [[value * Float32(2.0 ** (_E4M3_LOWERED - _LOWERED["mxfp4"]))] for value in values]
 
     @cute.jit
     def _store_sums(self, rSum: cute.Tensor, sums: Int32, warp: Int32):

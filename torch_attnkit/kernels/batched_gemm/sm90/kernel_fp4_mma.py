@@ -27,8 +27,7 @@ from torch_attnkit.cuda.fp4_weights import LOWERED, both, both_of_two, decode, f
 from torch_attnkit.cuda.ring import Fixed, Ring
 
 from ...grouped_gemm.arguments import Matrices
-from ...grouped_gemm.config import SPAN
-from ...grouped_gemm.problem import BLOCK
+from ...grouped_gemm.problem import BLOCK, SPAN
 from ...grouped_gemm.sm90.config import BOX, CODE_ALIGNMENT
 from ...grouped_gemm.sm90.load_weights import ROW_BYTES, TmaLoads
 from ...grouped_gemm.sm90.mainloop_mma import row_of
@@ -73,7 +72,7 @@ class Fp4Mma:
     ):
         c = self.c
         tiles = (Int32(mOut.shape[2]) + (c.rows - 1)) // c.rows
-        self.kernel(mO, mScale, mOGlobal, mWeightGlobal, weights, self._loads(weights.codes), mOut).launch(
+        self.kernel(mO, mScale, mOGlobal, mWeightGlobal, weights, self._loads(weights.packed), mOut).launch(
             grid=[c.slices * tiles, Int32(mOut.shape[1]), 1], block=[c.threads, 1, 1], cluster=[c.slices, 1, 1],
             stream=stream, min_blocks_per_mp=c.resident, preferred_smem_carveout=100, use_pdl=c.early,
         )  # fmt: skip
@@ -81,8 +80,8 @@ class Fp4Mma:
     def _box(self) -> cute.Layout:
         return cute.make_layout((FEW_BOX_ROWS, ROW_BYTES), stride=(ROW_BYTES, 1))
 
-    def _loads(self, codes: cute.Tensor) -> TmaLoads:
-        rows = cute.make_tensor(codes.iterator, cute.select(codes.layout, mode=[1, 2, 0]))
+    def _loads(self, packed: cute.Tensor) -> TmaLoads:
+        rows = cute.make_tensor(packed.iterator, cute.select(packed.layout, mode=[1, 2, 0]))
         tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, self._box())
         load = cpasync.CopyBulkTensorTileG2SOp()
         return TmaLoads(*cpasync.make_tiled_tma_atom(load, rows, tile, (FEW_BOX_ROWS, ROW_BYTES)))
@@ -99,7 +98,7 @@ class Fp4Mma:
         tile = WorkTile(group, Int32(0), Int32(mO.shape[0]), block // c.slices)
         shared = self._shared(warp)
         first = slice_ * c.boxes
-        boxes = (Int32(weights.codes.shape[2]) + (ROW_BYTES - 1)) // ROW_BYTES - first
+        boxes = (Int32(weights.packed.shape[2]) + (ROW_BYTES - 1)) // ROW_BYTES - first
         boxes = cutlass.min(cutlass.max(boxes, Int32(0)), Int32(c.boxes))
         if warp == 0:
             cpasync.prefetch_descriptor(loads.atom)
@@ -261,7 +260,7 @@ class Fp4Mma:
         """The address of the scales of the block's first row (of the first of its tiles of 128x4), and how far behind
         it those of each of the lane's rows begin; rows behind the last have the last one's."""
         c, scale = self.c, weights.scale
-        first, last = tile.row * c.rows, Int32(weights.codes.shape[1]) - 1
+        first, last = tile.row * c.rows, Int32(weights.packed.shape[1]) - 1
         row = first + row_warp * (16 * c.warp_tiles) + row_of(cute.arch.lane_idx())
         rows = [cutlass.min(row + 8 * i, last) for i in range(2 * c.warp_tiles)]
         base = scale.iterator.toint() + Int64(tile.expert) * scale.stride[0]
@@ -285,7 +284,7 @@ class Fp4Mma:
         """A box's scales of each row: of either span the word in which those of the lane's numbers are. Zeros unless
         ``inside``, and behind K."""
         words = SPAN // self.block // 4  # of a span
-        blocks = cutlass.select_(inside, Int32(weights.codes.shape[2]) * 2 // self.block, Int32(0))
+        blocks = cutlass.select_(inside, Int32(weights.packed.shape[2]) * 2 // self.block, Int32(0))
         rScale = [cute.make_rmem_tensor(_SPANS, Uint32) for _ in starts[1]]
         for span in range(_SPANS):
             word = (box * _SPANS + span) * words + cute.arch.lane_idx() % 4 * words // 4
@@ -316,15 +315,15 @@ class Fp4Mma:
         """Half of a box. ``local``: the lane's first row of the box; ``tokens``: address of the box's first numbers;
         ``rows``: what the lane reads of them."""
         c, lane = self.c, cute.arch.lane_idx()
-        codes, factors = [], []
+        packed, factors = [], []
         for m in cutlass.range_constexpr(c.warp_tiles):
             at = box + (local + 16 * m) * ROW_BYTES + ((lane % 4 + span * 4) ^ (local & 7)) * 16
-            codes.append([load_words(at + 8 * r * ROW_BYTES, 4) for r in range(2)])
+            packed.append([load_words(at + 8 * r * ROW_BYTES, 4) for r in range(2)])
             factors.append(self._factors(rScale[2 * m], rScale[2 * m + 1], span, lane % 4))
         for word in cutlass.range_constexpr(4):
             rB = [op.ldmatrix_x4(tokens + row + span * (SPAN * 2) + word * 64) for row in rows]
             for m in cutlass.range_constexpr(c.warp_tiles):
-                a, b = (decode(codes[m][r][word], factors[m][r][word // 2]) for r in range(2))
+                a, b = (decode(packed[m][r][word], factors[m][r][word // 2]) for r in range(2))
                 for i in cutlass.range_constexpr(0, 4, 2):
                     for g in cutlass.range_constexpr(c.columns // 8):
                         left = (a[i], b[i], a[i + 1], b[i + 1])

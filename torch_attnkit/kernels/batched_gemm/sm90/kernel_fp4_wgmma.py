@@ -18,7 +18,7 @@ from torch_attnkit.cuda import copies, fake, fp4
 from torch_attnkit.cuda.fp4_weights import LOWERED
 
 from ...grouped_gemm.arguments import Flags, Matrices
-from ...grouped_gemm.config import SPAN
+from ...grouped_gemm.problem import SPAN
 from ...grouped_gemm.sm90.config import WgmmaConfig
 from ...grouped_gemm.sm90.epilogue_wgmma import WgmmaStore
 from ...grouped_gemm.sm90.kernel_wgmma import WgmmaGemm

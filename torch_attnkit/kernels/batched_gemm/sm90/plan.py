@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...grouped_gemm.config import SPAN
-from ...grouped_gemm.problem import BLOCK, CONTIGUOUS, LINEAR
+from ...grouped_gemm.problem import BLOCK, CONTIGUOUS, LINEAR, SPAN
 from ...grouped_gemm.sm90.config import BOX as FP4_BOX
 from ...grouped_gemm.sm90.config import CODE_ALIGNMENT, WARP_ROWS
 from ..plan import CHUNK

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import SPAN
-from ..problem import BLOCK
+from ..problem import BLOCK, SPAN
 
 TOKENS = 128  # of a work tile, the lanes of tensor memory
 WEIGHT_ROWS = 128  # of a work tile, the columns of a product

@@ -104,7 +104,7 @@ class SwigluEpilogue:
         token: Int32, simple: cutlass.Constexpr,
     ):  # fmt: skip
         block, bits = const_expr(TOKEN_BLOCK[self.activations]), const_expr(BITS[self.activations])
-        features = Int32(tensors.up.codes.shape[1]) >> 1
+        features = Int32(tensors.up.packed.shape[1]) >> 1
         row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
         behind = QuantizedRow(features, self.activations).code_bytes
         global_scale = global_scale_of(scalars.down, tensors.down)
@@ -115,8 +115,8 @@ class SwigluEpilogue:
             result = quantize(self.activations, h, global_scale)
             feature = tile.row * FEATURES + first
             if token < tile.columns:
-                for i in cutlass.range_constexpr(0, len(result.codes), 4):
-                    copies.store_words(row + (feature * bits >> 3) + 4 * i, result.codes[i : i + 4])
+                for i in cutlass.range_constexpr(0, len(result.packed), 4):
+                    copies.store_words(row + (feature * bits >> 3) + 4 * i, result.packed[i : i + 4])
                 scales = [cutlass.select_(feature + i * block < features, s, 0) for i, s in enumerate(result.scales)]
                 self._store_scales(row + behind + Int32(Uint32(feature) // block), scales)
 
@@ -176,7 +176,7 @@ class StoreEpilogue:
         self, tensors: Tensors, tile: WorkTile, factor: Float32, sums: Int32, sBias: cute.Tensor, token: Int32,
         simple: cutlass.Constexpr,
     ):  # fmt: skip
-        features = Int32(tensors.down.codes.shape[1])
+        features = Int32(tensors.down.packed.shape[1])
         row = Int64(tile.first + token) * tensors.partial.stride[0] * 4
         for first in cutlass.range_constexpr(0, WEIGHT_ROWS, _IN_FLIGHT):
             y = tmem.load(sums + first, _IN_FLIGHT)

@@ -111,10 +111,10 @@ class SwapAbSwiglu(_Transposed):
             for i in cutlass.range_constexpr(0, self.block, 2):
                 h += swiglu(scalars, (gate[i], gate[i + 1]), (up[i], up[i + 1]), simple)
             result = quantize(self.activations, h, global_scale_of(scalars.down, tensors.down))
-            features = Int32(tensors.up.codes.shape[1]) >> 1
+            features = Int32(tensors.up.packed.shape[1]) >> 1
             row = tensors.h.iterator.toint() + Int64(tile.first + first + token) * tensors.h.stride[0] * 2
             feature = tile.row * FEATURES + part
-            self._store(row + (feature * self.bits >> 3), [Uint32(word) for word in result.codes])
+            self._store(row + (feature * self.bits >> 3), [Uint32(word) for word in result.packed])
             scale = cutlass.select_(feature < features, result.scales[0], Int32(0))
             behind = QuantizedRow(features, self.activations).code_bytes
             self._store(row + behind + Int32(Uint32(feature) // self.block), [Uint8(scale)])
@@ -166,7 +166,7 @@ class SwapAbStore(Fixed):
             some = tmem.load(sums + first, COLUMN_STEP)
             tmem.await_loads()
             y = some if const_expr(simple) else _completed(some, factor, s.sBias[row])
-            if feature < Int32(tensors.down.codes.shape[1]):
+            if feature < Int32(tensors.down.packed.shape[1]):
                 if first + COLUMN_STEP <= tile.columns:
                     for i in cutlass.range_constexpr(COLUMN_STEP):
                         op.store_float(at + i * step, y[i])
@@ -191,7 +191,7 @@ class DequantSwiglu(_Transposed):
         shared: Int32, warp: Int32,
     ):  # fmt: skip
         lane, each = cute.arch.lane_idx(), const_expr(self.each)
-        features = Int32(tensors.up.codes.shape[1]) // 2
+        features = Int32(tensors.up.packed.shape[1]) // 2
         feature = tile.row * FEATURES + warp * each
         global_scale = global_scale_of(scalars.down, tensors.down)
         for first in cutlass.range(0, tile.columns, CHUNK, unroll=1):
@@ -240,7 +240,7 @@ class DequantStore:
         shared: Int32, warp: Int32,
     ):  # fmt: skip
         feature = tile.row * WEIGHT_ROWS + warp * 32 + cute.arch.lane_idx()
-        inside = feature < Int32(tensors.down.codes.shape[1])
+        inside = feature < Int32(tensors.down.packed.shape[1])
         at = tensors.partial.iterator.toint() + (Int64(tile.first) * tensors.partial.stride[0] + feature) * 4
         step = tensors.partial.stride[0] * 4
         for first in cutlass.range(0, tile.columns, CHUNK, unroll=1):

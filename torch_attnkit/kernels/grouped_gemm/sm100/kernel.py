@@ -54,7 +54,7 @@ def trace(
     ``experts``: room for so many; ``row_warps``: 16 rows each, of both products, of a work tile or of two that are
     neighbours; ``scale_vectors``: of both products the bytes of scales that a load takes; ``code_alignment``: whether
     TMA may make bytes of codes. The others are what ``plan.py`` always says."""
-    each, *together = columns
+    each, *neighbours = columns
     row_tiles = min(16 * min(row_warps) // WEIGHT_ROWS, MOST_ROW_TILES)
     rows = row_tiles * WEIGHT_ROWS
     if by_scale(format, activations) and (activations != "mxfp8" or code_alignment == UNPACKED_ALIGNMENT):
@@ -64,7 +64,7 @@ def trace(
                 format, paired, vector, activations, row_tiles, ctas, 16 * warps // rows * (count // each),
                 "weights" if count > each else "tokens", tokens,
             )
-            for paired, vector, warps, count in zip((True, False), scale_vectors, row_warps, together, strict=True)
+            for paired, vector, warps, count in zip((True, False), scale_vectors, row_warps, neighbours, strict=True)
         )  # fmt: skip
         reduce = TopkReduce(rows, completed=False, any_warp=up.few)
         made = Experts(

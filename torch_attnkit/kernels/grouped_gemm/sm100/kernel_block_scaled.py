@@ -80,9 +80,9 @@ def swizzled(layout: cute.Layout) -> Any:
 
 def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
     """Codes of a product's weights, a stage at a time."""
-    codes = weights.codes
-    experts, rows, nbytes = codes.shape
-    expert_step, row_step, _ = codes.stride
+    packed = weights.packed
+    experts, rows, nbytes = packed.shape
+    expert_step, row_step, _ = packed.stride
     shape, steps = rows, row_step
     if config.paired:
         # From a gate row to the next, and to its up row.
@@ -96,10 +96,10 @@ def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
     box, box_steps = config.box_layout
     tile, op = swizzled(cute.make_layout(box, stride=box_steps)), Cluster(config).load("weights")
     if config.unpacked:
-        pointer = cute.recast_ptr(codes.iterator, dtype=Float4E2M1FN)
+        pointer = cute.recast_ptr(packed.iterator, dtype=Float4E2M1FN)
         numbers = cute.make_tensor(pointer, cute.recast_layout(4, 8, layout))
         return TmaLoads(*cpasync.make_tiled_tma_atom(op, numbers, tile, box, internal_type=Int8))
-    return TmaLoads(*cpasync.make_tiled_tma_atom(op, cute.make_tensor(codes.iterator, layout), tile, box))
+    return TmaLoads(*cpasync.make_tiled_tma_atom(op, cute.make_tensor(packed.iterator, layout), tile, box))
 
 
 @cute.jit
@@ -155,7 +155,7 @@ class BlockScaledGemm:
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> TmaLoads:
         slots, step = rows.shape[0], rows.stride[0]
-        nbytes = weights.codes.shape[2] * 2 * BITS[self.c.activations] // 8
+        nbytes = weights.packed.shape[2] * 2 * BITS[self.c.activations] // 8
         layout = cute.make_layout((slots, nbytes), stride=(cute.assume(2 * step, divby=16), 1))
         tensor = cute.make_tensor(cute.recast_ptr(rows.iterator, dtype=Uint8), layout)
         box = (self.c.token_box, ROW_BYTES)
@@ -164,29 +164,29 @@ class BlockScaledGemm:
 
     @cute.kernel
     def kernel(
-        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, codes: TmaLoads,
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, packed: TmaLoads,
         tokens: TmaLoads,
     ):  # fmt: skip
         await_work_tiles(self.c)
         # Of gate and up a work tile has half of its rows each.
-        row_tiles = ceil_div(Int32(weights.codes.shape[1]), WEIGHT_ROWS)
+        row_tiles = ceil_div(Int32(weights.packed.shape[1]), WEIGHT_ROWS)
         share = self.cluster.share(tensors, ceil_div(row_tiles, self.c.row_tiles))
         if share.count > 0:
-            self._roles(tensors, flags, weights, rows, scalars, codes, tokens, share, row_tiles)
+            self._roles(tensors, flags, weights, rows, scalars, packed, tokens, share, row_tiles)
 
     @cute.jit
     def _roles(
-        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, codes: TmaLoads,
+        self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, packed: TmaLoads,
         tokens: TmaLoads, part: Any, row_tiles: Int32,
     ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         s = self._shared(warp)
         if warp == WEIGHT_WARP:
-            cpasync.prefetch_descriptor(codes.atom)
+            cpasync.prefetch_descriptor(packed.atom)
         if warp == TOKEN_WARP:
             cpasync.prefetch_descriptor(tokens.atom)
         begin(self.c)
-        columns = Int32(weights.codes.shape[2]) * 2
+        columns = Int32(weights.packed.shape[2]) * 2
         k_tiles = ceil_div(columns, self.c.stage)
         if warp < RESULT_WARPS:
             self._results(tensors, flags, weights, scalars, part, row_tiles, s, warp)
@@ -198,7 +198,7 @@ class BlockScaledGemm:
             if part.coord.rank == 0:
                 self._multiply(tensors, part, row_tiles, columns, k_tiles, s)
         elif warp == WEIGHT_WARP:
-            self._load_weights(tensors, codes, part, row_tiles, k_tiles, s)
+            self._load_weights(tensors, packed, part, row_tiles, k_tiles, s)
         else:
             if const_expr(not self.c.paired):
                 cute.arch.griddepcontrol_wait()
@@ -251,13 +251,13 @@ class BlockScaledGemm:
 
     @cute.jit
     def _load_weights(
-        self, tensors: Any, codes: TmaLoads, share: Any, row_tiles: Int32, k_tiles: Int32, s: BlockScaledSmem
+        self, tensors: Any, packed: TmaLoads, share: Any, row_tiles: Int32, k_tiles: Int32, s: BlockScaledSmem
     ):
         n = Int32(0)
         for tile_idx in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, tile_idx)
-            gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
-            tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
+            gW = cute.local_tile(packed.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
+            tWs, tWg = copies.tma_partition(packed.atom, 0, 1, s.sW, gW)
             present = self._present(tile.row, row_tiles)
             apart = share.apart(tensors, tile_idx) if const_expr(self.cluster.shares("weights")) else False
             mask = self.cluster.to_neighbours("weights", apart)
@@ -271,7 +271,7 @@ class BlockScaledGemm:
                     if load:
                         to = s.stages.slot(n) * self.c.row_tiles + i
                         source = tWg[None, self._box(share, tile.row * self.c.row_tiles + i), k]
-                        cute.copy(codes.atom, source, tWs[None, to], tma_bar_ptr=full, **mask)
+                        cute.copy(packed.atom, source, tWs[None, to], tma_bar_ptr=full, **mask)
                 n += 1
         if const_expr(self.cluster.size > 1):
             # What the last products' commits tell this CTA must find it still there.

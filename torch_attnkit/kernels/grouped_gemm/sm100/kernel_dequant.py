@@ -38,7 +38,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import decoded_product, tmem
 
 from ..arguments import Flags, Matrices
-from ..config import SPAN
+from ..problem import SPAN
 from ..weight_scales import WeightScales, load_words
 from ..work_tiles import static_scheduler
 from .config import (
@@ -106,7 +106,7 @@ class DequantGemm:
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> TmaLoads:
         """(slots, numbers, parts)."""
-        columns = weights.codes.shape[2] * 2
+        columns = weights.packed.shape[2] * 2
         layout = cute.make_layout(
             (rows.shape[0], columns, self.c.parts), stride=(rows.stride[0], 1, cute.assume(columns, divby=32))
         )
@@ -115,25 +115,26 @@ class DequantGemm:
         return TmaLoads(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, box))
 
     @cute.kernel
-    def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: TmaLoads, tokens: TmaLoads):
+    def kernel(self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, packed: TmaLoads, tokens: TmaLoads):
         await_work_tiles(self.c)
         # Of gate and up a work tile has half of its rows each.
-        share = static_scheduler(tensors, (Int32(weights.codes.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
+        share = static_scheduler(tensors, (Int32(weights.packed.shape[1]) + WEIGHT_ROWS - 1) // WEIGHT_ROWS)
         if share.count > 0:
-            self._roles(tensors, flags, weights, scalars, codes, tokens, share)
+            self._roles(tensors, flags, weights, scalars, packed, tokens, share)
 
     @cute.jit
     def _roles(
-        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: TmaLoads, tokens: TmaLoads, share: Any
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, packed: TmaLoads, tokens: TmaLoads,
+        share: Any,
     ):  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         s = self._shared(warp)
         if warp == DECODED_WEIGHT_WARP:
-            cpasync.prefetch_descriptor(codes.atom)
+            cpasync.prefetch_descriptor(packed.atom)
         if warp == DECODED_TOKEN_WARP:
             cpasync.prefetch_descriptor(tokens.atom)
         begin(self.c)
-        columns = Int32(weights.codes.shape[2]) * 2
+        columns = Int32(weights.packed.shape[2]) * 2
         spans = (columns + SPAN - 1) // SPAN
         if warp < RESULT_WARPS:
             self._results(tensors, flags, weights, scalars, share, s, warp)
@@ -142,7 +143,7 @@ class DequantGemm:
         elif warp == DECODED_PRODUCT_WARP:
             self._multiply(tensors, share, columns, spans, s)
         elif warp == DECODED_WEIGHT_WARP:
-            self._load_weights(tensors, codes, share, (spans + SPANS - 1) // SPANS, s)
+            self._load_weights(tensors, packed, share, (spans + SPANS - 1) // SPANS, s)
         else:
             if const_expr(not self.c.paired):
                 cute.arch.griddepcontrol_wait()
@@ -185,15 +186,15 @@ class DequantGemm:
         return s
 
     @cute.jit
-    def _load_weights(self, tensors: Any, codes: TmaLoads, share: Any, k_tiles: Int32, s: DequantSmem):
+    def _load_weights(self, tensors: Any, packed: TmaLoads, share: Any, k_tiles: Int32, s: DequantSmem):
         n = Int32(0)
         for tile_idx in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, tile_idx)
-            gW = cute.local_tile(codes.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
-            tWs, tWg = copies.tma_partition(codes.atom, 0, 1, s.sW, gW)
+            gW = cute.local_tile(packed.rows[None, None, tile.expert], (self.c.box, ROW_BYTES), (None, None))
+            tWs, tWg = copies.tma_partition(packed.atom, 0, 1, s.sW, gW)
             for k in cutlass.range(k_tiles, unroll=1):
                 full = s.weights.acquire(n, _STAGE_BYTES)
-                cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, s.weights.slot(n)], tma_bar_ptr=full)
+                cute.copy(packed.atom, tWg[None, tile.row, k], tWs[None, s.weights.slot(n)], tma_bar_ptr=full)
                 n += 1
 
     @cute.jit
@@ -222,7 +223,7 @@ class DequantGemm:
     ):  # fmt: skip
         """A warp of a group: of every stage the group's span, if there is one."""
         group, row = warp // 4, warp % 4 * 32 + cute.arch.lane_idx()
-        codes = s.sW.iterator.toint() + row * ROW_BYTES
+        packed = s.sW.iterator.toint() + row * ROW_BYTES
         columns = tmem.lanes(Int32(_DECODED), warp)
         k_tiles = (spans + SPANS - 1) // SPANS
         n, m = Int32(0), Int32(0)  # stages and spans of work tiles before
@@ -239,7 +240,7 @@ class DequantGemm:
                     if first + i < k_tiles:
                         s.weights.wait(n + first + i)
                         if span < spans:
-                            at = codes + s.weights.slot(n + first + i) * _STAGE_BYTES
+                            at = packed + s.weights.slot(n + first + i) * _STAGE_BYTES
                             self._decode_span(ahead[i], at, row, group, columns, s, m + span)
                         cute.arch.sync_warp()
                         s.weights.release(n + first + i)
@@ -248,9 +249,9 @@ class DequantGemm:
 
     @cute.jit
     def _decode_span(
-        self, scales: cute.Tensor, codes: Int32, row: Int32, group: Int32, columns: Int32, s: DequantSmem, fill: Int32
+        self, scales: cute.Tensor, packed: Int32, row: Int32, group: Int32, columns: Int32, s: DequantSmem, fill: Int32
     ):  # fmt: skip
-        """``codes``: of a stage's row."""
+        """``packed``: of a stage's row."""
         factors = []
         for j in cutlass.range_constexpr(self.c.span_scales // 4):
             factors += self._factors(scales[j])
@@ -258,7 +259,7 @@ class DequantGemm:
         tmem.after_sync()
         target = columns + s.decoded.slot(fill) * SPAN_COLUMNS
         for chunk in cutlass.range_constexpr(SPAN // _CHUNK):
-            words = load_words(codes + ((group * (SPAN // _CHUNK) + chunk) ^ (row & 7)) * 16, 4)
+            words = load_words(packed + ((group * (SPAN // _CHUNK) + chunk) ^ (row & 7)) * 16, 4)
             pairs = []
             for w in cutlass.range_constexpr(4):
                 pairs += decode(words[w], factors[(chunk * _CHUNK + w * 8) // self.c.block])

@@ -49,12 +49,12 @@ class ScaleLoader:
         c, lane = self.c, cute.arch.lane_idx()
         row = part * 32 + lane
         offset = shared + lane * 16 + part * 4
-        codes = QuantizedRow(Int32(weights.codes.shape[2]) * 2, c.activations).code_bytes
+        packed = QuantizedRow(Int32(weights.packed.shape[2]) * 2, c.activations).code_bytes
         n = Int32(0)
         for tile_idx in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, tile_idx)
             starts = [row_scales(c, flags, weights, row_tile(c, tile, i), row) for i in range(c.row_tiles)]
-            line = rows.iterator.toint() + Int64(tile.first + row) * rows.stride[0] * 2 + codes
+            line = rows.iterator.toint() + Int64(tile.first + row) * rows.stride[0] * 2 + packed
             for first in cutlass.range(0, k_tiles, STAGES_AHEAD, unroll=1):
                 of_tokens = copies.fragments(STAGES_AHEAD, self.words, Uint32)
                 of_weights = [copies.fragments(c.row_tiles, self.words, Uint32) for _ in range(STAGES_AHEAD)]
@@ -109,7 +109,7 @@ def row_scales(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile:
 
 def weight_row(config: Config, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32) -> Int32:
     """Which row of an expert's weights is a row tile's ``row``; the last one for those beyond it."""
-    rows = Int32(weights.codes.shape[1])
+    rows = Int32(weights.packed.shape[1])
     if const_expr(not config.paired):
         return cutlass.min(tile.row * WEIGHT_ROWS + row, rows - 1)
     half, up = rows >> 1, cutlass.select_(row >= FEATURES, Int32(1), Int32(0))

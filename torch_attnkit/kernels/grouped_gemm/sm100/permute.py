@@ -92,8 +92,8 @@ class SortAndQuantize(_SortAndWrite):
             if dest >= 0:
                 any_dest = dest
                 row = x.iterator.toint() + Int64(dest) * x.stride[0] * 2
-                for i in cutlass.range_constexpr(0, len(result.codes), 4):
-                    copies.store_words(row + column * bits // 8 + 4 * i, result.codes[i : i + 4])
+                for i in cutlass.range_constexpr(0, len(result.packed), 4):
+                    copies.store_words(row + column * bits // 8 + 4 * i, result.packed[i : i + 4])
                 for i in cutlass.range_constexpr(_UNIT // block):
                     at = cute.make_ptr(Uint8, row + code_bytes + column // block + i, cute.AddressSpace.gmem)
                     cute.make_tensor(at, cute.make_layout(1))[0] = Uint8(result.scales[i])

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch_attnkit.core.spec import short
 
-from ..config import SPAN, experts_compiled
-from ..problem import BLOCK, Problem, Weights
+from ..problem import BLOCK, SPAN, Problem, Weights, experts_compiled
 from .config import (
     BITS,
     FEW_TOKENS,
@@ -57,10 +56,10 @@ class Plan:
 
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
-    codes = _by_scale(p)
-    row_tiles = 2 if codes and p.slots >= _MANY * p.experts else 1
-    ctas = PAIR if codes and p.slots >= _PAIRS * p.experts and sms >= PAIR else 1
-    few = codes and p.slots <= _FEW * p.experts
+    packed = _by_scale(p)
+    row_tiles = 2 if packed and p.slots >= _MANY * p.experts else 1
+    ctas = PAIR if packed and p.slots >= _PAIRS * p.experts and sms >= PAIR else 1
+    few = packed and p.slots <= _FEW * p.experts
     columns = FEW_TOKENS if few else ctas * TOKENS
     some = min(p.experts, p.slots)  # experts that have tokens, of which one is a tile, too
     tiles = (p.slots - some) // columns + some
@@ -75,7 +74,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         for n, a, b in zip(groups, other_rows, other_tokens, strict=True)
     ]
     spans = p.tokens * -(-p.hidden // 32)
-    if codes:
+    if packed:
         rows = [QuantizedRow(w.columns, p.activations).nbytes // 2 for w in (p.up, p.down)]
     else:
         rows = [bf16_parts(short(p.dtype), p.activations) * w.columns for w in (p.up, p.down)]
@@ -87,7 +86,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         x_rows=(p.slots, rows[0]),
         h_rows=(p.slots, rows[1] + tag_bytes(p.hidden, row_tiles) // 2),
         scale_vectors=(_vector(p, p.up), _vector(p, p.down)),
-        code_alignment=UNPACKED_ALIGNMENT if codes and p.activations == "mxfp8" else ROW_ALIGNMENT,
+        code_alignment=UNPACKED_ALIGNMENT if packed and p.activations == "mxfp8" else ROW_ALIGNMENT,
         columns=(columns, *(columns * n for n in other_tokens)),
         row_warps=tuple(WEIGHT_ROWS * row_tiles * n // 16 for n in other_rows),
     )

@@ -81,13 +81,13 @@ def sigmoid(x: Pair) -> Pair:
 
 
 class Quantized(NamedTuple):
-    codes: list[Int32]  # eight a word, or four
+    packed: list[Int32]  # eight a word, or four
     scales: list[Int32]  # a byte each
 
 
 def quantize(format: str, values: list[Any], global_scale: Float32) -> Quantized:
     """Whole blocks of a row."""
-    block, codes, scales = TOKEN_BLOCK[format], [], []
+    block, packed, scales = TOKEN_BLOCK[format], [], []
     for first in range(0, len(values), block):
         some = values[first : first + block]
         top = amax(some)
@@ -101,8 +101,8 @@ def quantize(format: str, values: list[Any], global_scale: Float32) -> Quantized
         for i in range(0, block, 2):
             scaled += cute.arch.mul_packed_f32x2((some[i], some[i + 1]), (factor, factor))
         if format == "mxfp8":
-            codes += [pack_e4m3(scaled[i : i + 4]) for i in range(0, block, 4)]
+            packed += [pack_e4m3(scaled[i : i + 4]) for i in range(0, block, 4)]
         else:
-            codes += [e2m1_pairs(scaled[i : i + 8]) for i in range(0, block, 8)]
+            packed += [e2m1_pairs(scaled[i : i + 8]) for i in range(0, block, 8)]
         scales.append(byte)
-    return Quantized(codes, scales)
+    return Quantized(packed, scales)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..config import BULK_ROWS
-from ..problem import BLOCK
+from ..problem import BLOCK, BULK_ROWS
 
 BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
 WARP_ROWS = 16  # of a work tile
 CONSUMERS = 8  # warps that multiply
-CODES, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
+WEIGHTS, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
 COMBINERS = 2  # warps that add up tokens' results, of the second product, a work tile each in turn
 FACTORS = 3  # warps that bring scales, a stage each in turn, as far as there are stages
 WARPS = SCHEDULER + 1 + COMBINERS + FACTORS

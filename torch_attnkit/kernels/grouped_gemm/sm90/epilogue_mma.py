@@ -53,7 +53,7 @@ class SwigluEpilogue:
         shared: MmaSmem, warp: Int32,
     ):  # fmt: skip
         lane = cute.arch.lane_idx()
-        features = Int32(tensors.up.codes.shape[1]) // 2
+        features = Int32(tensors.up.packed.shape[1]) // 2
         local = warp * (WARP_ROWS // 2) + row_of(lane)
         feature = tile.row * self.c.features + local
         if warp < self.c.row_warps:
@@ -106,7 +106,7 @@ class SwigluEpilogue:
     def bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):
         """Of the gate and up of a feature."""
         flags, weights = scalars.up, tensors.up
-        features = Int32(weights.codes.shape[1]) // 2
+        features = Int32(weights.packed.shape[1]) // 2
         bias = [Float32(0.0), Float32(0.0)]
         if (flags.bias != 0) & (feature < features):
             for part in cutlass.range_constexpr(2):
@@ -138,7 +138,7 @@ class TopkEpilogue:
         lane = cute.arch.lane_idx()
         if warp < self.c.row_warps:
             flags, weights = scalars.down, tensors.down
-            features = Int32(weights.codes.shape[1])
+            features = Int32(weights.packed.shape[1])
             first = tile.row * self.c.rows + warp * WARP_ROWS + row_of(lane)
             factor = tiles.factor(tile_idx)
             bias = [Float32(0.0), Float32(0.0)]

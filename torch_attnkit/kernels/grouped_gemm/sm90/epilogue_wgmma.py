@@ -16,8 +16,8 @@ from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 
 from ..arguments import Scalars, Tensors, global_scale_of
-from ..config import SPAN
 from ..permute_k import permuted
+from ..problem import SPAN
 from ..weight_scales import load_words
 from ..work_tiles import WorkTile
 from .config import WARP_ROWS, WgmmaConfig
@@ -52,7 +52,7 @@ class WgmmaSwiglu:
         self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32,
         tokens: cutlass.Constexpr, shared: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
-        features = Int32(tensors.up.codes.shape[1]) // 2
+        features = Int32(tensors.up.packed.shape[1]) // 2
         eight = tile.row * self.c.features + warp * 8
         feature = eight + row_of(lane)
         bias = self.activation.bias(tensors, scalars, tile, feature)
@@ -95,7 +95,7 @@ class WgmmaSwigluQuantize(WgmmaSwiglu):
         self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32,
         tokens: cutlass.Constexpr, shared: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
-        features = Int32(tensors.up.codes.shape[1]) // 2
+        features = Int32(tensors.up.packed.shape[1]) // 2
         local = warp * 8 + row_of(lane)
         feature = tile.row * self.c.features + local
         bias = self.activation.bias(tensors, scalars, tile, feature)
@@ -161,7 +161,7 @@ class WgmmaStore:
         tokens: cutlass.Constexpr, shared: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
         flags, weights = scalars.down, tensors.down
-        features = Int32(weights.codes.shape[1])
+        features = Int32(weights.packed.shape[1])
         feature = tile.row * self.c.rows + self.row(warp, lane)
         if feature < features:  # so is the other: there are multiples of 16
             bias = [Float32(0.0), Float32(0.0)]

@@ -29,13 +29,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from torch_attnkit.cuda import copies, memory_ops
+from torch_attnkit.cuda import copies, fake, memory_ops
 from torch_attnkit.cuda.ring import Ring, rings
 
-from ..arguments import Flags, Matrices, Scalars, Tensors
-from ..config import SPAN
+from ..arguments import Flags, Matrices, Scalars, Tensors, arguments
+from ..problem import SPAN
+from ..quantize_act import FAKE_QUANTIZE
 from ..work_tiles import SortByWarp, WorkTile
-from .config import CODES, COMBINERS, CONSUMERS, SCHEDULER, TILES, TOKENS, WARPS, Config
+from .config import COMBINERS, CONSUMERS, SCHEDULER, TILES, TOKENS, WARPS, WEIGHTS, Config
 from .epilogue_mma import SwigluEpilogue, TopkEpilogue, output_scale
 from .load_weights import (
     ROW_BYTES,
@@ -44,7 +45,7 @@ from .load_weights import (
     TmaLoads,
     await_copies,
     box_rows,
-    copy_codes,
+    copy_packed,
     prefetch_biases,
     weight_tma,
 )
@@ -78,11 +79,11 @@ class MmaGemm:
         return scalars.down, tensors.down
 
     def row_tiles(self, weights: Matrices) -> Int32:
-        return (Int32(weights.codes.shape[1]) + self.c.rows - 1) // self.c.rows
+        return (Int32(weights.packed.shape[1]) + self.c.rows - 1) // self.c.rows
 
     def spans(self, weights: Matrices) -> Int32:
         """Of a row."""
-        return (Int32(weights.codes.shape[2]) * 2 + SPAN - 1) // SPAN
+        return (Int32(weights.packed.shape[2]) * 2 + SPAN - 1) // SPAN
 
     def steps(self, weights: Matrices) -> Int32:
         """Stages of a work tile."""
@@ -90,7 +91,7 @@ class MmaGemm:
         return (self.spans(weights) + each - 1) // each
 
     @cute.jit
-    def load_codes(self, loads: TmaLoads, ring: Ring, shared: MmaSmem, tile: WorkTile, fills: StageFills):
+    def load_weights(self, loads: TmaLoads, ring: Ring, shared: MmaSmem, tile: WorkTile, fills: StageFills):
         c = self.c
         gW = cute.local_tile(loads.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
         tWs, tWg = copies.tma_partition(loads.atom, 0, 1, shared.boxes(c), gW)
@@ -102,14 +103,14 @@ class MmaGemm:
                 cute.copy(loads.atom, from_, to, tma_bar_ptr=full)
 
     @cute.jit
-    def copy_codes(
+    def copy_packed(
         self, flags: Flags, weights: Matrices, ring: Ring, shared: MmaSmem, tile: WorkTile, fills: StageFills
     ):
         """The same where rows start or end between those places that TMA takes."""
         for k in cutlass.range(fills.steps, unroll=1):
             n = fills.first + k
             full = ring.await_empty(n)
-            copy_codes(self.c, flags, weights, tile, k, shared.weights(ring.slot(n)), full)
+            copy_packed(self.c, flags, weights, tile, k, shared.weights(ring.slot(n)), full)
 
     @cute.jit
     def load_factors(
@@ -180,7 +181,7 @@ class MmaExperts:
         shared = MmaSmem(self.c, memory)
         bulk = BulkScales(self.c, memory, warp) if self.c.line_bytes else None
         sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
-        if warp == CODES:
+        if warp == WEIGHTS:
             if const_expr(self.c.by_tma):
                 cpasync.prefetch_descriptor(up_loads.atom)
                 cpasync.prefetch_descriptor(down_loads.atom)
@@ -199,12 +200,12 @@ class MmaExperts:
             self._consume(tensors, scalars, ring, tiles, done, shared, warp)
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
-            if warp == CODES:
+            if warp == WEIGHTS:
                 if const_expr(self.c.by_tma):
-                    codes = (partial(p.load_codes, its_loads, ring, shared) for p, its_loads in products)
-                    self._load_tiles_ahead(tensors, tiles, *codes)
+                    packed = (partial(p.load_weights, its_loads, ring, shared) for p, its_loads in products)
+                    self._load_tiles_ahead(tensors, tiles, *packed)
                 else:
-                    copied = (partial(p.copy_codes, *p.of(tensors, scalars), ring, shared) for p, _ in products)
+                    copied = (partial(p.copy_packed, *p.of(tensors, scalars), ring, shared) for p, _ in products)
                     self._load_tiles_ahead(tensors, tiles, *copied)
                     await_copies()
             elif warp == TOKENS:
@@ -364,3 +365,19 @@ class MmaExperts:
                 self.down.epilogue.combine(tensors, tiles, done, tile_idx)
             tile_idx += COMBINERS
             product = tiles.wait(tile_idx)
+
+
+def trace(
+    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
+    row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """``experts``: room for so many; ``row_warps`` and ``code_alignment`` as in ``Config``; ``scale_vectors``: of both
+    products the bytes of scales that a load takes; ``by_warp``: whether slots are few enough for ``SortByWarp``."""
+    up, down = (
+        Config(format, row_warps, dtype, activations, columns, paired, vector, code_alignment)
+        for paired, vector in zip((True, False), scale_vectors, strict=True)
+    )
+    tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype, code_alignment)
+    x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
+    made = MmaExperts(up, down, experts, FAKE_QUANTIZE[activations], by_warp)
+    return made, [tensors, x, scalars, prepare_blocks, blocks, stream]

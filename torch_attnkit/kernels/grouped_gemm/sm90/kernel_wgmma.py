@@ -25,13 +25,14 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Uint8, Uint16, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from torch_attnkit.cuda import copies, memory_ops
+from torch_attnkit.cuda import copies, fake, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
-from ..arguments import Flags, Matrices, Scalars, Tensors
-from ..config import SPAN
+from ..arguments import Flags, Matrices, Scalars, Tensors, arguments
+from ..problem import SPAN
+from ..quantize_act import FAKE_QUANTIZE
 from ..weight_scales import load_words
 from ..work_tiles import WorkTile, static_scheduler
 from .config import BOX, LOADERS, SCALERS, TOKEN_BOX, WgmmaConfig
@@ -44,7 +45,7 @@ from .load_weights import (
     await_copies,
     box_layout,
     box_rows,
-    copy_codes,
+    copy_packed,
     prefetch_biases,
     weight_tma,
 )
@@ -79,9 +80,9 @@ class Consumer(Fixed):
 
     slots: WgmmaSmem
     lane: Int32
-    codes: Int32  # address of its first row's 16 bytes in the first stage
+    packed: Int32  # address of its first row's 16 bytes in the first stage
     factors: Int32  # and of that row's factors
-    rCodes: cute.Tensor  # (4, 2) words of a span, of both rows
+    rPacked: cute.Tensor  # (4, 2) words of a span, of both rows
     rFactors: cute.Tensor  # (2) words
     rA: list[cute.Tensor]  # by set: the first operand of a group
     rWords: list[cute.Tensor]  # the same in words
@@ -109,12 +110,12 @@ class WgmmaMainloop:
         return Consumer(
             slots=slots,
             lane=lane,
-            codes=slots.sW.iterator.toint() + row * ROW_BYTES + ((lane % 4) ^ (row & 7)) * 16,
+            packed=slots.sW.iterator.toint() + row * ROW_BYTES + ((lane % 4) ^ (row & 7)) * 16,
             factors=slots.factors
             + row // part * (_SPANS * part * self.factor_bytes)
             + row % part * self.factor_bytes
             + lane % 4 * (self.factor_bytes // 4),
-            rCodes=cute.make_rmem_tensor((4, 2), Uint32),
+            rPacked=cute.make_rmem_tensor((4, 2), Uint32),
             rFactors=cute.make_rmem_tensor(2, Uint32),
             rA=rA,
             rWords=[cute.recast_tensor(a, Uint32) for a in rA],
@@ -124,14 +125,14 @@ class WgmmaMainloop:
     def load(self, w: Consumer, fill: Int32, span: Any):
         """A span of this lane's codes and factors from a fill of the weights' ring, which is there."""
         slot = w.slots.weights.slot(fill)
-        codes = (w.codes + slot * self.c.weight_bytes) ^ (span * 64)  # as TMA swizzles them
+        packed = (w.packed + slot * self.c.weight_bytes) ^ (span * 64)  # as TMA swizzles them
         factors = w.factors + slot * self.c.factor_bytes + span * (self.c.scaler.rows * self.factor_bytes)
         kind = Uint32 if self.c.format == "nvfp4" else Uint16
         for r in cutlass.range_constexpr(2):
             step = const_expr(r * self.row_step)
-            words = load_words((codes ^ (step % 8 * 16)) + step * ROW_BYTES, 4)
+            words = load_words((packed ^ (step % 8 * 16)) + step * ROW_BYTES, 4)
             for i in cutlass.range_constexpr(4):
-                w.rCodes[i, r] = words[i]
+                w.rPacked[i, r] = words[i]
             w.rFactors[r] = Uint32(load_words(factors + step * self.factor_bytes, 1, kind)[0])
 
     @cute.jit
@@ -220,7 +221,7 @@ class WgmmaMainloop:
         """The codes of a step, half a word of both rows, into its place of a set of registers."""
         word, half = step // 2, step % 2
         for r in range(2):
-            pairs = decode(w.rCodes[word, r], factors[r][word // 2])[2 * half : 2 * half + 2]
+            pairs = decode(w.rPacked[word, r], factors[r][word // 2])[2 * half : 2 * half + 2]
             for i in range(2):
                 w.rWords[set_][(0, r, i), 0, k_step] = pairs[i]
 
@@ -287,7 +288,7 @@ class WgmmaGemm:
 
     @cute.kernel
     def kernel(
-        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, codes: TmaLoads, tokens: list[TmaLoads]
+        self, tensors: Any, flags: Flags, weights: Matrices, scalars: Any, packed: TmaLoads, tokens: list[TmaLoads]
     ):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -296,15 +297,15 @@ class WgmmaGemm:
         shares = self.reduce.share(memory) if self.reduce else None
         if warp == c.row_warps:
             if const_expr(c.by_tma):
-                cpasync.prefetch_descriptor(codes.atom)
+                cpasync.prefetch_descriptor(packed.atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         if const_expr(c.paired):
             # Only now may the next launch begin: what it then reads without waiting, the work tiles, is there.
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        share = self.scheduler(tensors, (Int32(weights.codes.shape[1]) + c.rows - 1) // c.rows)
-        k_tiles = (Int32(weights.codes.shape[2]) * 2 + c.spans * SPAN - 1) // (c.spans * SPAN)
+        share = self.scheduler(tensors, (Int32(weights.packed.shape[1]) + c.rows - 1) // c.rows)
+        k_tiles = (Int32(weights.packed.shape[2]) * 2 + c.spans * SPAN - 1) // (c.spans * SPAN)
         if warp < c.row_warps:
             cute.arch.setmaxregister_increase(_REGISTERS[c.row_warps][1])
             if const_expr(self.reduce is not None):
@@ -317,9 +318,9 @@ class WgmmaGemm:
             cute.arch.setmaxregister_decrease(_REGISTERS[c.row_warps][0])
             if warp == c.row_warps:
                 if const_expr(c.by_tma):
-                    self._load_codes(tensors, codes, share, k_tiles, slots)
+                    self._load_weights(tensors, packed, share, k_tiles, slots)
                 else:
-                    self._copy_codes(tensors, flags, weights, share, k_tiles, slots)
+                    self._copy_weights(tensors, flags, weights, share, k_tiles, slots)
             elif warp == c.row_warps + 1:
                 self._load_tokens(tensors, tokens, share, k_tiles, slots)
             else:
@@ -345,20 +346,22 @@ class WgmmaGemm:
         )
 
     @cute.jit
-    def _load_codes(self, tensors: Any, codes: TmaLoads, share: Any, k_tiles: Int32, slots: WgmmaSmem):
+    def _load_weights(self, tensors: Any, packed: TmaLoads, share: Any, k_tiles: Int32, slots: WgmmaSmem):
         c = self.c
         n = Int32(0)
         for tile_idx in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, tile_idx)
-            gW = cute.local_tile(codes.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
-            tWs, tWg = copies.tma_partition(codes.atom, 0, 1, slots.sW, gW)
+            gW = cute.local_tile(packed.rows[None, None, tile.expert], (box_rows(c), ROW_BYTES), (None, None))
+            tWs, tWg = copies.tma_partition(packed.atom, 0, 1, slots.sW, gW)
             for k in cutlass.range(weight_fills(c, k_tiles), unroll=1):
                 full = slots.weights.acquire(n, c.weight_bytes)
-                cute.copy(codes.atom, tWg[None, tile.row, k], tWs[None, slots.weights.slot(n)], tma_bar_ptr=full)
+                cute.copy(packed.atom, tWg[None, tile.row, k], tWs[None, slots.weights.slot(n)], tma_bar_ptr=full)
                 n += 1
 
     @cute.jit
-    def _copy_codes(self, tensors: Any, flags: Flags, weights: Matrices, share: Any, k_tiles: Int32, slots: WgmmaSmem):
+    def _copy_weights(
+        self, tensors: Any, flags: Flags, weights: Matrices, share: Any, k_tiles: Int32, slots: WgmmaSmem
+    ):
         """The same where rows start or end between those places that TMA takes."""
         n = Int32(0)
         for tile_idx in cutlass.range(share.count, unroll=1):
@@ -366,7 +369,7 @@ class WgmmaGemm:
             for k in cutlass.range(weight_fills(self.c, k_tiles), unroll=1):
                 full = slots.weights.await_empty(n)
                 box = slots.sW.iterator.toint() + slots.weights.slot(n) * self.c.weight_bytes
-                copy_codes(self.c, flags, weights, tile, k, box, full)
+                copy_packed(self.c, flags, weights, tile, k, box, full)
                 n += 1
         await_copies()
 
@@ -467,6 +470,25 @@ class WgmmaExperts:
         self.begin.launch(tensors, x, scalars, sort_blocks, stream)
         self.up.launch(tensors, scalars.up, tensors.up, x, scalars, up_blocks, stream)
         self.down.launch(tensors, scalars.down, tensors.down, tensors.h, scalars, down_blocks, stream)
+
+
+def trace(
+    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, experts: int,
+    scale_vectors: tuple[int, int], code_alignment: int, token_widths: tuple[int, ...], group: int, warps: int,
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """The same for many tokens an expert; ``token_widths`` and ``group`` as in ``WgmmaConfig``, ``warps``
+    those that multiply."""
+    up, down = (
+        WgmmaConfig(
+            format, warps, dtype, activations, token_widths[-1], paired, vector, code_alignment, token_widths, group
+        )
+        for paired, vector in zip((True, False), scale_vectors, strict=True)
+    )
+    tensors, scalars, up_blocks, down_blocks, stream = arguments(dtype, index_dtype, code_alignment)
+    x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
+    return WgmmaExperts(up, down, experts, FAKE_QUANTIZE[activations]), [
+        tensors, x, scalars, up_blocks, up_blocks, down_blocks, stream,
+    ]  # fmt: skip
 
 
 assert _SETS == 2 and LOADERS == 2 + SCALERS

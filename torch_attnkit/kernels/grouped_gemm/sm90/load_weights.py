@@ -21,7 +21,7 @@ from torch_attnkit.cuda.fp4_weights import factors_of_e4m3, factors_of_e8m0
 from torch_attnkit.cuda.ring import Fixed, rings
 
 from ..arguments import Flags, Matrices
-from ..config import SPAN
+from ..problem import SPAN
 from ..weight_scales import WeightScales
 from ..work_tiles import WorkTile
 from .config import BOX, WARPS, Config
@@ -29,9 +29,9 @@ from .config import BOX, WARPS, Config
 
 def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
     """The codes of a product."""
-    codes = weights.codes
-    experts, rows, nbytes = codes.shape
-    expert_step, row_step, _ = codes.stride
+    packed = weights.packed
+    experts, rows, nbytes = packed.shape
+    expert_step, row_step, _ = packed.stride
     if config.paired:
         # Steps from a gate row to the next, from it to its up row, and between groups of 8.
         interleaved = flags.interleaved != 0
@@ -42,13 +42,13 @@ def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
     else:
         layout = cute.make_layout((rows, nbytes, experts), stride=(row_step, 1, expert_step))
     tile = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box_layout(config))
-    tensor = cute.make_tensor(codes.iterator, layout)
+    tensor = cute.make_tensor(packed.iterator, layout)
     op = cpasync.CopyBulkTensorTileG2SOp()
     return TmaLoads(*cpasync.make_tiled_tma_atom(op, tensor, tile, (box_rows(config), ROW_BYTES)))
 
 
 @cute.jit
-def copy_codes(
+def copy_packed(
     config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, boxes: Int32,
     full: cute.Pointer,
 ):  # fmt: skip
@@ -56,10 +56,10 @@ def copy_codes(
 
     Behind a row's end come zeros. Rows behind the last have the last one's codes: nobody looks at what they give.
     """
-    c, lane, codes = config, cute.arch.lane_idx(), weights.codes
-    rows, nbytes = Int32(codes.shape[1]), Int32(codes.shape[2])
+    c, lane, packed = config, cute.arch.lane_idx(), weights.packed
+    rows, nbytes = Int32(packed.shape[1]), Int32(packed.shape[2])
     part = lane % _LANES
-    base = codes.iterator.toint() + Int64(tile.expert) * codes.stride[0]
+    base = packed.iterator.toint() + Int64(tile.expert) * packed.stride[0]
     for box in cutlass.range_constexpr(c.boxes):
         column = (k * c.boxes + box) * ROW_BYTES + part * _EACH
         valid = cutlass.select_(column < nbytes, Int32(_EACH), Int32(0))
@@ -67,7 +67,7 @@ def copy_codes(
             local = i * _ROWS + lane // _LANES
             row = cutlass.min(_row(c, flags, tile, local, rows), rows - 1)
             offset = ((part // 2) ^ (local & 7)) * 16 + part % 2 * _EACH
-            source = base + Int64(row) * codes.stride[1] + cutlass.min(column, nbytes - _EACH)
+            source = base + Int64(row) * packed.stride[1] + cutlass.min(column, nbytes - _EACH)
             _copy_async(boxes + (box * c.rows + local) * ROW_BYTES + offset, source, valid)
     cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
@@ -135,7 +135,7 @@ class TmaLoads(NamedTuple):
 def prefetch_biases(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32):
     """Those of a work tile, for which its epilogue would wait as long as memory takes."""
     if flags.bias != 0:
-        rows, each, bias = Int32(weights.codes.shape[1]), const_expr(config.rows // 32), weights.bias
+        rows, each, bias = Int32(weights.packed.shape[1]), const_expr(config.rows // 32), weights.bias
         row = tile.row * config.rows + lane * each
         if const_expr(config.paired):
             apart = tile.row * config.features + lane % 16 * each + lane // 16 * (rows // 2)
@@ -167,7 +167,7 @@ class ScaleLoader(WeightScales):
         """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on. Rows behind
         the last have the last one's: nobody looks at what they give."""
         c = self.c
-        rows, scale = Int32(weights.codes.shape[1]), weights.scale
+        rows, scale = Int32(weights.packed.shape[1]), weights.scale
         first, step = tile.row * c.rows + lane, Int32(32)
         if const_expr(c.paired):
             feature, up = tile.row * c.features + lane // 16 * 8 + lane % 8, lane // 8 % 2
@@ -199,7 +199,7 @@ class ScaleLoader(WeightScales):
         """The same in shared memory, to which the first of the warps brings the scales of a work tile: all its rows, or
         those of gate and those of up, which follow each other in device memory."""
         c = self.c
-        blocks, rows = Int32(weights.scale.shape[2]), Int32(weights.codes.shape[1])
+        blocks, rows = Int32(weights.scale.shape[2]), Int32(weights.packed.shape[1])
         each, step, up = Int32(c.rows), Int32(32), Int32(0)  # rows of a copy; rows from a lane's to its next, to up
         local = lane
         if const_expr(c.paired):

@@ -18,7 +18,7 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.fp4_weights import both, both_of_two, decode
 from torch_attnkit.cuda.ring import Fixed, Ring
 
-from ..config import SPAN
+from ..problem import SPAN
 from ..weight_scales import load_words
 from .config import BOX, BOXES, CONSUMERS, WARP_ROWS, Config
 from .load_weights import ROW_BYTES, box_layout, clear
@@ -58,7 +58,7 @@ class LaneAddrs(NamedTuple):
 
     row: Int32  # of 8
     quarter: Int32  # of a row's 128 numbers
-    codes: Int32  # address of its first row
+    packed: Int32  # address of its first row
     tokens: Int32  # of its row, 16 bytes, of the four 8 x 8 tiles that are a word's operands of two steps
     factors: Int32
 
@@ -149,7 +149,7 @@ class MmaMainloop:
         return LaneAddrs(
             row,
             quarter,
-            codes=shared.weights(stage) + (slice_ * (BOXES * c.rows) + rows) * ROW_BYTES,
+            packed=shared.weights(stage) + (slice_ * (BOXES * c.rows) + rows) * ROW_BYTES,
             tokens=shared.tokens(stage) + row_of_tokens + slice_ * (BOXES * BOX * 2),
             factors=shared.factors(stage)
             + (slice_ * (_SPANS * c.rows) + rows) * self._factor_bytes
@@ -161,11 +161,11 @@ class MmaMainloop:
         """A span of the warp's part of a stage."""
         c = self.c
         chunk = ((addrs.quarter + span % 2 * 4) ^ addrs.row) * 16  # of a box's row, as TMA swizzles them
-        first = addrs.codes + span // 2 * (c.rows * ROW_BYTES) + chunk
-        codes = [load_words(first + 8 * r * ROW_BYTES, 4) for r in range(2)]
+        first = addrs.packed + span // 2 * (c.rows * ROW_BYTES) + chunk
+        packed = [load_words(first + 8 * r * ROW_BYTES, 4) for r in range(2)]
         factors = [self._factors(addrs.factors + (span * c.rows + 8 * r) * self._factor_bytes) for r in range(2)]
         for word in cutlass.range_constexpr(4):
-            a, b = (decode(codes[r][word], factors[r][word // 2]) for r in range(2))
+            a, b = (decode(packed[r][word], factors[r][word // 2]) for r in range(2))
             for part in cutlass.range_constexpr(c.parts):
                 for group in cutlass.range_constexpr(groups):
                     row_of_part = const_expr((8 * group * c.parts + part) * c.token_row_bytes)

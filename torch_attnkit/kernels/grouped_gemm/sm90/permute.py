@@ -15,8 +15,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import copies
 
 from ..arguments import Scalars, Tensors, chosen, global_scale_of
-from ..config import SPAN
 from ..permute_k import EACH, operands
+from ..problem import SPAN
 from ..work_tiles import Sort, SortByGrid
 from .config import Config
 
@@ -103,7 +103,7 @@ class SortAndPermute:
         which the first product leaves some."""
         quarter = cute.arch.lane_idx() % 4
         spans, h_columns = Int32(x.shape[1]) // SPAN, Int32(tensors.h.shape[1])
-        each = spans + cutlass.select_(h_columns != Int32(tensors.down.codes.shape[2]) * 2, Int32(1), Int32(0))
+        each = spans + cutlass.select_(h_columns != Int32(tensors.down.packed.shape[2]) * 2, Int32(1), Int32(0))
         units = Int32(tensors.x.shape[0]) * each
         global_scale = global_scale_of(scalars.up, tensors.up)
         first, step = share_of_quads(self.threads)
@@ -185,7 +185,7 @@ class PrepareTokens:
         block, blocks = cute.arch.block_idx()[0] - self.sorters, cute.arch.grid_dim()[0] - self.sorters
         warps = const_expr(_PREPARE_THREADS // 32)
         first, step = block * warps + cute.arch.warp_idx(), blocks * warps
-        features, columns = Int32(tensors.down.codes.shape[2]) * 2, Int32(tensors.h.shape[1])
+        features, columns = Int32(tensors.down.packed.shape[2]) * 2, Int32(tensors.h.shape[1])
         begin = features // SPAN * SPAN
         if features < columns:
             for row in cutlass.range(first, Int32(tensors.h.shape[0]), step, unroll=1):

@@ -9,15 +9,17 @@ import torch
 
 from torch_attnkit.core.spec import short
 
-from ..config import (
+from ..problem import (
     ALIGNMENT,
+    BLOCK,
     BULK_ROWS,
     SPAN,
     STRADDLING,
     WARP_SLOTS,
+    Problem,
+    Weights,
     experts_compiled,
 )  # fmt: skip
-from ..problem import BLOCK, Problem, Weights
 from .config import (
     BOX,
     BOXES,
