@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-K_TILE = 64  # numbers of a row in one stage: 128 bytes
-CHUNK = 8  # numbers of 16 bytes, what a thread copies at once
+K_TILE = 64  # elements of a row in one stage: 128 bytes
+CHUNK = 8  # elements of 16 bytes, what a thread copies at once
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,14 @@ class Tensors(NamedTuple):
     # (2 slots), by expert: slot t * K + k is the k-th choice of token t; behind them, of every tile of tokens, how many
     # parts of h are there. By ``wgmma`` as in ``SortByGrid``.
     order: cute.Tensor
-    tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first place in ``order``, tokens
+    tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first row in ``order``, tokens
     h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``permute_k.py`` has it
     partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
     count: cute.Tensor  # (Tq, row tiles), results of a token that have come, and tickets; or as in ``SortByGrid``
 
 
 class Flags(NamedTuple):
-    """What of a product's optional tensors is there, and how its scales and rows stand."""
+    """What of a GEMM's optional tensors is there, and how its scales and rows stand."""
 
     bias: Int32
     divisor: Int32
@@ -58,7 +58,7 @@ class Scalars(NamedTuple):
 
 
 def arguments(dtype: str, index_dtype: str, code_alignment: int) -> list[Any]:
-    """Stand-ins for ``Tensors``, ``Scalars``, the blocks of both products, and the stream; ``code_alignment`` as in
+    """Stand-ins for ``Tensors``, ``Scalars``, the blocks of both GEMMs, and the stream; ``code_alignment`` as in
     ``Config``."""
     size = fake.dim
 

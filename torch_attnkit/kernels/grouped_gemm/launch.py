@@ -99,7 +99,7 @@ def _matrices(
     packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None,
     activation: torch.Tensor | None, matrix: torch.Tensor, vector: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The weights of a product. ``matrix`` and ``vector`` stand in for what is missing: a kernel never looks there."""
+    """The weights of a GEMM. ``matrix`` and ``vector`` stand in for what is missing: a kernel never looks there."""
     return (
         packed,
         scale if scale.dtype is torch.uint8 else scale.view(torch.uint8),

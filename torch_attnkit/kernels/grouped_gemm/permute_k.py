@@ -17,8 +17,8 @@ from torch_attnkit.cuda import warp_ops as op
 
 from .problem import SPAN
 
-EACH = 32  # numbers of a row that a lane brings
-_CHUNK = 8  # of them under a word of codes
+EACH = 32  # elements of a row that a lane loads
+_CHUNK = 8  # of them under a word of packed weights
 _UPPER = 0xFFFF0000  # half of a word
 
 
@@ -36,8 +36,8 @@ def split(x: Float32) -> tuple[Float32, Float32]:
 
 
 def operands(rV: cute.Tensor, parts: int) -> list[list[Any]]:
-    """32 numbers as words of bf16, 4 for each chunk of 8: numbers i and i + 4. Two lists if they are sums of two bf16,
-    of which infinities and NaN are the first alone."""
+    """32 elements as words of bf16, 4 for each chunk of 8: elements i and i + 4. Two lists if they are sums of two
+    bf16, of which infinities and NaN are the first alone."""
     if rV.element_type is cutlass.BFloat16:
         words = cute.recast_tensor(rV, Uint32)
         return [_pairs_of_words(words)]

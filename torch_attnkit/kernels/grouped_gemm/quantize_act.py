@@ -15,7 +15,7 @@ from torch_attnkit.cuda import fp4
 
 
 def _blocks(rX: cute.Tensor, block: int) -> list[tuple[range, Float32]]:
-    """Where the blocks of so many numbers stand, or a lane's part of one, and their largest magnitudes."""
+    """Where the blocks of so many elements stand, or a lane's part of one, and their largest magnitudes."""
     size = cute.size(rX)
     blocks = []
     for start in range(0, size, block):

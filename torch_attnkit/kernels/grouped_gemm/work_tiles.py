@@ -66,7 +66,7 @@ class Sort:
         self, tensors: Tensors, sCount: cute.Tensor, sSum: cute.Tensor, thread: Int32, experts: Int32,
         write: cutlass.Boolean,
     ):  # fmt: skip
-        """Counts become first places, and an expert's tokens work tiles of equal sizes, or nearly, which one block
+        """Counts become first rows, and an expert's tokens work tiles of equal sizes, or nearly, which one block
         should ``write``; a thread has neighbouring experts."""
         each = (experts + self.threads - 1) // self.threads
         begin, end = cutlass.min(thread * each, experts), cutlass.min((thread + 1) * each, experts)
@@ -112,7 +112,7 @@ class Sort:
 
 class SortByWarp(Fixed):
     """Few slots by one warp of a block, for that block alone: ``order`` and ``tiles`` in shared memory, as ``Tensors``
-    has them. All blocks come to the same."""
+    has them. All CTAs find the same."""
 
     _EACH = WARP_SLOTS // 32  # slots of a lane, 32 apart
 
@@ -177,7 +177,7 @@ class SortByWarp(Fixed):
 
 
 class SortByGrid:
-    """By all blocks. ``order`` has the place of every slot, -1 for a choice of no expert, and behind these every slot's
+    """By all blocks. ``order`` has the row of every slot, -1 for a choice of no expert, and behind these every slot's
     number among those of its expert.
 
     Blocks take shares of the slots, one by one, and count in device memory; when all shares are done, each adds the
@@ -193,8 +193,8 @@ class SortByGrid:
 
     @cute.jit
     def run(self, tensors: Tensors, memory: Any):
-        """All threads of all blocks. Returns every expert's first place, in shared memory; ``order`` is only partly
-        there, unlike the slots' numbers."""
+        """All threads of all blocks. Returns every expert's first row, in shared memory; ``order`` is only partly
+        there, unlike the slots' ranks."""
         sFirst = memory.allocate_tensor(Int32, cute.make_layout(self.experts), 16)
         sSum = memory.allocate_tensor(Int32, cute.make_layout((self.threads // 32, 2)), 16)
         sTaken = memory.allocate_tensor(Int32, cute.make_layout(1), 16)
@@ -257,7 +257,7 @@ class SortByGrid:
 
     @cute.jit
     def end(self, tensors: Tensors):
-        """The last block to come here sets all counters back."""
+        """The last CTA to arrive resets all counters."""
         thread, last = cute.arch.thread_idx()[0], Int32(0)
         if thread == 0:
             arrived = op.add_acq_rel(tensors.count.iterator.toint() + 4 * self._THROUGH, Int32(1))
@@ -270,7 +270,7 @@ class SortByGrid:
 
 class WorkTile(NamedTuple):
     expert: Int32
-    first: Int32  # place of its first token in the order of experts
+    first: Int32  # row of its first token in the order of experts
     columns: Int32  # tokens
     row: Int32  # number of its rows' tile
 
@@ -290,7 +290,7 @@ class StaticScheduler(NamedTuple):
         return WorkTile(expert, first, columns, unit % self.row_tiles)
 
     def prefetch(self, tensors: Tensors, tile_idx: Int32) -> None:
-        """Bring what ``tile`` reads near; beyond the last turn, the last's."""
+        """Prefetch what ``tile`` reads; beyond the last tile, the last's."""
         unit = self.block + cutlass.min(tile_idx, self.count - 1) * self.blocks
         memory_ops.prefetch(tensors.tiles.iterator.toint() + Int64(1 + unit // self.row_tiles) * 16)
 

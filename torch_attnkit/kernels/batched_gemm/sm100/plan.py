@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from ..problem import Fp4Problem
 
 ROWS = 128  # of a work tile's first operand: the lanes of tensor memory
-STEP_BYTES = 128  # of a row of codes in a stage: 256 numbers
+STEP_BYTES = 128  # of a packed row in a stage: 256 elements
 COLUMNS = (8, 16, 32, 64, 128, 256)  # that a work tile's second operand may have
 _SHARED = 224 << 10  # of a block, without barriers
 _TENSOR_COLUMNS = 512
 _MOST_STAGES = 8
 _TILE_BYTES, _TILE_COLUMNS = 512, 4  # of four scales of 128 rows: in shared memory, and in tensor memory
 _TILES = {"nvfp4": 4, "mxfp4": 2}  # of a stage and 128 rows
-# Of a multiprocessor, by count: products of FP4 numbers in a clock, and bytes that it gets from L2.
+# Of a multiprocessor, by count: products of FP4 elements in a clock, and bytes that it gets from L2.
 _PRODUCTS, _L2 = 16384, 40
 # Instructions, and so clocks, that 32 columns of sums take to be stored: a thread has a token's neighbouring features
 # and stores them together, or a feature of several tokens and stores each by itself.
@@ -31,7 +31,7 @@ class Fp4Tile:
     format: str
     columns: int
     tokens_are_rows: bool
-    whole: bool  # scales are whole tiles of the 128x4 layout, which bulk copies bring
+    whole: bool  # scales are whole tiles of the 128x4 layout, which bulk copies load
     slices: int = 1  # of K: blocks of a cluster, which have one work tile and add up their sums
     early: bool = True  # whether the launch begins while the one before it ends
 
@@ -84,7 +84,7 @@ class Fp4Tile:
 
     @property
     def threads(self) -> int:
-        """Four warps that store, one that loads, one that multiplies; two that rest, and four that bring scales."""
+        """Four warps that store, one that loads, one that multiplies; two that rest, and four that load scales."""
         return 32 * (6 if self.whole else 12)
 
 
@@ -94,7 +94,7 @@ def fp4(problem: Fp4Problem, whole: bool, sms: int) -> Fp4Tile:
 
     def made(tokens_are_rows: bool) -> list[Fp4Tile]:
         others = p.n if tokens_are_rows else p.tokens
-        # A work tile whose columns are no multiple of 128 has all of them: the scales of 128 are copied together.
+        # A work tile whose columns are no multiple of 128 has all of them: the scales of 128 are copied as one tile.
         fitting = [c for c in COLUMNS if c % ROWS == 0 or c >= others]
         found = [Fp4Tile(p.format, c, tokens_are_rows, whole) for c in fitting]
         if not tokens_are_rows and p.k > 2 * STEP_BYTES * _SLICES:

@@ -23,7 +23,7 @@ from ...grouped_gemm.problem import BLOCK, SPAN
 from ...grouped_gemm.sm90.permute import Spans
 
 _TWO_TO_126 = 0x7E807E80  # in bf16, twice: by which codes become their numbers
-_EACH = 32  # numbers of a row that a lane has
+_EACH = 32  # elements of a row that a lane has
 
 
 @dsl_user_op
@@ -33,7 +33,7 @@ def _multiply(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint3
 
 
 class Fp4Activations(Fixed):
-    """``alignment``: bytes of codes of which all or none are there."""
+    """``alignment``: bytes of packed elements of which all or none exist."""
 
     def __init__(self, format: str, swizzled: bool, alignment: int):
         self.format, self.swizzled, self.alignment = format, swizzled, alignment
@@ -53,7 +53,7 @@ class Fp4Activations(Fixed):
         self, mO: cute.Tensor, mScale: cute.Tensor, group: Int32, token: Int32, span: Int32,
         inside: cutlass.Boolean, quarter: Int32,
     ):  # fmt: skip
-        """A lane's codes of a span, and their scales' bytes.
+        """A lane's packed elements of a span, and their scales' bytes.
 
         ``mO``: (T, G, K/2); ``mScale``: (G, T, blocks), or each group's in the 128x4 layout."""
         nbytes = Int32(mO.shape[2])

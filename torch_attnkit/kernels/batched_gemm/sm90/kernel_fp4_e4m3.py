@@ -57,7 +57,7 @@ def _e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
 class Fp4E4m3(Fp4Mma):
     def __init__(self, config: FewTokens, tokens: Fp4Activations, divisors: tuple[bool, bool], even: bool):
         super().__init__(config, tokens, divisors, even)
-        self.each = 32 // self.block  # blocks of a lane's 32 numbers
+        self.each = 32 // self.block  # blocks of a lane's 32 elements
         # Whether a lane's two blocks of a token are sums of the same product, in columns of their own.
         self.paired = self.each == 2 and config.columns == 1
         self.sets = 1 if self.each == 1 or self.paired else 2  # of sums of a span: products of steps of a block each

@@ -174,7 +174,7 @@ class Fp4Mma:
         tile: WorkTile, first: Int32, boxes: Int32, shared: Fp4Smem, warp: Int32,
     ):  # fmt: skip
         """This warp's rows times all tokens, of its part of the block's slice of K: every so many-th box. The first
-        warp of a team's part brings the part's first boxes, and others to where it has read one."""
+        warp of a team's part loads the part's first boxes, and others to where it has read one."""
         c = self.c
         warps_of_team = const_expr(c.row_warps // c.teams)
         part, row_warp = warp // c.row_warps, warp % c.row_warps
@@ -184,7 +184,7 @@ class Fp4Mma:
         if loading:
             for k in cutlass.range(part, cutlass.min(boxes, Int32(c.stages)), c.parts, unroll=1):
                 self._load(loads, tile, team, first, k, shared)
-        if const_expr(c.resident > 1):  # whose blocks start beside this one, and bring their own weights nearer
+        if const_expr(c.resident > 1):  # whose blocks start beside this one, and prefetch their own weights
             cute.arch.griddepcontrol_launch_dependents()
         loaded = self._load_tokens(mO, mScale, tile, first)
         starts = self._starts(weights, tile, row_warp)
@@ -281,7 +281,7 @@ class Fp4Mma:
     def _scales(
         self, weights: Matrices, starts: tuple[Int64, list[Int32]], box: Int32, inside: cutlass.Boolean
     ) -> list[cute.Tensor]:
-        """A box's scales of each row: of either span the word in which those of the lane's numbers are. Zeros unless
+        """A box's scales of each row: of either span the word in which those of the lane's elements are. Zeros unless
         ``inside``, and behind K."""
         words = SPAN // self.block // 4  # of a span
         blocks = cutlass.select_(inside, Int32(weights.packed.shape[2]) * 2 // self.block, Int32(0))
@@ -312,7 +312,7 @@ class Fp4Mma:
         self, rSum: cute.Tensor, rScale: list[cute.Tensor], box: Int32, local: Int32, span: cutlass.Constexpr,
         tokens: Int32, rows: list[Int32],
     ):  # fmt: skip
-        """Half of a box. ``local``: the lane's first row of the box; ``tokens``: address of the box's first numbers;
+        """Half of a box. ``local``: the lane's first row of the box; ``tokens``: address of the box's first elements;
         ``rows``: what the lane reads of them."""
         c, lane = self.c, cute.arch.lane_idx()
         packed, factors = [], []
@@ -332,7 +332,7 @@ class Fp4Mma:
                             rSum[x, g, m] = new[x]
 
     def _factors(self, r0: cute.Tensor, r1: cute.Tensor, span: int, quarter: Int32) -> list[tuple[Uint32, Uint32]]:
-        """Of both rows the factors of a lane's first and last 16 numbers, from the box's scales of the rows."""
+        """Of both rows the factors of a lane's first and last 16 elements, from the box's scales of the rows."""
         if self.c.format == "nvfp4":
             selector = cutlass.select_(quarter % 2 == 0, Int32(0x5410), Int32(0x7632))
             four = Uint32(permute_bytes(Int32(r0[span]), Int32(r1[span]), selector))

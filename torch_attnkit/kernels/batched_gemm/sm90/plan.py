@@ -18,11 +18,11 @@ _MOST_STAGES = 16
 TILES = (
     (64, 8, 128), (64, 16, 128), (64, 32, 128), (64, 64, 128), (64, 128, 128), (128, 128, 64), (128, 256, 64),
 )  # fmt: skip
-# What a multiprocessor does in a clock: products, and numbers of 16 bits that it gets from L2. Counted, not measured.
+# What a multiprocessor does in a clock: products, and elements of 16 bits that it gets from L2. Counted, not measured.
 _PRODUCTS, _L2_ELEMENTS = 2048, 20
 
 _LEAST_CODE_ALIGNMENT = 8  # bytes: of a row of FP4 codes that starts anywhere a copy is made
-FEW_BOX_ROWS = 64  # of FP4 weights that TMA brings at a time, for few tokens
+FEW_BOX_ROWS = 64  # of FP4 weights that TMA loads at a time, for few tokens
 FEW_COLUMNS = (1, 2, 4, 8, 16, 32)  # tokens of such a product
 _FEW_E4M3 = 4  # tokens up to which codes are multiplied, and scaled later
 # Warps of a block by columns: four a scheduler, for decoding is long chains of instructions, or fewer, where threads
@@ -46,7 +46,7 @@ _FP4_LEAST, _FP4_CLOCK = 10.9, 0.184 / 4096
 # Of FP4 weights by ``wgmma``: warps that multiply, tokens of a work tile.
 _FP4_WARPS = 8
 FP4_WIDTHS = tuple(range(32, 256, 16))
-# Tokens of a work tile up to which two steps over K are multiplied together; clocks that a step takes at least, for so
+# Tokens of a work tile up to which two steps over K are multiplied at a time; clocks that a step takes at least, for so
 # long codes are decoded, and more for what is done between products. Counted on grouped_gemm's figures.
 _FP4_NARROW, _FP4_STEP, _FP4_BETWEEN = 80, 45, 20
 _PREPARE_BLOCKS = 8  # of a multiprocessor
@@ -148,8 +148,8 @@ class FewTokens:
 
     @property
     def e4m3_columns(self) -> int:
-        """Of a product of codes. Every quarter of a span has columns of its own: a pair for two tokens, or for both
-        blocks of one."""
+        """Of an E4M3 MMA. Every quarter of a span has columns of its own: a pair for two tokens, or for
+        both blocks of one."""
         return 8 * -(-self.columns // 2)
 
     @property
@@ -302,6 +302,6 @@ def _scale_vector(p: Fp4Problem) -> int:
 
 
 def _code_alignment(k: int, steps: tuple[int, ...]) -> int:
-    """Bytes at whose multiples rows of codes start and end; of a copy if they are too few."""
+    """Bytes at whose multiples packed rows start and end; of a copy if they are too few."""
     found = math.gcd(CODE_ALIGNMENT, k // 2, *steps)
     return found if found >= _LEAST_CODE_ALIGNMENT else math.gcd(CODE_ALIGNMENT, k // 2)

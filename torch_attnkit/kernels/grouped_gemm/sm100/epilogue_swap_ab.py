@@ -178,7 +178,7 @@ class SwapAbStore(Fixed):
 
 
 class DequantSwiglu(_Transposed):
-    """h = swiglu(gate, up) of a work tile, as the second product wants it: rounded to the dtype of x, or to the numbers
+    """h = swiglu(gate, up) of a work tile, as the second GEMM wants it: rounded to the dtype of x, or to the numbers
     that codes stand for. A thread has a block of a token."""
 
     def __init__(self, config: DequantConfig):

@@ -30,7 +30,7 @@ from .topk_reduce import TopkReduce
 
 
 class Experts:
-    """The launches of a call: one that sorts, and both products."""
+    """The launches of a call: one that sorts, and both GEMMs."""
 
     def __init__(self, begin: Any, up: Any, down: Any):
         self.begin, self.up, self.down = begin, up, down
@@ -40,7 +40,7 @@ class Experts:
         self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, sort_blocks: Int32, up_blocks: Int32,
         down_blocks: Int32, stream: Any,
     ):  # fmt: skip
-        """``x``: (slots, 16-bit numbers), to be written, as ``Tensors.h`` is."""
+        """``x``: (slots, 16-bit elements), to be written, as ``Tensors.h`` is."""
         self.begin.launch(tensors, x, scalars, sort_blocks, stream)
         self.up.launch(tensors, scalars.up, tensors.up, x, scalars, up_blocks, stream)
         self.down.launch(tensors, scalars.down, tensors.down, tensors.h, scalars, down_blocks, stream)
@@ -50,10 +50,10 @@ def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: tuple[int, int, int],
     experts: int, row_warps: tuple[int, int], scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``columns``: tokens of a work tile, and in the first and the second product of one or of two that are neighbours;
-    ``experts``: room for so many; ``row_warps``: 16 rows each, of both products, of a work tile or of two that are
-    neighbours; ``scale_vectors``: of both products the bytes of scales that a load takes; ``code_alignment``: whether
-    TMA may make bytes of codes. The others are what ``plan.py`` always says."""
+    """``columns``: tokens of a work tile, and in the first and the second GEMM of one or of two that are neighbours;
+    ``experts``: at least so many; ``row_warps``: 16 rows each, of both GEMMs, of a work tile or of two that are
+    neighbours; ``scale_vectors``: of both GEMMs the bytes of scales that a load takes; ``code_alignment``: whether
+    TMA may make bytes of packed weights. The others are what ``plan.py`` always says."""
     each, *neighbours = columns
     row_tiles = min(16 * min(row_warps) // WEIGHT_ROWS, MOST_ROW_TILES)
     rows = row_tiles * WEIGHT_ROWS

@@ -79,7 +79,7 @@ def swizzled(layout: cute.Layout) -> Any:
 
 
 def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
-    """Codes of a product's weights, a stage at a time."""
+    """Codes of a GEMM's weights, a stage at a time."""
     packed = weights.packed
     experts, rows, nbytes = packed.shape
     expert_step, row_step, _ = packed.stride
@@ -114,7 +114,7 @@ def begin(config: cutlass.Constexpr):
 
 def await_work_tiles(config: Config) -> None:
     """Before anything else: the host knows only how many there may be, and blocks without one set nothing up. The
-    second product begins when all blocks of the first have ended, or waited here and begun."""
+    second GEMM begins when all blocks of the first have ended, or waited here and begun."""
     if config.paired:
         cute.arch.griddepcontrol_wait()
 
@@ -290,7 +290,7 @@ class BlockScaledGemm:
             tXs, tXg = copies.tma_partition(tokens.atom, 0, 1, s.sX, gX)
             boxes = ceil_div(tile.columns, self.c.token_box)
             mask = self.cluster.to_neighbours("tokens")
-            # Of shared ones each neighbour brings every so many-th.
+            # Of shared ones each neighbour loads every so many-th.
             first, step = (share.coord.neighbour, self.c.neighbours) if self.cluster.shares("tokens") else (Int32(0), 1)
             for k in cutlass.range(k_tiles, unroll=1):
                 full = s.stages.await_empty(n)
@@ -308,7 +308,7 @@ class BlockScaledGemm:
         of_tokens, columns_each = const_expr(self.buffers * WEIGHT_ROWS), const_expr(f.tiles * tile_columns)
         n, m = Int32(0), Int32(0)  # stages and row tiles of work tiles before
         for tile_idx in cutlass.range(share.count, unroll=1):
-            width = Int32(WEIGHT_ROWS)  # columns of a product
+            width = Int32(WEIGHT_ROWS)  # columns of an MMA
             if const_expr(self.c.few):
                 tokens = cute.arch.make_warp_uniform(share.tile(tensors, tile_idx).columns)
                 width = ceil_div(tokens, COLUMN_STEP) * COLUMN_STEP
@@ -346,7 +346,7 @@ class BlockScaledGemm:
             m += present
 
     def _product(self, step: int, sums: Int32, tokens: Any, weights: Any, width: Int32, more: Any) -> None:
-        """``tokens`` and ``weights``: descriptor of codes and column of scales; ``more``: sums are there."""
+        """``tokens`` and ``weights``: descriptor of packed elements and column of scales; ``more``: sums are there."""
         f, accumulate = self.format, cutlass.select_(more, Int32(1), Int32(0))
         (rows, row_scales), (columns, column_scales) = (weights, tokens) if self.c.few else (tokens, weights)
         instruction = f.instruction(0, step) | width >> 3 << 17 if self.c.few else f.instruction(WEIGHT_ROWS, step)

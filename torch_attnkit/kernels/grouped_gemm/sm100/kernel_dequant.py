@@ -70,7 +70,7 @@ _BOX_BYTES = TOKEN_BOX * ROW_BYTES
 _ROW_BOXES = TOKENS // TOKEN_BOX
 _SPAN_BOXES = SPAN // decoded_product.BOX
 _DECODED = SUMS * TOKENS  # the first column of decoded weights
-_CHUNK = 32  # numbers of 16 bytes of codes
+_CHUNK = 32  # elements of 16 bytes of packed weights
 
 
 @dataclass
@@ -81,7 +81,7 @@ class DequantSmem(Fixed):
     tokens: Ring
     decoded: Ring
     sums: Ring
-    sX: cute.Tensor  # (TOKEN_BOX, numbers, boxes of all stages)
+    sX: cute.Tensor  # (TOKEN_BOX, elements, boxes of all stages)
     sW: cute.Tensor  # (rows, bytes, stages)
     results: Int32  # address of what ``results`` needs
 
@@ -99,13 +99,13 @@ class DequantGemm:
         self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, blocks: Int32,
         stream: Any,
     ):  # fmt: skip
-        """``rows``: x or h, (slots, parts of numbers)."""
+        """``rows``: x or h, (slots, parts of elements)."""
         self.kernel(
             tensors, flags, weights, scalars, weight_tma(self.c, flags, weights), self._token_loads(weights, rows)
         ).launch(grid=[blocks, 1, 1], block=[DECODED_THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     def _token_loads(self, weights: Matrices, rows: cute.Tensor) -> TmaLoads:
-        """(slots, numbers, parts)."""
+        """(slots, elements, parts)."""
         columns = weights.packed.shape[2] * 2
         layout = cute.make_layout(
             (rows.shape[0], columns, self.c.parts), stride=(rows.stride[0], 1, cute.assume(columns, divby=32))

@@ -32,8 +32,7 @@ class ScaleRows:
 
 class ScaleLoader:
     """``SCALE_WARPS`` warps: a lane has a row of tokens and one of each row tile of weights. Rows of tokens that a work
-    tile does not have get zeros, and those of weights beyond the last the last one's: nobody looks at what they
-    give."""
+    tile does not have get zeros, and those of weights beyond the last the last one's: their results are not used."""
 
     def __init__(self, config: Config):
         self.c = config

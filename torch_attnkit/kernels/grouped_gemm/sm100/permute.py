@@ -24,7 +24,7 @@ from .topk_reduce import TokenTags
 
 _THREADS = 256  # which have registers enough to quantise
 _UNIT = 32  # elements of a row that a thread has
-_IN_FLIGHT = 8  # that one load brings
+_IN_FLIGHT = 8  # of one load
 
 
 class _SortAndWrite:

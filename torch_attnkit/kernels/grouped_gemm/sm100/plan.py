@@ -28,22 +28,22 @@ from .config import (
 _FEW = 16  # tokens of an expert up to which they are the columns of products, beside the rows of weights
 _MANY = 64  # tokens of an expert from which on work tiles have two row tiles
 _PAIRS = 256  # and from which on pairs of CTAs multiply them: fewer leave lanes of the pair empty
-_PREPARE_UNITS = 256  # of 32 numbers, that a block of the first launch has at least
+_PREPARE_UNITS = 256  # of 32 elements, that a block of the first launch has at least
 
 
 @dataclass(frozen=True)
 class Plan:
-    """As ``launch.py`` asks. x and h are tensors of 16-bit numbers, whatever their rows hold."""
+    """As ``launch.py`` asks. x and h are tensors of 16-bit elements, whatever their rows hold."""
 
-    experts: int  # room for so many
+    experts: int  # at least so many
     tiles: int  # at most, of tokens
-    blocks: tuple[int, int, int]  # of the launches that sort, of the first and of the second product
+    blocks: tuple[int, int, int]  # of the launches that sort, of the first and of the second GEMM
     counters: tuple[int, int]
     x_rows: tuple[int, int]
     h_rows: tuple[int, int]
     scale_vectors: tuple[int, int]
     code_alignment: int = ROW_ALIGNMENT
-    columns: tuple[int, int, int] = (TOKENS,) * 3  # of a work tile; of those of neighbours, of both products
+    columns: tuple[int, int, int] = (TOKENS,) * 3  # of a work tile; of those of neighbours, of both GEMMs
     row_warps: tuple[int, int] = (WEIGHT_ROWS // 16,) * 2  # of both, those of neighbours together
     by_warp: bool = False
     token_widths: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ def _blocks(sms: int, cluster: int, work_tiles: int) -> int:
 
 
 def _by_scale(p: Problem) -> bool:
-    """Of tokens of bytes if TMA makes bytes of codes, too: it takes 128 at a time."""
+    """Of tokens of bytes if TMA makes bytes of packed weights, too: it takes 128 at a time."""
     if p.activations != "mxfp8":
         return by_scale(p.format, p.activations)
     fits = all(w.columns % 128 == w.row % 32 == w.expert % 32 == 0 for w in (p.up, p.down))

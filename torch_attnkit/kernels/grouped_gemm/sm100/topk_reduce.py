@@ -27,13 +27,13 @@ def _row_tiles(tensors: Tensors, rows: int) -> Int32:
 
 
 def _mark(tensors: Tensors, rows: int, dest: Int32) -> Int64:
-    """Where the words of a row are; counters follow. ``rows``: features of a work tile of the second product."""
+    """Where the words of a row are; counters follow. ``rows``: features of a work tile of the second GEMM."""
     nbytes = ceil_div(TAG_WORDS + _row_tiles(tensors, rows), 4) * 16
     return tensors.h.iterator.toint() + Int64(dest + 1) * tensors.h.stride[0] * 2 - nbytes
 
 
 class TokenTags:
-    """In the first launch. ``rows``: features of a work tile of the second product."""
+    """In the first launch. ``rows``: features of a work tile of the second GEMM."""
 
     def __init__(self, rows: int, sort: SortByGrid):
         self.rows, self.sort = rows, sort
@@ -68,7 +68,7 @@ class TokenTags:
 
 
 class TopkReduce:
-    """In the second product. ``rows``: features of a work tile; ``completed``: whether results are, or lack their
+    """In the second GEMM. ``rows``: features of a work tile; ``completed``: whether results are, or lack their
     expert's factor as long as there are no biases; ``any_warp``: whether warps have met and can see all results, or
     each those of 32 tokens."""
 
@@ -102,7 +102,7 @@ class TopkReduce:
     def _add_up(
         self, tensors: Tensors, scalars: Scalars, token: Int32, any_dest: Int32, first: Int32, whole: cutlass.Boolean
     ):  # fmt: skip
-        """``any_dest``: one of the token's rows, which is read in the place of those that are not there; ``whole``: all
+        """``any_dest``: one of the token's rows, which is read in place of absent ones; ``whole``: all
         are."""
         lane, top_k, size = cute.arch.lane_idx(), Int32(tensors.indices.shape[1]), Int32(tensors.out.shape[1])
         feature = first + lane * self.each
@@ -143,7 +143,7 @@ class TopkReduce:
         self, tensors: Tensors, feature: Int32, sums: cute.Tensor, dest: Int32, weight: Float32, any_dest: Int32,
         i: Int32, whole: cutlass.Constexpr,
     ):  # fmt: skip
-        """Some choices from the i-th on, whose places and weights lanes have."""
+        """Some choices from the i-th on, whose rows and weights lanes have."""
         base, step = tensors.partial.iterator.toint() + feature * 4, Int32(tensors.out.shape[1]) * 4
         dests = [cute.arch.shuffle_sync(dest, i + j) for j in range(_CHOICES_IN_FLIGHT)]
         rows = copies.fragments(_CHOICES_IN_FLIGHT, self.each, Float32)

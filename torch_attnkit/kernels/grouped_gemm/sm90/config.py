@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from ..problem import BLOCK, BULK_ROWS
 
-BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
+BOX = 256  # elements of a row that TMA loads at a time, 128 bytes
 WARP_ROWS = 16  # of a work tile
 CONSUMERS = 8  # warps that multiply
 WEIGHTS, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
-COMBINERS = 2  # warps that add up tokens' results, of the second product, a work tile each in turn
-FACTORS = 3  # warps that bring scales, a stage each in turn, as far as there are stages
+COMBINERS = 2  # warps that add up tokens' results, of the second GEMM, a work tile each in turn
+FACTORS = 3  # warps that load scales, a stage each in turn, as far as there are stages
 WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
-BOXES = 2  # of a stage that a consumer has: 32 KB of codes in all
+BOXES = 2  # of a stage that a consumer has: 32 KB of packed weights in all
 MOST_BLOCKS = 96  # of such a row
-CODE_ALIGNMENT = 16  # of rows of codes, their starts and ends, that TMA takes
+CODE_ALIGNMENT = 16  # of packed rows, their starts and ends, that TMA takes
 TILES = 4  # work tiles that are known ahead
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
@@ -23,8 +23,8 @@ _SHARED = 223 * 1024  # of a block, without barriers, work tiles and what sorts 
 _PAD = 16  # bytes between tokens in shared memory: rows that are read at once begin in different banks
 _MOST_STAGES = 4
 _MOST_TOKEN_STAGES = 12
-TOKEN_BOX = 64  # numbers of a token that TMA brings at a time to a ring of its own: 128 bytes, which it swizzles
-# Tokens of a work tile, up to which a turn of the loop has two spans: 212 instructions a span for 261 with 80 tokens.
+TOKEN_BOX = 64  # elements of a token that TMA loads at a time to a ring of its own: 128 bytes, which it swizzles
+# Tokens of a work tile, up to which an iteration has two spans: 212 instructions a span for 261 with 80 tokens.
 # H200, 256 MXFP4 experts of 4096 x 2048, 2048 tokens: 1846 us for 2020.
 _NARROW = 96
 LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
@@ -35,7 +35,7 @@ _MOST_WEIGHT_STAGES = 4
 
 @dataclass(frozen=True)
 class Config:
-    """One product."""
+    """One GEMM."""
 
     format: str
     row_warps: int  # consumers that share no rows; the others have other slices of K
@@ -44,7 +44,7 @@ class Config:
     columns: int  # most tokens of a work tile
     paired: bool  # whether rows of a work tile are 8 of gate and 8 of up in turn
     scale_vector: int  # bytes of scales that one load may take, or STRADDLING, or TOGETHER
-    code_alignment: int  # bytes at whose multiples rows of codes start and end: CODE_ALIGNMENT, or 8
+    code_alignment: int  # bytes at whose multiples packed rows start and end: CODE_ALIGNMENT, or 8
 
     @property
     def block(self) -> int:
@@ -52,12 +52,12 @@ class Config:
 
     @property
     def by_tma(self) -> bool:
-        """Whether codes come so; otherwise the lanes of a warp copy them."""
+        """Whether weights are loaded by TMA; otherwise the lanes of a warp copy them."""
         return self.code_alignment == CODE_ALIGNMENT
 
     @property
     def code_arrivals(self) -> int:
-        """At the mbarrier of a stage, of the warp that brings codes."""
+        """At the mbarrier of a stage, of the warp that loads weights."""
         return 1 if self.by_tma else 32
 
     @property
@@ -134,12 +134,12 @@ class Config:
 
     @property
     def result_pitch(self) -> int:
-        """Floats from a token's features to the next token's, where they are rounded together."""
+        """Floats from a token's features to the next token's, where they are rounded block by block."""
         return self.features + 4
 
     @property
     def result_bytes(self) -> int:
-        """Features of a work tile that are rounded together, of so many tokens at a time."""
+        """Features of a work tile that are rounded block by block, of so many tokens at a time."""
         tokens = min(self.columns, MOST_COLUMNS)
         return tokens * self.result_pitch * 4 if self.paired and self.activations != "none" else 0
 
@@ -159,10 +159,11 @@ class Config:
 @dataclass(frozen=True)
 class WgmmaConfig(Config):
     """A product for many tokens an expert. Weights and tokens have a ring each, and a stage of tokens is as wide as the
-    widest work tile: so it has fewer numbers of each. Of ``token_widths`` a work tile takes the least that suffices."""
+    widest work tile: so it has fewer elements of each. Of ``token_widths`` a work tile takes the least that
+    suffices."""
 
     token_widths: tuple[int, ...]  # tokens that are multiplied at once
-    group: int  # steps over K that are multiplied together, while as many are decoded: 1, 2 or 4
+    group: int  # steps over K that are multiplied at a time, while as many are decoded: 1, 2 or 4
 
     @property
     def boxes(self) -> int:
@@ -175,7 +176,7 @@ class WgmmaConfig(Config):
 
     @property
     def spans(self) -> int:
-        """That are multiplied in a turn of the loop. Two cost fewer instructions, and products with zeros at the end of
+        """That are multiplied in an iteration. Two cost fewer instructions, and products with zeros at the end of
         rows of an odd number."""
         return 2 if self.columns <= _NARROW else 1
 

@@ -100,7 +100,7 @@ class SwigluEpilogue:
             first = permuted(tile.row * self.c.features + block * 32)
             for i in cutlass.range_constexpr(32):
                 tensors.h[tile.first + column, first + (permuted(i))] = rX[i].to(cutlass.BFloat16)
-        sync_consumers()  # before the next work tile's features come
+        sync_consumers()  # before the next work tile's features are written
 
     @cute.jit
     def bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, feature: Int32):

@@ -84,7 +84,7 @@ class WgmmaSwiglu:
 
 class WgmmaSwigluQuantize(WgmmaSwiglu):
     """The same, rounded as its codes would read. A warpgroup's 32 features are whole blocks: of 32 tokens at a time
-    they meet in shared memory, from which a quad of lanes takes a token's."""
+    they are exchanged through shared memory, from which a quad of lanes takes a token's."""
 
     def __init__(self, config: WgmmaConfig, rounded: Any):
         super().__init__(config)
@@ -109,7 +109,7 @@ class WgmmaSwigluQuantize(WgmmaSwiglu):
                 self._sync(warp)
                 if tile.columns > 8 * (start + warp % 4):
                     self._round(tensors, scalars, tile, shared, 8 * (start + warp % 4) + lane // 4, warp, lane)
-                self._sync(warp)  # before the next tokens' features come
+                self._sync(warp)  # before the next tokens' features are written
 
     def _features(self, shared: Int32) -> cute.Tensor:
         """(tokens, features)"""
@@ -144,7 +144,7 @@ class WgmmaSwigluQuantize(WgmmaSwiglu):
 
 
 class WgmmaStore:
-    """The second product's results, with biases, in float32; a lane's two features are neighbours."""
+    """The second GEMM's results, with biases, in float32; a lane's two features are neighbours."""
 
     row_step = 1
 

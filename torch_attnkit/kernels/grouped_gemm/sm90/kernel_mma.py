@@ -67,7 +67,7 @@ class StageFills(NamedTuple):
 
 
 class MmaGemm:
-    """What is one product's alone. ``factor_warps`` as in ``Config``, of the ring that both have."""
+    """What is one GEMM's alone. ``factor_warps`` as in ``Config``, of the ring that both have."""
 
     def __init__(self, config: Config, epilogue: Any, factor_warps: int):
         self.c, self.epilogue, self.factors, self.factor_warps = config, epilogue, ScaleLoader(config), factor_warps
@@ -258,12 +258,12 @@ class MmaExperts:
             product, line, tile = following
             tile_idx += 1
         end_tickets(tensors, scheduler, ticket, which[-1])
-        for i in cutlass.range_constexpr(COMBINERS):  # each of which reads every other turn
+        for i in cutlass.range_constexpr(COMBINERS):  # each of which reads every other tile
             tiles.end(tile_idx + i)
 
     @cute.jit
     def _load_tiles_ahead(self, tensors: Tensors, tiles: TileRing, up: cutlass.Constexpr, down: cutlass.Constexpr):
-        """What a warp that brings weights does: ``up`` or ``down`` with a work tile as soon as it is announced."""
+        """What a warp that loads weights does: ``up`` or ``down`` with a work tile as soon as it is announced."""
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
         n, tile_idx = Int32(0), Int32(0)
         product = tiles.await_announced(tile_idx)
@@ -287,7 +287,7 @@ class MmaExperts:
         """A lane has a token, or a part of it, or two."""
         c = self.c
         cute.arch.griddepcontrol_wait()
-        # Only now may the second product's launch begin: what it then reads without waiting, the work tiles, is there.
+        # Only now may the second GEMM's launch begin: what it then reads without waiting, the work tiles, is there.
         cute.arch.griddepcontrol_launch_dependents()
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
@@ -371,7 +371,7 @@ def trace(
     arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
     row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``experts``: room for so many; ``row_warps`` and ``code_alignment`` as in ``Config``; ``scale_vectors``: of both
+    """``experts``: at least so many; ``row_warps`` and ``code_alignment`` as in ``Config``; ``scale_vectors``: of both
     products the bytes of scales that a load takes; ``by_warp``: whether slots are few enough for ``SortByWarp``."""
     up, down = (
         Config(format, row_warps, dtype, activations, columns, paired, vector, code_alignment)

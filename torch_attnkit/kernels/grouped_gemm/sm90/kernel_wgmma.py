@@ -53,7 +53,7 @@ from .permute import SortAndPermute
 from .topk_reduce import TopkReduce
 
 _THREADS = 128  # of a warpgroup
-_STEP = 16  # numbers of a row that one ``wgmma`` takes
+_STEP = 16  # elements of a row that one ``wgmma`` takes
 _STEPS = SPAN // _STEP
 _BOX_STEPS = TOKEN_BOX // _STEP
 _SETS = 2  # of registers for decoded words: one is multiplied while the other is written
@@ -71,7 +71,7 @@ class WgmmaSmem(Fixed):
     sW: cute.Tensor  # (rows, bytes, stages)
     sX: cute.Tensor  # (tokens, TOKEN_BOX, boxes of all stages)
     factors: Int32  # address of (stage, part of the rows, span, row, quad)
-    results: Int32  # address of (tokens, features) of float32, which are rounded together
+    results: Int32  # address of (tokens, features) of float32, which are rounded block by block
 
 
 @dataclass
@@ -123,7 +123,7 @@ class WgmmaMainloop:
 
     @cute.jit
     def load(self, w: Consumer, fill: Int32, span: Any):
-        """A span of this lane's codes and factors from a fill of the weights' ring, which is there."""
+        """A span of this lane's packed weights and factors from a fill of the weights' ring, which is there."""
         slot = w.slots.weights.slot(fill)
         packed = (w.packed + slot * self.c.weight_bytes) ^ (span * 64)  # as TMA swizzles them
         factors = w.factors + slot * self.c.factor_bytes + span * (self.c.scaler.rows * self.factor_bytes)
@@ -145,7 +145,7 @@ class WgmmaMainloop:
         rSum = cute.make_rmem_tensor(mma.partition_shape_C((64, tokens)), Float32)
         rSum.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        stages = const_expr(token_stages(c))  # in a turn
+        stages = const_expr(token_stages(c))  # in a k-tile
         for k in cutlass.range(k_tiles, unroll=1):
             end = k == k_tiles - 1
             for span in cutlass.range_constexpr(c.spans):
@@ -165,11 +165,11 @@ class WgmmaMainloop:
         self, w: Consumer, mma: cute.TiledMma, rSum: cute.Tensor, tB: cute.Tensor, span: cutlass.Constexpr, n: Int32,
         m: Int32, k: Int32, end: cutlass.Boolean,
     ):  # fmt: skip
-        """A span of turn k, whose codes and factors are loaded."""
+        """A span of k-tile k, whose weights and factors are loaded."""
         c, stages, stage_steps = self.c, const_expr(token_stages(self.c)), const_expr(_BOX_STEPS * self.c.token_boxes)
         factors = [self._pair(w.rFactors[r]) for r in range(2)]
         for group in cutlass.range_constexpr(_STEPS // c.group):
-            first = const_expr(span * _STEPS + group * c.group)  # step of the turn
+            first = const_expr(span * _STEPS + group * c.group)  # step of the k-tile
             x = m + stages * k + first // stage_steps
             if const_expr(c.group == _BOX_STEPS and group == 0):  # all of the span, lest products wait for each other
                 for i in cutlass.range_constexpr(_STEPS // stage_steps):
@@ -178,7 +178,7 @@ class WgmmaMainloop:
                 w.slots.tokens.wait(x)
             # The group before the last is over: its registers are free, and maybe the tokens that it read.
             warpgroup.wait_group(_SETS - 1)
-            over = const_expr(first - c.group)  # steps of this turn that are over; before the first, of the last
+            over = const_expr(first - c.group)  # steps of this k-tile that are over; before the first, of the last
             if const_expr(group == 1 or over % stage_steps == 0):
                 cute.arch.sync_warp()
             if const_expr(group == 1 and c.spans == _SPANS and span == _SPANS - 1):
@@ -202,7 +202,7 @@ class WgmmaMainloop:
 
     @cute.jit
     def _load_next(self, w: Consumer, n: Int32, k: Int32, end: cutlass.Boolean, k_tiles: Int32, last: cutlass.Boolean):
-        """The first span behind turn k; behind the very last, which nothing follows, one that is there."""
+        """The first span behind k-tile k; behind the very last, which nothing follows, one that is there."""
         none = cutlass.select_(end & last, Int32(1), Int32(0))
         if const_expr(self.c.spans == _SPANS):
             fill, span = n + k + 1 - none, Int32(0)
@@ -218,7 +218,7 @@ class WgmmaMainloop:
         memory_ops.arrive_if((ring.empty + ring.slot(fill)).toint(), predicate)
 
     def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, k_step: int, step: int) -> None:
-        """The codes of a step, half a word of both rows, into its place of a set of registers."""
+        """The packed weights of a step, half a word of both rows, into its place of a set of registers."""
         word, half = step // 2, step % 2
         for r in range(2):
             pairs = decode(w.rPacked[word, r], factors[r][word // 2])[2 * half : 2 * half + 2]
@@ -226,19 +226,19 @@ class WgmmaMainloop:
                 w.rWords[set_][(0, r, i), 0, k_step] = pairs[i]
 
     def _pair(self, factors: Uint32) -> tuple[Uint32, Uint32]:
-        """Of a row's 32 numbers, the first and the second 16."""
+        """Of a row's 32 elements, the first and the second 16."""
         if self.c.format == "nvfp4":
             return both_of_two(factors)
         return both(factors), both(factors)
 
 
 def token_stages(config: WgmmaConfig) -> int:
-    """Of a turn of the loop."""
+    """Of an iteration."""
     return config.spans * SPAN // (config.token_boxes * TOKEN_BOX)
 
 
 def weight_fills(config: WgmmaConfig, k_tiles: Int32) -> Int32:
-    """Of the weights' ring in so many turns."""
+    """Of the weights' ring in so many k-tiles."""
     return k_tiles if config.spans == _SPANS else (k_tiles + _SPANS - 1) // _SPANS
 
 

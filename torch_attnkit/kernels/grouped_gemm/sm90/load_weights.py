@@ -28,7 +28,7 @@ from .config import BOX, WARPS, Config
 
 
 def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
-    """The codes of a product."""
+    """The packed weights of a GEMM."""
     packed = weights.packed
     experts, rows, nbytes = packed.shape
     expert_step, row_step, _ = packed.stride
@@ -54,7 +54,7 @@ def copy_packed(
 ):  # fmt: skip
     """Stage k of a work tile's rows. Every lane arrives at ``full`` when its copies are there.
 
-    Behind a row's end come zeros. Rows behind the last have the last one's codes: nobody looks at what they give.
+    Behind a row's end come zeros. Rows behind the last have the last one's weights: their results are not used.
     """
     c, lane, packed = config, cute.arch.lane_idx(), weights.packed
     rows, nbytes = Int32(packed.shape[1]), Int32(packed.shape[2])
@@ -125,7 +125,7 @@ def _copy_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, 
 
 
 class TmaLoads(NamedTuple):
-    """The codes for TMA."""
+    """The packed weights for TMA."""
 
     atom: cute.CopyAtom
     rows: cute.Tensor  # (rows, bytes, E); rows of gate and up as (8, 2, M / 8)
@@ -165,7 +165,7 @@ class ScaleLoader(WeightScales):
     @cute.jit
     def rows(self, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32) -> list[Int64]:
         """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on. Rows behind
-        the last have the last one's: nobody looks at what they give."""
+        the last have the last one's: their results are not used."""
         c = self.c
         rows, scale = Int32(weights.packed.shape[1]), weights.scale
         first, step = tile.row * c.rows + lane, Int32(32)
@@ -196,7 +196,7 @@ class ScaleLoader(WeightScales):
         lane: Int32,
         bulk: BulkScales,
     ) -> list[Int32]:
-        """The same in shared memory, to which the first of the warps brings the scales of a work tile: all its rows, or
+        """The same in shared memory, to which the first of the warps loads the scales of a work tile: all its rows, or
         those of gate and those of up, which follow each other in device memory."""
         c = self.c
         blocks, rows = Int32(weights.scale.shape[2]), Int32(weights.packed.shape[1])

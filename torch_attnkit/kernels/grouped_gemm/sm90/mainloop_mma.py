@@ -57,14 +57,14 @@ class LaneAddrs(NamedTuple):
     """What a lane reads of a stage."""
 
     row: Int32  # of 8
-    quarter: Int32  # of a row's 128 numbers
+    quarter: Int32  # of a row's 128 elements
     packed: Int32  # address of its first row
     tokens: Int32  # of its row, 16 bytes, of the four 8 x 8 tiles that are a word's operands of two steps
     factors: Int32
 
 
 class MmaSmem(Fixed):
-    """Addresses in shared memory, and the ring's weights for TMA. Stages of both products are of the same sizes; what
+    """Addresses in shared memory, and the ring's weights for TMA. Stages of both GEMMs are of the same sizes; what
     is ``config``'s alone is what the first of them needs beside its stages."""
 
     def __init__(self, config: Config, memory: Any):
@@ -183,7 +183,7 @@ class MmaMainloop:
         return SPAN // self.c.block * 2
 
     def _factors(self, address: Int32) -> tuple[Uint32, Uint32]:
-        """Of a row's 32 numbers, the first and the second 16."""
+        """Of a row's 32 elements, the first and the second 16."""
         if self.c.format == "nvfp4":
             return both_of_two(load_words(address, 1)[0])
         one = both(Uint32(load_words(address, 1, Uint16)[0]))

@@ -26,9 +26,9 @@ _ROUNDING_THREADS = 256  # which then have registers enough
 
 
 class Spans:
-    """What a quad of lanes does with 128 numbers. ``rounded``: 32 float32 numbers of a row, and a global scale, to what
-    they are multiplied as; ``parts``: numbers of bf16 that each of them is the sum of; ``vector``: numbers of a row of
-    which all or none are there."""
+    """What a quad of lanes does with 128 elements. ``rounded``: 32 float32 elements of a row, and a global scale, to
+    what they are multiplied as; ``parts``: elements of bf16 that each of them is the sum of; ``vector``: elements of a
+    row of which all or none are there."""
 
     def __init__(self, rounded: Any, vector: int, parts: int = 1):
         self.rounded, self.vector, self.parts = rounded, min(vector, EACH), parts
@@ -77,7 +77,7 @@ class Spans:
 
 class SortAndPermute:
     """When all blocks have sorted, each has a share of the tokens: every token's row is read once, ``rounded`` if
-    products are of quantised numbers, and written for each of its experts."""
+    products are of quantised elements, and written for each of its experts."""
 
     def __init__(self, columns: int, experts: int, rounded: Any, vector: int):
         self.threads = _THREADS if rounded is None else _ROUNDING_THREADS
@@ -100,7 +100,7 @@ class SortAndPermute:
     @cute.jit
     def _permute(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, sFirst: cute.Tensor):
         """Spans of tokens, neighbours by neighbouring quads; behind a token's last may come that of its h, zeros of
-        which the first product leaves some."""
+        which the first GEMM leaves some."""
         quarter = cute.arch.lane_idx() % 4
         spans, h_columns = Int32(x.shape[1]) // SPAN, Int32(tensors.h.shape[1])
         each = spans + cutlass.select_(h_columns != Int32(tensors.down.packed.shape[2]) * 2, Int32(1), Int32(0))
@@ -122,7 +122,7 @@ class SortAndPermute:
         self, tensors: Tensors, target: cute.Tensor, words: list[list[Int32]], token: Int32, column: Int32,
         quarter: Int32, sFirst: cute.Tensor,
     ):  # fmt: skip
-        """Into the rows of all places of a token."""
+        """Into all rows of a token."""
         top_k = Int32(tensors.indices.shape[1])
         for k in cutlass.range(top_k, unroll=1):
             dest = self.sort.dest_row(tensors, sFirst, token * top_k + k)

@@ -42,7 +42,7 @@ _START = 0.45
 # Tokens of an expert, from which on products are by wgmma. H200, us by mma.sync and by wgmma: 128 MXFP4 experts of 2880
 # x 2880 with 8 tokens each 579, 677, with 16 774, 717; 256 of 4096 x 2048 with 6 tokens 1031, 1253, with 12 1281, 1268.
 _MANY = 12
-# The same where K of the second product is one stage of mma.sync, as many ends of work tiles as stages. H200, 512 NVFP4
+# The same where K of the second GEMM is one stage of mma.sync, as many ends of work tiles as stages. H200, 512 NVFP4
 # experts of 2048 x 512, top 10, with 5 tokens each 375 and 417, with 7.5 426 and 421, with 10 470 and 431.
 _MANY_SHORT = 7.5
 # Tokens that work tiles of wgmma have, steps over K in a group, and warps that multiply. Narrow work tiles are as fast
@@ -65,14 +65,14 @@ class Plan:
     token_widths: tuple[int, ...]  # of ``wgmma``; none by ``mma.sync``
     group: int  # as in ``WgmmaConfig``
     columns: int  # most tokens of a work tile
-    experts: int  # room for so many
+    experts: int  # at least so many
     tiles: int  # at most, of tokens
     blocks: tuple[int, ...]  # of the launches whose number of blocks is free
     counters: tuple[int, int]
-    x_rows: tuple[int, int]  # shape of x as the first product wants it, and so on
+    x_rows: tuple[int, int]  # shape of x as the first GEMM wants it, and so on
     h_rows: tuple[int, int]
     row_warps: int
-    by_warp: bool  # slots are so few that every block sorts them for itself, and both products are one launch
+    by_warp: bool  # slots are so few that every block sorts them for itself, and both GEMMs are one launch
     scale_vectors: tuple[int, int]
     code_alignment: int  # as in ``Config``
 
@@ -142,7 +142,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
 
 
 def _config(p: Problem, row_warps: int, columns: int) -> Config:
-    """Of the first product, which needs more shared memory beside its stages."""
+    """Of the first GEMM, which needs more shared memory beside its stages."""
     return Config(p.format, row_warps, short(p.dtype), p.activations, columns, True, 1, _code_alignment(p))
 
 
@@ -154,15 +154,15 @@ def _code_alignment(p: Problem) -> int:
 
 def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
     """Rows of a work tile: few of them are enough work tiles for all multiprocessors, but have longer stages, which K
-    fills less well, and more starts. Blocks take work tiles one by one, those of the second product last."""
+    fills less well, and more starts. Blocks take work tiles one by one, those of the second GEMM last."""
 
     def stages(warps: int) -> float:
-        """How many the busiest block has, of both products."""
+        """How many the busiest block has, of both GEMMs."""
         c = _config(p, warps, columns)
         waves = lambda w: -(-tiles * -(-w.rows // c.rows) // sms)
         return sum(waves(w) * (-(-w.columns // c.stage) + _START) for w in (p.up, p.down))
 
-    # A work tile of the first product has whole blocks of features, where they are rounded. Many tokens leave no room
+    # A work tile of the first GEMM has whole blocks of features, where they are rounded. Many tokens leave no room
     # for stages of few rows.
     fewer = (4,) if p.activations != "none" else (4, 2)
     some = [warps for warps in fewer if _config(p, warps, columns).stages >= _LEAST_STAGES]
@@ -180,7 +180,7 @@ def _vector(p: Problem, weights: Weights, many: bool) -> int:
 
 
 def _few_vectors(p: Problem, config: Config) -> tuple[int, int]:
-    """Those of both products for few tokens: rows of scales that no vector load takes come together, if those of both
+    """Those of both GEMMs for few tokens: rows of scales that no vector load takes come together, if those of both
     products are such and that costs no stage."""
     up, down = (_vector(p, w, False) for w in (p.up, p.down))
     fits = replace(config, scale_vector=BULK_ROWS).stages == config.stages

@@ -30,14 +30,14 @@ _IN_FLIGHT = 8  # of a token's choices that a lane has on their way
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows of both products' weights."""
+    """Tiles of rows of both GEMMs' weights."""
 
     up: Int32
     down: Int32
 
 
 class DynamicScheduler(NamedTuple):
-    """Work tiles as blocks take them, one by one: all of the first product, then all of the second, of those that the
+    """Work tiles as blocks take them, one by one: all of the first GEMM, then all of the second, of those that the
     launch has; those of an expert one after another. So whoever has one of the second knows that all of the first have
     been taken, by blocks that run: it does not matter when, or whether, the other blocks begin."""
 
@@ -58,7 +58,7 @@ class DynamicScheduler(NamedTuple):
         down = ticket >= self.ups
         rest = cutlass.select_(down, ticket - self.ups, ticket)
         each = cutlass.select_(down, self.row_tiles.down, self.row_tiles.up)
-        line = rest // cutlass.max(each, 1)  # a launch of the first product alone, behind its last
+        line = rest // cutlass.max(each, 1)  # a launch of the first GEMM alone, behind its last
         expert, first, columns = Int32(0), Int32(0), Int32(0)
         if ticket < self.all:
             expert, first, columns = lines[1 + line, 0], lines[1 + line, 1], lines[1 + line, 2]
@@ -89,7 +89,7 @@ def end_tickets(tensors: Tensors, scheduler: DynamicScheduler, ticket: Int32, la
 
 
 def _parts_of_h(tensors: Tensors, line: Int32) -> Int64:
-    """Where is counted how many tiles of rows of the first product a tile of tokens has had."""
+    """Where is counted how many tiles of rows of the first GEMM a tile of tokens has had."""
     slots = Int32(tensors.indices.shape[0]) * Int32(tensors.indices.shape[1])
     return tensors.order.iterator.toint() + Int64(slots + line) * 4
 

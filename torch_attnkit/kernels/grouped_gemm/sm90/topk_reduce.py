@@ -96,7 +96,7 @@ class TopkReduce:
             op.store_2_pairs(tensors.out.iterator.toint() + to * 2, *pairs)
 
     def _choices(self, tensors: Tensors, token: Int32, k: Int32, top_k: Int32) -> list[tuple[Int32, Float32]]:
-        """Places and weights of a token's choices from k on; behind its last, and of no expert, the place is -1."""
+        """Rows and weights of a token's choices from k on; behind its last, and of no expert, the row is -1."""
         found = []
         for i in range(_IN_FLIGHT):
             at = cutlass.min(k + i, top_k - 1)
