@@ -12,7 +12,7 @@ from torch_attnkit.cuda import fake
 
 
 class Matrices(NamedTuple):
-    """Weights of one product."""
+    """Weights of one GEMM."""
 
     packed: cute.Tensor  # (E, rows, columns / 2), bytes
     scale: cute.Tensor  # (E, rows, blocks), or in the 128x4 layout (E, padded rows, padded blocks)
@@ -40,7 +40,7 @@ class Tensors(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """What of a GEMM's optional tensors is there, and how its scales and rows stand."""
+    """Which optional tensors of a GEMM are given, and how its scales and rows are laid out."""
 
     bias: Int32
     divisor: Int32
@@ -91,7 +91,7 @@ def arguments(dtype: str, index_dtype: str, code_alignment: int) -> list[Any]:
 
 @cute.jit
 def global_scale_of(flags: Flags, weights: Matrices) -> Float32:
-    """Of the rows of tokens that a product is given, where they are quantised with one."""
+    """The global scale of the activations of a GEMM, 1 without one."""
     scale = Float32(1.0)
     if flags.activation != 0:
         scale = weights.activation[0]

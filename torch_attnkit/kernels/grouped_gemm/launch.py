@@ -84,7 +84,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
 
 
 def _rows_of_scales(problem: Problem, weights: Weights) -> int:
-    """How the scales of a matrix stand in memory."""
+    """The layout of a matrix' scales in memory."""
     if problem.scale_layout == "linear":
         return LINEAR
     return CONTIGUOUS if weights.scale_row == weights.scale_columns else PADDED
@@ -99,7 +99,7 @@ def _matrices(
     packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None,
     activation: torch.Tensor | None, matrix: torch.Tensor, vector: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The weights of a GEMM. ``matrix`` and ``vector`` stand in for what is missing: a kernel never looks there."""
+    """The weights of a GEMM. ``matrix`` and ``vector`` are placeholders for absent tensors, never read."""
     return (
         packed,
         scale if scale.dtype is torch.uint8 else scale.view(torch.uint8),

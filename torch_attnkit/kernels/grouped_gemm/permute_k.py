@@ -23,13 +23,13 @@ _UPPER = 0xFFFF0000  # half of a word
 
 
 def permuted(number: Any) -> Any:
-    """Where a number of a row stands."""
+    """Where element ``number`` of a row is stored."""
     n = number % SPAN
     return number - n + n % 32 // 8 * 32 + n % 4 * 8 + n // 32 * 2 + n % 8 // 4
 
 
 def split(x: Float32) -> tuple[Float32, Float32]:
-    """A number of float16 as the sum of two of bf16; infinities and NaN are the first alone."""
+    """A float16 value as the sum of two of bf16; infinities and NaN are the first alone."""
     bits = x.bitcast(Uint32) & Uint32(_UPPER)
     high = bits.bitcast(Float32)
     return high, Float32(cutlass.select_((bits & 0x7F800000) == 0x7F800000, Float32(0.0), x - high))

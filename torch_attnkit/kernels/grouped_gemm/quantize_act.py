@@ -15,7 +15,7 @@ from torch_attnkit.cuda import fp4
 
 
 def _blocks(rX: cute.Tensor, block: int) -> list[tuple[range, Float32]]:
-    """Where the blocks of so many elements stand, or a lane's part of one, and their largest magnitudes."""
+    """The blocks of ``block`` elements, or a lane's part of one, and the amax of each."""
     size = cute.size(rX)
     blocks = []
     for start in range(0, size, block):

@@ -17,7 +17,7 @@ from .work_tiles import WorkTile
 
 
 def load_words(address: Any, count: int, kind: Any = Uint32) -> cute.Tensor:
-    """From shared memory, aligned to their size."""
+    """Words of shared memory, aligned to their size."""
     pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=count * kind.width // 8)
     words = cute.make_rmem_tensor(count, kind)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), words)
@@ -76,7 +76,7 @@ class WeightScales:
 
     @cute.jit
     def _load_line(self, address: Int64, left: Int32, rS: cute.Tensor):
-        """Bytes that follow each other, of which whole loads count."""
+        """Consecutive bytes, of which whole loads count."""
         v = const_expr(self.c.scale_vector)
         rS.fill(0)
         for j in cutlass.range_constexpr(self.c.scales // v):

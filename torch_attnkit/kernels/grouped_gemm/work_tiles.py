@@ -31,7 +31,7 @@ class Sort:
 
     @cute.jit
     def run(self, tensors: Tensors, memory: Any):
-        """All threads of one block."""
+        """All threads of one CTA."""
         sCount = memory.allocate_tensor(Int32, cute.make_layout(self.experts), 16)
         sSum = memory.allocate_tensor(Int32, cute.make_layout((self.threads // 32, 2)), 16)
         thread = cute.arch.thread_idx()[0]
@@ -66,7 +66,7 @@ class Sort:
         self, tensors: Tensors, sCount: cute.Tensor, sSum: cute.Tensor, thread: Int32, experts: Int32,
         write: cutlass.Boolean,
     ):  # fmt: skip
-        """Counts become first rows, and an expert's tokens work tiles of equal sizes, or nearly, which one block
+        """Counts become first rows; an expert's tokens are cut into tiles of equal sizes, or nearly, which one CTA
         should ``write``; a thread has neighbouring experts."""
         each = (experts + self.threads - 1) // self.threads
         begin, end = cutlass.min(thread * each, experts), cutlass.min((thread + 1) * each, experts)
@@ -111,8 +111,8 @@ class Sort:
 
 
 class SortByWarp(Fixed):
-    """Few slots by one warp of a block, for that block alone: ``order`` and ``tiles`` in shared memory, as ``Tensors``
-    has them. All CTAs find the same."""
+    """Few slots, sorted by one warp for its own CTA: ``order`` and ``tiles`` in shared memory, as ``Tensors`` has them.
+    All CTAs find the same."""
 
     _EACH = WARP_SLOTS // 32  # slots of a lane, 32 apart
 
@@ -166,7 +166,7 @@ class SortByWarp(Fixed):
         cute.arch.sync_warp()
 
     def _of(self, values: list[Int32], slot: Int32) -> Int32:
-        """What the lane of a slot has of it."""
+        """The value of the lane that has a slot."""
         found = cute.arch.shuffle_sync(values[0], slot % 32)
         for i in range(1, self._EACH):
             found = cutlass.select_(slot >= 32 * i, cute.arch.shuffle_sync(values[i], slot % 32), found)
@@ -177,13 +177,12 @@ class SortByWarp(Fixed):
 
 
 class SortByGrid:
-    """By all blocks. ``order`` has the row of every slot, -1 for a choice of no expert, and behind these every slot's
-    number among those of its expert.
+    """By all CTAs. ``order`` has the row of every slot, -1 for a choice of no expert, and behind these every slot's
+    rank among those of its expert.
 
-    Blocks take shares of the slots, one by one, and count in device memory; when all shares are done, each adds the
-    counts up for itself. Only shares that a block has taken are waited for, so it does not matter when, or whether,
-    the other blocks begin. ``count`` is (1, 3 + experts): shares that were taken, that are done, blocks that are
-    through, and slots of every expert.
+    CTAs take shares of the slots by atomics and count in device memory; when all shares are done, each sums the counts
+    for itself. Only shares that a CTA has taken are waited for, so no CTA waits for one that has not started. ``count``
+    is (1, 3 + experts): shares taken, shares done, CTAs through, and slots of every expert.
     """
 
     _TAKEN, _DONE, _THROUGH, _COUNTS = range(4)
@@ -193,8 +192,8 @@ class SortByGrid:
 
     @cute.jit
     def run(self, tensors: Tensors, memory: Any):
-        """All threads of all blocks. Returns every expert's first row, in shared memory; ``order`` is only partly
-        there, unlike the slots' ranks."""
+        """All threads of all CTAs. Returns every expert's first row, in shared memory; ``order`` is only partly
+        written, unlike the slots' ranks."""
         sFirst = memory.allocate_tensor(Int32, cute.make_layout(self.experts), 16)
         sSum = memory.allocate_tensor(Int32, cute.make_layout((self.threads // 32, 2)), 16)
         sTaken = memory.allocate_tensor(Int32, cute.make_layout(1), 16)
@@ -276,7 +275,7 @@ class WorkTile(NamedTuple):
 
 
 class StaticScheduler(NamedTuple):
-    """A block's share: every ``blocks``-th tile, of which those of an expert follow each other."""
+    """A CTA's tiles: every ``blocks``-th, those of an expert consecutive."""
 
     block: Int32
     blocks: Int32

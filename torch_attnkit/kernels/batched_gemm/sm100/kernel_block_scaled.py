@@ -38,7 +38,7 @@ _IN_FLIGHT = 16  # columns of sums that a thread has in registers
 
 
 class Coded(NamedTuple):
-    """An operand as it was given."""
+    """A quantised operand."""
 
     packed: cute.Tensor  # (G, rows, K/2)
     scale: cute.Tensor  # (G, rows, blocks), or each group's in the 128x4 layout
@@ -56,7 +56,7 @@ class OutputTile(NamedTuple):
 
 
 class StaticScheduler(NamedTuple):
-    """A block's share: every so many tiles."""
+    """A CTA's tiles: every so many-th."""
 
     first: Int32
     step: Int32
@@ -71,7 +71,7 @@ class StaticScheduler(NamedTuple):
 
 @dataclass
 class Smem(Fixed):
-    """Shared memory, and rings: ``sums`` are buffers of tensor memory."""
+    """Shared memory, and rings: ``sums`` are accumulators in tensor memory."""
 
     packed: Ring
     scales: Ring  # its empty barriers are not used: ``packed`` has the same stages
@@ -257,8 +257,8 @@ class BlockScaledGemm:
         elements: Int32,
         slots: Smem,
     ):
-        """A thread has a row of every 128, and four of its scales at a time. Half of the stages are on their way: of
-        the others, products may run and wait."""
+        """A thread has a row of every 128, and four of its scales at a time. Half of the stages are in flight, while
+        MMAs of the others run."""
         c, n, (first, end) = self.c, Int32(0), self._steps(elements)
         late = const_expr(c.stages // 2)
         thread = op.thread_index() % ROWS
@@ -282,7 +282,7 @@ class BlockScaledGemm:
             self._arrive(slots.scales, i)
 
     def _arrive(self, ring: Ring, n: Int32) -> None:
-        """This warp's scales of fill ``n`` are there, for the tensor cores' side of memory too."""
+        """This warp's scales of fill ``n`` are visible to the async proxy."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -331,8 +331,7 @@ class BlockScaledGemm:
 
     @cute.jit
     def _stage(self, slots: Smem, slot: Int32, sums: Int32, left: Int32, k: Int32):
-        """One thread: scales of the block's ``k``-th stage to tensor memory, and up to four products, of the ``left``
-        ones."""
+        """One thread: scales of a CTA's ``k``-th stage to tensor memory, and up to four MMAs, of the ``left`` ones."""
         c, parts = self.c, const_expr(1 + self.c.column_tiles)
         scale_at = slots.scale_at + slot * (parts * c.scale_bytes)
         # Tile by tile along K: of each the columns of the rows' scales, then those of the columns', side by side.
@@ -360,7 +359,7 @@ class BlockScaledGemm:
         self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor, mOut: cute.Tensor,
         scheduler: StaticScheduler, slots: Smem, warp: Int32,
     ):  # fmt: skip
-        """A thread has a row's sums."""
+        """A thread has a row's accumulators."""
         c, done = self.c, Int32(0)
         inverses = self._inverses(mTokenGlobal, mFeatureGlobal)
         for unit in cutlass.range(scheduler.first, scheduler.all, scheduler.step, unroll=1):
@@ -384,7 +383,7 @@ class BlockScaledGemm:
 
     @cute.jit
     def _leave(self, slots: Smem, warp: Int32):
-        """Of a slice: a row's sums where the cluster's blocks read them."""
+        """Split-K: a row's partial sums to shared memory for the cluster."""
         c = self.c
         slots.sums.wait(Int32(0))
         tmem.after_sync()
@@ -403,8 +402,7 @@ class BlockScaledGemm:
     def _reduce(
         self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor, mOut: cute.Tensor, tile: OutputTile, slots: Smem
     ):
-        """This block's share of the columns, which are tokens: sums of all slices, four neighbouring features a
-        thread."""
+        """A CTA's share of the columns, which are tokens: sums of all slices, four neighbouring features a thread."""
         c, (tokens, groups, n) = self.c, (Int32(size) for size in mOut.shape)
         share, fours = const_expr(c.columns // c.slices), const_expr(ROWS // 4)
         inverses = self._inverses(mTokenGlobal, mFeatureGlobal)
@@ -428,7 +426,7 @@ class BlockScaledGemm:
                     copies.store(rOut, out + i)
 
     def _inverses(self, mTokenGlobal: cute.Tensor, mFeatureGlobal: cute.Tensor) -> list[Float32]:
-        """What sums are multiplied by for global scales."""
+        """Factors of accumulators: global scales divide."""
         given = zip(self.divisors, (mTokenGlobal, mFeatureGlobal), strict=True)
         return [fp4.divide(Float32(1), divisor[0]) for present, divisor in given if present]
 

@@ -26,7 +26,7 @@ _SLICES, _MOST_SLICED, _CLUSTER_SYNC = 2, 64, 1900
 
 @dataclass(frozen=True)
 class Fp4Tile:
-    """A CTA has 128 rows x ``columns`` results at a time: rows are tokens or features, columns the others."""
+    """A CTA has 128 rows x ``columns`` outputs at a time: rows are tokens or features, columns the others."""
 
     format: str
     columns: int
@@ -57,7 +57,7 @@ class Fp4Tile:
 
     @property
     def buffers(self) -> int:
-        """Of sums in tensor memory: while one is stored, the other is added up."""
+        """Accumulators in tensor memory: one is stored while the other is multiplied."""
         return 2 if 2 * self.columns <= _TENSOR_COLUMNS // 2 else 1
 
     @property
@@ -74,7 +74,7 @@ class Fp4Tile:
 
     @property
     def sum_bytes(self) -> int:
-        """Of shared memory, by which the blocks of a cluster read each other's sums."""
+        """Of shared memory, by which CTAs of a cluster read each other's partial sums."""
         return ROWS * self.columns * 4 if self.slices > 1 else 0
 
     @property
@@ -89,7 +89,7 @@ class Fp4Tile:
 
 
 def fp4(problem: Fp4Problem, whole: bool, sms: int) -> Fp4Tile:
-    """The work tile by which the machine is done first. Few tokens are columns, for columns may be few."""
+    """The tile with the least estimated time. Few tokens are columns, for columns may be few."""
     p = problem
 
     def made(tokens_are_rows: bool) -> list[Fp4Tile]:

@@ -49,7 +49,7 @@ _TILE_ROWS, _TILE_BYTES = 128, 512  # of a tile of scales: four of each row
 
 
 def _e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
-    """Codes 0, 2, 4, 6 and 1, 3, 5, 7 of a word as E4M3 numbers, 2^-6 of theirs."""
+    """E2M1 codes 0, 2, 4, 6 and 1, 3, 5, 7 of a word as E4M3, 2^-6 of their values."""
     low = ((word << 4) & Uint32(_SIGNS)) | ((word << 2) & Uint32(_REST))
     return low, (word & Uint32(_SIGNS)) | ((word >> 2) & Uint32(_REST))
 
@@ -86,8 +86,8 @@ class Fp4E4m3(Fp4Mma):
 
     @cute.jit
     def _prefetch(self, weights: Matrices, tile: WorkTile, first: Int32):
-        """The first box and all scales of the block's rows, a row a thread. L2 is where the launch before leaves what
-        it writes, so whenever it does, what is read of it later is that."""
+        """To L2: the first box and all scales of the CTA's rows, a row a thread. L2 is where the launch before writes,
+        so what is read later is up to date."""
         c, packed, scale = self.c, weights.packed, weights.scale
         thread, nbytes = cute.arch.thread_idx()[0], Int32(packed.shape[2])
         row = cutlass.min(tile.row * c.rows + thread % c.rows, Int32(packed.shape[1]) - 1)
@@ -115,7 +115,7 @@ class Fp4E4m3(Fp4Mma):
                         l2.prefetch(base + Int64(row) * scale.stride[1] + byte)
 
     def _load_tokens(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32) -> Any:
-        """This thread's words of eight codes of the slice, and its scales."""
+        """This thread's words of eight codes of the slice, and its scales, to registers."""
         return self._packed_words(mO, tile, first), self._token_scales(mScale, tile, first, Int32(mO.shape[2]))
 
     @cute.jit
@@ -123,7 +123,7 @@ class Fp4E4m3(Fp4Mma):
         self, loaded: Any, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32, boxes: Int32,
         shared: Fp4Smem, warp: Int32,
     ):  # fmt: skip
-        """At the places of products, between zeros where other lanes have codes; then scales."""
+        """To the swizzled columns of the MMA, zeros where other lanes' elements are; then scales."""
         c, (words, scales) = self.c, loaded
         chunks, count = const_expr(c.e4m3_bytes // 16), const_expr(self._words_of_token)
         for i in cutlass.range_constexpr(-(-chunks // c.threads)):
@@ -166,7 +166,7 @@ class Fp4E4m3(Fp4Mma):
 
     @cute.jit
     def _token_scales(self, mScale: cute.Tensor, tile: WorkTile, first: Int32, nbytes: Int32):
-        """Of blocks, each of all tokens: numbers, zeros where there are none. ``nbytes``: of a token's codes."""
+        """Of blocks, each of all tokens: float32 scales, zeros where there are none. ``nbytes``: of a token's codes."""
         c, per_box, scales = self.c, BOX // self.block, []
         for i in cutlass.range_constexpr(-(-c.scales // c.threads)):
             unit = cute.arch.thread_idx()[0] + i * c.threads
@@ -256,7 +256,7 @@ class Fp4E4m3(Fp4Mma):
 
     @cute.jit
     def _store_sums(self, rSum: cute.Tensor, sums: Int32, warp: Int32):
-        """The sums of a quad's lanes together, each of which stores some."""
+        """The quad's lanes reduced, each of which stores some."""
         c, lane = self.c, cute.arch.lane_idx()
         row = warp % c.row_warps * 16 + row_of(lane)
         at = sums + (warp // c.row_warps * c.columns * c.sum_pitch + row) * 4

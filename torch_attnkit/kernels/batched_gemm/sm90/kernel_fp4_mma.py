@@ -119,14 +119,14 @@ class Fp4Mma:
             self._sync()  # none may leave while others read its memory
 
     def _prefetch(self, weights: Matrices, tile: WorkTile, first: Int32) -> None:
-        """What is worth bringing to L2 while the launch before ends."""
+        """What is prefetched to L2 while the launch before ends."""
 
     def _sums(self) -> cute.Tensor:
         """This thread's, of its warp's boxes."""
         return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, self.c.warp_tiles)), Float32)
 
     def _output_scale(self) -> float:
-        """What sums are multiplied by in the end."""
+        """The factor of the sums."""
         return 2.0 ** LOWERED[self.c.format]
 
     def _sync(self) -> None:
@@ -154,7 +154,7 @@ class Fp4Mma:
         )
 
     def _ring(self, shared: Fp4Smem, team: Any) -> Ring:
-        """Of one of the 64 rows."""
+        """Of one 64 rows."""
         first = team * self.c.stages
         return Ring(shared.ring.full + first, shared.ring.empty + first, self.c.stages)
 
@@ -173,8 +173,8 @@ class Fp4Mma:
         self, rSum: cute.Tensor, mO: cute.Tensor, mScale: cute.Tensor, weights: Matrices, loads: TmaLoads,
         tile: WorkTile, first: Int32, boxes: Int32, shared: Fp4Smem, warp: Int32,
     ):  # fmt: skip
-        """This warp's rows times all tokens, of its part of the block's slice of K: every so many-th box. The first
-        warp of a team's part loads the part's first boxes, and others to where it has read one."""
+        """This warp's rows times all tokens, of its part of the CTA's slice of K: every so many-th box. The first warp
+        of a team's part loads the part's first boxes, and further ones into stages that it has read."""
         c = self.c
         warps_of_team = const_expr(c.row_warps // c.teams)
         part, row_warp = warp // c.row_warps, warp % c.row_warps
@@ -211,7 +211,7 @@ class Fp4Mma:
                             self._load(loads, tile, team, first, k + c.stages, shared)
 
     def _load_tokens(self, mO: cute.Tensor, mScale: cute.Tensor, tile: WorkTile, first: Int32) -> Any:
-        """What this thread has of the tokens, if it has registers for all of that: on its way there."""
+        """This thread's part of the tokens, in flight to registers, if it has enough of them."""
 
     @cute.jit
     def _store_tokens(
@@ -240,8 +240,8 @@ class Fp4Mma:
                             copies.store_words(at + 64 * w, words[w], cute.AddressSpace.smem)
 
     def _operands(self, shared: Fp4Smem, count: Int32) -> Any:
-        """What boxes are multiplied with. Here, where the lane reads of every 8 tokens, from the numbers on that are
-        multiplied. Columns behind the last token repeat it: nobody stores their sums."""
+        """Addresses of operand B: where the lane reads of every 8 tokens. Columns behind the last token repeat it:
+        their sums are not stored."""
         lane = cute.arch.lane_idx()
         tokens = (cutlass.min(lane % 8 + 8 * g, count - 1) for g in range(self.c.columns // 8))
         return [token * self.c.row_bytes + lane // 8 * 16 for token in tokens]
@@ -251,7 +251,7 @@ class Fp4Mma:
         self, rSum: cute.Tensor, rScale: list[cute.Tensor], operands: Any, box: Int32, local: Int32, k: Int32,
         shared: Fp4Smem,
     ):  # fmt: skip
-        """The slice's ``k``-th box, which is there. ``local``: the lane's first row of it."""
+        """The slice's ``k``-th box, which is loaded. ``local``: the lane's first row of it."""
         for span in cutlass.range_constexpr(_SPANS):
             self._span(rSum, rScale, box, local, span, shared.tokens + k * (BOX * 2), operands)
 
@@ -343,7 +343,7 @@ class Fp4Mma:
 
     @cute.jit
     def _store_sums(self, rSum: cute.Tensor, sums: Int32, warp: Int32):
-        """A warp's sums where the cluster's blocks read them."""
+        """A warp's partial sums to shared memory for the cluster."""
         c, lane = self.c, cute.arch.lane_idx()
         row = warp % c.row_warps * (16 * c.warp_tiles) + row_of(lane)
         at = sums + ((warp // c.row_warps * c.columns + lane % 4 * 2) * c.sum_pitch + row) * 4
@@ -359,8 +359,8 @@ class Fp4Mma:
         self, mOGlobal: cute.Tensor, mWeightGlobal: cute.Tensor, mOut: cute.Tensor, tile: WorkTile, slice_: Int32,
         sums: Int32,
     ):  # fmt: skip
-        """This block's share of the rows: the sums of all parts of all slices. Take back what weights were
-        lowered by, divide by global scales, round, and store those that are results."""
+        """This CTA's share of the rows: sums of all parts of all slices, times the factor that weights were lowered by,
+        divided by global scales, rounded and stored."""
         c = self.c
         fours = const_expr(c.rows // c.slices // _EACH)
         for unit in cutlass.range(cute.arch.thread_idx()[0], tile.columns * fours, c.threads, unroll=1):

@@ -30,7 +30,7 @@ _THREADS = 256
 
 
 class Tensors(NamedTuple):
-    """What the products are told beside weights and tokens."""
+    """What the GEMM takes beside weights and activations."""
 
     out: cute.Tensor  # (T, G, N), contiguous
     factors: cute.Tensor  # (2), by which sums are multiplied one after the other
@@ -38,7 +38,7 @@ class Tensors(NamedTuple):
 
 
 class GroupScheduler(NamedTuple):
-    """A block's share: every ``blocks``-th tile, of which those of the same tokens follow each other."""
+    """A CTA's tiles: every ``blocks``-th, those of the same tokens consecutive."""
 
     block: Int32
     blocks: Int32
@@ -67,7 +67,7 @@ def group_scheduler(tensors: Tensors, row_tiles: Int32) -> GroupScheduler:
 
 
 class StoreGroups(WgmmaStore):
-    """Results in 16 bits, where they belong. ``even``: two neighbouring features are stored at once."""
+    """Outputs in 16 bits to (T, G, N). ``even``: two neighbouring features are stored at once."""
 
     def __init__(self, config: WgmmaConfig, even: bool):
         super().__init__(config)

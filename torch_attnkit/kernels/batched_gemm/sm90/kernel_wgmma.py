@@ -56,7 +56,7 @@ class OutputTile(NamedTuple):
 
 
 class StaticScheduler(NamedTuple):
-    """A block's share: every so many tiles, the features of the same tokens one after another."""
+    """A CTA's tiles: every so many-th, the features of the same tokens consecutive."""
 
     first: Int32
     step: Int32
@@ -254,7 +254,7 @@ class WgmmaGemm:
 
 
 def _rows(t: cute.Tensor, axes: tuple[int, ...]) -> cute.Tensor:
-    """``t`` as (rows, numbers, G)."""
+    """``t`` as (rows, elements, G)."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=list(axes)))
 
 

@@ -88,7 +88,7 @@ class Tile:
 
     @property
     def buffers(self) -> int:
-        """Of results that a warpgroup has on their way."""
+        """Outputs that a warpgroup has in flight."""
         return min(2, self.tokens // self.stored)
 
     @property
@@ -103,7 +103,7 @@ class Tile:
 
 
 def tile(problem: Problem, sms: int) -> Tile | None:
-    """The work tile by which the machine is done first; none where TMA cannot take the rows."""
+    """The tile with the least estimated time; none where TMA cannot take the rows."""
     p = problem
     if any(n % CHUNK for n in (p.k, p.n, *p.x, *p.weight)):
         return None
@@ -121,7 +121,8 @@ def tile(problem: Problem, sms: int) -> Tile | None:
 
 @dataclass(frozen=True)
 class FewTokens:
-    """A CTA has ``rows`` of weights x ``columns`` tokens, and one of ``slices`` of K: so many ``boxes`` of 256."""
+    """A CTA has ``rows`` of weights x ``columns`` tokens, and one of ``slices`` of K: so many ``boxes`` of 256
+    elements."""
 
     format: str
     columns: int
@@ -133,12 +134,12 @@ class FewTokens:
 
     @property
     def e4m3(self) -> bool:
-        """Whether codes are multiplied, by ``wgmma``; else numbers in bf16 are, by ``mma.sync``."""
+        """Whether the MMA is E4M3 ``wgmma``; else bf16 ``mma.sync``."""
         return self.columns <= _FEW_E4M3
 
     @property
     def resident(self) -> int:
-        """Blocks for which a multiprocessor has room."""
+        """CTAs of an SM."""
         return 2 if self.e4m3 else 1
 
     @property
@@ -159,7 +160,7 @@ class FewTokens:
 
     @property
     def parts(self) -> int:
-        """Warps of the same rows, which take boxes in turns."""
+        """Warps of the same rows, which take boxes in turn."""
         return min(_FEW_WARPS[self.columns] // self.row_warps, self.boxes)
 
     @property
@@ -198,27 +199,27 @@ class FewTokens:
 
     @property
     def e4m3_bytes(self) -> int:
-        """Of the tokens' codes, which are E4M3 by then."""
+        """Of the tokens, re-encoded as E4M3."""
         return self.e4m3_columns * self.boxes * FP4_BOX
 
     @property
     def scales(self) -> int:
-        """Of the tokens, which are float32 by then."""
+        """Of the tokens, as float32."""
         return self.columns * self.boxes * FP4_BOX // BLOCK[self.format]
 
     @property
     def stages(self) -> int:
-        """All boxes, if there is room, so that all are on their way from the start; else as many for each part, so that
-        a stage is always of the same one. Another part may be a round behind, and of its barrier every other phase has
-        the same parity: one would take the other's box for its own."""
+        """All boxes, if they fit, so that all are in flight from the start; else as many for each part, so that a stage
+        is always of the same one. Another part may be a round behind, and of its barrier every other phase has the same
+        parity: one would take the other's box for its own."""
         budget = _SHARED - self.fixed_bytes if self.resident == 1 else _SHARED // 2 - _BARRIERS - self.fixed_bytes
         found = budget // (self.rows * FP4_BOX // 2)
         return self.boxes if found >= self.boxes else found // self.parts * self.parts
 
 
 def few(problem: Fp4Problem, sms: int) -> FewTokens | None:
-    """For so few tokens that a slice's fit into shared memory, unless ``wgmma`` has done them sooner; codes must start
-    and end where TMA takes them."""
+    """For so few tokens that a slice's fit into shared memory, unless ``wgmma`` is estimated to be faster; packed rows
+    must start and end where TMA takes them."""
     p = problem
     columns = next((c for c in FEW_COLUMNS if c >= p.tokens), None)
     if columns is None or _code_alignment(p.k, p.weight) != CODE_ALIGNMENT or p.weight_scale[-1] > _MOST_SCALE_STEP:
@@ -246,7 +247,7 @@ def few(problem: Fp4Problem, sms: int) -> FewTokens | None:
 
 @dataclass(frozen=True)
 class Fp4WgmmaPlan:
-    """A product by the experts' ``wgmma``."""
+    """A GEMM by the experts' ``wgmma`` kernel."""
 
     columns: int  # most tokens of a work tile
     widths: tuple[int, ...]  # that are multiplied, see ``WgmmaConfig``

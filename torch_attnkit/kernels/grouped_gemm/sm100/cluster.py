@@ -26,21 +26,21 @@ from .config import TOKENS, Config
 
 
 class CtaCoord(NamedTuple):
-    """Of a CTA in its cluster."""
+    """Coordinates of a CTA in its cluster."""
 
     rank: Int32  # in its pair
     neighbour: Int32  # whose work tile it has
 
 
 def ceil_div(count: Int32, each: int) -> Int32:
-    """How many of ``each``, a power of two, hold ``count``: a shift, where a division looks at signs."""
+    """``each``: a power of two, so that a shift does it, where a division looks at signs."""
     return (count + (each - 1)) >> (each.bit_length() - 1)
 
 
 @dataclass
 class ClusterScheduler(Fixed):
-    """The work tiles of a CTA: every so many-th of those, one or two, that a cluster multiplies at a time. Those of an
-    expert follow each other. Numbers without a sign are divided by fewer instructions."""
+    """Static scheduler: a CTA's tiles, every so many-th of the groups of one or two that a cluster multiplies at a
+    time; an expert's are consecutive. Unsigned division takes fewer instructions."""
 
     block: Uint32
     blocks: Uint32
@@ -55,7 +55,7 @@ class ClusterScheduler(Fixed):
         return self._row(self._unit(tile_idx) % self.row_tiles)
 
     def tile(self, tensors: Tensors, tile_idx: Int32) -> WorkTile:
-        """With the tokens that are this CTA's, perhaps none."""
+        """With this CTA's tokens, perhaps none."""
         unit = self._unit(tile_idx)
         tokens = unit // self.row_tiles
         line, beyond = Int32(tokens) + 1, False
@@ -87,7 +87,7 @@ class ClusterScheduler(Fixed):
 
 
 class Cluster:
-    """CTAs of a cluster: how they meet, and which instructions they take."""
+    """The CTAs of a cluster: synchronisation, and the instructions that depend on its shape."""
 
     def __init__(self, config: Config):
         self.ctas, self.neighbours, self.shared = config.ctas, config.neighbours, config.shared
@@ -115,13 +115,14 @@ class Cluster:
         return self.neighbours > 1 and self.shared == what
 
     def load(self, what: str) -> Any:
-        """TMA to a CTA's own memory, or to that of neighbours, too; the first one's barrier of a pair hears of it."""
+        """TMA to a CTA's own shared memory, or multicast to neighbours; it completes on the barrier of a pair's first
+        CTA."""
         if self.shares(what):
             return cpasync.CopyBulkTensorTileG2SMulticastOp(self.cta_group)
         return cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
 
     def to_neighbours(self, what: str, apart: Any = False) -> dict[str, Any]:
-        """What such a load takes; one that is ``apart`` comes to this CTA alone."""
+        """Arguments of such a load; one that is ``apart`` is for this CTA alone."""
         if not self.shares(what):
             return {}
         coord = self.coord()
@@ -149,7 +150,7 @@ class Cluster:
 
     @cute.jit
     def announce(self, barrier: cute.Pointer, nbytes: Int32):
-        """A warp: so many bytes will come to this CTA."""
+        """A warp: expect so many bytes in this CTA."""
         with cute.arch.elect_one():
             if const_expr(self.two):
                 scope = nvvm.MemScopeKind.CLUSTER
@@ -159,8 +160,8 @@ class Cluster:
 
     @cute.jit
     def commit(self, barrier: cute.Pointer, to_all: cutlass.Constexpr):
-        """The thread that multiplies: arrive at the barriers of its pair's CTAs, or of all CTAs, when the products so
-        far are done."""
+        """The MMA thread: arrive at the barriers of its pair's CTAs, or of all CTAs, when the MMAs so far have
+        completed."""
         if const_expr(to_all and self.size > 1):
             tcgen05.commit(barrier, cutlass.Int16((1 << self.size) - 1), self.cta_group)
         elif const_expr(self.two):

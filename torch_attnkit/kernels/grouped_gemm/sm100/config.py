@@ -41,18 +41,18 @@ TAG_WORDS = 4  # that a row of h has of its token, see ``reduce.py``
 
 
 def tag_bytes(hidden: int, row_tiles: int) -> int:
-    """Behind the elements of a row of h: of its token, and counters of results, one for each work tile's features."""
+    """Behind the elements of a row of h: its token's tag, and counters of results, one for each tile of features."""
     return -(-(TAG_WORDS + -(-hidden // (WEIGHT_ROWS * row_tiles))) // 4) * 16
 
 
 def by_scale(format: str, activations: str) -> bool:
-    """Whether tensor cores can multiply tokens' elements with packed weights, under scales of one kind and block."""
+    """Whether block-scaled MMA takes these activations and weights: scales of one kind and block."""
     return format == activations or (format, activations) == ("mxfp4", "mxfp8")
 
 
 def bf16_parts(dtype: str, activations: str) -> int:
-    """Numbers of bf16 that each of a token's is the sum of, where weights are decoded: float16 has eleven bits, unless
-    it is rounded to what codes stand for."""
+    """bf16 addends of an activation, where weights are dequantised: float16 has eleven bits, unless it is
+    fake-quantised."""
     return 2 if dtype == "f16" and activations == "none" else 1
 
 
@@ -72,7 +72,7 @@ class Config:
 
     @property
     def few(self) -> bool:
-        """Whether tokens are a product's columns, as many as there are, and weights its rows."""
+        """Swap-AB: whether tokens are the MMA's columns and weights its rows."""
         return self.tokens < TOKENS
 
     @property
@@ -95,17 +95,17 @@ class Config:
 
     @property
     def stage(self) -> int:
-        """Numbers of a row in a stage."""
+        """Elements of a row in a stage."""
         return ROW_BYTES * 8 // BITS[self.activations]
 
     @property
     def step(self) -> int:
-        """Numbers of a row that a product takes."""
+        """Elements of a row that an MMA takes."""
         return STEP_BYTES * 8 // BITS[self.activations]
 
     @property
     def unpacked(self) -> bool:
-        """Whether TMA makes bytes of packed weights, beside tokens that have bytes."""
+        """Whether TMA unpacks weights to bytes, beside activations of 8 bits."""
         return self.activations == "mxfp8"
 
     @property
@@ -137,8 +137,8 @@ class Config:
 
 @dataclass(frozen=True)
 class QuantizedRow:
-    """A row of quantised elements in the workspace: codes, whole products' worth of them, then their scales, whole
-    stages' worth. What is behind the last number is zero as far as a product reads."""
+    """A row of quantised activations in the workspace: packed elements, a whole number of MMAs, then their scales, a
+    whole number of stages. Behind the last element are zeros as far as an MMA reads."""
 
     columns: Any  # elements
     activations: str
@@ -169,7 +169,7 @@ PITCH = WEIGHT_ROWS + 4  # words from a token's sums to the next: rows that are 
 
 @dataclass(frozen=True)
 class DequantConfig(Config):
-    """One GEMM of decoded weights. ``parts``: elements of bf16 that each of a token's is the sum of."""
+    """One GEMM of dequantised weights. ``parts``: bf16 addends of an activation."""
 
     parts: int = 1
 

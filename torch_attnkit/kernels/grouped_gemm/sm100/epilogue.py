@@ -29,7 +29,7 @@ _SUMS = 16  # of these so many at a time: gate and up of more, and their biases,
 
 @cute.jit
 def factor_of(flags: Flags, weights: Matrices, expert: Int32) -> Float32:
-    """What sums have to be multiplied by: global scales divide."""
+    """The factor of accumulators: global scales divide."""
     divisor = Float32(1.0)
     if flags.divisor != 0:
         divisor = weights.divisor[expert]
@@ -42,7 +42,7 @@ def factor_of(flags: Flags, weights: Matrices, expert: Int32) -> Float32:
 def load_biases(
     config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, sBias: cute.Tensor, thread: Int32
 ):
-    """Of the row tile's rows, zeros without; all threads that have results meet before they are read."""
+    """Of the row tile, zeros without; synchronises the epilogue warps."""
     bias = Float32(0.0)
     if flags.bias != 0:
         bias = Float32(weights.bias[tile.expert, weight_row(config, flags, weights, tile, thread)])
@@ -52,12 +52,12 @@ def load_biases(
 
 
 def sync_epilogue() -> None:
-    """The threads that have results."""
+    """The epilogue warps."""
     cute.arch.barrier(barrier_id=1, number_of_threads=32 * RESULT_WARPS)
 
 
 def biases(sBias: cute.Tensor, first: Int32, count: int) -> cute.Tensor:
-    """Neighbouring ones, by loads of four."""
+    """Neighbouring ones, by vector loads."""
     r = cute.make_rmem_tensor(count, Float32)
     at = cute.make_ptr(Float32, sBias.iterator.toint() + first * 4, cute.AddressSpace.smem, assumed_align=16)
     cute.autovec_copy(cute.make_tensor(at, cute.make_layout(count)), r)
@@ -65,7 +65,7 @@ def biases(sBias: cute.Tensor, first: Int32, count: int) -> cute.Tensor:
 
 
 def completed(some: list[Float32], factor: Float32, bias: cute.Tensor | None) -> list[Pair]:
-    """Sums to numbers, two and two."""
+    """Accumulators times their factor, plus biases, in pairs."""
     sums = [(some[i], some[i + 1]) for i in range(0, len(some), 2)]
     if bias is None:
         return [cute.arch.mul_packed_f32x2(pair, twice(factor)) for pair in sums]
@@ -74,7 +74,7 @@ def completed(some: list[Float32], factor: Float32, bias: cute.Tensor | None) ->
 
 
 class SwigluEpilogue:
-    """h = swiglu(gate, up) of a row tile, quantised as ``config.QuantizedRow`` has rows."""
+    """h = swiglu(gate, up) of a row tile, quantised as ``QuantizedRow`` has rows."""
 
     shared_bytes = 0
 
@@ -82,7 +82,7 @@ class SwigluEpilogue:
         self.activations = activations
 
     def plain(self, scalars: Scalars) -> Any:
-        """Whether sums take nothing but a factor, gate * sigmoid(gate) * up."""
+        """Whether accumulators take nothing but a factor, gate * sigmoid(gate) * up."""
         return plain(scalars) & (scalars.up.bias == 0)
 
     @cute.jit
@@ -145,8 +145,8 @@ class SwigluEpilogue:
 
 
 class StoreEpilogue:
-    """y of a row tile, in float32 and in the order of ``h``; behind a work tile's last row tile, tokens' sums. Without
-    biases it is left to these to multiply by an expert's factor, together with the choice's weight."""
+    """y of a row tile, in float32 and in the order of ``h``; behind a tile's last row tile, the top-k reduction.
+    Without biases the reduction applies the expert's factor, together with the choice's weight."""
 
     shared_bytes = 0
 

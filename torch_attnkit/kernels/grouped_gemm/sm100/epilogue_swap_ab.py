@@ -38,7 +38,7 @@ from .topk_reduce import TopkReduce
 
 
 def _completed(some: list[Float32], factor: Float32, bias: Float32 | None) -> list[Float32]:
-    """Sums of a lane's row to numbers."""
+    """Accumulators of a lane's row times their factor, plus its bias."""
     return [x * factor if bias is None else op.fma(x, factor, bias) for x in some]
 
 
@@ -99,7 +99,7 @@ class SwapAbSwiglu(_Transposed):
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, first: Int32, shared: Int32, thread: Int32,
         simple: cutlass.Constexpr,
     ):  # fmt: skip
-        """A block of a token of the chunk by every thread, as long as there are some."""
+        """A block of a token of the chunk a thread."""
         blocks = const_expr(FEATURES // self.block)  # of a token
         token, part = thread // blocks, thread % blocks * self.block
         if (token < CHUNK) & (first + token < tile.columns):
@@ -131,7 +131,7 @@ class SwapAbSwiglu(_Transposed):
 
 
 class SwapAbStore(Fixed):
-    """y of a row tile as ``StoreEpilogue`` has it, a token's features by neighbouring lanes; then tokens' sums."""
+    """y of a row tile as ``StoreEpilogue`` has it, a token's features by neighbouring lanes; then top-k reduction."""
 
     shared_bytes = 0
 
@@ -178,8 +178,7 @@ class SwapAbStore(Fixed):
 
 
 class DequantSwiglu(_Transposed):
-    """h = swiglu(gate, up) of a work tile, as the second GEMM wants it: rounded to the dtype of x, or to the numbers
-    that codes stand for. A thread has a block of a token."""
+    """h = swiglu(gate, up) of a tile, rounded to the dtype of x, or fake-quantised. A thread has a block of a token."""
 
     def __init__(self, config: DequantConfig):
         self.c, self.rounded = config, FAKE_QUANTIZE[config.activations]
@@ -227,7 +226,7 @@ class DequantSwiglu(_Transposed):
 
 
 class DequantStore:
-    """y of a work tile, in float32 and in the order of ``h``; then what is complete is added up."""
+    """y of a tile, in float32 and in the order of ``h``; then the top-k reduction."""
 
     shared_bytes = 0
 

@@ -54,7 +54,7 @@ from .load_scales import ScaleLoader, row_tile
 
 
 class TmaLoads(NamedTuple):
-    """Codes for TMA."""
+    """A tensor for TMA."""
 
     atom: cute.CopyAtom
     rows: cute.Tensor  # (rows, bytes) of tokens; (rows, bytes, E) of weights, rows of gate and up as (M, 2)
@@ -74,12 +74,12 @@ class BlockScaledSmem(Fixed):
 
 
 def swizzled(layout: cute.Layout) -> Any:
-    """128 bytes of a row, as TMA and the products have them."""
+    """128 bytes of a row, as TMA and MMA have them."""
     return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
 
 
 def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
-    """Codes of a GEMM's weights, a stage at a time."""
+    """TMA of a GEMM's packed weights, a stage at a time."""
     packed = weights.packed
     experts, rows, nbytes = packed.shape
     expert_step, row_step, _ = packed.stride
@@ -113,14 +113,14 @@ def begin(config: cutlass.Constexpr):
 
 
 def await_work_tiles(config: Config) -> None:
-    """Before anything else: the host knows only how many there may be, and blocks without one set nothing up. The
-    second GEMM begins when all blocks of the first have ended, or waited here and begun."""
+    """Before anything else: the host knows only how many tiles there may be, and CTAs without one set nothing up. The
+    second GEMM starts when all CTAs of the first have exited, or waited here and started."""
     if config.paired:
         cute.arch.griddepcontrol_wait()
 
 
 class BlockScaledGemm:
-    """The kernel, by roles. ``results``: what becomes of the sums."""
+    """The kernel, by warp roles. ``results``: the epilogue."""
 
     def __init__(self, config: Config, results: Any):
         self.c, self.results, self.scales = config, results, ScaleLoader(config)
@@ -139,7 +139,7 @@ class BlockScaledGemm:
         self, tensors: Any, flags: Flags, weights: Matrices, rows: cute.Tensor, scalars: Any, blocks: Int32,
         stream: Any,
     ):  # fmt: skip
-        """``rows``: x or h, as ``config.QuantizedRow`` has them."""
+        """``rows``: x or h, as ``QuantizedRow`` has them."""
         self.kernel(
             tensors,
             flags,
@@ -280,8 +280,8 @@ class BlockScaledGemm:
 
     @cute.jit
     def _load_tokens(self, tensors: Any, tokens: TmaLoads, share: Any, k_tiles: Int32, s: BlockScaledSmem):
-        """Of a box, rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros; boxes
-        that a work tile does not have are whatever they were. Nobody looks at what their lanes of sums hold."""
+        """Of a box, rows behind a tile's last are those of the next expert, or beyond the tensor and zeros; boxes that
+        a tile does not have are left as they were. Their accumulators are not used."""
         n = Int32(0)
         for tile_idx in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, tile_idx)
@@ -302,7 +302,7 @@ class BlockScaledGemm:
 
     @cute.jit
     def _multiply(self, tensors: Any, share: Any, row_tiles: Int32, columns: Int32, k_tiles: Int32, s: BlockScaledSmem):
-        """Copies and products of tensor memory run in the order in which one thread issues them."""
+        """Copies to tensor memory and MMAs run in the order in which one thread issues them."""
         f, tile_columns = self.format, const_expr(block_scaled.TILE_COLUMNS)
         # The first column of scales: of tokens, then of each row tile of weights.
         of_tokens, columns_each = const_expr(self.buffers * WEIGHT_ROWS), const_expr(f.tiles * tile_columns)
@@ -346,7 +346,7 @@ class BlockScaledGemm:
             m += present
 
     def _product(self, step: int, sums: Int32, tokens: Any, weights: Any, width: Int32, more: Any) -> None:
-        """``tokens`` and ``weights``: descriptor of packed elements and column of scales; ``more``: sums are there."""
+        """``tokens`` and ``weights``: descriptor of packed elements and column of scales; ``more``: accumulate."""
         f, accumulate = self.format, cutlass.select_(more, Int32(1), Int32(0))
         (rows, row_scales), (columns, column_scales) = (weights, tokens) if self.c.few else (tokens, weights)
         instruction = f.instruction(0, step) | width >> 3 << 17 if self.c.few else f.instruction(WEIGHT_ROWS, step)

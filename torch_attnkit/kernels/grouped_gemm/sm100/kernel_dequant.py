@@ -87,7 +87,7 @@ class DequantSmem(Fixed):
 
 
 class DequantGemm:
-    """The kernel, by roles. ``results``: what becomes of the sums."""
+    """The kernel, by warp roles. ``results``: the epilogue."""
 
     def __init__(self, config: DequantConfig, results: Any):
         self.c, self.results = config, results

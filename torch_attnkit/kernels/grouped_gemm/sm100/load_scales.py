@@ -31,8 +31,8 @@ class ScaleRows:
 
 
 class ScaleLoader:
-    """``SCALE_WARPS`` warps: a lane has a row of tokens and one of each row tile of weights. Rows of tokens that a work
-    tile does not have get zeros, and those of weights beyond the last the last one's: their results are not used."""
+    """``SCALE_WARPS`` warps: a lane has a row of tokens and one of each row tile of weights. Rows of tokens that a tile
+    does not have get zeros; rows of weights beyond the last repeat it: their results are not used."""
 
     def __init__(self, config: Config):
         self.c = config
@@ -98,7 +98,7 @@ def row_tile(config: Config, tile: WorkTile, i: int | Int32) -> WorkTile:
 
 @cute.jit
 def row_scales(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32):
-    """Where the scales of a row of the row tile begin, in tiles of 128x4 from those of its expert on."""
+    """Address of the scales of a row of the row tile; in the 128x4 layout the offset from those of its expert."""
     line, scale = weight_row(config, flags, weights, tile, row), weights.scale
     start = Int64(line >> 7) * (Int32(scale.shape[2]) * 128) + ((line & 31) << 4) + ((line >> 5 & 3) << 2)
     if flags.swizzled == 0:
@@ -107,7 +107,7 @@ def row_scales(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile:
 
 
 def weight_row(config: Config, flags: Flags, weights: Matrices, tile: WorkTile, row: Int32) -> Int32:
-    """Which row of an expert's weights is a row tile's ``row``; the last one for those beyond it."""
+    """The row of an expert's weights at ``row`` of a row tile; the last one for those beyond it."""
     rows = Int32(weights.packed.shape[1])
     if const_expr(not config.paired):
         return cutlass.min(tile.row * WEIGHT_ROWS + row, rows - 1)

@@ -93,14 +93,14 @@ def plan(problem: Problem, sms: int) -> Plan:
 
 
 def _blocks(sms: int, cluster: int, work_tiles: int) -> int:
-    """Blocks stay, so all clusters have to run at once. Two blocks always find neighbouring multiprocessors, of four
-    not all do: a B200 has groups of them that four does not divide. How many is not known; an eighth is left."""
+    """CTAs are persistent, so all clusters have to run at once. Two CTAs always find neighbouring SMs, of four not all
+    do: a B200 has groups of SMs that four does not divide. How many is not known; an eighth is left."""
     most = sms // cluster if cluster <= 2 else max(sms * 7 // 8 // cluster, 1)
     return cluster * min(most, max(work_tiles, 1))
 
 
 def _by_scale(p: Problem) -> bool:
-    """Of tokens of bytes if TMA makes bytes of packed weights, too: it takes 128 at a time."""
+    """8-bit activations if TMA unpacks weights, too: it takes 128 elements at a time."""
     if p.activations != "mxfp8":
         return by_scale(p.format, p.activations)
     fits = all(w.columns % 128 == w.row % 32 == w.expert % 32 == 0 for w in (p.up, p.down))

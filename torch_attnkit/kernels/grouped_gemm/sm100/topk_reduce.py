@@ -27,7 +27,7 @@ def _row_tiles(tensors: Tensors, rows: int) -> Int32:
 
 
 def _mark(tensors: Tensors, rows: int, dest: Int32) -> Int64:
-    """Where the words of a row are; counters follow. ``rows``: features of a work tile of the second GEMM."""
+    """Address of a row's tag; counters follow. ``rows``: features of a tile of the second GEMM."""
     nbytes = ceil_div(TAG_WORDS + _row_tiles(tensors, rows), 4) * 16
     return tensors.h.iterator.toint() + Int64(dest + 1) * tensors.h.stride[0] * 2 - nbytes
 
@@ -40,7 +40,7 @@ class TokenTags:
 
     @cute.jit
     def write(self, tensors: Tensors, sFirst: cute.Tensor):
-        """All threads of all blocks, a token each."""
+        """All threads of all CTAs, a token each."""
         threads = self.sort.threads
         first = cute.arch.block_idx()[0] * threads + cute.arch.thread_idx()[0]
         top_k = Int32(tensors.indices.shape[1])
@@ -68,9 +68,8 @@ class TokenTags:
 
 
 class TopkReduce:
-    """In the second GEMM. ``rows``: features of a work tile; ``completed``: whether results are, or lack their
-    expert's factor as long as there are no biases; ``any_warp``: whether warps have met and can see all results, or
-    each those of 32 tokens."""
+    """In the second GEMM. ``rows``: features of a tile; ``completed``: whether results have their expert's factor, even
+    without biases; ``any_warp``: whether warps have synchronised and see all results, or each those of 32 tokens."""
 
     def __init__(self, rows: int, completed: bool, any_warp: bool):
         self.rows, self.each = rows, rows // 32  # neighbouring features of a lane
@@ -78,8 +77,8 @@ class TopkReduce:
 
     @cute.jit
     def run(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32):
-        """A lane says that its token's features are in ``partial``, which it can see. Of those that are the last, the
-        warp adds up one token after another."""
+        """A lane counts the features of its token, which it has in ``partial``; if they are the last, the warp sums
+        that token."""
         token, any_dest, last, lane = Int32(0), Int32(0), Int32(0), cute.arch.lane_idx()
         column = lane * RESULT_WARPS + warp if const_expr(self.any_warp) else warp * 32 + lane
         top_k, count = Int32(tensors.indices.shape[1]), Int32(tensors.indices.shape[1])

@@ -57,17 +57,17 @@ class Config:
 
     @property
     def code_arrivals(self) -> int:
-        """At the mbarrier of a stage, of the warp that loads weights."""
+        """At the full barrier of a stage, of the weight producer warp."""
         return 1 if self.by_tma else 32
 
     @property
     def token_vector(self) -> int:
-        """Numbers of a row of x of which all or none are there."""
+        """Elements of a row of x that are all inside or all outside."""
         return 2 * self.code_alignment
 
     @property
     def parts(self) -> int:
-        """Addends of bf16 that a token's number is multiplied as: one of 11 bits takes two of 8."""
+        """bf16 addends of an activation: one of 11 bits takes two of 8."""
         return 2 if self.source == "f16" and self.activations == "none" else 1
 
     @property
@@ -87,7 +87,7 @@ class Config:
 
     @property
     def stage(self) -> int:
-        """Numbers of a row in a stage of the ring."""
+        """Elements of a row in a stage of the ring."""
         return BOX * self.boxes
 
     @property
@@ -124,22 +124,22 @@ class Config:
 
     @property
     def line_bytes(self) -> int:
-        """Scales of a work tile as they are in device memory, where they come by copies."""
+        """Scales of a tile as in device memory, where bulk copies load them."""
         return self.rows * MOST_BLOCKS if self.scale_vector == BULK_ROWS else 0
 
     @property
     def sum_bytes(self) -> int:
-        """In which slices of K meet: (slices - 1, rows, columns) of float32."""
+        """For the reduction over slices of K: (slices - 1, rows, columns) of float32."""
         return (self.slices - 1) * self.rows * self.columns * 4
 
     @property
     def result_pitch(self) -> int:
-        """Floats from a token's features to the next token's, where they are rounded block by block."""
+        """Floats from a token's features to the next token's, where h is quantised."""
         return self.features + 4
 
     @property
     def result_bytes(self) -> int:
-        """Features of a work tile that are rounded block by block, of so many tokens at a time."""
+        """Features of a tile on their way to be quantised, of so many tokens at a time."""
         tokens = min(self.columns, MOST_COLUMNS)
         return tokens * self.result_pitch * 4 if self.paired and self.activations != "none" else 0
 
@@ -158,9 +158,8 @@ class Config:
 
 @dataclass(frozen=True)
 class WgmmaConfig(Config):
-    """A product for many tokens an expert. Weights and tokens have a ring each, and a stage of tokens is as wide as the
-    widest work tile: so it has fewer elements of each. Of ``token_widths`` a work tile takes the least that
-    suffices."""
+    """A GEMM for many tokens an expert. Weights and tokens have a ring each, and a stage of tokens is as wide as the
+    widest tile, so it has fewer elements of each. A tile takes the least of ``token_widths`` that suffices."""
 
     token_widths: tuple[int, ...]  # tokens that are multiplied at once
     group: int  # steps over K that are multiplied at a time, while as many are decoded: 1, 2 or 4
@@ -176,8 +175,8 @@ class WgmmaConfig(Config):
 
     @property
     def spans(self) -> int:
-        """That are multiplied in an iteration. Two cost fewer instructions, and products with zeros at the end of
-        rows of an odd number."""
+        """Multiplied in an iteration. Two take fewer instructions, and multiply zeros at the end of rows of an odd
+        number."""
         return 2 if self.columns <= _NARROW else 1
 
     @property

@@ -30,7 +30,7 @@ _IN_FLIGHT = 8  # of a token's results that a thread has on their way
 
 @cute.jit
 def output_scale(config: cutlass.Constexpr, flags: Flags, weights: Matrices, expert: Int32) -> Float32:
-    """What a sum has to be multiplied by: decoded weights are too small, and global scales divide."""
+    """The factor of an accumulator: decoded weights are too small, and global scales divide."""
     factor = Float32(2.0 ** LOWERED[config.format])
     divisor = Float32(1.0)
     if flags.divisor != 0:
@@ -41,8 +41,8 @@ def output_scale(config: cutlass.Constexpr, flags: Flags, weights: Matrices, exp
 
 
 class SwigluEpilogue:
-    """h = swiglu(gate, up) of a work tile, in K order (``permute_k.py``). Quantised, it is rounded here: a work
-    tile has whole blocks of features."""
+    """h = swiglu(gate, up) of a tile, in K order (``permute_k.py``), fake-quantised if h is: a tile has whole blocks of
+    features."""
 
     def __init__(self, config: Config, rounded: Any = None):
         self.c, self.rounded = config, rounded
@@ -74,7 +74,7 @@ class SwigluEpilogue:
             self._round(tensors, scalars, tile, shared, warp * 32 + lane)
 
     def _store(self, tensors: Tensors, row: Int32, addrs: Int32, h: Float32) -> None:
-        """As ``x.dtype``, and that as bf16 or the sum of two."""
+        """Rounded to ``x.dtype``, then as bf16 or the sum of two."""
         if self.c.parts == 1:
             tensors.h[row, addrs] = h.to(cutlass.BFloat16)
         else:
@@ -124,8 +124,8 @@ class SwigluEpilogue:
 
 
 class TopkEpilogue:
-    """Tokens' results. A work tile's are left in the workspace, weighted; warps of their own look whether they are a
-    token's last, and add that token's up. Meanwhile the next work tile is multiplied."""
+    """Results of a tile go to the workspace, weighted. Other warps count them; the one that finds a token's last sums
+    that token, while the next tile is multiplied."""
 
     def __init__(self, config: Config):
         self.c = config
@@ -157,7 +157,7 @@ class TopkEpilogue:
 
     @cute.jit
     def combine(self, tensors: Tensors, tiles: TileRing, done: Ring, tile_idx: Int32):
-        """What a combining warp does with a work tile, of which a lane has a token."""
+        """By a reducing warp, of a tile, a token a lane."""
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
         tile, token, choices = tiles.tile(tile_idx), tiles.slot(tile_idx, lane) // top_k, tiles.choices(tile_idx, lane)

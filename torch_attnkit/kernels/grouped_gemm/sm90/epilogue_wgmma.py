@@ -28,14 +28,14 @@ _GROUPS = 4  # groups of 8 tokens, one for each warp of a warpgroup
 
 
 def _groups_in_flight(tokens: int) -> int:
-    """Groups of 8 tokens whose activations may be computed side by side: more of them would spill registers."""
+    """Groups of 8 tokens whose activations are computed side by side: more would spill registers."""
     return 4 if tokens <= 224 else 2
 
 
 class WgmmaSwiglu:
-    """h = swiglu(gate, up), as ``permute.py`` has x.
+    """h = swiglu(gate, up), in the K order of ``permute_k.py``.
 
-    Of 8 features of a warp, the quads of lanes have such as stand together in h, 4 apart, in pairs, which become words.
+    Of 8 features of a warp, quads of lanes have those that are neighbours in h, 4 apart, so pairs become words.
     """
 
     row_step = 8
@@ -83,8 +83,8 @@ class WgmmaSwiglu:
 
 
 class WgmmaSwigluQuantize(WgmmaSwiglu):
-    """The same, rounded as its codes would read. A warpgroup's 32 features are whole blocks: of 32 tokens at a time
-    they are exchanged through shared memory, from which a quad of lanes takes a token's."""
+    """The same, fake-quantised. A warpgroup's 32 features are whole blocks: 32 tokens at a time are exchanged through
+    shared memory, from which a quad of lanes takes a token's."""
 
     def __init__(self, config: WgmmaConfig, rounded: Any):
         super().__init__(config)

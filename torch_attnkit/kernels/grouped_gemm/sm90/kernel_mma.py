@@ -59,7 +59,7 @@ assert SCHEDULER + COMBINERS == CONSUMERS + 4  # a combining warp in either
 
 
 class StageFills(NamedTuple):
-    """Which work tile of the block it is, and which fills of the ring are its stages."""
+    """Which tile of the CTA, and which fills of the ring are its stages."""
 
     tile_idx: Int32
     first: Int32
@@ -67,13 +67,13 @@ class StageFills(NamedTuple):
 
 
 class MmaGemm:
-    """What is one GEMM's alone. ``factor_warps`` as in ``Config``, of the ring that both have."""
+    """One GEMM's own part. ``factor_warps`` as in ``Config``, of the ring that both share."""
 
     def __init__(self, config: Config, epilogue: Any, factor_warps: int):
         self.c, self.epilogue, self.factors, self.factor_warps = config, epilogue, ScaleLoader(config), factor_warps
 
     def of(self, tensors: Tensors, scalars: Scalars) -> tuple[Flags, Matrices]:
-        """What of the arguments this product is about."""
+        """The flags and weights of this GEMM."""
         if self.c.paired:
             return scalars.up, tensors.up
         return scalars.down, tensors.down
@@ -106,7 +106,7 @@ class MmaGemm:
     def copy_packed(
         self, flags: Flags, weights: Matrices, ring: Ring, shared: MmaSmem, tile: WorkTile, fills: StageFills
     ):
-        """The same where rows start or end between those places that TMA takes."""
+        """The same by cp.async, where rows start or end amid 16 bytes."""
         for k in cutlass.range(fills.steps, unroll=1):
             n = fills.first + k
             full = ring.await_empty(n)
@@ -117,7 +117,7 @@ class MmaGemm:
         self, flags: Flags, weights: Matrices, part: Int32, bulk: Any, ring: Ring, shared: MmaSmem, tile: WorkTile,
         fills: StageFills,
     ):  # fmt: skip
-        """Every such warp has a stage in turn: its scales are on their way before its place in the ring is free."""
+        """Scale warps have a stage each in turn: its scales are in flight before its slot of the ring is empty."""
         lane, warps = cute.arch.lane_idx(), const_expr(self.factor_warps)
         if part == 0:
             prefetch_biases(self.c, flags, weights, tile, lane)
@@ -139,7 +139,7 @@ class MmaGemm:
 
 
 class MmaExperts:
-    """The launches of a call: ``prepare``'s, and those of the products, by roles."""
+    """The launches of a call: ``prepare``, and the GEMMs, by warp roles."""
 
     def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
         self.by_warp, self.prepare = by_warp, PrepareTokens(up, down, experts, rounded, by_warp)
@@ -168,7 +168,7 @@ class MmaExperts:
         self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, up_loads: TmaLoads, down_loads: TmaLoads,
         which: cutlass.Constexpr,
     ):  # fmt: skip
-        """``which``: the products of this launch. One that it has not has no tiles of rows."""
+        """``which``: the GEMMs of this launch. An absent one has no row tiles."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator()
         table = (
@@ -231,7 +231,7 @@ class MmaExperts:
         self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: TileRing, taken: Int32, sort: Any,
         which: cutlass.Constexpr,
     ):  # fmt: skip
-        """``taken``: the first ticket; the next is always on its way. ``sort``: the block's own, where it has one."""
+        """``taken``: the first ticket; the next is always in flight. ``sort``: of this CTA, if it sorts by itself."""
         bulk, order = tensors.tiles, tensors.order
         if const_expr(sort is None):
             if const_expr(UP in which):  # the second launch begins when the first has waited for them
@@ -263,7 +263,7 @@ class MmaExperts:
 
     @cute.jit
     def _load_tiles_ahead(self, tensors: Tensors, tiles: TileRing, up: cutlass.Constexpr, down: cutlass.Constexpr):
-        """What a warp that loads weights does: ``up`` or ``down`` with a work tile as soon as it is announced."""
+        """A weight or scale producer warp: ``up`` or ``down`` with a tile as soon as it is announced."""
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
         n, tile_idx = Int32(0), Int32(0)
         product = tiles.await_announced(tile_idx)
@@ -350,7 +350,7 @@ class MmaExperts:
 
     @cute.jit
     def _combine(self, tensors: Tensors, tiles: TileRing, done: Ring, first: Int32, which: cutlass.Constexpr):
-        """What is left to do with every ``COMBINERS``-th work tile, while the next ones are multiplied."""
+        """By a reducing warp: every ``COMBINERS``-th tile, while the next ones are multiplied."""
         tile_idx = first
         product = tiles.wait(tile_idx)
         while product != NONE:

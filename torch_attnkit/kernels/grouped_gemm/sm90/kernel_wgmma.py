@@ -76,7 +76,7 @@ class WgmmaSmem(Fixed):
 
 @dataclass
 class Consumer(Fixed):
-    """What a lane has of the weights, and where it finds them."""
+    """A lane's registers and shared-memory addresses for weights."""
 
     slots: WgmmaSmem
     lane: Int32
@@ -89,7 +89,7 @@ class Consumer(Fixed):
 
 
 class WgmmaMainloop:
-    """``row_step``: rows from a lane's first to its second, 1, where the first are even, or 8."""
+    """``row_step``: from a lane's first row to its second, 1 where first rows are even, or 8."""
 
     def __init__(self, config: WgmmaConfig, row_step: int):
         self.c, self.row_step = config, row_step
@@ -123,7 +123,7 @@ class WgmmaMainloop:
 
     @cute.jit
     def load(self, w: Consumer, fill: Int32, span: Any):
-        """A span of this lane's packed weights and factors from a fill of the weights' ring, which is there."""
+        """A span of this lane's packed weights and factors, of a full stage of the weights' ring."""
         slot = w.slots.weights.slot(fill)
         packed = (w.packed + slot * self.c.weight_bytes) ^ (span * 64)  # as TMA swizzles them
         factors = w.factors + slot * self.c.factor_bytes + span * (self.c.scaler.rows * self.factor_bytes)
@@ -202,7 +202,7 @@ class WgmmaMainloop:
 
     @cute.jit
     def _load_next(self, w: Consumer, n: Int32, k: Int32, end: cutlass.Boolean, k_tiles: Int32, last: cutlass.Boolean):
-        """The first span behind k-tile k; behind the very last, which nothing follows, one that is there."""
+        """The first span behind k-tile k; behind the very last, any that is loaded."""
         none = cutlass.select_(end & last, Int32(1), Int32(0))
         if const_expr(self.c.spans == _SPANS):
             fill, span = n + k + 1 - none, Int32(0)
@@ -213,12 +213,12 @@ class WgmmaMainloop:
         self.load(w, fill, span)
 
     def _release(self, w: Consumer, ring: Ring, fill: Int32, condition: Any) -> None:
-        """What ``Ring.release`` does, where ``condition`` holds."""
+        """``Ring.release``, where ``condition`` holds."""
         predicate = cutlass.select_((w.lane == 0) & condition, Int32(1), Int32(0))
         memory_ops.arrive_if((ring.empty + ring.slot(fill)).toint(), predicate)
 
     def _decode(self, w: Consumer, factors: list[tuple[Uint32, Uint32]], set_: int, k_step: int, step: int) -> None:
-        """The packed weights of a step, half a word of both rows, into its place of a set of registers."""
+        """A k-step of packed weights, half a word of both rows, to its registers of a set."""
         word, half = step // 2, step % 2
         for r in range(2):
             pairs = decode(w.rPacked[word, r], factors[r][word // 2])[2 * half : 2 * half + 2]
@@ -233,7 +233,7 @@ class WgmmaMainloop:
 
 
 def token_stages(config: WgmmaConfig) -> int:
-    """Of an iteration."""
+    """Of a k-tile."""
     return config.spans * SPAN // (config.token_boxes * TOKEN_BOX)
 
 
@@ -362,7 +362,7 @@ class WgmmaGemm:
     def _copy_weights(
         self, tensors: Any, flags: Flags, weights: Matrices, share: Any, k_tiles: Int32, slots: WgmmaSmem
     ):
-        """The same where rows start or end between those places that TMA takes."""
+        """The same by cp.async, where rows start or end amid 16 bytes."""
         n = Int32(0)
         for tile_idx in cutlass.range(share.count, unroll=1):
             tile = share.tile(tensors, tile_idx)
@@ -375,8 +375,8 @@ class WgmmaGemm:
 
     @cute.jit
     def _load_tokens(self, tensors: Any, loads: list[TmaLoads], share: Any, k_tiles: Int32, slots: WgmmaSmem):
-        """Rows behind a work tile's last are those of the next expert, or beyond the tensor and zeros: nobody looks at
-        what they give."""
+        """Rows behind a tile's last are those of the next expert, or beyond the tensor and zeros: their results are not
+        used."""
         c = self.c
         if const_expr(not c.paired):  # weights may come before h is there
             cute.arch.griddepcontrol_wait()
@@ -403,7 +403,7 @@ class WgmmaGemm:
     def _load_factors(
         self, tensors: Any, flags: Flags, weights: Matrices, share: Any, k_tiles: Int32, slots: WgmmaSmem, part: Int32
     ):
-        """A part of the rows of every stage."""
+        """Half of the rows of every stage."""
         lane = cute.arch.lane_idx()
         target = slots.factors + part * self.c.scaler.factor_bytes
         fills = weight_fills(self.c, k_tiles)

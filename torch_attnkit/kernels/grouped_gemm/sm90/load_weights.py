@@ -28,7 +28,7 @@ from .config import BOX, WARPS, Config
 
 
 def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
-    """The packed weights of a GEMM."""
+    """TMA of a GEMM's packed weights."""
     packed = weights.packed
     experts, rows, nbytes = packed.shape
     expert_step, row_step, _ = packed.stride
@@ -52,9 +52,9 @@ def copy_packed(
     config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, k: Int32, boxes: Int32,
     full: cute.Pointer,
 ):  # fmt: skip
-    """Stage k of a work tile's rows. Every lane arrives at ``full`` when its copies are there.
+    """Stage k of a tile's rows. Every lane arrives at ``full`` when its copies have landed.
 
-    Behind a row's end come zeros. Rows behind the last have the last one's weights: their results are not used.
+    Behind a row's end are zeros. Rows behind the last repeat it: their results are not used.
     """
     c, lane, packed = config, cute.arch.lane_idx(), weights.packed
     rows, nbytes = Int32(packed.shape[1]), Int32(packed.shape[2])
@@ -73,7 +73,7 @@ def copy_packed(
 
 
 def _row(config: Config, flags: Flags, tile: WorkTile, local: Int32, rows: Int32) -> Int32:
-    """Of an expert, what stands as row ``local`` in a box: of gate and up 8 each in turn."""
+    """The row of an expert at row ``local`` of a box: 8 of gate and 8 of up alternate."""
     if not config.paired:
         return tile.row * config.rows + local
     feature, up = tile.row * config.features + local // 16 * 8 + local % 8, local // 8 % 2
@@ -81,7 +81,7 @@ def _row(config: Config, flags: Flags, tile: WorkTile, local: Int32, rows: Int32
 
 
 def await_copies() -> None:
-    """All of this lane's: a thread that ends leaves none behind."""
+    """All of this lane's: no thread exits before its copies have landed."""
     cute.arch.cp_async_commit_group()
     cute.arch.cp_async_wait_group(0)
 
@@ -91,7 +91,7 @@ ROW_BYTES = BOX // 2  # of weights in a box, in chunks of 16 bytes that TMA swiz
 
 @cute.jit
 def clear(address: Int32, size: cutlass.Constexpr):
-    """All threads: zeros where copies will come."""
+    """All threads: zeros where copies will land."""
     for at in cutlass.range(cute.arch.thread_idx()[0] * 16, size, 32 * WARPS * 16, unroll=1):
         copies.store_words(address + at, [Int32(0)] * 4, cute.AddressSpace.smem)
     cute.arch.fence_view_async_shared()
@@ -125,7 +125,7 @@ def _copy_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, 
 
 
 class TmaLoads(NamedTuple):
-    """The packed weights for TMA."""
+    """A tensor for TMA."""
 
     atom: cute.CopyAtom
     rows: cute.Tensor  # (rows, bytes, E); rows of gate and up as (8, 2, M / 8)
@@ -133,7 +133,7 @@ class TmaLoads(NamedTuple):
 
 @cute.jit
 def prefetch_biases(config: cutlass.Constexpr, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32):
-    """Those of a work tile, for which its epilogue would wait as long as memory takes."""
+    """Of a tile, for which its epilogue would wait as long as memory takes."""
     if flags.bias != 0:
         rows, each, bias = Int32(weights.packed.shape[1]), const_expr(config.rows // 32), weights.bias
         row = tile.row * config.rows + lane * each
@@ -145,8 +145,8 @@ def prefetch_biases(config: cutlass.Constexpr, flags: Flags, weights: Matrices, 
 
 
 class BulkScales(Fixed):
-    """Rows of scales of a work tile in shared memory: a ring of one buffer. The next work tile's come while the stages
-    are multiplied whose factors are ready."""
+    """Scales of a tile's rows in shared memory: a ring of one stage, loaded for the next tile while this one is
+    multiplied."""
 
     def __init__(self, config: Config, memory: Any, warp: Int32):
         self.ring = rings(memory, warp, (("lines", 1, 1, config.factor_warps),))["lines"]
@@ -164,8 +164,8 @@ class ScaleLoader(WeightScales):
 
     @cute.jit
     def rows(self, flags: Flags, weights: Matrices, tile: WorkTile, lane: Int32) -> list[Int64]:
-        """Where the scales of each of the lane's rows begin, in tiles of 128x4 from those of its expert on. Rows behind
-        the last have the last one's: their results are not used."""
+        """Addresses of the scales of the lane's rows; in the 128x4 layout offsets from those of its expert. Rows behind
+        the last repeat it: their results are not used."""
         c = self.c
         rows, scale = Int32(weights.packed.shape[1]), weights.scale
         first, step = tile.row * c.rows + lane, Int32(32)
@@ -196,8 +196,8 @@ class ScaleLoader(WeightScales):
         lane: Int32,
         bulk: BulkScales,
     ) -> list[Int32]:
-        """The same in shared memory, to which the first of the warps loads the scales of a work tile: all its rows, or
-        those of gate and those of up, which follow each other in device memory."""
+        """The same in shared memory, to which the first scale warp copies the scales of a tile: all its rows, or those
+        of gate and those of up, each contiguous in device memory."""
         c = self.c
         blocks, rows = Int32(weights.scale.shape[2]), Int32(weights.packed.shape[1])
         each, step, up = Int32(c.rows), Int32(32), Int32(0)  # rows of a copy; rows from a lane's to its next, to up

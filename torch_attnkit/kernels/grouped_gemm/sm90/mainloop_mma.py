@@ -54,7 +54,7 @@ def store_floats(address: Any, values: list[Float32]) -> None:
 
 
 class LaneAddrs(NamedTuple):
-    """What a lane reads of a stage."""
+    """Where a lane reads a stage."""
 
     row: Int32  # of 8
     quarter: Int32  # of a row's 128 elements
@@ -64,8 +64,8 @@ class LaneAddrs(NamedTuple):
 
 
 class MmaSmem(Fixed):
-    """Addresses in shared memory, and the ring's weights for TMA. Stages of both GEMMs are of the same sizes; what
-    is ``config``'s alone is what the first of them needs beside its stages."""
+    """Addresses in shared memory, and the ring's weights for TMA. Stages of both GEMMs have the same sizes;
+    ``config``'s own is what the first needs beside its stages."""
 
     def __init__(self, config: Config, memory: Any):
         self.c = config
@@ -92,7 +92,7 @@ class MmaSmem(Fixed):
         return self._tokens + stage * self.c.token_bytes
 
     def clear_tokens(self) -> None:
-        """Rows of tokens that a work tile does not have are read, and must not be left to chance."""
+        """Rows of tokens that a tile does not have are read, so they must not hold NaN."""
         clear(self._tokens, self.c.stages * self.c.token_bytes)
 
     def factors(self, stage: Int32) -> Int32:
@@ -133,9 +133,9 @@ class MmaMainloop:
                     self._release(ring, n + k)
 
     def _release(self, ring: Ring, n: Int32) -> None:
-        """By every warp that has read fill n. An arrival does not wait for loads that are on their way: on an H200 the
-        next fill's tokens came into the last ``ldmatrix`` of this one, in one of 40 calls of a model's layer, in half
-        of them beside other processes. The fence costs nothing that could be measured."""
+        """By every warp that has read fill n. An arrival does not wait for loads in flight: on an H200 the next fill's
+        tokens overwrote what the last ``ldmatrix`` of this one read, in one of 40 calls of a model's layer, in half of
+        them beside other processes. The fence costs nothing that could be measured."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         ring.release(n)
@@ -191,7 +191,7 @@ class MmaMainloop:
 
     @cute.jit
     def reduce_slices(self, rSum: cute.Tensor, shared: MmaSmem, warp: Int32):
-        """Both chains into the first, and of all slices of K into the warps of the first."""
+        """Both chains into the first, then all slices of K into the warps of the first."""
         c = self.c
         for group in cutlass.range_constexpr(c.columns // 8):
             for x in cutlass.range_constexpr(4):

@@ -26,9 +26,8 @@ _ROUNDING_THREADS = 256  # which then have registers enough
 
 
 class Spans:
-    """What a quad of lanes does with 128 elements. ``rounded``: 32 float32 elements of a row, and a global scale, to
-    what they are multiplied as; ``parts``: elements of bf16 that each of them is the sum of; ``vector``: elements of a
-    row of which all or none are there."""
+    """A quad of lanes with 128 elements. ``rounded``: fake quantisation of 32 float32 elements of a row by a global
+    scale; ``parts``: bf16 addends of each; ``vector``: elements of a row that are all inside or all outside."""
 
     def __init__(self, rounded: Any, vector: int, parts: int = 1):
         self.rounded, self.vector, self.parts = rounded, min(vector, EACH), parts
@@ -55,7 +54,7 @@ class Spans:
         return [self.transpose_quad(words, quarter) for words in operands(rV, self.parts)]
 
     def transpose_quad(self, words: list[Any], quarter: Int32) -> list[list[Int32]]:
-        """Of a quad's words (w, q), of which each lane has all, those of a lane's q from all lanes, by w."""
+        """4 x 4 transpose over a quad: from words (w, q) that every lane has to those of this lane's q."""
         transpose_quad = []
         for w in range(4):
             line = [Int32(x) for x in words[4 * w : 4 * w + 4]]
@@ -76,8 +75,8 @@ class Spans:
 
 
 class SortAndPermute:
-    """When all blocks have sorted, each has a share of the tokens: every token's row is read once, ``rounded`` if
-    products are of quantised elements, and written for each of its experts."""
+    """When all CTAs have sorted, each has a share of the tokens: a token's row is read once, ``rounded`` if activations
+    are quantised, and written for each of its experts."""
 
     def __init__(self, columns: int, experts: int, rounded: Any, vector: int):
         self.threads = _THREADS if rounded is None else _ROUNDING_THREADS

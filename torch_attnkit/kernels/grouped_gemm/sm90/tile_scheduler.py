@@ -18,7 +18,7 @@ from .config import MOST_COLUMNS, TILES, Config
 
 
 def width_of(config: Config, columns: Int32) -> Int32:
-    """Tokens that are multiplied where a work tile has ``columns``: those beyond are zeros."""
+    """Tokens that are multiplied for a tile of ``columns``: those beyond are zeros."""
     padded = Int32(8 * config.widths[-1])
     for width in reversed(config.widths[:-1]):
         padded = cutlass.select_(columns <= 8 * width, Int32(8 * width), padded)
@@ -37,9 +37,9 @@ class RowTiles(NamedTuple):
 
 
 class DynamicScheduler(NamedTuple):
-    """Work tiles as blocks take them, one by one: all of the first GEMM, then all of the second, of those that the
-    launch has; those of an expert one after another. So whoever has one of the second knows that all of the first have
-    been taken, by blocks that run: it does not matter when, or whether, the other blocks begin."""
+    """Tickets for tiles, taken by atomics: all of the first GEMM, then all of the second, of those that the launch has;
+    an expert's consecutive. So whoever has one of the second knows that all of the first have been taken by running
+    CTAs: no CTA waits for one that has not started."""
 
     row_tiles: RowTiles
     token_tiles: Int32
@@ -54,7 +54,7 @@ class DynamicScheduler(NamedTuple):
 
     @cute.jit
     def work(self, lines: cute.Tensor, ticket: Int32):
-        """Product, tile of tokens and work tile; ``lines`` as ``Tensors.tiles``."""
+        """GEMM, token tile and work tile; ``lines`` as ``Tensors.tiles``."""
         down = ticket >= self.ups
         rest = cutlass.select_(down, ticket - self.ups, ticket)
         each = cutlass.select_(down, self.row_tiles.down, self.row_tiles.up)
@@ -67,8 +67,8 @@ class DynamicScheduler(NamedTuple):
 
 
 def _tickets(tensors: Tensors, launch: int) -> cute.Pointer:
-    """How many work tiles were taken: a counter for each launch, behind those of tokens, since blocks of the second may
-    begin before the last of the first has ended. ``launch``: its last product."""
+    """The counter of tickets taken, one for each launch, behind those of tokens, since CTAs of the second may start
+    before the last of the first exits. ``launch``: its last GEMM."""
     return tensors.count.iterator + (Int32(tensors.indices.shape[0]) * tensors.count.stride[0] + launch)
 
 
@@ -83,21 +83,21 @@ def take(tensors: Tensors, launch: cutlass.Constexpr):
 
 @cute.jit
 def end_tickets(tensors: Tensors, scheduler: DynamicScheduler, ticket: Int32, launch: cutlass.Constexpr):
-    """The last of all blocks to find none left sets the counter back."""
+    """The last CTA to find no tile left resets the counter."""
     if (cute.arch.lane_idx() == 0) & (ticket == scheduler.all + cute.arch.grid_dim()[0] - 1):
         cute.arch.atomic_add(_tickets(tensors, launch), -(ticket + 1), sem="relaxed", scope="gpu")
 
 
 def _parts_of_h(tensors: Tensors, line: Int32) -> Int64:
-    """Where is counted how many tiles of rows of the first GEMM a tile of tokens has had."""
+    """Address of the counter of row tiles of the first GEMM that are written, of a token tile."""
     slots = Int32(tensors.indices.shape[0]) * Int32(tensors.indices.shape[1])
     return tensors.order.iterator.toint() + Int64(slots + line) * 4
 
 
 @cute.jit
 def signal_h(tensors: Tensors, line: Int32):
-    """By one warp that knows of the stores: a part of h is there for all blocks. It will be read by bulk copies, which
-    are of another proxy than stores."""
+    """By one warp, after the stores: a part of h is visible to all CTAs. Bulk copies will read it, which use the async
+    proxy."""
     if cute.arch.lane_idx() == 0:
         cute.arch.fence_proxy("async.global")
         op.add_acq_rel(_parts_of_h(tensors, line), Int32(1))
@@ -105,7 +105,7 @@ def signal_h(tensors: Tensors, line: Int32):
 
 @cute.jit
 def await_h(tensors: Tensors, line: Int32, parts: Int32):
-    """By one warp: until all of h is there of a tile of tokens."""
+    """By one warp: until all of h is written of a token tile."""
     if cute.arch.lane_idx() == 0:
         while memory_ops.load_acquire(_parts_of_h(tensors, line)) < parts:
             pass
@@ -121,8 +121,8 @@ assert MOST_COLUMNS == 32  # a lane each
 
 
 class TileRing(Fixed):
-    """Work tiles and what is asked for each of their tokens, in a ring of shared memory that one warp writes ahead.
-    Which weights are wanted is known first (``announced``), what needs more loads is there later (``ring``)."""
+    """Tiles and their tokens' slots, weights and counts, in a ring of shared memory that the scheduler warp fills
+    ahead. Coordinates are published first (``announced``), what needs more loads later (``ring``)."""
 
     def __init__(self, announced: Ring, ring: Ring, memory: Any):
         self.announced, self.ring = announced, ring
@@ -141,8 +141,8 @@ class TileRing(Fixed):
 
     @cute.jit
     def publish(self, tensors: Tensors, tile_idx: Int32, slot: Int32, columns: Int32, product: Int32, factor: Float32):
-        """``slot``: a lane's token's; ``factor``: what sums have to be multiplied by. Tokens' results of the second
-        product are combined: their weights and how many there are of a token go with them."""
+        """``slot``: of a lane's token; ``factor``: of the accumulators. For the second GEMM also the weights of
+        choices, and how many a token has."""
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
         weight, choices = Float32(0.0), Int32(0)
@@ -169,12 +169,12 @@ class TileRing(Fixed):
             cute.arch.mbarrier_arrive(self.ring.full + self.ring.slot(tile_idx))
 
     def await_announced(self, tile_idx: Int32) -> Int32:
-        """The product; a warp that has read calls ``release_announced``."""
+        """The GEMM; a warp that has read calls ``release_announced``."""
         self.announced.wait(tile_idx)
         return self._word(tile_idx, _PRODUCT)
 
     def wait(self, tile_idx: Int32) -> Int32:
-        """The product; a warp that has read calls ``release``."""
+        """The GEMM; a warp that has read calls ``release``."""
         self.ring.wait(tile_idx)
         return self._word(tile_idx, _PRODUCT)
 
@@ -187,12 +187,12 @@ class TileRing(Fixed):
         self.ring.release(tile_idx)
 
     def _read(self) -> None:
-        """A warp's words are there, which an arrival alone would not wait for (``Mainloop``)."""
+        """A warp's reads have completed, which an arrival alone would not wait for (``MmaMainloop``)."""
         cute.arch.fence_acq_rel_cta()
         cute.arch.sync_warp()
 
     def _word(self, tile_idx: Int32, i: int) -> Int32:
-        """Known to be the same in all lanes, it takes none of their registers."""
+        """Uniform over the warp, so it takes no vector registers."""
         return cute.arch.make_warp_uniform(self.sWords[i, self.ring.slot(tile_idx)])
 
     def tile(self, tile_idx: Int32) -> WorkTile:

@@ -24,8 +24,8 @@ _CONSUMERS = 7  # named barrier: warpgroups have those before it
 
 
 class TopkReduce:
-    """``warps`` of every block. Counters are those of the sort, which are zero again when this launch begins; there are
-    at least four."""
+    """``warps`` of every CTA. Counters are those of the sort, zero again when this launch starts; there are at least
+    four."""
 
     _BEGUN, _DONE, _SHARING, _THROUGH = range(4)
 
@@ -33,19 +33,19 @@ class TopkReduce:
         self.warps = warps
 
     def share(self, memory: Any) -> cute.Tensor:
-        """Room for what a block has found: which of those it is that share the tokens, and how many they are."""
+        """Shared memory for what a CTA finds: its rank among the CTAs that reduce, and how many they are."""
         return memory.allocate_tensor(Int32, cute.make_layout(2), 16)
 
     def _counter(self, tensors: Tensors, which: int) -> Int64:
         return tensors.count.iterator.toint() + 4 * which
 
     def begin(self, tensors: Tensors) -> None:
-        """By one thread of every block."""
+        """By one thread of every CTA."""
         op.add_acq_rel(self._counter(tensors, self._BEGUN), Int32(1))
 
     @cute.jit
     def run(self, tensors: Tensors, sShare: cute.Tensor, warp: Int32):
-        """By all of the warps, behind a block's last work tile."""
+        """By all of the warps, behind a CTA's last tile."""
         self._sync()  # results of all are there, for this block
         if warp == 0:
             self._agree(tensors, sShare)
@@ -61,7 +61,7 @@ class TopkReduce:
 
     @cute.jit
     def _agree(self, tensors: Tensors, sShare: cute.Tensor):
-        """A thread waits for all results, if it may."""
+        """By one thread: wait for all results, if every CTA has started."""
         blocks = cute.arch.grid_dim()[0]
         if cute.arch.lane_idx() == 0:
             rank = Int32(-1)
@@ -81,7 +81,7 @@ class TopkReduce:
 
     @cute.jit
     def _add_up(self, tensors: Tensors, token: Int32, slab: Int32):
-        """A part of a token's features, as ``Total`` does it: a lane has four of every 128."""
+        """A part of a token's features: a lane has four of every 128."""
         lane, top_k = cute.arch.lane_idx(), Int32(tensors.indices.shape[1])
         features = Int32(tensors.out.shape[1])
         each = (features + _SLABS * 32 * _EACH - 1) // (_SLABS * 32 * _EACH) * (32 * _EACH)
