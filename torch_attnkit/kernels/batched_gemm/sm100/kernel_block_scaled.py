@@ -176,7 +176,7 @@ class BlockScaledGemm:
     @cute.jit
     def _slots(self, warp: Int32):
         c, memory = self.c, cutlass.memory.SmemAllocator()
-        table = ("codes", c.stages, 1, 1), ("scales", c.stages, 4, 1), ("sums", c.buffers, 1, STORE_WARPS)
+        table = ("packed", c.stages, 1, 1), ("scales", c.stages, 4, 1), ("sums", c.buffers, 1, STORE_WARPS)
         made = rings(memory, warp, table)
         base = memory.allocate(4, 4)
         if warp == _PRODUCT_WARP:
