@@ -32,9 +32,8 @@ from .config import (
     DequantConfig,
     QuantizedRow,
 )
-from .epilogue import sync_epilogue
+from .epilogue import StoreEpilogue, sync_epilogue
 from .swiglu_quantize import plain, quantize, swiglu
-from .topk_reduce import TopkReduce
 
 
 def _completed(some: list[Float32], factor: Float32, bias: Float32 | None) -> list[Float32]:
@@ -50,6 +49,13 @@ class _Transposed(Fixed):
     def floats(self, address: Int32, count: int) -> cute.Tensor:
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=min(4 * count, 16))
         return cute.make_tensor(pointer, cute.make_layout(count))
+
+    def gate_and_up(self, address: Int32, count: int) -> list[cute.Tensor]:
+        """Of neighbouring features of a token."""
+        pair = [cute.make_rmem_tensor(count, Float32) for _ in range(2)]
+        for part in range(2):
+            cute.autovec_copy(self.floats(address + part * FEATURES * 4, count), pair[part])
+        return pair
 
 
 class SwapAbSwiglu(_Transposed):
@@ -104,9 +110,7 @@ class SwapAbSwiglu(_Transposed):
         token, part = thread // blocks, thread % blocks * self.block
         if (token < CHUNK) & (first + token < tile.columns):
             at = shared + (token * PITCH + part) * 4
-            gate, up = (cute.make_rmem_tensor(self.block, Float32) for _ in range(2))
-            cute.autovec_copy(self.floats(at, self.block), gate)
-            cute.autovec_copy(self.floats(at + FEATURES * 4, self.block), up)
+            gate, up = self.gate_and_up(at, self.block)
             h = []
             for i in cutlass.range_constexpr(0, self.block, 2):
                 h += swiglu(scalars, (gate[i], gate[i + 1]), (up[i], up[i + 1]), simple)
@@ -130,16 +134,8 @@ class SwapAbSwiglu(_Transposed):
         cute.autovec_copy(some, cute.make_tensor(target, cute.make_layout(len(values))))
 
 
-class SwapAbStore(Fixed):
+class SwapAbStore(StoreEpilogue):
     """y of a row tile as ``StoreEpilogue`` has it, a token's features by neighbouring lanes; then top-k reduction."""
-
-    shared_bytes = 0
-
-    def __init__(self, reduce: TopkReduce):
-        self.reduce = reduce
-
-    def plain(self, scalars: Scalars) -> Any:
-        return scalars.down.bias == 0
 
     def end(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32) -> None:
         sync_epilogue()  # a token's features are those of all warps, and its sums any one's
@@ -202,9 +198,7 @@ class DequantSwiglu(_Transposed):
             sync_epilogue()
             if (warp * each < FEATURES) & (first + lane < tile.columns) & (feature < features):
                 at = shared + (lane * PITCH + warp * each) * 4
-                gate, up = (cute.make_rmem_tensor(each, Float32) for _ in range(2))
-                cute.autovec_copy(self.floats(at, each), gate)
-                cute.autovec_copy(self.floats(at + FEATURES * 4, each), up)
+                gate, up = self.gate_and_up(at, each)
                 for i in cutlass.range_constexpr(0, each, 2):
                     gate[i], gate[i + 1] = swiglu(scalars, (gate[i], gate[i + 1]), (up[i], up[i + 1]), False)
                 if const_expr(self.rounded is not None):
@@ -225,13 +219,8 @@ class DequantSwiglu(_Transposed):
                 copies.store_words(row + part * features * 2 + 4 * i, words[i : i + 4])
 
 
-class DequantStore:
+class DequantStore(StoreEpilogue):
     """y of a tile, in float32 and in the order of ``h``; then the top-k reduction."""
-
-    shared_bytes = 0
-
-    def __init__(self, reduce: TopkReduce):
-        self.reduce = reduce
 
     @cute.jit
     def run(

@@ -11,16 +11,7 @@ from cutlass import Int32
 from torch_attnkit.cuda import fake
 
 from ..arguments import Scalars, Tensors, arguments
-from .config import (
-    MOST_ROW_TILES,
-    TOKENS,
-    UNPACKED_ALIGNMENT,
-    WEIGHT_ROWS,
-    Config,
-    DequantConfig,
-    bf16_parts,
-    by_scale,
-)
+from .config import MOST_ROW_TILES, TOKENS, UNPACKED_ALIGNMENT, WEIGHT_ROWS, Config, DequantConfig, bf16_parts, by_scale
 from .epilogue import StoreEpilogue, SwigluEpilogue
 from .epilogue_swap_ab import DequantStore, DequantSwiglu, SwapAbStore, SwapAbSwiglu
 from .kernel_block_scaled import BlockScaledGemm

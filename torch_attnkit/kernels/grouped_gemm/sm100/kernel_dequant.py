@@ -27,13 +27,7 @@ from cutlass import BFloat16, Float32, Int32, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from torch_attnkit.cuda import copies
-from torch_attnkit.cuda.fp4_weights import (
-    LOWERED,
-    both_of_two,
-    decode,
-    factors_of_e4m3,
-    factors_of_e8m0,
-)
+from torch_attnkit.cuda.fp4_weights import LOWERED, both_of_two, decode, factors_of_e4m3, factors_of_e8m0
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm100 import decoded_product, tmem
 

@@ -9,28 +9,8 @@ import torch
 
 from torch_attnkit.core.spec import short
 
-from ..problem import (
-    ALIGNMENT,
-    BLOCK,
-    BULK_ROWS,
-    SPAN,
-    STRADDLING,
-    WARP_SLOTS,
-    Problem,
-    Weights,
-    experts_compiled,
-)  # fmt: skip
-from .config import (
-    BOX,
-    BOXES,
-    CODE_ALIGNMENT,
-    CONSUMERS,
-    MOST_BLOCKS,
-    MOST_COLUMNS,
-    WARP_ROWS,
-    WIDTHS,
-    Config,
-)
+from ..problem import ALIGNMENT, BLOCK, BULK_ROWS, SPAN, STRADDLING, WARP_SLOTS, Problem, Weights, experts_compiled
+from .config import BOX, BOXES, CODE_ALIGNMENT, CONSUMERS, MOST_BLOCKS, MOST_COLUMNS, WARP_ROWS, WIDTHS, Config
 
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
