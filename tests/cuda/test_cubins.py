@@ -53,8 +53,8 @@ INSTRUCTIONS = {
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
     ("batched_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG", "UTMASTG", "gsb0, 0x1"),
     ("batched_gemm_fp4_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
-    ("batched_gemm_fp4_few", "sm90"): ("HMMA", "UTMALDG"),
-    ("batched_gemm_fp4_few_codes", "sm90"): ("QGMMA", "UTMALDG"),
+    ("batched_gemm_fp4_mma", "sm90"): ("HMMA", "UTMALDG"),
+    ("batched_gemm_fp4_e4m3", "sm90"): ("QGMMA", "UTMALDG"),
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("sparse", "sm90"): ("HGMMA", "LDGSTS", "gsb0, 0x1"),
     ("sparse", "sm100"): ("UTCHMMA", "LDGSTS", "LDTM", "STTM"),
@@ -71,7 +71,7 @@ OF_FP4 = {"UTCHMMA": "UTCOMMA"}  # of kernels whose numbers are MXFP4 and are mu
 # each product wait for the last (its warnings C7510 to C7513), the waits are for all.
 OVERLAPPED = ("grouped_gemm_wgmma", "batched_gemm_fp4_wgmma")
 # Kernels whose consumers load all of a stage to registers: it must have come before others may overwrite it. Of
-# batched_gemm_fp4_few the tokens, which are loaded last, are never overwritten.
+# batched_gemm_fp4_mma the tokens, which are loaded last, are never overwritten.
 LOADED = ("grouped_gemm",)
 # Kernels that spill all the same, by what they are compiled for, and how many instructions of local memory they may
 # have, none of which among their products. docs/lab/roadmap.md has what was tried.

@@ -83,9 +83,9 @@ def test_nan_stays_in_its_row_and_its_column(format, tokens):
     (o, _), (w, _) = integers(tokens, 2, 64), integers(2, 12, 64)
     so, sw = scales(format, tokens, 2, 64), scales(format, 2, 12, 64)
     so[3, 0, 1], sw[1, 7, 0] = NAN[format], NAN[format]
-    there = torch.zeros(tokens, 2, 12, dtype=torch.bool)
-    there[3, 0], there[:, 1, 7] = True, True
-    assert torch.equal(simulated(o, w, so, sw, format=format).isnan(), there)
+    expected = torch.zeros(tokens, 2, 12, dtype=torch.bool)
+    expected[3, 0], expected[:, 1, 7] = True, True
+    assert torch.equal(simulated(o, w, so, sw, format=format).isnan(), expected)
 
 
 @pytest.mark.parametrize("tokens", [4, 8])
@@ -107,7 +107,7 @@ def test_largest_scales_of_blocks_whose_sum_is_zero():
 
 
 def block_of(format: str, columns: int, rows: int, slices: int, k: int, vector: int = 1) -> plan.Few:
-    return plan.Few(format, columns, rows, slices, -(-k // (256 * slices)), vector)
+    return plan.FewTokens(format, columns, rows, slices, -(-k // (256 * slices)), vector)
 
 
 BLOCKS = [(columns, *block) for columns, blocks in plan.FEW_BLOCKS.items() for block in blocks]

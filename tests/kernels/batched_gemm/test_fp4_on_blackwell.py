@@ -95,9 +95,9 @@ def test_nan_stays_in_its_row_and_its_column(format, layout):
     so[3, 0, 1], sw[1, 7, 0] = NAN[format], NAN[format]
     if layout == "128x4":
         so, sw = swizzled(so.transpose(0, 1), format), swizzled(sw, format)
-    there = torch.zeros(20, 2, 12, dtype=torch.bool)
-    there[3, 0], there[:, 1, 7] = True, True
-    assert torch.equal(simulated(o, w, so, sw, format=format, scale_layout=layout).isnan(), there)
+    expected = torch.zeros(20, 2, 12, dtype=torch.bool)
+    expected[3, 0], expected[:, 1, 7] = True, True
+    assert torch.equal(simulated(o, w, so, sw, format=format, scale_layout=layout).isnan(), expected)
 
 
 @pytest.mark.parametrize(("of_o", "of_w"), [(-127, 120), (100, -127), (-60, -60), (60, 60)])

@@ -136,17 +136,17 @@ def test_all_edges(dtype: torch.dtype, layout: str):
         gs = torch.tensor(731.37)
         agrees("nvfp4_quantize", x, gs, scale_layout=layout)
         codes, scale = torch.ops.attnkit.nvfp4_quantize(x, gs, scale_layout=layout)
-        room = torch.full((rows, k // 2 + 7), 0xFF, dtype=torch.uint8)
-        room[:, 5 : k // 2 + 5] = codes
-        agrees("nvfp4_dequantize", room[:, 5 : k // 2 + 5], scale, gs, scale_layout=layout, dtype=dtype)
+        padded = torch.full((rows, k // 2 + 7), 0xFF, dtype=torch.uint8)
+        padded[:, 5 : k // 2 + 5] = codes
+        agrees("nvfp4_dequantize", padded[:, 5 : k // 2 + 5], scale, gs, scale_layout=layout, dtype=dtype)
 
 
 def test_scales_that_do_not_lie_together():
     """The matrix of 128x4 scales as a view with room between its rows."""
     codes, scale = torch.ops.attnkit.nvfp4_quantize(torch.randn(130, 80), scale_layout="128x4")
-    room = torch.full((scale.shape[0], scale.shape[1] + 5), 0x7F, dtype=torch.uint8)
-    room[:, 2:-3] = scale
-    agrees("nvfp4_dequantize", codes, room[:, 2:-3], scale_layout="128x4")
+    padded = torch.full((scale.shape[0], scale.shape[1] + 5), 0x7F, dtype=torch.uint8)
+    padded[:, 2:-3] = scale
+    agrees("nvfp4_dequantize", codes, padded[:, 2:-3], scale_layout="128x4")
 
 
 @pytest.mark.sample(5)

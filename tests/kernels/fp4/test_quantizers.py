@@ -99,6 +99,6 @@ def test_scales_that_do_not_lie_together():
     """The matrix of 128x4 scales as a view with room between its rows."""
     gen = torch.Generator().manual_seed(0)
     codes, scale = torch.ops.attnkit.nvfp4_quantize(torch.randn(130, 80, generator=gen), scale_layout="128x4")
-    room = torch.full((scale.shape[0], scale.shape[1] + 5), 0x7F, dtype=torch.uint8)
-    room[:, 2:-3] = scale
-    _agrees("nvfp4_dequantize", codes, room[:, 2:-3], scale_layout="128x4")
+    padded = torch.full((scale.shape[0], scale.shape[1] + 5), 0x7F, dtype=torch.uint8)
+    padded[:, 2:-3] = scale
+    _agrees("nvfp4_dequantize", codes, padded[:, 2:-3], scale_layout="128x4")

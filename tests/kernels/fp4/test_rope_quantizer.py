@@ -75,12 +75,12 @@ def test_heads_and_angles_that_vectors_do_not_fit():
     ("block", "dim", "pairs"), [(16, 512, 32), (32, 512, 32), (16, 96, 5), (32, 64, 32), (16, 32, 0)]
 )
 def test_sections_number_every_block_once_and_no_warp_has_both_kinds(block, dim, pairs):
-    kb, turned = dim // block, -(-2 * pairs // block)
+    kb, rotated = dim // block, -(-2 * pairs // block)
     section = plan.rotation(block, kb, pairs, plan.Config(8, 128, 1, False), 4).section
-    still, blocks = kb - turned, []
+    still, blocks = kb - rotated, []
     for j in range(section * kb):  # as ``place`` of the kernel
         last = j - section * still
-        blocks.append((j // still, j % still) if last < 0 else (last // turned, still + last % turned))
+        blocks.append((j // still, j % still) if last < 0 else (last // rotated, still + last % rotated))
     assert sorted(blocks) == list(itertools.product(range(section), range(kb)))
     for first in range(0, len(blocks), 32):
         assert len({k >= still for _, k in blocks[first : first + 32]}) == 1

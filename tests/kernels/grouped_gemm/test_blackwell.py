@@ -12,7 +12,7 @@ from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
-from torch_attnkit.kernels.grouped_gemm.sm100.config import TOKENS, Rows, by_scale, parts
+from torch_attnkit.kernels.grouped_gemm.sm100.config import TOKENS, QuantizedRow, bf16_parts, by_scale
 from torch_attnkit.kernels.grouped_gemm.sm100.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check
@@ -40,7 +40,7 @@ def multiprocessors(monkeypatch):
     dispatch._PLANS["fp4_moe"].clear()
 
 
-def as_drawn(indices: torch.Tensor) -> None:
+def as_sampled(indices: torch.Tensor) -> None:
     """Of a tenth of the choices there is no expert."""
 
 
@@ -93,32 +93,32 @@ CASES = {
     "NVFP4, several work tiles": (2, dict(Tq=150, N=288, M=160, E=4, K=2, blk=16, act=NVFP4), B, ("bias",), ragged, 1),
     "decoded, several work tiles": (2, dict(Tq=150, N=288, M=160, E=4, K=2, blk=16, act=NONE), B, ("bias",), ragged, 2),
     "MXFP4, several work tiles": (
-        1, dict(Tq=60, N=1056, M=96, E=3, K=2, blk=32, act=MXFP4), H, ("gptoss", "limit", "bias"), as_drawn, 3,
+        1, dict(Tq=60, N=1056, M=96, E=3, K=2, blk=32, act=MXFP4), H, ("gptoss", "limit", "bias"), as_sampled, 3,
     ),
     "float16 as two numbers": (
-        1, dict(Tq=40, N=544, M=288, E=2, K=2, blk=32, act=NONE), H, ("gptoss", "interleaved"), as_drawn, 4,
+        1, dict(Tq=40, N=544, M=288, E=2, K=2, blk=32, act=NONE), H, ("gptoss", "interleaved"), as_sampled, 4,
     ),
     "MXFP8 of NVFP4 weights": (
-        3, dict(Tq=70, N=160, M=288, E=2, K=1, blk=16, act=MXFP8), B, ("global_scale", "swizzled"), as_drawn, 0,
+        3, dict(Tq=70, N=160, M=288, E=2, K=1, blk=16, act=MXFP8), B, ("global_scale", "swizzled"), as_sampled, 0,
     ),
     "more tokens of an expert than a work tile": (
-        4, dict(Tq=300, N=96, M=64, E=2, K=1, blk=16, act=NVFP4), B, ("global_scale", "swizzled"), as_drawn, 5,
+        4, dict(Tq=300, N=96, M=64, E=2, K=1, blk=16, act=NVFP4), B, ("global_scale", "swizzled"), as_sampled, 5,
     ),
     "more tokens than a work tile, decoded": (
-        4, dict(Tq=300, N=96, M=64, E=2, K=1, blk=32, act=NONE), B, (), as_drawn, 5,
+        4, dict(Tq=300, N=96, M=64, E=2, K=1, blk=32, act=NONE), B, (), as_sampled, 5,
     ),
     "MXFP8, two row tiles": (
         2, dict(Tq=150, N=384, M=256, E=3, K=2, blk=32, act=MXFP8), B, ("gptoss", "interleaved", "swizzled"), ragged, 6,
     ),
     "MXFP4, an odd row tile behind pairs": (
-        2, dict(Tq=200, N=320, M=192, E=2, K=2, blk=32, act=MXFP4), B, ("bias",), as_drawn, 7,
+        2, dict(Tq=200, N=320, M=192, E=2, K=2, blk=32, act=MXFP4), B, ("bias",), as_sampled, 7,
     ),
     "pairs of CTAs, several work tiles": (
         5, dict(Tq=420, N=288, M=160, E=3, K=2, blk=16, act=NVFP4), B, ("bias", "global_scale"), ragged, 1,
     ),
     "pairs, an odd row tile": (
         2, dict(Tq=300, N=544, M=96, E=1, K=1, blk=32, act=MXFP4), H, ("gptoss", "limit", "bias", "interleaved"),
-        as_drawn, 9,
+        as_sampled, 9,
     ),
     "pairs, MXFP8, of one CTA no tokens": (
         4, dict(Tq=530, N=128, M=256, E=2, K=1, blk=32, act=MXFP8), B, ("gptoss", "interleaved", "swizzled"),
@@ -128,13 +128,13 @@ CASES = {
         4, dict(Tq=1030, N=128, M=96, E=2, K=1, blk=16, act=NVFP4), B, ("bias", "global_scale"), few_of_one, 2,
     ),
     "neighbours with other tokens, two row tiles, several stages": (
-        4, dict(Tq=513, N=640, M=384, E=1, K=1, blk=32, act=MXFP8), H, ("interleaved", "swizzled"), as_drawn, 4,
+        4, dict(Tq=513, N=640, M=384, E=1, K=1, blk=32, act=MXFP8), H, ("interleaved", "swizzled"), as_sampled, 4,
     ),
     "pairs, all choices": (
         16, dict(Tq=260, N=192, M=128, E=5, K=5, blk=16, act=NVFP4), B, (), everyone, 0,
     ),
     "columns, NVFP4, several work tiles": (
-        2, dict(Tq=22, N=2208, M=160, E=4, K=2, blk=16, act=NVFP4), B, ("bias", "global_scale"), as_drawn, 1,
+        2, dict(Tq=22, N=2208, M=160, E=4, K=2, blk=16, act=NVFP4), B, ("bias", "global_scale"), as_sampled, 1,
     ),
     "columns, MXFP4, more tokens than a work tile": (
         3, dict(Tq=140, N=160, M=96, E=9, K=1, blk=32, act=MXFP4), H, ("gptoss", "limit", "bias", "interleaved"),
@@ -146,9 +146,9 @@ CASES = {
     "columns, every number of tokens up to 17": (
         5, dict(Tq=153, N=96, M=64, E=17, K=1, blk=16, act=NVFP4), B, ("swizzled",), one_more_each, 0,
     ),
-    "columns, MXFP4, plain": (1, dict(Tq=40, N=96, M=96, E=3, K=1, blk=32, act=MXFP4), B, (), as_drawn, 6),
+    "columns, MXFP4, plain": (1, dict(Tq=40, N=96, M=96, E=3, K=1, blk=32, act=MXFP4), B, (), as_sampled, 6),
     "more choices than a warp has lanes": (
-        2, dict(Tq=5, N=64, M=32, E=40, K=37, blk=16, act=NVFP4), B, (), as_drawn, 8,
+        2, dict(Tq=5, N=64, M=32, E=40, K=37, blk=16, act=NVFP4), B, (), as_sampled, 8,
     ),
     "no expert": (9, dict(Tq=50, N=64, M=32, E=2, K=1, blk=16, act=NVFP4), B, (), no_expert, 0),
 }  # fmt: skip
@@ -279,8 +279,8 @@ def test_no_more_work_than_flashinfer(experts, each, hidden, simulated):
     # Where every number of theirs and of ours comes once, ours are more: theirs bring no tokens of the first product by
     # TMA, but scales.
     slots = experts * each
-    once = experts * 3 * 256 * hidden // 2 + slots * (hidden + 256) // 2
-    assert ours["TMA read"] <= max(copied, once)
+    one_pass = experts * 3 * 256 * hidden // 2 + slots * (hidden + 256) // 2
+    assert ours["TMA read"] <= max(copied, one_pass)
 
 
 def problem(tokens: int, format: str, activations: str, experts: int = 64) -> Problem:
@@ -299,8 +299,8 @@ def test_the_workspace_does_not_grow_with_experts_times_tokens():
         assert few.x_rows == many.x_rows and few.h_rows == many.h_rows and few.x_rows[0] == 4 * 4096
         assert many.tiles == (4 * 4096 - 256) // TOKENS + 256 and few.tiles == (4 * 4096 - 8) // few.columns[0] + 8
     # Codes and scales of a row, padded to whole products and stages; behind those of h words and counters of a token.
-    assert Rows(2880, "nvfp4").nbytes == 1440 + 12 * 16 and Rows(96, "mxfp4").code_bytes == 64
-    assert Rows(256, "mxfp8").nbytes == 256 + 16
+    assert QuantizedRow(2880, "nvfp4").nbytes == 1440 + 12 * 16 and QuantizedRow(96, "mxfp4").code_bytes == 64
+    assert QuantizedRow(256, "mxfp8").nbytes == 256 + 16
     assert few.h_rows[1] == 960 + (16 + 4 * 24) // 2
     assert plan(problem(1, "mxfp4", "mxfp4"), 148).x_rows == (4, (1440 + 12 * 8) // 2)
     assert plan(problem(1, "mxfp4", "none"), 148).x_rows == (4, 2880)
@@ -336,4 +336,4 @@ def test_which_products_are_of_codes():
         ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "mxfp8"),
     ]  # fmt: skip
     assert plan(problem(8, "mxfp4", "mxfp8"), 148).code_alignment == 16  # 2880 numbers are no multiple of 128
-    assert parts("f16", "none") == 2 and parts("f16", "mxfp8") == parts("bf16", "none") == 1
+    assert bf16_parts("f16", "none") == 2 and bf16_parts("f16", "mxfp8") == bf16_parts("bf16", "none") == 1

@@ -12,8 +12,7 @@ from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
 from torch_attnkit.formats import e2m1, fp8
-from torch_attnkit.kernels.grouped_gemm.problem import Problem, Weights
-from torch_attnkit.kernels.grouped_gemm.sm90.config import STRADDLING, TOGETHER, WARP_SLOTS
+from torch_attnkit.kernels.grouped_gemm.problem import BULK_ROWS, STRADDLING, WARP_SLOTS, Problem, Weights
 from torch_attnkit.kernels.grouped_gemm.sm90.plan import plan
 from torch_attnkit.ops.fp4_moe import cases
 from torch_attnkit.oracle.compare import check
@@ -212,7 +211,7 @@ def test_rows_of_scales_that_straddle_words_come_together_where_that_costs_no_st
     for tokens, columns in ((64, 8), (256, 16)):
         oss = replace(problem(tokens), experts=128, top_k=4, up=up, down=down, format="mxfp4")
         made = plan(oss, 132)
-        assert (made.columns, made.scale_vectors, made.scale_alignments) == (columns, (TOGETHER,) * 2, (16, 16))
+        assert (made.columns, made.scale_vectors, made.scale_alignments) == (columns, (BULK_ROWS,) * 2, (16, 16))
     quantised = plan(replace(oss, activations="mxfp8"), 132)
     assert quantised.scale_vectors == (STRADDLING,) * 2  # rounding takes the room
     apart = replace(up, scale_row=92, scale_expert=92 * up.rows)

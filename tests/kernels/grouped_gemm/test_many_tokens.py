@@ -19,7 +19,7 @@ from torch_attnkit.oracle.compare import check
 _ENDLESS = 4_000_000  # instructions of a launch that is caught in a loop
 
 
-def as_drawn(indices: torch.Tensor) -> None:
+def as_sampled(indices: torch.Tensor) -> None:
     """Of a tenth of the choices there is no expert."""
 
 
@@ -42,23 +42,23 @@ def no_expert(indices: torch.Tensor) -> None:
 
 # Name: sizes, features, who chooses which expert, schedule.
 CASES = {
-    "widths of the fewest tokens": (dict(Tq=30, N=160, M=96, E=4, K=2, blk=32), (), as_drawn, 0),
+    "widths of the fewest tokens": (dict(Tq=30, N=160, M=96, E=4, K=2, blk=32), (), as_sampled, 0),
     "all of one expert, few in the mean": (dict(Tq=70, N=96, M=64, E=5, K=1), ("bias",), one_expert, 1),
-    "widths of few tokens": (dict(Tq=70, N=256, M=128, E=4, K=2), (), as_drawn, 1),
+    "widths of few tokens": (dict(Tq=70, N=256, M=128, E=4, K=2), (), as_sampled, 1),
     "all of one expert": (dict(Tq=150, N=128, M=64, E=4, K=1), (), one_expert, 2),
     "ragged": (dict(Tq=130, N=64, M=192, E=4, K=2), ("bias", "swizzled", "global_scale"), ragged, 3),
     "no expert": (dict(Tq=100, N=64, M=32, E=2, K=1), (), no_expert, 0),
     "spans that are not whole": (
-        dict(Tq=60, N=416, M=352, E=2, K=2, blk=32), ("bias", "gptoss", "limit", "interleaved"), as_drawn, 5,
+        dict(Tq=60, N=416, M=352, E=2, K=2, blk=32), ("bias", "gptoss", "limit", "interleaved"), as_sampled, 5,
     ),
     "rounded to NVFP4": (dict(Tq=90, N=160, M=96, E=3, K=2, act=1), ("global_scale", "bias"), ragged, 2),
-    "rounded to MXFP8": (dict(Tq=60, N=96, M=160, E=2, K=2, blk=32, act=3), ("interleaved",), as_drawn, 3),
-    "rounded to MXFP4 by three warpgroups": (dict(Tq=90, N=96, M=224, E=2, K=1, blk=32, act=2), (), as_drawn, 4),
-    "an odd number of blocks": (dict(Tq=60, N=304, M=112, E=2, K=2), ("bias", "global_scale"), as_drawn, 2),
-    "an odd number of blocks, rounded": (dict(Tq=90, N=112, M=176, E=3, K=1, act=1), ("interleaved",), as_drawn, 1),
-    "widths of many tokens": (dict(Tq=430, N=128, M=128, E=2, K=1), ("limit",), as_drawn, 4),
-    "widths of some tokens": (dict(Tq=250, N=288, M=160, E=3, K=1, blk=32), ("swizzled",), as_drawn, 0),
-    "sorted by several blocks": (dict(Tq=700, N=128, M=64, E=3, K=2), (), as_drawn, 2),
+    "rounded to MXFP8": (dict(Tq=60, N=96, M=160, E=2, K=2, blk=32, act=3), ("interleaved",), as_sampled, 3),
+    "rounded to MXFP4 by three warpgroups": (dict(Tq=90, N=96, M=224, E=2, K=1, blk=32, act=2), (), as_sampled, 4),
+    "an odd number of blocks": (dict(Tq=60, N=304, M=112, E=2, K=2), ("bias", "global_scale"), as_sampled, 2),
+    "an odd number of blocks, rounded": (dict(Tq=90, N=112, M=176, E=3, K=1, act=1), ("interleaved",), as_sampled, 1),
+    "widths of many tokens": (dict(Tq=430, N=128, M=128, E=2, K=1), ("limit",), as_sampled, 4),
+    "widths of some tokens": (dict(Tq=250, N=288, M=160, E=3, K=1, blk=32), ("swizzled",), as_sampled, 0),
+    "sorted by several blocks": (dict(Tq=700, N=128, M=64, E=3, K=2), (), as_sampled, 2),
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_results_are_those_of_the_reference(name):
     choose(args[2])
     with torch_attnkit.simulate("sm90"), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
         got = torch.ops.attnkit.fp4_moe(*args, **kwargs)
-    assert len(launches) == 3  # sorting and both products: x and h are rounded on the way, totals behind the second
+    assert len(launches) == 3  # sorting and both products: x and h are rounded on the way, top-k sums behind the second
     reference = OPS["fp4_moe"].module("reference").reference
     double = [a.double() if isinstance(a, torch.Tensor) and a.dtype is torch.bfloat16 else a for a in args]
     check(f"fp4_moe {name}", got, reference(*args, **kwargs), reference(*double, **kwargs))

@@ -98,7 +98,7 @@ def alone(**defines: int) -> Any:
 def test_every_code_under_every_scale_is_exact(block: int):
     out = torch.full((256, 2, 4, 2), torch.nan)  # scale byte, sign, i, codes i and i + 4
     alone(BLOCK=block, ACT=0).decoded(out, threads=2048, group_size=256)
-    check_numbers(out, block)
+    check_values(out, block)
 
 
 @pytest.mark.parametrize("block", [16, 32])
@@ -106,17 +106,17 @@ def test_every_weight_of_many_tokens_is_exact(block: int):
     """In bfloat, which holds them all; of E8M0 most by integers, the ends by factors."""
     out = torch.full((256, 2, 4, 2), torch.nan, dtype=torch.bfloat16)
     alone(BLOCK=block, ACT=0).multiplied(out.view(torch.int32), threads=256, group_size=256)
-    check_numbers(out.float(), block)
+    check_values(out.float(), block)
 
 
-def check_numbers(out: torch.Tensor, block: int) -> None:
+def check_values(out: torch.Tensor, block: int) -> None:
     got = out.transpose(-1, -2).reshape(256, 16)
     scale = torch.arange(256, dtype=torch.uint8)[:, None]
     codes = torch.arange(16, dtype=torch.uint8).repeat(256, block // 16)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    numbers = nvfp4.dequantize(packed, scale) if block == 16 else mxfp4.dequantize(packed, scale)
-    torch.testing.assert_close(got, numbers[:, :16], rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(got.signbit() | got.isnan(), numbers[:, :16].signbit() | got.isnan())
+    elements = nvfp4.dequantize(packed, scale) if block == 16 else mxfp4.dequantize(packed, scale)
+    torch.testing.assert_close(got, elements[:, :16], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(got.signbit() | got.isnan(), elements[:, :16].signbit() | got.isnan())
     assert got[0].abs().max() == (0 if block == 16 else 6 * 2.0**-127)
     assert got[0x7F if block == 16 else 0xFF].isnan().all()
 
@@ -193,25 +193,25 @@ def test_a_token_that_is_nan_spoils_no_other(tokens: int, act: int):
     assert act or got[1].isnan().all() or (call["indices"][1] < 0).all()
 
 
-def odd(t: torch.Tensor, offset: int, room: int) -> torch.Tensor:
-    """``t`` in a poisoned buffer, ``offset`` elements in, its rows ``room`` further apart, matrices 3 more."""
-    steps = [t.shape[-1] + room]
+def odd(t: torch.Tensor, offset: int, pad: int) -> torch.Tensor:
+    """``t`` in a poisoned buffer, ``offset`` elements in, its rows ``pad`` further apart, matrices 3 more."""
+    steps = [t.shape[-1] + pad]
     for n in t.shape[-2:0:-1]:
-        steps.insert(0, steps[0] * n + 3 * room)
+        steps.insert(0, steps[0] * n + 3 * pad)
     buffer = poison((steps[0] * t.shape[0] + offset,), t.dtype, "cpu")
     return buffer.as_strided(t.shape, (*steps, 1), offset).copy_(t)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("tokens", [FEW, MANY])
-@pytest.mark.parametrize(("offset", "room"), [(1, 1), (8, 8), (16, 16)])
+@pytest.mark.parametrize(("offset", "pad"), [(1, 1), (8, 8), (16, 16)])
 @pytest.mark.parametrize("features", [("bias",), ("swizzled", "interleaved", "global_scale")])
-def test_rows_anywhere(tokens: int, offset: int, room: int, features: tuple[str, ...]):
+def test_rows_anywhere(tokens: int, offset: int, pad: int, features: tuple[str, ...]):
     call = given(features, torch.float16, Tq=tokens, N=48, M=80)
     assert family.few(_problem(call)) == (tokens == FEW)
     for name in ("x", "weights", "w13", "w13_scale", "w2", "w2_scale", "bias13", "bias2"):
         if call[name] is not None:
-            call[name] = odd(call[name], offset, room)
+            call[name] = odd(call[name], offset, pad)
     call["indices"] = call["indices"].t().contiguous().t().long()
     compare(call)
 
@@ -278,12 +278,12 @@ def test_a_call_gives_the_same_bits_whatever_order_experts_have():
     """Tokens are sorted by index, and a token's parts are added in the order of its choices."""
     for tokens in (FEW, MANY):
         call = given(("bias",), Tq=tokens)
-        turned = torch.tensor([2, 0, 1])  # the new name of each expert
-        back = turned.argsort()
+        new_ids = torch.tensor([2, 0, 1])  # the new name of each expert
+        back = new_ids.argsort()
         names = ("w13", "w13_scale", "w2", "w2_scale", "bias13", "bias2")
         other = call | {n: call[n][back].contiguous() for n in names}
         kept = call["indices"] < 0
-        other["indices"] = torch.where(kept, -1, turned[call["indices"].long()].int())
+        other["indices"] = torch.where(kept, -1, new_ids[call["indices"].long()].int())
         assert torch.equal(run(call), run(other))
 
 
@@ -296,11 +296,11 @@ def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.
         (4, dict(BLOCK=16, ACT=0, SCALES=2, CODES=1, INDEX_BYTES=8)),
         (1, dict(BLOCK=32, ACT=3, SCALES=0, CODES=16, INDEX_BYTES=4)),
     )
-    for together, variant in variants:
+    for width, variant in variants:
         seen = dtype if variant["ACT"] == 0 else torch.bfloat16
-        stage = 24576 // (together * seen.itemsize) // 1024 * 1024
-        tiles = dict(TILE_TOKENS=32 if together == 4 else 16, WIDTH=together)
-        rows = dict(TOKENS=together, STAGE=stage, SIMDS=8, UP_PASSES=6, DOWN_PASSES=5, MOST_SLOTS=512)
+        stage = 24576 // (width * seen.itemsize) // 1024 * 1024
+        tiles = dict(TILE_TOKENS=32 if width == 4 else 16, WIDTH=width)
+        rows = dict(TOKENS=width, STAGE=stage, SIMDS=8, UP_PASSES=6, DOWN_PASSES=5, MOST_SLOTS=512)
         text = library.source("fp4_moe", variant | (tiles if many else rows) | dict(
             TYPE=dtype, SEEN=seen, GPTOSS=1, INTERLEAVED=variant["ACT"] == 0, MANY=many,
         ))  # fmt: skip
@@ -312,13 +312,13 @@ def test_nothing_is_known_to_keep_apples_compiler_from_the_sources(dtype: torch.
 
 def test_what_is_staged_fits_beside_sums_and_slots():
     for size, dtype in ((4, torch.float32), (2, torch.bfloat16)):
-        for together in (1, 2, 4):
+        for width in (1, 2, 4):
             for columns in (16, 2880, 4096, 1 << 16):
                 call = given(dtype=dtype, N=32)
                 problem = _problem(call)
                 wide = type(problem)(**(vars(problem) | dict(up=_wide(problem.up, columns))))
-                staged = family.few_stage(wide, together)
-                assert staged % 1024 == 0 and staged * together * size <= 24576
+                staged = family.few_stage(wide, width)
+                assert staged % 1024 == 0 and staged * width * size <= 24576
 
 
 def _wide(weights: Any, columns: int) -> Any:

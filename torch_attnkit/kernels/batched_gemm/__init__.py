@@ -1,4 +1,4 @@
-"""Products of rows with a matrix each group of them has."""
+"""Batched GEMM: each group of rows times a matrix of its own."""
 
 from torch_attnkit.core.family import Launcher
 

@@ -1,10 +1,10 @@
-"""Device side of the products of groups: a CTA has tokens x n results of a group.
+"""Batched GEMM of 16 bits by ``mma.sync``, for any rows and architecture: a CTA has tokens x n outputs of a group.
 
-    ring of cp.async: rows of x and of the weights, K_TILE numbers a stage -> ldmatrix -> mma.sync, float32 -> out
+    ring of cp.async: rows of x and of the weights, K_TILE elements a stage -> ldmatrix -> mma.sync, float32 -> out
 
-Both operands lie along K, so both are read as ``mma.m16n8k16`` wants them, x as its left side. Chunks of 16 bytes are
-permuted within a row by the row's number, so that eight rows lie in different banks. Rows past the end, and chunks past
-K, are zeros in shared memory; their results are not stored.
+Both operands are K-major, so both are read as ``mma.m16n8k16`` wants them, x as operand A. Chunks of 16 bytes are
+swizzled within a row by the row's number, so that eight rows lie in different banks. Rows past the end, and chunks past
+K, are zeros in shared memory; their outputs are not stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROW = K_TILE * 2  # bytes
 _CHUNKS = K_TILE // CHUNK
 
 
-class _GroupProducts:
+class MmaGemm:
     def __init__(self, config: Config, dtype: Any, even: bool):
         self.c, self.dtype = config, dtype
         self.even = even  # two neighbouring results of a token are stored at once
@@ -144,4 +144,4 @@ def trace(arch: str, dtypes: tuple[str, str], even: bool, config: tuple[Any, ...
         fake.tensor(dtypes[1], (None, None, None), align=4 if even else 2),
         fake.stream(),
     ]
-    return _GroupProducts(Config(*config), fake.dtype(dtypes[0]), even), arguments
+    return MmaGemm(Config(*config), fake.dtype(dtypes[0]), even), arguments

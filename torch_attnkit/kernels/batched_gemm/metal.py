@@ -17,7 +17,7 @@ from .problem import Fp4Problem, Operands, Problem
 
 KERNEL = "group_products"
 _FORMATS = ("none", "nvfp4", "mxfp4")
-# In which all numbers of a format are exact: under E4M3 scales they are 2^-10 to 2688 with 6 bits, MXFP4 has the
+# In which all elements of a format are exact: under E4M3 scales they are 2^-10 to 2688 with 6 bits, MXFP4 has the
 # exponents of bfloat.
 _PRODUCTS = {"nvfp4": torch.float16, "mxfp4": torch.bfloat16}
 _BLOCK = {"nvfp4": 16, "mxfp4": 32}

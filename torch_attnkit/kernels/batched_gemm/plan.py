@@ -1,11 +1,11 @@
-"""How a product by ``mma.sync`` is cut into work tiles."""
+"""Tile shapes of the batched GEMM by ``mma.sync``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-K_TILE = 64  # numbers of a row in one stage: 128 bytes
-CHUNK = 8  # numbers of 16 bytes, what a thread copies at once
+K_TILE = 64  # elements of a row in one stage: 128 bytes
+CHUNK = 8  # elements of 16 bytes, what a thread copies at once
 
 
 @dataclass(frozen=True)

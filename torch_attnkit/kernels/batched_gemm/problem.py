@@ -1,4 +1,4 @@
-"""Products of groups, in sizes and strides, and the tensors of one launch."""
+"""Batched GEMM, in sizes and strides, and the tensors of one launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Fp4Problem:
-    """The same of FP4 numbers, with a scale for every block of K of either side."""
+    """The same of FP4 elements, with a scale for every block of K of either side."""
 
     device: torch.device
     format: str  # nvfp4 or mxfp4
@@ -42,7 +42,7 @@ class Fp4Problem:
 
 
 class Operands(NamedTuple):
-    """The tensors of one launch. FP4 numbers are pairs in bytes; their scales are linear as x and the weights are, or
+    """The tensors of one launch. FP4 elements are pairs in bytes; their scales are linear as x and the weights are, or
     each group's in the 128x4 layout."""
 
     x: torch.Tensor  # (T, G, K)

@@ -1,4 +1,4 @@
-"""Block-scaled 4-bit numbers: quantised, and read back."""
+"""Block-scaled FP4: quantise and dequantise."""
 
 from torch_attnkit.core.family import Launcher
 

@@ -1,7 +1,7 @@
-"""Device side of the dequantisers: E2M1 codes and a scale per block to rows of numbers.
+"""Dequantise FP4: packed E2M1 and a scale a block to rows of 16 or 32 bits.
 
-thread: scale byte -> the numbers of codes 0 to 7, rounded -> table of bytes
-        eight codes -> four at a time looked up in the table -> signs -> 16 bytes of x, 32 of float32
+thread: scale byte -> the values of codes 0 to 7, rounded -> table of bytes
+        eight codes -> looked up four at a time -> signs -> 16 bytes of x, 32 of float32
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Dequantizer:
         mGlobal: cute.Tensor | None,  # ()
         mX: cute.Tensor,  # (..., K), contiguous
         units: Int32,  # groups of codes
-        where: tuple,  # the arguments of ``place`` behind its first
+        where: tuple,  # the arguments of ``locate`` behind its first
         stream: cuda.CUstream,
     ):
         share = const_expr(self.c.threads * self.c.units)
@@ -64,7 +64,7 @@ class _Dequantizer:
         rScale = copies.fragments(c.units, 1, mScale.element_type)
         for u in cutlass.range_constexpr(c.units):
             if unit[u] < units:
-                codes, scale = self.place(unit[u], *where)
+                codes, scale = self.locate(unit[u], *where)
                 rows.load(mCodes.iterator + codes, rCodes[u])
                 copies.load(mScale.iterator + scale, rScale[u])
         for u in cutlass.range_constexpr(c.units):
@@ -74,7 +74,7 @@ class _Dequantizer:
                 for i in cutlass.range_constexpr(0, len(words), 4):
                     rows.store_words(words[i : i + 4], x + i * (CODES // len(words)))
 
-    def place(
+    def locate(
         self,
         unit: Int32,
         per_row: Int32,  # groups of codes

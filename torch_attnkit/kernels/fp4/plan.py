@@ -1,8 +1,8 @@
 """How blocks are spread over threads.
 
-Device memory bounds both directions. A quantising thread has whole blocks, of which it keeps all numbers in registers:
-no thread waits for another, and the scale and its reciprocal are worked out once a block. A dequantising thread has
-eight codes, which are 16 bytes of 16-bit numbers, so that a warp's stores lie side by side.
+Both directions are bound by device memory. A quantising thread has whole blocks in registers: no thread waits for
+another, and scale and reciprocal are computed once a block. A dequantising thread has eight codes, 16 bytes of 16-bit
+elements, so that a warp's stores are contiguous.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def reciprocal(divisor: int) -> tuple[int, int]:
     return -(-(1 << shift) // divisor), shift
 
 
-def quantize(block: int, itemsize: int, width: int, numbers: int, flat: bool) -> Config:
-    units = 1 if numbers < _SMALL else max(1, _BYTES // (block * itemsize))
-    return Config(width, 128 if numbers < _SMALL else 256, units, flat)
+def quantize(block: int, itemsize: int, width: int, elements: int, flat: bool) -> Config:
+    units = 1 if elements < _SMALL else max(1, _BYTES // (block * itemsize))
+    return Config(width, 128 if elements < _SMALL else 256, units, flat)
 
 
-def dequantize(width: int, numbers: int, flat: bool) -> Config:
-    small = numbers < _SMALL
+def dequantize(width: int, elements: int, flat: bool) -> Config:
+    small = elements < _SMALL
     return Config(width, 128 if small else 256, 1 if small else 4, flat)
 
 
 def rotation(block: int, kb: int, pairs: int, c: Config, angles: int) -> Rotation:
     """``c`` is what these heads would have without rotation, ``angles`` what their strides allow."""
-    turned = -(-2 * pairs // block)
+    rotated = -(-2 * pairs // block)
     # As few heads as have whole warps of rotated blocks, and of the others.
-    section = max(_WARP // math.gcd(_WARP, n) for n in (turned, kb - turned))
-    still = turned * block // 2 - pairs  # pairs before the rotated ones of the first rotated block
+    section = max(_WARP // math.gcd(_WARP, n) for n in (rotated, kb - rotated))
+    still = rotated * block // 2 - pairs  # pairs before the rotated ones of the first rotated block
     return Rotation(c.width, c.threads, c.units, c.flat, math.gcd(angles, block // 2, still), section)

@@ -10,12 +10,12 @@ import torch
 
 from torch_attnkit.formats import mxfp4, nvfp4
 
-BLOCK = {"nvfp4": nvfp4.BLOCK, "mxfp4": mxfp4.BLOCK}  # numbers under one scale
+BLOCK = {"nvfp4": nvfp4.BLOCK, "mxfp4": mxfp4.BLOCK}  # elements under one scale
 
 
 @dataclass(frozen=True)
 class Quantize:
-    """Rows of K numbers to codes and scales."""
+    """Rows of K elements to codes and scales."""
 
     format: str
     device: torch.device
@@ -34,11 +34,11 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Dequantize:
-    """Rows of K codes and their scales to numbers."""
+    """Rows of K codes and their scales to elements."""
 
     format: str
     device: torch.device
-    dtype: torch.dtype  # of the numbers
+    dtype: torch.dtype  # of the elements
     k: int
     batch: tuple[int, ...]
     codes: tuple[int, ...]  # strides in bytes of the batch axes
@@ -53,7 +53,7 @@ class Dequantize:
 
 @dataclass(frozen=True)
 class Rotate:
-    """Heads of D numbers, of which the last R2 pairs are rotated back, to codes and scales."""
+    """Heads of D elements, of which the last R2 pairs are rotated back, to codes and scales."""
 
     format: str
     device: torch.device

@@ -1,4 +1,4 @@
-"""Device side of the quantisers: rows of numbers to E2M1 codes and a scale per block.
+"""Quantise to FP4: rows of 16 or 32 bits to packed E2M1 and a scale a block.
 
     thread: block of x -> registers -> amax -> scale, its reciprocal -> eight codes a word -> codes, scale byte
 
@@ -71,13 +71,13 @@ class _Quantizer:
             gs = copies.scalar(mGlobal.iterator)
         rX = [copies.fragments(block // c.width, c.width, mX.element_type) for _ in range(c.units)]
         first = [(cta * c.units + u) * c.threads for u in range(c.units)]
-        places = [self.place(f, tid, units, rows_, kb, reciprocal, sizes, steps) for f in first]
+        located = [self.locate(f, tid, units, rows_, kb, reciprocal, sizes, steps) for f in first]
         for u in cutlass.range_constexpr(c.units):
-            inside, _, before = places[u]
+            inside, _, before = located[u]
             if inside:
                 rows.load(mX.iterator + before, rX[u])
         for u in cutlass.range_constexpr(c.units):
-            inside, at, _ = places[u]
+            inside, at, _ = located[u]
             scale = mScale.iterator + (first[u] + tid)
             if inside:
                 x, pairs = numbers_of(rX[u])
@@ -88,7 +88,7 @@ class _Quantizer:
                 if not inside and first[u] + tid < units:
                     rows.store_byte(Int32(0), scale)
 
-    def place(
+    def locate(
         self, first: Int32, tid: Int32, units: Int32, rows_: Int32, kb: Int32, reciprocal: tuple, sizes: tuple,
         steps: tuple,
     ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Device side of inverse_rope_fp4: heads, rotated back to position 0, to E2M1 codes and a scale per block.
+"""Inverse RoPE, then quantise to FP4: heads rotated back to position 0, to packed E2M1 and a scale a block.
 
     thread: block of o -> registers -> (RoPE: rotated by its token's angles, rounded) -> amax -> codes, scale byte
 
@@ -28,8 +28,8 @@ class _RopeQuantizer:
     def __init__(self, format: str, head_dim: int, pairs: int, swizzled: bool, rotation: Rotation):
         self.quantize, self.block = Quantizer(format), BLOCK[format]
         self.kb = head_dim // self.block  # blocks of a head
-        self.turned = -(-2 * pairs // self.block)  # of these are rotated, the last ones
-        self.still = self.turned * self.block // 2 - pairs  # pairs of the first of them that are not
+        self.rotated = -(-2 * pairs // self.block)  # of these are rotated, the last ones
+        self.still = self.rotated * self.block // 2 - pairs  # pairs of the first of them that are not
         self.swizzled, self.c = swizzled, rotation
 
     @cute.jit
@@ -69,28 +69,28 @@ class _RopeQuantizer:
         if const_expr(mGlobal is not None):
             gs = copies.scalar(mGlobal.iterator)
         first = [(cta * c.units + u) * c.threads for u in range(c.units)]
-        places = [self.place(f, tid, mO, mScale, divisors) for f in first]
+        located = [self.locate(f, tid, mO, mScale, divisors) for f in first]
         rX = copies.fragments(c.units, block, mO.element_type)
         rCos, rSin = (copies.fragments(c.units, half, m.element_type) for m in (mCos, mSin))
         for u in cutlass.range_constexpr(c.units):
-            inside, before, token, _, k = places[u]
+            inside, before, token, _, k = located[u]
             if inside:
                 rows.load(mO.iterator + before, rows.pieces(rX[u], c.width))
-                if const_expr(self.turned > 0):
-                    if k >= self.kb - self.turned:
-                        pair = (k - (self.kb - self.turned)) * half - self.still
+                if const_expr(self.rotated > 0):
+                    if k >= self.kb - self.rotated:
+                        pair = (k - (self.kb - self.rotated)) * half - self.still
                         self.angles(mCos, token, pair, rCos[u])
                         self.angles(mSin, token, pair, rSin[u])
         for u in cutlass.range_constexpr(c.units):
-            inside, _, _, at, k = places[u]
+            inside, _, _, at, k = located[u]
             scale = mScale.iterator + (first[u] + tid)
             if inside:
-                if const_expr(self.turned > 0):
-                    if k >= self.kb - self.turned:
+                if const_expr(self.rotated > 0):
+                    if k >= self.kb - self.rotated:
                         cos, sin = ([r[u][i].to(Float32) for i in range(half)] for r in (rCos, rSin))
                         still = self.still
                         if const_expr(still > 0):
-                            still = still - (k - (self.kb - self.turned)) * half
+                            still = still - (k - (self.kb - self.rotated)) * half
                         rope.turn_back(rX[u], cos, sin, still)
                 x, pairs = numbers_of([rX[u]])
                 codes, byte = self.quantize(x, pairs, mO.element_type, gs)
@@ -103,7 +103,7 @@ class _RopeQuantizer:
                 if not inside and first[u] + tid < units:
                     rows.store_byte(Int32(0), scale)
 
-    def place(self, first: Int32, tid: Int32, mO: Any, mScale: Any, divisors: tuple) -> tuple[Any, ...]:
+    def locate(self, first: Int32, tid: Int32, mO: Any, mScale: Any, divisors: tuple) -> tuple[Any, ...]:
         """Of unit ``first + tid``: whether it is a block, the elements of o before it, its token, the block's number,
         and that in its head."""
         kb, tokens, heads = self.kb, Int32(mO.shape[0]), Int32(mO.shape[1])
@@ -130,15 +130,15 @@ class _RopeQuantizer:
 
     def numbered(self, unit: Int32) -> tuple[Any, Any]:
         """The row of heads of a unit and its number in the head, where the rotated blocks of a section come last."""
-        kb, section, still = self.kb, self.c.section, self.kb - self.turned
+        kb, section, still = self.kb, self.c.section, self.kb - self.rotated
         unit = Uint32(unit)  # whose quotients need no correction of signs
         row, j = unit // (section * kb) * section, unit % (section * kb)
-        if self.turned == 0 or still == 0:
+        if self.rotated == 0 or still == 0:
             return Int32(row + j // kb), Int32(j % kb)
         last = j - section * still
-        turned = j >= section * still
-        row = row + cutlass.select_(turned, last // self.turned, j // still)
-        return Int32(row), Int32(cutlass.select_(turned, still + last % self.turned, j % still))
+        rotated = j >= section * still
+        row = row + cutlass.select_(rotated, last // self.rotated, j // still)
+        return Int32(row), Int32(cutlass.select_(rotated, still + last % self.rotated, j % still))
 
     @cute.jit
     def angles(self, mAngle: cute.Tensor, token: Int32, pair: Int32, fragment: Any):

@@ -1,4 +1,4 @@
-"""Where rows lie in device memory, and bytes between it and registers."""
+"""Addresses of rows in device memory, and vector loads and stores."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     if p.tokens == 0 or p.hidden == 0:
         return lambda operands: None
     if p.slots == 0 or p.experts == 0:
-        return _nothing
+        return _zero_out
     made: Any = hopper if target.arch == "sm90" else blackwell
     plan = made.plan(p, driver.sm_count(p.device))
 
@@ -49,15 +49,15 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     workspace = Workspace(p.device, 1, counters)
     rows = [_rows_of_scales(p, w) for w in (p.up, p.down)]
     limit = float("inf") if p.limit is None else p.limit
-    numbers = int(p.swiglu == "gptoss"), p.alpha, limit
+    scalars = int(p.swiglu == "gptoss"), p.alpha, limit
 
-    def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return memory.empty(shape, dtype=dtype, device=p.device)
 
     def launch(operands: Operands) -> None:
         o = operands
         one, count = workspace.get()
-        x_rows, h_rows = room(torch.bfloat16, *plan.x_rows), room(torch.bfloat16, *plan.h_rows)
+        x_rows, h_rows = empty(torch.bfloat16, *plan.x_rows), empty(torch.bfloat16, *plan.h_rows)
         x, w13, w2 = _aligned(o.x), *(_aligned(w, plan.code_alignment) for w in (o.w13, o.w2))
         run = wide
         if o.w13_scale.data_ptr() % aligned[0] or o.w2_scale.data_ptr() % aligned[1]:
@@ -67,9 +67,9 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         up = _matrices(w13, o.w13_scale, o.bias13, o.w13_global, o.x_global, x, one)
         down = _matrices(w2, o.w2_scale, o.bias2, o.w2_global, o.h_global, x, one)
         tensors = (
-            x, o.weights, o.indices, up, down, o.out, room(torch.int32, 2 * p.slots),
-            room(torch.int32, plan.tiles + 1, 4), h_rows,
-            room(torch.float32, p.slots, p.hidden), count[:counters].view(plan.counters),
+            x, o.weights, o.indices, up, down, o.out, empty(torch.int32, 2 * p.slots),
+            empty(torch.int32, plan.tiles + 1, 4), h_rows,
+            empty(torch.float32, p.slots, p.hidden), count[:counters].view(plan.counters),
         )  # fmt: skip
         flags = (
             (*(int(t is not None) for t in three), kind, int(p.interleaved))
@@ -78,30 +78,30 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
                 (rows[1], o.bias2, o.w2_global, o.h_global),
             )
         )
-        run(tensors, x_rows, (*flags, *numbers), *plan.blocks)
+        run(tensors, x_rows, (*flags, *scalars), *plan.blocks)
 
     return launch
 
 
 def _rows_of_scales(problem: Problem, weights: Weights) -> int:
-    """How the scales of a matrix stand in memory."""
+    """The layout of a matrix' scales in memory."""
     if problem.scale_layout == "linear":
         return LINEAR
     return CONTIGUOUS if weights.scale_row == weights.scale_columns else PADDED
 
 
-def _nothing(operands: Operands) -> None:
+def _zero_out(operands: Operands) -> None:
     """The result where no token has a choice."""
     operands.out.zero_()
 
 
 def _matrices(
-    codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None,
+    packed: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, divisor: torch.Tensor | None,
     activation: torch.Tensor | None, matrix: torch.Tensor, vector: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The weights of a product. ``matrix`` and ``vector`` stand in for what is missing: a kernel never looks there."""
+    """The weights of a GEMM. ``matrix`` and ``vector`` are placeholders for absent tensors, never read."""
     return (
-        codes,
+        packed,
         scale if scale.dtype is torch.uint8 else scale.view(torch.uint8),
         matrix if bias is None else bias,
         vector if divisor is None else divisor,
@@ -118,18 +118,18 @@ def _aligned(t: torch.Tensor, nbytes: int = 16) -> torch.Tensor:
 
 
 def trace(arch: str, **signature: Any) -> compile.Traced:
-    """``<arch>/kernel.py``."""
+    """Few tokens an expert on Hopper; any on Blackwell."""
     if arch == "sm90":
-        from .sm90 import kernel as hopper_kernel
+        from .sm90 import kernel_mma
 
-        return hopper_kernel.trace(arch, **signature)
-    from .sm100 import kernel as blackwell_kernel
+        return kernel_mma.trace(arch, **signature)
+    from .sm100 import kernel
 
-    return blackwell_kernel.trace(arch, **signature)
+    return kernel.trace(arch, **signature)
 
 
 def trace_wgmma(arch: str, **signature: Any) -> compile.Traced:
-    """``sm90/kernel.py``, for many tokens."""
-    from .sm90 import kernel as hopper_kernel
+    """Many tokens an expert on Hopper."""
+    from .sm90 import kernel_wgmma
 
-    return hopper_kernel.trace_wgmma(arch, **signature)
+    return kernel_wgmma.trace(arch, **signature)

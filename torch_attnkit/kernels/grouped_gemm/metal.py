@@ -30,7 +30,7 @@ _LINEAR, _CONTIGUOUS, _PADDED = range(3)  # SCALES of the kernels
 _FEW_TOKENS = 16
 _FEWEST = 4  # tokens that few_tokens.h takes whatever they share
 _FEW_SLOTS = 512  # MOST_SLOTS of the kernels
-_PASSES, _PASSES_TOGETHER = (4, 3), (6, 5)
+_PASSES, _PASSES_SHARED = (4, 3), (6, 5)
 _SIMDGROUPS = (8, 4)
 _ROWS = 4  # of a simdgroup at a time
 _STEP = 1024  # numbers of a row that a simdgroup takes in a step
@@ -141,21 +141,21 @@ def _combiner(built: library.Library, p: Problem) -> metal.Launch:
     return metal.launcher(built, "experts_combine", (-(-p.hidden // _COMBINE), p.tokens, 1), _COMBINE)
 
 
-def few_stage(p: Problem, together: int) -> int:
-    """Numbers of a token that a threadgroup holds, of ``together`` tokens at once."""
-    room = _STAGE_BYTES // (together * seen(p).itemsize * _STEP)
-    return max(1, min(room, -(-max(p.hidden, p.intermediate) // _STEP))) * _STEP
+def few_stage(p: Problem, tokens: int) -> int:
+    """Numbers of a token that a threadgroup holds, of ``tokens`` tokens at once."""
+    steps = _STAGE_BYTES // (tokens * seen(p).itemsize * _STEP)
+    return max(1, min(steps, -(-max(p.hidden, p.intermediate) // _STEP))) * _STEP
 
 
 def _few(source: str, p: Problem, target: Target) -> Solve:
-    together = 1 if p.tokens == 1 else 2 if p.tokens == 2 else 4
+    tokens = 1 if p.tokens == 1 else 2 if p.tokens == 2 else 4
     kernels = ("experts_few_up", "experts_few_down")
 
     def build(codes: int) -> tuple[metal.Launch, ...]:
         for simds in _SIMDGROUPS:
-            up, down = (n * _SIMDGROUPS[0] // simds for n in (_PASSES if together == 1 else _PASSES_TOGETHER))
+            up, down = (n * _SIMDGROUPS[0] // simds for n in (_PASSES if tokens == 1 else _PASSES_SHARED))
             built = library.load(
-                source, target, **_defines(p, codes), MANY=0, TOKENS=together, STAGE=few_stage(p, together),
+                source, target, **_defines(p, codes), MANY=0, TOKENS=tokens, STAGE=few_stage(p, tokens),
                 SIMDS=simds, UP_PASSES=up, DOWN_PASSES=down, MOST_SLOTS=_FEW_SLOTS,
             )  # fmt: skip
             if simds <= min(metal.most_simdgroups(built, kernel) for kernel in kernels):
@@ -175,7 +175,7 @@ def _few(source: str, p: Problem, target: Target) -> Solve:
         given = _given(o)
         h = memory.empty((p.slots, max(p.intermediate, 1)), dtype=seen(p), device=o.x.device)
         parts = memory.empty((p.slots, p.hidden), dtype=torch.float32, device=o.x.device)
-        up((o.x, o.indices, *given.up, h, shape, *_numbers(p)))
+        up((o.x, o.indices, *given.up, h, shape, *_scalars(p)))
         down((h, o.weights, o.indices, *given.down, parts, shape))
         combine((o.indices, parts, o.out, shape))
 
@@ -213,20 +213,20 @@ def _many(source: str, p: Problem, target: Target) -> Solve:
         if key not in variants:
             variants[key] = build(*key)
         sort, rounder, up, down, combine = variants[key]
-        given, room = _given(o), lambda dtype, *sizes: memory.empty(sizes, dtype=dtype, device=o.x.device)
-        order, table = room(torch.int32, p.slots), room(torch.int32, tiles, 4)
-        h, parts = room(seen(p), p.slots, max(p.intermediate, 1)), room(torch.float32, p.slots, p.hidden)
+        given, empty = _given(o), lambda dtype, *sizes: memory.empty(sizes, dtype=dtype, device=o.x.device)
+        order, table = empty(torch.int32, p.slots), empty(torch.int32, tiles, 4)
+        h, parts = empty(seen(p), p.slots, max(p.intermediate, 1)), empty(torch.float32, p.slots, p.hidden)
         sort((o.indices, order, table, shape))
         x = o.x
         if rounds:
-            x = room(seen(p), p.tokens, p.hidden)
+            x = empty(seen(p), p.tokens, p.hidden)
             rounder((o.x, given.up[4], x, shape))
-        up((x, order, table, *given.up, h, shape, *_numbers(p)))
+        up((x, order, table, *given.up, h, shape, *_scalars(p)))
         down((h, order, table, o.weights, *given.down, parts, shape))
         combine((o.indices, parts, o.out, shape))
 
     return solve
 
 
-def _numbers(p: Problem) -> tuple[float, float]:
+def _scalars(p: Problem) -> tuple[float, float]:
     return float(p.alpha), math.inf if p.limit is None else float(p.limit)

@@ -8,15 +8,27 @@ from typing import NamedTuple
 import torch
 
 LINEAR, CONTIGUOUS, PADDED = range(3)  # scales: linear, or 128x4 in rows one after another or further apart
-BLOCK = {"nvfp4": 16, "mxfp4": 32}  # numbers of a weight under one scale
+BLOCK = {"nvfp4": 16, "mxfp4": 32}  # elements of a row under one scale
+SPAN = 128  # elements of a row that a quad of lanes decodes at a time, 32 each: 16 bytes
+STRADDLING = 0  # rows of scales follow each other, and every other one begins in the middle of a word
+BULK_ROWS = -1  # the same, and those of a work tile come to shared memory by one copy or two
+ALIGNMENT = {STRADDLING: 4, BULK_ROWS: 16}  # of scales, in bytes; otherwise that of a load
+WARP_SLOTS = 64  # choices of experts at most that every block sorts for itself, by a warp
+MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
+_LEAST_EXPERTS = 1 << 10
+
+
+def experts_compiled(experts: int) -> int:
+    """What a kernel is compiled for that has so many: a power of two, so that few are compiled."""
+    return max(_LEAST_EXPERTS, 1 << (experts - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Matrices of E experts, two numbers a byte, with a scale for every ``BLOCK`` numbers of a row."""
+    """Matrices of E experts, two elements a byte, with a scale for every ``BLOCK`` elements of a row."""
 
     rows: int
-    columns: int  # numbers of a row, along which is summed
+    columns: int  # elements of a row, along which is summed
     expert: int  # bytes from an expert to the next
     row: int  # bytes from a row to the next
     scale_expert: int

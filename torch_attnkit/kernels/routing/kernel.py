@@ -1,10 +1,10 @@
-"""Device side of the top-k routers: the K experts of a row with the largest keys, ties to the lowest index.
+"""Top-k router: the K experts of a row of logits with the largest keys, ties to the lowest index, and their weights.
 
-A warp has a row, and every lane experts that follow one another, so that among equal keys the lowest lane, and in it
-the first expert, is the lowest index. Each lane sorts its keys once (``_Resident``). In each of K rounds one reduction
-finds the largest of the lanes' heads, and the lane that had it pops it; lane k remembers round k, and gives its weight
-at the end. Keys of 16-bit logits carry their expert in the bits that float32 adds. Those of 32 bits do not, and lane k
-looks for its expert among the keys of the lane that had it. ``_Stream`` reads the row anew for each round.
+A warp has a row, a lane consecutive experts, so that among equal keys the lowest lane, and in it the first expert, is
+the lowest index. ``_Resident`` keeps keys in registers: each lane sorts its keys once (a sorting network); in each of K
+rounds a warp reduction finds the largest head, whose lane pops it; lane k keeps round k's key and writes its weight.
+Keys of 16-bit logits carry their expert in the bits that float32 adds; with 32 bits lane k searches for its expert
+among the keys of the lane that had it. ``_Stream``, for any E and K, reads the row again for each round.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch_attnkit.cuda.warp_ops import LOG2_E, exp2
 from . import score
 from .plan import LANES, Config, sorting_network
 
-_PLACES = 0x1FFF  # the bits of a float32 that no bf16 and no f16 has: they hold the expert
+_INDEX_BITS = 0x1FFF  # the bits of a float32 that no bf16 and no f16 has: they hold the expert
 
 
 class _Largest:
-    """The plumbing that both kernels share: the launch, keys and weights. Abstract: it has no kernel of its own."""
+    """What both kernels share: the launch, keys and weights."""
 
     def __init__(self, config: Config, scoring: str, bias: bool, over_all: bool, renormalize: bool):
         self.c = config
@@ -104,14 +104,14 @@ class _Resident(_Largest):
 
         x = [rX[j // c.width][j % c.width].to(Float32) for j in range(c.per_lane)]
         keys = self.keys(x, rBias, first)
-        mine, votes, top = self.rounds(keys, lane)
-        expert = self.packed_expert(mine) if const_expr(self.packed) else self.expert(mine, votes, keys, lane)
+        lane_key, votes, top = self.rounds(keys, lane)
+        expert = self.packed_expert(lane_key) if const_expr(self.packed) else self.expert(lane_key, votes, keys, lane)
         expert = cutlass.max(cutlass.min(expert, Int32(c.experts - 1)), Int32(0))  # whatever NaN makes of keys
         chosen = lane < c.topk
         weight = Float32(0)
         if const_expr(self.softmax):
             base = self.base(self.logit(top))
-            weight = cutlass.select_(chosen, self.exponential(self.logit(mine), base), Float32(0))
+            weight = cutlass.select_(chosen, self.exponential(self.logit(lane_key), base), Float32(0))
             total = self.total(weight)
             if const_expr(self.over_all):
                 total = Float32(0)
@@ -123,7 +123,7 @@ class _Resident(_Largest):
             if chosen:
                 weight = score.sqrt_softplus(copies.scalar(logits + expert).to(Float32))
         else:
-            weight = cutlass.select_(chosen, Int32(mine).bitcast(Float32), Float32(0))
+            weight = cutlass.select_(chosen, Int32(lane_key).bitcast(Float32), Float32(0))
         if const_expr(self.renormalize):
             total = self.total(weight) + score.TINY
         if inside and chosen:
@@ -141,7 +141,7 @@ class _Resident(_Largest):
         for j in range(c.per_lane):
             key = self.key(x[j], rBias[j // c.width][j % c.width])
             if self.packed:
-                key = (key & ~_PLACES) | (_PLACES - j - first)
+                key = (key & ~_INDEX_BITS) | (_INDEX_BITS - j - first)
             keys.append(self.present(first + j, key, Int32(score.NONE)))
         return keys
 
@@ -155,13 +155,13 @@ class _Resident(_Largest):
         for a, b in sorting_network(c.per_lane, c.depth):
             heads[a], heads[b] = cutlass.max(heads[a], heads[b]), cutlass.min(heads[a], heads[b])
         heads = heads[: c.depth]
-        mine, votes, top = Int32(score.NONE), Int32(0), heads[0]
+        lane_key, votes, top = Int32(score.NONE), Int32(0), heads[0]
         below = (Int32(1) << lane) - 1
         for k in range(c.topk):
             best = score.largest(heads[0])
             top = best if k == 0 else top
             won = heads[0] == best
-            mine = cutlass.select_(lane == k, best, mine)
+            lane_key = cutlass.select_(lane == k, best, lane_key)
             if not self.packed:
                 vote = cute.arch.vote_ballot_sync(won)
                 votes = cutlass.select_(lane == k, vote, votes)
@@ -171,27 +171,27 @@ class _Resident(_Largest):
                 heads[t] = cutlass.select_(won, heads[t + 1], heads[t])
             if c.topk - k > c.depth:
                 heads[-1] = cutlass.select_(won, Int32(score.NONE), heads[-1])
-        return mine, votes, top
+        return lane_key, votes, top
 
     def logit(self, key: Any) -> Any:
         """The logit of a key, softmax's, exactly."""
         if not self.packed:
             return score.number(key)
-        return Int32(score.number(key).bitcast(Int32) & ~_PLACES).bitcast(Float32)
+        return Int32(score.number(key).bitcast(Int32) & ~_INDEX_BITS).bitcast(Float32)
 
     def packed_expert(self, key: Any) -> Any:
-        return _PLACES - (key & _PLACES)
+        return _INDEX_BITS - (key & _INDEX_BITS)
 
     @cute.jit
-    def expert(self, mine: Any, votes: Any, keys: list[Any], lane: Any):
+    def expert(self, lane_key: Any, votes: Any, keys: list[Any], lane: Any):
         """The expert of lane k's key: in the lowest of the lanes that had it, the first that has not been chosen."""
         c = self.c
         owner = score.trailing_zeros(votes) % LANES
         hits = Int32(0)
         for j in cutlass.range_constexpr(c.per_lane):
-            hits |= cutlass.select_(cute.arch.shuffle_sync(keys[j], owner) == mine, Int32(1 << j), Int32(0))
+            hits |= cutlass.select_(cute.arch.shuffle_sync(keys[j], owner) == lane_key, Int32(1 << j), Int32(0))
         # A lane that had the same key several times gave it in rounds that follow one another.
-        again = cute.arch.shuffle_sync_up(mine, 1) == mine
+        again = cute.arch.shuffle_sync_up(lane_key, 1) == lane_key
         again = again & (cute.arch.shuffle_sync_up(owner, 1) == owner) & (lane > 0)
         runs = cute.arch.vote_ballot_sync(again)
         before = cute.arch.clz(~(runs << (31 - lane)))

@@ -1,4 +1,4 @@
-"""Device side of scores: sqrt(softplus(x)), and floats as integers of the same order."""
+"""Scores: sqrt(softplus(x)), and floats as integers of the same order."""
 
 from __future__ import annotations
 

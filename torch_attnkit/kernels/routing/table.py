@@ -1,6 +1,6 @@
-"""Device side of the hash router: the experts that a table names for a token, weighted by sqrt(softplus(logit)).
+"""Hash router: the experts that a table lists for a token, weighted by sqrt(softplus(logit)).
 
-A group of ``lanes`` threads has a row, a power of two that holds K, at most a warp; more experts go through in turns.
+A group of ``lanes`` threads has a row, a power of two that holds K, at most a warp; with more experts it iterates.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.kernels import grouped_gemm
 from torch_attnkit.kernels.grouped_gemm import metal
-from torch_attnkit.kernels.grouped_gemm.sm90 import plan as sm90
-from torch_attnkit.kernels.grouped_gemm.sm100 import plan as sm100
+from torch_attnkit.kernels.grouped_gemm.problem import MOST_EXPERTS
 from torch_attnkit.oracle import fp4, meanings, shards
 
 _ALL = "swizzled gptoss limit interleaved bias global_scale"
@@ -30,14 +29,14 @@ _SM90 = {
     "rows and experts of w13 and w2 must start at multiples of 8 bytes": lambda c: all(
         step % 8 == 0 for w in (c.arg.w13, c.arg.w2) for step in w.stride()[:2]
     ),
-    f"E must be at most {sm90.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm90.MOST_EXPERTS,
+    f"E must be at most {MOST_EXPERTS}": lambda c: c.dim["E"] <= MOST_EXPERTS,
 }
 _SM100 = {
     "N and M must be multiples of 32": lambda c: c.dim["N"] % 32 == 0 and c.dim["M"] % 32 == 0,
     "rows and experts of w13 and w2 must start at multiples of 16 bytes": lambda c: all(
         step % 16 == 0 for w in (c.arg.w13, c.arg.w2) for step in w.stride()[:2]
     ),
-    f"E must be at most {sm100.MOST_EXPERTS}": lambda c: c.dim["E"] <= sm100.MOST_EXPERTS,
+    f"E must be at most {MOST_EXPERTS}": lambda c: c.dim["E"] <= MOST_EXPERTS,
 }
 
 OP = Op(

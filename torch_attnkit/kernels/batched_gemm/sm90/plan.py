@@ -1,13 +1,13 @@
-"""How products of groups are cut on Hopper."""
+"""Tile shapes of the batched GEMM on Hopper, and which kernel takes a problem."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from ...grouped_gemm.problem import BLOCK, CONTIGUOUS, LINEAR
+from ...grouped_gemm.problem import BLOCK, CONTIGUOUS, LINEAR, SPAN
 from ...grouped_gemm.sm90.config import BOX as FP4_BOX
-from ...grouped_gemm.sm90.config import CODE_ALIGNMENT, SPAN, WARP_ROWS
+from ...grouped_gemm.sm90.config import CODE_ALIGNMENT, WARP_ROWS
 from ..plan import CHUNK
 from ..problem import Fp4Problem, Problem
 
@@ -18,23 +18,23 @@ _MOST_STAGES = 16
 TILES = (
     (64, 8, 128), (64, 16, 128), (64, 32, 128), (64, 64, 128), (64, 128, 128), (128, 128, 64), (128, 256, 64),
 )  # fmt: skip
-# What a multiprocessor does in a clock: products, and numbers of 16 bits that it gets from L2. Counted, not measured.
-_PRODUCTS, _NUMBERS = 2048, 20
+# What a multiprocessor does in a clock: products, and elements of 16 bits that it gets from L2. Counted, not measured.
+_PRODUCTS, _L2_ELEMENTS = 2048, 20
 
 _LEAST_CODE_ALIGNMENT = 8  # bytes: of a row of FP4 codes that starts anywhere a copy is made
-FEW_BOX_ROWS = 64  # of FP4 weights that TMA brings at a time, for few tokens
+FEW_BOX_ROWS = 64  # of FP4 weights that TMA loads at a time, for few tokens
 FEW_COLUMNS = (1, 2, 4, 8, 16, 32)  # tokens of such a product
-_FEW_CODES = 4  # tokens up to which codes are multiplied, and scaled later
+_FEW_E4M3 = 4  # tokens up to which codes are multiplied, and scaled later
 # Warps of a block by columns: four a scheduler, for decoding is long chains of instructions, or fewer, where threads
 # have too few registers: 128 for 32 columns, and of two blocks 64 for 4.
 _FEW_WARPS = {1: 16, 2: 16, 4: 8, 8: 16, 16: 16, 32: 12}
 # Rows of a block, and slices of K, a block each. Of codes a multiprocessor has two blocks of 64 rows at a time.
-_FEW_CODES_BLOCKS = ((64, 1), (64, 2), (64, 4))
-_FEW_NUMBERS_BLOCKS = (*_FEW_CODES_BLOCKS, (128, 1), (128, 2), (128, 4), (256, 2), (256, 4))
-FEW_BLOCKS = {c: _FEW_CODES_BLOCKS if c <= _FEW_CODES else _FEW_NUMBERS_BLOCKS for c in FEW_COLUMNS}
+_FEW_E4M3_BLOCKS = ((64, 1), (64, 2), (64, 4))
+_FEW_MMA_BLOCKS = (*_FEW_E4M3_BLOCKS, (128, 1), (128, 2), (128, 4), (256, 2), (256, 4))
+FEW_BLOCKS = {c: _FEW_E4M3_BLOCKS if c <= _FEW_E4M3 else _FEW_MMA_BLOCKS for c in FEW_COLUMNS}
 _MOST_SCALE_STEP = 1 << 22  # bytes from a row's scales to the next's: places in a block have 32 bits
 # What slices cost, in boxes' rows that are decoded: a microsecond for clusters to start, meet and read each other.
-_FEW_MEETING = 300
+_FEW_CLUSTER_SYNC = 300
 # Of all multiprocessors those that clusters of 4 fill. 128 blocks of an H200 took as long as twice their work in
 # clusters of 2, so they were no one wave.
 _FILLED_BY_4 = 0.9
@@ -46,7 +46,7 @@ _FP4_LEAST, _FP4_CLOCK = 10.9, 0.184 / 4096
 # Of FP4 weights by ``wgmma``: warps that multiply, tokens of a work tile.
 _FP4_WARPS = 8
 FP4_WIDTHS = tuple(range(32, 256, 16))
-# Tokens of a work tile up to which two steps over K are multiplied together; clocks that a step takes at least, for so
+# Tokens of a work tile up to which two steps over K are multiplied at a time; clocks that a step takes at least, for so
 # long codes are decoded, and more for what is done between products. Counted on grouped_gemm's figures.
 _FP4_NARROW, _FP4_STEP, _FP4_BETWEEN = 80, 45, 20
 _PREPARE_BLOCKS = 8  # of a multiprocessor
@@ -88,7 +88,7 @@ class Tile:
 
     @property
     def buffers(self) -> int:
-        """Of results that a warpgroup has on their way."""
+        """Outputs that a warpgroup has in flight."""
         return min(2, self.tokens // self.stored)
 
     @property
@@ -98,12 +98,12 @@ class Tile:
 
     @property
     def stages(self) -> int:
-        room = _SHARED - self.consumers * self.buffers * self.result_bytes
-        return min(_MOST_STAGES, room // self.stage_bytes)
+        budget = _SHARED - self.consumers * self.buffers * self.result_bytes
+        return min(_MOST_STAGES, budget // self.stage_bytes)
 
 
 def tile(problem: Problem, sms: int) -> Tile | None:
-    """The work tile by which the machine is done first; none where TMA cannot take the rows."""
+    """The tile with the least estimated time; none where TMA cannot take the rows."""
     p = problem
     if any(n % CHUNK for n in (p.k, p.n, *p.x, *p.weight)):
         return None
@@ -112,7 +112,7 @@ def tile(problem: Problem, sms: int) -> Tile | None:
         """Clocks for a number of K."""
         tiles = p.groups * -(-p.n // (tile.features * tile.ctas)) * tile.ctas * -(-p.tokens // tile.tokens)
         loaded = tile.features + tile.tokens / tile.ctas
-        return -(-tiles // sms) * max(tile.features * tile.tokens / _PRODUCTS, loaded / _NUMBERS)
+        return -(-tiles // sms) * max(tile.features * tile.tokens / _PRODUCTS, loaded / _L2_ELEMENTS)
 
     # A pair shares enough tokens to be worth waiting for each other, and has features for both.
     pairs = (f < p.n and t >= 32 for f, t, _ in TILES)
@@ -120,8 +120,9 @@ def tile(problem: Problem, sms: int) -> Tile | None:
 
 
 @dataclass(frozen=True)
-class Few:
-    """A CTA has ``rows`` of weights x ``columns`` tokens, and one of ``slices`` of K: so many ``boxes`` of 256."""
+class FewTokens:
+    """A CTA has ``rows`` of weights x ``columns`` tokens, and one of ``slices`` of K: so many ``boxes`` of 256
+    elements."""
 
     format: str
     columns: int
@@ -132,14 +133,14 @@ class Few:
     early: bool = True  # whether the launch begins while the one before it ends
 
     @property
-    def codes(self) -> bool:
-        """Whether codes are multiplied, by ``wgmma``; else numbers in bf16 are, by ``mma.sync``."""
-        return self.columns <= _FEW_CODES
+    def e4m3(self) -> bool:
+        """Whether the MMA is E4M3 ``wgmma``; else bf16 ``mma.sync``."""
+        return self.columns <= _FEW_E4M3
 
     @property
     def resident(self) -> int:
-        """Blocks for which a multiprocessor has room."""
-        return 2 if self.codes else 1
+        """CTAs of an SM."""
+        return 2 if self.e4m3 else 1
 
     @property
     def warp_tiles(self) -> int:
@@ -147,9 +148,9 @@ class Few:
         return 2 if self.rows == 256 or self.columns == 32 else 1
 
     @property
-    def code_columns(self) -> int:
-        """Of a product of codes. Every quarter of a span has columns of its own: a pair for two tokens, or for both
-        blocks of one."""
+    def e4m3_columns(self) -> int:
+        """Of an E4M3 MMA. Every quarter of a span has columns of its own: a pair for two tokens, or for
+        both blocks of one."""
         return 8 * -(-self.columns // 2)
 
     @property
@@ -159,7 +160,7 @@ class Few:
 
     @property
     def parts(self) -> int:
-        """Warps of the same rows, which take boxes in turns."""
+        """Warps of the same rows, which take boxes in turn."""
         return min(_FEW_WARPS[self.columns] // self.row_warps, self.boxes)
 
     @property
@@ -193,48 +194,48 @@ class Few:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the ring: tokens, and later sums."""
-        tokens = self.code_bytes + self.scales * 4 if self.codes else self.columns * self.row_bytes
+        tokens = self.e4m3_bytes + self.scales * 4 if self.e4m3 else self.columns * self.row_bytes
         return max(tokens, self.columns * self.parts * self.sum_pitch * 4)
 
     @property
-    def code_bytes(self) -> int:
-        """Of the tokens' codes, which are E4M3 by then."""
-        return self.code_columns * self.boxes * FP4_BOX
+    def e4m3_bytes(self) -> int:
+        """Of the tokens, re-encoded as E4M3."""
+        return self.e4m3_columns * self.boxes * FP4_BOX
 
     @property
     def scales(self) -> int:
-        """Of the tokens, which are float32 by then."""
+        """Of the tokens, as float32."""
         return self.columns * self.boxes * FP4_BOX // BLOCK[self.format]
 
     @property
     def stages(self) -> int:
-        """All boxes, if there is room, so that all are on their way from the start; else as many for each part, so that
-        a stage is always of the same one. Another part may be a round behind, and of its barrier every other phase has
-        the same parity: one would take the other's box for its own."""
-        room = _SHARED - self.fixed_bytes if self.resident == 1 else _SHARED // 2 - _BARRIERS - self.fixed_bytes
-        found = room // (self.rows * FP4_BOX // 2)
+        """All boxes, if they fit, so that all are in flight from the start; else as many for each part, so that a stage
+        is always of the same one. Another part may be a round behind, and of its barrier every other phase has the same
+        parity: one would take the other's box for its own."""
+        budget = _SHARED - self.fixed_bytes if self.resident == 1 else _SHARED // 2 - _BARRIERS - self.fixed_bytes
+        found = budget // (self.rows * FP4_BOX // 2)
         return self.boxes if found >= self.boxes else found // self.parts * self.parts
 
 
-def few(problem: Fp4Problem, sms: int) -> Few | None:
-    """For so few tokens that a slice's fit into shared memory, unless ``wgmma`` has done them sooner; codes must start
-    and end where TMA takes them."""
+def few(problem: Fp4Problem, sms: int) -> FewTokens | None:
+    """For so few tokens that a slice's fit into shared memory, unless ``wgmma`` is estimated to be faster; packed rows
+    must start and end where TMA takes them."""
     p = problem
     columns = next((c for c in FEW_COLUMNS if c >= p.tokens), None)
     if columns is None or _code_alignment(p.k, p.weight) != CODE_ALIGNMENT or p.weight_scale[-1] > _MOST_SCALE_STEP:
         return None
     boxes = -(-p.k // FP4_BOX)
     made = (
-        Few(p.format, columns, rows, slices, -(-boxes // slices), _scale_vector(p))
+        FewTokens(p.format, columns, rows, slices, -(-boxes // slices), _scale_vector(p))
         for rows, slices in FEW_BLOCKS[columns] if slices <= boxes
     )  # fmt: skip
 
-    def cost(few: Few) -> tuple[int, int]:
+    def cost(few: FewTokens) -> tuple[int, int]:
         """Numbers that a multiprocessor decodes, its tokens' among them, and what meeting costs; of equals, large
         blocks."""
         filled = int(sms * _FILLED_BY_4) if few.slices == 4 else sms
         waves = -(-(-(-p.n // few.rows) * p.groups * few.slices) // filled)
-        return waves * few.boxes * (few.rows + columns) + _FEW_MEETING * (few.slices > 1), -few.rows
+        return waves * few.boxes * (few.rows + columns) + _FEW_CLUSTER_SYNC * (few.slices > 1), -few.rows
 
     best = min((few for few in made if few.stages >= min(2, few.boxes)), key=cost, default=None)
     if best is None:
@@ -245,8 +246,8 @@ def few(problem: Fp4Problem, sms: int) -> Few | None:
 
 
 @dataclass(frozen=True)
-class Fp4Plan:
-    """A product by the experts' ``wgmma``."""
+class Fp4WgmmaPlan:
+    """A GEMM by the experts' ``wgmma`` kernel."""
 
     columns: int  # most tokens of a work tile
     widths: tuple[int, ...]  # that are multiplied, see ``WgmmaConfig``
@@ -260,13 +261,13 @@ class Fp4Plan:
     blocks: int
 
 
-def fp4(problem: Fp4Problem, sms: int) -> Fp4Plan:
+def fp4(problem: Fp4Problem, sms: int) -> Fp4WgmmaPlan:
     p, rows = problem, _fp4_rows(problem)
     width = min(FP4_WIDTHS, key=lambda width: _fp4_clocks(p, sms, width))
     tiles = -(-p.tokens // width)
     columns = -(-p.tokens // (8 * tiles)) * 8  # of all work tiles about as many
     spans = -(-p.k // SPAN)
-    return Fp4Plan(
+    return Fp4WgmmaPlan(
         columns=columns,
         widths=(max(columns, FP4_WIDTHS[0]),),
         group=2 if columns <= _FP4_NARROW else 1,
@@ -302,6 +303,6 @@ def _scale_vector(p: Fp4Problem) -> int:
 
 
 def _code_alignment(k: int, steps: tuple[int, ...]) -> int:
-    """Bytes at whose multiples rows of codes start and end; of a copy if they are too few."""
+    """Bytes at whose multiples packed rows start and end; of a copy if they are too few."""
     found = math.gcd(CODE_ALIGNMENT, k // 2, *steps)
     return found if found >= _LEAST_CODE_ALIGNMENT else math.gcd(CODE_ALIGNMENT, k // 2)

@@ -1,25 +1,25 @@
-"""What the kernels of Blackwell are compiled for, their warps and memories."""
+"""Compile-time configuration of the Blackwell kernels: warp roles, stages, columns of tensor memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..problem import BLOCK
+from ..problem import BLOCK, SPAN
 
 TOKENS = 128  # of a work tile, the lanes of tensor memory
-WEIGHT_ROWS = 128  # of a work tile, the columns of a product
-FEATURES = WEIGHT_ROWS // 2  # of h, of a work tile of the first product: so many gate and so many up rows
+WEIGHT_ROWS = 128  # of a work tile, the columns of an MMA
+FEATURES = WEIGHT_ROWS // 2  # of h, of a work tile of the first GEMM: so many gate and so many up rows
 ROW_BYTES = 128  # of a row in a stage, which TMA swizzles
-STAGE = 2 * ROW_BYTES  # numbers of them, if all are codes
+STAGE = 2 * ROW_BYTES  # elements of them, if all are codes
 STEP_BYTES = 32  # of a row, that a product takes
 BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}  # of a token's number that is multiplied under a scale
-TOKEN_BLOCK = {**BLOCK, "mxfp8": 32}  # numbers of a token under one scale
-TOKEN_BOX = 32  # rows that TMA brings at a time: of those that a work tile does not have, at most 31
+TOKEN_BLOCK = {**BLOCK, "mxfp8": 32}  # elements of a token under one scale
+TOKEN_BOX = 32  # rows that TMA loads at a time: of those that a work tile does not have, at most 31
 FEW_TOKENS = 64  # of a work tile at most whose tokens are columns
-COLUMN_STEP = 8  # in multiples of which a product has columns: of tokens as many as TMA brings at a time
+COLUMN_STEP = 8  # in multiples of which a product has columns: of tokens as many as TMA loads at a time
 # Warps: results, which each reach 32 lanes of tensor memory; scales, a row of tokens and one of weights a lane; then
-# one each that multiplies, that brings weights, and that brings tokens.
+# one each that multiplies, that loads weights, and that loads tokens.
 RESULT_WARPS = 4
 SCALE_WARPS = 4
 PRODUCT_WARP = RESULT_WARPS + SCALE_WARPS
@@ -34,31 +34,31 @@ PAIR = 2  # CTAs that multiply a work tile of many tokens together
 NEIGHBOURS = 2  # work tiles that share loads
 BUFFERS = {1: 2, 2: 3}
 SUMS = 2  # buffers where weights are decoded
-ROW_ALIGNMENT = 16  # bytes at whose multiples rows of codes start and end, which TMA takes
-UNPACKED_ALIGNMENT = 32  # if it makes bytes of codes, of 128 numbers at a time
+ROW_ALIGNMENT = 16  # bytes at whose multiples packed rows start and end, which TMA takes
+UNPACKED_ALIGNMENT = 32  # if it makes bytes of packed weights, of 128 elements at a time
 STAGES_AHEAD = 4  # stages whose scales a warp has on their way
-MARK_WORDS = 4  # that a row of h has of its token, see ``totals.py``
+TAG_WORDS = 4  # that a row of h has of its token, see ``reduce.py``
 
 
-def mark_bytes(hidden: int, row_tiles: int) -> int:
-    """Behind the numbers of a row of h: of its token, and counters of results, one for each work tile's features."""
-    return -(-(MARK_WORDS + -(-hidden // (WEIGHT_ROWS * row_tiles))) // 4) * 16
+def tag_bytes(hidden: int, row_tiles: int) -> int:
+    """Behind the elements of a row of h: its token's tag, and counters of results, one for each tile of features."""
+    return -(-(TAG_WORDS + -(-hidden // (WEIGHT_ROWS * row_tiles))) // 4) * 16
 
 
 def by_scale(format: str, activations: str) -> bool:
-    """Whether tensor cores can multiply tokens' numbers with weights' codes, under scales of one kind and block."""
+    """Whether block-scaled MMA takes these activations and weights: scales of one kind and block."""
     return format == activations or (format, activations) == ("mxfp4", "mxfp8")
 
 
-def parts(dtype: str, activations: str) -> int:
-    """Numbers of bf16 that each of a token's is the sum of, where weights are decoded: float16 has eleven bits, unless
-    it is rounded to what codes stand for."""
+def bf16_parts(dtype: str, activations: str) -> int:
+    """bf16 addends of an activation, where weights are dequantised: float16 has eleven bits, unless it is
+    fake-quantised."""
     return 2 if dtype == "f16" and activations == "none" else 1
 
 
 @dataclass(frozen=True)
 class Config:
-    """One product. ``paired``: rows of a row tile are ``FEATURES`` of gate and as many of up."""
+    """One GEMM. ``paired``: rows of a row tile are ``FEATURES`` of gate and as many of up."""
 
     format: str
     paired: bool
@@ -72,12 +72,12 @@ class Config:
 
     @property
     def few(self) -> bool:
-        """Whether tokens are a product's columns, as many as there are, and weights its rows."""
+        """Swap-AB: whether tokens are the MMA's columns and weights its rows."""
         return self.tokens < TOKENS
 
     @property
     def token_box(self) -> int:
-        """Rows of tokens that TMA brings at a time."""
+        """Rows of tokens that TMA loads at a time."""
         return COLUMN_STEP if self.few else TOKEN_BOX
 
     @property
@@ -95,17 +95,17 @@ class Config:
 
     @property
     def stage(self) -> int:
-        """Numbers of a row in a stage."""
+        """Elements of a row in a stage."""
         return ROW_BYTES * 8 // BITS[self.activations]
 
     @property
     def step(self) -> int:
-        """Numbers of a row that a product takes."""
+        """Elements of a row that an MMA takes."""
         return STEP_BYTES * 8 // BITS[self.activations]
 
     @property
     def unpacked(self) -> bool:
-        """Whether TMA makes bytes of weights' codes, beside tokens that have bytes."""
+        """Whether TMA unpacks weights to bytes, beside activations of 8 bits."""
         return self.activations == "mxfp8"
 
     @property
@@ -130,17 +130,17 @@ class Config:
 
     @property
     def box_layout(self) -> tuple[Any, Any]:
-        """Shape and steps of a stage's codes."""
+        """Shape and steps of a stage's packed weights."""
         steps = (ROW_BYTES, FEATURES * ROW_BYTES) if self.paired else ROW_BYTES
         return (self.box, ROW_BYTES), (steps, 1)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A row of quantised numbers in the workspace: codes, whole products' worth of them, then their scales, whole
-    stages' worth. What is behind the last number is zero as far as a product reads."""
+class QuantizedRow:
+    """A row of quantised activations in the workspace: packed elements, a whole number of MMAs, then their scales, a
+    whole number of stages. Behind the last element are zeros as far as an MMA reads."""
 
-    columns: Any  # numbers
+    columns: Any  # elements
     activations: str
 
     @property
@@ -154,7 +154,6 @@ class Rows:
         return int(self.code_bytes + -(-scales // 16) * 16)
 
 
-SPAN = 128  # numbers of a row that a group of warps decodes at a time, and that a stage of tokens has
 SPANS = STAGE // SPAN
 DECODE_WARPS = 4 * SPANS  # of a group four, which each reach 32 lanes; every group has a span of a stage
 DECODED_PRODUCT_WARP = RESULT_WARPS + DECODE_WARPS
@@ -164,13 +163,13 @@ TOKEN_STAGES = 4
 WEIGHT_STAGES = 4
 DECODED_STAGES = 4
 SPAN_COLUMNS = SPAN // 2  # of tensor memory, of a decoded span
-CHUNK = 32  # tokens whose sums meet in shared memory at a time
+CHUNK = 32  # tokens whose sums are exchanged through shared memory at a time
 PITCH = WEIGHT_ROWS + 4  # words from a token's sums to the next: rows that are read at once begin in other banks
 
 
 @dataclass(frozen=True)
-class DecodedConfig(Config):
-    """One product of decoded weights. ``parts``: numbers of bf16 that each of a token's is the sum of."""
+class DequantConfig(Config):
+    """One GEMM of dequantised weights. ``parts``: bf16 addends of an activation."""
 
     parts: int = 1
 

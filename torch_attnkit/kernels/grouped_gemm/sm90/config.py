@@ -1,46 +1,41 @@
-"""What the kernels of Hopper are compiled for, and their shared memory."""
+"""Compile-time configuration of the Hopper kernels, and their shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..problem import BLOCK
+from ..problem import BLOCK, BULK_ROWS
 
-BOX = 256  # numbers of a row that TMA brings at a time, 128 bytes
-SPAN = 128  # numbers that a quad of lanes decodes at a time, 32 each: 16 bytes of a row
+BOX = 256  # elements of a row that TMA loads at a time, 128 bytes
 WARP_ROWS = 16  # of a work tile
 CONSUMERS = 8  # warps that multiply
-CODES, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
-COMBINERS = 2  # warps that add up tokens' results, of the second product, a work tile each in turn
-FACTORS = 3  # warps that bring scales, a stage each in turn, as far as there are stages
+WEIGHTS, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which there is one each
+COMBINERS = 2  # warps that add up tokens' results, of the second GEMM, a work tile each in turn
+FACTORS = 3  # warps that load scales, a stage each in turn, as far as there are stages
 WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
-BOXES = 2  # of a stage that a consumer has: 32 KB of codes in all
-STRADDLING = 0  # rows of scales follow each other, and every other one begins in the middle of a word
-TOGETHER = -1  # the same, and those of a work tile come to shared memory by one copy or two
+BOXES = 2  # of a stage that a consumer has: 32 KB of packed weights in all
 MOST_BLOCKS = 96  # of such a row
-CODE_ALIGNMENT = 16  # of rows of codes, their starts and ends, that TMA takes
-ALIGNMENT = {STRADDLING: 4, TOGETHER: 16}  # of scales, in bytes; otherwise that of a load
+CODE_ALIGNMENT = 16  # of packed rows, their starts and ends, that TMA takes
 TILES = 4  # work tiles that are known ahead
-WARP_SLOTS = 64  # choices of experts at most that every block sorts for itself, by a warp
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
 _SHARED = 223 * 1024  # of a block, without barriers, work tiles and what sorts slots
 _PAD = 16  # bytes between tokens in shared memory: rows that are read at once begin in different banks
 _MOST_STAGES = 4
 _MOST_TOKEN_STAGES = 12
-TOKEN_BOX = 64  # numbers of a token that TMA brings at a time to a ring of its own: 128 bytes, which it swizzles
-# Tokens of a work tile, up to which a turn of the loop has two spans: 212 instructions a span for 261 with 80 tokens.
+TOKEN_BOX = 64  # elements of a token that TMA loads at a time to a ring of its own: 128 bytes, which it swizzles
+# Tokens of a work tile, up to which an iteration has two spans: 212 instructions a span for 261 with 80 tokens.
 # H200, 256 MXFP4 experts of 4096 x 2048, 2048 tokens: 1846 us for 2020.
 _NARROW = 96
 LOADERS = 4  # warps of which one loads weights, one tokens, and the others scales
 SCALERS = 2  # these others, each with a part of the rows
-_WEIGHT_ROOM = ((96, 120 * 1024), (160, 60 * 1024), (256, 40 * 1024))  # by the most tokens of a work tile
+_WEIGHT_BUDGET = ((96, 120 * 1024), (160, 60 * 1024), (256, 40 * 1024))  # by the most tokens of a work tile
 _MOST_WEIGHT_STAGES = 4
 
 
 @dataclass(frozen=True)
 class Config:
-    """One product."""
+    """One GEMM."""
 
     format: str
     row_warps: int  # consumers that share no rows; the others have other slices of K
@@ -49,7 +44,7 @@ class Config:
     columns: int  # most tokens of a work tile
     paired: bool  # whether rows of a work tile are 8 of gate and 8 of up in turn
     scale_vector: int  # bytes of scales that one load may take, or STRADDLING, or TOGETHER
-    code_alignment: int  # bytes at whose multiples rows of codes start and end: CODE_ALIGNMENT, or 8
+    code_alignment: int  # bytes at whose multiples packed rows start and end: CODE_ALIGNMENT, or 8
 
     @property
     def block(self) -> int:
@@ -57,22 +52,22 @@ class Config:
 
     @property
     def by_tma(self) -> bool:
-        """Whether codes come so; otherwise the lanes of a warp copy them."""
+        """Whether weights are loaded by TMA; otherwise the lanes of a warp copy them."""
         return self.code_alignment == CODE_ALIGNMENT
 
     @property
     def code_arrivals(self) -> int:
-        """At the mbarrier of a stage, of the warp that brings codes."""
+        """At the full barrier of a stage, of the weight producer warp."""
         return 1 if self.by_tma else 32
 
     @property
     def token_vector(self) -> int:
-        """Numbers of a row of x of which all or none are there."""
+        """Elements of a row of x that are all inside or all outside."""
         return 2 * self.code_alignment
 
     @property
     def parts(self) -> int:
-        """Addends of bf16 that a token's number is multiplied as: one of 11 bits takes two of 8."""
+        """bf16 addends of an activation: one of 11 bits takes two of 8."""
         return 2 if self.source == "f16" and self.activations == "none" else 1
 
     @property
@@ -92,7 +87,7 @@ class Config:
 
     @property
     def stage(self) -> int:
-        """Numbers of a row in a stage of the ring."""
+        """Elements of a row in a stage of the ring."""
         return BOX * self.boxes
 
     @property
@@ -129,22 +124,22 @@ class Config:
 
     @property
     def line_bytes(self) -> int:
-        """Scales of a work tile as they are in device memory, where they come by copies."""
-        return self.rows * MOST_BLOCKS if self.scale_vector == TOGETHER else 0
+        """Scales of a tile as in device memory, where bulk copies load them."""
+        return self.rows * MOST_BLOCKS if self.scale_vector == BULK_ROWS else 0
 
     @property
     def sum_bytes(self) -> int:
-        """In which slices of K meet: (slices - 1, rows, columns) of float32."""
+        """For the reduction over slices of K: (slices - 1, rows, columns) of float32."""
         return (self.slices - 1) * self.rows * self.columns * 4
 
     @property
     def result_pitch(self) -> int:
-        """Floats from a token's features to the next token's, where they are rounded together."""
+        """Floats from a token's features to the next token's, where h is quantised."""
         return self.features + 4
 
     @property
     def result_bytes(self) -> int:
-        """Features of a work tile that are rounded together, of so many tokens at a time."""
+        """Features of a tile on their way to be quantised, of so many tokens at a time."""
         tokens = min(self.columns, MOST_COLUMNS)
         return tokens * self.result_pitch * 4 if self.paired and self.activations != "none" else 0
 
@@ -163,11 +158,11 @@ class Config:
 
 @dataclass(frozen=True)
 class WgmmaConfig(Config):
-    """A product for many tokens an expert. Weights and tokens have a ring each, and a stage of tokens is as wide as the
-    widest work tile: so it has fewer numbers of each. Of ``token_widths`` a work tile takes the least that suffices."""
+    """A GEMM for many tokens an expert. Weights and tokens have a ring each, and a stage of tokens is as wide as the
+    widest tile, so it has fewer elements of each. A tile takes the least of ``token_widths`` that suffices."""
 
     token_widths: tuple[int, ...]  # tokens that are multiplied at once
-    group: int  # steps over K that are multiplied together, while as many are decoded: 1, 2 or 4
+    group: int  # steps over K that are multiplied at a time, while as many are decoded: 1, 2 or 4
 
     @property
     def boxes(self) -> int:
@@ -180,8 +175,8 @@ class WgmmaConfig(Config):
 
     @property
     def spans(self) -> int:
-        """That are multiplied in a turn of the loop. Two cost fewer instructions, and products with zeros at the end of
-        rows of an odd number."""
+        """Multiplied in an iteration. Two take fewer instructions, and multiply zeros at the end of rows of an odd
+        number."""
         return 2 if self.columns <= _NARROW else 1
 
     @property
@@ -203,8 +198,8 @@ class WgmmaConfig(Config):
 
     @property
     def weight_stages(self) -> int:
-        room = next(room for most, room in _WEIGHT_ROOM if self.columns <= most)
-        return max(2, min(_MOST_WEIGHT_STAGES, room // (self.weight_bytes + self.factor_bytes)))
+        budget = next(budget for most, budget in _WEIGHT_BUDGET if self.columns <= most)
+        return max(2, min(_MOST_WEIGHT_STAGES, budget // (self.weight_bytes + self.factor_bytes)))
 
     @property
     def token_stages(self) -> int:

@@ -1,4 +1,4 @@
-"""How routed experts are cut on Hopper."""
+"""Tile shapes, grids and workspace of the routed experts on Hopper."""
 
 from __future__ import annotations
 
@@ -9,37 +9,20 @@ import torch
 
 from torch_attnkit.core.spec import short
 
-from ..problem import BLOCK, Problem, Weights
-from .config import (
-    ALIGNMENT,
-    BOX,
-    BOXES,
-    CODE_ALIGNMENT,
-    CONSUMERS,
-    MOST_BLOCKS,
-    MOST_COLUMNS,
-    SPAN,
-    STRADDLING,
-    TOGETHER,
-    WARP_ROWS,
-    WARP_SLOTS,
-    WIDTHS,
-    Config,
-)
+from ..problem import ALIGNMENT, BLOCK, BULK_ROWS, SPAN, STRADDLING, WARP_SLOTS, Problem, Weights, experts_compiled
+from .config import BOX, BOXES, CODE_ALIGNMENT, CONSUMERS, MOST_BLOCKS, MOST_COLUMNS, WARP_ROWS, WIDTHS, Config
 
-MOST_EXPERTS = 1 << 15  # whose counts one block keeps in shared memory
-_LEAST_EXPERTS = 1 << 10
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
 # 1020 us with 1.5 and 1031 with 1, 512 take 1310 and 1299.
-_ROOM = 1.5
+_HEADROOM = 1.5
 # Stages of weights that the start of a work tile costs as much time as. H200, 29 shapes and numbers of tokens of five
 # models with rows of 128, 64 and 32: in the mean 0.1 % over the fastest, at most 3 % (docs/lab/grouped_gemm.md).
 _START = 0.45
 # Tokens of an expert, from which on products are by wgmma. H200, us by mma.sync and by wgmma: 128 MXFP4 experts of 2880
 # x 2880 with 8 tokens each 579, 677, with 16 774, 717; 256 of 4096 x 2048 with 6 tokens 1031, 1253, with 12 1281, 1268.
 _MANY = 12
-# The same where K of the second product is one stage of mma.sync, as many ends of work tiles as stages. H200, 512 NVFP4
+# The same where K of the second GEMM is one stage of mma.sync, as many ends of work tiles as stages. H200, 512 NVFP4
 # experts of 2048 x 512, top 10, with 5 tokens each 375 and 417, with 7.5 426 and 421, with 10 470 and 431.
 _MANY_SHORT = 7.5
 # Tokens that work tiles of wgmma have, steps over K in a group, and warps that multiply. Narrow work tiles are as fast
@@ -62,14 +45,14 @@ class Plan:
     token_widths: tuple[int, ...]  # of ``wgmma``; none by ``mma.sync``
     group: int  # as in ``WgmmaConfig``
     columns: int  # most tokens of a work tile
-    experts: int  # room for so many
+    experts: int  # at least so many
     tiles: int  # at most, of tokens
     blocks: tuple[int, ...]  # of the launches whose number of blocks is free
     counters: tuple[int, int]
-    x_rows: tuple[int, int]  # shape of x as the first product wants it, and so on
+    x_rows: tuple[int, int]  # shape of x as the first GEMM wants it, and so on
     h_rows: tuple[int, int]
     row_warps: int
-    by_warp: bool  # slots are so few that every block sorts them for itself, and both products are one launch
+    by_warp: bool  # slots are so few that every block sorts them for itself, and both GEMMs are one launch
     scale_vectors: tuple[int, int]
     code_alignment: int  # as in ``Config``
 
@@ -87,7 +70,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     if mean >= many and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
         widths, group, warps = next(kind for most, kind in _WGMMA if mean <= most)
         return _by_wgmma(p, widths, group, warps, sms)
-    wanted = min(p.tokens, _ROOM * mean)
+    wanted = min(p.tokens, _HEADROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
     row_warps = _row_warps(p, columns, tiles, sms)
@@ -100,7 +83,7 @@ def plan(problem: Problem, sms: int) -> Plan:
         token_widths=(),
         group=0,
         columns=columns,
-        experts=_room_for(p.experts),
+        experts=experts_compiled(p.experts),
         tiles=tiles,
         blocks=(
             (not by_warp) + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
@@ -125,7 +108,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         token_widths=widths,
         group=group,
         columns=columns,
-        experts=_room_for(p.experts),
+        experts=experts_compiled(p.experts),
         tiles=tiles,
         blocks=(min(sms, -(-p.tokens * x_spans // 256)), *(min(sms, most) for most in units)),
         counters=(1, 3 + p.experts),
@@ -138,12 +121,8 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
     )
 
 
-def _room_for(experts: int) -> int:
-    return max(_LEAST_EXPERTS, 1 << (experts - 1).bit_length())
-
-
 def _config(p: Problem, row_warps: int, columns: int) -> Config:
-    """Of the first product, which needs more shared memory beside its stages."""
+    """Of the first GEMM, which needs more shared memory beside its stages."""
     return Config(p.format, row_warps, short(p.dtype), p.activations, columns, True, 1, _code_alignment(p))
 
 
@@ -155,15 +134,15 @@ def _code_alignment(p: Problem) -> int:
 
 def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
     """Rows of a work tile: few of them are enough work tiles for all multiprocessors, but have longer stages, which K
-    fills less well, and more starts. Blocks take work tiles one by one, those of the second product last."""
+    fills less well, and more starts. Blocks take work tiles one by one, those of the second GEMM last."""
 
     def stages(warps: int) -> float:
-        """How many the busiest block has, of both products."""
+        """How many the busiest block has, of both GEMMs."""
         c = _config(p, warps, columns)
-        turns = lambda w: -(-tiles * -(-w.rows // c.rows) // sms)
-        return sum(turns(w) * (-(-w.columns // c.stage) + _START) for w in (p.up, p.down))
+        waves = lambda w: -(-tiles * -(-w.rows // c.rows) // sms)
+        return sum(waves(w) * (-(-w.columns // c.stage) + _START) for w in (p.up, p.down))
 
-    # A work tile of the first product has whole blocks of features, where they are rounded. Many tokens leave no room
+    # A work tile of the first GEMM has whole blocks of features, where they are rounded. Many tokens leave no room
     # for stages of few rows.
     fewer = (4,) if p.activations != "none" else (4, 2)
     some = [warps for warps in fewer if _config(p, warps, columns).stages >= _LEAST_STAGES]
@@ -181,10 +160,10 @@ def _vector(p: Problem, weights: Weights, many: bool) -> int:
 
 
 def _few_vectors(p: Problem, config: Config) -> tuple[int, int]:
-    """Those of both products for few tokens: rows of scales that no vector load takes come together, if those of both
+    """Those of both GEMMs for few tokens: rows of scales that no vector load takes come together, if those of both
     products are such and that costs no stage."""
     up, down = (_vector(p, w, False) for w in (p.up, p.down))
-    fits = replace(config, scale_vector=TOGETHER).stages == config.stages
+    fits = replace(config, scale_vector=BULK_ROWS).stages == config.stages
     if fits and up == down == STRADDLING and max(p.up.scale_row, p.down.scale_row) <= MOST_BLOCKS:
-        return TOGETHER, TOGETHER
+        return BULK_ROWS, BULK_ROWS
     return up, down
