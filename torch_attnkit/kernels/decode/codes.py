@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import MmaConfig, fit
+from torch_attnkit.cuda.smem import fit
+
+from .config import MmaConfig
 
 # Heads (D, Dv): multiples of 32 could be, up to 256, as many columns as Q has registers for.
 HEADS = ((64, 64), (128, 128), (256, 256))

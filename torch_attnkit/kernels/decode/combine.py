@@ -16,12 +16,14 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite, join
+from torch_attnkit.cuda.smem import Region, itemsize
 from torch_attnkit.cuda.warp_ops import exp2
+from torch_attnkit.cuda.workspace import SplitLayout
 
 from ..scores import LOG2_E
 from . import schedule
 from .arguments import Scalars, Tensors, kv_heads_of, out_dtype
-from .config import Region, Results, SplitLayout, itemsize
+from .config import Results
 from .schedule import Lengths, Partition, WorkTile, abreast_of, partition, units_before, visible
 
 THREADS = 512  # of a block of the second kernel

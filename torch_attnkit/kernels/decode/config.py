@@ -10,26 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM have together
-RESERVED = 1024  # of which the driver takes this much a block
-CHUNK = 16  # bytes that a lane copies at once, and of which a swizzle changes the place
+from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
+
 FLAG_BYTES = 16  # a word by which the threads of a block agree, and its alignment
-
-
-@dataclass(frozen=True)
-class Region:
-    """Bytes of a block's shared memory."""
-
-    offset: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
-
-    def at(self, shared: Any) -> Any:
-        """The address, where ``shared`` is that of the block's first byte."""
-        return shared + self.offset if self.offset else shared
 
 
 @dataclass(frozen=True)
@@ -51,39 +35,6 @@ class Results:
     @property
     def nbytes(self) -> int:
         return self.count * self.heads * (self.row_floats + 2) * 4
-
-
-@dataclass(frozen=True)
-class SplitLayout:
-    """A split in the workspace, fp32: O (heads, Dv), then row_max and row_sum (heads, 2)."""
-
-    heads: int
-    dim_v: int
-
-    @property
-    def floats(self) -> int:
-        return self.heads * (self.dim_v + 2)
-
-    @property
-    def nbytes(self) -> int:
-        return self.floats * 4
-
-    def output_at(self, head: Any, column: Any) -> Any:
-        """Where in a split a head's O is, in bytes."""
-        return (head * self.dim_v + column) * 4
-
-    def stat_at(self, head: Any) -> Any:
-        return (self.heads * self.dim_v + head * 2) * 4
-
-
-def itemsize(dtype: Any) -> int:
-    """Bytes of an element of a CuTeDSL dtype."""
-    return int(dtype.width) // 8
-
-
-def fit(nbytes: int) -> int:
-    """How many blocks with so much shared memory an SM has at once."""
-    return SHARED // (nbytes + RESERVED)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from cutlass.cutlass_dsl import dsl_user_op
 from torch_attnkit.cuda import fake
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
+from torch_attnkit.cuda.smem import itemsize
 
 from .arguments import Scalars, Tensors, arguments
 from .codes import CodesConfig
-from .config import MmaConfig, itemsize
+from .config import MmaConfig
 from .schedule import WorkTile
 
 Fragment = tuple[Int32, ...]  # 16 x 16 elements, the left side of a product: four pairs a lane

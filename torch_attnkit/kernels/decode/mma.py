@@ -21,12 +21,13 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.cuda.warp_ops import exp2, tanh
 
 from . import pages
 from .arguments import Scalars, Tensors
 from .combine import Combine, result_tensors
-from .config import CHUNK, MmaConfig
+from .config import MmaConfig
 from .elements import Fragment, elements
 from .schedule import Decode, Visible, WorkTile, tile_bounds
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch_attnkit.cuda.compile import Trace
+from torch_attnkit.cuda.smem import RESERVED, SHARED
+from torch_attnkit.cuda.workspace import SplitLayout
 
 from .codes import CodesConfig
-from .config import FLAG_BYTES, RESERVED, SHARED, MmaConfig, SplitLayout
+from .config import FLAG_BYTES, MmaConfig
 from .problem import Problem
 from .traces import trace_codes, trace_mma
 

@@ -8,7 +8,8 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from ..config import Region, SplitLayout, itemsize
+from torch_attnkit.cuda.smem import Region, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
 
 KEYS = 128  # of a tile: the rows of its scores, the lanes of tensor memory
 SOFTMAX_THREADS = 2 * KEYS  # two warpgroups

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import SHARED, SplitLayout
+from torch_attnkit.cuda.smem import SHARED
+from torch_attnkit.cuda.workspace import SplitLayout
+
 from ..plan import FEW, Bits, Plan, mma, paged
 from ..problem import Problem
 from ..traces import trace_tcgen05

@@ -38,12 +38,13 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Ring
 from torch_attnkit.cuda.sm100 import tmem
+from torch_attnkit.cuda.smem import Region
 from torch_attnkit.cuda.warp_ops import exp2, thread_index
 
 from .. import pages
 from ..arguments import Numbers, Scalars, Tensors, kv_heads_of, scalars_of
 from ..combine import LastBlock, Output, Splits
-from ..config import FLAG_BYTES, Region
+from ..config import FLAG_BYTES
 from ..schedule import Lengths, Visible, lengths_of, partition, sequence_of, tile_bounds, visible
 from .config import CLUSTER, KEYS, LOAD_WARP, PRODUCT_WARP, THREADS, Tcgen05Config
 from .memory import Memory, allocate

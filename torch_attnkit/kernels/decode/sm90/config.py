@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..config import CHUNK, FLAG_BYTES, Region, Results, SplitLayout, fit, itemsize
+from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
+
+from ..config import FLAG_BYTES, Results
 
 HEADS = 64  # rows of a product
 THREADS = 128  # of a warpgroup

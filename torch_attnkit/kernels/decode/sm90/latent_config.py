@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..config import CHUNK, Region, SplitLayout, fit, itemsize
+from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
+
 from .config import HEADS, PENDING_BYTES, ROW_BYTES, MlaConfig, MlaShared, Ring
 
 

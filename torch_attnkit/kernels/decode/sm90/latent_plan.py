@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..config import SplitLayout
+from torch_attnkit.cuda.workspace import SplitLayout
+
 from ..plan import SHORT, Plan, paged
 from ..problem import Problem
 from ..traces import trace_latent

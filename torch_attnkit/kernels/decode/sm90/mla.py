@@ -33,11 +33,11 @@ from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.ring import Ring as Barriers
 from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.smem import CHUNK, Region
 from torch_attnkit.cuda.warp_ops import exp2
 
 from .. import pages
 from ..arguments import Numbers, Scalars, Tensors, scalars_of
-from ..config import CHUNK, Region
 from ..schedule import Lengths, Persistent, Visible, WorkTile, allocate, launch, lengths_of, tile_bounds
 from . import products
 from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaConfig

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import FLAG_BYTES, RESERVED, SHARED, SplitLayout
+from torch_attnkit.cuda.smem import RESERVED, SHARED
+from torch_attnkit.cuda.workspace import SplitLayout
+
+from ..config import FLAG_BYTES
 from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
 from ..problem import Problem
 from ..traces import trace_mla, trace_wgmma

@@ -17,11 +17,11 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.cuda.warp_ops import tanh
 
 from ..arguments import Scalars, Tensors
 from ..combine import result_tensors
-from ..config import CHUNK
 from ..schedule import WorkTile
 from .config import HEADS, ROW_BYTES, Ring
 

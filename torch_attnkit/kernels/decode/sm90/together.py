@@ -22,11 +22,11 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import joining, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.smem import itemsize
 from torch_attnkit.cuda.warp_ops import exp2
 
 from ...scores import LOG2_E
 from ..arguments import Scalars, Tensors, out_dtype
-from ..config import itemsize
 from ..schedule import Partition, WorkTile
 from . import products
 from .config import COUNTERS, HEADS, MlaConfig

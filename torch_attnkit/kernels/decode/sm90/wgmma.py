@@ -22,11 +22,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.smem import CHUNK
 
 from .. import pages
 from ..arguments import Scalars, Tensors
 from ..combine import Combine
-from ..config import CHUNK
 from ..schedule import Decode, Visible, WorkTile, tile_bounds
 from . import products
 from .config import HEADS, ROW_BYTES, THREADS, WgmmaConfig
