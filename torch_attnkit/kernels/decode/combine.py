@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite, join
 from torch_attnkit.cuda.smem import Region, itemsize
+from torch_attnkit.cuda.stream_k import Partition
 from torch_attnkit.cuda.warp_ops import exp2
 from torch_attnkit.cuda.workspace import SplitLayout
 
@@ -24,7 +25,7 @@ from ..scores import LOG2_E
 from . import schedule
 from .arguments import Scalars, Tensors, kv_heads_of, out_dtype
 from .config import Results
-from .schedule import Lengths, Partition, WorkTile, abreast_of, partition, units_before, visible
+from .schedule import Lengths, WorkTile, abreast_of, partition, units_before, visible
 
 THREADS = 512  # of a block of the second kernel
 _AT_ONCE = 8  # splits that a thread has on the way while it combines

@@ -19,12 +19,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from torch_attnkit.cuda import paging
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.cuda.warp_ops import exp2, tanh
 
-from . import pages
 from .arguments import Scalars, Tensors
 from .combine import Combine, result_tensors
 from .config import MmaConfig
@@ -102,10 +102,10 @@ class Loader:
         first, low, high = tile_bounds(keys, t, c.keys)
         page, together = Int32(0), const_expr(self._together())
         if const_expr(c.page != 0 and 0 < together < c.keys):
-            page = pages.of_boxes(tensors, tile.b, first, low, high, together, c.keys // together, c.page)
+            page = paging.of_boxes(tensors, tile.b, first, low, high, together, c.keys // together, c.page)
         low, high = low - first, high - first
         if const_expr(c.page != 0 and not 0 < together < c.keys):
-            page = pages.of_keys(tensors, tile.b, first, low, high, c.keys, c.page)
+            page = paging.of_keys(tensors, tile.b, first, low, high, c.keys, c.page)
         if const_expr(sources is None):
             # Made anew for each tile: beside O in 128 registers there is no room to keep them.
             sources = self.sources(tensors, tile._replace(kv_head=op.fresh(tile.kv_head)))

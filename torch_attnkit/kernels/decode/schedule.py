@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32, const_expr
+from cutlass import Boolean, Int32, const_expr
+
+from torch_attnkit.cuda.stream_k import Partition, quotient
 
 from .arguments import Numbers, Scalars, Tensors, kv_heads_of, scalars_of
 
@@ -57,32 +59,6 @@ class Visible(NamedTuple):
     sink_tiles: Int32
     tiles: Int32  # of both, at least 1: a sequence without keys still writes its result
     units: Int32  # of work
-
-
-def quotient(a: Int32, b: Int32 | int) -> Int32:
-    """Of numbers that are not negative: ``//`` rounds down whatever the signs, in twice the instructions."""
-    return a if isinstance(b, int) and b == 1 else Int32(Uint32(a) // Uint32(b))
-
-
-class Partition(NamedTuple):
-    """How ``total`` units of work are cut among ``blocks`` blocks: block i starts at i * total / blocks."""
-
-    total: Int32
-    blocks: Int32
-    each: Int32  # total / blocks, rounded down
-    extra: Int32  # and what is left
-
-    def start(self, block: Int32) -> Int32:
-        return block * self.each + quotient(block * self.extra, self.blocks)
-
-    def owner(self, unit: Int32) -> Int32:
-        """The block that has a unit: a guess in floats, which is off by one at most, put right."""
-        block = Int32(cutlass.Float32(unit) * (cutlass.Float32(self.blocks) / cutlass.Float32(self.total)))
-        for _ in range(2):
-            block -= cutlass.select_(self.start(block) > unit, Int32(1), Int32(0))
-        for _ in range(2):
-            block += cutlass.select_(self.start(block + 1) <= unit, Int32(1), Int32(0))
-        return block
 
 
 class Run(NamedTuple):

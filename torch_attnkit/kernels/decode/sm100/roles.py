@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..schedule import Partition
+from torch_attnkit.cuda.stream_k import Partition
+
 from .config import Tcgen05Config
 
 

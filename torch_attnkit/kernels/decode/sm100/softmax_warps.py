@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.reduce import transpose_reduce
 from torch_attnkit.cuda.sm100 import softmax, tmem
 from torch_attnkit.cuda.warp_ops import exp2, tanh, thread_index
 
@@ -35,24 +36,6 @@ _AT_ONCE = 8  # columns of tensor memory that a thread has beside its scores and
 def _barrier() -> None:
     """Of the softmax warpgroups."""
     cute.arch.barrier(barrier_id=int(NamedBarrier.SOFTMAX), number_of_threads=SOFTMAX_THREADS)
-
-
-def across(values: list[Float32], join: Callable[[Float32, Float32], Float32]) -> list[Float32]:
-    """Join every value over the lanes of a warp: of n values, lane l then has those from l * n / 32 on, rounded down.
-
-    Lanes exchange halves of what they have, so that 32 values take 31 shuffles.
-    """
-    lane = thread_index() & 31
-    for offset in (16, 8, 4, 2, 1):
-        if len(values) > 1:
-            half, upper = len(values) // 2, (lane & offset) != 0
-            pairs = list(zip(values[:half], values[half:], strict=True))
-            sent = [cutlass.select_(upper, low, high) for low, high in pairs]
-            values = [cutlass.select_(upper, high, low) for low, high in pairs]
-        else:
-            sent = values
-        values = [join(v, cute.arch.shuffle_sync_bfly(s, offset)) for v, s in zip(values, sent, strict=True)]
-    return values
 
 
 def _four(tensor: cute.Tensor, at: Int32) -> cute.Tensor:
@@ -242,7 +225,7 @@ class SoftmaxWarps:
     ) -> None:
         """What a warp has of its heads, for the threads that have a head each."""
         lane = thread_index() & 31
-        for x, value in enumerate(across(values, join)):
+        for x, value in enumerate(transpose_reduce(values, join)):
             m.sWarps[(h0 + lane * self.c.own // 32 + x) * 4 + warp % 4] = value
         _barrier()
 

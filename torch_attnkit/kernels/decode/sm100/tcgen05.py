@@ -34,14 +34,15 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as blackwell
 
+from torch_attnkit.cuda import paging
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Ring
 from torch_attnkit.cuda.sm100 import tmem
+from torch_attnkit.cuda.sm100.peers import sync_cluster
 from torch_attnkit.cuda.smem import Region
 from torch_attnkit.cuda.warp_ops import exp2, thread_index
 
-from .. import pages
 from ..arguments import Numbers, Scalars, Tensors, kv_heads_of, scalars_of
 from ..combine import LastBlock, Output, Splits
 from ..config import FLAG_BYTES
@@ -110,7 +111,7 @@ class DecodeTcgen05:
             cpasync.prefetch_descriptor(loads.v_atom)
         cute.arch.mbarrier_init_fence()
         tmem.before_sync()
-        meet_cluster()
+        sync_cluster()
         tmem.after_sync()
         rank, ctas = cute.arch.block_in_cluster_idx()[0], cute.arch.block_in_cluster_dim()[0]
         cluster, clusters = cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
@@ -158,12 +159,6 @@ class DecodeTcgen05:
         if warp == PRODUCT_WARP:
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
-
-
-def meet_cluster() -> None:
-    """All threads of the cluster."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
 
 
 def sides_of(config: Tcgen05Config, at: Cta) -> cutlass.Int16:
@@ -224,7 +219,7 @@ class Loader:
         begin = at.side * own  # the first box
         page = Int32(0)
         if const_expr(c.page):
-            page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
+            page = paging.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
         for p in cutlass.range(parts, unroll=1):
             full = m.ring.acquire(fill + p, c.stage_bytes)
             for b in cutlass.range(own, unroll=1):
@@ -337,7 +332,7 @@ class ClusterEpilogue:
         """Combine what the CTAs of this side have of this CTA's rows: a group's result goes out, a split into the
         workspace."""
         c = self.c
-        meet_cluster()
+        sync_cluster()
         tile, at, following = m.tile.get(), m.cta.get(), m.next.get()
         slot = Int64(at.cluster * 2 + following.odd)
         split = own_workspace(c, tensors, at).splits.iterator.toint() + slot * c.split.nbytes
@@ -378,7 +373,7 @@ class ClusterEpilogue:
                         op.store_float(stat + 4, row_sum)
         # The next work tile's loads, which the tensor cores' side of memory makes, overwrite what was read here.
         cute.arch.fence_view_async_shared()
-        meet_cluster()
+        sync_cluster()
         following = m.next.get()
         if following.whole == 0:
             tile, at = m.tile.get(), m.cta.get()

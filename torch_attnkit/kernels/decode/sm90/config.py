@@ -7,37 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, THREADS, WARPS, KVRing
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
 from torch_attnkit.cuda.workspace import SplitLayout
 
 from ..config import FLAG_BYTES, Results
 
-HEADS = 64  # rows of a product
-THREADS = 128  # of a warpgroup
-WARPS = 4  # of a warpgroup
-ROW_BYTES = 128  # of operands in shared memory
 COUNTERS = 2  # of a group that ``together.py`` joins: blocks that have come, and blocks that wait no longer
 PENDING_BYTES = 64  # two groups of which a block has a split
-
-
-@dataclass(frozen=True)
-class Ring:
-    """``stages`` tiles of ``keys`` keys in shared memory, their ``dim`` columns in ``halves``: one a warpgroup."""
-
-    dtype: Any
-    keys: int
-    dim: int
-    halves: int
-    stages: int
-
-    @property
-    def part(self) -> int:
-        """Columns of a half."""
-        return self.dim // self.halves
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.keys * self.dim * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -91,8 +69,8 @@ class WgmmaConfig:
         return THREADS * self.halves
 
     @cached_property
-    def ring(self) -> Ring:
-        return Ring(self.dtype, self.keys, self.dim, self.halves, self.stages)
+    def ring(self) -> KVRing:
+        return KVRing(self.dtype, self.keys, self.dim, self.halves, self.stages)
 
     @cached_property
     def shared(self) -> WgmmaShared:
@@ -165,8 +143,8 @@ class MlaConfig:
         return THREADS * (self.score_warpgroups + self.halves)
 
     @cached_property
-    def ring(self) -> Ring:
-        return Ring(self.dtype, self.keys, self.dim, self.halves, self.stages)
+    def ring(self) -> KVRing:
+        return KVRing(self.dtype, self.keys, self.dim, self.halves, self.stages)
 
     @property
     def box_columns(self) -> int:

@@ -16,13 +16,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda import paging
+from torch_attnkit.cuda.sm90 import softmax, wgmma
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 
-from .. import pages
 from ..arguments import Tensors
 from ..schedule import Visible, WorkTile, tile_bounds
-from . import mla, products
-from .config import HEADS, ROW_BYTES
+from . import mla
 from .latent_config import LatentConfig
 from .mla import Loads, Meeting, ScoreFragments, ValueFragments
 
@@ -62,7 +63,7 @@ class ScoreWarpgroup(mla.ScoreWarpgroup):
             sK = w.tSrK[None, None, None, meeting.tiles.slot(n) * c.halves + block]
             half = block * 2 // c.halves
             first = block == 0 or (block - 1) * 2 // c.halves < half
-            products.multiply(w.mma, sums[half], w.tSrQ[None, None, None, block], sK, clear=first)
+            wgmma.multiply(w.mma, sums[half], w.tSrQ[None, None, None, block], sK, clear=first)
         return sums
 
     def _leave_probabilities(self, rS: cute.Tensor, address: Int32, row: Int32, lane: Int32) -> None:
@@ -84,10 +85,10 @@ class ValueWarpgroup(mla.ValueWarpgroup):
         c, w = self.c, super()._fragments(shared, half)
         mine, ring = w.mma.get_slice(w.thread), c.shared.ring.at(shared)
         w.ring = ring + c.values_offset
-        w.sBoxes = products.staged(c.dtype, ring, (c.box, c.box_columns, c.ring_bytes // (c.box * ROW_BYTES)))
-        sP = products.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, c.keys, c.p_stages))
+        w.sBoxes = wgmma.staged(c.dtype, ring, (c.box, c.box_columns, c.ring_bytes // (c.box * ROW_BYTES)))
+        sP = wgmma.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, c.keys, c.p_stages))
         w.tOrP = mine.make_fragment_A(mine.partition_A(sP))
-        sV = products.staged(c.dtype, w.ring, (c.keys, c.value_columns, c.stages))
+        sV = wgmma.staged(c.dtype, w.ring, (c.keys, c.value_columns, c.stages))
         by_columns = cute.make_layout(
             (c.ring.part, c.keys, (c.halves, c.stages)),
             stride=(c.keys, 1, (c.keys * c.ring.part, c.keys * c.value_columns)),
@@ -107,7 +108,7 @@ class ValueWarpgroup(mla.ValueWarpgroup):
         first, low, high = tile_bounds(keys, tile.first + n, c.keys)
         page = Int32(0)
         if const_expr(c.page):
-            page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
+            page = paging.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
         stage = meeting.tiles.slot(n)
         columns, wide = const_expr(c.dim_v // c.box_columns), const_expr(c.dim // c.box_columns)  # in blocks of 64
         column = w.half * (columns // c.halves) + cute.arch.make_warp_uniform(w.thread // 32)

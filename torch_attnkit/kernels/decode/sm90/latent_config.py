@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
+from torch_attnkit.cuda.sm90.warpgroup import KVRing as Ring
 from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
 from torch_attnkit.cuda.workspace import SplitLayout
 
-from .config import HEADS, PENDING_BYTES, ROW_BYTES, MlaConfig, MlaShared, Ring
+from .config import PENDING_BYTES, MlaConfig, MlaShared
 
 
 @dataclass(frozen=True)

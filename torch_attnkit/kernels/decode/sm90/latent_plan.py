@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from torch_attnkit.cuda.sm90.warpgroup import ROWS
 from torch_attnkit.cuda.workspace import SplitLayout
 
 from ..plan import SHORT, Plan, paged
 from ..problem import Problem
 from ..traces import trace_latent
 from .config import COUNTERS
-from .config import HEADS as ROWS
 
 # Keys of a tile, and tiles in memory. Beside Q and P there is room for 128 keys: two tiles of 64, whose scores in two
 # sums are 64 of a thread's 88 registers, or two of 48, of which one is loaded when it is wanted, or these. Of tiles of

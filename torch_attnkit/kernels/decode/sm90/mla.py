@@ -27,20 +27,21 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from torch_attnkit.cuda import joining
+from torch_attnkit.cuda import joining, paging
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.ring import Ring as Barriers
-from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.sm90 import softmax, wgmma
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, THREADS, WARPS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 from torch_attnkit.cuda.smem import CHUNK, Region
 from torch_attnkit.cuda.warp_ops import exp2
 
-from .. import pages
 from ..arguments import Numbers, Scalars, Tensors, scalars_of
 from ..schedule import Lengths, Persistent, Visible, WorkTile, allocate, launch, lengths_of, tile_bounds
 from . import products
-from .config import HEADS, ROW_BYTES, THREADS, WARPS, MlaConfig
+from .config import MlaConfig
 from .together import Together
 
 _INF = float("inf")
@@ -244,12 +245,12 @@ class ScoreWarpgroup:
         thread = cute.arch.thread_idx()[0] % THREADS
         mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, K, K, Float32, (1, 1, 1), (HEADS, c.keys))
         mine = mma.get_slice(thread)
-        sQ = products.staged(c.dtype, c.shared.query.at(shared), (HEADS, c.ring.part, c.halves))
+        sQ = wgmma.staged(c.dtype, c.shared.query.at(shared), (HEADS, c.ring.part, c.halves))
         return ScoreFragments(
             thread=thread,
             mma=mma,
             tSrQ=mine.make_fragment_A(mine.partition_A(sQ)),
-            tSrK=mine.make_fragment_B(mine.partition_B(products.keys_by_columns(c.ring, c.shared.ring.at(shared)))),
+            tSrK=mine.make_fragment_B(mine.partition_B(wgmma.keys_by_columns(c.ring, c.shared.ring.at(shared)))),
             rMax=cute.make_rmem_tensor(2, Float32),
             rSum=cute.make_rmem_tensor(2, Float32),
         )
@@ -262,7 +263,7 @@ class ScoreWarpgroup:
         for half in range(c.halves):
             rS = cute.make_rmem_tensor(w.mma.partition_shape_C((HEADS, c.keys)), Float32)
             sK = w.tSrK[None, None, None, meeting.tiles.slot(n) * c.halves + half]
-            products.multiply(w.mma, rS, w.tSrQ[None, None, None, half], sK, clear=True)
+            wgmma.multiply(w.mma, rS, w.tSrQ[None, None, None, half], sK, clear=True)
             sums.append(rS)
         return sums
 
@@ -273,7 +274,7 @@ class ScoreWarpgroup:
         The maxima of the tile before come from the other warpgroup, and this tile's go there. A warpgroup's sums are in
         step with the maxima of its own last tile.
         """
-        row, lane = products.first_row(w.thread), w.thread & 31
+        row, lane = wgmma.first_row(w.thread), w.thread & 31
         sMax = by_head(self.c.shared.maxima, shared, self.c.score_warpgroups)
         rOld = cute.make_rmem_tensor(2, Float32)
         rOld.fill(-_INF)
@@ -307,7 +308,7 @@ class ScoreWarpgroup:
     ):
         """The probabilities of tile n, and the factors of the output before it, to the value warpgroups."""
         c = self.c
-        row, lane = products.first_row(w.thread), w.thread & 31
+        row, lane = wgmma.first_row(w.thread), w.thread & 31
         meeting.probabilities.await_empty(n)
         stage = meeting.probabilities.slot(n)
         sFactor = by_head(c.shared.factors, shared, c.p_stages)
@@ -334,11 +335,11 @@ class ScoreWarpgroup:
     def _join_sums(self, w: ScoreFragments, shared: Int32, group: Int32):
         """The sums of both warpgroups, in step with the last maxima: to the first one, and for the values."""
         c = self.c
-        row, lane = products.first_row(w.thread), w.thread & 31
+        row, lane = wgmma.first_row(w.thread), w.thread & 31
         sLast = by_head(c.shared.last, shared, 2)  # row_max and row_sum
         if group == 1:
             for r in cutlass.range_constexpr(2):
-                row_sum = products.lanes_sum(w.rSum[r])
+                row_sum = wgmma.lanes_sum(w.rSum[r])
                 if (lane & 3) == 0:
                     sLast[row + 8 * r, 0] = w.rMax[r]
                     sLast[row + 8 * r, 1] = row_sum
@@ -348,7 +349,7 @@ class ScoreWarpgroup:
                 other = sLast[row + 8 * r, 0]
                 row_max = cute.arch.fmax(w.rMax[r], other)
                 more = sLast[row + 8 * r, 1] * exp2(other - finite(row_max))
-                w.rSum[r] = products.lanes_sum(w.rSum[r]) * exp2(w.rMax[r] - finite(row_max)) + more
+                w.rSum[r] = wgmma.lanes_sum(w.rSum[r]) * exp2(w.rMax[r] - finite(row_max)) + more
                 w.rMax[r] = row_max
             cute.arch.sync_warp()
             if (lane & 3) == 0:
@@ -392,7 +393,7 @@ class ValueWarpgroup:
         for n in cutlass.range(1, cutlass.min(count, c.stages), unroll=1):
             self._load(tensors, loads, keys, tile, w, meeting, n)
         w.rO.fill(0.0)
-        row, sFactor = products.first_row(w.thread), by_head(c.shared.factors, shared, c.p_stages)
+        row, sFactor = wgmma.first_row(w.thread), by_head(c.shared.factors, shared, c.p_stages)
         for n in cutlass.range(count, unroll=1):
             p_stage, stage = meeting.probabilities.slot(n), meeting.tiles.slot(n)
             meeting.probabilities.wait(n)
@@ -404,7 +405,7 @@ class ValueWarpgroup:
             if (low > first) | (high < first + c.keys):
                 self._clear(w, stage, low - first, high - first)
             sP, sV = w.tOrP[None, None, None, p_stage], w.tOrV[None, None, None, stage * c.halves + w.half]
-            products.multiply(w.mma, w.rO, sP, sV, clear=False)
+            wgmma.multiply(w.mma, w.rO, sP, sV, clear=False)
             warpgroup.wait_group(0)
             cute.arch.sync_warp()  # every lane has read its factors before one of them gives their place back
             meeting.probabilities.release(n)
@@ -427,18 +428,18 @@ class ValueWarpgroup:
         # threads, whatever ``setmaxnreg`` says.
         mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, K, MN, Float32, (1, 1, 1), (HEADS, 128))
         mine = mma.get_slice(thread)
-        sP = products.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, _P_KEYS, c.p_stages))
+        sP = wgmma.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, _P_KEYS, c.p_stages))
         ring = c.shared.ring.at(shared)
         boxes = c.stages * c.dim // c.box_columns * c.boxes
         return ValueFragments(
             thread=thread,
             half=half,
             ring=ring,
-            sBoxes=products.staged(c.dtype, ring, (c.box, c.box_columns, boxes)),
+            sBoxes=wgmma.staged(c.dtype, ring, (c.box, c.box_columns, boxes)),
             mma=mma,
             tOrP=mine.make_fragment_A(mine.partition_A(sP)),
             tOrV=mine.make_fragment_B(
-                mine.partition_B(products.columns_by_keys(c.ring, products.keys_by_columns(c.ring, ring)))
+                mine.partition_B(wgmma.columns_by_keys(c.ring, wgmma.keys_by_columns(c.ring, ring)))
             ),
             rO=cute.make_rmem_tensor(mine.partition_shape_C((HEADS, c.ring.part)), Float32),
         )
@@ -454,7 +455,7 @@ class ValueWarpgroup:
         first, low, high = tile_bounds(keys, tile.first + n, c.keys)
         page = Int32(0)
         if const_expr(c.page):
-            page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
+            page = paging.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
         stage = meeting.tiles.slot(n)
         column = w.half * (c.ring.part // c.box_columns) + cute.arch.make_warp_uniform(w.thread // 32)
         full, policy = meeting.tiles.full + stage, cache_policy(tile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_attnkit.cuda.sm90.warpgroup import ROWS, THREADS
 from torch_attnkit.cuda.smem import RESERVED, SHARED
 from torch_attnkit.cuda.workspace import SplitLayout
 
@@ -11,8 +12,7 @@ from ..config import FLAG_BYTES
 from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
 from ..problem import Problem
 from ..traces import trace_mla, trace_wgmma
-from .config import COUNTERS, THREADS, WgmmaConfig
-from .config import HEADS as ROWS
+from .config import COUNTERS, WgmmaConfig
 
 DTYPES, OVER_CODES = "bf16 f16", "bf16 f16 f8e4m3"  # of q, over caches of the same dtype and of E4M3
 

@@ -1,61 +1,23 @@
-"""What the ``wgmma`` kernels of Hopper have in common: a group's query heads are the 64 rows of both products.
-
-Operands lie in shared memory as rows of 128 bytes, in blocks of columns, with their 16-byte chunks swizzled (128B), as
-``wgmma`` reads them. Of an accumulator a lane has two rows, 8 apart, and of every 8 columns two neighbours; so scores
-are at ``[i // 4 * 8 + i % 2]`` from the lane's first column on.
-"""
+"""What the ``wgmma`` kernels of Hopper have in common: a group's query heads are the 64 rows of both products."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
+from torch_attnkit.cuda.sm90.wgmma import first_row, lanes_sum
 from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.cuda.warp_ops import tanh
 
 from ..arguments import Scalars, Tensors
 from ..combine import result_tensors
 from ..schedule import WorkTile
-from .config import HEADS, ROW_BYTES, Ring
 
 _INF = float("inf")
-
-
-def keys_by_columns(ring: Ring, address: Int32) -> cute.Tensor:
-    """The ring as the right side of the first product: (N, part, stages * halves)."""
-    return staged(ring.dtype, address, (ring.keys, ring.part, ring.stages * ring.halves))
-
-
-def columns_by_keys(ring: Ring, sKV: cute.Tensor) -> cute.Tensor:
-    """The same as the right side of the second: (part, N, stages * halves)."""
-    shape = (ring.part, ring.keys, ring.stages * ring.halves)
-    return cute.composition(sKV, cute.make_ordered_layout(shape, order=(1, 0, 2)))
-
-
-def staged(dtype: Any, address: Int32, shape: tuple[int, int, int]) -> cute.Tensor:
-    """Rows of columns, a number of times, as ``wgmma`` reads them."""
-    atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, shape[1])
-    layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, dtype), shape, order=(0, 1, 2))
-    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=1024)
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
-
-
-def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, *, clear: bool) -> None:
-    """Issue ``acc (+)= a b`` as one group of ``wgmma``, without waiting for it."""
-    warpgroup.fence()
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not clear)
-    for k in range(cute.size(b, mode=[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
 
 
 @cute.jit
@@ -100,11 +62,6 @@ def load_query(
             op.copy_4_async(at, start + row_bytes * row + word * 4, valid)
 
 
-def first_row(thread: Int32) -> Int32:
-    """The first of the two rows of an accumulator that a lane has; the other is 8 below it."""
-    return thread // 32 * 16 + (thread & 31) // 4
-
-
 @cute.jit
 def leave_columns(
     results: cutlass.Constexpr, shared: Int32, rO: cute.Tensor, thread: Int32, half: Int32, part: cutlass.Constexpr
@@ -126,10 +83,3 @@ def leave_sums(results: cutlass.Constexpr, shared: Int32, rMax: cute.Tensor, rSu
         if (thread & 3) == 0:
             sStat[0, row + 8 * r, 0] = rMax[r]
             sStat[0, row + 8 * r, 1] = row_sum
-
-
-def lanes_sum(value: Float32) -> Float32:
-    """Over the four lanes that have a row."""
-    for distance in (1, 2):
-        value += cute.arch.shuffle_sync_bfly(value, offset=distance)
-    return value

@@ -22,14 +22,16 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import joining, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.sm90 import wgmma
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 from torch_attnkit.cuda.smem import itemsize
+from torch_attnkit.cuda.stream_k import Partition
 from torch_attnkit.cuda.warp_ops import exp2
 
 from ...scores import LOG2_E
 from ..arguments import Scalars, Tensors, out_dtype
-from ..schedule import Partition, WorkTile
-from . import products
-from .config import COUNTERS, HEADS, MlaConfig
+from ..schedule import WorkTile
+from .config import COUNTERS, MlaConfig
 
 _GAVE_UP = 1 << 16  # in the first counter, for a block that waits no longer
 _PATIENCE = 1 << 12  # looks at it, each the way to the second-level cache and back: milliseconds in all
@@ -76,7 +78,7 @@ class Together:
         half: Int32,
     ):  # fmt: skip
         """A value warpgroup's half of the columns; of its warps those that have heads."""
-        row, parts = products.first_row(thread), const_expr(cute.size(rO) // 4)
+        row, parts = wgmma.first_row(thread), const_expr(cute.size(rO) // 4)
         if thread // 32 * 16 < tile.heads:
             if tile.slot < 0:
                 scales = [
@@ -97,7 +99,7 @@ class Together:
         self, tensors: Tensors, tile: WorkTile, rMax: cute.Tensor, rSum: cute.Tensor, thread: Int32
     ):  # fmt: skip
         """A score warpgroup's maxima and sums, which its four lanes of a row all have."""
-        row = products.first_row(thread)
+        row = wgmma.first_row(thread)
         if (thread & 3) == 0:
             for r in cutlass.range_constexpr(2):
                 if tile.slot < 0:
@@ -217,7 +219,7 @@ class Together:
             cute.arch.barrier()
             for index in cutlass.range(thread, many, c.threads, unroll=1):
                 lane, column = (first + index) % lanes, (first + index) // lanes
-                row = products.first_row(lane)
+                row = wgmma.first_row(lane)
                 sums = [Float32(0.0)] * 4
                 for n in cutlass.range(blocks, unroll=4):
                     part = self._floats(shared + (n * many + index) * _VECTOR, 4)

@@ -19,17 +19,19 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from torch_attnkit.cuda import paging
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
-from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.sm90 import softmax, wgmma
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, THREADS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 from torch_attnkit.cuda.smem import CHUNK
 
-from .. import pages
 from ..arguments import Scalars, Tensors
 from ..combine import Combine
 from ..schedule import Decode, Visible, WorkTile, tile_bounds
 from . import products
-from .config import HEADS, ROW_BYTES, THREADS, WgmmaConfig
+from .config import WgmmaConfig
 
 _INF = float("inf")
 
@@ -95,7 +97,7 @@ class Loader:
         at = cache.iterator.toint() + Int64(cache.stride[2 if paged else 1]) * tile.kv_head * c.itemsize
         page = Int32(0)
         if const_expr(paged):
-            page = pages.of_tile(tensors, tile.b, first, low, high, c.page)
+            page = paging.of_tile(tensors, tile.b, first, low, high, c.page)
         else:
             at += Int64(cache.stride[0]) * tile.b * c.itemsize + row_bytes * first
         chunks = const_expr(c.dim * c.itemsize // CHUNK)  # of a row; they divide the number of threads
@@ -210,9 +212,9 @@ class Mainloop:
         pv_mma = hopper.make_trivial_tiled_mma(
             c.dtype, c.dtype, K, MN, Float32, (1, 1, 1), (HEADS, c.ring.part), warpgroup.OperandSource.RMEM
         )
-        sQ = products.staged(c.dtype, c.shared.query.at(shared), (HEADS, c.ring.part, c.halves))
-        sKV = products.keys_by_columns(c.ring, c.shared.ring.at(shared))
-        sVt = products.columns_by_keys(c.ring, sKV)
+        sQ = wgmma.staged(c.dtype, c.shared.query.at(shared), (HEADS, c.ring.part, c.halves))
+        sKV = wgmma.keys_by_columns(c.ring, c.shared.ring.at(shared))
+        sVt = wgmma.columns_by_keys(c.ring, sKV)
         qk, pv = qk_mma.get_slice(thread % THREADS), pv_mma.get_slice(thread % THREADS)
         rP = pv.make_fragment_A(pv.partition_shape_A((HEADS, c.keys)))
         sums = cute.make_ptr(Float32, c.shared.sums.at(shared), cute.AddressSpace.smem, assumed_align=16)
@@ -239,12 +241,12 @@ class Mainloop:
         c = self.c
         rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, c.keys)), Float32)
         sQ, sK = w.tSrQ[None, None, None, w.half], w.tSrK[None, None, None, stage * c.halves + w.half]
-        products.multiply(w.qk_mma, rS, sQ, sK, clear=True)
+        wgmma.multiply(w.qk_mma, rS, sQ, sK, clear=True)
         return rS
 
     def _multiply_values(self, w: Fragments, stage: Int32) -> None:
         sV = w.tOrV[None, None, None, stage * self.c.halves + w.half]
-        products.multiply(w.pv_mma, w.rO, w.rP, sV, clear=False)
+        wgmma.multiply(w.pv_mma, w.rO, w.rP, sV, clear=False)
 
     def _sum_halves(self, w: Fragments, rS: cute.Tensor) -> None:
         """The sums over all columns in both warpgroups, bit for bit the same. The next barrier frees ``sSums``."""
