@@ -1,8 +1,4 @@
-"""What decode kernels are compiled for and have in memory: shared, and the workspace.
-
-Every kernel states its shared memory as a frozen dataclass of ``Region``; one that says "over" has the bytes of others,
-whose contents are no longer needed by then.
-"""
+"""What ``mma.py`` is compiled for, its shared memory, and what decode kernels of every architecture share of both."""
 
 from __future__ import annotations
 
@@ -13,12 +9,12 @@ from typing import Any
 from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
 from torch_attnkit.cuda.workspace import SplitLayout
 
-FLAG_BYTES = 16  # a word by which the threads of a block agree, and its alignment
+FLAG_BYTES = 16  # of the is-last-CTA flag, with its alignment
 
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a work tile, ``count`` of them, that the block combines: fp32, from the first byte of its memory on.
+    """Results of a work tile, ``count`` of them, that the CTA combines: fp32, from the first byte of its memory on.
 
     O (count, heads, Dv) with rows of ``row_floats``, then row_max and row_sum (count, heads, 2).
     """
@@ -39,7 +35,7 @@ class Results:
 
 @dataclass(frozen=True)
 class MmaShared:
-    """The shared memory of a block of ``mma.py``."""
+    """The shared memory of a CTA of ``mma.py``."""
 
     ring: Region  # (warps, stages, K then V of a tile)
     results: Results  # over the ring, when it has drained: one for every warp
@@ -63,9 +59,9 @@ class MmaConfig:
     warps: int
     stages: int
     page: int = 0
-    combine: bool = False  # whether a second kernel combines splits, else the block that brings the last
+    combine: bool = False  # whether a second kernel combines splits, else the last CTA to arrive
 
-    abreast = False  # whether ``Scalars.abreast`` can be more than 1
+    concurrent = False  # whether ``Scalars.concurrent`` can be more than 1
 
     @property
     def threads(self) -> int:
@@ -111,9 +107,28 @@ class MmaConfig:
 
     @property
     def at_once(self) -> int:
-        """Blocks of 16 columns of a tile that are on the way from shared memory at once."""
+        """Blocks of 16 columns of a tile that ``ldmatrix`` loads before they are used."""
         return (8 if self.dim <= 256 else 2) // (self.keys // 16)
 
     @property
     def split(self) -> SplitLayout:
         return SplitLayout(self.heads, self.dim_v)
+
+
+@dataclass(frozen=True)
+class Fp8KvConfig(MmaConfig):
+    """``mma.py`` over caches of E4M3; ``dtype`` is that of q. A soft cap is compiled in: branches around it would be a
+    quarter of the instructions."""
+
+    capped: bool = False
+    scales: tuple[bool, ...] = ()  # which of q's, k's and v's there are; (): none
+
+    @property
+    def itemsize(self) -> int:
+        return 1
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As shared memory and the register file allow; pages of one key take more than 128 registers a thread."""
+        threads = 512 if self.heads == 8 and self.page != 1 else 256
+        return max(1, min(fit(self.shared_bytes), threads // self.threads))
