@@ -67,7 +67,7 @@ class OfHeads(Protocol):
 
 
 def result_tensors(results: Results, shared: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-    """A block's results in shared memory: O (count, heads, Dv), and row_max and row_sum (count, heads, 2)."""
+    """A CTA's results in shared memory: O (count, heads, Dv), and row_max and row_sum (count, heads, 2)."""
     count, heads, row = results.count, results.heads, results.row_floats
     at = cute.make_ptr(Float32, shared, cute.AddressSpace.smem, assumed_align=16)
     sO = cute.make_tensor(at, cute.make_layout((count, heads, results.dim_v), stride=(heads * row, row, 1)))
@@ -236,7 +236,7 @@ class Combine:
     def launch(
         self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32, combine_blocks: Int32, stream: Any
     ) -> None:
-        """The second kernel, where there is one, for what ``blocks`` blocks of the first leave."""
+        """The second kernel, where there is one, for the splits of ``blocks`` CTAs of the first."""
         if self.c.combine:
             self.kernel(tensors, lengths, scalars, blocks).launch(
                 grid=[combine_blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True,
@@ -245,9 +245,9 @@ class Combine:
 
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32):
-        """Combine the splits of every group that was cut among the ``blocks`` blocks of the first kernel.
+        """Combine the splits of every group that was cut among the ``blocks`` CTAs of the first kernel.
 
-        Blocks take equal shares of all heads of all groups. As many threads as a row has vectors form a *team*: one for
+        CTAs take equal shares of all heads of all groups. As many threads as a row has vectors form a *team*: one for
         a row that has few splits, more for one with many.
         """
         c = self.c
@@ -277,7 +277,7 @@ class Combine:
                 head = head_block * c.heads
                 heads = cutlass.min(scalars.group - head, c.heads)
                 tile = WorkTile(sequence, kv_head, kv_head * scalars.group + head, heads, *[Int32(0)] * 3)
-                # A block's first work tile has its even slot; only the first block can have begun before the group.
+                # A CTA's first work tile has its even slot; only the first CTA can have begun before the group.
                 slot = (first_block * concurrent + head_block % concurrent) * 2
                 rest = slot + 2 * concurrent
                 slot += cutlass.select_(cut.start(first_block) == start, Int32(0), Int32(1))

@@ -96,19 +96,19 @@ class ElementsFp8:
         self.c, self.capped = config, config.capped
 
     def keys(self, words: Fragment) -> list[Fragment]:
-        """Two blocks of columns, which ``ldmatrix`` brings one after the other, 8 keys and 8 more of each."""
-        found = []
+        """Two blocks of columns, which ``ldmatrix`` loads one after the other, 8 keys and 8 more of each."""
+        blocks = []
         for upper, lower in (words[:2], words[2:]):
             (a, c), (b, d) = _e4m3_to_f16(upper), _e4m3_to_f16(lower)
-            found.append((a, b, c, d))
-        return found
+            blocks.append((a, b, c, d))
+        return blocks
 
     def values(self, words: Fragment) -> list[Fragment]:
         """The same of V', whose words have two columns of a key and then of the next."""
-        found = []
+        blocks = []
         for first, second in ((words[0], words[2]), (words[1], words[3])):
-            found.append((*_e4m3_columns_to_f16(first), *_e4m3_columns_to_f16(second)))
-        return found
+            blocks.append((*_e4m3_columns_to_f16(first), *_e4m3_columns_to_f16(second)))
+        return blocks
 
     def pair(self, p0: Float32, p1: Float32) -> Int32:
         return op.pack(self.dtype, p0 * 2.0**_P_SHIFT, p1 * 2.0**_P_SHIFT)
@@ -118,7 +118,7 @@ class ElementsFp8:
 
     @cute.jit
     def query(self, tensors: Tensors, tile: WorkTile, shared: Int32):
-        """Q in the order in which fp8 columns come; bfloat16 becomes float16 in ``factors``."""
+        """Q in the order in which fp8 columns lie; bfloat16 becomes float16 in ``factors``."""
         c = self.c
         lane, size = cute.arch.lane_idx(), const_expr(itemsize(c.dtype))
         rQ = _query_fragment(c, shared)
@@ -141,18 +141,18 @@ class ElementsFp8:
         element it brings to 2^14, is in float16: exact for elements down to 2^-31 of that."""
         c = self.c
         scale = descaled(tensors, slice(0, 2), tile, scalars.scale)
-        found = []
+        factors = []
         for n in cutlass.range_constexpr(c.heads // 8):
             if const_expr(c.dtype is not cutlass.BFloat16):
-                found.append([scale, scale])
+                factors.append([scale, scale])
             else:
                 exponent = _to_float16(rQ, n, c.dim // 16)
                 own = []
                 for x in cutlass.range_constexpr(2):
                     other = cute.arch.shuffle_sync(exponent, ((cute.arch.lane_idx() & 3) * 2 + x) * 4)
                     own.append(scale * _power_of_two(-other))
-                found.append(own)
-        return found
+                factors.append(own)
+        return factors
 
     def weight(self, tensors: Tensors, tile: WorkTile) -> Float32 | None:
         return descaled(tensors, slice(2, 3), tile, Float32(2.0**-_P_SHIFT))

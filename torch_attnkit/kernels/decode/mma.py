@@ -60,7 +60,7 @@ class MmaLoader:
     def sources(self, tensors: Tensors, tile: WorkTile):
         """Where this lane copies K from, and V."""
         c = self.c
-        found = []
+        sources = []
         for which in cutlass.range_constexpr(2):
             cache, dim = (tensors.k, c.dim) if const_expr(which == 0) else (tensors.v, c.dim_v)
             head, row = const_expr((2, 1) if c.page else (1, 2))
@@ -69,8 +69,8 @@ class MmaLoader:
             if const_expr(c.page == 0):
                 at += Int64(cache.stride[0]) * tile.b * c.itemsize
             first_row, chunk = self._chunk(dim, 0)
-            found.append(Source(at + row_bytes * first_row + chunk * CHUNK, row_bytes))
-        return found
+            sources.append(Source(at + row_bytes * first_row + chunk * CHUNK, row_bytes))
+        return sources
 
     def _chunks(self, dim: int) -> int:
         """Of a row."""
@@ -89,13 +89,13 @@ class MmaLoader:
     def _keys_in_one_page(self) -> int:
         """Keys of a tile that lie in one page wherever it begins: all, or so many that a copy's rows do, else 0."""
         c = self.c
-        found = math.gcd(c.page, c.keys)
-        if found == c.keys:
-            return found
+        keys = math.gcd(c.page, c.keys)
+        if keys == c.keys:
+            return keys
         for chunks in (self._chunks(c.dim), self._chunks(c.dim_v)):
             whole_rows = 32 % chunks == 0 or chunks % 32 == 0
-            found = found if whole_rows and found % max(1, 32 // chunks) == 0 else 0
-        return found
+            keys = keys if whole_rows and keys % max(1, 32 // chunks) == 0 else 0
+        return keys
 
     @cute.jit
     def load(
@@ -279,7 +279,7 @@ class MmaMainloop:
 
     @cute.jit
     def _softmax(self, rS: cute.Tensor, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor):
-        """Probabilities of a tile as the right side of a product; brings O and the sums to the new maxima."""
+        """P of a tile as a B operand; rescales O and the sums to the new maxima."""
         c = self.c
         n_tiles, m_tiles = const_expr(c.heads // 8), const_expr(c.keys // 16)
         rNew = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)

@@ -16,15 +16,15 @@ from .traces import trace_mma
 # (D, Dv) over caches of E4M3: multiples of 32 could be, up to 256, as many columns as Q has registers for.
 FP8_KV_HEADS = ((64, 64), (128, 128), (256, 256))
 FEW = 8  # query heads that ``mma.py`` has at once
-SHORT = 512  # keys of a group that one block attends alone
-# Bytes of keys and values for every SM, from which on one block on it with longer tiles is faster: H200, 32/8 heads,
+SHORT = 512  # keys of a group that one CTA attends alone
+# Bytes of keys and values for every SM, from which on one CTA on it with longer tiles is faster: H200, 32/8 heads,
 # D 128, 1x8192 15.9 for 17.5 us.
 _LONG = 200 << 10
 # Over pages, if these have 32 keys or a multiple, and up to this: H100, pages of 64, 1x8192 18.3 for 20.9 us, 2x8192
 # 29.3 for 30.9, 4x8192 52.8 for 53.4, 8x8192 99.6 for 99.1 and 128x8192 1480 for 1463.
 _LONG_PAGES = 3 << 19
 # The same of E4M3, there with twice the warps; less is cut finer, into tiles of 16 keys: H200, 32/8 heads, D 128,
-# 1x8192 13.9 us with 8 warps, 14.8 with two blocks of 4 and 15.6 with tiles of 16 keys; 1x1024 10.3, 9.0 and 7.9.
+# 1x8192 13.9 us with 8 warps, 14.8 with two CTAs of 4 and 15.6 with tiles of 16 keys; 1x1024 10.3, 9.0 and 7.9.
 _LONG_FP8 = 64 << 10
 _PER_SM = 2  # CTAs on an SM: while one ends a group, the other keeps memory busy
 # Waits for memory from which on a second kernel combines faster than the last CTA to arrive: H200, 16/2
@@ -44,7 +44,7 @@ class Plan:
 
     A *group* is a KV head of a sequence with up to as many of its query heads as the kernel has at once; those of a KV
     head are ``head_blocks``. ``concurrent`` of them are on neighbouring CTAs at the same time, all or 1.
-    ``sizes`` are entries of the kernel's Config, the other numbers are arguments of a launch.
+    ``sizes`` are entries of the kernel's Config, the other fields are scalars of a launch.
     """
 
     trace: Trace
@@ -115,7 +115,7 @@ def _cut_fp8(config: MmaConfig, nbytes: int) -> tuple[int, int, int, int]:
 
 
 def _is_long(problem: Problem, keys: int, sms: int) -> bool:
-    """Whether there is so much to read that one block on an SM with longer tiles is faster; they lie in one page."""
+    """Whether there is so much to read that one CTA on an SM with longer tiles is faster; they lie in one page."""
     if problem.dim != 128 or problem.dim_v != 128:
         return False
     nbytes = _bytes(problem, keys)

@@ -20,6 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from torch_attnkit.cuda import warp_scan
 from torch_attnkit.cuda.stream_k import Partition, quotient
 
 from .arguments import LaunchScalars, Scalars, Tensors, kv_heads_of, scalars_of
@@ -111,11 +112,11 @@ def tile_bounds(keys: Visible, t: Int32, tile: int) -> tuple[Int32, Int32, Int32
 
 @cute.jit
 def partition(lengths: Lengths, heads: Int32, blocks: Int32, least_tiles: Int32, tile: cutlass.Constexpr):
-    """Cut the work of all groups among at most ``blocks`` blocks; none has less than ``least_tiles`` units if there are
+    """Cut the work of all groups among at most ``blocks`` CTAs; none has less than ``least_tiles`` units if there are
     more.
 
-    Where all groups are equally long and it idles no more than a 16th of the blocks, cuts fall between groups, or
-    groups are cut evenly: fewer splits to combine, and no block that ends one group and begins another.
+    Where all groups are equally long and it idles no more than a 16th of the CTAs, cuts fall between groups, or
+    groups are cut evenly: fewer splits to combine, and no CTA that ends one group and begins another.
     """
     lane = cute.arch.lane_idx()
     units, longest = lengths.batch, Int32(1)
@@ -146,28 +147,25 @@ def partition(lengths: Lengths, heads: Int32, blocks: Int32, least_tiles: Int32,
 
 @cute.jit
 def sequence_of(lengths: Lengths, heads: Int32, wanted: Int32, tile: cutlass.Constexpr):
-    """The sequence that has unit ``wanted`` of the launch, and how many units come before the sequence."""
+    """The sequence that has unit ``wanted`` of the launch, and how many units precede the sequence."""
     lane = cute.arch.lane_idx()
-    sequence, before, passed, first, found = Int32(0), Int32(0), Int32(0), Int32(0), lengths.whole
+    sequence, before, passed, first, done = Int32(0), Int32(0), Int32(0), Int32(0), lengths.whole
     if lengths.whole != 0:
         sequence = quotient(wanted, heads)
         before = sequence * heads
-    while (found == 0) & (first < lengths.batch):
+    while (done == 0) & (first < lengths.batch):
         b = first + lane
         own = Int32(0)
         if b < lengths.batch:
             own = visible(lengths, b, tile).units * heads
-        upto = own
-        for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(upto, 1 << step)
-            upto += cutlass.select_(lane >= (1 << step), below, Int32(0))
+        upto = warp_scan.up_to_lane(own)
         hit = cute.arch.vote_ballot_sync(passed + upto > wanted)
         # The lowest lane that is past ``wanted``: the lanes below it have zeros in ``hit``.
         at = cute.arch.popc(~hit & (hit - 1))
         if hit != 0:
             before = passed + cute.arch.shuffle_sync(upto - own, at)
             sequence = first + at
-            found = Int32(1)
+            done = Int32(1)
         passed += cute.arch.shuffle_sync(upto, _LANES - 1)
         first += _LANES
     return sequence, before
@@ -175,16 +173,14 @@ def sequence_of(lengths: Lengths, heads: Int32, wanted: Int32, tile: cutlass.Con
 
 @cute.jit
 def units_before(lengths: Lengths, heads: Int32, sequence: Int32, tile: cutlass.Constexpr):
-    """How many units of work come before a sequence; ``sequence_of`` the other way round. A whole warp calls this."""
+    """How many units of work precede a sequence: the inverse of ``sequence_of``. A whole warp calls this."""
     lane = cute.arch.lane_idx()
     units = Int32(0)
     for first in cutlass.range(0, sequence, _LANES, unroll=1):
         b = first + lane
         if b < sequence:
             units += visible(lengths, b, tile).units
-    for step in cutlass.range_constexpr(5):
-        units += cute.arch.shuffle_sync_bfly(units, 1 << step)
-    return units * heads
+    return warp_scan.total(units) * heads
 
 
 class SchedulerConfig(Protocol):

@@ -122,11 +122,11 @@ class Memory(Fixed):
     """Barriers, the ring, and tensors in shared memory; ``*_at`` are addresses."""
 
     # mbarriers
-    query: cute.Pointer  # Q is there
+    query: cute.Pointer  # full: Q
     scores: cute.Pointer  # one for each buffer of S'
-    values: cute.Pointer  # a tile of V is there, unless V is K
-    probabilities: cute.Pointer  # P' is there, and O' in step with it
-    output: cute.Pointer  # O' is there
+    values: cute.Pointer  # full: a tile of V, unless V is K
+    probabilities: cute.Pointer  # full: P', and O' rescaled to it
+    output: cute.Pointer  # full: O'
     ring: Ring
     # from one work tile to the next
     cta: PerWarp[Cta]

@@ -40,7 +40,7 @@ def _barrier() -> None:
 
 
 def _load_4(tensor: cute.Tensor, at: Int32) -> cute.Tensor:
-    """Four numbers of shared memory, from the ``at``-th on, in registers."""
+    """Four floats of shared memory, from the ``at``-th on."""
     got = cute.make_rmem_tensor(4, Float32)
     pointer = cute.make_ptr(Float32, (tensor.iterator + at).toint(), cute.AddressSpace.smem, assumed_align=16)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), got)
@@ -61,7 +61,7 @@ class SoftmaxWarps:
     """The softmax role; ``m`` is what the kernel has in shared memory, ``n`` counts tiles from the kernel's start.
 
     ``h0`` is the first of a warpgroup's heads, of which it has ``c.own``. Scores and sums take 64 of the 168 registers
-    that a thread may have: numbers that are not needed all through are kept in shared memory.
+    that a thread may have: what is not needed throughout stays in shared memory.
     """
 
     def __init__(self, config: Tcgen05Config):

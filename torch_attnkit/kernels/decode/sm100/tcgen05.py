@@ -219,7 +219,7 @@ class LoadWarp:
         self, tensors: Tensors, atom: cute.CopyAtom, cache: cute.Tensor, keys: Visible, tile: CtaTile, at: Cta,
         m: Memory, i: Int32, fill: Int32, parts: cutlass.Constexpr,
     ):  # fmt: skip
-        """This CTA's share of a tile, or all, to whom it belongs; TMA gives zeros beyond the cache's columns."""
+        """This CTA's share of a tile, multicast to all sides; TMA zero-fills beyond the cache's columns."""
         c = self.c
         first, low, high = tile_bounds(keys, tile.first + i * tile.step, KEYS)
         mask = {"mcast_mask": sides_of(c, at)} if c.sides > 1 else {}
@@ -291,7 +291,7 @@ class ProductWarp:
 
     @cute.jit
     def _output_of(self, products: TiledMmas, at: Cta, m: Memory, n: Int32, i: Int32, tiles: Int32):
-        """Once the probabilities are there, and the output so far is in step with them."""
+        """O' += V' P', once P' is full and O' rescaled to it."""
         c = self.c
         pv = products.output.get_slice(0)
         tOrV, tOrP = pv.make_fragment_A(m.sV), pv.make_fragment_B(m.sP)

@@ -4,10 +4,10 @@
                     which lanes have them; then one thread counts the CTA's arrival (acq_rel add)
     the CTA's end   one thread waits until all splits of the group have arrived -> the CTA combines its share of it
 
-No second kernel, and no CTA reduces while others idle. A CTA waits only after its own splits are out, so nobody waits
+No second kernel, and no CTA reduces while others idle. A CTA waits only after its own splits are out, so none waits
 for a CTA that waits. Where CTAs do not all run at once, one that has looked ``_PATIENCE`` times gives up by a CAS on
-the counter, and the last to arrive combines everything. Splits are added in the same order whoever does it, so the
-result has the same bits. The last CTA past the wait resets both counters.
+the counter, and the last to arrive combines everything. Splits are added in a fixed order, so the result has the same
+bits. The last CTA past the wait resets both counters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PATIENCE = 1 << 12  # polls of it, each a round trip to L2: milliseconds in all
 _NONE, _ALL = -1, -2  # shares of a group
 _LANES = 8  # that a row has while splits are weighed
 _AT_ONCE = 8  # splits whose sums a lane loads at once
-_VECTOR = 16  # bytes: four numbers as a lane has them, two neighbours of a row, and of the row 8 below it
+_VECTOR = 16  # bytes: four floats as a lane has them, two neighbours of a row, and of the row 8 below it
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
 

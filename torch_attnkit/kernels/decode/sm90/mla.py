@@ -122,18 +122,18 @@ class DecodeMla:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == c.score_warpgroups * WARPS:
             cpasync.prefetch_descriptor(loads.k_atom)
-        # Code that both roles have is read from memory once.
+        # Ahead of the roles: code that both share is in the instruction cache once.
         self.epilogue.init(shared)
         run = self.scores.find(tensors, lengths, scalars)
         if warp < c.score_warpgroups * WARPS:
             cute.arch.setmaxregister_decrease(_SCORE_REGISTERS)
             self.scores.run(tensors, loads, lengths, scalars, shared, run)
-            cute.arch.barrier()  # before it all warps of the other role have taken their registers and given them back
+            cute.arch.barrier()  # the value warps have released their registers
             cute.arch.setmaxregister_increase(_REGISTERS)
         else:
             cute.arch.setmaxregister_increase(_VALUE_REGISTERS)
             self.values.run(tensors, loads, lengths, scalars, shared, run)
-            # The warps of a warpgroup meet between two setmaxnreg, also where the block had no work (PTX ISA).
+            # PTX ISA: a warpgroup must synchronise between two setmaxnreg, also where the CTA had no work.
             half = warp // WARPS - c.score_warpgroups
             cute.arch.barrier(barrier_id=int(NamedBarrier.VALUES) + half, number_of_threads=THREADS)
             cute.arch.setmaxregister_decrease(_REGISTERS)
@@ -264,14 +264,14 @@ class ScoreWarpgroup:
         c, K = self.c, OperandMajorMode.K
         thread = cute.arch.thread_idx()[0] % THREADS
         mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, K, K, Float32, (1, 1, 1), (ROWS, c.keys))
-        mine = mma.get_slice(thread)
+        own = mma.get_slice(thread)
         sQ = wgmma.staged(c.dtype, c.shared.query.at(shared), (ROWS, c.key_ring.part, c.key_ring.halves))
         sK = wgmma.keys_by_columns(c.key_ring, c.shared.ring.at(shared))
         return ScoreFragments(
             thread=thread,
             mma=mma,
-            tSrQ=mine.make_fragment_A(mine.partition_A(sQ)),
-            tSrK=mine.make_fragment_B(mine.partition_B(sK)),
+            tSrQ=own.make_fragment_A(own.partition_A(sQ)),
+            tSrK=own.make_fragment_B(own.partition_B(sK)),
             rMax=cute.make_rmem_tensor(2, Float32),
             rSum=cute.make_rmem_tensor(2, Float32),
         )
@@ -411,7 +411,7 @@ class ValueWarpgroup:
         c = self.c
         w = self._fragments(shared, group - c.score_warpgroups)
         count = tile.stop - tile.first
-        # The first tile and Q before the others, or they come last, when the ring has long been full.
+        # Issue the first tile and Q ahead of the others, or they land last, when the ring has long been full.
         if count > 0:
             self._load(tensors, loads, keys, tile, w, barriers, Int32(0))
         load_q(c, tensors, tile, shared, barriers)
@@ -452,7 +452,7 @@ class ValueWarpgroup:
         # As 256 columns an instruction would have 128 registers to itself, which ptxas does not give to one of so many
         # threads, whatever ``setmaxnreg`` says.
         mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, K, MN, Float32, (1, 1, 1), (ROWS, 128))
-        mine = mma.get_slice(thread)
+        own = mma.get_slice(thread)
         sP = wgmma.staged(c.dtype, c.shared.probabilities.at(shared), (ROWS, c.p_keys, c.p_stages))
         ring = c.shared.ring.at(shared)
         return ValueFragments(
@@ -461,9 +461,9 @@ class ValueWarpgroup:
             values=ring + c.values_offset,
             sBoxes=wgmma.staged(c.dtype, ring, (c.box, c.box_columns, c.ring_bytes // (c.box * ROW_BYTES))),
             mma=mma,
-            tOrP=mine.make_fragment_A(mine.partition_A(sP)),
-            tOrV=mine.make_fragment_B(mine.partition_B(self._columns_by_keys(ring + c.values_offset))),
-            rO=cute.make_rmem_tensor(mine.partition_shape_C((ROWS, c.value_ring.part)), Float32),
+            tOrP=own.make_fragment_A(own.partition_A(sP)),
+            tOrV=own.make_fragment_B(own.partition_B(self._columns_by_keys(ring + c.values_offset))),
+            rO=cute.make_rmem_tensor(own.partition_shape_C((ROWS, c.value_ring.part)), Float32),
         )
 
     def _columns_by_keys(self, address: Int32) -> cute.Tensor:
