@@ -47,7 +47,6 @@ INSTRUCTIONS = {
     **{("decode_mma", arch): ("HMMA", "LDGSTS") for arch in PREFILL},
     ("decode_wgmma", "sm90"): ("HGMMA", "LDGSTS"),
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
-    ("decode_latent", "sm90"): ("HGMMA", "UTMALDG"),
     ("decode_tcgen05", "sm100"): PREFILL["sm100"],
     ("grouped_gemm", "sm100"): ("UTMALDG", "LDTM"),
     ("grouped_gemm_wgmma", "sm90"): ("HGMMA", "UTMALDG"),
@@ -76,7 +75,7 @@ LOADED = ("grouped_gemm",)
 # Kernels that spill all the same, by what they are compiled for, and how many instructions of local memory they may
 # have, none of which among their products. docs/lab/roadmap.md has what was tried.
 SPILLED: list[tuple[str, str, dict[str, Any], int]] = [
-    ("decode_codes", "sm90", {"dim": 256, "stages": 2}, 33),
+    ("decode_mma", "sm90", {"fp8_kv": True, "dim": 256, "stages": 2}, 33),
     ("norm_backward", "sm90", {"config": (8, 512, 2, 512)}, 4),
     ("norm_backward", "sm100", {"config": (8, 512, 2, 512)}, 2),
     ("sparse", "sm90", {"format": "fp8", "sides": 2, "merge": True}, 8),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 # Median seconds of a processor, by kernel: "seconds" in the .json of what ``warmup --models all --target sm90`` made on
-# one of two cores of a server, CuTeDSL 4.8.1; of decode_latent, fp4, merge, norm and sparse by single kernels
+# one of two cores of a server, CuTeDSL 4.8.1; of decode_mla, fp4, merge, norm and sparse by single kernels
 # before. A kernel of wide tiles may take two to four times as long.
 SECONDS = {
     "cache": 0.1,
-    "decode_codes": 1.3,
-    "decode_latent": 2.7,
+    "decode_mla": 2.7,
     "decode_mma": 1.15,
     "decode_wgmma": 2.05,
     "fp4": 0.2,

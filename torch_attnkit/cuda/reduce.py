@@ -1,13 +1,16 @@
-"""Sums over the threads that share a row: shuffles, then shared memory, then the cluster's."""
+"""Reductions over the threads that share a row: shuffles, then shared memory, then the cluster's."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+
+from .warp_ops import thread_index
 
 
 class RowSum:
@@ -71,3 +74,21 @@ class RowSum:
             if at < warps * cluster:
                 total += sPartial[at % warps, at // warps, row]
         return cute.arch.warp_reduction(total, operator.add)
+
+
+def transpose_reduce(values: list[Float32], join: Callable[[Float32, Float32], Float32]) -> list[Float32]:
+    """Warp transpose-reduce: joins every value over the lanes; of n results lane l has those from l * n // 32 on.
+
+    Lanes exchange halves of what they have, so that 32 values take 31 shuffles, not 160.
+    """
+    lane = thread_index() & 31
+    for offset in (16, 8, 4, 2, 1):
+        if len(values) > 1:
+            half, upper = len(values) // 2, (lane & offset) != 0
+            pairs = list(zip(values[:half], values[half:], strict=True))
+            sent = [cutlass.select_(upper, low, high) for low, high in pairs]
+            values = [cutlass.select_(upper, high, low) for low, high in pairs]
+        else:
+            sent = values
+        values = [join(v, cute.arch.shuffle_sync_bfly(s, offset)) for v, s in zip(values, sent, strict=True)]
+    return values

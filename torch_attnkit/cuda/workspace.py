@@ -7,9 +7,35 @@ counters that no other call uses.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 _COUNTERS = 1 << 22  # of one device, 16 MB: those of the eager streams and of some thousand captured calls
+
+
+@dataclass(frozen=True)
+class SplitLayout:
+    """A split in the workspace, fp32: O (heads, Dv), then row_max and row_sum (heads, 2)."""
+
+    heads: int
+    dim_v: int
+
+    @property
+    def floats(self) -> int:
+        return self.heads * (self.dim_v + 2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.floats * 4
+
+    def output_at(self, head: Any, column: Any) -> Any:
+        """Byte offset of a head's O in a split."""
+        return (head * self.dim_v + column) * 4
+
+    def stat_at(self, head: Any) -> Any:
+        return (self.heads * self.dim_v + head * 2) * 4
 
 
 class _Device:

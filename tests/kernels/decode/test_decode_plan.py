@@ -11,19 +11,15 @@ import torch
 
 import torch_attnkit
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.kernels.decode import codes
 from torch_attnkit.kernels.decode import plan as shared_plan
-from torch_attnkit.kernels.decode.config import MmaConfig
-from torch_attnkit.kernels.decode.plan import Plan
+from torch_attnkit.kernels.decode.config import Fp8KvConfig, MmaConfig
+from torch_attnkit.kernels.decode.plan import FP8_KV_HEADS, Plan
 from torch_attnkit.kernels.decode.problem import LATENTS, Problem, Strides
-from torch_attnkit.kernels.decode.sm90 import latent_plan as hopper_latents
 from torch_attnkit.kernels.decode.sm90 import plan as hopper
 from torch_attnkit.kernels.decode.sm90.config import MlaConfig, WgmmaConfig
-from torch_attnkit.kernels.decode.sm90.latent_config import LatentConfig
-from torch_attnkit.kernels.decode.sm100 import latent_plan as blackwell_latents
 from torch_attnkit.kernels.decode.sm100 import plan as blackwell
 from torch_attnkit.kernels.decode.sm100.config import Tcgen05Config
-from torch_attnkit.kernels.decode.traces import trace_codes, trace_mla, trace_mma, trace_tcgen05, trace_wgmma
+from torch_attnkit.kernels.decode.traces import trace_mla, trace_mma, trace_tcgen05, trace_wgmma
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.oracle.compare import check
 
@@ -58,23 +54,24 @@ def test_a_plan_fits(dim, dim_v):
         assert p.floats >= 2 * p.blocks * config.split.floats and p.counters >= p.blocks
         assert bool(p.combine_blocks) == config.combine and p.combine_blocks <= SMS
         assert p.head_blocks * config.heads >= group > (p.head_blocks - 1) * config.heads
-        assert p.head_blocks % p.abreast == 0 and p.blocks % p.abreast <= p.blocks // 16
+        assert p.head_blocks % p.concurrent == 0 and p.blocks % p.concurrent <= p.blocks // 16
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), codes.HEADS)
+@pytest.mark.parametrize(("dim", "dim_v"), FP8_KV_HEADS)
 @pytest.mark.parametrize("module", [hopper, blackwell])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_plan_over_codes_fits(dim, dim_v, module, size):
+def test_a_plan_over_an_fp8_cache_fits(dim, dim_v, module, size):
     """E4M3 queries of Blackwell have a kernel of their own."""
-    sizes = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 1, 16, 64))
-    for group, most_keys, groups, page in sizes:
-        found = replace(problem(dim, dim_v, group, most_keys, groups, page, size), codes=True)
+    launches = itertools.product((1, 8, 9, 70), (1, 128, 8192, 131072), (1, 8, 1024), (0, 1, 16, 64))
+    for group, most_keys, groups, page in launches:
+        found = replace(problem(dim, dim_v, group, most_keys, groups, page, size), fp8_kv=True)
         if size == 1 and module is blackwell and module.HEADS[dim, dim_v]:
             assert module.plan(found, SMS).trace == trace_tcgen05
             continue
         p = module.plan(found, SMS)
-        config, per_sm = codes.CodesConfig(SimpleNamespace(width=8 * size), **p.sizes), p.blocks // SMS
-        assert p.trace == trace_codes and config.stages >= 2 and config.itemsize == 1
+        sizes = {name: value for name, value in p.sizes.items() if name != "fp8_kv"}
+        config, per_sm = Fp8KvConfig(SimpleNamespace(width=8 * size), **sizes), p.blocks // SMS
+        assert p.trace == trace_mma and p.sizes["fp8_kv"] and config.stages >= 2 and config.itemsize == 1
         assert per_sm <= config.blocks_per_sm and per_sm * (config.shared_bytes + 1024) <= SHARED, p
         assert p.head_blocks * config.heads >= group > (p.head_blocks - 1) * config.heads
         # A warp looks the pages of a tile's keys up with a lane each.
@@ -107,17 +104,17 @@ def test_the_choices_that_were_measured(dim, group, most_keys, groups, page, tra
 
 
 def test_keys_that_are_values_have_a_kernel():
-    """And heads beyond what a block has go along the keys abreast."""
+    """And heads beyond what a block has go along the keys concurrently."""
     p = plan(512, 512, 128, 8192, 16, same=True)
-    assert (p.trace, p.head_blocks, p.abreast) == (trace_mla, 2, 2)
+    assert (p.trace, p.head_blocks, p.concurrent) == (trace_mla, 2, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["E4M3", "16-bit"])
 @pytest.mark.parametrize(
-    ("module", "dim", "dim_v"),
-    [*((blackwell, dim, dim) for dim in (64, 128, 256, 512)), *((blackwell_latents, *head) for head in LATENTS)],
+    ("dim", "dim_v"),
+    [*((dim, dim) for dim in (64, 128, 256, 512)), *LATENTS],
 )
-def test_a_blackwell_plan_for_many_heads_fits(module, dim, dim_v, size):
+def test_a_blackwell_plan_for_many_heads_fits(dim, dim_v, size):
     for group, most_keys, groups, page in itertools.product(
         (9, 16, 17, 64, 65, 128, 129, *((1, 8) if size == 1 else ())),
         (0, 1, 128, 1152, 131072),
@@ -125,7 +122,7 @@ def test_a_blackwell_plan_for_many_heads_fits(module, dim, dim_v, size):
         (0, 16, 48, 256),
     ):
         for same in (False, True):
-            p = module.plan(problem(dim, dim_v, group, most_keys, groups, page, size), B200_SMS, same=same)
+            p = blackwell.plan(problem(dim, dim_v, group, most_keys, groups, page, size), B200_SMS, same=same)
             assert p.trace == trace_tcgen05
             config = Tcgen05Config(SimpleNamespace(width=8 * size), **p.sizes)
             ctas = config.sides * p.combine_blocks
@@ -149,8 +146,9 @@ def test_a_hopper_plan_for_latents_fits(dim, dim_v):
         (1, 8, 16, 64, 65, 128, 129), (1, 128, 513, 131072), (1, 8, 1024), (0, 16, 48, 64)
     ):
         for same in (False, True):
-            p = hopper_latents.plan(problem(dim, dim_v, group, most_keys, groups, page), SMS, same=same)
-            config = LatentConfig(SimpleNamespace(width=16), **p.sizes)
+            p = hopper.plan(problem(dim, dim_v, group, most_keys, groups, page), SMS, same=same)
+            assert p.trace == trace_mla
+            config = MlaConfig(SimpleNamespace(width=16), **p.sizes)
             assert config.threads == 512 and config.shared_bytes <= SHARED - 1024 and config.blocks_per_sm == 1
             assert all(region.offset % 1024 == 0 for region in (config.shared.ring, config.shared.probabilities))
             assert page % config.box == 0 and config.box * config.boxes == config.keys and p.blocks == SMS

@@ -1,9 +1,10 @@
-"""DSMEM copies: from this CTA's shared memory to a peer's, without registers."""
+"""Between the CTAs of a cluster: the barrier, and bulk copies from one's shared memory to another's."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -21,3 +22,9 @@ def send(
         f"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0+{at}], [$1+{at}], {nbytes}, [$2];"
     )
     asm(None, [Int32(target), Int32(source), Int32(barrier)], text, memory=True, loc=loc, ip=ip)
+
+
+def sync_cluster() -> None:
+    """Barrier of all threads of the cluster."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()

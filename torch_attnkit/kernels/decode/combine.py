@@ -1,8 +1,11 @@
-"""The epilogue: warps' results are combined into a block's, the splits of a group into its result.
+"""The epilogue of ``mma.py`` and ``wgmma.py``: warps' results into a CTA's, the splits of a group into its result.
 
-Splits of a group meet in the workspace in one of two ways. Few and short: the block that brings the last of them
-combines all, while other blocks still stream (``LastBlock``). Many or long ones: a second kernel combines them, which
-waits where blocks of the first have left (programmatic dependent launch). ``plan.py`` chooses.
+    CTA, per work tile   results in shared memory -> a whole group: normalised to the output; a split: to the workspace
+    then, of a split     count it (acq_rel add); the last CTA to arrive combines all (``LastCta``), while others stream
+    or, many splits      a second kernel combines, launched early by programmatic dependent launch (``kernel``)
+
+``plan.py`` chooses: more than 12 waits for memory in a thread are the second kernel's. Splits are added in the same
+order both ways, so the result has the same bits.
 """
 
 from __future__ import annotations
@@ -16,21 +19,23 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite, join
+from torch_attnkit.cuda.smem import Region, itemsize
+from torch_attnkit.cuda.stream_k import Partition
 from torch_attnkit.cuda.warp_ops import exp2
+from torch_attnkit.cuda.workspace import SplitLayout
 
 from ..scores import LOG2_E
-from . import schedule
 from .arguments import Scalars, Tensors, kv_heads_of, out_dtype
-from .config import Region, Results, SplitLayout, itemsize
-from .schedule import Lengths, Partition, WorkTile, abreast_of, partition, units_before, visible
+from .config import Results
+from .schedule import Lengths, SchedulerConfig, WorkTile, concurrent_of, partition, units_before, visible
 
-THREADS = 512  # of a block of the second kernel
-_AT_ONCE = 8  # splits that a thread has on the way while it combines
+THREADS = 512  # of a CTA of the second kernel
+_AT_ONCE = 8  # splits that a thread has in flight while it combines
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
 
 
-class Shared(Protocol):
+class CombineShared(Protocol):
     """The regions of shared memory that the epilogue uses."""
 
     @property
@@ -39,7 +44,7 @@ class Shared(Protocol):
     def flag(self) -> Region: ...
 
 
-class Config(schedule.Config, Protocol):
+class CombineConfig(SchedulerConfig, Protocol):
     """What the epilogue has to know of a kernel, beside what the scheduler has to."""
 
     @property
@@ -49,10 +54,10 @@ class Config(schedule.Config, Protocol):
     @property
     def split(self) -> SplitLayout: ...
     @property
-    def shared(self) -> Shared: ...
+    def shared(self) -> CombineShared: ...
 
 
-class Group(Protocol):
+class OfHeads(Protocol):
     """What of a work tile says whose result it is."""
 
     @property
@@ -62,7 +67,7 @@ class Group(Protocol):
 
 
 def result_tensors(results: Results, shared: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-    """A block's results in shared memory: O (count, heads, Dv), and row_max and row_sum (count, heads, 2)."""
+    """A CTA's results in shared memory: O (count, heads, Dv), and row_max and row_sum (count, heads, 2)."""
     count, heads, row = results.count, results.heads, results.row_floats
     at = cute.make_ptr(Float32, shared, cute.AddressSpace.smem, assumed_align=16)
     sO = cute.make_tensor(at, cute.make_layout((count, heads, results.dim_v), stride=(heads * row, row, 1)))
@@ -78,7 +83,7 @@ class Output:
 
     @cute.jit
     def store(
-        self, tensors: Tensors, scalars: Scalars, tile: Group, head: Int32, column: Int32,
+        self, tensors: Tensors, scalars: Scalars, tile: OfHeads, head: Int32, column: Int32,
         sums: list[Float32], row_max: Float32, row_sum: Float32,
     ):  # fmt: skip
         """Four columns of a head's result: divided by the sum, to which the sink belongs."""
@@ -99,7 +104,7 @@ class Output:
 
 
 class Splits:
-    """The splits of a group in the workspace, of which a thread has ``at_once`` on the way."""
+    """The splits of a group in the workspace, of which a thread has ``at_once`` in flight."""
 
     def __init__(self, layout: SplitLayout, at_once: int):
         self.layout, self.at_once = layout, at_once
@@ -107,12 +112,12 @@ class Splits:
     @cute.jit
     def add(
         self, tensors: Tensors, head: Int32, column: Int32, slot: Int32, rest: Int32, more: Int32,
-        abreast: Int32 | int, begin: Int32, step: Int32 | int,
+        concurrent: Int32 | int, begin: Int32, step: Int32 | int,
     ):  # fmt: skip
         """Four columns of a head, row_max and row_sum, over the splits begin, begin + step ... of -1 to more - 1.
 
-        Split -1 is in ``slot``, the others from ``rest`` on in the even slots of every ``abreast``-th block. The first
-        ``at_once`` are on the way before one is used; beyond the last they repeat it.
+        Split -1 is in ``slot``, the others from ``rest`` on in the even slots of every ``concurrent``-th CTA. The first
+        ``at_once`` are in flight before one is used; beyond the last they repeat it.
         """
         layout = self.layout
         size = const_expr(layout.nbytes)
@@ -126,7 +131,7 @@ class Splits:
             at = []
             for i in cutlass.range_constexpr(self.at_once):
                 n = cutlass.min(first + i * step, more - 1)
-                at.append(cutlass.select_(n < 0, base, later + Int64(n) * abreast * (2 * size)))
+                at.append(cutlass.select_(n < 0, base, later + Int64(n) * concurrent * (2 * size)))
             stats = [op.load_2_floats(a + stat_at) for a in at]
             news = [op.load_4_floats(a + o_at) for a in at]
             maxima = [
@@ -136,55 +141,54 @@ class Splits:
         return rO, row_max, row_sum
 
 
-class LastBlock:
-    """The block that brings the last split of a group combines all, by ``rows(tensors, scalars, tile, slot, rest,
+class LastCta:
+    """The CTA that brings the last split of a group combines all, by ``rows(tensors, scalars, tile, slot, rest,
     more)``, whose last three say as in ``Splits.add`` where the splits are. ``flag``: a word of shared memory."""
 
-    def __init__(self, flag: Region, abreast: Callable[[Scalars], Int32 | int], rows: Callable[..., None]):
-        self.flag, self.abreast, self.rows = flag, abreast, rows
+    def __init__(self, flag: Region, concurrent: Callable[[Scalars], Int32 | int], rows: Callable[..., None]):
+        self.flag, self.concurrent, self.rows = flag, concurrent, rows
 
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, cut: Partition, tile: Group, shared: Int32, start: Int32,
+        self, tensors: Tensors, scalars: Scalars, cut: Partition, tile: OfHeads, shared: Int32, start: Int32,
         tiles: Int32,
     ):  # fmt: skip
-        """For a split of the group that has units [start, start + tiles), once it is in the workspace and the block
-        has met."""
+        """For a split of the group that has units [start, start + tiles), in the workspace, behind a CTA barrier."""
         thread = cute.arch.thread_idx()[0]
         first_block, last_block = cut.owner(start), cut.owner(start + tiles - 1)
-        abreast = self.abreast(scalars)
-        block = first_block * abreast + cute.arch.block_idx()[0] % abreast
+        concurrent = self.concurrent(scalars)
+        block = first_block * concurrent + cute.arch.block_idx()[0] % concurrent
         flag = cute.make_ptr(Int32, self.flag.at(shared), cute.AddressSpace.smem, assumed_align=16)
-        sLast = cute.make_tensor(flag, cute.make_layout(1))
-        # The caller's barrier orders the block's stores before the release of this addition.
+        sIsLast = cute.make_tensor(flag, cute.make_layout(1))
+        # The caller's barrier orders the CTA's stores before this add's release.
         if thread == 0:
             arrived = op.add_acq_rel(tensors.count.iterator.toint() + Int64(block) * 4, Int32(1))
             last = arrived == last_block - first_block
             if last:
                 tensors.count[block] = Int32(0)
-            sLast[0] = cutlass.select_(last, Int32(1), Int32(0))
+            sIsLast[0] = cutlass.select_(last, Int32(1), Int32(0))
         cute.arch.barrier()
-        if sLast[0] != 0:
-            # A block's first work tile has its even slot; only the first block of a group can have begun before it.
-            early = cutlass.select_(cut.start(first_block) == start, Int32(0), Int32(1))
-            self.rows(tensors, scalars, tile, block * 2 + early, (block + abreast) * 2, last_block - first_block)
+        if sIsLast[0] != 0:
+            # A CTA's first work tile has its even slot; only the first CTA of a group can have begun before it.
+            odd = cutlass.select_(cut.start(first_block) == start, Int32(0), Int32(1))
+            self.rows(tensors, scalars, tile, block * 2 + odd, (block + concurrent) * 2, last_block - first_block)
         cute.arch.barrier()
 
 
 class Combine:
     """The epilogue of Hopper's kernels, and their second kernel."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: CombineConfig):
         self.c = config
         self.output, self.splits = Output(config.dtype), Splits(config.split, _AT_ONCE)
-        self.last = LastBlock(config.shared.flag, self._abreast, self._rows)
+        self.last = LastCta(config.shared.flag, self._concurrent, self._rows)
 
-    def _abreast(self, scalars: Scalars) -> Int32 | int:
-        return abreast_of(self.c, scalars)
+    def _concurrent(self, scalars: Scalars) -> Int32 | int:
+        return concurrent_of(self.c, scalars)
 
     @cute.jit
     def finish(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Int32, whole: Boolean, slot: Int32):
-        """Combine what is in shared memory; a group's result goes out, a split of it into the workspace."""
+        """Combine what is in shared memory: a whole group's result to the output, a split to the workspace."""
         c = self.c
         thread = cute.arch.thread_idx()[0]
         sO, sStat = result_tensors(c.shared.results, shared)
@@ -210,7 +214,7 @@ class Combine:
                     op.store_float(stat + 4, row_sum)
         cute.arch.barrier()
 
-    def join_splits(
+    def arrive(
         self, tensors: Tensors, scalars: Scalars, cut: Partition, tile: WorkTile, shared: Int32, start: Int32,
         tiles: Int32,
     ) -> None:  # fmt: skip
@@ -225,14 +229,14 @@ class Combine:
         for index in cutlass.range(thread, tile.heads * vectors, c.threads, unroll=1):
             head, column = index // vectors, index % vectors * 4
             rO, row_max, row_sum = self.splits.add(
-                tensors, head, column, slot, rest, more, abreast_of(c, scalars), Int32(-1), 1
+                tensors, head, column, slot, rest, more, concurrent_of(c, scalars), Int32(-1), 1
             )
             self.output.store(tensors, scalars, tile, head, column, [rO[x] for x in range(4)], row_max, row_sum)
 
     def launch(
         self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32, combine_blocks: Int32, stream: Any
     ) -> None:
-        """The second kernel, where there is one, for what ``blocks`` blocks of the first leave."""
+        """The second kernel, where there is one, for the splits of ``blocks`` CTAs of the first."""
         if self.c.combine:
             self.kernel(tensors, lengths, scalars, blocks).launch(
                 grid=[combine_blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True,
@@ -241,9 +245,9 @@ class Combine:
 
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars, blocks: Int32):
-        """Combine the splits of every group that was cut among the ``blocks`` blocks of the first kernel.
+        """Combine the splits of every group that was cut among the ``blocks`` CTAs of the first kernel.
 
-        Blocks take equal shares of all heads of all groups. As many threads as a row has vectors form a *team*: one for
+        CTAs take equal shares of all heads of all groups. As many threads as a row has vectors form a *team*: one for
         a row that has few splits, more for one with many.
         """
         c = self.c
@@ -251,9 +255,9 @@ class Combine:
         vectors, teams = const_expr(c.dim_v // 4), const_expr(_teams(c.dim_v))
         sO = smem.allocate_tensor(Float32, cute.make_layout((4, vectors, teams)), 16)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2, teams)), 16)
-        kv_heads, abreast = kv_heads_of(tensors, c.page), abreast_of(c, scalars)
-        groups, each = kv_heads * scalars.head_blocks, scalars.head_blocks // abreast
-        cut = partition(lengths, kv_heads * each, blocks // abreast, scalars.least_tiles, c.keys)
+        kv_heads, concurrent = kv_heads_of(tensors, c.page), concurrent_of(c, scalars)
+        groups, each = kv_heads * scalars.head_blocks, scalars.head_blocks // concurrent
+        cut = partition(lengths, kv_heads * each, blocks // concurrent, scalars.least_tiles, c.keys)
         most = cutlass.min(scalars.group, c.heads)  # heads of a group
         rows = lengths.batch * groups * most
         block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -267,15 +271,15 @@ class Combine:
             units = visible(lengths, sequence, c.keys).units
             kv_head, head_block = group // scalars.head_blocks, group % scalars.head_blocks
             start = units_before(lengths, kv_heads * each, sequence, c.keys)
-            start += (kv_head * each + head_block // abreast) * units
+            start += (kv_head * each + head_block // concurrent) * units
             first_block, last_block = cut.owner(start), cut.owner(start + units - 1)
             if first_block != last_block:
                 head = head_block * c.heads
                 heads = cutlass.min(scalars.group - head, c.heads)
                 tile = WorkTile(sequence, kv_head, kv_head * scalars.group + head, heads, *[Int32(0)] * 3)
-                # A block's first work tile has its even slot; only the first block can have begun before the group.
-                slot = (first_block * abreast + head_block % abreast) * 2
-                rest = slot + 2 * abreast
+                # A CTA's first work tile has its even slot; only the first CTA can have begun before the group.
+                slot = (first_block * concurrent + head_block % concurrent) * 2
+                rest = slot + 2 * concurrent
                 slot += cutlass.select_(cut.start(first_block) == start, Int32(0), Int32(1))
                 end = cutlass.min(last - index * most, heads)
                 begin, more = at - index * most, last_block - first_block
@@ -299,7 +303,7 @@ class Combine:
             row = first + team // per
             if (team < teams) & (row < end):
                 rO, row_max, row_sum = self.splits.add(
-                    tensors, row, vector * 4, slot, rest, more, abreast_of(c, scalars), team % per - 1, per
+                    tensors, row, vector * 4, slot, rest, more, concurrent_of(c, scalars), team % per - 1, per
                 )
                 for x in cutlass.range_constexpr(4):
                     sO[x, vector, team] = rO[x]

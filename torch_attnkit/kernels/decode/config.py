@@ -1,8 +1,4 @@
-"""What decode kernels are compiled for and have in memory: shared, and the workspace.
-
-Every kernel states its shared memory as a frozen dataclass of ``Region``; one that says "over" has the bytes of others,
-whose contents are no longer needed by then.
-"""
+"""What ``mma.py`` is compiled for, its shared memory, and what decode kernels of every architecture share of both."""
 
 from __future__ import annotations
 
@@ -10,31 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-SHARED = 227 * 1024  # bytes of shared memory that the blocks of an SM have together
-RESERVED = 1024  # of which the driver takes this much a block
-CHUNK = 16  # bytes that a lane copies at once, and of which a swizzle changes the place
-FLAG_BYTES = 16  # a word by which the threads of a block agree, and its alignment
+from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
 
-
-@dataclass(frozen=True)
-class Region:
-    """Bytes of a block's shared memory."""
-
-    offset: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
-
-    def at(self, shared: Any) -> Any:
-        """The address, where ``shared`` is that of the block's first byte."""
-        return shared + self.offset if self.offset else shared
+FLAG_BYTES = 16  # of the is-last-CTA flag, with its alignment
 
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a work tile, ``count`` of them, that the block combines: fp32, from the first byte of its memory on.
+    """Results of a work tile, ``count`` of them, that the CTA combines: fp32, from the first byte of its memory on.
 
     O (count, heads, Dv) with rows of ``row_floats``, then row_max and row_sum (count, heads, 2).
     """
@@ -54,41 +34,8 @@ class Results:
 
 
 @dataclass(frozen=True)
-class SplitLayout:
-    """A split in the workspace, fp32: O (heads, Dv), then row_max and row_sum (heads, 2)."""
-
-    heads: int
-    dim_v: int
-
-    @property
-    def floats(self) -> int:
-        return self.heads * (self.dim_v + 2)
-
-    @property
-    def nbytes(self) -> int:
-        return self.floats * 4
-
-    def output_at(self, head: Any, column: Any) -> Any:
-        """Where in a split a head's O is, in bytes."""
-        return (head * self.dim_v + column) * 4
-
-    def stat_at(self, head: Any) -> Any:
-        return (self.heads * self.dim_v + head * 2) * 4
-
-
-def itemsize(dtype: Any) -> int:
-    """Bytes of an element of a CuTeDSL dtype."""
-    return int(dtype.width) // 8
-
-
-def fit(nbytes: int) -> int:
-    """How many blocks with so much shared memory an SM has at once."""
-    return SHARED // (nbytes + RESERVED)
-
-
-@dataclass(frozen=True)
 class MmaShared:
-    """The shared memory of a block of ``mma.py``."""
+    """The shared memory of a CTA of ``mma.py``."""
 
     ring: Region  # (warps, stages, K then V of a tile)
     results: Results  # over the ring, when it has drained: one for every warp
@@ -112,9 +59,9 @@ class MmaConfig:
     warps: int
     stages: int
     page: int = 0
-    combine: bool = False  # whether a second kernel combines splits, else the block that brings the last
+    combine: bool = False  # whether a second kernel combines splits, else the last CTA to arrive
 
-    abreast = False  # whether ``Scalars.abreast`` can be more than 1
+    concurrent = False  # whether ``Scalars.concurrent`` can be more than 1
 
     @property
     def threads(self) -> int:
@@ -160,9 +107,28 @@ class MmaConfig:
 
     @property
     def at_once(self) -> int:
-        """Blocks of 16 columns of a tile that are on the way from shared memory at once."""
+        """Blocks of 16 columns of a tile that ``ldmatrix`` loads before they are used."""
         return (8 if self.dim <= 256 else 2) // (self.keys // 16)
 
     @property
     def split(self) -> SplitLayout:
         return SplitLayout(self.heads, self.dim_v)
+
+
+@dataclass(frozen=True)
+class Fp8KvConfig(MmaConfig):
+    """``mma.py`` over caches of E4M3; ``dtype`` is that of q. A soft cap is compiled in: branches around it would be a
+    quarter of the instructions."""
+
+    capped: bool = False
+    scales: tuple[bool, ...] = ()  # which of q's, k's and v's there are; (): none
+
+    @property
+    def itemsize(self) -> int:
+        return 1
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As shared memory and the register file allow; pages of one key take more than 128 registers a thread."""
+        threads = 512 if self.heads == 8 and self.page != 1 else 256
+        return max(1, min(fit(self.shared_bytes), threads // self.threads))

@@ -13,12 +13,11 @@ from torch_attnkit.cuda.workspace import Workspace
 
 from ..scores import LOG2_E
 from .plan import Plan
-from .problem import LATENTS, Operands, Problem
-from .sm90 import latent_plan as hopper_latents
+from .problem import Operands, Problem
 from .sm90 import plan as hopper
-from .sm100 import latent_plan as blackwell_latents
 from .sm100 import plan as blackwell
 
+_PLANS = {"sm90": hopper.plan, "sm100": blackwell.plan}
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -29,7 +28,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     if problem.rows_of_cache == 0:
         return _nothing_attended
     scores, scaled = problem.scores, any(problem.scales)
-    plan = _plan(problem, target.arch)
+    plan = _PLANS[target.arch]
 
     def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
         p: Plan = plan(problem, driver.sm_count(problem.device), same=same)
@@ -44,7 +43,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     workspace = Workspace(problem.device, floats, counters)
     # Into powers of two, before the cap or behind it.
     factors = (scores.slope, scores.softcap * LOG2_E) if scores.capped else (scores.factor * LOG2_E, 0.0)
-    numbers = (*factors, *scores.bounds, int(problem.sink), int(problem.kv_start))
+    fixed = (*factors, *scores.bounds, int(problem.sink), int(problem.kv_start))
 
     def launch(operands: Operands) -> None:
         parts, count = workspace.get()
@@ -55,8 +54,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
             operands.kv_len if operands.kv_start is None else operands.kv_start, operands.out, operands.lse, parts,
             count, operands.scales if scaled else None,
         )  # fmt: skip
-        cut = (p.head_blocks, int(p.whole), p.abreast, p.least_tiles, p.combine_blocks)
-        run(tensors, (*numbers, *cut), p.blocks)
+        cut = (p.head_blocks, int(p.whole), p.concurrent, p.least_tiles, p.combine_blocks)
+        run(tensors, (*fixed, *cut), p.blocks)
 
     return launch
 
@@ -83,11 +82,3 @@ def _aligned(operands: Operands) -> tuple[_Tensors, bool]:
         v = v.clone(memory_format=kept) if v.data_ptr() & 15 else v
         q = q.clone(memory_format=kept) if q.data_ptr() & 3 else q
     return (q, k, v), same
-
-
-def _plan(problem: Problem, arch: str) -> Callable[..., Plan]:
-    """Of the architecture: of latents, or of all others."""
-    latents = (problem.dim, problem.dim_v) in LATENTS
-    if arch == "sm90":
-        return hopper_latents.plan if latents else hopper.plan
-    return blackwell_latents.plan if latents else blackwell.plan

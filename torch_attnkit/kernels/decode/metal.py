@@ -18,7 +18,7 @@ from torch_attnkit.mps.codes import as_bytes
 
 from .problem import Operands, Problem
 
-DTYPES, OVER_CODES = "bf16 f16 f32", "bf16 f16 f32 f8e4m3"  # of q, over caches of the same dtype and of E4M3
+DTYPES, FP8_KV_DTYPES = "bf16 f16 f32", "bf16 f16 f32 f8e4m3"  # of q, over caches of the same dtype and of E4M3
 # Head dims: multiples of 16, the dims that a step of the scores takes.
 DIMS, MOST_DIM_V = (32, 64, 80, 96, 128, 192, 256, 512), 512
 _SIMDGROUPS = 4  # of a threadgroup; each takes 16 keys a step
@@ -74,7 +74,7 @@ def launcher(
     def variant(width: int) -> metal.Launch:
         built = library.load(
             source, target, TYPE=p.dtype, OUT_TYPE=stored, MERGED_TYPE=result, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles,
-            WIDTH=width, CODES=p.codes, **(defines or {}),
+            WIDTH=width, CODES=p.fp8_kv, **(defines or {}),
         )  # fmt: skip
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_rows"))
         grid = (columns, splits, p.batch * p.kv_heads)

@@ -1,13 +1,17 @@
-"""Attention of one query token per sequence with few query heads per KV head: every key and value read once.
+"""Decode for few query heads a KV head, by ``mma.sync`` on Hopper and Blackwell: every key and value read once.
 
-    each warp, for itself: cp.async ring of K and V tiles -> S' = K Q' -> online softmax -> O' += V' P'
-    block: combine its warps -> a whole group: store; a split: workspace, where splits meet (``combine.py``)
+    out, lse = softmax(scale Q K') V      D, Dv multiples of 16 up to 512, bf16 or fp16, or an fp8 cache (``fp8_kv.py``)
 
-The query heads of a KV head are the N of ``mma.m16n8k16`` and keys (then V's columns) its M: eight heads fill a
-product, so grouped heads cost no more than one, and a warp's accumulators stay small. The probabilities, 8 x 8 tiles
-with a row per key, become the second product's right side by a transpose in registers. Warps share nothing while they
-stream, so no barrier ever empties the queue of loads. Rows in shared memory are 16 bytes longer than in the cache:
-eight rows of a tile then lie in different banks. docs/lab/decode.md has what limits it.
+Persistent CTAs (``schedule.py``) of 1 to 12 warps without roles; warps share nothing while they stream:
+
+    each warp    cp.async ring of K and V tiles, every ``warps``-th -> S' = K Q' -> online softmax -> O' += V' P'
+    CTA          combine its warps in shared memory -> output, or a split to the workspace (``combine.py``)
+
+A warp fills and empties its own ring of ``stages`` tiles: cp.async.wait_group and a warp barrier are all that guards
+it, and no CTA barrier drains the queue of loads. Keys (then V's columns) are M of ``mma.m16n8k16`` and the query heads
+of a KV head its N: eight heads fill an instruction, and fewer cost the same. P, 8 x 8 tiles with a row a key, becomes
+the second product's B operand by a transpose in registers (``movmatrix``). Rows in shared memory are padded by 16
+bytes: eight rows of a tile lie in different banks. docs/lab/decode.md has what limits it.
 """
 
 from __future__ import annotations
@@ -19,15 +23,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from torch_attnkit.cuda import paging
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.cuda.warp_ops import exp2, tanh
 
-from . import pages
 from .arguments import Scalars, Tensors
 from .combine import Combine, result_tensors
-from .config import CHUNK, MmaConfig
-from .elements import Fragment, elements
+from .config import MmaConfig
+from .fp8_kv import Fragment, elements
 from .schedule import Decode, Visible, WorkTile, tile_bounds
 
 _INF = float("inf")
@@ -35,7 +40,7 @@ _INF = float("inf")
 
 def decode_mma(config: MmaConfig) -> Decode:
     """The kernel: scheduler, mainloop of a warp, epilogue."""
-    return Decode(config, Mainloop(config), Combine(config))
+    return Decode(config, MmaMainloop(config), Combine(config))
 
 
 class Source(NamedTuple):
@@ -45,7 +50,7 @@ class Source(NamedTuple):
     row_bytes: Int64  # from row to row
 
 
-class Loader:
+class MmaLoader:
     """A warp's copies by ``cp.async`` from the caches."""
 
     def __init__(self, config: MmaConfig):
@@ -55,7 +60,7 @@ class Loader:
     def sources(self, tensors: Tensors, tile: WorkTile):
         """Where this lane copies K from, and V."""
         c = self.c
-        found = []
+        sources = []
         for which in cutlass.range_constexpr(2):
             cache, dim = (tensors.k, c.dim) if const_expr(which == 0) else (tensors.v, c.dim_v)
             head, row = const_expr((2, 1) if c.page else (1, 2))
@@ -64,8 +69,8 @@ class Loader:
             if const_expr(c.page == 0):
                 at += Int64(cache.stride[0]) * tile.b * c.itemsize
             first_row, chunk = self._chunk(dim, 0)
-            found.append(Source(at + row_bytes * first_row + chunk * CHUNK, row_bytes))
-        return found
+            sources.append(Source(at + row_bytes * first_row + chunk * CHUNK, row_bytes))
+        return sources
 
     def _chunks(self, dim: int) -> int:
         """Of a row."""
@@ -81,16 +86,16 @@ class Loader:
             return Int32(i // (chunks // 32)), lane + i % (chunks // 32) * 32
         return (i * 32 + lane) // chunks, (i * 32 + lane) % chunks
 
-    def _together(self) -> int:
+    def _keys_in_one_page(self) -> int:
         """Keys of a tile that lie in one page wherever it begins: all, or so many that a copy's rows do, else 0."""
         c = self.c
-        found = math.gcd(c.page, c.keys)
-        if found == c.keys:
-            return found
+        keys = math.gcd(c.page, c.keys)
+        if keys == c.keys:
+            return keys
         for chunks in (self._chunks(c.dim), self._chunks(c.dim_v)):
             whole_rows = 32 % chunks == 0 or chunks % 32 == 0
-            found = found if whole_rows and found % max(1, 32 // chunks) == 0 else 0
-        return found
+            keys = keys if whole_rows and keys % max(1, 32 // chunks) == 0 else 0
+        return keys
 
     @cute.jit
     def load(
@@ -99,14 +104,14 @@ class Loader:
         """Start the copy of tile t; rows that do not count become zeros, whatever the cache holds there."""
         c = self.c
         first, low, high = tile_bounds(keys, t, c.keys)
-        page, together = Int32(0), const_expr(self._together())
-        if const_expr(c.page != 0 and 0 < together < c.keys):
-            page = pages.of_boxes(tensors, tile.b, first, low, high, together, c.keys // together, c.page)
+        page, run = Int32(0), const_expr(self._keys_in_one_page())
+        if const_expr(c.page != 0 and 0 < run < c.keys):
+            page = paging.of_boxes(tensors, tile.b, first, low, high, run, c.keys // run, c.page)
         low, high = low - first, high - first
-        if const_expr(c.page != 0 and not 0 < together < c.keys):
-            page = pages.of_keys(tensors, tile.b, first, low, high, c.keys, c.page)
+        if const_expr(c.page != 0 and not 0 < run < c.keys):
+            page = paging.of_keys(tensors, tile.b, first, low, high, c.keys, c.page)
         if const_expr(sources is None):
-            # Made anew for each tile: beside O in 128 registers there is no room to keep them.
+            # Recomputed for each tile: beside O in 128 registers there is no room to keep them.
             sources = self.sources(tensors, tile._replace(kv_head=op.fresh(tile.kv_head)))
         for which in cutlass.range_constexpr(2):
             cache, dim, pitch = (
@@ -120,20 +125,20 @@ class Loader:
             chunks = const_expr(self._chunks(dim))
             aligned = const_expr(32 % chunks == 0 or chunks % 32 == 0)
             step = const_expr(max(1, 32 // chunks))
-            begin, there = at, Boolean(True)
+            begin, has_page = at, Boolean(True)
             for i in cutlass.range_constexpr(-(-c.keys * chunks // 32)):
                 row, chunk = self._chunk(dim, i)
                 down = const_expr(i * step if chunks <= 32 else i // (chunks // 32))
                 right = const_expr(0 if chunks <= 32 else i % (chunks // 32) * 32 * CHUNK)
-                another = const_expr(i == 0 if together == c.keys else right == 0 and down % max(together, 1) == 0)
-                if const_expr(c.page > 0 and together > 0 and another):
-                    mine = page
-                    if const_expr(together < c.keys):
-                        mine = cute.arch.shuffle_sync(page, down // together)
-                    begin = at + Int64(cache.stride[0]) * c.itemsize * mine
-                    start = const_expr(0 if together == c.keys else down)
+                another = const_expr(i == 0 if run == c.keys else right == 0 and down % max(run, 1) == 0)
+                if const_expr(c.page > 0 and run > 0 and another):
+                    own = page
+                    if const_expr(run < c.keys):
+                        own = cute.arch.shuffle_sync(page, down // run)
+                    begin = at + Int64(cache.stride[0]) * c.itemsize * own
+                    start = const_expr(0 if run == c.keys else down)
                     begin += row_bytes * ((first + start) % c.page - start)
-                    there = mine >= 0
+                    has_page = own >= 0
                 target, source = to, begin
                 if const_expr(aligned):
                     target += down * pitch + right
@@ -141,25 +146,25 @@ class Loader:
                 else:
                     target += (row - first_row) * pitch + (chunk - first_chunk) * CHUNK
                     source += row_bytes * (row - first_row) + (chunk - first_chunk) * CHUNK
-                good = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
-                if const_expr(c.page > 0 and together > 0):
-                    good = good & there
+                inside = cutlass.Uint32(row - low) < cutlass.Uint32(high - low)
+                if const_expr(c.page > 0 and run > 0):
+                    inside = inside & has_page
                 elif const_expr(c.page > 0):
-                    mine = cute.arch.shuffle_sync(page, row)
-                    source += Int64(cache.stride[0]) * c.itemsize * mine + row_bytes * ((first + row) % c.page - row)
-                    good = good & (mine >= 0)
-                valid = cutlass.select_(good, Int32(CHUNK), Int32(0))
+                    own = cute.arch.shuffle_sync(page, row)
+                    source += Int64(cache.stride[0]) * c.itemsize * own + row_bytes * ((first + row) % c.page - row)
+                    inside = inside & (own >= 0)
+                nbytes = cutlass.select_(inside, Int32(CHUNK), Int32(0))
                 if const_expr((i + 1) * 32 <= c.keys * chunks):
-                    op.copy_16_async(target, source, valid)
+                    op.copy_16_async(target, source, nbytes)
                 elif i * 32 + cute.arch.lane_idx() < c.keys * chunks:
-                    op.copy_16_async(target, source, valid)
+                    op.copy_16_async(target, source, nbytes)
 
 
-class Mainloop:
+class MmaMainloop:
     """A warp's tiles of a work tile: every ``warps``-th."""
 
     def __init__(self, config: MmaConfig):
-        self.c, self.loader, self.elements = config, Loader(config), elements(config)
+        self.c, self.loader, self.elements = config, MmaLoader(config), elements(config)
 
     @cute.jit
     def run(self, tensors: Tensors, loads: None, scalars: Scalars, keys: Visible, tile: WorkTile, shared: Int32):
@@ -208,7 +213,7 @@ class Mainloop:
             write = cutlass.select_(write == c.stages * c.stage_bytes, Int32(0), write)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        self._leave_result(tensors, tile, shared, rO, rMax, rSum)
+        self._store_result(tensors, tile, shared, rO, rMax, rSum)
         cute.arch.barrier()
 
     @cute.jit
@@ -252,11 +257,11 @@ class Mainloop:
             for m in cutlass.range_constexpr(m_tiles):
                 for half in cutlass.range_constexpr(2):
                     key = row + m * 16 + half * 8
-                    good = (key >= low) & (key < high)
+                    inside = (key >= low) & (key < high)
                     for n in cutlass.range_constexpr(n_tiles):
                         for x in cutlass.range_constexpr(2):
                             old = rS[half * 2 + x, m, n]
-                            rS[half * 2 + x, m, n] = cutlass.select_(good, old, Float32(-_INF))
+                            rS[half * 2 + x, m, n] = cutlass.select_(inside, old, Float32(-_INF))
         return rS
 
     def _cap(self, scalars: Scalars, rS: cute.Tensor) -> None:
@@ -274,7 +279,7 @@ class Mainloop:
 
     @cute.jit
     def _softmax(self, rS: cute.Tensor, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor):
-        """Probabilities of a tile as the right side of a product; brings O and the sums to the new maxima."""
+        """P of a tile as a B operand; rescales O and the sums to the new maxima."""
         c = self.c
         n_tiles, m_tiles = const_expr(c.heads // 8), const_expr(c.keys // 16)
         rNew = cute.make_rmem_tensor(cute.make_layout((2, n_tiles)), Float32)
@@ -339,7 +344,7 @@ class Mainloop:
                 rO[i, d, n] = new[i]
 
     @cute.jit
-    def _leave_result(
+    def _store_result(
         self, tensors: Tensors, tile: WorkTile, shared: Int32, rO: cute.Tensor, rMax: cute.Tensor, rSum: cute.Tensor
     ):
         c = self.c

@@ -6,25 +6,28 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch_attnkit.cuda.compile import Trace
+from torch_attnkit.cuda.smem import RESERVED, SHARED
+from torch_attnkit.cuda.workspace import SplitLayout
 
-from .codes import CodesConfig
-from .config import FLAG_BYTES, RESERVED, SHARED, MmaConfig, SplitLayout
+from .config import FLAG_BYTES, Fp8KvConfig, MmaConfig
 from .problem import Problem
-from .traces import trace_codes, trace_mma
+from .traces import trace_mma
 
+# (D, Dv) over caches of E4M3: multiples of 32 could be, up to 256, as many columns as Q has registers for.
+FP8_KV_HEADS = ((64, 64), (128, 128), (256, 256))
 FEW = 8  # query heads that ``mma.py`` has at once
-SHORT = 512  # keys of a group that one block attends alone
-# Bytes of keys and values for every SM, from which on one block on it with longer tiles is faster: H200, 32/8 heads,
+SHORT = 512  # keys of a group that one CTA attends alone
+# Bytes of keys and values for every SM, from which on one CTA on it with longer tiles is faster: H200, 32/8 heads,
 # D 128, 1x8192 15.9 for 17.5 us.
 _LONG = 200 << 10
 # Over pages, if these have 32 keys or a multiple, and up to this: H100, pages of 64, 1x8192 18.3 for 20.9 us, 2x8192
 # 29.3 for 30.9, 4x8192 52.8 for 53.4, 8x8192 99.6 for 99.1 and 128x8192 1480 for 1463.
 _LONG_PAGES = 3 << 19
-# The same of codes, there with twice the warps; less is cut finer, into tiles of 16 keys: H200, 32/8 heads, D 128,
-# 1x8192 13.9 us with 8 warps, 14.8 with two blocks of 4 and 15.6 with tiles of 16 keys; 1x1024 10.3, 9.0 and 7.9.
-_LONG_CODES = 64 << 10
-_PER_SM = 2  # blocks on an SM: while one ends a group, the other keeps memory busy
-# Waits for memory from which on a second kernel combines faster than the block that brings the last split: H200, 16/2
+# The same of E4M3, there with twice the warps; less is cut finer, into tiles of 16 keys: H200, 32/8 heads, D 128,
+# 1x8192 13.9 us with 8 warps, 14.8 with two CTAs of 4 and 15.6 with tiles of 16 keys; 1x1024 10.3, 9.0 and 7.9.
+_LONG_FP8 = 64 << 10
+_PER_SM = 2  # CTAs on an SM: while one ends a group, the other keeps memory busy
+# Waits for memory from which on a second kernel combines faster than the last CTA to arrive: H200, 16/2
 # heads, D 256, 1x8192, 16 for 64 us.
 _ROUNDS = 12
 
@@ -40,14 +43,14 @@ class Plan:
     """A kernel, by its trace and what it is compiled with; and how it runs.
 
     A *group* is a KV head of a sequence with up to as many of its query heads as the kernel has at once; those of a KV
-    head are ``head_blocks``. ``abreast`` of them are attended by neighbouring blocks at the same time, all or 1.
-    ``sizes`` are entries of the kernel's Config, the other numbers are arguments of a launch.
+    head are ``head_blocks``. ``concurrent`` of them are on neighbouring CTAs at the same time, all or 1.
+    ``sizes`` are entries of the kernel's Config, the other fields are scalars of a launch.
     """
 
     trace: Trace
     sizes: dict[str, Any]
     head_blocks: int
-    abreast: int
+    concurrent: int
     whole: bool  # whether a group is one unit of work, else its tiles are, and it may be split
     least_tiles: int  # of a split
     blocks: int  # of the grid; on Blackwell clusters
@@ -61,11 +64,11 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
 
     docs/lab/decode.md has the times.
     """
-    dim, dim_v, group, codes = problem.dim, problem.dim_v, problem.group, problem.codes
+    dim, dim_v, group, fp8 = problem.dim, problem.dim_v, problem.group, problem.fp8_kv
     itemsize, groups = problem.itemsize, problem.batch * problem.kv_heads
     heads = 8 if group <= 8 or max(dim, dim_v) > 128 else 16
     keys = 32 if (dim + dim_v) * itemsize <= 256 else 16
-    dtype, kind = Bits(8 * problem.dtype.itemsize), CodesConfig if codes else MmaConfig
+    dtype, kind = Bits(8 * problem.dtype.itemsize), Fp8KvConfig if fp8 else MmaConfig
     config = kind(dtype, dim, dim_v, heads, keys, warps=1, stages=1, page=problem.page)
     stage = config.stage_bytes
     room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
@@ -76,8 +79,8 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     if whole:
         stages = 2
         per_sm = replace(config, warps=warps, stages=stages).blocks_per_sm
-    elif codes:
-        keys, warps, stages, per_sm = _cut_codes(config, _bytes(problem, keys_of_cache) // sms)
+    elif fp8:
+        keys, warps, stages, per_sm = _cut_fp8(config, _bytes(problem, keys_of_cache) // sms)
     elif _is_long(problem, keys_of_cache, sms):
         keys, per_sm = 32, 1
         stages = (SHARED - RESERVED - FLAG_BYTES) // (warps * replace(config, keys=keys).stage_bytes)
@@ -86,9 +89,9 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     splits = 1 if whole else splits_of(blocks, work, -(-keys_of_cache // keys), least)
     combine = combines(min(group, heads), dim_v, 32 * warps, splits)
     return Plan(
-        trace_codes if codes else trace_mma,
+        trace_mma,
         paged(problem)
-        | (dict(capped=problem.scores.capped) if codes else {})
+        | (dict(fp8_kv=True, capped=problem.scores.capped) if fp8 else {})
         | dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine),
         head_blocks,
         1,
@@ -101,9 +104,9 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     )
 
 
-def _cut_codes(config: MmaConfig, nbytes: int) -> tuple[int, int, int, int]:
-    """Keys of a tile, warps, stages, and blocks on an SM that has ``nbytes`` of codes to read."""
-    if nbytes < _LONG_CODES:
+def _cut_fp8(config: MmaConfig, nbytes: int) -> tuple[int, int, int, int]:
+    """Keys of a tile, warps, stages, and CTAs on an SM that has ``nbytes`` of keys and values to read."""
+    if nbytes < _LONG_FP8:
         room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
         return 16, 4, min(room // (4 * replace(config, keys=16).stage_bytes), 6), _PER_SM
     # Of 64 columns a tile has half of the bytes, and not half of the instructions.
@@ -112,7 +115,7 @@ def _cut_codes(config: MmaConfig, nbytes: int) -> tuple[int, int, int, int]:
 
 
 def _is_long(problem: Problem, keys: int, sms: int) -> bool:
-    """Whether there is so much to read that one block on an SM with longer tiles is faster; they lie in one page."""
+    """Whether there is so much to read that one CTA on an SM with longer tiles is faster; they lie in one page."""
     if problem.dim != 128 or problem.dim_v != 128:
         return False
     nbytes = _bytes(problem, keys)
@@ -137,6 +140,6 @@ def splits_of(blocks: int, work: int, tiles: int, least: int) -> int:
 
 
 def combines(rows: int, dim_v: int, threads: int, splits: int) -> bool:
-    """Whether a second kernel combines: by how often the last block would wait for memory, a thread of which has 4
-    columns of 8 splits at once."""
+    """Whether a second kernel combines: by how often the last CTA would wait for memory, a thread of which has 4
+    columns of 8 splits in flight."""
     return splits > 1 and -(-rows * dim_v // (4 * threads)) * -(-splits // 8) > _ROUNDS

@@ -9,8 +9,8 @@ import torch
 
 from ..scores import Scores
 
-# (D, Dv) of heads of latents, which have plans and kernels of their own: MLA, absorbed, whose values are the first
-# columns of its keys. Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.2.
+# (D, Dv) of MLA latents, projections absorbed, whose values are the first columns of its keys; they have rows of their
+# own in the ops' tables. Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.2.
 LATENTS = ((576, 512),)
 
 Scales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -48,7 +48,7 @@ class Problem:
     sink: bool = False  # whether there are such tensors
     kv_start: bool = False
     scales: tuple[bool, bool, bool] = (False, False, False)  # of q, k and v
-    codes: bool = False  # whether the caches are E4M3
+    fp8_kv: bool = False  # whether the caches are E4M3
 
     @property
     def group(self) -> int:
@@ -58,7 +58,7 @@ class Problem:
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the caches."""
-        return 1 if self.codes else self.dtype.itemsize
+        return 1 if self.fp8_kv else self.dtype.itemsize
 
     @property
     def rows_of_cache(self) -> int:

@@ -1,12 +1,15 @@
-"""The scheduler: which keys a block of a decode launch attends, equal runs of all tiles of all sequences.
+"""Persistent stream-K scheduler over lengths on the device: which keys of which group a CTA attends.
 
-The lengths are on the device, so every block works its run out for itself: it sums the tiles of all sequences, cuts the
-sum into equal runs and finds the sequence in which its own run starts. Blocks are persistent: a run is one work tile
-after another. One that does not have all tiles of its group is a split, which ``combine.py`` joins with the others. No
-block has more than one tile more than another, whatever the lengths.
+    every CTA, alone:  sum the tiles of all sequences -> cut the sum into equal runs -> find its own run's sequence
+                       -> work tile after work tile: mainloop, ``finish``, and of a split ``arrive``
 
-A *group* is one KV head of one sequence with up to as many of its query heads as the kernel has at once; those of a KV
-head are its *head blocks*. A *tile* is some keys of a group, a *work tile* the tiles of a group that one block has.
+The host knows only the cache's capacity, so a CUDA graph replays at any lengths; no CTA has more than one tile more
+than another. A work tile without all tiles of its group is a split, combined by the epilogue (``combine.py``,
+``sm90/combine_cooperative.py``).
+
+A *group* is one KV head of one sequence with up to as many of its query heads as the kernel holds; those of a KV head
+are its *head blocks*. A *tile* is the keys of one stage, a *work tile* the tiles of a group that one CTA has, a *unit*
+of work a tile, or a whole group where groups are short.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
-from .arguments import Numbers, Scalars, Tensors, kv_heads_of, scalars_of
+from torch_attnkit.cuda import warp_scan
+from torch_attnkit.cuda.stream_k import Partition, quotient
+
+from .arguments import LaunchScalars, Scalars, Tensors, kv_heads_of, scalars_of
 
 _LANES = 32
 
@@ -59,32 +65,6 @@ class Visible(NamedTuple):
     units: Int32  # of work
 
 
-def quotient(a: Int32, b: Int32 | int) -> Int32:
-    """Of numbers that are not negative: ``//`` rounds down whatever the signs, in twice the instructions."""
-    return a if isinstance(b, int) and b == 1 else Int32(Uint32(a) // Uint32(b))
-
-
-class Partition(NamedTuple):
-    """How ``total`` units of work are cut among ``blocks`` blocks: block i starts at i * total / blocks."""
-
-    total: Int32
-    blocks: Int32
-    each: Int32  # total / blocks, rounded down
-    extra: Int32  # and what is left
-
-    def start(self, block: Int32) -> Int32:
-        return block * self.each + quotient(block * self.extra, self.blocks)
-
-    def owner(self, unit: Int32) -> Int32:
-        """The block that has a unit: a guess in floats, which is off by one at most, put right."""
-        block = Int32(cutlass.Float32(unit) * (cutlass.Float32(self.blocks) / cutlass.Float32(self.total)))
-        for _ in range(2):
-            block -= cutlass.select_(self.start(block) > unit, Int32(1), Int32(0))
-        for _ in range(2):
-            block += cutlass.select_(self.start(block + 1) <= unit, Int32(1), Int32(0))
-        return block
-
-
 class Run(NamedTuple):
     """The units of work [at, stop) of a block."""
 
@@ -95,8 +75,8 @@ class Run(NamedTuple):
     before: Int32  # units before that sequence
 
 
-def lengths_of(tensors: Tensors, numbers: Numbers, page: int) -> Lengths:
-    n = numbers
+def lengths_of(tensors: Tensors, given: LaunchScalars, page: int) -> Lengths:
+    n = given
     size = Int32(tensors.table.shape[1]) * page if page else Int32(tensors.k.shape[2])
     batch = Int32(tensors.q.shape[0])
     return Lengths(tensors.kv_len, tensors.kv_start, batch, size, n.window, n.sink_tokens, n.has_start, n.whole)
@@ -132,11 +112,11 @@ def tile_bounds(keys: Visible, t: Int32, tile: int) -> tuple[Int32, Int32, Int32
 
 @cute.jit
 def partition(lengths: Lengths, heads: Int32, blocks: Int32, least_tiles: Int32, tile: cutlass.Constexpr):
-    """Cut the work of all groups among at most ``blocks`` blocks; none has less than ``least_tiles`` units if there are
+    """Cut the work of all groups among at most ``blocks`` CTAs; none has less than ``least_tiles`` units if there are
     more.
 
-    Where all groups are equally long and it idles no more than a 16th of the blocks, cuts fall between groups, or
-    groups are cut evenly: fewer splits to combine, and no block that ends one group and begins another.
+    Where all groups are equally long and it idles no more than a 16th of the CTAs, cuts fall between groups, or
+    groups are cut evenly: fewer splits to combine, and no CTA that ends one group and begins another.
     """
     lane = cute.arch.lane_idx()
     units, longest = lengths.batch, Int32(1)
@@ -145,9 +125,9 @@ def partition(lengths: Lengths, heads: Int32, blocks: Int32, least_tiles: Int32,
         for first in cutlass.range(0, lengths.batch, _LANES, unroll=1):
             b = first + lane
             if b < lengths.batch:
-                mine = visible(lengths, b, tile).units
-                units += mine
-                longest = cutlass.max(longest, mine)
+                own = visible(lengths, b, tile).units
+                units += own
+                longest = cutlass.max(longest, own)
         for step in cutlass.range_constexpr(5):
             units += cute.arch.shuffle_sync_bfly(units, 1 << step)
             longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, 1 << step))
@@ -167,28 +147,25 @@ def partition(lengths: Lengths, heads: Int32, blocks: Int32, least_tiles: Int32,
 
 @cute.jit
 def sequence_of(lengths: Lengths, heads: Int32, wanted: Int32, tile: cutlass.Constexpr):
-    """The sequence that has unit ``wanted`` of the launch, and how many units come before the sequence."""
+    """The sequence that has unit ``wanted`` of the launch, and how many units precede the sequence."""
     lane = cute.arch.lane_idx()
-    sequence, before, passed, first, found = Int32(0), Int32(0), Int32(0), Int32(0), lengths.whole
+    sequence, before, passed, first, done = Int32(0), Int32(0), Int32(0), Int32(0), lengths.whole
     if lengths.whole != 0:
         sequence = quotient(wanted, heads)
         before = sequence * heads
-    while (found == 0) & (first < lengths.batch):
+    while (done == 0) & (first < lengths.batch):
         b = first + lane
-        mine = Int32(0)
+        own = Int32(0)
         if b < lengths.batch:
-            mine = visible(lengths, b, tile).units * heads
-        upto = mine
-        for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(upto, 1 << step)
-            upto += cutlass.select_(lane >= (1 << step), below, Int32(0))
+            own = visible(lengths, b, tile).units * heads
+        upto = warp_scan.up_to_lane(own)
         hit = cute.arch.vote_ballot_sync(passed + upto > wanted)
         # The lowest lane that is past ``wanted``: the lanes below it have zeros in ``hit``.
         at = cute.arch.popc(~hit & (hit - 1))
         if hit != 0:
-            before = passed + cute.arch.shuffle_sync(upto - mine, at)
+            before = passed + cute.arch.shuffle_sync(upto - own, at)
             sequence = first + at
-            found = Int32(1)
+            done = Int32(1)
         passed += cute.arch.shuffle_sync(upto, _LANES - 1)
         first += _LANES
     return sequence, before
@@ -196,19 +173,17 @@ def sequence_of(lengths: Lengths, heads: Int32, wanted: Int32, tile: cutlass.Con
 
 @cute.jit
 def units_before(lengths: Lengths, heads: Int32, sequence: Int32, tile: cutlass.Constexpr):
-    """How many units of work come before a sequence; ``sequence_of`` the other way round. A whole warp calls this."""
+    """How many units of work precede a sequence: the inverse of ``sequence_of``. A whole warp calls this."""
     lane = cute.arch.lane_idx()
     units = Int32(0)
     for first in cutlass.range(0, sequence, _LANES, unroll=1):
         b = first + lane
         if b < sequence:
             units += visible(lengths, b, tile).units
-    for step in cutlass.range_constexpr(5):
-        units += cute.arch.shuffle_sync_bfly(units, 1 << step)
-    return units * heads
+    return warp_scan.total(units) * heads
 
 
-class Config(Protocol):
+class SchedulerConfig(Protocol):
     """What the scheduler has to know of a kernel."""
 
     @property
@@ -218,7 +193,7 @@ class Config(Protocol):
     @property
     def keys(self) -> int: ...
     @property
-    def abreast(self) -> bool: ...  # whether ``Scalars.abreast`` can be more than 1
+    def concurrent(self) -> bool: ...  # whether ``Scalars.concurrent`` can be more than 1
     @property
     def threads(self) -> int: ...
     @property
@@ -240,11 +215,11 @@ class Epilogue(Protocol):
     ) -> None:
         """Results in shared memory go out, those of a split into ``slot`` of the workspace."""
 
-    def join_splits(
+    def arrive(
         self, tensors: Tensors, scalars: Scalars, cut: Partition, tile: WorkTile, shared: Int32, start: Int32,
         tiles: Int32,
     ) -> None:  # fmt: skip
-        """After ``finish``, for a split of the group that has units [start, start + tiles)."""
+        """After ``finish``, for a split of the group that has units [start, start + tiles): count it."""
 
 
 class LaunchedEpilogue(Epilogue, Protocol):
@@ -256,39 +231,39 @@ class LaunchedEpilogue(Epilogue, Protocol):
         """This kernel, where there is one."""
 
 
-def abreast_of(config: Config, scalars: Scalars) -> Int32 | int:
-    """Head blocks of a KV head that neighbouring blocks attend at the same time; where it is always 1, a constant."""
-    return scalars.abreast if config.abreast else 1
+def concurrent_of(config: SchedulerConfig, scalars: Scalars) -> Int32 | int:
+    """Head blocks of a KV head on neighbouring CTAs at the same time; where it is always 1, a constant."""
+    return scalars.concurrent if config.concurrent else 1
 
 
 class Persistent:
-    """A block's work tiles, one after another. Where warpgroups have roles, each goes through them for itself."""
+    """A CTA's work tiles, one after another. Where warpgroups have roles, each loops over them for itself."""
 
-    def __init__(self, config: Config, mainloop: Mainloop, epilogue: Epilogue):
+    def __init__(self, config: SchedulerConfig, mainloop: Mainloop, epilogue: Epilogue):
         self.c, self.mainloop, self.epilogue = config, mainloop, epilogue
 
     @cute.jit
     def find(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
-        """This block's run."""
+        """This CTA's run."""
         c = self.c
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        abreast = abreast_of(c, scalars)
-        groups = kv_heads_of(tensors, c.page) * quotient(scalars.head_blocks, abreast)
-        cut = partition(lengths, groups, quotient(blocks, abreast), scalars.least_tiles, c.keys)
-        mine = quotient(block, abreast)
-        at, stop = cut.start(mine), cut.start(mine + 1)
-        if mine >= cut.blocks:
+        concurrent = concurrent_of(c, scalars)
+        groups = kv_heads_of(tensors, c.page) * quotient(scalars.head_blocks, concurrent)
+        cut = partition(lengths, groups, quotient(blocks, concurrent), scalars.least_tiles, c.keys)
+        run = quotient(block, concurrent)
+        at, stop = cut.start(run), cut.start(run + 1)
+        if run >= cut.blocks:
             at = stop
         sequence, before = sequence_of(lengths, groups, at, c.keys)
         return Run(cut, at, stop, sequence, before)
 
     @cute.jit
-    def run(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars, shared: Int32, found: Run):
+    def run(self, tensors: Tensors, loads: Any, lengths: Lengths, scalars: Scalars, shared: Int32, own: Run):
         """``loads`` is what the mainloop's loader was given by the host, if it loads by TMA."""
         c = self.c
-        block, abreast = cute.arch.block_idx()[0], abreast_of(c, scalars)
-        groups = kv_heads_of(tensors, c.page) * quotient(scalars.head_blocks, abreast)
-        cut, at, stop, sequence, before = found
+        block, concurrent = cute.arch.block_idx()[0], concurrent_of(c, scalars)
+        groups = kv_heads_of(tensors, c.page) * quotient(scalars.head_blocks, concurrent)
+        cut, at, stop, sequence, before = own
         slot = block * 2  # of a block's first work tile; of those after it only the last can be a split
         while at < stop:
             keys = visible(lengths, sequence, c.keys)
@@ -299,9 +274,9 @@ class Persistent:
             at += last - first
             whole = last - first == keys.units
             last = cutlass.select_(whole, keys.tiles, last)
-            each = quotient(scalars.head_blocks, abreast)
+            each = quotient(scalars.head_blocks, concurrent)
             kv_head = group // each  # as a ``quotient``, and ``mma.py`` spills with 96 columns
-            head_block = (group - kv_head * each) * abreast + block - quotient(block, abreast) * abreast
+            head_block = (group - kv_head * each) * concurrent + block - quotient(block, concurrent) * concurrent
             head = head_block * c.heads
             heads = cutlass.min(scalars.group - head, c.heads)
             head += kv_head * scalars.group
@@ -311,7 +286,7 @@ class Persistent:
             if const_expr(c.combine):
                 pass
             elif not whole:
-                self.epilogue.join_splits(tensors, scalars, cut, tile, shared, group_start, keys.tiles)
+                self.epilogue.arrive(tensors, scalars, cut, tile, shared, group_start, keys.tiles)
             slot = block * 2 + 1
             if at == before + keys.units * groups:
                 before = at
@@ -319,35 +294,35 @@ class Persistent:
 
 
 class Decode:
-    """A kernel of persistent blocks, for both kinds of cache: scheduler, mainloop, which loads by itself, epilogue."""
+    """A kernel without warp roles: scheduler, mainloop with its own loads, epilogue, and its second kernel if any."""
 
-    def __init__(self, config: Config, mainloop: Mainloop, epilogue: LaunchedEpilogue):
+    def __init__(self, config: SchedulerConfig, mainloop: Mainloop, epilogue: LaunchedEpilogue):
         self.c, self.epilogue = config, epilogue
         self.scheduler = Persistent(config, mainloop, epilogue)
 
     @cute.jit
-    def __call__(self, tensors: Tensors, numbers: Numbers, blocks: Int32, stream: Any):
+    def __call__(self, tensors: Tensors, numbers: LaunchScalars, blocks: Int32, stream: Any):
         lengths, scalars = lengths_of(tensors, numbers, self.c.page), scalars_of(tensors, numbers, self.c.page)
         launch(self.kernel(tensors, lengths, scalars), self.c, blocks, stream)
         self.epilogue.launch(tensors, lengths, scalars, blocks, numbers.combine_blocks, stream)
 
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
-        cute.arch.griddepcontrol_wait()  # the launch may have begun before the one ahead of it was over
-        found = self.scheduler.find(tensors, lengths, scalars)
+        cute.arch.griddepcontrol_wait()  # programmatic dependent launch: the one ahead may still run
+        run = self.scheduler.find(tensors, lengths, scalars)
         if const_expr(self.c.combine):
-            cute.arch.griddepcontrol_launch_dependents()  # its blocks then wait where this kernel's have left
-        self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c), found)
+            cute.arch.griddepcontrol_launch_dependents()  # its CTAs take the SMs that this kernel's leave
+        self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c), run)
 
 
-def launch(kernel: Any, config: Config, blocks: Int32, stream: Any) -> None:
-    """``blocks`` persistent blocks of a kernel that has its arguments."""
+def launch(kernel: Any, config: SchedulerConfig, blocks: Int32, stream: Any) -> None:
+    """``blocks`` persistent CTAs of a kernel that has its arguments."""
     kernel.launch(
         grid=[blocks, 1, 1], block=[config.threads, 1, 1], smem=config.shared_bytes, stream=stream,
         min_blocks_per_mp=config.blocks_per_sm, preferred_smem_carveout=100, use_pdl=True,
     )  # fmt: skip
 
 
-def allocate(config: Config) -> Int32:
+def allocate(config: SchedulerConfig) -> Int32:
     """The address of a block's shared memory, aligned for swizzles."""
     return cutlass.memory.SmemAllocator().allocate(config.shared_bytes, 1024).toint()

@@ -1,4 +1,8 @@
-"""The kernels of a decode step by function: each imports its module, and with it cutlass, when it is compiled."""
+"""What to compile for a decode step, over a contiguous cache or, where a page has keys, over pages.
+
+Each function imports its kernel, and with it cutlass, when it is called. Rows of the caches start at multiples of 16
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +11,52 @@ from typing import Any
 from torch_attnkit.cuda.compile import Traced
 
 
-def trace_mma(arch: str, **signature: Any) -> Traced:
-    """Few query heads a KV head, by ``mma.sync``."""
-    if arch == "sm90":
-        from .sm90 import kernel as hopper
+def trace_mma(arch: str, *, dtype: str, fp8_kv: bool = False, **sizes: Any) -> Traced:
+    """For few query heads a KV head; ``fp8_kv``: over caches of E4M3."""
+    from torch_attnkit.cuda import fake
 
-        return hopper.trace_mma(arch, **signature)
-    from .sm100 import kernel as blackwell
+    from .arguments import arguments
+    from .config import Fp8KvConfig, MmaConfig
+    from .mma import decode_mma
 
-    return blackwell.trace_mma(arch, **signature)
-
-
-def trace_codes(arch: str, **signature: Any) -> Traced:
-    """The same over caches of E4M3."""
-    if arch == "sm90":
-        from .sm90 import kernel as hopper
-
-        return hopper.trace_codes(arch, **signature)
-    from .sm100 import kernel as blackwell
-
-    return blackwell.trace_codes(arch, **signature)
+    if fp8_kv:
+        config = Fp8KvConfig(fake.dtype(dtype), **sizes)
+        return decode_mma(config), arguments(arch, dtype, config, config.scales, kv="f8e4m3")
+    plain = MmaConfig(fake.dtype(dtype), **sizes)
+    return decode_mma(plain), arguments(arch, dtype, plain)
 
 
-def trace_wgmma(arch: str, **signature: Any) -> Traced:
+def trace_wgmma(arch: str, *, dtype: str, **sizes: Any) -> Traced:
     """Hopper, up to 64 query heads a KV head."""
-    from .sm90.kernel import trace_wgmma as traced
+    from torch_attnkit.cuda import fake
 
-    return traced(arch, **signature)
+    from .arguments import arguments
+    from .sm90.config import WgmmaConfig
+    from .sm90.wgmma import decode_wgmma
 
-
-def trace_mla(arch: str, **signature: Any) -> Traced:
-    """Hopper, 512 columns where keys are values, too."""
-    from .sm90.kernel import trace_mla as traced
-
-    return traced(arch, **signature)
+    config = WgmmaConfig(fake.dtype(dtype), **sizes)
+    return decode_wgmma(config), arguments(arch, dtype, config)
 
 
-def trace_latent(arch: str, **signature: Any) -> Traced:
-    """Hopper, latents."""
-    from .sm90.latent_kernel import trace_latent as traced
+def trace_mla(arch: str, *, dtype: str, **sizes: Any) -> Traced:
+    """Hopper, values that are the first 512 of a key's 512 or 576 columns."""
+    from torch_attnkit.cuda import fake
 
-    return traced(arch, **signature)
+    from .arguments import arguments
+    from .sm90.config import MlaConfig
+    from .sm90.mla import DecodeMla
+
+    config = MlaConfig(fake.dtype(dtype), **sizes)
+    return DecodeMla(config), arguments(arch, dtype, config)
 
 
-def trace_tcgen05(arch: str, **signature: Any) -> Traced:
-    """Blackwell, many query heads a KV head, and latents."""
-    from .sm100.kernel import trace_tcgen05 as traced
+def trace_tcgen05(arch: str, *, dtype: str, **sizes: Any) -> Traced:
+    """Blackwell, many query heads a KV head, latents, and E4M3 queries."""
+    from torch_attnkit.cuda import fake
 
-    return traced(arch, **signature)
+    from .arguments import arguments
+    from .sm100.config import Tcgen05Config
+    from .sm100.tcgen05 import DecodeTcgen05
+
+    config = Tcgen05Config(fake.dtype(dtype), **sizes)
+    return DecodeTcgen05(config), arguments(arch, dtype, config, config.scales)

@@ -1,8 +1,13 @@
-"""Device side of merge_partials: ``out = sum_p exp(lse_p - lse) out_p`` with ``lse = log sum_p exp(lse_p)``.
+"""merge_partials: ``out = sum_p exp(lse_p - lse) out_p`` with ``lse = log sum_p exp(lse_p)`` over P partials of a row.
 
-A row is one (r, h), and ``lanes`` threads share its Dv elements. Few partials (``_Few``) are all loaded at once, each
-thread weighing them for itself. Many (``_Many``) are shared by ``splits`` groups of threads of a block, and the first
-ones are on their way while the P values of lse are reduced. An lse of +inf is read as -inf.
+A row is one (r, h), and ``lanes`` threads share its Dv elements; CTAs have 128 or 512 threads, no roles and no ring.
+
+    ``_Few``    all partials of a row in registers: every load is issued before the LSEs are reduced, each thread
+                computes the weights for itself
+    ``_Many``   ``splits`` groups of threads take a row's partials alternately, ``ahead`` in flight each; the first are
+                on their way while the P LSEs are reduced; sums meet in shared memory behind one CTA barrier
+
+An LSE of +inf is read as -inf, and such a partial is not looked at. Bound by device memory, or by latency of few rows.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from .plan import Config
 
 
 class _Merge:
-    """The plumbing that both kernels share: the launch, the weights, and the store. Abstract: no kernel of its own."""
+    """What both kernels share: launch, weights, and the store."""
 
     def __init__(self, config: Config):
         self.c = config
@@ -123,7 +128,7 @@ class _Few(_Merge):
             for p in cutlass.range_constexpr(c.parts):
                 for v in cutlass.range_constexpr(c.vectors):
                     if col[v] < Dv:
-                        copies.load(part + (p * mPart.stride[0] + col[v]), rPart[p][v], c.once)
+                        copies.load(part + (p * mPart.stride[0] + col[v]), rPart[p][v], c.evict_first)
             lse_max = lse[0]
             for p in cutlass.range_constexpr(1, c.parts):
                 lse_max = cute.arch.fmax(lse_max, lse[p])
@@ -213,7 +218,7 @@ class _Many(_Merge):
             p = first + i * c.splits
             for v in cutlass.range_constexpr(c.vectors):
                 if p < parts and col[v] < Dv:
-                    copies.load(part + (Int64(p) * step + col[v]), rPart[i][v], c.once)
+                    copies.load(part + (Int64(p) * step + col[v]), rPart[i][v], c.evict_first)
 
     @cute.jit
     def across_splits(self, rAcc: list[Any], split: Any, slot: Any, lane: Any):

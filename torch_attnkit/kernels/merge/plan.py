@@ -1,7 +1,7 @@
 """How a merge spreads its rows over threads.
 
-Device memory bounds it once there are rows enough: every partial is read once. With few rows the partials of one row
-are split among ``splits`` groups of threads of a block, so that more of them are on their way at a time.
+With many rows it is bound by device memory: every partial is read once. With few rows the partials of one row are split
+among ``splits`` groups of threads of a CTA, so that more of them are in flight.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Config:
     width: int  # elements of a vector
     lanes: int  # threads that share a row's elements: a power of two
     vectors: int  # vectors of one thread
-    parts: int  # number of partials if all of them are loaded at once, else 0
+    parts: int  # number of partials if all of them are loaded at the same time, else 0
     splits: int  # groups of lanes that share a row's partials
-    ahead: int  # partials that a thread has on the way
+    ahead: int  # partials that a thread has in flight
     rows: int  # rows of a block
-    once: bool  # tell the cache that the data will not be used again
+    evict_first: bool  # the cache policy of the partials
 
     @property
     def threads(self) -> int:
@@ -41,12 +41,12 @@ def configure(parts: int, rows: int, Dv: int, width: int, sms: int) -> Config:
         lanes *= 2
     vectors = -(-cells // lanes)
     # H200, 2 partials: 512 threads a block against 128, 262144 rows of 128: 49.0 us against 49.7.
-    once = rows * lanes < sms * 4096
-    threads = 128 if once else 512
+    evict_first = rows * lanes < sms * 4096
+    threads = 128 if evict_first else 512
     if parts and parts * vectors <= _AT_ONCE:
-        return Config(width, lanes, vectors, parts, 1, parts, max(1, threads // lanes), once)
+        return Config(width, lanes, vectors, parts, 1, parts, max(1, threads // lanes), evict_first)
     ahead = 1 << min(2, max(parts - 1, 0).bit_length())
     splits = 1
     while splits * ahead < parts and splits < 32 and splits * lanes < 256 and rows * lanes * splits < sms * 512:
         splits *= 2
-    return Config(width, lanes, vectors, 0, splits, ahead, max(1, threads // (lanes * splits)), once)
+    return Config(width, lanes, vectors, 0, splits, ahead, max(1, threads // (lanes * splits)), evict_first)

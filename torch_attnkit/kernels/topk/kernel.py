@@ -1,13 +1,17 @@
-"""Device side of top-k: which scores of a row are among the K largest, by radix select, in ascending order of place.
+"""Top-k of each row by radix select: the indices of the K largest scores in ascending order, ties to the lowest.
 
-A warp has scores that follow one another, and so has a block of a cluster. A score's key is an unsigned integer, the
-smaller the larger the score is. Up to three times the block counts the keys of the interval in which the K-th smallest
-lies by their next 11 bits (``bins.py``), and goes on with the bin that has it. Where a bin is wanted whole, as nearly
-always after 22 bits, no tie is left to break. Registers hold scores, not keys: Hopper has twice as many units for
-float32 additions as for integers, so that what can be said of numbers is not said of keys.
+A row belongs to a CTA, or to a cluster of 2 to 8; a warp has consecutive scores, held in registers (up to 32 a thread)
+or, in the longest rows, read again from L2 for each pass. No warp roles:
 
-Then each lane has a bit for each of its scores. Exchanged among lanes, these become words of 32 scores that follow
-one another, and counts of bits, summed over lanes, warps and blocks, are places in the output.
+    load, convert -> up to 3 passes: count the keys of the open interval by their next 11 bits (``radix_histogram.py``),
+    keep the bin that holds the K-th -> mark scores above the limit, and the first ties -> compact, store
+
+A key is an unsigned integer that ascends as the score descends. The search ends where a bin is wanted whole, as nearly
+always after 22 bits: then there is no tie to break. Registers hold scores, not keys, since Hopper issues fp32 additions
+at twice the rate of integer instructions.
+
+Compaction: each lane has one bit a score; butterfly shuffles transpose these into words of 32 consecutive scores, and
+popcounts scanned over lanes, warps and CTAs are positions in the output. Nothing is sorted.
 """
 
 from __future__ import annotations
@@ -19,27 +23,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from torch_attnkit.cuda import bits, copies, fake, l2
+from torch_attnkit.cuda import bits, copies, fake, l2, warp_scan
 from torch_attnkit.cuda.ring import Fixed
 
-from .bins import BITS, Bins, running_sum
 from .plan import LANES, Config
+from .radix_histogram import BITS, Histogram
 
 _NONE = 0xFF800000  # the key of -inf, NaN and an entry that is not there: above all others, and the first of a bin
-_FEW = 8  # of 32 scores, up to which each lane writes what is chosen of its own
+_FEW = 8  # chosen of 32 scores, up to which each lane stores its own
 _PLUS = 0x7FFFFFFF  # the key of 0 and of no lesser number
-# Leading bits of a key that passes look at: numbers of 16 bits differ in 19 at most.
+# Leading bits of a key that passes look at: scores of 16 bits differ in 19 at most.
 _KEY_BITS = {16: 2 * BITS, 32: 32}
 
 
-def plain(x: Float32) -> Float32:
-    """The same number, 0 for -0 and -inf for NaN."""
+def canonical(x: Float32) -> Float32:
+    """The same score, 0 for -0 and -inf for NaN."""
     return cute.arch.fmax(x + Float32(0), -Float32.inf)
 
 
-def number(key: Uint32) -> Float32:
-    """The number with this key. Keys are integers, the smaller the larger the number is: the bits of negative numbers,
-    and those of others inverted but for the sign. Applied to a number's bits, it gives the key's."""
+def score_of(key: Uint32) -> Float32:
+    """The score with this key. A key is the score's bits, of scores that are not negative inverted but for the sign: it
+    ascends as the score descends. The map is its own inverse."""
     word = Int32(key)
     return (word ^ (~(word >> 31) & _PLUS)).bitcast(Float32)
 
@@ -72,7 +76,7 @@ class _TopK(Fixed):
         self.c, self.key_bits = config, _KEY_BITS[width]
         self.part, self.listed = part, listed
         self.passes = -(-self.key_bits // BITS)
-        self.bins = Bins(config, self.passes)
+        self.bins = Histogram(config, self.passes)
 
     @cute.jit
     def __call__(
@@ -105,9 +109,9 @@ class _TopK(Fixed):
         rank, row = block % c.cluster, block // c.cluster
         self.setup()
         scores, origin, length = self.row(mScores, mLength, row)
-        names, topk = None, Int32(mIndices.shape[1])  # names: where entries are looked up
+        ids, topk = None, Int32(mIndices.shape[1])  # ids: of a list's entries
         if const_expr(self.listed):
-            names, length = mList.iterator + Int64(row) * mList.stride[0], Int32(mList.shape[1])
+            ids, length = mList.iterator + Int64(row) * mList.stride[0], Int32(mList.shape[1])
         tiles = Int32(1)
         if const_expr(not c.resident):
             whole = const_expr(c.cluster * c.warps * c.tile)
@@ -117,15 +121,15 @@ class _TopK(Fixed):
         rScores = cute.make_rmem_tensor(c.width * c.vectors, Float32)
         rFetched = copies.fragments(c.vectors, c.width, Int32 if self.listed else mScores.element_type)
         if const_expr(c.resident):
-            self.fetch(names if const_expr(self.listed) else scores, length, first, rFetched)
+            self.fetch(ids if const_expr(self.listed) else scores, length, first, rFetched)
         if length > topk:
-            self.bins.clear()  # while scores are on their way
+            self.bins.clear()  # while the loads are in flight
         if const_expr(self.listed):
-            rFetched = self.look_up(scores, rFetched)
+            rFetched = self.gather(scores, rFetched)
         if const_expr(c.resident):
             self.convert(rFetched, length, first, rScores)
         if const_expr(c.cluster > 1):
-            cute.arch.cluster_wait()  # the other blocks' barriers stand
+            cute.arch.cluster_wait()  # the peers' mbarriers are initialised
         if const_expr(not self.listed):
             if row + ahead < mIndices.shape[0]:
                 self.prefetch(mScores, mLength, row + ahead, rank)
@@ -141,12 +145,12 @@ class _TopK(Fixed):
         at = more + cutlass.min(ties, quota)
         if all_more == length:  # all of the row, as of rows that have no more entries than are asked for
             for i in cutlass.range(rank * c.threads + thread, length, c.threads * c.cluster, unroll=1):
-                gIndices[i] = copies.scalar(names + i) if const_expr(self.listed) else origin + i
+                gIndices[i] = copies.scalar(ids + i) if const_expr(self.listed) else origin + i
         else:
             for tile in cutlass.range(tiles, unroll=1):
                 start = first + tile * c.tile
                 marks = self.marks_of(part, start, rScores, kept, limits)
-                at, ties = self.write(gIndices, names, origin, marks, quota, start, at, ties)
+                at, ties = self.write(gIndices, ids, origin, marks, quota, start, at, ties)
         chosen = all_more + cutlass.min(all_ties, quota)
         for i in cutlass.range(chosen + rank * c.threads + thread, topk, c.threads * c.cluster, unroll=1):
             gIndices[i] = Int32(-1)
@@ -167,7 +171,7 @@ class _TopK(Fixed):
 
     @cute.jit
     def prefetch(self, mScores: cute.Tensor, mLength: cute.Tensor | None, row: Int32, rank: Int32):
-        """Bring a row on which a block will soon work to the second-level cache."""
+        """Prefetch a row that a CTA will soon work on to L2."""
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
         line = const_expr(l2.LINE // (mScores.element_type.width // 8))
@@ -193,22 +197,22 @@ class _TopK(Fixed):
                 copies.load(scores + (at + v * LANES * c.width), rScores[v])
 
     @cute.jit
-    def look_up(self, scores: Any, rNames: Any):
-        """The scores of entries by their numbers."""
+    def gather(self, scores: Any, rIds: Any):
+        """The scores of entries by their ids."""
         rFetched = copies.fragments(self.c.vectors, self.c.width, Float32)
         for v in cutlass.range_constexpr(self.c.vectors):
             for e in cutlass.range_constexpr(self.c.width):
                 rFetched[v][e] = -Float32.inf
-                if rNames[v][e] >= 0:
-                    rFetched[v][e] = copies.scalar(scores + rNames[v][e]).to(Float32)
+                if rIds[v][e] >= 0:
+                    rFetched[v][e] = copies.scalar(scores + rIds[v][e]).to(Float32)
         return rFetched
 
     @cute.jit
     def convert(self, rFetched: Any, length: Int32, start: Int32, rScores: cute.Tensor):
-        """What was fetched as plain numbers, -inf behind the length."""
+        """The loaded scores in canonical form, -inf behind the length."""
         c = self.c
         for e in cutlass.range_constexpr(c.vectors * c.width):
-            rScores[e] = plain(rFetched[e // c.width][e % c.width].to(Float32))
+            rScores[e] = canonical(rFetched[e // c.width][e % c.width].to(Float32))
         if start + c.tile > length:
             at = start + cute.arch.lane_idx() * c.width
             for e in cutlass.range_constexpr(c.vectors * c.width):
@@ -216,18 +220,18 @@ class _TopK(Fixed):
                     rScores[e] = -Float32.inf
 
     def load(self, scores: Any, length: Int32, start: Int32, rScores: cute.Tensor) -> None:
-        """This lane's part of a tile that begins at ``start``, as plain numbers."""
+        """This lane's part of a tile that begins at ``start``, in canonical form."""
         rFetched = copies.fragments(self.c.vectors, self.c.width, scores.value_type)
         self.fetch(scores, length, start, rFetched)
         self.convert(rFetched, length, start, rScores)
 
     @cute.jit
     def select(self, row: Any, topk: Int32, rank: Int32, rScores: cute.Tensor):
-        """What is chosen: all above one number, and of those that equal another so many, the first ones."""
+        """What is chosen: all scores above a limit, and ``quota`` of those that tie with a level, the first ones."""
         scores, length, first, tiles = row
         limit, quota = Uint32(_NONE), Int32(0)  # of keys: all below, and of those that equal it
         low = Uint32(0)  # of the interval in which the key is that was asked for
-        need = topk  # its place among the keys of the interval
+        need = topk  # its rank among the keys of the interval
         open_ = Int32(1)
         cute.arch.barrier()  # the counters are zero
         for p in cutlass.range_constexpr(self.passes):
@@ -237,22 +241,22 @@ class _TopK(Fixed):
                     if const_expr(not self.c.resident):
                         self.load(scores, length, first + tile * self.c.tile, rScores)
                     self.tally(rScores, p, shift, low)
-                found, before, count = self.bins.find(p, need, rank)
+                bin_, before, count = self.bins.find(p, need, rank)
                 absent = cutlass.Boolean(False)
                 if const_expr(p == 0):
-                    absent = found >= (_NONE >> shift)
+                    absent = bin_ >= (_NONE >> shift)
                 if absent:
                     open_ = Int32(0)  # fewer than asked for: all are chosen
                 else:
-                    low += Uint32(found) << shift
+                    low += Uint32(bin_) << shift
                     need -= before
                     limit, quota = low, need
                     if count == need:
                         limit, quota, open_ = low + (1 << shift), Int32(0), Int32(0)
         # A number that equals the limit has zeros in the bits that no pass looked at. -0, whose key no number has,
         # stands for the number behind it, since it is not less than 0.
-        level = Int32(number(limit).bitcast(Int32) & -(1 << (32 - self.key_bits))).bitcast(Float32)
-        above = number(limit + cutlass.select_(limit == _PLUS + 1, Uint32(1), Uint32(0)))
+        level = Int32(score_of(limit).bitcast(Int32) & -(1 << (32 - self.key_bits))).bitcast(Float32)
+        above = score_of(limit + cutlass.select_(limit == _PLUS + 1, Uint32(1), Uint32(0)))
         return above, level, quota
 
     @cute.jit
@@ -290,7 +294,7 @@ class _TopK(Fixed):
         return Uint32(more), ties
 
     def marks_of(self, row: Any, start: Int32, rScores: cute.Tensor, kept: Any, limits: Any) -> Any:
-        """The marks of the tile that begins at ``start``: what was kept, or from scores read anew."""
+        """The marks of the tile that begins at ``start``: in registers, or of scores loaded again."""
         if self.c.resident:
             return kept
         self.load(*row[:2], start, rScores)
@@ -321,39 +325,39 @@ class _TopK(Fixed):
 
     @cute.jit
     def write(
-        self, gIndices: Any, names: Any, origin: Int32, marks: Any, quota: Int32, start: Int32, at: Int32, ties: Int32
+        self, gIndices: Any, ids: Any, origin: Int32, marks: Any, quota: Int32, start: Int32, at: Int32, ties: Int32
     ):
-        """The places of a tile's chosen scores, from output ``at`` on, ``ties`` ties after the row's first. Returns
+        """Store the indices of a tile's chosen scores, from output ``at`` on, ``ties`` ties after the first. Returns
         both for the next tile."""
         low, equal = marks
         word = self.in_order(low)
         if quota > 0:
             tied = self.in_order(equal)
             n = ones(tied)
-            upto = running_sum(n)
+            upto = warp_scan.up_to_lane(n)
             room = cutlass.max(quota - (ties + upto - n), Int32(0))
             while ones(tied) > room:
                 tied = tied & ~(Uint32(1) << Uint32(31 - cute.arch.clz(Int32(tied))))
             word |= tied
             ties += cute.arch.shuffle_sync(upto, LANES - 1)
         n = ones(word)
-        upto = running_sum(n)
+        upto = warp_scan.up_to_lane(n)
         lane = cute.arch.lane_idx()
-        place, entry = at + upto - n, start + lane * LANES
+        position, entry = at + upto - n, start + lane * LANES
         if cute.arch.warp_redux_sync(n, "max") > _FEW:
-            # Word by word, a lane for each bit: places that follow one another are written together.
+            # Word by word, a lane for each bit: consecutive positions are stored together.
             for i in cutlass.range(LANES, unroll=4):
-                all_, to = Uint32(cute.arch.shuffle_sync(word, i)), cute.arch.shuffle_sync(place, i)
+                all_, to = Uint32(cute.arch.shuffle_sync(word, i)), cute.arch.shuffle_sync(position, i)
                 if (all_ >> lane) & 1 != 0:
-                    number = start + i * LANES + lane
-                    value = copies.scalar(names + number) if const_expr(self.listed) else origin + number
+                    index = start + i * LANES + lane
+                    value = copies.scalar(ids + index) if const_expr(self.listed) else origin + index
                     gIndices[to + ones(all_ & ((Uint32(1) << lane) - 1))] = value
         else:
             while word != 0:
-                number = entry + ones(~word & (word - 1))
-                gIndices[place] = copies.scalar(names + number) if const_expr(self.listed) else origin + number
+                index = entry + ones(~word & (word - 1))
+                gIndices[position] = copies.scalar(ids + index) if const_expr(self.listed) else origin + index
                 word = word & (word - 1)
-                place += 1
+                position += 1
         return at + cute.arch.shuffle_sync(upto, LANES - 1), ties
 
     def in_order(self, bits: Uint32) -> Uint32:

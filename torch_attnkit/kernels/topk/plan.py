@@ -1,8 +1,8 @@
 """How a top-k spreads its rows over blocks and threads.
 
-A row belongs to a block or to a cluster of them. Each thread keeps up to ``PER_THREAD`` scores in registers, so a row
+A row belongs to a CTA or to a cluster of them. Each thread keeps up to ``PER_THREAD`` scores in registers, so a row
 of up to 262,144 crosses device memory once. Of a longer one parts are rows, and what is chosen of each is chosen among
-by a second launch; where that were too many, the row is read anew, from the cache, for every pass.
+by a second launch; where that were too many, the row is read again, from L2, for every pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # Scores of a thread: one bit each in a word. 16 of few rows are no faster (H200, float32: 1 x 8192 and 64 x 8192 within
 # 2 %), and blocks of 1024 threads slower: 32 rows of 65,536 take 13.7 us, blocks of 512 with 32 each 8.6.
 PER_THREAD = 32
-_STREAMED = 16  # the same where they are read anew for every pass
+_STREAMED = 16  # the same where they are read again for every pass
 LANES = 32
 _MOST_THREADS, _MOST_BLOCKS = 1024, 8  # of a block, of a cluster
 _LEAST_THREADS = 256

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Problem:
-    """Where the ``topk`` largest scores of each row stand, in ascending order of place."""
+    """The indices of the ``topk`` largest scores of each row, in ascending order."""
 
     device: torch.device
     dtype: torch.dtype  # of the scores

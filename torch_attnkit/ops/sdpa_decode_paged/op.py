@@ -13,7 +13,8 @@ Source: PagedAttention (arXiv 2309.06180); scales as FlashAttention-3 (arXiv 240
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import decode
-from torch_attnkit.kernels.decode import codes, metal
+from torch_attnkit.kernels.decode import metal
+from torch_attnkit.kernels.decode.plan import FP8_KV_HEADS
 from torch_attnkit.kernels.decode.problem import LATENTS
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
@@ -27,10 +28,10 @@ _ROWS = rules.CACHE_ROWS | {
 }
 # Pages of an odd number of keys cost registers that spill, and those of one key where elements have 16 bits.
 _PAGES = {"Ps must be a multiple of 16": lambda c: c.dim["Ps"] % 16 == 0}
-_PAGES_OF_CODES = {"Ps must be 1 or a multiple of 16": lambda c: c.dim["Ps"] == 1 or c.dim["Ps"] % 16 == 0}
-_OVER_CODES = _ROWS | _PAGES_OF_CODES
+_FP8_PAGES = {"Ps must be 1 or a multiple of 16": lambda c: c.dim["Ps"] == 1 or c.dim["Ps"] % 16 == 0}
+_FP8_ROWS = _ROWS | _FP8_PAGES
 _FEATURES = "gqa sink kv_start window sink_tokens softcap"
-_OF_CODES = f"{_FEATURES} scales"
+_FP8 = f"{_FEATURES} scales"
 _16_BITS = _ROWS | _PAGES | rules.SAME_DTYPE
 _VALUES = rules.value_dim(metal.MOST_DIM_V)
 _LATENTS: list[dict[str, tuple[int, ...]]] = [{"D": (d,), "Dv": (dv,)} for d, dv in LATENTS]
@@ -76,24 +77,20 @@ OP = Op(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start window sink_tokens softcap"),
         *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
         *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
-        *rules.of_codes("sm100", sm100.CODES, sm100.OF_CODES, _OF_CODES, _ROWS | _PAGES, launcher=decode.NVIDIA),
+        *rules.of_codes("sm100", sm100.FP8, sm100.FP8_HEADS, _FP8, _ROWS | _PAGES, launcher=decode.NVIDIA),
         *rules.of_codes(
-            "sm90", sm90.OVER_CODES, codes.HEADS, _OF_CODES, _OVER_CODES, rules.EIGHT_BITS, launcher=decode.NVIDIA
+            "sm90", sm90.FP8_KV_DTYPES, FP8_KV_HEADS, _FP8, _FP8_ROWS, rules.EIGHT_BITS, launcher=decode.NVIDIA
         ),
-        *rules.of_codes(
-            "sm100", sm100.DTYPES, codes.HEADS, _OF_CODES, _OVER_CODES, rules.EIGHT_BITS, launcher=decode.NVIDIA
-        ),
+        *rules.of_codes("sm100", sm100.DTYPES, FP8_KV_HEADS, _FP8, _FP8_ROWS, rules.EIGHT_BITS, launcher=decode.NVIDIA),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, _VALUES | rules.SAME_DTYPE, launcher=decode.METAL),
-        Kernel(
-            "mps", metal.OVER_CODES, {"D": metal.DIMS} | rules.EIGHT_BITS, _OF_CODES, _VALUES, launcher=decode.METAL
-        ),
+        Kernel("mps", metal.FP8_KV_DTYPES, {"D": metal.DIMS} | rules.EIGHT_BITS, _FP8, _VALUES, launcher=decode.METAL),
         *(Kernel("sm100", sm100.DTYPES, head, _FEATURES, _16_BITS, launcher=decode.NVIDIA) for head in _LATENTS),
         *(Kernel("mps", metal.DTYPES, head, _FEATURES, rules.SAME_DTYPE, launcher=decode.METAL) for head in _LATENTS),
         *(
-            Kernel("mps", metal.OVER_CODES, head | rules.EIGHT_BITS, _OF_CODES, launcher=decode.METAL)
+            Kernel("mps", metal.FP8_KV_DTYPES, head | rules.EIGHT_BITS, _FP8, launcher=decode.METAL)
             for head in _LATENTS
         ),
         *(Kernel("sm90", sm90.DTYPES, head, _FEATURES, _16_BITS, launcher=decode.NVIDIA) for head in _LATENTS),
-        *(Kernel("sm100", sm100.CODES, head, _OF_CODES, _ROWS | _PAGES, launcher=decode.NVIDIA) for head in _LATENTS),
+        *(Kernel("sm100", sm100.FP8, head, _FP8, _ROWS | _PAGES, launcher=decode.NVIDIA) for head in _LATENTS),
     ),
 )

@@ -23,7 +23,7 @@ def problem(call: Call) -> Problem:
         sink=a.sink is not None,
         kv_start=a.kv_start is not None,
         scales=(a.q_scale is not None, a.k_scale is not None, a.v_scale is not None),
-        codes=a.k_cache.dtype.itemsize == 1,
+        fp8_kv=a.k_cache.dtype.itemsize == 1,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         k=steps.Strides(k[0], k[2], k[1]),
         v=steps.Strides(v[0], v[2], v[1]),
         queries=p.queries, causal=p.causal, sink=p.sink, kv_start=p.kv_start, scales=p.scales,
-        codes=p.dtype.itemsize == 1,
+        fp8_kv=p.dtype.itemsize == 1,
     )  # fmt: skip
     step = decode.launcher(call.op, few, target, defines=dict(MANY=False))
 

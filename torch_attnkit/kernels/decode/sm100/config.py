@@ -8,7 +8,8 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from ..config import Region, SplitLayout, itemsize
+from torch_attnkit.cuda.smem import Region, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
 
 KEYS = 128  # of a tile: the rows of its scores, the lanes of tensor memory
 SOFTMAX_THREADS = 2 * KEYS  # two warpgroups
@@ -24,7 +25,7 @@ class NamedBarrier(IntEnum):
 
 
 @dataclass(frozen=True)
-class Shared:
+class Tcgen05Shared:
     """The large tensors in the shared memory of a CTA; statistics and barriers take less than 4 KB more."""
 
     query: Region
@@ -77,7 +78,7 @@ class Tcgen05Config:
         return itemsize(self.dtype)
 
     @property
-    def codes(self) -> bool:
+    def fp8(self) -> bool:
         """Whether elements are E4M3; out is bf16 then."""
         return self.itemsize == 1
 
@@ -140,12 +141,12 @@ class Tcgen05Config:
         return KEYS * self.part * self.itemsize
 
     @cached_property
-    def shared(self) -> Shared:
+    def shared(self) -> Tcgen05Shared:
         query = Region(0, self.heads * self.width * self.itemsize)
         probabilities = Region(query.end, self.heads * KEYS * self.itemsize)
         ring = Region(probabilities.end, self.stages * self.stage_bytes)
         results = Region(ring.offset, self.heads * self.dim_v * 4)
-        return Shared(query, probabilities, ring, results, max(ring.end, results.end))
+        return Tcgen05Shared(query, probabilities, ring, results, max(ring.end, results.end))
 
     @cached_property
     def tensor_memory(self) -> TensorMemory:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import SHARED, SplitLayout
+from torch_attnkit.cuda.smem import SHARED
+from torch_attnkit.cuda.workspace import SplitLayout
+
 from ..plan import FEW, Bits, Plan, mma, paged
-from ..problem import Problem
+from ..problem import LATENTS, Problem
 from ..traces import trace_tcgen05
 from .config import CLUSTER, KEYS, Tcgen05Config
 
-DTYPES, CODES = "bf16 f16", "f8e4m3"  # of q and the caches; codes have ``tcgen05.py`` alone
+DTYPES, FP8 = "bf16 f16", "f8e4m3"  # of q and the caches; fp8 queries have ``tcgen05.py`` alone
 # (D, Dv): multiples of 16; and whether ``tcgen05.py`` has it, which can be where both are 64 or the same multiple of
 # 128. Then it takes more than 8 query heads, E4M3, and 512 columns, for which ``mma.py`` needs a second launch.
 HEADS = {
@@ -23,29 +25,30 @@ HEADS = {
     (256, 256): True,
     (512, 512): True,
 }
-OF_CODES = tuple(head for head, here in HEADS.items() if here)
+FP8_HEADS = tuple(head for head, here in HEADS.items() if here)
 _SMALL = 4 * 1024  # of shared memory, of which statistics and barriers take less than this
 _HEADS = (64, 32, 16)  # of a CTA
 _SIDES = (1, 2, 4)  # of a cluster
 _MOST_HEADS = 128  # of a cluster
-_AT_ONCE = 8  # buffers on the way, 128 or 256 KB: more than memory's latency needs
+_AT_ONCE = 8  # stages in flight, 128 or 256 KB: more than memory's latency needs
 
 
 def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
-    """The plan of a launch on ``sms`` multiprocessors; ``same``: one tensor is keys and values.
+    """The plan of a launch on ``sms`` multiprocessors; ``same``: one tensor is keys and values, these its
+    first columns.
 
     docs/lab/decode.md has the counts by which the kernels were set apart.
     """
     keys = problem.scores.most_keys(problem.capacity)
-    if problem.codes and problem.dtype.itemsize > 1:
+    if problem.fp8_kv and problem.dtype.itemsize > 1:
         return mma(problem, keys, sms)
     many = problem.group > FEW or problem.dtype.itemsize == 1 or problem.dim == 512
-    if HEADS[problem.dim, problem.dim_v] and many:
-        return clusters(problem, keys, sms, same)
+    if (problem.dim, problem.dim_v) in LATENTS or (HEADS[problem.dim, problem.dim_v] and many):
+        return _clusters(problem, keys, sms, same)
     return mma(problem, keys, sms)
 
 
-def clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
+def _clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
     """For ``tcgen05.py``. ``blocks`` are clusters, ``combine_blocks`` the CTAs of one that share the keys of a side.
 
     These are as many as the chip has room for if every group has a cluster, but no more than there are tiles.

@@ -1,12 +1,14 @@
-"""The warpgroups of the Blackwell decode kernel that have the scores: softmax, and the result.
+"""The softmax role of the Blackwell decode kernel: two warpgroups, each with half of the heads.
 
-There are two, each with half of the heads. Thread i of one has key i of a tile, which is lane i of tensor memory, so a
-head's maximum and sum go across threads, unlike prefill's. Sums are kept apart by thread until a work tile is through,
-and what is subtracted from a head's scores may lag behind its maximum (``softmax.LAG``): a tile that exceeds it
-nowhere, which nearly all but the first are, costs one vote.
+    S' (tensor memory) -> scale, cap, mask -> P' (shared memory); O' *= factor where a maximum moved
 
-Of E4M3 inputs no maximum lags, P' is rounded to E4M3 as 2^8 P (``cuda/sm100/softmax.py`` says why), and what the codes
-stand for comes in with the scale of the scores and, when a work tile is through, with O.
+Thread i of a warpgroup has key i of a tile, which is lane i of tensor memory, so a head's maximum and sum go across
+threads, unlike prefill's. Sums stay apart by thread until the work tile ends, and what is subtracted from a head's
+scores may lag behind its maximum by ``softmax.LAG``: a tile that exceeds it nowhere, as nearly all but the first,
+costs one vote.
+
+Of E4M3 inputs no maximum lags, P' is rounded to E4M3 as 2^8 P (``cuda/sm100/softmax.py`` says why), and the scales of
+q, k and v go into the scale of the scores and, at the work tile's end, into O.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.reduce import transpose_reduce
 from torch_attnkit.cuda.sm100 import softmax, tmem
 from torch_attnkit.cuda.warp_ops import exp2, tanh, thread_index
 
-from ..arguments import Scalars, Tensors
+from ..arguments import Scalars, Tensors, descaled
 from ..schedule import tile_bounds
 from .config import KEYS, SOFTMAX_THREADS, NamedBarrier, Tcgen05Config
-from .memory import Memory
-from .roles import CtaTile, value_fill
+from .memory import CtaTile, Memory, value_fill
 
 _INF = float("inf")
 _AT_ONCE = 8  # columns of tensor memory that a thread has beside its scores and sums: more would spill
@@ -37,33 +39,15 @@ def _barrier() -> None:
     cute.arch.barrier(barrier_id=int(NamedBarrier.SOFTMAX), number_of_threads=SOFTMAX_THREADS)
 
 
-def across(values: list[Float32], join: Callable[[Float32, Float32], Float32]) -> list[Float32]:
-    """Join every value over the lanes of a warp: of n values, lane l then has those from l * n / 32 on, rounded down.
-
-    Lanes exchange halves of what they have, so that 32 values take 31 shuffles.
-    """
-    lane = thread_index() & 31
-    for offset in (16, 8, 4, 2, 1):
-        if len(values) > 1:
-            half, upper = len(values) // 2, (lane & offset) != 0
-            pairs = list(zip(values[:half], values[half:], strict=True))
-            sent = [cutlass.select_(upper, low, high) for low, high in pairs]
-            values = [cutlass.select_(upper, high, low) for low, high in pairs]
-        else:
-            sent = values
-        values = [join(v, cute.arch.shuffle_sync_bfly(s, offset)) for v, s in zip(values, sent, strict=True)]
-    return values
-
-
-def _four(tensor: cute.Tensor, at: Int32) -> cute.Tensor:
-    """Four numbers of shared memory, from the ``at``-th on, in registers."""
+def _load_4(tensor: cute.Tensor, at: Int32) -> cute.Tensor:
+    """Four floats of shared memory, from the ``at``-th on."""
     got = cute.make_rmem_tensor(4, Float32)
     pointer = cute.make_ptr(Float32, (tensor.iterator + at).toint(), cute.AddressSpace.smem, assumed_align=16)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), got)
     return got
 
 
-def _put_words(address: Int32, words: list[Int32]) -> None:
+def _store_words(address: Int32, words: list[Int32]) -> None:
     """Up to 16 bytes to shared memory."""
     count = len(words)
     some = cute.make_rmem_tensor(count, Int32)
@@ -77,7 +61,7 @@ class SoftmaxWarps:
     """The softmax role; ``m`` is what the kernel has in shared memory, ``n`` counts tiles from the kernel's start.
 
     ``h0`` is the first of a warpgroup's heads, of which it has ``c.own``. Scores and sums take 64 of the 168 registers
-    that a thread may have: numbers that are not needed all through are kept in shared memory.
+    that a thread may have: what is not needed throughout stays in shared memory.
     """
 
     def __init__(self, config: Tcgen05Config):
@@ -85,7 +69,7 @@ class SoftmaxWarps:
 
     @property
     def _lag(self) -> float:
-        return softmax.CODES_LAG if self.c.codes else softmax.LAG
+        return softmax.CODES_LAG if self.c.fp8 else softmax.LAG
 
     @cute.jit
     def run(self, tensors: Tensors, scalars: Scalars, m: Memory, n: Int32):
@@ -95,7 +79,7 @@ class SoftmaxWarps:
         warp = cute.arch.make_warp_uniform(thread // 32)
         h0 = warp // 4 * c.own
         tile = m.tile.get()
-        scalars = scalars._replace(scale=self._scaled(tensors, slice(2), tile, scalars.scale))
+        scalars = scalars._replace(scale=descaled(tensors, slice(2), tile, scalars.scale))
         if thread < c.heads:
             m.sShift[thread] = Float32(0.0)
         if const_expr(c.part < KEYS):
@@ -118,16 +102,9 @@ class SoftmaxWarps:
                 cute.arch.mbarrier_wait(m.output, (n + i - 1) & 1)
             low, high = self._bounds(m, i)
             if (low > 0) | (high < KEYS):
-                self._clear_row(m, n, i, low, high)
-            self._leave_probabilities(m, words, h0)
+                self._zero_row(m, n, i, low, high)
+            self._store_p(m, words, h0)
         self._publish(tensors, m, rSum, n, warp, h0)
-
-    def _scaled(self, tensors: Tensors, which: slice, tile: CtaTile, factor: Float32) -> Float32:
-        """``factor`` times a sequence's and KV head's entries of those of the scales of q, k and v that there are."""
-        for scale in tensors.scales[which] if self.c.scales else ():
-            if scale is not None:
-                factor = factor * scale[tile.b, tile.kv_head]
-        return factor
 
     def _bounds(self, m: Memory, i: Int32) -> tuple[Int32, Int32]:
         """Of the keys of a work tile's tile i those that count, in [0, 128)."""
@@ -161,13 +138,13 @@ class SoftmaxWarps:
             row, at = index // copies, index % copies * size
             target = m.query_at + at // width * (c.heads * width) + at % 16
             target += row * width + ((at // 16) ^ (row * width // 128)) % (width // 16) * 16
-            good = row < tile.heads
+            inside = row < tile.heads
             if const_expr(c.width > c.dim):
-                good = good & (at < c.dim * c.itemsize)
+                inside = inside & (at < c.dim * c.itemsize)
             if const_expr(size == 16):
-                op.copy_16_async(target, start + by_head * row + at, cutlass.select_(good, Int32(16), Int32(0)))
+                op.copy_16_async(target, start + by_head * row + at, cutlass.select_(inside, Int32(16), Int32(0)))
             else:
-                op.copy_4_async(target, start + by_head * row + at, cutlass.select_(good, Int32(4), Int32(0)))
+                op.copy_4_async(target, start + by_head * row + at, cutlass.select_(inside, Int32(4), Int32(0)))
 
     @cute.jit
     def _scores(self, scalars: Scalars, m: Memory, n: Int32, low: Int32, high: Int32, warp: Int32, h0: Int32):
@@ -190,7 +167,7 @@ class SoftmaxWarps:
         for h, value in enumerate(softmax.rescaled(got, scale)):
             rS[h] = value
         for h in cutlass.range_constexpr(0, c.own, 4):
-            shift = _four(m.sShift, h0 + h)
+            shift = _load_4(m.sShift, h0 + h)
             for x in cutlass.range_constexpr(0, 4, 2):
                 pair = cute.arch.add_packed_f32x2((rS[h + x], rS[h + x + 1]), (shift[x], shift[x + 1]))
                 rS[h + x], rS[h + x + 1] = pair
@@ -206,10 +183,10 @@ class SoftmaxWarps:
         """Subtract the maxima of heads that exceed what was subtracted too far; in a work tile's first tile, of all."""
         c = self.c
         thread = thread_index()
-        self._leave_across(m, [rS[h] for h in range(c.own)], cute.arch.fmax, warp, h0)
+        self._reduce_heads(m, [rS[h] for h in range(c.own)], cute.arch.fmax, warp, h0)
         if thread < c.heads:
-            four = _four(m.sWarps, thread * 4)
-            row_max = cute.arch.fmax(cute.arch.fmax(four[0], four[1]), cute.arch.fmax(four[2], four[3]))
+            warps = _load_4(m.sWarps, thread * 4)
+            row_max = cute.arch.fmax(cute.arch.fmax(warps[0], warps[1]), cute.arch.fmax(warps[2], warps[3]))
             moves = (row_max > self._lag) | ((i == 0) & (row_max > -_INF))
             change = cutlass.select_(moves, -row_max, Float32(0.0))
             m.sShift[thread] = m.sShift[thread] + change
@@ -217,7 +194,7 @@ class SoftmaxWarps:
             m.sFactor[thread] = exp2(change)
         _barrier()
         for h in cutlass.range_constexpr(0, c.own, 4):
-            change = _four(m.sChange, h0 + h)
+            change = _load_4(m.sChange, h0 + h)
             for x in cutlass.range_constexpr(4):
                 rS[h + x] = rS[h + x] + change[x]
         if i > 0:
@@ -228,21 +205,21 @@ class SoftmaxWarps:
                 address = tmem.lanes(c.tensor_memory.output + at // c.own * c.heads + h, warp)
                 values = tmem.load(address, _AT_ONCE)
                 tmem.await_loads()
-                factors = [_four(m.sFactor, h + x) for x in range(0, _AT_ONCE, 4)]
+                factors = [_load_4(m.sFactor, h + x) for x in range(0, _AT_ONCE, 4)]
                 tmem.store(address, [v * factors[x // 4][x % 4] for x, v in enumerate(values)])
             tmem.await_stores()
             tmem.before_sync()
             for h in cutlass.range_constexpr(0, c.own, 4):
-                factor = _four(m.sFactor, h0 + h)
+                factor = _load_4(m.sFactor, h0 + h)
                 for x in cutlass.range_constexpr(4):
                     rSum[h + x] = rSum[h + x] * factor[x]
 
-    def _leave_across(
+    def _reduce_heads(
         self, m: Memory, values: list[Float32], join: Callable[[Float32, Float32], Float32], warp: Int32, h0: Int32
     ) -> None:
-        """What a warp has of its heads, for the threads that have a head each."""
+        """A warp's share of its heads' maxima or sums to shared memory, for the threads that have a head each."""
         lane = thread_index() & 31
-        for x, value in enumerate(across(values, join)):
+        for x, value in enumerate(transpose_reduce(values, join)):
             m.sWarps[(h0 + lane * self.c.own // 32 + x) * 4 + warp % 4] = value
         _barrier()
 
@@ -259,15 +236,15 @@ class SoftmaxWarps:
         return words
 
     @cute.jit
-    def _leave_probabilities(self, m: Memory, words: cute.Tensor, h0: Int32):
+    def _store_p(self, m: Memory, words: cute.Tensor, h0: Int32):
         """This key's row of P', its 16-byte chunks where a swizzle as wide as the row has them."""
         c = self.c
         count = const_expr(c.own * c.itemsize // 4)
         row = thread_index() % KEYS * (c.heads * c.itemsize)
-        turn = ((row >> 7) & const_expr(c.heads * c.itemsize // 16 - 1)) * 16
+        swizzle = ((row >> 7) & const_expr(c.heads * c.itemsize // 16 - 1)) * 16
         for w in cutlass.range_constexpr(0, count, 4):
             some = [words[x] for x in range(w, min(w + 4, count))]
-            _put_words(m.p_at + row + ((h0 * c.itemsize + w * 4) ^ turn), some)
+            _store_words(m.p_at + row + ((h0 * c.itemsize + w * 4) ^ swizzle), some)
         cute.arch.fence_view_async_shared()
         tmem.before_sync()
         cute.arch.sync_warp()
@@ -275,7 +252,7 @@ class SoftmaxWarps:
             cute.arch.mbarrier_arrive(m.probabilities)
 
     @cute.jit
-    def _clear_row(self, m: Memory, n: Int32, i: Int32, low: Int32, high: Int32):
+    def _zero_row(self, m: Memory, n: Int32, i: Int32, low: Int32, high: Int32):
         """Zeros over a row of V, a warpgroup half of it, if its key does not count: the cache may hold NaN there."""
         c = self.c
         key, half = thread_index() % KEYS, thread_index() // KEYS
@@ -288,22 +265,22 @@ class SoftmaxWarps:
                 own = const_expr(c.part * c.itemsize // 2)  # bytes, half of a box or a box
                 at += half * const_expr(own if c.part == c.columns else KEYS * c.row_bytes)
                 for x in cutlass.range_constexpr(0, own, 16):
-                    _put_words(at + x, [Int32(0)] * 4)
+                    _store_words(at + x, [Int32(0)] * 4)
 
     @cute.jit
     def _publish(self, tensors: Tensors, m: Memory, rSum: cute.Tensor, n: Int32, warp: Int32, h0: Int32):
         """O, maxima and sums to shared memory; zeros if the CTA had no tile."""
         c = self.c
         thread = thread_index()
-        self._leave_across(m, [rSum[h] for h in range(c.own)], operator.add, warp, h0)
+        self._reduce_heads(m, [rSum[h] for h in range(c.own)], operator.add, warp, h0)
         if thread < c.heads:
-            four = _four(m.sWarps, thread * 4)
-            row_sum = (four[0] + four[1]) + (four[2] + four[3])
+            warps = _load_4(m.sWarps, thread * 4)
+            row_sum = (warps[0] + warps[1]) + (warps[2] + warps[3])
             m.sStat[thread * 2] = cutlass.select_(row_sum == 0.0, Float32(-_INF), -m.sShift[thread])
             m.sStat[thread * 2 + 1] = row_sum
         tile = m.tile.get()
         tiles = tile.tiles
-        unit = self._scaled(tensors, slice(2, 3), tile, Float32(1 / softmax.CODES_UNIT if c.codes else 1))
+        unit = descaled(tensors, slice(2, 3), tile, Float32(1 / softmax.CODES_UNIT if c.fp8 else 1))
         lanes = const_expr(c.part // 4)  # of a warp that have a row of O'
         column = warp % 4 * lanes + (thread_index() & 31)
         if tiles > 0:
@@ -316,7 +293,7 @@ class SoftmaxWarps:
                 values = tmem.load(tmem.lanes(c.tensor_memory.output + p * c.heads + h0, warp), c.own)
                 tmem.await_loads()
                 for h in cutlass.range_constexpr(c.own):
-                    rO[h] = values[h] * unit if c.codes else values[h]
+                    rO[h] = values[h] * unit if c.fp8 else values[h]
             if (thread_index() & 31) < lanes:
                 for h in cutlass.range_constexpr(c.own):
                     m.sO[(h0 + h) * c.dim_v + p * c.part + column] = rO[h]

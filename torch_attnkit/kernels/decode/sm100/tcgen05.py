@@ -1,25 +1,34 @@
-"""Attention of one query token with many query heads per KV head on Blackwell: ``tcgen05`` products, keys by TMA.
+"""Decode for many query heads a KV head on Blackwell: ``tcgen05`` products, keys by TMA, clusters that share keys.
 
-    loads --K, V--> ring          products: S' = K Q', O' += V' P', one warp, both in tensor memory
-    softmax, two warpgroups: S' -> P' in shared memory, O' *= factor when a maximum moved far; then O -> the cluster
+    out, lse = softmax(scale Q K') V      D/Dv 64 to 512, 576/512; bf16, fp16, all of E4M3; contiguous or paged
 
-Keys are the 128 rows of a product and query heads its columns, so 16 heads cost no more than they are, and up to 64 of
-them leave room in tensor memory for 512 columns of output: O' takes a row a column of V, Dv / 128 times the heads. V'
-is the ring's stage read along the other axis, so a tensor that is both caches is loaded once.
+Persistent clusters of up to 8 CTAs of 320 threads. Warp roles of a CTA:
 
-A cluster works on one work tile. Its CTAs are up to two ``sides``, which have 64 heads each and the same keys, half of
-which each loads for both by TMA multicast: 128 heads read the keys once. (Of 576 columns, whose tile leaves no room for
-64 heads, up to four, with 32 heads and a quarter of the keys each.) And they are ``splits`` shares of the work
-tile's keys, of which a batch too small to fill the chip gets several; these are combined through the cluster's shared
-memory, every CTA some of the heads. What is left to combine, where clusters share a group, has thereby as many CTAs to
-do it as a cluster has, each with those that have the same heads in other clusters: one launch, always.
+    warps 0-7   softmax (``softmax_warps.py``)   S' -> P' in shared memory; O' *= factor when a maximum moved far
+    warp 8      products   S' = K Q', O' += V' P', issued S(0) | S(1) O(0) | S(2) O(1) | ..., both in tensor memory
+    warp 9      loads      K and V by TMA into the ring, in the order of use
 
-Products are issued in this order, where K's or both tiles' stages allow it, else one tile after the other:
+mbarriers, with the arrivals that complete a phase (``memory.py``):
 
-    S(0) | S(1) O(0) | S(2) O(1) | ...
+    query           softmax -> products                          1
+    ring.full       TMA -> products                              1, and the bytes
+    ring.empty      tcgen05.commit of all sides -> loads         ``sides``
+    scores (2)      tcgen05.commit -> softmax                    1
+    values          products: V is there -> softmax zeroes rows  1, unless V is K
+    probabilities   softmax's warps: P', O' rescaled -> products 8
+    output          tcgen05.commit -> softmax                    1
 
-Rows that do not count are loaded with the rest of their tile and overwritten with zeros where V is read. A box of 16
-keys or more lies in one page; for a page that there is none, TMA is given one beyond the cache: zeros, nothing read.
+Keys are the 128 rows of a product and query heads its columns, so 16 heads cost no more than they are, and 64 leave
+room in tensor memory for 512 columns of O', a row a column of V. V' is the ring's stage read along the other axis, so a
+tensor that is both caches is loaded once.
+
+A cluster has one work tile. Its CTAs are ``sides``, with other heads and the same keys, of which each loads its share
+for all by multicast (128 heads read keys once; of 576 columns four sides of 32 heads), times ``splits``, shares of the
+keys of a work tile where the batch is too small to fill the chip. These are combined through distributed shared memory;
+where clusters share a group, the last one to arrive combines their splits: always one launch.
+
+Rows that do not count are loaded with their tile and zeroed where V is read. A box of 16 keys or more lies in one page;
+for a missing page TMA is given one out of bounds: zeros, nothing read.
 """
 
 from __future__ import annotations
@@ -34,24 +43,25 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as blackwell
 
+from torch_attnkit.cuda import paging
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Ring
 from torch_attnkit.cuda.sm100 import tmem
+from torch_attnkit.cuda.sm100.peers import sync_cluster
+from torch_attnkit.cuda.smem import Region
 from torch_attnkit.cuda.warp_ops import exp2, thread_index
 
-from .. import pages
-from ..arguments import Numbers, Scalars, Tensors, kv_heads_of, scalars_of
-from ..combine import LastBlock, Output, Splits
-from ..config import FLAG_BYTES, Region
+from ..arguments import LaunchScalars, Scalars, Tensors, kv_heads_of, scalars_of
+from ..combine import LastCta, Output, Splits
+from ..config import FLAG_BYTES
 from ..schedule import Lengths, Visible, lengths_of, partition, sequence_of, tile_bounds, visible
 from .config import CLUSTER, KEYS, LOAD_WARP, PRODUCT_WARP, THREADS, Tcgen05Config
-from .memory import Memory, allocate
-from .roles import Cta, CtaTile, Layouts, Loads, Next, Products, key_fill, value_fill
+from .memory import Cta, CtaTile, Layouts, Loads, Memory, NextTile, TiledMmas, allocate, key_fill, value_fill
 from .softmax_warps import SoftmaxWarps
 
 _ONE = tcgen05.CtaGroup.ONE
-_AT_ONCE = 4  # splits that a thread has on the way while it combines
+_AT_ONCE = 4  # splits that a thread has in flight while it combines
 
 
 class DecodeTcgen05:
@@ -59,11 +69,11 @@ class DecodeTcgen05:
 
     def __init__(self, config: Tcgen05Config):
         self.c = config
-        self.loader, self.products, self.softmax = Loader(config), ProductWarp(config), SoftmaxWarps(config)
+        self.loader, self.products, self.softmax = LoadWarp(config), ProductWarp(config), SoftmaxWarps(config)
         self.epilogue = ClusterEpilogue(config)
 
     @cute.jit
-    def __call__(self, tensors: Tensors, numbers: Numbers, clusters: Int32, stream: Any):
+    def __call__(self, tensors: Tensors, numbers: LaunchScalars, clusters: Int32, stream: Any):
         c = self.c
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         tiler_qk, tiler_pv = (KEYS, c.heads, c.part), (c.part, c.heads, KEYS)
@@ -92,14 +102,14 @@ class DecodeTcgen05:
         v_atom, v = (k_atom, k) if const_expr(c.same) else loaded(tensors.v)
         lengths, scalars = lengths_of(tensors, numbers, c.page), scalars_of(tensors, numbers, c.page)
         ctas = numbers.combine_blocks * c.sides
-        self.kernel(tensors, Loads(k_atom, k, v_atom, v), lengths, scalars, layouts, Products(qk, pv)).launch(
+        self.kernel(tensors, Loads(k_atom, k, v_atom, v), lengths, scalars, layouts, TiledMmas(qk, pv)).launch(
             grid=[clusters * ctas, 1, 1], block=[THREADS, 1, 1], cluster=[ctas, 1, 1], stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, tensors: Tensors, loads: Loads, lengths: Lengths, scalars: Scalars, layouts: Layouts, products: Products
+        self, tensors: Tensors, loads: Loads, lengths: Lengths, scalars: Scalars, layouts: Layouts, products: TiledMmas
     ):
         c = self.c
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -109,7 +119,7 @@ class DecodeTcgen05:
             cpasync.prefetch_descriptor(loads.v_atom)
         cute.arch.mbarrier_init_fence()
         tmem.before_sync()
-        meet_cluster()
+        sync_cluster()
         tmem.after_sync()
         rank, ctas = cute.arch.block_in_cluster_idx()[0], cute.arch.block_in_cluster_dim()[0]
         cluster, clusters = cute.arch.block_idx()[0] // ctas, cute.arch.grid_dim()[0] // ctas
@@ -131,13 +141,13 @@ class DecodeTcgen05:
             units = cutlass.min(start + keys.units, stop) - at
             tile = cta_tile(c, scalars, keys, cta, sequence, group, at - start, units)
             last = at + units == before + keys.units * groups
-            following = Next(
+            upcoming = NextTile(
                 at + units, stop, cutlass.select_(last, at + units, before), sequence + Int32(last), n + tile.tiles,
                 with_tiles + Int32(tile.tiles > 0), odd, Int32(units == keys.units), start, keys.tiles,
             )  # fmt: skip
             m.keys.put(keys)
             m.tile.put(tile)
-            m.next.put(following)
+            m.next.put(upcoming)
             if warp < PRODUCT_WARP:
                 self.softmax.run(tensors, scalars, m, n)
             elif warp == PRODUCT_WARP:
@@ -145,9 +155,9 @@ class DecodeTcgen05:
             else:
                 self.loader.run(tensors, loads, keys, tile, cta, m, n)
             self.epilogue.finish(tensors, scalars, m)
-            following = m.next.get()
-            at, stop, before = following.at, following.stop, following.before
-            sequence, n, with_tiles = following.sequence, following.n, following.with_tiles
+            upcoming = m.next.get()
+            at, stop, before = upcoming.at, upcoming.stop, upcoming.before
+            sequence, n, with_tiles = upcoming.sequence, upcoming.n, upcoming.with_tiles
             odd = Int32(1)
         if warp == LOAD_WARP:
             # The other side's last releases arrive here, so not before them may this CTA be gone.
@@ -157,12 +167,6 @@ class DecodeTcgen05:
         if warp == PRODUCT_WARP:
             cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tmem.pointer(Float32, 0), tmem.COLUMNS)
-
-
-def meet_cluster() -> None:
-    """All threads of the cluster."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
 
 
 def sides_of(config: Tcgen05Config, at: Cta) -> cutlass.Int16:
@@ -191,7 +195,7 @@ def cta_tile(
     )  # fmt: skip
 
 
-class Loader:
+class LoadWarp:
     """The load role: K and V by TMA."""
 
     def __init__(self, config: Tcgen05Config):
@@ -215,7 +219,7 @@ class Loader:
         self, tensors: Tensors, atom: cute.CopyAtom, cache: cute.Tensor, keys: Visible, tile: CtaTile, at: Cta,
         m: Memory, i: Int32, fill: Int32, parts: cutlass.Constexpr,
     ):  # fmt: skip
-        """This CTA's share of a tile, or all, to whom it belongs; TMA gives zeros beyond the cache's columns."""
+        """This CTA's share of a tile, multicast to all sides; TMA zero-fills beyond the cache's columns."""
         c = self.c
         first, low, high = tile_bounds(keys, tile.first + i * tile.step, KEYS)
         mask = {"mcast_mask": sides_of(c, at)} if c.sides > 1 else {}
@@ -223,7 +227,7 @@ class Loader:
         begin = at.side * own  # the first box
         page = Int32(0)
         if const_expr(c.page):
-            page = pages.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
+            page = paging.of_boxes(tensors, tile.b, first, low, high, c.box, c.boxes, c.page)
         for p in cutlass.range(parts, unroll=1):
             full = m.ring.acquire(fill + p, c.stage_bytes)
             for b in cutlass.range(own, unroll=1):
@@ -249,7 +253,7 @@ class ProductWarp:
         self.c = config
 
     @cute.jit
-    def run(self, products: Products, at: Cta, m: Memory, n: Int32, tiles: Int32, with_tiles: Int32):
+    def run(self, products: TiledMmas, at: Cta, m: Memory, n: Int32, tiles: Int32, with_tiles: Int32):
         """One warp: issues the products of a work tile, in the order that the top of this file shows."""
         c = self.c
         if tiles > 0:
@@ -266,7 +270,7 @@ class ProductWarp:
                     self._scores_of(products, at, m, n, i)
 
     @cute.jit
-    def _scores_of(self, products: Products, at: Cta, m: Memory, n: Int32, i: Int32):
+    def _scores_of(self, products: TiledMmas, at: Cta, m: Memory, n: Int32, i: Int32):
         c = self.c
         qk = products.scores.get_slice(0)
         tSrK, tSrQ = qk.make_fragment_A(m.sK), qk.make_fragment_B(m.sQ)
@@ -286,8 +290,8 @@ class ProductWarp:
             tcgen05.commit(m.scores + ((n + i) & 1))
 
     @cute.jit
-    def _output_of(self, products: Products, at: Cta, m: Memory, n: Int32, i: Int32, tiles: Int32):
-        """Once the probabilities are there, and the output so far is in step with them."""
+    def _output_of(self, products: TiledMmas, at: Cta, m: Memory, n: Int32, i: Int32, tiles: Int32):
+        """O' += V' P', once P' is full and O' rescaled to it."""
         c = self.c
         pv = products.output.get_slice(0)
         tOrV, tOrP = pv.make_fragment_A(m.sV), pv.make_fragment_B(m.sP)
@@ -324,34 +328,34 @@ class ProductWarp:
 
 
 class ClusterEpilogue:
-    """Splits are combined within the cluster, and where clusters share a group, by the last of them."""
+    """Combine within the cluster, and where clusters share a group, by the last of them to arrive."""
 
     def __init__(self, config: Tcgen05Config):
         self.c = config
         self.output, self.splits = Output(config.dtype), Splits(config.split, _AT_ONCE)
-        self.last = LastBlock(Region(0, FLAG_BYTES), lambda scalars: 1, self._rows)
+        self.last = LastCta(Region(0, FLAG_BYTES), lambda scalars: 1, self._rows)
 
     @cute.jit
     def finish(self, tensors: Tensors, scalars: Scalars, m: Memory):
         """Combine what the CTAs of this side have of this CTA's rows: a group's result goes out, a split into the
         workspace."""
         c = self.c
-        meet_cluster()
-        tile, at, following = m.tile.get(), m.cta.get(), m.next.get()
-        slot = Int64(at.cluster * 2 + following.odd)
+        sync_cluster()
+        tile, at, upcoming = m.tile.get(), m.cta.get(), m.next.get()
+        slot = Int64(at.cluster * 2 + upcoming.odd)
         split = own_workspace(c, tensors, at).splits.iterator.toint() + slot * c.split.nbytes
         lanes = const_expr(min(c.dim_v // 4, 32))  # that have a row
         thread = thread_index()
         for r in cutlass.range(thread // lanes, tile.rows, THREADS // lanes, unroll=1):
             row = tile.row + r
             stat_at = m.sStat.iterator.toint() + row * 8
-            there = [cutlass.select_(i < at.splits, Int32(1), Int32(0)) for i in range(CLUSTER // c.sides)]
-            peers = [i * on * c.sides + at.side for i, on in enumerate(there)]
+            valid = [cutlass.select_(i < at.splits, Int32(1), Int32(0)) for i in range(CLUSTER // c.sides)]
+            peers = [i * on * c.sides + at.side for i, on in enumerate(valid)]
             stats = [
                 op.load_cluster_floats(2, op.cluster_address(stat_at, peer), on)
-                for peer, on in zip(peers, there, strict=True)
+                for peer, on in zip(peers, valid, strict=True)
             ]
-            maxima = [cutlass.select_(on != 0, x[0], -Float32.inf) for x, on in zip(stats, there, strict=True)]
+            maxima = [cutlass.select_(on != 0, x[0], -Float32.inf) for x, on in zip(stats, valid, strict=True)]
             row_max = functools.reduce(cute.arch.fmax, maxima)
             weights = [exp2(x - finite(row_max)) for x in maxima]
             row_sum = functools.reduce(operator.add, [w * x[1] for w, x in zip(weights, stats, strict=True)])
@@ -363,11 +367,11 @@ class ClusterEpilogue:
                 for first in cutlass.range_constexpr(0, len(peers), _AT_ONCE):
                     if at.splits > first:
                         for i in cutlass.range_constexpr(first, min(first + _AT_ONCE, len(peers))):
-                            new = op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), there[i])
+                            new = op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), valid[i])
                             for y in cutlass.range_constexpr(4):
                                 rO[y] = rO[y] + weights[i] * new[y]
                 sums = [rO[y] for y in range(4)]
-                if following.whole != 0:
+                if upcoming.whole != 0:
                     self.output.store(tensors, scalars, tile, row, column, sums, row_max, row_sum)
                 else:
                     op.store_4_floats(split + c.split.output_at(row, column), sums)
@@ -377,12 +381,12 @@ class ClusterEpilogue:
                         op.store_float(stat + 4, row_sum)
         # The next work tile's loads, which the tensor cores' side of memory makes, overwrite what was read here.
         cute.arch.fence_view_async_shared()
-        meet_cluster()
-        following = m.next.get()
-        if following.whole == 0:
+        sync_cluster()
+        upcoming = m.next.get()
+        if upcoming.whole == 0:
             tile, at = m.tile.get(), m.cta.get()
             own = own_workspace(c, tensors, at)
-            self.last.run(own, scalars, at.cut, tile, m.flag_at, following.start, following.tiles)
+            self.last.run(own, scalars, at.cut, tile, m.flag_at, upcoming.start, upcoming.tiles)
 
     @cute.jit
     def _rows(self, tensors: Tensors, scalars: Scalars, tile: CtaTile, slot: Int32, rest: Int32, more: Int32):

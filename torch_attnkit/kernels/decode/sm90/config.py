@@ -7,43 +7,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..config import CHUNK, FLAG_BYTES, Region, Results, SplitLayout, fit, itemsize
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, ROWS, THREADS, WARPS, KVRing
+from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
 
-HEADS = 64  # rows of a product
-THREADS = 128  # of a warpgroup
-WARPS = 4  # of a warpgroup
-ROW_BYTES = 128  # of operands in shared memory
-COUNTERS = 2  # of a group that ``together.py`` joins: blocks that have come, and blocks that wait no longer
-PENDING_BYTES = 64  # two groups of which a block has a split
+from ..config import FLAG_BYTES, Results
 
-
-@dataclass(frozen=True)
-class Ring:
-    """``stages`` tiles of ``keys`` keys in shared memory, their ``dim`` columns in ``halves``: one a warpgroup."""
-
-    dtype: Any
-    keys: int
-    dim: int
-    halves: int
-    stages: int
-
-    @property
-    def part(self) -> int:
-        """Columns of a half."""
-        return self.dim // self.halves
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.keys * self.dim * itemsize(self.dtype)
+COUNTERS = 2  # of a group that ``combine_cooperative.py`` combines: CTAs that have arrived, and CTAs past the wait
+PENDING_BYTES = 64  # two groups of which a CTA has a split
 
 
 @dataclass(frozen=True)
 class WgmmaShared:
-    """The shared memory of a block."""
+    """The shared memory of a CTA of ``wgmma.py``."""
 
     query: Region
     ring: Region
-    sums: Region  # where two warpgroups exchange their sums over their columns; empty where there is one
+    sums: Region  # where two warpgroups exchange partial scores; empty where there is one
     results: Results  # over all of these, when they have been read
     flag: Region
 
@@ -54,7 +34,7 @@ class WgmmaShared:
 
 @dataclass(frozen=True)
 class WgmmaConfig:
-    """What is fixed at compile time; D and Dv are equal, and a multiple of 64.
+    """What ``wgmma.py`` is compiled for; D and Dv are equal, and a multiple of 64.
 
     A tile of K and one of V are a stage each of the ring, or one for both where V is K (``same``).
     """
@@ -67,8 +47,8 @@ class WgmmaConfig:
     same: bool = False
     combine: bool = False
 
-    heads = HEADS
-    abreast = True
+    heads = ROWS
+    concurrent = True
 
     @property
     def dim_v(self) -> int:
@@ -80,7 +60,7 @@ class WgmmaConfig:
 
     @property
     def halves(self) -> int:
-        """Warpgroups, each with its part of the columns: 64 rows of more than 256 fill no warpgroup's registers."""
+        """Warpgroups, each with its part of the columns: 64 rows of more than 256 exceed one warpgroup's registers."""
         return 2 if self.dim > 256 else 1
 
     @property
@@ -88,15 +68,15 @@ class WgmmaConfig:
         return THREADS * self.halves
 
     @cached_property
-    def ring(self) -> Ring:
-        return Ring(self.dtype, self.keys, self.dim, self.halves, self.stages)
+    def ring(self) -> KVRing:
+        return KVRing(self.dtype, self.keys, self.dim, self.halves, self.stages)
 
     @cached_property
     def shared(self) -> WgmmaShared:
         query = Region(0, self.heads * self.dim * self.itemsize)
         ring = Region(query.end, self.stages * self.ring.stage_bytes)
         sums = Region(ring.end, 0 if self.halves == 1 else 2 * self.heads * self.keys * 4)
-        results = Results(1, HEADS, self.dim)
+        results = Results(1, ROWS, self.dim)
         return WgmmaShared(query, ring, sums, results, Region(max(sums.end, results.nbytes), FLAG_BYTES))
 
     @property
@@ -115,16 +95,16 @@ class WgmmaConfig:
 
 @dataclass(frozen=True)
 class MlaShared:
-    """The shared memory of a block."""
+    """The shared memory of a CTA of ``mla.py``."""
 
     query: Region
     ring: Region
-    probabilities: Region  # (stages of P, 64 heads), as the second product reads them: rows of 128 bytes
+    probabilities: Region  # (stages of P, 64 heads), as the second product reads them
     factors: Region  # of the output: (heads, stages of P)
     maxima: Region  # (heads, score warpgroups)
     last: Region  # row_max and row_sum of the second score warpgroup, then of both: (heads, 2)
     barriers: Region
-    pending: Region  # what ``together.py`` keeps of a block's splits
+    pending: Region  # what ``combine_cooperative.py`` keeps of a CTA's splits
 
     @property
     def nbytes(self) -> int:
@@ -133,25 +113,27 @@ class MlaShared:
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """What is fixed at compile time: 512 columns, up to 64 keys a tile."""
+    """What ``mla.py`` is compiled for: values are the first ``dim_v`` of a key's ``dim`` columns, 512/512 or 576/512.
+
+    ``same``: one tensor has both; else a stage is a tile of K and one of V, in rings one behind the other. A tile has
+    up to 64 keys, and as many columns of P: 32 or 64.
+    """
 
     dtype: Any
     dim: int
+    dim_v: int
     keys: int
     stages: int
     page: int = 0
-    same: bool = True  # V is K, always
+    same: bool = True
 
-    combine = False  # blocks of the same launch do
-    heads = HEADS
-    abreast = True
-    halves = 2  # of the columns, a value warpgroup each
-    score_warpgroups = 2  # tiles in turn
+    combine = False  # CTAs of the same launch do
+    heads = ROWS
+    concurrent = True
+    halves = 2  # of the values' columns, a value warpgroup each
+    score_warpgroups = 2  # which take tiles alternately
     p_stages = 2  # buffers of probabilities
-
-    @property
-    def dim_v(self) -> int:
-        return self.dim
+    blocks_per_sm = 1  # whose four warpgroups have all registers
 
     @property
     def itemsize(self) -> int:
@@ -162,17 +144,39 @@ class MlaConfig:
         return THREADS * (self.score_warpgroups + self.halves)
 
     @cached_property
-    def ring(self) -> Ring:
-        return Ring(self.dtype, self.keys, self.dim, self.halves, self.stages)
+    def key_ring(self) -> KVRing:
+        """As the scores read it: halves, or where the columns make none of the same size, blocks of 64 columns."""
+        parts = 2 if self.dim == self.dim_v else self.dim // self.box_columns
+        return KVRing(self.dtype, self.keys, self.dim, parts, self.stages)
+
+    @cached_property
+    def value_ring(self) -> KVRing:
+        """As the second product reads it; a stage may have other columns behind these."""
+        return KVRing(self.dtype, self.keys, self.dim_v, self.halves, self.stages)
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of a stage that has values."""
+        return self.dim if self.same else self.dim_v
+
+    @property
+    def values_offset(self) -> int:
+        """Bytes from the ring to the stages that have the values."""
+        return 0 if self.same else self.stages * self.key_ring.stage_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of both."""
+        return self.values_offset + self.stages * self.keys * self.value_columns * self.itemsize
 
     @property
     def box_columns(self) -> int:
-        """Of a box of TMA, 128 bytes: a warp of a value warpgroup loads as many of every row."""
+        """Of a TMA box, 128 bytes: each warp of a value warpgroup loads as many of every row."""
         return ROW_BYTES // self.itemsize
 
     @property
     def box(self) -> int:
-        """Keys that TMA loads at once: of a tile that lie in one page whatever the tile."""
+        """Keys of a TMA box: of a tile that lie in one page whatever the tile."""
         return math.gcd(self.keys, self.page) if self.page else self.keys
 
     @property
@@ -181,43 +185,52 @@ class MlaConfig:
         return self.keys // self.box
 
     @property
+    def p_keys(self) -> int:
+        """Columns of a buffer of probabilities, of which as many are used as a tile has keys."""
+        return 32 if self.keys <= 32 else 64
+
+    @property
+    def p_row_bytes(self) -> int:
+        return self.p_keys * self.itemsize
+
+    @property
     def p_bytes(self) -> int:
         """Probabilities of a tile."""
-        return self.heads * ROW_BYTES
+        return self.heads * self.p_row_bytes
 
     @property
     def arrivals(self) -> list[int]:
-        """How many arrivals complete a phase of each mbarrier, in the order of ``Meeting``."""
-        values = WARPS * self.halves
+        """Arrivals that complete a phase of each mbarrier, in the order of ``MlaBarriers``."""
+        value_warps = WARPS * self.halves
         return [
             self.threads,
-            *[values] * self.stages,
+            *[value_warps] * self.stages,
             *[WARPS] * self.p_stages,
-            *[values] * self.p_stages,
+            *[value_warps] * self.p_stages,
             *[WARPS] * self.score_warpgroups,
         ]
 
     @cached_property
     def shared(self) -> MlaShared:
-        query = Region(0, self.heads * self.dim * self.itemsize)
-        ring = Region(query.end, self.stages * self.ring.stage_bytes)
-        probabilities = Region(ring.end, self.p_stages * self.p_bytes)
-        factors = Region(probabilities.end, self.heads * self.p_stages * 4)
-        maxima = Region(factors.end, self.heads * self.score_warpgroups * 4)
-        last = Region(maxima.end, self.heads * 2 * 4)
-        barriers = Region(last.end, len(self.arrivals) * 8)
-        pending = Region(-(-barriers.end // CHUNK) * CHUNK, PENDING_BYTES)
-        return MlaShared(query, ring, probabilities, factors, maxima, last, barriers, pending)
+        sizes = dict(
+            query=self.heads * self.dim * self.itemsize,
+            ring=self.ring_bytes,
+            probabilities=self.p_stages * self.p_bytes,
+            factors=self.heads * self.p_stages * 4,
+            maxima=self.heads * self.score_warpgroups * 4,
+            last=self.heads * 2 * 4,
+            barriers=len(self.arrivals) * 8,
+        )
+        regions, end = {}, 0
+        for name, nbytes in sizes.items():
+            regions[name] = Region(end, nbytes)
+            end += nbytes
+        return MlaShared(**regions, pending=Region(-(-end // CHUNK) * CHUNK, PENDING_BYTES))
 
     @property
     def shared_bytes(self) -> int:
         return self.shared.nbytes
 
     @property
-    def blocks_per_sm(self) -> int:
-        """As shared memory and the register file allow."""
-        return max(1, min(fit(self.shared_bytes), 256 // self.threads))
-
-    @property
     def split(self) -> SplitLayout:
-        return SplitLayout(self.heads, self.dim)
+        return SplitLayout(self.heads, self.dim_v)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import FLAG_BYTES, RESERVED, SHARED, SplitLayout
-from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
-from ..problem import Problem
-from ..traces import trace_mla, trace_wgmma
-from .config import COUNTERS, THREADS, WgmmaConfig
-from .config import HEADS as ROWS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS, THREADS
+from torch_attnkit.cuda.smem import RESERVED, SHARED
+from torch_attnkit.cuda.workspace import SplitLayout
 
-DTYPES, OVER_CODES = "bf16 f16", "bf16 f16 f8e4m3"  # of q, over caches of the same dtype and of E4M3
+from ..config import FLAG_BYTES
+from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
+from ..problem import LATENTS, Problem
+from ..traces import trace_mla, trace_wgmma
+from .config import COUNTERS, WgmmaConfig
+
+DTYPES, FP8_KV_DTYPES = "bf16 f16", "bf16 f16 f8e4m3"  # of q, over caches of the same dtype and of E4M3
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Head:
     every SM; over pages, between the two numbers of ``much_paged``; without pages, from ``many`` keys on.
     """
 
-    tile: tuple[int, int] | None = None  # of ``wgmma.py``: keys, and blocks on an SM
+    tile: tuple[int, int] | None = None  # of ``wgmma.py``: keys, and CTAs on an SM
     much: int | None = None
     much_paged: tuple[int, int] | None = None
     many: int | None = None
@@ -38,21 +41,28 @@ HEADS = {  # (D, Dv): multiples of 16; with a tile equal, and of 64
     (256, 256): Head((32, 2), much=3 << 17),
     (512, 512): Head((32, 1), many=4096),
 }
-_LATENT = 512  # the head size of ``mla.py``, if one tensor is keys and values
-_MLA = (48, 3)  # its keys of a tile, and tiles in memory
+# Of ``mla.py``, by D and whether one tensor is keys and values: keys of a tile, and stages. Of 576 columns there is
+# room for 128 keys beside Q and P: two tiles of 64, whose scores in two sums are 64 of a thread's 88 registers, two of
+# 48 and one that is loaded late, or four of 32; of keys and values apart, two of each.
+_MLA = {(512, True): (48, 3), (576, True): (32, 4), (576, False): (32, 2)}
 _LEAST = 128  # keys of a split at least, for it has 64 rows to write and to combine
 
 
 def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
-    """The plan of a launch on ``sms`` multiprocessors; ``same``: one tensor is keys and values.
+    """The plan of a launch on ``sms`` multiprocessors; ``same``: one tensor is keys and values, these its
+    first columns.
 
     docs/lab/decode.md has the times by which the kernels were set apart.
     """
-    head = HEADS[problem.dim, problem.dim_v]
-    keys = problem.scores.most_keys(problem.capacity)
-    if not problem.codes and head.tile is not None and (problem.group > FEW or _is_much(head, problem, keys, sms)):
-        return _rows_of_heads(head.tile, problem, keys, sms, same)
-    return mma(problem, keys, sms)
+    keys, dims = problem.scores.most_keys(problem.capacity), (problem.dim, problem.dim_v)
+    if dims not in LATENTS:
+        head = HEADS[dims]
+        few = problem.group <= FEW and not _is_much(head, problem, keys, sms)
+        if problem.fp8_kv or head.tile is None or few:
+            return mma(problem, keys, sms)
+        if (problem.dim, same) not in _MLA:
+            return _wgmma(head.tile, problem, keys, sms, same)
+    return _mla(problem, keys, sms, same)
 
 
 def _is_much(head: Head, problem: Problem, keys: int, sms: int) -> bool:
@@ -68,37 +78,50 @@ def _is_much(head: Head, problem: Problem, keys: int, sms: int) -> bool:
     return head.much is not None and sms * head.much <= nbytes
 
 
-def _rows_of_heads(tile: tuple[int, int], problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
-    """For ``wgmma.py`` and ``mla.py``: up to 64 heads a block, whose splits are that much longer."""
-    dim, group, groups, itemsize = problem.dim, problem.group, problem.batch * problem.kv_heads, problem.dtype.itemsize
-    latent = same and dim == _LATENT
-    keys, per_sm = (_MLA[0], 1) if latent else tile
-    whole = most_keys <= SHORT
-    config = WgmmaConfig(Bits(8 * itemsize), dim, keys, stages=0)
+def _wgmma(tile: tuple[int, int], problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
+    """For ``wgmma.py``: up to 64 heads a CTA, whose splits are that much longer."""
+    keys, per_sm = tile
+    dim, group, whole = problem.dim, problem.group, most_keys <= SHORT
+    config = WgmmaConfig(Bits(8 * problem.dtype.itemsize), dim, keys, stages=0)
     room = SHARED // per_sm - RESERVED - FLAG_BYTES - config.shared.sums.end
-    stages = _MLA[1] if latent else min(room // config.ring.stage_bytes, 8)
+    stages = min(room // config.ring.stage_bytes, 8)
     blocks, head_blocks, least = sms * per_sm, -(-group // ROWS), 1 if whole else -(-_LEAST // keys)
-    work, abreast = groups * head_blocks, _abreast(blocks, head_blocks)
-    sizes, combine = paged(problem) | dict(dim=dim, keys=keys, stages=stages, same=same), False
-    if not latent:
-        splits = 1 if whole else splits_of(blocks // abreast, work // abreast, -(-most_keys // keys), least)
-        combine = combines(min(group, ROWS), dim, THREADS * config.halves, splits)
-        sizes["combine"] = combine
+    work, concurrent = problem.batch * problem.kv_heads * head_blocks, _concurrent(blocks, head_blocks)
+    splits = 1 if whole else splits_of(blocks // concurrent, work // concurrent, -(-most_keys // keys), least)
+    combine = combines(min(group, ROWS), dim, THREADS * config.halves, splits)
     return Plan(
-        trace_mla if latent else trace_wgmma,
-        sizes,
+        trace_wgmma,
+        paged(problem) | dict(dim=dim, keys=keys, stages=stages, same=same, combine=combine),
         head_blocks,
-        abreast,
+        concurrent,
         whole,
         least,
         blocks,
         min(work * min(group, ROWS), sms) if combine else 0,
         2 * blocks * SplitLayout(ROWS, dim).floats,
-        COUNTERS * blocks if latent else blocks,
+        blocks,
     )
 
 
-def _abreast(blocks: int, head_blocks: int) -> int:
-    """How many of a KV head's head blocks go along its keys at the same time: all, or, not to idle more than a 16th of
-    the blocks, one."""
+def _mla(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
+    """For ``mla.py``: one CTA on an SM, with up to 64 heads."""
+    keys, stages = _MLA[problem.dim, same]
+    head_blocks, whole = -(-problem.group // ROWS), most_keys <= SHORT
+    return Plan(
+        trace_mla,
+        paged(problem) | dict(dim=problem.dim, dim_v=problem.dim_v, keys=keys, stages=stages, same=same),
+        head_blocks,
+        _concurrent(sms, head_blocks),
+        whole,
+        1 if whole else -(-_LEAST // keys),
+        sms,
+        0,
+        2 * sms * SplitLayout(ROWS, problem.dim_v).floats,
+        COUNTERS * sms,
+    )
+
+
+def _concurrent(blocks: int, head_blocks: int) -> int:
+    """How many of a KV head's head blocks go along its keys at the same time: all, or one where that would idle more
+    than a 16th of the CTAs."""
     return head_blocks if blocks // head_blocks * head_blocks * 16 >= blocks * 15 else 1

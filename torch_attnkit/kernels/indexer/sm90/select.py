@@ -27,9 +27,12 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from torch_attnkit.cuda import copies, counters, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.cuda.warp_scan import up_to_lane as running_sum
 
-from ...topk.bins import lanes_below, running_sum
-from ...topk.kernel import number, ones, plain
+from ...topk.kernel import canonical as plain
+from ...topk.kernel import ones
+from ...topk.kernel import score_of as number
+from ...topk.radix_histogram import lanes_below
 from ..pages import Tensors
 from .plan import BINS, BITS, CONSUMERS, GROUP, GROUPS, LINE, PASSES, SUMS, TILE, SelectConfig
 from .stream import Stream

@@ -16,9 +16,9 @@ from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 from cutlass.tensor_utils import LayoutEnum
 
 from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import paging as pages
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm100 import row_copies
-from torch_attnkit.kernels.decode import pages
 
 from ..types import Inputs
 from .paged_types import Pages, Paging, box_columns

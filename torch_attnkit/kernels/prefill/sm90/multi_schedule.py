@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.cuda.stream_k import Partition, quotient
 from torch_attnkit.cuda.warp_scan import most, total, up_to_lane
-from torch_attnkit.kernels.decode.schedule import Partition, quotient
 
 from ..blocks import KeyBlocks, Sequence
 from .multi_blocks import MaskRules, WorkTile, row_tile

@@ -14,10 +14,10 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
 from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import paging as pages
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.word_ops import copy_16_async_at
-from torch_attnkit.kernels.decode import pages
 
 from .multi_blocks import WorkTile
 from .paged_types import Config, Inputs

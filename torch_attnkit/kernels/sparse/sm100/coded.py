@@ -19,8 +19,8 @@ from cutlass import BFloat16, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import copies, word_ops
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.kernels.cache.decoder import Decoder
-from torch_attnkit.kernels.decode.config import CHUNK
 
 from ..sm90.arguments import Tensors
 from ..sm90.places import held_by

@@ -7,8 +7,9 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
+from torch_attnkit.cuda.smem import CHUNK, SHARED, Region, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
 from torch_attnkit.kernels.cache.problem import Row
-from torch_attnkit.kernels.decode.config import CHUNK, SHARED, Region, SplitLayout, itemsize
 from torch_attnkit.kernels.decode.sm100.config import CLUSTER, KEYS, Tcgen05Config
 
 MOST_HEADS = 64  # of a CTA

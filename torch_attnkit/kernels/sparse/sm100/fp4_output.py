@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from torch_attnkit.cuda import word_ops
 from torch_attnkit.cuda.sm100.fp4_blocks import Quantizer
-from torch_attnkit.kernels.decode.config import CHUNK
+from torch_attnkit.cuda.smem import CHUNK
 
 from ..fp4_rows import Fp4Rows
 from ..sm90.arguments import Tensors

@@ -21,7 +21,7 @@ from cutlass import Float32, const_expr
 
 from torch_attnkit.cuda import fake
 from torch_attnkit.cuda.sm100 import tmem
-from torch_attnkit.kernels.decode.sm100.tcgen05 import meet_cluster
+from torch_attnkit.cuda.sm100.peers import sync_cluster as meet_cluster
 
 from ..sm90.arguments import Numbers, Tensors, arguments
 from .coded import CodedProducer

@@ -19,7 +19,7 @@ from cutlass import Int32, const_expr
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda import word_ops
 from torch_attnkit.cuda.sm100.peers import send
-from torch_attnkit.kernels.decode.config import CHUNK
+from torch_attnkit.cuda.smem import CHUNK
 
 from ..sm90.arguments import Numbers, Tensors
 from ..sm90.places import held_by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_attnkit.core.spec import short
-from torch_attnkit.kernels.decode.config import SplitLayout
+from torch_attnkit.cuda.workspace import SplitLayout
 
 from ..problem import Fp4, Problem
 from ..sm90.plan import LEAST_BYTES, Plan, share

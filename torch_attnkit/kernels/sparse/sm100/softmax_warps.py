@@ -17,10 +17,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import copies, word_ops
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.reduce import transpose_reduce as across
 from torch_attnkit.cuda.sm100 import softmax, tmem
+from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.cuda.warp_ops import exp2
-from torch_attnkit.kernels.decode.config import CHUNK
-from torch_attnkit.kernels.decode.sm100.softmax_warps import across
 
 from ..sm90.arguments import Numbers, Tensors
 from .config import KEYS, LANES, SOFTMAX_THREADS, Config, NamedBarrier

@@ -20,8 +20,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.kernels.cache.decoder import Decoder
-from torch_attnkit.kernels.decode.config import CHUNK
 
 from .arguments import Tensors
 from .config import HALVES, LOADERS, Config

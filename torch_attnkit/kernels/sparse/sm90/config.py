@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, THREADS, WARPS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
+from torch_attnkit.cuda.sm90.warpgroup import KVRing as Ring
+from torch_attnkit.cuda.smem import CHUNK, Region, itemsize
+from torch_attnkit.cuda.workspace import SplitLayout
 from torch_attnkit.kernels.cache.problem import Row
-from torch_attnkit.kernels.decode.config import CHUNK, Region, SplitLayout, itemsize
-from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS, WARPS, Ring
 
 from .plan import MOST_CTAS, staged
 

@@ -18,7 +18,7 @@ from cutlass import Int32, Int64
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.sm90.peers import store_16_async
-from torch_attnkit.kernels.decode.sm90.config import ROW_BYTES
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES
 
 from .config import LOADERS, Config
 from .meeting import other_side

@@ -20,7 +20,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed
-from torch_attnkit.kernels.decode.sm90.config import HEADS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 
 from .arguments import Numbers
 from .config import Config

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from torch_attnkit.cuda import fake
-from torch_attnkit.kernels.decode.sm90.config import THREADS, WARPS
+from torch_attnkit.cuda.sm90.warpgroup import THREADS, WARPS
 
 from .arguments import Numbers, Tensors, arguments
 from .coded import CodedTiles

@@ -11,8 +11,9 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
-from torch_attnkit.kernels.decode.config import CHUNK
-from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, THREADS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
+from torch_attnkit.cuda.smem import CHUNK
 
 from .arguments import Numbers, Tensors
 from .coded import CodedTiles

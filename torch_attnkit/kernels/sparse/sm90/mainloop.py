@@ -21,9 +21,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.sm90 import wgmma as products
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, THREADS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 from torch_attnkit.cuda.warp_ops import exp2
-from torch_attnkit.kernels.decode.sm90 import products
-from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
 from .arguments import Numbers
 from .config import HALVES, Config

@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_attnkit.cuda.ring import Fixed, Ring
-from torch_attnkit.kernels.decode.config import Region
-from torch_attnkit.kernels.decode.sm90.config import HEADS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
+from torch_attnkit.cuda.smem import Region
 
 from .config import CONSUMER_THREADS, CONSUMERS, HALVES, LOADERS, STAGED, Config
 from .plan import SIDES

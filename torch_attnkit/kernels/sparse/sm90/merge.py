@@ -16,8 +16,8 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite, join
+from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.cuda.warp_ops import exp2
-from torch_attnkit.kernels.decode.config import CHUNK
 
 from .arguments import Numbers, Tensors
 from .config import CONSUMER_THREADS, CONSUMERS, Config

@@ -11,8 +11,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.smem import itemsize
 from torch_attnkit.cuda.warp_ops import LN_2, LOG2_E, exp2
-from torch_attnkit.kernels.decode.config import itemsize
 
 from .arguments import Numbers, Tensors
 from .schedule import WorkTile

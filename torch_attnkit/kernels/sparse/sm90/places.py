@@ -10,8 +10,8 @@ from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda.asm import asm
-from torch_attnkit.kernels.decode.config import CHUNK
-from torch_attnkit.kernels.decode.sm90.config import ROW_BYTES, THREADS
+from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, THREADS
+from torch_attnkit.cuda.smem import CHUNK
 
 from .config import HALVES, LOADERS, Config
 from .meeting import Meeting

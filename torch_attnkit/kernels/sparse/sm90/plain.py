@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.kernels.decode.config import CHUNK
+from torch_attnkit.cuda.smem import CHUNK
 
 from .arguments import Tensors
 from .config import HALVES, LOADERS, Config

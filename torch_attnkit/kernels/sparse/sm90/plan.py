@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch_attnkit.core.spec import short
 from torch_attnkit.cuda.sm90.clusters import at_once
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
+from torch_attnkit.cuda.workspace import SplitLayout
 from torch_attnkit.kernels.cache.problem import Row
-from torch_attnkit.kernels.decode.config import SplitLayout
-from torch_attnkit.kernels.decode.sm90.config import HEADS
 
 from ..problem import Fp4, Problem
 

@@ -14,8 +14,8 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.sm90 import wgmma as products
 from torch_attnkit.cuda.warp_ops import exp2
-from torch_attnkit.kernels.decode.sm90 import products
 
 from .arguments import Numbers, Tensors
 from .config import Config

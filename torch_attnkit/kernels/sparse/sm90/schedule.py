@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.kernels.decode.sm90.config import HEADS
+from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 
 from .arguments import Numbers, Tensors
 from .plan import ALIGNED

@@ -18,7 +18,7 @@ from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda.asm import asm
-from torch_attnkit.kernels.decode.config import CHUNK
+from torch_attnkit.cuda.smem import CHUNK
 
 from .coded import CodedTiles, Codes, copy_8_async
 from .config import HALVES, LOADERS, STAGED, Config

@@ -1,13 +1,13 @@
-"""The epilogue of blocks that all run at once: the splits of a group are joined by the blocks that brought them.
+"""Cooperative in-kernel combine of splits, for CTAs that all run at once: those that brought a group's splits share it.
 
-    each block    results from registers: a whole group's to the output, a split's to the workspace, in the order in
-                  which lanes have them; then it counts itself with the others of the same group
-    at its end    waits until all of them have come -> joins its share of the group
+    a work tile     results from registers: a whole group's to the output; a split's to the workspace, in the order in
+                    which lanes have them; then one thread counts the CTA's arrival (acq_rel add)
+    the CTA's end   one thread waits until all splits of the group have arrived -> the CTA combines its share of it
 
-No second launch waits for this one to end, and no block joins what others brought while these are idle. Nobody waits
-before it has brought all that it has to bring, so whoever runs ends; a block that waits too long, because others do not
-run yet, gives up, and then the last to come joins all. Splits are added in the same order, whoever does it. Imports
-cutlass.
+No second kernel, and no CTA reduces while others idle. A CTA waits only after its own splits are out, so none waits
+for a CTA that waits. Where CTAs do not all run at once, one that has looked ``_PATIENCE`` times gives up by a CAS on
+the counter, and the last to arrive combines everything. Splits are added in a fixed order, so the result has the same
+bits. The last CTA past the wait resets both counters.
 """
 
 from __future__ import annotations
@@ -22,46 +22,48 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import joining, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
+from torch_attnkit.cuda.sm90 import wgmma
+from torch_attnkit.cuda.sm90.warpgroup import ROWS
+from torch_attnkit.cuda.smem import itemsize
+from torch_attnkit.cuda.stream_k import Partition
 from torch_attnkit.cuda.warp_ops import exp2
 
 from ...scores import LOG2_E
 from ..arguments import Scalars, Tensors, out_dtype
-from ..config import itemsize
-from ..schedule import Partition, WorkTile
-from . import products
-from .config import COUNTERS, HEADS, MlaConfig
+from ..schedule import WorkTile
+from .config import COUNTERS, MlaConfig
 
-_GAVE_UP = 1 << 16  # in the first counter, for a block that waits no longer
-_PATIENCE = 1 << 12  # looks at it, each the way to the second-level cache and back: milliseconds in all
+_GAVE_UP = 1 << 16  # in the first counter, for a CTA that waits no longer
+_PATIENCE = 1 << 12  # polls of it, each a round trip to L2: milliseconds in all
 _NONE, _ALL = -1, -2  # shares of a group
 _LANES = 8  # that a row has while splits are weighed
-_AT_ONCE = 8  # splits of which a lane has the sums on the way
-_VECTOR = 16  # bytes: four numbers as a lane has them, two neighbours of a row, and of the row 8 below it
+_AT_ONCE = 8  # splits whose sums a lane loads at once
+_VECTOR = 16  # bytes: four floats as a lane has them, two neighbours of a row, and of the row 8 below it
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
 
 
 class Pending(IntEnum):
-    """The words of shared memory by which a block knows a group to which it has brought a split."""
+    """The words of shared memory by which a CTA knows a group to which it has brought a split."""
 
-    BLOCKS = 0  # that bring one; 0: there is no such group
-    CAME = 1  # before this block, so many, and who gave up
-    FIRST = 2  # block of them
-    EARLY = 3  # whether that had another work tile before
+    BLOCKS = 0  # CTAs that bring one; 0: there is no such group
+    ARRIVED = 1  # CTAs before this one, and who gave up
+    FIRST = 2  # CTA of them
+    ODD = 3  # whether that one's split is in its odd slot, behind an earlier work tile's
     B = 4
     HEAD = 5
     HEADS = 6
-    SHARE = 7  # which this block joins: one of as many as blocks, or what ``_ALL`` and ``_NONE`` say
+    SHARE = 7  # that this CTA combines: one of as many as CTAs, or ``_ALL`` or ``_NONE``
 
 
-class Together:
-    """Of a kernel whose value warpgroups have a half of the columns each, for 64 heads."""
+class CooperativeCombine:
+    """The epilogue of ``mla.py``, whose value warpgroups have half of the columns each, for 64 heads."""
 
-    def __init__(self, config: Any):
-        self.c: MlaConfig = config
+    def __init__(self, config: MlaConfig):
+        self.c = config
 
-    def begin(self, shared: Int32) -> None:
-        """Before a block's first work tile: no group waits for it."""
+    def init(self, shared: Int32) -> None:
+        """Before a CTA's first work tile: no group is pending."""
         for which in range(2):
             self._no_group(self._pending(shared, which))
 
@@ -71,12 +73,12 @@ class Together:
             sPending[Pending.BLOCKS] = Int32(0)
 
     @cute.jit
-    def leave_columns(
+    def store_columns(
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, rO: cute.Tensor, sSums: cute.Tensor, thread: Int32,
         half: Int32,
     ):  # fmt: skip
-        """A value warpgroup's half of the columns; of its warps those that have heads."""
-        row, parts = products.first_row(thread), const_expr(cute.size(rO) // 4)
+        """A value warpgroup's half of O, by the warps that have heads."""
+        row, parts = wgmma.first_row(thread), const_expr(cute.size(rO) // 4)
         if thread // 32 * 16 < tile.heads:
             if tile.slot < 0:
                 scales = [
@@ -93,11 +95,11 @@ class Together:
                     op.store_4_floats(at + j * (lanes * _VECTOR), [rO[4 * j + x] for x in range(4)])
 
     @cute.jit
-    def leave_sums(
+    def store_stats(
         self, tensors: Tensors, tile: WorkTile, rMax: cute.Tensor, rSum: cute.Tensor, thread: Int32
     ):  # fmt: skip
         """A score warpgroup's maxima and sums, which its four lanes of a row all have."""
-        row = products.first_row(thread)
+        row = wgmma.first_row(thread)
         if (thread & 3) == 0:
             for r in cutlass.range_constexpr(2):
                 if tile.slot < 0:
@@ -109,33 +111,33 @@ class Together:
     def finish(
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, shared: Int32, whole: Boolean, slot: Int32
     ) -> None:
-        """The warpgroups left everything where it belongs."""
+        """The warpgroups have stored everything."""
 
     @cute.jit
-    def join_splits(
+    def arrive(
         self, tensors: Tensors, scalars: Scalars, cut: Partition, tile: WorkTile, shared: Int32, start: Int32,
         tiles: Int32,
     ):  # fmt: skip
-        """Count this block, whose split of the group with units [start, start + tiles) is in the workspace."""
+        """Count this CTA's arrival, whose split of the group with units [start, start + tiles) is in the workspace."""
         first_block, last_block = cut.owner(start), cut.owner(start + tiles - 1)
         here = cute.arch.block_idx()[0]
-        block = first_block * scalars.abreast + here % scalars.abreast
-        early = cutlass.select_(cut.start(first_block) == start, Int32(0), Int32(1))
-        # Of two splits of a block the second begins its group.
-        sPending = self._pending(shared, cutlass.select_(here == block, early, Int32(0)))
-        # A barrier has ordered the block's stores before the release of this addition.
+        block = first_block * scalars.concurrent + here % scalars.concurrent
+        odd = cutlass.select_(cut.start(first_block) == start, Int32(0), Int32(1))
+        # Of two splits of a CTA the second begins its group.
+        sPending = self._pending(shared, cutlass.select_(here == block, odd, Int32(0)))
+        # A barrier orders the CTA's stores before this add's release.
         if cute.arch.thread_idx()[0] == 0:
             sPending[Pending.BLOCKS] = last_block - first_block + 1
-            sPending[Pending.CAME] = op.add_acq_rel(self._counters(tensors, block), Int32(1))
+            sPending[Pending.ARRIVED] = op.add_acq_rel(self._counters(tensors, block), Int32(1))
             sPending[Pending.FIRST] = block
-            sPending[Pending.EARLY] = early
+            sPending[Pending.ODD] = odd
             sPending[Pending.B] = tile.b
             sPending[Pending.HEAD] = tile.head
             sPending[Pending.HEADS] = tile.heads
 
     @cute.jit
-    def end(self, tensors: Tensors, scalars: Scalars, shared: Int32):
-        """Its shares of the groups to which the block brought splits, once all threads have met."""
+    def combine(self, tensors: Tensors, scalars: Scalars, shared: Int32):
+        """The CTA's shares of the groups to which it brought splits, behind a barrier of all threads."""
         for which in cutlass.range(2, unroll=1):
             sPending = self._pending(shared, which)
             if sPending[Pending.BLOCKS] > 0:
@@ -145,9 +147,9 @@ class Together:
                 cute.arch.barrier()
                 if cute.arch.thread_idx()[0] == 0:
                     left = joining.add_relaxed(counters + 4, Int32(1))
-                self._join(tensors, scalars, shared, sPending)
+                self._combine_share(tensors, scalars, shared, sPending)
                 if cute.arch.thread_idx()[0] == 0:
-                    if left == sPending[Pending.BLOCKS] - 1:  # nobody looks at the counters any more
+                    if left == sPending[Pending.BLOCKS] - 1:  # nobody polls any more
                         for i in cutlass.range_constexpr(COUNTERS):
                             joining.store_relaxed(counters + 4 * i, Int32(0))
 
@@ -164,18 +166,18 @@ class Together:
 
     @cute.jit
     def _wait(self, counters: Int64, sPending: cute.Tensor):
-        """One thread: until all of a group have come; which share is this block's."""
-        blocks, came = sPending[Pending.BLOCKS], sPending[Pending.CAME]
-        share, seen, looks = came % _GAVE_UP, came + 1, Int32(0)
+        """One thread: until all of a group's splits have arrived; returns which share is this CTA's."""
+        blocks, arrived = sPending[Pending.BLOCKS], sPending[Pending.ARRIVED]
+        share, seen, polls = arrived % _GAVE_UP, arrived + 1, Int32(0)
         if share == blocks - 1:
-            if came >= _GAVE_UP:
+            if arrived >= _GAVE_UP:
                 share = Int32(_ALL)
         else:
             while (seen % _GAVE_UP < blocks) & (share != _NONE):
                 seen = memory_ops.load_acquire(counters)
-                looks += 1
-                if (looks >= _PATIENCE) & (seen % _GAVE_UP < blocks):
-                    # Whoever comes last will know, unless all have come meanwhile.
+                polls += 1
+                if (polls >= _PATIENCE) & (seen % _GAVE_UP < blocks):
+                    # The last to arrive sees it, unless all have arrived meanwhile.
                     if joining.swap_if(counters, seen, seen + _GAVE_UP) == seen:
                         share = Int32(_NONE)
             if seen >= _GAVE_UP:
@@ -183,12 +185,12 @@ class Together:
         return share
 
     @cute.jit
-    def _join(self, tensors: Tensors, scalars: Scalars, shared: Int32, sPending: cute.Tensor):
-        """A share of a group, from the splits in the workspace to the result: all of it is on the way to shared memory,
-        which nobody else uses any more, while the weights of the splits are worked out."""
+    def _combine_share(self, tensors: Tensors, scalars: Scalars, shared: Int32, sPending: cute.Tensor):
+        """A share of a group from the splits in the workspace to the result: all of it is on its way to shared memory,
+        which is free by now, while the splits' weights are computed."""
         c = self.c
         share, blocks, heads = sPending[Pending.SHARE], sPending[Pending.BLOCKS], sPending[Pending.HEADS]
-        block, early = sPending[Pending.FIRST], sPending[Pending.EARLY]
+        block, odd = sPending[Pending.FIRST], sPending[Pending.ODD]
         tile = WorkTile(sPending[Pending.B], Int32(0), sPending[Pending.HEAD], heads, *[Int32(0)] * 3)
         lanes = _lanes(heads)
         count = const_expr(c.dim_v // 8) * lanes
@@ -198,26 +200,26 @@ class Together:
             begin, end = Int32(0), cutlass.select_(share == _ALL, count, Int32(0))
         thread = cute.arch.thread_idx()[0]
         weights = shared + chunk * blocks * _VECTOR
-        sWeights = self._floats(weights, (HEADS, blocks))
+        sWeights = self._floats(weights, (ROWS, blocks))
         for first in cutlass.range(begin, end, chunk, unroll=1):
             many = cutlass.min(chunk, end - first)
-            stats = self._stats(tensors, scalars, sPending, Int32(0))  # ahead of the others, which are many
+            stats = self._stats(tensors, scalars, sPending, Int32(0))  # ahead of the many loads of O
             split, vector = thread // many, thread % many
             down, right = c.threads // many, c.threads % many
             while split < blocks:
-                slot = (block + split * scalars.abreast) * 2 + cutlass.select_(split == 0, early, Int32(0))
+                slot = (block + split * scalars.concurrent) * 2 + cutlass.select_(split == 0, odd, Int32(0))
                 source = self._split(tensors, slot) + (first + vector) * _VECTOR
                 op.copy_16_async(shared + (split * many + vector) * _VECTOR, source, Int32(_VECTOR))
                 split, vector = split + down, vector + right
                 if vector >= many:
                     split, vector = split + 1, vector - many
             cute.arch.cp_async_commit_group()
-            self._weigh(tensors, scalars, tile, sPending, sWeights, stats, first == 0)
+            self._weights(tensors, scalars, tile, sPending, sWeights, stats, first == 0)
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
             for index in cutlass.range(thread, many, c.threads, unroll=1):
                 lane, column = (first + index) % lanes, (first + index) // lanes
-                row = products.first_row(lane)
+                row = wgmma.first_row(lane)
                 sums = [Float32(0.0)] * 4
                 for n in cutlass.range(blocks, unroll=4):
                     part = self._floats(shared + (n * many + index) * _VECTOR, 4)
@@ -232,26 +234,26 @@ class Together:
 
     def _stats(self, tensors: Tensors, scalars: Scalars, sPending: cute.Tensor, first: Int32) -> list:
         """Maxima and sums of a lane's row in its splits from ``first`` on; beyond the last they repeat it."""
-        block, early, splits = sPending[Pending.FIRST], sPending[Pending.EARLY], sPending[Pending.BLOCKS]
+        block, odd, splits = sPending[Pending.FIRST], sPending[Pending.ODD], sPending[Pending.BLOCKS]
         row, lane = cute.arch.thread_idx()[0] // _LANES, cute.arch.thread_idx()[0] % _LANES
         stats = []
         for i in range(_AT_ONCE):
             n = cutlass.min(first + lane + _LANES * i, splits - 1)
-            slot = (block + n * scalars.abreast) * 2 + cutlass.select_(n == 0, early, Int32(0))
+            slot = (block + n * scalars.concurrent) * 2 + cutlass.select_(n == 0, odd, Int32(0))
             stats.append(op.load_2_floats(self._split(tensors, slot) + self.c.split.stat_at(row)))
         return stats
 
     @cute.jit
-    def _count_in(
+    def _accumulate(
         self, sums: cute.Tensor, sWeights: cute.Tensor, splits: Int32, row: Int32, first: Int32, stats: list
     ):  # fmt: skip
-        """More splits, to a lane's maximum and sum; the maxima to where the weights will be."""
+        """More splits into a lane's maximum and sum; their maxima go where the weights will be."""
         old, maxima = sums[0], []
         for i in cutlass.range_constexpr(_AT_ONCE):
-            known = first + _LANES * i < splits
-            maxima.append(cutlass.select_(known, stats[i][0], Float32(-_INF)))
+            valid = first + _LANES * i < splits
+            maxima.append(cutlass.select_(valid, stats[i][0], Float32(-_INF)))
             sums[0] = cute.arch.fmax(sums[0], maxima[i])
-            if known:
+            if valid:
                 sWeights[row, first + _LANES * i] = maxima[i]
         safe = finite(sums[0])
         sums[1] = sums[1] * exp2(old - safe)
@@ -260,27 +262,26 @@ class Together:
             sums[1] = sums[1] + cutlass.select_(maxima[i] == -Float32.inf, Float32(0.0), some)
 
     @cute.jit
-    def _weigh(
+    def _weights(
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, sPending: cute.Tensor, sWeights: cute.Tensor,
         stats: list, with_lse: Boolean,
     ):  # fmt: skip
-        """What the numerators of each split count in the result, by eight lanes a row; ``stats`` are those of the first
-        splits."""
+        """The weight of each split in the result, by eight lanes a row; ``stats`` are those of the first splits."""
         splits = sPending[Pending.BLOCKS]
         row, lane = cute.arch.thread_idx()[0] // _LANES, cute.arch.thread_idx()[0] % _LANES
         sums = cute.make_rmem_tensor(2, Float32)
         sums[0], sums[1] = Float32(-_INF), Float32(0.0)
-        self._count_in(sums, sWeights, splits, row, lane, stats)
+        self._accumulate(sums, sWeights, splits, row, lane, stats)
         for first in cutlass.range(_LANES * _AT_ONCE, splits, _LANES * _AT_ONCE, unroll=1):
             more = self._stats(tensors, scalars, sPending, first)
-            self._count_in(sums, sWeights, splits, row, first + lane, more)
+            self._accumulate(sums, sWeights, splits, row, first + lane, more)
         row_max, row_sum = sums[0], sums[1]
         for distance in (1, 2, 4):
             other = cute.arch.shuffle_sync_bfly(row_max, distance)
             more = cute.arch.shuffle_sync_bfly(row_sum, distance)
             most = cute.arch.fmax(row_max, other)
-            mine, theirs = row_sum * exp2(row_max - finite(most)), more * exp2(other - finite(most))
-            row_max, row_sum = most, mine + theirs  # the same bits in both lanes
+            own, peer = row_sum * exp2(row_max - finite(most)), more * exp2(other - finite(most))
+            row_max, row_sum = most, own + peer  # the same bits in both lanes
         factor = self._factor(tensors, scalars, tile, row, row_max, row_sum)
         for n in cutlass.range(lane, splits, _LANES, unroll=1):
             sWeights[row, n] = exp2(sWeights[row, n] - finite(row_max)) * factor
@@ -291,7 +292,7 @@ class Together:
     def _factor(
         self, tensors: Tensors, scalars: Scalars, tile: WorkTile, row: Int32, row_max: Float32, row_sum: Float32
     ):
-        """By which a row of numerators becomes a result: over its sum, to which the sink belongs."""
+        """1 / row_sum, the sink included: normalises a row of O."""
         denominator = row_sum
         if (scalars.has_sink != 0) & (row < tile.heads):
             denominator += exp2(tensors.sink[tile.head + row] * LOG2_E - finite(row_max))
@@ -316,5 +317,5 @@ class Together:
 
 
 def _lanes(heads: Int32) -> Int32:
-    """Of a warpgroup, in the warps that have heads."""
+    """Of a warpgroup, those of warps that have heads."""
     return (heads + 15) // 16 * 32

@@ -1,10 +1,10 @@
-"""Counters of a row's keys, and which of them has the one that is wanted.
+"""A radix-select pass: histogram of a row's keys in shared memory, and the bin that holds the key of a rank.
 
-A block counts in its own shared memory: 2048 bins, in groups of 64. Sums of groups say in which group the bin is, its
-counters which bin it is, so that one warp can look for both. The blocks of a cluster push their sums of groups, and
-then the counters of one group, into one another's shared memory, where transaction barriers count what has come: 3 KB
-for each block instead of 64, and no barrier of the cluster, before which Hopper waits for all that a block has written
-and read (``MEMBAR.ALL.GPU``). No block can leave before all that is meant for it has come.
+A CTA counts 2048 bins (11 bits) in its own shared memory, in groups of 64. Group sums say which group holds the bin,
+its counters which bin, so one warp searches both. CTAs of a cluster push their group sums, then the counters of that
+one group, into each other's shared memory by ``st.async``: 3 KB into each CTA instead of 64, counted by transaction
+mbarriers (one arrival, and the bytes of all CTAs). No cluster barrier is needed, before which Hopper waits for all that
+a CTA has written and read (``MEMBAR.ALL.GPU``), and no CTA exits before all that is meant for it has arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from torch_attnkit.cuda import copies, counters
+from torch_attnkit.cuda import copies, counters, warp_scan
 from torch_attnkit.cuda.ring import Fixed
 
 from .plan import Config
@@ -24,20 +24,10 @@ BITS = 11  # of a key, that one pass decides
 _BINS = 1 << BITS
 _GROUP = 64  # bins: two a lane
 _GROUPS = _BINS // _GROUP  # one a lane
-_ASIDE = _BINS  # the counter of keys that do not matter
+_DISCARD = _BINS  # the counter of keys outside of the interval
 _COUNTERS = _BINS + 4  # of a pass, a multiple of 16 bytes
-# What a pass has found, in shared memory.
-_BIN, _BEFORE, _COUNT, _FACTS = 0, 1, 2, 4
-
-
-@cute.jit
-def running_sum(value: Int32):
-    """The sum over this lane and those below it."""
-    lane = cute.arch.lane_idx()
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, 1 << step)
-        value += cutlass.select_(lane >= (1 << step), below, Int32(0))
-    return value
+# The result of a pass, in shared memory.
+_BIN, _BEFORE, _COUNT, _RESULTS = 0, 1, 2, 4
 
 
 def lanes_below(upto: Int32, need: Int32) -> Int32:
@@ -51,8 +41,8 @@ def _pair(pointer: cute.Pointer) -> cute.Tensor:
     return cute.make_tensor(aligned, cute.make_layout(2))
 
 
-class Bins(Fixed):
-    """The counters of ``passes`` passes: ``setup``, ``clear``, a barrier; then for each pass counts and ``find``."""
+class Histogram(Fixed):
+    """The counters of ``passes`` passes: ``setup``, ``clear``, a barrier; then for each pass ``count`` and ``find``."""
 
     def __init__(self, config: Config, passes: int):
         self.c, self.passes = config, passes
@@ -63,12 +53,12 @@ class Bins(Fixed):
         blocks, passes = self.c.cluster, self.passes
         shapes = (
             (_COUNTERS, passes),
-            (_FACTS, passes),
+            (_RESULTS, passes),
             (_GROUPS, blocks, passes),
             (_GROUP, blocks, passes),
             (2, blocks),
         )
-        self.sCounts, self.sFacts, self.sGroups, self.sBins, self.sTotals = (
+        self.sCounts, self.sResult, self.sGroups, self.sBins, self.sTotals = (
             allocator.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=16) for shape in shapes
         )
         if const_expr(blocks > 1):
@@ -91,14 +81,14 @@ class Bins(Fixed):
             copies.store_words(first + 16 * i, [Int32(0)] * 4, cute.AddressSpace.smem)
 
     def count(self, p: int, bin: Uint32) -> None:
-        """Count a key; one whose ``bin`` is none of the pass's is put aside."""
-        at = bin if p == 0 else cutlass.min(bin, Uint32(_ASIDE))
+        """Count a key; one whose ``bin`` is none of the pass's goes to the discard counter."""
+        at = bin if p == 0 else cutlass.min(bin, Uint32(_DISCARD))
         counters.count(self.sCounts[None, p].iterator.toint() + Int32(at) * 4)
 
     @cute.jit
     def find(self, p: int, need: Int32, rank: Int32):
         """The bin with the ``need``-th key, how many keys are below it and in it; in every thread."""
-        cute.arch.barrier()  # the block's keys are counted
+        cute.arch.barrier()  # the CTA's keys are counted
         self.sum_groups(p, rank)
         if const_expr(self.c.cluster == 1):
             cute.arch.barrier()
@@ -112,11 +102,11 @@ class Bins(Fixed):
             if warp == 0:
                 self.find_bin(p, need, group, before)
         cute.arch.barrier()
-        return self.sFacts[_BIN, p], self.sFacts[_BEFORE, p], self.sFacts[_COUNT, p]
+        return self.sResult[_BIN, p], self.sResult[_BEFORE, p], self.sResult[_COUNT, p]
 
     @cute.jit
     def sum_groups(self, p: int, rank: Int32):
-        """What this block has counted in each group, for all blocks of the row."""
+        """This CTA's sum of each group, to all CTAs of the row."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         each = const_expr(_GROUPS // self.c.warps)  # groups of a warp
         for i in cutlass.range_constexpr(each):
@@ -137,20 +127,20 @@ class Bins(Fixed):
             cute.arch.mbarrier_wait(self.barriers + 2 * p, 0)
         lane, total = cute.arch.lane_idx(), Int32(0)
         for block in cutlass.range_constexpr(self.c.cluster):
-            total += self.sGroups[self.place(lane, _GROUPS, p), block, p]
-        upto = running_sum(total)
+            total += self.sGroups[self.counter_of(lane, _GROUPS, p), block, p]
+        upto = warp_scan.up_to_lane(total)
         group = lanes_below(upto, need)
         return group, cute.arch.shuffle_sync(upto - total, group)
 
-    def place(self, at: Int32, count: int, p: int) -> Int32:
-        """Where number ``at`` of ``count`` groups or bins, by keys, is counted: in the first pass by the leading bits
-        of numbers, of which those of positive numbers ascend where keys descend."""
+    def counter_of(self, at: Int32, count: int, p: int) -> Int32:
+        """Which counter has group or bin ``at`` of ``count``: the first pass counts by scores' leading bits, of which
+        those of positive scores ascend where keys descend."""
         return at ^ cutlass.select_(at < count // 2, Int32(count // 2 - 1), Int32(0)) if p == 0 else at
 
     @cute.jit
     def pair(self, p: int, group: Int32) -> cute.Pointer:
         """Where this lane's two bins of a group are counted, the even one first."""
-        first = self.place(group * _GROUP + 2 * cute.arch.lane_idx(), _BINS, p) & -2
+        first = self.counter_of(group * _GROUP + 2 * cute.arch.lane_idx(), _BINS, p) & -2
         return _pair(self.sCounts.iterator + (p * _COUNTERS + first))
 
     @cute.jit
@@ -168,25 +158,25 @@ class Bins(Fixed):
             low += sPair[0]
             high += sPair[1]
         if const_expr(p == 0):
-            turned = group < _GROUPS // 2
-            low, high = cutlass.select_(turned, high, low), cutlass.select_(turned, low, high)
-        upto = before + running_sum(low + high)
+            reversed_ = group < _GROUPS // 2
+            low, high = cutlass.select_(reversed_, high, low), cutlass.select_(reversed_, low, high)
+        upto = before + warp_scan.up_to_lane(low + high)
         if lane == lanes_below(upto, need):
             below = upto - high  # the second bin
             second = below < need
-            self.sFacts[_BIN, p] = group * _GROUP + 2 * lane + cutlass.select_(second, Int32(1), Int32(0))
-            self.sFacts[_BEFORE, p] = cutlass.select_(second, below, below - low)
-            self.sFacts[_COUNT, p] = cutlass.select_(second, high, low)
+            self.sResult[_BIN, p] = group * _GROUP + 2 * lane + cutlass.select_(second, Int32(1), Int32(0))
+            self.sResult[_BEFORE, p] = cutlass.select_(second, below, below - low)
+            self.sResult[_COUNT, p] = cutlass.select_(second, high, low)
 
     @cute.jit
-    def totals(self, mine: Any, rank: Int32):
-        """Sums of two numbers that a block gives: over the blocks before this one, and over all of the cluster."""
+    def totals(self, own: Any, rank: Int32):
+        """Sums of each CTA's two numbers: over the CTAs before this one, and over all of the cluster."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         barrier = self.barriers + 2 * self.passes
         if warp == 0:
             if lane < self.c.cluster:
                 to = _pair(self.sTotals.iterator + 2 * rank).iterator
-                cute.arch.store_async_dsmem(to, (mine[0], mine[1]), barrier, lane)
+                cute.arch.store_async_dsmem(to, (own[0], own[1]), barrier, lane)
         cute.arch.mbarrier_wait(barrier, 0)
         block = cutlass.min(lane, Int32(self.c.cluster - 1))
         before, whole = [], []
