@@ -1,6 +1,6 @@
-"""The warp of the products: S' = K Q', O' += V' P'.
+"""The MMA warp: S' = K Q', O' += V' P', by tcgen05.
 
-    S(0) | S(1) O(0) | S(2) O(1) | ...        where two tiles fit in memory; else S(0) | O(0) | S(1) | O(1) | ...
+    S(0) | S(1) O(0) | S(2) O(1) | ...        where two tiles fit in the ring; else S(0) | O(0) | S(1) | O(1) | ...
 
 V' is the ring's stage read along the other axis.
 """
@@ -15,14 +15,13 @@ from cutlass.cute.nvgpu import tcgen05
 from torch_attnkit.cuda.sm100 import mma, tmem
 
 from .config import KEYS, Config
-from .memory import Memory
-from .place import Place
+from .cta import CtaCoord, Memory
 
 _INNER = 16  # of a product
 
 
-class ProductWarp:
-    """Operands lie in lines of 128 bytes along the columns of Q and K, and of a key's heads in P'."""
+class MmaWarp:
+    """Operands are in lines of 128 bytes: columns of Q and K, heads of P'."""
 
     def __init__(self, config: Config):
         c = self.c = config
@@ -41,8 +40,8 @@ class ProductWarp:
         self.output_steps = [(i * _INNER * line, i * _INNER * self.p_line) for i in range(KEYS // _INNER)]
 
     @cute.jit
-    def run(self, place: Place, m: Memory, tiles: Int32):
-        """All products of a work tile."""
+    def run(self, cta: CtaCoord, m: Memory, tiles: Int32):
+        """All MMAs of a work tile."""
         c = self.c
         if tiles > 0:
             cute.arch.mbarrier_wait(m.query, 0)
@@ -52,7 +51,7 @@ class ProductWarp:
             if const_expr(c.mma.ahead):
                 if n < tiles:
                     self._scores(m, n)
-            self._output(place, m, n - 1)
+            self._output(cta, m, n - 1)
             if const_expr(not c.mma.ahead):
                 if n < tiles:
                     self._scores(m, n)
@@ -72,11 +71,10 @@ class ProductWarp:
             tcgen05.commit(m.scores + (n & 1))
 
     @cute.jit
-    def _output(self, place: Place, m: Memory, n: Int32):
-        """Once the probabilities are there, and the output so far is in step with them. A part gives its place back, on
-        both sides, when its products are done."""
+    def _output(self, cta: CtaCoord, m: Memory, n: Int32):
+        """Once P' is stored and O' rescaled. Commits release each part on both sides."""
         c = self.c
-        mask = cutlass.Int16(3 << (place.split * 2)) if c.sides > 1 else None
+        mask = cutlass.Int16(3 << (cta.split * 2)) if c.sides > 1 else None
         cute.arch.mbarrier_wait(m.probabilities, n & 1)
         tmem.after_sync()
         for p in cutlass.range(c.mma.parts, unroll=1):

@@ -1,24 +1,24 @@
-"""Which keys a token has, and how CTAs go through the work tiles.
+"""Work tiles, and the keys of a token: first those of its window, then its entries, counted through.
 
-A token's keys are counted through: first those of its window, then its entries. Ends, lengths, requests and lists may
-say anything: what is not there does not count, and is never read.
+Window ends, lengths, request ids, indices and block tables are untrusted: out-of-range ones give invalid rows, which
+are never read.
 """
-
-# (Traced by CuTeDSL, whose decorators are untyped.)
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
+from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.asm import asm
 from torch_attnkit.kernels.decode.sm90.config import HEADS
 
-from .arguments import Numbers, Tensors
-from .plan import ALIGNED
+from .arguments import Scalars, Tensors
+from .sm90.plan import ALIGNED
 
 WARP = 32
 _LOOKED_AT = 8  # entries of a list by each lane at once
@@ -33,7 +33,7 @@ class WorkTile(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of a token, and those of them, [first, stop), that a CTA attends."""
+    """A token's keys, and the range [first, stop) of them that a CTA attends."""
 
     near: Int64  # address of the window's first; of pages, of the request's row in the table
     near_first: Int32  # which key of the request that is
@@ -45,33 +45,33 @@ class Keys(NamedTuple):
     stop: Int32
 
     def tiles(self, keys: int) -> Int32:
-        """Of so many keys; at least one for either warpgroup, so that none is a work tile ahead of the other."""
+        """Number of K/V tiles of ``keys`` keys; at least one for each warpgroup, so that both advance alike."""
         return cutlass.max((self.stop - self.first + (keys - 1)) // keys, 2)
 
 
 class Row(NamedTuple):
-    """Where a key is, and whether it counts."""
+    """Address of a key's row, and whether it is valid."""
 
     address: Int64
     counts: Boolean
 
 
-def work_tiles(tensors: Tensors, numbers: Numbers) -> Int32:
-    return Int32(tensors.q.shape[0]) * numbers.head_blocks
+def work_tiles(tensors: Tensors, scalars: Scalars) -> Int32:
+    return Int32(tensors.q.shape[0]) * scalars.head_blocks
 
 
-def work_tile(tensors: Tensors, numbers: Numbers, index: Int32) -> WorkTile:
-    """Those of a token follow one another: what one loads the L2 has for the others."""
-    blocks = Uint32(numbers.head_blocks)
+def work_tile(tensors: Tensors, scalars: Scalars, index: Int32) -> WorkTile:
+    """Tiles of a token are neighbours, so that its keys are read from device memory once."""
+    blocks = Uint32(scalars.head_blocks)
     token, block = Int32(Uint32(index) // blocks), Int32(Uint32(index) % blocks)
     heads = Int32(tensors.q.shape[1])
     return WorkTile(token, block * HEADS, cutlass.min(heads - block * HEADS, HEADS))
 
 
 @cute.jit
-def keys_of(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, token: Int32, part: Int32):
-    """The keys of a token, of which CTA ``part`` of those that share it has a share."""
-    n, zero = numbers, Int32(0)
+def keys_of(config: cutlass.Constexpr, tensors: Tensors, scalars: Scalars, token: Int32, part: Int32):
+    """The keys of a token, and the range of them of CTA ``part``."""
+    n, zero = scalars, Int32(0)
     request = token // n.tokens_each
     if n.has_requests != 0:
         request = tensors.request[token]
@@ -85,7 +85,7 @@ def keys_of(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, token
     near, far = cutlass.select_(known, near, zero), cutlass.select_(known, far, zero)
     request = cutlass.select_(known, request, zero)
     total = near + far
-    share = share_of(numbers, total)
+    share = share_of(scalars, total)
     first = cutlass.min(share * part, total)
     near_paged, far_paged = config.paged
     return Keys(
@@ -101,10 +101,10 @@ def keys_of(config: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, token
 
 
 @cute.jit
-def without_end(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32):
-    """The same keys but for the end of the list, if no entry is named there: lists of a prefill's first tokens are
-    mostly such. A warp looks, from the end, at as many as its loads bring at once."""
-    last, rest = Int32(-1), cutlass.select_(numbers.has_list != 0, keys.far_count, Int32(0))
+def without_end(tensors: Tensors, scalars: Scalars, keys: Keys, token: Int32):
+    """Trim trailing indices that are invalid, as lists of a prefill's first tokens have. A warp scans from the end, as
+    many as its loads cover at once."""
+    last, rest = Int32(-1), cutlass.select_(scalars.has_list != 0, keys.far_count, Int32(0))
     while (last < 0) & (rest > 0):
         first = cutlass.max(rest - _LOOKED_AT * WARP, Int32(0))
         for i in cutlass.range_constexpr(_LOOKED_AT):
@@ -114,7 +114,7 @@ def without_end(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32):
         last = cute.arch.warp_redux_sync(last, "max")
         rest = first
     stop = keys.stop
-    if numbers.has_list != 0:
+    if scalars.has_list != 0:
         stop = keys.near_count + last + 1
     return Keys(
         keys.near, keys.near_first, keys.near_count, keys.far, keys.far_count, keys.limit, keys.first,
@@ -123,64 +123,64 @@ def without_end(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32):
 
 
 def _row(cache: cute.Tensor, request: Int32, key: Int32) -> Int64:
-    """Its address, or that of a request's row in a table of pages."""
+    """Address of a key's row, or of a request's row in a block table."""
     size = cache.element_type.width // 8
     offset = Int64(cache.stride[0]) * request + Int64(cache.stride[1]) * key
     return cache.iterator.toint() + offset * size
 
 
 class Guess(NamedTuple):
-    """A key, read before it is known how many keys its token's window has: as if as many as it can have."""
+    """An index loaded before the window's length is known, as if the window were full."""
 
     near_count: Int32
     entry: Int32
 
 
 @cute.jit
-def guess_of(tensors: Tensors, numbers: Numbers, token: Int32, part: Int32, key: Int32):
-    """For a key counted from the CTA's first. Few tokens wait for every load, so these two go together: the window's
-    end, and the list."""
-    near = cutlass.min(numbers.window, numbers.capacity)
-    far, entry = share_of(numbers, near + numbers.listed) * part + key - near, Int32(0)
-    if (numbers.has_list != 0) & (Uint32(far) < Uint32(numbers.listed)):
+def guess_of(tensors: Tensors, scalars: Scalars, token: Int32, part: Int32, key: Int32):
+    """For a key counted from the CTA's first. With few tokens load latency counts: window end and index are loaded
+    together."""
+    near = cutlass.min(scalars.window, scalars.capacity)
+    far, entry = share_of(scalars, near + scalars.listed) * part + key - near, Int32(0)
+    if (scalars.has_list != 0) & (Uint32(far) < Uint32(scalars.listed)):
         entry = _listed(tensors, token, far)
     return Guess(near, entry)
 
 
-def share_of(numbers: Numbers, keys: Int32) -> Int32:
+def share_of(scalars: Scalars, keys: Int32) -> Int32:
     """Keys of each CTA of a work tile."""
-    step = numbers.ctas * numbers.groups * ALIGNED
+    step = scalars.ctas * scalars.groups * ALIGNED
     return (keys + step - 1) // step * ALIGNED
 
 
 def _listed(tensors: Tensors, token: Int32, n: Int32) -> Int32:
-    """Entry n of a token's list."""
-    chosen = tensors.chosen
-    at = Int64(chosen.stride[0]) * token + Int64(chosen.stride[1]) * n
-    return op.load_pair(chosen.iterator.toint() + at * 4)
+    """Index n of a token's list."""
+    indices = tensors.indices
+    at = Int64(indices.stride[0]) * token + Int64(indices.stride[1]) * n
+    return op.load_pair(indices.iterator.toint() + at * 4)
 
 
 @cute.jit
-def entry_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, key: Int32):
-    """Which entry the token's key of that number is, or would be: nothing here waits for the list."""
+def entry_of(tensors: Tensors, scalars: Scalars, keys: Keys, token: Int32, key: Int32):
+    """Entry of a token's key; nothing here waits for the load."""
     entry = key - keys.near_count
-    if (numbers.has_list != 0) & (entry >= 0) & (key < keys.stop):
+    if (scalars.has_list != 0) & (entry >= 0) & (key < keys.stop):
         entry = _listed(tensors, token, entry)
     return entry
 
 
 @cute.jit
-def first_entry_of(tensors: Tensors, numbers: Numbers, keys: Keys, token: Int32, key: Int32, guess: Guess):
-    """The same by a guess, where it was right."""
+def first_entry_of(tensors: Tensors, scalars: Scalars, keys: Keys, token: Int32, key: Int32, guess: Guess):
+    """The same from a guess, if it was right."""
     entry = guess.entry
-    if (numbers.has_list == 0) | (keys.near_count != guess.near_count):
-        entry = entry_of(tensors, numbers, keys, token, key)
+    if (scalars.has_list == 0) | (keys.near_count != guess.near_count):
+        entry = entry_of(tensors, scalars, keys, token, key)
     return entry
 
 
 @cute.jit
 def row_of(config: cutlass.Constexpr, tensors: Tensors, keys: Keys, key: Int32, entry: Int32):
-    """Where the token's key of that number is, in the window or among the entries; beyond the CTA's share none."""
+    """Row of a token's key, from the window or the entries; invalid past the CTA's range."""
     near_paged, far_paged = config.paged
     is_near = key < keys.near_count
     counts = (key < keys.stop) & (is_near | (Uint32(entry) < Uint32(keys.limit)))
@@ -201,7 +201,7 @@ def _dense(cache: cute.Tensor, first: Int64, key: Int32, counts: Boolean) -> Row
 
 @cute.jit
 def _paged(cache: cute.Tensor, table: cute.Tensor, pages: Int64, key: Int32, counts: Boolean):
-    """Key ``key`` of a request, whose row of the table is at ``pages``. A page that is not there has no keys."""
+    """Row of a request's key by block table, whose row is at ``pages``. Invalid pages have no keys."""
     size = Uint32(Int32(cache.shape[1]))
     number = Uint32(key) // size
     page = Int32(-1)
@@ -210,3 +210,14 @@ def _paged(cache: cute.Tensor, table: cute.Tensor, pages: Int64, key: Int32, cou
     known = (page >= 0) & (page < cache.shape[0])
     page = cutlass.select_(known, page, Int32(0))
     return Row(_row(cache, page, Int32(Uint32(key) - number * size)), known)
+
+
+@dsl_user_op
+def _joined(low: Int32, high: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
+    """64 bits from two registers."""
+    return asm(Int64, [low, high], "mov.b64 $0, {$1, $2};", loc=loc, ip=ip)
+
+
+def held_by(lane: Any, address: Int64) -> Int64:
+    """``address`` of another lane of the warp."""
+    return _joined(cute.arch.shuffle_sync(Int32(address), lane), cute.arch.shuffle_sync(Int32(address >> 32), lane))

@@ -1,4 +1,4 @@
-"""The arguments of the kernel: tensors, scalars, and stand-ins for them to compile with."""
+"""Kernel arguments: tensors, scalars, and the fake ones that a kernel is compiled with."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch_attnkit.cuda import fake
 from torch_attnkit.kernels.cache.problem import Row
 
 
-class Heads(NamedTuple):
-    """Results that are numbers."""
+class DenseTensors(NamedTuple):
+    """16-bit results."""
 
     out: cute.Tensor  # (T, H, D)
     lse: cute.Tensor  # (T, H)
     row_sum: cute.Tensor  # (T, H)
 
 
-class Codes(NamedTuple):
-    """Results in FP4, and what they are rotated and scaled by."""
+class Fp4Tensors(NamedTuple):
+    """FP4 results, and the angles and scale that they need."""
 
     codes: cute.Tensor  # (T, H, D/2), contiguous
     scale: cute.Tensor  # (T, H, D/block) or (groups, padded T, columns), contiguous
@@ -30,29 +30,29 @@ class Codes(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call; anything of the right type where ``Numbers`` says that there is none."""
+    """Tensors of a call; placeholders of the right dtype where ``Scalars`` says that there is none."""
 
     q: cute.Tensor  # (T, H, D)
     near: cute.Tensor  # (R, S, Rb), in pages (N, P, Rb)
     end: cute.Tensor  # (T)
     far: cute.Tensor  # (R, C, Rb), in pages (N, P, Rb)
-    chosen: cute.Tensor  # (T, K)
+    indices: cute.Tensor  # (T, K)
     length: cute.Tensor  # (T)
     request: cute.Tensor  # (T)
     sink: cute.Tensor  # (H)
     near_table: cute.Tensor  # (R, M)
     far_table: cute.Tensor  # (R, M)
     global_scale: cute.Tensor  # (1), of encoded rows
-    results: Heads | Codes
+    results: DenseTensors | Fp4Tensors
     splits: cute.Tensor  # the workspace: partial results of clusters that share a work tile
     count: cute.Tensor  # (work tiles * 8), how many of them have come; zero before and after every launch
 
 
-class Numbers(NamedTuple):
-    """The scalars of a call; the last four are entries of its ``Plan``."""
+class Scalars(NamedTuple):
+    """Scalars of a call; the last four are of its ``Plan``."""
 
     scale: Float32  # of a product of q and a key, into powers of two
-    lag: Float32  # powers of two by which a maximum may grow before what is subtracted follows
+    rescale_threshold: Float32  # powers of two by which a maximum may grow before what is subtracted follows
     window: Int32
     entries: Int32
     listed: Int32
@@ -67,12 +67,11 @@ class Numbers(NamedTuple):
     head_blocks: Int32
     ctas: Int32
     groups: Int32
-    together: Int32
+    concurrent: Int32
 
 
 def arguments(dtype: str, dim: int, row: Row, align: int, angles: str | None) -> list[Any]:
-    """Stand-ins for what the host passes: ``Tensors``, ``Numbers`` and the stream. ``angles``: the dtype of cosines and
-    sines, where results are in FP4."""
+    """Fake ``Tensors``, ``Scalars`` and stream. ``angles``: dtype of cos and sin, for FP4 results."""
     T, H = fake.dim(), fake.dim()
 
     def heads() -> Any:
@@ -92,19 +91,19 @@ def arguments(dtype: str, dim: int, row: Row, align: int, angles: str | None) ->
     def by_head() -> Any:
         return fake.tensor("f32", (T, H), (None, 1), align=4)
 
-    def results() -> Heads | Codes:
+    def results() -> DenseTensors | Fp4Tensors:
         if angles is None:
-            return Heads(heads(), by_head(), by_head())
+            return DenseTensors(heads(), by_head(), by_head())
         cos, sin = (fake.tensor(angles, (T, None), (None, 1), align=fake.dtype(angles).width // 8) for _ in range(2))
         codes, scale = (fake.tensor("u8", (None,) * 3, align=16) for _ in range(2))
-        return Codes(codes, scale, cos, sin, vector("f32", None))
+        return Fp4Tensors(codes, scale, cos, sin, vector("f32", None))
 
     tensors = Tensors(
         q=heads(),
         near=cache(),
         end=vector("i32", T),
         far=cache(),
-        chosen=matrix(T),
+        indices=matrix(T),
         length=vector("i32", T),
         request=vector("i32", T),
         sink=vector("f32", H),
@@ -115,4 +114,4 @@ def arguments(dtype: str, dim: int, row: Row, align: int, angles: str | None) ->
         splits=fake.tensor("f32", (None,), (1,), align=4),
         count=vector("i32", None),
     )
-    return [tensors, Numbers(Float32(0), Float32(0), *(Int32(0) for _ in range(15))), fake.stream()]
+    return [tensors, Scalars(Float32(0), Float32(0), *(Int32(0) for _ in range(15))), fake.stream()]

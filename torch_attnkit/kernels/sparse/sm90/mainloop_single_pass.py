@@ -1,17 +1,15 @@
-"""A consumer warpgroup where all keys of a CTA are in shared memory at once.
+"""Consumer mainloop where all keys of a CTA are resident: one softmax, no rescaling.
 
     warpgroup 0   Q, columns 0 to D/2 -> registers | its part of S | S -> P | O, columns 0 to D/2
     warpgroup 1   Q, columns D/2 to D              | its part of S | S -> P | O, columns D/2 to D
 
-With few tokens time is what waits for one another. So both have the same probabilities, each adds up its columns' part
-of the scores from registers and leaves it in shared memory for the other, once, and multiplies columns that nobody
-else reads; there is one softmax, and no output yet while there are scores.
+At decode sizes we are latency-bound on warpgroup syncs. Each warpgroup computes QK^T over half of D, exchanges partial
+scores once through smem, runs the same softmax, and multiplies its half of V.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -29,25 +27,18 @@ from torch_attnkit.kernels.decode.config import CHUNK
 from torch_attnkit.kernels.decode.sm90 import products
 from torch_attnkit.kernels.decode.sm90.config import HEADS, ROW_BYTES, THREADS
 
-from .arguments import Numbers
-from .config import HALVES, Config
-from .inbox import load_shared_floats
-from .masks import to_scores
-from .meeting import Meeting, meet
-from .places import COLUMN_CHUNKS, LANES
+from ..arguments import Scalars
+from .barriers import Barriers, NamedBarrier, sync_consumers
+from .config import COLUMN_CHUNKS, HALVES, LANES, Config
+from .mainloop import to_scores
+from .split_combine import load_shared_floats
 
 _INF = float("inf")
 
 
-class NamedBarrier(IntEnum):
-    """Of a CTA, beside those of ``meeting.py``: that of warpgroup 0, and behind it that of warpgroup 1."""
-
-    WARPGROUP = 2
-
-
 @dataclass
-class Fragments(Fixed):
-    """A warpgroup's slices of the operands, and its accumulators."""
+class SinglePassFragments(Fixed):
+    """A warpgroup's MMA fragments and accumulators."""
 
     thread: Int32  # of the warpgroup
     qk_mma: cute.TiledMma  # Q from registers
@@ -60,14 +51,14 @@ class Fragments(Fixed):
     rO: cute.Tensor  # (64, part)
 
 
-class Once:
-    """``half``, 0 or 1: which warpgroup this is, and which of the columns it has."""
+class SinglePassMainloop:
+    """``half``: index of the warpgroup, and of its columns of Q, K and O."""
 
     def __init__(self, config: Config, half: int):
         self.c, self.half = config, half
         self.query_bytes = HEADS * config.ring.part * config.itemsize  # of Q, half of the columns
 
-    def fragments(self, shared: Int32) -> Fragments:
+    def fragments(self, shared: Int32) -> SinglePassFragments:
         c, K, MN = self.c, OperandMajorMode.K, OperandMajorMode.MN
         thread, registers = cute.arch.thread_idx()[0] % THREADS, warpgroup.OperandSource.RMEM
         qk_mma, own_mma = (
@@ -77,7 +68,7 @@ class Once:
         sKV = products.keys_by_columns(c.ring, c.shared.ring.at(shared))
         qk, own = qk_mma.get_slice(thread), own_mma.get_slice(thread)
         rQ = qk.make_fragment_A(qk.partition_shape_A((HEADS, c.ring.part)))
-        return Fragments(
+        return SinglePassFragments(
             thread=thread,
             qk_mma=qk_mma,
             own_mma=own_mma,
@@ -90,36 +81,36 @@ class Once:
         )
 
     @cute.jit
-    def run(self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments):
-        """Leaves the output in registers; returns maxima and sums of the lane's two rows."""
+    def run(self, scalars: Scalars, shared: Int32, barriers: Barriers, w: SinglePassFragments):
+        """Leaves O in registers; returns row maxima and sums of the lane's two rows."""
         c = self.c
         scores = [cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, c.keys)), Float32) for _ in range(c.stages)]
-        self._read_query(shared, meeting, w)
+        self._read_query(shared, barriers, w)
         for n, rS in enumerate(scores):
-            meeting.tiles.wait(Int32(n * HALVES + self.half))
+            barriers.tiles.wait(Int32(n * HALVES + self.half))
             cute.arch.fence_view_async_shared()
             products.multiply(w.qk_mma, rS, w.rQ, w.tSrK[None, None, None, n * HALVES + self.half], clear=True)
         self._join(shared, w.thread, scores)
-        meeting.tell_read(numbers.ctas)
+        barriers.arrive_query_read(scalars.ctas)
         for n, rS in enumerate(scores):
-            to_scores(c, numbers.scale, meeting.mask(shared), Int32(n), rS)
+            to_scores(c, scalars.scale, barriers.mask(shared), Int32(n), rS)
         maxima, sums = self._probabilities(scores)
         for n, (rP, rS) in enumerate(zip(w.rP, scores, strict=True)):
             softmax.pack_into(cute.recast_tensor(rP, Int32), rS, c.dtype)
             products.multiply(w.own_mma, w.rO, rP, w.tOrV[None, None, None, n * HALVES + self.half], clear=n == 0)
         sums = [products.lanes_sum(x) for x in sums]
         warpgroup.wait_group(0)
-        meet()  # neither reads the ring any more
+        sync_consumers()  # the ring is free for partials
         return maxima, sums
 
     def _query(self, shared: Int32) -> Int32:
-        """Where this warpgroup's columns of Q are, and then its part of the scores."""
+        """Address of this warpgroup's columns of Q, later of its partial scores."""
         return self.c.shared.query.at(shared) + self.half * self.query_bytes
 
     @cute.jit
-    def _read_query(self, shared: Int32, meeting: Meeting, w: Fragments):
-        """This warpgroup's columns of Q from shared memory to registers."""
-        meeting.query.wait(Int32(0))
+    def _read_query(self, shared: Int32, barriers: Barriers, w: SinglePassFragments):
+        """Load this warpgroup's columns of Q to registers."""
+        barriers.query.wait(Int32(0))
         lane = cute.arch.lane_idx()
         row = w.thread // LANES * 16 + lane % 16
         at = self._query(shared) + row * ROW_BYTES
@@ -129,39 +120,39 @@ class Once:
             words = op.ldmatrix_x4(at + block + (chunk ^ (row & 7)) * CHUNK)
             for j in cutlass.range_constexpr(4):
                 w.rQWords[4 * k + j] = words[j]
-        # Nobody writes there before all warps have read it.
+        # Partial scores overwrite Q.
         cute.arch.barrier(barrier_id=int(NamedBarrier.WARPGROUP) + self.half, number_of_threads=THREADS)
 
     def _join(self, shared: Int32, thread: Int32, scores: list[cute.Tensor]) -> None:
-        """Wait for the products, and add the other warpgroup's: of as many tiles at once as there is room for."""
+        """Wait for S and add the other warpgroup's part, as many tiles at once as fit over Q."""
         room = self.query_bytes // (HEADS * self.c.keys * 4)
         for n in range(0, len(scores), room):
             some = scores[n : n + room]
             warpgroup.wait_group(len(scores) - n - len(some))
             if n > 0:
-                meet()  # the other one has read those before
+                sync_consumers()  # the other warpgroup has read the last batch
             self._exchange(shared, thread, some)
 
     def _exchange(self, shared: Int32, thread: Int32, scores: list[cute.Tensor]) -> None:
-        """Add the other warpgroup's part of the scores, over Q: 16 bytes of each thread follow one another."""
+        """Add the other warpgroup's partial scores through shared memory, over Q; 16 bytes a thread, conflict-free."""
         fours = [(rS, i) for rS in scores for i in range(0, cute.size(rS), 4)]
         at, each = self._query(shared) + thread * CHUNK, THREADS * CHUNK
         for n, (rS, i) in enumerate(fours):
             words = [rS[i + x].bitcast(Int32) for x in range(4)]
             copies.store_words(at + n * each, words, cute.AddressSpace.smem)
-        meet()
+        sync_consumers()
         at += (1 - 2 * self.half) * self.query_bytes
         for n, (rS, i) in enumerate(fours):
             other = load_shared_floats(4, at + n * each)
             for x in range(4):
                 rS[i + x] = rS[i + x] + other[x]
-        # Every lane has read it, and bulk copies may write there, before one of them says so.
+        # Reads are done before peers' bulk copies may overwrite.
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
 
     @cute.jit
     def _probabilities(self, scores: list[cute.Tensor]):
-        """Scores to probabilities in place; returns maxima, and this lane's share of the sums."""
+        """S to P in place; returns row maxima, and this lane's share of the sums."""
         maxima, sums = [], []
         for r in cutlass.range_constexpr(2):
             top = softmax.peak(scores[0], r)
