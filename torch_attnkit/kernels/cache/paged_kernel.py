@@ -1,10 +1,9 @@
-"""Device side of paged_kv_cache_write: keys and values of tokens, from where they lie to slots of pages.
+"""Device side of paged_kv_cache_write: keys and values of tokens to slots of pages.
 
-    CTA (token, 0)   heads of its key    vectors of all heads, a vector a thread and turn -> rounded -> page, place
-    CTA (token, 1)   heads of its value  the same
+    CTA (token, 0)   keys: vectors of all heads, one a thread and iteration -> rounded or E4M3 -> page, slot
+    CTA (token, 1)   values, likewise
 
-No pipeline: a thread waits for nothing but its own loads. A vector lies in one head. A token without a slot in the
-cache is left out.
+No pipeline: a thread waits for its own loads alone. A vector lies in one head. Tokens without a valid slot are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch_attnkit.cuda import copies, fake, fp4
 from torch_attnkit.cuda.warp_ops import pack_e4m3
 
 
-class _Writer:
+class _PagedWriter:
     def __init__(self, heads: int, dims: tuple[int, ...], width: int, threads: int):
         self.heads, self.dims, self.width, self.threads = heads, dims, width, threads
 
@@ -68,7 +67,7 @@ class _Writer:
         self, mX: cute.Tensor, mCache: cute.Tensor, mScale: cute.Tensor | None, token: Int32, page: Int32, place: Int32,
         dim: cutlass.Constexpr,
     ):  # fmt: skip
-        """All heads of a token, of ``dim`` numbers each."""
+        """All heads of a token, of ``dim`` channels each."""
         source = mX.iterator + Int64(token) * mX.stride[0]
         target = mCache.iterator + (Int64(page) * mCache.stride[0] + Int64(place) * mCache.stride[1])
         end, width = const_expr(self.heads * dim), const_expr(self.width)
@@ -89,7 +88,7 @@ class _Writer:
 
 
 def _to_e4m3(x: list[Float32]) -> cute.Tensor:
-    """Numbers as E4M3 bytes in registers."""
+    """E4M3 bytes in registers."""
     codes = cute.make_rmem_tensor(len(x), Uint8)
     if len(x) % 4 == 0:
         words = cute.recast_tensor(codes, Int32)
@@ -112,4 +111,4 @@ def trace(
     caches = [fake.tensor(stored, (None, None, heads, d), align=width * fake.dtype(stored).width // 8) for d in dims]
     scales = [fake.tensor("f32", (heads,), align=4) if s else None for s in scaled]
     arguments = [*tokens, *caches, fake.tensor(slot, (None,), align=4), *scales, fake.stream()]
-    return _Writer(heads, dims, width, threads), arguments
+    return _PagedWriter(heads, dims, width, threads), arguments
