@@ -1,17 +1,14 @@
-"""Scores and selection in one kernel, for few tokens of one request on Hopper: scores never leave shared memory.
+"""Scores and top-k in one cooperative kernel, for few tokens of one request on Hopper: scores never leave shared
+memory.
 
-    stream.py       each block's share of the keys -> scores in its shared memory
-    up to 3 passes  the block's counters of the next 11 bits -> added up in device memory; a warp for each token reads
-                    the sums, and finds the bin that has the K-th largest score
-    once            how many scores each block has chosen -> all other blocks -> places, in ascending order
+    kernel_few_tokens.py   each CTA's share of the keys -> scores in its shared memory
+    up to 3 passes         histogram of the next 11 bits -> global atomics; a warp per token scans the sums for the bin
+                           of the K-th largest score
+    once                   number of selected entries of each CTA -> all CTAs -> indices, in ascending order
 
-It is the radix select of ``kernels/topk``, by the same keys, but a row lies in all blocks of the launch. They wait for
-each other, so all of them run at the same time: the launch is cooperative. Only sums are exchanged: the result does not
-depend on who comes first.
-
-Sums say themselves when they are whole, for how many keys are counted is known: at first all, then those of the bin. So
-there are no barriers of all blocks, before which a block would wait until memory has what it has written. Sums are made
-zero while keys are on their way; counters of arrivals are zero before the launch and after it.
+The radix select of ``kernels/topk`` over a row that is distributed over all CTAs, which are co-resident. Results do not
+depend on their order. There are no grid barriers: how many keys a pass counts is known, so a reader spins until the
+sums are complete. Sums are zeroed while keys load; arrival counters are zero before and after the launch.
 """
 
 from __future__ import annotations
@@ -24,15 +21,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from torch_attnkit.cuda import copies, counters, memory_ops
+from torch_attnkit.cuda import copies, counters, fake, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
+from torch_attnkit.kernels.topk.bins import lanes_below, running_sum
+from torch_attnkit.kernels.topk.kernel import number, ones, plain
 
-from ...topk.bins import lanes_below, running_sum
-from ...topk.kernel import number, ones, plain
-from ..pages import Tensors
-from .plan import BINS, BITS, CONSUMERS, GROUP, GROUPS, LINE, PASSES, SUMS, TILE, SelectConfig
-from .stream import Stream
+from ..arguments import Tensors
+from .kernel_few_tokens import FewTokens, stream_arguments
+from .plan import BINS, BITS, CONSUMERS, GROUP, GROUPS, LINE, PASSES, SUMS, TILE, SelectConfig, StreamConfig
 
 _LANES = 32
 _THREADS = CONSUMERS * 128  # that select
@@ -43,35 +40,34 @@ _NONE = 0xFF800000  # the key of -inf and NaN: above all others
 
 
 @cute.jit
-def fresh(at: cute.Pointer):
-    """What other blocks have made of a number."""
+def load_relaxed(at: cute.Pointer):
+    """Relaxed load of what other CTAs write."""
     return cute.arch.load(at, Int32, sem="relaxed", scope="gpu")
 
 
 @cute.jit
 def add(to: cute.Pointer, number: Int32):
-    """Add to a number in device memory, without waiting for it."""
+    """Relaxed reduction to global memory."""
     cute.arch.red(to, number, op="add", dtype=Int32, sem="relaxed", scope="gpu")
 
 
 def shift_of(p: int) -> int:
-    """Bits of a key behind those that a pass looks at."""
+    """Key bits below those of pass ``p``."""
     return max(0, 32 - BITS * (p + 1))
 
 
 def bins_of(p: int) -> int:
-    """Bins of a pass: the last one looks at the bits that are left."""
+    """Bins of pass ``p``: the last one has the remaining bits."""
     return 1 << min(BITS, 32 - BITS * p)
 
 
 @dataclass
 class Choice(Fixed):
-    """Of each token: its scores and counters in shared memory, and what the passes know.
+    """Of each token: scores and histogram in shared memory, and the state of the selection.
 
-    ``sLimit``: of keys, all below it are chosen, and of those that equal it ``sQuota``, the first ones. While
-    ``sOpen`` is not 0, it is how many keys are in the interval that has the K-th, the limit is where it begins, and the
-    quota the place of the K-th in there.
-    """
+    Keys below ``sLimit`` are selected, and the first ``sQuota`` of those equal to it. While ``sOpen`` is not 0, it is
+    the number of keys in the interval of the K-th, which begins at the limit, and the quota is the rank of the K-th in
+    it."""
 
     sScores: cute.Tensor  # (room, tokens): of this block's keys
     sCounts: cute.Tensor  # (BINS, tokens)
@@ -83,11 +79,11 @@ class Choice(Fixed):
     sAll: cute.Tensor  # (2, tokens)
 
 
-class Select(Fixed):
-    """``stream`` brings and scores keys; this has its launch, and what comes behind the scores."""
+class FusedTopk(Fixed):
+    """``stream`` loads and scores keys; this selects."""
 
     def __init__(self, config: SelectConfig):
-        self.c, self.stream = config, Stream(config.stream)
+        self.c, self.stream = config, FewTokens(config.stream)
 
     @cute.jit
     def __call__(
@@ -108,8 +104,8 @@ class Select(Fixed):
         c, part = self.c.stream, self.stream
         queries, keys, atoms = part.by_tma(mQ, mK)
         tensors = (mK, mWeight, mLength, None, mTable, mQScale, mKScale)
-        met, (entries, blocks) = (mIndices, *workspace), cut
-        self.kernel(*atoms[0], *atoms[1], queries, keys, tensors, met, entries).launch(
+        exchange, (entries, blocks) = (mIndices, *workspace), cut
+        self.kernel(*atoms[0], *atoms[1], queries, keys, tensors, exchange, entries).launch(
             grid=(blocks, 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
@@ -128,7 +124,7 @@ class Select(Fixed):
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
         tensors: tuple,
-        met: tuple,
+        exchange: tuple,
         entries: Int32,
     ):
         c, part = self.c.stream, self.stream
@@ -147,7 +143,7 @@ class Select(Fixed):
             part.load_keys(t, shared, k_atom, k_rows, seen, guess)
         elif warp == c.loader + 1:
             part.load_queries(t, shared, q_atom, q_rows, seen)
-            self.make_zeros(met)
+            self.make_zeros(exchange)
         elif warp == c.loader + 2:
             if const_expr(c.scales):  # else there is no such warp
                 part.load_tiles(t, shared, seen, guess, None)
@@ -155,7 +151,7 @@ class Select(Fixed):
             self.clear_counts(choice)
             part.consume(t, shared, seen)
             rows = cutlass.min(shared.sStart[1] * TILE, entries)  # of all blocks
-            self.choose(choice, met, rows, first, cutlass.min(seen.end * TILE, entries) - first)
+            self.choose(choice, exchange, rows, first, cutlass.min(seen.end * TILE, entries) - first)
 
     def choice(self) -> Choice:
         """Shared memory of the selection."""
@@ -168,21 +164,21 @@ class Select(Fixed):
 
     @cute.jit
     def clear_counts(self, choice: Choice):
-        """Counters are zero after the next barrier."""
+        """Zero the histograms; a barrier must follow."""
         thread, _, _ = cute.arch.thread_idx()
         first = choice.sCounts.iterator.toint()
         for i in cutlass.range(thread, BINS * self.c.tokens // 4, _THREADS, unroll=1):
             copies.store_words(first + 16 * i, [Int32(0)] * 4, cute.AddressSpace.smem)
 
     def barrier(self) -> None:
-        """Of the threads that select."""
+        """Named barrier of the selecting threads."""
         cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=_THREADS)
 
     @cute.jit
-    def make_zeros(self, met: tuple):
-        """One warp, which has nothing else to do: this block's share of the sums, and a wait for all others."""
+    def make_zeros(self, exchange: tuple):
+        """One warp: zero this CTA's share of the sums, and wait for all CTAs."""
         lane, block, blocks = cute.arch.lane_idx(), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        _, mSums, mArrivals = met
+        _, mSums, mArrivals = exchange
         for i in cutlass.range(block * _LANES + lane, self.slot(self.c.tokens, 0), blocks * _LANES, unroll=1):
             mSums[i] = Int32(0)
         cute.arch.sync_warp()
@@ -195,14 +191,14 @@ class Select(Fixed):
         self.start()
 
     def start(self) -> None:
-        """Scores and zeros are there."""
+        """Scores and zeroed sums are ready."""
         cute.arch.barrier(barrier_id=_START, number_of_threads=_THREADS + _LANES)
 
     @cute.jit
-    def choose(self, choice: Choice, met: tuple, rows: Int32, first: Int32, count: Int32):
-        """Threads of the consumers: select among the ``count`` scores of each token that this block has from ``first``
-        on, and those of all other blocks, ``rows`` in all."""
-        mIndices, mSums, mArrivals = met
+    def choose(self, choice: Choice, exchange: tuple, rows: Int32, first: Int32, count: Int32):
+        """Consumers: select among this CTA's ``count`` scores of each token, from ``first`` on, and all others,
+        ``rows`` in all."""
+        mIndices, mSums, mArrivals = exchange
         thread, topk = cute.arch.thread_idx()[0], Int32(mIndices.shape[1])
         if thread < self.c.tokens:
             choice.sLimit[thread], choice.sQuota[thread], choice.sOpen[thread] = Int32(0), topk, rows
@@ -216,11 +212,11 @@ class Select(Fixed):
             if still != 0:
                 for token in cutlass.range_constexpr(self.c.tokens):
                     if choice.sOpen[token] != 0:
-                        self.tally(choice, token, p, count)
+                        self.histogram(choice, token, p, count)
                 self.barrier()
                 for token in cutlass.range_constexpr(self.c.tokens):
                     if choice.sOpen[token] != 0:
-                        self.give(choice, mSums, token, p)
+                        self.publish(choice, mSums, token, p)
                 self.barrier()
                 warp = cute.arch.warp_idx()
                 for token in cutlass.range_constexpr(self.c.tokens):
@@ -232,15 +228,15 @@ class Select(Fixed):
         self.totals(choice, mSums)
         for token in cutlass.range_constexpr(self.c.tokens):
             self.write(choice, mIndices, token, first, count)
-        self.leave(mArrivals)
+        self.reset_arrivals(mArrivals)
 
     def key(self, score: Float32) -> Uint32:
-        """An unsigned integer, the smaller the larger the score is."""
+        """Unsigned sort key, smaller for larger scores."""
         return Uint32(number(Uint32(plain(score).bitcast(Int32))).bitcast(Int32))
 
     @cute.jit
-    def tally(self, choice: Choice, token: cutlass.Constexpr, p: cutlass.Constexpr, count: Int32):
-        """Count the keys of the interval by their next bits."""
+    def histogram(self, choice: Choice, token: cutlass.Constexpr, p: cutlass.Constexpr, count: Int32):
+        """Count the interval's keys by their next bits."""
         low, counts = Uint32(choice.sLimit[token]), choice.sCounts[None, token].iterator.toint()
         for i in cutlass.range(cute.arch.thread_idx()[0], count, _THREADS, unroll=1):
             bin = (self.key(choice.sScores[i, token]) - low) >> shift_of(p)
@@ -248,8 +244,8 @@ class Select(Fixed):
                 counters.count(counts + Int32(bin) * 4)
 
     @cute.jit
-    def give(self, choice: Choice, mSums: cute.Tensor, token: cutlass.Constexpr, p: cutlass.Constexpr):
-        """Add this block's counters and their groups' sums to those of all, and clear them."""
+    def publish(self, choice: Choice, mSums: cute.Tensor, token: cutlass.Constexpr, p: cutlass.Constexpr):
+        """Add this CTA's histogram and its groups' sums to the global ones, and clear it."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         to = mSums.iterator + (token * PASSES + p) * SUMS
         for i in cutlass.range_constexpr(GROUPS // _WARPS):
@@ -267,8 +263,8 @@ class Select(Fixed):
                 add(to + (BINS + group), total)
 
     @cute.jit
-    def leave(self, mArrivals: cute.Tensor):
-        """The last block to come here finds that nobody waits for arrivals, and leaves zeros."""
+    def reset_arrivals(self, mArrivals: cute.Tensor):
+        """The last CTA leaves the arrival counters zero."""
         if cute.arch.thread_idx()[0] == 0:
             left = op.add_acq_rel((mArrivals.iterator + _LEFT).toint(), Int32(1))
             if left == cute.arch.grid_dim()[0] - 1:
@@ -276,15 +272,15 @@ class Select(Fixed):
 
     @cute.jit
     def find(self, choice: Choice, mSums: cute.Tensor, token: cutlass.Constexpr, p: cutlass.Constexpr):
-        """One warp: the bin of the K-th key, by the sums of all blocks."""
+        """One warp: the bin of the K-th key, from the sums of all CTAs."""
         lane, need, low = cute.arch.lane_idx(), choice.sQuota[token], Uint32(choice.sLimit[token])
         sums = mSums.iterator + (token * PASSES + p) * SUMS
         whole = choice.sOpen[token]
-        upto, total = self.whole(sums + (BINS + lane), None, whole)
+        upto, total = self.wait_complete(sums + (BINS + lane), None, whole)
         group = cutlass.min(lanes_below(upto, need), Int32(_LANES - 1))
         before = cute.arch.shuffle_sync(upto - total, group)
         bins = group * GROUP + 2 * lane
-        within, one, two = self.whole(sums + bins, sums + (bins + 1), cute.arch.shuffle_sync(total, group))
+        within, one, two = self.wait_complete(sums + bins, sums + (bins + 1), cute.arch.shuffle_sync(total, group))
         within += before
         found = lanes_below(within, need)  # 32: fewer than asked for
         below = within - two  # the second bin
@@ -301,14 +297,14 @@ class Select(Fixed):
             choice.sLimit[token], choice.sQuota[token], choice.sOpen[token] = Int32(start), need, inside
 
     @cute.jit
-    def whole(self, one: cute.Pointer, two: cute.Pointer | None, all_: Int32):
-        """One warp: a number or two of each lane, once all of them add up to ``all_``; their running sum first."""
+    def wait_complete(self, one: cute.Pointer, two: cute.Pointer | None, all_: Int32):
+        """One warp: one or two values per lane, once they add up to ``all_``; their running sum first."""
         first, second = Int32(0), Int32(0)
         there = all_ - 1
         while there != all_:
-            first = fresh(one)
+            first = load_relaxed(one)
             if const_expr(two is not None):
-                second = fresh(two)
+                second = load_relaxed(two)
             there = cute.arch.warp_redux_sync(first + second, "add")
         upto = running_sum(first + second)
         if const_expr(two is None):
@@ -317,14 +313,14 @@ class Select(Fixed):
 
     @cute.jit
     def share_of_warp(self, count: Int32):
-        """This warp's scores of the block: [begin, end), that follow one another; begin is a multiple of 32."""
+        """(begin, end) of this warp's scores; begin is a multiple of 32."""
         each = (count + (_THREADS - 1)) // _THREADS * _LANES
         begin = cute.arch.warp_idx() * each
         return begin, cutlass.min(begin + each, count)
 
     @cute.jit
     def marks(self, choice: Choice, token: cutlass.Constexpr, i: Int32, count: Int32):
-        """Of 32 keys from ``i`` on, which are below the limit, and which equal it."""
+        """Masks of the 32 keys from ``i`` on: below the limit, equal to it."""
         limit, at = Uint32(choice.sLimit[token]), i + cute.arch.lane_idx()
         key = Uint32(0xFFFFFFFF)
         if at < count:
@@ -334,7 +330,7 @@ class Select(Fixed):
 
     @cute.jit
     def sum_up(self, choice: Choice, mSums: cute.Tensor, count: Int32):
-        """What this block has chosen, for all blocks."""
+        """Publish how many entries this CTA has selected."""
         thread, warp = cute.arch.thread_idx()[0], cute.arch.warp_idx()
         begin, end = self.share_of_warp(count)
         for token in cutlass.range_constexpr(self.c.tokens):
@@ -354,12 +350,12 @@ class Select(Fixed):
             add(mSums.iterator + (self.slot(thread // 2, cute.arch.block_idx()[0]) + thread % 2), total + 1)
 
     def slot(self, token: Any, block: Int32) -> Int32:
-        """Where a block leaves how many of a token's scores it has chosen."""
+        """Index of a CTA's number of selected entries of a token."""
         return self.c.sums + (token * cute.arch.grid_dim()[0] + block) * 2
 
     @cute.jit
     def totals(self, choice: Choice, mSums: cute.Tensor):
-        """What the blocks before this one, and all of them, have chosen."""
+        """Selected entries of the CTAs before this one, and of all."""
         lane, warp, block = cute.arch.lane_idx(), cute.arch.warp_idx(), cute.arch.block_idx()[0]
         for token in cutlass.range_constexpr(self.c.tokens):
             if warp == token:
@@ -368,7 +364,7 @@ class Select(Fixed):
                     for i in cutlass.range(lane, cute.arch.grid_dim()[0], _LANES, unroll=1):
                         given = Int32(-1)
                         while given < 0:
-                            given = fresh(mSums.iterator + (self.slot(token, i) + what)) - 1
+                            given = load_relaxed(mSums.iterator + (self.slot(token, i) + what)) - 1
                         whole += given
                         before += cutlass.select_(i < block, given, Int32(0))
                     before, whole = (cute.arch.warp_redux_sync(n, "add") for n in (before, whole))
@@ -380,7 +376,7 @@ class Select(Fixed):
     def write(
         self, choice: Choice, mIndices: cute.Tensor, token: cutlass.Constexpr, first: Int32, count: Int32
     ):  # fmt: skip
-        """The places of what this block has chosen for a token, and a part of the -1 behind all that are chosen."""
+        """Write this CTA's selected indices of a token, and a part of the trailing -1."""
         thread, lane, warp = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.warp_idx()
         topk, quota = Int32(mIndices.shape[1]), choice.sQuota[token]
         gIndices = cute.make_tensor(mIndices.iterator + Int64(token) * topk, cute.make_layout(topk))
@@ -403,3 +399,11 @@ class Select(Fixed):
         chosen = choice.sAll[0, token] + cutlass.min(choice.sAll[1, token], quota)
         for i in cutlass.range(chosen + block * _THREADS + thread, topk, blocks * _THREADS, unroll=1):
             gIndices[i] = Int32(-1)
+
+
+def trace_select(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    *stream, room = config
+    c = SelectConfig(StreamConfig(*stream), room)
+    indices = fake.tensor("i32", (fake.dim32(), fake.dim32()), align=4)
+    workspace = tuple(fake.tensor("i32", (None,)) for _ in range(2))
+    return FusedTopk(c), [*stream_arguments(c.stream), indices, workspace, (Int32(0), Int32(0)), fake.stream()]

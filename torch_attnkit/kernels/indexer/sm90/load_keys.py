@@ -1,7 +1,7 @@
-"""Keys of an indexer from device memory to the first operand of ``wgmma``, decoded on the way.
+"""Keys from global memory to the register operand of ``wgmma``, dequantised on the way.
 
-A step of a product takes 32 bytes of a row, 16 numbers of 16 bits or 32 of 8: lane q of a quad has words q and q + 4.
-The lanes load 16 bytes each instead, of rows in any place, and exchange what they have loaded among themselves.
+A K step takes 32 bytes of a row: lane q of a quad has words q and q + 4. Lanes load 16 bytes each instead and transpose
+among themselves, so rows need not be contiguous.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90.softmax import transpose_quads
 
-from ..pages import Tensors, find
+from ..arguments import Tensors, find
 
 QUAD = 4  # lanes that share a row
 _BYTES = 16  # of a row that a lane loads at a time
@@ -30,7 +30,7 @@ _TWO_TO_126 = 0x7E807E80  # two bf16
 
 @dataclass
 class Keys(Fixed):
-    """What a lane has of 64 keys: the first operand, and the sizes of the scales of its two rows."""
+    """A lane's 64 keys: the A operand, and the absolute scales of its two rows."""
 
     rA: cute.Tensor
     scales: list[Float32]
@@ -38,7 +38,7 @@ class Keys(Fixed):
 
 @dataclass
 class Row:
-    """What a lane has loaded of a row."""
+    """A lane's part of a row."""
 
     parts: list[cute.Tensor]  # 16 bytes each
     scale: Float32
@@ -47,8 +47,8 @@ class Row:
 
 @cute.jit
 def load(c: cutlass.Constexpr, t: Tensors, mma: cute.TiledMma, request: Int32, first: Int32, longest: Int32):
-    """The operands of a warpgroup's products: this lane's rows are ``first``, 8 below it, and so on from 64 on; zeros
-    from ``longest`` on. All that is loaded is on its way before any of it is looked at."""
+    """A operands of a warpgroup; this lane's rows are ``first``, ``first`` + 8, and likewise from 64 on; zeros from
+    ``longest`` on. All loads are issued before the first use."""
     rows = const_expr([64 * i + 8 * r for i in range(c.tiles) for r in range(2)])
     loaded = [_row(c, t, request, first + row, longest) for row in rows]
     return [operand(c, mma, loaded[2 * i : 2 * i + 2]) for i in range(c.tiles)]
@@ -57,26 +57,26 @@ def load(c: cutlass.Constexpr, t: Tensors, mma: cute.TiledMma, request: Int32, f
 @cute.jit
 def _row(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
     lane = cute.arch.lane_idx() % QUAD
-    place, entry, there = find(c.paged, t, request, row, longest)
+    page, entry, valid = find(c.paged, t, request, row, longest)
     scale = Float32(1)
     if const_expr(c.k_scale):
-        if there:
-            scale = Float32(t.mKScale[place, entry, 0])
+        if valid:
+            scale = Float32(t.mKScale[page, entry, 0])
     factors = []
     if const_expr(c.stored == "mxfp4"):
-        factors = [_block_factor(t, place, entry, there, i) for i in range(QUAD)]
+        factors = [_block_factor(t, page, entry, valid, i) for i in range(QUAD)]
     parts = [cute.make_rmem_tensor(_BYTES, Uint8) for _ in range(c.row_bytes // (QUAD * _BYTES))]
     for i in cutlass.range_constexpr(len(parts)):
         parts[i].fill(0)
-    if there:
+    if valid:
         for i in cutlass.range_constexpr(len(parts)):
             rPart = cute.recast_tensor(parts[i], t.mK.element_type)
-            _load(c, t.mK[place, entry, None].iterator + (i * QUAD + lane) * cute.size(rPart), rPart)
+            _load(c, t.mK[page, entry, None].iterator + (i * QUAD + lane) * cute.size(rPart), rPart)
     return Row(parts, scale, factors)
 
 
 def from_shared(row: cute.Tensor, scales: Int32) -> Row:
-    """What a lane has of a row of MXFP4 in shared memory, with its four scales."""
+    """A lane's part of an MXFP4 row in shared memory, with its four scales."""
     part = cute.make_rmem_tensor(_BYTES, Uint8)
     lane = cute.arch.lane_idx() % QUAD
     source = cute.make_ptr(Uint8, row.iterator.toint() + lane * _BYTES, cute.AddressSpace.smem, assumed_align=_BYTES)
@@ -85,7 +85,7 @@ def from_shared(row: cute.Tensor, scales: Int32) -> Row:
 
 
 def operand(c: Any, mma: cute.TiledMma, rows: list[Row]) -> Keys:
-    """64 keys as the first operand, with the signs of their scales."""
+    """64 keys as the A operand, signs of scales folded in."""
     mine = mma.get_slice(cute.arch.thread_idx()[0] % 128)
     rA = mine.make_fragment_A(mine.partition_shape_A((64, c.dim)))
     words = cute.recast_tensor(rA, Int32)
@@ -105,28 +105,28 @@ def operand(c: Any, mma: cute.TiledMma, rows: list[Row]) -> Keys:
 
 @cute.jit
 def prefetch(c: cutlass.Constexpr, t: Tensors, request: Int32, row: Int32, longest: Int32):
-    """Bring a key that another block will load to the cache."""
-    place, entry, there = find(c.paged, t, request, row, longest)
-    if there:
-        at = t.mK[place, entry, None].iterator.toint()
+    """Prefetch a key that another CTA will load to L2."""
+    page, entry, valid = find(c.paged, t, request, row, longest)
+    if valid:
+        at = t.mK[page, entry, None].iterator.toint()
         for i in cutlass.range_constexpr(0, c.row_bytes, l2.LINE):
             l2.prefetch(at + i)
 
 
 @cute.jit
 def _load(c: cutlass.Constexpr, at: Any, rPart: cute.Tensor):
-    """16 bytes, by loads as wide as all rows allow."""
+    """16 bytes, by loads as wide as rows are aligned."""
     count = const_expr(c.load // (rPart.element_type.width // 8))
     for i in cutlass.range_constexpr(cute.size(rPart) // count):
         copies.load(at + i * count, cute.local_tile(rPart, (count,), (i,)))
 
 
 @cute.jit
-def _block_factor(t: Tensors, place: Int32, entry: Int32, there: cutlass.Boolean, block: cutlass.Constexpr):
-    """The scale of a block of a row."""
+def _block_factor(t: Tensors, page: Int32, entry: Int32, valid: cutlass.Boolean, block: cutlass.Constexpr):
+    """Scale of a block of a row."""
     byte = Int32(127)
-    if there:
-        byte = Int32(t.mKScale[place, entry, block])
+    if valid:
+        byte = Int32(t.mKScale[page, entry, block])
     return _factor(byte)
 
 
@@ -137,7 +137,7 @@ def _factor(byte: Int32) -> Int32:
 
 
 def _operands(c: Any, loaded: list[Int32], factors: list[Int32]) -> list[tuple[Int32, Int32]]:
-    """16 bytes a lane to this lane's two words of each step of a product that they are for, in order."""
+    """16 bytes a lane to its two words of each K step, in order."""
     lane = cute.arch.lane_idx() % QUAD
     if c.stored == c.dtype:
         words = transpose_quads(loaded, lane)  # q and q + 4 of one step, then of the next

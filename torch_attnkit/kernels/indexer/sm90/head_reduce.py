@@ -1,8 +1,8 @@
-"""The arithmetic on the products of 64 keys with a token's heads: rectified, weighted, summed.
+"""Epilogue of q k products: relu, weights, sum over heads.
 
-An accumulator of ``wgmma`` gives the four lanes of a quad two rows, and of every 8 columns, which are heads, two each:
-element ``a + 2 r + 4 v`` of lane ``q`` is column ``8 v + 2 q + a`` of row ``r``. Weights lie in shared memory in that
-order, so that a lane reads its own 16 bytes at a time. ``c`` is the configuration of either kernel.
+A ``wgmma`` accumulator gives a quad of lanes two rows, and of every 8 columns, which are heads, two each: element ``a +
+2 r + 4 v`` of lane ``q`` is column ``8 v + 2 q + a`` of row ``r``. Weights lie in shared memory in that order, so that
+a lane reads its own 16 bytes at a time. ``c`` is the configuration of either kernel.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cutlass.cute.nvgpu import warpgroup
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed
 
-from ..pages import Tensors
-from .keys import QUAD
+from ..arguments import Tensors
+from .load_keys import QUAD
 
 _LANES = 32
 
 
 @dataclass
 class Weights(Fixed):
-    """Of the heads of a token, in shared memory or in registers: their weights, and the scales of q if it has some."""
+    """Head weights of a token, in shared memory or registers, and the scales of q, if any."""
 
     weight: cute.Tensor  # shared: (columns of a lane, lanes of a quad, stages)
     scale: cute.Tensor | None
@@ -45,13 +45,13 @@ def registers(c: Any, count: int) -> Weights:
 
 
 def of_lane(c: Any) -> Weights:
-    """Registers for the heads that a lane of a loading warp brings: every 32nd."""
+    """Registers for the heads that a lane of the producer warp loads: every 32nd."""
     return registers(c, -(-c.columns // _LANES))
 
 
 @cute.jit
 def fetch(c: cutlass.Constexpr, t: Tensors, token: Int32, mine: Weights):
-    """One warp: a token's weights and scales from device memory."""
+    """One warp: load a token's weights and scales."""
     for i in cutlass.range_constexpr(cute.size(mine.weight)):
         head = cute.arch.lane_idx() + i * _LANES
         mine.weight[i] = Float32(0)
@@ -65,7 +65,7 @@ def fetch(c: cutlass.Constexpr, t: Tensors, token: Int32, mine: Weights):
 
 @cute.jit
 def share(c: cutlass.Constexpr, mine: Weights, shared: Weights, stage: Int32):
-    """One warp: what it has fetched, to the stage of a ring."""
+    """One warp: store them to a stage of the ring."""
     for i in cutlass.range_constexpr(cute.size(mine.weight)):
         head = cute.arch.lane_idx() + i * _LANES
         if head < c.columns:
@@ -77,7 +77,7 @@ def share(c: cutlass.Constexpr, mine: Weights, shared: Weights, stage: Int32):
 
 @cute.jit
 def of_columns(c: cutlass.Constexpr, shared: Weights, stage: Int32):
-    """What belongs to this lane's columns."""
+    """Weights of this lane's columns."""
     lane = cute.arch.lane_idx() % QUAD
     found = registers(c, c.columns // 4)
     count = cute.make_layout(c.columns // 4)
@@ -88,7 +88,7 @@ def of_columns(c: cutlass.Constexpr, shared: Weights, stage: Int32):
 
 
 def multiply(mma: cute.TiledMma, tA: cute.Tensor, tB: cute.Tensor, acc: cute.Tensor) -> None:
-    """Issue the products of 64 keys with a token's heads as one group of ``wgmma``, without waiting for it."""
+    """Issue one wgmma group: 64 keys by a token's heads."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, False)
@@ -101,8 +101,8 @@ def multiply(mma: cute.TiledMma, tA: cute.Tensor, tB: cute.Tensor, acc: cute.Ten
 def sums(
     c: Any, acc: cute.Tensor, weights: Weights, factors: list[Float32] | None = None, token: int = 0
 ) -> list[Float32]:
-    """Of this lane's two rows, over its columns of one of the product's tokens; ``factors`` are scales of the rows that
-    may be negative."""
+    """Sums of this lane's two rows over its columns of ``token``; ``factors`` are scales of the rows that may be
+    negative."""
     found = []
     for r in range(2):
         parts = [Float32(0), Float32(0)]
@@ -122,10 +122,8 @@ def sums(
 
 
 def over_quad(parts: list[Float32]) -> Float32:
-    """Two or four numbers a lane, summed over the quad: lane q gets number q, of two number q % 2.
-
-    Lanes exchange halves: of four numbers three shuffles, not eight.
-    """
+    """Transposing quad reduction of two or four values a lane: lane q gets value q, of two value q % 2; three shuffles
+    for four values."""
     lane, step = cute.arch.lane_idx(), 1
     while len(parts) > 1:
         upper = (lane & step) != 0

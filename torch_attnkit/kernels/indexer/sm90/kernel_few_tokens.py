@@ -1,14 +1,17 @@
-"""Scores of cache entries for few tokens of a request on Hopper: queries stay, keys stream past them.
+"""Indexer scores on Hopper, few tokens a request: queries stay in shared memory, keys stream past them by TMA.
 
     1 warp         keys, 128 at a time: two boxes by TMA, in a ring
-    1 warp         their scales by cp.async, in the same ring
-    1 warp         queries and weights of a request's tokens, in a ring of two
-    2 warpgroups   64 keys each: products with all heads of each token, rectified, weighted and summed
+    1 warp         k scales by cp.async, in the same ring
+    1 warp         Q and head weights of a request's tokens, in a ring of two
+    2 warpgroups   64 keys each: products with all heads of each token, relu, weighted sum over heads
 
-A multiprocessor has one block or two, and each has the same number of tiles of 128 keys, one after another, of
-one request or of several: every block adds up how many tiles each request has. Keys are the first operand of ``wgmma``
-and lie in shared memory. Tiles that no token of their request sees are shared out, too, and filled with -inf while the
-first keys are on their way.
+Persistent: the visible tiles of 128 keys of all requests are split evenly over one or two CTAs per SM, which each scan
+the lengths for their share. Tiles that no token sees are split likewise, and filled with -inf while the first keys are
+in flight.
+
+    ring      full                                       empty
+    keys      1 and the bytes; 32 more with k scales     8 consumer warps
+    queries   1 and the bytes                            8 consumer warps
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ from torch_attnkit.cuda import copies, fake, l2
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
-from ..pages import Tensors
-from . import heads
-from .keys import QUAD, from_shared, operand
+from ..arguments import Tensors
+from . import head_reduce
+from .load_keys import QUAD, from_shared, operand
 from .plan import BOX, CONSUMERS, MOST_REQUESTS, TILE, StreamConfig
 
 _LANES = 32
@@ -39,15 +42,16 @@ QUERIES = 2  # requests whose queries are there or on their way
 
 
 @dataclass
-class Shared(Fixed):
-    """Rings of keys and of queries; of each request in which tile of all it starts, and what its tokens see at most."""
+class StreamMemory(Fixed):
+    """Rings of keys and queries; of each request the first of its tiles among all, and the most entries that its tokens
+    see."""
 
     keys: Ring
     queries: Ring
     sK: cute.Tensor  # (BOX, elements of a key, boxes of all stages)
     sScale: cute.Tensor | None  # (TILE, stages), four bytes a key
     sQ: cute.Tensor  # (columns, D, tokens of all stages)
-    weights: heads.Weights  # of all tokens of all stages
+    weights: head_reduce.Weights  # of all tokens of all stages
     sStart: cute.Tensor  # (MOST_REQUESTS + 1)
     sLongest: cute.Tensor  # (MOST_REQUESTS)
     sShare: cute.Tensor  # (4, 2): this block's Share of the tiles that are seen, and of those that are not
@@ -55,7 +59,7 @@ class Shared(Fixed):
 
 @dataclass
 class Share(Fixed):
-    """A block's tiles [begin, end) of all, of requests [first, last)."""
+    """A CTA's tiles [begin, end) of all, of requests [first, last)."""
 
     begin: Int32
     end: Int32
@@ -65,15 +69,15 @@ class Share(Fixed):
 
 @dataclass
 class Guess(Fixed):
-    """What a loading warp reads of a table before it knows lengths, as if all entries were seen: lane l has the page of
-    box l of the block's tiles, which are the request's from row ``row`` on."""
+    """Block-table entries loaded before lengths are known, as if all entries were visible: lane l has the page of box l
+    of the CTA's tiles, which begin at ``row`` of ``request``."""
 
     request: Int32
     row: Int32
     page: Int32
 
 
-class Stream(Fixed):
+class FewTokens(Fixed):
     def __init__(self, config: StreamConfig):
         self.c = config
         self.dtype = fake.dtype(config.dtype)
@@ -107,7 +111,7 @@ class Stream(Fixed):
         )
 
     def by_tma(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
-        """Where queries and keys lie in shared memory, and the copies that bring them."""
+        """Shared-memory layouts of queries and keys, and their TMA atoms."""
         c = self.c
         queries, keys = self.layout(c.columns, QUERIES * c.tokens), self.layout(BOX, c.stages * CONSUMERS)
         if self.decodes:  # read by threads, a row after the other
@@ -124,7 +128,7 @@ class Stream(Fixed):
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, self.dtype), shape, order=(0, 1, 2))
 
     def rows(self, t: cute.Tensor, dtype: Any) -> cute.Tensor:
-        """As TMA takes it, its first axis last; E4M3 comes as bytes."""
+        """As TMA takes it: the first axis last; E4M3 as bytes."""
         return cute.make_tensor(cute.recast_ptr(t.iterator, dtype=dtype), cute.select(t.layout, mode=[1, 2, 0]))
 
     @cute.kernel
@@ -165,13 +169,13 @@ class Stream(Fixed):
         table = (("keys", c.stages, arrivals, CONSUMERS * 4), ("queries", QUERIES, 1, CONSUMERS * 4))
         named = rings(memory, warp - 1, table)  # warp 1 initialises them, for everybody waits for warp 0's lengths
         vector = lambda kind, *shape: memory.allocate_tensor(kind, cute.make_layout(shape), byte_alignment=16)
-        return Shared(
+        return StreamMemory(
             keys=named["keys"],
             queries=named["queries"],
             sK=memory.allocate_tensor(self.stored, k_layout.outer, 1024, swizzle=k_layout.inner),
             sScale=vector(Float32 if c.k_scale else Int32, TILE, c.stages) if const_expr(c.scales) else None,
             sQ=memory.allocate_tensor(self.dtype, q_layout.outer, 1024, swizzle=q_layout.inner),
-            weights=heads.shared_weights(c, memory, QUERIES * c.tokens),
+            weights=head_reduce.shared_weights(c, memory, QUERIES * c.tokens),
             sStart=vector(Int32, MOST_REQUESTS + 1),
             sLongest=vector(Int32, MOST_REQUESTS),
             sShare=vector(Int32, 4, 2),
@@ -179,10 +183,15 @@ class Stream(Fixed):
 
     @cute.jit
     def begin(
-        self, t: Tensors, shared: Shared, k_atom: cute.CopyAtom, q_atom: cute.CopyAtom, warp: Int32, requests: Int32
+        self,
+        t: Tensors,
+        shared: StreamMemory,
+        k_atom: cute.CopyAtom,
+        q_atom: cute.CopyAtom,
+        warp: Int32,
+        requests: Int32,
     ) -> Guess:
-        """Until all warps know the block's shares; what does not depend on lengths goes on while they are on their
-        way."""
+        """Until all warps know the CTA's shares; what does not depend on lengths overlaps their load."""
         c = self.c
         if warp == 0:
             self.count(t, shared, requests)
@@ -200,25 +209,23 @@ class Stream(Fixed):
         return Guess(at, row, page)
 
     def tiles(self, t: Tensors) -> Int32:
-        """Of a request, seen or not."""
+        """Tiles of a request, visible or not."""
         return (Int32(t.mScores.shape[1]) + (TILE - 1)) // TILE
 
     def part(self, total: Int32, block: Int32) -> Int32:
-        """Where a block's share of so many tiles begins: the first blocks have one more, if they do not come out even.
-
-        Unsigned, for which division is shorter.
-        """
+        """First of a CTA's share of ``total`` tiles; the first CTAs have one more if uneven. Unsigned division is
+        shorter."""
         blocks, tiles = Uint32(cute.arch.grid_dim()[0]), Uint32(total)
         return Int32(tiles // blocks) * block + cutlass.min(block, Int32(tiles % blocks))
 
     @cute.jit
-    def share(self, shared: Shared, kind: int) -> Share:
-        """This block's share of the tiles that are seen (kind 0), or that are not (1)."""
+    def share(self, shared: StreamMemory, kind: int) -> Share:
+        """This CTA's share of the visible tiles (kind 0), or of the others (1)."""
         return Share(*(shared.sShare[i, kind] for i in range(4)))
 
     @cute.jit
     def guess(self, t: Tensors, requests: Int32):
-        """The page, request and row of a ``Guess``: the table's latency goes by while lengths are on their way."""
+        """(page, request, row) of a ``Guess``."""
         tiles, page = self.tiles(t), Int32(-1)
         begin = self.part(tiles * requests, cute.arch.block_idx()[0])
         request = Int32(Uint32(begin) // Uint32(tiles))
@@ -230,8 +237,7 @@ class Stream(Fixed):
 
     @cute.jit
     def prefetch_table(self, t: Tensors, requests: Int32):
-        """One warp: this block's share of the table's first lines to the L2, all of it where there are not very many.
-        Lengths say which of it is looked at, and are on their way yet."""
+        """One warp: prefetch this CTA's share of the block table to L2, before lengths say which of it is needed."""
         columns = Int32(t.mTable.shape[1])
         lines = (columns + (_PAGES - 1)) // _PAGES  # of a request
         mine = cute.arch.lane_idx() * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
@@ -239,8 +245,8 @@ class Stream(Fixed):
             l2.prefetch(t.mTable[mine // lines, None].iterator.toint() + mine % lines * l2.LINE)
 
     @cute.jit
-    def count(self, t: Tensors, shared: Shared, requests: Int32):
-        """One warp: the tiles that each request has, added up, and which requests are this block's."""
+    def count(self, t: Tensors, shared: StreamMemory, requests: Int32):
+        """One warp: prefix sum of the requests' tiles, and the requests of this CTA."""
         c = self.c
         lane = cute.arch.lane_idx()
         entries = Int32(t.mScores.shape[1])
@@ -283,15 +289,17 @@ class Stream(Fixed):
                     shared.sShare[i, kind], shared.sShare[2 + i, kind] = bounds[kind][i], counts[2 * kind + i]
 
     @cute.jit
-    def load_keys(self, t: Tensors, shared: Shared, atom: cute.CopyAtom, rows: cute.Tensor, share: Share, guess: Guess):
-        """One warp: the block's tiles of keys, as many ahead as the ring has stages."""
+    def load_keys(
+        self, t: Tensors, shared: StreamMemory, atom: cute.CopyAtom, rows: cute.Tensor, share: Share, guess: Guess
+    ):
+        """One warp: the CTA's key tiles."""
         boxes = cute.local_tile(rows, (BOX, self.c.row_bytes * 8 // self.stored.width), (None, 0, None))
         # (box, boxes of all stages), (box, boxes of a place, places)
         self.load_tiles(t, shared, share, guess, (atom, *copies.tma_partition(atom, 0, 1, shared.sK, boxes)))
 
     @cute.jit
-    def load_tiles(self, t: Tensors, shared: Shared, share: Share, guess: Guess, keys: tuple | None):
-        """One warp: the block's tiles, of ``keys`` by TMA or without these of their scales."""
+    def load_tiles(self, t: Tensors, shared: StreamMemory, share: Share, guess: Guess, keys: tuple | None):
+        """One warp: the CTA's tiles: ``keys`` by TMA, or, if None, their scales."""
         c = self.c
         ring, lane = shared.keys, cute.arch.lane_idx()
         for request in cutlass.range(share.first, share.last, unroll=1):
@@ -321,8 +329,8 @@ class Stream(Fixed):
 
     @cute.jit
     def place(self, t: Tensors, request: Int32, row: Int32, longest: Int32, known: cutlass.Boolean, page: Int32):
-        """Where a box of keys is, on a page that may be known; a place that k does not have, for which TMA writes
-        zeros, if nobody looks at it or the table has no such page."""
+        """(page or request, entry) of a box of keys; out of range, for which TMA writes zeros, if it is invisible or
+        its page invalid."""
         place, entry = request, row
         if const_expr(self.c.paged):
             size = Int32(t.mK.shape[1])
@@ -334,10 +342,10 @@ class Stream(Fixed):
 
     @cute.jit
     def load_scales(
-        self, t: Tensors, shared: Shared, slot: Int32, box: cutlass.Constexpr, row: Int32, longest: Int32, place: Int32,
-        entry: Int32,
+        self, t: Tensors, shared: StreamMemory, slot: Int32, box: cutlass.Constexpr, row: Int32, longest: Int32,
+        place: Int32, entry: Int32,
     ):  # fmt: skip
-        """The scales of a box of keys; 0 for those that nobody looks at."""
+        """Scales of a box of keys; 0 for invisible ones."""
         for i in cutlass.range_constexpr(BOX // _LANES):
             key = cute.arch.lane_idx() + i * _LANES
             there = (place >= 0) & (row + key < longest)
@@ -346,19 +354,19 @@ class Stream(Fixed):
             op.copy_4_async(Int32(target.toint()), source.toint(), cutlass.select_(there, Int32(4), Int32(0)))
 
     @cute.jit
-    def load_queries(self, t: Tensors, shared: Shared, atom: cute.CopyAtom, rows: cute.Tensor, share: Share):
-        """One warp: queries and weights of the tokens of the block's requests."""
+    def load_queries(self, t: Tensors, shared: StreamMemory, atom: cute.CopyAtom, rows: cute.Tensor, share: Share):
+        """One warp: Q and weights of the tokens of the CTA's requests."""
         c = self.c
         ring = shared.queries
         tQs, tQg = copies.tma_partition(
             atom, 0, 1, shared.sQ, cute.local_tile(rows, (c.columns, c.dim), (0, 0, None))
         )  # (box, tokens of all stages), (box, tokens)
-        mine = [heads.of_lane(c) for _ in range(c.tokens)]
+        mine = [head_reduce.of_lane(c) for _ in range(c.tokens)]
         for request in cutlass.range(share.first, share.last, unroll=1):
             n = request - share.first
             slot = ring.slot(n)
             for i in cutlass.range_constexpr(c.tokens):
-                heads.fetch(c, t, request * c.tokens + i, mine[i])
+                head_reduce.fetch(c, t, request * c.tokens + i, mine[i])
             full = ring.await_empty(n)
             # Queries do not wait for weights, which the warp arrives for when it has stored them.
             with cute.arch.elect_one():
@@ -368,14 +376,14 @@ class Stream(Fixed):
                     atom, tQg[None, request * c.tokens + i], tQs[None, slot * c.tokens + i], tma_bar_ptr=full
                 )  # fmt: skip
             for i in cutlass.range_constexpr(c.tokens):
-                heads.share(c, mine[i], shared.weights, slot * c.tokens + i)
+                head_reduce.share(c, mine[i], shared.weights, slot * c.tokens + i)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def clear(self, t: Tensors, shared: Shared, share: Share):
-        """Consumers: -inf for the tiles of the block that no token of their request sees."""
+    def clear(self, t: Tensors, shared: StreamMemory, share: Share):
+        """Consumers: -inf for the CTA's tiles that no token sees."""
         c = self.c
         tiles, entries = self.tiles(t), Int32(t.mScores.shape[1])
         thread, _, _ = cute.arch.thread_idx()
@@ -389,8 +397,8 @@ class Stream(Fixed):
                     t.mScores[request * c.tokens + i, j] = -Float32.inf
 
     @cute.jit
-    def consume(self, t: Tensors, shared: Shared, share: Share):
-        """One warpgroup: the scores of its 64 keys of every tile, for all tokens of the request."""
+    def consume(self, t: Tensors, shared: StreamMemory, share: Share):
+        """One warpgroup: scores of its 64 keys of every tile, for all tokens of the request."""
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
         mma = hopper.make_trivial_tiled_mma(
@@ -425,17 +433,49 @@ class Stream(Fixed):
                 else:
                     tA_tile = tA[None, None, None, place]
                 for i in cutlass.range_constexpr(c.tokens):
-                    heads.multiply(mma, tA_tile, tB[None, None, None, stage + i], accs[i])
+                    head_reduce.multiply(mma, tA_tile, tB[None, None, None, stage + i], accs[i])
                 factors = None
                 if const_expr(c.k_scale):
                     factors = [shared.sScale[key + 8 * r, slot] for r in range(2)]
                 row = (tile - start) * TILE + key + lane % 2 * 8
                 for i in cutlass.range_constexpr(c.tokens):
-                    weights = heads.of_columns(c, shared.weights, stage + i)
+                    weights = head_reduce.of_columns(c, shared.weights, stage + i)
                     warpgroup.wait_group(c.tokens - 1 - i)
                     if const_expr(i == c.tokens - 1):
                         shared.keys.release(n)
-                    value = heads.over_quad(heads.sums(c, accs[i], weights, factors))
+                    value = head_reduce.over_quad(head_reduce.sums(c, accs[i], weights, factors))
                     if (lane < 2) & (row < entries):
                         t.mScores[request * c.tokens + i, row] = cutlass.select_(row < lengths[i], value, -Float32.inf)
             shared.queries.release(q)
+
+
+def trace_stream(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    c = StreamConfig(*config)
+    scores = fake.tensor("f32", (fake.dim32(), fake.dim32()), align=4)
+    return FewTokens(c), [*stream_arguments(c), scores, Int32(0), fake.stream()]
+
+
+def stream_arguments(c: StreamConfig) -> list[Any]:
+    """Fake arguments that both kernels for few tokens read."""
+    T, requests = fake.dim32(), fake.dim32()
+
+    def rows(name: str, row_bytes: int, *shape: Any) -> Any:
+        name = "u8" if name in ("mxfp4", "f8e4m3") else name  # not every torch hands E4M3 over
+        size = fake.dtype(name).width // 8
+        step = 16 // size  # TMA takes multiples of 16 bytes
+        return fake.tensor(name, (*shape, row_bytes // size), (fake.dim(step), fake.dim(step), 1))
+
+    scale = None
+    if c.scales:
+        four = c.stored == "mxfp4"
+        steps = (fake.dim(4), fake.dim(4), 1) if four else None
+        scale = fake.tensor("u8" if four else "f32", (fake.dim32(), fake.dim32(), 4 if four else 1), steps, align=4)
+    return [
+        rows(c.dtype, c.dim * c.itemsize, T, c.heads),
+        rows(c.stored, c.row_bytes, fake.dim32(), fake.dim32()),
+        fake.tensor(c.weights, (T, c.heads), align=fake.dtype(c.weights).width // 8),
+        fake.tensor("i32", (T,), (None,), align=4),
+        fake.tensor("i32", (requests, fake.dim32()), align=4) if c.paged else None,
+        fake.tensor("f32", (T, c.heads, 1), align=4) if c.q_scale else None,
+        scale,
+    ]
