@@ -78,7 +78,7 @@ SPILLED: list[tuple[str, str, dict[str, Any], int]] = [
     ("decode_mma", "sm90", {"fp8_kv": True, "dim": 256, "stages": 2}, 33),
     ("norm_backward", "sm90", {"config": (8, 512, 2, 512)}, 4),
     ("norm_backward", "sm100", {"config": (8, 512, 2, 512)}, 2),
-    ("sparse", "sm90", {"format": "fp8", "sides": 2, "merge": True}, 8),
+    ("sparse", "sm90", {"format": "fp8", "sides": 2, "split_kv": True}, 8),
 ]
 # Few kernels, which calls of one op ask for; those of the others are minutes of compiling.
 QUICK = {("merge", "sm90"): "merge_partials"}

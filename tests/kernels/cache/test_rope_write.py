@@ -11,9 +11,8 @@ import torch
 import torch_attnkit
 from torch_attnkit import UnsupportedError
 from torch_attnkit.formats import kv_cache
-from torch_attnkit.kernels.cache import rope_plan
-from torch_attnkit.kernels.cache.problem import Problem, Row
-from torch_attnkit.kernels.cache.rope_problem import RopeProblem
+from torch_attnkit.kernels.cache import plan
+from torch_attnkit.kernels.cache.problem import Problem, RopeProblem, Row
 from torch_attnkit.parity.runners import simulators
 
 from .checking import checked
@@ -129,12 +128,12 @@ def problem(tokens, heads, row=("fp8", 512, 64), dtype=torch.bfloat16, step=0):
 
 
 def test_few_heads_have_a_warp_each_and_many_share_one():
-    wide = partial(rope_plan.wide, sms=132)
+    wide = partial(plan.rope, sms=132)
     assert [(c.warps, c.heads) for c in map(wide, (problem(1, 64), problem(32, 64), problem(4096, 64)))] == [
         (1, 1), (4, 1), (4, 2)
     ]  # fmt: skip
     assert wide(problem(4096, 1)).heads == 1
-    assert wide(problem(1, 64)) == rope_plan.Config(1, 1, q=8, kv=8, angles=4, codes=8, rope=8)
+    assert wide(problem(1, 64)) == plan.RopeConfig(1, 1, q=8, kv=8, angles=4, codes=8, rope=8)
     assert wide(problem(2, 64, step=4)).q == 4 and wide(problem(2, 64, step=1)).q == 1
     assert wide(problem(2, 64, ("none", 512, 64))).numbers == 8
     assert wide(problem(2, 64, ("none", 512, 64), torch.float32)).numbers == 4

@@ -14,16 +14,16 @@ from torch_attnkit.kernels.sparse.problem import Problem
 from torch_attnkit.kernels.sparse.sm90.config import Config
 from torch_attnkit.kernels.sparse.sm90.plan import (
     ALIGNED,
-    CODED_ONCE_TILES,
-    CODED_TILES,
-    ONCE_DIM,
-    ONCE_TILES,
+    BULK_TILES,
+    DEQUANT_SINGLE_PASS_TILES,
+    DEQUANT_TILES,
     REUSED_TILES,
-    STAGED_TILES,
+    SINGLE_PASS_DIM,
+    SINGLE_PASS_TILES,
     TILES,
+    bulk_copied,
     plan,
     share,
-    staged,
 )
 from torch_attnkit.kernels.sparse.sm100 import config as blackwell
 from torch_attnkit.kernels.sparse.sm100.plan import HEADS, heads_of
@@ -44,7 +44,7 @@ def test_shared_work_runs_at_the_same_time_or_is_worth_it(tokens, heads, listed)
     problem = dataclasses.replace(ONE, tokens=tokens, heads=heads, listed=listed)
     cut = plan(problem, SMS)
     work, parts = tokens * -(-heads // 64), cut.ctas * cut.groups
-    assert cut.sizes["merge"] == (parts > 1) and cut.together == (work if parts > 1 else min(work, SMS))
+    assert cut.sizes["split_kv"] == (parts > 1) and cut.concurrent == (work if parts > 1 else min(work, SMS))
     assert cut.groups == 1 or work * cut.groups <= at_once(cut.ctas, SMS, 1)
     each = share(problem.keys, parts)
     assert each % ALIGNED == 0 and each * parts >= problem.keys > each * (parts - 1) - ALIGNED * parts
@@ -54,7 +54,7 @@ def test_one_token_has_many_multiprocessors_and_many_tokens_one_each():
     assert plan(ONE, SMS).ctas == 8
     long = plan(dataclasses.replace(ONE, listed=8192), SMS)
     assert long.ctas * long.groups > 32 and long.floats == long.groups * 64 * 514
-    assert plan(dataclasses.replace(ONE, tokens=4096), SMS).together == SMS
+    assert plan(dataclasses.replace(ONE, tokens=4096), SMS).concurrent == SMS
 
 
 def test_keys_that_many_tokens_share_are_not_asked_for_ahead():
@@ -68,27 +68,27 @@ def test_keys_that_many_tokens_share_are_not_asked_for_ahead():
 @pytest.mark.parametrize("dim", TILES)
 @pytest.mark.parametrize(("merge", "tiles"), [(False, TILES), (True, TILES), (False, REUSED_TILES)])
 def test_shared_memory_fits(dim, merge, tiles):
-    config = Config(type("Bits", (), {"width": 16}), dim, *tiles[dim], merge=merge, prefetch=False)
-    assert config.shared_bytes <= 227 << 10 and config.shared.inbox.end <= config.shared.query.end
-    assert config.shared.own.end <= config.shared.probabilities.offset or not config.shared.own.nbytes
+    config = Config(type("Bits", (), {"width": 16}), dim, *tiles[dim], split_kv=merge, prefetch=False)
+    assert config.shared_bytes <= 227 << 10 and config.shared.receive.end <= config.shared.query.end
+    assert config.shared.partials.end <= config.shared.probabilities.offset or not config.shared.partials.nbytes
     assert config.keys % 16 == 0 and config.keys <= 64
 
 
-@pytest.mark.parametrize("dim", CODED_TILES)
+@pytest.mark.parametrize("dim", DEQUANT_TILES)
 @pytest.mark.parametrize("format", kv_cache.FORMATS[1:])
 @pytest.mark.parametrize("align", [4, 8, 16])
 @pytest.mark.parametrize("rope", [0, 64, 128])
 def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format, align, rope):
     if dim <= rope:
         return
-    bits, tiles = type("Bits", (), {"width": 16}), CODED_TILES[dim]
-    whole = staged(kv_cache_row(format, dim, rope), align)
-    tiles = STAGED_TILES[dim] if whole else tiles
-    config = Config(bits, dim, *tiles, merge=True, prefetch=False, format=format, rope_dim=rope, align=align)
-    assert config.staged == whole and (not whole or (dim == 512 and config.row.layout.scales % 16 == 0))
+    bits, tiles = type("Bits", (), {"width": 16}), DEQUANT_TILES[dim]
+    whole = bulk_copied(kv_cache_row(format, dim, rope), align)
+    tiles = BULK_TILES[dim] if whole else tiles
+    config = Config(bits, dim, *tiles, split_kv=True, prefetch=False, format=format, rope_dim=rope, align=align)
+    assert config.bulk == whole and (not whole or (dim == 512 and config.row.layout.scales % 16 == 0))
     assert not whole or align == 16 or config.row.layout.size % 16 == 8
-    assert config.shared_bytes <= 227 << 10 and config.shared.inbox.end <= config.shared.query.end
-    assert config.shared.own.end <= config.shared.probabilities.offset or not config.shared.own.nbytes
+    assert config.shared_bytes <= 227 << 10 and config.shared.receive.end <= config.shared.query.end
+    assert config.shared.partials.end <= config.shared.probabilities.offset or not config.shared.partials.nbytes
     assert config.shared.barriers.offset % 8 == 0 and config.shared.scales.offset % 16 == 0
     # One on its way, one that is decoded or read, and one whose output waits for the scores of the next.
     assert config.stages >= 3
@@ -98,17 +98,21 @@ def test_shared_memory_fits_with_scales_and_a_tile_that_is_decoded(dim, format, 
 
 @pytest.mark.parametrize(
     ("format", "tiles"),
-    [(name, t) for name in kv_cache.FORMATS for t in (ONCE_TILES if name == "none" else CODED_ONCE_TILES)],
+    [
+        (name, t)
+        for name in kv_cache.FORMATS
+        for t in (SINGLE_PASS_TILES if name == "none" else DEQUANT_SINGLE_PASS_TILES)
+    ],
 )
 def test_shared_memory_fits_where_keys_are_there_at_once(format, tiles):
     keys, stages = tiles
     config = Config(
-        type("Bits", (), {"width": 16}), ONCE_DIM, keys, stages, merge=True, prefetch=False, format=format,
-        rope_dim=0 if format == "none" else 64, once=True,
+        type("Bits", (), {"width": 16}), SINGLE_PASS_DIM, keys, stages, split_kv=True, prefetch=False, format=format,
+        rope_dim=0 if format == "none" else 64, single_pass=True,
     )  # fmt: skip
     shared = config.shared
-    assert config.shared_bytes <= 227 << 10 and shared.inbox.end <= shared.query.end
-    assert shared.own.end <= shared.masks.offset
+    assert config.shared_bytes <= 227 << 10 and shared.receive.end <= shared.query.end
+    assert shared.partials.end <= shared.masks.offset
     # Either warpgroup's part of the scores is where its columns of Q were; a mask has a bit for each row of a warp.
     assert keys * 64 * 4 <= shared.query.nbytes // 2 and keys // 4 < 32
     # Of half a row a lane has a chunk, and of a warp's rows it decodes four at a time.
@@ -124,13 +128,17 @@ def test_a_tile_that_is_there_at_once_has_all_keys_of_a_cta(format, tokens, list
         ONE, tokens=tokens, listed=listed, entries=300, format=format, rope_dim=64 * (format != "none")
     )
     cut = plan(problem, SMS)
-    keys, stages, once = (cut.sizes[name] for name in ("keys", "stages", "once"))
+    keys, stages, once = (cut.sizes[name] for name in ("keys", "stages", "single_pass"))
     assert not once or (cut.ctas > 1 and keys * stages * cut.ctas * cut.groups >= 128 + listed)
 
 
 def test_few_keys_of_a_cta_are_there_at_once():
     sizes = plan(ONE, SMS).sizes
-    assert sizes["once"] and sizes["keys"] == 80 and not plan(dataclasses.replace(ONE, dim=256), SMS).sizes["once"]
+    assert (
+        sizes["single_pass"]
+        and sizes["keys"] == 80
+        and not plan(dataclasses.replace(ONE, dim=256), SMS).sizes["single_pass"]
+    )
 
 
 def test_rows_are_decoded_without_a_prefetch_that_they_may_start_too_oddly_for():
@@ -146,13 +154,13 @@ def test_a_b200_has_room_for_all_that_share_a_token(tokens, heads, listed):
     problem = dataclasses.replace(ONE, tokens=tokens, heads=heads, listed=listed)
     cut, (each, sides) = blackwell_plan(problem, BLACKWELL_SMS), heads_of(heads)
     assert heads <= cut.head_blocks * each * sides < heads + each * sides and cut.ctas * sides <= blackwell.MOST_CTAS
-    assert cut.together == tokens * cut.head_blocks and cut.sizes["merge"] == (cut.ctas * cut.groups > 1)
-    assert cut.groups == 1 or cut.together * cut.groups * cut.ctas * sides <= BLACKWELL_SMS
+    assert cut.concurrent == tokens * cut.head_blocks and cut.sizes["split_kv"] == (cut.ctas * cut.groups > 1)
+    assert cut.groups == 1 or cut.concurrent * cut.groups * cut.ctas * sides <= BLACKWELL_SMS
     parts = cut.ctas * cut.groups
     keys = share(problem.keys, parts)
     assert keys % ALIGNED == 0 and keys * parts >= problem.keys
     assert (cut.floats > 0) == (cut.counters > 0) == (cut.groups > 1)
-    assert cut.floats == (cut.groups > 1) * cut.together * cut.groups * sides * each * (512 + 2)
+    assert cut.floats == (cut.groups > 1) * cut.concurrent * cut.groups * sides * each * (512 + 2)
 
 
 def test_one_token_has_many_multiprocessors_of_a_b200_and_many_tokens_one_each():
@@ -161,7 +169,7 @@ def test_one_token_has_many_multiprocessors_of_a_b200_and_many_tokens_one_each()
         blackwell_plan(wide, BLACKWELL_SMS),
         blackwell_plan(dataclasses.replace(wide, tokens=512), BLACKWELL_SMS),
     )
-    assert few.ctas == 4 and few.groups > 1 and many.ctas == many.groups == 1 and not many.sizes["merge"]
+    assert few.ctas == 4 and few.groups > 1 and many.ctas == many.groups == 1 and not many.sizes["split_kv"]
     assert blackwell_plan(wide, 1).ctas == blackwell_plan(wide, 1).groups == 1
 
 
@@ -174,7 +182,7 @@ def test_shared_and_tensor_memory_of_a_b200_fit(dim, heads, sides, format):
         dim,
         heads,
         sides,
-        merge=True,
+        split_kv=True,
         format=format,
         rope_dim=0 if format == "none" else 64,
     )

@@ -7,7 +7,7 @@ import torch
 
 import torch_attnkit
 from torch_attnkit.cuda import driver
-from torch_attnkit.kernels.sparse.sm100.problem import located
+from torch_attnkit.kernels.sparse.sm100.plan import with_row_layout
 from torch_attnkit.ops.sparse_fmha_with_swa.op import OP
 from torch_attnkit.ops.sparse_fmha_with_swa.problem import problem
 
@@ -114,7 +114,7 @@ def matrix(cache: torch.Tensor, **far: torch.Tensor) -> bool:
     case = dict(q=normal(1, 4, cache.shape[2]), swa_kv=cache, swa_end=between(0, 0, 1), request_ids=between(0, 0, 1))
     case |= far | dict(window=8, normalize=True, format="none", rope_dim=64)
     call = OP.bind(tuple(case.get(name) for name in OP.argnames))
-    return located(problem(call), call.arg.swa_kv, call.arg.compressed_kv).even
+    return with_row_layout(problem(call), call.arg.swa_kv, call.arg.compressed_kv).uniform
 
 
 def test_which_caches_are_matrices():

@@ -33,7 +33,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from torch_attnkit.core import UnsupportedError
 from torch_attnkit.core.target import target_of
-from torch_attnkit.kernels.cache.rope_problem import MOST_CHANNELS, VECTOR
+from torch_attnkit.kernels.cache.problem import MOST_CHANNELS, VECTOR
 
 from . import masks
 from .descriptor import ADVICE, Descriptor

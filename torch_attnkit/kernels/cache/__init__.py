@@ -4,9 +4,9 @@ from torch_attnkit.core.family import Launcher
 
 NVIDIA_WRITE = Launcher(f"{__name__}.launch", "writer")
 NVIDIA_GATHER = Launcher(f"{__name__}.launch", "gatherer")
-NVIDIA_ROPE = Launcher(f"{__name__}.rope_launch")
-NVIDIA_PAGES = Launcher(f"{__name__}.pages_launch", "writer")
+NVIDIA_ROPE = Launcher(f"{__name__}.launch", "rope_launcher")
+NVIDIA_PAGES = Launcher(f"{__name__}.launch", "paged_writer")
 METAL_WRITE = Launcher(f"{__name__}.metal", "writer", of_op=True)
 METAL_GATHER = Launcher(f"{__name__}.metal", "gatherer", of_op=True)
-METAL_ROPE = Launcher(f"{__name__}.rope_metal", of_op=True)
-METAL_PAGES = Launcher(f"{__name__}.pages_metal", "writer", of_op=True)
+METAL_ROPE = Launcher(f"{__name__}.metal", "rope_launcher", of_op=True)
+METAL_PAGES = Launcher(f"{__name__}.metal", "paged_writer", of_op=True)

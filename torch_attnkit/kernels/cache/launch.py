@@ -1,4 +1,4 @@
-"""Host side of the kernels on cache rows for NVIDIA GPUs."""
+"""Host side of the cache kernels on NVIDIA GPUs: write, gather, write into pages, and norm, RoPE and write."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
+import torch
+
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
+from torch_attnkit.kernels.fp4.plan import reciprocal
 
 from . import plan
-from .problem import Operands, Problem
+from .problem import (
+    Operands,
+    PagedOperands,
+    PagedProblem,
+    Problem,
+    RopeOperands,
+    RopeProblem,
+    without_overlap,
+)
 
 
 def writer(problem: Problem, target: Target) -> Callable[[Operands], None]:
-    """What writes the rows of ``problem`` to their slots on ``target``. Numbers that share memory with the cache are
-    copied first, so that no row is overwritten before it is read."""
+    """What writes the rows of ``problem`` to their slots on ``target``. Rows that overlap the cache are copied first,
+    so that none is overwritten before it is read."""
     p, run = problem, _launcher(problem, target, gather=False)
     span = (max(p.rows - 1, 0) * p.step + p.row.head_dim) * p.dtype.itemsize  # bytes
     cache_span = ((p.slots - 1) * p.cache_step + p.row.size) * p.cache_dtype.itemsize
 
     def launch(operands: Operands) -> None:
-        ahead = operands.cache.data_ptr() - operands.numbers.data_ptr()
-        if -cache_span < ahead < span:
-            operands = operands._replace(numbers=operands.numbers.clone())
-        run(operands)
+        o = operands
+        run(o._replace(numbers=_apart(o.numbers, span, o.cache, cache_span)))
 
     return launch
 
@@ -77,22 +86,121 @@ def _launcher(p: Problem, target: Target, *, gather: bool) -> Callable[[Operands
     return launch
 
 
-def trace_plain(arch: str, **signature: Any) -> compile.Traced:
-    """``plain_kernel.py``."""
-    from . import plain_kernel
+def paged_writer(problem: PagedProblem, target: Target) -> Callable[[PagedOperands], None]:
+    """What writes the tokens of ``problem`` to their slots on ``target``."""
+    p = problem
+    if p.empty:
+        return lambda operands: None
 
-    return plain_kernel.trace(arch, **signature)
+    def compiled(width: int) -> Callable[..., None]:
+        vectors = -(-p.heads * max(side.dim for side in p.sides) // width)
+        return compile.launcher(
+            target,
+            p.device,
+            trace_pages,
+            heads=p.heads,
+            dims=tuple(side.dim for side in p.sides),
+            dtypes=tuple(short(d) for d in (p.dtype, p.cache_dtype, p.slot_dtype)),
+            scaled=tuple(side.scaled for side in p.sides),
+            width=width,
+            threads=min(plan.MOST_PAGED_THREADS, -(-vectors // 32) * 32),
+        )
+
+    width = plan.paged_width(p)
+    wide, narrow = compiled(width), list[Callable[..., None]]()
+    odd, cache_odd = width * p.dtype.itemsize - 1, width * p.cache_dtype.itemsize - 1  # the bits of no vector's address
+
+    def launch(operands: PagedOperands) -> None:
+        o, run = without_overlap(operands), wide
+        if (o.key.data_ptr() | o.value.data_ptr()) & odd or (o.k_cache.data_ptr() | o.v_cache.data_ptr()) & cache_odd:
+            if not narrow:
+                narrow.append(compiled(1))
+            run = narrow[0]
+        run(*o)
+
+    return launch
+
+
+def rope_launcher(problem: RopeProblem, target: Target) -> Callable[[RopeOperands], None]:
+    """What solves ``problem`` on ``target``. Heads and keys that overlap the cache are copied first."""
+    p, k = problem, problem.keys
+    if k.rows == 0 or (p.heads == 0 and k.slots == 0):
+        return lambda operands: None
+    sms = driver.sm_count(k.device)
+    config = plan.rope(p, sms)
+    odds = tuple(align - 1 for align in plan.alignments(p, config))
+    groups = plan.head_groups(p, config.heads)
+    where = (groups, reciprocal(max(groups, 1)))
+
+    def compiled(c: plan.RopeConfig, align: int) -> Callable[..., None]:
+        return compile.launcher(
+            target,
+            k.device,
+            trace_rope,
+            row=astuple(k.row),
+            pairs=p.pairs,
+            dtypes=tuple(short(d) for d in (k.dtype, k.cache_dtype, k.slot_dtype, p.angle_dtype)),
+            global_scale=k.global_scale,
+            align=align,
+            config=astuple(c),
+        )
+
+    wide = compiled(config, odds[2] + 1)
+    narrow: list[Callable[..., None]] = []
+    head = (max(k.rows - 1, 0) * p.q[0] + max(p.heads - 1, 0) * p.q[1] + k.row.head_dim) * k.dtype.itemsize  # bytes
+    key = (max(k.rows - 1, 0) * k.step + k.row.head_dim) * k.dtype.itemsize
+    cached = (max(k.slots - 1, 0) * k.cache_step + k.row.size) * k.cache_dtype.itemsize
+
+    def launch(o: RopeOperands) -> None:
+        o = o._replace(q=_apart(o.q, head, o.cache, cached), kv=_apart(o.kv, key, o.cache, cached))
+        run, angles = wide, o.cos.data_ptr() | o.sin.data_ptr()
+        places = o.q.data_ptr(), o.kv.data_ptr(), o.cache.data_ptr(), angles
+        if any(place & odd for place, odd in zip(places, odds, strict=True)):
+            if not narrow:
+                narrow.append(compiled(plan.RopeConfig(config.warps, config.heads), 1))
+            run = narrow[0]
+        *tensors, eps = o
+        run(*tensors, where, eps)
+
+    return launch
+
+
+def _apart(tensor: torch.Tensor, span: int, cache: torch.Tensor, cached: int) -> torch.Tensor:
+    """``tensor``, which spans ``span`` bytes, or a copy where it may overlap the cache."""
+    ahead = cache.data_ptr() - tensor.data_ptr()
+    return tensor.clone() if -cached < ahead < span else tensor
+
+
+def trace_plain(arch: str, **signature: Any) -> compile.Traced:
+    """Dense rows, both ways."""
+    from . import kernel
+
+    return kernel.trace_plain(arch, **signature)
 
 
 def trace_write(arch: str, **signature: Any) -> compile.Traced:
-    """``write_kernel.py``."""
-    from . import write_kernel
+    """Rows to an encoded format."""
+    from . import kernel
 
-    return write_kernel.trace(arch, **signature)
+    return kernel.trace_write(arch, **signature)
 
 
 def trace_gather(arch: str, **signature: Any) -> compile.Traced:
-    """``gather_kernel.py``."""
-    from . import gather_kernel
+    """Rows from an encoded format."""
+    from . import kernel
 
-    return gather_kernel.trace(arch, **signature)
+    return kernel.trace_gather(arch, **signature)
+
+
+def trace_pages(arch: str, **signature: Any) -> compile.Traced:
+    """Keys and values to pages."""
+    from . import paged_kernel
+
+    return paged_kernel.trace(arch, **signature)
+
+
+def trace_rope(arch: str, **signature: Any) -> compile.Traced:
+    """Heads normalised and rotated, keys rotated and written."""
+    from . import rope_kernel
+
+    return rope_kernel.trace(arch, **signature)

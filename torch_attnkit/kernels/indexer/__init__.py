@@ -3,4 +3,4 @@
 from torch_attnkit.core.family import Launcher
 
 NVIDIA = Launcher(f"{__name__}.launch")
-SELECT = Launcher(f"{__name__}.select")
+SELECT = Launcher(f"{__name__}.launch", "select_launcher")

@@ -1,4 +1,4 @@
-"""The indexer's scores on Metal, ``attnkit/indexer.h``: what the kernel takes, and how a launch is cut."""
+"""The indexer on Metal, ``attnkit/indexer.h``: scores, and selection by ``kernels/topk`` behind them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.target import Target
+from torch_attnkit.kernels.topk import metal as topk
+from torch_attnkit.kernels.topk import problem as rows
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
 
-from .problem import Operands, Problem
+from .problem import Operands, Problem, Selection, SelectOperands
 
 # Stored elements of a head by format: 64 or 128 numbers, of MXFP4 two in a byte.
 DIMS = {"none": (64, 128), "fp8": (64, 128), "mxfp4": (64,)}
@@ -29,7 +31,7 @@ _MOST_TOKENS = 256  # of a threadgroup, for which it has read its keys once
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a call's tensors but the last, in elements; k's are of requests, or pages, and keys."""
+    """Strides but the last, in elements; k's are of requests, or pages, and keys."""
 
     q: tuple[int, ...]
     q_scale: tuple[int, ...]
@@ -51,7 +53,7 @@ def threadgroup_bytes(dim: int) -> int:
 
 
 def share_of(tokens: int, groups: int) -> int:
-    """How many of ``tokens`` a threadgroup takes, where ``groups`` have the keys of all requests."""
+    """Tokens of a threadgroup, if ``groups`` threadgroups have the keys of all requests."""
     shares = max(-(-tokens // _MOST_TOKENS), min(tokens, _ENOUGH // max(1, groups)), 1)
     return max(1, -(-tokens // shares))
 
@@ -104,3 +106,18 @@ def launcher(
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     """E4M3 as bytes, which every torch can pass on."""
     return t if t.dtype.itemsize > 1 else t.view(torch.uint8)
+
+
+def select_launcher(source: str, problem: Selection, steps: Steps, target: Target) -> Callable[[SelectOperands], None]:
+    """What solves ``problem`` with the kernels of ``csrc/metal/<source>.metal``."""
+    p = problem.scores
+    score = launcher(source, p, steps, target, defines=dict(CHOOSES=False))
+    row = rows.Problem(p.device, torch.float32, p.tokens, p.entries, problem.topk, p.entries, ragged=True)
+    choose = topk.launcher(source, row, target, defines=dict(CHOOSES=True))
+
+    def launch(o: SelectOperands) -> None:
+        made = torch.empty(p.tokens, p.entries, dtype=torch.float32, device=o.indices.device)  # (T, S)
+        score(o.given._replace(scores=made))
+        choose(rows.Operands(made, o.given.k_len, o.indices))
+
+    return launch

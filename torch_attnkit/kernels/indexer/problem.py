@@ -1,4 +1,4 @@
-"""What an indexer's scores are made of, in sizes and strides, and the tensors that it is given."""
+"""What an indexer scores and selects, in sizes and strides, and its tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from ..prefill.problem import Layout
 
 @dataclass(frozen=True)
 class Problem:
-    """Scores of ``entries`` keys of a request for each of its tokens: the sum over heads of weighted, rectified
-    products.
+    """Scores of ``entries`` keys of a request for each of its tokens: the weighted sum over heads of relu(q k).
 
-    ``requests`` have as many tokens each, in order, unless their tokens say to which they belong.
-    """
+    Requests have equally many tokens, in order, unless tokens name their request."""
 
     device: torch.device
     format: str  # "none", "fp8" or "mxfp4"
@@ -48,3 +46,18 @@ class Operands(NamedTuple):
     q_scale: torch.Tensor | None  # (T, H, 1) float32, of MXFP4 (T, H, D/32) bytes
     k_scale: torch.Tensor | None  # as k, (.., .., 1) float32 or (.., .., D/32) bytes
     scores: torch.Tensor  # (T, S) float32, contiguous
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The ``topk`` entries of a request that each token's scores select."""
+
+    scores: Problem
+    topk: int
+
+
+class SelectOperands(NamedTuple):
+    """The tensors of one selection."""
+
+    given: Operands  # with the indices in place of the scores
+    indices: torch.Tensor  # (T, K) int32, contiguous

@@ -3,4 +3,4 @@
 from torch_attnkit.core.family import Launcher
 
 NVIDIA = Launcher(f"{__name__}.launch")
-QUANTISED = Launcher(f"{__name__}.quantised")
+QUANTISED = Launcher(f"{__name__}.launch", "quantised_launcher")

@@ -1,11 +1,15 @@
-"""What a launch of sparse attention solves, in sizes and strides, and the tensors that it is given."""
+"""What a launch of sparse attention solves, in sizes and strides, and its tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from torch_attnkit.core.spec import short
+
+from ..fp4.problem import Rotate
 
 
 @dataclass(frozen=True)
@@ -53,17 +57,31 @@ class Problem:
         """Keys that a token has at most."""
         return min(self.window, self.capacity) + (min(self.listed, self.entries) if self.has_list else self.entries)
 
+    @property
+    def fp4_signature(self) -> tuple[Any, ...] | None:
+        """``fp4`` as kernels are compiled with it."""
+        r = self.fp4
+        return None if r is None else (r.format, r.pairs, short(r.angle_dtype), r.swizzled, r.divided)
 
-class Numbers(NamedTuple):
-    """The tensors of results that are numbers."""
+
+@dataclass(frozen=True)
+class QuantisedProblem:
+    """Attention with FP4 results; ``rotated``: the second launch's problem, if quantised apart."""
+
+    attended: Problem
+    rotated: Rotate
+
+
+class DenseResults(NamedTuple):
+    """Result tensors in the call's dtype."""
 
     out: torch.Tensor  # (T, H, D)
     lse: torch.Tensor  # (T, H)
     row_sum: torch.Tensor  # (T, H), empty where the result is normalised
 
 
-class Codes(NamedTuple):
-    """The tensors of results in FP4."""
+class Fp4Results(NamedTuple):
+    """Result tensors in FP4."""
 
     codes: torch.Tensor  # (T, H, D/2), contiguous
     scale: torch.Tensor  # (T, H, D/block) or (groups, T padded to 128, columns), contiguous
@@ -79,11 +97,11 @@ class Operands(NamedTuple):
     near: torch.Tensor  # (R, S, Rb), or in pages (N, P, Rb): the keys of windows
     end: torch.Tensor  # (T): where a token's window ends
     far: torch.Tensor | None  # (R, C, Rb), or in pages (N, P, Rb): the entries
-    chosen: torch.Tensor | None  # (T, K): a token's entries, -1 for none
+    indices: torch.Tensor | None  # (T, K): a token's entries, -1 for none
     length: torch.Tensor | None  # (T): entries from this one on do not count
     request: torch.Tensor | None  # (T)
     sink: torch.Tensor | None  # (H)
     near_table: torch.Tensor | None  # (R, M): the pages of a request's keys
     far_table: torch.Tensor | None  # (R, M)
     global_scale: torch.Tensor | None  # (), of encoded rows
-    results: Numbers | Codes
+    results: DenseResults | Fp4Results

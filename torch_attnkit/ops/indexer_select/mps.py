@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch_attnkit.core.op import Call
 from torch_attnkit.core.target import Target
-from torch_attnkit.kernels.indexer import metal_select
+from torch_attnkit.kernels.indexer import metal
 from torch_attnkit.ops.indexer_scores.mps import steps
 
 from .problem import operands, problem
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    run = metal_select.launcher("indexer_select", problem(call), steps(call), target)
+    run = metal.select_launcher("indexer_select", problem(call), steps(call), target)
     return lambda *arguments: run(operands(*arguments))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_attnkit.core.op import Call
-from torch_attnkit.kernels.indexer.select import Operands, Selection
+from torch_attnkit.kernels.indexer.problem import Selection, SelectOperands
 from torch_attnkit.ops.indexer_scores import problem as scores
 
 
@@ -11,6 +11,6 @@ def problem(call: Call) -> Selection:
     return Selection(scores.problem(call), call.dim["K"])
 
 
-def operands(q, k, weights, k_len, request_ids, block_table, q_scale, k_scale, format, topk, indices) -> Operands:
+def operands(q, k, weights, k_len, request_ids, block_table, q_scale, k_scale, format, topk, indices) -> SelectOperands:
     given = scores.operands(q, k, weights, k_len, request_ids, block_table, q_scale, k_scale, format, indices)
-    return Operands(given, indices)
+    return SelectOperands(given, indices)

@@ -12,7 +12,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Call, Predicate
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels import cache
-from torch_attnkit.kernels.cache.rope_problem import MOST_CHANNELS, VECTOR
+from torch_attnkit.kernels.cache.problem import MOST_CHANNELS, VECTOR
 from torch_attnkit.oracle import cache_rows, meanings
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_attnkit.core.op import Call
-from torch_attnkit.kernels.cache.problem import Problem, Row
-from torch_attnkit.kernels.cache.rope_problem import RopeOperands, RopeProblem
+from torch_attnkit.kernels.cache.problem import Problem, RopeOperands, RopeProblem, Row
 
 
 def problem(call: Call) -> RopeProblem:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch_attnkit.core.op import Call
 from torch_attnkit.core.target import Target
 from torch_attnkit.kernels.sparse import metal
-from torch_attnkit.kernels.sparse.metal_results import Codes
+from torch_attnkit.kernels.sparse.metal import Fp4Output
 from torch_attnkit.ops.sparse_fmha_with_swa.mps import layout
 
 from .problem import operands, problem
@@ -15,6 +15,6 @@ from .problem import operands, problem
 
 def build(call: Call, target: Target) -> Callable[..., None]:
     a, p = call.arg, problem(call).attended
-    results = Codes(p, a.cos.stride(0), a.sin.stride(0), a.groups)
+    results = Fp4Output(p, a.cos.stride(0), a.sin.stride(0), a.groups)
     run = metal.launcher("sparse_fmha_inverse_rope_fp4", p, layout(call), results, target)
     return lambda *arguments: run(operands(*arguments))

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 from torch_attnkit.core.op import Call
 from torch_attnkit.kernels.fp4.problem import Rotate
-from torch_attnkit.kernels.sparse.problem import Codes, Fp4, Operands
-from torch_attnkit.kernels.sparse.quantised import Quantised
+from torch_attnkit.kernels.sparse.problem import Fp4, Fp4Results, Operands, QuantisedProblem
 from torch_attnkit.ops.sparse_fmha_with_swa import problem as attention
 
 
-def problem(call: Call) -> Quantised:
+def problem(call: Call) -> QuantisedProblem:
     a, dim = call.arg, call.dim
     attended = replace(call, arg=SimpleNamespace(**vars(a), normalize=True))
     swizzled, divided = a.scale_layout == "128x4", a.o_global is not None
@@ -23,7 +22,7 @@ def problem(call: Call) -> Quantised:
     rotated = Rotate(
         a.o_format, call.device, a.q.dtype, a.cos.dtype, *sizes, o, angles, a.groups, swizzled, divided
     )  # fmt: skip
-    return Quantised(replace(attention.problem(attended), fp4=fp4), rotated)
+    return QuantisedProblem(replace(attention.problem(attended), fp4=fp4), rotated)
 
 
 def operands(
@@ -33,5 +32,5 @@ def operands(
 ) -> Operands:  # fmt: skip
     return Operands(
         q, swa_kv, swa_end, compressed_kv, topk_indices, compressed_len, request_ids, sink, swa_block_table,
-        compressed_block_table, global_scale, Codes(codes, o_scale, cos, sin, o_global),
+        compressed_block_table, global_scale, Fp4Results(codes, o_scale, cos, sin, o_global),
     )  # fmt: skip

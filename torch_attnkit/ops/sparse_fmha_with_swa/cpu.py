@@ -48,10 +48,10 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         """Whether the call is one without errors, and with a key for every token."""
         if not within(o.end, 1, S) or not within(o.length, 0, C):
             return False
-        if o.chosen is not None and o.chosen.numel():
-            order = o.chosen.sort(1).values  # (Tq, K)
+        if o.indices is not None and o.indices.numel():
+            order = o.indices.sort(1).values  # (Tq, K)
             again = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
-            if bool(again.any()) or not within(o.chosen, -1, C - 1):
+            if bool(again.any()) or not within(o.indices, -1, C - 1):
                 return False
         return within(o.request, 0, R - 1)
 
@@ -78,12 +78,12 @@ def build(call: Call, target: Target) -> Callable[..., None]:
         outside = None if within(near[:, :1], 0, S) else near < 0
         kv = rows(o.near, request, near, None if outside is None else ~outside)  # (t, W, D)
         if o.far is not None and C:
-            if o.chosen is not None:
-                far = o.chosen[t]  # (t, K)
+            if o.indices is not None:
+                far = o.indices[t]  # (t, K)
             else:
                 far = torch.arange(C, dtype=torch.int32, device="cpu").expand(len(near), C)
             seen = None
-            if o.length is not None or o.chosen is not None:
+            if o.length is not None or o.indices is not None:
                 seen = far >= 0
                 if o.length is not None:
                     seen &= far < o.length[t, None]
@@ -135,7 +135,7 @@ def _of_few(call: Call, scale: float, window: int, many: Callable[..., None]) ->
     def launch(*arguments: Any) -> None:
         o, (out, lse, row_sum) = operands(*arguments), arguments[-3:]
         if not kernel(
-            o.q.data_ptr(), o.near.data_ptr(), o.end.data_ptr(), cpu.address(o.far), cpu.address(o.chosen),
+            o.q.data_ptr(), o.near.data_ptr(), o.end.data_ptr(), cpu.address(o.far), cpu.address(o.indices),
             cpu.address(o.length), cpu.address(o.request), cpu.address(o.sink), 0, 0, 0, out.data_ptr(),
             lse.data_ptr(), row_sum.data_ptr(),
         ):  # fmt: skip

@@ -9,13 +9,13 @@ import torch
 from torch_attnkit.core.op import Call
 from torch_attnkit.core.target import Target
 from torch_attnkit.kernels.sparse import metal
-from torch_attnkit.kernels.sparse.metal_results import Numbers
+from torch_attnkit.kernels.sparse.metal import DenseOutput
 
 from .problem import operands, problem
 
 
 def build(call: Call, target: Target) -> Callable[..., None]:
-    run = metal.launcher("sparse_fmha_with_swa", problem(call), layout(call), Numbers(), target)
+    run = metal.launcher("sparse_fmha_with_swa", problem(call), layout(call), DenseOutput(), target)
     return lambda *arguments: run(operands(*arguments))
 
 

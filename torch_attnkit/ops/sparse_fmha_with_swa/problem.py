@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torch_attnkit.core.op import Call
-from torch_attnkit.kernels.sparse.problem import Numbers, Operands, Problem
+from torch_attnkit.kernels.sparse.problem import DenseResults, Operands, Problem
 
 from . import caches
 
@@ -45,5 +45,5 @@ def operands(
 ) -> Operands:  # fmt: skip
     return Operands(
         q, swa_kv, swa_end, compressed_kv, topk_indices, compressed_len, request_ids, sink, swa_block_table,
-        compressed_block_table, global_scale, Numbers(out, lse, row_sum),
+        compressed_block_table, global_scale, DenseResults(out, lse, row_sum),
     )  # fmt: skip

@@ -8,17 +8,17 @@ from torch_attnkit.core.family import solved_by
 from torch_attnkit.core.op import Call
 from torch_attnkit.kernels.sparse.launch import launcher
 from torch_attnkit.kernels.sparse.problem import Operands
-from torch_attnkit.kernels.sparse.sm100.problem import Located, located, standing_in
+from torch_attnkit.kernels.sparse.sm100.plan import StridedProblem, with_row_layout, with_stand_ins
 
 from . import problem as attention
 
 
-def problem(call: Call) -> Located:
-    return located(attention.problem(call), call.arg.swa_kv, call.arg.compressed_kv)
+def problem(call: Call) -> StridedProblem:
+    return with_row_layout(attention.problem(call), call.arg.swa_kv, call.arg.compressed_kv)
 
 
 def operands(*arguments: Any) -> Operands:
-    return standing_in(attention.operands(*arguments))
+    return with_stand_ins(attention.operands(*arguments))
 
 
 build = solved_by(launcher, problem, operands)

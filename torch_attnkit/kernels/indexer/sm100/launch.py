@@ -1,4 +1,4 @@
-"""Host side of the indexer's scores on Blackwell."""
+"""Host side of the Blackwell indexer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host side of the indexer's scores on Hopper."""
+"""Host side of the Hopper indexer: many tokens, few tokens, or fused selection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
 
 
 def _streams(p: Problem, target: Target) -> Callable[[Operands], None]:
-    """Queries stay, keys stream past them by TMA; where their address is none for TMA, blocks of keys."""
+    """Few tokens; the other kernel if TMA cannot read the keys."""
     config = stream_config(p, alone=False)
     run = compile.launcher(
         target, p.device, trace_stream,
@@ -47,7 +47,7 @@ def _streams(p: Problem, target: Target) -> Callable[[Operands], None]:
 
 
 def stream_config(p: Problem, alone: bool) -> Any:
-    """Of the kernels for few tokens; ``alone``: one whose blocks leave a multiprocessor no room for another."""
+    """Of the kernels for few tokens; ``alone``: one CTA per SM."""
     tokens, dtype, stored = plan.tokens_of_request(p), plan.product_dtype(p.format, p.dtype), _stored(p)
     sizes = tokens, p.heads, p.dim * dtype.itemsize
     # Registers of keys that are decoded leave no room for another block.
@@ -60,7 +60,7 @@ def stream_config(p: Problem, alone: bool) -> Any:
 
 
 def streamable(o: Operands, config: Any) -> bool:
-    """Whether keys are where TMA takes them, and scales of blocks where copies of four do."""
+    """Whether TMA can read the keys, and 4-byte copies their block scales."""
     places = [o.k.data_ptr() % 16]
     if config.stored == "mxfp4":
         assert o.k_scale is not None
@@ -69,13 +69,13 @@ def streamable(o: Operands, config: Any) -> bool:
 
 
 def streamed(o: Operands, q: torch.Tensor, config: Any) -> tuple[torch.Tensor | None, ...]:
-    """What the kernels for few tokens read."""
+    """Tensors that the kernels for few tokens read."""
     scales = o.q_scale if config.q_scale else None, o.k_scale if config.scales else None
     return q, _bytes(o.k), o.weights, o.k_len, o.table, *scales
 
 
 def _blocks(p: Problem, target: Target) -> Callable[[Operands], None]:
-    """Keys stay in blocks, tokens stream past them."""
+    """Many tokens: keys stay, queries stream."""
     dtype = plan.product_dtype(p.format, p.dtype)
     stored = _stored(p)
     scaled = _scaled(p)
@@ -107,22 +107,22 @@ def _blocks(p: Problem, target: Target) -> Callable[[Operands], None]:
 
 
 def _stored(p: Problem) -> str:
-    """What keys are in memory."""
+    """dtype of keys in memory."""
     return "mxfp4" if p.format == "mxfp4" else short(p.dtype)
 
 
 def _scaled(p: Problem) -> tuple[bool, bool]:
-    """Whether there are float32 scales of q, and of k."""
+    """Whether q, and k, have float32 scales."""
     return p.format == "fp8" and p.q_scale, p.format == "fp8"
 
 
 def _bytes(k: torch.Tensor) -> torch.Tensor:
-    """E4M3 as bytes, which every torch can pass on."""
+    """E4M3 as bytes, which every torch can export."""
     return k if k.dtype.itemsize > 1 else k.view(torch.uint8)
 
 
 def queries(p: Problem, target: Target) -> Callable[[Operands], torch.Tensor]:
-    """Brings q into the dtype of products, and into a layout that TMA reads."""
+    """Converts q to the MMA's dtype and to a layout that TMA reads."""
     dtype = plan.product_dtype(p.format, p.dtype)
     if dtype == p.dtype:
         read = reader(p.q, dtype.itemsize)
@@ -141,7 +141,7 @@ def queries(p: Problem, target: Target) -> Callable[[Operands], torch.Tensor]:
 
 
 def trace(arch: str, **signature: Any) -> compile.Traced:
-    """Blocks of keys."""
+    """Many tokens."""
     from . import kernel
 
     return kernel.trace(arch, **signature)
@@ -149,13 +149,13 @@ def trace(arch: str, **signature: Any) -> compile.Traced:
 
 def trace_stream(arch: str, **signature: Any) -> compile.Traced:
     """Few tokens."""
-    from . import kernel
+    from . import kernel_few_tokens
 
-    return kernel.trace_stream(arch, **signature)
+    return kernel_few_tokens.trace_stream(arch, **signature)
 
 
 def trace_select(arch: str, **signature: Any) -> compile.Traced:
     """Few tokens, and which entries they choose."""
-    from . import kernel
+    from . import fused_topk
 
-    return kernel.trace_select(arch, **signature)
+    return fused_topk.trace_select(arch, **signature)

@@ -1,4 +1,4 @@
-"""What the kernel of Blackwell is compiled for, and its shared memory."""
+"""Compile-time configuration of the Blackwell kernel and its shared-memory layout."""
 
 from __future__ import annotations
 
@@ -18,44 +18,43 @@ MOST_CTAS = CLUSTER
 LANES = 32
 SOFTMAX_WARPS = 8  # two warpgroups
 SOFTMAX_THREADS = SOFTMAX_WARPS * LANES
-PRODUCT_WARP = SOFTMAX_WARPS  # of a warpgroup whose other warps have nothing to do
-LOAD_WARP = PRODUCT_WARP + 4  # the first of the producer's
+MMA_WARP = SOFTMAX_WARPS  # of a warpgroup whose other warps idle
+LOAD_WARP = MMA_WARP + 4  # the first of the producer's
 LOADERS = 4  # warps
 THREADS = (LOAD_WARP + LOADERS) * LANES
-_SMALL = 4 * 1024  # of shared memory, of which statistics, masks and barriers take less than this
-_TILES_AHEAD = 4  # tiles in memory, more than which bring no key earlier
+_SMALL = 4 * 1024  # bytes, upper bound of statistics, masks and barriers
+_TILES_AHEAD = 4  # tiles in flight; more gain nothing
 
 
 class NamedBarrier(IntEnum):
-    """Of a CTA; 0 is that of all threads."""
+    """IDs; 0 is __syncthreads."""
 
     SOFTMAX = 1
 
 
 @dataclass(frozen=True)
 class Config:
-    """``heads``: of a CTA, 16, 32 or 64; fewer are padded. ``sides``: CTAs that share keys, each with other heads, 1 or
-    2. ``merge``: several CTAs have a share of a token's keys each. ``paged``: whether the keys of windows and the
-    entries lie in pages. ``align``: bytes, at whose multiples rows start; ``divided``: the numbers of encoded ones, by
-    a global scale. ``fp4``: the fields of a problem's ``Fp4``, the dtype by its name. ``numbered``: TMA finds rows by
-    their numbers."""
+    """``heads``: of a CTA, 16, 32 or 64 (padded). ``sides``: CTAs with the same keys and other heads, 1 or 2.
+    ``split_kv``: several CTAs share a token's keys. ``paged``: (window, entries) caches in pages. ``align``: alignment
+    of cache rows in bytes. ``divided``: encoded rows have a global scale. ``fp4``: fields of the problem's ``Fp4``, the
+    dtype by name. ``tma_rows``: caches have uniform row strides, so TMA finds rows by index."""
 
     dtype: Any
     dim: int
     heads: int
     sides: int
-    merge: bool
+    split_kv: bool
     paged: tuple[bool, bool] = (False, False)
     format: str = "none"
     rope_dim: int = 0
     align: int = CHUNK
     divided: bool = False
     fp4: tuple[Any, ...] | None = None
-    numbered: bool = False
+    tma_rows: bool = False
 
     @cached_property
     def mma(self) -> Tcgen05Config:
-        """Products, tensor memory and the large parts of shared memory are those of decode where V is K."""
+        """MMA, tensor memory and the large shared-memory regions are those of decode with V = K."""
         bare = Tcgen05Config(self.dtype, self.dim, self.dim, self.heads, self.sides, stages=0, same=True)
         room = SHARED - _SMALL - bare.shared.ring.offset - 2 * KEYS * self.scale_bytes // self.sides
         stages = min(room // bare.stage_bytes, _TILES_AHEAD * bare.parts)
@@ -67,32 +66,32 @@ class Config:
 
     @property
     def row(self) -> Row:
-        """Of the caches."""
+        """Row format of the caches."""
         return Row(self.format, self.dim, self.rope_dim)
 
     @property
     def scale_bytes(self) -> int:
-        """What follows the numbers of an encoded row: its scales, and zeros."""
+        """Bytes behind the values of an encoded row: scales and padding."""
         return 0 if self.row.plain else self.row.layout.size - self.row.layout.scales
 
     @property
     def own_keys(self) -> int:
-        """Of a tile, those that one warp of the producer copies."""
+        """Keys of a tile that a producer warp copies."""
         return LANES // self.sides
 
     @property
-    def grouped(self) -> bool:
-        """Whether windows are padded, so that keys of a group are all of the window or all entries."""
-        return self.numbered and self.sides > 1
+    def gather4(self) -> bool:
+        """Whether rows come by gather4: windows are padded to groups of 16 keys then, each group of one cache."""
+        return self.tma_rows and self.sides > 1
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """Of a part: the first columns of its blocks, and where these are in a stage."""
+        """(first column, offset in a stage) of a part's blocks of columns."""
         return [(x * self.mma.columns, x * KEYS * self.mma.row_bytes) for x in range(self.mma.part // self.mma.columns)]
 
     @property
     def masks(self) -> int:
-        """Tiles whose masks are kept: as many as the ring may have parts of."""
+        """Tiles whose masks are kept: as many as the ring may hold parts of."""
         return -(-self.mma.stages // self.mma.parts)
 
     @property
@@ -101,5 +100,5 @@ class Config:
 
     @property
     def scales(self) -> Region:
-        """Behind the large parts: the scales of encoded rows, (2 tiles, own keys of four warps)."""
+        """Scales of encoded rows: (2 tiles, own keys of four warps)."""
         return Region(self.mma.shared.nbytes, 2 * LOADERS * self.own_keys * self.scale_bytes)

@@ -1,9 +1,8 @@
-"""The two warpgroups that have the scores: softmax, P', and O' in step with the maxima.
+"""Softmax warpgroups: S' to P', and rescaling of O'.
 
-Each has half of the heads. Thread i of one has row i of a tile of keys, which is lane i of tensor memory, so a head's
-maximum and sum go across threads. Sums are kept apart by thread until all tiles are through. What is subtracted from a
-head's scores follows its maximum when that has grown by 2^lag, and at its first key, wherever that comes: a tile in
-which no head needs that costs one vote.
+Each warpgroup has half of the heads. Thread i has row i of a K/V tile, lane i of tensor memory, so maxima and sums of a
+head are reduced across threads: sums only at the end. The subtracted maximum follows when it has grown by 2^threshold,
+and at a head's first valid key; a tile in which no head needs that costs one vote.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from torch_attnkit.cuda.sm100 import softmax, tmem
 from torch_attnkit.cuda.smem import CHUNK
 from torch_attnkit.cuda.warp_ops import exp2
 
-from ..sm90.arguments import Numbers, Tensors
+from ..arguments import Scalars, Tensors
 from .config import KEYS, LANES, SOFTMAX_THREADS, Config, NamedBarrier
-from .loads import mask_of
-from .memory import Memory
-from .place import Place
+from .cta import CtaCoord, Memory
+from .load_tile import mask_of
 
 _INF = float("inf")
-_AT_ONCE = 8  # columns of tensor memory that a thread has beside its scores and sums
+_AT_ONCE = 8  # columns of O' in registers beside S and sums
 
 
-def meet() -> None:
-    """All threads of the softmax."""
+def sync_softmax() -> None:
+    """Named barrier of both softmax warpgroups."""
     cute.arch.barrier(barrier_id=int(NamedBarrier.SOFTMAX), number_of_threads=SOFTMAX_THREADS)
 
 
@@ -42,7 +40,7 @@ def _thread() -> Int32:
 
 
 def four(tensor: cute.Tensor, at: Int32) -> cute.Tensor:
-    """Four numbers of shared memory, from the ``at``-th on, in registers."""
+    """Load four floats of shared memory from index ``at`` on."""
     got = cute.make_rmem_tensor(4, Float32)
     pointer = cute.make_ptr(Float32, (tensor.iterator + at).toint(), cute.AddressSpace.smem, assumed_align=16)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), got)
@@ -50,7 +48,7 @@ def four(tensor: cute.Tensor, at: Int32) -> cute.Tensor:
 
 
 class SoftmaxWarps:
-    """``h0`` is the first of a warpgroup's heads, of which it has ``own``."""
+    """``h0``: the first of a warpgroup's ``own`` heads."""
 
     def __init__(self, config: Config):
         self.c, self.own = config, config.mma.own
@@ -59,22 +57,22 @@ class SoftmaxWarps:
         return cute.arch.make_warp_uniform(_thread() // KEYS) * self.own
 
     @cute.jit
-    def load_query(self, tensors: Tensors, place: Place, m: Memory):
-        """Q to shared memory, as the products want it; heads that pad the CTA's become zeros."""
+    def load_query(self, tensors: Tensors, cta: CtaCoord, m: Memory):
+        """Load Q to shared memory in the MMA's layout; padded heads are zero-filled."""
         c = self.c
         chunks, line = const_expr(c.dim * c.itemsize // CHUNK), const_expr(c.mma.row_bytes // CHUNK)  # of a row
         by_head = Int64(tensors.q.stride[1]) * c.itemsize
-        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * place.token * c.itemsize
+        start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * cta.token * c.itemsize
         chunk = _thread() % chunks
-        source, column = start + by_head * place.head + chunk * CHUNK, chunk // line * (c.heads * c.mma.row_bytes)
-        first, abreast = _thread() // chunks, const_expr(SOFTMAX_THREADS // chunks)
+        source, column = start + by_head * cta.head + chunk * CHUNK, chunk // line * (c.heads * c.mma.row_bytes)
+        first, rows_at_once = _thread() // chunks, const_expr(SOFTMAX_THREADS // chunks)
         source += by_head * first
-        # ``at`` is a multiple of ``abreast``, so that its bits add up to the row's without a carry.
+        # ``at`` is a multiple of ``rows_at_once``, so that its bits add up to the row's without a carry.
         target, turned = m.query_at + column + first * c.mma.row_bytes, (chunk % line) ^ (first & 7)
-        for at in cutlass.range_constexpr(0, c.heads, abreast):
-            valid = cutlass.select_(first + at < place.heads, Int32(CHUNK), Int32(0))
+        for at in cutlass.range_constexpr(0, c.heads, rows_at_once):
+            valid = cutlass.select_(first + at < cta.heads, Int32(CHUNK), Int32(0))
             word_ops.copy_16_async_at(target + (turned ^ (at & 7)) * CHUNK, at * c.mma.row_bytes, source, 0, valid)
-            source += by_head * abreast
+            source += by_head * rows_at_once
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -86,23 +84,23 @@ class SoftmaxWarps:
             cute.arch.mbarrier_arrive(m.query)
 
     @cute.jit
-    def run(self, numbers: Numbers, m: Memory, tiles: Int32):
-        """All tiles; leaves maxima and sums in shared memory, and O' where it is, zeros if there was no tile."""
+    def run(self, scalars: Scalars, m: Memory, tiles: Int32):
+        """All tiles; leaves maxima and sums in shared memory and O' in tensor memory, zeros if there was no tile."""
         c, own = self.c, self.own
         h0 = self.first_head()
         if _thread() < c.heads:
             m.sShift[_thread()] = Float32(0.0)
-        meet()
+        sync_softmax()
         rSum = cute.make_rmem_tensor(own, Float32)
         rSum.fill(0.0)
         pending = cutlass.select_(_thread() < c.heads, Int32(1), Int32(0))  # whether this thread's head has no maximum
         word, bit = mask_of(_thread() % KEYS)
         for n in cutlass.range(tiles, unroll=1):
-            rS = self._scores(numbers.scale, m, word, bit, n, h0)
+            rS = self._scores(scalars.scale, m, word, bit, n, h0)
             peak = softmax.row_max([rS[h] for h in range(own)], -Float32.inf)
-            moves = Int32((peak > numbers.lag) | (pending != 0))
+            moves = Int32((peak > scalars.rescale_threshold) | (pending != 0))
             if op.any_of_threads(moves, int(NamedBarrier.SOFTMAX), SOFTMAX_THREADS) != 0:
-                pending = self._raise_maxima(numbers.lag, m, rS, rSum, pending, n, h0)
+                pending = self._raise_maxima(scalars.rescale_threshold, m, rS, rSum, pending, n, h0)
             words = self._probabilities(rS, rSum)
             if n > 0:
                 cute.arch.mbarrier_wait(m.output, (n - 1) & 1)
@@ -124,10 +122,10 @@ class SoftmaxWarps:
 
     @cute.jit
     def _scores(self, scale: Float32, m: Memory, word: Int32, bit: Int32, n: Int32, h0: Int32):
-        """This thread's key's scores in powers of two, less what is subtracted; -inf where the key does not count,
-        as ``bit`` of ``word`` says."""
+        """This thread's key's scores in powers of two, less the subtracted maxima; -inf if ``bit`` of ``word`` is not
+        set."""
         c, own = self.c, self.own
-        m.ring.wait(n * c.mma.parts)  # with a tile's first part comes its mask
+        m.ring.wait(n * c.mma.parts)  # the first part publishes the mask
         mask = m.sMask[word, n % c.masks if const_expr(c.masks > 1) else 0]
         cute.arch.mbarrier_wait(m.scores + (n & 1), (n >> 1) & 1)
         tmem.after_sync()
@@ -149,23 +147,30 @@ class SoftmaxWarps:
 
     @cute.jit
     def _raise_maxima(
-        self, lag: Float32, m: Memory, rS: cute.Tensor, rSum: cute.Tensor, pending: Int32, n: Int32, h0: Int32
+        self,
+        threshold: Float32,
+        m: Memory,
+        rS: cute.Tensor,
+        rSum: cute.Tensor,
+        pending: Int32,
+        n: Int32,
+        h0: Int32,
     ):
-        """Subtract the maxima of heads that exceed what was subtracted too far, or had none; returns whether this
-        thread's head still has none."""
+        """Raise the subtracted maxima of heads that exceed the threshold or had none, rescaling O' and sums; returns
+        whether this thread's head still has none."""
         c, own = self.c, self.own
         self._leave_across(m, [rS[h] for h in range(own)], cute.arch.fmax, h0)
         if _thread() < c.heads:
             some = four(m.sWarps, _thread() * 4)
             row_max = cute.arch.fmax(cute.arch.fmax(some[0], some[1]), cute.arch.fmax(some[2], some[3]))
             first = (pending != 0) & (row_max > -_INF)
-            change = cutlass.select_((row_max > lag) | first, -row_max, Float32(0.0))
+            change = cutlass.select_((row_max > threshold) | first, -row_max, Float32(0.0))
             m.sShift[_thread()] = m.sShift[_thread()] + change
             m.sChange[_thread()] = change
-            # Before its first key a head's O' is zero, and 2^change anything.
+            # Before a head's first valid key O' is 0, and exp2(change) may overflow.
             m.sFactor[_thread()] = cutlass.select_(pending != 0, Float32(0.0), exp2(change))
             pending = cutlass.select_(first, Int32(0), pending)
-        meet()
+        sync_softmax()
         for h in cutlass.range_constexpr(0, own, 4):
             change = four(m.sChange, h0 + h)
             for x in cutlass.range_constexpr(4):
@@ -191,15 +196,15 @@ class SoftmaxWarps:
     def _leave_across(
         self, m: Memory, values: list[Float32], join: Callable[[Float32, Float32], Float32], h0: Int32
     ) -> None:
-        """What a warp has of its heads, for the threads that have a head each."""
+        """Reduce values over a warp, and leave them for the threads that have a head each."""
         warp, lane = cute.arch.warp_idx() % 4, cute.arch.lane_idx()
         for x, value in enumerate(across(values, join)):
             m.sWarps[(h0 + lane * self.own // LANES + x) * 4 + warp] = value
-        meet()
+        sync_softmax()
 
     @cute.jit
     def _probabilities(self, rS: cute.Tensor, rSum: cute.Tensor):
-        """Probabilities, added to the sums; returned as P' has them, two to a register."""
+        """P', added to the sums; two values to a register."""
         own = self.own
         for h in cutlass.range_constexpr(own):
             rS[h] = exp2(rS[h])
@@ -212,7 +217,7 @@ class SoftmaxWarps:
 
     @cute.jit
     def _leave_probabilities(self, m: Memory, words: cute.Tensor, h0: Int32):
-        """This key's row of P', its 16-byte chunks where a swizzle as wide as the row has them."""
+        """Store this key's row of P' with a swizzle as wide as the row."""
         c = self.c
         width = const_expr(c.heads * c.itemsize)
         row = _thread() % KEYS * width

@@ -1,12 +1,26 @@
-"""Attention of tokens that each have keys of their own on Hopper; keys are values, too, and shared by all heads.
+"""Sparse attention on Hopper: each token has its own keys (window rows and listed entries); K is V, shared by all
+heads.
 
-    producer warpgroup     Q, and the keys of a tile, row by row, by cp.async
-    2 consumer warpgroups  scores of their tiles -> online softmax -> P -> half of the output's columns (mainloop.py)
-    one CTA a token        persistent: the next token's keys are on their way while this one's result is stored
-    or several             they share the keys; each adds up a share of the rows, which the others send to it, and those
-                           of several clusters meet in device memory (merge.py)
+Warp specialised, 384 threads; a work tile is a token with up to 64 of its heads (padded), M of every ``wgmma``.
 
-Up to 64 heads of a token are the rows of a product; fewer are padded. docs/lab/sparse.md has what limits it.
+    producer warpgroup     Q and K/V rows by cp.async (load_kv.py), or dequantised into the ring (dequant_kv.py)
+    2 consumer warpgroups  alternate tiles: S = Q K', online softmax, P; each owns half of O's columns (mainloop.py), or
+                           all keys of the CTA in a single pass (mainloop_single_pass.py)
+
+Grid: persistent, one CTA a work tile, the next tile's keys in flight during the epilogue; or ``split_kv``: clusters of
+up to 8 CTAs, ``groups`` of them a work tile, reduce over DSMEM and a workspace (split_combine.py).
+
+    mbarrier         arrivals per phase
+    query full       each thread that copies Q (cp.async), and the producer for the tile count; 128 in a single pass
+    query empty      8 consumer warps
+    tiles full       a half tile: 33 per producer warp (cp.async arrivals of 32 lanes, and the mask); dequantised: 1
+    tiles empty      8 consumer warps, of both CTAs where a pair shares dequantised rows
+    P full, empty    4 warps of the warpgroup that made P; 4 of the other
+    staged           1 and the bytes, for each producer warp and staging tile: bulk copies of encoded rows
+    received, read   1 and the bytes of the peers' partials; every consumer warp of the cluster is done with Q
+
+Constraints: D 128, 256 or 512, rows of q aligned to 16 bytes. docs/kernels/sparse.md shows the pipeline; the split of O
+over two warpgroups is FlashMLA's.
 """
 
 from __future__ import annotations
@@ -20,83 +34,81 @@ from cutlass import Float32, Int32, const_expr
 from torch_attnkit.cuda import fake
 from torch_attnkit.cuda.sm90.warpgroup import THREADS, WARPS
 
-from .arguments import Numbers, Tensors, arguments
-from .coded import CodedTiles
+from ..arguments import Scalars, Tensors, arguments
+from ..token_keys import work_tile, work_tiles
+from .barriers import Barriers, sync_cluster
 from .config import HALVES, Config
-from .fp4_output import Fp4Output
-from .inbox import Inbox
-from .loads import Producer, ask_ahead, load_query
+from .dequant_kv import BulkDequantTiles, DequantTiles
+from .epilogue import DenseOutput, Epilogue
+from .epilogue_fp4 import Fp4Output
+from .load_kv import DenseTiles, Producer, load_query, prefetch_first_tile
 from .mainloop import Mainloop, Start
-from .meeting import Meeting, sync_cluster
-from .merge import Merge
-from .once import Once
-from .output import Output
-from .plain import PlainTiles
+from .mainloop_single_pass import SinglePassMainloop
 from .plan import SIDES
-from .results import Results
-from .schedule import work_tile, work_tiles
-from .staged import StagedTiles
+from .split_combine import SplitBuffers, SplitCombine
 
-# Of a thread of the producer and of a consumer; 168 is the mean. Who decodes needs more than who copies.
-_REGISTERS, _CODED_REGISTERS = (56, 224), (72, 216)
+# setmaxregister of producer and consumers; 168 on average. Dequantising needs more.
+_REGISTERS, _DEQUANT_REGISTERS = (56, 224), (72, 216)
 
 
 class Sparse:
-    """The kernel: a loop over work tiles for each role of warpgroups."""
+    """``config`` selects K/V loader, mainloop, epilogue and whether keys are split over CTAs."""
 
     def __init__(self, config: Config):
         self.c = config
-        tiles = PlainTiles if config.row.plain else StagedTiles if config.staged else CodedTiles
+        tiles = DenseTiles if config.row.plain else BulkDequantTiles if config.bulk else DequantTiles
         self.producer = Producer(config, tiles(config))
-        self.mainloops = [(Once if config.once else Mainloop)(config, half) for half in range(HALVES)]
-        output = Output(config.dtype) if config.fp4 is None else Fp4Output(config)
-        self.results = [Results(config, half, output) for half in range(HALVES)]
-        self.merge = Merge(config, output)
+        self.mainloops = [
+            (SinglePassMainloop if config.single_pass else Mainloop)(config, half) for half in range(HALVES)
+        ]
+        output = DenseOutput(config.dtype) if config.fp4 is None else Fp4Output(config)
+        self.epilogues = [Epilogue(config, half, output) for half in range(HALVES)]
+        self.combine = SplitCombine(config, self.epilogues, output)
 
     @cute.jit
-    def __call__(self, tensors: Tensors, numbers: Numbers, stream: Any):
+    def __call__(self, tensors: Tensors, numbers: Scalars, stream: Any):
         c = self.c
         self.kernel(tensors, numbers).launch(
-            grid=[numbers.together * numbers.groups * numbers.ctas, 1, 1], block=[c.threads, 1, 1],
+            grid=[numbers.concurrent * numbers.groups * numbers.ctas, 1, 1], block=[c.threads, 1, 1],
             cluster=[numbers.ctas * c.sides, 1, 1],
             smem=c.shared_bytes, stream=stream, min_blocks_per_mp=1, preferred_smem_carveout=100, use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, numbers: Numbers):
+    def kernel(self, tensors: Tensors, scalars: Scalars):
         c = self.c
         shared = cutlass.memory.SmemAllocator().allocate(c.shared_bytes, 1024).toint()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        meeting = Meeting(c, shared)
+        barriers = Barriers(c, shared)
         if cute.arch.thread_idx()[0] == 0:
-            meeting.begin(numbers.ctas)
+            barriers.init(scalars.ctas)
         cute.arch.mbarrier_init_fence()
         if const_expr(c.sides == SIDES):
             sync_cluster()
         else:
             cute.arch.barrier()
-        if const_expr(c.merge):
-            cute.arch.cluster_arrive_relaxed()  # ``tell_read`` waits for the others
-        first, part = cute.arch.block_idx()[0], Int32(0)  # work tile, and which CTA of it this is
-        if const_expr(c.merge):
-            each = numbers.groups * numbers.ctas
+        if const_expr(c.split_kv):
+            cute.arch.cluster_arrive_relaxed()  # waited for in ``arrive_query_read``
+        first, part = cute.arch.block_idx()[0], Int32(0)  # work tile, and the CTA's index within it
+        if const_expr(c.split_kv):
+            each = scalars.groups * scalars.ctas
             side, first = first % c.sides, first // c.sides
             first, part = first // each * c.sides + side, first % each
-        # The launch began while the one before it ended, and lets the next begin likewise: all memory waits for that.
+        # Programmatic dependent launch: no global memory is read or written before griddepcontrol_wait.
         cute.arch.griddepcontrol_launch_dependents()
-        ask_ahead(c, tensors, numbers, work_tile(tensors, numbers, first), part)
+        prefetch_first_tile(c, tensors, scalars, work_tile(tensors, scalars, first), part)
         cute.arch.griddepcontrol_wait()
-        few, many = const_expr(_REGISTERS if c.row.plain else _CODED_REGISTERS)
+        few, many = const_expr(_REGISTERS if c.row.plain else _DEQUANT_REGISTERS)
         if warp >= HALVES * WARPS:
             cute.arch.setmaxregister_decrease(few)
-            if const_expr(c.once):
-                tile = work_tile(tensors, numbers, first)
-                load_query(c, tensors, tile, shared, meeting, THREADS)
+            if const_expr(c.single_pass):
+                tile = work_tile(tensors, scalars, first)
+                load_query(c, tensors, tile, shared, barriers, THREADS)
                 if const_expr(not c.row.plain):
-                    self.producer.bring(0, tensors, numbers, tile, part, shared, meeting)
+                    self.producer.load_single_pass(0, tensors, scalars, tile, part, shared, barriers)
             else:
-                self.producer.run(tensors, numbers, shared, meeting, first, part)
-            if const_expr(c.merge):
+                self.producer.run(tensors, scalars, shared, barriers, first, part)
+            if const_expr(c.split_kv):
                 cute.arch.cluster_wait()
                 cute.arch.cluster_arrive_relaxed()
                 cute.arch.cluster_wait()
@@ -104,59 +116,59 @@ class Sparse:
                 sync_cluster()
         elif warp >= WARPS:
             cute.arch.setmaxregister_increase(many)
-            self._consumer(1, tensors, numbers, shared, meeting, first, part)
+            self._consumer(1, tensors, scalars, shared, barriers, first, part)
         else:
             cute.arch.setmaxregister_increase(many)
-            self._consumer(0, tensors, numbers, shared, meeting, first, part)
+            self._consumer(0, tensors, scalars, shared, barriers, first, part)
 
     def _consumer(self, half: int, *arguments: Any) -> None:
-        (self._consume_once if self.c.once else self._consume)(half, *arguments)
+        (self._consume_single_pass if self.c.single_pass else self._consume)(half, *arguments)
 
     @cute.jit
-    def _consume_once(
-        self, half: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting,
+    def _consume_single_pass(
+        self, half: cutlass.Constexpr, tensors: Tensors, scalars: Scalars, shared: Int32, barriers: Barriers,
         index: Int32, part: Int32,
     ):  # fmt: skip
-        """The only work tile of a CTA, all keys of its share at once."""
-        w, tile = self.mainloops[half].fragments(shared), work_tile(tensors, numbers, index)
-        self.producer.bring(1 + half, tensors, numbers, tile, part, shared, meeting)
-        maxima, sums = self.mainloops[half].run(numbers, shared, meeting, w)
-        inbox = Inbox(self.c, numbers, shared)
-        self.results[half].send_sums(tile, meeting, inbox, w, (maxima, sums, [Float32(1.0)] * 2))
-        self.merge.run(tensors, numbers, tile, index, part, inbox, shared, meeting)
-        cute.arch.cluster_wait()  # what this CTA has sent has come
+        """The CTA's only work tile, all keys of its share resident."""
+        w, tile = self.mainloops[half].fragments(shared), work_tile(tensors, scalars, index)
+        self.producer.load_single_pass(1 + half, tensors, scalars, tile, part, shared, barriers)
+        maxima, sums = self.mainloops[half].run(scalars, shared, barriers, w)
+        buffers = SplitBuffers(self.c, scalars, shared)
+        self.combine.send_sums(half, tile, barriers, buffers, w, (maxima, sums, [Float32(1.0)] * 2))
+        self.combine.run(tensors, scalars, tile, index, part, buffers, shared, barriers)
+        cute.arch.cluster_wait()  # peers have received this CTA's partials
 
     @cute.jit
     def _consume(
-        self, half: cutlass.Constexpr, tensors: Tensors, numbers: Numbers, shared: Int32, meeting: Meeting,
+        self, half: cutlass.Constexpr, tensors: Tensors, scalars: Scalars, shared: Int32, barriers: Barriers,
         first: Int32, part: Int32,
     ):  # fmt: skip
         w = self.mainloops[half].fragments(shared)
         start, item = Start(Int32(0), Int32(0), Int32(0)), Int32(0)  # tiles and work tiles so far
-        for index in cutlass.range(first, work_tiles(tensors, numbers), numbers.together, unroll=1):
-            tile = work_tile(tensors, numbers, index)
-            if const_expr(self.c.merge):  # each CTA has but one, so nobody is early
-                load_query(self.c, tensors, tile, shared, meeting, THREADS * HALVES)
-            meeting.query.wait(item)
-            # Known to be the same in all lanes, or every descriptor of ``wgmma`` would be computed in each of them.
-            tiles = cute.arch.make_warp_uniform(meeting.info(shared)[0])
-            cute.arch.sync_warp()  # every lane has read it before one of them gives Q's place back
-            self.mainloops[half].run(numbers, shared, meeting, w, start, tiles)
-            if const_expr(self.c.merge):
-                inbox = Inbox(self.c, numbers, shared)
-                self.results[half].send(tile, shared, meeting, inbox, w)
-                self.merge.run(tensors, numbers, tile, index, part, inbox, shared, meeting)
-                cute.arch.cluster_wait()  # what this CTA has sent has come
+        for index in cutlass.range(first, work_tiles(tensors, scalars), scalars.concurrent, unroll=1):
+            tile = work_tile(tensors, scalars, index)
+            if const_expr(self.c.split_kv):  # one work tile per CTA: nothing to overlap
+                load_query(self.c, tensors, tile, shared, barriers, THREADS * HALVES)
+            barriers.query.wait(item)
+            # Warp-uniform, else wgmma descriptors would be computed per lane.
+            tiles = cute.arch.make_warp_uniform(barriers.info(shared)[0])
+            cute.arch.sync_warp()  # every lane has read it before Q's slot is released
+            self.mainloops[half].run(scalars, shared, barriers, w, start, tiles)
+            if const_expr(self.c.split_kv):
+                buffers = SplitBuffers(self.c, scalars, shared)
+                self.combine.send(half, tile, shared, barriers, buffers, w)
+                self.combine.run(tensors, scalars, tile, index, part, buffers, shared, barriers)
+                cute.arch.cluster_wait()  # peers have received this CTA's partials
             else:
-                self.results[half].store(tensors, numbers, tile, shared, w)
+                self.epilogues[half].store(tensors, scalars, tile, shared, w)
             start = start.after(tiles)
             item += 1
         if const_expr(self.c.sides == SIDES):
-            sync_cluster()  # no CTA may leave while the other side still tells it which places are free
+            sync_cluster()  # the paired CTA may still arrive on this one's mbarriers
 
 
 def trace(arch: str, *, dtype: str, dim: int, **sizes: Any) -> tuple[Any, list[Any]]:
-    """For rows of q that start at multiples of 16 bytes, as those of the caches do that hold numbers."""
+    """Requires rows of q aligned to 16 bytes, as rows of 16-bit caches are."""
     config = Config(fake.dtype(dtype), dim, **sizes)
     angles = None if config.fp4 is None else config.fp4[2]
     return Sparse(config), arguments(dtype, dim, config.row, config.align, angles)

@@ -1,10 +1,11 @@
-"""A consumer warpgroup: the scores of every second tile, and half of the columns of the output of all.
+"""Consumer mainloop: each warpgroup scores every second tile and owns half of O's columns.
 
     warpgroup 0   S0 softmax0 P0 O+=P0 |       S2, O+=P1, S2 softmax2 P2 O+=P2 | ...
     warpgroup 1         S1 S1 O+=P0 softmax1 P1 O+=P1 |       S3, O+=P2, S3 ...
 
-64 heads of 512 columns are too much for the registers of one warpgroup. A warpgroup has the probabilities of its own
-tiles in registers and leaves them in shared memory for the other, with the maxima and the factors of the output.
+O of 64 x 512 exceeds one warpgroup's registers. A warpgroup multiplies its own P from registers and passes it to the
+other through shared memory, with row maxima and rescale factors. Maxima are chained from tile to tile, so results do
+not depend on which warpgroup is faster.
 """
 
 from __future__ import annotations
@@ -20,16 +21,33 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
-from torch_attnkit.cuda.sm90 import softmax
-from torch_attnkit.cuda.sm90 import wgmma as products
+from torch_attnkit.cuda.sm90 import softmax, wgmma
 from torch_attnkit.cuda.sm90.warpgroup import ROW_BYTES, THREADS
 from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 from torch_attnkit.cuda.warp_ops import exp2
 
-from .arguments import Numbers
-from .config import HALVES, Config
-from .masks import to_scores
-from .meeting import Meeting, by_head
+from ..arguments import Scalars
+from .barriers import Barriers, by_head
+from .config import HALVES, LOADERS, Config
+
+_INF = float("inf")
+
+
+@cute.jit
+def to_scores(config: cutlass.Constexpr, scale: Float32, mask: cute.Tensor, stage: Int32, rS: cute.Tensor):
+    """Scale S to powers of two, and -inf where ``mask`` (stages, 4) has no bit for a key."""
+    for i in cutlass.range_constexpr(cute.size(rS)):
+        rS[i] = rS[i] * scale
+    words = [mask[stage, i] for i in range(LOADERS)]
+    if (words[0] & words[1] & words[2] & words[3]) != const_expr((1 << config.keys // LOADERS) - 1):
+        quad = cute.arch.lane_idx() & 3
+        odd = (quad & 1) != 0
+        # Validity of this lane's two columns: bit 2 i for group i of 8 columns.
+        masks = [cutlass.select_(odd, words[b + 2], words[b]) >> (quad // 2) for b in range(2)]
+        for i in cutlass.range_constexpr(cute.size(rS)):
+            bit = masks[i % 2] & const_expr(1 << i // 4 * 2)
+            rS[i] = cutlass.select_(bit != 0, rS[i], Float32(-_INF))
+
 
 _INF = float("inf")
 _P_KEYS = 64  # columns of a buffer of probabilities, of which as many are used as a tile has keys
@@ -37,7 +55,7 @@ _P_KEYS = 64  # columns of a buffer of probabilities, of which as many are used 
 
 @dataclass
 class Fragments(Fixed):
-    """A warpgroup's slices of the operands, its accumulator and its statistics."""
+    """A warpgroup's MMA fragments, accumulators and softmax statistics."""
 
     thread: Int32  # of the warpgroup
     qk_mma: cute.TiledMma
@@ -56,21 +74,21 @@ class Fragments(Fixed):
 
 
 class Tile(NamedTuple):
-    """A tile of keys, counted from the kernel's start: among all, and among those of the warpgroup that has it."""
+    """A K/V tile's index since kernel start: among all tiles, and among those that its warpgroup scored."""
 
     n: Int32
     own: Int32
 
 
 class Start(NamedTuple):
-    """How many tiles came before a work tile: all, and those of each warpgroup."""
+    """Tiles before a work tile: all, and those that each warpgroup scored."""
 
     all: Int32
     first: Int32
     second: Int32
 
     def tile(self, n: Int32, half: int) -> Tile:
-        """Tile n of the work tile, which warpgroup ``half`` has."""
+        """Tile n of the work tile, scored by warpgroup ``half``."""
         return Tile(self.all + n, (self.second if half else self.first) + n // 2)
 
     def after(self, tiles: Int32) -> Start:
@@ -78,33 +96,33 @@ class Start(NamedTuple):
 
 
 class Mainloop:
-    """``half``, 0 or 1: which warpgroup this is."""
+    """``half``: index of the warpgroup, and of its columns of O."""
 
     def __init__(self, config: Config, half: int):
         self.c, self.half = config, half
-        # Whether the halves of the columns have sums of their own. A product rounds its sum towards zero in every step,
-        # and many steps of numbers of 11 bits show: with one sum 10 of 1,212 cases on an H200, all of float16, had a
+        # Separate accumulators for the halves of D. wgmma truncates its accumulator in every step, which many steps of
+        # float16 show: with one sum 10 of 1,212 cases on an H200, all of float16, had a
         # row_sum or lse off by up to 1.4 times what is allowed; with two 0.89 times at most.
         self.apart = config.dtype is cutlass.Float16
 
     @cute.jit
-    def run(self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments, start: Start, tiles: Int32):
-        """A work tile, of two ``tiles`` at least; leaves its output, maxima and sums in registers."""
+    def run(self, scalars: Scalars, shared: Int32, barriers: Barriers, w: Fragments, start: Start, tiles: Int32):
+        """All ``tiles``, at least two, of a work tile; leaves O, maxima and sums in registers."""
         w.rO.fill(0.0)
         w.rPeak.fill(-_INF)
         w.rMax.fill(-_INF)
         w.rSum.fill(0.0)
         if const_expr(self.half == 0):
-            self._own(numbers, shared, meeting, w, start, Int32(0), tiles, None)
-        else:  # the first tiles' scores are computed together, as nothing waits for their places yet
-            self._own(numbers, shared, meeting, w, start, Int32(1), tiles, HALVES)
+            self._own(scalars, shared, barriers, w, start, Int32(0), tiles, None)
+        else:  # both warpgroups score their first tile at once
+            self._own(scalars, shared, barriers, w, start, Int32(1), tiles, HALVES)
         for n in cutlass.range(2 + self.half, tiles, 2, unroll=1):
-            self._own(numbers, shared, meeting, w, start, n, tiles, self.c.ahead)
-        if tiles % 2 == self.half:  # the last is the other's
+            self._own(scalars, shared, barriers, w, start, n, tiles, self.c.ahead)
+        if tiles % 2 == self.half:  # the other warpgroup scored the last tile
             last = start.tile(tiles - 1, 1 - self.half)
-            self._multiply_other(shared, meeting, w, last)
+            self._multiply_other(shared, barriers, w, last)
             warpgroup.wait_group(0)
-            self._release_other(meeting, last)
+            self._release_other(barriers, last)
 
     def fragments(self, shared: Int32) -> Fragments:
         c, K, MN = self.c, OperandMajorMode.K, OperandMajorMode.MN
@@ -117,9 +135,9 @@ class Mainloop:
 
         qk_mma = hopper.make_trivial_tiled_mma(c.dtype, c.dtype, K, K, Float32, (1, 1, 1), (HEADS, c.keys))
         own_mma, other_mma = values(warpgroup.OperandSource.RMEM), values(warpgroup.OperandSource.SMEM)
-        sQ = products.staged(c.dtype, c.shared.query.at(shared), (HEADS, c.ring.part, HALVES))
-        sKV = products.keys_by_columns(c.ring, c.shared.ring.at(shared))
-        sP = products.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, _P_KEYS, HALVES))
+        sQ = wgmma.staged(c.dtype, c.shared.query.at(shared), (HEADS, c.ring.part, HALVES))
+        sKV = wgmma.keys_by_columns(c.ring, c.shared.ring.at(shared))
+        sP = wgmma.staged(c.dtype, c.shared.probabilities.at(shared), (HEADS, _P_KEYS, HALVES))
         qk, own, other = (mma.get_slice(thread) for mma in (qk_mma, own_mma, other_mma))
         rP = own.make_fragment_A(own.partition_shape_A((HEADS, c.keys)))
         return Fragments(
@@ -130,7 +148,7 @@ class Mainloop:
             tSrQ=qk.make_fragment_A(qk.partition_A(sQ)),
             tSrK=qk.make_fragment_B(qk.partition_B(sKV)),
             tOrP=other.make_fragment_A(other.partition_A(sP)),
-            tOrV=own.make_fragment_B(own.partition_B(products.columns_by_keys(c.ring, sKV))),
+            tOrV=own.make_fragment_B(own.partition_B(wgmma.columns_by_keys(c.ring, sKV))),
             rP=rP,
             rWords=cute.recast_tensor(rP, Int32),
             rO=cute.make_rmem_tensor(own.partition_shape_C((HEADS, c.ring.part)), Float32),
@@ -141,75 +159,72 @@ class Mainloop:
 
     @cute.jit
     def _own(
-        self, numbers: Numbers, shared: Int32, meeting: Meeting, w: Fragments, start: Start, n: Int32, tiles: Int32,
+        self, scalars: Scalars, shared: Int32, barriers: Barriers, w: Fragments, start: Start, n: Int32, tiles: Int32,
         ahead: cutlass.Constexpr,
     ):  # fmt: skip
-        """Tile n of ``tiles``, which is this warpgroup's, and the output of the tile before, for which products come
-        after those for ``ahead`` halves of the scores; None: there is no tile before."""
+        """Score and multiply tile n, which is this warpgroup's, and multiply P of tile n - 1, issued after ``ahead``
+        halves of the scores; None: there is no tile n - 1."""
         tile, before = start.tile(n, self.half), start.tile(n - 1, 1 - self.half)
         rS, rMore = (cute.make_rmem_tensor(w.qk_mma.partition_shape_C((HEADS, self.c.keys)), Float32) for _ in range(2))
         sums = (rS, rMore if const_expr(self.apart) else rS)
         for i in cutlass.range_constexpr(HALVES):
             if const_expr(ahead == i):
-                self._multiply_other(shared, meeting, w, before)
+                self._multiply_other(shared, barriers, w, before)
             first = const_expr(i == 0 or self.apart)
-            self._multiply_keys(meeting, w, sums[i], tile.n, (self.half + i) % HALVES, clear=first)  # as they come
+            self._multiply_keys(barriers, w, sums[i], tile.n, (self.half + i) % HALVES, clear=first)
         if const_expr(ahead == HALVES):
-            self._multiply_other(shared, meeting, w, before)
+            self._multiply_other(shared, barriers, w, before)
         elif const_expr(ahead is not None):
             warpgroup.wait_group(HALVES - ahead)
-            self._release_other(meeting, before)
+            self._release_other(barriers, before)
         warpgroup.wait_group(1 if const_expr(ahead == HALVES) else 0)
         if n + 2 >= tiles:
-            self._release_query(numbers, meeting)
+            self._release_query(scalars, barriers)
         if const_expr(self.apart):
             for i in cutlass.range_constexpr(cute.size(rS)):
                 rS[i] = rS[i] + rMore[i]
-        stage = meeting.tiles.slot(tile.n * HALVES) // HALVES
-        to_scores(self.c, numbers.scale, meeting.mask(shared), stage, rS)
-        cute.arch.sync_warp()  # every lane has read the mask before one of them gives its place back
+        stage = barriers.tiles.slot(tile.n * HALVES) // HALVES
+        to_scores(self.c, scalars.scale, barriers.mask(shared), stage, rS)
+        cute.arch.sync_warp()  # every lane has read the mask
         for half in cutlass.range_constexpr(HALVES):
-            meeting.tiles.release(tile.n * HALVES + half)
-        scales = self._probabilities(numbers.lag, w, rS)
-        self._hand_over(shared, meeting, w, rS, scales, tile)
+            barriers.tiles.release(tile.n * HALVES + half)
+        scales = self._probabilities(scalars.rescale_threshold, w, rS)
+        self._hand_over(shared, barriers, w, rS, scales, tile)
         if const_expr(ahead == HALVES):
             warpgroup.wait_group(0)
-            self._release_other(meeting, before)
+            self._release_other(barriers, before)
         self._rescale(w, scales)
         softmax.pack_into(w.rWords, rS, self.c.dtype)
-        products.multiply(w.own_mma, w.rO, w.rP, self._values(meeting, w, tile.n), clear=False)
+        wgmma.multiply(w.own_mma, w.rO, w.rP, self._values(barriers, w, tile.n), clear=False)
         warpgroup.wait_group(0)
-        meeting.tiles.release(tile.n * HALVES + self.half)
+        barriers.tiles.release(tile.n * HALVES + self.half)
 
     def _multiply_keys(
-        self, meeting: Meeting, w: Fragments, rS: cute.Tensor, n: Int32, half: int, *, clear: bool
+        self, barriers: Barriers, w: Fragments, rS: cute.Tensor, n: Int32, half: int, *, clear: bool
     ) -> None:
-        """Issue the products of Q with one half of the columns of tile n's keys."""
-        meeting.tiles.wait(n * HALVES + half)
+        """Issue S += Q K' over half of the columns of tile n."""
+        barriers.tiles.wait(n * HALVES + half)
         cute.arch.fence_view_async_shared()
-        sK = w.tSrK[None, None, None, meeting.tiles.slot(n * HALVES + half)]
-        products.multiply(w.qk_mma, rS, w.tSrQ[None, None, None, half], sK, clear=clear)
+        sK = w.tSrK[None, None, None, barriers.tiles.slot(n * HALVES + half)]
+        wgmma.multiply(w.qk_mma, rS, w.tSrQ[None, None, None, half], sK, clear=clear)
 
-    def _release_query(self, numbers: Numbers, meeting: Meeting) -> None:
-        """This warp has its last scores of the work tile."""
-        if self.c.merge:  # the only one
-            meeting.tell_read(numbers.ctas)
+    def _release_query(self, scalars: Scalars, barriers: Barriers) -> None:
+        """This warp's last scores of the work tile are done."""
+        if self.c.split_kv:  # the CTA's only work tile
+            barriers.arrive_query_read(scalars.ctas)
         else:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(meeting.query.empty)
+                cute.arch.mbarrier_arrive(barriers.query.empty)
 
     @cute.jit
-    def _probabilities(self, lag: Float32, w: Fragments, rS: cute.Tensor):
-        """Scores to probabilities in place; returns the factors of the output so far.
-
-        What is subtracted follows a row's maximum when that is ``lag`` above it: seldom after the first tiles, so that
-        the output is seldom rescaled.
-        """
+    def _probabilities(self, rescale_threshold: Float32, w: Fragments, rS: cute.Tensor):
+        """Online softmax, S to P in place; returns the rescale factors of O. The subtracted maximum follows a row's
+        maximum only when that has grown by ``rescale_threshold``, so that O is seldom rescaled (FlashAttention-4)."""
         scales = []
         for r in cutlass.range_constexpr(2):
             peak, old = softmax.peak(rS, r), w.rMax[r]
             w.rPeak[r] = cute.arch.fmax(w.rPeak[r], peak)
-            w.rMax[r] = cutlass.select_(peak > old + lag, peak, old)
+            w.rMax[r] = cutlass.select_(peak > old + rescale_threshold, peak, old)
             base = finite(w.rMax[r])
             scales.append(exp2(old - base))
             sums = [w.rSum[r] * scales[r], Float32(0.0)]
@@ -222,13 +237,13 @@ class Mainloop:
 
     @cute.jit
     def _hand_over(
-        self, shared: Int32, meeting: Meeting, w: Fragments, rS: cute.Tensor, scales: list[Float32], tile: Tile
+        self, shared: Int32, barriers: Barriers, w: Fragments, rS: cute.Tensor, scales: list[Float32], tile: Tile
     ):
-        """The probabilities of a tile, the maxima and the factors of the output before it, to the other warpgroup."""
+        """Pass P, maxima and rescale factors of a tile to the other warpgroup."""
         c = self.c
-        row, lane = products.first_row(w.thread), w.thread & 31
+        row, lane = wgmma.first_row(w.thread), w.thread & 31
         sFactor, sMax = by_head(c.shared.factors, shared), by_head(c.shared.maxima, shared)
-        full = meeting.probabilities[self.half].await_empty(tile.own)
+        full = barriers.probabilities[self.half].await_empty(tile.own)
         if (lane & 3) == 0:
             for r in cutlass.range_constexpr(2):
                 sFactor[row + 8 * r, self.half] = scales[r]
@@ -245,11 +260,11 @@ class Mainloop:
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def _multiply_other(self, shared: Int32, meeting: Meeting, w: Fragments, tile: Tile):
-        """Issue the output of a tile whose probabilities are the other warpgroup's."""
+    def _multiply_other(self, shared: Int32, barriers: Barriers, w: Fragments, tile: Tile):
+        """Issue O += P V with the other warpgroup's P."""
         c, other = self.c, const_expr(1 - self.half)
-        row = products.first_row(w.thread)
-        meeting.probabilities[other].wait(tile.own)
+        row = wgmma.first_row(w.thread)
+        barriers.probabilities[other].wait(tile.own)
         scales = []
         for r in cutlass.range_constexpr(2):
             scales.append(by_head(c.shared.factors, shared)[row + 8 * r, other])
@@ -257,18 +272,18 @@ class Mainloop:
             w.rSum[r] = w.rSum[r] * scales[r]
         self._rescale(w, scales)
         sP = w.tOrP[None, None, None, other]
-        products.multiply(w.other_mma, w.rO, sP, self._values(meeting, w, tile.n), clear=False)
+        wgmma.multiply(w.other_mma, w.rO, sP, self._values(barriers, w, tile.n), clear=False)
 
     @cute.jit
     def _rescale(self, w: Fragments, scales: list[Float32]):
-        """Bring the output to the new maxima."""
+        """Rescale O, unless every factor in the warp is 1."""
         if cute.arch.vote_any_sync((scales[0] != 1.0) | (scales[1] != 1.0)):
             softmax.rescale(w.rO, scales)
 
-    def _values(self, meeting: Meeting, w: Fragments, n: Int32) -> cute.Tensor:
-        return w.tOrV[None, None, None, meeting.tiles.slot(n * HALVES + self.half)]
+    def _values(self, barriers: Barriers, w: Fragments, n: Int32) -> cute.Tensor:
+        return w.tOrV[None, None, None, barriers.tiles.slot(n * HALVES + self.half)]
 
-    def _release_other(self, meeting: Meeting, tile: Tile) -> None:
-        cute.arch.sync_warp()  # every lane has read its factors before one of them gives their place back
-        meeting.probabilities[1 - self.half].release(tile.own)
-        meeting.tiles.release(tile.n * HALVES + self.half)
+    def _release_other(self, barriers: Barriers, tile: Tile) -> None:
+        cute.arch.sync_warp()  # every lane has read its factors
+        barriers.probabilities[1 - self.half].release(tile.own)
+        barriers.tiles.release(tile.n * HALVES + self.half)
