@@ -45,7 +45,7 @@ class Tensors(NamedTuple):
     global_scale: cute.Tensor  # (1), of encoded rows
     results: DenseTensors | Fp4Tensors
     splits: cute.Tensor  # the workspace: partial results of clusters that share a work tile
-    count: cute.Tensor  # (work tiles * 8), how many of them have come; zero before and after every launch
+    count: cute.Tensor  # (work tiles * 8), how many of them have arrived; zero before and after every launch
 
 
 class Scalars(NamedTuple):
@@ -56,7 +56,7 @@ class Scalars(NamedTuple):
     window: Int32
     entries: Int32
     listed: Int32
-    tokens_each: Int32  # of a request, where they come in equal blocks
+    tokens_each: Int32  # of a request, where requests have equally many
     has_list: Int32
     has_length: Int32
     has_requests: Int32

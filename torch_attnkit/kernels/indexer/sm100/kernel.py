@@ -97,7 +97,7 @@ class Scores(Fixed):
         return cute.make_swizzle(3 if self.c.box_bytes == 128 else 2, 4, 3)
 
     def _box(self) -> cute.Layout:
-        """What TMA brings at a time of a token: (columns, numbers)."""
+        """TMA box of a token: (columns, elements)."""
         elements = self._numbers()
         return cute.make_layout((self.c.columns, elements), stride=(elements, 1))
 
@@ -186,7 +186,7 @@ class Scores(Fixed):
 
     @cute.jit
     def _produce(self, t: Tensors, shared: SharedMemory, atom: cute.CopyAtom, rows: cute.Tensor, turns: Int32):
-        """One warp: what a turn needs of its tokens; what lanes load of the next turn's is on its way meanwhile."""
+        """One warp: Q, weights and q scales of each MMA; the next one's weights are loaded meanwhile."""
         c, ring = self.c, shared.queries
         gQ = cute.local_tile(rows, (c.columns, self._numbers()), (0, None, None))
         tQs, tQg = copies.tma_partition(atom, 0, 1, shared.sQ, gQ)  # (box, boxes of all stages), (box, boxes, tokens)
@@ -207,13 +207,13 @@ class Scores(Fixed):
             self._fetch(t, shared, n + 1, mine)
 
     def _registers(self) -> list[cute.Tensor]:
-        """Of the heads that a lane brings, every 32nd of each token: weights, and scales as floats or words."""
+        """Weights, and scales as floats or words, of the heads that a lane loads: every 32nd of each token."""
         count = -(-self.c.columns // _LANES) * self.c.together
         return [cute.make_rmem_tensor(count, Float32 if i < 2 else Int32) for i in range(3)]
 
     @cute.jit
     def _fetch(self, t: Tensors, shared: SharedMemory, n: Int32, mine: list[cute.Tensor]):
-        """Turn ``n``'s weights and scales of q from device memory."""
+        """Load weights and q scales of MMA ``n``."""
         c, each = self.c, const_expr(-(-self.c.columns // _LANES))
         for i in cutlass.range_constexpr(c.together):
             token = shared.tokens.at(n * c.together + i)
@@ -232,7 +232,7 @@ class Scores(Fixed):
 
     @cute.jit
     def _share(self, shared: SharedMemory, slot: Int32, mine: list[cute.Tensor]):
-        """What was fetched, to a stage of the ring."""
+        """Store them to a stage of the ring."""
         c, each = self.c, const_expr(-(-self.c.columns // _LANES))
         for i in cutlass.range_constexpr(c.together):
             for j in cutlass.range_constexpr(each):
@@ -251,7 +251,7 @@ class Scores(Fixed):
 
     @cute.jit
     def _multiply(self, shared: SharedMemory, turns: Int32):
-        """One warp: the products of all turns."""
+        """One warp: all MMAs."""
         c, base = self.c, shared.column()
         cute.arch.mbarrier_wait(shared.keys, 0)
         tmem.after_sync()
@@ -289,7 +289,7 @@ class Scores(Fixed):
         scales: Int32,
         query_scales: Int32,
     ):
-        """One thread: a tile's keys with a stage's queries."""
+        """One thread: MMA of a key tile with a stage's queries."""
         c = self.c
         steps = const_expr(c.box_bytes // products.STEP_BYTES)
         for box in cutlass.range_constexpr(c.boxes):
@@ -311,7 +311,7 @@ class Scores(Fixed):
     def _consume(
         self, t: Tensors, shared: SharedMemory, request: Int32, start: Int32, count: Int32, turns: Int32, warp: Int32
     ):
-        """Two warpgroups: bring the keys; then a thread adds up what belongs to its own."""
+        """Two warpgroups: load the keys, then reduce; a thread has a key."""
         c, thread = self.c, op.thread_index()
         longest, row = shared.tokens.sCount[2], start + thread
         load_keys.load(c, t, request, start, longest, shared.keys_at)
@@ -348,8 +348,8 @@ class Scores(Fixed):
 
     @cute.jit
     def _sum(self, shared: SharedMemory, column: Int32, place: Int32, sign: Float32, signed: cutlass.Boolean):
-        """Of this thread's key over a token's heads; ``sign`` is that of the key's scale, which belongs into the
-        rectification, if one of the warp's keys has one that is not 1."""
+        """Weighted sum of relu over a token's heads for this thread's key; ``sign``: that of the key's scale, which
+        goes inside relu, if a scale in the warp is not 1."""
         c = self.c
         parts = [(Float32(0), Float32(0)) for _ in range(2)]
         for head in cutlass.range_constexpr(0, c.columns, c.at_once):
@@ -377,7 +377,7 @@ class Scores(Fixed):
         return (a[0] + b[0]) + (a[1] + b[1])
 
     def _floats(self, at: Int32, count: int) -> cute.Tensor:
-        """Neighbouring floats of shared memory, which all lanes read."""
+        """Contiguous floats of shared memory, broadcast."""
         pointer = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=16)
         found = cute.make_rmem_tensor(count, Float32)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), found)
@@ -385,12 +385,12 @@ class Scores(Fixed):
 
 
 def _times(a: tuple[Float32, Float32], b: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
-    """Two products by one instruction."""
+    """Packed multiplication."""
     return cute.arch.mul_packed_f32x2(a, b)
 
 
 def _copy_scales(column: Int32, tiles: Int32, number: Any) -> None:
-    """One thread: a tile of scales of MXFP4 to tensor memory."""
+    """One thread: copy a tile of MXFP4 scales to tensor memory."""
     block_scaled.copy_scales(column, block_scaled.scales_descriptor(tiles + number * block_scaled.TILE_BYTES))
 
 

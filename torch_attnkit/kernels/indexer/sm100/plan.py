@@ -1,4 +1,4 @@
-"""The indexer's scores on Blackwell: what the kernel takes, and how a launch is cut."""
+"""Launch planning of the Blackwell indexer: what its kernel accepts, and its shapes."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Config:
 
     @property
     def blocks(self) -> int:
-        """Of a multiprocessor: while one starts, the other has work. Keys that are loaded by less than 16 bytes, and
-        scales of q, take more registers than half of all: 64 heads spilled 8 bytes."""
+        """CTAs per SM: one loads while the other computes. Narrow key loads and q scales need more than half of the
+        registers: with 64 heads they spilled 8 bytes."""
         fits = KEYS * self.row_bytes + self.stages * self.stage_bytes <= _HALF
         fits = fits and self.load >= 16 and not self.q_scale
         return 2 if fits and 2 * self.tensor_columns <= _TENSOR_COLUMNS else 1
 
     @property
     def at_once(self) -> int:
-        """Columns of sums that a thread has in registers."""
+        """Accumulator columns in a thread's registers."""
         return _AT_ONCE[self.blocks]
 
     @property
@@ -62,12 +62,12 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """Of a key, and of a head's query."""
+        """Bytes of a key, and of a head's query."""
         return row_bytes(self.stored, self.dim)
 
     @property
     def box_bytes(self) -> int:
-        """Of a row that are swizzled together."""
+        """Bytes of a row within one swizzle."""
         return min(self.row_bytes, _SWIZZLE)
 
     @property
@@ -76,32 +76,32 @@ class Config:
 
     @property
     def columns(self) -> int:
-        """Of a token in a product."""
+        """MMA columns of a token."""
         return columns(self.heads)
 
     @property
     def wide(self) -> int:
-        """Columns of a product."""
+        """MMA columns."""
         return self.together * self.columns
 
     @property
     def stage_bytes(self) -> int:
-        """Of a product's queries."""
+        """Bytes of an MMA's queries."""
         return self.wide * self.row_bytes
 
     @property
     def scale_columns(self) -> int:
-        """Of tensor memory for scales of MXFP4: of the keys, and of the queries of each stage."""
+        """Tensor-memory columns of MXFP4 scales: of the keys, and of each stage's queries."""
         return (TILES + self.stages) * _TILE_COLUMNS if self.four else 0
 
     @property
     def first_scales(self) -> int:
-        """The column of tensor memory behind the sums."""
+        """First tensor-memory column behind the accumulators."""
         return TILES * self.buffers * self.wide
 
     @property
     def tensor_columns(self) -> int:
-        """That a block takes, a power of two: two blocks of a multiprocessor may have half of all."""
+        """Tensor-memory columns of a block, a power of two; half of all at most if two share an SM."""
         return max(32, 1 << (self.first_scales + self.scale_columns - 1).bit_length())
 
     @property
@@ -110,12 +110,12 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Consumers, and a warp that loads queries, one that multiplies, two that clear."""
+        """Consumers, a producer warp, an MMA warp, and two that store -inf."""
         return 32 * (self.consumer_warps + 4)
 
 
 def columns(heads: int) -> int:
-    """Heads, and as many more as make the columns of a product."""
+    """Heads rounded up to MMA columns."""
     return -(-heads // _STEP) * _STEP
 
 
@@ -124,12 +124,10 @@ def row_bytes(stored: str, dim: int) -> int:
 
 
 def shape(problem: Problem, stored: str) -> tuple[int, int, int]:
-    """Tokens of a product, its stages, and buffers of sums.
+    """(tokens of an MMA, stages, accumulators of each tile).
 
-    Of two tokens a product reads the keys half as often. One token of a request, and MXFP4, whose scales want room too,
-    have products of one. Of one token a block has one product: then there are two blocks on a multiprocessor, each with
-    half of tensor memory at most.
-    """
+    With two tokens an MMA reads the keys half as often. One token of a request, and MXFP4, whose scales need room, have
+    one. A block of one token has one MMA: two such blocks share an SM, with half of tensor memory at most each."""
     p, many = problem, (problem.tokens if problem.ids else tokens_of_request(problem)) > 1
     wide, row = columns(p.heads), row_bytes(stored, p.dim)
     together = 2 if many and stored != "mxfp4" and 2 * wide <= _WIDE else 1
@@ -139,7 +137,7 @@ def shape(problem: Problem, stored: str) -> tuple[int, int, int]:
 
 
 def streams(problem: Problem) -> bool:
-    """Whether keys stream past queries: by no kernel of this architecture."""
+    """No kernel of this architecture streams keys past queries."""
     return False
 
 
@@ -148,8 +146,8 @@ def tokens_of_request(problem: Problem) -> int:
 
 
 def tokens_of_block(problem: Problem, sms: int) -> int:
-    """How many tokens of a request a block takes: more are fewer starts, fewer fill the machine more evenly. Blocks
-    that run at a time count as one more half."""
+    """Tokens of a request per block: more save prologues, fewer balance SMs; the wave in flight counts as half a wave
+    more."""
     tokens = problem.tokens if problem.ids else tokens_of_request(problem)
     tiles = -(-problem.entries // KEYS) * problem.requests
 

@@ -25,7 +25,7 @@ class Tokens(Fixed):
     sCount: cute.Tensor  # (3): tokens that see some keys, tokens that see none, the longest length of the first
 
     def at(self, n: Int32) -> Int32:
-        """The n-th that sees some keys; behind the last it is that one again."""
+        """The n-th token that sees keys; past the end the last."""
         return self.sToken[cutlass.min(n, self.sCount[0] - 1)]
 
 
@@ -39,8 +39,8 @@ def sort(
     tokens: Tokens, mLength: cute.Tensor, mIds: cute.Tensor | None, entries: Int32, requests: Int32, request: Int32,
     first: Int32, last: Int32, start: Int32,
 ):  # fmt: skip
-    """One warp: of the tokens from ``first`` to ``last`` those of the request, and up to where they see its keys, of
-    which the block has those from ``start`` on. Numbers that no caller should pass are cut to what there is."""
+    """One warp: compact the request's tokens from ``first`` to ``last`` by whether they see keys from ``start`` on.
+    Lengths and request ids out of range are clamped."""
     lane = cute.arch.lane_idx()
     below = (Int32(1) << lane) - 1
     some, none, longest = Int32(0), Int32(0), Int32(0)

@@ -1,4 +1,4 @@
-"""Host side of the indexer's scores on Hopper: what the kernel takes, and how a launch is cut."""
+"""Launch planning of the Hopper indexer: what its kernels accept, tile shapes, and which one runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SHARED = 227 << 10  # bytes of shared memory of a block
 
 @dataclass(frozen=True)
 class Config:
-    """``stored`` is the dtype of keys in memory, or "mxfp4", ``dtype`` that of products."""
+    """Many tokens. ``stored``: dtype of keys in memory, or "mxfp4"; ``dtype``: that of the MMA."""
 
     stored: str
     dtype: str
@@ -69,17 +69,17 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """Of a key in memory."""
+        """Bytes of a key in memory."""
         return row_bytes(self.stored, self.dim)
 
     @property
     def itemsize(self) -> int:
-        """Of an operand of products."""
+        """Bytes of an MMA operand element."""
         return 1 if self.dtype == "f8e4m3" else 2
 
     @property
     def columns(self) -> int:
-        """Of a token in a product."""
+        """MMA columns of a token."""
         return columns(self.heads)
 
     @property
@@ -93,18 +93,18 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Consumers, and a warpgroup of which a warp loads and the others clear."""
+        """Consumers, and a warpgroup with one producer warp and three that store -inf."""
         return (self.consumers + 1) * 128
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's threads and of the others', of as many as the block is launched with."""
+        """setmaxregister of consumers and of the others."""
         return {2: (232, 40), 3: (152, 56), 4: (112, 32)}[self.consumers]
 
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Of the kernel for few tokens, ``tokens`` of a request. ``stored`` and ``dtype`` as above."""
+    """Few ``tokens`` of a request; ``stored`` and ``dtype`` as in ``Config``."""
 
     stored: str
     dtype: str
@@ -130,7 +130,7 @@ class StreamConfig:
 
     @property
     def scales(self) -> bool:
-        """Whether a key has four bytes of scales: one in float32, or those of four blocks."""
+        """Whether a key has 4 bytes of scales: one float32, or four blocks'."""
         return self.k_scale or self.stored == "mxfp4"
 
     @property
@@ -143,14 +143,13 @@ class StreamConfig:
 
     @property
     def threads(self) -> int:
-        """Consumers, and a warp each that loads keys, queries, and scales of keys if there are any."""
+        """Consumers, and a producer warp each for keys, queries and, if any, k scales."""
         return (self.loader + 2 + self.scales) * 32
 
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """Of the kernel for few tokens of one request that selects, too: how keys ``stream``, and the ``room`` for a
-    token's scores in a block."""
+    """Fused selection for few tokens of one request: ``stream`` scores, of which ``room`` a token stay in a CTA."""
 
     stream: StreamConfig
     room: int
@@ -161,7 +160,7 @@ class SelectConfig:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory, and some more."""
+        """Upper bound of shared-memory bytes."""
         c, tokens = self.stream, self.tokens
         keys = c.stages * TILE * (c.row_bytes + 4)
         queries = 2 * tokens * (c.columns * c.dim * c.itemsize + 32 * c.pitch)
@@ -169,33 +168,32 @@ class SelectConfig:
 
     @property
     def sums(self) -> int:
-        """Numbers in device memory that blocks add to."""
+        """Global counters that CTAs add to."""
         return self.tokens * PASSES * SUMS
 
 
 def row_bytes(stored: str, dim: int) -> int:
-    """Of so many numbers of a key in memory."""
+    """Bytes of a key of ``dim`` channels in memory."""
     return dim * {"mxfp4": 1, "f8e4m3": 2}.get(stored, 4) // 2
 
 
 def columns(heads: int) -> int:
-    """Heads, and as many more as make the columns of a product."""
+    """Heads rounded up to MMA columns."""
     return -(-heads // 8) * 8
 
 
 def pitch(columns: int) -> int:
-    """From the weights of a lane of a quad to those of the next: so much that nobody reads lies between them that the
-    four are in different banks."""
+    """Pitch of the weights of a quad's lanes in shared memory, padded so that the four are in different banks."""
     return (columns // 4 + 4) // 4 * 4
 
 
 def product_dtype(format: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of products, one that holds every number of the format."""
+    """dtype of the MMA, which holds every value of the format."""
     return torch.bfloat16 if format == "mxfp4" else dtype
 
 
 def shape(heads: int, itemsize: int, q_scale: bool) -> tuple[int, int, int]:
-    """Consumer warpgroups of a block, products of 64 keys of each, tokens of a product."""
+    """(consumer warpgroups, MMAs of 64 keys of each, tokens of an MMA)."""
     if columns(heads) > _WIDE:
         return OF_MANY_HEADS
     if itemsize > 1:
@@ -204,12 +202,12 @@ def shape(heads: int, itemsize: int, q_scale: bool) -> tuple[int, int, int]:
 
 
 def stages(heads: int, row_bytes: int, together: int = 1) -> int:
-    """Products whose queries, of so many bytes a head, are on the way or at work."""
+    """Stages of the query ring."""
     return max(2, min(8, _ROOM // (together * columns(heads) * row_bytes)))
 
 
 def streams(problem: Problem) -> bool:
-    """Whether keys stream past queries: there are few tokens, and TMA can read the keys as they are."""
+    """Whether keys stream past queries: few tokens, and keys that TMA can read."""
     p = problem
     most = (FEW_DECODED if p.format == "mxfp4" else FEW) * _WIDE  # columns of sums
     few = not p.ids and p.requests <= MOST_REQUESTS and 0 < tokens_of_request(p) * columns(p.heads) <= most
@@ -220,7 +218,7 @@ def streams(problem: Problem) -> bool:
 
 
 def selects(problem: Problem, stream: StreamConfig, blocks: int) -> SelectConfig | None:
-    """What the kernel that selects, too, is compiled for, if so many blocks hold all scores: those of one request."""
+    """Configuration of the fused selection, or None if ``blocks`` CTAs cannot hold all scores of one request."""
     if problem.requests != 1 or problem.entries < SELECTS_FROM:
         return None
     share = -(-problem.entries // (TILE * blocks)) * TILE
@@ -234,18 +232,15 @@ def tokens_of_request(problem: Problem) -> int:
 
 
 def stream_stages(tokens: int, heads: int, row_bytes: int, key_bytes: int = 0) -> int:
-    """Tiles of keys on the way or at work, a power of two, of a multiprocessor's only block. ``row_bytes`` are of a
-    head of q, and of a key where that has no ``key_bytes`` of its own."""
+    """Stages of the key ring, a power of two, with one CTA per SM. ``row_bytes`` of a head of q, and of a key without
+    ``key_bytes``."""
     queries, tile = 2 * tokens * columns(heads) * row_bytes, TILE * (key_bytes or row_bytes)
     return next(n for n in (8, 4, 2) if n == 2 or n * tile + queries <= _ROOM)
 
 
 def stream_cut(tokens: int, heads: int, row_bytes: int) -> tuple[int, int]:
-    """Tiles of keys as above, of each of the blocks of a multiprocessor; and how many these are.
-
-    Two where their accumulators fit and each has enough tiles: while one starts or ends, the other has loads on their
-    way.
-    """
+    """(stages, CTAs per SM): two if accumulators and enough stages of both fit, so that one loads while the other
+    starts or ends."""
     queries, tile = 2 * tokens * columns(heads) * row_bytes, TILE * row_bytes
     if tokens * columns(heads) <= _WIDE and LEAST_STAGES * tile + queries <= _HALF:
         return next((n for n in (8, 4) if n * tile + queries <= _HALF), LEAST_STAGES), 2
@@ -253,10 +248,8 @@ def stream_cut(tokens: int, heads: int, row_bytes: int) -> tuple[int, int]:
 
 
 def tokens_of_block(problem: Problem, keys: int, sms: int) -> int:
-    """How many tokens of a request a block takes.
-
-    More are fewer starts, fewer fill the machine more evenly: blocks that run at a time count as one more half.
-    """
+    """Tokens of a request per block: more save prologues, fewer balance SMs; the wave in flight counts as half a wave
+    more."""
     tokens = problem.tokens if problem.ids else tokens_of_request(problem)
     tiles = -(-problem.entries // keys) * problem.requests
 

@@ -55,8 +55,8 @@ class DequantProducer(TileProducer):
                 self._copy_scales(row.address, counts, peer.cta, self._scales(m, n))
             stage = self._stage(m, n * self.parts + p)
             for i in cutlass.range(self.steps, unroll=4):
-                mine = self._mine(peer.cta, i)
-                source, valid = held_by(mine, row.address), (counts >> mine) & 1
+                lane_of_row = self._lane_of_row(peer.cta, i)
+                source, valid = held_by(lane_of_row, row.address), (counts >> lane_of_row) & 1
                 self._copy_chunk(p, self._chunk_at(stage, peer.cta, i), source, valid)
             cute.arch.cp_async_commit_group()
 
@@ -97,11 +97,11 @@ class DequantProducer(TileProducer):
             index = first + cute.arch.lane_idx()
             key = cutlass.min(index // words, c.own_keys - 1)
             word = index - key * words
-            mine = cta.side * c.own_keys + key
-            source = held_by(mine, address)
+            lane_of_row = cta.side * c.own_keys + key
+            source = held_by(lane_of_row, address)
             to = target + key * c.scale_bytes + word * _WORD
             if word < words:
-                op.copy_4_async(to, source + (self.layout.scales + word * _WORD), ((counts >> mine) & 1) * _WORD)
+                op.copy_4_async(to, source + (self.layout.scales + word * _WORD), ((counts >> lane_of_row) & 1) * _WORD)
 
     @cute.jit
     def _decode_part(self, peer: Peer, divisor: Any, m: Memory, p: cutlass.Constexpr, n: Int32):
@@ -110,12 +110,12 @@ class DequantProducer(TileProducer):
             cute.arch.sync_warp()  # the scales are valid, which other lanes have copied
         stage, scales = self._stage(m, n * self.parts + p), self._scales(m, n)
         for first in cutlass.range(0, self.steps, _AT_ONCE, unroll=1):
-            held = []
+            chunks = []
             for i in cutlass.range_constexpr(_AT_ONCE):
                 key = (first + i) * self.rows_at_once + cute.arch.lane_idx() // self.chunks  # among the warp's own
                 at = self._chunk_at(stage, peer.cta, first + i)
-                held.append((at, *self._read(p, at, scales + key * self.c.scale_bytes)))
-            for at, words, byte in held:
+                chunks.append((at, *self._read(p, at, scales + key * self.c.scale_bytes)))
+            for at, words, byte in chunks:
                 self._decode(p, at, words, byte, divisor)
 
     def _read(self, p: int, at: Int32, scales: Int32) -> tuple[list[Any], Int32]:

@@ -174,7 +174,7 @@ class Epilogue:
             for i in cutlass.range_constexpr(self.splits):
                 row_sum += weights[i] * stats[i][1]
             for index in cutlass.range(lane, const_expr(-(-self.runs // LANES) * LANES), LANES, unroll=1):
-                run, mine = (index, Boolean(True)) if self.boxes else (index % self.runs, index < self.runs)
+                run, valid_run = (index, Boolean(True)) if self.boxes else (index % self.runs, index < self.runs)
                 vectors = self.output.vectors(run)
                 o_at = [m.sO.iterator.toint() + (row * c.dim + v * 4) * 4 for v in vectors]
                 rO = cute.make_rmem_tensor(4 * len(vectors), Float32)
@@ -188,8 +188,8 @@ class Epilogue:
                                     rO[x] = rO[x] + weights[i] * new[x - 4 * v]
                 columns = [rO[x] for x in range(4 * len(vectors))]
                 if scalars.groups == 1:
-                    self._store(tensors, scalars, cta, row, mine, run, columns, row_max, row_sum)
-                elif mine:
+                    self._store(tensors, scalars, cta, row, valid_run, run, columns, row_max, row_sum)
+                elif valid_run:
                     for v in cutlass.range_constexpr(len(vectors)):
                         at = split + c.split.output_at(row, vectors[v] * 4)
                         op.store_4_floats(at, columns[4 * v : 4 * v + 4])
@@ -236,7 +236,7 @@ class Epilogue:
         size = const_expr(c.split.nbytes)
         thread = cute.arch.thread_idx()[0]
         for index in cutlass.range(thread, self._end(cta), SOFTMAX_THREADS, unroll=1):
-            row, run, mine = self._row_and_run(cta, index)
+            row, run, valid_run = self._row_and_run(cta, index)
             vectors = self.output.vectors(run)
             sums = [cute.make_rmem_tensor(4, Float32) for _ in vectors]
             for rO in sums:
@@ -252,7 +252,7 @@ class Epilogue:
                 for rO, new in zip(sums, news, strict=True):
                     row_max, row_sum = join(rO, old_max, old_sum, maxima, [s[1] for s in stats], new)
             columns = [rO[x] for rO in sums for x in range(4)]
-            self._store(tensors, scalars, cta, row, mine, run, columns, row_max, row_sum)
+            self._store(tensors, scalars, cta, row, valid_run, run, columns, row_max, row_sum)
 
     def _end(self, cta: CtaCoord) -> Int32:
         """Runs of this CTA's rows, rounded up to whole warps, since FP4 stores are warp-wide."""

@@ -49,8 +49,8 @@ class Fp4Output(Fp4Store):
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         staged = m.p_at + warp * (own * _PITCH)
         # Word ``lane // 2`` of every second head; heads h and h + 1 have the same swizzle.
-        mine = staged + (lane & 1) * _PITCH + ((lane >> 1) & 3) * 4
-        starts = [mine + ((lane >> 3) ^ turn) * CHUNK for turn in range(_CHUNKS)]
+        target = staged + (lane & 1) * _PITCH + ((lane >> 1) & 3) * 4
+        starts = [target + ((lane >> 3) ^ step) * CHUNK for step in range(_CHUNKS)]
         halves, factors, global_scale = halves_of(lane), factors_of(c, m, h0), self.global_scale(tensors.results)
         for p in cutlass.range(c.mma.parts, unroll=1):
             rO, column = columns_of(c, p, h0), p * c.mma.part + warp % 4 * LANES
@@ -101,15 +101,15 @@ class Fp4Output(Fp4Store):
     ):  # fmt: skip
         """Store a lane's columns from ``column`` on, if ``valid``; neighbouring lanes have the rest of the block. All
         lanes of a warp call."""
-        held = cute.make_rmem_tensor(len(words), Int32)
+        kept = cute.make_rmem_tensor(len(words), Int32)
         for i in cutlass.range_constexpr(len(words)):
-            held[i] = words[i]
+            kept[i] = words[i]
         if const_expr(self.pairs > 0):
             if column + const_expr(2 * len(words)) > self.still:
-                turned = self.unrotate(tensors.results, token, column, words)
+                rotated = self.unrotate(tensors.results, token, column, words)
                 for i in cutlass.range_constexpr(len(words)):
-                    held[i] = turned[i]
-        words = [held[i] for i in range(len(words))]
+                    kept[i] = rotated[i]
+        words = [kept[i] for i in range(len(words))]
         self._quantise(tensors.results, token, head, valid, column, words, global_scale)
 
     @cute.jit
@@ -119,7 +119,7 @@ class Fp4Output(Fp4Store):
     ):  # fmt: skip
         """Codes, and from the first lane of a block its scale."""
         lanes = const_expr(self.block // (2 * len(words)))
-        x = [number for word in words for number in fp4.floats(self.dtype, word)]
+        x = [value for word in words for value in fp4.floats(self.dtype, word)]
         codes, byte = Quantizer(self.format, lanes)(x, global_scale)
         if valid:
             row = Int64(token) * Int32(results.codes.shape[1]) + head

@@ -197,21 +197,21 @@ class TileProducer:
         counts = cute.arch.vote_ballot_sync(row.counts)
         column = cute.arch.lane_idx() % self.chunks * CHUNK
         cta = peer.cta
-        mine = [self._mine(cta, i) for i in range(self.steps)]
-        sources = [held_by(x, row.address) + column for x in mine]
-        ahead = counts >> mine[0]  # from this lane's first row on
+        lanes = [self._lane_of_row(cta, i) for i in range(self.steps)]
+        sources = [held_by(x, row.address) + column for x in lanes]
+        ahead = counts >> lanes[0]  # from this lane's first row on
         # Steps with the same swizzle share a base address; the rest is an immediate.
-        turn = const_expr(8 // self.rows_at_once)
-        firsts = [self._chunk_at(Int32(0), cta, i) for i in range(min(turn, self.steps))]
+        period = const_expr(8 // self.rows_at_once)
+        firsts = [self._chunk_at(Int32(0), cta, i) for i in range(min(period, self.steps))]
         for p in cutlass.range_constexpr(self.parts):
             fill = n * self.parts + p
             self._await_part(counts, peer, divisor, m, p, n)
             stage = self._stage(m, fill)
             starts = [stage + first for first in firsts]
             for i in cutlass.range_constexpr(self.steps):
-                target_at = (self._first_key(i) - self._first_key(i % turn)) * self.c.mma.row_bytes
+                target_at = (self._first_key(i) - self._first_key(i % period)) * self.c.mma.row_bytes
                 valid = _bit_as_chunk(ahead, i * self.rows_at_once)
-                word_ops.copy_16_async_at(starts[i % turn], target_at, sources[i], p * self.chunks * CHUNK, valid)
+                word_ops.copy_16_async_at(starts[i % period], target_at, sources[i], p * self.chunks * CHUNK, valid)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -228,7 +228,7 @@ class TileProducer:
     def _stage(self, m: Memory, fill: Int32) -> Int32:
         return m.ring_at + m.ring.slot(fill) * self.c.mma.stage_bytes
 
-    def _mine(self, cta: CtaCoord, i: Any) -> Int32:
+    def _lane_of_row(self, cta: CtaCoord, i: Any) -> Int32:
         """Lane of the warp whose row this lane copies in step i."""
         return cta.side * _EACH + i * self.rows_at_once + cute.arch.lane_idx() // self.chunks
 

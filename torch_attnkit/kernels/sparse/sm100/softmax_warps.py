@@ -68,10 +68,10 @@ class SoftmaxWarps:
         first, rows_at_once = _thread() // chunks, const_expr(SOFTMAX_THREADS // chunks)
         source += by_head * first
         # ``at`` is a multiple of ``rows_at_once``, so that its bits add up to the row's without a carry.
-        target, turned = m.query_at + column + first * c.mma.row_bytes, (chunk % line) ^ (first & 7)
+        target, swizzled = m.query_at + column + first * c.mma.row_bytes, (chunk % line) ^ (first & 7)
         for at in cutlass.range_constexpr(0, c.heads, rows_at_once):
             valid = cutlass.select_(first + at < cta.heads, Int32(CHUNK), Int32(0))
-            word_ops.copy_16_async_at(target + (turned ^ (at & 7)) * CHUNK, at * c.mma.row_bytes, source, 0, valid)
+            word_ops.copy_16_async_at(target + (swizzled ^ (at & 7)) * CHUNK, at * c.mma.row_bytes, source, 0, valid)
             source += by_head * rows_at_once
         cute.arch.cp_async_commit_group()
 
@@ -221,9 +221,9 @@ class SoftmaxWarps:
         c = self.c
         width = const_expr(c.heads * c.itemsize)
         row = _thread() % KEYS * width
-        turn = ((row >> 7) & const_expr(width // CHUNK - 1)) * CHUNK
+        swizzle = ((row >> 7) & const_expr(width // CHUNK - 1)) * CHUNK
         for w in cutlass.range_constexpr(0, self.own // 2, 4):
-            at = m.p_at + row + ((h0 * c.itemsize + w * 4) ^ turn)
+            at = m.p_at + row + ((h0 * c.itemsize + w * 4) ^ swizzle)
             copies.store_words(at, [words[w + x] for x in range(4)], cute.AddressSpace.smem)
         cute.arch.fence_view_async_shared()
         tmem.before_sync()

@@ -42,9 +42,9 @@ class Barriers(Fixed):
             cutlass.Int64, c.shared.barriers.at(shared), cute.AddressSpace.smem, assumed_align=8
         )
         self.query = Ring(at, at + 1, 1)
-        places = HALVES * c.stages
-        self.tiles = (PairedRing if c.sides == SIDES else Ring)(at + 2, at + 2 + places, places)
-        at += 2 + 2 * places
+        slots = HALVES * c.stages
+        self.tiles = (PairedRing if c.sides == SIDES else Ring)(at + 2, at + 2 + slots, slots)
+        at += 2 + 2 * slots
         self.probabilities = [Ring(at + half, at + HALVES + half, 1) for half in range(HALVES)]
         at += 2 * HALVES
         self.staged = at  # rows of a warp and staging tile have arrived

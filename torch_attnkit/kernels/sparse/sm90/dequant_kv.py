@@ -2,7 +2,7 @@
 ring.
 
     DequantTiles       cp.async: codes land in the 16 bytes that their values will occupy, scales in a buffer of their
-                       own; the thread that copied a chunk expands it in place, so only scales need a warp sync
+                       own; the thread that copied a chunk expands it in stage, so only scales need a warp sync
     BulkDequantTiles   cp.async.bulk: whole rows to a staging buffer, an mbarrier per warp counts the bytes; needs rows
                        aligned to 16 bytes (FP8 at 8: the first 8 bytes go by cp.async, as all scales do)
 
@@ -60,9 +60,9 @@ class LocalDequant:
         """(addresses, validity mask) of the rows that this warp dequantises, from lane 0 on."""
         return address, counts
 
-    def first_row(self, place: Int32) -> Int32:
+    def first_row(self, stage: Int32) -> Int32:
         """Address of the first of those rows in a ring slot."""
-        return place
+        return stage
 
     def peer_slot(self, full: cute.Pointer) -> None:
         """What ``store`` needs to know of the peer's slot."""
@@ -90,9 +90,9 @@ class SharedDequant:
         first = self._first()
         return held_by(cute.arch.lane_idx() + first, address), counts >> first
 
-    def first_row(self, place: Int32) -> Int32:
+    def first_row(self, stage: Int32) -> Int32:
         """A multiple of 8 rows into the slot, so that the swizzle is the same."""
-        return place + self._first() * (LOADERS * ROW_BYTES)
+        return stage + self._first() * (LOADERS * ROW_BYTES)
 
     def peer_slot(self, full: cute.Pointer) -> PeerSlot:
         here = full.toint()
@@ -220,11 +220,11 @@ class DequantTiles:
         """Copy half of the columns of the warp's own rows to slot ``n``."""
         warp, lane = producer_warp(), cute.arch.lane_idx()
         barriers.tiles.await_empty(n)
-        place = self.share.first_row(self.slots.place(shared, barriers, n))
+        stage = self.share.first_row(self.slots.stage(shared, barriers, n))
         for i in cutlass.range_constexpr(self.steps):
             lane_of_row = i * self.slots.rows_at_once + lane // self.slots.chunks
             source, valid = held_by(lane_of_row, address), (counts >> lane_of_row) & 1
-            self._copy_chunk(half, self.slots.chunk_at(place, lane_of_row * LOADERS + warp), source, valid)
+            self._copy_chunk(half, self.slots.chunk_at(stage, lane_of_row * LOADERS + warp), source, valid)
 
     @cute.jit
     def _copy_chunk(self, half: cutlass.Constexpr, to: Int32, source: Int64, valid: Int32):
@@ -278,13 +278,13 @@ class DequantTiles:
     @cute.jit
     def _decode_half(self, divisor: Any, half: cutlass.Constexpr, shared: Int32, barriers: Barriers, n: Int32):
         fill = n * HALVES + half
-        place = self.share.first_row(self.slots.place(shared, barriers, fill))
+        stage = self.share.first_row(self.slots.stage(shared, barriers, fill))
         full = barriers.tiles.full + barriers.tiles.slot(fill)
         peer = self.share.peer_slot(full)
         for first in cutlass.range(0, self.steps, self.at_once, unroll=1):
             chunks = []
             for i in cutlass.range_constexpr(self.at_once):
-                chunks.append(self._read_row(half, shared, barriers, place, n, first + i))
+                chunks.append(self._read_row(half, shared, barriers, stage, n, first + i))
             for chunk in chunks:
                 self._decode(chunk, divisor, peer)
         cute.arch.fence_view_async_shared()
@@ -292,11 +292,11 @@ class DequantTiles:
         with cute.arch.elect_one():
             self.share.arrive_full(full)
 
-    def _read_row(self, half: int, shared: Int32, barriers: Barriers, place: Int32, n: Int32, i: Int32) -> Chunk:
+    def _read_row(self, half: int, shared: Int32, barriers: Barriers, stage: Int32, n: Int32, i: Int32) -> Chunk:
         """Load chunk ``i`` of this lane and its scale byte: codes, or bfloat16 RoPE channels. Unpredicated, so that
         loads overlap."""
         key = (i * self.slots.rows_at_once + cute.arch.lane_idx() // self.slots.chunks) * LOADERS + producer_warp()
-        at, scales = self.slots.chunk_at(place, key), self._scales(shared, barriers, n, key)
+        at, scales = self.slots.chunk_at(stage, key), self._scales(shared, barriers, n, key)
         nope, words, byte = self._is_nope(half), [], Int32(0)
         # RoPE channels to convert or to send.
         rope = nope is not True and (self.c.dtype is not BFloat16 or self.share.to_peer)
@@ -396,7 +396,7 @@ class BulkDequantTiles(DequantTiles):
                 self.slots.set_mask(shared, barriers, n * HALVES, self._sent(shared, n)[0])
             self._decode_half(divisor, half, shared, barriers, n)
 
-    def _read_row(self, half: int, shared: Int32, barriers: Barriers, place: Int32, n: Int32, i: Int32) -> Chunk:
+    def _read_row(self, half: int, shared: Int32, barriers: Barriers, stage: Int32, n: Int32, i: Int32) -> Chunk:
         key, sent, chunk = i * LOADERS + producer_warp(), self._sent(shared, n), self._chunk(half)
         valid, nope, code_words = (sent[1] >> i) & 1, self._is_nope(half), self.code_bytes // _WORD
         row = self._slot(shared, n, key) + ((sent[2] >> i) & 1) * _ODD
@@ -412,7 +412,7 @@ class BulkDequantTiles(DequantTiles):
         if nope is not False:
             last = cutlass.min(chunk, self.nope_chunks - 1)
             byte = self._scale_byte(self._scales(shared, barriers, n, key), last)
-        return Chunk(nope, self.slots.chunk_at(place, key), words, byte)
+        return Chunk(nope, self.slots.chunk_at(stage, key), words, byte)
 
     def _sent(self, shared: Int32, n: Int32) -> cute.Tensor:
         """(3) of the warp's rows of tile n: validity in the tile, validity of its own, which start 8 bytes past a

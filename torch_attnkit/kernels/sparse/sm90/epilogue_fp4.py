@@ -63,7 +63,7 @@ class Fp4Output(Fp4Store):
         """Quantise and store a lane's columns from ``column`` on; the first lane of a block stores its scale."""
         results, lanes = tensors.results, const_expr(self.block // (2 * len(words)))
         global_scale = self.global_scale(results)
-        x = [number for word in words for number in fp4.floats(self.dtype, word)]
+        x = [value for word in words for value in fp4.floats(self.dtype, word)]
         codes, byte = Quantizer(self.format, lanes=lanes)(x, words, self.dtype, global_scale)
         head = tile.head + cutlass.min(row, tile.heads - 1)
         to = self._codes_address(results, tile.token, head, column)

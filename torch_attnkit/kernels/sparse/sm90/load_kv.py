@@ -64,14 +64,14 @@ class Slots:
         """Validity mask of the warp's rows."""
         return cute.arch.vote_ballot_sync(row.counts & (cute.arch.lane_idx() < self.rows))
 
-    def place(self, shared: Int32, barriers: Barriers, n: Int32) -> Int32:
+    def stage(self, shared: Int32, barriers: Barriers, n: Int32) -> Int32:
         """Address of ring slot ``n``, half a tile."""
         return self.c.shared.ring.at(shared) + barriers.tiles.slot(n) * self.c.half_bytes
 
-    def chunk_at(self, place: Int32, key: Int32) -> Int32:
+    def chunk_at(self, stage: Int32, key: Int32) -> Int32:
         """Swizzled address of this lane's 16-byte chunk of a key's half row."""
         chunk = cute.arch.lane_idx() % self.chunks
-        block = place + chunk // COLUMN_CHUNKS * (self.c.keys * ROW_BYTES)
+        block = stage + chunk // COLUMN_CHUNKS * (self.c.keys * ROW_BYTES)
         return block + key * ROW_BYTES + ((chunk % COLUMN_CHUNKS) ^ (key & 7)) * CHUNK
 
     def set_mask(self, shared: Int32, barriers: Barriers, n: Int32, counts: Int32) -> None:
@@ -122,10 +122,10 @@ class DenseTiles:
         warp, lane = producer_warp(), cute.arch.lane_idx()
         column = (half * self.slots.chunks + lane % self.slots.chunks) * CHUNK
         full = barriers.tiles.await_empty(n)
-        place = self.slots.place(shared, barriers, n)
+        stage = self.slots.stage(shared, barriers, n)
         for i in cutlass.range_constexpr(self.slots.rows // self.slots.rows_at_once):
             lane_of_row = i * self.slots.rows_at_once + lane // self.slots.chunks
-            to = self.slots.chunk_at(place, lane_of_row * LOADERS + warp)
+            to = self.slots.chunk_at(stage, lane_of_row * LOADERS + warp)
             op.copy_16_async(to, held_by(lane_of_row, address) + column, ((counts >> lane_of_row) & 1) * CHUNK)
         if lane == 0:
             if const_expr(masked):

@@ -62,7 +62,7 @@ class Plan:
     counters: int
 
 
-class Cut(NamedTuple):
+class Split(NamedTuple):
     """``groups`` clusters of ``ctas`` CTAs for each of ``sides`` work tiles, which are in one cluster."""
 
     ctas: int
@@ -90,7 +90,7 @@ def reused(problem: Problem) -> bool:
     return nbytes <= _L2_BYTES and problem.tokens * problem.keys >= _REUSED * rows
 
 
-def cost(problem: Problem, work: int, sms: int, cut: Cut) -> float:
+def cost(problem: Problem, work: int, sms: int, cut: Split) -> float:
     """Microseconds, roughly, of ``work`` work tiles."""
     ctas, groups, sides = cut
     rounds = -(-work // sides * groups // max(1, at_once(ctas * sides, sms, 1)))
@@ -125,7 +125,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     paired = not plain and head_blocks % SIDES == 0 and problem.tokens >= PAIRED_TOKENS and sms >= SIDES
     sides = SIDES if paired else 1
     cuts = [
-        Cut(ctas, groups, sides)
+        Split(ctas, groups, sides)
         for ctas in range(1, MOST_CTAS // sides + 1)
         for groups in range(1, max(1, at_once(ctas * sides, sms, 1) * sides // work) + 1)
     ]

@@ -79,12 +79,12 @@ class SplitBuffers(Fixed):
         return Int32(Uint32(row) // Uint32(self.ctas))
 
     def rows(self, tile: WorkTile) -> Int32:
-        """Number of the work tile's rows that this CTA reduces."""
+        """How many of the work tile's rows this CTA reduces."""
         return self.index(tile.heads - self.rank + (self.ctas - 1))
 
-    def row(self, number: Int32) -> Int32:
-        """The ``number``-th of them."""
-        return number * self.ctas + self.rank
+    def row(self, own_row: Int32) -> Int32:
+        """The ``own_row``-th of them."""
+        return own_row * self.ctas + self.rank
 
     def partial(self, row: Int32) -> Int32:
         """Address of this CTA's partial of a row."""
@@ -99,18 +99,20 @@ class SplitBuffers(Fixed):
             target, full = op.cluster_address(at, cta), op.cluster_address(barriers.received.toint(), cta)
             _send(target, self.partial(row), self.c.pitch, full)
 
-    def source(self, sender: Int32, number: Int32) -> Int32:
-        """Address of ``sender``'s partial of the ``number``-th own row."""
-        return cutlass.select_(sender == self.rank, self.partial(self.row(number)), self._at(sender, self.rank, number))
+    def source(self, sender: Int32, own_row: Int32) -> Int32:
+        """Address of ``sender``'s partial of the ``own_row``-th own row."""
+        return cutlass.select_(
+            sender == self.rank, self.partial(self.row(own_row)), self._at(sender, self.rank, own_row)
+        )
 
     def expected_bytes(self, tile: WorkTile) -> Int32:
         """Bytes that peers send."""
         return self.rows(tile) * (self.ctas - 1) * self.c.pitch
 
-    def _at(self, sender: Int32, owner: Int32, number: Int32) -> Int32:
+    def _at(self, sender: Int32, owner: Int32, own_row: Int32) -> Int32:
         """Address in the receive buffer of ``owner``, which has no slot for its own partials."""
         before = sender - cutlass.select_(sender > owner, Int32(1), Int32(0))
-        return self.c.shared.receive.at(self.shared) + (before * self.rows_each + number) * self.c.pitch
+        return self.c.shared.receive.at(self.shared) + (before * self.rows_each + own_row) * self.c.pitch
 
 
 _INF = float("inf")
@@ -183,9 +185,9 @@ class SplitCombine:
         cute.arch.mbarrier_wait(barriers.received, 0)
         cute.arch.cluster_arrive_relaxed()
         split = first + Int64(part // scalars.ctas) * self.c.split.nbytes
-        for number in cutlass.range(_warp(), buffers.rows(tile), CONSUMERS, unroll=1):
-            self._row(tensors, scalars, tile, buffers, number, sink, split)
-            sink = sink_of(tensors, scalars, tile.head + cutlass.min(buffers.row(number + CONSUMERS), tile.heads - 1))
+        for own_row in cutlass.range(_warp(), buffers.rows(tile), CONSUMERS, unroll=1):
+            self._row(tensors, scalars, tile, buffers, own_row, sink, split)
+            sink = sink_of(tensors, scalars, tile.head + cutlass.min(buffers.row(own_row + CONSUMERS), tile.heads - 1))
         if scalars.groups > 1:
             self._count(tensors, scalars, index, buffers, shared, barriers)
             if barriers.info(shared)[1] != 0:
@@ -200,21 +202,21 @@ class SplitCombine:
         return (buffers.rows(tile) * self.chunks + (LANES - 1)) // LANES * LANES
 
     def _chunk(self, buffers: SplitBuffers, tile: WorkTile, index: Int32) -> tuple[Int32, Int32, Boolean]:
-        """(row, chunk, whether valid is such a row) of chunk ``index``; past the end the last row."""
-        number, rows = index // self.chunks, buffers.rows(tile)
-        valid = Boolean(True) if self.chunks % LANES == 0 else number < rows
-        return cutlass.min(number, rows - 1), index % self.chunks, valid
+        """(row, chunk, whether there is such a row) of chunk ``index``; past the end the last row."""
+        own_row, rows = index // self.chunks, buffers.rows(tile)
+        valid = Boolean(True) if self.chunks % LANES == 0 else own_row < rows
+        return cutlass.min(own_row, rows - 1), index % self.chunks, valid
 
     @cute.jit
     def _row(
-        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, buffers: SplitBuffers, number: Int32, sink: Float32,
+        self, tensors: Tensors, scalars: Scalars, tile: WorkTile, buffers: SplitBuffers, own_row: Int32, sink: Float32,
         split: Int64,
     ):  # fmt: skip
         """Reduce one row over the cluster, by a warp, 8 columns a lane; to ``split`` if valid are more clusters. Lane i
         has the weight of CTA i."""
-        c, lane, row = self.c, cute.arch.lane_idx(), buffers.row(number)
+        c, lane, row = self.c, cute.arch.lane_idx(), buffers.row(own_row)
         columns, steps = const_expr(CHUNK // c.itemsize), const_expr(-(-self.chunks // LANES))
-        at = buffers.source(cutlass.min(lane, scalars.ctas - 1), number)
+        at = buffers.source(cutlass.min(lane, scalars.ctas - 1), own_row)
         top, part_sum = load_shared_floats(2, at + c.dim * c.itemsize)
         top = cutlass.select_(lane < scalars.ctas, top, Float32(-_INF))
         row_max = top
@@ -285,8 +287,8 @@ class SplitCombine:
         c = self.c
         columns, size = const_expr(CHUNK // c.itemsize), const_expr(c.split.nbytes)
         for index in cutlass.range(self._first(), self._end(buffers, tile), CONSUMER_THREADS, unroll=1):
-            number, chunk, valid = self._chunk(buffers, tile, index)
-            row = buffers.row(number)
+            own_row, chunk, valid = self._chunk(buffers, tile, index)
+            row = buffers.row(own_row)
             sums = [cute.make_rmem_tensor(4, Float32) for _ in range(columns // 4)]
             for rO in sums:
                 rO.fill(0.0)
